@@ -291,7 +291,7 @@ def dense_mask(
     return te.AttentionMask(queries, keys, causal=causal, window=window, chunk=chunk).dense()
 
 
-def allowed_pairs(queries, keys, *, causal, window, chunk):
+def allowed_pairs(queries, keys, *, causal, window, chunk, sinks=None):
     """The rule of two sides that have fields as TokenPositions has: [B, T, S], with axes of size 1
     along which no term differs."""
     sides = [
@@ -305,7 +305,7 @@ def allowed_pairs(queries, keys, *, causal, window, chunk):
     q, k = (side["positions"] for side in sides)
     left, right = window or (None, None)
     limits = [k <= q] if causal else []
-    limits += [q - left <= k] if left is not None else []
+    limits += [(q - left <= k) | (k < (sinks or -(2**40)))] if left is not None else []
     limits += [k <= q + right] if right is not None else []
     limits += [q // chunk == k // chunk] if chunk else []
     allowed = np.ones((1, 1, k.shape[2]), bool)

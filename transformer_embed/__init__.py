@@ -38,6 +38,7 @@ from transformer_embed._src.positions.sinusoidal import (
     sinusoidal_table,
 )
 from transformer_embed._src.sequences.cache import write_cache
+from transformer_embed._src.sequences.load_balance import load_balanced_order
 from transformer_embed._src.sequences.token_order import check_order
 from transformer_embed._src.sequences.token_positions import TokenPositions
 from transformer_embed._src.tokens.cross_entropy import linear_cross_entropy
@@ -81,6 +82,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_log_probs",
     "linear_logits",
+    "load_balanced_order",
     "lookup",
     "mask_to_bias",
     "padding_mask",

@@ -51,4 +51,6 @@ RULES = [
     {"causal": True, "chunk": 7},
     {"causal": False, "window": (2, 6), "chunk": 5},
     {"causal": True, "window": (3, None), "chunk": 4},
+    {"causal": True, "window": (2, 0), "sinks": 3},
+    {"causal": False, "window": (4, 3), "sinks": 1},
 ]

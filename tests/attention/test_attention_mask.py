@@ -26,7 +26,7 @@ TILES = [(4, 4), (8, 3), (6, 12)]
 
 
 def by_pairs(mask):
-    rule = {"causal": mask.causal, "window": mask.window, "chunk": mask.chunk}
+    rule = {name: getattr(mask, name) for name in ("causal", "window", "chunk", "sinks")}
     return allowed_pairs(mask.queries, mask.keys or mask.queries, **rule)
 
 
@@ -76,20 +76,28 @@ def test_no_tokens(batch, length):
 
 
 def expect_kinds(mask, tile, is_exact=False):
-    """A kind is never wrong: other than by the pairs, it may only be "some" instead of "none"."""
-    dense = by_pairs(mask)
     lengths = mask.queries.positions.shape[-1], (mask.keys or mask.queries).positions.shape[-1]
+    dense = by_pairs(mask)
     dense = np.broadcast_to(dense, (len(dense), *lengths))
-    counts = [length // size for length, size in zip(lengths, tile, strict=True)]
+    loose = expect_kinds_of(dense, mask.tile_kinds(tile), tile, is_exact)
+    if mask.queries.block_ids is None:
+        equal(mask.tile_kinds(tile) == 2, expected_kinds(dense, tile) == 2)
+    return loose
+
+
+def expected_kinds(dense, tile):
+    counts = [length // size for length, size in zip(dense.shape[1:], tile, strict=True)]
     tiles = dense.reshape(len(dense), counts[0], tile[0], counts[1], tile[1])
-    kinds = mask.tile_kinds(tile)
-    expected = np.broadcast_to(tiles.any((2, 4)).astype(int) + tiles.all((2, 4)), kinds.shape)
+    return tiles.any((2, 4)).astype(int) + tiles.all((2, 4))
+
+
+def expect_kinds_of(dense, kinds, tile, is_exact=False):
+    """A kind is never wrong: other than by the pairs, it may only be "some"."""
+    expected = np.broadcast_to(expected_kinds(dense, tile), kinds.shape)
     assert kinds.dtype == jnp.int8
     loose = np.asarray(kinds) != expected
     equal(np.asarray(kinds)[loose], 1)
-    if mask.queries.block_ids is None:
-        equal(np.asarray(kinds) == 2, expected == 2)
-    assert not (is_exact and loose.any())
+    assert not (is_exact and loose.any()), (np.asarray(kinds), expected)
     return loose.mean()
 
 
@@ -165,6 +173,34 @@ def test_batches_of_a_short_dtype_mean_the_same(dtype):
         equal(narrow.tile(9, 0, (90, 90)), wide.tile(9, 0, (90, 90)))
         said = [te.kernels.splash_attention(each, 1, order="packed")[1] for each in (wide, narrow)]
         equal(said[0].q, said[1].q)
+
+
+ORDERS = {
+    "tiles": np.random.default_rng(0).permutation(6)[:, None] * 4 + np.arange(4),
+    "zigzag": te.load_balanced_order(LENGTH, 3),
+    "cyclic": te.load_balanced_order(LENGTH, 3, kind="cyclic", tile=4),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ORDERS)
+def test_tokens_in_another_order_keep_their_rule_and_exact_kinds(rule, name):
+    """Also a part of them beside another part, as on two devices."""
+    order = ORDERS[name].ravel()
+    for seed, kind in itertools.product(range(4), [*EXACT, "by hand"]):
+        tokens = some_tokens(kind, np.random.default_rng(seed))
+        dense = by_pairs(AttentionMask(tokens, **rule))
+        dense = np.broadcast_to(dense, (len(dense), LENGTH, LENGTH))[:, order][:, :, order]
+        taken = tokens.take(order)
+        # Chunks of packed rows that share a tile are told apart only in the row's own order.
+        is_exact = kind in EXACT and ("chunk" not in rule or kind != "packed")
+        for queries, keys in ((taken, None), (taken[:, 8:16], taken[:, :8])):
+            mask = AttentionMask(queries, keys, **rule)
+            rows = slice(None) if keys is None else slice(8, 16)
+            expected = dense[:, rows, : 8 if keys else LENGTH]
+            equal(np.broadcast_to(mask.dense()[:, 0], expected.shape), expected)
+            expect_kinds_of(expected, mask.tile_kinds((4, 4)), (4, 4), is_exact)
 
 
 # --- tiles
@@ -261,6 +297,8 @@ TYPE_ERRORS = [
     (lambda: mask_of(window=(1, 0.5)), "window[1]: wanted a Python int, got float 0.5"),
     (lambda: MASK.tile_kinds((2.0, 2)), "shape[0]: wanted a Python int, got float 2.0"),
     (lambda: MASK.tile(0, 0.5, (2, 2)), "key_start: wanted an integer dtype, got float64"),
+    (lambda: jax.nn.dot_product_attention(*[jnp.ones((2, 4, 1, 8))] * 3, mask=MASK), "AttentionMask: wanted an array, got the rule of one (mask.dense() is its array)"),
+    (lambda: te.mask_to_bias(MASK), "AttentionMask: wanted an array, got the rule of one (mask.dense() is its array)"),
 ]  # fmt: skip
 VALUE_ERRORS = [
     (lambda: mask_of(keys=TokenPositions.from_lengths([1, 2, 3], 4)), "queries.positions and queries.segment_ids and keys.positions and keys.segment_ids: wanted the same number of rows, or 1, got 2 and 2 and 3 and 3"),
@@ -271,6 +309,8 @@ VALUE_ERRORS = [
     (lambda: mask_of(window=(1,)), "window: wanted two values, got (1,)"),
     (lambda: mask_of(chunk=0), "chunk: wanted an int of at least 1, got 0"),
     (lambda: MASK.tile_kinds((3, 2)), "shape: wanted a divisor of the number of queries, 4 (pad the batch to a multiple), got 3"),
+    (lambda: MASK.tile([0], 0, (2, 2)), "query_start: wanted shape [], got shape [1]"),
+    (lambda: mask_of(sinks=1), "sinks: wanted None, since no window hides them, got int 1"),
     (lambda: MASK.tile(3, 0, (2, 2)), "query_start: wanted integers inside the mask, for a tile of (2, 2), 0..2, got 3"),
     (lambda: MASK.tile(0, 0, (2, 8)), "key_start: wanted integers inside the mask, for a tile of (2, 8), 0..-4, got 0"),
 ]  # fmt: skip

@@ -94,6 +94,30 @@ def test_tokens_split_over_explicit_axes(spec):
             equal(function(*arrays), expected)
 
 
+# --- parts of a batch
+
+
+def test_slices_and_a_short_repr():
+    """Also where one row of positions serves all rows."""
+    tokens = TokenPositions(np.arange(6), SEGMENTS[:3, :6])
+    part = tokens[1:, 2:5]
+    equal(part.positions, [[2, 3, 4]] * 2)
+    equal(part.segment_ids, SEGMENTS[1:3, 2:5])
+    assert (len(tokens), len(part)) == (3, 2)
+    assert repr(part) == "TokenPositions(positions=int32[2, 3], segment_ids=int32[2, 3])"
+    assert len(repr(te.AttentionMask(tokens, causal=True))) < 200
+    repr(jax.tree.map(lambda _: None, tokens))
+
+
+def test_tokens_in_another_order_have_no_next_token():
+    """What is beside them is another part of the row."""
+    tokens = TokenPositions.from_segment_ids(SEGMENTS).take([6, 5, 0])
+    equal(tokens.positions, TokenPositions.from_segment_ids(SEGMENTS).positions[:, [6, 5, 0]])
+    equal(tokens.padding_mask, SEGMENTS[:, [6, 5, 0]] != 0)
+    with pytest.raises(ValueError, match=r"^places: wanted None, for tokens in the order of"):
+        tokens.next_token_mask  # noqa: B018
+
+
 # --- orders
 
 ORDERS = {
@@ -154,6 +178,13 @@ VALUE_ERRORS = [
     (lambda: from_lengths([3], -1), "length: wanted an int of at least 0, got -1"),
     (lambda: from_lengths([3], 4, padding_side="both"), "padding_side: wanted one of 'right', 'left', got 'both'"),
     (lambda: from_lengths([2, -3], 4), "lengths: wanted integers inside the padded length, 0..4, got -3 at index [1]"),
+    (lambda: from_offset(0, 5)[0], "index: wanted slices of rows and of tokens, got 0"),
+    (lambda: from_offset(0, 5)[:, 0], "index: wanted slices of rows and of tokens, got (slice(None, None, None), 0)"),
+    (lambda: from_offset(0, 5).take([[0]]), "order: wanted shape [number], got shape [1, 1]"),
+    (lambda: from_offset(0, 5).take([5]), "order: wanted integers inside the row, 0..4, got 5 at index [0]"),
+    (lambda: te.load_balanced_order(12, 4), "length: wanted a multiple of 8, got 12"),
+    (lambda: te.load_balanced_order(12, 4, kind="cyclic", tile=4), "length: wanted a multiple of 16, got 12"),
+    (lambda: te.load_balanced_order(8, 4, kind="snake"), "kind: wanted one of 'zigzag', 'cyclic', got 'snake'"),
     (lambda: from_offset([[3]], 4), "offset: wanted shape [] or [batch], got shape [1, 1]"),
     (lambda: from_offset(2**31, 4), "offset: wanted integers inside int32, -2147483648..2147483647, got 2147483648"),
     (lambda: from_offset([0, 2**31 - 2], 3), "offset: wanted an int of at most 2147483645, for 3 positions inside int32, got 2147483646"),

@@ -13,6 +13,7 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.attention.attention_rule import (
     Fields,
+    Limits,
     Window,
     fields,
     may_attend,
@@ -59,6 +60,8 @@ class AttentionMask:
         chunk: length of a chunk, at least 1: a query sees only the keys of its own chunk, positions
             0..chunk-1, chunk..2*chunk-1, ... (Llama 4). Positions from `TokenPositions.from_ids`
             count chunks from the first token that is not padding, as transformers does.
+        sinks: number of first positions of each sequence, at least 1, which a window does not hide:
+            those below it. (A chunk does.)
 
     Raises:
         TypeError: queries or keys are not TokenPositions, causal is not a Python bool, or a window
@@ -93,6 +96,7 @@ class AttentionMask:
     causal: bool
     window: tuple[int | None, int | None] | None = None
     chunk: int | None = None
+    sinks: int | None = None
 
     def __post_init__(self) -> None:
         # None means that query i is key i, as kernels that compare row indices need it.
@@ -107,7 +111,15 @@ class AttentionMask:
             causal=arguments.flag,
             window=functools.partial(_pair, convert=_limit),
             chunk=arguments.size,
+            sinks=arguments.size,
         )
+        if limits(self).left is None:
+            arguments.check_left_out("sinks", self.sinks, "no window hides them")
+
+    def __jax_array__(self) -> Array:
+        # What jax asks of an argument that should be an array.
+        got = "the rule of one (mask.dense() is its array)"
+        raise arguments.type_error("AttentionMask", "an array", got)
 
     def dense(self) -> Bool[Array, "b 1 t s"]:
         """The mask as an array, in the smallest shape that broadcasts.
@@ -195,10 +207,10 @@ class AttentionMask:
             if length % size:
                 want = f"a divisor of the number of {side}, {length} (pad the batch to a multiple)"
                 raise arguments.value_error("shape", want, size)
-        return tile_kinds(self.queries, self.keys, shape, reach(self), self.chunk)
+        return tile_kinds(self.queries, self.keys, shape, limits(self))
 
 
-register_pytree(AttentionMask, "causal", "window", "chunk")
+register_pytree(AttentionMask, "causal", "window", "chunk", "sinks")
 
 
 def sides(mask: AttentionMask) -> tuple[TokenPositions, TokenPositions]:
@@ -213,10 +225,15 @@ def lengths(mask: AttentionMask) -> tuple[int, int]:
     return queries.positions.shape[-1], keys.positions.shape[-1]
 
 
-def reach(mask: AttentionMask) -> Window:
-    """How many positions before and after its own a query sees."""
+def limits(mask: AttentionMask) -> Limits:
+    """How far from its own place a query sees."""
     left, right = mask.window or (None, None)
-    return left, 0 if mask.causal else right
+    return Limits(left, 0 if mask.causal else right, mask.chunk, mask.sinks)
+
+
+def reach(mask: AttentionMask) -> Window:
+    """How many places before and after its own a query sees."""
+    return limits(mask)[:2]
 
 
 def _check_sides(queries: TokenPositions, keys: TokenPositions) -> None:
@@ -248,7 +265,7 @@ def _limit(name: str, distance: Any) -> int | None:
 
 def _slice(tokens: Fields, start: Array, size: int) -> Fields:
     """A stretch of tokens."""
-    if size == tokens["positions"].shape[1]:
+    if size == tokens["place"].shape[1]:
         # A kernel for TPUs has no dynamic slice of its values.
         return tokens
     return {
@@ -257,8 +274,9 @@ def _slice(tokens: Fields, start: Array, size: int) -> Fields:
     }
 
 
-def _expanded(tokens: Fields, *axes: int) -> Fields:
-    return with_conditions({name: jnp.expand_dims(array, axes) for name, array in tokens.items()})
+def _expanded(mask: AttentionMask, tokens: Fields, *axes: int) -> Fields:
+    expanded = {name: jnp.expand_dims(array, axes) for name, array in tokens.items()}
+    return with_conditions(expanded, limits(mask))
 
 
 # The functions below are compiled even if the caller is not.
@@ -266,11 +284,11 @@ def _expanded(tokens: Fields, *axes: int) -> Fields:
 def _dense(mask: AttentionMask) -> Bool[Array, "b 1 t s"]:
     queries, keys = sides(mask)
     # Only the queries' length may stay split.
-    of_queries = _expanded(fields(queries, keys, mask.chunk), 1, 3)
+    of_queries = _expanded(mask, fields(queries, keys, mask.chunk), 1, 3)
     # It follows from the equal segment of a key, and would give each query a row of its own.
     del of_queries["is_token"]
-    of_keys = _expanded(whole_fields(keys, queries, mask.chunk), 1, 2)
-    return may_attend(of_queries, of_keys, reach(mask))
+    of_keys = _expanded(mask, whole_fields(keys, queries, mask.chunk), 1, 2)
+    return may_attend(of_queries, of_keys)
 
 
 @compiled(2)
@@ -278,7 +296,7 @@ def _tile(mask: AttentionMask, starts: list[Array], shape: tuple[int, int]) -> B
     queries, keys = sides(mask)
     of_sides = whole_fields(queries, keys, mask.chunk), whole_fields(keys, queries, mask.chunk)
     of_queries, of_keys = map(_slice, of_sides, starts, shape)
-    tile = may_attend(_expanded(of_queries, 2), _expanded(of_keys, 1), reach(mask))
+    tile = may_attend(_expanded(mask, of_queries, 2), _expanded(mask, of_keys, 1))
     # A dynamic slice moves a stretch that does not fit.
     for start, length, size in zip(starts, lengths(mask), shape, strict=True):
         tile &= (start >= 0) & (start <= length - size)

@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,24 +12,32 @@ from jaxtyping import Array
 from transformer_embed._src.partitioning import with_whole_rows
 from transformer_embed._src.sequences.token_positions import TokenPositions, arrays_of
 
-# How many positions before and after its own a query sees; None: no limit.
+# How many places before and after its own a query sees; None: no limit.
 Window = tuple[int | None, int | None]
 # What the rule compares, by name.
 Fields = dict[str, Array]
 
 
-def may_attend(queries: dict[str, Any], keys: dict[str, Any], window: Window) -> Any:
+class Limits(NamedTuple):
+    """How far from its own place a query sees, None: without a limit."""
+
+    left: int | None
+    right: int | None
+    chunk: int | None
+    sinks: int | None
+
+
+def may_attend(queries: dict[str, Any], keys: dict[str, Any]) -> Any:
     """Whether queries may attend to keys, for `fields` that broadcast against each other.
 
     This is the only place that states the rule. The fields are arrays; or, for tiles, all of them
     are `Interval`s, and so is the result. Their operators are all that it needs.
     """
-    left, right = window
     limits = []
-    if right is not None:
-        limits.append(keys["positions"] <= _after(queries["positions"], right))
-    if left is not None:
-        limits.append(queries["positions"] <= _after(keys["positions"], left))
+    if "first" in keys:
+        limits.append(keys["first"] <= queries["place"])
+    if "last" in keys:
+        limits.append(queries["place"] <= keys["last"])
     if "chunk" in queries:
         limits.append(queries["chunk"] == keys["chunk"])
     # Blocks only lift limits, and change nothing where there are none.
@@ -44,29 +52,15 @@ def may_attend(queries: dict[str, Any], keys: dict[str, Any], window: Window) ->
     return functools.reduce(operator.and_, limits)
 
 
-def _after(positions: Any, distance: int) -> Any:
-    """`positions + distance`; the highest value of the dtype where that is beyond it."""
-
-    def add(array: Array) -> Array:
-        info = jnp.iinfo(array.dtype)
-        # No two positions are further apart. A distance that does not fit the dtype wraps, and so
-        # does the sum, which is right again unless it is beyond the dtype.
-        step = np.array(min(distance, info.max - info.min)).astype(array.dtype)
-        return jnp.where(array + step < array, info.max, array + step)
-
-    return jax.tree.map(add, positions)
-
-
 def fields(tokens: TokenPositions, others: TokenPositions, chunk: int | None) -> Fields:
     """What the rule compares of tokens, in the wider dtype of both sides.
 
     Integers [B or 1, length]; `token` is not 0 at tokens.
     """
-    arrays = arrays_of(others)
-    values = {}
-    for name, array in arrays_of(tokens).items():
+    values, of_others = _placed(tokens), _placed(others)
+    for name, array in values.items():
         # Under strict dtype promotion, jax compares no int32 with int64.
-        dtype = np.promote_types(array.dtype, arrays.get(name, array).dtype)
+        dtype = np.promote_types(array.dtype, of_others.get(name, array).dtype)
         values[name] = array.astype(dtype)
     positions = values["positions"]
     values["token"] = values.get("segment_ids", jnp.ones((1, positions.shape[1]), int))
@@ -75,17 +69,44 @@ def fields(tokens: TokenPositions, others: TokenPositions, chunk: int | None) ->
     return values
 
 
+def _placed(tokens: TokenPositions) -> Fields:
+    arrays = arrays_of(tokens)
+    place = arrays.pop("places", arrays["positions"])
+    return arrays | {"place": place}
+
+
 def whole_fields(tokens: TokenPositions, others: TokenPositions, chunk: int | None) -> Fields:
     """The fields, whole on each device if explicit mesh axes split the length."""
     return jax.tree.map(with_whole_rows, fields(tokens, others, chunk))
 
 
-def with_conditions(tokens: Fields) -> Fields:
+def with_conditions(tokens: Fields, limits: Limits) -> Fields:
     """The fields, and what is true of each token.
 
-    Call it last: a kernel for TPUs cannot expand the axes of bools.
+    A key has an interval of places: the first and the last one of a query that sees it. Call this
+    last: a kernel for TPUs cannot expand the axes of bools.
     """
     conditions = {"is_token": tokens["token"] != 0}
     if "block_ids" in tokens:
         conditions["is_in_block"] = tokens["block_ids"] >= 0
+    if limits.right is not None:
+        conditions["first"] = _moved(tokens["place"], -limits.right)
+    if limits.left is not None:
+        last = conditions["last"] = _moved(tokens["place"], limits.left)
+        if limits.sinks is not None:
+            is_sink = tokens["positions"] < limits.sinks
+            conditions["last"] = jnp.where(is_sink, jnp.iinfo(last.dtype).max, last)
+    if "ends" in tokens:
+        conditions["last"] = tokens["ends"] - 1
     return tokens | conditions
+
+
+def _moved(places: Array, distance: int) -> Array:
+    """`places + distance`; the end of the dtype where that is beyond it."""
+    info = jnp.iinfo(places.dtype)
+    # No two places are further apart. A distance that does not fit the dtype wraps, and so does the
+    # sum, which is right again unless it is beyond the dtype.
+    step = np.array(min(abs(distance), info.max - info.min)).astype(places.dtype)
+    if distance < 0:
+        return jnp.where(places - step > places, info.min, places - step)
+    return jnp.where(places + step < places, info.max, places + step)

@@ -38,6 +38,11 @@ def check_promise(mask: AttentionMask, order: str | None, query_start: int | Non
     queries, keys = sides(mask)
     if order is not None:
         arguments.choice("order", order, tuple(ORDERS))
+    kernel = "a fused kernel"
+    check_absent(kernel, sinks=mask.sinks)
+    if order is not None or reach(mask) != EVERYTHING:
+        # Tokens that were taken in another order than that of their row.
+        check_absent(kernel, **{"queries.places": queries.places, "keys.places": keys.places})
     # Traced tokens cannot be checked: the promise is believed.
     if not (is_on_host(queries) and is_on_host(keys)):
         return

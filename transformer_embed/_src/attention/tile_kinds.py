@@ -5,17 +5,18 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int8, Integer
+from jaxtyping import Array, Int8
 
 from transformer_embed._src.attention.attention_rule import (
     Fields,
-    Window,
+    Limits,
     may_attend,
     whole_fields,
     with_conditions,
 )
 from transformer_embed._src.compiled import compiled
-from transformer_embed._src.sequences.token_positions import TokenPositions, of_previous_token
+from transformer_embed._src.sequences.runs import in_row
+from transformer_embed._src.sequences.token_positions import TokenPositions
 
 
 class Interval(NamedTuple):  # noqa: PLW1641 (no set or dict holds one)
@@ -46,44 +47,40 @@ Intervals = dict[str, Interval]
 
 
 # Compiled even if the caller is not.
-@compiled(2, 3, 4)
+@compiled(2, 3)
 def tile_kinds(
-    queries: TokenPositions,
-    keys: TokenPositions | None,
-    shape: tuple[int, int],
-    window: Window,
-    chunk: int | None,
+    queries: TokenPositions, keys: TokenPositions | None, shape: tuple[int, int], limits: Limits
 ) -> Int8[Array, "b m n"]:
     """The kinds of tiles of `AttentionMask.tile_kinds`; keys are None in self-attention."""
     if keys is None:
-        tokens = others = _in_row(whole_fields(queries, queries, chunk), chunk)
+        tokens = others = in_row(whole_fields(queries, queries, limits.chunk), limits.chunk)
     else:
         tokens, others = (
-            whole_fields(*sides, chunk) for sides in ((queries, keys), (keys, queries))
+            whole_fields(*sides, limits.chunk) for sides in ((queries, keys), (keys, queries))
         )
     # Blocks of which those of queries and of keys consist: in self-attention, XLA makes them once.
     size = math.gcd(*shape)
-    of_queries = _merged(_blocks(tokens, size), shape[0] // size)
-    of_keys = _merged(_blocks(others, size), shape[1] // size)
+    of_queries = _merged(_blocks(tokens, limits, size), shape[0] // size)
+    of_keys = _merged(_blocks(others, limits, size), shape[1] // size)
 
     def kinds(of_step: Intervals) -> Int8[Array, "b n"]:
         # low is True where all pairs may attend, high where some may: 2, 1 or 0.
-        may = may_attend(of_step, of_keys, window)
+        may = may_attend(of_step, of_keys)
         return may.low.astype(jnp.int8) + may.high.astype(jnp.int8)
 
     # Some queries at a time, because XLA does not fuse into a loop. Else it would compute the
     # intervals again for each tile.
     steps = jax.tree.map(lambda bound: bound.T[:, :, None], of_queries)
     # A divisor, because lax.map traces its function again for a remainder.
-    at_a_time = math.gcd(len(steps["positions"].low), 64)
+    at_a_time = math.gcd(len(steps["place"].low), 64)
     # Nor can it join steps of a batch without rows.
     is_empty = not all(bound.size for bound in jax.tree.leaves((steps, of_keys)))
     return jax.lax.map(kinds, steps, batch_size=None if is_empty else at_a_time).swapaxes(0, 1)
 
 
-def _blocks(tokens: Fields, size: int) -> Intervals:
+def _blocks(tokens: Fields, limits: Limits, size: int) -> Intervals:
     """The intervals of blocks of this many tokens; padding is left out."""
-    intervals, tokens = {}, with_conditions(tokens)
+    intervals, tokens = {}, with_conditions(tokens, limits)
     for name, array in tokens.items():
         low = high = array
         if array.dtype != bool:
@@ -107,54 +104,3 @@ def _merged(intervals: Intervals, number: int) -> Intervals:
         name: Interval(split(interval.low).min(2), split(interval.high).max(2))
         for name, interval in intervals.items()
     }
-
-
-def _in_row(tokens: Fields, chunk: int | None) -> Fields:
-    """The tokens with row indices for positions, segments and chunks, where these mean the same.
-
-    A run is a stretch of tokens of one segment. In rows where each segment is one run, and
-    positions rise by one from the same first position in each, tokens of a segment are as far apart
-    in position as in the row. A segment or a chunk is named by the index of its first token. Then
-    all of these numbers rise along the row, so the closest pair of two blocks decides whether some
-    pair may attend. The other rows stay as they are.
-    """
-    if "segment_ids" not in tokens:
-        return tokens
-    positions, segments = tokens["positions"], tokens["segment_ids"]
-    begins, before = _begins(segments), of_previous_token(positions)
-    highest = jnp.iinfo(positions.dtype).max
-    first = positions.min(1, keepdims=True, where=begins, initial=highest)
-    # The second comparison finds positions that wrap.
-    rises = (positions - 1 == before) & (positions > before)
-    goes_on = jnp.where(begins, positions == first, rises)
-    is_in_row = (goes_on | (tokens["token"] == 0)).all(1) & _is_once(segments, begins)
-
-    index = jnp.arange(positions.shape[1], dtype=positions.dtype)[None]
-    # How many tokens of the run, and of the chunk, are before each.
-    in_run = positions - first
-    in_row = {"positions": index, "segment_ids": index - in_run}
-    if chunk is not None:
-        in_chunk = positions - chunk * tokens["chunk"]
-        in_row["chunk"] = index - jnp.minimum(in_run, in_chunk)
-    chosen = {
-        name: jnp.where(is_in_row[:, None], array.astype(tokens[name].dtype), tokens[name])
-        for name, array in in_row.items()
-    }
-    return tokens | chosen
-
-
-def _begins(segments: Integer[Array, "b t"]) -> Bool[Array, "b t"]:
-    """Which tokens begin a run of one segment."""
-    return (segments != 0) & (segments != of_previous_token(segments))
-
-
-def _is_once(segments: Integer[Array, "b t"], begins: Bool[Array, "b t"]) -> Bool[Array, "b"]:
-    """In which rows each segment is one run."""
-    # Numbers that rise along one stretch of tokens, as most do, need no sorting.
-    before = of_previous_token(segments)
-    rises = (begins & ((before == 0) | (segments < before))).sum(1) <= 1
-
-    def is_once() -> Array:
-        return begins.sum(1) == _begins(jnp.sort(segments, axis=1)).sum(1)
-
-    return jax.lax.cond(rises.all(), lambda: rises, is_once)

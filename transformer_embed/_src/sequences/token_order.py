@@ -5,11 +5,11 @@ import numpy as np
 from jaxtyping import Bool
 
 from transformer_embed._src import arguments
+from transformer_embed._src.sequences.runs import second_runs
 from transformer_embed._src.sequences.token_positions import (
     TokenPositions,
     arrays_of,
     check_token_positions,
-    second_runs,
 )
 
 # Each order is one of those below it, too.

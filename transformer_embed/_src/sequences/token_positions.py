@@ -8,16 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jaxtyping import Array, Bool, Int32, Integer, Shaped
+from jaxtyping import Array, Bool, Int32, Integer
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.partitioning import split_like, with_whole_rows
 from transformer_embed._src.pytrees import register_pytree
+from transformer_embed._src.sequences.runs import (
+    has_next_token,
+    in_row,
+    is_token,
+    positions_of_tokens,
+    second_runs,
+)
 
 
-@dataclasses.dataclass(frozen=True, eq=False, init=False)
+@dataclasses.dataclass(frozen=True, eq=False, init=False, repr=False)
 class TokenPositions:
     """The position and the segment of each token in a batch.
 
@@ -37,6 +44,10 @@ class TokenPositions:
         block_ids: [length] or [batch, length] integers; tokens of one block attend to each other
             even where a causal mask, a window or a chunk forbids it. Negative: in no block. None:
             there are no blocks. See `with_block_ids`.
+        places: [length] or [batch, length] integers by which a causal mask and a window compare
+            tokens of a sequence. None: their positions. `take` and `from_parents` give them.
+        ends: [length] or [batch, length] integers: a causal mask hides a token from the places from
+            this one on, as from other branches of a tree. None: there is no such place.
 
     Raises:
         TypeError: an array does not hold integers, or is a jax array of unsigned ones of 32 bits or
@@ -58,15 +69,19 @@ class TokenPositions:
     positions: Array
     segment_ids: Array | None = None
     block_ids: Array | None = None
+    places: Array | None = None
+    ends: Array | None = None
 
     def __init__(
         self,
         positions: ArrayLike,
         segment_ids: ArrayLike | None = None,
         block_ids: ArrayLike | None = None,
+        places: ArrayLike | None = None,
+        ends: ArrayLike | None = None,
     ):
-        others = {"segment_ids": segment_ids, "block_ids": block_ids}
-        given = {name: ids for name, ids in others.items() if ids is not None}
+        others = zip(FIELDS[1:], (segment_ids, block_ids, places, ends), strict=True)
+        given = {name: array for name, array in others if array is not None}
         arrays = comparable_rows(positions=positions, **given)
         length = arrays["positions"].shape[1]
         for name, array in arrays.items():
@@ -76,7 +91,7 @@ class TokenPositions:
     @property
     def padding_mask(self) -> Bool[Array, "b t"]:
         """bool [batch, length], True = a token."""
-        return _is_token(segments_of(self))
+        return is_token(segments_of(self))
 
     @property
     def next_token_mask(self) -> Bool[Array, "b t"]:
@@ -90,7 +105,55 @@ class TokenPositions:
             output = embedder.output(params)
             loss = te.linear_cross_entropy(x, output, labels, mask=batch.next_token_mask)
         """
+        if self.places is not None:
+            want = "None, for tokens in the order of their row (shift the labels before)"
+            raise arguments.value_error("places", want, "an array")
         return has_next_token(segments_of(self))
+
+    def __repr__(self) -> str:
+        arrays = ((name, getattr(self, name)) for name in FIELDS)
+        shown = (f"{name}={_shown(array)}" for name, array in arrays if array is not None)
+        return f"TokenPositions({', '.join(shown)})"
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return len(next(iter(_broadcast(self).values())))
+
+    def __getitem__(self, index: Any) -> "TokenPositions":
+        """Slices: `tokens[2:4]` has some rows, `tokens[:, 2:6]` some tokens of each row."""
+        arrays = {name: array[index] for name, array in _broadcast(self).items()}
+        if arrays["positions"].ndim != 2:
+            raise arguments.value_error("index", "slices of rows and of tokens", index)
+        return TokenPositions(**arrays)
+
+    def take(self, order: ArrayLike) -> "TokenPositions":
+        """The tokens of each row in another order, such as `load_balanced_order`.
+
+        A mask of them means the same: they keep their places in the row. So does every part of the
+        row, and `tile_kinds` are as exact as before. Give ids, labels and weights the same order.
+        Shift the labels before, since the next token of a sequence is no longer beside it.
+
+        Args:
+            order: [number] integers, the index in the row of each token.
+
+        Returns:
+            TokenPositions of [batch, number], with `places`. In rows where each sequence is one run
+            of tokens whose positions rise by one, segment ids are new numbers.
+
+        Raises:
+            TypeError: order does not hold integers.
+            ValueError: order has another rank, or an index on the host is outside the row.
+
+        Example:
+            >>> import transformer_embed as te
+            >>> tokens = te.TokenPositions.from_segment_ids([[5, 5, 5, 7]]).take([3, 2, 1, 0])
+            >>> tokens.positions.tolist(), tokens.places.tolist()
+            ([[0, 2, 1, 0]], [[3, 2, 1, 0]])
+        """
+        arrays = arrays_of(self)
+        last = arrays["positions"].shape[1] - 1
+        order = as_indices("order", order, last, "the row", "number")
+        return TokenPositions(**_taken(arrays, order))
 
     def with_block_ids(self, block_ids: ArrayLike) -> "TokenPositions":
         """The same tokens in numbered blocks, such as a prefix or the patches of an image.
@@ -111,7 +174,7 @@ class TokenPositions:
             >>> te.AttentionMask(tokens, causal=True).dense()[0, 0].astype(int).tolist()
             [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
         """
-        return TokenPositions(self.positions, self.segment_ids, block_ids)
+        return TokenPositions(**arrays_of(self) | {"block_ids": block_ids})
 
     def clear(self, rows: ArrayLike) -> "TokenPositions":
         """These slots of a cache, without tokens in some rows: each of them for a new text.
@@ -243,9 +306,7 @@ class TokenPositions:
         length = arguments.length("length", length)
         # A symbolic length is assumed to be large enough. One of 2**31 is beyond int32 itself.
         highest = min(length, 2**31 - 1) if isinstance(length, int) else 2**31 - 1
-        lengths = as_indices("lengths", lengths, highest, "the padded length")
-        if lengths.ndim != 1:
-            raise arguments.value_error("lengths", "shape [batch]", f"shape {list(lengths.shape)}")
+        lengths = as_indices("lengths", lengths, highest, "the padded length", "batch")
         padding_side = arguments.choice("padding_side", padding_side, ("right", "left"))
         return _of_lengths(lengths, length, padding_side)
 
@@ -324,6 +385,7 @@ class TokenPositions:
 
 
 register_pytree(TokenPositions)
+FIELDS = tuple(field.name for field in dataclasses.fields(TokenPositions))
 
 
 def arrays_of(tokens: TokenPositions) -> dict[str, Any]:
@@ -337,7 +399,18 @@ def as_made(tokens: TokenPositions) -> TokenPositions:
     `jax.tree.map` may have made their arrays of a shorter dtype, in which indices and names of
     segments would wrap. Inside vmap they may be [length].
     """
-    return TokenPositions(tokens.positions, tokens.segment_ids, tokens.block_ids)
+    return TokenPositions(*(getattr(tokens, name) for name in FIELDS))
+
+
+def _broadcast(tokens: TokenPositions) -> dict[str, Array]:
+    """The arrays, each with all rows."""
+    arrays = arrays_of(tokens)
+    rows = max(map(len, arrays.values()))
+    return {name: jnp.broadcast_to(array, (rows, array.shape[1])) for name, array in arrays.items()}
+
+
+def _shown(array: Any) -> str:
+    return f"{array.dtype}{list(array.shape)}" if hasattr(array, "dtype") else repr(array)
 
 
 def segments_of(tokens: TokenPositions) -> Array:
@@ -345,9 +418,15 @@ def segments_of(tokens: TokenPositions) -> Array:
     return jnp.ones_like(tokens.positions) if tokens.segment_ids is None else tokens.segment_ids
 
 
-def as_indices(name: str, value: ArrayLike, highest: int, what: str) -> Int32[Array, "..."]:
-    """Integers as int32. On the host, a ValueError unless they are inside 0..highest."""
-    return arguments.as_int32(name, arguments.as_integers(name, value, 0, highest, what))
+def as_indices(
+    name: str, value: ArrayLike, highest: int, what: str, *axes: str
+) -> Int32[Array, "..."]:
+    """Integers with these axes, as int32; those on the host are inside 0..highest."""
+    array = arguments.as_int32(name, arguments.as_integers(name, value, 0, highest, what))
+    if array.ndim != len(axes):
+        want = f"shape [{', '.join(axes)}]"
+        raise arguments.value_error(name, want, f"shape {list(array.shape)}")
+    return array
 
 
 def check_token_positions(name: str, value: Any) -> None:
@@ -402,16 +481,6 @@ def check_last_position(name: str, first: int, length: int) -> None:
         raise arguments.value_error(name, want, first)
 
 
-def second_runs(segment_ids: np.ndarray) -> np.ndarray:
-    """Where, in rows on the host, a run of tokens begins whose number an earlier run has."""
-    begins_again = np.zeros(segment_ids.shape, bool)
-    for row, again in zip(segment_ids, begins_again, strict=True):
-        starts = np.flatnonzero((row != 0) & (np.diff(row, prepend=0) != 0))
-        first = np.unique(row[starts], return_index=True)[1]
-        again[np.delete(starts, first)] = True
-    return begins_again
-
-
 # The functions below are compiled even if the caller is not.
 
 
@@ -423,40 +492,18 @@ def _cleared(held: dict[str, Array], rows: Bool[Array, "b"]) -> dict[str, Array]
 
 
 @compiled()
-def _is_token(segment_ids: Integer[Array, "... t"]) -> Bool[Array, "... t"]:
-    return segment_ids != 0
-
-
-@compiled(1)
-def has_next_token(segment_ids: Integer[Array, "... t"], steps: int = 1) -> Bool[Array, "... t"]:
-    """Whether another token of its sequence is this many steps after a token; 0 is padding."""
-    return _is_token(segment_ids) & (of_next_token(segment_ids, steps) == segment_ids)
-
-
-# The two functions below do not pad one side and cut the other: XLA gave wrong values, before jax
-# 0.10, where it split such an array over devices.
-
-
-def of_next_token(values: Shaped[Array, "... t"], steps: int = 1) -> Shaped[Array, "... t"]:
-    """At each token, the value of the one so many steps to its right; 0 at the end."""
-    values = with_whole_rows(values)
-    return jnp.concatenate([values[..., steps:], jnp.zeros_like(values[..., :steps])], axis=-1)
-
-
-def of_previous_token(values: Shaped[Array, "... t"], steps: int = 1) -> Shaped[Array, "... t"]:
-    """At each token, the value of the one so many steps to its left; 0 at the start."""
-    values = with_whole_rows(values)
-    return jnp.concatenate([jnp.zeros_like(values[..., :steps]), values[..., :-steps]], axis=-1)
-
-
-@compiled(1, 2)
-def positions_of_tokens(
-    tokens: Bool[Array, "... t"], start: int, at_padding: int
-) -> Int32[Array, "... t"]:
-    """For each token, how many tokens are before it, plus start."""
-    number = jnp.cumsum(with_whole_rows(tokens).astype(jnp.int32), axis=-1, dtype=jnp.int32)
-    # The sum counts the token itself.
-    return jnp.where(tokens, number + (start - 1), at_padding)
+def _taken(tokens: dict[str, Array], order: Int32[Array, "n"]) -> dict[str, Array]:
+    tokens = {name: with_whole_rows(array) for name, array in tokens.items()}
+    if "places" not in tokens:
+        # In rows without segments, positions are places.
+        token = tokens.get("segment_ids", jnp.ones((), jnp.int32))
+        tokens = in_row(tokens | {"place": tokens["positions"], "token": token})
+        tokens |= {"places": tokens.pop("place")}
+        del tokens["token"]
+    return {
+        name: jnp.take(array, order, axis=1, mode="fill", fill_value=0)
+        for name, array in tokens.items()
+    }
 
 
 @compiled(1, 2, 3)

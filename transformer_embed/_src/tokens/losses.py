@@ -17,11 +17,8 @@ from jaxtyping import Array, Float, Int32
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.partitioning import ON_ONE_DEVICE, OutputSplit, spec_axes, split_like
-from transformer_embed._src.sequences.token_positions import (
-    as_comparable,
-    has_next_token,
-    of_next_token,
-)
+from transformer_embed._src.sequences.runs import has_next_token, of_next_token
+from transformer_embed._src.sequences.token_positions import as_comparable
 from transformer_embed._src.tokens.lookup import Table
 from transformer_embed._src.tokens.output_layer import OutputOptions, RowLogits, row_logits
 

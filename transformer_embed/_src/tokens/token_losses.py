@@ -25,7 +25,7 @@ from transformer_embed._src.partitioning import (
     varying,
     varying_axes,
 )
-from transformer_embed._src.sequences.token_positions import of_previous_token
+from transformer_embed._src.sequences.runs import of_previous_token
 from transformer_embed._src.tokens.losses import (
     Batch,
     ChunkLosses,
