@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import sys
+import warnings
 
 ADDRESS, NUM_PROCESSES, PROCESS_ID, *OUT = sys.argv[1:]
 NUM_DEVICES = 8
@@ -29,7 +30,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import transformer_embed as te
 
-STEPS, VOCAB_SIZE, D_MODEL = 4, 1001, 16
+STEPS, VOCAB_SIZE, D_MODEL = 4, 1019, 16
 CONFIG = te.EmbedderConfig(VOCAB_SIZE, D_MODEL, pad_id=0)
 LEARNED = te.EmbedderConfig(VOCAB_SIZE, D_MODEL, pad_id=0, scheme=te.Learned(8))
 DENSE, BY_ROWS, BY_EXCHANGE = "dense", "by_rows", "by_exchange"
@@ -85,7 +86,12 @@ def trained(name):
     name, over = "*/token_embedding/embeddings", ("data", "model") if exchange else "model"
     stripe = name if exchange else None
     params, state = te.sharding.shard_params(
-        init, mesh, {name: PartitionSpec(over)}, rng=jax.random.key(0), stripe=stripe
+        init,
+        mesh,
+        {name: PartitionSpec(over)},
+        rng=jax.random.key(0),
+        stripe=stripe,
+        virtual_shards=8,
     )
     losses = []
     batch = np.random.default_rng(0).integers(0, VOCAB_SIZE, (8, 17)).astype(np.int32)
@@ -113,6 +119,7 @@ ROWS = np.random.default_rng(0).normal(size=(300, 8)).astype(np.float32)
 
 def surface(path):
     """What each function that takes parameters or ids does with those of several processes."""
+    warnings.simplefilter("ignore")
     automatic = {"axis_types": (AxisType.Auto,) * 2}
     mesh = jax.make_mesh((2, NUM_DEVICES // 2), ("data", "model"), **automatic)
     other = jax.make_mesh((1, NUM_DEVICES), ("data", "model"), **automatic)

@@ -246,6 +246,9 @@ can train it by rows: train it densely.
 A schedule may be 0 for a while. But an optimizer must not sum gradients and apply the sum in some steps only, as `apply_every` does: a
 row without a gradient in such a step would miss it.
 
+Trained densely, a sharded table takes any optimizer, but `adafactor`, `scale_by_param_block_rms` and `clip_by_block_rms` count its padding:
+a root mean square is sqrt(vocab_size / padded vocab_size) of the one on one device (see `te.sharding.shard_params`).
+
 ## These can train by rows
 
 {can}.

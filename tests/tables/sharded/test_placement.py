@@ -2,13 +2,15 @@
 errors."""
 
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from cases import few
-from compare import equal
+from compare import equal, near
 from fuzzing import VALUES, call, named_on_failure
 from jax.sharding import NamedSharding
 from sharded_tables import (
@@ -203,3 +205,19 @@ def test_any_argument_keeps_the_table_or_is_named(name, options):
             returned, placed = call(te.sharding.shard_params, good | {name: value})
             if returned:
                 equal(on_host(placed)["t/embeddings"], TABLE[:10])
+
+
+@pytest.mark.parametrize("rows", [129, 1000, 12_799])
+def test_padding_that_statistics_of_a_table_see_has_a_warning(rows, recwarn):
+    """Steps of adafactor were 0.71 of those on one device, without a word."""
+    warnings.simplefilter("always")
+    params, rules = {"embeddings": np.ones([rows, 4], np.float32)}, {"*": SPEC("model")}
+    table = te.sharding.shard_params(params, MESH, rules)["embeddings"]
+    seen, _ = optax.scale_by_param_block_rms().update(table, optax.EmptyState(), table)
+    ratio = np.sqrt(rows / len(table.array))
+    near(seen.in_vocabulary_order(), np.full([rows, 4], ratio), rtol=1e-6)
+    said = [str(each.message) for each in recwarn]
+    padding = len(table.array) - rows
+    what = f"embeddings: {padding} of {len(table.array)} rows are padding, which optimizers count: "
+    want = f"{what}a root mean square over the table is {ratio:.2f} of its own"
+    assert [each.partition(" (see")[0] for each in said] == [want] * (padding > rows / 100)

@@ -4,6 +4,7 @@ import fnmatch
 import hashlib
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ VIRTUAL_SHARDS = 4096
 # The array of a contiguous table has the same size on all meshes whose devices divide this number:
 # Megatron-LM's `make-vocab-size-divisible-by`, and the lanes of a TPU.
 ROW_MULTIPLE = 128
+# Of a table's rows: a statistic over all of them changes by less than half of this.
+MOST_PADDING = 0.01
 
 
 def shard_params(
@@ -49,6 +52,13 @@ def shard_params(
     Up to some dozens of devices, rules are all that you need. Beyond that, `stripe` large
     tables, so that devices exchange only the rows that each of them reads. "Tables on a mesh", a
     section of the reference page, says how rows lie and travel in both cases.
+
+    An optimizer that trains a sharded table densely sees its array, padding included. Update by
+    update of one number this changes nothing. But a root mean square over the table is
+    sqrt(vocab_size / padded vocab_size) of that over its rows: the steps of adafactor and
+    scale_by_param_block_rms are so many times those on one device, and those that clip_by_block_rms
+    clips are divided by it. Adafactor factors a table from min_dim_size_to_factor rows on, padding
+    included. If padding is more than 1 % of a table's rows, a warning says its share.
 
     Args:
         params: a function that draws parameters from a key, such as `Embedder.init`; or a tree of
@@ -171,7 +181,7 @@ class _Placement(NamedTuple):
             if not fnmatch.filter(leaves, pattern):
                 want = f"each to match one of {', '.join(leaves)}"
                 raise arguments.value_error("patterns", want, repr(pattern))
-        return jax.tree.unflatten(treedef, itertools.starmap(self.leaf, leaves.items()))
+        return jax.tree.unflatten(treedef, list(itertools.starmap(self.leaf, leaves.items())))
 
     def leaf(self, name: str, leaf: Any) -> Any:
         """A parameter on the mesh."""
@@ -227,6 +237,11 @@ class _Placement(NamedTuple):
             raise arguments.value_error("batch_axes", want, self.batch_axes)
         else:
             order = RowOrder(vocab_size, self.virtual_shards)
+        if order.size - vocab_size > MOST_PADDING * vocab_size:
+            rms = math.sqrt(vocab_size / order.size)
+            what = f"{name}: {order.size - vocab_size} of {order.size} rows are padding, which"
+            harm = f"optimizers count: a root mean square over the table is {rms:.2f} of its own"
+            warnings.warn(f"{what} {harm} (see te.sharding.shard_params)", stacklevel=5)
         batch_axes = axes if self.batch_axes is None else self.batch_axes
         return TableSplit(order, sharding, batch_axes, self.capacity)
 
