@@ -393,7 +393,11 @@ def whole_losses(
     x, table, labels, *, pad_id=None, mask=None, shift=False, segment_ids=None,
     label_smoothing=0.0, z_loss=0.0, temperature=1.0, **of_logits,
 ):  # fmt: skip
-    smoothing, z_loss, x = float(label_smoothing), float(z_loss), floats(x)
+    settings = (label_smoothing, z_loss, temperature)
+    smoothing, z_loss, temperature = (
+        np.broadcast_to(floats(each), labels.shape)[..., None] for each in settings
+    )
+    x = floats(x)
     counted = np.broadcast_to(True if mask is None else mask, labels.shape)
     counted = counted & np.not_equal(labels, pad_id)
     if shift:
@@ -404,7 +408,7 @@ def whole_losses(
         counted &= (segments == earlier) & (segments != 0)
     x, labels = np.where(counted[..., None], x, 0), np.where(counted, labels, 0)
     logits, rise = whole_logits(x, table, **of_logits)
-    logits = logits / float(temperature)
+    logits, rise = logits / temperature, rise / temperature
     ids = np.arange(len(table))
     predicted, is_label = ids != pad_id, np.equal(labels[..., None], ids)
     log_z = np.logaddexp.reduce(np.where(predicted, logits, -np.inf), -1, keepdims=True)
@@ -412,10 +416,11 @@ def whole_losses(
     p = np.where(predicted, np.exp(log_p), 0)
     wanted = (1 - smoothing) * is_label + smoothing * predicted / predicted.sum()
     wanted = np.where(is_label.any(-1, keepdims=True), wanted, np.nan)
-    losses = -(wanted * log_p).sum(-1) + z_loss * log_z[..., 0] ** 2
+    losses = -(wanted * np.where(wanted == 0, 0, log_p)).sum(-1) + (z_loss * log_z**2)[..., 0]
     slopes = (p * (1 + 2 * z_loss * log_z) - wanted) * rise
-    sizes = np.maximum(1, np.abs(logits * predicted).max(-1))
-    return Losses(counted, x, losses, -(p * log_p).sum(-1), sizes, slopes)
+    sizes = np.maximum(1, np.abs(np.where(predicted & (p > 0), logits, 0)).max(-1))
+    entropies = -(p * np.where(p > 0, log_p, 0)).sum(-1)
+    return Losses(counted, x, losses, entropies, sizes, slopes)
 
 
 def counted_weights(counted, weights, reduction):
@@ -445,7 +450,7 @@ def cross_entropy(got, x, table, labels, *, weights, reduction, chunk_size, z_lo
     )
     weights, divisor = counted_weights(counted, weights, reduction)
     losses = np.where(counted, losses, 0) * weights
-    error = OF_A_LOSS * np.abs(weights) * (sizes + float(z_loss) * sizes**2)
+    error = OF_A_LOSS * np.abs(weights) * (sizes + floats(z_loss) * sizes**2)
     if reduction == "none":
         within(got, losses, error)
     elif losses.sum() / divisor > np.finfo(np.float32).max:

@@ -28,7 +28,7 @@ from references import (
 from refused import refused
 
 import transformer_embed as te
-from transformer_embed._src.tokens import cross_entropy as implementation
+from transformer_embed._src.tokens import chunks as engine
 from transformer_embed._src.tokens import losses
 from transformer_embed._src.tokens.lookup import Table
 
@@ -66,9 +66,7 @@ def oracle(
     return loss, of_x, of_table, of_logits.sum(0), of_weights
 
 
-STATIC = [
-    *("softcap", "scale", "pad_id", "shift", "label_smoothing", "z_loss", "reduction", "chunk_size")
-]
+STATIC = ["softcap", "scale", "pad_id", "shift", "reduction", "chunk_size"]
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)
@@ -124,6 +122,8 @@ SETTINGS = [
     ALL | {"shift": 2},
     {"shift": 3, "reduction": "none"},
     {"shift": 9, "reduction": "none"},
+    {"label_smoothing": np.float32(0.2), "z_loss": WEIGHTS, **PACKED},
+    {"label_smoothing": WEIGHTS[:, :1], "z_loss": np.float32(0), "reduction": "none"},
 ]
 
 
@@ -185,6 +185,20 @@ def test_first_and_second_derivatives_are_finite_differences():
 
         arrays = tuple(map(np.float64, (X, TABLE, BIAS, WEIGHTS + 0.1)))
         jax.test_util.check_grads(loss, arrays, 2, modes="rev", atol=1e-5, rtol=1e-5, eps=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_schedules_of_smoothing_and_z_loss_have_gradients(reduction):
+    with jax.enable_x64():
+
+        @jax.jit
+        def loss(smoothing, z_loss):
+            options = {"label_smoothing": smoothing, "z_loss": z_loss, "reduction": reduction}
+            return linear_cross_entropy(x, TABLE, LABELS, pad_id=2, **PACKED, **options)
+
+        x, settings = np.float64(X), (np.float64(0.3), np.float64(WEIGHTS[:1]))
+        jax.test_util.check_grads(loss, settings, 2, modes="rev", atol=1e-5, rtol=1e-5, eps=1e-4)
 
 
 # --- narrow dtypes
@@ -330,10 +344,10 @@ def test_the_arithmetic_of_accelerators_is_right_too(monkeypatch):
         return default(*arguments)
 
     monkeypatch.setattr(jax.lax, "platform_dependent", choose_default)
-    implementation._reduced_loss.clear_cache()
+    losses.reduced.clear_cache()
     # The name of a static argument that no other test has: nothing is traced already.
     assert_gradients_right(pad_id=1, softcap=2.5)
-    implementation._reduced_loss.clear_cache()
+    losses.reduced.clear_cache()
     assert len(chosen) >= 2
 
 
@@ -387,7 +401,7 @@ def test_products_with_the_hessian_keep_the_memory_of_chunks():
 
 def test_a_chunk_is_a_twelfth_of_the_tokens_within_bounds():
     for tokens, size in ((1, 1), (3000, 250), (4096, 342), (10**6, 512)):
-        (chunks,) = losses.cut_into_chunks(None, jnp.zeros((tokens, 1)))
+        chunks = engine.cut_into_chunks(None, jnp.zeros((tokens, 1)))
         assert chunks.shape == (-(-tokens // size), size, 1)
 
 

@@ -419,6 +419,13 @@ def check_ends_in_length(
         hint = SCALAR_HINT if not shape and name == "positions" else ""
         want = f"a last axis of {other}' length, {target[-1]}"
         raise value_error(name, want, f"shape {list(shape)}{hint}")
+    check_broadcasts(name, shape, target, other)
+
+
+def check_broadcasts(
+    name: str, shape: tuple[int, ...], target: tuple[int, ...], other: str
+) -> None:
+    """A ValueError unless a shape broadcasts to the target."""
     try:
         fits = jnp.broadcast_shapes(shape, target) == target
     except ValueError:

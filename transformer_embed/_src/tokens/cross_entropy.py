@@ -1,56 +1,35 @@
-"""The cross-entropy of an output layer, one chunk of tokens at a time.
+"""The cross-entropy of an output layer and the entropy of its predictions."""
 
-So [tokens, vocabulary] logits never exist at once.
-
-The tokens (x, labels, weights) are cut into chunks, and a `scan` over them carries three sums: the
-loss, the table's gradient [rows, d] and the bias's [rows]. The step for a chunk computes its logits
-[chunk, rows], then its losses and the gradients of the logits, and from these the gradient of the
-chunk's x and its parts of the sums. Then the logits are freed.
-
-On a mesh, each device first receives whole rows and the tokens that they meet (see
-`OutputSplit`), so it holds some rows of the vocabulary. Within a chunk, devices with the same
-tokens exchange three numbers per token: the largest logit, the sum of exponentials and the label's
-logit. At the end the gradient of x is summed over the devices with the same tokens and scattered to
-where x came from; the gradient of the rows is summed over the parts of the batch and returns to its
-columns.
-
-In reading order: `linear_cross_entropy` checks its arguments; `targets` gives each token its label
-and weight; `_loss` and its rule define the gradient; `_loss_and_gradients` splits the work over the
-mesh; `_loss_on_device` receives, scans `_add_chunk` and sends; `losses_and_logit_gradients` is the
-arithmetic, also of the losses of single tokens (token_losses.py).
-"""
-
-import functools
-import operator
-from collections.abc import Sequence
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.partitioning import OutputSplit, all_gather, varying, varying_axes
-from transformer_embed._src.tokens.lookup import Table
-from transformer_embed._src.tokens.losses import (
-    Batch,
-    Chunk,
-    LossOptions,
-    array_and_split,
-    as_batch,
-    as_steps,
-    cut_into_chunks,
-    join_chunks,
-    losses_and_logit_gradients,
-    nan_outside,
-    targets,
+from transformer_embed._src.partitioning import OutputSplit
+from transformer_embed._src.tokens.chunks import (
+    Layer,
+    Loss,
+    Settings,
+    Value,
+    of_column,
     weighted,
 )
-from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
-from transformer_embed._src.tokens.token_losses import token_losses
+from transformer_embed._src.tokens.lookup import Table
+from transformer_embed._src.tokens.losses import (
+    FLOOR,
+    ShiftedLogits,
+    as_batch,
+    as_setting,
+    as_steps,
+    reduced,
+    shifted_logits,
+    slope_of_logits,
+)
+from transformer_embed._src.tokens.output_layer import OutputLayer, RowLogits, as_output_layer
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -64,8 +43,8 @@ def linear_cross_entropy(
     weights: ArrayLike | None = None,
     shift: int = False,
     segment_ids: ArrayLike | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    label_smoothing: ArrayLike = 0.0,
+    z_loss: ArrayLike = 0.0,
     reduction: str = "mean",
     chunk_size: int | None = None,
 ) -> Float[Array, "..."]:
@@ -95,9 +74,10 @@ def linear_cross_entropy(
         segment_ids: integers, with axes as in mask, for packed sequences, with shift: those of
             `TokenPositions` (0 = padding). A token predicts nothing if `labels[..., t + k]` has
             another segment id, such as the last k tokens of a sequence. None: one sequence a row.
-        label_smoothing: in [0, 1), a Python float: the part of each label that is spread evenly
-            over the vocabulary.
-        z_loss: a Python number of at least 0, which keeps log_z near 0 (PaLM: 1e-4).
+        label_smoothing: in [0, 1): the part of each label that is spread evenly over the
+            vocabulary. A number, or a floating array that broadcasts to the labels; it may be
+            traced, as that of a schedule, and has a gradient.
+        z_loss: at least 0, which keeps log_z near 0 (PaLM: 1e-4). Like label_smoothing.
         reduction: `"mean"` divides the sum over the counted labels by the sum of their weights;
             `"sum"` does not; `"none"` returns each label's loss times its weight.
         chunk_size: the largest number of tokens in a chunk. None: between 256 and 512.
@@ -136,120 +116,180 @@ def linear_cross_entropy(
     """
     x, output = as_output_layer(x, output)
     steps = as_steps(shift)
-    batch = as_batch(x, labels, mask, weights, steps, segment_ids)
-    options = LossOptions(
-        output._options,
+    batch = as_batch(
+        x.shape[:-1],
+        labels,
+        mask,
+        weights,
+        steps,
+        segment_ids,
+        label_smoothing=as_setting("label_smoothing", label_smoothing, 0, arguments.rate),
+        z_loss=as_setting("z_loss", z_loss, 0, arguments.not_negative),
+    )
+    loss = CrossEntropy(
+        (output._options,),
         steps,
         None if chunk_size is None else arguments.size("chunk_size", chunk_size),
-        arguments.rate("label_smoothing", label_smoothing),
-        arguments.not_negative("z_loss", z_loss),
         arguments.choice("reduction", reduction, REDUCTIONS),
     )
-    return _reduced_loss(options, output.table, output.bias, batch)
+    (losses, *_), _ = reduced(loss, (Layer(x, output.table, output.bias),), batch)
+    return losses[..., 0] if reduction == "none" else losses
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _reduced_loss(
-    options: LossOptions, table: Any, bias: Array | None, batch: Batch
-) -> Float[Array, "..."]:
-    """The sum or mean of the tokens' weighted losses, or each of them."""
-    if options.reduction == "none":
-        losses, _ = token_losses(options, table, bias, batch)
-        return losses
-    dtype = arguments.compute_dtype(batch.x.dtype, table.dtype)
-    x, labels, _, weights = targets(options, batch, dtype)
-    if options.reduction == "mean":
-        total = jnp.sum(weights)
-        # If no label is counted, 0 / 1 in place of NaN.
-        weights /= jnp.where(total == 0, 1, total)
-    # Weights of NaN make the loss NaN, and also all its gradients.
-    weights = nan_outside(options, labels, weights)
-    array, split = array_and_split(x, table)
-    bias = split.bias(bias, array.shape[0])
-    x, labels, weights = split.receive(x, labels, weights)
-    return _loss(options, split, labels, x, array, bias, weights)
+@dataclasses.dataclass(frozen=True)
+class CrossEntropy(Loss):
+    """The cross-entropy of a token with each of its labels."""
+
+    with_entropy: bool = False
+
+    def of_chunk(
+        self,
+        split: OutputSplit,
+        logits: tuple[RowLogits, ...],
+        labels: Int32[Array, "t c"] | None,
+        settings: Settings,
+    ) -> tuple[Value, ...]:
+        """The losses, and the entropies if they are asked for.
+
+        With logits z, their maximum m, targets p that sum to 1, `total = sum(exp(z - m))` and
+        `log_z = log(total) + m`, the loss is `log(total) - sum(p * (z - m)) + z_loss * log_z**2`.
+        Its gradient in z is `(exp(z - m) - mass * p) / mass`, with
+        `mass = total / (1 + 2 * z_loss * log_z)`. Its slopes are that without the division, which
+        would cost another operation for each of them.
+        """
+        (output,), (of_rows,), (temperature, smoothing, z_loss) = self.outputs, logits, settings
+        found = shifted_logits(output, split, of_rows, temperature)
+        exponentials, columns = jnp.exp(found.shifted), jnp.asarray(labels) - of_rows.ids[0, 0]
+        # Of each row in the mean of all that are predicted.
+        share = jnp.where(of_rows.is_inside, 1 / output.predicted(exponentials.dtype), 0)
+        total, of_label, of_all = _sums(split, found, exponentials, columns, smoothing, share)
+        log_z = jnp.log(total) + found.factor * found.top
+        mass = total if z_loss is None else total / _rise(z_loss, log_z)
+        factor, of_cap = slope_of_logits(output, of_rows, temperature)
+        slopes, of_columns = exponentials, None
+        if columns.shape[1] > 1:
+            at_labels = of_column(columns, jnp.broadcast_to(of_cap, slopes.shape))
+            of_columns = columns, -factor * at_labels
+        else:
+            slopes = self._minus_targets(columns, slopes, mass, smoothing, share)
+        entropy = _entropy(split, found.shifted, exponentials, total, temperature)
+        losses, of_settings = _losses(settings, jnp.log(total), entropy, log_z, of_label, of_all)
+        values = [Value(losses, (slopes * of_cap,), (factor / mass,), of_settings, of_columns)]
+        if self.with_entropy:
+            slopes = tuple(slopes * of_cap for slopes in entropy.slopes)
+            values.append(entropy._replace(slopes=slopes, factors=(factor / total,)))
+        return tuple(values)
+
+    def _minus_targets(
+        self,
+        columns: Int32[Array, "t 1"],
+        values: Float[Array, "t r"],
+        mass: Float[Array, "t 1"],
+        smoothing: Array | None,
+        share: Array,
+    ) -> Float[Array, "t r"]:
+        """The values minus the mass, at the label and smoothed: in place on a CPU, if it can."""
+        amounts = mass
+        if smoothing is not None:
+            amounts = (1 - smoothing) * mass
+            values -= smoothing * mass * share
+
+        def in_one_pass() -> jax.Array:
+            is_label = jnp.arange(values.shape[1])[None] == columns
+            return jnp.where(is_label, values - amounts, values)
+
+        if self.reduction == "none":
+            # Fused with the product with the cotangents, which writes all of them anyway.
+            return in_one_pass()
+
+        def in_place() -> jax.Array:
+            # As uint32, a negative column is past the end. By vmap, a mesh may split the rows.
+            subtract = jax.vmap(lambda row, column, n: row.at[column].add(-n, mode="drop"))
+            return subtract(values, columns.astype(jnp.uint32), amounts)
+
+        return jax.lax.platform_dependent(cpu=in_place, default=in_one_pass)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _loss(options: LossOptions, split: OutputSplit, *arrays: Any) -> Float[Array, ""]:
-    """The sum of each token's loss times its weight; see `_loss_on_device` for the arrays."""
-    return _loss_and_gradients(options, split, *arrays)[0]
+def _losses(
+    settings: Settings, log_total: Array, entropy: Value, log_z: Array, of_label: Array, of_all: Any
+) -> tuple[Array, Settings]:
+    """The losses, and their gradients in the settings that are given.
 
-
-@functools.partial(_loss.defjvp, symbolic_zeros=True)
-def _loss_jvp(
-    options: LossOptions, split: OutputSplit, primals: Sequence[Any], tangents: Sequence[Any]
-) -> tuple[Array, Array]:
-    """The tangent is linear in the tangents, with the gradients as coefficients.
-
-    So its transpose only scales the gradients. Lowering drops what computes the others.
+    of_label are the labels' shifted logits, and of_all is the mean of all of them.
     """
-    loss, *gradients = _loss_and_gradients(options, split, *primals)
-    sum_of_tangents = jnp.zeros_like(loss)
-    for gradient, tangent in zip(gradients, tangents[1:], strict=True):
-        if not isinstance(tangent, SymbolicZero | None):
-            sum_of_tangents += jnp.sum(gradient * tangent.astype(gradient.dtype))
-    return loss, sum_of_tangents
+    temperature, smoothing, z_loss = settings
+    losses, of_settings = log_total - of_label, Settings()
+    if smoothing is not None:
+        losses = log_total - (1 - smoothing) * of_label - weighted(of_all, smoothing)
+        of_settings = of_settings._replace(label_smoothing=of_label - of_all)
+    if z_loss is not None:
+        losses += z_loss * log_z**2
+        of_settings = of_settings._replace(z_loss=log_z**2)
+    if temperature is not None:
+        mean = log_total - entropy.values
+        of_settings = of_settings._replace(temperature=(of_label - mean) / temperature)
+    return losses, of_settings
 
 
-def _loss_and_gradients(
-    options: LossOptions, split: OutputSplit, *arrays: Any
-) -> tuple[Array, ...]:
-    """The loss, and the gradients of x, the table, the bias and the weights."""
-    of_tokens = PartitionSpec(*split.tokens)
-    specs = (*split.specs(), of_tokens)
-    run = functools.partial(_loss_on_device, options, split)
-    run_all = split.map(run, (of_tokens, *specs), (PartitionSpec(), *specs))
-    return run_all(*arrays)
+def _rise(z_loss: Array, log_z: Float[Array, "t 1"]) -> Float[Array, "t 1"]:
+    """The derivative of `log_z + z_loss * log_z**2`, but never 0: gradients are divided by it."""
+    rise = 1 + 2 * z_loss * log_z
+    return jnp.where(rise == 0, jnp.finfo(rise.dtype).eps, rise)
 
 
-def _loss_on_device(
-    options: LossOptions,
+def _sums(
     split: OutputSplit,
-    labels: Int32[Array, "..."],
-    x: Float[Array, "... c"],
-    shard: Float[Array, "r k"],
-    bias: Array | None,
-    weights: Float[Array, "..."],
-) -> tuple[Array, ...]:
-    """`_loss_and_gradients` on one of the devices: what it receives, its chunks, what it sends."""
-    x, rows = all_gather(x, split.gathered), split.exchange(shard, 0, 1)
-    axes = frozenset().union(*map(varying_axes, jax.tree.leaves((labels, x, rows, bias, weights))))
-    # The sum over the vocabulary, of which the loss is made, is alike along its axes.
-    zero = varying(jnp.zeros((), weights.dtype), axes - {*split.vocabulary})
-    start = (zero, *(varying(jnp.full(n, zero), axes) for n in (rows.shape, rows.shape[:1])))
-    step = functools.partial(_add_chunk, options, split, rows, bias)
-    chunks = cut_into_chunks(options.chunk_size, x, labels[..., None], weights[..., None])
-    sums, (of_x, of_weights) = jax.lax.scan(step, start, chunks)
+    found: ShiftedLogits,
+    exponentials: Float[Array, "t r"],
+    columns: Int32[Array, "t c"],
+    smoothing: Array | None,
+    share: Array,
+) -> tuple[Array, Array, Any]:
+    """The sum of the exponentials, the labels' shifted logits, and, to smooth, the mean of all."""
 
-    batch = sum(split.tokens, ())
-    loss, of_rows, of_bias = (jax.lax.psum(values, batch) for values in sums)
-    of_table = split.exchange(of_rows, 1, 0)
-    of_x = split.scatter(join_chunks(of_x, labels.size, x.shape))
-    return loss, of_x, of_table, of_bias, join_chunks(of_weights, labels.size, labels.shape)
+    def of_logits() -> jax.Array:
+        return found.factor * of_column(columns, found.logits, found.top)
+
+    def of_shifted() -> jax.Array:
+        return of_column(columns, found.shifted)
+
+    of_all = None
+    if smoothing is not None:
+        of_all = (found.shifted * share).sum(-1, keepdims=True)
+        # Shifted logits exist anyway: reading the label's from elsewhere would keep both.
+        of_label = of_shifted()
+    elif isinstance(found.factor, jax.Array):
+        of_label = of_logits()
+    else:
+        # A CPU would write whole shifted logits only for this. A TPU writes them faster than it
+        # repeats their exponentials.
+        of_label = jax.lax.platform_dependent(cpu=of_logits, default=of_shifted)
+    total = exponentials.sum(-1, keepdims=True)
+    # One all-reduce for all of them.
+    return jax.lax.psum((total, of_label, of_all), split.vocabulary)
 
 
-def _add_chunk(
-    options: LossOptions,
+def _entropy(
     split: OutputSplit,
-    rows: Float[Array, "r d"],
-    bias: Array | None,
-    sums: tuple[Array, ...],
-    chunk: Chunk,
-) -> tuple[tuple[Array, ...], tuple[Array, Array]]:
-    """The sums after adding those of a chunk, and the gradients of the chunk's x and weights."""
-    x, _, weights = chunk
-    losses, logit_gradients, factors, *_ = losses_and_logit_gradients(
-        options, split, rows, bias, chunk
-    )
-    multiply = functools.partial(jnp.einsum, preferred_element_type=factors.dtype)
-    # Eight equal columns: a TPU takes as long for a plain sum as for a product with all of x.
-    columns = jnp.broadcast_to(factors, (len(factors), 8))
-    scaled_x = factors * x.astype(factors.dtype)
-    chunk_sums = (
-        jnp.sum(weighted(losses, weights)),
-        multiply("tv,td->vd", logit_gradients, scaled_x),
-        multiply("tv,tc->vc", logit_gradients, columns)[:, 0],
-    )
-    x_gradient = factors * multiply("tv,vd->td", logit_gradients, rows)
-    return tuple(map(operator.add, sums, chunk_sums)), (x_gradient, losses)
+    shifted: Float[Array, "t r"],
+    exponentials: Float[Array, "t r"],
+    total: Float[Array, "t 1"],
+    temperature: Array | None,
+) -> Value:
+    """The entropies of a chunk's predictions, with their gradients in the logits times the total.
+
+    With `mean = sum(exp(z - m) * (z - m)) / total`, the entropy is `log(total) - mean`, and its
+    gradient in z is `exp(z - m) * (mean - (z - m)) / total`.
+    """
+    # A ban counts as 0.
+    finite = jnp.maximum(shifted, FLOOR)
+    products = exponentials * finite
+    mean = jax.lax.psum(products.sum(-1, keepdims=True), split.vocabulary) / total
+    of_temperature = None
+    if temperature is not None:
+        squares = jax.lax.psum((products * finite).sum(-1, keepdims=True), split.vocabulary)
+        of_temperature = (squares / total - mean**2) / temperature
+    # Not `exponentials * (mean - shifted)`: that factor is huge at padding, and would overflow in
+    # the derivative by the slope.
+    slopes = exponentials * mean - products
+    return Value(jnp.log(total) - mean, (slopes,), of_settings=Settings(of_temperature))

@@ -1,16 +1,14 @@
 """The log-probability of each label under an output layer."""
 
-import functools
-
-import jax
 from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.tokens.chunks import Layer
+from transformer_embed._src.tokens.cross_entropy import CrossEntropy
 from transformer_embed._src.tokens.lookup import Table
-from transformer_embed._src.tokens.losses import LossOptions, as_batch, as_steps
+from transformer_embed._src.tokens.losses import as_batch, as_setting, as_steps, reduced
 from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
-from transformer_embed._src.tokens.token_losses import token_losses
 
 
 def linear_log_probs(
@@ -18,7 +16,7 @@ def linear_log_probs(
     output: OutputLayer | ArrayLike | Table,
     labels: ArrayLike,
     *,
-    temperature: float = 1.0,
+    temperature: ArrayLike = 1.0,
     mask: ArrayLike | None = None,
     shift: int = False,
     segment_ids: ArrayLike | None = None,
@@ -38,7 +36,9 @@ def linear_log_probs(
         labels: [...], any integer dtype: the id whose log-probability each token asks for; with
             shift, the ids themselves.
         shift, segment_ids, chunk_size: as in `linear_cross_entropy`.
-        temperature: a Python number above 0, that of sampling: the logits are divided by it.
+        temperature: above 0, that of sampling: the logits are divided by it. A number, or a
+            floating array that broadcasts to the labels, such as [batch, 1]; it may be traced, and
+            has a gradient. With shift, that of `labels[..., t]` is at t.
         mask: as in `linear_cross_entropy`. Labels that a prompt gives are usually not counted.
         with_entropy: True returns entropies too.
 
@@ -58,7 +58,7 @@ def linear_log_probs(
 
     Raises:
         TypeError: as for `linear_cross_entropy`; with_entropy is not a Python bool.
-        ValueError: as for `linear_cross_entropy`; temperature is not above 0.
+        ValueError: as for `linear_cross_entropy`; a temperature is a number that is not above 0.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -79,21 +79,16 @@ def linear_log_probs(
         (1, 3, 2)
     """
     x, output = as_output_layer(x, output)
-    temperature = arguments.positive("temperature", temperature)
+    of_labels = as_setting("temperature", temperature, 1, arguments.positive)
     steps = as_steps(shift)
-    batch = as_batch(x, labels, mask, None, steps, segment_ids)
-    options = LossOptions(
-        output._options.at_temperature(temperature),
+    batch = as_batch(x.shape[:-1], labels, mask, None, steps, segment_ids, temperature=of_labels)
+    loss = CrossEntropy(
+        (output._options,),
         steps,
         None if chunk_size is None else arguments.size("chunk_size", chunk_size),
         with_entropy=arguments.flag("with_entropy", with_entropy),
     )
-    return _log_probs(options, output.table, output.bias, batch)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _log_probs(options, table, bias, batch):
-    losses, entropies = token_losses(options, table, bias, batch)
+    (losses, *entropies), _ = reduced(loss, (Layer(x, output.table, output.bias),), batch)
     # A difference, because the negative of 0 is -0.
-    log_probs = 0 - losses
-    return (log_probs, entropies) if options.with_entropy else log_probs
+    log_probs = (0 - losses)[..., 0]
+    return (log_probs, entropies[0][..., 0]) if with_entropy else log_probs

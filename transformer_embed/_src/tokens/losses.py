@@ -1,10 +1,7 @@
-"""What the loss of a batch and the losses of its tokens share.
-
-These are the label and weight of each token, and the arithmetic of a chunk.
-"""
+"""What the losses of output layers share: tokens, what each of them predicts, and reductions."""
 
 import functools
-import math
+import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,70 +9,91 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.partitioning import ON_ONE_DEVICE, OutputSplit, spec_axes, split_like
-from transformer_embed._src.sequences.runs import has_next_token, of_next_token
+from transformer_embed._src.partitioning import OutputSplit, split_like
+from transformer_embed._src.sequences.runs import (
+    has_next_token,
+    of_next_token,
+    of_previous_token,
+)
 from transformer_embed._src.sequences.token_positions import as_comparable
-from transformer_embed._src.tokens.lookup import Table
-from transformer_embed._src.tokens.output_layer import OutputOptions, RowLogits, row_logits
+from transformer_embed._src.tokens.chunks import (
+    Layer,
+    Loss,
+    Settings,
+    losses_of_tokens,
+    split_layers,
+    sum_of_losses,
+    weighted,
+)
+from transformer_embed._src.tokens.output_layer import OutputOptions, RowLogits
 
-# Below 256 tokens a chunk's sum into the table's gradient costs more than the chunk's logits;
-# beyond 512 nothing gets faster.
-SMALLEST_CHUNK, LARGEST_CHUNK, CHUNKS = 256, 512, 12
-
-
-class LossOptions(NamedTuple):
-    """The static arguments of `linear_cross_entropy` and `linear_log_probs`."""
-
-    output: OutputOptions
-    shift: int
-    chunk_size: int | None
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    reduction: str = "none"
-    with_entropy: bool = False
+# Where shifted logits are below, their exponentials are 0, in float64 too.
+FLOOR = -1e4
 
 
 class Batch(NamedTuple):
-    """Tokens [...], as arrays that fit each other, with what each of them predicts."""
+    """What belongs to tokens [...]: arrays [..., 1] that broadcast to the labels [..., c]."""
 
-    x: jax.Array
-    labels: jax.Array
-    mask: jax.Array | None
-    weights: jax.Array | None
-    segment_ids: jax.Array | None
+    labels: Array | None
+    mask: Array | None
+    weights: Array | None
+    segment_ids: Array | None
+    settings: Settings
 
 
 def as_batch(
-    x: jax.Array,
-    labels: ArrayLike,
+    tokens: tuple[int, ...],
+    labels: ArrayLike | None,
     mask: ArrayLike | None,
     weights: ArrayLike | None,
     shift: int,
     segment_ids: ArrayLike | None,
+    **settings: Array | None,
 ) -> Batch:
-    """The checked arrays of a loss, each with as many axes as the labels."""
-    ids = arguments.as_int32("labels", labels)
-    arguments.check_same("labels", "x's shape without its last axis", ids.shape, x.shape[:-1])
-    if any(map(export.is_symbolic_dim, ids.shape)):
+    """The checked arrays of a loss of tokens of this shape."""
+    ids = None
+    if labels is not None:
+        ids = arguments.as_int32("labels", labels)
+        arguments.check_same("labels", "x's shape without its last axis", ids.shape, tokens)
+        ids = ids[..., None]
+    if any(map(export.is_symbolic_dim, tokens)):
         want = "a shape of known sizes, for the loss is computed in chunks"
-        raise arguments.value_error("labels", want, f"shape {list(ids.shape)}")
+        raise arguments.value_error("labels", want, f"shape {list(tokens)}")
     if shift:
-        if not ids.ndim:
+        if not tokens:
             raise arguments.value_error("labels", "shape [..., length], to shift", "shape []")
     else:
         arguments.check_left_out("segment_ids", segment_ids, "shift is 0")
+
+    def aligned(name, values, convert=None):
+        if values is None:
+            return None
+        array, check = values, arguments.check_broadcasts
+        if convert is not None:
+            array, check = convert(name, values), arguments.check_ends_in_length
+        check(name, array.shape, tokens, "the labels")
+        return jnp.expand_dims(array, (*range(len(tokens) - array.ndim), -1))
+
     as_mask = functools.partial(arguments.as_mask, is_true="counted")
     return Batch(
-        x,
         ids,
-        _aligned("mask", mask, as_mask, ids),
-        _aligned("weights", weights, arguments.as_floats, ids),
-        _aligned("segment_ids", segment_ids, as_comparable, ids),
+        aligned("mask", mask, as_mask),
+        aligned("weights", weights, arguments.as_floats),
+        aligned("segment_ids", segment_ids, as_comparable),
+        Settings(**{name: aligned(name, values) for name, values in settings.items()}),
     )
+
+
+def as_setting(name: str, value: Any, default: float, check: Callable) -> Array | None:
+    """A number of each token as an array that may be traced; None if it is the default."""
+    if not isinstance(value, numbers.Real | np.floating):
+        return arguments.as_floats(name, value)
+    number = check(name, value)
+    return None if number == default else jnp.asarray(number)
 
 
 def as_steps(shift: Any) -> int:
@@ -84,234 +102,134 @@ def as_steps(shift: Any) -> int:
     return arguments.integer("shift", steps, at_least=0)
 
 
-def _aligned(
-    name: str, values: ArrayLike | None, convert: Callable, labels: jax.Array
-) -> jax.Array | None:
-    """The converted values with as many axes as the labels, once they are known to fit them."""
-    if values is None:
-        return None
-    array = convert(name, values)
-    arguments.check_ends_in_length(name, array.shape, labels.shape, "the labels")
-    return jnp.expand_dims(array, range(labels.ndim - array.ndim))
-
-
 class Targets(NamedTuple):
-    """What each token predicts."""
+    """What each token predicts, [..., c]; what is one number a token, [..., 1]."""
 
-    x: jax.Array
-    labels: jax.Array
-    counted: jax.Array
-    weights: jax.Array  # 0 where a token is not counted.
+    labels: Array | None
+    counted: Array
+    weights: Array  # 0 where a token is not counted.
+    settings: Settings
 
 
-def targets(options: LossOptions, batch: Batch, dtype: jnp.dtype) -> Targets:
-    """For each token the label that it predicts, and its weight of this dtype."""
-    x, *of_tokens = batch
-    labels, mask, weights, segment_ids = jax.tree.map(lambda a: split_like(a, x), of_tokens)
-    pad_id = options.output.pad_id
+def targets(loss: Loss, x: Array, batch: Batch, dtype: jnp.dtype) -> Targets:
+    """For each token its labels, their weights and the settings, in this dtype."""
     # Made from x, so that under explicit axes it has x's sharding.
     counted = ~jnp.zeros_like(x, bool).any(-1)
-    if options.shift:
-        segment_ids = jnp.ones_like(labels) if segment_ids is None else segment_ids
-        counted &= has_next_token(segment_ids, options.shift)
-        follow = functools.partial(of_next_token, steps=options.shift)
-        labels, mask, weights = jax.tree.map(follow, (labels, mask, weights))
-    if pad_id is not None:
-        counted &= labels != pad_id
+    batch = jax.tree.map(lambda array: split_like(array, counted), batch)
+    counted = counted[..., None]
+    # Widened before they are broadcast, so that their gradients are summed in the wide dtype.
+    zeros = jnp.zeros_like(counted, dtype)
+    settings = jax.tree.map(lambda array: array.astype(dtype) + zeros, batch.settings)
+    labels, mask, weights = batch.labels, batch.mask, batch.weights
+    if loss.shift:
+        is_one = batch.segment_ids is None
+        segment_ids = jnp.ones_like(counted, jnp.int32) if is_one else batch.segment_ids
+        counted &= along_length(has_next_token, loss.shift)(segment_ids)
+        follow = along_length(of_next_token, loss.shift)
+        labels, mask, weights, settings = jax.tree.map(follow, (labels, mask, weights, settings))
+    if labels is not None and loss.outputs[0].pad_id is not None:
+        counted &= labels != loss.outputs[0].pad_id
     if mask is not None:
         counted &= mask
-    # Widened before it is broadcast, so that its gradient is summed in the wide dtype.
     weights = jnp.ones((), dtype) if weights is None else weights.astype(dtype)
-    weights = jnp.where(counted, weights, 0)
-    # Zeros give finite logits, so that their weight of 0 leaves nothing of them.
-    is_used = counted & ((weights != 0) | jnp.isfinite(x).all(-1))
-    x = jnp.where(is_used[..., None], x, 0)
-    # Any label may stand where it is not counted, also one on a shard's padding.
-    labels = jnp.where(counted, labels, 0)
-    return Targets(x, labels, counted, weights)
+    # No row has an id of -1: the loss is finite, and no gradient is that of an infinite logit.
+    labels = None if labels is None else jnp.where(counted, labels, -1)
+    return Targets(labels, counted, jnp.where(counted, weights, 0), settings)
 
 
-def nan_outside(
-    options: LossOptions, labels: Int32[Array, "..."], weights: Float[Array, "..."]
-) -> Float[Array, "..."]:
-    """The weights, NaN where one that is not 0 is that of a label outside the vocabulary."""
-    outside = labels.astype(jnp.uint32) >= options.output.vocab_size
-    return jnp.where(outside & (weights != 0), jnp.nan, weights)
+def _without_unused(x: Array, found: Targets) -> Array:
+    """x, zeros where it is not used: their logits are finite, and a weight of 0 leaves nothing."""
+    is_finite = jnp.isfinite(x).all(-1, keepdims=True)
+    is_used = (found.counted & ((found.weights != 0) | is_finite)).any(-1, keepdims=True)
+    return jnp.where(is_used, x, 0)
 
 
-def weighted(losses: Float[Array, "..."], weights: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The losses times their weights: 0 where a weight is, also of an infinite loss or NaN."""
-    return jnp.where((weights == 0) & ~jnp.isfinite(losses), 0, losses) * weights
+def along_length(function: Callable, steps: int) -> Callable:
+    """The function of values [..., length] and steps, of values [..., length, c]."""
+    return lambda array: function(array.swapaxes(-1, -2), steps).swapaxes(-1, -2)
 
 
-# The x, the labels and the weights of t tokens, each [t, d] or [t, 1].
-Chunk = tuple[jax.Array, jax.Array, jax.Array]
+@functools.partial(jax.jit, static_argnums=0)
+def reduced(loss: Loss, layers: tuple[Layer, ...], batch: Batch) -> tuple[tuple[Array, ...], Array]:
+    """The values of `loss.of_chunk` times weights, or their sums or means; and the weights."""
+    dtype = arguments.compute_dtype(*(array.dtype for layer in layers for array in layer[:2]))
+    found = targets(loss, layers[0].x, batch, dtype)
+    labels, counted, weights, settings = found
+    total = weights if loss.reduction == "none" else jnp.sum(weights)
+    of_losses = weights
+    if loss.reduction == "mean":
+        # If no label is counted, 0 / 1 in place of NaN.
+        of_losses /= jnp.where(total == 0, 1, total)
+    if labels is not None:
+        # NaN makes a loss NaN, and also all its gradients.
+        outside = labels.astype(jnp.uint32) >= loss.outputs[0].vocab_size
+        of_losses = jnp.where(outside & (of_losses != 0), jnp.nan, of_losses)
+    splits, (labels, settings, sent), layers = split_layers(
+        (labels, settings, of_losses),
+        [layer._replace(x=_without_unused(layer.x, found)) for layer in layers],
+    )
+    if loss.reduction != "none":
+        return sum_of_losses(loss, splits, labels, settings, sent, layers), total
+    # Split as x again: over axes of the table too, along which its tokens were gathered.
+    losses, *others = (
+        split_like(values, counted[..., 0])
+        for values in losses_of_tokens(loss, splits, labels, settings, layers)
+    )
+    of_tokens = weights.max(-1, keepdims=True)
+    values = weighted(losses, of_losses), *(weighted(each, of_tokens) for each in others)
+    if loss.shift:
+        back = along_length(of_previous_token, loss.shift)
+        values, total = jax.tree.map(back, (values, total))
+    return values, total
 
 
-class ChunkLosses(NamedTuple):
-    """Of a chunk of t tokens and v rows of the vocabulary; entropies are None unless asked for."""
+class ShiftedLogits(NamedTuple):
+    """Logits of a chunk over the rows of this device.
 
-    losses: jax.Array  # [t, 1]
-    gradients: jax.Array  # [t, v]: times the factors, those of the weighted losses in the logits.
-    factors: jax.Array  # [t, 1]
-    entropies: jax.Array | None  # [t, 1]
-    entropy_gradients: jax.Array | None  # [t, v]
-
-
-def losses_and_logit_gradients(
-    options: LossOptions,
-    split: OutputSplit,
-    rows: Float[Array, "r d"],
-    bias: jax.Array | None,
-    chunk: Chunk,
-) -> ChunkLosses:
-    """The losses of a chunk's tokens, and their gradients in the logits `x @ rows.T + bias`.
-
-    With logits z, their maximum m, targets p that sum to 1, `total = sum(exp(z - m))` and
-    `log_z = log(total) + m`, the loss is `log(total) - sum(p * (z - m)) + z_loss * log_z**2`. Its
-    gradient in z is `(exp(z - m) - mass * p) / mass`, with
-    `mass = total / (1 + 2 * z_loss * log_z)`. Dividing or multiplying the logit gradients
-    themselves would cost another operation for each of them.
+    Args:
+        factor: what the logits [t, r] are to be multiplied by: a number, or [t, 1].
+        logits: without the factor, and low at rows that are not predicted.
+        top: [t, 1], the largest of each token, on all devices.
+        shifted: factor * (logits - top); with a temperature, finite at bans.
     """
-    x, labels, weights = chunk
-    output, smoothing = options.output, options.label_smoothing
-    of_rows = row_logits(output, split, x, rows, bias)
-    logits, top, shifted = _shifted(output, split, of_rows)
-    exponentials = jnp.exp(shifted)
-    total = exponentials.sum(-1, keepdims=True)
-    columns = labels - of_rows.ids[0, 0]
-    # What smoothing gives to each row.
-    share = 0.0
-    if smoothing:
-        share = jnp.where(of_rows.is_inside, smoothing / output.predicted(weights.dtype), 0)
-    expected = _expected(options, columns, share, of_rows.factor, logits, top, shifted)
-    # One all-reduce for both numbers.
-    total, expected = jax.lax.psum((total, expected), split.vocabulary)
-    losses, mass = jnp.log(total) - expected, total
-    if options.z_loss:
-        log_z = jnp.log(total) + of_rows.factor * top
-        losses += options.z_loss * log_z**2
-        mass = total / _rise(options.z_loss, log_z)
-    gradients = exponentials - share * mass if smoothing else exponentials
-    gradients = _minus_at_label(options, columns, gradients, (1 - smoothing) * mass)
-    slope = output.scale
-    if output.softcap is not None:
-        # The derivative of tanh, 0 at a ban.
-        slope_of_cap = 1 - jnp.square(jnp.maximum(of_rows.unscaled, -1))
-        gradients *= slope_of_cap
-        slope *= slope_of_cap
-    entropies = (None, None)
-    if options.with_entropy:
-        entropies = _entropies_and_gradients(split, shifted, exponentials, total, slope)
-    factors = jnp.where(weights == 0, 0, output.scale * weights / mass)
-    return ChunkLosses(losses, gradients, factors, *entropies)
+
+    factor: float | Array
+    logits: Array
+    top: Array
+    shifted: Array
 
 
-def _rise(z_loss: float, log_z: Float[Array, "t 1"]) -> Float[Array, "t 1"]:
-    """The derivative of `log_z + z_loss * log_z**2`, but never 0: gradients are divided by it."""
-    rise = 1 + 2 * z_loss * log_z
-    return jnp.where(rise == 0, jnp.finfo(rise.dtype).eps, rise)
-
-
-def _shifted(
-    output: OutputOptions, split: OutputSplit, of_rows: RowLogits
-) -> tuple[Float[Array, "t r"], Float[Array, "t 1"], Float[Array, "t r"]]:
-    """Without their factor, the logits and each token's largest; and their scaled difference."""
-    logits = _excluding(output, split, of_rows)
+def shifted_logits(
+    output: OutputOptions, split: OutputSplit, of_rows: RowLogits, temperature: Array | None
+) -> ShiftedLogits:
+    """The logits of a chunk, as differences from their largest."""
+    factor, largest = of_rows.factor, max(of_rows.factor, 1)
+    if temperature is not None:
+        factor = factor / temperature
+        # So that derivatives in the temperature are finite too.
+        largest = 2.0**32 * jax.lax.stop_gradient(jnp.maximum(factor, 1))
+    # Finite, also times the factor: a token that is not counted, whose label may be padding, has
+    # the weight 0.
+    lowest = float(jnp.finfo(of_rows.unscaled.dtype).min) / (2 * largest)
+    logits = _excluding(output, split, of_rows, lowest)
     # The loss does not depend on what is subtracted, so it needs no gradient.
     top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
     # Inside a user's shard_map, jax refuses a maximum over no axes.
     top = jax.lax.pmax(top, split.vocabulary) if split.vocabulary else top
     # Differences of logits: their rounding does not grow with the logits. The factor comes last:
     # XLA may round `factor * logits - top` only once, which is not 0 where top is rounded.
-    return logits, top, of_rows.factor * (logits - top)
-
-
-def _expected(
-    options: LossOptions,
-    columns: Int32[Array, "t 1"],
-    share: float | jax.Array,
-    factor: float,
-    logits: Float[Array, "t r"],
-    top: Float[Array, "t 1"],
-    shifted: Float[Array, "t r"],
-) -> Float[Array, "t 1"]:
-    """The mean of the shifted logits under the targets, of the rows of this device."""
-    if options.label_smoothing:
-        # Shifted logits exist anyway: reading the label's from elsewhere would keep both.
-        of_label = (1 - options.label_smoothing) * _of_label(columns, shifted, 0)
-        return of_label + (share * shifted).sum(-1, keepdims=True)
-    # A CPU would write whole shifted logits only for this. A TPU writes them faster than it
-    # repeats their exponentials.
-    return jax.lax.platform_dependent(
-        cpu=lambda: factor * _of_label(columns, logits, top),
-        default=lambda: _of_label(columns, shifted, 0),
-    )
-
-
-def _entropies_and_gradients(
-    split: OutputSplit,
-    shifted: Float[Array, "t r"],
-    exponentials: Float[Array, "t r"],
-    total: Float[Array, "t 1"],
-    slope: float | jax.Array,
-) -> tuple[Float[Array, "t 1"], Float[Array, "t r"]]:
-    """The entropies of a chunk's predictions, and their gradients in the logits.
-
-    With `mean = sum(exp(z - m) * (z - m)) / total`, the entropy is `log(total) - mean`, and its
-    gradient in z is `exp(z - m) * (mean - (z - m)) / total`.
-    """
-    # A ban is -inf, and counts as 0.
-    products = exponentials * jnp.maximum(shifted, jnp.finfo(shifted.dtype).min)
-    mean = jax.lax.psum(products.sum(-1, keepdims=True), split.vocabulary) / total
-    # Not `exponentials * (mean - shifted)`: that factor is huge at padding, and would overflow in
-    # the derivative by the slope.
-    return jnp.log(total) - mean, slope * (exponentials * mean - products) / total
-
-
-def _of_label(
-    columns: Int32[Array, "t 1"], values: Float[Array, "t r"], shift: float | jax.Array
-) -> Float[Array, "t 1"]:
-    """The value of each row in its column, minus its shift; 0 where another device has it."""
-    last = values.shape[1] - 1
-    # On a shard of the vocabulary, the label may belong to another device.
-    index = jnp.clip(columns, 0, last)
-    at_label = jnp.take_along_axis(values, index, axis=1, mode="promise_in_bounds")
-    return jnp.where((columns >= 0) & (columns <= last), at_label - shift, 0)
-
-
-def _minus_at_label(
-    options: LossOptions,
-    columns: Int32[Array, "t 1"],
-    values: Float[Array, "t r"],
-    amounts: Float[Array, "t 1"],
-) -> Float[Array, "t r"]:
-    """The values, in each row minus its amount in its column: in place on a CPU, if it can."""
-
-    def in_one_pass() -> jax.Array:
-        is_label = jnp.arange(values.shape[1])[None] == columns
-        return jnp.where(is_label, values - amounts, values)
-
-    if options.reduction == "none":
-        # Fused with the product with the cotangents, which writes all of them anyway.
-        return in_one_pass()
-
-    def in_place() -> jax.Array:
-        # As uint32, a negative column is past the end. By vmap, a mesh may split the rows.
-        subtract = jax.vmap(lambda row, column, n: row.at[column].add(-n, mode="drop"))
-        return subtract(values, columns.astype(jnp.uint32), amounts)
-
-    return jax.lax.platform_dependent(cpu=in_place, default=in_one_pass)
+    difference = logits - top
+    if temperature is not None:
+        # The derivative in the temperature is 0 at a ban, not 0 times infinity.
+        difference = jnp.maximum(difference, jax.lax.stop_gradient(FLOOR / factor))
+    return ShiftedLogits(factor, logits, top, factor * difference)
 
 
 def _excluding(
-    output: OutputOptions, split: OutputSplit, of_rows: RowLogits
+    output: OutputOptions, split: OutputSplit, of_rows: RowLogits, lowest: Any
 ) -> Float[Array, "t r"]:
     """The unscaled logits, low where they are not inside: in place on a CPU, if it can."""
     logits = of_rows.unscaled
-    # Finite, also times the factor: a token that is not counted, whose label may be padding, has
-    # the weight 0.
-    lowest = jnp.finfo(logits.dtype).min / (2 * max(of_rows.factor, 1))
 
     def in_one_pass() -> jax.Array:
         return jnp.where(of_rows.is_inside, logits, lowest)
@@ -319,7 +237,7 @@ def _excluding(
     if output.pad_id is None or split.mesh is not None:
         return in_one_pass()
     # As uint32, a negative id is past the end.
-    padding = np.uint32(output.pad_id % 2**32)
+    padding = np.array([output.pad_id % 2**32], np.uint32)
 
     def in_place() -> jax.Array:
         return logits.at[:, padding].set(lowest, mode="drop")
@@ -327,39 +245,12 @@ def _excluding(
     return jax.lax.platform_dependent(cpu=in_place, default=in_one_pass)
 
 
-def cut_into_chunks(chunk_size: int | None, *values: jax.Array) -> Any:
-    """[count, size, d] of each of the values [..., d] of all tokens.
-
-    Each chunk takes every count-th token, so each device has a part of each chunk if the batch is
-    split. The last chunks are padded with zeros.
-    """
-    total = math.prod(values[0].shape[:-1])
-    size = chunk_size or min(max(SMALLEST_CHUNK, -(-total // CHUNKS)), LARGEST_CHUNK)
-    count = -(-total // size)
-    size = -(-total // max(count, 1))
-
-    def cut(array):
-        width = array.shape[-1]
-        tokens = jnp.pad(array.reshape(total, width), ((0, count * size - total), (0, 0)))
-        return tokens.reshape(size, count, width).swapaxes(0, 1)
-
-    return tuple(map(cut, values))
-
-
-def join_chunks(
-    chunks: Float[Array, "n s c"], total: int, shape: tuple[int, ...]
-) -> Float[Array, "..."]:
-    """The inverse of `cut_into_chunks`: the values of all tokens, without the padding."""
-    tokens = chunks.swapaxes(0, 1).reshape(-1, chunks.shape[-1])
-    return tokens[:total].reshape(shape)
-
-
-def array_and_split(x: jax.Array, table: Any) -> tuple[jax.Array, OutputSplit]:
-    """The table's array, and how it and x are split: plain arrays, only by explicit axes."""
-    if isinstance(table, Table):
-        return table._output_split(x)
-    of_x = spec_axes(jax.typeof(x).sharding.spec, x.ndim)
-    rows, columns = spec_axes(jax.typeof(table).sharding.spec, table.ndim)
-    if not any((rows, columns, *of_x)):
-        return table, ON_ONE_DEVICE
-    return table, OutputSplit(jax.typeof(x).sharding.mesh, rows, columns, tuple(of_x))
+def slope_of_logits(
+    output: OutputOptions, of_rows: RowLogits, temperature: Array | None
+) -> tuple[float | Array, float | Array]:
+    """A factor, [t, 1] or a number, and a part [t, r] of the derivative of logits in products."""
+    factor = output.scale if temperature is None else output.scale / temperature
+    if output.softcap is None:
+        return factor, 1.0
+    # The derivative of tanh, 0 at a ban.
+    return factor, 1 - jnp.square(jnp.maximum(of_rows.unscaled, -1))

@@ -144,15 +144,6 @@ class OutputOptions(NamedTuple):
         pad_id = -1 if self.pad_id is None else self.pad_id
         return jnp.where((pad_id >= 0) & (pad_id < size), jnp.maximum(size - 1, 1), size)
 
-    def at_temperature(self, temperature: float) -> "OutputOptions":
-        """Those of the logits divided by a temperature."""
-        scale, softcap = self.scale / temperature, self.softcap
-        if softcap is not None:
-            softcap = arguments.positive("softcap / temperature", softcap / temperature)
-        return self._replace(
-            softcap=softcap, scale=arguments.positive("scale / temperature", scale)
-        )
-
 
 def as_output_layer(
     x: ArrayLike, output: OutputLayer | ArrayLike | Table
