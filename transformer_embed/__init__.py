@@ -41,6 +41,7 @@ from transformer_embed._src.sequences.cache import write_cache
 from transformer_embed._src.sequences.load_balance import load_balanced_order
 from transformer_embed._src.sequences.token_order import check_order
 from transformer_embed._src.sequences.token_positions import TokenPositions
+from transformer_embed._src.sequences.trees import shared_prefix_parents
 from transformer_embed._src.tokens.cross_entropy import linear_cross_entropy
 from transformer_embed._src.tokens.dropout import dropout
 from transformer_embed._src.tokens.log_probs import linear_log_probs
@@ -94,6 +95,7 @@ __all__ = [
     "resize_vocabulary",
     "rows",
     "sharding",
+    "shared_prefix_parents",
     "sinusoidal_encoding",
     "sinusoidal_grid",
     "sinusoidal_table",

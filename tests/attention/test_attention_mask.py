@@ -203,6 +203,91 @@ def test_tokens_in_another_order_keep_their_rule_and_exact_kinds(rule, name):
             expect_kinds_of(expected, mask.tile_kinds((4, 4)), (4, 4), is_exact)
 
 
+# --- trees
+
+
+def some_parents(random, length, is_ordered):
+    """Trees, in depth-first order or in any, and padding."""
+    parents, path = np.full(length, -2), []
+    for n in range(random.integers(1, length + 1)):
+        path = path[: random.integers(0, len(path) + 1)] if random.random() < 0.4 else path
+        parents[n] = path[-1] if path else -1
+        path = [*path, n]
+    if is_ordered:
+        return parents
+    number = random.permutation(length)
+    return np.where(parents < 0, parents, number[parents])[np.argsort(number)]
+
+
+def ancestors(parents):
+    """Which tokens are itself or above it, [length, length]."""
+    sees = np.zeros((len(parents),) * 2, bool)
+    for n in np.flatnonzero(parents > -2):
+        above = n
+        while above >= 0:
+            sees[n, above] = True
+            above = parents[above]
+    return sees
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_a_token_of_a_tree_sees_its_ancestors(is_ordered):
+    for seed in range(25):
+        random = np.random.default_rng(seed)
+        parents = np.stack([some_parents(random, LENGTH, is_ordered) for _ in range(BATCH)])
+        tree = TokenPositions.from_parents(parents, offset=[0, 5, 9])
+        sees = np.stack([ancestors(row) for row in parents])
+        mask = AttentionMask(tree, causal=True)
+        equal(mask.dense()[:, 0], sees)
+        equal(tree.positions, (sees.sum(2) - 1 + np.array([[0], [5], [9]])) * (parents > -2))
+        expect_kinds_of(sees, mask.tile_kinds((4, 6)), (4, 6), is_exact=is_ordered)
+        order = random.permutation(LENGTH)
+        taken = AttentionMask(tree.take(order), causal=True).dense()
+        equal(taken[:, 0], sees[:, order][:, :, order])
+
+
+@pytest.mark.slow
+def test_drafts_in_a_cache_see_its_tokens_and_their_ancestors():
+    slots = TokenPositions.from_parents(np.full((2, 12), -2))
+    slots, _ = te.write_cache(slots, TokenPositions.from_lengths([4, 2], 4), 0)
+    parents, lengths = np.array([-1, 0, 0, 1, -1]), np.array([4, 2])
+    drafts = TokenPositions.from_parents(np.stack([parents] * 2), offset=lengths)
+    slots, _ = te.write_cache(slots, drafts, lengths)
+    mask = np.asarray(AttentionMask(drafts, slots, causal=True).dense())[:, 0]
+    for row, length in enumerate(lengths):
+        expected = np.zeros((5, 12), bool)
+        expected[:, :length] = True
+        expected[:, length : length + 5] = ancestors(parents)
+        equal(mask[row], expected)
+    # A token of the cache sees none of the drafts, which are after it.
+    step = AttentionMask(TokenPositions.from_offset(lengths - 1, 1), slots, causal=True)
+    equal(step.dense()[:, 0, 0].sum(-1), lengths)
+
+
+@pytest.mark.slow
+def test_answers_see_the_prompt_that_they_share():
+    lengths = [[3, 0, 5], [2, 2, 2]]
+    parents = te.shared_prefix_parents([4, 1], lengths, 16)
+    make = jax.jit(te.shared_prefix_parents, static_argnums=2)
+    equal(parents, make(jnp.array([4, 1]), jnp.array(lengths), 16))
+    mask = AttentionMask(TokenPositions.from_parents(parents), causal=True).dense()[:, 0]
+    equal(mask, np.stack([ancestors(np.asarray(row)) for row in parents]))
+    for row, (prefix, answers) in enumerate(zip([4, 1], lengths, strict=True)):
+        assert np.sum(parents[row] > -2) == prefix + sum(answers)
+        last = np.flatnonzero(np.asarray(mask[row]).sum(0) == 1)
+        equal(mask[row].sum(1)[last], [prefix + length for length in answers if length])
+
+
+@pytest.mark.slow
+def test_a_long_chain_is_a_tree():
+    """The sum of the sizes of its subtrees is beyond int32."""
+    tree = TokenPositions.from_parents(np.arange(2**17) - 1)
+    equal(tree.places[0], np.arange(2**17))
+    equal(tree.positions, tree.places)
+    equal(tree.ends[0], np.full(2**17, 2**17))
+
+
 # --- tiles
 
 
@@ -228,6 +313,7 @@ def test_a_tile_is_that_of_the_rule(seed, starts):
 # --- the rule as a tree
 
 TOKENS = TokenPositions.from_segment_ids([[1, 1, 1, 2], [1, 2, 2, 0]])
+TREE = TokenPositions.from_parents([-1, 0])
 MASK = AttentionMask(TOKENS, causal=True, window=(1, None), chunk=3)
 
 
@@ -310,6 +396,16 @@ VALUE_ERRORS = [
     (lambda: mask_of(chunk=0), "chunk: wanted an int of at least 1, got 0"),
     (lambda: MASK.tile_kinds((3, 2)), "shape: wanted a divisor of the number of queries, 4 (pad the batch to a multiple), got 3"),
     (lambda: MASK.tile([0], 0, (2, 2)), "query_start: wanted shape [], got shape [1]"),
+    (lambda: AttentionMask(TREE, causal=False), "causal: wanted True, for keys of a tree, got False"),
+    (lambda: AttentionMask(TREE, causal=True, window=(1, 0)), "window: wanted None, since the keys are of a tree, got tuple (1, 0)"),
+    (lambda: TokenPositions.from_parents([1, 0]), "parents: wanted trees of tokens, got a cycle"),
+    (lambda: TokenPositions.from_parents([-2, 0]), "parents: wanted trees of tokens, got padding for a parent"),
+    (lambda: TokenPositions.from_parents([-1, 2]), "parents: wanted integers inside the row, -2..1, got 2 at index [0, 1]"),
+    (lambda: TokenPositions.from_parents([-1], offset=[1, 2]), "offset: wanted shape [] or [1], got shape [2]"),
+    (lambda: te.shared_prefix_parents([2], [3], 9), "answer_lengths: wanted shape [batch, answers], got shape [1]"),
+    (lambda: te.shared_prefix_parents([2], [[3], [1]], 9), "answer_lengths: wanted rows as prefix_lengths, 1, got 2"),
+    (lambda: te.shared_prefix_parents([0], [[3]], 9), "prefix_lengths: wanted integers inside the row, 1..9, got 0 at index [0]"),
+    (lambda: te.shared_prefix_parents([6], [[2, 2]], 9), "length: wanted at least 10, the longest row, got 9"),
     (lambda: mask_of(sinks=1), "sinks: wanted None, since no window hides them, got int 1"),
     (lambda: MASK.tile(3, 0, (2, 2)), "query_start: wanted integers inside the mask, for a tile of (2, 2), 0..2, got 3"),
     (lambda: MASK.tile(0, 0, (2, 8)), "key_start: wanted integers inside the mask, for a tile of (2, 8), 0..-4, got 0"),

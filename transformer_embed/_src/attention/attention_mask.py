@@ -115,6 +115,11 @@ class AttentionMask:
         )
         if limits(self).left is None:
             arguments.check_left_out("sinks", self.sinks, "no window hides them")
+        if sides(self)[1].ends is not None:
+            if not self.causal:
+                raise arguments.value_error("causal", "True, for keys of a tree", False)
+            for name in ("window", "chunk"):
+                arguments.check_left_out(name, getattr(self, name), "the keys are of a tree")
 
     def __jax_array__(self) -> Array:
         # What jax asks of an argument that should be an array.

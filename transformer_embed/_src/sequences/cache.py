@@ -12,6 +12,9 @@ from transformer_embed._src.compiled import compiled
 from transformer_embed._src.partitioning import split_like, with_whole_rows
 from transformer_embed._src.sequences.token_positions import TokenPositions, as_made
 
+# Of arrays of token positions, if they are left out; places are positions.
+DEFAULTS = {"places": None, "ends": 2**31 - 1, "block_ids": -1}
+
 
 def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array, "b t"]]:
     """A cache with new tokens written into it, and which of the tokens were written.
@@ -24,7 +27,8 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
     Args:
         cache: the tree.
         new: the tree of the new tokens, with arrays [batch, length, ...]; one row of them may serve
-            all rows of the cache.
+            all rows of the cache. Tokens without block ids are in no block, and tokens that are no
+            tree may be written beside one.
         slot: integers, traced or not. [] or [batch]: the slot of the first token of each row, and
             the others follow it; a row whose slot is outside the cache, such as -1, stays as it is.
             [batch, length]: the slot of each token, no two of a row in one slot; a token whose slot
@@ -51,6 +55,8 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
         [[1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]]
     """
     held, tokens = _arrays("cache", cache), _arrays("new", new)
+    for name in held.keys() - tokens.keys():
+        tokens |= _default(name, tokens)
     if not held or held.keys() != tokens.keys():
         want, got = (", ".join(names) or "none" for names in (held, tokens))
         raise arguments.value_error("new", f"the arrays of the cache, {want}", got)
@@ -65,7 +71,7 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
     if slot.shape not in ((), (rows,), (rows, length)):
         want = f"shape [], [{rows}] or [{rows}, {length}]"
         raise arguments.value_error("slot", want, f"shape {list(slot.shape)}")
-    arrays, is_written = _written([*held.values()], [*tokens.values()], slot)
+    arrays, is_written = _written([*held.values()], [tokens[name] for name in held], slot)
     return jax.tree.unflatten(jax.tree.structure(cache), arrays), is_written
 
 
@@ -86,6 +92,15 @@ def _arrays(name: str, tree: Any) -> dict[str, Array]:
             got = arguments.describe(leaf)
             raise arguments.value_error(name + key, "an array [batch, length, ...]", got)
     return arrays
+
+
+def _default(name: str, arrays: dict[str, Array]) -> dict[str, Array]:
+    """What an array of token positions means that is left out, or nothing."""
+    of_tokens, _, field = name.rpartition(".")
+    positions = arrays.get(f"{of_tokens}.positions")
+    if positions is None or field not in DEFAULTS:
+        return {}
+    return {name: positions if field == "places" else jnp.full_like(positions, DEFAULTS[field])}
 
 
 def _check_layout(

@@ -22,6 +22,7 @@ from transformer_embed._src.sequences.runs import (
     positions_of_tokens,
     second_runs,
 )
+from transformer_embed._src.sequences.trees import check_parents, tree_arrays
 
 
 @dataclasses.dataclass(frozen=True, eq=False, init=False, repr=False)
@@ -162,7 +163,7 @@ class TokenPositions:
             block_ids: [length] or [batch, length] integers, negative: in no block. Tokens of one
                 block and segment attend to each other even where a causal mask, a window or a chunk
                 forbids it. A prefix is block 0, with -1 after it: `jnp.where(is_prefix, 0, -1)`. To
-                decode with a cache, give blocks to its empty slots, too, and to each new token: -1.
+                decode with a cache, give blocks to its empty slots, too: -1.
 
         Raises:
             TypeError: block_ids are not integers that `TokenPositions` takes.
@@ -343,6 +344,52 @@ class TokenPositions:
                 got = f"two runs of one in row {again.argmax()}"
                 raise arguments.value_error("segment_ids", "one run of tokens for each number", got)
         return _of_segments(rows)
+
+    @classmethod
+    def from_parents(cls, parents: ArrayLike, *, offset: ArrayLike = 0) -> "TokenPositions":
+        """For trees of tokens: under a causal mask, a token sees itself and its ancestors.
+
+        Drafts of speculative decoding are such trees, and so are answers that share a prompt
+        (`shared_prefix_parents`). A token predicts its children, which may not be beside it. For a
+        loss, without `shift`, give each token the hidden vector of its parent:
+        `jnp.take_along_axis(x, parents[..., None], axis=1)`, with `mask=parents >= 0`.
+
+        Args:
+            parents: [length] or [batch, length] integers, the index in the row of each token's
+                parent; -1 at the root of a tree, -2 at padding, or in the empty slots of a cache
+                that trees are written into. Tokens may be in any order.
+            offset: integers, [] or [batch]: the position of roots, such as the number of tokens in
+                a cache, all of which they see.
+
+        Returns:
+            TokenPositions of [batch, length]. A position is the number of a token's ancestors, plus
+            offset. `places` number the tokens in depth-first order.
+
+        Raises:
+            TypeError: parents or offset does not hold integers.
+            ValueError: arrays of other shapes; parents outside the row, or in a cycle (checked on
+                the host only).
+
+        Example:
+            >>> import transformer_embed as te
+            >>> tree = te.TokenPositions.from_parents([-1, 0, 0, 2])
+            >>> tree.positions.tolist()
+            [[0, 1, 1, 2]]
+            >>> te.AttentionMask(tree, causal=True).dense()[0, 0].astype(int).tolist()
+            [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
+
+        Source:
+            Miao et al., "SpecInfer" (2024), https://arxiv.org/abs/2305.09781
+        """
+        rows = _rows("parents", arguments.as_array("parents", parents))
+        integers = arguments.as_integers("parents", rows, -2, rows.shape[1] - 1, "the row")
+        if isinstance(integers, np.ndarray):
+            check_parents(integers)
+        rows, offset = arguments.as_int32("parents", integers), as_comparable("offset", offset)
+        if offset.shape not in ((), (1,), (len(rows),)):
+            got = f"shape {list(offset.shape)}"
+            raise arguments.value_error("offset", f"shape [] or [{len(rows)}]", got)
+        return cls(**tree_arrays(rows, offset))
 
     @classmethod
     def from_offset(cls, offset: ArrayLike, length: int) -> "TokenPositions":

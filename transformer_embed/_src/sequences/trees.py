@@ -1,0 +1,132 @@
+"""Trees of tokens: each sees its ancestors, as in drafts and in answers that share a prompt."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32, Integer
+
+from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.compiled import compiled
+from transformer_embed._src.partitioning import with_whole_rows
+
+
+def shared_prefix_parents(
+    prefix_lengths: ArrayLike, answer_lengths: ArrayLike, length: int
+) -> Int32[Array, "b t"]:
+    """The parents of rows that hold one prompt and several answers to it, then padding.
+
+    With `TokenPositions.from_parents`, each answer sees the prompt and itself, as in a row of its
+    own, and the prompt is computed once.
+
+    Args:
+        prefix_lengths: [batch] integers, at least 1: the number of tokens of each prompt.
+        answer_lengths: [batch, answers] integers, at least 0.
+        length: of the rows. On a device, tokens beyond it are cut.
+
+    Returns:
+        int32 [batch, length]: the index of the token before each in its text. This is the prompt's
+        last one for the first token of each answer, -1 for the first token of the prompt, and -2 at
+        padding.
+
+    Raises:
+        TypeError: lengths are not integers, or length is not a Python int.
+        ValueError: arrays of other shapes; on the host, lengths out of range, or a row longer than
+            length.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> te.shared_prefix_parents([2], [[2, 1]], 6).tolist()
+        [[-1, 0, 1, 2, 1, -2]]
+    """
+    length = arguments.length("length", length)
+    lengths = []
+    for name, value, shortest, axes in (
+        ("prefix_lengths", prefix_lengths, 1, 1),
+        ("answer_lengths", answer_lengths, 0, 2),
+    ):
+        array = arguments.as_integers(name, value, shortest, length, "the row")
+        if array.ndim != axes:
+            want = ("shape [batch]", "shape [batch, answers]")[axes - 1]
+            raise arguments.value_error(name, want, f"shape {list(array.shape)}")
+        lengths.append(array)
+    prefixes, answers = lengths
+    arguments.check_same("answer_lengths", "rows as prefix_lengths", len(answers), len(prefixes))
+    if all(isinstance(array, np.ndarray) for array in lengths):
+        longest = int((prefixes + answers.sum(1)).max(initial=0))
+        if longest > length:
+            raise arguments.value_error("length", f"at least {longest}, the longest row", length)
+    return _parents(*(arguments.as_int32("lengths", array) for array in lengths), length)
+
+
+def check_parents(parents: np.ndarray) -> None:
+    """Raises a ValueError if rows on the host have a cycle, or padding for a parent."""
+    rows, ancestors = np.arange(len(parents))[:, None], parents
+    is_padding = np.any((parents >= 0) & (parents[rows, parents] == -2))
+    for _ in range(parents.shape[1].bit_length()):
+        ancestors = np.where(ancestors < 0, ancestors, ancestors[rows, ancestors])
+    if is_padding or (ancestors >= 0).any():
+        got = "padding for a parent" if is_padding else "a cycle"
+        raise arguments.value_error("parents", "trees of tokens", got)
+
+
+# The functions below are compiled even if the caller is not.
+
+
+@compiled(2)
+def _parents(
+    prefixes: Int32[Array, "b"], answers: Int32[Array, "b n"], length: int
+) -> Int32[Array, "b t"]:
+    index = jnp.arange(length, dtype=jnp.int32)[None]
+    ends = prefixes[:, None] + jnp.cumsum(answers, axis=1, dtype=jnp.int32)
+    starts = jnp.concatenate([prefixes[:, None], ends[:, :-1]], axis=1)
+    is_start = (index[:, None] == starts[..., None]).any(1)
+    parents = jnp.where(is_start, prefixes[:, None] - 1, index - 1)
+    return jnp.where(index < ends[:, -1:], parents, -2)
+
+
+@compiled()
+def tree_arrays(
+    parents: Int32[Array, "b t"], offset: Integer[Array, "..."]
+) -> dict[str, Integer[Array, "b t"]]:
+    """The arrays of a `TokenPositions`, from the parents of each row."""
+    parents = with_whole_rows(parents)
+    is_token = (parents > -2).astype(jnp.int32)
+    depths, places, ends = jax.vmap(_tree_of_row)(parents)
+    start = jnp.broadcast_to(offset, len(parents))[:, None]
+    arrays = {"positions": (depths + start) * is_token, "segment_ids": is_token}
+    return arrays | {"places": places + start, "ends": ends + start}
+
+
+def _tree_of_row(parents: Int32[Array, "t"]) -> tuple[Int32[Array, "t"], ...]:
+    """The depth of each token, its place in depth-first order, and the end of its subtree."""
+    # A root above all roots makes these siblings, and ends every path.
+    length = len(parents)
+    above = jnp.append(jnp.where(parents < 0, length, parents), length).astype(jnp.int32)
+    is_token = jnp.arange(length + 1) < length
+    steps = length.bit_length()
+
+    def along_paths(values: Array) -> Array:
+        """The sum over each token and its ancestors, by paths of doubled length."""
+
+        def double(_, carry):
+            values, ancestors = carry
+            return values + values[ancestors], ancestors[ancestors]
+
+        return jax.lax.fori_loop(0, steps, double, (jnp.where(is_token, values, 0), above))[0]
+
+    def double_down(_, carry):
+        sizes, ancestors = carry
+        return sizes.at[ancestors].add(jnp.where(is_token, sizes, 0)), ancestors[ancestors]
+
+    sizes = jax.lax.fori_loop(0, steps, double_down, (jnp.ones_like(above), above))[0]
+    # Siblings are neighbours in the order of their parents. Sums over all sizes may wrap int32, but
+    # not their differences, which are at most the length.
+    order = jnp.argsort(above[:length], stable=True)
+    before = jnp.cumsum(sizes[order], dtype=jnp.int32) - sizes[order]
+    of_parents = above[order]
+    first = jnp.searchsorted(of_parents, of_parents)
+    offsets = jnp.zeros_like(above).at[order].set(before - before[first] + 1)
+    places = along_paths(offsets)[:length] - 1
+    depths = along_paths(jnp.ones_like(above))[:length] - 1
+    return depths, places, places + sizes[:length]
