@@ -12,7 +12,7 @@ from transformer_embed.cli.main import main
 def text_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
     line = b"line %d of a text, and %d squared is %d\n"
-    path.write_bytes(b"".join(line % (n, n, n * n) for n in range(100)))
+    path.write_bytes(b"".join(line % (n, n, n * n) for n in range(400)))
     return path
 
 

@@ -48,6 +48,7 @@ def trained(tmp_path_factory, text_file):
     """The lines that a training printed, its progress bars, and the parameters that it wrote."""
     path = tmp_path_factory.mktemp("trained") / "params.safetensors"
     command = ["train", str(text_file), "--steps", str(STEPS), "--out", str(path)]
+    command += ["--positions", "sinusoidal,learned"]
     out, err = io.StringIO(), Terminal()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         assert main(command) == 0
@@ -55,37 +56,82 @@ def trained(tmp_path_factory, text_file):
 
 
 @pytest.mark.slow
-def test_train_prints_a_table_and_what_positions_are_worth(trained, text_file):
+def test_train_prints_a_table_and_which_positions_are_best(trained, text_file):
     lines, _, path = trained
     text = text_file.read_bytes()
     assert lines[0] == f"text: {text_file}, {len(text):,} bytes"
     assert lines[1] == f"sha256: {hashlib.sha256(text).hexdigest()}"
     assert lines[2] == f"The model with sinusoidal positions is in {path}."
     assert max(map(len, lines[3:])) <= 80
-    names = [line[:20].strip() for line in lines[5:8]]
-    assert names == ["sinusoidal positions", "no positions", "unigram"]
-    with_positions, without, unigram = (float(line.split()[-1]) for line in lines[5:8])
-    assert f"{unigram:.2f}" == f"{language_model.unigram_bits(text):.2f}"
-    assert with_positions < unigram
-    assert lines[-1] == train.verdict(with_positions, without, STEPS)
+    assert lines[5].split()[2:] == ["128", "bytes", "256", "bytes", "512", "bytes"]
+    sinusoidal, learned, unigram = (line.split() for line in lines[6:9])
+    assert (sinusoidal[0], learned[0], unigram[0]) == ("sinusoidal", "learned", "(unigram")
+    # It has no positions for longer texts.
+    assert learned[3:] == ["-", "-"]
+    assert unigram[-1] == f"{language_model.unigram_bits(text):.2f}"
+    bits = {"sinusoidal": float(sinusoidal[2]), "learned": float(learned[2])}
+    assert max(bits.values()) < float(unigram[-1])
+    assert lines[-1] == train.verdict(bits, STEPS)
 
 
 @pytest.mark.parametrize(
-    ("with_positions", "without", "sentence"),
+    ("bits", "sentence"),
     [
-        (2.534, 3.086, "With positions the model needs 0.56 bits per byte fewer."),
-        (3.0, 2.9, "With positions the model needs 0.10 bits per byte more, after 1,000 steps."),
-        (3.004, 3.001, "Positions make no difference after 1,000 steps."),
+        ((3.086, 2.534, 2.9), "Best: b, 0.56 bits per byte fewer than a, after 1,000 steps."),
+        ((3.004, 3.001, 3.0), "Positions make no difference after 1,000 steps."),
     ],
 )
-def test_the_verdict_agrees_with_the_figures_of_the_table(with_positions, without, sentence):
-    assert train.verdict(with_positions, without, 1000) == sentence
+def test_the_verdict_agrees_with_the_figures_of_the_table(bits, sentence):
+    assert train.verdict(dict(zip("abc", bits, strict=True)), 1000) == sentence
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("positions", train.NAMES)
+def test_positions_change_what_the_model_says_of_the_order_of_bytes(positions):
+    """Without any, the last byte of a causal layer sees a set."""
+    init, apply = language_model.model(positions)
+    ids = np.array([[3, 1, 4, 1, 5, 9], [9, 5, 1, 4, 1, 9]], np.uint8)
+    ids[0, -1] = 9
+    ids[0, :-1] = sorted(ids[1, :-1])
+    params = jax.tree.map(lambda leaf: 0.3 * leaf, drawn(init, ids))
+    one, other = np.asarray(apply(params, ids))[:, -1]
+    assert np.allclose(one, other, atol=1e-5) == (positions == "none")
+
+
+@pytest.mark.slow
+def test_longer_texts_are_scored_on_as_many_bytes():
+    """A model whose logits are all equal needs eight bits for any byte."""
+    text = bytes(range(256)) * 50
+    params = language_model.model("none").init(jax.random.key(0), np.zeros([1, 4], np.uint8))
+    params = jax.tree.map(np.zeros_like, params)
+    over_devices = jax.sharding.NamedSharding(
+        jax.make_mesh((1,), ("data",)), jax.sharding.PartitionSpec("data")
+    )
+    for length in language_model.LENGTHS:
+        bits = language_model._score(
+            "none", params, np.frombuffer(text, np.uint8), length, over_devices
+        )
+        assert bits == pytest.approx(8.0, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_losses_are_drawn(prints, text_file, tmp_path):
+    out = tmp_path / "x.svg"
+    command = ["train", text_file, "--steps", STEPS, "--positions", "sinusoidal", "--plot", out]
+    assert f"The losses are in {out}." in prints(*command, "--quiet").out.splitlines()
+    assert "loss (bits per byte)" in out.read_text()
+
+
+@pytest.mark.parametrize("names", ["", "sky", "none,none", "none,"])
+def test_positions_are_names_each_once(fails, names):
+    wanted = f"wanted some of sinusoidal,learned,rotary,alibi,none, got '{names}'"
+    assert f"argument --positions: {wanted}" in fails("train", "--positions", names)
 
 
 @pytest.mark.slow
 def test_the_progress_bar_shows_the_loss_falling(trained):
-    shown = re.findall(r"(\w+), training: 100%.*loss=(\d+\.\d\d)\]", trained[1])
-    assert [name for name, _ in shown] == ["sinusoidal", "none"]
+    shown = re.findall(r"(\w+), training: 100%.* tokens/s, loss=(\d+\.\d\d)", trained[1])
+    assert [name for name, _ in shown] == ["sinusoidal", "learned"]
     assert all(float(loss) < 8.0 for _, loss in shown)
 
 
@@ -97,19 +143,22 @@ def test_a_seed_decides_the_model_and_its_figures(
     lines, _, params = trained
     again = tmp_path / "again.safetensors"
     command = ["train", text_file, "--steps", STEPS, "--out", again, "--quiet"]
+    command += ["--positions", "sinusoidal,learned"]
     printed = prints(*command)
     assert printed.out.replace(str(again), str(params)).splitlines() == lines
     assert printed.err == ""
-    assert again.read_bytes() == params.read_bytes()
+    one, two = map(te.pretrained.load_embedder, (again, params))
+    assert one.config == two.config
+    jax.tree.map(equal, one.params, two.params)
     shown = []
 
     class Bar(list):
         def set_postfix_str(self, text, refresh):
             shown.append(text)
 
-    monkeypatch.setattr(language_model, "progress", lambda steps, name, quiet: Bar(steps))
+    monkeypatch.setattr(language_model, "progress", lambda steps, name, **options: Bar(steps))
     options = {"steps": STEPS, "seed": 1, "quiet": True}
-    other = language_model.train(text_file.read_bytes(), te.Sinusoidal(), "other", **options)
+    other = language_model.train(text_file.read_bytes(), "sinusoidal", **options)
     tables = (
         found.params[MODULE]["embeddings"] for found in (te.pretrained.load_embedder(params), other)
     )
@@ -129,8 +178,7 @@ def test_unigram_bits_are_those_of_counts_with_one_added(text_file):
 
 @pytest.mark.slow
 def test_logits_see_only_what_came_before():
-    config = te.EmbedderConfig(language_model.VOCAB_SIZE, language_model.D_MODEL)
-    init, apply = language_model.model(config)
+    init, apply = language_model.model("sinusoidal")
     ids = np.arange(12, dtype=np.uint8)[None]
     other = np.where(ids == 7, np.uint8(200), ids)
     params = jax.tree.map(lambda leaf: 0.05 * leaf, drawn(init, ids))
@@ -184,8 +232,8 @@ def test_no_standard_library(monkeypatch, fails, tmp_path):
 def test_the_shortest_text_is_enough_and_one_byte_less_is_named(fails, read, tmp_path):
     path, shortest = tmp_path / "text", language_model.SHORTEST_TEXT
     training, held_out = language_model.split(b"a" * shortest)
-    # A context and the byte after it, to train on and to score.
-    assert len(held_out) == language_model.CONTEXT + 1 <= len(training)
+    # The longest text that is scored, and the byte after it.
+    assert len(held_out) == language_model.LENGTHS[-1] + 1 <= len(training)
     path.write_bytes(b"a" * shortest)
     assert len(read(path)) == shortest
     path.write_bytes(b"a" * (shortest - 1))
@@ -208,7 +256,7 @@ def test_params_hold_the_model_and_the_config_and_embed_reads_them(prints, train
     found = te.pretrained.load_embedder(path)
     assert {
         f"{MODULE}/embeddings",
-        "multi_head_attention/query/w",
+        "query/w",
         "layer_norm/scale",
     } <= found.names.keys()
     assert found.config == te.EmbedderConfig(256, 128, dropout_rate=0.0)
@@ -223,19 +271,20 @@ def test_params_hold_the_model_and_the_config_and_embed_reads_them(prints, train
 def test_the_first_model_is_saved_before_the_second_is_trained_or_not_kept(
     monkeypatch, prints, text_file, tmp_path, is_kept
 ):
-    config, out, seen = te.EmbedderConfig(1, 1), tmp_path / "x.safetensors", []
-    result = language_model.Result(config, drawn(te.Embedder(config).init), 2.0)
+    out, seen = tmp_path / "x.safetensors", []
+    params = drawn(te.Embedder(language_model.config("sinusoidal")).init)
+    result = language_model.Result(params, np.ones(2), [2.0, 2.0, 2.0])
 
-    def record(text, scheme, name, **options):
-        seen.append((name, scheme, out.exists()))
+    def record(text, name, **options):
+        seen.append((name, out.exists()))
         return result
 
     monkeypatch.setattr(language_model, "train", record)
     printed = prints("train", text_file, *(["--out", out] if is_kept else []))
-    message = "The model is not kept; `--out PARAMS.safetensors` writes it to a file."
+    message = "No model is kept; `--out PARAMS.safetensors` writes the first one to a file."
     kept = f"The model with sinusoidal positions is in {out}."
     assert printed.out.splitlines()[2] == (kept if is_kept else message)
-    assert seen == [("sinusoidal", te.Sinusoidal(), False), ("none", None, is_kept)]
+    assert seen == [("sinusoidal", False), ("none", is_kept)]
 
 
 # --- Ctrl-C, in a process of its own.

@@ -1,8 +1,6 @@
 """The command `show`: draws a picture of an encoding, a rotation, a mask or an error."""
 
 import argparse
-import pathlib
-import warnings
 from typing import Any
 
 import numpy as np
@@ -12,13 +10,10 @@ from transformer_embed.cli.arguments import (
     COUNT,
     DISTANCE,
     PATH,
-    UserError,
     number,
-    writable,
-    write_whole,
 )
+from transformer_embed.cli.picture import draw_file
 
-PIXELS_WIDE = 960
 # Pictures of more numbers would fill the memory.
 SIZE = {"type": number(1, 4096), "metavar": "N"}
 FLAGS: dict[str, dict[str, Any]] = {
@@ -91,26 +86,7 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Writes the picture and prints its title."""
-    out = writable(args.out, (".png", ".svg", ".pdf"))
-    try:
-        from matplotlib import style  # noqa: PLC0415
-        from matplotlib.figure import Figure  # noqa: PLC0415
-
-        # Whatever the user's settings.
-        with style.context("default"), warnings.catch_warnings():
-            # A letter that the font lacks would be drawn as a box, with a warning.
-            warnings.simplefilter("error", UserWarning)
-            # As many pixels at any width.
-            size, dpi = (args.width, 0.75 * args.width), PIXELS_WIDE / args.width
-            figure = Figure(size, dpi, layout="constrained")
-            title = args.draw(figure.subplots(), args)
-            figure.suptitle(title, wrap=True)
-            kind = pathlib.Path(args.out).suffix[1:]
-            write_whole(out, lambda file: figure.savefig(file, format=kind))
-    except ImportError as error:
-        raise UserError(f"{error}; pip install '.[plots]' installs it") from error
-    except (ValueError, UserWarning) as error:
-        raise UserError(str(error)) from error
+    title = draw_file(args.out, lambda ax: args.draw(ax, args), width=args.width)
     print(f"{args.out}: {title}")
 
 
