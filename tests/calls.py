@@ -5,7 +5,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from references import dense_mask, linear_cross_entropy, linear_log_probs, linear_logits
+from references import (
+    dense_mask,
+    linear_cross_entropy,
+    linear_log_probs,
+    linear_logits,
+    linear_top_k,
+)
 
 import transformer_embed as te
 
@@ -47,6 +53,7 @@ GOOD = {
     te.sinusoidal_grid: {"shape": (2, 3), "d_model": 4},
     te.sinusoidal_table: {"length": 3, "d_model": 4},
     linear_cross_entropy: {"x": TABLE[:2], "table": TABLE, "labels": LABELS},
+    linear_top_k: {"x": TABLE[:2], "table": TABLE, "k": 2},
     linear_log_probs: {"x": TABLE[:2], "table": TABLE, "labels": LABELS},
     linear_logits: {"x": TABLE[:2], "table": TABLE},
     te.TokenPositions.from_ids: {"ids": IDS, "pad_id": 0},

@@ -43,8 +43,8 @@ def flat(function):
     return call
 
 
-linear_logits, linear_cross_entropy, linear_log_probs = map(
-    flat, (te.linear_logits, te.linear_cross_entropy, te.linear_log_probs)
+linear_logits, linear_cross_entropy, linear_log_probs, linear_top_k = map(
+    flat, (te.linear_logits, te.linear_cross_entropy, te.linear_log_probs, te.linear_top_k)
 )
 
 
@@ -374,7 +374,8 @@ def whole_logits(x, table, bias=None, softcap=None, scale=1.0):
     if softcap is None:
         return u, float(scale)
     with np.errstate(over="ignore"):
-        return softcap * np.tanh(u / float(softcap)), scale / np.cosh(u / float(softcap)) ** 2
+        capped = np.where(np.isneginf(u), u, softcap * np.tanh(u / float(softcap)))
+        return capped, scale / np.cosh(u / float(softcap)) ** 2
 
 
 class Losses(NamedTuple):
@@ -465,6 +466,22 @@ def log_probs(got, x, table, labels, *, with_entropy, chunk_size, **options):
         got if with_entropy else [got], (-found.losses, found.entropies), strict=False
     ):
         within(ours, np.where(found.counted, expected, 0), OF_A_LOSS * found.sizes)
+
+
+def top_k(got, x, table, k, *, pad_id, chunk_size, **of_logits):
+    """Of ids whose logits are closer than their rounding, either may be first."""
+    log_probs, ids = (np.asarray(each) for each in got)
+    logits, _ = whole_logits(x, table, **of_logits)
+    if pad_id is not None and 0 <= pad_id < len(table):
+        logits[..., pad_id] = -np.inf
+        assert pad_id not in ids
+    exact = logits - np.logaddexp.reduce(logits, -1, keepdims=True)
+    error = OF_A_LOSS * np.maximum(1, np.abs(np.where(np.isfinite(logits), logits, 0)).max())
+    for want in (np.take_along_axis(exact, ids, -1), -np.sort(-exact, -1)[..., :k]):
+        equal(np.isneginf(log_probs), np.isneginf(want))
+        is_possible = np.isfinite(want)
+        within(log_probs[is_possible], want[is_possible], error)
+    assert all(len(set(row)) == k for row in ids.reshape(-1, k).tolist())
 
 
 # --- positions
@@ -566,6 +583,7 @@ CHECKS = {
     te.sinusoidal_table: table,
     linear_cross_entropy: cross_entropy,
     linear_log_probs: log_probs,
+    linear_top_k: top_k,
     linear_logits: logits,
     te.TokenPositions.from_ids: from_ids,
     te.TokenPositions.from_lengths: from_lengths,

@@ -40,6 +40,7 @@ def plain_parts(x, table, ids):
         "losses": jnp.mean(of_labels**2),
         "log_probs": jnp.mean(of_labels**2),
         "entropies": jnp.mean(entropies**2),
+        "top_k": jax.lax.stop_gradient(jax.lax.top_k(log_probs, 3)[0]).mean(),
     }
 
 
@@ -57,6 +58,7 @@ def parts(x, table, ids):
         "losses": jnp.mean(te.linear_cross_entropy(x, table, ids, reduction="none") ** 2),
         "log_probs": jnp.mean(log_probs**2),
         "entropies": jnp.mean(entropies**2),
+        "top_k": te.linear_top_k(x, table, 3)[0].mean(),
     }
 
 

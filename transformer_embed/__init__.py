@@ -47,6 +47,7 @@ from transformer_embed._src.tokens.dropout import dropout
 from transformer_embed._src.tokens.log_probs import linear_log_probs
 from transformer_embed._src.tokens.lookup import Table, check_ids, lookup
 from transformer_embed._src.tokens.output_layer import OutputLayer, linear_logits
+from transformer_embed._src.tokens.top_k import linear_top_k
 
 __version__ = "0.1.0"
 
@@ -83,6 +84,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_log_probs",
     "linear_logits",
+    "linear_top_k",
     "load_balanced_order",
     "lookup",
     "mask_to_bias",

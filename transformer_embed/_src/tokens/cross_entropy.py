@@ -1,6 +1,7 @@
 """The cross-entropy of an output layer and the entropy of its predictions."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from transformer_embed._src.tokens.chunks import (
 from transformer_embed._src.tokens.lookup import Table
 from transformer_embed._src.tokens.losses import (
     FLOOR,
+    Batch,
     ShiftedLogits,
     as_batch,
     as_setting,
@@ -132,8 +134,13 @@ def linear_cross_entropy(
         None if chunk_size is None else arguments.size("chunk_size", chunk_size),
         arguments.choice("reduction", reduction, REDUCTIONS),
     )
-    (losses, *_), _ = reduced(loss, (Layer(x, output.table, output.bias),), batch)
-    return losses[..., 0] if reduction == "none" else losses
+    return _reduced_loss(loss, Layer(x, output.table, output.bias), batch)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _reduced_loss(loss: "CrossEntropy", layer: Layer, batch: Batch) -> Float[Array, "..."]:
+    (losses, *_), _ = reduced(loss, (layer,), batch)
+    return losses[..., 0] if loss.reduction == "none" else losses
 
 
 @dataclasses.dataclass(frozen=True)

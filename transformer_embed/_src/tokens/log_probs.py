@@ -1,5 +1,9 @@
 """The log-probability of each label under an output layer."""
 
+import functools
+from typing import Any
+
+import jax
 from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
@@ -7,7 +11,7 @@ from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.tokens.chunks import Layer
 from transformer_embed._src.tokens.cross_entropy import CrossEntropy
 from transformer_embed._src.tokens.lookup import Table
-from transformer_embed._src.tokens.losses import as_batch, as_setting, as_steps, reduced
+from transformer_embed._src.tokens.losses import Batch, as_batch, as_setting, as_steps, reduced
 from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
 
 
@@ -88,7 +92,12 @@ def linear_log_probs(
         None if chunk_size is None else arguments.size("chunk_size", chunk_size),
         with_entropy=arguments.flag("with_entropy", with_entropy),
     )
-    (losses, *entropies), _ = reduced(loss, (Layer(x, output.table, output.bias),), batch)
+    return _log_probs(loss, Layer(x, output.table, output.bias), batch)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _log_probs(loss: CrossEntropy, layer: Layer, batch: Batch) -> Any:
+    (losses, *entropies), _ = reduced(loss, (layer,), batch)
     # A difference, because the negative of 0 is -0.
-    log_probs = (0 - losses)[..., 0]
-    return (log_probs, entropies[0][..., 0]) if with_entropy else log_probs
+    log_probs = 0 - losses[..., 0]
+    return (log_probs, entropies[0][..., 0]) if loss.with_entropy else log_probs

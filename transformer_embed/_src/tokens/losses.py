@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
@@ -59,10 +59,8 @@ def as_batch(
     if labels is not None:
         ids = arguments.as_int32("labels", labels)
         arguments.check_same("labels", "x's shape without its last axis", ids.shape, tokens)
-        ids = ids[..., None]
-    if any(map(export.is_symbolic_dim, tokens)):
-        want = "a shape of known sizes, for the loss is computed in chunks"
-        raise arguments.value_error("labels", want, f"shape {list(tokens)}")
+        ids = jnp.expand_dims(ids, -1)
+    check_known("labels", tokens)
     if shift:
         if not tokens:
             raise arguments.value_error("labels", "shape [..., length], to shift", "shape []")
@@ -86,6 +84,18 @@ def as_batch(
         aligned("segment_ids", segment_ids, as_comparable),
         Settings(**{name: aligned(name, values) for name, values in settings.items()}),
     )
+
+
+def check_known(name: str, shape: tuple[int, ...]) -> None:
+    """A ValueError for a shape with symbolic sizes."""
+    if any(map(export.is_symbolic_dim, shape)):
+        want = "a shape of known sizes, for the loss is computed in chunks"
+        raise arguments.value_error(name, want, f"shape {list(shape)}")
+
+
+def every_token(x: Array) -> Bool[Array, "..."]:
+    """True for each token; under explicit axes, split as x."""
+    return ~jnp.zeros_like(x, bool).any(-1)
 
 
 def as_setting(name: str, value: Any, default: float, check: Callable) -> Array | None:
@@ -113,8 +123,7 @@ class Targets(NamedTuple):
 
 def targets(loss: Loss, x: Array, batch: Batch, dtype: jnp.dtype) -> Targets:
     """For each token its labels, their weights and the settings, in this dtype."""
-    # Made from x, so that under explicit axes it has x's sharding.
-    counted = ~jnp.zeros_like(x, bool).any(-1)
+    counted = every_token(x)
     batch = jax.tree.map(lambda array: split_like(array, counted), batch)
     counted = counted[..., None]
     # Widened before they are broadcast, so that their gradients are summed in the wide dtype.
@@ -149,7 +158,6 @@ def along_length(function: Callable, steps: int) -> Callable:
     return lambda array: function(array.swapaxes(-1, -2), steps).swapaxes(-1, -2)
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def reduced(loss: Loss, layers: tuple[Layer, ...], batch: Batch) -> tuple[tuple[Array, ...], Array]:
     """The values of `loss.of_chunk` times weights, or their sums or means; and the weights."""
     dtype = arguments.compute_dtype(*(array.dtype for layer in layers for array in layer[:2]))
