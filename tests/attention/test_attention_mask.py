@@ -203,6 +203,33 @@ def test_tokens_in_another_order_keep_their_rule_and_exact_kinds(rule, name):
             expect_kinds_of(expected, mask.tile_kinds((4, 4)), (4, 4), is_exact)
 
 
+# --- masks joined
+
+
+@pytest.mark.slow
+def test_masks_are_joined_in_each_form():
+    """By what each of them allows; kinds are never wrong, and few are loose."""
+    loose = {"&": [], "|": []}
+    for seed, (n, join) in itertools.product(range(6), enumerate("&|&|")):
+        random = np.random.default_rng(seed)
+        kind = EXACT[(seed + n) % len(EXACT)]
+        tokens = some_tokens(kind, random)
+        own = TokenPositions(np.sort(random.integers(0, 9, (BATCH, LENGTH))))
+        parts = [
+            AttentionMask(tokens, **RULES[random.integers(len(RULES))]),
+            AttentionMask(own, causal=bool(n % 3), window=(4, 2)),
+            AttentionMask(tokens, causal=False),
+        ]
+        dense = [np.broadcast_to(by_pairs(part), (BATCH, LENGTH, LENGTH)) for part in parts]
+        expected = (dense[0] & dense[1] if join == "&" else dense[0] | dense[1]) & dense[2]
+        joined = (parts[0] & parts[1] if join == "&" else parts[0] | parts[1]) & parts[2]
+        joined = jax.tree.map(jnp.asarray, joined)
+        equal(jax.jit(lambda mask: mask.dense()[:, 0])(joined), expected)
+        equal(joined.tile(5, 2, (8, 6)), expected[:, 5:13, 2:8])
+        loose[join].append(expect_kinds_of(expected, joined.tile_kinds((4, 4)), (4, 4)))
+    assert max(np.mean(loose[join]) for join in loose) < 0.15
+
+
 # --- trees
 
 
@@ -382,6 +409,8 @@ TYPE_ERRORS = [
     (lambda: mask_of(window={5: 0, 1: 0}), "window: wanted a sequence, got dict {"),
     (lambda: mask_of(window=(1, 0.5)), "window[1]: wanted a Python int, got float 0.5"),
     (lambda: MASK.tile_kinds((2.0, 2)), "shape[0]: wanted a Python int, got float 2.0"),
+    (lambda: MASK & MASK.dense(), "mask: wanted a te.AttentionMask, to join with another, got an array bool[2, 1, 4, 4]"),
+    (lambda: te.kernels.flash_attention(MASK & MASK), "mask: wanted a te.AttentionMask, not joined by & or |, got JoinedMask"),
     (lambda: MASK.tile(0, 0.5, (2, 2)), "key_start: wanted an integer dtype, got float64"),
     (lambda: jax.nn.dot_product_attention(*[jnp.ones((2, 4, 1, 8))] * 3, mask=MASK), "AttentionMask: wanted an array, got the rule of one (mask.dense() is its array)"),
     (lambda: te.mask_to_bias(MASK), "AttentionMask: wanted an array, got the rule of one (mask.dense() is its array)"),
@@ -406,6 +435,7 @@ VALUE_ERRORS = [
     (lambda: te.shared_prefix_parents([2], [[3], [1]], 9), "answer_lengths: wanted rows as prefix_lengths, 1, got 2"),
     (lambda: te.shared_prefix_parents([0], [[3]], 9), "prefix_lengths: wanted integers inside the row, 1..9, got 0 at index [0]"),
     (lambda: te.shared_prefix_parents([6], [[2, 2]], 9), "length: wanted at least 10, the longest row, got 9"),
+    (lambda: MASK | mask_of(TREE), "mask: wanted the queries and keys of the other mask, (4, 4), got (2, 2)"),
     (lambda: mask_of(sinks=1), "sinks: wanted None, since no window hides them, got int 1"),
     (lambda: MASK.tile(3, 0, (2, 2)), "query_start: wanted integers inside the mask, for a tile of (2, 2), 0..2, got 3"),
     (lambda: MASK.tile(0, 0, (2, 8)), "key_start: wanted integers inside the mask, for a tile of (2, 8), 0..-4, got 0"),

@@ -20,6 +20,7 @@ from transformer_embed._src.attention.attention_rule import (
     whole_fields,
     with_conditions,
 )
+from transformer_embed._src.attention.joined_mask import Mask
 from transformer_embed._src.attention.tile_kinds import tile_kinds
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.pytrees import register_pytree
@@ -35,7 +36,7 @@ from transformer_embed._src.sequences.token_positions import (
 
 # Not compared by its fields: equality of arrays is an array, which has no truth value.
 @dataclasses.dataclass(frozen=True, eq=False)
-class AttentionMask:
+class AttentionMask(Mask):
     """Who may attend to whom in an attention layer, as a rule of size O(length).
 
     A query at position q may attend to a key at position k where
@@ -46,6 +47,11 @@ class AttentionMask:
 
     and terms whose arguments are not given are left out. The class is a pytree, so it passes
     through `jit`, `vmap` and `scan`, can be sharded over the batch and serialised by `jax.export`.
+
+    `mask & other` allows the pairs that both allow, and `mask | other` those of either; the result
+    has `dense`, `tile` and `tile_kinds`, too. A rule of your own is a mask of your own integers: a
+    causal mask compares positions, and segment ids are compared for equality. Each mask hides the
+    padding of its own tokens.
 
     Args:
         queries: the tokens that attend. If they have no segment ids, they see the tokens of every
@@ -121,10 +127,11 @@ class AttentionMask:
             for name in ("window", "chunk"):
                 arguments.check_left_out(name, getattr(self, name), "the keys are of a tree")
 
-    def __jax_array__(self) -> Array:
-        # What jax asks of an argument that should be an array.
-        got = "the rule of one (mask.dense() is its array)"
-        raise arguments.type_error("AttentionMask", "an array", got)
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The numbers of queries and of keys."""
+        queries, keys = sides(self)
+        return queries.positions.shape[-1], keys.positions.shape[-1]
 
     def dense(self) -> Bool[Array, "b 1 t s"]:
         """The mask as an array, in the smallest shape that broadcasts.
@@ -172,7 +179,7 @@ class AttentionMask:
             [[True, True, False], [True, True, True]]
         """
         shape = _pair("shape", shape, arguments.size)
-        queries, keys = lengths(self)
+        queries, keys = self.lengths
         inside = f"the mask, for a tile of {shape}"
         starts = [
             as_indices("query_start", query_start, queries - shape[0], inside),
@@ -208,7 +215,7 @@ class AttentionMask:
             [[1, 0, 0, 0], [2, 1, 0, 0], [0, 0, 1, 0], [0, 0, 2, 1]]
         """
         shape = _pair("shape", shape, arguments.size)
-        for side, length, size in zip(("queries", "keys"), lengths(self), shape, strict=True):
+        for side, length, size in zip(("queries", "keys"), self.lengths, shape, strict=True):
             if length % size:
                 want = f"a divisor of the number of {side}, {length} (pad the batch to a multiple)"
                 raise arguments.value_error("shape", want, size)
@@ -222,12 +229,6 @@ def sides(mask: AttentionMask) -> tuple[TokenPositions, TokenPositions]:
     """The queries and the keys, one object in self-attention."""
     queries = as_made(mask.queries)
     return queries, queries if mask.keys is None else as_made(mask.keys)
-
-
-def lengths(mask: AttentionMask) -> tuple[int, int]:
-    """The numbers of queries and of keys."""
-    queries, keys = sides(mask)
-    return queries.positions.shape[-1], keys.positions.shape[-1]
 
 
 def limits(mask: AttentionMask) -> Limits:
@@ -303,6 +304,6 @@ def _tile(mask: AttentionMask, starts: list[Array], shape: tuple[int, int]) -> B
     of_queries, of_keys = map(_slice, of_sides, starts, shape)
     tile = may_attend(_expanded(mask, of_queries, 2), _expanded(mask, of_keys, 1))
     # A dynamic slice moves a stretch that does not fit.
-    for start, length, size in zip(starts, lengths(mask), shape, strict=True):
+    for start, length, size in zip(starts, mask.lengths, shape, strict=True):
         tile &= (start >= 0) & (start <= length - size)
     return tile

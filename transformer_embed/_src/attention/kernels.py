@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from transformer_embed._src import arguments
-from transformer_embed._src.attention.attention_mask import AttentionMask, lengths, reach, sides
+from transformer_embed._src.attention.attention_mask import AttentionMask, reach, sides
 from transformer_embed._src.attention.row_indices import (
     CAUSAL,
     EVERYTHING,
@@ -72,7 +72,7 @@ def dot_product_attention(
         parts = f"segment ids, a causal mask or a window in {kernel}"
         check_order_is_given(order, parts, ("full", "right"))
     # A single query is told how many keys it sees: is_causal would align it with the first key.
-    is_step = mask.keys is not None and lengths(mask)[0] == 1
+    is_step = mask.keys is not None and mask.lengths[0] == 1
     # What a window hides are the first keys, which a number of keys cannot leave out.
     if is_step and limits[0] is not None:
         raise refusal("window", f"no limit on the left for a single query in {kernel}", mask.window)
@@ -81,7 +81,7 @@ def dot_product_attention(
     if (left, right) not in (CAUSAL, EVERYTHING):
         # A side without a limit gets the length, which no distance reaches. cuDNN refuses a window
         # to the right, which is 0 in a causal one.
-        length = max(lengths(mask))
+        length = max(mask.lengths)
         options["local_window_size"] = tuple(
             length if side is None else side for side in (left, right)
         )
@@ -191,4 +191,4 @@ def _visible_keys(mask: AttentionMask) -> Array:
     """
     if mask.keys is None:
         return mask.queries.padding_mask.sum(axis=-1, dtype=jnp.int32)
-    return mask.tile(0, 0, (1, lengths(mask)[1]))[:, 0].sum(axis=-1, dtype=jnp.int32)
+    return mask.tile(0, 0, (1, mask.lengths[1]))[:, 0].sum(axis=-1, dtype=jnp.int32)

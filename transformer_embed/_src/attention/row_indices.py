@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Int32, Integer
 
 from transformer_embed._src import arguments
-from transformer_embed._src.attention.attention_mask import AttentionMask, lengths, reach, sides
+from transformer_embed._src.attention.attention_mask import AttentionMask, reach, sides
 from transformer_embed._src.attention.attention_rule import Window
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.sequences.token_order import ORDERS, check_order, is_on_host
@@ -34,7 +34,7 @@ def check_absent(kernel: str, **parts: Any) -> None:
 
 def check_promise(mask: AttentionMask, order: str | None, query_start: int | None = None) -> None:
     """Raises unless the tokens lie as the caller of a kernel promises, where the host has them."""
-    arguments.instance("mask", mask, AttentionMask, "a te.AttentionMask")
+    arguments.instance("mask", mask, AttentionMask, "a te.AttentionMask, not joined by & or |")
     queries, keys = sides(mask)
     if order is not None:
         arguments.choice("order", order, tuple(ORDERS))
@@ -57,7 +57,7 @@ def check_promise(mask: AttentionMask, order: str | None, query_start: int | Non
 def _check_part(mask: AttentionMask, query_start: int) -> None:
     """Raises unless the queries are the keys from an index on."""
     held = [jax.device_get(arrays_of(side)) for side in sides(mask)]
-    length = lengths(mask)[0]
+    length = mask.lengths[0]
     for name, array in held[0].items():
         of_keys = held[1][name][:, query_start : query_start + length]
         # Positions of padding mean nothing.

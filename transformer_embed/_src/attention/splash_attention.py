@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int8, Integer
 
 from transformer_embed._src import arguments
-from transformer_embed._src.attention.attention_mask import AttentionMask, lengths, reach, sides
+from transformer_embed._src.attention.attention_mask import AttentionMask, reach, sides
 from transformer_embed._src.attention.attention_rule import Window
 from transformer_embed._src.attention.row_indices import (
     EVERYTHING,
@@ -194,7 +194,7 @@ class _ByRow(NamedTuple):
 
     def band(self, tile: tuple[int, int]) -> Bool[np.ndarray, "m n"]:
         """Which tiles of row indices have a pair that the causal mask and the window allow."""
-        shape = lengths(self.mask)
+        shape = self.mask.lengths
         queries, keys = (np.arange(0, *sizes) for sizes in zip(shape, tile, strict=True))
         queries = queries[:, None] + self.query_start
         nearest, furthest = keys - (queries + tile[0] - 1), keys + tile[1] - 1 - queries
@@ -233,7 +233,7 @@ def _checked_query_start(mask: AttentionMask, query_start: int | None) -> int | 
         return None
     if mask.keys is None:
         arguments.check_left_out("query_start", query_start, "the mask is self-attention")
-    queries, keys = lengths(mask)
+    queries, keys = mask.lengths
     return arguments.integer("query_start", query_start, at_least=0, at_most=keys - queries)
 
 
@@ -247,8 +247,8 @@ def _static_mask(mask: AttentionMask, limits: Window, query_start: int) -> Any:
     if has_blocks:
         check_absent(f"{KERNEL} with block ids", chunk=mask.chunk)
     if limits == EVERYTHING:
-        return splash.FullMask(lengths(mask))
-    of_indices = splash_mask.IndexMask(lengths(mask), limits, query_start)
+        return splash.FullMask(mask.lengths)
+    of_indices = splash_mask.IndexMask(mask.lengths, limits, query_start)
     if not has_blocks:
         return of_indices
     return of_indices | splash_mask.BlockMask(*map(_static_block_ids, sides(mask)))

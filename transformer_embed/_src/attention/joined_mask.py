@@ -1,0 +1,67 @@
+"""Masks joined by `&` and `|`, in each of their forms."""
+
+import dataclasses
+import operator
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int8
+
+from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.pytrees import register_pytree
+
+# Of bools, and of kinds of tiles: no pair, some or all.
+JOINS = {"&": (operator.and_, jnp.minimum), "|": (operator.or_, jnp.maximum)}
+
+
+class Mask:
+    """What can be joined with another mask; `dense`, `tile` and `tile_kinds` are its forms."""
+
+    def __and__(self, other: Any) -> "JoinedMask":
+        return JoinedMask(self, other, "&")
+
+    def __or__(self, other: Any) -> "JoinedMask":
+        return JoinedMask(self, other, "|")
+
+    def __jax_array__(self) -> Array:
+        # What jax asks of an argument that should be an array.
+        got = "the rule of one (mask.dense() is its array)"
+        raise arguments.type_error(type(self).__name__, "an array", got)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class JoinedMask(Mask):
+    """The pairs that both masks allow (`&`), or one of them (`|`)."""
+
+    first: Any
+    second: Any
+    join: str
+
+    def __post_init__(self) -> None:
+        arguments.instance("mask", self.second, Mask, "a te.AttentionMask, to join with another")
+        what = "the queries and keys of the other mask"
+        arguments.check_same("mask", what, self.second.lengths, self.first.lengths)
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The numbers of queries and of keys."""
+        return self.first.lengths
+
+    def dense(self) -> Bool[Array, "b 1 t s"]:
+        """See `AttentionMask.dense`."""
+        return JOINS[self.join][0](self.first.dense(), self.second.dense())
+
+    def tile(
+        self, query_start: ArrayLike, key_start: ArrayLike, shape: tuple[int, int]
+    ) -> Bool[Array, "b t s"]:
+        """See `AttentionMask.tile`."""
+        tiles = (part.tile(query_start, key_start, shape) for part in (self.first, self.second))
+        return JOINS[self.join][0](*tiles)
+
+    def tile_kinds(self, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
+        """See `AttentionMask.tile_kinds`; a 1 may also stand where none or all may attend."""
+        return JOINS[self.join][1](self.first.tile_kinds(shape), self.second.tile_kinds(shape))
+
+
+register_pytree(JoinedMask, "join")
