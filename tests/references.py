@@ -388,6 +388,7 @@ class Losses(NamedTuple):
     entropies: np.ndarray
     sizes: np.ndarray
     slopes: np.ndarray
+    metrics: tuple[np.ndarray, ...]
 
 
 def whole_losses(
@@ -421,7 +422,9 @@ def whole_losses(
     slopes = (p * (1 + 2 * z_loss * log_z) - wanted) * rise
     sizes = np.maximum(1, np.abs(np.where(predicted & (p > 0), logits, 0)).max(-1))
     entropies = -(p * np.where(p > 0, log_p, 0)).sum(-1)
-    return Losses(counted, x, losses, entropies, sizes, slopes)
+    is_right = np.where(predicted, logits, -np.inf).argmax(-1) == labels
+    metrics = is_right, (z_loss * log_z**2)[..., 0], log_z[..., 0]
+    return Losses(counted, x, losses, entropies, sizes, slopes, metrics)
 
 
 def counted_weights(counted, weights, reduction):
@@ -445,19 +448,30 @@ def logits(got, x, table, *, bias, softcap, scale, pad_id):
 OF_A_LOSS = 1e-5
 
 
-def cross_entropy(got, x, table, labels, *, weights, reduction, chunk_size, z_loss, **options):
-    counted, _, losses, _, sizes, _ = whole_losses(
+def cross_entropy(
+    got, x, table, labels, *, weights, reduction, with_metrics, chunk_size, z_loss, **options
+):
+    counted, _, losses, _, sizes, _, metrics = whole_losses(
         x, table, integers(labels), z_loss=z_loss, **options
     )
     weights, divisor = counted_weights(counted, weights, reduction)
     losses = np.where(counted, losses, 0) * weights
     error = OF_A_LOSS * np.abs(weights) * (sizes + floats(z_loss) * sizes**2)
+    if with_metrics:
+        got, (*of_labels, weight) = got
+        near(weight, weights if reduction == "none" else weights.sum(), rtol=1e-6)
+        for ours, want in zip(of_labels, metrics, strict=True):
+            within_sum(ours, np.where(counted, want, 0) * weights, error, reduction, divisor)
+    within_sum(got, losses, error, reduction, divisor)
+
+
+def within_sum(got, terms, error, reduction, divisor):
     if reduction == "none":
-        within(got, losses, error)
-    elif losses.sum() / divisor > np.finfo(np.float32).max:
+        within(got, terms, error)
+    elif terms.sum() / divisor > np.finfo(np.float32).max:
         assert np.isposinf(got)
     else:
-        within(got, losses.sum() / divisor, error.sum() / abs(divisor))
+        within(got, terms.sum() / divisor, error.sum() / abs(divisor))
 
 
 def log_probs(got, x, table, labels, *, with_entropy, chunk_size, **options):

@@ -30,9 +30,12 @@ ERROR = 1e-4
 def plain_parts(x, table, ids):
     """The numbers of `parts`, in jax.numpy alone."""
     logits = x @ table.T
-    log_probs = jax.nn.log_softmax((x + table[ids]) @ table.T)
+    logits_of_loss = (x + table[ids]) @ table.T
+    log_probs = jax.nn.log_softmax(logits_of_loss)
     of_labels = (log_probs * jax.nn.one_hot(ids, VOCAB)).sum(-1)
     entropies = -(jnp.exp(log_probs) * log_probs).sum(-1)
+    is_right = (logits_of_loss.argmax(-1) == ids).mean()
+    metrics = is_right + jax.nn.logsumexp(logits_of_loss, axis=-1).mean()
     return {
         "lookup": jnp.mean(table[ids] ** 2),
         "logits": jnp.mean(jnp.sin(logits)),
@@ -41,6 +44,7 @@ def plain_parts(x, table, ids):
         "log_probs": jnp.mean(of_labels**2),
         "entropies": jnp.mean(entropies**2),
         "top_k": jax.lax.stop_gradient(jax.lax.top_k(log_probs, 3)[0]).mean(),
+        "metrics": jax.lax.stop_gradient(metrics),
     }
 
 
@@ -49,16 +53,18 @@ def parts(x, table, ids):
     logits, rows = te.linear_logits(x, table), te.lookup(table, ids)
     x += rows
     log_probs, entropies = te.linear_log_probs(x, table, ids, with_entropy=True)
+    loss, metrics = te.linear_cross_entropy(x, table, ids, with_metrics=True)
     # Those of padding are the lowest numbers.
     is_row = jnp.arange(logits.shape[-1]) < VOCAB
     return {
         "lookup": jnp.mean(rows**2),
         "logits": jnp.sum(jnp.where(is_row, jnp.sin(logits), 0)) / (ids.size * VOCAB),
-        "loss": te.linear_cross_entropy(x, table, ids),
+        "loss": loss,
         "losses": jnp.mean(te.linear_cross_entropy(x, table, ids, reduction="none") ** 2),
         "log_probs": jnp.mean(log_probs**2),
         "entropies": jnp.mean(entropies**2),
         "top_k": te.linear_top_k(x, table, 3)[0].mean(),
+        "metrics": metrics.accuracy + metrics.log_z,
     }
 
 

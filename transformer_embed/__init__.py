@@ -42,7 +42,7 @@ from transformer_embed._src.sequences.load_balance import load_balanced_order
 from transformer_embed._src.sequences.token_order import check_order
 from transformer_embed._src.sequences.token_positions import TokenPositions
 from transformer_embed._src.sequences.trees import shared_prefix_parents
-from transformer_embed._src.tokens.cross_entropy import linear_cross_entropy
+from transformer_embed._src.tokens.cross_entropy import LossMetrics, linear_cross_entropy
 from transformer_embed._src.tokens.dropout import dropout
 from transformer_embed._src.tokens.log_probs import linear_log_probs
 from transformer_embed._src.tokens.lookup import Table, check_ids, lookup
@@ -60,6 +60,7 @@ __all__ = [
     "LinearScaling",
     "Llama3Scaling",
     "LongRopeScaling",
+    "LossMetrics",
     "NTKScaling",
     "NoOutput",
     "OutputConfig",

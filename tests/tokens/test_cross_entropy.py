@@ -53,7 +53,7 @@ def oracle(
 ):
     """Loss and the gradients of x, the table, the bias and the weights, from whole logits in
     float64."""
-    counted, x, losses, _, _, slopes = whole_losses(x, table, labels, shift=shift, **options)
+    counted, x, losses, _, _, slopes, _ = whole_losses(x, table, labels, shift=shift, **options)
     weights, total = counted_weights(counted, weights, reduction)
     losses = np.where(counted, losses, 0) / total
     loss = (losses * weights).sum()
@@ -199,6 +199,32 @@ def test_schedules_of_smoothing_and_z_loss_have_gradients(reduction):
 
         x, settings = np.float64(X), (np.float64(0.3), np.float64(WEIGHTS[:1]))
         jax.test_util.check_grads(loss, settings, 2, modes="rev", atol=1e-5, rtol=1e-5, eps=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, ALL, {"reduction": "none", "z_loss": 0.1}])
+def test_metrics_are_those_of_whole_logits_and_change_no_bit_of_the_loss(options):
+    given = ARRAYS | {"x": np.round(X), "table": np.round(TABLE), "bias": None} | options
+    loss, metrics = linear_cross_entropy(**given, with_metrics=True)
+    equal(loss, linear_cross_entropy(**given))
+    assert_right(linear_cross_entropy, (loss, metrics), **given, with_metrics=True)
+
+
+def test_metrics_of_sums_join_micro_batches():
+    options = {"reduction": "sum", "with_metrics": True, "z_loss": 0.1}
+    _, metrics = zip(
+        *(
+            linear_cross_entropy(X[n], TABLE, LABELS[n], weights=WEIGHTS[n], **options)
+            for n in range(len(X))
+        ),
+        strict=True,
+    )
+    summed = te.LossMetrics(*map(sum, zip(*metrics, strict=True)))
+    options["reduction"] = "mean"
+    _, whole = linear_cross_entropy(X, TABLE, LABELS, weights=WEIGHTS, **options)
+    near([n / summed.weight for n in summed[:3]], list(whole[:3]), rtol=ERROR)
+    near(summed.weight, whole.weight, rtol=ERROR)
+    of_x = jax.grad(lambda x: linear_cross_entropy(x, TABLE, LABELS, **options)[1].log_z)(X)
+    equal(of_x, 0)
 
 
 # --- narrow dtypes

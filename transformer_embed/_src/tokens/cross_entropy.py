@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,33 @@ from transformer_embed._src.tokens.output_layer import OutputLayer, RowLogits, a
 REDUCTIONS = ("mean", "sum", "none")
 
 
+class LossMetrics(NamedTuple):
+    """What is logged beside a loss: reduced as the loss is, and without gradients.
+
+    To join micro-batches, take sums, by `reduction="sum"`: add the fields, then divide by `weight`.
+
+    Args:
+        accuracy: of labels that are the most probable id (of equal ones, the lowest id).
+        z_loss: the part `z_loss * log_z**2` of the loss.
+        log_z: the logarithm of the sum of the exponentials of the logits.
+        weight: the sum of the weights of counted labels; with `reduction="none"`, each of them.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> table = jnp.array([[1.0], [2.0]])
+        >>> options = {"reduction": "sum", "with_metrics": True}
+        >>> loss, metrics = te.linear_cross_entropy(jnp.ones([3, 1]), table, [1, 1, 0], **options)
+        >>> print(metrics.accuracy, metrics.weight, metrics.accuracy / metrics.weight)
+        2.0 3.0 0.6666667
+    """
+
+    accuracy: Float[Array, "..."]
+    z_loss: Float[Array, "..."]
+    log_z: Float[Array, "..."]
+    weight: Float[Array, "..."]
+
+
 def linear_cross_entropy(
     x: ArrayLike,
     output: OutputLayer | ArrayLike | Table,
@@ -48,8 +75,9 @@ def linear_cross_entropy(
     label_smoothing: ArrayLike = 0.0,
     z_loss: ArrayLike = 0.0,
     reduction: str = "mean",
+    with_metrics: bool = False,
     chunk_size: int | None = None,
-) -> Float[Array, "..."]:
+) -> Float[Array, "..."] | tuple[Float[Array, "..."], LossMetrics]:
     """The cross-entropy of `linear_logits` with the labels, computed one chunk of tokens at a time.
 
     For a token with logits z and label y, over a vocabulary of V ids without padding, with `log_z =
@@ -82,6 +110,7 @@ def linear_cross_entropy(
         z_loss: at least 0, which keeps log_z near 0 (PaLM: 1e-4). Like label_smoothing.
         reduction: `"mean"` divides the sum over the counted labels by the sum of their weights;
             `"sum"` does not; `"none"` returns each label's loss times its weight.
+        with_metrics: True returns `LossMetrics` too, for a log.
         chunk_size: the largest number of tokens in a chunk. None: between 256 and 512.
 
     Returns:
@@ -90,7 +119,8 @@ def linear_cross_entropy(
         outside the vocabulary. At tokens that are not counted, x has no effect, even if it is NaN.
         A weight of 0 leaves exactly 0 of a loss, even of an infinite one or NaN.
 
-        With shift and `reduction="none"`, the loss of `labels[..., t]` is at t.
+        With shift and `reduction="none"`, the loss of `labels[..., t]` is at t. With
+        `with_metrics=True` it is a pair, as `jax.value_and_grad(..., has_aux=True)` takes it.
 
     Raises:
         TypeError: an argument of another dtype or type; a table that has only some of its rows, as
@@ -133,14 +163,21 @@ def linear_cross_entropy(
         steps,
         None if chunk_size is None else arguments.size("chunk_size", chunk_size),
         arguments.choice("reduction", reduction, REDUCTIONS),
+        with_metrics=arguments.flag("with_metrics", with_metrics),
     )
     return _reduced_loss(loss, Layer(x, output.table, output.bias), batch)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _reduced_loss(loss: "CrossEntropy", layer: Layer, batch: Batch) -> Float[Array, "..."]:
-    (losses, *_), _ = reduced(loss, (layer,), batch)
-    return losses[..., 0] if loss.reduction == "none" else losses
+def _reduced_loss(loss: "CrossEntropy", layer: Layer, batch: Batch) -> Any:
+    values, weights = reduced(loss, (layer,), batch)
+    values = (*values, weights)
+    if loss.reduction == "none":
+        values = [each[..., 0] for each in values]
+    losses, *metrics = values
+    if not loss.with_metrics:
+        return losses
+    return losses, LossMetrics(*jax.lax.stop_gradient(metrics))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +185,7 @@ class CrossEntropy(Loss):
     """The cross-entropy of a token with each of its labels."""
 
     with_entropy: bool = False
+    with_metrics: bool = False
 
     def of_chunk(
         self,
@@ -156,7 +194,7 @@ class CrossEntropy(Loss):
         labels: Int32[Array, "t c"] | None,
         settings: Settings,
     ) -> tuple[Value, ...]:
-        """The losses, and the entropies if they are asked for.
+        """The losses, and what else is asked for.
 
         With logits z, their maximum m, targets p that sum to 1, `total = sum(exp(z - m))` and
         `log_z = log(total) + m`, the loss is `log(total) - sum(p * (z - m)) + z_loss * log_z**2`.
@@ -185,6 +223,10 @@ class CrossEntropy(Loss):
         if self.with_entropy:
             slopes = tuple(slopes * of_cap for slopes in entropy.slopes)
             values.append(entropy._replace(slopes=slopes, factors=(factor / total,)))
+        if self.with_metrics:
+            of_z = jnp.zeros_like(log_z) if z_loss is None else z_loss * log_z**2
+            is_right = _predicted(split, of_rows, found) == labels
+            values += map(Value, (is_right.astype(log_z.dtype), of_z, log_z))
         return tuple(values)
 
     def _minus_targets(
@@ -215,6 +257,13 @@ class CrossEntropy(Loss):
             return subtract(values, columns.astype(jnp.uint32), amounts)
 
         return jax.lax.platform_dependent(cpu=in_place, default=in_one_pass)
+
+
+def _predicted(split: OutputSplit, of_rows: RowLogits, found: ShiftedLogits) -> Int32[Array, "t 1"]:
+    """The lowest id whose logit is the largest."""
+    outside = jnp.iinfo(jnp.int32).max
+    ids = jnp.where(found.logits == found.top, of_rows.ids, outside).min(-1, keepdims=True)
+    return jax.lax.pmin(ids, split.vocabulary) if split.vocabulary else ids
 
 
 def _losses(
