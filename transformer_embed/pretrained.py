@@ -7,5 +7,6 @@ from transformer_embed._src.pretrained.layers import Layer
 from transformer_embed._src.pretrained.load import load_embedder
 from transformer_embed._src.pretrained.own import save_embedder
 from transformer_embed._src.pretrained.parameters import PretrainedInput
+from transformer_embed._src.pretrained.per_layer import per_layer_inputs
 
-__all__ = ["Layer", "PretrainedInput", "load_embedder", "save_embedder"]
+__all__ = ["Layer", "PretrainedInput", "load_embedder", "per_layer_inputs", "save_embedder"]

@@ -272,6 +272,7 @@ def test_full_layers_may_have_wider_heads_of_which_a_share_rotates(tmp_path, siz
         architecture.SLIDING: {"rope_type": "default", "rope_theta": 10.0},
     }
     entries = {"model_type": "gemma4_text", "head_dim": 16, "rope_parameters": layers}
+    entries["layer_types"] = [architecture.SLIDING, architecture.FULL] * 3
     full = HALF | {"base": 100.0, "partial": "proportional", "rotary_dim": rotated}
     found = load_embedder(table(tmp_path, entries | sizes))
     assert rotary_of(found) == {

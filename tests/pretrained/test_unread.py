@@ -132,7 +132,6 @@ def test_published_files_are_not_refused():
 HUB = [
     ({"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 9.0}}, EMBED_TOKENS,
      {"rotary": HALF | {"base": 1e4, "scaling": te.NTKScaling(9.0)}}),
-    ({"model_type": "dbrx", "d_model": 16, "attn_config": {"rope_theta": 5e5, "clip_qkv": 8}}, WTE, {"rotary": HALF | {"base": 5e5}}),
     ({"model_type": "sarvam_mla", "rope_scaling": {"type": "deepseek_yarn", "factor": 4.0, "original_max_position_embeddings": 8}}, EMBED_TOKENS,
      {"rotary": TURNED | {"base": 1e4, "scaling": te.YarnScaling(4.0, 8)}}),
     ({"model_type": "glm_moe_dsa", "indexer_rope_interleave": True, "index_share_for_mtp_iteration": True}, EMBED_TOKENS, {"rotary": TURNED | {"base": 1e4}}),

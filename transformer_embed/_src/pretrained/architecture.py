@@ -21,6 +21,9 @@ WIDEN_OFFSET = f"{ROOT}widen/b"
 OUTPUT_TABLE = f"{ROOT}token_embedding/output_embeddings"
 OUTPUT_BIAS = f"{ROOT}token_embedding/output_bias"
 BIAS = "relative_position_bias/embeddings"
+PER_LAYER_TABLE = "per_layer_inputs/embeddings"
+PER_LAYER_WEIGHTS = "per_layer_inputs/w"
+PER_LAYER_SCALE = "per_layer_inputs/scale"
 # Of BART and its like, [1, vocab_size].
 LOGITS_BIAS = "final_logits_bias"
 
@@ -47,6 +50,9 @@ TENSORS = {
     WIDEN: ("widen", "weight"),
     WIDEN_OFFSET: ("widen", "bias"),
     BIAS: ("bias", "weight"),
+    PER_LAYER_TABLE: ("per_layer_table", "weight"),
+    PER_LAYER_WEIGHTS: ("per_layer_weights", "weight"),
+    PER_LAYER_SCALE: ("per_layer_norm", "weight"),
     OUTPUT_TABLE: ("head", "weight"),
     OUTPUT_BIAS: ("head", "bias"),
 }
@@ -59,6 +65,7 @@ READS = {
     "token_types": "type_vocab_size",
     "widen": "embedding_size",
     "bias": "num_attention_heads relative_attention_num_buckets relative_attention_max_distance",
+    "per_layer_norm": "rms_norm_eps",
     "has_alibi": "num_attention_heads",
     "rotary": "rope_theta rope_scaling rope_parameters max_position_embeddings "
     "original_max_position_embeddings",
@@ -80,6 +87,7 @@ class Architecture(NamedTuple):
         types: the model types, as config.json names them.
         tokens: the module of the token table; of several, the first that is there.
         positions, token_types, norm, widen, bias: likewise; "": there is none.
+        per_layer_table, per_layer_weights, per_layer_norm: of `per_layer_inputs`.
         may_lack: parameters whose tensors may be missing, by the ends of their paths.
         start: the first position; or the entry that has the id of padding: one more. If that id
             is known, padding is at the position before the first; otherwise it is counted like
@@ -119,6 +127,9 @@ class Architecture(NamedTuple):
     norm: str = ""
     widen: str = ""
     bias: str = ""
+    per_layer_table: str = ""
+    per_layer_weights: str = ""
+    per_layer_norm: str = ""
     may_lack: str = ""
     start: int | str = 0
     sinusoids: Mapping[str, Any] | None = None

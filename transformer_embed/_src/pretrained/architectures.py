@@ -175,11 +175,19 @@ _gemma3 = functools.partial(
     use_bidirectional_attention=None,
     rope_local_base_freq=10_000.0,
     rope_theta=1_000_000.0,
-    refused={"embed_tokens_per_layer.weight": "every layer adds a row of embed_tokens_per_layer"},
 )
-# Its full layers have wider heads.
-_gemma4 = functools.partial(
+# Each layer has an input of its own.
+_gemma3n = functools.partial(
     _gemma3,
+    per_layer_table="embed_tokens_per_layer",
+    per_layer_weights="per_layer_model_projection",
+    per_layer_norm="per_layer_projection_norm",
+)
+# Its full layers have wider heads. Large ones have no inputs of layers.
+_gemma4 = functools.partial(
+    _gemma3n,
+    may_lack="per_layer_inputs/embeddings per_layer_inputs/w per_layer_inputs/scale",
+    layer_types=REQUIRED,
     global_head_dim=512,
     head_dim=256,
     partial_rotary_factor=0.25,
@@ -503,14 +511,6 @@ ARCHITECTURES = (
     _llama("hunyuan_v1_dense hunyuan_v1_moe", has_alpha=True),
     _llama("exaone", tokens="wte", rope_theta=500_000.0),
     _llama(
-        "dbrx",
-        tokens="wte",
-        aliases={
-            "hidden_size": "d_model",
-            "max_position_embeddings": "max_seq_len",
-        },
-    ),
-    _llama(
         "lara_mini",
         rotates=SLIDING,
         layer_types=REQUIRED,
@@ -637,8 +637,13 @@ ARCHITECTURES = (
         sliding_window_pattern=3,
     ),
     _gemma3("gemma3 gemma3_text", sliding_window=4096),
-    _gemma3(
-        "gemma3n_text", final_logit_softcapping=30.0, sliding_window=512, sliding_window_pattern=5
+    _gemma3n(
+        "gemma3n_text",
+        # Of what the layers do to several hidden vectors.
+        meaningless="altup_correct_scale laurel_rank",
+        final_logit_softcapping=30.0,
+        sliding_window=512,
+        sliding_window_pattern=5,
     ),
     _gemma4("gemma4_text", sliding_window=512),
     _gemma4("gemma4_unified_text", sliding_window=1024),

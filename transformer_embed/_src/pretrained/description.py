@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig, NoOutput, OutputConfig
 from transformer_embed._src.positions.schemes import Learned, Scheme, Sinusoidal
@@ -14,6 +16,9 @@ from transformer_embed._src.pretrained.architecture import (
     OFFSETS,
     OUTPUT_BIAS,
     OUTPUT_TABLE,
+    PER_LAYER_SCALE,
+    PER_LAYER_TABLE,
+    PER_LAYER_WEIGHTS,
     POSITIONS,
     STACKS,
     TOKEN_TYPES,
@@ -74,11 +79,20 @@ def describe(
     dtype = DTYPES[tensors.entry(names[TOKENS]).dtype]
     config = call_with_named_errors(where, EmbedderConfig, **options, param_dtype=dtype)
     parameters = parameters_of(where, config, layers, bias)
+    per_layer = None
+    if PER_LAYER_TABLE in shapes:
+        per_layer = {"layer_norm_eps": value["rms_norm_eps"]}
+        rows, (_, width) = shapes[PER_LAYER_TABLE][0], shapes[PER_LAYER_SCALE]
+        columns = len(layers) * width
+        tables = {PER_LAYER_TABLE: (rows, columns), PER_LAYER_SCALE: (width,)}
+        tables[PER_LAYER_WEIGHTS] = (config.d_model, columns)
+        for name, shape in tables.items():
+            parameters[name] = jax.ShapeDtypeStruct(shape, dtype)
     # An output layer that the config does not have is not read, and an offset that the file does
     # not have is zeros. (In a file that `save_embedder` wrote, a missing offset is damage.)
     stored = {name: tensor for name, tensor in names.items() if name in parameters}
     check_tensors(tensors, stored, parameters, may_lack=OFFSETS)
-    return PretrainedInput(config, {}, layers, bias, stored), parameters
+    return PretrainedInput(config, {}, layers, bias, stored, per_layer), parameters
 
 
 def number_of_layers(file: Published, match: Match) -> int:
@@ -95,7 +109,7 @@ def number_of_layers(file: Published, match: Match) -> int:
 def read(kind: Architecture, where: str, given: Options) -> tuple[dict[str, Any], dict[str, Any]]:
     """The checked values of the entries of a config.json or `settings=`, and those not read."""
     names, attention, found = kind.names(), given.get("attn_config"), {}
-    # MPT and DBRX say some inside of `attn_config`; what stands outside goes first.
+    # MPT says some inside of `attn_config`; what stands outside goes first.
     unread = {**(attention if isinstance(attention, Mapping) else {}), **given}
     for entry, aliases in names.items():
         said = [unread.pop(name) for name in aliases if name in unread]

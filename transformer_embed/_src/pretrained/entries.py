@@ -68,6 +68,7 @@ ENTRIES = {
         (arguments.integer, 128, "relative_attention_max_distance"),
         (arguments.rate, 0.1, _RATES),
         (arguments.positive, 1e-12, "layer_norm_eps"),
+        (arguments.positive, 1e-6, "rms_norm_eps"),
         (arguments.positive, 1.0, "embedding_multiplier partial_rotary_factor"),
         (arguments.positive, 1.0, "logit_scale logits_scaling"),
         (arguments.positive, 8, "alibi_bias_max"),

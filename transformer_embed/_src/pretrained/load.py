@@ -64,11 +64,12 @@ def load_embedder(
             effect otherwise.
 
     Returns:
-        PretrainedInput(config, params, layers, bias, names). Parameters have the dtypes of their
-        tensors, `config.param_dtype` is that of the token table, and `config.dtype` is None.
-        `config.pad_id` is None, because the padding row is read as it is stored. `config.output` is
-        the model's output layer, with its table and bias if the file has them, or says in words why
-        there is none. Of a model with two stacks, an untied one is the decoder's.
+        PretrainedInput(config, params, layers, bias, names, per_layer). Parameters have the dtypes
+        of their tensors, `config.param_dtype` is that of the token table, and `config.dtype` is
+        None. `config.pad_id` is None, because the padding row is read as it is stored.
+        `config.output` is the model's output layer, with its table and bias if the file has them,
+        or says in words why there is none. Of a model with two stacks, an untied one is the
+        decoder's.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -70,6 +70,7 @@ def save_embedder(
     layers: Sequence[Layer] = (),
     bias: Mapping[str, Any] | None = None,
     names: Mapping[str, str] | None = None,
+    per_layer: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a safetensors file that `load_embedder` reads back bit for bit.
 
@@ -90,6 +91,7 @@ def save_embedder(
         bias: see `PretrainedInput`.
         names: a tensor name for each parameter; see `load_embedder` for shortened paths. Parameters
             that are left out keep their own names.
+        per_layer: see `PretrainedInput`.
 
     Raises:
         OSError: the file cannot be written.
@@ -112,7 +114,7 @@ def save_embedder(
         The safetensors format, https://github.com/huggingface/safetensors
     """
     arguments.instance("config", config, EmbedderConfig, "an EmbedderConfig")
-    _check_extras(layers, bias, names)
+    _check_extras(layers, bias, names, per_layer)
     params = as_params("params", params)
     if slashed := [name for group in params.values() for name in group if "/" in name]:
         raise arguments.value_error("params", "names without a slash", short_repr(slashed[0]))
@@ -120,6 +122,7 @@ def save_embedder(
     tensor_names = {name: name for name in leaves} | full_paths(names or {}, leaves)
     arrays = _by_tensor_name(leaves, tensor_names)
     extras = {"layers": alike(layers), "bias": bias, "names": tensor_names}
+    extras["per_layer"] = per_layer
     texts = {
         CONFIG: json.dumps(vars(config), default=encoded),
         EXTRAS: json.dumps(extras, default=encoded),
@@ -138,9 +141,9 @@ def save_embedder(
         multihost_utils.sync_global_devices("save_embedder")
 
 
-def _check_extras(layers: Any, bias: Any, names: Any) -> None:
+def _check_extras(layers: Any, bias: Any, names: Any, per_layer: Any) -> None:
     """Raises a TypeError for extras of another type."""
-    check_mappings(bias=bias, names=names)
+    check_mappings(bias=bias, names=names, per_layer=per_layer)
     check = functools.partial(arguments.instance, kinds=Layer, want="a Layer")
     arguments.entries("layers", layers, check)
 
@@ -205,6 +208,7 @@ def describe_own(tensors: Tensors) -> tuple[PretrainedInput, Specs]:
     for name in names.keys() - parameters.keys():
         # It stands beside the input layer.
         shape = tensors.entry(names[name]).shape
+        shape = shape[::-1] if is_transposed(name, names[name]) else shape
         parameters[name] = jax.ShapeDtypeStruct(shape, config.param_dtype)
     check_tensors(tensors, names, parameters)
     return extras._replace(config=config, names=names), parameters

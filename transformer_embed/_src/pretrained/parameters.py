@@ -13,7 +13,7 @@ from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.embedder import Embedder, Params
 from transformer_embed._src.layers.relative_position_bias import RelativePositionBias
 from transformer_embed._src.positions.relative_bias import alibi_bias
-from transformer_embed._src.pretrained.architecture import WIDEN
+from transformer_embed._src.pretrained.architecture import PER_LAYER_WEIGHTS, WIDEN
 from transformer_embed._src.pretrained.files import DTYPES, Tensors
 from transformer_embed._src.pretrained.layers import Layer, check_layers
 from transformer_embed._src.pretrained.messages import call_with_named_errors, short_repr
@@ -39,11 +39,13 @@ class PretrainedInput(NamedTuple):
         bias: the keyword arguments of `RelativePositionBias` (T5) or `alibi_bias` (Bloom); None if
             the model has no bias.
         names: the name of the tensor that each parameter came from.
+        per_layer: the keyword arguments of `per_layer_inputs`; None if layers have no inputs of
+            their own.
 
     Example:
         >>> import transformer_embed as te
         >>> te.pretrained.PretrainedInput._fields
-        ('config', 'params', 'layers', 'bias', 'names')
+        ('config', 'params', 'layers', 'bias', 'names', 'per_layer')
     """
 
     config: EmbedderConfig
@@ -51,6 +53,7 @@ class PretrainedInput(NamedTuple):
     layers: Sequence[Layer] = ()
     bias: Mapping[str, Any] | None = None
     names: Mapping[str, str] | None = None
+    per_layer: Mapping[str, Any] | None = None
 
 
 def parameters_of(
@@ -113,7 +116,7 @@ def is_transposed(name: str, tensor: str) -> bool:
 
     A linear layer's weights are, unless they have this package's own name.
     """
-    return name == WIDEN and tensor != name
+    return name in (WIDEN, PER_LAYER_WEIGHTS) and tensor != name
 
 
 def check_tensors(

@@ -127,7 +127,7 @@ def scaling(entries: Options, value: Options) -> rotary_scaling.Scaling | None:
         return None
     kind = arguments.choice("rope_scaling: rope_type", entries.get("rope_type"), tuple(SCALINGS))
     # A fixed alpha, as HunYuan has, leaves nothing dynamic.
-    made = rotary_scaling.NTKScaling if entries.get("alpha") else SCALINGS[kind]
+    made: Any = rotary_scaling.NTKScaling if entries.get("alpha") else SCALINGS[kind]
     if made is None or (kind == PROPORTIONAL and entries.get("factor", 1) == 1):
         return None
     values = dict(entries)
