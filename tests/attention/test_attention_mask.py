@@ -279,7 +279,7 @@ def test_drafts_in_a_cache_see_its_tokens_and_their_ancestors():
     slots = TokenPositions.from_parents(np.full((2, 12), -2))
     slots, _ = te.write_cache(slots, TokenPositions.from_lengths([4, 2], 4), 0)
     parents, lengths = np.array([-1, 0, 0, 1, -1]), np.array([4, 2])
-    drafts = TokenPositions.from_parents(np.stack([parents] * 2), offset=lengths)
+    drafts = TokenPositions.from_parents(parents, offset=lengths)
     slots, _ = te.write_cache(slots, drafts, lengths)
     mask = np.asarray(AttentionMask(drafts, slots, causal=True).dense())[:, 0]
     for row, length in enumerate(lengths):
@@ -430,7 +430,7 @@ VALUE_ERRORS = [
     (lambda: TokenPositions.from_parents([1, 0]), "parents: wanted trees of tokens, got a cycle"),
     (lambda: TokenPositions.from_parents([-2, 0]), "parents: wanted trees of tokens, got padding for a parent"),
     (lambda: TokenPositions.from_parents([-1, 2]), "parents: wanted integers inside the row, -2..1, got 2 at index [0, 1]"),
-    (lambda: TokenPositions.from_parents([-1], offset=[1, 2]), "offset: wanted shape [] or [1], got shape [2]"),
+    (lambda: TokenPositions.from_parents([-1], offset=[[1]]), "offset: wanted shape [] or [batch], got shape [1, 1]"),
     (lambda: te.shared_prefix_parents([2], [3], 9), "answer_lengths: wanted shape [batch, answers], got shape [1]"),
     (lambda: te.shared_prefix_parents([2], [[3], [1]], 9), "answer_lengths: wanted rows as prefix_lengths, 1, got 2"),
     (lambda: te.shared_prefix_parents([0], [[3]], 9), "prefix_lengths: wanted integers inside the row, 1..9, got 0 at index [0]"),

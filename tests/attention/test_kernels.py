@@ -492,7 +492,9 @@ def test_what_a_kernel_cannot_say_is_refused(kernel):
         if kernel in kernels.split():
             with pytest.raises(ValueError, match=rf"^{name}: wanted .* got "):
                 KERNELS[kernel](mask, order)
-    with pytest.raises(TypeError, match=r"^mask: wanted a te.AttentionMask, not joined .* got an array bool"):
+    with pytest.raises(
+        TypeError, match=r"^mask: wanted a te.AttentionMask, not joined .* got an array bool"
+    ):
         KERNELS[kernel](te.causal_mask(4), "right")
 
 

@@ -359,7 +359,7 @@ class TokenPositions:
                 parent; -1 at the root of a tree, -2 at padding, or in the empty slots of a cache
                 that trees are written into. Tokens may be in any order.
             offset: integers, [] or [batch]: the position of roots, such as the number of tokens in
-                a cache, all of which they see.
+                a cache, all of which they see. One row of parents may serve all rows.
 
         Returns:
             TokenPositions of [batch, length]. A position is the number of a token's ancestors, plus
@@ -386,9 +386,7 @@ class TokenPositions:
         if isinstance(integers, np.ndarray):
             check_parents(integers)
         rows, offset = arguments.as_int32("parents", integers), as_comparable("offset", offset)
-        if offset.shape not in ((), (1,), (len(rows),)):
-            got = f"shape {list(offset.shape)}"
-            raise arguments.value_error("offset", f"shape [] or [{len(rows)}]", got)
+        _check_offset(offset)
         return cls(**tree_arrays(rows, offset))
 
     @classmethod
@@ -422,10 +420,7 @@ class TokenPositions:
         length = arguments.length("length", length)
         integers = arguments.as_integers("offset", offset)
         offset = _ordered("offset", integers)
-        if offset.ndim > 1:
-            raise arguments.value_error(
-                "offset", "shape [] or [batch]", f"shape {list(offset.shape)}"
-            )
+        _check_offset(offset)
         if isinstance(integers, np.ndarray) and integers.size:
             check_last_position("offset", int(integers.max()), length)
         return _of_offset(offset, length)
@@ -447,6 +442,11 @@ def as_made(tokens: TokenPositions) -> TokenPositions:
     segments would wrap. Inside vmap they may be [length].
     """
     return TokenPositions(*(getattr(tokens, name) for name in FIELDS))
+
+
+def _check_offset(offset: Array) -> None:
+    if offset.ndim > 1:
+        raise arguments.value_error("offset", "shape [] or [batch]", f"shape {list(offset.shape)}")
 
 
 def _broadcast(tokens: TokenPositions) -> dict[str, Array]:

@@ -87,15 +87,16 @@ def _parents(
 
 @compiled()
 def tree_arrays(
-    parents: Int32[Array, "b t"], offset: Integer[Array, "..."]
+    parents: Int32[Array, "n t"], offset: Integer[Array, "..."]
 ) -> dict[str, Integer[Array, "b t"]]:
     """The arrays of a `TokenPositions`, from the parents of each row."""
     parents = with_whole_rows(parents)
     is_token = (parents > -2).astype(jnp.int32)
     depths, places, ends = jax.vmap(_tree_of_row)(parents)
-    start = jnp.broadcast_to(offset, len(parents))[:, None]
-    arrays = {"positions": (depths + start) * is_token, "segment_ids": is_token}
-    return arrays | {"places": places + start, "ends": ends + start}
+    depths, places, ends = (array + offset.reshape(-1, 1) for array in (depths, places, ends))
+    is_token = jnp.broadcast_to(is_token, depths.shape)
+    arrays = {"positions": depths * is_token, "segment_ids": is_token}
+    return arrays | {"places": places, "ends": ends}
 
 
 def _tree_of_row(parents: Int32[Array, "t"]) -> tuple[Int32[Array, "t"], ...]:
