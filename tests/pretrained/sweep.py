@@ -56,7 +56,8 @@ SCORE = 2e-5
 # The same at positions up to 100,000, where a float32 angle is off by 4e-3.
 FAR_SCORE = 1e-2
 # Of the largest logit.
-LOGIT = 1e-5
+# The library's own float32 logits of mT5 are off by 6e-6 of those in float64.
+LOGIT = 2e-5
 MOST_PARAMETERS = 8e7
 MAPPINGS = (
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM",

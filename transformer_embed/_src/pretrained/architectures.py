@@ -267,7 +267,13 @@ ARCHITECTURES = (
     ),
     _bert("flava_text_model", hidden_dropout_prob=0.0),
     # Its caller says whether it is a decoder.
-    _bert("blip_text_model", token_types="", fixed={"is_decoder": None}, hidden_dropout_prob=0.0),
+    _bert(
+        "blip_text_model",
+        token_types="",
+        kinds=(),
+        fixed={"is_decoder": None},
+        hidden_dropout_prob=0.0,
+    ),
     _generation("bert-generation"),
     _generation("git", is_causal=True, tie_word_embeddings=False),
     _rotated_bert(
