@@ -8,6 +8,7 @@ import numpy as np
 from references import (
     dense_mask,
     linear_cross_entropy,
+    linear_kept_log_probs,
     linear_log_probs,
     linear_logits,
     linear_top_k,
@@ -53,6 +54,7 @@ GOOD = {
     te.sinusoidal_grid: {"shape": (2, 3), "d_model": 4},
     te.sinusoidal_table: {"length": 3, "d_model": 4},
     linear_cross_entropy: {"x": TABLE[:2], "table": TABLE, "labels": LABELS},
+    linear_kept_log_probs: {"x": TABLE[:2], "table": TABLE, "kept": np.int32([[1, 0], [2, 3]])},
     linear_top_k: {"x": TABLE[:2], "table": TABLE, "k": 2},
     linear_log_probs: {"x": TABLE[:2], "table": TABLE, "labels": LABELS},
     linear_logits: {"x": TABLE[:2], "table": TABLE},

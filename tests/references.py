@@ -43,9 +43,10 @@ def flat(function):
     return call
 
 
-linear_logits, linear_cross_entropy, linear_log_probs, linear_top_k = map(
-    flat, (te.linear_logits, te.linear_cross_entropy, te.linear_log_probs, te.linear_top_k)
+linear_logits, linear_cross_entropy, linear_top_k = map(
+    flat, (te.linear_logits, te.linear_cross_entropy, te.linear_top_k)
 )
+linear_log_probs, linear_kept_log_probs = map(flat, (te.linear_log_probs, te.linear_kept_log_probs))
 
 
 def check(function, *arguments, **options):
@@ -474,8 +475,37 @@ def within_sum(got, terms, error, reduction, divisor):
         within(got, terms.sum() / divisor, error.sum() / abs(divisor))
 
 
+def of_candidates(x, table, labels, *, mask=None, **options):
+    """Log-probabilities [..., k], -inf at those that are not counted; and sizes."""
+    masks = np.broadcast_to(True if mask is None else mask, labels.shape)
+    found = [
+        whole_losses(x, table, labels[..., n], mask=masks[..., n], **options)
+        for n in range(labels.shape[-1])
+    ]
+    wanted = [np.where(each.counted, -each.losses, -np.inf) for each in found]
+    return np.stack(wanted, -1), np.stack([each.sizes for each in found], -1)
+
+
+def within_finite(got, want, error):
+    equal(np.isneginf(got), np.isneginf(want))
+    is_finite = ~np.isneginf(want)
+    within(np.asarray(got)[is_finite], want[is_finite], error[is_finite])
+
+
+def kept_log_probs(got, x, table, kept, *, chunk_size, **options):
+    wanted, sizes = of_candidates(x, table, integers(kept), **options)
+    totals = np.logaddexp.reduce(wanted, -1, keepdims=True)
+    totals = np.where(np.isneginf(totals), 0, totals)
+    within_finite(got, wanted - totals, OF_A_LOSS * (sizes + np.abs(totals)))
+
+
 def log_probs(got, x, table, labels, *, with_entropy, chunk_size, **options):
-    found = whole_losses(x, table, integers(labels), **options)
+    labels = integers(labels)
+    if labels.ndim == np.ndim(x):
+        wanted, sizes = of_candidates(x, table, labels, **options)
+        within_finite(got, wanted, OF_A_LOSS * sizes)
+        return
+    found = whole_losses(x, table, labels, **options)
     for ours, expected in zip(
         got if with_entropy else [got], (-found.losses, found.entropies), strict=False
     ):
@@ -598,6 +628,7 @@ CHECKS = {
     linear_cross_entropy: cross_entropy,
     linear_log_probs: log_probs,
     linear_top_k: top_k,
+    linear_kept_log_probs: kept_log_probs,
     linear_logits: logits,
     te.TokenPositions.from_ids: from_ids,
     te.TokenPositions.from_lengths: from_lengths,

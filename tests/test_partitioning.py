@@ -45,6 +45,8 @@ def plain_parts(x, table, ids):
         "entropies": jnp.mean(entropies**2),
         "top_k": jax.lax.stop_gradient(jax.lax.top_k(log_probs, 3)[0]).mean(),
         "metrics": jax.lax.stop_gradient(metrics),
+        "candidates": jnp.mean(jnp.tanh(log_probs[..., :3])),
+        "kept": jnp.mean(jax.nn.log_softmax(logits_of_loss[..., 2:5])[..., 1] ** 2),
     }
 
 
@@ -53,6 +55,7 @@ def parts(x, table, ids):
     logits, rows = te.linear_logits(x, table), te.lookup(table, ids)
     x += rows
     log_probs, entropies = te.linear_log_probs(x, table, ids, with_entropy=True)
+    candidates = jnp.zeros_like(ids)[..., None] + jnp.arange(3)
     loss, metrics = te.linear_cross_entropy(x, table, ids, with_metrics=True)
     # Those of padding are the lowest numbers.
     is_row = jnp.arange(logits.shape[-1]) < VOCAB
@@ -65,6 +68,8 @@ def parts(x, table, ids):
         "entropies": jnp.mean(entropies**2),
         "top_k": te.linear_top_k(x, table, 3)[0].mean(),
         "metrics": metrics.accuracy + metrics.log_z,
+        "candidates": jnp.mean(jnp.tanh(te.linear_log_probs(x, table, candidates))),
+        "kept": jnp.mean(te.linear_kept_log_probs(x, table, candidates + 2)[..., 1] ** 2),
     }
 
 

@@ -44,7 +44,7 @@ from transformer_embed._src.sequences.token_positions import TokenPositions
 from transformer_embed._src.sequences.trees import shared_prefix_parents
 from transformer_embed._src.tokens.cross_entropy import LossMetrics, linear_cross_entropy
 from transformer_embed._src.tokens.dropout import dropout
-from transformer_embed._src.tokens.log_probs import linear_log_probs
+from transformer_embed._src.tokens.log_probs import linear_kept_log_probs, linear_log_probs
 from transformer_embed._src.tokens.lookup import Table, check_ids, lookup
 from transformer_embed._src.tokens.output_layer import OutputLayer, linear_logits
 from transformer_embed._src.tokens.top_k import linear_top_k
@@ -83,6 +83,7 @@ __all__ = [
     "dropout",
     "kernels",
     "linear_cross_entropy",
+    "linear_kept_log_probs",
     "linear_log_probs",
     "linear_logits",
     "linear_top_k",

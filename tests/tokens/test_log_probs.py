@@ -9,7 +9,7 @@ import pytest
 from compare import equal, near
 from drawn import normal
 from meshes import AUTO, EXPLICIT, mesh_of, put
-from references import check, linear_log_probs
+from references import check, linear_kept_log_probs, linear_log_probs
 
 # Of numbers of magnitude 1: float32 sums of some 100 terms are within 100 * 2**-24 = 6e-6.
 ERROR = 1e-5
@@ -56,6 +56,42 @@ def test_each_row_has_its_temperature_and_its_gradient(options):
     with jax.enable_x64():
         arrays = np.float64(X), np.float64(temperatures)
         jax.test_util.check_grads(log_probs, arrays, order=2, atol=1e-5, rtol=1e-5, eps=1e-4)
+
+
+CANDIDATES = np.random.default_rng(6).integers(0, VOCAB, (4, 6, 3))
+OF_CANDIDATES = [
+    {"pad_id": 0, "softcap": 1.5, "scale": 2.0, "temperature": np.float32([[0.5], [1], [2], [3]])},
+    {"shift": 2, "segment_ids": SEGMENTS, "pad_id": 3, "chunk_size": 7},
+    # Whole tokens, and single ids, are left out.
+    {"mask": MASK[..., None] & (CANDIDATES > 1)},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OF_CANDIDATES)
+@pytest.mark.parametrize("function", [linear_log_probs, linear_kept_log_probs])
+def test_candidates_have_the_log_probabilities_and_derivatives_of_a_loop(function, options):
+    bias = np.r_[BIAS[:4], np.float32(-np.inf), BIAS[5:]]
+    check(function, X, TABLE, CANDIDATES, bias=bias, **options)
+
+    @jax.jit
+    def probabilities(x, table, bias):
+        return jnp.exp(function(x, table, CANDIDATES, bias=bias, **options))
+
+    with jax.enable_x64():
+        arrays = tuple(map(np.float64, (X, TABLE, BIAS)))
+        jax.test_util.check_grads(probabilities, arrays, order=2, atol=1e-5, rtol=1e-5, eps=1e-4)
+
+
+@pytest.mark.slow
+def test_candidates_outside_the_vocabulary_are_nan_and_entropies_those_of_tokens():
+    ids = CANDIDATES.copy()
+    ids[1, 1, 2] = VOCAB
+    log_probs, entropies = linear_log_probs(X, TABLE, ids, with_entropy=True)
+    assert np.argwhere(np.isnan(log_probs)).tolist() == [[1, 1, 2]]
+    near(entropies, linear_log_probs(X, TABLE, LABELS, with_entropy=True)[1], rtol=ERROR)
+    kept = linear_kept_log_probs(X, TABLE, ids)
+    assert np.argwhere(np.isnan(kept).any(-1)).tolist() == [[1, 1]]
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ class Layer(NamedTuple):
     x: Array
     table: Any
     bias: Array | None
-    wide: Array | None = None
+    wide: Any = None
 
 
 class Settings(NamedTuple):

@@ -186,6 +186,7 @@ class CrossEntropy(Loss):
 
     with_entropy: bool = False
     with_metrics: bool = False
+    with_candidates: bool = False
 
     def of_chunk(
         self,
@@ -212,7 +213,7 @@ class CrossEntropy(Loss):
         mass = total if z_loss is None else total / _rise(z_loss, log_z)
         factor, of_cap = slope_of_logits(output, of_rows, temperature)
         slopes, of_columns = exponentials, None
-        if columns.shape[1] > 1:
+        if self.with_candidates:
             at_labels = of_column(columns, jnp.broadcast_to(of_cap, slopes.shape))
             of_columns = columns, -factor * at_labels
         else:

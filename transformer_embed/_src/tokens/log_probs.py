@@ -4,15 +4,33 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.tokens.chunks import Layer
+from transformer_embed._src.partitioning import index_along, split_like
+from transformer_embed._src.sequences.runs import of_previous_token
+from transformer_embed._src.tokens.chunks import Layer, Loss, map_chunks, split_layers
 from transformer_embed._src.tokens.cross_entropy import CrossEntropy
 from transformer_embed._src.tokens.lookup import Table
-from transformer_embed._src.tokens.losses import Batch, as_batch, as_setting, as_steps, reduced
-from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
+from transformer_embed._src.tokens.losses import (
+    Batch,
+    along_length,
+    as_batch,
+    as_setting,
+    as_steps,
+    every_token,
+    nan_outside,
+    reduced,
+    targets,
+    without_unused,
+)
+from transformer_embed._src.tokens.output_layer import (
+    OutputLayer,
+    as_output_layer,
+    biased_and_capped,
+)
 
 
 def linear_log_probs(
@@ -38,12 +56,15 @@ def linear_log_probs(
         x: [..., d], a floating dtype.
         output: as in `linear_cross_entropy`.
         labels: [...], any integer dtype: the id whose log-probability each token asks for; with
-            shift, the ids themselves.
+            shift, the ids themselves. With one more axis [..., k], k candidates of each token, as
+            for multiple choice, or a teacher's `linear_top_k`: one pass over the vocabulary serves
+            all of them.
         shift, segment_ids, chunk_size: as in `linear_cross_entropy`.
         temperature: above 0, that of sampling: the logits are divided by it. A number, or a
             floating array that broadcasts to the labels, such as [batch, 1]; it may be traced, and
             has a gradient. With shift, that of `labels[..., t]` is at t.
-        mask: as in `linear_cross_entropy`. Labels that a prompt gives are usually not counted.
+        mask: as in `linear_cross_entropy`. Labels that a prompt gives are usually not counted. Of
+            candidates, any shape that broadcasts to theirs: a mask of tokens is `mask[..., None]`.
         with_entropy: True returns entropies too.
 
     Returns:
@@ -54,6 +75,9 @@ def linear_log_probs(
 
         Both are 0 at labels that are not counted, where x has no effect. The log-probability of a
         counted label outside the vocabulary is NaN.
+
+        Of candidates [..., k]: those that are not counted have -inf, so that they add nothing to a
+        sum of probabilities, as `jax.nn.logsumexp` computes it. Entropies are [...].
 
         The same compiled function gives equal bits for equal arguments. With and without gradients,
         or inside another function, the results may differ by a few units in the last place, because
@@ -85,19 +109,121 @@ def linear_log_probs(
     x, output = as_output_layer(x, output)
     of_labels = as_setting("temperature", temperature, 1, arguments.positive)
     steps = as_steps(shift)
-    batch = as_batch(x.shape[:-1], labels, mask, None, steps, segment_ids, temperature=of_labels)
+    ids = arguments.as_int32("labels", labels)
+    batch = as_batch(x.shape[:-1], ids, mask, None, steps, segment_ids, True, temperature=of_labels)
     loss = CrossEntropy(
         (output._options,),
         steps,
         None if chunk_size is None else arguments.size("chunk_size", chunk_size),
         with_entropy=arguments.flag("with_entropy", with_entropy),
+        with_candidates=ids.ndim == x.ndim,
     )
     return _log_probs(loss, Layer(x, output.table, output.bias), batch)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _log_probs(loss: CrossEntropy, layer: Layer, batch: Batch) -> Any:
-    (losses, *entropies), _ = reduced(loss, (layer,), batch)
+    (losses, *entropies), weights = reduced(loss, (layer,), batch)
     # A difference, because the negative of 0 is -0.
-    log_probs = 0 - losses[..., 0]
+    log_probs = 0 - losses
+    if loss.with_candidates:
+        log_probs = jnp.where(weights == 0, -jnp.inf, log_probs)
+    else:
+        log_probs = log_probs[..., 0]
     return (log_probs, entropies[0][..., 0]) if loss.with_entropy else log_probs
+
+
+def linear_kept_log_probs(
+    x: ArrayLike,
+    output: OutputLayer | ArrayLike | Table,
+    kept: ArrayLike,
+    *,
+    temperature: ArrayLike = 1.0,
+    mask: ArrayLike | None = None,
+    shift: int = False,
+    segment_ids: ArrayLike | None = None,
+    chunk_size: int | None = None,
+) -> Float[Array, "... k"]:
+    """The log-probability of each kept id among those of its token, as of truncated sampling.
+
+    What is left of a distribution after top-k or top-p is its softmax over the kept ids. Those of
+    the others cancel, so only the rows of the kept ids are read: with few of them it takes a
+    fraction of the time of `linear_log_probs`.
+
+    Args:
+        x: [..., d], a floating dtype.
+        output: as in `linear_cross_entropy`.
+        kept: [..., k], any integer dtype: the kept ids of each token. Fill short sets with the
+            `pad_id` of the output layer, or with any ids that mask leaves out. With shift,
+            `kept[..., t, :]` belongs to the token that predicts `ids[..., t]`.
+        temperature, mask, shift, segment_ids: as for the candidates of `linear_log_probs`.
+        chunk_size: the largest number of tokens in a chunk, which reads `chunk_size * k` rows.
+            None: as many as read the size of the table.
+
+    Returns:
+        [..., k], in float32 (float64 if x or the table is), -inf at ids that are not counted. A
+        counted id outside the vocabulary makes its token NaN.
+
+    Raises:
+        TypeError: as for `linear_log_probs`.
+        ValueError: as for `linear_log_probs`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> table = jnp.array([[1.0], [1.0], [0.0], [1.0]])
+        >>> kept = jnp.array([[3, 1, 0], [2, 0, 0]])
+        >>> output = te.OutputLayer(table, pad_id=0)
+        >>> print(jnp.exp(te.linear_kept_log_probs(jnp.ones([2, 1]), output, kept)))
+        [[0.5 0.5 0. ]
+         [1.  0.  0. ]]
+
+    Source:
+        Top-p: Holtzman et al., "The Curious Case of Neural Text Degeneration" (2020), section 3.1,
+        https://arxiv.org/abs/1904.09751
+    """
+    x, output = as_output_layer(x, output)
+    of_labels = as_setting("temperature", temperature, 1, arguments.positive)
+    steps = as_steps(shift)
+    ids = arguments.as_int32("kept", kept)
+    arguments.check_same("kept", "x's shape without its last axis", ids.shape[:-1], x.shape[:-1])
+    batch = as_batch(x.shape[:-1], ids, mask, None, steps, segment_ids, True, temperature=of_labels)
+    size = output.table.shape[0] // max(ids.shape[-1], 1)
+    if chunk_size is not None:
+        size = arguments.size("chunk_size", chunk_size)
+    loss = Loss((output._options,), steps, max(size, 1))
+    return _kept_log_probs(loss, Layer(x, output.table, output.bias), batch)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _kept_log_probs(loss: Loss, layer: Layer, batch: Batch) -> Float[Array, "... k"]:
+    found = targets(loss, layer.x, batch, arguments.compute_dtype(layer.x.dtype, layer.table.dtype))
+    (split,), of_tokens, layers = split_layers(
+        (found.labels, found.settings), [without_unused(layer, found)]
+    )
+
+    def of_chunk(of_tokens: Any, layers: tuple[Layer, ...]) -> Float[Array, "t k"]:
+        ids, settings = of_tokens
+        x, _, bias, rows = layers[0]
+        columns = jnp.asarray(ids) - index_along(split.vocabulary) * len(rows)
+        is_here = (columns >= 0) & (columns < len(rows))
+        columns = jnp.clip(columns, 0, len(rows) - 1)
+        products = jnp.einsum("td,tkd->tk", x.astype(rows.dtype), rows[columns])
+        bias = None if bias is None else bias[columns]
+        logits, factor = biased_and_capped(loss.outputs[0], products, bias)
+        if settings.temperature is not None:
+            factor /= settings.temperature
+        # Each row is on one of the devices.
+        return jax.lax.psum(jnp.where(is_here, factor * logits, 0), split.vocabulary)
+
+    logits = map_chunks(of_chunk, loss.chunk_size, (split,), of_tokens, layers)
+    logits = split_like(logits, every_token(layer.x))
+    logits = nan_outside(loss, found.labels, found.counted.astype(logits.dtype)) * logits
+    counted = found.counted
+    if loss.shift:
+        back = along_length(of_previous_token, loss.shift)
+        logits, counted = back(logits), back(counted)
+    # Where none is counted, the sum is that of all: its gradient is finite.
+    is_kept = counted | ~counted.any(-1, keepdims=True)
+    log_z = jax.nn.logsumexp(jnp.where(is_kept, logits, -jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(counted, logits - log_z, -jnp.inf)

@@ -52,14 +52,20 @@ def as_batch(
     weights: ArrayLike | None,
     shift: int,
     segment_ids: ArrayLike | None,
+    with_candidates: bool = False,
     **settings: Array | None,
 ) -> Batch:
-    """The checked arrays of a loss of tokens of this shape."""
-    ids = None
+    """The checked arrays of a loss of tokens of this shape.
+
+    With candidates, the labels and their mask have one more axis.
+    """
+    ids, candidates = None, ()
     if labels is not None:
         ids = arguments.as_int32("labels", labels)
-        arguments.check_same("labels", "x's shape without its last axis", ids.shape, tokens)
-        ids = jnp.expand_dims(ids, -1)
+        candidates = ids.shape[len(tokens) :] if with_candidates else ()
+        want = "x's shape without its last axis"
+        arguments.check_same("labels", want, ids.shape, (*tokens, *candidates[:1]))
+        ids = ids if candidates else jnp.expand_dims(ids, -1)
     check_known("labels", tokens)
     if shift:
         if not tokens:
@@ -77,9 +83,15 @@ def as_batch(
         return jnp.expand_dims(array, (*range(len(tokens) - array.ndim), -1))
 
     as_mask = functools.partial(arguments.as_mask, is_true="counted")
+    if mask is not None and candidates:
+        of_labels, shape = as_mask("mask", mask), (*tokens, *candidates)
+        arguments.check_broadcasts("mask", of_labels.shape, shape, "the labels")
+        of_labels = jnp.expand_dims(of_labels, range(len(shape) - of_labels.ndim))
+    else:
+        of_labels = aligned("mask", mask, as_mask)
     return Batch(
         ids,
-        aligned("mask", mask, as_mask),
+        of_labels,
         aligned("weights", weights, arguments.as_floats),
         aligned("segment_ids", segment_ids, as_comparable),
         Settings(**{name: aligned(name, values) for name, values in settings.items()}),
@@ -103,7 +115,8 @@ def as_setting(name: str, value: Any, default: float, check: Callable) -> Array 
     if not isinstance(value, numbers.Real | np.floating):
         return arguments.as_floats(name, value)
     number = check(name, value)
-    return None if number == default else jnp.asarray(number)
+    # By name, for users may forbid jax to move numbers to a device by itself.
+    return None if number == default else jax.device_put(number)
 
 
 def as_steps(shift: Any) -> int:
@@ -146,11 +159,20 @@ def targets(loss: Loss, x: Array, batch: Batch, dtype: jnp.dtype) -> Targets:
     return Targets(labels, counted, jnp.where(counted, weights, 0), settings)
 
 
-def _without_unused(x: Array, found: Targets) -> Array:
-    """x, zeros where it is not used: their logits are finite, and a weight of 0 leaves nothing."""
-    is_finite = jnp.isfinite(x).all(-1, keepdims=True)
+def without_unused(layer: Layer, found: Targets) -> Layer:
+    """With zeros for x that is not used: finite logits, of which a weight of 0 leaves nothing."""
+    is_finite = jnp.isfinite(layer.x).all(-1, keepdims=True)
     is_used = (found.counted & ((found.weights != 0) | is_finite)).any(-1, keepdims=True)
-    return jnp.where(is_used, x, 0)
+    return layer._replace(x=jnp.where(is_used, layer.x, 0))
+
+
+def nan_outside(loss: Loss, labels: Any, values: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The values, NaN where one that is not 0 is that of a label outside the vocabulary.
+
+    NaN makes a loss NaN, and also all its gradients.
+    """
+    outside = labels.astype(jnp.uint32) >= loss.outputs[0].vocab_size
+    return jnp.where(outside & (values != 0), jnp.nan, values)
 
 
 def along_length(function: Callable, steps: int) -> Callable:
@@ -169,12 +191,10 @@ def reduced(loss: Loss, layers: tuple[Layer, ...], batch: Batch) -> tuple[tuple[
         # If no label is counted, 0 / 1 in place of NaN.
         of_losses /= jnp.where(total == 0, 1, total)
     if labels is not None:
-        # NaN makes a loss NaN, and also all its gradients.
-        outside = labels.astype(jnp.uint32) >= loss.outputs[0].vocab_size
-        of_losses = jnp.where(outside & (of_losses != 0), jnp.nan, of_losses)
+        of_losses = nan_outside(loss, labels, of_losses)
     splits, (labels, settings, sent), layers = split_layers(
         (labels, settings, of_losses),
-        [layer._replace(x=_without_unused(layer.x, found)) for layer in layers],
+        [without_unused(layer, found) for layer in layers],
     )
     if loss.reduction != "none":
         return sum_of_losses(loss, splits, labels, settings, sent, layers), total

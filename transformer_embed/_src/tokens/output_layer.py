@@ -191,14 +191,8 @@ def row_logits(
     leading = range(x.ndim - 1)
     unscaled = jnp.einsum("...d,vd->...v", x, rows, preferred_element_type=dtype)
     if bias is not None:
-        unscaled += jnp.expand_dims(bias.astype(dtype), leading)
-    factor = options.scale
-    if options.softcap is not None:
-        unscaled, factor = jnp.tanh(options.scale * unscaled / options.softcap), options.softcap
-        if bias is not None:
-            # No cap lifts a ban.
-            bias = jnp.expand_dims(bias.astype(dtype), leading)
-            unscaled = jnp.where(bias == -jnp.inf, bias, unscaled)
+        bias = jnp.expand_dims(bias.astype(dtype), leading)
+    unscaled, factor = biased_and_capped(options, unscaled, bias)
     size = rows.shape[0]
     ids = index_along(split.vocabulary) * size + jnp.arange(size, dtype=jnp.int32)
     is_padded = devices_along(split.mesh, split.vocabulary) * size > options.vocab_size
@@ -207,6 +201,21 @@ def row_logits(
     if options.pad_id is not None:
         is_inside &= ids != options.pad_id
     return RowLogits(unscaled, factor, ids, is_inside)
+
+
+def biased_and_capped(
+    options: OutputOptions, products: Float[Array, "... n"], bias: Array | None
+) -> tuple[Float[Array, "... n"], float]:
+    """The logits of products and biases [..., n], without a factor."""
+    if bias is not None:
+        products += bias
+    if options.softcap is None:
+        return products, options.scale
+    capped = jnp.tanh(options.scale * products / options.softcap)
+    if bias is not None:
+        # No cap lifts a ban.
+        capped = jnp.where(bias == -jnp.inf, bias, capped)
+    return capped, options.softcap
 
 
 @compiled()
