@@ -266,7 +266,7 @@ HOSTILE = [
     ({}, {"names": {"a/b": TOKENS}}, f"{ALSO}['a/b']"),
     ({}, {"rotary": {"base": 1e4}}, "extras: wanted layers, which files have today (or load it with config and names), got rotary"),
     ({}, {"layers": [{"scaling": YARN}]}, "factor: wanted a finite number above 0"),
-    ({}, {"layers": [{"kind": "LinearScaling", "factor": 2}] * 9_000}, "number of objects: wanted an int of at most 64"),
+    ({}, {"layers": [{"kind": "LinearScaling", "factor": 2}] * 9_000}, "number of objects: wanted an int of at most 2048"),
     ({"a\x1b]0;forged\n": 1}, {}, r"unexpected keyword argument 'a\x1b]0;forged\n'"),
     ({}, {"layers": [{"kind": "os.system"}]}, "got 'os.system'"),
     ({}, WITH_BIAS | {"bias": {"num_heads": 2**40, "num_buckets": 32}}, "num_heads: wanted an int of at"),

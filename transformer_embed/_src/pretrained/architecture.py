@@ -113,8 +113,6 @@ class Architecture(NamedTuple):
         aliases: for an entry, the model's own names, which take precedence.
         head: the modules that may be its output layer.
         no_output: why an `OutputConfig` cannot say its output layer; "": it can.
-        known_below: a pattern of prefixes below which no other architecture has tensors of these
-            names; the default matches none.
         refused: tensors that show that the input layer is different, with the reason.
         refused_entries: for an entry, why values other than the library's default cannot be
             loaded.
@@ -149,7 +147,6 @@ class Architecture(NamedTuple):
     aliases: Mapping[str, str] = {}
     head: str = "lm_head"
     no_output: str = ""
-    known_below: str = "(?!)"
     refused: Mapping[str, str] = {}
     refused_entries: Mapping[str, str] = {}
 

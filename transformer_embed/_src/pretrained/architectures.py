@@ -52,14 +52,11 @@ _bert = functools.partial(
 _albert = functools.partial(
     _bert,
     widen="encoder.embedding_hidden_mapping_in",
-    # No other architecture has such names, below any prefix.
-    known_below="",
     hidden_dropout_prob=0.0,
 )
 _roberta = functools.partial(
     _bert,
     start="pad_token_id",
-    known_below=r"\broberta\.$",
     refused={
         "embeddings.x_position_embeddings.weight": _PLACES,
         "layout_embeddings.x_position_embeddings.weight": "it has a second stream for places",
@@ -80,7 +77,7 @@ _gpt2 = functools.partial(
         "max_position_embeddings": "n_positions",
     },
 )
-_gpt2_itself = functools.partial(_gpt2, positions="wpe", known_below=r"^$|\btransformer\.$")
+_gpt2_itself = functools.partial(_gpt2, positions="wpe")
 _seq2seq = functools.partial(
     _row,
     # A stack's own table comes first: if the two are not tied, the shared one is not used.
@@ -126,7 +123,6 @@ _clip = functools.partial(
     tokens="embeddings.token_embedding",
     positions="embeddings.position_embedding",
     no_output="it has none",
-    known_below="",
 )
 _mamba = functools.partial(_row, tokens="embeddings", meaningless="rope_theta")
 _llama = functools.partial(_row, tokens="embed_tokens", rotary="half", tie_word_embeddings=False)
@@ -157,7 +153,6 @@ _modernbert = functools.partial(
         "sliding_window_pattern": "global_attn_every_n_layers",
     },
     no_output="a dense layer and a norm come before it",
-    known_below="",
     phase=0,
     embedding_dropout=0.0,
     layer_norm_eps=1e-5,
@@ -219,12 +214,9 @@ _gpt_neox = functools.partial(
     dropout="hidden_dropout",
     aliases={"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
     head="embed_out lm_head",
-    known_below="",
     hidden_dropout=0.0,
 )
 
-# Without a model type, only names that a single architecture has are recognised; for others, the
-# user must give the model type.
 ARCHITECTURES = (
     _bert(
         "bert dpr ernie splinter visual_bert align_text_model chinese_clip_text_model "
@@ -318,7 +310,6 @@ ARCHITECTURES = (
         fixed={"layer_norm_eps": 1e-12},
         meaningless="tie_weights_ sinusoidal_pos_embds",
         aliases={"hidden_size": "dim"},
-        known_below=r"\bdistilbert\.$",
     ),
     _albert("albert"),
     _albert("rembert", tie_word_embeddings=False),
@@ -326,7 +317,6 @@ ARCHITECTURES = (
         "electra convbert",
         widen="embeddings_project",
         may_lack="widen/w widen/b",
-        known_below=r"\belectra\.$",
     ),
     _row(
         "xlm flaubert",
@@ -470,16 +460,7 @@ ARCHITECTURES = (
         "owlv2_text_model owlvit_text_model xclip_text_model aimv2_text_model"
     ),
     _clip("siglip_text_model siglip2_text_model", is_causal=False),
-    _mamba(
-        "jamba",
-        tokens="embed_tokens",
-        kinds=_HYBRID,
-        aliases={"sliding_window_pattern": "attn_layer_period"},
-        attn_layer_offset=4,
-        sliding_window_pattern=8,
-        tie_word_embeddings=False,
-    ),
-    _mamba("kimi_linear", tokens="embed_tokens", kinds=(), tie_word_embeddings=False),
+    _mamba("jamba kimi_linear", tokens="embed_tokens", kinds=(), tie_word_embeddings=False),
     _mamba("mamba falcon_mamba", kinds=(LINEAR,)),
     _mamba("mamba2", tie_word_embeddings=False, kinds=(LINEAR,)),
     _mamba(
@@ -771,7 +752,6 @@ ARCHITECTURES = (
             "layer_norm_eps": "layer_norm_epsilon",
             "num_attention_heads": "n_head",
         },
-        known_below="",
         layer_norm_eps=1e-5,
         num_attention_heads=REQUIRED,
     ),

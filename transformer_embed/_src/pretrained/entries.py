@@ -61,7 +61,7 @@ ENTRIES = {
             "original_max_position_embeddings num_attention_heads head_dim global_head_dim "
             "relative_attention_num_buckets rotary_dim dim_model_base num_hidden_layers "
             "max_window_layers no_rope_layer_interval attention_chunk_size local_attention "
-            "sliding_window_size attn_layer_offset",
+            "sliding_window_size",
         ),
         (_or_null(arguments.integer), None, "type_vocab_size sliding_window first_k_dense_replace"),
         (_or_null(arguments.integer), 1, "pad_token_id"),

@@ -46,8 +46,8 @@ UNROTATED = (LINEAR, CROSS, "conv", "moe", "mlp")
 OWN = ("head_dim", "sliding_window")
 SIZES = ("num_key_value_heads", "intermediate_size")
 BY_LAYER = ("layer_types", "layer_rope_theta", "no_rope_layers", "mlp_layer_types")
-# Of a file that anyone may have written: the time to check a layer.
-MOST_KINDS = 512
+# Of a file that anyone may have written.
+MOST_LAYERS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,14 +83,13 @@ def alike(layers: Sequence[Layer]) -> list[tuple[Layer, list[int]]]:
     for number, layer in enumerate(layers):
         # A mapping has no hash, and an array in it no truth value.
         found.setdefault(repr(layer), (layer, []))[1].append(number)
-    arguments.integer("kinds of layers", len(found), at_most=MOST_KINDS)
     return [*found.values()]
 
 
 def check_layers(where: Any, layers: Sequence[Layer]) -> None:
     """Raises a ValueError for arguments that `apply_rotary` or `AttentionMask` refuses."""
     tokens = TokenPositions.from_offset(0, 1)
-    for layer, numbers in call_with_named_errors(where, alike, layers):
+    for layer, numbers in alike(layers):
         name = f"{where}: layer {numbers[0]}"
         call_with_named_errors(f"{name}: rotary", rope.check, layer.rotary or {})
         call_with_named_errors(f"{name}: mask", AttentionMask, tokens, **layer.mask)
@@ -106,23 +105,22 @@ def layers_of(
     """
     if value["num_hidden_layers"] and not kind.has_stacks:
         count = value["num_hidden_layers"]
-    if not count and kind.rotary:
-        want = "the number of layers, from settings or config.json"
-        raise arguments.value_error("num_hidden_layers", want, None)
+    least = int(kind.rotary != "")
+    arguments.integer("num_hidden_layers", count, at_least=least, at_most=MOST_LAYERS)
     for name in BY_LAYER:
         if value[name]:
             arguments.check_same(name, "a value for each layer", len(value[name]), count)
-    found: dict[Any, Layer] = {}
-    layers, types = [], _types(kind, value, count)
-    for number, layer_type in enumerate(types):
+    if interval := value["no_rope_layer_interval"]:
+        flags = value["no_rope_layers"] or [
+            number % interval != 0 for number in range(1, count + 1)
+        ]
+        value = {**value, "no_rope_layers": flags}
+    layers = []
+    for number, layer_type in enumerate(_types(kind, value, count)):
         own = {**value, **_own(value, number, layer_type)}
         rotates = _rotates(kind, own, number, layer_type)
-        key = (layer_type, rotates, *(own[name] for name in (*OWN, "rope_theta")))
-        if key not in found:
-            rotary = rope.rotation(kind, own, width, layer_type) if rotates else None
-            mask = _mask(kind, own, layer_type, stack)
-            found[key] = Layer(layer_type, rotary, mask)
-        layers.append(found[key])
+        rotary = rope.rotation(kind, own, width, layer_type) if rotates else None
+        layers.append(Layer(layer_type, rotary, _mask(kind, own, layer_type, stack)))
     return tuple(layers)
 
 
@@ -140,8 +138,7 @@ def _types(kind: Architecture, value: Options, count: int) -> list[str]:
     elif period and (has_window or kind.rotates != WINDOWLESS):
         # EXAONE 4 writes a period out: LLLG.
         period = len(period) if isinstance(period, str) else period
-        place = kind.phase if value["attn_layer_offset"] is None else value["attn_layer_offset"]
-        is_nth = [number % period == place % period for number in range(count)]
+        is_nth = [number % period == kind.phase % period for number in range(count)]
         types = [kind.kinds[is_one] for is_one in is_nth]
     elif len(kind.kinds) == 1:
         types = [*kind.kinds] * count
@@ -149,8 +146,7 @@ def _types(kind: Architecture, value: Options, count: int) -> list[str]:
         # Llama 4 has chunks where it rotates, SmolLM 3 windows where it does not.
         chunked = CHUNKED if value["attention_chunk_size"] else FULL
         sliding = SLIDING if has_window else FULL
-        is_rotated = [_is_in_rope_layers(value, number) for number in range(count)]
-        types = [chunked if is_one else sliding for is_one in is_rotated]
+        types = [chunked if is_rotated else sliding for is_rotated in value["no_rope_layers"]]
     else:
         # The lowest layers of Qwen 2 have no window.
         first = (value["max_window_layers"] or 0) if has_window else count
@@ -164,12 +160,11 @@ def _own(value: Options, number: int, layer_type: str) -> dict[str, Any]:
     own = {}
     if value["per_layer_config"] is None and layer_type == FULL and value["global_head_dim"]:
         own["head_dim"] = value["global_head_dim"]
-    for name, said in (value["per_layer_config"] or {}).get(number, {}).items():
-        if name not in (*OWN, *SIZES):
-            want = f"no entries but {', '.join((*OWN, *SIZES))}"
-            raise arguments.value_error(f"per_layer_config: {number}", want, short_repr(name))
-        if name in OWN:
-            own[name] = ENTRIES[name].check(name, said)
+    said = (value["per_layer_config"] or {}).get(number, {})
+    if unread := [*said.keys() - {*OWN, *SIZES}]:
+        want = f"no entries but {', '.join((*OWN, *SIZES))}"
+        raise arguments.value_error(f"per_layer_config: {number}", want, short_repr(unread))
+    own |= {name: ENTRIES[name].check(name, said[name]) for name in OWN if name in said}
     if value["layer_rope_theta"] is not None:
         own["rope_theta"] = value["layer_rope_theta"][number]
     return own
@@ -184,19 +179,12 @@ def _rotates(kind: Architecture, value: Options, number: int, layer_type: str) -
     if layer_type in UNROTATED or not value["rope_theta"]:
         return False
     if value["no_rope_layer_interval"]:
-        return _is_in_rope_layers(value, number)
+        return bool(value["no_rope_layers"][number])
     if not kind.rotates or layer_type == SLIDING:
         return True
     # EXAONE 4 rotates in all layers if it has no window, Cohere 2's MoE in dense ones too.
     is_windowless = WINDOWLESS in kind.rotates and value["sliding_window"] is None
     return is_windowless or _is_dense(value, number)
-
-
-def _is_in_rope_layers(value: Options, number: int) -> bool:
-    """Whether `no_rope_layers` has a 1 for a layer, or if it is missing, the interval leaves it."""
-    if value["no_rope_layers"]:
-        return bool(value["no_rope_layers"][number])
-    return (number + 1) % value["no_rope_layer_interval"] != 0
 
 
 def _is_dense(value: Options, number: int) -> bool:

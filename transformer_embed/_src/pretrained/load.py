@@ -36,9 +36,8 @@ def load_embedder(
     Embeddings in float32 agree with the transformers library's to 5 units in the last place of the
     largest value, to 8 if a linear layer follows a norm. The page "Published models" lists the
     model types that are known, and how exactly each is reproduced. The type, in `config.json` or in
-    `settings`, says which tensors make the layer; without one, names of tensors that only one
-    architecture has. Only these tensors are read, each copied once: peak memory is at most
-    1.05 times large tables. No code in the file is run.
+    `settings`, says which tensors make the layer. Only these are read, each copied once: peak
+    memory is at most 1.05 times large tables. No code in the file is run.
 
     Positions that you pass are rows of the table of positions: add `config.scheme.start` to the
     published `position_ids` of OPT and BART, which count from 0. Models with token types need

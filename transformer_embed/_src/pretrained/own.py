@@ -28,7 +28,7 @@ from transformer_embed._src.pretrained.files import (
     Tensors,
     write_tensors,
 )
-from transformer_embed._src.pretrained.layers import Layer, alike
+from transformer_embed._src.pretrained.layers import Layer
 from transformer_embed._src.pretrained.messages import (
     call_with_named_errors,
     check_mappings,
@@ -52,8 +52,8 @@ CONFIG = "transformer_embed.config"
 EXTRAS = "transformer_embed.extras"
 # The entry of an object that has the name of its class.
 KIND = "kind"
-# A scheme, an output layer, and a scaling for each kind of layer; a file may name 20,000.
-MOST_OBJECTS = 64
+# Layers with a scaling each, a scheme, an output layer; a file may name 20,000.
+MOST_OBJECTS = 2048
 # What a file names is looked up here alone: it can make no other object.
 KINDS = {
     kind.__name__: kind
@@ -121,8 +121,7 @@ def save_embedder(
     leaves = by_path(_with_own_paths(config, params, bias))
     tensor_names = {name: name for name in leaves} | full_paths(names or {}, leaves)
     arrays = _by_tensor_name(leaves, tensor_names)
-    extras = {"layers": alike(layers), "bias": bias, "names": tensor_names}
-    extras["per_layer"] = per_layer
+    extras = {"layers": [*layers], "bias": bias, "names": tensor_names, "per_layer": per_layer}
     texts = {
         CONFIG: json.dumps(vars(config), default=encoded),
         EXTRAS: json.dumps(extras, default=encoded),
@@ -196,8 +195,7 @@ def describe_own(tensors: Tensors) -> tuple[PretrainedInput, Specs]:
     if entries.pop("rotary", None):
         want = "layers, which files have today (or load it with config and names)"
         raise arguments.value_error(f"{path}: {EXTRAS}", want, "rotary")
-    layers = call_with_named_errors(f"{path}: layers", _in_order, entries.pop("layers", ()))
-    extras = call_with_named_errors(path, PretrainedInput, None, {}, layers, **entries)
+    extras = call_with_named_errors(path, PretrainedInput, None, {}, **entries)
     call_with_named_errors(path, _check_extras, *extras[2:])
     names = {name: str(tensor) for name, tensor in (extras.names or {}).items()}
     # Compared first: the time to make a config grows with its width.
@@ -212,12 +210,6 @@ def describe_own(tensors: Tensors) -> tuple[PretrainedInput, Specs]:
         parameters[name] = jax.ShapeDtypeStruct(shape, config.param_dtype)
     check_tensors(tensors, names, parameters)
     return extras._replace(config=config, names=names), parameters
-
-
-def _in_order(alike: Any) -> tuple[Any, ...]:
-    """The layers, from each one and the numbers of those that are like it."""
-    by_number = {number: layer for layer, numbers in alike for number in numbers}
-    return tuple(by_number[number] for number in sorted(by_number))
 
 
 def encoded(value: Any) -> Any:

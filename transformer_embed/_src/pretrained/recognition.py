@@ -1,7 +1,6 @@
 """Which model a file holds: by its type, by names of tensors, or an error that says what to try."""
 
 import re
-from collections.abc import Iterable
 from typing import Any
 
 from transformer_embed._src import arguments
@@ -12,7 +11,7 @@ from transformer_embed._src.pretrained.architecture import (
     TOKENS,
     Architecture,
 )
-from transformer_embed._src.pretrained.architectures import ARCHITECTURES, by_model_type
+from transformer_embed._src.pretrained.architectures import by_model_type
 from transformer_embed._src.pretrained.messages import short_repr
 from transformer_embed._src.pretrained.published import Match, Published
 
@@ -33,21 +32,19 @@ MOST_PREFIXES = 100
 def recognised(file: Published, model_type: Any) -> Match:
     """The row of a checkpoint, with the tensors of its input and output layers.
 
-    The type is that of settings, of config.json, or of the model that alone has such tensors.
+    The type is that of settings or of config.json.
     """
     tensors, where = file.tensors, file.tensors.path
-    # Once: a model may have 200,000 tensors, and advice asks of each row.
-    beside = sorted(filter(re.compile(WORDS).search, tensors.files))
-    model_type = model_type or file.model_type or type_by_names(file)
+    model_type = model_type or file.model_type
     kind = by_model_type(model_type)
     if kind is None:
         want = f"that of a known model, from settings or a config.json beside {where}"
         got = f"{short_repr(model_type)}; {BY_HAND} ({tensors.listed()})"
         raise arguments.value_error("model_type", want, got)
-    found = matches([kind], file)
+    found = matches(kind, file)
     if not found:
         want = f"the tensors of a model {kind.name}, or {BY_HAND}"
-        if matches([kind], file._replace(stack=STACKS[1])):
+        if matches(kind, file._replace(stack=STACKS[1])):
             want = f"the encoder of {kind.name}; pass stack='decoder' for its decoder"
         raise arguments.value_error(where, want, tensors.listed())
     if len(found) > 1:
@@ -56,60 +53,35 @@ def recognised(file: Published, model_type: Any) -> Match:
         raise arguments.value_error(where, want, f"those under {got}")
     if not kind.has_stacks:
         arguments.check_left_out("stack", file.stack, f"{kind.name} has one stack")
-    if reason := _reason(found[0], file, beside):
+    if reason := _reason(found[0], file):
         want = f"an input layer like that of {kind.name}, or {BY_HAND}"
         raise arguments.value_error(where, want, reason)
     return found[0]
 
 
-def matches(kinds: Iterable[Architecture], file: Published) -> list[Match]:
-    """The rows whose tensors a file has, for each prefix."""
+def matches(kind: Architecture, file: Published) -> list[Match]:
+    """The prefixes below which a file has the tensors of a row."""
     files, found = file.tensors.files, []
-    by_end: dict[str, list[str]] = {}
-    for name in files:
-        by_end.setdefault(_end(name), []).append(name)
-    for kind in kinds:
-        ends = kind.tensors(file.side)[TOKENS]
-        if (most := max(len(by_end.get(_end(end), ())) for end in ends)) > MOST_PREFIXES:
-            want = f"at most {MOST_PREFIXES} tensors of the name of a table, {' or '.join(ends)}"
-            raise arguments.value_error(file.tensors.path, want, most)
-        may_lack = (*kind.may_lack.split(), OUTPUT_TABLE, OUTPUT_BIAS)
-        prefixes = [
-            name.removesuffix(end)
-            for end in ends
-            for name in by_end.get(_end(end), ())
-            if f".{name}".endswith(f".{end}")
-        ]
-        # Several names of a table may have one prefix.
-        for prefix in dict.fromkeys(prefixes):
-            tensors = kind.tensors(file.side, prefix)
-            present = {
-                name: [end for end in ends if end in files] for name, ends in tensors.items()
-            }
-            names = {name: ends[0] for name, ends in present.items() if ends}
-            missing = tensors.keys() - names.keys()
-            if all(name.endswith(may_lack) for name in missing):
-                found.append(Match(kind, prefix, names))
+    ends = kind.tensors(file.side)[TOKENS]
+    tables = [
+        name.removesuffix(end) for name in files for end in ends if f".{name}".endswith(f".{end}")
+    ]
+    if len(tables) > MOST_PREFIXES:
+        want = f"at most {MOST_PREFIXES} tensors of the name of a table, {' or '.join(ends)}"
+        raise arguments.value_error(file.tensors.path, want, len(tables))
+    may_lack = (*kind.may_lack.split(), OUTPUT_TABLE, OUTPUT_BIAS)
+    # Several names of a table may have one prefix.
+    for prefix in dict.fromkeys(tables):
+        tensors = kind.tensors(file.side, prefix)
+        present = {name: [end for end in ends if end in files] for name, ends in tensors.items()}
+        names = {name: ends[0] for name, ends in present.items() if ends}
+        missing = tensors.keys() - names.keys()
+        if all(name.endswith(may_lack) for name in missing):
+            found.append(Match(kind, prefix, names))
     return found
 
 
-def _end(name: str) -> str:
-    """The module and the leaf of a tensor's name."""
-    return ".".join(name.rsplit(".", 2)[-2:])
-
-
-def type_by_names(file: Published) -> str | None:
-    """The type of the model that alone has such names of tensors, if there is one."""
-    certain = {
-        match.kind.name: len(match.names)
-        for match in matches(ARCHITECTURES, file)
-        if re.search(match.kind.known_below, match.prefix)
-    }
-    # Rows that share names compute the same (GPT-2 and GPT-Neo): of equals, the first.
-    return max(certain, key=certain.__getitem__, default=None)
-
-
-def _reason(match: Match, file: Published, beside: Iterable[str]) -> str:
+def _reason(match: Match, file: Published) -> str:
     """Why the input layer is not like that of the row, as its tensors show; "": it is."""
     kind, prefix, names = match
     files = file.tensors.files
@@ -124,7 +96,7 @@ def _reason(match: Match, file: Published, beside: Iterable[str]) -> str:
     if own in STACKS:
         left_out |= {*STACKS} - {own}
     read = {*names.values()}
-    for name in beside:
+    for name in sorted(files):
         below = name.removeprefix(prefix)
         is_own = name.startswith(prefix) and name not in read and not left_out & {*below.split(".")}
         if is_own and BESIDE.match(below):
