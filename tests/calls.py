@@ -40,6 +40,7 @@ GOOD = {
     te.check_ids: {"ids": IDS, "vocab_size": 4},
     te.check_order: {"tokens": te.TokenPositions([0, 1], [1, 1]), "order": "full"},
     te.dropout: {"rng": jax.random.key(0), "rate": 0.5, "x": X},
+    te.load_balanced_order: {"length": 8, "devices": 2},
     te.lookup: {"table": TABLE, "ids": IDS},
     te.mask_to_bias: {"mask": np.array([True, True, False])},
     te.padding_mask: {"ids": IDS, "pad_id": 0},
@@ -50,6 +51,11 @@ GOOD = {
         "target": "interleaved",
     },
     te.relative_position_buckets: {"query_positions": POSITIONS, "key_positions": POSITIONS},
+    te.shared_prefix_parents: {
+        "prefix_lengths": LABELS,
+        "answer_lengths": np.array([[1, 2], [0, 1]]),
+        "length": 6,
+    },
     te.sinusoidal_encoding: {"positions": POSITIONS, "d_model": 4},
     te.sinusoidal_grid: {"shape": (2, 3), "d_model": 4},
     te.sinusoidal_table: {"length": 3, "d_model": 4},
@@ -62,6 +68,7 @@ GOOD = {
     te.TokenPositions.from_lengths: {"lengths": LABELS, "length": 3},
     te.TokenPositions.from_offset: {"offset": LABELS, "length": 3},
     te.TokenPositions.from_segment_ids: {"segment_ids": SEGMENTS},
+    te.write_cache: {"cache": X[0], "new": X[0, :, :1], "slot": IDS[0]},
     te.LinearScaling: {"factor": 2.0},
     te.NTKScaling: {"alpha": 2.0},
     te.DynamicNTKScaling: {"factor": 2.0, "original_length": 4, "length": 8},
@@ -109,7 +116,7 @@ CALLS = {
     function.__name__: of_arrays(function, **arguments)
     for function, arguments in GOOD.items()
     if any(isinstance(value, np.ndarray) for value in arguments.values())
-    and function is not te.check_ids
+    and function not in (te.check_ids, te.write_cache)
 }
 CALLS["AttentionMask"] = of_arrays(
     functools.partial(dense_mask, causal=True, window=(1, 0)), **SIDES, **IN_SEGMENTS

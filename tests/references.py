@@ -362,6 +362,37 @@ def ordered(got, tokens, order):
                 assert order == "packed" or n == 0
 
 
+def balanced(got, length, devices, *, kind, tile):
+    size = length // (2 * devices) if kind == "zigzag" else tile
+    stripes = [[*range(n, n + size)] for n in range(0, length, size)]
+    of_devices = [stripes[n::devices] for n in range(devices)]
+    if kind == "zigzag":
+        of_devices = [[stripes[n], stripes[-1 - n]] for n in range(devices)]
+    same(got, np.concatenate([np.concatenate(each) for each in of_devices]))
+
+
+def parents(got, prefix_lengths, answer_lengths, length):
+    rows = []
+    for prefix, answers in zip(integers(prefix_lengths), integers(answer_lengths), strict=True):
+        row = [*range(-1, prefix - 1)]
+        for answer in answers:
+            row += [prefix - 1, *range(len(row), len(row) + answer - 1)][:answer]
+        rows.append(row + [-2] * (length - len(row)))
+    same(got, np.array(rows, np.int64).reshape(len(rows), length))
+
+
+def written(got, cache, new, slot):
+    held, new, slot = np.array(cache), np.asarray(new), integers(slot)
+    is_written = np.zeros((len(held), new.shape[1]), bool)
+    for row, n in np.ndindex(is_written.shape):
+        first = np.broadcast_to(slot, len(held))[row] if slot.ndim < 2 else slot[row, n]
+        place = first + n if slot.ndim < 2 else first
+        if 0 <= first <= place < held.shape[1]:
+            held[row, place], is_written[row, n] = new[row % len(new), n], True
+    same(got[0], held)
+    same(got[1], is_written)
+
+
 def looked_up(got, table, ids, *, pad_id, out_of_range, lookup_style):
     table, ids = np.asarray(table), integers(ids)
     dtype = np.float32 if table.dtype.itemsize > 4 else table.dtype
@@ -617,11 +648,13 @@ CHECKS = {
     te.check_ids: checked_ids,
     te.check_order: ordered,
     te.dropout: dropped_out,
+    te.load_balanced_order: balanced,
     te.lookup: looked_up,
     te.mask_to_bias: bias,
     te.padding_mask: padding,
     te.permute_rotary_weights: permuted,
     te.relative_position_buckets: buckets,
+    te.shared_prefix_parents: parents,
     te.sinusoidal_encoding: encoding,
     te.sinusoidal_grid: grid,
     te.sinusoidal_table: table,
@@ -634,6 +667,7 @@ CHECKS = {
     te.TokenPositions.from_lengths: from_lengths,
     te.TokenPositions.from_offset: from_offset,
     te.TokenPositions.from_segment_ids: from_segment_ids,
+    te.write_cache: written,
     te.LinearScaling: scaling,
     te.NTKScaling: scaling,
     te.DynamicNTKScaling: scaling,

@@ -69,9 +69,6 @@ FUNCTIONS = CALLS | {
         labels=np.ones((1, 3, 2), np.int32),
     ),
     "load_balanced_order": of_arrays(te.load_balanced_order, length=4, devices=2),
-    "shared_prefix_parents": of_arrays(
-        te.shared_prefix_parents, prefix_lengths=IDS[0] + 1, answer_lengths=IDS.T, length=9
-    ),
     "write_cache": of_arrays(te.write_cache, cache=X[0], new=X[0, :, :1], slot=IDS[0]),
     "linear_logits, 16 bits": of_arrays(linear_logits, **OF_16_BITS, pad_id=1),
     **{

@@ -4,6 +4,7 @@ by pair."""
 import dataclasses
 import itertools
 
+import haiku as hk
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from batches import EXACT, KINDS, RULES, some_tokens
 from cases import few
-from compare import equal
+from compare import equal, near
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 from meshes import mesh_of, put
@@ -373,6 +374,35 @@ def test_it_passes_through_transformations_export_and_a_mesh():
     assert placed.queries.positions.sharding.spec == spec
     expect_same(forms(placed))
     expect_same(jax.jit(jax.shard_map(forms, mesh=mesh, in_specs=spec, out_specs=spec))(placed))
+
+
+@pytest.mark.slow
+def test_a_row_alone_has_the_ranks_that_a_layer_takes():
+    """Gradients of each example: inside vmap and without, as a batch of one row."""
+    ids = jnp.array([[1, 2, 3, 0], [4, 5, 0, 0]])
+    embedder = te.Embedder(te.EmbedderConfig(vocab_size=6, d_model=8, pad_id=0))
+    params = embedder.init(jax.random.key(0))
+
+    def attend(x, mask):
+        init = hk.initializers.VarianceScaling(1.0)
+        return hk.MultiHeadAttention(2, 4, w_init=init)(x, x, x, mask=mask)
+
+    layer = hk.without_apply_rng(hk.transform(attend))
+    weights = layer.init(jax.random.key(0), jnp.ones((1, 8)), jnp.ones((1, 1, 1), bool))
+
+    def loss(params, ids):
+        tokens = TokenPositions.from_ids(ids, pad_id=0)
+        x = embedder.apply(params, None, ids, is_training=False, positions=tokens.positions)
+        x = layer.apply(weights, x, AttentionMask(tokens, causal=True).dense())
+        labels, output = jnp.roll(ids, -1, axis=-1), embedder.output(params)
+        return te.linear_cross_entropy(x, output, labels, mask=tokens.next_token_mask)
+
+    gradient = jax.grad(loss)
+    rows = jax.vmap(gradient, in_axes=(None, 0))(params, ids)
+    for row, one in enumerate(ids):
+        got = jax.tree.map(lambda array, row=row: array[row], rows)
+        near(got, gradient(params, one), rtol=1e-5, atol=1e-6)
+        near(got, gradient(params, one[None]), rtol=1e-5, atol=1e-6)
 
 
 def test_trees_of_anything_are_not_checked():

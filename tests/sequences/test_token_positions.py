@@ -66,7 +66,7 @@ def test_a_constructor_counts_tokens_as_a_loop_does(make, values, options):
     equal(tokens.padding_mask, segments != 0)
     # The last token of a sequence has no next one, also where the row ends.
     assert (next_token.dtype, next_token.shape) == (jnp.bool_, segments.shape)
-    assert next_token.tolist() == next_by_hand(segments.tolist())
+    assert np.atleast_2d(next_token).tolist() == next_by_hand(np.atleast_2d(segments).tolist())
 
 
 # --- what they hold

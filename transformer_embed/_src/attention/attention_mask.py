@@ -133,14 +133,15 @@ class AttentionMask(Mask):
         queries, keys = sides(self)
         return queries.positions.shape[-1], keys.positions.shape[-1]
 
-    def dense(self) -> Bool[Array, "b 1 t s"]:
+    def dense(self) -> Bool[Array, "*b 1 t s"]:
         """The mask as an array, in the smallest shape that broadcasts.
 
         Returns:
             bool [B or 1, 1, T or 1, S], True = may attend, for logits [B, heads, T, S]: the batch
             axis is 1 if all rows have the same mask, the query axis is 1 if all queries have the
-            same mask. A row may be all False: see `mask_to_bias`. A mask does not protect against
-            keys or values that are NaN or infinite, because 0 times them is NaN.
+            same mask. Tokens without a batch axis, as inside `vmap`, have none here either. A row
+            may be all False: see `mask_to_bias`. A mask does not protect against keys or values
+            that are NaN or infinite, because 0 times them is NaN.
 
         Example:
             >>> import transformer_embed as te
@@ -148,7 +149,9 @@ class AttentionMask(Mask):
             >>> te.AttentionMask(tokens, causal=True, window=(1, 0)).dense()[0, 0].tolist()
             [[True, False, False], [True, True, False], [False, True, True]]
         """
-        return _dense(self)
+        mask, (queries, keys) = _dense(self), (self.queries, self.keys or self.queries)
+        is_row = queries.positions.ndim == keys.positions.ndim == 1
+        return mask[0] if is_row else mask
 
     def tile(
         self, query_start: ArrayLike, key_start: ArrayLike, shape: tuple[int, int]

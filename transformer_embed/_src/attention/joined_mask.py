@@ -48,7 +48,7 @@ class JoinedMask(Mask):
         """The numbers of queries and of keys."""
         return self.first.lengths
 
-    def dense(self) -> Bool[Array, "b 1 t s"]:
+    def dense(self) -> Bool[Array, "*b 1 t s"]:
         """See `AttentionMask.dense`."""
         return JOINS[self.join][0](self.first.dense(), self.second.dense())
 

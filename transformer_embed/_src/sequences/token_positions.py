@@ -90,12 +90,12 @@ class TokenPositions:
         arguments.set_fields(self, **arrays)
 
     @property
-    def padding_mask(self) -> Bool[Array, "b t"]:
+    def padding_mask(self) -> Bool[Array, "*b t"]:
         """bool [batch, length], True = a token."""
         return is_token(segments_of(self))
 
     @property
-    def next_token_mask(self) -> Bool[Array, "b t"]:
+    def next_token_mask(self) -> Bool[Array, "*b t"]:
         """bool [batch, length], True = the token to the right belongs to the same sequence.
 
         It is False at padding and at the last token of each sequence, in every row and also where
@@ -248,7 +248,7 @@ class TokenPositions:
                 counts padding like tokens, do not pass positions.)
 
         Returns:
-            TokenPositions of [batch, length]. The tokens of a row are segment 1. Padding between
+            TokenPositions of the shape of ids. The tokens of a row are segment 1. Padding between
             tokens is not counted.
 
         Raises:
@@ -258,20 +258,21 @@ class TokenPositions:
 
         Example:
             >>> import transformer_embed as te
-            >>> batch = te.TokenPositions.from_ids([[5, 6, 1, 1]], pad_id=1, start=2, at_padding=1)
-            >>> batch.positions.tolist()
-            [[2, 3, 1, 1]]
+            >>> row = te.TokenPositions.from_ids([5, 6, 1, 1], pad_id=1, start=2, at_padding=1)
+            >>> row.positions.tolist()
+            [2, 3, 1, 1]
 
         Source:
             Liu et al., "RoBERTa" (2019), https://arxiv.org/abs/1907.11692, as in fairseq's
             make_positions.
         """
-        rows = _rows("ids", arguments.as_int32("ids", ids))
+        ids = arguments.as_int32("ids", ids)
+        rows = _rows("ids", ids)
         pad_id = arguments.int32("pad_id", pad_id)
         start = arguments.int32("start", start)
         at_padding = arguments.int32("at_padding", at_padding)
         check_last_position("start", start, rows.shape[1])
-        return _of_ids(rows, pad_id, start, at_padding)
+        return _with_rank(ids.ndim, _of_ids(rows, pad_id, start, at_padding))
 
     @classmethod
     def from_lengths(
@@ -321,7 +322,8 @@ class TokenPositions:
                 reappears later in the row is an error if the values are on the host.
 
         Returns:
-            TokenPositions of [batch, length]. Each sequence is counted from 0; see `from_lengths`.
+            TokenPositions of the shape of segment_ids. Each sequence is counted from 0; see
+            `from_lengths`.
 
         Raises:
             TypeError: segment_ids are not integers that `TokenPositions` takes.
@@ -343,7 +345,7 @@ class TokenPositions:
             if again.any():
                 got = f"two runs of one in row {again.argmax()}"
                 raise arguments.value_error("segment_ids", "one run of tokens for each number", got)
-        return _of_segments(rows)
+        return _with_rank(integers.ndim, _of_segments(rows))
 
     @classmethod
     def from_parents(cls, parents: ArrayLike, *, offset: ArrayLike = 0) -> "TokenPositions":
@@ -442,6 +444,11 @@ def as_made(tokens: TokenPositions) -> TokenPositions:
     segments would wrap. Inside vmap they may be [length].
     """
     return TokenPositions(*(getattr(tokens, name) for name in FIELDS))
+
+
+def _with_rank(rank: int, tokens: TokenPositions) -> TokenPositions:
+    """Tokens [1, length] as [length] if the rank is 1."""
+    return tokens if rank == 2 else jax.tree.map(lambda array: array[0], tokens)
 
 
 def _check_offset(offset: Array) -> None:
