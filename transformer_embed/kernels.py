@@ -28,14 +28,18 @@ constant arrays: give the kernel `alibi_slopes`, or the encodings and rotated he
 from transformer_embed._src.attention.kernels import (
     dot_product_attention,
     flash_attention,
+    key_ranges,
     mha,
+    query_ranges,
 )
 from transformer_embed._src.attention.splash_attention import splash_attention, splash_kernels
 
 __all__ = [
     "dot_product_attention",
     "flash_attention",
+    "key_ranges",
     "mha",
+    "query_ranges",
     "splash_attention",
     "splash_kernels",
 ]

@@ -82,7 +82,24 @@ def said_by_dot_product(mask, order):
     return said & (np.arange(keys) < np.asarray(lengths)[:, None, None])
 
 
+def in_ranges(ranges, length):
+    start, end = (np.asarray(side)[..., None] for side in ranges)
+    return (start <= np.arange(length)) & (np.arange(length) < end)
+
+
+def said_by_key_ranges(mask, order):
+    ranges = te.kernels.key_ranges(mask, order=order)
+    return in_ranges(ranges, mask.lengths[0])
+
+
+def said_by_query_ranges(mask, order):
+    ranges = te.kernels.query_ranges(mask, order=order)
+    return in_ranges(ranges, mask.lengths[0]).swapaxes(1, 2)
+
+
 KERNELS = {
+    "keys": said_by_key_ranges,
+    "queries": said_by_query_ranges,
     "splash": said_by_splash,
     "flash": said_by_flash,
     "mha": said_by_mha,
@@ -136,7 +153,7 @@ def test_each_kernel_takes_what_it_can_express(rule):
     orders = {"full": FULL, "right": RIGHT, "packed": PACKED}
     for order, tokens in orders.items():
         mask = AttentionMask(tokens, **rule)
-        takes = {"splash"}
+        takes = {"splash", "keys", "queries"}
         takes |= {"flash", "mha"} if "window" not in rule else set()
         takes |= {"dot"} if "chunk" not in rule and order != "packed" else set()
         takes = set() if "sinks" in rule else takes

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.attention.attention_mask import AttentionMask, reach, sides
@@ -20,6 +21,9 @@ from transformer_embed._src.attention.row_indices import (
     refusal,
     segment_ids,
 )
+from transformer_embed._src.compiled import compiled
+from transformer_embed._src.partitioning import with_whole_rows
+from transformer_embed._src.sequences.runs import of_next_token, of_previous_token
 
 
 def dot_product_attention(
@@ -164,6 +168,88 @@ def mha(
         want = f"the number of rows of the queries, for {kernel}"
         raise arguments.value_error("batch_size", want, None)
     return options
+
+
+def key_ranges(
+    mask: AttentionMask, *, order: str | None = None
+) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
+    """The first key that each query sees, and the end of those keys, as row indices.
+
+    For kernels that take a range of keys of each query.
+
+    Args:
+        mask: the mask; self-attention without block ids and sinks.
+        order: how the tokens of each row lie; see `te.kernels`. None, if the mask has no causal
+            mask, window, chunk or segment ids.
+
+    Returns:
+        Two arrays int32 [B or 1, T], start and end: a query sees the keys from start to end - 1. At
+        padding both are 0.
+
+    Raises:
+        TypeError: mask is not an AttentionMask.
+        ValueError: a part of the mask that ranges cannot express; the tokens are not traced and lie
+            in another order.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> tokens = te.TokenPositions.from_segment_ids([[1, 1, 1, 2, 2, 0]])
+        >>> mask = te.AttentionMask(tokens, causal=True, window=(1, 0))
+        >>> start, end = te.kernels.key_ranges(mask, order="packed")
+        >>> start.tolist(), end.tolist()
+        ([[0, 0, 1, 3, 3, 0]], [[1, 2, 3, 4, 5, 0]])
+    """
+    return _ranges(mask, order, of_keys=True)
+
+
+def query_ranges(
+    mask: AttentionMask, *, order: str | None = None
+) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
+    """The first query that sees each key, and the end of those queries, as row indices.
+
+    For kernels that take a range of queries of each key. Arguments, errors and the arrays are those
+    of `key_ranges`, with queries for keys.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> tokens = te.TokenPositions.from_segment_ids([[1, 1, 1, 2, 2, 0]])
+        >>> mask = te.AttentionMask(tokens, causal=True)
+        >>> start, end = te.kernels.query_ranges(mask, order="packed")
+        >>> start.tolist(), end.tolist()
+        ([[0, 1, 2, 3, 4, 0]], [[3, 3, 3, 5, 5, 0]])
+    """
+    return _ranges(mask, order, of_keys=False)
+
+
+def _ranges(
+    mask: AttentionMask, order: str | None, of_keys: bool
+) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
+    kernel = "a range for each token"
+    check_promise(mask, order)
+    check_absent(kernel, block_ids=mask.queries.block_ids)
+    if mask.keys is not None:
+        raise refusal("keys", f"None (self-attention) for {kernel}", "another sequence")
+    ids, limits, length = segment_ids(mask, order), reach(mask), mask.lengths[0]
+    if ids is not None or limits != EVERYTHING:
+        check_order_is_given(order, kernel)
+    run = jnp.ones((1, length), jnp.int32) if ids is None else ids[0]
+    # No distance is longer than the row.
+    left, right = (length if side is None else min(side, length) for side in limits)
+    return _ranges_in_runs(run, *((left, right) if of_keys else (right, left)))
+
+
+@compiled(1, 2)
+def _ranges_in_runs(
+    ids: Int32[Array, "b t"], left: int, right: int
+) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
+    """The tokens so far before and after each, inside its run of one id; 0 is padding."""
+    ids = with_whole_rows(ids)
+    index = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
+    begins = jnp.where(ids != of_previous_token(ids), index, 0)
+    ends = jnp.where(ids != of_next_token(ids), index + 1, ids.shape[1])
+    start = jnp.maximum(index - left, jax.lax.cummax(begins, axis=1))
+    end = jnp.minimum(index + right + 1, jax.lax.cummin(ends, axis=1, reverse=True))
+    return jnp.where(ids == 0, 0, start), jnp.where(ids == 0, 0, end)
 
 
 def _without_windows(
