@@ -46,6 +46,9 @@ def plain_parts(x, table, ids):
         "top_k": jax.lax.stop_gradient(jax.lax.top_k(log_probs, 3)[0]).mean(),
         "metrics": jax.lax.stop_gradient(metrics),
         "candidates": jnp.mean(jnp.tanh(log_probs[..., :3])),
+        "divergence": (jnp.exp(log_probs) * (log_probs - jax.nn.log_softmax(logits)))
+        .sum(-1)
+        .mean(),
         "kept": jnp.mean(jax.nn.log_softmax(logits_of_loss[..., 2:5])[..., 1] ** 2),
     }
 
@@ -53,7 +56,7 @@ def plain_parts(x, table, ids):
 def parts(x, table, ids):
     """What reads a table, each as a number."""
     logits, rows = te.linear_logits(x, table), te.lookup(table, ids)
-    x += rows
+    first_x, x = x, x + rows
     log_probs, entropies = te.linear_log_probs(x, table, ids, with_entropy=True)
     candidates = jnp.zeros_like(ids)[..., None] + jnp.arange(3)
     loss, metrics = te.linear_cross_entropy(x, table, ids, with_metrics=True)
@@ -69,6 +72,7 @@ def parts(x, table, ids):
         "top_k": te.linear_top_k(x, table, 3)[0].mean(),
         "metrics": metrics.accuracy + metrics.log_z,
         "candidates": jnp.mean(jnp.tanh(te.linear_log_probs(x, table, candidates))),
+        "divergence": te.linear_divergence(first_x, table, x, table),
         "kept": jnp.mean(te.linear_kept_log_probs(x, table, candidates + 2)[..., 1] ** 2),
     }
 

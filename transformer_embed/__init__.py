@@ -43,6 +43,7 @@ from transformer_embed._src.sequences.token_order import check_order
 from transformer_embed._src.sequences.token_positions import TokenPositions
 from transformer_embed._src.sequences.trees import shared_prefix_parents
 from transformer_embed._src.tokens.cross_entropy import LossMetrics, linear_cross_entropy
+from transformer_embed._src.tokens.divergence import linear_divergence
 from transformer_embed._src.tokens.dropout import dropout
 from transformer_embed._src.tokens.log_probs import linear_kept_log_probs, linear_log_probs
 from transformer_embed._src.tokens.lookup import Table, check_ids, lookup
@@ -83,6 +84,7 @@ __all__ = [
     "dropout",
     "kernels",
     "linear_cross_entropy",
+    "linear_divergence",
     "linear_kept_log_probs",
     "linear_log_probs",
     "linear_logits",

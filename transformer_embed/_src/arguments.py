@@ -158,6 +158,9 @@ positive = functools.partial(
     want=f"a number above 0 that float32 holds, {_TINY:.3g} to {1 / _TINY:.3g}",
 )
 not_negative = functools.partial(real, lowest=0, want="a finite number of at least 0")
+part = functools.partial(
+    real, above=0, highest=math.nextafter(1, 0), want="a number above 0 and below 1"
+)
 rate = functools.partial(real, lowest=0, highest=math.nextafter(1, 0), want="a number in [0, 1)")
 
 

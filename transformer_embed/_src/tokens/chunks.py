@@ -168,6 +168,11 @@ def split_layers(
         Layer(split.receive(layer.x)[0], table, split.bias(layer.bias, table.shape[0]))
         for split, layer, table in zip(splits, layers, tables, strict=True)
     )
+    for split in splits[1:]:
+        kept = (split.vocabulary, split.tokens)
+        if (splits[0].vocabulary, splits[0].tokens) != kept:
+            want = f"rows split over the mesh axes {splits[0].vocabulary} of output's, tokens as x"
+            raise arguments.value_error("teacher_output", want, kept)
     values, tree = jax.tree.flatten(of_tokens)
     _, *values = splits[0].receive(layers[0].x, *values)
     return splits, jax.tree.unflatten(tree, values), arrays

@@ -22,6 +22,7 @@ from transformer_embed._src.tokens.chunks import (
 from transformer_embed._src.tokens.lookup import Table
 from transformer_embed._src.tokens.losses import (
     FLOOR,
+    REDUCTIONS,
     Batch,
     ShiftedLogits,
     as_batch,
@@ -32,8 +33,6 @@ from transformer_embed._src.tokens.losses import (
     slope_of_logits,
 )
 from transformer_embed._src.tokens.output_layer import OutputLayer, RowLogits, as_output_layer
-
-REDUCTIONS = ("mean", "sum", "none")
 
 
 class LossMetrics(NamedTuple):

@@ -31,6 +31,7 @@ from transformer_embed._src.tokens.chunks import (
 )
 from transformer_embed._src.tokens.output_layer import OutputOptions, RowLogits
 
+REDUCTIONS = ("mean", "sum", "none")
 # Where shifted logits are below, their exponentials are 0, in float64 too.
 FLOOR = -1e4
 
@@ -59,17 +60,18 @@ def as_batch(
 
     With candidates, the labels and their mask have one more axis.
     """
-    ids, candidates = None, ()
+    ids, candidates, name, whose = None, (), "x", "the tokens"
     if labels is not None:
-        ids = arguments.as_int32("labels", labels)
+        name, whose = "labels", "the labels"
+        ids = arguments.as_int32(name, labels)
         candidates = ids.shape[len(tokens) :] if with_candidates else ()
         want = "x's shape without its last axis"
         arguments.check_same("labels", want, ids.shape, (*tokens, *candidates[:1]))
         ids = ids if candidates else jnp.expand_dims(ids, -1)
-    check_known("labels", tokens)
+    check_known(name, tokens)
     if shift:
         if not tokens:
-            raise arguments.value_error("labels", "shape [..., length], to shift", "shape []")
+            raise arguments.value_error(name, "shape [..., length], to shift", "shape []")
     else:
         arguments.check_left_out("segment_ids", segment_ids, "shift is 0")
 
@@ -79,7 +81,7 @@ def as_batch(
         array, check = values, arguments.check_broadcasts
         if convert is not None:
             array, check = convert(name, values), arguments.check_ends_in_length
-        check(name, array.shape, tokens, "the labels")
+        check(name, array.shape, tokens, whose)
         return jnp.expand_dims(array, (*range(len(tokens) - array.ndim), -1))
 
     as_mask = functools.partial(arguments.as_mask, is_true="counted")

@@ -1,0 +1,220 @@
+"""The divergence of two output layers, beside whole logits in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import jax.test_util
+import numpy as np
+import pytest
+from compare import equal, near
+from drawn import normal
+from meshes import AUTO, EXPLICIT, mesh_of, put
+from refused import refused
+from test_cross_entropy import products, temporaries
+
+import transformer_embed as te
+
+VOCAB = 13
+KINDS = [{"kind": "forward"}, {"kind": "reverse"}, {"kind": "js"}, {"kind": "js", "beta": 0.1}]
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
+STUDENT, TEACHER = normal(0, VOCAB, 4), normal(1, VOCAB, 3)
+X, TEACHER_X = normal(2, 4, 6, 4), normal(3, 4, 6, 3)
+BIAS, TEACHER_BIAS = normal(4, VOCAB), normal(5, VOCAB)
+WEIGHTS = np.random.default_rng(6).random((4, 6)).astype(np.float32)
+MASK = np.random.default_rng(7).random((4, 6)) < 0.7
+SEGMENTS = np.int32([[1, 1, 1, 2, 2, 0]] * 4)
+ARRAYS = X, STUDENT, BIAS, TEACHER_X, TEACHER, TEACHER_BIAS
+ERROR = 1e-5
+
+
+def divergence(arrays, softcap=None, pad_id=None, **options):
+    x, table, bias, teacher_x, teacher, teacher_bias = arrays
+    output = te.OutputLayer(table, bias, softcap=softcap, scale=0.5, pad_id=pad_id)
+    other = te.OutputLayer(teacher, teacher_bias, pad_id=pad_id)
+    return te.linear_divergence(x, output, teacher_x, other, **options)
+
+
+def log_probabilities(logits, pad_id, temperature):
+    logits = np.float64(logits) / temperature
+    if pad_id is not None:
+        logits[..., pad_id] = -np.inf
+    return logits - np.logaddexp.reduce(logits, -1, keepdims=True)
+
+
+def oracle(arrays, kind, beta=0.5, softcap=None, pad_id=None, temperature=1.0):
+    """Of each token, in float64."""
+    x, table, bias, teacher_x, teacher, teacher_bias = map(np.float64, arrays)
+    u = 0.5 * (x @ table.T + bias)
+    u = u if softcap is None else np.where(np.isneginf(u), u, softcap * np.tanh(u / softcap))
+    s = log_probabilities(u, pad_id, temperature)
+    t = log_probabilities(teacher_x @ teacher.T + teacher_bias, pad_id, temperature)
+
+    def kl(a, b):
+        possible = a > -np.inf
+        difference = np.where(possible, a, 0) - np.where(possible, b, 0)
+        return (np.exp(a) * difference).sum(-1)
+
+    if kind != "js":
+        return kl(t, s) if kind == "forward" else kl(s, t)
+    mixture = np.logaddexp(t + np.log(beta), s + np.log1p(-beta))
+    return beta * kl(t, mixture) + (1 - beta) * kl(s, mixture)
+
+
+@every_kind
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"softcap": 1.5, "pad_id": 2, "temperature": np.float32([[0.5], [1], [2], [3]])}],
+)
+def test_each_token_has_that_of_whole_logits(kind, options):
+    temperature = options.get("temperature", np.float32([[1]]))
+    got = divergence(ARRAYS, **kind, **options, reduction="none", chunk_size=7)
+    want = oracle(ARRAYS, **kind, **options | {"temperature": temperature[..., None]})
+    near(got, want, atol=ERROR)
+
+
+@pytest.mark.slow
+@every_kind
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_first_and_second_derivatives_are_finite_differences(kind, reduction):
+    options = {"softcap": 1.5, "pad_id": 2, "mask": MASK, "reduction": reduction}
+
+    @jax.jit
+    def loss(arrays, temperature, weights):
+        return divergence(arrays, temperature=temperature, weights=weights, **options, **kind)
+
+    with jax.enable_x64():
+        arrays = jax.tree.map(np.float64, (ARRAYS, np.float32(0.7), WEIGHTS + 0.1))
+        jax.test_util.check_grads(loss, arrays, 2, modes="rev", atol=1e-5, rtol=1e-5, eps=1e-4)
+
+
+@pytest.mark.slow
+@every_kind
+def test_at_equality_it_is_0_and_its_hessian_is_that_of_a_divergence(kind):
+    with jax.enable_x64():
+        logits = np.float64([0.5, -1.0, 0.2])
+        loss = lambda z: te.linear_divergence(z, np.eye(3), logits, np.eye(3), **kind)
+        assert float(loss(logits)) == 0
+        p = np.exp(logits) / np.exp(logits).sum()
+        beta = kind.get("beta", 0.5)
+        size = beta * (1 - beta) if kind["kind"] == "js" else 1
+        got = jax.jit(jax.hessian(loss))(logits)
+        near(got, size * (np.diag(p) - np.outer(p, p)), atol=1e-12)
+
+
+@every_kind
+def test_near_equality_it_is_accurate_and_never_negative(kind):
+    """Differences of log_softmax are off by 2e-7 where the divergence is 5e-7."""
+    table = normal(8, 1000, 16)
+    x = normal(9, 64, 16)
+    for noise in (0, 1e-5, 1e-3):
+        near_x = x + np.float32(noise) * normal(10, 64, 16)
+        found = te.linear_divergence(near_x, table, x, table, reduction="none", **kind)
+        arrays = (2 * near_x, table, np.zeros(1000), x, table, np.zeros(1000))
+        want = oracle(arrays, **kind)
+        assert np.asarray(found).min() >= 0
+        near(found, np.maximum(want, 0), atol=1e-9, rtol=2e-3)
+
+
+@every_kind
+def test_rare_ids_and_bans_leave_no_nan(kind):
+    """Softmax underflows: -200 against -210, and ids that one layer or both ban."""
+    student, teacher = np.float32([0, -200, -1]), np.float32([0, -210, -2])
+    rare = te.linear_divergence(student, np.eye(3, dtype="f4"), teacher, np.eye(3, dtype="f4"))
+    wants = oracle(
+        (2 * student, np.eye(3), np.zeros(3), teacher, np.eye(3), np.zeros(3)), "forward"
+    )
+    near(rare, wants, rtol=1e-5)
+    bans = np.float32([0, -np.inf, *BIAS[2:]])
+    both = (X, STUDENT, bans, TEACHER_X, TEACHER, bans)
+    near(divergence(both, **kind, reduction="none"), oracle(both, **kind), atol=ERROR)
+
+    # Handed over as an argument: XLA folds a constant ban wrong inside a shard_map.
+    @jax.jit
+    def step(arrays):
+        return jax.value_and_grad(lambda arrays: divergence(arrays, **kind, temperature=0.5))(
+            arrays
+        )
+
+    value, gradients = step(both)
+    assert np.isfinite(value)
+    for gradient in jax.tree.leaves(gradients):
+        assert np.isfinite(gradient).all()
+    one = (X, STUDENT, bans, TEACHER_X, TEACHER, TEACHER_BIAS)
+    want = np.inf if kind["kind"] == "forward" else oracle(one, **kind).mean()
+    near(divergence(one, **kind), want, rtol=ERROR)
+
+
+def test_shift_moves_mask_and_weights_alone():
+    x = X.copy()
+    x[:, -1] = np.nan
+    loss = functools.partial(divergence, (x, *ARRAYS[1:]), reduction="none")
+    got = loss(mask=MASK, weights=WEIGHTS, shift=True, segment_ids=SEGMENTS)
+    follows = MASK[:, 1:] & (SEGMENTS[:, 1:] == SEGMENTS[:, :-1]) & (SEGMENTS[:, 1:] != 0)
+    want = oracle(ARRAYS, "forward")[:, :-1] * np.where(follows, WEIGHTS[:, 1:], 0)
+    near(got, np.pad(want, ((0, 0), (1, 0))), atol=ERROR)
+
+
+@pytest.mark.slow
+def test_only_gradients_that_are_asked_for_are_computed():
+    loss = lambda *arrays: te.linear_divergence(*arrays)
+    arrays = X, STUDENT, TEACHER_X, TEACHER
+    functions = loss, jax.grad(loss, (0, 1)), jax.grad(loss, (0, 1, 2, 3))
+    assert [products(jax.jit(each), *arrays) for each in functions] == [2, 4, 6]
+    equal(loss(*arrays), jax.value_and_grad(loss)(*arrays)[0])
+    many = [jnp.zeros((2048, 4)), jnp.zeros((1024, 4)), jnp.zeros((2048, 3)), jnp.zeros((1024, 3))]
+    assert temporaries(functions[1], *many) < 2048 * 1024 * 4
+
+
+SPLITS = [
+    (EXPLICIT, ["a"], ["b"]),
+    (EXPLICIT, [None, "a"], ["b", None, "a"]),
+    (AUTO, [("a", "b")], []),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS[::2], ids=str)
+@pytest.mark.parametrize(("axes", "of_table", "of_x"), SPLITS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_split_vocabulary_has_that_of_one_device(kind, axes, of_table, of_x, reduction):
+    def step(x, student, teacher_x, teacher):
+        def loss(*arrays):
+            losses = te.linear_divergence(*arrays, mask=MASK, reduction=reduction, **kind)
+            return jnp.sum(losses**2)
+
+        return jax.value_and_grad(loss, (0, 1, 2, 3))(x, student, teacher_x, teacher)
+
+    teacher, teacher_x = normal(1, VOCAB, 8), normal(3, 4, 6, 8)
+    want = step(X, STUDENT, teacher_x, teacher)
+    mesh = mesh_of((4, 2), ("a", "b"), axes)
+    with jax.set_mesh(mesh):
+        rules = {"*": jax.sharding.PartitionSpec(*of_table)}
+        params = {"s": STUDENT, "t": teacher}
+        params = te.sharding.shard_params(params, mesh, rules, tables="*")
+        xs = put(mesh, X, *of_x), put(mesh, teacher_x, *of_x)
+        got = jax.jit(step)(xs[0], params["s"], xs[1], params["t"])
+    value, (of_x, of_student, of_teacher_x, of_teacher) = got
+    of_student, of_teacher = (np.asarray(table.array)[:VOCAB] for table in (of_student, of_teacher))
+    near(value, want[0], rtol=ERROR)
+    near((of_x, of_student, of_teacher_x, of_teacher), want[1], atol=ERROR)
+
+
+REFUSED = [
+    ({"kind": "symmetric"}, "kind: wanted one of 'forward', 'reverse', 'js', got 'symmetric'"),
+    ({"beta": 0.5}, "beta: wanted None, since kind is not 'js', got float 0.5"),
+    ({"kind": "js", "beta": 1.0}, "beta: wanted a number above 0 and below 1, got 1.0"),
+    ({"weights": WEIGHTS[:, :2]}, "weights: wanted a last axis of the tokens' length, 6, got shape [4, 2]"),
+]  # fmt: skip
+
+
+def test_bad_arguments_are_refused():
+    for options, message in REFUSED:
+        with refused(ValueError, message):
+            divergence(ARRAYS, **options)
+    with refused(ValueError, "teacher_output: wanted as many ids as output's (cut the longer table, as in table[:9]), 13, got 9"):  # fmt: skip
+        te.linear_divergence(X, STUDENT, TEACHER_X, TEACHER[:9])
+    with refused(ValueError, "teacher_x: wanted x's tokens, (4, 6), got (6,)"):
+        te.linear_divergence(X, STUDENT, TEACHER_X[0], TEACHER)
+    with refused(ValueError, "teacher_output: wanted output's pad_id, 0, got None"):
+        te.linear_divergence(X, te.OutputLayer(STUDENT, pad_id=0), TEACHER_X, TEACHER)

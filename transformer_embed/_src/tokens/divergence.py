@@ -1,0 +1,251 @@
+"""The divergence between the predictions of two output layers, for distillation."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.partitioning import OutputSplit
+from transformer_embed._src.tokens.chunks import Layer, Loss, Settings, Value
+from transformer_embed._src.tokens.lookup import Table
+from transformer_embed._src.tokens.losses import (
+    FLOOR,
+    REDUCTIONS,
+    Batch,
+    ShiftedLogits,
+    as_batch,
+    as_setting,
+    as_steps,
+    reduced,
+    shifted_logits,
+    slope_of_logits,
+)
+from transformer_embed._src.tokens.output_layer import OutputLayer, RowLogits, as_output_layer
+
+KINDS = ("forward", "reverse", "js")
+
+
+def linear_divergence(
+    x: ArrayLike,
+    output: OutputLayer | ArrayLike | Table,
+    teacher_x: ArrayLike,
+    teacher_output: OutputLayer | ArrayLike | Table,
+    *,
+    kind: str = "forward",
+    beta: float | None = None,
+    temperature: ArrayLike = 1.0,
+    mask: ArrayLike | None = None,
+    weights: ArrayLike | None = None,
+    shift: int = False,
+    segment_ids: ArrayLike | None = None,
+    reduction: str = "mean",
+    chunk_size: int | None = None,
+) -> Float[Array, "..."]:
+    """How far the predictions of a student are from a teacher's, one chunk of tokens at a time.
+
+    For a student with probabilities s and a teacher with t, over one vocabulary:
+
+    - `"forward"`: `sum(t * log(t / s))`, the usual distillation: the student covers all that the
+      teacher may say.
+    - `"reverse"`: `sum(s * log(s / t))`, for samples of the student: it keeps to what the teacher
+      finds likely.
+    - `"js"`: Jensen-Shannon, `beta * sum(t * log(t / m)) + (1 - beta) * sum(s * log(s / m))` with
+      `m = beta * t + (1 - beta) * s`.
+
+    Logits of the whole batch never exist, of neither layer. No divergence is multiplied by the
+    square of the temperature. Near equality it is accurate to about 1e-11, where differences of
+    `log_softmax` are off by 1e-7.
+
+    Args:
+        x: [..., d], a floating dtype: the student's hidden states.
+        output: the student's, as in `linear_cross_entropy`.
+        teacher_x: [..., any width]: the teacher's hidden states of the same tokens. They and the
+            teacher's layer have gradients too; what is not differentiated costs nothing.
+        teacher_output: of the same ids, and the same `pad_id`.
+        kind: `"forward"`, `"reverse"` or `"js"`.
+        beta: for `"js"`, a Python number above 0 and below 1: the teacher's part of the mixture.
+            None: 0.5.
+        temperature: above 0; both logits are divided by it. As in `linear_log_probs`.
+        mask: as in `linear_cross_entropy`; here it alone says which tokens count, as there are no
+            labels. With shift, leave out padding: `ids != pad_id`.
+        weights, segment_ids: as in `linear_cross_entropy`.
+        shift: as in `linear_cross_entropy`. It only moves mask and weights: those of
+            `labels[..., t]` belong to the token that predicts it, at which the result is too.
+        reduction, chunk_size: as in `linear_cross_entropy`.
+
+    Returns:
+        A scalar, or with `reduction="none"` an array [...], as `linear_cross_entropy` does.
+        Infinite where the other layer bans an id that may be predicted.
+
+    Raises:
+        TypeError: as for `linear_cross_entropy`.
+        ValueError: as for `linear_cross_entropy`; vocabularies of other sizes, other `pad_id`s, or
+            tables whose rows are split over other mesh axes; beta without `kind="js"`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> student, teacher = jnp.array([[0.0], [1.0]]), jnp.array([[0.0, 1.0], [1.0, 1.0]])
+        >>> x, teacher_x = jnp.ones([5, 1]), jnp.ones([5, 2])
+        >>> def loss(x):
+        ...     return te.linear_divergence(x, student, teacher_x, teacher, kind="reverse")
+        >>> print(loss(x), loss(2 * x).round(4))  # the first predicts as the teacher
+        0.0 0.0672
+
+    Source:
+        Hinton et al., "Distilling the Knowledge in a Neural Network" (2015),
+        https://arxiv.org/abs/1503.02531; Agarwal et al., "On-Policy Distillation of Language
+        Models" (2024), section 2, https://arxiv.org/abs/2306.13649
+    """
+    x, output = as_output_layer(x, output)
+    teacher_x, teacher_output = as_output_layer(teacher_x, teacher_output)
+    tokens, steps = x.shape[:-1], as_steps(shift)
+    arguments.check_same("teacher_x", "x's tokens", teacher_x.shape[:-1], tokens)
+    rows, others = output.table.shape[0], teacher_output.table.shape[0]
+    want = f"as many ids as output's (cut the longer table, as in table[:{min(rows, others)}])"
+    arguments.check_same("teacher_output", want, others, rows)
+    arguments.check_same("teacher_output", "output's pad_id", teacher_output.pad_id, output.pad_id)
+    if arguments.choice("kind", kind, KINDS) != "js":
+        arguments.check_left_out("beta", beta, "kind is not 'js'")
+    loss = Divergence(
+        (output._options, teacher_output._options),
+        steps,
+        None if chunk_size is None else arguments.size("chunk_size", chunk_size),
+        arguments.choice("reduction", reduction, REDUCTIONS),
+        kind,
+        0.5 if beta is None else arguments.part("beta", beta),
+    )
+    of_tokens = as_setting("temperature", temperature, 1, arguments.positive)
+    batch = as_batch(tokens, None, mask, weights, steps, segment_ids, temperature=of_tokens)
+    student = Layer(x, output.table, output.bias)
+    return _divergence(
+        loss, student, Layer(teacher_x, teacher_output.table, teacher_output.bias), batch
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _divergence(
+    loss: "Divergence", student: Layer, teacher: Layer, batch: Batch
+) -> Float[Array, "..."]:
+    (values,), _ = reduced(loss, (student, teacher), batch)
+    return values[..., 0] if loss.reduction == "none" else values
+
+
+@dataclasses.dataclass(frozen=True)
+class Divergence(Loss):
+    """The divergence of a token's predictions by two layers, the student's and the teacher's."""
+
+    kind: str = "forward"
+    beta: float = 0.5
+
+    def of_chunk(
+        self,
+        split: OutputSplit,
+        logits: tuple[RowLogits, ...],
+        labels: Int32[Array, "t c"] | None,
+        settings: Settings,
+    ) -> tuple[Value, ...]:
+        """The divergences.
+
+        All are sums of `a * (exp(w) - 1 - w)`, with `w = log(b / a)`, over probabilities a and b:
+        the parts `b - a` sum to 0, and make each term at least 0.
+        """
+        temperature = settings.temperature
+        found = [
+            shifted_logits(output, split, of_rows, temperature)
+            for output, of_rows in zip(self.outputs, logits, strict=True)
+        ]
+        probabilities, ratios = _probabilities(split, *found)
+        values, slopes = self._values_and_slopes(split, *probabilities, ratios)
+        of_temperature = None
+        if temperature is not None:
+            of_logits = [
+                (slope * jnp.maximum(each.shifted, FLOOR)).sum(-1, keepdims=True)
+                for slope, each in zip(slopes, found, strict=True)
+            ]
+            of_temperature = -jax.lax.psum(sum(of_logits), split.vocabulary) / temperature
+        of_layers = zip(self.outputs, logits, strict=True)
+        factors, of_caps = zip(
+            *(slope_of_logits(*each, temperature) for each in of_layers), strict=True
+        )
+        slopes = tuple(slope * of_cap for slope, of_cap in zip(slopes, of_caps, strict=True))
+        return (Value(values, slopes, factors, Settings(of_temperature)),)
+
+    def _values_and_slopes(
+        self,
+        split: OutputSplit,
+        student: Float[Array, "t r"],
+        teacher: Float[Array, "t r"],
+        ratios: Float[Array, "t r"],
+    ) -> tuple[Float[Array, "t 1"], tuple[Array, Array]]:
+        """The divergences, and their gradients in the logits of both layers.
+
+        The ratios are the logarithms of the student's probability over the teacher's.
+        """
+        sums = functools.partial(_sums, split)
+        if self.kind == "forward":
+            values = sums(_terms(teacher, student, ratios))
+            return values, (student - teacher, _centred(teacher, -ratios, values))
+        if self.kind == "reverse":
+            values = sums(_terms(student, teacher, -ratios))
+            return values, (_centred(student, ratios, values), teacher - student)
+        beta = self.beta
+        # The mixture over the larger of the two: nothing is lost where both are alike.
+        is_larger = ratios > 0
+        smaller = jnp.where(is_larger, -ratios, ratios)
+        of_larger = jnp.log1p(jnp.where(is_larger, beta, 1 - beta) * jnp.expm1(smaller))
+        of_smaller = of_larger - smaller
+        of_teacher = jnp.where(is_larger, of_smaller, of_larger)
+        of_student = jnp.where(is_larger, of_larger, of_smaller)
+        mixture = beta * teacher + (1 - beta) * student
+        teachers = sums(_terms(teacher, mixture, of_teacher))
+        students = sums(_terms(student, mixture, of_student))
+        slopes = (
+            (1 - beta) * _centred(student, -of_student, students),
+            beta * _centred(teacher, -of_teacher, teachers),
+        )
+        return beta * teachers + (1 - beta) * students, slopes
+
+
+def _probabilities(
+    split: OutputSplit, student: ShiftedLogits, teacher: ShiftedLogits
+) -> tuple[tuple[Array, Array], Array]:
+    """Of both layers, and the logarithms of their ratio: 0 where both are 0."""
+    of_student, of_teacher = jnp.exp(student.shifted), jnp.exp(teacher.shifted)
+    sums = [each.sum(-1, keepdims=True) for each in (of_student, of_teacher)]
+    difference = (of_student - of_teacher).sum(-1, keepdims=True)
+    *totals, difference = jax.lax.psum((*sums, difference), split.vocabulary)
+    # Where the sums are alike, their difference is more accurate than they are.
+    is_near = jnp.abs(difference) < totals[1] / 2
+    near = jnp.log1p(jnp.where(is_near, difference / totals[1], 0))
+    log_ratio = jnp.where(is_near, near, jnp.log(totals[0]) - jnp.log(totals[1]))
+    is_none = (of_student == 0) & (of_teacher == 0)
+    shifted = (jnp.where(is_none, 0, each.shifted) for each in (student, teacher))
+    ratios = functools.reduce(jnp.subtract, shifted) - log_ratio
+    return (of_student / totals[0], of_teacher / totals[1]), jnp.where(is_none, 0, ratios)
+
+
+def _sums(split: OutputSplit, values: Float[Array, "t r"]) -> Float[Array, "t 1"]:
+    return jax.lax.psum(values.sum(-1, keepdims=True), split.vocabulary)
+
+
+def _terms(
+    a: Float[Array, "t r"], b: Float[Array, "t r"], w: Float[Array, "t r"]
+) -> Float[Array, "t r"]:
+    """`a * (exp(w) - 1 - w)` where w is `log(b / a)`, at least 0."""
+    is_small = w < 1
+    small = jnp.where(is_small, w, 0)
+    large = jnp.where(is_small | (a == 0), 0, w)
+    terms = jnp.where(is_small, a * (jnp.expm1(small) - small), b - a * (1 + large))
+    return jnp.where(a == 0, b, terms)
+
+
+def _centred(
+    a: Float[Array, "t r"], values: Float[Array, "t r"], mean: Float[Array, "t 1"]
+) -> Float[Array, "t r"]:
+    """`a * (values - mean)`: 0 where a is, whatever the value."""
+    return a * (jnp.where(a == 0, 0, values) - mean)
