@@ -3,6 +3,7 @@
 import contextlib
 
 import jax
+import numpy as np
 
 MODES = {
     "rank_promotion": lambda: jax.numpy_rank_promotion("raise"),
@@ -21,3 +22,9 @@ def strict(*without):
         for mode in MODES.keys() - {*without}:
             modes.enter_context(MODES[mode]())
         yield
+
+
+def as_dtype(array, dtype):
+    """An array of float32 as one of this dtype; any other as it is."""
+    is_float = getattr(array, "dtype", None) == np.float32
+    return array.astype(dtype) if dtype and is_float else array

@@ -13,7 +13,7 @@ import public
 import pytest
 from calls import CALLS, IDS, POSITIONS, SCALINGS, TABLE, X, of_arrays, with_gradient
 from cases import few
-from contexts import strict
+from contexts import as_dtype, strict
 from drawn import drawn
 from jax.sharding import PartitionSpec
 from meshes import AUTO, EXPLICIT, mesh_of, put
@@ -86,16 +86,24 @@ def nothing_compiled():
     jax.clear_caches()
 
 
+DTYPES = [None, np.float32, np.float64]
+# A key counts as used for the whole session: the modules drop elements in the other dtypes.
+CASES = [
+    case for case in itertools.product(FUNCTIONS, DTYPES) if case[0] != "dropout" or not case[1]
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", few(FUNCTIONS, 8))
-def test_functions_eagerly_and_traced_with_their_gradient(name):
+@pytest.mark.parametrize(("name", "dtype"), few(CASES, 16))
+def test_functions_eagerly_and_traced_with_their_gradient(name, dtype):
+    """With a dtype, in the mode that has 64 bits."""
     function, arrays = FUNCTIONS[name]
-    arrays = [jax.device_put(array) for array in arrays]
-    with strict():
+    with jax.enable_x64(dtype is not None), strict():
+        arrays = [jax.device_put(as_dtype(array, dtype)) for array in arrays]
         found = function(*arrays)
         if not name.startswith("check"):
             jax.make_jaxpr(with_gradient(function, arrays))(*arrays)
-    assert_finite(found)
+        assert_finite(found)
 
 
 @pytest.mark.slow

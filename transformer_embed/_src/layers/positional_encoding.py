@@ -113,7 +113,7 @@ class PositionalEncoding(hk.Module):
         else:
             positions = self.scheme._counted("x", x.shape[-2])
         encoding = self._of_tokens(positions, x.shape[:-1])
-        total = (arguments.widened(x) + encoding).astype(x.dtype)
+        total = arguments.wide_sum(x, encoding).astype(x.dtype)
         return apply_dropout(total, self.dropout_rate, is_training)
 
     def encoding(self, positions: ArrayLike) -> Float[Array, "... d"]:

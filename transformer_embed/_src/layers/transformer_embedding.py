@@ -160,11 +160,13 @@ class TransformerEmbedding(hk.Module):
                     positions = self.encoding.scheme._positions(ids, self.config.pad_id)
                 else:
                     positions = self.encoding._given(positions, ids.shape, "the ids")
-                total += self.encoding._of_tokens(positions, ids.shape)
+                encoding = self.encoding._of_tokens(positions, ids.shape)
+                total = arguments.wide_sum(total, encoding)
             if self.token_types is None:
                 arguments.check_left_out("token_types", token_types, "num_token_types is not set")
             else:
-                total += _rows_of_types(self.token_types, token_types, ids.shape)
+                rows = _rows_of_types(self.token_types, token_types, ids.shape)
+                total = arguments.wide_sum(total, rows)
             if self.norm is not None:
                 total = self.norm(total)
             dtype = table_dtype if self.config.dtype is None else self.config.dtype

@@ -197,10 +197,10 @@ def _rotated(x, positions, layout, options) -> Float[Array, "... t h d"]:
     # Compiled even if the caller is not: else the loop in `_cos_and_sin` would compile at each
     # call. Expanded to x's rank, because users may disable jax's rank promotion.
     positions = jnp.expand_dims(positions, (*range(x.ndim - positions.ndim - 1), -2))
-    cos, sin = _cos_and_sin(positions, options)
     # A TPU splits and joins 16-bit arrays directly; widening to float32 first would take extra
     # passes over memory.
     wide = arguments.compute_dtype(x.dtype)
+    cos, sin = (each.astype(wide) for each in _cos_and_sin(positions, options))
     first, second = (half.astype(wide) for half in _split_pairs(x[..., : options.dim], layout))
     first, second = first * cos - second * sin, second * cos + first * sin
     rotated = _join_pairs([first.astype(x.dtype), second.astype(x.dtype)], layout)

@@ -244,7 +244,7 @@ class CrossEntropy(Loss):
             values -= smoothing * mass * share
 
         def in_one_pass() -> jax.Array:
-            is_label = jnp.arange(values.shape[1])[None] == columns
+            is_label = jnp.arange(values.shape[1], dtype=jnp.int32)[None] == columns
             return jnp.where(is_label, values - amounts, values)
 
         if self.reduction == "none":
