@@ -67,6 +67,7 @@ GOOD = {
     te.TokenPositions.from_ids: {"ids": IDS, "pad_id": 0},
     te.TokenPositions.from_lengths: {"lengths": LABELS, "length": 3},
     te.TokenPositions.from_offset: {"offset": LABELS, "length": 3},
+    te.TokenPositions.from_positions: {"positions": IDS},
     te.TokenPositions.from_segment_ids: {"segment_ids": SEGMENTS},
     te.write_cache: {"cache": X[0], "new": X[0, :, :1], "slot": IDS[0]},
     te.LinearScaling: {"factor": 2.0},

@@ -572,9 +572,17 @@ def same_tokens(got, positions, segment_ids):
     same(got.segment_ids, np.array(segment_ids, np.int64))
 
 
-def from_ids(got, ids, *, pad_id, start, at_padding):
-    tokens = [[each != pad_id for each in row] for row in rows_of(ids)[0]]
-    same_tokens(got, [counted(row, start, at_padding) for row in tokens], tokens)
+def from_ids(got, ids, *, pad_id, end_id, start, at_padding):
+    rows, segments = [], []
+    for row in rows_of(ids)[0]:
+        texts = [[]]
+        for before, each in zip([pad_id, *row], row, strict=False):
+            if texts[0] and before == end_id != pad_id:
+                texts.append([])
+            texts[-1].append(each != pad_id)
+        rows.append(sum((counted(text, start, at_padding) for text in texts), []))
+        segments.append([n * each for n, text in enumerate(texts, start=1) for each in text])
+    same_tokens(got, rows, segments)
 
 
 def from_lengths(got, lengths, length, *, padding_side):
@@ -591,6 +599,14 @@ def from_segment_ids(got, segment_ids):
             line.append(line[-1] + 1 if each == before != 0 else 0)
         positions.append(line)
     same_tokens(got, positions, rows)
+
+
+def from_positions(got, positions):
+    rows, segments = rows_of(positions)[0], []
+    for row in rows:
+        begins = [n == 0 or each != row[n - 1] + 1 for n, each in enumerate(row)]
+        segments.append(np.cumsum(begins).tolist())
+    same_tokens(got, rows, segments)
 
 
 def from_offset(got, offset, length):
@@ -666,6 +682,7 @@ CHECKS = {
     te.TokenPositions.from_ids: from_ids,
     te.TokenPositions.from_lengths: from_lengths,
     te.TokenPositions.from_offset: from_offset,
+    te.TokenPositions.from_positions: from_positions,
     te.TokenPositions.from_segment_ids: from_segment_ids,
     te.write_cache: written,
     te.LinearScaling: scaling,

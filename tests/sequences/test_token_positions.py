@@ -44,6 +44,9 @@ LAST = 2**31 - 1
             for segments in (SEGMENTS, SEGMENTS[:, :3], [[4]], np.zeros((2, 0), int))
         ],
         (TokenPositions.from_ids, np.array(IDS), {"pad_id": 0}),
+        (TokenPositions.from_ids, np.array(IDS), {"pad_id": 0, "end_id": 8}),
+        (TokenPositions.from_ids, [2, 2, 5, 0, 7, 2, 0, 9], {"pad_id": 0, "end_id": 2, "start": 3}),
+        (TokenPositions.from_positions, [[0, 1, 2, 0, 1], [5, 6, 6, -3, LAST]], {}),
         (TokenPositions.from_ids, [1] * 3, {"pad_id": 0, "start": LAST - 2}),
         *[
             (TokenPositions.from_lengths, [0, 2, 4], {"length": 4, "padding_side": side})
@@ -173,6 +176,7 @@ VALUE_ERRORS = [
     (lambda: TokenPositions([0, 2**32]), "positions: wanted integers inside int32, -2147483648..2147483647, got 4294967296 at index [1]"),
     (lambda: TokenPositions([0, 1], block_ids=[1] * 3), "block_ids: wanted the length of positions, 2, got 3"),
     (lambda: TokenPositions(np.zeros((2, 2), int), np.zeros((3, 2), int)), "positions and segment_ids: wanted the same number of rows, or 1, got 2 and 3"),
+    (lambda: from_ids([1], end_id=0), "end_id: wanted another id than pad_id, got 0"),
     (lambda: from_ids([1] * 4, start=2**31 - 3), "start: wanted an int of at most 2147483644, for 4 positions inside int32, got 2147483645"),
     (lambda: from_lengths(3, 4), "lengths: wanted shape [batch], got shape []"),
     (lambda: from_lengths([3], -1), "length: wanted an int of at least 0, got -1"),

@@ -19,6 +19,7 @@ from transformer_embed._src.sequences.runs import (
     has_next_token,
     in_row,
     is_token,
+    of_previous_token,
     positions_of_tokens,
     second_runs,
 )
@@ -236,31 +237,41 @@ class TokenPositions:
 
     @classmethod
     def from_ids(
-        cls, ids: ArrayLike, *, pad_id: int, start: int = 0, at_padding: int = 0
+        cls,
+        ids: ArrayLike,
+        *,
+        pad_id: int,
+        end_id: int | None = None,
+        start: int = 0,
+        at_padding: int = 0,
     ) -> "TokenPositions":
         """For a padded batch of ids: padding may be on the left, on the right, or both.
 
         Args:
             ids: [length] or [batch, length], any integer dtype.
             pad_id: the id of padding; any int, -1 for example. There is no default.
+            end_id: for packed texts, the id that ends each of them: the next token is position
+                `start` of the next segment. None: each row is one text.
             start: the position of the first token. RoBERTa: padding_idx + 1 = 2; OPT: 2.
             at_padding: the position of padding. RoBERTa: padding_idx = 1; OPT: 1. (For BERT, which
                 counts padding like tokens, do not pass positions.)
 
         Returns:
-            TokenPositions of the shape of ids. The tokens of a row are segment 1. Padding between
-            tokens is not counted.
+            TokenPositions of the shape of ids. The tokens of a row are segment 1, or 1, 2, ... with
+            end_id. Padding between tokens is not counted.
 
         Raises:
             TypeError: ids are not integers, or another argument is not a Python int.
-            ValueError: ids do not have rank 1 or 2; pad_id is outside int32; positions counted from
-                start would not fit int32.
+            ValueError: ids do not have rank 1 or 2; pad_id is outside int32, or is end_id;
+                positions counted from start would not fit int32.
 
         Example:
             >>> import transformer_embed as te
             >>> row = te.TokenPositions.from_ids([5, 6, 1, 1], pad_id=1, start=2, at_padding=1)
             >>> row.positions.tolist()
             [2, 3, 1, 1]
+            >>> te.TokenPositions.from_ids([5, 2, 7, 8], pad_id=0, end_id=2).segment_ids.tolist()
+            [1, 1, 2, 2]
 
         Source:
             Liu et al., "RoBERTa" (2019), https://arxiv.org/abs/1907.11692, as in fairseq's
@@ -269,10 +280,35 @@ class TokenPositions:
         ids = arguments.as_int32("ids", ids)
         rows = _rows("ids", ids)
         pad_id = arguments.int32("pad_id", pad_id)
+        if end_id is not None and arguments.int32("end_id", end_id) == pad_id:
+            raise arguments.value_error("end_id", "another id than pad_id", end_id)
         start = arguments.int32("start", start)
         at_padding = arguments.int32("at_padding", at_padding)
         check_last_position("start", start, rows.shape[1])
-        return _with_rank(ids.ndim, _of_ids(rows, pad_id, start, at_padding))
+        return _with_rank(ids.ndim, _of_ids(rows, pad_id, end_id, start, at_padding))
+
+    @classmethod
+    def from_positions(cls, positions: ArrayLike) -> "TokenPositions":
+        """For packed sequences whose positions restart, without padding.
+
+        Args:
+            positions: [length] or [batch, length] integers. A token that is not one position after
+                the token to its left begins a segment.
+
+        Returns:
+            TokenPositions of the shape of positions, with segments 1, 2, ...
+
+        Raises:
+            TypeError: positions are not integers that `TokenPositions` takes.
+            ValueError: positions do not have rank 1 or 2, or do not fit int32.
+
+        Example:
+            >>> import transformer_embed as te
+            >>> te.TokenPositions.from_positions([0, 1, 2, 0, 1]).segment_ids.tolist()
+            [1, 1, 1, 2, 2]
+        """
+        positions = as_comparable("positions", positions)
+        return _with_rank(positions.ndim, _of_positions(_rows("positions", positions)))
 
     @classmethod
     def from_lengths(
@@ -560,10 +596,26 @@ def _taken(tokens: dict[str, Array], order: Int32[Array, "n"]) -> dict[str, Arra
     }
 
 
-@compiled(1, 2, 3)
-def _of_ids(ids: Int32[Array, "b t"], pad_id: int, start: int, at_padding: int) -> TokenPositions:
+@compiled(1, 2, 3, 4)
+def _of_ids(
+    ids: Int32[Array, "b t"], pad_id: int, end_id: int | None, start: int, at_padding: int
+) -> TokenPositions:
     tokens = ids != pad_id
-    return _of_tokens(tokens, start, at_padding)
+    if end_id is None:
+        return _of_tokens(tokens, start, at_padding)
+    begins = of_previous_token(ids == end_id).at[:, 0].set(True)
+    count = jnp.cumsum(with_whole_rows(tokens), axis=1, dtype=jnp.int32) - tokens
+    # How many tokens are before the text of each.
+    before = jax.lax.cummax(jnp.where(begins, count, 0), axis=1)
+    positions = jnp.where(tokens, count - before + start, at_padding)
+    segments = jnp.cumsum(begins, axis=1, dtype=jnp.int32)
+    return TokenPositions(positions, jnp.where(tokens, segments, 0))
+
+
+@compiled()
+def _of_positions(positions: Integer[Array, "b t"]) -> TokenPositions:
+    begins = (positions != of_previous_token(positions) + 1).at[:, 0].set(True)
+    return TokenPositions(positions, jnp.cumsum(begins, axis=1, dtype=jnp.int32))
 
 
 @compiled(1, 2)
