@@ -459,6 +459,48 @@ EQUAL = {
 }
 
 
+IDS_OF_ROW = jnp.array([[1, 1, 1, 2, 2, 0, 0, 0]])
+PLACES = jnp.array([[0, 1, 2, 0, 1, 0, 0, 0]])
+SHIFTED = jnp.array([[1, 1, 0, 1, 0, 0, 0, 0]], bool)
+# The batch as they make it, the call of the page, and the mask of the labels that it names, if any.
+PACKED = {
+    "grain, which packs a feature `ids`": {"ids_positions": PLACES, "ids_segment_ids": IDS_OF_ROW},
+    "MaxText; `targets` are shifted": {
+        "inputs_position": PLACES,
+        "inputs_segmentation": IDS_OF_ROW,
+        "targets_segmentation": IDS_OF_ROW * SHIFTED,
+    },
+    "axlearn; `target_labels` are shifted": {
+        "input_positions": PLACES,
+        "input_segment_ids": IDS_OF_ROW,
+        "target_labels": jnp.where(SHIFTED, 7, -1),
+    },
+    "Tunix": {"segment_positions": PLACES, "segment_ids": IDS_OF_ROW},
+    "Levanter, ejkernel: segments from 0, padding is -1": {"segment_ids": IDS_OF_ROW - 1},
+    "transformers, torchtitan: positions that restart, without padding": {
+        "position_ids": PLACES[:, :5]
+    },
+}
+
+
+@every(PACKED)
+def test_a_packed_batch_of_another_project_is_taken_by_the_call_of_the_page(name):
+    row = next(
+        line for line in PAGE.read_text("utf-8").splitlines() if line.startswith(f"| {name} |")
+    )
+    made, *mask = re.findall(r"`([^`]+)`", row.split(" | ")[1])
+    scope = {"batch": PACKED[name], "jnp": jnp, "TokenPositions": te.TokenPositions}
+    tokens = eval(made, scope)
+    length = tokens.positions.shape[1]
+    equal(tokens.positions, PLACES[:, :length])
+    expected = te.TokenPositions.from_segment_ids(IDS_OF_ROW[:, :length])
+    equal(tokens.padding_mask, expected.padding_mask)
+    equal(*(te.AttentionMask(each, causal=True).dense() for each in (tokens, expected)))
+    equal(tokens.next_token_mask, SHIFTED[:, :length])
+    for text in mask:
+        equal(eval(text.removeprefix("mask="), scope), SHIFTED)
+
+
 @pytest.mark.slow
 @every(EQUAL)
 def test_what_is_equal_to_the_bit(name):
@@ -601,6 +643,7 @@ LISTS = [
     BIASES,
     MASKS,
     EQUAL,
+    PACKED,
     STARTS,
     OUTPUTS,
     LOSSES_OF_PROJECTS,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, UInt8
 
 import transformer_embed as te
@@ -100,7 +100,7 @@ def train(text: bytes, positions: str, *, steps: int, seed: int, quiet: bool) ->
     """Trains on a text but its end; equal arguments give equal results on one machine."""
     training, held_out = split(text)
     windows = _windows(training, CONTEXT)
-    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     over_devices = NamedSharding(mesh, PartitionSpec("data"))
     params = model(positions).init(jax.random.key(seed), jnp.zeros([1, CONTEXT], jnp.uint8))
     params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
