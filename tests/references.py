@@ -580,7 +580,7 @@ def from_ids(got, ids, *, pad_id, end_id, start, at_padding):
             if texts[0] and before == end_id != pad_id:
                 texts.append([])
             texts[-1].append(each != pad_id)
-        rows.append(sum((counted(text, start, at_padding) for text in texts), []))
+        rows.append([each for text in texts for each in counted(text, start, at_padding)])
         segments.append([n * each for n, text in enumerate(texts, start=1) for each in text])
     same_tokens(got, rows, segments)
 
