@@ -525,7 +525,9 @@ def within_finite(got, want, error):
 
 def kept_log_probs(got, x, table, kept, *, chunk_size, **options):
     wanted, sizes = of_candidates(x, table, integers(kept), **options)
-    totals = np.logaddexp.reduce(wanted, -1, keepdims=True)
+    # Of ids outside the vocabulary, it is NaN.
+    with np.errstate(invalid="ignore"):
+        totals = np.logaddexp.reduce(wanted, -1, keepdims=True)
     totals = np.where(np.isneginf(totals), 0, totals)
     within_finite(got, wanted - totals, OF_A_LOSS * (sizes + np.abs(totals)))
 

@@ -95,7 +95,7 @@ def test_candidates_outside_the_vocabulary_are_nan_and_entropies_those_of_tokens
 
 
 @pytest.mark.slow
-def test_the_ratio_of_a_policy_to_itself_is_exactly_1():
+def test_the_ratio_of_a_policy_to_itself_is_1_to_rounding():
     log_probs = lambda x: linear_log_probs(x, TABLE, LABELS, chunk_size=5)
     reference = jax.jit(log_probs)(X)
 
@@ -105,7 +105,7 @@ def test_the_ratio_of_a_policy_to_itself_is_exactly_1():
         return ratio, back(jnp.ones_like(ratio))
 
     ratio, (gradient,) = ratio_and_gradient(X)
-    equal(ratio, 1)
+    near(ratio, np.ones_like(ratio), rtol=2e-6)
     assert np.abs(gradient).max() > 0
 
 
