@@ -402,7 +402,7 @@ def temporaries(function, *arguments):
 
 
 @pytest.mark.slow
-def test_temporaries_are_a_small_part_of_whole_logits():
+def test_temporaries_are_an_eighth_of_whole_logits_or_less():
     many = jnp.zeros((8, 512, 8)), jnp.zeros((512, 8)), jnp.zeros((8, 512), int)
 
     def dense(x, table, labels):
@@ -412,10 +412,9 @@ def test_temporaries_are_a_small_part_of_whole_logits():
     whole = temporaries(jax.value_and_grad(dense, (0, 1)), *many)
     assert 8 * temporaries(linear_cross_entropy, *many) <= whole
     settings = {"softcap": 30.0, "scale": 0.5, "z_loss": 1e-4, "shift": True}
-    # jax 0.12 keeps one more number of each logit of a chunk to smooth labels.
-    for options, parts in (({"label_smoothing": 0.1}, 6), ({"pad_id": 3}, 8), (settings, 8)):
+    for options in ({"label_smoothing": 0.1}, {"pad_id": 3}, settings):
         loss = functools.partial(linear_cross_entropy, **options)
-        assert parts * temporaries(jax.value_and_grad(loss, (0, 1)), *many) <= whole
+        assert 8 * temporaries(jax.value_and_grad(loss, (0, 1)), *many) <= whole
 
 
 @pytest.mark.slow

@@ -247,8 +247,8 @@ class CrossEntropy(Loss):
             is_label = jnp.arange(values.shape[1], dtype=jnp.int32)[None] == columns
             return jnp.where(is_label, values - amounts, values)
 
-        if self.reduction == "none":
-            # Fused with the product with the cotangents, which writes all of them anyway.
+        if self.reduction == "none" or smoothing is not None:
+            # Fused with the product with the cotangents or the smoothing, which write all anyway.
             return in_one_pass()
 
         def in_place() -> jax.Array:
