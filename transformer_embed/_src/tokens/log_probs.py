@@ -14,6 +14,7 @@ from transformer_embed._src.sequences.runs import of_previous_token
 from transformer_embed._src.tokens.chunks import Layer, Loss, map_chunks, split_layers
 from transformer_embed._src.tokens.cross_entropy import CrossEntropy
 from transformer_embed._src.tokens.lookup import Table
+from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 from transformer_embed._src.tokens.losses import (
     Batch,
     along_length,
@@ -206,10 +207,11 @@ def _kept_log_probs(loss: Loss, layer: Layer, batch: Batch) -> Float[Array, "...
         ids, settings = of_tokens
         x, _, bias, rows = layers[0]
         columns = jnp.asarray(ids) - index_along(split.vocabulary) * len(rows)
-        is_here = (columns >= 0) & (columns < len(rows))
-        columns = jnp.clip(columns, 0, len(rows) - 1)
-        products = jnp.einsum("td,tkd->tk", x.astype(rows.dtype), rows[columns])
-        bias = None if bias is None else bias[columns]
+        # As uint32, a negative column is past the end, like that of another device's row.
+        columns = columns.astype(jnp.uint32)
+        is_here = columns < len(rows)
+        products = jnp.einsum("td,tkd->tk", x.astype(rows.dtype), read_or_zero(rows, columns))
+        bias = None if bias is None else read_or_zero(bias[:, None], columns)[..., 0]
         logits, factor = biased_and_capped(loss.outputs[0], products, bias)
         if settings.temperature is not None:
             factor /= settings.temperature
