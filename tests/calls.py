@@ -53,7 +53,7 @@ GOOD = {
     te.relative_position_buckets: {"query_positions": POSITIONS, "key_positions": POSITIONS},
     te.shared_prefix_parents: {
         "prefix_lengths": LABELS,
-        "answer_lengths": np.array([[1, 2], [0, 1]]),
+        "answer_lengths": np.int32([[1, 2], [0, 1]]),
         "length": 6,
     },
     te.sinusoidal_encoding: {"positions": POSITIONS, "d_model": 4},

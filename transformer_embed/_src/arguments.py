@@ -367,7 +367,13 @@ def as_int32(name: str, value: ArrayLike) -> jax.Array:
     array = _integers(name, value)
     if not np.can_cast(array.dtype, np.int32):
         # Neither end may be outside the array's own dtype.
-        array = array.clip(max(jnp.iinfo(array.dtype).min, -(2**31)), 2**31 - 1)
+        lowest, highest = map(
+            array.dtype.type, (max(jnp.iinfo(array.dtype).min, -(2**31)), 2**31 - 1)
+        )
+        if isinstance(array, jax.Array):
+            # By name, for users may forbid jax to move numbers to a device by itself.
+            lowest, highest = jax.device_put((lowest, highest))
+        array = array.clip(lowest, highest)
     # A weak int32 too: it would be traced again.
     return jnp.asarray(array, jnp.int32)
 
