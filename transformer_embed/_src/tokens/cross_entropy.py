@@ -26,13 +26,14 @@ from transformer_embed._src.tokens.losses import (
     Batch,
     ShiftedLogits,
     as_batch,
-    as_setting,
+    as_chunk_size,
+    as_layer,
     as_steps,
     reduced,
     shifted_logits,
     slope_of_logits,
 )
-from transformer_embed._src.tokens.output_layer import OutputLayer, RowLogits, as_output_layer
+from transformer_embed._src.tokens.output_layer import OutputLayer, RowLogits
 
 
 class LossMetrics(NamedTuple):
@@ -145,26 +146,26 @@ def linear_cross_entropy(
         https://arxiv.org/abs/2204.02311. The name and shift: Wijmans et al., "Cut Your Losses in
         Large-Vocabulary Language Models" (2024), https://arxiv.org/abs/2411.09009
     """
-    x, output = as_output_layer(x, output)
+    options, layer = as_layer(x, output)
     steps = as_steps(shift)
     batch = as_batch(
-        x.shape[:-1],
+        layer.x.shape[:-1],
         labels,
         mask,
         weights,
         steps,
         segment_ids,
-        label_smoothing=as_setting("label_smoothing", label_smoothing, 0, arguments.rate),
-        z_loss=as_setting("z_loss", z_loss, 0, arguments.not_negative),
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
     )
     loss = CrossEntropy(
-        (output._options,),
+        (options,),
         steps,
-        None if chunk_size is None else arguments.size("chunk_size", chunk_size),
+        as_chunk_size(chunk_size),
         arguments.choice("reduction", reduction, REDUCTIONS),
         with_metrics=arguments.flag("with_metrics", with_metrics),
     )
-    return _reduced_loss(loss, Layer(x, output.table, output.bias), batch)
+    return _reduced_loss(loss, layer, batch)
 
 
 @functools.partial(jax.jit, static_argnums=0)

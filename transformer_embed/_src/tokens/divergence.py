@@ -18,13 +18,14 @@ from transformer_embed._src.tokens.losses import (
     Batch,
     ShiftedLogits,
     as_batch,
-    as_setting,
+    as_chunk_size,
+    as_layer,
     as_steps,
     reduced,
     shifted_logits,
     slope_of_logits,
 )
-from transformer_embed._src.tokens.output_layer import OutputLayer, RowLogits, as_output_layer
+from transformer_embed._src.tokens.output_layer import OutputLayer, RowLogits
 
 KINDS = ("forward", "reverse", "js")
 
@@ -101,30 +102,25 @@ def linear_divergence(
         https://arxiv.org/abs/1503.02531; Agarwal et al., "On-Policy Distillation of Language
         Models" (2024), section 2, https://arxiv.org/abs/2306.13649
     """
-    x, output = as_output_layer(x, output)
-    teacher_x, teacher_output = as_output_layer(teacher_x, teacher_output)
-    tokens, steps = x.shape[:-1], as_steps(shift)
-    arguments.check_same("teacher_x", "x's tokens", teacher_x.shape[:-1], tokens)
-    rows, others = output.table.shape[0], teacher_output.table.shape[0]
-    want = f"as many ids as output's (cut the longer table, as in table[:{min(rows, others)}])"
-    arguments.check_same("teacher_output", want, others, rows)
-    arguments.check_same("teacher_output", "output's pad_id", teacher_output.pad_id, output.pad_id)
+    (options, student), (others, teacher) = as_layer(x, output), as_layer(teacher_x, teacher_output)
+    tokens, steps = student.x.shape[:-1], as_steps(shift)
+    arguments.check_same("teacher_x", "x's tokens", teacher.x.shape[:-1], tokens)
+    shorter = min(options.vocab_size, others.vocab_size)
+    want = f"as many ids as output's (cut the longer table, as in table[:{shorter}])"
+    arguments.check_same("teacher_output", want, others.vocab_size, options.vocab_size)
+    arguments.check_same("teacher_output", "output's pad_id", others.pad_id, options.pad_id)
     if arguments.choice("kind", kind, KINDS) != "js":
         arguments.check_left_out("beta", beta, "kind is not 'js'")
     loss = Divergence(
-        (output._options, teacher_output._options),
+        (options, others),
         steps,
-        None if chunk_size is None else arguments.size("chunk_size", chunk_size),
+        as_chunk_size(chunk_size),
         arguments.choice("reduction", reduction, REDUCTIONS),
         kind,
         0.5 if beta is None else arguments.part("beta", beta),
     )
-    of_tokens = as_setting("temperature", temperature, 1, arguments.positive)
-    batch = as_batch(tokens, None, mask, weights, steps, segment_ids, temperature=of_tokens)
-    student = Layer(x, output.table, output.bias)
-    return _divergence(
-        loss, student, Layer(teacher_x, teacher_output.table, teacher_output.bias), batch
-    )
+    batch = as_batch(tokens, None, mask, weights, steps, segment_ids, temperature=temperature)
+    return _divergence(loss, student, teacher, batch)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -19,7 +19,8 @@ from transformer_embed._src.tokens.losses import (
     Batch,
     along_length,
     as_batch,
-    as_setting,
+    as_chunk_size,
+    as_layer,
     as_steps,
     every_token,
     nan_outside,
@@ -29,7 +30,6 @@ from transformer_embed._src.tokens.losses import (
 )
 from transformer_embed._src.tokens.output_layer import (
     OutputLayer,
-    as_output_layer,
     biased_and_capped,
 )
 
@@ -107,19 +107,18 @@ def linear_log_probs(
         >>> jax.grad(ppo_loss)(x, log_probs, jnp.ones([1, 3])).shape
         (1, 3, 2)
     """
-    x, output = as_output_layer(x, output)
-    of_labels = as_setting("temperature", temperature, 1, arguments.positive)
-    steps = as_steps(shift)
+    options, layer = as_layer(x, output)
+    tokens, steps = layer.x.shape[:-1], as_steps(shift)
     ids = arguments.as_int32("labels", labels)
-    batch = as_batch(x.shape[:-1], ids, mask, None, steps, segment_ids, True, temperature=of_labels)
+    batch = as_batch(tokens, ids, mask, None, steps, segment_ids, True, temperature=temperature)
     loss = CrossEntropy(
-        (output._options,),
+        (options,),
         steps,
-        None if chunk_size is None else arguments.size("chunk_size", chunk_size),
+        as_chunk_size(chunk_size),
         with_entropy=arguments.flag("with_entropy", with_entropy),
-        with_candidates=ids.ndim == x.ndim,
+        with_candidates=ids.ndim > len(tokens),
     )
-    return _log_probs(loss, Layer(x, output.table, output.bias), batch)
+    return _log_probs(loss, layer, batch)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -183,17 +182,14 @@ def linear_kept_log_probs(
         Top-p: Holtzman et al., "The Curious Case of Neural Text Degeneration" (2020), section 3.1,
         https://arxiv.org/abs/1904.09751
     """
-    x, output = as_output_layer(x, output)
-    of_labels = as_setting("temperature", temperature, 1, arguments.positive)
-    steps = as_steps(shift)
+    options, layer = as_layer(x, output)
+    tokens, steps = layer.x.shape[:-1], as_steps(shift)
     ids = arguments.as_int32("kept", kept)
-    arguments.check_same("kept", "x's shape without its last axis", ids.shape[:-1], x.shape[:-1])
-    batch = as_batch(x.shape[:-1], ids, mask, None, steps, segment_ids, True, temperature=of_labels)
-    size = output.table.shape[0] // max(ids.shape[-1], 1)
-    if chunk_size is not None:
-        size = arguments.size("chunk_size", chunk_size)
-    loss = Loss((output._options,), steps, max(size, 1))
-    return _kept_log_probs(loss, Layer(x, output.table, output.bias), batch)
+    arguments.check_same("kept", "x's shape without its last axis", ids.shape[:-1], tokens)
+    batch = as_batch(tokens, ids, mask, None, steps, segment_ids, True, temperature=temperature)
+    most = max(options.vocab_size // max(ids.shape[-1], 1), 1)
+    loss = Loss((options,), steps, as_chunk_size(chunk_size) or most)
+    return _kept_log_probs(loss, layer, batch)
 
 
 @functools.partial(jax.jit, static_argnums=0)

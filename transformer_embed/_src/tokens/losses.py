@@ -29,11 +29,34 @@ from transformer_embed._src.tokens.chunks import (
     sum_of_losses,
     weighted,
 )
-from transformer_embed._src.tokens.output_layer import OutputOptions, RowLogits
+from transformer_embed._src.tokens.lookup import Table
+from transformer_embed._src.tokens.output_layer import (
+    OutputLayer,
+    OutputOptions,
+    RowLogits,
+    as_output_layer,
+)
 
 REDUCTIONS = ("mean", "sum", "none")
+# The default of each setting, and its range as a number that is known while tracing.
+SETTINGS = {
+    "temperature": (1, arguments.positive),
+    "label_smoothing": (0, arguments.rate),
+    "z_loss": (0, arguments.not_negative),
+}
 # Where shifted logits are below, their exponentials are 0, in float64 too.
 FLOOR = -1e4
+
+
+def as_layer(x: ArrayLike, output: OutputLayer | ArrayLike | Table) -> tuple[OutputOptions, Layer]:
+    """The arguments of `linear_logits`: what is static of them, and the arrays."""
+    x, output = as_output_layer(x, output)
+    return output._options, Layer(x, output.table, output.bias)
+
+
+def as_chunk_size(chunk_size: Any) -> int | None:
+    """The largest number of tokens in a chunk; None: it is chosen."""
+    return None if chunk_size is None else arguments.size("chunk_size", chunk_size)
 
 
 class Batch(NamedTuple):
@@ -54,20 +77,14 @@ def as_batch(
     shift: int,
     segment_ids: ArrayLike | None,
     with_candidates: bool = False,
-    **settings: Array | None,
+    **settings: ArrayLike,
 ) -> Batch:
     """The checked arrays of a loss of tokens of this shape.
 
     With candidates, the labels and their mask have one more axis.
     """
-    ids, candidates, name, whose = None, (), "x", "the tokens"
-    if labels is not None:
-        name, whose = "labels", "the labels"
-        ids = arguments.as_int32(name, labels)
-        candidates = ids.shape[len(tokens) :] if with_candidates else ()
-        want = "x's shape without its last axis"
-        arguments.check_same("labels", want, ids.shape, (*tokens, *candidates[:1]))
-        ids = ids if candidates else jnp.expand_dims(ids, -1)
+    name, whose = ("x", "the tokens") if labels is None else ("labels", "the labels")
+    ids, candidates = _as_labels(tokens, labels, with_candidates=with_candidates)
     check_known(name, tokens)
     if shift:
         if not tokens:
@@ -96,8 +113,23 @@ def as_batch(
         of_labels,
         aligned("weights", weights, arguments.as_floats),
         aligned("segment_ids", segment_ids, as_comparable),
-        Settings(**{name: aligned(name, values) for name, values in settings.items()}),
+        Settings(
+            **{name: aligned(name, _setting(name, value)) for name, value in settings.items()}
+        ),
     )
+
+
+def _as_labels(
+    tokens: tuple[int, ...], labels: ArrayLike | None, *, with_candidates: bool
+) -> tuple[Array | None, tuple[int, ...]]:
+    """Labels [..., c], and the axis of candidates if there is one."""
+    if labels is None:
+        return None, ()
+    ids = arguments.as_int32("labels", labels)
+    candidates = ids.shape[len(tokens) :] if with_candidates else ()
+    want = "x's shape without its last axis"
+    arguments.check_same("labels", want, ids.shape, (*tokens, *candidates[:1]))
+    return ids if candidates else jnp.expand_dims(ids, -1), candidates
 
 
 def check_known(name: str, shape: tuple[int, ...]) -> None:
@@ -112,10 +144,11 @@ def every_token(x: Array) -> Bool[Array, "..."]:
     return ~jnp.zeros_like(x, bool).any(-1)
 
 
-def as_setting(name: str, value: Any, default: float, check: Callable) -> Array | None:
+def _setting(name: str, value: Any) -> Array | None:
     """A number of each token as an array that may be traced; None if it is the default."""
     if not isinstance(value, numbers.Real | np.floating):
         return arguments.as_floats(name, value)
+    default, check = SETTINGS[name]
     number = check(name, value)
     # By name, for users may forbid jax to move numbers to a device by itself.
     return None if number == default else jax.device_put(number)

@@ -11,11 +11,16 @@ from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.partitioning import all_gather, split_like
 from transformer_embed._src.tokens.chunks import Layer, map_chunks, split_layers
 from transformer_embed._src.tokens.lookup import Table
-from transformer_embed._src.tokens.losses import check_known, every_token, shifted_logits
+from transformer_embed._src.tokens.losses import (
+    as_chunk_size,
+    as_layer,
+    check_known,
+    every_token,
+    shifted_logits,
+)
 from transformer_embed._src.tokens.output_layer import (
     OutputLayer,
     OutputOptions,
-    as_output_layer,
     row_logits,
 )
 
@@ -63,15 +68,14 @@ def linear_top_k(
         Truncated distributions for sampling: Fan et al., "Hierarchical Neural Story Generation"
         (2018), section 5.4, https://arxiv.org/abs/1805.04833
     """
-    x, output = as_output_layer(x, output)
-    check_known("x", x.shape)
-    options = output._options
+    options, layer = as_layer(x, output)
+    check_known("x", layer.x.shape)
     padding = options.pad_id is not None and 0 <= options.pad_id < options.vocab_size
     return _top_k(
         options,
         arguments.integer("k", k, at_least=1, at_most=options.vocab_size - padding),
-        None if chunk_size is None else arguments.size("chunk_size", chunk_size),
-        jax.lax.stop_gradient(Layer(x, output.table, output.bias)),
+        as_chunk_size(chunk_size),
+        jax.lax.stop_gradient(layer),
     )
 
 
