@@ -26,21 +26,15 @@ LENGTHS = (CONTEXT, 2 * CONTEXT, 4 * CONTEXT)
 STEPS_A_LOSS = 10
 # Its held-out end has one text of each length, and the byte after it.
 SHORTEST_TEXT = math.ceil((LENGTHS[-1] + 1) / HELD_OUT)
-# What is added to tokens. Rotary positions and ALiBi change attention instead.
-SCHEMES = {
-    "sinusoidal": te.Sinusoidal(),
-    "learned": te.Learned(CONTEXT),
-    "rotary": None,
-    "alibi": None,
-    "none": None,
-}
+# What is added to tokens; other positions change attention instead.
+SCHEMES = {"sinusoidal": te.Sinusoidal(), "learned": te.Learned(CONTEXT)}
 
 Params = Mapping[str, Mapping[str, Array]]
 
 
 def config(positions: str) -> te.EmbedderConfig:
-    """The input layer with these positions, a name of SCHEMES."""
-    return te.EmbedderConfig(VOCAB_SIZE, D_MODEL, scheme=SCHEMES[positions], dropout_rate=0.0)
+    """The input layer with these positions."""
+    return te.EmbedderConfig(VOCAB_SIZE, D_MODEL, scheme=SCHEMES.get(positions), dropout_rate=0.0)
 
 
 def next_byte_logits(positions: str, ids: UInt8[Array, "b t"]) -> Float[Array, "b t v"]:

@@ -5,7 +5,7 @@ import hashlib
 import pathlib
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -130,19 +130,27 @@ def run(args: argparse.Namespace) -> None:
     if args.plot:
         draw_file(args.plot, lambda ax: _curves(ax, results))
         print(f"The losses are in {args.plot}.")
-    lengths = language_model.LENGTHS
-    print(f"\nbits per byte of texts with\n{'positions':<22}{'parameters':>12}", end="")
-    print("".join(f"{f'{length} bytes':>14}" for length in lengths))
-    for name, result in results.items():
-        size = sum(leaf.size for leaf in jax.tree.leaves(result.params))
-        bits = ("-" if each is None else f"{each:.2f}" for each in result.bits)
-        print(f"{name:<22}{size:>12,}" + "".join(f"{each:>14}" for each in bits))
+    print("\n".join(_table(results, language_model.LENGTHS)))
     # Shares that sum to 1.
     size, unigram = language_model.VOCAB_SIZE - 1, language_model.unigram_bits(text)
-    print(f"{'(unigram model)':<22}{size:>12,}{unigram:>14.2f}")
+    print(_row("(unigram model)", f"{size:,}", [f"{unigram:.2f}"]))
     if len(results) > 1:
         first = {name: result.bits[0] for name, result in results.items()}
         print(f"\n{verdict(first, args.steps)}")
+
+
+def _table(results: Mapping[str, Any], lengths: Sequence[int]) -> Iterator[str]:
+    """The lines of a table of what each model scored on texts of these lengths."""
+    yield "\nbits per byte of texts with"
+    yield _row("positions", "parameters", [f"{length} bytes" for length in lengths])
+    for name, result in results.items():
+        size = sum(leaf.size for leaf in jax.tree.leaves(result.params))
+        bits = ["-" if each is None else f"{each:.2f}" for each in result.bits]
+        yield _row(name, f"{size:,}", bits)
+
+
+def _row(name: str, size: str, bits: Sequence[str]) -> str:
+    return f"{name:<22}{size:>12}" + "".join(f"{each:>14}" for each in bits)
 
 
 def verdict(bits: Mapping[str, float], steps: int) -> str:
