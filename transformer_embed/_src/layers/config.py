@@ -65,10 +65,10 @@ class OutputConfig:
 
 @dataclasses.dataclass(frozen=True)
 class NoOutput:
-    """In place of an `OutputConfig`: there is no output layer, for a reason that errors repeat.
+    """Takes the place of an `OutputConfig` where there is no output layer, and says why.
 
-    `load_embedder` gives one where `OutputConfig` cannot describe the output layer, or the file has
-    none.
+    Errors repeat the reason. `load_embedder` makes one if `OutputConfig` cannot describe the output
+    layer, or the file has none.
 
     Args:
         reason: a sentence, without its full stop.

@@ -32,7 +32,7 @@ OFFSETS = (NORM_OFFSET, WIDEN_OFFSET)
 STACKS = ("encoder", "decoder")
 # Kinds of layers, as config.json's `layer_types` names them.
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-# Besides SLIDING: all layers rotate if there is no window.
+# Only sliding layers rotate, or all of them in a model without a window.
 WINDOWLESS = "windowless"
 INDEXED, LINEAR, CROSS = "indexed_attention", "linear_attention", "cross_attention"
 
@@ -100,8 +100,8 @@ class Architecture(NamedTuple):
         kinds: if config.json does not list them, the kinds of the layers between and of every nth,
             where n is the entry sliding_window_pattern; one: that of all; (): they are not known.
         phase: the number of the first layer of the second kind; below 0, from the nth.
-        rotates: SLIDING: only these layers rotate; WINDOWLESS: and if there is no window, all; "":
-            all.
+        rotates: which layers rotate. SLIDING: the sliding ones; WINDOWLESS: these, or all in a
+            model without a window; "": all.
         is_causal: whether a token sees only those before it.
         sections: how pairs are shared out to time, height and width: CONSECUTIVE or IN_TURNS.
         has_alpha: whether the scaling "dynamic" may have the alpha of `NTKScaling`.

@@ -48,8 +48,9 @@ class TokenPositions:
             there are no blocks. See `with_block_ids`.
         places: [length] or [batch, length] integers by which a causal mask and a window compare
             tokens of a sequence. None: their positions. `take` and `from_parents` give them.
-        ends: [length] or [batch, length] integers: a causal mask hides a token from the places from
-            this one on, as from other branches of a tree. None: there is no such place.
+        ends: [length] or [batch, length] integers: under a causal mask, only tokens whose place is
+            before this number see the token. In a tree it hides a token from other branches. None:
+            all later tokens see it.
 
     Raises:
         TypeError: an array does not hold integers, or is a jax array of unsigned ones of 32 bits or
@@ -131,9 +132,9 @@ class TokenPositions:
     def take(self, order: ArrayLike) -> "TokenPositions":
         """The tokens of each row in another order, such as `load_balanced_order`.
 
-        A mask of them means the same: they keep their places in the row. So does every part of the
-        row, and `tile_kinds` are as exact as before. Give ids, labels and weights the same order.
-        Shift the labels before, since the next token of a sequence is no longer beside it.
+        Tokens keep their places in the row, so a mask of all or some of them hides the same pairs
+        as before, and `tile_kinds` stays as exact. Give ids, labels and weights the same order.
+        Shift the labels first, since the next token of a sequence is no longer beside it.
 
         Args:
             order: [number] integers, the index in the row of each token.

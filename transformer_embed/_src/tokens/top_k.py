@@ -50,7 +50,7 @@ def linear_top_k(
         is), and ids [..., k], int32. Of ids with equal ones, the lower id is first. Banned ids come
         last, with -inf.
 
-        There is no gradient: pass the ids to `linear_log_probs` where one is needed.
+        The result has no gradient. Where one is needed, pass the ids to `linear_log_probs`.
 
     Raises:
         TypeError: as for `linear_logits`; k is not a Python int.
