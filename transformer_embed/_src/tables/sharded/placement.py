@@ -206,7 +206,7 @@ class _Placement(NamedTuple):
         rows: Any = leaf
         is_table = isinstance(leaf, Sharded)
         if is_table and is_rows and not isinstance(leaf.array, jax.ShapeDtypeStruct):
-            return leaf.moved(self.split_of(name, shape[0], sharding))
+            return leaf._moved(self.split_of(name, shape[0], sharding))
         if is_table:
             rows = leaf.in_vocabulary_order()
         elif not isinstance(leaf, jax.ShapeDtypeStruct):

@@ -177,7 +177,7 @@ class Sharded(Table):
 
     _all_rows = in_vocabulary_order
 
-    def moved(self, split: TableSplit) -> "Sharded":
+    def _moved(self, split: TableSplit) -> "Sharded":
         """The same rows, split otherwise. They go from device to device."""
         array, mesh = self.array, Mesh(self.split.mesh.devices, self.split.mesh.axis_names)
         if split.order != self.split.order:
