@@ -153,7 +153,7 @@ evaluation_step = jax.jit(functools.partial(sum_of_losses, rng=None, is_training
 def generate(params, rng, ids, lengths, *, steps, top_p):
     """Ids [batch, length] whose rows are continued until their end; reads all of them each step.
 
-    A cache of keys and values saves that: see the Quick start.
+    A cache of keys and values saves that: see the recipes.
     """
 
     def next_token(carry, rng):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-QUICK_START = ROOT / "notebooks" / "quick_start.md"
+START = ROOT / "notebooks" / "start.md"
 FOLDER = ROOT / "notebooks"
 PAGES = [
     page

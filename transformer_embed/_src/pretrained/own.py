@@ -45,7 +45,7 @@ from transformer_embed._src.pretrained.parameters import (
     is_transposed,
     parameters_of,
 )
-from transformer_embed._src.tables.sharded.table import Sharded
+from transformer_embed._src.tokens.lookup import Table
 
 # Of the file's metadata.
 CONFIG = "transformer_embed.config"
@@ -178,12 +178,11 @@ def _with_own_paths(
 
 def _on_host(leaf: Any) -> np.ndarray:
     """An array, whole and in its own dtype."""
-    # A wrapper such as nnx.Param may hold a Sharded, which raises if it is asked for one array.
-    if not isinstance(leaf, Sharded):
+    # A wrapper such as nnx.Param may hold a table, which raises if it is asked for one array.
+    if not isinstance(leaf, Table):
         leaf = arguments.unwrapped(leaf)
-    if isinstance(leaf, Sharded):
-        leaf = leaf.in_vocabulary_order()
-    return gathered(leaf)
+    rows = leaf._all_rows() if isinstance(leaf, Table) else None
+    return gathered(leaf if rows is None else rows)
 
 
 def describe_own(tensors: Tensors) -> tuple[PretrainedInput, Specs]:
