@@ -285,7 +285,6 @@ def test_full_layers_may_have_wider_heads_of_which_a_share_rotates(tmp_path, siz
 
 OF_TYPE = r"rope_type: wanted one of 'default', .*, got"
 READ = r"^settings: wanted entries that a model \w+ reads \(.*\), got "
-LONG = {"type": "longrope", "short_factor": [1] * 5000, "long_factor": [1]}
 YARN = {"rope_type": "yarn", "factor": 0}
 
 
@@ -312,17 +311,16 @@ IN_FILE = [
     ("llama", {"rope_parameters": {"rope_type": "quantum"}}, f"{OF_TYPE} 'quantum'"),
     ("llama", {"rope_parameters": {"factor": 4.0}}, f"rope_scaling: {OF_TYPE} None$"),
     ("llama", {"rope_parameters": {"rope_type": "linear"}}, "for a model llama: factor: wanted a Python number, got None"),
-    ("llama", {"rope_parameters": [1]}, r"for a model llama: rope_parameters: wanted an object, got \[1\]"),
-    ("phi3", {"rope_scaling": LONG}, "head_dim: wanted an int of at most 8192, got 10000"),
+    ("llama", {"rope_parameters": [1]}, r"for a model llama: rope_parameters: wanted an object, got list \[1\]"),
     ("phi", {"num_attention_heads": 0, "rope_parameters": None}, "num_attention_heads: wanted an int of at least 1, got 0"),
     ("bloom", {"n_head": None}, "for a model bloom: num_attention_heads: wanted a Python int, got None$"),
-    ("llama", {"rope_scaling": {"type": "mrope", "mrope_section": [4, 4]}}, "mrope_section: wanted none, since a model llama is not known to have them, got"),
+    ("llama", {"rope_scaling": {"type": "mrope", "mrope_section": [4, 4]}}, "is not read .*, got rope_scaling: mrope_section: "),
     ("llama", sectioned([8192] * 10**5), "mrope_section: its sum: wanted an int of at most 8192, got 819200000"),
     ("llama", sectioned([3, -1, 2]), r"mrope_section\[1\]: wanted an int of at least 0, got -1"),
 ]  # fmt: skip
 # In settings.
 IN_SETTINGS = [
-    ("bert", {"layer_norm_epsilon": 1e-3}, f"{READ}'layer_norm_ep"),
+    ("bert", {"layer_norm_epsilons": 1e-3}, f"{READ}'layer_norm_ep"),
     ("llama", {"rotary_fancy": None}, f"{READ}'rotary_fancy'$"),
     ("llama", {"rope_scaling": {"type": "linear", "facter": 2}}, f"{READ}'rope_scaling: facter'$"),
     ("gemma3", {"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters: wanted an object with the entries full_attention and sliding"),
@@ -352,7 +350,7 @@ def test_entries_that_mean_nothing_are_refused_at_once(tmp_path, is_said, name, 
         ("bert", ["layer_norm_eps"], "bert", "wanted layer_norm_eps of bert, from settings or .*, got model_type None there$"),
         ("t5", ["relative_attention_max_distance"], "t5", "wanted relative_attention_max_distance of t5, .* None there$"),
         ("bert", ["layer_norm_eps", "pad_token_id"], "roberta", "wanted layer_norm_eps, pad_token_id of roberta"),
-        ("bloom", ["n_head", "layer_norm_epsilon"], "bloom", "wanted layer_norm_epsilon, n_head of bloom"),
+        ("bloom", ["n_head", "layer_norm_epsilon"], "bloom", "wanted layer_norm_eps, num_attention_heads of bloom"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("type_in_file", [None, "electra"])

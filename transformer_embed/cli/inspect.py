@@ -1,6 +1,7 @@
 """The command `inspect`: prints the input layer found in a checkpoint."""
 
 import argparse
+import collections
 import dataclasses
 from typing import Any
 
@@ -9,7 +10,6 @@ import numpy as np
 from transformer_embed._src.arguments import shown
 from transformer_embed._src.layers.embedder import ROOT
 from transformer_embed._src.pretrained.architecture import BIAS
-from transformer_embed._src.pretrained.layers import alike
 from transformer_embed._src.pretrained.parameters import by_path
 from transformer_embed.cli.arguments import PATH
 from transformer_embed.cli.checkpoint import add_checkpoint_flags, read_checkpoint
@@ -52,7 +52,12 @@ def run(args: argparse.Namespace) -> None:
         print(f"{shown(name)}\n  {array.dtype}{list(array.shape)}, from {shown(tensor)}")
     if len(own) < len(names):
         print(f"beside the layer\n  {len(names) - len(own)} parameters")
-    for layer, numbers in alike(found.layers):
+    # A mapping has no hash, and an array in it no truth value.
+    alike = collections.defaultdict(list)
+    for number, layer in enumerate(found.layers):
+        alike[repr(layer)].append(number)
+    for numbers in alike.values():
+        layer = found.layers[numbers[0]]
         print(f"{shown(layer.type)}, in layers {', '.join(map(str, numbers))}")
         if layer.rotary is not None:
             print(f"  apply_rotary(x, positions, {_arguments(layer.rotary)})")

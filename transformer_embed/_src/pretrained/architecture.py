@@ -66,15 +66,33 @@ READS = {
     "widen": "embedding_size",
     "bias": "num_attention_heads relative_attention_num_buckets relative_attention_max_distance",
     "per_layer_norm": "rms_norm_eps",
-    "has_alibi": "num_attention_heads",
+    "has_alibi": "num_attention_heads alibi_bias_max",
     "rotary": "rope_theta rope_scaling rope_parameters max_position_embeddings "
     "original_max_position_embeddings",
     "partial_rotary_factor": "num_attention_heads head_dim",
     "rope_local_base_freq": "sliding_rope_scaling partial_rotary_factor sliding_rotary_factor "
     "num_attention_heads head_dim global_head_dim",
 }
-# Names of an entry in any model.
-ALIASES = {"num_hidden_layers": "n_layer n_layers num_layers"}
+# Other names of an entry, in any model.
+ALIASES = {
+    "num_hidden_layers": "n_layer n_layers num_layers",
+    "hidden_size": "n_embd d_model dim emb_dim n_embed",
+    "num_attention_heads": "n_head n_heads num_heads",
+    "max_position_embeddings": "n_positions max_target_positions",
+    "layer_norm_eps": "norm_eps layer_norm_epsilon",
+    "rope_theta": "global_rope_theta rotary_emb_base",
+    "rope_local_base_freq": "local_rope_theta swa_rope_theta",
+    "partial_rotary_factor": "rope_pct rope_percent rotary_pct rotary_emb_fraction",
+    "layer_types": "attention_layers layers_block_type hybrid_override_pattern "
+    "hybrid_layer_pattern",
+    "attn_layer_indices": "full_attn_idxs",
+    "sliding_window": "window_size attention_window_size",
+    "sliding_window_pattern": "global_attn_every_n_layers full_attention_interval",
+    "hidden_dropout_prob": "resid_pdrop",
+    "embd_pdrop": "embed_dropout",
+    "tie_word_embeddings": "tie_embedding",
+    "final_logit_softcapping": "logits_soft_cap",
+}
 
 
 class Architecture(NamedTuple):
@@ -110,12 +128,9 @@ class Architecture(NamedTuple):
             fields name, and those whose default is not the one in `ENTRIES`; with the defaults.
         fixed: entries of its parts that it does not read, with the values that they have.
         meaningless: entries that mean nothing to it, although their names concern the layer.
-        aliases: for an entry, the model's own names, which take precedence.
+        aliases: for an entry, names that only this model has, which take precedence.
         head: the modules that may be its output layer.
         no_output: why an `OutputConfig` cannot say its output layer; "": it can.
-        refused: tensors that show that the input layer is different, with the reason.
-        refused_entries: for an entry, why values other than the library's default cannot be
-            loaded.
     """
 
     types: str
@@ -147,8 +162,6 @@ class Architecture(NamedTuple):
     aliases: Mapping[str, str] = {}
     head: str = "lm_head"
     no_output: str = ""
-    refused: Mapping[str, str] = {}
-    refused_entries: Mapping[str, str] = {}
 
     @property
     def model_types(self) -> tuple[str, ...]:
@@ -192,15 +205,17 @@ class Architecture(NamedTuple):
         return names
 
     def names(self) -> dict[str, tuple[str, ...]]:
-        """The entries that are read, each with the model's own names and the library's."""
+        """The entries that are read, each with its names; the first that says something counts."""
         reads = [self.start, self.scale, self.dropout, self.rotary]
-        reads += [*self.entries, *self.refused_entries]
+        reads += [*self.entries]
         for part, entries in READS.items():
             if part in self.entries or getattr(self, part, None):
                 reads += entries.split()
         known = [name for name in ENTRIES if name in reads and name not in self.fixed]
-        aliases = {**ALIASES, **self.aliases}
-        return {name: (*aliases.get(name, "").split(), name) for name in known}
+        return {
+            name: (*self.aliases.get(name, "").split(), name, *ALIASES.get(name, "").split())
+            for name in known
+        }
 
     def concerns(self, entry: str, value: Any) -> bool:
         """Whether an entry that is not read may change the layer or its output layer."""

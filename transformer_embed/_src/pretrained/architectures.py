@@ -15,14 +15,12 @@ from transformer_embed._src.pretrained.architecture import (
     Architecture,
 )
 from transformer_embed._src.pretrained.entries import REQUIRED
-from transformer_embed._src.pretrained.rope import CONSECUTIVE, IN_TURNS, LOCAL
+from transformer_embed._src.pretrained.rope import CONSECUTIVE, IN_TURNS
 
 # Kinds of layers, for `Architecture.kinds`.
 _HYBRID = (LINEAR, FULL)
 _SIN_COS = {"layout": "sin_cos"}
 _FAIRSEQ = {"layout": "sin_cos", "shift": 1, "odd": "zero"}
-_PLACES = "it adds tables of places on a page"
-_IGNORED = "the transformers library ignores what config.json says"
 # The default rotation has a scaling.
 _SCALED: Any = {"rope_theta": REQUIRED, "rope_scaling": REQUIRED}
 
@@ -57,10 +55,6 @@ _albert = functools.partial(
 _roberta = functools.partial(
     _bert,
     start="pad_token_id",
-    refused={
-        "embeddings.x_position_embeddings.weight": _PLACES,
-        "layout_embeddings.x_position_embeddings.weight": "it has a second stream for places",
-    },
 )
 _rotated_bert = functools.partial(
     _bert, positions="", rotary="half", meaningless="position_embedding_type"
@@ -72,10 +66,6 @@ _gpt2 = functools.partial(
     _row,
     tokens="wte",
     dropout="embd_pdrop",
-    aliases={
-        "hidden_size": "n_embd",
-        "max_position_embeddings": "n_positions",
-    },
 )
 _gpt2_itself = functools.partial(_gpt2, positions="wpe")
 _seq2seq = functools.partial(
@@ -85,7 +75,6 @@ _seq2seq = functools.partial(
     scale="scale_embedding",
     dropout="dropout",
     meaningless=_OLD,
-    aliases={"hidden_size": "d_model"},
 )
 _m2m = functools.partial(
     _seq2seq,
@@ -111,12 +100,6 @@ _t5 = functools.partial(
     bias="{stack}.block.0.layer.0.SelfAttention.relative_attention_bias "
     "{stack}.block.0.layer.0.LocalSelfAttention.relative_attention_bias",
     dropout="dropout_rate",
-    aliases={"hidden_size": "d_model", "num_attention_heads": "num_heads"},
-    refused={
-        "{stack}.block.1.layer.0.SelfAttention.relative_attention_bias.weight": (
-            "every layer has a bias of its own, as in UMT5"
-        )
-    },
 )
 _clip = functools.partial(
     _row,
@@ -146,12 +129,6 @@ _modernbert = functools.partial(
     norm="embeddings.norm",
     dropout="embedding_dropout",
     may_lack="layer_norm/offset",
-    aliases={
-        "layer_norm_eps": "norm_eps",
-        "rope_theta": "global_rope_theta",
-        "rope_local_base_freq": "local_rope_theta",
-        "sliding_window_pattern": "global_attn_every_n_layers",
-    },
     no_output="a dense layer and a norm come before it",
     phase=0,
     embedding_dropout=0.0,
@@ -205,14 +182,12 @@ _minicpm = functools.partial(
 _phi = functools.partial(
     _llama,
     dropout="embd_pdrop",
-    aliases={"partial_rotary_factor": "partial_rotary_factor rope_pct rope_percent"},
     embd_pdrop=0.0,
 )
 _gpt_neox = functools.partial(
     _llama,
     tokens="embed_in",
     dropout="hidden_dropout",
-    aliases={"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
     head="embed_out lm_head",
     hidden_dropout=0.0,
 )
@@ -221,15 +196,6 @@ ARCHITECTURES = (
     _bert(
         "bert dpr ernie splinter visual_bert align_text_model chinese_clip_text_model "
         "layoutlm fnet roc_bert markuplm tapas",
-        refused={
-            "embeddings_project.weight": "it has narrow tables that a linear layer widens",
-            "embeddings.task_type_embeddings.weight": "it adds a table of tasks",
-            "embeddings.x_position_embeddings.weight": _PLACES,
-            "embeddings.xpath_embeddings.inner2emb.weight": "it adds a table of paths in a page",
-            "embeddings.projection.weight": "a linear layer follows the norm",
-            "embeddings.shape_embed.weight": "it adds tables of shapes and sounds",
-            "embeddings.token_type_embeddings_0.weight": "it adds several tables of token types",
-        },
     ),
     # Its attention is sparse.
     _bert("big_bird", scale="rescale_embeddings", kinds=()),
@@ -238,7 +204,6 @@ ARCHITECTURES = (
         may_lack="learned_positional_encoding/embeddings token_type_embedding/embeddings",
         # Each layer's attention reads its table of relative positions.
         meaningless="relative_attention position_biased_input position_buckets norm_rel_ebd",
-        refused={"embeddings.embed_proj.weight": "a linear layer follows the tables"},
         layer_norm_eps=1e-7,
     ),
     _roberta(
@@ -272,14 +237,6 @@ ARCHITECTURES = (
         "nomic_bert",
         norm="emb_ln",
         rotary="rotary_emb_interleaved",
-        aliases={
-            "hidden_size": "n_embd",
-            "num_attention_heads": "n_head",
-            "hidden_dropout_prob": "resid_pdrop",
-            "layer_norm_eps": "layer_norm_epsilon",
-            "rope_theta": "rotary_emb_base",
-            "partial_rotary_factor": "rotary_emb_fraction",
-        },
         hidden_dropout_prob=0.0,
         partial_rotary_factor=1.0,
         rope_theta=1_000.0,
@@ -290,7 +247,6 @@ ARCHITECTURES = (
     _rotated_bert(
         "jina_embeddings_v3",
         norm="emb_ln",
-        aliases={"rope_theta": "rotary_emb_base"},
         layer_norm_eps=1e-5,
         rope_theta=20_000.0,
     ),
@@ -309,7 +265,6 @@ ARCHITECTURES = (
         # Its config.json has no epsilon.
         fixed={"layer_norm_eps": 1e-12},
         meaningless="tie_weights_ sinusoidal_pos_embds",
-        aliases={"hidden_size": "dim"},
     ),
     _albert("albert"),
     _albert("rembert", tie_word_embeddings=False),
@@ -325,7 +280,6 @@ ARCHITECTURES = (
         norm="layer_norm_emb",
         dropout="hidden_dropout_prob",
         meaningless="use_lang_emb sinusoidal_embeddings share_inout_emb",
-        aliases={"hidden_size": "emb_dim"},
         is_causal=False,
         head="pred_layer.proj",
     ),
@@ -335,20 +289,12 @@ ARCHITECTURES = (
         dropout="dropout",
         # Its attention adds sinusoids of distances. The embedding of what a query is to predict.
         meaningless="mask_emb untie_r",
-        aliases={"hidden_size": "d_model"},
         is_causal=False,
         head="lm_loss",
     ),
     _gpt2_itself("gpt2 gpt_bigcode gpt-sw3"),
     _gpt2_itself(
         "gpt_neo",
-        aliases={
-            "hidden_size": "n_embd",
-            "max_position_embeddings": "n_positions",
-            "embd_pdrop": "embed_dropout",
-            "layer_types": "attention_layers",
-            "sliding_window": "window_size",
-        },
         phase=0,
         sliding_window=256,
         sliding_window_pattern=2,
@@ -370,7 +316,6 @@ ARCHITECTURES = (
         positions="decoder.embed_positions",
         # Its table has two rows more than config.json has positions.
         start=2,
-        refused={"decoder.project_in.weight": "it widens tokens before positions are added"},
         pad_token_id=1,
     ),
     _row(
@@ -388,11 +333,7 @@ ARCHITECTURES = (
         scale=False,
         dropout="embd_pdrop",
         meaningless="scale_embedding",
-        aliases={
-            "hidden_size": "d_model",
-            "max_position_embeddings": "max_target_positions",
-            "embd_pdrop": "dropout",
-        },
+        aliases={"embd_pdrop": "dropout"},
         head="proj_out",
         embd_pdrop=0.0,
     ),
@@ -402,8 +343,7 @@ ARCHITECTURES = (
         may_lack="layer_norm/scale layer_norm/offset",
         fixed={"layer_norm_eps": 1e-5},
         start=2,
-        meaningless="layernorm_embedding",
-        refused_entries={"use_learned_position_embeddings": "the file has no sinusoids"},
+        meaningless="layernorm_embedding use_learned_position_embeddings",
         head="output_projection decoder.output_projection",
     ),
     _decoder(
@@ -418,7 +358,7 @@ ARCHITECTURES = (
         tokens="embed_tokens",
         start=2,
         sinusoids=_FAIRSEQ,
-        refused_entries={"pad_token_id": "the sinusoid of that position would be zeros"},
+        fixed={"pad_token_id": None},
         scale_embedding=True,
     ),
     # A tied output layer of T5 divides by the root of d_model; mT5's does not.
@@ -466,7 +406,6 @@ ARCHITECTURES = (
     _mamba(
         "nemotron_h",
         kinds=(),
-        aliases={"layer_types": "layers_block_type hybrid_override_pattern"},
         tie_word_embeddings=False,
     ),
     _like_llama(
@@ -515,11 +454,7 @@ ARCHITECTURES = (
     _llama(
         "lfm2",
         meaningless="use_pos_enc theta",
-        aliases={
-            "tie_word_embeddings": "tie_embedding",
-            "attention_layers": "full_attn_idxs",
-        },
-        attention_layers=None,
+        attn_layer_indices=None,
         rope_theta=1_000_000.0,
         tie_word_embeddings=True,
     ),
@@ -579,7 +514,6 @@ ARCHITECTURES = (
         "afmoe",
         scale="mup_enabled",
         rotates=SLIDING,
-        aliases={"sliding_window_pattern": "global_attn_every_n_layers"},
         sliding_window=1024,
         sliding_window_pattern=4,
     ),
@@ -614,10 +548,6 @@ ARCHITECTURES = (
         "recurrent_gemma",
         meaningless="embeddings_scale_by_sqrt_dim",
         kinds=(LINEAR, SLIDING),
-        aliases={
-            "final_logit_softcapping": "logits_soft_cap",
-            "sliding_window": "attention_window_size",
-        },
         final_logit_softcapping=30.0,
         partial_rotary_factor=0.5,
         sliding_window=2048,
@@ -640,18 +570,6 @@ ARCHITECTURES = (
         partial_rotary_factor=1.0,
         sliding_window=512,
     ),
-    _llama(
-        "nanochat",
-        refused={
-            "layers.0.self_attn.q_proj.weight": "a norm without parameters follows, and heads "
-            "rotate backwards"
-        },
-    ),
-    _seq2seq(
-        "t5gemma",
-        tokens="{stack}.embed_tokens",
-        refused={"{stack}.embed_tokens.weight": "config.json describes each stack apart"},
-    ),
     _by_layer(
         "olmo3",
         rope_local_base_freq=500_000.0,
@@ -662,7 +580,6 @@ ARCHITECTURES = (
     _by_layer("mellum", rope_theta=500_000.0, sliding_window=1024, kinds=(FULL,)),
     _by_layer(
         "mimo_v2_flash",
-        aliases={"layer_types": "hybrid_layer_pattern", LOCAL: "swa_rope_theta"},
         layer_types=REQUIRED,
         sliding_window=129,
         sliding_window_size=None,
@@ -691,15 +608,13 @@ ARCHITECTURES = (
     _phi("glm4_moe nemotron persimmon", partial_rotary_factor=0.5),
     _phi(
         "bamba",
-        aliases={"attention_layers": "attn_layer_indices"},
-        attention_layers=(),
+        attn_layer_indices=(),
         partial_rotary_factor=0.5,
     ),
     _phi("stablelm", partial_rotary_factor=0.25),
     _phi(
         "qwen3_next",
         kinds=_HYBRID,
-        aliases={"sliding_window_pattern": "full_attention_interval"},
         partial_rotary_factor=0.25,
         sliding_window_pattern=4,
     ),
@@ -717,7 +632,6 @@ ARCHITECTURES = (
         kinds=_HYBRID,
         sections=IN_TURNS,
         meaningless="mrope_interleaved",
-        aliases={"sliding_window_pattern": "full_attention_interval"},
         sliding_window_pattern=4,
         partial_rotary_factor=0.25,
     ),
@@ -727,19 +641,15 @@ ARCHITECTURES = (
     _llama(
         "falcon",
         tokens="word_embeddings",
-        aliases={"hidden_size": "n_embed"},
-        refused_entries={"alibi": "its ALiBi is divided by the width of a head's root"},
         tie_word_embeddings=True,
     ),
     _row(
         "mpt",
         tokens="wte",
         has_alibi=True,
-        meaningless="learned_pos_emb",
-        aliases={"hidden_size": "d_model", "num_attention_heads": "n_heads"},
+        # It has no other positions.
+        meaningless="learned_pos_emb alibi",
         num_attention_heads=REQUIRED,
-        alibi=True,
-        refused_entries=dict.fromkeys(("alibi", "alibi_bias_max"), _IGNORED),
     ),
     _row(
         "bloom",
@@ -747,13 +657,9 @@ ARCHITECTURES = (
         norm="word_embeddings_layernorm",
         has_alibi=True,
         meaningless="offset_alibi",
-        aliases={
-            "hidden_size": "n_embed",
-            "layer_norm_eps": "layer_norm_epsilon",
-            "num_attention_heads": "n_head",
-        },
         layer_norm_eps=1e-5,
         num_attention_heads=REQUIRED,
+        fixed={"alibi_bias_max": 8.0},
     ),
 )
 

@@ -78,7 +78,7 @@ def describe(
     )
     dtype = DTYPES[tensors.entry(names[TOKENS]).dtype]
     config = call_with_named_errors(where, EmbedderConfig, **options, param_dtype=dtype)
-    parameters = parameters_of(where, config, layers, bias)
+    parameters = parameters_of(where, config, bias)
     per_layer = None
     if PER_LAYER_TABLE in shapes:
         per_layer = {"layer_norm_eps": value["rms_norm_eps"]}
@@ -117,9 +117,8 @@ def read(kind: Architecture, where: str, given: Options) -> tuple[dict[str, Any]
             # The model's own name goes first; null does not hide another name's value.
             found[entry] = next((value for value in said if value is not None), None)
     if kind.rotary:
-        by_layer = rope.LOCAL in kind.entries
         # Before the checks, which are of entries at the top level.
-        found = call_with_named_errors(where, rope.flat, found, by_layer=by_layer)
+        found = call_with_named_errors(where, rope.flat, kind, found)
     unread |= {entry: found.pop(entry) for entry in found.keys() - names.keys()}
     for entry, value in found.items():
         found[entry] = call_with_named_errors(where, ENTRIES[entry].check, entry, value)
@@ -188,11 +187,6 @@ def _parts(
     kind: Architecture, value: Options, shapes: Shapes, file: Published
 ) -> tuple[dict[str, Any], Options | None]:
     """The arguments of `EmbedderConfig` and of the bias."""
-    for name, reason in kind.refused_entries.items():
-        default = kind.default(name)
-        if value[name] not in (None, default):
-            want = f"{default!r}, since {reason}"
-            raise arguments.value_error(name, want, short_repr(value[name]))
     rows, width = shapes[TOKENS]
     d_model, _ = shapes.get(WIDEN, (width, rows))
     types, _ = shapes.get(TOKEN_TYPES, (0, width))
@@ -231,7 +225,7 @@ def _scheme(kind: Architecture, value: Options, shapes: Shapes) -> Scheme | None
     elif rows is not None:
         rows += start
     padding: dict[str, Any] = {"start": start}
-    if pad_id is not None and "pad_token_id" not in kind.refused_entries:
+    if pad_id is not None:
         padding |= {"at_padding": start - 1, "pad_id": pad_id}
     if kind.sinusoids is not None:
         return Sinusoidal(**kind.sinusoids, **padding)
@@ -293,7 +287,8 @@ def _no_output(
 def _bias(kind: Architecture, value: Options, shapes: Shapes, stack: str) -> Options | None:
     """The arguments of `alibi_bias` or `RelativePositionBias`; T5's encoder looks both ways."""
     if kind.has_alibi:
-        return {"num_heads": count("num_attention_heads", value["num_attention_heads"])}
+        heads = count("num_attention_heads", value["num_attention_heads"])
+        return {"num_heads": heads, "max_bias": value["alibi_bias_max"]}
     if BIAS not in shapes:
         return None
     buckets, heads = shapes[BIAS]

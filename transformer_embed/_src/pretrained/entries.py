@@ -82,17 +82,17 @@ ENTRIES = {
         (
             arguments.flag,
             False,
-            "scale_embedding rescale_embeddings mup_enabled alibi rotary_emb_interleaved",
+            "scale_embedding rescale_embeddings mup_enabled rotary_emb_interleaved",
         ),
         (
             arguments.flag,
             True,
             "rope_interleave tie_word_embeddings share_encoder_decoder_embeddings "
-            "scale_decoder_outputs use_learned_position_embeddings",
+            "scale_decoder_outputs",
         ),
         (_or_null(arguments.flag), None, "use_sliding_window is_decoder"),
         (_or_null(_names), None, "layer_types mlp_layer_types"),
-        (_or_null(_integers), None, "no_rope_layers attention_layers cross_attention_layers"),
+        (_or_null(_integers), None, "no_rope_layers attn_layer_indices cross_attention_layers"),
         (_or_null(_by_layer), None, "per_layer_config"),
         (_or_null(_bases), None, "layer_rope_theta"),
         # Checked where they are used.

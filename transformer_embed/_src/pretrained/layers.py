@@ -1,11 +1,10 @@
 """The layers of a published model: which kind each is of, its rotation and its mask."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from transformer_embed._src import arguments
-from transformer_embed._src.attention.attention_mask import AttentionMask
 from transformer_embed._src.pretrained import rope
 from transformer_embed._src.pretrained.architecture import (
     CHUNKED,
@@ -19,8 +18,7 @@ from transformer_embed._src.pretrained.architecture import (
     Architecture,
 )
 from transformer_embed._src.pretrained.entries import ENTRIES
-from transformer_embed._src.pretrained.messages import call_with_named_errors, short_repr
-from transformer_embed._src.sequences.token_positions import TokenPositions
+from transformer_embed._src.pretrained.messages import short_repr
 
 Options = Mapping[str, Any]
 
@@ -77,24 +75,6 @@ class Layer:
     mask: Mapping[str, Any]
 
 
-def alike(layers: Sequence[Layer]) -> list[tuple[Layer, list[int]]]:
-    """The different layers, each with the numbers of those that are like it."""
-    found: dict[str, tuple[Layer, list[int]]] = {}
-    for number, layer in enumerate(layers):
-        # A mapping has no hash, and an array in it no truth value.
-        found.setdefault(repr(layer), (layer, []))[1].append(number)
-    return [*found.values()]
-
-
-def check_layers(where: Any, layers: Sequence[Layer]) -> None:
-    """Raises a ValueError for arguments that `apply_rotary` or `AttentionMask` refuses."""
-    tokens = TokenPositions.from_offset(0, 1)
-    for layer, numbers in alike(layers):
-        name = f"{where}: layer {numbers[0]}"
-        call_with_named_errors(f"{name}: rotary", rope.check, layer.rotary or {})
-        call_with_named_errors(f"{name}: mask", AttentionMask, tokens, **layer.mask)
-
-
 def layers_of(
     kind: Architecture, value: Options, count: int, width: int, stack: str
 ) -> tuple[Layer, ...]:
@@ -132,8 +112,8 @@ def _types(kind: Architecture, value: Options, count: int) -> list[str]:
         return [RENAMED.get(each, each) for each in said]
     if not kind.kinds:
         return []
-    if value["attention_layers"] is not None:
-        full = value["attention_layers"]
+    if value["attn_layer_indices"] is not None:
+        full = value["attn_layer_indices"]
         types = [FULL if number in full else LINEAR for number in range(count)]
     elif period and (has_window or kind.rotates != WINDOWLESS):
         # EXAONE 4 writes a period out: LLLG.

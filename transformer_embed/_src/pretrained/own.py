@@ -59,8 +59,6 @@ KINDS = {
     kind.__name__: kind
     for kind in (OutputConfig, NoOutput, Layer, *typing.get_args(Scheme), *typing.get_args(Scaling))
 }
-# Its name in files of older versions.
-KINDS["OutputLayer"] = OutputConfig
 
 
 def save_embedder(
@@ -96,8 +94,7 @@ def save_embedder(
     Raises:
         OSError: the file cannot be written.
         ValueError: params do not hold one layer of the config; a name is used twice or cannot be
-            stored; a dtype is not supported; a layer or `bias` has arguments that their functions
-            do not take; the path is a folder, a pipe or a device.
+            stored; a dtype is not supported; the path is a folder, a pipe or a device.
 
     Example:
         >>> import pathlib, tempfile
@@ -191,9 +188,6 @@ def describe_own(tensors: Tensors) -> tuple[PretrainedInput, Specs]:
     decode = functools.partial(decoded, itertools.count())
     options = parse(f"{path}: {CONFIG}", tensors.metadata[CONFIG], decode)
     entries = parse(f"{path}: {EXTRAS}", tensors.metadata.get(EXTRAS, "{}"), decode)
-    if entries.pop("rotary", None):
-        want = "layers, which files have today (or load it with config and names)"
-        raise arguments.value_error(f"{path}: {EXTRAS}", want, "rotary")
     extras = call_with_named_errors(path, PretrainedInput, None, {}, **entries)
     call_with_named_errors(path, _check_extras, *extras[2:])
     names = {name: str(tensor) for name, tensor in (extras.names or {}).items()}
@@ -201,7 +195,7 @@ def describe_own(tensors: Tensors) -> tuple[PretrainedInput, Specs]:
     width = options.get("embedding_width") or options.get("d_model")
     check_entry(tensors, names.get(TOKENS, TOKENS), (options.get("vocab_size"), width))
     config = call_with_named_errors(path, EmbedderConfig, **options)
-    parameters = parameters_of(path, config, extras.layers, extras.bias)
+    parameters = parameters_of(path, config, extras.bias)
     for name in names.keys() - parameters.keys():
         # It stands beside the input layer.
         shape = tensors.entry(names[name]).shape

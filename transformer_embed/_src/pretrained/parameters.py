@@ -3,7 +3,6 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import haiku as hk
 import jax
 import numpy as np
 from jaxtyping import Array
@@ -11,15 +10,10 @@ from jaxtyping import Array
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.embedder import Embedder, Params
-from transformer_embed._src.layers.relative_position_bias import RelativePositionBias
-from transformer_embed._src.positions.relative_bias import alibi_bias
-from transformer_embed._src.pretrained.architecture import PER_LAYER_WEIGHTS, WIDEN
+from transformer_embed._src.pretrained.architecture import BIAS, PER_LAYER_WEIGHTS, WIDEN
 from transformer_embed._src.pretrained.files import DTYPES, Tensors
-from transformer_embed._src.pretrained.layers import Layer, check_layers
+from transformer_embed._src.pretrained.layers import Layer
 from transformer_embed._src.pretrained.messages import call_with_named_errors, short_repr
-
-# The time to trace a bias grows with its buckets or heads. Real models have up to some hundred.
-MOST_BUCKETS = 4096
 
 # Of each parameter, by its path.
 Specs = dict[str, jax.ShapeDtypeStruct]
@@ -57,35 +51,15 @@ class PretrainedInput(NamedTuple):
 
 
 def parameters_of(
-    where: Any,
-    config: EmbedderConfig,
-    layers: Sequence[Layer] = (),
-    bias: Mapping[str, Any] | None = None,
+    where: Any, config: EmbedderConfig, bias: Mapping[str, Any] | None = None
 ) -> Specs:
-    """The shape and dtype of each parameter, by its path, computed without allocating any array.
-
-    Raises a ValueError for arguments that `apply_rotary` or the bias refuses.
-    """
-    check_layers(where, layers)
+    """The shape and dtype of each parameter, by its path, computed without allocating any array."""
     init, key = Embedder(config).init, jax.random.key(0)
-    tree = call_with_named_errors(where, jax.eval_shape, init, key)
-    tree |= call_with_named_errors(f"{where}: bias", _bias_parameters, bias)
-    return by_path(tree)
-
-
-def _bias_parameters(bias: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The parameters of the bias as `jax.eval_shape` gives them, which checks its arguments."""
-    if bias is None:
-        return {}
-    name = "num_buckets" if "num_buckets" in bias else "num_heads"
-    arguments.integer(name, bias.get(name), at_least=1, at_most=MOST_BUCKETS)
-
-    def compute() -> jax.Array:
-        if name == "num_heads":
-            return alibi_bias([0], [0], **bias)
-        return RelativePositionBias(**bias)([0], [0])
-
-    return jax.eval_shape(hk.transform(compute).init, jax.random.key(0))
+    found = by_path(call_with_named_errors(where, jax.eval_shape, init, key))
+    if bias and "num_buckets" in bias:
+        shape = (bias["num_buckets"], bias.get("num_heads"))
+        found[BIAS] = call_with_named_errors(f"{where}: bias", jax.ShapeDtypeStruct, shape, "f4")
+    return found
 
 
 def by_path(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

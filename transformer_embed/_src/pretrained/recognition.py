@@ -17,11 +17,12 @@ from transformer_embed._src.pretrained.published import Match, Published
 
 # Not a ready call: neither a table's name nor its config.json says how its tokens are scaled.
 BY_HAND = "load any table with config and names"
-WORDS = "emb|pos_|posit|rel_|relative|token_type|wte|wpe"
-# Tensors that may stand beside that table: its siblings, outside of numbered layers. Not buffers,
-# second streams, or what only attention or the end of the model reads.
+WORDS = "emb|pos_|posit|rel_|relative|token_type|wte|wpe|project_in"
+# Tensors that may stand beside that table: its siblings, outside of numbered layers, and a bias of
+# T5 that is not the first layer's. Not buffers, second streams, or what only attention or the end
+# of the model reads.
 BESIDE = re.compile(
-    r"(?!.*(\b\d+\b|_ids$|inv_freq|entity|visual|vision|image|audio|patch_|embed_global|embedding_norm|"
+    r".*\.(Local)?SelfAttention\.relative|(?!.*(\b\d+\b|_ids$|inv_freq|entity|visual|vision|image|audio|patch_|embed_global|embedding_norm|"
     r"embedding_projection|rel_embeddings|(^|\.)pos_embed))"
     rf"(embeddings\.|((encoder|decoder)\.)?[^.]*({WORDS}))"
 )
@@ -85,9 +86,6 @@ def _reason(match: Match, file: Published) -> str:
     """Why the input layer is not like that of the row, as its tensors show; "": it is."""
     kind, prefix, names = match
     files = file.tensors.files
-    for tensor, reason in kind.refused.items():
-        if prefix + tensor.format(stack=file.side) in files:
-            return reason
     own = kind.tokens.format(stack=file.side).partition(".")[0]
     # Sinusoids may be stored; a stack has the other one beside it.
     left_out = {*kind.meaningless.split()}

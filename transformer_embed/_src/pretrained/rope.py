@@ -1,16 +1,12 @@
 """The entries of config.json for rotary embeddings, as arguments of `apply_rotary`."""
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from transformer_embed._src import arguments
 from transformer_embed._src.positions import rotary_scaling
-from transformer_embed._src.positions.rotary import apply_rotary
 from transformer_embed._src.pretrained.architecture import FULL, SLIDING, Architecture
 from transformer_embed._src.pretrained.entries import count
 from transformer_embed._src.pretrained.messages import short_repr
@@ -42,31 +38,12 @@ SCALINGS = {
 # Entries that config.json must say if the scaling has such an argument.
 NEEDED = "factor low_freq_factor high_freq_factor short_factor long_factor"
 NAMES = (
-    f"{NEEDED} alpha rope_type beta_fast beta_slow truncate mscale mscale_all_dim attention_factor "
-    f"{ORIGINAL} mrope_section"
+    f"{NEEDED} rope_type beta_fast beta_slow truncate mscale mscale_all_dim attention_factor "
+    f"{ORIGINAL}"
 )
 CONSECUTIVE, IN_TURNS = "consecutive", "in turns"
 # Of a file that anyone may have written.
-MOST_CHANNELS, MOST_AXES = 8192, 15
-# Wider than published heads: the frequencies of a narrower one lie between those of a wider one.
-WIDE_HEAD = 256
-
-
-def check(options: Mapping[str, Any]) -> None:
-    """Raises as `apply_rotary` does for heads of a size that the arguments allow."""
-    axes = options.get("pair_axes")
-    # Real models have three axes; the time to trace a rotation grows with their number too.
-    integer = functools.partial(arguments.integer, at_least=0, at_most=MOST_AXES)
-    axes = () if axes is None else arguments.entries("pair_axes", axes, integer)
-    factors = getattr(options.get("scaling"), "short_factor", ())
-    pairs = len(factors) or len(axes)
-    head_dim = 2 * pairs or max(WIDE_HEAD, options.get("rotary_dim") or 0)
-    # The time to trace a rotation grows with this number.
-    arguments.integer("head_dim", head_dim, at_least=1, at_most=MOST_CHANNELS)
-    heads = jax.ShapeDtypeStruct((1, 1, head_dim), jnp.float32)
-    shape = (1, max(axes) + 1) if axes else (1,)
-    positions = jax.ShapeDtypeStruct(shape, jnp.int32)
-    jax.eval_shape(functools.partial(apply_rotary, **options), heads, positions)
+MOST_CHANNELS = 8192
 
 
 def rotation(kind: Architecture, value: Options, width: int, layer_type: str) -> dict[str, Any]:
@@ -74,10 +51,6 @@ def rotation(kind: Architecture, value: Options, width: int, layer_type: str) ->
     is_local = layer_type == SLIDING and LOCAL in kind.entries
     base, share, scaling_name = LAYERS[SLIDING if is_local else FULL]
     entries = value[scaling_name] or {}
-    for name, is_read in (("mrope_section", kind.sections), ("alpha", kind.has_alpha)):
-        if name in entries and not is_read:
-            want = f"none, since a model {kind.name} is not known to have them"
-            raise arguments.value_error(name, want, short_repr(entries))
     layout = kind.rotary
     if layout in value:
         layout = "interleaved" if value[layout] else "half"
@@ -152,44 +125,41 @@ def scaling(entries: Options, value: Options) -> rotary_scaling.Scaling | None:
     return made(**{name: values.get(name) for name in said})
 
 
-def flat(entries: Options, *, by_layer: bool = False) -> dict[str, Any]:
+def flat(kind: Architecture, entries: Options) -> dict[str, Any]:
     """Entries without `rope_parameters`: what it holds is at the top level, named as in `LAYERS`.
 
     So `settings=` can replace the file's whichever form each uses. Within one source, entries
     inside `rope_parameters` take precedence over those beside it, and `rope_scaling` over
-    `rope_parameters`, as in the transformers library. With `by_layer`, `rope_parameters` has an
-    object for each kind of layer, and `rope_scaling` is for full layers.
+    `rope_parameters`, as in the transformers library. If sliding layers have a base of their own,
+    `rope_parameters` has an object for each kind of layer, and `rope_scaling` is for full layers.
     """
     found = dict(entries)
-    parameters: Any = found.pop("rope_parameters", {})
-    if by_layer and parameters:
-        if not isinstance(parameters, Mapping) or set(parameters) - set(LAYERS):
-            want = f"an object with the entries {FULL} and {SLIDING}"
-            raise arguments.value_error("rope_parameters", want, short_repr(parameters))
-    elif "rope_parameters" in entries:
-        parameters = {FULL: parameters}
+    said: Any = found.pop("rope_parameters", None)
+    if LOCAL not in kind.entries:
+        said = {FULL: said} if "rope_parameters" in entries else {}
+    elif not isinstance(said, Mapping | None) or {*(said or {})} - {*LAYERS}:
+        want = f"an object with the entries {FULL} and {SLIDING}"
+        raise arguments.value_error("rope_parameters", want, short_repr(said))
     for layer, (*_, name) in LAYERS.items():
-        value = found.pop(name, None)
-        if not value and layer in parameters:
-            found |= _flat_rotation(layer, "rope_parameters", parameters[layer])
-        elif name in entries:
-            found |= _flat_rotation(layer, name, value)
+        source, value = name, found.pop(name, None)
+        if said and layer in said and not value:
+            source, value = "rope_parameters", said[layer]
+        if source in entries:
+            found |= _flat_rotation(kind, layer, source, value)
     return found
 
 
-def _flat_rotation(layer: str, source: str, value: Any) -> dict[str, Any]:
+def _flat_rotation(kind: Architecture, layer: str, source: str, value: Any) -> dict[str, Any]:
     """The entries of one object for a kind of layer; those that mean nothing name their source."""
-    if not isinstance(value, Mapping | None):
-        raise arguments.value_error(source, "an object", short_repr(value))
+    arguments.instance(source, value, Mapping | None, "an object")
     inside = {key: item for key, item in (value or {}).items() if item is not None}
-    if inside.keys() & LAYERS.keys():
-        raise arguments.value_error(source, "one rotation for all layers", short_repr(value))
     _rename_old(source, inside)
     *names, scaling_name = LAYERS[layer]
     # An object names its base and share as full layers do.
     pairs = zip(names, LAYERS[FULL], strict=False)
     entries = {name: inside.pop(full) for name, full in pairs if full in inside}
-    known = {key: inside.pop(key) for key in NAMES.split() if key in inside}
+    own = ["mrope_section"] * bool(kind.sections) + ["alpha"] * kind.has_alpha
+    known = {key: inside.pop(key) for key in (*NAMES.split(), *own) if key in inside}
     # A base or a share alone leaves the scaling of another source as it is.
     if known or not entries:
         entries[scaling_name] = known
