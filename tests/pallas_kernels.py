@@ -21,7 +21,9 @@ RULES = {
 
 def tile(rule, has_segments):
     def kernel(positions, segment_ids, out):
-        tokens = te.TokenPositions(positions[...], segment_ids[...] if has_segments else None)
+        tokens = te.TokenPositions(
+            positions[...], segment_ids=segment_ids[...] if has_segments else None
+        )
         mask = te.AttentionMask(tokens, **rule)
         out[...] = mask.tile(0, 0, (SIZE, SIZE)).astype(jnp.int32)
 

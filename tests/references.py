@@ -287,8 +287,10 @@ def dense_mask(
     key_block_ids=None,
 ):
     """AttentionMask as a function of arrays."""
-    queries = te.TokenPositions(query_positions, query_segment_ids, query_block_ids)
-    keys = te.TokenPositions(key_positions, key_segment_ids, key_block_ids)
+    queries = te.TokenPositions(
+        query_positions, segment_ids=query_segment_ids, block_ids=query_block_ids
+    )
+    keys = te.TokenPositions(key_positions, segment_ids=key_segment_ids, block_ids=key_block_ids)
     return te.AttentionMask(queries, keys, causal=causal, window=window, chunk=chunk).dense()
 
 
@@ -346,11 +348,17 @@ def causal(got, length):
 # --- tables
 
 
-def checked_ids(got, ids, vocab_size):
-    assert all(0 <= each < vocab_size for each in integers(ids).ravel())
+def checked(got, ids, tokens=None, *, vocab_size, pad_id=None, order=None):
+    ids = np.atleast_2d(integers(ids))
+    assert all(0 <= each < vocab_size for each in ids.ravel())
+    if tokens is not None:
+        is_token = np.broadcast_to(np.asarray(tokens.padding_mask), ids.shape)
+        assert pad_id is None or pad_id not in ids[is_token]
+    if order is not None:
+        ordered(tokens, order)
 
 
-def ordered(got, tokens, order):
+def ordered(tokens, order):
     for row, segments in zip(*rows_of(tokens.positions, tokens.segment_ids), strict=True):
         for n, (before, segment) in enumerate(zip([0, *segments], segments, strict=False)):
             if segment == 0:
@@ -663,8 +671,7 @@ CHECKS = {
     te.apply_rotary: rotated,
     dense_mask: attention,
     te.causal_mask: causal,
-    te.check_ids: checked_ids,
-    te.check_order: ordered,
+    te.check_batch: checked,
     te.dropout: dropped_out,
     te.load_balanced_order: balanced,
     te.lookup: looked_up,

@@ -188,7 +188,7 @@ def test_numbers_in_a_list_are_not_looked_at_one_by_one(monkeypatch):
     looked_at, holds_mask = [], arguments._holds_mask
     spy = lambda value: looked_at.append(value) or holds_mask(value)
     monkeypatch.setattr(arguments, "_holds_mask", spy)
-    te.check_ids([list(range(1000)), [np.int32(7)] * 1000], 1000)
+    te.check_batch([list(range(1000)), [np.int32(7)] * 1000], vocab_size=1000)
     assert len(looked_at) == 3
 
 

@@ -30,7 +30,7 @@ def assert_finite(tree):
 
 
 def in_order(positions):
-    te.check_order(te.TokenPositions(positions), "full")
+    te.check_batch(positions, te.TokenPositions(positions), vocab_size=3, order="full")
 
 
 def kinds_of_tiles(positions):
@@ -50,8 +50,7 @@ FUNCTIONS = CALLS | {
     ),
     "causal_mask": of_arrays(te.causal_mask, length=3),
     "tile_kinds": of_arrays(kinds_of_tiles, positions=np.arange(4)),
-    "check_ids": of_arrays(te.check_ids, ids=IDS, vocab_size=4),
-    "check_order": of_arrays(in_order, positions=np.arange(3)),
+    "check_batch": of_arrays(in_order, positions=np.arange(3)),
     "lookup, 16 bits": of_arrays(te.lookup, table=OF_16_BITS["table"], ids=IDS, pad_id=0),
     "sinusoidal_encoding of floats": of_arrays(
         te.sinusoidal_encoding, positions=POSITIONS + np.float32(0.5), d_model=5, odd="zero"

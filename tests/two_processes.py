@@ -171,8 +171,10 @@ def surface(path):
         "save_embedder": saved,
         "resize_vocabulary": resized,
         "resize_positions": lambda: te.resize_positions(embedder(), 16),
-        "check_ids": lambda: te.check_ids(batch, 300),
-        "check_order": lambda: te.check_order(te.TokenPositions(batch), "full"),
+        "check_batch, ids": lambda: te.check_batch(batch, vocab_size=300),
+        "check_batch, tokens": lambda: te.check_batch(
+            np.zeros(batch.shape, int), te.TokenPositions(batch), vocab_size=300, order="full"
+        ),
         "exchange_load": lambda: te.sharding.exchange_load(
             place({"t": ROWS}, **striped)["t"], batch
         ),

@@ -39,14 +39,14 @@ from transformer_embed._src.positions.sinusoidal import (
 )
 from transformer_embed._src.sequences.cache import write_cache
 from transformer_embed._src.sequences.load_balance import load_balanced_order
-from transformer_embed._src.sequences.token_order import check_order
 from transformer_embed._src.sequences.token_positions import TokenPositions
 from transformer_embed._src.sequences.trees import shared_prefix_parents
+from transformer_embed._src.tokens.batch import check_batch
 from transformer_embed._src.tokens.cross_entropy import LossMetrics, linear_cross_entropy
 from transformer_embed._src.tokens.divergence import linear_divergence
 from transformer_embed._src.tokens.dropout import dropout
 from transformer_embed._src.tokens.log_probs import linear_kept_log_probs, linear_log_probs
-from transformer_embed._src.tokens.lookup import Table, check_ids, lookup
+from transformer_embed._src.tokens.lookup import Table, lookup
 from transformer_embed._src.tokens.output_layer import OutputLayer, linear_logits
 from transformer_embed._src.tokens.top_k import linear_top_k
 
@@ -79,8 +79,7 @@ __all__ = [
     "alibi_slopes",
     "apply_rotary",
     "causal_mask",
-    "check_ids",
-    "check_order",
+    "check_batch",
     "dropout",
     "kernels",
     "linear_cross_entropy",

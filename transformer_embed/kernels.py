@@ -16,7 +16,7 @@ Where a kernel compares row indices, you promise by `order=` how the tokens of e
 and positions rise by one from token to token of a sequence. What `TokenPositions.from_lengths`,
 `from_segment_ids` and `from_offset` return lies in one of these orders; `from_ids` allows padding
 inside a sequence. Outside of jit the promise is checked. Under jit the values are not known, and a
-promise that is not true gives wrong outputs: check the batches with `te.check_order` in your data
+promise that is not true gives wrong outputs: check the batches with `te.check_batch` in your data
 pipeline.
 
 In a Pallas kernel of your own for TPUs, `AttentionMask.tile` makes the mask of the tile from the

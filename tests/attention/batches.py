@@ -32,12 +32,12 @@ def some_tokens(kind, random, length=24, batch=3):
             return te.TokenPositions.from_offset(random.integers(-9, 50, batch), length)
         case "by hand":
             positions, segments = random.integers(-9, 9, (2, batch, length))
-            return te.TokenPositions(positions, segments // 5)
+            return te.TokenPositions(positions, segment_ids=segments // 5)
         case "runs by hand":
             # Positions that rise by one, but segments that come back and positions that jump.
             segments = np.sort(random.integers(0, 4, (batch, length)))
             positions = np.cumsum(random.integers(0, 20, (batch, length)) != 0, axis=1)
-            return te.TokenPositions(positions, np.where(segments == 3, 1, segments))
+            return te.TokenPositions(positions, segment_ids=np.where(segments == 3, 1, segments))
 
 
 EXACT = ["packed", "left", "right", "ids", "offset"]

@@ -156,7 +156,7 @@ def test_kinds_rely_on_no_order(rule):
 def test_kinds_of_tiles_without_a_rule():
     tokens, segments = TokenPositions(np.arange(6)), [[0, 0, 0, 0], [1, 1, 1, 0]]
     expect_kinds(AttentionMask(tokens, causal=False), (2, 3), is_exact=True)
-    keys = TokenPositions(np.arange(4), segments)
+    keys = TokenPositions(np.arange(4), segment_ids=segments)
     expect_kinds(AttentionMask(tokens, keys, causal=False), (2, 2), is_exact=True)
 
 
@@ -166,7 +166,7 @@ def test_batches_of_a_short_dtype_mean_the_same(dtype):
     """Row indices, chunks and names of segments may not fit the dtype of a smaller transfer."""
     length = 2 * (np.iinfo(dtype).max + 1)
     segments = np.arange(length) * 4 // length + 1
-    tokens = TokenPositions(np.arange(length) % (length // 4), segments)
+    tokens = TokenPositions(np.arange(length) % (length // 4), segment_ids=segments)
     short = jax.tree.map(lambda array: array.astype(dtype), tokens)
     for rule in ({"window": (length // 9, 0)}, {"chunk": length}):
         wide, narrow = (AttentionMask(each, causal=True, **rule) for each in (tokens, short))

@@ -181,9 +181,9 @@ def test_full_rows_have_no_segments_but_for_their_chunks():
 def test_names_of_chunks_are_unique_whatever_the_tokens():
     """Also of tokens in no order: a mask of chunks alone compares no row indices."""
     ids = np.random.default_rng(0).integers(0, 4, (3, 2, 40))
-    tokens = TokenPositions(9 * ids[1] - 5, ids[0])
+    tokens = TokenPositions(9 * ids[1] - 5, segment_ids=ids[0])
     rule = {"causal": False, "chunk": 10}
-    for keys in (None, TokenPositions(7 * ids[2] - 5, ids[1])):
+    for keys in (None, TokenPositions(7 * ids[2] - 5, segment_ids=ids[1])):
         mask = AttentionMask(tokens, keys, **rule)
         names = jax.jit(lambda mask: te.kernels.flash_attention(mask)["segment_ids"])(mask)
         assert_said(from_ids(names.q, names.kv), mask)
@@ -195,7 +195,9 @@ def test_names_of_chunks_are_unique_whatever_the_tokens():
 def test_segment_ids_of_64_bits():
     with jax.enable_x64():
         ids = jnp.array([[2**40 + 1, 2**40 + 1, 1, 0]])
-        mask = AttentionMask(TokenPositions(jnp.array([[0, 1, 0, 0]]), ids), causal=True)
+        mask = AttentionMask(
+            TokenPositions(jnp.array([[0, 1, 0, 0]]), segment_ids=ids), causal=True
+        )
         options = te.kernels.flash_attention(mask, order="packed")
         assert options["segment_ids"].q.dtype == jnp.int32
         assert_said(said_by_flash(mask, "packed"), mask)
@@ -251,8 +253,10 @@ def test_cudnn_gets_no_window_to_the_right_of_a_causal_rule():
 @pytest.mark.slow
 def test_another_sequence_of_another_segment_is_not_seen():
     """Lengths come from the segment ids, whatever these are."""
-    keys = TokenPositions([[0, 1, 2]] * 2, [[7, 7, 0], [2, 0, 0]])
-    mask = AttentionMask(TokenPositions([[0, 1]] * 2, [[7, 7], [1, 1]]), keys, causal=False)
+    keys = TokenPositions([[0, 1, 2]] * 2, segment_ids=[[7, 7, 0], [2, 0, 0]])
+    mask = AttentionMask(
+        TokenPositions([[0, 1]] * 2, segment_ids=[[7, 7], [1, 1]]), keys, causal=False
+    )
     options = te.kernels.dot_product_attention(mask, order="right")
     assert options["key_value_seq_lengths"].tolist() == [2, 0]
 

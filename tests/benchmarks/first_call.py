@@ -22,7 +22,7 @@ CALLS = {
     "apply_rotary": "te.apply_rotary, heads, positions",
     "AttentionMask.dense": "lambda q, k: te.AttentionMask(te.TokenPositions(q), te.TokenPositions(k), causal=True).dense(), positions, positions",
     "causal_mask": "lambda: te.causal_mask(32),",
-    "check_ids": "lambda: te.check_ids(ids, 100),",
+    "check_batch": "lambda: te.check_batch(ids, vocab_size=100),",
     "dropout": "lambda rng, x: te.dropout(rng, 0.1, x), rng, x",
     "lookup": "te.lookup, table, ids",
     "mask_to_bias": "te.mask_to_bias, mask",
@@ -68,7 +68,7 @@ def main():
         programs = {
             title: PROGRAM.format(call=CALLS[name], wrapped=wrapped)
             for title, wrapped in WAYS.items()
-            if title == EAGER or name != "check_ids"
+            if title == EAGER or name != "check_batch"
         }
         samples = seconds_in_fresh_processes(programs, arguments.repeats, name)
         medians = [float(np.median(times)) for times in samples.values()]

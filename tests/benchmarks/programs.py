@@ -148,7 +148,7 @@ def mask() -> Program:
     padding, positions = below(2, BATCH, MAX_LEN) == 1, np.arange(MAX_LEN)
 
     def ours(padding):
-        keys = te.TokenPositions(positions, padding.astype(int))
+        keys = te.TokenPositions(positions, segment_ids=padding.astype(int))
         return te.AttentionMask(te.TokenPositions(positions), keys, causal=True).dense()
 
     def usual(padding):

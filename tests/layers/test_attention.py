@@ -53,7 +53,7 @@ def in_haiku(query, key, value, mask):
 
 
 PACKED = te.TokenPositions.from_segment_ids([[1, 1, 1, 2, 2, 0], [0, 1, 1, 1, 1, 1]])
-PADDED = te.TokenPositions(range(LENGTH), [[1, 1, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0]])
+PADDED = te.TokenPositions(range(LENGTH), segment_ids=[[1, 1, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0]])
 CAUSAL = te.AttentionMask(te.TokenPositions(range(LENGTH)), causal=True).dense()
 
 

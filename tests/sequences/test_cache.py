@@ -17,7 +17,7 @@ def new_tokens(first, length, rows=BATCH):
     """Tokens whose keys are their numbers, and their numbers [rows, length]."""
     numbers = first + np.arange(rows * length).reshape(rows, length)
     keys = jnp.array(np.stack([numbers, -numbers], axis=-1), jnp.float32)
-    return (te.TokenPositions(numbers, np.ones_like(numbers)), keys), numbers
+    return (te.TokenPositions(numbers, segment_ids=np.ones_like(numbers)), keys), numbers
 
 
 def written_by_loop(held, numbers, slot):

@@ -1,7 +1,6 @@
 """The position and the segment of each token, counted by hand."""
 
 import functools
-import itertools
 
 import jax
 import jax.export
@@ -102,7 +101,7 @@ def test_tokens_split_over_explicit_axes(spec):
 
 def test_slices_and_a_short_repr():
     """Also where one row of positions serves all rows."""
-    tokens = TokenPositions(np.arange(6), SEGMENTS[:3, :6])
+    tokens = TokenPositions(np.arange(6), segment_ids=SEGMENTS[:3, :6])
     part = tokens[1:, 2:5]
     equal(part.positions, [[2, 3, 4]] * 2)
     equal(part.segment_ids, SEGMENTS[1:3, 2:5])
@@ -121,44 +120,6 @@ def test_tokens_in_another_order_have_no_next_token():
         tokens.next_token_mask  # noqa: B018
 
 
-# --- orders
-
-ORDERS = {
-    "full": [[1, 1, 1, 1]],
-    "right": [[7, 7, 0, 0], [0, 0, 0, 0]],
-    "packed": [[2, 2, 0, 1], [0, 5, 5, 5], [0, 3, 0, 0]],
-    None: [[1, 0, 1, 1], [1, 2, 2, 1]],
-}
-
-
-def test_check_order_takes_each_row_in_the_orders_that_it_has():
-    words = ["full", "right", "packed"]
-    counted = jax.jit(TokenPositions.from_segment_ids)
-    for number, rows in enumerate(ORDERS.values()):
-        for row, (place, order) in itertools.product(rows, enumerate(words)):
-            # Positions from 5 on in each run, as a cut batch has them.
-            tokens = TokenPositions(counted(np.array(row, np.int32)).positions + 5, row)
-            if place >= number:
-                te.check_order(tokens, order)
-            else:
-                with pytest.raises(ValueError, match=r"^tokens: wanted .* got another order"):
-                    te.check_order(tokens, order)
-
-
-def test_check_order_takes_many_rows_without_segment_ids():
-    te.check_order(TokenPositions([[0, 1, 2]] * 3), "full")
-
-
-@pytest.mark.parametrize(
-    ("positions", "place"), [([0, 1, 3], 2), ([0, 2, 1], 1), ([-(2**31), 2**31 - 1, 0], 1)]
-)
-def test_check_order_finds_positions_that_do_not_rise_by_one(positions, place):
-    want = r"^tokens: wanted positions that rise by one from token to .* got another one at "
-    for order in ("full", "right", "packed"):
-        with pytest.raises(ValueError, match=rf"{want}\[0, {place}\]"):
-            te.check_order(TokenPositions(positions), order)
-
-
 # --- errors
 
 from_ids = functools.partial(TokenPositions.from_ids, pad_id=0)
@@ -169,13 +130,12 @@ TYPE_ERRORS = [
     (lambda: jax.jit(TokenPositions)(np.zeros(2, np.uint32)), "positions: wanted a signed integer dtype, got uint32"),
     (lambda: TokenPositions([0, 1], block_ids=[True, False]), "block_ids: wanted an integer dtype, got bool"),
     (lambda: from_ids([1], start=0.5), "start: wanted a Python int, got float 0.5"),
-    (lambda: jax.jit(lambda tokens: te.check_order(tokens, "full"))(from_offset(0, 3)), "tokens: wanted values on the host, outside of jit, got a traced int32[1, 3]"),
 ]  # fmt: skip
 VALUE_ERRORS = [
     (lambda: TokenPositions([[[0, 1]]]), f"positions: {ROWS} [1, 1, 2]"),
     (lambda: TokenPositions([0, 2**32]), "positions: wanted integers inside int32, -2147483648..2147483647, got 4294967296 at index [1]"),
     (lambda: TokenPositions([0, 1], block_ids=[1] * 3), "block_ids: wanted the length of positions, 2, got 3"),
-    (lambda: TokenPositions(np.zeros((2, 2), int), np.zeros((3, 2), int)), "positions and segment_ids: wanted the same number of rows, or 1, got 2 and 3"),
+    (lambda: TokenPositions(np.zeros((2, 2), int), segment_ids=np.zeros((3, 2), int)), "positions and segment_ids: wanted the same number of rows, or 1, got 2 and 3"),
     (lambda: from_ids([1], end_id=0), "end_id: wanted another id than pad_id, got 0"),
     (lambda: from_ids([1] * 4, start=2**31 - 3), "start: wanted an int of at most 2147483644, for 4 positions inside int32, got 2147483645"),
     (lambda: from_lengths(3, 4), "lengths: wanted shape [batch], got shape []"),

@@ -9,7 +9,6 @@ import re
 import jax
 import jax.numpy as jnp
 import meshes
-import ml_dtypes
 import numpy as np
 import pytest
 from compare import equal, near
@@ -410,49 +409,3 @@ def test_logits_on_an_explicit_mesh_equal_those_of_one_device(table_spec, logits
         logits = jax.jit(functools.partial(linear_logits, pad_id=2))(*arrays)
     assert logits.sharding.spec == logits_spec
     assert_right(linear_logits, logits, MESH_COTANGENT, MESH_TABLE, pad_id=2)
-
-
-# --- check_ids
-
-
-def test_ids_in_the_vocabulary_pass():
-    for ids, vocab_size in (
-        (0, 5),
-        ([], 5),
-        (jnp.arange(5), 5),
-        (np.array([[4]], np.uint64), 5),
-        # A vocabulary that the dtype of the ids does not hold.
-        (np.array([0, 127], np.int8), 200),
-        (np.array([0, 255], np.uint8), 300),
-        (np.array([0, 1, 1], ml_dtypes.int2), 2),
-    ):
-        te.check_ids(ids, vocab_size)
-
-
-INSIDE = "ids: wanted integers inside the vocabulary, 0..4, got "
-
-
-BAD_IDS = [
-    (ValueError, [[0, 1], [2, 5], [-1, 0]], 5, INSIDE + "5 at index [1, 1]"),
-    (ValueError, np.array([2**64 - 1], np.uint64), 5, INSIDE + "18446744073709551615 at index [0]"),
-    (ValueError, jnp.array([[-1]]), 5, INSIDE + "-1 at index [0, 0]"),
-    (ValueError, np.array([0, 127], np.int8), 127, INSIDE.replace("4", "126") + "127 at index [1]"),
-    (ValueError, np.array([0, 1], ml_dtypes.int2), 1, INSIDE.replace("4", "0") + "1 at index [1]"),
-    (TypeError, [True], 5, "ids: wanted an integer dtype, got bool"),
-    (ValueError, [0], 0, "vocab_size: wanted an int of at least 1, got 0"),
-    (TypeError, [0], 5.0, "vocab_size: wanted a Python int, got float 5.0"),
-    (TypeError, [2**70] * 10_000, 4, NUMBERS + "list "),
-]
-
-
-def test_ids_outside_the_vocabulary_and_other_bad_arguments():
-    for kind, ids, vocab_size, message in BAD_IDS:
-        with pytest.raises(kind, match="^" + re.escape(message)) as caught:
-            te.check_ids(ids, vocab_size)
-        assert len(str(caught.value)) < 300
-
-
-def test_traced_ids_are_not_checked():
-    message = r"^ids: wanted values on the host, outside of jit, got a traced int32\[2\]"
-    with pytest.raises(TypeError, match=message):
-        jax.jit(lambda ids: te.check_ids(ids, VOCAB))(np.zeros(2, np.int32))

@@ -106,8 +106,8 @@ REFUSED = {
     "another tree": "params: wanted the same in every process, got another in [1",
     "other rules": "params: wanted the same in every process, got another in [1",
     "another leaf": "t: wanted the same in every process, got another in [1",
-    "check_ids": "ids: wanted values that this process has (each checks its own part",
-    "check_order": "tokens: wanted values that this process has (each checks its own part",
+    "check_batch, ids": "ids: wanted values that this process has (each checks its own part",
+    "check_batch, tokens": "tokens: wanted values that this process has (each checks its own part",
     "exchange_load": "ids: wanted values that this process has (each checks its own part",
 }
 

@@ -21,28 +21,9 @@ ORDERS = {
 
 
 def check_order(tokens: TokenPositions, order: str) -> None:
-    """Raises unless the tokens of each row lie in this order.
+    """Raises unless the tokens of each row, which are not traced, lie in this order.
 
-    The functions of `te.kernels` rely on an order, and call this if the tokens are not traced. Use
-    it on the host, in a data pipeline, for tokens that reach them inside jit.
-
-    Args:
-        tokens: the tokens of a batch; not traced.
-        order: `"full"`: one sequence and no padding in each row. `"right"`: one sequence in each
-            row, then padding. `"packed"`: any number of sequences, each in one run of tokens, with
-            padding anywhere between them (so also padding on the left). Positions rise by one from
-            token to token of a sequence.
-
-    Raises:
-        TypeError: tokens is not a TokenPositions, or it is traced.
-        ValueError: the tokens lie in another order; the message gives the first such token.
-
-    Example:
-        >>> import transformer_embed as te
-        >>> tokens = te.TokenPositions.from_ids([[5, 6, 0, 7]], pad_id=0)
-        >>> te.check_order(tokens, "right")
-        Traceback (most recent call last):
-        ValueError: tokens: wanted one sequence a row, then padding, got another order at [0, 3]
+    Positions rise by one from token to token of a sequence.
     """
     check_token_positions("tokens", tokens)
     want = ORDERS[arguments.choice("order", order, tuple(ORDERS))]

@@ -78,6 +78,7 @@ class TokenPositions:
     def __init__(
         self,
         positions: ArrayLike,
+        *,
         segment_ids: ArrayLike | None = None,
         block_ids: ArrayLike | None = None,
         places: ArrayLike | None = None,
@@ -234,7 +235,7 @@ class TokenPositions:
         """
         shape = arguments.size("batch_size", batch_size), arguments.length("length", length)
         # Two arrays: a program cannot be given one array twice to write into.
-        return cls(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.int32))
+        return cls(jnp.zeros(shape, jnp.int32), segment_ids=jnp.zeros(shape, jnp.int32))
 
     @classmethod
     def from_ids(
@@ -480,7 +481,7 @@ def as_made(tokens: TokenPositions) -> TokenPositions:
     `jax.tree.map` may have made their arrays of a shorter dtype, in which indices and names of
     segments would wrap. Inside vmap they may be [length].
     """
-    return TokenPositions(*(getattr(tokens, name) for name in FIELDS))
+    return TokenPositions(**{name: getattr(tokens, name) for name in FIELDS})
 
 
 def _with_rank(rank: int, tokens: TokenPositions) -> TokenPositions:
@@ -610,13 +611,13 @@ def _of_ids(
     before = jax.lax.cummax(jnp.where(begins, count, 0), axis=1)
     positions = jnp.where(tokens, count - before + start, at_padding)
     segments = jnp.cumsum(begins, axis=1, dtype=jnp.int32)
-    return TokenPositions(positions, jnp.where(tokens, segments, 0))
+    return TokenPositions(positions, segment_ids=jnp.where(tokens, segments, 0))
 
 
 @compiled()
 def _of_positions(positions: Integer[Array, "b t"]) -> TokenPositions:
     begins = (positions != of_previous_token(positions) + 1).at[:, 0].set(True)
-    return TokenPositions(positions, jnp.cumsum(begins, axis=1, dtype=jnp.int32))
+    return TokenPositions(positions, segment_ids=jnp.cumsum(begins, axis=1, dtype=jnp.int32))
 
 
 @compiled(1, 2)
@@ -628,7 +629,7 @@ def _of_lengths(lengths: Int32[Array, "b"], length: int, padding_side: str) -> T
 
 def _of_tokens(tokens: Bool[Array, "b t"], start: int = 0, at_padding: int = 0) -> TokenPositions:
     positions = positions_of_tokens(tokens, start, at_padding)
-    return TokenPositions(positions, tokens.astype(jnp.int32))
+    return TokenPositions(positions, segment_ids=tokens.astype(jnp.int32))
 
 
 @compiled()
@@ -639,10 +640,10 @@ def _of_segments(segment_ids: Integer[Array, "b t"]) -> TokenPositions:
     # Rolled, the first token meets the last one. Its index is 0 either way.
     is_first = segment_ids != jnp.roll(segment_ids, 1, axis=1)
     first = jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
-    return TokenPositions(jnp.where(segment_ids != 0, index - first, 0), segment_ids)
+    return TokenPositions(jnp.where(segment_ids != 0, index - first, 0), segment_ids=segment_ids)
 
 
 @compiled(1)
 def _of_offset(offset: Integer[Array, "..."], length: int) -> TokenPositions:
     positions = jnp.atleast_1d(offset)[:, None] + jnp.arange(length, dtype=offset.dtype)[None]
-    return TokenPositions(positions, jnp.ones_like(positions))
+    return TokenPositions(positions, segment_ids=jnp.ones_like(positions))

@@ -151,33 +151,6 @@ def lookup(
     return look_up(table, ids, pad_id, out_of_range, lookup_style)
 
 
-def check_ids(ids: ArrayLike, vocab_size: int) -> None:
-    """Raises if an id is outside the vocabulary.
-
-    Use it on the host, before a step: under jit, `lookup` returns NaN instead.
-
-    Args:
-        ids: [...], any integer dtype; not traced.
-        vocab_size: number of rows, at least 1.
-
-    Raises:
-        TypeError: ids are not integers, or they are traced.
-        ValueError: an id is outside [0, vocab_size); the message gives the first such id and its
-            index.
-
-    Example:
-        >>> import transformer_embed as te
-        >>> te.check_ids([[1, 2], [3, 50257]], vocab_size=50257)
-        Traceback (most recent call last):
-        ValueError: ids: wanted integers inside the vocabulary, 0..50256, got 50257 at index [1, 1]
-    """
-    inside = 0, arguments.size("vocab_size", vocab_size) - 1, "the vocabulary"
-    array = arguments.as_integers("ids", ids, *inside)
-    # What is on a device is not checked there.
-    if isinstance(array, jax.Array):
-        arguments.as_integers("ids", arguments.on_host("ids", array), *inside)
-
-
 def as_table(name: str, table: ArrayLike | Table) -> TableArray | Table:
     """A floating array of rank 2 with at least one row, or a `Table`."""
     held = table if isinstance(table, Table) else arguments.unwrapped(table)

@@ -1,0 +1,140 @@
+"""`te.check_batch`: ids in the vocabulary, padding's id at padding, the order of a row's tokens."""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import transformer_embed as te
+from transformer_embed import TokenPositions
+
+NUMBERS = "ids: wanted an array of real numbers of at most 64 bits, got "
+
+
+def check_order(tokens, order):
+    te.check_batch(np.zeros(tokens.positions.shape, int), tokens, vocab_size=1, order=order)
+
+
+def test_ids_in_the_vocabulary_pass():
+    for ids, vocab_size in (
+        (0, 5),
+        ([], 5),
+        (jnp.arange(5), 5),
+        (np.array([[4]], np.uint64), 5),
+        # A vocabulary that the dtype of the ids does not hold.
+        (np.array([0, 127], np.int8), 200),
+        (np.array([0, 255], np.uint8), 300),
+        (np.array([0, 1, 1], ml_dtypes.int2), 2),
+    ):
+        te.check_batch(ids, vocab_size=vocab_size)
+
+
+INSIDE = "ids: wanted integers inside the vocabulary, 0..4, got "
+
+
+BAD_IDS = [
+    (ValueError, [[0, 1], [2, 5], [-1, 0]], 5, INSIDE + "5 at index [1, 1]"),
+    (ValueError, np.array([2**64 - 1], np.uint64), 5, INSIDE + "18446744073709551615 at index [0]"),
+    (ValueError, jnp.array([[-1]]), 5, INSIDE + "-1 at index [0, 0]"),
+    (ValueError, np.array([0, 127], np.int8), 127, INSIDE.replace("4", "126") + "127 at index [1]"),
+    (ValueError, np.array([0, 1], ml_dtypes.int2), 1, INSIDE.replace("4", "0") + "1 at index [1]"),
+    (TypeError, [True], 5, "ids: wanted an integer dtype, got bool"),
+    (ValueError, [0], 0, "vocab_size: wanted an int of at least 1, got 0"),
+    (TypeError, [0], 5.0, "vocab_size: wanted a Python int, got float 5.0"),
+    (TypeError, [2**70] * 10_000, 4, NUMBERS + "list "),
+]
+
+
+def test_ids_outside_the_vocabulary_and_other_bad_arguments():
+    for kind, ids, vocab_size, message in BAD_IDS:
+        with pytest.raises(kind, match="^" + re.escape(message)) as caught:
+            te.check_batch(ids, vocab_size=vocab_size)
+        assert len(str(caught.value)) < 300
+
+
+def test_traced_ids_are_not_checked():
+    message = r"^ids: wanted values on the host, outside of jit, got a traced int32\[2\]"
+    with pytest.raises(TypeError, match=message):
+        jax.jit(lambda ids: te.check_batch(ids, vocab_size=5))(np.zeros(2, np.int32))
+
+
+TWO = TokenPositions.from_segment_ids([[1, 1, 2, 2, 0], [3, 3, 3, 3, 3]])
+MISFITS = {
+    "padding's id in a document": (
+        {"ids": [[5, 6, 7, 8, 0], [5, 6, 0, 8, 9]], "pad_id": 0},
+        "ids: wanted pad_id, 0, at padding only, got one in a sequence at [1, 2]",
+    ),
+    "ids of another shape": (
+        {"ids": [[5, 6, 7, 8]] * 2},
+        "ids: wanted the shape of tokens, [2, 5], got [2, 4]",
+    ),
+    "one row of ids": ({"ids": [5] * 5}, "ids: wanted the shape of tokens, [2, 5], got [1, 5]"),
+    "an order without tokens": (
+        {"ids": [[1]], "tokens": None, "order": "full"},
+        "tokens: wanted those of ids, for pad_id and order, got None",
+    ),
+    "an order that does not exist": (
+        {"ids": [[1] * 5] * 2, "order": "left"},
+        "order: wanted one of ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_ids_and_tokens_that_do_not_fit_are_found(name):
+    arguments, message = MISFITS[name]
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        te.check_batch(**{"tokens": TWO, "vocab_size": 10} | arguments)
+
+
+def test_the_id_of_padding_may_stand_at_padding():
+    ids = [[5, 6, 7, 8, 0], [5, 6, 7, 8, 9]]
+    te.check_batch(ids, TWO, vocab_size=10, pad_id=0, order="packed")
+    # One row of tokens serves all rows of ids.
+    te.check_batch(ids, TokenPositions(range(5)), vocab_size=10, pad_id=-100, order="full")
+
+
+ORDERS = {
+    "full": [[1, 1, 1, 1]],
+    "right": [[7, 7, 0, 0], [0, 0, 0, 0]],
+    "packed": [[2, 2, 0, 1], [0, 5, 5, 5], [0, 3, 0, 0]],
+    None: [[1, 0, 1, 1], [1, 2, 2, 1]],
+}
+
+
+def test_a_row_is_taken_in_the_orders_that_it_has():
+    words = ["full", "right", "packed"]
+    counted = jax.jit(TokenPositions.from_segment_ids)
+    for number, rows in enumerate(ORDERS.values()):
+        for row, (place, order) in itertools.product(rows, enumerate(words)):
+            # Positions from 5 on in each run, as a cut batch has them.
+            tokens = TokenPositions(counted(np.array(row, np.int32)).positions + 5, segment_ids=row)
+            if place >= number:
+                check_order(tokens, order)
+            else:
+                with pytest.raises(ValueError, match=r"^tokens: wanted .* got another order"):
+                    check_order(tokens, order)
+
+
+def test_rows_without_segment_ids_are_taken():
+    check_order(TokenPositions([[0, 1, 2]] * 3), "full")
+
+
+@pytest.mark.parametrize(
+    ("positions", "place"), [([0, 1, 3], 2), ([0, 2, 1], 1), ([-(2**31), 2**31 - 1, 0], 1)]
+)
+def test_positions_that_do_not_rise_by_one_are_found(positions, place):
+    want = r"^tokens: wanted positions that rise by one from token to .* got another one at "
+    for order in ("full", "right", "packed"):
+        with pytest.raises(ValueError, match=rf"{want}\[0, {place}\]"):
+            check_order(TokenPositions(positions), order)
+
+
+def test_traced_tokens_are_not_checked():
+    message = r"^tokens: wanted values on the host, outside of jit, got a traced int32\[1, 3\]"
+    with pytest.raises(TypeError, match=message):
+        jax.jit(lambda tokens: check_order(tokens, "full"))(TokenPositions(range(3)))
