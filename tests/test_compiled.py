@@ -283,6 +283,16 @@ def test_a_sharded_program_on_a_tpu_sends_nothing_of_the_size_of_a_table(tpu):
         assert each.largest <= shard
 
 
+@needs_libtpu
+def test_shapes_are_placed_on_a_pod_whose_processes_do_not_run():
+    """It asked them for what they place."""
+    mesh, rules = target("tpu:v5e:4x4").mesh(data=4, model=4), {"*": P("model")}
+    assert mesh.is_multi_process
+    params = {"embeddings": of(jnp.float32, 1000, WIDTH)}
+    table = te.sharding.shard_params(params, mesh, rules)["embeddings"]
+    assert table.array.sharding.mesh == mesh
+
+
 TILES = splash_attention.BlockSizes(*[512] * 8)
 
 

@@ -27,10 +27,10 @@ from sharded_tables import (
     shard,
     stripe,
 )
-from test_training_by_rows import axis_by_axis
 
 import transformer_embed as te
 from transformer_embed._src.tables.sharded import table_split
+from transformer_embed._src.tables.sharded.buffers import plan_buffers
 
 
 @jax.jit
@@ -56,26 +56,26 @@ def test_lookup_by_exchange_gives_the_rows_bit_for_bit_and_their_gradient():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("narrow", [0, 1], ids=["first hop", "last hop"])
-def test_rows_that_do_not_fit_on_either_hop_are_nan_and_counted(narrow, monkeypatch):
+@pytest.mark.parametrize("narrow", ["room", "distinct"])
+def test_rows_that_do_not_fit_are_nan_and_counted(narrow, monkeypatch):
     def plan(*arguments):
-        planned = list(axis_by_axis(*arguments))
-        planned[narrow] = planned[narrow]._replace(room=8)
-        return tuple(planned)
+        room, distinct = plan_buffers(*arguments)
+        return (8, distinct) if narrow == "room" else (room, 8)
 
-    monkeypatch.setattr(table_split, "plan_hops", plan)
-    # No other test has this capacity, and so the program of this one: 8 of the 18 ids that each
-    # device asks of one owner fit on the narrow hop.
+    monkeypatch.setattr(table_split, "plan_buffers", plan)
+    # No other test has this capacity, and so the program of this one: of the 18 ids that each
+    # device asks of one owner, 8 find room in its buffer, or in the owner's.
     mesh = mesh_of((2, 4))
-    table = stripe(mesh, capacity=16 + narrow)
+    table = stripe(mesh, capacity=16 + len(narrow))
     ids = np.tile(owned_by_one(18), (8, 1))
     weights = normal(20, *ids.shape, WIDTH)
     rows, gradient = lookup_and_gradient(table, *put(mesh, (ids, weights), BOTH))
     lost = np.isnan(np.asarray(rows)).any(-1)
     assert (lost.sum(axis=1) == 10).all()
-    # The devices of a column ask for the same rows: their requests merge before the last hop.
-    dropped = te.sharding.exchange_load(table, ids).dropped
-    assert dropped in ({8 * 10}, {4 * 10, 2 * 10})[narrow]
+    # The owner counts each slot once.
+    load = te.sharding.exchange_load(table, ids)
+    assert load.dropped == {"room": 8 * 10, "distinct": 10}[narrow]
+    equal(load.rows.reshape(-1), np.where(np.arange(8) == 2, 8, 0))
     expected = np.zeros_like(TABLE)
     np.add.at(expected, ids, np.where(lost[..., None], 0, weights))
     equal(np.asarray(rows)[~lost], TABLE[ids[~lost]])

@@ -38,7 +38,6 @@ from sharded_tables import (
 )
 
 import transformer_embed as te
-from transformer_embed._src.tables.sharded import hops, table_split
 from transformer_embed._src.tables.sharded.contiguous import rows_of_this_shard
 
 # The axes, the mesh, how the table is placed on it, the mesh axes of its rows and of the batch.
@@ -92,29 +91,12 @@ def test_training_by_rows_is_lazy_adam_in_float64_and_sends_only_ids_and_rows(na
             assert each.largest <= WEIGHTS[0].size < VOCAB * WIDTH / 8, each.line
             assert (each.kind == "all-gather") == (each.operands[0][0] == "s32"), each.line
     elif rows == batch:
-        # One all-to-all of ids and two of rows for each hop; else sums of a number.
-        sizes = [hop.parts * hop.room for hop in placed.split.hops(8, BATCHES[0][0].size)]
-        rows = [size * WIDTH for size in sizes]
+        # One all-to-all of ids and two of rows; else sums of a number.
+        size = 8 * placed.split.buffers(8, BATCHES[0][0].size)[0]
         exchanged = [each for each in sent if each.kind == "all-to-all"]
         found = [sum(math.prod(size) for _, size in each.operands) for each in exchanged]
-        assert sorted(found) == sorted([*sizes, *rows, *rows])
+        assert sorted(found) == [size, size * WIDTH, size * WIDTH]
         assert all(each.largest == 1 for each in sent if each.kind != "all-to-all")
-
-
-def axis_by_axis(asked, axes, sizes, shard, devices, capacity):
-    """The route that plans choose for more devices only."""
-    legs = [((axis,), size) for axis, size in zip(axes, sizes, strict=True)]
-    return hops._hops(asked, legs, shard, devices, capacity)
-
-
-@pytest.mark.slow
-def test_one_mesh_axis_after_the_other_trains_like_a_single_hop(monkeypatch):
-    monkeypatch.setattr(table_split, "plan_hops", axis_by_axis)
-    # No other test has this capacity, and so the programs of this one.
-    mesh = mesh_of((2, 4))
-    table = stripe(mesh, capacity=1.0625)
-    assert not any(te.sharding.exchange_load(table, ids).dropped for ids in BATCHES)
-    check_training(mesh, table, BOTH)
 
 
 @pytest.mark.slow

@@ -1,15 +1,13 @@
 """What an exchange of rows asks of the devices for one batch, counted on the host."""
 
-from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.partitioning import Axes, devices_along
+from transformer_embed._src.partitioning import devices_along
 from transformer_embed._src.tables.rows.distinct_ids import as_max_rows, most_distinct
-from transformer_embed._src.tables.sharded.hops import Hop
 from transformer_embed._src.tables.sharded.table import Sharded
 
 
@@ -18,8 +16,7 @@ class ExchangeLoad(NamedTuple):
 
     Args:
         rows: int64, [size of each mesh axis of the batch, ...], the rows that each device is asked
-            for. An id counts once per device that asks, or once per group of devices whose requests
-            are merged on the way.
+            for; an id that several of them ask for counts once.
         dropped: the number of requests that do not fit; these ids read as NaN.
 
     Example:
@@ -75,42 +72,22 @@ def exchange_load(table: Sharded, ids: ArrayLike, *, max_rows: int | None = None
     if array.shape[0] % devices:
         want = f"a first dimension that {devices} devices divide"
         raise arguments.value_error("ids", want, f"shape {list(array.shape)}")
-    most = as_max_rows(max_rows)
-    asked = most_distinct(array.size // devices, split.order.vocab_size, most)
+    vocab_size, owners = split.order.vocab_size, devices_along(split.mesh, split.rows)
+    asked = most_distinct(array.size // devices, vocab_size, as_max_rows(max_rows))
+    room, distinct = split.buffers(devices, asked)
     slots = [np.unique(split.slots(part)) for part in array.reshape(devices, -1)]
-    held = [part[:asked] for part in slots]
-    rows, dropped = simulate(split.hops(devices, asked), held, dict(split.mesh.shape), batch)
-    return ExchangeLoad(rows, dropped + sum(len(part[asked:]) for part in slots))
-
-
-def simulate(
-    hops: Sequence[Hop], asked: Sequence[np.ndarray], sizes: Mapping[str, int], batch: Axes
-) -> tuple[np.ndarray, int]:
-    """What an exchange does with the ascending, distinct slots that each device asks for.
-
-    Returns:
-        The number of slots that each device is asked for over the last hop, [size of each axis of
-        the batch, ...], and how many did not fit.
-    """
-    shape, dropped = tuple(sizes[axis] for axis in batch), 0
-    # Each request is a pair of device and slot; the pairs ascend.
-    devices, slots = np.repeat(np.arange(len(asked)), [*map(len, asked)]), np.concatenate(asked)
-    received = devices
-    for hop in hops:
-        parts = slots // hop.stride % hop.parts
-        fits = _rank(devices * hop.parts + parts) < hop.room
-        owners = np.array(np.unravel_index(devices, shape))
-        along = [batch.index(axis) for axis in hop.axes]
-        owners[along] = np.unravel_index(parts, [sizes[axis] for axis in hop.axes])
-        received = np.ravel_multi_index(tuple(owners[:, fits]), shape)
-        # Requests of several devices for one slot are merged.
-        pairs = np.unique([received, slots[fits]], axis=1)
-        held = _rank(pairs[0]) < hop.distinct
-        dropped += np.sum(~fits) + np.sum(~held)
-        devices, slots = pairs[:, held]
-    return np.bincount(received, minlength=len(asked)).reshape(shape), int(dropped)
-
-
-def _rank(values: np.ndarray) -> np.ndarray:
-    """How many equal ones stand before each of these values, which ascend."""
-    return np.arange(len(values)) - np.searchsorted(values, values)
+    dropped = sum(len(part[asked:]) for part in slots)
+    bounds = np.arange(1, owners) * split.shard
+    # What each device asks of each owner.
+    parts = [np.split(part[:asked], np.searchsorted(part[:asked], bounds)) for part in slots]
+    # Devices exchange rows with those that differ from them only along the axes of the rows.
+    shape = tuple(split.mesh.shape[axis] for axis in batch)
+    along = [batch.index(axis) for axis in split.rows]
+    numbers = np.moveaxis(np.arange(devices).reshape(shape), along, range(-len(along), 0))
+    rows = np.zeros(devices, np.int64)
+    for group in numbers.reshape(-1, owners):
+        for owner, requests in enumerate(zip(*(parts[device] for device in group), strict=True)):
+            received = np.unique(np.concatenate([part[:room] for part in requests]))
+            rows[group[owner]] = len(received[:distinct])
+            dropped += len(received[distinct:]) + sum(len(part[room:]) for part in requests)
+    return ExchangeLoad(rows.reshape(shape), dropped)

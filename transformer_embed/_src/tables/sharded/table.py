@@ -113,7 +113,8 @@ class Sharded(Table):
         """
         split = self._split_here
         by_exchange = split.order.is_striped and set(split.rows) <= set(split.axes_of(ids)[1])
-        gather = gather_from_owners if by_exchange else gather_from_shards
+        # Without axes of rows, inside somebody's shard_map, this device holds every row.
+        gather = gather_from_owners if by_exchange and split.rows else gather_from_shards
         return gather(split, self.array, ids)
 
     def _output_split(self, x: Float[Array, "... d"]) -> tuple[Array, OutputSplit]:

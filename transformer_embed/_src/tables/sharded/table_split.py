@@ -19,7 +19,7 @@ from transformer_embed._src.partitioning import (
     spec_axes,
 )
 from transformer_embed._src.tables.rows.gathered_rows import rows_of_ids
-from transformer_embed._src.tables.sharded.hops import Hop, plan_hops
+from transformer_embed._src.tables.sharded.buffers import plan_buffers
 from transformer_embed._src.tables.sharded.row_order import RowOrder
 
 
@@ -85,10 +85,10 @@ class TableSplit(NamedTuple):
         """A function of the rows of each device's shard, on all devices."""
         return self.map(function, PartitionSpec(self.rows), PartitionSpec(self.rows))
 
-    def hops(self, devices: int, asked: int) -> tuple[Hop, ...]:
-        """The hops for `devices` devices that each ask for at most `asked` distinct rows."""
-        sizes = tuple(self.mesh.shape[axis] for axis in self.rows)
-        return plan_hops(asked, self.rows, sizes, self.shard, devices, self.capacity)
+    def buffers(self, devices: int, asked: int) -> tuple[int, int]:
+        """See `plan_buffers`, for `devices` devices that each ask for at most `asked` slots."""
+        owners = devices_along(self.mesh, self.rows)
+        return plan_buffers(asked, owners, self.shard, devices, self.capacity)
 
     def slots(self, ids: Any) -> Any:
         """The slot of each id's row; an id out of range counts as the first or the last one.
