@@ -15,6 +15,11 @@ from transformer_embed._src.tables.rows.distinct_ids import sum_rows
 from transformer_embed._src.tables.rows.fingerprint import fingerprint, fits, or_nan
 
 Tree = Any
+# In place of ids that belong to a trace that is over.
+LEFT = (
+    "one that left its jit or vmap (call te.rows.value_and_grad and te.rows.update in one jit, or "
+    "return its ids and values)"
+)
 
 
 class SomeRows:
@@ -126,8 +131,8 @@ class RowGradient(SomeRows):
 
     def check(self, shape: Sequence[int]) -> None:
         """Raises unless each id has a row of a table of this shape, and belongs to this trace."""
-        if isinstance(self.ids, _Left):
-            raise arguments.type_error("grads", "a RowGradient of this jit", repr(self.ids))
+        if isinstance(self.ids, str):
+            raise arguments.type_error("grads", "a RowGradient of this jit", self.ids)
         rows = (*self.ids.shape, *shape[1:])
         if self.shape != shape or self.values.shape != rows:
             want = f"values {list(rows)} of a table {list(shape)}"
@@ -137,16 +142,6 @@ class RowGradient(SomeRows):
     def _on_shards(self, function: Callable) -> Callable:
         """A function of the rows, on each device of a striped table."""
         return function if self.split is None else self.split.on_shards(function)
-
-
-class _Left:
-    """In place of ids that belong to a trace that is over."""
-
-    def __repr__(self) -> str:
-        return (
-            "one that left its jit or vmap (call te.rows.value_and_grad and te.rows.update in one "
-            "jit, or return its ids and values)"
-        )
 
 
 class _Ids:
@@ -188,24 +183,17 @@ def _unflatten(static: tuple, leaves: Sequence[Any]) -> RowGradient:
     (held, vocab_size, split), (values, scaled) = static, leaves
     ids, gradient = held.ids, object.__new__(RowGradient)
     # Values that jit or vmap returned are known, but their ids still belong to its trace.
-    is_known = isinstance(values, jax.Array) and not arguments.is_traced(values)
-    if is_known and arguments.is_traced(ids) and _is_over(ids):
-        ids = _Left()
+    if isinstance(values, jax.Array) and not arguments.is_traced(values):
+        try:
+            jnp.negative(ids)
+        except jax.errors.UnexpectedTracerError:
+            ids = LEFT
     fields = {"ids": ids, "values": values, "vocab_size": vocab_size, "split": split}
     arguments.set_fields(gradient, fingerprint=scaled, **fields)
     return gradient
 
 
 jax.tree_util.register_pytree_node(RowGradient, _flatten, _unflatten)
-
-
-def _is_over(traced: Any) -> bool:
-    """Whether a traced array's trace is over."""
-    try:
-        # Any use of an array whose trace is over raises.
-        return traced + 0 is None
-    except jax.errors.UnexpectedTracerError:
-        return True
 
 
 def _on_host(ids: Any) -> np.ndarray | None:

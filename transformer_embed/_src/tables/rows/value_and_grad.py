@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -76,8 +76,10 @@ def value_and_grad(
     @functools.wraps(loss)
     def value_and_row_grads(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
         params = as_arrays("params", params, is_leaf)
-        trees, treedef = jax.tree.flatten(params, is_leaf=is_leaf)
-        taken = _take_tables(trees, treedef, ids, max_rows)
+        paths, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
+        names = {_name(path): index for index, (path, _) in enumerate(paths)}
+        trees = [leaf for _, leaf in paths]
+        taken = _take_tables(names, trees, ids, max_rows)
 
         def loss_of(leaves: dict[int, Any]) -> Any:
             read = {
@@ -100,47 +102,41 @@ def value_and_grad(
 
 
 def _take_tables(
-    leaves: Sequence[Any], treedef: Any, ids: Tree, max_rows: int | Tree | None
+    names: Mapping[str, int], leaves: Sequence[Any], ids: Tree, max_rows: int | Tree | None
 ) -> dict[int, tuple[GatheredRows, Callable]]:
     """What is taken of each table in `ids` (see `Table`), by the table's index as a leaf."""
-    indices = jax.tree.unflatten(treedef, range(len(leaves)))
-    taken, bounds, bound_of_all = {}, {}, max_rows
+    ids = _at_leaves(names, ids)
+    bounds: dict[str, Any] = dict.fromkeys(ids, max_rows)
     if not isinstance(max_rows, numbers.Integral | None):
-        bounds, bound_of_all = dict(_at_leaves("params", indices, max_rows)), None
-    for name, (index, table_ids) in _at_leaves("params", indices, ids):
-        _, bound = bounds.pop(name, (index, bound_of_all))
+        bounds = _at_leaves(names, max_rows)
+    for name in bounds.keys() - ids.keys():
+        raise arguments.value_error(name, "a table in ids, since max_rows has it", "none")
+    taken = {}
+    for name, table_ids in ids.items():
+        index = names[name]
         table = row_table(as_table(name, leaves[index]))
         rows, to_gradient = table._take_rows(
-            arguments.as_int32("ids", table_ids), as_max_rows(bound)
+            arguments.as_int32("ids", table_ids), as_max_rows(bounds.get(name))
         )
         # Loud, if the loss reads all leaves of the parameters as numbers. Of numpy, since
         # jax_debug_nans lets it pass.
         sentinel = np.full((1, rows.shape[1]), np.nan, rows.values.dtype)
         taken[index] = dataclasses.replace(rows, sentinel=sentinel, name=name), to_gradient
-    for name in bounds:
-        raise arguments.value_error(name, "a table in ids, since max_rows has it", "none")
     return taken
 
 
-def _at_leaves(name: str, indices: Tree, tree: Tree) -> Iterator[tuple[str, tuple[int, Any]]]:
-    """The name of each leaf of the indices that a tree has something for: the index and that."""
-    if isinstance(indices, int):
-        yield name, (indices, tree)
-        return
-    inner, is_mapping = _children(indices), isinstance(indices, Mapping)
-    # A tree of another kind has no part of any of these names: the error below names it.
-    parts = _children(tree) if isinstance(tree, Mapping) == is_mapping else {"": tree}
-    for key, child in parts.items():
-        if key not in inner:
-            got = f"none among {', '.join(name + each for each in inner)}"
-            raise arguments.value_error(name + key, "a table, since ids or max_rows has it", got)
-        if child is not None:
-            yield from _at_leaves(name + key, inner[key], child)
+def _at_leaves(names: Mapping[str, int], tree: Tree) -> dict[str, Any]:
+    """What a tree has at the places of the parameters, by their names; it may be a list there."""
+    parts = jax.tree.leaves_with_path(
+        tree, is_leaf=lambda path, _: _name(path) in names, is_leaf_takes_path=True
+    )
+    found = {_name(path): part for path, part in parts if part is not None}
+    for name in found.keys() - names.keys():
+        got = f"none among {', '.join(names)}"
+        raise arguments.value_error(name, "a table, since ids or max_rows has it", got)
+    return found
 
 
-def _children(tree: Tree) -> dict[str, Tree]:
-    """The parts of a tree, by how their place is written; that of a leaf is empty."""
-    if isinstance(tree, Mapping):
-        return {f"[{key!r}]": child for key, child in tree.items()}
-    children, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda part: part is not tree)
-    return {jax.tree_util.keystr(path): child for path, child in children}
+def _name(path: Any) -> str:
+    """A parameter's name in errors."""
+    return f"params{jax.tree_util.keystr(path)}"
