@@ -103,6 +103,7 @@ def test_what_is_one_row_in_a_table_trains_as_the_dense_step():
         lambda count: jnp.where(count < 1, 0.5, 0.25) + 0.1 * (count > 5),
         lambda count: 0.5 * (count < 100) + 0.25 * (count >= 100),
         lambda count: 0.5 * 0.5 ** (count > 0),
+        lambda count: 0.5 * (1 - (count % 3 == 2)),
         optax.join_schedules([optax.constant_schedule(0.5), optax.constant_schedule(0.0)], [9]),
     ],
 )
@@ -173,12 +174,6 @@ def by_a_count_in_a_branch(g):
     return g * jax.lax.cond(jnp.ones([]) > 0, lambda: jnp.ones(len(g)).sum(), lambda: 1.0)
 
 
-def emptied(updates, state):
-    """The old state counts only if a condition that all rows share says so."""
-    now = lambda g, s: jnp.where(jnp.ones([]) > 0, g + s, g)
-    return updates, jax.tree.map(now, updates, state)
-
-
 def narrowed(updates, state):
     return updates, jax.tree.map(lambda s: s.mean(1, keepdims=True), state)
 
@@ -187,7 +182,7 @@ def as_many_arrays_as_the_size_asks(params):
     return jax.tree.map(lambda p: (jnp.zeros_like(p),) * (2 if p.shape[0] == 1000 else 1), params)
 
 
-def accumulator(emitted, emptied=lambda acc, emit: (1 - emit) * acc):
+def accumulator(emitted, emptied):
     """Sums gradients, and applies the sum in the steps in which a number is not 0."""
 
     def update(updates, state):
@@ -210,6 +205,7 @@ SWITCHES = {
     "less one": lambda n, _: jnp.where(n % 3 == 2, 2.0, 1.0) - 1,
     "floor": lambda n, _: jnp.floor((n + 1) / 3) - jnp.floor(n / 3),
     "in the state": lambda n, last: last,
+    "a condition": lambda n, _: n % 3 == 2,
 }
 
 
@@ -228,7 +224,6 @@ def as_many_columns_as_rows(g):
     return jax.lax.slice(columns, (0, 0), (1, g.shape[0])).T
 
 
-DECIDES = "by a condition outside of the row decides whether its gradient or state is used"
 UNKNOWN = "it cannot be traced for another number of rows"
 REFUSED = {
     # Rows told apart by their place.
@@ -266,12 +261,6 @@ REFUSED = {
         optax.MultiSteps(optax.adam(0.1), 3),
         "one condition for the whole table decides how its rows are updated",
     ),
-    "an emptied state": (transformation(emptied, zeros), f"select_n {DECIDES}"),
-    "a product": (counted(lambda count, g: (1 - (count % 3 == 2)) * g), DECIDES),
-    "a choice by index": (
-        counted(lambda n, g: jnp.take(jnp.stack([g * 0, g], 1), (n % 3 == 2) * 1, 1)),
-        f"gather {DECIDES}",
-    ),
     # States.
     "a narrow state": (
         transformation(narrowed, zeros),
@@ -288,7 +277,12 @@ REFUSED = {
 def test_a_sum_that_a_number_applies_and_empties_is_refused(name):
     """A row without a gradient in the step that applies it would miss its turn."""
     reason = "mul by a switch outside of the row decides when the sum in its state is used"
-    ways = lambda acc, emit: (1 - emit) * acc, lambda acc, emit: acc - emit * acc
+    ways = (
+        lambda acc, emit: (1 - emit) * acc,
+        lambda acc, emit: acc - emit * acc,
+        lambda acc, emit: jnp.where(emit > 0, 0.0, acc),
+        lambda acc, emit: jnp.take(jnp.stack([acc, 0 * acc], 1), (emit > 0) * 1, 1),
+    )
     for optimizer in (accumulator(SWITCHES[name], emptied) for emptied in ways):
         refuse(optimizer, reason)
     refuse(optax.chain(optax.scale_by_adam(), optimizer), reason)

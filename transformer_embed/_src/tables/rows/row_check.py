@@ -7,7 +7,7 @@ block of its rows must compute the same as that one. Then a block's program give
 whole program would. (The proved program itself does not run: inside shard_map and under explicit
 axes, arrays have types that it was not traced with.)
 
-What all rows share must not decide whether a row's gradient or state is used; see `switches`.
+What all rows share must not decide when a sum of gradients is used; see `switches`.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from transformer_embed._src.tables.rows.distinct_ids import BLOCK, most_distinct
 from transformer_embed._src.tables.rows.gathered_rows import is_leaf
 from transformer_embed._src.tables.rows.programs import are_same, called, equations, words
 from transformer_embed._src.tables.rows.row_gradient import RowGradient, is_gradient
-from transformer_embed._src.tables.rows.switches import find_loss
+from transformer_embed._src.tables.rows.switches import find_switch
 
 # Each row of the results is computed from the same row of the operands, if every result has an axis
 # of rows. Nothing else has that size, so an axis of rows that an equation takes away and makes anew
@@ -202,8 +202,8 @@ def _check_rows_apart(program: ClosedJaxpr, tables: Tables, update: Callable) ->
         for index, leaf in tables.shapes({}).items()
         for _ in jax.tree.leaves(leaf)
     ]
-    if loss := find_loss(program, operands, [*tables.indices.values()]):
-        raise _refusal(loss[0], update, loss[1])
+    if switch := find_switch(program, operands, [*tables.indices.values()]):
+        raise _refusal(switch[0], update, switch[1])
 
 
 def _traced(
