@@ -1,12 +1,10 @@
 """The mesh axes that each dimension of an array is split over, and what devices along them send."""
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
@@ -181,96 +179,3 @@ def reduce_scatter(array: Array, axes: Sequence[Axes]) -> Array:
         if names:
             array = jax.lax.psum_scatter(array, names, scatter_dimension=dimension, tiled=True)
     return array
-
-
-class OutputSplit(NamedTuple):
-    """How an output layer, the product of x with every row of a table, is split over a mesh.
-
-    Each device receives two things. One is tokens: x is all-gathered over every axis that splits
-    its channels or the table, and over the later axes of the same dimension. The other is whole
-    rows: if the table's columns are split, an all-to-all splits its rows instead.
-
-    Args:
-        mesh: the devices.
-        rows: the mesh axes that the table's rows are split over.
-        columns: those of its columns.
-        x: those of each dimension of x.
-    """
-
-    mesh: Any
-    rows: Axes
-    columns: Axes
-    x: tuple[Axes, ...]
-
-    @property
-    def vocabulary(self) -> Axes:
-        """The axes that the vocabulary is split over, once columns are exchanged for rows."""
-        return (*self.rows, *self.columns)
-
-    @property
-    def tokens(self) -> tuple[Axes, ...]:
-        """The axes that each dimension of the tokens stays split over.
-
-        They are the leading ones that do not split the table: such a part of x is one block.
-        """
-        return tuple(
-            tuple(itertools.takewhile(lambda axis: axis not in self.vocabulary, axes))
-            for axes in self.x[:-1]
-        )
-
-    @property
-    def gathered(self) -> list[Axes]:
-        """The axes of the vocabulary that each dimension of x is gathered over, on each device.
-
-        The gradient of x is summed over them as it is scattered. (jax gathers x over its other
-        axes before: a device's type cannot say that what it gathered is alike on others.)
-        """
-        kept = (*self.tokens, ())
-        rest = [axes[len(leading) :] for axes, leading in zip(self.x, kept, strict=False)]
-        in_table = self.vocabulary.__contains__
-        return [tuple(itertools.takewhile(in_table, axes)) for axes in rest]
-
-    def receive(self, x: Array, *of_tokens: Array) -> tuple[Array, ...]:
-        """The arguments of a function of `map`, without the axes that it does not gather over."""
-        if self.mesh is None:
-            return (x, *of_tokens)
-        specs = self.specs()[0], *[PartitionSpec(*self.tokens)] * len(of_tokens)
-        shardings = [NamedSharding(self.mesh, spec) for spec in specs]
-        return tuple(map(reshard, (x, *of_tokens), shardings))
-
-    def specs(self) -> tuple:
-        """The specs of x, of the table and of the bias."""
-        kept = (*self.tokens, ())
-        of_x = (axes + more for axes, more in zip(kept, self.gathered, strict=False))
-        table = PartitionSpec(self.rows, self.columns)
-        return PartitionSpec(*of_x), table, PartitionSpec(self.vocabulary)
-
-    def map(self, function: Callable, in_specs, out_specs) -> Callable:
-        """The function, run on each device."""
-        if self.mesh is None:
-            return function
-        return on_each_device(self.mesh, function, in_specs, out_specs)
-
-    def bias(self, bias: Array | None, size: int) -> Array | None:
-        """The bias of a table of this size, split as the vocabulary, with zeros for its padding."""
-        if bias is None:
-            return None
-        if self.mesh is None:
-            return on_every_device(bias)
-        padded = jnp.pad(replicated(bias, self.mesh), (0, size - len(bias)))
-        return reshard(padded, NamedSharding(self.mesh, PartitionSpec(self.vocabulary)))
-
-    def exchange(self, array: Array, split: int, concat: int) -> Array:
-        """Inside shard_map, a shard as whole rows (split 0, concat 1), or back (1, 0)."""
-        if not self.columns:
-            return array
-        return jax.lax.all_to_all(array, self.columns, split, concat, tiled=True)
-
-    def scatter(self, values: Array) -> Array:
-        """This device's part of gathered x, after a sum over the vocabulary."""
-        gathered = sum(self.gathered, ())
-        others = tuple(axis for axis in self.vocabulary if axis not in gathered)
-        return reduce_scatter(jax.lax.psum(values, others), self.gathered)
-
-
-ON_ONE_DEVICE = OutputSplit(None, (), (), ())

@@ -3,12 +3,12 @@
 So [tokens, vocabulary] logits never exist at once. A `Loss` has the arithmetic of a chunk: the
 values of its tokens and their gradients in the logits. There are two engines around it.
 
-`sum_of_losses`: a `scan` over the chunks carries sums: of the losses, and of the gradients of each
-table [rows, d] and bias [rows]. The step for a chunk computes its logits [chunk, rows], then its
-losses and the gradients of the logits, and from these the gradient of the chunk's x and its parts
-of the sums. Then the logits are freed. So the gradients are known after the forward pass.
+`sum_of_losses`: a `scan` over the chunks carries the gradients of each table [rows, d] and bias
+[rows]. The step for a chunk computes its logits [chunk, rows], then its losses and the gradients of
+the logits, and from these the gradient of the chunk's x and its parts of the sums. Then the logits
+are freed. So the gradients are known after the forward pass.
 
-`losses_of_tokens`: each loss may get another cotangent, so gradients cannot be computed before the
+`map_chunks`: each loss may get another cotangent, so gradients cannot be computed before the
 cotangents are known, and the backward pass computes the logits of a chunk again. A chunk is a step
 of a `scan` and a `jax.checkpoint`, which keeps its x and labels only; inside it, `_of_chunk` has a
 rule of its own, which keeps one [chunk, vocabulary] array where autodiff of its arithmetic would
@@ -30,46 +30,39 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
-from transformer_embed._src.partitioning import (
-    ON_ONE_DEVICE,
-    OutputSplit,
-    all_gather,
-    spec_axes,
-    varying,
-    varying_axes,
-)
-from transformer_embed._src.tokens.lookup import Table
-from transformer_embed._src.tokens.output_layer import OutputOptions, RowLogits, row_logits
+from transformer_embed._src.partitioning import varying, varying_axes
+from transformer_embed._src.tokens.output_split import Layer, OutputSplit
+from transformer_embed._src.tokens.row_logits import ChunkLogits, chunk_logits, of_column
 
 # Below 256 tokens a chunk's sum into the table's gradient costs more than the chunk's logits;
 # beyond 512 nothing gets faster.
 SMALLEST_CHUNK, LARGEST_CHUNK, CHUNKS = 256, 512, 12
-
-
-class Layer(NamedTuple):
-    """Tokens and the output layer that they meet; on a device, with whole rows of its table.
-
-    `wide` are the rows in the dtype of the sums, which get the gradient in place of the table, so
-    that it is summed over the chunks in that dtype.
-    """
-
-    x: Array
-    table: Any
-    bias: Array | None
-    wide: Any = None
+REDUCTIONS = ("mean", "sum", "none")
+Splits = tuple[OutputSplit, ...]
+Layers = tuple[Layer, ...]
 
 
 class Settings(NamedTuple):
     """Numbers of each token, [..., 1], that have gradients; None: their defaults."""
 
-    temperature: Array | None = None
-    label_smoothing: Array | None = None
-    z_loss: Array | None = None
+    temperature: Any = None
+    label_smoothing: Any = None
+    z_loss: Any = None
+
+
+class OfTokens(NamedTuple):
+    """What belongs to tokens [...]; the numbers of labels are [..., c]."""
+
+    labels: Int32[Array, "*t c"] | None
+    settings: Settings
+    # 0 where a label is not counted, and divided by their sum for a mean.
+    weights: Float[Array, "*t c"]
 
 
 class Value(NamedTuple):
@@ -77,18 +70,25 @@ class Value(NamedTuple):
 
     Args:
         values: [t, c].
-        slopes: for each layer [t, v]: times its factor, the gradient in the products of x and the
-            table, the same for each of c. Empty: no gradients.
-        factors: for each layer [t, 1].
-        of_settings: the gradients in the settings [t, c].
-        of_columns: for each value [t, c] a column, and what is added to the gradient there.
+        slopes: for each layer [t, v], the gradient in its logits times the mass, the same for each
+            of c. Empty: no gradients.
+        mass: [t, 1], what the slopes are to be divided by.
+        columns: [t, c], the column of a logit that is subtracted from each value. None: the slopes
+            have it.
+        of_settings: the gradients in the settings [t, c], but for the temperature.
     """
 
     values: Array
-    slopes: tuple[Any, ...] = ()
-    factors: tuple[Any, ...] = ()
+    slopes: tuple[Array, ...] = ()
+    mass: float | Array = 1.0
+    columns: Array | None = None
     of_settings: Settings = Settings()
-    of_columns: tuple[Any, Any] | None = None
+
+
+def as_steps(name: str, shift: Any) -> int:
+    """How many tokens after its own each token predicts; True is 1."""
+    steps = int(shift) if isinstance(shift, bool | np.bool_) else shift
+    return arguments.integer(name, steps, at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,25 +96,41 @@ class Loss:
     """What is static of a loss.
 
     Args:
-        outputs: of each layer.
         shift: how many tokens after its own each token predicts.
         chunk_size: the largest number of tokens in a chunk. None: chosen.
         reduction: how the losses of tokens are reduced.
+        of_candidates: whether a token has several labels, on an axis of their own.
     """
 
-    outputs: tuple[OutputOptions, ...]
-    shift: int
-    chunk_size: int | None
+    shift: int = 0
+    chunk_size: int | None = None
     reduction: str = "none"
+    of_candidates: bool = False
+
+    def __post_init__(self):
+        reduction = functools.partial(arguments.choice, choices=REDUCTIONS)
+        converters = {"shift": as_steps, "chunk_size": arguments.size, "reduction": reduction}
+        arguments.convert_fields(self, **converters)
 
     def of_chunk(
         self,
         split: OutputSplit,
-        logits: tuple[RowLogits, ...],
+        logits: tuple[ChunkLogits, ...],
         labels: Int32[Array, "t c"] | None,
         settings: Settings,
     ) -> tuple[Value, ...]:
         """The losses, and other values of the tokens."""
+        raise NotImplementedError
+
+    def of_tokens(self, splits: Splits, of_tokens: OfTokens, layers: Layers) -> tuple[Array, ...]:
+        """The values of a chunk times their weights."""
+        labels, settings, weights = of_tokens
+        losses, *others = _of_chunk(self, splits, labels, settings, layers)
+        of_losses, of_others = nan_outside(splits[0], of_tokens), weights.max(-1, keepdims=True)
+        return weighted(losses, of_losses), *(weighted(each, of_others) for each in others)
+
+    def returned(self, values: tuple[Array, ...], weights: Array) -> Any:
+        """What the public function returns, of the reduced values and the weights."""
         raise NotImplementedError
 
 
@@ -123,7 +139,19 @@ def weighted(losses: Float[Array, "..."], weights: Float[Array, "..."]) -> Float
     return jnp.where((weights == 0) & ~jnp.isfinite(losses), 0, losses) * weights
 
 
-# --- the parts of a chunk
+def nan_outside(split: OutputSplit, of_tokens: OfTokens) -> Float[Array, "..."]:
+    """The weights, NaN where a label is counted and outside the vocabulary.
+
+    NaN makes a loss NaN, and also all its gradients.
+    """
+    labels, _, weights = of_tokens
+    if labels is None:
+        return weights
+    outside = jnp.asarray(labels).astype(jnp.uint32) >= split.vocab_size
+    return jnp.where(outside & (weights != 0), jnp.nan, weights)
+
+
+# --- chunks
 
 
 def cut_into_chunks(chunk_size: int | None, values: Any) -> Any:
@@ -132,7 +160,7 @@ def cut_into_chunks(chunk_size: int | None, values: Any) -> Any:
     Each chunk takes every count-th token, so each device has a part of each chunk if the batch is
     split. The last chunks are padded with zeros.
     """
-    total = _tokens(values)
+    total = math.prod(jax.tree.leaves(values)[0].shape[:-1])
     size = chunk_size or min(max(SMALLEST_CHUNK, -(-total // CHUNKS)), LARGEST_CHUNK)
     count = -(-total // size)
     size = -(-total // max(count, 1))
@@ -145,205 +173,149 @@ def cut_into_chunks(chunk_size: int | None, values: Any) -> Any:
     return jax.tree.map(cut, values)
 
 
-def _tokens(values: Any) -> int:
-    return math.prod(jax.tree.leaves(values)[0].shape[:-1])
+def _scan_chunks(
+    loss: Loss,
+    splits: Splits,
+    step: Callable,
+    start: Callable,
+    of_tokens: OfTokens,
+    layers: Layers,
+) -> tuple[Any, Any]:
+    """On a device, the scan of `step(carry, of_tokens, layers)` from `start(layers)`.
 
+    Returns the last carry, and of the chunks a number each [chunks], or values [..., c] of tokens.
+    """
+    layers = tuple(map(_gathered, splits, layers))
+    # All vary along the same axes, so that their gradients are summed over devices after the loop.
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves((of_tokens, layers))))
+    layers = jax.tree.map(lambda array: varying(array, axes), layers)
+    xs = [layer.x for layer in layers]
+    shape = xs[0].shape[:-1]
 
-def join_chunks(chunks: Any, shape: tuple[int, ...]) -> Any:
-    """The inverse of `cut_into_chunks`: the values of all tokens of this shape."""
+    def of_chunk(carry, chunk):
+        xs, of_chunk = chunk
+        in_chunk = (layer._replace(x=x) for layer, x in zip(layers, xs, strict=True))
+        return step(carry, of_chunk, tuple(in_chunk))
 
     def join(array):
+        if array.ndim == 1:
+            return array
         tokens = array.swapaxes(0, 1).reshape(-1, array.shape[-1])
         return tokens[: math.prod(shape)].reshape(*shape, array.shape[-1])
 
-    return jax.tree.map(join, chunks)
+    chunks = cut_into_chunks(loss.chunk_size, (xs, of_tokens))
+    carry, values = jax.lax.scan(of_chunk, start(layers), chunks)
+    return carry, jax.tree.map(join, values)
 
 
-def split_layers(
-    of_tokens: Any, layers: Sequence[Layer]
-) -> tuple[tuple[OutputSplit, ...], Any, tuple[Layer, ...]]:
-    """How layers are split over devices, and the arrays as functions on devices take them."""
-    tables, splits = zip(*(_array_and_split(*layer[:2]) for layer in layers), strict=True)
-    arrays = tuple(
-        Layer(split.receive(layer.x)[0], table, split.bias(layer.bias, table.shape[0]))
-        for split, layer, table in zip(splits, layers, tables, strict=True)
-    )
-    for split in splits[1:]:
-        kept = (split.vocabulary, split.tokens)
-        if (splits[0].vocabulary, splits[0].tokens) != kept:
-            want = f"rows split over the mesh axes {splits[0].vocabulary} of output's, tokens as x"
-            raise arguments.value_error("teacher_output", want, kept)
-    values, tree = jax.tree.flatten(of_tokens)
-    _, *values = splits[0].receive(layers[0].x, *values)
-    return splits, jax.tree.unflatten(tree, values), arrays
+def _gathered(split: OutputSplit, layer: Layer) -> Layer:
+    """On a device, a layer with whole rows and the tokens that they meet."""
+    layer = split.gather(layer)
+    dtype = arguments.compute_dtype(layer.x.dtype, layer.table.dtype)
+    wide, bias = jax.tree.map(lambda array: array.astype(dtype), (layer.table, layer.bias))
+    return layer._replace(bias=bias, wide=wide)
 
 
-def _array_and_split(x: Array, table: Any) -> tuple[Array, OutputSplit]:
-    """The table's array, and how it and x are split: plain arrays, only by explicit axes."""
-    if isinstance(table, Table):
-        return table._output_split(x)
-    of_x = spec_axes(jax.typeof(x).sharding.spec, x.ndim)
-    rows, columns = spec_axes(jax.typeof(table).sharding.spec, table.ndim)
-    if not any((rows, columns, *of_x)):
-        return table, ON_ONE_DEVICE
-    return table, OutputSplit(jax.typeof(x).sharding.mesh, rows, columns, tuple(of_x))
-
-
-def _specs(splits: Sequence[OutputSplit]) -> tuple[Layer, ...]:
-    return tuple(Layer._make((*split.specs(), PartitionSpec())) for split in splits)
-
-
-def _gather(
-    splits: Sequence[OutputSplit], of_tokens: Any, layers: Sequence[Layer]
-) -> tuple[Layer, ...]:
-    """On a device, layers with whole rows and the tokens that they meet.
-
-    All vary along the same axes, so that their gradients are summed over devices after the loop.
-    """
-
-    def gather(split, layer):
-        x, rows = all_gather(layer.x, split.gathered), split.exchange(layer.table, 0, 1)
-        dtype = arguments.compute_dtype(x.dtype, rows.dtype)
-        wide, bias = jax.tree.map(lambda array: array.astype(dtype), (rows, layer.bias))
-        return Layer(x, rows, bias, wide)
-
-    gathered = tuple(map(gather, splits, layers))
-    axes = frozenset().union(*map(varying_axes, jax.tree.leaves((of_tokens, gathered))))
-    return jax.tree.map(lambda array: varying(array, axes), gathered)
-
-
-def with_tokens(layers: Sequence[Layer], xs: Sequence[Array]) -> tuple[Layer, ...]:
-    return tuple(layer._replace(x=x) for layer, x in zip(layers, xs, strict=True))
-
-
-def _logits(
-    loss: Loss, splits: Sequence[OutputSplit], layers: Sequence[Layer]
-) -> tuple[RowLogits, ...]:
-    of_layers = zip(loss.outputs, splits, layers, strict=True)
-    return tuple(row_logits(output, split, *layer[:3]) for output, split, layer in of_layers)
+def _values(
+    loss: Loss, splits: Splits, labels: Any, settings: Settings, layers: Layers
+) -> tuple[tuple[Value, ...], tuple[ChunkLogits, ...]]:
+    of_layers = zip(splits, layers, strict=True)
+    logits = tuple(chunk_logits(*each, settings.temperature) for each in of_layers)
+    return loss.of_chunk(splits[0], logits, labels, settings), logits
 
 
 # --- each of the values
 
 
 def map_chunks(
-    function: Callable,
-    chunk_size: int | None,
-    splits: tuple[OutputSplit, ...],
-    of_tokens: Any,
-    layers: tuple[Layer, ...],
-) -> Any:
-    """Values [..., c] of tokens: `function(numbers of tokens [t, c], layers)` of each chunk."""
+    loss: Loss, splits: Splits, of_tokens: OfTokens, layers: Layers
+) -> tuple[Array, ...]:
+    """The values of `loss.of_tokens` for each token, [..., c]."""
+
+    # In a loop nothing can be shared with the backward pass: barriers against that would only cost.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def step(_, of_tokens, layers):
+        return None, loss.of_tokens(splits, of_tokens, layers)
 
     def on_device(of_tokens, layers):
-        layers = _gather(splits, of_tokens, layers)
-        xs = [layer.x for layer in layers]
-
-        # In a loop nothing can be shared with the backward pass: barriers against that would only
-        # cost.
-        @functools.partial(jax.checkpoint, prevent_cse=False)
-        def step(_, chunk):
-            xs, of_chunk = chunk
-            return None, function(of_chunk, with_tokens(layers, xs))
-
-        _, values = jax.lax.scan(step, None, cut_into_chunks(chunk_size, (xs, of_tokens)))
-        return join_chunks(values, xs[0].shape[:-1])
+        return _scan_chunks(loss, splits, step, lambda _: None, of_tokens, layers)[1]
 
     spec = PartitionSpec(*splits[0].tokens)
     run_all = splits[0].map(on_device, (spec, _specs(splits)), spec)
     return run_all(of_tokens, layers)
 
 
-def losses_of_tokens(
-    loss: Loss,
-    splits: tuple[OutputSplit, ...],
-    labels: Array | None,
-    settings: Settings,
-    layers: tuple[Layer, ...],
-) -> tuple[Array, ...]:
-    """The values of `loss.of_chunk` for each token, [..., c]."""
-
-    def of_chunk(of_tokens, layers):
-        return _of_chunk(loss, splits, *of_tokens, layers)
-
-    return map_chunks(of_chunk, loss.chunk_size, splits, (labels, settings), layers)
+def _specs(splits: Splits) -> Layers:
+    return tuple(split.specs() for split in splits)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _of_chunk(loss: Loss, splits: tuple[OutputSplit, ...], *arrays: Any) -> tuple[Array, ...]:
-    return tuple(value.values for value in _values(loss, splits, *arrays))
-
-
-def _values(loss, splits, labels, settings, layers) -> tuple[Value, ...]:
-    return loss.of_chunk(splits[0], _logits(loss, splits, layers), labels, settings)
+def _of_chunk(loss: Loss, splits: Splits, *arrays: Any) -> tuple[Array, ...]:
+    return tuple(value.values for value in _values(loss, splits, *arrays)[0])
 
 
 @functools.partial(_of_chunk.defjvp, symbolic_zeros=True)
 def _of_chunk_jvp(
-    loss: Loss, splits: tuple[OutputSplit, ...], primals: Sequence[Any], tangents: Sequence[Any]
+    loss: Loss, splits: Splits, primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[Any, Any]:
-    found = _values(loss, splits, *primals)
+    values, logits = _values(loss, splits, *primals)
     _, of_settings, of_layers = tangents
-    of_logits = tuple(map(_logit_tangents, primals[2], of_layers))
+    over_all = functools.partial(jax.lax.psum, axis_name=splits[0].vocabulary)
+    of_logits = [
+        _logit_tangents(*each, primals[1].temperature, of_settings.temperature)
+        for each in zip(logits, primals[2], of_layers, strict=True)
+    ]
 
     def tangent(value):
         total = jnp.zeros_like(value.values)
-        for slopes, factor, of_layer in zip(value.slopes, value.factors, of_logits, strict=False):
-            along = (slopes * of_layer).sum(-1, keepdims=True)
-            total += factor * jax.lax.psum(along, splits[0].vocabulary)
-        if value.of_columns is not None:
-            columns, amounts = value.of_columns
-            at_columns = amounts * of_column(columns, of_logits[0])
-            total += jax.lax.psum(at_columns, splits[0].vocabulary)
+        for slopes, of_layer in zip(value.slopes, of_logits, strict=False):
+            total += over_all((slopes * of_layer).sum(-1, keepdims=True)) / value.mass
+        if value.columns is not None:
+            total -= over_all(of_column(value.columns, of_logits[0]))
         return _dot(value.of_settings, of_settings, lambda product: product, total)
 
-    return tuple(value.values for value in found), tuple(map(tangent, found))
+    return tuple(value.values for value in values), tuple(map(tangent, values))
 
 
-def _logit_tangents(layer: Layer, tangents: Layer) -> Float[Array, "t v"]:
-    """The tangents of the products of x and the rows, with the bias, of all that have some."""
+def _logit_tangents(
+    logits: ChunkLogits, layer: Layer, tangents: Layer, temperature: Any, of_temperature: Any
+) -> Float[Array, "t v"]:
+    """The tangents of the logits, by all that have some."""
     dtype = arguments.compute_dtype(layer.x.dtype, layer.table.dtype)
     multiply = functools.partial(jnp.einsum, "td,vd->tv", preferred_element_type=dtype)
-    # Zeros that vary over devices as the products do.
-    total = jnp.zeros_like(multiply(layer.x, layer.table))
+    total = jnp.zeros_like(logits.shifted)
     if not isinstance(tangents.x, SymbolicZero):
         total += multiply(tangents.x, layer.table)
     if not isinstance(tangents.wide, SymbolicZero):
         total += multiply(layer.x, tangents.wide)
     if not isinstance(tangents.bias, SymbolicZero | None):
         total += tangents.bias[None]
+    total *= logits.slope * logits.slope_factor
+    if not isinstance(of_temperature, SymbolicZero | None):
+        total -= logits.shifted * (of_temperature / temperature)
     return total
-
-
-def of_column(
-    columns: Int32[Array, "t c"], values: Float[Array, "t r"], shift: float | Array = 0.0
-) -> Float[Array, "t c"]:
-    """The values of each row in its columns, minus its shift; 0 where another device has them."""
-    last = values.shape[1] - 1
-    index = jnp.clip(columns, 0, last)
-    at_columns = jnp.take_along_axis(values, index, axis=1, mode="promise_in_bounds")
-    return jnp.where((columns >= 0) & (columns <= last), at_columns - shift, 0)
 
 
 # --- their sum
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def sum_of_losses(loss: Loss, splits: tuple[OutputSplit, ...], *arrays: Any) -> tuple[Array, ...]:
+def sum_of_losses(loss: Loss, splits: Splits, *arrays: Any) -> tuple[Array, ...]:
     """The sums of the values of `loss.of_chunk` times weights; only the first has gradients."""
     return _sums_and_gradients(loss, splits, *arrays)[0]
 
 
 @functools.partial(sum_of_losses.defjvp, symbolic_zeros=True)
 def _sum_jvp(
-    loss: Loss, splits: tuple[OutputSplit, ...], primals: Sequence[Any], tangents: Sequence[Any]
+    loss: Loss, splits: Splits, primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[Any, Any]:
     """The tangent is linear in the tangents, with the gradients as coefficients.
 
     So its transpose only scales the gradients. Lowering drops what computes the others.
     """
     (total, *others), *gradients = _sums_and_gradients(loss, splits, *primals)
-    tangent = _dot(gradients, list(tangents[1:]), jnp.sum, jnp.zeros_like(total))
+    (_, *of_tokens), of_layers = tangents
+    tangent = _dot(gradients, [*of_tokens, of_layers], jnp.sum, jnp.zeros_like(total))
     return (total, *others), (tangent, *map(jnp.zeros_like, others))
 
 
@@ -361,56 +333,56 @@ def _is_none(value: Any) -> bool:
 
 
 def _sums_and_gradients(
-    loss: Loss,
-    splits: tuple[OutputSplit, ...],
-    labels: Array | None,
-    settings: Settings,
-    weights: Array,
-    layers: tuple[Layer, ...],
+    loss: Loss, splits: Splits, of_tokens: OfTokens, layers: Layers
 ) -> tuple[Any, ...]:
     """The sums, and the gradients of the first one in the settings, the weights and the layers."""
+
+    def start(layers):
+        return jax.tree.map(jnp.zeros_like, tuple((layer.wide, layer.bias) for layer in layers))
+
+    def on_device(of_tokens, layers):
+        add = functools.partial(_add_chunk, loss, splits)
+        of_tables, (sums, *of_tokens, of_xs) = _scan_chunks(
+            loss, splits, add, start, of_tokens, layers
+        )
+        batch = sum(splits[0].tokens, ())
+        sums, of_tables = jax.lax.psum((tuple(map(jnp.sum, sums)), of_tables), batch)
+        of_layers = tuple(
+            Layer(split.scatter(of_x), split.exchange(of_rows, 1, 0), of_bias)
+            for split, of_x, (of_rows, of_bias) in zip(splits, of_xs, of_tables, strict=True)
+        )
+        return sums, *of_tokens, of_layers
+
     spec, of_layers = PartitionSpec(*splits[0].tokens), _specs(splits)
-    run = functools.partial(_sums_on_device, loss, splits)
     out_specs = PartitionSpec(), spec, spec, of_layers
-    run_all = splits[0].map(run, (spec, spec, spec, of_layers), out_specs)
-    return run_all(labels, settings, weights, layers)
-
-
-def _sums_on_device(loss: Loss, splits: tuple[OutputSplit, ...], *arrays: Any) -> tuple[Any, ...]:
-    """`_sums_and_gradients` on a device: what it receives, its chunks, what it sends."""
-    *of_tokens, layers = arrays
-    layers = _gather(splits, of_tokens, layers)
-    xs = [layer.x for layer in layers]
-    start = jax.tree.map(jnp.zeros_like, tuple((layer.wide, layer.bias) for layer in layers))
-    chunks = cut_into_chunks(loss.chunk_size, (xs, *of_tokens))
-    add = functools.partial(_add_chunk, loss, splits, layers)
-    of_tables, (sums, *of_tokens) = jax.lax.scan(add, start, chunks)
-
-    batch = sum(splits[0].tokens, ())
-    sums, of_tables = jax.lax.psum((tuple(map(jnp.sum, sums)), of_tables), batch)
-    of_settings, of_weights, of_xs = join_chunks(of_tokens, xs[0].shape[:-1])
-    of_layers = tuple(
-        Layer(split.scatter(of_x), split.exchange(of_rows, 1, 0), of_bias)
-        for split, of_x, (of_rows, of_bias) in zip(splits, of_xs, of_tables, strict=True)
-    )
-    return sums, of_settings, of_weights, of_layers
+    return splits[0].map(on_device, (spec, of_layers), out_specs)(of_tokens, layers)
 
 
 def _add_chunk(
-    loss: Loss,
-    splits: tuple[OutputSplit, ...],
-    layers: tuple[Layer, ...],
-    of_tables: tuple[Any, ...],
-    chunk: tuple[Any, ...],
+    loss: Loss, splits: Splits, of_tables: tuple[Any, ...], of_tokens: OfTokens, layers: Layers
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The gradients of tables and biases after adding those of a chunk, and what is the chunk's."""
-    xs, labels, settings, weights = chunk
-    in_chunk = with_tokens(layers, xs)
-    found, *others = _values(loss, splits, labels, settings, in_chunk)
-    sums = [jnp.sum(weighted(value.values, weights)) for value in (found, *others)]
-    of_settings = jax.tree.map(lambda slopes: weighted(slopes, weights), found.of_settings)
-    factors = [jnp.where(weights == 0, 0, weights * factor) for factor in found.factors]
-    gradients = map(_of_layer, in_chunk, found.slopes, factors)
+    labels, settings, weights = of_tokens
+    (found, *others), logits = _values(loss, splits, labels, settings, layers)
+    of_losses, of_settings = nan_outside(splits[0], of_tokens), found.of_settings
+    sums = [
+        jnp.sum(weighted(found.values, of_losses)),
+        *(jnp.sum(weighted(value.values, weights)) for value in others),
+    ]
+    pairs = list(zip(found.slopes, logits, strict=True))
+    if settings.temperature is not None:
+        along = sum((slopes * each.shifted).sum(-1, keepdims=True) for slopes, each in pairs)
+        along = jax.lax.psum(along, splits[0].vocabulary) / found.mass
+        of_settings = of_settings._replace(temperature=-along / settings.temperature)
+    of_settings = jax.tree.map(lambda slopes: weighted(slopes, of_losses), of_settings)
+    gradients = [
+        _of_layer(
+            layer,
+            slopes * each.slope,
+            jnp.where(of_losses == 0, 0, of_losses * (each.slope_factor / found.mass)),
+        )
+        for layer, (slopes, each) in zip(layers, pairs, strict=True)
+    ]
     of_xs, more = zip(*gradients, strict=True)
     return jax.tree.map(operator.add, of_tables, more), (sums, of_settings, found.values, of_xs)
 

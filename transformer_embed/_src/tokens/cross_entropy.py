@@ -1,7 +1,6 @@
 """The cross-entropy of an output layer and the entropy of its predictions."""
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -10,30 +9,12 @@ from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.partitioning import OutputSplit
-from transformer_embed._src.tokens.chunks import (
-    Layer,
-    Loss,
-    Settings,
-    Value,
-    of_column,
-    weighted,
-)
+from transformer_embed._src.tokens.chunks import Loss, Settings, Value, weighted
 from transformer_embed._src.tokens.lookup import Table
-from transformer_embed._src.tokens.losses import (
-    FLOOR,
-    REDUCTIONS,
-    Batch,
-    ShiftedLogits,
-    as_batch,
-    as_chunk_size,
-    as_layer,
-    as_steps,
-    reduced,
-    shifted_logits,
-    slope_of_logits,
-)
-from transformer_embed._src.tokens.output_layer import OutputLayer, RowLogits
+from transformer_embed._src.tokens.losses import compute
+from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
+from transformer_embed._src.tokens.output_split import OutputSplit
+from transformer_embed._src.tokens.row_logits import ChunkLogits, columns_of, sums_of_rows
 
 
 class LossMetrics(NamedTuple):
@@ -146,53 +127,40 @@ def linear_cross_entropy(
         https://arxiv.org/abs/2204.02311. The name and shift: Wijmans et al., "Cut Your Losses in
         Large-Vocabulary Language Models" (2024), https://arxiv.org/abs/2411.09009
     """
-    options, layer = as_layer(x, output)
-    steps = as_steps(shift)
-    batch = as_batch(
-        layer.x.shape[:-1],
+    metrics = arguments.flag("with_metrics", with_metrics)
+    return compute(
+        CrossEntropy(shift, chunk_size, reduction, with_metrics=metrics),
+        (as_output_layer(x, output),),
         labels,
         mask,
         weights,
-        steps,
         segment_ids,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
     )
-    loss = CrossEntropy(
-        (options,),
-        steps,
-        as_chunk_size(chunk_size),
-        arguments.choice("reduction", reduction, REDUCTIONS),
-        with_metrics=arguments.flag("with_metrics", with_metrics),
-    )
-    return _reduced_loss(loss, layer, batch)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _reduced_loss(loss: "CrossEntropy", layer: Layer, batch: Batch) -> Any:
-    values, weights = reduced(loss, (layer,), batch)
-    values = (*values, weights)
-    if loss.reduction == "none":
-        values = [each[..., 0] for each in values]
-    losses, *metrics = values
-    if not loss.with_metrics:
-        return losses
-    return losses, LossMetrics(*jax.lax.stop_gradient(metrics))
 
 
 @dataclasses.dataclass(frozen=True)
 class CrossEntropy(Loss):
-    """The cross-entropy of a token with each of its labels."""
+    """The cross-entropy of a token with its label."""
 
-    with_entropy: bool = False
     with_metrics: bool = False
-    with_candidates: bool = False
+
+    def returned(self, values: tuple[Array, ...], weights: Array) -> Any:
+        """The losses, and `LossMetrics` if they are asked for."""
+        values = (*values, weights)
+        if self.reduction == "none":
+            values = tuple(each[..., 0] for each in values)
+        losses, *metrics = values
+        if not self.with_metrics:
+            return losses
+        return losses, LossMetrics(*jax.lax.stop_gradient(metrics))
 
     def of_chunk(
         self,
         split: OutputSplit,
-        logits: tuple[RowLogits, ...],
-        labels: Int32[Array, "t c"] | None,
+        logits: tuple[ChunkLogits, ...],
+        labels: Int32[Array, "t 1"] | None,
         settings: Settings,
     ) -> tuple[Value, ...]:
         """The losses, and what else is asked for.
@@ -203,30 +171,24 @@ class CrossEntropy(Loss):
         `mass = total / (1 + 2 * z_loss * log_z)`. Its slopes are that without the division, which
         would cost another operation for each of them.
         """
-        (output,), (of_rows,), (temperature, smoothing, z_loss) = self.outputs, logits, settings
-        found = shifted_logits(output, split, of_rows, temperature)
-        exponentials, columns = jnp.exp(found.shifted), jnp.asarray(labels) - of_rows.ids[0, 0]
-        # Of each row in the mean of all that are predicted.
-        share = jnp.where(of_rows.is_inside, 1 / output.predicted(exponentials.dtype), 0)
-        total, of_label, of_all = _sums(split, found, exponentials, columns, smoothing, share)
-        log_z = jnp.log(total) + found.factor * found.top
-        mass = total if z_loss is None else total / _rise(z_loss, log_z)
-        factor, of_cap = slope_of_logits(output, of_rows, temperature)
-        slopes, of_columns = exponentials, None
-        if self.with_candidates:
-            at_labels = of_column(columns, jnp.broadcast_to(of_cap, slopes.shape))
-            of_columns = columns, -factor * at_labels
-        else:
-            slopes = self._minus_targets(columns, slopes, mass, smoothing, share)
-        entropy = _entropy(split, found.shifted, exponentials, total, temperature)
-        losses, of_settings = _losses(settings, jnp.log(total), entropy, log_z, of_label, of_all)
-        values = [Value(losses, (slopes * of_cap,), (factor / mass,), of_settings, of_columns)]
-        if self.with_entropy:
-            slopes = tuple(slopes * of_cap for slopes in entropy.slopes)
-            values.append(entropy._replace(slopes=slopes, factors=(factor / total,)))
+        (found,), (_, smoothing, z_loss) = logits, settings
+        exponentials, columns = jnp.exp(found.shifted), columns_of(found, labels)
+        share = None if smoothing is None else _share(split, found)
+        total, of_label, of_all = sums_of_rows(split, found, exponentials, columns, share)
+        log_total, of_settings = jnp.log(total), Settings()
+        log_z = log_total + found.factor * found.top
+        losses, mass, of_z = log_total - of_label, total, jnp.zeros_like(log_z)
+        if smoothing is not None:
+            losses = log_total - (1 - smoothing) * of_label - weighted(of_all, smoothing)
+            of_settings = of_settings._replace(label_smoothing=of_label - of_all)
+        if z_loss is not None:
+            mass, of_z = total / _rise(z_loss, log_z), z_loss * log_z**2
+            losses += of_z
+            of_settings = of_settings._replace(z_loss=log_z**2)
+        slopes = self._minus_targets(columns, exponentials, mass, smoothing, share)
+        values = [Value(losses, (slopes,), mass, of_settings=of_settings)]
         if self.with_metrics:
-            of_z = jnp.zeros_like(log_z) if z_loss is None else z_loss * log_z**2
-            is_right = _predicted(split, of_rows, found) == labels
+            is_right = _predicted(split, found) == labels
             values += map(Value, (is_right.astype(log_z.dtype), of_z, log_z))
         return tuple(values)
 
@@ -236,7 +198,7 @@ class CrossEntropy(Loss):
         values: Float[Array, "t r"],
         mass: Float[Array, "t 1"],
         smoothing: Array | None,
-        share: Array,
+        share: Any,
     ) -> Float[Array, "t r"]:
         """The values minus the mass, at the label and smoothed: in place on a CPU, if it can."""
         amounts = mass
@@ -260,93 +222,21 @@ class CrossEntropy(Loss):
         return jax.lax.platform_dependent(cpu=in_place, default=in_one_pass)
 
 
-def _predicted(split: OutputSplit, of_rows: RowLogits, found: ShiftedLogits) -> Int32[Array, "t 1"]:
+def _predicted(split: OutputSplit, found: ChunkLogits) -> Int32[Array, "t 1"]:
     """The lowest id whose logit is the largest."""
     outside = jnp.iinfo(jnp.int32).max
-    ids = jnp.where(found.logits == found.top, of_rows.ids, outside).min(-1, keepdims=True)
+    ids = jnp.where(found.logits == found.top, found.ids, outside).min(-1, keepdims=True)
     return jax.lax.pmin(ids, split.vocabulary) if split.vocabulary else ids
 
 
-def _losses(
-    settings: Settings, log_total: Array, entropy: Value, log_z: Array, of_label: Array, of_all: Any
-) -> tuple[Array, Settings]:
-    """The losses, and their gradients in the settings that are given.
-
-    of_label are the labels' shifted logits, and of_all is the mean of all of them.
-    """
-    temperature, smoothing, z_loss = settings
-    losses, of_settings = log_total - of_label, Settings()
-    if smoothing is not None:
-        losses = log_total - (1 - smoothing) * of_label - weighted(of_all, smoothing)
-        of_settings = of_settings._replace(label_smoothing=of_label - of_all)
-    if z_loss is not None:
-        losses += z_loss * log_z**2
-        of_settings = of_settings._replace(z_loss=log_z**2)
-    if temperature is not None:
-        mean = log_total - entropy.values
-        of_settings = of_settings._replace(temperature=(of_label - mean) / temperature)
-    return losses, of_settings
+def _share(split: OutputSplit, found: ChunkLogits) -> Float[Array, "1 r"]:
+    """Of each row, in the mean of all that are predicted."""
+    is_inside = jnp.broadcast_to(found.is_inside, found.ids.shape)
+    count = jax.lax.psum(is_inside.sum(), split.vocabulary).astype(found.logits.dtype)
+    return jnp.where(is_inside, 1 / jnp.maximum(count, 1), 0)
 
 
 def _rise(z_loss: Array, log_z: Float[Array, "t 1"]) -> Float[Array, "t 1"]:
     """The derivative of `log_z + z_loss * log_z**2`, but never 0: gradients are divided by it."""
     rise = 1 + 2 * z_loss * log_z
     return jnp.where(rise == 0, jnp.finfo(rise.dtype).eps, rise)
-
-
-def _sums(
-    split: OutputSplit,
-    found: ShiftedLogits,
-    exponentials: Float[Array, "t r"],
-    columns: Int32[Array, "t c"],
-    smoothing: Array | None,
-    share: Array,
-) -> tuple[Array, Array, Any]:
-    """The sum of the exponentials, the labels' shifted logits, and, to smooth, the mean of all."""
-
-    def of_logits() -> jax.Array:
-        return found.factor * of_column(columns, found.logits, found.top)
-
-    def of_shifted() -> jax.Array:
-        return of_column(columns, found.shifted)
-
-    of_all = None
-    if smoothing is not None:
-        of_all = (found.shifted * share).sum(-1, keepdims=True)
-        # Shifted logits exist anyway: reading the label's from elsewhere would keep both.
-        of_label = of_shifted()
-    elif isinstance(found.factor, jax.Array):
-        of_label = of_logits()
-    else:
-        # A CPU would write whole shifted logits only for this. A TPU writes them faster than it
-        # repeats their exponentials.
-        of_label = jax.lax.platform_dependent(cpu=of_logits, default=of_shifted)
-    total = exponentials.sum(-1, keepdims=True)
-    # One all-reduce for all of them.
-    return jax.lax.psum((total, of_label, of_all), split.vocabulary)
-
-
-def _entropy(
-    split: OutputSplit,
-    shifted: Float[Array, "t r"],
-    exponentials: Float[Array, "t r"],
-    total: Float[Array, "t 1"],
-    temperature: Array | None,
-) -> Value:
-    """The entropies of a chunk's predictions, with their gradients in the logits times the total.
-
-    With `mean = sum(exp(z - m) * (z - m)) / total`, the entropy is `log(total) - mean`, and its
-    gradient in z is `exp(z - m) * (mean - (z - m)) / total`.
-    """
-    # A ban counts as 0.
-    finite = jnp.maximum(shifted, FLOOR)
-    products = exponentials * finite
-    mean = jax.lax.psum(products.sum(-1, keepdims=True), split.vocabulary) / total
-    of_temperature = None
-    if temperature is not None:
-        squares = jax.lax.psum((products * finite).sum(-1, keepdims=True), split.vocabulary)
-        of_temperature = (squares / total - mean**2) / temperature
-    # Not `exponentials * (mean - shifted)`: that factor is huge at padding, and would overflow in
-    # the derivative by the slope.
-    slopes = exponentials * mean - products
-    return Value(jnp.log(total) - mean, (slopes,), of_settings=Settings(of_temperature))

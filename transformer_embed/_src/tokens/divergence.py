@@ -9,23 +9,12 @@ from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.partitioning import OutputSplit
-from transformer_embed._src.tokens.chunks import Layer, Loss, Settings, Value
+from transformer_embed._src.tokens.chunks import Loss, Settings, Value
 from transformer_embed._src.tokens.lookup import Table
-from transformer_embed._src.tokens.losses import (
-    FLOOR,
-    REDUCTIONS,
-    Batch,
-    ShiftedLogits,
-    as_batch,
-    as_chunk_size,
-    as_layer,
-    as_steps,
-    reduced,
-    shifted_logits,
-    slope_of_logits,
-)
-from transformer_embed._src.tokens.output_layer import OutputLayer, RowLogits
+from transformer_embed._src.tokens.losses import compute
+from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
+from transformer_embed._src.tokens.output_split import OutputSplit
+from transformer_embed._src.tokens.row_logits import ChunkLogits
 
 KINDS = ("forward", "reverse", "js")
 
@@ -102,33 +91,23 @@ def linear_divergence(
         https://arxiv.org/abs/1503.02531; Agarwal et al., "On-Policy Distillation of Language
         Models" (2024), section 2, https://arxiv.org/abs/2306.13649
     """
-    (options, student), (others, teacher) = as_layer(x, output), as_layer(teacher_x, teacher_output)
-    tokens, steps = student.x.shape[:-1], as_steps(shift)
-    arguments.check_same("teacher_x", "x's tokens", teacher.x.shape[:-1], tokens)
-    shorter = min(options.vocab_size, others.vocab_size)
-    want = f"as many ids as output's (cut the longer table, as in table[:{shorter}])"
-    arguments.check_same("teacher_output", want, others.vocab_size, options.vocab_size)
-    arguments.check_same("teacher_output", "output's pad_id", others.pad_id, options.pad_id)
+    student, teacher = layers = (
+        as_output_layer(x, output),
+        as_output_layer(teacher_x, teacher_output),
+    )
+    arguments.check_same("teacher_x", "x's tokens", teacher[0].shape[:-1], student[0].shape[:-1])
+    sizes = teacher[1].table.shape[0], student[1].table.shape[0]
+    want = f"as many ids as output's (cut the longer table, as in table[:{min(sizes)}])"
+    arguments.check_same("teacher_output", want, *sizes)
+    arguments.check_same("teacher_output", "output's pad_id", teacher[1].pad_id, student[1].pad_id)
     if arguments.choice("kind", kind, KINDS) != "js":
         arguments.check_left_out("beta", beta, "kind is not 'js'")
-    loss = Divergence(
-        (options, others),
-        steps,
-        as_chunk_size(chunk_size),
-        arguments.choice("reduction", reduction, REDUCTIONS),
-        kind,
-        0.5 if beta is None else arguments.part("beta", beta),
+    beta = 0.5 if beta is None else arguments.part("beta", beta)
+    loss, tokens = (
+        Divergence(shift, chunk_size, reduction, kind=kind, beta=beta),
+        (mask, weights, segment_ids),
     )
-    batch = as_batch(tokens, None, mask, weights, steps, segment_ids, temperature=temperature)
-    return _divergence(loss, student, teacher, batch)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _divergence(
-    loss: "Divergence", student: Layer, teacher: Layer, batch: Batch
-) -> Float[Array, "..."]:
-    (values,), _ = reduced(loss, (student, teacher), batch)
-    return values[..., 0] if loss.reduction == "none" else values
+    return compute(loss, layers, None, *tokens, temperature=temperature)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,10 +117,14 @@ class Divergence(Loss):
     kind: str = "forward"
     beta: float = 0.5
 
+    def returned(self, values: tuple[Array, ...], weights: Array) -> Float[Array, "..."]:
+        """The divergences."""
+        return values[0][..., 0] if self.reduction == "none" else values[0]
+
     def of_chunk(
         self,
         split: OutputSplit,
-        logits: tuple[RowLogits, ...],
+        logits: tuple[ChunkLogits, ...],
         labels: Int32[Array, "t c"] | None,
         settings: Settings,
     ) -> tuple[Value, ...]:
@@ -150,26 +133,8 @@ class Divergence(Loss):
         All are sums of `a * (exp(w) - 1 - w)`, with `w = log(b / a)`, over probabilities a and b:
         the parts `b - a` sum to 0, and make each term at least 0.
         """
-        temperature = settings.temperature
-        found = [
-            shifted_logits(output, split, of_rows, temperature)
-            for output, of_rows in zip(self.outputs, logits, strict=True)
-        ]
-        probabilities, ratios = _probabilities(split, *found)
-        values, slopes = self._values_and_slopes(split, *probabilities, ratios)
-        of_temperature = None
-        if temperature is not None:
-            of_logits = [
-                (slope * jnp.maximum(each.shifted, FLOOR)).sum(-1, keepdims=True)
-                for slope, each in zip(slopes, found, strict=True)
-            ]
-            of_temperature = -jax.lax.psum(sum(of_logits), split.vocabulary) / temperature
-        of_layers = zip(self.outputs, logits, strict=True)
-        factors, of_caps = zip(
-            *(slope_of_logits(*each, temperature) for each in of_layers), strict=True
-        )
-        slopes = tuple(slope * of_cap for slope, of_cap in zip(slopes, of_caps, strict=True))
-        return (Value(values, slopes, factors, Settings(of_temperature)),)
+        probabilities, ratios = _probabilities(split, *logits)
+        return (Value(*self._values_and_slopes(split, *probabilities, ratios)),)
 
     def _values_and_slopes(
         self,
@@ -208,7 +173,7 @@ class Divergence(Loss):
 
 
 def _probabilities(
-    split: OutputSplit, student: ShiftedLogits, teacher: ShiftedLogits
+    split: OutputSplit, student: ChunkLogits, teacher: ChunkLogits
 ) -> tuple[tuple[Array, Array], Array]:
     """Of both layers, and the logarithms of their ratio: 0 where both are 0."""
     of_student, of_teacher = jnp.exp(student.shifted), jnp.exp(teacher.shifted)

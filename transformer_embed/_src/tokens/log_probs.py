@@ -1,36 +1,35 @@
 """The log-probability of each label under an output layer."""
 
-import functools
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.partitioning import index_along, split_like
-from transformer_embed._src.sequences.runs import of_previous_token
-from transformer_embed._src.tokens.chunks import Layer, Loss, map_chunks, split_layers
-from transformer_embed._src.tokens.cross_entropy import CrossEntropy
+from transformer_embed._src.partitioning import index_along
+from transformer_embed._src.tokens.chunks import (
+    Layers,
+    Loss,
+    OfTokens,
+    Settings,
+    Splits,
+    Value,
+    nan_outside,
+)
 from transformer_embed._src.tokens.lookup import Table
 from transformer_embed._src.tokens.lookup_gradient import read_or_zero
-from transformer_embed._src.tokens.losses import (
-    Batch,
-    along_length,
-    as_batch,
-    as_chunk_size,
-    as_layer,
-    as_steps,
-    every_token,
-    nan_outside,
-    reduced,
-    targets,
-    without_unused,
-)
-from transformer_embed._src.tokens.output_layer import (
-    OutputLayer,
+from transformer_embed._src.tokens.losses import compute
+from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
+from transformer_embed._src.tokens.output_split import OutputSplit
+from transformer_embed._src.tokens.row_logits import (
+    FLOOR,
+    ChunkLogits,
     biased_and_capped,
+    columns_of,
+    sums_of_rows,
 )
 
 
@@ -107,30 +106,61 @@ def linear_log_probs(
         >>> jax.grad(ppo_loss)(x, log_probs, jnp.ones([1, 3])).shape
         (1, 3, 2)
     """
-    options, layer = as_layer(x, output)
-    tokens, steps = layer.x.shape[:-1], as_steps(shift)
+    x, output = as_output_layer(x, output)
     ids = arguments.as_int32("labels", labels)
-    batch = as_batch(tokens, ids, mask, None, steps, segment_ids, True, temperature=temperature)
-    loss = CrossEntropy(
-        (options,),
-        steps,
-        as_chunk_size(chunk_size),
+    loss = LogProbs(
+        shift,
+        chunk_size,
+        of_candidates=ids.ndim >= x.ndim,
         with_entropy=arguments.flag("with_entropy", with_entropy),
-        with_candidates=ids.ndim > len(tokens),
     )
-    return _log_probs(loss, layer, batch)
+    tokens = {"mask": mask, "segment_ids": segment_ids, "temperature": temperature}
+    return compute(loss, ((x, output),), ids, **tokens)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _log_probs(loss: CrossEntropy, layer: Layer, batch: Batch) -> Any:
-    (losses, *entropies), weights = reduced(loss, (layer,), batch)
-    # A difference, because the negative of 0 is -0.
-    log_probs = 0 - losses
-    if loss.with_candidates:
-        log_probs = jnp.where(weights == 0, -jnp.inf, log_probs)
-    else:
-        log_probs = log_probs[..., 0]
-    return (log_probs, entropies[0][..., 0]) if loss.with_entropy else log_probs
+@dataclasses.dataclass(frozen=True)
+class LogProbs(Loss):
+    """The negative log-probability of each of a token's labels."""
+
+    with_entropy: bool = False
+
+    def returned(self, values: tuple[Array, ...], weights: Array) -> Any:
+        """The log-probabilities, and the entropies if they are asked for."""
+        losses, *entropies = values
+        # A difference, because the negative of 0 is -0.
+        log_probs = 0 - losses
+        if self.of_candidates:
+            log_probs = jnp.where(weights == 0, -jnp.inf, log_probs)
+        else:
+            log_probs = log_probs[..., 0]
+        return (log_probs, entropies[0][..., 0]) if entropies else log_probs
+
+    def of_chunk(
+        self,
+        split: OutputSplit,
+        logits: tuple[ChunkLogits, ...],
+        labels: Int32[Array, "t c"] | None,
+        settings: Settings,
+    ) -> tuple[Value, ...]:
+        """The losses, and the entropies if they are asked for.
+
+        With logits z, their maximum m, `total = sum(exp(z - m))` and
+        `mean = sum(exp(z - m) * (z - m)) / total`, the entropy is `log(total) - mean`, and its
+        gradient in z is `exp(z - m) * (mean - (z - m)) / total`.
+        """
+        (found,) = logits
+        exponentials, columns = jnp.exp(found.shifted), columns_of(found, labels)
+        total, of_label, _ = sums_of_rows(split, found, exponentials, columns, None)
+        losses = Value(jnp.log(total) - of_label, (exponentials,), total, columns)
+        if not self.with_entropy:
+            return (losses,)
+        # A ban counts as 0.
+        products = exponentials * jnp.maximum(found.shifted, FLOOR)
+        mean = jax.lax.psum(products.sum(-1, keepdims=True), split.vocabulary) / total
+        # Not `exponentials * (mean - shifted)`: that factor is huge at padding, and would overflow
+        # in the derivative by the slope.
+        slopes = exponentials * mean - products
+        return losses, Value(jnp.log(total) - mean, (slopes,), total)
 
 
 def linear_kept_log_probs(
@@ -182,46 +212,40 @@ def linear_kept_log_probs(
         Top-p: Holtzman et al., "The Curious Case of Neural Text Degeneration" (2020), section 3.1,
         https://arxiv.org/abs/1904.09751
     """
-    options, layer = as_layer(x, output)
-    tokens, steps = layer.x.shape[:-1], as_steps(shift)
+    x, output = as_output_layer(x, output)
     ids = arguments.as_int32("kept", kept)
-    arguments.check_same("kept", "x's shape without its last axis", ids.shape[:-1], tokens)
-    batch = as_batch(tokens, ids, mask, None, steps, segment_ids, True, temperature=temperature)
-    most = max(options.vocab_size // max(ids.shape[-1], 1), 1)
-    loss = Loss((options,), steps, as_chunk_size(chunk_size) or most)
-    return _kept_log_probs(loss, layer, batch)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _kept_log_probs(loss: Loss, layer: Layer, batch: Batch) -> Float[Array, "... k"]:
-    found = targets(loss, layer.x, batch, arguments.compute_dtype(layer.x.dtype, layer.table.dtype))
-    (split,), of_tokens, layers = split_layers(
-        (found.labels, found.settings), [without_unused(layer, found)]
+    arguments.check_same("kept", "x's shape without its last axis", ids.shape[:-1], x.shape[:-1])
+    if chunk_size is None:
+        chunk_size = max(output.table.shape[0] // max(ids.shape[-1], 1), 1)
+    tokens = {"mask": mask, "segment_ids": segment_ids, "temperature": temperature}
+    return compute(
+        KeptLogProbs(shift, chunk_size, of_candidates=True), ((x, output),), ids, **tokens
     )
 
-    def of_chunk(of_tokens: Any, layers: tuple[Layer, ...]) -> Float[Array, "t k"]:
-        ids, settings = of_tokens
-        x, _, bias, rows = layers[0]
-        columns = jnp.asarray(ids) - index_along(split.vocabulary) * len(rows)
+
+class KeptLogProbs(Loss):
+    """The log-probability of each label among those of its token, without other rows."""
+
+    def returned(self, values: tuple[Array, ...], weights: Array) -> Float[Array, "... k"]:
+        """The log-probabilities, -inf where they are not counted."""
+        return jnp.where(weights == 0, -jnp.inf, values[0])
+
+    def of_tokens(self, splits: Splits, of_tokens: OfTokens, layers: Layers) -> tuple[Array]:
+        """The log-probabilities of a chunk."""
+        (split,), (x, _, bias, rows) = splits, layers[0]
+        columns = jnp.asarray(of_tokens.labels) - index_along(split.vocabulary) * len(rows)
         # As uint32, a negative column is past the end, like that of another device's row.
         columns = columns.astype(jnp.uint32)
-        is_here = columns < len(rows)
         products = jnp.einsum("td,tkd->tk", x.astype(rows.dtype), read_or_zero(rows, columns))
         bias = None if bias is None else read_or_zero(bias[:, None], columns)[..., 0]
-        logits, factor = biased_and_capped(loss.outputs[0], products, bias)
-        if settings.temperature is not None:
-            factor /= settings.temperature
+        logits, factor = biased_and_capped(split, products, bias)
+        if of_tokens.settings.temperature is not None:
+            factor /= of_tokens.settings.temperature
         # Each row is on one of the devices.
-        return jax.lax.psum(jnp.where(is_here, factor * logits, 0), split.vocabulary)
-
-    logits = map_chunks(of_chunk, loss.chunk_size, (split,), of_tokens, layers)
-    logits = split_like(logits, every_token(layer.x))
-    logits = nan_outside(loss, found.labels, found.counted.astype(logits.dtype)) * logits
-    counted = found.counted
-    if loss.shift:
-        back = along_length(of_previous_token, loss.shift)
-        logits, counted = back(logits), back(counted)
-    # Where none is counted, the sum is that of all: its gradient is finite.
-    is_kept = counted | ~counted.any(-1, keepdims=True)
-    log_z = jax.nn.logsumexp(jnp.where(is_kept, logits, -jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(counted, logits - log_z, -jnp.inf)
+        logits = jnp.where(columns < len(rows), factor * logits, 0)
+        logits = jax.lax.psum(logits, split.vocabulary) + 0 * nan_outside(split, of_tokens)
+        is_kept = of_tokens.weights != 0
+        # Where none is counted, the sum is that of all: its gradient is finite.
+        is_kept |= ~is_kept.any(-1, keepdims=True)
+        log_z = jax.nn.logsumexp(jnp.where(is_kept, logits, -jnp.inf), axis=-1, keepdims=True)
+        return (logits - log_z,)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, Ids, TableArray, Vectors
 from transformer_embed._src.compiled import compiled
-from transformer_embed._src.partitioning import OutputSplit, is_explicit, reshard, spec_axes
+from transformer_embed._src.partitioning import is_explicit, reshard, spec_axes
 from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 
 OUT_OF_RANGE = ("nan", "clip", "zero")
@@ -49,8 +49,11 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
         """
         raise NotImplementedError
 
-    def _output_split(self, x: Vectors) -> tuple[TableArray, OutputSplit]:
-        """The rows in vocabulary order, then padding, and how their product with x is split."""
+    def _output_split(self, x: Vectors) -> tuple[TableArray, tuple[Any, ...]]:
+        """The rows in vocabulary order, then padding, and how their product with x is split.
+
+        That is a mesh, and the axes of the rows, of the columns and of each dimension of x.
+        """
         want = "a whole table, trained densely, since the output layer is tied to it"
         raise arguments.type_error("table", want, "some of its rows")
 

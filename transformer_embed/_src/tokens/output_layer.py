@@ -1,7 +1,7 @@
 """The output layer: the product of x with every row of a table, such as the embedding table."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -10,15 +10,10 @@ from jaxtyping import Array, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.compiled import compiled
-from transformer_embed._src.partitioning import (
-    ON_ONE_DEVICE,
-    OutputSplit,
-    all_gather,
-    devices_along,
-    index_along,
-)
 from transformer_embed._src.pytrees import register_pytree
 from transformer_embed._src.tokens.lookup import Table, as_table
+from transformer_embed._src.tokens.output_split import split_output
+from transformer_embed._src.tokens.row_logits import row_logits
 
 
 @dataclasses.dataclass(frozen=True, eq=False, init=False)
@@ -93,10 +88,6 @@ class OutputLayer:
             pad_id=None if pad_id is None else arguments.int32("pad_id", pad_id),
         )
 
-    @property
-    def _options(self) -> "OutputOptions":
-        return OutputOptions(self.table.shape[0], self.softcap, self.scale, self.pad_id)
-
 
 register_pytree(OutputLayer, "softcap", "scale", "pad_id")
 
@@ -129,22 +120,6 @@ def linear_logits(x: ArrayLike, output: OutputLayer | ArrayLike | Table) -> Floa
     return _logits(*as_output_layer(x, output))
 
 
-class OutputOptions(NamedTuple):
-    """What is static of an output layer."""
-
-    vocab_size: int
-    softcap: float | None
-    scale: float
-    pad_id: int | None
-
-    def predicted(self, dtype) -> Float[Array, ""]:
-        """The number of ids without padding, which may be outside; at least 1."""
-        # An array, because a vocabulary's size may be symbolic.
-        size = jnp.asarray(self.vocab_size, dtype)
-        pad_id = -1 if self.pad_id is None else self.pad_id
-        return jnp.where((pad_id >= 0) & (pad_id < size), jnp.maximum(size - 1, 1), size)
-
-
 def as_output_layer(
     x: ArrayLike, output: OutputLayer | ArrayLike | Table
 ) -> tuple[Array, OutputLayer]:
@@ -158,80 +133,16 @@ def as_output_layer(
     return x, output
 
 
-class RowLogits(NamedTuple):
-    """The logits of tokens for the rows of one device, `factor * unscaled`.
-
-    Args:
-        unscaled: [..., rows] in float32 or wider; those of rows that are not inside too.
-        factor: the softcap, or else the scale.
-        ids: [..., rows], with axes of size 1: the id of each row.
-        is_inside: like ids, False at padding and at rows that pad the vocabulary. True: all are
-            inside, which costs no pass over the logits.
-    """
-
-    unscaled: Array
-    factor: float
-    ids: Array
-    is_inside: Array | bool
-
-
-def row_logits(
-    options: OutputOptions,
-    split: OutputSplit,
-    x: Float[Array, "... d"],
-    rows: Float[Array, "r d"],
-    bias: Array | None,
-) -> RowLogits:
-    """The product of gathered x with whole rows, on one device."""
-    dtype = arguments.compute_dtype(x.dtype, rows.dtype)
-    # Of one narrow dtype, they are multiplied as they are: no wide copy of the table exists.
-    if x.dtype != rows.dtype:
-        x, rows = x.astype(dtype), rows.astype(dtype)
-    # Expanded to x's rank, because users may disable jax's rank promotion.
-    leading = range(x.ndim - 1)
-    unscaled = jnp.einsum("...d,vd->...v", x, rows, preferred_element_type=dtype)
-    if bias is not None:
-        bias = jnp.expand_dims(bias.astype(dtype), leading)
-    unscaled, factor = biased_and_capped(options, unscaled, bias)
-    size = rows.shape[0]
-    ids = index_along(split.vocabulary) * size + jnp.arange(size, dtype=jnp.int32)
-    is_padded = devices_along(split.mesh, split.vocabulary) * size > options.vocab_size
-    ids = jnp.expand_dims(ids, leading)
-    is_inside = ids < options.vocab_size if is_padded else True
-    if options.pad_id is not None:
-        is_inside &= ids != options.pad_id
-    return RowLogits(unscaled, factor, ids, is_inside)
-
-
-def biased_and_capped(
-    options: OutputOptions, products: Float[Array, "... n"], bias: Array | None
-) -> tuple[Float[Array, "... n"], float]:
-    """The logits of products and biases [..., n], without a factor."""
-    if bias is not None:
-        products += bias
-    if options.softcap is None:
-        return products, options.scale
-    capped = jnp.tanh(options.scale * products / options.softcap)
-    if bias is not None:
-        # No cap lifts a ban.
-        capped = jnp.where(bias == -jnp.inf, bias, capped)
-    return capped, options.softcap
-
-
 @compiled()
 def _logits(x: Float[Array, "... d"], output: OutputLayer) -> Float[Array, "... v"]:
     """`linear_logits` of arrays; of a `Table` with its padding."""
-    table, split = output.table, ON_ONE_DEVICE
-    if isinstance(table, Table):
-        table, split = table._output_split(x)
+    split, layer = split_output(x, output, by_type=False)
 
-    def multiply(x, shard, bias):
-        x, rows = all_gather(x, split.gathered), split.exchange(shard, 0, 1)
-        of_rows = row_logits(output._options, split, x, rows, bias)
+    def multiply(layer):
+        of_rows = row_logits(split, split.gather(layer))
         logits = of_rows.factor * of_rows.unscaled
         # Half of the lowest number: a bias on top of it does not overflow to -inf.
         return jnp.where(of_rows.is_inside, logits, jnp.finfo(logits.dtype).min / 2)
 
     of_logits = PartitionSpec(*split.tokens, split.vocabulary)
-    multiply_all = split.map(multiply, split.specs(), of_logits)
-    return multiply_all(*split.receive(x), table, split.bias(output.bias, table.shape[0]))
+    return split.map(multiply, (split.specs(),), of_logits)(layer)

@@ -1,6 +1,6 @@
 """The most probable ids of an output layer."""
 
-import functools
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -8,21 +8,12 @@ from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.partitioning import all_gather, split_like
-from transformer_embed._src.tokens.chunks import Layer, map_chunks, split_layers
+from transformer_embed._src.partitioning import all_gather
+from transformer_embed._src.tokens.chunks import Layers, Loss, OfTokens, Splits
 from transformer_embed._src.tokens.lookup import Table
-from transformer_embed._src.tokens.losses import (
-    as_chunk_size,
-    as_layer,
-    check_known,
-    every_token,
-    shifted_logits,
-)
-from transformer_embed._src.tokens.output_layer import (
-    OutputLayer,
-    OutputOptions,
-    row_logits,
-)
+from transformer_embed._src.tokens.losses import compute
+from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
+from transformer_embed._src.tokens.row_logits import chunk_logits
 
 
 def linear_top_k(
@@ -68,40 +59,40 @@ def linear_top_k(
         Truncated distributions for sampling: Fan et al., "Hierarchical Neural Story Generation"
         (2018), section 5.4, https://arxiv.org/abs/1805.04833
     """
-    options, layer = as_layer(x, output)
-    check_known("x", layer.x.shape)
-    padding = options.pad_id is not None and 0 <= options.pad_id < options.vocab_size
-    return _top_k(
-        options,
-        arguments.integer("k", k, at_least=1, at_most=options.vocab_size - padding),
-        as_chunk_size(chunk_size),
-        jax.lax.stop_gradient(layer),
-    )
+    x, output = jax.lax.stop_gradient(as_output_layer(x, output))
+    vocab_size, pad_id = output.table.shape[0], output.pad_id
+    padding = pad_id is not None and 0 <= pad_id < vocab_size
+    k = arguments.integer("k", k, at_least=1, at_most=vocab_size - padding)
+    return compute(TopK(chunk_size=chunk_size, k=k), ((x, output),))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _top_k(
-    options: OutputOptions, k: int, chunk_size: int | None, layer: Layer
-) -> tuple[Array, Array]:
-    (split,), _, layers = split_layers((), [layer])
+@dataclasses.dataclass(frozen=True)
+class TopK(Loss):
+    """The log-probabilities and ids of the k most probable ids of a token."""
 
-    def of_chunk(_: tuple, layers: tuple[Layer, ...]) -> tuple[Array, Array]:
-        of_rows = row_logits(options, split, *layers[0][:3])
-        found = shifted_logits(options, split, of_rows, None)
-        total = jax.lax.psum(jnp.exp(found.shifted).sum(-1, keepdims=True), split.vocabulary)
+    k: int = 1
+
+    def returned(self, values: tuple[Array, ...], weights: Array) -> tuple[Array, ...]:
+        """The values."""
+        return values
+
+    def of_tokens(
+        self, splits: Splits, of_tokens: OfTokens, layers: Layers
+    ) -> tuple[Float[Array, "t k"], Int32[Array, "t k"]]:
+        """Those of a chunk."""
+        (split,), found = splits, chunk_logits(splits[0], layers[0], None)
+        total = jnp.exp(found.shifted).sum(-1, keepdims=True)
+        total = jax.lax.psum(total, split.vocabulary)
         # A ban of -inf is above padding.
         lowest = jnp.finfo(total.dtype).min
-        ranked = jnp.where(of_rows.is_inside, jnp.maximum(found.shifted, lowest), -jnp.inf)
-        values, columns = jax.lax.top_k(ranked, min(k, ranked.shape[1]))
-        ids = columns.astype(jnp.int32) + of_rows.ids[0, 0]
+        ranked = jnp.where(found.is_inside, jnp.maximum(found.shifted, lowest), -jnp.inf)
+        values, columns = jax.lax.top_k(ranked, min(self.k, ranked.shape[1]))
+        ids = columns.astype(jnp.int32) + found.ids[0, 0]
         if split.vocabulary:
             # In the order of ids, as the shards are: of equal ones, the first is found.
-            gather = functools.partial(all_gather, axes=[(), split.vocabulary])
-            values, best = jax.lax.top_k(gather(values), k)
-            ids = jnp.take_along_axis(gather(ids), best, axis=1)
+            axes = [(), split.vocabulary]
+            values, best = jax.lax.top_k(all_gather(values, axes), self.k)
+            ids = jnp.take_along_axis(all_gather(ids, axes), best, axis=1)
             # Equal on all devices, which their types do not know.
             values, ids = jax.lax.pmax((values, ids), split.vocabulary)
         return jnp.where(values == lowest, -jnp.inf, values) - jnp.log(total), ids
-
-    values = map_chunks(of_chunk, chunk_size, (split,), (), layers)
-    return jax.tree.map(lambda array: split_like(array, every_token(layer.x)), values)

@@ -12,7 +12,6 @@ from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.partitioning import (
-    OutputSplit,
     array_axes,
     free_axes,
     gathered,
@@ -117,14 +116,14 @@ class Sharded(Table):
         gather = gather_from_owners if by_exchange and split.rows else gather_from_shards
         return gather(split, self.array, ids)
 
-    def _output_split(self, x: Float[Array, "... d"]) -> tuple[Array, OutputSplit]:
+    def _output_split(self, x: Float[Array, "... d"]) -> tuple[Array, tuple[Any, ...]]:
         """See `Table`."""
         split = self._split_here
         if split.order.is_striped:
             want = "rows in vocabulary order for a tied output layer: leave it out of `stripe`"
             raise arguments.type_error("table", want, "a striped table")
         of_x = array_axes(split.mesh, split.batch_axes, x, x.ndim - 1)
-        return self.array, OutputSplit(split.mesh, split.rows, split.columns, tuple(of_x))
+        return self.array, (split.mesh, split.rows, split.columns, tuple(of_x))
 
     def _take_rows(
         self, ids: Int32[Array, "..."], max_rows: int

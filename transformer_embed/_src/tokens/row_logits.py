@@ -1,0 +1,186 @@
+"""The logits of tokens for the rows of one device."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from transformer_embed._src import arguments
+from transformer_embed._src.partitioning import devices_along, index_along
+from transformer_embed._src.tokens.output_split import Layer, OutputSplit
+
+# Where shifted logits are below, their exponentials are 0, in float64 too.
+FLOOR = -1e4
+
+
+class RowLogits(NamedTuple):
+    """Logits, `factor * unscaled`.
+
+    Args:
+        unscaled: [..., rows] in float32 or wider; those of rows that are not inside too.
+        factor: the softcap, or else the scale.
+        ids: [..., rows], with axes of size 1: the id of each row.
+        is_inside: like ids, False at padding and at rows that pad the vocabulary. True: all are
+            inside, which costs no pass over the logits.
+    """
+
+    unscaled: Array
+    factor: float
+    ids: Array
+    is_inside: Array | bool
+
+
+def row_logits(split: OutputSplit, layer: Layer) -> RowLogits:
+    """The product of gathered x with whole rows."""
+    x, rows, bias, _ = layer
+    dtype = arguments.compute_dtype(x.dtype, rows.dtype)
+    # Of one narrow dtype, they are multiplied as they are: no wide copy of the table exists.
+    if x.dtype != rows.dtype:
+        x, rows = x.astype(dtype), rows.astype(dtype)
+    # Expanded to x's rank, because users may disable jax's rank promotion.
+    leading = range(x.ndim - 1)
+    unscaled = jnp.einsum("...d,vd->...v", x, rows, preferred_element_type=dtype)
+    if bias is not None:
+        bias = jnp.expand_dims(bias.astype(dtype), leading)
+    unscaled, factor = biased_and_capped(split, unscaled, bias)
+    size = rows.shape[0]
+    ids = index_along(split.vocabulary) * size + jnp.arange(size, dtype=jnp.int32)
+    is_padded = devices_along(split.mesh, split.vocabulary) * size > split.vocab_size
+    ids = jnp.expand_dims(ids, leading)
+    is_inside = ids < split.vocab_size if is_padded else True
+    if split.pad_id is not None:
+        is_inside &= ids != split.pad_id
+    return RowLogits(unscaled, factor, ids, is_inside)
+
+
+def biased_and_capped(
+    split: OutputSplit, products: Float[Array, "... n"], bias: Array | None
+) -> tuple[Float[Array, "... n"], float]:
+    """The logits of products and biases [..., n], without a factor."""
+    if bias is not None:
+        products += bias
+    if split.softcap is None:
+        return products, split.scale
+    capped = jnp.tanh(split.scale * products / split.softcap)
+    if bias is not None:
+        # No cap lifts a ban.
+        capped = jnp.where(bias == -jnp.inf, bias, capped)
+    return capped, split.softcap
+
+
+class ChunkLogits(NamedTuple):
+    """Logits [t, r] of a chunk of tokens.
+
+    Args:
+        factor: what the logits are to be multiplied by: a number, or [t, 1].
+        logits: without the factor, and low at rows that are not predicted.
+        top: [t, 1], the largest of each token, on all devices.
+        shifted: factor * (logits - top); with a temperature, finite at bans.
+        slope: the derivative of the logits in the products of x and the rows, [t, r] or a number.
+        slope_factor: to be multiplied by it: a number, or [t, 1].
+        ids, is_inside: those of `RowLogits`.
+    """
+
+    factor: float | Array
+    logits: Array
+    top: Array
+    shifted: Array
+    slope: float | Array
+    slope_factor: float | Array
+    ids: Array
+    is_inside: Array | bool
+
+
+def chunk_logits(split: OutputSplit, layer: Layer, temperature: Any) -> ChunkLogits:
+    """The logits of a chunk, as differences from their largest."""
+    of_rows = row_logits(split, layer)
+    factor, largest, slope_factor = of_rows.factor, max(of_rows.factor, 1), split.scale
+    if temperature is not None:
+        factor, slope_factor = factor / temperature, slope_factor / temperature
+        # So that derivatives in the temperature are finite too.
+        largest = 2.0**32 * jax.lax.stop_gradient(jnp.maximum(factor, 1))
+    # Finite, also times the factor: a token that is not counted, whose label may be padding, has
+    # the weight 0.
+    lowest = float(jnp.finfo(of_rows.unscaled.dtype).min) / (2 * largest)
+    logits = _excluding(split, of_rows, lowest)
+    # The loss does not depend on what is subtracted, so it needs no gradient.
+    top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+    # Inside a user's shard_map, jax refuses a maximum over no axes.
+    top = jax.lax.pmax(top, split.vocabulary) if split.vocabulary else top
+    # Differences of logits: their rounding does not grow with the logits. The factor comes last:
+    # XLA may round `factor * logits - top` only once, which is not 0 where top is rounded.
+    difference = logits - top
+    if temperature is not None:
+        # The derivative in the temperature is 0 at a ban, not 0 times infinity.
+        difference = jnp.maximum(difference, jax.lax.stop_gradient(FLOOR / factor))
+    slope = 1.0
+    if split.softcap is not None:
+        # The derivative of tanh, 0 at a ban.
+        slope = 1 - jnp.square(jnp.maximum(of_rows.unscaled, -1))
+    return ChunkLogits(factor, logits, top, factor * difference, slope, slope_factor, *of_rows[2:])
+
+
+def _excluding(split: OutputSplit, of_rows: RowLogits, lowest: Any) -> Float[Array, "t r"]:
+    """The unscaled logits, low where they are not inside: in place on a CPU, if it can."""
+    logits = of_rows.unscaled
+
+    def in_one_pass() -> jax.Array:
+        return jnp.where(of_rows.is_inside, logits, lowest)
+
+    if split.pad_id is None or split.mesh is not None:
+        return in_one_pass()
+    # As uint32, a negative id is past the end.
+    padding = np.array([split.pad_id % 2**32], np.uint32)
+
+    def in_place() -> jax.Array:
+        return logits.at[:, padding].set(lowest, mode="drop")
+
+    return jax.lax.platform_dependent(cpu=in_place, default=in_one_pass)
+
+
+def of_column(
+    columns: Int32[Array, "t c"], values: Float[Array, "t r"], shift: float | Array = 0.0
+) -> Float[Array, "t c"]:
+    """The values of each row in its columns, minus its shift; 0 where another device has them."""
+    last = values.shape[1] - 1
+    index = jnp.clip(columns, 0, last)
+    at_columns = jnp.take_along_axis(values, index, axis=1, mode="promise_in_bounds")
+    return jnp.where((columns >= 0) & (columns <= last), at_columns - shift, 0)
+
+
+def columns_of(found: ChunkLogits, ids: Any) -> Int32[Array, "t c"]:
+    """Where the logits of ids are among those of this device, if they are."""
+    return jnp.asarray(ids) - found.ids[0, 0]
+
+
+def sums_of_rows(
+    split: OutputSplit,
+    found: ChunkLogits,
+    exponentials: Float[Array, "t r"],
+    columns: Int32[Array, "t c"],
+    share: Array | None,
+) -> tuple[Array, Array, Any]:
+    """The sum of the exponentials, the labels' shifted logits, and, to smooth, the mean of all."""
+
+    def of_logits() -> jax.Array:
+        return found.factor * of_column(columns, found.logits, found.top)
+
+    def of_shifted() -> jax.Array:
+        return of_column(columns, found.shifted)
+
+    of_all = None
+    if share is not None:
+        of_all = (found.shifted * share).sum(-1, keepdims=True)
+        # Shifted logits exist anyway: reading the label's from elsewhere would keep both.
+        of_label = of_shifted()
+    elif isinstance(found.factor, jax.Array):
+        of_label = of_logits()
+    else:
+        # A CPU would write whole shifted logits only for this. A TPU writes them faster than it
+        # repeats their exponentials.
+        of_label = jax.lax.platform_dependent(cpu=of_logits, default=of_shifted)
+    total = exponentials.sum(-1, keepdims=True)
+    # One all-reduce for all of them.
+    return jax.lax.psum((total, of_label, of_all), split.vocabulary)
