@@ -88,7 +88,7 @@ def tensors_of(entries):
     ("repository", "message"),
     [
         ("jinaai/jina-embeddings-v2-base-en", "is not read .*, got position_embedding_type: 'alibi'$"),
-        ("jinaai/jina-embeddings-v3", "wanted the tensors of a model xlm-roberta"),
+        ("jinaai/jina-embeddings-v3", "wanted the tensors of one model xlm-roberta"),
         ("Alibaba-NLP/gte-base-en-v1.5", "rope_type: wanted one of .*, got 'ntk'$"),
         ("Alibaba-NLP/gte-multilingual-base", "rope_type: wanted one of .*, got 'ntk'$"),
     ],

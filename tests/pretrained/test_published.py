@@ -104,7 +104,7 @@ def test_two_models_in_one_file(tmp_path):
     twice = {f"{side}.{name}": value for side in "qc" for name, value in case["tensors"].items()}
     with pytest.raises(
         ValueError,
-        match=r"wanted one model bert in a file .*, got those under \['c\.', 'q\.'\]",
+        match=r"wanted the tensors of one model bert, or .*, got those under \['c\.', 'q\.'\]",
     ):
         load_embedder(checkpoint(tmp_path, case | {"tensors": twice}))
 
@@ -112,7 +112,7 @@ def test_two_models_in_one_file(tmp_path):
 def test_a_stack_that_is_not_there(tmp_path):
     for name, stack, message in [
         ("bert", "decoder", r"^stack: wanted None, since bert has one stack, got str 'decoder'$"),
-        ("t5, an encoder alone", "decoder", r"tensors of a model t5, or load any table .*, got \d+ tensors: .*shared\.w"),
+        ("t5, an encoder alone", "decoder", r"tensors of one model t5 \(its decoder; `stack` says which\), or load any table .*, got \d+ tensors: .*shared\.w"),
         ("t5", "both", r"^stack: wanted one of 'encoder', 'decoder', got 'both'$"),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=message):
@@ -128,7 +128,7 @@ def test_a_decoder_alone_says_to_pass_the_stack(tmp_path):
     drop = [name for name in case["tensors"] if "encoder" in name or "shared" in name]
     rows = {"model.decoder.embed_tokens.weight": tensors_of(case)["model.shared.weight"]}
     path = checkpoint(tmp_path, case, drop=drop, change=rows)
-    message = r"wanted the encoder of bart; pass stack='decoder' for its decoder, got \d+ tensors"
+    message = r"wanted the tensors of one model bart \(its encoder; `stack` says which\), or .*, got \d+ tensors"
     with pytest.raises(ValueError, match=message):
         load_embedder(path)
     assert load_embedder(path, stack="decoder").config.d_model == 8

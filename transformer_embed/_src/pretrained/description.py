@@ -37,7 +37,7 @@ from transformer_embed._src.pretrained.parameters import (
     check_tensors,
     parameters_of,
 )
-from transformer_embed._src.pretrained.published import Match, Published
+from transformer_embed._src.pretrained.recognition import Match, Published
 
 # The last two axes of each tensor; the first is 1 for a vector.
 Shapes = Mapping[str, tuple[int, int]]

@@ -12,7 +12,6 @@ import pathlib
 import re
 import secrets
 import stat
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any, NamedTuple
 
@@ -28,13 +27,10 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PIECE = 2**23
 # The index of a model of 200,000 tensors has 20 MB.
 LARGEST_JSON = 2**26
-# What is searched for the message of an error.
-MOST_FOLDERS = 100
+# Below a folder, searched for the message of an error.
+MOST_FILES = 1000
 # The longest that file systems take.
 LONGEST_NAME = 255
-TEMPORARY = ".transformer_embed-"
-# Seconds after which a temporary file is taken for one that a killed process left.
-STALE = 24 * 60 * 60
 NO_FILE = (
     "No such file or directory (for a model's name, pass the folder that "
     "huggingface_hub.snapshot_download(name) returns)"
@@ -153,7 +149,8 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
         # A link that leads nowhere is there too.
         names = [name for name in (WHOLE, INDEX) if os.path.lexists(found / name)]
         if not names:
-            got = _step(*_files_below(found)) or "neither"
+            below = itertools.islice(found.rglob("*"), MOST_FILES)
+            got = _step(*(str(path.relative_to(found)) for path in below)) or "neither"
             raise arguments.value_error(found, f"a folder with {WHOLE} or {INDEX}", got)
         found /= names[0]
     if found.name.startswith("adapter_"):
@@ -173,13 +170,6 @@ def _step(*names: str) -> str:
             if re.search(pattern, name):
                 return f"{name}: {step}"
     return ""
-
-
-def _files_below(folder: pathlib.Path) -> Iterator[str]:
-    """Files in a folder and below it, in the first of its folders."""
-    # What cannot be listed is skipped.
-    for place, _, names in itertools.islice(os.walk(folder), MOST_FOLDERS):
-        yield from (os.path.relpath(os.path.join(place, name), folder) for name in names)
 
 
 def _shards(path: pathlib.Path) -> dict[str, pathlib.Path]:
@@ -246,7 +236,13 @@ def write_tensors(
 
     with open_whole(path) as file:
         # Not `save_file`, which has another temporary file, a mode and errors of its own.
-        file.write(save({**arrays}, metadata))
+        data = save({**arrays}, metadata)
+        size = int.from_bytes(data[:8], "little")
+        # Its metadata are in another order each time; equal arguments write equal files.
+        header = json.loads(data[8 : 8 + size])
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
+        file.write(data[:8] + text.encode().ljust(size))
+        file.write(memoryview(data)[8 + size :])
         file.flush()
         # Errors name the path.
         check(open_tensors(file.name)._replace(path=path))
@@ -256,19 +252,13 @@ def write_tensors(
 def open_whole(path: pathlib.Path) -> Iterator[IO[bytes]]:
     """A temporary file that is renamed at the end, so that the path always has a whole file.
 
-    A replaced file keeps its mode. What killed processes left in the folder is removed.
+    A replaced file keeps its mode.
     """
-    for left in path.parent.glob(f"{TEMPORARY}*.tmp"):
-        # Another process may remove it first; one that may not be removed stays.
-        with contextlib.suppress(OSError):
-            found = left.stat()
-            if stat.S_ISREG(found.st_mode) and time.time() - found.st_mtime > STALE:
-                left.unlink()
     exists = path.exists()
     # A new file has the mode of any new file: what the umask leaves of this.
     mode = _regular_mode(path) if exists else 0o666
     # In the same folder: a file of another file system cannot be renamed to the path.
-    temporary = path.parent / f"{TEMPORARY}{secrets.token_hex(8)}.tmp"
+    temporary = path.parent / f".transformer_embed-{secrets.token_hex(8)}.tmp"
     # A private file's replacement must not be readable by others, not even while it is written.
     try:
         with open(temporary, "xb", opener=functools.partial(os.open, mode=mode)) as file:

@@ -18,8 +18,7 @@ from transformer_embed._src.pretrained.parameters import (
     parameters_of,
     read_parameters,
 )
-from transformer_embed._src.pretrained.published import open_published
-from transformer_embed._src.pretrained.recognition import recognised
+from transformer_embed._src.pretrained.recognition import open_published, recognised
 
 
 def load_embedder(

@@ -5,11 +5,10 @@ the classes and functions that it is for.
 """
 
 import functools
-import itertools
 import json
 import os
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ from transformer_embed._src.layers.transformer_embedding import layer_paths
 from transformer_embed._src.partitioning import gathered
 from transformer_embed._src.positions.rotary_scaling import Scaling
 from transformer_embed._src.positions.schemes import Scheme
-from transformer_embed._src.pretrained.architecture import BIAS, LOGITS_BIAS, TOKENS
+from transformer_embed._src.pretrained.architecture import BIAS, LOGITS_BIAS
 from transformer_embed._src.pretrained.files import (
     Tensors,
     write_tensors,
@@ -39,7 +38,6 @@ from transformer_embed._src.pretrained.parameters import (
     PretrainedInput,
     Specs,
     by_path,
-    check_entry,
     check_tensors,
     full_paths,
     is_transposed,
@@ -52,8 +50,6 @@ CONFIG = "transformer_embed.config"
 EXTRAS = "transformer_embed.extras"
 # The entry of an object that has the name of its class.
 KIND = "kind"
-# Layers with a scaling each, a scheme, an output layer; a file may name 20,000.
-MOST_OBJECTS = 2048
 # What a file names is looked up here alone: it can make no other object.
 KINDS = {
     kind.__name__: kind
@@ -75,8 +71,7 @@ def save_embedder(
     The file is written whole or not at all. The configuration is stored in its metadata. With the
     names that `load_embedder` returned, other libraries find the tensors under their original
     names. The checks of `load_embedder` run before anything is written. A replaced file keeps its
-    permissions. If a save was killed, a later one in the same folder removes the temporary file
-    that it left, once that file is a day old. If parameters lie on the devices of several
+    permissions. Equal arguments write equal bytes. If parameters lie on the devices of several
     processes, all must call it: each gathers them, the first one writes, and the others wait.
 
     Args:
@@ -185,15 +180,11 @@ def _on_host(leaf: Any) -> np.ndarray:
 def describe_own(tensors: Tensors) -> tuple[PretrainedInput, Specs]:
     """The layer that `save_embedder` described in the metadata, and its parameters' shapes."""
     path = tensors.path
-    decode = functools.partial(decoded, itertools.count())
-    options = parse(f"{path}: {CONFIG}", tensors.metadata[CONFIG], decode)
-    entries = parse(f"{path}: {EXTRAS}", tensors.metadata.get(EXTRAS, "{}"), decode)
+    options = parse(f"{path}: {CONFIG}", tensors.metadata[CONFIG], decoded)
+    entries = parse(f"{path}: {EXTRAS}", tensors.metadata.get(EXTRAS, "{}"), decoded)
     extras = call_with_named_errors(path, PretrainedInput, None, {}, **entries)
     call_with_named_errors(path, _check_extras, *extras[2:])
     names = {name: str(tensor) for name, tensor in (extras.names or {}).items()}
-    # Compared first: the time to make a config grows with its width.
-    width = options.get("embedding_width") or options.get("d_model")
-    check_entry(tensors, names.get(TOKENS, TOKENS), (options.get("vocab_size"), width))
     config = call_with_named_errors(path, EmbedderConfig, **options)
     parameters = parameters_of(path, config, extras.bias)
     for name in names.keys() - parameters.keys():
@@ -218,16 +209,12 @@ def encoded(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else float(value)
 
 
-def decoded(made: Iterator[int], entries: dict[str, Any]) -> Any:
-    """An object with tuples for lists, or an instance of the class that it names.
-
-    `made` counts the instances.
-    """
+def decoded(entries: dict[str, Any]) -> Any:
+    """An object with tuples for lists, or an instance of the class that it names."""
     for name, value in entries.items():
         # JSON has no tuples, which configurations and `pair_axes` are compared by.
         if isinstance(value, list):
             entries[name] = tuple(value)
     if KIND not in entries:
         return entries
-    arguments.integer("number of objects", next(made), at_most=MOST_OBJECTS)
     return KINDS[arguments.choice(KIND, entries.pop(KIND), tuple(KINDS))](**entries)

@@ -105,9 +105,13 @@ def check_tensors(
         want = f"a tensor for each parameter, also for {', '.join(sorted(missing))}"
         raise arguments.value_error(tensors.path, want, f"only {short_repr(sorted(names))}")
     for name, tensor in names.items():
-        shape = parameters[name].shape
-        turned = shape[::-1] if is_transposed(name, tensor) else shape
-        check_entry(tensors, tensor, turned, dtypes)
+        check_dtype(tensors, tensor, dtypes)
+        shape, entry = parameters[name].shape, tensors.entry(tensor)
+        shape = shape[::-1] if is_transposed(name, tensor) else shape
+        # Apart from leading axes of 1.
+        if entry.shape != (1,) * (len(entry.shape) - len(shape)) + shape:
+            want = f"shape {short_repr(list(shape))}, as the configuration says"
+            raise arguments.value_error(f"{tensors.path}: {tensor}", want, entry)
 
 
 def read_parameters(tensors: Tensors, names: Mapping[str, str], parameters: Specs) -> Params:
@@ -128,17 +132,6 @@ def read_parameters(tensors: Tensors, names: Mapping[str, str], parameters: Spec
         # Unlike jnp.asarray, this makes no copy on a CPU.
         params.setdefault(module, {})[leaf] = jax.device_put(array.reshape(parameter.shape))
     return params
-
-
-def check_entry(
-    tensors: Tensors, tensor: str, shape: tuple[Any, ...], dtypes: Collection[str] = DTYPES
-) -> None:
-    """Raises unless a tensor has this shape, apart from leading axes of 1, and such a dtype."""
-    check_dtype(tensors, tensor, dtypes)
-    entry = tensors.entry(tensor)
-    if entry.shape != (1,) * (len(entry.shape) - len(shape)) + shape:
-        want = f"shape {short_repr(list(shape))}, as the configuration says"
-        raise arguments.value_error(f"{tensors.path}: {tensor}", want, entry)
 
 
 def check_dtype(tensors: Tensors, tensor: str, dtypes: Collection[str] = DTYPES) -> None:

@@ -1,7 +1,10 @@
 """Which model a file holds: by its type, by names of tensors, or an error that says what to try."""
 
+import os
+import pathlib
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from transformer_embed._src import arguments
 from transformer_embed._src.pretrained.architecture import (
@@ -12,8 +15,8 @@ from transformer_embed._src.pretrained.architecture import (
     Architecture,
 )
 from transformer_embed._src.pretrained.architectures import by_model_type
+from transformer_embed._src.pretrained.files import Tensors, read_json
 from transformer_embed._src.pretrained.messages import short_repr
-from transformer_embed._src.pretrained.published import Match, Published
 
 # Not a ready call: neither a table's name nor its config.json says how its tokens are scaled.
 BY_HAND = "load any table with config and names"
@@ -26,8 +29,60 @@ BESIDE = re.compile(
     r"embedding_projection|rel_embeddings|(^|\.)pos_embed))"
     rf"(embeddings\.|((encoder|decoder)\.)?[^.]*({WORDS}))"
 )
-# Tables of tokens of one name; a file that anyone wrote may have as many as tensors.
-MOST_PREFIXES = 100
+
+
+class Published(NamedTuple):
+    """The files of a published model.
+
+    Args:
+        tensors: of the checkpoint.
+        stack: "encoder", "decoder", or None: not said.
+        path: of config.json.
+        entries: of config.json, those of the text model.
+        model_type: of the text model, as config.json says.
+        outer: the type of the whole model, if the text model is a part of it.
+        length: of the longest text, or None: not said.
+    """
+
+    tensors: Tensors
+    stack: str | None = None
+    path: pathlib.Path = pathlib.Path()
+    entries: Mapping[str, Any] = {}
+    model_type: Any = None
+    outer: str | None = None
+    length: int | None = None
+
+    @property
+    def side(self) -> str:
+        """The stack that is read."""
+        return self.stack or STACKS[0]
+
+
+class Match(NamedTuple):
+    """A row whose tensors a file has below a prefix, and the tensor name for each parameter."""
+
+    kind: Architecture
+    prefix: str
+    names: dict[str, str]
+
+
+def open_published(tensors: Tensors, stack: str | None, length: int | None) -> Published:
+    """The files of a published model, with the entries of the config.json beside the tensors."""
+    path = tensors.path.parent / "config.json"
+    # A link that leads nowhere is an error, not a file that is missing.
+    whole = read_json(path) if os.path.lexists(path) else {}
+    # A config.json of several models has the text model's own; an empty one says nothing.
+    part = whole.get("text_config")
+    entries = part if part and isinstance(part, dict) else whole
+    model_type = entries.get("model_type") or whole.get("model_type")
+    outer = None if entries is whole else str(whole.get("model_type"))
+    if isinstance(is_tied := whole.get("tie_word_embeddings"), bool):
+        # The output layer is the whole model's.
+        entries = entries | {"tie_word_embeddings": is_tied}
+    if outer == "paligemma":
+        # Its caller says where a prompt ends, within which tokens see all.
+        entries = entries | {"use_bidirectional_attention": None}
+    return Published(tensors, stack, path, entries, model_type, outer, length)
 
 
 def recognised(file: Published, model_type: Any) -> Match:
@@ -35,51 +90,40 @@ def recognised(file: Published, model_type: Any) -> Match:
 
     The type is that of settings or of config.json.
     """
-    tensors, where = file.tensors, file.tensors.path
+    tensors, files = file.tensors, file.tensors.files
     model_type = model_type or file.model_type
     kind = by_model_type(model_type)
     if kind is None:
-        want = f"that of a known model, from settings or a config.json beside {where}"
+        want = f"that of a known model, from settings or a config.json beside {tensors.path}"
         got = f"{short_repr(model_type)}; {BY_HAND} ({tensors.listed()})"
         raise arguments.value_error("model_type", want, got)
-    found = matches(kind, file)
-    if not found:
-        want = f"the tensors of a model {kind.name}, or {BY_HAND}"
-        if matches(kind, file._replace(stack=STACKS[1])):
-            want = f"the encoder of {kind.name}; pass stack='decoder' for its decoder"
-        raise arguments.value_error(where, want, tensors.listed())
-    if len(found) > 1:
-        want = f"one model {kind.name} in a file ({BY_HAND})"
-        got = short_repr([match.prefix for match in found])
-        raise arguments.value_error(where, want, f"those under {got}")
     if not kind.has_stacks:
         arguments.check_left_out("stack", file.stack, f"{kind.name} has one stack")
+    may_lack, found = (*kind.may_lack.split(), OUTPUT_TABLE, OUTPUT_BIAS), []
+    # Several names of a table may have one prefix.
+    prefixes = dict.fromkeys(
+        name.removesuffix(end)
+        for end in kind.tensors(file.side)[TOKENS]
+        for name in files
+        if f".{name}".endswith(f".{end}")
+    )
+    for prefix in prefixes:
+        present = {
+            parameter: [name for name in names if name in files]
+            for parameter, names in kind.tensors(file.side, prefix).items()
+        }
+        names = {parameter: names[0] for parameter, names in present.items() if names}
+        if all(parameter.endswith(may_lack) for parameter in present.keys() - names.keys()):
+            found.append(Match(kind, prefix, names))
+    if len(found) != 1:
+        side = f" (its {file.side}; `stack` says which)" if kind.has_stacks else ""
+        want = f"the tensors of one model {kind.name}{side}, or {BY_HAND}"
+        under = f"those under {short_repr([match.prefix for match in found])}"
+        raise arguments.value_error(tensors.path, want, under if found else tensors.listed())
     if reason := _reason(found[0], file):
         want = f"an input layer like that of {kind.name}, or {BY_HAND}"
-        raise arguments.value_error(where, want, reason)
+        raise arguments.value_error(tensors.path, want, reason)
     return found[0]
-
-
-def matches(kind: Architecture, file: Published) -> list[Match]:
-    """The prefixes below which a file has the tensors of a row."""
-    files, found = file.tensors.files, []
-    ends = kind.tensors(file.side)[TOKENS]
-    tables = [
-        name.removesuffix(end) for name in files for end in ends if f".{name}".endswith(f".{end}")
-    ]
-    if len(tables) > MOST_PREFIXES:
-        want = f"at most {MOST_PREFIXES} tensors of the name of a table, {' or '.join(ends)}"
-        raise arguments.value_error(file.tensors.path, want, len(tables))
-    may_lack = (*kind.may_lack.split(), OUTPUT_TABLE, OUTPUT_BIAS)
-    # Several names of a table may have one prefix.
-    for prefix in dict.fromkeys(tables):
-        tensors = kind.tensors(file.side, prefix)
-        present = {name: [end for end in ends if end in files] for name, ends in tensors.items()}
-        names = {name: ends[0] for name, ends in present.items() if ends}
-        missing = tensors.keys() - names.keys()
-        if all(name.endswith(may_lack) for name in missing):
-            found.append(Match(kind, prefix, names))
-    return found
 
 
 def _reason(match: Match, file: Published) -> str:
