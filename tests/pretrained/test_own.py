@@ -262,7 +262,7 @@ HOSTILE = [
     ({"scheme": {"kind": "Learned", "max_len": 2**60}}, {}, "max_len: wanted an int of at most"),
     ({"scheme": {"kind": ["Learned"]}}, {}, "kind: wanted one of 'OutputConfig', 'NoOutput', 'Layer', 'Sinusoidal', 'SinusoidalGrid', 'Learned', "),
     ({}, {"names": ["a"]}, "names: wanted a mapping, or None, got tuple"),
-    ({}, {"names": {"a": ["b"]}}, "wanted a tensor ('b',), got 1 tensors: "),
+    ({}, {"names": TABLE | {"a": ["b"]}}, "wanted a tensor ('b',), got 1 tensors: "),
     ({}, {"names": {"a/b": TOKENS}}, f"{ALSO}['a/b']"),
     ({}, {"layers": [{"scaling": YARN}]}, "factor: wanted a finite number above 0"),
     ({}, {"layers": [{"kind": "LinearScaling", "factor": 2}] * 9_000}, "layers[0]: wanted a Layer, got LinearScaling"),

@@ -82,16 +82,6 @@ def test_what_is_not_an_embedding_of_the_ids_is_refused(tmp_path):
             )
 
 
-@pytest.mark.parametrize(
-    "others",
-    [{"embed_tokens_per_layer": (7, 8)}, {"per_layer_model_projection": (6, 5)}],
-)
-def test_tables_that_do_not_fit_the_layers_are_named(tmp_path, others):
-    (name,) = others
-    with pytest.raises(ValueError, match=rf"model\.{name}\.weight: wanted shape "):
-        loaded(tmp_path, **others)
-
-
 def test_a_model_without_inputs_of_layers_has_none(tmp_path):
     table = {"model.embed_tokens.weight": np.ones((9, 4), "f4")}
     path = checkpoint(tmp_path, {"tensors": {}}, settings=ENTRIES, change=table)

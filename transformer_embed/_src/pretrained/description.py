@@ -4,8 +4,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig, NoOutput, OutputConfig
 from transformer_embed._src.positions.schemes import Learned, Scheme, Sinusoidal
@@ -13,12 +11,9 @@ from transformer_embed._src.pretrained import rope
 from transformer_embed._src.pretrained.architecture import (
     BIAS,
     NORM_SCALE,
-    OFFSETS,
     OUTPUT_BIAS,
     OUTPUT_TABLE,
-    PER_LAYER_SCALE,
     PER_LAYER_TABLE,
-    PER_LAYER_WEIGHTS,
     POSITIONS,
     STACKS,
     TOKEN_TYPES,
@@ -32,10 +27,7 @@ from transformer_embed._src.pretrained.layers import layers_of
 from transformer_embed._src.pretrained.messages import call_with_named_errors, short_repr
 from transformer_embed._src.pretrained.parameters import (
     PretrainedInput,
-    Specs,
     check_dtype,
-    check_tensors,
-    parameters_of,
 )
 from transformer_embed._src.pretrained.recognition import Match, Published
 
@@ -55,10 +47,8 @@ UNSCALED_WITHIN = (
 )
 
 
-def describe(
-    file: Published, match: Match, settings: Mapping[str, Any]
-) -> tuple[PretrainedInput, Specs]:
-    """All but the parameters, and their shapes, which the tensors have."""
+def describe(file: Published, match: Match, settings: Mapping[str, Any]) -> PretrainedInput:
+    """All but the parameters."""
     kind, _, names = match
     tensors, place = file.tensors, f"{file.path}, for a model {kind.name}"
     value = _with_defaults(kind, file, _entries(kind, place, file.entries, settings))
@@ -78,21 +68,12 @@ def describe(
     )
     dtype = DTYPES[tensors.entry(names[TOKENS]).dtype]
     config = call_with_named_errors(where, EmbedderConfig, **options, param_dtype=dtype)
-    parameters = parameters_of(where, config, bias)
-    per_layer = None
-    if PER_LAYER_TABLE in shapes:
-        per_layer = {"layer_norm_eps": value["rms_norm_eps"]}
-        rows, (_, width) = shapes[PER_LAYER_TABLE][0], shapes[PER_LAYER_SCALE]
-        columns = len(layers) * width
-        tables = {PER_LAYER_TABLE: (rows, columns), PER_LAYER_SCALE: (width,)}
-        tables[PER_LAYER_WEIGHTS] = (config.d_model, columns)
-        for name, shape in tables.items():
-            parameters[name] = jax.ShapeDtypeStruct(shape, dtype)
-    # An output layer that the config does not have is not read, and an offset that the file does
-    # not have is zeros. (In a file that `save_embedder` wrote, a missing offset is damage.)
-    stored = {name: tensor for name, tensor in names.items() if name in parameters}
-    check_tensors(tensors, stored, parameters, may_lack=OFFSETS)
-    return PretrainedInput(config, {}, layers, bias, stored, per_layer), parameters
+    if isinstance(config.output, NoOutput):
+        # It is not read.
+        names.pop(OUTPUT_TABLE, None)
+        names.pop(OUTPUT_BIAS, None)
+    per_layer = {"layer_norm_eps": value["rms_norm_eps"]} if PER_LAYER_TABLE in shapes else None
+    return PretrainedInput(config, {}, layers, bias, names, per_layer)
 
 
 def number_of_layers(file: Published, match: Match) -> int:

@@ -225,13 +225,11 @@ def _header(path: pathlib.Path) -> Header:
     return entries, metadata
 
 
-def write_tensors(
-    path: pathlib.Path,
-    arrays: Mapping[str, np.ndarray],
-    metadata: dict[str, str],
-    check: Callable[[Tensors], Any],
-) -> None:
-    """Writes a safetensors file whole, or not at all if the check of what was written raises."""
+@contextlib.contextmanager
+def written(
+    path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: dict[str, str]
+) -> Iterator[Tensors]:
+    """What is written to a safetensors file, whole, or not at all if the caller raises."""
     from safetensors.numpy import save  # noqa: PLC0415 (slow to load)
 
     with open_whole(path) as file:
@@ -245,7 +243,7 @@ def write_tensors(
         file.write(memoryview(data)[8 + size :])
         file.flush()
         # Errors name the path.
-        check(open_tensors(file.name)._replace(path=path))
+        yield open_tensors(file.name)._replace(path=path)
 
 
 @contextlib.contextmanager

@@ -100,18 +100,20 @@ def load_embedder(
         left_out = {"stack": stack, "settings": settings or None, "length": length}
         for name, value in left_out.items():
             arguments.check_left_out(name, value, "names or metadata say what it would")
+    dtypes, may_lack = [*DTYPES], OFFSETS
     if config is not None and names is not None:
-        parameters = parameters_of("config", config)
-        full = full_paths(names, parameters)
+        may_lack = full_paths(names, parameters_of("config", config))
         # None stands for an offset of zeros; for another parameter, no tensor has this name.
-        stored = {name: tensor for name, tensor in full.items() if tensor or name not in OFFSETS}
-        # Tutorials save float64 tables; they are rounded when they are read.
-        check_tensors(tensors, stored, parameters, may_lack=full, dtypes=(*DTYPES, "F64"))
+        stored = {name: each for name, each in may_lack.items() if each or name not in OFFSETS}
         found = PretrainedInput(config, {}, names=stored)
+        # Tutorials save float64 tables; they are rounded when they are read.
+        dtypes.append("F64")
     elif is_own:
-        found, parameters = describe_own(tensors)
+        # A missing offset is damage.
+        found, may_lack = describe_own(tensors), ()
     else:
         file, said = open_published(tensors, stack, length), dict(settings or {})
         match = recognised(file, said.pop("model_type", None))
-        found, parameters = describe(file, match, said)
+        found = describe(file, match, said)
+    parameters = check_tensors(tensors, found, may_lack, dtypes)
     return found._replace(params=read_parameters(tensors, found.names or {}, parameters))

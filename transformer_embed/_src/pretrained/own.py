@@ -25,7 +25,7 @@ from transformer_embed._src.positions.schemes import Scheme
 from transformer_embed._src.pretrained.architecture import BIAS, LOGITS_BIAS
 from transformer_embed._src.pretrained.files import (
     Tensors,
-    write_tensors,
+    written,
 )
 from transformer_embed._src.pretrained.layers import Layer
 from transformer_embed._src.pretrained.messages import (
@@ -36,12 +36,10 @@ from transformer_embed._src.pretrained.messages import (
 )
 from transformer_embed._src.pretrained.parameters import (
     PretrainedInput,
-    Specs,
     by_path,
     check_tensors,
     full_paths,
     is_transposed,
-    parameters_of,
 )
 from transformer_embed._src.tokens.lookup import Table
 
@@ -124,7 +122,8 @@ def save_embedder(
     )
     if not is_shared or jax.process_index() == 0:
         # What is written can be loaded.
-        write_tensors(path, arrays, metadata, describe_own)
+        with written(path, arrays, metadata) as tensors:
+            check_tensors(tensors, describe_own(tensors))
     if is_shared:
         # Slow to load, and only several processes need it.
         from jax.experimental import multihost_utils  # noqa: PLC0415
@@ -177,8 +176,8 @@ def _on_host(leaf: Any) -> np.ndarray:
     return gathered(leaf if rows is None else rows)
 
 
-def describe_own(tensors: Tensors) -> tuple[PretrainedInput, Specs]:
-    """The layer that `save_embedder` described in the metadata, and its parameters' shapes."""
+def describe_own(tensors: Tensors) -> PretrainedInput:
+    """The layer that `save_embedder` described in the metadata."""
     path = tensors.path
     options = parse(f"{path}: {CONFIG}", tensors.metadata[CONFIG], decoded)
     entries = parse(f"{path}: {EXTRAS}", tensors.metadata.get(EXTRAS, "{}"), decoded)
@@ -186,14 +185,7 @@ def describe_own(tensors: Tensors) -> tuple[PretrainedInput, Specs]:
     call_with_named_errors(path, _check_extras, *extras[2:])
     names = {name: str(tensor) for name, tensor in (extras.names or {}).items()}
     config = call_with_named_errors(path, EmbedderConfig, **options)
-    parameters = parameters_of(path, config, extras.bias)
-    for name in names.keys() - parameters.keys():
-        # It stands beside the input layer.
-        shape = tensors.entry(names[name]).shape
-        shape = shape[::-1] if is_transposed(name, names[name]) else shape
-        parameters[name] = jax.ShapeDtypeStruct(shape, config.param_dtype)
-    check_tensors(tensors, names, parameters)
-    return extras._replace(config=config, names=names), parameters
+    return extras._replace(config=config, names=names)
 
 
 def encoded(value: Any) -> Any:

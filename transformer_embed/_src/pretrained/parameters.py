@@ -95,23 +95,28 @@ def is_transposed(name: str, tensor: str) -> bool:
 
 def check_tensors(
     tensors: Tensors,
-    names: Mapping[str, str],
-    parameters: Specs,
+    found: PretrainedInput,
     may_lack: Collection[str] = (),
     dtypes: Collection[str] = DTYPES,
-) -> None:
-    """Raises unless each parameter has a tensor of its shape and of such a dtype."""
+) -> Specs:
+    """The parameters; raises unless each has a tensor of its shape and of such a dtype.
+
+    What stands beside the layer of the config is as it is stored.
+    """
+    parameters, names = parameters_of(tensors.path, found.config, found.bias), found.names or {}
     if missing := parameters.keys() - names.keys() - set(may_lack):
         want = f"a tensor for each parameter, also for {', '.join(sorted(missing))}"
         raise arguments.value_error(tensors.path, want, f"only {short_repr(sorted(names))}")
     for name, tensor in names.items():
         check_dtype(tensors, tensor, dtypes)
-        shape, entry = parameters[name].shape, tensors.entry(tensor)
-        shape = shape[::-1] if is_transposed(name, tensor) else shape
+        entry, step = tensors.entry(tensor), -1 if is_transposed(name, tensor) else 1
+        beside = jax.ShapeDtypeStruct(entry.shape[::step], found.config.param_dtype)
+        shape = parameters.setdefault(name, beside).shape[::step]
         # Apart from leading axes of 1.
         if entry.shape != (1,) * (len(entry.shape) - len(shape)) + shape:
             want = f"shape {short_repr(list(shape))}, as the configuration says"
             raise arguments.value_error(f"{tensors.path}: {tensor}", want, entry)
+    return parameters
 
 
 def read_parameters(tensors: Tensors, names: Mapping[str, str], parameters: Specs) -> Params:
