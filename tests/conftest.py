@@ -63,6 +63,20 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Tests run on all cores: a worker runs whole files, whose tests share what they compile. One
+    file or test alone starts sooner without workers."""
+    is_worker = hasattr(config, "workerinput")
+    if config.pluginmanager.hasplugin("xdist") and not is_worker:
+        options, is_folder = config.option, pathlib.Path(config.args[0]).is_dir()
+        options.loadscopereorder = False
+        if options.dist == "no":
+            options.dist = "loadfile"
+        if options.numprocesses is None:
+            options.numprocesses = "auto" if is_folder or len(config.args) > 1 else 0
+
+
 def pytest_configure(config):
     """Empties the cache once it is large: no entry is ever removed from it otherwise."""
     cases.CHOICE = config.getoption("cases")
