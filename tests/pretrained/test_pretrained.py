@@ -288,6 +288,11 @@ def test_rows_name_entries_that_are_known():
         assert not row.fixed.keys() & row.names().keys()
     types = [name for row in architectures.ARCHITECTURES for name in row.model_types]
     assert len(types) == len({*types})
+    assert architectures.DEFAULTS.keys() <= ENTRIES.keys()
+    for values in architectures.DEFAULTS.values():
+        own = " ".join(values.values()).split()
+        assert {*own} <= {*types}
+        assert len(own) == len({*own})
 
 
 def test_a_new_architecture_is_one_row(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The registry of published models: a row for each kind of input layer and its defaults.
+"""The registry of published models: a row for each kind of input layer, and defaults of types.
 
 Types, tensor names and defaults are those of the transformers library.
 """
@@ -21,8 +21,6 @@ from transformer_embed._src.pretrained.rope import CONSECUTIVE, IN_TURNS
 _HYBRID = (LINEAR, FULL)
 _SIN_COS = {"layout": "sin_cos"}
 _FAIRSEQ = {"layout": "sin_cos", "shift": 1, "odd": "zero"}
-# The default rotation has a scaling.
-_SCALED: Any = {"rope_theta": REQUIRED, "rope_scaling": REQUIRED}
 
 # Entries that the library once wrote for all models with two stacks.
 _OLD = "normalize_embedding static_position_embeddings extra_pos_embeddings"
@@ -47,11 +45,6 @@ _bert = functools.partial(
     is_decoder=None,
     no_output="a dense layer and a norm come before it",
 )
-_albert = functools.partial(
-    _bert,
-    widen="encoder.embedding_hidden_mapping_in",
-    hidden_dropout_prob=0.0,
-)
 _roberta = functools.partial(
     _bert,
     start="pad_token_id",
@@ -67,7 +60,6 @@ _gpt2 = functools.partial(
     tokens="wte",
     dropout="embd_pdrop",
 )
-_gpt2_itself = functools.partial(_gpt2, positions="wpe")
 _seq2seq = functools.partial(
     _row,
     # A stack's own table comes first: if the two are not tied, the shared one is not used.
@@ -75,13 +67,6 @@ _seq2seq = functools.partial(
     scale="scale_embedding",
     dropout="dropout",
     meaningless=_OLD,
-)
-_m2m = functools.partial(
-    _seq2seq,
-    start="pad_token_id",
-    sinusoids=_FAIRSEQ,
-    head="lm_head decoder.output_projection",
-    scale_embedding=True,
 )
 _bart = functools.partial(
     _seq2seq,
@@ -100,6 +85,8 @@ _t5 = functools.partial(
     bias="{stack}.block.0.layer.0.SelfAttention.relative_attention_bias "
     "{stack}.block.0.layer.0.LocalSelfAttention.relative_attention_bias",
     dropout="dropout_rate",
+    # A tied output layer of T5 divides by the root of d_model; mT5's does not.
+    scale_decoder_outputs=True,
 )
 _clip = functools.partial(
     _row,
@@ -116,12 +103,7 @@ _like_llama = functools.partial(
 )
 _interleaved = functools.partial(_llama, rotary="interleaved")
 _deepseek = functools.partial(_llama, rotary="rope_interleave")
-# Windows that the layers above `max_window_layers` have, if they are used.
-_windows = {"sliding_window": 4096, "use_sliding_window": False}
-_qwen2_vl = functools.partial(_llama, sections=CONSECUTIVE)
-_qwen3_vl = functools.partial(
-    _llama, sections=IN_TURNS, meaningless="mrope_interleaved interleaved"
-)
+# A base of their own for sliding layers.
 _by_layer = functools.partial(_llama, rope_local_base_freq=10_000.0)
 _modernbert = functools.partial(
     _by_layer,
@@ -131,23 +113,12 @@ _modernbert = functools.partial(
     may_lack="layer_norm/offset",
     no_output="a dense layer and a norm come before it",
     phase=0,
-    embedding_dropout=0.0,
-    layer_norm_eps=1e-5,
     local_attention=128,
-    rope_theta=160_000.0,
-    sliding_window_pattern=3,
-    tie_word_embeddings=True,
 )
 _gemma = functools.partial(
-    _llama, scale=True, final_logit_softcapping=None, tie_word_embeddings=True
+    _llama, scale=True, final_logit_softcapping=None, use_bidirectional_attention=None
 )
-_gemma3 = functools.partial(
-    _gemma,
-    sliding_window_pattern=6,
-    use_bidirectional_attention=None,
-    rope_local_base_freq=10_000.0,
-    rope_theta=1_000_000.0,
-)
+_gemma3 = functools.partial(_gemma, rope_local_base_freq=10_000.0)
 # Each layer has an input of its own.
 _gemma3n = functools.partial(
     _gemma3,
@@ -159,43 +130,134 @@ _gemma3n = functools.partial(
 _gemma4 = functools.partial(
     _gemma3n,
     may_lack="per_layer_inputs/embeddings per_layer_inputs/w per_layer_inputs/scale",
-    layer_types=REQUIRED,
     global_head_dim=512,
     head_dim=256,
-    partial_rotary_factor=0.25,
-    rope_theta=REQUIRED,
-    rope_scaling=REQUIRED,
 )
 _granite = functools.partial(_llama, scale="embedding_multiplier", logits_scaling=1.0)
-_granite_swa = functools.partial(
-    _granite, layer_rope_theta=None, sliding_window=128, sliding_window_pattern=4, phase=0
-)
 _hyperclovax = functools.partial(
     _llama,
     scale="embedding_multiplier",
     aliases={"logit_scale": "lm_head_multiplier logits_scaling"},
     logit_scale=1.0,
 )
-_minicpm = functools.partial(
-    _llama, scale="scale_emb", meaningless="mup_denominator", tie_word_embeddings=True
+_phi = functools.partial(_llama, dropout="embd_pdrop")
+
+# The default rotation has a scaling.
+_SCALED = (
+    "gpt_oss ministral3 apertus apertus1p5_text higgs_audio_v2 cwm openai_privacy_filter mistral4 "
+    "gemma4_text gemma4_unified_text embedding_gemma2_text"
 )
-_phi = functools.partial(
-    _llama,
-    dropout="embd_pdrop",
-    embd_pdrop=0.0,
-)
-_gpt_neox = functools.partial(
-    _llama,
-    tokens="embed_in",
-    dropout="hidden_dropout",
-    head="embed_out lm_head",
-    hidden_dropout=0.0,
-)
+# For an entry, the defaults that types of one row have of their own.
+DEFAULTS: dict[str, dict[Any, str]] = {
+    "rope_scaling": {
+        REQUIRED: _SCALED,
+    },
+    "rope_theta": {
+        REQUIRED: _SCALED,
+        1_000.0: "nomic_bert",
+        20_000.0: "jina_embeddings_v3",
+        100_000.0: "helium",
+        160_000.0: "gte modernbert modernbert-decoder",
+        500_000.0: "flex_olmo bitnet mllama_text_model exaone paddleocr_vl_text qwen3_vl_text "
+        "qwen3_vl_moe_text ernie4_5 ernie4_5_moe cohere llama4 llama4_text olmo3 mellum",
+        1_000_000.0: "mixtral phimoe solar_open emu3_text_model minimax lfm2 qwen2_vl_text "
+        "qwen2_5_vl_text qwen2_vl qwen2_5_vl qwen2_5_omni_text qwen3_omni_moe_text gemma3 "
+        "gemma3_text gemma3n_text",
+        2_000_000.0: "smollm3",
+        5_000_000.0: "minimax_m2 mimo_v2_flash",
+        11_158_840.0: "hy_v3",
+        100_000_000.0: "cosmos3_edge_text",
+    },
+    "partial_rotary_factor": {
+        0.25: "gemma4_text gemma4_unified_text stablelm qwen3_next qwen3_5_text qwen3_5_moe_text "
+        "gpt_neox",
+        0.334: "mimo_v2_flash",
+        0.5: "recurrent_gemma phi glm4_moe nemotron persimmon bamba glm4v_moe_text glm glm4",
+        1.0: "nomic_bert minimax_m2 embedding_gemma2_text phi3 phi4_multimodal glm_image_text "
+        "glm4v_text glm_ocr_text gpt_neox_japanese",
+    },
+    "sliding_window": {
+        None: "doge ministral3 mixtral phimoe starcoder2 smollm3 phi3 phi4_multimodal",
+        128: "gpt_oss openai_privacy_filter granitemoe_swa granite_swa",
+        129: "mimo_v2_flash",
+        256: "gpt_neo",
+        512: "lara_mini gemma3n_text gemma4_text embedding_gemma2_text",
+        513: "flint",
+        1024: "afmoe gemma4_unified_text mellum",
+        2048: "recurrent_gemma",
+        4096: "mistral ministral voxtral_realtime_text qwen2 qwen3 qwen2_moe qwen3_moe "
+        "qwen2_vl_text qwen2_5_vl_text qwen2_vl qwen2_5_vl cohere2 cohere2_moe exaone4 "
+        "exaone_moe gemma2 vaultgemma gemma3 gemma3_text olmo3",
+        8192: "cwm",
+        32768: "qwen2_5_omni_text",
+    },
+    "use_sliding_window": {
+        False: "qwen2 qwen3 qwen2_moe qwen3_moe qwen2_vl_text qwen2_5_vl_text qwen2_vl qwen2_5_vl "
+        "qwen2_5_omni_text smollm3",
+    },
+    "max_window_layers": {
+        28: "qwen2 qwen3 qwen2_moe qwen2_5_omni_text",
+        80: "qwen2_vl_text qwen2_5_vl_text qwen2_vl qwen2_5_vl",
+    },
+    "sliding_window_pattern": {
+        2: "gpt_neo gpt_oss minimax gemma2 vaultgemma",
+        3: "recurrent_gemma modernbert modernbert-decoder",
+        4: "olmo_hybrid cwm cohere2 exaone4 exaone_moe afmoe olmo3 granitemoe_swa granite_swa "
+        "qwen3_next qwen3_5_text qwen3_5_moe_text",
+        5: "gemma3n_text",
+        6: "gemma3 gemma3_text gemma4_text gemma4_unified_text embedding_gemma2_text",
+    },
+    "layer_types": {
+        REQUIRED: "lara_mini cohere2_moe flint gemma4_text gemma4_unified_text "
+        "embedding_gemma2_text mimo_v2_flash",
+    },
+    "num_attention_heads": {
+        REQUIRED: "gpt_neox mpt bloom",
+    },
+    "tie_word_embeddings": {
+        False: "git rembert gptj codegen fsmt jamba kimi_linear mamba2 nemotron_h",
+        True: "jetmoe starcoder2 lfm2 paddleocr_vl_text ernie4_5 ernie4_5_moe youtu cohere "
+        "cohere2 cohere2_moe lara_mini smollm3 gemma gemma2 vaultgemma recurrent_gemma "
+        "gemma3 gemma3_text gemma3n_text gemma4_text gemma4_unified_text "
+        "embedding_gemma2_text modernbert modernbert-decoder granite_swa "
+        "granite_docling_text minicpm minicpm3 gpt_neox_japanese falcon",
+    },
+    "scale_embedding": {
+        True: "biogpt speech_to_text xglm pegasus_x m2m_100 nllb-moe fsmt plbart bigbird_pegasus",
+    },
+    "scale_decoder_outputs": {
+        False: "mt5",
+    },
+    "dim_model_base": {
+        1: "minicpm",
+    },
+    "final_logit_softcapping": {
+        30.0: "gemma2 vaultgemma recurrent_gemma gemma3n_text",
+    },
+    "layer_norm_eps": {
+        1e-7: "deberta deberta-v2",
+        1e-5: "altclip_text_model bridgetower_text_model layoutlmv3 jina_embeddings_v3 modernbert "
+        "modernbert-decoder bloom",
+    },
+    "hidden_dropout_prob": {
+        0.0: "flava_text_model blip_text_model nomic_bert albert rembert",
+    },
+    "hidden_dropout": {
+        0.0: "gpt_neox gpt_neox_japanese",
+    },
+    "embd_pdrop": {
+        0.0: "gpt_neo gptj codegen whisper phi glm4_moe nemotron persimmon bamba stablelm "
+        "qwen3_next phi3 phi4_multimodal",
+    },
+    "embedding_dropout": {
+        0.0: "starcoder2 modernbert modernbert-decoder",
+    },
+}
 
 ARCHITECTURES = (
     _bert(
         "bert dpr ernie splinter visual_bert align_text_model chinese_clip_text_model "
-        "layoutlm fnet roc_bert markuplm tapas",
+        "layoutlm fnet roc_bert markuplm tapas flava_text_model"
     ),
     # Its attention is sparse.
     _bert("big_bird", scale="rescale_embeddings", kinds=()),
@@ -204,15 +266,13 @@ ARCHITECTURES = (
         may_lack="learned_positional_encoding/embeddings token_type_embedding/embeddings",
         # Each layer's attention reads its table of relative positions.
         meaningless="relative_attention position_biased_input position_buckets norm_rel_ebd",
-        layer_norm_eps=1e-7,
     ),
     _roberta(
         "roberta xlm-roberta camembert data2vec-text luke xmod roberta-prelayernorm "
-        "clap_text_model lilt"
+        "clap_text_model lilt altclip_text_model bridgetower_text_model layoutlmv3"
     ),
     # Some of its tokens see all.
     _roberta("longformer", kinds=()),
-    _roberta("altclip_text_model bridgetower_text_model layoutlmv3", layer_norm_eps=1e-5),
     _bert("xlm-roberta-xl", start="pad_token_id", norm=""),
     _bert("megatron-bert", norm=""),
     _bert(
@@ -222,34 +282,14 @@ ARCHITECTURES = (
         bias="encoder.relative_attention_bias",
         fixed={"pad_token_id": 1},
     ),
-    _bert("flava_text_model", hidden_dropout_prob=0.0),
     # Its caller says whether it is a decoder.
-    _bert(
-        "blip_text_model",
-        token_types="",
-        kinds=(),
-        fixed={"is_decoder": None},
-        hidden_dropout_prob=0.0,
-    ),
+    _bert("blip_text_model", token_types="", kinds=(), fixed={"is_decoder": None}),
     _generation("bert-generation"),
-    _generation("git", is_causal=True, tie_word_embeddings=False),
-    _rotated_bert(
-        "nomic_bert",
-        norm="emb_ln",
-        rotary="rotary_emb_interleaved",
-        hidden_dropout_prob=0.0,
-        partial_rotary_factor=1.0,
-        rope_theta=1_000.0,
-    ),
-    _rotated_bert("gte", may_lack="token_type_embedding/embeddings", rope_theta=160_000.0),
-    # Alibaba's own code of GTE.
-    _rotated_bert("new", may_lack="token_type_embedding/embeddings"),
-    _rotated_bert(
-        "jina_embeddings_v3",
-        norm="emb_ln",
-        layer_norm_eps=1e-5,
-        rope_theta=20_000.0,
-    ),
+    _generation("git", is_causal=True),
+    _rotated_bert("nomic_bert", norm="emb_ln", rotary="rotary_emb_interleaved"),
+    # The type new is of Alibaba's own code of GTE.
+    _rotated_bert("gte new", may_lack="token_type_embedding/embeddings"),
+    _rotated_bert("jina_embeddings_v3", norm="emb_ln"),
     _rotated_bert(
         "roformer",
         rotary="interleaved",
@@ -266,13 +306,8 @@ ARCHITECTURES = (
         fixed={"layer_norm_eps": 1e-12},
         meaningless="tie_weights_ sinusoidal_pos_embds",
     ),
-    _albert("albert"),
-    _albert("rembert", tie_word_embeddings=False),
-    _bert(
-        "electra convbert",
-        widen="embeddings_project",
-        may_lack="widen/w widen/b",
-    ),
+    _bert("albert rembert", widen="encoder.embedding_hidden_mapping_in"),
+    _bert("electra convbert", widen="embeddings_project", may_lack="widen/w widen/b"),
     _row(
         "xlm flaubert",
         tokens="embeddings",
@@ -292,24 +327,11 @@ ARCHITECTURES = (
         is_causal=False,
         head="lm_loss",
     ),
-    _gpt2_itself("gpt2 gpt_bigcode gpt-sw3"),
-    _gpt2_itself(
-        "gpt_neo",
-        phase=0,
-        sliding_window=256,
-        sliding_window_pattern=2,
-        embd_pdrop=0.0,
-    ),
+    _gpt2("gpt2 gpt_bigcode gpt-sw3", positions="wpe"),
+    _gpt2("gpt_neo", positions="wpe", phase=0),
     _gpt2("openai-gpt", tokens="tokens_embed", positions="positions_embed"),
     _gpt2("ctrl", tokens="w", scale=True, sinusoids=_SIN_COS),
-    _gpt2(
-        "gptj codegen",
-        rotary="interleaved",
-        meaningless="rotary",
-        embd_pdrop=0.0,
-        rotary_dim=64,
-        tie_word_embeddings=False,
-    ),
+    _gpt2("gptj codegen", rotary="interleaved", meaningless="rotary", rotary_dim=64),
     _row(
         "opt",
         tokens="decoder.embed_tokens",
@@ -325,7 +347,6 @@ ARCHITECTURES = (
         start=2,
         scale="scale_embedding",
         head="output_projection",
-        scale_embedding=True,
     ),
     _decoder(
         "whisper",
@@ -335,7 +356,6 @@ ARCHITECTURES = (
         meaningless="scale_embedding",
         aliases={"embd_pdrop": "dropout"},
         head="proj_out",
-        embd_pdrop=0.0,
     ),
     _decoder(
         "trocr",
@@ -346,38 +366,30 @@ ARCHITECTURES = (
         meaningless="layernorm_embedding use_learned_position_embeddings",
         head="output_projection decoder.output_projection",
     ),
-    _decoder(
-        "speech_to_text",
-        positions="",
-        start="pad_token_id",
-        sinusoids=_FAIRSEQ,
-        scale_embedding=True,
-    ),
+    _decoder("speech_to_text", positions="", start="pad_token_id", sinusoids=_FAIRSEQ),
     _seq2seq(
         "xglm",
         tokens="embed_tokens",
         start=2,
         sinusoids=_FAIRSEQ,
         fixed={"pad_token_id": None},
-        scale_embedding=True,
     ),
-    # A tied output layer of T5 divides by the root of d_model; mT5's does not.
-    _t5("t5 switch_transformers umt5", scale_decoder_outputs=True),
-    _t5("longt5", kinds=(), scale_decoder_outputs=True),
-    _t5("mt5", scale_decoder_outputs=False),
+    _t5("t5 switch_transformers umt5 mt5"),
+    _t5("longt5", kinds=()),
     _seq2seq(
         "marian pegasus",
         sinusoids=_SIN_COS,
         decoder_vocab_size=None,
         share_encoder_decoder_embeddings=True,
     ),
+    _seq2seq("pegasus_x", kinds=(), sinusoids={"layout": "sin_cos", "shift": 1}),
     _seq2seq(
-        "pegasus_x", kinds=(), sinusoids={"layout": "sin_cos", "shift": 1}, scale_embedding=True
+        "m2m_100 nllb-moe fsmt",
+        start="pad_token_id",
+        sinusoids=_FAIRSEQ,
+        head="lm_head decoder.output_projection",
     ),
-    _m2m("m2m_100 nllb-moe"),
-    _m2m("fsmt", tie_word_embeddings=False),
-    _bart("bart mbart mvp", start=2),
-    _bart("plbart", start=2, scale_embedding=True),
+    _bart("bart mbart mvp plbart", start=2),
     _bart("led", kinds=()),
     # Its decoder adds positions after the norm.
     _bart(
@@ -393,139 +405,74 @@ ARCHITECTURES = (
         norm="",
         kinds=(),
         meaningless=f"{_OLD} layernorm_embedding",
-        scale_embedding=True,
     ),
     _clip(
         "clip clip_text_model clipseg_text_model groupvit_text_model metaclip_2_text_model "
         "owlv2_text_model owlvit_text_model xclip_text_model aimv2_text_model"
     ),
     _clip("siglip_text_model siglip2_text_model", is_causal=False),
-    _mamba("jamba kimi_linear", tokens="embed_tokens", kinds=(), tie_word_embeddings=False),
-    _mamba("mamba falcon_mamba", kinds=(LINEAR,)),
-    _mamba("mamba2", tie_word_embeddings=False, kinds=(LINEAR,)),
-    _mamba(
-        "nemotron_h",
-        kinds=(),
-        tie_word_embeddings=False,
-    ),
+    _mamba("jamba kimi_linear", tokens="embed_tokens", kinds=()),
+    _mamba("mamba falcon_mamba mamba2", kinds=(LINEAR,)),
+    _mamba("nemotron_h", kinds=()),
     _like_llama(
-        "llama olmo olmo2 olmoe seed_oss arcee internlm3 aria_text diffllama iquestcoder jais2"
+        "llama olmo olmo2 olmoe seed_oss arcee internlm3 aria_text diffllama iquestcoder jais2 "
+        "mistral ministral voxtral_realtime_text qwen2 qwen3 qwen2_moe qwen3_moe doge gpt_oss "
+        "ministral3 apertus apertus1p5_text higgs_audio_v2 flex_olmo bitnet mixtral phimoe "
+        "solar_open emu3_text_model hy_v3 jetmoe"
     ),
-    _like_llama("mistral ministral voxtral_realtime_text", sliding_window=4096),
-    _like_llama("qwen2 qwen3 qwen2_moe", max_window_layers=28, **_windows),
-    _like_llama("qwen3_moe", **_windows),
-    _like_llama("doge", sliding_window=None),
     _like_llama("eurobert", is_causal=False),
-    _like_llama("olmo_hybrid", kinds=_HYBRID, sliding_window_pattern=4),
+    _like_llama("olmo_hybrid", kinds=_HYBRID),
     _like_llama("unlimited_ocr_text", kinds=("reference_sliding_attention",)),
-    _like_llama("gpt_oss", sliding_window=128, sliding_window_pattern=2, **_SCALED),
-    _like_llama("ministral3", sliding_window=None, **_SCALED),
-    _like_llama("apertus apertus1p5_text higgs_audio_v2", **_SCALED),
-    _like_llama("cwm", phase=0, sliding_window=8192, sliding_window_pattern=4, **_SCALED),
-    _like_llama("flex_olmo bitnet", rope_theta=500_000.0),
-    _like_llama(
-        "mllama_text_model",
-        cross_attention_layers=(3, 8, 13, 18, 23, 28, 33, 38),
-        rope_theta=500_000.0,
-    ),
-    _like_llama("mixtral phimoe", rope_theta=1_000_000.0, sliding_window=None),
-    _like_llama("solar_open emu3_text_model", rope_theta=1_000_000.0),
-    _like_llama(
-        "minimax", kinds=_HYBRID, phase=0, rope_theta=1_000_000.0, sliding_window_pattern=2
-    ),
-    _like_llama("hy_v3", rope_theta=11_158_840.0),
+    _like_llama("cwm", phase=0),
+    _like_llama("mllama_text_model", cross_attention_layers=(3, 8, 13, 18, 23, 28, 33, 38)),
+    _like_llama("minimax", kinds=_HYBRID, phase=0),
     _llama("hunyuan_v1_dense hunyuan_v1_moe", has_alpha=True),
-    _llama("exaone", tokens="wte", rope_theta=500_000.0),
+    _llama("exaone", tokens="wte"),
+    _llama("starcoder2", dropout="embedding_dropout"),
+    _llama("lfm2", meaningless="use_pos_enc theta", attn_layer_indices=None),
+    _llama("minimax_m2", rotary_dim=None),
     _llama(
-        "lara_mini",
-        rotates=SLIDING,
-        layer_types=REQUIRED,
-        sliding_window=512,
-        tie_word_embeddings=True,
-    ),
-    _like_llama("jetmoe", tie_word_embeddings=True),
-    _llama(
-        "starcoder2",
-        dropout="embedding_dropout",
-        embedding_dropout=0.0,
-        sliding_window=None,
-        tie_word_embeddings=True,
+        "qwen2_vl_text qwen2_5_vl_text qwen2_vl qwen2_5_vl qwen2_5_omni_text paddleocr_vl_text "
+        "glm4v_moe_text glm_image_text",
+        sections=CONSECUTIVE,
     ),
     _llama(
-        "lfm2",
-        meaningless="use_pos_enc theta",
-        attn_layer_indices=None,
-        rope_theta=1_000_000.0,
-        tie_word_embeddings=True,
+        "qwen3_vl_text qwen3_vl_moe_text qwen3_omni_moe_text cosmos3_edge_text",
+        sections=IN_TURNS,
+        meaningless="mrope_interleaved interleaved",
     ),
-    _llama("minimax_m2", partial_rotary_factor=1.0, rope_theta=5_000_000.0, rotary_dim=None),
-    _qwen2_vl(
-        "qwen2_vl_text qwen2_5_vl_text qwen2_vl qwen2_5_vl",
-        max_window_layers=80,
-        rope_theta=1_000_000.0,
-        **_windows,
-    ),
-    _qwen2_vl(
-        "qwen2_5_omni_text",
-        max_window_layers=28,
-        rope_theta=1_000_000.0,
-        **_windows | {"sliding_window": 32768},
-    ),
-    _qwen2_vl("paddleocr_vl_text", rope_theta=500_000.0, tie_word_embeddings=True),
-    _qwen3_vl("qwen3_vl_text qwen3_vl_moe_text", rope_theta=500_000.0),
-    _qwen3_vl("qwen3_omni_moe_text", rope_theta=1_000_000.0),
-    _qwen3_vl("cosmos3_edge_text", rope_theta=100_000_000.0),
-    _interleaved("helium", rope_theta=100_000.0),
-    _interleaved("ernie4_5 ernie4_5_moe", rope_theta=500_000.0, tie_word_embeddings=True),
-    _interleaved("deepseek_v2"),
+    _interleaved("helium ernie4_5 ernie4_5_moe deepseek_v2 glm glm4"),
     _interleaved("deepseek_v32 glm_moe_dsa", kinds=(INDEXED,)),
-    _interleaved("openai_privacy_filter", is_causal=False, sliding_window=128, **_SCALED),
-    _deepseek("deepseek_v3 axk1 glm4_moe_lite kimi_k2 sarvam_mla"),
-    _deepseek("youtu", tie_word_embeddings=True),
+    _interleaved("openai_privacy_filter", is_causal=False),
+    _interleaved("glm4v_text glm_ocr_text", sections=CONSECUTIVE),
+    _deepseek("deepseek_v3 axk1 glm4_moe_lite kimi_k2 sarvam_mla youtu"),
     _deepseek(
         "mistral4",
         # It scales its queries. The channels that rotate are a head of their own.
         meaningless="llama_4_scaling_beta max_position_embeddings partial_rotary_factor",
-        **_SCALED,
     ),
-    _interleaved("cohere", logit_scale=0.0625, rope_theta=500_000.0, tie_word_embeddings=True),
+    _interleaved("cohere", logit_scale=0.0625),
     _interleaved(
         "cohere2",
         rotates=SLIDING,
         meaningless="position_embedding_type use_embedding_sharing",
         logit_scale=0.0625,
-        sliding_window=4096,
-        sliding_window_pattern=4,
-        tie_word_embeddings=True,
     ),
     # Its first layers may be dense, which rotate with full attention too.
     _interleaved(
         "cohere2_moe",
         rotates=SLIDING,
-        layer_types=REQUIRED,
         logit_scale=0.0625,
         mlp_layer_types=None,
         first_k_dense_replace=None,
-        sliding_window=4096,
-        tie_word_embeddings=True,
     ),
-    _llama("exaone4 exaone_moe", rotates=WINDOWLESS, sliding_window=4096, sliding_window_pattern=4),
-    _llama(
-        "afmoe",
-        scale="mup_enabled",
-        rotates=SLIDING,
-        sliding_window=1024,
-        sliding_window_pattern=4,
-    ),
-    _llama("flint", rotates=SLIDING, layer_types=REQUIRED, sliding_window=513),
+    _llama("exaone4 exaone_moe", rotates=WINDOWLESS),
+    _llama("afmoe", scale="mup_enabled", rotates=SLIDING),
+    _llama("flint lara_mini", rotates=SLIDING),
     _llama(
         "smollm3",
         no_rope_layer_interval=4,
         no_rope_layers=None,
-        sliding_window=None,
-        use_sliding_window=False,
-        rope_theta=2_000_000.0,
-        tie_word_embeddings=True,
     ),
     _interleaved(
         "llama4 llama4_text",
@@ -534,122 +481,63 @@ ARCHITECTURES = (
         attention_chunk_size=8192,
         no_rope_layer_interval=4,
         no_rope_layers=None,
-        rope_theta=500_000.0,
     ),
-    _gemma("gemma", use_bidirectional_attention=None),
-    _gemma(
-        "gemma2 vaultgemma",
-        final_logit_softcapping=30.0,
-        sliding_window=4096,
-        sliding_window_pattern=2,
-        use_bidirectional_attention=None,
-    ),
+    _gemma("gemma gemma2 vaultgemma"),
     _gemma(
         "recurrent_gemma",
         meaningless="embeddings_scale_by_sqrt_dim",
         kinds=(LINEAR, SLIDING),
-        final_logit_softcapping=30.0,
-        partial_rotary_factor=0.5,
-        sliding_window=2048,
-        sliding_window_pattern=3,
     ),
-    _gemma3("gemma3 gemma3_text", sliding_window=4096),
+    _gemma3("gemma3 gemma3_text"),
     _gemma3n(
         "gemma3n_text",
         # Of what the layers do to several hidden vectors.
         meaningless="altup_correct_scale laurel_rank",
-        final_logit_softcapping=30.0,
-        sliding_window=512,
-        sliding_window_pattern=5,
     ),
-    _gemma4("gemma4_text", sliding_window=512),
-    _gemma4("gemma4_unified_text", sliding_window=1024),
-    _gemma4(
-        "embedding_gemma2_text",
-        is_causal=False,
-        partial_rotary_factor=1.0,
-        sliding_window=512,
-    ),
-    _by_layer(
-        "olmo3",
-        rope_local_base_freq=500_000.0,
-        rope_theta=500_000.0,
-        sliding_window=4096,
-        sliding_window_pattern=4,
-    ),
-    _by_layer("mellum", rope_theta=500_000.0, sliding_window=1024, kinds=(FULL,)),
-    _by_layer(
-        "mimo_v2_flash",
-        layer_types=REQUIRED,
-        sliding_window=129,
-        sliding_window_size=None,
-        partial_rotary_factor=0.334,
-        rope_theta=5_000_000.0,
-        sliding_rotary_factor=0.334,
-    ),
+    _gemma4("gemma4_text gemma4_unified_text"),
+    _gemma4("embedding_gemma2_text", is_causal=False),
+    _by_layer("olmo3", rope_local_base_freq=500_000.0),
+    _by_layer("mellum", kinds=(FULL,)),
+    _by_layer("mimo_v2_flash", sliding_window_size=None, sliding_rotary_factor=0.334),
     _modernbert("modernbert", is_causal=False),
     _modernbert("modernbert-decoder"),
     _granite("granite granitemoe granitemoeshared"),
-    _granite_swa("granitemoe_swa"),
-    _granite_swa("granite_swa", tie_word_embeddings=True),
-    _granite(
-        "granite_docling_text",
-        embedding_multiplier=12.0,
-        logits_scaling=4.0,
-        tie_word_embeddings=True,
-    ),
+    _granite("granitemoe_swa granite_swa", layer_rope_theta=None, phase=0),
+    _granite("granite_docling_text", embedding_multiplier=12.0, logits_scaling=4.0),
     _granite("granitemoehybrid", position_embedding_type=None, kinds=(LINEAR,)),
     _hyperclovax("hyperclovax"),
     _hyperclovax("falcon_h1", kinds=("hybrid",)),
-    _minicpm("minicpm", dim_model_base=1),
-    _minicpm("minicpm3", dim_model_base=256),
+    _llama(
+        "minicpm minicpm3",
+        scale="scale_emb",
+        meaningless="mup_denominator",
+        dim_model_base=256,
+    ),
     # The library reads the share, not Phi's `rotary_dim` beside it.
-    _phi("phi", meaningless="rotary_dim", partial_rotary_factor=0.5),
-    _phi("glm4_moe nemotron persimmon", partial_rotary_factor=0.5),
-    _phi(
-        "bamba",
-        attn_layer_indices=(),
-        partial_rotary_factor=0.5,
-    ),
-    _phi("stablelm", partial_rotary_factor=0.25),
-    _phi(
-        "qwen3_next",
-        kinds=_HYBRID,
-        partial_rotary_factor=0.25,
-        sliding_window_pattern=4,
-    ),
-    _phi(
-        "phi3 phi4_multimodal",
-        sliding_window=None,
-        original_max_position_embeddings=4096,
-        partial_rotary_factor=1.0,
-    ),
-    _llama("glm4v_moe_text", sections=CONSECUTIVE, partial_rotary_factor=0.5),
-    _llama("glm_image_text", sections=CONSECUTIVE, partial_rotary_factor=1.0),
-    _interleaved("glm4v_text glm_ocr_text", sections=CONSECUTIVE, partial_rotary_factor=1.0),
+    _phi("phi", meaningless="rotary_dim"),
+    _phi("glm4_moe nemotron persimmon stablelm"),
+    _phi("bamba", attn_layer_indices=()),
+    _phi("qwen3_next", kinds=_HYBRID),
+    _phi("phi3 phi4_multimodal", original_max_position_embeddings=4096),
     _llama(
         "qwen3_5_text qwen3_5_moe_text",
         kinds=_HYBRID,
         sections=IN_TURNS,
         meaningless="mrope_interleaved",
-        sliding_window_pattern=4,
-        partial_rotary_factor=0.25,
     ),
-    _interleaved("glm glm4", partial_rotary_factor=0.5),
-    _gpt_neox("gpt_neox", num_attention_heads=REQUIRED, partial_rotary_factor=0.25),
-    _gpt_neox("gpt_neox_japanese", partial_rotary_factor=1.0, tie_word_embeddings=True),
     _llama(
-        "falcon",
-        tokens="word_embeddings",
-        tie_word_embeddings=True,
+        "gpt_neox gpt_neox_japanese",
+        tokens="embed_in",
+        dropout="hidden_dropout",
+        head="embed_out lm_head",
     ),
+    _llama("falcon", tokens="word_embeddings"),
     _row(
         "mpt",
         tokens="wte",
         has_alibi=True,
         # It has no other positions.
         meaningless="learned_pos_emb alibi",
-        num_attention_heads=REQUIRED,
     ),
     _row(
         "bloom",
@@ -657,8 +545,6 @@ ARCHITECTURES = (
         norm="word_embeddings_layernorm",
         has_alibi=True,
         meaningless="offset_alibi",
-        layer_norm_eps=1e-5,
-        num_attention_heads=REQUIRED,
         fixed={"alibi_bias_max": 8.0},
     ),
 )
@@ -668,5 +554,12 @@ def by_model_type(model_type: Any) -> Architecture | None:
     """The architecture of config.json's model_type, under that name."""
     for row in ARCHITECTURES:
         if model_type in row.model_types:
-            return row._replace(types=f"{model_type} {row.types}")
+            own = {
+                entry: value
+                for entry, values in DEFAULTS.items()
+                for value, types in values.items()
+                if model_type in types.split()
+            }
+            entries = {**row.entries, **own}
+            return row._replace(types=f"{model_type} {row.types}", entries=entries)
     return None
