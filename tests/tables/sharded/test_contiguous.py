@@ -42,7 +42,7 @@ IDS, X, COTANGENT = BATCHES[0], WEIGHTS[0], WEIGHTS[1]
 OF_LOGITS = np.linspace(-1, 1, VOCAB, dtype=np.float32)
 
 # The axes, the table's spec, the mesh axes of each dimension of ids and x, and the spec of logits: x
-# is gathered over the table's axes, and over the later ones of the same dimension.
+# is gathered over the table's axes.
 LOGITS = SPEC("data", None, "model")
 CASES = {
     "rows": (EXPLICIT, SPEC("model"), ("data",), LOGITS),
@@ -73,7 +73,7 @@ CASES = {
         AUTO,
         SPEC("data"),
         (BOTH,),
-        SPEC(None, None, "data"),
+        SPEC("model", None, "data"),
     ),
 }
 

@@ -17,8 +17,8 @@ keep several.
 On a mesh, each device first receives whole rows and the tokens that they meet (see `OutputSplit`),
 so it holds some rows of the vocabulary. Within a chunk, devices with the same tokens exchange some
 numbers per token, such as the largest logit and the sum of exponentials. At the end the gradient of
-x is summed over the devices with the same tokens and scattered to where x came from; the gradient
-of the rows is summed over the parts of the batch and returns to its columns.
+x is summed over the devices with the same tokens; the gradient of the rows is summed over the parts
+of the batch and returns to its columns.
 """
 
 import dataclasses
@@ -209,11 +209,11 @@ def _scan_chunks(
 
 
 def _gathered(split: OutputSplit, layer: Layer) -> Layer:
-    """On a device, a layer with whole rows and the tokens that they meet."""
-    layer = split.gather(layer)
-    dtype = arguments.compute_dtype(layer.x.dtype, layer.table.dtype)
-    wide, bias = jax.tree.map(lambda array: array.astype(dtype), (layer.table, layer.bias))
-    return layer._replace(bias=bias, wide=wide)
+    """On a device, a layer with whole rows."""
+    rows = split.exchange(layer.table, 0, 1)
+    dtype = arguments.compute_dtype(layer.x.dtype, rows.dtype)
+    wide, bias = jax.tree.map(lambda array: array.astype(dtype), (rows, layer.bias))
+    return Layer(layer.x, rows, bias, wide)
 
 
 def _values(
@@ -347,8 +347,9 @@ def _sums_and_gradients(
         )
         batch = sum(splits[0].tokens, ())
         sums, of_tables = jax.lax.psum((tuple(map(jnp.sum, sums)), of_tables), batch)
+        of_xs = jax.lax.psum(of_xs, splits[0].vocabulary)
         of_layers = tuple(
-            Layer(split.scatter(of_x), split.exchange(of_rows, 1, 0), of_bias)
+            Layer(of_x, split.exchange(of_rows, 1, 0), of_bias)
             for split, of_x, (of_rows, of_bias) in zip(splits, of_xs, of_tables, strict=True)
         )
         return sums, *of_tokens, of_layers

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.compiled import change_column
 from transformer_embed._src.tokens.chunks import Loss, Settings, Value, weighted
 from transformer_embed._src.tokens.lookup import Table
 from transformer_embed._src.tokens.losses import compute
@@ -131,10 +132,10 @@ def linear_cross_entropy(
     return compute(
         CrossEntropy(shift, chunk_size, reduction, with_metrics=metrics),
         (as_output_layer(x, output),),
-        labels,
-        mask,
-        weights,
-        segment_ids,
+        labels=labels,
+        mask=mask,
+        weights=weights,
+        segment_ids=segment_ids,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
     )
@@ -185,41 +186,16 @@ class CrossEntropy(Loss):
             mass, of_z = total / _rise(z_loss, log_z), z_loss * log_z**2
             losses += of_z
             of_settings = of_settings._replace(z_loss=log_z**2)
-        slopes = self._minus_targets(columns, exponentials, mass, smoothing, share)
+        amounts = mass if smoothing is None else (1 - smoothing) * mass
+        is_last = smoothing is None
+        slopes = change_column(exponentials, columns, lambda old: old - amounts, is_last=is_last)
+        if smoothing is not None:
+            slopes -= smoothing * mass * share
         values = [Value(losses, (slopes,), mass, of_settings=of_settings)]
         if self.with_metrics:
             is_right = _predicted(split, found) == labels
             values += map(Value, (is_right.astype(log_z.dtype), of_z, log_z))
         return tuple(values)
-
-    def _minus_targets(
-        self,
-        columns: Int32[Array, "t 1"],
-        values: Float[Array, "t r"],
-        mass: Float[Array, "t 1"],
-        smoothing: Array | None,
-        share: Any,
-    ) -> Float[Array, "t r"]:
-        """The values minus the mass, at the label and smoothed: in place on a CPU, if it can."""
-        amounts = mass
-        if smoothing is not None:
-            amounts = (1 - smoothing) * mass
-            values -= smoothing * mass * share
-
-        def in_one_pass() -> jax.Array:
-            is_label = jnp.arange(values.shape[1], dtype=jnp.int32)[None] == columns
-            return jnp.where(is_label, values - amounts, values)
-
-        if self.reduction == "none" or smoothing is not None:
-            # Fused with the product with the cotangents or the smoothing, which write all anyway.
-            return in_one_pass()
-
-        def in_place() -> jax.Array:
-            # As uint32, a negative column is past the end. By vmap, a mesh may split the rows.
-            subtract = jax.vmap(lambda row, column, n: row.at[column].add(-n, mode="drop"))
-            return subtract(values, columns.astype(jnp.uint32), amounts)
-
-        return jax.lax.platform_dependent(cpu=in_place, default=in_one_pass)
 
 
 def _predicted(split: OutputSplit, found: ChunkLogits) -> Int32[Array, "t 1"]:

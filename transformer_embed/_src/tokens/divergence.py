@@ -103,11 +103,9 @@ def linear_divergence(
     if arguments.choice("kind", kind, KINDS) != "js":
         arguments.check_left_out("beta", beta, "kind is not 'js'")
     beta = 0.5 if beta is None else arguments.part("beta", beta)
-    loss, tokens = (
-        Divergence(shift, chunk_size, reduction, kind=kind, beta=beta),
-        (mask, weights, segment_ids),
-    )
-    return compute(loss, layers, None, *tokens, temperature=temperature)
+    loss = Divergence(shift, chunk_size, reduction, kind=kind, beta=beta)
+    tokens = {"mask": mask, "weights": weights, "segment_ids": segment_ids}
+    return compute(loss, layers, temperature=temperature, **tokens)
 
 
 @dataclasses.dataclass(frozen=True)

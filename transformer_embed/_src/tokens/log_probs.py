@@ -114,8 +114,8 @@ def linear_log_probs(
         of_candidates=ids.ndim >= x.ndim,
         with_entropy=arguments.flag("with_entropy", with_entropy),
     )
-    tokens = {"mask": mask, "segment_ids": segment_ids, "temperature": temperature}
-    return compute(loss, ((x, output),), ids, **tokens)
+    tokens = {"labels": ids, "mask": mask, "segment_ids": segment_ids}
+    return compute(loss, ((x, output),), temperature=temperature, **tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,10 +217,9 @@ def linear_kept_log_probs(
     arguments.check_same("kept", "x's shape without its last axis", ids.shape[:-1], x.shape[:-1])
     if chunk_size is None:
         chunk_size = max(output.table.shape[0] // max(ids.shape[-1], 1), 1)
-    tokens = {"mask": mask, "segment_ids": segment_ids, "temperature": temperature}
-    return compute(
-        KeptLogProbs(shift, chunk_size, of_candidates=True), ((x, output),), ids, **tokens
-    )
+    loss = KeptLogProbs(shift, chunk_size, of_candidates=True)
+    tokens = {"labels": ids, "mask": mask, "segment_ids": segment_ids}
+    return compute(loss, ((x, output),), temperature=temperature, **tokens)
 
 
 class KeptLogProbs(Loss):

@@ -3,7 +3,7 @@
 import functools
 import numbers
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,90 +33,64 @@ from transformer_embed._src.tokens.chunks import (
 from transformer_embed._src.tokens.output_layer import OutputLayer
 from transformer_embed._src.tokens.output_split import split_output
 
-# The default of each setting, and its range as a number that is known while tracing.
-SETTINGS = {
-    "temperature": (1, arguments.positive),
-    "label_smoothing": (0, arguments.rate),
-    "z_loss": (0, arguments.not_negative),
-}
 # x and the output layer that it meets.
 Pair = tuple[Array, OutputLayer]
+# By arguments, arrays [..., 1] of tokens that broadcast to those of the labels [..., c].
+Batch = dict[str, Array]
 
 
-class Batch(NamedTuple):
-    """What belongs to tokens [...]: arrays [..., 1] that broadcast to the labels [..., c]."""
+def _as_setting(default: float, check: Callable, name: str, value: Any) -> Array | None:
+    """A number of each token as an array that may be traced; None if it is the default."""
+    if not isinstance(value, numbers.Real | np.floating):
+        return arguments.as_floats(name, value)
+    number = check(name, value)
+    # By name, for users may forbid jax to move numbers to a device by itself.
+    return None if number == default else jax.device_put(number)
 
-    labels: Array | None
-    mask: Array | None
-    weights: Array | None
-    segment_ids: Array | None
-    settings: Settings
+
+CONVERTERS: dict[str, Callable] = {
+    "labels": arguments.as_int32,
+    "mask": functools.partial(arguments.as_mask, is_true="counted"),
+    "weights": arguments.as_floats,
+    "segment_ids": as_comparable,
+    "temperature": functools.partial(_as_setting, 1, arguments.positive),
+    "label_smoothing": functools.partial(_as_setting, 0, arguments.rate),
+    "z_loss": functools.partial(_as_setting, 0, arguments.not_negative),
+}
 
 
-def compute(
-    loss: Loss,
-    layers: tuple[Pair, ...],
-    labels: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
-    weights: ArrayLike | None = None,
-    segment_ids: ArrayLike | None = None,
-    **settings: ArrayLike,
-) -> Any:
-    """What `loss.returned` makes of the values of checked tokens.
-
-    Labels of candidates, and their mask, have one more axis.
-    """
-    tokens = layers[0][0].shape[:-1]
-    name, whose, shape = "x", "the tokens", tokens
-    if labels is not None:
-        name, whose, labels = "labels", "the labels", arguments.as_int32("labels", labels)
-        candidates = labels.shape[len(tokens) :] if loss.of_candidates else ()
-        shape = (*tokens, *candidates[:1])
-        arguments.check_same("labels", "x's shape without its last axis", labels.shape, shape)
+def compute(loss: Loss, layers: tuple[Pair, ...], **of_tokens: ArrayLike | None) -> Any:
+    """What `loss.returned` makes of the values of tokens, whose arguments are checked here."""
+    arrays = {
+        name: CONVERTERS[name](name, value)
+        for name, value in of_tokens.items()
+        if value is not None
+    }
+    tokens = of_labels = layers[0][0].shape[:-1]
+    name, whose = "x", "the tokens"
+    if "labels" in arrays:
+        name, whose, shape = "labels", "the labels", arrays["labels"].shape
+        if loss.of_candidates:
+            of_labels += shape[len(tokens) :][:1]
+        arguments.check_same("labels", "x's shape without its last axis", shape, of_labels)
     if any(map(export.is_symbolic_dim, tokens)):
         want = "a shape of known sizes, for the loss is computed in chunks"
         raise arguments.value_error(name, want, f"shape {list(tokens)}")
     if not loss.shift:
-        arguments.check_left_out("segment_ids", segment_ids, "shift is 0")
+        arguments.check_left_out("segment_ids", arrays.get("segment_ids"), "shift is 0")
     elif not tokens:
         raise arguments.value_error(name, "shape [..., length], to shift", "shape []")
-
-    def aligned(name, values, convert, shape=tokens, check=arguments.check_ends_in_length):
-        if values is None:
-            return None
-        array = convert(name, values)
-        if array is None:
-            return None
-        check(name, array.shape, shape, whose)
-        # A number of a token broadcasts to those of its candidates.
-        last = range(len(shape), len(tokens) + 1)
-        return jnp.expand_dims(array, (*range(len(shape) - array.ndim), *last))
-
-    mask_check = arguments.check_ends_in_length if shape == tokens else arguments.check_broadcasts
-    as_mask = functools.partial(arguments.as_mask, is_true="counted")
-    batch = Batch(
-        aligned("labels", labels, arguments.as_int32, shape),
-        aligned("mask", mask, as_mask, shape, mask_check),
-        aligned("weights", weights, arguments.as_floats),
-        aligned("segment_ids", segment_ids, as_comparable),
-        Settings(
-            **{
-                name: aligned(name, value, _as_setting, check=arguments.check_broadcasts)
-                for name, value in settings.items()
-            }
-        ),
-    )
+    batch = {}
+    for name, array in arrays.items():
+        if array is not None:
+            shape = of_labels if name in ("labels", "mask") else tokens
+            is_free = name in Settings._fields or shape != tokens
+            check = arguments.check_broadcasts if is_free else arguments.check_ends_in_length
+            check(name, array.shape, shape, whose)
+            # A number of a token broadcasts to those of its candidates.
+            last = range(len(shape), len(tokens) + 1)
+            batch[name] = jnp.expand_dims(array, (*range(len(shape) - array.ndim), *last))
     return _compute(loss, layers, batch)
-
-
-def _as_setting(name: str, value: Any) -> Array | None:
-    """A number of each token as an array that may be traced; None if it is the default."""
-    if not isinstance(value, numbers.Real | np.floating):
-        return arguments.as_floats(name, value)
-    default, check = SETTINGS[name]
-    number = check(name, value)
-    # By name, for users may forbid jax to move numbers to a device by itself.
-    return None if number == default else jax.device_put(number)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -154,22 +128,20 @@ def _of_tokens(
     counted = every_token[..., None]
     # Widened before they are broadcast, so that their gradients are summed in the wide dtype.
     zeros = jnp.zeros_like(counted, dtype)
-    settings = jax.tree.map(lambda array: array.astype(dtype) + zeros, batch.settings)
-    labels, mask, weights = batch.labels, batch.mask, batch.weights
+    for name in batch.keys() & {*Settings._fields}:
+        batch[name] = batch[name].astype(dtype) + zeros
     if loss.shift:
-        is_one = batch.segment_ids is None
-        segment_ids = jnp.ones_like(counted, jnp.int32) if is_one else batch.segment_ids
+        segment_ids = batch.pop("segment_ids", jnp.ones_like(counted, jnp.int32))
         counted &= _along_length(has_next_token, loss.shift)(segment_ids)
-        follow = _along_length(of_next_token, loss.shift)
-        labels, mask, weights, settings = jax.tree.map(follow, (labels, mask, weights, settings))
-    pad_id = layers[0][1].pad_id
+        batch = jax.tree.map(_along_length(of_next_token, loss.shift), batch)
+    labels, pad_id = batch.get("labels"), layers[0][1].pad_id
     if labels is not None and pad_id is not None:
         counted &= labels != pad_id
-    if mask is not None:
-        counted &= mask
-    weights = jnp.ones((), dtype) if weights is None else weights.astype(dtype)
+    counted &= batch.get("mask", True)
+    weights = batch.get("weights", jnp.ones(())).astype(dtype)
     # No row has an id of -1: the loss is finite, and no gradient is that of an infinite logit.
     labels = None if labels is None else jnp.where(counted, labels, -1)
+    settings = Settings(*map(batch.get, Settings._fields))
     return OfTokens(labels, settings, jnp.where(counted, weights, 0)), counted
 
 

@@ -139,7 +139,8 @@ def _logits(x: Float[Array, "... d"], output: OutputLayer) -> Float[Array, "... 
     split, layer = split_output(x, output, by_type=False)
 
     def multiply(layer):
-        of_rows = row_logits(split, split.gather(layer))
+        rows = split.exchange(layer.table, 0, 1)
+        of_rows = row_logits(split, layer._replace(table=rows))
         logits = of_rows.factor * of_rows.unscaled
         # Half of the lowest number: a bias on top of it does not overflow to -inf.
         return jnp.where(of_rows.is_inside, logits, jnp.finfo(logits.dtype).min / 2)

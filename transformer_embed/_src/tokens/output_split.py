@@ -1,6 +1,5 @@
 """How an output layer, the product of x with every row of a table, is split over a mesh."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,10 +10,8 @@ from jaxtyping import Array, Float
 
 from transformer_embed._src.partitioning import (
     Axes,
-    all_gather,
     on_each_device,
     on_every_device,
-    reduce_scatter,
     replicated,
     reshard,
     spec_axes,
@@ -38,16 +35,16 @@ class Layer(NamedTuple):
 class OutputSplit(NamedTuple):
     """What is static of an output layer, and how it is split over a mesh.
 
-    Each device receives two things. One is tokens: x is all-gathered over every axis that splits
-    its channels or the table, and over the later axes of the same dimension. The other is whole
-    rows: if the table's columns are split, an all-to-all splits its rows instead.
+    Each device receives two things. One is tokens: x is all-gathered over the axes that split its
+    channels or the table. The other is whole rows: if the table's columns are split, an all-to-all
+    splits its rows instead.
 
     Args:
         vocab_size, softcap, scale, pad_id: those of the output layer.
         mesh: the devices; None: one.
         rows: the mesh axes that the table's rows are split over.
         columns: those of its columns.
-        x: those of each dimension of x.
+        tokens: those that each dimension of the tokens stays split over.
     """
 
     vocab_size: Any
@@ -57,42 +54,17 @@ class OutputSplit(NamedTuple):
     mesh: Any = None
     rows: Axes = ()
     columns: Axes = ()
-    x: tuple[Axes, ...] = ()
+    tokens: tuple[Axes, ...] = ()
 
     @property
     def vocabulary(self) -> Axes:
         """The axes that the vocabulary is split over, once columns are exchanged for rows."""
         return (*self.rows, *self.columns)
 
-    @property
-    def tokens(self) -> tuple[Axes, ...]:
-        """The axes that each dimension of the tokens stays split over.
-
-        They are the leading ones that do not split the table: such a part of x is one block.
-        """
-        return tuple(
-            tuple(itertools.takewhile(lambda axis: axis not in self.vocabulary, axes))
-            for axes in self.x[:-1]
-        )
-
-    @property
-    def gathered(self) -> list[Axes]:
-        """The axes of the vocabulary that each dimension of x is gathered over, on each device.
-
-        The gradient of x is summed over them as it is scattered. (jax gathers x over its other
-        axes before: a device's type cannot say that what it gathered is alike on others.)
-        """
-        kept = (*self.tokens, ())
-        rest = [axes[len(leading) :] for axes, leading in zip(self.x, kept, strict=False)]
-        in_table = self.vocabulary.__contains__
-        return [tuple(itertools.takewhile(in_table, axes)) for axes in rest]
-
     def specs(self) -> Layer:
         """How the arrays of a layer are split."""
-        kept = (*self.tokens, ())
-        of_x = (axes + more for axes, more in zip(kept, self.gathered, strict=False))
-        of_table, of_bias = PartitionSpec(self.rows, self.columns), PartitionSpec(self.vocabulary)
-        return Layer(PartitionSpec(*of_x), of_table, of_bias, PartitionSpec())
+        table, bias = PartitionSpec(self.rows, self.columns), PartitionSpec(self.vocabulary)
+        return Layer(PartitionSpec(*self.tokens), table, bias, PartitionSpec())
 
     def put(self, array: Array, spec: PartitionSpec) -> Array:
         """The array, split so over the mesh."""
@@ -106,22 +78,11 @@ class OutputSplit(NamedTuple):
             return function
         return on_each_device(self.mesh, function, in_specs, out_specs)
 
-    def gather(self, layer: Layer) -> Layer:
-        """Inside shard_map, the layer with whole rows and the tokens that they meet."""
-        x, rows = all_gather(layer.x, self.gathered), self.exchange(layer.table, 0, 1)
-        return layer._replace(x=x, table=rows)
-
     def exchange(self, array: Array, split: int, concat: int) -> Array:
         """Inside shard_map, a shard as whole rows (split 0, concat 1), or back (1, 0)."""
         if not self.columns:
             return array
         return jax.lax.all_to_all(array, self.columns, split, concat, tiled=True)
-
-    def scatter(self, values: Array) -> Array:
-        """This device's part of gathered x, after a sum over the vocabulary."""
-        gathered = sum(self.gathered, ())
-        others = tuple(axis for axis in self.vocabulary if axis not in gathered)
-        return reduce_scatter(jax.lax.psum(values, others), self.gathered)
 
 
 def split_output(
@@ -132,19 +93,26 @@ def split_output(
     A plain table is split `by_type`, if explicit axes split it or x, or as jax does by itself.
     """
     table: Any = output.table
-    axes: Any = ()
+    kept: Any = None, (), (), ()
     if isinstance(table, Table):
-        table, axes = table._output_split(x)
+        table, kept = table._output_split(x)
     elif by_type:
-        of_x, (rows, columns) = (
+        of_x, of_table = (
             spec_axes(jax.typeof(array).sharding.spec, array.ndim) for array in (x, table)
         )
-        if any((rows, columns, *of_x)):
-            axes = jax.typeof(x).sharding.mesh, rows, columns, tuple(of_x)
-    split = OutputSplit(output.table.shape[0], output.softcap, output.scale, output.pad_id, *axes)
-    specs, bias = split.specs(), output.bias
+        if any((*of_x, *of_table)):
+            kept = jax.typeof(x).sharding.mesh, *of_table, of_x
+    mesh, rows, columns, of_x = kept
+    # No axis splits the tokens and the vocabulary of their logits.
+    of_table = {*rows, *columns}
+    tokens = tuple(
+        tuple(axis for axis in axes if axis not in of_table) for axes in of_x[: x.ndim - 1]
+    )
+    options = output.table.shape[0], output.softcap, output.scale, output.pad_id
+    split, bias = OutputSplit(*options, mesh, rows, columns, tokens), output.bias
+    specs = split.specs()
     if bias is not None:
-        bias = on_every_device(bias) if split.mesh is None else replicated(bias, split.mesh)
+        bias = on_every_device(bias) if mesh is None else replicated(bias, mesh)
         # Rows that only fill a shard have a bias of 0.
         bias = split.put(jnp.pad(bias, (0, table.shape[0] - len(bias))), specs.bias)
     return split, Layer(split.put(x, specs.x), table, bias)

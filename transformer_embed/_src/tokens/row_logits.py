@@ -1,13 +1,14 @@
 """The logits of tokens for the rows of one device."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
+from transformer_embed._src.compiled import change_column
 from transformer_embed._src.partitioning import devices_along, index_along
 from transformer_embed._src.tokens.output_split import Layer, OutputSplit
 
@@ -104,7 +105,13 @@ def chunk_logits(split: OutputSplit, layer: Layer, temperature: Any) -> ChunkLog
     # Finite, also times the factor: a token that is not counted, whose label may be padding, has
     # the weight 0.
     lowest = float(jnp.finfo(of_rows.unscaled.dtype).min) / (2 * largest)
-    logits = _excluding(split, of_rows, lowest)
+    logits = of_rows.unscaled
+    if split.pad_id is not None and split.mesh is None:
+        padding = jnp.array([[split.pad_id]], jnp.int32)
+        low = functools.partial(jnp.full_like, fill_value=lowest)
+        logits = change_column(logits, padding, low, is_last=True)
+    else:
+        logits = jnp.where(of_rows.is_inside, logits, lowest)
     # The loss does not depend on what is subtracted, so it needs no gradient.
     top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
     # Inside a user's shard_map, jax refuses a maximum over no axes.
@@ -120,24 +127,6 @@ def chunk_logits(split: OutputSplit, layer: Layer, temperature: Any) -> ChunkLog
         # The derivative of tanh, 0 at a ban.
         slope = 1 - jnp.square(jnp.maximum(of_rows.unscaled, -1))
     return ChunkLogits(factor, logits, top, factor * difference, slope, slope_factor, *of_rows[2:])
-
-
-def _excluding(split: OutputSplit, of_rows: RowLogits, lowest: Any) -> Float[Array, "t r"]:
-    """The unscaled logits, low where they are not inside: in place on a CPU, if it can."""
-    logits = of_rows.unscaled
-
-    def in_one_pass() -> jax.Array:
-        return jnp.where(of_rows.is_inside, logits, lowest)
-
-    if split.pad_id is None or split.mesh is not None:
-        return in_one_pass()
-    # As uint32, a negative id is past the end.
-    padding = np.array([split.pad_id % 2**32], np.uint32)
-
-    def in_place() -> jax.Array:
-        return logits.at[:, padding].set(lowest, mode="drop")
-
-    return jax.lax.platform_dependent(cpu=in_place, default=in_one_pass)
 
 
 def of_column(

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int32, Key
 
 from transformer_embed._src import arguments
+from transformer_embed._src.compiled import known_after_reading
 from transformer_embed._src.partitioning import on_every_device, varying_axes
 from transformer_embed._src.tables.rows.distinct_ids import (
     count_below,
@@ -88,16 +89,6 @@ class GatheredRows(SomeRows, Table):
         """The message for any other use."""
         readers = "te.lookup or te.TokenEmbedding alone, since te.rows.value_and_grad has its ids"
         return arguments.wanted(self.name, f"to be read by {readers}", "another use of its rows")
-
-
-def known_after_reading(ids: Int32[Array, "k"], rows: Float[Array, "n d"]) -> Int32[Array, "k"]:
-    """The same ids, whose use must wait for these rows.
-
-    XLA copies a donated table if its rows may be overwritten before they are read.
-    """
-    # Half of 0 or 1 is 0, but XLA does not see that. (It drops an optimization_barrier too early.)
-    zero = jnp.isnan(rows[0, 0]).astype(jnp.int32) >> 1
-    return ids + zero
 
 
 def as_keys(ids: Int32[Array, "k"]) -> Key[Array, "k"]:

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
+from transformer_embed._src.compiled import known_after_reading
 from transformer_embed._src.partitioning import Axes, devices_along, index_along
 from transformer_embed._src.tables.rows.distinct_ids import (
     as_max_rows,
@@ -38,7 +39,6 @@ from transformer_embed._src.tables.rows.distinct_ids import (
 from transformer_embed._src.tables.rows.gathered_rows import (
     GatheredRows,
     as_keys,
-    known_after_reading,
 )
 from transformer_embed._src.tables.rows.marks import with_marks, without_marks
 from transformer_embed._src.tables.rows.row_gradient import RowGradient

@@ -44,9 +44,9 @@ class Sharded(Table):
 
     `lookup` returns the same values as on one device, bit for bit. `linear_logits` returns [...,
     padded vocab_size], split over the table's axes. x is first gathered over every axis that splits
-    its channels or the table, and over the later axes of the same dimension. If columns are split,
-    an all-to-all first splits the table by rows instead. A gradient of the table is summed over the
-    axes that the batch is split over and stays in its shard.
+    its channels or the table. If columns are split, an all-to-all first splits the table by rows
+    instead. A gradient of the table is summed over the axes that the batch is split over and stays
+    in its shard.
 
     Args:
         array: [padded vocab_size, d], or [padded vocab_size] for optimizer state with one number
