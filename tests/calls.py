@@ -8,6 +8,7 @@ import numpy as np
 from references import (
     dense_mask,
     linear_cross_entropy,
+    linear_divergence,
     linear_kept_log_probs,
     linear_log_probs,
     linear_logits,
@@ -63,6 +64,12 @@ GOOD = {
     te.sinusoidal_grid: {"shape": (2, 3), "d_model": 4},
     te.sinusoidal_table: {"length": 3, "d_model": 4},
     linear_cross_entropy: {"x": TABLE[:2], "table": TABLE, "labels": LABELS},
+    linear_divergence: {
+        "x": TABLE[:2],
+        "table": TABLE,
+        "teacher_x": TABLE[1:3],
+        "teacher_output": TABLE[::-1],
+    },
     linear_kept_log_probs: {"x": TABLE[:2], "table": TABLE, "kept": np.int32([[1, 0], [2, 3]])},
     linear_top_k: {"x": TABLE[:2], "table": TABLE, "k": 2},
     linear_log_probs: {"x": TABLE[:2], "table": TABLE, "labels": LABELS},

@@ -43,8 +43,8 @@ def flat(function):
     return call
 
 
-linear_logits, linear_cross_entropy, linear_top_k = map(
-    flat, (te.linear_logits, te.linear_cross_entropy, te.linear_top_k)
+linear_logits, linear_cross_entropy, linear_top_k, linear_divergence = map(
+    flat, (te.linear_logits, te.linear_cross_entropy, te.linear_top_k, te.linear_divergence)
 )
 linear_log_probs, linear_kept_log_probs = map(flat, (te.linear_log_probs, te.linear_kept_log_probs))
 
@@ -439,15 +439,8 @@ def whole_losses(
     smoothing, z_loss, temperature = (
         np.broadcast_to(floats(each), labels.shape)[..., None] for each in settings
     )
-    x = floats(x)
-    counted = np.broadcast_to(True if mask is None else mask, labels.shape)
-    counted = counted & np.not_equal(labels, pad_id)
-    if shift:
-        # The first labels of a row and of a segment are those of no token.
-        x, length = np.roll(x, shift, -2), labels.shape[-1]
-        segments = np.broadcast_to(1 if segment_ids is None else segment_ids, labels.shape)
-        earlier = np.concatenate([0 * segments[..., :shift], segments], -1)[..., :length]
-        counted &= (segments == earlier) & (segments != 0)
+    x = floats(x) if not shift else np.roll(floats(x), shift, -2)
+    counted = counted_labels(labels.shape, mask, shift, segment_ids) & np.not_equal(labels, pad_id)
     x, labels = np.where(counted[..., None], x, 0), np.where(counted, labels, 0)
     logits, rise = whole_logits(x, table, **of_logits)
     logits, rise = logits / temperature, rise / temperature
@@ -465,6 +458,16 @@ def whole_losses(
     is_right = np.where(predicted, logits, -np.inf).argmax(-1) == labels
     metrics = is_right, (z_loss * log_z**2)[..., 0], log_z[..., 0]
     return Losses(counted, x, losses, entropies, sizes, slopes, metrics)
+
+
+def counted_labels(shape, mask, shift, segment_ids):
+    counted = np.broadcast_to(True if mask is None else mask, shape)
+    if not shift:
+        return counted
+    # The first labels of a row and of a segment are those of no token.
+    segments = np.broadcast_to(1 if segment_ids is None else segment_ids, shape)
+    earlier = np.concatenate([0 * segments[..., :shift], segments], -1)[..., : shape[-1]]
+    return counted & (segments == earlier) & (segments != 0)
 
 
 def counted_weights(counted, weights, reduction):
@@ -567,6 +570,39 @@ def top_k(got, x, table, k, *, pad_id, chunk_size, **of_logits):
         is_possible = np.isfinite(want)
         within(log_probs[is_possible], want[is_possible], error)
     assert all(len(set(row)) == k for row in ids.reshape(-1, k).tolist())
+
+
+def divergence(
+    got, x, table, teacher_x, teacher_output, *, kind, beta, temperature, mask, weights, shift,
+    segment_ids, reduction, chunk_size, pad_id, **of_logits,
+):  # fmt: skip
+    shape = np.shape(x)[:-1]
+    counted = counted_labels(shape, mask, shift, segment_ids)
+    temperature = np.broadcast_to(floats(temperature), shape)[..., None]
+    xs = (np.roll(floats(each), shift, -2) if shift else floats(each) for each in (x, teacher_x))
+    x, teacher_x = (np.where(counted[..., None], each, 0) for each in xs)
+    student = whole_logits(x, table, **of_logits)[0] / temperature
+    teacher = whole_logits(teacher_x, teacher_output)[0] / temperature
+    losses = whole_divergences(student, teacher, kind, 0.5 if beta is None else beta)
+    weights, divisor = counted_weights(counted, weights, reduction)
+    sizes = np.maximum(1, np.abs([student, teacher]).max((0, -1)))
+    error = OF_A_LOSS * np.abs(weights) * sizes
+    within_sum(got, np.where(counted, losses, 0) * weights, error, reduction, divisor)
+
+
+def whole_divergences(student, teacher, kind, beta=0.5):
+    """Of each token, from its logits in float64."""
+    s, t = (z - np.logaddexp.reduce(z, -1, keepdims=True) for z in (student, teacher))
+
+    def kl(a, b):
+        possible = a > -np.inf
+        difference = np.where(possible, a, 0) - np.where(possible, b, 0)
+        return (np.exp(a) * difference).sum(-1)
+
+    if kind != "js":
+        return kl(t, s) if kind == "forward" else kl(s, t)
+    mixture = np.logaddexp(t + np.log(beta), s + np.log1p(-beta))
+    return beta * kl(t, mixture) + (1 - beta) * kl(s, mixture)
 
 
 # --- positions
@@ -684,6 +720,7 @@ CHECKS = {
     te.sinusoidal_grid: grid,
     te.sinusoidal_table: table,
     linear_cross_entropy: cross_entropy,
+    linear_divergence: divergence,
     linear_log_probs: log_probs,
     linear_top_k: top_k,
     linear_kept_log_probs: kept_log_probs,

@@ -59,6 +59,5 @@ def test_any_two_arguments_give_a_right_result_or_our_error(function):
 
 def test_every_public_function_is_fuzzed():
     functions = {name for name in public.TOP if inspect.isfunction(getattr(te, name))}
-    # That of two layers has an oracle of its own, in tests/tokens.
-    assert functions - {"linear_divergence"} <= {function.__name__ for function in CHECKS}
+    assert functions <= {function.__name__ for function in CHECKS}
     assert set(GOOD) == set(CHECKS)

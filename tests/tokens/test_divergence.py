@@ -10,6 +10,7 @@ import pytest
 from compare import equal, near
 from drawn import normal
 from meshes import AUTO, EXPLICIT, mesh_of, put
+from references import whole_divergences, whole_logits
 from refused import refused
 from test_cross_entropy import products, temporaries
 
@@ -35,30 +36,14 @@ def divergence(arrays, softcap=None, pad_id=None, **options):
     return te.linear_divergence(x, output, teacher_x, other, **options)
 
 
-def log_probabilities(logits, pad_id, temperature):
-    logits = np.float64(logits) / temperature
-    if pad_id is not None:
-        logits[..., pad_id] = -np.inf
-    return logits - np.logaddexp.reduce(logits, -1, keepdims=True)
-
-
 def oracle(arrays, kind, beta=0.5, softcap=None, pad_id=None, temperature=1.0):
     """Of each token, in float64."""
-    x, table, bias, teacher_x, teacher, teacher_bias = map(np.float64, arrays)
-    u = 0.5 * (x @ table.T + bias)
-    u = u if softcap is None else np.where(np.isneginf(u), u, softcap * np.tanh(u / softcap))
-    s = log_probabilities(u, pad_id, temperature)
-    t = log_probabilities(teacher_x @ teacher.T + teacher_bias, pad_id, temperature)
-
-    def kl(a, b):
-        possible = a > -np.inf
-        difference = np.where(possible, a, 0) - np.where(possible, b, 0)
-        return (np.exp(a) * difference).sum(-1)
-
-    if kind != "js":
-        return kl(t, s) if kind == "forward" else kl(s, t)
-    mixture = np.logaddexp(t + np.log(beta), s + np.log1p(-beta))
-    return beta * kl(t, mixture) + (1 - beta) * kl(s, mixture)
+    x, table, bias, teacher_x, teacher, teacher_bias = arrays
+    student, _ = whole_logits(x, table, bias, softcap, 0.5)
+    both = np.stack([student, whole_logits(teacher_x, teacher, teacher_bias)[0]]) / temperature
+    if pad_id is not None:
+        both[..., pad_id] = -np.inf
+    return whole_divergences(*both, kind, beta)
 
 
 @every_kind
@@ -198,6 +183,19 @@ def test_a_split_vocabulary_has_that_of_one_device(kind, axes, of_table, of_x, r
     of_student, of_teacher = (np.asarray(table.array)[:VOCAB] for table in (of_student, of_teacher))
     near(value, want[0], rtol=ERROR)
     near((of_x, of_student, of_teacher_x, of_teacher), want[1], atol=ERROR)
+
+
+def test_a_plain_table_beside_a_sharded_one_is_refused():
+    mesh = mesh_of((4, 2), ("a", "b"), AUTO)
+    rules = {"*": jax.sharding.PartitionSpec("a")}
+    table = te.sharding.shard_params({"t": STUDENT}, mesh, rules, tables="*")["t"]
+    want = "teacher_output: wanted a table with rows split over the mesh axes of output's, "
+    for student, teacher, message in (
+        (table, STUDENT, "('a',), got ()"),
+        (STUDENT, table, "(), got ('a',)"),
+    ):
+        with refused(ValueError, want + message):
+            te.linear_divergence(X, student, X, teacher)
 
 
 REFUSED = [

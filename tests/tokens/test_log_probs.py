@@ -11,6 +11,8 @@ from drawn import normal
 from meshes import AUTO, EXPLICIT, mesh_of, put
 from references import check, linear_kept_log_probs, linear_log_probs
 
+import transformer_embed as te
+
 # Of numbers of magnitude 1: float32 sums of some 100 terms are within 100 * 2**-24 = 6e-6.
 ERROR = 1e-5
 VOCAB, WIDTH = 7, 3
@@ -92,6 +94,43 @@ def test_candidates_outside_the_vocabulary_are_nan_and_entropies_those_of_tokens
     near(entropies, linear_log_probs(X, TABLE, LABELS, with_entropy=True)[1], rtol=ERROR)
     kept = linear_kept_log_probs(X, TABLE, ids)
     assert np.argwhere(np.isnan(kept).any(-1)).tolist() == [[1, 1]]
+
+
+EVERY = {
+    "candidates": lambda x, table: te.linear_log_probs(
+        x, table, CANDIDATES[: len(x), : x.shape[1]]
+    ),
+    "kept": lambda x, table: te.linear_kept_log_probs(x, table, CANDIDATES[: len(x), : x.shape[1]]),
+    "top k": lambda x, table: te.linear_top_k(x, table, 3),
+    "divergence": lambda x, table: te.linear_divergence(
+        x, table, *jax.lax.stop_gradient((x[..., :2], table[:, 1:]))
+    ),
+}
+every = pytest.mark.parametrize("function", EVERY.values(), ids=EVERY)
+
+
+@every
+@pytest.mark.parametrize("x", [X[:0], X[:, :0]], ids=["batch", "length"])
+def test_without_tokens_nothing_is_found_and_nothing_moves(function, x):
+    for found in jax.tree.leaves(function(x, TABLE)):
+        assert found.shape in ((), (*x.shape[:2], 3))
+        equal(found, np.zeros_like(found))
+    of_table = jax.grad(lambda table: jax.tree.leaves(function(x, table))[0].sum())(TABLE)
+    equal(of_table, 0)
+
+
+@every
+def test_16_bits_are_summed_in_float32_and_gradients_are_rounded_once(function):
+    arrays = jnp.bfloat16(X), jnp.bfloat16(TABLE)
+    loss = lambda *arrays: jnp.square(jax.tree.leaves(function(*arrays))[0]).sum()
+    step = jax.jit(lambda *arrays: (function(*arrays), jax.grad(loss, (0, 1))(*arrays)))
+    (found, gradients), (wide, of_wide) = step(*arrays), step(*map(jnp.float32, arrays))
+    assert [each.dtype for each in jax.tree.leaves(gradients)] == [jnp.bfloat16] * 2
+    for got, want in zip(*map(jax.tree.leaves, (found, wide)), strict=True):
+        assert got.dtype == want.dtype
+        near(got, want, rtol=ERROR, atol=ERROR)
+    for got, want in zip(gradients, of_wide, strict=True):
+        near(np.float32(got), want, rtol=2**-8, atol=ERROR)
 
 
 @pytest.mark.slow

@@ -63,8 +63,9 @@ def linear_divergence(
         mask: as in `linear_cross_entropy`; here it alone says which tokens count, as there are no
             labels. With shift, leave out padding: `ids != pad_id`.
         weights, segment_ids: as in `linear_cross_entropy`.
-        shift: as in `linear_cross_entropy`. It only moves mask and weights: those of
-            `labels[..., t]` belong to the token that predicts it, at which the result is too.
+        shift: as in `linear_cross_entropy`. It only moves mask and weights, since there are no
+            labels: those at t belong to the token that predicts the one at t. With
+            `reduction="none"`, its divergence is at t too.
         reduction, chunk_size: as in `linear_cross_entropy`.
 
     Returns:
@@ -155,12 +156,12 @@ class Divergence(Loss):
         beta = self.beta
         # The mixture over the larger of the two: nothing is lost where both are alike.
         is_larger = ratios > 0
-        smaller = jnp.where(is_larger, -ratios, ratios)
-        of_larger = jnp.log1p(jnp.where(is_larger, beta, 1 - beta) * jnp.expm1(smaller))
-        of_smaller = of_larger - smaller
-        of_teacher = jnp.where(is_larger, of_smaller, of_larger)
-        of_student = jnp.where(is_larger, of_larger, of_smaller)
-        mixture = beta * teacher + (1 - beta) * student
+        larger = jnp.where(is_larger, student, teacher)
+        change = jnp.where(is_larger, beta * (teacher - student), (1 - beta) * (student - teacher))
+        of_larger = jnp.log1p(change / jnp.where(larger == 0, 1, larger))
+        of_student = jnp.where(is_larger, of_larger, of_larger - ratios)
+        of_teacher = jnp.where(is_larger, of_larger + ratios, of_larger)
+        mixture = larger + change
         teachers = sums(_terms(teacher, mixture, of_teacher))
         students = sums(_terms(student, mixture, of_student))
         slopes = (

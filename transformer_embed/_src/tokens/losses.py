@@ -165,9 +165,8 @@ def _placed(
     splits, placed = zip(*of_layers, strict=True)
     first = splits[0]
     for split in splits[1:]:
-        kept = (split.vocabulary, split.tokens)
-        if (first.vocabulary, first.tokens) != kept:
-            want = f"rows split over the mesh axes {first.vocabulary} of output's, tokens as x"
-            raise arguments.value_error("teacher_output", want, kept)
+        want = "a table with rows split over the mesh axes of output's"
+        arguments.check_same("teacher_output", want, split.vocabulary, first.vocabulary)
+        arguments.check_same("teacher_x", "tokens split as x's", split.tokens, first.tokens)
     spec = PartitionSpec(*first.tokens)
     return splits, jax.tree.map(lambda array: first.put(array, spec), of_tokens), placed
