@@ -1,10 +1,11 @@
-"""The linear cross-entropy, and a loss of PPO over the log-probability of each token, beside whole
-logits: peak temporaries, time, and how far apart the values and gradients are.
+"""The losses of an output layer beside whole logits: peak temporaries, time, and how far apart the
+values and gradients are.
 
 Usage: python tests/benchmarks/cross_entropy.py [--rounds N] [--json OUT.json] [--only CASE ...]
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import jax
@@ -16,9 +17,9 @@ from programs import below, drawn, of
 
 import transformer_embed as te
 
-VOCAB_SIZE, TOKENS, D_MODEL, BATCH = 32_000, 4096, 256, 8
+VOCAB_SIZE, TOKENS, D_MODEL, BATCH, K = 32_000, 4096, 256, 8, 64
 PACKAGES = ("transformer-embed", "jax", "jaxlib", "optax", "numpy")
-LENGTHS = (TOKENS, 16_384, 131_072)
+LENGTHS, VOCAB_SIZES = (TOKENS, 16_384, 131_072), (VOCAB_SIZE, 151_936)
 # Logits are sums of 256 products in float32; the loss is some ten of them.
 APART = 1e-5
 Losses = dict[str, Callable[..., jax.Array]]
@@ -43,33 +44,92 @@ def losses(labels: jax.Array) -> Losses:
     return {"linear_cross_entropy": ours, "plain logits": plain, "optax": by_optax}
 
 
+def ways(name: str, ours: Callable, whole: Callable, labels: jax.Array, loss: Callable) -> Losses:
+    """A loss of values by ours, by whole logits, and by 256 tokens of them at a time; the first
+    three are functions of labels, x and the table."""
+
+    def blocks(labels, x, table):
+        step = jax.checkpoint(lambda block: whole(*block, table))
+        cut = lambda array: array.reshape(-1, 256, *array.shape[2:])
+        join = lambda array: array.reshape(*labels.shape[:2], *array.shape[2:])
+        return jax.tree.map(join, jax.lax.map(step, (cut(labels), cut(x))))
+
+    made = {name: ours, "whole logits": whole, "lax.map and checkpoint": blocks}
+    return {
+        way: functools.partial(lambda values, x, table: loss(values(labels, x, table)), values)
+        for way, values in made.items()
+    }
+
+
+def all_log_probs(x, table):
+    return jax.nn.log_softmax(te.linear_logits(x, table))
+
+
 def policy_losses(labels: jax.Array) -> Losses:
     """The clipped loss of PPO (Schulman et al., 2017, section 3), whose old log-probabilities and
     advantages are drawn."""
     old, advantages = np.random.default_rng(1).normal(size=(2, *labels.shape)).astype(np.float32)
 
-    def loss(log_probs, x, table):
-        ratios = jnp.exp(log_probs(labels, x, table) + 10 + 0.1 * old)
+    def loss(log_probs):
+        ratios = jnp.exp(log_probs + 10 + 0.1 * old)
         clipped = jnp.clip(ratios, 0.8, 1.2)
         return -jnp.minimum(ratios * advantages, clipped * advantages).mean()
 
-    def whole(labels, x, table):
-        return chosen(jax.nn.log_softmax(te.linear_logits(x, table)), labels)
-
-    def blocks(labels, x, table):
-        """As many tokens at a time as `linear_log_probs` takes."""
-        step = jax.checkpoint(lambda block: whole(*block, table))
-        cut = lambda array: array.reshape(-1, 256, *array.shape[2:])
-        return jax.lax.map(step, (cut(labels), cut(x))).reshape(labels.shape)
-
     ours = lambda labels, x, table: te.linear_log_probs(x, table, labels)
-    ways = {"linear_log_probs": ours, "whole logits": whole, "lax.map and checkpoint": blocks}
-    return {name: functools.partial(loss, way) for name, way in ways.items()}
+    whole = lambda labels, x, table: chosen(all_log_probs(x, table), labels)
+    return ways("linear_log_probs", ours, whole, labels, loss)
 
 
-def compiled(make: Callable[..., Losses], tokens: int, with_gradients: bool) -> dict:
+def candidates(labels: jax.Array) -> jax.Array:
+    """Of each token, distinct ids."""
+    return (labels[..., None] + jnp.arange(K)) % VOCAB_SIZE
+
+
+def candidate_losses(labels: jax.Array) -> Losses:
+    ours = lambda ids, x, table: te.linear_log_probs(x, table, ids)
+    whole = lambda ids, x, table: jnp.take_along_axis(all_log_probs(x, table), ids, -1)
+    loss = lambda log_probs: jax.nn.logsumexp(log_probs, -1).mean()
+    return ways(f"linear_log_probs of {K}", ours, whole, candidates(labels), loss)
+
+
+def kept_losses(labels: jax.Array) -> Losses:
+    ours = lambda ids, x, table: te.linear_kept_log_probs(x, table, ids)
+
+    def whole(ids, x, table):
+        return jax.nn.log_softmax(jnp.take_along_axis(te.linear_logits(x, table), ids, -1))
+
+    loss = lambda log_probs: log_probs[..., 0].mean()
+    return ways(f"linear_kept_log_probs of {K}", ours, whole, candidates(labels), loss)
+
+
+def most_probable(labels: jax.Array) -> Losses:
+    ours = lambda _, x, table: te.linear_top_k(x, table, 8)
+    whole = lambda _, x, table: jax.lax.top_k(all_log_probs(x, table), 8)
+    return ways("linear_top_k of 8", ours, whole, labels, lambda found: found[0])
+
+
+def divergences(labels: jax.Array, kind: str) -> Losses:
+    """Of a teacher who is surer than the student, and has no gradient."""
+
+    def ours(_, x, table):
+        return te.linear_divergence(x, table, *jax.lax.stop_gradient((1.5 * x, table)), kind=kind)
+
+    def whole(_, x, table):
+        s, t = all_log_probs(x, table), jax.lax.stop_gradient(all_log_probs(1.5 * x, table))
+        kl = lambda a, b: (jnp.exp(a) * (a - b)).sum(-1)
+        if kind != "js":
+            return kl(t, s) if kind == "forward" else kl(s, t)
+        mixture = jnp.logaddexp(s, t) - jnp.log(2.0)
+        return (kl(t, mixture) + kl(s, mixture)) / 2
+
+    return ways(f"linear_divergence, {kind}", ours, whole, labels, jnp.mean)
+
+
+def compiled(
+    make: Callable[..., Losses], tokens: int, with_gradients: bool, vocab_size: int = VOCAB_SIZE
+) -> dict:
     labels = below(VOCAB_SIZE, BATCH, tokens // BATCH)
-    shapes = of(*labels.shape, D_MODEL), of(VOCAB_SIZE, D_MODEL)
+    shapes = of(*labels.shape, D_MODEL), of(vocab_size, D_MODEL)
     wrap = functools.partial(jax.value_and_grad, argnums=(0, 1)) if with_gradients else lambda f: f
     functions = make(jnp.asarray(labels)).items()
     return {name: jax.jit(wrap(loss)).lower(*shapes).compile() for name, loss in functions}
@@ -97,7 +157,7 @@ def case(
         for row in report.rows:
             row.append(f"{sizes[row[0]] / 1e6:.1f}")
         report.hold(f"temporaries, {title}, ours / {plain}", sizes[ours] / sizes[plain], most=1 / 8)
-        by = other if make is policy_losses else plain
+        by = plain if make is losses else other
         if with_gradients:
             report.hold(f"time, {title}, ours / {by}", ratio(samples, ours, by), most=slower)
         pairs = zip(*(jax.tree.leaves(calls[name]()) for name in (ours, plain)), strict=True)
@@ -109,20 +169,31 @@ def case(
 
 
 def memory_by_length(_: int) -> Report:
-    """Temporaries of PPO's loss and its gradients, compiled for more and more tokens."""
-    programs = {length: compiled(policy_losses, length, True) for length in LENGTHS}
-    columns = ["tokens", *(f"{name}, MB" for name in programs[TOKENS])]
-    report = Report("PPO, temporaries by the number of tokens", columns)
-    for length, lines in programs.items():
-        sizes = [f"{temporaries(program) / 1e6:.0f}" for program in lines.values()]
-        report.rows.append([str(length), *sizes])
+    """Temporaries of losses and their gradients, compiled for more tokens and words."""
+    columns = ["loss", "tokens", "vocabulary", "ours, MB", "whole logits, MB", "lax.map, MB"]
+    report = Report("temporaries by the number of tokens and words", columns)
+    for make in (policy_losses, candidate_losses, kept_losses, OF_KINDS["forward"]):
+        for vocab_size, length in itertools.product(VOCAB_SIZES, LENGTHS):
+            programs = compiled(make, length, True, vocab_size)
+            sizes = [f"{temporaries(program) / 1e6:.0f}" for program in programs.values()]
+            report.rows.append([next(iter(programs)), str(length), str(vocab_size), *sizes])
     return report
 
 
+OF_KINDS = {
+    kind: functools.partial(divergences, kind=kind) for kind in ("forward", "reverse", "js")
+}
 CASES = {
     "gradients": case("value and gradients", losses, 1.0),
     "value": case("value alone", losses, 1.0, with_gradients=False),
     "ppo": case("PPO, value and gradients", policy_losses, 1.1),
+    "candidates": case("candidates, value and gradients", candidate_losses, 1.1),
+    "kept": case("kept ids, value and gradients", kept_losses, 0.5),
+    "top_k": case("most probable ids", most_probable, 1.0, with_gradients=False),
+    **{
+        kind: case(f"{kind} divergence, value and gradients", make, 0.8)
+        for kind, make in OF_KINDS.items()
+    },
     "memory": memory_by_length,
 }
 

@@ -1,7 +1,7 @@
 """Lookup in an embedding table: rows, ids out of range, and the padding row."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -57,32 +57,9 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
         want = "a whole table, trained densely, since the output layer is tied to it"
         raise arguments.type_error("table", want, "some of its rows")
 
-    def _take_rows(self, ids: Ids, max_rows: int) -> tuple[Any, Callable]:
-        """The rows of the distinct ids, for a loss to read in this table's place.
-
-        With them, a function from their gradient to that of this table.
-        """
-        self._raise_not_an_array()
-
-    def _update_rows(
-        self, step: Callable, shared: Any, gradient: Any, states: Sequence[Any]
-    ) -> Sequence[Any]:
-        """Applies a step to the arrays that hold this table and its state, and returns both.
-
-        The step is `step(shared, is_right, ids, values, arrays)`.
-
-        `shared` is a tree of arrays that every device needs whole. Inside the step, ids count from
-        the first row of an array; an id past its end names no row.
-        """
-        self._raise_not_an_array()
-
     def _all_rows(self) -> Any:
         """All rows in vocabulary order, on the host; None if this holds only some of them."""
         return None
-
-    def _with_rows(self, rows: Any) -> "Table":
-        """A table like this one with these rows, as `_all_rows` gives them."""
-        self._raise_not_an_array()
 
     def _use_error(self) -> str:
         """The message for any other use."""

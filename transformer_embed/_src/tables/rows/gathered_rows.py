@@ -124,14 +124,17 @@ def read_rows(table: Array, ids: Int32[Array, "k"]) -> Array:
 
 
 class ArrayTable(NamedTuple):
-    """A plain array as a table."""
+    """A plain array as a table that is trained by its rows; a `Sharded` one has the same verbs."""
 
     array: Array
 
     def _take_rows(
         self, ids: Int32[Array, "..."], max_rows: int
     ) -> tuple[GatheredRows, Callable[[Array], RowGradient]]:
-        """See `Table`."""
+        """The rows of the distinct ids, for a loss to read in this table's place.
+
+        With them, a function from their gradient to that of this table.
+        """
         spec = jax.typeof(self.array).sharding.spec
         if any(spec):
             want = "a whole array, or a Sharded one (te.sharding.shard_params makes it)"
@@ -143,13 +146,19 @@ class ArrayTable(NamedTuple):
     def _update_rows(
         self, step: Callable, shared: Any, gradient: RowGradient, states: Sequence[Array]
     ) -> Sequence[Array]:
-        """See `Table`."""
+        """Applies a step to the arrays that hold this table and its state, and returns both.
+
+        The step is `step(shared, is_right, ids, values, arrays)`.
+
+        `shared` is a tree of arrays that every device needs whole. Inside the step, ids count from
+        the first row of an array; an id past its end names no row.
+        """
         is_right = fits(gradient.ids, gradient.fingerprint)
         return step(shared, is_right, gradient.ids, gradient.values, [self.array, *states])
 
 
-def row_table(table: Array | Table) -> ArrayTable | Table:
-    """A table whose rows can be taken and updated."""
+def row_table(table: Array | Table) -> Any:
+    """A table whose rows can be taken and updated, or one that says that it is not read so."""
     return table if isinstance(table, Table) else ArrayTable(table)
 
 

@@ -61,7 +61,7 @@ def gather_from_owners(
 def take_from_owners(
     split: TableSplit, array: Float[Array, "m d"], ids: Int32[Array, "..."], max_rows: int
 ) -> tuple[GatheredRows, Callable[[Array], RowGradient]]:
-    """On each device, the distinct rows of its part of the ids; see `Table._take_rows`.
+    """On each device, the distinct rows of its part of the ids; see `ArrayTable`.
 
     The gradient has, on each device, the rows of its shard that were asked for.
     """

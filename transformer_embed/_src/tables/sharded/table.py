@@ -128,7 +128,7 @@ class Sharded(Table):
     def _take_rows(
         self, ids: Int32[Array, "..."], max_rows: int
     ) -> tuple[GatheredRows, Callable[[Array], RowGradient]]:
-        """See `Table`."""
+        """See `ArrayTable`."""
         split = self._split_here
         if split.order.is_striped and split.mesh.manual_axes:
             # Devices along these axes would return gradients of one row apart.
@@ -140,7 +140,7 @@ class Sharded(Table):
     def _update_rows(
         self, step: Callable, shared: Any, gradient: RowGradient, states: Sequence[Any]
     ) -> list["Sharded"]:
-        """See `Table`; each shard updates its own rows. Nothing is sent."""
+        """See `ArrayTable`; each shard updates its own rows. Nothing is sent."""
         split, is_owned = self._split_here, self.split.order.is_striped
         if is_owned and gradient.split != split:
             want = (
@@ -193,7 +193,7 @@ class Sharded(Table):
         return Sharded(jax.device_put(array, split.sharding), split)
 
     def _with_rows(self, rows: Any) -> "Sharded":
-        """See `Table`."""
+        """A table like this one with these rows, as `_all_rows` gives them."""
         order = self.split.order._replace(vocab_size=len(rows))
         return sharded(rows, self.split._replace(order=order))
 
