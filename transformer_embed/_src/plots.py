@@ -379,11 +379,20 @@ def plot_error(
         positions = np.geomspace(1, 2**31 - 1, 100, dtype=np.int64)
     known = arguments.on_host("positions", arguments.as_array("positions", positions))
     points = np.asarray(arguments.as_integers("positions", known, 1, what="a logarithmic axis"))
-    ours = np.asarray(sinusoidal_encoding(points, d_model, base=base))
-    exact, usual = _exact_and_usual(points, d_model, base)
+    frequencies: Any = unscaled(d_model, base)
+    with decimal.localcontext(phase.PRECISION):
+        # Without the whole turns, which would cost digits.
+        angles = np.multiply.outer(points, frequencies) % (2 * phase.PI)
+    exponents = np.arange(0, d_model, 2, dtype=np.float32) / np.float32(d_model)
+    products = points.astype(np.float32)[:, None] * np.float32(base) ** -exponents
+    exact = _interleaved(angles.astype(np.float64), d_model)
     ax = _axes(ax)
-    for encoding, label in ((ours, "transformer_embed"), (usual, "float32 product")):
-        _plot(ax, points, np.abs(encoding - exact).max(1), label, linestyle="-", linewidth=1)
+    for encoding, label in (
+        (sinusoidal_encoding(points, d_model, base=base), "transformer_embed"),
+        (_interleaved(products, d_model), "float32 product"),
+    ):
+        error = np.abs(np.asarray(encoding) - exact).max(1)
+        _plot(ax, points, error, label, linestyle="-", linewidth=1)
     # Half of the distance of float32 numbers just below 1.
     ax.axhline(2.0**-25, color=BLACK, linestyle=":", linewidth=1, label="rounding to float32")
     labels = "position (tokens)", "largest error of any channel"
@@ -474,18 +483,6 @@ def _finished(ax: "Axes", x_label: str, y_label: str, **options: Any) -> "Axes":
     return ax
 
 
-def _exact_and_usual(
-    positions: np.ndarray, d_model: int, base: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """[n, d_model] twice: in float64, and by the formula in float32, as it is usually written."""
-    frequencies: Any = unscaled(d_model, base)
-    with decimal.localcontext(phase.PRECISION):
-        # Without the whole turns, which would cost digits.
-        angles = np.multiply.outer(positions, frequencies) % (2 * phase.PI)
-    exponents = np.arange(0, d_model, 2, dtype=np.float32) / np.float32(d_model)
-    usual_angles = positions.astype(np.float32)[:, None] * np.float32(base) ** -exponents
-    return _interleaved(angles.astype(np.float64), d_model), _interleaved(usual_angles, d_model)
-
-
 def _interleaved(angles: np.ndarray, d_model: int) -> np.ndarray:
+    """The sines and cosines of angles [n, pairs], as [n, d_model]."""
     return np.stack([np.sin(angles), np.cos(angles)], -1).reshape(len(angles), -1)[:, :d_model]

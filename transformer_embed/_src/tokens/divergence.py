@@ -132,49 +132,27 @@ class Divergence(Loss):
         All are sums of `a * (exp(w) - 1 - w)`, with `w = log(b / a)`, over probabilities a and b:
         the parts `b - a` sum to 0, and make each term at least 0.
         """
-        probabilities, ratios = _probabilities(split, *logits)
-        return (Value(*self._values_and_slopes(split, *probabilities, ratios)),)
-
-    def _values_and_slopes(
-        self,
-        split: OutputSplit,
-        student: Float[Array, "t r"],
-        teacher: Float[Array, "t r"],
-        ratios: Float[Array, "t r"],
-    ) -> tuple[Float[Array, "t 1"], tuple[Array, Array]]:
-        """The divergences, and their gradients in the logits of both layers.
-
-        The ratios are the logarithms of the student's probability over the teacher's.
-        """
-        sums = functools.partial(_sums, split)
+        student, teacher, ratios = _probabilities(split, *logits)
+        kl = functools.partial(_kullback_leibler, split)
         if self.kind == "forward":
-            values = sums(_terms(teacher, student, ratios))
-            return values, (student - teacher, _centred(teacher, -ratios, values))
-        if self.kind == "reverse":
-            values = sums(_terms(student, teacher, -ratios))
-            return values, (_centred(student, ratios, values), teacher - student)
-        beta = self.beta
-        # The mixture over the larger of the two: nothing is lost where both are alike.
-        is_larger = ratios > 0
-        larger = jnp.where(is_larger, student, teacher)
-        change = jnp.where(is_larger, beta * (teacher - student), (1 - beta) * (student - teacher))
-        of_larger = jnp.log1p(change / jnp.where(larger == 0, 1, larger))
-        of_student = jnp.where(is_larger, of_larger, of_larger - ratios)
-        of_teacher = jnp.where(is_larger, of_larger + ratios, of_larger)
-        mixture = larger + change
-        teachers = sums(_terms(teacher, mixture, of_teacher))
-        students = sums(_terms(student, mixture, of_student))
-        slopes = (
-            (1 - beta) * _centred(student, -of_student, students),
-            beta * _centred(teacher, -of_teacher, teachers),
-        )
-        return beta * teachers + (1 - beta) * students, slopes
+            values, of_teacher, of_student = kl(teacher, student, ratios)
+        elif self.kind == "reverse":
+            values, of_student, of_teacher = kl(student, teacher, -ratios)
+        else:
+            beta = self.beta
+            mixture, over_student, over_teacher = _mixture(student, teacher, ratios, beta)
+            # Their derivatives in the mixture sum to 0.
+            from_teacher, of_teacher, _ = kl(teacher, mixture, over_teacher)
+            from_student, of_student, _ = kl(student, mixture, over_student)
+            values = beta * from_teacher + (1 - beta) * from_student
+            of_student, of_teacher = (1 - beta) * of_student, beta * of_teacher
+        return (Value(values, (of_student, of_teacher)),)
 
 
 def _probabilities(
     split: OutputSplit, student: ChunkLogits, teacher: ChunkLogits
-) -> tuple[tuple[Array, Array], Array]:
-    """Of both layers, and the logarithms of their ratio: 0 where both are 0."""
+) -> tuple[Array, Array, Array]:
+    """Those of both layers, and the logarithms of their ratio: 0 where both are 0."""
     of_student, of_teacher = jnp.exp(student.shifted), jnp.exp(teacher.shifted)
     sums = [each.sum(-1, keepdims=True) for each in (of_student, of_teacher)]
     difference = (of_student - of_teacher).sum(-1, keepdims=True)
@@ -184,13 +162,33 @@ def _probabilities(
     near = jnp.log1p(jnp.where(is_near, difference / totals[1], 0))
     log_ratio = jnp.where(is_near, near, jnp.log(totals[0]) - jnp.log(totals[1]))
     is_none = (of_student == 0) & (of_teacher == 0)
-    shifted = (jnp.where(is_none, 0, each.shifted) for each in (student, teacher))
-    ratios = functools.reduce(jnp.subtract, shifted) - log_ratio
-    return (of_student / totals[0], of_teacher / totals[1]), jnp.where(is_none, 0, ratios)
+    ratios = jnp.where(is_none, 0, student.shifted - teacher.shifted - log_ratio)
+    return of_student / totals[0], of_teacher / totals[1], ratios
 
 
-def _sums(split: OutputSplit, values: Float[Array, "t r"]) -> Float[Array, "t 1"]:
-    return jax.lax.psum(values.sum(-1, keepdims=True), split.vocabulary)
+def _mixture(
+    student: Float[Array, "t r"], teacher: Float[Array, "t r"], ratios: Array, beta: float
+) -> tuple[Array, Array, Array]:
+    """The probabilities of the mixture, and the logarithms of its ratio to both.
+
+    It is reached from the larger of the two: nothing is lost where both are alike.
+    """
+    is_larger = ratios > 0
+    larger = jnp.where(is_larger, student, teacher)
+    change = jnp.where(is_larger, beta * (teacher - student), (1 - beta) * (student - teacher))
+    over_larger = jnp.log1p(change / jnp.where(larger == 0, 1, larger))
+    over_student = jnp.where(is_larger, over_larger, over_larger - ratios)
+    over_teacher = jnp.where(is_larger, over_larger + ratios, over_larger)
+    return larger + change, over_student, over_teacher
+
+
+def _kullback_leibler(
+    split: OutputSplit, a: Float[Array, "t r"], b: Float[Array, "t r"], w: Float[Array, "t r"]
+) -> tuple[Float[Array, "t 1"], Array, Array]:
+    """The sums of `a * log(a / b)` where w is `log(b / a)`, and the gradients in the logits."""
+    values = jax.lax.psum(_terms(a, b, w).sum(-1, keepdims=True), split.vocabulary)
+    # 0 where a is, whatever w.
+    return values, a * (jnp.where(a == 0, 0, -w) - values), b - a
 
 
 def _terms(
@@ -202,10 +200,3 @@ def _terms(
     large = jnp.where(is_small | (a == 0), 0, w)
     terms = jnp.where(is_small, a * (jnp.expm1(small) - small), b - a * (1 + large))
     return jnp.where(a == 0, b, terms)
-
-
-def _centred(
-    a: Float[Array, "t r"], values: Float[Array, "t r"], mean: Float[Array, "t 1"]
-) -> Float[Array, "t r"]:
-    """`a * (values - mean)`: 0 where a is, whatever the value."""
-    return a * (jnp.where(a == 0, 0, values) - mean)
