@@ -260,7 +260,7 @@ def test_every_model_named_is_tested():
     tested = {case["settings"]["model_type"] for case in CASES.values()}
     page = (GOLDEN.parents[1] / "notebooks" / "published_models.md").read_text()
     swept = set(re.findall(r"`([^`]+)`", re.sub("(?s)## Refused, because.*?(?=## Not)", "", page)))
-    known = {name for each in architectures.ARCHITECTURES for name in each.model_types}
+    known = {name for each in architectures.ARCHITECTURES for name in each.types.split()}
     # MiniCPM and new are not in that library, and compute what MiniCPM 3 and GTE do; the others
     # are parts of models.
     assert known - tested - swept == {"minicpm", "new", "voxtral_realtime_text", "kimi_k2"}
@@ -276,7 +276,7 @@ def test_a_new_type_is_one_word_or_one_line_with_its_defaults(tmp_path, monkeypa
     rows = eval(f"({blocks_about_models()[0]})", vars(architectures))
     monkeypatch.setattr(architectures, "ARCHITECTURES", rows)
     for row, base in zip(rows, [1e4, 1e6], strict=True):
-        settings = {"model_type": row.model_types[-1], "vocab_size": 12, "num_hidden_layers": 1}
+        settings = {"model_type": row.types.split()[-1], "vocab_size": 12, "num_hidden_layers": 1}
         found = load_embedder(checkpoint(tmp_path, CASES["llama"], settings=settings))
         assert rotary_of(found) == {"base": base, "layout": "half"}
 
@@ -286,7 +286,7 @@ def test_rows_name_entries_that_are_known():
     for row in architectures.ARCHITECTURES:
         assert {*row.entries, *row.fixed, *row.aliases} <= ENTRIES.keys()
         assert not row.fixed.keys() & row.names().keys()
-    types = [name for row in architectures.ARCHITECTURES for name in row.model_types]
+    types = [name for row in architectures.ARCHITECTURES for name in row.types.split()]
     assert len(types) == len({*types})
     assert architectures.DEFAULTS.keys() <= ENTRIES.keys()
     for values in architectures.DEFAULTS.values():
@@ -300,7 +300,7 @@ def test_a_new_architecture_is_one_row(tmp_path, monkeypatch):
     monkeypatch.setattr(architectures, "ARCHITECTURES", (*architectures.ARCHITECTURES, row))
     tensors = {"m.tok.weight": np.ones((3, 4), "f4"), "m.tok_norm.weight": np.ones(4, "f4")}
     save_file(tensors, tmp_path / "model.safetensors")
-    entries = {"model_type": row.name, "norm_eps": 0.5, "multiplier": 1.5, "rope_theta": 70.0}
+    entries = {"model_type": row.types, "norm_eps": 0.5, "multiplier": 1.5, "rope_theta": 70.0}
     entries |= {"num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(entries))
     found = load_embedder(tmp_path)

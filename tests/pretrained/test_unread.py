@@ -122,7 +122,7 @@ HUB = [
      {"rotary": HALF | {"base": 1e4, "scaling": te.NTKScaling(9.0)}}),
     ({"model_type": "sarvam_mla", "rope_scaling": {"type": "deepseek_yarn", "factor": 4.0, "original_max_position_embeddings": 8}}, EMBED_TOKENS,
      {"rotary": TURNED | {"base": 1e4, "scaling": te.YarnScaling(4.0, 8)}}),
-    ({"model_type": "glm_moe_dsa", "indexer_rope_interleave": True, "index_share_for_mtp_iteration": True}, EMBED_TOKENS, {"rotary": TURNED | {"base": 1e4}}),
+    ({"model_type": "glm_moe_dsa", "rope_interleave": True, "indexer_rope_interleave": True, "index_share_for_mtp_iteration": True}, EMBED_TOKENS, {"rotary": TURNED | {"base": 1e4}}),
     ({"model_type": "phi", "rotary_dim": 32, "partial_rotary_factor": 0.5, "num_attention_heads": 2}, EMBED_TOKENS, {"rotary": HALF | {"base": 1e4, "rotary_dim": 4}}),
     ({"model_type": "nomic_bert", "n_embd": 16, "n_head": 2, "layer_norm_epsilon": 1e-5, "resid_pdrop": 0.25, "embd_pdrop": 0.0,
       "rotary_emb_base": 10_000, "rotary_emb_fraction": 0.5, "rotary_emb_interleaved": True},

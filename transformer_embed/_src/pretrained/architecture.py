@@ -102,7 +102,7 @@ class Architecture(NamedTuple):
     tensors without ".weight", below its prefix; `{stack}` stands for encoder or decoder.
 
     Args:
-        types: the model types, as config.json names them.
+        types: the model types, as config.json names them; of `by_model_type`, one.
         tokens: the module of the token table; of several, the first that is there.
         positions, token_types, norm, widen, bias: likewise; "": there is none.
         per_layer_table, per_layer_weights, per_layer_norm: of `per_layer_inputs`.
@@ -162,16 +162,6 @@ class Architecture(NamedTuple):
     aliases: Mapping[str, str] = {}
     head: str = "lm_head"
     no_output: str = ""
-
-    @property
-    def model_types(self) -> tuple[str, ...]:
-        """The model types."""
-        return tuple(self.types.split())
-
-    @property
-    def name(self) -> str:
-        """The type that was looked for, or the first."""
-        return self.model_types[0]
 
     def default(self, entry: str) -> Any:
         """The value of an entry that config.json leaves out."""

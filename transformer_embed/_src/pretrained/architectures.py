@@ -45,10 +45,6 @@ _bert = functools.partial(
     is_decoder=None,
     no_output="a dense layer and a norm come before it",
 )
-_roberta = functools.partial(
-    _bert,
-    start="pad_token_id",
-)
 _rotated_bert = functools.partial(
     _bert, positions="", rotary="half", meaningless="position_embedding_type"
 )
@@ -102,7 +98,6 @@ _like_llama = functools.partial(
     meaningless="llama_4_scaling_beta max_position_embeddings partial_rotary_factor",
 )
 _interleaved = functools.partial(_llama, rotary="interleaved")
-_deepseek = functools.partial(_llama, rotary="rope_interleave")
 # A base of their own for sliding layers.
 _by_layer = functools.partial(_llama, rope_local_base_freq=10_000.0)
 _modernbert = functools.partial(
@@ -267,12 +262,13 @@ ARCHITECTURES = (
         # Each layer's attention reads its table of relative positions.
         meaningless="relative_attention position_biased_input position_buckets norm_rel_ebd",
     ),
-    _roberta(
+    _bert(
         "roberta xlm-roberta camembert data2vec-text luke xmod roberta-prelayernorm "
-        "clap_text_model lilt altclip_text_model bridgetower_text_model layoutlmv3"
+        "clap_text_model lilt altclip_text_model bridgetower_text_model layoutlmv3",
+        start="pad_token_id",
     ),
     # Some of its tokens see all.
-    _roberta("longformer", kinds=()),
+    _bert("longformer", start="pad_token_id", kinds=()),
     _bert("xlm-roberta-xl", start="pad_token_id", norm=""),
     _bert("megatron-bert", norm=""),
     _bert(
@@ -442,12 +438,14 @@ ARCHITECTURES = (
         meaningless="mrope_interleaved interleaved",
     ),
     _interleaved("helium ernie4_5 ernie4_5_moe deepseek_v2 glm glm4"),
-    _interleaved("deepseek_v32 glm_moe_dsa", kinds=(INDEXED,)),
+    _interleaved("deepseek_v32", kinds=(INDEXED,)),
     _interleaved("openai_privacy_filter", is_causal=False),
     _interleaved("glm4v_text glm_ocr_text", sections=CONSECUTIVE),
-    _deepseek("deepseek_v3 axk1 glm4_moe_lite kimi_k2 sarvam_mla youtu"),
-    _deepseek(
+    _llama("glm_moe_dsa", rotary="rope_interleave", kinds=(INDEXED,)),
+    _llama("deepseek_v3 axk1 glm4_moe_lite kimi_k2 sarvam_mla youtu", rotary="rope_interleave"),
+    _llama(
         "mistral4",
+        rotary="rope_interleave",
         # It scales its queries. The channels that rotate are a head of their own.
         meaningless="llama_4_scaling_beta max_position_embeddings partial_rotary_factor",
     ),
@@ -551,15 +549,14 @@ ARCHITECTURES = (
 
 
 def by_model_type(model_type: Any) -> Architecture | None:
-    """The architecture of config.json's model_type, under that name."""
+    """The architecture of config.json's model_type, with the defaults of that type."""
     for row in ARCHITECTURES:
-        if model_type in row.model_types:
+        if model_type in row.types.split():
             own = {
                 entry: value
                 for entry, values in DEFAULTS.items()
                 for value, types in values.items()
                 if model_type in types.split()
             }
-            entries = {**row.entries, **own}
-            return row._replace(types=f"{model_type} {row.types}", entries=entries)
+            return row._replace(types=model_type, entries={**row.entries, **own})
     return None

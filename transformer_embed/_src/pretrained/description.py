@@ -24,12 +24,9 @@ from transformer_embed._src.pretrained.architecture import (
 from transformer_embed._src.pretrained.entries import ENTRIES, HARMLESS, REQUIRED, count
 from transformer_embed._src.pretrained.files import DTYPES
 from transformer_embed._src.pretrained.layers import layers_of
-from transformer_embed._src.pretrained.messages import call_with_named_errors, short_repr
-from transformer_embed._src.pretrained.parameters import (
-    PretrainedInput,
-    check_dtype,
-)
-from transformer_embed._src.pretrained.recognition import Match, Published
+from transformer_embed._src.pretrained.messages import call_with_named_errors
+from transformer_embed._src.pretrained.parameters import PretrainedInput
+from transformer_embed._src.pretrained.recognition import Published
 
 # The last two axes of each tensor; the first is 1 for a vector.
 Shapes = Mapping[str, tuple[int, int]]
@@ -47,22 +44,24 @@ UNSCALED_WITHIN = (
 )
 
 
-def describe(file: Published, match: Match, settings: Mapping[str, Any]) -> PretrainedInput:
-    """All but the parameters."""
-    kind, _, names = match
-    tensors, place = file.tensors, f"{file.path}, for a model {kind.name}"
-    value = _with_defaults(kind, file, _entries(kind, place, file.entries, settings))
+def describe(
+    file: Published,
+    kind: Architecture,
+    prefix: str,
+    names: dict[str, str],
+    settings: Mapping[str, Any],
+) -> PretrainedInput:
+    """All but the parameters, of a row whose tensors are below a prefix."""
+    tensors, place = file.tensors, f"{file.path}, for a model {kind.types}"
+    value = _values(kind, place, file, settings)
     where = f"settings and {place}"
     table = names.get(OUTPUT_TABLE)
     # As in the library: two tables that differ are not tied, whatever config.json says.
     if table and value["tie_word_embeddings"] and tensors.are_equal(table, names[TOKENS]):
         del names[OUTPUT_TABLE]
-    # The shapes of quantized tensors are not those of the layer.
-    for tensor in names.values():
-        check_dtype(tensors, tensor)
     shapes = {name: (1, 1, *tensors.entry(names[name]).shape)[-2:] for name in names}
     options, bias = call_with_named_errors(where, _parts, kind, value, shapes, file)
-    count = number_of_layers(file, match)
+    count = number_of_layers(file, kind, prefix)
     layers = call_with_named_errors(
         where, layers_of, kind, value, count, options["d_model"], file.side
     )
@@ -76,9 +75,9 @@ def describe(file: Published, match: Match, settings: Mapping[str, Any]) -> Pret
     return PretrainedInput(config, {}, layers, bias, names, per_layer)
 
 
-def number_of_layers(file: Published, match: Match) -> int:
+def number_of_layers(file: Published, kind: Architecture, prefix: str) -> int:
     """How many numbered layers a checkpoint has of the stack that is read."""
-    start = match.prefix + (file.side if match.kind.has_stacks else "")
+    start = prefix + (file.side if kind.has_stacks else "")
     pattern = re.compile(rf"{re.escape(start)}\D*?\b(\d+)\.")
     found = filter(None, map(pattern.match, file.tensors.files))
     return 1 + max((int(name[1]) for name in found), default=-1)
@@ -106,15 +105,15 @@ def read(kind: Architecture, where: str, given: Options) -> tuple[dict[str, Any]
     return found, unread
 
 
-def _entries(
-    kind: Architecture, place: str, in_file: Mapping[str, Any], settings: Mapping[str, Any]
+def _values(
+    kind: Architecture, place: str, file: Published, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The values of the entries that are read; settings go before those of config.json.
+    """The values of all entries; settings go before config.json, None means nothing.
 
-    Raises a ValueError for settings that are not read, and for entries of config.json whose names
-    concern the layer, unless settings say that they are null.
+    Raises a ValueError for settings that are not read, for entries of config.json whose names
+    concern the layer, unless settings say that they are null, and for entries that must be said.
     """
-    entries, unread = read(kind, place, in_file)
+    entries, unread = read(kind, place, file.entries)
     said, unknown = read(kind, "settings", settings)
     # Null takes away an entry of config.json that is not read; there must be one of that name.
     unknown = [
@@ -124,39 +123,32 @@ def _entries(
     ]
     if unknown:
         reads = ", ".join(aliases[0] for aliases in kind.names().values())
-        want = f"entries that a model {kind.name} reads ({reads})"
-        raise arguments.value_error("settings", want, ", ".join(map(short_repr, unknown)))
+        want = f"entries that a model {kind.types} reads ({reads})"
+        raise arguments.value_error("settings", want, ", ".join(map(repr, unknown)))
     concerned = {name: value for name, value in unread.items() if kind.concerns(name, value)}
     if concerned:
         want = (
             "no entry that concerns the layer and is not read (if they mean nothing here: "
             f"settings={dict.fromkeys(concerned)})"
         )
-        said = [f"{name}: {short_repr(value)}" for name, value in concerned.items()]
+        said = [f"{name}: {value!r}" for name, value in concerned.items()]
         raise arguments.value_error(place, want, ", ".join(said))
     # What settings say inside a scaling goes before what config.json says beside it.
     length = said.get("rope_scaling", {}).get(rope.ORIGINAL)
     if length is not None:
         said.setdefault(rope.ORIGINAL, length)
-    return entries | said
-
-
-def _with_defaults(kind: Architecture, file: Published, found: Options) -> dict[str, Any]:
-    """The values of all entries; those that mean nothing are None.
-
-    Raises a ValueError for entries that must be said. If config.json does not name this type, its
-    defaults may be another model's.
-    """
+    entries |= said
     value, missing = {**dict.fromkeys(ENTRIES), **kind.fixed, "length": file.length}, []
     for entry, aliases in kind.names().items():
         default = kind.default(entry)
-        value[entry] = found.get(entry, default)
-        is_known = file.model_type in kind.model_types or entry in HARMLESS or default is None
-        if value[entry] is REQUIRED or not (is_known or entry in found):
+        value[entry] = entries.get(entry, default)
+        # If config.json does not name this type, its defaults may be another model's.
+        is_known = file.model_type == kind.types or entry in HARMLESS or default is None
+        if value[entry] is REQUIRED or not (is_known or entry in entries):
             missing.append(aliases[0])
     if missing:
         entries = ", ".join(sorted(missing))
-        want = f"{entries} of {kind.name}, from settings or a config.json of that model_type"
+        want = f"{entries} of {kind.types}, from settings or a config.json of that model_type"
         raise arguments.value_error(file.path, want, f"model_type {file.model_type!r} there")
     return value
 
@@ -178,7 +170,7 @@ def _parts(
     for name, size in sizes.items():
         if value[name] not in (None, size):
             want = f"{size}, as the tensors say (if they are right: settings={{{name!r}: {size}}})"
-            raise arguments.value_error(name, want, short_repr(value[name]))
+            raise arguments.value_error(name, want, value[name])
     options = {
         "vocab_size": rows,
         "d_model": d_model,

@@ -12,21 +12,19 @@ import pathlib
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import IO, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from transformer_embed._src import arguments
-from transformer_embed._src.pretrained.messages import parse, short_repr
+from transformer_embed._src.pretrained.messages import parse
 
 DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Bytes that are read at once.
 PIECE = 2**23
-# The index of a model of 200,000 tensors has 20 MB.
-LARGEST_JSON = 2**26
 # Below a folder, searched for the message of an error.
 MOST_FILES = 1000
 # The longest that file systems take.
@@ -82,21 +80,27 @@ class Tensors(NamedTuple):
         metadata: of the file.
         header: the entries of a file and its metadata. A shard is opened when one of its tensors is
             needed.
+        dtypes: those that are read.
     """
 
     path: pathlib.Path
     files: Mapping[str, pathlib.Path]
     metadata: Mapping[str, str]
     header: Callable[[pathlib.Path], Header]
+    dtypes: Collection[str] = tuple(DTYPES)
 
     def entry(self, name: str) -> TensorInfo:
-        """A tensor's file, dtype and shape; a ValueError if it is not there."""
+        """A tensor's file, dtype and shape; a ValueError if it is not there or is not read."""
         file = self.files.get(name, self.path)
         entries = self.header(file)[0] if name in self.files else {}
         if name not in entries:
             want = f"a tensor {name}"
             raise arguments.value_error(file, want, self.listed())
-        return entries[name]
+        entry = entries[name]
+        if entry.dtype not in self.dtypes:
+            got = f"{entry}: convert it first (a quantized model by its dequantize())"
+            raise arguments.value_error(f"{self.path}: {name}", " or ".join(self.dtypes), got)
+        return entry
 
     def are_equal(self, name: str, other: str) -> bool:
         """Whether two tensors have the same bytes."""
@@ -177,7 +181,7 @@ def _shards(path: pathlib.Path) -> dict[str, pathlib.Path]:
     names: Any = read_json(path).get("weight_map")
     if not isinstance(names, dict):
         want = "a weight_map from tensors to files"
-        raise arguments.value_error(path, want, short_repr(names))
+        raise arguments.value_error(path, want, repr(names))
     files = {}
     # Thousands of tensors are in a few files.
     for name in {*map(str, names.values())}:
@@ -185,7 +189,7 @@ def _shards(path: pathlib.Path) -> dict[str, pathlib.Path]:
         is_name = name.isprintable() and len(name) < LONGEST_NAME
         # Links are followed: a cache of the hub has links to files elsewhere.
         if not is_name or file.is_absolute() or ".." in file.parts:
-            raise arguments.value_error(path, "shards in its folder", short_repr(name))
+            raise arguments.value_error(path, "shards in its folder", repr(name))
         files[name] = path.parent / file
     return {tensor: files[str(name)] for tensor, name in names.items()}
 
@@ -193,9 +197,6 @@ def _shards(path: pathlib.Path) -> dict[str, pathlib.Path]:
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """A JSON object; a ValueError if the file holds anything else."""
     _regular_mode(path)
-    size = path.stat().st_size
-    if size > LARGEST_JSON:
-        raise arguments.value_error(path, f"at most {LARGEST_JSON} bytes of JSON", size)
     return parse(path, path.read_bytes())
 
 

@@ -18,7 +18,6 @@ from transformer_embed._src.pretrained.architecture import (
     Architecture,
 )
 from transformer_embed._src.pretrained.entries import ENTRIES
-from transformer_embed._src.pretrained.messages import short_repr
 
 Options = Mapping[str, Any]
 
@@ -143,7 +142,7 @@ def _own(value: Options, number: int, layer_type: str) -> dict[str, Any]:
     said = (value["per_layer_config"] or {}).get(number, {})
     if unread := [*said.keys() - {*OWN, *SIZES}]:
         want = f"no entries but {', '.join((*OWN, *SIZES))}"
-        raise arguments.value_error(f"per_layer_config: {number}", want, short_repr(unread))
+        raise arguments.value_error(f"per_layer_config: {number}", want, unread)
     own |= {name: ENTRIES[name].check(name, said[name]) for name in OWN if name in said}
     if value["layer_rope_theta"] is not None:
         own["rope_theta"] = value["layer_rope_theta"][number]
@@ -189,7 +188,7 @@ def _mask(kind: Architecture, value: Options, layer_type: str, stack: str) -> di
         if value["sliding_window_size"]:
             window = value["sliding_window_size"] + 1
         if window is None and "sliding_window" not in kind.names():
-            want = f"{FULL}, since a model {kind.name} has no windows"
+            want = f"{FULL}, since a model {kind.types} has no windows"
             raise arguments.value_error("layer_types", want, layer_type)
         if window:
             # A causal window counts the query's own token, one of both sides does not.

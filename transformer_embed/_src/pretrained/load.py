@@ -100,20 +100,20 @@ def load_embedder(
         left_out = {"stack": stack, "settings": settings or None, "length": length}
         for name, value in left_out.items():
             arguments.check_left_out(name, value, "names or metadata say what it would")
-    dtypes, may_lack = [*DTYPES], OFFSETS
+    may_lack = OFFSETS
     if config is not None and names is not None:
         may_lack = full_paths(names, parameters_of("config", config))
         # None stands for an offset of zeros; for another parameter, no tensor has this name.
         stored = {name: each for name, each in may_lack.items() if each or name not in OFFSETS}
         found = PretrainedInput(config, {}, names=stored)
         # Tutorials save float64 tables; they are rounded when they are read.
-        dtypes.append("F64")
+        tensors = tensors._replace(dtypes=(*DTYPES, "F64"))
     elif is_own:
         # A missing offset is damage.
         found, may_lack = describe_own(tensors), ()
     else:
         file, said = open_published(tensors, stack, length), dict(settings or {})
-        match = recognised(file, said.pop("model_type", None))
-        found = describe(file, match, said)
-    parameters = check_tensors(tensors, found, may_lack, dtypes)
+        row = recognised(file, said.pop("model_type", None))
+        found = describe(file, *row, said)
+    parameters = check_tensors(tensors, found, may_lack)
     return found._replace(params=read_parameters(tensors, found.names or {}, parameters))

@@ -1,16 +1,10 @@
-"""Errors that name a file's entry, with values and names cut to a line."""
+"""Errors that name a file's entry."""
 
 import json
-import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformer_embed._src import arguments
-
-
-def short_repr(value: Any) -> str:
-    """A value's repr, cut to a few dozen characters."""
-    return reprlib.repr(value)[:120]
 
 
 def call_with_named_errors(

@@ -32,7 +32,6 @@ from transformer_embed._src.pretrained.messages import (
     call_with_named_errors,
     check_mappings,
     parse,
-    short_repr,
 )
 from transformer_embed._src.pretrained.parameters import (
     PretrainedInput,
@@ -107,7 +106,7 @@ def save_embedder(
     _check_extras(layers, bias, names, per_layer)
     params = as_params("params", params)
     if slashed := [name for group in params.values() for name in group if "/" in name]:
-        raise arguments.value_error("params", "names without a slash", short_repr(slashed[0]))
+        raise arguments.value_error("params", "names without a slash", repr(slashed[0]))
     leaves = by_path(_with_own_paths(config, params, bias))
     tensor_names = {name: name for name in leaves} | full_paths(names or {}, leaves)
     arrays = _by_tensor_name(leaves, tensor_names)
@@ -152,7 +151,7 @@ def _by_tensor_name(leaves: Mapping[str, Any], names: Mapping[str, Any]) -> dict
     tensors = [name for name in arrays if isinstance(name, str) and name != "__metadata__"]
     if len(tensors) < len(leaves):
         want = "a tensor's name of its own for each parameter, other than '__metadata__'"
-        raise arguments.value_error("names", want, short_repr([*names.values()]))
+        raise arguments.value_error("names", want, [*names.values()])
     return arrays
 
 

@@ -11,9 +11,9 @@ from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.embedder import Embedder, Params
 from transformer_embed._src.pretrained.architecture import BIAS, PER_LAYER_WEIGHTS, WIDEN
-from transformer_embed._src.pretrained.files import DTYPES, Tensors
+from transformer_embed._src.pretrained.files import Tensors
 from transformer_embed._src.pretrained.layers import Layer
-from transformer_embed._src.pretrained.messages import call_with_named_errors, short_repr
+from transformer_embed._src.pretrained.messages import call_with_named_errors
 
 # Of each parameter, by its path.
 Specs = dict[str, jax.ShapeDtypeStruct]
@@ -80,7 +80,7 @@ def full_paths(names: Mapping[Any, Any], paths: Collection[str]) -> dict[str, An
             among = ", ".join(paths)
             want = f"a parameter's path, or a suffix that only one path has, among {among}"
             # A whole model has hundreds of paths.
-            raise arguments.value_error("names", want[:250], short_repr(name))
+            raise arguments.value_error("names", want, repr(name))
         full[found[0]] = value
     return full
 
@@ -97,24 +97,22 @@ def check_tensors(
     tensors: Tensors,
     found: PretrainedInput,
     may_lack: Collection[str] = (),
-    dtypes: Collection[str] = DTYPES,
 ) -> Specs:
-    """The parameters; raises unless each has a tensor of its shape and of such a dtype.
+    """The parameters; raises unless each has a tensor of its shape.
 
     What stands beside the layer of the config is as it is stored.
     """
     parameters, names = parameters_of(tensors.path, found.config, found.bias), found.names or {}
     if missing := parameters.keys() - names.keys() - set(may_lack):
         want = f"a tensor for each parameter, also for {', '.join(sorted(missing))}"
-        raise arguments.value_error(tensors.path, want, f"only {short_repr(sorted(names))}")
+        raise arguments.value_error(tensors.path, want, f"only {sorted(names)}")
     for name, tensor in names.items():
-        check_dtype(tensors, tensor, dtypes)
         entry, step = tensors.entry(tensor), -1 if is_transposed(name, tensor) else 1
         beside = jax.ShapeDtypeStruct(entry.shape[::step], found.config.param_dtype)
         shape = parameters.setdefault(name, beside).shape[::step]
         # Apart from leading axes of 1.
         if entry.shape != (1,) * (len(entry.shape) - len(shape)) + shape:
-            want = f"shape {short_repr(list(shape))}, as the configuration says"
+            want = f"shape {list(shape)}, as the configuration says"
             raise arguments.value_error(f"{tensors.path}: {tensor}", want, entry)
     return parameters
 
@@ -137,11 +135,3 @@ def read_parameters(tensors: Tensors, names: Mapping[str, str], parameters: Spec
         # Unlike jnp.asarray, this makes no copy on a CPU.
         params.setdefault(module, {})[leaf] = jax.device_put(array.reshape(parameter.shape))
     return params
-
-
-def check_dtype(tensors: Tensors, tensor: str, dtypes: Collection[str] = DTYPES) -> None:
-    """Raises unless a tensor has such a dtype."""
-    entry = tensors.entry(tensor)
-    if entry.dtype not in dtypes:
-        got = f"{entry}: convert it first (a quantized model by its dequantize())"
-        raise arguments.value_error(f"{tensors.path}: {tensor}", " or ".join(dtypes), got)

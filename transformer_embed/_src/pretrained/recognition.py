@@ -16,7 +16,6 @@ from transformer_embed._src.pretrained.architecture import (
 )
 from transformer_embed._src.pretrained.architectures import by_model_type
 from transformer_embed._src.pretrained.files import Tensors, read_json
-from transformer_embed._src.pretrained.messages import short_repr
 
 # Not a ready call: neither a table's name nor its config.json says how its tokens are scaled.
 BY_HAND = "load any table with config and names"
@@ -58,14 +57,6 @@ class Published(NamedTuple):
         return self.stack or STACKS[0]
 
 
-class Match(NamedTuple):
-    """A row whose tensors a file has below a prefix, and the tensor name for each parameter."""
-
-    kind: Architecture
-    prefix: str
-    names: dict[str, str]
-
-
 def open_published(tensors: Tensors, stack: str | None, length: int | None) -> Published:
     """The files of a published model, with the entries of the config.json beside the tensors."""
     path = tensors.path.parent / "config.json"
@@ -85,8 +76,8 @@ def open_published(tensors: Tensors, stack: str | None, length: int | None) -> P
     return Published(tensors, stack, path, entries, model_type, outer, length)
 
 
-def recognised(file: Published, model_type: Any) -> Match:
-    """The row of a checkpoint, with the tensors of its input and output layers.
+def recognised(file: Published, model_type: Any) -> tuple[Architecture, str, dict[str, str]]:
+    """The row of a checkpoint, the prefix of its tensors, and the name of each parameter's.
 
     The type is that of settings or of config.json.
     """
@@ -95,11 +86,11 @@ def recognised(file: Published, model_type: Any) -> Match:
     kind = by_model_type(model_type)
     if kind is None:
         want = f"that of a known model, from settings or a config.json beside {tensors.path}"
-        got = f"{short_repr(model_type)}; {BY_HAND} ({tensors.listed()})"
+        got = f"{model_type!r}; {BY_HAND} ({tensors.listed()})"
         raise arguments.value_error("model_type", want, got)
     if not kind.has_stacks:
-        arguments.check_left_out("stack", file.stack, f"{kind.name} has one stack")
-    may_lack, found = (*kind.may_lack.split(), OUTPUT_TABLE, OUTPUT_BIAS), []
+        arguments.check_left_out("stack", file.stack, f"{kind.types} has one stack")
+    may_lack, found = (*kind.may_lack.split(), OUTPUT_TABLE, OUTPUT_BIAS), {}
     # Several names of a table may have one prefix.
     prefixes = dict.fromkeys(
         name.removesuffix(end)
@@ -114,21 +105,21 @@ def recognised(file: Published, model_type: Any) -> Match:
         }
         names = {parameter: names[0] for parameter, names in present.items() if names}
         if all(parameter.endswith(may_lack) for parameter in present.keys() - names.keys()):
-            found.append(Match(kind, prefix, names))
+            found[prefix] = names
     if len(found) != 1:
         side = f" (its {file.side}; `stack` says which)" if kind.has_stacks else ""
-        want = f"the tensors of one model {kind.name}{side}, or {BY_HAND}"
-        under = f"those under {short_repr([match.prefix for match in found])}"
+        want = f"the tensors of one model {kind.types}{side}, or {BY_HAND}"
+        under = f"those under {[*found]}"
         raise arguments.value_error(tensors.path, want, under if found else tensors.listed())
-    if reason := _reason(found[0], file):
-        want = f"an input layer like that of {kind.name}, or {BY_HAND}"
+    ((prefix, names),) = found.items()
+    if reason := _reason(kind, prefix, names, file):
+        want = f"an input layer like that of {kind.types}, or {BY_HAND}"
         raise arguments.value_error(tensors.path, want, reason)
-    return found[0]
+    return kind, prefix, names
 
 
-def _reason(match: Match, file: Published) -> str:
+def _reason(kind: Architecture, prefix: str, names: Mapping[str, str], file: Published) -> str:
     """Why the input layer is not like that of the row, as its tensors show; "": it is."""
-    kind, prefix, names = match
     files = file.tensors.files
     own = kind.tokens.format(stack=file.side).partition(".")[0]
     # Sinusoids may be stored; a stack has the other one beside it.

@@ -9,7 +9,6 @@ from transformer_embed._src import arguments
 from transformer_embed._src.positions import rotary_scaling
 from transformer_embed._src.pretrained.architecture import FULL, SLIDING, Architecture
 from transformer_embed._src.pretrained.entries import count
-from transformer_embed._src.pretrained.messages import short_repr
 
 Options = Mapping[str, Any]
 
@@ -35,11 +34,9 @@ SCALINGS = {
     # Sections for images are not a scaling.
     "mrope": None,
 }
-# Entries that config.json must say if the scaling has such an argument.
-NEEDED = "factor low_freq_factor high_freq_factor short_factor long_factor"
 NAMES = (
-    f"{NEEDED} rope_type beta_fast beta_slow truncate mscale mscale_all_dim attention_factor "
-    f"{ORIGINAL}"
+    "rope_type factor low_freq_factor high_freq_factor short_factor long_factor beta_fast "
+    f"beta_slow truncate mscale mscale_all_dim attention_factor {ORIGINAL}"
 )
 CONSECUTIVE, IN_TURNS = "consecutive", "in turns"
 # Of a file that anyone may have written.
@@ -121,8 +118,7 @@ def scaling(entries: Options, value: Options) -> rotary_scaling.Scaling | None:
     if not (values.get("mscale") and values.get("mscale_all_dim")):
         # The transformers library uses these two only if both are given.
         values |= {"mscale": 1.0, "mscale_all_dim": 0.0}
-    said = [name for name in taken if name in values or name in NEEDED.split()]
-    return made(**{name: values.get(name) for name in said})
+    return made(**{name: values[name] for name in taken if name in values})
 
 
 def flat(kind: Architecture, entries: Options) -> dict[str, Any]:
@@ -139,7 +135,7 @@ def flat(kind: Architecture, entries: Options) -> dict[str, Any]:
         said = {FULL: said} if "rope_parameters" in entries else {}
     elif not isinstance(said, Mapping | None) or {*(said or {})} - {*LAYERS}:
         want = f"an object with the entries {FULL} and {SLIDING}"
-        raise arguments.value_error("rope_parameters", want, short_repr(said))
+        raise arguments.value_error("rope_parameters", want, said)
     for layer, (*_, name) in LAYERS.items():
         source, value = name, found.pop(name, None)
         if said and layer in said and not value:
@@ -178,6 +174,6 @@ def _rename_old(source: str, inside: dict[str, Any]) -> None:
     near, far = inside.pop("short_mscale", None), inside.pop("long_mscale", None)
     if near != far:
         want = "equal short_mscale, long_mscale"
-        raise arguments.value_error(source, want, short_repr((near, far)))
+        raise arguments.value_error(source, want, (near, far))
     if near is not None:
         inside["attention_factor"] = near
