@@ -119,6 +119,11 @@ def test_without_tokens_nothing_is_found_and_nothing_moves(function, x):
     equal(of_table, 0)
 
 
+@pytest.mark.parametrize("function", [linear_log_probs, linear_kept_log_probs])
+def test_a_token_without_candidates_has_none(function):
+    assert function(X, TABLE, CANDIDATES[..., :0]).shape == (4, 6, 0)
+
+
 @every
 def test_16_bits_are_summed_in_float32_and_gradients_are_rounded_once(function):
     arrays = jnp.bfloat16(X), jnp.bfloat16(TABLE)

@@ -126,8 +126,8 @@ class Loss:
         """The values of a chunk times their weights."""
         labels, settings, weights = of_tokens
         losses, *others = _of_chunk(self, splits, labels, settings, layers)
-        of_losses, of_others = nan_outside(splits[0], of_tokens), weights.max(-1, keepdims=True)
-        return weighted(losses, of_losses), *(weighted(each, of_others) for each in others)
+        values = [weighted(losses, nan_outside(splits[0], of_tokens))]
+        return *values, *(weighted(each, weights.max(-1, keepdims=True)) for each in others)
 
     def returned(self, values: tuple[Array, ...], weights: Array) -> Any:
         """What the public function returns, of the reduced values and the weights."""
@@ -200,8 +200,9 @@ def _scan_chunks(
     def join(array):
         if array.ndim == 1:
             return array
-        tokens = array.swapaxes(0, 1).reshape(-1, array.shape[-1])
-        return tokens[: math.prod(shape)].reshape(*shape, array.shape[-1])
+        count, size, width = array.shape
+        tokens = array.swapaxes(0, 1).reshape(size * count, width)
+        return tokens[: math.prod(shape)].reshape(*shape, width)
 
     chunks = cut_into_chunks(loss.chunk_size, (xs, of_tokens))
     carry, values = jax.lax.scan(of_chunk, start(layers), chunks)

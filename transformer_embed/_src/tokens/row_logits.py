@@ -135,7 +135,9 @@ def of_column(
     """The values of each row in its columns, minus its shift; 0 where another device has them."""
     last = values.shape[1] - 1
     index = jnp.clip(columns, 0, last)
-    at_columns = jnp.take_along_axis(values, index, axis=1, mode="promise_in_bounds")
+    # One sum of gradients for a column is not atomic on a GPU. By vmap, a mesh may split the rows.
+    options = {"mode": "promise_in_bounds", "unique_indices": columns.shape[1] == 1}
+    at_columns = jax.vmap(lambda row, index: row.at[index].get(**options))(values, index)
     return jnp.where((columns >= 0) & (columns <= last), at_columns - shift, 0)
 
 
