@@ -1,7 +1,5 @@
 """The divergence of two output layers, beside whole logits in float64."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import jax.test_util
@@ -10,7 +8,7 @@ import pytest
 from compare import equal, near
 from drawn import normal
 from meshes import AUTO, EXPLICIT, mesh_of, put
-from references import whole_divergences, whole_logits
+from references import check, linear_divergence, whole_divergences, whole_logits
 from refused import refused
 from test_cross_entropy import products, temporaries
 
@@ -133,11 +131,8 @@ def test_rare_ids_and_bans_leave_no_nan(kind):
 def test_shift_moves_mask_and_weights_alone():
     x = X.copy()
     x[:, -1] = np.nan
-    loss = functools.partial(divergence, (x, *ARRAYS[1:]), reduction="none")
-    got = loss(mask=MASK, weights=WEIGHTS, shift=True, segment_ids=SEGMENTS)
-    follows = MASK[:, 1:] & (SEGMENTS[:, 1:] == SEGMENTS[:, :-1]) & (SEGMENTS[:, 1:] != 0)
-    want = oracle(ARRAYS, "forward")[:, :-1] * np.where(follows, WEIGHTS[:, 1:], 0)
-    near(got, np.pad(want, ((0, 0), (1, 0))), atol=ERROR)
+    options = {"mask": MASK, "weights": WEIGHTS, "shift": True, "segment_ids": SEGMENTS}
+    check(linear_divergence, x, STUDENT, TEACHER_X, TEACHER, reduction="none", **options)
 
 
 @pytest.mark.slow
