@@ -14,9 +14,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 import transformer_embed as te
 from transformer_embed._src.tables.rows.gathered_rows import GatheredRows, as_keys
-from transformer_embed._src.tables.rows.marks import are_marks, with_marks
+from transformer_embed._src.tables.rows.marks import are_marks, new_marks
 
-ROWS = GatheredRows(as_keys(jnp.array([1, 2])), with_marks(jnp.ones([2, 3])), 5)
+ROWS = GatheredRows(as_keys(jnp.array([1, 2])), jnp.ones([2, 3]), 5)
 
 
 OTHER_USES = {
@@ -189,9 +189,9 @@ def test_a_function_of_every_leaf_of_the_rows_is_an_error(change, message):
     ("dtype", "width"), [(jnp.float16, 300), (jnp.bfloat16, 1), (jnp.float32, 2)]
 )
 def test_marks_show_small_noise_in_any_dtype_and_width(dtype, width):
-    marked = with_marks(jnp.ones([2, width], dtype))
-    noise = 1e-3 * np.random.default_rng(0).normal(size=marked.shape)
+    marks = jnp.asarray(new_marks(width, dtype))
+    noise = 1e-3 * np.random.default_rng(0).normal(size=marks.shape)
     for scale in (1, -0.3, 123.4):
-        scaled = (marked * scale).astype(dtype)
-        assert are_marks(scaled[2:])
-        assert not are_marks((scaled + scale * noise).astype(dtype)[2:])
+        scaled = (marks * scale).astype(dtype)
+        assert are_marks(scaled)
+        assert not are_marks((scaled + scale * noise).astype(dtype))

@@ -20,14 +20,14 @@ from transformer_embed._src.tables.rows.distinct_ids import (
     sum_over_devices,
 )
 from transformer_embed._src.tables.rows.fingerprint import fits
-from transformer_embed._src.tables.rows.marks import MARKS, are_marks, with_marks, without_marks
+from transformer_embed._src.tables.rows.marks import MARKS, are_marks
 from transformer_embed._src.tables.rows.row_gradient import RowGradient, SomeRows
 from transformer_embed._src.tokens.lookup import Table, lookup
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["keys", "values", "sentinel"],
+    data_fields=["keys", "values", "marks"],
     meta_fields=["vocab_size", "reader", "name"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,17 +40,17 @@ class GatheredRows(SomeRows, Table):
     train the table densely.
 
     A function of its leaves sees only these rows. Its result is an error or not finite: `keys` are
-    no numbers, `sentinel` is NaN, and a lookup reads NaN if the marks among the values are not as
-    they were. Only what no number decides passes: sizes, counts, comparisons with NaN.
+    no numbers, and a lookup reads NaN if the marks are not as they were. Only what no number
+    decides passes: sizes, counts, comparisons with NaN.
 
     Args:
         keys: [k], the ids as `as_keys` makes them: int32, ascending and distinct; ids of vocab_size
             or above are padding.
-        values: [k + 3, d], the rows, then marks (see `marks`).
+        values: [k, d], the rows.
         vocab_size: number of rows of the table.
         reader: how rows that devices of a mesh hold are read: its `read`, and the `dtype` of the
             table. None: as those of a plain array.
-        sentinel: NaN, [1, d]; no lookup reads it.
+        marks: [3, d], floating (see `marks`).
         name: the parameter, for error messages.
     """
 
@@ -59,7 +59,7 @@ class GatheredRows(SomeRows, Table):
     vocab_size: int
     reader: Any = None
     _: dataclasses.KW_ONLY
-    sentinel: Any = None
+    marks: Any = None
     name: str = "table"
 
     @property
@@ -78,12 +78,14 @@ class GatheredRows(SomeRows, Table):
 
     def _gather_rows(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
         """The row of each id, or NaN; an id out of range reads the first or the last row."""
-        if self.reader is not None:
-            return self.reader.read(self.ids, self.values, ids).astype(self.dtype)
-        if len(self.values) != len(self.keys) + MARKS:
+        if len(self.marks) != MARKS:
             want = "its rows in their places"
             raise arguments.type_error(self.name, want, f"{len(self.values)} of them")
-        return rows_of_ids(self.ids, self.values, jnp.clip(ids, 0, self.vocab_size - 1))
+        # No id finds a row that is not one.
+        held = jnp.where(are_marks(self.marks), self.ids, -1)
+        if self.reader is not None:
+            return self.reader.read(held, self.values, ids).astype(self.dtype)
+        return rows_of_ids(held, self.values, jnp.clip(ids, 0, self.vocab_size - 1))
 
     def _use_error(self) -> str:
         """The message for any other use."""
@@ -101,15 +103,12 @@ def as_keys(ids: Int32[Array, "k"]) -> Key[Array, "k"]:
 def rows_of_ids(
     held: Int32[Array, "k"], values: Float[Array, "n d"], ids: Int32[Array, "..."]
 ) -> Float[Array, "... d"]:
-    """The value of each id, or NaN for an id that is not among the ascending ones that are held.
-
-    All are NaN if the marks are not as they were.
-    """
+    """The value of each id, or NaN for an id that is not among the ascending ones that are held."""
     # `find_each` would search again for the rows: XLA fuses its result into both uses.
     slots = jnp.minimum(count_below(held, ids), len(held) - 1)
     # Its gradient sums the repeats of a row before they round to 16 bits.
-    rows = lookup(without_marks(values), slots, out_of_range="clip")
-    is_right = (read_each(held, slots) == ids) & are_marks(values[len(held) :])
+    rows = lookup(values, slots, out_of_range="clip")
+    is_right = read_each(held, slots) == ids
     return jnp.where(is_right[..., None], rows, np.array(np.nan, rows.dtype))
 
 
@@ -170,13 +169,12 @@ def as_taken(
     reader: Any = None,
 ) -> tuple[GatheredRows, Callable[[Array], RowGradient]]:
     """What `_take_rows` returns for rows that are the same wherever the batch is read."""
-    values = with_marks(rows)
 
-    def gradient(cotangent: Float[Array, "n d"]) -> RowGradient:
-        held, sums = known_after_reading(ids, values), without_marks(cotangent)
+    def gradient(sums: Float[Array, "k d"]) -> RowGradient:
+        held = known_after_reading(ids, rows)
         # `jax.grad` inserts this sum for arrays that devices with different batches share.
         if axes := tuple(sorted(varying_axes(sums) - varying_axes(array))):
             held, sums = sum_over_devices(held, sums, vocab_size, axes)
         return RowGradient(held, sums, vocab_size)
 
-    return GatheredRows(as_keys(ids), values, vocab_size, reader), gradient
+    return GatheredRows(as_keys(ids), rows, vocab_size, reader), gradient

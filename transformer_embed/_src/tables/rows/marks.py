@@ -1,14 +1,17 @@
-"""Marked rows at the end of an array of rows, which show what a function did to all of it.
+"""Numbers beside some rows of a table that show what a function did to all of them.
 
 A loss sees some rows of a table in the table's place. A function of such an array (a norm, a mean,
-a maximum, noise) does not give what it gives for the table, but it also changes the marks:
+a maximum, noise) does not give what it gives for the table. But a function of all parameters meets
+this array too, and changes it:
 
-    infinity        changes every sum, mean, norm and maximum
+    NaN             becomes every sum, mean, norm and maximum, also as a term of the loss
     u, u, ...       tiny numbers: anything that is added changes their ratio to
     2u, 2u, ...     these
 
-A function that treats each number alike, such as a scale or a cast, keeps infinity and the ratios.
+A function that treats each number alike, such as a scale or a cast, keeps NaN and the ratios.
 """
+
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,23 +20,17 @@ from jaxtyping import Array, Bool, Float
 MARKS = 3
 
 
-def with_marks(values: Float[Array, "k d"]) -> Float[Array, "k+3 d"]:
-    """The rows, then the marks."""
-    width, dtype = values.shape[1], values.dtype
+def new_marks(width: int, dtype: Any) -> Float[np.ndarray, "3 d"]:
+    """The marks of rows. Of numpy, since jax_debug_nans lets them pass."""
     # Its products with usual numbers are neither zero nor subnormal.
     unit = 2.0 ** (jnp.finfo(dtype).minexp // 2)
-    marks = np.repeat([[np.inf], [unit], [2 * unit]], width, axis=1)
-    return jnp.concatenate([values, marks.astype(dtype)])
-
-
-def without_marks(values: Float[Array, "n d"]) -> Float[Array, "n-3 d"]:
-    """The rows alone."""
-    return values[: len(values) - MARKS]
+    return np.repeat([[np.nan], [unit], [2 * unit]], width, axis=1).astype(dtype)
 
 
 def are_marks(marks: Float[Array, "3 d"]) -> Bool[Array, ""]:
     """Whether marks are as they were, up to a scale of each column."""
-    infinite, units, doubles = marks
+    # Of all at once, which is not NaN.
+    is_nan = jnp.isnan(marks)
+    units, doubles = marks[1], marks[2]
     tolerance = 2 * jnp.finfo(marks.dtype).eps * jnp.abs(doubles)
-    is_near = jnp.abs(doubles - 2 * units) <= tolerance
-    return jnp.all(jnp.isinf(infinite) & is_near)
+    return jnp.all(is_nan[0] & (jnp.abs(doubles - 2 * units) <= tolerance))

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from transformer_embed._src import arguments
 from transformer_embed._src.tables.rows.distinct_ids import as_max_rows
 from transformer_embed._src.tables.rows.gathered_rows import GatheredRows, is_leaf, row_table
+from transformer_embed._src.tables.rows.marks import new_marks
 from transformer_embed._src.tables.rows.row_gradient import as_arrays
 from transformer_embed._src.tokens.lookup import as_table
 
@@ -118,10 +118,8 @@ def _take_tables(
         rows, to_gradient = table._take_rows(
             arguments.as_int32("ids", table_ids), as_max_rows(bounds.get(name))
         )
-        # Loud, if the loss reads all leaves of the parameters as numbers. Of numpy, since
-        # jax_debug_nans lets it pass.
-        sentinel = np.full((1, rows.shape[1]), np.nan, rows.values.dtype)
-        taken[index] = dataclasses.replace(rows, sentinel=sentinel, name=name), to_gradient
+        marks = new_marks(rows.shape[1], rows.values.dtype)
+        taken[index] = dataclasses.replace(rows, marks=marks, name=name), to_gradient
     return taken
 
 

@@ -40,7 +40,6 @@ from transformer_embed._src.tables.rows.gathered_rows import (
     GatheredRows,
     as_keys,
 )
-from transformer_embed._src.tables.rows.marks import with_marks, without_marks
 from transformer_embed._src.tables.rows.row_gradient import RowGradient
 from transformer_embed._src.tables.sharded.table_split import RowReader, TableSplit
 from transformer_embed._src.tokens.lookup_gradient import read_or_zero
@@ -55,7 +54,7 @@ def gather_from_owners(
     """
     # Owners sum the gradients that devices return, before these round to 16 bits.
     rows, _ = take_from_owners(split, arguments.widened(array), ids, as_max_rows(None))
-    return rows._gather_rows(ids).astype(array.dtype)
+    return rows.reader.read(rows.ids, rows.values, ids).astype(array.dtype)
 
 
 def take_from_owners(
@@ -88,7 +87,7 @@ def take_from_owners(
 def _ask_owners(
     split: TableSplit, max_rows: int, array: Float[Array, "m d"], ids: Int32[Array, "..."]
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """On each device, the slots that it asks for, and their rows in float32 or wider, with marks.
+    """On each device, the slots that it asks for, and their rows in float32 or wider.
 
     Then what `_return_to_owners` needs: the index of the first slot sent to each owner, where each
     slot received is among the distinct ones, and the rows of its shard that these are.
@@ -123,7 +122,7 @@ def _ask_owners(
             .get(mode="fill", fill_value=jnp.nan, unique_indices=True)
         )
         # Padding does not fit either, but only a row that was asked for may read as NaN.
-        values = with_marks(arguments.widened(jnp.where((slots < size)[:, None], values, 0)))
+        values = arguments.widened(jnp.where((slots < size)[:, None], values, 0))
         return slots, values, starts, merged, known_after_reading(shard_rows, values)
 
     in_specs = PartitionSpec(split.rows), PartitionSpec(*by_dimension)
@@ -146,7 +145,7 @@ def _return_to_owners(
 
     def send(starts, merged, shard_rows, gradient):
         room = len(merged) // owners
-        received = _send(split, room, starts, without_marks(gradient), 0)
+        received = _send(split, room, starts, gradient, 0)
         sums = sum_by_index(received, merged, len(shard_rows))
         if replicas:
             shard_rows, sums = (
