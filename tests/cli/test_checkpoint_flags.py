@@ -11,7 +11,6 @@ SHAPES = {
     "LayerNorm.weight": 8,
     "LayerNorm.bias": 8,
 }
-FLAGS = "(on the command line: --model-type NAME, --settings FILE.json)"
 
 
 @pytest.fixture
@@ -35,17 +34,9 @@ def said(tmp_path):
     return write
 
 
-def test_a_device_without_an_end_is_read_to_a_bound(fails, bert, monkeypatch):
-    monkeypatch.setattr("transformer_embed.cli.arguments.MOST_BYTES", 99)
-    message = "/dev/zero holds more than 99 bytes; split it"
-    assert message in fails("inspect", bert, "--settings", "/dev/zero")
-
-
-def test_what_a_lone_file_lacks_is_asked_for_by_the_names_of_flags(fails, bert):
-    assert FLAGS in fails("inspect", bert)
-    line = fails("inspect", bert, "--model-type", "bert")
-    assert "layer_norm_eps" in line
-    assert FLAGS in line
+def test_what_a_lone_file_lacks_is_asked_for(fails, bert):
+    assert "model_type: wanted that of a known model" in fails("inspect", bert)
+    assert "layer_norm_eps" in fails("inspect", bert, "--model-type", "bert")
 
 
 def test_settings_are_read_from_a_file_and_model_type_is_added(prints, bert, said):
@@ -59,7 +50,7 @@ def test_settings_are_read_from_a_file_and_model_type_is_added(prints, bert, sai
 def test_embed_takes_them_too(prints, bert, said, tmp_path):
     ids, out = tmp_path / "ids", tmp_path / "x.npz"
     ids.write_text("1 2 3\n")
-    flags = ["--from", bert, *said(layer_norm_eps=0.5, model_type="bert"), "--out", out, "--quiet"]
+    flags = ["--from", bert, *said(layer_norm_eps=0.5, model_type="bert"), "--out", out]
     prints("embed", ids, *flags, "--ids")
     with np.load(out) as arrays:
         assert arrays["embeddings"].shape == (1, 3, 8)
@@ -68,16 +59,13 @@ def test_embed_takes_them_too(prints, bert, said, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "--settings: {path} is not JSON (Expecting property name"),
-        ("[" * 100_000, "--settings: {path} is not JSON ("),
-        ("[1]", "--settings: wanted a JSON object such as config.json holds, got a list in {path}"),
-        (None, "cannot read {path}: No such file or directory"),
+        ("{", "Expecting property name"),
+        ("[1]", "settings: wanted a mapping, or None, got list"),
+        (None, "No such file or directory"),
     ],
 )
 def test_settings_that_cannot_be_read(fails, bert, tmp_path, content, message):
     path = tmp_path / "settings.json"
     if content is not None:
         path.write_text(content)
-    line = fails("inspect", bert, "--settings", path)
-    assert message.format(path=path) in line
-    assert FLAGS not in line
+    assert message in fails("inspect", bert, "--settings", path)

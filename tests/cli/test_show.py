@@ -99,7 +99,6 @@ def test_the_style_of_the_user_does_not_change_the_file(prints, tmp_path):
 
 SUFFIXES = "--out: wanted a name that ends in .png, .svg, .pdf, got"
 TO = ["--out", "x.png"]
-WIDTH = "argument --width: wanted a number from 2 to 40, got"
 
 
 @pytest.mark.parametrize(
@@ -107,15 +106,12 @@ WIDTH = "argument --width: wanted a number from 2 to 40, got"
     [
         (["mask", "--out", "x.gif"], f"{SUFFIXES} 'x.gif'"),
         (["mask", "--out", "png"], f"{SUFFIXES} 'png'"),
-        (["mask", "--out", "missing/x.png"], "cannot write missing/x.png: No such file or directory"),
+        (["mask", "--out", "missing/x.png"], "cannot write missing/x.png: name a file in a folder"),
         ([], "the following arguments are required: PICTURE"),
         (["sky", *TO], "invalid choice: 'sky'"),
-        (["rotary", "--length", "0", *TO], "argument --length: wanted an integer from 1 to 4096, got '0'"),
         (["rotary", "--head-dim", "3", *TO], "head_dim: wanted an even number of channels, to make pairs, got 3"),
-        (["mask", "--chunk", "0", *TO], "argument --chunk: wanted an integer from 1 to 1000000000, got '0'"),
+        (["mask", "--chunk", "0", *TO], "chunk: wanted an int of at least 1, got 0"),
         (["mask", "--length", "3", *TO], "unrecognized arguments: --length 3"),
-        (["mask", "--width", "1", *TO], f"{WIDTH} '1'"),
-        (["mask", "--tokens", "a", "日本", *TO], "Glyph 26085 (\\N{CJK UNIFIED IDEOGRAPH-65E5}) missing from font(s) DejaVu Sans"),
     ],
 )  # fmt: skip
 def test_show_errors_are_one_line(monkeypatch, fails, tmp_path, arguments, message):
@@ -134,10 +130,3 @@ def test_a_picture_is_written_whole_or_not_at_all(monkeypatch, fails, tmp_path):
     out.write_bytes(b"old")
     assert "No space" in fails("show", "mask", "--out", out)
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
-
-
-def test_a_tilde_that_the_shell_left_is_the_home(prints, fails, monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    prints("show", "mask", "--out=~/x.png")
-    assert (tmp_path / "x.png").exists()
-    assert f"cannot read {tmp_path}/y: " in fails("inspect", "~/y")

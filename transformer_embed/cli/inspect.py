@@ -11,15 +11,13 @@ from transformer_embed._src.arguments import shown
 from transformer_embed._src.layers.embedder import ROOT
 from transformer_embed._src.pretrained.architecture import BIAS
 from transformer_embed._src.pretrained.parameters import by_path
-from transformer_embed.cli.arguments import PATH
-from transformer_embed.cli.checkpoint import add_checkpoint_flags, read_checkpoint
+from transformer_embed.cli.arguments import add_checkpoint_flags, read_checkpoint
 
 
 def add_to(commands: Any) -> None:
     """Adds the command to the parser's."""
     parser = commands.add_parser(
         "inspect",
-        allow_abbrev=False,
         help="print the input layer found in a checkpoint",
         description="Prints the input layer of a published model's checkpoint, or of a file that "
         "`train --out` wrote: the code that makes the layer, each parameter "
@@ -29,7 +27,6 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
-        **PATH,
         help="a safetensors file, the index file of a sharded checkpoint, or a folder with one of "
         "them",
     )

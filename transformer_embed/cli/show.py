@@ -6,32 +6,26 @@ from typing import Any
 import numpy as np
 
 import transformer_embed as te
-from transformer_embed.cli.arguments import (
-    COUNT,
-    DISTANCE,
-    PATH,
-    number,
-)
-from transformer_embed.cli.picture import draw_file
+from transformer_embed._src.pretrained.files import open_whole
+from transformer_embed.cli.arguments import writable
 
-# Pictures of more numbers would fill the memory.
-SIZE = {"type": number(1, 4096), "metavar": "N"}
+PIXELS_WIDE = 960
+NUMBER = {"type": int, "metavar": "N"}
 FLAGS: dict[str, dict[str, Any]] = {
     "out": {
         "required": True,
         "metavar": "X.png",
-        **PATH,
         "help": "file to write; X.svg and X.pdf choose those formats",
     },
     "width": {
-        "type": number(2, 40, float),
+        "type": float,
         "metavar": "INCHES",
         "help": "width of the picture; text is relatively larger in a narrower one "
         "(default: %(default)s)",
     },
-    "length": {**SIZE, "help": "number of positions (default: %(default)s)"},
-    "d-model": {**SIZE, "help": "number of channels (default: %(default)s)"},
-    "head-dim": {**SIZE, "help": "number of channels of a head, even (default: %(default)s)"},
+    "length": {**NUMBER, "help": "number of positions (default: %(default)s)"},
+    "d-model": {**NUMBER, "help": "number of channels (default: %(default)s)"},
+    "head-dim": {**NUMBER, "help": "number of channels of a head, even (default: %(default)s)"},
     "base": {
         "type": float,
         "metavar": "X",
@@ -48,20 +42,12 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "window": {
         "nargs": 2,
-        "type": DISTANCE,
+        "type": int,
         "metavar": ("BACK", "AHEAD"),
         "help": "how many keys before and after its position a query may attend to",
     },
-    "chunk": {
-        "type": COUNT,
-        "metavar": "N",
-        "help": "hide keys outside the query's chunk of N positions",
-    },
-    "prefix": {
-        "type": DISTANCE,
-        "metavar": "N",
-        "help": "let the first N positions all attend to each other",
-    },
+    "chunk": {**NUMBER, "help": "hide keys outside the query's chunk of N positions"},
+    "prefix": {**NUMBER, "help": "let the first N positions all attend to each other"},
 }
 
 
@@ -69,16 +55,13 @@ def add_to(commands: Any) -> None:
     """Adds the command to the parser's."""
     show = commands.add_parser(
         "show",
-        allow_abbrev=False,
         help="draw a picture of an encoding, a rotation, a mask or an error",
         description="Draws a picture of what this package computes and writes it to a PNG, SVG or "
         "PDF file. Needs matplotlib: pip install '.[plots]'.",
     )
     pictures = show.add_subparsers(required=True, metavar="PICTURE")
     for draw, defaults in PICTURES.items():
-        parser = pictures.add_parser(
-            draw.__name__, allow_abbrev=False, help=draw.__doc__, description=draw.__doc__
-        )
+        parser = pictures.add_parser(draw.__name__, help=draw.__doc__, description=draw.__doc__)
         parser.set_defaults(run=run, draw=draw)
         for name, default in {"out": None, "width": 6.4, **defaults}.items():
             parser.add_argument(f"--{name}", default=default, **FLAGS[name])
@@ -86,7 +69,22 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Writes the picture and prints its title."""
-    title = draw_file(args.out, lambda ax: args.draw(ax, args), width=args.width)
+    path = writable(args.out, (".png", ".svg", ".pdf"))
+    try:
+        from matplotlib import style  # noqa: PLC0415 (slow to load)
+        from matplotlib.figure import Figure  # noqa: PLC0415
+    except ImportError as error:
+        raise ImportError(f"{error}; pip install '.[plots]' installs it") from error
+
+    # Whatever the user's settings.
+    with style.context("default"):
+        # As many pixels at any width.
+        size, dpi = (args.width, 0.75 * args.width), PIXELS_WIDE / args.width
+        figure = Figure(size, dpi, layout="constrained")
+        title = args.draw(figure.subplots(), args)
+        figure.suptitle(title, wrap=True)
+        with open_whole(path) as file:
+            figure.savefig(file, format=args.out[-3:].lower())
     print(f"{args.out}: {title}")
 
 

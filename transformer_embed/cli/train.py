@@ -1,7 +1,6 @@
 """The command `train`: trains small Transformers on text, and compares their positions."""
 
 import argparse
-import hashlib
 import pathlib
 import sys
 import sysconfig
@@ -9,23 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from transformer_embed import pretrained
-from transformer_embed.cli.arguments import (
-    COUNT,
-    PATH,
-    UserError,
-    contents,
-    number,
-    writable,
-    writing,
-)
-from transformer_embed.cli.picture import draw_file, drawable
+from transformer_embed.cli.arguments import writable
 
 LIBRARY_BYTES = 8_000_000
-
-
 NAMES = ("sinusoidal", "learned", "rotary", "alibi", "none")
 
 
@@ -33,11 +20,10 @@ def add_to(commands: Any) -> None:
     """Adds the command to the parser's."""
     parser = commands.add_parser(
         "train",
-        allow_abbrev=False,
         help="train small causal Transformers on text, and compare their positions",
         description="Trains small causal Transformers (2 layers, 128 wide, 4 heads, a context of "
         "128 bytes) that differ in their positions, from one seed. All train on the first 95% of "
-        "the text, on all devices, and are scored on the last 5%, in texts of 128 bytes and of 2 "
+        "the text, and are scored on the last 5%, in texts of 128 bytes and of 2 "
         "and 4 times as many, beside a unigram model (the frequencies of single bytes). The score "
         "is bits per byte: lower is better. Two of them take about a minute on 2 CPU cores. "
         "Equal arguments give equal figures on one machine.",
@@ -46,7 +32,6 @@ def add_to(commands: Any) -> None:
         "files",
         nargs="*",
         metavar="FILE",
-        **PATH,
         help="text to train on (default: the source of Python's standard library)",
     )
     parser.add_argument(
@@ -59,30 +44,22 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--out",
         metavar="PARAMS.safetensors",
-        **PATH,
         help="file to write the model with the first positions to; `embed` reads it",
     )
     parser.add_argument(
-        "--plot",
-        metavar="X.svg",
-        **PATH,
-        help="file to draw the losses to; X.png and X.pdf choose those formats",
-    )
-    parser.add_argument(
         "--steps",
-        type=COUNT,
+        type=int,
         default=750,
         metavar="N",
         help="training steps for each model (default: %(default)s)",
     )
     parser.add_argument(
         "--seed",
-        type=number(0, 2**31 - 1),
+        type=int,
         default=0,
         metavar="N",
         help="seed of the parameters and batches (default: %(default)s)",
     )
-    parser.add_argument("--quiet", action="store_true", help="show no progress bars")
     parser.set_defaults(run=run)
 
 
@@ -95,41 +72,34 @@ def _names(text: str) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the scores and, with --out and --plot, writes the first model and the losses."""
+    """Prints the scores and, with --out, writes the first model."""
     # An empty name is a mistake, not the absence of one.
-    out = None if args.out is None else writable(args.out, (".safetensors",), *args.files)
-    if args.plot is not None:
-        drawable(args.plot, *args.files)
-    text, source = b"".join(map(contents, args.files)), ", ".join(args.files)
-    if not args.files:
-        text, source = _library()
+    out = None if args.out is None else writable(args.out, (".safetensors",))
+    text, source = _library()
+    if args.files:
+        text = b"".join(pathlib.Path(file).read_bytes() for file in args.files)
+        source = ", ".join(args.files)
     # optax is slow to load, so arguments and files are checked first.
     from transformer_embed.cli import language_model  # noqa: PLC0415
 
     if len(text) < language_model.SHORTEST_TEXT:
         shortest = language_model.SHORTEST_TEXT
-        raise UserError(
+        raise ValueError(
             f"the text has {len(text)} bytes; give FILEs of {shortest} bytes or more in all"
         )
-    digest = hashlib.sha256(text).hexdigest()
     # At once, also into a pipe: training takes a minute.
-    print(f"text: {source}, {len(text):,} bytes\nsha256: {digest}", flush=True)
-    options = {"steps": args.steps, "seed": args.seed, "quiet": args.quiet}
+    print(f"text: {source}, {len(text):,} bytes", flush=True)
     results = {}
     for name in args.positions:
-        results[name] = language_model.train(text, name, **options)
+        results[name] = language_model.train(text, name, steps=args.steps, seed=args.seed)
         if len(results) > 1:
             continue
         # Before the others, which take as long.
         kept = "No model is kept; `--out PARAMS.safetensors` writes the first one to a file."
         if out:
-            with writing(out):
-                pretrained.save_embedder(out, language_model.config(name), results[name].params)
+            pretrained.save_embedder(out, language_model.config(name), results[name].params)
             kept = f"The model with {name} positions is in {args.out}."
         print(kept, flush=True)
-    if args.plot:
-        draw_file(args.plot, lambda ax: _curves(ax, results))
-        print(f"The losses are in {args.plot}.")
     print("\n".join(_table(results, language_model.LENGTHS)))
     # Shares that sum to 1.
     size, unigram = language_model.VOCAB_SIZE - 1, language_model.unigram_bits(text)
@@ -162,24 +132,12 @@ def verdict(bits: Mapping[str, float], steps: int) -> str:
     return f"Best: {best}, {saved:.2f} bits per byte fewer than {worst}, after {steps:,} steps."
 
 
-def _curves(ax: Any, results: Mapping[str, Any]) -> str:
-    """Draws the mean loss of each fiftieth of the steps; returns a title."""
-    for name, result in results.items():
-        parts = np.array_split(result.losses, min(50, len(result.losses)))
-        steps = np.cumsum([len(part) for part in parts])
-        ax.plot(steps, [part.mean() for part in parts], label=name)
-    ax.set(xlabel="step", ylabel="loss (bits per byte)")
-    ax.grid(alpha=0.3)
-    ax.legend(frameon=False)
-    return "losses of training"
-
-
 def _library() -> tuple[bytes, str]:
     """The top-level modules of the standard library in sorted order, and their name."""
     folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))[:LIBRARY_BYTES]
     if not text:
-        raise UserError(
+        raise ValueError(
             f"{folder} does not hold the source of the standard library; name a FILE to train on"
         )
     return text, f"Python {sys.version.split()[0]} standard library"
