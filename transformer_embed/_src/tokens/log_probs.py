@@ -222,15 +222,11 @@ def linear_kept_log_probs(
     return compute(loss, ((x, output),), temperature=temperature, **tokens)
 
 
-class KeptLogProbs(Loss):
-    """The log-probability of each label among those of its token, without other rows."""
-
-    def returned(self, values: tuple[Array, ...], weights: Array) -> Float[Array, "... k"]:
-        """The log-probabilities, -inf where they are not counted."""
-        return jnp.where(weights == 0, -jnp.inf, values[0])
+class KeptLogProbs(LogProbs):
+    """The negative log-probability of each label among those of its token, without other rows."""
 
     def of_tokens(self, splits: Splits, of_tokens: OfTokens, layers: Layers) -> tuple[Array]:
-        """The log-probabilities of a chunk."""
+        """The losses of a chunk."""
         (split,), (x, _, bias, rows) = splits, layers[0]
         columns = jnp.asarray(of_tokens.labels) - index_along(split.vocabulary) * len(rows)
         # As uint32, a negative column is past the end, like that of another device's row.
@@ -247,4 +243,4 @@ class KeptLogProbs(Loss):
         # Where none is counted, the sum is that of all: its gradient is finite.
         is_kept |= ~is_kept.any(-1, keepdims=True)
         log_z = jax.nn.logsumexp(jnp.where(is_kept, logits, -jnp.inf), axis=-1, keepdims=True)
-        return (logits - log_z,)
+        return (log_z - logits,)

@@ -72,10 +72,6 @@ class TopK(Loss):
 
     k: int = 1
 
-    def returned(self, values: tuple[Array, ...], weights: Array) -> tuple[Array, ...]:
-        """The values."""
-        return values
-
     def of_tokens(
         self, splits: Splits, of_tokens: OfTokens, layers: Layers
     ) -> tuple[Float[Array, "t k"], Int32[Array, "t k"]]:
