@@ -446,7 +446,7 @@ TYPE_ERRORS = [
     (lambda: te.mask_to_bias(MASK), "AttentionMask: wanted an array, got the rule of one (mask.dense() is its array)"),
 ]  # fmt: skip
 VALUE_ERRORS = [
-    (lambda: mask_of(keys=TokenPositions.from_lengths([1, 2, 3], 4)), "queries.positions and queries.segment_ids and keys.positions and keys.segment_ids: wanted the same number of rows, or 1, got 2 and 2 and 3 and 3"),
+    (lambda: mask_of(keys=TokenPositions.from_lengths([1, 2, 3], 4)), "queries and keys: wanted the same number of rows, or 1, got 2 and 3"),
     (lambda: mask_of(keys=TokenPositions([0, 1])), "keys.segment_ids: wanted an array, since queries.segment_ids is given, got None"),
     (lambda: mask_of(TOKENS.with_block_ids([0] * 4), TOKENS), "keys.block_ids: wanted an array, since queries.block_ids is given, got None"),
     (lambda: mask_of(keys=TOKENS.with_block_ids([0] * 4)), "queries.block_ids: wanted an array, since keys.block_ids is given, got None"),
@@ -463,7 +463,7 @@ VALUE_ERRORS = [
     (lambda: TokenPositions.from_parents([-1], offset=[[1]]), "offset: wanted shape [] or [batch], got shape [1, 1]"),
     (lambda: te.shared_prefix_parents([2], [3], 9), "answer_lengths: wanted shape [batch, answers], got shape [1]"),
     (lambda: te.shared_prefix_parents([2], [[3], [1]], 9), "answer_lengths: wanted rows as prefix_lengths, 1, got 2"),
-    (lambda: te.shared_prefix_parents([0], [[3]], 9), "prefix_lengths: wanted integers inside the row, 1..9, got 0 at index [0]"),
+    (lambda: te.shared_prefix_parents([-1], [[3]], 9), "prefix_lengths: wanted integers inside the row, 0..9, got -1 at index [0]"),
     (lambda: te.shared_prefix_parents([6], [[2, 2]], 9), "length: wanted at least 10, the longest row, got 9"),
     (lambda: MASK | mask_of(TREE), "mask: wanted the queries and keys of the other mask, (4, 4), got (2, 2)"),
     (lambda: mask_of(sinks=1), "sinks: wanted None, since no window hides them, got int 1"),

@@ -378,6 +378,15 @@ def as_int32(name: str, value: ArrayLike) -> jax.Array:
     return jnp.asarray(array, jnp.int32)
 
 
+def as_indices(name: str, value: ArrayLike, highest: int, what: str, *axes: str) -> jax.Array:
+    """Integers with these axes, as int32; those on the host are inside 0..highest."""
+    array = as_int32(name, as_integers(name, value, 0, highest, what))
+    if array.ndim != len(axes):
+        want = f"shape [{', '.join(axes)}]"
+        raise value_error(name, want, f"shape {list(array.shape)}")
+    return array
+
+
 def _integers(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
     """Integers of any width."""
     array = as_array(name, value)

@@ -13,7 +13,6 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.attention.attention_rule import (
     Fields,
-    Limits,
     Window,
     fields,
     may_attend,
@@ -26,11 +25,9 @@ from transformer_embed._src.compiled import compiled
 from transformer_embed._src.pytrees import register_pytree
 from transformer_embed._src.sequences.token_positions import (
     TokenPositions,
-    arrays_of,
-    as_indices,
-    as_made,
     check_numbers_of_rows,
     check_token_positions,
+    number_of_rows,
 )
 
 
@@ -119,19 +116,30 @@ class AttentionMask(Mask):
             chunk=arguments.size,
             sinks=arguments.size,
         )
-        if limits(self).left is None:
+        if self.reach[0] is None:
             arguments.check_left_out("sinks", self.sinks, "no window hides them")
-        if sides(self)[1].ends is not None:
+        if self.sides[1].ends is not None:
             if not self.causal:
                 raise arguments.value_error("causal", "True, for keys of a tree", False)
             for name in ("window", "chunk"):
                 arguments.check_left_out(name, getattr(self, name), "the keys are of a tree")
 
     @property
+    def sides(self) -> tuple[TokenPositions, TokenPositions]:
+        """The queries and the keys, one object in self-attention."""
+        return self.queries, self.queries if self.keys is None else self.keys
+
+    @property
     def lengths(self) -> tuple[int, int]:
         """The numbers of queries and of keys."""
-        queries, keys = sides(self)
+        queries, keys = self.sides
         return queries.positions.shape[-1], keys.positions.shape[-1]
+
+    @property
+    def reach(self) -> Window:
+        """How many places before and after its own a query sees; None: no limit."""
+        left, right = self.window or (None, None)
+        return left, 0 if self.causal else right
 
     def dense(self) -> Bool[Array, "*b 1 t s"]:
         """The mask as an array, in the smallest shape that broadcasts.
@@ -149,9 +157,8 @@ class AttentionMask(Mask):
             >>> te.AttentionMask(tokens, causal=True, window=(1, 0)).dense()[0, 0].tolist()
             [[True, False, False], [True, True, False], [False, True, True]]
         """
-        mask, (queries, keys) = _dense(self), (self.queries, self.keys or self.queries)
-        is_row = queries.positions.ndim == keys.positions.ndim == 1
-        return mask[0] if is_row else mask
+        is_row = all(side.positions.ndim == 1 for side in self.sides)
+        return _dense(self)[0] if is_row else _dense(self)
 
     def tile(
         self, query_start: ArrayLike, key_start: ArrayLike, shape: tuple[int, int]
@@ -185,8 +192,8 @@ class AttentionMask(Mask):
         queries, keys = self.lengths
         inside = f"the mask, for a tile of {shape}"
         starts = [
-            as_indices("query_start", query_start, queries - shape[0], inside),
-            as_indices("key_start", key_start, keys - shape[1], inside),
+            arguments.as_indices("query_start", query_start, queries - shape[0], inside),
+            arguments.as_indices("key_start", key_start, keys - shape[1], inside),
         ]
         return _tile(self, starts, shape)
 
@@ -222,42 +229,25 @@ class AttentionMask(Mask):
             if length % size:
                 want = f"a divisor of the number of {side}, {length} (pad the batch to a multiple)"
                 raise arguments.value_error("shape", want, size)
-        return tile_kinds(self.queries, self.keys, shape, limits(self))
+        return tile_kinds(self, shape)
 
 
 register_pytree(AttentionMask, "causal", "window", "chunk", "sinks")
 
 
-def sides(mask: AttentionMask) -> tuple[TokenPositions, TokenPositions]:
-    """The queries and the keys, one object in self-attention."""
-    queries = as_made(mask.queries)
-    return queries, queries if mask.keys is None else as_made(mask.keys)
-
-
-def limits(mask: AttentionMask) -> Limits:
-    """How far from its own place a query sees."""
-    left, right = mask.window or (None, None)
-    return Limits(left, 0 if mask.causal else right, mask.chunk, mask.sinks)
-
-
-def reach(mask: AttentionMask) -> Window:
-    """How many places before and after its own a query sees."""
-    return limits(mask)[:2]
-
-
 def _check_sides(queries: TokenPositions, keys: TokenPositions) -> None:
     """Raises a ValueError unless one can attend to the other."""
-    arrays = {f"queries.{name}": array for name, array in arrays_of(queries).items()}
-    arrays |= {f"keys.{name}": array for name, array in arrays_of(keys).items()}
+    sides = {"queries": queries, "keys": keys}
     # Without segment ids, queries see the keys of every segment.
-    for name, other in (
-        ("keys.segment_ids", "queries.segment_ids"),
-        ("keys.block_ids", "queries.block_ids"),
-        ("queries.block_ids", "keys.block_ids"),
+    for field, side, other in (
+        ("segment_ids", "keys", "queries"),
+        ("block_ids", "keys", "queries"),
+        ("block_ids", "queries", "keys"),
     ):
-        if other in arrays and name not in arrays:
-            raise arguments.value_error(name, f"an array, since {other} is given", "None")
-    check_numbers_of_rows(arrays)
+        if getattr(sides[side], field) is None and getattr(sides[other], field) is not None:
+            want = f"an array, since {other}.{field} is given"
+            raise arguments.value_error(f"{side}.{field}", want, None)
+    check_numbers_of_rows({side: number_of_rows(tokens) for side, tokens in sides.items()})
 
 
 def _pair(name: str, value: Any, convert: Callable[[str, Any], Any]) -> tuple[Any, Any]:
@@ -283,29 +273,28 @@ def _slice(tokens: Fields, start: Array, size: int) -> Fields:
     }
 
 
-def _expanded(mask: AttentionMask, tokens: Fields, *axes: int) -> Fields:
-    expanded = {name: jnp.expand_dims(array, axes) for name, array in tokens.items()}
-    return with_conditions(expanded, limits(mask))
+def _pairs(mask: AttentionMask, queries: Fields, keys: Fields) -> Bool[Array, "b t s"]:
+    of_sides = (
+        with_conditions({name: jnp.expand_dims(array, axis) for name, array in side.items()}, mask)
+        for side, axis in ((queries, 2), (keys, 1))
+    )
+    return may_attend(*of_sides)
 
 
 # The functions below are compiled even if the caller is not.
 @compiled()
 def _dense(mask: AttentionMask) -> Bool[Array, "b 1 t s"]:
-    queries, keys = sides(mask)
     # Only the queries' length may stay split.
-    of_queries = _expanded(mask, fields(queries, keys, mask.chunk), 1, 3)
-    # It follows from the equal segment of a key, and would give each query a row of its own.
-    del of_queries["is_token"]
-    of_keys = _expanded(mask, whole_fields(keys, queries, mask.chunk), 1, 2)
-    return may_attend(of_queries, of_keys)
+    queries, keys = fields(mask)[0], whole_fields(mask)[1]
+    # That a query is a token follows from the equal segment of a key, and would give each query a
+    # row of its own.
+    queries["token"] = jnp.ones((1, 1), jnp.int32)
+    return jnp.expand_dims(_pairs(mask, queries, keys), 1)
 
 
 @compiled(2)
 def _tile(mask: AttentionMask, starts: list[Array], shape: tuple[int, int]) -> Bool[Array, "b t s"]:
-    queries, keys = sides(mask)
-    of_sides = whole_fields(queries, keys, mask.chunk), whole_fields(keys, queries, mask.chunk)
-    of_queries, of_keys = map(_slice, of_sides, starts, shape)
-    tile = may_attend(_expanded(mask, of_queries, 2), _expanded(mask, of_keys, 1))
+    tile = _pairs(mask, *map(_slice, whole_fields(mask), starts, shape))
     # A dynamic slice moves a stretch that does not fit.
     for start, length, size in zip(starts, mask.lengths, shape, strict=True):
         tile &= (start >= 0) & (start <= length - size)

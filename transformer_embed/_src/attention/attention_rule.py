@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,21 +10,12 @@ import numpy as np
 from jaxtyping import Array
 
 from transformer_embed._src.partitioning import with_whole_rows
-from transformer_embed._src.sequences.token_positions import TokenPositions, arrays_of
+from transformer_embed._src.sequences.token_positions import arrays_of
 
 # How many places before and after its own a query sees; None: no limit.
 Window = tuple[int | None, int | None]
 # What the rule compares, by name.
 Fields = dict[str, Array]
-
-
-class Limits(NamedTuple):
-    """How far from its own place a query sees, None: without a limit."""
-
-    left: int | None
-    right: int | None
-    chunk: int | None
-    sinks: int | None
 
 
 def may_attend(queries: dict[str, Any], keys: dict[str, Any]) -> Any:
@@ -52,49 +43,49 @@ def may_attend(queries: dict[str, Any], keys: dict[str, Any]) -> Any:
     return functools.reduce(operator.and_, limits)
 
 
-def fields(tokens: TokenPositions, others: TokenPositions, chunk: int | None) -> Fields:
-    """What the rule compares of tokens, in the wider dtype of both sides.
+def fields(mask: Any) -> tuple[Fields, Fields]:
+    """What the rule compares of queries and of keys: integers [B or 1, length] of one dtype.
 
-    Integers [B or 1, length]; `token` is not 0 at tokens.
+    `token` is not 0 at tokens.
     """
-    values, of_others = _placed(tokens), _placed(others)
-    for name, array in values.items():
-        # Under strict dtype promotion, jax compares no int32 with int64.
-        dtype = np.promote_types(array.dtype, of_others.get(name, array).dtype)
-        values[name] = array.astype(dtype)
-    positions = values["positions"]
-    values["token"] = values.get("segment_ids", jnp.ones((1, positions.shape[1]), int))
-    if chunk is not None:
-        values["chunk"] = positions // chunk
-    return values
+    sides = [arrays_of(side) for side in mask.sides]
+    # Under strict dtype promotion, jax compares no int32 with int64.
+    dtype = np.result_type(*(array.dtype for side in sides for array in side.values()))
+    of_queries, of_keys = (
+        _placed({name: array.astype(dtype) for name, array in side.items()}, mask.chunk)
+        for side in sides
+    )
+    return of_queries, of_keys
 
 
-def _placed(tokens: TokenPositions) -> Fields:
-    arrays = arrays_of(tokens)
-    place = arrays.pop("places", arrays["positions"])
-    return arrays | {"place": place}
+def _placed(tokens: Fields, chunk: int | None) -> Fields:
+    positions = tokens["positions"]
+    token = tokens.get("segment_ids", jnp.ones((1, positions.shape[1]), jnp.int32))
+    tokens |= {"place": tokens.pop("places", positions), "token": token}
+    return tokens if chunk is None else tokens | {"chunk": positions // chunk}
 
 
-def whole_fields(tokens: TokenPositions, others: TokenPositions, chunk: int | None) -> Fields:
+def whole_fields(mask: Any) -> tuple[Fields, Fields]:
     """The fields, whole on each device if explicit mesh axes split the length."""
-    return jax.tree.map(with_whole_rows, fields(tokens, others, chunk))
+    return jax.tree.map(with_whole_rows, fields(mask))
 
 
-def with_conditions(tokens: Fields, limits: Limits) -> Fields:
+def with_conditions(tokens: Fields, mask: Any) -> Fields:
     """The fields, and what is true of each token.
 
     A key has an interval of places: the first and the last one of a query that sees it. Call this
     last: a kernel for TPUs cannot expand the axes of bools.
     """
+    left, right = mask.reach
     conditions = {"is_token": tokens["token"] != 0}
     if "block_ids" in tokens:
         conditions["is_in_block"] = tokens["block_ids"] >= 0
-    if limits.right is not None:
-        conditions["first"] = _moved(tokens["place"], -limits.right)
-    if limits.left is not None:
-        last = conditions["last"] = _moved(tokens["place"], limits.left)
-        if limits.sinks is not None:
-            is_sink = tokens["positions"] < limits.sinks
+    if right is not None:
+        conditions["first"] = _moved(tokens["place"], -right)
+    if left is not None:
+        last = conditions["last"] = _moved(tokens["place"], left)
+        if mask.sinks is not None:
+            is_sink = tokens["positions"] < mask.sinks
             conditions["last"] = jnp.where(is_sink, jnp.iinfo(last.dtype).max, last)
     if "ends" in tokens:
         conditions["last"] = tokens["ends"] - 1

@@ -1,5 +1,6 @@
 """The arguments with which fused attention kernels apply a rule, or an error that says why not."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,19 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from transformer_embed._src import arguments
-from transformer_embed._src.attention.attention_mask import AttentionMask, reach, sides
-from transformer_embed._src.attention.row_indices import (
-    CAUSAL,
-    EVERYTHING,
-    check_absent,
-    check_order_is_given,
-    check_promise,
-    for_rows,
-    number_of_rows,
-    reach_in_rows,
-    refusal,
-    segment_ids,
-)
+from transformer_embed._src.attention.attention_mask import AttentionMask
+from transformer_embed._src.attention.row_indices import CAUSAL, EVERYTHING, RowRule, refusal
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.partitioning import with_whole_rows
 from transformer_embed._src.sequences.runs import of_next_token, of_previous_token
@@ -66,21 +56,19 @@ def dot_product_attention(
         >>> jax.nn.dot_product_attention(heads, heads, heads, **options).shape
         (2, 4, 1, 8)
     """
-    kernel = "jax.nn.dot_product_attention"
-    check_promise(mask, order)
-    rows = number_of_rows(mask, batch_size)
-    queries, keys = sides(mask)
-    check_absent(kernel, block_ids=queries.block_ids, chunk=mask.chunk)
-    limits, has_padding = reach(mask), keys.segment_ids is not None and order != "full"
-    if has_padding or limits != EVERYTHING:
-        parts = f"segment ids, a causal mask or a window in {kernel}"
-        check_order_is_given(order, parts, ("full", "right"))
+    rule = RowRule(mask, "jax.nn.dot_product_attention", order, batch_size)
+    queries, keys = mask.sides
+    rule.check_absent(block_ids=queries.block_ids, chunk=mask.chunk)
+    if rule.has_segments or mask.reach != EVERYTHING:
+        parts = "segment ids, a causal mask or a window"
+        rule.check_order_is_given(parts, ("full", "right"))
     # A single query is told how many keys it sees: is_causal would align it with the first key.
     is_step = mask.keys is not None and mask.lengths[0] == 1
     # What a window hides are the first keys, which a number of keys cannot leave out.
-    if is_step and limits[0] is not None:
-        raise refusal("window", f"no limit on the left for a single query in {kernel}", mask.window)
-    left, right = EVERYTHING if is_step else reach_in_rows(mask, kernel, order)
+    if is_step and mask.reach[0] is not None:
+        want = f"no limit on the left for a single query in {rule.kernel}"
+        raise refusal("window", want, mask.window)
+    left, right = EVERYTHING if is_step else rule.reach
     options: dict[str, Any] = {"is_causal": right == 0}
     if (left, right) not in (CAUSAL, EVERYTHING):
         # A side without a limit gets the length, which no distance reaches. cuDNN refuses a window
@@ -90,14 +78,16 @@ def dot_product_attention(
             length if side is None else side for side in (left, right)
         )
     # jax takes int32 alone, and a sum of bools has 64 bits if jax_enable_x64 is on.
-    counts = {}
-    if has_padding and not is_step:
-        counts["query"] = queries.padding_mask.sum(axis=-1, dtype=jnp.int32)
-    if has_padding or (is_step and limits != EVERYTHING):
-        counts["key_value"] = _visible_keys(mask)
-    return options | {
-        f"{side}_seq_lengths": for_rows(rows, number) for side, number in counts.items()
-    }
+    count = functools.partial(jnp.sum, axis=-1, dtype=jnp.int32)
+    # In these orders, the keys that a query sees are the first ones of the row.
+    if rule.has_segments and not is_step:
+        options["query_seq_lengths"] = rule.for_rows(count(queries.padding_mask))
+    if rule.has_segments or (is_step and mask.reach != EVERYTHING):
+        is_key = keys.padding_mask
+        if mask.keys is not None:
+            is_key = mask.tile(0, 0, (1, mask.lengths[1]))[:, 0]
+        options["key_value_seq_lengths"] = rule.for_rows(count(is_key))
+    return options
 
 
 def flash_attention(
@@ -130,7 +120,7 @@ def flash_attention(
     # Imported when it is used: Pallas takes longer to import than this package.
     from jax.experimental.pallas.ops.tpu.flash_attention import SegmentIds  # noqa: PLC0415
 
-    return _without_windows("flash_attention", mask, order, batch_size, SegmentIds)
+    return _without_windows(RowRule(mask, "flash_attention", order, batch_size), SegmentIds)
 
 
 def mha(
@@ -159,13 +149,12 @@ def mha(
         >>> te.kernels.mha(mask, order="right")["segment_ids"].tolist()
         [[1, 1, 1, 0], [1, 1, 0, 0]]
     """
-    kernel = "Pallas' mha"
+    rule = RowRule(mask, "Pallas' mha", order, batch_size)
     # The kernel takes one array, for queries and keys alike.
-    options = _without_windows(kernel, mask, order, batch_size, lambda queries, _: queries)
-    if mask.keys is not None:
-        raise refusal("keys", f"None (self-attention) for {kernel}", "another sequence")
-    if batch_size is None and number_of_rows(mask, None) == 1:
-        want = f"the number of rows of the queries, for {kernel}"
+    options = _without_windows(rule, lambda queries, _: queries)
+    rule.check_self_attention("segment ids")
+    if batch_size is None and rule.rows == 1:
+        want = f"the number of rows of the queries, for {rule.kernel}"
         raise arguments.value_error("batch_size", want, None)
     return options
 
@@ -224,17 +213,15 @@ def query_ranges(
 def _ranges(
     mask: AttentionMask, order: str | None, of_keys: bool
 ) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
-    kernel = "a range for each token"
-    check_promise(mask, order)
-    check_absent(kernel, block_ids=mask.queries.block_ids)
-    if mask.keys is not None:
-        raise refusal("keys", f"None (self-attention) for {kernel}", "another sequence")
-    ids, limits, length = segment_ids(mask, order), reach(mask), mask.lengths[0]
-    if ids is not None or limits != EVERYTHING:
-        check_order_is_given(order, kernel)
+    rule = RowRule(mask, "a range for each token", order)
+    rule.check_absent(block_ids=mask.queries.block_ids)
+    rule.check_self_attention("any part")
+    ids, length = rule.segment_ids(), mask.lengths[0]
+    if ids is not None:
+        rule.check_order_is_given("segment ids or a chunk")
     run = jnp.ones((1, length), jnp.int32) if ids is None else ids[0]
     # No distance is longer than the row.
-    left, right = (length if side is None else min(side, length) for side in limits)
+    left, right = (length if side is None else min(side, length) for side in rule.reach)
     return _ranges_in_runs(run, *((left, right) if of_keys else (right, left)))
 
 
@@ -252,29 +239,11 @@ def _ranges_in_runs(
     return jnp.where(ids == 0, 0, start), jnp.where(ids == 0, 0, end)
 
 
-def _without_windows(
-    kernel: str,
-    mask: AttentionMask,
-    order: str | None,
-    batch_size: int | None,
-    make: Callable[[Array, Array], Any],
-) -> dict[str, Any]:
+def _without_windows(rule: RowRule, make: Callable[[Array, Array], Any]) -> dict[str, Any]:
     """The arguments of a kernel that can say neither a window nor blocks."""
-    check_promise(mask, order)
-    rows = number_of_rows(mask, batch_size)
-    limits, ids = reach_in_rows(mask, kernel, order), segment_ids(mask, order)
-    window = None if limits in (CAUSAL, EVERYTHING) else mask.window
-    check_absent(kernel, window=window, block_ids=mask.queries.block_ids)
+    limits, ids = rule.reach, rule.segment_ids()
+    window = None if limits in (CAUSAL, EVERYTHING) else rule.mask.window
+    rule.check_absent(window=window, block_ids=rule.mask.queries.block_ids)
     if ids is not None:
-        ids = make(*(for_rows(rows, of_side) for of_side in ids))
+        ids = make(*map(rule.for_rows, ids))
     return {"causal": limits == CAUSAL, "segment_ids": ids}
-
-
-def _visible_keys(mask: AttentionMask) -> Array:
-    """How many keys of each row the first query sees; in self-attention, the number of tokens.
-
-    In the orders that the kernel takes, these are the first keys of the row.
-    """
-    if mask.keys is None:
-        return mask.queries.padding_mask.sum(axis=-1, dtype=jnp.int32)
-    return mask.tile(0, 0, (1, mask.lengths[1]))[:, 0].sum(axis=-1, dtype=jnp.int32)

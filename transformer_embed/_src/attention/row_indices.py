@@ -1,5 +1,6 @@
 """The rule of a mask in row indices and segment ids, which is all that fused kernels compare."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,11 +9,16 @@ import numpy as np
 from jaxtyping import Array, Int32, Integer
 
 from transformer_embed._src import arguments
-from transformer_embed._src.attention.attention_mask import AttentionMask, reach, sides
+from transformer_embed._src.attention.attention_mask import AttentionMask
 from transformer_embed._src.attention.attention_rule import Window
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.sequences.token_order import ORDERS, check_order, is_on_host
-from transformer_embed._src.sequences.token_positions import arrays_of, segments_of
+from transformer_embed._src.sequences.token_positions import (
+    arrays_of,
+    as_made,
+    number_of_rows,
+    segments_of,
+)
 
 WAY_OUT = "; mask.dense() and mask.tile() can express it"
 # What a query reaches without a window, with and without a causal mask.
@@ -24,134 +30,158 @@ def refusal(name: str, want: str, got: Any) -> ValueError:
     return arguments.value_error(name, want, f"{got}{WAY_OUT}")
 
 
-def check_absent(kernel: str, **parts: Any) -> None:
-    """Raises a ValueError for a part that a kernel has no argument for."""
-    for name, part in parts.items():
-        if part is not None:
-            got = part if isinstance(part, int | tuple) else "an array"
-            raise refusal(name, f"None for {kernel}, which has no argument for it", got)
+@dataclasses.dataclass(frozen=True)
+class RowRule:
+    """The rule of a mask for a kernel, if the tokens of each row lie as its caller promises.
 
-
-def check_promise(mask: AttentionMask, order: str | None, query_start: int | None = None) -> None:
-    """Raises unless the tokens lie as the caller of a kernel promises, where the host has them."""
-    arguments.instance("mask", mask, AttentionMask, "a te.AttentionMask, not joined by & or |")
-    queries, keys = sides(mask)
-    if order is not None:
-        arguments.choice("order", order, tuple(ORDERS))
-    kernel = "a fused kernel"
-    check_absent(kernel, sinks=mask.sinks)
-    if order is not None or reach(mask) != EVERYTHING:
-        # Tokens that were taken in another order than that of their row.
-        check_absent(kernel, **{"queries.places": queries.places, "keys.places": keys.places})
-    # Traced tokens cannot be checked: the promise is believed.
-    if not (is_on_host(queries) and is_on_host(keys)):
-        return
-    if order is not None:
-        # Both sides of self-attention are one object, checked once.
-        for tokens in {id(queries): queries, id(keys): keys}.values():
-            check_order(tokens, order)
-    if query_start is not None:
-        _check_part(mask, query_start)
-
-
-def _check_part(mask: AttentionMask, query_start: int) -> None:
-    """Raises unless the queries are the keys from an index on."""
-    held = [jax.device_get(arrays_of(side)) for side in sides(mask)]
-    length = mask.lengths[0]
-    for name, array in held[0].items():
-        of_keys = held[1][name][:, query_start : query_start + length]
-        # Positions of padding mean nothing.
-        counts = held[0].get("segment_ids", 1) if name == "positions" else 1
-        if ((array != of_keys) & (counts != 0)).any():
-            want = f"the keys from index {query_start} on (query_start)"
-            raise arguments.value_error(f"queries.{name}", want, "others")
-
-
-def reach_in_rows(
-    mask: AttentionMask, kernel: str, order: str | None, query_start: int | None = None
-) -> Window:
-    """How many tokens before and after its own a query sees, as far as its segment reaches.
-
-    In an order, positions rise by one along the tokens of a segment, so a causal mask and a window
-    may compare row indices instead.
+    An error says which part of the rule the kernel cannot express, or which token on the host lies
+    in another order.
     """
-    limits = reach(mask)
-    if limits != EVERYTHING:
-        parts = f"a causal mask or a window in {kernel}, which compares row indices"
-        if mask.keys is not None and query_start is None:
-            raise refusal("keys", f"None (self-attention) for {parts}", "another sequence")
-        check_order_is_given(order, parts)
-        # Queries without segments see every sequence by position, each of which counts its own.
-        queries, keys = sides(mask)
-        if order == "packed" and queries.segment_ids is None and keys.segment_ids is not None:
-            raise refusal("queries.segment_ids", f"those of the keys, for {parts}", None)
-    return limits
+
+    mask: AttentionMask
+    kernel: str
+    order: str | None
+    batch_size: int | None = None
+    query_start: int | None = None
+
+    def __post_init__(self):
+        want = "a te.AttentionMask, not joined by & or |"
+        mask = arguments.instance("mask", self.mask, AttentionMask, want)
+        sides = {"queries": mask.queries}
+        if mask.keys is not None:
+            sides["keys"] = mask.keys
+        if self.order is not None:
+            arguments.choice("order", self.order, tuple(ORDERS))
+        if self.query_start is not None:
+            if mask.keys is None:
+                arguments.check_left_out(
+                    "query_start", self.query_start, "the mask is self-attention"
+                )
+            queries, keys = mask.lengths
+            start = arguments.integer(
+                "query_start", self.query_start, at_least=0, at_most=keys - queries
+            )
+            arguments.set_fields(self, query_start=start)
+        self.check_absent(sinks=mask.sinks)
+        if self.order is not None or mask.reach != EVERYTHING:
+            # Tokens that were taken in another order than that of their row.
+            self.check_absent(**{f"{side}.places": sides[side].places for side in sides})
+        # Traced tokens cannot be checked: the promise is believed.
+        if all(map(is_on_host, sides.values())):
+            if self.order is not None:
+                for tokens in sides.values():
+                    check_order(tokens, self.order)
+            self._check_part()
+
+    def _check_part(self) -> None:
+        """Raises unless the queries are the keys from query_start on."""
+        start = self.query_start
+        if start is None:
+            return
+        queries, keys = (jax.device_get(arrays_of(side)) for side in self.mask.sides)
+        for name, array in queries.items():
+            # Positions of padding mean nothing.
+            counts = queries.get("segment_ids", 1) if name == "positions" else 1
+            differs = array != keys[name][:, start : start + array.shape[1]]
+            if (differs & (counts != 0)).any():
+                want = f"the keys from index {start} on (query_start)"
+                raise arguments.value_error(f"queries.{name}", want, "others")
+
+    def check_absent(self, **parts: Any) -> None:
+        """Raises a ValueError for a part that the kernel has no argument for."""
+        for name, part in parts.items():
+            if part is not None:
+                want = f"None for {self.kernel}, which has no argument for it"
+                raise refusal(name, want, part if isinstance(part, int | tuple) else "an array")
+
+    def check_order_is_given(self, parts: str, choices: tuple[str, ...] = tuple(ORDERS)) -> None:
+        """Raises a ValueError if the promise is missing that parts of the rule need."""
+        if self.order not in choices:
+            want = f"{' or '.join(map(repr, choices))}, for {parts} in {self.kernel}"
+            raise arguments.value_error("order", want, repr(self.order))
+
+    def check_self_attention(self, parts: str) -> None:
+        """Raises a ValueError if the keys are another sequence."""
+        if self.mask.keys is not None:
+            want = f"None (self-attention) for {parts} in {self.kernel}"
+            raise refusal("keys", want, "another sequence")
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether some keys of a row may be padding, or of another sequence."""
+        return self.mask.sides[1].segment_ids is not None and self.order != "full"
+
+    @property
+    def reach(self) -> Window:
+        """How many tokens before and after its own a query sees, as far as its segment reaches.
+
+        In an order, positions rise by one along the tokens of a segment, so a causal mask and a
+        window may compare row indices instead.
+        """
+        limits = self.mask.reach
+        if limits != EVERYTHING:
+            parts = "a causal mask or a window, as row indices are compared"
+            if self.query_start is None:
+                self.check_self_attention(parts)
+            self.check_order_is_given(parts)
+            # Queries without segments see every sequence by position, each of which counts its own.
+            is_apart = self.has_segments and self.mask.queries.segment_ids is None
+            if self.order == "packed" and is_apart:
+                want = f"those of the keys, for {parts} in {self.kernel}"
+                raise refusal("queries.segment_ids", want, None)
+        return limits
+
+    def segment_ids(self) -> list[Integer[Array, "b t"]] | None:
+        """Ids of queries and of keys that are equal for one segment and chunk; 0 at padding.
+
+        None if all of them are equal.
+        """
+        sides, chunk = [as_made(side) for side in self.mask.sides], self.mask.chunk
+        if not self.has_segments and chunk is None:
+            return None
+        ids = [segments_of(side) for side in sides]
+        if sides[0].segment_ids is None:
+            # Without segments of their own, queries see the tokens of every segment.
+            ids = [side.padding_mask.astype(jnp.int32) for side in sides]
+        if chunk is not None:
+            return _names(ids, [side.positions // chunk for side in sides])
+        # Kernels compare int32: ids of another dtype could wrap, and are numbered.
+        return _names(ids, ids) if any(side.dtype != jnp.int32 for side in ids) else ids
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the queries: batch_size, or the mask's."""
+        rows = max(map(number_of_rows, self.mask.sides))
+        if self.batch_size is None:
+            return rows
+        batch_size = arguments.size("batch_size", self.batch_size)
+        if rows not in (1, batch_size):
+            raise arguments.value_error("batch_size", f"the mask's {rows} rows", batch_size)
+        return batch_size
+
+    def for_rows(self, array: Array) -> Array:
+        """An array of [1 or B, ...] for all rows."""
+        return jnp.broadcast_to(array, (self.rows, *array.shape[1:]))
 
 
-def check_order_is_given(
-    order: str | None, parts: str, choices: tuple[str, ...] = tuple(ORDERS)
-) -> None:
-    """Raises a ValueError if the promise is missing that parts of a rule need."""
-    if order not in choices:
-        want = " or ".join(map(repr, choices))
-        raise arguments.value_error("order", f"{want}, for {parts}", repr(order))
-
-
-def segment_ids(mask: AttentionMask, order: str | None) -> list[Integer[Array, "b t"]] | None:
-    """Ids of queries and of keys that are equal for one segment and chunk; 0 at padding.
-
-    None if all of them are equal.
-    """
-    queries, keys = sides(mask)
-    has_segments = keys.segment_ids is not None and order != "full"
-    if not has_segments and mask.chunk is None:
-        return None
-    ids = [segments_of(queries), segments_of(keys)]
-    if queries.segment_ids is None:
-        # Without segments of their own, queries see the tokens of every segment.
-        ids = [side.padding_mask.astype(jnp.int32) for side in (queries, keys)]
-    if mask.chunk is not None:
-        return _names(ids, [side.positions // mask.chunk for side in (queries, keys)])
-    # Kernels compare int32: ids of another dtype could wrap, and are numbered.
-    if any(side.dtype != jnp.int32 for side in ids):
-        return _names(ids, [jnp.zeros_like(side) for side in ids])
-    return ids
-
-
+# Compiled even if the caller is not.
 @compiled()
 def _names(segments: list[Array], chunks: list[Array]) -> list[Int32[Array, "b t"]]:
     """Numbers of the pairs of a segment and a chunk: equal for equal pairs, whatever the tokens."""
     # Queries and keys are numbered together: apart, one pair could get two numbers.
-    batch = max(len(array) for array in (*segments, *chunks))
-    pairs = []
-    for of_sides in (segments, chunks):
-        dtype = np.promote_types(*(array.dtype for array in of_sides))
-        rows = [jnp.broadcast_to(array, (batch, array.shape[1])) for array in of_sides]
-        pairs.append(jnp.concatenate([array.astype(dtype) for array in rows], axis=1))
-    # Sorted, equal pairs are neighbours: counting where a new one begins numbers them. A sort by
-    # index puts the numbers where the pairs were.
-    index = jax.lax.broadcasted_iota(jnp.int32, pairs[0].shape, 1)
-    *ordered, index = jax.lax.sort((*pairs, index), dimension=1, num_keys=2)
-    changes = [array[:, 1:] != array[:, :-1] for array in ordered]
-    is_new = jnp.pad(changes[0] | changes[1], ((0, 0), (1, 0)))
-    numbers = jnp.cumsum(is_new, axis=1, dtype=jnp.int32) + 1
-    names = jax.lax.sort((index, numbers), dimension=1, num_keys=1)[1]
-    names = jnp.where(pairs[0] == 0, 0, names)
+    batch = max(map(len, (*segments, *chunks)))
+    dtype = np.result_type(*(array.dtype for array in (*segments, *chunks)))
+    segments_and_chunks = [
+        jnp.concatenate(
+            [jnp.broadcast_to(array, (batch, array.shape[1])).astype(dtype) for array in sides], 1
+        )
+        for sides in (segments, chunks)
+    ]
+    pairs = jnp.stack(segments_and_chunks, axis=2)
+
+    def numbers(pairs: Array) -> Array:
+        return jnp.unique(pairs, axis=0, size=len(pairs), return_inverse=True)[1] + 1
+
+    names = jnp.where(pairs[..., 0] == 0, 0, jax.vmap(numbers)(pairs).astype(jnp.int32))
     length = segments[0].shape[1]
     return [names[:, :length], names[:, length:]]
-
-
-def number_of_rows(mask: AttentionMask, batch_size: int | None) -> int:
-    """The number of rows of the queries: batch_size, or the mask's."""
-    rows = max(array.shape[0] for tokens in sides(mask) for array in arrays_of(tokens).values())
-    if batch_size is None:
-        return rows
-    batch_size = arguments.size("batch_size", batch_size)
-    if rows not in (1, batch_size):
-        raise arguments.value_error("batch_size", f"the mask's {rows} rows", batch_size)
-    return batch_size
-
-
-def for_rows(number: int, array: Array) -> Array:
-    """An array of [1 or B, ...] for this number of rows."""
-    return jnp.broadcast_to(array, (number, *array.shape[1:]))

@@ -1,25 +1,16 @@
 """The rule of a mask for splash attention on TPUs, with kernels that skip tiles without a pair."""
 
+import contextlib
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int8, Integer
+from jaxtyping import Array, Bool, Int8, Int32, Integer
 
 from transformer_embed._src import arguments
-from transformer_embed._src.attention.attention_mask import AttentionMask, reach, sides
-from transformer_embed._src.attention.attention_rule import Window
-from transformer_embed._src.attention.row_indices import (
-    EVERYTHING,
-    check_absent,
-    check_promise,
-    for_rows,
-    number_of_rows,
-    reach_in_rows,
-    refusal,
-    segment_ids,
-)
+from transformer_embed._src.attention.attention_mask import AttentionMask
+from transformer_embed._src.attention.row_indices import EVERYTHING, RowRule, refusal
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.sequences.token_positions import TokenPositions
 
@@ -82,18 +73,7 @@ def splash_attention(
     Source:
         https://github.com/jax-ml/jax/tree/main/jax/experimental/pallas/ops/tpu/splash_attention
     """
-    # Imported when they are used: Pallas takes longer to import than this package.
-    from jax.experimental.pallas.ops.tpu import splash_attention as splash  # noqa: PLC0415
-
-    num_heads = arguments.size("num_heads", num_heads)
-    query_start = _checked_query_start(mask, query_start)
-    check_promise(mask, order, query_start)
-    rows, ids = number_of_rows(mask, batch_size), segment_ids(mask, order)
-    limits = reach_in_rows(mask, KERNEL, order, query_start)
-    heads = splash.MultiHeadMask([_static_mask(mask, limits, query_start or 0)] * num_heads)
-    if ids is not None:
-        ids = splash.SegmentIds(*(for_rows(rows, of_side) for of_side in ids))
-    return heads, ids
+    return _said(RowRule(mask, KERNEL, order, batch_size, query_start), num_heads)
 
 
 def splash_kernels(
@@ -158,12 +138,13 @@ def splash_kernels(
         Levanter skips tiles of other documents in the same kernel,
         https://github.com/marin-community/marin/pull/6330.
     """
+    # Imported when they are used: Pallas takes longer to import than this package.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # noqa: PLC0415
 
-    promises = {"order": order, "batch_size": batch_size, "query_start": query_start}
-    heads, ids = splash_attention(mask, num_heads, **promises)
-    rows, shards = number_of_rows(mask, batch_size), arguments.size("q_seq_shards", q_seq_shards)
-    by_row = _ByRow(mask, rows, shards, query_start or 0, bool(options.get("interpret")))
+    rule = RowRule(mask, KERNEL, order, batch_size, query_start)
+    heads, ids = _said(rule, num_heads)
+    shards = arguments.size("q_seq_shards", q_seq_shards)
+    by_row = _ByRow(rule, shards, bool(options.get("interpret")))
     make = splash.make_splash_mqa if is_mqa else splash.make_splash_mha
     counts = {"head_shards": arguments.size("head_shards", head_shards), "q_seq_shards": shards}
     sizes: Any = options.get("block_sizes") or splash.BlockSizes.get_default()
@@ -186,19 +167,17 @@ def splash_kernels(
 class _ByRow(NamedTuple):
     """Describes the tiles that the kernel of each row runs."""
 
-    mask: AttentionMask
-    rows: int
+    rule: RowRule
     shards: int
-    query_start: int
     is_interpreted: bool
 
     def band(self, tile: tuple[int, int]) -> Bool[np.ndarray, "m n"]:
         """Which tiles of row indices have a pair that the causal mask and the window allow."""
-        shape = self.mask.lengths
-        queries, keys = (np.arange(0, *sizes) for sizes in zip(shape, tile, strict=True))
-        queries = queries[:, None] + self.query_start
+        mask = self.rule.mask
+        queries, keys = (np.arange(0, *sizes) for sizes in zip(mask.lengths, tile, strict=True))
+        queries = queries[:, None] + (self.rule.query_start or 0)
         nearest, furthest = keys - (queries + tile[0] - 1), keys + tile[1] - 1 - queries
-        left, right = (np.inf if side is None else side for side in reach(self.mask))
+        left, right = (np.inf if side is None else side for side in mask.reach)
         return (nearest <= right) & (furthest >= -left)
 
     def check_number_of_tiles(self, tile: tuple[int, int]) -> None:
@@ -214,44 +193,68 @@ class _ByRow(NamedTuple):
             raise arguments.value_error("block_sizes", want, f"{used} bytes (take larger tiles)")
 
     def infos(self, info: Any, tile: tuple[int, int], by_keys: bool = False) -> Any:
-        """The arrays by which the kernel of each row skips tiles, from those for all rows."""
+        """The arrays by which the kernel of each row skips tiles, from those for all rows.
+
+        Step i, j of the kernel's grid loads a tile of keys for tile i of queries; if by_keys, in
+        the grid of the gradients of keys, a tile of queries for tile j of keys.
+        """
         # Without tiles for gradients, there is nothing to skip for them.
         if info is None:
             return None
         self.check_scalar_memory(sum(array.nbytes for array in jax.tree.leaves(info[:3])))
-        has_blocks = self.mask.queries.block_ids is not None
-        _check_meaning(info, self.band(tile), has_blocks, self.shards, by_keys)
-        may_run = _may_run(self.mask.tile_kinds(tile), tile, self.query_start)
-        loads, runs = _steps(info.data_next, info.block_mask, may_run, self.shards, by_keys)
-        batch = jax.tree.map(lambda array: for_rows(self.rows, array[None]), info)
-        skipping = {"data_next": loads, "block_mask": runs}
-        return batch._replace(**{name: for_rows(self.rows, skipping[name]) for name in skipping})
+        tiles = self.loaded(info, self.band(tile), by_keys)
+        runs = _may_run(self.rule.mask.tile_kinds(tile), tile, self.rule.query_start or 0)
+        skipping = _steps(info.data_next, info.block_mask, tiles, runs, by_keys)
+        batch = jax.tree.map(lambda array: self.rule.for_rows(array[None]), info)
+        return batch._replace(**jax.tree.map(self.rule.for_rows, skipping))
+
+    def loaded(
+        self, info: Any, band: Bool[np.ndarray, "m n"], by_keys: bool
+    ) -> Int32[np.ndarray, "h i j"]:
+        """The tile that each step loads, counted from the first one of the row.
+
+        A RuntimeError unless the kernel runs the tiles of the band, and more if there are blocks:
+        its arrays are not a public interface of jax, and `_steps` rewrites them.
+        """
+        with contextlib.suppress(IndexError, TypeError, ValueError):
+            tiles, runs = np.asarray(info.data_next, np.int32), np.asarray(info.block_mask) > 0
+            if by_keys:
+                # They are counted from the first one of the shard of the queries.
+                steps = runs.shape[1]
+                shard = np.arange(steps, dtype=np.int32) // (steps // self.shards)
+                tiles = tiles + (shard * (len(band) // self.shards))[:, None]
+            heads, rows, columns = np.nonzero(runs)
+            of_tiles = (tiles[runs], columns) if by_keys else (rows, tiles[runs])
+            ran = np.zeros((len(runs), *band.shape), bool)
+            ran[heads, *of_tiles] = True
+            has_blocks = self.rule.mask.queries.block_ids is not None
+            differs = band & ~ran if has_blocks else band ^ ran
+            # A tile that runs twice is marked once.
+            if not differs.any() and ran.sum() == len(heads):
+                return tiles
+        want = "the tiles of its mask, as from jax 0.9 to 0.12"
+        got = f"others in jax {jax.__version__}; use te.kernels.splash_attention"
+        raise RuntimeError(arguments.wanted("splash_kernels", want, got))
 
 
-def _checked_query_start(mask: AttentionMask, query_start: int | None) -> int | None:
-    if query_start is None:
-        return None
-    if mask.keys is None:
-        arguments.check_left_out("query_start", query_start, "the mask is self-attention")
-    queries, keys = mask.lengths
-    return arguments.integer("query_start", query_start, at_least=0, at_most=keys - queries)
-
-
-def _static_mask(mask: AttentionMask, limits: Window, query_start: int) -> Any:
-    """The mask of row indices, which is the same for all rows of the batch."""
+def _said(rule: RowRule, num_heads: int) -> tuple[Any, Any]:
+    """The mask of row indices, which is the same for all rows of the batch, and segment ids."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # noqa: PLC0415
 
     from transformer_embed._src.attention import splash_mask  # noqa: PLC0415
 
+    num_heads, mask, ids = arguments.size("num_heads", num_heads), rule.mask, rule.segment_ids()
+    if ids is not None:
+        ids = splash.SegmentIds(*map(rule.for_rows, ids))
     has_blocks = mask.queries.block_ids is not None
     if has_blocks:
-        check_absent(f"{KERNEL} with block ids", chunk=mask.chunk)
-    if limits == EVERYTHING:
-        return splash.FullMask(mask.lengths)
-    of_indices = splash_mask.IndexMask(mask.lengths, limits, query_start)
-    if not has_blocks:
-        return of_indices
-    return of_indices | splash_mask.BlockMask(*map(_static_block_ids, sides(mask)))
+        rule.check_absent(chunk=mask.chunk)
+    static = splash.FullMask(mask.lengths)
+    if rule.reach != EVERYTHING:
+        static = splash_mask.IndexMask(mask.lengths, rule.reach, rule.query_start or 0)
+        if has_blocks:
+            static |= splash_mask.BlockMask(*map(_static_block_ids, mask.sides))
+    return splash.MultiHeadMask([static] * num_heads), ids
 
 
 def _static_block_ids(tokens: TokenPositions) -> bytes:
@@ -261,46 +264,6 @@ def _static_block_ids(tokens: TokenPositions) -> bytes:
         want = f"values known while tracing, the same in every row, for {KERNEL}"
         raise refusal("block_ids", want, "others")
     return rows[0].tobytes()
-
-
-def _check_meaning(
-    info: Any, band: Bool[np.ndarray, "m n"], has_blocks: bool, shards: int, by_keys: bool
-) -> None:
-    """Raises a RuntimeError unless the arrays of a kernel name the tiles of its mask as we expect.
-
-    They are not a public interface of jax, and `_steps` rewrites them.
-    """
-    try:
-        is_known = _names_tiles(info, band, has_blocks, shards, by_keys)
-    except (IndexError, TypeError, ValueError):
-        is_known = False
-    if not is_known:
-        want = "the tiles of its mask, as from jax 0.9 to 0.12"
-        got = f"others in jax {jax.__version__}; use te.kernels.splash_attention"
-        raise RuntimeError(arguments.wanted("splash_kernels", want, got))
-
-
-def _names_tiles(
-    info: Any, band: Bool[np.ndarray, "m n"], has_blocks: bool, shards: int, by_keys: bool
-) -> bool:
-    """Whether the arrays of a kernel run the tiles of the band; blocks let more tiles run."""
-    tiles, runs = np.asarray(info.data_next), np.asarray(info.block_mask) > 0
-    heads, rows, columns = np.nonzero(runs)
-    loaded = tiles[heads, rows, columns].astype(int)
-    if by_keys:
-        rows = loaded + _shard_starts(runs.shape[1], band.shape[0], shards)[rows]
-    else:
-        columns = loaded
-    ran = np.zeros((len(runs), *band.shape), bool)
-    ran[heads, rows, columns] = True
-    differs = band & ~ran if has_blocks else band ^ ran
-    # A tile that runs twice is marked once.
-    return bool(not differs.any() and ran.sum() == len(heads))
-
-
-def _shard_starts(steps: int, tiles: int, shards: int) -> np.ndarray:
-    """For each step over the queries, the first tile of its shard."""
-    return np.arange(steps) // (steps // shards) * (tiles // shards)
 
 
 # The functions below are compiled even if the caller is not.
@@ -323,38 +286,25 @@ def _may_run(
     return ((kinds != 0) | (is_empty & is_diagonal))[:, None]
 
 
-@compiled(3, 4)
+@compiled(4)
 def _steps(
     data_next: Integer[Array, "h i j"],
     block_mask: Integer[Array, "h i j"],
+    tiles: Int32[Array, "h i j"],
     may_run: Bool[Array, "b 1 q k"],
-    shards: int,
     by_keys: bool,
-) -> tuple[Integer[Array, "b h i j"], Integer[Array, "b h i j"]]:
-    """The tile that each step of the kernel's grid loads, and whether it runs it, for each row.
-
-    Args:
-        data_next: index of the tile of keys that step j loads for tile i of queries; if by_keys, of
-            the tile of queries that step i loads for tile j of keys, counted from the first one of
-            its shard.
-        block_mask: 0 for steps that the kernel does not run for any row.
-        may_run: whether a tile has a pair.
-        shards: number of shards of the queries.
-        by_keys: whether the grid is that of the gradients of keys.
-    """
-    tiles = data_next[None].astype(jnp.int32)
+) -> dict[str, Integer[Array, "b h i j"]]:
+    """What each step loads and whether it runs, for each row, where only some tiles may run."""
     if by_keys:
-        starts = _shard_starts(data_next.shape[1], may_run.shape[2], shards)
-        tiles += starts.astype(np.int32)[None, None, :, None]
-        may_run, tiles, data_next, block_mask = (
-            array.mT for array in (may_run, tiles, data_next, block_mask)
-        )
+        of_grid = (array.mT for array in (data_next, block_mask, tiles, may_run))
+        data_next, block_mask, tiles, may_run = of_grid
     # The last axis is that of the steps.
-    runs = jnp.where(jnp.take_along_axis(may_run, tiles, axis=3), block_mask, 0)
+    runs = jnp.where(jnp.take_along_axis(may_run, tiles[None], axis=3), block_mask, 0)
     # A step that runs nothing loads what the next one runs, so that nothing is loaded for it alone.
     is_running = runs.reshape(*runs.shape[:2], -1) > 0
     steps = jnp.arange(is_running.shape[2], dtype=jnp.int32)
     following = jax.lax.cummin(jnp.where(is_running, steps, steps[-1]), axis=2, reverse=True)
     loads = jnp.broadcast_to(data_next, runs.shape).reshape(is_running.shape)
     loads = jnp.take_along_axis(loads, following, axis=2).reshape(runs.shape)
-    return (loads.mT, runs.mT) if by_keys else (loads, runs)
+    skipping = {"data_next": loads, "block_mask": runs}
+    return jax.tree.map(lambda array: array.mT, skipping) if by_keys else skipping

@@ -1,7 +1,7 @@
 """Which tiles of an attention mask have no pair, some pairs or all pairs, in O(length)."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +9,12 @@ from jaxtyping import Array, Int8
 
 from transformer_embed._src.attention.attention_rule import (
     Fields,
-    Limits,
     may_attend,
     whole_fields,
     with_conditions,
 )
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.sequences.runs import in_row
-from transformer_embed._src.sequences.token_positions import TokenPositions
 
 
 class Interval(NamedTuple):  # noqa: PLW1641 (no set or dict holds one)
@@ -47,21 +45,16 @@ Intervals = dict[str, Interval]
 
 
 # Compiled even if the caller is not.
-@compiled(2, 3)
-def tile_kinds(
-    queries: TokenPositions, keys: TokenPositions | None, shape: tuple[int, int], limits: Limits
-) -> Int8[Array, "b m n"]:
-    """The kinds of tiles of `AttentionMask.tile_kinds`; keys are None in self-attention."""
-    if keys is None:
-        tokens = others = in_row(whole_fields(queries, queries, limits.chunk), limits.chunk)
-    else:
-        tokens, others = (
-            whole_fields(*sides, limits.chunk) for sides in ((queries, keys), (keys, queries))
-        )
+@compiled(1)
+def tile_kinds(mask: Any, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
+    """See `AttentionMask.tile_kinds`."""
+    tokens, others = whole_fields(mask)
+    if mask.keys is None:
+        tokens = others = in_row(tokens, mask.chunk)
     # Blocks of which those of queries and of keys consist: in self-attention, XLA makes them once.
     size = math.gcd(*shape)
-    of_queries = _merged(_blocks(tokens, limits, size), shape[0] // size)
-    of_keys = _merged(_blocks(others, limits, size), shape[1] // size)
+    of_queries = _merged(_blocks(tokens, mask, size), shape[0] // size)
+    of_keys = _merged(_blocks(others, mask, size), shape[1] // size)
 
     def kinds(of_step: Intervals) -> Int8[Array, "b n"]:
         # low is True where all pairs may attend, high where some may: 2, 1 or 0.
@@ -78,9 +71,9 @@ def tile_kinds(
     return jax.lax.map(kinds, steps, batch_size=None if is_empty else at_a_time).swapaxes(0, 1)
 
 
-def _blocks(tokens: Fields, limits: Limits, size: int) -> Intervals:
+def _blocks(tokens: Fields, mask: Any, size: int) -> Intervals:
     """The intervals of blocks of this many tokens; padding is left out."""
-    intervals, tokens = {}, with_conditions(tokens, limits)
+    intervals, tokens = {}, with_conditions(tokens, mask)
     for name, array in tokens.items():
         low = high = array
         if array.dtype != bool:

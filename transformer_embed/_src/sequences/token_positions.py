@@ -1,7 +1,6 @@
 """The position and the segment of each token: padding on either side, packing, decoding."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -115,20 +114,22 @@ class TokenPositions:
         return has_next_token(segments_of(self))
 
     def __repr__(self) -> str:
-        arrays = ((name, getattr(self, name)) for name in FIELDS)
-        shown = (f"{name}={_shown(array)}" for name, array in arrays if array is not None)
+        given = {name: array for name, array in vars(self).items() if array is not None}
+        shown = (f"{name}={_shown(array)}" for name, array in given.items())
         return f"TokenPositions({', '.join(shown)})"
 
     def __len__(self) -> int:
         """The number of rows."""
-        return len(next(iter(_broadcast(self).values())))
+        return number_of_rows(self)
 
     def __getitem__(self, index: Any) -> "TokenPositions":
         """Slices: `tokens[2:4]` has some rows, `tokens[:, 2:6]` some tokens of each row."""
-        arrays = {name: array[index] for name, array in _broadcast(self).items()}
-        if arrays["positions"].ndim != 2:
+        rows, made = len(self), as_made(self)
+        whole = jax.tree.map(lambda array: jnp.broadcast_to(array, (rows, array.shape[1])), made)
+        part = jax.tree.map(lambda array: array[index], whole)
+        if part.positions.ndim != 2:
             raise arguments.value_error("index", "slices of rows and of tokens", index)
-        return TokenPositions(**arrays)
+        return part
 
     def take(self, order: ArrayLike) -> "TokenPositions":
         """The tokens of each row in another order, such as `load_balanced_order`.
@@ -156,7 +157,7 @@ class TokenPositions:
         """
         arrays = arrays_of(self)
         last = arrays["positions"].shape[1] - 1
-        order = as_indices("order", order, last, "the row", "number")
+        order = arguments.as_indices("order", order, last, "the row", "number")
         return TokenPositions(**_taken(arrays, order))
 
     def with_block_ids(self, block_ids: ArrayLike) -> "TokenPositions":
@@ -201,11 +202,11 @@ class TokenPositions:
             >>> slots.clear([True, False]).padding_mask.sum(1).tolist()
             [0, 2]
         """
-        held, rows = arrays_of(self), arguments.as_mask("rows", rows, "clear this row")
-        if "segment_ids" not in held:
+        held, rows = as_made(self), arguments.as_mask("rows", rows, "clear this row")
+        if held.segment_ids is None:
             raise arguments.value_error("segment_ids", "an array (0 is an empty slot)", None)
-        arguments.check_same("rows", "shape [batch]", [*rows.shape], [len(held["positions"])])
-        return TokenPositions(**_cleared(held, rows))
+        arguments.check_same("rows", "shape [batch]", [*rows.shape], [len(held.positions)])
+        return dataclasses.replace(held, segment_ids=_cleared(held.segment_ids, rows))
 
     @classmethod
     def empty(cls, batch_size: int, length: int) -> "TokenPositions":
@@ -346,7 +347,7 @@ class TokenPositions:
         length = arguments.length("length", length)
         # A symbolic length is assumed to be large enough. One of 2**31 is beyond int32 itself.
         highest = min(length, 2**31 - 1) if isinstance(length, int) else 2**31 - 1
-        lengths = as_indices("lengths", lengths, highest, "the padded length", "batch")
+        lengths = arguments.as_indices("lengths", lengths, highest, "the padded length", "batch")
         padding_side = arguments.choice("padding_side", padding_side, ("right", "left"))
         return _of_lengths(lengths, length, padding_side)
 
@@ -494,13 +495,6 @@ def _check_offset(offset: Array) -> None:
         raise arguments.value_error("offset", "shape [] or [batch]", f"shape {list(offset.shape)}")
 
 
-def _broadcast(tokens: TokenPositions) -> dict[str, Array]:
-    """The arrays, each with all rows."""
-    arrays = arrays_of(tokens)
-    rows = max(map(len, arrays.values()))
-    return {name: jnp.broadcast_to(array, (rows, array.shape[1])) for name, array in arrays.items()}
-
-
 def _shown(array: Any) -> str:
     return f"{array.dtype}{list(array.shape)}" if hasattr(array, "dtype") else repr(array)
 
@@ -508,17 +502,6 @@ def _shown(array: Any) -> str:
 def segments_of(tokens: TokenPositions) -> Array:
     """The segment ids of tokens; ones if there are none."""
     return jnp.ones_like(tokens.positions) if tokens.segment_ids is None else tokens.segment_ids
-
-
-def as_indices(
-    name: str, value: ArrayLike, highest: int, what: str, *axes: str
-) -> Int32[Array, "..."]:
-    """Integers with these axes, as int32; those on the host are inside 0..highest."""
-    array = arguments.as_int32(name, arguments.as_integers(name, value, 0, highest, what))
-    if array.ndim != len(axes):
-        want = f"shape [{', '.join(axes)}]"
-        raise arguments.value_error(name, want, f"shape {list(array.shape)}")
-    return array
 
 
 def check_token_positions(name: str, value: Any) -> None:
@@ -530,7 +513,7 @@ def check_token_positions(name: str, value: Any) -> None:
 def comparable_rows(**given: ArrayLike) -> dict[str, Integer[Array, "b t"]]:
     """`as_comparable` of arrays [length] or [batch, length], as [1 or batch, length]."""
     arrays = {name: _rows(name, as_comparable(name, value)) for name, value in given.items()}
-    check_numbers_of_rows(arrays)
+    check_numbers_of_rows({name: len(array) for name, array in arrays.items()})
     return arrays
 
 
@@ -544,7 +527,7 @@ def as_comparable(name: str, value: ArrayLike) -> Integer[Array, "..."]:
 
 def _ordered(name: str, integers: Any) -> Integer[Array, "..."]:
     """A TypeError for integers of `as_integers` that are unsigned, and so may be beyond int32."""
-    if not jnp.issubdtype(integers.dtype, jnp.signedinteger):
+    if integers.dtype.kind != "i":
         raise arguments.type_error(name, "a signed integer dtype", integers.dtype)
     return arguments.on_device(integers)
 
@@ -557,11 +540,16 @@ def _rows(name: str, array: Any) -> Any:
     return array if array.ndim == 2 else array[None]
 
 
-def check_numbers_of_rows(arrays: Mapping[str, Any]) -> None:
-    """A ValueError unless all arrays have the same number of rows, or 1."""
-    counts = [array.shape[0] for array in arrays.values()]
-    if len(set(counts) - {1}) > 1:
-        names, got = (" and ".join(map(str, words)) for words in (arrays, counts))
+def number_of_rows(tokens: TokenPositions) -> int:
+    """The number of rows of a batch, 1 for tokens [length] as inside vmap."""
+    arrays = (getattr(tokens, name) for name in FIELDS)
+    return max((len(array) for array in arrays if getattr(array, "ndim", 0) == 2), default=1)
+
+
+def check_numbers_of_rows(counts: dict[str, int]) -> None:
+    """A ValueError unless all numbers are the same, or 1."""
+    if len({*counts.values()} - {1}) > 1:
+        names, got = (" and ".join(map(str, words)) for words in (counts, counts.values()))
         raise arguments.value_error(names, "the same number of rows, or 1", got)
 
 
@@ -577,10 +565,8 @@ def check_last_position(name: str, first: int, length: int) -> None:
 
 
 @compiled()
-def _cleared(held: dict[str, Array], rows: Bool[Array, "b"]) -> dict[str, Array]:
-    return {
-        name: jnp.where(split_like(rows[:, None], array), 0, array) for name, array in held.items()
-    }
+def _cleared(segment_ids: Integer[Array, "n t"], rows: Bool[Array, "b"]) -> Integer[Array, "b t"]:
+    return jnp.where(split_like(rows[:, None], segment_ids), 0, segment_ids)
 
 
 @compiled()
@@ -607,11 +593,14 @@ def _of_ids(
         return _of_tokens(tokens, start, at_padding)
     begins = of_previous_token(ids == end_id).at[:, 0].set(True)
     count = jnp.cumsum(with_whole_rows(tokens), axis=1, dtype=jnp.int32) - tokens
-    # How many tokens are before the text of each.
-    before = jax.lax.cummax(jnp.where(begins, count, 0), axis=1)
-    positions = jnp.where(tokens, count - before + start, at_padding)
+    positions = jnp.where(tokens, _restarted(count, begins) + start, at_padding)
     segments = jnp.cumsum(begins, axis=1, dtype=jnp.int32)
     return TokenPositions(positions, segment_ids=jnp.where(tokens, segments, 0))
+
+
+def _restarted(count: Int32[Array, "n t"], begins: Bool[Array, "b t"]) -> Int32[Array, "b t"]:
+    """Numbers that rise along a row, counted from the last token that begins a sequence."""
+    return count - jax.lax.cummax(jnp.where(begins, count, 0), axis=1)
 
 
 @compiled()
@@ -638,9 +627,8 @@ def _of_segments(segment_ids: Integer[Array, "b t"]) -> TokenPositions:
     segment_ids = with_whole_rows(segment_ids)
     index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
     # Rolled, the first token meets the last one. Its index is 0 either way.
-    is_first = segment_ids != jnp.roll(segment_ids, 1, axis=1)
-    first = jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
-    return TokenPositions(jnp.where(segment_ids != 0, index - first, 0), segment_ids=segment_ids)
+    positions = _restarted(index, segment_ids != jnp.roll(segment_ids, 1, axis=1))
+    return TokenPositions(jnp.where(segment_ids != 0, positions, 0), segment_ids=segment_ids)
 
 
 @compiled(1)

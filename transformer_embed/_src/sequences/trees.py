@@ -20,7 +20,7 @@ def shared_prefix_parents(
     own, and the prompt is computed once.
 
     Args:
-        prefix_lengths: [batch] integers, at least 1: the number of tokens of each prompt.
+        prefix_lengths: [batch] integers, at least 0: the number of tokens of each prompt.
         answer_lengths: [batch, answers] integers, at least 0.
         length: of the rows. On a device, tokens beyond it are cut.
 
@@ -40,23 +40,16 @@ def shared_prefix_parents(
         [[-1, 0, 1, 2, 1, -2]]
     """
     length = arguments.length("length", length)
-    lengths = []
-    for name, value, shortest, axes in (
-        ("prefix_lengths", prefix_lengths, 1, 1),
-        ("answer_lengths", answer_lengths, 0, 2),
-    ):
-        array = arguments.as_integers(name, value, shortest, length, "the row")
-        if array.ndim != axes:
-            want = ("shape [batch]", "shape [batch, answers]")[axes - 1]
-            raise arguments.value_error(name, want, f"shape {list(array.shape)}")
-        lengths.append(array)
-    prefixes, answers = lengths
+    prefixes = arguments.as_indices("prefix_lengths", prefix_lengths, length, "the row", "batch")
+    answers = arguments.as_indices(
+        "answer_lengths", answer_lengths, length, "the row", "batch", "answers"
+    )
     arguments.check_same("answer_lengths", "rows as prefix_lengths", len(answers), len(prefixes))
-    if all(isinstance(array, np.ndarray) for array in lengths):
+    if not (arguments.is_traced(prefixes) or arguments.is_traced(answers)):
         longest = int((prefixes + answers.sum(1)).max(initial=0))
         if longest > length:
             raise arguments.value_error("length", f"at least {longest}, the longest row", length)
-    return _parents(*(arguments.as_int32("lengths", array) for array in lengths), length)
+    return _parents(prefixes, answers, length)
 
 
 def check_parents(parents: np.ndarray) -> None:
