@@ -148,8 +148,9 @@ NO_ORDER = [
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [RULES[2], RULES[5]])
 def test_kinds_rely_on_no_order(rule):
-    for tile, tokens in itertools.product([(1, 1), (2, 2)], NO_ORDER):
-        expect_kinds(AttentionMask(TokenPositions(*tokens), **rule), tile)
+    for tile, (positions, segment_ids) in itertools.product([(1, 1), (2, 2)], NO_ORDER):
+        tokens = TokenPositions(positions, segment_ids=segment_ids)
+        expect_kinds(AttentionMask(tokens, **rule), tile)
 
 
 @pytest.mark.slow
