@@ -229,6 +229,25 @@ def test_an_optimizer_that_is_not_row_wise_and_columns_that_are_split_are_refuse
         jax.eval_shape(step, {"t": shard(mesh_of((2, 4)), spec)}, BATCHES[0])
 
 
+def test_arrays_in_a_tree_of_extra_arguments_may_lie_on_explicit_axes():
+    """They were closed over by a shard_map, which jax refuses."""
+
+    def update(updates, state, params=None, *, rates):
+        return jax.tree.map(lambda g: -rates["all"][0] * g, updates), state
+
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    mesh = mesh_of((2, 4), EXPLICIT)
+
+    def step(params, ids, rates):
+        grads = te.rows.value_and_grad(lambda p: te.lookup(p["t"], ids).sum(), ids={"t": ids})
+        return te.rows.update(optimizer, grads(params)[1], (), params, rates=rates)[0]
+
+    with jax.set_mesh(mesh):
+        rates = {"all": [put(mesh, np.float32(2))]}
+        after = jax.eval_shape(step, {"t": shard(mesh, SPEC("model"))}, BATCHES[0], rates)
+    assert after["t"].shape == TABLE.shape
+
+
 @pytest.mark.slow
 def test_each_shard_updates_its_own_rows_in_ascending_order():
     """The update tells XLA so; a CPU gives the same rows in any order."""

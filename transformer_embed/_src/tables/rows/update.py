@@ -92,7 +92,8 @@ def update(
         got = type(optimizer).__name__
         raise arguments.type_error("optimizer", "an optax.GradientTransformation", got)
     # shard_map takes no sharded arrays but as arguments.
-    arrays = {name: arg for name, arg in extra_args.items() if isinstance(arg, jax.Array)}
+    others, extra_treedef = jax.tree.flatten(extra_args)
+    arrays = {n: leaf for n, leaf in enumerate(others) if isinstance(leaf, jax.Array)}
     inputs = {"grads": grads, "params": params, "state": state}
     converted = [as_arrays(name, tree, is_leaf) for name, tree in inputs.items()]
     trees, treedef = jax.tree.flatten((*converted, arrays), is_leaf=is_leaf)
@@ -101,25 +102,25 @@ def update(
         want = "a tree as params, with RowGradient for some tables"
         raise arguments.value_error("grads", want, str(grads_treedef))
     tables = row_check.find_tables(optimizer.init, treedef, dict(enumerate(trees)))
-    step = functools.partial(_step, optimizer, extra_args, treedef)
+
+    def update_all(grads: Tree, params: Tree, state: Tree, arrays: dict[int, Any]) -> Any:
+        leaves = (dict(enumerate(others)) | arrays).values()
+        return optimizer.update(grads, state, params, **jax.tree.unflatten(extra_treedef, leaves))
+
+    step = functools.partial(_step, update_all, treedef)
     row_check.check(jax.jit(step), tables, optimizer.update)
     new_leaves = _update_tables(step, tables)
     _, params, state, _ = jax.tree.unflatten(treedef, new_leaves.values())
     return params, state
 
 
-def _step(
-    optimizer: "optax.GradientTransformation",
-    extra_args: dict[str, Any],
-    treedef: Any,
-    leaves: dict[int, Any],
-) -> dict[int, Any]:
+def _step(update_all: Callable, treedef: Any, leaves: dict[int, Any]) -> dict[int, Any]:
     """The leaves of (grads, params, state, arrays) after a step; the first and the last stay."""
     # Slow to load, and only training needs it.
     import optax  # noqa: PLC0415
 
     grads, params, state, arrays = jax.tree.unflatten(treedef, leaves.values())
-    updates, state = optimizer.update(grads, state, params, **(extra_args | arrays))
+    updates, state = update_all(grads, params, state, arrays)
     after = grads, optax.apply_updates(params, updates), state, arrays
     new_leaves, new_treedef = jax.tree.flatten(after, is_leaf=is_leaf)
     if new_treedef != treedef:
