@@ -85,6 +85,13 @@ def test_shapes_are_mapped_to_shapes_and_move():
     assert shard(mesh_of((4, 2)), SPEC("model"), table).array.shape == (384, WIDTH)
 
 
+def test_the_sharding_of_a_table_that_jax_moved_is_that_of_its_array():
+    whole = NamedSharding(MESH, SPEC())
+    moved = jax.device_put(shard(MESH, SPEC("model")), whole)
+    assert moved.sharding == whole
+    equal(te.lookup(moved, np.arange(9)), TABLE[:9])
+
+
 # --- drawing
 
 

@@ -68,7 +68,7 @@ def take_from_owners(
     if not set(split.rows) <= set(id_axes):
         want = (
             f"split over the mesh axes of the table's rows, {split.rows}, to exchange them "
-            "(the batch must divide by the devices)"
+            "(their first dimension is the batch, which the devices must divide)"
         )
         got = f"shape {list(ids.shape)} split over {id_axes}"
         raise arguments.value_error("ids", want, got)

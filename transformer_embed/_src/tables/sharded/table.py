@@ -87,8 +87,10 @@ class Sharded(Table):
 
     @property
     def sharding(self) -> NamedSharding:
-        """That of the array."""
-        return self.split.sharding
+        """That of the array; under jit, the one that `shard_params` gave it."""
+        # After jax.device_put, an array may lie otherwise than its split says.
+        is_known = not arguments.is_traced(self.array)
+        return (is_known and getattr(self.array, "sharding", None)) or self.split.sharding
 
     @property
     def _split_here(self) -> TableSplit:
