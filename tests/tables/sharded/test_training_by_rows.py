@@ -1,6 +1,5 @@
 """Training sharded tables by rows: lazy Adam in float64, and what a step sends."""
 
-import functools
 import math
 
 import jax
@@ -38,7 +37,6 @@ from sharded_tables import (
 )
 
 import transformer_embed as te
-from transformer_embed._src.tables.sharded.contiguous import rows_of_this_shard
 
 # The axes, the mesh, how the table is placed on it, the mesh axes of its rows and of the batch.
 CASES = {
@@ -246,15 +244,3 @@ def test_arrays_in_a_tree_of_extra_arguments_may_lie_on_explicit_axes():
         rates = {"all": [put(mesh, np.float32(2))]}
         after = jax.eval_shape(step, {"t": shard(mesh, SPEC("model"))}, BATCHES[0], rates)
     assert after["t"].shape == TABLE.shape
-
-
-@pytest.mark.slow
-def test_each_shard_updates_its_own_rows_in_ascending_order():
-    """The update tells XLA so; a CPU gives the same rows in any order."""
-    split = shard(mesh_of((1, 2)), SPEC("model")).split
-    ids = np.array([5, 192, 250, 299, 300, 301], np.int32)
-    held_rows = split.map(functools.partial(rows_of_this_shard, split), SPEC(), SPEC("model"))
-    rows, values = jax.jit(held_rows)(ids, np.float32(ids)[:, None])
-    # The first 192 rows and the other 108; numbers from 192 on are padding.
-    equal(rows, [5, 193, 194, 195, 196, 197, 0, 58, 107, 195, 196, 197])
-    equal(values[:, 0], [*ids, *np.roll(ids, -1)])

@@ -118,8 +118,8 @@ def is_leaf(leaf: Any) -> bool:
 
 
 def read_rows(table: Array, ids: Int32[Array, "k"]) -> Array:
-    """The rows of ascending ids; an id past the vocabulary reads an arbitrary row."""
-    return table.at[ids].get(mode="clip", indices_are_sorted=True)
+    """The rows of ascending ids; an id outside the vocabulary reads the first or the last row."""
+    return table.at[ids].get(mode="clip", indices_are_sorted=True, wrap_negative_indices=False)
 
 
 class ArrayTable(NamedTuple):
@@ -150,7 +150,7 @@ class ArrayTable(NamedTuple):
         The step is `step(shared, is_right, ids, values, arrays)`.
 
         `shared` is a tree of arrays that every device needs whole. Inside the step, ids count from
-        the first row of an array; an id past its end names no row.
+        the first row of an array; an id outside of it names no row.
         """
         is_right = fits(gradient.ids, gradient.fingerprint)
         return step(shared, is_right, gradient.ids, gradient.values, [self.array, *states])

@@ -157,7 +157,7 @@ def _update_in_blocks(
     """A table and its state after a step, read and written one block of rows at a time.
 
     All rows at once would allocate new memory for each array. There may be any number of ids. They
-    ascend, and ids past the end of the table are padding. Each is updated by NaN if the gradient is
+    ascend, and ids outside of the table are padding. Each is updated by NaN if the gradient is
     not of these ids.
     """
     # Of no ids, no block can be sliced, not even in a loop that does not run.
@@ -180,10 +180,10 @@ def _update_in_blocks(
         def write(array: Array, index: int) -> Array:
             # State may have one number for each row: vmap takes arrays of any rank.
             rows_after = jax.vmap(jnp.where)(moved, new[index], rows[index])
-            # Ids past the end of the table are dropped.
-            return array.at[block_ids].set(
-                rows_after, mode="drop", unique_indices=True, indices_are_sorted=True
-            )
+            # Ids outside of the table are dropped.
+            promises = {"unique_indices": True, "indices_are_sorted": True}
+            write = functools.partial(array.at[block_ids].set, **promises)
+            return write(rows_after, mode="drop", wrap_negative_indices=False)
 
         return list(map(write, arrays, indices[1:]))
 

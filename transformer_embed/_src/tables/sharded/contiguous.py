@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
-from transformer_embed._src.partitioning import index_along, replicated
+from transformer_embed._src.partitioning import replicated
 from transformer_embed._src.tables.rows.distinct_ids import distinct_rows
 from transformer_embed._src.tables.rows.gathered_rows import GatheredRows, as_taken
 from transformer_embed._src.tables.sharded.table_split import RowReader, TableSplit
@@ -46,19 +46,3 @@ def take_from_shards(
     held = distinct_rows(replicated(ids, split.mesh), vocab_size, max_rows)
     rows = gather_from_shards(split._replace(batch_axes=()), array, held)
     return as_taken(array, vocab_size, held, rows, RowReader(split, (), array.dtype))
-
-
-def rows_of_this_shard(
-    split: TableSplit, ids: Int32[Array, "k"], values: Float[Array, "k d"]
-) -> tuple[Int32[Array, "k"], Float[Array, "k d"]]:
-    """Inside shard_map, the rows of this shard among the ids, and their values.
-
-    Rows count from the start of the shard; numbers past its end are padding.
-    """
-    index, first = jnp.arange(len(ids), dtype=jnp.int32), index_along(split.rows) * split.shard
-    # Those of earlier shards go to the end.
-    order = (index + jnp.sum(ids < first, dtype=jnp.int32)) % len(ids)
-    ids, values = ids[order], values[order]
-    # Padding ascends and is distinct as well: the update promises XLA both.
-    here = (ids >= first) & (ids < jnp.minimum(first + split.shard, split.order.vocab_size))
-    return jnp.where(here, ids - first, split.shard + index), values

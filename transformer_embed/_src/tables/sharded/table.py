@@ -15,6 +15,7 @@ from transformer_embed._src.partitioning import (
     array_axes,
     free_axes,
     gathered,
+    index_along,
     on_every_device,
     reshard,
 )
@@ -23,7 +24,6 @@ from transformer_embed._src.tables.rows.gathered_rows import GatheredRows
 from transformer_embed._src.tables.rows.row_gradient import RowGradient
 from transformer_embed._src.tables.sharded.contiguous import (
     gather_from_shards,
-    rows_of_this_shard,
     take_from_shards,
 )
 from transformer_embed._src.tables.sharded.exchange import gather_from_owners, take_from_owners
@@ -152,11 +152,10 @@ class Sharded(Table):
             raise arguments.type_error("grads", want, f"plain {type(gradient).__name__}")
 
         def update_shard(shared, scaled, ids, values, shards):
-            # Before the rows of other shards are left out: the fingerprint is that of all ids.
             is_right = fits(ids, scaled)
-            if not is_owned:
-                ids, values = rows_of_this_shard(split, ids, values)
-            return step(shared, is_right, ids, values, shards)
+            # From the start of this shard: those of other shards are before it or past its end.
+            first = 0 if is_owned else index_along(split.rows) * split.shard
+            return step(shared, is_right, ids - first, values, shards)
 
         by_owner = PartitionSpec(split.rows)
         gradient_spec = by_owner if is_owned else PartitionSpec()
