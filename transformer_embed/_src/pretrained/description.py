@@ -53,7 +53,7 @@ def describe(
 ) -> PretrainedInput:
     """All but the parameters, of a row whose tensors are below a prefix."""
     tensors, place = file.tensors, f"{file.path}, for a model {kind.types}"
-    value = _values(kind, place, file, settings)
+    value = _values(kind, file, _said(kind, place, file.entries, settings))
     where = f"settings and {place}"
     table = names.get(OUTPUT_TABLE)
     # As in the library: two tables that differ are not tied, whatever config.json says.
@@ -105,15 +105,13 @@ def read(kind: Architecture, where: str, given: Options) -> tuple[dict[str, Any]
     return found, unread
 
 
-def _values(
-    kind: Architecture, place: str, file: Published, settings: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The values of all entries; settings go before config.json, None means nothing.
+def _said(kind: Architecture, place: str, in_file: Options, settings: Options) -> dict[str, Any]:
+    """The values of the entries that are read; settings go before those of config.json.
 
-    Raises a ValueError for settings that are not read, for entries of config.json whose names
-    concern the layer, unless settings say that they are null, and for entries that must be said.
+    Raises a ValueError for settings that are not read, and for entries of config.json whose names
+    concern the layer, unless settings say that they are null.
     """
-    entries, unread = read(kind, place, file.entries)
+    entries, unread = read(kind, place, in_file)
     said, unknown = read(kind, "settings", settings)
     # Null takes away an entry of config.json that is not read; there must be one of that name.
     unknown = [
@@ -137,14 +135,18 @@ def _values(
     length = said.get("rope_scaling", {}).get(rope.ORIGINAL)
     if length is not None:
         said.setdefault(rope.ORIGINAL, length)
-    entries |= said
+    return entries | said
+
+
+def _values(kind: Architecture, file: Published, said: Options) -> dict[str, Any]:
+    """The values of all entries; None means nothing. Raises for those that must be said."""
     value, missing = {**dict.fromkeys(ENTRIES), **kind.fixed, "length": file.length}, []
     for entry, aliases in kind.names().items():
         default = kind.default(entry)
-        value[entry] = entries.get(entry, default)
+        value[entry] = said.get(entry, default)
         # If config.json does not name this type, its defaults may be another model's.
         is_known = file.model_type == kind.types or entry in HARMLESS or default is None
-        if value[entry] is REQUIRED or not (is_known or entry in entries):
+        if value[entry] is REQUIRED or not (is_known or entry in said):
             missing.append(aliases[0])
     if missing:
         entries = ", ".join(sorted(missing))

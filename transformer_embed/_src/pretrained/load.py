@@ -116,4 +116,4 @@ def load_embedder(
         row = recognised(file, said.pop("model_type", None))
         found = describe(file, *row, said)
     parameters = check_tensors(tensors, found, may_lack)
-    return found._replace(params=read_parameters(tensors, found.names or {}, parameters))
+    return found._replace(params=read_parameters(tensors, found, parameters))

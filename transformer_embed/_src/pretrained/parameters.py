@@ -79,7 +79,6 @@ def full_paths(names: Mapping[Any, Any], paths: Collection[str]) -> dict[str, An
         if len(found) != 1 or found[0] in full:
             among = ", ".join(paths)
             want = f"a parameter's path, or a suffix that only one path has, among {among}"
-            # A whole model has hundreds of paths.
             raise arguments.value_error("names", want, repr(name))
         full[found[0]] = value
     return full
@@ -117,9 +116,10 @@ def check_tensors(
     return parameters
 
 
-def read_parameters(tensors: Tensors, names: Mapping[str, str], parameters: Specs) -> Params:
+def read_parameters(tensors: Tensors, found: PretrainedInput, parameters: Specs) -> Params:
     """The parameters; zeros for those without a tensor."""
     params: dict[str, dict[str, Array]] = {}
+    names = found.names or {}
     for name, parameter in parameters.items():
         module, _, leaf = name.rpartition("/")
         if name in names:
