@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from compare import equal, near
 from jax.sharding import PartitionSpec
@@ -172,3 +173,32 @@ def test_a_striped_table_does_not_train_by_rows_inside_a_shard_map_over_some_axe
         run = jax.shard_map(step, in_specs=specs, out_specs=SPEC(), axis_names={"data"})
         with pytest.raises(ValueError, match="table: wanted a contiguous one"):
             jax.jit(run)(table, put(mesh, IDS, "data", "model"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_NESTED_MAPS, reason="an error of its own, tested above")
+@pytest.mark.parametrize(
+    ("kind", "is_sharded"), [(AUTO, True), (EXPLICIT, True), (EXPLICIT, False)]
+)
+def test_a_step_by_rows_inside_a_shard_map_over_some_axes_is_that_of_the_whole_batch(
+    kind, is_sharded
+):
+    mesh, sgd = mesh_of((2, 2, 2), NAMES, kind), optax.sgd(1.0)
+
+    def step(params, ids):
+        def loss(params):
+            return jax.lax.pmean(jnp.mean(te.lookup(params["t"], ids) ** 2), "data")
+
+        value, grads = te.rows.value_and_grad(loss, ids={"t": ids})(params)
+        return value, te.rows.update(sgd, grads, sgd.init(params), params)[0]
+
+    with jax.set_mesh(mesh):
+        params = {"t": put(mesh, TABLE)}
+        if is_sharded:
+            params = te.sharding.shard_params({"t": TABLE}, mesh, {"t": SPEC("model")}, tables="t")
+        specs = (SPEC(), SPEC("data"))
+        run = jax.shard_map(step, in_specs=specs, out_specs=SPEC(), axis_names={"data"})
+        value, after = jax.jit(run)(params, put(mesh, IDS, "data"))
+    want, gradient = jax.value_and_grad(lambda table: jnp.mean(table[IDS] ** 2))(TABLE)
+    near(value, want, rtol=1e-6)
+    near(np.asarray(te.lookup(after["t"], np.arange(VOCAB))), TABLE - gradient, atol=1e-6)

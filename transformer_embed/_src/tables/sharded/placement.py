@@ -180,8 +180,8 @@ class _Placement(NamedTuple):
         _check_alike(
             self.mesh, {k: leaf for k, leaf in leaves.items() if _is_of_this_process(leaf)}
         )
-        for pattern in (*self.rules, *(() if self.stripe is None else (self.stripe,))):
-            if not fnmatch.filter(leaves, pattern):
+        for pattern in (*self.rules, self.stripe):
+            if pattern is not None and not fnmatch.filter(leaves, pattern):
                 want = f"each to match one of {', '.join(leaves)}"
                 raise arguments.value_error("patterns", want, repr(pattern))
         return jax.tree.unflatten(treedef, list(itertools.starmap(self.leaf, leaves.items())))
@@ -207,10 +207,9 @@ class _Placement(NamedTuple):
             want = f"a PartitionSpec that fits {name} of shape {list(shape)}"
             raise arguments.value_error("rules", want, f"{spec}: {error}") from error
         rows: Any = leaf
-        is_table = isinstance(leaf, Sharded)
-        if is_table and is_rows and not isinstance(leaf.array, jax.ShapeDtypeStruct):
-            return leaf._moved(self.split_of(name, shape[0], sharding))
-        if is_table:
+        if isinstance(leaf, Sharded):
+            if is_rows and not isinstance(leaf.array, jax.ShapeDtypeStruct):
+                return leaf._moved(self.split_of(name, shape[0], sharding))
             rows = leaf.in_vocabulary_order()
         elif not isinstance(leaf, jax.ShapeDtypeStruct):
             rows = gathered(leaf)
