@@ -125,13 +125,20 @@ class Loss:
     def of_tokens(self, splits: Splits, of_tokens: OfTokens, layers: Layers) -> tuple[Array, ...]:
         """The values of a chunk times their weights."""
         labels, settings, weights = of_tokens
-        losses, *others = _of_chunk(self, splits, labels, settings, layers)
+        # Without the weights: for their product, the backward pass would compute the losses again.
+        losses, *others = again_in_backward(_of_chunk)(self, splits, labels, settings, layers)
         values = [weighted(losses, nan_outside(splits[0], of_tokens))]
         return *values, *(weighted(each, weights.max(-1, keepdims=True)) for each in others)
 
     def returned(self, values: tuple[Array, ...], weights: Array) -> Any:
         """What the public function returns, of the reduced values and the weights."""
         return values
+
+
+def again_in_backward(function: Callable) -> Callable:
+    """The function of a static loss and splits, and arrays, computed again in the backward pass."""
+    # In a loop nothing can be shared with it: barriers against that would only cost.
+    return jax.checkpoint(function, prevent_cse=False, static_argnums=(0, 1))
 
 
 def weighted(losses: Float[Array, "..."], weights: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -233,8 +240,6 @@ def map_chunks(
 ) -> tuple[Array, ...]:
     """The values of `loss.of_tokens` for each token, [..., c]."""
 
-    # In a loop nothing can be shared with the backward pass: barriers against that would only cost.
-    @functools.partial(jax.checkpoint, prevent_cse=False)
     def step(_, of_tokens, layers):
         return None, loss.of_tokens(splits, of_tokens, layers)
 

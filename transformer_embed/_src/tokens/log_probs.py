@@ -17,6 +17,7 @@ from transformer_embed._src.tokens.chunks import (
     Settings,
     Splits,
     Value,
+    again_in_backward,
     nan_outside,
 )
 from transformer_embed._src.tokens.lookup import Table
@@ -225,6 +226,7 @@ def linear_kept_log_probs(
 class KeptLogProbs(LogProbs):
     """The negative log-probability of each label among those of its token, without other rows."""
 
+    @again_in_backward
     def of_tokens(self, splits: Splits, of_tokens: OfTokens, layers: Layers) -> tuple[Array]:
         """The losses of a chunk."""
         (split,), (x, _, bias, rows) = splits, layers[0]
