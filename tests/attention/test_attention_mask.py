@@ -466,6 +466,7 @@ VALUE_ERRORS = [
     (lambda: te.shared_prefix_parents([2], [[3], [1]], 9), "answer_lengths: wanted rows as prefix_lengths, 1, got 2"),
     (lambda: te.shared_prefix_parents([-1], [[3]], 9), "prefix_lengths: wanted integers inside the row, 0..9, got -1 at index [0]"),
     (lambda: te.shared_prefix_parents([6], [[2, 2]], 9), "length: wanted at least 10, the longest row, got 9"),
+    (lambda: jax.jit(lambda: te.shared_prefix_parents([6], [[2, 2]], 9))(), "length: wanted at least 10, the longest row, got 9"),
     (lambda: MASK | mask_of(TREE), "mask: wanted the queries and keys of the other mask, (4, 4), got (2, 2)"),
     (lambda: mask_of(sinks=1), "sinks: wanted None, since no window hides them, got int 1"),
     (lambda: MASK.tile(3, 0, (2, 2)), "query_start: wanted integers inside the mask, for a tile of (2, 2), 0..2, got 3"),

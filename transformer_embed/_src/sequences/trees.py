@@ -40,13 +40,15 @@ def shared_prefix_parents(
         [[-1, 0, 1, 2, 1, -2]]
     """
     length = arguments.length("length", length)
-    prefixes = arguments.as_indices("prefix_lengths", prefix_lengths, length, "the row", "batch")
-    answers = arguments.as_indices(
-        "answer_lengths", answer_lengths, length, "the row", "batch", "answers"
-    )
-    arguments.check_same("answer_lengths", "rows as prefix_lengths", len(answers), len(prefixes))
-    if not (arguments.is_traced(prefixes) or arguments.is_traced(answers)):
-        longest = int((prefixes + answers.sum(1)).max(initial=0))
+    name, of_answers = "prefix_lengths", "answer_lengths"
+    held = arguments.as_integers(name, prefix_lengths)
+    held_answers = arguments.as_integers(of_answers, answer_lengths)
+    prefixes = arguments.as_indices(name, held, length, "the row", "batch")
+    answers = arguments.as_indices(of_answers, held_answers, length, "the row", "batch", "answers")
+    arguments.check_same(of_answers, f"rows as {name}", len(answers), len(prefixes))
+    # Inside jit too, where the arrays made of these are traced.
+    if isinstance(held, np.ndarray) and isinstance(held_answers, np.ndarray):
+        longest = int((held + held_answers.sum(1)).max(initial=0))
         if longest > length:
             raise arguments.value_error("length", f"at least {longest}, the longest row", length)
     return _parents(prefixes, answers, length)
