@@ -134,9 +134,18 @@ def test_files_that_cannot_be_read_or_written_are_named_before_the_work(
     out = tmp_path / f"x{suffix}"
     assert f"No such file or directory: '{missing}'" in fails(*command, missing, "--out", out)
     (tmp_path / f"folder{suffix}").mkdir()
-    for place in ("missing/x", "folder"):
-        out = tmp_path / f"{place}{suffix}"
-        assert f"cannot write {out}: name a file in" in fails(*command, text_file, "--out", out)
+    loop = tmp_path / f"loop{suffix}"
+    loop.symlink_to(loop)
+    read = tmp_path / f"read{suffix}"
+    read.write_bytes(text_file.read_bytes())
+    for name, why in (
+        ("missing/x", "No such file or directory; name a file in a folder that you may write to"),
+        ("folder", "it is not a regular file"),
+        ("loop", "it is not a regular file"),
+        ("read", "it is also read; name another file"),
+    ):
+        out = tmp_path / f"{name}{suffix}"
+        assert f"cannot write {out}: {why}" in fails(*command, read, "--out", out)
     for name in ("x.txt", suffix[1:]):
         wanted = f"--out: wanted a name that ends in {suffix}, got '{name}'"
         assert wanted in fails(*command, text_file, "--out", name)

@@ -106,7 +106,7 @@ TO = ["--out", "x.png"]
     [
         (["mask", "--out", "x.gif"], f"{SUFFIXES} 'x.gif'"),
         (["mask", "--out", "png"], f"{SUFFIXES} 'png'"),
-        (["mask", "--out", "missing/x.png"], "cannot write missing/x.png: name a file in a folder"),
+        (["mask", "--out", "missing/x.png"], "cannot write missing/x.png: No such file or directory; name a file in a folder"),
         ([], "the following arguments are required: PICTURE"),
         (["sky", *TO], "invalid choice: 'sky'"),
         (["rotary", "--head-dim", "3", *TO], "head_dim: wanted an even number of channels, to make pairs, got 3"),

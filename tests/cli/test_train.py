@@ -101,9 +101,22 @@ def test_longer_texts_are_scored_on_as_many_bytes():
     text = bytes(range(256)) * 50
     params = language_model.model("none").init(jax.random.key(0), np.zeros([1, 4], np.uint8))
     params = jax.tree.map(np.zeros_like, params)
+    over_devices = jax.sharding.NamedSharding(
+        jax.make_mesh((1,), ("data",)), jax.sharding.PartitionSpec("data")
+    )
     for length in language_model.LENGTHS:
-        bits = language_model._score("none", params, np.frombuffer(text, np.uint8), length)
+        bits = language_model._score(
+            "none", params, np.frombuffer(text, np.uint8), length, over_devices
+        )
         assert bits == pytest.approx(8.0, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_losses_are_drawn(prints, text_file, tmp_path):
+    out = tmp_path / "x.svg"
+    command = ["train", text_file, "--steps", STEPS, "--positions", "sinusoidal", "--plot", out]
+    assert f"The losses are in {out}." in prints(*command).out.splitlines()
+    assert "loss (bits per byte)" in out.read_text()
 
 
 @pytest.mark.parametrize("names", ["", "sky", "none,none", "none,"])
@@ -127,8 +140,9 @@ def test_a_seed_decides_the_model_and_its_figures(prints, trained, text_file, tm
     other = language_model.train(text_file.read_bytes(), "sinusoidal", steps=STEPS, seed=1)
     tables = (each.params[MODULE]["embeddings"] for each in (found, other))
     assert np.not_equal(*tables).mean() > 0.99
-    shown = re.findall(r"(\w+), training: 100%", trained[1])
-    assert shown == ["sinusoidal", "learned"]
+    shown = re.findall(r"(\w+), training: 100%.* tokens/s, loss=(\d+\.\d\d)", trained[1])
+    assert [name for name, _ in shown] == ["sinusoidal", "learned"]
+    assert all(float(loss) < 8.0 for _, loss in shown)
 
 
 def test_unigram_bits_are_those_of_counts_with_one_added(text_file):
@@ -238,7 +252,7 @@ def test_the_first_model_is_saved_before_the_second_is_trained_or_not_kept(
 ):
     out, seen = tmp_path / "x.safetensors", []
     params = drawn(te.Embedder(language_model.config("sinusoidal")).init)
-    result = language_model.Result(params, [2.0, 2.0, 2.0])
+    result = language_model.Result(params, np.ones(2), [2.0, 2.0, 2.0])
 
     def record(text, name, **options):
         seen.append((name, out.exists()))

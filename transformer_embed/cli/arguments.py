@@ -1,22 +1,40 @@
 """Arguments that several commands take: a checkpoint with what describes it, a file to write."""
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
 from collections.abc import Sequence
 
 from transformer_embed import pretrained
+from transformer_embed._src.pretrained.files import open_whole
 
 
-def writable(name: str, suffixes: Sequence[str]) -> pathlib.Path:
-    """The path of a file to write; raises before the work if it cannot be written."""
+class _TriedError(Exception):
+    """Leaves a file as it was."""
+
+
+def writable(name: str, suffixes: Sequence[str], *inputs: str, flag: str = "--out") -> pathlib.Path:
+    """The path of a file to write, which is not one of the inputs.
+
+    What will write it tries at once, so that hours of work are not lost.
+    """
     if pathlib.Path(name).suffix.lower() not in suffixes:
-        raise ValueError(f"--out: wanted a name that ends in {', '.join(suffixes)}, got {name!r}")
-    # What a link leads to is replaced, so that the link stays.
-    path = pathlib.Path(os.path.realpath(name))
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ValueError(f"cannot write {name}: name a file in a folder that you may write to")
+        raise ValueError(f"{flag}: wanted a name that ends in {', '.join(suffixes)}, got {name!r}")
+    # What a link leads to is replaced, so that the link stays; of a loop, `realpath` leaves a link.
+    path = pathlib.Path(os.path.realpath(os.path.expanduser(name)))
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise ValueError(f"cannot write {name}: it is not a regular file")
+    if path.exists() and any(os.path.exists(file) and path.samefile(file) for file in inputs):
+        raise ValueError(f"cannot write {name}: it is also read; name another file")
+    try:
+        with contextlib.suppress(_TriedError), open_whole(path):
+            raise _TriedError
+    except OSError as error:
+        raise ValueError(
+            f"cannot write {name}: {error.strerror}; name a file in a folder that you may write to"
+        ) from error
     return path
 
 
@@ -49,7 +67,7 @@ def read_checkpoint(path: str, args: argparse.Namespace) -> pretrained.Pretraine
     """The input layer of a checkpoint, which the flags may describe."""
     settings = {}
     if args.settings is not None:
-        settings = json.loads(pathlib.Path(args.settings).read_bytes())
+        settings = json.loads(pathlib.Path(args.settings).expanduser().read_bytes())
     if args.model_type is not None:
         settings["model_type"] = args.model_type
     return pretrained.load_embedder(

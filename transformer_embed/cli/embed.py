@@ -52,7 +52,7 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Writes the arrays and prints their sizes."""
-    out = writable(args.out, (".npz",))
+    out = writable(args.out, (".npz",), args.file, args.checkpoint)
     lines = pathlib.Path(args.file).read_bytes().splitlines()
     found = read_checkpoint(args.checkpoint, args)
     config = found.config

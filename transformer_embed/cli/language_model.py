@@ -10,16 +10,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, UInt8
 from tqdm import tqdm
 
 import transformer_embed as te
 
 VOCAB_SIZE, D_MODEL, NUM_HEADS, NUM_LAYERS, CONTEXT = 256, 128, 4, 2, 128
+# On each device.
 BATCH_SIZE, EVALUATION_TOKENS = 4, 8192
 PEAK_LEARNING_RATE, HELD_OUT = 5e-3, 0.05
 # Of the texts that are scored; it trains on the first.
 LENGTHS = (CONTEXT, 2 * CONTEXT, 4 * CONTEXT)
+BAR = "{l_bar}{bar}| {elapsed}<{remaining}, {rate_fmt}{postfix}"
+# The progress bar shows the loss of every tenth step, because reading a loss waits for its step.
+STEPS_A_LOSS = 10
 # Its held-out end has one text of each length, and the byte after it.
 SHORTEST_TEXT = math.ceil((LENGTHS[-1] + 1) / HELD_OUT)
 # What is added to tokens; other positions change attention instead.
@@ -76,12 +81,13 @@ def _squared_relu(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
 
 
 class Result(NamedTuple):
-    """A trained model: its parameters, and its scores.
+    """A trained model: its parameters, the loss of each step, and its scores.
 
     The scores are bits per byte on held-out texts of LENGTHS; None: it has no positions for them.
     """
 
     params: Params
+    losses: np.ndarray
     bits: list[float | None]
 
 
@@ -89,15 +95,25 @@ def train(text: bytes, positions: str, *, steps: int, seed: int) -> Result:
     """Trains on a text but its end; equal arguments give equal results on one machine."""
     training, held_out = split(text)
     windows = _windows(training, CONTEXT)
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    over_devices = NamedSharding(mesh, PartitionSpec("data"))
     params = model(positions).init(jax.random.key(seed), jnp.zeros([1, CONTEXT], jnp.uint8))
+    params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
     state, rng = _optimizer(steps).init(params), np.random.default_rng(seed)
+    batch_size, losses = BATCH_SIZE * mesh.size, []
+    options = {"unit": " tokens", "unit_scale": batch_size * CONTEXT, "bar_format": BAR}
     # None hides the bar unless stderr is a terminal.
-    for _ in tqdm(range(steps), f"{positions}, training", ncols=79, disable=None):
-        batch = windows[rng.integers(0, len(windows), BATCH_SIZE)]
-        params, state = _step(positions, steps, params, state, batch)
+    bar = tqdm(range(steps), f"{positions}, training", ncols=79, disable=None, **options)
+    for done in bar:
+        batch = windows[rng.integers(0, len(windows), batch_size)]
+        batch = jax.device_put(batch, over_devices)
+        params, state, loss = _step(positions, steps, params, state, batch)
+        losses.append(loss)
+        if done % STEPS_A_LOSS == 0:
+            bar.set_postfix_str(f"loss={float(loss):.2f}", refresh=False)
     lengths = LENGTHS[:1] if positions == "learned" else LENGTHS
-    bits = [_score(positions, params, held_out, length) for length in lengths]
-    return Result(params, bits + [None] * (len(LENGTHS) - len(lengths)))
+    bits = [_score(positions, params, held_out, length, over_devices) for length in lengths]
+    return Result(params, np.asarray(losses), bits + [None] * (len(LENGTHS) - len(lengths)))
 
 
 def model(positions: str) -> hk.Transformed:
@@ -113,25 +129,29 @@ def _step(
     params: optax.Params,
     state: optax.OptState,
     windows: UInt8[Array, "b t"],
-) -> tuple[optax.Params, optax.OptState]:
-    """One step of training."""
-    gradient = jax.grad(lambda params: _bits(positions, params, windows).mean())(params)
+) -> tuple[optax.Params, optax.OptState, Float[Array, ""]]:
+    """One step of training, and the loss before it in bits per byte."""
+    loss, gradient = jax.value_and_grad(lambda params: _bits(positions, params, windows).mean())(
+        params
+    )
     updates, state = _optimizer(steps).update(gradient, state, params)
-    return optax.apply_updates(params, updates), state
+    return optax.apply_updates(params, updates), state, loss
 
 
-def _score(positions: str, params: Params, text: np.ndarray, length: int) -> float:
+def _score(
+    positions: str, params: Params, text: np.ndarray, length: int, over_devices: NamedSharding
+) -> float:
     """Bits per byte of a text that is read in pieces of this length.
 
     Each byte is scored once, except the first one and a remainder shorter than a piece.
     """
     pieces = _windows(text, length)[::length]
-    size = EVALUATION_TOKENS // length
+    size = EVALUATION_TOKENS // length * over_devices.num_devices
     bits = []
     for start in range(0, len(pieces), size):
         # Of one shape, so that it compiles once.
         batch = np.resize(pieces[start : start + size], (size, length + 1))
-        bits.append(_bits(positions, params, batch))
+        bits.append(_bits(positions, params, jax.device_put(batch, over_devices)))
     return float(np.concatenate(bits)[: len(pieces)].mean(dtype=np.float64))
 
 

@@ -6,10 +6,8 @@ from typing import Any
 import numpy as np
 
 import transformer_embed as te
-from transformer_embed._src.pretrained.files import open_whole
-from transformer_embed.cli.arguments import writable
+from transformer_embed.cli.picture import draw_file, drawable
 
-PIXELS_WIDE = 960
 NUMBER = {"type": int, "metavar": "N"}
 FLAGS: dict[str, dict[str, Any]] = {
     "out": {
@@ -69,22 +67,8 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Writes the picture and prints its title."""
-    path = writable(args.out, (".png", ".svg", ".pdf"))
-    try:
-        from matplotlib import style  # noqa: PLC0415 (slow to load)
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError as error:
-        raise ImportError(f"{error}; pip install '.[plots]' installs it") from error
-
-    # Whatever the user's settings.
-    with style.context("default"):
-        # As many pixels at any width.
-        size, dpi = (args.width, 0.75 * args.width), PIXELS_WIDE / args.width
-        figure = Figure(size, dpi, layout="constrained")
-        title = args.draw(figure.subplots(), args)
-        figure.suptitle(title, wrap=True)
-        with open_whole(path) as file:
-            figure.savefig(file, format=args.out[-3:].lower())
+    path = drawable(args.out)
+    title = draw_file(path, lambda ax: args.draw(ax, args), width=args.width)
     print(f"{args.out}: {title}")
 
 

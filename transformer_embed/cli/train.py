@@ -8,9 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from transformer_embed import pretrained
 from transformer_embed.cli.arguments import writable
+from transformer_embed.cli.picture import draw_file, drawable
 
 LIBRARY_BYTES = 8_000_000
 NAMES = ("sinusoidal", "learned", "rotary", "alibi", "none")
@@ -23,7 +25,7 @@ def add_to(commands: Any) -> None:
         help="train small causal Transformers on text, and compare their positions",
         description="Trains small causal Transformers (2 layers, 128 wide, 4 heads, a context of "
         "128 bytes) that differ in their positions, from one seed. All train on the first 95% of "
-        "the text, and are scored on the last 5%, in texts of 128 bytes and of 2 "
+        "the text, on all devices, and are scored on the last 5%, in texts of 128 bytes and of 2 "
         "and 4 times as many, beside a unigram model (the frequencies of single bytes). The score "
         "is bits per byte: lower is better. Two of them take about a minute on 2 CPU cores. "
         "Equal arguments give equal figures on one machine.",
@@ -45,6 +47,11 @@ def add_to(commands: Any) -> None:
         "--out",
         metavar="PARAMS.safetensors",
         help="file to write the model with the first positions to; `embed` reads it",
+    )
+    parser.add_argument(
+        "--plot",
+        metavar="X.svg",
+        help="file to draw the losses to; X.png and X.pdf choose those formats",
     )
     parser.add_argument(
         "--steps",
@@ -72,9 +79,10 @@ def _names(text: str) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the scores and, with --out, writes the first model."""
+    """Prints the scores and, with --out and --plot, writes the first model and the losses."""
     # An empty name is a mistake, not the absence of one.
-    out = None if args.out is None else writable(args.out, (".safetensors",))
+    out = None if args.out is None else writable(args.out, (".safetensors",), *args.files)
+    plot = None if args.plot is None else drawable(args.plot, *args.files, flag="--plot")
     text, source = _library()
     if args.files:
         text = b"".join(pathlib.Path(file).read_bytes() for file in args.files)
@@ -100,6 +108,9 @@ def run(args: argparse.Namespace) -> None:
             pretrained.save_embedder(out, language_model.config(name), results[name].params)
             kept = f"The model with {name} positions is in {args.out}."
         print(kept, flush=True)
+    if plot:
+        draw_file(plot, lambda ax: _curves(ax, results))
+        print(f"The losses are in {args.plot}.")
     print("\n".join(_table(results, language_model.LENGTHS)))
     # Shares that sum to 1.
     size, unigram = language_model.VOCAB_SIZE - 1, language_model.unigram_bits(text)
@@ -130,6 +141,18 @@ def verdict(bits: Mapping[str, float], steps: int) -> str:
     if saved < 0.005:
         return f"Positions make no difference after {steps:,} steps."
     return f"Best: {best}, {saved:.2f} bits per byte fewer than {worst}, after {steps:,} steps."
+
+
+def _curves(ax: Any, results: Mapping[str, Any]) -> str:
+    """Draws the mean loss of each fiftieth of the steps; returns a title."""
+    for name, result in results.items():
+        parts = np.array_split(result.losses, min(50, len(result.losses)))
+        steps = np.cumsum([len(part) for part in parts])
+        ax.plot(steps, [part.mean() for part in parts], label=name)
+    ax.set(xlabel="step", ylabel="loss (bits per byte)")
+    ax.grid(alpha=0.3)
+    ax.legend(frameon=False)
+    return "losses of training"
 
 
 def _library() -> tuple[bytes, str]:
