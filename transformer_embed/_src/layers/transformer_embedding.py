@@ -83,11 +83,7 @@ class TransformerEmbedding(hk.Module):
         super().__init__(name=name)
         want = "an EmbedderConfig, such as te.EmbedderConfig(vocab_size=256, d_model=64)"
         self.config = arguments.instance("config", config, EmbedderConfig, want)
-        self._initial_params = None
-        if initial_params is not None:
-            params = as_params("initial_params", initial_params)
-            paths = layer_paths("initial_params", config, params)
-            self._initial_params = {module: params[path] for module, path in paths.items()}
+        self._initial_params = _of_modules(config, initial_params)
         embedding = functools.partial(
             TokenEmbedding,
             d_model=config.table_width,
@@ -181,6 +177,15 @@ class TransformerEmbedding(hk.Module):
         """
         with parameters_from(self._initial_params):
             return self.tokens.output()
+
+
+def _of_modules(config: EmbedderConfig, initial_params: Params | None) -> Params | None:
+    """The parameters to start from, by the names of the modules inside the layer."""
+    if initial_params is None:
+        return None
+    params = as_params("initial_params", initial_params)
+    paths = layer_paths("initial_params", config, params)
+    return {module: params[path] for module, path in paths.items()}
 
 
 def _rows_of_types(

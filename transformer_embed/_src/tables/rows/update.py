@@ -177,19 +177,21 @@ def _update_in_blocks(
         new = step(leaves | rows)
         moved = jnp.any(block_gradient != 0, axis=-1)
 
-        def write(array: Array, index: int) -> Array:
-            # State may have one number for each row: vmap takes arrays of any rank.
-            rows_after = jax.vmap(jnp.where)(moved, new[index], rows[index])
-            # Ids outside of the table are dropped.
-            promises = {"unique_indices": True, "indices_are_sorted": True}
-            write = functools.partial(array.at[block_ids].set, **promises)
-            return write(rows_after, mode="drop", wrap_negative_indices=False)
-
-        return list(map(write, arrays, indices[1:]))
+        # State may have one number for each row: vmap takes arrays of any rank.
+        choose = jax.vmap(jnp.where)
+        after = [choose(moved, new[index], rows[index]) for index in indices[1:]]
+        return [_write(array, block_ids, each) for array, each in zip(arrays, after, strict=True)]
 
     if len(ids) == block:
         return update_block(0, list(arrays))
     return jax.lax.fori_loop(0, len(ids) // block, update_block, list(arrays))
+
+
+def _write(array: Array, ids: Int32[Array, "k"], rows: Array) -> Array:
+    """The array with other rows at these ids, which ascend; those outside of it are dropped."""
+    promises = {"unique_indices": True, "indices_are_sorted": True}
+    write = functools.partial(array.at[ids].set, **promises)
+    return write(rows, mode="drop", wrap_negative_indices=False)
 
 
 def _pad(

@@ -1,9 +1,10 @@
 """The gradient of a loss that reads large tables: only the rows that its batch reads."""
 
+import contextlib
 import dataclasses
 import functools
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -85,12 +86,8 @@ def value_and_grad(
             read = {
                 n: dataclasses.replace(rows, values=leaves[n]) for n, (rows, _) in taken.items()
             }
-            try:
+            with _noting(rows.name for rows in read.values()):
                 return loss(jax.tree.unflatten(treedef, (leaves | read).values()), *args, **kwargs)
-            except Exception as error:
-                names = ", ".join(rows.name for rows in read.values())
-                error.add_note(f"In the loss, the rows of `ids` stand in the place of {names}.")
-                raise
 
         # Of rows, only the values: jax.grad refuses keys.
         leaves = dict(enumerate(trees)) | {n: rows.values for n, (rows, _) in taken.items()}
@@ -99,6 +96,16 @@ def value_and_grad(
         return value, jax.tree.unflatten(treedef, gradients.values())
 
     return value_and_row_grads
+
+
+@contextlib.contextmanager
+def _noting(names: Iterable[str]) -> Iterator[None]:
+    """Says in errors of a loss which tables are rows there."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"In the loss, the rows of `ids` stand in the place of {', '.join(names)}.")
+        raise
 
 
 def _take_tables(

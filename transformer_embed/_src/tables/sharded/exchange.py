@@ -93,40 +93,53 @@ def _ask_owners(
     slot received is among the distinct ones, and the rows of its shard that these are.
     """
     size, (by_dimension, id_axes) = split.order.size, split.axes_of(ids)
-    devices = devices_along(split.mesh, id_axes)
-    most = most_distinct(ids.size // devices, split.order.vocab_size, max_rows)
-    room, distinct = split.buffers(devices, most)
+    most, room, distinct = sizes(split, id_axes, ids.size, max_rows)
     owners = devices_along(split.mesh, split.rows)
 
     def take(shard, ids):
         slots, index = distinct_ascending(split.slots(ids), size, most), jnp.arange(most)
         starts = count_below(slots, jnp.arange(owners + 1, dtype=jnp.int32) * len(shard))
         received = _send(split, room, starts, slots, size)
-        asked = distinct_ascending(received, size, distinct)
-        merged = find_each(asked, received)
-        shard_rows = asked - index_along(split.rows) * len(shard)
-        # Padding lies past the shard and reads zeros.
-        values = shard.at[shard_rows].get(
-            mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True
-        )
-        known = (merged < distinct)[:, None]
-        answers = jnp.where(known, read_or_zero(values, merged.astype(jnp.uint32)), jnp.nan)
+        answers, merged, shard_rows = _answer(split, distinct, shard, received)
         owner = jnp.minimum(slots // len(shard), owners)
         rank = index - starts[owner]
         fits = (owner < owners) & (rank < room)
         # What does not fit has an index of its own past the buffer: none repeats.
         places = jnp.where(fits, owner * room + rank, owners * room + index)
-        values = (
-            _all_to_all(split, answers)
-            .at[places]
-            .get(mode="fill", fill_value=jnp.nan, unique_indices=True)
-        )
+        received = _all_to_all(split, answers).at[places]
+        values = received.get(mode="fill", fill_value=jnp.nan, unique_indices=True)
         # Padding does not fit either, but only a row that was asked for may read as NaN.
         values = arguments.widened(jnp.where((slots < size)[:, None], values, 0))
         return slots, values, starts, merged, known_after_reading(shard_rows, values)
 
     in_specs = PartitionSpec(split.rows), PartitionSpec(*by_dimension)
     return split.map(take, in_specs, PartitionSpec(id_axes))(array, ids)
+
+
+def sizes(split: TableSplit, id_axes: Axes, count: int, max_rows: int) -> tuple[int, int, int]:
+    """How many slots each device asks for, has room for, and is asked for, of `count` ids."""
+    devices = devices_along(split.mesh, id_axes)
+    most = most_distinct(count // devices, split.order.vocab_size, max_rows)
+    return most, *split.buffers(devices, most)
+
+
+def _answer(
+    split: TableSplit, distinct: int, shard: Float[Array, "s d"], received: Int32[Array, "n"]
+) -> tuple[Float[Array, "n d"], Int32[Array, "n"], Int32[Array, "m"]]:
+    """Inside shard_map, the rows of the slots that others ask a shard for.
+
+    With them, where each slot is among the distinct ones, and the rows of the shard that these are.
+    """
+    asked = distinct_ascending(received, split.order.size, distinct)
+    merged = find_each(asked, received)
+    shard_rows = asked - index_along(split.rows) * len(shard)
+    # Padding lies past the shard and reads zeros.
+    values = shard.at[shard_rows].get(
+        mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True
+    )
+    known = (merged < distinct)[:, None]
+    answers = jnp.where(known, read_or_zero(values, merged.astype(jnp.uint32)), jnp.nan)
+    return answers, merged, shard_rows
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
