@@ -48,7 +48,8 @@ class AttentionMask(Mask):
     `mask & other` allows the pairs that both allow, and `mask | other` those of either; the result
     has `dense`, `tile` and `tile_kinds`, too. A rule of your own is a mask of your own integers: a
     causal mask compares positions, and segment ids are compared for equality. Each mask hides the
-    padding of its own tokens.
+    padding and the other segments of its own tokens, so `|` of rules with other integers can show
+    what one of them hides; to keep that hidden, join `& AttentionMask(tokens, causal=False)`.
 
     Args:
         queries: the tokens that attend. If they have no segment ids, they see the tokens of every

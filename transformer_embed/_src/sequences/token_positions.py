@@ -358,7 +358,9 @@ class TokenPositions:
         Args:
             segment_ids: [length] or [batch, length] integers: 0 = padding, and a different number
                 for each sequence. The tokens of a sequence must be contiguous: a number that
-                reappears later in the row is an error if the values are on the host.
+                reappears later in the row is an error if the values are on the host. On a device,
+                positions restart there, in the same segment; `te.check_batch` finds it in a data
+                pipeline.
 
         Returns:
             TokenPositions of the shape of segment_ids. Each sequence is counted from 0; see
