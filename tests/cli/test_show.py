@@ -111,6 +111,10 @@ TO = ["--out", "x.png"]
         (["sky", *TO], "invalid choice: 'sky'"),
         (["rotary", "--head-dim", "3", *TO], "head_dim: wanted an even number of channels, to make pairs, got 3"),
         (["mask", "--chunk", "0", *TO], "chunk: wanted an int of at least 1, got 0"),
+        (["mask", "--prefix", "-1", *TO], "prefix: wanted an int of at least 0, got -1"),
+        (["mask", "--width", "0", *TO], "width: wanted 2 to 40 inches, got 0.0"),
+        (["rotary", "--length", "0", *TO], "length: wanted an int of at least 1, got 0"),
+        (["encoding", "--d-model", "4097", *TO], "d_model: wanted an int of at most 4096, got 4097"),
         (["mask", "--length", "3", *TO], "unrecognized arguments: --length 3"),
     ],
 )  # fmt: skip

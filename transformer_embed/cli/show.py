@@ -6,8 +6,11 @@ from typing import Any
 import numpy as np
 
 import transformer_embed as te
+from transformer_embed._src import arguments
 from transformer_embed.cli.picture import draw_file, drawable
 
+# Pictures of more numbers would fill the memory.
+SIZES, LARGEST = {"length", "d_model", "head_dim"}, 4096
 NUMBER = {"type": int, "metavar": "N"}
 FLAGS: dict[str, dict[str, Any]] = {
     "out": {
@@ -68,6 +71,9 @@ def add_to(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Writes the picture and prints its title."""
     path = drawable(args.out)
+    arguments.real("width", args.width, lowest=2, highest=40, want="2 to 40 inches")
+    for name in SIZES & vars(args).keys():
+        arguments.integer(name, vars(args)[name], at_least=1, at_most=LARGEST)
     title = draw_file(path, lambda ax: args.draw(ax, args), width=args.width)
     print(f"{args.out}: {title}")
 
@@ -93,9 +99,9 @@ def error(ax: Any, args: argparse.Namespace) -> str:
 
 def mask(ax: Any, args: argparse.Namespace) -> str:
     """Draws which keys each query may attend to."""
-    length = len(args.tokens)
+    length, prefix = len(args.tokens), arguments.length("prefix", args.prefix)
     # Two of the same block may attend to each other.
-    blocks = np.where(np.arange(length) < args.prefix, 0, -1)
+    blocks = np.where(np.arange(length) < prefix, 0, -1)
     rule = te.AttentionMask(
         te.TokenPositions.from_offset(0, length).with_block_ids(blocks),
         causal=not args.bidirectional,
@@ -112,8 +118,8 @@ def mask(ax: Any, args: argparse.Namespace) -> str:
             words.append(f"{args.window[1]} ahead")
     if args.chunk:
         words.append(f"chunks of {args.chunk}")
-    if args.prefix:
-        words.append(f"prefix of {args.prefix}")
+    if prefix:
+        words.append(f"prefix of {prefix}")
     return ", ".join(words)
 
 

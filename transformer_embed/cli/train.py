@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from transformer_embed import pretrained
+from transformer_embed._src import arguments
 from transformer_embed.cli.arguments import writable
 from transformer_embed.cli.picture import draw_file, drawable
 
@@ -80,6 +81,8 @@ def _names(text: str) -> list[str]:
 
 def run(args: argparse.Namespace) -> None:
     """Prints the scores and, with --out and --plot, writes the first model and the losses."""
+    arguments.size("--steps", args.steps)
+    arguments.integer("--seed", args.seed, at_least=0, at_most=2**31 - 1)
     # An empty name is a mistake, not the absence of one.
     out = None if args.out is None else writable(args.out, (".safetensors",), *args.files)
     plot = None if args.plot is None else drawable(args.plot, *args.files, flag="--plot")
