@@ -189,9 +189,13 @@ def _update_in_blocks(
 
 def _write(array: Array, ids: Int32[Array, "k"], rows: Array) -> Array:
     """The array with other rows at these ids, which ascend; those outside of it are dropped."""
-    promises = {"unique_indices": True, "indices_are_sorted": True}
-    write = functools.partial(array.at[ids].set, **promises)
-    return write(rows, mode="drop", wrap_negative_indices=False)
+    return array.at[ids].set(
+        rows,
+        mode="drop",
+        unique_indices=True,
+        indices_are_sorted=True,
+        wrap_negative_indices=False,
+    )
 
 
 def _pad(

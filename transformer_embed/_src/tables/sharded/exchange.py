@@ -106,8 +106,8 @@ def _ask_owners(
         fits = (owner < owners) & (rank < room)
         # What does not fit has an index of its own past the buffer: none repeats.
         places = jnp.where(fits, owner * room + rank, owners * room + index)
-        received = _all_to_all(split, answers).at[places]
-        values = received.get(mode="fill", fill_value=jnp.nan, unique_indices=True)
+        answered = _all_to_all(split, answers).at[places]
+        values = answered.get(mode="fill", fill_value=jnp.nan, unique_indices=True)
         # Padding does not fit either, but only a row that was asked for may read as NaN.
         values = arguments.widened(jnp.where((slots < size)[:, None], values, 0))
         return slots, values, starts, merged, known_after_reading(shard_rows, values)

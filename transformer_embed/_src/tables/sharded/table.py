@@ -89,8 +89,8 @@ class Sharded(Table):
     def sharding(self) -> NamedSharding:
         """That of the array; under jit, the one that `shard_params` gave it."""
         # After jax.device_put, an array may lie otherwise than its split says.
-        is_known = not arguments.is_traced(self.array)
-        return (is_known and getattr(self.array, "sharding", None)) or self.split.sharding
+        held = None if arguments.is_traced(self.array) else getattr(self.array, "sharding", None)
+        return held or self.split.sharding
 
     @property
     def _split_here(self) -> TableSplit:
