@@ -105,7 +105,7 @@ def rotations(model_type, config_class):
 def main():
     """A line for each difference."""
     transformers.utils.logging.set_verbosity(50)
-    known = {name for row in architectures.ARCHITECTURES for name in row.types.split()}
+    known = {name for types in architectures.FAMILIES for name in types.split()}
     for model_type in sorted(known.intersection(configuration_auto.CONFIG_MAPPING_NAMES)):
         config_class = configuration_auto.CONFIG_MAPPING[model_type]
         for find in (unread, rotations):

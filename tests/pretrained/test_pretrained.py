@@ -260,7 +260,7 @@ def test_every_model_named_is_tested():
     tested = {case["settings"]["model_type"] for case in CASES.values()}
     page = (GOLDEN.parents[1] / "notebooks" / "published_models.md").read_text()
     swept = set(re.findall(r"`([^`]+)`", re.sub("(?s)## Refused, because.*?(?=## Not)", "", page)))
-    known = {name for each in architectures.ARCHITECTURES for name in each.types.split()}
+    known = {*all_types()}
     # MiniCPM and new are not in that library, and compute what MiniCPM 3 and GTE do; the others
     # are parts of models.
     assert known - tested - swept == {"minicpm", "new", "voxtral_realtime_text", "kimi_k2"}
@@ -272,35 +272,45 @@ def blocks_about_models():
     return re.findall(r"```\n(.*?)```", page.split("### Add a published model")[1], re.S)
 
 
-def test_a_new_type_is_one_word_or_one_line_with_its_defaults(tmp_path, monkeypatch):
-    rows = eval(f"({blocks_about_models()[0]})", vars(architectures))
-    monkeypatch.setattr(architectures, "ARCHITECTURES", rows)
-    for row, base in zip(rows, [1e4, 1e6], strict=True):
-        settings = {"model_type": row.types.split()[-1], "vocab_size": 12, "num_hidden_layers": 1}
+def all_types():
+    return [name for types in architectures.FAMILIES for name in types.split()]
+
+
+def test_a_new_type_is_a_word_in_its_family_and_in_what_it_has_of_its_own(tmp_path, monkeypatch):
+    families, own, _ = (eval(block, vars(architectures)) for block in blocks_about_models())
+    monkeypatch.setattr(architectures, "FAMILIES", families)
+    monkeypatch.setattr(architectures, "OWN", own)
+    for name, base in (("a_new_type", 1e4), ("another_new_type", 1e6)):
+        settings = {"model_type": name, "vocab_size": 12, "num_hidden_layers": 1}
         found = load_embedder(checkpoint(tmp_path, CASES["llama"], settings=settings))
         assert rotary_of(found) == {"base": base, "layout": "half"}
 
 
-def test_rows_name_entries_that_are_known():
-    """A keyword of a row that is neither a field nor an entry is a slip of the pen."""
-    for row in architectures.ARCHITECTURES:
-        assert {*row.entries, *row.fixed, *row.aliases} <= ENTRIES.keys()
-        assert not row.fixed.keys() & row.names().keys()
-    types = [name for row in architectures.ARCHITECTURES for name in row.types.split()]
+def test_the_registry_names_entries_and_types_that_are_known():
+    """What is neither a field nor an entry is a slip of the pen."""
+    types = all_types()
     assert len(types) == len({*types})
-    assert architectures.DEFAULTS.keys() <= ENTRIES.keys()
-    for values in architectures.DEFAULTS.values():
+    for name in types:
+        kind = architectures.by_model_type(name)
+        assert {*kind.entries, *kind.fixed.split(), *kind.aliases} <= ENTRIES.keys()
+        assert not {*kind.fixed.split()} & kind.names().keys()
+    for values in architectures.OWN.values():
         own = " ".join(values.values()).split()
         assert {*own} <= {*types}
         assert len(own) == len({*own})
 
 
-def test_a_new_architecture_is_one_row(tmp_path, monkeypatch):
-    row = eval(blocks_about_models()[1], vars(architectures))
-    monkeypatch.setattr(architectures, "ARCHITECTURES", (*architectures.ARCHITECTURES, row))
+def test_a_new_architecture_is_one_family(tmp_path, monkeypatch):
+    new = eval(blocks_about_models()[2], vars(architectures))
+    monkeypatch.setattr(architectures, "FAMILIES", architectures.FAMILIES | new)
     tensors = {"m.tok.weight": np.ones((3, 4), "f4"), "m.tok_norm.weight": np.ones(4, "f4")}
     save_file(tensors, tmp_path / "model.safetensors")
-    entries = {"model_type": row.types, "norm_eps": 0.5, "multiplier": 1.5, "rope_theta": 70.0}
+    entries = {
+        "model_type": "a_new_architecture",
+        "norm_eps": 0.5,
+        "multiplier": 1.5,
+        "rope_theta": 70.0,
+    }
     entries |= {"num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(entries))
     found = load_embedder(tmp_path)

@@ -25,20 +25,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import transformer_embed as te
-from transformer_embed._src.pretrained import architecture, architectures, entries, rope
+from transformer_embed._src.pretrained import architecture, entries, rope
 
-# One case for each architecture.
-ARCHITECTURES = {
-    row.types: name
-    for name, case in reversed(CASES.items())
-    for row in architectures.ARCHITECTURES
-    if case["settings"]["model_type"] in row.types.split()
-}.values()
+# One case for each model type.
+TYPES = {case["settings"]["model_type"]: name for name, case in reversed(CASES.items())}.values()
 # Phi-3 has the original length beside its scaling.
 ROTATED = [
-    name
-    for name in ARCHITECTURES
-    if "rope_theta" in kind_of(CASES[name]).names() and "phi3" not in name
+    name for name in TYPES if "rope_theta" in kind_of(CASES[name]).names() and "phi3" not in name
 ]
 ROPE = {name for names in rope.LAYERS.values() for name in names} | {
     "rope_parameters",
@@ -67,7 +60,7 @@ def is_accepted(entry, value):
 # Values that no golden config.json has, and numbers that are mostly wrong.
 SAID = [
     (name, entry, value)
-    for name in ARCHITECTURES
+    for name in TYPES
     for entry in kind_of(CASES[name]).names()
     if entry not in ROPE
     for value in (True, 0.375, 6, 0, -1, 1e30)
@@ -181,7 +174,7 @@ def test_settings_of_ones_own_file_may_be_empty(tmp_path):
         load_embedder(tmp_path / "x", settings={"model_type": "mamba9"})
 
 
-@pytest.mark.parametrize("name", few(ARCHITECTURES, 5))
+@pytest.mark.parametrize("name", few(TYPES, 5))
 def test_a_resized_vocabulary_says_how_to_load_it(tmp_path, name):
     case = CASES[name]
     text = case["settings"].get("text_config", case["settings"])
@@ -215,7 +208,7 @@ BESIDE = {
 LEFT_OUT = {"layer_norm_eps", "rope_theta", "rope_parameters", "pad_token_id"}
 
 
-@pytest.mark.parametrize("name", few(ARCHITECTURES, 6))
+@pytest.mark.parametrize("name", few(TYPES, 6))
 def test_of_a_composite_config_only_the_text_models_entries_are_read(tmp_path, name):
     """Entries that the text model leaves out are its defaults; the output layer is the whole's."""
     case = CASES[name]

@@ -1,6 +1,6 @@
-"""What a row of the registry says: the tensors and the entries of config.json of an input layer.
+"""What the registry says of a model type: the tensors and the entries of config.json of its layer.
 
-A row names the parts of a layer; `TENSORS` and `READS` say which tensors and which entries of
+It names the parts of a layer; `TENSORS` and `READS` say which tensors and which entries of
 config.json a part has.
 """
 
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from transformer_embed._src.layers.embedder import ROOT
+from transformer_embed._src.positions.schemes import Sinusoidal
 from transformer_embed._src.pretrained.entries import CONCERNS, ELSEWHERE, ENTRIES
 
 TOKENS = f"{ROOT}token_embedding/embeddings"
@@ -24,6 +25,11 @@ BIAS = "relative_position_bias/embeddings"
 PER_LAYER_TABLE = "per_layer_inputs/embeddings"
 PER_LAYER_WEIGHTS = "per_layer_inputs/w"
 PER_LAYER_SCALE = "per_layer_inputs/scale"
+# Modules that may be the output layer.
+HEADS = (
+    "lm_head.decoder lm_head output embed_out output_projection decoder.output_projection proj_out "
+    "lm_loss pred_layer.proj"
+)
 # Of BART and its like, [1, vocab_size].
 LOGITS_BIAS = "final_logits_bias"
 
@@ -96,13 +102,13 @@ ALIASES = {
 
 
 class Architecture(NamedTuple):
-    """One kind of input layer: a row of the registry.
+    """The input layer of a model type, as the registry says.
 
     Several names in one string are separated by spaces. Modules are names of the checkpoint's
     tensors without ".weight", below its prefix; `{stack}` stands for encoder or decoder.
 
     Args:
-        types: the model types, as config.json names them; of `by_model_type`, one.
+        type: as config.json's model_type names it.
         tokens: the module of the token table; of several, the first that is there.
         positions, token_types, norm, widen, bias: likewise; "": there is none.
         per_layer_table, per_layer_weights, per_layer_norm: of `per_layer_inputs`.
@@ -110,7 +116,7 @@ class Architecture(NamedTuple):
         start: the first position; or the entry that has the id of padding: one more. If that id
             is known, padding is at the position before the first; otherwise it is counted like
             tokens.
-        sinusoids: the arguments of `Sinusoidal`; None: positions are learned.
+        sinusoids: its scheme, without what `start` says; None: positions are learned.
         scale: of the tokens, as for `EmbedderConfig`, or the entry that has it.
         dropout: the entry that has its rate.
         rotary: the layout, as for `apply_rotary`, or the entry that says whether it is interleaved;
@@ -126,14 +132,14 @@ class Architecture(NamedTuple):
         has_alibi: whether attention is biased by `alibi_bias`.
         entries: those that it reads, besides those of its parts (`READS`) and those that the other
             fields name, and those whose default is not the one in `ENTRIES`; with the defaults.
-        fixed: entries of its parts that it does not read, with the values that they have.
+        fixed: entries of its parts that it does not read; they have their defaults.
         meaningless: entries that mean nothing to it, although their names concern the layer.
         aliases: for an entry, names that only this model has, which take precedence.
         head: the modules that may be its output layer.
         no_output: why an `OutputConfig` cannot say its output layer; "": it can.
     """
 
-    types: str
+    type: str
     tokens: str
     positions: str = ""
     token_types: str = ""
@@ -145,7 +151,7 @@ class Architecture(NamedTuple):
     per_layer_norm: str = ""
     may_lack: str = ""
     start: int | str = 0
-    sinusoids: Mapping[str, Any] | None = None
+    sinusoids: Sinusoidal | None = None
     scale: Any = False
     dropout: str = ""
     rotary: str = ""
@@ -157,10 +163,10 @@ class Architecture(NamedTuple):
     has_alpha: bool = False
     has_alibi: bool = False
     entries: Mapping[str, Any] = {}
-    fixed: Mapping[str, Any] = {}
+    fixed: str = ""
     meaningless: str = ""
     aliases: Mapping[str, str] = {}
-    head: str = "lm_head"
+    head: str = HEADS
     no_output: str = ""
 
     def default(self, entry: str) -> Any:
@@ -201,7 +207,7 @@ class Architecture(NamedTuple):
         for part, entries in READS.items():
             if part in self.entries or getattr(self, part, None):
                 reads += entries.split()
-        known = [name for name in ENTRIES if name in reads and name not in self.fixed]
+        known = [name for name in ENTRIES if name in reads and name not in self.fixed.split()]
         return {
             name: (*self.aliases.get(name, "").split(), name, *ALIASES.get(name, "").split())
             for name in known

@@ -1,12 +1,13 @@
 """What config.json and tensors say together: the description of a published model's layer."""
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig, NoOutput, OutputConfig
-from transformer_embed._src.positions.schemes import Learned, Scheme, Sinusoidal
+from transformer_embed._src.positions.schemes import Learned, Scheme
 from transformer_embed._src.pretrained import rope
 from transformer_embed._src.pretrained.architecture import (
     BIAS,
@@ -51,8 +52,8 @@ def describe(
     names: dict[str, str],
     settings: Mapping[str, Any],
 ) -> PretrainedInput:
-    """All but the parameters, of a row whose tensors are below a prefix."""
-    tensors, place = file.tensors, f"{file.path}, for a model {kind.types}"
+    """All but the parameters, of a model whose tensors are below a prefix."""
+    tensors, place = file.tensors, f"{file.path}, for a model {kind.type}"
     value = _values(kind, file, _said(kind, place, file.entries, settings))
     where = f"settings and {place}"
     table = names.get(OUTPUT_TABLE)
@@ -121,7 +122,7 @@ def _said(kind: Architecture, place: str, in_file: Options, settings: Options) -
     ]
     if unknown:
         reads = ", ".join(aliases[0] for aliases in kind.names().values())
-        want = f"entries that a model {kind.types} reads ({reads})"
+        want = f"entries that a model {kind.type} reads ({reads})"
         raise arguments.value_error("settings", want, ", ".join(map(repr, unknown)))
     concerned = {name: value for name, value in unread.items() if kind.concerns(name, value)}
     if concerned:
@@ -140,17 +141,18 @@ def _said(kind: Architecture, place: str, in_file: Options, settings: Options) -
 
 def _values(kind: Architecture, file: Published, said: Options) -> dict[str, Any]:
     """The values of all entries; None means nothing. Raises for those that must be said."""
-    value, missing = {**dict.fromkeys(ENTRIES), **kind.fixed, "length": file.length}, []
+    value, missing = {**dict.fromkeys(ENTRIES), "length": file.length}, []
+    value |= {entry: kind.default(entry) for entry in kind.fixed.split()}
     for entry, aliases in kind.names().items():
         default = kind.default(entry)
         value[entry] = said.get(entry, default)
         # If config.json does not name this type, its defaults may be another model's.
-        is_known = file.model_type == kind.types or entry in HARMLESS or default is None
+        is_known = file.model_type == kind.type or entry in HARMLESS or default is None
         if value[entry] is REQUIRED or not (is_known or entry in said):
             missing.append(aliases[0])
     if missing:
         entries = ", ".join(sorted(missing))
-        want = f"{entries} of {kind.types}, from settings or a config.json of that model_type"
+        want = f"{entries} of {kind.type}, from settings or a config.json of that model_type"
         raise arguments.value_error(file.path, want, f"model_type {file.model_type!r} there")
     return value
 
@@ -203,7 +205,7 @@ def _scheme(kind: Architecture, value: Options, shapes: Shapes) -> Scheme | None
     if pad_id is not None:
         padding |= {"at_padding": start - 1, "pad_id": pad_id}
     if kind.sinusoids is not None:
-        return Sinusoidal(**kind.sinusoids, **padding)
+        return dataclasses.replace(kind.sinusoids, **padding)
     # A table of another size than config.json says is refused later, by its shape.
     return Learned(rows or shapes[POSITIONS][0], **padding)
 
@@ -246,12 +248,11 @@ def _no_output(
     if kind.has_stacks and file.side == STACKS[0] and is_the_decoders:
         return f"it is the decoder's, which stack={STACKS[1]!r} loads"
     if not is_tied and OUTPUT_TABLE not in shapes:
-        head = kind.head.split()[0]
         for name in file.tensors.files:
             # As GPTQ has it.
-            if f"{head}.qweight" in name:
+            if "lm_head.qweight" in name:
                 return f"{name} is quantized: dequantize the model first"
-        return f"the file has no {head}.weight, and it is not tied to the table"
+        return "the file has no lm_head.weight, and it is not tied to the table"
     # An `OutputConfig` has the vocabulary and the width of the table.
     for name, shape in ((OUTPUT_TABLE, (rows, width)), (OUTPUT_BIAS, (1, rows))):
         if shapes.get(name, shape) != shape:

@@ -50,7 +50,7 @@ def _unchecked(_: str, value: Any) -> Any:
 
 
 _RATES = "embd_pdrop embedding_dropout dropout hidden_dropout hidden_dropout_prob dropout_rate"
-# The entries that are known, under the library's names. A row has defaults of its own.
+# The entries that are known, under the library's names. Types have defaults of their own.
 ENTRIES = {
     name: Entry(check, default)
     for check, default, names in (
@@ -71,7 +71,7 @@ ENTRIES = {
         (arguments.positive, 1e-6, "rms_norm_eps"),
         (arguments.positive, 1.0, "embedding_multiplier partial_rotary_factor"),
         (arguments.positive, 1.0, "logit_scale logits_scaling"),
-        (arguments.positive, 8, "alibi_bias_max"),
+        (arguments.positive, 8.0, "alibi_bias_max"),
         (arguments.positive, 12.0, "scale_emb"),
         (arguments.positive, 10_000.0, "rope_theta"),
         (

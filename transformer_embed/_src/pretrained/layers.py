@@ -188,7 +188,7 @@ def _mask(kind: Architecture, value: Options, layer_type: str, stack: str) -> di
         if value["sliding_window_size"]:
             window = value["sliding_window_size"] + 1
         if window is None and "sliding_window" not in kind.names():
-            want = f"{FULL}, since a model {kind.types} has no windows"
+            want = f"{FULL}, since a model {kind.type} has no windows"
             raise arguments.value_error("layer_types", want, layer_type)
         if window:
             # A causal window counts the query's own token, one of both sides does not.

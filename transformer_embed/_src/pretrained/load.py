@@ -113,7 +113,6 @@ def load_embedder(
         found, may_lack = describe_own(tensors), ()
     else:
         file, said = open_published(tensors, stack, length), dict(settings or {})
-        row = recognised(file, said.pop("model_type", None))
-        found = describe(file, *row, said)
+        found = describe(file, *recognised(file, said.pop("model_type", None)), said)
     parameters = check_tensors(tensors, found, may_lack)
     return found._replace(params=read_parameters(tensors, found, parameters))

@@ -77,7 +77,7 @@ def open_published(tensors: Tensors, stack: str | None, length: int | None) -> P
 
 
 def recognised(file: Published, model_type: Any) -> tuple[Architecture, str, dict[str, str]]:
-    """The row of a checkpoint, the prefix of its tensors, and the name of each parameter's.
+    """What the registry says of a model, the prefix of its tensors, and each parameter's tensor.
 
     The type is that of settings or of config.json.
     """
@@ -89,7 +89,7 @@ def recognised(file: Published, model_type: Any) -> tuple[Architecture, str, dic
         got = f"{model_type!r}; {BY_HAND} ({tensors.listed()})"
         raise arguments.value_error("model_type", want, got)
     if not kind.has_stacks:
-        arguments.check_left_out("stack", file.stack, f"{kind.types} has one stack")
+        arguments.check_left_out("stack", file.stack, f"{kind.type} has one stack")
     may_lack, found = (*kind.may_lack.split(), OUTPUT_TABLE, OUTPUT_BIAS), {}
     # Several names of a table may have one prefix.
     prefixes = dict.fromkeys(
@@ -108,18 +108,18 @@ def recognised(file: Published, model_type: Any) -> tuple[Architecture, str, dic
             found[prefix] = names
     if len(found) != 1:
         side = f" (its {file.side}; `stack` says which)" if kind.has_stacks else ""
-        want = f"the tensors of one model {kind.types}{side}, or {BY_HAND}"
+        want = f"the tensors of one model {kind.type}{side}, or {BY_HAND}"
         under = f"those under {[*found]}"
         raise arguments.value_error(tensors.path, want, under if found else tensors.listed())
     ((prefix, names),) = found.items()
     if reason := _reason(kind, prefix, names, file):
-        want = f"an input layer like that of {kind.types}, or {BY_HAND}"
+        want = f"an input layer like that of {kind.type}, or {BY_HAND}"
         raise arguments.value_error(tensors.path, want, reason)
     return kind, prefix, names
 
 
 def _reason(kind: Architecture, prefix: str, names: Mapping[str, str], file: Published) -> str:
-    """Why the input layer is not like that of the row, as its tensors show; "": it is."""
+    """Why the input layer is not like that of the type, as its tensors show; "": it is."""
     files = file.tensors.files
     own = kind.tokens.format(stack=file.side).partition(".")[0]
     # Sinusoids may be stored; a stack has the other one beside it.
