@@ -104,11 +104,10 @@ def test_longer_texts_are_scored_on_as_many_bytes():
     over_devices = jax.sharding.NamedSharding(
         jax.make_mesh((1,), ("data",)), jax.sharding.PartitionSpec("data")
     )
+    bits = functools.partial(language_model._bits, "none", params)
     for length in language_model.LENGTHS:
-        bits = language_model._score(
-            "none", params, np.frombuffer(text, np.uint8), length, over_devices
-        )
-        assert bits == pytest.approx(8.0, abs=1e-5)
+        score = language_model._score(bits, np.frombuffer(text, np.uint8), over_devices, length)
+        assert score == pytest.approx(8.0, abs=1e-5)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import pathlib
 from typing import Any
 
@@ -88,20 +89,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _embeddings(config: te.EmbedderConfig, params: Any, ids: np.ndarray) -> np.ndarray:
-    """Embeds in batches of one shape, so that it compiles once.
-
-    The last batch is filled with rows of padding, which are dropped.
-    """
-    apply = te.Embedder(config).apply
+    """The embeddings of rows of ids, of which a batch is embedded at a time."""
     count, length = ids.shape
     size = min(count, max(1, TOKENS_PER_BATCH // length))
-    pad_id: Any = config.pad_id
-    ids = np.pad(ids, ((0, -count % size), (0, 0)), constant_values=pad_id)
-    embeddings = np.empty((*ids.shape, config.d_model), np.float32)
+    # All batches have one shape, so that it compiles once: rows come again in the last one.
+    batches = np.resize(ids, (-(-count // size), size, length))
     token_types = None if config.num_token_types is None else np.zeros(length, np.int32)
-    for start in range(0, count, size):
-        batch = slice(start, start + size)
-        embeddings[batch] = apply(
-            params, None, ids[batch], is_training=False, token_types=token_types
-        )
-    return embeddings[:count]
+    apply = functools.partial(te.Embedder(config).apply, params, None, is_training=False)
+    found = [np.asarray(apply(batch, token_types=token_types), np.float32) for batch in batches]
+    return np.concatenate(found)[:count]

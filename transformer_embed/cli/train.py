@@ -129,8 +129,9 @@ def _table(results: Mapping[str, Any], lengths: Sequence[int]) -> Iterator[str]:
     yield _row("positions", "parameters", [f"{length} bytes" for length in lengths])
     for name, result in results.items():
         size = sum(leaf.size for leaf in jax.tree.leaves(result.params))
-        bits = ["-" if each is None else f"{each:.2f}" for each in result.bits]
-        yield _row(name, f"{size:,}", bits)
+        bits = [f"{each:.2f}" for each in result.bits]
+        # Of longer texts than it has positions for.
+        yield _row(name, f"{size:,}", bits + ["-"] * (len(lengths) - len(bits)))
 
 
 def _row(name: str, size: str, bits: Sequence[str]) -> str:
