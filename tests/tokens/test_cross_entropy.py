@@ -232,17 +232,19 @@ def test_metrics_of_sums_join_micro_batches():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_16_bits_are_summed_in_float32_and_cast_once(reduction):
-    tokens, dtype = 1024, jnp.bfloat16
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_16_bits_are_summed_in_float32(reduction, dtype):
+    tokens = 1024
     arrays = {"x": normal(0, tokens, 2), "table": normal(1, 3, 2), "bias": normal(2, 3)}
     arguments = {name: array.astype(dtype) for name, array in arrays.items()}
     arguments |= {"labels": np.arange(tokens) % 3, "weights": np.ones(tokens, np.float32)}
     arguments |= {"reduction": reduction, "chunk_size": 16, "pad_id": 9}
     got, want = step(**arguments), oracle(**arguments)
     assert [each.dtype for each in got] == [jnp.float32, *[dtype] * 3, jnp.float32]
-    # One rounding to the dtype, and float32 sums of 1024 terms of both signs.
+    # One rounding to the dtype, and float32 sums of 1024 terms of both signs. In bfloat16 each term
+    # is rounded before, independently of others.
     half_ulp = float(jnp.finfo(dtype).eps) / 2
-    sums = tokens * 2.0**-24 * 4
+    sums = tokens * 2.0**-24 * 4 if dtype == jnp.float16 else tokens**0.5 * half_ulp
     for one, other in zip(got[1:4], want[1:4], strict=True):
         near(np.float32(one), other, rtol=half_ulp + ERROR, atol=sums)
     assert_close([got[0], got[4]], [want[0], want[4]])
@@ -425,10 +427,12 @@ def test_products_with_the_hessian_keep_the_memory_of_chunks():
     assert 8 * temporaries(product, table) < 2048 * 256 * 4
 
 
-def test_a_chunk_is_a_twelfth_of_the_tokens_within_bounds():
-    for tokens, size in ((1, 1), (3000, 250), (4096, 342), (10**6, 512)):
-        chunks = engine.cut_into_chunks(None, jnp.zeros((tokens, 1)))
-        assert chunks.shape == (-(-tokens // size), size, 1)
+def test_a_chunk_is_a_twelfth_of_the_tokens_within_bounds_and_has_as_many_as_x_has_channels():
+    for tokens, width, size in (
+        (1, 1, 1), (3000, 1, 250), (4096, 1, 342), (10**6, 1, 512), (4096, 1000, 820), (9, 40, 9)
+    ):  # fmt: skip
+        chunks = engine.cut_into_chunks(None, np.broadcast_to(np.float32(0), (tokens, width)))
+        assert chunks.shape == (-(-tokens // size), size, width)
 
 
 @pytest.mark.slow

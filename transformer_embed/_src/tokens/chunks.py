@@ -40,8 +40,9 @@ from transformer_embed._src.partitioning import varying, varying_axes
 from transformer_embed._src.tokens.output_split import Layer, OutputSplit
 from transformer_embed._src.tokens.row_logits import ChunkLogits, chunk_logits, of_column
 
-# Below 256 tokens a chunk's sum into the table's gradient costs more than the chunk's logits;
-# beyond 512 nothing gets faster.
+# Each chunk adds to the table's gradient [v, d], which takes longer than its logits [t, v] if it
+# has few tokens. A GPU needs d of them, whose logits are as large as that gradient; on a CPU
+# nothing gets faster beyond 512.
 SMALLEST_CHUNK, LARGEST_CHUNK, CHUNKS = 256, 512, 12
 REDUCTIONS = ("mean", "sum", "none")
 Splits = tuple[OutputSplit, ...]
@@ -162,13 +163,14 @@ def nan_outside(split: OutputSplit, of_tokens: OfTokens) -> Float[Array, "..."]:
 
 
 def cut_into_chunks(chunk_size: int | None, values: Any) -> Any:
-    """[count, size, c] of each of the values [..., c] of all tokens.
+    """[count, size, c] of each of the values [..., c] of all tokens, those of x first.
 
     Each chunk takes every count-th token, so each device has a part of each chunk if the batch is
     split. The last chunks are padded with zeros.
     """
-    total = math.prod(jax.tree.leaves(values)[0].shape[:-1])
-    size = chunk_size or min(max(SMALLEST_CHUNK, -(-total // CHUNKS)), LARGEST_CHUNK)
+    *tokens, width = jax.tree.leaves(values)[0].shape
+    total = math.prod(tokens)
+    size = chunk_size or max(width, min(max(SMALLEST_CHUNK, -(-total // CHUNKS)), LARGEST_CHUNK))
     count = -(-total // size)
     size = -(-total // max(count, 1))
 
@@ -232,6 +234,16 @@ def _values(
     return loss.of_chunk(splits[0], logits, labels, settings), logits
 
 
+def _slope_dtype(layer: Layer) -> Any:
+    """The dtype in which gradients of logits are multiplied.
+
+    It is that of x and the table if both are in bfloat16. Float16 would lose small ones.
+    """
+    dtypes = layer.x.dtype, layer.table.dtype
+    is_narrow = all(dtype == jnp.bfloat16 for dtype in dtypes)
+    return jnp.dtype(jnp.bfloat16) if is_narrow else arguments.compute_dtype(*dtypes)
+
+
 # --- each of the values
 
 
@@ -287,13 +299,13 @@ def _logit_tangents(
     logits: ChunkLogits, layer: Layer, tangents: Layer, temperature: Any, of_temperature: Any
 ) -> Float[Array, "t v"]:
     """The tangents of the logits, by all that have some."""
-    dtype = arguments.compute_dtype(layer.x.dtype, layer.table.dtype)
+    dtype = _slope_dtype(layer)
     multiply = functools.partial(jnp.einsum, "td,vd->tv", preferred_element_type=dtype)
     total = jnp.zeros_like(logits.shifted)
     if not isinstance(tangents.x, SymbolicZero):
-        total += multiply(tangents.x, layer.table)
+        total += multiply(tangents.x, layer.table).astype(total.dtype)
     if not isinstance(tangents.wide, SymbolicZero):
-        total += multiply(layer.x, tangents.wide)
+        total += multiply(layer.x, tangents.wide.astype(dtype)).astype(total.dtype)
     if not isinstance(tangents.bias, SymbolicZero | None):
         total += tangents.bias[None]
     total *= logits.slope * logits.slope_factor
@@ -399,10 +411,14 @@ def _of_layer(
 ) -> tuple[Array, tuple[Array, Array | None]]:
     """The gradients of a chunk's x, and its parts of those of the rows and the bias."""
     multiply = functools.partial(jnp.einsum, preferred_element_type=factors.dtype)
-    of_rows = multiply("tv,td->vd", slopes, factors * layer.x.astype(factors.dtype))
+    dtype = _slope_dtype(layer)
+    if dtype != factors.dtype:
+        # Rounded once, as autodiff rounds the gradient of a narrow product.
+        slopes, factors = (slopes * factors).astype(dtype), 1.0
+    of_rows = multiply("tv,td->vd", slopes, factors * layer.x.astype(dtype))
     of_bias = None
     if layer.bias is not None:
         # Eight equal columns: a TPU takes as long for a plain sum as for a product with all of x.
-        columns = jnp.broadcast_to(factors, (len(factors), 8))
+        columns = jnp.broadcast_to(jnp.asarray(factors, dtype), (len(slopes), 8))
         of_bias = multiply("tv,tc->vc", slopes, columns)[:, 0]
     return factors * multiply("tv,vd->td", slopes, layer.table), (of_rows, of_bias)
