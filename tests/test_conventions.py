@@ -405,7 +405,7 @@ def embedded(**options):
 
 
 def counted_by(scheme):
-    return scheme._positions(jnp.asarray(IDS), None)
+    return scheme.positions(jnp.asarray(IDS))
 
 
 def with_a_past(tokens):
@@ -455,7 +455,7 @@ EQUAL = {
         np.where(MASK, COUNTED - 1 + 7, 0),
     ),
     "Vaswani et al. (2017), CTRL, Marian (rows times sqrt(d_model))": (embedded, TABLE[IDS] * 2),
-    "BERT, GPT-2, Llama (rows as they are)": (lambda: embedded(scale=False), TABLE[IDS]),
+    "BERT, GPT-2, Llama (rows as they are)": (lambda: embedded(scale=1.0), TABLE[IDS]),
 }
 
 

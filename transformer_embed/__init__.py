@@ -31,7 +31,12 @@ from transformer_embed._src.positions.rotary_scaling import (
     NTKScaling,
     YarnScaling,
 )
-from transformer_embed._src.positions.schemes import Learned, Sinusoidal, SinusoidalGrid
+from transformer_embed._src.positions.schemes import (
+    Learned,
+    PositionScheme,
+    Sinusoidal,
+    SinusoidalGrid,
+)
 from transformer_embed._src.positions.sinusoidal import (
     sinusoidal_encoding,
     sinusoidal_grid,
@@ -66,6 +71,7 @@ __all__ = [
     "NoOutput",
     "OutputConfig",
     "OutputLayer",
+    "PositionScheme",
     "PositionalEncoding",
     "RelativePositionBias",
     "Sinusoidal",

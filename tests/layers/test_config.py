@@ -24,14 +24,6 @@ def test_configs_are_frozen_hashable_and_equal_by_value():
         CONFIG.d_model = 9
 
 
-def test_a_multiplier_of_one_is_not_taken_for_true():
-    """1.0 == True: they would share compiled functions."""
-    config = te.EmbedderConfig(11, 9, scale=1.0)
-    assert config.scale is False
-    assert config != te.EmbedderConfig(11, 9, scale=True)
-    assert te.EmbedderConfig(11, 9, scale=np.True_).scale is True
-
-
 # --- A field that is given as another type is the same value, of the same type, or an error.
 
 # The arguments that a class needs, and a value for each field that is None or a bool by default.
@@ -107,8 +99,7 @@ POSITIVE = "an int of at least 1"
 ABOVE_0 = "a finite number above 0"
 POLICIES = "one of 'nan', 'clip', 'zero'"
 FLOATING = "a floating dtype of 16 to 64 bits"
-SCALE = "True, False, or a number above 0 (1.0 is a number, the int 1 could mean True)"
-SCHEMES = "Sinusoidal(...), SinusoidalGrid(...) or Learned(max_len=...), or None"
+SCHEMES = "a PositionScheme, such as te.Learned(max_len=512), or None"
 OUTPUT = "te.OutputConfig(...), te.NoOutput(reason), or None"
 FIELDS = [
     ("vocab_size", 0, ValueError, POSITIVE, "0"),
@@ -117,8 +108,7 @@ FIELDS = [
     ("scheme", te.Sinusoidal, TypeError, SCHEMES, f"type {reprlib.repr(te.Sinusoidal)}"),
     ("dropout_rate", 1.0, ValueError, "a number in [0, 1)", "1.0"),
     ("pad_id", 0.0, TypeError, "a Python int", "float 0.0"),
-    ("scale", 0, TypeError, SCALE, "0"),
-    ("scale", 1, TypeError, SCALE, "1"),
+    ("scale", True, TypeError, "a Python number", "bool True"),
     ("scale", 0.0, ValueError, ABOVE_0, "0.0"),
     ("num_token_types", 0, ValueError, POSITIVE, "0"),
     ("layer_norm_eps", 0.0, ValueError, ABOVE_0, "0.0"),

@@ -27,7 +27,7 @@ BERT = te.EmbedderConfig(
     vocab_size=11,
     d_model=8,
     scheme=te.Learned(max_len=16),
-    scale=False,
+    scale=1.0,
     num_token_types=2,
     layer_norm_eps=1e-12,
     embedding_width=6,

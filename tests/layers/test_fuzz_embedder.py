@@ -34,13 +34,13 @@ LIKELY = {
     ],
     "dropout_rate": [0, 0.5],
     "pad_id": [0, 3],
-    "scale": [False, 3.0],
+    "scale": [1.0, 3.0],
     "out_of_range": ["nan", "clip", "zero"],
     "lookup_style": ["gather", "one_hot"],
 }
 BERT = {
     "scheme": te.Learned(max_len=16),
-    "scale": False,
+    "scale": 1.0,
     "num_token_types": 2,
     "layer_norm_eps": 1e-12,
 }
@@ -96,9 +96,7 @@ MADE = {}
 def made(config):
     """The embedder of a config, and its parameters: as drawn, and by the end of their path in
     float64."""
-    # By what it says of itself: True == 1, but a scale of True is another than 1.
-    key = repr(config)
-    if key not in MADE:
+    if config not in MADE:
         embedder = te.Embedder(config)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -108,8 +106,8 @@ def made(config):
             for path, group in params.items()
             for name, leaf in group.items()
         }
-        MADE[key] = embedder, params, short
-    return MADE[key]
+        MADE[config] = embedder, params, short
+    return MADE[config]
 
 
 def rows(config, table, ids, pad_id=None):
@@ -142,7 +140,7 @@ def encoding(config, short, positions):
 def embedded(config, short, ids, positions, token_types):
     """[..., length, width of the tables] in float64, before dropout."""
     width, ids = config.table_width, np.asarray(ids)
-    factor = width**0.5 if config.scale is True else 1 if config.scale is False else config.scale
+    factor = width**0.5 if config.scale is None else config.scale
     total = rows(config, short["token_embedding/embeddings"], ids, config.pad_id) * factor
     if config.scheme is not None:
         positions = counted(config, ids) if positions is None else np.asarray(positions)

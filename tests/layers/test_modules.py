@@ -73,10 +73,10 @@ def of_the_whole(name, dtype=jnp.float32, token_types=None, **fields):
 
 HALF = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
 LEARNED = {"scheme": te.Learned(max_len=16)}
-BERT = {"scale": False, "num_token_types": 2, "layer_norm_eps": 1e-12} | LEARNED
+BERT = {"scale": 1.0, "num_token_types": 2, "layer_norm_eps": 1e-12} | LEARNED
 CASES = [
     of_tokens(""),
-    of_tokens("_padded", pad_id=0, scale=False, out_of_range="zero"),
+    of_tokens("_padded", pad_id=0, scale=1.0, out_of_range="zero"),
     of_tokens("_bfloat16", dtype=jnp.bfloat16),
     of_tokens("_bfloat16_table", param_dtype=jnp.bfloat16, out_of_range="clip"),
     of_tokens("_one_hot", lookup_style="one_hot"),
@@ -427,7 +427,7 @@ INITIALISER = (
 )
 FLOATING = "a floating dtype of 16 to 64 bits"
 POLICIES = "out_of_range: wanted one of 'nan', 'clip', 'zero'"
-KINDS = "scheme: wanted Sinusoidal(...), SinusoidalGrid(...) or Learned(max_len=...)"
+KINDS = "scheme: wanted a PositionScheme, such as te.Sinusoidal()"
 
 
 def bias(num_heads=1, **options):
@@ -437,7 +437,7 @@ def bias(num_heads=1, **options):
 INTEGER_OR_FLOAT32 = "an integer dtype, or float32 (16-bit floats skip integers)"
 SHAPE = "x: wanted shape [..., length, d_model = 8]"
 BROADCASTS = "positions: wanted a shape that broadcasts to that of x's tokens,"
-TOO_LONG = "wanted a length of at most 4, where Learned ends, got length 5"
+TOO_LONG = "length: wanted at most 4, where Learned ends, got 5"
 AT = {"is_training": False}
 apart = functools.partial(te.Learned, 16)
 
@@ -475,14 +475,14 @@ TYPED = {"num_token_types": 2}
         (lambda: added(positions=np.zeros([3, 5], int)), ValueError, f"{BROADCASTS} [2, 5], got shape [3, 5]"),
         (lambda: added(positions=np.arange(5, dtype=np.float16)), TypeError, f"positions: wanted {INTEGER_OR_FLOAT32}, got float16"),
         (lambda: added(scheme=apart(), positions=jnp.arange(5.0)), TypeError, "positions: wanted an integer dtype, got float32"),
-        (lambda: added(scheme=te.Learned(4)), ValueError, f"x: {TOO_LONG}"),
+        (lambda: added(scheme=te.Learned(4)), ValueError, TOO_LONG),
         *[(functools.partial(added, scheme=apart(**{name: 0})), ValueError,
            "positions: wanted an array, since x does not show what is padding, got None") for name in ("at_padding", "pad_id")],
         (lambda: added(is_training=1), TypeError, "is_training: wanted a Python bool, got int 1"),
         (lambda: hk.transform(lambda: added(is_training=True)).apply({}, None), ValueError,
          "rng: wanted a key, to train with dropout (pass is_training=False to evaluate), got None"),
         (lambda: embedded(3), ValueError, "ids: wanted shape [..., length], got shape []"),
-        (lambda: embedded(fields={"scheme": te.Learned(4)}), ValueError, f"ids: {TOO_LONG}"),
+        (lambda: embedded(fields={"scheme": te.Learned(4)}), ValueError, TOO_LONG),
         (lambda: embedded(token_types=TYPES), ValueError,
          "token_types: wanted None, since num_token_types is not set, got an array int32[2, 5]"),
         (lambda: embedded(fields=TYPED), ValueError, "token_types: wanted an array, since num_token_types is set, got None"),

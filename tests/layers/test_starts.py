@@ -22,7 +22,7 @@ NAMES = ["tied", "scale", "output_scale", "scheme", "with_norm"]
 KINDS = [
     dict(zip(NAMES, values, strict=True))
     for values in itertools.product(
-        [True, False], [True, False, 12.0], [1.0, "d_model**-0.5"], SCHEMES, [False, True]
+        [True, False], [None, 1.0, 12.0], [1.0, "d_model**-0.5"], SCHEMES, [False, True]
     )
 ]
 
@@ -98,10 +98,10 @@ def test_tables_are_drawn_as_the_config_says():
     ("width", "scale", "layer_norm_eps", "expected"),
     [
         # Rows enter at 1/2; logits are of size 1; a token's own logit is 4, or 6 behind a norm.
-        (64, True, None, 0.5 / 8),
-        (64, False, None, 1 / 8),
-        (1024, True, None, 2 / 1024**0.75),
-        (1024, False, 1e-12, 8 / 1024),
+        (64, None, None, 0.5 / 8),
+        (64, 1.0, None, 1 / 8),
+        (1024, None, None, 2 / 1024**0.75),
+        (1024, 1.0, 1e-12, 8 / 1024),
     ],
 )
 def test_a_tied_table_is_drawn_for_its_logits_too(width, scale, layer_norm_eps, expected):

@@ -50,7 +50,7 @@ def test_only_tokens_are_counted_where_padding_has_a_position_of_its_own(scheme)
 @pytest.mark.slow
 def test_start_shortens_what_a_table_holds():
     assert embed(te.Learned(max_len=7, start=2)).shape == (3, 5, 8)
-    text = "ids: wanted a length of at most 4, where Learned ends, got length 5"
+    text = "length: wanted at most 4, where Learned ends, got 5"
     with refused(ValueError, text):
         embed(te.Learned(max_len=6, start=2))
 
@@ -92,7 +92,7 @@ def test_a_grid_of_tokens_is_the_flattened_grid(d_model, options):
     equal(got, [rows[:5]] * 2)
     got = embed(scheme, ids, d_model=d_model, positions=np.array([-1, 0, 5, 6, 2**31 - 1]))
     equal(got[0], rows[[0, 0, 5, 0, 0]] * [[np.nan], [1], [1], [np.nan], [np.nan]])
-    text = "ids: wanted a length of at most 6, where SinusoidalGrid ends, got length 7"
+    text = "length: wanted at most 6, where SinusoidalGrid ends, got 7"
     with refused(ValueError, text):
         embed(scheme, np.zeros(7, int), d_model=d_model)
 
@@ -102,3 +102,29 @@ def test_a_grid_is_a_value():
     scheme = te.SinusoidalGrid((2, 3), axis_positions=STRETCHED)
     as_tuples = tuple(map(tuple, STRETCHED))
     assert hash(scheme) == hash(te.SinusoidalGrid((2, 3), axis_positions=as_tuples))
+
+
+# --- A scheme of somebody's own.
+
+
+@dataclasses.dataclass(frozen=True)
+class Ramp(te.PositionScheme):
+    """Adds a position to every channel, times a step."""
+
+    step: float
+    at_padding: int | None = None
+    pad_id: int | None = None
+
+    def encoding(self, positions, d_model):
+        return np.float32(self.step) * positions[..., None].repeat(d_model, -1)
+
+
+def test_a_scheme_of_ones_own_is_counted_encoded_and_saved(tmp_path):
+    scheme = Ramp(0.5, at_padding=np.int64(1), pad_id=PAD_ID)
+    assert repr(scheme) == "Ramp(step=0.5, at_padding=1, pad_id=1)"
+    counted = np.where(MASK, np.cumsum(MASK, 1) - 1, 1)
+    equal(embed(scheme), np.float32(0.5) * counted[..., None].repeat(8, -1).astype(np.float32))
+    equal(embed(scheme, positions=[0, 1, 2, 3, 4])[0, 4], np.full(8, 2, np.float32))
+    config, path = te.EmbedderConfig(10, 8, scheme=scheme), tmp_path / "x.safetensors"
+    te.pretrained.save_embedder(path, config, drawn(te.Embedder(config).init))
+    assert te.pretrained.load_embedder(path).config == config

@@ -281,6 +281,14 @@ def test_hostile_metadata_is_refused_at_once(tmp_path, config, extras, message):
     assert message in refused(described(tmp_path / "x.safetensors", config, extras))
 
 
+def test_an_older_file_says_whether_tokens_are_scaled(tmp_path):
+    for said, scale in ((True, None), (False, 1.0), (3.0, 3.0)):
+        path = described(
+            tmp_path / "x.safetensors", SIZES | {"scheme": None, "scale": said}, {"names": TABLE}
+        )
+        assert load_embedder(path).config.scale == scale
+
+
 # --- Damaged files: a right result, or a short error of ours.
 
 ORIGINAL = te.EmbedderConfig(7, 6, layer_norm_eps=1e-5)

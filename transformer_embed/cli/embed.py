@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> None:
     ids = ids.astype(np.int32)
     positions = np.arange(length, dtype=np.int32)
     if config.scheme is not None:
-        positions = config.scheme._positions(jnp.asarray(ids), pad_id)
+        positions = config.scheme.positions(jnp.asarray(ids), pad_id)
     arrays: dict[str, Any] = {
         "embeddings": _embeddings(config, found.params, ids),
         "mask": ids != pad_id,

@@ -3,21 +3,13 @@
 import dataclasses
 import functools
 import math
-import numbers
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import DTypeLike
-from transformer_embed._src.positions.schemes import (
-    SCHEMES,
-    Learned,
-    Scheme,
-    Sinusoidal,
-    SinusoidalGrid,
-)
+from transformer_embed._src.positions.schemes import PositionScheme, Sinusoidal
 from transformer_embed._src.tokens.lookup import LOOKUP_STYLES, OUT_OF_RANGE
 
 
@@ -100,8 +92,8 @@ class EmbedderConfig:
     Args:
         vocab_size: number of token ids, at least 1.
         d_model: width of the result, at least 1.
-        scheme: `Sinusoidal(...)`, `SinusoidalGrid(...)`, `Learned(max_len=...)`, or None: no
-            positions are added.
+        scheme: `Sinusoidal(...)`, `SinusoidalGrid(...)`, `Learned(max_len=...)`, or another
+            `PositionScheme`. None: no positions are added.
         dropout_rate: in [0, 1).
         pad_id: the id of padding, whose row of the token table reads as zeros; see
             `TokenEmbedding`. Padding is never predicted, and positions are counted from the first
@@ -115,8 +107,8 @@ class EmbedderConfig:
             Each row then has positions of its own, and on a CPU the layer's evaluation with
             sinusoids takes 1.2 to 1.8 times as long. `positions=np.arange(length)` avoids this: it
             counts padding like tokens, as BERT does, which is the same for right padding.
-        scale: True multiplies token rows by the square root of their width, False by 1, and a
-            number above 0 by that number.
+        scale: a number above 0 that token rows are multiplied by; 1.0 leaves them as they are.
+            None: the square root of their width.
         num_token_types: number of token types (BERT's segments A and B: 2); None: the model has
             none.
         layer_norm_eps: epsilon of a layer norm over the sum (BERT: 1e-12); None: no norm.
@@ -152,10 +144,10 @@ class EmbedderConfig:
 
     vocab_size: int
     d_model: int
-    scheme: Sinusoidal | SinusoidalGrid | Learned | None = Sinusoidal()
+    scheme: PositionScheme | None = Sinusoidal()
     dropout_rate: float = 0.1
     pad_id: int | None = None
-    scale: bool | float = True
+    scale: float | None = None
     num_token_types: int | None = None
     layer_norm_eps: float | None = None
     embedding_width: int | None = None
@@ -173,7 +165,7 @@ class EmbedderConfig:
             d_model=arguments.size,
             dropout_rate=arguments.rate,
             pad_id=arguments.int32,
-            scale=_as_scale,
+            scale=arguments.positive,
             num_token_types=arguments.size,
             layer_norm_eps=arguments.positive,
             embedding_width=arguments.size,
@@ -187,8 +179,9 @@ class EmbedderConfig:
         arguments.instance("output", self.output, OutputConfig | NoOutput | None, want)
         # After the conversions above, because a scheme is checked against the width.
         if self.scheme is not None:
-            arguments.instance("scheme", self.scheme, Scheme, f"{SCHEMES}, or None")
-            self.scheme._check(self.table_width)
+            want = "a PositionScheme, such as te.Learned(max_len=512), or None"
+            arguments.instance("scheme", self.scheme, PositionScheme, want)
+            self.scheme.check(self.table_width)
             has_pad_id = self.scheme.pad_id is not None or self.pad_id is not None
             if self.scheme.at_padding is not None and not has_pad_id:
                 want = "the id of padding, since the scheme's at_padding is set"
@@ -202,8 +195,7 @@ class EmbedderConfig:
     @property
     def factor(self) -> float:
         """The number that token rows are multiplied by."""
-        # A scale of False is a factor of 1.
-        return math.sqrt(self.table_width) if self.scale is True else self.scale or 1.0
+        return math.sqrt(self.table_width) if self.scale is None else self.scale
 
     @property
     def stddevs(self) -> Stddevs:
@@ -223,17 +215,3 @@ class EmbedderConfig:
             most = 8 / own if has_norm else 2 / math.sqrt(own * self.factor)
             tokens = min(tokens, unit_logits, most)
         return Stddevs(tokens, self.factor * tokens / 2, unit_logits / 2)
-
-
-def _as_scale(name: str, scale: bool | float) -> bool | float:
-    """A bool, or a number above 0.
-
-    1.0 becomes False, because 1.0 == True and it would share True's compiled functions.
-    """
-    if isinstance(scale, bool | np.bool_):
-        return bool(scale)
-    is_ambiguous = isinstance(scale, numbers.Integral) and scale in (0, 1)
-    if is_ambiguous or not isinstance(scale, numbers.Real | np.floating):
-        want = "True, False, or a number above 0 (1.0 is a number, the int 1 could mean True)"
-        raise arguments.type_error(name, want, repr(scale))
-    return False if scale == 1 else arguments.positive(name, scale)

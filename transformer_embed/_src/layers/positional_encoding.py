@@ -11,13 +11,8 @@ from jaxtyping import Array, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
 from transformer_embed._src.layers.parameters import Initializer, as_initializer
-from transformer_embed._src.positions.schemes import (
-    SCHEMES,
-    Learned,
-    Scheme,
-    Sinusoidal,
-    SinusoidalGrid,
-)
+from transformer_embed._src.positions.phase import as_positions
+from transformer_embed._src.positions.schemes import PositionScheme
 from transformer_embed._src.tokens.dropout import dropout
 from transformer_embed._src.tokens.lookup import OUT_OF_RANGE, lookup
 
@@ -29,7 +24,8 @@ class PositionalEncoding(hk.Module):
     d_model].
 
     Args:
-        scheme: `Sinusoidal(...)`, `SinusoidalGrid(...)` or `Learned(max_len=...)`.
+        scheme: `Sinusoidal(...)`, `SinusoidalGrid(...)`, `Learned(max_len=...)`, or another
+            `PositionScheme`.
         d_model: channels, at least 1.
         dropout_rate: in [0, 1).
         out_of_range: `"nan"`, `"clip"` or `"zero"`, for positions outside the table of learned
@@ -60,7 +56,7 @@ class PositionalEncoding(hk.Module):
 
     def __init__(
         self,
-        scheme: Sinusoidal | SinusoidalGrid | Learned,
+        scheme: PositionScheme,
         d_model: int,
         *,
         dropout_rate: float = 0.1,
@@ -70,13 +66,15 @@ class PositionalEncoding(hk.Module):
         name: str | None = None,
     ):
         # First, since the name of the module depends on it.
-        arguments.instance("scheme", scheme, Scheme, SCHEMES)
-        super().__init__(name=name or scheme._module_name)
-        if scheme.max_len is None:
+        want = "a PositionScheme, such as te.Sinusoidal()"
+        arguments.instance("scheme", scheme, PositionScheme, want)
+        usual = "learned_positional_encoding" if scheme.is_learned else "positional_encoding"
+        super().__init__(name=name or usual)
+        if not scheme.is_learned:
             arguments.check_left_out("w_init", w_init, "the scheme has no parameters")
         self.scheme = scheme
         self.d_model = arguments.size("d_model", d_model)
-        scheme._check(self.d_model)
+        scheme.check(self.d_model)
         self.dropout_rate = arguments.rate("dropout_rate", dropout_rate)
         self.out_of_range = arguments.choice("out_of_range", out_of_range, OUT_OF_RANGE)
         self.w_init = as_initializer(w_init, hk.initializers.RandomNormal(stddev=0.02))
@@ -105,41 +103,31 @@ class PositionalEncoding(hk.Module):
             raise arguments.value_error(
                 "x", f"shape [..., length, d_model = {self.d_model}]", f"shape {list(x.shape)}"
             )
-        if positions is not None:
-            positions = self._given(positions, x.shape[:-1], "x's tokens")
-        elif (self.scheme.pad_id, self.scheme.at_padding) != (None, None):
-            want = "an array, since x does not show what is padding"
-            raise arguments.value_error("positions", want, "None")
-        else:
-            positions = self.scheme._counted("x", x.shape[-2])
-        encoding = self._of_tokens(positions, x.shape[:-1])
+        if positions is None:
+            if (self.scheme.pad_id, self.scheme.at_padding) != (None, None):
+                want = "an array, since x does not show what is padding"
+                raise arguments.value_error("positions", want, "None")
+            positions = self.scheme.positions(x[..., 0])
+        encoding = self._of_tokens(positions, x.shape[:-1], "x's tokens")
         total = arguments.wide_sum(x, encoding).astype(x.dtype)
         return apply_dropout(total, self.dropout_rate, is_training)
 
     def encoding(self, positions: ArrayLike) -> Float[Array, "... d"]:
         """The encodings [..., d_model] of positions [...], in float32 or wider."""
-        return self._encoding(self.scheme._as_positions("positions", positions))
-
-    def _encoding(self, positions: Any) -> Float[Array, "... d"]:
-        """`encoding` of positions that the scheme has converted."""
-        rows = self.scheme.max_len
-        if rows is None:
-            return self.scheme._encoding(positions, self.d_model)
-        shape = rows, self.d_model
+        if not self.scheme.is_learned:
+            return self.scheme.encoding(as_positions("positions", positions), self.d_model)
+        ids, shape = arguments.as_int32("positions", positions), (self.scheme.max_len, self.d_model)
         table: Any = hk.get_parameter("embeddings", shape, self.param_dtype, self.w_init)
-        return arguments.widened(lookup(table, positions, out_of_range=self.out_of_range))
+        return arguments.widened(lookup(table, ids, out_of_range=self.out_of_range))
 
-    def _given(self, positions: ArrayLike, shape: tuple[int, ...], tokens: str) -> Any:
-        """The positions that a caller gives for tokens of this shape."""
-        array = self.scheme._as_positions("positions", positions)
-        arguments.check_ends_in_length("positions", array.shape, shape, tokens)
-        return array
-
-    def _of_tokens(self, positions: Any, shape: tuple[int, ...]) -> Float[Array, "... d"]:
-        """The encodings of converted positions, for tokens of this shape."""
-        encoding = self._encoding(positions)
+    def _of_tokens(
+        self, positions: ArrayLike, shape: tuple[int, ...], tokens: str
+    ) -> Float[Array, "... d"]:
+        """The encodings of positions, for tokens of this shape."""
+        encoding = self.encoding(positions)
+        arguments.check_ends_in_length("positions", encoding.shape[:-1], shape, tokens)
         # A row that is used once is computed once anyway.
-        if positions.ndim == 1 and any(size != 1 for size in shape[:-1]):
+        if encoding.ndim == 2 and any(size != 1 for size in shape[:-1]):
             encoding = _fusion_barrier(encoding)
         return expanded_to_rank(encoding, len(shape) + 1)
 

@@ -24,9 +24,8 @@ class TokenEmbedding(hk.Module):
     Args:
         vocab_size: number of rows, at least 1.
         d_model: width of a row, at least 1.
-        scale: True multiplies rows by sqrt(d_model), False by 1, and a number above 0 by that
-            number (Granite's multiplier). The product is in float32, so the factor is never rounded
-            to 16 bits.
+        scale: a number above 0 that rows are multiplied by; 1.0 leaves them as they are. The
+            product is in float32, so the factor is never rounded to 16 bits. None: sqrt(d_model).
         pad_id: the id of padding. Its row reads as zeros and gets no gradient, whatever the
             initialiser or weight decay do, and it is never predicted. It may be outside the
             vocabulary. None: no padding.
@@ -61,7 +60,7 @@ class TokenEmbedding(hk.Module):
         vocab_size: int,
         d_model: int,
         *,
-        scale: bool | float = True,
+        scale: float | None = None,
         pad_id: int | None = None,
         out_of_range: str = "nan",
         lookup_style: str = "gather",

@@ -108,13 +108,13 @@ class TransformerEmbedding(hk.Module):
                 config.scheme,
                 config.table_width,
                 out_of_range=config.out_of_range,
-                w_init=None if config.scheme.max_len is None else added,
+                w_init=added if config.scheme.is_learned else None,
                 param_dtype=config.param_dtype,
             )
         if config.num_token_types is not None:
             self.token_types = embedding(
                 config.num_token_types,
-                scale=False,
+                scale=1.0,
                 w_init=added,
                 name="token_type_embedding",
             )
@@ -153,10 +153,8 @@ class TransformerEmbedding(hk.Module):
             total, table_dtype = self.tokens._scaled_rows(ids)
             if self.encoding is not None:
                 if positions is None:
-                    positions = self.encoding.scheme._positions(ids, self.config.pad_id)
-                else:
-                    positions = self.encoding._given(positions, ids.shape, "the ids")
-                encoding = self.encoding._of_tokens(positions, ids.shape)
+                    positions = self.encoding.scheme.positions(ids, self.config.pad_id)
+                encoding = self.encoding._of_tokens(positions, ids.shape, "the ids")
                 total = arguments.wide_sum(total, encoding)
             if self.token_types is None:
                 arguments.check_left_out("token_types", token_types, "num_token_types is not set")

@@ -8,10 +8,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, Shaped
 
 from transformer_embed._src import arguments
-from transformer_embed._src.positions.phase import as_positions
 from transformer_embed._src.positions.sinusoidal import (
     CONVERTERS,
     Sinusoids,
@@ -37,55 +36,75 @@ _CONVERTERS = CONVERTERS | {
 }
 
 
-class _Scheme:
-    """What `EmbedderConfig` and the modules ask of a scheme.
+class PositionScheme:
+    """How an input layer counts and encodes positions, for `EmbedderConfig` and the modules.
 
-    The methods are private because they are not for users, who see a scheme's fields only.
+    `Sinusoidal`, `SinusoidalGrid` and `Learned` are schemes. One of your own is a subclass that is
+    a frozen dataclass, with an `encoding` and the fields that it needs. Fields that have the names
+    of fields of these schemes are converted and checked like theirs. `save_embedder` writes the
+    name of the class, and `load_embedder` finds it once the class is defined.
+
+    Args:
+        start: the position of the first token, when no positions are given.
+        at_padding: the position of padding, which is not counted. None: `start`.
+        pad_id: the id of padding. None: the `pad_id` of the `EmbedderConfig`.
+        max_len: the number of positions. None: any number.
+        is_learned: whether the encodings are the rows of a parameter, [max_len, d_model], so that
+            `encoding` is not called.
+
+    Example:
+        >>> import dataclasses
+        >>> import jax, jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Ramp(te.PositionScheme):
+        ...     step: float
+        ...
+        ...     def encoding(self, positions, d_model):
+        ...         return jnp.repeat(self.step * positions[..., None], d_model, axis=-1)
+        >>> embedder = te.Embedder(te.EmbedderConfig(9, 4, scheme=Ramp(0.001)))
+        >>> params = embedder.init(jax.random.key(0))
+        >>> embedder.apply(params, None, [[1, 2, 3]], is_training=False).shape
+        (1, 3, 4)
     """
 
-    _module_name = "positional_encoding"
-    _as_positions = staticmethod(arguments.as_int32)
-    # What a scheme without fields of these names has. Only learned positions have a max_len.
     start: int = 0
     at_padding: int | None = None
     pad_id: int | None = None
     max_len: Any = None
+    is_learned = False
 
     def __post_init__(self):
         arguments.convert_fields(self, **_CONVERTERS)
 
-    def _check(self, d_model: int) -> None:
+    def check(self, d_model: int) -> None:
         """Raises unless the scheme encodes d_model channels."""
 
-    def _longest(self) -> int | None:
-        """The greatest length of a row; None: any length."""
-        return None
+    def positions(
+        self, ids: Shaped[Array, "... t"], pad_id: int | None = None
+    ) -> Int32[Array, "..."]:
+        """The positions of ids, [t] or [..., t], in a layer with this padding id.
 
-    def _counted(self, name: str, length: int) -> Int32[Array, "t"]:
-        """The positions of a row without padding; an error if it is longer than `_longest`."""
-        longest = self._longest()
-        if longest is not None and length > longest:
-            want = f"a length of at most {longest}, where {type(self).__name__} ends"
-            raise arguments.value_error(name, want, f"length {length}")
+        Without a padding id, only their length counts. An error if `max_len` is less.
+        """
+        length = ids.shape[-1]
+        if self.max_len is not None and length > self.max_len - self.start:
+            want = f"at most {self.max_len - self.start}, where {type(self).__name__} ends"
+            raise arguments.value_error("length", want, length)
         check_last_position("start", self.start, length)
-        return jnp.arange(self.start, self.start + length, dtype=jnp.int32)
-
-    def _positions(self, ids: Int32[Array, "... t"], pad_id: int | None) -> Int32[Array, "... t"]:
-        """The positions of ids, in a layer with this padding id."""
-        counted = self._counted("ids", ids.shape[-1])
         pad_id = pad_id if self.pad_id is None else self.pad_id
         if pad_id is None:
-            return counted
+            return jnp.arange(self.start, self.start + length, dtype=jnp.int32)
         at_padding = self.start if self.at_padding is None else self.at_padding
         return positions_of_tokens(ids != pad_id, self.start, at_padding)
 
-    def _encoding(self, positions: Any, d_model: int) -> Float[Array, "... d"]:
-        """The float32 encoding of positions that `_as_positions` returned."""
+    def encoding(self, positions: Any, d_model: int) -> Float[Array, "... d"]:
+        """The encodings of positions, an array of integers or float32, in float32 or wider."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sinusoidal(_Scheme, Sinusoids):
+class Sinusoidal(PositionScheme, Sinusoids):
     """Sinusoidal positions, for `EmbedderConfig` and `PositionalEncoding`.
 
     Args:
@@ -113,22 +132,22 @@ class Sinusoidal(_Scheme, Sinusoids):
     at_padding: int | None = None
     pad_id: int | None = None
 
-    _as_positions = staticmethod(as_positions)
-
     def __post_init__(self):
         super().__post_init__()
         # Two channels have a frequency under any `odd`, and no shift is too large for them.
-        self._check(2)
+        self.check(2)
 
-    def _check(self, d_model: int) -> None:
+    def check(self, d_model: int) -> None:
+        """See `PositionScheme`."""
         channels(self, d_model)
 
-    def _encoding(self, positions: Any, d_model: int) -> Float[Array, "... d"]:
+    def encoding(self, positions: Any, d_model: int) -> Float[Array, "... d"]:
+        """`sinusoidal_encoding` with the fields of the scheme."""
         return encode(positions, d_model, self, np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
-class SinusoidalGrid(_Scheme, Sinusoids):
+class SinusoidalGrid(PositionScheme, Sinusoids):
     """Sinusoidal positions on a grid, for the tokens of an image or a video.
 
     It is a scheme of `EmbedderConfig` and `PositionalEncoding`.
@@ -172,26 +191,33 @@ class SinusoidalGrid(_Scheme, Sinusoids):
         shape, order = as_grid(self.shape, self.axes)
         arguments.set_fields(self, shape=shape, axes=None if self.axes is None else order)
         as_coordinates(self.axis_positions, shape)
-        self._check(2 * len(shape))
+        self.check(2 * len(shape))
 
-    def _check(self, d_model: int) -> None:
+    def check(self, d_model: int) -> None:
+        """See `PositionScheme`."""
         channels(self, part_width(d_model, len(self.shape), self.odd))
 
-    def _longest(self) -> int:
+    @property
+    def max_len(self) -> int:
+        """The number of points."""
         return math.prod(self.shape)
 
-    def _positions(self, ids: Int32[Array, "... t"], pad_id: int | None) -> Int32[Array, "t"]:
-        # A point of the grid stays where it is, whatever its id.
-        return self._counted("ids", ids.shape[-1])
+    def positions(
+        self, ids: Shaped[Array, "... t"], pad_id: int | None = None
+    ) -> Int32[Array, "t"]:
+        """0, 1, 2, ...: a point of the grid stays where it is, whatever its id."""
+        return super().positions(ids)
 
-    def _encoding(self, positions: Any, d_model: int) -> Float[Array, "... d"]:
+    def encoding(self, positions: Any, d_model: int) -> Float[Array, "... d"]:
+        """`sinusoidal_grid` with the fields of the scheme."""
+        points = arguments.as_int32("positions", positions)
         coordinates = as_coordinates(self.axis_positions, self.shape)
         order = self.axes or tuple(range(len(self.shape)))
-        return encode_grid(positions, coordinates, self.shape, order, d_model, self, np.float32)
+        return encode_grid(points, coordinates, self.shape, order, d_model, self, np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
-class Learned(_Scheme):
+class Learned(PositionScheme):
     """Learned positions, for `EmbedderConfig` and `PositionalEncoding`: a vector for each position.
 
     Args:
@@ -224,7 +250,7 @@ class Learned(_Scheme):
     at_padding: int | None = None
     pad_id: int | None = None
 
-    _module_name = "learned_positional_encoding"
+    is_learned = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -232,10 +258,3 @@ class Learned(_Scheme):
             if position is not None and not 0 <= position < self.max_len:
                 want = f"an int in [0, max_len = {self.max_len})"
                 raise arguments.value_error(name, want, position)
-
-    def _longest(self) -> int:
-        return self.max_len - self.start
-
-
-SCHEMES = "Sinusoidal(...), SinusoidalGrid(...) or Learned(max_len=...)"
-Scheme = Sinusoidal | SinusoidalGrid | Learned

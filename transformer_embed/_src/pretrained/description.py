@@ -7,7 +7,7 @@ from typing import Any
 
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig, NoOutput, OutputConfig
-from transformer_embed._src.positions.schemes import Learned, Scheme
+from transformer_embed._src.positions.schemes import Learned, PositionScheme
 from transformer_embed._src.pretrained import rope
 from transformer_embed._src.pretrained.architecture import (
     BIAS,
@@ -22,7 +22,7 @@ from transformer_embed._src.pretrained.architecture import (
     WIDEN,
     Architecture,
 )
-from transformer_embed._src.pretrained.entries import ENTRIES, HARMLESS, REQUIRED, count
+from transformer_embed._src.pretrained.entries import ENTRIES, HARMLESS, REQUIRED, as_scale, count
 from transformer_embed._src.pretrained.files import DTYPES
 from transformer_embed._src.pretrained.layers import layers_of
 from transformer_embed._src.pretrained.messages import call_with_named_errors
@@ -179,7 +179,7 @@ def _parts(
         "vocab_size": rows,
         "d_model": d_model,
         "scheme": _scheme(kind, value, shapes),
-        "scale": value.get(kind.scale, kind.scale),
+        "scale": as_scale(value.get(kind.scale, kind.scale)),
         "dropout_rate": value.get(kind.dropout, 0.0),
         "num_token_types": types or None,
         "layer_norm_eps": value["layer_norm_eps"] if NORM_SCALE in shapes else None,
@@ -189,7 +189,7 @@ def _parts(
     return options, _bias(kind, value, shapes, file.side)
 
 
-def _scheme(kind: Architecture, value: Options, shapes: Shapes) -> Scheme | None:
+def _scheme(kind: Architecture, value: Options, shapes: Shapes) -> PositionScheme | None:
     """The position scheme; a learned table has `start` more rows than config.json says."""
     if kind.sinusoids is None and POSITIONS not in shapes:
         return None

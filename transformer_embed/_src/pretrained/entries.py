@@ -22,6 +22,13 @@ class Entry(NamedTuple):
     default: Any = None
 
 
+def as_scale(value: Any) -> Any:
+    """The `scale` of a config, where files say whether there is one: published and older ones."""
+    if isinstance(value, bool):
+        return None if value else 1.0
+    return value
+
+
 def _or_null(check: Check) -> Check:
     return lambda name, value: None if value is None else check(name, value)
 

@@ -8,7 +8,7 @@ import functools
 import json
 import os
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,8 +21,9 @@ from transformer_embed._src.layers.parameters import as_params, table_path
 from transformer_embed._src.layers.transformer_embedding import layer_paths
 from transformer_embed._src.partitioning import gathered
 from transformer_embed._src.positions.rotary_scaling import Scaling
-from transformer_embed._src.positions.schemes import Scheme
+from transformer_embed._src.positions.schemes import PositionScheme
 from transformer_embed._src.pretrained.architecture import BIAS, LOGITS_BIAS
+from transformer_embed._src.pretrained.entries import as_scale
 from transformer_embed._src.pretrained.files import (
     Tensors,
     written,
@@ -47,11 +48,6 @@ CONFIG = "transformer_embed.config"
 EXTRAS = "transformer_embed.extras"
 # The entry of an object that has the name of its class.
 KIND = "kind"
-# What a file names is looked up here alone: it can make no other object.
-KINDS = {
-    kind.__name__: kind
-    for kind in (OutputConfig, NoOutput, Layer, *typing.get_args(Scheme), *typing.get_args(Scaling))
-}
 
 
 def save_embedder(
@@ -183,14 +179,21 @@ def describe_own(tensors: Tensors) -> PretrainedInput:
     extras = call_with_named_errors(path, PretrainedInput, None, {}, **entries)
     call_with_named_errors(path, _check_extras, *extras[2:])
     names = {name: str(tensor) for name, tensor in (extras.names or {}).items()}
+    options["scale"] = as_scale(options.get("scale"))
     config = call_with_named_errors(path, EmbedderConfig, **options)
     return extras._replace(config=config, names=names)
+
+
+def _kinds() -> dict[str, Callable]:
+    """What a file may name: it can make no other object. A scheme may be the user's own."""
+    schemes, scalings = PositionScheme.__subclasses__(), typing.get_args(Scaling)
+    return {kind.__name__: kind for kind in (OutputConfig, NoOutput, Layer, *schemes, *scalings)}
 
 
 def encoded(value: Any) -> Any:
     """A value of a type that JSON does not have: a class has its name, with its fields."""
     kind = type(value).__name__
-    if kind in KINDS:
+    if kind in _kinds():
         return {KIND: kind} | vars(value)
     if isinstance(value, Mapping):
         return dict(value)
@@ -208,4 +211,5 @@ def decoded(entries: dict[str, Any]) -> Any:
             entries[name] = tuple(value)
     if KIND not in entries:
         return entries
-    return KINDS[arguments.choice(KIND, entries.pop(KIND), tuple(KINDS))](**entries)
+    kinds = _kinds()
+    return kinds[arguments.choice(KIND, entries.pop(KIND), tuple(kinds))](**entries)
