@@ -251,3 +251,12 @@ def test_a_leaf_that_was_replaced_is_checked():
         f"table: wanted shape [vocab_size, d] with at least one row, got shape [1, {VOCAB}, {WIDTH}]",
     ):
         logits_of(stacked)
+
+
+@pytest.mark.parametrize(
+    "output", [te.OutputConfig(), te.Embedder(te.EmbedderConfig(9, 4)).output, {"table": X}]
+)
+def test_what_only_makes_an_output_layer_is_refused(output):
+    """It was called a table that holds no numbers."""
+    with pytest.raises(TypeError, match="^output: wanted an OutputLayer"):
+        te.linear_logits(X, output)

@@ -222,6 +222,12 @@ def test_traced_parameters_are_not_saved(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_folder_that_is_missing_is_named(tmp_path):
+    """A temporary file was."""
+    with pytest.raises(FileNotFoundError, match=r"No such file or directory: '.*missing'$"):
+        save_embedder(tmp_path / "missing" / "x.safetensors", SMALL, PARAMS)
+
+
 def test_a_file_half_written_leaves_the_old_one(tmp_path, monkeypatch):
     path = tmp_path / "x.safetensors"
     path.write_bytes(b"old")

@@ -472,7 +472,7 @@ TYPE_ERRORS = [
     ({"shift": True, "segment_ids": WEIGHTS}, "segment_ids: wanted an integer dtype, got float32"),
 ]  # fmt: skip
 VALUE_ERRORS = [
-    ({"x": X[..., :2]}, "x: wanted a last axis of the table's width, (3,), got (2,)"),
+    ({"x": X[..., :2]}, "x: wanted a last axis of the width d of the table [vocab_size, d], (3,), got (2,)"),
     ({"table": TABLE[0]}, "table: wanted shape [vocab_size, d] with at least one row, got shape [3]"),
     ({"labels": LABELS[0]}, "labels: wanted x's shape without its last axis, (4, 5), got (5,)"),
     ({"x": X[0, 0], "labels": 1, "mask": None, "shift": True}, "labels: wanted shape [..., length], to shift, got shape []"),

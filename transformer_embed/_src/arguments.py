@@ -278,7 +278,8 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
         return as_array(name, unwrapped(value))
     # numpy would stack the fields of a named tuple into one array.
     if hasattr(value, "_fields") or dataclasses.is_dataclass(value):
-        raise type_error(name, "an array", f"{type(value).__name__}: pass one of its fields")
+        fields = ", ".join(getattr(value, "_fields", value.__annotations__))
+        raise type_error(name, "an array", f"{type(value).__name__}: pass one of {fields}")
     try:
         array = np.asarray(native(name, value))
     except jax.errors.TracerArrayConversionError as error:

@@ -1,6 +1,8 @@
 """The output layer: the product of x with every row of a table, such as the embedding table."""
 
 import dataclasses
+from collections.abc import Mapping
+from types import MethodType
 from typing import Any
 
 import jax.numpy as jnp
@@ -125,11 +127,16 @@ def as_output_layer(
 ) -> tuple[Array, OutputLayer]:
     """The arguments of `linear_logits`, which fit each other."""
     x = arguments.as_floats("x", x)
-    # Made again, because a tree's leaves may have been replaced by any others.
-    output = OutputLayer(**vars(output)) if isinstance(output, OutputLayer) else OutputLayer(output)
-    arguments.check_same(
-        "x", "a last axis of the table's width", x.shape[-1:], output.table.shape[1:]
-    )
+    if isinstance(output, OutputLayer):
+        # Made again, because a tree's leaves may have been replaced by any others.
+        output = OutputLayer(**vars(output))
+    elif isinstance(output, Mapping | MethodType) or dataclasses.is_dataclass(output):
+        want = "an OutputLayer, such as embedder.output(params), or a table [vocab_size, d]"
+        raise arguments.type_error("output", want, type(output).__name__)
+    else:
+        output = OutputLayer(output)
+    want = "a last axis of the width d of the table [vocab_size, d]"
+    arguments.check_same("x", want, x.shape[-1:], output.table.shape[1:])
     return x, output
 
 
