@@ -360,7 +360,7 @@ def trained(key, **options):
         (lambda: te.Embedder({"d_model": 8}), TypeError, "config: wanted an EmbedderConfig, got dict {'d_model': 8}"),
         (lambda: whole.init(jax.random.split(KEY, 3)), TypeError, f"{KEYS} keys of shape [3]"),
         (lambda: trained("x"), TypeError, f"{KEYS} str 'x'"),
-        (lambda: trained(None), ValueError, "rng: wanted a key such as jax.random.key(0), to train with dropout, got None"),
+        (lambda: trained(None), ValueError, "rng: wanted a key such as jax.random.key(0), to train with dropout (is_training=False evaluates), got None"),
         (lambda: made()[0].apply(made()[1], None, IDS, is_training=0), TypeError, f"{FLAG}, got int 0"),
         (lambda: jax.jit(lambda flag: made()[0].apply(made()[1], KEY, IDS, is_training=flag))(True), TypeError,
          f"{FLAG} known while tracing (bind it with functools.partial, or make it a static argument of jit), got a traced bool[]"),

@@ -240,12 +240,6 @@ def widened(array: Any) -> Any:
     return array.astype(compute_dtype(array.dtype))
 
 
-def wide_sum(x: Any, y: Any) -> Any:
-    """The sum of two arrays in the wider dtype to compute in."""
-    wide = compute_dtype(x.dtype, y.dtype)
-    return x.astype(wide) + y.astype(wide)
-
-
 def is_traced(value: Any) -> bool:
     """Whether a value is known only when the compiled program runs."""
     return isinstance(value, jax.core.Tracer)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import haiku as hk
 import jax
@@ -95,22 +94,17 @@ class Embedder:
                 (host values); token types missing, or given although the config has none.
         """
         params = as_params("params", params)
-        if not arguments.flag("is_training", is_training) or self.config.dropout_rate == 0:
-            # Evaluation is one program, with a key or without.
-            rng = None
-        elif rng is None:
-            want = "a key such as jax.random.key(0), to train with dropout"
-            raise arguments.value_error("rng", want, "None")
-        else:
-            rng = arguments.as_key("rng", rng)
+        is_training = arguments.flag("is_training", is_training)
+        # Evaluation is one program, with a key or without.
+        is_random = is_training and self.config.dropout_rate > 0 and rng is not None
+        rng = arguments.as_key("rng", rng) if is_random else None
         # Before jit: host values are range-checked, and all integer dtypes share one trace.
         ids = arguments.as_int32("ids", ids)
         if positions is not None:
             positions = as_positions("positions", positions)
         if token_types is not None:
             token_types = arguments.as_int32("token_types", token_types)
-        # As a static argument, np.True_ is not True to jax, which would trace again.
-        return _apply(self.config, bool(is_training), params, rng, ids, positions, token_types)
+        return _apply(self.config, is_training, params, rng, ids, positions, token_types)
 
     def output(self, params: Params) -> OutputLayer:
         """The output layer that `config.output` describes, for `linear_logits` and the losses.
@@ -130,13 +124,11 @@ class Embedder:
 # jax compares a static config by value: equal ones share a program.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _apply(config, is_training, params, rng, ids, positions, token_types):
-    options = {"is_training": is_training, "positions": positions, "token_types": token_types}
-    return _run(config, params, rng, lambda layer: layer(ids, **options))
+    def embed():
+        layer = TransformerEmbedding(config)
+        return layer(ids, is_training=is_training, positions=positions, token_types=token_types)
 
-
-def _run(config: EmbedderConfig, params: Params, rng: Array | None, call: Callable) -> Array:
-    """What `call` returns for the layer that the tree of parameters holds."""
+    # The module stands at ROOT, wherever the layer is in the tree.
     paths = layer_paths("params", config, params)
-    # The module below stands at ROOT, wherever the layer is in the tree.
     own = {ROOT + module: params[path] for module, path in paths.items()}
-    return hk.transform(lambda: call(TransformerEmbedding(config))).apply(own, rng)
+    return hk.transform(embed).apply(own, rng)

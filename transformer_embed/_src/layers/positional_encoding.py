@@ -109,7 +109,7 @@ class PositionalEncoding(hk.Module):
                 raise arguments.value_error("positions", want, "None")
             positions = self.scheme.positions(x[..., 0])
         encoding = self._of_tokens(positions, x.shape[:-1], "x's tokens")
-        total = arguments.wide_sum(x, encoding).astype(x.dtype)
+        total = wide_sum(x, encoding).astype(x.dtype)
         return apply_dropout(total, self.dropout_rate, is_training)
 
     def encoding(self, positions: ArrayLike) -> Float[Array, "... d"]:
@@ -129,12 +129,15 @@ class PositionalEncoding(hk.Module):
         # A row that is used once is computed once anyway.
         if encoding.ndim == 2 and any(size != 1 for size in shape[:-1]):
             encoding = _fusion_barrier(encoding)
-        return expanded_to_rank(encoding, len(shape) + 1)
+        return encoding
 
 
-def expanded_to_rank(x: Float[Array, "..."], rank: int) -> Float[Array, "..."]:
-    """The same values with leading axes of size 1, for sums under strict rank promotion."""
-    return x if x.ndim == rank else jax.lax.expand_dims(x, range(rank - x.ndim))
+def wide_sum(x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The sum in the wider dtype to compute in; y may have fewer axes."""
+    wide = arguments.compute_dtype(x.dtype, y.dtype)
+    # Users may disable jax's rank promotion.
+    y = jax.lax.expand_dims(y, range(x.ndim - y.ndim))
+    return x.astype(wide) + y.astype(wide)
 
 
 def _fusion_barrier(rows: Float[Array, "t d"]) -> Float[Array, "t d"]:
@@ -158,6 +161,8 @@ def apply_dropout(x: Float[Array, "..."], rate: float, is_training: bool) -> Flo
     # next_rng_key would raise Haiku's error, which does not say how to evaluate.
     rng = hk.maybe_next_rng_key()
     if rng is None:
-        want = "a key, to train with dropout (pass is_training=False to evaluate)"
+        want = (
+            "a key such as jax.random.key(0), to train with dropout (is_training=False evaluates)"
+        )
         raise arguments.value_error("rng", want, "None")
     return dropout(rng, rate, x)

@@ -33,7 +33,7 @@ class RelativePositionBias(hk.Module):
         name: of the module.
 
     Raises:
-        ValueError: a number below 1; when called, as `relative_position_buckets`.
+        ValueError: num_heads is below 1; when called, as `relative_position_buckets`.
 
     Example:
         >>> import haiku as hk, jax
@@ -61,9 +61,12 @@ class RelativePositionBias(hk.Module):
     ):
         super().__init__(name=name)
         self.num_heads = arguments.size("num_heads", num_heads)
-        self.num_buckets = arguments.size("num_buckets", num_buckets)
-        self.max_distance = arguments.size("max_distance", max_distance)
-        self.bidirectional = arguments.flag("bidirectional", bidirectional)
+        # Checked when it is called.
+        self.buckets = {
+            "num_buckets": num_buckets,
+            "max_distance": max_distance,
+            "bidirectional": bidirectional,
+        }
         default = hk.initializers.VarianceScaling(1.0, "fan_avg", "uniform")
         self.w_init = as_initializer(w_init, default)
         self.param_dtype = arguments.floating_dtype("param_dtype", param_dtype)
@@ -76,14 +79,8 @@ class RelativePositionBias(hk.Module):
 
         Positions are [T] or [B, T], and [S] or [B, S].
         """
-        buckets = relative_position_buckets(
-            query_positions,
-            key_positions,
-            num_buckets=self.num_buckets,
-            max_distance=self.max_distance,
-            bidirectional=self.bidirectional,
-        )
-        shape = self.num_buckets, self.num_heads
+        buckets = relative_position_buckets(query_positions, key_positions, **self.buckets)
+        shape = self.buckets["num_buckets"], self.num_heads
         table: Any = hk.get_parameter("embeddings", shape, self.param_dtype, self.w_init)
         # A bucket is never out of range, and "clip" skips the check.
         bias = jnp.moveaxis(lookup(table, buckets, out_of_range="clip"), -1, 1)

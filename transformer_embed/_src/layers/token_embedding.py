@@ -96,29 +96,24 @@ class TokenEmbedding(hk.Module):
 
     def output(self) -> OutputLayer:
         """The output layer of the config, for `linear_logits` and the losses."""
-        width = self.config.d_model
-        of_output = hk.initializers.RandomNormal(self.config.stddevs.output)
-        # Functions, because hk.get_parameter makes a parameter that this layer may not have.
-        parameters = {
-            "embeddings": self._table,
-            "output_embeddings": lambda: self._parameter("output_embeddings", of_output, width),
-            "output_bias": lambda: self._parameter("output_bias", jnp.zeros),
-        }
-        return output_layer(self.config, lambda name: parameters[name]())
+        return output_layer(self.config, self._parameter)
 
     def _scaled_rows(self, ids: Ids) -> tuple[Float[Array, "... d"], jnp.dtype]:
         """The scaled rows in float32 or wider, and the dtype of the table."""
-        config, table = self.config, as_table("table", self._table())
+        config, table = self.config, as_table("table", self._parameter("embeddings"))
         rows = look_up(table, ids, config.pad_id, config.out_of_range, config.lookup_style)
         return arguments.widened(rows) * config.factor, table.dtype
 
-    def _table(self) -> Any:
-        return self._parameter("embeddings", self.w_init, self.config.d_model)
-
-    def _parameter(self, name: str, w_init: Initializer, *width: int) -> Any:
-        """The parameter of this name, [vocab_size, *width]."""
-        shape = (self.config.vocab_size, *width)
-        return hk.get_parameter(name, shape, self.config.param_dtype, w_init)
+    def _parameter(self, name: str) -> Any:
+        config = self.config
+        w_init = {
+            "embeddings": self.w_init,
+            "output_embeddings": hk.initializers.RandomNormal(config.stddevs.output),
+            "output_bias": jnp.zeros,
+        }
+        width = () if name == "output_bias" else (config.d_model,)
+        shape = (config.vocab_size, *width)
+        return hk.get_parameter(name, shape, config.param_dtype, w_init[name])
 
 
 def output_layer(config: EmbedderConfig, parameter: Callable[[str], Any]) -> OutputLayer:

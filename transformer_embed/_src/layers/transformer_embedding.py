@@ -1,7 +1,6 @@
 """The whole input layer as a module: tokens, positions, token types, norm and dropout."""
 
 import functools
-from collections.abc import Mapping
 
 import haiku as hk
 import jax
@@ -21,7 +20,7 @@ from transformer_embed._src.layers.parameters import (
 from transformer_embed._src.layers.positional_encoding import (
     PositionalEncoding,
     apply_dropout,
-    expanded_to_rank,
+    wide_sum,
 )
 from transformer_embed._src.layers.token_embedding import TokenEmbedding
 from transformer_embed._src.tokens.output_layer import OutputLayer
@@ -83,7 +82,11 @@ class TransformerEmbedding(hk.Module):
         super().__init__(name=name)
         want = "an EmbedderConfig, such as te.EmbedderConfig(vocab_size=256, d_model=64)"
         self.config = arguments.instance("config", config, EmbedderConfig, want)
-        self._initial_params = _of_modules(config, initial_params)
+        self._initial_params = None
+        if initial_params is not None:
+            params = as_params("initial_params", initial_params)
+            paths = layer_paths("initial_params", config, params)
+            self._initial_params = {module: params[path] for module, path in paths.items()}
         embedding = functools.partial(
             TokenEmbedding,
             d_model=config.table_width,
@@ -149,18 +152,22 @@ class TransformerEmbedding(hk.Module):
         ids = arguments.as_int32("ids", ids)
         if ids.ndim == 0:
             raise arguments.value_error("ids", "shape [..., length]", "shape []")
+        if (token_types is None) != (self.token_types is None):
+            want = "an array if num_token_types is set, otherwise None"
+            raise arguments.value_error("token_types", want, arguments.describe(token_types))
+        if token_types is not None:
+            token_types = arguments.as_int32("token_types", token_types)
+            arguments.check_ends_in_length("token_types", token_types.shape, ids.shape)
         with parameters_from(self._initial_params):
             total, table_dtype = self.tokens._scaled_rows(ids)
             if self.encoding is not None:
                 if positions is None:
                     positions = self.encoding.scheme.positions(ids, self.config.pad_id)
                 encoding = self.encoding._of_tokens(positions, ids.shape, "the ids")
-                total = arguments.wide_sum(total, encoding)
-            if self.token_types is None:
-                arguments.check_left_out("token_types", token_types, "num_token_types is not set")
-            else:
-                rows = _rows_of_types(self.token_types, token_types, ids.shape)
-                total = arguments.wide_sum(total, rows)
+                total = wide_sum(total, encoding)
+            if self.token_types is not None:
+                rows, _ = self.token_types._scaled_rows(token_types)
+                total = wide_sum(total, rows)
             if self.norm is not None:
                 total = self.norm(total)
             dtype = table_dtype if self.config.dtype is None else self.config.dtype
@@ -175,26 +182,6 @@ class TransformerEmbedding(hk.Module):
         """
         with parameters_from(self._initial_params):
             return self.tokens.output()
-
-
-def _of_modules(config: EmbedderConfig, initial_params: Params | None) -> Params | None:
-    """The parameters to start from, by the names of the modules inside the layer."""
-    if initial_params is None:
-        return None
-    params = as_params("initial_params", initial_params)
-    paths = layer_paths("initial_params", config, params)
-    return {module: params[path] for module, path in paths.items()}
-
-
-def _rows_of_types(
-    embed: TokenEmbedding, token_types: ArrayLike | None, shape: tuple[int, ...]
-) -> Float[Array, "... d"]:
-    if token_types is None:
-        raise arguments.value_error("token_types", "an array, since num_token_types is set", "None")
-    token_types = arguments.as_int32("token_types", token_types)
-    arguments.check_ends_in_length("token_types", token_types.shape, shape)
-    rows, _ = embed._scaled_rows(token_types)
-    return expanded_to_rank(rows, len(shape) + 1)
 
 
 # Compiled, so that its shapes below need no trace of their own.
@@ -217,9 +204,9 @@ def init_params(config: EmbedderConfig, rng: Array) -> Params:
 
 # Kept, because each eager `logits` and `cross_entropy` asks for them, and `init` is traced.
 @functools.lru_cache(maxsize=64)
-def parameter_shapes(config: EmbedderConfig) -> Mapping[str, Mapping[str, jax.ShapeDtypeStruct]]:
-    """The shape and dtype of each parameter of a config's layer."""
-    return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
+def _shapes_of(config: EmbedderConfig) -> set[str]:
+    """The parameters of a config's layer, in words."""
+    return _shapes(jax.eval_shape(functools.partial(init_params, config), jax.random.key(0)))
 
 
 def layer_paths(name: str, config: EmbedderConfig, params: Params) -> dict[str, str]:
@@ -230,7 +217,7 @@ def layer_paths(name: str, config: EmbedderConfig, params: Params) -> dict[str, 
     root = table_path(name, params, "token_embedding").removesuffix("token_embedding")
     # A model may have other modules of these names, but not beside the token table.
     paths = {module_name(path): path for path in params if path == root + module_name(path)}
-    ours = _shapes(parameter_shapes(config))
+    ours = _shapes_of(config)
     theirs = _shapes({path: params[path] for path in paths.values()})
     if ours != theirs:
         missing, unknown = (", ".join(sorted(shapes)) for shapes in (ours - theirs, theirs - ours))
