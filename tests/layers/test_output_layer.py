@@ -258,5 +258,5 @@ def test_a_leaf_that_was_replaced_is_checked():
 )
 def test_what_only_makes_an_output_layer_is_refused(output):
     """It was called a table that holds no numbers."""
-    with pytest.raises(TypeError, match="^output: wanted an OutputLayer"):
+    with pytest.raises(TypeError, match=r"^output: wanted an OutputLayer"):
         te.linear_logits(X, output)

@@ -130,7 +130,9 @@ def as_output_layer(
     if isinstance(output, OutputLayer):
         # Made again, because a tree's leaves may have been replaced by any others.
         output = OutputLayer(**vars(output))
-    elif isinstance(output, Mapping | MethodType) or dataclasses.is_dataclass(output):
+    elif not isinstance(output, Table) and (
+        isinstance(output, Mapping | MethodType) or dataclasses.is_dataclass(output)
+    ):
         want = "an OutputLayer, such as embedder.output(params), or a table [vocab_size, d]"
         raise arguments.type_error("output", want, type(output).__name__)
     else:
