@@ -219,15 +219,11 @@ def scaling(got, *_, **__):
 
 def check_frequencies(scaling, dim, base):
     """As turns in units of 2**-64, rounded once; the attention factor rounded to a float64."""
-    words, attention = rotary._frequencies(
-        rotary._Options(dim, dim // 2, base, scaling, (dim // 2,))
-    )
+    units, attention = rotary._frequencies(dim, dim // 2, base, scaling)
     frequencies, exact_attention = oracle.scaled_frequencies(scaling, dim, base)
     with mpmath.workprec(300):
-        for *parts, frequency in zip(*words, frequencies, strict=True):
-            turns, high, low = map(int, parts)
-            units = (turns << 64) + (high << 32) + low
-            assert abs(units - frequency / (2 * mpmath.pi) * 2**64) <= 0.5 + 1e-9
+        for unit, frequency in zip(units, frequencies, strict=True):
+            assert abs(unit - frequency / (2 * mpmath.pi) * 2**64) <= 0.5 + 1e-9
         assert abs(attention - exact_attention) <= 2**-52 * abs(exact_attention)
 
 

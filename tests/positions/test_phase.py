@@ -29,7 +29,7 @@ sinusoid = jax.jit(of_channels)
 def of_frequencies(frequencies):
     """A sine and a cosine of each."""
     quarters = np.array([0, 1] * len(frequencies), np.uint32)
-    return phase.words([f for f in frequencies for _ in range(2)]), quarters
+    return phase.words(phase.units([f for f in frequencies for _ in range(2)])), quarters
 
 
 def constants(pairs, base=10_000.0):

@@ -162,10 +162,8 @@ def test_frequencies_of_usual_scalings_are_rounded_once(dim):
 def test_published_frequencies(case):
     scaling = case["scaling"] and getattr(rotary_scaling, case["scaling"])(**case["arguments"])
     pairs = case.get("rotary_dim", case["head_dim"]) // 2
-    options = rotary._Options(case["head_dim"], pairs, case["base"], scaling, ())
-    words, attention = rotary._frequencies(options)
-    turns, high, low = (word.astype(np.float64) for word in words)
-    radians = 2 * np.pi * (turns + high * 2.0**-32 + low * 2.0**-64)
+    units, attention = rotary._frequencies(case["head_dim"], pairs, case["base"], scaling)
+    radians = 2 * np.pi * np.array([unit * 2.0**-64 for unit in units])
     near(radians, case["frequencies"], rtol=FLOAT32_POWER, atol=2.0**-64)
     near(attention, case["attention_factor"], rtol=FLOAT32_POWER)
 

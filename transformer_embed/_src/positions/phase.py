@@ -9,6 +9,8 @@ the angle each time the position doubles.
 """
 
 import decimal
+import functools
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import NamedTuple
 
@@ -95,17 +97,22 @@ def geometric_frequencies(
         return np.multiply.accumulate(factors)
 
 
-def words(frequencies: np.ndarray) -> Words:
-    """The words of frequencies in radians per unit of position, rounded to 2**-64 turns."""
+def units(frequencies: np.ndarray) -> tuple[int, ...]:
+    """Frequencies in radians per unit of position as numbers of 2**-64 turns, rounded."""
     with decimal.localcontext(PRECISION):
         # An infinite one has no integer.
-        units = [round(min(f / (2 * PI), 2**32) * 2**64) for f in frequencies]
-    if max(units, default=0) >= 2**96:
+        integers = [round(min(f / (2 * PI), 2**32) * 2**64) for f in frequencies]
+    if max(integers, default=0) >= 2**96:
         raise arguments.value_error(
             "base and frequency_scale",
             "frequencies below 2**32 turns per position",
             f"{max(frequencies):.3g} radians",
         )
+    return tuple(integers)
+
+
+def words(units: Sequence[int]) -> Words:
+    """The words of frequencies in units of 2**-64 turns."""
     integers = np.array(units, object)
     return Words(*((integers >> shift & 0xFFFFFFFF).astype(np.uint32) for shift in (64, 32, 0)))
 
@@ -219,8 +226,8 @@ _RADIANS = np.float32(_RADIANS_PER_UNIT)
 
 # Minimax on |angle| <= pi/4 (Remez): sin(a) = a + a**3 * S(a**2) to 1.8e-9, cos(a) = 1 - a**2 / 2 +
 # a**4 * C(a**2) to 1e-10.
-_SINE = (-0.166666506826, 0.00833197923594, -0.000194956950035)
-_COSINE = (0.0416666468913, -0.00138873685337, 2.44385524356e-5)
+_SINE = np.array([-0.166666506826, 0.00833197923594, -0.000194956950035], np.float32)
+_COSINE = np.array([0.0416666468913, -0.00138873685337, 2.44385524356e-5], np.float32)
 
 
 # An eighth of a turn is added to a phase. Its top two bits then say which quarter turn is nearest
@@ -240,13 +247,10 @@ def _sine_of_phase(phase: _Phase, quarters) -> Real:
     half = 0.5 * square
     leading = 1.0 - half
     lost = (1.0 - leading) - half
-    first = jnp.where(is_sine, angle, leading)
-    last = jnp.where(is_sine, residue, lost - angle * residue)
-    factor = jnp.where(is_sine, angle, square) * square
-    c_0, c_1, c_2 = (
-        jnp.where(is_sine, np.float32(s), np.float32(c))
-        for s, c in zip(_SINE, _COSINE, strict=True)
-    )
+    choose = functools.partial(jnp.where, is_sine)
+    first, last = choose(angle, leading), choose(residue, lost - angle * residue)
+    factor = choose(angle, square) * square
+    c_0, c_1, c_2 = map(choose, _SINE, _COSINE)
     value = first + (factor * ((c_2 * square + c_1) * square + c_0) + last)
     # The top bit says whether the sine is negative here, so it flips the sign bit.
     bits = jax.lax.bitcast_convert_type(value, jnp.uint32) ^ (shifted & _SIGN)

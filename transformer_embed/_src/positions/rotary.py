@@ -111,8 +111,8 @@ def apply_rotary(
             raise arguments.value_error("positions", want, f"shape {list(points.shape)}")
     arguments.check_ends_in_length("positions", points.shape[:-1], x.shape[:-2], "x's tokens")
     base = arguments.positive("base", base)
-    scaling = scaling and scaling.at_its_length()
-    return _rotated(x, points, layout, _Options(dim, rotated // 2, base, scaling, axes))
+    units, attention_factor = _frequencies(dim, rotated // 2, base, scaling)
+    return _rotated(x, points, layout, _Options(dim, units, attention_factor, axes))
 
 
 def permute_rotary_weights(
@@ -182,12 +182,11 @@ def _as_weights(name: str, value: ArrayLike) -> Array:
 
 
 class _Options(NamedTuple):
-    """The first pairs of `dim` channels rotate, each by its axis; () if there is only one axis."""
+    """The frequency of each pair of `dim` channels, and its axis; () if there is only one axis."""
 
     dim: int
-    rotating_pairs: int
-    base: float
-    scaling: Scaling | None
+    units: tuple[int, ...]
+    attention_factor: float
     pair_axes: tuple[int, ...]
 
 
@@ -233,7 +232,7 @@ def _join_pairs(pairs: list[Shaped[Array, "... p"]], layout: str) -> Shaped[Arra
 def _cos_and_sin(
     positions: Shaped[Array, "... t h axes"], options: _Options
 ) -> Float[Array, "2 ... t h p"]:
-    frequencies, attention_factor = _frequencies(options)
+    frequencies = phase.words(options.units)
     pair_axes = np.expand_dims(options.pair_axes, tuple(range(positions.ndim - 1)))
     # The position of each pair is that on its axis.
     position, *others = jnp.split(positions, positions.shape[-1], -1)
@@ -241,7 +240,7 @@ def _cos_and_sin(
         position = jnp.where(pair_axes == axis, other, position)
 
     def wave(quarter):
-        return np.float32(attention_factor) * phase.sinusoid(position, frequencies, quarter)
+        return np.float32(options.attention_factor) * phase.sinusoid(position, frequencies, quarter)
 
     # On a CPU, XLA fuses the phases into the products and computes them again for each head; it
     # cannot fuse through a loop.
@@ -253,12 +252,17 @@ def _cos_and_sin(
 
 
 @functools.lru_cache(maxsize=64)
-def _frequencies(options: _Options) -> tuple[phase.Words, float]:
-    """The frequency of each pair, and the attention factor."""
-    frequencies, attention_factor = scaled_frequencies(options.scaling, options.dim, options.base)
+def _frequencies(
+    dim: int, rotating_pairs: int, base: float, scaling: Scaling | None
+) -> tuple[tuple[int, ...], float]:
+    """The frequency of each pair in `phase.units`, and the attention factor.
+
+    Scalings that scale alike have equal ones, and share their compiled functions.
+    """
+    frequencies, attention_factor = scaled_frequencies(scaling, dim, base)
     # A frequency of 0 rotates nothing.
-    frequencies[options.rotating_pairs :] = 0
-    return phase.words(frequencies), attention_factor
+    frequencies[rotating_pairs:] = 0
+    return phase.units(frequencies), attention_factor
 
 
 def _checked_rotary_dim(rotary_dim: int | None, head_dim: int) -> int:

@@ -5,7 +5,6 @@ import decimal
 import functools
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import Any
 
 import numpy as np
 
@@ -42,10 +41,6 @@ class _Scaling:
     def _usual_attention_factor(self) -> float:
         """The factor of cosines and sines if `attention_factor` is not set."""
         return 1.0
-
-    def at_its_length(self) -> Any:
-        """A scaling that is the same for all lengths that scale alike."""
-        return self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,13 +139,9 @@ class DynamicNTKScaling(_Scaling):
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         """The frequencies, scaled; decimals, as they are in `phase.geometric_frequencies`."""
-        length = self.at_its_length().length
-        longer, factor = Decimal(length) / Decimal(self.original_length), Decimal(self.factor)
+        length, factor = max(self.length, self.original_length), Decimal(self.factor)
+        longer = Decimal(length) / Decimal(self.original_length)
         return _ntk(frequencies, factor * longer - (factor - 1))
-
-    def at_its_length(self) -> "DynamicNTKScaling":
-        """See `_Scaling`."""
-        return dataclasses.replace(self, length=max(self.length, self.original_length))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,11 +330,6 @@ class LongRopeScaling(_Scaling):
         what = "half as many numbers as rotated channels"
         arguments.check_same(name, what, len(factors), len(frequencies))
         return frequencies / [Decimal(factor) for factor in factors]
-
-    def at_its_length(self) -> "LongRopeScaling":
-        """See `_Scaling`."""
-        is_long = self.length > self.original_length
-        return dataclasses.replace(self, length=self.original_length + is_long)
 
     def _usual_attention_factor(self) -> float:
         """See `_Scaling`."""

@@ -189,7 +189,7 @@ class SinusoidalGrid(PositionScheme, Sinusoids):
     def __post_init__(self):
         super().__post_init__()
         shape, order = as_grid(self.shape, self.axes)
-        arguments.set_fields(self, shape=shape, axes=None if self.axes is None else order)
+        arguments.set_fields(self, shape=shape, axes=order)
         as_coordinates(self.axis_positions, shape)
         self.check(2 * len(shape))
 
@@ -212,8 +212,7 @@ class SinusoidalGrid(PositionScheme, Sinusoids):
         """`sinusoidal_grid` with the fields of the scheme."""
         points = arguments.as_int32("positions", positions)
         coordinates = as_coordinates(self.axis_positions, self.shape)
-        order = self.axes or tuple(range(len(self.shape)))
-        return encode_grid(points, coordinates, self.shape, order, d_model, self, np.float32)
+        return encode_grid(points, coordinates, self.shape, self.axes, d_model, self, np.float32)
 
 
 @dataclasses.dataclass(frozen=True)

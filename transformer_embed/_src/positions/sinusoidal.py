@@ -127,12 +127,16 @@ def sinusoidal_table(
         Vaswani et al., "Attention Is All You Need" (2017), section 3.5,
         https://arxiv.org/abs/1706.03762
     """
-    length = arguments.length("length", length)
-    options = Sinusoids(
-        base=base, layout=layout, shift=shift, odd=odd, frequency_scale=frequency_scale
+    return sinusoidal_encoding(
+        jnp.arange(arguments.length("length", length), dtype=jnp.int32),
+        d_model,
+        base=base,
+        layout=layout,
+        shift=shift,
+        odd=odd,
+        frequency_scale=frequency_scale,
+        dtype=dtype,
     )
-    d_model, dtype = arguments.size("d_model", d_model), arguments.result_dtype("dtype", dtype)
-    return _table(length, d_model, options, dtype)
 
 
 def sinusoidal_grid(
@@ -272,7 +276,7 @@ def channels(options: Sinusoids, d_model: int) -> tuple[phase.Words, np.ndarray]
     frequencies = phase.geometric_frequencies(
         pairs, options.base, denominator, options.frequency_scale
     )
-    words = phase.words(frequencies)
+    words = phase.words(phase.units(frequencies))
     quarters = np.array([[1], [0]] if options.layout == "cos_sin" else [[0], [1]], np.uint32)
     # [2, pairs]: all sines, then all cosines, or the other way round.
     by_pair = np.broadcast_arrays(*words, quarters)
@@ -300,11 +304,6 @@ def part_width(d_model: int, axes: int, odd: str) -> int:
 @compiled(1, 2, 3)
 def encode(positions, d_model, options, dtype) -> Vectors:
     return phase.sinusoid(positions[..., None], *channels(options, d_model)).astype(dtype)
-
-
-@compiled(0, 1, 2, 3)
-def _table(length, d_model, options, dtype) -> Vectors:
-    return encode(jnp.arange(length, dtype=jnp.int32), d_model, options, dtype)
 
 
 @compiled(2, 3, 4, 5, 6)

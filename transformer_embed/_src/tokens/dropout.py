@@ -85,19 +85,12 @@ def _keep_mask_in_registers(
     It has 23 random bits, n / 2**23, so that the integer n is compared with keep_rate * 2**23.
     """
     words = jax.random.key_data(key)
-    first, second = _threefry(words[0], words[1], _counters(shape))
+    # The index of each element in the flattened array.
+    counters = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
+    first, second = _threefry(words[0], words[1], counters)
     # jax compares with keep_rate in float32, so it is rounded to that first.
     threshold = math.ceil(float(np.float32(keep_rate)) * 2**23)
     return (first ^ second) >> 9 < np.uint32(threshold)
-
-
-def _counters(shape) -> Word:
-    """The index of each element in the flattened array."""
-    counters = jnp.zeros(shape, jnp.uint32)
-    for axis, length in enumerate(shape):
-        index = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-        counters = counters * np.uint32(length) + index
-    return counters
 
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
