@@ -122,7 +122,8 @@ class Architecture(NamedTuple):
         rotary: the layout, as for `apply_rotary`, or the entry that says whether it is interleaved;
             "": nothing is rotated.
         kinds: if config.json does not list them, the kinds of the layers between and of every nth,
-            where n is the entry sliding_window_pattern; one: that of all; (): they are not known.
+            where n is the entry sliding_window_pattern, or of those that other entries choose; one:
+            that of all; (): they are not known.
         phase: the number of the first layer of the second kind; below 0, from the nth.
         rotates: which layers rotate. SLIDING: the sliding ones; WINDOWLESS: these, or all in a
             model without a window; "": all.

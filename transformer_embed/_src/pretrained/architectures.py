@@ -7,6 +7,7 @@ from typing import Any
 
 from transformer_embed._src.positions.schemes import Sinusoidal
 from transformer_embed._src.pretrained.architecture import (
+    CHUNKED,
     FULL,
     INDEXED,
     LINEAR,
@@ -285,7 +286,8 @@ OWN: dict[str, dict[Any, str]] = {
         (FULL,): "mellum",
         (LINEAR,): "mamba falcon_mamba mamba2 granitemoehybrid",
         (INDEXED,): "deepseek_v32 glm_moe_dsa",
-        (LINEAR, FULL): "olmo_hybrid minimax qwen3_next qwen3_5_text qwen3_5_moe_text",
+        (LINEAR, FULL): "olmo_hybrid minimax qwen3_next qwen3_5_text qwen3_5_moe_text bamba lfm2",
+        (FULL, CHUNKED): "llama4 llama4_text",
         (LINEAR, SLIDING): "recurrent_gemma",
         ("reference_sliding_attention",): "unlimited_ocr_text",
         ("hybrid",): "falcon_h1",

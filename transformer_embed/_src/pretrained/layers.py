@@ -89,14 +89,14 @@ def layers_of(
     for name in BY_LAYER:
         if value[name]:
             arguments.check_same(name, "a value for each layer", len(value[name]), count)
-    if interval := value["no_rope_layer_interval"]:
-        flags = value["no_rope_layers"] or [
-            number % interval != 0 for number in range(1, count + 1)
-        ]
-        value = {**value, "no_rope_layers": flags}
+    value = dict(value)
+    if (interval := value["no_rope_layer_interval"]) and not value["no_rope_layers"]:
+        value["no_rope_layers"] = [number % interval != 0 for number in range(1, count + 1)]
+    value["layer_types"] = _types(kind, value, count)
     layers = []
-    for number, layer_type in enumerate(_types(kind, value, count)):
-        own = {**value, **_own(value, number, layer_type)}
+    for number, layer_type in enumerate(value["layer_types"]):
+        own = value | {name: value[name][number] for name in BY_LAYER if value[name]}
+        own |= _own(own, number, layer_type)
         rotates = _rotates(kind, own, number, layer_type)
         rotary = rope.rotation(kind, own, width, layer_type) if rotates else None
         layers.append(Layer(layer_type, rotary, _mask(kind, own, layer_type, stack)))
@@ -112,24 +112,19 @@ def _types(kind: Architecture, value: Options, count: int) -> list[str]:
     if not kind.kinds:
         return []
     if value["attn_layer_indices"] is not None:
-        full = value["attn_layer_indices"]
-        types = [FULL if number in full else LINEAR for number in range(count)]
+        seconds = [number in value["attn_layer_indices"] for number in range(count)]
     elif period and (has_window or kind.rotates != WINDOWLESS):
         # EXAONE 4 writes a period out: LLLG.
         period = len(period) if isinstance(period, str) else period
-        is_nth = [number % period == kind.phase % period for number in range(count)]
-        types = [kind.kinds[is_one] for is_one in is_nth]
-    elif len(kind.kinds) == 1:
-        types = [*kind.kinds] * count
-    elif value["no_rope_layer_interval"]:
+        seconds = [number % period == kind.phase % period for number in range(count)]
+    elif value["no_rope_layer_interval"] and (has_window or CHUNKED in kind.kinds):
         # Llama 4 has chunks where it rotates, SmolLM 3 windows where it does not.
-        chunked = CHUNKED if value["attention_chunk_size"] else FULL
-        sliding = SLIDING if has_window else FULL
-        types = [chunked if is_rotated else sliding for is_rotated in value["no_rope_layers"]]
+        seconds = [bool(is_rotated) for is_rotated in value["no_rope_layers"]]
     else:
         # The lowest layers of Qwen 2 have no window.
         first = (value["max_window_layers"] or 0) if has_window else count
-        types = [FULL if number < first else SLIDING for number in range(count)]
+        seconds = [number < first for number in range(count)]
+    types = [kind.kinds[-1 if is_second else 0] for is_second in seconds]
     cross = value["cross_attention_layers"] or ()
     return [CROSS if number in cross else each for number, each in enumerate(types)]
 
@@ -145,7 +140,7 @@ def _own(value: Options, number: int, layer_type: str) -> dict[str, Any]:
         raise arguments.value_error(f"per_layer_config: {number}", want, unread)
     own |= {name: ENTRIES[name].check(name, said[name]) for name in OWN if name in said}
     if value["layer_rope_theta"] is not None:
-        own["rope_theta"] = value["layer_rope_theta"][number]
+        own["rope_theta"] = value["layer_rope_theta"]
     return own
 
 
@@ -158,18 +153,14 @@ def _rotates(kind: Architecture, value: Options, number: int, layer_type: str) -
     if layer_type in UNROTATED or not value["rope_theta"]:
         return False
     if value["no_rope_layer_interval"]:
-        return bool(value["no_rope_layers"][number])
+        return bool(value["no_rope_layers"])
     if not kind.rotates or layer_type == SLIDING:
         return True
     # EXAONE 4 rotates in all layers if it has no window, Cohere 2's MoE in dense ones too.
-    is_windowless = WINDOWLESS in kind.rotates and value["sliding_window"] is None
-    return is_windowless or _is_dense(value, number)
-
-
-def _is_dense(value: Options, number: int) -> bool:
-    """Whether a layer is one of the first, which have no experts."""
+    if kind.rotates == WINDOWLESS:
+        return value["sliding_window"] is None
     if value["mlp_layer_types"]:
-        return value["mlp_layer_types"][number] == "dense"
+        return value["mlp_layer_types"] == "dense"
     return number < (value["first_k_dense_replace"] or 0)
 
 
