@@ -5,7 +5,7 @@ config.json a part has.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from transformer_embed._src.layers.embedder import ROOT
@@ -94,8 +94,8 @@ ALIASES = {
     "attn_layer_indices": "full_attn_idxs",
     "sliding_window": "window_size attention_window_size",
     "sliding_window_pattern": "global_attn_every_n_layers full_attention_interval",
-    "hidden_dropout_prob": "resid_pdrop",
-    "embd_pdrop": "embed_dropout",
+    "dropout": "embd_pdrop embed_dropout embedding_dropout hidden_dropout hidden_dropout_prob "
+    "dropout_rate",
     "tie_word_embeddings": "tie_embedding",
     "final_logit_softcapping": "logits_soft_cap",
 }
@@ -118,7 +118,6 @@ class Architecture(NamedTuple):
             tokens.
         sinusoids: its scheme, without what `start` says; None: positions are learned.
         scale: of the tokens, as for `EmbedderConfig`, or the entry that has it.
-        dropout: the entry that has its rate.
         rotary: the layout, as for `apply_rotary`, or the entry that says whether it is interleaved;
             "": nothing is rotated.
         kinds: if config.json does not list them, the kinds of the layers between and of every nth,
@@ -135,7 +134,7 @@ class Architecture(NamedTuple):
             fields name, and those whose default is not the one in `ENTRIES`; with the defaults.
         fixed: entries of its parts that it does not read; they have their defaults.
         meaningless: entries that mean nothing to it, although their names concern the layer.
-        aliases: for an entry, names that only this model has, which take precedence.
+        aliases: "entry: names" that only this model has, which take precedence.
         head: the modules that may be its output layer.
         no_output: why an `OutputConfig` cannot say its output layer; "": it can.
     """
@@ -154,7 +153,6 @@ class Architecture(NamedTuple):
     start: int | str = 0
     sinusoids: Sinusoidal | None = None
     scale: Any = False
-    dropout: str = ""
     rotary: str = ""
     kinds: tuple[str, ...] = (SLIDING, FULL)
     phase: int = -1
@@ -166,7 +164,7 @@ class Architecture(NamedTuple):
     entries: Mapping[str, Any] = {}
     fixed: str = ""
     meaningless: str = ""
-    aliases: Mapping[str, str] = {}
+    aliases: str = ""
     head: str = HEADS
     no_output: str = ""
 
@@ -179,38 +177,41 @@ class Architecture(NamedTuple):
         """Whether it has an encoder and a decoder."""
         return "{stack}" in self.tokens
 
-    def tensors(self, stack: str, prefix: str = "") -> dict[str, list[str]]:
-        """For each parameter, the names that its tensor may have, below a checkpoint's prefix.
+    def tensors(self, files: Collection[str], stack: str, prefix: str) -> dict[str, str]:
+        """The tensor of each parameter, below a prefix; {} if one is missing that it needs.
 
         Those of the output layer are there too, or further out.
         """
-        parts, names = prefix.split("."), {}
+        names, parts = {}, prefix.split(".")
         # From the prefix outwards: a model of images has the head in its text model or around it.
         outer = [".".join([*parts[:n], ""]) for n in reversed(range(len(parts)))]
+        may_lack = (*self.may_lack.split(), OUTPUT_TABLE, OUTPUT_BIAS)
         for parameter, (part, ends) in TENSORS.items():
             modules = getattr(self, part).format(stack=stack).split()
-            starts = outer if part == "head" else [prefix]
-            if modules:
-                names[parameter] = [
-                    f"{start}{module}.{end}"
-                    for start in starts
-                    for module in modules
-                    for end in ends.split()
-                ]
-        # BART has no bias in its head, but this buffer beside its stacks.
-        names[OUTPUT_BIAS] += [start + LOGITS_BIAS for start in outer]
+            known = [
+                f"{start}{module}.{end}"
+                for start in (outer if part == "head" else [prefix])
+                for module in modules
+                for end in ends.split()
+            ]
+            # BART has no bias in its head, but a buffer beside its stacks.
+            known += [start + LOGITS_BIAS for start in outer if parameter == OUTPUT_BIAS]
+            if found := [name for name in known if name in files]:
+                names[parameter] = found[0]
+            elif modules and not parameter.endswith(may_lack):
+                return {}
         return names
 
     def names(self) -> dict[str, tuple[str, ...]]:
         """The entries that are read, each with its names; the first that says something counts."""
-        reads = [self.start, self.scale, self.dropout, self.rotary]
-        reads += [*self.entries]
+        reads = [self.start, self.scale, self.rotary, *self.entries]
+        entry, _, own = self.aliases.partition(": ")
         for part, entries in READS.items():
             if part in self.entries or getattr(self, part, None):
                 reads += entries.split()
         known = [name for name in ENTRIES if name in reads and name not in self.fixed.split()]
         return {
-            name: (*self.aliases.get(name, "").split(), name, *ALIASES.get(name, "").split())
+            name: (*own.split() * (name == entry), name, *ALIASES.get(name, "").split())
             for name in known
         }
 

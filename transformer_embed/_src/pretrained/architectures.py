@@ -25,19 +25,19 @@ _BERT: dict[str, Any] = {
     "positions": "embeddings.position_embeddings",
     "token_types": "embeddings.token_type_embeddings",
     "norm": "embeddings.LayerNorm",
-    "dropout": "hidden_dropout_prob",
+    "dropout": 0.1,
     "is_causal": False,
     "is_decoder": None,
     "no_output": "a dense layer and a norm come before it",
 }
-_GPT: dict[str, Any] = {"tokens": "wte", "dropout": "embd_pdrop"}
-# Entries that the library once wrote for all models with two stacks.
-_OLD = "normalize_embedding static_position_embeddings extra_pos_embeddings"
+_GPT: dict[str, Any] = {"tokens": "wte", "dropout": 0.1}
+# Entries that the library once wrote for all models with two stacks, and sinusoids.
+_OLD = "normalize_embedding static_position_embeddings extra_pos_embeddings embed_positions"
 _SEQ2SEQ: dict[str, Any] = {
     # A stack's own table comes first: if the two are not tied, the shared one is not used.
     "tokens": "{stack}.embed_tokens shared",
     "scale": "scale_embedding",
-    "dropout": "dropout",
+    "dropout": 0.1,
     "meaningless": _OLD,
 }
 _BART = _SEQ2SEQ | {
@@ -70,7 +70,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mpnet": _BERT | {"bias": "encoder.relative_attention_bias", "fixed": "pad_token_id"},
     "distilbert": _BERT
     | {
-        "dropout": "dropout",
         # Its config.json has no epsilon.
         "fixed": "layer_norm_eps",
         "meaningless": "tie_weights_ sinusoidal_pos_embds",
@@ -83,12 +82,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tokens": "embeddings",
         "positions": "position_embeddings",
         "norm": "layer_norm_emb",
-        "dropout": "hidden_dropout_prob",
+        "dropout": 0.1,
         "meaningless": "use_lang_emb sinusoidal_embeddings share_inout_emb",
     },
     "xlnet": {
         "tokens": "word_embedding",
-        "dropout": "dropout",
+        "dropout": 0.1,
         # Its attention adds sinusoids of distances. The embedding of what a query is to predict.
         "meaningless": "mask_emb untie_r",
     },
@@ -99,7 +98,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {
         "tokens": "decoder.embed_tokens",
         "positions": "decoder.embed_positions",
-        "pad_token_id": 1,
     },
     "biogpt": {
         "tokens": "embed_tokens",
@@ -110,9 +108,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {
         # Its config.json has this entry, which the decoder does not read.
         "scale": False,
-        "dropout": "embd_pdrop",
         "meaningless": "scale_embedding",
-        "aliases": {"embd_pdrop": "dropout"},
     },
     "trocr": _DECODER
     | {
@@ -123,7 +119,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "meaningless": "layernorm_embedding use_learned_position_embeddings",
     },
     "speech_to_text": _DECODER | {"positions": ""},
-    "xglm": _SEQ2SEQ | {"tokens": "embed_tokens", "pad_token_id": None, "fixed": "pad_token_id"},
+    "xglm": _SEQ2SEQ | {"tokens": "embed_tokens", "fixed": "pad_token_id"},
     "marian pegasus pegasus_x m2m_100 nllb-moe fsmt": _SEQ2SEQ,
     "bart mbart mvp plbart led blenderbot bigbird_pegasus": _BART,
     # Its decoder adds positions after the norm.
@@ -137,7 +133,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tokens": "{stack}.embed_tokens shared",
         "bias": "{stack}.block.0.layer.0.SelfAttention.relative_attention_bias "
         "{stack}.block.0.layer.0.LocalSelfAttention.relative_attention_bias",
-        "dropout": "dropout_rate",
+        "dropout": 0.1,
         # A tied output layer of T5 divides by the root of d_model; mT5's does not.
         "scale_decoder_outputs": True,
     },
@@ -168,9 +164,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama4_text olmo3 mellum mimo_v2_flash granite granitemoe granitemoeshared granitemoehybrid "
     "granitemoe_swa granite_swa granite_docling_text minicpm minicpm3 phi glm4_moe nemotron "
     "persimmon stablelm bamba qwen3_next phi3 phi4_multimodal qwen3_5_text qwen3_5_moe_text "
-    "gpt_neox gpt_neox_japanese falcon": _LLAMA,
-    "hyperclovax falcon_h1": _LLAMA
-    | {"aliases": {"logit_scale": "lm_head_multiplier logits_scaling"}},
+    "gpt_neox gpt_neox_japanese falcon hyperclovax falcon_h1": _LLAMA,
     "modernbert modernbert-decoder": _LLAMA
     | {
         "tokens": "embeddings.tok_embeddings",
@@ -200,6 +194,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 # --- What types have of their own, for each field or entry.
 
 _FAIRSEQ = Sinusoidal(layout="sin_cos", shift=1, odd="zero")
+# Positions count from the id of padding.
+_PADDED = (
+    "roberta xlm-roberta camembert data2vec-text luke xmod roberta-prelayernorm clap_text_model "
+    "lilt altclip_text_model bridgetower_text_model layoutlmv3 longformer xlm-roberta-xl mpnet "
+    "speech_to_text m2m_100 nllb-moe fsmt"
+)
 # The default rotation has a scaling.
 _SCALED = (
     "gpt_oss ministral3 apertus apertus1p5_text higgs_audio_v2 cwm openai_privacy_filter mistral4 "
@@ -245,10 +245,11 @@ OWN: dict[str, dict[Any, str]] = {
         # Large ones have no inputs of layers.
         "per_layer_inputs/embeddings per_layer_inputs/w per_layer_inputs/scale": _GEMMA4,
     },
+    "pad_token_id": {
+        1: f"{_PADDED} opt",
+    },
     "start": {
-        "pad_token_id": "roberta xlm-roberta camembert data2vec-text luke xmod "
-        "roberta-prelayernorm clap_text_model lilt altclip_text_model bridgetower_text_model "
-        "layoutlmv3 longformer xlm-roberta-xl mpnet speech_to_text m2m_100 nllb-moe fsmt",
+        "pad_token_id": _PADDED,
         # The table of OPT has two rows more than config.json has positions.
         2: "opt biogpt trocr xglm bart mbart mvp plbart",
     },
@@ -266,10 +267,13 @@ OWN: dict[str, dict[Any, str]] = {
         "scale_emb": "minicpm minicpm3",
     },
     "dropout": {
-        "embedding_dropout": "starcoder2 modernbert modernbert-decoder",
-        "embd_pdrop": "phi glm4_moe nemotron persimmon stablelm bamba qwen3_next phi3 "
+        0.0: "flava_text_model blip_text_model nomic_bert albert rembert gpt_neo gptj codegen "
+        "whisper starcoder2 modernbert modernbert-decoder gpt_neox gpt_neox_japanese phi phi3 "
         "phi4_multimodal",
-        "hidden_dropout": "gpt_neox gpt_neox_japanese",
+    },
+    "aliases": {
+        "dropout: resid_pdrop": "nomic_bert",
+        "logit_scale: lm_head_multiplier logits_scaling": _HYPERCLOVAX,
     },
     "rotary": {
         "interleaved": "roformer gptj codegen helium ernie4_5 ernie4_5_moe deepseek_v2 "
@@ -496,19 +500,6 @@ OWN: dict[str, dict[Any, str]] = {
         1e-7: "deberta deberta-v2",
         1e-5: "altclip_text_model bridgetower_text_model layoutlmv3 jina_embeddings_v3 modernbert "
         "modernbert-decoder bloom",
-    },
-    "hidden_dropout_prob": {
-        0.0: "flava_text_model blip_text_model nomic_bert albert rembert",
-    },
-    "hidden_dropout": {
-        0.0: "gpt_neox gpt_neox_japanese",
-    },
-    "embd_pdrop": {
-        0.0: "gpt_neo gptj codegen whisper phi glm4_moe nemotron persimmon bamba stablelm "
-        "qwen3_next phi3 phi4_multimodal",
-    },
-    "embedding_dropout": {
-        0.0: "starcoder2 modernbert modernbert-decoder",
     },
 }
 

@@ -102,7 +102,9 @@ def read(kind: Architecture, where: str, given: Options) -> tuple[dict[str, Any]
         found = call_with_named_errors(where, rope.flat, kind, found)
     unread |= {entry: found.pop(entry) for entry in found.keys() - names.keys()}
     for entry, value in found.items():
-        found[entry] = call_with_named_errors(where, ENTRIES[entry].check, entry, value)
+        check, default = ENTRIES[entry]
+        if value is not None or default is not None:
+            found[entry] = call_with_named_errors(where, check, entry, value)
     return found, unread
 
 
@@ -147,7 +149,7 @@ def _values(kind: Architecture, file: Published, said: Options) -> dict[str, Any
         default = kind.default(entry)
         value[entry] = said.get(entry, default)
         # If config.json does not name this type, its defaults may be another model's.
-        is_known = file.model_type == kind.type or entry in HARMLESS or default is None
+        is_known = file.model_type == kind.type or entry in HARMLESS.split() or default is None
         if value[entry] is REQUIRED or not (is_known or entry in said):
             missing.append(aliases[0])
     if missing:
@@ -180,7 +182,7 @@ def _parts(
         "d_model": d_model,
         "scheme": _scheme(kind, value, shapes),
         "scale": as_scale(value.get(kind.scale, kind.scale)),
-        "dropout_rate": value.get(kind.dropout, 0.0),
+        "dropout_rate": value["dropout"] or 0.0,
         "num_token_types": types or None,
         "layer_norm_eps": value["layer_norm_eps"] if NORM_SCALE in shapes else None,
         "embedding_width": width if WIDEN in shapes else None,

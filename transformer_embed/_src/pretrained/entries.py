@@ -15,7 +15,7 @@ count: Check = functools.partial(arguments.integer, at_least=1)
 class Entry(NamedTuple):
     """The check of an entry's value, and the library's default.
 
-    None: tensors say it, or it means nothing.
+    None: tensors say it, or it means nothing; config.json may then say null.
     """
 
     check: Check
@@ -27,10 +27,6 @@ def as_scale(value: Any) -> Any:
     if isinstance(value, bool):
         return None if value else 1.0
     return value
-
-
-def _or_null(check: Check) -> Check:
-    return lambda name, value: None if value is None else check(name, value)
 
 
 def _names(name: str, value: Any) -> tuple[Any, ...]:
@@ -56,13 +52,12 @@ def _unchecked(_: str, value: Any) -> Any:
     return value
 
 
-_RATES = "embd_pdrop embedding_dropout dropout hidden_dropout hidden_dropout_prob dropout_rate"
 # The entries that are known, under the library's names. Types have defaults of their own.
 ENTRIES = {
     name: Entry(check, default)
     for check, default, names in (
         (
-            _or_null(count),
+            count,
             None,
             "vocab_size decoder_vocab_size hidden_size embedding_size max_position_embeddings "
             "original_max_position_embeddings num_attention_heads head_dim global_head_dim "
@@ -70,10 +65,13 @@ ENTRIES = {
             "max_window_layers no_rope_layer_interval attention_chunk_size local_attention "
             "sliding_window_size",
         ),
-        (_or_null(arguments.integer), None, "type_vocab_size sliding_window first_k_dense_replace"),
-        (_or_null(arguments.integer), 1, "pad_token_id"),
+        (
+            arguments.integer,
+            None,
+            "type_vocab_size sliding_window first_k_dense_replace pad_token_id",
+        ),
         (arguments.integer, 128, "relative_attention_max_distance"),
-        (arguments.rate, 0.1, _RATES),
+        (arguments.rate, 0.1, "dropout"),
         (arguments.positive, 1e-12, "layer_norm_eps"),
         (arguments.positive, 1e-6, "rms_norm_eps"),
         (arguments.positive, 1.0, "embedding_multiplier partial_rotary_factor"),
@@ -82,7 +80,7 @@ ENTRIES = {
         (arguments.positive, 12.0, "scale_emb"),
         (arguments.positive, 10_000.0, "rope_theta"),
         (
-            _or_null(arguments.positive),
+            arguments.positive,
             None,
             "sliding_rotary_factor rope_local_base_freq final_logit_softcapping",
         ),
@@ -97,11 +95,11 @@ ENTRIES = {
             "rope_interleave tie_word_embeddings share_encoder_decoder_embeddings "
             "scale_decoder_outputs",
         ),
-        (_or_null(arguments.flag), None, "use_sliding_window is_decoder"),
-        (_or_null(_names), None, "layer_types mlp_layer_types"),
-        (_or_null(_integers), None, "no_rope_layers attn_layer_indices cross_attention_layers"),
-        (_or_null(_by_layer), None, "per_layer_config"),
-        (_or_null(_bases), None, "layer_rope_theta"),
+        (arguments.flag, None, "use_sliding_window is_decoder"),
+        (_names, None, "layer_types mlp_layer_types"),
+        (_integers, None, "no_rope_layers attn_layer_indices cross_attention_layers"),
+        (_by_layer, None, "per_layer_config"),
+        (_bases, None, "layer_rope_theta"),
         # Checked where they are used.
         (
             _unchecked,
@@ -115,9 +113,9 @@ ENTRIES = {
 # Those that do not change the embeddings: a missing one has its default even if config.json does
 # not name the model type.
 HARMLESS = (
-    f"{_RATES} tie_word_embeddings share_encoder_decoder_embeddings scale_decoder_outputs "
+    "dropout tie_word_embeddings share_encoder_decoder_embeddings scale_decoder_outputs "
     "logit_scale logits_scaling"
-).split()
+)
 
 # Words in the names of entries that concern the layer, if no part of the name is elsewhere: in
 # attention, feed-forward layers and routers, in towers for images, in the drawing of weights, or in

@@ -159,9 +159,8 @@ def _rotates(kind: Architecture, value: Options, number: int, layer_type: str) -
     # EXAONE 4 rotates in all layers if it has no window, Cohere 2's MoE in dense ones too.
     if kind.rotates == WINDOWLESS:
         return value["sliding_window"] is None
-    if value["mlp_layer_types"]:
-        return value["mlp_layer_types"] == "dense"
-    return number < (value["first_k_dense_replace"] or 0)
+    said = value["mlp_layer_types"]
+    return said == "dense" if said else number < (value["first_k_dense_replace"] or 0)
 
 
 def _mask(kind: Architecture, value: Options, layer_type: str, stack: str) -> dict[str, Any]:

@@ -8,10 +8,7 @@ from typing import Any, NamedTuple
 
 from transformer_embed._src import arguments
 from transformer_embed._src.pretrained.architecture import (
-    OUTPUT_BIAS,
-    OUTPUT_TABLE,
     STACKS,
-    TOKENS,
     Architecture,
 )
 from transformer_embed._src.pretrained.architectures import by_model_type
@@ -90,48 +87,29 @@ def recognised(file: Published, model_type: Any) -> tuple[Architecture, str, dic
         raise arguments.value_error("model_type", want, got)
     if not kind.has_stacks:
         arguments.check_left_out("stack", file.stack, f"{kind.type} has one stack")
-    may_lack, found = (*kind.may_lack.split(), OUTPUT_TABLE, OUTPUT_BIAS), {}
     # Several names of a table may have one prefix.
-    prefixes = dict.fromkeys(
+    prefixes = {
         name.removesuffix(end)
-        for end in kind.tensors(file.side)[TOKENS]
+        for end in (f"{module}.weight" for module in kind.tokens.format(stack=file.side).split())
         for name in files
         if f".{name}".endswith(f".{end}")
-    )
-    for prefix in prefixes:
-        present = {
-            parameter: [name for name in names if name in files]
-            for parameter, names in kind.tensors(file.side, prefix).items()
-        }
-        names = {parameter: names[0] for parameter, names in present.items() if names}
-        if all(parameter.endswith(may_lack) for parameter in present.keys() - names.keys()):
-            found[prefix] = names
+    }
+    each = {prefix: kind.tensors(files, file.side, prefix) for prefix in sorted(prefixes)}
+    found = {prefix: names for prefix, names in each.items() if names}
     if len(found) != 1:
         side = f" (its {file.side}; `stack` says which)" if kind.has_stacks else ""
         want = f"the tensors of one model {kind.type}{side}, or {BY_HAND}"
         under = f"those under {[*found]}"
         raise arguments.value_error(tensors.path, want, under if found else tensors.listed())
     ((prefix, names),) = found.items()
-    if reason := _reason(kind, prefix, names, file):
-        want = f"an input layer like that of {kind.type}, or {BY_HAND}"
-        raise arguments.value_error(tensors.path, want, reason)
-    return kind, prefix, names
-
-
-def _reason(kind: Architecture, prefix: str, names: Mapping[str, str], file: Published) -> str:
-    """Why the input layer is not like that of the type, as its tensors show; "": it is."""
-    files = file.tensors.files
-    own = kind.tokens.format(stack=file.side).partition(".")[0]
-    # Sinusoids may be stored; a stack has the other one beside it.
     left_out = {*kind.meaningless.split()}
-    if kind.sinusoids is not None:
-        left_out.add("embed_positions")
-    if own in STACKS:
+    # A stack has the other one beside it.
+    if (own := kind.tokens.format(stack=file.side).partition(".")[0]) in STACKS:
         left_out |= {*STACKS} - {own}
-    read = {*names.values()}
-    for name in sorted(files):
+    for name in sorted({*files} - {*names.values()}):
         below = name.removeprefix(prefix)
-        is_own = name.startswith(prefix) and name not in read and not left_out & {*below.split(".")}
+        is_own = name.startswith(prefix) and not left_out & {*below.split(".")}
         if is_own and BESIDE.match(below):
-            return f"also {name}, which is not read"
-    return ""
+            want = f"an input layer like that of {kind.type}, or {BY_HAND}"
+            raise arguments.value_error(tensors.path, want, f"also {name}, which is not read")
+    return kind, prefix, names
