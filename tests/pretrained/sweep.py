@@ -805,7 +805,7 @@ def reasons_of(config):
         "norm": config.layer_norm_eps,
         "sinusoids": isinstance(config.scheme, te.Sinusoidal),
         "linear layer": config.embedding_width,
-        "factor": config.scale,
+        "factor": config.scale != 1,
     }
     return [name for name, is_there in parts.items() if is_there]
 

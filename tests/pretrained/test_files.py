@@ -429,7 +429,7 @@ def test_only_regular_files_are_replaced_and_missing_folders_named(tmp_path):
     for name, error, message in [
         ("pipe", ValueError, "path: wanted a regular file, got a folder, a pipe or a device, "),
         ("..", ValueError, "path: wanted a regular file, got a folder, a pipe or a device, "),
-        ("missing/x", FileNotFoundError, "/missing/"),
+        ("missing/x", FileNotFoundError, "/missing"),
         ("file/x", NotADirectoryError, "/file/"),
     ]:
         with pytest.raises(error) as raised:
