@@ -253,7 +253,7 @@ def open_whole(path: pathlib.Path) -> Iterator[IO[bytes]]:
 
     A replaced file keeps its mode.
     """
-    if not path.parent.is_dir():
+    if not path.parent.exists():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path.parent))
     exists = path.exists()
     # A new file has the mode of any new file: what the umask leaves of this.
