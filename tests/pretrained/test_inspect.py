@@ -75,7 +75,7 @@ def test_inspect_names_layers_that_are_not_rotated(tmp_path):
     [
         "",
         ", scheme=te.Learned(max_len=8, start=2), scale=2.0, param_dtype='bfloat16'",
-        ", scheme=te.SinusoidalGrid(shape=(2, 3)), output=te.OutputConfig(scale=2.0)",
+        ", scheme=te.SinusoidalGrid(shape=(2, 3), axes=(0, 1)), output=te.OutputConfig(scale=2.0)",
         ", scheme=None, pad_id=0, output=None",
     ],
 )
