@@ -23,7 +23,7 @@ def text_file(tmp_path_factory):
 def model_file(tmp_path_factory):
     """A model as `train --out` writes it, untrained."""
     path = tmp_path_factory.mktemp("model") / "params.safetensors"
-    config = te.EmbedderConfig(256, 128, dropout_rate=0.0)
+    config = te.EmbedderConfig(256, 128)
     params = drawn(te.Embedder(config).init) | {"query": {"w": np.ones((3, 2), np.float32)}}
     te.pretrained.save_embedder(path, config, params)
     return path

@@ -237,7 +237,7 @@ def test_params_hold_the_model_and_the_config_and_embed_reads_them(prints, train
         "query/w",
         "layer_norm/scale",
     } <= found.names.keys()
-    assert found.config == te.EmbedderConfig(256, 128, dropout_rate=0.0)
+    assert found.config == te.EmbedderConfig(256, 128)
     assert [each.name for each in path.parent.iterdir()] == [path.name]
     (tmp_path / "text").write_text("abc\n")
     out = tmp_path / "x.npz"

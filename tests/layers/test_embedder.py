@@ -22,7 +22,7 @@ from sample import IDS, KEY, POSITIONS, ROOT, TOKENS, TYPES
 import transformer_embed as te
 from transformer_embed._src.layers import embedder as source
 
-CONFIG = te.EmbedderConfig(vocab_size=11, d_model=8, pad_id=0)
+CONFIG = te.EmbedderConfig(vocab_size=11, d_model=8, pad_id=0, dropout_rate=0.1)
 BERT = te.EmbedderConfig(
     vocab_size=11,
     d_model=8,

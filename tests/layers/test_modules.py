@@ -37,12 +37,15 @@ def sinusoidal(d_model=8, *, dropout_rate=0.1, **fields):
     return te.PositionalEncoding(te.Sinusoidal(**fields), d_model, dropout_rate=dropout_rate)
 
 
+SIZES = {"vocab_size": 11, "d_model": 8, "dropout_rate": 0.1}
+
+
 def learned(max_len=16, d_model=8, **options):
-    return te.PositionalEncoding(te.Learned(max_len), d_model, **options)
+    return te.PositionalEncoding(te.Learned(max_len), d_model, **{"dropout_rate": 0.1} | options)
 
 
 def whole(**fields):
-    return te.TransformerEmbedding(te.EmbedderConfig(**{"vocab_size": 11, "d_model": 8} | fields))
+    return te.TransformerEmbedding(te.EmbedderConfig(**SIZES | fields))
 
 
 def tokens(**options):
@@ -443,7 +446,7 @@ apart = functools.partial(te.Learned, 16)
 
 
 def added(x=X, scheme=None, **options):
-    return te.PositionalEncoding(scheme or te.Sinusoidal(), 8)(x, **AT | options)
+    return te.PositionalEncoding(scheme or te.Sinusoidal(), 8, dropout_rate=0.1)(x, **AT | options)
 
 
 def embedded(ids=IDS, fields=(), **options):

@@ -36,7 +36,7 @@ _norm = functools.partial(hk.LayerNorm, -1, create_scale=True, create_offset=Tru
 
 def config(positions: str) -> te.EmbedderConfig:
     """The input layer with these positions."""
-    return te.EmbedderConfig(VOCAB_SIZE, D_MODEL, scheme=SCHEMES.get(positions), dropout_rate=0.0)
+    return te.EmbedderConfig(VOCAB_SIZE, D_MODEL, scheme=SCHEMES.get(positions))
 
 
 def next_byte_logits(positions: str, ids: UInt8[Array, "b t"]) -> Float[Array, "b t v"]:

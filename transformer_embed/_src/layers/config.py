@@ -94,7 +94,7 @@ class EmbedderConfig:
         d_model: width of the result, at least 1.
         scheme: `Sinusoidal(...)`, `SinusoidalGrid(...)`, `Learned(max_len=...)`, or another
             `PositionScheme`. None: no positions are added.
-        dropout_rate: in [0, 1).
+        dropout_rate: in [0, 1); 0.1 in Vaswani et al. (2017).
         pad_id: the id of padding, whose row of the token table reads as zeros; see
             `TokenEmbedding`. Padding is never predicted, and positions are counted from the first
             token, wherever padding is. It has a position too (see the scheme's `at_padding`), which
@@ -145,7 +145,7 @@ class EmbedderConfig:
     vocab_size: int
     d_model: int
     scheme: PositionScheme | None = Sinusoidal()
-    dropout_rate: float = 0.1
+    dropout_rate: float = 0.0
     pad_id: int | None = None
     scale: float | None = None
     num_token_types: int | None = None

@@ -59,7 +59,7 @@ class PositionalEncoding(hk.Module):
         scheme: PositionScheme,
         d_model: int,
         *,
-        dropout_rate: float = 0.1,
+        dropout_rate: float = 0.0,
         out_of_range: str = "nan",
         w_init: Initializer | None = None,
         param_dtype: DTypeLike = jnp.float32,
