@@ -50,10 +50,13 @@ from transformer_embed._src.tokens.batch import check_batch
 from transformer_embed._src.tokens.cross_entropy import LossMetrics, linear_cross_entropy
 from transformer_embed._src.tokens.divergence import linear_divergence
 from transformer_embed._src.tokens.dropout import dropout
-from transformer_embed._src.tokens.log_probs import linear_kept_log_probs, linear_log_probs
+from transformer_embed._src.tokens.log_probs import (
+    linear_kept_log_probs,
+    linear_log_probs,
+    linear_top_k,
+)
 from transformer_embed._src.tokens.lookup import Table, lookup
 from transformer_embed._src.tokens.output_layer import OutputLayer, linear_logits
-from transformer_embed._src.tokens.top_k import linear_top_k
 
 __version__ = "0.1.0"
 

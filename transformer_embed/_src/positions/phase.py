@@ -57,9 +57,7 @@ def as_positions(name: str, value: ArrayLike) -> Array | np.ndarray:
         return value
     array = arguments.as_array(name, value)
     if jnp.issubdtype(array.dtype, jnp.integer):
-        is_host_uint32 = isinstance(array, np.ndarray) and array.dtype == np.uint32
-        is_large = is_host_uint32 and array.max(initial=0) >= 2**31
-        return array if is_large else arguments.as_integers(name, array)
+        return array if array.dtype == np.uint32 else arguments.as_integers(name, array)
     if array.dtype not in (np.float32, np.float64):
         want = "an integer dtype, or float32 (16-bit floats skip integers)"
         raise arguments.type_error(name, want, array.dtype)
@@ -111,7 +109,7 @@ def units(frequencies: np.ndarray) -> tuple[int, ...]:
     return tuple(integers)
 
 
-def words(units: Sequence[int]) -> Words:
+def words(units: Sequence[int] | np.ndarray) -> Words:
     """The words of frequencies in units of 2**-64 turns."""
     integers = np.array(units, object)
     return Words(*((integers >> shift & 0xFFFFFFFF).astype(np.uint32) for shift in (64, 32, 0)))

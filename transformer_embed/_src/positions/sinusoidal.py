@@ -276,14 +276,14 @@ def channels(options: Sinusoids, d_model: int) -> tuple[phase.Words, np.ndarray]
     frequencies = phase.geometric_frequencies(
         pairs, options.base, denominator, options.frequency_scale
     )
-    words = phase.words(phase.units(frequencies))
+    units = np.array(phase.units(frequencies), object)
     quarters = np.array([[1], [0]] if options.layout == "cos_sin" else [[0], [1]], np.uint32)
     # [2, pairs]: all sines, then all cosines, or the other way round.
-    by_pair = np.broadcast_arrays(*words, quarters)
+    by_pair = np.broadcast_arrays(units, quarters)
     order = "F" if options.layout == "interleaved" else "C"
     # With odd="zero", the last channel is the sine of 0.
-    *words, quarters = (np.pad(array.ravel(order), (0, 1))[:d_model] for array in by_pair)
-    return phase.Words(*words), quarters
+    units, quarters = (np.pad(array.ravel(order), (0, 1))[:d_model] for array in by_pair)
+    return phase.words(units), quarters
 
 
 def part_width(d_model: int, axes: int, odd: str) -> int:

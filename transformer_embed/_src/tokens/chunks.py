@@ -76,7 +76,8 @@ class Value(NamedTuple):
         mass: [t, 1], what the slopes are to be divided by.
         columns: [t, c], the column of a logit that is subtracted from each value. None: the slopes
             have it.
-        of_settings: the gradients in the settings [t, c], but for the temperature.
+        of_settings: the gradients in the settings [t, c]; that in the temperature follows from the
+            slopes.
     """
 
     values: Array
@@ -110,8 +111,9 @@ class Loss:
 
     def __post_init__(self):
         reduction = functools.partial(arguments.choice, choices=REDUCTIONS)
-        converters = {"shift": as_steps, "chunk_size": arguments.size, "reduction": reduction}
-        arguments.convert_fields(self, **converters)
+        arguments.convert_fields(
+            self, shift=as_steps, chunk_size=arguments.size, reduction=reduction
+        )
 
     def of_chunk(
         self,
@@ -231,7 +233,26 @@ def _values(
 ) -> tuple[tuple[Value, ...], tuple[ChunkLogits, ...]]:
     of_layers = zip(splits, layers, strict=True)
     logits = tuple(chunk_logits(*each, settings.temperature) for each in of_layers)
-    return loss.of_chunk(splits[0], logits, labels, settings), logits
+    values = loss.of_chunk(splits[0], logits, labels, settings)
+    if settings.temperature is not None:
+        shifted = [each.shifted for each in logits]
+        along = (_along(splits[0], value, shifted) / -settings.temperature for value in values)
+        values = tuple(
+            value._replace(of_settings=value.of_settings._replace(temperature=of_temperature))
+            for value, of_temperature in zip(values, along, strict=True)
+        )
+    return values, logits
+
+
+def _along(split: OutputSplit, value: Value, of_logits: Sequence[Array]) -> Float[Array, "t c"]:
+    """The tangents of a chunk's values by those of the logits of its layers."""
+    over_all = functools.partial(jax.lax.psum, axis_name=split.vocabulary)
+    total = jnp.zeros_like(value.values)
+    for slopes, of_layer in zip(value.slopes, of_logits, strict=False):
+        total += over_all((slopes * of_layer).sum(-1, keepdims=True)) / value.mass
+    if value.columns is not None:
+        total -= over_all(of_column(value.columns, of_logits[0]))
+    return total
 
 
 def _slope_dtype(layer: Layer) -> Any:
@@ -278,27 +299,17 @@ def _of_chunk_jvp(
 ) -> tuple[Any, Any]:
     values, logits = _values(loss, splits, *primals)
     _, of_settings, of_layers = tangents
-    over_all = functools.partial(jax.lax.psum, axis_name=splits[0].vocabulary)
-    of_logits = [
-        _logit_tangents(*each, primals[1].temperature, of_settings.temperature)
-        for each in zip(logits, primals[2], of_layers, strict=True)
-    ]
+    of_logits = [_logit_tangents(*each) for each in zip(logits, primals[2], of_layers, strict=True)]
 
     def tangent(value):
-        total = jnp.zeros_like(value.values)
-        for slopes, of_layer in zip(value.slopes, of_logits, strict=False):
-            total += over_all((slopes * of_layer).sum(-1, keepdims=True)) / value.mass
-        if value.columns is not None:
-            total -= over_all(of_column(value.columns, of_logits[0]))
-        return _dot(value.of_settings, of_settings, lambda product: product, total)
+        along = _along(splits[0], value, of_logits)
+        return _dot(value.of_settings, of_settings, lambda product: product, along)
 
     return tuple(value.values for value in values), tuple(map(tangent, values))
 
 
-def _logit_tangents(
-    logits: ChunkLogits, layer: Layer, tangents: Layer, temperature: Any, of_temperature: Any
-) -> Float[Array, "t v"]:
-    """The tangents of the logits, by all that have some."""
+def _logit_tangents(logits: ChunkLogits, layer: Layer, tangents: Layer) -> Float[Array, "t v"]:
+    """The tangents of the logits, by all of the layer that have some."""
     dtype = _slope_dtype(layer)
     multiply = functools.partial(jnp.einsum, "td,vd->tv", preferred_element_type=dtype)
     total = jnp.zeros_like(logits.shifted)
@@ -308,10 +319,7 @@ def _logit_tangents(
         total += multiply(layer.x, tangents.wide.astype(dtype)).astype(total.dtype)
     if not isinstance(tangents.bias, SymbolicZero | None):
         total += tangents.bias[None]
-    total *= logits.slope * logits.slope_factor
-    if not isinstance(of_temperature, SymbolicZero | None):
-        total -= logits.shifted * (of_temperature / temperature)
-    return total
+    return total * (logits.slope * logits.slope_factor)
 
 
 # --- their sum
@@ -339,15 +347,13 @@ def _sum_jvp(
 
 def _dot(gradients: Any, tangents: Any, reduced: Callable, total: Array) -> Array:
     """The total plus the products of gradients and tangents, which are in one tree."""
-    trees = (jax.tree.leaves(tree, is_leaf=_is_none) for tree in (gradients, tangents))
+    trees = (
+        jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None) for tree in (gradients, tangents)
+    )
     for gradient, tangent in zip(*trees, strict=True):
         if gradient is not None and not isinstance(tangent, SymbolicZero | None):
             total += reduced(gradient * tangent.astype(gradient.dtype))
     return total
-
-
-def _is_none(value: Any) -> bool:
-    return value is None
 
 
 def _sums_and_gradients(
@@ -383,31 +389,26 @@ def _add_chunk(
     """The gradients of tables and biases after adding those of a chunk, and what is the chunk's."""
     labels, settings, weights = of_tokens
     (found, *others), logits = _values(loss, splits, labels, settings, layers)
-    of_losses, of_settings = nan_outside(splits[0], of_tokens), found.of_settings
+    of_losses = nan_outside(splits[0], of_tokens)
     sums = [
         jnp.sum(weighted(found.values, of_losses)),
         *(jnp.sum(weighted(value.values, weights)) for value in others),
     ]
-    pairs = list(zip(found.slopes, logits, strict=True))
-    if settings.temperature is not None:
-        along = sum((slopes * each.shifted).sum(-1, keepdims=True) for slopes, each in pairs)
-        along = jax.lax.psum(along, splits[0].vocabulary) / found.mass
-        of_settings = of_settings._replace(temperature=-along / settings.temperature)
-    of_settings = jax.tree.map(lambda slopes: weighted(slopes, of_losses), of_settings)
+    of_settings = jax.tree.map(lambda slopes: weighted(slopes, of_losses), found.of_settings)
     gradients = [
         _of_layer(
             layer,
             slopes * each.slope,
             jnp.where(of_losses == 0, 0, of_losses * (each.slope_factor / found.mass)),
         )
-        for layer, (slopes, each) in zip(layers, pairs, strict=True)
+        for layer, slopes, each in zip(layers, found.slopes, logits, strict=True)
     ]
     of_xs, more = zip(*gradients, strict=True)
     return jax.tree.map(operator.add, of_tables, more), (sums, of_settings, found.values, of_xs)
 
 
 def _of_layer(
-    layer: Layer, slopes: Float[Array, "t v"], factors: Float[Array, "t 1"]
+    layer: Layer, slopes: Float[Array, "t v"], factors: Any
 ) -> tuple[Array, tuple[Array, Array | None]]:
     """The gradients of a chunk's x, and its parts of those of the rows and the bias."""
     multiply = functools.partial(jnp.einsum, preferred_element_type=factors.dtype)

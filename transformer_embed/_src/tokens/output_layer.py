@@ -18,7 +18,7 @@ from transformer_embed._src.tokens.output_split import split_output
 from transformer_embed._src.tokens.row_logits import row_logits
 
 
-@dataclasses.dataclass(frozen=True, eq=False, init=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class OutputLayer:
     """An output layer, whose logits are the product of hidden states with every row of a table.
 
@@ -63,32 +63,24 @@ class OutputLayer:
     """
 
     table: Any
-    bias: Array | None
-    softcap: float | None
-    scale: float
-    pad_id: int | None
+    bias: Any = None
+    _: dataclasses.KW_ONLY
+    softcap: float | None = None
+    scale: float = 1.0
+    pad_id: int | None = None
 
-    def __init__(
-        self,
-        table: ArrayLike | Table,
-        bias: ArrayLike | None = None,
-        *,
-        softcap: float | None = None,
-        scale: float = 1.0,
-        pad_id: int | None = None,
-    ):
-        table = as_table("table", table)
-        if bias is not None:
-            bias = arguments.as_floats("bias", bias)
-            arguments.check_same("bias", "a number for each row", bias.shape, table.shape[:1])
-        arguments.set_fields(
+    def __post_init__(self):
+        arguments.convert_fields(
             self,
-            table=table,
-            bias=bias,
-            softcap=None if softcap is None else arguments.positive("softcap", softcap),
-            scale=arguments.positive("scale", scale),
-            pad_id=None if pad_id is None else arguments.int32("pad_id", pad_id),
+            table=as_table,
+            bias=arguments.as_floats,
+            softcap=arguments.positive,
+            scale=arguments.positive,
+            pad_id=arguments.int32,
         )
+        if self.bias is not None:
+            rows = self.table.shape[:1]
+            arguments.check_same("bias", "a number for each row", self.bias.shape, rows)
 
 
 register_pytree(OutputLayer, "softcap", "scale", "pad_id")
