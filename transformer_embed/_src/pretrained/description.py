@@ -23,7 +23,7 @@ from transformer_embed._src.pretrained.architecture import (
     Architecture,
 )
 from transformer_embed._src.pretrained.entries import ENTRIES, HARMLESS, REQUIRED, as_scale, count
-from transformer_embed._src.pretrained.files import DTYPES
+from transformer_embed._src.pretrained.files import DTYPES, TensorInfo
 from transformer_embed._src.pretrained.layers import layers_of
 from transformer_embed._src.pretrained.messages import call_with_named_errors
 from transformer_embed._src.pretrained.parameters import PretrainedInput
@@ -55,25 +55,20 @@ def describe(
     """All but the parameters, of a model whose tensors are below a prefix."""
     tensors, place = file.tensors, f"{file.path}, for a model {kind.type}"
     value = _values(kind, file, _said(kind, place, file.entries, settings))
-    where = f"settings and {place}"
     table = names.get(OUTPUT_TABLE)
     # As in the library: two tables that differ are not tied, whatever config.json says.
     if table and value["tie_word_embeddings"] and tensors.are_equal(table, names[TOKENS]):
         del names[OUTPUT_TABLE]
-    shapes = {name: (1, 1, *tensors.entry(names[name]).shape)[-2:] for name in names}
-    options, bias = call_with_named_errors(where, _parts, kind, value, shapes, file)
+    infos = {name: tensors.entry(tensor) for name, tensor in names.items()}
     count = number_of_layers(file, kind, prefix)
-    layers = call_with_named_errors(
-        where, layers_of, kind, value, count, options["d_model"], file.side
+    found = call_with_named_errors(
+        f"settings and {place}", _described, kind, value, infos, count, file
     )
-    dtype = DTYPES[tensors.entry(names[TOKENS]).dtype]
-    config = call_with_named_errors(where, EmbedderConfig, **options, param_dtype=dtype)
-    if isinstance(config.output, NoOutput):
+    if isinstance(found.config.output, NoOutput):
         # It is not read.
         names.pop(OUTPUT_TABLE, None)
         names.pop(OUTPUT_BIAS, None)
-    per_layer = {"layer_norm_eps": value["rms_norm_eps"]} if PER_LAYER_TABLE in shapes else None
-    return PretrainedInput(config, {}, layers, bias, names, per_layer)
+    return found._replace(names=names)
 
 
 def number_of_layers(file: Published, kind: Architecture, prefix: str) -> int:
@@ -162,33 +157,38 @@ def _values(kind: Architecture, file: Published, said: Options) -> dict[str, Any
 # --- Parts of the layer.
 
 
-def _parts(
-    kind: Architecture, value: Options, shapes: Shapes, file: Published
-) -> tuple[dict[str, Any], Options | None]:
-    """The arguments of `EmbedderConfig` and of the bias."""
+def _described(
+    kind: Architecture, value: Options, infos: Mapping[str, TensorInfo], count: int, file: Published
+) -> PretrainedInput:
+    """The layer that the values of all entries and the tensors describe."""
+    shapes = {name: (1, 1, *info.shape)[-2:] for name, info in infos.items()}
     rows, width = shapes[TOKENS]
     d_model, _ = shapes.get(WIDEN, (width, rows))
     types, _ = shapes.get(TOKEN_TYPES, (0, width))
-    sizes = {"hidden_size": d_model, "embedding_size": width, "type_vocab_size": types}
     # Marian's decoder may have a vocabulary of its own.
     has_own_size = file.side == STACKS[1] and value["decoder_vocab_size"]
+    sizes = {"hidden_size": d_model, "embedding_size": width, "type_vocab_size": types}
     sizes["decoder_vocab_size" if has_own_size else "vocab_size"] = rows
     for name, size in sizes.items():
         if value[name] not in (None, size):
             want = f"{size}, as the tensors say (if they are right: settings={{{name!r}: {size}}})"
             raise arguments.value_error(name, want, value[name])
-    options = {
-        "vocab_size": rows,
-        "d_model": d_model,
-        "scheme": _scheme(kind, value, shapes),
-        "scale": as_scale(value.get(kind.scale, kind.scale)),
-        "dropout_rate": value["dropout"] or 0.0,
-        "num_token_types": types or None,
-        "layer_norm_eps": value["layer_norm_eps"] if NORM_SCALE in shapes else None,
-        "embedding_width": width if WIDEN in shapes else None,
-        "output": _output(kind, value, shapes, file),
-    }
-    return options, _bias(kind, value, shapes, file.side)
+    config = EmbedderConfig(
+        rows,
+        d_model,
+        scheme=_scheme(kind, value, shapes),
+        scale=as_scale(value.get(kind.scale, kind.scale)),
+        dropout_rate=value["dropout"] or 0.0,
+        num_token_types=types or None,
+        layer_norm_eps=value["layer_norm_eps"] if NORM_SCALE in shapes else None,
+        embedding_width=width if WIDEN in shapes else None,
+        output=_output(kind, value, shapes, file),
+        param_dtype=DTYPES[infos[TOKENS].dtype],
+    )
+    layers = layers_of(kind, value, count, d_model, file.side)
+    per_layer = {"layer_norm_eps": value["rms_norm_eps"]} if PER_LAYER_TABLE in shapes else None
+    bias = _bias(kind, value, shapes, file.side)
+    return PretrainedInput(config, {}, layers, bias, per_layer=per_layer)
 
 
 def _scheme(kind: Architecture, value: Options, shapes: Shapes) -> PositionScheme | None:
@@ -216,10 +216,8 @@ def _output(
     kind: Architecture, value: Options, shapes: Shapes, file: Published
 ) -> OutputConfig | NoOutput:
     """The output layer, or why there is none."""
-    is_tied = value["tie_word_embeddings"] and OUTPUT_TABLE not in shapes
-    if reason := _no_output(kind, value, shapes, file, is_tied=is_tied):
-        return NoOutput(reason)
     _, width = shapes[TOKENS]
+    is_tied = value["tie_word_embeddings"] and OUTPUT_TABLE not in shapes
     # Cohere multiplies logits, Granite divides them.
     scale = (value["logit_scale"] or 1.0) / (value["logits_scaling"] or 1.0)
     # T5 scales them only if they come from its table of tokens.
@@ -228,15 +226,15 @@ def _output(
     if value["dim_model_base"]:
         scale = value["dim_model_base"] / width
     plain = OutputConfig(is_tied, OUTPUT_BIAS in shapes)
-    output = OutputConfig(plain.tied, plain.bias, value["final_logit_softcapping"], scale)
+    output = dataclasses.replace(plain, softcap=value["final_logit_softcapping"], scale=scale)
+    reason = _no_output(kind, value, shapes, file, is_tied=is_tied)
     # A model around a text model may leave out what the text model does to its logits.
-    if file.outer is None or output == plain or file.outer in SCALED_WITHIN.split():
-        return output
     if file.outer in UNSCALED_WITHIN.split():
-        return plain
-    return NoOutput(
-        f"whether a model {file.outer} scales or bounds the logits like its text model is not known"
-    )
+        output = plain
+    elif file.outer is not None and output != plain and file.outer not in SCALED_WITHIN.split():
+        is_not_known = "scales or bounds the logits like its text model is not known"
+        reason = reason or f"whether a model {file.outer} {is_not_known}"
+    return NoOutput(reason) if reason else output
 
 
 def _no_output(
