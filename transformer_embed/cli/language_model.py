@@ -142,14 +142,6 @@ def _bits(positions: str, params: Params, windows: UInt8[Array, "b t"]) -> Float
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean(-1) / math.log(2)
 
 
-def unigram_bits(text: bytes) -> float:
-    """Bits per byte of a unigram model with add-one smoothing, on the bytes that `train` scores."""
-    training, held_out = split(text)
-    counts = np.bincount(training, minlength=VOCAB_SIZE) + 1
-    targets = _windows(held_out, CONTEXT)[::CONTEXT, 1:]
-    return float(-np.log2(counts / counts.sum())[targets].mean())
-
-
 def split(text: bytes) -> tuple[np.ndarray, np.ndarray]:
     """The bytes to train on, and the held-out end of a text of at least SHORTEST_TEXT bytes."""
     held_out = max(LENGTHS[-1] + 1, int(len(text) * HELD_OUT))

@@ -4,7 +4,7 @@ import argparse
 import pathlib
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,9 +27,8 @@ def add_to(commands: Any) -> None:
         description="Trains small causal Transformers (2 layers, 128 wide, 4 heads, a context of "
         "128 bytes) that differ in their positions, from one seed. All train on the first 95% of "
         "the text, on all devices, and are scored on the last 5%, in texts of 128 bytes and of 2 "
-        "and 4 times as many, beside a unigram model (the frequencies of single bytes). The score "
-        "is bits per byte: lower is better. Two of them take about a minute on 2 CPU cores. "
-        "Equal arguments give equal figures on one machine.",
+        "and 4 times as many. The score is bits per byte: lower is better. Two of them take about "
+        "a minute on 2 CPU cores. Equal arguments give equal figures on one machine.",
     )
     parser.add_argument(
         "files",
@@ -103,48 +102,25 @@ def run(args: argparse.Namespace) -> None:
     results = {}
     for name in args.positions:
         results[name] = language_model.train(text, name, steps=args.steps, seed=args.seed)
-        if len(results) > 1:
-            continue
         # Before the others, which take as long.
-        kept = "No model is kept; `--out PARAMS.safetensors` writes the first one to a file."
-        if out:
+        if out and len(results) == 1:
             pretrained.save_embedder(out, language_model.config(name), results[name].params)
-            kept = f"The model with {name} positions is in {args.out}."
-        print(kept, flush=True)
+            print(f"The model with {name} positions is in {args.out}.", flush=True)
     if plot:
         draw_file(plot, lambda ax: _curves(ax, results))
         print(f"The losses are in {args.plot}.")
-    print("\n".join(_table(results, language_model.LENGTHS)))
-    # Shares that sum to 1.
-    size, unigram = language_model.VOCAB_SIZE - 1, language_model.unigram_bits(text)
-    print(_row("(unigram model)", f"{size:,}", [f"{unigram:.2f}"]))
-    if len(results) > 1:
-        first = {name: result.bits[0] for name, result in results.items()}
-        print(f"\n{verdict(first, args.steps)}")
-
-
-def _table(results: Mapping[str, Any], lengths: Sequence[int]) -> Iterator[str]:
-    """The lines of a table of what each model scored on texts of these lengths."""
-    yield "\nbits per byte of texts with"
-    yield _row("positions", "parameters", [f"{length} bytes" for length in lengths])
+    lengths = language_model.LENGTHS
+    print("\nbits per byte of texts with")
+    print(_row("positions", "parameters", [f"{length} bytes" for length in lengths]))
     for name, result in results.items():
         size = sum(leaf.size for leaf in jax.tree.leaves(result.params))
         bits = [f"{each:.2f}" for each in result.bits]
         # Of longer texts than it has positions for.
-        yield _row(name, f"{size:,}", bits + ["-"] * (len(lengths) - len(bits)))
+        print(_row(name, f"{size:,}", bits + ["-"] * (len(lengths) - len(bits))))
 
 
 def _row(name: str, size: str, bits: Sequence[str]) -> str:
     return f"{name:<22}{size:>12}" + "".join(f"{each:>14}" for each in bits)
-
-
-def verdict(bits: Mapping[str, float], steps: int) -> str:
-    """A sentence on the best and the worst positions, rounded like the table."""
-    best, worst = min(bits, key=bits.__getitem__), max(bits, key=bits.__getitem__)
-    saved = round(bits[worst], 2) - round(bits[best], 2)
-    if saved < 0.005:
-        return f"Positions make no difference after {steps:,} steps."
-    return f"Best: {best}, {saved:.2f} bits per byte fewer than {worst}, after {steps:,} steps."
 
 
 def _curves(ax: Any, results: Mapping[str, Any]) -> str:
