@@ -16,7 +16,9 @@ import transformer_embed as te
 from transformer_embed._src.tables.rows.gathered_rows import GatheredRows, as_keys
 from transformer_embed._src.tables.rows.marks import are_marks, new_marks
 
-ROWS = GatheredRows(as_keys(jnp.array([1, 2])), jnp.ones([2, 3]), 5)
+ROWS = GatheredRows(
+    as_keys(jnp.array([1, 2])), jnp.ones([2, 3]), 5, marks=new_marks(3, jnp.float32)
+)
 
 
 OTHER_USES = {

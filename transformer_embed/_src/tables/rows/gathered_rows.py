@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,6 @@ from transformer_embed._src.tables.rows.distinct_ids import (
     read_each,
     sum_over_devices,
 )
-from transformer_embed._src.tables.rows.fingerprint import fits
 from transformer_embed._src.tables.rows.marks import MARKS, are_marks
 from transformer_embed._src.tables.rows.row_gradient import RowGradient, SomeRows
 from transformer_embed._src.tokens.lookup import Table, lookup
@@ -48,9 +47,9 @@ class GatheredRows(SomeRows, Table):
             or above are padding.
         values: [k, d], the rows.
         vocab_size: number of rows of the table.
-        reader: how rows that devices of a mesh hold are read: its `read`, and the `dtype` of the
-            table. None: as those of a plain array.
-        marks: [3, d], floating (see `marks`).
+        reader: how rows that devices of a mesh hold are read, by its `read`. None: as those of a
+            plain array.
+        marks: [3, d], of the table's dtype (see `marks`).
         name: the parameter, for error messages.
     """
 
@@ -70,11 +69,8 @@ class GatheredRows(SomeRows, Table):
     @property
     def dtype(self) -> jnp.dtype:
         """That of the table, or the one that a map over the parameters cast it to."""
-        # Rows of an exchange are held in the wide dtype in which their gradients are summed.
-        held = self.values.dtype
-        if self.reader is None or held != arguments.compute_dtype(self.reader.dtype):
-            return held
-        return self.reader.dtype
+        # Rows of a sharded table may be wider: their gradients are summed in that dtype.
+        return self.marks.dtype
 
     def _gather_rows(self, ids: Int32[Array, "..."]) -> Float[Array, "... d"]:
         """The row of each id, or NaN; an id out of range reads the first or the last row."""
@@ -122,43 +118,29 @@ def read_rows(table: Array, ids: Int32[Array, "k"]) -> Array:
     return table.at[ids].get(mode="clip", indices_are_sorted=True, wrap_negative_indices=False)
 
 
-class ArrayTable(NamedTuple):
-    """A plain array as a table that is trained by its rows; a `Sharded` one has the same verbs."""
+class Taken(NamedTuple):
+    """What is taken of a table for a loss to read, and its gradient.
 
-    array: Array
+    Args:
+        rows: [n, d], what the loss is differentiated by.
+        read: from these to what a loss sees in the table's place.
+        gradient: from their gradient to the table's.
+    """
 
-    def _take_rows(
-        self, ids: Int32[Array, "..."], max_rows: int
-    ) -> tuple[GatheredRows, Callable[[Array], RowGradient]]:
-        """The rows of the distinct ids, for a loss to read in this table's place.
-
-        With them, a function from their gradient to that of this table.
-        """
-        spec = jax.typeof(self.array).sharding.spec
-        if any(spec):
-            want = "a whole array, or a Sharded one (te.sharding.shard_params makes it)"
-            raise arguments.value_error("table", want, f"an array split as {spec}")
-        vocab_size = len(self.array)
-        held = distinct_rows(on_every_device(ids), vocab_size, max_rows)
-        return as_taken(self.array, vocab_size, held, read_rows(self.array, held))
-
-    def _update_rows(
-        self, step: Callable, shared: Any, gradient: RowGradient, states: Sequence[Array]
-    ) -> Sequence[Array]:
-        """Applies a step to the arrays that hold this table and its state, and returns both.
-
-        The step is `step(shared, is_right, ids, values, arrays)`.
-
-        `shared` is a tree of arrays that every device needs whole. Inside the step, ids count from
-        the first row of an array; an id outside of it names no row.
-        """
-        is_right = fits(gradient.ids, gradient.fingerprint)
-        return step(shared, is_right, gradient.ids, gradient.values, [self.array, *states])
+    rows: Array
+    read: Callable[[Array], GatheredRows]
+    gradient: Callable[[Array], RowGradient]
 
 
-def row_table(table: Array | Table) -> Any:
-    """A table whose rows can be taken and updated, or one that says that it is not read so."""
-    return table if isinstance(table, Table) else ArrayTable(table)
+def take_from_array(array: Float[Array, "v d"], ids: Int32[Array, "..."], max_rows: int) -> Taken:
+    """What is taken of a plain array; `Sharded._take_rows` is its like."""
+    spec = jax.typeof(array).sharding.spec
+    if any(spec):
+        want = "a whole array, or a Sharded one (te.sharding.shard_params makes it)"
+        raise arguments.value_error("table", want, f"an array split as {spec}")
+    vocab_size = len(array)
+    held = distinct_rows(on_every_device(ids), vocab_size, max_rows)
+    return as_taken(array, vocab_size, held, read_rows(array, held))
 
 
 def as_taken(
@@ -167,8 +149,11 @@ def as_taken(
     ids: Int32[Array, "k"],
     rows: Float[Array, "k d"],
     reader: Any = None,
-) -> tuple[GatheredRows, Callable[[Array], RowGradient]]:
-    """What `_take_rows` returns for rows that are the same wherever the batch is read."""
+) -> Taken:
+    """What is taken of a table whose rows are the same wherever the batch is read."""
+
+    def read(values: Float[Array, "k d"]) -> GatheredRows:
+        return GatheredRows(as_keys(ids), values, vocab_size, reader)
 
     def gradient(sums: Float[Array, "k d"]) -> RowGradient:
         held = known_after_reading(ids, rows)
@@ -177,4 +162,4 @@ def as_taken(
             held, sums = sum_over_devices(held, sums, vocab_size, axes)
         return RowGradient(held, sums, vocab_size)
 
-    return GatheredRows(as_keys(ids), rows, vocab_size, reader), gradient
+    return Taken(rows, read, gradient)

@@ -16,9 +16,10 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.tables.rows import row_check
-from transformer_embed._src.tables.rows.fingerprint import or_nan
-from transformer_embed._src.tables.rows.gathered_rows import is_leaf, read_rows, row_table
+from transformer_embed._src.tables.rows.fingerprint import fits, or_nan
+from transformer_embed._src.tables.rows.gathered_rows import is_leaf, read_rows
 from transformer_embed._src.tables.rows.row_gradient import as_arrays
+from transformer_embed._src.tokens.lookup import Table
 
 if TYPE_CHECKING:
     import optax
@@ -140,7 +141,12 @@ def _update_tables(step: Callable, tables: row_check.Tables) -> dict[int, Any]:
     for indices in tables.indices.values():
         gradient, table, *states = (tables.leaves[n] for n in indices)
         update_arrays = functools.partial(_update_in_blocks, step, indices)
-        new = row_table(table)._update_rows(update_arrays, shared, gradient, states)
+        if isinstance(table, Table):
+            new = table._update_rows(update_arrays, shared, gradient, states)
+        else:
+            is_right = fits(gradient.ids, gradient.fingerprint)
+            arrays = [table, *states]
+            new = update_arrays(shared, is_right, gradient.ids, gradient.values, arrays)
         new_leaves |= zip(indices[1:], new, strict=True)
     return new_leaves
 

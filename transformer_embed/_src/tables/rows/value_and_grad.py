@@ -4,17 +4,22 @@ import contextlib
 import dataclasses
 import functools
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 
 from transformer_embed._src import arguments
 from transformer_embed._src.tables.rows.distinct_ids import as_max_rows
-from transformer_embed._src.tables.rows.gathered_rows import GatheredRows, is_leaf, row_table
+from transformer_embed._src.tables.rows.gathered_rows import (
+    GatheredRows,
+    Taken,
+    is_leaf,
+    take_from_array,
+)
 from transformer_embed._src.tables.rows.marks import new_marks
 from transformer_embed._src.tables.rows.row_gradient import as_arrays
-from transformer_embed._src.tokens.lookup import as_table
+from transformer_embed._src.tokens.lookup import Table, as_table
 
 Tree = Any
 
@@ -78,22 +83,25 @@ def value_and_grad(
     def value_and_row_grads(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
         params = as_arrays("params", params, is_leaf)
         paths, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
-        names = {_name(path): index for index, (path, _) in enumerate(paths)}
-        trees = [leaf for _, leaf in paths]
-        taken = _take_tables(names, trees, ids, max_rows)
+        leaves = {_name(path): leaf for path, leaf in paths}
+        taken = _take_tables(leaves, ids, max_rows)
 
-        def loss_of(leaves: dict[int, Any]) -> Any:
+        def loss_of(held: dict[str, Any]) -> Any:
             read = {
-                n: dataclasses.replace(rows, values=leaves[n]) for n, (rows, _) in taken.items()
+                name: _seen(name, leaves[name], each.read(held[name]))
+                for name, each in taken.items()
             }
-            with _noting(rows.name for rows in read.values()):
-                return loss(jax.tree.unflatten(treedef, (leaves | read).values()), *args, **kwargs)
+            with _noting(taken):
+                return loss(unflatten(held | read), *args, **kwargs)
 
-        # Of rows, only the values: jax.grad refuses keys.
-        leaves = dict(enumerate(trees)) | {n: rows.values for n, (rows, _) in taken.items()}
-        value, gradients = jax.value_and_grad(loss_of, has_aux=has_aux)(leaves)
-        gradients |= {n: to_gradient(gradients[n]) for n, (_, to_gradient) in taken.items()}
-        return value, jax.tree.unflatten(treedef, gradients.values())
+        def unflatten(found: dict[str, Any]) -> Tree:
+            # jax sorts the names.
+            return treedef.unflatten([found[name] for name in leaves])
+
+        held = leaves | {name: each.rows for name, each in taken.items()}
+        value, gradients = jax.value_and_grad(loss_of, has_aux=has_aux)(held)
+        gradients |= {name: each.gradient(gradients[name]) for name, each in taken.items()}
+        return value, unflatten(gradients)
 
     return value_and_row_grads
 
@@ -108,29 +116,31 @@ def _noting(names: Iterable[str]) -> Iterator[None]:
         raise
 
 
+def _seen(name: str, table: Any, rows: GatheredRows) -> GatheredRows:
+    """Rows as a loss sees them in a table's place."""
+    return dataclasses.replace(rows, marks=new_marks(table.shape[1], table.dtype), name=name)
+
+
 def _take_tables(
-    names: Mapping[str, int], leaves: Sequence[Any], ids: Tree, max_rows: int | Tree | None
-) -> dict[int, tuple[GatheredRows, Callable]]:
-    """What is taken of each table in `ids` (see `Table`), by the table's index as a leaf."""
-    ids = _at_leaves(names, ids)
+    leaves: Mapping[str, Any], ids: Tree, max_rows: int | Tree | None
+) -> dict[str, Taken]:
+    """What is taken of each table in `ids`."""
+    ids = _at_leaves(leaves, ids)
     bounds: dict[str, Any] = dict.fromkeys(ids, max_rows)
     if not isinstance(max_rows, numbers.Integral | None):
-        bounds = _at_leaves(names, max_rows)
+        bounds = _at_leaves(leaves, max_rows)
     for name in bounds.keys() - ids.keys():
         raise arguments.value_error(name, "a table in ids, since max_rows has it", "none")
     taken = {}
     for name, table_ids in ids.items():
-        index = names[name]
-        table = row_table(as_table(name, leaves[index]))
-        rows, to_gradient = table._take_rows(
-            arguments.as_int32("ids", table_ids), as_max_rows(bounds.get(name))
-        )
-        marks = new_marks(rows.shape[1], rows.values.dtype)
-        taken[index] = dataclasses.replace(rows, marks=marks, name=name), to_gradient
+        table = as_table(name, leaves[name])
+        asked = arguments.as_int32("ids", table_ids), as_max_rows(bounds.get(name))
+        is_plain = not isinstance(table, Table)
+        taken[name] = take_from_array(table, *asked) if is_plain else table._take_rows(*asked)
     return taken
 
 
-def _at_leaves(names: Mapping[str, int], tree: Tree) -> dict[str, Any]:
+def _at_leaves(names: Mapping[str, Any], tree: Tree) -> dict[str, Any]:
     """What a tree has at the places of the parameters, by their names; it may be a list there."""
     parts = jax.tree.leaves_with_path(
         tree, is_leaf=lambda path, _: _name(path) in names, is_leaf_takes_path=True

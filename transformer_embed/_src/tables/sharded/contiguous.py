@@ -11,7 +11,6 @@ which is cheaper than an exchange up to some dozens of devices.
 """
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from jaxtyping import Array, Float, Int32
 from transformer_embed._src import arguments
 from transformer_embed._src.partitioning import replicated
 from transformer_embed._src.tables.rows.distinct_ids import distinct_rows
-from transformer_embed._src.tables.rows.gathered_rows import GatheredRows, as_taken
+from transformer_embed._src.tables.rows.gathered_rows import Taken, as_taken
 from transformer_embed._src.tables.sharded.table_split import RowReader, TableSplit
 from transformer_embed._src.tokens.lookup_gradient import read_from_shards
 
@@ -37,7 +36,7 @@ def gather_from_shards(
 
 def take_from_shards(
     split: TableSplit, array: Float[Array, "m d"], ids: Int32[Array, "..."], max_rows: int
-) -> tuple[GatheredRows, Callable]:
+) -> Taken:
     """The distinct rows of the whole batch, on every device."""
     if split.columns:
         want = "rows over mesh axes, and whole columns"
@@ -45,4 +44,4 @@ def take_from_shards(
     vocab_size = split.order.vocab_size
     held = distinct_rows(replicated(ids, split.mesh), vocab_size, max_rows)
     rows = gather_from_shards(split._replace(batch_axes=()), array, held)
-    return as_taken(array, vocab_size, held, rows, RowReader(split, (), array.dtype))
+    return as_taken(array, vocab_size, held, rows, RowReader(split, ()))

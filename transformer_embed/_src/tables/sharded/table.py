@@ -20,7 +20,7 @@ from transformer_embed._src.partitioning import (
     reshard,
 )
 from transformer_embed._src.tables.rows.fingerprint import fits
-from transformer_embed._src.tables.rows.gathered_rows import GatheredRows
+from transformer_embed._src.tables.rows.gathered_rows import Taken
 from transformer_embed._src.tables.rows.row_gradient import RowGradient
 from transformer_embed._src.tables.sharded.contiguous import (
     gather_from_shards,
@@ -127,10 +127,8 @@ class Sharded(Table):
         of_x = array_axes(split.mesh, split.batch_axes, x, x.ndim - 1)
         return self.array, (split.mesh, split.rows, split.columns, tuple(of_x))
 
-    def _take_rows(
-        self, ids: Int32[Array, "..."], max_rows: int
-    ) -> tuple[GatheredRows, Callable[[Array], RowGradient]]:
-        """See `ArrayTable`."""
+    def _take_rows(self, ids: Int32[Array, "..."], max_rows: int) -> Taken:
+        """What a loss reads in this table's place."""
         split = self._split_here
         if split.order.is_striped and split.mesh.manual_axes:
             # Devices along these axes would return gradients of one row apart.
@@ -142,7 +140,12 @@ class Sharded(Table):
     def _update_rows(
         self, step: Callable, shared: Any, gradient: RowGradient, states: Sequence[Any]
     ) -> list["Sharded"]:
-        """See `ArrayTable`; each shard updates its own rows. Nothing is sent."""
+        """This table and its state after a step: each shard updates its own rows. Nothing is sent.
+
+        The step is `step(shared, is_right, ids, values, arrays)`. `shared` is a tree of arrays that
+        every device needs whole. Inside the step, ids count from the first row of an array; an id
+        outside of it names no row.
+        """
         split, is_owned = self._split_here, self.split.order.is_striped
         if is_owned and gradient.split != split:
             want = (

@@ -104,12 +104,10 @@ class RowReader(NamedTuple):
     Args:
         split: that of the table.
         holders: the mesh axes along which devices hold different rows; none if all hold the same.
-        dtype: that of the table.
     """
 
     split: TableSplit
     holders: Axes
-    dtype: Any
 
     @functools.partial(jax.jit, static_argnums=0)
     def read(
