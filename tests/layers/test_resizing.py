@@ -72,6 +72,29 @@ def test_rows_from_the_start_on_are_interpolated(max_len, start):
     check(te.resize_positions, {POSITIONS: {"embeddings": table}}, max_len, start=start)
 
 
+def weights(old, new):
+    """Of old points for new ones: Keys's cubic of a = -0.5, as wide as the wider of their steps."""
+    step = old / new
+    places = (np.arange(new)[:, None] + 0.5) * step - 0.5
+    far = np.abs(places - np.arange(old)) / max(step, 1)
+    near_by, beyond = 1.5 * far**3 - 2.5 * far**2 + 1, -0.5 * far**3 + 2.5 * far**2 - 4 * far + 2
+    cubic = np.where(far < 1, near_by, np.where(far < 2, beyond, 0))
+    return cubic / cubic.sum(1, keepdims=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(7, 5), (2, 3), (3, 4)])
+def test_a_grid_is_resized_like_an_image(shape):
+    """As by torch 2.13: interpolate(mode="bicubic", antialias=True), which gave `weights`."""
+    table = np.random.default_rng(0).normal(size=(1 + 12, 4)).astype(np.float32)
+    params = {POSITIONS: {"embeddings": table}}
+    found = te.resize_positions(params, shape, start=1, shape=(3, 4))[POSITIONS]["embeddings"]
+    along = weights(3, shape[0]), weights(4, shape[1])
+    expected = np.einsum("ia,jb,abc->ijc", *along, table[1:].reshape(3, 4, 4).astype(np.float64))
+    equal(found[0], table[0])
+    near(found[1:], expected.reshape(-1, 4), atol=2e-6)
+
+
 NONE = "params: wanted one token_embedding with embeddings, got none among ['linear']"
 KEYS = "rng: wanted one key of jax.random.key or jax.random.PRNGKey, got int 0"
 
@@ -93,6 +116,9 @@ def test_a_number_of_rows_of_numpy_does_not_wrap(kind):
         (lambda: te.resize_positions(PARAMS, 2, start=2), ValueError, "max_len: wanted an int of at least 3, got 2"),
         (lambda: te.resize_positions(PARAMS, 9, start=4), ValueError, "start: wanted an int of at most 3, got 4"),
         (lambda: te.resize_positions(PARAMS, 2**40), ValueError, "max_len: wanted an int of at most 2147483647, got 1099511627776"),
+        (lambda: te.resize_positions(PARAMS, (3, 3), shape=(2, 3)), ValueError, "shape: wanted a point for each row from start on, 4, got 6"),
+        (lambda: te.resize_positions(PARAMS, (3,), shape=(2, 2)), ValueError, "max_len: wanted as many axes as shape, 2, got 1"),
+        (lambda: te.resize_positions(PARAMS, 9, shape=(2, 2)), TypeError, "max_len: wanted a sequence, got int 9"),
         (lambda: te.resize_positions({"linear": {}}, 9), ValueError,
          "params: wanted one learned_positional_encoding with embeddings, got none among ['linear']"),
     ],

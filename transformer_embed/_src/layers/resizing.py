@@ -1,5 +1,6 @@
 """Resizing the tables of a trained input layer: its vocabulary and its learned positions."""
 
+import math
 from typing import Any
 
 import jax
@@ -79,28 +80,43 @@ def _with_rows(path: str, table: Any, vocab_size: int, rng: Array | None, salt: 
     return table._with_rows(resized) if is_sharded else resized
 
 
-def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:
+def resize_positions(
+    params: Params,
+    max_len: int | tuple[int, ...],
+    *,
+    start: int = 0,
+    shape: tuple[int, ...] | None = None,
+) -> Params:
     """Interpolates an embedder's learned positions to another number of positions.
 
-    The table is resized like the rows of an image: each new row is a weighted mean of nearby old
-    rows (`jax.image.resize`, linear, with antialiasing if there are fewer rows). The rows are taken
-    for points on a line, not for those of a ViT's grid. The matching config is
-    `dataclasses.replace(config, scheme=Learned(max_len=...))`.
+    The table is resized like an image: each new row is a weighted mean of nearby old rows
+    (`jax.image.resize`, with antialiasing if there are fewer). The matching config is
+    `dataclasses.replace(config, scheme=Learned(max_len=...))`, with the new number of rows.
+
+    Rows on a line are interpolated linearly, those of a grid by cubic functions, as in timm: the
+    result is that of PyTorch's `interpolate(..., mode="bicubic", antialias=True)`. The transformers
+    library leaves antialiasing out, with which PyTorch also takes another cubic function: from a
+    grid of 14 by 14 independent normal numbers to 24 by 24, results differ by 0.07 (root mean
+    square); trained positions are smoother.
 
     Args:
         params: a Haiku parameter tree with one table of learned positions, as `Embedder.init`
             makes.
-        max_len: the new number of positions, above `start`.
-        start: the `start` of the scheme. The rows before it (for padding, for example) do not
-            change.
+        max_len: the new number of positions, above `start`; with shape, the new shape of the grid.
+        start: the `start` of the scheme. The rows before it do not change: those for padding, or
+            for a class token before an image's patches (ViT, CLIP: 1).
+        shape: the shape of the grid of the rows from start on, numbered in row-major order, such as
+            (14, 14) for an image of 14 by 14 patches. None: they are on a line.
 
     Returns:
         The tree, in which only that table is replaced.
 
     Raises:
-        TypeError: max_len or start is not a Python int.
-        ValueError: max_len is not above start; start is outside the table; params does not have
-            exactly one table of learned positions.
+        TypeError: max_len or start is not a Python int; with shape, one of the two is not a tuple
+            of ints.
+        ValueError: max_len is not above start; start is outside the table; the table does not have
+            a row for each point of shape, or max_len has other axes; params does not have exactly
+            one table of learned positions.
 
     Example:
         >>> import jax
@@ -110,6 +126,12 @@ def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:
         >>> params["transformer_embedding/~/learned_positional_encoding"]["embeddings"].shape
         (1024, 64)
 
+        >>> vit = te.Embedder(te.EmbedderConfig(1, 64, scheme=te.Learned(max_len=1 + 14 * 14)))
+        >>> params = vit.init(jax.random.key(0))
+        >>> params = te.resize_positions(params, (24, 24), start=1, shape=(14, 14))
+        >>> params["transformer_embedding/~/learned_positional_encoding"]["embeddings"].shape
+        (577, 64)
+
     Source:
         Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021), section 3.2,
         https://arxiv.org/abs/2010.11929
@@ -118,11 +140,20 @@ def resize_positions(params: Params, max_len: int, *, start: int = 0) -> Params:
     path = table_path("params", params, "learned_positional_encoding")
     table = _whole(f"{path}/embeddings", params[path]["embeddings"])
     start = arguments.integer("start", start, at_least=0, at_most=table.shape[0] - 1)
-    rows = arguments.integer("max_len", max_len, at_least=start + 1, at_most=2**31 - 1) - start
+    rows, width = table.shape[0] - start, table.shape[1]
+    if shape is None:
+        last = arguments.integer("max_len", max_len, at_least=start + 1, at_most=2**31 - 1)
+        old, new, method = (rows,), (last - start,), "linear"
+    else:
+        old = arguments.entries("shape", shape, arguments.size)
+        new = arguments.entries("max_len", max_len, arguments.size)
+        arguments.check_same("shape", "a point for each row from start on", math.prod(old), rows)
+        arguments.check_same("max_len", "as many axes as shape", len(new), len(old))
+        method = "bicubic"
     # jax.image.resize rounds its weights to the dtype of what it resizes.
-    wide = arguments.widened(table[start:])
-    stretched = jax.image.resize(wide, (rows, table.shape[1]), "linear").astype(table.dtype)
-    resized = jnp.concatenate([table[:start], stretched])
+    grid = arguments.widened(table[start:]).reshape(*old, width)
+    stretched = jax.image.resize(grid, (*new, width), method).reshape(-1, width)
+    resized = jnp.concatenate([table[:start], stretched.astype(table.dtype)])
     return {**params, path: {**params[path], "embeddings": resized}}
 
 
