@@ -5,11 +5,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.tokens.chunks import Loss, Settings, Value
+from transformer_embed._src.tokens.chunks import Chunk, Loss, Value
 from transformer_embed._src.tokens.lookup import Table
 from transformer_embed._src.tokens.losses import compute
 from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
@@ -120,20 +120,14 @@ class Divergence(Loss):
         """The divergences."""
         return values[0][..., 0] if self.reduction == "none" else values[0]
 
-    def of_chunk(
-        self,
-        split: OutputSplit,
-        logits: tuple[ChunkLogits, ...],
-        labels: Int32[Array, "t c"] | None,
-        settings: Settings,
-    ) -> tuple[Value, ...]:
+    def of_chunk(self, chunk: Chunk) -> tuple[Value, ...]:
         """The divergences.
 
         All are sums of `a * (exp(w) - 1 - w)`, with `w = log(b / a)`, over probabilities a and b:
         the parts `b - a` sum to 0, and make each term at least 0.
         """
-        student, teacher, ratios = _probabilities(split, *logits)
-        kl = functools.partial(_kullback_leibler, split)
+        student, teacher, ratios = _probabilities(chunk.split, *chunk.logits)
+        kl = functools.partial(_kullback_leibler, chunk.split)
         if self.kind == "forward":
             values, of_teacher, of_student = kl(teacher, student, ratios)
         elif self.kind == "reverse":

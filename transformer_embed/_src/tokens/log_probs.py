@@ -11,10 +11,10 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.partitioning import all_gather, index_along
 from transformer_embed._src.tokens.chunks import (
+    Chunk,
     Layers,
     Loss,
     OfTokens,
-    Settings,
     Splits,
     Value,
     again_in_backward,
@@ -24,10 +24,8 @@ from transformer_embed._src.tokens.lookup import Table
 from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 from transformer_embed._src.tokens.losses import compute
 from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
-from transformer_embed._src.tokens.output_split import OutputSplit
 from transformer_embed._src.tokens.row_logits import (
     FLOOR,
-    ChunkLogits,
     biased_and_capped,
     chunk_logits,
     columns_of,
@@ -137,20 +135,14 @@ class LogProbs(Loss):
             log_probs = log_probs[..., 0]
         return (log_probs, entropies[0][..., 0]) if entropies else log_probs
 
-    def of_chunk(
-        self,
-        split: OutputSplit,
-        logits: tuple[ChunkLogits, ...],
-        labels: Int32[Array, "t c"] | None,
-        settings: Settings,
-    ) -> tuple[Value, ...]:
+    def of_chunk(self, chunk: Chunk) -> tuple[Value, ...]:
         """The losses, and the entropies if they are asked for.
 
         With logits z, their maximum m, `total = sum(exp(z - m))` and
         `mean = sum(exp(z - m) * (z - m)) / total`, the entropy is `log(total) - mean`, and its
         gradient in z is `exp(z - m) * (mean - (z - m)) / total`.
         """
-        (found,) = logits
+        split, (found,), labels, _ = chunk
         exponentials, columns = jnp.exp(found.shifted), columns_of(found, labels)
         total, of_label, _ = sums_of_rows(split, found, exponentials, columns, None)
         losses = Value(jnp.log(total) - of_label, (exponentials,), total, columns)
