@@ -41,9 +41,9 @@ from transformer_embed._src.tokens.output_split import Layer, OutputSplit
 from transformer_embed._src.tokens.row_logits import ChunkLogits, chunk_logits, of_column
 
 # Each chunk adds to the table's gradient [v, d], which takes longer than its logits [t, v] if it
-# has few tokens. A GPU needs d of them, whose logits are as large as that gradient; on a CPU
-# nothing gets faster beyond 512.
-SMALLEST_CHUNK, LARGEST_CHUNK, CHUNKS = 256, 512, 12
+# has few tokens. A CPU gets no faster beyond 512 of them; a GPU does up to 2048, and with at most d
+# of them their logits are no larger than that gradient.
+CHUNKS, SMALLEST_CHUNK, USUAL_CHUNK, LARGEST_CHUNK = 12, 256, 512, 2048
 REDUCTIONS = ("mean", "sum", "none")
 Splits = tuple[OutputSplit, ...]
 Layers = tuple[Layer, ...]
@@ -175,7 +175,8 @@ def cut_into_chunks(chunk_size: int | None, values: Any) -> Any:
     """
     *tokens, width = jax.tree.leaves(values)[0].shape
     total = math.prod(tokens)
-    size = chunk_size or max(width, min(max(SMALLEST_CHUNK, -(-total // CHUNKS)), LARGEST_CHUNK))
+    usual = min(max(SMALLEST_CHUNK, -(-total // CHUNKS)), USUAL_CHUNK)
+    size = chunk_size or max(min(width, LARGEST_CHUNK), usual)
     count = -(-total // size)
     size = -(-total // max(count, 1))
 

@@ -94,7 +94,7 @@ def linear_cross_entropy(
             `"sum"` does not; `"none"` returns each label's loss times its weight.
         with_metrics: True returns `LossMetrics` too, for a log.
         chunk_size: the largest number of tokens in a chunk. None: between 256 and 512, or
-            d if that is more.
+            d, up to 2048, if that is more.
 
     Returns:
         A scalar in float32 (float64 if x or the table is); with `reduction="none"`, an array [...].
