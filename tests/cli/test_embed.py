@@ -107,9 +107,12 @@ def test_padding_inside_a_line_is_padding_to_the_model(embedded, tmp_path, pad_i
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("256", "ids: wanted ids in 0..255, got 256"),
-        ("-2", "ids: wanted ids in 0..255, got -2"),
-        ("4294967297", "ids: wanted ids in 0..255, got 4294967297"),
+        ("256", "ids: wanted integers inside the vocabulary, 0..255, got 256 at index [1, 1]"),
+        ("-2", "ids: wanted integers inside the vocabulary, 0..255, got -2 at index [1, 1]"),
+        (
+            "4294967297",
+            "ids: wanted integers inside the vocabulary, 0..255, got 4294967297 at index [1, 1]",
+        ),
         ("1.5", "invalid literal for int() with base 10: b'1.5'"),
     ],
 )

@@ -70,9 +70,7 @@ def run(args: argparse.Namespace) -> None:
     config = dataclasses.replace(config, pad_id=pad_id)
     # In int32, a wrong id could be another one.
     ids = np.array([row + [pad_id] * (length - len(row)) for row in rows], np.int64)
-    wrong = ids[(ids != pad_id) & ((ids < 0) | (ids >= config.vocab_size))]
-    if wrong.size:
-        raise ValueError(f"{args.file}: wanted ids in 0..{config.vocab_size - 1}, got {wrong[0]}")
+    te.check_batch(np.where(ids == pad_id, 0, ids), vocab_size=config.vocab_size)
     ids = ids.astype(np.int32)
     positions = np.arange(length, dtype=np.int32)
     if config.scheme is not None:

@@ -91,12 +91,10 @@ class Tensors(NamedTuple):
 
     def entry(self, name: str) -> TensorInfo:
         """A tensor's file, dtype and shape; a ValueError if it is not there or is not read."""
-        file = self.files.get(name, self.path)
-        entries = self.header(file)[0] if name in self.files else {}
-        if name not in entries:
-            want = f"a tensor {name}"
-            raise arguments.value_error(file, want, self.listed())
-        entry = entries[name]
+        file = self.files.get(name)
+        entry = self.header(file)[0].get(name) if file else None
+        if entry is None:
+            raise arguments.value_error(file or self.path, f"a tensor {name}", self.listed())
         if entry.dtype not in self.dtypes:
             got = f"{entry}: convert it first (a quantized model by its dequantize())"
             raise arguments.value_error(f"{self.path}: {name}", " or ".join(self.dtypes), got)
@@ -182,15 +180,12 @@ def _shards(path: pathlib.Path) -> dict[str, pathlib.Path]:
     if not isinstance(names, dict):
         want = "a weight_map from tensors to files"
         raise arguments.value_error(path, want, repr(names))
-    files = {}
     # Thousands of tensors are in a few files.
-    for name in {*map(str, names.values())}:
-        file = pathlib.PurePath(name)
-        is_name = name.isprintable() and len(name) < LONGEST_NAME
+    files = {name: path.parent / name for name in {*map(str, names.values())}}
+    for name, file in files.items():
         # Links are followed: a cache of the hub has links to files elsewhere.
-        if not is_name or file.is_absolute() or ".." in file.parts:
+        if file.name != name or not name.isprintable() or len(name) > LONGEST_NAME:
             raise arguments.value_error(path, "shards in its folder", repr(name))
-        files[name] = path.parent / file
     return {tensor: files[str(name)] for tensor, name in names.items()}
 
 

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from transformer_embed._src import arguments
 from transformer_embed._src.positions import rotary_scaling
 from transformer_embed._src.pretrained.architecture import FULL, SLIDING, Architecture
@@ -83,12 +81,12 @@ def _pair_axes(kind: Architecture, entries: Options) -> tuple[int, ...] | None:
     name = "rope_scaling: mrope_section"
     sections = arguments.entries(name, entries["mrope_section"], arguments.integer, at_least=0)
     # All of them, since memory is taken for each pair.
-    arguments.integer(f"{name}: its sum", sum(sections), at_most=MOST_CHANNELS)
+    pairs = arguments.integer(f"{name}: its sum", sum(sections), at_most=MOST_CHANNELS)
     if kind.sections == CONSECUTIVE:
-        return tuple(np.repeat(range(len(sections)), sections).tolist())
+        return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
     # Those that are left when the turns of an axis have ended are the first axis's.
-    turn, axis = np.divmod(np.arange(sum(sections)), max(len(sections), 1))
-    return tuple(np.where(turn < np.take(sections, axis), axis, 0).tolist())
+    turns = (divmod(pair, len(sections)) for pair in range(pairs))
+    return tuple(axis if turn < sections[axis] else 0 for turn, axis in turns)
 
 
 def scaling(entries: Options, value: Options) -> rotary_scaling.Scaling | None:
