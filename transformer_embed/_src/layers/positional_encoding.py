@@ -97,7 +97,6 @@ class PositionalEncoding(hk.Module):
         Returns:
             [..., length, d_model] of x's dtype.
         """
-        arguments.flag("is_training", is_training)
         x = arguments.as_floats("x", x)
         if x.ndim < 2 or x.shape[-1] != self.d_model:
             raise arguments.value_error(
@@ -156,7 +155,7 @@ def _fusion_barrier(rows: Float[Array, "t d"]) -> Float[Array, "t d"]:
 
 
 def apply_dropout(x: Float[Array, "..."], rate: float, is_training: bool) -> Float[Array, "..."]:
-    if not is_training or rate == 0:
+    if not arguments.flag("is_training", is_training) or rate == 0:
         return x
     # next_rng_key would raise Haiku's error, which does not say how to evaluate.
     rng = hk.maybe_next_rng_key()

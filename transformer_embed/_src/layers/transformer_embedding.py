@@ -148,7 +148,6 @@ class TransformerEmbedding(hk.Module):
         Returns:
             [..., length, d_model] of `config.dtype`.
         """
-        arguments.flag("is_training", is_training)
         ids = arguments.as_int32("ids", ids)
         if ids.ndim == 0:
             raise arguments.value_error("ids", "shape [..., length]", "shape []")

@@ -116,7 +116,7 @@ class Sinusoidal(PositionScheme, Sinusoids):
 
     Raises:
         TypeError: start, at_padding or pad_id is not a Python int; and as `sinusoidal_encoding`.
-        ValueError: as `sinusoidal_encoding`.
+        ValueError: as `sinusoidal_encoding`; if it takes d_model to know, when a layer is made.
 
     Example:
         >>> import transformer_embed as te
@@ -131,11 +131,6 @@ class Sinusoidal(PositionScheme, Sinusoids):
     start: int = 0
     at_padding: int | None = None
     pad_id: int | None = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        # Two channels have a frequency under any `odd`, and no shift is too large for them.
-        self.check(2)
 
     def check(self, d_model: int) -> None:
         """See `PositionScheme`."""
@@ -169,7 +164,7 @@ class SinusoidalGrid(PositionScheme, Sinusoids):
 
     Raises:
         TypeError: axis_positions are not sequences of Python numbers; and as `sinusoidal_grid`.
-        ValueError: as `sinusoidal_grid`.
+        ValueError: as `sinusoidal_grid`; if it takes d_model to know, when a layer is made.
 
     Example:
         >>> import transformer_embed as te
@@ -191,7 +186,6 @@ class SinusoidalGrid(PositionScheme, Sinusoids):
         shape, order = as_grid(self.shape, self.axes)
         arguments.set_fields(self, shape=shape, axes=order)
         as_coordinates(self.axis_positions, shape)
-        self.check(2 * len(shape))
 
     def check(self, d_model: int) -> None:
         """See `PositionScheme`."""

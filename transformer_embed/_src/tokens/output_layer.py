@@ -141,10 +141,10 @@ def _logits(x: Float[Array, "... d"], output: OutputLayer) -> Float[Array, "... 
 
     def multiply(layer):
         rows = split.exchange(layer.table, 0, 1)
-        of_rows = row_logits(split, layer._replace(table=rows))
-        logits = of_rows.factor * of_rows.unscaled
+        unscaled, factor, _, is_inside = row_logits(split, layer._replace(table=rows))
+        logits = factor * unscaled
         # Half of the lowest number: a bias on top of it does not overflow to -inf.
-        return jnp.where(of_rows.is_inside, logits, jnp.finfo(logits.dtype).min / 2)
+        return jnp.where(is_inside, logits, jnp.finfo(logits.dtype).min / 2)
 
     of_logits = PartitionSpec(*split.tokens, split.vocabulary)
     return split.map(multiply, (split.specs(),), of_logits)(layer)

@@ -16,25 +16,16 @@ from transformer_embed._src.tokens.output_split import Layer, OutputSplit
 FLOOR = -1e4
 
 
-class RowLogits(NamedTuple):
-    """Logits, `factor * unscaled`.
+def row_logits(split: OutputSplit, layer: Layer) -> tuple[Array, float, Array, Array | bool]:
+    """The logits of gathered x for whole rows, without a factor, and what belongs to them.
 
-    Args:
+    Returns:
         unscaled: [..., rows] in float32 or wider; those of rows that are not inside too.
-        factor: the softcap, or else the scale.
+        factor: the softcap, or else the scale: the logits are `factor * unscaled`.
         ids: [..., rows], with axes of size 1: the id of each row.
         is_inside: like ids, False at padding and at rows that pad the vocabulary. True: all are
             inside, which costs no pass over the logits.
     """
-
-    unscaled: Array
-    factor: float
-    ids: Array
-    is_inside: Array | bool
-
-
-def row_logits(split: OutputSplit, layer: Layer) -> RowLogits:
-    """The product of gathered x with whole rows."""
     x, rows, bias, _ = layer
     dtype = arguments.compute_dtype(x.dtype, rows.dtype)
     # Of one narrow dtype, they are multiplied as they are: no wide copy of the table exists.
@@ -53,7 +44,7 @@ def row_logits(split: OutputSplit, layer: Layer) -> RowLogits:
     is_inside = ids < split.vocab_size if is_padded else True
     if split.pad_id is not None:
         is_inside &= ids != split.pad_id
-    return RowLogits(unscaled, factor, ids, is_inside)
+    return unscaled, factor, ids, is_inside
 
 
 def biased_and_capped(
@@ -81,7 +72,7 @@ class ChunkLogits(NamedTuple):
         shifted: factor * (logits - top); with a temperature, finite at bans.
         slope: the derivative of the logits in the products of x and the rows, [t, r] or a number.
         slope_factor: to be multiplied by it: a number, or [t, 1].
-        ids, is_inside: those of `RowLogits`.
+        ids, is_inside: as `row_logits` returns them.
     """
 
     factor: float | Array
@@ -96,22 +87,21 @@ class ChunkLogits(NamedTuple):
 
 def chunk_logits(split: OutputSplit, layer: Layer, temperature: Any) -> ChunkLogits:
     """The logits of a chunk, as differences from their largest."""
-    of_rows = row_logits(split, layer)
-    factor, largest, slope_factor = of_rows.factor, max(of_rows.factor, 1), split.scale
+    unscaled, factor, ids, is_inside = row_logits(split, layer)
+    largest, slope_factor = max(factor, 1), split.scale
     if temperature is not None:
         factor, slope_factor = factor / temperature, slope_factor / temperature
         # So that derivatives in the temperature are finite too.
         largest = 2.0**32 * jax.lax.stop_gradient(jnp.maximum(factor, 1))
     # Finite, also times the factor: a token that is not counted, whose label may be padding, has
     # the weight 0.
-    lowest = float(jnp.finfo(of_rows.unscaled.dtype).min) / (2 * largest)
-    logits = of_rows.unscaled
+    lowest = float(jnp.finfo(unscaled.dtype).min) / (2 * largest)
     if split.pad_id is not None and split.mesh is None:
         padding = jnp.array([[split.pad_id]], jnp.int32)
         low = functools.partial(jnp.full_like, fill_value=lowest)
-        logits = change_column(logits, padding, low, is_last=True)
+        logits = change_column(unscaled, padding, low, is_last=True)
     else:
-        logits = jnp.where(of_rows.is_inside, logits, lowest)
+        logits = jnp.where(is_inside, unscaled, lowest)
     # The loss does not depend on what is subtracted, so it needs no gradient.
     top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
     # Inside a user's shard_map, jax refuses a maximum over no axes.
@@ -125,8 +115,9 @@ def chunk_logits(split: OutputSplit, layer: Layer, temperature: Any) -> ChunkLog
     slope = 1.0
     if split.softcap is not None:
         # The derivative of tanh, 0 at a ban.
-        slope = 1 - jnp.square(jnp.maximum(of_rows.unscaled, -1))
-    return ChunkLogits(factor, logits, top, factor * difference, slope, slope_factor, *of_rows[2:])
+        slope = 1 - jnp.square(jnp.maximum(unscaled, -1))
+    shifted = factor * difference
+    return ChunkLogits(factor, logits, top, shifted, slope, slope_factor, ids, is_inside)
 
 
 def of_column(
