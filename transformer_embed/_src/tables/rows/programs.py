@@ -5,7 +5,6 @@ from equal operands has the same number. So two programs are the same if their r
 numbers. Constants count by their bytes, wherever a program or those that it calls keep them.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ PROGRAMS = ClosedJaxpr | Jaxpr
 
 def words(text: str) -> frozenset[str]:
     """The words of a text."""
-    return frozenset(re.findall(r"\w+", text))
+    return frozenset(text.split())
 
 
 # Equations that only call another program, by the names that jax has given them since 0.6.
@@ -88,47 +87,36 @@ def walk(
 
 def are_same(program: Any, other: Any, sizes: Mapping[Any, int]) -> bool:
     """Whether two programs compute the same, with a number in place of some sizes of the first."""
-    numbering = _Numbering(sizes)
-    return numbering.results(program) == numbering.results(other)
+    numbers: dict[Any, int] = {}
 
+    def number(*key: Any) -> int:
+        return numbers.setdefault(key, len(numbers))
 
-class _Numbering:
-    """The numbers of values; see above.
-
-    Args:
-        sizes: a number in place of some sizes.
-    """
-
-    def __init__(self, sizes: Mapping[Any, int]):
-        self._sizes = sizes
-        self._numbers: dict[Any, int] = {}
-
-    def results(self, program: Any) -> list[int]:
+    def results(program: Any) -> tuple[int, ...]:
         """The numbers of a program's results, for any operands."""
-        operands = [self._number("operand", n) for n, _ in enumerate(opened(program).invars)]
-        return walk(program, operands, self._constant, self._results)
+        operands = [number("operand", n) for n, _ in enumerate(opened(program).invars)]
+        return tuple(walk(program, operands, of_constant, of_results))
 
-    def _results(self, equation: Any, operands: Sequence[int], _: Any) -> list[int]:
+    def of_results(equation: Any, operands: Sequence[int], _: Any) -> list[int]:
         params, treedef = jax.tree.flatten(equation.params)
-        key = (equation.primitive.name, treedef, *map(self._param, params), *operands)
-        return [self._number(key, n) for n, _ in enumerate(equation.outvars)]
+        key = (equation.primitive.name, treedef, *map(of_param, params), *operands)
+        return [number(key, n) for n, _ in enumerate(equation.outvars)]
 
-    def _param(self, param: Any) -> Any:
+    def of_param(param: Any) -> Any:
         if isinstance(param, PROGRAMS):
-            return tuple(self.results(param))
+            return results(param)
         # By bytes: 0.0 equals -0.0, and an array is not hashable.
         if isinstance(param, float | np.ndarray | jax.Array):
-            return self._constant(param)
-        return self._sizes.get(param, param)
+            return of_constant(param)
+        return sizes.get(param, param)
 
-    def _constant(self, value: Any) -> int:
+    def of_constant(value: Any) -> int:
         try:
             array = np.asarray(jax.device_get(value))
         except (TypeError, RuntimeError):
             # A traced value, a key, or an array of other processes. Both programs keep it alive, so
             # no other object gets its id.
-            return self._number("object", id(value))
-        return self._number(array.shape, array.dtype, array.tobytes())
+            return number("object", id(value))
+        return number(array.shape, array.dtype, array.tobytes())
 
-    def _number(self, *key: Any) -> int:
-        return self._numbers.setdefault(key, len(self._numbers))
+    return results(program) == results(other)

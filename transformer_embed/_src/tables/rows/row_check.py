@@ -12,6 +12,7 @@ What all rows share must not decide when a sum of gradients is used; see `switch
 
 import itertools
 import math
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -52,7 +53,7 @@ SIZES = words("shape new_sizes limit_indices sizes slice_sizes")
 LARGE = 2**16
 
 DIFFERS = "a program that depends on the number of rows"
-UNTRACED = "it cannot be traced for another number of rows"
+UNTRACED = "for another number of rows, it"
 ADVICE = (
     "Train the table densely, or keep that transformation off it with optax.multi_transform. "
     "To clip by a global norm, clip the gradients before update"
@@ -69,20 +70,14 @@ class Tables(NamedTuple):
     Attributes:
         leaves: those of (gradients, parameters, state, other arguments).
         indices: those of a table's gradient, of the table and of its state among the leaves.
+        vocab_sizes: the number of rows of each table.
+        block_sizes: how many of them are updated at a time.
     """
 
     leaves: dict[int, Any]
     indices: Mapping[Any, list[int]]
-
-    @property
-    def vocab_sizes(self) -> dict[Any, int]:
-        """The number of rows of each table."""
-        return {prime: self.leaves[n].vocab_size for prime, (n, *_) in self.indices.items()}
-
-    @property
-    def block_sizes(self) -> dict[Any, int]:
-        """How many of them are updated at a time."""
-        return {prime: _block_size(self.leaves[n]) for prime, (n, *_) in self.indices.items()}
+    vocab_sizes: Mapping[Any, int]
+    block_sizes: Mapping[Any, int]
 
     def rows(self, sizes: Mapping[Any, int]) -> dict[int, Shape]:
         """The shape at each index of a table, with a number in place of its prime, if given."""
@@ -91,10 +86,6 @@ class Tables(NamedTuple):
             for prime, indices in self.indices.items()
             for n in indices
         }
-
-    def shapes(self, sizes: Mapping[Any, int]) -> dict[int, Any]:
-        """All leaves, with these shapes for tables."""
-        return self.leaves | self.rows(sizes)
 
 
 def find_tables(init: Callable, treedef: Any, leaves: dict[int, Any]) -> Tables:
@@ -111,22 +102,23 @@ def find_tables(init: Callable, treedef: Any, leaves: dict[int, Any]) -> Tables:
         leaves[n].check(leaves[size + n].shape)
     largest = max([LARGE, *(max(leaf.shape, default=0) for leaf in leaves.values())])
     primes = filter(_is_prime, itertools.count(largest + 1))
-    tables = Tables(leaves, {next(primes): [n, size + n] for n in gradients})
-
-    def first_state(sizes: Mapping[Any, int], problem: str) -> Any:
-        _, params, *_ = jax.tree.unflatten(treedef, tables.shapes(sizes).values())
-        return _traced(init, params, init, problem)[1]
-
-    sizes = tables.vocab_sizes
-    expected = first_state(sizes, "init cannot be traced")
+    indices = {next(primes): [n, size + n] for n in gradients}
+    vocab_sizes, block_sizes = (
+        {prime: rows(leaves[n]) for prime, (n, _) in indices.items()}
+        for rows in (operator.attrgetter("vocab_size"), _block_size)
+    )
+    tables = Tables(leaves, indices, vocab_sizes, block_sizes)
+    first, expected = (
+        _traced(init, treedef.unflatten((leaves | tables.rows(sizes)).values())[1], init, "init")[1]
+        for sizes in ({}, vocab_sizes)
+    )
     _check_state(treedef.unflatten(leaves.values())[2], expected)
-    state = first_state({}, "init cannot be traced")
-    if jax.tree.structure(state, is_leaf=is_leaf) != treedef.children()[2]:
+    if jax.tree.structure(first, is_leaf=is_leaf) != treedef.children()[2]:
         raise _refusal("init depends on the number of rows", init)
-    for index, leaf in enumerate(jax.tree.leaves(state, is_leaf=is_leaf), 2 * size):
+    for index, leaf in enumerate(jax.tree.leaves(first, is_leaf=is_leaf), 2 * size):
         prime, *columns = leaf.shape or (0,)
-        if (sizes.get(prime), *columns) == leaves[index].shape:
-            tables.indices[prime].append(index)
+        if (vocab_sizes.get(prime), *columns) == leaves[index].shape:
+            indices[prime].append(index)
     return tables
 
 
@@ -140,18 +132,20 @@ def _block_size(gradient: RowGradient) -> int:
 
 def _check_state(state: Any, expected: Any) -> None:
     """Raises a ValueError unless a state has the structure and the shapes that init gives."""
-    (wants, structure), (gots, other) = map(_described, (expected, state))
-    pairs = itertools.zip_longest(wants, gots, fillvalue="no array there")
-    different = [pair for pair in pairs if len({*pair}) > 1]
-    if different or structure != other:
-        want, got = (*different, ("its structure", "another"))[0]
-        raise arguments.value_error("state", f"that of optimizer.init(params), with {want}", got)
+    wants, gots = map(_described, (expected, state))
+    # The structure comes last.
+    for name in sorted(wants | gots):
+        want, got = (each.get(name, "no array there") for each in (wants, gots))
+        if want != got:
+            want = f"that of optimizer.init(params), with {name} {want}"
+            raise arguments.value_error("state", want, got)
 
 
-def _described(state: Any) -> tuple[list[str], Any]:
-    """The path and shape of each array of a state, and its structure."""
+def _described(state: Any) -> dict[str, Any]:
+    """The shape of each array of a state by its path, and the structure."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_leaf)
-    return [f"{jax.tree_util.keystr(k)} {list(leaf.shape)}" for k, leaf in leaves], treedef
+    shapes = {jax.tree_util.keystr(path): list(leaf.shape) for path, leaf in leaves}
+    return shapes | {"its structure": treedef}
 
 
 def check(step: Callable[[Any], Sequence[Any]], tables: Tables, update: Callable) -> None:
@@ -165,9 +159,9 @@ def check(step: Callable[[Any], Sequence[Any]], tables: Tables, update: Callable
 
     # The whole table first, for an error that has nothing to do with another number of rows.
     of_all_rows, program, block = (
-        _traced(step, tables.shapes(sizes), update, problem)[0]
-        for sizes, problem in (
-            (tables.vocab_sizes, "update cannot be traced"),
+        _traced(step, tables.leaves | tables.rows(sizes), update, what)[0]
+        for sizes, what in (
+            (tables.vocab_sizes, "update"),
             ({}, UNTRACED),
             (tables.block_sizes, UNTRACED),
         )
@@ -197,24 +191,19 @@ def _check_rows_apart(program: ClosedJaxpr, tables: Tables, update: Callable) ->
             raise _refusal(f"{what} become one row for each of its rows", update)
         if old is not None and (new.shape, new.dtype) != (old.shape, old.dtype):
             raise _refusal(f"a state {described(old)} becomes {described(new)}", update)
-    operands = [
-        index if index in rows else None
-        for index, leaf in tables.shapes({}).items()
-        for _ in jax.tree.leaves(leaf)
-    ]
-    if switch := find_switch(program, operands, [*tables.indices.values()]):
+    if switch := find_switch(program, [*tables.indices.values()]):
         raise _refusal(switch[0], update, switch[1])
 
 
 def _traced(
-    function: Callable, shapes: Any, blamed: Callable, problem: str
+    function: Callable, shapes: Any, blamed: Callable, what: str
 ) -> tuple[ClosedJaxpr, Any]:
     """The program of a function of arrays of these shapes, and the shapes of its results."""
     try:
         return jax.make_jaxpr(function, return_shape=True)(shapes)
     except Exception as error:
         summary = f"{type(error).__name__}: {str(error).split(chr(10), 1)[0][:100]}"
-        raise _refusal(f"{problem} ({summary})", blamed) from error
+        raise _refusal(f"{what} cannot be traced ({summary})", blamed) from error
 
 
 def _problem(equation: Any, primes: set[int]) -> str | None:
@@ -251,11 +240,9 @@ def _problem(equation: Any, primes: set[int]) -> str | None:
 
 def _takes_rows_apart(equation: Any, primes: set[int]) -> bool:
     """Whether a slice or gather takes a part of every row: whole axes of rows, without an index."""
-    x, window = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
-    indexed = ()
-    if equation.primitive.name == "gather":
-        window = equation.params["slice_sizes"]
-        indexed = equation.params["dimension_numbers"].start_index_map
+    x, params = equation.invars[0].aval.shape, equation.params
+    window = params.get("slice_sizes", equation.outvars[0].aval.shape)
+    indexed = getattr(params.get("dimension_numbers"), "start_index_map", ())
     return all(
         size == part and axis not in indexed
         for axis, (size, part) in enumerate(zip(x, window, strict=True))

@@ -56,36 +56,32 @@ class Fact(NamedTuple):
     switched: Mapping[int, Any] = {}
 
 
-def find_switch(
-    program: ClosedJaxpr, rows: Sequence[int | None], indices: Sequence[Sequence[int]]
-) -> Any:
+def find_switch(program: ClosedJaxpr, tables: Sequence[Sequence[int]]) -> Any:
     """The reason why a row may miss its turn in a step, and where it stands; None without one.
 
     Args:
         program: that of the step, from its leaves to those after it.
-        rows: for each operand, its index if it has rows of a table.
-        indices: those of each table's gradient, of the table and of its state.
+        tables: the indices of each table's gradient, of the table and of its state.
     """
+    rows = frozenset().union(*tables)
     operands = [
-        Fact(SWITCH if aval.dtype == jnp.bool_ else SHARED)
-        if index is None
-        else Fact(ROW, frozenset([index]))
-        for index, aval in zip(rows, program.in_avals, strict=True)
+        Fact(ROW, frozenset([n]))
+        if n in rows
+        else Fact(SWITCH if aval.dtype == jnp.bool_ else SHARED)
+        for n, aval in enumerate(program.in_avals)
     ]
     before, facts = [], []
     while before != operands:
         before, facts = operands, walk(program, operands, _constant, _facts)
         # A switch that is kept in the state is one in the next step.
-        kept = (
+        operands = [
             fact._replace(kind=SWITCH) if after.kind == SWITCH else fact
-            for fact, after in zip(operands, facts, strict=False)
-        )
-        operands = [*kept, *operands[len(facts) :]]
-    after = dict(zip(rows, facts, strict=False))
-    for _, table, *states in indices:
-        applied = after[table].switched
+            for fact, after in zip(operands, facts, strict=True)
+        ]
+    for _, table, *states in tables:
+        applied = facts[table].switched
         for state in states:
-            if state in applied and state in after[state].switched:
+            if state in applied and state in facts[state].switched:
                 return applied[state]
     return None
 
