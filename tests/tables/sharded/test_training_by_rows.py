@@ -90,7 +90,7 @@ def test_training_by_rows_is_lazy_adam_in_float64_and_sends_only_ids_and_rows(na
             assert (each.kind == "all-gather") == (each.operands[0][0] == "s32"), each.line
     elif rows == batch:
         # One all-to-all of ids and two of rows; else sums of a number.
-        size = 8 * placed.split.buffers(8, BATCHES[0][0].size)[0]
+        size = 8 * placed.split.buffers(BOTH, BATCHES[0].size, VOCAB)[1]
         exchanged = [each for each in sent if each.kind == "all-to-all"]
         found = [sum(math.prod(size) for _, size in each.operands) for each in exchanged]
         assert sorted(found) == [size, size * WIDTH, size * WIDTH]

@@ -33,7 +33,6 @@ from transformer_embed._src.tables.rows.distinct_ids import (
     count_below,
     distinct_ascending,
     find_each,
-    most_distinct,
     sum_over_devices,
 )
 from transformer_embed._src.tables.rows.gathered_rows import GatheredRows, Taken, as_keys
@@ -106,7 +105,7 @@ def _ask_owners(
     each slot that it receives, which of the rows it is, and whether it is none of them.
     """
     size, owners = split.order.size, devices_along(split.mesh, split.rows)
-    most, room, distinct = sizes(split, axes, ids.size, max_rows)
+    most, room, distinct = split.buffers(axes, ids.size, max_rows)
 
     def ask(shard, ids):
         slots = distinct_ascending(split.slots(ids), size, most)
@@ -131,13 +130,6 @@ def _ask_owners(
     by_dimension, _ = split.axes_of(ids)
     in_specs = PartitionSpec(split.rows), PartitionSpec(*by_dimension)
     return split.map(ask, in_specs, PartitionSpec(axes))(array, ids)
-
-
-def sizes(split: TableSplit, id_axes: Axes, count: int, max_rows: int) -> tuple[int, int, int]:
-    """How many slots each device asks for, has room for, and is asked for, of `count` ids."""
-    devices = devices_along(split.mesh, id_axes)
-    most = most_distinct(count // devices, split.order.vocab_size, max_rows)
-    return most, *split.buffers(devices, most)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

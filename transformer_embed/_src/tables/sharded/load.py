@@ -10,7 +10,6 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.partitioning import devices_along
 from transformer_embed._src.tables.rows.distinct_ids import as_max_rows
-from transformer_embed._src.tables.sharded.exchange import sizes
 from transformer_embed._src.tables.sharded.table import Sharded
 from transformer_embed._src.tables.sharded.table_split import TableSplit
 
@@ -68,7 +67,7 @@ def exchange_load(table: Sharded, ids: ArrayLike, *, max_rows: int | None = None
     """
     split = table.split
     of_devices = _ids_of_devices(split, ids)
-    asked, room, distinct = sizes(split, split.batch_axes, of_devices.size, as_max_rows(max_rows))
+    asked, room, distinct = split.buffers(split.batch_axes, of_devices.size, as_max_rows(max_rows))
     slots = [np.unique(split.slots(part)) for part in of_devices]
     dropped = sum(len(part[asked:]) for part in slots)
     bounds = np.arange(1, devices_along(split.mesh, split.rows)) * split.shard

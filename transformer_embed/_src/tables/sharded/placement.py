@@ -255,7 +255,8 @@ def _draw(init: Callable, rng: Array, mesh: Mesh, targets: Any) -> Any:
     drawing.
     """
     automatic = Mesh(mesh.devices, mesh.axis_names)
-    shardings = jax.tree.map(lambda target: NamedSharding(automatic, target.sharding.spec), targets)
+    placed = jax.tree.map(lambda target: target.sharding, targets)
+    shardings = jax.tree.map(lambda sharding: NamedSharding(automatic, sharding.spec), placed)
 
     def to_array(rows: Array, target: Any) -> Any:
         if not isinstance(target, Sharded):
@@ -271,6 +272,4 @@ def _draw(init: Callable, rng: Array, mesh: Mesh, targets: Any) -> Any:
             lambda key: jax.tree.map(to_array, init(key), targets), out_shardings=shardings
         )
         drawn = draw(jax.random.wrap_key_data(jnp.asarray(numbers), impl=kind))
-    return jax.tree.map(
-        lambda array, target: jax.device_put(array, target.sharding), drawn, targets
-    )
+    return jax.device_put(drawn, placed)

@@ -18,6 +18,7 @@ from transformer_embed._src.partitioning import (
     on_each_device,
     spec_axes,
 )
+from transformer_embed._src.tables.rows.distinct_ids import most_distinct
 from transformer_embed._src.tables.rows.gathered_rows import rows_of_ids
 from transformer_embed._src.tables.sharded.buffers import plan_buffers
 from transformer_embed._src.tables.sharded.row_order import RowOrder
@@ -85,10 +86,14 @@ class TableSplit(NamedTuple):
         """A function of the rows of each device's shard, on all devices."""
         return self.map(function, PartitionSpec(self.rows), PartitionSpec(self.rows))
 
-    def buffers(self, devices: int, asked: int) -> tuple[int, int]:
-        """See `plan_buffers`, for `devices` devices that each ask for at most `asked` slots."""
-        owners = devices_along(self.mesh, self.rows)
-        return plan_buffers(asked, owners, self.shard, devices, self.capacity)
+    def buffers(self, axes: Axes, count: int, max_rows: int) -> tuple[int, int, int]:
+        """How many slots each device along the axes asks for at most, of `count` ids in all.
+
+        Then how many it can send to each owner, and how many distinct ones it can receive.
+        """
+        devices, owners = (devices_along(self.mesh, each) for each in (axes, self.rows))
+        asked = most_distinct(count // devices, self.order.vocab_size, max_rows)
+        return asked, *plan_buffers(asked, owners, self.shard, devices, self.capacity)
 
     def slots(self, ids: Any) -> Any:
         """The slot of each id's row; an id out of range counts as the first or the last one.
