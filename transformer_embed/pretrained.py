@@ -3,9 +3,8 @@
 See `load_embedder` for how far embeddings are from the original model's.
 """
 
+from transformer_embed._src.pretrained.checkpoints import load_embedder, save_embedder
 from transformer_embed._src.pretrained.layers import Layer
-from transformer_embed._src.pretrained.load import load_embedder
-from transformer_embed._src.pretrained.own import save_embedder
 from transformer_embed._src.pretrained.parameters import PretrainedInput
 from transformer_embed._src.pretrained.per_layer import per_layer_inputs
 

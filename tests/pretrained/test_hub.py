@@ -8,7 +8,7 @@ from checkpoints import GOLDEN, load_embedder
 
 import transformer_embed as te
 from transformer_embed._src.positions.rotary_scaling import scaled_frequencies
-from transformer_embed._src.pretrained import files, load
+from transformer_embed._src.pretrained import checkpoints, files
 
 CONFIGS = json.loads((GOLDEN / "hub_configs.json").read_text(encoding="utf-8"))["configs"]
 FACTS = json.loads((GOLDEN / "hub_facts.json").read_text(encoding="utf-8"))["cases"]
@@ -21,7 +21,7 @@ FREQUENCY = 2e-6
 @pytest.fixture
 def described(tmp_path, monkeypatch):
     """Loads a repository's files, whose tensors have no data."""
-    monkeypatch.setattr(load, "read_parameters", lambda *_: {})
+    monkeypatch.setattr(checkpoints, "read_parameters", lambda *_: {})
     monkeypatch.setattr(files.Tensors, "are_equal", lambda _, name, other: name == other)
 
     def described(repository, tensors, **options):
@@ -31,7 +31,7 @@ def described(tmp_path, monkeypatch):
             for name, shape in tensors.items()
         }
         opened = files.Tensors(path, dict.fromkeys(entries, path), {}, lambda _: (entries, {}))
-        monkeypatch.setattr(load, "open_tensors", lambda path: opened)
+        monkeypatch.setattr(checkpoints, "open_tensors", lambda path: opened)
         (tmp_path / "config.json").write_text(json.dumps(CONFIGS[repository]))
         return load_embedder(path, **{"settings": SAID.get(repository)} | options)
 

@@ -38,7 +38,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import transformer_embed as te
-from transformer_embed._src.pretrained.own import CONFIG, EXTRAS
+from transformer_embed._src.pretrained.checkpoints import CONFIG, EXTRAS
 from transformer_embed._src.pretrained.parameters import by_path
 from transformer_embed._src.tables.rows.gathered_rows import GatheredRows
 

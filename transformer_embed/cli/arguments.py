@@ -1,14 +1,17 @@
-"""Arguments that several commands take: a checkpoint with what describes it, a file to write."""
+"""What several commands take: a checkpoint and what describes it, a file or a picture to write."""
 
 import argparse
 import contextlib
 import json
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from transformer_embed import pretrained
 from transformer_embed._src.pretrained.files import open_whole
+
+PIXELS_WIDE = 960
 
 
 class _TriedError(Exception):
@@ -73,3 +76,28 @@ def read_checkpoint(path: str, args: argparse.Namespace) -> pretrained.Pretraine
     return pretrained.load_embedder(
         path, stack=args.stack, settings=settings or None, length=args.length
     )
+
+
+def drawable(name: str, *inputs: str, flag: str = "--out") -> pathlib.Path:
+    """The path of a picture, which can be drawn and written; see `writable`."""
+    try:
+        import matplotlib.figure  # noqa: F401, PLC0415 (slow to load)
+    except ImportError as error:
+        raise ImportError(f"{error}; pip install '.[plots]' installs it") from error
+    return writable(name, (".png", ".svg", ".pdf"), *inputs, flag=flag)
+
+
+def draw_file(path: pathlib.Path, draw: Callable[[Any], str], *, width: float = 6.4) -> str:
+    """Writes what is drawn on an Axes; `draw` returns its title."""
+    from matplotlib import style  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    # Whatever the user's settings.
+    with style.context("default"):
+        # As many pixels at any width.
+        figure = Figure((width, 0.75 * width), PIXELS_WIDE / width, layout="constrained")
+        title = draw(figure.subplots())
+        figure.suptitle(title, wrap=True)
+        with open_whole(path) as file:
+            figure.savefig(file, format=path.suffix[1:].lower())
+    return title

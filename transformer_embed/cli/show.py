@@ -7,7 +7,7 @@ import numpy as np
 
 import transformer_embed as te
 from transformer_embed._src import arguments
-from transformer_embed.cli.picture import draw_file, drawable
+from transformer_embed.cli.arguments import draw_file, drawable
 
 # Pictures of more numbers would fill the memory.
 SIZES, LARGEST = {"length", "d_model", "head_dim"}, 4096

@@ -12,8 +12,7 @@ import numpy as np
 
 from transformer_embed import pretrained
 from transformer_embed._src import arguments
-from transformer_embed.cli.arguments import writable
-from transformer_embed.cli.picture import draw_file, drawable
+from transformer_embed.cli.arguments import draw_file, drawable, writable
 
 LIBRARY_BYTES = 8_000_000
 NAMES = ("sinusoidal", "learned", "rotary", "alibi", "none")

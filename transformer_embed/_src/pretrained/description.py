@@ -161,7 +161,7 @@ def _described(
     kind: Architecture, value: Options, infos: Mapping[str, TensorInfo], count: int, file: Published
 ) -> PretrainedInput:
     """The layer that the values of all entries and the tensors describe."""
-    shapes = {name: (1, 1, *info.shape)[-2:] for name, info in infos.items()}
+    shapes: dict[str, Any] = {name: (1, 1, *info.shape)[-2:] for name, info in infos.items()}
     rows, width = shapes[TOKENS]
     d_model, _ = shapes.get(WIDEN, (width, rows))
     types, _ = shapes.get(TOKEN_TYPES, (0, width))
