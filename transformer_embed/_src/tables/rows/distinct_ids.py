@@ -83,13 +83,12 @@ def sum_rows(
     ids: Int32[Array, "k"],
     rows: Float[Array, "k d"],
     size: int,
-    every: Int32[Array, "..."] | None = None,
+    every: Int32[Array, "..."],
 ) -> tuple[Int32[Array, "m"], Float[Array, "m d"]]:
     """The distinct ids below `size`, ascending and padded, and the sum of the rows of each.
 
-    With `every`, of these ids, which include the others.
+    They are those of `every`, which include the ids that have rows.
     """
-    every = ids if every is None else every
     distinct = distinct_ascending(every, size, min(every.size, size))
     return distinct, sum_by_index(rows, find_each(distinct, ids), len(distinct))
 

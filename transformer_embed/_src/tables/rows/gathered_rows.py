@@ -108,11 +108,6 @@ def rows_of_ids(
     return jnp.where(is_right[..., None], rows, np.array(np.nan, rows.dtype))
 
 
-def is_leaf(leaf: Any) -> bool:
-    """Whether a leaf of a tree stands for a table, or for the gradient of some rows of one."""
-    return isinstance(leaf, Table | RowGradient)
-
-
 def read_rows(table: Array, ids: Int32[Array, "k"]) -> Array:
     """The rows of ascending ids; an id outside the vocabulary reads the first or the last row."""
     return table.at[ids].get(mode="clip", indices_are_sorted=True, wrap_negative_indices=False)

@@ -23,9 +23,8 @@ from jax.extend.core import ClosedJaxpr
 
 from transformer_embed._src import arguments
 from transformer_embed._src.tables.rows.distinct_ids import BLOCK, most_distinct
-from transformer_embed._src.tables.rows.gathered_rows import is_leaf
 from transformer_embed._src.tables.rows.programs import are_same, called, equations, words
-from transformer_embed._src.tables.rows.row_gradient import RowGradient, is_gradient
+from transformer_embed._src.tables.rows.row_gradient import RowGradient, is_gradient, is_leaf
 from transformer_embed._src.tables.rows.switches import find_switch
 
 # Each row of the results is computed from the same row of the operands, if every result has an axis

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.tables.rows.distinct_ids import sum_rows
 from transformer_embed._src.tables.rows.fingerprint import fingerprint, fits, or_nan
+from transformer_embed._src.tokens.lookup import Table
 
 Tree = Any
 # In place of ids that belong to a trace that is over.
@@ -107,7 +108,8 @@ class RowGradient(SomeRows):
         size = self.vocab_size if self.split is None else self.split.shard
 
         def sum_both(ids: list[Array], values: list[Array]) -> tuple[Array, Array]:
-            return sum_rows(jnp.concatenate(ids), jnp.concatenate(values), size)
+            both = jnp.concatenate(ids)
+            return sum_rows(both, jnp.concatenate(values), size, both)
 
         # The sum gets a fingerprint of its own, which would hide that something mixed these rows.
         values = [self.trusted_values(), other.trusted_values()]
@@ -214,8 +216,13 @@ def _check_ascending(gradient: RowGradient) -> None:
         raise arguments.value_error("grads", want, str(ids.tolist())[:60])
 
 
-def as_arrays(name: str, tree: Tree, is_leaf: Callable) -> Any:
-    """A tree of jax arrays, except for its leaves of another kind."""
+def is_leaf(leaf: Any) -> bool:
+    """Whether a leaf of a tree stands for a table, or for the gradient of some rows of one."""
+    return isinstance(leaf, Table | RowGradient)
+
+
+def as_arrays(name: str, tree: Tree) -> Any:
+    """A tree of jax arrays, except for what stands for a table or its gradient."""
     arguments.check_open(name, tree)
 
     def convert(path: Any, leaf: Any) -> Any:
@@ -261,7 +268,7 @@ def add(grads: Tree, more: Tree) -> Tree:
         >>> total.ids[:3].tolist(), total.values[:3].tolist()
         ([1, 3, 8], [[1.0], [3.5], [8.0]])
     """
-    trees = [as_arrays("grads", tree, is_gradient) for tree in (grads, more)]
+    trees = [as_arrays("grads", tree) for tree in (grads, more)]
     one, other = (jax.tree.structure(tree, is_leaf=is_gradient) for tree in trees)
     arguments.check_same("more", "the tree of grads", other, one)
     return jax.tree.map(operator.add, *trees, is_leaf=is_gradient)

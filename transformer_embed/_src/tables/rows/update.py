@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Float, Int32
 from transformer_embed._src import arguments
 from transformer_embed._src.tables.rows import row_check
 from transformer_embed._src.tables.rows.fingerprint import fits, or_nan
-from transformer_embed._src.tables.rows.gathered_rows import is_leaf, read_rows
-from transformer_embed._src.tables.rows.row_gradient import as_arrays
+from transformer_embed._src.tables.rows.gathered_rows import read_rows
+from transformer_embed._src.tables.rows.row_gradient import as_arrays, is_leaf
 from transformer_embed._src.tokens.lookup import Table
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def update(
     others, extra_treedef = jax.tree.flatten(extra_args)
     arrays = {n: leaf for n, leaf in enumerate(others) if isinstance(leaf, jax.Array)}
     inputs = {"grads": grads, "params": params, "state": state}
-    converted = [as_arrays(name, tree, is_leaf) for name, tree in inputs.items()]
+    converted = [as_arrays(name, tree) for name, tree in inputs.items()]
     trees, treedef = jax.tree.flatten((*converted, arrays), is_leaf=is_leaf)
     grads_treedef, params_treedef, *_ = treedef.children()
     if grads_treedef != params_treedef:
@@ -170,7 +170,10 @@ def _update_in_blocks(
     if not len(ids):
         return list(arrays)
     block = len(leaves[indices[0]])
-    ids, gradient = _pad(ids, gradient, -len(ids) % block, len(arrays[0]))
+    # The rest of the last block: a write is told that ids ascend and are distinct.
+    count = -len(ids) % block
+    past = jnp.maximum(ids[-1] + 1, len(arrays[0])) + jnp.arange(count, dtype=jnp.int32)
+    ids, gradient = jnp.concatenate([ids, past]), jnp.pad(gradient, ((0, count), (0, 0)))
 
     def update_block(i: Any, arrays: list[Array]) -> list[Array]:
         block_ids, block_gradient = (
@@ -202,14 +205,3 @@ def _write(array: Array, ids: Int32[Array, "k"], rows: Array) -> Array:
         indices_are_sorted=True,
         wrap_negative_indices=False,
     )
-
-
-def _pad(
-    ids: Int32[Array, "k"], gradient: Float[Array, "k d"], count: int, vocab_size: int
-) -> tuple[Int32[Array, "m"], Float[Array, "m d"]]:
-    """The ids, then `count` more past the end of the table, and zeros for their gradient."""
-    if not count:
-        return ids, gradient
-    # A write is told that ids ascend and are distinct, which holds for these as well.
-    past = jnp.maximum(ids[-1] + 1, vocab_size) + jnp.arange(count, dtype=jnp.int32)
-    return jnp.concatenate([ids, past]), jnp.pad(gradient, ((0, count), (0, 0)))

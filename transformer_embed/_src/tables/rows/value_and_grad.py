@@ -14,11 +14,10 @@ from transformer_embed._src.tables.rows.distinct_ids import as_max_rows
 from transformer_embed._src.tables.rows.gathered_rows import (
     GatheredRows,
     Taken,
-    is_leaf,
     take_from_array,
 )
 from transformer_embed._src.tables.rows.marks import new_marks
-from transformer_embed._src.tables.rows.row_gradient import as_arrays
+from transformer_embed._src.tables.rows.row_gradient import as_arrays, is_leaf
 from transformer_embed._src.tokens.lookup import Table, as_table
 
 Tree = Any
@@ -81,7 +80,7 @@ def value_and_grad(
 
     @functools.wraps(loss)
     def value_and_row_grads(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
-        params = as_arrays("params", params, is_leaf)
+        params = as_arrays("params", params)
         paths, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
         leaves = {_name(path): leaf for path, leaf in paths}
         taken = _take_tables(leaves, ids, max_rows)

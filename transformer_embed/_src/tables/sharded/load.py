@@ -1,7 +1,5 @@
 """What an exchange of rows asks of the devices for one batch, counted on the host."""
 
-import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +9,6 @@ from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.partitioning import devices_along
 from transformer_embed._src.tables.rows.distinct_ids import as_max_rows
 from transformer_embed._src.tables.sharded.table import Sharded
-from transformer_embed._src.tables.sharded.table_split import TableSplit
 
 
 class ExchangeLoad(NamedTuple):
@@ -65,41 +62,30 @@ def exchange_load(table: Sharded, ids: ArrayLike, *, max_rows: int | None = None
         >>> load.rows.tolist(), load.dropped
         ([2], 0)
     """
-    split = table.split
-    of_devices = _ids_of_devices(split, ids)
-    asked, room, distinct = split.buffers(split.batch_axes, of_devices.size, as_max_rows(max_rows))
-    slots = [np.unique(split.slots(part)) for part in of_devices]
+    split, axes = table.split, table.split.batch_axes
+    array = arguments.on_host("ids", arguments.as_int32("ids", ids))
+    if not split.order.is_striped:
+        want = "a striped table (see `stripe` of shard_params)"
+        raise arguments.value_error("table", want, "a contiguous table")
+    devices, owners = (devices_along(split.mesh, each) for each in (axes, split.rows))
+    if array.shape[0] % devices:
+        want = f"a first dimension that {devices} devices divide"
+        raise arguments.value_error("ids", want, f"shape {list(array.shape)}")
+    asked, room, distinct = split.buffers(axes, array.size, as_max_rows(max_rows))
+    slots = [np.unique(split.slots(part)) for part in array.reshape(devices, -1)]
     dropped = sum(len(part[asked:]) for part in slots)
-    bounds = np.arange(1, devices_along(split.mesh, split.rows)) * split.shard
+    bounds = np.arange(1, owners) * split.shard
     # What each device asks of each owner.
     parts = [np.split(part[:asked], np.searchsorted(part[:asked], bounds)) for part in slots]
-    shape = tuple(split.mesh.shape[axis] for axis in split.batch_axes)
-    rows = np.zeros(len(of_devices), np.int64)
-    for group in _groups(split, shape):
+    shape = tuple(split.mesh.shape[axis] for axis in axes)
+    rows = np.zeros(devices, np.int64)
+    # Devices that exchange rows differ along the axes of rows alone.
+    along = [axes.index(axis) for axis in split.rows]
+    numbers = np.moveaxis(np.arange(devices).reshape(shape), along, range(-len(along), 0))
+    for group in numbers.reshape(-1, owners):
         of_owners = zip(*(parts[device] for device in group), strict=True)
         for owner, requests in zip(group, of_owners, strict=True):
             received = np.unique(np.concatenate([part[:room] for part in requests]))
             rows[owner] = len(received[:distinct])
             dropped += len(received[distinct:]) + sum(len(part[room:]) for part in requests)
     return ExchangeLoad(rows.reshape(shape), dropped)
-
-
-def _ids_of_devices(split: TableSplit, ids: ArrayLike) -> np.ndarray:
-    """The ids that each device has, [devices, number]."""
-    array = arguments.on_host("ids", arguments.as_int32("ids", ids))
-    if not split.order.is_striped:
-        want = "a striped table (see `stripe` of shard_params)"
-        raise arguments.value_error("table", want, "a contiguous table")
-    devices = devices_along(split.mesh, split.batch_axes)
-    if array.shape[0] % devices:
-        want = f"a first dimension that {devices} devices divide"
-        raise arguments.value_error("ids", want, f"shape {list(array.shape)}")
-    return array.reshape(devices, -1)
-
-
-def _groups(split: TableSplit, shape: Sequence[int]) -> np.ndarray:
-    """The numbers of devices that exchange rows, which differ along the axes of rows alone."""
-    along = [split.batch_axes.index(axis) for axis in split.rows]
-    numbers = np.arange(math.prod(shape)).reshape(shape)
-    last = np.moveaxis(numbers, along, range(-len(along), 0))
-    return last.reshape(-1, devices_along(split.mesh, split.rows))

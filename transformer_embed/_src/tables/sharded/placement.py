@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from transformer_embed._src import arguments
 from transformer_embed._src.partitioning import Axes, devices_along, gathered, spec_axes
-from transformer_embed._src.tables.rows.gathered_rows import is_leaf
+from transformer_embed._src.tables.rows.row_gradient import is_leaf
 from transformer_embed._src.tables.sharded.row_order import RowOrder
 from transformer_embed._src.tables.sharded.table import Sharded, put, sharded
 from transformer_embed._src.tables.sharded.table_split import TableSplit

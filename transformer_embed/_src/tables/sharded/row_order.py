@@ -21,11 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
-from transformer_embed._src.partitioning import (
-    Axes,
-    devices_along,
-    reshard,
-)
+from transformer_embed._src.partitioning import Axes, devices_along, reshard
 
 # 2**32 divided by the golden ratio: the multiplier of Fibonacci hashing.
 HASH = 0x9E3779B1
@@ -98,12 +94,10 @@ class RowOrder(NamedTuple):
         columns, shards = [(0, 0)] * (rows.ndim - 1), self.virtual_shards
         if not self.is_striped:
             return jnp.pad(rows, [(0, self.size - len(rows)), *columns])
-        rounds = -(-self.rounds // devices_along(mesh, axes)) * devices_along(mesh, axes)
-        by_device = NamedSharding(mesh, PartitionSpec(axes))
-        padded = jnp.pad(rows, [(0, rounds * shards - len(rows)), *columns])
-        numbers = jnp.arange(rounds, dtype=jnp.int32)[:, None]
-        cards = self._reversed(jnp.arange(shards, dtype=jnp.int32) ^ self._hash(numbers))
-        hands = reshard(padded.reshape(rounds, shards, -1), by_device)
+        by_device, numbers, places = self._on_devices(mesh, axes)
+        padded = jnp.pad(rows, [(0, len(numbers) * shards - len(rows)), *columns])
+        cards = self._reversed(places ^ self._hash(numbers))
+        hands = reshard(padded.reshape(len(numbers), shards, -1), by_device)
         hands = jnp.take_along_axis(hands, cards[..., None], axis=1)
         dealt = reshard(reshard(hands, by_device).swapaxes(0, 1), by_device)
         return dealt[:, : self.rounds].reshape(-1, *rows.shape[1:])
@@ -113,17 +107,21 @@ class RowOrder(NamedTuple):
     ) -> Float[Array, "v ..."]:
         """The inverse of `to_array`, under jit."""
         if self.is_striped:
-            by_device = NamedSharding(mesh, PartitionSpec(axes))
-            rounds = -(-self.rounds // devices_along(mesh, axes)) * devices_along(mesh, axes)
+            by_device, numbers, places = self._on_devices(mesh, axes)
             dealt = array.reshape(self.virtual_shards, self.rounds, -1)
-            dealt = jnp.pad(dealt, [(0, 0), (0, rounds - self.rounds), (0, 0)])
+            dealt = jnp.pad(dealt, [(0, 0), (0, len(numbers) - self.rounds), (0, 0)])
             hands = reshard(reshard(dealt, by_device).swapaxes(0, 1), by_device)
-            numbers = jnp.arange(rounds, dtype=jnp.int32)[:, None]
-            cards = jnp.arange(self.virtual_shards, dtype=jnp.int32)
-            shards = self._reversed(cards) ^ self._hash(numbers)
+            shards = self._reversed(places) ^ self._hash(numbers)
             hands = jnp.take_along_axis(hands, shards[..., None], axis=1)
             array = reshard(hands, by_device).reshape(-1, *array.shape[1:])
         return array[: self.vocab_size]
+
+    def _on_devices(self, mesh: Mesh, axes: Axes) -> tuple[NamedSharding, Array, Array]:
+        """How rounds are split, their numbers, [rounds, 1], and those of cards in each."""
+        devices = devices_along(mesh, axes)
+        rounds = jnp.arange(-(-self.rounds // devices) * devices, dtype=jnp.int32)[:, None]
+        cards = jnp.arange(self.virtual_shards, dtype=jnp.int32)
+        return NamedSharding(mesh, PartitionSpec(axes)), rounds, cards
 
     def _reversed(self, cards: Any) -> Any:
         """The binary digits of numbers below virtual_shards in reverse order."""

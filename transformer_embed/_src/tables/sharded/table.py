@@ -154,22 +154,22 @@ class Sharded(Table):
             )
             raise arguments.type_error("grads", want, f"plain {type(gradient).__name__}")
 
-        def update_shard(shared, scaled, ids, values, shards):
-            is_right = fits(ids, scaled)
+        def update_shard(shared, rows, shards):
+            ids, values, scaled = rows
             # From the start of this shard: those of other shards are before it or past its end.
             first = 0 if is_owned else index_along(split.rows) * split.shard
-            return step(shared, is_right, ids - first, values, shards)
+            return step(shared, fits(ids, scaled), ids - first, values, shards)
 
         by_owner = PartitionSpec(split.rows)
         gradient_spec = by_owner if is_owned else PartitionSpec()
         # The state has the table's rows, but not always its columns, nor its sharding.
         sharding = NamedSharding(split.mesh, by_owner)
         arrays = [self.array, *(reshard(state.array, sharding) for state in states)]
-        in_specs = PartitionSpec(), gradient_spec, gradient_spec, gradient_spec, by_owner
-        update_all = split.map(update_shard, in_specs, by_owner)
+        update_all = split.map(update_shard, (PartitionSpec(), gradient_spec, by_owner), by_owner)
         # As shard_map does under automatic axes. XLA drops the all-gather of what is not used.
         shared = jax.tree.map(on_every_device, shared)
-        written = update_all(shared, gradient.fingerprint, gradient.ids, gradient.values, arrays)
+        rows = gradient.ids, gradient.values, gradient.fingerprint
+        written = update_all(shared, rows, arrays)
         tables = zip([self, *states], written, strict=True)
         return [dataclasses.replace(table, array=array) for table, array in tables]
 
