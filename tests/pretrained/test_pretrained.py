@@ -36,7 +36,7 @@ from safetensors.numpy import save_file
 
 import transformer_embed as te
 from transformer_embed._src.pretrained import architectures
-from transformer_embed._src.pretrained.entries import ENTRIES
+from transformer_embed._src.pretrained.architecture import ENTRIES
 
 MINILM = golden("minilm.json")[0]
 # Of rotated heads, of at most 1 and a few roundings.

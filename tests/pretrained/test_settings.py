@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import transformer_embed as te
-from transformer_embed._src.pretrained import architecture, entries, rope
+from transformer_embed._src.pretrained import architecture, rope
 
 # One case for each model type.
 TYPES = {case["settings"]["model_type"]: name for name, case in reversed(CASES.items())}.values()
@@ -52,7 +52,7 @@ def found_or_refused(folder, case, in_file, said=None):
 def is_accepted(entry, value):
     """Whether an entry may have a value, whatever the others are."""
     with contextlib.suppress(TypeError, ValueError):
-        entries.ENTRIES[entry].check("x", value)
+        architecture.ENTRIES[entry].check("x", value)
         return True
     return False
 

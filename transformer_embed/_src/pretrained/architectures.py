@@ -11,11 +11,11 @@ from transformer_embed._src.pretrained.architecture import (
     FULL,
     INDEXED,
     LINEAR,
+    REQUIRED,
     SLIDING,
     WINDOWLESS,
     Architecture,
 )
-from transformer_embed._src.pretrained.entries import REQUIRED
 from transformer_embed._src.pretrained.rope import CONSECUTIVE, IN_TURNS
 
 # --- Families: fields of `Architecture`, and entries of config.json with their defaults.

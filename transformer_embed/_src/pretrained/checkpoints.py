@@ -22,16 +22,24 @@ from transformer_embed._src.layers.transformer_embedding import layer_paths
 from transformer_embed._src.partitioning import gathered
 from transformer_embed._src.positions.rotary_scaling import Scaling
 from transformer_embed._src.positions.schemes import PositionScheme
-from transformer_embed._src.pretrained.architecture import BIAS, LOGITS_BIAS, OFFSETS, STACKS
+from transformer_embed._src.pretrained.architecture import (
+    BIAS,
+    LOGITS_BIAS,
+    OFFSETS,
+    STACKS,
+    as_scale,
+)
 from transformer_embed._src.pretrained.description import describe
-from transformer_embed._src.pretrained.entries import as_scale
-from transformer_embed._src.pretrained.files import DTYPES, Tensors, open_tensors, written
-from transformer_embed._src.pretrained.layers import Layer
-from transformer_embed._src.pretrained.messages import (
+from transformer_embed._src.pretrained.files import (
+    DTYPES,
+    Tensors,
     call_with_named_errors,
     check_mappings,
+    open_tensors,
     parse,
+    written,
 )
+from transformer_embed._src.pretrained.layers import Layer
 from transformer_embed._src.pretrained.parameters import (
     PretrainedInput,
     by_path,

@@ -11,21 +11,24 @@ from transformer_embed._src.positions.schemes import Learned, PositionScheme
 from transformer_embed._src.pretrained import rope
 from transformer_embed._src.pretrained.architecture import (
     BIAS,
+    ENTRIES,
+    HARMLESS,
     NORM_SCALE,
     OUTPUT_BIAS,
     OUTPUT_TABLE,
     PER_LAYER_TABLE,
     POSITIONS,
+    REQUIRED,
     STACKS,
     TOKEN_TYPES,
     TOKENS,
     WIDEN,
     Architecture,
+    as_scale,
+    count,
 )
-from transformer_embed._src.pretrained.entries import ENTRIES, HARMLESS, REQUIRED, as_scale, count
-from transformer_embed._src.pretrained.files import DTYPES, TensorInfo
+from transformer_embed._src.pretrained.files import DTYPES, TensorInfo, call_with_named_errors
 from transformer_embed._src.pretrained.layers import layers_of
-from transformer_embed._src.pretrained.messages import call_with_named_errors
 from transformer_embed._src.pretrained.parameters import PretrainedInput
 from transformer_embed._src.pretrained.recognition import Published
 

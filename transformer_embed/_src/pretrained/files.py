@@ -1,4 +1,4 @@
-"""Files: reads safetensors in pieces, and writes files whole or not at all."""
+"""Files: reads safetensors in pieces, writes files whole or not at all, names what is wrong."""
 
 import contextlib
 import errno
@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from transformer_embed._src import arguments
-from transformer_embed._src.pretrained.messages import parse
 
 DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -187,6 +186,33 @@ def _shards(path: pathlib.Path) -> dict[str, pathlib.Path]:
         if file.name != name or not name.isprintable() or len(name) > LONGEST_NAME:
             raise arguments.value_error(path, "shards in its folder", repr(name))
     return {tensor: files[str(name)] for tensor, name in names.items()}
+
+
+def call_with_named_errors(
+    name: Any, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """The result of a function; errors become a ValueError that starts with the name."""
+    try:
+        return function(*args, **kwargs)
+    # JSON may nest deeper than Python calls, and has infinities, which no int has.
+    except (ArithmeticError, RecursionError, TypeError, ValueError) as error:
+        raise ValueError(f"{arguments.shown(name)}: {arguments.shown(error)}") from error
+
+
+def check_mappings(**values: Any) -> None:
+    """Raises a TypeError unless each value is a mapping or None."""
+    for name, value in values.items():
+        arguments.instance(name, value, Mapping | None, "a mapping, or None")
+
+
+def parse(
+    name: Any, text: str | bytes, decode: Callable[[dict[str, Any]], Any] | None = None
+) -> dict[str, Any]:
+    """A JSON object, each inner one decoded; a ValueError for any other text."""
+    value = call_with_named_errors(f"{name}, as JSON", json.loads, text, object_hook=decode)
+    if not isinstance(value, dict):
+        raise arguments.value_error(name, "a JSON object", type(value).__name__)
+    return value
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:

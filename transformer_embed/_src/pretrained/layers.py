@@ -9,6 +9,7 @@ from transformer_embed._src.pretrained import rope
 from transformer_embed._src.pretrained.architecture import (
     CHUNKED,
     CROSS,
+    ENTRIES,
     FULL,
     INDEXED,
     LINEAR,
@@ -17,7 +18,6 @@ from transformer_embed._src.pretrained.architecture import (
     WINDOWLESS,
     Architecture,
 )
-from transformer_embed._src.pretrained.entries import ENTRIES
 
 Options = Mapping[str, Any]
 

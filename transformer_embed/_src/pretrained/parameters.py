@@ -11,9 +11,8 @@ from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.embedder import Embedder, Params
 from transformer_embed._src.pretrained.architecture import BIAS, PER_LAYER_WEIGHTS, WIDEN
-from transformer_embed._src.pretrained.files import Tensors
+from transformer_embed._src.pretrained.files import Tensors, call_with_named_errors
 from transformer_embed._src.pretrained.layers import Layer
-from transformer_embed._src.pretrained.messages import call_with_named_errors
 
 # Of each parameter, by its path.
 Specs = dict[str, jax.ShapeDtypeStruct]

@@ -5,8 +5,12 @@ from typing import Any
 
 from transformer_embed._src import arguments
 from transformer_embed._src.positions import rotary_scaling
-from transformer_embed._src.pretrained.architecture import FULL, SLIDING, Architecture
-from transformer_embed._src.pretrained.entries import count
+from transformer_embed._src.pretrained.architecture import (
+    FULL,
+    SLIDING,
+    Architecture,
+    count,
+)
 
 Options = Mapping[str, Any]
 
