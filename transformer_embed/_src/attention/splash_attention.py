@@ -1,7 +1,7 @@
 """The rule of a mask for splash attention on TPUs, with kernels that skip tiles without a pair."""
 
 import contextlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -144,97 +144,95 @@ def splash_kernels(
     rule = RowRule(mask, KERNEL, order, batch_size, query_start)
     heads, ids = _said(rule, num_heads)
     shards = arguments.size("q_seq_shards", q_seq_shards)
-    by_row = _ByRow(rule, shards, bool(options.get("interpret")))
     make = splash.make_splash_mqa if is_mqa else splash.make_splash_mha
     counts = {"head_shards": arguments.size("head_shards", head_shards), "q_seq_shards": shards}
     sizes: Any = options.get("block_sizes") or splash.BlockSizes.get_default()
-    by_row.check_number_of_tiles((sizes.block_q, sizes.block_kv))
+    # The interpreter has no such memory.
+    memory = np.inf if options.get("interpret") else SCALAR_MEMORY
+    # Before minutes are spent on describing tiles, of which each takes two bytes.
+    band = _band(rule, (sizes.block_q, sizes.block_kv))
+    _check_memory(2 * len(band) * int(band.sum(axis=1).max(initial=0)), memory)
     # Under jit too, these arrays are known.
     with jax.ensure_compile_time_eval():
         kernel = make(heads, **counts, **options)
     # jax has no public name for the class of its kernels. They show the arrays by which they skip
     # tiles, for the forward pass and for the gradients of queries and of keys; if one kernel
     # computes both, there is none for queries alone.
-    kernels = type(kernel)(
-        by_row.infos(kernel.fwd_mask_info, (sizes.block_q, sizes.block_kv)),
-        by_row.infos(kernel.dq_mask_info, (sizes.block_q_dq, sizes.block_kv_dq)),
-        by_row.infos(kernel.dkv_mask_info, (sizes.block_q_dkv, sizes.block_kv_dkv), by_keys=True),
-        **kernel.kwargs,
+    grids = (
+        (kernel.fwd_mask_info, (sizes.block_q, sizes.block_kv), False),
+        (kernel.dq_mask_info, (sizes.block_q_dq, sizes.block_kv_dq), False),
+        (kernel.dkv_mask_info, (sizes.block_q_dkv, sizes.block_kv_dkv), True),
     )
-    return kernels, ids
+    infos = (_skipping(rule, memory, shards, *grid) for grid in grids)
+    return type(kernel)(*infos, **kernel.kwargs), ids
 
 
-class _ByRow(NamedTuple):
-    """Describes the tiles that the kernel of each row runs."""
+def _skipping(
+    rule: RowRule, memory: float, shards: int, info: Any, tile: tuple[int, int], by_keys: bool
+) -> Any:
+    """The arrays by which the kernel of each row skips tiles, from those for all rows."""
+    # Without tiles for gradients, there is nothing to skip for them.
+    if info is None:
+        return None
+    _check_memory(sum(array.nbytes for array in jax.tree.leaves(info[:3])), memory)
+    tiles = _loaded(rule, info, tile, shards, by_keys)
+    kinds, start = rule.mask.tile_kinds(tile), rule.query_start or 0
+    steps = _steps(info.data_next, info.block_mask, tiles, kinds, tile, start, by_keys)
+    batch = jax.tree.map(lambda array: rule.for_rows(array[None]), info)
+    return batch._replace(**jax.tree.map(rule.for_rows, steps))
 
-    rule: RowRule
-    shards: int
-    is_interpreted: bool
 
-    def band(self, tile: tuple[int, int]) -> Bool[np.ndarray, "m n"]:
-        """Which tiles of row indices have a pair that the causal mask and the window allow."""
-        mask = self.rule.mask
-        queries, keys = (np.arange(0, *sizes) for sizes in zip(mask.lengths, tile, strict=True))
-        queries = queries[:, None] + (self.rule.query_start or 0)
-        nearest, furthest = keys - (queries + tile[0] - 1), keys + tile[1] - 1 - queries
-        left, right = (np.inf if side is None else side for side in mask.reach)
-        return (nearest <= right) & (furthest >= -left)
+def _check_memory(used: int, memory: float) -> None:
+    """Raises a ValueError if a TPU cannot hold the numbers of the tiles."""
+    if used > memory:
+        want = f"tiles whose numbers fit into a TPU's scalar memory, {memory} bytes"
+        raise arguments.value_error("block_sizes", want, f"{used} bytes (take larger tiles)")
 
-    def check_number_of_tiles(self, tile: tuple[int, int]) -> None:
-        """Raises before minutes are spent on describing tiles, of which each takes two bytes."""
-        band = self.band(tile)
-        self.check_scalar_memory(2 * len(band) * int(band.sum(axis=1).max(initial=0)))
 
-    def check_scalar_memory(self, used: int) -> None:
-        """Raises a ValueError if a TPU cannot hold the numbers of the tiles."""
-        # The interpreter has no such memory.
-        if used > SCALAR_MEMORY and not self.is_interpreted:
-            want = f"tiles whose numbers fit into a TPU's scalar memory, {SCALAR_MEMORY} bytes"
-            raise arguments.value_error("block_sizes", want, f"{used} bytes (take larger tiles)")
+def _band(rule: RowRule, tile: tuple[int, int]) -> Bool[np.ndarray, "m n"]:
+    """Which tiles of row indices have a pair that the causal mask and the window allow."""
+    queries, keys = (np.arange(0, *sizes) for sizes in zip(rule.mask.lengths, tile, strict=True))
+    # How far the first key is after the first query.
+    ahead = keys - queries[:, None] - (rule.query_start or 0)
+    left, right = (np.inf if side is None else side for side in rule.mask.reach)
+    return (ahead - right < tile[0]) & (ahead + left > -tile[1])
 
-    def infos(self, info: Any, tile: tuple[int, int], by_keys: bool = False) -> Any:
-        """The arrays by which the kernel of each row skips tiles, from those for all rows.
 
-        Step i, j of the kernel's grid loads a tile of keys for tile i of queries; if by_keys, in
-        the grid of the gradients of keys, a tile of queries for tile j of keys.
-        """
-        # Without tiles for gradients, there is nothing to skip for them.
-        if info is None:
-            return None
-        self.check_scalar_memory(sum(array.nbytes for array in jax.tree.leaves(info[:3])))
-        tiles = self.loaded(info, self.band(tile), by_keys)
-        runs = _may_run(self.rule.mask.tile_kinds(tile), tile, self.rule.query_start or 0)
-        skipping = _steps(info.data_next, info.block_mask, tiles, runs, by_keys)
-        batch = jax.tree.map(lambda array: self.rule.for_rows(array[None]), info)
-        return batch._replace(**jax.tree.map(self.rule.for_rows, skipping))
+def _turned(array: Any, by_keys: bool) -> Any:
+    """An array of a kernel's grid, with the axis of its steps last.
 
-    def loaded(
-        self, info: Any, band: Bool[np.ndarray, "m n"], by_keys: bool
-    ) -> Int32[np.ndarray, "h i j"]:
-        """The tile that each step loads, counted from the first one of the row.
+    Step i, j loads a tile of keys for tile i of queries; in the grid of the gradients of keys, it
+    loads a tile of queries for tile j of keys.
+    """
+    return array.swapaxes(-1, -2) if by_keys else array
 
-        A RuntimeError unless the kernel runs the tiles of the band, and more if there are blocks:
-        its arrays are not a public interface of jax, and `_steps` rewrites them.
-        """
-        with contextlib.suppress(IndexError, TypeError, ValueError):
-            tiles, runs = np.asarray(info.data_next, np.int32), np.asarray(info.block_mask) > 0
-            if by_keys:
-                # They are counted from the first one of the shard of the queries.
-                steps = runs.shape[1]
-                shard = np.arange(steps, dtype=np.int32) // (steps // self.shards)
-                tiles = tiles + (shard * (len(band) // self.shards))[:, None]
-            heads, rows, columns = np.nonzero(runs)
-            of_tiles = (tiles[runs], columns) if by_keys else (rows, tiles[runs])
-            ran = np.zeros((len(runs), *band.shape), bool)
-            ran[heads, *of_tiles] = True
-            has_blocks = self.rule.mask.queries.block_ids is not None
-            differs = band & ~ran if has_blocks else band ^ ran
-            # A tile that runs twice is marked once.
-            if not differs.any() and ran.sum() == len(heads):
-                return tiles
-        want = "the tiles of its mask, as from jax 0.9 to 0.12"
-        got = f"others in jax {jax.__version__}; use te.kernels.splash_attention"
-        raise RuntimeError(arguments.wanted("splash_kernels", want, got))
+
+def _loaded(
+    rule: RowRule, info: Any, tile: tuple[int, int], shards: int, by_keys: bool
+) -> Int32[np.ndarray, "h i j"]:
+    """The tile that each step loads, counted from the first one of the row.
+
+    A RuntimeError unless the kernel runs the tiles of the band, and more if there are blocks: its
+    arrays are not a public interface of jax, and `_steps` rewrites them.
+    """
+    band = _turned(_band(rule, tile), by_keys)
+    with contextlib.suppress(IndexError, TypeError, ValueError):
+        tiles = _turned(np.asarray(info.data_next, np.int32), by_keys)
+        runs = _turned(np.asarray(info.block_mask) > 0, by_keys)
+        if by_keys:
+            # They are counted from the first one of the shard of the queries.
+            steps = np.arange(tiles.shape[2], dtype=np.int32)
+            tiles = tiles + steps // (len(steps) // shards) * (band.shape[1] // shards)
+        ran = np.zeros((len(runs), *band.shape), bool)
+        ran[*np.nonzero(runs)[:2], tiles[runs]] = True
+        has_blocks = rule.mask.queries.block_ids is not None
+        differs = band & ~ran if has_blocks else band ^ ran
+        # A tile that runs twice is marked once.
+        if not differs.any() and ran.sum() == runs.sum():
+            return tiles
+    want = "the tiles of its mask, as from jax 0.9 to 0.12"
+    got = f"others in jax {jax.__version__}; use te.kernels.splash_attention"
+    raise RuntimeError(arguments.wanted("splash_kernels", want, got))
 
 
 def _said(rule: RowRule, num_heads: int) -> tuple[Any, Any]:
@@ -266,45 +264,34 @@ def _static_block_ids(tokens: TokenPositions) -> bytes:
     return rows[0].tobytes()
 
 
-# The functions below are compiled even if the caller is not.
+# Compiled even if the caller is not.
+@compiled(4, 5, 6)
+def _steps(
+    data_next: Integer[Array, "h i j"],
+    block_mask: Integer[Array, "h i j"],
+    tiles: Int32[Array, "h r s"],
+    kinds: Int8[Array, "b q k"],
+    tile: tuple[int, int],
+    query_start: int,
+    by_keys: bool,
+) -> dict[str, Integer[Array, "b h i j"]]:
+    """What each step loads and whether it runs, for each row: the tiles that have a pair.
 
-
-@compiled(1, 2)
-def _may_run(
-    kinds: Int8[Array, "b q k"], tile: tuple[int, int], query_start: int
-) -> Bool[Array, "b 1 q k"]:
-    """The tiles of each row that have a pair.
-
-    Where all queries of a row of tiles are padding, no tile has one. The tile on the diagonal runs
-    there, since a softmax over no keys at all would make the outputs NaN.
+    The tiles on the diagonal run, too: where all queries of a row of tiles are padding, no tile has
+    a pair, and a softmax over no keys at all would make the outputs NaN.
     """
     queries, keys = kinds.shape[1:]
     diagonal = (query_start + np.arange(queries) * tile[0]) // tile[1]
     # There may be more queries than keys.
     is_diagonal = np.arange(keys) == np.minimum(diagonal, keys - 1)[:, None]
-    is_empty = jnp.all(kinds == 0, axis=2, keepdims=True)
-    return ((kinds != 0) | (is_empty & is_diagonal))[:, None]
-
-
-@compiled(4)
-def _steps(
-    data_next: Integer[Array, "h i j"],
-    block_mask: Integer[Array, "h i j"],
-    tiles: Int32[Array, "h i j"],
-    may_run: Bool[Array, "b 1 q k"],
-    by_keys: bool,
-) -> dict[str, Integer[Array, "b h i j"]]:
-    """What each step loads and whether it runs, for each row, where only some tiles may run."""
-    if by_keys:
-        of_grid = (array.mT for array in (data_next, block_mask, tiles, may_run))
-        data_next, block_mask, tiles, may_run = of_grid
-    # The last axis is that of the steps.
-    runs = jnp.where(jnp.take_along_axis(may_run, tiles[None], axis=3), block_mask, 0)
+    data_next, block_mask, may_run = (
+        _turned(array, by_keys) for array in (data_next, block_mask, (kinds != 0) | is_diagonal)
+    )
+    runs = jnp.where(jnp.take_along_axis(may_run[:, None], tiles[None], axis=3), block_mask, 0)
     # A step that runs nothing loads what the next one runs, so that nothing is loaded for it alone.
     is_running = runs.reshape(*runs.shape[:2], -1) > 0
     steps = jnp.arange(is_running.shape[2], dtype=jnp.int32)
     following = jax.lax.cummin(jnp.where(is_running, steps, steps[-1]), axis=2, reverse=True)
     loads = jnp.broadcast_to(data_next, runs.shape).reshape(is_running.shape)
     loads = jnp.take_along_axis(loads, following, axis=2).reshape(runs.shape)
-    skipping = {"data_next": loads, "block_mask": runs}
-    return jax.tree.map(lambda array: array.mT, skipping) if by_keys else skipping
+    return {"data_next": _turned(loads, by_keys), "block_mask": _turned(runs, by_keys)}
