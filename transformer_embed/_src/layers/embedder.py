@@ -74,7 +74,7 @@ class Embedder:
         keyword arguments with `functools.partial`: vmap would map them), `jax.grad` and
         `jax.export` (symbolic shapes too; learned positions bound the length). It is traced once
         for each shape and value of is_training: a new offset in `positions` or a new integer dtype
-        does not retrace (except for uint32 positions).
+        does not retrace (except for uint32 positions outside int32).
 
         Args:
             params: as `init` makes them, or those of a whole model that holds one such layer.

@@ -57,7 +57,9 @@ def as_positions(name: str, value: ArrayLike) -> Array | np.ndarray:
         return value
     array = arguments.as_array(name, value)
     if jnp.issubdtype(array.dtype, jnp.integer):
-        return array if array.dtype == np.uint32 else arguments.as_integers(name, array)
+        is_host_uint32 = isinstance(array, np.ndarray) and array.dtype == np.uint32
+        is_large = is_host_uint32 and array.max(initial=0) >= 2**31
+        return array if is_large else arguments.as_integers(name, array)
     if array.dtype not in (np.float32, np.float64):
         want = "an integer dtype, or float32 (16-bit floats skip integers)"
         raise arguments.type_error(name, want, array.dtype)
