@@ -97,6 +97,15 @@ def test_entries_that_say_nothing_or_concern_other_parts_are_left_out(tmp_path):
     assert rotary_of(found) == HALF | {"base": 10_000.0, "scaling": te.LinearScaling(2.0)}
 
 
+def test_the_rate_of_dropout_is_read_under_each_of_its_names(tmp_path):
+    """XLM's own name of it was not read."""
+    norms = dict.fromkeys(["layer_norm_emb.weight", "layer_norm_emb.bias"], (16,))
+    others = {"position_embeddings.weight": (12, 16)} | norms
+    entries = {"model_type": "xlm", "dropout": 0.25}
+    found = load_embedder(table(tmp_path, entries, "embeddings.weight", **others))
+    assert found.config.dropout_rate == 0.25
+
+
 def test_meaningless_entries_concern_the_layer():
     """Otherwise they need not be listed."""
     inside_a_scaling = {"max_position_embeddings", "interleaved"}
