@@ -265,7 +265,7 @@ def _limit(name: str, distance: Any) -> int | None:
 
 def _slice(tokens: Fields, start: Array, size: int) -> Fields:
     """A stretch of tokens."""
-    if size == tokens["place"].shape[1]:
+    if size == tokens["places"].shape[1]:
         # A kernel for TPUs has no dynamic slice of its values.
         return tokens
     return {

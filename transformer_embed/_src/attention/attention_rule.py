@@ -26,9 +26,9 @@ def may_attend(queries: dict[str, Any], keys: dict[str, Any]) -> Any:
     """
     limits = []
     if "first" in keys:
-        limits.append(keys["first"] <= queries["place"])
+        limits.append(keys["first"] <= queries["places"])
     if "last" in keys:
-        limits.append(queries["place"] <= keys["last"])
+        limits.append(queries["places"] <= keys["last"])
     if "chunk" in queries:
         limits.append(queries["chunk"] == keys["chunk"])
     # Blocks only lift limits, and change nothing where there are none.
@@ -61,8 +61,8 @@ def fields(mask: Any) -> tuple[Fields, Fields]:
 def _placed(tokens: Fields, chunk: int | None) -> Fields:
     positions = tokens["positions"]
     token = tokens.get("segment_ids", jnp.ones((1, positions.shape[1]), jnp.int32))
-    tokens |= {"place": tokens.pop("places", positions), "token": token}
-    return tokens if chunk is None else tokens | {"chunk": positions // chunk}
+    placed = {"places": positions, "token": token} | tokens
+    return placed if chunk is None else placed | {"chunk": positions // chunk}
 
 
 def whole_fields(mask: Any) -> tuple[Fields, Fields]:
@@ -81,9 +81,9 @@ def with_conditions(tokens: Fields, mask: Any) -> Fields:
     if "block_ids" in tokens:
         conditions["is_in_block"] = tokens["block_ids"] >= 0
     if right is not None:
-        conditions["first"] = _moved(tokens["place"], -right)
+        conditions["first"] = _moved(tokens["places"], -right)
     if left is not None:
-        last = conditions["last"] = _moved(tokens["place"], left)
+        last = conditions["last"] = _moved(tokens["places"], left)
         if mask.sinks is not None:
             is_sink = tokens["positions"] < mask.sinks
             conditions["last"] = jnp.where(is_sink, jnp.iinfo(last.dtype).max, last)

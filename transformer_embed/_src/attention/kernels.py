@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
@@ -13,7 +12,10 @@ from transformer_embed._src.attention.attention_mask import AttentionMask
 from transformer_embed._src.attention.row_indices import CAUSAL, EVERYTHING, RowRule, refusal
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.partitioning import with_whole_rows
-from transformer_embed._src.sequences.runs import of_next_token, of_previous_token
+from transformer_embed._src.sequences.runs import index_in_run
+
+# The first token and the end.
+Ranges = tuple[Int32[Array, "b t"], Int32[Array, "b t"]]
 
 
 def dot_product_attention(
@@ -159,9 +161,7 @@ def mha(
     return options
 
 
-def key_ranges(
-    mask: AttentionMask, *, order: str | None = None
-) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
+def key_ranges(mask: AttentionMask, *, order: str | None = None) -> Ranges:
     """The first key that each query sees, and the end of those keys, as row indices.
 
     For kernels that take a range of keys of each query.
@@ -191,9 +191,7 @@ def key_ranges(
     return _ranges(mask, order, of_keys=True)
 
 
-def query_ranges(
-    mask: AttentionMask, *, order: str | None = None
-) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
+def query_ranges(mask: AttentionMask, *, order: str | None = None) -> Ranges:
     """The first query that sees each key, and the end of those queries, as row indices.
 
     For kernels that take a range of queries of each key. Arguments, errors and the arrays are those
@@ -210,9 +208,7 @@ def query_ranges(
     return _ranges(mask, order, of_keys=False)
 
 
-def _ranges(
-    mask: AttentionMask, order: str | None, of_keys: bool
-) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
+def _ranges(mask: AttentionMask, order: str | None, of_keys: bool) -> Ranges:
     rule = RowRule(mask, "a range for each token", order)
     rule.check_absent(block_ids=mask.queries.block_ids)
     rule.check_self_attention("any part")
@@ -226,16 +222,13 @@ def _ranges(
 
 
 @compiled(1, 2)
-def _ranges_in_runs(
-    ids: Int32[Array, "b t"], left: int, right: int
-) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
+def _ranges_in_runs(ids: Int32[Array, "b t"], left: int, right: int) -> Ranges:
     """The tokens so far before and after each, inside its run of one id; 0 is padding."""
     ids = with_whole_rows(ids)
     index = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
-    begins = jnp.where(ids != of_previous_token(ids), index, 0)
-    ends = jnp.where(ids != of_next_token(ids), index + 1, ids.shape[1])
-    start = jnp.maximum(index - left, jax.lax.cummax(begins, axis=1))
-    end = jnp.minimum(index + right + 1, jax.lax.cummin(ends, axis=1, reverse=True))
+    # In the reversed row, those after a token are before it.
+    before, after = index_in_run(ids), index_in_run(ids[:, ::-1])[:, ::-1]
+    start, end = index - jnp.minimum(before, left), index + 1 + jnp.minimum(after, right)
     return jnp.where(ids == 0, 0, start), jnp.where(ids == 0, 0, end)
 
 

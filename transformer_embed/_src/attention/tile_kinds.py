@@ -65,7 +65,7 @@ def tile_kinds(mask: Any, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
     # intervals again for each tile.
     steps = jax.tree.map(lambda bound: bound.T[:, :, None], of_queries)
     # A divisor, because lax.map traces its function again for a remainder.
-    at_a_time = math.gcd(len(steps["place"].low), 64)
+    at_a_time = math.gcd(len(steps["places"].low), 64)
     # Nor can it join steps of a batch without rows.
     is_empty = not all(bound.size for bound in jax.tree.leaves((steps, of_keys)))
     return jax.lax.map(kinds, steps, batch_size=None if is_empty else at_a_time).swapaxes(0, 1)

@@ -37,13 +37,13 @@ def in_row(tokens: dict[str, Array], chunk: int | None = None) -> dict[str, Arra
     # The second comparison finds positions that wrap.
     rises = (positions - 1 == before) & (positions > before)
     goes_on = jnp.where(begins, positions == first, rises)
-    is_in_row = (goes_on | (tokens["token"] == 0)).all(1) & _is_once(segments, begins)
+    is_in_row = (goes_on | (segments == 0)).all(1) & _is_once(segments, begins)
 
     index = jnp.arange(positions.shape[1], dtype=positions.dtype)[None]
     # How many tokens of the run, and of the chunk, are before each.
     in_run = positions - first
     # 0 is padding.
-    in_row = {"place": index, "segment_ids": (index - in_run + 1) * (tokens["token"] != 0)}
+    in_row = {"places": index, "segment_ids": (index - in_run + 1) * (segments != 0)}
     if chunk is not None:
         in_chunk = positions - chunk * tokens["chunk"]
         in_row["chunk"] = index - jnp.minimum(in_run, in_chunk)
@@ -99,6 +99,17 @@ def of_previous_token(values: Shaped[Array, "... t"], steps: int = 1) -> Shaped[
     """At each token, the value of the one so many steps to its left; 0 at the start."""
     values = with_whole_rows(values)
     return jnp.concatenate([jnp.zeros_like(values[..., :steps]), values[..., :-steps]], axis=-1)
+
+
+def restarted(count: Int32[Array, "n t"], begins: Bool[Array, "b t"]) -> Int32[Array, "b t"]:
+    """Numbers that rise along a row, counted from the last token that begins a sequence."""
+    return count - jax.lax.cummax(jnp.where(begins, count, 0), axis=1)
+
+
+def index_in_run(ids: Integer[Array, "b t"]) -> Int32[Array, "b t"]:
+    """For each token, how many tokens of its run of one id are before it."""
+    index = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
+    return restarted(index, ids != of_previous_token(ids))
 
 
 @compiled(1, 2)

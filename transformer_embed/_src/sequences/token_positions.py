@@ -17,9 +17,11 @@ from transformer_embed._src.pytrees import register_pytree
 from transformer_embed._src.sequences.runs import (
     has_next_token,
     in_row,
+    index_in_run,
     is_token,
     of_previous_token,
     positions_of_tokens,
+    restarted,
     second_runs,
 )
 from transformer_embed._src.sequences.trees import check_parents, tree_arrays
@@ -576,10 +578,7 @@ def _taken(tokens: dict[str, Array], order: Int32[Array, "n"]) -> dict[str, Arra
     tokens = {name: with_whole_rows(array) for name, array in tokens.items()}
     if "places" not in tokens:
         # In rows without segments, positions are places.
-        token = tokens.get("segment_ids", jnp.ones((), jnp.int32))
-        tokens = in_row(tokens | {"place": tokens["positions"], "token": token})
-        tokens |= {"places": tokens.pop("place")}
-        del tokens["token"]
+        tokens = in_row(tokens | {"places": tokens["positions"]})
     return {
         name: jnp.take(array, order, axis=1, mode="fill", fill_value=0)
         for name, array in tokens.items()
@@ -595,14 +594,9 @@ def _of_ids(
         return _of_tokens(tokens, start, at_padding)
     begins = of_previous_token(ids == end_id).at[:, 0].set(True)
     count = jnp.cumsum(with_whole_rows(tokens), axis=1, dtype=jnp.int32) - tokens
-    positions = jnp.where(tokens, _restarted(count, begins) + start, at_padding)
+    positions = jnp.where(tokens, restarted(count, begins) + start, at_padding)
     segments = jnp.cumsum(begins, axis=1, dtype=jnp.int32)
     return TokenPositions(positions, segment_ids=jnp.where(tokens, segments, 0))
-
-
-def _restarted(count: Int32[Array, "n t"], begins: Bool[Array, "b t"]) -> Int32[Array, "b t"]:
-    """Numbers that rise along a row, counted from the last token that begins a sequence."""
-    return count - jax.lax.cummax(jnp.where(begins, count, 0), axis=1)
 
 
 @compiled()
@@ -627,10 +621,8 @@ def _of_tokens(tokens: Bool[Array, "b t"], start: int = 0, at_padding: int = 0) 
 def _of_segments(segment_ids: Integer[Array, "b t"]) -> TokenPositions:
     """The position of a token is how many tokens of its run are before it."""
     segment_ids = with_whole_rows(segment_ids)
-    index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
-    # Rolled, the first token meets the last one. Its index is 0 either way.
-    positions = _restarted(index, segment_ids != jnp.roll(segment_ids, 1, axis=1))
-    return TokenPositions(jnp.where(segment_ids != 0, positions, 0), segment_ids=segment_ids)
+    positions = jnp.where(segment_ids != 0, index_in_run(segment_ids), 0)
+    return TokenPositions(positions, segment_ids=segment_ids)
 
 
 @compiled(1)
