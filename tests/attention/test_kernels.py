@@ -543,7 +543,7 @@ VALUE_ERRORS = [
     (lambda: te.kernels.flash_attention(AttentionMask(RIGHT, causal=True, window=(3, 0)), order="right"), "window: wanted None for flash_attention, which has no argument for it, got (3, 0); mask.dense() and mask.tile() can"),
     (lambda: static(IN_CACHE, query_start=100), "queries.positions: wanted the keys from index 100 on"),
     (lambda: static(IN_CACHE, query_start=129), "query_start: wanted an int of at most 128, got 129"),
-    (lambda: static(CAUSAL, query_start=0), "query_start: wanted None, since the mask is self-att"),
+    (lambda: static(CAUSAL, query_start=1), "query_start: wanted an int of at most 0, got 1"),
     (lambda: kernels(block_sizes=splash.BlockSizes(block_q=192, block_kv=128)), "q_block_size=192 should divide"),
     (lambda: kernels(head_shards=0), "head_shards: wanted an int of at least 1, got 0"),
     (lambda: kernels(q_seq_shards=0), "q_seq_shards: wanted an int of at least 1, got 0"),

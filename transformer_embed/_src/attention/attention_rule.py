@@ -48,21 +48,18 @@ def fields(mask: Any) -> tuple[Fields, Fields]:
 
     `token` is not 0 at tokens.
     """
-    sides = [arrays_of(side) for side in mask.sides]
+    given = [arrays_of(side) for side in mask.sides]
     # Under strict dtype promotion, jax compares no int32 with int64.
-    dtype = np.result_type(*(array.dtype for side in sides for array in side.values()))
-    of_queries, of_keys = (
-        _placed({name: array.astype(dtype) for name, array in side.items()}, mask.chunk)
-        for side in sides
-    )
-    return of_queries, of_keys
-
-
-def _placed(tokens: Fields, chunk: int | None) -> Fields:
-    positions = tokens["positions"]
-    token = tokens.get("segment_ids", jnp.ones((1, positions.shape[1]), jnp.int32))
-    placed = {"places": positions, "token": token} | tokens
-    return placed if chunk is None else placed | {"chunk": positions // chunk}
+    dtype = np.result_type(*(array.dtype for side in given for array in side.values()))
+    sides = []
+    for side in given:
+        tokens = {name: array.astype(dtype) for name, array in side.items()}
+        positions = tokens["positions"]
+        token = tokens.get("segment_ids", jnp.ones((1, positions.shape[1]), dtype))
+        if mask.chunk is not None:
+            tokens["chunk"] = positions // mask.chunk
+        sides.append({"places": positions, "token": token} | tokens)
+    return sides[0], sides[1]
 
 
 def whole_fields(mask: Any) -> tuple[Fields, Fields]:

@@ -14,9 +14,6 @@ from transformer_embed._src.compiled import compiled
 from transformer_embed._src.partitioning import with_whole_rows
 from transformer_embed._src.sequences.runs import index_in_run
 
-# The first token and the end.
-Ranges = tuple[Int32[Array, "b t"], Int32[Array, "b t"]]
-
 
 def dot_product_attention(
     mask: AttentionMask, *, order: str | None = None, batch_size: int | None = None
@@ -161,7 +158,9 @@ def mha(
     return options
 
 
-def key_ranges(mask: AttentionMask, *, order: str | None = None) -> Ranges:
+def key_ranges(
+    mask: AttentionMask, *, order: str | None = None
+) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
     """The first key that each query sees, and the end of those keys, as row indices.
 
     For kernels that take a range of keys of each query.
@@ -191,7 +190,9 @@ def key_ranges(mask: AttentionMask, *, order: str | None = None) -> Ranges:
     return _ranges(mask, order, of_keys=True)
 
 
-def query_ranges(mask: AttentionMask, *, order: str | None = None) -> Ranges:
+def query_ranges(
+    mask: AttentionMask, *, order: str | None = None
+) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
     """The first query that sees each key, and the end of those queries, as row indices.
 
     For kernels that take a range of queries of each key. Arguments, errors and the arrays are those
@@ -208,7 +209,9 @@ def query_ranges(mask: AttentionMask, *, order: str | None = None) -> Ranges:
     return _ranges(mask, order, of_keys=False)
 
 
-def _ranges(mask: AttentionMask, order: str | None, of_keys: bool) -> Ranges:
+def _ranges(
+    mask: AttentionMask, order: str | None, of_keys: bool
+) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
     rule = RowRule(mask, "a range for each token", order)
     rule.check_absent(block_ids=mask.queries.block_ids)
     rule.check_self_attention("any part")
@@ -222,7 +225,9 @@ def _ranges(mask: AttentionMask, order: str | None, of_keys: bool) -> Ranges:
 
 
 @compiled(1, 2)
-def _ranges_in_runs(ids: Int32[Array, "b t"], left: int, right: int) -> Ranges:
+def _ranges_in_runs(
+    ids: Int32[Array, "b t"], left: int, right: int
+) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
     """The tokens so far before and after each, inside its run of one id; 0 is padding."""
     ids = with_whole_rows(ids)
     index = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]

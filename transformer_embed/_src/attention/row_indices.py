@@ -5,20 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Int32, Integer
 
 from transformer_embed._src import arguments
 from transformer_embed._src.attention.attention_mask import AttentionMask
-from transformer_embed._src.attention.attention_rule import Window
+from transformer_embed._src.attention.attention_rule import Window, fields
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.sequences.token_order import ORDERS, check_order, is_on_host
-from transformer_embed._src.sequences.token_positions import (
-    arrays_of,
-    as_made,
-    number_of_rows,
-    segments_of,
-)
+from transformer_embed._src.sequences.token_positions import arrays_of, number_of_rows
 
 WAY_OUT = "; mask.dense() and mask.tile() can express it"
 # What a query reaches without a window, with and without a causal mask.
@@ -53,14 +47,9 @@ class RowRule:
         if self.order is not None:
             arguments.choice("order", self.order, tuple(ORDERS))
         if self.query_start is not None:
-            if mask.keys is None:
-                arguments.check_left_out(
-                    "query_start", self.query_start, "the mask is self-attention"
-                )
-            queries, keys = mask.lengths
-            start = arguments.integer(
-                "query_start", self.query_start, at_least=0, at_most=keys - queries
-            )
+            # In self-attention, 0.
+            highest = mask.lengths[1] - mask.lengths[0]
+            start = arguments.integer("query_start", self.query_start, at_least=0, at_most=highest)
             arguments.set_fields(self, query_start=start)
         self.check_absent(sinks=mask.sinks)
         if self.order is not None or mask.reach != EVERYTHING:
@@ -136,17 +125,17 @@ class RowRule:
 
         None if all of them are equal.
         """
-        sides, chunk = [as_made(side) for side in self.mask.sides], self.mask.chunk
-        if not self.has_segments and chunk is None:
+        if not self.has_segments and self.mask.chunk is None:
             return None
-        ids = [segments_of(side) for side in sides]
-        if sides[0].segment_ids is None:
+        sides = fields(self.mask)
+        ids = [side["token"] for side in sides]
+        if self.mask.queries.segment_ids is None:
             # Without segments of their own, queries see the tokens of every segment.
-            ids = [side.padding_mask.astype(jnp.int32) for side in sides]
-        if chunk is not None:
-            return _names(ids, [side.positions // chunk for side in sides])
+            ids = [(side != 0).astype(side.dtype) for side in ids]
         # Kernels compare int32: ids of another dtype could wrap, and are numbered.
-        return _names(ids, ids) if any(side.dtype != jnp.int32 for side in ids) else ids
+        if self.mask.chunk is None and ids[0].dtype == jnp.int32:
+            return ids
+        return _names(ids, [side.get("chunk", side["token"]) for side in sides])
 
     @property
     def rows(self) -> int:
@@ -169,15 +158,12 @@ class RowRule:
 def _names(segments: list[Array], chunks: list[Array]) -> list[Int32[Array, "b t"]]:
     """Numbers of the pairs of a segment and a chunk: equal for equal pairs, whatever the tokens."""
     # Queries and keys are numbered together: apart, one pair could get two numbers.
-    batch = max(map(len, (*segments, *chunks)))
-    dtype = np.result_type(*(array.dtype for array in (*segments, *chunks)))
-    segments_and_chunks = [
-        jnp.concatenate(
-            [jnp.broadcast_to(array, (batch, array.shape[1])).astype(dtype) for array in sides], 1
-        )
-        for sides in (segments, chunks)
+    sides = [
+        jnp.stack(jnp.broadcast_arrays(*side), axis=2)
+        for side in zip(segments, chunks, strict=True)
     ]
-    pairs = jnp.stack(segments_and_chunks, axis=2)
+    batch = max(map(len, sides))
+    pairs = jnp.concatenate([jnp.broadcast_to(side, (batch, *side.shape[1:])) for side in sides], 1)
 
     def numbers(pairs: Array) -> Array:
         return jnp.unique(pairs, axis=0, size=len(pairs), return_inverse=True)[1] + 1

@@ -64,9 +64,8 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
     if length > slots:
         raise arguments.value_error("new", f"at most {slots} tokens, as the cache", length)
     for name, array in held.items():
-        layout = array.shape[2:], array.dtype
-        _check_layout(f"cache{name}", array, (rows,), slots, *layout)
-        _check_layout(f"new{name}", tokens[name], (rows, 1), length, *layout)
+        _check_layout(f"cache{name}", array, array, slots, rows)
+        _check_layout(f"new{name}", tokens[name], array, length, rows, 1)
     slot = arguments.as_int32("slot", arguments.as_integers("slot", slot))
     if slot.shape not in ((), (rows,), (rows, length)):
         want = f"shape [], [{rows}] or [{rows}, {length}]"
@@ -103,18 +102,12 @@ def _default(name: str, arrays: dict[str, Array]) -> dict[str, Array]:
     return {name: positions if field == "places" else jnp.full_like(positions, DEFAULTS[field])}
 
 
-def _check_layout(
-    name: str,
-    array: Array,
-    rows: tuple[int, ...],
-    length: int,
-    rest: tuple[int, ...],
-    dtype: jnp.dtype,
-) -> None:
-    if len(array) not in rows or array.shape[1:] != (length, *rest) or array.dtype != dtype:
-        numbers = " or ".join(map(str, rows))
-        want = f"{dtype}[{', '.join([numbers, *map(str, (length, *rest))])}]"
-        raise arguments.value_error(name, want, arguments.describe(array))
+def _check_layout(name: str, array: Array, like: Array, length: int, *rows: int) -> None:
+    """A ValueError unless an array has one of these numbers of rows, and tokens like the other."""
+    shape = length, *like.shape[2:]
+    if len(array) not in rows or array.shape[1:] != shape or array.dtype != like.dtype:
+        sizes = ", ".join([" or ".join(map(str, rows)), *map(str, shape)])
+        raise arguments.value_error(name, f"{like.dtype}[{sizes}]", arguments.describe(array))
 
 
 # Compiled even if the caller is not.
