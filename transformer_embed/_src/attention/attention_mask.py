@@ -268,10 +268,9 @@ def _slice(tokens: Fields, start: Array, size: int) -> Fields:
     if size == tokens["places"].shape[1]:
         # A kernel for TPUs has no dynamic slice of its values.
         return tokens
-    return {
-        name: jax.lax.dynamic_slice_in_dim(array, start, size, axis=1)
-        for name, array in tokens.items()
-    }
+    return jax.tree.map(
+        lambda array: jax.lax.dynamic_slice_in_dim(array, start, size, axis=1), tokens
+    )
 
 
 def _pairs(mask: AttentionMask, queries: Fields, keys: Fields) -> Bool[Array, "b t s"]:

@@ -93,8 +93,9 @@ def _moved(places: Array, distance: int) -> Array:
     """`places + distance`; the end of the dtype where that is beyond it."""
     info = jnp.iinfo(places.dtype)
     # No two places are further apart. A distance that does not fit the dtype wraps, and so does the
-    # sum, which is right again unless it is beyond the dtype.
-    step = np.array(min(abs(distance), info.max - info.min)).astype(places.dtype)
+    # sum, which is right again.
+    size = min(abs(distance), info.max - info.min)
+    step = np.array(size).astype(places.dtype)
     if distance < 0:
-        return jnp.where(places - step > places, info.min, places - step)
-    return jnp.where(places + step < places, info.max, places + step)
+        return jnp.maximum(places, info.min + size) - step
+    return jnp.minimum(places, info.max - size) + step

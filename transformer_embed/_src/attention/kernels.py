@@ -70,12 +70,8 @@ def dot_product_attention(
     left, right = EVERYTHING if is_step else rule.reach
     options: dict[str, Any] = {"is_causal": right == 0}
     if (left, right) not in (CAUSAL, EVERYTHING):
-        # A side without a limit gets the length, which no distance reaches. cuDNN refuses a window
-        # to the right, which is 0 in a causal one.
-        length = max(mask.lengths)
-        options["local_window_size"] = tuple(
-            length if side is None else side for side in (left, right)
-        )
+        # cuDNN refuses a window to the right, which is 0 in a causal one.
+        options["local_window_size"] = rule.distances
     # jax takes int32 alone, and a sum of bools has 64 bits if jax_enable_x64 is on.
     count = functools.partial(jnp.sum, axis=-1, dtype=jnp.int32)
     # In these orders, the keys that a query sees are the first ones of the row.
@@ -209,9 +205,7 @@ def query_ranges(
     return _ranges(mask, order, of_keys=False)
 
 
-def _ranges(
-    mask: AttentionMask, order: str | None, of_keys: bool
-) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
+def _ranges(mask: AttentionMask, order: str | None, of_keys: bool) -> tuple[Array, Array]:
     rule = RowRule(mask, "a range for each token", order)
     rule.check_absent(block_ids=mask.queries.block_ids)
     rule.check_self_attention("any part")
@@ -219,15 +213,11 @@ def _ranges(
     if ids is not None:
         rule.check_order_is_given("segment ids or a chunk")
     run = jnp.ones((1, length), jnp.int32) if ids is None else ids[0]
-    # No distance is longer than the row.
-    left, right = (length if side is None else min(side, length) for side in rule.reach)
-    return _ranges_in_runs(run, *((left, right) if of_keys else (right, left)))
+    return _ranges_in_runs(run, *(rule.distances if of_keys else rule.distances[::-1]))
 
 
 @compiled(1, 2)
-def _ranges_in_runs(
-    ids: Int32[Array, "b t"], left: int, right: int
-) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
+def _ranges_in_runs(ids: Int32[Array, "b t"], left: int, right: int) -> tuple[Array, Array]:
     """The tokens so far before and after each, inside its run of one id; 0 is padding."""
     ids = with_whole_rows(ids)
     index = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]

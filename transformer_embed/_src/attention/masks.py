@@ -1,8 +1,10 @@
 """Masks as bool arrays, True = may attend, and their conversion to a bias."""
 
+import operator
+
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Integer
+from jaxtyping import Array, Bool, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
@@ -108,9 +110,7 @@ def mask_to_bias(
 
 
 # The functions below are compiled even if the caller is not.
-@compiled(1)
-def _differs(ids: Integer[Array, "..."], pad_id: int) -> Bool[Array, "..."]:
-    return ids != pad_id
+_differs = compiled(1)(operator.ne)
 
 
 @compiled(0)

@@ -1,6 +1,7 @@
 """The rule of a mask in row indices and segment ids, which is all that fused kernels compare."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -68,11 +69,11 @@ class RowRule:
         if start is None:
             return
         queries, keys = (jax.device_get(arrays_of(side)) for side in self.mask.sides)
+        is_token = queries.get("segment_ids", 1) != 0
         for name, array in queries.items():
-            # Positions of padding mean nothing.
-            counts = queries.get("segment_ids", 1) if name == "positions" else 1
             differs = array != keys[name][:, start : start + array.shape[1]]
-            if (differs & (counts != 0)).any():
+            # Padding sees nothing, wherever it is.
+            if (differs & is_token).any():
                 want = f"the keys from index {start} on (query_start)"
                 raise arguments.value_error(f"queries.{name}", want, "others")
 
@@ -120,6 +121,12 @@ class RowRule:
                 raise refusal("queries.segment_ids", want, None)
         return limits
 
+    @property
+    def distances(self) -> tuple[int, ...]:
+        """The reach in numbers: without a limit the length, which no distance reaches."""
+        length = max(self.mask.lengths)
+        return tuple(length if side is None else min(side, length) for side in self.reach)
+
     def segment_ids(self) -> list[Integer[Array, "b t"]] | None:
         """Ids of queries and of keys that are equal for one segment and chunk; 0 at padding.
 
@@ -164,10 +171,8 @@ def _names(segments: list[Array], chunks: list[Array]) -> list[Int32[Array, "b t
     ]
     batch = max(map(len, sides))
     pairs = jnp.concatenate([jnp.broadcast_to(side, (batch, *side.shape[1:])) for side in sides], 1)
-
-    def numbers(pairs: Array) -> Array:
-        return jnp.unique(pairs, axis=0, size=len(pairs), return_inverse=True)[1] + 1
-
-    names = jnp.where(pairs[..., 0] == 0, 0, jax.vmap(numbers)(pairs).astype(jnp.int32))
+    unique = functools.partial(jnp.unique, axis=0, size=pairs.shape[1], return_inverse=True)
+    _, numbers = jax.vmap(unique)(pairs)
+    names = jnp.where(pairs[..., 0] == 0, 0, numbers.astype(jnp.int32) + 1)
     length = segments[0].shape[1]
     return [names[:, :length], names[:, length:]]

@@ -194,7 +194,7 @@ def _band(rule: RowRule, tile: tuple[int, int]) -> Bool[np.ndarray, "m n"]:
     queries, keys = (np.arange(0, *sizes) for sizes in zip(rule.mask.lengths, tile, strict=True))
     # How far the first key is after the first query.
     ahead = keys - queries[:, None] - (rule.query_start or 0)
-    left, right = (np.inf if side is None else side for side in rule.mask.reach)
+    left, right = rule.distances
     return (ahead - right < tile[0]) & (ahead + left > -tile[1])
 
 
@@ -212,8 +212,8 @@ def _loaded(
 ) -> Int32[np.ndarray, "h i j"]:
     """The tile that each step loads, counted from the first one of the row.
 
-    A RuntimeError unless the kernel runs the tiles of the band, and more if there are blocks: its
-    arrays are not a public interface of jax, and `_steps` rewrites them.
+    A RuntimeError unless the kernel runs the tiles of the band, or more, as for blocks: its arrays
+    are not a public interface of jax, and `_steps` rewrites them.
     """
     band = _turned(_band(rule, tile), by_keys)
     with contextlib.suppress(IndexError, TypeError, ValueError):
@@ -225,10 +225,8 @@ def _loaded(
             tiles = tiles + steps // (len(steps) // shards) * (band.shape[1] // shards)
         ran = np.zeros((len(runs), *band.shape), bool)
         ran[*np.nonzero(runs)[:2], tiles[runs]] = True
-        has_blocks = rule.mask.queries.block_ids is not None
-        differs = band & ~ran if has_blocks else band ^ ran
         # A tile that runs twice is marked once.
-        if not differs.any() and ran.sum() == runs.sum():
+        if not (band & ~ran).any() and ran.sum() == runs.sum():
             return tiles
     want = "the tiles of its mask, as from jax 0.9 to 0.12"
     got = f"others in jax {jax.__version__}; use te.kernels.splash_attention"
