@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
@@ -12,7 +13,7 @@ from transformer_embed._src.attention.attention_mask import AttentionMask
 from transformer_embed._src.attention.row_indices import CAUSAL, EVERYTHING, RowRule, refusal
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.partitioning import with_whole_rows
-from transformer_embed._src.sequences.runs import index_in_run
+from transformer_embed._src.sequences.runs import index_in_run, of_next_token
 
 
 def dot_product_attention(
@@ -221,9 +222,9 @@ def _ranges_in_runs(ids: Int32[Array, "b t"], left: int, right: int) -> tuple[Ar
     """The tokens so far before and after each, inside its run of one id; 0 is padding."""
     ids = with_whole_rows(ids)
     index = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
-    # In the reversed row, those after a token are before it.
-    before, after = index_in_run(ids), index_in_run(ids[:, ::-1])[:, ::-1]
-    start, end = index - jnp.minimum(before, left), index + 1 + jnp.minimum(after, right)
+    start = index - jnp.minimum(index_in_run(ids), left)
+    ends = jnp.where(ids != of_next_token(ids), index + 1, ids.shape[1])
+    end = jnp.minimum(index + right + 1, jax.lax.cummin(ends, axis=1, reverse=True))
     return jnp.where(ids == 0, 0, start), jnp.where(ids == 0, 0, end)
 
 
