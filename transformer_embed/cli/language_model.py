@@ -90,15 +90,7 @@ def train(text: bytes, positions: str, *, steps: int, seed: int) -> Result:
     mesh = Mesh(jax.devices(), ("data",))
     over_devices = NamedSharding(mesh, PartitionSpec("data"))
     bits, optimizer = jax.jit(functools.partial(_bits, positions)), _optimizer(steps)
-
-    # The new parameters and state take the memory of the old ones.
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params: Params, state: optax.OptState, batch: UInt8[Array, "b t"]) -> tuple:
-        """The new parameters and state, and the loss before the step."""
-        loss, gradient = jax.value_and_grad(lambda params: bits(params, batch).mean())(params)
-        updates, state = optimizer.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
+    step = _step_of(bits, optimizer)
     params = model(positions).init(jax.random.key(seed), jnp.zeros([1, CONTEXT], jnp.uint8))
     params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
     state, rng = optimizer.init(params), np.random.default_rng(seed)
@@ -115,6 +107,18 @@ def train(text: bytes, positions: str, *, steps: int, seed: int) -> Result:
     lengths = LENGTHS[:1] if positions == "learned" else LENGTHS
     score = functools.partial(_score, functools.partial(bits, params), held_out, over_devices)
     return Result(params, np.asarray(losses), [*map(score, lengths)])
+
+
+def _step_of(bits: Callable, optimizer: optax.GradientTransformation) -> Callable:
+    # The new parameters and state take the memory of the old ones.
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Params, state: optax.OptState, batch: UInt8[Array, "b t"]) -> tuple:
+        """The new parameters and state, and the loss before the step."""
+        loss, gradient = jax.value_and_grad(lambda params: bits(params, batch).mean())(params)
+        updates, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step
 
 
 def model(positions: str) -> hk.Transformed:

@@ -108,7 +108,10 @@ def run(args: argparse.Namespace) -> None:
     if plot:
         draw_file(plot, lambda ax: _curves(ax, results))
         print(f"The losses are in {args.plot}.")
-    lengths = language_model.LENGTHS
+    _print_scores(results, language_model.LENGTHS)
+
+
+def _print_scores(results: Mapping[str, Any], lengths: Sequence[int]) -> None:
     print("\nbits per byte of texts with")
     print(_row("positions", "parameters", [f"{length} bytes" for length in lengths]))
     for name, result in results.items():

@@ -82,11 +82,8 @@ class TransformerEmbedding(hk.Module):
         super().__init__(name=name)
         want = "an EmbedderConfig, such as te.EmbedderConfig(vocab_size=256, d_model=64)"
         self.config = arguments.instance("config", config, EmbedderConfig, want)
-        self._initial_params = None
-        if initial_params is not None:
-            params = as_params("initial_params", initial_params)
-            paths = layer_paths("initial_params", config, params)
-            self._initial_params = {module: params[path] for module, path in paths.items()}
+        is_given = initial_params is not None
+        self._initial_params = _of_modules(config, initial_params) if is_given else None
         embedding = functools.partial(
             TokenEmbedding,
             d_model=config.table_width,
@@ -206,6 +203,13 @@ def init_params(config: EmbedderConfig, rng: Array) -> Params:
 def _shapes_of(config: EmbedderConfig) -> set[str]:
     """The parameters of a config's layer, in words."""
     return _shapes(jax.eval_shape(functools.partial(init_params, config), jax.random.key(0)))
+
+
+def _of_modules(config: EmbedderConfig, initial_params: Params) -> Params:
+    """The parameters of each module by its name."""
+    params = as_params("initial_params", initial_params)
+    paths = layer_paths("initial_params", config, params)
+    return {module: params[path] for module, path in paths.items()}
 
 
 def layer_paths(name: str, config: EmbedderConfig, params: Params) -> dict[str, str]:

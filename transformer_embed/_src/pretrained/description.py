@@ -172,10 +172,7 @@ def _described(
     has_own_size = file.side == STACKS[1] and value["decoder_vocab_size"]
     sizes = {"hidden_size": d_model, "embedding_size": width, "type_vocab_size": types}
     sizes["decoder_vocab_size" if has_own_size else "vocab_size"] = rows
-    for name, size in sizes.items():
-        if value[name] not in (None, size):
-            want = f"{size}, as the tensors say (if they are right: settings={{{name!r}: {size}}})"
-            raise arguments.value_error(name, want, value[name])
+    _check_sizes(value, sizes)
     config = EmbedderConfig(
         rows,
         d_model,
@@ -192,6 +189,13 @@ def _described(
     per_layer = {"layer_norm_eps": value["rms_norm_eps"]} if PER_LAYER_TABLE in shapes else None
     bias = _bias(kind, value, shapes, file.side)
     return PretrainedInput(config, {}, layers, bias, per_layer=per_layer)
+
+
+def _check_sizes(value: Options, sizes: Mapping[str, int]) -> None:
+    for name, size in sizes.items():
+        if value[name] not in (None, size):
+            want = f"{size}, as the tensors say (if they are right: settings={{{name!r}: {size}}})"
+            raise arguments.value_error(name, want, value[name])
 
 
 def _scheme(kind: Architecture, value: Options, shapes: Shapes) -> PositionScheme | None:

@@ -102,14 +102,20 @@ def recognised(file: Published, model_type: Any) -> tuple[Architecture, str, dic
         under = f"those under {[*found]}"
         raise arguments.value_error(tensors.path, want, under if found else tensors.listed())
     ((prefix, names),) = found.items()
+    _check_read(kind, file, prefix, {*names.values()})
+    return kind, prefix, names
+
+
+def _check_read(kind: Architecture, file: Published, prefix: str, read: set[str]) -> None:
+    """Raises a ValueError for a tensor beside these that a layer of this kind does not have."""
+    tensors = file.tensors
     left_out = {*kind.meaningless.split()}
     # A stack has the other one beside it.
     if (own := kind.tokens.format(stack=file.side).partition(".")[0]) in STACKS:
         left_out |= {*STACKS} - {own}
-    for name in sorted({*files} - {*names.values()}):
+    for name in sorted({*tensors.files} - read):
         below = name.removeprefix(prefix)
         is_own = name.startswith(prefix) and not left_out & {*below.split(".")}
         if is_own and BESIDE.match(below):
             want = f"an input layer like that of {kind.type}, or {BY_HAND}"
             raise arguments.value_error(tensors.path, want, f"also {name}, which is not read")
-    return kind, prefix, names

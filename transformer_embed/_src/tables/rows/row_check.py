@@ -99,8 +99,7 @@ def find_tables(init: Callable, treedef: Any, leaves: dict[int, Any]) -> Tables:
     gradients = [n for n in range(size) if is_gradient(leaves[n])]
     for n in gradients:
         leaves[n].check(leaves[size + n].shape)
-    largest = max([LARGE, *(max(leaf.shape, default=0) for leaf in leaves.values())])
-    primes = filter(_is_prime, itertools.count(largest + 1))
+    primes = _primes_above_sizes(leaves)
     indices = {next(primes): [n, size + n] for n in gradients}
     vocab_sizes, block_sizes = (
         {prime: rows(leaves[n]) for prime, (n, _) in indices.items()}
@@ -119,6 +118,11 @@ def find_tables(init: Callable, treedef: Any, leaves: dict[int, Any]) -> Tables:
         if (vocab_sizes.get(prime), *columns) == leaves[index].shape:
             indices[prime].append(index)
     return tables
+
+
+def _primes_above_sizes(leaves: dict[int, Any]) -> Iterator[int]:
+    largest = max([LARGE, *(max(leaf.shape, default=0) for leaf in leaves.values())])
+    return filter(_is_prime, itertools.count(largest + 1))
 
 
 def _is_prime(number: int) -> bool:

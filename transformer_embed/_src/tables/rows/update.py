@@ -170,10 +170,7 @@ def _update_in_blocks(
     if not len(ids):
         return list(arrays)
     block = len(leaves[indices[0]])
-    # The rest of the last block: a write is told that ids ascend and are distinct.
-    count = -len(ids) % block
-    past = jnp.maximum(ids[-1] + 1, len(arrays[0])) + jnp.arange(count, dtype=jnp.int32)
-    ids, gradient = jnp.concatenate([ids, past]), jnp.pad(gradient, ((0, count), (0, 0)))
+    ids, gradient = _in_whole_blocks(block, len(arrays[0]), ids, gradient)
 
     def update_block(i: Any, arrays: list[Array]) -> list[Array]:
         block_ids, block_gradient = (
@@ -194,6 +191,16 @@ def _update_in_blocks(
     if len(ids) == block:
         return update_block(0, list(arrays))
     return jax.lax.fori_loop(0, len(ids) // block, update_block, list(arrays))
+
+
+def _in_whole_blocks(
+    block: int, rows: int, ids: Int32[Array, "k"], gradient: Float[Array, "k d"]
+) -> tuple[Array, Array]:
+    """The ids and their gradient, with padding that fills the last block."""
+    count = -len(ids) % block
+    # A write is told that ids ascend and are distinct.
+    past = jnp.maximum(ids[-1] + 1, rows) + jnp.arange(count, dtype=jnp.int32)
+    return jnp.concatenate([ids, past]), jnp.pad(gradient, ((0, count), (0, 0)))
 
 
 def _write(array: Array, ids: Int32[Array, "k"], rows: Array) -> Array:

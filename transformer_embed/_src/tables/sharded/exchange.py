@@ -109,9 +109,7 @@ def _ask_owners(
 
     def ask(shard, ids):
         slots = distinct_ascending(split.slots(ids), size, most)
-        starts = count_below(slots, jnp.arange(owners + 1, dtype=jnp.int32) * len(shard))
-        index = starts[:-1, None] + jnp.arange(room, dtype=jnp.int32)[None]
-        index = jnp.where(index < starts[1:, None], index, most).reshape(-1)
+        index = _by_owner(slots, jnp.arange(owners + 1, dtype=jnp.int32) * len(shard), room)
         sent = slots.at[index].get(mode="fill", fill_value=size)
         # The rest of an owner's part repeats the slot before it, so that all of them ascend.
         held = jax.lax.cummax(jnp.where(index < most, sent, -1))
@@ -130,6 +128,13 @@ def _ask_owners(
     by_dimension, _ = split.axes_of(ids)
     in_specs = PartitionSpec(split.rows), PartitionSpec(*by_dimension)
     return split.map(ask, in_specs, PartitionSpec(axes))(array, ids)
+
+
+def _by_owner(slots: Int32[Array, "n"], bounds: Int32[Array, "m"], room: int) -> Int32[Array, "k"]:
+    """The indices of the slots between each two bounds, as many as there is room; n: none."""
+    starts = count_below(slots, bounds)
+    index = starts[:-1, None] + jnp.arange(room, dtype=jnp.int32)[None]
+    return jnp.where(index < starts[1:, None], index, len(slots)).reshape(-1)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -1,14 +1,16 @@
 """What an exchange of rows asks of the devices for one batch, counted on the host."""
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.partitioning import devices_along
+from transformer_embed._src.partitioning import Axes, devices_along
 from transformer_embed._src.tables.rows.distinct_ids import as_max_rows
 from transformer_embed._src.tables.sharded.table import Sharded
+from transformer_embed._src.tables.sharded.table_split import TableSplit
 
 
 class ExchangeLoad(NamedTuple):
@@ -67,25 +69,42 @@ def exchange_load(table: Sharded, ids: ArrayLike, *, max_rows: int | None = None
     if not split.order.is_striped:
         want = "a striped table (see `stripe` of shard_params)"
         raise arguments.value_error("table", want, "a contiguous table")
-    devices, owners = (devices_along(split.mesh, each) for each in (axes, split.rows))
+    devices = devices_along(split.mesh, axes)
     if array.shape[0] % devices:
         want = f"a first dimension that {devices} devices divide"
         raise arguments.value_error("ids", want, f"shape {list(array.shape)}")
-    asked, room, distinct = split.buffers(axes, array.size, as_max_rows(max_rows))
-    slots = [np.unique(split.slots(part)) for part in array.reshape(devices, -1)]
+    buffers = split.buffers(axes, array.size, as_max_rows(max_rows))
+    rows, dropped = _counted(split, buffers, array.reshape(devices, -1), _groups(split, axes))
+    return ExchangeLoad(rows.reshape([split.mesh.shape[axis] for axis in axes]), dropped)
+
+
+def _groups(split: TableSplit, axes: Axes) -> np.ndarray:
+    """The numbers of the devices that exchange rows with each other, [groups, owners].
+
+    They differ along the axes of rows alone.
+    """
+    shape = [split.mesh.shape[axis] for axis in axes]
+    along = [axes.index(axis) for axis in split.rows]
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    owners = devices_along(split.mesh, split.rows)
+    return np.moveaxis(numbers, along, range(-len(along), 0)).reshape(-1, owners)
+
+
+def _counted(
+    split: TableSplit, buffers: tuple[int, ...], ids: np.ndarray, groups: np.ndarray
+) -> tuple[np.ndarray, int]:
+    """The rows that each device is asked for by ids [devices, ...], and what does not fit."""
+    asked, room, distinct = buffers
+    slots = [np.unique(split.slots(part)) for part in ids]
     dropped = sum(len(part[asked:]) for part in slots)
-    bounds = np.arange(1, owners) * split.shard
+    bounds = np.arange(1, groups.shape[1]) * split.shard
     # What each device asks of each owner.
     parts = [np.split(part[:asked], np.searchsorted(part[:asked], bounds)) for part in slots]
-    shape = tuple(split.mesh.shape[axis] for axis in axes)
-    rows = np.zeros(devices, np.int64)
-    # Devices that exchange rows differ along the axes of rows alone.
-    along = [axes.index(axis) for axis in split.rows]
-    numbers = np.moveaxis(np.arange(devices).reshape(shape), along, range(-len(along), 0))
-    for group in numbers.reshape(-1, owners):
+    rows = np.zeros(len(ids), np.int64)
+    for group in groups:
         of_owners = zip(*(parts[device] for device in group), strict=True)
         for owner, requests in zip(group, of_owners, strict=True):
             received = np.unique(np.concatenate([part[:room] for part in requests]))
             rows[owner] = len(received[:distinct])
             dropped += len(received[distinct:]) + sum(len(part[room:]) for part in requests)
-    return ExchangeLoad(rows.reshape(shape), dropped)
+    return rows, dropped
