@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.compiled import change_column
 from transformer_embed._src.partitioning import all_gather, index_along
 from transformer_embed._src.tokens.chunks import (
     Chunk,
@@ -145,7 +146,14 @@ class LogProbs(Loss):
         split, (found,), labels, _ = chunk
         exponentials, columns = jnp.exp(found.shifted), columns_of(found, labels)
         total, of_label, _ = sums_of_rows(split, found, exponentials, columns, None)
-        losses = Value(jnp.log(total) - of_label, (exponentials,), total, columns)
+        slopes, subtracted = exponentials, columns
+        if not self.of_candidates:
+            # A GPU would write zeros but for one column, and add them in another pass.
+            slopes, subtracted = (
+                change_column(slopes, columns, lambda old: old - total, is_last=False),
+                None,
+            )
+        losses = Value(jnp.log(total) - of_label, (slopes,), total, subtracted)
         if not self.with_entropy:
             return (losses,)
         # A ban counts as 0.
