@@ -73,11 +73,12 @@ def test_tables_in_lists_and_tuples_have_ids_and_bounds_in_lists_and_tuples():
             taken(params, ids, max_rows=max_rows)
 
 
-NONE = "wanted a table, since ids or max_rows has it, got none among params['huge'], params['i'],"
+NONE = "wanted a table, where ids or max_rows has an array, got none among params['huge'], params['i'],"
 OF_T = {"ids": {"m": {"t": [1]}}}
 ERRORS = {
     f"params['m']['x'][0]: {NONE}": {"ids": {"m": {"x": [1]}}},
     f"params['m'][0]: {NONE}": {"ids": {"m": [1]}},
+    f"params: {NONE}": {"ids": np.array([1])},
     "params['v']: wanted shape [vocab_size, d] with at least one row, got shape [5]": {
         "ids": {"v": [1]}
     },

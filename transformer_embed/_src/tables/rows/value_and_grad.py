@@ -147,7 +147,7 @@ def _at_leaves(names: Mapping[str, Any], tree: Tree) -> dict[str, Any]:
     found = {_name(path): part for path, part in parts if part is not None}
     for name in found.keys() - names.keys():
         got = f"none among {', '.join(names)}"
-        raise arguments.value_error(name, "a table, since ids or max_rows has it", got)
+        raise arguments.value_error(name, "a table, where ids or max_rows has an array", got)
     return found
 
 
