@@ -100,7 +100,8 @@ def linear_cross_entropy(
         A scalar in float32 (float64 if x or the table is); with `reduction="none"`, an array [...].
         The loss and its gradients are 0 if no label is counted, and NaN if a counted label is
         outside the vocabulary. At tokens that are not counted, x has no effect, even if it is NaN.
-        A weight of 0 leaves exactly 0 of a loss, even of an infinite one or NaN.
+        A weight of 0 leaves exactly 0 of a loss, even of an infinite one or NaN. If x and the table
+        are in bfloat16, gradients of logits are rounded to it before they are multiplied.
 
         With shift and `reduction="none"`, the loss of `labels[..., t]` is at t. With
         `with_metrics=True` it is a pair, as `jax.value_and_grad(..., has_aux=True)` takes it.
