@@ -57,3 +57,18 @@ def known_after_reading(ids: Int32[Array, "k"], rows: Float[Array, "n d"]) -> In
     # Half of 0 or 1 is 0, but XLA does not see that. (It drops an optimization_barrier too early.)
     zero = jnp.isnan(rows[0, 0]).astype(jnp.int32) >> 1
     return ids + zero
+
+
+def computed_once(rows: Float[Array, "n ..."]) -> Float[Array, "n ..."]:
+    """The same array.
+
+    Prevents that a CPU fuses its computation into whatever broadcasts it, and so repeats it: XLA
+    does not fuse through a gather.
+    """
+    # Under explicit mesh axes that split the array, the gather would need a sharding.
+    if any(jax.typeof(rows).sharding.spec):
+        return rows
+    every_row = jnp.arange(len(rows), dtype=jnp.int32)
+    # No index is out of range. With its default mode, jax would compare each one and select.
+    gather = functools.partial(jnp.take, indices=every_row, axis=0, mode="clip")
+    return jax.lax.platform_dependent(rows, cpu=gather, default=lambda rows: rows)

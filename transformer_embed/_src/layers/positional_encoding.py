@@ -1,6 +1,5 @@
 """Position encodings added to embeddings, then dropout."""
 
-import functools
 from typing import Any
 
 import haiku as hk
@@ -10,6 +9,7 @@ from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
+from transformer_embed._src.compiled import computed_once
 from transformer_embed._src.layers.parameters import Initializer, as_initializer
 from transformer_embed._src.positions.phase import as_positions
 from transformer_embed._src.positions.schemes import PositionScheme
@@ -127,7 +127,7 @@ class PositionalEncoding(hk.Module):
         arguments.check_ends_in_length("positions", encoding.shape[:-1], shape, tokens)
         # A row that is used once is computed once anyway.
         if encoding.ndim == 2 and any(size != 1 for size in shape[:-1]):
-            encoding = _fusion_barrier(encoding)
+            encoding = computed_once(encoding)
         return encoding
 
 
@@ -137,21 +137,6 @@ def wide_sum(x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..
     # Users may disable jax's rank promotion.
     y = jax.lax.expand_dims(y, range(x.ndim - y.ndim))
     return x.astype(wide) + y.astype(wide)
-
-
-def _fusion_barrier(rows: Float[Array, "t d"]) -> Float[Array, "t d"]:
-    """The same rows, computed once.
-
-    On a CPU, XLA would fuse their computation into the sum and repeat it for each batch row; it
-    cannot fuse through a gather.
-    """
-    # Under explicit mesh axes that split the rows, the gather would need a sharding.
-    if any(jax.typeof(rows).sharding.spec):
-        return rows
-    every_row = jnp.arange(rows.shape[0], dtype=jnp.int32)
-    # No index is out of range. With its default mode, jax would compare each one and select.
-    gather = functools.partial(jnp.take, indices=every_row, axis=0, mode="clip")
-    return jax.lax.platform_dependent(rows, cpu=gather, default=lambda rows: rows)
 
 
 def apply_dropout(x: Float[Array, "..."], rate: float, is_training: bool) -> Float[Array, "..."]:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Shaped
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.compiled import compiled
+from transformer_embed._src.compiled import compiled, computed_once
 from transformer_embed._src.positions import phase
 from transformer_embed._src.positions.rotary_scaling import Scaling, scaled_frequencies
 
@@ -190,11 +190,10 @@ class _Options(NamedTuple):
     pair_axes: tuple[int, ...]
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "options"))
+@compiled(2, 3)
 def _rotated(x, positions, layout, options) -> Float[Array, "... t h d"]:
     """x with its pairs rotated."""
-    # Compiled even if the caller is not: else the loop in `_cos_and_sin` would compile at each
-    # call. Expanded to x's rank, because users may disable jax's rank promotion.
+    # Expanded to x's rank, because users may disable jax's rank promotion.
     positions = jnp.expand_dims(positions, (*range(x.ndim - positions.ndim - 1), -2))
     # A TPU splits and joins 16-bit arrays directly; widening to float32 first would take extra
     # passes over memory.
@@ -239,16 +238,10 @@ def _cos_and_sin(
     for axis, other in enumerate(others, 1):
         position = jnp.where(pair_axes == axis, other, position)
 
-    def wave(quarter):
-        return np.float32(options.attention_factor) * phase.sinusoid(position, frequencies, quarter)
-
-    # On a CPU, XLA fuses the phases into the products and computes them again for each head; it
-    # cannot fuse through a loop.
-    return jax.lax.platform_dependent(
-        np.array([1, 0], np.uint32),
-        cpu=functools.partial(jax.lax.map, wave),
-        default=lambda quarters: jnp.stack([wave(quarter) for quarter in quarters]),
-    )
+    quarters = np.array([1, 0], np.uint32)
+    waves = [phase.sinusoid(position, frequencies, quarter) for quarter in quarters]
+    # Else a CPU would compute the phases again for each head.
+    return computed_once(np.float32(options.attention_factor) * jnp.stack(waves))
 
 
 @functools.lru_cache(maxsize=64)
