@@ -221,15 +221,15 @@ def test_a_number_that_float32_rounds_to_infinity_or_zero(value):
 
 
 TYPE_ERRORS = [
-    (lambda: te.apply_rotary(X, POSITIONS, pair_axes=np.array(2)), "pair_axes: wanted a sequence, got an array int64[]"),
-    (lambda: te.sinusoidal_grid(b"half", 4), "shape: wanted a sequence, got bytes b'half'"),
-    (lambda: jax.jit(lambda id: te.lookup(TABLE, [id, id]))(1), "ids: wanted one array (jit takes a list apart into scalars: make it an array first, by jnp.stack for example), got a list of traced values"),
+    (lambda: te.apply_rotary(X, POSITIONS, pair_axes=np.array(2)), "pair_axes: ... got an array int64[]"),
+    (lambda: te.sinusoidal_grid(b"half", 4), "shape: ... got bytes b'half'"),
+    (lambda: jax.jit(lambda id: te.lookup(TABLE, [id, id]))(1), "ids: ... got a list of traced values"),
 ]  # fmt: skip
 VALUE_ERRORS = [
-    (lambda: te.sinusoidal_table(3, 4, base=10**400), "base: wanted a finite number above 0, got 1000"),
+    (lambda: te.sinusoidal_table(3, 4, base=10**400), "base: ... 0, got 1000"),
     (lambda: CALLS["permute_rotary_weights"][0]([2**40, 0, 0, 0]), "weights: wanted integers inside int32"),
     (lambda: te.apply_rotary(X[..., :2], POSITIONS, scaling=YARN(mscale=1e300)), "attention factor: wanted a number above 0 that float32"),
-    (lambda: te.lookup([[1.0], [1.0, 2.0]], [0]), "table: wanted an array, or nested lists of equal lengths, got lists of unequal lengths"),
+    (lambda: te.lookup([[1.0], [1.0, 2.0]], [0]), "table: ... got lists of unequal lengths"),
 ]  # fmt: skip
 
 

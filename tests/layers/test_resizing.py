@@ -95,8 +95,8 @@ def test_a_grid_is_resized_like_an_image(shape):
     near(found[1:], expected.reshape(-1, 4), atol=2e-6)
 
 
-NONE = "params: wanted one token_embedding with embeddings, got none among ['linear']"
-KEYS = "rng: wanted one key of jax.random.key or jax.random.PRNGKey, got int 0"
+NONE = "params: ... got none among ['linear']"
+KEYS = "rng: ... got int 0"
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.int8, np.uint64])
@@ -109,18 +109,18 @@ def test_a_number_of_rows_of_numpy_does_not_wrap(kind):
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: te.resize_vocabulary(PARAMS, 0), ValueError, "vocab_size: wanted an int of at least 1, got 0"),
-        (lambda: te.resize_vocabulary(PARAMS, 14), ValueError, "rng: wanted a key, to draw 3 new rows, got None"),
+        (lambda: te.resize_vocabulary(PARAMS, 0), ValueError, "vocab_size: ... 1, got 0"),
+        (lambda: te.resize_vocabulary(PARAMS, 14), ValueError, "rng: ... got None"),
         (lambda: te.resize_vocabulary(PARAMS, 14, rng=0), TypeError, KEYS),
         (lambda: te.resize_vocabulary({"linear": {}}, 14), ValueError, NONE),
-        (lambda: te.resize_positions(PARAMS, 2, start=2), ValueError, "max_len: wanted an int of at least 3, got 2"),
-        (lambda: te.resize_positions(PARAMS, 9, start=4), ValueError, "start: wanted an int of at most 3, got 4"),
-        (lambda: te.resize_positions(PARAMS, 2**40), ValueError, "max_len: wanted an int of at most 2147483647, got 1099511627776"),
-        (lambda: te.resize_positions(PARAMS, (3, 3), shape=(2, 3)), ValueError, "shape: wanted a point for each row from start on, 4, got 6"),
-        (lambda: te.resize_positions(PARAMS, (3,), shape=(2, 2)), ValueError, "max_len: wanted as many axes as shape, 2, got 1"),
-        (lambda: te.resize_positions(PARAMS, 9, shape=(2, 2)), TypeError, "max_len: wanted a sequence, got int 9"),
+        (lambda: te.resize_positions(PARAMS, 2, start=2), ValueError, "max_len: ... 3, got 2"),
+        (lambda: te.resize_positions(PARAMS, 9, start=4), ValueError, "start: ... 3, got 4"),
+        (lambda: te.resize_positions(PARAMS, 2**40), ValueError, "max_len: ... 2147483647, got 1099511627776"),
+        (lambda: te.resize_positions(PARAMS, (3, 3), shape=(2, 3)), ValueError, "shape: ... 4, got 6"),
+        (lambda: te.resize_positions(PARAMS, (3,), shape=(2, 2)), ValueError, "max_len: ... 2, got 1"),
+        (lambda: te.resize_positions(PARAMS, 9, shape=(2, 2)), TypeError, "max_len: ... got int 9"),
         (lambda: te.resize_positions({"linear": {}}, 9), ValueError,
-         "params: wanted one learned_positional_encoding with embeddings, got none among ['linear']"),
+         "params: ... got none among ['linear']"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_refused(call, error, text):

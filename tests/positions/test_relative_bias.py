@@ -200,21 +200,21 @@ def test_bias_on_an_explicit_mesh_equals_bias_on_one_device(function, options):
 alibi = functools.partial(alibi_bias, [0], [0], num_heads=8)
 buckets = functools.partial(relative_position_buckets, [0], [0], **OF_8)
 TYPE_ERRORS = [
-    (lambda: alibi_slopes(8.0), "num_heads: wanted a Python int, got float 8.0"),
-    (lambda: alibi(symmetric="yes"), "symmetric: wanted a Python bool, got str"),
+    (lambda: alibi_slopes(8.0), "num_heads: ... got float 8.0"),
+    (lambda: alibi(symmetric="yes"), "symmetric: ... got str"),
     (lambda: alibi(dtype=jnp.int32), "dtype: wanted a floating dtype of 16 to 64"),
-    (lambda: buckets(num_buckets=8.0), "num_buckets: wanted a Python int, got float 8.0"),
-    (lambda: buckets(bidirectional=1), "bidirectional: wanted a Python bool, got int 1"),
+    (lambda: buckets(num_buckets=8.0), "num_buckets: ... got float 8.0"),
+    (lambda: buckets(bidirectional=1), "bidirectional: ... got int 1"),
 ]
 VALUE_ERRORS = [
-    (lambda: alibi_slopes(0), "num_heads: wanted an int of at least 1, got 0"),
-    (lambda: alibi(max_bias=0), "max_bias: wanted a finite number above 0, got 0"),
-    (lambda: alibi(max_bias=126.5), "max_bias: wanted a number above 0, at most 126, got 126.5"),
-    (lambda: buckets(num_buckets=3), "num_buckets: wanted an int of at least 4, got 3"),
-    (lambda: buckets(num_buckets=1, bidirectional=False), "num_buckets: wanted an int of at least 2, got 1"),
-    (lambda: buckets(max_distance=2), "max_distance: wanted an int of at least 3, got 2"),
-    (lambda: buckets(max_distance=4, bidirectional=False), "max_distance: wanted an int of at least 5, got 4"),
-    (lambda: buckets(max_distance=HIGHEST), "max_distance: wanted an int of at most 2147483646, got 2147483647"),
+    (lambda: alibi_slopes(0), "num_heads: ... 1, got 0"),
+    (lambda: alibi(max_bias=0), "max_bias: ... 0, got 0"),
+    (lambda: alibi(max_bias=126.5), "max_bias: ... 126, got 126.5"),
+    (lambda: buckets(num_buckets=3), "num_buckets: ... 4, got 3"),
+    (lambda: buckets(num_buckets=1, bidirectional=False), "num_buckets: ... 2, got 1"),
+    (lambda: buckets(max_distance=2), "max_distance: ... 3, got 2"),
+    (lambda: buckets(max_distance=4, bidirectional=False), "max_distance: ... 5, got 4"),
+    (lambda: buckets(max_distance=HIGHEST), "max_distance: ... 2147483646, got 2147483647"),
 ]  # fmt: skip
 
 
@@ -230,6 +230,6 @@ def test_bad_positions(function, options):
         arguments = {"query_positions": [0, 1], "key_positions": [0, 1]} | {side: 1}
         with refused(ValueError, f"{side}: wanted shape [length] or [batch, length], got shape []"):
             function(**arguments, **options)
-    want = "query_positions and key_positions: wanted the same number of rows, or 1, got 2 and 3"
+    want = "query_positions and key_positions: ... 1, got 2 and 3"
     with refused(ValueError, want):
         function(np.zeros((2, 4), int), np.zeros((3, 5), int), **options)

@@ -3,7 +3,6 @@ import functools
 import itertools
 import json
 import pathlib
-import re
 import typing
 
 import hypothesis
@@ -18,7 +17,7 @@ from drawn import normal
 from hypothesis import strategies as st
 from meshes import AUTO, EXPLICIT, mesh_of, put
 from references import ROUNDINGS, assert_right, check, check_frequencies
-from refused import each_refused, refused
+from refused import each_refused, pattern, refused
 
 from transformer_embed._src.positions import rotary, rotary_scaling
 from transformer_embed._src.positions.rotary import apply_rotary, permute_rotary_weights
@@ -267,87 +266,86 @@ def test_rotation_on_a_mesh_equals_rotation_on_one_device(kind):
 
 X = np.zeros([2, 3, 4, 8], np.float32)
 P = np.arange(3)
-LENGTH = "positions: wanted a last axis of x's tokens' length, 3, got shape "
-BROADCAST = "positions: wanted a shape that broadcasts to that of x's tokens, [2, 3], got shape "
+LENGTH = "positions: ... 3, got shape "
+BROADCAST = "positions: ... [2, 3], got shape "
 EVEN = "wanted an even number of channels, to make pairs, got "
 AXES = {"pair_axes": (0, 0, 1, 1)}
 
 
 ODD = X[..., :7]
 ERRORS = [
-    (TypeError, {"x": P}, "x: wanted a floating dtype of 16 to 64 bits, got int64"),
+    (TypeError, {"x": P}, "x: ... got int64"),
     (ValueError, {"x": X[0, 0]}, "x: wanted shape [..., length, heads, head_dim], got"),
     (ValueError, {"layout": "neox"}, "layout: wanted one of 'half', 'interleaved', got"),
     (ValueError, {"partial": 0.5}, "partial: wanted one of 'first', 'proportional', got"),
     (ValueError, {"x": ODD}, f"head_dim: {EVEN}7"),
     (ValueError, {"x": ODD, "rotary_dim": 4, "partial": "proportional"}, f"head_dim: {EVEN}7"),
     (ValueError, {"rotary_dim": 3}, f"rotary_dim: {EVEN}3"),
-    (ValueError, {"rotary_dim": 0}, "rotary_dim: wanted an int of at least 2, got 0"),
-    (ValueError, {"rotary_dim": 10}, "rotary_dim: wanted an int of at most 8, got 10"),
-    (ValueError, {"base": 0}, "base: wanted a finite number above 0, got 0"),
-    (ValueError, {"base": 1, "scaling": YARN}, "base: wanted a finite number above 1, got 1.0"),
+    (ValueError, {"rotary_dim": 0}, "rotary_dim: ... 2, got 0"),
+    (ValueError, {"rotary_dim": 10}, "rotary_dim: ... 8, got 10"),
+    (ValueError, {"base": 0}, "base: ... 0, got 0"),
+    (ValueError, {"base": 1, "scaling": YARN}, "base: ... 1, got 1.0"),
     (TypeError, {"scaling": 2.0}, "scaling: wanted LinearScaling(...), another scaling of this package, or None, got"),
-    (ValueError, {"scaling": LONG, "rotary_dim": 4}, "long_factor: wanted half as many numbers as rotated channels, 2, got 4"),
+    (ValueError, {"scaling": LONG, "rotary_dim": 4}, "long_factor: ... 2, got 4"),
     (ValueError, {"positions": np.zeros([2, 1], int)}, LENGTH + "[2, 1]"),
     (ValueError, {"positions": np.zeros([4, 2], int)} | AXES, LENGTH + "[4]"),
     (ValueError, {"positions": 7}, LENGTH + "[]; add jnp.arange(length) to a scalar offset; jax.vmap maps keyword arguments over axis 0: bind them with functools.partial"),
     (ValueError, {"positions": np.zeros([5, 2, 3], int)}, BROADCAST + "[5, 2, 3]"),
     (ValueError, AXES, "positions: wanted shape [..., length, 2 or more], as pair_axes says, got shape [3]"),
     (ValueError, {"positions": np.zeros([3, 2], int), "pair_axes": (0, 0, 1, 2)}, "positions: wanted shape [..., length, 3 or more], as pair_axes says, got shape [3, 2]"),
-    (ValueError, {"pair_axes": [0] * 5}, "pair_axes: wanted a number for each pair, 4, got 5"),
-    (ValueError, {"pair_axes": (0, -2)}, "pair_axes[1]: wanted an int of at least 0, got -2"),
+    (ValueError, {"pair_axes": [0] * 5}, "pair_axes: ... 4, got 5"),
+    (ValueError, {"pair_axes": (0, -2)}, "pair_axes[1]: ... 0, got -2"),
 ]  # fmt: skip
 
 
 def test_bad_arguments_of_a_rotation():
     for kind, changes, message in ERRORS:
-        with pytest.raises(kind, match="^" + re.escape(message)):
+        with pytest.raises(kind, match=pattern(message)):
             apply_rotary(**{"x": X, "positions": P} | changes)
 
 
-# The fields of the scalings: what each wants, and a value outside of the range.
-ABOVE_0 = ("a finite number above 0", 0)
-RANGES = {
-    "factor": ABOVE_0,
-    "alpha": ABOVE_0,
-    "beta_slow": ABOVE_0,
-    "low_freq_factor": ABOVE_0,
-    "attention_factor": ABOVE_0,
-    "short_factor": ABOVE_0,
-    "long_factor": ABOVE_0,
-    "beta_fast": ("a finite number above 1", 1),
-    "high_freq_factor": ("a number of at least low_freq_factor, 1", 0.5),
-    "mscale": ("a finite number of at least 0", -1),
-    "mscale_all_dim": ("a finite number of at least 0", -1),
-    "original_length": ("an int of at least 2", 1),
-    "length": ("an int of at least 0", -1),
+# A value outside of the range of each field of the scalings.
+OUTSIDE = {
+    "factor": 0,
+    "alpha": 0,
+    "beta_slow": 0,
+    "low_freq_factor": 0,
+    "attention_factor": 0,
+    "short_factor": 0,
+    "long_factor": 0,
+    "beta_fast": 1,
+    "high_freq_factor": 0.5,
+    "mscale": -1,
+    "mscale_all_dim": -1,
+    "original_length": 1,
+    "length": -1,
 }
 
 
 @pytest.mark.parametrize("scaling", [YARN, LONG, *SCALINGS[:3], Llama3Scaling(8.0)])
 def test_each_field_of_a_scaling_has_a_range(scaling):
     for name in {field.name for field in dataclasses.fields(scaling)} - {"truncate"}:
-        wanted, bad = RANGES[name]
+        bad = OUTSIDE[name]
         of_each = isinstance(getattr(scaling, name), tuple)
-        with refused(ValueError, f"{name}{'[1]' * of_each}: wanted {wanted}, got {bad}"):
+        with refused(ValueError, f"{name}{'[1]' * of_each}: ... got {bad}"):
             dataclasses.replace(scaling, **{name: [1, bad] if of_each else bad})
 
 
 permute = functools.partial(permute_rotary_weights, source="half", target="half")
 TYPE_ERRORS = [
-    (lambda: LinearScaling("2"), "factor: wanted a Python number, got str '2'"),
+    (lambda: LinearScaling("2"), "factor: ... got str '2'"),
     (lambda: YarnScaling(2.0, 8, truncate=1), "truncate: wanted a Python bool"),
-    (lambda: LongRopeScaling([1], ["a"], 2.0, 8, 8), "long_factor[0]: wanted a Python number, got str 'a'"),
-    (lambda: LongRopeScaling(None, [1], 2.0, 8, 8), "short_factor: wanted a sequence, got None"),
-    (lambda: jax.jit(lambda n: DynamicNTKScaling(2.0, 8, n))(9), "length: wanted a Python int, got a traced int32[]"),
+    (lambda: LongRopeScaling([1], ["a"], 2.0, 8, 8), "long_factor[0]: ... got str 'a'"),
+    (lambda: LongRopeScaling(None, [1], 2.0, 8, 8), "short_factor: ... got None"),
+    (lambda: jax.jit(lambda n: DynamicNTKScaling(2.0, 8, n))(9), "length: ... got a traced int32[]"),
 ]  # fmt: skip
 VALUE_ERRORS = [
-    (lambda: permute(X, 0), "num_heads: wanted an int of at least 1, got 0"),
-    (lambda: permute(X, 1, source="llama"), "source: wanted one of 'half', 'interleaved', got 'llama'"),
-    (lambda: permute(X, 1, target=None), "target: wanted one of 'half', 'interleaved', got None"),
+    (lambda: permute(X, 0), "num_heads: ... 1, got 0"),
+    (lambda: permute(X, 1, source="llama"), "source: ... got 'llama'"),
+    (lambda: permute(X, 1, target=None), "target: ... got None"),
     (lambda: permute(X, 8), f"head_dim: {EVEN}1"),
-    (lambda: permute(X, 3), "weights: wanted a last axis of 3 heads times head_dim, got shape [2, 3, 4, 8]"),
-    (lambda: permute(X, 2, rotary_dim=6), "rotary_dim: wanted an int of at most 4, got 6"),
+    (lambda: permute(X, 3), "weights: ... got shape [2, 3, 4, 8]"),
+    (lambda: permute(X, 2, rotary_dim=6), "rotary_dim: ... 4, got 6"),
 ]  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def test_only_tokens_are_counted_where_padding_has_a_position_of_its_own(scheme)
 @pytest.mark.slow
 def test_start_shortens_what_a_table_holds():
     assert embed(te.Learned(max_len=7, start=2)).shape == (3, 5, 8)
-    text = "length: wanted at most 4, where Learned ends, got 5"
+    text = "length: ... got 5"
     with refused(ValueError, text):
         embed(te.Learned(max_len=6, start=2))
 
@@ -61,9 +61,7 @@ def test_a_start_far_out_is_exact_inside_int32():
         far = te.sinusoidal_encoding(np.arange(start, start + 5, dtype=np.int32), 8)
         got = embed(te.Sinusoidal(start=start))
         equal(got, np.broadcast_to(far, (3, 5, 8)))
-    text = (
-        "start: wanted an int of at most 2147483643, for 5 positions inside int32, got 2147483644"
-    )
+    text = "start: ... got 2147483644"
     with refused(ValueError, text):
         embed(te.Sinusoidal(start=2**31 - 4))
 
@@ -92,7 +90,7 @@ def test_a_grid_of_tokens_is_the_flattened_grid(d_model, options):
     equal(got, [rows[:5]] * 2)
     got = embed(scheme, ids, d_model=d_model, positions=np.array([-1, 0, 5, 6, 2**31 - 1]))
     equal(got[0], rows[[0, 0, 5, 0, 0]] * [[np.nan], [1], [1], [np.nan], [np.nan]])
-    text = "length: wanted at most 6, where SinusoidalGrid ends, got 7"
+    text = "length: ... got 7"
     with refused(ValueError, text):
         embed(scheme, np.zeros(7, int), d_model=d_model)
 

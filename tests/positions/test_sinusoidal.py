@@ -128,32 +128,32 @@ def test_floats_on_the_host_that_float32_lacks():
 table = functools.partial(te.sinusoidal_table, 3, 4)
 grid = functools.partial(te.sinusoidal_grid, d_model=4)
 encode = functools.partial(te.sinusoidal_encoding, d_model=4)
-INT32 = "positions: wanted integers inside int32, -2147483648..2147483647, got "
+INT32 = "positions: ... -2147483648..2147483647, got "
 MANY, FREQUENCIES = 2**31 - 2, "number of frequencies: wanted an int of at most"
-DTYPE = "dtype: wanted a floating dtype of 16 to 64 bits, got "
+DTYPE = "dtype: ... got "
 TYPE_ERRORS = [
-    (lambda: te.sinusoidal_table(3, 2.5), "d_model: wanted a Python int, got float 2.5"),
-    (lambda: te.sinusoidal_table(True, 4), "length: wanted a Python int, got bool True"),
-    (lambda: table(base=jnp.float32(1e4)), "base: wanted a Python number, got an array float32[]"),
-    (lambda: jax.jit(lambda base: table(base=base))(4.0), "base: wanted a Python number, got a traced"),
+    (lambda: te.sinusoidal_table(3, 2.5), "d_model: ... got float 2.5"),
+    (lambda: te.sinusoidal_table(True, 4), "length: ... got bool True"),
+    (lambda: table(base=jnp.float32(1e4)), "base: ... got an array float32[]"),
+    (lambda: jax.jit(lambda base: table(base=base))(4.0), "base: ... got a traced"),
     (lambda: table(dtype=jnp.int32), DTYPE + "int32"),
     (lambda: table(dtype=np.zeros(2, np.float32)), DTYPE + "an array float32[2]"),
-    (lambda: grid(4), "shape: wanted a sequence, got int 4"),
+    (lambda: grid(4), "shape: ... got int 4"),
     (lambda: encode(jnp.ones(3, jnp.bfloat16)), "positions: wanted an integer dtype, or float32"),
 ]  # fmt: skip
 VALUE_ERRORS = [
-    (lambda: te.sinusoidal_table(3, 0), "d_model: wanted an int of at least 1, got 0"),
-    (lambda: te.sinusoidal_table(-1, 4), "length: wanted an int of at least 0, got -1"),
-    (lambda: table(layout=["sin_cos"]), "layout: wanted one of 'interleaved', 'sin_cos', 'cos_sin', got ['sin_cos']"),
-    (lambda: table(odd=None), "odd: wanted one of 'truncate', 'round_up', 'zero', got None"),
-    (lambda: table(base=0), "base: wanted a finite number above 0, got 0"),
-    (lambda: table(frequency_scale=np.inf), "frequency_scale: wanted a finite number above 0, got inf"),
-    (lambda: table(shift=2), "shift: wanted a number below d_model // 2 = 2, got 2"),
-    (lambda: grid((2, 2), axes=(0, 0)), "axes: wanted a permutation of the axes of shape (2, 2), at least one, got (0, 0)"),
+    (lambda: te.sinusoidal_table(3, 0), "d_model: ... 1, got 0"),
+    (lambda: te.sinusoidal_table(-1, 4), "length: ... 0, got -1"),
+    (lambda: table(layout=["sin_cos"]), "layout: ... got ['sin_cos']"),
+    (lambda: table(odd=None), "odd: ... got None"),
+    (lambda: table(base=0), "base: ... 0, got 0"),
+    (lambda: table(frequency_scale=np.inf), "frequency_scale: ... 0, got inf"),
+    (lambda: table(shift=2), "shift: ... 2, got 2"),
+    (lambda: grid((2, 2), axes=(0, 0)), "axes: ... got (0, 0)"),
     (lambda: grid(()), "axes: wanted a permutation of the axes of shape (), at least"),
-    (lambda: grid((2, 2, 2)), "d_model: wanted a multiple of the 3 axes (or odd='round_up' or 'zero'), got 4"),
-    (lambda: grid((2, 0)), "shape[1]: wanted an int of at least 1, got 0"),
-    (lambda: grid((2, 3), axis_positions=([0, 1],)), "axis_positions: wanted arrays as long as the axes, [[2], [3]], got [[2]]"),
+    (lambda: grid((2, 2, 2)), "d_model: ... got 4"),
+    (lambda: grid((2, 0)), "shape[1]: ... 1, got 0"),
+    (lambda: grid((2, 3), axis_positions=([0, 1],)), "axis_positions: ... [[2], [3]], got [[2]]"),
     (lambda: te.sinusoidal_encoding([0], MANY), FREQUENCIES),
     (lambda: te.EmbedderConfig(3, MANY), FREQUENCIES),
     (lambda: te.sinusoidal_grid((2, 2), MANY), FREQUENCIES),

@@ -1,18 +1,18 @@
 """`te.check_batch`: ids in the vocabulary, padding's id at padding, the order of a row's tokens."""
 
 import itertools
-import re
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from refused import pattern
 
 import transformer_embed as te
 from transformer_embed import TokenPositions
 
-NUMBERS = "ids: wanted an array of real numbers of at most 64 bits, got "
+NUMBERS = "ids: ... got "
 
 
 def check_order(tokens, order):
@@ -33,7 +33,7 @@ def test_ids_in_the_vocabulary_pass():
         te.check_batch(ids, vocab_size=vocab_size)
 
 
-INSIDE = "ids: wanted integers inside the vocabulary, 0..4, got "
+INSIDE = "ids: ... 0..4, got "
 
 
 BAD_IDS = [
@@ -42,16 +42,16 @@ BAD_IDS = [
     (ValueError, jnp.array([[-1]]), 5, INSIDE + "-1 at index [0, 0]"),
     (ValueError, np.array([0, 127], np.int8), 127, INSIDE.replace("4", "126") + "127 at index [1]"),
     (ValueError, np.array([0, 1], ml_dtypes.int2), 1, INSIDE.replace("4", "0") + "1 at index [1]"),
-    (TypeError, [True], 5, "ids: wanted an integer dtype, got bool"),
-    (ValueError, [0], 0, "vocab_size: wanted an int of at least 1, got 0"),
-    (TypeError, [0], 5.0, "vocab_size: wanted a Python int, got float 5.0"),
+    (TypeError, [True], 5, "ids: ... got bool"),
+    (ValueError, [0], 0, "vocab_size: ... 1, got 0"),
+    (TypeError, [0], 5.0, "vocab_size: ... got float 5.0"),
     (TypeError, [2**70] * 10_000, 4, NUMBERS + "list "),
 ]
 
 
 def test_ids_outside_the_vocabulary_and_other_bad_arguments():
     for kind, ids, vocab_size, message in BAD_IDS:
-        with pytest.raises(kind, match="^" + re.escape(message)) as caught:
+        with pytest.raises(kind, match=pattern(message)) as caught:
             te.check_batch(ids, vocab_size=vocab_size)
         assert len(str(caught.value)) < 300
 
@@ -66,16 +66,16 @@ TWO = TokenPositions.from_segment_ids([[1, 1, 2, 2, 0], [3, 3, 3, 3, 3]])
 MISFITS = {
     "padding's id in a document": (
         {"ids": [[5, 6, 7, 8, 0], [5, 6, 0, 8, 9]], "pad_id": 0},
-        "ids: wanted pad_id, 0, at padding only, got one in a sequence at [1, 2]",
+        "ids: ... got one in a sequence at [1, 2]",
     ),
     "ids of another shape": (
         {"ids": [[5, 6, 7, 8]] * 2},
-        "ids: wanted the shape of tokens, [2, 5], got [2, 4]",
+        "ids: ... [2, 5], got [2, 4]",
     ),
-    "one row of ids": ({"ids": [5] * 5}, "ids: wanted the shape of tokens, [2, 5], got [1, 5]"),
+    "one row of ids": ({"ids": [5] * 5}, "ids: ... [2, 5], got [1, 5]"),
     "an order without tokens": (
         {"ids": [[1]], "tokens": None, "order": "full"},
-        "tokens: wanted those of ids, for pad_id and order, got None",
+        "tokens: ... got None",
     ),
     "an order that does not exist": (
         {"ids": [[1] * 5] * 2, "order": "left"},
@@ -87,7 +87,7 @@ MISFITS = {
 @pytest.mark.parametrize("name", MISFITS)
 def test_ids_and_tokens_that_do_not_fit_are_found(name):
     arguments, message = MISFITS[name]
-    with pytest.raises(ValueError, match="^" + re.escape(message)):
+    with pytest.raises(ValueError, match=pattern(message)):
         te.check_batch(**{"tokens": TWO, "vocab_size": 10} | arguments)
 
 

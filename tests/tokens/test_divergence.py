@@ -194,10 +194,10 @@ def test_a_plain_table_beside_a_sharded_one_is_refused():
 
 
 REFUSED = [
-    ({"kind": "symmetric"}, "kind: wanted one of 'forward', 'reverse', 'js', got 'symmetric'"),
-    ({"beta": 0.5}, "beta: wanted None, since kind is not 'js', got float 0.5"),
-    ({"kind": "js", "beta": 1.0}, "beta: wanted a number above 0 and below 1, got 1.0"),
-    ({"weights": WEIGHTS[:, :2]}, "weights: wanted a last axis of the tokens' length, 6, got shape [4, 2]"),
+    ({"kind": "symmetric"}, "kind: ... got 'symmetric'"),
+    ({"beta": 0.5}, "beta: ... got float 0.5"),
+    ({"kind": "js", "beta": 1.0}, "beta: ... 1, got 1.0"),
+    ({"weights": WEIGHTS[:, :2]}, "weights: ... 6, got shape [4, 2]"),
 ]  # fmt: skip
 
 
@@ -205,9 +205,9 @@ def test_bad_arguments_are_refused():
     for options, message in REFUSED:
         with refused(ValueError, message):
             divergence(ARRAYS, **options)
-    with refused(ValueError, "teacher_output: wanted as many ids as output's (cut the longer table, as in table[:9]), 13, got 9"):  # fmt: skip
+    with refused(ValueError, "teacher_output: ... 13, got 9"):  # fmt: skip
         te.linear_divergence(X, STUDENT, TEACHER_X, TEACHER[:9])
-    with refused(ValueError, "teacher_x: wanted x's tokens, (4, 6), got (6,)"):
+    with refused(ValueError, "teacher_x: ... (4, 6), got (6,)"):
         te.linear_divergence(X, STUDENT, TEACHER_X[0], TEACHER)
-    with refused(ValueError, "teacher_output: wanted output's pad_id, 0, got None"):
+    with refused(ValueError, "teacher_output: ... 0, got None"):
         te.linear_divergence(X, te.OutputLayer(STUDENT, pad_id=0), TEACHER_X, TEACHER)

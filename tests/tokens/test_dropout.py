@@ -1,7 +1,6 @@
 import functools
 import importlib
 import math
-import re
 
 import haiku as hk
 import hypothesis
@@ -13,6 +12,7 @@ from compare import equal
 from drawn import normal
 from hypothesis import strategies as st
 from meshes import AUTO, EXPLICIT, mesh_of, put
+from refused import pattern
 
 import transformer_embed as te
 
@@ -124,15 +124,15 @@ def test_dropout_on_a_mesh_equals_hk_dropout(kind):
     equal(dropped, expected)
 
 
-KEY = "rng: wanted one key of jax.random.key or jax.random.PRNGKey, got "
+KEY = "rng: ... got "
 
 
 ERRORS = [
-    (ValueError, "rate: wanted a number in [0, 1), got 1.0", {"rate": 1.0}),
-    (ValueError, "rate: wanted a number in [0, 1), got -0.1", {"rate": -0.1}),
-    (ValueError, "rate: wanted a finite number, got nan", {"rate": math.nan}),
-    (TypeError, "rate: wanted a Python number, got str '0.1'", {"rate": "0.1"}),
-    (TypeError, "x: wanted a floating dtype of 16 to 64 bits, got int64", {"x": np.arange(4)}),
+    (ValueError, "rate: ... [0, 1), got 1.0", {"rate": 1.0}),
+    (ValueError, "rate: ... [0, 1), got -0.1", {"rate": -0.1}),
+    (ValueError, "rate: ... got nan", {"rate": math.nan}),
+    (TypeError, "rate: ... got str '0.1'", {"rate": "0.1"}),
+    (TypeError, "x: ... got int64", {"x": np.arange(4)}),
     (TypeError, KEY + "None", {"rng": None}),
     (TypeError, KEY + "int", {"rng": 3}),
     (TypeError, KEY + "keys of shape [2]", {"rng": jax.random.split(jax.random.key(0))}),
@@ -141,5 +141,5 @@ ERRORS = [
 
 def test_bad_arguments_raise_errors():
     for kind, message, changes in ERRORS:
-        with pytest.raises(kind, match="^" + re.escape(message)):
+        with pytest.raises(kind, match=pattern(message)):
             te.dropout(**{"rng": jax.random.key(0), "rate": 0.1, "x": jnp.ones(4)} | changes)

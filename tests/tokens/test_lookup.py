@@ -126,21 +126,21 @@ def test_rows_and_logits_of_float64():
     equal(rows, loop_lookup(TABLE, IDS, 2))
 
 
-NUMBERS = "ids: wanted an array of real numbers of at most 64 bits, got "
-TABLES = "table: wanted shape [vocab_size, d] with at least one row, got shape "
+NUMBERS = "ids: ... got "
+TABLES = "table: ... got shape "
 ERRORS = [
-    (TypeError, {"ids": [1.0]}, "ids: wanted an integer dtype, got float64"),
-    (TypeError, {"ids": [True]}, "ids: wanted an integer dtype, got bool"),
-    (ValueError, {"ids": [[1, 2], [3]]}, "ids: wanted an array, or nested lists of equal lengths, got lists of unequal lengths"),
+    (TypeError, {"ids": [1.0]}, "ids: ... got float64"),
+    (TypeError, {"ids": [True]}, "ids: ... got bool"),
+    (ValueError, {"ids": [[1, 2], [3]]}, "ids: ... got lists of unequal lengths"),
     (TypeError, {"ids": None}, NUMBERS + "None"),
-    (TypeError, {"table": IDS}, "table: wanted a floating dtype of 16 to 64 bits, got int64"),
+    (TypeError, {"table": IDS}, "table: ... got int64"),
     (ValueError, {"table": TABLE[0]}, TABLES + "[3]"),
     (ValueError, {"table": TABLE[:0]}, TABLES + "[0, 3]"),
-    (ValueError, {"out_of_range": "wrap"}, "out_of_range: wanted one of 'nan', 'clip', 'zero', got 'wrap'"),
-    (ValueError, {"lookup_style": "matmul"}, "lookup_style: wanted one of 'gather', 'one_hot', got 'matmul'"),
-    (TypeError, {"pad_id": 0.0}, "pad_id: wanted a Python int, got float 0.0"),
-    (ValueError, {"pad_id": 2**31 - 1}, "pad_id: wanted an int of at most 2147483646, got 2147483647"),
-    (ValueError, {"pad_id": -(2**31)}, "pad_id: wanted an int of at least -2147483647, got -2147483648"),
+    (ValueError, {"out_of_range": "wrap"}, "out_of_range: ... got 'wrap'"),
+    (ValueError, {"lookup_style": "matmul"}, "lookup_style: ... got 'matmul'"),
+    (TypeError, {"pad_id": 0.0}, "pad_id: ... got float 0.0"),
+    (ValueError, {"pad_id": 2**31 - 1}, "pad_id: ... 2147483646, got 2147483647"),
+    (ValueError, {"pad_id": -(2**31)}, "pad_id: ... -2147483647, got -2147483648"),
 ]  # fmt: skip
 
 
