@@ -266,7 +266,7 @@ def test_rotation_on_a_mesh_equals_rotation_on_one_device(kind):
 
 X = np.zeros([2, 3, 4, 8], np.float32)
 P = np.arange(3)
-LENGTH = "positions: ... 3, got shape "
+LENGTH = "positions: ... 3, ... got shape "
 BROADCAST = "positions: ... [2, 3], got shape "
 EVEN = "wanted an even number of channels, to make pairs, got "
 AXES = {"pair_axes": (0, 0, 1, 1)}

@@ -456,7 +456,7 @@ class SomeRows(Table):
 
 FLOATING, ENDS = (
     "wanted a floating dtype of 16 to 64 bits, got",
-    "wanted a last axis of the labels' length, 5, got shape",
+    "... 5, ... got shape",
 )
 OF_LOGITS = {"x", "table", "bias", "softcap", "scale", "pad_id"}
 TYPE_ERRORS = [

@@ -436,7 +436,7 @@ def check_ends_in_length(
     """A ValueError unless a shape broadcasts to the target and has the same last axis, if any."""
     if target and shape[-1:] != target[-1:]:
         hint = SCALAR_HINT if not shape and name == "positions" else ""
-        want = f"a last axis of {other}' length, {target[-1]}"
+        want = f"a last axis of {target[-1]}, the length of {other}"
         raise value_error(name, want, f"shape {list(shape)}{hint}")
     check_broadcasts(name, shape, target, other)
 

@@ -109,7 +109,8 @@ def apply_rotary(
         if points.ndim < 2 or points.shape[-1] <= last:
             want = f"shape [..., length, {last + 1} or more], as pair_axes says"
             raise arguments.value_error("positions", want, f"shape {list(points.shape)}")
-    arguments.check_ends_in_length("positions", points.shape[:-1], x.shape[:-2], "x's tokens")
+    tokens = "x's tokens (x: [..., length, heads, head_dim])"
+    arguments.check_ends_in_length("positions", points.shape[:-1], x.shape[:-2], tokens)
     base = arguments.positive("base", base)
     units, attention_factor = _frequencies(dim, rotated // 2, base, scaling)
     return _rotated(x, points, layout, _Options(dim, units, attention_factor, axes))
