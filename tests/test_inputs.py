@@ -13,7 +13,7 @@ import pytest
 from calls import CALLS, IDS, POSITIONS, TABLE, X
 from cases import few
 from compare import equal
-from refused import each_refused
+from refused import each_refused, refused
 
 import transformer_embed as te
 from transformer_embed._src import arguments
@@ -236,3 +236,10 @@ VALUE_ERRORS = [
 def test_errors_are_ours():
     each_refused(TypeError, TYPE_ERRORS)
     each_refused(ValueError, VALUE_ERRORS)
+
+
+def test_a_record_in_an_arrays_place_lists_its_fields():
+    with refused(
+        TypeError, "x: ... got OutputLayer: pass one of table, bias, softcap, scale, pad_id"
+    ):
+        te.linear_logits(te.OutputLayer(np.ones([3, 2])), np.ones([3, 2]))

@@ -5,7 +5,6 @@ converts to an array, `check_...` only raises, and all others return a Python va
 while tracing.
 """
 
-import dataclasses
 import functools
 import math
 import numbers
@@ -271,9 +270,10 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
         # numpy.asarray would ask for its values, which a traced array does not have.
         return as_array(name, unwrapped(value))
     # numpy would stack the fields of a named tuple into one array.
-    if hasattr(value, "_fields") or dataclasses.is_dataclass(value):
-        fields = ", ".join(getattr(value, "_fields", value.__annotations__))
-        raise type_error(name, "an array", f"{type(value).__name__}: pass one of {fields}")
+    fields = getattr(value, "_fields", getattr(value, "__dataclass_fields__", ()))
+    if fields:
+        got = f"{type(value).__name__}: pass one of {', '.join(fields)}"
+        raise type_error(name, "an array", got)
     try:
         array = np.asarray(native(name, value))
     except jax.errors.TracerArrayConversionError as error:
