@@ -174,13 +174,19 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def entries(name: str, value: Any, convert: Callable, **options: Any) -> tuple[Any, ...]:
+def entries(
+    name: str, value: Any, convert: Callable, *, count: int | None = None, **options: Any
+) -> tuple[Any, ...]:
     """Several values in order, each converted by `convert(its name, it, ...)`."""
+    want = "a sequence" if count is None else f"a sequence of {count} values"
     # Sets have no order. An array without axes says that it is iterable, and is not.
     refused = isinstance(value, str | bytes | Set | Mapping)
     if refused or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
-        raise type_error(name, "a sequence", describe(value))
-    return tuple(convert(f"{name}[{n}]", entry, **options) for n, entry in enumerate(value))
+        raise type_error(name, want, describe(value))
+    values = tuple(value)
+    if count not in (None, len(values)):
+        raise value_error(name, want, values)
+    return tuple(convert(f"{name}[{n}]", entry, **options) for n, entry in enumerate(values))
 
 
 def path(name: str, value: Any) -> pathlib.Path:

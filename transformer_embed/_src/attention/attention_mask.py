@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -113,7 +112,7 @@ class AttentionMask(Mask):
         arguments.convert_fields(
             self,
             causal=arguments.flag,
-            window=functools.partial(_pair, convert=_limit),
+            window=functools.partial(arguments.entries, convert=_limit, count=2),
             chunk=arguments.size,
             sinks=arguments.size,
         )
@@ -189,7 +188,7 @@ class AttentionMask(Mask):
             >>> te.AttentionMask(tokens, causal=True).tile(500_000, 499_999, (2, 3))[0].tolist()
             [[True, True, False], [True, True, True]]
         """
-        shape = _pair("shape", shape, arguments.size)
+        shape = arguments.entries("shape", shape, arguments.size, count=2)
         queries, keys = self.lengths
         inside = f"the mask, for a tile of {shape}"
         starts = [
@@ -225,7 +224,7 @@ class AttentionMask(Mask):
             >>> te.AttentionMask(tokens, causal=True).tile_kinds((3, 3))[0].tolist()
             [[1, 0, 0, 0], [2, 1, 0, 0], [0, 0, 1, 0], [0, 0, 2, 1]]
         """
-        shape = _pair("shape", shape, arguments.size)
+        shape = arguments.entries("shape", shape, arguments.size, count=2)
         for side, length, size in zip(("queries", "keys"), self.lengths, shape, strict=True):
             if length % size:
                 want = f"a divisor of the number of {side}, {length} (pad the batch to a multiple)"
@@ -249,14 +248,6 @@ def _check_sides(queries: TokenPositions, keys: TokenPositions) -> None:
             want = f"an array, since {other}.{field} is given"
             raise arguments.value_error(f"{side}.{field}", want, None)
     check_numbers_of_rows({side: number_of_rows(tokens) for side, tokens in sides.items()})
-
-
-def _pair(name: str, value: Any, convert: Callable[[str, Any], Any]) -> tuple[Any, Any]:
-    """Two values, of queries and of keys or on the left and on the right."""
-    pair = arguments.entries(name, value, convert)
-    if len(pair) != 2:
-        raise arguments.value_error(name, "two values", value)
-    return pair
 
 
 def _limit(name: str, distance: Any) -> int | None:
