@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 from meshes import mesh_of, put
 from references import allowed_pairs
-from refused import each_refused
+from refused import each_refused, refused
 
 import transformer_embed as te
 
@@ -477,3 +477,22 @@ VALUE_ERRORS = [
 def test_bad_arguments_are_refused():
     each_refused(TypeError, TYPE_ERRORS)
     each_refused(ValueError, VALUE_ERRORS)
+
+
+@pytest.mark.slow
+def test_a_mask_is_exported_for_any_batch_and_length():
+    def last_queries(ids):
+        tokens = TokenPositions.from_ids(ids, pad_id=0)
+        return AttentionMask(tokens[:, 1:], tokens, causal=True, window=(2, 0))
+
+    def dense(ids):
+        mask = last_queries(ids)
+        with refused(ValueError, "shape: ... t - 1 (..., got 2"):
+            mask.tile_kinds((2, 2))
+        return mask.dense()
+
+    ids = np.array([[0, 5, 6, 7], [5, 6, 0, 0], [5, 6, 7, 8]], np.int32)
+    any_ids = jax.export.symbolic_args_specs(ids, "b, t", constraints=["t >= 2"])
+    exported = jax.export.export(jax.jit(dense))(any_ids)
+    for rows in (ids, ids[:1, :3]):
+        equal(exported.call(rows), last_queries(rows).dense())

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import export
 from jaxtyping import Array, Bool, Int8
 
 from transformer_embed._src import arguments
@@ -130,7 +131,7 @@ class AttentionMask(Mask):
         return self.queries, self.queries if self.keys is None else self.keys
 
     @property
-    def lengths(self) -> tuple[int, int]:
+    def lengths(self) -> tuple[Any, Any]:
         """The numbers of queries and of keys."""
         queries, keys = self.sides
         return queries.positions.shape[-1], keys.positions.shape[-1]
@@ -226,7 +227,7 @@ class AttentionMask(Mask):
         """
         shape = arguments.entries("shape", shape, arguments.size, count=2)
         for side, length, size in zip(("queries", "keys"), self.lengths, shape, strict=True):
-            if length % size:
+            if export.is_symbolic_dim(length) or length % size:
                 want = f"a divisor of the number of {side}, {length} (pad the batch to a multiple)"
                 raise arguments.value_error("shape", want, size)
         return tile_kinds(self, shape)

@@ -105,7 +105,7 @@ def _default(name: str, arrays: dict[str, Array]) -> dict[str, Array]:
 def _check_layout(name: str, array: Array, like: Array, length: int, *rows: int) -> None:
     """A ValueError unless an array has one of these numbers of rows, and tokens like the other."""
     shape = length, *like.shape[2:]
-    if len(array) not in rows or array.shape[1:] != shape or array.dtype != like.dtype:
+    if array.shape[0] not in rows or array.shape[1:] != shape or array.dtype != like.dtype:
         sizes = ", ".join([" or ".join(map(str, rows)), *map(str, shape)])
         raise arguments.value_error(name, f"{like.dtype}[{sizes}]", arguments.describe(array))
 

@@ -126,7 +126,7 @@ class TokenPositions:
 
     def __getitem__(self, index: Any) -> "TokenPositions":
         """Slices: `tokens[2:4]` has some rows, `tokens[:, 2:6]` some tokens of each row."""
-        rows, made = len(self), as_made(self)
+        rows, made = number_of_rows(self), as_made(self)
         whole = jax.tree.map(lambda array: jnp.broadcast_to(array, (rows, array.shape[1])), made)
         part = jax.tree.map(lambda array: array[index], whole)
         if part.positions.ndim != 2:
@@ -207,7 +207,7 @@ class TokenPositions:
         held, rows = as_made(self), arguments.as_mask("rows", rows, "clear this row")
         if held.segment_ids is None:
             raise arguments.value_error("segment_ids", "an array (0 is an empty slot)", None)
-        arguments.check_same("rows", "shape [batch]", [*rows.shape], [len(held.positions)])
+        arguments.check_same("rows", "shape [batch]", [*rows.shape], [held.positions.shape[0]])
         return dataclasses.replace(held, segment_ids=_cleared(held.segment_ids, rows))
 
     @classmethod
@@ -517,7 +517,7 @@ def check_token_positions(name: str, value: Any) -> None:
 def comparable_rows(**given: ArrayLike) -> dict[str, Integer[Array, "b t"]]:
     """`as_comparable` of arrays [length] or [batch, length], as [1 or batch, length]."""
     arrays = {name: _rows(name, as_comparable(name, value)) for name, value in given.items()}
-    check_numbers_of_rows({name: len(array) for name, array in arrays.items()})
+    check_numbers_of_rows({name: array.shape[0] for name, array in arrays.items()})
     return arrays
 
 
@@ -544,13 +544,15 @@ def _rows(name: str, array: Any) -> Any:
     return array if array.ndim == 2 else array[None]
 
 
-def number_of_rows(tokens: TokenPositions) -> int:
+def number_of_rows(tokens: TokenPositions) -> Any:
     """The number of rows of a batch, 1 for tokens [length] as inside vmap."""
     arrays = (getattr(tokens, name) for name in FIELDS)
-    return max((len(array) for array in arrays if getattr(array, "ndim", 0) == 2), default=1)
+    counts = {array.shape[0] for array in arrays if getattr(array, "ndim", 0) == 2}
+    # Not a maximum: a symbolic dimension of jax.export has no order.
+    return next(iter(counts - {1}), 1)
 
 
-def check_numbers_of_rows(counts: dict[str, int]) -> None:
+def check_numbers_of_rows(counts: dict[str, Any]) -> None:
     """A ValueError unless all numbers are the same, or 1."""
     if len({*counts.values()} - {1}) > 1:
         names, got = (" and ".join(map(str, words)) for words in (counts, counts.values()))
