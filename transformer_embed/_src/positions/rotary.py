@@ -17,6 +17,8 @@ from transformer_embed._src.positions.rotary_scaling import Scaling, scaled_freq
 
 LAYOUTS = ("half", "interleaved")
 PARTIAL = ("first", "proportional")
+# As errors name the tokens whose positions are given.
+TOKENS = "x's tokens (x: [..., length, heads, head_dim])"
 
 
 def apply_rotary(
@@ -109,8 +111,7 @@ def apply_rotary(
         if points.ndim < 2 or points.shape[-1] <= last:
             want = f"shape [..., length, {last + 1} or more], as pair_axes says"
             raise arguments.value_error("positions", want, f"shape {list(points.shape)}")
-    tokens = "x's tokens (x: [..., length, heads, head_dim])"
-    arguments.check_ends_in_length("positions", points.shape[:-1], x.shape[:-2], tokens)
+    arguments.check_ends_in_length("positions", points.shape[:-1], x.shape[:-2], TOKENS)
     base = arguments.positive("base", base)
     units, attention_factor = _frequencies(dim, rotated // 2, base, scaling)
     return _rotated(x, points, layout, _Options(dim, units, attention_factor, axes))
