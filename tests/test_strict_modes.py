@@ -187,6 +187,7 @@ def test_functions_of_tables(kind, table, tmp_path):
     with jax.set_mesh(mesh), strict("transfer_guard", "debug_key_reuse"):
         if KINDS[table]:
             params = te.sharding.shard_params(params, mesh, **KINDS[table])
+            te.sharding.init_params(te.Embedder(CONFIG).init, jax.random.key(0), params)
         axes = ("data", "model") if table == "striped" else "data"
         ids, x = put(mesh, (TABLE_IDS, TABLE_X), axes)
         assert_finite(host(params, ids, tmp_path))

@@ -85,14 +85,10 @@ def trained(name):
     mesh = jax.make_mesh((2, NUM_DEVICES // 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     name, over = "*/token_embedding/embeddings", ("data", "model") if exchange else "model"
     stripe = name if exchange else None
-    params, state = te.sharding.shard_params(
-        init,
-        mesh,
-        {name: PartitionSpec(over)},
-        rng=jax.random.key(0),
-        stripe=stripe,
-        virtual_shards=8,
-    )
+    key, options = jax.random.key(0), {"stripe": stripe, "virtual_shards": 8}
+    shapes = jax.eval_shape(init, key)
+    shapes = te.sharding.shard_params(shapes, mesh, {name: PartitionSpec(over)}, **options)
+    params, state = te.sharding.init_params(init, key, shapes)
     losses = []
     batch = np.random.default_rng(0).integers(0, VOCAB_SIZE, (8, 17)).astype(np.int32)
     ids = jax.make_array_from_callback(
@@ -139,9 +135,9 @@ def surface(path):
         return place(place({"t": ROWS}, **back), on, **options)["t"].in_vocabulary_order()
 
     def embedder():
-        return te.sharding.shard_params(
-            te.Embedder(LEARNED).init, mesh, rules, rng=jax.random.key(0)
-        )
+        init, key = te.Embedder(LEARNED).init, jax.random.key(0)
+        shapes = te.sharding.shard_params(jax.eval_shape(init, key), mesh, rules)
+        return te.sharding.init_params(init, key, shapes)
 
     rows_of = lambda params: params[TABLE]["embeddings"].in_vocabulary_order()
     batch = everywhere(np.arange(16, dtype=np.int32).reshape(8, 2), ("data", "model"))
@@ -156,7 +152,9 @@ def surface(path):
 
     draw = lambda key: {"t": jax.random.normal(key, ROWS.shape)}
     calls = {
-        "another key": lambda: place(draw, rng=jax.random.key(me)),
+        "another key": lambda: te.sharding.init_params(
+            draw, jax.random.key(me), place(jax.eval_shape(draw, jax.random.key(0)))
+        ),
         "another tree": lambda: place({"t": ROWS} | ({"u": ROWS} if me else {})),
         "other rules": lambda: place({"t": ROWS}, **(striped if me else {})),
         "another leaf": lambda: place({"t": ROWS + me}),

@@ -31,8 +31,10 @@ def test_a_checkpoint_of_one_mesh_is_restored_on_others_as_a_step_needs_it(tmp_p
         stripe="*striped",
         virtual_shards=16,
     )
-    saved = place(init, mesh_of((2, 2)), rng=jax.random.key(0))
-    shapes, kept = jax.eval_shape(init, jax.random.key(0)), on_host(saved)
+    rng = jax.random.key(0)
+    shapes = jax.eval_shape(init, rng)
+    saved = te.sharding.init_params(init, rng, place(shapes, mesh_of((2, 2))))
+    kept = on_host(saved)
     with ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "step", saved)
     for shape in ((1, 1), (1, 4)):

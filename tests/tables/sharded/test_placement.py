@@ -13,6 +13,7 @@ from cases import few
 from compare import equal, near
 from fuzzing import VALUES, call, named_on_failure
 from jax.sharding import NamedSharding
+from refused import refused
 from sharded_tables import (
     AUTO,
     BOTH,
@@ -103,7 +104,8 @@ def test_the_sharding_of_a_table_that_jax_moved_is_that_of_its_array():
 def test_shards_are_drawn_as_on_one_device(kind, options):
     init, rng, mesh = te.Embedder(CONFIG).init, jax.random.key(7), mesh_of((2, 4), kind)
     rules, params = {"*/embeddings": SPEC(BOTH)}, init(rng)
-    drawn = te.sharding.shard_params(init, mesh, rules, rng=rng, **options)
+    shapes = te.sharding.shard_params(jax.eval_shape(init, rng), mesh, rules, **options)
+    drawn = te.sharding.init_params(init, rng, shapes)
     placed = te.sharding.shard_params(params, mesh, rules, **options)
     assert jax.tree.structure(drawn) == jax.tree.structure(placed)
     (one,), (other,) = map(jax.tree.leaves, (drawn, placed))
@@ -129,7 +131,9 @@ def test_no_device_draws_the_whole_table(monkeypatch):
     size = 4096 * 16
     init = lambda rng: {"embeddings": jax.random.normal(rng, (4096, 16))}
     monkeypatch.setattr(jax, "jit", spy)
-    te.sharding.shard_params(init, MESH, {"*": SPEC(BOTH)}, rng=jax.random.key(0))
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    shapes = te.sharding.shard_params(shapes, MESH, {"*": SPEC(BOTH)})
+    te.sharding.init_params(init, jax.random.key(0), shapes)
     (text,) = texts
     arrays = re.findall(r"[fsu]32\[([\d,]+)\]", text)
     # The partitioner moves the border of a shard by less than a row a device.
@@ -176,11 +180,7 @@ ERRORS = {
         )
         for got, axes in {r"\('tensor',\)": ("tensor",), "'data'": "data", "''": ""}.items()
     },
-    "rng: wanted None, since params is not a function, got ": ({}, {"rng": jax.random.key(0)}),
-    r"rng: wanted one key of jax.random.key or jax.random.PRNGKey, got None$": (
-        {},
-        {"params": lambda rng: PARAMS},
-    ),
+    "params: wanted .* jax.eval_shape.*, got function": ({}, {"params": lambda rng: PARAMS}),
 }
 
 
@@ -189,6 +189,18 @@ def test_bad_trees_and_rules_raise_errors(message):
     rules, options = ERRORS[message]
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         te.sharding.shard_params(**{"params": PARAMS, "mesh": MESH, "rules": rules} | options)
+
+
+def test_only_shapes_with_shardings_are_drawn():
+    init = lambda rng: {"t": jax.random.normal(rng, [8, 2])}
+    drawn = jax.eval_shape(init, jax.random.key(0))
+    place = lambda shapes: te.sharding.shard_params(shapes, MESH, {})
+    other = {"t": jax.ShapeDtypeStruct([9, 2], jnp.float32)}
+    for shapes in (drawn, None, {}, init, place(other), place(drawn | other | {"u": other["t"]})):
+        with refused(ValueError, "shapes: ... jax.eval_shape(init, rng), got ..."):
+            te.sharding.init_params(init, jax.random.key(0), shapes)
+    with refused(TypeError, "rng: ... got None"):
+        te.sharding.init_params(init, None, place(drawn))
 
 
 def test_parameters_are_not_placed_under_jit():
@@ -203,7 +215,7 @@ def test_columns_over_an_axis_of_the_ids_raise_an_error():
 
 
 @pytest.mark.parametrize("options", [{}, STRIPED], ids=["contiguous", "striped"])
-@pytest.mark.parametrize("name", ["rng", "batch_axes", "virtual_shards", "capacity"])
+@pytest.mark.parametrize("name", ["batch_axes", "virtual_shards", "capacity"])
 def test_any_argument_keeps_the_table_or_is_named(name, options):
     good = {"mesh": MESH, "rules": {"*embeddings": SPEC("model")}} | options
     good["params"] = {"t/embeddings": TABLE[:10]}

@@ -73,7 +73,9 @@ def test_row_wise_adagrad_trains(kind, options):
         te.sharding.shard_params, mesh=mesh, rules=rules, tables="*t", **options
     )
     with jax.set_mesh(mesh):
-        params, state = drawn = place(init, rng=jax.random.key(0))
+        rng = jax.random.key(0)
+        drawn = te.sharding.init_params(init, rng, place(jax.eval_shape(init, rng)))
+        params, state = drawn
         equal(drawn, place(init(None)))
         if kind == AUTO:
             state = OPTIMIZER.init(params)

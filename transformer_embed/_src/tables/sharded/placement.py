@@ -35,7 +35,6 @@ def shard_params(
     mesh: Mesh,
     rules: Mapping[str, PartitionSpec],
     *,
-    rng: Array | None = None,
     tables: str = TABLES,
     batch_axes: Axes | None = None,
     stripe: str | None = None,
@@ -61,13 +60,11 @@ def shard_params(
     included. If padding is more than 1 % of a table's rows, a warning says its share.
 
     Args:
-        params: a function that draws parameters from a key, such as `Embedder.init`; or a tree of
-            parameters, an optimizer state (its paths end in the parameters' names), or shapes from
-            jax.eval_shape. A tree may hold `Sharded` tables of another mesh, whose rows go from
-            device to device. With several processes, all pass the same tree, rules and key.
+        params: a tree of parameters, an optimizer state (its paths end in the parameters' names),
+            or shapes from jax.eval_shape. It may hold `Sharded` tables of another mesh, whose rows
+            go from device to device. With several processes, all pass the same tree and rules.
         mesh: of any shape, with automatic or explicit axes.
         rules: patterns and their specs: for each dimension a mesh axis, a tuple of them, or None.
-        rng: a key, required if params is a function; otherwise must be None.
         tables: a pattern for the names of tables, [vocab_size, d], that a rule splits, and that
             only `lookup` and `linear_logits` read. Other modules, such as hk.Embed, need a plain
             array: leave their tables out. An array [vocab_size] with such a name has one number for
@@ -86,16 +83,16 @@ def shard_params(
 
     Returns:
         A tree like params; if params holds shapes, one of the shapes and shardings to compile for,
-        or to restore a checkpoint into.
+        to restore a checkpoint into, or to draw parameters of by `init_params`.
 
     Raises:
-        TypeError: a rule is not a PartitionSpec; params is a function and rng is None.
-        ValueError: parameters, rules or a key that are not the same in every process; a pattern
-            that matches no parameter; a spec that does not fit its parameter or the mesh (only a
-            table's rows are padded); batch_axes that are not a tuple of the mesh's axes; rng
-            without a function; a striped table whose columns are split, whose batch is not split
-            over the axes of its rows, or whose virtual shards the devices do not divide;
-            virtual_shards or a capacity out of range.
+        TypeError: a rule is not a PartitionSpec; params is a function.
+        ValueError: parameters or rules that are not the same in every process; a pattern that
+            matches no parameter; a spec that does not fit its parameter or the mesh (only a
+            table's rows are padded); batch_axes that are not a tuple of the mesh's axes; a striped
+            table whose columns are split, whose batch is not split over the axes of its rows, or
+            whose virtual shards the devices do not divide; virtual_shards or a capacity out of
+            range.
 
     Example:
         >>> import jax, numpy as np
@@ -104,7 +101,7 @@ def shard_params(
         >>> embedder = te.Embedder(te.EmbedderConfig(vocab_size=1000, d_model=64))
         >>> mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ["data", "model"])
         >>> rules = {"*/token_embedding/embeddings": PartitionSpec("model")}
-        >>> params = te.sharding.shard_params(embedder.init, mesh, rules, rng=jax.random.key(0))
+        >>> params = te.sharding.shard_params(embedder.init(jax.random.key(0)), mesh, rules)
         >>> embedder.apply(params, None, [[1, 2, 3]], is_training=False).shape
         (1, 3, 64)
 
@@ -123,13 +120,52 @@ def shard_params(
     if virtual_shards.bit_count() != 1:
         raise arguments.value_error("virtual_shards", "a power of two", virtual_shards)
     capacity = arguments.positive("capacity", capacity)
-    place = _Placement(mesh, rules, tables, batch_axes, stripe, virtual_shards, capacity)
     if callable(params):
-        key = arguments.as_key("rng", rng)
-        _check_alike(mesh, {"rng": np.asarray(jax.random.key_data(key))})
-        return _draw(params, key, mesh, place.tree(jax.eval_shape(params, key)))
-    arguments.check_left_out("rng", rng, "params is not a function")
-    return place.tree(params)
+        want = "a tree (for a function, that of its shapes, jax.eval_shape(init, rng))"
+        raise arguments.type_error("params", want, arguments.describe(params))
+    return _Placement(mesh, rules, tables, batch_axes, stripe, virtual_shards, capacity).tree(
+        params
+    )
+
+
+def init_params(init: Callable[[Array], Any], rng: Array, shapes: Any) -> Any:
+    """Draws a parameter tree on a mesh: no device ever holds the whole of a sharded table.
+
+    Args:
+        init: a function that draws parameters from a key, such as `Embedder.init`.
+        rng: a key, the same in every process.
+        shapes: what `shard_params` makes of `jax.eval_shape(init, rng)`.
+
+    Returns:
+        The tree that `shard_params` makes of `init(rng)`, up to rounding.
+
+    Raises:
+        TypeError: rng is not one key.
+        ValueError: shapes are not those of the parameters that init draws, or have no shardings;
+            the key is not the same in every process.
+
+    Example:
+        >>> import jax, numpy as np
+        >>> from jax.sharding import Mesh, PartitionSpec
+        >>> import transformer_embed as te
+        >>> embedder = te.Embedder(te.EmbedderConfig(vocab_size=1000, d_model=64))
+        >>> mesh, rng = Mesh(np.array(jax.devices()[:1]), ["model"]), jax.random.key(0)
+        >>> rules = {"*/token_embedding/embeddings": PartitionSpec("model")}
+        >>> shapes = te.sharding.shard_params(jax.eval_shape(embedder.init, rng), mesh, rules)
+        >>> params = te.sharding.init_params(embedder.init, rng, shapes)
+        >>> embedder.apply(params, None, [[1, 2, 3]], is_training=False).shape
+        (1, 3, 64)
+    """
+    rng = arguments.as_key("rng", rng)
+    drawn, wanted = jax.eval_shape(init, rng), jax.tree.map(np.shape, shapes, is_leaf=is_leaf)
+    shardings = jax.tree.map(lambda target: getattr(target, "sharding", None), shapes)
+    placed: Any = jax.tree.leaves(shardings)
+    is_alike = jax.tree.map(np.shape, drawn) == wanted
+    if not placed or not is_alike or len(placed) != len(jax.tree.leaves(drawn)):
+        want = "what shard_params makes of jax.eval_shape(init, rng)"
+        raise arguments.value_error("shapes", want, shapes)
+    _check_alike(placed[0].mesh, {"rng": np.asarray(jax.random.key_data(rng))})
+    return _draw(init, rng, shapes, shardings)
 
 
 def _is_of_this_process(leaf: Any) -> bool:
@@ -248,15 +284,13 @@ class _Placement(NamedTuple):
         return TableSplit(order, sharding, batch_axes, self.capacity)
 
 
-def _draw(init: Callable, rng: Array, mesh: Mesh, targets: Any) -> Any:
-    """The tree that init draws, sharded and padded like its targets.
-
-    Under explicit axes, every device would draw whole arrays; only automatic axes split the
-    drawing.
-    """
+def _draw(init: Callable[[Array], Any], rng: Array, shapes: Any, shardings: Any) -> Any:
+    """The tree that init draws, sharded and padded like the shapes."""
+    mesh = jax.tree.leaves(shardings)[0].mesh
+    # Under explicit axes, every device would draw whole arrays; only automatic axes split the
+    # drawing.
     automatic = Mesh(mesh.devices, mesh.axis_names)
-    placed = jax.tree.map(lambda target: target.sharding, targets)
-    shardings = jax.tree.map(lambda sharding: NamedSharding(automatic, sharding.spec), placed)
+    automatically = jax.tree.map(lambda each: NamedSharding(automatic, each.spec), shardings)
 
     def to_array(rows: Array, target: Any) -> Any:
         if not isinstance(target, Sharded):
@@ -269,7 +303,7 @@ def _draw(init: Callable, rng: Array, mesh: Mesh, targets: Any) -> Any:
     numbers, kind = np.asarray(jax.random.key_data(rng)), jax.random.key_impl(rng)
     with jax.set_mesh(automatic):
         draw = jax.jit(
-            lambda key: jax.tree.map(to_array, init(key), targets), out_shardings=shardings
+            lambda key: jax.tree.map(to_array, init(key), shapes), out_shardings=automatically
         )
         drawn = draw(jax.random.wrap_key_data(jnp.asarray(numbers), impl=kind))
-    return jax.device_put(drawn, placed)
+    return jax.device_put(drawn, shardings)

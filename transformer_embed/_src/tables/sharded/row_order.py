@@ -117,10 +117,10 @@ class RowOrder(NamedTuple):
         return array[: self.vocab_size]
 
     def _on_devices(self, mesh: Mesh, axes: Axes) -> tuple[NamedSharding, Array, Array]:
-        """How rounds are split, their numbers, [rounds, 1], and those of cards in each."""
+        """How rounds are split, their numbers, [rounds, 1], and those of cards, [1, cards]."""
         devices = devices_along(mesh, axes)
         rounds = jnp.arange(-(-self.rounds // devices) * devices, dtype=jnp.int32)[:, None]
-        cards = jnp.arange(self.virtual_shards, dtype=jnp.int32)
+        cards = jnp.arange(self.virtual_shards, dtype=jnp.int32)[None]
         return NamedSharding(mesh, PartitionSpec(axes)), rounds, cards
 
     def _reversed(self, cards: Any) -> Any:
