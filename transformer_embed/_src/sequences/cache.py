@@ -54,6 +54,25 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
         >>> keys[:, :, 0, 0].tolist()
         [[1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]]
     """
+    slot = arguments.as_int32("slot", arguments.as_integers("slot", slot))
+    sides = {"cache": cache, "new": new}
+    if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(sides)):
+        # Numbers on the host are checked before they are narrowed.
+        for name, tree in sides.items():
+            arrays = _arrays(name, tree).values()
+            sides[name] = jax.tree.unflatten(jax.tree.structure(tree), arrays)
+    return _written(**sides, slot=slot)
+
+
+# Compiled even if the caller is not, with the checks of shapes.
+@compiled()
+def _written(cache: Any, new: Any, slot: Int32[Array, "..."]) -> tuple[Any, Bool[Array, "b t"]]:
+    arrays, is_written = _write(*_checked(cache, new, slot.shape), slot)
+    return jax.tree.unflatten(jax.tree.structure(cache), arrays), is_written
+
+
+def _checked(cache: Any, new: Any, shape: tuple[int, ...]) -> tuple[list[Array], list[Array]]:
+    """The arrays of the cache, and those of the new tokens in their order."""
     held, tokens = _arrays("cache", cache), _arrays("new", new)
     for name in held.keys() - tokens.keys():
         tokens |= _default(name, tokens)
@@ -66,12 +85,34 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
     for name, array in held.items():
         _check_layout(f"cache{name}", array, array, slots, rows)
         _check_layout(f"new{name}", tokens[name], array, length, rows, 1)
-    slot = arguments.as_int32("slot", arguments.as_integers("slot", slot))
-    if slot.shape not in ((), (rows,), (rows, length)):
+    if shape not in ((), (rows,), (rows, length)):
         want = f"shape [], [{rows}] or [{rows}, {length}]"
-        raise arguments.value_error("slot", want, f"shape {list(slot.shape)}")
-    arrays, is_written = _written([*held.values()], [tokens[name] for name in held], slot)
-    return jax.tree.unflatten(jax.tree.structure(cache), arrays), is_written
+        raise arguments.value_error("slot", want, f"shape {list(shape)}")
+    return [*held.values()], [tokens[name] for name in held]
+
+
+def _write(
+    cache: list[Array], new: list[Array], slot: Int32[Array, "..."]
+) -> tuple[list[Array], Bool[Array, "b t"]]:
+    (rows, slots), length = cache[0].shape[:2], new[0].shape[1]
+    places = slot
+    if slot.ndim < 2:
+        first = jnp.broadcast_to(slot, rows)[:, None]
+        places = first + jnp.arange(length, dtype=jnp.int32)[None]
+        # A row whose first token is before the cache is left out, not only this token.
+        places = jnp.where((first >= 0) & (first < slots), places, slots)
+    is_written = (places >= 0) & (places < slots)
+    # Of indices outside, only those past the end are dropped: -1 would be the last slot.
+    places = jnp.where(is_written, places, slots)
+
+    def write(array: Array, added: Array) -> Array:
+        whole = with_whole_rows(array, 1)
+        added = jnp.broadcast_to(added, (rows, *added.shape[1:]))
+        sides = (split_like(with_whole_rows(side, 1), whole) for side in (added, places))
+        put = jax.vmap(lambda row, added, places: row.at[places].set(added, mode="drop"))
+        return split_like(put(whole, *sides), array)
+
+    return [*map(write, cache, new)], is_written
 
 
 def _arrays(name: str, tree: Any) -> dict[str, Array]:
@@ -88,8 +129,8 @@ def _arrays(name: str, tree: Any) -> dict[str, Array]:
         key = jax.tree_util.keystr(path)
         array = arrays[key] = arguments.on_device(arguments.as_array(name + key, leaf))
         if array.ndim < 2:
-            got = arguments.describe(leaf)
-            raise arguments.value_error(name + key, "an array [batch, length, ...]", got)
+            want = "an array [batch, length, ...]"
+            raise arguments.value_error(name + key, want, f"shape {list(array.shape)}")
     return arrays
 
 
@@ -107,30 +148,5 @@ def _check_layout(name: str, array: Array, like: Array, length: int, *rows: int)
     shape = length, *like.shape[2:]
     if array.shape[0] not in rows or array.shape[1:] != shape or array.dtype != like.dtype:
         sizes = ", ".join([" or ".join(map(str, rows)), *map(str, shape)])
-        raise arguments.value_error(name, f"{like.dtype}[{sizes}]", arguments.describe(array))
-
-
-# Compiled even if the caller is not.
-@compiled()
-def _written(
-    cache: list[Array], new: list[Array], slot: Int32[Array, "..."]
-) -> tuple[list[Array], Bool[Array, "b t"]]:
-    (rows, slots), length = cache[0].shape[:2], new[0].shape[1]
-    places = slot
-    if slot.ndim < 2:
-        first = jnp.broadcast_to(slot, rows)[:, None]
-        places = first + jnp.arange(length, dtype=jnp.int32)[None]
-        # A row whose first token is before the cache is left out, not only this token.
-        places = jnp.where((first >= 0) & (first < slots), places, slots)
-    is_written = (places >= 0) & (places < slots)
-    # Of indices outside, only those past the end are dropped: -1 would be the last slot.
-    places = jnp.where(is_written, places, slots)
-
-    def write(held: Array, tokens: Array) -> Array:
-        whole = with_whole_rows(held, 1)
-        tokens = jnp.broadcast_to(tokens, (rows, *tokens.shape[1:]))
-        sides = (split_like(with_whole_rows(array, 1), whole) for array in (tokens, places))
-        put = jax.vmap(lambda row, tokens, places: row.at[places].set(tokens, mode="drop"))
-        return split_like(put(whole, *sides), held)
-
-    return [*map(write, cache, new)], is_written
+        got = f"{array.dtype}{list(array.shape)}"
+        raise arguments.value_error(name, f"{like.dtype}[{sizes}]", got)
