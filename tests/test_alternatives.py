@@ -1,5 +1,5 @@
-"""What the README says of other libraries, asked of them: where this fails, the table in the README
-is out of date."""
+"""What the page Performance says of other libraries, asked of them: where this fails, its table is
+out of date."""
 
 import haiku as hk
 import jax

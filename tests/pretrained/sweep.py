@@ -860,7 +860,9 @@ def page_of(table, page):
         r"(words, and )\d+( load, but)": len(types["not measured"]),
         r"(The )\d+( that are used most)": len(used),
         r"(used most\n.*?\| whole model \|\n[-|]+\n).*?(\n\n)": "\n".join(used),
-        r"(All types\n.*?\| whole model \|\n[-|]+\n).*?(\n\n)": "\n".join(rows),
+        r"(The others\n.*?\| whole model \|\n[-|]+\n).*?(\n\n)": "\n".join(
+            row for row in rows if row not in used
+        ),
         r"(\| reason \|\n[-|]+\n).*?(\n\n)": "\n".join(said),
         r"(is not known\n\n).*?(\n)": names_of(name for name in reasons if not reasons[name]),
         r"(Not measured\n\n).*?(\n)": names_of(types["not measured"]),
