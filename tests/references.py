@@ -675,7 +675,7 @@ def dropped_out(got, rng, rate, x):
 
 
 def resized_vocabulary(got, params, vocab_size, rng):
-    """How new rows are drawn is in tests/layers/test_resizing.py."""
+    """How new rows are drawn is in tests/pretrained/test_resizing.py."""
     ((path, leaves),) = params.items()
     old, new = floats(leaves["embeddings"]), floats(got[path]["embeddings"])
     assert new.shape == (vocab_size, old.shape[1])

@@ -14,7 +14,6 @@ from transformer_embed._src.layers.config import EmbedderConfig, NoOutput, Outpu
 from transformer_embed._src.layers.embedder import Embedder
 from transformer_embed._src.layers.positional_encoding import PositionalEncoding
 from transformer_embed._src.layers.relative_position_bias import RelativePositionBias
-from transformer_embed._src.layers.resizing import resize_positions, resize_vocabulary
 from transformer_embed._src.layers.token_embedding import TokenEmbedding
 from transformer_embed._src.layers.transformer_embedding import TransformerEmbedding
 from transformer_embed._src.positions.relative_bias import (
@@ -42,6 +41,7 @@ from transformer_embed._src.positions.sinusoidal import (
     sinusoidal_grid,
     sinusoidal_table,
 )
+from transformer_embed._src.pretrained.resizing import resize_positions, resize_vocabulary
 from transformer_embed._src.sequences.cache import write_cache
 from transformer_embed._src.sequences.load_balance import load_balanced_order
 from transformer_embed._src.sequences.token_positions import TokenPositions

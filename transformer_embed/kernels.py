@@ -25,14 +25,14 @@ positions and segment ids that the kernel has loaded, and `relative_position_buc
 constant arrays: give the kernel `alibi_slopes`, or the encodings and rotated heads, as inputs.
 """
 
-from transformer_embed._src.attention.kernels import (
+from transformer_embed._src.kernels.kernel_arguments import (
     dot_product_attention,
     flash_attention,
     key_ranges,
     mha,
     query_ranges,
 )
-from transformer_embed._src.attention.splash_attention import splash_attention, splash_kernels
+from transformer_embed._src.kernels.splash_attention import splash_attention, splash_kernels
 
 __all__ = [
     "dot_product_attention",

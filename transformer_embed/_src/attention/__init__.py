@@ -1,1 +1,1 @@
-"""Which tokens attend to which: masks and the arguments of kernels."""
+"""Which tokens attend to which: the rule of a mask, and its forms."""

@@ -1,1 +1,1 @@
-"""Haiku modules, the position schemes that they take, and the compiled embedder."""
+"""Haiku modules, and the compiled embedder."""

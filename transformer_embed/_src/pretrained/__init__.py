@@ -1,1 +1,1 @@
-"""Both ends of published models: what their files say, and how it is loaded and saved."""
+"""Trained layers: what files of published models say, how it is loaded, resized and saved."""

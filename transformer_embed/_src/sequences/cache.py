@@ -100,7 +100,7 @@ def _write(
         first = jnp.broadcast_to(slot, rows)[:, None]
         places = first + jnp.arange(length, dtype=jnp.int32)[None]
         # A row whose first token is before the cache is left out, not only this token.
-        places = jnp.where((first >= 0) & (first < slots), places, slots)
+        places = jnp.where(first >= 0, places, slots)
     is_written = (places >= 0) & (places < slots)
     # Of indices outside, only those past the end are dropped: -1 would be the last slot.
     places = jnp.where(is_written, places, slots)

@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Int8, Int32, Integer
 
 from transformer_embed._src import arguments
 from transformer_embed._src.attention.attention_mask import AttentionMask
-from transformer_embed._src.attention.row_indices import EVERYTHING, RowRule, refusal
 from transformer_embed._src.compiled import compiled
+from transformer_embed._src.kernels.row_indices import EVERYTHING, RowRule, refusal
 from transformer_embed._src.sequences.token_positions import TokenPositions
 
 KERNEL = "splash attention"
@@ -237,7 +237,7 @@ def _said(rule: RowRule, num_heads: int) -> tuple[Any, Any]:
     """The mask of row indices, which is the same for all rows of the batch, and segment ids."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # noqa: PLC0415
 
-    from transformer_embed._src.attention import splash_mask  # noqa: PLC0415
+    from transformer_embed._src.kernels import splash_mask  # noqa: PLC0415
 
     num_heads, mask, ids = arguments.size("num_heads", num_heads), rule.mask, rule.segment_ids()
     if ids is not None:

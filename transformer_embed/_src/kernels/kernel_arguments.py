@@ -10,8 +10,8 @@ from jaxtyping import Array, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.attention.attention_mask import AttentionMask
-from transformer_embed._src.attention.row_indices import CAUSAL, EVERYTHING, RowRule, refusal
 from transformer_embed._src.compiled import compiled
+from transformer_embed._src.kernels.row_indices import CAUSAL, EVERYTHING, RowRule, refusal
 from transformer_embed._src.partitioning import with_whole_rows
 from transformer_embed._src.sequences.runs import index_in_run, of_next_token
 

@@ -21,7 +21,7 @@ from meshes import mesh_of
 from refused import each_refused
 
 import transformer_embed as te
-from transformer_embed._src.attention import splash_attention
+from transformer_embed._src.kernels import splash_attention
 
 # jax 0.12 points to another package for the GPU's kernel.
 with warnings.catch_warnings():
