@@ -196,7 +196,9 @@ def test_only_shapes_with_shardings_are_drawn():
     drawn = jax.eval_shape(init, jax.random.key(0))
     place = lambda shapes: te.sharding.shard_params(shapes, MESH, {})
     other = {"t": jax.ShapeDtypeStruct([9, 2], jnp.float32)}
-    for shapes in (drawn, None, {}, init, place(other), place(drawn | other | {"u": other["t"]})):
+    on_one_device = jax.tree.map(jnp.ones_like, drawn)
+    strange = drawn, None, {}, init, on_one_device, place(other), place(other | {"u": other["t"]})
+    for shapes in strange:
         with refused(ValueError, "shapes: ... jax.eval_shape(init, rng), got ..."):
             te.sharding.init_params(init, jax.random.key(0), shapes)
     with refused(TypeError, "rng: ... got None"):

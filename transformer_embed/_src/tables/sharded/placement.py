@@ -159,11 +159,11 @@ def init_params(init: Callable[[Array], Any], rng: Array, shapes: Any) -> Any:
     rng = arguments.as_key("rng", rng)
     drawn, wanted = jax.eval_shape(init, rng), jax.tree.map(np.shape, shapes, is_leaf=is_leaf)
     shardings = jax.tree.map(lambda target: getattr(target, "sharding", None), shapes)
-    placed: Any = jax.tree.leaves(shardings)
-    is_alike = jax.tree.map(np.shape, drawn) == wanted
-    if not placed or not is_alike or len(placed) != len(jax.tree.leaves(drawn)):
+    placed: Any = jax.tree.leaves(shardings, is_leaf=lambda leaf: leaf is None)
+    is_placed = placed and all(isinstance(each, NamedSharding) for each in placed)
+    if not is_placed or jax.tree.map(np.shape, drawn) != wanted:
         want = "what shard_params makes of jax.eval_shape(init, rng)"
-        raise arguments.value_error("shapes", want, shapes)
+        raise arguments.value_error("shapes", want, jax.tree.map(arguments.describe, shapes))
     _check_alike(placed[0].mesh, {"rng": np.asarray(jax.random.key_data(rng))})
     return _draw(init, rng, shapes, shardings)
 
