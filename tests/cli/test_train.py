@@ -31,6 +31,7 @@ def one_layer():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(language_model, "NUM_LAYERS", 1)
         patch.setattr(language_model, "BATCH_SIZE", 1)
+        patch.setattr(language_model, "EVALUATION_TOKENS", max(language_model.LENGTHS))
         yield
 
 
@@ -94,7 +95,7 @@ def test_longer_texts_are_scored_on_as_many_bytes():
     over_devices = jax.sharding.NamedSharding(
         jax.make_mesh((1,), ("data",)), jax.sharding.PartitionSpec("data")
     )
-    bits = functools.partial(language_model._bits, "none", params)
+    bits = jax.jit(functools.partial(language_model._bits, "none", params))
     for length in language_model.LENGTHS:
         score = language_model._score(bits, np.frombuffer(text, np.uint8), over_devices, length)
         assert score == pytest.approx(8.0, abs=1e-5)

@@ -58,6 +58,8 @@ LAST = 2**31 - 1
         # A list without numbers is not one of floats.
         (TokenPositions.from_segment_ids, [], {}),
         (TokenPositions.from_ids, [], {"pad_id": 0}),
+        (TokenPositions.from_ids, [], {"pad_id": 0, "end_id": 1}),
+        (TokenPositions.from_positions, np.zeros((2, 0), int), {}),
         (TokenPositions.from_lengths, [], {"length": 3}),
     ],
 )

@@ -594,7 +594,7 @@ def _of_ids(
     tokens = ids != pad_id
     if end_id is None:
         return _of_tokens(tokens, start, at_padding)
-    begins = of_previous_token(ids == end_id).at[:, 0].set(True)
+    begins = of_previous_token(ids == end_id).at[:, :1].set(True)
     count = jnp.cumsum(with_whole_rows(tokens), axis=1, dtype=jnp.int32) - tokens
     positions = jnp.where(tokens, restarted(count, begins) + start, at_padding)
     segments = jnp.cumsum(begins, axis=1, dtype=jnp.int32)
@@ -603,7 +603,7 @@ def _of_ids(
 
 @compiled()
 def _of_positions(positions: Integer[Array, "b t"]) -> TokenPositions:
-    begins = (positions != of_previous_token(positions) + 1).at[:, 0].set(True)
+    begins = (positions != of_previous_token(positions) + 1).at[:, :1].set(True)
     return TokenPositions(positions, segment_ids=jnp.cumsum(begins, axis=1, dtype=jnp.int32))
 
 
