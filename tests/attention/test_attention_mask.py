@@ -300,6 +300,8 @@ def test_answers_see_the_prompt_that_they_share():
     parents = te.shared_prefix_parents([4, 1], lengths, 16)
     make = jax.jit(te.shared_prefix_parents, static_argnums=2)
     equal(parents, make(jnp.array([4, 1]), jnp.array(lengths), 16))
+    # A prompt without answers.
+    equal(te.shared_prefix_parents([2], np.zeros((1, 0), int), 3), [[-1, 0, -2]])
     mask = AttentionMask(TokenPositions.from_parents(parents), causal=True).dense()[:, 0]
     equal(mask, np.stack([ancestors(np.asarray(row)) for row in parents]))
     for row, (prefix, answers) in enumerate(zip([4, 1], lengths, strict=True)):

@@ -73,9 +73,9 @@ def _parents(
     prefixes: Int32[Array, "b"], answers: Int32[Array, "b n"], length: int
 ) -> Int32[Array, "b t"]:
     index = jnp.arange(length, dtype=jnp.int32)[None]
-    ends = prefixes[:, None] + jnp.cumsum(answers, axis=1, dtype=jnp.int32)
-    starts = jnp.concatenate([prefixes[:, None], ends[:, :-1]], axis=1)
-    is_start = (index[:, None] == starts[..., None]).any(1)
+    lengths = jnp.concatenate([prefixes[:, None], answers], axis=1)
+    ends = jnp.cumsum(lengths, axis=1, dtype=jnp.int32)
+    is_start = (index[:, None] == ends[:, :-1, None]).any(1)
     parents = jnp.where(is_start, prefixes[:, None] - 1, index - 1)
     return jnp.where(index < ends[:, -1:], parents, -2)
 
