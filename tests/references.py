@@ -245,7 +245,7 @@ def slopes(got, num_heads, *, max_bias):
     same(got, np.float32([float(slope) for slope in oracle.alibi_slopes(num_heads, max_bias)]))
 
 
-def alibi(got, query_positions, key_positions, *, num_heads, symmetric, max_bias, dtype):
+def alibi(got, query_positions, key_positions, num_heads, *, symmetric, max_bias, dtype):
     most = float(jnp.finfo(np.asarray(got).dtype).max) / 4
     rule = lambda q, k: -abs(k - q) if symmetric else k - q
     distances = np.array(pairs_of(rule, query_positions, key_positions), np.float64)

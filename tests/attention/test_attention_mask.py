@@ -472,7 +472,7 @@ VALUE_ERRORS = [
     (lambda: MASK | mask_of(TREE), "mask: ... (4, 4), got (2, 2)"),
     (lambda: mask_of(sinks=1), "sinks: ... got int 1"),
     (lambda: MASK.tile(3, 0, (2, 2)), "query_start: ... (2, 2), 0..2, got 3"),
-    (lambda: MASK.tile(0, 0, (2, 8)), "key_start: ... (2, 8), 0..-4, got 0"),
+    (lambda: MASK.tile(0, 0, (2, 8)), "shape: ... (4, 4), got (2, 8)"),
 ]  # fmt: skip
 
 
@@ -491,10 +491,12 @@ def test_a_mask_is_exported_for_any_batch_and_length():
         mask = last_queries(ids)
         with refused(ValueError, "shape: ... t - 1 (..., got 2"):
             mask.tile_kinds((2, 2))
-        return mask.dense()
+        return mask.dense(), mask.tile(ids[0, 0], 0 * ids[0, 0], (1, 2))
 
     ids = np.array([[0, 5, 6, 7], [5, 6, 0, 0], [5, 6, 7, 8]], np.int32)
     any_ids = jax.export.symbolic_args_specs(ids, "b, t", constraints=["t >= 2"])
     exported = jax.export.export(jax.jit(dense))(any_ids)
     for rows in (ids, ids[:1, :3]):
-        equal(exported.call(rows), last_queries(rows).dense())
+        mask, tile = exported.call(rows)
+        equal(mask, last_queries(rows).dense())
+        equal(tile, last_queries(rows).tile(rows[0, 0], 0, (1, 2)))

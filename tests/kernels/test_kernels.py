@@ -212,7 +212,7 @@ def test_queries_that_are_a_part_of_their_keys(rule):
             queries = jax.tree.map(lambda a, s=start: a[:, s : s + 128], keys)
             mask = AttentionMask(queries, keys, **rule)
             if keys is not IMAGES or "chunk" not in rule:
-                assert_said(said_by_splash(mask, "packed", query_start=start), mask)
+                assert_said(said_by_splash(mask, "packed", q_offset=start), mask)
 
 
 def test_a_row_in_another_order_is_in_no_order_that_is_promised():
@@ -230,7 +230,7 @@ def test_a_row_in_another_order_is_in_no_order_that_is_promised():
 def test_queries_without_segments_are_no_part_of_packed_keys():
     """They see all sequences by position, and a kernel compares indices of the row."""
     queries = TokenPositions(PACKED.positions[:, 130:170])
-    options = {"order": "packed", "query_start": 130}
+    options = {"order": "packed", "q_offset": 130}
     with pytest.raises(ValueError, match=r"^queries.segment_ids: wanted those of the keys"):
         said_by_splash(AttentionMask(queries, PACKED, causal=True), **options)
     mask = AttentionMask(queries, PACKED, causal=False)
@@ -340,7 +340,7 @@ WINDOW = {"causal": True, "window": (90, 0)}
 CHUNK = {"causal": True, "chunk": 50}
 SECOND_HALF = jax.tree.map(lambda a: a[:, 128:], PACKED)
 fused_attend = functools.partial(skipping_attend, block_sizes=FUSED_BACKWARD)
-at_128 = functools.partial(skipping_attend, query_start=128)
+at_128 = functools.partial(skipping_attend, q_offset=128)
 RUNS = {
     "an argument": (
         jax.jit(skipping_attend),
@@ -454,7 +454,7 @@ def test_a_part_of_the_keys_far_from_the_first_runs_the_tiles_of_its_window():
     tokens = TokenPositions.from_offset(0, 768)
     queries = jax.tree.map(lambda a: a[:, 512:640], tokens)
     mask = AttentionMask(queries, tokens, causal=False, window=(1, 1))
-    made, _ = te.kernels.splash_kernels(mask, 1, order="full", query_start=512, interpret=True)
+    made, _ = te.kernels.splash_kernels(mask, 1, order="full", q_offset=512, interpret=True)
     loads, runs = map(np.asarray, (made.fwd_mask_info.data_next, made.fwd_mask_info.block_mask))
     assert loads[runs > 0].tolist() == [3, 4, 5]
 
@@ -541,9 +541,9 @@ VALUE_ERRORS = [
     (lambda: flash(batch_size=3), "batch_size: wanted the mask's 2 rows, got 3"),
     (lambda: mha(AttentionMask(TokenPositions(np.arange(4)), causal=True)), "batch_size: wanted the number of rows of the queries"),
     (lambda: te.kernels.flash_attention(AttentionMask(RIGHT, causal=True, window=(3, 0)), order="right"), "window: wanted None for flash_attention, which has no argument for it, got (3, 0); mask.dense() and mask.tile() can"),
-    (lambda: static(IN_CACHE, query_start=100), "queries.positions: wanted the keys from index 100 on"),
-    (lambda: static(IN_CACHE, query_start=129), "query_start: wanted an int of at most 128, got 129"),
-    (lambda: static(CAUSAL, query_start=1), "query_start: wanted an int of at most 0, got 1"),
+    (lambda: static(IN_CACHE, q_offset=100), "queries.positions: wanted the keys from index 100 on"),
+    (lambda: static(IN_CACHE, q_offset=129), "q_offset: wanted an int of at most 128, got 129"),
+    (lambda: static(CAUSAL, q_offset=1), "q_offset: wanted an int of at most 0, got 1"),
     (lambda: kernels(block_sizes=splash.BlockSizes(block_q=192, block_kv=128)), "q_block_size=192 should divide"),
     (lambda: kernels(head_shards=0), "head_shards: wanted an int of at least 1, got 0"),
     (lambda: kernels(q_seq_shards=0), "q_seq_shards: wanted an int of at least 1, got 0"),

@@ -181,7 +181,8 @@ class AttentionMask(Mask):
 
         Raises:
             TypeError: a start is not an integer, or shape does not hold two Python ints.
-            ValueError: the tile is not inside the mask (checked on the host only).
+            ValueError: the tile is larger than the mask, or not inside it (a traced start is not
+                checked).
 
         Example:
             >>> import transformer_embed as te
@@ -190,12 +191,15 @@ class AttentionMask(Mask):
             [[True, True, False], [True, True, True]]
         """
         shape = arguments.entries("shape", shape, arguments.size, count=2)
-        queries, keys = self.lengths
-        inside = f"the mask, for a tile of {shape}"
-        starts = [
-            arguments.as_indices("query_start", query_start, queries - shape[0], inside),
-            arguments.as_indices("key_start", key_start, keys - shape[1], inside),
-        ]
+        given, starts = {"query_start": query_start, "key_start": key_start}, []
+        for axis, (name, start) in enumerate(given.items()):
+            last = self.lengths[axis] - shape[axis]
+            # A symbolic length has no order.
+            if not export.is_symbolic_dim(self.lengths[axis]) and last < 0:
+                want = f"a size inside the mask's {self.lengths}"
+                raise arguments.value_error("shape", want, shape)
+            inside = f"the mask, for a tile of {shape}"
+            starts.append(arguments.as_indices(name, start, last, inside))
         return _tile(self, starts, shape)
 
     def tile_kinds(self, shape: tuple[int, int]) -> Int8[Array, "b m n"]:

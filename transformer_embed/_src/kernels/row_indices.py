@@ -37,7 +37,7 @@ class RowRule:
     kernel: str
     order: str | None
     batch_size: int | None = None
-    query_start: int | None = None
+    q_offset: int | None = None
 
     def __post_init__(self):
         want = "a te.AttentionMask, not joined by & or |"
@@ -47,11 +47,11 @@ class RowRule:
             sides["keys"] = mask.keys
         if self.order is not None:
             arguments.choice("order", self.order, tuple(ORDERS))
-        if self.query_start is not None:
+        if self.q_offset is not None:
             # In self-attention, 0.
             highest = mask.lengths[1] - mask.lengths[0]
-            start = arguments.integer("query_start", self.query_start, at_least=0, at_most=highest)
-            arguments.set_fields(self, query_start=start)
+            start = arguments.integer("q_offset", self.q_offset, at_least=0, at_most=highest)
+            arguments.set_fields(self, q_offset=start)
         self.check_absent(sinks=mask.sinks)
         if self.order is not None or mask.reach != EVERYTHING:
             # Tokens that were taken in another order than that of their row.
@@ -64,8 +64,8 @@ class RowRule:
             self._check_part()
 
     def _check_part(self) -> None:
-        """Raises unless the queries are the keys from query_start on."""
-        start = self.query_start
+        """Raises unless the queries are the keys from q_offset on."""
+        start = self.q_offset
         if start is None:
             return
         queries, keys = (jax.device_get(arrays_of(side)) for side in self.mask.sides)
@@ -74,7 +74,7 @@ class RowRule:
             differs = array != keys[name][:, start : start + array.shape[1]]
             # Padding sees nothing, wherever it is.
             if (differs & is_token).any():
-                want = f"the keys from index {start} on (query_start)"
+                want = f"the keys from index {start} on (q_offset)"
                 raise arguments.value_error(f"queries.{name}", want, "others")
 
     def check_absent(self, **parts: Any) -> None:
@@ -111,7 +111,7 @@ class RowRule:
         limits = self.mask.reach
         if limits != EVERYTHING:
             parts = "a causal mask or a window, as row indices are compared"
-            if self.query_start is None:
+            if self.q_offset is None:
                 self.check_self_attention(parts)
             self.check_order_is_given(parts)
             # Queries without segments see every sequence by position, each of which counts its own.

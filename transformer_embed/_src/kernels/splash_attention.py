@@ -25,7 +25,7 @@ def splash_attention(
     *,
     order: str | None = None,
     batch_size: int | None = None,
-    query_start: int | None = None,
+    q_offset: int | None = None,
 ) -> tuple[Any, Any]:
     """The mask and the segment ids of splash attention on TPUs.
 
@@ -36,15 +36,16 @@ def splash_attention(
 
     Args:
         mask: the mask. Block ids must be known while tracing and the same in all rows, without a
-            chunk. A causal mask or a window is of self-attention, or needs query_start.
+            chunk. A causal mask or a window is of self-attention, or needs q_offset.
         num_heads: number of query heads.
         order: how the tokens of each row lie; see `te.kernels`. None, if the mask has neither a
             causal mask nor a window.
         batch_size: pass the number of rows of the batch, B, if the mask was made for one row that
             stands for all. None: the mask has B rows.
-        query_start: the index, among the keys, of the first query, if the queries are a part of the
-            keys: the new tokens of a chunked prefill, for example. A Python int. None: the keys are
-            another sequence, or the queries themselves.
+        q_offset: the index, among the keys, of the first query, if the queries are a part of the
+            keys: the new tokens of a chunked prefill, for example. It is the `offset` of jax's
+            splash masks, a Python int. None: the keys are another sequence, or the queries
+            themselves.
 
     Returns:
         The `MultiHeadMask` [num_heads, T, S] for `make_splash_mha` or `make_splash_mqa`, which is
@@ -57,10 +58,10 @@ def splash_attention(
         segment has no keys is such a query too.
 
     Raises:
-        TypeError: mask is not an AttentionMask; num_heads, batch_size or query_start is not a
+        TypeError: mask is not an AttentionMask; num_heads, batch_size or q_offset is not a
             Python int.
         ValueError: splash attention cannot express a part of the mask; the tokens are not traced
-            and lie in another order, or are not those of the keys from query_start on.
+            and lie in another order, or are not those of the keys from q_offset on.
 
     Example:
         >>> import transformer_embed as te
@@ -73,7 +74,7 @@ def splash_attention(
     Source:
         https://github.com/jax-ml/jax/tree/main/jax/experimental/pallas/ops/tpu/splash_attention
     """
-    return _said(RowRule(mask, KERNEL, order, batch_size, query_start), num_heads)
+    return _said(RowRule(mask, KERNEL, order, batch_size, q_offset), num_heads)
 
 
 def splash_kernels(
@@ -82,7 +83,7 @@ def splash_kernels(
     *,
     order: str | None = None,
     batch_size: int | None = None,
-    query_start: int | None = None,
+    q_offset: int | None = None,
     is_mqa: bool = False,
     head_shards: int = 1,
     q_seq_shards: int = 1,
@@ -99,7 +100,7 @@ def splash_kernels(
         num_heads: number of query heads.
         order: as for `splash_attention`.
         batch_size: as for `splash_attention`.
-        query_start: as for `splash_attention`.
+        q_offset: as for `splash_attention`.
         is_mqa: False: `make_splash_mha`; True: `make_splash_mqa`.
         head_shards: number of devices that the heads are split over.
         q_seq_shards: number of devices that the queries are split over (context parallelism).
@@ -141,7 +142,7 @@ def splash_kernels(
     # Imported when they are used: Pallas takes longer to import than this package.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # noqa: PLC0415
 
-    rule = RowRule(mask, KERNEL, order, batch_size, query_start)
+    rule = RowRule(mask, KERNEL, order, batch_size, q_offset)
     heads, ids = _said(rule, num_heads)
     shards = arguments.size("q_seq_shards", q_seq_shards)
     make = splash.make_splash_mqa if is_mqa else splash.make_splash_mha
@@ -176,7 +177,7 @@ def _skipping(
         return None
     _check_memory(sum(array.nbytes for array in jax.tree.leaves(info[:3])), memory)
     tiles = _loaded(rule, info, tile, shards, by_keys)
-    kinds, start = rule.mask.tile_kinds(tile), rule.query_start or 0
+    kinds, start = rule.mask.tile_kinds(tile), rule.q_offset or 0
     steps = _steps(info.data_next, info.block_mask, tiles, kinds, tile, start, by_keys)
     batch = jax.tree.map(lambda array: rule.for_rows(array[None]), info)
     return batch._replace(**jax.tree.map(rule.for_rows, steps))
@@ -193,7 +194,7 @@ def _band(rule: RowRule, tile: tuple[int, int]) -> Bool[np.ndarray, "m n"]:
     """Which tiles of row indices have a pair that the causal mask and the window allow."""
     queries, keys = (np.arange(0, *sizes) for sizes in zip(rule.mask.lengths, tile, strict=True))
     # How far the first key is after the first query.
-    ahead = keys - queries[:, None] - (rule.query_start or 0)
+    ahead = keys - queries[:, None] - (rule.q_offset or 0)
     left, right = rule.distances
     return (ahead - right < tile[0]) & (ahead + left > -tile[1])
 
@@ -247,7 +248,7 @@ def _said(rule: RowRule, num_heads: int) -> tuple[Any, Any]:
         rule.check_absent(chunk=mask.chunk)
     static = splash.FullMask(mask.lengths)
     if rule.reach != EVERYTHING:
-        static = splash_mask.IndexMask(mask.lengths, rule.reach, rule.query_start or 0)
+        static = splash_mask.IndexMask(mask.lengths, rule.reach, rule.q_offset or 0)
         if has_blocks:
             static |= splash_mask.BlockMask(*map(_static_block_ids, mask.sides))
     return splash.MultiHeadMask([static] * num_heads), ids
@@ -270,7 +271,7 @@ def _steps(
     tiles: Int32[Array, "h r s"],
     kinds: Int8[Array, "b q k"],
     tile: tuple[int, int],
-    query_start: int,
+    q_offset: int,
     by_keys: bool,
 ) -> dict[str, Integer[Array, "b h i j"]]:
     """What each step loads and whether it runs, for each row: the tiles that have a pair.
@@ -279,7 +280,7 @@ def _steps(
     a pair, and a softmax over no keys at all would make the outputs NaN.
     """
     queries, keys = kinds.shape[1:]
-    diagonal = (query_start + np.arange(queries) * tile[0]) // tile[1]
+    diagonal = (q_offset + np.arange(queries) * tile[0]) // tile[1]
     # There may be more queries than keys.
     is_diagonal = np.arange(keys) == np.minimum(diagonal, keys - 1)[:, None]
     data_next, block_mask, may_run = (

@@ -52,8 +52,8 @@ def alibi_slopes(num_heads: int, *, max_bias: float = 8.0) -> Float32[Array, "h"
 def alibi_bias(
     query_positions: ArrayLike,
     key_positions: ArrayLike,
-    *,
     num_heads: int,
+    *,
     symmetric: bool = False,
     max_bias: float = 8.0,
     dtype: DTypeLike = jnp.float32,
