@@ -406,12 +406,14 @@ def looked_up(got, table, ids, *, pad_id, out_of_range, lookup_style):
 
 def whole_logits(x, table, bias=None, softcap=None, scale=1.0):
     """In float64, and how much faster they rise than products do."""
-    u = float(scale) * (floats(x) @ floats(table).T + (0 if bias is None else floats(bias)))
+    scale = float(scale)
+    u = scale * (floats(x) @ floats(table).T + (0 if bias is None else floats(bias)))
     if softcap is None:
-        return u, float(scale)
+        return u, scale
+    softcap = float(softcap)
     with np.errstate(over="ignore"):
-        capped = np.where(np.isneginf(u), u, softcap * np.tanh(u / float(softcap)))
-        return capped, scale / np.cosh(u / float(softcap)) ** 2
+        capped = np.where(np.isneginf(u), u, softcap * np.tanh(u / softcap))
+        return capped, scale / np.cosh(u / softcap) ** 2
 
 
 class Losses(NamedTuple):
@@ -560,7 +562,9 @@ def top_k(got, x, table, k, *, pad_id, chunk_size, **of_logits):
         logits[..., pad_id] = -np.inf
         assert pad_id not in ids
     exact = logits - np.logaddexp.reduce(logits, -1, keepdims=True)
-    error = OF_A_LOSS * np.maximum(1, np.abs(np.where(np.isfinite(logits), logits, 0)).max())
+    error = OF_A_LOSS * np.maximum(
+        1, np.abs(np.where(np.isfinite(logits), logits, 0)).max(initial=0)
+    )
     for want in (np.take_along_axis(exact, ids, -1), -np.sort(-exact, -1)[..., :k]):
         equal(np.isneginf(log_probs), np.isneginf(want))
         is_possible = np.isfinite(want)

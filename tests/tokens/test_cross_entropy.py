@@ -464,6 +464,7 @@ TYPE_ERRORS = [
     ({"table": TABLE.astype(int)}, f"table: {FLOATING} int64"),
     ({"table": SomeRows()}, "table: ... got some of its rows"),
     ({"labels": np.ones(SHAPE)}, "labels: ... got float64"),
+    *[({name: None}, f"{name}: ... got None") for name in ("labels", "label_smoothing", "z_loss")],
     ({"mask": np.ones(SHAPE)}, "mask: ... got float64"),
     ({"pad_id": 0.0}, "pad_id: ... got float 0.0"),
     ({"bias": np.ones(7, int)}, f"bias: {FLOATING} int64"),

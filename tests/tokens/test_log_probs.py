@@ -265,6 +265,7 @@ def test_backward_memory_is_that_of_a_chunk():
             {"temperature": np.ones((4, 5), "f4")},
             r"^temperature: wanted a shape that broadcasts to",
         ),
+        ({"temperature": None}, r"^temperature: wanted an array .*, got None"),
         ({"with_entropy": 1}, r"^with_entropy: wanted a Python bool"),
     ],
 )

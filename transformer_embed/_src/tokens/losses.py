@@ -58,13 +58,15 @@ CONVERTERS: dict[str, Callable] = {
     "z_loss": functools.partial(_as_setting, 0, arguments.not_negative),
 }
 
+OPTIONAL = "mask", "weights", "segment_ids"
+
 
 def compute(loss: Loss, layers: tuple[Pair, ...], **of_tokens: ArrayLike | None) -> Any:
     """What `loss.returned` makes of the values of tokens, whose arguments are checked here."""
     arrays = {
         name: CONVERTERS[name](name, value)
         for name, value in of_tokens.items()
-        if value is not None
+        if value is not None or name not in OPTIONAL
     }
     tokens = of_labels = layers[0][0].shape[:-1]
     name, whose = "x", "the tokens"
