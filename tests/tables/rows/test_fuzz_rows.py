@@ -51,7 +51,7 @@ def check_result(value, got, *, table, ids, max_rows):
     table = np.asarray(table).astype(np.float64)
     ids = [int(each) for each in np.ravel(np.asarray(ids))]
     held = sorted({min(max(i, 0), len(table) - 1) for i in ids})
-    if not isinstance(max_rows, dict | list | None):
+    if not isinstance(max_rows, dict | list | tuple | None):
         held = held[: int(max_rows)]
     for i in ids:
         if i in held:
