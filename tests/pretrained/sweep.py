@@ -120,6 +120,16 @@ SPECIAL = {
         "attention_types": [[["global", "local", "global"], 1]],
     },
     "squeezebert": {"embedding_size": 64},
+    # Its base, which this version of the library does not read.
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10_000.0}},
+    "deepseek_v4": {
+        "layer_types": [
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+        ],
+        "partial_rotary_factor": 1 / 3,
+    },
     "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [4, 10]},
 }
 
@@ -421,8 +431,9 @@ def seen_by(model, types):  # noqa: PLR0912, PLR0915 (a hook for each thing that
                     MASKS.setdefault(LAYER[0], seen[:, :1].numpy().copy())
                 first = args[0] if args else kwargs.get("hidden_states")
                 if n == 0 and torch.is_tensor(first) and first.is_floating_point() and table:
-                    # Gemma 3n has several hidden vectors of each token.
-                    first = first[0] if first.ndim == 4 else first
+                    # Gemma 3n and DeepSeek V4 have several hidden vectors of each token.
+                    if first.ndim == 4:
+                        first = first[0] if first.shape[0] != BATCH else first[:, :, 0]
                     if first.shape[:2] == (LENGTH, BATCH):
                         first = first.swapaxes(0, 1)
                     inputs.setdefault(name, first.detach().numpy().copy())
@@ -529,7 +540,10 @@ def rotation_error(found, blocks, calls, config, model, several=None):
     calls = [
         (layer[1], before, after) for layer, before, after in calls if layer and layer[0] == blocks
     ]
-    if not found.layers or all(layer.rotary is None for layer in found.layers):
+    if not found.layers:
+        # Nothing is said of them.
+        return 0.0
+    if all(layer.rotary is None for layer in found.layers):
         return np.inf if calls else 0.0
     if not calls:
         return np.nan

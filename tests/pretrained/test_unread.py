@@ -130,6 +130,12 @@ def test_published_files_are_not_refused():
 HUB = [
     ({"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 9.0}}, EMBED_TOKENS,
      {"rotary": HALF | {"base": 1e4, "scaling": te.NTKScaling(9.0)}}),
+    ({"model_type": "hunyuan_vl", "rope_theta": 1e4, "rope_scaling": {"type": "xdrope", "factor": 1.0, "alpha": 9.0, "xdrope_section": [2, 2, 2, 2]}}, EMBED_TOKENS,
+     {"rotary": HALF | {"base": 1e4, "scaling": te.NTKScaling(9.0)}, "output": te.OutputConfig()}),
+    ({"model_type": "dbrx", "d_model": 16, "max_seq_len": 32, "attn_config": {"clip_qkv": 8, "rope_theta": 5e5}}, f"{WTE} lm_head.weight",
+     {"rotary": HALF | {"base": 5e5}, "output": te.OutputConfig(tied=False)}),
+    ({"model_type": "deepseek_v4", "compress_rope_theta": 16e4, "rope_theta": 1e4, "rope_scaling": {"type": "yarn", "factor": 16}}, "embed.weight head.weight",
+     {"layers": (), "output": te.OutputConfig(tied=False)}),
     ({"model_type": "sarvam_mla", "rope_scaling": {"type": "deepseek_yarn", "factor": 4.0, "original_max_position_embeddings": 8}}, EMBED_TOKENS,
      {"rotary": TURNED | {"base": 1e4, "scaling": te.YarnScaling(4.0, 8)}}),
     ({"model_type": "glm_moe_dsa", "rope_interleave": True, "indexer_rope_interleave": True, "index_share_for_mtp_iteration": True}, EMBED_TOKENS, {"rotary": TURNED | {"base": 1e4}}),

@@ -144,7 +144,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "positions": "embeddings.position_embedding",
         "no_output": "it has none",
     },
-    "mamba falcon_mamba mamba2 nemotron_h jamba kimi_linear": {
+    "mamba falcon_mamba mamba2 nemotron_h jamba kimi_linear deepseek_v4": {
         "tokens": "embeddings",
         "meaningless": "rope_theta",
     },
@@ -155,7 +155,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mllama_text_model minimax": _LLAMA
     # Ministral 3 scales its queries. The library ignores the share.
     | {"meaningless": "llama_4_scaling_beta max_position_embeddings partial_rotary_factor"},
-    "hunyuan_v1_dense hunyuan_v1_moe exaone starcoder2 lfm2 minimax_m2 qwen2_vl_text "
+    "hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl hunyuan_vl_text exaone dbrx "
+    "starcoder2 lfm2 minimax_m2 qwen2_vl_text "
     "qwen2_5_vl_text qwen2_vl qwen2_5_vl qwen2_5_omni_text paddleocr_vl_text glm4v_moe_text "
     "glm_image_text glm4v_text glm_ocr_text qwen3_vl_text qwen3_vl_moe_text qwen3_omni_moe_text "
     "cosmos3_edge_text helium ernie4_5 ernie4_5_moe deepseek_v2 deepseek_v32 glm glm4 glm_moe_dsa "
@@ -212,9 +213,11 @@ _GEMMA3N = f"gemma3n_text {_GEMMA4}"
 _GEMMAS = f"gemma3 gemma3_text {_GEMMA3N}"
 _COHERE = "cohere cohere2 cohere2_moe"
 _HYPERCLOVAX = "hyperclovax falcon_h1"
+_HUNYUAN_VL = "hunyuan_vl hunyuan_vl_text"
 OWN: dict[str, dict[Any, str]] = {
     "tokens": {
-        "wte": "exaone",
+        "wte": "exaone dbrx",
+        "embed_tokens embed": "deepseek_v4",
         "embed_in": "gpt_neox gpt_neox_japanese",
         "word_embeddings": "falcon",
         "embed_tokens": "jamba kimi_linear",
@@ -271,7 +274,11 @@ OWN: dict[str, dict[Any, str]] = {
         "whisper starcoder2 modernbert modernbert-decoder gpt_neox gpt_neox_japanese phi phi3 "
         "phi4_multimodal",
     },
+    "head": {
+        "lm_head head": "deepseek_v4",
+    },
     "aliases": {
+        "max_position_embeddings: max_seq_len": "dbrx",
         "dropout: resid_pdrop": "nomic_bert",
         "logit_scale: lm_head_multiplier logits_scaling": _HYPERCLOVAX,
     },
@@ -286,7 +293,7 @@ OWN: dict[str, dict[Any, str]] = {
     "kinds": {
         # Some layers are sparse, or some tokens see all; Blip's caller says if it is a decoder.
         (): "big_bird longformer longt5 pegasus_x led bigbird_pegasus blip_text_model jamba "
-        "kimi_linear nemotron_h",
+        "kimi_linear nemotron_h deepseek_v4",
         (FULL,): "mellum",
         (LINEAR,): "mamba falcon_mamba mamba2 granitemoehybrid",
         (INDEXED,): "deepseek_v32 glm_moe_dsa",
@@ -315,10 +322,12 @@ OWN: dict[str, dict[Any, str]] = {
         "qwen3_5_text qwen3_5_moe_text",
     },
     "has_alpha": {
-        True: "hunyuan_v1_dense hunyuan_v1_moe",
+        True: f"hunyuan_v1_dense hunyuan_v1_moe {_HUNYUAN_VL}",
     },
     "fixed": {
         "is_decoder": "blip_text_model",
+        # A layer also sees averages of other tokens, which no mask says.
+        "layer_types": "deepseek_v4",
     },
     "meaningless": {
         # The sinusoids that rotate heads.
@@ -326,6 +335,11 @@ OWN: dict[str, dict[Any, str]] = {
         # It has a norm that it does not apply.
         f"{_OLD} layernorm_embedding": "bigbird_pegasus",
         "use_pos_enc theta": "lfm2",
+        # Nothing is said of its layers.
+        "rope_theta compress_rope_theta rope_scaling rope_parameters "
+        "partial_rotary_factor": "deepseek_v4",
+        # Each channel of a pair may have an axis of its own for images.
+        "mrope_section xdrope_section": _HUNYUAN_VL,
         "mrope_interleaved": "qwen3_5_text qwen3_5_moe_text",
         "mrope_interleaved interleaved": "qwen3_vl_text qwen3_vl_moe_text qwen3_omni_moe_text "
         "cosmos3_edge_text",
@@ -476,12 +490,12 @@ OWN: dict[str, dict[Any, str]] = {
         REQUIRED: "gpt_neox mpt bloom",
     },
     "tie_word_embeddings": {
-        False: "git rembert gptj codegen fsmt jamba kimi_linear mamba2 nemotron_h",
+        False: "git rembert gptj codegen fsmt jamba kimi_linear mamba2 nemotron_h deepseek_v4",
         True: "jetmoe starcoder2 lfm2 paddleocr_vl_text ernie4_5 ernie4_5_moe youtu cohere "
         "cohere2 cohere2_moe lara_mini smollm3 gemma gemma2 vaultgemma recurrent_gemma "
         "gemma3 gemma3_text gemma3n_text gemma4_text gemma4_unified_text "
         "embedding_gemma2_text modernbert modernbert-decoder granite_swa "
-        "granite_docling_text minicpm minicpm3 gpt_neox_japanese falcon",
+        f"granite_docling_text minicpm minicpm3 gpt_neox_japanese falcon {_HUNYUAN_VL}",
     },
     "scale_embedding": {
         True: "biogpt speech_to_text xglm pegasus_x m2m_100 nllb-moe fsmt plbart bigbird_pegasus",

@@ -33,6 +33,7 @@ SCALINGS = {
     "llama3": rotary_scaling.Llama3Scaling,
     "longrope": rotary_scaling.LongRopeScaling,
     PROPORTIONAL: rotary_scaling.LinearScaling,
+    "xdrope": rotary_scaling.NTKScaling,
     # Sections for images are not a scaling.
     "mrope": None,
 }
