@@ -84,6 +84,7 @@ def test_pickles_are_not_opened_and_the_message_says_how_to_convert_them(
         ("adapter_model.safetensors", b"{}", "an adapter: merge it, by peft's model.merge_and_unload().save_"),
         ("model.Q4.gguf", b"{}", "save it as safetensors with the library that reads it"),
         ("onnx/model.onnx", b"{}", "save it as safetensors with the library that reads it"),
+        ("consolidated.00.pth", b"{}", "save it as safetensors with the library that reads it"),
         ("flax_model.msgpack", b"{}", "save it as safetensors with the library that reads it"),
         ("model-00001-of-00002.safetensors", b"{}", "a shard: put the index file of all shards beside it"),
         ("model.fp16.safetensors", b"", "model.fp16.safetensors: pass it"),
@@ -194,7 +195,9 @@ def test_a_damaged_config(tmp_path, text, message):
 )
 def test_a_dtype_that_is_not_read(tmp_path, dtype, code):
     tensors = {name: array.astype(dtype) for name, array in tensors_of(CASES["gpt2"]).items()}
-    path = checkpoint(tmp_path, CASES["gpt2"], change=tensors)
+    # A quantized model's scale, which is not what is wrong.
+    scales = {f"{name}_scale": array[:1] for name, array in tensors.items() if "wte" in name}
+    path = checkpoint(tmp_path, CASES["gpt2"], change=tensors | scales)
     message = (
         rf"wte\.weight: wanted F32 or BF16 or F16, got {code}\[.*\]: convert it first \(a quantized"
     )

@@ -152,7 +152,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral ministral voxtral_realtime_text qwen2 qwen3 qwen2_moe qwen3_moe doge gpt_oss "
     "ministral3 apertus apertus1p5_text higgs_audio_v2 flex_olmo bitnet mixtral phimoe "
     "solar_open emu3_text_model hy_v3 jetmoe eurobert olmo_hybrid unlimited_ocr_text cwm "
-    "mllama_text_model minimax": _LLAMA
+    "mllama_text_model mllama minimax": _LLAMA
     # Ministral 3 scales its queries. The library ignores the share.
     | {"meaningless": "llama_4_scaling_beta max_position_embeddings partial_rotary_factor"},
     "hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl hunyuan_vl_text exaone dbrx "
@@ -369,7 +369,7 @@ OWN: dict[str, dict[Any, str]] = {
         (): "bamba",
     },
     "cross_attention_layers": {
-        (3, 8, 13, 18, 23, 28, 33, 38): "mllama_text_model",
+        (3, 8, 13, 18, 23, 28, 33, 38): "mllama_text_model mllama",
     },
     # The first layers of Cohere 2's MoE may be dense, which rotate with full attention too.
     "mlp_layer_types": {
@@ -433,7 +433,8 @@ OWN: dict[str, dict[Any, str]] = {
         20_000.0: "jina_embeddings_v3",
         100_000.0: "helium",
         160_000.0: "gte modernbert modernbert-decoder",
-        500_000.0: "flex_olmo bitnet mllama_text_model exaone paddleocr_vl_text qwen3_vl_text "
+        500_000.0: "flex_olmo bitnet mllama_text_model mllama exaone paddleocr_vl_text "
+        "qwen3_vl_text "
         "qwen3_vl_moe_text ernie4_5 ernie4_5_moe cohere llama4 llama4_text olmo3 mellum",
         1_000_000.0: "mixtral phimoe solar_open emu3_text_model minimax lfm2 qwen2_vl_text "
         "qwen2_5_vl_text qwen2_vl qwen2_5_vl qwen2_5_omni_text qwen3_omni_moe_text gemma3 "

@@ -43,13 +43,13 @@ STEPS = {
     ),
     r"-of-\d+\.safetensors$": "a shard: put the index file of all shards beside it",
     r"\.safetensors$": "pass it",
-    r"\.(bin|pth?)$": (
+    r"\.bin$": (
         "a pickle may run code and is not opened: convert it with "
         "safetensors.torch.save_file({k: v.clone().contiguous() "
         "for f in glob.glob('pytorch_model*.bin') "
         "for k, v in torch.load(f, weights_only=True).items()}, 'model.safetensors')"
     ),
-    r"\.(gguf|onnx|h5|msgpack)$": "save it as safetensors with the library that reads it",
+    r"\.(gguf|onnx|h5|msgpack|pth?)$": "save it as safetensors with the library that reads it",
 }
 
 
@@ -303,7 +303,8 @@ def _regular_mode(path: pathlib.Path) -> int:
     """
     if path.is_symlink() and not path.exists():
         # As in a cache of the hub whose download was cut short.
-        raise FileNotFoundError(errno.ENOENT, "its link leads nowhere; download it again", path)
+        step = "its link leads nowhere; download it again"
+        raise FileNotFoundError(errno.ENOENT, step, str(path))
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
         got = f"a folder, a pipe or a device, {path}"

@@ -102,6 +102,9 @@ def recognised(file: Published, model_type: Any) -> tuple[Architecture, str, dic
         under = f"those under {[*found]}"
         raise arguments.value_error(tensors.path, want, under if found else tensors.listed())
     ((prefix, names),) = found.items()
+    for tensor in names.values():
+        # Those of a quantized model, which has scales beside them, are refused for their dtypes.
+        tensors.entry(tensor)
     _check_read(kind, file, prefix, {*names.values()})
     return kind, prefix, names
 
