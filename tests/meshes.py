@@ -8,8 +8,10 @@ AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 
 def mesh_of(shape, names, kind=AUTO):
+    """All axes of one kind, or each of its own."""
     devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
-    return Mesh(devices, names, axis_types=(kind,) * len(shape))
+    kinds = kind if isinstance(kind, tuple) else (kind,) * len(shape)
+    return Mesh(devices, names, axis_types=kinds)
 
 
 def put(mesh, tree, *axes):

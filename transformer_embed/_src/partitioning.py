@@ -64,13 +64,14 @@ def on_each_device(mesh: Any, function: Callable, in_specs: Any, out_specs: Any)
 def array_axes(mesh: Any, batch: Axes, array: Array, batch_dimensions: int) -> list[Axes]:
     """The mesh axes that each dimension is split over.
 
-    They come from the array's type under explicit axes; else the first one is split over `batch`.
+    An array's type says which explicit ones. Its first dimension is split over the automatic ones
+    of `batch` too, if the devices divide it.
     """
-    if is_explicit(mesh):
-        return spec_axes(jax.typeof(array).sharding.spec, array.ndim)
-    axes: list[Axes] = [()] * array.ndim
-    if batch_dimensions and array.shape[0] % devices_along(mesh, batch) == 0:
-        axes[0] = batch
+    axes = spec_axes(jax.typeof(array).sharding.spec, array.ndim)
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    automatic = tuple(axis for axis in batch if kinds[axis] == AxisType.Auto)
+    if batch_dimensions and array.shape[0] % devices_along(mesh, axes[0] + automatic) == 0:
+        axes[0] += automatic
     return axes
 
 

@@ -26,6 +26,7 @@ from sharded_tables import (
     VOCAB,
     WEIGHTS,
     WIDTH,
+    loss,
     mesh_of,
     normal,
     on_host,
@@ -50,6 +51,8 @@ CASES = {
         ("extra", "data"),
         ("data", "model", "extra"),
     ),
+    # The type of ids says half of how they are split.
+    "striped over automatic and explicit axes": ((AUTO, EXPLICIT), (2, 4), stripe, BOTH, BOTH),
 }
 
 
@@ -88,13 +91,28 @@ def test_training_by_rows_is_lazy_adam_in_float64_and_sends_only_ids_and_rows(na
         for each in sent:
             assert each.largest <= WEIGHTS[0].size < VOCAB * WIDTH / 8, each.line
             assert (each.kind == "all-gather") == (each.operands[0][0] == "s32"), each.line
-    elif rows == batch:
+    elif name == "striped":
         # One all-to-all of ids and two of rows; else sums of a number.
         size = 8 * placed.split.buffers(BOTH, BATCHES[0].size, VOCAB)[1]
         exchanged = [each for each in sent if each.kind == "all-to-all"]
         found = [sum(math.prod(size) for _, size in each.operands) for each in exchanged]
         assert sorted(found) == [size, size * WIDTH, size * WIDTH]
         assert all(each.largest == 1 for each in sent if each.kind != "all-to-all")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [shard, stripe])
+def test_a_step_outside_of_jit_compiles_one_program_for_the_rows(place, caplog):
+    """Of each process, otherwise some 140 in every step."""
+    mesh, sgd = mesh_of((2, 4)), optax.sgd(RATE)
+    params = {"t": place(mesh, SPEC(BOTH))}
+    _, grads = te.rows.value_and_grad(loss, ids={"t": BATCHES[0]})(params, BATCHES[0], WEIGHTS[0])
+    with jax.log_compiles():
+        te.rows.update(sgd, grads, sgd.init(params), params)
+        first = len(caplog.records)
+        te.rows.update(sgd, grads, sgd.init(params), params)
+    compiled = [each.message for each in caplog.records[first:] if "XLA comp" in each.message]
+    assert len(compiled) == 1, compiled
 
 
 @pytest.mark.slow

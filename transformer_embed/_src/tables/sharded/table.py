@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
+from transformer_embed._src.compiled import compiled
 from transformer_embed._src.partitioning import (
     array_axes,
     free_axes,
@@ -165,7 +166,8 @@ class Sharded(Table):
         # The state has the table's rows, but not always its columns, nor its sharding.
         sharding = NamedSharding(split.mesh, by_owner)
         arrays = [self.array, *(reshard(state.array, sharding) for state in states)]
-        update_all = split.map(update_shard, (PartitionSpec(), gradient_spec, by_owner), by_owner)
+        in_specs = PartitionSpec(), gradient_spec, by_owner
+        update_all = compiled()(split.map(update_shard, in_specs, by_owner))
         # As shard_map does under automatic axes. XLA drops the all-gather of what is not used.
         shared = jax.tree.map(on_every_device, shared)
         rows = gradient.ids, gradient.values, gradient.fingerprint
