@@ -103,8 +103,10 @@ VALUES = [*NUMBERS, *WORDS, *DTYPES, *ARRAYS, *OTHERS]
 
 
 SIZES = {
+    "batch_size",
     "d_model",
     "embedding_width",
+    "head_dim",
     "length",
     "max_distance",
     "max_len",

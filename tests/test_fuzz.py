@@ -6,11 +6,14 @@ import itertools
 import random
 
 import cases
+import jax
+import matplotlib.figure
 import public
 import pytest
-from calls import GOOD
+from calls import GOOD, IDS, POSITIONS, TABLE
 from cases import few
 from fuzzing import VALUES, bounded, call, named_on_failure
+from meshes import mesh_of
 from references import CHECKS, assert_right
 
 import transformer_embed as te
@@ -61,3 +64,59 @@ def test_every_public_function_is_fuzzed():
     functions = {name for name in public.TOP if inspect.isfunction(getattr(te, name))}
     assert functions <= {function.__name__ for function in CHECKS}
     assert set(GOOD) == set(CHECKS)
+
+
+# --- what has no oracle
+
+TOKENS = te.TokenPositions.from_segment_ids([[1, 1, 1, 1]])
+MASK = te.AttentionMask(TOKENS, causal=True)
+MESH, RULES = mesh_of((2,), ("x",)), {"*": jax.sharding.PartitionSpec("x")}
+PARAMS = {"embeddings": TABLE}
+STRIPED = te.sharding.shard_params(PARAMS, MESH, RULES, stripe="*")["embeddings"]
+DRAWN = jax.eval_shape(lambda: PARAMS)
+PROMISE = {"mask": MASK, "order": "full"}
+DOORS = [
+    (te.AttentionMask, {"queries": TOKENS, "keys": None, "causal": True, "window": None, "chunk": None, "sinks": None}),
+    (MASK.tile, {"query_start": 0, "key_start": 0, "shape": (2, 2)}),
+    (MASK.tile_kinds, {"shape": (2, 2)}),
+    (te.TokenPositions, {"positions": POSITIONS, "segment_ids": None, "block_ids": None, "places": None, "ends": None}),
+    (te.TokenPositions.from_parents, {"parents": POSITIONS - 1, "offset": 0}),
+    (TOKENS.take, {"order": POSITIONS}),
+    (TOKENS.with_block_ids, {"block_ids": [0, 0, 1, 1]}),
+    (TOKENS.clear, {"rows": [True]}),
+    (te.kernels.dot_product_attention, PROMISE),
+    (te.kernels.flash_attention, PROMISE),
+    (te.kernels.mha, PROMISE | {"batch_size": 1}),
+    (te.kernels.key_ranges, PROMISE),
+    (te.kernels.query_ranges, PROMISE),
+    (te.kernels.splash_attention, PROMISE | {"num_heads": 2}),
+    (te.sharding.shard_params, {"params": PARAMS, "mesh": MESH, "rules": RULES, "tables": "*", "batch_axes": None, "stripe": None, "virtual_shards": 8, "capacity": 1.0}),
+    (te.sharding.init_params, {"init": lambda rng: PARAMS, "rng": jax.random.key(0), "shapes": te.sharding.shard_params(DRAWN, MESH, {})}),
+    (te.sharding.exchange_load, {"table": STRIPED, "ids": IDS, "max_rows": None}),
+    (te.rows.RowGradient, {"ids": POSITIONS, "values": TABLE[:3], "vocab_size": 4}),
+    (te.rows.add, {"grads": PARAMS, "more": PARAMS}),
+    (te.OutputLayer, {"table": TABLE, "bias": None, "softcap": None, "scale": 1.0, "pad_id": None}),
+    (te.OutputConfig, {"tied": True, "bias": False, "softcap": None, "scale": 1.0}),
+    (te.EmbedderConfig, vars(te.EmbedderConfig(8, 4))),
+    (te.Sinusoidal, vars(te.Sinusoidal())),
+    (te.SinusoidalGrid, vars(te.SinusoidalGrid((2, 2)))),
+    (te.Learned, vars(te.Learned(4))),
+    (te.plots.plot_encoding, {"encoding": TABLE, "tokens": None, "limit": None}),
+    (te.plots.plot_wavelengths, {"d_model": 4, "base": 10.0, "scaling": None}),
+    (te.plots.plot_similarity, {"encoding": TABLE}),
+    (te.plots.plot_mask, {"mask": TABLE > 0, "query_tokens": None, "key_tokens": None}),
+    (te.plots.plot_rotary, {"positions": POSITIONS, "head_dim": 4, "base": 10.0, "scaling": None}),
+    (te.plots.plot_bias, {"bias": TABLE, "query_tokens": None, "key_tokens": None}),
+    (te.plots.plot_error, {"d_model": 4, "positions": POSITIONS + 1, "base": 10.0}),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("door", "good"), DOORS, ids=lambda part: getattr(part, "__name__", ""))
+def test_any_argument_at_a_door_gives_a_result_or_our_error(door, good):
+    if door.__name__ in te.plots.__all__:
+        good = good | {"ax": matplotlib.figure.Figure().subplots()}
+    assert call(door, good)[0]
+    for name, value in few(itertools.product(good.keys() - {"init", "ax"}, VALUES), 12):
+        with named_on_failure({name: value}):
+            call(door, good | {name: bounded(name, value)})

@@ -5,6 +5,7 @@ converts to an array, `check_...` only raises, and all others return a Python va
 while tracing.
 """
 
+import dataclasses
 import functools
 import math
 import numbers
@@ -79,10 +80,9 @@ def convert_fields(instance: Any, **converters: Callable[[str, Any], Any]) -> No
     None stays where it is the default.
     """
     converted = {}
-    for name, value in vars(instance).items():
-        # A dataclass keeps its defaults as attributes of the class.
-        is_default_none = value is None and getattr(type(instance), name, 0) is None
-        if name in converters and not is_default_none:
+    for field in dataclasses.fields(instance):
+        name, value = field.name, getattr(instance, field.name)
+        if name in converters and not value is field.default is None:
             converted[name] = converters[name](name, value)
     set_fields(instance, **converted)
 
@@ -251,7 +251,8 @@ def is_traced(value: Any) -> bool:
 
 
 def on_host(name: str, array: jax.Array | np.ndarray) -> np.ndarray:
-    """The values of an array that is not traced."""
+    """The values of an array of real numbers that is not traced."""
+    check_real(name, array, array)
     if is_traced(array):
         raise type_error(name, "values on the host, outside of jit", describe(array))
     if isinstance(array, jax.Array) and not (
@@ -292,10 +293,15 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
         raise value_error(
             name, "an array, or nested lists of equal lengths", "lists of unequal lengths"
         ) from error
+    check_real(name, array, value)
+    return array.astype(array.dtype.newbyteorder("="))
+
+
+def check_real(name: str, array: jax.Array | np.ndarray, value: Any) -> None:
+    """A TypeError for a value that is an array of complex numbers, keys, objects and the like."""
     is_real = any(jnp.issubdtype(array.dtype, kind) for kind in (bool, jnp.integer, jnp.floating))
     if not is_real or array.dtype.itemsize > 8:
         raise type_error(name, "an array of real numbers of at most 64 bits", describe(value))
-    return array.astype(array.dtype.newbyteorder("="))
 
 
 def unwrapped(value: Any) -> Any:

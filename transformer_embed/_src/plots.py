@@ -275,6 +275,7 @@ def plot_rotary(
     from matplotlib.patches import Circle  # noqa: PLC0415
 
     points = arguments.on_host("positions", phase.as_positions("positions", positions))
+    points, head_dim = np.atleast_1d(points), arguments.size("head_dim", head_dim)
     half = head_dim // 2
     pairs = range(0, half, max(1, half // 8))[:4]
     # The point (radius, 0) in each pair of channels.
@@ -378,7 +379,9 @@ def plot_error(
     if positions is None:
         positions = np.geomspace(1, 2**31 - 1, 100, dtype=np.int64)
     known = arguments.on_host("positions", arguments.as_array("positions", positions))
-    points = np.asarray(arguments.as_integers("positions", known, 1, what="a logarithmic axis"))
+    points = arguments.as_integers("positions", known, 1, what="a logarithmic axis")
+    points, base = np.atleast_1d(points), arguments.positive("base", base)
+    d_model = arguments.size("d_model", d_model)
     frequencies: Any = unscaled(d_model, base)
     with decimal.localcontext(phase.PRECISION):
         # Without the whole turns, which would cost digits.

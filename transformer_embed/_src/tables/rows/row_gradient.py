@@ -91,7 +91,9 @@ class RowGradient(SomeRows):
     fingerprint: Any = dataclasses.field(default=None, init=False, repr=False)
 
     def __post_init__(self):
-        arguments.convert_fields(self, ids=arguments.as_int32, values=arguments.as_floats)
+        arguments.convert_fields(
+            self, ids=arguments.as_int32, values=arguments.as_floats, vocab_size=arguments.size
+        )
         if self.values.ndim != 2:
             got = f"shape {list(self.values.shape)}"
             raise arguments.value_error("values", "shape [k, d]", got)

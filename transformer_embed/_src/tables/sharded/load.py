@@ -64,13 +64,14 @@ def exchange_load(table: Sharded, ids: ArrayLike, *, max_rows: int | None = None
         >>> load.rows.tolist(), load.dropped
         ([2], 0)
     """
-    split, axes = table.split, table.split.batch_axes
+    want = "a striped table (see `stripe` of shard_params)"
+    split = arguments.instance("table", table, Sharded, want).split
     array = arguments.on_host("ids", arguments.as_int32("ids", ids))
     if not split.order.is_striped:
-        want = "a striped table (see `stripe` of shard_params)"
         raise arguments.value_error("table", want, "a contiguous table")
+    axes = split.batch_axes
     devices = devices_along(split.mesh, axes)
-    if array.shape[0] % devices:
+    if not array.ndim or array.shape[0] % devices:
         want = f"a first dimension that {devices} devices divide"
         raise arguments.value_error("ids", want, f"shape {list(array.shape)}")
     buffers = split.buffers(axes, array.size, as_max_rows(max_rows))

@@ -112,6 +112,7 @@ def shard_params(
     axes = arguments.instance("mesh", mesh, Mesh | AbstractMesh, "a jax.sharding.Mesh").axis_names
     want = "a mapping of patterns to PartitionSpecs"
     rules = arguments.instance("rules", rules, Mapping, want)
+    tables = arguments.instance("tables", tables, str, "a pattern")
     stripe = arguments.instance("stripe", stripe, str | None, "a pattern, or None")
     if not isinstance(batch_axes, tuple | None) or not all(i in axes for i in batch_axes or ()):
         want = f"a tuple of axes of the mesh, {axes}, or None"
@@ -156,6 +157,7 @@ def init_params(init: Callable[[Array], Any], rng: Array, shapes: Any) -> Any:
         >>> embedder.apply(params, None, [[1, 2, 3]], is_training=False).shape
         (1, 3, 64)
     """
+    init = arguments.instance("init", init, Callable, "a function of a key")
     rng = arguments.as_key("rng", rng)
     drawn, wanted = jax.eval_shape(init, rng), jax.tree.map(np.shape, shapes, is_leaf=is_leaf)
     shardings = jax.tree.map(lambda target: getattr(target, "sharding", None), shapes)
@@ -224,7 +226,7 @@ class _Placement(NamedTuple):
 
     def leaf(self, name: str, leaf: Any) -> Any:
         """A parameter on the mesh."""
-        leaf = arguments.native(name, leaf)
+        leaf = arguments.native(name or "params", leaf)
         shape = np.shape(leaf)
         specs = (spec for rule, spec in self.rules.items() if fnmatch.fnmatchcase(name, rule))
         spec = arguments.instance(
