@@ -1,6 +1,8 @@
 """Parameter trees on a mesh: which rule splits what, how tables are padded, drawn and moved, and
 errors."""
 
+import copy
+import pickle
 import re
 import warnings
 
@@ -23,6 +25,7 @@ from sharded_tables import (
     WIDTH,
     mesh_of,
     on_host,
+    put,
     shard,
     stripe,
 )
@@ -84,6 +87,26 @@ def test_shapes_are_mapped_to_shapes_and_move():
     sharding = NamedSharding(MESH, SPEC("model"))
     assert table.array == jax.ShapeDtypeStruct((384, WIDTH), jnp.bfloat16, sharding=sharding)
     assert shard(mesh_of((4, 2)), SPEC("model"), table).array.shape == (384, WIDTH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("place", "kind"), [(shard, EXPLICIT), (stripe, AUTO)])
+def test_a_table_is_copied_pickled_exported_and_mapped(place, kind, monkeypatch):
+    mesh, ids = mesh_of((2, 4), kind), np.arange(16, dtype=np.int32).reshape(8, 2)
+    table, read = place(mesh, SPEC(BOTH)), jax.jit(te.lookup)
+    for other in (copy.deepcopy(table), pickle.loads(pickle.dumps(table))):
+        assert other.split == table.split
+        assert other.array.sharding == table.sharding
+        equal(on_host(other), TABLE)
+    with jax.set_mesh(mesh):
+        file = jax.export.export(read)(table, ids).serialize()
+        equal(jax.export.deserialize(file).call(table, ids), TABLE[ids])
+        equal(jax.vmap(read, (None, 0))(table, ids), TABLE[ids])
+        with pytest.raises(ValueError, match="vmap|axis_names"):
+            jax.vmap(read, (None, 0), spmd_axis_name="data")(table, put(mesh, ids, "data"))
+    monkeypatch.setattr(jax, "devices", lambda: list(mesh.devices.flat)[:6])
+    with pytest.raises(ValueError, match=r"^mesh: wanted the devices that .* numbers \[6, 7\]$"):
+        jax.export.deserialize(file)
 
 
 def test_the_sharding_of_a_table_that_jax_moved_is_that_of_its_array():

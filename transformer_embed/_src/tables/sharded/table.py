@@ -20,6 +20,7 @@ from transformer_embed._src.partitioning import (
     on_every_device,
     reshard,
 )
+from transformer_embed._src.pytrees import register_pytree
 from transformer_embed._src.tables.rows.fingerprint import fits
 from transformer_embed._src.tables.rows.gathered_rows import Taken
 from transformer_embed._src.tables.rows.row_gradient import RowGradient
@@ -28,11 +29,10 @@ from transformer_embed._src.tables.sharded.contiguous import (
     take_from_shards,
 )
 from transformer_embed._src.tables.sharded.exchange import gather_from_owners, take_from_owners
-from transformer_embed._src.tables.sharded.table_split import TableSplit
+from transformer_embed._src.tables.sharded.table_split import TableSplit, restored
 from transformer_embed._src.tokens.lookup import Table
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["split"])
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sharded(Table):
     """A sharded table, as a leaf of a parameter tree.
@@ -42,6 +42,10 @@ class Sharded(Table):
     have the same structure and sharding. No device holds, sends or receives a whole table. Padding
     rows are never read and get no gradient. Their logits are half of the dtype's lowest number, so
     they do not affect softmax, argmax or cross-entropy.
+
+    A table can be pickled, and be an argument of what jax.export writes: both hold the numbers of
+    its devices. Inside `jax.vmap`, leave `spmd_axis_name` out: jax refuses it around programs that
+    run on each device.
 
     `lookup` returns the same values as on one device, bit for bit. `linear_logits` returns [...,
     padded vocab_size], split over the table's axes. x is first gathered over every axis that splits
@@ -75,6 +79,13 @@ class Sharded(Table):
 
     array: Any
     split: Any
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """From pickle and copy: jax reads a pickled array into one device."""
+        array, split = state["array"], state["split"]
+        if isinstance(array, jax.Array) and not arguments.is_traced(array):
+            array = jax.device_put(array, split.sharding)
+        arguments.set_fields(self, array=array, split=split)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -202,6 +213,14 @@ class Sharded(Table):
         """A table like this one with these rows, as `_all_rows` gives them."""
         order = self.split.order._replace(vocab_size=len(rows))
         return sharded(rows, self.split._replace(order=order))
+
+
+register_pytree(
+    Sharded,
+    "split",
+    to_literals=lambda static: static[0].__reduce__()[1],
+    from_literals=lambda literals: (restored(*literals),),
+)
 
 
 def sharded(rows: Any, split: TableSplit) -> Sharded:

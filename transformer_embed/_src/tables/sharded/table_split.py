@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
@@ -52,6 +53,14 @@ class TableSplit(NamedTuple):
         batch_axes = tuple(axis for axis in self.batch_axes if axis in free)
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
         return self._replace(sharding=sharding, batch_axes=batch_axes)
+
+    def __reduce__(self) -> tuple[Callable, tuple[Any, ...]]:
+        """For pickle and jax.export: literals, with the numbers of the devices for a mesh."""
+        mesh = self.mesh
+        kinds = tuple(kind.name for kind in mesh.axis_types)
+        axes = mesh.axis_names, mesh.axis_sizes, kinds, tuple(mesh.device_ids.ravel().tolist())
+        of_array = tuple(spec_axes(self.sharding.spec, 0))
+        return restored, (axes, of_array, tuple(self.order), self.batch_axes, self.capacity)
 
     @property
     def mesh(self) -> Any:
@@ -101,6 +110,21 @@ class TableSplit(NamedTuple):
         Ids are int32, of numpy or jax.
         """
         return self.order.slots(ids.clip(0, self.order.vocab_size - 1))
+
+
+def restored(mesh: Any, of_array: Any, order: Any, batch_axes: Axes, capacity: float) -> TableSplit:
+    """A split, from what `TableSplit.__reduce__` makes of it."""
+    names, sizes, kinds, numbers = mesh
+    devices = {device.id: device for device in jax.devices()}
+    if missing := set(numbers) - devices.keys():
+        want = f"the devices that the table was placed on, {list(numbers)}"
+        raise arguments.value_error("mesh", want, f"none with the numbers {sorted(missing)}")
+    grid = np.array([devices[number] for number in numbers]).reshape(sizes)
+    sharding = NamedSharding(
+        Mesh(grid, names, axis_types=tuple(AxisType[kind] for kind in kinds)),
+        PartitionSpec(*of_array),
+    )
+    return TableSplit(RowOrder(*order), sharding, batch_axes, capacity)
 
 
 class RowReader(NamedTuple):
