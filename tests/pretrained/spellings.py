@@ -69,7 +69,7 @@ def unread(model_type, config_class):
                 config = config_class.from_dict({"model_type": model_type, name: value})
                 declared = [each for each in found if each in type(config).__dataclass_fields__]
                 is_read = any(getattr(config, each) == value for each in declared)
-                ours, _ = description.read(kind, "config.json", {name: value})
+                ours, _ = description.read(kind, {name: value})
                 if is_read and ours.get(entry) != value:
                     yield f"{entry} as {name}"
 
@@ -84,7 +84,7 @@ def rotations(model_type, config_class):
             config = config_class.from_dict({"model_type": model_type, **copy.deepcopy(form)})
             theirs = config.get_text_config().rope_parameters
             theirs = theirs.get(rope.FULL, theirs)
-            found, left = description.read(kind, "config.json", form)
+            found, left = description.read(kind, form)
             value = {entry: found.get(entry, kind.default(entry)) for entry in kind.names()}
             scaling = value["rope_scaling"] or {}
             ours = {

@@ -121,7 +121,7 @@ def test_published_files_are_not_refused():
     published = json.loads((GOLDEN / "config_entries.json").read_text(encoding="utf-8"))
     for model_type, entries in published.items():
         kind = architectures.by_model_type(model_type)
-        _, unread = description.read(kind, "config.json", entries)
+        _, unread = description.read(kind, entries)
         concerning = [name for name, value in unread.items() if kind.concerns(name, value)]
         assert concerning == [], model_type
 

@@ -168,7 +168,7 @@ ENTRIES = {
             "type_vocab_size sliding_window first_k_dense_replace pad_token_id",
         ),
         (arguments.integer, 128, "relative_attention_max_distance"),
-        (arguments.rate, 0.1, "dropout"),
+        (arguments.rate, 0.0, "dropout"),
         (arguments.positive, 1e-12, "layer_norm_eps"),
         (arguments.positive, 1e-6, "rms_norm_eps"),
         (arguments.positive, 1.0, "embedding_multiplier partial_rotary_factor"),
@@ -184,13 +184,13 @@ ENTRIES = {
         (
             arguments.flag,
             False,
-            "scale_embedding rescale_embeddings mup_enabled rotary_emb_interleaved",
+            "scale_embedding rescale_embeddings mup_enabled rotary_emb_interleaved "
+            "scale_decoder_outputs",
         ),
         (
             arguments.flag,
             True,
-            "rope_interleave tie_word_embeddings share_encoder_decoder_embeddings "
-            "scale_decoder_outputs",
+            "rope_interleave tie_word_embeddings share_encoder_decoder_embeddings",
         ),
         (arguments.flag, None, "use_sliding_window is_decoder"),
         (_names, None, "layer_types mlp_layer_types"),

@@ -85,24 +85,22 @@ def number_of_layers(file: Published, kind: Architecture, prefix: str) -> int:
 # --- Entries of config.json.
 
 
-def read(kind: Architecture, where: str, given: Options) -> tuple[dict[str, Any], dict[str, Any]]:
+def read(kind: Architecture, given: Options) -> tuple[dict[str, Any], dict[str, Any]]:
     """The checked values of the entries of a config.json or `settings=`, and those not read."""
-    names, attention, found = kind.names(), given.get("attn_config"), {}
-    # MPT says some inside of `attn_config`; what stands outside goes first.
-    unread = {**(attention if isinstance(attention, Mapping) else {}), **given}
-    for entry, aliases in names.items():
+    unread, found = {**given}, {}
+    for entry, aliases in kind.names().items():
         said = [unread.pop(name) for name in aliases if name in unread]
         if said:
             # The model's own name goes first; null does not hide another name's value.
             found[entry] = next((value for value in said if value is not None), None)
     if kind.rotary:
         # Before the checks, which are of entries at the top level.
-        found = call_with_named_errors(where, rope.flat, kind, found)
-    unread |= {entry: found.pop(entry) for entry in found.keys() - names.keys()}
+        found = rope.flat(kind, found)
+    unread |= {entry: found.pop(entry) for entry in found.keys() - kind.names().keys()}
     for entry, value in found.items():
         check, default = ENTRIES[entry]
         if value is not None or default is not None:
-            found[entry] = call_with_named_errors(where, check, entry, value)
+            found[entry] = check(entry, value)
     return found, unread
 
 
@@ -112,8 +110,8 @@ def _said(kind: Architecture, place: str, in_file: Options, settings: Options) -
     Raises a ValueError for settings that are not read, and for entries of config.json whose names
     concern the layer, unless settings say that they are null.
     """
-    entries, unread = read(kind, place, in_file)
-    said, unknown = read(kind, "settings", settings)
+    entries, unread = call_with_named_errors(place, read, kind, in_file)
+    said, unknown = call_with_named_errors("settings", read, kind, settings)
     # Null takes away an entry of config.json that is not read; there must be one of that name.
     unknown = [
         name
@@ -141,8 +139,8 @@ def _said(kind: Architecture, place: str, in_file: Options, settings: Options) -
 
 def _values(kind: Architecture, file: Published, said: Options) -> dict[str, Any]:
     """The values of all entries; None means nothing. Raises for those that must be said."""
-    value, missing = {**dict.fromkeys(ENTRIES), "length": file.length}, []
-    value |= {entry: kind.default(entry) for entry in kind.fixed.split()}
+    value: dict[str, Any] = {entry: kind.default(entry) for entry in ENTRIES}
+    value["length"], missing = file.length, []
     for entry, aliases in kind.names().items():
         default = kind.default(entry)
         value[entry] = said.get(entry, default)

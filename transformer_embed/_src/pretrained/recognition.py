@@ -67,6 +67,9 @@ def open_published(tensors: Tensors, stack: str | None, length: int | None) -> P
     if isinstance(is_tied := whole.get("tie_word_embeddings"), bool):
         # The output layer is the whole model's.
         entries = entries | {"tie_word_embeddings": is_tied}
+    if isinstance(attention := entries.get("attn_config"), Mapping):
+        # MPT and DBRX say some entries there; what stands outside goes first.
+        entries = {**attention, **entries}
     if outer == "paligemma":
         # Its caller says where a prompt ends, within which tokens see all.
         entries = entries | {"use_bidirectional_attention": None}

@@ -131,38 +131,36 @@ def flat(kind: Architecture, entries: Options) -> dict[str, Any]:
     inside `rope_parameters` take precedence over those beside it, and `rope_scaling` over
     `rope_parameters`, as in the transformers library. If sliding layers have a base of their own,
     `rope_parameters` has an object for each kind of layer, and `rope_scaling` is for full layers.
+    What means nothing inside an object is named after the object.
     """
     found = dict(entries)
     said: Any = found.pop("rope_parameters", None)
     if LOCAL not in kind.entries:
         said = {FULL: said} if "rope_parameters" in entries else {}
-    elif not isinstance(said, Mapping | None) or {*(said or {})} - {*LAYERS}:
+    elif said is None:
+        said = {}
+    elif not isinstance(said, Mapping) or said.keys() - LAYERS:
         want = f"an object with the entries {FULL} and {SLIDING}"
         raise arguments.value_error("rope_parameters", want, said)
-    for layer, (*_, name) in LAYERS.items():
-        source, value = name, found.pop(name, None)
-        if said and layer in said and not value:
+    taken = [*NAMES.split(), *["mrope_section"] * bool(kind.sections), *["alpha"] * kind.has_alpha]
+    for layer, (*names, scaling_name) in LAYERS.items():
+        source, value = scaling_name, found.pop(scaling_name, None)
+        if layer in said and not value:
             source, value = "rope_parameters", said[layer]
-        if source in entries:
-            found |= _flat_rotation(kind, layer, source, value)
+        if source not in entries:
+            continue
+        arguments.instance(source, value, Mapping | None, "an object")
+        inside = {key: item for key, item in (value or {}).items() if item is not None}
+        _rename_old(source, inside)
+        # An object names its base and share as full layers do.
+        pairs = zip(names, LAYERS[FULL], strict=False)
+        own = {name: inside.pop(full) for name, full in pairs if full in inside}
+        known = {key: inside.pop(key) for key in taken if key in inside}
+        # A base or a share alone leaves the scaling of another source as it is.
+        if known or not own:
+            own[scaling_name] = known
+        found |= own | {f"{source}: {key}": item for key, item in inside.items()}
     return found
-
-
-def _flat_rotation(kind: Architecture, layer: str, source: str, value: Any) -> dict[str, Any]:
-    """The entries of one object for a kind of layer; those that mean nothing name their source."""
-    arguments.instance(source, value, Mapping | None, "an object")
-    inside = {key: item for key, item in (value or {}).items() if item is not None}
-    _rename_old(source, inside)
-    *names, scaling_name = LAYERS[layer]
-    # An object names its base and share as full layers do.
-    pairs = zip(names, LAYERS[FULL], strict=False)
-    entries = {name: inside.pop(full) for name, full in pairs if full in inside}
-    own = ["mrope_section"] * bool(kind.sections) + ["alpha"] * kind.has_alpha
-    known = {key: inside.pop(key) for key in (*NAMES.split(), *own) if key in inside}
-    # A base or a share alone leaves the scaling of another source as it is.
-    if known or not entries:
-        entries[scaling_name] = known
-    return entries | {f"{source}: {key}": item for key, item in inside.items()}
 
 
 def _rename_old(source: str, inside: dict[str, Any]) -> None:
