@@ -1,10 +1,10 @@
 """What several commands take: a checkpoint and what describes it, a file or a picture to write."""
 
 import argparse
-import contextlib
 import json
 import os
 import pathlib
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,14 +14,10 @@ from transformer_embed._src.pretrained.files import open_whole
 PIXELS_WIDE = 960
 
 
-class _TriedError(Exception):
-    """Leaves a file as it was."""
-
-
 def writable(name: str, suffixes: Sequence[str], *inputs: str, flag: str = "--out") -> pathlib.Path:
     """The path of a file to write, which is not one of the inputs.
 
-    What will write it tries at once, so that hours of work are not lost.
+    A file in its folder is tried at once, so that hours of work are not lost.
     """
     if pathlib.Path(name).suffix.lower() not in suffixes:
         raise ValueError(f"{flag}: wanted a name that ends in {', '.join(suffixes)}, got {name!r}")
@@ -32,8 +28,7 @@ def writable(name: str, suffixes: Sequence[str], *inputs: str, flag: str = "--ou
     if path.exists() and any(os.path.exists(file) and path.samefile(file) for file in inputs):
         raise ValueError(f"cannot write {name}: it is also read; name another file")
     try:
-        with contextlib.suppress(_TriedError), open_whole(path):
-            raise _TriedError
+        tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
         raise ValueError(
             f"cannot write {name}: {error.strerror}; name a file in a folder that you may write to"

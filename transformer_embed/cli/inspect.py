@@ -42,11 +42,9 @@ def run(args: argparse.Namespace) -> None:
     names = found.names or {}
     # A whole model may stand beside its input layer.
     own = {name for name in names if name.startswith(ROOT) or name == BIAS}
-    for name, tensor in sorted(names.items()):
-        if name not in own:
-            continue
+    for name in sorted(own):
         array = params[name]
-        print(f"{shown(name)}\n  {array.dtype}{list(array.shape)}, from {shown(tensor)}")
+        print(f"{shown(name)}\n  {array.dtype}{list(array.shape)}, from {shown(names[name])}")
     if len(own) < len(names):
         print(f"beside the layer\n  {len(names) - len(own)} parameters")
     # A mapping has no hash, and an array in it no truth value.

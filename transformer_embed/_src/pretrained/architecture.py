@@ -109,16 +109,6 @@ Check = Callable[[str, Any], Any]
 count: Check = functools.partial(arguments.integer, at_least=1)
 
 
-class Entry(NamedTuple):
-    """The check of an entry's value, and the library's default.
-
-    None: tensors say it, or it means nothing; config.json may then say null.
-    """
-
-    check: Check
-    default: Any = None
-
-
 def as_scale(value: Any) -> Any:
     """The `scale` of a config, where files say whether there is one: published and older ones."""
     if isinstance(value, bool):
@@ -149,13 +139,12 @@ def _unchecked(_: str, value: Any) -> Any:
     return value
 
 
-# The entries that are known, under the library's names. Types have defaults of their own.
-ENTRIES = {
-    name: Entry(check, default)
-    for check, default, names in (
+# The check of each entry that is known, under the library's names.
+ENTRIES: dict[str, Check] = {
+    name: check
+    for check, names in (
         (
             count,
-            None,
             "vocab_size decoder_vocab_size hidden_size embedding_size max_position_embeddings "
             "original_max_position_embeddings num_attention_heads head_dim global_head_dim "
             "relative_attention_num_buckets rotary_dim dim_model_base num_hidden_layers "
@@ -164,46 +153,54 @@ ENTRIES = {
         ),
         (
             arguments.integer,
-            None,
-            "type_vocab_size sliding_window first_k_dense_replace pad_token_id",
+            "type_vocab_size sliding_window first_k_dense_replace pad_token_id "
+            "relative_attention_max_distance",
         ),
-        (arguments.integer, 128, "relative_attention_max_distance"),
-        (arguments.rate, 0.0, "dropout"),
-        (arguments.positive, 1e-12, "layer_norm_eps"),
-        (arguments.positive, 1e-6, "rms_norm_eps"),
-        (arguments.positive, 1.0, "embedding_multiplier partial_rotary_factor"),
-        (arguments.positive, 1.0, "logit_scale logits_scaling"),
-        (arguments.positive, 8.0, "alibi_bias_max"),
-        (arguments.positive, 12.0, "scale_emb"),
-        (arguments.positive, 10_000.0, "rope_theta"),
+        (arguments.rate, "dropout"),
         (
             arguments.positive,
-            None,
-            "sliding_rotary_factor rope_local_base_freq final_logit_softcapping",
+            "layer_norm_eps rms_norm_eps embedding_multiplier partial_rotary_factor logit_scale "
+            "logits_scaling alibi_bias_max scale_emb rope_theta sliding_rotary_factor "
+            "rope_local_base_freq final_logit_softcapping",
         ),
         (
             arguments.flag,
+            "scale_embedding rescale_embeddings mup_enabled rotary_emb_interleaved "
+            "scale_decoder_outputs rope_interleave tie_word_embeddings "
+            "share_encoder_decoder_embeddings use_sliding_window is_decoder",
+        ),
+        (_names, "layer_types mlp_layer_types"),
+        (_integers, "no_rope_layers attn_layer_indices cross_attention_layers"),
+        (_by_layer, "per_layer_config"),
+        (_bases, "layer_rope_theta"),
+        # Checked where they are used.
+        (
+            _unchecked,
+            "rope_scaling rope_parameters sliding_rope_scaling position_embedding_type "
+            "sliding_window_pattern use_bidirectional_attention",
+        ),
+    )
+    for name in names.split()
+}
+# The library's defaults; types have others of their own. Of the other entries, tensors say them, or
+# they mean nothing: config.json may then say null.
+DEFAULTS = {
+    name: default
+    for default, names in (
+        (128, "relative_attention_max_distance"),
+        (0.0, "dropout"),
+        (1e-12, "layer_norm_eps"),
+        (1e-6, "rms_norm_eps"),
+        (1.0, "embedding_multiplier partial_rotary_factor logit_scale logits_scaling"),
+        (8.0, "alibi_bias_max"),
+        (12.0, "scale_emb"),
+        (10_000.0, "rope_theta"),
+        (
             False,
             "scale_embedding rescale_embeddings mup_enabled rotary_emb_interleaved "
             "scale_decoder_outputs",
         ),
-        (
-            arguments.flag,
-            True,
-            "rope_interleave tie_word_embeddings share_encoder_decoder_embeddings",
-        ),
-        (arguments.flag, None, "use_sliding_window is_decoder"),
-        (_names, None, "layer_types mlp_layer_types"),
-        (_integers, None, "no_rope_layers attn_layer_indices cross_attention_layers"),
-        (_by_layer, None, "per_layer_config"),
-        (_bases, None, "layer_rope_theta"),
-        # Checked where they are used.
-        (
-            _unchecked,
-            None,
-            "rope_scaling rope_parameters sliding_rope_scaling position_embedding_type "
-            "sliding_window_pattern use_bidirectional_attention",
-        ),
+        (True, "rope_interleave tie_word_embeddings share_encoder_decoder_embeddings"),
     )
     for name in names.split()
 }
@@ -257,7 +254,7 @@ class Architecture(NamedTuple):
         has_alpha: whether the scaling "dynamic" may have the alpha of `NTKScaling`.
         has_alibi: whether attention is biased by `alibi_bias`.
         entries: those that it reads, besides those of its parts (`READS`) and those that the other
-            fields name, and those whose default is not the one in `ENTRIES`; with the defaults.
+            fields name, and those whose default is not the one in `DEFAULTS`; with the defaults.
         fixed: entries of its parts that it does not read; they have their defaults.
         meaningless: entries that mean nothing to it, although their names concern the layer.
         aliases: "entry: names" that only this model has, which take precedence.
@@ -296,7 +293,7 @@ class Architecture(NamedTuple):
 
     def default(self, entry: str) -> Any:
         """The value of an entry that config.json leaves out."""
-        return self.entries.get(entry, ENTRIES[entry].default)
+        return self.entries.get(entry, DEFAULTS.get(entry))
 
     @property
     def has_stacks(self) -> bool:

@@ -11,6 +11,7 @@ from transformer_embed._src.positions.schemes import Learned, PositionScheme
 from transformer_embed._src.pretrained import rope
 from transformer_embed._src.pretrained.architecture import (
     BIAS,
+    DEFAULTS,
     ENTRIES,
     HARMLESS,
     NORM_SCALE,
@@ -98,9 +99,8 @@ def read(kind: Architecture, given: Options) -> tuple[dict[str, Any], dict[str, 
         found = rope.flat(kind, found)
     unread |= {entry: found.pop(entry) for entry in found.keys() - kind.names().keys()}
     for entry, value in found.items():
-        check, default = ENTRIES[entry]
-        if value is not None or default is not None:
-            found[entry] = check(entry, value)
+        if value is not None or entry in DEFAULTS:
+            found[entry] = ENTRIES[entry](entry, value)
     return found, unread
 
 

@@ -138,7 +138,7 @@ def _own(value: Options, number: int, layer_type: str) -> dict[str, Any]:
     if unread := [*said.keys() - {*OWN, *SIZES}]:
         want = f"no entries but {', '.join((*OWN, *SIZES))}"
         raise arguments.value_error(f"per_layer_config: {number}", want, unread)
-    own |= {name: ENTRIES[name].check(name, said[name]) for name in OWN if name in said}
+    own |= {name: ENTRIES[name](name, said[name]) for name in OWN if name in said}
     if value["layer_rope_theta"] is not None:
         own["rope_theta"] = value["layer_rope_theta"]
     return own

@@ -41,12 +41,12 @@ class Published(NamedTuple):
     """
 
     tensors: Tensors
-    stack: str | None = None
-    path: pathlib.Path = pathlib.Path()
-    entries: Mapping[str, Any] = {}
-    model_type: Any = None
-    outer: str | None = None
-    length: int | None = None
+    stack: str | None
+    path: pathlib.Path
+    entries: Mapping[str, Any]
+    model_type: Any
+    outer: str | None
+    length: int | None
 
     @property
     def side(self) -> str:
