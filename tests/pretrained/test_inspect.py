@@ -37,6 +37,7 @@ def test_inspect_prints_what_is_found(tmp_path, name, start):
     for parameter, array in by_path(found.params).items():
         tensor = found.names[parameter]
         assert f"{parameter}\n  float32{list(array.shape)}, from {tensor}\n" in out
+    assert "beside the layer" not in out
     code = out.split("layer\n  ")[1].splitlines()[0]
     made = hk.testing.transform_and_run(lambda: eval(code, {"te": te}))()
     assert made.config == found.config

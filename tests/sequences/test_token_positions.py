@@ -12,6 +12,7 @@ from references import check
 from refused import each_refused
 
 import transformer_embed as te
+from transformer_embed._src.sequences.runs import in_row
 
 TokenPositions = te.TokenPositions
 SEGMENTS = np.array(
@@ -162,3 +163,10 @@ VALUE_ERRORS = [
 def test_bad_arguments_are_refused():
     each_refused(TypeError, TYPE_ERRORS)
     each_refused(ValueError, VALUE_ERRORS)
+
+
+def test_a_segment_of_two_runs_keeps_its_number():
+    """Of tokens that look like three sequences, the first and the last one see each other."""
+    segments, zeros = np.array([[3, 2, 3]], np.int32), np.zeros((1, 3), np.int32)
+    tokens = {"positions": zeros, "places": zeros, "segment_ids": segments}
+    equal(jax.jit(in_row)(tokens)["segment_ids"], segments)

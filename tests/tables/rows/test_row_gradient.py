@@ -60,13 +60,11 @@ def test_the_sum_scale_and_norm_are_those_of_the_dense_gradient():
     near(clipped, 0.5 * total / np.linalg.norm(total), rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_tree_map_adds_gradients_of_the_same_rows_alone():
     with pytest.raises(ValueError, match=r"te\.rows\.add adds gradients of different ids"):
         jax.tree.map(jnp.add, rows([1, 2]), rows([3, 4]))
     same = jax.tree.map(jnp.add, rows([1, 2]), rows([1, 2], 2.0))
-    after, _ = te.rows.update(SGD, same, SGD.init(PARAMS), PARAMS)
-    equal(after["t"][:4, 0], [1, 0.25, 0.25, 1])
+    equal(same["t"].trusted_values(), 3)
 
 
 def test_gradients_of_other_tables_are_not_added():

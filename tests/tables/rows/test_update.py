@@ -94,7 +94,6 @@ def rows(ids, values, size=1000):
     return {"t": te.rows.RowGradient(np.array(ids), values, size)}
 
 
-@pytest.mark.slow
 def test_more_rows_than_a_block_are_updated_in_blocks():
     """Some gradients are zeros, and the last block is not full."""
     ids, rng = np.arange(1500, 3000), np.random.default_rng(0)

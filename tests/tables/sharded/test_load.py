@@ -22,6 +22,7 @@ from sharded_tables import (
 )
 
 import transformer_embed as te
+from transformer_embed._src.tables.sharded import table_split
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (8, 8)], ids=str)
@@ -35,6 +36,20 @@ def test_zipf_ids_load_no_device_more_than_1_5_times_the_mean(shape):
     load = te.sharding.exchange_load(table, batch)
     assert load.dropped == 0
     assert load.rows.max() <= 1.5 * load.rows.mean()
+
+
+def test_requests_that_find_no_room_at_the_sender_or_the_owner_are_both_counted(monkeypatch):
+    """Each device can send 4 slots to an owner, which can receive 6 distinct ones."""
+    monkeypatch.setattr(table_split, "plan_buffers", lambda *_: (4, 6))
+    table, ids = stripe(mesh_of((8,))), np.sort(owned_by_one(18))
+    # Ascending slots: of each device, the first 4 are sent.
+    ids = ids[np.argsort(table.split.slots(ids))]
+    asked = [ids[0:6], ids[1:4], ids[8:14], *[ids[:6]] * 5]
+    sent = np.unique(np.concatenate([each[:4] for each in asked]))
+    batch = np.stack([np.resize(each, 6) for each in asked])
+    load = te.sharding.exchange_load(table, batch)
+    assert load.dropped == sum(len(each[4:]) for each in asked) + len(sent) - 6
+    assert load.rows.tolist() == [0, 0, 6, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.slow

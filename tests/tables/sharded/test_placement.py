@@ -102,7 +102,7 @@ def test_a_table_is_copied_pickled_exported_and_mapped(place, kind, monkeypatch)
         file = jax.export.export(read)(table, ids).serialize()
         equal(jax.export.deserialize(file).call(table, ids), TABLE[ids])
         equal(jax.vmap(read, (None, 0))(table, ids), TABLE[ids])
-        with pytest.raises(ValueError, match="vmap|axis_names"):
+        with pytest.raises(ValueError, match=r"vmap|axis_names"):
             jax.vmap(read, (None, 0), spmd_axis_name="data")(table, put(mesh, ids, "data"))
     monkeypatch.setattr(jax, "devices", lambda: list(mesh.devices.flat)[:6])
     with pytest.raises(ValueError, match=r"^mesh: wanted the devices that .* numbers \[6, 7\]$"):
