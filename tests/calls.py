@@ -79,7 +79,7 @@ GOOD = {
     te.TokenPositions.from_offset: {"offset": LABELS, "length": 3},
     te.TokenPositions.from_positions: {"positions": IDS},
     te.TokenPositions.from_segment_ids: {"segment_ids": SEGMENTS},
-    te.write_cache: {"cache": X[0], "new": X[0, :, :1], "slot": IDS[0]},
+    te.write_cache: {"cache": X[0], "new": X[0, :, :1], "slot": np.int32([1, 0, -1])},
     te.LinearScaling: {"factor": 2.0},
     te.NTKScaling: {"alpha": 2.0},
     te.DynamicNTKScaling: {"factor": 2.0, "original_length": 4, "length": 8},

@@ -149,7 +149,7 @@ NO_ORDER = [
 @pytest.mark.parametrize("rule", [RULES[2], RULES[5]])
 def test_kinds_rely_on_no_order(rule):
     for tile, (positions, segment_ids) in itertools.product([(1, 1), (2, 2)], NO_ORDER):
-        tokens = TokenPositions(positions, segment_ids=segment_ids)
+        tokens = TokenPositions(positions, segment_ids=jnp.array(segment_ids))
         expect_kinds(AttentionMask(tokens, **rule), tile)
 
 

@@ -164,7 +164,7 @@ NOT_BYTES = "are not bytes; give a FILE of ids, as its tokenizer makes them, and
         (te.EmbedderConfig(7, 6), " \n", "ids holds no tokens"),
         (te.EmbedderConfig(256, 6), "\n", "holds no tokens"),
         (te.EmbedderConfig(7, 6, scheme=te.Learned(3)), "1 2 3 4",
-         "length: wanted at most 3, where Learned ends, got 4"),
+         "length: wanted at most 3 ids, as Learned has positions (max_len), got 4"),
     ],
 )  # fmt: skip
 def test_a_model_that_does_not_fit_the_file(fails, tmp_path, text_file, config, ids, message):

@@ -115,5 +115,5 @@ def test_a_line_past_the_positions_that_are_left(tmp_path):
     flags = ["--from", tmp_path, "--ids", "--out", tmp_path / "x.npz"]
     status, _, err = run("embed", tmp_path / "ids", *flags)
     assert status == 2
-    message = "length: wanted at most 8, where Learned ends, got 9"
+    message = "length: wanted at most 8 ids, as Learned has positions (max_len), got 9"
     assert message in err

@@ -41,7 +41,7 @@ def test_positions_keys_and_values_are_written_alike(is_compiled):
     """No slot shows a token whose key is another's, also where a write leaves the cache."""
     write = jax.jit(te.write_cache) if is_compiled else te.write_cache
     cache, held = EMPTY, np.zeros((BATCH, SLOTS), int)
-    for n, slot in enumerate(np.array(each, np.int32) for each in (*WRITES, *OF_TOKENS)):
+    for n, slot in enumerate(jnp.array(each, jnp.int32) for each in (*WRITES, *OF_TOKENS)):
         new, numbers = new_tokens(1 + 100 * n, 3, rows=1 if n % 4 == 1 else BATCH)
         cache, is_written = write(cache, new, slot)
         held, expected = written_by_loop(held, numbers, slot)
@@ -93,7 +93,9 @@ VALUE_ERRORS = [
     (lambda: te.write_cache(EMPTY, (NEW[0], NEW[1][:, :1]), 0), "new[1]: ... 1, 2, 2], got float32[3, 1, 2]"),
     (lambda: te.write_cache(EMPTY, new_tokens(1, 7)[0], 0), "new: ... got 7"),
     (lambda: te.write_cache(EMPTY, NEW, [0, 1]), "slot: ... [3, 2], got shape [2]"),
-    (lambda: te.write_cache(EMPTY, NEW, 2**31), "slot: ... -2147483648..2147483647, got 2147483648"),
+    (lambda: te.write_cache(EMPTY, NEW, 2**31), f"slot: ... -1..{SLOTS - 1}, got 2147483648"),
+    (lambda: te.write_cache(EMPTY, NEW, SLOTS), f"slot: ... -1..{SLOTS - 1}, got {SLOTS}"),
+    (lambda: te.write_cache(EMPTY, NEW, [0, 1, -2]), f"slot: ... -1..{SLOTS - 1}, got -2 at index [2]"),
     (lambda: te.TokenPositions([0]).clear([True]), "segment_ids: ... got None"),
     (lambda: EMPTY[0].clear([True]), "rows: ... [3], got [1]"),
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from transformer_embed._src.sequences.runs import in_row
 
 TokenPositions = te.TokenPositions
 SEGMENTS = np.array(
-    [[1, 1, 1, 2, 2, 0, 0], [0, 0, -5, -5, 0, 6, 6], [0] * 7, [3] * 7, [1, 2, 3, 4, 5, 6, 7]]
+    [[1, 1, 1, 2, 2, 0, 0], [0, 0, 9, 9, 0, 6, 6], [0] * 7, [3] * 7, [1, 2, 3, 4, 5, 6, 7]]
 )
 
 
@@ -155,7 +155,9 @@ VALUE_ERRORS = [
     (lambda: from_offset([[3]], 4), "offset: ... got shape [1, 1]"),
     (lambda: from_offset(2**31, 4), "offset: ... -2147483648..2147483647, got 2147483648"),
     (lambda: from_offset([0, 2**31 - 2], 3), "offset: ... got 2147483646"),
-    (lambda: TokenPositions.from_segment_ids([[2**40, 2**41]]), "segment_ids: ... -2147483648..2147483647, got 1099511627776 at index [0, 0]"),
+    (lambda: TokenPositions.from_segment_ids([[2**40, 2**41]]), "segment_ids: ... 0..2147483647, got 1099511627776 at index [0, 0]"),
+    (lambda: TokenPositions.from_segment_ids([[0, 0, 1, -1]]), "segment_ids: ... 0..2147483647, got -1 at index [0, 3]"),
+    (lambda: TokenPositions([0, 0], segment_ids=np.int64([0, -1])), "segment_ids: ... 0..2147483647, got -1 at index [1]"),
     (lambda: TokenPositions.from_segment_ids(COMES_BACK), "segment_ids: ... got two runs of one in row 1"),
 ]  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Pictures of encodings, masks and biases; the public `plots` says how to read them."""
 
 import decimal
+import importlib
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -211,21 +212,18 @@ def plot_mask(
         Child et al., "Generating Long Sequences with Sparse Transformers" (2019), figure 3,
         https://arxiv.org/abs/1904.10509
     """
-    from matplotlib.colors import ListedColormap  # noqa: PLC0415
-    from matplotlib.patches import Patch  # noqa: PLC0415
-
     if getattr(mask, "dtype", None) == np.int8:
         tones = {"no pair": HIDDEN, "some pairs": SOME, "all pairs": ALLOWED}
     else:
         tones = {"hidden": HIDDEN, "may attend": ALLOWED}
         mask = arguments.as_mask("mask", mask)
     # Each value is the index of its tone. Interpolation would mix them.
-    colors = ListedColormap(list(tones.values()))
+    colors = matplotlib("colors").ListedColormap(list(tones.values()))
     options = {"cmap": colors, "vmin": 0, "vmax": len(tones) - 1, "interpolation": "nearest"}
     tokens = query_tokens, key_tokens
     axes = _queries_and_keys(ax, _matrix("mask", mask), tokens, **options).axes
     patches = [
-        Patch(facecolor=tone, edgecolor="grey", label=label)
+        matplotlib("patches").Patch(facecolor=tone, edgecolor="grey", label=label)
         for label, tone in reversed(tones.items())
     ]
     axes.legend(handles=patches, **BESIDE)
@@ -272,8 +270,6 @@ def plot_rotary(
         Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), figure 1,
         https://arxiv.org/abs/2104.09864
     """
-    from matplotlib.patches import Circle  # noqa: PLC0415
-
     points = arguments.on_host("positions", phase.as_positions("positions", positions))
     points, head_dim = np.atleast_1d(points), arguments.size("head_dim", head_dim)
     half = head_dim // 2
@@ -286,7 +282,9 @@ def plot_rotary(
     ax.set(xlabel="first channel of the pair", ylabel="second channel of the pair")
     ax.set(aspect="equal", xmargin=0.1, ymargin=0.1)
     for radius, pair in enumerate(pairs, 1):
-        ax.add_patch(Circle((0, 0), radius, fill=False, color="0.8", zorder=0))
+        ax.add_patch(
+            matplotlib("patches").Circle((0, 0), radius, fill=False, color="0.8", zorder=0)
+        )
         _plot(ax, rotated[:, pair], rotated[:, pair + half], f"pair {pair}", linestyle="")
     title = "A circle for each pair;\nradii keep them apart.\nNumbers: positions."
     ax.legend(title=title, **BESIDE)
@@ -402,13 +400,17 @@ def plot_error(
     return _finished(ax, *labels, xscale="log", yscale="log")
 
 
-def _axes(ax: "Axes | None") -> "Axes":
-    if ax is None:
-        # pyplot chooses a backend; a given Axes already has one.
-        from matplotlib import pyplot  # noqa: PLC0415
+def matplotlib(module: str) -> Any:
+    """A module of matplotlib, which is slow to load, and need not be installed."""
+    try:
+        return importlib.import_module(f"matplotlib.{module}")
+    except ImportError as error:
+        raise ImportError(f"{error}; pip install '.[plots]' installs it") from error
 
-        ax = pyplot.subplots(layout="constrained")[1]
-    return ax
+
+def _axes(ax: "Axes | None") -> "Axes":
+    # pyplot chooses a backend; a given Axes already has one.
+    return matplotlib("pyplot").subplots(layout="constrained")[1] if ax is None else ax
 
 
 def _matrix(name: str, array: ArrayLike) -> Float64[np.ndarray, "rows columns"]:
@@ -424,8 +426,6 @@ def _image(
     ax: Any, values: np.ndarray, labels: tuple[str, str], tokens: Tokens, **options: Any
 ) -> "AxesImage":
     """A matrix with labels of its rows and of its columns, and their tokens; None: numbers."""
-    from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
-
     ax = _axes(ax)
     image = ax.imshow(values, **options)
     # It is seen where the matrix has no value.
@@ -434,7 +434,7 @@ def _image(
     for axis, label, size, names, rotation in sides:
         axis.set_label_text(label)
         # A matrix with few rows would get ticks between them.
-        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axis.set_major_locator(matplotlib("ticker").MaxNLocator(integer=True, min_n_ticks=1))
         if names is not None:
             each = label.split(" (")[0]
             named = arguments.entries("tokens", names, lambda _, token: token)

@@ -169,13 +169,13 @@ PARAMS = {"embed": {"embeddings": TABLE[:13]}, "linear": {"w": TABLE[:13], "b": 
 FITS = "rules: wanted a PartitionSpec that fits"
 # By the message: the rules, and other arguments.
 ERRORS = {
-    r"patterns: wanted each to match one of embed/embeddings, linear/b, linear/w, got 'embedding/": (
+    r"rules: wanted patterns that match one of embed/embeddings, linear/b, linear/w, got 'embedding/": (
         {"embedding/*": SPEC("model")},
         {},
     ),
-    "patterns: wanted each to match one of .*, got 'u'$": ({}, {"stripe": "u"}),
+    "stripe: wanted patterns that match one of .*, got 'u'$": ({}, {"stripe": "u"}),
     # An empty pattern is not the absence of one.
-    "patterns: wanted each to match one of .*, got ''$": ({}, {"stripe": ""}),
+    "stripe: wanted patterns that match one of .*, got ''$": ({}, {"stripe": ""}),
     "stripe: wanted a pattern, or None, got bool True$": ({}, {"stripe": True}),
     "mesh: wanted a jax.sharding.Mesh, got None$": ({}, {"mesh": None}),
     "rules: wanted a mapping of patterns to PartitionSpecs, got list ": ([("*", SPEC())], {}),
@@ -262,6 +262,5 @@ def test_padding_that_statistics_of_a_table_see_has_a_warning(rows, recwarn):
     near(seen.in_vocabulary_order(), np.full([rows, 4], ratio), rtol=1e-6)
     said = [str(each.message) for each in recwarn]
     padding = len(table.array) - rows
-    what = f"embeddings: {padding} of {len(table.array)} rows are padding, which optimizers count: "
-    want = f"{what}a root mean square over the table is {ratio:.2f} of its own"
-    assert [each.partition(" (see")[0] for each in said] == [want] * (padding > rows / 100)
+    want = f"{padding} of {len(table.array)} rows of a table are padding, which adafactor, "
+    assert [each[: len(want)] for each in said] == [want] * (padding > rows / 100)

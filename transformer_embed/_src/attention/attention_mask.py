@@ -70,8 +70,9 @@ class AttentionMask(Mask):
     Raises:
         TypeError: queries or keys are not TokenPositions, causal is not a Python bool, or a window
             or chunk is not a Python int.
-        ValueError: queries and keys have different numbers of rows, only one of them has block ids,
-            only the queries have segment ids, or a window or chunk is out of range.
+        ValueError: queries and keys have different numbers of rows (1 serves any number), only one
+            of them has block ids, only the queries have segment ids, or a window or chunk is out of
+            range.
 
     Example:
         >>> import jax.numpy as jnp

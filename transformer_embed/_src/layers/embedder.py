@@ -83,7 +83,8 @@ class Embedder:
             is_training: a Python bool.
             positions: [length], or more axes that broadcast to the ids'; integers, or float32 if
                 they are sinusoidal; accepted, and not read, if the config's scheme is None. None:
-                counted by the scheme, without padding if the config has a `pad_id`.
+                counted by the scheme along the row, without padding if the config has a `pad_id`;
+                packed rows and steps of decoding need positions of their own.
             token_types: integers, [length], or more axes that broadcast to the ids'; required if
                 num_token_types is set; otherwise must be None.
 

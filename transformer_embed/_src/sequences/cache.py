@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from transformer_embed._src import arguments
@@ -29,10 +30,10 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
         new: the tree of the new tokens, with arrays [batch, length, ...]; one row of them may serve
             all rows of the cache. Tokens without block ids are in no block, and tokens that are no
             tree may be written beside one.
-        slot: integers, traced or not. [] or [batch]: the slot of the first token of each row, and
-            the others follow it; a row whose slot is outside the cache, such as -1, stays as it is.
-            [batch, length]: the slot of each token, no two of a row in one slot; a token whose slot
-            is outside is not written. `positions % slots` makes the cache a ring.
+        slot: integers. [] or [batch]: the slot of the first token of each row, and the others
+            follow it; a row with -1 stays as it is. [batch, length]: the slot of each token, no two
+            of a row in one slot; a token with -1 is not written. On a device, nothing is written
+            into a slot outside the cache. `positions % slots` makes the cache a ring.
 
     Returns:
         The cache, and bool [batch, length], True = written. A token that was not written does not
@@ -40,8 +41,8 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
 
     Raises:
         TypeError: slot does not hold integers.
-        ValueError: the trees differ, or arrays in their dtypes or shapes; a slot on the host is
-            outside int32, or has another shape.
+        ValueError: the trees differ, or arrays in their dtypes or shapes; slot has another shape,
+            or on the host one is outside the cache and not -1.
 
     Example:
         >>> import jax.numpy as jnp
@@ -54,7 +55,11 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
         >>> keys[:, :, 0, 0].tolist()
         [[1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]]
     """
-    slot = arguments.as_int32("slot", arguments.as_integers("slot", slot))
+    shape = np.shape(next(iter(jax.tree.leaves(cache)), 0))
+    # Where it is not known here, or wrong, the compiled half says so.
+    last = shape[1] - 1 if len(shape) > 1 and isinstance(shape[1], int) else 2**31 - 1
+    slot = arguments.as_integers("slot", slot, -1, last, "the cache, or -1 to write nothing")
+    slot = arguments.as_int32("slot", slot)
     sides = {"cache": cache, "new": new}
     if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(sides)):
         # Numbers on the host are checked before they are narrowed.
@@ -147,6 +152,6 @@ def _check_layout(name: str, array: Array, like: Array, length: int, *rows: int)
     """A ValueError unless an array has one of these numbers of rows, and tokens like the other."""
     shape = length, *like.shape[2:]
     if array.shape[0] not in rows or array.shape[1:] != shape or array.dtype != like.dtype:
-        sizes = ", ".join([" or ".join(map(str, rows)), *map(str, shape)])
+        sizes = ", ".join([" or ".join(map(str, dict.fromkeys(rows))), *map(str, shape)])
         got = f"{array.dtype}{list(array.shape)}"
         raise arguments.value_error(name, f"{like.dtype}[{sizes}]", got)

@@ -42,8 +42,8 @@ class TokenPositions:
     Args:
         positions: [length] or [batch, length] integers; the position of each token in its own
             sequence.
-        segment_ids: [length] or [batch, length] integers; the sequence that each token belongs to,
-            0 = padding. None: one sequence, without padding.
+        segment_ids: [length] or [batch, length] integers of at least 0; the sequence that each
+            token belongs to, 0 = padding. None: one sequence, without padding.
         block_ids: [length] or [batch, length] integers; tokens of one block attend to each other
             even where a causal mask, a window or a chunk forbids it. Negative: in no block. None:
             there are no blocks. See `with_block_ids`.
@@ -56,8 +56,8 @@ class TokenPositions:
     Raises:
         TypeError: an array does not hold integers, or is a jax array of unsigned ones of 32 bits or
             more.
-        ValueError: host integers outside int32, a rank other than 1 or 2, or shapes that do not fit
-            each other.
+        ValueError: host integers outside int32, or negative segment ids; a rank other than 1 or 2,
+            or shapes that do not fit each other.
 
     Example:
         >>> import transformer_embed as te
@@ -358,8 +358,8 @@ class TokenPositions:
         """For packed sequences: positions restart at each segment.
 
         Args:
-            segment_ids: [length] or [batch, length] integers: 0 = padding, and a different number
-                for each sequence. The tokens of a sequence must be contiguous: a number that
+            segment_ids: [length] or [batch, length] integers: 0 = padding, and a different positive
+                number for each sequence. The tokens of a sequence must be contiguous: a number that
                 reappears later in the row is an error if the values are on the host. On a device,
                 positions restart there, in the same segment; `te.check_batch` finds it in a data
                 pipeline.
@@ -370,8 +370,8 @@ class TokenPositions:
 
         Raises:
             TypeError: segment_ids are not integers that `TokenPositions` takes.
-            ValueError: segment_ids do not have rank 1 or 2, do not fit int32, or repeat a number
-                after a gap.
+            ValueError: segment_ids do not have rank 1 or 2; on the host, one is negative, does not
+                fit int32, or repeats a number after a gap.
 
         Example:
             >>> import transformer_embed as te
@@ -381,7 +381,7 @@ class TokenPositions:
         Source:
             Raffel et al., "T5" (2020), section 3.5.2, https://arxiv.org/abs/1910.10683
         """
-        integers = arguments.as_integers("segment_ids", segment_ids)
+        integers = _integers("segment_ids", segment_ids)
         rows = _rows("segment_ids", _ordered("segment_ids", integers))
         if isinstance(integers, np.ndarray):
             again = second_runs(np.atleast_2d(integers)).any(1)
@@ -446,7 +446,8 @@ class TokenPositions:
             length: number of tokens, 1 in step-by-step decoding; at least 0.
 
         Returns:
-            TokenPositions of [1 or batch, length], all in segment 1.
+            TokenPositions of [1 or batch, length], all in segment 1. A prompt of several segments
+            goes on in its last one: `TokenPositions(positions, segment_ids=...)`.
 
         Raises:
             TypeError: offset does not hold integers that `TokenPositions` takes; length is not a
@@ -473,6 +474,8 @@ class TokenPositions:
 
 register_pytree(TokenPositions)
 FIELDS = tuple(field.name for field in dataclasses.fields(TokenPositions))
+# Some loaders count documents from 0, and have -1 at padding.
+RANGES: dict[str, Any] = {"segment_ids": {"lowest": 0, "what": "int32, where 0 is padding"}}
 
 
 def arrays_of(tokens: TokenPositions) -> dict[str, Any]:
@@ -526,7 +529,11 @@ def as_comparable(name: str, value: ArrayLike) -> Integer[Array, "..."]:
 
     Clamped or wrapped ones would compare wrongly.
     """
-    return _ordered(name, arguments.as_integers(name, value))
+    return _ordered(name, _integers(name, value))
+
+
+def _integers(name: str, value: ArrayLike) -> Any:
+    return arguments.as_integers(name, value, **RANGES.get(name, {}))
 
 
 def _ordered(name: str, integers: Any) -> Integer[Array, "..."]:

@@ -9,6 +9,7 @@ from transformer_embed._src.sequences.token_order import check_order
 from transformer_embed._src.sequences.token_positions import (
     TokenPositions,
     arrays_of,
+    as_comparable,
     check_token_positions,
 )
 
@@ -40,9 +41,9 @@ def check_batch(
 
     Raises:
         TypeError: ids are not integers, tokens is not a TokenPositions, or one of them is traced.
-        ValueError: an id is outside [0, vocab_size), pad_id is inside a sequence, or the tokens lie
-            in another order; the message gives the first such place. Ids and tokens differ in
-            shape, or pad_id or order is given without tokens.
+        ValueError: an id is outside [0, vocab_size), a segment id is negative, pad_id is inside a
+            sequence, or the tokens lie in another order; the message gives the first such place.
+            Ids and tokens differ in shape, or pad_id or order is given without tokens.
 
     Example:
         >>> import transformer_embed as te
@@ -70,8 +71,9 @@ def check_batch(
     # Tokens of one row are those of every row.
     expected = [len(rows) if batch_size == 1 else batch_size, length]
     arguments.check_same("ids", "the shape of tokens", [*rows.shape], expected)
+    segments = arguments.on_host("tokens", arrays.get("segment_ids", np.ones((1, 1), int)))
+    as_comparable("segment_ids", segments)
     if pad_id is not None:
-        segments = arguments.on_host("tokens", arrays.get("segment_ids", np.ones((1, 1), int)))
         wrong = np.argwhere((rows == arguments.int32("pad_id", pad_id)) & (segments != 0))
         if len(wrong):
             got = f"one in a sequence at {wrong[0].tolist()}"

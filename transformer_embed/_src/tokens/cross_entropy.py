@@ -76,7 +76,7 @@ def linear_cross_entropy(
         labels: [...], any integer dtype: the id that each token should predict; with shift, the ids
             themselves.
         mask: bool, [length], or more axes that broadcast to the labels'. True = the label is
-            counted; `labels != -100` for example. None: all.
+            counted; `labels != -100` for example. One for each row is `mask[:, None]`. None: all.
         weights: floating, with axes as in mask: each label's loss is multiplied by its weight.
             None: 1. With negative ones, do not take the mean: the sum of weights that divides it
             may be 0 or less.

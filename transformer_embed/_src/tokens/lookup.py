@@ -63,8 +63,11 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
 
     def _use_error(self) -> str:
         """The message for any other use."""
-        got = f"another use of {type(self).__name__}"
-        return arguments.wanted("table", "to be read by lookup or linear_logits alone", got)
+        want = (
+            "to be read by lookup or linear_logits alone (in_vocabulary_order() returns the rows "
+            "of a sharded table, and `tables` of shard_params leaves other modules their arrays)"
+        )
+        return arguments.wanted("table", want, f"another use of {type(self).__name__}")
 
     def _raise_not_an_array(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise _NotAnArrayError(self._use_error())

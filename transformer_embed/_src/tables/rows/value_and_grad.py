@@ -111,7 +111,8 @@ def _noting(names: Iterable[str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(f"In the loss, the rows of `ids` stand in the place of {', '.join(names)}.")
+        those = f"In the loss, the rows of `ids` stand in the place of {', '.join(names)}"
+        error.add_note(f"{those}: only lookup reads them, so leave them out of other functions.")
         raise
 
 

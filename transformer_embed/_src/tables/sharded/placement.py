@@ -220,8 +220,9 @@ class _Placement(NamedTuple):
         )
         for pattern in (*self.rules, self.stripe):
             if pattern is not None and not fnmatch.filter(leaves, pattern):
-                want = f"each to match one of {', '.join(leaves)}"
-                raise arguments.value_error("patterns", want, repr(pattern))
+                name = "rules" if pattern in self.rules else "stripe"
+                want = f"patterns that match one of {', '.join(leaves)}"
+                raise arguments.value_error(name, want, repr(pattern))
         return jax.tree.unflatten(treedef, list(itertools.starmap(self.leaf, leaves.items())))
 
     def leaf(self, name: str, leaf: Any) -> Any:
@@ -278,10 +279,10 @@ class _Placement(NamedTuple):
         else:
             order = RowOrder(vocab_size, self.virtual_shards)
         if order.size - vocab_size > MOST_PADDING * vocab_size:
-            rms = math.sqrt(vocab_size / order.size)
-            what = f"{name}: {order.size - vocab_size} of {order.size} rows are padding, which"
-            harm = f"optimizers count: a root mean square over the table is {rms:.2f} of its own"
-            warnings.warn(f"{what} {harm} (see te.sharding.shard_params)", stacklevel=5)
+            # Without the table's name: Python says it once for parameters and their state.
+            what = f"{order.size - vocab_size} of {order.size} rows of a table are padding, which"
+            whom = "adafactor, scale_by_param_block_rms and clip_by_block_rms count"
+            warnings.warn(f"{what} {whom} (see te.sharding.shard_params)", stacklevel=5)
         batch_axes = axes if self.batch_axes is None else self.batch_axes
         return TableSplit(order, sharding, batch_axes, self.capacity)
 
