@@ -663,6 +663,17 @@ def test_products_with_the_hessian_of_shards_are_those_of_one_device():
     near(got, want, rtol=ERROR, atol=ERROR)
 
 
+def test_the_gradient_of_split_columns_returns_to_them():
+    """While it is traced: the values are compared on meshes drawn above."""
+    mesh = mesh_of(AxisType.Explicit)
+    table = meshes.put(mesh, MESH["table"], None, "model")
+    with jax.set_mesh(mesh):
+        step = jax.grad(te.linear_cross_entropy, 1)
+        gradient = jax.eval_shape(step, MESH["x"], table, MESH["labels"])
+    assert gradient.shape == table.shape
+    assert gradient.sharding.spec == table.sharding.spec
+
+
 @pytest.mark.slow
 def test_columns_split_in_more_parts_than_rows_are_refused():
     mesh = mesh_of(AxisType.Explicit)

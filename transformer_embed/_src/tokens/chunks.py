@@ -226,7 +226,7 @@ def _scan_chunks(
 
 def _gathered(split: OutputSplit, layer: Layer) -> Layer:
     """On a device, a layer with whole rows."""
-    rows = split.exchange(layer.table, 0, 1)
+    rows = split.exchange(layer.table, 0)
     dtype = arguments.compute_dtype(layer.x.dtype, rows.dtype)
     wide, bias = jax.tree.map(lambda array: array.astype(dtype), (rows, layer.bias))
     return Layer(layer.x, rows, bias, wide)
@@ -377,7 +377,7 @@ def _sums_and_gradients(
         sums, of_tables = jax.lax.psum((tuple(map(jnp.sum, sums)), of_tables), batch)
         of_xs = jax.lax.psum(of_xs, splits[0].vocabulary)
         of_layers = tuple(
-            Layer(of_x, split.exchange(of_rows, 1, 0), of_bias)
+            Layer(of_x, split.exchange(of_rows, 1), of_bias)
             for split, of_x, (of_rows, of_bias) in zip(splits, of_xs, of_tables, strict=True)
         )
         return sums, *of_tokens, of_layers

@@ -140,7 +140,7 @@ def _logits(x: Float[Array, "... d"], output: OutputLayer) -> Float[Array, "... 
     split, layer = split_output(x, output, by_type=False)
 
     def multiply(layer):
-        rows = split.exchange(layer.table, 0, 1)
+        rows = split.exchange(layer.table, 0)
         unscaled, factor, _, is_inside = row_logits(split, layer._replace(table=rows))
         logits = factor * unscaled
         # Half of the lowest number: a bias on top of it does not overflow to -inf.

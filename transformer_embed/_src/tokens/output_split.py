@@ -78,11 +78,11 @@ class OutputSplit(NamedTuple):
             return function
         return on_each_device(self.mesh, function, in_specs, out_specs)
 
-    def exchange(self, array: Array, split: int, concat: int) -> Array:
-        """Inside shard_map, a shard as whole rows (split 0, concat 1), or back (1, 0)."""
+    def exchange(self, array: Array, split_axis: int) -> Array:
+        """Inside shard_map, a shard as whole rows, by splitting axis 0, or back, by axis 1."""
         if not self.columns:
             return array
-        return jax.lax.all_to_all(array, self.columns, split, concat, tiled=True)
+        return jax.lax.all_to_all(array, self.columns, split_axis, 1 - split_axis, tiled=True)
 
 
 def split_output(
