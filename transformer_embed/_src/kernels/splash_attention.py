@@ -1,6 +1,7 @@
 """The rule of a mask for splash attention on TPUs, with kernels that skip tiles without a pair."""
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -151,7 +152,7 @@ def splash_kernels(
     # The interpreter has no such memory.
     memory = np.inf if options.get("interpret") else SCALAR_MEMORY
     # Before minutes are spent on describing tiles, of which each takes two bytes.
-    band = _band(rule, (sizes.block_q, sizes.block_kv))
+    band, _ = _band_and_diagonal(rule, (sizes.block_q, sizes.block_kv))
     _check_memory(2 * len(band) * int(band.sum(axis=1).max(initial=0)), memory)
     # Under jit too, these arrays are known.
     with jax.ensure_compile_time_eval():
@@ -176,11 +177,18 @@ def _skipping(
     if info is None:
         return None
     _check_memory(sum(array.nbytes for array in jax.tree.leaves(info[:3])), memory)
-    tiles = _loaded(rule, info, tile, shards, by_keys)
-    kinds, start = rule.mask.tile_kinds(tile), rule.q_offset or 0
-    steps = _steps(info.data_next, info.block_mask, tiles, kinds, tile, start, by_keys)
+
+    def turned(array):
+        # Step i, j loads a tile of keys for tile i of queries. In the grid of the gradients of
+        # keys, it loads a tile of queries for tile j of keys: its axes are exchanged.
+        return array.swapaxes(-1, -2) if by_keys else array
+
+    band, diagonal = map(turned, _band_and_diagonal(rule, tile))
+    loads, runs, tiles = _loaded(info, turned, band, shards if by_keys else 1)
+    steps = _steps(loads, runs, tiles, turned(rule.mask.tile_kinds(tile)), diagonal)
+    loads, runs = (rule.for_rows(turned(array)) for array in steps)
     batch = jax.tree.map(lambda array: rule.for_rows(array[None]), info)
-    return batch._replace(**jax.tree.map(rule.for_rows, steps))
+    return batch._replace(data_next=loads, block_mask=runs)
 
 
 def _check_memory(used: int, memory: float) -> None:
@@ -190,45 +198,41 @@ def _check_memory(used: int, memory: float) -> None:
         raise arguments.value_error("block_sizes", want, f"{used} bytes (take larger tiles)")
 
 
-def _band(rule: RowRule, tile: tuple[int, int]) -> Bool[np.ndarray, "m n"]:
-    """Which tiles of row indices have a pair that the causal mask and the window allow."""
-    queries, keys = (np.arange(0, *sizes) for sizes in zip(rule.mask.lengths, tile, strict=True))
-    # How far the first key is after the first query.
-    ahead = keys - queries[:, None] - (rule.q_offset or 0)
-    left, right = rule.distances
-    return (ahead - right < tile[0]) & (ahead + left > -tile[1])
+def _band_and_diagonal(rule: RowRule, tile: tuple[int, int]) -> list[Bool[np.ndarray, "m n"]]:
+    """Which tiles have a pair that the causal mask and the window allow, and which always run.
 
-
-def _turned(array: Any, by_keys: bool) -> Any:
-    """An array of a kernel's grid, with the axis of its steps last.
-
-    Step i, j loads a tile of keys for tile i of queries; in the grid of the gradients of keys, it
-    loads a tile of queries for tile j of keys.
+    The tiles on the diagonal run: where all queries of a row of tiles are padding, no tile has a
+    pair, and a softmax over no keys at all would make the outputs NaN.
     """
-    return array.swapaxes(-1, -2) if by_keys else array
+    queries, keys = (np.arange(0, *sizes) for sizes in zip(rule.mask.lengths, tile, strict=True))
+    queries = queries[:, None] + (rule.q_offset or 0)
+    # How far the first key is after the first query.
+    ahead = keys - queries
+    left, right = rule.distances
+    band = (ahead - right < tile[0]) & (ahead + left > -tile[1])
+    # There may be more queries than keys.
+    return [band, np.minimum(queries, keys[-1]) // tile[1] == keys // tile[1]]
 
 
 def _loaded(
-    rule: RowRule, info: Any, tile: tuple[int, int], shards: int, by_keys: bool
-) -> Int32[np.ndarray, "h i j"]:
-    """The tile that each step loads, counted from the first one of the row.
+    info: Any, turned: Callable, band: Bool[np.ndarray, "r s"], shards: int
+) -> tuple[Integer[np.ndarray, "h i j"], ...]:
+    """The arrays of the steps, turned, and the tile that each loads, from the first of the row.
 
     A RuntimeError unless the kernel runs the tiles of the band, or more, as for blocks: its arrays
     are not a public interface of jax, and `_steps` rewrites them.
     """
-    band = _turned(_band(rule, tile), by_keys)
     with contextlib.suppress(IndexError, TypeError, ValueError):
-        tiles = _turned(np.asarray(info.data_next, np.int32), by_keys)
-        runs = _turned(np.asarray(info.block_mask) > 0, by_keys)
-        if by_keys:
-            # They are counted from the first one of the shard of the queries.
-            steps = np.arange(tiles.shape[2], dtype=np.int32)
-            tiles = tiles + steps // (len(steps) // shards) * (band.shape[1] // shards)
+        loads, steps = (turned(np.asarray(array)) for array in (info.data_next, info.block_mask))
+        runs = steps > 0
+        # They are counted from the first one of the shard of the queries.
+        shard = np.arange(loads.shape[2]) // (loads.shape[2] // shards)
+        tiles = (loads + shard * (band.shape[1] // shards)).astype(np.int32)
         ran = np.zeros((len(runs), *band.shape), bool)
         ran[*np.nonzero(runs)[:2], tiles[runs]] = True
         # A tile that runs twice is marked once.
         if not (band & ~ran).any() and ran.sum() == runs.sum():
-            return tiles
+            return loads, steps, tiles
     want = "the tiles of its mask, as from jax 0.9 to 0.12"
     got = f"others in jax {jax.__version__}; use te.kernels.splash_attention"
     raise RuntimeError(arguments.wanted("splash_kernels", want, got))
@@ -264,28 +268,16 @@ def _static_block_ids(tokens: TokenPositions) -> bytes:
 
 
 # Compiled even if the caller is not.
-@compiled(4, 5, 6)
+@compiled()
 def _steps(
     data_next: Integer[Array, "h i j"],
     block_mask: Integer[Array, "h i j"],
-    tiles: Int32[Array, "h r s"],
-    kinds: Int8[Array, "b q k"],
-    tile: tuple[int, int],
-    q_offset: int,
-    by_keys: bool,
-) -> dict[str, Integer[Array, "b h i j"]]:
-    """What each step loads and whether it runs, for each row: the tiles that have a pair.
-
-    The tiles on the diagonal run, too: where all queries of a row of tiles are padding, no tile has
-    a pair, and a softmax over no keys at all would make the outputs NaN.
-    """
-    queries, keys = kinds.shape[1:]
-    diagonal = (q_offset + np.arange(queries) * tile[0]) // tile[1]
-    # There may be more queries than keys.
-    is_diagonal = np.arange(keys) == np.minimum(diagonal, keys - 1)[:, None]
-    data_next, block_mask, may_run = (
-        _turned(array, by_keys) for array in (data_next, block_mask, (kinds != 0) | is_diagonal)
-    )
+    tiles: Int32[Array, "h i j"],
+    kinds: Int8[Array, "b r s"],
+    diagonal: Bool[Array, "r s"],
+) -> list[Integer[Array, "b h i j"]]:
+    """What each step loads and whether it runs, for each row: the tiles that have a pair."""
+    may_run = (kinds != 0) | diagonal
     runs = jnp.where(jnp.take_along_axis(may_run[:, None], tiles[None], axis=3), block_mask, 0)
     # A step that runs nothing loads what the next one runs, so that nothing is loaded for it alone.
     is_running = runs.reshape(*runs.shape[:2], -1) > 0
@@ -293,4 +285,4 @@ def _steps(
     following = jax.lax.cummin(jnp.where(is_running, steps, steps[-1]), axis=2, reverse=True)
     loads = jnp.broadcast_to(data_next, runs.shape).reshape(is_running.shape)
     loads = jnp.take_along_axis(loads, following, axis=2).reshape(runs.shape)
-    return {"data_next": _turned(loads, by_keys), "block_mask": _turned(runs, by_keys)}
+    return [loads, runs]
