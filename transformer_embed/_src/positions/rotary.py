@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -114,7 +114,7 @@ def apply_rotary(
     arguments.check_ends_in_length("positions", points.shape[:-1], x.shape[:-2], TOKENS)
     base = arguments.positive("base", base)
     units, attention_factor = _frequencies(dim, rotated // 2, base, scaling)
-    return _rotated(x, points, layout, _Options(dim, units, attention_factor, axes))
+    return _rotated(x, points, layout, units, attention_factor, axes)
 
 
 def permute_rotary_weights(
@@ -183,28 +183,21 @@ def _as_weights(name: str, value: ArrayLike) -> Array:
     return arguments.on_device(array)
 
 
-class _Options(NamedTuple):
-    """The frequency of each pair of `dim` channels, and its axis; () if there is only one axis."""
-
-    dim: int
-    units: tuple[int, ...]
-    attention_factor: float
-    pair_axes: tuple[int, ...]
-
-
-@compiled(2, 3)
-def _rotated(x, positions, layout, options) -> Float[Array, "... t h d"]:
-    """x with its pairs rotated."""
+@compiled(2, 3, 4, 5)
+def _rotated(x, positions, layout, units, attention_factor, pair_axes) -> Float[Array, "... t h d"]:
+    """x with its first pairs rotated, one for each of the units."""
+    paired = 2 * len(units)
     # Expanded to x's rank, because users may disable jax's rank promotion.
     positions = jnp.expand_dims(positions, (*range(x.ndim - positions.ndim - 1), -2))
     # A TPU splits and joins 16-bit arrays directly; widening to float32 first would take extra
     # passes over memory.
     wide = arguments.compute_dtype(x.dtype)
-    cos, sin = (each.astype(wide) for each in _cos_and_sin(positions, options))
-    first, second = (half.astype(wide) for half in _split_pairs(x[..., : options.dim], layout))
+    waves = _cos_and_sin(positions, units, attention_factor, pair_axes)
+    cos, sin = (each.astype(wide) for each in waves)
+    first, second = (half.astype(wide) for half in _split_pairs(x[..., :paired], layout))
     first, second = first * cos - second * sin, second * cos + first * sin
     rotated = _join_pairs([first.astype(x.dtype), second.astype(x.dtype)], layout)
-    return jnp.concatenate([rotated, x[..., options.dim :]], -1)
+    return jnp.concatenate([rotated, x[..., paired:]], -1)
 
 
 @compiled(1, 2, 3, 4)
@@ -231,10 +224,11 @@ def _join_pairs(pairs: list[Shaped[Array, "... p"]], layout: str) -> Shaped[Arra
 
 
 def _cos_and_sin(
-    positions: Shaped[Array, "... t h axes"], options: _Options
+    positions: Shaped[Array, "... t h axes"], units, attention_factor, pair_axes
 ) -> Float[Array, "2 ... t h p"]:
-    frequencies = phase.words(options.units)
-    pair_axes = np.expand_dims(options.pair_axes, tuple(range(positions.ndim - 1)))
+    """Those of each unit's pair, by the position on its axis; `pair_axes` is () for one axis."""
+    frequencies = phase.words(units)
+    pair_axes = np.expand_dims(pair_axes, tuple(range(positions.ndim - 1)))
     # The position of each pair is that on its axis.
     position, *others = jnp.split(positions, positions.shape[-1], -1)
     for axis, other in enumerate(others, 1):
@@ -243,7 +237,7 @@ def _cos_and_sin(
     quarters = np.array([1, 0], np.uint32)
     waves = [phase.sinusoid(position, frequencies, quarter) for quarter in quarters]
     # Else a CPU would compute the phases again for each head.
-    return computed_once(np.float32(options.attention_factor) * jnp.stack(waves))
+    return computed_once(np.float32(attention_factor) * jnp.stack(waves))
 
 
 @functools.lru_cache(maxsize=64)

@@ -110,7 +110,7 @@ class Loss:
         shift: how many tokens after its own each token predicts.
         chunk_size: the largest number of tokens in a chunk. None: chosen.
         reduction: how the losses of tokens are reduced.
-        of_candidates: whether a token has several labels, on an axis of their own.
+        of_candidates: whether a token has several labels or values, on an axis of their own.
     """
 
     shift: int = 0
@@ -133,18 +133,18 @@ class Loss:
         labels, settings, weights = of_tokens
         # Without the weights: for their product, the backward pass would compute the losses again.
         losses, *others = again_in_backward(_of_chunk)(self, splits, labels, settings, layers)
-        values = [weighted(losses, nan_outside(splits[0], of_tokens))]
-        return *values, *(weighted(each, weights.max(-1, keepdims=True)) for each in others)
+        others = (weighted(each, weights.max(-1, keepdims=True)) for each in others)
+        return weighted(losses, nan_outside(splits[0], of_tokens)), *others
 
     def returned(self, values: tuple[Array, ...], weights: Array) -> Any:
         """What the public function returns, of the reduced values and the weights."""
-        return values
+        first, *others = values
+        return values if others else first
 
 
-def again_in_backward(function: Callable) -> Callable:
-    """The function of a static loss and splits, and arrays, computed again in the backward pass."""
-    # In a loop nothing can be shared with it: barriers against that would only cost.
-    return jax.checkpoint(function, prevent_cse=False, static_argnums=(0, 1))
+# For functions of a static loss, static splits, and arrays: the backward pass computes them again.
+# In a loop nothing can be shared with it: barriers against that would only cost.
+again_in_backward: Any = functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(0, 1))
 
 
 def weighted(losses: Float[Array, "..."], weights: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -240,22 +240,22 @@ def _values(
     values = loss.of_chunk(Chunk(splits[0], logits, labels, settings))
     if settings.temperature is not None:
         shifted = [each.shifted for each in logits]
-        along = (_along(splits[0], value, shifted) / -settings.temperature for value in values)
-        values = tuple(
-            value._replace(of_settings=value.of_settings._replace(temperature=of_temperature))
-            for value, of_temperature in zip(values, along, strict=True)
-        )
+
+        def with_gradient(value):
+            along = _along(splits[0], value, shifted) / -settings.temperature
+            return value._replace(of_settings=value.of_settings._replace(temperature=along))
+
+        values = tuple(map(with_gradient, values))
     return values, logits
 
 
 def _along(split: OutputSplit, value: Value, of_logits: Sequence[Array]) -> Float[Array, "t c"]:
     """The tangents of a chunk's values by those of the logits of its layers."""
-    over_all = functools.partial(jax.lax.psum, axis_name=split.vocabulary)
     total = jnp.zeros_like(value.values)
     for slopes, of_layer in zip(value.slopes, of_logits, strict=False):
-        total += over_all((slopes * of_layer).sum(-1, keepdims=True)) / value.mass
+        total += split.total(slopes * of_layer) / value.mass
     if value.columns is not None:
-        total -= over_all(of_column(value.columns, of_logits[0]))
+        total -= jax.lax.psum(of_column(value.columns, of_logits[0]), split.vocabulary)
     return total
 
 
@@ -283,13 +283,14 @@ def map_chunks(
     def on_device(of_tokens, layers):
         return _scan_chunks(loss, splits, step, lambda _: None, of_tokens, layers)[1]
 
-    spec = PartitionSpec(*splits[0].tokens)
-    run_all = splits[0].map(on_device, (spec, _specs(splits)), spec)
-    return run_all(of_tokens, layers)
+    spec, _ = specs = _specs(splits)
+    return splits[0].map(on_device, specs, spec)(of_tokens, layers)
 
 
-def _specs(splits: Splits) -> Layers:
-    return tuple(split.specs() for split in splits)
+def _specs(splits: Splits) -> tuple[PartitionSpec, Layers]:
+    """How the arrays of tokens and of layers are split."""
+    of_layers = tuple(split.specs() for split in splits)
+    return of_layers[0].x, of_layers
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -382,9 +383,9 @@ def _sums_and_gradients(
         )
         return sums, *of_tokens, of_layers
 
-    spec, of_layers = PartitionSpec(*splits[0].tokens), _specs(splits)
+    spec, of_layers = specs = _specs(splits)
     out_specs = PartitionSpec(), spec, spec, of_layers
-    return splits[0].map(on_device, (spec, of_layers), out_specs)(of_tokens, layers)
+    return splits[0].map(on_device, specs, out_specs)(of_tokens, layers)
 
 
 def _add_chunk(

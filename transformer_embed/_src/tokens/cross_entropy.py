@@ -151,13 +151,10 @@ class CrossEntropy(Loss):
 
     def returned(self, values: tuple[Array, ...], weights: Array) -> Any:
         """The losses, and `LossMetrics` if they are asked for."""
-        values = (*values, weights)
-        if self.reduction == "none":
-            values = tuple(each[..., 0] for each in values)
         losses, *metrics = values
         if not self.with_metrics:
             return losses
-        return losses, LossMetrics(*jax.lax.stop_gradient(metrics))
+        return losses, LossMetrics(*jax.lax.stop_gradient([*metrics, weights]))
 
     def of_chunk(self, chunk: Chunk) -> tuple[Value, ...]:
         """The losses, and what else is asked for.
@@ -175,16 +172,21 @@ class CrossEntropy(Loss):
         log_total, of_settings = jnp.log(total), Settings()
         log_z = log_total + found.factor * found.top
         losses, mass, of_z = log_total - of_label, total, jnp.zeros_like(log_z)
+        label_share = 1.0
         if smoothing is not None:
-            losses = log_total - (1 - smoothing) * of_label - weighted(of_all, smoothing)
+            label_share -= smoothing
+            losses = log_total - label_share * of_label - weighted(of_all, smoothing)
             of_settings = of_settings._replace(label_smoothing=of_label - of_all)
         if z_loss is not None:
             mass, of_z = total / _rise(z_loss, log_z), z_loss * log_z**2
             losses += of_z
             of_settings = of_settings._replace(z_loss=log_z**2)
-        amounts = mass if smoothing is None else (1 - smoothing) * mass
-        is_last = smoothing is None
-        slopes = change_column(exponentials, columns, lambda old: old - amounts, is_last=is_last)
+        slopes = change_column(
+            exponentials,
+            columns,
+            lambda old: old - label_share * mass,
+            is_last=smoothing is None,
+        )
         if smoothing is not None:
             slopes -= smoothing * mass * share
         values = [Value(losses, (slopes,), mass, of_settings=of_settings)]

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -116,10 +115,6 @@ class Divergence(Loss):
     kind: str = "forward"
     beta: float = 0.5
 
-    def returned(self, values: tuple[Array, ...], weights: Array) -> Float[Array, "..."]:
-        """The divergences."""
-        return values[0][..., 0] if self.reduction == "none" else values[0]
-
     def of_chunk(self, chunk: Chunk) -> tuple[Value, ...]:
         """The divergences.
 
@@ -148,9 +143,7 @@ def _probabilities(
 ) -> tuple[Array, Array, Array]:
     """Those of both layers, and the logarithms of their ratio: 0 where both are 0."""
     of_student, of_teacher = jnp.exp(student.shifted), jnp.exp(teacher.shifted)
-    sums = [each.sum(-1, keepdims=True) for each in (of_student, of_teacher)]
-    difference = (of_student - of_teacher).sum(-1, keepdims=True)
-    *totals, difference = jax.lax.psum((*sums, difference), split.vocabulary)
+    *totals, difference = split.total((of_student, of_teacher, of_student - of_teacher))
     # Where the sums are alike, their difference is more accurate than they are.
     is_near = jnp.abs(difference) < totals[1] / 2
     near = jnp.log1p(jnp.where(is_near, difference / totals[1], 0))
@@ -180,7 +173,7 @@ def _kullback_leibler(
     split: OutputSplit, a: Float[Array, "t r"], b: Float[Array, "t r"], w: Float[Array, "t r"]
 ) -> tuple[Float[Array, "t 1"], Array, Array]:
     """The sums of `a * log(a / b)` where w is `log(b / a)`, and the gradients in the logits."""
-    values = jax.lax.psum(_terms(a, b, w).sum(-1, keepdims=True), split.vocabulary)
+    values = split.total(_terms(a, b, w))
     # 0 where a is, whatever w.
     return values, a * (jnp.where(a == 0, 0, -w) - values), b - a
 

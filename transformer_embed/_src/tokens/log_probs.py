@@ -132,9 +132,9 @@ class LogProbs(Loss):
         log_probs = 0 - losses
         if self.of_candidates:
             log_probs = jnp.where(weights == 0, -jnp.inf, log_probs)
-        else:
-            log_probs = log_probs[..., 0]
-        return (log_probs, entropies[0][..., 0]) if entropies else log_probs
+            # A token has one.
+            entropies = [each[..., 0] for each in entropies]
+        return (log_probs, *entropies) if entropies else log_probs
 
     def of_chunk(self, chunk: Chunk) -> tuple[Value, ...]:
         """The losses, and the entropies if they are asked for.
@@ -158,7 +158,7 @@ class LogProbs(Loss):
             return (losses,)
         # A ban counts as 0.
         products = exponentials * jnp.maximum(found.shifted, FLOOR)
-        mean = jax.lax.psum(products.sum(-1, keepdims=True), split.vocabulary) / total
+        mean = split.total(products) / total
         # Not `exponentials * (mean - shifted)`: that factor is huge at padding, and would overflow
         # in the derivative by the slope.
         slopes = exponentials * mean - products
@@ -296,7 +296,7 @@ def linear_top_k(
     vocab_size, pad_id = output.table.shape[0], output.pad_id
     padding = pad_id is not None and 0 <= pad_id < vocab_size
     k = arguments.integer("k", k, at_least=1, at_most=vocab_size - padding)
-    return compute(TopK(chunk_size=chunk_size, k=k), ((x, output),))
+    return compute(TopK(chunk_size=chunk_size, of_candidates=True, k=k), ((x, output),))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,8 +310,7 @@ class TopK(Loss):
     ) -> tuple[Float[Array, "t k"], Int32[Array, "t k"]]:
         """Those of a chunk."""
         (split,), found = splits, chunk_logits(splits[0], layers[0], None)
-        total = jnp.exp(found.shifted).sum(-1, keepdims=True)
-        total = jax.lax.psum(total, split.vocabulary)
+        total = split.total(jnp.exp(found.shifted))
         # A ban of -inf is above padding.
         lowest = jnp.finfo(total.dtype).min
         ranked = jnp.where(found.is_inside, jnp.maximum(found.shifted, lowest), -jnp.inf)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from transformer_embed._src import arguments
@@ -116,6 +115,8 @@ def _compute(loss: Loss, layers: tuple[Pair, ...], batch: Batch) -> Any:
     if loss.shift:
         back = _along_length(of_previous_token, loss.shift)
         values, weights = jax.tree.map(back, (values, weights))
+    if not loss.of_candidates:
+        values, weights = jax.tree.map(lambda each: each[..., 0], (values, weights))
     return loss.returned(values, weights)
 
 
@@ -170,5 +171,5 @@ def _placed(
         want = "a table with rows split over the mesh axes of output's"
         arguments.check_same("teacher_output", want, split.vocabulary, first.vocabulary)
         arguments.check_same("teacher_x", "tokens split as x's", split.tokens, first.tokens)
-    spec = PartitionSpec(*first.tokens)
+    spec = first.specs().x
     return splits, jax.tree.map(lambda array: first.put(array, spec), of_tokens), placed

@@ -78,6 +78,11 @@ class OutputSplit(NamedTuple):
             return function
         return on_each_device(self.mesh, function, in_specs, out_specs)
 
+    def total(self, values: Any) -> Any:
+        """On each device, the sums [t, 1] over the whole vocabulary of values [t, rows]."""
+        sums = jax.tree.map(lambda array: array.sum(-1, keepdims=True), values)
+        return jax.lax.psum(sums, self.vocabulary)
+
     def exchange(self, array: Array, split_axis: int) -> Array:
         """Inside shard_map, a shard as whole rows, by splitting axis 0, or back, by axis 1."""
         if not self.columns:
