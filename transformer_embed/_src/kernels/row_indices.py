@@ -35,7 +35,7 @@ class RowRule:
 
     mask: AttentionMask
     kernel: str
-    order: str | None
+    order: str | None = None
     batch_size: int | None = None
     q_offset: int | None = None
 
@@ -45,13 +45,14 @@ class RowRule:
         sides = {"queries": mask.queries}
         if mask.keys is not None:
             sides["keys"] = mask.keys
-        if self.order is not None:
-            arguments.choice("order", self.order, tuple(ORDERS))
-        if self.q_offset is not None:
-            # In self-attention, 0.
-            highest = mask.lengths[1] - mask.lengths[0]
-            start = arguments.integer("q_offset", self.q_offset, at_least=0, at_most=highest)
-            arguments.set_fields(self, q_offset=start)
+        # In self-attention, 0.
+        last = mask.lengths[1] - mask.lengths[0]
+        arguments.convert_fields(
+            self,
+            order=functools.partial(arguments.choice, choices=tuple(ORDERS)),
+            batch_size=arguments.size,
+            q_offset=functools.partial(arguments.integer, at_least=0, at_most=last),
+        )
         self.check_absent(sinks=mask.sinks)
         if self.order is not None or mask.reach != EVERYTHING:
             # Tokens that were taken in another order than that of their row.
@@ -150,10 +151,9 @@ class RowRule:
         rows = max(map(number_of_rows, self.mask.sides))
         if self.batch_size is None:
             return rows
-        batch_size = arguments.size("batch_size", self.batch_size)
-        if rows not in (1, batch_size):
-            raise arguments.value_error("batch_size", f"the mask's {rows} rows", batch_size)
-        return batch_size
+        if rows not in (1, self.batch_size):
+            raise arguments.value_error("batch_size", f"the mask's {rows} rows", self.batch_size)
+        return self.batch_size
 
     def for_rows(self, array: Array) -> Array:
         """An array of [1 or B, ...] for all rows."""

@@ -46,7 +46,7 @@ def alibi_slopes(num_heads: int, *, max_bias: float = 8.0) -> Float32[Array, "h"
         head counts that are not a power of two as in the authors' code. MPT's rule looks different
         and gives the same slopes in the same order.
     """
-    return jax.device_put(_slopes(num_heads, max_bias).astype(np.float32))
+    return jax.device_put(np.array(_slopes(num_heads, max_bias), np.float32))
 
 
 def alibi_bias(
@@ -102,7 +102,7 @@ def alibi_bias(
     """
     return _alibi(
         *comparable_rows(query_positions=query_positions, key_positions=key_positions).values(),
-        tuple(_slopes(num_heads, max_bias).tolist()),
+        _slopes(num_heads, max_bias),
         arguments.flag("symmetric", symmetric),
         arguments.result_dtype("dtype", dtype),
     )
@@ -180,13 +180,13 @@ def _bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
     )
 
 
-def _slopes(num_heads: int, max_bias: float) -> np.ndarray:
+def _slopes(num_heads: int, max_bias: float) -> tuple[float, ...]:
     want = "a number above 0, at most 126"
     max_bias = arguments.real("max_bias", max_bias, above=0, highest=126, want=want)
     num_heads = arguments.size("num_heads", num_heads)
     power = 2 ** (num_heads.bit_length() - 1)
     heads = [*range(1, power + 1), *(i + 0.5 for i in range(num_heads - power))]
-    return np.array([2.0 ** (-max_bias * head / power) for head in heads])
+    return tuple(2.0 ** (-max_bias * head / power) for head in heads)
 
 
 # The functions below are compiled even if the caller is not.

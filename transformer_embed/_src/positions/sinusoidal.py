@@ -1,7 +1,6 @@
 """Sinusoidal position encodings: of any positions, as tables and on grids, in every layout."""
 
 import dataclasses
-import decimal
 import functools
 import math
 from collections.abc import Sequence
@@ -268,8 +267,7 @@ def channels(options: Sinusoids, d_model: int) -> tuple[phase.Words, np.ndarray]
     pairs = d_model // 2 if options.odd == "zero" else (d_model + 1) // 2
     denominator = Decimal(width) / 2
     if options.shift is not None:
-        with decimal.localcontext(phase.PRECISION):
-            denominator = width // 2 - Decimal(options.shift)
+        denominator = phase.PRECISION.subtract(width // 2, Decimal(options.shift))
     if pairs > 1 and denominator <= 0:
         want = f"a number below d_model // 2 = {width // 2}"
         raise arguments.value_error("shift", want, options.shift)

@@ -36,7 +36,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
-from transformer_embed._src.partitioning import varying, varying_axes
+from transformer_embed._src.partitioning import on_each_device, varying, varying_axes
 from transformer_embed._src.tokens.output_split import Layer, OutputSplit
 from transformer_embed._src.tokens.row_logits import ChunkLogits, chunk_logits, of_column
 
@@ -284,7 +284,7 @@ def map_chunks(
         return _scan_chunks(loss, splits, step, lambda _: None, of_tokens, layers)[1]
 
     spec, _ = specs = _specs(splits)
-    return splits[0].map(on_device, specs, spec)(of_tokens, layers)
+    return on_each_device(splits[0].mesh, on_device, specs, spec)(of_tokens, layers)
 
 
 def _specs(splits: Splits) -> tuple[PartitionSpec, Layers]:
@@ -385,7 +385,7 @@ def _sums_and_gradients(
 
     spec, of_layers = specs = _specs(splits)
     out_specs = PartitionSpec(), spec, spec, of_layers
-    return splits[0].map(on_device, specs, out_specs)(of_tokens, layers)
+    return on_each_device(splits[0].mesh, on_device, specs, out_specs)(of_tokens, layers)
 
 
 def _add_chunk(

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.compiled import compiled
+from transformer_embed._src.partitioning import on_each_device
 from transformer_embed._src.pytrees import register_pytree
 from transformer_embed._src.tokens.lookup import Table, as_table
 from transformer_embed._src.tokens.output_split import split_output
@@ -147,4 +148,4 @@ def _logits(x: Float[Array, "... d"], output: OutputLayer) -> Float[Array, "... 
         return jnp.where(is_inside, logits, jnp.finfo(logits.dtype).min / 2)
 
     of_logits = PartitionSpec(*split.tokens, split.vocabulary)
-    return split.map(multiply, (split.specs(),), of_logits)(layer)
+    return on_each_device(split.mesh, multiply, (split.specs(),), of_logits)(layer)

@@ -1,16 +1,14 @@
 """How an output layer, the product of x with every row of a table, is split over a mesh."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from transformer_embed._src.partitioning import (
     Axes,
-    on_each_device,
     on_every_device,
     replicated,
     reshard,
@@ -41,7 +39,7 @@ class OutputSplit(NamedTuple):
 
     Args:
         vocab_size, softcap, scale, pad_id: those of the output layer.
-        mesh: the devices; None: one.
+        mesh: the devices; without axes: one.
         rows: the mesh axes that the table's rows are split over.
         columns: those of its columns.
         tokens: those that each dimension of the tokens stays split over.
@@ -51,10 +49,10 @@ class OutputSplit(NamedTuple):
     softcap: float | None
     scale: float
     pad_id: int | None
-    mesh: Any = None
-    rows: Axes = ()
-    columns: Axes = ()
-    tokens: tuple[Axes, ...] = ()
+    mesh: Any
+    rows: Axes
+    columns: Axes
+    tokens: tuple[Axes, ...]
 
     @property
     def vocabulary(self) -> Axes:
@@ -68,15 +66,7 @@ class OutputSplit(NamedTuple):
 
     def put(self, array: Array, spec: PartitionSpec) -> Array:
         """The array, split so over the mesh."""
-        if self.mesh is None:
-            return array
         return reshard(array, NamedSharding(self.mesh, spec))
-
-    def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """The function, run on each device."""
-        if self.mesh is None:
-            return function
-        return on_each_device(self.mesh, function, in_specs, out_specs)
 
     def total(self, values: Any) -> Any:
         """On each device, the sums [t, 1] over the whole vocabulary of values [t, rows]."""
@@ -98,7 +88,7 @@ def split_output(
     A plain table is split `by_type`, if explicit axes split it or x, or as jax does by itself.
     """
     table: Any = output.table
-    kept: Any = None, (), (), ()
+    kept: Any = AbstractMesh((), ()), (), (), ()
     if isinstance(table, Table):
         table, kept = table._output_split(x)
     elif by_type:
@@ -117,7 +107,7 @@ def split_output(
     split, bias = OutputSplit(*options, mesh, rows, columns, tokens), output.bias
     specs = split.specs()
     if bias is not None:
-        bias = on_every_device(bias) if mesh is None else replicated(bias, mesh)
+        bias = on_every_device(bias) if mesh.empty else replicated(bias, mesh)
         # Rows that only fill a shard have a bias of 0.
         bias = split.put(jnp.pad(bias, (0, table.shape[0] - len(bias))), specs.bias)
     return split, Layer(split.put(x, specs.x), table, bias)
