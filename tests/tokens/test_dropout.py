@@ -92,16 +92,16 @@ def test_the_fast_path_is_taken_where_it_holds():
 
 @pytest.mark.parametrize(("rows", "fits"), [(2, True), (3, False), (4, False)])
 def test_arrays_with_more_elements_than_a_word_counts_use_jaxs_generator(monkeypatch, rows, fits):
-    shapes = []
+    counted = []
 
-    def keep_all(key, *, keep_rate, shape):
-        shapes.append(shape)
-        return jnp.ones(shape, bool)
+    def draw(key_0, key_1, counters):
+        counted.append(counters.shape)
+        return counters, counters
 
-    monkeypatch.setattr(module, "_keep_mask_in_registers", keep_all)
+    monkeypatch.setattr(module, "_threefry", draw)
     mask = functools.partial(module._keep_mask, keep_rate=0.9, shape=(rows, 2**30 + 2**29))
     jax.eval_shape(mask, jax.random.key(0))
-    assert bool(shapes) == fits
+    assert bool(counted) == fits
 
 
 def test_rate_zero_returns_x():

@@ -20,8 +20,8 @@ from transformer_embed._src.sequences.runs import in_row
 class Interval(NamedTuple):  # noqa: PLW1641 (no set or dict holds one)
     """The lowest and the highest value of a field in some tokens.
 
-    A comparison of two blocks of tokens is one, too: whether it is true of every pair (low), and
-    of some pair as far as the intervals tell (high). In a block without tokens, low is above high.
+    A comparison of two stretches of tokens is one, too: whether it is true of every pair (low), and
+    of some pair as far as the intervals tell (high). Without tokens, low is above high.
     """
 
     low: Array
@@ -51,10 +51,10 @@ def tile_kinds(mask: Any, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
     tokens, others = whole_fields(mask)
     if mask.keys is None:
         tokens = others = in_row(tokens, mask.chunk)
-    # Blocks of which those of queries and of keys consist: in self-attention, XLA makes them once.
+    # Of which tiles of queries and of keys consist: in self-attention, XLA makes them once.
     size = math.gcd(*shape)
-    of_queries = _merged(_blocks(tokens, mask, size), shape[0] // size)
-    of_keys = _merged(_blocks(others, mask, size), shape[1] // size)
+    of_queries = _merged(_intervals(tokens, mask, size), shape[0] // size)
+    of_keys = _merged(_intervals(others, mask, size), shape[1] // size)
 
     def kinds(of_step: Intervals) -> Int8[Array, "b n"]:
         # low is True where all pairs may attend, high where some may: 2, 1 or 0.
@@ -71,8 +71,8 @@ def tile_kinds(mask: Any, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
     return jax.lax.map(kinds, steps, batch_size=None if is_empty else at_a_time).swapaxes(0, 1)
 
 
-def _blocks(tokens: Fields, mask: Any, size: int) -> Intervals:
-    """The intervals of blocks of this many tokens; padding is left out."""
+def _intervals(tokens: Fields, mask: Any, size: int) -> Intervals:
+    """Those of each so many tokens; padding is left out."""
     intervals, tokens = {}, with_conditions(tokens, mask)
     for name, array in tokens.items():
         low = high = array

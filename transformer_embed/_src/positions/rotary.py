@@ -185,14 +185,24 @@ def _as_weights(name: str, value: ArrayLike) -> Array:
 
 @compiled(2, 3, 4, 5)
 def _rotated(x, positions, layout, units, attention_factor, pair_axes) -> Float[Array, "... t h d"]:
-    """x with its first pairs rotated, one for each of the units."""
+    """x with its first pairs rotated, one for each of the units, by the position on its axis.
+
+    `pair_axes` is () if there is only one axis.
+    """
     paired = 2 * len(units)
     # Expanded to x's rank, because users may disable jax's rank promotion.
     positions = jnp.expand_dims(positions, (*range(x.ndim - positions.ndim - 1), -2))
+    pair_axes = np.expand_dims(pair_axes, tuple(range(x.ndim - 1)))
+    position, *others = jnp.split(positions, positions.shape[-1], -1)
+    for axis, other in enumerate(others, 1):
+        position = jnp.where(pair_axes == axis, other, position)
+    quarters = np.array([1, 0], np.uint32)
+    waves = [phase.sinusoid(position, phase.words(units), quarter) for quarter in quarters]
+    # Else a CPU would compute the phases again for each head.
+    waves = computed_once(np.float32(attention_factor) * jnp.stack(waves))
     # A TPU splits and joins 16-bit arrays directly; widening to float32 first would take extra
     # passes over memory.
     wide = arguments.compute_dtype(x.dtype)
-    waves = _cos_and_sin(positions, units, attention_factor, pair_axes)
     cos, sin = (each.astype(wide) for each in waves)
     first, second = (half.astype(wide) for half in _split_pairs(x[..., :paired], layout))
     first, second = first * cos - second * sin, second * cos + first * sin
@@ -221,23 +231,6 @@ def _join_pairs(pairs: list[Shaped[Array, "... p"]], layout: str) -> Shaped[Arra
     if layout == "half":
         return jnp.concatenate(pairs, -1)
     return jax.lax.collapse(jnp.stack(pairs, -1), pairs[0].ndim - 1)
-
-
-def _cos_and_sin(
-    positions: Shaped[Array, "... t h axes"], units, attention_factor, pair_axes
-) -> Float[Array, "2 ... t h p"]:
-    """Those of each unit's pair, by the position on its axis; `pair_axes` is () for one axis."""
-    frequencies = phase.words(units)
-    pair_axes = np.expand_dims(pair_axes, tuple(range(positions.ndim - 1)))
-    # The position of each pair is that on its axis.
-    position, *others = jnp.split(positions, positions.shape[-1], -1)
-    for axis, other in enumerate(others, 1):
-        position = jnp.where(pair_axes == axis, other, position)
-
-    quarters = np.array([1, 0], np.uint32)
-    waves = [phase.sinusoid(position, frequencies, quarter) for quarter in quarters]
-    # Else a CPU would compute the phases again for each head.
-    return computed_once(np.float32(attention_factor) * jnp.stack(waves))
 
 
 @functools.lru_cache(maxsize=64)

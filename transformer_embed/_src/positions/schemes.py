@@ -184,8 +184,8 @@ class SinusoidalGrid(PositionScheme, Sinusoids):
 
     def __post_init__(self):
         super().__post_init__()
-        shape, order = as_grid(self.shape, self.axes)
-        arguments.set_fields(self, shape=shape, axes=order)
+        shape, axes = as_grid(self.shape, self.axes)
+        arguments.set_fields(self, shape=shape, axes=axes)
         as_coordinates(self.axis_positions, shape)
 
     def check(self, d_model: int) -> None:

@@ -196,7 +196,7 @@ def sinusoidal_grid(
         https://arxiv.org/abs/2010.11929; He et al., "Masked Autoencoders Are Scalable Vision
         Learners" (2022), https://arxiv.org/abs/2111.06377
     """
-    lengths, order = as_grid(shape, axes)
+    lengths, axes = as_grid(shape, axes)
     coordinates = as_coordinates(axis_positions, lengths)
     if positions is not None:
         positions = arguments.as_int32("positions", positions)
@@ -205,7 +205,7 @@ def sinusoidal_grid(
         base=base, layout=layout, shift=shift, odd=odd, frequency_scale=frequency_scale
     )
     dtype = arguments.result_dtype("dtype", dtype)
-    return encode_grid(positions, coordinates, lengths, order, d_model, options, dtype)
+    return encode_grid(positions, coordinates, lengths, axes, d_model, options, dtype)
 
 
 # Of the fields of `Sinusoids`.
@@ -237,11 +237,11 @@ def as_grid(shape: Sequence[int], axes: Sequence[int] | None) -> tuple[tuple[int
     lengths = arguments.entries("shape", shape, arguments.size)
     arguments.size("shape: its number of points", math.prod(lengths))
     first_first = range(len(lengths))
-    order = arguments.entries("axes", first_first if axes is None else axes, arguments.integer)
-    if not lengths or sorted(order) != list(first_first):
+    given = arguments.entries("axes", first_first if axes is None else axes, arguments.integer)
+    if not lengths or sorted(given) != list(first_first):
         want = f"a permutation of the axes of shape {lengths}, at least one"
         raise arguments.value_error("axes", want, axes)
-    return lengths, order
+    return lengths, given
 
 
 def as_coordinates(
@@ -305,7 +305,7 @@ def encode(positions, d_model, options, dtype) -> Vectors:
 
 
 @compiled(2, 3, 4, 5, 6)
-def encode_grid(points, coordinates, lengths, order, d_model, options, dtype) -> Vectors:
+def encode_grid(points, coordinates, lengths, axes, d_model, options, dtype) -> Vectors:
     if points is None:
         # The coordinates of an axis, with a size of 1 along the others.
         along = jnp.indices(lengths, jnp.int32, sparse=True)
@@ -314,7 +314,7 @@ def encode_grid(points, coordinates, lengths, order, d_model, options, dtype) ->
     if coordinates is not None:
         along = [array[index] for array, index in zip(coordinates, along, strict=True)]
     width = part_width(d_model, len(lengths), options.odd)
-    parts = jnp.broadcast_arrays(*(encode(along[axis], width, options, dtype) for axis in order))
+    parts = jnp.broadcast_arrays(*(encode(along[axis], width, options, dtype) for axis in axes))
     encoding = jnp.concatenate(parts, -1)[..., :d_model]
     padding = [(0, 0)] * (encoding.ndim - 1) + [(0, d_model - encoding.shape[-1])]
     encoding = jnp.pad(encoding, padding)

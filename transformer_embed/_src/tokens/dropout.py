@@ -73,24 +73,19 @@ def _keep_mask(key, keep_rate, shape) -> Bool[Array, "..."]:
     is_small = all(isinstance(size, int) for size in shape) and math.prod(shape) < 2**32
     if not (is_small and draws_32_bits and counts_elements):
         return from_jax(key)
-    unrolled = functools.partial(_keep_mask_in_registers, keep_rate=keep_rate, shape=shape)
-    return jax.lax.platform_dependent(key, cpu=unrolled, default=from_jax)
 
+    def in_registers(key):
+        words = jax.random.key_data(key)
+        # The index of each element in the flattened array.
+        counters = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
+        first, second = _threefry(words[0], words[1], counters)
+        # An element is kept where a uniform number is below keep_rate. It has 23 random bits, n /
+        # 2**23, so that the integer n is compared with keep_rate * 2**23. jax compares with
+        # keep_rate in float32, so it is rounded to that first.
+        threshold = math.ceil(float(np.float32(keep_rate)) * 2**23)
+        return (first ^ second) >> 9 < np.uint32(threshold)
 
-def _keep_mask_in_registers(
-    key: Array, *, keep_rate: float, shape: tuple[int, ...]
-) -> Bool[Array, "..."]:
-    """The elements to keep, where a uniform number is below keep_rate.
-
-    It has 23 random bits, n / 2**23, so that the integer n is compared with keep_rate * 2**23.
-    """
-    words = jax.random.key_data(key)
-    # The index of each element in the flattened array.
-    counters = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
-    first, second = _threefry(words[0], words[1], counters)
-    # jax compares with keep_rate in float32, so it is rounded to that first.
-    threshold = math.ceil(float(np.float32(keep_rate)) * 2**23)
-    return (first ^ second) >> 9 < np.uint32(threshold)
+    return jax.lax.platform_dependent(key, cpu=in_registers, default=from_jax)
 
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
