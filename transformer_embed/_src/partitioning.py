@@ -31,16 +31,21 @@ def free_axes(mesh: Any) -> Axes:
 
     An array here is one device's along those: no other device can be reached by its type.
     """
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return tuple(axis for axis, kind in kinds if kind != AxisType.Manual)
+    return axes_of_kind(mesh, AxisType.Auto, AxisType.Explicit)
 
 
-def mesh_here(mesh: Any) -> Any:
-    """A mesh as it is here: inside somebody's shard_map, its type says which axes are free."""
-    here = jax.sharding.get_abstract_mesh()
-    if here.axis_names != mesh.axis_names or not here.manual_axes:
-        return mesh
-    return here
+def axes_of_kind(mesh: Any, *kinds: AxisType) -> Axes:
+    """The axes of a mesh of these kinds."""
+    each = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(axis for axis, kind in each if kind in kinds)
+
+
+def along(sharding: NamedSharding, axes: Iterable[str], mesh: Any) -> NamedSharding:
+    """A sharding without other axes than these, on a mesh."""
+    kept = {*axes}
+    dimensions = spec_axes(sharding.spec, 0)
+    spec = (tuple(axis for axis in each if axis in kept) for each in dimensions)
+    return NamedSharding(mesh, PartitionSpec(*spec))
 
 
 def on_each_device(mesh: Any, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
@@ -68,8 +73,7 @@ def array_axes(mesh: Any, batch: Axes, array: Array, batch_dimensions: int) -> l
     of `batch` too, if the devices divide it.
     """
     axes = spec_axes(jax.typeof(array).sharding.spec, array.ndim)
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    automatic = tuple(axis for axis in batch if kinds[axis] == AxisType.Auto)
+    automatic = tuple(axis for axis in batch if axis in axes_of_kind(mesh, AxisType.Auto))
     if batch_dimensions and array.shape[0] % devices_along(mesh, axes[0] + automatic) == 0:
         axes[0] += automatic
     return axes
@@ -142,17 +146,13 @@ def reshard(array: Array, sharding: NamedSharding) -> Array:
         return array
     if not is_explicit(sharding.mesh):
         return jax.lax.with_sharding_constraint(array, sharding)
-    array = jax.sharding.reshard(array, _along(sharding, AxisType.Explicit))
-    automatic = _along(sharding, AxisType.Auto)
+    # A function of jax accepts axes of one kind.
+    explicit, automatic = (
+        along(sharding, axes_of_kind(sharding.mesh, kind), sharding.mesh)
+        for kind in (AxisType.Explicit, AxisType.Auto)
+    )
+    array = jax.sharding.reshard(array, explicit)
     return jax.lax.with_sharding_constraint(array, automatic) if any(automatic.spec) else array
-
-
-def _along(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
-    """A sharding over the axes of one kind, the only ones that a function of jax accepts."""
-    kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-    dimensions = spec_axes(sharding.spec, 0)
-    spec = (tuple(axis for axis in axes if kinds[axis] == kind) for axes in dimensions)
-    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
 def split_like(array: Array, other: Array) -> Array:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
@@ -124,6 +125,11 @@ class RowGradient(SomeRows):
         got = f"the sum of {type(other).__name__} and RowGradient"
         raise arguments.type_error("params", want, got)
 
+    @property
+    def parts(self) -> tuple[Array, ...]:
+        """The ids, the values and the fingerprint."""
+        return self.ids, self.values, self.fingerprint
+
     def trusted_values(self) -> Float[Array, "k d"]:
         """The values, or NaN if the fingerprint shows that something mixed rows."""
         self.check(self.shape)
@@ -145,7 +151,10 @@ class RowGradient(SomeRows):
 
     def _on_shards(self, function: Callable) -> Callable:
         """A function of the rows, on each device of a striped table."""
-        return function if self.split is None else self.split.on_shards(function)
+        if self.split is None:
+            return function
+        by_owner = PartitionSpec(self.split.rows)
+        return self.split.map(function, by_owner, by_owner)
 
 
 class _Ids:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.tables.rows import row_check
@@ -144,9 +144,7 @@ def _update_tables(step: Callable, tables: row_check.Tables) -> dict[int, Any]:
         if isinstance(table, Table):
             new = table._update_rows(update_arrays, shared, gradient, states)
         else:
-            is_right = fits(gradient.ids, gradient.fingerprint)
-            arrays = [table, *states]
-            new = update_arrays(shared, is_right, gradient.ids, gradient.values, arrays)
+            new = update_arrays(shared, gradient.parts, 0, [table, *states])
         new_leaves |= zip(indices[1:], new, strict=True)
     return new_leaves
 
@@ -155,17 +153,18 @@ def _update_in_blocks(
     step: Callable,
     indices: Sequence[int],
     leaves: dict[int, Any],
-    is_right: Bool[Array, ""],
-    ids: Int32[Array, "k"],
-    gradient: Float[Array, "k d"],
+    parts: Sequence[Array],
+    first: Array | int,
     arrays: Sequence[Array],
 ) -> list[Array]:
     """A table and its state after a step, read and written one block of rows at a time.
 
     All rows at once would allocate new memory for each array. There may be any number of ids. They
-    ascend, and ids outside of the table are padding. Each is updated by NaN if the gradient is
-    not of these ids.
+    ascend, and count from the first row of the arrays on; others are padding. Each is updated by
+    NaN if the gradient is not of these ids.
     """
+    ids, gradient, scaled = parts
+    is_right, ids = fits(ids, scaled), ids - first
     # Of no ids, no block can be sliced, not even in a loop that does not run.
     if not len(ids):
         return list(arrays)

@@ -1,13 +1,12 @@
 """What an exchange of rows asks of the devices for one batch, counted on the host."""
 
-import math
 from typing import NamedTuple
 
 import numpy as np
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.partitioning import Axes, devices_along
+from transformer_embed._src.partitioning import devices_along
 from transformer_embed._src.tables.rows.distinct_ids import as_max_rows
 from transformer_embed._src.tables.sharded.table import Sharded
 from transformer_embed._src.tables.sharded.table_split import TableSplit
@@ -75,20 +74,13 @@ def exchange_load(table: Sharded, ids: ArrayLike, *, max_rows: int | None = None
         want = f"a first dimension that {devices} devices divide"
         raise arguments.value_error("ids", want, f"shape {list(array.shape)}")
     buffers = split.buffers(axes, array.size, as_max_rows(max_rows))
-    rows, dropped = _counted(split, buffers, array.reshape(devices, -1), _groups(split, axes))
-    return ExchangeLoad(rows.reshape([split.mesh.shape[axis] for axis in axes]), dropped)
-
-
-def _groups(split: TableSplit, axes: Axes) -> np.ndarray:
-    """The numbers of the devices that exchange rows with each other, [groups, owners].
-
-    They differ along the axes of rows alone.
-    """
-    shape = [split.mesh.shape[axis] for axis in axes]
+    numbers = np.arange(devices).reshape([split.mesh.shape[axis] for axis in axes])
+    # Devices that exchange rows with each other differ along the axes of rows alone.
     along = [axes.index(axis) for axis in split.rows]
-    numbers = np.arange(math.prod(shape)).reshape(shape)
-    owners = devices_along(split.mesh, split.rows)
-    return np.moveaxis(numbers, along, range(-len(along), 0)).reshape(-1, owners)
+    groups = np.moveaxis(numbers, along, range(-len(along), 0))
+    groups = groups.reshape(-1, devices_along(split.mesh, split.rows))
+    rows, dropped = _counted(split, buffers, array.reshape(devices, -1), groups)
+    return ExchangeLoad(rows.reshape(numbers.shape), dropped)
 
 
 def _counted(

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
@@ -166,8 +165,15 @@ def init_params(init: Callable[[Array], Any], rng: Array, shapes: Any) -> Any:
     if not is_placed or jax.tree.map(np.shape, drawn) != wanted:
         want = "what shard_params makes of jax.eval_shape(init, rng)"
         raise arguments.value_error("shapes", want, jax.tree.map(arguments.describe, shapes))
-    _check_alike(placed[0].mesh, {"rng": np.asarray(jax.random.key_data(rng))})
-    return _draw(init, rng, shapes, shardings)
+    # A key's type contains the explicit axes of the surrounding mesh; its data on the host does
+    # not.
+    numbers, kind = np.asarray(jax.random.key_data(rng)), jax.random.key_impl(rng)
+    _check_alike(placed[0].mesh, {"rng": numbers})
+
+    def draw(numbers: Array) -> Any:
+        return init(jax.random.wrap_key_data(numbers, impl=kind))
+
+    return _drawn(draw, numbers, placed[0].mesh, shapes, shardings)
 
 
 def _is_of_this_process(leaf: Any) -> bool:
@@ -287,9 +293,10 @@ class _Placement(NamedTuple):
         return TableSplit(order, sharding, batch_axes, self.capacity)
 
 
-def _draw(init: Callable[[Array], Any], rng: Array, shapes: Any, shardings: Any) -> Any:
-    """The tree that init draws, sharded and padded like the shapes."""
-    mesh = jax.tree.leaves(shardings)[0].mesh
+def _drawn(
+    draw: Callable[[Array], Any], numbers: np.ndarray, mesh: Mesh, shapes: Any, shardings: Any
+) -> Any:
+    """The tree that a function draws from the numbers of a key, sharded and padded like shapes."""
     # Under explicit axes, every device would draw whole arrays; only automatic axes split the
     # drawing.
     automatic = Mesh(mesh.devices, mesh.axis_names)
@@ -301,12 +308,10 @@ def _draw(init: Callable[[Array], Any], rng: Array, shapes: Any, shardings: Any)
         split = target.split
         return Sharded(split.order.to_array(rows, automatic, split.rows), split)
 
-    # A key's type contains the explicit axes of the surrounding mesh; its data on the host does
-    # not.
-    numbers, kind = np.asarray(jax.random.key_data(rng)), jax.random.key_impl(rng)
     with jax.set_mesh(automatic):
-        draw = jax.jit(
-            lambda key: jax.tree.map(to_array, init(key), shapes), out_shardings=automatically
+        place = jax.jit(
+            lambda numbers: jax.tree.map(to_array, draw(numbers), shapes),
+            out_shardings=automatically,
         )
-        drawn = draw(jax.random.wrap_key_data(jnp.asarray(numbers), impl=kind))
+        drawn = place(numbers)
     return jax.device_put(drawn, shardings)

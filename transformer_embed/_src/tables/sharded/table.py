@@ -21,7 +21,6 @@ from transformer_embed._src.partitioning import (
     reshard,
 )
 from transformer_embed._src.pytrees import register_pytree
-from transformer_embed._src.tables.rows.fingerprint import fits
 from transformer_embed._src.tables.rows.gathered_rows import Taken
 from transformer_embed._src.tables.rows.row_gradient import RowGradient
 from transformer_embed._src.tables.sharded.contiguous import (
@@ -154,9 +153,9 @@ class Sharded(Table):
     ) -> list["Sharded"]:
         """This table and its state after a step: each shard updates its own rows. Nothing is sent.
 
-        The step is `step(shared, is_right, ids, values, arrays)`. `shared` is a tree of arrays that
-        every device needs whole. Inside the step, ids count from the first row of an array; an id
-        outside of it names no row.
+        The step is `step(shared, parts, first, arrays)`. `shared` is a tree of arrays that every
+        device needs whole, `parts` are those of a gradient, and `first` is the id of the first row
+        of the arrays; an id outside of them names no row.
         """
         split, is_owned = self._split_here, self.split.order.is_striped
         if is_owned and gradient.split != split:
@@ -166,11 +165,10 @@ class Sharded(Table):
             )
             raise arguments.type_error("grads", want, f"plain {type(gradient).__name__}")
 
-        def update_shard(shared, rows, shards):
-            ids, values, scaled = rows
-            # From the start of this shard: those of other shards are before it or past its end.
+        def update_shard(shared, parts, shards):
+            # Ids of other shards are before this one or past its end.
             first = 0 if is_owned else index_along(split.rows) * split.shard
-            return step(shared, fits(ids, scaled), ids - first, values, shards)
+            return step(shared, parts, first, shards)
 
         by_owner = PartitionSpec(split.rows)
         gradient_spec = by_owner if is_owned else PartitionSpec()
@@ -181,8 +179,7 @@ class Sharded(Table):
         update_all = compiled()(split.map(update_shard, in_specs, by_owner))
         # As shard_map does under automatic axes. XLA drops the all-gather of what is not used.
         shared = jax.tree.map(on_every_device, shared)
-        rows = gradient.ids, gradient.values, gradient.fingerprint
-        written = update_all(shared, rows, arrays)
+        written = update_all(shared, gradient.parts, arrays)
         tables = zip([self, *states], written, strict=True)
         return [dataclasses.replace(table, array=array) for table, array in tables]
 

@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, Int32
 from transformer_embed._src import arguments
 from transformer_embed._src.partitioning import (
     Axes,
+    along,
     array_axes,
     devices_along,
     free_axes,
-    mesh_here,
     on_each_device,
     spec_axes,
 )
@@ -44,23 +44,20 @@ class TableSplit(NamedTuple):
 
     def here(self) -> "TableSplit":
         """The same inside somebody's shard_map: without its axes, along which it is whole."""
-        mesh = mesh_here(self.sharding.mesh)
-        free = free_axes(mesh)
-        spec = [
-            tuple(axis for axis in axes if axis in free)
-            for axes in spec_axes(self.sharding.spec, 0)
-        ]
+        here = jax.sharding.get_abstract_mesh()
+        if here.axis_names != self.mesh.axis_names or not here.manual_axes:
+            return self
+        free = free_axes(here)
         batch_axes = tuple(axis for axis in self.batch_axes if axis in free)
-        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        sharding = along(self.sharding, free, here)
         return self._replace(sharding=sharding, batch_axes=batch_axes)
 
     def __reduce__(self) -> tuple[Callable, tuple[Any, ...]]:
         """For pickle and jax.export: literals, with the numbers of the devices for a mesh."""
         mesh = self.mesh
-        kinds = tuple(kind.name for kind in mesh.axis_types)
-        axes = mesh.axis_names, mesh.axis_sizes, kinds, tuple(mesh.device_ids.ravel().tolist())
-        of_array = tuple(spec_axes(self.sharding.spec, 0))
-        return restored, (axes, of_array, tuple(self.order), self.batch_axes, self.capacity)
+        kinds = [kind.name for kind in mesh.axis_types]
+        axes = mesh.device_ids.tolist(), mesh.axis_names, kinds, [*self.sharding.spec]
+        return restored, (*axes, [*self.order], self.batch_axes, self.capacity)
 
     @property
     def mesh(self) -> Any:
@@ -91,10 +88,6 @@ class TableSplit(NamedTuple):
         """The function, run on each device."""
         return on_each_device(self.mesh, function, in_specs, out_specs)
 
-    def on_shards(self, function: Callable) -> Callable:
-        """A function of the rows of each device's shard, on all devices."""
-        return self.map(function, PartitionSpec(self.rows), PartitionSpec(self.rows))
-
     def buffers(self, axes: Axes, count: int, max_rows: int) -> tuple[int, int, int]:
         """How many slots each device along the axes asks for at most, of `count` ids in all.
 
@@ -112,18 +105,17 @@ class TableSplit(NamedTuple):
         return self.order.slots(ids.clip(0, self.order.vocab_size - 1))
 
 
-def restored(mesh: Any, of_array: Any, order: Any, batch_axes: Axes, capacity: float) -> TableSplit:
+def restored(
+    numbers: Any, names: Axes, kinds: Any, spec: Any, order: Any, batch_axes: Axes, capacity: float
+) -> TableSplit:
     """A split, from what `TableSplit.__reduce__` makes of it."""
-    names, sizes, kinds, numbers = mesh
-    devices = {device.id: device for device in jax.devices()}
-    if missing := set(numbers) - devices.keys():
-        want = f"the devices that the table was placed on, {list(numbers)}"
+    devices, wanted = {device.id: device for device in jax.devices()}, np.array(numbers)
+    if missing := {*wanted.ravel().tolist()} - devices.keys():
+        want = f"the devices that the table was placed on, {numbers}"
         raise arguments.value_error("mesh", want, f"none with the numbers {sorted(missing)}")
-    grid = np.array([devices[number] for number in numbers]).reshape(sizes)
-    sharding = NamedSharding(
-        Mesh(grid, names, axis_types=tuple(AxisType[kind] for kind in kinds)),
-        PartitionSpec(*of_array),
-    )
+    grid = np.vectorize(devices.get, otypes=[object])(wanted)
+    mesh = Mesh(grid, names, axis_types=tuple(AxisType[kind] for kind in kinds))
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
     return TableSplit(RowOrder(*order), sharding, batch_axes, capacity)
 
 
