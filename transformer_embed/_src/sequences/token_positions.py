@@ -601,10 +601,10 @@ def _of_ids(
     tokens = ids != pad_id
     if end_id is None:
         return _of_tokens(tokens, start, at_padding)
-    begins = of_previous_token(ids == end_id).at[:, :1].set(True)
+    begins = of_previous_token(ids == end_id)
     count = jnp.cumsum(with_whole_rows(tokens), axis=1, dtype=jnp.int32) - tokens
     positions = jnp.where(tokens, restarted(count, begins) + start, at_padding)
-    segments = jnp.cumsum(begins, axis=1, dtype=jnp.int32)
+    segments = 1 + jnp.cumsum(begins, axis=1, dtype=jnp.int32)
     return TokenPositions(positions, segment_ids=jnp.where(tokens, segments, 0))
 
 
