@@ -30,16 +30,10 @@ PRECISION = decimal.Context(prec=80, traps=[decimal.InvalidOperation, decimal.Di
 
 # An array of words; a phase has a high and a low one.
 Word = UInt32[Array, "..."]
+# The frequency of each channel in turns per unit of position: whole turns, high, low.
+Words = tuple[Array | np.ndarray, ...]
 Whole = Integer[Array, "..."]
 Real = Float32[Array, "..."]
-
-
-class Words(NamedTuple):
-    """The frequency of each channel in turns per unit of position, as the words of a number."""
-
-    turns: np.ndarray
-    high: np.ndarray
-    low: np.ndarray
 
 
 class _Phase(NamedTuple):
@@ -68,7 +62,7 @@ def as_positions(name: str, value: ArrayLike) -> Array | np.ndarray:
     with np.errstate(over="ignore"):
         narrow = array.astype(np.float32)
     # Only from 2**24 on does float32 skip integers.
-    moved = np.isfinite(array) & (np.abs(array) >= 2**24) & (narrow != array)
+    moved = (np.abs(array) >= 2**24) & (narrow != array)
     if moved.any():
         want = "floats that float32 holds (pass large positions as integers)"
         raise arguments.value_error(name, want, array[moved][0])
@@ -114,7 +108,7 @@ def units(frequencies: np.ndarray) -> tuple[int, ...]:
 def words(units: Sequence[int] | np.ndarray) -> Words:
     """The words of frequencies in units of 2**-64 turns."""
     integers = np.array(units, object)
-    return Words(*((integers >> shift & 0xFFFFFFFF).astype(np.uint32) for shift in (64, 32, 0)))
+    return tuple((integers >> shift & 0xFFFFFFFF).astype(np.uint32) for shift in (64, 32, 0))
 
 
 def sinusoid(

@@ -66,15 +66,6 @@ class OfTokens(NamedTuple):
     weights: Float[Array, "*t c"]
 
 
-class Chunk(NamedTuple):
-    """A chunk of t tokens, on a device."""
-
-    split: OutputSplit
-    logits: tuple[ChunkLogits, ...]
-    labels: Int32[Array, "t c"] | None
-    settings: Settings
-
-
 class Value(NamedTuple):
     """Values [t, c] of a chunk of t tokens, and their gradients.
 
@@ -124,8 +115,14 @@ class Loss:
             self, shift=as_steps, chunk_size=arguments.size, reduction=reduction
         )
 
-    def of_chunk(self, chunk: Chunk) -> tuple[Value, ...]:
-        """The losses, and other values of the tokens."""
+    def of_chunk(
+        self,
+        split: OutputSplit,
+        logits: tuple[ChunkLogits, ...],
+        labels: Int32[Array, "t c"] | None,
+        settings: Settings,
+    ) -> tuple[Value, ...]:
+        """The losses of a chunk of t tokens on a device, and other values."""
         raise NotImplementedError
 
     def of_tokens(self, splits: Splits, of_tokens: OfTokens, layers: Layers) -> tuple[Array, ...]:
@@ -237,7 +234,7 @@ def _values(
 ) -> tuple[tuple[Value, ...], tuple[ChunkLogits, ...]]:
     of_layers = zip(splits, layers, strict=True)
     logits = tuple(chunk_logits(*each, settings.temperature) for each in of_layers)
-    values = loss.of_chunk(Chunk(splits[0], logits, labels, settings))
+    values = loss.of_chunk(splits[0], logits, labels, settings)
     if settings.temperature is not None:
         shifted = [each.shifted for each in logits]
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int32
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.compiled import change_column
-from transformer_embed._src.tokens.chunks import Chunk, Loss, Settings, Value, weighted
+from transformer_embed._src.tokens.chunks import Loss, Settings, Value, weighted
 from transformer_embed._src.tokens.lookup import Table
 from transformer_embed._src.tokens.losses import compute
 from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
@@ -156,7 +156,7 @@ class CrossEntropy(Loss):
             return losses
         return losses, LossMetrics(*jax.lax.stop_gradient([*metrics, weights]))
 
-    def of_chunk(self, chunk: Chunk) -> tuple[Value, ...]:
+    def of_chunk(self, split, logits, labels, settings) -> tuple[Value, ...]:
         """The losses, and what else is asked for.
 
         With logits z, their maximum m, targets p that sum to 1, `total = sum(exp(z - m))` and
@@ -165,7 +165,7 @@ class CrossEntropy(Loss):
         `mass = total / (1 + 2 * z_loss * log_z)`. Its slopes are that without the division, which
         would cost another operation for each of them.
         """
-        split, (found,), labels, (_, smoothing, z_loss) = chunk
+        (found,), (_, smoothing, z_loss) = logits, settings
         exponentials, columns = jnp.exp(found.shifted), columns_of(found, labels)
         share = None if smoothing is None else _share(split, found)
         total, of_label, of_all = sums_of_rows(split, found, exponentials, columns, share)

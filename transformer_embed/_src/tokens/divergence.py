@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.tokens.chunks import Chunk, Loss, Value
+from transformer_embed._src.tokens.chunks import Loss, Value
 from transformer_embed._src.tokens.lookup import Table
 from transformer_embed._src.tokens.losses import compute
 from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
@@ -115,14 +115,14 @@ class Divergence(Loss):
     kind: str = "forward"
     beta: float = 0.5
 
-    def of_chunk(self, chunk: Chunk) -> tuple[Value, ...]:
+    def of_chunk(self, split, logits, labels, settings) -> tuple[Value, ...]:
         """The divergences.
 
         All are sums of `a * (exp(w) - 1 - w)`, with `w = log(b / a)`, over probabilities a and b:
         the parts `b - a` sum to 0, and make each term at least 0.
         """
-        student, teacher, ratios = _probabilities(chunk.split, *chunk.logits)
-        kl = functools.partial(_kullback_leibler, chunk.split)
+        student, teacher, ratios = _probabilities(split, *logits)
+        kl = functools.partial(_kullback_leibler, split)
         if self.kind == "forward":
             values, of_teacher, of_student = kl(teacher, student, ratios)
         elif self.kind == "reverse":

@@ -12,7 +12,6 @@ from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.compiled import change_column
 from transformer_embed._src.partitioning import all_gather, index_along
 from transformer_embed._src.tokens.chunks import (
-    Chunk,
     Layers,
     Loss,
     OfTokens,
@@ -136,14 +135,14 @@ class LogProbs(Loss):
             entropies = [each[..., 0] for each in entropies]
         return (log_probs, *entropies) if entropies else log_probs
 
-    def of_chunk(self, chunk: Chunk) -> tuple[Value, ...]:
+    def of_chunk(self, split, logits, labels, settings) -> tuple[Value, ...]:
         """The losses, and the entropies if they are asked for.
 
         With logits z, their maximum m, `total = sum(exp(z - m))` and
         `mean = sum(exp(z - m) * (z - m)) / total`, the entropy is `log(total) - mean`, and its
         gradient in z is `exp(z - m) * (mean - (z - m)) / total`.
         """
-        split, (found,), labels, _ = chunk
+        (found,) = logits
         exponentials, columns = jnp.exp(found.shifted), columns_of(found, labels)
         total, of_label, _ = sums_of_rows(split, found, exponentials, columns, None)
         slopes, subtracted = exponentials, columns

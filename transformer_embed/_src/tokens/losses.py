@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.partitioning import split_like
+from transformer_embed._src.partitioning import reshard, split_like
 from transformer_embed._src.sequences.runs import (
     has_next_token,
     of_next_token,
@@ -171,5 +172,5 @@ def _placed(
         want = "a table with rows split over the mesh axes of output's"
         arguments.check_same("teacher_output", want, split.vocabulary, first.vocabulary)
         arguments.check_same("teacher_x", "tokens split as x's", split.tokens, first.tokens)
-    spec = first.specs().x
-    return splits, jax.tree.map(lambda array: first.put(array, spec), of_tokens), placed
+    sharding = NamedSharding(first.mesh, first.specs().x)
+    return splits, jax.tree.map(lambda array: reshard(array, sharding), of_tokens), placed

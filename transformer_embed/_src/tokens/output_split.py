@@ -64,10 +64,6 @@ class OutputSplit(NamedTuple):
         table, bias = PartitionSpec(self.rows, self.columns), PartitionSpec(self.vocabulary)
         return Layer(PartitionSpec(*self.tokens), table, bias, PartitionSpec())
 
-    def put(self, array: Array, spec: PartitionSpec) -> Array:
-        """The array, split so over the mesh."""
-        return reshard(array, NamedSharding(self.mesh, spec))
-
     def total(self, values: Any) -> Any:
         """On each device, the sums [t, 1] over the whole vocabulary of values [t, rows]."""
         sums = jax.tree.map(lambda array: array.sum(-1, keepdims=True), values)
@@ -109,5 +105,6 @@ def split_output(
     if bias is not None:
         bias = on_every_device(bias) if mesh.empty else replicated(bias, mesh)
         # Rows that only fill a shard have a bias of 0.
-        bias = split.put(jnp.pad(bias, (0, table.shape[0] - len(bias))), specs.bias)
-    return split, Layer(split.put(x, specs.x), table, bias)
+        bias = jnp.pad(bias, (0, table.shape[0] - len(bias)))
+        bias = reshard(bias, NamedSharding(mesh, specs.bias))
+    return split, Layer(reshard(x, NamedSharding(mesh, specs.x)), table, bias)

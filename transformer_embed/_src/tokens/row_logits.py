@@ -145,14 +145,11 @@ def sums_of_rows(
     share: Array | None,
 ) -> tuple[Array, Array, Any]:
     """The sum of the exponentials, the labels' shifted logits, and, to smooth, the mean of all."""
+    of_all, of_shifted = None, functools.partial(of_column, columns, found.shifted)
 
-    def of_logits() -> jax.Array:
+    def of_logits():
         return found.factor * of_column(columns, found.logits, found.top)
 
-    def of_shifted() -> jax.Array:
-        return of_column(columns, found.shifted)
-
-    of_all = None
     if share is not None:
         of_all = (found.shifted * share).sum(-1, keepdims=True)
         # Shifted logits exist anyway: reading the label's from elsewhere would keep both.
