@@ -139,20 +139,19 @@ def _said(kind: Architecture, place: str, in_file: Options, settings: Options) -
 
 def _values(kind: Architecture, file: Published, said: Options) -> dict[str, Any]:
     """The values of all entries; None means nothing. Raises for those that must be said."""
-    value: dict[str, Any] = {entry: kind.default(entry) for entry in ENTRIES}
-    value["length"], missing = file.length, []
-    for entry, aliases in kind.names().items():
-        default = kind.default(entry)
-        value[entry] = said.get(entry, default)
-        # If config.json does not name this type, its defaults may be another model's.
-        is_known = file.model_type == kind.type or entry in HARMLESS.split() or default is None
-        if value[entry] is REQUIRED or not (is_known or entry in said):
-            missing.append(aliases[0])
+    value = {entry: kind.default(entry) for entry in ENTRIES} | said
+    # If config.json does not name this type, its defaults may be another model's.
+    known = said.keys() | (ENTRIES if file.model_type == kind.type else HARMLESS.split())
+    missing = [
+        aliases[0]
+        for entry, aliases in kind.names().items()
+        if value[entry] is REQUIRED or (entry not in known and value[entry] is not None)
+    ]
     if missing:
         entries = ", ".join(sorted(missing))
         want = f"{entries} of {kind.type}, from settings or a config.json of that model_type"
         raise arguments.value_error(file.path, want, f"model_type {file.model_type!r} there")
-    return value
+    return value | {"length": file.length}
 
 
 # --- Parts of the layer.

@@ -97,8 +97,11 @@ def recognised(file: Published, model_type: Any) -> tuple[Architecture, str, dic
         for name in files
         if f".{name}".endswith(f".{end}")
     }
-    each = {prefix: kind.tensors(files, file.side, prefix) for prefix in sorted(prefixes)}
-    found = {prefix: names for prefix, names in each.items() if names}
+    found = {
+        prefix: names
+        for prefix in sorted(prefixes)
+        if (names := kind.tensors(files, file.side, prefix))
+    }
     if len(found) != 1:
         side = f" (its {file.side}; `stack` says which)" if kind.has_stacks else ""
         want = f"the tensors of one model {kind.type}{side}, or {BY_HAND}"
