@@ -1,4 +1,6 @@
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -60,12 +62,14 @@ def test_embed_takes_them_too(prints, bert, said, tmp_path):
     ("content", "message"),
     [
         ("{", "Expecting property name"),
-        ("[1]", "settings: wanted a mapping, or None, got list"),
+        ("[1]", "settings.json: wanted a JSON object, got list"),
+        # Of a device, one that ends: /dev/zero would fill the memory.
+        (Path(os.devnull), "path: wanted a regular file, got a folder, a pipe or a device"),
         (None, "No such file or directory"),
     ],
 )
 def test_settings_that_cannot_be_read(fails, bert, tmp_path, content, message):
-    path = tmp_path / "settings.json"
-    if content is not None:
+    path = content if isinstance(content, Path) else tmp_path / "settings.json"
+    if isinstance(content, str):
         path.write_text(content)
     assert message in fails("inspect", bert, "--settings", path)

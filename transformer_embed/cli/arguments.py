@@ -1,7 +1,6 @@
 """What several commands take: a checkpoint and what describes it, a file or a picture to write."""
 
 import argparse
-import json
 import os
 import pathlib
 import tempfile
@@ -10,7 +9,7 @@ from typing import Any
 
 from transformer_embed import pretrained
 from transformer_embed._src.plots import matplotlib
-from transformer_embed._src.pretrained.files import open_whole
+from transformer_embed._src.pretrained.files import open_whole, read_json
 
 PIXELS_WIDE = 960
 
@@ -66,7 +65,7 @@ def read_checkpoint(path: str, args: argparse.Namespace) -> pretrained.Pretraine
     """The input layer of a checkpoint, which the flags may describe."""
     settings = {}
     if args.settings is not None:
-        settings = json.loads(pathlib.Path(args.settings).expanduser().read_bytes())
+        settings = read_json(pathlib.Path(args.settings).expanduser())
     if args.model_type is not None:
         settings["model_type"] = args.model_type
     return pretrained.load_embedder(
