@@ -17,7 +17,6 @@ from refused import each_refused, refused
 
 import transformer_embed as te
 from transformer_embed._src import arguments
-from transformer_embed._src.positions import rotary
 from transformer_embed._src.positions.phase import as_positions
 from transformer_embed._src.sequences import token_positions
 
@@ -202,7 +201,7 @@ def test_an_array_of_jax_is_taken_as_it_is():
         token_positions.as_comparable,
     ):
         assert convert("ids", ids) is ids
-    for convert in (arguments.as_floats, rotary._as_weights, as_positions):
+    for convert in (arguments.as_floats, as_positions):
         assert convert("x", floats) is floats
 
 

@@ -56,7 +56,7 @@ def tile_kinds(mask: Any, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
     of_queries = _merged(_intervals(tokens, mask, size), shape[0] // size)
     of_keys = _merged(_intervals(others, mask, size), shape[1] // size)
 
-    def kinds(of_step: Intervals) -> Int8[Array, "b n"]:
+    def kinds(of_step):
         # low is True where all pairs may attend, high where some may: 2, 1 or 0.
         may = may_attend(of_step, of_keys)
         return may.low.astype(jnp.int8) + may.high.astype(jnp.int8)
@@ -90,10 +90,10 @@ def _intervals(tokens: Fields, mask: Any, size: int) -> Intervals:
 def _merged(intervals: Intervals, number: int) -> Intervals:
     """The intervals of this many neighbours together."""
 
-    def split(bound: Array) -> Array:
+    def grouped(bound):
         return bound.reshape(bound.shape[0], bound.shape[1] // number, number)
 
     return {
-        name: Interval(split(interval.low).min(2), split(interval.high).max(2))
+        name: Interval(grouped(interval.low).min(2), grouped(interval.high).max(2))
         for name, interval in intervals.items()
     }

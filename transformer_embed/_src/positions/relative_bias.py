@@ -159,11 +159,10 @@ def relative_position_buckets(
     num_buckets = arguments.integer("num_buckets", num_buckets, at_least=4 if bidirectional else 2)
     each_way = num_buckets // 2 if bidirectional else num_buckets
     max_distance = arguments.int32("max_distance", max_distance, at_least=each_way // 2 + 1)
-    starts = _bucket_starts(each_way, max_distance)
     return _buckets(
         *comparable_rows(query_positions=query_positions, key_positions=key_positions).values(),
         each_way,
-        starts,
+        _bucket_starts(each_way, max_distance),
         bidirectional,
     )
 

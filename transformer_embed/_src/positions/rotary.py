@@ -154,7 +154,15 @@ def permute_rotary_weights(
         The conversion of Llama's published checkpoints (interleaved) for the transformers library
         (half).
     """
-    array = _as_weights("weights", weights)
+    # Of the dtype that jax gives to lists and Python numbers; any other must be one of jax's.
+    array: Any = arguments.as_array("weights", weights)
+    if isinstance(array, np.ndarray) and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
+        if not isinstance(weights, list | tuple | int | float | complex):
+            want = "at most 32 bits, for jax_enable_x64 is off (cast them first)"
+            raise arguments.type_error("weights", want, array.dtype)
+        # jnp.asarray would wrap an integer that int32 does not hold.
+        if array.dtype.kind in "iu":
+            array = arguments.as_integers("weights", array)
     num_heads = arguments.size("num_heads", num_heads)
     if array.ndim == 0 or array.shape[-1] % num_heads:
         want = f"a last axis of {num_heads} heads times head_dim"
@@ -162,25 +170,12 @@ def permute_rotary_weights(
     head_dim = array.shape[-1] // num_heads
     dim = _checked_rotary_dim(rotary_dim, head_dim)
     return _permuted(
-        array,
+        arguments.on_device(array),
         num_heads,
         dim,
         arguments.choice("source", source, LAYOUTS),
         arguments.choice("target", target, LAYOUTS),
     )
-
-
-def _as_weights(name: str, value: ArrayLike) -> Array:
-    """A jax array of the same dtype; of the dtype that jax gives to lists and Python numbers."""
-    array: Any = arguments.as_array(name, value)
-    if isinstance(array, np.ndarray) and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
-        if not isinstance(value, list | tuple | int | float | complex):
-            want = "at most 32 bits, for jax_enable_x64 is off (cast them first)"
-            raise arguments.type_error(name, want, array.dtype)
-        # jnp.asarray would wrap an integer that int32 does not hold.
-        if array.dtype.kind in "iu":
-            array = arguments.as_integers(name, array)
-    return arguments.on_device(array)
 
 
 @compiled(2, 3, 4, 5)

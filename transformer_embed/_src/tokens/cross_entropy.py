@@ -178,7 +178,10 @@ class CrossEntropy(Loss):
             losses = log_total - label_share * of_label - weighted(of_all, smoothing)
             of_settings = of_settings._replace(label_smoothing=of_label - of_all)
         if z_loss is not None:
-            mass, of_z = total / _rise(z_loss, log_z), z_loss * log_z**2
+            # The derivative of `log_z + z_loss * log_z**2`, never 0: gradients are divided by it.
+            rise = 1 + 2 * z_loss * log_z
+            rise = jnp.where(rise == 0, jnp.finfo(rise.dtype).eps, rise)
+            mass, of_z = total / rise, z_loss * log_z**2
             losses += of_z
             of_settings = of_settings._replace(z_loss=log_z**2)
         slopes = change_column(
@@ -208,9 +211,3 @@ def _share(split: OutputSplit, found: ChunkLogits) -> Float[Array, "1 r"]:
     is_inside = jnp.broadcast_to(found.is_inside, found.ids.shape)
     count = jax.lax.psum(is_inside.sum(), split.vocabulary).astype(found.logits.dtype)
     return jnp.where(is_inside, 1 / jnp.maximum(count, 1), 0)
-
-
-def _rise(z_loss: Array, log_z: Float[Array, "t 1"]) -> Float[Array, "t 1"]:
-    """The derivative of `log_z + z_loss * log_z**2`, but never 0: gradients are divided by it."""
-    rise = 1 + 2 * z_loss * log_z
-    return jnp.where(rise == 0, jnp.finfo(rise.dtype).eps, rise)

@@ -173,17 +173,11 @@ def _kullback_leibler(
     split: OutputSplit, a: Float[Array, "t r"], b: Float[Array, "t r"], w: Float[Array, "t r"]
 ) -> tuple[Float[Array, "t 1"], Array, Array]:
     """The sums of `a * log(a / b)` where w is `log(b / a)`, and the gradients in the logits."""
-    values = split.total(_terms(a, b, w))
-    # 0 where a is, whatever w.
-    return values, a * (jnp.where(a == 0, 0, -w) - values), b - a
-
-
-def _terms(
-    a: Float[Array, "t r"], b: Float[Array, "t r"], w: Float[Array, "t r"]
-) -> Float[Array, "t r"]:
-    """`a * (exp(w) - 1 - w)` where w is `log(b / a)`, at least 0."""
     is_small = w < 1
     small = jnp.where(is_small, w, 0)
     large = jnp.where(is_small | (a == 0), 0, w)
+    # `a * (exp(w) - 1 - w)`, at least 0.
     terms = jnp.where(is_small, a * (jnp.expm1(small) - small), b - a * (1 + large))
-    return jnp.where(a == 0, b, terms)
+    values = split.total(jnp.where(a == 0, b, terms))
+    # 0 where a is, whatever w.
+    return values, a * (jnp.where(a == 0, 0, -w) - values), b - a

@@ -136,10 +136,11 @@ def lookup(
 
 def as_table(name: str, table: ArrayLike | Table) -> TableArray | Table:
     """A floating array of rank 2 with at least one row, or a `Table`."""
-    held = table if isinstance(table, Table) else arguments.unwrapped(table)
-    if isinstance(held, Table):
-        return held
-    array = arguments.as_floats(name, held)
+    if not isinstance(table, Table):
+        table = arguments.unwrapped(table)
+    if isinstance(table, Table):
+        return table
+    array = arguments.as_floats(name, table)
     if array.ndim != 2 or array.shape[0] == 0:
         raise arguments.value_error(
             name, "shape [vocab_size, d] with at least one row", f"shape {list(array.shape)}"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
@@ -159,7 +159,7 @@ def _placed(
 ) -> tuple[Splits, OfTokens, Layers]:
     """How layers are split over devices, and the arrays as functions on devices take them."""
 
-    def without_unused(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+    def without_unused(x):
         """Finite logits for tokens without any weight, which leaves nothing of them."""
         is_finite = jnp.isfinite(x).all(-1, keepdims=True)
         is_used = (of_tokens.weights != 0) | (counted & is_finite)
