@@ -220,8 +220,9 @@ def _output(
     kind: Architecture, value: Options, shapes: Shapes, file: Published
 ) -> OutputConfig | NoOutput:
     """The output layer, or why there is none."""
-    _, width = shapes[TOKENS]
+    rows, width = shapes[TOKENS]
     is_tied = value["tie_word_embeddings"] and OUTPUT_TABLE not in shapes
+    is_the_decoders = not is_tied or value["share_encoder_decoder_embeddings"] is False
     # Cohere multiplies logits, Granite divides them.
     scale = (value["logit_scale"] or 1.0) / (value["logits_scaling"] or 1.0)
     # T5 scales them only if they come from its table of tokens.
@@ -229,39 +230,31 @@ def _output(
         scale = width**-0.5
     if value["dim_model_base"]:
         scale = value["dim_model_base"] / width
-    plain = OutputConfig(is_tied, OUTPUT_BIAS in shapes)
-    output = dataclasses.replace(plain, softcap=value["final_logit_softcapping"], scale=scale)
-    reason = _no_output(kind, value, shapes, file, is_tied=is_tied)
+    output = plain = OutputConfig(is_tied, OUTPUT_BIAS in shapes)
     # A model around a text model may leave out what the text model does to its logits.
-    if file.outer in UNSCALED_WITHIN.split():
-        output = plain
-    elif file.outer is not None and output != plain and file.outer not in SCALED_WITHIN.split():
-        is_not_known = "scales or bounds the logits like its text model is not known"
-        reason = reason or f"whether a model {file.outer} {is_not_known}"
-    return NoOutput(reason) if reason else output
-
-
-def _no_output(
-    kind: Architecture, value: Options, shapes: Shapes, file: Published, *, is_tied: bool
-) -> str:
-    """Why a model has no output layer; an empty string if it has one."""
-    rows, width = shapes[TOKENS]
-    is_the_decoders = not is_tied or value["share_encoder_decoder_embeddings"] is False
-    if kind.no_output:
-        return kind.no_output
-    if kind.has_stacks and file.side == STACKS[0] and is_the_decoders:
-        return f"it is the decoder's, which stack={STACKS[1]!r} loads"
-    if not is_tied and OUTPUT_TABLE not in shapes:
-        for name in file.tensors.files:
-            # As GPTQ has it.
-            if "lm_head.qweight" in name:
-                return f"{name} is quantized: dequantize the model first"
-        return "the file has no lm_head.weight, and it is not tied to the table"
+    if file.outer not in UNSCALED_WITHIN.split():
+        output = dataclasses.replace(plain, softcap=value["final_logit_softcapping"], scale=scale)
     # An `OutputConfig` has the vocabulary and the width of the table.
-    for name, shape in ((OUTPUT_TABLE, (rows, width)), (OUTPUT_BIAS, (1, rows))):
-        if shapes.get(name, shape) != shape:
-            return f"its shape is {list(shapes[name])}, not {list(shape)}"
-    return ""
+    fitting = {OUTPUT_TABLE: (rows, width), OUTPUT_BIAS: (1, rows)}
+    wrong = [name for name, shape in fitting.items() if shapes.get(name, shape) != shape]
+    # As GPTQ has it.
+    quantized = [name for name in file.tensors.files if "lm_head.qweight" in name]
+    if kind.no_output:
+        reason = kind.no_output
+    elif kind.has_stacks and file.side == STACKS[0] and is_the_decoders:
+        reason = f"it is the decoder's, which stack={STACKS[1]!r} loads"
+    elif not is_tied and OUTPUT_TABLE not in shapes and quantized:
+        reason = f"{quantized[0]} is quantized: dequantize the model first"
+    elif not is_tied and OUTPUT_TABLE not in shapes:
+        reason = "the file has no lm_head.weight, and it is not tied to the table"
+    elif wrong:
+        reason = f"its shape is {list(shapes[wrong[0]])}, not {list(fitting[wrong[0]])}"
+    elif file.outer is None or output == plain or file.outer in SCALED_WITHIN.split():
+        return output
+    else:
+        is_not_known = "scales or bounds the logits like its text model is not known"
+        reason = f"whether a model {file.outer} {is_not_known}"
+    return NoOutput(reason)
 
 
 def _bias(kind: Architecture, value: Options, shapes: Shapes, stack: str) -> Options | None:
