@@ -137,7 +137,7 @@ def _said(kind: Architecture, place: str, in_file: Options, settings: Options) -
     return entries | said
 
 
-def _values(kind: Architecture, file: Published, said: Options) -> dict[str, Any]:
+def _values(kind: Architecture, file: Published, said: dict[str, Any]) -> dict[str, Any]:
     """The values of all entries; None means nothing. Raises for those that must be said."""
     value = {entry: kind.default(entry) for entry in ENTRIES} | said
     # If config.json does not name this type, its defaults may be another model's.
