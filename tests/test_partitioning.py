@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import few
 from compare import equal, near
 from jax.sharding import PartitionSpec
 from meshes import AUTO, EXPLICIT, mesh_of, put
@@ -114,10 +115,11 @@ def found(kind, split, is_sharded, where):
 # jax refuses the table of the last split where types say it, and XLA of jax 0.12 aborts on a plain
 # array that it splits both ways.
 CASES = [
-    (kind, split, is_sharded)
+    (kind, split, is_sharded, where)
     for kind in (AUTO, EXPLICIT)
     for split in SPLITS
     for is_sharded in (False, True)
+    for where in ("inside", "outside")
     if (kind, split) != (EXPLICIT, "rows over all")
     if (kind, split, is_sharded) != (AUTO, "both", False)
 ]
@@ -125,8 +127,7 @@ HAS_NESTED_MAPS = jax.__version_info__ >= (0, 10)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["inside", "outside"])
-@pytest.mark.parametrize(("kind", "split", "is_sharded"), CASES, ids=str)
+@pytest.mark.parametrize(("kind", "split", "is_sharded", "where"), few(CASES, 14), ids=str)
 def test_gradients_inside_a_shard_map_over_some_axes_are_those_of_the_whole_batch(
     kind, split, is_sharded, where
 ):
