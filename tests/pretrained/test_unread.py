@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from checkpoints import GOLDEN, load_embedder, rotary_of, table
+from checkpoints import GOLDEN, TOKENS, load_embedder, rotary_of, table
 
 import transformer_embed as te
 from transformer_embed._src.pretrained import architectures, description
@@ -132,6 +132,8 @@ HUB = [
      {"rotary": HALF | {"base": 1e4, "scaling": te.NTKScaling(9.0)}}),
     ({"model_type": "hunyuan_vl", "rope_theta": 1e4, "rope_scaling": {"type": "xdrope", "factor": 1.0, "alpha": 9.0, "xdrope_section": [2, 2, 2, 2]}}, EMBED_TOKENS,
      {"rotary": HALF | {"base": 1e4, "scaling": te.NTKScaling(9.0)}, "output": te.OutputConfig()}),
+    # With the layer that predicts further tokens, and has the table once more.
+    ({"model_type": "deepseek_v3"}, f"{EMBED_TOKENS} model.layers.6.embed_tokens.weight", {"names": {TOKENS: EMBED_TOKENS}}),
     ({"model_type": "minicpm", "dim_model_base": 8, "scale_emb": 3.0}, EMBED_TOKENS, {"scale": 3.0, "output": te.OutputConfig(scale=0.5)}),
     ({"model_type": "dbrx", "d_model": 16, "max_seq_len": 32, "attn_config": {"clip_qkv": 8, "rope_theta": 5e5}}, f"{WTE} lm_head.weight",
      {"rotary": HALF | {"base": 5e5}, "output": te.OutputConfig(tied=False)}),

@@ -97,9 +97,11 @@ def recognised(file: Published, model_type: Any) -> tuple[Architecture, str, dic
         for name in files
         if f".{name}".endswith(f".{end}")
     }
+    # A layer that predicts further tokens, as DeepSeek V3 has, has the table once more.
+    outside = [prefix for prefix in prefixes if not re.search(r"\b\d+\.", prefix)]
     found = {
         prefix: names
-        for prefix in sorted(prefixes)
+        for prefix in sorted(outside or prefixes)
         if (names := kind.tensors(files, file.side, prefix))
     }
     if len(found) != 1:
