@@ -54,6 +54,11 @@ def test_what_is_no_scale_does_not_fit(name):
     assert not fits(IDS, CHANGED[name])
 
 
+def test_each_number_has_every_exponent():
+    marks = jax.vmap(fingerprint)(jnp.arange(1000).reshape(200, 5))[:, 0]
+    assert {len(np.unique(column)) for column in np.asarray(marks).T} == {1, 8}
+
+
 @pytest.mark.slow
 def test_lists_of_ids_rarely_share_a_fingerprint():
     ids = jnp.sort(jax.random.randint(jax.random.key(0), [5_000, 3], 0, 60), axis=1)

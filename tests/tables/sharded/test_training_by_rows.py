@@ -100,6 +100,16 @@ def test_training_by_rows_is_lazy_adam_in_float64_and_sends_only_ids_and_rows(na
         assert all(each.largest == 1 for each in sent if each.kind != "all-to-all")
 
 
+def test_each_shard_of_a_contiguous_table_updates_its_own_rows():
+    ids, sgd = np.array([1, 130, 299]), optax.sgd(RATE)
+    params = {"t": shard(mesh_of((2,)), SPEC("data"))}
+    grads = {"t": te.rows.RowGradient(ids, np.ones((3, WIDTH), np.float32), VOCAB)}
+    after, _ = te.rows.update(sgd, grads, sgd.init(params), params)
+    expected = TABLE.copy()
+    expected[ids] -= RATE
+    near(on_host(after["t"]), expected, atol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [shard, stripe])
 def test_a_step_outside_of_jit_compiles_one_program_for_the_rows(place, caplog):
