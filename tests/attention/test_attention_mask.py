@@ -126,9 +126,11 @@ def test_kinds_of_a_prefix_are_exact():
         expect_kinds(mask, tile, is_exact=True)
 
 
-def test_a_tile_of_sinks_needs_no_mask():
-    mask = AttentionMask(TokenPositions(np.arange(8)), causal=True, window=(1, 0), sinks=2)
-    equal(mask.tile_kinds((2, 2))[0], [[1, 0, 0, 0], [2, 1, 0, 0], [2, 1, 1, 0], [2, 0, 1, 1]])
+def test_a_tile_inside_of_a_block_needs_no_mask():
+    mask = AttentionMask(
+        TokenPositions(np.arange(6)).with_block_ids([0] * 4 + [-1] * 2), causal=True
+    )
+    equal(mask.tile_kinds((2, 2))[0], [[2, 2, 0], [2, 2, 0], [2, 2, 1]])
 
 
 def test_tiles_by_hand_that_are_loose_are_few():
