@@ -52,7 +52,7 @@ CASES = {
         ("data", "model", "extra"),
     ),
     # The type of ids says half of how they are split.
-    "striped over automatic and explicit axes": ((AUTO, EXPLICIT), (2, 4), stripe, BOTH, BOTH),
+    "striped over explicit and automatic axes": ((EXPLICIT, AUTO), (2, 4), stripe, BOTH, BOTH),
 }
 
 
