@@ -21,7 +21,7 @@ from meshes import mesh_of
 from refused import each_refused
 
 import transformer_embed as te
-from transformer_embed._src.kernels import splash_attention
+from transformer_embed._src.kernels import row_indices, splash_attention
 
 # jax 0.12 points to another package for the GPU's kernel.
 with warnings.catch_warnings():
@@ -375,6 +375,20 @@ def test_partial_tiles_are_not_in_the_scalar_memory():
     tokens = TokenPositions(range(1408)).with_block_ids(ids)
     mask = AttentionMask(tokens, causal=True)
     te.kernels.splash_kernels(mask, 1, order="full")
+
+
+@pytest.mark.parametrize("tile", [(4, 4), (8, 4), (4, 8)])
+def test_a_band_has_the_tiles_with_a_pair_and_no_others(tile):
+    """Also where a window ends at the edge of a tile."""
+    keys = TokenPositions.from_offset(0, 16)
+    for window, start in itertools.product([(3, 4), (4, 5), (5, 3), (8, None)], (0, 8)):
+        queries = TokenPositions.from_offset(start, 8)
+        mask = AttentionMask(queries, keys, causal=False, window=window)
+        rule = row_indices.RowRule(mask, "splash", "full", q_offset=start)
+        band, diagonal = splash_attention._band_and_diagonal(rule, tile)
+        shape = 8 // tile[0], tile[0], 16 // tile[1], tile[1]
+        equal(band, mask.dense()[0, 0].reshape(shape).any((1, 3)))
+        equal(diagonal.sum(1), 1)
 
 
 @pytest.mark.slow
