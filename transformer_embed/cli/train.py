@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _print_scores(results: Mapping[str, Any], lengths: Sequence[int]) -> None:
-    print(f"\nbits per byte, trained on texts of {lengths[0]} bytes, of texts with")
+    print(f"\nTrained on texts of {lengths[0]} bytes: bits per byte of texts with")
     print(_row("positions", "parameters", [f"{length} bytes" for length in lengths]))
     for name, result in results.items():
         size = sum(leaf.size for leaf in jax.tree.leaves(result.params))
