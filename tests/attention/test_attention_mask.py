@@ -453,6 +453,7 @@ TYPE_ERRORS = [
     (lambda: te.kernels.flash_attention(MASK & MASK), "mask: ... got JoinedMask"),
     (lambda: MASK.tile(0, 0.5, (2, 2)), "key_start: ... got float64"),
     (lambda: jax.nn.dot_product_attention(*[jnp.ones((2, 4, 1, 8))] * 3, mask=MASK), "AttentionMask: ... got the rule of one (mask.dense() is its array)"),
+    (lambda: MASK and MASK, "AttentionMask: ... got a condition"),
     (lambda: te.mask_to_bias(MASK), "AttentionMask: ... got the rule of one (mask.dense() is its array)"),
 ]  # fmt: skip
 VALUE_ERRORS = [

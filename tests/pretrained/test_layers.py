@@ -10,7 +10,7 @@ ROTATED, UNROTATED = True, False
 PUBLISHED = [
     ({"model_type": "gemma2", "sliding_window": 8}, [S, F] * 4, (7, 0), {S: 1e4, F: 1e4}),
     ({"model_type": "gemma3_text", "sliding_window": 8, "sliding_window_pattern": 6}, [S, S, S, S, S, F, S, S], (7, 0), {S: 1e4, F: 1e6}),
-    ({"model_type": "gemma3_text", "sliding_window": 8, "use_bidirectional_attention": True}, [S, S, S, S, S, F, S, S], (5, 5), {S: 1e4, F: 1e6}),
+    ({"model_type": "gemma3_text", "sliding_window": 8, "use_bidirectional_attention": True}, [S, S, S, S, S, F, S, S], (4, 4), {S: 1e4, F: 1e6}),
     ({"model_type": "cohere2", "sliding_window": 8, "sliding_window_pattern": 4}, [S, S, S, F] * 2, (7, 0), {S: 1e4, F: None}),
     ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": False}, [F] * 8, None, {F: 1e4}),
     ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 28}, [F] * 8, None, {F: 1e4}),
@@ -57,8 +57,24 @@ def test_each_layer_has_its_kind_its_rotation_and_its_mask(tmp_path, entries, ty
         seen = {S: "window", C: "chunk"}.get(layer.type)
         limits = {name: limit for name, limit in layer.mask.items() if name != "causal"}
         assert limits == ({seen: reach} if seen and reach else {})
-        is_causal = entries["model_type"] != "modernbert" and reach != (5, 5)
+        is_causal = entries["model_type"] != "modernbert" and reach != (4, 4)
         assert layer.mask["causal"] == is_causal
+
+
+def test_a_decoder_may_see_both_sides_and_an_unknown_kind_of_layer_is_refused(tmp_path):
+    entries = {"model_type": "mistral", "sliding_window": 8, "num_hidden_layers": 1}
+    for said, mask in (
+        (False, {"causal": False, "window": (8, 8)}),
+        (True, {"causal": True, "window": (7, 0)}),
+    ):
+        found = load_embedder(
+            table(tmp_path, entries | {"is_causal": said}, "model.embed_tokens.weight")
+        )
+        assert found.layers[0].mask == mask
+    with pytest.raises(ValueError, match=r"layer_types: wanted some of .*, got foo$"):
+        load_embedder(
+            table(tmp_path, entries | {"layer_types": ["foo"]}, "model.embed_tokens.weight")
+        )
 
 
 def test_what_a_layer_has_of_its_own_goes_first(tmp_path):

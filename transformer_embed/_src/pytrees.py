@@ -15,16 +15,17 @@ def register_pytree(
     *static: str,
     to_literals: Callable = lambda static: static,
     from_literals: Callable = lambda static: static,
+    names: Callable | None = None,
 ) -> None:
     """Makes a dataclass a pytree with these static fields, for jax.export too.
 
-    A file of jax.export has the static fields as literals of Python.
+    A file of jax.export has the static fields as literals of Python. Paths have the names of the
+    fields, or those that `names` gives to an instance.
 
     Unlike `jax.tree_util.register_dataclass`, it does not call the class to make an instance of new
     leaves, so these are not checked: jax also puts shapes, shardings or None there.
     """
     fields = tuple(field.name for field in dataclasses.fields(cls) if field.name not in static)
-    keys = tuple(map(jax.tree_util.GetAttrKey, fields))
 
     def flatten(instance: Any) -> tuple[Any, Any]:
         value = functools.partial(getattr, instance)
@@ -32,6 +33,7 @@ def register_pytree(
 
     def flatten_with_keys(instance: Any) -> tuple[Any, Any]:
         leaves, auxiliary = flatten(instance)
+        keys = map(jax.tree_util.GetAttrKey, names(instance) if names else fields)
         return tuple(zip(keys, leaves, strict=True)), auxiliary
 
     def unflatten(auxiliary: tuple[Any, ...], leaves: Any) -> Any:

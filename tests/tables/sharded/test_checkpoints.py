@@ -6,9 +6,10 @@ import jax
 import optax
 import pytest
 from compare import equal, near
-from sharded_tables import AUTO, BOTH, EXPLICIT, SPEC, mesh_of, on_host, restored
+from sharded_tables import AUTO, BOTH, EXPLICIT, SPEC, mesh_of, on_host, restored, stripe
 
 import transformer_embed as te
+from transformer_embed._src.tables.sharded.row_order import RowOrder
 
 NAME = "transformer_embedding/~/token_embedding"
 CONFIG = te.EmbedderConfig(vocab_size=37, d_model=8, pad_id=0)
@@ -47,6 +48,16 @@ def test_a_checkpoint_of_one_mesh_is_restored_on_others_as_a_step_needs_it(tmp_p
 
 def assert_placed(array, target):
     assert (array.shape, array.sharding) == (target.shape, target.sharding)
+
+
+def test_paths_tell_orders_of_rows_apart():
+    """A checkpoint of 8,192 rows was restored, permuted, as a table of another layout."""
+    orders = [RowOrder(8192, 1, 128), RowOrder(8192, 64), RowOrder(8192, 4096)]
+    assert len({order.size for order in orders}) == 1
+    table = stripe(mesh_of((1, 2)), SPEC("model"))
+    ((path, _),) = jax.tree_util.tree_leaves_with_path(table)
+    assert path[0].name == table.split.order.name
+    assert len({order.name for order in orders}) == 3
 
 
 @pytest.mark.slow

@@ -24,6 +24,11 @@ class Mask:
     def __or__(self, other: Any) -> "JoinedMask":
         return JoinedMask(self, other, "|")
 
+    def __bool__(self) -> bool:
+        # `and` would keep one of two masks.
+        want = "to be joined by & or |, or its array, mask.dense()"
+        raise arguments.type_error(type(self).__name__, want, "a condition")
+
     def __jax_array__(self) -> Array:
         # What jax asks of an argument that should be an array.
         got = "the rule of one (mask.dense() is its array)"

@@ -66,7 +66,7 @@ TENSORS = {
 # The entries that describe each part, or that another entry needs.
 READS = {
     "tokens": "vocab_size hidden_size tie_word_embeddings num_hidden_layers layer_types "
-    "per_layer_config",
+    "per_layer_config is_causal",
     "positions": "max_position_embeddings",
     "norm": "layer_norm_eps",
     "token_types": "type_vocab_size",
@@ -167,7 +167,7 @@ ENTRIES: dict[str, Check] = {
             arguments.flag,
             "scale_embedding rescale_embeddings mup_enabled rotary_emb_interleaved "
             "scale_decoder_outputs rope_interleave tie_word_embeddings "
-            "share_encoder_decoder_embeddings use_sliding_window is_decoder",
+            "share_encoder_decoder_embeddings use_sliding_window is_decoder is_causal",
         ),
         (_names, "layer_types mlp_layer_types"),
         (_integers, "no_rope_layers attn_layer_indices cross_attention_layers"),

@@ -39,6 +39,7 @@ RENAMED: Mapping[Any, str] = {
 }
 # Kinds of layers that rotate nothing.
 UNROTATED = (LINEAR, CROSS, "conv", "moe", "mlp")
+KNOWN = (FULL, SLIDING, CHUNKED, INDEXED, *UNROTATED)
 # What an object for one layer may say besides sizes that tensors have.
 OWN = ("head_dim", "sliding_window")
 SIZES = ("num_key_value_heads", "intermediate_size")
@@ -108,7 +109,10 @@ def _types(kind: Architecture, value: Options, count: int) -> list[str]:
     said, period = value["layer_types"], value["sliding_window_pattern"]
     has_window = value["sliding_window"] and value["use_sliding_window"] is not False
     if said is not None:
-        return [RENAMED.get(each, each) for each in said]
+        types = [RENAMED.get(each, each) for each in said]
+        for each in {*types} - {*KNOWN, *kind.kinds}:
+            raise arguments.value_error("layer_types", f"some of {', '.join(KNOWN)}", each)
+        return types
     if not kind.kinds:
         return []
     if value["attn_layer_indices"] is not None:
@@ -166,11 +170,13 @@ def _rotates(kind: Architecture, value: Options, number: int, layer_type: str) -
 def _mask(kind: Architecture, value: Options, layer_type: str, stack: str) -> dict[str, Any]:
     """The arguments of `AttentionMask` for a layer."""
     is_causal = stack == STACKS[1] if kind.has_stacks else kind.is_causal or value["is_decoder"]
-    window = value["sliding_window"]
-    # Gemma 4 says "all", or "vision": only within images.
-    if value["use_bidirectional_attention"] in (True, "all"):
+    # Of chunks, the library does not ask.
+    is_causal = is_causal and (value["is_causal"] is not False or layer_type == CHUNKED)
+    window, both_sides = value["sliding_window"], value["use_bidirectional_attention"]
+    # Gemma 4 says "all", or "vision": only within images. Its windows have their last token.
+    if both_sides in (True, "all"):
         is_causal = False
-        window = window and window // 2 + 1
+        window = window and window // 2 + (both_sides == "all")
     mask: dict[str, Any] = {"causal": bool(is_causal)}
     if layer_type == SLIDING:
         if value["local_attention"]:

@@ -87,8 +87,9 @@ def linear_cross_entropy(
             `TokenPositions` (0 = padding). A token predicts nothing if `labels[..., t + k]` has
             another segment id, such as the last k tokens of a sequence. None: one sequence a row.
         label_smoothing: in [0, 1): the part of each label that is spread evenly over the
-            vocabulary. A number, or a floating array that broadcasts to the labels; it may be
-            traced, as that of a schedule, and has a gradient.
+            vocabulary, banned ids (a bias of -inf) included, whose loss is infinite. A number, or a
+            floating array that broadcasts to the labels; it may be traced, as that of a schedule,
+            and has a gradient.
         z_loss: at least 0, which keeps log_z near 0 (PaLM: 1e-4). Like label_smoothing.
         reduction: `"mean"` divides the sum over the counted labels by the sum of their weights;
             `"sum"` does not; `"none"` returns each label's loss times its weight.

@@ -46,6 +46,11 @@ class RowOrder(NamedTuple):
         return self.virtual_shards > 1
 
     @property
+    def name(self) -> str:
+        """That of the array in a tree's paths, and so in a checkpoint."""
+        return f"array_striped_{self.virtual_shards}" if self.is_striped else "array"
+
+    @property
     def rounds(self) -> int:
         """Rows of each virtual shard, padding included."""
         return -(-self.vocab_size // (self.virtual_shards * self.multiple)) * self.multiple

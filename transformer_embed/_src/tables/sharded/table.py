@@ -38,9 +38,10 @@ class Sharded(Table):
 
     `lookup`, `linear_logits` and every module of this package read it. `shard_params` makes it. It
     is a pytree whose one leaf is the padded array, so gradients, optimizer states and checkpoints
-    have the same structure and sharding. No device holds, sends or receives a whole table. Padding
-    rows are never read and get no gradient. Their logits are half of the dtype's lowest number, so
-    they do not affect softmax, argmax or cross-entropy.
+    have the same structure and sharding. A checkpoint is refused where rows lie in another order.
+    No device holds, sends or receives a whole table. Padding rows are never read and get no
+    gradient. Their logits are half of the dtype's lowest number, so they do not affect softmax,
+    argmax or cross-entropy.
 
     A table can be pickled, and be an argument of what jax.export writes: both hold the numbers of
     its devices. Inside `jax.vmap`, leave `spmd_axis_name` out: jax refuses it around programs that
@@ -217,6 +218,8 @@ register_pytree(
     "split",
     to_literals=lambda static: static[0].__reduce__()[1],
     from_literals=lambda literals: (restored(*literals),),
+    # So that no checkpoint is restored in another order of rows.
+    names=lambda table: [table.split.order.name],
 )
 
 
