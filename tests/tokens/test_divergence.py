@@ -207,6 +207,8 @@ def test_bad_arguments_are_refused():
             divergence(ARRAYS, **options)
     with refused(ValueError, "teacher_output: ... 13, got 9"):  # fmt: skip
         te.linear_divergence(X, STUDENT, TEACHER_X, TEACHER[:9])
+    with refused(ValueError, "teacher_x: ... got (2,)"):
+        te.linear_divergence(X, STUDENT, TEACHER_X[..., :2], TEACHER)
     with refused(ValueError, "teacher_x: ... (4, 6), got (6,)"):
         te.linear_divergence(X, STUDENT, TEACHER_X[0], TEACHER)
     with refused(ValueError, "teacher_output: ... 0, got None"):

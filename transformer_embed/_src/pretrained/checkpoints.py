@@ -76,9 +76,10 @@ def load_embedder(
     `settings`, says which tensors make the layer. Only these are read, each copied once: peak
     memory is at most 1.05 times large tables. No code in the file is run.
 
-    Positions that you pass are rows of the table of positions: add `config.scheme.start` to the
-    published `position_ids` of OPT and BART, which count from 0. Models with token types need
-    `token_types`; pass zeros if the original model is called without them.
+    Positions that you pass are rows of the table of positions: add `config.scheme.start` to those
+    that count from 0, such as a `TokenPositions` has by default, and the published `position_ids`
+    of OPT and BART. Models with token types need `token_types`; pass zeros if the original model is
+    called without them.
 
     Args:
         path: a safetensors file, an index file (`model.safetensors.index.json`) beside its shards,

@@ -93,7 +93,7 @@ def linear_divergence(
     """
     student, teacher = layers = (
         as_output_layer(x, output),
-        as_output_layer(teacher_x, teacher_output),
+        as_output_layer(teacher_x, teacher_output, "teacher_"),
     )
     arguments.check_same("teacher_x", "x's tokens", teacher[0].shape[:-1], student[0].shape[:-1])
     sizes = teacher[1].table.shape[0], student[1].table.shape[0]

@@ -116,10 +116,10 @@ def linear_logits(x: ArrayLike, output: OutputLayer | ArrayLike | Table) -> Floa
 
 
 def as_output_layer(
-    x: ArrayLike, output: OutputLayer | ArrayLike | Table
+    x: ArrayLike, output: OutputLayer | ArrayLike | Table, prefix: str = ""
 ) -> tuple[Array, OutputLayer]:
-    """The arguments of `linear_logits`, which fit each other."""
-    x = arguments.as_floats("x", x)
+    """The arguments of `linear_logits`, which fit each other; their names have this prefix."""
+    x = arguments.as_floats(f"{prefix}x", x)
     if isinstance(output, OutputLayer):
         # Made again, because a tree's leaves may have been replaced by any others.
         output = OutputLayer(**vars(output))
@@ -127,11 +127,11 @@ def as_output_layer(
         isinstance(output, Mapping | MethodType) or dataclasses.is_dataclass(output)
     ):
         want = "an OutputLayer, such as embedder.output(params), or a table [vocab_size, d]"
-        raise arguments.type_error("output", want, type(output).__name__)
+        raise arguments.type_error(f"{prefix}output", want, type(output).__name__)
     else:
         output = OutputLayer(output)
     want = "a last axis of the width d of the table [vocab_size, d]"
-    arguments.check_same("x", want, x.shape[-1:], output.table.shape[1:])
+    arguments.check_same(f"{prefix}x", want, x.shape[-1:], output.table.shape[1:])
     return x, output
 
 
