@@ -289,12 +289,7 @@ def plot_rotary(
     title = "A circle for each pair;\nradii keep them apart.\nNumbers: positions."
     ax.legend(title=title, **BESIDE)
     # The first pair rotates by a radian at each position: a seventh number would lie on the first.
-    for position, point in zip(points[:6], rotated[:, [0, half]], strict=False):
-        number = f"{position:g}"
-        # In points: a letter is about 6 wide, and a dot 4.
-        outwards = point * (5 + 3 * len(number))
-        text = ax.annotate(number, point, outwards, textcoords="offset points", fontsize="small")
-        text.set(ha="center", va="center")
+    _number(ax, points[:6], rotated[:, [0, half]])
     return ax
 
 
@@ -379,8 +374,7 @@ def plot_error(
     known = arguments.on_host("positions", arguments.as_array("positions", positions))
     points = arguments.as_integers("positions", known, 1, what="a logarithmic axis")
     points, base = np.atleast_1d(points), arguments.positive("base", base)
-    d_model = arguments.size("d_model", d_model)
-    frequencies: Any = unscaled(d_model, base)
+    frequencies: Any = unscaled(arguments.size("d_model", d_model), base)
     with decimal.localcontext(phase.PRECISION):
         # Without the whole turns, which would cost digits.
         angles = np.multiply.outer(points, frequencies) % (2 * phase.PI)
@@ -420,6 +414,16 @@ def _matrix(name: str, array: ArrayLike) -> Float64[np.ndarray, "rows columns"]:
         want = "a matrix that is not empty (choose one by an index, such as x[0])"
         raise arguments.value_error(name, want, f"shape {list(values.shape)}")
     return values.reshape(values.shape[-2:])
+
+
+def _number(ax: "Axes", positions: Any, points: np.ndarray) -> None:
+    """Writes numbers of positions outwards of their points."""
+    for position, point in zip(positions, points, strict=False):
+        number = f"{position:g}"
+        # In points: a letter is about 6 wide, and a dot 4.
+        outwards = point * (5 + 3 * len(number))
+        text = ax.annotate(number, point, outwards, textcoords="offset points", fontsize="small")
+        text.set(ha="center", va="center")
 
 
 def _image(
