@@ -381,7 +381,7 @@ class TokenPositions:
         Source:
             Raffel et al., "T5" (2020), section 3.5.2, https://arxiv.org/abs/1910.10683
         """
-        integers = _integers("segment_ids", segment_ids)
+        integers = field_integers("segment_ids", segment_ids)
         rows = _rows("segment_ids", _ordered("segment_ids", integers))
         if isinstance(integers, np.ndarray):
             again = second_runs(np.atleast_2d(integers)).any(1)
@@ -529,10 +529,11 @@ def as_comparable(name: str, value: ArrayLike) -> Integer[Array, "..."]:
 
     Clamped or wrapped ones would compare wrongly.
     """
-    return _ordered(name, _integers(name, value))
+    return _ordered(name, field_integers(name, value))
 
 
-def _integers(name: str, value: ArrayLike) -> Any:
+def field_integers(name: str, value: ArrayLike) -> Any:
+    """`as_integers` in the range of a field of this name."""
     return arguments.as_integers(name, value, **RANGES.get(name, {}))
 
 

@@ -9,8 +9,8 @@ from transformer_embed._src.sequences.token_order import check_order
 from transformer_embed._src.sequences.token_positions import (
     TokenPositions,
     arrays_of,
-    as_comparable,
     check_token_positions,
+    field_integers,
 )
 
 
@@ -72,7 +72,7 @@ def check_batch(
     expected = [len(rows) if batch_size == 1 else batch_size, length]
     arguments.check_same("ids", "the shape of tokens", [*rows.shape], expected)
     segments = arguments.on_host("tokens", arrays.get("segment_ids", np.ones((1, 1), int)))
-    as_comparable("segment_ids", segments)
+    field_integers("segment_ids", segments)
     if pad_id is not None:
         wrong = np.argwhere((rows == arguments.int32("pad_id", pad_id)) & (segments != 0))
         if len(wrong):
