@@ -55,10 +55,11 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
         >>> keys[:, :, 0, 0].tolist()
         [[1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]]
     """
-    shape = np.shape(next(iter(jax.tree.leaves(cache)), 0))
-    # Where it is not known here, or wrong, the compiled half says so.
-    last = shape[1] - 1 if len(shape) > 1 and isinstance(shape[1], int) else 2**31 - 1
-    slot = arguments.as_integers("slot", slot, -1, last, "the cache, or -1 to write nothing")
+    if not isinstance(slot, jax.Array):
+        shape = np.shape(next(iter(jax.tree.leaves(cache)), 0))
+        # Where it is not known here, or wrong, the compiled half says so.
+        last = shape[1] - 1 if len(shape) > 1 and isinstance(shape[1], int) else 2**31 - 1
+        slot = arguments.as_integers("slot", slot, -1, last, "the cache, or -1 to write nothing")
     slot = arguments.as_int32("slot", slot)
     sides = {"cache": cache, "new": new}
     if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(sides)):
