@@ -359,11 +359,10 @@ def as_integers(
     if isinstance(array, jax.Array):
         return array.astype(np.int32) if np.can_cast(array.dtype, np.int32) else array
     if array.size and (array.min() < lowest or array.max() > highest):
-        first = np.argwhere((array < lowest) | (array > highest))[0]
-        index = tuple(int(i) for i in first)
-        where = f" at index {list(index)}" if index else ""
+        index = np.argwhere((array < lowest) | (array > highest))[0].tolist()
+        where = f" at index {index}" if index else ""
         want = f"integers inside {what}, {lowest}..{highest}"
-        raise value_error(name, want, f"{int(array[index])}{where}")
+        raise value_error(name, want, f"{array[tuple(index)]}{where}")
     return array.astype(np.int32)
 
 

@@ -1,7 +1,5 @@
 """Masks as bool arrays, True = may attend, and their conversion to a bias."""
 
-import operator
-
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
@@ -9,6 +7,7 @@ from jaxtyping import Array, Bool, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
 from transformer_embed._src.compiled import compiled
+from transformer_embed._src.sequences.runs import differs
 
 
 def padding_mask(ids: ArrayLike, *, pad_id: int) -> Bool[Array, "..."]:
@@ -30,7 +29,7 @@ def padding_mask(ids: ArrayLike, *, pad_id: int) -> Bool[Array, "..."]:
         >>> te.padding_mask([[101, 7, 102, 0]], pad_id=0).tolist()
         [[True, True, True, False]]
     """
-    return _differs(arguments.as_int32("ids", ids), arguments.int32("pad_id", pad_id))
+    return differs(arguments.as_int32("ids", ids), arguments.int32("pad_id", pad_id))
 
 
 def causal_mask(length: int) -> Bool[Array, "t t"]:
@@ -110,9 +109,6 @@ def mask_to_bias(
 
 
 # The functions below are compiled even if the caller is not.
-_differs = compiled(1)(operator.ne)
-
-
 @compiled(0)
 def _lower_triangle(length: int) -> Bool[Array, "t t"]:
     return jnp.tri(length, dtype=bool)

@@ -42,9 +42,7 @@ class RowRule:
     def __post_init__(self):
         want = "a te.AttentionMask, not joined by & or |"
         mask = arguments.instance("mask", self.mask, AttentionMask, want)
-        sides = {"queries": mask.queries}
-        if mask.keys is not None:
-            sides["keys"] = mask.keys
+        queries, keys = mask.sides
         # In self-attention, 0.
         last = mask.lengths[1] - mask.lengths[0]
         arguments.convert_fields(
@@ -56,11 +54,12 @@ class RowRule:
         self.check_absent(sinks=mask.sinks)
         if self.order is not None or mask.reach != EVERYTHING:
             # Tokens that were taken in another order than that of their row.
-            self.check_absent(**{f"{side}.places": sides[side].places for side in sides})
+            self.check_absent(**{"queries.places": queries.places, "keys.places": keys.places})
         # Traced tokens cannot be checked: the promise is believed.
-        if all(map(is_on_host, sides.values())):
+        if is_on_host(mask):
             if self.order is not None:
-                for tokens in sides.values():
+                # One object in self-attention.
+                for tokens in dict.fromkeys(mask.sides):
                     check_order(tokens, self.order)
             self._check_part()
 

@@ -73,7 +73,26 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
 # Compiled even if the caller is not, with the checks of shapes.
 @compiled()
 def _written(cache: Any, new: Any, slot: Int32[Array, "..."]) -> tuple[Any, Bool[Array, "b t"]]:
-    arrays, is_written = _write(*_checked(cache, new, slot.shape), slot)
+    held, tokens = _checked(cache, new, slot.shape)
+    (rows, slots), length = held[0].shape[:2], tokens[0].shape[1]
+    places = slot
+    if slot.ndim < 2:
+        first = jnp.broadcast_to(slot, rows)[:, None]
+        places = first + jnp.arange(length, dtype=jnp.int32)[None]
+        # A row whose first token is before the cache is left out, not only this token.
+        places = jnp.where(first >= 0, places, slots)
+    is_written = (places >= 0) & (places < slots)
+    # Of indices outside, only those past the end are dropped: -1 would be the last slot.
+    places = jnp.where(is_written, places, slots)
+
+    def write(array: Array, added: Array) -> Array:
+        whole = with_whole_rows(array, 1)
+        added = jnp.broadcast_to(added, (rows, *added.shape[1:]))
+        sides = (split_like(with_whole_rows(side, 1), whole) for side in (added, places))
+        put = jax.vmap(lambda row, added, places: row.at[places].set(added, mode="drop"))
+        return split_like(put(whole, *sides), array)
+
+    arrays = map(write, held, tokens)
     return jax.tree.unflatten(jax.tree.structure(cache), arrays), is_written
 
 
@@ -95,30 +114,6 @@ def _checked(cache: Any, new: Any, shape: tuple[int, ...]) -> tuple[list[Array],
         want = f"shape [], [{rows}] or [{rows}, {length}]"
         raise arguments.value_error("slot", want, f"shape {list(shape)}")
     return [*held.values()], [tokens[name] for name in held]
-
-
-def _write(
-    cache: list[Array], new: list[Array], slot: Int32[Array, "..."]
-) -> tuple[list[Array], Bool[Array, "b t"]]:
-    (rows, slots), length = cache[0].shape[:2], new[0].shape[1]
-    places = slot
-    if slot.ndim < 2:
-        first = jnp.broadcast_to(slot, rows)[:, None]
-        places = first + jnp.arange(length, dtype=jnp.int32)[None]
-        # A row whose first token is before the cache is left out, not only this token.
-        places = jnp.where(first >= 0, places, slots)
-    is_written = (places >= 0) & (places < slots)
-    # Of indices outside, only those past the end are dropped: -1 would be the last slot.
-    places = jnp.where(is_written, places, slots)
-
-    def write(array: Array, added: Array) -> Array:
-        whole = with_whole_rows(array, 1)
-        added = jnp.broadcast_to(added, (rows, *added.shape[1:]))
-        sides = (split_like(with_whole_rows(side, 1), whole) for side in (added, places))
-        put = jax.vmap(lambda row, added, places: row.at[places].set(added, mode="drop"))
-        return split_like(put(whole, *sides), array)
-
-    return [*map(write, cache, new)], is_written
 
 
 def _arrays(name: str, tree: Any) -> dict[str, Array]:

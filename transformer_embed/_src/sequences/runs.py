@@ -1,5 +1,7 @@
 """Runs: stretches of tokens of one sequence in a row, and the neighbours of a token."""
 
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,15 +76,13 @@ def _is_once(segments: Integer[Array, "b t"], begins: Bool[Array, "b t"]) -> Boo
 # The functions below are compiled even if the caller is not.
 
 
-@compiled()
-def is_token(segment_ids: Integer[Array, "... t"]) -> Bool[Array, "... t"]:
-    return segment_ids != 0
+differs = compiled(1)(operator.ne)
 
 
 @compiled(1)
 def has_next_token(segment_ids: Integer[Array, "... t"], steps: int = 1) -> Bool[Array, "... t"]:
     """Whether another token of its sequence is this many steps after a token; 0 is padding."""
-    return is_token(segment_ids) & (of_next_token(segment_ids, steps) == segment_ids)
+    return (segment_ids != 0) & (of_next_token(segment_ids, steps) == segment_ids)
 
 
 # The two functions below do not pad one side and cut the other: XLA gave wrong values, before jax

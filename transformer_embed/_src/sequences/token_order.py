@@ -1,15 +1,17 @@
 """How the tokens of each row lie, which fused kernels rely on: a promise, checked on the host."""
 
+from typing import Any
+
 import jax
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Integer
 
 from transformer_embed._src import arguments
 from transformer_embed._src.sequences.runs import second_runs
 from transformer_embed._src.sequences.token_positions import (
     TokenPositions,
-    arrays_of,
-    check_token_positions,
+    as_made,
+    segments_of,
 )
 
 # Each order is one of those below it, too.
@@ -20,17 +22,20 @@ ORDERS = {
 }
 
 
+def on_host(tokens: TokenPositions) -> tuple[Integer[np.ndarray, "b t"], ...]:
+    """The positions and the segment ids of tokens, which are not traced."""
+    made = as_made(tokens)
+    arrays = made.positions, segments_of(made)
+    return np.broadcast_arrays(*(arguments.on_host("tokens", array) for array in arrays))
+
+
 def check_order(tokens: TokenPositions, order: str) -> None:
     """Raises unless the tokens of each row, which are not traced, lie in this order.
 
     Positions rise by one from token to token of a sequence.
     """
-    check_token_positions("tokens", tokens)
     want = ORDERS[arguments.choice("order", order, tuple(ORDERS))]
-    arrays = {name: arguments.on_host("tokens", array) for name, array in arrays_of(tokens).items()}
-    positions, segments = np.broadcast_arrays(
-        arrays["positions"], arrays.get("segment_ids", np.ones((1, 1), int))
-    )
+    positions, segments = on_host(tokens)
     is_token = segments != 0
     begins = is_token & (np.diff(segments, prepend=0) != 0)
     is_wrong = second_runs(segments)
@@ -52,9 +57,9 @@ def _check_nowhere(is_wrong: Bool[np.ndarray, "b t"], want: str, got: str) -> No
         raise arguments.value_error("tokens", want, f"{got} at {first}")
 
 
-def is_on_host(tokens: TokenPositions) -> bool:
+def is_on_host(tree: Any) -> bool:
     """Whether this process has the values of all arrays."""
     return not any(
         arguments.is_traced(array) or not getattr(array, "is_fully_addressable", True)
-        for array in jax.tree.leaves(tokens)
+        for array in jax.tree.leaves(tree)
     )

@@ -15,10 +15,10 @@ from transformer_embed._src.compiled import compiled
 from transformer_embed._src.partitioning import split_like, with_whole_rows
 from transformer_embed._src.pytrees import register_pytree
 from transformer_embed._src.sequences.runs import (
+    differs,
     has_next_token,
     in_row,
     index_in_run,
-    is_token,
     of_previous_token,
     positions_of_tokens,
     restarted,
@@ -96,7 +96,7 @@ class TokenPositions:
     @property
     def padding_mask(self) -> Bool[Array, "*b t"]:
         """bool [batch, length], True = a token."""
-        return is_token(segments_of(self))
+        return differs(segments_of(self), 0)
 
     @property
     def next_token_mask(self) -> Bool[Array, "*b t"]:
@@ -126,9 +126,10 @@ class TokenPositions:
 
     def __getitem__(self, index: Any) -> "TokenPositions":
         """Slices: `tokens[2:4]` has some rows, `tokens[:, 2:6]` some tokens of each row."""
-        rows, made = number_of_rows(self), as_made(self)
-        whole = jax.tree.map(lambda array: jnp.broadcast_to(array, (rows, array.shape[1])), made)
-        part = jax.tree.map(lambda array: array[index], whole)
+        rows = number_of_rows(self)
+        part = jax.tree.map(
+            lambda array: jnp.broadcast_to(array, (rows, array.shape[1]))[index], as_made(self)
+        )
         if part.positions.ndim != 2:
             raise arguments.value_error("index", "slices of rows and of tokens", index)
         return part
@@ -554,7 +555,7 @@ def _rows(name: str, array: Any) -> Any:
 
 def number_of_rows(tokens: TokenPositions) -> Any:
     """The number of rows of a batch, 1 for tokens [length] as inside vmap."""
-    arrays = (getattr(tokens, name) for name in FIELDS)
+    arrays = jax.tree.leaves(tokens)
     counts = {array.shape[0] for array in arrays if getattr(array, "ndim", 0) == 2}
     # Not a maximum: a symbolic dimension of jax.export has no order.
     return next(iter(counts - {1}), 1)

@@ -5,10 +5,9 @@ import numpy as np
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.sequences.token_order import check_order
+from transformer_embed._src.sequences.token_order import check_order, on_host
 from transformer_embed._src.sequences.token_positions import (
     TokenPositions,
-    arrays_of,
     check_token_positions,
     field_integers,
 )
@@ -65,13 +64,12 @@ def check_batch(
             raise arguments.value_error("tokens", "those of ids, for pad_id and order", None)
         return
     check_token_positions("tokens", tokens)
-    arrays = arrays_of(tokens)
-    batch_size, length = np.broadcast_shapes(*(held.shape for held in arrays.values()))
+    positions, segments = on_host(tokens)
+    batch_size, length = len(tokens), positions.shape[1]
     rows = np.atleast_2d(array)
     # Tokens of one row are those of every row.
     expected = [len(rows) if batch_size == 1 else batch_size, length]
     arguments.check_same("ids", "the shape of tokens", [*rows.shape], expected)
-    segments = arguments.on_host("tokens", arrays.get("segment_ids", np.ones((1, 1), int)))
     field_integers("segment_ids", segments)
     if pad_id is not None:
         wrong = np.argwhere((rows == arguments.int32("pad_id", pad_id)) & (segments != 0))
