@@ -478,6 +478,7 @@ VALUE_ERRORS = [
     (lambda: te.shared_prefix_parents([6], [[2, 2]], 9), "length: ... got 9"),
     (lambda: jax.jit(lambda: te.shared_prefix_parents([6], [[2, 2]], 9))(), "length: ... got 9"),
     (lambda: MASK | mask_of(TREE), "mask: ... (4, 4), got (2, 2)"),
+    (lambda: MASK & mask_of(TokenPositions([range(4)] * 3)), "mask and other: ... 1, got 2 and 3"),
     (lambda: mask_of(sinks=1), "sinks: ... got int 1"),
     (lambda: MASK.tile(3, 0, (2, 2)), "query_start: ... (2, 2), 0..2, got 3"),
     (lambda: MASK.tile(0, 0, (2, 8)), "shape: ... (4, 4), got (2, 8)"),

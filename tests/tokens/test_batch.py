@@ -72,6 +72,10 @@ MISFITS = {
         {"ids": [[5, 6, 7, 8]] * 2},
         "ids: ... [2, 5], got [2, 4]",
     ),
+    "rows of blocks": (
+        {"ids": [[1, 2]] * 3, "tokens": TokenPositions([0, 1]).with_block_ids([[0, 0]] * 2)},
+        "ids: ... [2, 2], got [3, 2]",
+    ),
     "one row of ids": ({"ids": [5] * 5}, "ids: ... [2, 5], got [1, 5]"),
     "an order without tokens": (
         {"ids": [[1]], "tokens": None, "order": "full"},

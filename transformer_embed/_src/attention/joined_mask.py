@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Int8
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.pytrees import register_pytree
+from transformer_embed._src.sequences.token_positions import check_numbers_of_rows, number_of_rows
 
 # Of bools, and of kinds of tiles: no pair, some or all.
 JOINS = {"&": (operator.and_, jnp.minimum), "|": (operator.or_, jnp.maximum)}
@@ -47,6 +48,8 @@ class JoinedMask(Mask):
         arguments.instance("mask", self.second, Mask, "a te.AttentionMask, to join with another")
         what = "the queries and keys of the other mask"
         arguments.check_same("mask", what, self.second.lengths, self.first.lengths)
+        counts = {"mask": number_of_rows(self.first), "other": number_of_rows(self.second)}
+        check_numbers_of_rows(counts)
 
     @property
     def lengths(self) -> tuple[int, int]:

@@ -147,7 +147,7 @@ class RowRule:
     @property
     def rows(self) -> int:
         """The number of rows of the queries: batch_size, or the mask's."""
-        rows = max(map(number_of_rows, self.mask.sides))
+        rows = number_of_rows(self.mask)
         if self.batch_size is None:
             return rows
         if rows not in (1, self.batch_size):

@@ -1,6 +1,7 @@
 """The entries of config.json for rotary embeddings, as arguments of `apply_rotary`."""
 
 from collections.abc import Mapping
+from dataclasses import MISSING
 from typing import Any
 
 from transformer_embed._src import arguments
@@ -121,6 +122,8 @@ def scaling(entries: Options, value: Options) -> rotary_scaling.Scaling | None:
     if not (values.get("mscale") and values.get("mscale_all_dim")):
         # The transformers library uses these two only if both are given.
         values |= {"mscale": 1.0, "mscale_all_dim": 0.0}
+    # None for an entry that is missing, which then says what it should be.
+    values |= {name: values.get(name) for name in taken if taken[name].default is MISSING}
     return made(**{name: values[name] for name in taken if name in values})
 
 

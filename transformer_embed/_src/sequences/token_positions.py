@@ -553,9 +553,9 @@ def _rows(name: str, array: Any) -> Any:
     return array if array.ndim == 2 else array[None]
 
 
-def number_of_rows(tokens: TokenPositions) -> Any:
-    """The number of rows of a batch, 1 for tokens [length] as inside vmap."""
-    arrays = jax.tree.leaves(tokens)
+def number_of_rows(tree: Any) -> Any:
+    """The number of rows of tokens or of a mask, 1 for tokens [length] as inside vmap."""
+    arrays = jax.tree.leaves(tree)
     counts = {array.shape[0] for array in arrays if getattr(array, "ndim", 0) == 2}
     # Not a maximum: a symbolic dimension of jax.export has no order.
     return next(iter(counts - {1}), 1)
