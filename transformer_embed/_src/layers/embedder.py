@@ -15,7 +15,7 @@ from transformer_embed._src.layers.token_embedding import output_layer
 from transformer_embed._src.layers.transformer_embedding import (
     TransformerEmbedding,
     init_params,
-    layer_paths,
+    modules_of,
 )
 from transformer_embed._src.positions.phase import as_positions
 from transformer_embed._src.tokens.output_layer import OutputLayer
@@ -117,8 +117,7 @@ class Embedder:
             ValueError: the config has no output layer; params do not hold one layer of it.
         """
         # Not by hk.transform, which takes most of the time of an eager loss.
-        params = as_params("params", params)
-        leaves = params[layer_paths("params", self.config, params)["token_embedding"]]
+        leaves = modules_of("params", self.config, params)["token_embedding"]
         return output_layer(self.config, leaves.__getitem__)
 
 
@@ -130,6 +129,6 @@ def _apply(config, is_training, params, rng, ids, positions, token_types):
         return layer(ids, is_training=is_training, positions=positions, token_types=token_types)
 
     # The module stands at ROOT, wherever the layer is in the tree.
-    paths = layer_paths("params", config, params)
-    own = {ROOT + module: params[path] for module, path in paths.items()}
+    modules = modules_of("params", config, params)
+    own = {ROOT + module: leaves for module, leaves in modules.items()}
     return hk.transform(embed).apply(own, rng)

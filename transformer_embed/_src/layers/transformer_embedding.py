@@ -82,8 +82,9 @@ class TransformerEmbedding(hk.Module):
         super().__init__(name=name)
         want = "an EmbedderConfig, such as te.EmbedderConfig(vocab_size=256, d_model=64)"
         self.config = arguments.instance("config", config, EmbedderConfig, want)
-        is_given = initial_params is not None
-        self._initial_params = _of_modules(config, initial_params) if is_given else None
+        self._initial_params = None
+        if initial_params is not None:
+            self._initial_params = modules_of("initial_params", config, initial_params)
         embedding = functools.partial(
             TokenEmbedding,
             d_model=config.table_width,
@@ -206,11 +207,10 @@ def _shapes_of(config: EmbedderConfig) -> set[str]:
     return _shapes(jax.eval_shape(functools.partial(init_params, config), jax.random.key(0)))
 
 
-def _of_modules(config: EmbedderConfig, initial_params: Params) -> Params:
-    """The parameters of each module by its name."""
-    params = as_params("initial_params", initial_params)
-    paths = layer_paths("initial_params", config, params)
-    return {module: params[path] for module, path in paths.items()}
+def modules_of(name: str, config: EmbedderConfig, params: Params) -> Params:
+    """The parameters of each module of a config's layer by its name; see `layer_paths`."""
+    params = as_params(name, params)
+    return {module: params[path] for module, path in layer_paths(name, config, params).items()}
 
 
 def layer_paths(name: str, config: EmbedderConfig, params: Params) -> dict[str, str]:

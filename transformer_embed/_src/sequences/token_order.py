@@ -8,11 +8,7 @@ from jaxtyping import Bool, Integer
 
 from transformer_embed._src import arguments
 from transformer_embed._src.sequences.runs import second_runs
-from transformer_embed._src.sequences.token_positions import (
-    TokenPositions,
-    as_made,
-    segments_of,
-)
+from transformer_embed._src.sequences.token_positions import TokenPositions, arrays_of
 
 # Each order is one of those below it, too.
 ORDERS = {
@@ -24,8 +20,8 @@ ORDERS = {
 
 def on_host(tokens: TokenPositions) -> tuple[Integer[np.ndarray, "b t"], ...]:
     """The positions and the segment ids of tokens, which are not traced."""
-    made = as_made(tokens)
-    arrays = made.positions, segments_of(made)
+    made = {"segment_ids": np.ones((1, 1), int)} | arrays_of(tokens)
+    arrays = made["positions"], made["segment_ids"]
     return np.broadcast_arrays(*(arguments.on_host("tokens", array) for array in arrays))
 
 
