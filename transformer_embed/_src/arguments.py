@@ -189,18 +189,18 @@ def entries(
     return tuple(convert(f"{name}[{n}]", entry, **options) for n, entry in enumerate(values))
 
 
-def path(name: str, value: Any) -> pathlib.Path:
+def path(value: Any) -> pathlib.Path:
     """A path that a file may have; a first ~ is the user's home."""
     try:
         path = pathlib.Path(value).expanduser()
         if b"\0" not in os.fsencode(path):
             return path
     except TypeError as error:
-        raise type_error(name, "a str or another path", describe(value)) from error
+        raise type_error("path", "a str or another path", describe(value)) from error
     # No home of that name, or letters that no file system has.
     except (ValueError, RuntimeError):
         pass
-    raise value_error(name, "a path that a file may have", reprlib.repr(value))
+    raise value_error("path", "a path that a file may have", reprlib.repr(value))
 
 
 def choice(name: str, value: Any, choices: Sequence[str]) -> str:
@@ -227,9 +227,9 @@ def floating_dtype(name: str, dtype: Any) -> jnp.dtype:
     return dtype.newbyteorder("=")
 
 
-def result_dtype(name: str, dtype: Any) -> jnp.dtype:
+def result_dtype(dtype: Any) -> jnp.dtype:
     """A `floating_dtype` that jax has: with x64 off, float64 becomes float32 with jax's warning."""
-    dtype = floating_dtype(name, dtype)
+    dtype = floating_dtype("dtype", dtype)
     # An array is made only where jax would warn: it takes longer than all other checks of a call.
     return dtype if jax.dtypes.canonicalize_dtype(dtype) == dtype else jnp.zeros(0, dtype).dtype
 
@@ -477,7 +477,7 @@ def check_same(name: str, what: str, size: Any, expected: Any) -> None:
         raise value_error(name, f"{what}, {expected}", size)
 
 
-def as_key(name: str, rng: Any) -> jax.Array:
+def as_key(rng: Any) -> jax.Array:
     """One typed key, made from a typed or a raw one."""
     want = "one key of jax.random.key or jax.random.PRNGKey"
     rng = unwrapped(rng)
@@ -485,9 +485,9 @@ def as_key(name: str, rng: Any) -> jax.Array:
         is_typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
         key = rng if is_typed else jax.random.wrap_key_data(rng)
     except (AttributeError, TypeError, ValueError) as error:
-        raise type_error(name, want, describe(rng)) from error
+        raise type_error("rng", want, describe(rng)) from error
     if key.shape != ():
-        raise type_error(name, want, f"keys of shape {list(key.shape)}")
+        raise type_error("rng", want, f"keys of shape {list(key.shape)}")
     return key
 
 

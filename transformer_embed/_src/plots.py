@@ -440,9 +440,8 @@ def _image(
         # A matrix with few rows would get ticks between them.
         axis.set_major_locator(matplotlib("ticker").MaxNLocator(integer=True, min_n_ticks=1))
         if names is not None:
-            each = label.split(" (")[0]
             named = arguments.entries("tokens", names, lambda _, token: token)
-            arguments.check_same("tokens", f"a name for each {each}", len(named), size)
+            arguments.check_same("tokens", f"a name for each {label}", len(named), size)
             # "$x$" is a token, not a formula.
             axis.set_ticks(range(size), named, parse_math=False, rotation=rotation)
     return image

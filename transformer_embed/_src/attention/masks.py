@@ -98,7 +98,7 @@ def mask_to_bias(
         The additive form of the mask of Vaswani et al., "Attention Is All You Need" (2017), section
         3.2.3, https://arxiv.org/abs/1706.03762, with a finite number for its minus infinity.
     """
-    dtype = arguments.result_dtype("dtype", dtype)
+    dtype = arguments.result_dtype(dtype)
     if value is not None:
         lowest, value = float(jnp.finfo(dtype).min), arguments.real("value", value)
         # Not only `value < 0`: a bias that is rounded to 0 would mask nothing.

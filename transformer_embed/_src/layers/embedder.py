@@ -56,7 +56,7 @@ class Embedder:
 
     def init(self, rng: Array) -> Params:
         """The parameters, a Haiku parameter tree, drawn with rng."""
-        return init_params(self.config, arguments.as_key("rng", rng))
+        return init_params(self.config, arguments.as_key(rng))
 
     def apply(
         self,
@@ -98,7 +98,7 @@ class Embedder:
         is_training = arguments.flag("is_training", is_training)
         # Evaluation is one program, with a key or without.
         is_random = is_training and self.config.dropout_rate > 0 and rng is not None
-        rng = arguments.as_key("rng", rng) if is_random else None
+        rng = arguments.as_key(rng) if is_random else None
         # Before jit: host values are range-checked, and all integer dtypes share one trace.
         ids = arguments.as_int32("ids", ids)
         if positions is not None:

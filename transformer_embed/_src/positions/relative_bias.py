@@ -104,7 +104,7 @@ def alibi_bias(
         *comparable_rows(query_positions=query_positions, key_positions=key_positions).values(),
         _slopes(num_heads, max_bias),
         arguments.flag("symmetric", symmetric),
-        arguments.result_dtype("dtype", dtype),
+        arguments.result_dtype(dtype),
     )
 
 

@@ -87,7 +87,7 @@ def sinusoidal_encoding(
     options = Sinusoids(
         base=base, layout=layout, shift=shift, odd=odd, frequency_scale=frequency_scale
     )
-    d_model, dtype = arguments.size("d_model", d_model), arguments.result_dtype("dtype", dtype)
+    d_model, dtype = arguments.size("d_model", d_model), arguments.result_dtype(dtype)
     return encode(phase.as_positions("positions", positions), d_model, options, dtype)
 
 
@@ -204,7 +204,7 @@ def sinusoidal_grid(
     options = Sinusoids(
         base=base, layout=layout, shift=shift, odd=odd, frequency_scale=frequency_scale
     )
-    dtype = arguments.result_dtype("dtype", dtype)
+    dtype = arguments.result_dtype(dtype)
     return encode_grid(positions, coordinates, lengths, axes, d_model, options, dtype)
 
 

@@ -218,7 +218,7 @@ def save_embedder(
         CONFIG: json.dumps(vars(config), default=encoded),
         EXTRAS: json.dumps(extras, default=encoded),
     }
-    path, metadata = arguments.path("path", path).resolve(), {"format": "pt"} | texts
+    path, metadata = arguments.path(path).resolve(), {"format": "pt"} | texts
     is_shared = not all(
         getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(params)
     )

@@ -143,7 +143,7 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
 
     An index file lists shards, which are beside it.
     """
-    found = arguments.path("path", path)
+    found = arguments.path(path)
     if not os.path.lexists(found):
         raise FileNotFoundError(errno.ENOENT, NO_FILE, str(found))
     if found.is_dir():

@@ -70,7 +70,7 @@ def _with_rows(path: str, table: Any, vocab_size: int, rng: Array | None, salt: 
         # NumPy sums 16-bit rows in 16 bits: the mean of 4096 ones of bfloat16 is 0.0625.
         wide = arguments.widened(rows)
         # Without the salt, all tables would get rows of the same random numbers.
-        key = jax.random.fold_in(arguments.as_key("rng", rng), salt)
+        key = jax.random.fold_in(arguments.as_key(rng), salt)
         normal = jax.random.normal(key, (more, *rows.shape[1:]), wide.dtype)
         drawn = wide.mean(0, keepdims=True) + wide.std(0, keepdims=True) * normal
         # A sharded table's rows stay on the host: one device may have no room for them.

@@ -49,7 +49,7 @@ def dropout(rng: Array, rate: float, x: ArrayLike) -> Float[Array, "..."]:
         threefry-2x32 with 20 rounds, counting elements as JAX does.
     """
     rate, x = arguments.rate("rate", rate), arguments.as_floats("x", x)
-    return x if rate == 0 else _drop_elements(arguments.as_key("rng", rng), x, 1 - rate)
+    return x if rate == 0 else _drop_elements(arguments.as_key(rng), x, 1 - rate)
 
 
 @compiled(2)

@@ -159,7 +159,7 @@ def init_params(init: Callable[[Array], Any], rng: Array, shapes: Any) -> Any:
         (1, 3, 64)
     """
     init = arguments.instance("init", init, Callable, "a function of a key")
-    rng = arguments.as_key("rng", rng)
+    rng = arguments.as_key(rng)
     drawn, wanted = jax.eval_shape(init, rng), jax.tree.map(np.shape, shapes, is_leaf=is_leaf)
     shardings = jax.tree.map(lambda target: getattr(target, "sharding", None), shapes)
     placed: Any = jax.tree.leaves(shardings, is_leaf=lambda leaf: leaf is None)
