@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from refused import pattern
+from refused import pattern, refused
 
 import transformer_embed as te
 from transformer_embed import TokenPositions
@@ -57,8 +57,7 @@ def test_ids_outside_the_vocabulary_and_other_bad_arguments():
 
 
 def test_traced_ids_are_not_checked():
-    message = r"^ids: wanted values on the host, outside of jit, got a traced int32\[2\]"
-    with pytest.raises(TypeError, match=message):
+    with refused(TypeError, "ids: ... got a traced int32[2]"):
         jax.jit(lambda ids: te.check_batch(ids, vocab_size=5))(np.zeros(2, np.int32))
 
 
@@ -139,6 +138,5 @@ def test_positions_that_do_not_rise_by_one_are_found(positions, place):
 
 
 def test_traced_tokens_are_not_checked():
-    message = r"^tokens: wanted values on the host, outside of jit, got a traced int32\[1, 3\]"
-    with pytest.raises(TypeError, match=message):
+    with refused(TypeError, "tokens: ... got a traced int32[1, 3]"):
         jax.jit(lambda tokens: check_order(tokens, "full"))(TokenPositions(range(3)))

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from compare import equal, near
+from refused import pattern
 
 import transformer_embed as te
 
@@ -132,10 +133,7 @@ def test_a_gradient_from_outside_is_a_constant_of_the_program_and_the_next_is_an
 
 
 def test_rows_added_to_a_table_as_optax_does_name_the_function_to_call():
-    message = (
-        r"^params: wanted a step by te\.rows\.update\(optimizer, grads, state, params\), got the "
-        "sum of .* and RowGradient"
-    )
+    message = pattern("params: ... te.rows.update(...), got ... and RowGradient")
     updates, _ = SGD.update(rows([1]), SGD.init(PARAMS), PARAMS)
     for convert in (jnp.asarray, np.asarray):
         with pytest.raises(TypeError, match=message):

@@ -256,10 +256,10 @@ def test_an_optimizer_that_is_not_row_wise_and_columns_that_are_split_are_refuse
 
 
 def test_arrays_in_a_tree_of_extra_arguments_may_lie_on_explicit_axes():
-    """They were closed over by a shard_map, which jax refuses."""
+    """They were closed over by a shard_map, which jax refuses. One that is split is whole inside."""
 
     def update(updates, state, params=None, *, rates):
-        return jax.tree.map(lambda g: -rates["all"][0] * g, updates), state
+        return jax.tree.map(lambda g: -rates["all"].mean() * g, updates), state
 
     optimizer = optax.GradientTransformationExtraArgs(lambda params: (), update)
     mesh = mesh_of((2, 4), EXPLICIT)
@@ -269,6 +269,6 @@ def test_arrays_in_a_tree_of_extra_arguments_may_lie_on_explicit_axes():
         return te.rows.update(optimizer, grads(params)[1], (), params, rates=rates)[0]
 
     with jax.set_mesh(mesh):
-        rates = {"all": [put(mesh, np.float32(2))]}
+        rates = {"all": put(mesh, np.full(4, 2, np.float32), "model")}
         after = jax.eval_shape(step, {"t": shard(mesh, SPEC("model"))}, BATCHES[0], rates)
     assert after["t"].shape == TABLE.shape
