@@ -95,16 +95,16 @@ def instance(name: str, value: Any, kinds: Any, want: str) -> Any:
 
 
 def integer(
-    name: str, value: Any, *, at_least: int | None = None, at_most: int | None = None
+    name: str, value: Any, *, at_least: float = -math.inf, at_most: float = math.inf
 ) -> int:
     """A Python int that is known while tracing."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise type_error(name, "a Python int", describe(value))
     # A numpy integer would wrap in sums.
     value = int(value)
-    if at_least is not None and value < at_least:
+    if value < at_least:
         raise value_error(name, f"an int of at least {at_least}", value)
-    if at_most is not None and value > at_most:
+    if value > at_most:
         raise value_error(name, f"an int of at most {at_most}", value)
     return value
 

@@ -127,7 +127,7 @@ def plot_wavelengths(
     ax = _axes(ax)
     # Dots without a line, because no value lies between two pairs.
     _plot(ax, range(len(wavelengths)), wavelengths, label, linestyle="")
-    return _finished(ax, "pair of channels", "wavelength (tokens)", yscale="log")
+    return finished(ax, "pair of channels", "wavelength (tokens)", yscale="log")
 
 
 def plot_similarity(
@@ -170,7 +170,7 @@ def plot_similarity(
     ax = _axes(ax)
     line = _plot(ax, distances, mean, label, marker="")
     ax.fill_between(distances, low, high, color=line.get_color(), alpha=0.25, linewidth=0)
-    return _finished(ax, "distance (tokens)", "dot product")
+    return finished(ax, "distance (tokens)", "dot product")
 
 
 def plot_mask(
@@ -391,7 +391,7 @@ def plot_error(
     # Half of the distance of float32 numbers just below 1.
     ax.axhline(2.0**-25, color=BLACK, linestyle=":", linewidth=1, label="rounding to float32")
     labels = "position (tokens)", "largest error of any channel"
-    return _finished(ax, *labels, xscale="log", yscale="log")
+    return finished(ax, *labels, xscale="log", yscale="log")
 
 
 def matplotlib(module: str) -> Any:
@@ -481,7 +481,7 @@ def _plot(ax: "Axes", x: Any, y: Any, label: str | None, **options: Any) -> "Lin
     return ax.plot(x, y, label=label, **style | options)[0]
 
 
-def _finished(ax: "Axes", x_label: str, y_label: str, **options: Any) -> "Axes":
+def finished(ax: "Axes", x_label: str, y_label: str, **options: Any) -> "Axes":
     ax.set(xlabel=x_label, ylabel=y_label, **options)
     ax.grid(alpha=0.3)
     if ax.get_legend_handles_labels()[0]:

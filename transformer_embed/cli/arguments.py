@@ -61,7 +61,7 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_checkpoint(path: str, args: argparse.Namespace) -> pretrained.PretrainedInput:
+def read_checkpoint(args: argparse.Namespace) -> pretrained.PretrainedInput:
     """The input layer of a checkpoint, which the flags may describe."""
     settings = {}
     if args.settings is not None:
@@ -69,7 +69,7 @@ def read_checkpoint(path: str, args: argparse.Namespace) -> pretrained.Pretraine
     if args.model_type is not None:
         settings["model_type"] = args.model_type
     return pretrained.load_embedder(
-        path, stack=args.stack, settings=settings or None, length=args.length
+        args.checkpoint, stack=args.stack, settings=settings or None, length=args.length
     )
 
 

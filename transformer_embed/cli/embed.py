@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     """Writes the arrays and prints their sizes."""
     out = writable(args.out, (".npz",), args.file, args.checkpoint)
     lines = pathlib.Path(args.file).read_bytes().splitlines()
-    found = read_checkpoint(args.checkpoint, args)
+    found = read_checkpoint(args)
     config = found.config
     if not args.ids and config.vocab_size != BYTES:
         raise ValueError(

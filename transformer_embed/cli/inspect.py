@@ -36,7 +36,7 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Prints what the checkpoint holds."""
-    found = read_checkpoint(args.checkpoint, args)
+    found = read_checkpoint(args)
     print(f"layer\n  te.TransformerEmbedding({_code(found.config)})")
     params = by_path(found.params)
     names = found.names or {}
