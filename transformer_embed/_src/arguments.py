@@ -9,8 +9,6 @@ import dataclasses
 import functools
 import math
 import numbers
-import os
-import pathlib
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, TypeGuard
@@ -187,20 +185,6 @@ def entries(
     if count not in (None, len(values)):
         raise value_error(name, want, values)
     return tuple(convert(f"{name}[{n}]", entry, **options) for n, entry in enumerate(values))
-
-
-def path(value: Any) -> pathlib.Path:
-    """A path that a file may have; a first ~ is the user's home."""
-    try:
-        path = pathlib.Path(value).expanduser()
-        if b"\0" not in os.fsencode(path):
-            return path
-    except TypeError as error:
-        raise type_error("path", "a str or another path", describe(value)) from error
-    # No home of that name, or letters that no file system has.
-    except (ValueError, RuntimeError):
-        pass
-    raise value_error("path", "a path that a file may have", reprlib.repr(value))
 
 
 def choice(name: str, value: Any, choices: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from transformer_embed._src import arguments
 from transformer_embed._src.attention.attention_mask import AttentionMask
 from transformer_embed._src.attention.attention_rule import Window, fields
 from transformer_embed._src.compiled import compiled
-from transformer_embed._src.sequences.token_order import ORDERS, check_order, is_on_host
+from transformer_embed._src.sequences.token_order import ORDERS, check_order
 from transformer_embed._src.sequences.token_positions import arrays_of, number_of_rows
 
 WAY_OUT = "; mask.dense() and mask.tile() can express it"
@@ -56,7 +56,7 @@ class RowRule:
             # Tokens that were taken in another order than that of their row.
             self.check_absent(**{"queries.places": queries.places, "keys.places": keys.places})
         # Traced tokens cannot be checked: the promise is believed.
-        if is_on_host(mask):
+        if _is_on_host(mask):
             if self.order is not None:
                 # One object in self-attention.
                 for tokens in dict.fromkeys(mask.sides):
@@ -157,6 +157,14 @@ class RowRule:
     def for_rows(self, array: Array) -> Array:
         """An array of [1 or B, ...] for all rows."""
         return jnp.broadcast_to(array, (self.rows, *array.shape[1:]))
+
+
+def _is_on_host(tree: Any) -> bool:
+    """Whether this process has the values of all arrays."""
+    return not any(
+        arguments.is_traced(array) or not getattr(array, "is_fully_addressable", True)
+        for array in jax.tree.leaves(tree)
+    )
 
 
 # Compiled even if the caller is not.

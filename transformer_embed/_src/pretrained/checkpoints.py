@@ -33,6 +33,7 @@ from transformer_embed._src.pretrained.description import describe
 from transformer_embed._src.pretrained.files import (
     DTYPES,
     Tensors,
+    as_path,
     call_with_named_errors,
     check_mappings,
     open_tensors,
@@ -218,7 +219,7 @@ def save_embedder(
         CONFIG: json.dumps(vars(config), default=encoded),
         EXTRAS: json.dumps(extras, default=encoded),
     }
-    path, metadata = arguments.path(path).resolve(), {"format": "pt"} | texts
+    path, metadata = as_path(path).resolve(), {"format": "pt"} | texts
     is_shared = not all(
         getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(params)
     )

@@ -10,6 +10,7 @@ import mmap
 import os
 import pathlib
 import re
+import reprlib
 import secrets
 import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -138,12 +139,27 @@ def _pieces(entry: TensorInfo) -> Iterator[tuple[int, bytes]]:
             yield start, file.read(min(size - start, PIECE))
 
 
+def as_path(value: Any) -> pathlib.Path:
+    """A path that a file may have; a first ~ is the user's home."""
+    try:
+        path = pathlib.Path(value).expanduser()
+        if b"\0" not in os.fsencode(path):
+            return path
+    except TypeError as error:
+        want = "a str or another path"
+        raise arguments.type_error("path", want, arguments.describe(value)) from error
+    # No home of that name, or letters that no file system has.
+    except (ValueError, RuntimeError):
+        pass
+    raise arguments.value_error("path", "a path that a file may have", reprlib.repr(value))
+
+
 def open_tensors(path: str | os.PathLike[str]) -> Tensors:
     """The tensors of a safetensors file, of an index file, or of a folder that holds one of them.
 
     An index file lists shards, which are beside it.
     """
-    found = arguments.path(path)
+    found = as_path(path)
     if not os.path.lexists(found):
         raise FileNotFoundError(errno.ENOENT, NO_FILE, str(found))
     if found.is_dir():

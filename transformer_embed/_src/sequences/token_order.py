@@ -1,8 +1,5 @@
 """How the tokens of each row lie, which fused kernels rely on: a promise, checked on the host."""
 
-from typing import Any
-
-import jax
 import numpy as np
 from jaxtyping import Bool, Integer
 
@@ -51,11 +48,3 @@ def _check_nowhere(is_wrong: Bool[np.ndarray, "b t"], want: str, got: str) -> No
     if is_wrong.any():
         first = np.argwhere(is_wrong)[0].tolist()
         raise arguments.value_error("tokens", want, f"{got} at {first}")
-
-
-def is_on_host(tree: Any) -> bool:
-    """Whether this process has the values of all arrays."""
-    return not any(
-        arguments.is_traced(array) or not getattr(array, "is_fully_addressable", True)
-        for array in jax.tree.leaves(tree)
-    )
