@@ -88,15 +88,33 @@ def over_data(function, out_specs):
     return jax.shard_map(function, in_specs=specs, out_specs=out_specs, axis_names={"data"})
 
 
-def found(kind, split, is_sharded, where):
+def slope(loss, psum=lambda number: number):
+    """The derivative of a loss along x and the table, whose gradient has second derivatives."""
+
+    def derivative(x, table, ids):
+        of_x, of_table = jax.grad(loss, (0, 1))(x, table, ids)
+        (of_rows,), (rows,) = jax.tree.leaves(of_table), jax.tree.leaves(table)
+        # Each device has its own part of x.
+        return psum(jnp.sum(of_x * x)) + jnp.sum(of_rows * rows)
+
+    return derivative
+
+
+def placed(kind, split, is_sharded):
+    """The mesh, and x, the table and ids on it."""
     mesh = mesh_of((2, 2, 2), NAMES, kind)
-    mean = functools.partial(jax.lax.pmean, axis_name="data")
     with jax.set_mesh(mesh):
         if is_sharded:
             table = te.sharding.shard_params(TABLE, mesh, {"*": split}, tables="*")
         else:
             table = put(mesh, TABLE, *split)
-        arrays = put(mesh, X, "data"), table, put(mesh, IDS, "data")
+        return mesh, (put(mesh, X, "data"), table, put(mesh, IDS, "data"))
+
+
+def found(kind, split, is_sharded, where):
+    mesh, arrays = placed(kind, split, is_sharded)
+    mean = functools.partial(jax.lax.pmean, axis_name="data")
+    with jax.set_mesh(mesh):
         if where == "outside":
             loss = over_data(lambda *args: mean(total(parts(*args))), SPEC())
             step = jax.value_and_grad(loss, (0, 1), has_aux=True)
@@ -109,6 +127,19 @@ def found(kind, split, is_sharded, where):
 
             out_specs = ((None, SPEC()), (SPEC("data"), SPEC()))
             step = over_data(step, out_specs)
+        return jax.jit(step)(*arrays)
+
+
+def found_twice(kind, split, is_sharded, where):
+    """The gradients of the loss's slope."""
+    mesh, arrays = placed(kind, split, is_sharded)
+    loss = lambda *args: jax.lax.pmean(total(parts(*args))[0], "data")
+    with jax.set_mesh(mesh):
+        if where == "outside":
+            step = jax.grad(slope(over_data(loss, SPEC())), (0, 1))
+        else:
+            psum = functools.partial(jax.lax.psum, axis_name="data")
+            step = over_data(jax.grad(slope(loss, psum), (0, 1)), (SPEC("data"), SPEC()))
         return jax.jit(step)(*arrays)
 
 
@@ -146,6 +177,20 @@ def test_gradients_inside_a_shard_map_over_some_axes_are_those_of_the_whole_batc
         equal(np.asarray(shard.data), first)
     near(np.asarray(of_table)[:VOCAB], want_grads[1], atol=ERROR)
     near(grads[0], want_grads[0], atol=ERROR)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_NESTED_MAPS, reason="an error of its own, tested above")
+@pytest.mark.parametrize(("kind", "split", "is_sharded", "where"), few(CASES, 4), ids=str)
+def test_second_derivatives_inside_a_shard_map_are_those_of_the_whole_batch(
+    kind, split, is_sharded, where
+):
+    of_x, of_table = found_twice(kind, SPLITS[split], is_sharded, where)
+    want_slope = slope(lambda *args: total(plain_parts(*args))[0])
+    want_x, want_table = jax.jit(jax.grad(want_slope, (0, 1)))(X, TABLE, IDS)
+    # Their largest terms are some ten times those of the gradient.
+    near(np.asarray(*jax.tree.leaves(of_table))[:VOCAB], want_table, atol=10 * ERROR)
+    near(of_x, want_x, atol=10 * ERROR)
 
 
 def test_a_sharded_table_whose_rows_a_shard_map_splits_is_refused():

@@ -59,8 +59,8 @@ def on_each_device(mesh: Any, function: Callable, in_specs: Any, out_specs: Any)
         return function
     if len(free) < len(mesh.axis_names):
         # What a shard_map inside another one keeps for its gradient gets a wrong spec from jax,
-        # unless it is an argument.
-        function = jax.checkpoint(function)
+        # unless it is an argument: one checkpoint for each order of derivatives.
+        function = jax.checkpoint(jax.checkpoint(function))
     return jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=free
     )

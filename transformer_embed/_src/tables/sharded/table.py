@@ -45,7 +45,8 @@ class Sharded(Table):
 
     A table can be pickled, and be an argument of what jax.export writes: both hold the numbers of
     its devices. Inside `jax.vmap`, leave `spmd_axis_name` out: jax refuses it around programs that
-    run on each device.
+    run on each device. Inside somebody's `jax.shard_map` over some mesh axes, a loss has first and
+    second derivatives; jax cannot compile higher ones there.
 
     `lookup` returns the same values as on one device, bit for bit. `linear_logits` returns [...,
     padded vocab_size], split over the table's axes. x is first gathered over every axis that splits
