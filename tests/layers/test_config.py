@@ -140,7 +140,6 @@ def grid(shape=(2, 3), **options):
 
 
 TOO_FAST = "base and frequency_scale: ... got 1.00e+30 radians"
-AS_LONG = "axis_positions: wanted arrays as long as the axes, [[2], [3]], got"
 
 
 @pytest.mark.parametrize(
@@ -164,8 +163,8 @@ AS_LONG = "axis_positions: wanted arrays as long as the axes, [[2], [3]], got"
         (lambda: te.EmbedderConfig(8, 7, grid()), ValueError,
          "d_model: ... got 7"),
         (lambda: grid(axes=(0, 0)), ValueError, "axes: ... got (0, 0)"),
-        (lambda: grid((46341, 46341)), ValueError, f"shape: its number of points: wanted an int of at most {2**31 - 1}, got 2147488281"),
-        (lambda: grid(axis_positions=[[0, 1]]), ValueError, f"{AS_LONG} [[2]]"),
+        (lambda: grid((46341, 46341)), ValueError, f"shape: ... {2**31 - 1}, got 2147488281"),
+        (lambda: grid(axis_positions=[[0, 1]]), ValueError, "axis_positions: ... [[2], [3]], got [[2]]"),
         (lambda: grid(axis_positions=2), TypeError, "axis_positions: ... got int 2"),
         (lambda: grid(axis_positions=[[0, "a"], [0, 1, 2]]), TypeError, "axis_positions[0][1]: ... got str 'a'"),
     ],

@@ -425,19 +425,11 @@ def test_relative_position_bias_is_the_table_at_the_buckets():
 
 # --- Errors, by message.
 
-INITIALISER = (
-    "w_init: wanted a function of a shape and a dtype, such as hk.initializers.RandomNormal()"
-)
-POLICIES = "out_of_range: wanted one of 'nan', 'clip', 'zero'"
-KINDS = "scheme: wanted a PositionScheme, such as te.Sinusoidal()"
-
 
 def bias(num_heads=1, **options):
     return te.RelativePositionBias(num_heads, **options)([0], [0])
 
 
-SHAPE = "x: wanted shape [..., length, d_model = 8]"
-BROADCASTS = "positions: wanted a shape that broadcasts to that of x's tokens,"
 TOO_LONG = "length: ... got 5"
 AT = {"is_training": False}
 apart = functools.partial(te.Learned, 16)
@@ -457,13 +449,13 @@ TYPED = {"num_token_types": 2}
 @pytest.mark.parametrize(
     ("build", "error", "text"),
     [
-        *[(functools.partial(build, w_init=""), TypeError, f"{INITIALISER}, got str ''") for build in (tokens, learned, bias)],
+        *[(functools.partial(build, w_init=""), TypeError, "w_init: ... got str ''") for build in (tokens, learned, bias)],
         (lambda: sinusoidal(0), ValueError, "d_model: ... 1, got 0"),
         (lambda: sinusoidal(dropout_rate=1.0), ValueError, "dropout_rate: ... [0, 1), got 1.0"),
         (lambda: sinusoidal(shift=4), ValueError, "shift: ... 4, got 4.0"),
-        (lambda: learned(out_of_range="raise"), ValueError, f"{POLICIES}, got 'raise'"),
+        (lambda: learned(out_of_range="raise"), ValueError, "out_of_range: ... got 'raise'"),
         (lambda: learned(param_dtype=jnp.uint8), TypeError, "param_dtype: ... got uint8"),
-        (lambda: te.PositionalEncoding(8, 8), TypeError, f"{KINDS}, got int 8"),
+        (lambda: te.PositionalEncoding(8, 8), TypeError, "scheme: ... got int 8"),
         (lambda: te.PositionalEncoding(te.Sinusoidal(), 8, w_init="zeros"), ValueError,
          "w_init: ... got str 'zeros'"),
         (lambda: bias(0), ValueError, "num_heads: ... 1, got 0"),
@@ -472,8 +464,8 @@ TYPED = {"num_token_types": 2}
         (lambda: te.TransformerEmbedding(11), TypeError,
          "config: ... got int 11"),
         (lambda: added(IDS), TypeError, "x: ... got int32"),
-        (lambda: added(X[..., :7]), ValueError, f"{SHAPE}, got shape [2, 5, 7]"),
-        (lambda: added(positions=np.zeros([3, 5], int)), ValueError, f"{BROADCASTS} [2, 5], got shape [3, 5]"),
+        (lambda: added(X[..., :7]), ValueError, "x: ... 8], got shape [2, 5, 7]"),
+        (lambda: added(positions=np.zeros([3, 5], int)), ValueError, "positions: ... [2, 5], got shape [3, 5]"),
         (lambda: added(positions=np.arange(5, dtype=np.float16)), TypeError, "positions: ... got float16"),
         (lambda: added(scheme=apart(), positions=jnp.arange(5.0)), TypeError, "positions: ... got float32"),
         (lambda: added(scheme=te.Learned(4)), ValueError, TOO_LONG),
@@ -482,7 +474,7 @@ TYPED = {"num_token_types": 2}
         (lambda: added(is_training=1), TypeError, "is_training: ... got int 1"),
         (lambda: hk.transform(lambda: added(is_training=True)).apply({}, None), ValueError,
          "rng: ... got None"),
-        (lambda: embedded(3), ValueError, "ids: wanted shape [..., length], got shape []"),
+        (lambda: embedded(3), ValueError, "ids: ... got shape []"),
         (lambda: embedded(fields={"scheme": te.Learned(4)}), ValueError, TOO_LONG),
         (lambda: embedded(token_types=TYPES), ValueError,
          "token_types: ... got an array int32[2, 5]"),

@@ -202,7 +202,7 @@ buckets = functools.partial(relative_position_buckets, [0], [0], **OF_8)
 TYPE_ERRORS = [
     (lambda: alibi_slopes(8.0), "num_heads: ... got float 8.0"),
     (lambda: alibi(symmetric="yes"), "symmetric: ... got str"),
-    (lambda: alibi(dtype=jnp.int32), "dtype: wanted a floating dtype of 16 to 64"),
+    (lambda: alibi(dtype=jnp.int32), "dtype: ... got int32"),
     (lambda: buckets(num_buckets=8.0), "num_buckets: ... got float 8.0"),
     (lambda: buckets(bidirectional=1), "bidirectional: ... got int 1"),
 ]
@@ -228,7 +228,7 @@ def test_bad_positions(function, options):
     """The errors of each array are in tests/sequences/test_token_positions.py."""
     for side in ("query_positions", "key_positions"):
         arguments = {"query_positions": [0, 1], "key_positions": [0, 1]} | {side: 1}
-        with refused(ValueError, f"{side}: wanted shape [length] or [batch, length], got shape []"):
+        with refused(ValueError, f"{side}: ... got shape []"):
             function(**arguments, **options)
     want = "query_positions and key_positions: ... 1, got 2 and 3"
     with refused(ValueError, want):

@@ -273,31 +273,30 @@ X = np.zeros([2, 3, 4, 8], np.float32)
 P = np.arange(3)
 LENGTH = "positions: ... 3, ... got shape "
 BROADCAST = "positions: ... [2, 3], got shape "
-EVEN = "wanted an even number of channels, to make pairs, got "
 AXES = {"pair_axes": (0, 0, 1, 1)}
 
 
 ODD = X[..., :7]
 ERRORS = [
     (TypeError, {"x": P}, "x: ... got int64"),
-    (ValueError, {"x": X[0, 0]}, "x: wanted shape [..., length, heads, head_dim], got"),
-    (ValueError, {"layout": "neox"}, "layout: wanted one of 'half', 'interleaved', got"),
-    (ValueError, {"partial": 0.5}, "partial: wanted one of 'first', 'proportional', got"),
-    (ValueError, {"x": ODD}, f"head_dim: {EVEN}7"),
-    (ValueError, {"x": ODD, "rotary_dim": 4, "partial": "proportional"}, f"head_dim: {EVEN}7"),
-    (ValueError, {"rotary_dim": 3}, f"rotary_dim: {EVEN}3"),
+    (ValueError, {"x": X[0, 0]}, "x: ... got shape [4, 8]"),
+    (ValueError, {"layout": "neox"}, "layout: ... got 'neox'"),
+    (ValueError, {"partial": 0.5}, "partial: ... got 0.5"),
+    (ValueError, {"x": ODD}, "head_dim: ... got 7"),
+    (ValueError, {"x": ODD, "rotary_dim": 4, "partial": "proportional"}, "head_dim: ... got 7"),
+    (ValueError, {"rotary_dim": 3}, "rotary_dim: ... got 3"),
     (ValueError, {"rotary_dim": 0}, "rotary_dim: ... 2, got 0"),
     (ValueError, {"rotary_dim": 10}, "rotary_dim: ... 8, got 10"),
     (ValueError, {"base": 0}, "base: ... 0, got 0"),
     (ValueError, {"base": 1, "scaling": YARN}, "base: ... 1, got 1.0"),
-    (TypeError, {"scaling": 2.0}, "scaling: wanted LinearScaling(...), another scaling of this package, or None, got"),
+    (TypeError, {"scaling": 2.0}, "scaling: ... got float 2.0"),
     (ValueError, {"scaling": LONG, "rotary_dim": 4}, "long_factor: ... 2, got 4"),
     (ValueError, {"positions": np.zeros([2, 1], int)}, LENGTH + "[2, 1]"),
     (ValueError, {"positions": np.zeros([4, 2], int)} | AXES, LENGTH + "[4]"),
     (ValueError, {"positions": 7}, LENGTH + "[]; add jnp.arange(length) to a scalar offset; jax.vmap maps keyword arguments over axis 0: bind them with functools.partial"),
     (ValueError, {"positions": np.zeros([5, 2, 3], int)}, BROADCAST + "[5, 2, 3]"),
-    (ValueError, AXES, "positions: wanted shape [..., length, 2 or more], as pair_axes says, got shape [3]"),
-    (ValueError, {"positions": np.zeros([3, 2], int), "pair_axes": (0, 0, 1, 2)}, "positions: wanted shape [..., length, 3 or more], as pair_axes says, got shape [3, 2]"),
+    (ValueError, AXES, "positions: ... 2 ... got shape [3]"),
+    (ValueError, {"positions": np.zeros([3, 2], int), "pair_axes": (0, 0, 1, 2)}, "positions: ... 3 ... got shape [3, 2]"),
     (ValueError, {"pair_axes": [0] * 5}, "pair_axes: ... 4, got 5"),
     (ValueError, {"pair_axes": (0, -2)}, "pair_axes[1]: ... 0, got -2"),
 ]  # fmt: skip
@@ -339,7 +338,7 @@ def test_each_field_of_a_scaling_has_a_range(scaling):
 permute = functools.partial(permute_rotary_weights, source="half", target="half")
 TYPE_ERRORS = [
     (lambda: LinearScaling("2"), "factor: ... got str '2'"),
-    (lambda: YarnScaling(2.0, 8, truncate=1), "truncate: wanted a Python bool"),
+    (lambda: YarnScaling(2.0, 8, truncate=1), "truncate: ... got int 1"),
     (lambda: LongRopeScaling([1], ["a"], 2.0, 8, 8), "long_factor[0]: ... got str 'a'"),
     (lambda: LongRopeScaling(None, [1], 2.0, 8, 8), "short_factor: ... got None"),
     (lambda: jax.jit(lambda n: DynamicNTKScaling(2.0, 8, n))(9), "length: ... got a traced int32[]"),
@@ -348,7 +347,7 @@ VALUE_ERRORS = [
     (lambda: permute(X, 0), "num_heads: ... 1, got 0"),
     (lambda: permute(X, 1, source="llama"), "source: ... got 'llama'"),
     (lambda: permute(X, 1, target=None), "target: ... got None"),
-    (lambda: permute(X, 8), f"head_dim: {EVEN}1"),
+    (lambda: permute(X, 8), "head_dim: ... got 1"),
     (lambda: permute(X, 3), "weights: ... got shape [2, 3, 4, 8]"),
     (lambda: permute(X, 2, rotary_dim=6), "rotary_dim: ... 4, got 6"),
 ]  # fmt: skip

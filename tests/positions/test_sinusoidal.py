@@ -129,7 +129,7 @@ table = functools.partial(te.sinusoidal_table, 3, 4)
 grid = functools.partial(te.sinusoidal_grid, d_model=4)
 encode = functools.partial(te.sinusoidal_encoding, d_model=4)
 INT32 = "positions: ... -2147483648..2147483647, got "
-MANY, FREQUENCIES = 2**31 - 2, "number of frequencies: wanted an int of at most"
+MANY, FREQUENCIES = 2**31 - 2, f"number of frequencies: ... {2**23}, got "
 DTYPE = "dtype: ... got "
 TYPE_ERRORS = [
     (lambda: te.sinusoidal_table(3, 2.5), "d_model: ... got float 2.5"),
@@ -139,7 +139,7 @@ TYPE_ERRORS = [
     (lambda: table(dtype=jnp.int32), DTYPE + "int32"),
     (lambda: table(dtype=np.zeros(2, np.float32)), DTYPE + "an array float32[2]"),
     (lambda: grid(4), "shape: ... got int 4"),
-    (lambda: encode(jnp.ones(3, jnp.bfloat16)), "positions: wanted an integer dtype, or float32"),
+    (lambda: encode(jnp.ones(3, jnp.bfloat16)), "positions: ... got bfloat16"),
 ]  # fmt: skip
 VALUE_ERRORS = [
     (lambda: te.sinusoidal_table(3, 0), "d_model: ... 1, got 0"),
@@ -150,7 +150,7 @@ VALUE_ERRORS = [
     (lambda: table(frequency_scale=np.inf), "frequency_scale: ... 0, got inf"),
     (lambda: table(shift=2), "shift: ... 2, got 2"),
     (lambda: grid((2, 2), axes=(0, 0)), "axes: ... got (0, 0)"),
-    (lambda: grid(()), "axes: wanted a permutation of the axes of shape (), at least"),
+    (lambda: grid(()), "axes: ... (), ... got None"),
     (lambda: grid((2, 2, 2)), "d_model: ... got 4"),
     (lambda: grid((2, 0)), "shape[1]: ... 1, got 0"),
     (lambda: grid((2, 3), axis_positions=([0, 1],)), "axis_positions: ... [[2], [3]], got [[2]]"),

@@ -454,21 +454,18 @@ class SomeRows(Table):
     shape, dtype = (VOCAB, WIDTH), jnp.dtype("float32")
 
 
-FLOATING, ENDS = (
-    "wanted a floating dtype of 16 to 64 bits, got",
-    "... 5, ... got shape",
-)
+ENDS = "... 5, ... got shape"
 OF_LOGITS = {"x", "table", "bias", "softcap", "scale", "pad_id"}
 TYPE_ERRORS = [
-    ({"x": np.ones((4, 5, 3), int)}, f"x: {FLOATING} int64"),
-    ({"table": TABLE.astype(int)}, f"table: {FLOATING} int64"),
+    ({"x": np.ones((4, 5, 3), int)}, "x: ... got int64"),
+    ({"table": TABLE.astype(int)}, "table: ... got int64"),
     ({"table": SomeRows()}, "table: ... got some of its rows"),
     ({"labels": np.ones(SHAPE)}, "labels: ... got float64"),
     *[({name: None}, f"{name}: ... got None") for name in ("labels", "label_smoothing", "z_loss")],
     ({"mask": np.ones(SHAPE)}, "mask: ... got float64"),
     ({"pad_id": 0.0}, "pad_id: ... got float 0.0"),
-    ({"bias": np.ones(7, int)}, f"bias: {FLOATING} int64"),
-    ({"weights": MASK}, f"weights: {FLOATING} bool"),
+    ({"bias": np.ones(7, int)}, "bias: ... got int64"),
+    ({"weights": MASK}, "weights: ... got bool"),
     ({"shift": 1.0}, "shift: ... got float 1.0"),
     ({"shift": True, "segment_ids": WEIGHTS}, "segment_ids: ... got float32"),
 ]  # fmt: skip
@@ -476,7 +473,7 @@ VALUE_ERRORS = [
     ({"x": X[..., :2]}, "x: ... (3,), got (2,)"),
     ({"table": TABLE[0]}, "table: ... got shape [3]"),
     ({"labels": LABELS[0]}, "labels: ... (4, 5), got (5,)"),
-    ({"x": X[0, 0], "labels": 1, "mask": None, "shift": True}, "labels: wanted shape [..., length], to shift, got shape []"),
+    ({"x": X[0, 0], "labels": 1, "mask": None, "shift": True}, "labels: ... got shape []"),
     ({"mask": MASK[:2]}, "mask: ... [4, 5], got shape [2, 5]"),
     # No hint for positions.
     ({"weights": 2.0}, f"weights: {ENDS} []"),
