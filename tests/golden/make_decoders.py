@@ -29,7 +29,8 @@ IDS[np.arange(LENGTH) < np.array(PADDING)[:, None]] = PAD
 def built(case):
     """A model with random weights, multiples of 1/8, so that the file is small."""
     model = model_of(case, attn_implementation="eager")
-    for parameter in model.parameters():
+    scalars = [value for name, value in model.named_buffers() if name.endswith("layer_scalar")]
+    for parameter in [*model.parameters(), *scalars]:
         # Norms of ones and biases of zeros would hide a wrong tensor.
         spread = 0.2 if parameter.ndim > 1 else 0.3
         parameter.data += spread * torch.randn_like(parameter)

@@ -625,8 +625,9 @@ def compare(model_type, *, is_odd):
             if "far" in line[3] and re.search(IS_SCALED, complete):
                 line[3]["past"] = line[3]["far"]
         if line[0] == "exact" and model_type in WHOLE:
-            if "text_config" not in (entries := json.loads(complete)):
-                (whole / "config.json").write_text(json.dumps(as_published(entries, config)))
+            if "published" in line[3]:
+                old = as_published(json.loads(complete), config)
+                (whole / "config.json").write_text(json.dumps(old))
             if model_type in DECODERS:
                 text = config.get_text_config(decoder=True)
                 whole_models.write_entries(whole / "config.json", model_type, text)

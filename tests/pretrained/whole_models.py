@@ -77,7 +77,7 @@ DECODERS = (
     "granite_speech_plus hyperclovax_vision_v2 idefics2 idefics3 internvl janus lighton_ocr llava "
     "llava_next llava_next_video llava_onevision mistral3 moss_transcribe_diarize musicflamingo "
     "ovis2 paligemma pp_chart2table qianfan_ocr qwen2_audio qwen3_asr shieldgemma2 smolvlm "
-    "qwen2_vl qwen2_5_vl qwen3_vl mixtral qwen3_moe olmoe gpt_oss granite_swa"
+    "qwen2_vl qwen2_5_vl qwen3_vl mixtral qwen3_moe olmoe gpt_oss granite_swa gemma4 gemma4_text"
 )
 # Of a layer's tensors in `stack`.
 STACK_ROLES = {
