@@ -32,18 +32,15 @@ SCALAR_HINT = (
 LONGEST = 800
 
 
-def printable(text: str) -> str:
-    """A text with its control codes as Python would write them.
-
-    A name in a file could clear the screen, or forge a line of output.
-    """
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
-
-
 def shown(value: Any) -> str:
-    """A text that somebody else may have chosen: printable, without its middle if it is long."""
-    # Twice: a control code is longer when it is printed, and a whole file takes long to print.
-    return _cut(printable(_cut(str(value))))
+    """A text that somebody else may have chosen, without its middle if it is long.
+
+    Control codes are as Python would write them: a name in a file could clear the screen, or forge
+    a line of output.
+    """
+    # Cut twice: a control code is longer when it is printed, and a whole file takes long to print.
+    text = _cut(str(value))
+    return _cut("".join(code if code.isprintable() else repr(code)[1:-1] for code in text))
 
 
 def _cut(text: str) -> str:

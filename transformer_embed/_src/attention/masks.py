@@ -1,5 +1,7 @@
 """Masks as bool arrays, True = may attend, and their conversion to a bias."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
@@ -109,9 +111,7 @@ def mask_to_bias(
 
 
 # The functions below are compiled even if the caller is not.
-@compiled(0)
-def _lower_triangle(length: int) -> Bool[Array, "t t"]:
-    return jnp.tri(length, dtype=bool)
+_lower_triangle = compiled(0)(functools.partial(jnp.tri, dtype=bool))
 
 
 @compiled(1, 2)

@@ -55,8 +55,13 @@ class RowRule:
         if self.order is not None or mask.reach != EVERYTHING:
             # Tokens that were taken in another order than that of their row.
             self.check_absent(**{"queries.places": queries.places, "keys.places": keys.places})
-        # Traced tokens cannot be checked: the promise is believed.
-        if _is_on_host(mask):
+        # Tokens that are traced, or of other processes too, cannot be checked: the promise is
+        # believed.
+        is_unknown = any(
+            arguments.is_traced(array) or not getattr(array, "is_fully_addressable", True)
+            for array in jax.tree.leaves(mask)
+        )
+        if not is_unknown:
             if self.order is not None:
                 # One object in self-attention.
                 for tokens in dict.fromkeys(mask.sides):
@@ -157,14 +162,6 @@ class RowRule:
     def for_rows(self, array: Array) -> Array:
         """An array of [1 or B, ...] for all rows."""
         return jnp.broadcast_to(array, (self.rows, *array.shape[1:]))
-
-
-def _is_on_host(tree: Any) -> bool:
-    """Whether this process has the values of all arrays."""
-    return not any(
-        arguments.is_traced(array) or not getattr(array, "is_fully_addressable", True)
-        for array in jax.tree.leaves(tree)
-    )
 
 
 # Compiled even if the caller is not.

@@ -1,6 +1,7 @@
 """The position and the segment of each token: padding on either side, packing, decoding."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -382,7 +383,7 @@ class TokenPositions:
         Source:
             Raffel et al., "T5" (2020), section 3.5.2, https://arxiv.org/abs/1910.10683
         """
-        integers = field_integers("segment_ids", segment_ids)
+        integers = as_segment_ids("segment_ids", segment_ids)
         rows = _rows("segment_ids", _ordered("segment_ids", integers))
         if isinstance(integers, np.ndarray):
             again = second_runs(np.atleast_2d(integers)).any(1)
@@ -476,7 +477,9 @@ class TokenPositions:
 register_pytree(TokenPositions)
 FIELDS = tuple(field.name for field in dataclasses.fields(TokenPositions))
 # Some loaders count documents from 0, and have -1 at padding.
-RANGES: dict[str, Any] = {"segment_ids": {"lowest": 0, "what": "int32, where 0 is padding"}}
+as_segment_ids = functools.partial(
+    arguments.as_integers, lowest=0, what="int32, where 0 is padding"
+)
 
 
 def arrays_of(tokens: TokenPositions) -> dict[str, Any]:
@@ -530,12 +533,8 @@ def as_comparable(name: str, value: ArrayLike) -> Integer[Array, "..."]:
 
     Clamped or wrapped ones would compare wrongly.
     """
-    return _ordered(name, field_integers(name, value))
-
-
-def field_integers(name: str, value: ArrayLike) -> Any:
-    """`as_integers` in the range of a field of this name."""
-    return arguments.as_integers(name, value, **RANGES.get(name, {}))
+    convert = as_segment_ids if name == "segment_ids" else arguments.as_integers
+    return _ordered(name, convert(name, value))
 
 
 def _ordered(name: str, integers: Any) -> Integer[Array, "..."]:

@@ -8,8 +8,8 @@ from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.sequences.token_order import check_order, on_host
 from transformer_embed._src.sequences.token_positions import (
     TokenPositions,
+    as_segment_ids,
     check_token_positions,
-    field_integers,
 )
 
 
@@ -70,7 +70,7 @@ def check_batch(
     # Tokens of one row are those of every row.
     expected = [len(rows) if batch_size == 1 else batch_size, length]
     arguments.check_same("ids", "the shape of tokens", [*rows.shape], expected)
-    field_integers("segment_ids", segments)
+    as_segment_ids("segment_ids", segments)
     if pad_id is not None:
         wrong = np.argwhere((rows == arguments.int32("pad_id", pad_id)) & (segments != 0))
         if len(wrong):

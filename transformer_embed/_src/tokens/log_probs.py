@@ -28,7 +28,6 @@ from transformer_embed._src.tokens.row_logits import (
     FLOOR,
     biased_and_capped,
     chunk_logits,
-    columns_of,
     sums_of_rows,
 )
 
@@ -143,7 +142,8 @@ class LogProbs(Loss):
         gradient in z is `exp(z - m) * (mean - (z - m)) / total`.
         """
         (found,) = logits
-        exponentials, columns = jnp.exp(found.shifted), columns_of(found, labels)
+        # Those of the labels may be on another device.
+        exponentials, columns = jnp.exp(found.shifted), jnp.asarray(labels) - found.ids[0, 0]
         total, of_label, _ = sums_of_rows(split, found, exponentials, columns, None)
         slopes, subtracted = exponentials, columns
         if not self.of_candidates:
