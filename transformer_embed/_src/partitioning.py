@@ -21,6 +21,11 @@ def spec_axes(spec: PartitionSpec, ndim: int) -> list[Axes]:
     return [tuple(jax.tree.leaves(names)) for names in padded]
 
 
+def typed_axes(array: Any) -> list[Axes]:
+    """The explicit mesh axes that each dimension is split over, as the array's type says."""
+    return spec_axes(jax.typeof(array).sharding.spec, array.ndim)
+
+
 def is_explicit(mesh: Any) -> bool:
     """Whether types say how arrays are split over some axes of a mesh."""
     return AxisType.Explicit in mesh.axis_types
@@ -72,7 +77,7 @@ def array_axes(mesh: Any, batch: Axes, array: Array, batch_dimensions: int) -> l
     An array's type says which explicit ones. Its first dimension is split over the automatic ones
     of `batch` too, if the devices divide it.
     """
-    axes = spec_axes(jax.typeof(array).sharding.spec, array.ndim)
+    axes = typed_axes(array)
     automatic = tuple(axis for axis in batch if axis in axes_of_kind(mesh, AxisType.Auto))
     if batch_dimensions and array.shape[0] % devices_along(mesh, axes[0] + automatic) == 0:
         axes[0] += automatic

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, Ids, TableArray, Vectors
 from transformer_embed._src.compiled import compiled
-from transformer_embed._src.partitioning import is_explicit, reshard, spec_axes
+from transformer_embed._src.partitioning import is_explicit, reshard, spec_axes, typed_axes
 from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 
 OUT_OF_RANGE = ("nan", "clip", "zero")
@@ -157,7 +157,7 @@ def look_up(
     # Of a `Table` too, whose first leaf is its array or has no columns.
     first, *_ = jax.tree.leaves(table)
     columns = spec_axes(jax.typeof(first).sharding.spec, 2)[1]
-    of_ids = spec_axes(sharding.spec, ids.ndim)
+    of_ids = typed_axes(ids)
     batch_axes = set(sum(of_ids, ()))
     if batch_axes.isdisjoint(columns):
         return _look_up(table, ids, pad_id, out_of_range, lookup_style)

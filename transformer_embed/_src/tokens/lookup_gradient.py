@@ -17,7 +17,7 @@ from transformer_embed._src.partitioning import (
     index_along,
     on_each_device,
     reduce_scatter,
-    spec_axes,
+    typed_axes,
 )
 
 # Past the end for what has no row.
@@ -36,8 +36,7 @@ def read_or_zero(table: TableArray, index: Index) -> Vectors:
     exists.
     """
     mesh = jax.typeof(index).sharding.mesh
-    by_dimension = spec_axes(jax.typeof(index).sharding.spec, index.ndim)
-    rows, columns = spec_axes(jax.typeof(table).sharding.spec, 2)
+    by_dimension, (rows, columns) = typed_axes(index), typed_axes(table)
     if any((rows, columns, *by_dimension)):
         return read_from_shards(mesh, rows, columns, by_dimension, table, index)
     # A row's gradient is summed in this dtype, over repeats and devices.

@@ -12,7 +12,7 @@ from transformer_embed._src.partitioning import (
     on_every_device,
     replicated,
     reshard,
-    spec_axes,
+    typed_axes,
 )
 from transformer_embed._src.tokens.lookup import Table
 
@@ -88,9 +88,7 @@ def split_output(
     if isinstance(table, Table):
         table, kept = table._output_split(x)
     elif by_type:
-        of_x, of_table = (
-            spec_axes(jax.typeof(array).sharding.spec, array.ndim) for array in (x, table)
-        )
+        of_x, of_table = map(typed_axes, (x, table))
         if any((*of_x, *of_table)):
             kept = jax.typeof(x).sharding.mesh, *of_table, of_x
     mesh, rows, columns, of_x = kept
