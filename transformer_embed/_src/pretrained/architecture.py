@@ -46,22 +46,23 @@ INDEXED, LINEAR, CROSS = "indexed_attention", "linear_attention", "cross_attenti
 
 # --- Parts of a layer, by the field of `Architecture` that names them.
 
-# For each parameter, its part and how its tensor's name may end. (In older files of BERT, a norm
-# has gamma and beta.)
+# For each parameter, its part and the names that its tensor may have, with {} for a module of the
+# part. (In older files of BERT, a norm has gamma and beta. BART has no bias in its head, but a
+# buffer beside its stacks.)
 TENSORS = {
-    TOKENS: ("tokens", "weight"),
-    POSITIONS: ("positions", "weight"),
-    TOKEN_TYPES: ("token_types", "weight"),
-    NORM_SCALE: ("norm", "weight gamma"),
-    NORM_OFFSET: ("norm", "bias beta"),
-    WIDEN: ("widen", "weight"),
-    WIDEN_OFFSET: ("widen", "bias"),
-    BIAS: ("bias", "weight"),
-    PER_LAYER_TABLE: ("per_layer_table", "weight"),
-    PER_LAYER_WEIGHTS: ("per_layer_weights", "weight"),
-    PER_LAYER_SCALE: ("per_layer_norm", "weight"),
-    OUTPUT_TABLE: ("head", "weight"),
-    OUTPUT_BIAS: ("head", "bias"),
+    TOKENS: ("tokens", "{}.weight"),
+    POSITIONS: ("positions", "{}.weight"),
+    TOKEN_TYPES: ("token_types", "{}.weight"),
+    NORM_SCALE: ("norm", "{}.weight {}.gamma"),
+    NORM_OFFSET: ("norm", "{}.bias {}.beta"),
+    WIDEN: ("widen", "{}.weight"),
+    WIDEN_OFFSET: ("widen", "{}.bias"),
+    BIAS: ("bias", "{}.weight"),
+    PER_LAYER_TABLE: ("per_layer", "embed_tokens_{}.weight"),
+    PER_LAYER_WEIGHTS: ("per_layer", "{}_model_projection.weight"),
+    PER_LAYER_SCALE: ("per_layer", "{}_projection_norm.weight"),
+    OUTPUT_TABLE: ("head", "{}.weight"),
+    OUTPUT_BIAS: ("head", "{}.bias " + LOGITS_BIAS),
 }
 # The entries that describe each part, or that another entry needs.
 READS = {
@@ -72,7 +73,7 @@ READS = {
     "token_types": "type_vocab_size",
     "widen": "embedding_size",
     "bias": "num_attention_heads relative_attention_num_buckets relative_attention_max_distance",
-    "per_layer_norm": "rms_norm_eps",
+    "per_layer": "rms_norm_eps",
     "has_alibi": "num_attention_heads alibi_bias_max",
     "rotary": "rope_theta rope_scaling rope_parameters max_position_embeddings "
     "original_max_position_embeddings",
@@ -234,7 +235,7 @@ class Architecture(NamedTuple):
         type: as config.json's model_type names it.
         tokens: the module of the token table; of several, the first that is there.
         positions, token_types, norm, widen, bias: likewise; "": there is none.
-        per_layer_table, per_layer_weights, per_layer_norm: of `per_layer_inputs`.
+        per_layer: what the names of the three modules of `per_layer_inputs` share.
         may_lack: parameters whose tensors may be missing, by the ends of their paths.
         start: the first position; or the entry that has the id of padding: one more. If that id
             is known, padding is at the position before the first; otherwise it is counted like
@@ -269,9 +270,7 @@ class Architecture(NamedTuple):
     norm: str = ""
     widen: str = ""
     bias: str = ""
-    per_layer_table: str = ""
-    per_layer_weights: str = ""
-    per_layer_norm: str = ""
+    per_layer: str = ""
     may_lack: str = ""
     start: int | str = 0
     sinusoids: Sinusoidal | None = None
@@ -312,13 +311,11 @@ class Architecture(NamedTuple):
         for parameter, (part, ends) in TENSORS.items():
             modules = getattr(self, part).format(stack=stack).split()
             known = [
-                f"{start}{module}.{end}"
+                start + end.format(module)
                 for start in (outer if part == "head" else [prefix])
                 for module in modules
                 for end in ends.split()
             ]
-            # BART has no bias in its head, but a buffer beside its stacks.
-            known += [start + LOGITS_BIAS for start in outer if parameter == OUTPUT_BIAS]
             if found := [name for name in known if name in files]:
                 names[parameter] = found[0]
             elif modules and not parameter.endswith(may_lack):

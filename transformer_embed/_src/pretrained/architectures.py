@@ -233,14 +233,8 @@ OWN: dict[str, dict[Any, str]] = {
         "embeddings_project": "electra convbert roformer",
         "encoder.embedding_hidden_mapping_in": "albert rembert",
     },
-    "per_layer_table": {
-        "embed_tokens_per_layer": _GEMMA3N,
-    },
-    "per_layer_weights": {
-        "per_layer_model_projection": _GEMMA3N,
-    },
-    "per_layer_norm": {
-        "per_layer_projection_norm": _GEMMA3N,
+    "per_layer": {
+        "per_layer": _GEMMA3N,
     },
     "may_lack": {
         "widen/w widen/b": "electra convbert roformer",
