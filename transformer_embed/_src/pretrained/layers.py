@@ -116,21 +116,22 @@ def _types(kind: Architecture, value: Options, count: int) -> list[str]:
     if not kind.kinds:
         return []
     if value["attn_layer_indices"] is not None:
-        seconds = [number in value["attn_layer_indices"] for number in range(count)]
+        seconds = value["attn_layer_indices"]
     elif period and (has_window or kind.rotates != WINDOWLESS):
         # EXAONE 4 writes a period out: LLLG.
         period = len(period) if isinstance(period, str) else period
-        seconds = [number % period == kind.phase % period for number in range(count)]
+        seconds = range(kind.phase % period, count, period)
     elif value["no_rope_layer_interval"] and (has_window or CHUNKED in kind.kinds):
         # Llama 4 has chunks where it rotates, SmolLM 3 windows where it does not.
-        seconds = [bool(is_rotated) for is_rotated in value["no_rope_layers"]]
+        seconds = [number for number in range(count) if value["no_rope_layers"][number]]
     else:
         # The lowest layers of Qwen 2 have no window.
-        first = (value["max_window_layers"] or 0) if has_window else count
-        seconds = [number < first for number in range(count)]
-    types = [kind.kinds[-1 if is_second else 0] for is_second in seconds]
+        seconds = range((value["max_window_layers"] or 0) if has_window else count)
     cross = value["cross_attention_layers"] or ()
-    return [CROSS if number in cross else each for number, each in enumerate(types)]
+    return [
+        CROSS if number in cross else kind.kinds[-1 if number in seconds else 0]
+        for number in range(count)
+    ]
 
 
 def _own(value: Options, number: int, layer_type: str) -> dict[str, Any]:
