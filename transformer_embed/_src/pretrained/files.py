@@ -196,12 +196,12 @@ def _shards(path: pathlib.Path) -> dict[str, pathlib.Path]:
         want = "a weight_map from tensors to files"
         raise arguments.value_error(path, want, repr(names))
     # Thousands of tensors are in a few files.
-    files = {name: path.parent / name for name in {*map(str, names.values())}}
-    for name, file in files.items():
+    for name in {*map(str, names.values())}:
         # Links are followed: a cache of the hub has links to files elsewhere.
-        if file.name != name or not name.isprintable() or len(name) > LONGEST_NAME:
+        is_name = pathlib.Path(name).name == name and name.isprintable()
+        if not is_name or len(name) > LONGEST_NAME:
             raise arguments.value_error(path, "shards in its folder", repr(name))
-    return {tensor: files[str(name)] for tensor, name in names.items()}
+    return {tensor: path.parent / str(name) for tensor, name in names.items()}
 
 
 def call_with_named_errors(
