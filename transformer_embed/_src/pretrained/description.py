@@ -175,7 +175,7 @@ def _described(
         d_model,
         scheme=_scheme(kind, value, shapes),
         scale=as_scale(value.get(kind.scale, kind.scale)),
-        dropout_rate=value["dropout"] or 0.0,
+        dropout_rate=value["dropout"],
         num_token_types=types or None,
         layer_norm_eps=value["layer_norm_eps"] if NORM_SCALE in shapes else None,
         embedding_width=width if WIDEN in shapes else None,
@@ -224,7 +224,7 @@ def _output(
     is_tied = value["tie_word_embeddings"] and OUTPUT_TABLE not in shapes
     is_the_decoders = not is_tied or value["share_encoder_decoder_embeddings"] is False
     # Cohere multiplies logits, Granite divides them.
-    scale = (value["logit_scale"] or 1.0) / (value["logits_scaling"] or 1.0)
+    scale = value["logit_scale"] / value["logits_scaling"]
     # T5 scales them only if they come from its table of tokens.
     if value["tie_word_embeddings"] and value["scale_decoder_outputs"]:
         scale = width**-0.5
@@ -237,16 +237,16 @@ def _output(
     # An `OutputConfig` has the vocabulary and the width of the table.
     fitting = {OUTPUT_TABLE: (rows, width), OUTPUT_BIAS: (1, rows)}
     wrong = [name for name, shape in fitting.items() if shapes.get(name, shape) != shape]
-    # As GPTQ has it.
-    quantized = [name for name in file.tensors.files if "lm_head.qweight" in name]
     if kind.no_output:
         reason = kind.no_output
     elif kind.has_stacks and file.side == STACKS[0] and is_the_decoders:
         reason = f"it is the decoder's, which stack={STACKS[1]!r} loads"
-    elif not is_tied and OUTPUT_TABLE not in shapes and quantized:
-        reason = f"{quantized[0]} is quantized: dequantize the model first"
     elif not is_tied and OUTPUT_TABLE not in shapes:
+        # As GPTQ has it.
+        quantized = [name for name in file.tensors.files if "lm_head.qweight" in name]
         reason = "the file has no lm_head.weight, and it is not tied to the table"
+        if quantized:
+            reason = f"{quantized[0]} is quantized: dequantize the model first"
     elif wrong:
         reason = f"its shape is {list(shapes[wrong[0]])}, not {list(fitting[wrong[0]])}"
     elif file.outer is None or output == plain or file.outer in SCALED_WITHIN.split():
