@@ -259,7 +259,7 @@ WITH_BIAS = {"names": TABLE | {"relative_position_bias/embeddings": "bias"}}
 ALSO = "wanted a tensor for each parameter, also for transformer_embedding/~/token_embedding/embeddings, got only "
 YARN = {"kind": "YarnScaling", "factor": 0, "original_length": 4}
 HOSTILE = [
-    ("{}", {}, "EmbedderConfig.__init__() missing 2 required positional arguments"),
+    ("{}", {}, "d_model, vocab_size: wanted entries of EmbedderConfig, got none"),
     ("[1]", {}, "transformer_embed.config: wanted a JSON object, got list"),
     ("[" * 100_000, {}, "config, as JSON: maximum recursion"),
     ({"vocab_size": 10**4000}, {}, "vocab_size: wanted an int of at most"),
@@ -271,6 +271,7 @@ HOSTILE = [
     ({}, {"names": TABLE | {"a": ["b"]}}, "wanted a tensor ('b',), got 1 tensors: "),
     ({}, {"names": {"a/b": TOKENS}}, f"{ALSO}['a/b']"),
     ({}, {"layers": [{"scaling": YARN}]}, "factor: wanted a finite number above 0"),
+    ({}, {"layers": [{"scaling": {"kind": "YarnScaling"}}]}, "factor, original_length: wanted entries of YarnScaling"),
     ({}, {"layers": [{"kind": "LinearScaling", "factor": 2}] * 9_000}, "layers[0]: wanted a Layer, got LinearScaling"),
     ({"a\x1b]0;forged\n": 1}, {}, r"unexpected keyword argument 'a\x1b]0;forged\n'"),
     ({}, {"layers": [{"kind": "os.system"}]}, "got 'os.system'"),

@@ -36,6 +36,7 @@ from transformer_embed._src.pretrained.files import (
     as_path,
     call_with_named_errors,
     check_mappings,
+    made_of,
     open_tensors,
     parse,
     written,
@@ -288,7 +289,7 @@ def describe_own(tensors: Tensors) -> PretrainedInput:
     call_with_named_errors(path, _check_extras, *extras[2:])
     names = {name: str(tensor) for name, tensor in (extras.names or {}).items()}
     options["scale"] = as_scale(options.get("scale"))
-    config = call_with_named_errors(path, EmbedderConfig, **options)
+    config = call_with_named_errors(path, made_of, EmbedderConfig, options)
     return extras._replace(config=config, names=names)
 
 
@@ -320,4 +321,4 @@ def decoded(entries: dict[str, Any]) -> Any:
     if KIND not in entries:
         return entries
     kinds = _kinds()
-    return kinds[arguments.choice(KIND, entries.pop(KIND), tuple(kinds))](**entries)
+    return made_of(kinds[arguments.choice(KIND, entries.pop(KIND), tuple(kinds))], entries)

@@ -1,7 +1,6 @@
 """The entries of config.json for rotary embeddings, as arguments of `apply_rotary`."""
 
 from collections.abc import Mapping
-from dataclasses import MISSING
 from typing import Any
 
 from transformer_embed._src import arguments
@@ -12,6 +11,7 @@ from transformer_embed._src.pretrained.architecture import (
     Architecture,
     count,
 )
+from transformer_embed._src.pretrained.files import made_of
 
 Options = Mapping[str, Any]
 
@@ -122,9 +122,7 @@ def scaling(entries: Options, value: Options) -> rotary_scaling.Scaling | None:
     if not (values.get("mscale") and values.get("mscale_all_dim")):
         # The transformers library uses these two only if both are given.
         values |= {"mscale": 1.0, "mscale_all_dim": 0.0}
-    # None for an entry that is missing, which then says what it should be.
-    values |= {name: values.get(name) for name in taken if taken[name].default is MISSING}
-    return made(**{name: values[name] for name in taken if name in values})
+    return made_of(made, {name: values[name] for name in taken if name in values})
 
 
 def flat(kind: Architecture, entries: Options) -> dict[str, Any]:
