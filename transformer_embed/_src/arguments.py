@@ -231,11 +231,16 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
+def check_known(name: str, array: Any) -> None:
+    """A TypeError for a traced array, where its values are read."""
+    if is_traced(array):
+        raise type_error(name, "values on the host, outside of jit", describe(array))
+
+
 def on_host(name: str, array: jax.Array | np.ndarray) -> np.ndarray:
     """The values of an array of real numbers that is not traced."""
     check_real(name, array, array)
-    if is_traced(array):
-        raise type_error(name, "values on the host, outside of jit", describe(array))
+    check_known(name, array)
     if isinstance(array, jax.Array) and not (
         array.is_fully_addressable or array.is_fully_replicated
     ):
@@ -450,6 +455,13 @@ def check_left_out(name: str, value: Any, why: str) -> None:
     """A ValueError if an argument is given."""
     if value is not None:
         raise value_error(name, f"None, since {why}", describe(value))
+
+
+def check_named(name: str, want: Set[str], got: Set[str]) -> None:
+    """A ValueError unless two sets of names are equal."""
+    if want != got:
+        missing, unknown = (", ".join(sorted(names)) for names in (want - got, got - want))
+        raise value_error(name, missing or "no others", unknown or "none of them")
 
 
 def check_same(name: str, what: str, size: Any, expected: Any) -> None:

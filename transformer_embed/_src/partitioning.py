@@ -115,10 +115,10 @@ def replicated(array: Array, mesh: Any) -> Array:
     return reshard(array, NamedSharding(mesh, PartitionSpec()))
 
 
-def gathered(array: Any) -> np.ndarray:
+def gathered(name: str, array: Any) -> np.ndarray:
     """All values of an array, on the host; if several processes hold it, each of them must ask."""
-    is_known = isinstance(array, jax.Array) and not arguments.is_traced(array)
-    if is_known and not array.is_fully_addressable:
+    arguments.check_known(name, array)
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
         # Slow to load, and only several processes need it.
         from jax.experimental import multihost_utils  # noqa: PLC0415
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from oracle import loop_lookup
+from refused import refused
 from sharded_tables import (
     AUTO,
     BATCHES,
@@ -94,6 +95,35 @@ def rows_and_logits(table, ids, cotangent, x, of_logits):
 @functools.cache
 def on_one_device():
     return on_host(rows_and_logits(TABLE, IDS, COTANGENT, X, OF_LOGITS))
+
+
+def test_a_table_and_a_batch_of_two_meshes_are_refused():
+    """They were a KeyError, or an error of jax that names neither."""
+    tables = [
+        shard(mesh_of(shape, kind), SPEC("data"))
+        for shape, kind in (((8,), AUTO), ((4, 2), EXPLICIT))
+    ]
+    mesh = mesh_of((2, 4), EXPLICIT)
+    ids, x = put(mesh, IDS, "data"), put(mesh, X, "data")
+    loss = lambda params: te.lookup(params["t"], ids).sum()
+    rows_of = lambda table: te.rows.value_and_grad(loss, ids={"t": ids})({"t": table})
+    calls = [
+        lambda table: te.lookup(table, ids),
+        lambda table: te.linear_logits(x, table),
+        lambda table: te.linear_cross_entropy(x, table, ids),
+        rows_of,
+    ]
+    for table, call in itertools.product(tables, calls):
+        message = f"table: ... AbstractMesh('data': 2, 'model': 4... got ... {table.split.mesh}"
+        with refused(ValueError, message):
+            call(table)
+        with jax.set_mesh(mesh), refused(ValueError, message):
+            call(table)
+    with (
+        jax.set_mesh(mesh_of((2, 4))),
+        refused(ValueError, "table: ... AbstractMesh('data': 2,..."),
+    ):
+        te.lookup(tables[0], IDS)
 
 
 @pytest.mark.parametrize(

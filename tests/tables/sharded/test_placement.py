@@ -220,17 +220,28 @@ def test_only_shapes_with_shardings_are_drawn():
     place = lambda shapes: te.sharding.shard_params(shapes, MESH, {})
     other = {"t": jax.ShapeDtypeStruct([9, 2], jnp.float32)}
     on_one_device = jax.tree.map(jnp.ones_like, drawn)
-    strange = drawn, None, {}, init, on_one_device, place(other), place(other | {"u": other["t"]})
-    for shapes in strange:
-        with refused(ValueError, "shapes: ... jax.eval_shape(init, rng), got ..."):
+    errors = [
+        *[(shapes, "... jax.eval_shape(init, rng), got ... ['t']") for shapes in (drawn, on_one_device)],
+        *[(shapes, "wanted t [8, 2], got none of them") for shapes in (None, {})],
+        (init, "wanted t [8, 2], got ..."),
+        (place(other), "wanted t [8, 2], got t [9, 2]"),
+        (place(drawn | {"u": other["t"]}), "wanted no others, got u [9, 2]"),
+    ]  # fmt: skip
+    for shapes, message in errors:
+        with refused(ValueError, f"shapes: {message}"):
             te.sharding.init_params(init, jax.random.key(0), shapes)
+    with refused(ValueError, "shapes: ... jax.eval_shape(init, rng), got ... []"):
+        te.sharding.init_params(lambda rng: {}, jax.random.key(0), {})
     with refused(TypeError, "rng: ... got None"):
         te.sharding.init_params(init, None, place(drawn))
 
 
 def test_parameters_are_not_placed_under_jit():
-    with pytest.raises(jax.errors.TracerArrayConversionError):
+    with refused(TypeError, "embed/embeddings: ... got a traced float32[13, 8]"):
         jax.jit(lambda params: te.sharding.shard_params(params, MESH, {}))(PARAMS)
+    read = lambda table: table.in_vocabulary_order()
+    with refused(TypeError, "table: ... got a traced float32[384, 8]"):
+        jax.jit(read)(shard(MESH, SPEC("model")))
 
 
 def test_columns_over_an_axis_of_the_ids_raise_an_error():

@@ -14,6 +14,7 @@ from transformer_embed._src.layers.parameters import Params, as_params
 from transformer_embed._src.layers.token_embedding import output_layer
 from transformer_embed._src.layers.transformer_embedding import (
     TransformerEmbedding,
+    as_token_types,
     init_params,
     modules_of,
 )
@@ -103,8 +104,7 @@ class Embedder:
         ids = arguments.as_int32("ids", ids)
         if positions is not None:
             positions = as_positions("positions", positions)
-        if token_types is not None:
-            token_types = arguments.as_int32("token_types", token_types)
+        token_types = as_token_types(self.config, token_types)
         return _apply(self.config, is_training, params, rng, ids, positions, token_types)
 
     def output(self, params: Params) -> OutputLayer:

@@ -150,11 +150,8 @@ class TransformerEmbedding(hk.Module):
         ids = arguments.as_int32("ids", ids)
         if ids.ndim == 0:
             raise arguments.value_error("ids", "shape [..., length]", "shape []")
-        if (token_types is None) != (self.token_types is None):
-            want = "an array if num_token_types is set, otherwise None"
-            raise arguments.value_error("token_types", want, arguments.describe(token_types))
+        token_types = as_token_types(self.config, token_types)
         if token_types is not None:
-            token_types = arguments.as_int32("token_types", token_types)
             arguments.check_ends_in_length("token_types", token_types.shape, ids.shape)
         with parameters_from(self._initial_params):
             total, table_dtype = self.tokens._scaled_rows(ids)
@@ -180,6 +177,14 @@ class TransformerEmbedding(hk.Module):
         """
         with parameters_from(self._initial_params):
             return self.tokens.output()
+
+
+def as_token_types(config: EmbedderConfig, token_types: ArrayLike | None) -> Array | None:
+    """The token types as int32; a ValueError unless the config has them or there are none."""
+    if (token_types is None) != (config.num_token_types is None):
+        want = "an array if num_token_types is set, otherwise None"
+        raise arguments.value_error("token_types", want, arguments.describe(token_types))
+    return None if token_types is None else arguments.as_int32("token_types", token_types)
 
 
 # Compiled, so that its shapes below need no trace of their own.
@@ -223,9 +228,7 @@ def layer_paths(name: str, config: EmbedderConfig, params: Params) -> dict[str, 
     paths = {module_name(path): path for path in params if path == root + module_name(path)}
     ours = _shapes_of(config)
     theirs = _shapes({path: params[path] for path in paths.values()})
-    if ours != theirs:
-        missing, unknown = (", ".join(sorted(shapes)) for shapes in (ours - theirs, theirs - ours))
-        raise arguments.value_error(name, missing or "no others", unknown or "none of them")
+    arguments.check_named(name, ours, theirs)
     return paths
 
 

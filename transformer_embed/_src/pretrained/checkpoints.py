@@ -246,7 +246,7 @@ def _by_tensor_name(leaves: Mapping[str, Any], names: Mapping[str, Any]) -> dict
     """The arrays of a file: each parameter under its tensor's name, and as that tensor lies."""
     arrays = {}
     for name, tensor in names.items():
-        array = _on_host(leaves[name])
+        array = _on_host(name, leaves[name])
         array = array.T if is_transposed(name, tensor) else array
         # BART's own has an axis of 1 before it.
         array = array[None] if str(tensor).endswith(LOGITS_BIAS) else array
@@ -271,13 +271,13 @@ def _with_own_paths(
     return {paths.get(path, path): leaves for path, leaves in params.items()}
 
 
-def _on_host(leaf: Any) -> np.ndarray:
+def _on_host(name: str, leaf: Any) -> np.ndarray:
     """An array, whole and in its own dtype."""
     # A wrapper such as nnx.Param may hold a table, which raises if it is asked for one array.
     if not isinstance(leaf, Table):
         leaf = arguments.unwrapped(leaf)
     rows = leaf._all_rows() if isinstance(leaf, Table) else None
-    return gathered(leaf if rows is None else rows)
+    return gathered(name, leaf if rows is None else rows)
 
 
 def describe_own(tensors: Tensors) -> PretrainedInput:

@@ -160,13 +160,19 @@ def init_params(init: Callable[[Array], Any], rng: Array, shapes: Any) -> Any:
     """
     init = arguments.instance("init", init, Callable, "a function of a key")
     rng = arguments.as_key(rng)
-    drawn, wanted = jax.eval_shape(init, rng), jax.tree.map(np.shape, shapes, is_leaf=is_leaf)
+    drawn = _by_name(jax.eval_shape(init, rng))
+    of_init, of_shapes = (
+        {f"{name} {[*np.shape(leaf)]}" for name, leaf in leaves.items()}
+        for leaves in (drawn, _by_name(shapes))
+    )
+    arguments.check_named("shapes", of_init, of_shapes)
     shardings = jax.tree.map(lambda target: getattr(target, "sharding", None), shapes)
     placed: Any = jax.tree.leaves(shardings, is_leaf=lambda leaf: leaf is None)
-    is_placed = placed and all(isinstance(each, NamedSharding) for each in placed)
-    if not is_placed or jax.tree.map(np.shape, drawn) != wanted:
+    each = zip(drawn, placed, strict=True)
+    unplaced = [name for name, sharding in each if not isinstance(sharding, NamedSharding)]
+    if unplaced or not placed:
         want = "what shard_params makes of jax.eval_shape(init, rng)"
-        raise arguments.value_error("shapes", want, jax.tree.map(arguments.describe, shapes))
+        raise arguments.value_error("shapes", want, f"no sharding on a mesh for {unplaced}")
     # A key's type contains the explicit axes of the surrounding mesh; its data on the host does
     # not.
     numbers, kind = np.asarray(jax.random.key_data(rng)), jax.random.key_impl(rng)
@@ -176,6 +182,12 @@ def init_params(init: Callable[[Array], Any], rng: Array, shapes: Any) -> Any:
         return init(jax.random.wrap_key_data(numbers, impl=kind))
 
     return _drawn(draw, numbers, placed[0].mesh, shapes, shardings)
+
+
+def _by_name(tree: Any) -> dict[str, Any]:
+    """The parameters of a tree by their paths."""
+    paths = jax.tree.leaves_with_path(tree, is_leaf=is_leaf)
+    return {jax.tree_util.keystr(k, simple=True, separator="/"): leaf for k, leaf in paths}
 
 
 def _is_of_this_process(leaf: Any) -> bool:
@@ -198,7 +210,7 @@ def _check_alike(mesh: Mesh | AbstractMesh, parts: Mapping[str, Any]) -> None:
     devices = mesh.devices.reshape(-1)
     sharding = NamedSharding(Mesh(devices, ["devices"]), PartitionSpec("devices"))
     shape = (len(devices), *numbers.shape[1:])
-    found = gathered(jax.make_array_from_callback(shape, sharding, lambda _: numbers))
+    found = gathered("params", jax.make_array_from_callback(shape, sharding, lambda _: numbers))
     for name, others in zip(parts, (found != found[:1]).any(-1).T, strict=True):
         if others.any():
             got = f"another in {sorted({device.process_index for device in devices[others]})}"
@@ -219,8 +231,7 @@ class _Placement(NamedTuple):
     def tree(self, params: Any) -> Any:
         """The parameters on the mesh."""
         arguments.check_open("params", params)
-        paths, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
-        leaves = {jax.tree_util.keystr(k, simple=True, separator="/"): leaf for k, leaf in paths}
+        leaves, treedef = _by_name(params), jax.tree.structure(params, is_leaf=is_leaf)
         shapes = {name: np.shape(leaf) for name, leaf in leaves.items()}
         _check_alike(self.mesh, {"params": repr((self, shapes)).encode()})
         _check_alike(
@@ -259,7 +270,7 @@ class _Placement(NamedTuple):
                 return leaf._moved(self.split_of(name, shape[0], sharding))
             rows = leaf.in_vocabulary_order()
         elif not isinstance(leaf, jax.ShapeDtypeStruct):
-            rows = gathered(leaf)
+            rows = gathered(name, leaf)
         if is_rows:
             return sharded(rows, self.split_of(name, shape[0], sharding))
         return put(rows, shape, sharding, lambda index: rows[index])

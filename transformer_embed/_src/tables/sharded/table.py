@@ -105,14 +105,13 @@ class Sharded(Table):
         held = None if arguments.is_traced(self.array) else getattr(self.array, "sharding", None)
         return held or self.split.sharding
 
-    @property
-    def _split_here(self) -> TableSplit:
-        """Its split, as somebody's shard_map around this call has it."""
+    def _split_here(self, *arrays: Array) -> TableSplit:
+        """Its split, as somebody's shard_map around a call with these arrays has it."""
         size, held = self.split.order.size, self.array.shape[0]
         if held != size:
             want = "all of its rows inside a shard_map, by a spec that does not split them"
             raise arguments.value_error("table", want, f"{held} of {size}")
-        split = self.split.here()
+        split = self.split.here(*arrays)
         if split.mesh.axis_names != free_axes(split.mesh) and jax.__version_info__ < (0, 10):
             # Its programs wait for each other without an end.
             want = "jax 0.10 or newer, to read a sharded table inside a shard_map"
@@ -125,7 +124,7 @@ class Sharded(Table):
         An exchange needs ids that are split over the rows' axes; others are looked up in all
         shards.
         """
-        split = self._split_here
+        split = self._split_here(ids)
         by_exchange = split.order.is_striped and set(split.rows) <= set(split.axes_of(ids)[1])
         # Without axes of rows, inside somebody's shard_map, this device holds every row.
         gather = gather_from_owners if by_exchange and split.rows else gather_from_shards
@@ -133,7 +132,7 @@ class Sharded(Table):
 
     def _output_split(self, x: Float[Array, "... d"]) -> tuple[Array, tuple[Any, ...]]:
         """See `Table`."""
-        split = self._split_here
+        split = self._split_here(x)
         if split.order.is_striped:
             want = "rows in vocabulary order for a tied output layer: leave it out of `stripe`"
             raise arguments.type_error("table", want, "a striped table")
@@ -142,7 +141,7 @@ class Sharded(Table):
 
     def _take_rows(self, ids: Int32[Array, "..."], max_rows: int) -> Taken:
         """What a loss reads in this table's place."""
-        split = self._split_here
+        split = self._split_here(ids)
         if split.order.is_striped and split.mesh.manual_axes:
             # Devices along these axes would return gradients of one row apart.
             want = "a contiguous one, to train by rows inside a shard_map over some mesh axes"
@@ -159,7 +158,7 @@ class Sharded(Table):
         device needs whole, `parts` are those of a gradient, and `first` is the id of the first row
         of the arrays; an id outside of them names no row.
         """
-        split, is_owned = self._split_here, self.split.order.is_striped
+        split, is_owned = self._split_here(), self.split.order.is_striped
         if is_owned and gradient.split != split:
             want = (
                 "the gradient of a striped table as `value_and_grad` returns it: each device "
@@ -189,7 +188,7 @@ class Sharded(Table):
         """All rows, on the host, or their shape; each process that has a shard must ask."""
         if isinstance(self.array, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(self.shape, self.dtype)
-        return self.split.order.from_array(gathered(self.array))
+        return self.split.order.from_array(gathered("table", self.array))
 
     _all_rows = in_vocabulary_order
 

@@ -16,6 +16,7 @@ from transformer_embed._src.partitioning import (
     array_axes,
     devices_along,
     free_axes,
+    is_explicit,
     on_each_device,
     spec_axes,
 )
@@ -42,10 +43,20 @@ class TableSplit(NamedTuple):
     batch_axes: Axes
     capacity: float
 
-    def here(self) -> "TableSplit":
-        """The same inside somebody's shard_map: without its axes, along which it is whole."""
+    def here(self, *arrays: Array) -> "TableSplit":
+        """The same around a call with these arrays, on this mesh, as the mesh of the context is.
+
+        Inside somebody's shard_map, it is without its axes, along which the table is whole.
+        """
         here = jax.sharding.get_abstract_mesh()
-        if here.axis_names != self.mesh.axis_names or not here.manual_axes:
+        of_arrays = (jax.typeof(array).sharding.mesh for array in arrays)
+        for mesh in (here, *filter(is_explicit, of_arrays)):
+            own = self.mesh.abstract_mesh
+            is_own = mesh.shape == own.shape if mesh.manual_axes else mesh == own
+            if not (is_own or mesh.empty):
+                want = f"a table on the mesh of ids, of x or of jax.set_mesh, {mesh}"
+                raise arguments.value_error("table", want, f"one on {self.mesh}")
+        if not here.manual_axes:
             return self
         free = free_axes(here)
         batch_axes = tuple(axis for axis in self.batch_axes if axis in free)
