@@ -372,6 +372,7 @@ def trained(key, **options):
          "positions: ... -2147483648..2147483647, got 2147483648 at index [4]"),
         (lambda: evaluate(config=BERT, token_types=1), ValueError,
          "token_types: ... 5, ... got shape []"),
+        (lambda: evaluate(token_types=jnp.asarray(TYPES)), ValueError, f"token_types: ... None, got an array int32{[*TYPES.shape]}"),
     ],
 )  # fmt: skip
 def test_bad_calls_are_refused(call, error, text):
@@ -386,3 +387,31 @@ def test_initial_params_of_another_dtype_are_rounded_to_the_config_s():
     made = hk.transform(layer).init(KEY)
     equal(made, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), wide))
     assert {leaf.dtype for leaf in jax.tree.leaves(made)} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_parameters_that_are_not_floats_are_named():
+    """They were called by the names of arguments of other functions: table, bias."""
+    output = te.OutputConfig(tied=False, bias=True)
+    embedder, params = made(dataclasses.replace(BERT, embedding_width=None, output=output))
+    apply = functools.partial(embedder.apply, rng=None, ids=IDS, is_training=False)
+    names = ("embeddings", "output_embeddings", "output_bias")
+    rows = [
+        *[("token_embedding", name, embedder.output) for name in names[1:]],
+        *[
+            (module, names[0], functools.partial(apply, token_types=TYPES))
+            for module in ("token_embedding", "token_type_embedding", "learned_positional_encoding")
+        ],
+    ]
+    for module, name, call in rows:
+        path = f"transformer_embedding/~/{module}"
+        leaves = params[path] | {name: params[path][name].astype(int)}
+        owner = f"{module}/" if name == "embeddings" else ""
+        with refused(TypeError, f"{owner}{name}: ... got int32"):
+            call(params | {path: leaves})
+
+
+def test_a_table_of_biases_that_is_not_of_floats_is_named():
+    bias = hk.transform(lambda: te.RelativePositionBias(2)(jnp.arange(4), jnp.arange(4)))
+    params = jax.tree.map(lambda leaf: leaf.astype(int), bias.init(KEY))
+    with refused(TypeError, "relative_position_bias/embeddings: ... got int32"):
+        bias.apply(params, None)

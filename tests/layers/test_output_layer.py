@@ -262,3 +262,12 @@ def test_what_only_makes_an_output_layer_is_refused(output):
     """It was called a table that holds no numbers."""
     with pytest.raises(TypeError, match=r"^output: wanted an OutputLayer"):
         te.linear_logits(X, output)
+
+
+def test_a_plain_table_has_the_name_of_the_argument():
+    """It was called table, which no such function has."""
+    ids = np.zeros(X.shape[:-1], int)
+    with refused(TypeError, "output: ... got int64"):
+        te.linear_cross_entropy(X, ids, OUTPUT)
+    with refused(TypeError, "teacher_output: ... got int64"):
+        te.linear_divergence(X, OUTPUT, X, ids)

@@ -14,7 +14,7 @@ from transformer_embed._src.layers.parameters import Initializer, as_initializer
 from transformer_embed._src.positions.phase import as_positions
 from transformer_embed._src.positions.schemes import PositionScheme
 from transformer_embed._src.tokens.dropout import dropout
-from transformer_embed._src.tokens.lookup import OUT_OF_RANGE, lookup
+from transformer_embed._src.tokens.lookup import OUT_OF_RANGE, as_table, lookup
 
 
 class PositionalEncoding(hk.Module):
@@ -116,7 +116,8 @@ class PositionalEncoding(hk.Module):
         if not self.scheme.is_learned:
             return self.scheme.encoding(as_positions("positions", positions), self.d_model)
         ids, shape = arguments.as_int32("positions", positions), (self.scheme.max_len, self.d_model)
-        table: Any = hk.get_parameter("embeddings", shape, self.param_dtype, self.w_init)
+        rows: Any = hk.get_parameter("embeddings", shape, self.param_dtype, self.w_init)
+        table = as_table(f"{self.name}/embeddings", rows)
         return arguments.widened(lookup(table, ids, out_of_range=self.out_of_range))
 
     def _of_tokens(

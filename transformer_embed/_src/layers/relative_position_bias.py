@@ -10,7 +10,7 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
 from transformer_embed._src.layers.parameters import Initializer, as_initializer
 from transformer_embed._src.positions.relative_bias import relative_position_buckets
-from transformer_embed._src.tokens.lookup import lookup
+from transformer_embed._src.tokens.lookup import as_table, lookup
 
 
 class RelativePositionBias(hk.Module):
@@ -81,7 +81,8 @@ class RelativePositionBias(hk.Module):
         """
         buckets = relative_position_buckets(query_positions, key_positions, **self.buckets)
         shape = self.buckets["num_buckets"], self.num_heads
-        table: Any = hk.get_parameter("embeddings", shape, self.param_dtype, self.w_init)
+        rows: Any = hk.get_parameter("embeddings", shape, self.param_dtype, self.w_init)
+        table = as_table(f"{self.name}/embeddings", rows)
         # A bucket is never out of range, and "clip" skips the check.
         bias = jnp.moveaxis(lookup(table, buckets, out_of_range="clip"), -1, 1)
         return bias if self.dtype is None else bias.astype(self.dtype)

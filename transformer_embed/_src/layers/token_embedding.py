@@ -100,7 +100,8 @@ class TokenEmbedding(hk.Module):
 
     def _scaled_rows(self, ids: Ids) -> tuple[Float[Array, "... d"], jnp.dtype]:
         """The scaled rows in float32 or wider, and the dtype of the table."""
-        config, table = self.config, as_table("table", self._parameter("embeddings"))
+        config = self.config
+        table = as_table(f"{self.name}/embeddings", self._parameter("embeddings"))
         rows = look_up(table, ids, config.pad_id, config.out_of_range, config.lookup_style)
         return arguments.widened(rows) * config.factor, table.dtype
 
@@ -124,10 +125,12 @@ def output_layer(config: EmbedderConfig, parameter: Callable[[str], Any]) -> Out
         got = "None" if output is None else f"none, since {output.reason}"
         raise arguments.value_error("output", want, got)
     # An untied model, too, has a table of tokens.
-    table = parameter("embeddings")
+    name, table = "embeddings", parameter("embeddings")
+    if not output.tied:
+        name, table = "output_embeddings", parameter("output_embeddings")
     return OutputLayer(
-        table if output.tied else parameter("output_embeddings"),
-        parameter("output_bias") if output.bias else None,
+        as_table(name, table),
+        arguments.as_floats("output_bias", parameter("output_bias")) if output.bias else None,
         softcap=output.softcap,
         scale=output.scale,
         pad_id=config.pad_id,

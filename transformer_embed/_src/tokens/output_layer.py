@@ -129,7 +129,7 @@ def as_output_layer(
         want = "an OutputLayer, such as embedder.output(params), or a table [vocab_size, d]"
         raise arguments.type_error(f"{prefix}output", want, type(output).__name__)
     else:
-        output = OutputLayer(output)
+        output = OutputLayer(as_table(f"{prefix}output", output))
     want = "a last axis of the width d of the table [vocab_size, d]"
     arguments.check_same(f"{prefix}x", want, x.shape[-1:], output.table.shape[1:])
     return x, output
