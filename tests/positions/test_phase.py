@@ -112,6 +112,13 @@ def test_small_angles_keep_their_relative_accuracy():
     assert oracle.error(got, exact) / float(exact) < 2**-22
 
 
+def test_slopes_of_long_wavelengths_keep_their_relative_accuracy():
+    slope = jax.grad(lambda position: of_channels(position, constants(2, 1e14))[2])
+    # At position 1 the cosine rounds to 1.
+    exact = oracle.frequency(1, 2, 1e14)
+    assert oracle.error(slope(np.float32(1)), exact) / float(exact) < 2**-22
+
+
 @functools.cache
 def derivative_at_each(order):
     derivative = of_channels
