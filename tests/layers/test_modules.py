@@ -319,6 +319,14 @@ def test_16_bit_results_are_rounded_once():
     equal(pair.apply(params, None), want.astype(jnp.bfloat16))
 
 
+def test_a_batch_reads_encodings_that_are_computed_once():
+    """See `computed_once`. A batch of one row would only copy them."""
+    pair = hk.transform(lambda x: sinusoidal()(x, is_training=False))
+    for batch in 1, 2:
+        text = jax.jit(pair.apply).lower({}, None, X[:batch]).as_text()
+        assert ("stablehlo.gather" in text) == (batch == 2)
+
+
 # --- Positions.
 
 
