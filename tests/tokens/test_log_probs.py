@@ -62,6 +62,12 @@ def test_each_row_has_its_temperature_and_its_gradient(options):
         jax.test_util.check_grads(log_probs, arrays, order=2, atol=1e-5, rtol=1e-5, eps=1e-4)
 
 
+def test_entropies_are_those_of_a_softmax_over_whole_logits():
+    probabilities = jax.nn.softmax(X @ TABLE.T)
+    want = -(probabilities * jnp.log(probabilities)).sum(-1)
+    near(linear_log_probs(X, TABLE, LABELS, with_entropy=True)[1], want, atol=ERROR)
+
+
 CANDIDATES = np.random.default_rng(6).integers(0, VOCAB, (4, 6, 3))
 OF_CANDIDATES = [
     {"pad_id": 0, "softcap": 1.5, "scale": 2.0, "temperature": np.float32([[0.5], [1], [2], [3]])},
