@@ -249,6 +249,12 @@ ERRORS = {
     "state: wanted that of optimizer.init(params)": (ADAM, GRADS, SGD.init(SMALL)),
     "state: wanted an array, got object": (ADAM, GRADS, object()),
     "optimizer: wanted an optax.GradientTransformation, got function": (optax.adam, GRADS, STATE),
+    # It has an init, and no update.
+    "optimizer: wanted an optax.GradientTransformation, got Embedder": (
+        te.Embedder(te.EmbedderConfig(5, 2)),
+        GRADS,
+        STATE,
+    ),
 }
 
 
