@@ -128,6 +128,7 @@ def test_tokens_in_another_order_have_no_next_token():
 from_ids = functools.partial(TokenPositions.from_ids, pad_id=0)
 from_lengths, from_offset = TokenPositions.from_lengths, TokenPositions.from_offset
 ROWS = "wanted shape [length] or [batch, length], got shape"
+(SYMBOLIC,) = jax.export.symbolic_shape("length")
 COMES_BACK = np.array([[1, 1, 2, 0], [4, 0, 4, 0]], np.uint8)
 TYPE_ERRORS = [
     (lambda: jax.jit(TokenPositions)(np.zeros(2, np.uint32)), "positions: ... got uint32"),
@@ -145,6 +146,8 @@ VALUE_ERRORS = [
     (lambda: from_lengths([3], -1), "length: ... 0, got -1"),
     (lambda: from_lengths([3], 4, padding_side="both"), "padding_side: ... got 'both'"),
     (lambda: from_lengths([2, -3], 4), "lengths: ... 0..4, got -3 at index [1]"),
+    (lambda: from_lengths([2**31], 2**31), "lengths: ... 0..2147483647, got 2147483648 at index [0]"),
+    (lambda: from_lengths([2**31], SYMBOLIC), "lengths: ... 0..2147483647, got 2147483648 at index [0]"),
     (lambda: from_offset(0, 5)[0], "index: ... got 0"),
     (lambda: from_offset(0, 5)[:, 0], "index: ... got (slice(None, None, None), 0)"),
     (lambda: from_offset(0, 5).take([[0]]), "order: ... got shape [1, 1]"),
