@@ -45,7 +45,7 @@ def in_row(tokens: dict[str, Array], chunk: int | None = None) -> dict[str, Arra
     # How many tokens of the run, and of the chunk, are before each.
     in_run = positions - first
     # 0 is padding.
-    in_row = {"places": index, "segment_ids": (index - in_run + 1) * (segments != 0)}
+    in_row = {"places": index, "segment_ids": jnp.where(segments != 0, index - in_run + 1, 0)}
     if chunk is not None:
         in_chunk = positions - chunk * tokens["chunk"]
         in_row["chunk"] = index - jnp.minimum(in_run, in_chunk)
