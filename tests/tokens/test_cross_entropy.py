@@ -135,6 +135,14 @@ def test_each_setting_is_that_of_a_loop_in_float64(options):
     assert_gradients_right(100 * ERROR, x=9 * X, **options)
 
 
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_row_may_have_one_mask_and_one_weight(shift):
+    of_rows = {"mask": MASK[:, 1:2], "weights": WEIGHTS[:, :1]}
+    of_tokens = {name: np.broadcast_to(array, SHAPE) for name, array in of_rows.items()}
+    options = {"shift": shift, "reduction": "none"}
+    equal(value(**of_rows, **options), value(**of_tokens, **options))
+
+
 @pytest.mark.slow
 def test_a_published_loss():
     """Stanford CS231n, linear classification notes, softmax classifier: scores -2.85, 0.86, 0.28
@@ -475,8 +483,7 @@ VALUE_ERRORS = [
     ({"labels": LABELS[0]}, "labels: ... (4, 5), got (5,)"),
     ({"x": X[0, 0], "labels": 1, "mask": None, "shift": True}, "labels: ... got shape []"),
     ({"mask": MASK[:2]}, "mask: ... [4, 5], got shape [2, 5]"),
-    # No hint for positions.
-    ({"weights": 2.0}, f"weights: {ENDS} []"),
+    ({"weights": WEIGHTS[:, :2]}, "weights: ... [4, 5], got shape [4, 2]"),
     (PACKED | {"segment_ids": SEGMENTS[:, :4]}, f"segment_ids: {ENDS} [4, 4]"),
     ({"segment_ids": SEGMENTS}, "segment_ids: ... 0, got an array int32[4, 5]"),
     ({"bias": BIAS[:-1]}, "bias: ... (7,), got (6,)"),
@@ -500,6 +507,13 @@ def test_bad_arguments_are_refused(kind, errors):
         if changes.keys() <= OF_LOGITS:
             with refused(kind, message):
                 linear_logits(**of_logits)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"label_smoothing": 1.0}, {"label_smoothing": -0.1}, {"z_loss": -1.0}]
+)
+def test_an_array_out_of_range_is_nan(setting):
+    assert np.isnan(value(**jax.tree.map(jnp.asarray, setting)))
 
 
 def test_a_number_of_labels_that_is_not_known_is_refused():

@@ -197,7 +197,7 @@ REFUSED = [
     ({"kind": "symmetric"}, "kind: ... got 'symmetric'"),
     ({"beta": 0.5}, "beta: ... got float 0.5"),
     ({"kind": "js", "beta": 1.0}, "beta: ... 1, got 1.0"),
-    ({"weights": WEIGHTS[:, :2]}, "weights: ... 6, ... got shape [4, 2]"),
+    ({"weights": WEIGHTS[:, :2]}, "weights: ... [4, 6], got shape [4, 2]"),
 ]  # fmt: skip
 
 

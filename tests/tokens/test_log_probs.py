@@ -93,6 +93,13 @@ def test_candidates_have_the_log_probabilities_and_derivatives_of_a_loop(functio
         jax.test_util.check_grads(probabilities, arrays, order=2, atol=1e-5, rtol=1e-5, eps=1e-4)
 
 
+@pytest.mark.parametrize("function", [linear_log_probs, linear_kept_log_probs])
+def test_temperatures_that_are_not_above_0_are_nan(function):
+    temperatures = jnp.array([[1.0], [0.0], [-1.0], [1.0]])
+    found = function(X, TABLE, CANDIDATES, temperature=temperatures)
+    assert np.isnan(found).all((1, 2)).tolist() == [False, True, True, False]
+
+
 @pytest.mark.slow
 def test_candidates_outside_the_vocabulary_are_nan_and_entropies_those_of_tokens():
     ids = CANDIDATES.copy()

@@ -75,21 +75,22 @@ def linear_cross_entropy(
             the table, use mask.
         labels: [...], any integer dtype: the id that each token should predict; with shift, the ids
             themselves.
-        mask: bool, [length], or more axes that broadcast to the labels'. True = the label is
-            counted; `labels != -100` for example. One for each row is `mask[:, None]`. None: all.
-        weights: floating, with axes as in mask: each label's loss is multiplied by its weight.
-            None: 1. With negative ones, do not take the mean: the sum of weights that divides it
-            may be 0 or less.
+        mask: bool, any shape that broadcasts to the labels'. True = the label is counted;
+            `labels != -100` for example. One for each row is `mask[:, None]`. None: all.
+        weights: floating, shaped as mask: each label's loss is multiplied by its weight. None: 1.
+            With negative ones, do not take the mean: the sum of weights that divides it may be 0 or
+            less.
         shift: a Python int k of at least 0: token t predicts `labels[..., t + k]`, which brings its
             mask and weight; the last k tokens predict nothing. True is 1. A head that predicts
             several tokens ahead has its own k.
-        segment_ids: integers, with axes as in mask, for packed sequences, with shift: those of
-            `TokenPositions` (0 = padding). A token predicts nothing if `labels[..., t + k]` has
-            another segment id, such as the last k tokens of a sequence. None: one sequence a row.
+        segment_ids: integers, [length], or more axes that broadcast to the labels', for packed
+            sequences, with shift: those of `TokenPositions` (0 = padding; a negative number is
+            not). A token predicts nothing if `labels[..., t + k]` has another segment id, such as
+            the last k tokens of a sequence. None: one sequence a row.
         label_smoothing: in [0, 1): the part of each label that is spread evenly over the
             vocabulary, banned ids (a bias of -inf) included, whose loss is infinite. A number, or a
             floating array that broadcasts to the labels; it may be traced, as that of a schedule,
-            and has a gradient.
+            and has a gradient. NaN where an array is out of range.
         z_loss: at least 0, which keeps log_z near 0 (PaLM: 1e-4). Like label_smoothing.
         reduction: `"mean"` divides the sum over the counted labels by the sum of their weights;
             `"sum"` does not; `"none"` returns each label's loss times its weight.

@@ -58,6 +58,12 @@ CONVERTERS: dict[str, Callable] = {
     "z_loss": functools.partial(_as_setting, 0, arguments.not_negative),
 }
 
+# An array may be known only when the program runs: what is out of range becomes NaN.
+IN_RANGE: dict[str, Callable] = {
+    "temperature": lambda value: value > 0,
+    "label_smoothing": lambda value: (value >= 0) & (value < 1),
+    "z_loss": lambda value: value >= 0,
+}
 OPTIONAL = "mask", "weights", "segment_ids"
 
 
@@ -86,7 +92,7 @@ def compute(loss: Loss, layers: tuple[Pair, ...], **of_tokens: ArrayLike | None)
     for name, array in arrays.items():
         if array is not None:
             shape = of_labels if name in ("labels", "mask") else tokens
-            is_free = name in Settings._fields or shape != tokens
+            is_free = name != "segment_ids"
             check = arguments.check_broadcasts if is_free else arguments.check_ends_in_length
             check(name, array.shape, shape, whose)
             # A number of a token broadcasts to those of its candidates.
@@ -132,8 +138,12 @@ def _of_tokens(
     counted = every_token[..., None]
     # Widened before they are broadcast, so that their gradients are summed in the wide dtype.
     zeros = jnp.zeros_like(counted, dtype)
-    for name in batch.keys() & {*Settings._fields}:
+    for name in batch.keys() & {*Settings._fields, "weights"}:
         batch[name] = batch[name].astype(dtype) + zeros
+    for name in batch.keys() & IN_RANGE.keys():
+        batch[name] = jnp.where(IN_RANGE[name](batch[name]), batch[name], jnp.nan)
+    if "mask" in batch:
+        batch["mask"] &= counted
     if loss.shift:
         segment_ids = batch.pop("segment_ids", jnp.ones_like(counted, jnp.int32))
         counted &= _along_length(has_next_token, loss.shift)(segment_ids)
@@ -142,7 +152,7 @@ def _of_tokens(
     if labels is not None and pad_id is not None:
         counted &= labels != pad_id
     counted &= batch.get("mask", True)
-    weights = batch.get("weights", jnp.ones(())).astype(dtype)
+    weights = batch.get("weights", jnp.ones((), dtype))
     # No row has an id of -1: the loss is finite, and no gradient is that of an infinite logit.
     labels = None if labels is None else jnp.where(counted, labels, -1)
     settings = Settings(*map(batch.get, Settings._fields))
