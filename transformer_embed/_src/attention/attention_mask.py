@@ -38,7 +38,8 @@ class AttentionMask(Mask):
 
     A query at position q may attend to a key at position k where
 
-        (k <= q if causal, and q - left <= k <= q + right, and q // chunk == k // chunk,
+        (k <= q if causal, and k <= q + right, and (q - left <= k or k < sinks),
+         and q // chunk == k // chunk,
          or both are in the same block)
         and both have the same segment id, and the key is a token, not padding
 
@@ -64,8 +65,8 @@ class AttentionMask(Mask):
         chunk: length of a chunk, at least 1: a query sees only the keys of its own chunk, positions
             0..chunk-1, chunk..2*chunk-1, ... (Llama 4). Positions from `TokenPositions.from_ids`
             count chunks from the first token that is not padding, as transformers does.
-        sinks: number of first positions of each sequence, at least 1, which a window does not hide:
-            those below it. (A chunk does.)
+        sinks: number of first positions of each sequence, at least 1, which the left side of a
+            window does not hide: those below it. (Its right side and a chunk do.)
 
     Raises:
         TypeError: queries or keys are not TokenPositions, causal is not a Python bool, or a window
@@ -119,7 +120,7 @@ class AttentionMask(Mask):
             sinks=arguments.size,
         )
         if self.reach[0] is None:
-            arguments.check_left_out("sinks", self.sinks, "no window hides them")
+            arguments.check_left_out("sinks", self.sinks, "no left side of a window hides them")
         if self.sides[1].ends is not None:
             if not self.causal:
                 raise arguments.value_error("causal", "True, for keys of a tree", False)

@@ -44,7 +44,8 @@ class TokenPositions:
         positions: [length] or [batch, length] integers; the position of each token in its own
             sequence.
         segment_ids: [length] or [batch, length] integers of at least 0; the sequence that each
-            token belongs to, 0 = padding. None: one sequence, without padding.
+            token belongs to, 0 = padding. On a device, tokens with a negative one are a sequence,
+            too, so padding marked by -1 is not hidden. None: one sequence, without padding.
         block_ids: [length] or [batch, length] integers; tokens of one block attend to each other
             even where a causal mask, a window or a chunk forbids it. Negative: in no block. None:
             there are no blocks. See `with_block_ids`.
@@ -362,8 +363,9 @@ class TokenPositions:
         Args:
             segment_ids: [length] or [batch, length] integers: 0 = padding, and a different positive
                 number for each sequence. The tokens of a sequence must be contiguous: a number that
-                reappears later in the row is an error if the values are on the host. On a device,
-                positions restart there, in the same segment; `te.check_batch` finds it in a data
+                reappears later in the row is an error if the values are on the host, as is a
+                negative one. On a device, positions restart there, in the same segment, and a
+                negative number is a sequence, not padding; `te.check_batch` finds both in a data
                 pipeline.
 
         Returns:
