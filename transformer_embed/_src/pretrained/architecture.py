@@ -196,6 +196,7 @@ DEFAULTS = {
         (8.0, "alibi_bias_max"),
         (12.0, "scale_emb"),
         (10_000.0, "rope_theta"),
+        ("rope", "position_embedding_type"),
         (
             False,
             "scale_embedding rescale_embeddings mup_enabled rotary_emb_interleaved "

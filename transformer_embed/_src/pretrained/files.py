@@ -266,10 +266,15 @@ def _header(path: pathlib.Path) -> Header:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
     metadata = header.pop("__metadata__", None) or {}
-    entries = {}
-    for name, entry in header.items():
-        start, stop = (8 + size + offset for offset in entry["data_offsets"])
-        entries[name] = TensorInfo(path, entry["dtype"], tuple(entry["shape"]), start, stop)
+    entries = {
+        name: TensorInfo(
+            path,
+            entry["dtype"],
+            tuple(entry["shape"]),
+            *(8 + size + offset for offset in entry["data_offsets"]),
+        )
+        for name, entry in header.items()
+    }
     return entries, metadata
 
 

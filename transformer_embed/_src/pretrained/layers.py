@@ -43,7 +43,13 @@ KNOWN = (FULL, SLIDING, CHUNKED, INDEXED, *UNROTATED)
 # What an object for one layer may say besides sizes that tensors have.
 OWN = ("head_dim", "sliding_window")
 SIZES = ("num_key_value_heads", "intermediate_size")
-BY_LAYER = ("layer_types", "layer_rope_theta", "no_rope_layers", "mlp_layer_types")
+# Lists with a value for each layer, and the entry that it has there.
+BY_LAYER = {
+    "layer_types": "layer_types",
+    "layer_rope_theta": "rope_theta",
+    "no_rope_layers": "no_rope_layers",
+    "mlp_layer_types": "mlp_layer_types",
+}
 # Of a file that anyone may have written.
 MOST_LAYERS = 1024
 
@@ -96,7 +102,9 @@ def layers_of(
     value["layer_types"] = _types(kind, value, count)
     layers = []
     for number, layer_type in enumerate(value["layer_types"]):
-        own = value | {name: value[name][number] for name in BY_LAYER if value[name]}
+        own = value | {
+            entry: value[name][number] for name, entry in BY_LAYER.items() if value[name]
+        }
         own |= _own(own, number, layer_type)
         rotates = _rotates(kind, own, number, layer_type)
         rotary = rope.rotation(kind, own, width, layer_type) if rotates else None
@@ -144,18 +152,14 @@ def _own(value: Options, number: int, layer_type: str) -> dict[str, Any]:
         want = f"no entries but {', '.join((*OWN, *SIZES))}"
         raise arguments.value_error(f"per_layer_config: {number}", want, unread)
     own |= {name: ENTRIES[name](name, said[name]) for name in OWN if name in said}
-    if value["layer_rope_theta"] is not None:
-        own["rope_theta"] = value["layer_rope_theta"]
     return own
 
 
 def _rotates(kind: Architecture, value: Options, number: int, layer_type: str) -> bool:
     """Whether a layer rotates its heads."""
     # Granite's hybrids say whether they rotate at all; a base of 0 says that a layer does not.
-    is_said = "position_embedding_type" in kind.entries
-    if not kind.rotary or (is_said and value["position_embedding_type"] != "rope"):
-        return False
-    if layer_type in UNROTATED or not value["rope_theta"]:
+    is_rotary = kind.rotary and value["position_embedding_type"] == "rope" and value["rope_theta"]
+    if not is_rotary or layer_type in UNROTATED:
         return False
     if value["no_rope_layer_interval"]:
         return bool(value["no_rope_layers"])
