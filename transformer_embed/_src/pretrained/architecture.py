@@ -105,6 +105,7 @@ ALIASES = {
 
 # --- Entries of config.json.
 
+Options = Mapping[str, Any]
 REQUIRED: Any = object()
 Check = Callable[[str, Any], Any]
 count: Check = functools.partial(arguments.integer, at_least=1)
@@ -124,7 +125,7 @@ def _names(name: str, value: Any) -> tuple[Any, ...]:
     return arguments.entries(name, letters, check)
 
 
-def _by_layer(name: str, value: Any) -> dict[int, Mapping[str, Any]]:
+def _by_layer(name: str, value: Any) -> dict[int, Options]:
     arguments.instance(name, value, Mapping, "an object")
     return {
         int(layer): arguments.instance(f"{name}: {layer}", own, Mapping, "an object")

@@ -27,6 +27,7 @@ from transformer_embed._src.pretrained.architecture import (
     LOGITS_BIAS,
     OFFSETS,
     STACKS,
+    Options,
     as_scale,
 )
 from transformer_embed._src.pretrained.description import describe
@@ -242,7 +243,7 @@ def _check_extras(layers: Any, bias: Any, names: Any, per_layer: Any) -> None:
     arguments.entries("layers", layers, check)
 
 
-def _by_tensor_name(leaves: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def _by_tensor_name(leaves: Options, names: Options) -> dict[str, np.ndarray]:
     """The arrays of a file: each parameter under its tensor's name, and as that tensor lies."""
     arrays = {}
     for name, tensor in names.items():
@@ -260,9 +261,7 @@ def _by_tensor_name(leaves: Mapping[str, Any], names: Mapping[str, Any]) -> dict
     return arrays
 
 
-def _with_own_paths(
-    config: EmbedderConfig, params: Params, bias: Mapping[str, Any] | None
-) -> Params:
+def _with_own_paths(config: EmbedderConfig, params: Params, bias: Options | None) -> Params:
     """The tree with the modules that `load_embedder` knows under the paths that it gives them."""
     paths = {path: ROOT + name for name, path in layer_paths("params", config, params).items()}
     if bias is not None and "num_buckets" in bias:

@@ -25,6 +25,7 @@ from transformer_embed._src.pretrained.architecture import (
     TOKENS,
     WIDEN,
     Architecture,
+    Options,
     as_scale,
     count,
 )
@@ -35,7 +36,6 @@ from transformer_embed._src.pretrained.recognition import Published
 
 # The last two axes of each tensor; the first is 1 for a vector.
 Shapes = Mapping[str, tuple[int, int]]
-Options = Mapping[str, Any]
 
 # Models around a text model that scale and bound its logits as it does alone, and that do not.
 SCALED_WITHIN = (
@@ -54,7 +54,7 @@ def describe(
     kind: Architecture,
     prefix: str,
     names: dict[str, str],
-    settings: Mapping[str, Any],
+    settings: Options,
 ) -> PretrainedInput:
     """All but the parameters, of a model whose tensors are below a prefix."""
     tensors, place = file.tensors, f"{file.path}, for a model {kind.type}"

@@ -17,9 +17,8 @@ from transformer_embed._src.pretrained.architecture import (
     STACKS,
     WINDOWLESS,
     Architecture,
+    Options,
 )
-
-Options = Mapping[str, Any]
 
 # Names of older files, by those of today.
 RENAMED: Mapping[Any, str] = {

@@ -10,7 +10,12 @@ from jaxtyping import Array
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.embedder import Embedder, Params
-from transformer_embed._src.pretrained.architecture import BIAS, PER_LAYER_WEIGHTS, WIDEN
+from transformer_embed._src.pretrained.architecture import (
+    BIAS,
+    PER_LAYER_WEIGHTS,
+    WIDEN,
+    Options,
+)
 from transformer_embed._src.pretrained.files import Tensors, call_with_named_errors
 from transformer_embed._src.pretrained.layers import Layer
 
@@ -49,9 +54,7 @@ class PretrainedInput(NamedTuple):
     per_layer: Mapping[str, Any] | None = None
 
 
-def parameters_of(
-    where: Any, config: EmbedderConfig, bias: Mapping[str, Any] | None = None
-) -> Specs:
+def parameters_of(where: Any, config: EmbedderConfig, bias: Options | None = None) -> Specs:
     """The shape and dtype of each parameter, by its path, computed without allocating any array."""
     init, key = Embedder(config).init, jax.random.key(0)
     found = by_path(call_with_named_errors(where, jax.eval_shape, init, key))
@@ -61,7 +64,7 @@ def parameters_of(
     return found
 
 
-def by_path(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def by_path(tree: Params) -> dict[str, Any]:
     """The leaves of a Haiku parameter tree, by their paths."""
     return {
         "/".join((module, name)): leaf for module in tree for name, leaf in tree[module].items()

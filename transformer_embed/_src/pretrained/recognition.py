@@ -10,20 +10,21 @@ from transformer_embed._src import arguments
 from transformer_embed._src.pretrained.architecture import (
     STACKS,
     Architecture,
+    Options,
 )
 from transformer_embed._src.pretrained.architectures import by_model_type
 from transformer_embed._src.pretrained.files import Tensors, read_json
 
 # Not a ready call: neither a table's name nor its config.json says how its tokens are scaled.
 BY_HAND = "load any table with config and names"
-WORDS = "emb|pos_|posit|rel_|relative|token_type|wte|wpe|project_in"
 # Tensors that may stand beside that table: its siblings, outside of numbered layers, and a bias of
 # T5 that is not the first layer's. Not buffers, second streams, or what only attention or the end
 # of the model reads.
 BESIDE = re.compile(
     r".*\.(Local)?SelfAttention\.relative|(?!.*(\b\d+\b|_ids$|inv_freq|entity|visual|vision|image|audio|patch_|embed_global|embedding_norm|"
     r"embedding_projection|rel_embeddings|(^|\.)pos_embed))"
-    rf"(embeddings\.|((encoder|decoder)\.)?[^.]*({WORDS}))"
+    r"(embeddings\.|((encoder|decoder)\.)?[^.]*"
+    r"(emb|pos_|posit|rel_|relative|token_type|wte|wpe|project_in))"
 )
 
 
@@ -43,7 +44,7 @@ class Published(NamedTuple):
     tensors: Tensors
     stack: str | None
     path: pathlib.Path
-    entries: Mapping[str, Any]
+    entries: Options
     model_type: Any
     outer: str | None
     length: int | None

@@ -9,11 +9,10 @@ from transformer_embed._src.pretrained.architecture import (
     FULL,
     SLIDING,
     Architecture,
+    Options,
     count,
 )
 from transformer_embed._src.pretrained.files import made_of
-
-Options = Mapping[str, Any]
 
 LOCAL = "rope_local_base_freq"
 # For each kind of layer, the entries of config.json that have its base, its share of the channels
