@@ -78,6 +78,9 @@ READS = {
     "rotary": "rope_theta rope_scaling rope_parameters max_position_embeddings "
     "original_max_position_embeddings",
     "partial_rotary_factor": "num_attention_heads head_dim",
+    "no_rope_layer_interval": "no_rope_layers",
+    "mlp_layer_types": "first_k_dense_replace",
+    "decoder_vocab_size": "share_encoder_decoder_embeddings",
     "rope_local_base_freq": "sliding_rope_scaling partial_rotary_factor sliding_rotary_factor "
     "num_attention_heads head_dim global_head_dim",
 }

@@ -355,9 +355,6 @@ OWN: dict[str, dict[Any, str]] = {
     "no_rope_layer_interval": {
         4: "smollm3 llama4 llama4_text",
     },
-    "no_rope_layers": {
-        None: "smollm3 llama4 llama4_text",
-    },
     "attn_layer_indices": {
         None: "lfm2",
         (): "bamba",
@@ -367,9 +364,6 @@ OWN: dict[str, dict[Any, str]] = {
     },
     # The first layers of Cohere 2's MoE may be dense, which rotate with full attention too.
     "mlp_layer_types": {
-        None: "cohere2_moe",
-    },
-    "first_k_dense_replace": {
         None: "cohere2_moe",
     },
     "layer_rope_theta": {
@@ -414,9 +408,6 @@ OWN: dict[str, dict[Any, str]] = {
     },
     "decoder_vocab_size": {
         None: "marian pegasus",
-    },
-    "share_encoder_decoder_embeddings": {
-        True: "marian pegasus",
     },
     "rope_scaling": {
         REQUIRED: _SCALED,
