@@ -9,8 +9,6 @@ from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.layers.embedder import Params
 from transformer_embed._src.tokens.lookup import lookup
 
-MODULE = "per_layer_inputs"
-
 
 def per_layer_inputs(
     params: Params, ids: ArrayLike, x: ArrayLike, *, layer_norm_eps: float
@@ -52,7 +50,8 @@ def per_layer_inputs(
         Gemma 3n and Gemma 4 (Google DeepMind, 2025), as the transformers library computes them.
     """
     ids, x = arguments.as_integers("ids", ids), arguments.as_floats("x", x)
-    table, weights, scale = (params[MODULE][name] for name in ("embeddings", "w", "scale"))
+    leaves = params["per_layer_inputs"]
+    table, weights, scale = (leaves[name] for name in ("embeddings", "w", "scale"))
     if x.shape != (*ids.shape, weights.shape[0]):
         want = f"shape {[*ids.shape, weights.shape[0]]}"
         raise arguments.value_error("x", want, f"shape {list(x.shape)}")

@@ -7,11 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from transformer_embed._src import arguments
-from transformer_embed._src.pretrained.architecture import (
-    STACKS,
-    Architecture,
-    Options,
-)
+from transformer_embed._src.pretrained.architecture import STACKS, Architecture, Options
 from transformer_embed._src.pretrained.architectures import by_model_type
 from transformer_embed._src.pretrained.files import Tensors, read_json
 
