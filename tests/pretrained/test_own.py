@@ -186,7 +186,7 @@ def beside(value):
     return {"params": PARAMS | {"a": {"b": value}}}
 
 
-GATHERED = {"embeddings": GatheredRows(jnp.array([1]), jnp.ones([1, 6]), 7)}
+GATHERED = {"embeddings": GatheredRows(jnp.array([1]), jnp.ones([1, 6]), None, "table", 7)}
 UNSAVED = [
     ({"names": {TOKENS: "__metadata__"}}, "other than '__metadata__'"),
     ({"names": {TOKENS: None}}, "other than '__metadata__', got [None]"),

@@ -17,7 +17,7 @@ from transformer_embed._src.tables.rows.gathered_rows import GatheredRows, as_ke
 from transformer_embed._src.tables.rows.marks import are_marks, new_marks
 
 ROWS = GatheredRows(
-    as_keys(jnp.array([1, 2])), jnp.ones([2, 3]), 5, marks=new_marks(3, jnp.float32)
+    as_keys(jnp.array([1, 2])), jnp.ones([2, 3]), new_marks(3, jnp.float32), "table", 5
 )
 
 

@@ -19,7 +19,7 @@ from transformer_embed._src.tables.rows.distinct_ids import (
     read_each,
     sum_over_devices,
 )
-from transformer_embed._src.tables.rows.marks import MARKS, are_marks
+from transformer_embed._src.tables.rows.marks import MARKS, are_marks, new_marks
 from transformer_embed._src.tables.rows.row_gradient import RowGradient, SomeRows
 from transformer_embed._src.tokens.lookup import Table, lookup
 
@@ -27,7 +27,7 @@ from transformer_embed._src.tokens.lookup import Table, lookup
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["keys", "values", "marks"],
-    meta_fields=["vocab_size", "reader", "name"],
+    meta_fields=["name", "vocab_size", "reader"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class GatheredRows(SomeRows, Table):
@@ -46,20 +46,18 @@ class GatheredRows(SomeRows, Table):
         keys: [k], the ids as `as_keys` makes them: int32, ascending and distinct; ids of vocab_size
             or above are padding.
         values: [k, d], the rows.
-        vocab_size: number of rows of the table.
-        reader: how rows that devices of a mesh hold are read, by its `read`. None: as those of a
-            plain array.
         marks: [3, d], of the table's dtype (see `marks`).
         name: the parameter, for error messages.
+        vocab_size: number of rows of the table.
+        reader: see `Taken`.
     """
 
     keys: Any
     values: Any
+    marks: Any
+    name: str
     vocab_size: int
     reader: Any = None
-    _: dataclasses.KW_ONLY
-    marks: Any = None
-    name: str = "table"
 
     @property
     def ids(self) -> Int32[Array, "k"]:
@@ -118,13 +116,22 @@ class Taken(NamedTuple):
 
     Args:
         rows: [n, d], what the loss is differentiated by.
-        read: from these to what a loss sees in the table's place.
+        read: from these to the ids whose rows are read, ascending and padded, and their rows.
         gradient: from their gradient to the table's.
+        reader: how rows that devices of a mesh hold are read, by its `read`. None: as those of a
+            plain array.
     """
 
     rows: Array
-    read: Callable[[Array], GatheredRows]
+    read: Callable[[Array], tuple[Array, Array]]
     gradient: Callable[[Array], RowGradient]
+    reader: Any = None
+
+    def in_place_of(self, table: Any, name: str, rows: Array) -> GatheredRows:
+        """What a loss reads in the table's place."""
+        (vocab_size, width), (ids, values) = table.shape, self.read(rows)
+        marks = new_marks(width, table.dtype)
+        return GatheredRows(as_keys(ids), values, marks, name, vocab_size, self.reader)
 
 
 def take_from_array(array: Float[Array, "v d"], ids: Int32[Array, "..."], max_rows: int) -> Taken:
@@ -133,9 +140,8 @@ def take_from_array(array: Float[Array, "v d"], ids: Int32[Array, "..."], max_ro
     if any(spec):
         want = "a whole array, or a Sharded one (te.sharding.shard_params makes it)"
         raise arguments.value_error("table", want, f"an array split as {spec}")
-    vocab_size = len(array)
-    held = distinct_rows(on_every_device(ids), vocab_size, max_rows)
-    return as_taken(array, vocab_size, held, read_rows(array, held))
+    held = distinct_rows(on_every_device(ids), len(array), max_rows)
+    return as_taken(array, len(array), held, read_rows(array, held))
 
 
 def as_taken(
@@ -147,9 +153,6 @@ def as_taken(
 ) -> Taken:
     """What is taken of a table whose rows are the same wherever the batch is read."""
 
-    def read(values: Float[Array, "k d"]) -> GatheredRows:
-        return GatheredRows(as_keys(ids), values, vocab_size, reader)
-
     def gradient(sums: Float[Array, "k d"]) -> RowGradient:
         held = known_after_reading(ids, rows)
         # `jax.grad` inserts this sum for arrays that devices with different batches share.
@@ -157,4 +160,4 @@ def as_taken(
             held, sums = sum_over_devices(held, sums, vocab_size, axes)
         return RowGradient(held, sums, vocab_size)
 
-    return Taken(rows, read, gradient)
+    return Taken(rows, lambda values: (ids, values), gradient, reader)

@@ -1,7 +1,6 @@
 """The gradient of a loss that reads large tables: only the rows that its batch reads."""
 
 import contextlib
-import dataclasses
 import functools
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,12 +10,7 @@ import jax
 
 from transformer_embed._src import arguments
 from transformer_embed._src.tables.rows.distinct_ids import as_max_rows
-from transformer_embed._src.tables.rows.gathered_rows import (
-    GatheredRows,
-    Taken,
-    take_from_array,
-)
-from transformer_embed._src.tables.rows.marks import new_marks
+from transformer_embed._src.tables.rows.gathered_rows import Taken, take_from_array
 from transformer_embed._src.tables.rows.row_gradient import as_arrays, is_leaf
 from transformer_embed._src.tokens.lookup import Table, as_table
 
@@ -87,7 +81,7 @@ def value_and_grad(
 
         def loss_of(held: dict[str, Any]) -> Any:
             read = {
-                name: _seen(name, leaves[name], each.read(held[name]))
+                name: each.in_place_of(leaves[name], name, held[name])
                 for name, each in taken.items()
             }
             with _noting(taken):
@@ -114,11 +108,6 @@ def _noting(names: Iterable[str]) -> Iterator[None]:
         those = f"In the loss, the rows of `ids` stand in the place of {', '.join(names)}"
         error.add_note(f"{those}: only lookup reads them, so leave them out of other functions.")
         raise
-
-
-def _seen(name: str, table: Any, rows: GatheredRows) -> GatheredRows:
-    """Rows as a loss sees them in a table's place."""
-    return dataclasses.replace(rows, marks=new_marks(table.shape[1], table.dtype), name=name)
 
 
 def _take_tables(

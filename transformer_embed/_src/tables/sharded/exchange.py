@@ -35,7 +35,7 @@ from transformer_embed._src.tables.rows.distinct_ids import (
     find_each,
     sum_over_devices,
 )
-from transformer_embed._src.tables.rows.gathered_rows import GatheredRows, Taken, as_keys
+from transformer_embed._src.tables.rows.gathered_rows import Taken
 from transformer_embed._src.tables.rows.row_gradient import RowGradient
 from transformer_embed._src.tables.sharded.table_split import RowReader, TableSplit
 from transformer_embed._src.tokens.lookup_gradient import read_or_zero
@@ -50,8 +50,7 @@ def gather_from_owners(
     """
     # Owners sum the gradients that devices return, before these round to 16 bits.
     taken = take_from_owners(split, arguments.widened(array), ids, as_max_rows(None))
-    rows = taken.read(taken.rows)
-    return rows.reader.read(rows.ids, rows.values, ids).astype(array.dtype)
+    return taken.reader.read(*taken.read(taken.rows), ids).astype(array.dtype)
 
 
 def take_from_owners(
@@ -72,11 +71,9 @@ def take_from_owners(
         got = f"shape {list(ids.shape)} split over {id_axes}"
         raise arguments.value_error("ids", want, got)
     rows, shard_rows, held, *request = _ask_owners(split, axes, max_rows, array, ids)
-    vocab_size = split.order.vocab_size
 
-    def read(rows: Float[Array, "n d"]) -> GatheredRows:
-        values = _answer(split, axes, *request, rows)
-        return GatheredRows(as_keys(held), values, vocab_size, RowReader(split, axes))
+    def read(rows: Float[Array, "n d"]) -> tuple[Array, Array]:
+        return held, _answer(split, axes, *request, rows)
 
     def sum_over_replicas(ids: Array, sums: Array) -> tuple[Array, Array]:
         return sum_over_devices(ids, sums, split.shard, replicas)
@@ -86,9 +83,9 @@ def take_from_owners(
         if replicas:
             by_owner = PartitionSpec(split.rows)
             ids, sums = split.map(sum_over_replicas, PartitionSpec(axes), by_owner)(ids, sums)
-        return RowGradient(ids, sums.astype(array.dtype), vocab_size, split)
+        return RowGradient(ids, sums.astype(array.dtype), split.order.vocab_size, split)
 
-    return Taken(rows, read, gradient)
+    return Taken(rows, read, gradient, RowReader(split, axes))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
