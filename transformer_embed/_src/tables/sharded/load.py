@@ -9,7 +9,6 @@ from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.partitioning import devices_along
 from transformer_embed._src.tables.rows.distinct_ids import as_max_rows
 from transformer_embed._src.tables.sharded.table import Sharded
-from transformer_embed._src.tables.sharded.table_split import TableSplit
 
 
 class ExchangeLoad(NamedTuple):
@@ -68,36 +67,31 @@ def exchange_load(table: Sharded, ids: ArrayLike, *, max_rows: int | None = None
     array = arguments.on_host("ids", arguments.as_int32("ids", ids))
     if not split.order.is_striped:
         raise arguments.value_error("table", want, "a contiguous table")
-    axes = split.batch_axes
+    axes, size, shard = split.batch_axes, split.order.size, split.shard
     devices = devices_along(split.mesh, axes)
     if not array.ndim or array.shape[0] % devices:
         want = f"a first dimension that {devices} devices divide"
         raise arguments.value_error("ids", want, f"shape {list(array.shape)}")
-    buffers = split.buffers(axes, array.size, as_max_rows(max_rows))
+    asked, room, distinct = split.buffers(axes, array.size, as_max_rows(max_rows))
     numbers = np.arange(devices).reshape([split.mesh.shape[axis] for axis in axes])
-    # Devices that exchange rows with each other differ along the axes of rows alone.
+    # Devices that exchange rows with each other differ along the axes of rows alone. Here they
+    # follow each other, as many as there are owners.
     along = [axes.index(axis) for axis in split.rows]
-    groups = np.moveaxis(numbers, along, range(-len(along), 0))
-    groups = groups.reshape(-1, devices_along(split.mesh, split.rows))
-    rows, dropped = _counted(split, buffers, array.reshape(devices, -1), groups)
+    order = np.moveaxis(numbers, along, range(-len(along), 0)).reshape(-1)
+    # What a device reads, or is asked for, is its place in this order times `size`, plus a slot.
+    slots = split.slots(array.reshape(devices, -1)[order])
+    read = np.unique(np.arange(devices)[:, None] * size + slots)
+    sent = _first(_first(read, size, asked), shard, room)
+    device, slot = divmod(sent, size)
+    owner = device - device % (size // shard) + slot // shard
+    received = np.unique(owner * size + slot)
+    held = _first(received, size, distinct)
+    rows = np.bincount(held // size, minlength=devices)[order.argsort()]
+    dropped = len(read) - len(sent) + len(received) - len(held)
     return ExchangeLoad(rows.reshape(numbers.shape), dropped)
 
 
-def _counted(
-    split: TableSplit, buffers: tuple[int, ...], ids: np.ndarray, groups: np.ndarray
-) -> tuple[np.ndarray, int]:
-    """The rows that each device is asked for by ids [devices, ...], and what does not fit."""
-    asked, room, distinct = buffers
-    slots = [np.unique(split.slots(part)) for part in ids]
-    dropped = sum(len(part[asked:]) for part in slots)
-    bounds = np.arange(1, groups.shape[1]) * split.shard
-    # What each device asks of each owner.
-    parts = [np.split(part[:asked], np.searchsorted(part[:asked], bounds)) for part in slots]
-    rows = np.zeros(len(ids), np.int64)
-    for group in groups:
-        of_owners = zip(*(parts[device] for device in group), strict=True)
-        for owner, requests in zip(group, of_owners, strict=True):
-            received = np.unique(np.concatenate([part[:room] for part in requests]))
-            rows[owner] = len(received[:distinct])
-            dropped += len(received[distinct:]) + sum(len(part[room:]) for part in requests)
-    return rows, dropped
+def _first(ascending: np.ndarray, length: int, most: int) -> np.ndarray:
+    """The numbers without those that follow the first `most` in each range of this length."""
+    ranges = ascending // length
+    return ascending[np.arange(len(ranges)) - ranges.searchsorted(ranges) < most]
