@@ -166,22 +166,13 @@ def init_params(init: Callable[[Array], Any], rng: Array, shapes: Any) -> Any:
         for leaves in (drawn, _by_name(shapes))
     )
     arguments.check_named("shapes", of_init, of_shapes)
-    shardings = jax.tree.map(lambda target: getattr(target, "sharding", None), shapes)
-    placed: Any = jax.tree.leaves(shardings, is_leaf=lambda leaf: leaf is None)
+    placed: Any = [getattr(target, "sharding", None) for target in jax.tree.leaves(shapes)]
     each = zip(drawn, placed, strict=True)
     unplaced = [name for name, sharding in each if not isinstance(sharding, NamedSharding)]
     if unplaced or not placed:
         want = "what shard_params makes of jax.eval_shape(init, rng)"
         raise arguments.value_error("shapes", want, f"no sharding on a mesh for {unplaced}")
-    # A key's type contains the explicit axes of the surrounding mesh; its data on the host does
-    # not.
-    numbers, kind = np.asarray(jax.random.key_data(rng)), jax.random.key_impl(rng)
-    _check_alike(placed[0].mesh, {"rng": numbers})
-
-    def draw(numbers: Array) -> Any:
-        return init(jax.random.wrap_key_data(numbers, impl=kind))
-
-    return _drawn(draw, numbers, placed[0].mesh, shapes, shardings)
+    return _drawn(init, rng, shapes, placed[0].mesh)
 
 
 def _by_name(tree: Any) -> dict[str, Any]:
@@ -207,13 +198,13 @@ def _check_alike(mesh: Mesh | AbstractMesh, parts: Mapping[str, Any]) -> None:
     contents = (np.asarray(part).tobytes() for part in parts.values())
     hashes = b"".join(hashlib.blake2b(each, digest_size=8).digest() for each in contents)
     numbers = np.frombuffer(hashes, np.uint32).reshape(1, -1, 2)
-    devices = mesh.devices.reshape(-1)
-    sharding = NamedSharding(Mesh(devices, ["devices"]), PartitionSpec("devices"))
-    shape = (len(devices), *numbers.shape[1:])
+    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    shape = (mesh.size, *numbers.shape[1:])
     found = gathered("params", jax.make_array_from_callback(shape, sharding, lambda _: numbers))
     for name, others in zip(parts, (found != found[:1]).any(-1).T, strict=True):
         if others.any():
-            got = f"another in {sorted({device.process_index for device in devices[others]})}"
+            devices = mesh.devices.reshape(-1)[others]
+            got = f"another in {sorted({device.process_index for device in devices})}"
             raise arguments.value_error(name, "the same in every process", got)
 
 
@@ -242,7 +233,7 @@ class _Placement(NamedTuple):
                 name = "rules" if pattern in self.rules else "stripe"
                 want = f"patterns that match one of {', '.join(leaves)}"
                 raise arguments.value_error(name, want, repr(pattern))
-        return jax.tree.unflatten(treedef, list(itertools.starmap(self.leaf, leaves.items())))
+        return jax.tree.unflatten(treedef, itertools.starmap(self.leaf, leaves.items()))
 
     def leaf(self, name: str, leaf: Any) -> Any:
         """A parameter on the mesh."""
@@ -306,14 +297,15 @@ class _Placement(NamedTuple):
         return TableSplit(order, sharding, batch_axes, self.capacity)
 
 
-def _drawn(
-    draw: Callable[[Array], Any], numbers: np.ndarray, mesh: Mesh, shapes: Any, shardings: Any
-) -> Any:
-    """The tree that a function draws from the numbers of a key, sharded and padded like shapes."""
+def _drawn(init: Callable, rng: Array, shapes: Any, mesh: Mesh) -> Any:
+    """The tree that a function draws from a key, sharded and padded like shapes."""
+    # A key's type contains the explicit axes of the surrounding mesh; its data on the host does
+    # not.
+    numbers, kind = np.asarray(jax.random.key_data(rng)), jax.random.key_impl(rng)
+    _check_alike(mesh, {"rng": numbers})
     # Under explicit axes, every device would draw whole arrays; only automatic axes split the
     # drawing.
     automatic = Mesh(mesh.devices, mesh.axis_names)
-    automatically = jax.tree.map(lambda each: NamedSharding(automatic, each.spec), shardings)
 
     def to_array(rows: Array, target: Any) -> Any:
         if not isinstance(target, Sharded):
@@ -321,10 +313,12 @@ def _drawn(
         split = target.split
         return Sharded(split.order.to_array(rows, automatic, split.rows), split)
 
+    def draw(numbers: Array) -> Any:
+        drawn = init(jax.random.wrap_key_data(numbers, impl=kind))
+        return jax.tree.map(to_array, drawn, shapes)
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+    automatically = jax.tree.map(lambda each: NamedSharding(automatic, each.spec), shardings)
     with jax.set_mesh(automatic):
-        place = jax.jit(
-            lambda numbers: jax.tree.map(to_array, draw(numbers), shapes),
-            out_shardings=automatically,
-        )
-        drawn = place(numbers)
+        drawn = jax.jit(draw, out_shardings=automatically)(numbers)
     return jax.device_put(drawn, shardings)
