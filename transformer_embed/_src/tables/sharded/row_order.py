@@ -64,12 +64,12 @@ class RowOrder(NamedTuple):
         """The slot of each id inside the vocabulary; numpy or jax int32."""
         if not self.is_striped:
             return ids
-        round_number, card = ids // self.virtual_shards, ids % self.virtual_shards
+        round_number, card = divmod(ids, self.virtual_shards)
         return (self._reversed(card) ^ self._hash(round_number)) * self.rounds + round_number
 
     def ids(self, slots: Any) -> Any:
         """The id in each slot; an id of vocab_size or above marks padding."""
-        shard, round_number = slots // self.rounds, slots % self.rounds
+        shard, round_number = divmod(slots, self.rounds)
         card = self._reversed(shard ^ self._hash(round_number))
         return round_number * self.virtual_shards + card
 
@@ -96,13 +96,13 @@ class RowOrder(NamedTuple):
         striped, each device holds some rounds, sorts their rows by virtual shard, and sends
         each device the virtual shards that live there, by one all-to-all.
         """
-        columns, shards = [(0, 0)] * (rows.ndim - 1), self.virtual_shards
-        if not self.is_striped:
-            return jnp.pad(rows, [(0, self.size - len(rows)), *columns])
         by_device, numbers, places = self._on_devices(mesh, axes)
-        padded = jnp.pad(rows, [(0, len(numbers) * shards - len(rows)), *columns])
+        padding = len(numbers) * self.virtual_shards - len(rows)
+        padded = jnp.pad(rows, [(0, padding), *[(0, 0)] * (rows.ndim - 1)])
+        if not self.is_striped:
+            return padded
         cards = self._reversed(places ^ self._hash(numbers))
-        hands = reshard(padded.reshape(len(numbers), shards, -1), by_device)
+        hands = reshard(padded.reshape(*cards.shape, -1), by_device)
         hands = jnp.take_along_axis(hands, cards[..., None], axis=1)
         dealt = reshard(reshard(hands, by_device).swapaxes(0, 1), by_device)
         return dealt[:, : self.rounds].reshape(-1, *rows.shape[1:])
