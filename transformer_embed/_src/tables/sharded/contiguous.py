@@ -29,9 +29,8 @@ def gather_from_shards(
     split: TableSplit, array: Float[Array, "m c"], ids: Int32[Array, "..."]
 ) -> Float[Array, "... d"]:
     """The row of each id, which every shard looks up; zeros are added for those of the others."""
-    by_dimension, _ = split.axes_of(ids)
-    index = split.slots(ids).astype(jnp.uint32)
-    return read_from_shards(split.mesh, split.rows, split.columns, by_dimension, array, index)
+    place = split.mesh, split.rows, split.columns, split.axes_of(ids)
+    return read_from_shards(*place, array, split.slots(ids).astype(jnp.uint32))
 
 
 def take_from_shards(

@@ -29,7 +29,6 @@ from transformer_embed._src import arguments
 from transformer_embed._src.compiled import known_after_reading
 from transformer_embed._src.partitioning import Axes, devices_along, index_along
 from transformer_embed._src.tables.rows.distinct_ids import (
-    as_max_rows,
     count_below,
     distinct_ascending,
     find_each,
@@ -49,7 +48,7 @@ def gather_from_owners(
     The gradient goes back the same way.
     """
     # Owners sum the gradients that devices return, before these round to 16 bits.
-    taken = take_from_owners(split, arguments.widened(array), ids, as_max_rows(None))
+    taken = take_from_owners(split, arguments.widened(array), ids, ids.size)
     return taken.reader.read(*taken.read(taken.rows), ids).astype(array.dtype)
 
 
@@ -60,7 +59,7 @@ def take_from_owners(
 
     It reads the distinct rows of its part of the ids.
     """
-    _, id_axes = split.axes_of(ids)
+    id_axes = sum(split.axes_of(ids), ())
     replicas = tuple(axis for axis in id_axes if axis not in split.rows)
     axes = (*split.rows, *replicas)
     if len(axes) > len(id_axes):
@@ -75,14 +74,12 @@ def take_from_owners(
     def read(rows: Float[Array, "n d"]) -> tuple[Array, Array]:
         return held, _answer(split, axes, *request, rows)
 
-    def sum_over_replicas(ids: Array, sums: Array) -> tuple[Array, Array]:
-        return sum_over_devices(ids, sums, split.shard, replicas)
-
     def gradient(sums: Float[Array, "n d"]) -> RowGradient:
         ids = shard_rows
         if replicas:
-            by_owner = PartitionSpec(split.rows)
-            ids, sums = split.map(sum_over_replicas, PartitionSpec(axes), by_owner)(ids, sums)
+            own = functools.partial(sum_over_devices, vocab_size=split.shard, axis_name=replicas)
+            sum_all = split.map(own, PartitionSpec(axes), PartitionSpec(split.rows))
+            ids, sums = sum_all(ids, sums)
         return RowGradient(ids, sums.astype(array.dtype), split.order.vocab_size, split)
 
     return Taken(rows, read, gradient, RowReader(split, axes))
@@ -122,8 +119,7 @@ def _ask_owners(
         shard_rows = known_after_reading(shard_rows, rows)
         return arguments.widened(rows), shard_rows, held, which, is_lost
 
-    by_dimension, _ = split.axes_of(ids)
-    in_specs = PartitionSpec(split.rows), PartitionSpec(*by_dimension)
+    in_specs = PartitionSpec(split.rows), PartitionSpec(*split.axes_of(ids))
     return split.map(ask, in_specs, PartitionSpec(axes))(array, ids)
 
 

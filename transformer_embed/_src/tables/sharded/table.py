@@ -13,7 +13,6 @@ from jaxtyping import Array, Float, Int32
 from transformer_embed._src import arguments
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.partitioning import (
-    array_axes,
     free_axes,
     gathered,
     index_along,
@@ -125,7 +124,7 @@ class Sharded(Table):
         shards.
         """
         split = self._split_here(ids)
-        by_exchange = split.order.is_striped and set(split.rows) <= set(split.axes_of(ids)[1])
+        by_exchange = split.order.is_striped and {*split.rows} <= {*sum(split.axes_of(ids), ())}
         # Without axes of rows, inside somebody's shard_map, this device holds every row.
         gather = gather_from_owners if by_exchange and split.rows else gather_from_shards
         return gather(split, self.array, ids)
@@ -136,8 +135,8 @@ class Sharded(Table):
         if split.order.is_striped:
             want = "rows in vocabulary order for a tied output layer: leave it out of `stripe`"
             raise arguments.type_error("table", want, "a striped table")
-        of_x = array_axes(split.mesh, split.batch_axes, x, x.ndim - 1)
-        return self.array, (split.mesh, split.rows, split.columns, tuple(of_x))
+        of_x = split.axes_of(x, channels=1)
+        return self.array, (split.mesh, split.rows, split.columns, of_x)
 
     def _take_rows(self, ids: Int32[Array, "..."], max_rows: int) -> Taken:
         """What a loss reads in this table's place."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, Shaped
 
 from transformer_embed._src import arguments
 from transformer_embed._src.partitioning import (
@@ -90,10 +90,9 @@ class TableSplit(NamedTuple):
         """Rows of a device's shard."""
         return self.order.size // devices_along(self.mesh, self.rows)
 
-    def axes_of(self, ids: Int32[Array, "..."]) -> tuple[tuple[Axes, ...], Axes]:
-        """The mesh axes that each dimension of the ids is split over, and all of them."""
-        axes = array_axes(self.mesh, self.batch_axes, ids, ids.ndim)
-        return tuple(axes), sum(axes, ())
+    def axes_of(self, array: Shaped[Array, "..."], channels: int = 0) -> list[Axes]:
+        """The mesh axes that each dimension of ids is split over, or of x, which has channels."""
+        return array_axes(self.mesh, self.batch_axes, array, array.ndim - channels)
 
     def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """The function, run on each device."""
@@ -120,11 +119,11 @@ def restored(
     numbers: Any, names: Axes, kinds: Any, spec: Any, order: Any, batch_axes: Axes, capacity: float
 ) -> TableSplit:
     """A split, from what `TableSplit.__reduce__` makes of it."""
-    devices, wanted = {device.id: device for device in jax.devices()}, np.array(numbers)
-    if missing := {*wanted.ravel().tolist()} - devices.keys():
+    devices = {device.id: device for device in jax.devices()}
+    if (missing := np.setdiff1d(numbers, [*devices])).size:
         want = f"the devices that the table was placed on, {numbers}"
-        raise arguments.value_error("mesh", want, f"none with the numbers {sorted(missing)}")
-    grid = np.vectorize(devices.get, otypes=[object])(wanted)
+        raise arguments.value_error("mesh", want, f"none with the numbers {missing.tolist()}")
+    grid = np.vectorize(devices.get, otypes=[object])(numbers)
     mesh = Mesh(grid, names, axis_types=tuple(AxisType[kind] for kind in kinds))
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
     return TableSplit(RowOrder(*order), sharding, batch_axes, capacity)
@@ -149,12 +148,11 @@ class RowReader(NamedTuple):
 
         If devices hold different rows, ids are split as the batch is.
         """
-        by_dimension, _ = self.split.axes_of(ids)
+        by_dimension, by_holder = self.split.axes_of(ids), PartitionSpec(self.holders)
 
         def read(held, values, ids):
             return rows_of_ids(held, values, self.split.slots(ids))
 
-        by_holder = PartitionSpec(self.holders)
         in_specs = by_holder, by_holder, PartitionSpec(*by_dimension)
         read_all = self.split.map(read, in_specs, PartitionSpec(*by_dimension, ()))
         # Gradients are summed over devices before they are rounded.
