@@ -121,7 +121,7 @@ def find_tables(init: Callable, treedef: Any, leaves: dict[int, Any]) -> Tables:
 
 
 def _primes_above_sizes(leaves: dict[int, Any]) -> Iterator[int]:
-    largest = max([LARGE, *(max(leaf.shape, default=0) for leaf in leaves.values())])
+    largest = max(LARGE, *sum((leaf.shape for leaf in leaves.values()), ()))
     return filter(_is_prime, itertools.count(largest + 1))
 
 

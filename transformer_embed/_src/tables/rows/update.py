@@ -99,9 +99,8 @@ def update(
     converted = [as_arrays(name, tree) for name, tree in inputs.items()]
     trees, treedef = jax.tree.flatten((*converted, arrays), is_leaf=is_leaf)
     grads_treedef, params_treedef, *_ = treedef.children()
-    if grads_treedef != params_treedef:
-        want = "a tree as params, with RowGradient for some tables"
-        raise arguments.value_error("grads", want, str(grads_treedef))
+    want = "a tree as params, with RowGradient for some tables"
+    arguments.check_same("grads", want, grads_treedef, params_treedef)
     tables = row_check.find_tables(optimizer.init, treedef, dict(enumerate(trees)))
 
     def update_all(grads: Tree, params: Tree, state: Tree, arrays: dict[int, Any]) -> Any:
