@@ -1,9 +1,8 @@
 """The gradient of a loss that reads large tables: only the rows that its batch reads."""
 
-import contextlib
 import functools
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,6 +14,10 @@ from transformer_embed._src.tables.rows.row_gradient import as_arrays, is_leaf
 from transformer_embed._src.tokens.lookup import Table, as_table
 
 Tree = Any
+NOTE = (
+    "In the loss, the rows of `ids` stand in the place of {}: only lookup reads them, so leave "
+    "them out of other functions."
+)
 
 
 def value_and_grad(
@@ -84,8 +87,11 @@ def value_and_grad(
                 name: each.in_place_of(leaves[name], name, held[name])
                 for name, each in taken.items()
             }
-            with _noting(taken):
+            try:
                 return loss(unflatten(held | read), *args, **kwargs)
+            except Exception as error:
+                error.add_note(NOTE.format(", ".join(taken)))
+                raise
 
         def unflatten(found: dict[str, Any]) -> Tree:
             # jax sorts the names.
@@ -97,17 +103,6 @@ def value_and_grad(
         return value, unflatten(gradients)
 
     return value_and_row_grads
-
-
-@contextlib.contextmanager
-def _noting(names: Iterable[str]) -> Iterator[None]:
-    """Says in errors of a loss which tables are rows there."""
-    try:
-        yield
-    except Exception as error:
-        those = f"In the loss, the rows of `ids` stand in the place of {', '.join(names)}"
-        error.add_note(f"{those}: only lookup reads them, so leave them out of other functions.")
-        raise
 
 
 def _take_tables(
