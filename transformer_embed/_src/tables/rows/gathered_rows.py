@@ -77,9 +77,8 @@ class GatheredRows(SomeRows, Table):
             raise arguments.type_error(self.name, want, f"{len(self.values)} of them")
         # No id finds a row that is not one.
         held = jnp.where(are_marks(self.marks), self.ids, -1)
-        if self.reader is not None:
-            return self.reader.read(held, self.values, ids).astype(self.dtype)
-        return rows_of_ids(held, self.values, jnp.clip(ids, 0, self.vocab_size - 1))
+        read = self.reader.read if self.reader else rows_of_ids
+        return read(held, self.values, jnp.clip(ids, 0, self.vocab_size - 1)).astype(self.dtype)
 
     def _use_error(self) -> str:
         """The message for any other use."""
