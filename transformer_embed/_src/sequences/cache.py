@@ -99,8 +99,10 @@ def _written(cache: Any, new: Any, slot: Int32[Array, "..."]) -> tuple[Any, Bool
 def _checked(cache: Any, new: Any, shape: tuple[int, ...]) -> tuple[list[Array], list[Array]]:
     """The arrays of the cache, and those of the new tokens in their order."""
     held, tokens = _arrays("cache", cache), _arrays("new", new)
-    for name in held.keys() - tokens.keys():
-        tokens |= _default(name, tokens)
+    # In an order that all processes have.
+    for name in held:
+        if name not in tokens:
+            tokens |= _default(name, tokens)
     if not held or held.keys() != tokens.keys():
         want, got = (", ".join(names) or "none" for names in (held, tokens))
         raise arguments.value_error("new", f"the arrays of the cache, {want}", got)

@@ -138,9 +138,10 @@ def _of_tokens(
     counted = every_token[..., None]
     # Widened before they are broadcast, so that their gradients are summed in the wide dtype.
     zeros = jnp.zeros_like(counted, dtype)
-    for name in batch.keys() & {*Settings._fields, "weights"}:
+    # In an order that all processes have.
+    for name in filter(batch.__contains__, (*Settings._fields, "weights")):
         batch[name] = batch[name].astype(dtype) + zeros
-    for name in batch.keys() & IN_RANGE.keys():
+    for name in filter(batch.__contains__, IN_RANGE):
         batch[name] = jnp.where(IN_RANGE[name](batch[name]), batch[name], jnp.nan)
     if "mask" in batch:
         batch["mask"] &= counted
