@@ -17,6 +17,7 @@ MODULES = [
 
 
 @pytest.mark.documentation
+@pytest.mark.filterwarnings("error:.* rows of a table are padding")
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name):
     module = importlib.import_module(name)

@@ -21,6 +21,7 @@ PASTED = [README, START]
     [README, *(pytest.param(path, marks=DOCUMENTATION) for path in PAGES if path != START)],
     ids=lambda path: path.stem,
 )
+@pytest.mark.filterwarnings("error:.* rows of a table are padding")
 def test_python_blocks_run_as_pasted(path, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     namespace = {}
@@ -29,6 +30,7 @@ def test_python_blocks_run_as_pasted(path, monkeypatch, tmp_path):
 
 
 @DOCUMENTATION
+@pytest.mark.filterwarnings("error:.* rows of a table are padding")
 @pytest.mark.parametrize("path", PASTED, ids=lambda path: path.stem)
 def test_python_blocks_paste_into_a_plain_prompt_twice(path, monkeypatch, tmp_path, capsys):
     """A plain prompt ends a statement at an empty line, and takes nothing but one before that."""

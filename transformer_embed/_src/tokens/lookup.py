@@ -31,7 +31,7 @@ class Table(np.lib.mixins.NDArrayOperatorsMixin):
     Example:
         >>> import jax
         >>> import transformer_embed as te
-        >>> params = {"token_embedding": {"embeddings": jax.numpy.ones([5, 2])}}
+        >>> params = {"token_embedding": {"embeddings": jax.numpy.ones([128, 2])}}
         >>> rules = {"*": jax.sharding.PartitionSpec("rows")}
         >>> params = te.sharding.shard_params(params, jax.make_mesh((1,), ("rows",)), rules)
         >>> isinstance(params["token_embedding"]["embeddings"], te.Table)

@@ -55,7 +55,7 @@ def exchange_load(table: Sharded, ids: ArrayLike, *, max_rows: int | None = None
         >>> from jax.sharding import Mesh, PartitionSpec
         >>> import transformer_embed as te
         >>> mesh = Mesh(np.array(jax.devices()[:1]), ["model"])
-        >>> params = {"embed": {"embeddings": np.ones([5, 2], np.float32)}}
+        >>> params = {"embed": {"embeddings": np.ones([6, 2], np.float32)}}
         >>> rules = {"*": PartitionSpec("model")}
         >>> params = te.sharding.shard_params(params, mesh, rules, stripe="*", virtual_shards=2)
         >>> load = te.sharding.exchange_load(params["embed"]["embeddings"], np.array([4, 1, 4]))

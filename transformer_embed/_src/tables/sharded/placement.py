@@ -99,7 +99,7 @@ def shard_params(
         >>> import jax, numpy as np
         >>> from jax.sharding import Mesh, PartitionSpec
         >>> import transformer_embed as te
-        >>> embedder = te.Embedder(te.EmbedderConfig(vocab_size=1000, d_model=64))
+        >>> embedder = te.Embedder(te.EmbedderConfig(vocab_size=1024, d_model=64))
         >>> mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ["data", "model"])
         >>> rules = {"*/token_embedding/embeddings": PartitionSpec("model")}
         >>> params = te.sharding.shard_params(embedder.init(jax.random.key(0)), mesh, rules)
@@ -150,7 +150,7 @@ def init_params(init: Callable[[Array], Any], rng: Array, shapes: Any) -> Any:
         >>> import jax, numpy as np
         >>> from jax.sharding import Mesh, PartitionSpec
         >>> import transformer_embed as te
-        >>> embedder = te.Embedder(te.EmbedderConfig(vocab_size=1000, d_model=64))
+        >>> embedder = te.Embedder(te.EmbedderConfig(vocab_size=1024, d_model=64))
         >>> mesh, rng = Mesh(np.array(jax.devices()[:1]), ["model"]), jax.random.key(0)
         >>> rules = {"*/token_embedding/embeddings": PartitionSpec("model")}
         >>> shapes = te.sharding.shard_params(jax.eval_shape(embedder.init, rng), mesh, rules)

@@ -64,11 +64,11 @@ class Sharded(Table):
         >>> from jax.sharding import Mesh, PartitionSpec
         >>> import transformer_embed as te
         >>> mesh = Mesh(np.array(jax.devices()[:1]), ["model"])
-        >>> params = {"embed": {"embeddings": np.ones([5, 2], np.float32)}}
+        >>> params = {"embed": {"embeddings": np.ones([128, 2], np.float32)}}
         >>> rules = {"embed/*": PartitionSpec("model")}
         >>> table = te.sharding.shard_params(params, mesh, rules)["embed"]["embeddings"]
         >>> isinstance(table, te.sharding.Sharded), table.shape, te.lookup(table, [4]).tolist()
-        (True, (5, 2), [[1.0, 1.0]])
+        (True, (128, 2), [[1.0, 1.0]])
 
     Source:
         Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
