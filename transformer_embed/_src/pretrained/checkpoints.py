@@ -76,8 +76,9 @@ def load_embedder(
     Embeddings in float32 agree with the transformers library's to 5 units in the last place of the
     largest value, to 8 if a linear layer follows a norm. The page "Published models" lists the
     model types that are known, and how exactly each is reproduced. The type, in `config.json` or in
-    `settings`, says which tensors make the layer. Only these are read, each copied once: peak
-    memory is at most 1.05 times large tables. No code in the file is run.
+    `settings`, says which tensors make the layer, and only these are read. Of a file of
+    `save_embedder`, all tensors are. Each is copied once: peak memory is at most 1.05 times large
+    tables. No code in the file is run.
 
     Positions that you pass are rows of the table of positions: add `config.scheme.start` to those
     that count from 0, such as a `TokenPositions` has by default, and the published `position_ids`

@@ -31,7 +31,8 @@ class PretrainedInput(NamedTuple):
     Args:
         config: for `Embedder` and `TransformerEmbedding`.
         params: for the `apply` of that embedder; T5's table of biases is under
-            `relative_position_bias`.
+            `relative_position_bias`. Of a file of `save_embedder`, all that was saved: with a whole
+            model, its other parameters too, under their own paths.
         layers: what each layer rotates by and may attend to. Empty if the file says neither how
             many layers there are nor how they rotate, or if they differ in a way that is not known.
         bias: the keyword arguments of `RelativePositionBias` (T5) or `alibi_bias` (Bloom); None if
