@@ -9,6 +9,7 @@ from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.partitioning import devices_along
 from transformer_embed._src.tables.rows.distinct_ids import as_max_rows
 from transformer_embed._src.tables.sharded.table import Sharded
+from transformer_embed._src.tables.sharded.table_split import TableSplit
 
 
 class ExchangeLoad(NamedTuple):
@@ -67,28 +68,29 @@ def exchange_load(table: Sharded, ids: ArrayLike, *, max_rows: int | None = None
     array = arguments.on_host("ids", arguments.as_int32("ids", ids))
     if not split.order.is_striped:
         raise arguments.value_error("table", want, "a contiguous table")
-    axes, size, shard = split.batch_axes, split.order.size, split.shard
-    devices = devices_along(split.mesh, axes)
+    devices = devices_along(split.mesh, split.batch_axes)
     if not array.ndim or array.shape[0] % devices:
         want = f"a first dimension that {devices} devices divide"
         raise arguments.value_error("ids", want, f"shape {list(array.shape)}")
-    asked, room, distinct = split.buffers(axes, array.size, as_max_rows(max_rows))
-    numbers = np.arange(devices).reshape([split.mesh.shape[axis] for axis in axes])
-    # Devices that exchange rows with each other differ along the axes of rows alone. Here they
-    # follow each other, as many as there are owners.
-    along = [axes.index(axis) for axis in split.rows]
-    order = np.moveaxis(numbers, along, range(-len(along), 0)).reshape(-1)
-    # What a device reads, or is asked for, is its place in this order times `size`, plus a slot.
-    slots = split.slots(array.reshape(devices, -1)[order])
-    read = np.unique(np.arange(devices)[:, None] * size + slots)
-    sent = _first(_first(read, size, asked), shard, room)
+    return _counted(split, array.reshape(devices, -1), as_max_rows(max_rows))
+
+
+def _counted(split: TableSplit, ids: np.ndarray, max_rows: int) -> ExchangeLoad:
+    """The load of ids [devices, n]."""
+    axes, size = split.batch_axes, split.order.size
+    asked, room, distinct = split.buffers(axes, ids.size, max_rows)
+    # What a device reads, or is asked for: `size` times its number, plus a slot.
+    read = np.unique(np.arange(len(ids))[:, None] * size + split.slots(ids))
+    sent = _first(_first(read, size, asked), split.shard, room)
     device, slot = divmod(sent, size)
-    owner = device - device % (size // shard) + slot // shard
-    received = np.unique(owner * size + slot)
+    # The owner has the place of the device, but along the axes of rows.
+    shape, of_rows = ([split.mesh.shape[axis] for axis in each] for each in (axes, split.rows))
+    places = *np.unravel_index(device, shape), *np.unravel_index(slot // split.shard, of_rows)
+    place = dict(zip((*axes, *split.rows), places, strict=True))
+    received = np.unique(np.ravel_multi_index([*place.values()], shape) * size + slot)
     held = _first(received, size, distinct)
-    rows = np.bincount(held // size, minlength=devices)[order.argsort()]
     dropped = len(read) - len(sent) + len(received) - len(held)
-    return ExchangeLoad(rows.reshape(numbers.shape), dropped)
+    return ExchangeLoad(np.bincount(held // size, minlength=len(ids)).reshape(shape), dropped)
 
 
 def _first(ascending: np.ndarray, length: int, most: int) -> np.ndarray:
