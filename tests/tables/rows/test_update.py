@@ -246,7 +246,11 @@ ERRORS = {
         rows([1], jnp.ones([1, 2]), 6),
         STATE,
     ),
-    "state: wanted that of optimizer.init(params)": (ADAM, GRADS, SGD.init(SMALL)),
+    "state: wanted 0/count [], 0/mu/t [5, 2], 0/nu/t [5, 2], got none of them": (
+        ADAM,
+        GRADS,
+        SGD.init(SMALL),
+    ),
     "state: wanted an array, got object": (ADAM, GRADS, object()),
     "optimizer: wanted an optax.GradientTransformation, got function": (optax.adam, GRADS, STATE),
     # It has an init, and no update.

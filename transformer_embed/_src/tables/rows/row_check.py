@@ -24,7 +24,12 @@ from jax.extend.core import ClosedJaxpr
 from transformer_embed._src import arguments
 from transformer_embed._src.tables.rows.distinct_ids import BLOCK, most_distinct
 from transformer_embed._src.tables.rows.programs import are_same, called, equations, words
-from transformer_embed._src.tables.rows.row_gradient import RowGradient, is_gradient, is_leaf
+from transformer_embed._src.tables.rows.row_gradient import (
+    RowGradient,
+    check_shapes,
+    is_gradient,
+    is_leaf,
+)
 from transformer_embed._src.tables.rows.switches import find_switch
 
 # Each row of the results is computed from the same row of the operands, if every result has an axis
@@ -110,7 +115,7 @@ def find_tables(init: Callable, treedef: Any, leaves: dict[int, Any]) -> Tables:
         _traced(init, treedef.unflatten((leaves | tables.rows(sizes)).values())[1], init, "init")[1]
         for sizes in ({}, vocab_sizes)
     )
-    _check_state(treedef.unflatten(leaves.values())[2], expected)
+    check_shapes("state", expected, treedef.unflatten(leaves.values())[2])
     if jax.tree.structure(first, is_leaf=is_leaf) != treedef.children()[2]:
         raise _refusal("init depends on the number of rows", init)
     for index, leaf in enumerate(jax.tree.leaves(first, is_leaf=is_leaf), 2 * size):
@@ -131,24 +136,6 @@ def _is_prime(number: int) -> bool:
 
 def _block_size(gradient: RowGradient) -> int:
     return most_distinct(len(gradient.ids), gradient.vocab_size, BLOCK)
-
-
-def _check_state(state: Any, expected: Any) -> None:
-    """Raises a ValueError unless a state has the structure and the shapes that init gives."""
-    wants, gots = map(_described, (expected, state))
-    # The structure comes last.
-    for name in sorted(wants | gots):
-        want, got = (each.get(name, "no array there") for each in (wants, gots))
-        if want != got:
-            want = f"that of optimizer.init(params), with {name} {want}"
-            raise arguments.value_error("state", want, got)
-
-
-def _described(state: Any) -> dict[str, Any]:
-    """The shape of each array of a state by its path, and the structure."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_leaf)
-    shapes = {jax.tree_util.keystr(path): list(leaf.shape) for path, leaf in leaves}
-    return shapes | {"its structure": treedef}
 
 
 def check(step: Callable[[Any], Sequence[Any]], tables: Tables, update: Callable) -> None:

@@ -249,6 +249,23 @@ def as_arrays(name: str, tree: Tree) -> Any:
     return jax.tree.map_with_path(convert, tree, is_leaf=is_leaf)
 
 
+def by_name(tree: Tree) -> dict[str, Any]:
+    """The leaves of a tree by their paths."""
+    paths = jax.tree.leaves_with_path(tree, is_leaf=is_leaf)
+    return {jax.tree_util.keystr(k, simple=True, separator="/"): leaf for k, leaf in paths}
+
+
+def check_shapes(name: str, want: Tree, got: Tree) -> None:
+    """A ValueError unless two trees are alike, with leaves of the same paths and shapes."""
+    wanted, found = (
+        {f"{path} {[*np.shape(leaf)]}" for path, leaf in by_name(tree).items()}
+        for tree in (want, got)
+    )
+    arguments.check_named(name, wanted, found)
+    wanted, found = (jax.tree.structure(tree, is_leaf=is_leaf) for tree in (want, got))
+    arguments.check_same(name, "the tree", found, wanted)
+
+
 def is_gradient(leaf: Any) -> bool:
     """Whether a leaf of a tree is a `RowGradient`."""
     return isinstance(leaf, RowGradient)

@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from transformer_embed._src import arguments
 from transformer_embed._src.partitioning import Axes, devices_along, gathered, spec_axes
-from transformer_embed._src.tables.rows.row_gradient import is_leaf
+from transformer_embed._src.tables.rows.row_gradient import by_name, check_shapes, is_leaf
 from transformer_embed._src.tables.sharded.row_order import RowOrder
 from transformer_embed._src.tables.sharded.table import Sharded, put, sharded
 from transformer_embed._src.tables.sharded.table_split import TableSplit
@@ -160,25 +160,15 @@ def init_params(init: Callable[[Array], Any], rng: Array, shapes: Any) -> Any:
     """
     init = arguments.instance("init", init, Callable, "a function of a key")
     rng = arguments.as_key(rng)
-    drawn = _by_name(jax.eval_shape(init, rng))
-    of_init, of_shapes = (
-        {f"{name} {[*np.shape(leaf)]}" for name, leaf in leaves.items()}
-        for leaves in (drawn, _by_name(shapes))
-    )
-    arguments.check_named("shapes", of_init, of_shapes)
+    drawn = jax.eval_shape(init, rng)
+    check_shapes("shapes", drawn, shapes)
     placed: Any = [getattr(target, "sharding", None) for target in jax.tree.leaves(shapes)]
-    each = zip(drawn, placed, strict=True)
+    each = zip(by_name(drawn), placed, strict=True)
     unplaced = [name for name, sharding in each if not isinstance(sharding, NamedSharding)]
     if unplaced or not placed:
         want = "what shard_params makes of jax.eval_shape(init, rng)"
         raise arguments.value_error("shapes", want, f"no sharding on a mesh for {unplaced}")
     return _drawn(init, rng, shapes, placed[0].mesh)
-
-
-def _by_name(tree: Any) -> dict[str, Any]:
-    """The parameters of a tree by their paths."""
-    paths = jax.tree.leaves_with_path(tree, is_leaf=is_leaf)
-    return {jax.tree_util.keystr(k, simple=True, separator="/"): leaf for k, leaf in paths}
 
 
 def _is_of_this_process(leaf: Any) -> bool:
@@ -222,7 +212,7 @@ class _Placement(NamedTuple):
     def tree(self, params: Any) -> Any:
         """The parameters on the mesh."""
         arguments.check_open("params", params)
-        leaves, treedef = _by_name(params), jax.tree.structure(params, is_leaf=is_leaf)
+        leaves, treedef = by_name(params), jax.tree.structure(params, is_leaf=is_leaf)
         shapes = {name: np.shape(leaf) for name, leaf in leaves.items()}
         _check_alike(self.mesh, {"params": repr((self, shapes)).encode()})
         _check_alike(
