@@ -18,7 +18,7 @@ from jax.experimental.pallas.ops.tpu import flash_attention
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import NamedSharding, PartitionSpec
 from meshes import mesh_of
-from refused import each_refused
+from refused import each_refused, pattern
 
 import transformer_embed as te
 from transformer_embed._src.kernels import row_indices, splash_attention
@@ -225,6 +225,17 @@ def test_a_row_in_another_order_is_in_no_order_that_is_promised():
                 jax.jit(lambda mask, said=said, order=order: said(mask, order))(mask)
     mask = AttentionMask(taken, causal=False)
     assert_said(said_by_flash(mask, None), mask)
+
+
+def test_only_tokens_of_a_part_must_be_those_of_the_keys():
+    """Padding sees nothing, so it may have any position."""
+    keys, last = TokenPositions.from_offset(0, 256), np.arange(128, 256)
+    is_token = (last < 200).astype(int)
+    said = functools.partial(te.kernels.splash_attention, num_heads=1, order="right", q_offset=128)
+    part = functools.partial(TokenPositions, segment_ids=is_token)
+    said(AttentionMask(part(last * is_token), keys, causal=True))
+    with pytest.raises(ValueError, match=pattern("queries.positions: ... 128 ... got others")):
+        said(AttentionMask(part((last + 1) * is_token), keys, causal=True))
 
 
 def test_queries_without_segments_are_no_part_of_packed_keys():
