@@ -140,9 +140,7 @@ def _of_tokens(
     zeros = jnp.zeros_like(counted, dtype)
     # In an order that all processes have.
     for name in filter(batch.__contains__, (*Settings._fields, "weights")):
-        batch[name] = batch[name].astype(dtype) + zeros
-    for name in filter(batch.__contains__, IN_RANGE):
-        batch[name] = jnp.where(IN_RANGE[name](batch[name]), batch[name], jnp.nan)
+        batch[name] = _widened(name, batch[name], zeros)
     if "mask" in batch:
         batch["mask"] &= counted
     if loss.shift:
@@ -158,6 +156,12 @@ def _of_tokens(
     labels = None if labels is None else jnp.where(counted, labels, -1)
     settings = Settings(*map(batch.get, Settings._fields))
     return OfTokens(labels, settings, jnp.where(counted, weights, 0)), counted
+
+
+def _widened(name: str, array: Array, zeros: Array) -> Array:
+    """Numbers of tokens in the shape and dtype of the zeros; NaN where they are out of range."""
+    wide = array.astype(zeros.dtype) + zeros
+    return jnp.where(IN_RANGE[name](wide), wide, jnp.nan) if name in IN_RANGE else wide
 
 
 def _along_length(function: Callable, steps: int) -> Callable:
