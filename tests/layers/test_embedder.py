@@ -389,6 +389,15 @@ def test_initial_params_of_another_dtype_are_rounded_to_the_config_s():
     assert {leaf.dtype for leaf in jax.tree.leaves(made)} == {jnp.dtype(jnp.bfloat16)}
 
 
+def test_a_sharded_table_among_initial_params_is_taken_as_it_is():
+    embedder, mesh = te.Embedder(te.EmbedderConfig(128, 4)), mesh_of((2,), ("model",))
+    rules = {"*/token_embedding/embeddings": P("model")}
+    placed = te.sharding.shard_params(embedder.init(KEY), mesh, rules)
+    layer = functools.partial(te.TransformerEmbedding, embedder.config, initial_params=placed)
+    made = hk.transform(lambda: layer()(IDS, is_training=False)).init(KEY)
+    equal(made, placed)
+
+
 def test_parameters_that_are_not_floats_are_named():
     """They were called by the names of arguments of other functions: table, bias."""
     output = te.OutputConfig(tied=False, bias=True)
