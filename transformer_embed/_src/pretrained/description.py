@@ -64,9 +64,9 @@ def describe(
     if table and value["tie_word_embeddings"] and tensors.are_equal(table, names[TOKENS]):
         del names[OUTPUT_TABLE]
     infos = {name: tensors.entry(tensor) for name, tensor in names.items()}
-    count = number_of_layers(file, kind, prefix)
+    depth = number_of_layers(file, kind, prefix)
     found = call_with_named_errors(
-        f"settings and {place}", _described, kind, value, infos, count, file
+        f"settings and {place}", _described, kind, value, infos, depth, file
     )
     if isinstance(found.config.output, NoOutput):
         # It is not read.
@@ -158,7 +158,7 @@ def _values(kind: Architecture, file: Published, said: dict[str, Any]) -> dict[s
 
 
 def _described(
-    kind: Architecture, value: Options, infos: Mapping[str, TensorInfo], count: int, file: Published
+    kind: Architecture, value: Options, infos: Mapping[str, TensorInfo], depth: int, file: Published
 ) -> PretrainedInput:
     """The layer that the values of all entries and the tensors describe."""
     shapes: dict[str, Any] = {name: (1, 1, *info.shape)[-2:] for name, info in infos.items()}
@@ -182,7 +182,7 @@ def _described(
         output=_output(kind, value, shapes, file),
         param_dtype=DTYPES[infos[TOKENS].dtype],
     )
-    layers = layers_of(kind, value, count, d_model, file.side)
+    layers = layers_of(kind, value, depth, d_model, file.side)
     per_layer = {"layer_norm_eps": value["rms_norm_eps"]} if PER_LAYER_TABLE in shapes else None
     bias = _bias(kind, value, shapes, file.side)
     return PretrainedInput(config, {}, layers, bias, per_layer=per_layer)
