@@ -3,6 +3,8 @@
 import pytest
 from checkpoints import load_embedder, table
 
+import transformer_embed as te
+
 S, F, L, C = "sliding_attention", "full_attention", "linear_attention", "chunked_attention"
 ROTATED, UNROTATED = True, False
 # As published, without `layer_types`: entries, the kind of each layer, the tokens that a window or
@@ -92,6 +94,17 @@ def test_tensors_say_how_many_layers_there_are_if_config_json_does_not(tmp_path)
     entries = {"model_type": "llama", "num_hidden_layers": None}
     found = load_embedder(table(tmp_path, entries, "model.embed_tokens.weight", **others))
     assert len(found.layers) == 11
+
+
+@pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
+def test_longrope_has_its_older_names_and_phi_moes_factor(tmp_path, name):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    sizes = {"factor": 4.0, "original_length": 16, "length": 8, "attention_factor": 1.25}
+    entries = {"type": name, "short_mscale": 1.25, "long_mscale": 1.25} | factors
+    said = {"model_type": "phimoe", "num_attention_heads": 2, "max_position_embeddings": 64}
+    said |= {"original_max_position_embeddings": 16, "rope_scaling": entries}
+    found = load_embedder(table(tmp_path, said), length=8)
+    assert found.layers[0].rotary["scaling"] == te.LongRopeScaling(**factors, **sizes)
 
 
 @pytest.mark.parametrize(

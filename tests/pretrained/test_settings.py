@@ -313,6 +313,7 @@ IN_FILE = [
     ("phi", {"num_attention_heads": 0, "rope_parameters": None}, "num_attention_heads: wanted an int of at least 1, got 0"),
     ("bloom", {"n_head": None}, "for a model bloom: num_attention_heads: wanted a Python int, got None$"),
     ("llama", {"rope_scaling": {"type": "mrope", "mrope_section": [4, 4]}}, "is not read .*, got rope_scaling: mrope_section: "),
+    ("llama", {"rope_scaling": {"short_mscale": 1.0, "long_mscale": 1.5}}, r"rope_scaling: wanted equal short_mscale, long_mscale, got \(1.0, 1.5\)"),
     ("llama", sectioned([8192] * 10**5), "mrope_section: its sum: wanted an int of at most 8192, got 819200000"),
     ("llama", sectioned([3, -1, 2]), r"mrope_section\[1\]: wanted an int of at least 0, got -1"),
 ]  # fmt: skip
