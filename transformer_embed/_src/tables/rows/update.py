@@ -103,24 +103,25 @@ def update(
     arguments.check_same("grads", want, grads_treedef, params_treedef)
     tables = row_check.find_tables(optimizer.init, treedef, dict(enumerate(trees)))
 
-    def update_all(grads: Tree, params: Tree, state: Tree, arrays: dict[int, Any]) -> Any:
-        leaves = (dict(enumerate(others)) | arrays).values()
-        return optimizer.update(grads, state, params, **jax.tree.unflatten(extra_treedef, leaves))
+    def extra_of(arrays: dict[int, Any]) -> dict[str, Any]:
+        return jax.tree.unflatten(extra_treedef, (dict(enumerate(others)) | arrays).values())
 
-    step = functools.partial(_step, update_all, treedef)
+    step = functools.partial(_step, optimizer.update, extra_of, treedef)
     row_check.check(jax.jit(step), tables, optimizer.update)
     new_leaves = _update_tables(step, tables)
     _, params, state, _ = jax.tree.unflatten(treedef, new_leaves.values())
     return params, state
 
 
-def _step(update_all: Callable, treedef: Any, leaves: dict[int, Any]) -> dict[int, Any]:
+def _step(
+    update: Callable, extra_of: Callable, treedef: Any, leaves: dict[int, Any]
+) -> dict[int, Any]:
     """The leaves of (grads, params, state, arrays) after a step; the first and the last stay."""
     # Slow to load, and only training needs it.
     import optax  # noqa: PLC0415
 
     grads, params, state, arrays = jax.tree.unflatten(treedef, leaves.values())
-    updates, state = update_all(grads, params, state, arrays)
+    updates, state = update(grads, state, params, **extra_of(arrays))
     after = grads, optax.apply_updates(params, updates), state, arrays
     new_leaves, new_treedef = jax.tree.flatten(after, is_leaf=is_leaf)
     if new_treedef != treedef:
