@@ -52,7 +52,7 @@ def linear_cross_entropy(
     *,
     mask: ArrayLike | None = None,
     weights: ArrayLike | None = None,
-    shift: int = False,
+    shift: int = 0,
     segment_ids: ArrayLike | None = None,
     label_smoothing: ArrayLike = 0.0,
     z_loss: ArrayLike = 0.0,
@@ -80,9 +80,10 @@ def linear_cross_entropy(
         weights: floating, shaped as mask: each label's loss is multiplied by its weight. None: 1.
             With negative ones, do not take the mean: the sum of weights that divides it may be 0 or
             less.
-        shift: a Python int k of at least 0: token t predicts `labels[..., t + k]`, which brings its
-            mask and weight; the last k tokens predict nothing. True is 1. A head that predicts
-            several tokens ahead has its own k.
+        shift: a Python int k: token t predicts `labels[..., t + k]`, which brings its mask and
+            weight; the last k tokens predict nothing. 0: each label stands where it is predicted.
+            1, or True: each token predicts the next one. A head that predicts several tokens ahead
+            has its own k.
         segment_ids: integers, [length], or more axes that broadcast to the labels', for packed
             sequences, with shift: those of `TokenPositions` (0 = padding; a negative number is
             not). A token predicts nothing if `labels[..., t + k]` has another segment id, such as

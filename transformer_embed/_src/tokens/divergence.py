@@ -29,7 +29,7 @@ def linear_divergence(
     temperature: ArrayLike = 1.0,
     mask: ArrayLike | None = None,
     weights: ArrayLike | None = None,
-    shift: int = False,
+    shift: int = 0,
     segment_ids: ArrayLike | None = None,
     reduction: str = "mean",
     chunk_size: int | None = None,

@@ -39,7 +39,7 @@ def linear_log_probs(
     *,
     temperature: ArrayLike = 1.0,
     mask: ArrayLike | None = None,
-    shift: int = False,
+    shift: int = 0,
     segment_ids: ArrayLike | None = None,
     with_entropy: bool = False,
     chunk_size: int | None = None,
@@ -172,7 +172,7 @@ def linear_kept_log_probs(
     *,
     temperature: ArrayLike = 1.0,
     mask: ArrayLike | None = None,
-    shift: int = False,
+    shift: int = 0,
     segment_ids: ArrayLike | None = None,
     chunk_size: int | None = None,
 ) -> Float[Array, "... k"]:
