@@ -25,8 +25,9 @@ def dropout(rng: Array, rate: float, x: ArrayLike) -> Float[Array, "..."]:
 
     Args:
         rng: a key of `jax.random.key` or `jax.random.PRNGKey`.
-        rate: in [0, 1), a Python float; 0 returns x as it is. (In Haiku, a numpy scalar draws
-            floats of its own width and promotes a narrower x. Here it counts as a Python float.)
+        rate: in [0, 1), a Python float; 0 returns x as it is. A numpy scalar counts as a Python
+            float. (hk.dropout draws random floats of the scalar's dtype, and returns a wider dtype
+            than x if that dtype is wider.)
         x: [...], a floating dtype.
 
     Returns:

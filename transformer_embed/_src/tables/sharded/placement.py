@@ -64,8 +64,9 @@ def shard_params(
             go from device to device. With several processes, all pass the same tree and rules.
         mesh: of any shape, with automatic or explicit axes.
         rules: patterns and their specs: for each dimension a mesh axis, a tuple of them, or None.
-            In a tuple of both kinds, explicit axes come first: in other orders, jax 0.9 and 0.12
-            return a step's table that is whole along the automatic ones.
+            In a tuple of explicit and automatic axes, put the explicit ones first. (In another
+            order, the table after a step is no longer split over the automatic axes, on jax 0.9 and
+            0.12.)
         tables: a pattern for the names of tables, [vocab_size, d], that a rule splits, and that
             only `lookup` and `linear_logits` read. Other modules, such as hk.Embed, need a plain
             array: leave their tables out. An array [vocab_size] with such a name has one number for
