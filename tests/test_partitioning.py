@@ -193,6 +193,25 @@ def test_second_derivatives_inside_a_shard_map_are_those_of_the_whole_batch(
     near(of_x, want_x, atol=10 * ERROR)
 
 
+def read_over_data(shape):
+    """A table on explicit axes, inside a shard_map over automatic ones of these sizes."""
+    rules, split = {"*": SPEC("model")}, SPEC("data")
+    table = te.sharding.shard_params(TABLE, mesh_of((2, 2, 2), NAMES, EXPLICIT), rules, tables="*")
+    with jax.set_mesh(mesh_of(shape, NAMES)):
+        specs = {"in_specs": (SPEC(), split), "out_specs": split, "axis_names": {"data"}}
+        return jax.jit(jax.shard_map(te.lookup, **specs))(table, IDS)
+
+
+@pytest.mark.skipif(not HAS_NESTED_MAPS, reason="an error of its own, tested above")
+def test_a_table_on_explicit_axes_is_read_inside_a_shard_map_over_automatic_ones():
+    equal(read_over_data((2, 2, 2)), TABLE[IDS])
+
+
+def test_a_table_of_another_mesh_is_refused_inside_a_shard_map():
+    with pytest.raises(ValueError, match="table: wanted .*'model': 4.*, got .*'model': 2"):
+        read_over_data((2, 4, 1))
+
+
 def test_a_sharded_table_whose_rows_a_shard_map_splits_is_refused():
     mesh = mesh_of((2, 2, 2), NAMES)
     table = te.sharding.shard_params(TABLE, mesh, {"*": SPEC("data")}, tables="*")
