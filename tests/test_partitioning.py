@@ -208,7 +208,7 @@ def test_a_table_on_explicit_axes_is_read_inside_a_shard_map_over_automatic_ones
 
 
 def test_a_table_of_another_mesh_is_refused_inside_a_shard_map():
-    with pytest.raises(ValueError, match="table: wanted .*'model': 4.*, got .*'model': 2"):
+    with pytest.raises(ValueError, match=r"table: wanted .*'model': 4.*, got .*'model': 2"):
         read_over_data((2, 4, 1))
 
 
