@@ -86,6 +86,8 @@ def test_shapes_are_mapped_to_shapes_and_move():
     assert (table.shape, table.dtype) == ((300, WIDTH), jnp.bfloat16)
     sharding = NamedSharding(MESH, SPEC("model"))
     assert table.array == jax.ShapeDtypeStruct((384, WIDTH), jnp.bfloat16, sharding=sharding)
+    # The axes that the table does not use.
+    assert table.split.batch_axes == ("data",)
     assert shard(mesh_of((4, 2)), SPEC("model"), table).array.shape == (384, WIDTH)
 
 
