@@ -97,7 +97,7 @@ def read(kind: Architecture, given: Options) -> tuple[dict[str, Any], dict[str, 
     if kind.rotary:
         # Before the checks, which are of entries at the top level.
         found = rope.flat(kind, found)
-    unread |= {entry: found.pop(entry) for entry in found.keys() - kind.names().keys()}
+    unread |= {entry: found.pop(entry) for entry in [*found] if entry not in kind.names()}
     for entry, value in found.items():
         if value is not None or entry in DEFAULTS:
             found[entry] = ENTRIES[entry](entry, value)
