@@ -181,7 +181,7 @@ def test_gradients_inside_a_shard_map_over_some_axes_are_those_of_the_whole_batc
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_NESTED_MAPS, reason="an error of its own, tested above")
-@pytest.mark.parametrize(("kind", "split", "is_sharded", "where"), few(CASES, 2), ids=str)
+@pytest.mark.parametrize(("kind", "split", "is_sharded", "where"), few(CASES, 3), ids=str)
 def test_second_derivatives_inside_a_shard_map_are_those_of_the_whole_batch(
     kind, split, is_sharded, where
 ):
