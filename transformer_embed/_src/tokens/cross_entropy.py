@@ -15,7 +15,7 @@ from transformer_embed._src.tokens.lookup import Table
 from transformer_embed._src.tokens.losses import compute
 from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
 from transformer_embed._src.tokens.output_split import OutputSplit
-from transformer_embed._src.tokens.row_logits import ChunkLogits, sums_of_rows
+from transformer_embed._src.tokens.row_logits import ChunkLogits, columns_of, sums_of_rows
 
 
 class LossMetrics(NamedTuple):
@@ -169,8 +169,7 @@ class CrossEntropy(Loss):
         would cost another operation for each of them.
         """
         (found,), (_, smoothing, z_loss) = logits, settings
-        # Those of the labels may be on another device.
-        exponentials, columns = jnp.exp(found.shifted), jnp.asarray(labels) - found.ids[0, 0]
+        exponentials, columns = jnp.exp(found.shifted), columns_of(found, labels)
         share = None if smoothing is None else _share(split, found)
         total, of_label, of_all = sums_of_rows(split, found, exponentials, columns, share)
         log_total, of_settings = jnp.log(total), Settings()

@@ -28,6 +28,7 @@ from transformer_embed._src.tokens.row_logits import (
     FLOOR,
     biased_and_capped,
     chunk_logits,
+    columns_of,
     sums_of_rows,
 )
 
@@ -143,8 +144,7 @@ class LogProbs(Loss):
         gradient in z is `exp(z - m) * (mean - (z - m)) / total`.
         """
         (found,) = logits
-        # Those of the labels may be on another device.
-        exponentials, columns = jnp.exp(found.shifted), jnp.asarray(labels) - found.ids[0, 0]
+        exponentials, columns = jnp.exp(found.shifted), columns_of(found, labels)
         total, of_label, _ = sums_of_rows(split, found, exponentials, columns, None)
         slopes, subtracted = exponentials, columns
         if not self.of_candidates:

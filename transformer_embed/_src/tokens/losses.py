@@ -92,8 +92,9 @@ def compute(loss: Loss, layers: tuple[Pair, ...], **of_tokens: ArrayLike | None)
     for name, array in arrays.items():
         if array is not None:
             shape = of_labels if name in ("labels", "mask") else tokens
-            is_free = name != "segment_ids"
-            check = arguments.check_broadcasts if is_free else arguments.check_ends_in_length
+            check = arguments.check_broadcasts
+            if name == "segment_ids":
+                check = arguments.check_ends_in_length
             check(name, array.shape, shape, whose)
             # A number of a token broadcasts to those of its candidates.
             last = range(len(shape), len(tokens) + 1)
@@ -142,6 +143,7 @@ def _of_tokens(
     for name in filter(batch.__contains__, (*Settings._fields, "weights")):
         batch[name] = _widened(name, batch[name], zeros)
     if "mask" in batch:
+        # With the whole length, which is shifted below.
         batch["mask"] &= counted
     if loss.shift:
         segment_ids = batch.pop("segment_ids", jnp.ones_like(counted, jnp.int32))

@@ -132,6 +132,11 @@ def of_column(
     return jnp.where((columns >= 0) & (columns <= last), at_columns - shift, 0)
 
 
+def columns_of(found: ChunkLogits, ids: Any) -> Int32[Array, "t c"]:
+    """Where the logits of ids are among those of this device, if they are."""
+    return jnp.asarray(ids) - found.ids[0, 0]
+
+
 def sums_of_rows(
     split: OutputSplit,
     found: ChunkLogits,
