@@ -244,7 +244,7 @@ def _check_extras(layers: Any, bias: Any, names: Any, per_layer: Any) -> None:
     arguments.entries("layers", layers, check)
 
 
-def _by_tensor_name(leaves: Options, names: Options) -> dict[str, np.ndarray]:
+def _by_tensor_name(leaves: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The arrays of a file: each parameter under its tensor's name, and as that tensor lies."""
     arrays = {}
     for name, tensor in names.items():

@@ -65,8 +65,7 @@ def shard_params(
         mesh: of any shape, with automatic or explicit axes.
         rules: patterns and their specs: for each dimension a mesh axis, a tuple of them, or None.
             In a tuple of explicit and automatic axes, put the explicit ones first. (In another
-            order, the table after a step is no longer split over the automatic axes, on jax 0.9 and
-            0.12.)
+            order, a step on jax 0.9 or 0.12 returns the table whole along the automatic axes.)
         tables: a pattern for the names of tables, [vocab_size, d], that a rule splits, and that
             only `lookup` and `linear_logits` read. Other modules, such as hk.Embed, need a plain
             array: leave their tables out. An array [vocab_size] with such a name has one number for
