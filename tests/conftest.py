@@ -42,6 +42,7 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import cases
+import draws
 import hypothesis
 import pytest
 import typecheck
@@ -61,6 +62,9 @@ def pytest_addoption(parser):
         default=cases.CHOICE,
         help="which cases of long lists to run: few (the same in each run), a number (others), all",
     )
+    parser.addoption(
+        "--draws", help="how many draws of each space to run (2000), or which of them (500:1000)"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -79,7 +83,7 @@ def pytest_cmdline_main(config):
 
 def pytest_configure(config):
     """Empties the cache once it is large: no entry is ever removed from it otherwise."""
-    cases.CHOICE = config.getoption("cases")
+    cases.CHOICE, draws.WANTED = config.getoption("cases"), config.getoption("draws")
     is_worker = hasattr(config, "workerinput")
     if not is_worker and sum(path.stat().st_size for path in CACHE.glob("*")) > CACHE_BYTES:
         shutil.rmtree(CACHE)
