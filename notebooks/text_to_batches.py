@@ -194,7 +194,7 @@ def train(state, batches, steps, checkpoints, put, say):
         padding.append(np.mean(local["ids_segment_ids"] == 0))
         state, loss = train_step(state, put(local))
         if step == first:
-            say(f"step {step}: loss {float(loss):.3f}, log(vocabulary) {math.log(VOCAB_SIZE):.3f}")
+            say(f"step {step + 1}: loss {float(loss):.3f}, log(vocabulary) {math.log(VOCAB_SIZE):.3f}")
             waited, began = 0.0, time.perf_counter()  # without the time to compile
         if (step + 1) % 50 == 0:
             saved = {"state": args.StandardSave(state), "data": CheckpointSave(batches)}
@@ -214,12 +214,14 @@ def main():
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--process", nargs=3, metavar=("I", "N", "ADDRESS"))
     flags = parser.parse_args()
+    texts = documents(flags.files)
+    if len(texts) < 2:
+        parser.error(f"files: wanted at least two, of which one is held out, got {len(texts)}")
     if flags.process:
         jax.distributed.initialize(flags.process[2], int(flags.process[1]), int(flags.process[0]))
     say = print if jax.process_index() == 0 else lambda *_, **__: None
     out = flags.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    texts = documents(flags.files)
     held_out, training = texts[::20], [text for n, text in enumerate(texts) if n % 20]
     tokenizer = trained_tokenizer(training, out / "tokenizer.json")
     train_pieces, eval_pieces = (windows(tokenizer, each) for each in (training, held_out))

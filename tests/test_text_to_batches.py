@@ -41,7 +41,7 @@ def digest(program):
 
 def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path, text):
     whole, printed = digest(start(tmp_path / "whole", text, 52))
-    assert re.search(r"step 0: loss 7\.\d+, log\(vocabulary\) 7\.625", printed)
+    assert re.search(r"step 1: loss 7\.\d+, log\(vocabulary\) 7\.625", printed)
     killed = start(tmp_path / "killed", text, 52)
     while not (tmp_path / "killed" / "checkpoints" / "50").exists():
         assert killed.poll() is None

@@ -1,0 +1,489 @@
+"""What pages compute, on other batches than theirs, beside a plain computation: values and gradients.
+
+That a page's program runs does not say that it is right elsewhere: people copy it to rows of other
+lengths, with padding on either side and several documents.
+"""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pages import FOLDER, functions_of
+
+import transformer_embed as te
+
+
+def near(got, expected, **tolerance):
+    """Equal trees, to rounding; NaN is equal to nothing."""
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} | tolerance
+    check = functools.partial(np.testing.assert_allclose, equal_nan=False, **tolerance)
+    jax.tree.map(check, got, expected)
+
+
+def segment_ids_of(rng, rows, length):
+    """Packed documents, with padding of some length on both sides, and a row of padding alone."""
+    segment_ids = np.sort(rng.integers(1, 4, (rows, length)), axis=1)
+    for row in segment_ids:
+        before, after = rng.integers(0, length // 3, 2)
+        row[:before] = row[length - after :] = 0
+    segment_ids[-1] = 0
+    return segment_ids
+
+
+def dense_attention(mask, queries, keys, values, bias=0.0):
+    """0 where a query sees no key."""
+    logits = jnp.einsum("bqhd,bkhd->bhqk", queries, keys) + bias
+    shares = jax.nn.softmax(jnp.where(mask, logits, -1e30)) * mask.any(-1, keepdims=True)
+    return jnp.einsum("bhqk,bkhd->bqhd", shares, values)
+
+
+def with_gradients(attend, heads):
+    """The outputs, and gradients of a sum of their squares."""
+    outputs, pull = jax.vjp(attend, *heads)
+    return outputs, pull(outputs)
+
+
+# --- contexts over devices
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["zigzag", "cyclic"])
+def test_ring_attention_is_dense_attention(kind):
+    page = functions_of(FOLDER / "contexts_over_devices.md", "ring_attention", "TILE")
+    rng, length = np.random.default_rng(0), 8 * page.TILE
+    tokens = te.TokenPositions.from_segment_ids(segment_ids_of(rng, 3, length))
+    heads = rng.normal(size=(3, 3, length, 2, 4)).astype(np.float32)
+    tile = {"tile": page.TILE} if kind == "cyclic" else {}
+    order = te.load_balanced_order(length, 4, kind=kind, **tile)
+    mesh, spec = jax.make_mesh((4,), ("context",)), jax.P(None, "context")
+    ring = jax.shard_map(page.ring_attention, mesh=mesh, in_specs=spec, out_specs=spec)
+    with jax.set_mesh(mesh):
+        place = lambda array: jax.device_put(jnp.asarray(array), jax.NamedSharding(mesh, spec))
+        taken = jax.tree.map(place, tokens.take(order))
+        attend = jax.jit(functools.partial(with_gradients, functools.partial(ring, taken)))
+        got = attend([place(each[:, order]) for each in heads])
+    mask = te.AttentionMask(tokens, causal=True).dense()
+    expected = with_gradients(functools.partial(dense_attention, mask), list(heads))
+    near(got, jax.tree.map(lambda array: array[:, order], expected))
+
+
+def test_the_busiest_device_is_that_of_all_rows():
+    page = functions_of(FOLDER / "contexts_over_devices.md", "busiest", "documents", "DEVICES")
+    rows = np.concatenate([page.documents(2048, number) for number in (1, 5)])
+    tokens = te.TokenPositions.from_segment_ids(rows)
+    dense = te.AttentionMask(tokens, causal=True).dense()
+    tiles = np.asarray(dense).reshape(2, 16, 128, 16, 128).any((2, 4))
+    work = tiles.sum((0, 2)).reshape(page.DEVICES, -1).sum(1)
+    assert page.busiest(tokens, np.arange(2048)) == work.max() / work.mean()
+
+
+# --- notebook 07
+
+
+@pytest.mark.slow
+def test_attention_over_tiles_is_dense_attention():
+    page = functions_of(FOLDER / "07_long_contexts.ipynb", "tiled_attention")
+    rng = np.random.default_rng(1)
+    tokens = te.TokenPositions.from_segment_ids(segment_ids_of(rng, 3, 64))
+    rule = te.AttentionMask(tokens, causal=True, window=(9, 0))
+    heads = rng.normal(size=(3, 3, 64, 2, 4)).astype(np.float32)
+    tiled = functools.partial(page.tiled_attention, rule, tile=(16, 32))
+    bias = te.alibi_bias(tokens.positions, tokens.positions, num_heads=2)
+    dense = functools.partial(dense_attention, rule.dense(), bias=bias)
+
+    def expected(queries, *others):
+        return dense(queries / 2, *others)
+
+    near(*(jax.jit(functools.partial(with_gradients, f))(heads) for f in (tiled, expected)))
+
+
+# --- recipes: reinforcement learning and preferences
+
+RECIPES = FOLDER / "recipes.md"
+
+
+def texts_of(rng, rows, length, side):
+    """Ids padded on a side, a prompt of two tokens in each; and which of them were sampled."""
+    lengths = rng.integers(3, length + 1, rows)
+    places = np.arange(length)[None] - (length - lengths[:, None] if side == "left" else 0)
+    is_token = (places >= 0) & (places < lengths[:, None])
+    ids = np.where(is_token, rng.integers(4, 128, (rows, length)), 0)
+    return jnp.asarray(ids), is_token & (places >= 2)
+
+
+def plain_log_probs(page, params, ids, temperature=1.0):
+    """Of each token after those before it, from whole logits: [batch, length] and all of them."""
+    x = page.embedder.apply(params, None, ids, is_training=False)
+    logits = te.linear_logits(x, page.embedder.output(params)) / temperature
+    log_probs = jnp.pad(jax.nn.log_softmax(logits)[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    return jnp.take_along_axis(log_probs, ids[..., None], axis=-1)[..., 0], log_probs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_loss_of_grpo_is_that_of_whole_logits(side):
+    page = functions_of(RECIPES, "embedder", "grpo_loss", "policy")
+    rng = np.random.default_rng(2)
+    ids, is_sampled = texts_of(rng, 5, 9, side)
+    params = page.embedder.init(jax.random.key(3))
+    old, advantages = rng.normal(-5, 0.1, ids.shape), rng.normal(size=len(ids))
+    batch = ids, is_sampled, jnp.float32(advantages), jnp.float32(old)
+
+    def expected(params):
+        log_probs, every = plain_log_probs(page, params, ids)
+        log_probs = jnp.where(is_sampled, log_probs, old)
+        entropy = -jnp.sum(jnp.exp(every) * jnp.maximum(every, -1e30), axis=-1)
+        ratio, difference = jnp.exp(log_probs - old), old - log_probs
+        gain = jnp.minimum(
+            ratio * advantages[:, None], jnp.clip(ratio, 0.8, 1.2) * advantages[:, None]
+        )
+        kl = jnp.exp(difference) - difference - 1
+        return -jnp.mean(gain - 0.04 * kl + 0.01 * entropy, where=is_sampled)
+
+    got = jax.jit(jax.value_and_grad(page.grpo_loss))(params, *batch)
+    near(got, jax.jit(jax.value_and_grad(expected))(params), rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [[3, 2], [0, 3, 2], [2, 0, 1]], ids=str)
+def test_answers_that_share_a_prompt_are_answers_alone(lengths):
+    """An answer of length 0 must not shift the advantages of those after it."""
+    rng, prompt = np.random.default_rng(4), [5, 6]
+    answers = [rng.integers(4, 128, length).tolist() for length in lengths]
+    ids = np.concatenate([prompt, *answers, [0, 0]]).astype(np.int32)
+    given = {
+        "prompt_length": len(prompt),
+        "lengths": lengths,
+        "shared_ids": jnp.array([ids]),
+        "advantages": jnp.arange(1.0, len(lengths) + 1),
+    }
+    names = "embedder", "hidden", "shared_policy", "parents", "is_answer", "token_advantages"
+    page = functions_of(RECIPES, *names, **given)
+    params = page.embedder.init(jax.random.key(0))
+    got = page.shared_policy(params, given["shared_ids"], page.parents, page.is_answer)
+    expected, of_answers = [], []
+    for number, answer in enumerate(answers):
+        ids = jnp.array([[*prompt, *answer]])
+        x = page.hidden(params, ids, te.TokenPositions.from_ids(ids, pad_id=0))
+        log_probs = jax.nn.log_softmax(te.linear_logits(x, page.embedder.output(params)))
+        expected += [log_probs[0, 1 + n, token] for n, token in enumerate(answer)]
+        of_answers += [number + 1.0] * len(answer)
+    near(got[page.is_answer], np.array(expected))
+    assert page.token_advantages[page.is_answer].tolist() == of_answers
+
+
+@pytest.mark.slow
+def test_dpo_is_that_of_whole_logits():
+    page = functions_of(RECIPES, "embedder", "dpo_loss")
+    pairs, is_answer = texts_of(np.random.default_rng(5), 2, 7, "left")
+    params, reference = page.embedder.init(jax.random.key(1)), jnp.array([-9.0, -8.0])
+
+    def expected(params):
+        log_probs = plain_log_probs(page, params, pairs)[0].sum(1, where=is_answer)
+        return -jax.nn.log_sigmoid(0.1 * jnp.subtract(*(log_probs - reference)))
+
+    got = jax.value_and_grad(page.dpo_loss)(params, pairs, is_answer, reference)
+    near(got, jax.value_and_grad(expected)(params), rtol=1e-4)
+
+
+# --- recipes: decoding
+
+
+def greedy_text(page, weights, prompt, steps):
+    """The likeliest tokens after a prompt, which is read again, whole, for each of them."""
+    text = [token for token in prompt if token]
+    for _ in range(steps):
+        ids = jnp.array([text])
+        x, _ = page.hidden_and_cache(weights, ids, te.TokenPositions.from_ids(ids, pad_id=0))
+        logits = te.linear_logits(x[0, -1], page.lm.output(weights["embed"]))
+        text.append(int(logits.argmax()))
+    return text[-steps:]
+
+
+@pytest.fixture(scope="module")
+def decoding():
+    """The page's functions, for texts of eight tokens, and prompts of several lengths."""
+    names = "hidden_and_cache", "lm", "init", "VOCAB", "END", "generate", "beam_search", "serve"
+    names += "decode_greedily", "decode_with_guesses", "decode_with_trees", "speculate"
+    page = functions_of(RECIPES, *names, STEPS=8)
+    rng = np.random.default_rng(6)
+    prompts = rng.integers(2, page.VOCAB, (6, 4)) * (np.arange(4) >= rng.integers(0, 4, (6, 1)))
+    return page, page.init(jax.random.key(8)), jnp.asarray(prompts)
+
+
+@pytest.mark.slow
+def test_guesses_and_trees_decode_the_greedy_text_to_its_end(decoding):
+    """A tree that does not fit at the end of the cache moved another token's keys."""
+    page, weights, _ = decoding
+    some = [[0, 3], [2, 3, 4], [2, 3, 4, 5], [2, 5]]
+    every = np.stack(np.meshgrid(*some), -1).reshape(-1, 4)
+    prompts = jnp.asarray(every)
+    greedy = page.decode_greedily(weights, prompts, 8)
+    for row in range(0, len(every), 9):
+        assert greedy[row].tolist() == greedy_text(page, weights, every[row].tolist(), 8)
+    np.testing.assert_array_equal(
+        page.decode_with_guesses(weights, prompts, page.speculate)[0], greedy
+    )
+    np.testing.assert_array_equal(page.decode_with_trees(weights, prompts)[0], greedy)
+
+
+@pytest.mark.slow
+def test_sampling_in_a_scan_has_the_logits_of_whole_texts(decoding):
+    page, weights, prompts = decoding
+    sample = jax.jit(page.generate, static_argnames="steps")
+    sampled, logits = sample(weights, prompts, jax.random.key(1), steps=6)
+    for row, prompt in enumerate(prompts.tolist()):
+        new = [token for token in sampled[row].tolist() if token]
+        ids = jnp.array([[token for token in prompt if token] + new])
+        x, _ = page.hidden_and_cache(weights, ids, te.TokenPositions.from_ids(ids, pad_id=0))
+        expected = te.linear_logits(x, page.lm.output(weights["embed"]))[0, -len(new) - 1 : -1]
+        near(logits[row, : len(new)], expected)
+
+
+@pytest.mark.slow
+def test_a_search_with_enough_beams_finds_the_best_of_all_texts(decoding):
+    page, weights, prompts = decoding
+    texts, scores = page.beam_search(weights, prompts[0], beams=25, steps=2)
+    ids = [token for token in prompts[0].tolist() if token]
+
+    def log_probs(*new):
+        text = jnp.array([[*ids, *new]])
+        x, _ = page.hidden_and_cache(weights, text, te.TokenPositions.from_ids(text, pad_id=0))
+        return jax.nn.log_softmax(te.linear_logits(x[0, -1], page.lm.output(weights["embed"])))
+
+    first, expected = log_probs(), {(page.END, 0): float(log_probs()[page.END])}
+    for one in set(range(1, page.VOCAB)) - {page.END}:
+        second = log_probs(one)
+        expected |= {(one, two): float(first[one] + second[two]) for two in range(1, page.VOCAB)}
+    best = sorted(expected.items(), key=lambda item: -item[1])
+    count = min(25, len(best))
+    near(scores[:count], np.array([score for _, score in best[:count]]))
+    assert list(map(tuple, texts[:count].tolist())) == [text for text, _ in best[:count]]
+
+
+@pytest.mark.slow
+def test_continuous_batching_answers_as_each_prompt_alone(decoding):
+    page, weights, prompts = decoding
+    right = np.array([sorted(row, key=lambda token: token == 0) for row in prompts.tolist()])
+    for prompt, answer in zip(right, page.serve(weights, right), strict=True):
+        alone = greedy_text(page, weights, prompt.tolist(), 12)
+        assert answer == alone[: len(answer)]
+        assert answer[-1] == page.END or len(answer) == 12
+
+
+# --- recipes: images, and layers inside a model
+
+
+def test_a_packed_patch_has_the_point_of_its_own_image():
+    page = functions_of(RECIPES, "pack")
+    points, images = page.pack([(1, 3), (2, 2), (3, 1)], 12)
+    expected = [(0, 0), (0, 1), (0, 2), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0), (1, 0), (2, 0)]
+    np.testing.assert_array_equal(points[:10], expected)
+    assert images.tolist() == [1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 0, 0]
+
+
+def test_axial_rotary_rotates_each_part_of_a_head_by_its_axis():
+    page, rng = functions_of(RECIPES, "axial_rotary"), np.random.default_rng(9)
+    x, points = rng.normal(size=(3, 5, 2, 12)).astype(np.float32), rng.integers(-9, 99, (3, 5, 3))
+    parts = [
+        te.apply_rotary(x[..., 4 * axis : 4 * axis + 4], points[..., axis], base=50.0)
+        for axis in range(3)
+    ]
+    near(page.axial_rotary(x, points, base=50.0), np.concatenate(parts, axis=-1))
+
+
+def test_positions_of_images_go_on_from_text_in_packed_rows():
+    page = functions_of(RECIPES, "vision_positions")
+    ids = np.array([[5, 9, 9, 6, 0, 0], [0, 9, 9, 7, 8, 8]])
+    segment_ids = np.array([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 2, 2]])
+    got = page.vision_positions(ids, segment_ids, {9: [(1, 2, 4, 1), (1, 4, 2, 1)]})
+    assert got[0].tolist() == [[0] * 3, [1, 1, 1], [1, 1, 2], [3] * 3, [0] * 3, [0] * 3]
+    assert got[1].tolist() == [[0] * 3, [0] * 3, [0, 1, 0], [2] * 3, [0] * 3, [1] * 3]
+
+
+@pytest.mark.slow
+def test_a_classifier_of_a_row_of_padding_alone_is_finite():
+    page = functions_of(RECIPES, "classifier")
+    config = te.EmbedderConfig(vocab_size=20, d_model=8, pad_id=0)
+    layer = types.SimpleNamespace(config=config, params=te.Embedder(config).init(jax.random.key(0)))
+    ids = jnp.array([[0, 0, 5, 6], [7, 0, 0, 0], [0, 0, 0, 0]])
+    weights = page.classifier.init(jax.random.key(0), ids, layer, False)
+    outputs, pull = jax.vjp(lambda w: page.classifier.apply(w, None, ids, layer, False), weights)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(pull(outputs)))
+    head = weights["classifier/linear"]
+    embed = te.Embedder(config).apply(layer.params, None, ids, is_training=False)
+    means = np.stack([embed[0, 2:].mean(0), embed[1, 0], np.zeros(8)])
+    near(outputs, means @ head["w"] + head["b"])
+
+
+@pytest.mark.slow
+def test_an_empty_bag_has_the_mean_0():
+    page = functions_of(RECIPES, "loss_fn", "params")
+    items, bags = jnp.array([3, 3, 8]), jnp.array([0, 0, 2])
+    targets = jnp.array([1.0, 2.0, 3.0])
+    params = {"items": page.params["items"][:10], "head": jnp.arange(16.0)}
+
+    def expected(params):
+        means = jnp.stack([params["items"][3], jnp.zeros(16), params["items"][8]])
+        return jnp.mean((means @ params["head"] - targets) ** 2)
+
+    got = jax.value_and_grad(page.loss_fn)(params, items, bags, targets)
+    near(got, jax.value_and_grad(expected)(params))
+
+
+# --- losses
+
+LOSSES = FOLDER / "losses.md"
+
+
+def of_vocabulary(x, output):
+    """Log-probabilities of the whole vocabulary, -inf of padding."""
+    logits = (x @ output.table.T).at[..., output.pad_id].set(-jnp.inf)
+    return jax.nn.log_softmax(logits)
+
+
+@pytest.fixture(scope="module")
+def losses():
+    names = "multi_token_loss", "kept_loss", "top_k_loss", "output", "teacher", "WIDTH"
+    rng = np.random.default_rng(10)
+    ids = rng.integers(1, 50, (3, 7)) * (np.arange(7) >= [[2], [0], [6]])
+    return functions_of(LOSSES, *names), jnp.asarray(ids), np.float32(rng.normal(size=(3, 7, 16)))
+
+
+@pytest.mark.slow
+def test_heads_of_the_next_tokens_predict_inside_of_their_document(losses):
+    page, ids, x = losses
+    segment_ids = np.where(ids != 0, 1 + (np.arange(7) > 3), 0)
+    heads = jnp.float32(np.random.default_rng(0).normal(size=(2, 16, 16)))
+
+    def expected(heads):
+        total = 0.0
+        for steps, head in enumerate(heads, 1):
+            log_probs = of_vocabulary(jnp.tanh(x @ head), page.output)[:, :-steps]
+            found = jnp.take_along_axis(log_probs, ids[:, steps:, None], -1)[..., 0]
+            counted = segment_ids[:, :-steps] == segment_ids[:, steps:]
+            counted &= (ids[:, steps:] != 0) & (segment_ids[:, steps:] != 0)
+            total -= jnp.sum(jnp.where(counted, found, 0)) / max(counted.sum(), 1) / len(heads)
+        return total
+
+    loss = functools.partial(page.multi_token_loss, x=x, ids=ids, segment_ids=segment_ids)
+    near(jax.value_and_grad(loss)(heads), jax.value_and_grad(expected)(heads), rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_grpo_over_kept_ids_is_that_of_their_softmax(losses):
+    page, ids, x = losses
+    rng, is_sampled = np.random.default_rng(1), np.array(ids != 0)
+    is_sampled[:, 0] = False
+    is_sampled[:, 1:] &= np.asarray(ids != 0)[:, :-1]
+    others = np.stack([rng.permutation(np.arange(1, 50))[:4] for _ in range(21)]).reshape(3, 7, 4)
+    kept = np.concatenate([ids[..., None], np.where(others == ids[..., None], 0, others)], -1)
+    old, advantages = np.float32(rng.normal(-1, 0.1, (3, 7))), np.float32([[1], [-1], [2]])
+
+    def expected(x):
+        logits = jnp.pad((x @ page.output.table.T)[:, :-1], ((0, 0), (1, 0), (0, 0)))
+        logits = jnp.take_along_axis(logits, jnp.asarray(kept), -1)
+        found = jax.nn.log_softmax(jnp.where(kept != 0, logits, -1e30))[..., 0]
+        ratio = jnp.exp(jnp.where(is_sampled, found, old) - old)
+        gain = jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.2) * advantages)
+        return -jnp.mean(gain, where=is_sampled)
+
+    batch = jnp.asarray(kept), is_sampled, advantages, old
+    near(*(jax.value_and_grad(loss)(x) for loss in (lambda x: page.kept_loss(x, *batch), expected)))
+
+
+@pytest.mark.slow
+def test_a_stored_top_k_may_have_fewer_allowed_ids_than_k(losses):
+    page, ids, x = losses
+    bias = jnp.full(50, -jnp.inf).at[jnp.array([4, 9, 30])].set(0.0)
+    teacher = te.OutputLayer(page.teacher.table, bias, pad_id=0)
+    stored = te.linear_top_k(
+        np.float32(np.random.default_rng(2).normal(size=(3, 7, 32))), teacher, 5
+    )
+
+    def expected(x):
+        log_probs = jnp.take_along_axis(of_vocabulary(x, page.output), stored[1], -1)
+        terms = jnp.exp(stored[0]) * jnp.where(jnp.isfinite(stored[0]), log_probs, 0)
+        return -jnp.sum(terms, where=(ids != 0)[..., None]) / (ids != 0).sum()
+
+    loss = lambda x: page.top_k_loss(x, *stored, ids != 0)
+    near(jax.value_and_grad(loss)(x), jax.value_and_grad(expected)(x))
+
+
+# --- objectives
+
+OBJECTIVES = FOLDER / "objectives.md"
+
+
+@pytest.mark.slow
+def test_the_loss_of_answers_predicts_them_alone():
+    page, rng = functions_of(OBJECTIVES, "chats", "answers_loss"), np.random.default_rng(11)
+    segment_ids = np.array([[0, 1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1, 1, 1, 1]])
+    ids = jnp.asarray(np.where(segment_ids == 0, 0, rng.integers(4, 64, segment_ids.shape)))
+    is_answer = rng.random(ids.shape) < 0.5
+    params = page.chats.init(jax.random.key(0), ids, segment_ids, is_answer)
+
+    def expected(params):
+        total, count = 0.0, 0
+        for row, number in ((0, 1), (0, 2), (1, 1)):
+            here = segment_ids[row] == number
+            alone = ids[row, here][None]
+            log_probs = [
+                -page.chats.apply(params, alone, jnp.ones_like(alone), jnp.arange(here.sum()) == n)
+                for n in range(1, here.sum())
+            ]
+            chosen = is_answer[row, here][1:]
+            total += sum(
+                each for each, is_chosen in zip(log_probs, chosen, strict=True) if is_chosen
+            )
+            count += chosen.sum()
+        return -total / count
+
+    loss = lambda params: page.chats.apply(params, ids, segment_ids, is_answer)
+    near(*(jax.jit(jax.value_and_grad(each))(params) for each in (loss, expected)), rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_vectors_of_two_towers_do_not_see_padding_and_an_empty_text_is_0():
+    page = functions_of(OBJECTIVES, "vectors", "hk")
+    vectors = page.hk.without_apply_rng(page.hk.transform(page.vectors))
+    ids = jnp.array([[0, 0, 5, 6], [5, 6, 0, 0], [0, 0, 0, 0]])
+    params = vectors.init(jax.random.key(0), ids)
+    got, pull = jax.vjp(lambda params: vectors.apply(params, ids), params)
+    alone = vectors.apply(params, ids[:1, 2:])[0]
+    near(got, np.stack([alone, alone, np.zeros_like(alone)]))
+    near(jnp.linalg.norm(got, axis=1), np.float32([1, 1, 0]))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(pull(got)))
+
+
+@pytest.mark.slow
+def test_image_vectors_take_the_places_of_their_row_and_see_their_own_image():
+    page = functions_of(OBJECTIVES, "merge", "IMAGE", "WIDTH")
+    ids = jnp.array([[0, 5, 3, 3, 3, 6], [3, 7, 3, 3, 8, 0]])
+    patches = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, page.WIDTH)), jnp.float32)
+    params = page.merge.init(jax.random.key(0), ids, patches)
+    x, mask = page.merge.apply(params, ids, patches)
+    images = np.array([[0, 0, 1, 1, 1, 0], [1, 0, 2, 2, 0, 0]])
+    place, is_token = np.arange(6), np.asarray(ids != 0)
+    expected = (place[:, None] >= place) | (
+        (images[:, :, None] == images[:, None]) & (images[:, None] > 0)
+    )
+    expected &= is_token[:, :, None] & is_token[:, None]
+    np.testing.assert_array_equal(mask[:, 0] & is_token[:, :, None], expected)
+    for row in range(2):
+        keep = np.flatnonzero(is_token[row])
+        alone, _ = page.merge.apply(params, ids[row : row + 1, keep], patches[row : row + 1])
+        near(x[row, keep], alone[0])
+
+
+def test_a_pair_of_tokens_has_one_row_of_the_big_table_everywhere():
+    page = functions_of(OBJECTIVES, "pairs_of", "ROWS")
+    ids = np.random.default_rng(0).integers(0, 2**31 - 1, (50, 40))
+    rows = np.asarray(page.pairs_of(jnp.asarray(ids, jnp.int32)))
+    assert ((rows >= 0) & (rows < page.ROWS)).all()
+    again = page.pairs_of(jnp.asarray(ids[:, 7:], jnp.int32))
+    np.testing.assert_array_equal(again[:, 1:], rows[:, 8:])
+    assert len(np.unique(rows[:, 1:])) > 0.98 * rows[:, 1:].size
