@@ -22,6 +22,7 @@ def golden(name):
 
 
 CASES = {case["name"]: case for case in golden("pretrained.json")}
+HEADS = {case["name"]: case for case in golden("heads.json")}
 PAD = 1
 # A unit in the last place of float32, at the largest value. Layer norms sum their channels in
 # another order than the original does; tests/benchmarks/pretrained.py --precision measures wider

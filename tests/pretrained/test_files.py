@@ -332,6 +332,32 @@ def test_a_float64_table_is_rounded_to_the_configs_dtype(tmp_path, dtype):
     np.testing.assert_array_equal(np.asarray(got), table.astype(jnp.dtype(dtype)))
 
 
+@pytest.mark.parametrize("width", [4, 5])
+@pytest.mark.parametrize(
+    ("name", "is_in_out"),
+    [
+        ("h.kernel", True),
+        ("h/w", True),
+        ("h.weight", False),
+        ("w.table", False),
+        ("w.table.T", True),
+    ],
+)
+def test_a_name_says_how_a_linear_layer_lies(tmp_path, name, is_in_out, width):
+    """Of a square one, nothing else does."""
+    config = te.EmbedderConfig(5, width, scheme=None, output=te.OutputConfig(tied=False))
+    output = np.arange(5.0 * width, dtype=np.float32).reshape(5, width)
+    lies = np.ascontiguousarray(output.T) if is_in_out else output
+    tensors = {"t": output, name.removesuffix(".T"): lies}
+    names = SHORT | {"output_embeddings": name}
+    found = by_hand(tmp_path, config, names, tensors)
+    table = found.params[f"{ROOT}token_embedding"]["output_embeddings"]
+    np.testing.assert_array_equal(table, output)
+    save_embedder(tmp_path / "saved", *found)
+    np.testing.assert_array_equal(load_file(tmp_path / "saved")[name.removesuffix(".T")], lies)
+    assert_identical(load_embedder(tmp_path / "saved"), found)
+
+
 PATHS = "names: wanted a parameter's path, or a suffix that only one path has, among"
 EACH = "wanted a tensor for each parameter, also for"
 

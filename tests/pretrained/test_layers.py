@@ -31,7 +31,7 @@ PUBLISHED = [
     ({"model_type": "mimo_v2_flash", "head_dim": 8, "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1, 1], "sliding_window_size": 7, "swa_rope_theta": 70},
      [F, S, S, S, S, F, S, S], (7, 0), {S: 70, F: 5e6}),
     ({"model_type": "nemotron_h", "hybrid_override_pattern": "M*-EM*-E"}, [L, F, "mlp", "moe"] * 2, None, {L: None, F: None, "mlp": None, "moe": None}),
-    ({"model_type": "lfm2", "full_attn_idxs": [1, 3, 7]}, [L, F, L, F, L, L, L, F], None, {L: None, F: 1e6}),
+    ({"model_type": "lfm2", "full_attn_idxs": [1, 3, 7]}, ["conv", F, "conv", F, "conv", "conv", "conv", F], None, {"conv": None, F: 1e6}),
 ]  # fmt: skip
 TABLES = {
     "modernbert": "model.embeddings.tok_embeddings.weight",

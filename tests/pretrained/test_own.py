@@ -188,6 +188,14 @@ def beside(value):
 
 GATHERED = {"embeddings": GatheredRows(jnp.array([1]), jnp.ones([1, 6]), None, "table", 7)}
 UNSAVED = [
+    ({"layers": [te.pretrained.Layer(5, 5, 5)]}, "layers[0].type: wanted a str, got int 5"),
+    ({"layers": [layer({"base": 1e4}), layer({"base": -1})]}, "layers[1].rotary: base: wanted a finite number above 0, got -1"),
+    ({"layers": [layer({"pair_axes": (0, 1), "rotary_dim": 6})]}, "layers[0].rotary: pair_axes: wanted a number for each pair, 3, got 2"),
+    ({"layers": [layer(None, window=(-1, 0))]}, "layers[0].mask: window[0]: wanted "),
+    ({"layers": [layer({3: 1})]}, "layers[0].rotary: a key: wanted a str, got int 3"),
+    ({"layers": [layer(None, windows=3)]}, "layers[0].mask: "),
+    ({"bias": {"num_heads": 0}}, "bias: num_heads: wanted an int of at least 1, got 0"),
+    ({"bias": {"num_head": 2}}, "bias: "),
     ({"names": {TOKENS: "__metadata__"}}, "other than '__metadata__'"),
     ({"names": {TOKENS: None}}, "other than '__metadata__', got [None]"),
     ({"names": {TOKENS: "\ud800"}}, "'utf-8' codec can't encode character"),
@@ -275,7 +283,7 @@ HOSTILE = [
     ({}, {"layers": [{"kind": "LinearScaling", "factor": 2}] * 9_000}, "layers[0]: wanted a Layer, got LinearScaling"),
     ({"a\x1b]0;forged\n": 1}, {}, r"unexpected keyword argument 'a\x1b]0;forged\n'"),
     ({}, {"layers": [{"kind": "os.system"}]}, "got 'os.system'"),
-    ({}, WITH_BIAS | {"bias": {"num_heads": 2, "num_buckets": 2**40}}, "wanted a tensor bias, got 1 tensors"),
+    ({}, WITH_BIAS | {"bias": {"num_heads": 2, "num_buckets": 2**40}}, "bias: max_distance: wanted an int of at least"),
     ({}, {"names": TABLE | {"relative_position_bias/embeddings": TOKENS}, "bias": {"num_heads": 2, "num_buckets": 7}}, "wanted shape [7, 2], as the con"),
 ]  # fmt: skip
 

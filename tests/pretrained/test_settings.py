@@ -129,12 +129,15 @@ def written(parts, names, is_new):
 @settings(max_examples=30)
 @given(st.sampled_from(ROTATED), PARTS, PARTS, st.booleans(), st.booleans())
 def test_settings_win_for_both_forms_of_a_rotation(name, in_file, said, is_new_file, is_new_said):
-    """A scaling replaces the file's whole, a base and a share the file's own, whichever form the
-    two have."""
+    """Entry by entry, whichever form the two have; a scaling of another type has none of the
+    file's."""
     case, names = CASES[name], kind_of(CASES[name]).names()
     unread = {alias for entry in ROPE for alias in names.get(entry, ())}
     rest = {key: value for key, value in case["settings"].items() if key not in unread}
-    both = rest | written(in_file | said, names, is_new=False)
+    both = in_file | said
+    if "rope_scaling" in said:
+        both["rope_scaling"] = rope.merged(in_file.get("rope_scaling", {}), said["rope_scaling"])
+    both = rest | written(both, names, is_new=False)
     file, spoken = written(in_file, names, is_new_file), written(said, names, is_new_said)
     with tempfile.TemporaryDirectory() as folder:
         expected, reason = found_or_refused(folder, case, both)
@@ -254,6 +257,26 @@ def test_sections_rotate_by_time_height_and_width(tmp_path, name, entry, kind, p
 
 
 @pytest.mark.parametrize(
+    ("said", "scaling"),
+    [
+        ({"factor": 2.0}, te.YarnScaling(2.0, 8, beta_fast=16)),
+        ({"rope_type": "yarn", "beta_fast": 8, "mrope_interleaved": True}, te.YarnScaling(4.0, 8, beta_fast=8)),
+        ({"rope_type": "linear", "factor": 3.0}, te.LinearScaling(3.0)),
+        ({"rope_type": "default"}, None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("form", ["rope_scaling", "rope_parameters"])
+def test_settings_change_entries_of_a_scaling_and_keep_the_sections(tmp_path, form, said, scaling):
+    """A scaling of another type replaces the whole of the file's."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, rope.ORIGINAL: 8, "beta_fast": 16}
+    for sections, axes in (({}, 64), ({"mrope_section": [4, 2, 2]}, 8)):
+        entries = {"model_type": "qwen3_vl_text", "rope_parameters": yarn | sections}
+        rotary = rotary_of(load_embedder(table(tmp_path, entries), settings={form: said}))
+        assert rotary.get("scaling") == scaling
+        assert len(rotary["pair_axes"]) == axes
+
+
+@pytest.mark.parametrize(
     ("sizes", "rotated"),
     [
         ({}, 128),
@@ -312,7 +335,7 @@ IN_FILE = [
     ("llama", {"rope_parameters": [1]}, r"for a model llama: rope_parameters: wanted an object, got list \[1\]"),
     ("phi", {"num_attention_heads": 0, "rope_parameters": None}, "num_attention_heads: wanted an int of at least 1, got 0"),
     ("bloom", {"n_head": None}, "for a model bloom: num_attention_heads: wanted a Python int, got None$"),
-    ("llama", {"rope_scaling": {"type": "mrope", "mrope_section": [4, 4]}}, "is not read .*, got rope_scaling: mrope_section: "),
+    ("llama", {"rope_scaling": {"type": "mrope", "mrope_section": [4, 4]}}, "is not read .*, got mrope_section: "),
     ("llama", {"rope_scaling": {"short_mscale": 1.0, "long_mscale": 1.5}}, r"rope_scaling: wanted equal short_mscale, long_mscale, got \(1.0, 1.5\)"),
     ("llama", sectioned([8192] * 10**5), "mrope_section: its sum: wanted an int of at most 8192, got 819200000"),
     ("llama", sectioned([3, -1, 2]), r"mrope_section\[1\]: wanted an int of at least 0, got -1"),

@@ -75,6 +75,7 @@ READS = {
     "bias": "num_attention_heads relative_attention_num_buckets relative_attention_max_distance",
     "per_layer": "rms_norm_eps",
     "has_alibi": "num_attention_heads alibi_bias_max",
+    "sections": "mrope_section",
     "rotary": "rope_theta rope_scaling rope_parameters max_position_embeddings "
     "original_max_position_embeddings",
     "partial_rotary_factor": "num_attention_heads head_dim",
@@ -137,6 +138,7 @@ def _by_layer(name: str, value: Any) -> dict[int, Options]:
 
 
 _integers: Check = functools.partial(arguments.entries, convert=arguments.integer)
+_sections: Check = functools.partial(_integers, at_least=0)
 _bases: Check = functools.partial(arguments.entries, convert=arguments.not_negative)
 
 
@@ -176,6 +178,7 @@ ENTRIES: dict[str, Check] = {
         ),
         (_names, "layer_types mlp_layer_types"),
         (_integers, "no_rope_layers attn_layer_indices cross_attention_layers"),
+        (_sections, "mrope_section"),
         (_by_layer, "per_layer_config"),
         (_bases, "layer_rope_theta"),
         # Checked where they are used.
@@ -226,7 +229,7 @@ CONCERNS = re.compile(
 )
 ELSEWHERE = re.compile(
     r"(?<!relative_)att|key|query|kv_|qk_|softmax|index|mlp|ffn|ssm|resid|rout|depth|time|init|vision|visual|image|"
-    r"audio|video|pool|emb[a-z]*(_proj)?_(dim|size)|\bn_embe?d|\b(n|max)_\w*pos|_ids?\b|lm_head_bias|finetuned"
+    r"audio|video|pool|mtp_|emb[a-z]*(_proj)?_(dim|size)|\bn_embe?d|\b(n|max)_\w*pos|_ids?\b|lm_head_bias|finetuned"
 )
 
 
@@ -340,12 +343,15 @@ class Architecture(NamedTuple):
             for name in known
         }
 
+    def ignores(self, entry: str) -> bool:
+        """Whether an entry means nothing, also inside an object ("rope_scaling: interleaved")."""
+        return entry.rpartition(" ")[2] in self.meaningless.split()
+
     def concerns(self, entry: str, value: Any) -> bool:
         """Whether an entry that is not read may change the layer or its output layer."""
         # A factor of 1 changes nothing; True equals 1, but switches something on.
         is_neutral = not value or value == "absolute" or (value == 1 and value is not True)
-        # What stands inside an object is named "rope_scaling: interleaved".
-        if is_neutral or entry.rpartition(" ")[2] in self.meaningless.split():
+        if is_neutral or self.ignores(entry):
             return False
         # The other layers have norms too: an epsilon concerns this one if it has a norm.
         is_norm = self.norm and re.search(r"eps(ilon)?$", entry)

@@ -155,17 +155,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mllama_text_model mllama minimax": _LLAMA
     # Ministral 3 scales its queries. The library ignores the share.
     | {"meaningless": "llama_4_scaling_beta max_position_embeddings partial_rotary_factor"},
-    "hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl hunyuan_vl_text exaone dbrx "
-    "starcoder2 lfm2 minimax_m2 qwen2_vl_text "
-    "qwen2_5_vl_text qwen2_vl qwen2_5_vl qwen2_5_omni_text paddleocr_vl_text glm4v_moe_text "
-    "glm_image_text glm4v_text glm_ocr_text qwen3_vl_text qwen3_vl_moe_text qwen3_omni_moe_text "
-    "cosmos3_edge_text helium ernie4_5 ernie4_5_moe deepseek_v2 deepseek_v32 glm glm4 glm_moe_dsa "
-    "openai_privacy_filter deepseek_v3 axk1 glm4_moe_lite kimi_k2 sarvam_mla youtu mistral4 "
-    "cohere cohere2 cohere2_moe exaone4 exaone_moe afmoe flint lara_mini smollm3 llama4 "
-    "llama4_text olmo3 mellum mimo_v2_flash granite granitemoe granitemoeshared granitemoehybrid "
-    "granitemoe_swa granite_swa granite_docling_text minicpm minicpm3 phi glm4_moe nemotron "
-    "persimmon stablelm bamba qwen3_next phi3 phi4_multimodal qwen3_5_text qwen3_5_moe_text "
-    "gpt_neox gpt_neox_japanese falcon hyperclovax falcon_h1": _LLAMA,
+    "hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl hunyuan_vl_text exaone dbrx starcoder2 lfm2 "
+    "minimax_m2 qwen2_vl_text qwen2_5_vl_text qwen2_vl qwen2_5_vl qwen2_5_omni_text "
+    "paddleocr_vl_text glm4v_moe_text glm_image_text glm4v_text glm_ocr_text qwen3_vl_text "
+    "qwen3_vl_moe_text qwen3_omni_moe_text cosmos3_edge_text helium ernie4_5 ernie4_5_moe "
+    "deepseek_v2 deepseek_v32 glm glm4 glm_moe_dsa openai_privacy_filter deepseek_v3 axk1 "
+    "glm4_moe_lite kimi_k2 sarvam_mla youtu mistral4 cohere cohere2 cohere2_moe exaone4 "
+    "exaone4_5_text exaone_moe afmoe flint lara_mini smollm3 llama4 llama4_text olmo3 mellum "
+    "mimo_v2_flash granite granitemoe granitemoeshared granitemoehybrid granitemoe_swa "
+    "granite_swa granite_docling_text minicpm minicpm3 phi glm4_moe nemotron persimmon stablelm "
+    "bamba qwen3_next phi3 phi4_multimodal qwen3_5_text qwen3_5_moe_text gpt_neox "
+    "gpt_neox_japanese falcon hyperclovax falcon_h1": _LLAMA,
     "modernbert modernbert-decoder": _LLAMA
     | {
         "tokens": "embeddings.tok_embeddings",
@@ -273,6 +273,7 @@ OWN: dict[str, dict[Any, str]] = {
     },
     "aliases": {
         "max_position_embeddings: max_seq_len": "dbrx",
+        "max_position_embeddings: max_target_positions": "whisper",
         "dropout: resid_pdrop": "nomic_bert",
         "logit_scale: lm_head_multiplier logits_scaling": _HYPERCLOVAX,
     },
@@ -291,7 +292,8 @@ OWN: dict[str, dict[Any, str]] = {
         (FULL,): "mellum",
         (LINEAR,): "mamba falcon_mamba mamba2 granitemoehybrid",
         (INDEXED,): "deepseek_v32 glm_moe_dsa",
-        (LINEAR, FULL): "olmo_hybrid minimax qwen3_next qwen3_5_text qwen3_5_moe_text bamba lfm2",
+        (LINEAR, FULL): "olmo_hybrid minimax qwen3_next qwen3_5_text qwen3_5_moe_text bamba",
+        ("conv", FULL): "lfm2",
         (FULL, CHUNKED): "llama4 llama4_text",
         (LINEAR, SLIDING): "recurrent_gemma",
         ("reference_sliding_attention",): "unlimited_ocr_text",
@@ -302,7 +304,7 @@ OWN: dict[str, dict[Any, str]] = {
     },
     "rotates": {
         SLIDING: "cohere2 cohere2_moe afmoe flint lara_mini",
-        WINDOWLESS: "exaone4 exaone_moe",
+        WINDOWLESS: "exaone4 exaone4_5_text exaone_moe",
     },
     "is_causal": {
         False: "xlm flaubert xlnet siglip_text_model siglip2_text_model eurobert "
@@ -314,6 +316,14 @@ OWN: dict[str, dict[Any, str]] = {
         "paddleocr_vl_text glm4v_moe_text glm_image_text glm4v_text glm_ocr_text",
         IN_TURNS: "qwen3_vl_text qwen3_vl_moe_text qwen3_omni_moe_text cosmos3_edge_text "
         "qwen3_5_text qwen3_5_moe_text",
+    },
+    # If config.json has none, the library has these.
+    "mrope_section": {
+        (8, 12, 12): "glm4v_moe_text glm_image_text glm4v_text glm_ocr_text",
+        (11, 11, 10): "qwen3_5_text qwen3_5_moe_text",
+        (16, 24, 24): "qwen2_vl_text qwen2_5_vl_text qwen2_vl qwen2_5_vl qwen2_5_omni_text "
+        "paddleocr_vl_text",
+        (24, 20, 20): "qwen3_vl_text qwen3_vl_moe_text qwen3_omni_moe_text cosmos3_edge_text",
     },
     "has_alpha": {
         True: f"hunyuan_v1_dense hunyuan_v1_moe {_HUNYUAN_VL}",
@@ -329,8 +339,11 @@ OWN: dict[str, dict[Any, str]] = {
         # It has a norm that it does not apply.
         f"{_OLD} layernorm_embedding": "bigbird_pegasus",
         "use_pos_enc theta": "lfm2",
+        # Of keys and values that layers share.
+        "cla_share_factor": "hunyuan_v1_dense hunyuan_v1_moe",
         # Nothing is said of its layers.
-        "rope_theta compress_rope_theta rope_scaling rope_parameters "
+        "rope_theta compress_rope_theta rope_scaling rope_parameters compress_rope_parameters "
+        "rope_interleave "
         "partial_rotary_factor": "deepseek_v4",
         # Each channel of a pair may have an axis of its own for images.
         "mrope_section xdrope_section": _HUNYUAN_VL,
@@ -463,8 +476,8 @@ OWN: dict[str, dict[Any, str]] = {
     "sliding_window_pattern": {
         2: "gpt_neo gpt_oss minimax gemma2 vaultgemma",
         3: "recurrent_gemma modernbert modernbert-decoder",
-        4: "olmo_hybrid cwm cohere2 exaone4 exaone_moe afmoe olmo3 granitemoe_swa granite_swa "
-        "qwen3_next qwen3_5_text qwen3_5_moe_text",
+        4: "olmo_hybrid cwm cohere2 exaone4 exaone4_5_text exaone_moe afmoe olmo3 "
+        "granitemoe_swa granite_swa qwen3_next qwen3_5_text qwen3_5_moe_text",
         5: "gemma3n_text",
         6: "gemma3 gemma3_text gemma4_text gemma4_unified_text embedding_gemma2_text",
     },

@@ -4,7 +4,6 @@ The metadata of such a file is JSON: a config, rotary embeddings, a bias, and na
 checked by the classes and functions that it is for.
 """
 
-import functools
 import json
 import os
 import typing
@@ -42,15 +41,16 @@ from transformer_embed._src.pretrained.files import (
     parse,
     written,
 )
-from transformer_embed._src.pretrained.layers import Layer
+from transformer_embed._src.pretrained.layers import Layer, check_layer
 from transformer_embed._src.pretrained.parameters import (
     PretrainedInput,
+    bias_parameters,
     by_path,
     check_tensors,
     full_paths,
-    is_transposed,
     parameters_of,
     read_parameters,
+    stored,
 )
 from transformer_embed._src.pretrained.recognition import open_published, recognised
 from transformer_embed._src.tokens.lookup import Table
@@ -92,11 +92,15 @@ def load_embedder(
             table takes precedence over a shared one.
         settings: `config.json` entries, such as {"model_type": "bert"}. They override those in the
             checkpoint's config.json, which may be missing: entries that change the embeddings are
-            then required. None for an entry that is not read says that it means nothing. A file of
+            then required. Those of a rotation's scaling override entry by entry, unless they name
+            another type. None for an entry that is not read says that it means nothing. A file of
             `save_embedder` takes none.
         config: with `names`, loads any other model, such as one from a tutorial.
         names: the tensor name for each parameter of `Embedder(config).init`. A path may be
-            shortened to a suffix that no other parameter has ("token_embedding/embeddings"). None
+            shortened to a suffix that no other parameter has ("token_embedding/embeddings"). A
+            linear layer lies as PyTorch has it, [out, in], or as Flax and Haiku do, [in, out], if
+            its name ends with "kernel" or "w"; ".T" after any name says that the tensor is the
+            parameter's transpose. None
             instead of a name gives zeros, for models without an offset in the layer norm or in the
             linear layer of `embedding_width`. Leading axes of 1 are dropped; float64 is rounded to
             the config's `param_dtype`.
@@ -116,7 +120,11 @@ def load_embedder(
         FileNotFoundError: there is no such file.
         ValueError: the file is damaged or has another format; shapes disagree with the
             configuration; a dtype is not float32, bfloat16 or float16; the model is not known;
-            settings are missing, invalid, or not read by the model.
+            settings are missing, invalid, or not read by the model; an adapter of peft changes the
+            input or output layer.
+
+    Warns:
+        UserWarning: an adapter of peft lies in the folder, which was not read.
 
     Example:
         >>> import pathlib, tempfile
@@ -193,7 +201,9 @@ def save_embedder(
     Raises:
         OSError: the file cannot be written.
         ValueError: params do not hold one layer of the config; a name is used twice or cannot be
-            stored; a dtype is not supported; the path is a folder, a pipe or a device.
+            stored; a dtype is not supported; `apply_rotary`, `AttentionMask`, `alibi_bias` or
+            `RelativePositionBias` do not take what layers and bias say; the path is a folder, a
+            pipe or a device.
 
     Example:
         >>> import pathlib, tempfile
@@ -238,27 +248,28 @@ def save_embedder(
 
 
 def _check_extras(layers: Any, bias: Any, names: Any, per_layer: Any) -> None:
-    """Raises a TypeError for extras of another type."""
+    """Raises unless the functions that extras are for take them."""
     check_mappings(bias=bias, names=names, per_layer=per_layer)
-    check = functools.partial(arguments.instance, kinds=Layer, want="a Layer")
-    arguments.entries("layers", layers, check)
+    arguments.entries("layers", layers, check_layer)
+    bias_parameters("bias", bias)
 
 
 def _by_tensor_name(leaves: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The arrays of a file: each parameter under its tensor's name, and as that tensor lies."""
-    arrays = {}
-    for name, tensor in names.items():
-        array = _on_host(name, leaves[name])
-        array = array.T if is_transposed(name, tensor) else array
-        # BART's own has an axis of 1 before it.
-        array = array[None] if str(tensor).endswith(LOGITS_BIAS) else array
-        # Its bytes are written as they lie.
-        arrays[tensor] = np.asarray(array, order="C")
-    # Parameters that share a name leave one array; the header keeps its metadata under the other.
-    tensors = [name for name in arrays if isinstance(name, str) and name != "__metadata__"]
+    lie = {name: stored(name, tensor) for name, tensor in names.items() if isinstance(tensor, str)}
+    # The header keeps its metadata under this name.
+    tensors = {tensor for tensor, _ in lie.values()} - {"__metadata__"}
     if len(tensors) < len(leaves):
         want = "a tensor's name of its own for each parameter, other than '__metadata__'"
         raise arguments.value_error("names", want, [*names.values()])
+    arrays = {}
+    for name, (tensor, is_transposed) in lie.items():
+        array = _on_host(name, leaves[name])
+        array = array.T if is_transposed else array
+        # BART's own has an axis of 1 before it.
+        array = array[None] if tensor.endswith(LOGITS_BIAS) else array
+        # Its bytes are written as they lie.
+        arrays[tensor] = np.asarray(array, order="C")
     return arrays
 
 

@@ -116,7 +116,7 @@ def _said(kind: Architecture, place: str, in_file: Options, settings: Options) -
     unknown = [
         name
         for name, value in unknown.items()
-        if value is not None or unread.pop(name, None) is None
+        if not kind.ignores(name) and (value is not None or unread.pop(name, None) is None)
     ]
     if unknown:
         reads = ", ".join(aliases[0] for aliases in kind.names().values())
@@ -130,6 +130,9 @@ def _said(kind: Architecture, place: str, in_file: Options, settings: Options) -
         )
         said = [f"{name}: {value!r}" for name, value in concerned.items()]
         raise arguments.value_error(place, want, ", ".join(said))
+    for *_, name in rope.LAYERS.values():
+        if said.get(name):
+            said[name] = rope.merged(entries.get(name) or {}, said[name])
     # What settings say inside a scaling goes before what config.json says beside it.
     length = said.get("rope_scaling", {}).get(rope.ORIGINAL)
     if length is not None:
@@ -242,11 +245,12 @@ def _output(
     elif kind.has_stacks and file.side == STACKS[0] and is_the_decoders:
         reason = f"it is the decoder's, which stack={STACKS[1]!r} loads"
     elif not is_tied and OUTPUT_TABLE not in shapes:
-        # As GPTQ has it.
-        quantized = [name for name in file.tensors.files if "lm_head.qweight" in name]
+        heads = re.compile(rf"(.*\.)?({'|'.join(map(re.escape, kind.head.split()))})\.")
+        others = ", ".join(sorted(filter(heads.match, file.tensors.files)))
         reason = "the file has no lm_head.weight, and it is not tied to the table"
-        if quantized:
-            reason = f"{quantized[0]} is quantized: dequantize the model first"
+        # As GPTQ has it.
+        if others:
+            reason = f"the file has {others} in place of its weight: dequantize the model first"
     elif wrong:
         reason = f"its shape is {list(shapes[wrong[0]])}, not {list(fitting[wrong[0]])}"
     elif file.outer is None or output == plain or file.outer in SCALED_WITHIN.split():

@@ -14,6 +14,7 @@ import re
 import reprlib
 import secrets
 import stat
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import IO, Any, NamedTuple
 
@@ -35,14 +36,13 @@ NO_FILE = (
     "huggingface_hub.snapshot_download(name) returns)"
 )
 POINTER = "a pointer of git-lfs: fetch it with `git lfs pull`"
+ADAPTER = "an adapter: merge it, by peft's model.merge_and_unload().save_pretrained(folder)"
 # What to do with other files, by their names; of those in a folder, the first of these counts. An
 # index file names all shards, those of a variant such as fp16 too. (Tied tensors share memory,
 # which save_file refuses: each is cloned.)
 STEPS = {
     r"\.safetensors\.index\.": "pass it",
-    r"(^|/)adapter_": (
-        "an adapter: merge it, by peft's model.merge_and_unload().save_pretrained(folder)"
-    ),
+    r"(^|/)adapter_": ADAPTER,
     r"-of-\d+\.safetensors$": "a shard: put the index file of all shards beside it",
     r"\.safetensors$": "pass it",
     r"\.bin$": (
@@ -170,6 +170,8 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
             below = itertools.islice(found.rglob("*"), MOST_FILES)
             got = _step(*(str(path.relative_to(found)) for path in below)) or "neither"
             raise arguments.value_error(found, f"a folder with {WHOLE} or {INDEX}", got)
+        for adapter in found.glob("adapter_model.*"):
+            warnings.warn(f"{adapter} was not read: {ADAPTER}", stacklevel=3)
         found /= names[0]
     if found.name.startswith("adapter_"):
         raise arguments.value_error(found, "a whole model", _step(found.name))
@@ -226,9 +228,11 @@ def made_of(cls: Any, entries: Mapping[str, Any]) -> Any:
 
 
 def check_mappings(**values: Any) -> None:
-    """Raises a TypeError unless each value is a mapping or None."""
+    """Raises a TypeError unless each value is a mapping from strings, or None."""
     for name, value in values.items():
         arguments.instance(name, value, Mapping | None, "a mapping, or None")
+        for key in value or ():
+            arguments.instance(f"{name}: a key", key, str, "a str")
 
 
 def parse(
@@ -275,7 +279,9 @@ def _header(path: pathlib.Path) -> Header:
         )
         for name, entry in header.items()
     }
-    return entries, metadata
+    # safetensors.torch.save_model keeps one of several names, and says the others here.
+    others = {name: entries[kept] for name, kept in metadata.items() if kept in entries}
+    return others | entries, metadata
 
 
 @contextlib.contextmanager

@@ -1,8 +1,10 @@
 """The parameters of an input layer: their paths, shapes, tensors, and how they are read."""
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import haiku as hk
 import jax
 import numpy as np
 from jaxtyping import Array
@@ -10,8 +12,10 @@ from jaxtyping import Array
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.embedder import Embedder, Params
+from transformer_embed._src.layers.relative_position_bias import RelativePositionBias
+from transformer_embed._src.positions.relative_bias import alibi_bias
 from transformer_embed._src.pretrained.architecture import (
-    BIAS,
+    OUTPUT_TABLE,
     PER_LAYER_WEIGHTS,
     WIDEN,
     Options,
@@ -19,6 +23,9 @@ from transformer_embed._src.pretrained.architecture import (
 from transformer_embed._src.pretrained.files import Tensors, call_with_named_errors
 from transformer_embed._src.pretrained.layers import Layer
 
+# Parameters that are [in, out].
+LINEAR = (WIDEN, PER_LAYER_WEIGHTS)
+TRANSPOSED = ".T"
 # Of each parameter, by its path.
 Specs = dict[str, jax.ShapeDtypeStruct]
 
@@ -59,10 +66,19 @@ def parameters_of(where: Any, config: EmbedderConfig, bias: Options | None = Non
     """The shape and dtype of each parameter, by its path, computed without allocating any array."""
     init, key = Embedder(config).init, jax.random.key(0)
     found = by_path(call_with_named_errors(where, jax.eval_shape, init, key))
-    if bias and "num_buckets" in bias:
-        shape = (bias["num_buckets"], bias.get("num_heads"))
-        found[BIAS] = call_with_named_errors(f"{where}: bias", jax.ShapeDtypeStruct, shape, "f4")
-    return found
+    return found | bias_parameters(f"{where}: bias", bias)
+
+
+def bias_parameters(where: str, bias: Options | None) -> Specs:
+    """The parameters of a bias; raises unless `alibi_bias` or `RelativePositionBias` takes it."""
+    if bias is None:
+        return {}
+    if "num_buckets" not in bias:
+        places = np.zeros((1, 1), np.int32)
+        call_with_named_errors(where, jax.eval_shape, lambda: alibi_bias(places, places, **bias))
+        return {}
+    init = hk.transform(lambda: RelativePositionBias(**bias)([0], [0])).init
+    return by_path(call_with_named_errors(where, jax.eval_shape, init, jax.random.key(0)))
 
 
 def by_path(tree: Params) -> dict[str, Any]:
@@ -87,12 +103,18 @@ def full_paths(names: Mapping[Any, Any], paths: Collection[str]) -> dict[str, An
     return full
 
 
-def is_transposed(name: str, tensor: str) -> bool:
-    """Whether a tensor is [out, in].
+def stored(name: str, tensor: str) -> tuple[str, bool]:
+    """The tensor of a parameter, and whether it is the parameter's transpose.
 
-    A linear layer's weights are, unless they have this package's own name.
+    Weights of PyTorch are [out, in], as a table is; kernels of Flax and weights of Haiku are
+    [in, out], as this package's own linear layers are. A ".T" at the end says it of any other.
     """
-    return name in (WIDEN, PER_LAYER_WEIGHTS) and tensor != name
+    if tensor.endswith(TRANSPOSED):
+        return tensor.removesuffix(TRANSPOSED), True
+    if tensor == name:
+        return tensor, False
+    is_in_out = re.search(r"\b(kernel|w)$", tensor) is not None
+    return tensor, is_in_out if name == OUTPUT_TABLE else name in LINEAR and not is_in_out
 
 
 def check_tensors(
@@ -109,7 +131,8 @@ def check_tensors(
         want = f"a tensor for each parameter, also for {', '.join(sorted(missing))}"
         raise arguments.value_error(tensors.path, want, f"only {sorted(names)}")
     for name, tensor in names.items():
-        entry, step = tensors.entry(tensor), -1 if is_transposed(name, tensor) else 1
+        tensor, is_transposed = stored(name, str(tensor))  # noqa: PLW2901
+        entry, step = tensors.entry(tensor), -1 if is_transposed else 1
         beside = jax.ShapeDtypeStruct(entry.shape[::step], found.config.param_dtype)
         shape = parameters.setdefault(name, beside).shape[::step]
         # Apart from leading axes of 1.
@@ -126,12 +149,13 @@ def read_parameters(tensors: Tensors, found: PretrainedInput, parameters: Specs)
     for name, parameter in parameters.items():
         module, _, leaf = name.rpartition("/")
         if name in names:
-            array = tensors.read(names[name])
+            tensor, is_transposed = stored(name, names[name])
+            array = tensors.read(tensor)
             if array.dtype == np.float64:
                 # A number past the dtype's range would become infinite, with a warning at most.
                 with np.errstate(over="raise"):
                     array = call_with_named_errors(names[name], array.astype, parameter.dtype)
-            if is_transposed(name, names[name]):
+            if is_transposed:
                 array = np.ascontiguousarray(array.T)
         else:
             array = np.zeros(parameter.shape, parameter.dtype)

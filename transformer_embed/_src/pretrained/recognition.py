@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from transformer_embed._src import arguments
 from transformer_embed._src.pretrained.architecture import STACKS, Architecture, Options
 from transformer_embed._src.pretrained.architectures import by_model_type
-from transformer_embed._src.pretrained.files import Tensors, read_json
+from transformer_embed._src.pretrained.files import ADAPTER, Tensors, read_json
 
 # Not a ready call: neither a table's name nor its config.json says how its tokens are scaled.
 BY_HAND = "load any table with config and names"
@@ -21,6 +21,11 @@ BESIDE = re.compile(
     r"embedding_projection|rel_embeddings|(^|\.)pos_embed))"
     r"(embeddings\.|((encoder|decoder)\.)?[^.]*"
     r"(emb|pos_|posit|rel_|relative|token_type|wte|wpe|project_in))"
+)
+# What peft adds to a module outside of numbered layers.
+ADAPTED = re.compile(
+    r"((?!\d+\.)[^.]+\.)*(base_layer|lora_\w+|modules_to_save|original_module|token_adapter|"
+    r"prompt_encoder)\."
 )
 
 
@@ -87,6 +92,8 @@ def recognised(file: Published, model_type: Any) -> tuple[Architecture, str, dic
         raise arguments.value_error("model_type", want, got)
     if not kind.has_stacks:
         arguments.check_left_out("stack", file.stack, f"{kind.type} has one stack")
+    for name in filter(ADAPTED.match, sorted(files)):
+        raise arguments.value_error(tensors.path, "a whole model", f"{name}, of {ADAPTER}")
     # Several names of a table may have one prefix.
     prefixes = {
         name.removesuffix(end)

@@ -16,9 +16,9 @@ from transformer_embed._src.pretrained.files import made_of
 
 LOCAL = "rope_local_base_freq"
 # For each kind of layer, the entries of config.json that have its base, its share of the channels
-# that rotate, and its scaling.
+# that rotate, its sections and its scaling. Sliding layers have no sections.
 LAYERS = {
-    FULL: ("rope_theta", "partial_rotary_factor", "rope_scaling"),
+    FULL: ("rope_theta", "partial_rotary_factor", "mrope_section", "rope_scaling"),
     SLIDING: (LOCAL, "sliding_rotary_factor", "sliding_rope_scaling"),
 }
 ORIGINAL = "original_max_position_embeddings"
@@ -49,7 +49,7 @@ MOST_CHANNELS = 8192
 def rotation(kind: Architecture, value: Options, width: int, layer_type: str) -> dict[str, Any]:
     """The arguments of `apply_rotary` for a kind of layer."""
     is_local = layer_type == SLIDING and LOCAL in kind.entries
-    base, share, scaling_name = LAYERS[SLIDING if is_local else FULL]
+    base, share, *_, scaling_name = LAYERS[SLIDING if is_local else FULL]
     entries = value[scaling_name] or {}
     layout = kind.rotary
     if layout in value:
@@ -61,7 +61,7 @@ def rotation(kind: Architecture, value: Options, width: int, layer_type: str) ->
         "base": value[base] or value["rope_theta"],
         "layout": layout,
         "scaling": scaling(entries, value),
-        "pair_axes": _pair_axes(kind, entries),
+        "pair_axes": _pair_axes(kind, value["mrope_section"]),
         "partial": PROPORTIONAL if is_proportional and rotary_dim else None,
         "rotary_dim": rotary_dim,
     }
@@ -79,14 +79,12 @@ def _rotary_dim(value: Options, width: int, share: str) -> int | None:
     return arguments.integer(share, int(head_dim * value[share]), at_most=head_dim)
 
 
-def _pair_axes(kind: Architecture, entries: Options) -> tuple[int, ...] | None:
+def _pair_axes(kind: Architecture, sections: tuple[int, ...] | None) -> tuple[int, ...] | None:
     """The axis that rotates each pair, where each axis rotates a number of pairs."""
-    if "mrope_section" not in entries:
+    if sections is None:
         return None
-    name = "rope_scaling: mrope_section"
-    sections = arguments.entries(name, entries["mrope_section"], arguments.integer, at_least=0)
     # All of them, since memory is taken for each pair.
-    pairs = arguments.integer(f"{name}: its sum", sum(sections), at_most=MOST_CHANNELS)
+    pairs = arguments.integer("mrope_section: its sum", sum(sections), at_most=MOST_CHANNELS)
     if kind.sections == CONSECUTIVE:
         return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
     # Those that are left when the turns of an axis have ended are the first axis's.
@@ -142,7 +140,7 @@ def flat(kind: Architecture, entries: Options) -> dict[str, Any]:
     elif not isinstance(said, Mapping) or said.keys() - LAYERS:
         want = f"an object with the entries {FULL} and {SLIDING}"
         raise arguments.value_error("rope_parameters", want, said)
-    taken = [*NAMES.split(), *["mrope_section"] * bool(kind.sections), *["alpha"] * kind.has_alpha]
+    taken = [*NAMES.split(), *["alpha"] * kind.has_alpha]
     for layer, (*names, scaling_name) in LAYERS.items():
         source, value = scaling_name, found.pop(scaling_name, None)
         if layer in said and not value:
@@ -161,6 +159,12 @@ def flat(kind: Architecture, entries: Options) -> dict[str, Any]:
             own[scaling_name] = known
         found |= own | {f"{source}: {key}": item for key, item in inside.items()}
     return found
+
+
+def merged(in_file: Options, said: Options) -> dict[str, Any]:
+    """The entries of a scaling, those of settings first; another type has none of the file's."""
+    kept = in_file if said.get("rope_type") in (None, in_file.get("rope_type")) else {}
+    return {**kept, **said}
 
 
 def _rename_old(source: str, inside: dict[str, Any]) -> None:

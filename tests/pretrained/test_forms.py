@@ -1,0 +1,141 @@
+"""One model in many forms: of files, of names, of config.json and `settings=`, saved again or not."""
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+
+import draws
+import jax
+import numpy as np
+import pytest
+from checkpoints import CASES, HEADS, assert_identical, kind_of, load_embedder, tensors_of
+from safetensors.numpy import save_file
+
+import transformer_embed as te  # noqa: F401 (for programs)
+
+MODELS = CASES | {f"{name}, its head": case for name, case in HEADS.items()}
+ADAPTED = r"wanted a whole model, got .*, of an adapter: merge it"
+ADAPTER = "{}.lora_A.default.weight"
+SPACE = {
+    "name": MODELS,
+    "prefix": ["", "model.", "language_model.", "base_model.model.", "module.text."],
+    "form": ["file", "shards", "one of two names"],
+    "dtype": ["float32", "bfloat16", "float16"],
+    "said": ["file", "settings", "both", "text_config"],
+    "adapter": [None, None, None, "a layer", "the table", "the head", "beside"],
+    "is_saved_again": [False, True],
+}
+PROGRAM = """\
+from test_forms import *
+
+path, options = stored({name!r}, {prefix!r}, {form!r}, {dtype!r}, {said!r}, {adapter!r})
+found = load_embedder(path, **options)
+if {is_saved_again}:
+    te.pretrained.save_embedder(path / "again", *found)
+    found = load_embedder(path / "again")"""
+
+
+def stored(name, prefix="", form="file", dtype="float32", said="file", adapter=None):
+    """A folder with a model in these forms, and the options that load it."""
+    folder, case = Path(tempfile.mkdtemp()), MODELS[name]
+    tensors = {prefix + key: value.astype(dtype) for key, value in tensors_of(case).items()}
+    metadata = {"format": "pt"}
+    modules = kind_of(case).tokens.format(stack=case["stack"] or "encoder").split()
+    ends = [f".{module}.weight" for module in modules]
+    table = next(key for end in ends for key in tensors if f".{key}".endswith(end))
+    end = {"a layer": f"{prefix}layers.0.q_proj", "the head": f"{prefix}lm_head"}.get(adapter)
+    if adapter == "the table":
+        end = table.removesuffix(".weight")
+        tensors[f"{end}.base_layer.weight"] = tensors.pop(table)
+    elif form == "one of two names":
+        # As safetensors.torch.save_model leaves it.
+        is_tied = getattr(plain(name).config.output, "tied", False)
+        kept = "lm_head.weight" if is_tied else "other.weight"
+        tensors[prefix + kept], metadata[table] = tensors.pop(table), prefix + kept
+    if end:
+        tensors[ADAPTER.format(end)] = np.ones((2, 2), dtype)
+    if adapter == "beside":
+        (folder / "adapter_model.safetensors").touch()
+    if form == "shards":
+        files = {key: f"model-{n:05}.safetensors" for n, key in enumerate(tensors)}
+        for key, file in files.items():
+            save_file({key: tensors[key]}, folder / file, {})
+        index = json.dumps({"weight_map": files})
+        (folder / "model.safetensors.index.json").write_text(index)
+    else:
+        save_file(tensors, folder / "model.safetensors", metadata)
+    return folder, {"stack": case["stack"], "length": 8} | entries(folder, case, said)
+
+
+def entries(folder, case, said):
+    """Writes config.json, and returns the settings that say the rest."""
+    whole = case["settings"]
+    text = whole.get("text_config", whole)
+    read = {"model_type"}.union(*kind_of(case).names().values())
+    given = {key: value for key, value in text.items() if key in read}
+    if said == "settings":
+        # There are no defaults without the type in a file.
+        for entry, aliases in kind_of(case).names().items():
+            default = kind_of(case).default(entry)
+            if default is not None and not given.keys() & {*aliases}:
+                given[entry] = default
+    elif said == "text_config":
+        whole = {"model_type": "an outer model", "text_config": text}
+    elif said == "both":
+        # Settings go first.
+        wrong = {key: value for key, value in given.items() if isinstance(value, bool)}
+        whole = text | {key: not value for key, value in wrong.items()}
+        given = wrong
+    if said != "settings":
+        (folder / "config.json").write_text(json.dumps(whole))
+    return {"settings": given if said in ("settings", "both") else None}
+
+
+def plain(name):
+    """The model as the library saves it."""
+    path, options = stored(name)
+    return load_embedder(path, **options)
+
+
+def expected_of(chosen):
+    """What a draw gives: the plain model's, in its dtype and under its names."""
+    found = plain(chosen.name)
+    params = jax.tree.map(lambda leaf: leaf.astype(chosen.dtype), found.params)
+    names = {key: chosen.prefix + name for key, name in found.names.items()}
+    config = dataclasses.replace(found.config, param_dtype=chosen.dtype)
+    return found._replace(config=config, params=params, names=names)
+
+
+@pytest.mark.parametrize("number", draws.numbers(60))
+def test_a_model_is_the_same_in_any_form(number):
+    """An adapter of the input or output layer is refused, one beside it is said, others are left
+    out."""
+    chosen = draws.choices(number, SPACE)
+    program = PROGRAM.format(**vars(chosen))
+    with draws.repeated_by(number, program):
+        if chosen.adapter in ("the table", "the head"):
+            with pytest.raises(ValueError, match=ADAPTED):
+                draws.run(number, program)
+            return
+        if chosen.adapter == "beside":
+            with pytest.warns(UserWarning, match=r"adapter_model\.safetensors was not read: an ad"):
+                found = draws.run(number, program).found
+        else:
+            found = draws.run(number, program).found
+        expected = expected_of(chosen)
+        if chosen.said == "text_config" and "outer model" in str(found.config.output):
+            # Whether it scales its logits as the text model does alone is not known.
+            expected = without_output(expected, found.config.output)
+        assert_identical(found, expected)
+
+
+def without_output(found, output):
+    """The same without the parameters of the output layer."""
+    params = {
+        module: {leaf: leaves[leaf] for leaf in leaves if "output" not in leaf}
+        for module, leaves in found.params.items()
+    }
+    names = {key: name for key, name in found.names.items() if "output" not in key}
+    config = dataclasses.replace(found.config, output=output)
+    return found._replace(config=config, params=params, names=names)
