@@ -54,3 +54,141 @@ RULES = [
     {"causal": True, "window": (2, 0), "sinks": 3},
     {"causal": False, "window": (4, 3), "sinks": 1},
 ]
+
+
+# --- the arrays of a batch, by the constructor that takes them
+
+
+def arrays(kind, seed, rows=2, length=12):
+    """The arrays of a batch [rows, length] that MAKE[kind] takes."""
+    random = np.random.default_rng(seed)
+    return tuple(np.asarray(array, np.int32) for array in ARRAYS[kind](random, rows, length))
+
+
+def cache(kind, seed, outside, rows=2, length=12, slots=16):
+    """The arrays of a batch, slots of its tokens, of its rows, and keys of a cache and of tokens.
+
+    Slots may be outside the cache, and then two tokens may have one slot.
+    """
+    random = np.random.default_rng(seed)
+    of_rows = random.integers(-1 - 2 * outside, slots - length + 1 + 9 * outside, rows)
+    of_tokens = np.stack([random.permutation(slots)[:length] for _ in range(rows)])
+    if outside:
+        of_tokens = random.integers(-3, slots + 3, (rows, length))
+    keys = np.arange(1, 1 + rows * length * 2, dtype=np.float32).reshape(rows, length, 2)
+    slots = of_tokens.astype(np.int32), of_rows.astype(np.int32)
+    return *arrays(kind, seed, rows, length), *slots, np.zeros((rows, 16, 2), np.float32), keys
+
+
+def _padded(random, rows, length):
+    """Padding on either side, both, in between, nowhere and everywhere."""
+    ids = random.integers(2, 9, (rows, length))
+    start, end = np.sort(random.integers(0, length + 1, (2, rows, 1)), axis=0)
+    index = np.arange(length)
+    ids = np.where((start <= index) & (index < end) | (random.random((rows, 1)) < 0.2), ids, 0)
+    return (np.where(random.random(ids.shape) < random.choice([0, 0, 0.2]), 0, ids),)
+
+
+def _ended(random, rows, length):
+    (ids,) = _padded(random, rows, length)
+    return (np.where((ids != 0) & (random.random(ids.shape) < 0.25), 1, ids),)
+
+
+def _packed(random, rows, length):
+    return (packed(random, rows, length),)
+
+
+def _restarts(random, rows, length):
+    """Positions of packed texts, some of which do not begin at 0."""
+    begins = random.random((rows, length)) < 0.25
+    index = np.arange(length)
+    first = np.maximum.accumulate(np.where(begins, index, 0), axis=1)
+    return (index - first + 3 * (random.random((rows, 1)) < 0.3),)
+
+
+def _lengths(random, rows, length):
+    return (random.integers(0, length + 1, rows),)
+
+
+def _offsets(random, rows, length):
+    return (random.integers(-9, 50, rows),)
+
+
+def _trees(random, rows, length):
+    return np.stack([some_parents(random, length) for _ in range(rows)]), _offsets(random, rows, 0)[
+        0
+    ]
+
+
+def _answers(random, rows, length):
+    return random.integers(0, 4, rows), random.integers(0, 4, (rows, 3))
+
+
+def _own(random, rows, length):
+    positions, segments = random.integers(-9, 9, (2, rows, length))
+    return positions, np.abs(segments) // 4
+
+
+def _runs(random, rows, length):
+    """Positions that rise by one, but segments that come back and positions that jump."""
+    segments = np.sort(random.integers(0, 4, (rows, length)))
+    positions = np.cumsum(random.integers(0, 20, (rows, length)) != 0, axis=1)
+    return positions, np.where(segments == 3, 1, segments)
+
+
+def some_parents(random, length):
+    """Trees, in depth-first order or in any, and padding."""
+    parents, path = np.full(length, -2), []
+    for n in range(random.integers(1, length + 1)):
+        path = path[: random.integers(0, len(path) + 1)] if random.random() < 0.4 else path
+        parents[n] = path[-1] if path else -1
+        path = [*path, n]
+    number = random.permutation(length) if random.random() < 0.5 else np.arange(length)
+    return np.where(parents < 0, parents, number[parents])[np.argsort(number)]
+
+
+MAKE = {
+    "padded": "T.from_ids(x[0], pad_id=0)",
+    "started": "T.from_ids(x[0], pad_id=0, start=2, at_padding=1)",
+    "ended": "T.from_ids(x[0], pad_id=0, end_id=1)",
+    "packed": "T.from_segment_ids(x[0])",
+    "restarts": "T.from_positions(x[0])",
+    "right": "T.from_lengths(x[0], 12)",
+    "left": "T.from_lengths(x[0], 12, padding_side='left')",
+    "offset": "T.from_offset(x[0], 12)",
+    "tree": "T.from_parents(x[0], offset=x[1])",
+    "answers": "T.from_parents(lib.shared_prefix_parents(*x, 12))",
+    "own": "T(x[0], segment_ids=x[1])",
+    "runs": "T(x[0], segment_ids=x[1])",
+    "bare": "T(x[0])",
+}
+ARRAYS = {
+    "padded": _padded,
+    "started": _padded,
+    "ended": _ended,
+    "packed": _packed,
+    "restarts": _restarts,
+    "right": _lengths,
+    "left": _lengths,
+    "offset": _offsets,
+    "tree": _trees,
+    "answers": _answers,
+    "own": _own,
+    "runs": _runs,
+    "bare": lambda *sizes: _own(*sizes)[:1],
+}
+TREES = {"tree", "answers"}
+# Rows in which each sequence is one run of tokens, and begins at one position.
+IN_RUNS = {"padded", "started", "ended", "packed", "right", "left", "offset"}
+
+WINDOWS = [None, (3, 0), (2, 5), (None, 4), (0, None), (2**33, 2), (0, 0)]
+
+
+def rules(chosen):
+    """The rule of a mask as text."""
+    is_tree = chosen["kind"] in TREES
+    causal = [True] if is_tree else [True, False]
+    windows = [None] if is_tree else WINDOWS
+    chunks = [None] if is_tree else [None, None, 5]
+    found = [f"causal={c}, window={w}, chunk={n}" for c in causal for w in windows for n in chunks]
+    return [*found, *[f"{each}, sinks=2" for each in found if "window=(2, " in each]]

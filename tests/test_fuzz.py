@@ -83,7 +83,7 @@ DOORS = [
     (te.TokenPositions.from_parents, {"parents": POSITIONS - 1, "offset": 0}),
     (TOKENS.take, {"order": POSITIONS}),
     (TOKENS.with_block_ids, {"block_ids": [0, 0, 1, 1]}),
-    (TOKENS.clear, {"rows": [True]}),
+    (TOKENS.clear, {"where": [True]}),
     (te.kernels.dot_product_attention, PROMISE),
     (te.kernels.flash_attention, PROMISE),
     (te.kernels.mha, PROMISE | {"batch_size": 1}),

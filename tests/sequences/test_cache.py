@@ -97,13 +97,14 @@ VALUE_ERRORS = [
     (lambda: te.write_cache(EMPTY, NEW, SLOTS), f"slot: ... -1..{SLOTS - 1}, got {SLOTS}"),
     (lambda: te.write_cache(EMPTY, NEW, [0, 1, -2]), f"slot: ... -1..{SLOTS - 1}, got -2 at index [2]"),
     (lambda: te.TokenPositions([0]).clear([True]), "segment_ids: ... got None"),
-    (lambda: EMPTY[0].clear([True]), "rows: ... [3], got [1]"),
+    (lambda: EMPTY[0].clear([True]), "where: ... [3] or [3, 6], got shape [1]"),
+    (lambda: te.write_cache(EMPTY, NEW, [[1, 2], [-1, -1], [3, 3]]), "slot: ... got two tokens for slot 3 of row 2"),
 ]  # fmt: skip
 TYPE_ERRORS = [
     (lambda: te.write_cache(EMPTY, NEW, 0.5), "slot: ... got float64"),
     (
         lambda: EMPTY[0].clear([1, 0, 0]),
-        "rows: ... got int64",
+        "where: ... got int64",
     ),
 ]
 

@@ -149,6 +149,8 @@ VALUE_ERRORS = [
     (lambda: from_lengths([2**31], 2**31), "lengths: ... 0..2147483647, got 2147483648 at index [0]"),
     (lambda: from_lengths([2**31], SYMBOLIC), "lengths: ... 0..2147483647, got 2147483648 at index [0]"),
     (lambda: from_offset(0, 5)[0], "index: ... got 0"),
+    (lambda: from_offset(0, 5)[np.array([7])], "index: ... got [7]"),
+    (lambda: from_offset(0, 5)[...], "index: ... got Ellipsis"),
     (lambda: from_offset(0, 5)[:, 0], "index: ... got (slice(None, None, None), 0)"),
     (lambda: from_offset(0, 5).take([[0]]), "order: ... got shape [1, 1]"),
     (lambda: from_offset(0, 5).take([5]), "order: ... 0..4, got 5 at index [0]"),

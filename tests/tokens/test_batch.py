@@ -65,7 +65,7 @@ TWO = TokenPositions.from_segment_ids([[1, 1, 2, 2, 0], [3, 3, 3, 3, 3]])
 MISFITS = {
     "padding's id in a document": (
         {"ids": [[5, 6, 7, 8, 0], [5, 6, 0, 8, 9]], "pad_id": 0},
-        "ids: ... got one in a sequence at [1, 2]",
+        "ids: ... got 0 at [1, 2], a token",
     ),
     "ids of another shape": (
         {"ids": [[5, 6, 7, 8]] * 2},

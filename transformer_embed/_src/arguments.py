@@ -371,7 +371,11 @@ def as_int32(name: str, value: ArrayLike) -> jax.Array:
 
 
 def as_indices(name: str, value: ArrayLike, highest: int, what: str, *axes: str) -> jax.Array:
-    """Integers with these axes, as int32; those on the host are inside 0..highest."""
+    """Integers with these axes, as int32; those on the host are inside 0..highest.
+
+    A symbolic `highest` of jax.export is assumed to be high enough.
+    """
+    highest = min(highest, 2**31 - 1) if isinstance(highest, int) else 2**31 - 1
     array = as_int32(name, as_integers(name, value, 0, highest, what))
     if array.ndim != len(axes):
         want = f"shape [{', '.join(axes)}]"

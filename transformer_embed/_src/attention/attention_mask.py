@@ -124,8 +124,12 @@ class AttentionMask(Mask):
         if self.sides[1].ends is not None:
             if not self.causal:
                 raise arguments.value_error("causal", "True, for keys of a tree", False)
+            why = (
+                "the keys are of a tree: join & te.AttentionMask(te.TokenPositions("
+                "tree.positions, segment_ids=tree.segment_ids), ...), which counts by depth"
+            )
             for name in ("window", "chunk"):
-                arguments.check_left_out(name, getattr(self, name), "the keys are of a tree")
+                arguments.check_left_out(name, getattr(self, name), why)
 
     @property
     def sides(self) -> tuple[TokenPositions, TokenPositions]:

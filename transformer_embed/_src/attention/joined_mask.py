@@ -52,7 +52,7 @@ class JoinedMask(Mask):
         check_numbers_of_rows(counts)
 
     @property
-    def lengths(self) -> tuple[int, int]:
+    def lengths(self) -> tuple[Any, Any]:
         """The numbers of queries and of keys."""
         return self.first.lengths
 

@@ -40,7 +40,7 @@ class RowRule:
     q_offset: int | None = None
 
     def __post_init__(self):
-        want = "a te.AttentionMask, not joined by & or |"
+        want = f"a te.AttentionMask, not joined by & or |{WAY_OUT}"
         mask = arguments.instance("mask", self.mask, AttentionMask, want)
         queries, keys = mask.sides
         # In self-attention, 0.

@@ -118,7 +118,8 @@ def splash_kernels(
             specs = jax.tree.map(lambda spec: PartitionSpec("batch", *spec), specs)
 
     Raises:
-        TypeError: as `splash_attention`; a number of shards is not a Python int.
+        TypeError: as `splash_attention`; a number of shards is not a Python int, or is_mqa is not a
+            Python bool.
         ValueError: as `splash_attention`; a size of a tile does not divide the length, or the tiles
             are too many for the scalar memory.
         RuntimeError: this version of jax describes the tiles of its kernels in another way than
@@ -146,6 +147,7 @@ def splash_kernels(
     rule = RowRule(mask, KERNEL, order, batch_size, q_offset)
     heads, ids = _said(rule, num_heads)
     shards = arguments.size("q_seq_shards", q_seq_shards)
+    is_mqa = arguments.flag("is_mqa", is_mqa)
     make = splash.make_splash_mqa if is_mqa else splash.make_splash_mha
     counts = {"head_shards": arguments.size("head_shards", head_shards), "q_seq_shards": shards}
     sizes: Any = options.get("block_sizes") or splash.BlockSizes.get_default()

@@ -11,13 +11,13 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.partitioning import split_like, with_whole_rows
-from transformer_embed._src.sequences.token_positions import TokenPositions, as_made
+from transformer_embed._src.sequences.token_positions import FIELDS, TokenPositions, as_made
 
 # Of arrays of token positions, if they are left out; places are positions.
 DEFAULTS = {"places": None, "ends": 2**31 - 1, "block_ids": -1}
 
 
-def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array, "b t"]]:
+def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array, "*b t"]]:
     """A cache with new tokens written into it, and which of the tokens were written.
 
     A cache is a tree of arrays [batch, slots, ...]: a `TokenPositions`, which says what each slot
@@ -25,15 +25,23 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
     so that no slot shows a token whose key is another's: a token that has a slot is written, and
     the others are not.
 
+    Inside `vmap` over rows, token positions are [slots], and the arrays beside them [slots, ...].
+
     Args:
         cache: the tree.
         new: the tree of the new tokens, with arrays [batch, length, ...]; one row of them may serve
             all rows of the cache. Tokens without block ids are in no block, and tokens that are no
-            tree may be written beside one.
+            tree may be written beside one. Token positions of 64 bits are written into a cache of
+            int32 as its lowest or highest number if they are beyond it.
         slot: integers. [] or [batch]: the slot of the first token of each row, and the others
-            follow it; a row with -1 stays as it is. [batch, length]: the slot of each token, no two
-            of a row in one slot; a token with -1 is not written. On a device, nothing is written
-            into a slot outside the cache. `positions % slots` makes the cache a ring.
+            follow it; a row with -1 stays as it is. [1 or batch, length]: the slot of each token,
+            no two of a row in one slot; a token with -1 is not written. On a device, nothing is
+            written into a slot outside the cache, nothing of a row whose first slot is negative,
+            and of two tokens for one slot only the later one.
+
+            `jnp.where(new.padding_mask, new.positions % slots, -1)` makes the cache a ring. It
+            needs window + length - 1 slots for a window of that many tokens, or the first of the
+            new tokens misses keys that the last one overwrites.
 
     Returns:
         The cache, and bool [batch, length], True = written. A token that was not written does not
@@ -42,7 +50,7 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
     Raises:
         TypeError: slot does not hold integers.
         ValueError: the trees differ, or arrays in their dtypes or shapes; slot has another shape,
-            or on the host one is outside the cache and not -1.
+            or on the host one is outside the cache and not -1, or is given to two tokens.
 
     Example:
         >>> import jax.numpy as jnp
@@ -55,11 +63,18 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
         >>> keys[:, :, 0, 0].tolist()
         [[1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]]
     """
+    if _is_row(cache):
+        slot = arguments.as_array("slot", slot)
+        slot = slot[None] if slot.ndim == 1 else slot
+        written = write_cache(_with_batch(cache), _with_batch(new), slot)
+        return jax.tree.map(lambda array: array[0], written)
     if not isinstance(slot, jax.Array):
         shape = np.shape(next(iter(jax.tree.leaves(cache)), 0))
         # Where it is not known here, or wrong, the compiled half says so.
         last = shape[1] - 1 if len(shape) > 1 and isinstance(shape[1], int) else 2**31 - 1
         slot = arguments.as_integers("slot", slot, -1, last, "the cache, or -1 to write nothing")
+        if isinstance(slot, np.ndarray) and slot.ndim == 2:
+            _check_apart(slot)
     slot = arguments.as_int32("slot", slot)
     sides = {"cache": cache, "new": new}
     if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(sides)):
@@ -75,7 +90,7 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
 def _written(cache: Any, new: Any, slot: Int32[Array, "..."]) -> tuple[Any, Bool[Array, "b t"]]:
     held, tokens = _checked(cache, new, slot.shape)
     (rows, slots), length = held[0].shape[:2], tokens[0].shape[1]
-    places = slot
+    places = jnp.broadcast_to(slot, (rows, length)) if slot.ndim == 2 else slot
     if slot.ndim < 2:
         first = jnp.broadcast_to(slot, rows)[:, None]
         places = first + jnp.arange(length, dtype=jnp.int32)[None]
@@ -84,6 +99,12 @@ def _written(cache: Any, new: Any, slot: Int32[Array, "..."]) -> tuple[Any, Bool
     is_written = (places >= 0) & (places < slots)
     # Of indices outside, only those past the end are dropped: -1 would be the last slot.
     places = jnp.where(is_written, places, slots)
+    if slot.ndim == 2 and length > 1:
+        index = jnp.arange(length, dtype=jnp.int32)
+        last = jnp.full(slots, -1, jnp.int32)
+        last = jax.vmap(lambda places: last.at[places].max(index, mode="drop")[places])(places)
+        is_written &= last == index
+        places = jnp.where(is_written, places, slots)
 
     def write(array: Array, added: Array) -> Array:
         whole = with_whole_rows(array, 1)
@@ -106,26 +127,59 @@ def _checked(cache: Any, new: Any, shape: tuple[int, ...]) -> tuple[list[Array],
     if not held or held.keys() != tokens.keys():
         want, got = (", ".join(names) or "none" for names in (held, tokens))
         raise arguments.value_error("new", f"the arrays of the cache, {want}", got)
+    for name in held:
+        if _positions_beside(name, held) is not None:
+            tokens[name] = _as_dtype(tokens[name], held[name].dtype)
     (rows, slots), (_, length) = (next(iter(side.values())).shape[:2] for side in (held, tokens))
     if length > slots:
         raise arguments.value_error("new", f"at most {slots} tokens, as the cache", length)
     for name, array in held.items():
         _check_layout(f"cache{name}", array, array, slots, rows)
         _check_layout(f"new{name}", tokens[name], array, length, rows, 1)
-    if shape not in ((), (rows,), (rows, length)):
+    if shape not in ((), (rows,), (1, length), (rows, length)):
         want = f"shape [], [{rows}] or [{rows}, {length}]"
         raise arguments.value_error("slot", want, f"shape {list(shape)}")
     return [*held.values()], [tokens[name] for name in held]
 
 
+def _is_tokens(part: Any) -> bool:
+    return isinstance(part, TokenPositions)
+
+
+def _is_row(cache: Any) -> bool:
+    """Whether the token positions of a cache have no batch axis."""
+    tokens = filter(_is_tokens, jax.tree.leaves(cache, is_leaf=_is_tokens))
+    return {array.ndim for array in jax.tree.leaves([*tokens])} == {1}
+
+
+def _with_batch(tree: Any) -> Any:
+    """The tree of one row, as that of a batch of one."""
+
+    def with_batch(part: Any) -> Any:
+        return as_made(part) if _is_tokens(part) else arguments.as_array("new", part)[None]
+
+    return jax.tree.map(with_batch, tree, is_leaf=_is_tokens)
+
+
+def _check_apart(slots: np.ndarray) -> None:
+    """A ValueError if two tokens of a row have one slot."""
+    ordered = np.sort(slots, axis=1)
+    is_again = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if is_again.any():
+        row, n = np.argwhere(is_again)[0]
+        got = f"two tokens for slot {ordered[row, n]} of row {row}"
+        raise arguments.value_error("slot", "a slot of its own for each token of a row", got)
+
+
+def _as_dtype(integers: Array, dtype: Any) -> Array:
+    """Integers as int32 or, in a wider dtype, as they are."""
+    return arguments.as_int32("new", integers) if dtype == jnp.int32 else integers.astype(dtype)
+
+
 def _arrays(name: str, tree: Any) -> dict[str, Array]:
     """The arrays of a tree by their paths."""
-
-    def is_tokens(part: Any) -> bool:
-        return isinstance(part, TokenPositions)
-
     tree = jax.tree.map(
-        lambda part: as_made(part) if is_tokens(part) else part, tree, is_leaf=is_tokens
+        lambda part: as_made(part) if _is_tokens(part) else part, tree, is_leaf=_is_tokens
     )
     arrays = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -139,11 +193,16 @@ def _arrays(name: str, tree: Any) -> dict[str, Array]:
 
 def _default(name: str, arrays: dict[str, Array]) -> dict[str, Array]:
     """What an array of token positions means that is left out, or nothing."""
-    of_tokens, _, field = name.rpartition(".")
-    positions = arrays.get(f"{of_tokens}.positions")
+    positions, field = _positions_beside(name, arrays), name.rpartition(".")[2]
     if positions is None or field not in DEFAULTS:
         return {}
     return {name: positions if field == "places" else jnp.full_like(positions, DEFAULTS[field])}
+
+
+def _positions_beside(name: str, arrays: dict[str, Array]) -> Array | None:
+    """The positions of the tokens that an array belongs to, if it does."""
+    of_tokens, _, field = name.rpartition(".")
+    return arrays.get(f"{of_tokens}.positions") if field in FIELDS else None
 
 
 def _check_layout(name: str, array: Array, like: Array, length: int, *rows: int) -> None:

@@ -42,7 +42,8 @@ class TokenPositions:
 
     Args:
         positions: [length] or [batch, length] integers; the position of each token in its own
-            sequence.
+            sequence. Arrays [length] are one row, [1, length], that serves any number of rows.
+            (`from_ids`, `from_segment_ids` and `from_positions` keep the shape of their array.)
         segment_ids: [length] or [batch, length] integers of at least 0; the sequence that each
             token belongs to, 0 = padding. On a device, tokens with a negative one are a sequence,
             too, so padding marked by -1 is not hidden. None: one sequence, without padding.
@@ -128,20 +129,21 @@ class TokenPositions:
 
     def __getitem__(self, index: Any) -> "TokenPositions":
         """Slices: `tokens[2:4]` has some rows, `tokens[:, 2:6]` some tokens of each row."""
-        rows = number_of_rows(self)
-        part = jax.tree.map(
-            lambda array: jnp.broadcast_to(array, (rows, array.shape[1]))[index], as_made(self)
-        )
-        if part.positions.ndim != 2:
+        parts = index if isinstance(index, tuple) else (index,)
+        if len(parts) > 2 or not all(isinstance(part, slice) for part in parts):
             raise arguments.value_error("index", "slices of rows and of tokens", index)
-        return part
+        rows = number_of_rows(self)
+        return jax.tree.map(
+            lambda array: jnp.broadcast_to(array, (rows, array.shape[1]))[parts], as_made(self)
+        )
 
     def take(self, order: ArrayLike) -> "TokenPositions":
         """The tokens of each row in another order, such as `load_balanced_order`.
 
         Tokens keep their places in the row, so a mask of all or some of them hides the same pairs
-        as before, and `tile_kinds` stays as exact. Give ids, labels and weights the same order.
-        Shift the labels first, since the next token of a sequence is no longer beside it.
+        as before, and `tile_kinds` stays as exact, except for chunks of packed rows. Give ids,
+        labels and weights the same order. Shift the labels first, since the next token of a
+        sequence is no longer beside it.
 
         Args:
             order: [number] integers, the index in the row of each token.
@@ -186,32 +188,43 @@ class TokenPositions:
         """
         return TokenPositions(**arrays_of(self) | {"block_ids": block_ids})
 
-    def clear(self, rows: ArrayLike) -> "TokenPositions":
-        """These slots of a cache, without tokens in some rows: each of them for a new text.
+    def clear(self, where: ArrayLike) -> "TokenPositions":
+        """These slots of a cache, without tokens in some rows or in some slots of each row.
 
-        The keys and values of these rows need not be cleared: the mask hides them.
+        A row is cleared for a new text. Rejected drafts of a tree must be cleared, or later tokens
+        see those that the next write does not reach: once the accepted path is moved to the front,
+        `slots.clear(jnp.arange(num_slots) >= lengths[:, None])`. The keys and values need not be
+        cleared: the mask hides them.
 
         Args:
-            rows: bool [batch], True = clear this row.
+            where: bool, True = clear. [batch]: this row; [batch, slots]: this slot.
 
         Returns:
             TokenPositions of the shape of these.
 
         Raises:
-            TypeError: rows are not bool.
-            ValueError: rows do not have the shape [batch]; there are no segment ids.
+            TypeError: where is not bool.
+            ValueError: where has another shape; there are no segment ids.
 
         Example:
             >>> import transformer_embed as te
             >>> slots = te.TokenPositions.from_lengths([3, 2], 4)
             >>> slots.clear([True, False]).padding_mask.sum(1).tolist()
             [0, 2]
+            >>> slots.clear([[False, True, True, True]] * 2).padding_mask.sum(1).tolist()
+            [1, 1]
         """
-        held, rows = as_made(self), arguments.as_mask("rows", rows, "clear this row")
+        held, where = as_made(self), arguments.as_mask("where", where, "clear")
         if held.segment_ids is None:
             raise arguments.value_error("segment_ids", "an array (0 is an empty slot)", None)
-        arguments.check_same("rows", "shape [batch]", [*rows.shape], [held.positions.shape[0]])
-        return dataclasses.replace(held, segment_ids=_cleared(held.segment_ids, rows))
+        rank, shape = self.positions.ndim, (len(self), held.positions.shape[1])
+        where = where if rank == 2 else where[None]
+        if where.shape not in (shape, shape[:1]):
+            want = f"shape {[*shape[:1]]} or {[*shape]}"
+            raise arguments.value_error("where", want, f"shape {[*where.shape]}")
+        where = where if where.ndim == 2 else where[:, None]
+        cleared = dataclasses.replace(held, segment_ids=_cleared(held.segment_ids, where))
+        return _with_rank(rank, cleared)
 
     @classmethod
     def empty(cls, batch_size: int, length: int) -> "TokenPositions":
@@ -350,9 +363,7 @@ class TokenPositions:
             [[0, 0, 1, 1], [0, 1, 1, 1]]
         """
         length = arguments.length("length", length)
-        # A symbolic length is assumed to be large enough. One of 2**31 is beyond int32 itself.
-        highest = min(length, 2**31 - 1) if isinstance(length, int) else 2**31 - 1
-        lengths = arguments.as_indices("lengths", lengths, highest, "the padded length", "batch")
+        lengths = arguments.as_indices("lengths", lengths, length, "the padded length", "batch")
         padding_side = arguments.choice("padding_side", padding_side, ("right", "left"))
         return _of_lengths(lengths, length, padding_side)
 
@@ -581,8 +592,8 @@ def check_last_position(name: str, first: int, length: int) -> None:
 
 
 @compiled()
-def _cleared(segment_ids: Integer[Array, "n t"], rows: Bool[Array, "b"]) -> Integer[Array, "b t"]:
-    return jnp.where(split_like(rows[:, None], segment_ids), 0, segment_ids)
+def _cleared(segments: Integer[Array, "n t"], where: Bool[Array, "b #t"]) -> Integer[Array, "b t"]:
+    return jnp.where(split_like(where, segments), 0, segments)
 
 
 @compiled()
@@ -605,7 +616,9 @@ def _of_ids(
     if end_id is None:
         return _of_tokens(tokens, start, at_padding)
     begins = of_previous_token(ids == end_id)
-    count = jnp.cumsum(with_whole_rows(tokens), axis=1, dtype=jnp.int32) - tokens
+    # Under strict dtype promotion, jax subtracts no bool.
+    is_token = with_whole_rows(tokens).astype(jnp.int32)
+    count = jnp.cumsum(is_token, axis=1, dtype=jnp.int32) - is_token
     positions = jnp.where(tokens, restarted(count, begins) + start, at_padding)
     segments = 1 + jnp.cumsum(begins, axis=1, dtype=jnp.int32)
     return TokenPositions(positions, segment_ids=jnp.where(tokens, segments, 0))

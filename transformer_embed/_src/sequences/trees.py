@@ -3,12 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jaxtyping import Array, Int32, Integer
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.partitioning import with_whole_rows
+from transformer_embed._src.sequences.runs import index_in_run
 
 
 def shared_prefix_parents(
@@ -45,11 +47,11 @@ def shared_prefix_parents(
     held_answers = arguments.as_integers(of_answers, answer_lengths)
     prefixes = arguments.as_indices(name, held, length, "the row", "batch")
     answers = arguments.as_indices(of_answers, held_answers, length, "the row", "batch", "answers")
-    arguments.check_same(of_answers, f"rows as {name}", len(answers), len(prefixes))
+    arguments.check_same(of_answers, f"rows as {name}", answers.shape[0], prefixes.shape[0])
     # Inside jit too, where the arrays made of these are traced.
     if isinstance(held, np.ndarray) and isinstance(held_answers, np.ndarray):
         longest = int((held + held_answers.sum(1)).max(initial=0))
-        if longest > length:
+        if not export.is_symbolic_dim(length) and longest > length:
             raise arguments.value_error("length", f"at least {longest}, the longest row", length)
     return _parents(prefixes, answers, length)
 
@@ -87,20 +89,26 @@ def tree_arrays(
     """The arrays of a `TokenPositions`, from the parents of each row."""
     parents = with_whole_rows(parents)
     is_token = (parents > -2).astype(jnp.int32)
-    depths, places, ends = jax.vmap(_tree_of_row)(parents)
+    length = parents.shape[1]
+    # A root above all roots makes these siblings, and ends every path.
+    above = jnp.where(parents < 0, length, parents)
+    above = jnp.pad(above, ((0, 0), (0, 1)), constant_values=length)
+    # Made here: inside vmap they would be one row for all, which explicit axes do not split.
+    ones = jnp.ones_like(above)
+    depths, places, ends = jax.vmap(_tree_of_row)(above, ones)
     depths, places, ends = (array + offset.reshape(-1, 1) for array in (depths, places, ends))
     is_token = jnp.broadcast_to(is_token, depths.shape)
     arrays = {"positions": depths * is_token, "segment_ids": is_token}
     return arrays | {"places": places, "ends": ends}
 
 
-def _tree_of_row(parents: Int32[Array, "t"]) -> tuple[Int32[Array, "t"], ...]:
+def _tree_of_row(above: Int32[Array, "n"], ones: Int32[Array, "n"]) -> tuple[Array, ...]:
     """The depth of each token, its place in depth-first order, and the end of its subtree."""
-    # A root above all roots makes these siblings, and ends every path.
-    length = len(parents)
-    above = jnp.append(jnp.where(parents < 0, length, parents), length).astype(jnp.int32)
-    is_token = jnp.arange(length + 1) < length
-    steps = length.bit_length()
+    length = above.shape[0] - 1
+    index = jnp.arange(length + 1, dtype=jnp.int32)
+    is_token = index < length
+    # Any length of jax.export has fewer than 2**31 tokens.
+    steps = 31 if export.is_symbolic_dim(length) else length.bit_length()
 
     def along_paths(values: Array) -> Array:
         """The sum over each token and its ancestors, by paths of doubled length."""
@@ -115,14 +123,14 @@ def _tree_of_row(parents: Int32[Array, "t"]) -> tuple[Int32[Array, "t"], ...]:
         sizes, ancestors = carry
         return sizes.at[ancestors].add(jnp.where(is_token, sizes, 0)), ancestors[ancestors]
 
-    sizes = jax.lax.fori_loop(0, steps, double_down, (jnp.ones_like(above), above))[0]
+    sizes = jax.lax.fori_loop(0, steps, double_down, (ones, above))[0]
     # Siblings are neighbours in the order of their parents. Sums over all sizes may wrap int32, but
     # not their differences, which are at most the length.
     order = jnp.argsort(above[:length], stable=True)
     before = jnp.cumsum(sizes[order], dtype=jnp.int32) - sizes[order]
-    of_parents = above[order]
-    first = jnp.searchsorted(of_parents, of_parents)
+    # jnp.searchsorted fails where explicit mesh axes split the rows.
+    first = index[:length] - index_in_run(above[order][None])[0]
     offsets = jnp.zeros_like(above).at[order].set(before - before[first] + 1)
     places = along_paths(offsets)[:length] - 1
-    depths = along_paths(jnp.ones_like(above))[:length] - 1
+    depths = along_paths(ones)[:length] - 1
     return depths, places, places + sizes[:length]

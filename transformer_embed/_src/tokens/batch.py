@@ -30,8 +30,9 @@ def check_batch(
         ids: [...], or [length] or [batch, length] with tokens; any integer dtype; not traced.
         tokens: the positions and segments of these ids; not traced.
         vocab_size: number of rows, at least 1.
-        pad_id: the output layer's, an id that is never predicted. It may stand at padding only, or
-            a loss would leave out a label that `next_token_mask` counts. None: there is none.
+        pad_id: the id at padding, and nowhere else: a loss would leave out a label that
+            `next_token_mask` counts, and tokens that count as padding are not trained on. None: any
+            id may stand at padding.
         order: how the tokens lie, as the functions of `te.kernels` are promised. `"full"`: one
             sequence and no padding in each row. `"right"`: one sequence in each row, then padding.
             `"packed"`: any number of sequences, each in one run of tokens, with padding anywhere
@@ -41,7 +42,8 @@ def check_batch(
     Raises:
         TypeError: ids are not integers, tokens is not a TokenPositions, or one of them is traced.
         ValueError: an id is outside [0, vocab_size), a segment id is negative, pad_id is inside a
-            sequence, or the tokens lie in another order; the message gives the first such place.
+            sequence, another id is at padding, or the tokens lie in another order; the message
+            gives the first such place.
             Ids and tokens differ in shape, or pad_id or order is given without tokens.
 
     Example:
@@ -52,7 +54,7 @@ def check_batch(
         >>> ids, tokens = [[5, 6, 0, 7]], te.TokenPositions.from_segment_ids([[1, 1, 1, 1]])
         >>> te.check_batch(ids, tokens, vocab_size=8, pad_id=0)
         Traceback (most recent call last):
-        ValueError: ids: wanted pad_id, 0, at padding only, got one in a sequence at [0, 2]
+        ValueError: ids: wanted pad_id, 0, at padding and nowhere else, got 0 at [0, 2], a token
     """
     inside = 0, arguments.size("vocab_size", vocab_size) - 1, "the vocabulary"
     array = arguments.as_integers("ids", ids, *inside)
@@ -72,9 +74,12 @@ def check_batch(
     arguments.check_same("ids", "the shape of tokens", [*rows.shape], expected)
     as_segment_ids("segment_ids", segments)
     if pad_id is not None:
-        wrong = np.argwhere((rows == arguments.int32("pad_id", pad_id)) & (segments != 0))
+        is_pad = rows == arguments.int32("pad_id", pad_id)
+        wrong = np.argwhere(is_pad != (segments == 0))
         if len(wrong):
-            got = f"one in a sequence at {wrong[0].tolist()}"
-            raise arguments.value_error("ids", f"pad_id, {pad_id}, at padding only", got)
+            row, n = wrong[0].tolist()
+            what = "a token" if is_pad[row, n] else "padding"
+            want = f"pad_id, {pad_id}, at padding and nowhere else"
+            raise arguments.value_error("ids", want, f"{rows[row, n]} at [{row}, {n}], {what}")
     if order is not None:
         check_order(tokens, order)

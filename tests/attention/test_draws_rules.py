@@ -1,0 +1,173 @@
+"""Draws of batches, caches, rules, joins and modes: the forms of a mask against loops over pairs."""
+
+import batches
+import draws
+import pytest
+
+SEEDS = 3
+MODES = ["eager", "jit", "vmap", "scan", "strict", "x64", "explicit", "shard_map", "exported"]
+OF_BATCHES = ["split", "any rows"]
+ORDERS = [None, None, "[11, 0, 5, 4, 3, 9, 8, 2, 1, 6, 7, 10]", "[8, 9, 10, 11, 0, 1, 2, 3]"]
+
+
+def of_rows(chosen):
+    """Each array of the batch is [rows, length], or the lengths of a row are one number."""
+    by_row = {"right", "left", "answers"}
+    alone = [] if chosen["kind"] in by_row else ["rows alone"]
+    # Arrays that are made in the function have a length that is known.
+    any_lengths = [] if chosen["kind"] in by_row | {"offset"} else ["any lengths"]
+    return [*MODES, *OF_BATCHES, *alone, *any_lengths]
+
+
+# A mask of the same tokens, or of integers of their own.
+OTHERS = {
+    "": "",
+    "and window": " & M(T(tokens.positions, segment_ids=tokens.segment_ids), causal=True, window=(1, 0))",
+    "and blocks": " & M(T(tokens.positions, segment_ids=1 + abs(tokens.positions) // 3), causal=False)",
+    "or global": " | (M(T(0 * tokens.positions + 9), T(abs(tokens.positions)), causal=True, window=(7, 0)) & M(tokens, causal=False))",
+    "or chunk": " | M(tokens, causal=True)",
+}
+
+
+def others(chosen):
+    """What hides the other trees of a row is their causal mask."""
+    return [name for name in OTHERS if chosen["kind"] not in batches.TREES or name != "or global"]
+
+
+def blocks(chosen):
+    is_fixed = chosen["kind"] in batches.TREES or chosen["mode"] == "any lengths"
+    return [""] if is_fixed else ["", "", "", ".with_block_ids(%s)"]
+
+
+SELF = {
+    "kind": list(batches.MAKE),
+    "order": ORDERS,
+    "mode": of_rows,
+    "rule": batches.rules,
+    "other": others,
+    "blocks": blocks,
+    "block_ids": ["[0] * 4 + [-1] * 8", "[-1, 2, 2, 0, 0, 0, 2, -1, -1, -5, 7, 7]"],
+    "tile": lambda chosen: (
+        ["(4, 4)", "(2, 1)"]
+        + (["(4, 2)"] if chosen["order"] == ORDERS[-1] else ["(3, 6)", "(1, 12)"])
+    ),
+    "start": ["0, 0", "2, 3"],
+}
+PROGRAM = """\
+import batches, loops
+def f(lib, *x):
+    T, M = lib.TokenPositions, lib.AttentionMask
+    tokens = {tokens}
+    mask = M(tokens, {rule}){other}
+    found = {{"dense": mask.dense(), "tile": mask.tile({start}, (4, 3))}}
+    return found{kinds}
+loops.check({mode!r}, f, [batches.arrays({kind!r}, seed) for seed in {seeds}], exact={exact})
+"""
+
+
+def program_of(number, chosen):
+    tokens = batches.MAKE[chosen.kind]
+    tokens += chosen.blocks and chosen.blocks % chosen.block_ids
+    tokens += (chosen.order and f".take({chosen.order})") or ""
+    kinds = (
+        "" if chosen.mode == "any lengths" else f' | {{"kinds": mask.tile_kinds({chosen.tile})}}'
+    )
+    is_exact = chosen.kind in batches.IN_RUNS and not (chosen.other or chosen.blocks)
+    is_exact &= not (chosen.order and "chunk=5" in chosen.rule)
+    return PROGRAM.format(
+        tokens=tokens,
+        rule=chosen.rule,
+        other=OTHERS[chosen.other],
+        start=chosen.start,
+        kinds=kinds,
+        mode=chosen.mode,
+        kind=chosen.kind,
+        seeds=[number * SEEDS + n for n in range(SEEDS)],
+        exact=is_exact,
+    )
+
+
+@pytest.mark.parametrize("number", draws.numbers(12))
+def test_self_attention(number):
+    program = program_of(number, draws.choices(number, SELF))
+    with draws.repeated_by(number, program):
+        draws.run(number, program)
+
+
+# --- caches
+
+SLOTS = 16
+STEPS = {
+    "tokens": "T.from_offset(tokens.padding_mask.sum(1), 3)",
+    "one": "T.from_offset(tokens.padding_mask.sum(1), 1)",
+    "row": "T.from_offset(7, 2)",
+    "drafts": "T.from_parents([-1, 0, 0, 1, -1], offset=tokens.padding_mask.sum(1))",
+    "later": "T.from_offset(tokens.padding_mask.sum(1) + 9, 2)",
+}
+RING = "jnp.where({0}.padding_mask, {0}.positions % 16, -1)"
+FIRST = {"0": "0", "row": "x[-3]", "ring": RING.format("tokens"), "any": "x[-4]"}
+SECOND = {"row": "x[-3] + 2", "after": "tokens.padding_mask.sum(1)", "ring": RING.format("step")}
+CLEARED = {
+    "nothing": "0 * x[-3] > 0",
+    "rows": "x[-3] > 2",
+    "slots": "x[-2][:, :, 0] % 3 == 0",
+    "later": "jnp.arange(16)[None] >= x[-3][:, None]",
+}
+CACHES = {
+    "kind": ["padded", "ended", "packed", "right", "left"],
+    "first": list(FIRST),
+    "second": list(SECOND),
+    "cleared": list(CLEARED),
+    "step": list(STEPS),
+    "mode": [*MODES, "split"],
+    "write": lambda chosen: (
+        ["write_cache"]
+        + ["write_rows"]
+        * (chosen["first"] != "0" and chosen["step"] != "row" and chosen["mode"] != "split")
+    ),
+    "rule": lambda chosen: batches.rules(
+        {"kind": "tree" if chosen["step"] == "drafts" else "packed"}
+    ),
+    "outside": lambda chosen: [0] + [1] * (chosen["mode"] != "eager"),
+}
+CACHE_PROGRAM = """\
+import batches, loops, jax.numpy as jnp
+def f(lib, *x):
+    T, M, write = lib.TokenPositions, lib.AttentionMask, lib.{write}
+    tokens = {tokens}
+    (slots, keys), _ = write(({empty}, x[-2]), (tokens, x[-1]), {first})
+    step = {step}
+    cache = slots.clear({cleared}), keys
+    (slots, keys), written = write(cache, (step, 100 + x[-1][:, :{count}]), {second})
+    return {{"dense": M(step, slots, {rule}).dense(), "keys": keys, "written": written}}
+loops.check({mode!r}, f, [batches.cache({kind!r}, seed, {outside}) for seed in {seeds}])
+"""
+
+
+def cache_program(number, chosen):
+    empty = "T.empty(2, 16)"
+    if chosen.step == "drafts":
+        empty = "T.from_parents(jnp.full((2, 16), -2))"
+    counts = {"tokens": 3, "one": 1, "row": 2, "drafts": 5, "later": 2}
+    return CACHE_PROGRAM.format(
+        write=chosen.write,
+        tokens=batches.MAKE[chosen.kind],
+        empty=empty,
+        first=FIRST[chosen.first],
+        step=STEPS[chosen.step],
+        cleared=CLEARED[chosen.cleared],
+        count=counts[chosen.step],
+        second=SECOND[chosen.second],
+        rule=chosen.rule,
+        mode=chosen.mode,
+        kind=chosen.kind,
+        outside=chosen.outside,
+        seeds=[number * SEEDS + n for n in range(SEEDS)],
+    )
+
+
+@pytest.mark.parametrize("number", draws.numbers(12))
+def test_caches(number):
+    program = cache_program(number, draws.choices(number, CACHES))
+    with draws.repeated_by(number, program):
+        draws.run(number, program)

@@ -1,0 +1,335 @@
+"""Sequences and masks as `transformer_embed` has them, by Python loops over tokens and pairs.
+
+A program of draws runs with `te` and with this module in its place.
+"""
+
+import functools
+import itertools
+import sys
+import types
+from typing import Any, NamedTuple
+
+import draws
+import jax
+import numpy as np
+from jax import export
+from meshes import EXPLICIT, mesh_of, put
+
+import transformer_embed as te
+
+FAR = 2**31 - 1
+
+
+class Token(NamedTuple):
+    """Segment 0 is padding, and None stands where there are no segment ids."""
+
+    position: int
+    segment: int | None
+    place: int
+    end: int = FAR
+    block: int = -1
+
+
+PADDING = Token(0, 0, 0)
+
+
+def _counted(position, segment):
+    return Token(position, segment, position)
+
+
+def _rows(array):
+    return np.atleast_2d(np.asarray(array)).tolist()
+
+
+def _of_each(value, count):
+    return np.broadcast_to(np.asarray(value), (count,)).tolist()
+
+
+class TokenPositions:
+    def __init__(self, positions, *, segment_ids=None):
+        positions = np.atleast_2d(positions)
+        segments = np.full(positions.shape, None) if segment_ids is None else segment_ids
+        sides = np.broadcast_arrays(positions, np.atleast_2d(segments))
+        rows = zip(*(side.tolist() for side in sides), strict=True)
+        self.rows = [[_counted(*token) for token in zip(*row, strict=True)] for row in rows]
+
+    @classmethod
+    def of(cls, rows):
+        tokens = object.__new__(cls)
+        tokens.rows = rows
+        return tokens
+
+    @classmethod
+    def empty(cls, batch_size, length):
+        return cls.of([[PADDING] * length for _ in range(batch_size)])
+
+    @classmethod
+    def from_ids(cls, ids, *, pad_id, end_id=None, start=0, at_padding=0):
+        rows = []
+        for row in _rows(ids):
+            tokens, position, segment = [], start, 1
+            for token in row:
+                if token == pad_id:
+                    tokens.append(_counted(at_padding, 0))
+                    continue
+                tokens.append(_counted(position, segment))
+                position += 1
+                if token == end_id:
+                    position, segment = start, segment + 1
+            rows.append(tokens)
+        return cls.of(rows)
+
+    @classmethod
+    def from_segment_ids(cls, segment_ids):
+        rows = []
+        for row in _rows(segment_ids):
+            runs = [[*run] for _, run in itertools.groupby(row)]
+            tokens = [_counted(n * (s != 0), s) for run in runs for n, s in enumerate(run)]
+            rows.append(tokens)
+        return cls.of(rows)
+
+    @classmethod
+    def from_positions(cls, positions):
+        rows = []
+        for row in _rows(positions):
+            begins = [n == 0 or position != row[n - 1] + 1 for n, position in enumerate(row)]
+            rows.append(list(map(_counted, row, itertools.accumulate(begins))))
+        return cls.of(rows)
+
+    @classmethod
+    def from_lengths(cls, lengths, length, *, padding_side="right"):
+        rows = []
+        for size in np.asarray(lengths).tolist():
+            tokens, padding = [_counted(n, 1) for n in range(size)], [PADDING] * (length - size)
+            rows.append(tokens + padding if padding_side == "right" else padding + tokens)
+        return cls.of(rows)
+
+    @classmethod
+    def from_offset(cls, offset, length):
+        firsts = np.atleast_1d(offset).tolist()
+        return cls.of([[_counted(first + n, 1) for n in range(length)] for first in firsts])
+
+    @classmethod
+    def from_parents(cls, parents, *, offset=0):
+        parents = _rows(parents)
+        count = max(len(parents), np.size(offset))
+        parents = parents * (count // len(parents))
+        return cls.of(list(map(_tree, parents, _of_each(offset, count))))
+
+    def __getitem__(self, index):
+        rows, tokens = index
+        return self.of([row[tokens] for row in self.rows[rows]])
+
+    def take(self, order):
+        return self.of([[row[n] for n in order] for row in self.rows])
+
+    def with_block_ids(self, block_ids):
+        blocks = np.broadcast_to(block_ids, self._field("place").shape).tolist()
+        return self.of(
+            [
+                [token._replace(block=block) for token, block in zip(*row, strict=True)]
+                for row in zip(self.rows, blocks, strict=True)
+            ]
+        )
+
+    def clear(self, where):
+        where = np.asarray(where)
+        where = where[:, None] if where.ndim == 1 else where
+        where = np.broadcast_to(where, self._field("place").shape).tolist()
+        return self.of(
+            [
+                [
+                    token._replace(segment=0) if clear else token
+                    for token, clear in zip(*row, strict=True)
+                ]
+                for row in zip(self.rows, where, strict=True)
+            ]
+        )
+
+    def _field(self, name) -> Any:
+        return np.array([[getattr(token, name) for token in row] for row in self.rows])
+
+    @property
+    def positions(self):
+        return self._field("position")
+
+    @property
+    def segment_ids(self):
+        return self._field("segment")
+
+    @property
+    def padding_mask(self):
+        return self.segment_ids != 0
+
+    @property
+    def next_token_mask(self):
+        rows = self.segment_ids
+        after = np.concatenate([rows[:, 1:], 0 * rows[:, :1]], axis=1)
+        return (rows != 0) & (rows == after)
+
+
+def _tree(parents, offset):
+    """Places in depth-first order; a token ends where its last descendant does."""
+    places, tokens = itertools.count(offset), [PADDING] * len(parents)
+
+    def visit(n, depth):
+        place, last = next(places), None
+        for child in [child for child, parent in enumerate(parents) if parent == n]:
+            last = visit(child, depth + 1)
+        last = place if last is None else last
+        if parents[n] > -2:
+            tokens[n] = Token(depth, 1, place, last + 1)
+        return last
+
+    for root in [n for n, parent in enumerate(parents) if parent < 0]:
+        visit(root, offset)
+    return tokens
+
+
+def shared_prefix_parents(prefix_lengths, answer_lengths, length):
+    rows = []
+    for prefix, answers in zip(_rows(prefix_lengths)[0], _rows(answer_lengths), strict=True):
+        row = [*range(-1, prefix - 1)]
+        for answer in answers:
+            row += [len(row) + n - 1 if n else prefix - 1 for n in range(answer)]
+        rows.append(row + [-2] * (length - len(row)))
+    return np.array(rows)
+
+
+def write_cache(cache, new, slot):
+    """Caches of tokens, or of tokens and one array [batch, slots, ...]."""
+    (slots, *arrays), (tokens, *added) = (
+        side if isinstance(side, tuple) else (side,) for side in (cache, new)
+    )
+    rows, arrays = [[*row] for row in slots.rows], [np.array(array) for array in arrays]
+    length, slot = len(tokens.rows[0]), np.asarray(slot)
+    is_written = np.zeros((len(rows), length), bool)
+    for b, row in enumerate(rows):
+        first = np.broadcast_to(slot, len(rows))[b] if slot.ndim < 2 else None
+        for n, token in enumerate(tokens.rows[b % len(tokens.rows)]):
+            place = slot[b % len(slot), n] if first is None else first + n if first >= 0 else -1
+            # Of tokens for one slot, the last one is written.
+            others = () if first is not None else slot[b % len(slot), n + 1 :]
+            if 0 <= place < len(row) and place not in others:
+                row[place], is_written[b, n] = token, True
+                for array, values in zip(arrays, added, strict=True):
+                    array[b, place] = np.asarray(values)[b % len(values), n]
+    slots = TokenPositions.of(rows)
+    return (slots if not isinstance(cache, tuple) else (slots, *arrays)), is_written
+
+
+class AttentionMask:
+    def __init__(self, queries, keys=None, *, allowed=None, **rule):
+        if allowed is None:
+            sides = [side.rows for side in (queries, queries if keys is None else keys)]
+            count = max(map(len, sides))
+            rows = zip(*(side * (count // len(side)) for side in sides), strict=True)
+            allowed = [[[sees(q, k, **rule) for k in keys] for q in row] for row, keys in rows]
+        self.allowed = np.array(allowed, bool)
+
+    def __and__(self, other):
+        return AttentionMask(None, allowed=self.allowed & other.allowed)
+
+    def __or__(self, other):
+        return AttentionMask(None, allowed=self.allowed | other.allowed)
+
+    def dense(self):
+        return self.allowed[:, None]
+
+    def tile(self, query_start, key_start, shape):
+        rows, columns = query_start + shape[0], key_start + shape[1]
+        return self.allowed[:, query_start:rows, key_start:columns]
+
+    def tile_kinds(self, shape):
+        rows, (queries, keys) = len(self.allowed), shape
+        tiles = self.allowed.reshape(rows, -1, queries, self.allowed.shape[2] // keys, keys)
+        return tiles.any((2, 4)).astype(int) + tiles.all((2, 4))
+
+
+def sees(q, k, *, causal, window=None, chunk=None, sinks=-FAR):
+    """Whether a query may attend to a key."""
+    if k.segment == 0 or q.segment not in (k.segment, None):
+        return False
+    if q.block == k.block >= 0:
+        return True
+    left, right = window or (None, None)
+    return (
+        (not causal or k.place <= q.place < k.end)
+        and (left is None or q.place - left <= k.place or k.position < sinks)
+        and (right is None or k.place <= q.place + right)
+        and (chunk is None or q.position // chunk == k.position // chunk)
+    )
+
+
+write_rows = write_cache
+
+
+# --- programs that run with both
+
+LIBRARY = types.SimpleNamespace(**vars(te), write_rows=jax.vmap(te.write_cache))
+
+
+def check(mode, f, batches, exact=False):
+    """That f(te, *batch) is what f(this module, *batch) is."""
+    call = ROW_MODES.get(mode, functools.partial(draws.call, mode))
+    found = call(lambda *batch: f(LIBRARY, *batch), batches)
+    for got, batch in zip(found, batches, strict=True):
+        want = f(sys.modules[__name__], *batch)
+        assert got.keys() == want.keys()
+        for name, value in want.items():
+            _check_form(name, np.asarray(got[name]), np.asarray(value), exact)
+
+
+FORMS = {"dense", "tile", "kinds"}
+
+
+def _check_form(name, got, want, exact):
+    # A row of a batch may have axes of 1 in front, and rows or queries that are alike may be one.
+    if name in FORMS:
+        got = got.reshape(-1, *[1] * (want.ndim - 3), *got.shape[-2:])
+        got = np.broadcast_to(got, want.shape)
+    if name != "kinds" or exact:
+        np.testing.assert_array_equal(got, want, err_msg=name)
+    else:
+        # Of a tile that has no pair or all of them, it may be said that it has some.
+        np.testing.assert_array_equal(got[got != want], 1, err_msg=name)
+
+
+def _rows_alone(f, batches):
+    return [jax.jit(jax.vmap(f))(*batch) for batch in batches]
+
+
+def _split(f, batches):
+    """With the rows of each array split over explicit axes."""
+    mesh = mesh_of((2,), ("data",), EXPLICIT)
+    with jax.set_mesh(mesh):
+        return [jax.jit(f)(*put(mesh, batch, "data")) for batch in batches]
+
+
+def _any_rows(f, batches):
+    specs = [", ".join(["b", *map(str, x.shape[1:])]) for x in batches[0]]
+    scope = export.SymbolicScope()
+    shaped = [
+        jax.ShapeDtypeStruct(export.symbolic_shape(spec, scope=scope), x.dtype)
+        for spec, x in zip(specs, batches[0], strict=True)
+    ]
+    exported = export.export(jax.jit(f))(*shaped)
+    return [exported.call(*batch) for batch in batches]
+
+
+def _any_lengths(f, batches):
+    scope = export.SymbolicScope(["t >= 8"])
+    shaped = [
+        jax.ShapeDtypeStruct(export.symbolic_shape("b, t"[: 3 * x.ndim - 2], scope=scope), x.dtype)
+        for x in batches[0]
+    ]
+    exported = export.export(jax.jit(f))(*shaped)
+    return [exported.call(*batch) for batch in batches]
+
+
+ROW_MODES = {
+    "rows alone": _rows_alone,
+    "split": _split,
+    "any rows": _any_rows,
+    "any lengths": _any_lengths,
+}
