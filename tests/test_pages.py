@@ -487,3 +487,50 @@ def test_a_pair_of_tokens_has_one_row_of_the_big_table_everywhere():
     again = page.pairs_of(jnp.asarray(ids[:, 7:], jnp.int32))
     np.testing.assert_array_equal(again[:, 1:], rows[:, 8:])
     assert len(np.unique(rows[:, 1:])) > 0.98 * rows[:, 1:].size
+
+
+# --- mask patterns
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_patterns_of_masks_are_what_they_say_in_other_batches(seed):
+    names = "longformer", "dilated", "strided", "neighbouring_chunks", "block_causal", "prefix"
+    names += "strictly_before", "other_groups", "images", "noisy_and_clean"
+    page = functions_of(FOLDER / "mask_patterns.md", *names)
+    rng = np.random.default_rng(seed)
+    tokens = te.TokenPositions.from_segment_ids(segment_ids_of(rng, 3, 24))
+    positions, segments = np.asarray(tokens.positions), np.asarray(tokens.segment_ids)
+    q, k = positions[:, :, None], positions[:, None]
+    same = (segments[:, :, None] == segments[:, None]) & (segments[:, None] > 0)
+    flags, groups = rng.random(positions.shape) < 0.2, rng.integers(0, 3, positions.shape)
+    one, other = (np.expand_dims(groups, axis) for axis in (2, 1))
+    flag_of_query, flag_of_key = (np.expand_dims(flags, axis) for axis in (2, 1))
+    step, size, reach = rng.integers(1, 6, 3).tolist()
+    in_image = (one == other) & (other > 0)
+    wanted = {
+        "longformer": ((flags, reach), (abs(q - k) <= reach) | flag_of_query | flag_of_key),
+        "dilated": ((step, reach), (k <= q) & (q - k <= step * reach) & ((q - k) % step == 0)),
+        "strided": ((step,), (k <= q) & ((q - k < step) | ((q - k) % step == 0))),
+        "neighbouring_chunks": ((size,), (k <= q) & (q // size - k // size <= 1)),
+        "block_causal": ((size,), k // size <= q // size),
+        "prefix": ((flags,), (k <= q) | (flag_of_query & flag_of_key)),
+        "images": ((np.where(groups > 0, groups, -1),), (k <= q) | in_image),
+        "strictly_before": ((), k < q),
+        "other_groups": ((groups,), one != other),
+        "noisy_and_clean": (
+            (size, flags),
+            np.where(
+                flag_of_query,
+                np.where(flag_of_key, q // size == k // size, k // size < q // size),
+                ~flag_of_key & (k // size <= q // size),
+            ),
+        ),
+    }
+    for name, (arguments, pairs) in wanted.items():
+        mask = getattr(page, name)(tokens, *arguments)
+        np.testing.assert_array_equal(mask.dense()[:, 0], same & pairs, err_msg=name)
+        kinds = mask.tile_kinds((8, 8))
+        tiles = (same & pairs).reshape(3, 3, 8, 3, 8)
+        assert not np.any((kinds == 0) & tiles.any((2, 4)) | (kinds == 2) & ~tiles.all((2, 4))), (
+            name
+        )
