@@ -431,7 +431,7 @@ class Losses(NamedTuple):
 
 def whole_losses(
     x, table, labels, *, pad_id=None, mask=None, shift=False, segment_ids=None,
-    label_smoothing=0.0, z_loss=0.0, temperature=1.0, **of_logits,
+    label_smoothing=0.0, z_loss=0.0, temperature=1.0, of_candidates=False, **of_logits,
 ):  # fmt: skip
     settings = (label_smoothing, z_loss, temperature)
     smoothing, z_loss, temperature = (
@@ -439,6 +439,9 @@ def whole_losses(
     )
     x = floats(x) if not shift else np.roll(floats(x), shift, -2)
     counted = counted_labels(labels.shape, mask, shift, segment_ids) & np.not_equal(labels, pad_id)
+    if shift and not of_candidates and pad_id is not None and 0 <= pad_id < len(table):
+        # Padding on the left predicts nothing.
+        counted = counted & (np.roll(labels, shift, -1) != pad_id)
     x, labels = np.where(counted[..., None], x, 0), np.where(counted, labels, 0)
     logits, rise = whole_logits(x, table, **of_logits)
     logits, rise = logits / temperature, rise / temperature
@@ -447,7 +450,9 @@ def whole_losses(
     log_z = np.logaddexp.reduce(np.where(predicted, logits, -np.inf), -1, keepdims=True)
     log_p = np.where(predicted, logits - log_z, 0)
     p = np.where(predicted, np.exp(log_p), 0)
-    wanted = (1 - smoothing) * is_label + smoothing * predicted / predicted.sum()
+    possible = predicted & ~np.isneginf(logits)
+    share = possible / possible.sum(-1, keepdims=True)
+    wanted = (1 - smoothing) * is_label + smoothing * share
     wanted = np.where(is_label.any(-1, keepdims=True), wanted, np.nan)
     losses = -(wanted * np.where(wanted == 0, 0, log_p)).sum(-1) + (z_loss * log_z**2)[..., 0]
     slopes = (p * (1 + 2 * z_loss * log_z) - wanted) * rise
@@ -519,7 +524,7 @@ def of_candidates(x, table, labels, *, mask=None, **options):
     """Log-probabilities [..., k], -inf at those that are not counted; and sizes."""
     masks = np.broadcast_to(True if mask is None else mask, labels.shape)
     found = [
-        whole_losses(x, table, labels[..., n], mask=masks[..., n], **options)
+        whole_losses(x, table, labels[..., n], mask=masks[..., n], of_candidates=True, **options)
         for n in range(labels.shape[-1])
     ]
     wanted = [np.where(each.counted, -each.losses, -np.inf) for each in found]

@@ -439,7 +439,9 @@ def test_a_chunk_is_a_twelfth_of_the_tokens_within_bounds_and_has_as_many_as_x_h
     for tokens, width, size in (
         (1, 1, 1), (3000, 1, 250), (4096, 1, 342), (10**6, 1, 512), (4096, 1000, 820), (9, 40, 9), (4096, 4096, 2048)
     ):  # fmt: skip
-        chunks = engine.cut_into_chunks(None, np.broadcast_to(np.float32(0), (tokens, width)))
+        xs = [np.broadcast_to(np.float32(0), (tokens, width))]
+        none = engine.OfTokens(None, engine.Settings(), np.zeros((tokens, 1)))
+        (chunks,), _ = engine.cut_into_chunks(None, xs, none)
         assert chunks.shape == (-(-tokens // size), size, width)
 
 

@@ -57,6 +57,9 @@ class Settings(NamedTuple):
     z_loss: Any = None
 
 
+DEFAULTS = Settings(temperature=1.0, label_smoothing=0.0, z_loss=0.0)
+
+
 class OfTokens(NamedTuple):
     """What belongs to tokens [...]; the numbers of labels are [..., c]."""
 
@@ -66,8 +69,15 @@ class OfTokens(NamedTuple):
     weights: Float[Array, "*t c"]
 
 
+# Of a place without a token. No weight makes up for a temperature of 0: it is a factor of infinity,
+# and 0 times infinity is NaN in the gradient of the whole table.
+NO_TOKEN = OfTokens._make((-1, DEFAULTS, 0.0))
+
+
 class Value(NamedTuple):
     """Values [t, c] of a chunk of t tokens, and their gradients.
+
+    Gradients are finite where a value is infinite, so that a weight of 0 leaves nothing of them.
 
     Args:
         values: [t, c].
@@ -164,25 +174,28 @@ def nan_outside(split: OutputSplit, of_tokens: OfTokens) -> Float[Array, "..."]:
 # --- chunks
 
 
-def cut_into_chunks(chunk_size: int | None, values: Any) -> Any:
-    """[count, size, c] of each of the values [..., c] of all tokens, those of x first.
+def cut_into_chunks(chunk_size: int | None, xs: list[Array], of_tokens: Any) -> Any:
+    """[count, size, c] of each of the values [..., c] of all tokens.
 
     Each chunk takes every count-th token, so each device has a part of each chunk if the batch is
-    split. The last chunks are padded with zeros.
+    split. Places without a token fill the last chunks.
     """
-    *tokens, width = jax.tree.leaves(values)[0].shape
+    *tokens, width = xs[0].shape
     total = math.prod(tokens)
     usual = min(max(SMALLEST_CHUNK, -(-total // CHUNKS)), USUAL_CHUNK)
     size = chunk_size or max(min(width, LARGEST_CHUNK), usual)
     count = -(-total // size)
     size = -(-total // max(count, 1))
 
-    def cut(array):
-        width = array.shape[-1]
-        tokens = jnp.pad(array.reshape(total, width), ((0, count * size - total), (0, 0)))
+    def cut(array, fill=0):
+        if array is None:
+            return None
+        width, added = array.shape[-1], ((0, count * size - total), (0, 0))
+        tokens = jnp.pad(array.reshape(total, width), added, constant_values=fill)
         return tokens.reshape(size, count, width).swapaxes(0, 1)
 
-    return jax.tree.map(cut, values)
+    of_tokens = jax.tree.map(cut, of_tokens, NO_TOKEN, is_leaf=lambda leaf: leaf is None)
+    return [cut(x) for x in xs], of_tokens
 
 
 def _scan_chunks(
@@ -216,7 +229,7 @@ def _scan_chunks(
         tokens = array.swapaxes(0, 1).reshape(size * count, width)
         return tokens[: math.prod(shape)].reshape(*shape, width)
 
-    chunks = cut_into_chunks(loss.chunk_size, (xs, of_tokens))
+    chunks = cut_into_chunks(loss.chunk_size, xs, of_tokens)
     carry, values = jax.lax.scan(of_chunk, start(layers), chunks)
     return carry, jax.tree.map(join, values)
 
@@ -236,7 +249,8 @@ def _values(
     logits = tuple(chunk_logits(*each, settings.temperature) for each in of_layers)
     values = loss.of_chunk(splits[0], logits, labels, settings)
     if settings.temperature is not None:
-        shifted = [each.shifted for each in logits]
+        # The derivative in the temperature is 0 at a ban, not 0 times infinity.
+        shifted = [jnp.where(jnp.isneginf(z), 0, z) for z in (each.shifted for each in logits)]
 
         def with_gradient(value):
             along = _along(splits[0], value, shifted) / -settings.temperature

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int32
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.compiled import change_column
-from transformer_embed._src.tokens.chunks import Loss, Settings, Value, weighted
+from transformer_embed._src.tokens.chunks import Loss, Settings, Value
 from transformer_embed._src.tokens.lookup import Table
 from transformer_embed._src.tokens.losses import compute
 from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
@@ -27,7 +27,8 @@ class LossMetrics(NamedTuple):
         accuracy: of labels that are the most probable id (of equal ones, the lowest id).
         z_loss: the part `z_loss * log_z**2` of the loss.
         log_z: the logarithm of the sum of the exponentials of the logits.
-        weight: the sum of the weights of counted labels; with `reduction="none"`, each of them.
+        weight: the sum of the weights of counted labels; with `reduction="none"`, each of them. 0
+            says that no label was counted, where the loss is 0 too.
 
     Example:
         >>> import jax.numpy as jnp
@@ -62,8 +63,8 @@ def linear_cross_entropy(
 ) -> Float[Array, "..."] | tuple[Float[Array, "..."], LossMetrics]:
     """The cross-entropy of `linear_logits` with the labels, computed one chunk of tokens at a time.
 
-    For a token with logits z and label y, over a vocabulary of V ids without padding, with `log_z =
-    log(sum(exp(z)))` and smoothing s,
+    For a token with logits z and label y, over the V ids that may be predicted (not padding, not
+    banned by a bias of -inf), with `log_z = log(sum(exp(z)))` and smoothing s,
     `loss = log_z - (1 - s) * z[y] - s * sum(z) / V + z_loss * log_z**2`.
 
     For its time and memory, see "What the loss costs", a section of the reference page.
@@ -72,7 +73,9 @@ def linear_cross_entropy(
         x: [..., d], a floating dtype.
         output: an `OutputLayer`, or the table of one without other settings, [vocab_size, d].
             Labels that are its `pad_id` are not counted; to leave out labels and keep their row of
-            the table, use mask.
+            the table, use mask. With shift, a token whose own label is `pad_id` predicts nothing
+            (padding on the left), unless `pad_id` is outside the vocabulary and only marks labels,
+            such as -100.
         labels: [...], any integer dtype: the id that each token should predict; with shift, the ids
             themselves.
         mask: bool, any shape that broadcasts to the labels'. True = the label is counted;
@@ -88,10 +91,10 @@ def linear_cross_entropy(
             sequences, with shift: those of `TokenPositions` (0 = padding; a negative number is
             not). A token predicts nothing if `labels[..., t + k]` has another segment id, such as
             the last k tokens of a sequence. None: one sequence a row.
-        label_smoothing: in [0, 1): the part of each label that is spread evenly over the
-            vocabulary, banned ids (a bias of -inf) included, whose loss is infinite. A number, or a
-            floating array that broadcasts to the labels; it may be traced, as that of a schedule,
-            and has a gradient. NaN where an array is out of range.
+        label_smoothing: in [0, 1): the part of each label that is spread evenly over the ids that
+            may be predicted. A number, or a floating array that broadcasts to the labels; it may be
+            traced, as that of a schedule, and has a gradient. NaN where an array is out of range,
+            at a label with a weight.
         z_loss: at least 0, which keeps log_z near 0 (PaLM: 1e-4). Like label_smoothing.
         reduction: `"mean"` divides the sum over the counted labels by the sum of their weights;
             `"sum"` does not; `"none"` returns each label's loss times its weight.
@@ -101,7 +104,8 @@ def linear_cross_entropy(
 
     Returns:
         A scalar in float32 (float64 if x or the table is); with `reduction="none"`, an array [...].
-        The loss and its gradients are 0 if no label is counted, and NaN if a counted label is
+        The loss and its gradients are 0 if no label is counted, as if all were right: a mask of the
+        wrong polarity is seen in `LossMetrics.weight` alone. They are NaN if a counted label is
         outside the vocabulary. At tokens that are not counted, x has no effect, even if it is NaN.
         A weight of 0 leaves exactly 0 of a loss, even of an infinite one or NaN. If x and the table
         are in bfloat16, gradients of logits are rounded to it before they are multiplied.
@@ -178,8 +182,10 @@ class CrossEntropy(Loss):
         label_share = 1.0
         if smoothing is not None:
             label_share -= smoothing
-            losses = log_total - label_share * of_label - weighted(of_all, smoothing)
-            of_settings = of_settings._replace(label_smoothing=of_label - of_all)
+            losses = log_total - label_share * of_label - smoothing * of_all
+            of_settings = of_settings._replace(
+                label_smoothing=jnp.where(jnp.isneginf(of_label), 0, of_label - of_all)
+            )
         if z_loss is not None:
             # The derivative of `log_z + z_loss * log_z**2`, never 0: gradients are divided by it.
             rise = 1 + 2 * z_loss * log_z
@@ -210,7 +216,8 @@ def _predicted(split: OutputSplit, found: ChunkLogits) -> Int32[Array, "t 1"]:
 
 
 def _share(split: OutputSplit, found: ChunkLogits) -> Float[Array, "1 r"]:
-    """Of each row, in the mean of all that are predicted."""
-    is_inside = jnp.broadcast_to(found.is_inside, found.ids.shape)
-    count = jax.lax.psum(is_inside.sum(), split.vocabulary).astype(found.logits.dtype)
-    return jnp.where(is_inside, 1 / jnp.maximum(count, 1), 0)
+    """Of each row, in the mean of all that may be predicted."""
+    is_possible = found.is_inside & jnp.logical_not(found.is_banned)
+    is_possible = jnp.broadcast_to(is_possible, found.ids.shape)
+    count = jax.lax.psum(is_possible.sum(), split.vocabulary).astype(found.logits.dtype)
+    return jnp.where(is_possible, 1 / jnp.maximum(count, 1), 0)

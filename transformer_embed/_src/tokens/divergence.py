@@ -69,7 +69,8 @@ def linear_divergence(
 
     Returns:
         A scalar, or with `reduction="none"` an array [...], as `linear_cross_entropy` does.
-        Infinite where the other layer bans an id that may be predicted.
+        Infinite where the other layer bans an id that may be predicted; the gradients there are
+        finite.
 
     Raises:
         TypeError: as for `linear_cross_entropy`.
@@ -179,5 +180,6 @@ def _kullback_leibler(
     # `a * (exp(w) - 1 - w)`, at least 0.
     terms = jnp.where(is_small, a * (jnp.expm1(small) - small), b - a * (1 + large))
     values = split.total(jnp.where(a == 0, b, terms))
-    # 0 where a is, whatever w.
-    return values, a * (jnp.where(a == 0, 0, -w) - values), b - a
+    # 0 where a is, whatever w; and where the sum is infinite.
+    of_a = a * (jnp.where(a == 0, 0, -w) - values)
+    return values, jnp.where(jnp.isposinf(values), 0, of_a), b - a

@@ -25,12 +25,15 @@ from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 from transformer_embed._src.tokens.losses import compute
 from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
 from transformer_embed._src.tokens.row_logits import (
-    FLOOR,
     biased_and_capped,
     chunk_logits,
     columns_of,
     sums_of_rows,
+    times,
 )
+
+# Where shifted logits are below, their exponentials are 0, in float64 too.
+FLOOR = -1e4
 
 
 def linear_log_probs(
@@ -62,8 +65,8 @@ def linear_log_probs(
         shift, segment_ids, chunk_size: as in `linear_cross_entropy`.
         temperature: above 0, that of sampling: the logits are divided by it. A number, or a
             floating array that broadcasts to the labels, such as [batch, 1]; it may be traced, and
-            has a gradient. NaN where an array is not above 0. With shift, that of `labels[..., t]`
-            is at t.
+            has a gradient. NaN where an array is not above 0, at labels that are counted. With
+            shift, that of `labels[..., t]` is at t.
         mask: as in `linear_cross_entropy`. Labels that a prompt gives are usually not counted. Of
             candidates, any shape that broadcasts to theirs: a mask of tokens is `mask[..., None]`.
         with_entropy: True returns entropies too.
@@ -185,8 +188,9 @@ def linear_kept_log_probs(
     Args:
         x: [..., d], a floating dtype.
         output: as in `linear_cross_entropy`.
-        kept: [..., k], any integer dtype: the kept ids of each token. Fill short sets with the
-            `pad_id` of the output layer, or with any ids that mask leaves out. With shift,
+        kept: [..., k], any integer dtype: the kept ids of each token, all different: an id that
+            stands twice counts twice. Fill short sets with the `pad_id` of the output layer, or
+            with any ids that mask leaves out. With shift,
             `kept[..., t, :]` belongs to the token that predicts `ids[..., t]`.
         temperature, mask, shift, segment_ids: as for the candidates of `linear_log_probs`.
         chunk_size: the largest number of tokens in a chunk, which reads `chunk_size * k` rows.
@@ -240,7 +244,7 @@ class KeptLogProbs(LogProbs):
         if of_tokens.settings.temperature is not None:
             factor /= of_tokens.settings.temperature
         # Each row is on one of the devices.
-        logits = jnp.where(columns < len(rows), factor * logits, 0)
+        logits = jnp.where(columns < len(rows), times(factor, logits), 0)
         logits = jax.lax.psum(logits, split.vocabulary) + 0 * nan_outside(split, of_tokens)
         is_kept = of_tokens.weights != 0
         # Where none is counted, the sum is that of all: its gradient is finite.

@@ -22,6 +22,7 @@ from transformer_embed._src.sequences.runs import (
 )
 from transformer_embed._src.sequences.token_positions import as_comparable
 from transformer_embed._src.tokens.chunks import (
+    DEFAULTS,
     Layers,
     Loss,
     OfTokens,
@@ -39,13 +40,13 @@ Pair = tuple[Array, OutputLayer]
 Batch = dict[str, Array]
 
 
-def _as_setting(default: float, check: Callable, name: str, value: Any) -> Array | None:
+def _as_setting(check: Callable, name: str, value: Any) -> Array | None:
     """A number of each token as an array that may be traced; None if it is the default."""
     if not isinstance(value, numbers.Real | np.floating):
         return arguments.as_floats(name, value)
     number = check(name, value)
     # By name, for users may forbid jax to move numbers to a device by itself.
-    return None if number == default else jax.device_put(number)
+    return None if number == getattr(DEFAULTS, name) else jax.device_put(number)
 
 
 CONVERTERS: dict[str, Callable] = {
@@ -53,9 +54,9 @@ CONVERTERS: dict[str, Callable] = {
     "mask": functools.partial(arguments.as_mask, is_true="counted"),
     "weights": arguments.as_floats,
     "segment_ids": as_comparable,
-    "temperature": functools.partial(_as_setting, 1, arguments.positive),
-    "label_smoothing": functools.partial(_as_setting, 0, arguments.rate),
-    "z_loss": functools.partial(_as_setting, 0, arguments.not_negative),
+    "temperature": functools.partial(_as_setting, arguments.positive),
+    "label_smoothing": functools.partial(_as_setting, arguments.rate),
+    "z_loss": functools.partial(_as_setting, arguments.not_negative),
 }
 
 # An array may be known only when the program runs: what is out of range becomes NaN.
@@ -141,29 +142,42 @@ def _of_tokens(
     zeros = jnp.zeros_like(counted, dtype)
     # In an order that all processes have.
     for name in filter(batch.__contains__, (*Settings._fields, "weights")):
-        batch[name] = _widened(name, batch[name], zeros)
+        batch[name] = batch[name].astype(dtype) + zeros
     if "mask" in batch:
         # With the whole length, which is shifted below.
         batch["mask"] &= counted
     if loss.shift:
         segment_ids = batch.pop("segment_ids", jnp.ones_like(counted, jnp.int32))
         counted &= _along_length(has_next_token, loss.shift)(segment_ids)
+        if "labels" in batch and not loss.of_candidates:
+            counted &= ~_is_padding(batch["labels"], layers[0][1])
         batch = jax.tree.map(_along_length(of_next_token, loss.shift), batch)
     labels, pad_id = batch.get("labels"), layers[0][1].pad_id
     if labels is not None and pad_id is not None:
         counted &= labels != pad_id
     counted &= batch.get("mask", True)
-    weights = batch.get("weights", jnp.ones((), dtype))
+    weights = jnp.where(counted, batch.get("weights", jnp.ones((), dtype)), 0)
     # No row has an id of -1: the loss is finite, and no gradient is that of an infinite logit.
     labels = None if labels is None else jnp.where(counted, labels, -1)
-    settings = Settings(*map(batch.get, Settings._fields))
-    return OfTokens(labels, settings, jnp.where(counted, weights, 0)), counted
+    settings = Settings(*(_valid(name, batch.get(name), counted, weights) for name in IN_RANGE))
+    return OfTokens(labels, settings, weights), counted
 
 
-def _widened(name: str, array: Array, zeros: Array) -> Array:
-    """Numbers of tokens in the shape and dtype of the zeros; NaN where they are out of range."""
-    wide = array.astype(zeros.dtype) + zeros
-    return jnp.where(IN_RANGE[name](wide), wide, jnp.nan) if name in IN_RANGE else wide
+def _is_padding(labels: Array, output: OutputLayer) -> Array:
+    """Which tokens are padding, as their own labels say; an id outside only marks labels."""
+    return (labels == output.pad_id) & (labels.astype(jnp.uint32) < output.table.shape[0])
+
+
+def _valid(name: str, setting: Array | None, counted: Array, weights: Array) -> Array | None:
+    """Numbers of tokens, NaN where one that is out of range has a weight.
+
+    The default where nothing is counted, or an invalid one has no weight.
+    """
+    if setting is None:
+        return None
+    counted, is_used = (each.any(-1, keepdims=True) for each in (counted, weights != 0))
+    otherwise = jnp.where(is_used, jnp.nan, getattr(DEFAULTS, name)).astype(setting.dtype)
+    return jnp.where(counted & IN_RANGE[name](setting), setting, otherwise)
 
 
 def _along_length(function: Callable, steps: int) -> Callable:

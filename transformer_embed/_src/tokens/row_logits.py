@@ -12,9 +12,6 @@ from transformer_embed._src.compiled import change_column
 from transformer_embed._src.partitioning import devices_along, index_along
 from transformer_embed._src.tokens.output_split import Layer, OutputSplit
 
-# Where shifted logits are below, their exponentials are 0, in float64 too.
-FLOOR = -1e4
-
 
 def row_logits(split: OutputSplit, layer: Layer) -> tuple[Array, float, Array, Array | bool]:
     """The logits of gathered x for whole rows, without a factor, and what belongs to them.
@@ -69,10 +66,11 @@ class ChunkLogits(NamedTuple):
         factor: what the logits are to be multiplied by: a number, or [t, 1].
         logits: without the factor, and low at rows that are not predicted.
         top: [t, 1], the largest of each token, on all devices.
-        shifted: factor * (logits - top); with a temperature, finite at bans.
+        shifted: factor * (logits - top), -inf at bans.
         slope: the derivative of the logits in the products of x and the rows, [t, r] or a number.
         slope_factor: to be multiplied by it: a number, or [t, 1].
         ids, is_inside: as `row_logits` returns them.
+        is_banned: like is_inside, where the bias is -inf.
     """
 
     factor: float | Array
@@ -83,6 +81,7 @@ class ChunkLogits(NamedTuple):
     slope_factor: float | Array
     ids: Array
     is_inside: Array | bool
+    is_banned: Array | bool
 
 
 def chunk_logits(split: OutputSplit, layer: Layer, temperature: Any) -> ChunkLogits:
@@ -106,18 +105,23 @@ def chunk_logits(split: OutputSplit, layer: Layer, temperature: Any) -> ChunkLog
     top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
     # Inside a user's shard_map, jax refuses a maximum over no axes.
     top = jax.lax.pmax(top, split.vocabulary) if split.vocabulary else top
-    # Differences of logits: their rounding does not grow with the logits. The factor comes last:
-    # XLA may round `factor * logits - top` only once, which is not 0 where top is rounded.
-    difference = logits - top
-    if temperature is not None:
-        # The derivative in the temperature is 0 at a ban, not 0 times infinity.
-        difference = jnp.maximum(difference, jax.lax.stop_gradient(FLOOR / factor))
+    is_banned = False if layer.bias is None else layer.bias[None] == -jnp.inf
     slope = 1.0
     if split.softcap is not None:
         # The derivative of tanh, 0 at a ban.
         slope = 1 - jnp.square(jnp.maximum(unscaled, -1))
-    shifted = factor * difference
-    return ChunkLogits(factor, logits, top, shifted, slope, slope_factor, ids, is_inside)
+    # Differences of logits: their rounding does not grow with the logits. The factor comes last:
+    # XLA may round `factor * logits - top` only once, which is not 0 where top is rounded.
+    shifted = times(factor, logits - top)
+    return ChunkLogits(factor, logits, top, shifted, slope, slope_factor, ids, is_inside, is_banned)
+
+
+def times(factor: float | Array, logits: Float[Array, "t n"]) -> Float[Array, "t n"]:
+    """Logits times a factor above 0, whose derivative in it is 0 at a ban, not infinite."""
+    if not isinstance(factor, jax.Array):
+        return factor * logits
+    is_banned = jnp.isneginf(logits)
+    return jnp.where(is_banned, -jnp.inf, factor * jnp.where(is_banned, 0, logits))
 
 
 def of_column(
@@ -148,10 +152,13 @@ def sums_of_rows(
     of_all, of_shifted = None, functools.partial(of_column, columns, found.shifted)
 
     def of_logits():
-        return found.factor * of_column(columns, found.logits, found.top)
+        return times(found.factor, of_column(columns, found.logits, found.top))
 
     if share is not None:
-        of_all = (found.shifted * share).sum(-1, keepdims=True)
+        finite = found.shifted
+        if found.is_banned is not False:
+            finite = jnp.where(found.is_banned, 0, finite)
+        of_all = (finite * share).sum(-1, keepdims=True)
         # Shifted logits exist anyway: reading the label's from elsewhere would keep both.
         of_label = of_shifted()
     elif isinstance(found.factor, jax.Array):

@@ -1,0 +1,327 @@
+"""Losses of output layers: the arrays of a draw, and an oracle that loops over tokens in float64.
+
+The oracle takes complex numbers, so the derivative along a direction is the imaginary part of its
+value at `array + 1e-30j * direction`: exact, with nothing to cancel.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from draws import call as call_in_mode
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from meshes import mesh_of
+
+STEP = 1e-30
+DIVERGENCES = ("forward", "reverse", "js")
+# A setting of a token, and values of it that are out of range: they may stand where nothing counts.
+RANGES = {
+    "temperature": ((0.4, 2.5), (0.0, -1.0)),
+    "label_smoothing": ((0.0, 0.6), (1.0, -0.5)),
+    "z_loss": ((0.0, 0.2), (-0.3, np.nan)),
+}
+
+
+# --- arrays
+
+
+def batches(number, count=3, **chosen):
+    """Of each batch, arrays that have a gradient, and others."""
+    return [_arrays(np.random.default_rng([number, n]), **chosen) for n in range(count)]
+
+
+def _arrays(
+    rng, *, tokens, vocab, dtypes, teacher=False, size=1.0, bias=None, settings=(), weights=None,
+    hostile=False, pad_id=None, shift=0, **of_others,
+):  # fmt: skip
+    draw = lambda *shape: rng.normal(size=shape)
+    given = {}
+    for prefix, width in {"": 4, "teacher_": 2}.items() if teacher else [("", 4)]:
+        given[f"{prefix}x"] = size * draw(*tokens, width)
+        given[f"{prefix}table"] = draw(vocab, width)
+        if bias is not None:
+            given[f"{prefix}bias"] = draw(vocab)
+        if bias == "bans" or (bias == "bans of one" and not prefix):
+            given[f"{prefix}bias"][[1, 3]] = -np.inf
+    if weights is not None:
+        given["weights"] = rng.random(_form(tokens, weights)) + 0.1
+        given["weights"][rng.random(given["weights"].shape) < 0.3] = 0
+    for name, form in settings:
+        (low, high), _ = RANGES[name]
+        given[name] = rng.uniform(low, high, _form(tokens, form))
+    others = _others(rng, tokens, vocab, pad_id, **of_others)
+    if hostile:
+        _spoil(rng, given, others, tokens, shift, pad_id)
+    of_x, of_table = dtypes
+    for name, array in given.items():
+        dtype = of_x if name.endswith("x") else of_table
+        is_setting = name in RANGES or name == "weights"
+        given[name] = array.astype("float32" if is_setting and dtype != "float64" else dtype)
+    return given, others
+
+
+def _others(rng, tokens, vocab, pad_id, *, candidates=0, labels=True, mask=None, segments=None):
+    others = {}
+    if labels:
+        shape = (*tokens, candidates) if candidates else tokens
+        others["labels"] = rng.integers(0, vocab, shape).astype(np.int32)
+        if pad_id is not None:
+            others["labels"][rng.random(shape) < 0.2] = pad_id
+        if candidates:
+            # Where all that are kept are banned, nothing is left to compare.
+            others["labels"][..., 0] = 4
+    if segments is not None:
+        others["segment_ids"] = np.sort(rng.integers(0, 4, _form(tokens, segments)), -1)
+        others["segment_ids"] = others["segment_ids"].astype(np.int32)
+    if mask is not None:
+        of_mask = _form(tokens, mask) if not candidates else (*_form(tokens, mask), 1)
+        others["mask"] = rng.random(of_mask) < (0 if mask == "none counted" else 0.6)
+    return others
+
+
+def _form(tokens, form):
+    """The shape of an array that broadcasts to the tokens'."""
+    if form == "number":
+        return ()
+    if form == "row":
+        return tokens[-1:]
+    return (*tokens[:-1], 1) if form == "column" else tokens
+
+
+def _spoil(rng, given, others, tokens, shift, pad_id):
+    """Anything where no label is counted: NaN, ids outside, settings out of range."""
+    labels = others.get("labels")
+    used, is_counted = used_tokens(given, others, tokens, shift, pad_id)
+    for name in ("x", "teacher_x"):
+        if name in given:
+            given[name][~used] = np.nan
+    if labels is not None and labels.ndim == len(tokens):
+        labels[~is_counted & (labels != pad_id if pad_id is not None else True)] = 10**6
+    for name in RANGES.keys() & given.keys():
+        if given[name].shape == tokens:
+            _, outside = RANGES[name]
+            given[name][~is_counted] = rng.choice(outside, np.shape(given[name][~is_counted]))
+
+
+def used_tokens(given, others, tokens, shift, pad_id):
+    """Which tokens predict a label that has a weight, and which labels [tokens] these are."""
+    used, is_counted = np.zeros(tokens, bool), np.zeros(tokens, bool)
+    for at in np.ndindex(tokens):
+        of_label = Label(given, others, tokens, at, shift, pad_id)
+        is_counted[at] = np.any(of_label.counted) & (of_label.weight != 0)
+        if is_counted[at]:
+            used[of_label.at] = True
+    return used, is_counted
+
+
+# --- the oracle
+
+
+class Label:
+    """What belongs to the label at an index: the token that predicts it, and whether it counts."""
+
+    def __init__(self, given, others, tokens, at, shift, pad_id):
+        self.at = (*at[:-1], at[-1] - shift) if shift else at
+        whole = lambda name, default: np.broadcast_to(others.get(name, default), tokens)
+        self.setting = lambda name, default: np.broadcast_to(given.get(name, default), tokens)[at]
+        self.weight = np.broadcast_to(given.get("weights", 1.0), tokens)[at]
+        labels = others.get("labels")
+        self.label = None if labels is None else labels[at]
+        mask = others.get("mask", np.array(True))
+        counted = np.ones(np.shape(self.label), bool)
+        if mask.ndim > len(tokens) or (labels is not None and labels.ndim > len(tokens)):
+            counted = counted & np.broadcast_to(mask, labels.shape)[at]
+        else:
+            counted = counted & np.broadcast_to(mask, tokens)[at]
+        if shift:
+            segments = whole("segment_ids", 1)
+            is_inside = at[-1] >= shift and segments[self.at] == segments[at] != 0
+            counted = counted & is_inside
+            self.at = self.at if at[-1] >= shift else at
+        if pad_id is not None and labels is not None:
+            counted = counted & (self.label != pad_id)
+            is_plain = labels.ndim == len(tokens)
+            if shift and is_plain and pad_id >= 0 and pad_id < len(given["table"]):
+                # Padding on the left predicts nothing.
+                counted = counted & (labels[self.at] != pad_id)
+        self.counted = counted
+
+
+def _log_softmax(z, allowed):
+    """Complex; where an id is not allowed, anything."""
+    top = z.real[allowed].max()
+    log_z = np.log(np.exp(z[allowed] - top).sum()) + top
+    return np.where(allowed, z - log_z, 0), log_z
+
+
+def _logits(given, prefix, at, temperature, pad_id, softcap, scale):
+    x, table = given[f"{prefix}x"][at], given[f"{prefix}table"]
+    bias = given.get(f"{prefix}bias", np.zeros(len(table)))
+    is_banned = np.isneginf(bias.real)
+    z = scale * (table @ x + np.where(is_banned, 0, bias))
+    z = z if softcap is None else softcap * np.tanh(z / softcap)
+    return z / temperature, ~is_banned & (np.arange(len(table)) != pad_id), is_banned
+
+
+@np.errstate(invalid="ignore")
+def oracle(
+    function, given, others, *, tokens, shift=0, pad_id=None, softcap=None, scale=1.0, beta=None,
+    reduction="none", temperature=1.0, label_smoothing=0.0, z_loss=0.0, sizes=None,
+):  # fmt: skip
+    """The values of a function, as a tuple of complex arrays."""
+    found = {at: Label(given, others, tokens, at, shift, pad_id) for at in np.ndindex(tokens)}
+    values, weights = {}, {}
+    for at, of_label in found.items():
+        weights[at] = np.where(np.any(of_label.counted), of_label.weight, 0)
+        if not np.any(of_label.counted):
+            continue
+        t = of_label.setting("temperature", temperature)
+        z, allowed, is_banned = _logits(given, "", of_label.at, t, pad_id, softcap, scale)
+        log_p, log_z = _log_softmax(z, allowed)
+        if sizes is not None and of_label.weight != 0:
+            sizes.append(np.abs(z[allowed]).max())
+        p = np.where(allowed, np.exp(log_p), 0)
+        entropy = -(p * log_p).sum()
+        y, counted = of_label.label, of_label.counted
+        if function in DIVERGENCES:
+            other, teacher_allows, _ = _logits(given, "teacher_", of_label.at, t, pad_id, None, 1.0)
+            if sizes is not None and of_label.weight != 0:
+                sizes.append(np.abs(other[teacher_allows]).max())
+            log_q, _ = _log_softmax(other, teacher_allows)
+            values[at] = _divergence(function, beta, (log_p, allowed), (log_q, teacher_allows))
+        elif function == "cross_entropy":
+            s = of_label.setting("label_smoothing", label_smoothing)
+            of_z = of_label.setting("z_loss", z_loss) * log_z**2
+            is_right = np.where(allowed, z.real, -np.inf).argmax() == y
+            loss = np.nan
+            if 0 <= y < len(z):
+                loss = -(1 - s) * log_p[y] - s * log_p.sum() / allowed.sum() + of_z
+                loss = np.inf if is_banned[y] else loss
+            values[at] = np.array([loss, is_right, of_z, log_z])
+        elif function == "kept":
+            kept = np.where(counted, y, 0)
+            possible = counted & ~is_banned[kept]
+            of_kept = np.where(possible, z[kept], 0)
+            among, _ = _log_softmax(of_kept, possible)
+            values[at] = np.where(possible, among, -np.inf)
+        else:
+            safe = np.where(counted, y, 0)
+            log_probs = np.where(counted & ~is_banned[safe], log_p[safe], -np.inf)
+            values[at] = np.append(log_probs, entropy)
+    return _returned(function, values, weights, tokens, reduction, others)
+
+
+def _divergence(kind, beta, student, teacher):
+    (log_p, in_p), (log_q, in_q) = student, teacher
+
+    def kl(log_a, in_a, log_b, in_b):
+        if (in_a & ~in_b).any():
+            return np.inf + 0j
+        return np.where(in_a, np.exp(log_a) * (log_a - log_b), 0).sum()
+
+    if kind == "forward":
+        return kl(log_q, in_q, log_p, in_p)
+    if kind == "reverse":
+        return kl(log_p, in_p, log_q, in_q)
+    beta = 0.5 if beta is None else beta
+    either = in_p | in_q
+    log_p, log_q = (np.where(in_a, a, -1e300) for in_a, a in ((in_p, log_p), (in_q, log_q)))
+    top = np.where(either, np.maximum(log_p.real, log_q.real), 0)
+    log_m = top + np.log(
+        np.where(either, beta * np.exp(log_q - top) + (1 - beta) * np.exp(log_p - top), 1)
+    )
+    return beta * kl(log_q, in_q, log_m, either) + (1 - beta) * kl(log_p, in_p, log_m, either)
+
+
+def _returned(function, values, weights, tokens, reduction, others):
+    if function in ("cross_entropy", *DIVERGENCES):
+        width = 4 if function == "cross_entropy" else 1
+        of_tokens = np.zeros((*tokens, width), complex)
+        of_weights = np.zeros(tokens, complex)
+        for at, weight in weights.items():
+            of_weights[at] = weight
+            if at in values:
+                # A weight of 0 leaves nothing of an infinite loss.
+                of_tokens[at] = _times(np.atleast_1d(values[at]), weight)
+        arrays = [of_tokens[..., n] for n in range(width)]
+        if function == "cross_entropy":
+            arrays.append(of_weights)
+        if reduction == "none":
+            return tuple(arrays)
+        total = of_weights.sum()
+        divisor = total if reduction == "mean" and total != 0 else 1
+        sums = [array.sum() / divisor for array in arrays]
+        return (*sums[:4], total) if function == "cross_entropy" else (sums[0],)
+    labels = others["labels"]
+    is_plain = labels.ndim == len(tokens)
+    log_probs = np.full(labels.shape, 0 if is_plain else -np.inf, complex)
+    entropies = np.zeros(tokens, complex)
+    for at, value in values.items():
+        if function == "kept":
+            log_probs[at] = value
+        else:
+            log_probs[at] = value[0] if is_plain else value[:-1]
+            entropies[at] = value[-1]
+    return (log_probs,) if function == "kept" else (log_probs, entropies)
+
+
+def _times(value, weight):
+    product = np.where(np.isfinite(value), value, 0) * weight
+    return np.where(np.isfinite(value) | (weight == 0), product, np.inf)
+
+
+# --- how they are called
+
+
+def weighed(value, xp=np):
+    """A sum with a weight of its own for each number, without those that are not finite."""
+    size = int(np.prod(value.shape))
+    weights = np.cos(np.arange(size, dtype=np.float32) + 1).reshape(value.shape)
+    finite = xp.isfinite(value) if xp is jnp else np.isfinite(value.real)
+    return (xp.where(finite, value, 0) * weights.astype(value.dtype)).sum()
+
+
+def call(mode, loss, batches):
+    """Of each batch, the values of `loss(given, others)` and the gradients in what is given."""
+
+    def with_gradients(given, others):
+        def total(given):
+            values = jax.tree.leaves(loss(given, others))
+            return sum(weighed(value, jnp) for value in values), values
+
+        (_, values), gradients = jax.value_and_grad(total, has_aux=True)(given)
+        return values, gradients
+
+    if mode in SPLITS:
+        return _split(SPLITS[mode], with_gradients, batches)
+    return call_in_mode(mode, with_gradients, batches)
+
+
+# How explicit axes split x and the table; labels are split as x, or whole.
+SPLITS = {
+    "rows": ("data", "model"),
+    "columns": ("data", None, "model"),
+    "fully sharded": ("data", "data"),
+    "rows over both axes": (None, ("model", "data")),
+    "rows, automatic axes": ("data", "model"),
+}
+SPLITS = {name: (name, *axes) for name, axes in SPLITS.items()}
+
+
+def _split(split, f, batches):
+    """Plain arrays, whose type says how they are split."""
+    name, of_x, *of_table = split
+    kind = AxisType.Auto if "automatic" in name else AxisType.Explicit
+    mesh = mesh_of((2, 2), ("data", "model"), kind)
+    put = lambda array, *axes: jax.device_put(array, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    def placed(name, array):
+        if name.endswith("x"):
+            return put(array, of_x)
+        return put(array, *of_table) if name.endswith("table") else put(array)
+
+    with jax.set_mesh(mesh):
+        step = jax.jit(f)
+        return [
+            step(*({name: placed(name, each) for name, each in arrays.items()} for arrays in batch))
+            for batch in batches
+        ]

@@ -1,0 +1,189 @@
+"""Losses of output layers, drawn from the product of all of their options, beside a loop over tokens
+in float64: values, and gradients in every argument that has one."""
+
+import draws
+import jax
+import loss_draws
+import numpy as np
+import pytest
+
+FORMS = (None, "number", "traced", "column", "row", "tokens")
+FUNCTIONS = ("cross_entropy", "log_probs", "candidates", "kept", *loss_draws.DIVERGENCES)
+OF_LABELS = FUNCTIONS[:4]
+TEMPERED = FUNCTIONS[1:]
+REDUCED = ("cross_entropy", *loss_draws.DIVERGENCES)
+MODES = ("eager", "jit", "vmap", "scan", "remat", "strict", "x64", "explicit", "shard_map")
+
+
+def only(names, *options):
+    """The options of some functions; the others have the first one alone."""
+    return lambda chosen: options if chosen["function"] in names else options[:1]
+
+
+def with_shift(*options):
+    return lambda chosen: options if chosen["shift"] else options[:1]
+
+
+def dtypes(chosen):
+    narrow = [("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32")]
+    return [("float64",) * 2] if chosen["mode"] == "x64" else [("float32",) * 2] * 5 + narrow
+
+
+def shapes(chosen):
+    split = [(2, 3), (4, 2)]
+    return (
+        split if chosen["mode"] in loss_draws.SPLITS else [*split, (7,), (1, 9), (2, 1, 4), (3, 1)]
+    )
+
+
+SPACE = {
+    "function": FUNCTIONS,
+    "mode": (*MODES * 2, *loss_draws.SPLITS),
+    "dtypes": dtypes,
+    "tokens": shapes,
+    "vocab": lambda chosen: (8,) if chosen["mode"] in loss_draws.SPLITS else (5, 8, 13),
+    "candidates": lambda chosen: (1, 3) if chosen["function"] in ("candidates", "kept") else (0,),
+    "shift": (0, 0, 1, 1, 2, 9),
+    "segments": with_shift(None, None, "row", "tokens"),
+    "mask": (None, "tokens", "tokens", "row", "column", "none counted"),
+    "weights": only(REDUCED, None, None, "tokens", "column", "row"),
+    "temperature": only(TEMPERED, *FORMS),
+    "label_smoothing": only(("cross_entropy",), *FORMS),
+    "z_loss": only(("cross_entropy",), *FORMS),
+    "with_metrics": only(("cross_entropy",), False, True),
+    "with_entropy": only(("log_probs", "candidates"), False, True),
+    "reduction": only(REDUCED, "mean", "sum", "none"),
+    "beta": only(("js",), None, 0.1),
+    "bias": (None, "plain", "bans", "bans of one"),
+    "softcap": (None, None, 2.0),
+    "scale": (1.0, 1.0, 0.5, 3.0),
+    "size": (1.0, 1.0, 30.0, 1e4),
+    "pad_id": lambda chosen: (None, 0, 2, chosen["vocab"], -100),
+    "chunk_size": (None, 1, 2, 3, 5, 1000),
+    "hostile": (False, True, True),
+}
+NUMBERS = {"temperature": 0.7, "label_smoothing": 0.2, "z_loss": 0.1}
+
+
+def settings_of(chosen):
+    """Those that are arrays, with their forms, and the numbers of the others."""
+    forms = {name: getattr(chosen, name) for name in NUMBERS if getattr(chosen, name)}
+    numbers = {name: NUMBERS[name] for name, form in forms.items() if form == "number"}
+    arrays = {
+        name: "number" if form == "traced" else form
+        for name, form in forms.items()
+        if form != "number"
+    }
+    return arrays, numbers
+
+
+def program_of(number, chosen):
+    """At most ten lines that call the loss and return its values and gradients."""
+    is_divergence = chosen.function in loss_draws.DIVERGENCES
+    arrays, static = settings_of(chosen)
+    static |= {"shift": chosen.shift, "chunk_size": chosen.chunk_size}
+    if chosen.function in REDUCED:
+        static["reduction"] = chosen.reduction
+    if is_divergence:
+        static |= {"kind": chosen.function, "beta": chosen.beta}
+    for name in ("with_metrics", "with_entropy"):
+        if getattr(chosen, name):
+            static[name] = True
+    given = [*arrays, *(["weights"] if chosen.weights else [])]
+    others = ["mask"] * bool(chosen.mask) + ["segment_ids"] * bool(chosen.segments)
+    options = [f"{name}={value!r}" for name, value in static.items()]
+    options += [f"{name}=a['{name}']" for name in given]
+    options += [f"{name}=b['{name}']" for name in others]
+    kind = "divergence" if is_divergence else chosen.function
+    kind = {"candidates": "log_probs", "kept": "kept_log_probs"}.get(kind, kind)
+    bias = "a.get('bias')"
+    fields = f"softcap={chosen.softcap}, scale={chosen.scale}, pad_id={chosen.pad_id}"
+    lines = [
+        "import loss_draws",
+        "import transformer_embed as te",
+        f"batches = loss_draws.batches({number}, **{spec_of(chosen, arrays)})",
+        "def loss(a, b):",
+        f"    output = te.OutputLayer(a['table'], {bias}, {fields})",
+        f"    return te.linear_{kind}(a['x'], output, b['labels'], {', '.join(options)})",
+        f"found = loss_draws.call({chosen.mode!r}, loss, batches)",
+    ]
+    if is_divergence:
+        teacher = (
+            f"te.OutputLayer(a['teacher_table'], a.get('teacher_bias'), pad_id={chosen.pad_id})"
+        )
+        lines[5] = lines[5].replace("b['labels']", "a['teacher_x'], teacher")
+        lines.insert(5, f"    teacher = {teacher}")
+    return "\n".join(lines)
+
+
+def spec_of(chosen, arrays):
+    names = ("tokens", "vocab", "candidates", "dtypes", "size", "bias", "weights", "mask")
+    names += ("segments", "hostile", "pad_id", "shift")
+    spec = {name: getattr(chosen, name) for name in names if getattr(chosen, name) is not None}
+    is_divergence = chosen.function in loss_draws.DIVERGENCES
+    return spec | {
+        "teacher": is_divergence, "labels": not is_divergence, "settings": [*arrays.items()]
+    }  # fmt: skip
+
+
+ERRORS = {"float64": 1e-10, "float32": 3e-5, "bfloat16": 3e-2, "float16": 3e-2}
+
+
+def check(number, chosen, batch, values, gradients):
+    """Values, and the derivative along a direction of each array."""
+    given, others = jax.tree.map(np.asarray, batch)
+    wide = {name: array.astype(np.float64) for name, array in given.items()}
+    options = {name: getattr(chosen, name) for name in ("shift", "pad_id", "softcap", "scale")}
+    options |= {"tokens": chosen.tokens, "beta": chosen.beta, "reduction": chosen.reduction}
+    options |= settings_of(chosen)[1]
+
+    def of(arrays):
+        function = "log_probs" if chosen.function == "candidates" else chosen.function
+        wanted = loss_draws.oracle(function, arrays, others, **options)
+        return wanted[: len(values)]
+
+    options["sizes"] = sizes = []
+    wanted = of(wide)
+    options["sizes"] = None
+    # A rounded tanh near 1 has a derivative of its own, which x multiplies.
+    size = 1 + max(sizes, default=0) + (chosen.size if chosen.softcap else 0)
+    error = ERRORS["float64" if chosen.mode == "x64" else "float32"] * size
+    for value, want in zip(values, wanted, strict=True):
+        rtol = error * (1 + (size if chosen.z_loss else 0))
+        np.testing.assert_allclose(value, want.real, rtol=rtol, atol=rtol)
+    if chosen.function in REDUCED and not np.isfinite(wanted[0].real).all():
+        # Gradients are finite, and mean nothing; those of weights are losses.
+        assert all(np.isfinite(gradients[name]).all() for name in gradients.keys() - {"weights"})
+        return
+    rng = np.random.default_rng(number)
+    for name, gradient in gradients.items():
+        direction = rng.normal(size=gradient.shape)
+        if name == "weights":
+            # That of an infinite loss is infinite.
+            direction *= wide[name] != 0
+        direction = np.where(np.isneginf(wide[name]), 0, direction)
+        moved = wide | {name: wide[name] + loss_draws.STEP * 1j * direction}
+        differentiable = of(moved)[:1] if chosen.function == "cross_entropy" else of(moved)
+        want = sum(loss_draws.weighed(value) for value in differentiable).imag / loss_draws.STEP
+        products = np.where(direction == 0, 0, gradient.astype(np.float64)) * direction
+        terms = 1 + np.abs(products).sum()
+        error = max(ERRORS[each] for each in chosen.dtypes) * size * terms
+        message = f"gradient of {name}"
+        np.testing.assert_allclose(products.sum(), want, rtol=0, atol=error, err_msg=message)
+
+
+QUICK = 10
+NUMBERED = [
+    pytest.param(number, marks=pytest.mark.slow if number >= QUICK else ())
+    for number in draws.numbers(40)
+]
+
+
+@pytest.mark.parametrize("number", NUMBERED)
+def test_a_draw_of_a_loss_is_that_of_a_loop(number):
+    chosen = draws.choices(number, SPACE)
+    program = program_of(number, chosen)
+    with draws.repeated_by(number, program):
+        ran = draws.run(number, program)
+        for batch, (values, gradients) in zip(ran.batches, ran.found, strict=True):
+            check(number, chosen, batch, *jax.device_get((values, gradients)))
