@@ -16,3 +16,23 @@ def drawn(init, *arguments):
     return jax.tree.map(
         lambda leaf: jax.device_put(random.normal(0.5, 1, leaf.shape).astype(leaf.dtype)), shapes
     )
+
+
+def positions(kind, seed, *shape):
+    """Near, far, extreme, unsigned or fractional positions."""
+    random = np.random.default_rng(seed)
+    match kind:
+        case "near":
+            return random.integers(-50, 3000, shape).astype(np.int32)
+        case "far":
+            return random.integers(-(2**31), 2**31, shape).astype(np.int32)
+        case "ends":
+            ends = np.array([-(2**31), -(2**31) + 1, -1, 0, 1, 2**16, 2**24, 2**31 - 1], np.int32)
+            return random.choice(ends, shape)
+        case "unsigned":
+            return random.integers(0, 2**32, shape).astype(np.uint32)
+        case "fractional":
+            sizes = 2.0 ** random.integers(-6, 23, shape)
+            return (random.uniform(-1, 1, shape) * sizes).astype(np.float32)
+        case "no phase":
+            return random.choice(np.float32([np.nan, np.inf, 2.0**31, -(2.0**40), 0.5]), shape)
