@@ -7,16 +7,12 @@ import random
 import warnings
 
 import cases
-import jax
-import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from cases import few
-from compare import near
 from drawn import drawn
+from embeddings import by_name, check_apply
 from fuzzing import ARRAYS, VALUES, bounded, call, named_on_failure
-from references import exact_encoding, exact_positions
 
 import transformer_embed as te
 
@@ -69,7 +65,6 @@ CERTAIN = [
     ],
     ({}, {"positions": np.array([2**32 - 1, 2**31, 5], ">u4")}),
 ]
-SINUSOIDS = ["base", "layout", "shift", "odd", "frequency_scale"]
 APPLIED = {
     "rng": None,
     "ids": IDS,
@@ -101,92 +96,9 @@ def made(config):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             params = drawn(embedder.init)
-        short = {
-            f"{path.rsplit('/', 1)[-1]}/{name}": np.asarray(leaf).astype(np.float64)
-            for path, group in params.items()
-            for name, leaf in group.items()
-        }
+        short = by_name(params)
         MADE[config] = embedder, params, short
     return MADE[config]
-
-
-def rows(config, table, ids, pad_id=None):
-    return oracle.loop_lookup(table, ids, pad_id, config.out_of_range)
-
-
-def counted(config, ids):
-    """The positions of ids when none are given."""
-    scheme, pad_id = config.scheme, config.pad_id
-    pad_id = pad_id if scheme.pad_id is None else scheme.pad_id
-    if pad_id is None or isinstance(scheme, te.SinusoidalGrid):
-        return scheme.start + np.arange(ids.shape[-1])
-    at_padding = scheme.start if scheme.at_padding is None else scheme.at_padding
-    is_token = np.vectorize(int, otypes=[object])(ids) != pad_id
-    return np.where(is_token, scheme.start + np.cumsum(is_token, -1) - 1, at_padding)
-
-
-def encoding(config, short, positions):
-    scheme, width = config.scheme, int(config.table_width)
-    if isinstance(scheme, te.Learned):
-        return rows(config, short["learned_positional_encoding/embeddings"], positions)
-    if isinstance(scheme, te.SinusoidalGrid):
-        options = dataclasses.asdict(scheme)
-        grid = te.sinusoidal_grid(d_model=width, positions=positions, **options)
-        return np.asarray(grid, np.float64)
-    options = {name: getattr(scheme, name) for name in SINUSOIDS}
-    return exact_encoding(exact_positions(positions), width, **options)
-
-
-def embedded(config, short, ids, positions, token_types):
-    """[..., length, width of the tables] in float64, before dropout."""
-    width, ids = config.table_width, np.asarray(ids)
-    factor = width**0.5 if config.scale is None else config.scale
-    total = rows(config, short["token_embedding/embeddings"], ids, config.pad_id) * factor
-    if config.scheme is not None:
-        positions = counted(config, ids) if positions is None else np.asarray(positions)
-        total = total + encoding(config, short, positions)
-    if config.num_token_types is not None:
-        types = np.asarray(token_types)
-        total = total + rows(config, short["token_type_embedding/embeddings"], types)
-    if config.layer_norm_eps is not None:
-        centred, variance = total - total.mean(-1, keepdims=True), total.var(-1, keepdims=True)
-        # A square that leaves float32 is infinite.
-        variance = np.where(variance > np.finfo(np.float32).max, np.inf, variance)
-        total = centred / np.sqrt(variance + config.layer_norm_eps)
-        total = total * short["layer_norm/scale"] + short["layer_norm/offset"]
-    return total
-
-
-def close(got, expected, dtype, size=1):
-    """To a few roundings of the dtype, whose overflow is infinite, of sums of values of a size."""
-    dtype = jnp.dtype(jax.dtypes.canonicalize_dtype(dtype))
-    assert np.asarray(got).dtype == dtype
-    assert np.shape(got) == np.shape(expected)
-    eps = max(float(jnp.finfo(dtype).eps), 2**-22)
-    with np.errstate(over="ignore"):
-        rounded = np.asarray(expected).astype(dtype).astype(np.float64)
-    got = np.asarray(got).astype(np.float64)
-    near(got, rounded, rtol=8 * eps, atol=32 * eps * size)
-
-
-def check_apply(config, short, result, *, rng, ids, is_training, positions, token_types):
-    assert result.shape == (*np.shape(ids), config.d_model)
-    dtype = config.param_dtype if config.dtype is None else config.dtype
-    total, size = embedded(config, short, ids, positions, token_types), 1
-    if config.embedding_width is not None:
-        # Dropout and a rounding to 16 bits come before this product.
-        if is_training or {jnp.dtype(dtype), jnp.dtype(config.param_dtype)} != {
-            np.dtype("float32")
-        }:
-            return
-        size = max(1, np.nanmax(np.abs(total), initial=0))
-        total = total @ short["widen/w"] + short["widen/b"]
-    elif is_training and config.dropout_rate > 0:
-        got = np.asarray(result)
-        kept = np.isnan(got) | (got != 0)
-        result = np.where(kept, got, np.zeros_like(got))
-        total = np.where(kept, total / (1 - config.dropout_rate), 0)
-    close(result, total, dtype, size)
 
 
 def expect_right(config, *changes):
