@@ -148,6 +148,21 @@ def test_the_loss_of_grpo_is_that_of_whole_logits(side):
 
 
 @pytest.mark.slow
+def test_log_probabilities_of_a_policy_at_a_temperature_have_finite_gradients():
+    page = functions_of(RECIPES, "embedder", "policy")
+    ids, is_sampled = texts_of(np.random.default_rng(3), 4, 9, "right")
+    params = page.embedder.init(jax.random.key(3))
+
+    def ours(params):
+        return page.policy(params, ids, is_sampled, temperature=0.7).sum()
+
+    def plain(params):
+        return jnp.sum(plain_log_probs(page, params, ids, 0.7)[0], where=is_sampled)
+
+    near(*(jax.jit(jax.value_and_grad(loss))(params) for loss in (ours, plain)), rtol=1e-4)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [[3, 2], [0, 3, 2], [2, 0, 1]], ids=str)
 def test_answers_that_share_a_prompt_are_answers_alone(lengths):
     """An answer of length 0 must not shift the advantages of those after it."""
@@ -208,6 +223,7 @@ def decoding():
     """The page's functions, for texts of eight tokens, and prompts of several lengths."""
     names = "hidden_and_cache", "lm", "init", "VOCAB", "END", "generate", "beam_search", "serve"
     names += "decode_greedily", "decode_with_guesses", "decode_with_trees", "speculate"
+    names += "speculate_in_trees", "read_prompt", "read_next", "predict"
     page = functions_of(RECIPES, *names, STEPS=8)
     rng = np.random.default_rng(6)
     prompts = rng.integers(2, page.VOCAB, (6, 4)) * (np.arange(4) >= rng.integers(0, 4, (6, 1)))
@@ -228,6 +244,23 @@ def test_guesses_and_trees_decode_the_greedy_text_to_its_end(decoding):
         page.decode_with_guesses(weights, prompts, page.speculate)[0], greedy
     )
     np.testing.assert_array_equal(page.decode_with_trees(weights, prompts)[0], greedy)
+
+
+@pytest.mark.slow
+def test_a_single_token_after_a_tree_does_not_see_rejected_drafts(decoding):
+    page, weights, prompts = decoding
+    slots = te.TokenPositions.from_parents(np.full([6, 4 + 8 + 4], -2))
+    x, cache = page.read_prompt(weights, prompts, 8 + 4, slots)
+    texts = jnp.zeros([6, 8], jnp.int32).at[:, 0].set(page.predict(weights, x))
+    count = jnp.ones(6, jnp.int32)
+    texts, count, cache = page.speculate_in_trees(weights, prompts, texts, count, cache)
+    last = jnp.take_along_axis(texts, count[:, None] - 1, axis=1)[:, 0]
+    got, _ = page.read_next(weights, last, cache, 4 + count - 1)
+    for row, prompt in enumerate(prompts.tolist()):
+        ids = [token for token in prompt if token] + texts[row, : count[row]].tolist()
+        tokens = te.TokenPositions.from_ids([ids], pad_id=0)
+        x, _ = page.hidden_and_cache(weights, jnp.array([ids]), tokens)
+        near(got[row], x[0, -1])
 
 
 @pytest.mark.slow
