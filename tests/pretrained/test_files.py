@@ -90,12 +90,19 @@ def test_pickles_are_not_opened_and_the_message_says_how_to_convert_them(
         ("model.fp16.safetensors", b"", "model.fp16.safetensors: pass it"),
         ("model.safetensors.index.fp16.json", b"", "index.fp16.json: pass it"),
         ("0_Transformer/model.safetensors", b"", "0_Transformer/model.safetensors: pass it"),
+        ("orbax/0/default/_METADATA", b"{}", "_METADATA: a checkpoint of Orbax or T5X: restore it with"),
+        ("checkpoint_9/target.decoder/.zarray", b"{}", ".zarray: a checkpoint of Orbax or T5X: restore it with"),
+        ("bert_model.ckpt.data-00000-of-00001", b"{}", "a checkpoint of TensorFlow or Lightning: restore it with"),
+        ("epoch=3.ckpt", b"{}", "a checkpoint of TensorFlow or Lightning: restore it with the library"),
+        ("dcp/__0_0.distcp", b"{}", "a checkpoint of PyTorch's DCP: convert it with dcp_to_torch_save"),
+        ("weights.npz", b"{}", "arrays of numpy: restore it with the library that wrote it; te.pretrained.load_config"),
+        ("config.json", b"{}", "config.json: te.pretrained.load_config reads it without parameters"),
         ("other", b"", "wanted a folder with model.safetensors or model.safetensors.index.json"),
     ],
 )  # fmt: skip
 def test_a_folder_without_the_usual_file_says_what_to_do(tmp_path, name, content, message):
     path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(exist_ok=True, parents=True)
     path.write_bytes(content)
     if "index" in name:
         (tmp_path / "model.fp16-00001-of-00002.safetensors").touch()
@@ -202,6 +209,16 @@ def test_a_dtype_that_is_not_read(tmp_path, dtype, code):
         rf"wte\.weight: wanted F32 or BF16 or F16, got {code}\[.*\]: convert it first \(a quantized"
     )
     assert re.search(message, refused(path))
+
+
+def test_a_part_of_zero_3_is_refused(tmp_path):
+    """It asked for settings={'hidden_size': 0}."""
+    empty = {"wte.weight": np.zeros(0, np.float32)}
+    for change in (empty, {"wte.weight": np.zeros((0, 8), np.float32)}):
+        path = checkpoint(
+            tmp_path, CASES["gpt2"], change={f"transformer.{k}": v for k, v in change.items()}
+        )
+        assert "transformer.wte.weight: wanted a whole tensor, got F32[0" in refused(path)
 
 
 # --- What is read.

@@ -142,6 +142,15 @@ _sections: Check = functools.partial(_integers, at_least=0)
 _bases: Check = functools.partial(arguments.entries, convert=arguments.not_negative)
 
 
+def _not_dropped(name: str, value: Any) -> None:
+    if value:
+        want = (
+            "False, since embeddings then depend on the <mask> of their row: multiply them by "
+            "0.88 / (1 - the share of <mask>), and those of <mask> by 0"
+        )
+        raise arguments.value_error(name, want, value)
+
+
 def _unchecked(_: str, value: Any) -> Any:
     return value
 
@@ -179,6 +188,7 @@ ENTRIES: dict[str, Check] = {
         (_names, "layer_types mlp_layer_types"),
         (_integers, "no_rope_layers attn_layer_indices cross_attention_layers"),
         (_sections, "mrope_section"),
+        (_not_dropped, "token_dropout"),
         (_by_layer, "per_layer_config"),
         (_bases, "layer_rope_theta"),
         # Checked where they are used.

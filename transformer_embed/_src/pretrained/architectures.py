@@ -78,6 +78,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # The type new is of Alibaba's own code of GTE.
     "nomic_bert gte new jina_embeddings_v3 roformer": _BERT
     | {"positions": "", "rotary": "half", "meaningless": "position_embedding_type"},
+    # ESM-2. Its library does not drop, and keeps zeros at padding.
+    "esm": _BERT
+    | {
+        "positions": "",
+        "token_types": "",
+        "norm": "",
+        "rotary": "half",
+        "dropout": 0.0,
+        "fixed": "dropout",
+        "token_dropout": False,
+        "meaningless": "position_embedding_type emb_layer_norm_before",
+    },
     "xlm flaubert": {
         "tokens": "embeddings",
         "positions": "position_embeddings",
@@ -198,7 +210,7 @@ _FAIRSEQ = Sinusoidal(layout="sin_cos", shift=1, odd="zero")
 # Positions count from the id of padding.
 _PADDED = (
     "roberta xlm-roberta camembert data2vec-text luke xmod roberta-prelayernorm clap_text_model "
-    "lilt altclip_text_model bridgetower_text_model layoutlmv3 longformer xlm-roberta-xl mpnet "
+    "altclip_text_model bridgetower_text_model layoutlmv3 longformer xlm-roberta-xl mpnet "
     "speech_to_text m2m_100 nllb-moe fsmt"
 )
 # The default rotation has a scaling.
@@ -243,10 +255,11 @@ OWN: dict[str, dict[Any, str]] = {
         "per_layer_inputs/embeddings per_layer_inputs/w per_layer_inputs/scale": _GEMMA4,
     },
     "pad_token_id": {
+        0: "lilt",
         1: f"{_PADDED} opt",
     },
     "start": {
-        "pad_token_id": _PADDED,
+        "pad_token_id": f"lilt {_PADDED}",
         # The table of OPT has two rows more than config.json has positions.
         2: "opt biogpt trocr xglm bart mbart mvp plbart",
     },
@@ -403,7 +416,8 @@ OWN: dict[str, dict[Any, str]] = {
         None: "minimax_m2",
     },
     "head_dim": {
-        256: _GEMMA4,
+        192: "mimo_v2_flash",
+        256: f"qwen3_next qwen3_5_text qwen3_5_moe_text {_GEMMA4}",
     },
     "global_head_dim": {
         512: _GEMMA4,
@@ -490,7 +504,8 @@ OWN: dict[str, dict[Any, str]] = {
     },
     "tie_word_embeddings": {
         False: "git rembert gptj codegen fsmt jamba kimi_linear mamba2 nemotron_h deepseek_v4",
-        True: "jetmoe starcoder2 lfm2 paddleocr_vl_text ernie4_5 ernie4_5_moe youtu cohere "
+        True: "qwen2_5_omni_text qwen3_vl_moe_text jetmoe "
+        "starcoder2 lfm2 paddleocr_vl_text ernie4_5 ernie4_5_moe youtu cohere "
         "cohere2 cohere2_moe lara_mini smollm3 gemma gemma2 vaultgemma recurrent_gemma "
         "gemma3 gemma3_text gemma3n_text gemma4_text gemma4_unified_text "
         "embedding_gemma2_text modernbert modernbert-decoder granite_swa "

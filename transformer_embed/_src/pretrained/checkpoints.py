@@ -6,6 +6,7 @@ checked by the classes and functions that it is for.
 
 import json
 import os
+import pathlib
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,11 +26,10 @@ from transformer_embed._src.pretrained.architecture import (
     BIAS,
     LOGITS_BIAS,
     OFFSETS,
-    STACKS,
     Options,
     as_scale,
 )
-from transformer_embed._src.pretrained.description import describe
+from transformer_embed._src.pretrained.description import describe, describe_config
 from transformer_embed._src.pretrained.files import (
     DTYPES,
     Tensors,
@@ -52,7 +52,7 @@ from transformer_embed._src.pretrained.parameters import (
     read_parameters,
     stored,
 )
-from transformer_embed._src.pretrained.recognition import open_published, recognised
+from transformer_embed._src.pretrained.recognition import kind_of, open_published, recognised
 from transformer_embed._src.tokens.lookup import Table
 
 # Of the file's metadata.
@@ -70,6 +70,8 @@ def load_embedder(
     config: EmbedderConfig | None = None,
     names: Mapping[str, str] | None = None,
     length: int | None = None,
+    part: str | None = None,
+    prefix: str | None = None,
 ) -> PretrainedInput:
     """Loads the parameters and the configuration of a checkpoint's input layer.
 
@@ -107,6 +109,11 @@ def load_embedder(
         length: the number of tokens of the longest text that the model will read. Required if the
             rotation depends on it (LongRoPE, as in Phi-3's 128k models, and dynamic NTK), without
             effect otherwise.
+        part: of a model of several parts, the object in config.json that describes the one to load,
+            such as "decoder" or "thinker_config.text_config"; None: its `text_config`, if it has
+            one.
+        prefix: with which the names of that part's tensors begin, such as "thinker."; None: only
+            one of the parts has tensors of such names.
 
     Returns:
         PretrainedInput(config, params, layers, bias, names, per_layer). Parameters have the dtypes
@@ -139,8 +146,6 @@ def load_embedder(
         >>> te.Embedder(config).apply(params, None, [[1, 2, 3]], is_training=False).shape
         (1, 3, 4)
     """
-    if stack is not None:
-        arguments.choice("stack", stack, STACKS)
     check_mappings(settings=settings, names=names)
     if (config is None) != (names is None):
         raise arguments.value_error("config and names", "both or neither", "one of them")
@@ -149,6 +154,7 @@ def load_embedder(
     if config is not None or is_own:
         # Empty settings say nothing.
         left_out = {"stack": stack, "settings": settings or None, "length": length}
+        left_out |= {"part": part, "prefix": prefix}
         for name, value in left_out.items():
             arguments.check_left_out(name, value, "names or metadata say what it would")
     may_lack = OFFSETS
@@ -163,10 +169,58 @@ def load_embedder(
         # A missing offset is damage.
         found, may_lack = describe_own(tensors), ()
     else:
-        file, said = open_published(tensors, stack, length), dict(settings or {})
+        path = tensors.path.parent / "config.json"
+        options = {"stack": stack, "length": length, "part": part, "prefix": prefix}
+        file, said = open_published(path, tensors, **options), dict(settings or {})
         found = describe(file, *recognised(file, said.pop("model_type", None)), said)
     parameters = check_tensors(tensors, found, may_lack)
     return found._replace(params=read_parameters(tensors, found, parameters))
+
+
+def load_config(
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    stack: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    length: int | None = None,
+    part: str | None = None,
+) -> PretrainedInput:
+    """The configuration of a published model's input layer without its parameters.
+
+    For parameters from Orbax, Flax, MaxText or others, which you put at the paths and in the shapes
+    of `Embedder(config).init`; the kernel [width, vocabulary] of an untied output layer is
+    transposed. config.json does not say whether an output layer has a bias: `config.output` has
+    none.
+
+    Args:
+        source: a config.json, a folder that holds one, or its entries.
+        stack, settings, length, part: as for `load_embedder`.
+
+    Returns:
+        As `load_embedder` does, with params {} and names None.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: as for `load_embedder`; or config.json does not say which tables there are
+            (DeBERTa, TrOCR).
+
+    Example:
+        >>> import transformer_embed as te
+        >>> entries = {"model_type": "llama", "vocab_size": 9, "hidden_size": 4}
+        >>> found = te.pretrained.load_config(entries | {"num_hidden_layers": 1})
+        >>> found.layers[0].rotary
+        {'base': 10000.0, 'layout': 'half'}
+    """
+    check_mappings(settings=settings)
+    if not isinstance(source, Mapping):
+        source = as_path(source)
+        source = source / "config.json" if source.is_dir() else source
+        # It must be there, unlike one beside tensors.
+        source.stat()
+    tensors = Tensors(pathlib.Path("config.json"), {}, {}, lambda _: ({}, {}))
+    file = open_published(source, tensors, stack=stack, length=length, part=part)
+    said = dict(settings or {})
+    return describe_config(file, kind_of(file, said.pop("model_type", None)), said)
 
 
 def save_embedder(

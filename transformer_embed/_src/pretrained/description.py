@@ -29,7 +29,7 @@ from transformer_embed._src.pretrained.architecture import (
     as_scale,
     count,
 )
-from transformer_embed._src.pretrained.files import DTYPES, TensorInfo, call_with_named_errors
+from transformer_embed._src.pretrained.files import DTYPES, call_with_named_errors
 from transformer_embed._src.pretrained.layers import layers_of
 from transformer_embed._src.pretrained.parameters import PretrainedInput
 from transformer_embed._src.pretrained.recognition import Published
@@ -57,22 +57,73 @@ def describe(
     settings: Options,
 ) -> PretrainedInput:
     """All but the parameters, of a model whose tensors are below a prefix."""
-    tensors, place = file.tensors, f"{file.path}, for a model {kind.type}"
-    value = _values(kind, file, _said(kind, place, file.entries, settings))
+    tensors, value = file.tensors, _values(kind, file, settings)
     table = names.get(OUTPUT_TABLE)
     # As in the library: two tables that differ are not tied, whatever config.json says.
     if table and value["tie_word_embeddings"] and tensors.are_equal(table, names[TOKENS]):
         del names[OUTPUT_TABLE]
     infos = {name: tensors.entry(tensor) for name, tensor in names.items()}
-    depth = number_of_layers(file, kind, prefix)
+    shapes = {name: (1, 1, *info.shape)[-2:] for name, info in infos.items()}
+    depth, dtype = number_of_layers(file, kind, prefix), DTYPES[infos[TOKENS].dtype]
     found = call_with_named_errors(
-        f"settings and {place}", _described, kind, value, infos, depth, file
+        _place(file, kind), _described, kind, value, shapes, dtype, depth, file
     )
     if isinstance(found.config.output, NoOutput):
         # It is not read.
         names.pop(OUTPUT_TABLE, None)
         names.pop(OUTPUT_BIAS, None)
     return found._replace(names=names)
+
+
+def describe_config(file: Published, kind: Architecture, settings: Options) -> PretrainedInput:
+    """All that a config.json says, for tensors that are not there."""
+    value = _values(kind, file, settings)
+    for name in (POSITIONS, NORM_SCALE):
+        if name.endswith(tuple(kind.may_lack.split())):
+            want = f"a checkpoint, since config.json does not say whether it has {name}"
+            raise arguments.value_error(_place(file, kind), want, "none")
+    shapes = call_with_named_errors(_place(file, kind), _shapes, kind, value, file.side)
+    depth = file.entries.get(f"{file.side}_layers") or file.entries.get(f"num_{file.side}_layers")
+    depth = depth or value["num_hidden_layers"] or len(value["layer_types"] or ())
+    call_with_named_errors(_place(file, kind), count, "num_hidden_layers", depth)
+    dtype = file.entries.get("dtype") or file.entries.get("torch_dtype") or "float32"
+    return call_with_named_errors(
+        _place(file, kind), _described, kind, value, shapes, dtype, depth, file
+    )
+
+
+def _shapes(kind: Architecture, value: Options, side: str) -> dict[str, tuple[int, int]]:
+    """The shapes of the parameters, as config.json says them."""
+
+    def size(name: str) -> int:
+        return count(name, value[name])
+
+    has_own_size = side == STACKS[1] and value["decoder_vocab_size"]
+    rows = size("decoder_vocab_size" if has_own_size else "vocab_size")
+    width = d_model = size("hidden_size")
+    if kind.widen:
+        width = size("embedding_size")
+    shapes = {TOKENS: (rows, width)}
+    if kind.positions and kind.sinusoids is None:
+        start = 0 if isinstance(kind.start, str) else kind.start
+        shapes[POSITIONS] = (size("max_position_embeddings") + start, width)
+    if kind.norm:
+        shapes[NORM_SCALE] = (1, width)
+    if kind.token_types and value["type_vocab_size"] != 0:
+        shapes[TOKEN_TYPES] = (size("type_vocab_size"), width)
+    may_lack = tuple(kind.may_lack.split())
+    if kind.widen and (width != d_model or not WIDEN.endswith(may_lack)):
+        shapes[WIDEN] = (d_model, width)
+    if kind.bias:
+        shapes[BIAS] = (size("relative_attention_num_buckets"), size("num_attention_heads"))
+    if not value["tie_word_embeddings"]:
+        shapes[OUTPUT_TABLE] = (rows, width)
+    return shapes
+
+
+def _place(file: Published, kind: Architecture) -> str:
+    """What an error about values is to blame."""
+    return f"settings and {file.path}, for a model {kind.type}"
 
 
 def number_of_layers(file: Published, kind: Architecture, prefix: str) -> int:
@@ -140,8 +191,9 @@ def _said(kind: Architecture, place: str, in_file: Options, settings: Options) -
     return entries | said
 
 
-def _values(kind: Architecture, file: Published, said: dict[str, Any]) -> dict[str, Any]:
+def _values(kind: Architecture, file: Published, settings: Options) -> dict[str, Any]:
     """The values of all entries; None means nothing. Raises for those that must be said."""
+    said = _said(kind, f"{file.path}, for a model {kind.type}", file.entries, settings)
     value = {entry: kind.default(entry) for entry in ENTRIES} | said
     # If config.json does not name this type, its defaults may be another model's.
     known = said.keys() | (ENTRIES if file.model_type == kind.type else HARMLESS.split())
@@ -161,10 +213,9 @@ def _values(kind: Architecture, file: Published, said: dict[str, Any]) -> dict[s
 
 
 def _described(
-    kind: Architecture, value: Options, infos: Mapping[str, TensorInfo], depth: int, file: Published
+    kind: Architecture, value: Options, shapes: Shapes, dtype: Any, depth: int, file: Published
 ) -> PretrainedInput:
     """The layer that the values of all entries and the tensors describe."""
-    shapes: dict[str, Any] = {name: (1, 1, *info.shape)[-2:] for name, info in infos.items()}
     rows, width = shapes[TOKENS]
     d_model, _ = shapes.get(WIDEN, (width, rows))
     types, _ = shapes.get(TOKEN_TYPES, (0, width))
@@ -183,7 +234,7 @@ def _described(
         layer_norm_eps=value["layer_norm_eps"] if NORM_SCALE in shapes else None,
         embedding_width=width if WIDEN in shapes else None,
         output=_output(kind, value, shapes, file),
-        param_dtype=DTYPES[infos[TOKENS].dtype],
+        param_dtype=dtype,
     )
     layers = layers_of(kind, value, depth, d_model, file.side)
     per_layer = {"layer_norm_eps": value["rms_norm_eps"]} if PER_LAYER_TABLE in shapes else None

@@ -37,6 +37,9 @@ NO_FILE = (
 )
 POINTER = "a pointer of git-lfs: fetch it with `git lfs pull`"
 ADAPTER = "an adapter: merge it, by peft's model.merge_and_unload().save_pretrained(folder)"
+WITHOUT = (
+    "restore it with the library that wrote it; te.pretrained.load_config reads its config.json"
+)
 # What to do with other files, by their names; of those in a folder, the first of these counts. An
 # index file names all shards, those of a variant such as fp16 too. (Tied tensors share memory,
 # which save_file refuses: each is cloned.)
@@ -52,6 +55,16 @@ STEPS = {
         "for k, v in torch.load(f, weights_only=True).items()}, 'model.safetensors')"
     ),
     r"\.(gguf|onnx|h5|msgpack|pth?)$": "save it as safetensors with the library that reads it",
+    r"(^|/)(_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt|\.zarray)$": (
+        f"a checkpoint of Orbax or T5X: {WITHOUT}"
+    ),
+    r"\.distcp$": (
+        "a checkpoint of PyTorch's DCP: convert it with dcp_to_torch_save of "
+        f"torch.distributed.checkpoint.format_utils, or {WITHOUT}"
+    ),
+    r"\.ckpt(\.(index|meta|data-\S+))?$": f"a checkpoint of TensorFlow or Lightning: {WITHOUT}",
+    r"\.npz$": f"arrays of numpy: {WITHOUT}",
+    r"^config\.json$": "te.pretrained.load_config reads it without parameters",
 }
 
 
@@ -96,6 +109,9 @@ class Tensors(NamedTuple):
         entry = self.header(file)[0].get(name) if file else None
         if entry is None:
             raise arguments.value_error(file or self.path, f"a tensor {name}", self.listed())
+        if 0 in entry.shape:
+            got = f"{entry}, as ZeRO-3 leaves it: gather the model by its zero_to_fp32.py"
+            raise arguments.value_error(f"{self.path}: {name}", "a whole tensor", got)
         if entry.dtype not in self.dtypes:
             got = f"{entry}: convert it first (a quantized model by its dequantize())"
             raise arguments.value_error(f"{self.path}: {name}", " or ".join(self.dtypes), got)
@@ -173,7 +189,7 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
         for adapter in found.glob("adapter_model.*"):
             warnings.warn(f"{adapter} was not read: {ADAPTER}", stacklevel=3)
         found /= names[0]
-    if found.name.startswith("adapter_"):
+    if re.match(r"adapter_|config\.json$", found.name):
         raise arguments.value_error(found, "a whole model", _step(found.name))
     # The header of a shard is read once, when its first tensor is asked for.
     header = functools.cache(_header)

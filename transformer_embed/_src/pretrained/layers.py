@@ -150,8 +150,11 @@ def _types(kind: Architecture, value: Options, count: int) -> list[str]:
         return types
     if not kind.kinds:
         return []
-    if value["attn_layer_indices"] is not None:
-        seconds = value["attn_layer_indices"]
+    indices = value["attn_layer_indices"]
+    # Null is Bamba's default, too.
+    indices = kind.default("attn_layer_indices") if indices is None else indices
+    if indices is not None:
+        seconds = indices
     elif period and (has_window or kind.rotates != WINDOWLESS):
         # EXAONE 4 writes a period out: LLLG.
         period = len(period) if isinstance(period, str) else period

@@ -35,6 +35,7 @@ class Published(NamedTuple):
     Args:
         tensors: of the checkpoint.
         stack: "encoder", "decoder", or None: not said.
+        prefix: how the names of the model's tensors begin, or None: not said.
         path: of config.json.
         entries: of config.json, those of the text model.
         model_type: of the text model, as config.json says.
@@ -44,6 +45,7 @@ class Published(NamedTuple):
 
     tensors: Tensors
     stack: str | None
+    prefix: str | None
     path: pathlib.Path
     entries: Options
     model_type: Any
@@ -56,42 +58,72 @@ class Published(NamedTuple):
         return self.stack or STACKS[0]
 
 
-def open_published(tensors: Tensors, stack: str | None, length: int | None) -> Published:
-    """The files of a published model, with the entries of the config.json beside the tensors."""
-    path = tensors.path.parent / "config.json"
+def open_published(
+    source: pathlib.Path | Options,
+    tensors: Tensors,
+    *,
+    stack: str | None,
+    length: int | None,
+    part: str | None,
+    prefix: str | None = None,
+) -> Published:
+    """A model's tensors, with the entries of its config.json, which a path leads to."""
+    if stack is not None:
+        arguments.choice("stack", stack, STACKS)
+    path, whole = pathlib.Path("config.json"), {}
+    if isinstance(source, Mapping):
+        whole = source
     # A link that leads nowhere is an error, not a file that is missing.
-    whole = read_json(path) if os.path.lexists(path) else {}
-    # A config.json of several models has the text model's own; an empty one says nothing.
-    part = whole.get("text_config")
-    entries = part if part and isinstance(part, dict) else whole
-    model_type = entries.get("model_type") or whole.get("model_type")
-    outer = None if entries is whole else str(whole.get("model_type"))
-    if isinstance(is_tied := whole.get("tie_word_embeddings"), bool):
+    elif os.path.lexists(path := source):
+        whole = read_json(path)
+    outside, entries = _part(path, whole, part)
+    model_type = entries.get("model_type") or outside.get("model_type")
+    outer = None if entries is outside else str(outside.get("model_type"))
+    if isinstance(is_tied := outside.get("tie_word_embeddings"), bool):
         # The output layer is the whole model's.
-        entries = entries | {"tie_word_embeddings": is_tied}
+        entries = {**entries, "tie_word_embeddings": is_tied}
     if isinstance(attention := entries.get("attn_config"), Mapping):
         # MPT and DBRX say some entries there; what stands outside goes first.
         entries = {**attention, **entries}
     if outer == "paligemma":
         # Its caller says where a prompt ends, within which tokens see all.
-        entries = entries | {"use_bidirectional_attention": None}
-    return Published(tensors, stack, path, entries, model_type, outer, length)
+        entries = {**entries, "use_bidirectional_attention": None}
+    return Published(tensors, stack, prefix, path, entries, model_type, outer, length)
 
 
-def recognised(file: Published, model_type: Any) -> tuple[Architecture, str, dict[str, str]]:
-    """What the registry says of a model, the prefix of its tensors, and each parameter's tensor.
+def _part(path: pathlib.Path, whole: Options, part: str | None) -> tuple[Options, Options]:
+    """The entries of a text model, after those of the model around it.
 
-    The type is that of settings or of config.json.
+    A config.json of several models has them apart; an empty `text_config` says nothing.
     """
-    tensors, files = file.tensors, file.tensors.files
-    model_type = model_type or file.model_type
-    kind = by_model_type(model_type)
+    if part is None:
+        text = whole.get("text_config")
+        return whole, text if text and isinstance(text, Mapping) else whole
+    outside, entries = whole, whole
+    for name in part.split("."):
+        outside, entries = entries, entries.get(name)
+        if not isinstance(entries, Mapping):
+            parts = [each for each, value in outside.items() if isinstance(value, Mapping)]
+            raise arguments.value_error(f"part {part!r}", f"of {path}, one of {parts}", repr(name))
+    return outside, entries
+
+
+def kind_of(file: Published, model_type: Any) -> Architecture:
+    """What the registry says of the type in settings, or else in config.json."""
+    kind = by_model_type(model_type := model_type or file.model_type)
     if kind is None:
-        want = f"that of a known model, from settings or a config.json beside {tensors.path}"
-        got = f"{model_type!r}; {BY_HAND} ({tensors.listed()})"
+        want = f"that of a known model, from settings or {file.path}"
+        got = f"{model_type!r}; {BY_HAND} ({file.tensors.listed()})"
         raise arguments.value_error("model_type", want, got)
     if not kind.has_stacks:
         arguments.check_left_out("stack", file.stack, f"{kind.type} has one stack")
+    return kind
+
+
+def recognised(file: Published, model_type: Any) -> tuple[Architecture, str, dict[str, str]]:
+    """What the registry says of a model, the prefix of its tensors, and each parameter's tensor."""
+    tensors, files = file.tensors, file.tensors.files
+    kind = kind_of(file, model_type)
     for name in filter(ADAPTED.match, sorted(files)):
         raise arguments.value_error(tensors.path, "a whole model", f"{name}, of {ADAPTER}")
     # Several names of a table may have one prefix.
@@ -101,6 +133,7 @@ def recognised(file: Published, model_type: Any) -> tuple[Architecture, str, dic
         for name in files
         if f".{name}".endswith(f".{end}")
     }
+    prefixes = {prefix for prefix in prefixes if prefix.startswith(file.prefix or "")}
     # A layer that predicts further tokens, as DeepSeek V3 has, has the table once more.
     outside = [prefix for prefix in prefixes if not re.search(r"\b\d+\.", prefix)]
     found = {
@@ -111,7 +144,7 @@ def recognised(file: Published, model_type: Any) -> tuple[Architecture, str, dic
     if len(found) != 1:
         side = f" (its {file.side}; `stack` says which)" if kind.has_stacks else ""
         want = f"the tensors of one model {kind.type}{side}, or {BY_HAND}"
-        under = f"those under {[*found]}"
+        under = f"those under {[*found]} (`prefix` and `part` choose)"
         raise arguments.value_error(tensors.path, want, under if found else tensors.listed())
     ((prefix, names),) = found.items()
     for tensor in names.values():
