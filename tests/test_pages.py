@@ -567,3 +567,84 @@ def test_patterns_of_masks_are_what_they_say_in_other_batches(seed):
         assert not np.any((kinds == 0) & tiles.any((2, 4)) | (kinds == 2) & ~tiles.all((2, 4))), (
             name
         )
+
+
+# --- the first page, and the program from text to batches
+
+
+def of_documents(loss, ids, segment_ids):
+    """The sum of a loss of (ids, segment_ids) over documents alone, and their number of labels."""
+    total, count = 0.0, 0
+    for row, segments in zip(ids, segment_ids, strict=True):
+        for number in sorted({*segments.tolist()} - {0}):
+            alone = row[segments == number][None]
+            if alone.shape[1] > 1:
+                total += loss(alone, np.ones_like(alone)) * (alone.shape[1] - 1)
+                count += alone.shape[1] - 1
+    return total, count
+
+
+@pytest.mark.slow
+def test_the_loss_of_the_first_page_is_that_of_documents_alone():
+    page, rng = functions_of(FOLDER / "start.md", "model"), np.random.default_rng(12)
+    segment_ids = segment_ids_of(rng, 3, 12)
+    ids = np.where(segment_ids, rng.integers(1, 256, segment_ids.shape), 0)
+    params = page.model.init(jax.random.key(0), ids, segment_ids, is_training=False)
+
+    def loss(params, *batch):
+        return page.model.apply(params, None, *batch, is_training=False)
+
+    def expected(params):
+        total, count = of_documents(functools.partial(loss, params), ids, segment_ids)
+        return total / count
+
+    got = jax.value_and_grad(loss)(params, ids, segment_ids)
+    near(got, jax.value_and_grad(expected)(params), rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_left_padding_does_not_change_the_losses_of_the_first_page():
+    page = functions_of(FOLDER / "start.md", "embedder", "config")
+    params, right = page.embedder.init(jax.random.key(0)), np.array([[5, 6, 7, 8, 0, 0]])
+
+    def loss(params, ids):
+        x = page.embedder.apply(params, None, ids, is_training=False)
+        return te.linear_cross_entropy(x, page.embedder.output(params), ids, shift=True)
+
+    gradient = jax.jit(jax.value_and_grad(loss))
+    near(gradient(params, np.roll(right, 2, 1)), gradient(params, right), rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_losses_and_texts_of_the_program_are_those_of_rows_alone():
+    pytest.importorskip("grain")
+    path, names = FOLDER / "text_to_batches.py", ("MODEL", "sum_of_losses", "generate")
+    page = functions_of(path, *names, WIDTH=16, VOCAB_SIZE=32, LENGTH=12)
+    rng = np.random.default_rng(13)
+    segment_ids = segment_ids_of(rng, 3, 12)
+    ids = np.where(segment_ids, rng.integers(2, 32, segment_ids.shape), 0)
+
+    def batch(ids, segment_ids):
+        tokens = te.TokenPositions.from_segment_ids(segment_ids)
+        return {"ids": ids, "ids_positions": tokens.positions, "ids_segment_ids": segment_ids}
+
+    tokens = te.TokenPositions.from_segment_ids(segment_ids)
+    params = page.MODEL.init(jax.random.key(0), ids, tokens, False)
+
+    def loss(*rows):
+        total, count = page.sum_of_losses(params, batch(*rows), None, is_training=False)
+        return total / count
+
+    near(
+        page.sum_of_losses(params, batch(ids, segment_ids), None, is_training=False),
+        of_documents(loss, ids, segment_ids),
+    )
+    prompts, lengths = np.array([[5, 6, 7, 0, 0, 0, 0], [8, 0, 0, 0, 0, 0, 0]]), np.array([3, 1])
+    texts = page.generate(params, jax.random.key(0), prompts, lengths, steps=4, top_p=1e-6)
+    for row, length in enumerate(lengths):
+        text = prompts[row, :length].tolist()
+        while len(text) < length + 4 and text[-1] != 1:
+            alone = te.TokenPositions.from_lengths([len(text)], len(text))
+            x, output = page.MODEL.apply(params, None, jnp.array([text]), alone, False)
+            text.append(int(te.linear_logits(x[0, -1], output).argmax()))
+        assert texts[row, : len(text)].tolist() == text
