@@ -129,6 +129,13 @@ def _own(random, rows, length):
     return positions, np.abs(segments) // 4
 
 
+def _ends(random, rows, length):
+    """Positions and segments at the ends of int32."""
+    ends = np.array([-(2**31), 1 - 2**31, -1, 0, 1, 2, 3, 4, 2**31 - 2, 2**31 - 1])
+    positions = random.choice(ends, (rows, length))
+    return positions, np.maximum(random.choice(ends[3:], (rows, length)), 0)
+
+
 def _runs(random, rows, length):
     """Positions that rise by one, but segments that come back and positions that jump."""
     segments = np.sort(random.integers(0, 4, (rows, length)))
@@ -160,6 +167,7 @@ MAKE = {
     "answers": "T.from_parents(lib.shared_prefix_parents(*x, 12))",
     "own": "T(x[0], segment_ids=x[1])",
     "runs": "T(x[0], segment_ids=x[1])",
+    "ends": "T(x[0], segment_ids=x[1])",
     "bare": "T(x[0])",
 }
 ARRAYS = {
@@ -175,11 +183,12 @@ ARRAYS = {
     "answers": _answers,
     "own": _own,
     "runs": _runs,
+    "ends": _ends,
     "bare": lambda *sizes: _own(*sizes)[:1],
 }
 TREES = {"tree", "answers"}
-# Rows in which each sequence is one run of tokens, and begins at one position.
-IN_RUNS = {"padded", "started", "ended", "packed", "right", "left", "offset"}
+# Rows of one sequence, or in which each sequence is one run of tokens and begins at one position.
+IN_RUNS = {"padded", "started", "packed", "right", "left", "offset"}
 
 WINDOWS = [None, (3, 0), (2, 5), (None, 4), (0, None), (2**33, 2), (0, 0)]
 

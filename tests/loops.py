@@ -17,7 +17,7 @@ from meshes import EXPLICIT, mesh_of, put
 
 import transformer_embed as te
 
-FAR = 2**31 - 1
+FAR = 2**40
 
 
 class Token(NamedTuple):
@@ -117,7 +117,7 @@ class TokenPositions:
         return cls.of(list(map(_tree, parents, _of_each(offset, count))))
 
     def __getitem__(self, index):
-        rows, tokens = index
+        rows, tokens = index if isinstance(index, tuple) else (index, slice(None))
         return self.of([row[tokens] for row in self.rows[rows]])
 
     def take(self, order):
@@ -163,7 +163,7 @@ class TokenPositions:
 
     @property
     def next_token_mask(self):
-        rows = self.segment_ids
+        rows = np.where(self.segment_ids == None, 1, self.segment_ids)  # noqa: E711
         after = np.concatenate([rows[:, 1:], 0 * rows[:, :1]], axis=1)
         return (rows != 0) & (rows == after)
 
@@ -287,7 +287,7 @@ def _check_form(name, got, want, exact):
     # A row of a batch may have axes of 1 in front, and rows or queries that are alike may be one.
     if name in FORMS:
         got = got.reshape(-1, *[1] * (want.ndim - 3), *got.shape[-2:])
-        got = np.broadcast_to(got, want.shape)
+    got = np.broadcast_to(got if name in FORMS else got.reshape(want.shape), want.shape)
     if name != "kinds" or exact:
         np.testing.assert_array_equal(got, want, err_msg=name)
     else:
@@ -299,11 +299,12 @@ def _rows_alone(f, batches):
     return [jax.jit(jax.vmap(f))(*batch) for batch in batches]
 
 
-def _split(f, batches):
-    """With the rows of each array split over explicit axes."""
+def _split(f, batches, axes):
+    """With the rows of each array split over explicit axes, or their tokens."""
     mesh = mesh_of((2,), ("data",), EXPLICIT)
     with jax.set_mesh(mesh):
-        return [jax.jit(f)(*put(mesh, batch, "data")) for batch in batches]
+        put_each = lambda x: put(mesh, x, *axes[: x.ndim])
+        return [jax.jit(f)(*map(put_each, batch)) for batch in batches]
 
 
 def _any_rows(f, batches):
@@ -329,7 +330,8 @@ def _any_lengths(f, batches):
 
 ROW_MODES = {
     "rows alone": _rows_alone,
-    "split": _split,
+    "split": functools.partial(_split, axes=("data",)),
+    "split length": functools.partial(_split, axes=(None, "data")),
     "any rows": _any_rows,
     "any lengths": _any_lengths,
 }

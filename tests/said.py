@@ -71,21 +71,18 @@ SAID = {
 }
 
 
-ORDERS = (None, "full", "right", "packed")
-
-
-def check(kernel, order, mode, f, batches):
+def check(kernel, options, mode, f, batches):
     """That a kernel is told the rule of the mask f(lib, *batch), or refuses it."""
     for batch in batches:
         mask = f(te, *map(jax.numpy.asarray, batch))
         try:
-            found = SAID[kernel](mask, order)
+            found = SAID[kernel](mask, **options)
         except ValueError:
             continue
         assert_said(found, f(loops, *batch).allowed, mask.queries.padding_mask)
         # What splash attention is told is no tree of arrays.
         if mode == "jit" and kernel != "splash_attention":
-            make = functools.partial(getattr(te.kernels, kernel), order=order)
+            make = functools.partial(getattr(te.kernels, kernel), **options)
             equal(jax.jit(lambda *x, make=make: make(f(te, *x)))(*batch), make(mask))
 
 

@@ -6,7 +6,6 @@ import pytest
 
 SEEDS = 3
 MODES = ["eager", "jit", "vmap", "scan", "strict", "x64", "explicit", "shard_map", "exported"]
-OF_BATCHES = ["split", "any rows"]
 ORDERS = [None, None, "[11, 0, 5, 4, 3, 9, 8, 2, 1, 6, 7, 10]", "[8, 9, 10, 11, 0, 1, 2, 3]"]
 
 
@@ -16,7 +15,8 @@ def of_rows(chosen):
     alone = [] if chosen["kind"] in by_row else ["rows alone"]
     # Arrays that are made in the function have a length that is known.
     any_lengths = [] if chosen["kind"] in by_row | {"offset"} else ["any lengths"]
-    return [*MODES, *OF_BATCHES, *alone, *any_lengths]
+    split = ["split length"] if chosen["kind"] != "answers" else []
+    return [*MODES, "split", "any rows", *split, *alone, *any_lengths]
 
 
 # A mask of the same tokens, or of integers of their own.
@@ -34,6 +34,12 @@ def others(chosen):
     return [name for name in OTHERS if chosen["kind"] not in batches.TREES or name != "or global"]
 
 
+def keys(chosen):
+    """The tokens themselves, or those of the other row."""
+    is_alone = chosen["mode"] in {"rows alone", "any rows", "any lengths"}
+    return [""] if is_alone or chosen["order"] else ["", "tokens[::-1], "]
+
+
 def blocks(chosen):
     is_fixed = chosen["kind"] in batches.TREES or chosen["mode"] == "any lengths"
     return [""] if is_fixed else ["", "", "", ".with_block_ids(%s)"]
@@ -43,6 +49,7 @@ SELF = {
     "kind": list(batches.MAKE),
     "order": ORDERS,
     "mode": of_rows,
+    "keys": keys,
     "rule": batches.rules,
     "other": others,
     "blocks": blocks,
@@ -58,8 +65,8 @@ import batches, loops
 def f(lib, *x):
     T, M = lib.TokenPositions, lib.AttentionMask
     tokens = {tokens}
-    mask = M(tokens, {rule}){other}
-    found = {{"dense": mask.dense(), "tile": mask.tile({start}, (4, 3))}}
+    mask = M(tokens, {keys}{rule}){other}
+    found = {{"dense": mask.dense(), "tile": mask.tile({start}, (4, 3)), {fields}}}
     return found{kinds}
 loops.check({mode!r}, f, [batches.arrays({kind!r}, seed) for seed in {seeds}], exact={exact})
 """
@@ -72,11 +79,18 @@ def program_of(number, chosen):
     kinds = (
         "" if chosen.mode == "any lengths" else f' | {{"kinds": mask.tile_kinds({chosen.tile})}}'
     )
-    is_exact = chosen.kind in batches.IN_RUNS and not (chosen.other or chosen.blocks)
+    is_exact = chosen.kind in batches.IN_RUNS and not (chosen.other or chosen.blocks or chosen.keys)
+    is_exact &= chosen.order != ORDERS[2]
     is_exact &= not (chosen.order and "chunk=5" in chosen.rule)
+    is_exact &= not ("sinks" in chosen.rule and "chunk=5" in chosen.rule)
+    fields = '"positions": tokens.positions, "padding": tokens.padding_mask'
+    if not chosen.order and chosen.kind not in batches.TREES:
+        fields += ', "next": tokens.next_token_mask'
     return PROGRAM.format(
         tokens=tokens,
         rule=chosen.rule,
+        keys=chosen.keys,
+        fields=fields,
         other=OTHERS[chosen.other],
         start=chosen.start,
         kinds=kinds,

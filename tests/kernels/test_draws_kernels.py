@@ -19,15 +19,23 @@ SPACE = {
     "change": CHANGES,
     "rule": batches.rules,
     "kernel": list(said.SAID),
-    "order": said.ORDERS,
+    "order": [None, "full", "right", "packed"],
+    "sides": [
+        "tokens",
+        "tokens",
+        "tokens, tokens[::-1]",
+        "tokens[:, 4:8], tokens",
+        "T(tokens.positions), tokens",
+    ],
     "mode": ["eager", "jit"],
 }
 PROGRAM = """\
 import batches, said
 def f(lib, *x):
     T, M = lib.TokenPositions, lib.AttentionMask
-    return M({tokens}, {rule})
-said.check({kernel!r}, {order!r}, {mode!r}, f, [batches.arrays({kind!r}, n) for n in {seeds}])
+    tokens = {tokens}
+    return M({sides}, {rule})
+said.check({kernel!r}, dict({options}), {mode!r}, f, [batches.arrays({kind!r}, n) for n in {seeds}])
 """
 
 
@@ -36,6 +44,9 @@ def test_kernels_are_told_the_rule_or_refuse_it(number):
     chosen = draws.choices(number, SPACE)
     seeds = range(6 * number, 6 * number + 6)
     tokens = batches.MAKE[chosen.kind] + chosen.change
-    program = PROGRAM.format(**vars(chosen), tokens=tokens, seeds=seeds)
+    options = f"order={chosen.order!r}"
+    if chosen.sides == "tokens[:, 4:8], tokens" and chosen.kernel == "splash_attention":
+        options += ", q_offset=4"
+    program = PROGRAM.format(**vars(chosen), tokens=tokens, options=options, seeds=seeds)
     with draws.repeated_by(number, program):
         draws.run(number, program)

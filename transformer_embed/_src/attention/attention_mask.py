@@ -223,7 +223,8 @@ class AttentionMask(Mask):
 
             Padded or packed self-attention (with the same first position in each sequence of a
             row), and a sequence with its cache, have a 1 only where some pairs may and some may
-            not. With block ids or other rules, a 1 may also stand where none or all may.
+            not. With block ids, with both sinks and a chunk, or in other batches, a 1 may also
+            stand where none or all may.
 
         Raises:
             TypeError: shape does not hold two Python ints.

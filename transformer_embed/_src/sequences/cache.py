@@ -103,7 +103,7 @@ def _written(cache: Any, new: Any, slot: Int32[Array, "..."]) -> tuple[Any, Bool
         index = jnp.arange(length, dtype=jnp.int32)
         last = jnp.full(slots, -1, jnp.int32)
         last = jax.vmap(lambda places: last.at[places].max(index, mode="drop")[places])(places)
-        is_written &= last == index
+        is_written &= last == index[None]
         places = jnp.where(is_written, places, slots)
 
     def write(array: Array, added: Array) -> Array:

@@ -141,9 +141,9 @@ class TokenPositions:
         """The tokens of each row in another order, such as `load_balanced_order`.
 
         Tokens keep their places in the row, so a mask of all or some of them hides the same pairs
-        as before, and `tile_kinds` stays as exact, except for chunks of packed rows. Give ids,
-        labels and weights the same order. Shift the labels first, since the next token of a
-        sequence is no longer beside it.
+        as before. `tile_kinds` stays as exact for tiles of neighbours in the row, except for chunks
+        of packed rows. Give ids, labels and weights the same order. Shift the labels first, since
+        the next token of a sequence is no longer beside it.
 
         Args:
             order: [number] integers, the index in the row of each token.
@@ -626,6 +626,7 @@ def _of_ids(
 
 @compiled()
 def _of_positions(positions: Integer[Array, "b t"]) -> TokenPositions:
+    positions = with_whole_rows(positions)
     begins = (positions != of_previous_token(positions) + 1).at[:, :1].set(True)
     return TokenPositions(positions, segment_ids=jnp.cumsum(begins, axis=1, dtype=jnp.int32))
 
