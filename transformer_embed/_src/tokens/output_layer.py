@@ -5,14 +5,15 @@ from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.compiled import compiled
-from transformer_embed._src.partitioning import on_each_device
+from transformer_embed._src.partitioning import on_each_device, reshard, typed_axes
 from transformer_embed._src.pytrees import register_pytree
 from transformer_embed._src.tokens.lookup import Table, as_table
 from transformer_embed._src.tokens.output_split import split_output
@@ -87,12 +88,20 @@ class OutputLayer:
 register_pytree(OutputLayer, "softcap", "scale", "pad_id")
 
 
-def linear_logits(x: ArrayLike, output: OutputLayer | ArrayLike | Table) -> Float[Array, "... v"]:
+def linear_logits(
+    x: ArrayLike,
+    output: OutputLayer | ArrayLike | Table,
+    *,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
+) -> Float[Array, "... v"]:
     """The logits of an output layer.
 
     Args:
         x: [..., d], a floating dtype.
         output: an `OutputLayer`, or the table of one without other settings, [vocab_size, d].
+        out_sharding: under explicit mesh axes, how the logits are split, as for `jnp.einsum`. None:
+            tokens as in x and the vocabulary as the table's rows; tokens are all-gathered over axes
+            that split the rows too, as for losses.
 
     Returns:
         [..., vocab_size], summed and returned in float32 (float64 if x or the table is). A sharded
@@ -112,7 +121,8 @@ def linear_logits(x: ArrayLike, output: OutputLayer | ArrayLike | Table) -> Floa
         >>> jax.nn.softmax(te.linear_logits([-1.0], output)).tolist()
         [0.0, 1.0]
     """
-    return _logits(*as_output_layer(x, output))
+    logits = _logits(*as_output_layer(x, output))
+    return logits if out_sharding is None else jax.sharding.reshard(logits, out_sharding)
 
 
 def as_output_layer(
@@ -138,6 +148,8 @@ def as_output_layer(
 @compiled()
 def _logits(x: Float[Array, "... d"], output: OutputLayer) -> Float[Array, "... v"]:
     """`linear_logits` of arrays; of a `Table` with its padding."""
+    if not isinstance(output.table, Table):
+        x = _gathered(x, output.table)
     split, layer = split_output(x, output, by_type=False)
 
     def multiply(layer):
@@ -149,3 +161,13 @@ def _logits(x: Float[Array, "... d"], output: OutputLayer) -> Float[Array, "... 
 
     of_logits = PartitionSpec(*split.tokens, split.vocabulary)
     return on_each_device(split.mesh, multiply, (split.specs(),), of_logits)(layer)
+
+
+def _gathered(x: Float[Array, "... d"], table: Array) -> Float[Array, "... d"]:
+    """x, all-gathered over explicit axes that split its channels or the rows of the table."""
+    rows, _ = typed_axes(table)
+    *tokens, channels = typed_axes(x)
+    if not channels and {*rows}.isdisjoint(sum(tokens, ())):
+        return x
+    kept = (tuple(axis for axis in axes if axis not in rows) for axes in tokens)
+    return reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*kept)))
