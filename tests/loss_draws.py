@@ -165,7 +165,7 @@ def _logits(given, prefix, at, temperature, pad_id, softcap, scale):
 @np.errstate(invalid="ignore")
 def oracle(
     function, given, others, *, tokens, shift=0, pad_id=None, softcap=None, scale=1.0, beta=None,
-    reduction="none", temperature=1.0, label_smoothing=0.0, z_loss=0.0, sizes=None,
+    reduction="none", temperature=1.0, label_smoothing=0.0, z_loss=0.0, sizes=None, dtype="float32",
 ):  # fmt: skip
     """The values of a function, as a tuple of complex arrays."""
     found = {at: Label(given, others, tokens, at, shift, pad_id) for at in np.ndindex(tokens)}
@@ -197,6 +197,8 @@ def oracle(
                 loss = -(1 - s) * log_p[y] - s * log_p.sum() / allowed.sum() + of_z
                 loss = np.inf if is_banned[y] else loss
             values[at] = np.array([loss, is_right, of_z, log_z])
+        elif function == "logits":
+            values[at] = np.where(is_banned, -np.inf, z)
         elif function == "kept":
             kept = np.where(counted, y, 0)
             possible = counted & ~is_banned[kept]
@@ -207,7 +209,7 @@ def oracle(
             safe = np.where(counted, y, 0)
             log_probs = np.where(counted & ~is_banned[safe], log_p[safe], -np.inf)
             values[at] = np.append(log_probs, entropy)
-    return _returned(function, values, weights, tokens, reduction, others)
+    return _returned(function, values, weights, tokens, reduction, others, pad_id, dtype)
 
 
 def _divergence(kind, beta, student, teacher):
@@ -232,7 +234,12 @@ def _divergence(kind, beta, student, teacher):
     return beta * kl(log_q, in_q, log_m, either) + (1 - beta) * kl(log_p, in_p, log_m, either)
 
 
-def _returned(function, values, weights, tokens, reduction, others):
+def _returned(function, values, weights, tokens, reduction, others, pad_id, dtype):
+    if function == "logits":
+        logits = np.array([*values.values()]).reshape(*tokens, -1)
+        if pad_id is not None and 0 <= pad_id < logits.shape[-1]:
+            logits[..., pad_id] = np.finfo(dtype).min / 2
+        return (logits,)
     if function in ("cross_entropy", *DIVERGENCES):
         width = 4 if function == "cross_entropy" else 1
         of_tokens = np.zeros((*tokens, width), complex)
@@ -276,7 +283,8 @@ def weighed(value, xp=np):
     """A sum with a weight of its own for each number, without those that are not finite."""
     size = int(np.prod(value.shape))
     weights = np.cos(np.arange(size, dtype=np.float32) + 1).reshape(value.shape)
-    finite = xp.isfinite(value) if xp is jnp else np.isfinite(value.real)
+    # The logit of padding is the lowest one.
+    finite = xp.abs(xp.real(value)).astype("float32") < 1e30
     return (xp.where(finite, value, 0) * weights.astype(value.dtype)).sum()
 
 
@@ -293,6 +301,11 @@ def call(mode, loss, batches):
 
     if mode in SPLITS:
         return _split(SPLITS[mode], with_gradients, batches)
+    if mode == "debug_nans":
+        # As jax arrays, which functions that are not compiled get as they are.
+        batches = jax.tree.map(jnp.asarray, batches)
+        with jax.debug_nans(True), jax.disable_jit():
+            return call_in_mode("eager", with_gradients, batches)
     return call_in_mode(mode, with_gradients, batches)
 
 
@@ -315,7 +328,7 @@ def _split(split, f, batches):
     put = lambda array, *axes: jax.device_put(array, NamedSharding(mesh, PartitionSpec(*axes)))
 
     def placed(name, array):
-        if name.endswith("x"):
+        if name in ("x", "teacher_x", "ids"):
             return put(array, of_x)
         return put(array, *of_table) if name.endswith("table") else put(array)
 

@@ -8,16 +8,20 @@ import numpy as np
 import pytest
 
 FORMS = (None, "number", "traced", "column", "row", "tokens")
-FUNCTIONS = ("cross_entropy", "log_probs", "candidates", "kept", *loss_draws.DIVERGENCES)
-OF_LABELS = FUNCTIONS[:4]
-TEMPERED = FUNCTIONS[1:]
+TEMPERED = ("log_probs", "candidates", "kept", *loss_draws.DIVERGENCES)
 REDUCED = ("cross_entropy", *loss_draws.DIVERGENCES)
+LOSSES = ("cross_entropy", *TEMPERED)
+FUNCTIONS = (*LOSSES * 2, "logits")
 MODES = ("eager", "jit", "vmap", "scan", "remat", "strict", "x64", "explicit", "shard_map")
 
 
 def only(names, *options):
     """The options of some functions; the others have the first one alone."""
     return lambda chosen: options if chosen["function"] in names else options[:1]
+
+
+def strict_nans(chosen):
+    return chosen["mode"] == "debug_nans"
 
 
 def with_shift(*options):
@@ -38,14 +42,14 @@ def shapes(chosen):
 
 SPACE = {
     "function": FUNCTIONS,
-    "mode": (*MODES * 2, *loss_draws.SPLITS),
+    "mode": (*MODES * 2, *loss_draws.SPLITS, "debug_nans"),
     "dtypes": dtypes,
     "tokens": shapes,
     "vocab": lambda chosen: (8,) if chosen["mode"] in loss_draws.SPLITS else (5, 8, 13),
     "candidates": lambda chosen: (1, 3) if chosen["function"] in ("candidates", "kept") else (0,),
-    "shift": (0, 0, 1, 1, 2, 9),
+    "shift": only(LOSSES, 0, 0, 1, 1, 2, 9),
     "segments": with_shift(None, None, "row", "tokens"),
-    "mask": (None, "tokens", "tokens", "row", "column", "none counted"),
+    "mask": only(LOSSES, None, "tokens", "tokens", "row", "column", "none counted"),
     "weights": only(REDUCED, None, None, "tokens", "column", "row"),
     "temperature": only(TEMPERED, *FORMS),
     "label_smoothing": only(("cross_entropy",), *FORMS),
@@ -54,13 +58,13 @@ SPACE = {
     "with_entropy": only(("log_probs", "candidates"), False, True),
     "reduction": only(REDUCED, "mean", "sum", "none"),
     "beta": only(("js",), None, 0.1),
-    "bias": (None, "plain", "bans", "bans of one"),
+    "bias": lambda chosen: (None, "plain", "bans", "bans of one")[: 4 - strict_nans(chosen)],
     "softcap": (None, None, 2.0),
     "scale": (1.0, 1.0, 0.5, 3.0),
     "size": (1.0, 1.0, 30.0, 1e4),
     "pad_id": lambda chosen: (None, 0, 2, chosen["vocab"], -100),
-    "chunk_size": (None, 1, 2, 3, 5, 1000),
-    "hostile": (False, True, True),
+    "chunk_size": only(LOSSES, None, 1, 2, 3, 5, 1000),
+    "hostile": lambda chosen: (False, True, True)[: 3 - 2 * strict_nans(chosen)],
 }
 NUMBERS = {"temperature": 0.7, "label_smoothing": 0.2, "z_loss": 0.1}
 
@@ -81,7 +85,8 @@ def program_of(number, chosen):
     """At most ten lines that call the loss and return its values and gradients."""
     is_divergence = chosen.function in loss_draws.DIVERGENCES
     arrays, static = settings_of(chosen)
-    static |= {"shift": chosen.shift, "chunk_size": chosen.chunk_size}
+    if chosen.function != "logits":
+        static |= {"shift": chosen.shift, "chunk_size": chosen.chunk_size}
     if chosen.function in REDUCED:
         static["reduction"] = chosen.reduction
     if is_divergence:
@@ -113,6 +118,8 @@ def program_of(number, chosen):
         )
         lines[5] = lines[5].replace("b['labels']", "a['teacher_x'], teacher")
         lines.insert(5, f"    teacher = {teacher}")
+    if chosen.function == "logits":
+        lines[5] = "    return te.linear_logits(a['x'], output)"
     return "\n".join(lines)
 
 
@@ -121,9 +128,8 @@ def spec_of(chosen, arrays):
     names += ("segments", "hostile", "pad_id", "shift")
     spec = {name: getattr(chosen, name) for name in names if getattr(chosen, name) is not None}
     is_divergence = chosen.function in loss_draws.DIVERGENCES
-    return spec | {
-        "teacher": is_divergence, "labels": not is_divergence, "settings": [*arrays.items()]
-    }  # fmt: skip
+    has_labels = not is_divergence and chosen.function != "logits"
+    return spec | {"teacher": is_divergence, "labels": has_labels, "settings": [*arrays.items()]}
 
 
 ERRORS = {"float64": 1e-10, "float32": 3e-5, "bfloat16": 3e-2, "float16": 3e-2}
@@ -136,6 +142,7 @@ def check(number, chosen, batch, values, gradients):
     options = {name: getattr(chosen, name) for name in ("shift", "pad_id", "softcap", "scale")}
     options |= {"tokens": chosen.tokens, "beta": chosen.beta, "reduction": chosen.reduction}
     options |= settings_of(chosen)[1]
+    options["dtype"] = values[0].dtype
 
     def of(arrays):
         function = "log_probs" if chosen.function == "candidates" else chosen.function

@@ -2,10 +2,12 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int32
 
 
 def compiled(*static: int) -> Callable[..., Callable]:
@@ -72,3 +74,20 @@ def computed_once(rows: Float[Array, "n ..."]) -> Float[Array, "n ..."]:
     # No index is out of range. With its default mode, jax would compare each one and select.
     gather = functools.partial(jnp.take, indices=every_row, axis=0, mode="clip")
     return jax.lax.platform_dependent(rows, cpu=gather, default=lambda rows: rows)
+
+
+def nan_where(is_wrong: Bool[Array, "..."], values: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The values, NaN where they are wrong; the bools have leading axes of the values.
+
+    Prevents that jax_debug_nans raises with jax_disable_jit, which looks at each constant, though
+    nothing is wrong.
+    """
+    nan: Any = np.array(np.nan, values.dtype)
+    is_wrong = is_wrong.reshape(*is_wrong.shape, *[1] * (values.ndim - is_wrong.ndim))
+    # Compiled, the bits cost a TPU a percent.
+    config: Any = jax.config
+    if config.jax_disable_jit:
+        bits = nan.view(f"int{8 * nan.itemsize}")
+        bits = jnp.where(is_wrong, bits, np.zeros_like(bits))
+        nan = jax.lax.bitcast_convert_type(bits, values.dtype)
+    return jnp.where(is_wrong, nan, values)

@@ -65,6 +65,9 @@ class NoOutput:
     Args:
         reason: a sentence, without its full stop.
 
+    Raises:
+        TypeError: reason is not a string.
+
     Example:
         >>> import transformer_embed as te
         >>> te.EmbedderConfig(9, 4, output=te.NoOutput("it is an encoder")).output.reason
@@ -72,6 +75,9 @@ class NoOutput:
     """
 
     reason: str
+
+    def __post_init__(self):
+        arguments.instance("reason", self.reason, str, "a sentence")
 
 
 class Stddevs(NamedTuple):

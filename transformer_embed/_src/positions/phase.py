@@ -21,6 +21,7 @@ from jaxtyping import Array, Float32, Integer, Shaped, UInt32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.compiled import nan_where
 
 PI = Decimal(
     "3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803482534"
@@ -147,7 +148,7 @@ def sinusoid(
     fits = positions < 2**31 if dtype == jnp.uint64 else narrow.astype(dtype) == positions
     if is_float:
         fits |= jnp.abs(positions) < 2**24
-    return jnp.where(fits, sine, jnp.nan)
+    return nan_where(~fits, sine)
 
 
 def multiply_high(a: Whole, b: Array | np.ndarray | np.uint32) -> Word:
@@ -176,7 +177,7 @@ def _sine_at_float(positions: Real, frequencies: Words, quarters) -> Real:
     # sin(-angle + quarter) is sin(angle + half a turn - quarter).
     quarters = jnp.where(positions < 0, np.uint32(2) - quarters, quarters)
     sine = _sine_of_phase(_float_phase(magnitude, frequencies), quarters)
-    return jnp.where(magnitude < 2.0**31, sine, jnp.nan)
+    return nan_where(~(magnitude < 2.0**31), sine)
 
 
 @_sine_at_float.defjvp

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike, Vectors
-from transformer_embed._src.compiled import compiled
+from transformer_embed._src.compiled import compiled, nan_where
 from transformer_embed._src.positions import phase
 
 LAYOUTS = ("interleaved", "sin_cos", "cos_sin")
@@ -321,4 +321,4 @@ def encode_grid(points, coordinates, lengths, axes, d_model, options, dtype) -> 
     if points is None:
         return encoding
     inside = (points >= 0) & (points < math.prod(lengths))
-    return jnp.where(inside[..., None], encoding, jnp.nan)
+    return nan_where(~inside, encoding)

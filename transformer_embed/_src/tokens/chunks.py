@@ -36,6 +36,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
+from transformer_embed._src.compiled import nan_where
 from transformer_embed._src.partitioning import on_each_device, varying, varying_axes
 from transformer_embed._src.tokens.output_split import Layer, OutputSplit
 from transformer_embed._src.tokens.row_logits import ChunkLogits, chunk_logits, of_column
@@ -168,7 +169,7 @@ def nan_outside(split: OutputSplit, of_tokens: OfTokens) -> Float[Array, "..."]:
     if labels is None:
         return weights
     outside = jnp.asarray(labels).astype(jnp.uint32) >= split.vocab_size
-    return jnp.where(outside & (weights != 0), jnp.nan, weights)
+    return nan_where(outside & (weights != 0), weights)
 
 
 # --- chunks

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import export
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
@@ -44,6 +45,11 @@ class LossMetrics(NamedTuple):
     z_loss: Float[Array, "..."]
     log_z: Float[Array, "..."]
     weight: Float[Array, "..."]
+
+
+export.register_namedtuple_serialization(
+    LossMetrics, serialized_name="transformer_embed.LossMetrics"
+)
 
 
 def linear_cross_entropy(

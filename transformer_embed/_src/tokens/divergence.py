@@ -150,7 +150,9 @@ def _probabilities(
     near = jnp.log1p(jnp.where(is_near, difference / totals[1], 0))
     log_ratio = jnp.where(is_near, near, jnp.log(totals[0]) - jnp.log(totals[1]))
     is_none = (of_student == 0) & (of_teacher == 0)
-    ratios = jnp.where(is_none, 0, student.shifted - teacher.shifted - log_ratio)
+    # Not minus infinity minus itself, which jax_debug_nans would see with jax_disable_jit.
+    of_both = student.shifted - jnp.where(is_none, 0, teacher.shifted)
+    ratios = jnp.where(is_none, 0, of_both - log_ratio)
     return of_student / totals[0], of_teacher / totals[1], ratios
 
 
@@ -181,5 +183,6 @@ def _kullback_leibler(
     terms = jnp.where(is_small, a * (jnp.expm1(small) - small), b - a * (1 + large))
     values = split.total(jnp.where(a == 0, b, terms))
     # 0 where a is, whatever w; and where the sum is infinite.
-    of_a = a * (jnp.where(a == 0, 0, -w) - values)
-    return values, jnp.where(jnp.isposinf(values), 0, of_a), b - a
+    is_infinite = jnp.isposinf(values)
+    of_a = a * (jnp.where(a == 0, 0, -w) - jnp.where(is_infinite, 0, values))
+    return values, jnp.where(is_infinite, 0, of_a), b - a

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, Ids, TableArray, Vectors
-from transformer_embed._src.compiled import compiled
+from transformer_embed._src.compiled import compiled, nan_where
 from transformer_embed._src.partitioning import is_explicit, reshard, spec_axes, typed_axes
 from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 
@@ -192,9 +192,10 @@ def _replace_special_rows(
     if out_of_range != "clip":
         # As uint32, a negative id lies above any vocabulary: one comparison tells both ends.
         outside = ids.astype(jnp.uint32) >= vocab_size
-        # A constant of numpy, which jax_debug_nans lets pass where no id is outside.
-        fill = np.array(np.nan if out_of_range == "nan" else 0, rows.dtype)
-        rows = jnp.where(outside[..., None], fill, rows)
+        if out_of_range == "nan":
+            rows = nan_where(outside, rows)
+        else:
+            rows = jnp.where(outside[..., None], 0, rows)
     if pad_id is not None:
         rows = jnp.where((ids == pad_id)[..., None], 0, rows)
     return rows

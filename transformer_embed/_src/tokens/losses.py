@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.compiled import nan_where
 from transformer_embed._src.partitioning import reshard, split_like
 from transformer_embed._src.sequences.runs import (
     has_next_token,
@@ -176,8 +177,8 @@ def _valid(name: str, setting: Array | None, counted: Array, weights: Array) -> 
     if setting is None:
         return None
     counted, is_used = (each.any(-1, keepdims=True) for each in (counted, weights != 0))
-    otherwise = jnp.where(is_used, jnp.nan, getattr(DEFAULTS, name)).astype(setting.dtype)
-    return jnp.where(counted & IN_RANGE[name](setting), setting, otherwise)
+    is_valid = counted & IN_RANGE[name](setting)
+    return nan_where(~is_valid & is_used, jnp.where(is_valid, setting, getattr(DEFAULTS, name)))
 
 
 def _along_length(function: Callable, steps: int) -> Callable:

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
+from transformer_embed._src.compiled import nan_where
+
 # Exponents of 0..7 above the lowest, two sums of 32 bits with ten digits each.
 DIGITS, BITS = 10, 3
 # The squares of all are zero in float32, so a norm over all leaves stays as it is. And a gradient
@@ -48,4 +50,4 @@ def fits(ids: Int32[Array, "k"], scaled: Float[Array, "1 m"]) -> Bool[Array, ""]
 
 def or_nan(is_right: Bool[Array, ""], values: Float[Array, "k d"]) -> Float[Array, "k d"]:
     """The values if they are right; else NaN, save for zeros, as of a step that is skipped."""
-    return jnp.where(is_right | (values == 0), values, np.array(np.nan, values.dtype))
+    return nan_where(~is_right & (values != 0), values)

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int32, Key
 
 from transformer_embed._src import arguments
-from transformer_embed._src.compiled import known_after_reading
+from transformer_embed._src.compiled import known_after_reading, nan_where
 from transformer_embed._src.partitioning import on_every_device, varying_axes
 from transformer_embed._src.tables.rows.distinct_ids import (
     count_below,
@@ -102,7 +101,7 @@ def rows_of_ids(
     # Its gradient sums the repeats of a row before they round to 16 bits.
     rows = lookup(values, slots, out_of_range="clip")
     is_right = read_each(held, slots) == ids
-    return jnp.where(is_right[..., None], rows, np.array(np.nan, rows.dtype))
+    return nan_where(~is_right, rows)
 
 
 def read_rows(table: Array, ids: Int32[Array, "k"]) -> Array:

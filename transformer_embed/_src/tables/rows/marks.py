@@ -30,7 +30,7 @@ def new_marks(width: int, dtype: Any) -> Float[np.ndarray, "3 d"]:
 def are_marks(marks: Float[Array, "3 d"]) -> Bool[Array, ""]:
     """Whether marks are as they were, up to a scale of each column."""
     # Of all at once, which is not NaN.
-    is_nan = jnp.isnan(marks)
+    is_nan = np.isnan(marks) if isinstance(marks, np.ndarray) else jnp.isnan(marks)
     units, doubles = marks[1], marks[2]
     tolerance = 2 * jnp.finfo(marks.dtype).eps * jnp.abs(doubles)
     return jnp.all(is_nan[0] & (jnp.abs(doubles - 2 * units) <= tolerance))
