@@ -5,7 +5,10 @@ Needs: torch (a CPU build), transformers, and this package's dependencies. It ta
 
 For each known type, `load_config` reads a config.json and what the library's class makes of it,
 which must agree: the defaults with each entry left out in turn, with each entry under each of its
-names, and with rotations in each form that files have. What is refused is not wrong.
+names, and with rotations in each form that files have. What is refused is not wrong, and no layers
+say nothing.
+
+Known: GPT-NeoX Japanese, whose class does not read the newer names of the base and the share.
 """
 
 import collections
@@ -96,7 +99,9 @@ def variants(kind, config_class):
             if is_read(config_class, said, found, other_than(value)):
                 yield f"{name} {other_than(value)}", said
     if kind.rotary and default.get("rope_parameters") and rope.LOCAL not in kind.entries:
-        names = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+        names = {"rope_scaling", "rope_parameters"}
+        for entry in ("rope_theta", "partial_rotary_factor"):
+            names |= {*kind.names().get(entry, ())}
         rest = {key: each for key, each in default.items() if key not in names}
         for form in FORMS:
             yield str(form), rest | form
@@ -133,7 +138,7 @@ def apart(found, other):
             yield f"{name} {mine}, the library's {getattr(other.config, name)}"
     if found.bias != other.bias:
         yield f"bias {found.bias}, the library's {other.bias}"
-    if len(found.layers) != len(other.layers):
+    if found.layers and len(found.layers) != len(other.layers):
         yield f"{len(found.layers)} layers, the library's {len(other.layers)}"
     pairs = [pair for pair in zip(found.layers, other.layers, strict=False) if pair[0] != pair[1]]
     for mine, theirs in pairs[:1]:

@@ -9,7 +9,9 @@ import draws
 import jax
 import numpy as np
 import pytest
-from checkpoints import CASES, HEADS, assert_identical, kind_of, load_embedder, tensors_of
+from checkpoints import CASES, HEADS, ROOT, assert_identical, kind_of, load_embedder, tensors_of
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P  # noqa: F401 (for programs)
 from safetensors.numpy import save_file
 
 import transformer_embed as te
@@ -17,28 +19,48 @@ import transformer_embed as te
 MODELS = CASES | {f"{name}, its head": case for name, case in HEADS.items()}
 ADAPTED = r"wanted a whole model, got .*, of an adapter: merge it"
 ADAPTER = "{}.lora_A.default.weight"
+SPLITS = ["None", "None", "P(None, 'x')", "P('y', 'x')"]
+
+
+def is_even(name):
+    """Whether two devices can share the rows of a table."""
+    entries = MODELS[name]["settings"].get("text_config", MODELS[name]["settings"])
+    return entries.get("decoder_vocab_size", entries["vocab_size"]) % 2 == 0
+
+
 SPACE = {
     "name": MODELS,
     "prefix": ["", "model.", "language_model.", "base_model.model.", "module.text."],
     "form": ["file", "shards", "one of two names"],
     "dtype": ["float32", "bfloat16", "float16"],
-    "said": ["file", "settings", "both", "text_config"],
+    "said": ["file", "settings", "both", "text_config", "a part"],
     "adapter": [None, None, None, "a layer", "the table", "the head", "beside"],
+    # The table's axes, over a mesh of 2 by 2.
+    "split": lambda chosen: SPLITS[: 4 if is_even(chosen["name"]) else 3],
     "is_saved_again": [False, True],
 }
+PART = "thinker."
 PROGRAM = """\
 from test_forms import *
 
 path, options = stored({name!r}, {prefix!r}, {form!r}, {dtype!r}, {said!r}, {adapter!r})
-found = load_embedder(path, **options)
+shardings = over_mesh({split})
+found = load_embedder(path, **options, shardings=shardings)
 if {is_saved_again}:
     te.pretrained.save_embedder(path / "again", *found)
-    found = load_embedder(path / "again")"""
+    found = load_embedder(path / "again", shardings=shardings)"""
+
+
+def over_mesh(spec):
+    """The sharding of a table of tokens; None: it is not split."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    return spec and {"token_embedding/embeddings": NamedSharding(mesh, spec)}
 
 
 def stored(name, prefix="", form="file", dtype="float32", said="file", adapter=None):
     """A folder with a model in these forms, and the options that load it."""
     folder, case = Path(tempfile.mkdtemp()), MODELS[name]
+    prefix = PART * (said == "a part") + prefix
     tensors = {prefix + key: value.astype(dtype) for key, value in tensors_of(case).items()}
     metadata = {"format": "pt"}
     modules = kind_of(case).tokens.format(stack=case["stack"] or "encoder").split()
@@ -53,6 +75,9 @@ def stored(name, prefix="", form="file", dtype="float32", said="file", adapter=N
         is_tied = getattr(plain(name).config.output, "tied", False)
         kept = "lm_head.weight" if is_tied else "other.weight"
         tensors[prefix + kept], metadata[table] = tensors.pop(table), prefix + kept
+    if said == "a part":
+        # As in Qwen 2.5-Omni.
+        tensors |= {f"talker.{key}": np.zeros_like(value) for key, value in tensors.items()}
     if end:
         tensors[ADAPTER.format(end)] = np.ones((2, 2), dtype)
     if adapter == "beside":
@@ -82,6 +107,9 @@ def entries(folder, case, said):
                 given[entry] = default
     elif said == "text_config":
         whole = {"model_type": "an outer model", "text_config": text}
+    elif said == "a part":
+        (folder / "config.json").write_text(json.dumps({"thinker": {"text": text}}))
+        return {"part": "thinker.text", "prefix": PART}
     elif said == "both":
         # Settings go first.
         wrong = {key: value for key, value in given.items() if isinstance(value, bool)}
@@ -102,7 +130,8 @@ def expected_of(chosen):
     """What a draw gives: the plain model's, in its dtype and under its names."""
     found = plain(chosen.name)
     params = jax.tree.map(lambda leaf: leaf.astype(chosen.dtype), found.params)
-    names = {key: chosen.prefix + name for key, name in found.names.items()}
+    prefix = PART * (chosen.said == "a part") + chosen.prefix
+    names = {key: prefix + name for key, name in found.names.items()}
     config = dataclasses.replace(found.config, param_dtype=chosen.dtype)
     return found._replace(config=config, params=params, names=names)
 
@@ -120,14 +149,17 @@ def test_a_model_is_the_same_in_any_form(number):
             return
         if chosen.adapter == "beside":
             with pytest.warns(UserWarning, match=r"adapter_model\.safetensors was not read: an ad"):
-                found = draws.run(number, program).found
+                drawn = draws.run(number, program)
         else:
-            found = draws.run(number, program).found
-        expected = expected_of(chosen)
-        if chosen.said == "text_config" and "outer model" in str(found.config.output):
+            drawn = draws.run(number, program)
+        found, expected = drawn.found, expected_of(chosen)
+        if "scales or bounds the logits" in str(found.config.output):
             # Whether it scales its logits as the text model does alone is not known.
             expected = without_output(expected, found.config.output)
         assert_identical(found, expected)
+        if chosen.split != "None":
+            table = found.params[f"{ROOT}token_embedding"]["embeddings"]
+            assert [table.sharding] == [*drawn.shardings.values()]
 
 
 def without_output(found, output):

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig, NoOutput, OutputConfig
@@ -72,6 +73,7 @@ def load_embedder(
     length: int | None = None,
     part: str | None = None,
     prefix: str | None = None,
+    shardings: Mapping[str, NamedSharding] | None = None,
 ) -> PretrainedInput:
     """Loads the parameters and the configuration of a checkpoint's input layer.
 
@@ -114,6 +116,10 @@ def load_embedder(
             one.
         prefix: with which the names of that part's tensors begin, such as "thinker."; None: only
             one of the parts has tensors of such names.
+        shardings: how parameters are split over a mesh, by paths that may be shortened as for
+            names: {"token_embedding/embeddings": NamedSharding(mesh, P("data"))}. Each device's
+            part is read from the file on its own; the other parameters are whole on each device of
+            the mesh. None: all are on the default device.
 
     Returns:
         PretrainedInput(config, params, layers, bias, names, per_layer). Parameters have the dtypes
@@ -146,7 +152,7 @@ def load_embedder(
         >>> te.Embedder(config).apply(params, None, [[1, 2, 3]], is_training=False).shape
         (1, 3, 4)
     """
-    check_mappings(settings=settings, names=names)
+    check_mappings(settings=settings, names=names, shardings=shardings)
     if (config is None) != (names is None):
         raise arguments.value_error("config and names", "both or neither", "one of them")
     tensors = open_tensors(path)
@@ -174,7 +180,10 @@ def load_embedder(
         file, said = open_published(path, tensors, **options), dict(settings or {})
         found = describe(file, *recognised(file, said.pop("model_type", None)), said)
     parameters = check_tensors(tensors, found, may_lack)
-    return found._replace(params=read_parameters(tensors, found, parameters))
+    split = full_paths(shardings or {}, parameters, "shardings")
+    for name, sharding in split.items():
+        arguments.instance(f"shardings: {name}", sharding, NamedSharding, "a NamedSharding")
+    return found._replace(params=read_parameters(tensors, found, parameters, split))
 
 
 def load_config(

@@ -124,19 +124,29 @@ class Tensors(NamedTuple):
         pieces = zip(_pieces(first), _pieces(second), strict=False)
         return str(first) == str(second) and all(one == two for one, two in pieces)
 
-    def read(self, name: str) -> np.ndarray:
-        """A copy of a tensor.
+    def read(
+        self, name: str, rows: slice = slice(None), columns: slice = slice(None)
+    ) -> np.ndarray:
+        """A copy of a tensor, or of a part, of two axes; the last one has the columns.
 
         The copy starts at a page boundary, so that jax does not copy it again on a CPU. It avoids
         the huge pages that numpy asks for, which are slow to get on a busy machine.
         """
         entry = self.entry(name)
-        # No mapping has a size of 0, as an empty tensor has.
-        buffer = mmap.mmap(-1, max(entry.stop - entry.start, 1))
-        for start, piece in _pieces(entry):
-            buffer[start : start + PIECE] = piece
         dtype = DTYPES.get(entry.dtype, np.dtype(np.float64))
-        return np.frombuffer(buffer, dtype, math.prod(entry.shape)).reshape(entry.shape)
+        width = entry.shape[-1] if entry.shape else 1
+        start, stop, _ = rows.indices(math.prod(entry.shape) // width)
+        shape = stop - start, len(range(width)[columns])
+        # No mapping has a size of 0.
+        buffer = mmap.mmap(-1, max(math.prod(shape) * dtype.itemsize, 1))
+        array = np.frombuffer(buffer, dtype, math.prod(shape)).reshape(shape)
+        size = width * dtype.itemsize
+        count = max(1, PIECE // size)
+        part = entry._replace(start=entry.start + start * size, stop=entry.start + stop * size)
+        for n, piece in enumerate(_pieces(part, count * size)):
+            lines = np.frombuffer(piece, dtype).reshape(-1, width)
+            array[n * count : n * count + len(lines)] = lines[:, columns]
+        return array
 
     def listed(self) -> str:
         """A few names for a message; those outside of numbered layers come first."""
@@ -144,16 +154,12 @@ class Tensors(NamedTuple):
         return f"{len(names)} tensors: {', '.join(names[:4])}"
 
 
-def _pieces(entry: TensorInfo) -> Iterator[tuple[int, bytes]]:
-    """Some bytes of a tensor at a time, and how many come before them.
-
-    The file is not mapped, to save memory.
-    """
-    size = entry.stop - entry.start
+def _pieces(entry: TensorInfo, size: int = PIECE) -> Iterator[bytes]:
+    """Some bytes of a tensor at a time; the file is not mapped, to save memory."""
     with open(entry.file, "rb") as file:
         file.seek(entry.start)
-        for start in range(0, size, PIECE):
-            yield start, file.read(min(size - start, PIECE))
+        for start in range(entry.start, entry.stop, size):
+            yield file.read(min(size, entry.stop - start))
 
 
 def as_path(value: Any) -> pathlib.Path:

@@ -1,5 +1,6 @@
 """The parameters of an input layer: their paths, shapes, tensors, and how they are read."""
 
+import functools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -7,6 +8,8 @@ from typing import Any, NamedTuple
 import haiku as hk
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from transformer_embed._src import arguments
@@ -88,7 +91,9 @@ def by_path(tree: Params) -> dict[str, Any]:
     }
 
 
-def full_paths(names: Mapping[Any, Any], paths: Collection[str]) -> dict[str, Any]:
+def full_paths(
+    names: Mapping[Any, Any], paths: Collection[str], what: str = "names"
+) -> dict[str, Any]:
     """The same mapping with full paths; a key is a path, or a suffix of exactly one path."""
     full = {}
     for name, value in names.items():
@@ -98,7 +103,7 @@ def full_paths(names: Mapping[Any, Any], paths: Collection[str]) -> dict[str, An
         if len(found) != 1 or found[0] in full:
             among = ", ".join(paths)
             want = f"a parameter's path, or a suffix that only one path has, among {among}"
-            raise arguments.value_error("names", want, repr(name))
+            raise arguments.value_error(what, want, repr(name))
         full[found[0]] = value
     return full
 
@@ -142,23 +147,45 @@ def check_tensors(
     return parameters
 
 
-def read_parameters(tensors: Tensors, found: PretrainedInput, parameters: Specs) -> Params:
-    """The parameters; zeros for those without a tensor."""
+def read_parameters(
+    tensors: Tensors, found: PretrainedInput, parameters: Specs, shardings: Options
+) -> Params:
+    """The parameters, each device's part of those that are split; zeros for those without a tensor.
+
+    If any is split, the others are whole on each device of its mesh.
+    """
     params: dict[str, dict[str, Array]] = {}
-    names = found.names or {}
+    others = next((NamedSharding(each.mesh, P()) for each in shardings.values()), None)
     for name, parameter in parameters.items():
         module, _, leaf = name.rpartition("/")
-        if name in names:
-            tensor, is_transposed = stored(name, names[name])
-            array = tensors.read(tensor)
-            if array.dtype == np.float64:
-                # A number past the dtype's range would become infinite, with a warning at most.
-                with np.errstate(over="raise"):
-                    array = call_with_named_errors(names[name], array.astype, parameter.dtype)
-            if is_transposed:
-                array = np.ascontiguousarray(array.T)
+        read = functools.partial(_read, tensors, name, (found.names or {}).get(name), parameter)
+        sharding = shardings.get(name, others)
+        if sharding is None:
+            # Unlike jnp.asarray, this makes no copy on a CPU.
+            array = jax.device_put(read((slice(None),) * len(parameter.shape)))
         else:
-            array = np.zeros(parameter.shape, parameter.dtype)
-        # Unlike jnp.asarray, this makes no copy on a CPU.
-        params.setdefault(module, {})[leaf] = jax.device_put(array.reshape(parameter.shape))
+            make = functools.partial(jax.make_array_from_callback, parameter.shape, sharding)
+            array = call_with_named_errors(f"shardings: {name}", make, read)
+        params.setdefault(module, {})[leaf] = array
     return params
+
+
+def _read(
+    tensors: Tensors, name: str, tensor: Any, parameter: Any, index: tuple[slice, ...]
+) -> np.ndarray:
+    """A part of a parameter. Of one with rows, nothing else is read."""
+    if tensor is None:
+        return np.broadcast_to(np.zeros((), parameter.dtype), parameter.shape)[index]
+    tensor, is_transposed = stored(name, tensor)
+    step = -1 if is_transposed else 1
+    if has_rows := len(index) == 2:
+        array = tensors.read(tensor, *index[::step])
+    else:
+        array = tensors.read(tensor).reshape(parameter.shape[::step])
+    if array.dtype == np.float64:
+        # A number past the dtype's range would become infinite, with a warning at most.
+        with np.errstate(over="raise"):
+            array = call_with_named_errors(tensor, array.astype, parameter.dtype)
+    if is_transposed:
+        array = np.ascontiguousarray(array.T)
+    return array if has_rows else array[index]
