@@ -124,26 +124,20 @@ class TokenPositions:
         return self.of([[row[n] for n in order] for row in self.rows])
 
     def with_block_ids(self, block_ids):
-        blocks = np.broadcast_to(block_ids, self._field("place").shape).tolist()
-        return self.of(
-            [
-                [token._replace(block=block) for token, block in zip(*row, strict=True)]
-                for row in zip(self.rows, blocks, strict=True)
-            ]
-        )
+        return self._replaced(block_ids, lambda token, block: token._replace(block=block))
+
+    def _replaced(self, array, change):
+        """The tokens, each changed by a number of an array."""
+        array = np.atleast_2d(array)
+        array = np.broadcast_to(array, (max(len(self.rows), len(array)), len(self.rows[0])))
+        rows = self.rows * (len(array) // len(self.rows))
+        return self.of([[*map(change, *row)] for row in zip(rows, array.tolist(), strict=True)])
 
     def clear(self, where):
         where = np.asarray(where)
         where = where[:, None] if where.ndim == 1 else where
-        where = np.broadcast_to(where, self._field("place").shape).tolist()
-        return self.of(
-            [
-                [
-                    token._replace(segment=0) if clear else token
-                    for token, clear in zip(*row, strict=True)
-                ]
-                for row in zip(self.rows, where, strict=True)
-            ]
+        return self._replaced(
+            where, lambda token, clear: token._replace(segment=0) if clear else token
         )
 
     def _field(self, name) -> Any:
@@ -196,26 +190,34 @@ def shared_prefix_parents(prefix_lengths, answer_lengths, length):
     return np.array(rows)
 
 
-def write_cache(cache, new, slot):
-    """Caches of tokens, or of tokens and one array [batch, slots, ...]."""
-    (slots, *arrays), (tokens, *added) = (
-        side if isinstance(side, tuple) else (side,) for side in (cache, new)
-    )
-    rows, arrays = [[*row] for row in slots.rows], [np.array(array) for array in arrays]
-    length, slot = len(tokens.rows[0]), np.asarray(slot)
-    is_written = np.zeros((len(rows), length), bool)
-    for b, row in enumerate(rows):
-        first = np.broadcast_to(slot, len(rows))[b] if slot.ndim < 2 else None
-        for n, token in enumerate(tokens.rows[b % len(tokens.rows)]):
-            place = slot[b % len(slot), n] if first is None else first + n if first >= 0 else -1
+def places(slot, rows, length, slots):
+    """The row, the number and the slot of each token that is written."""
+    slot = np.asarray(slot)
+    for row in range(rows):
+        if slot.ndim == 2:
+            found = slot[row % len(slot)].tolist()
+        else:
+            first = np.broadcast_to(slot, rows)[row]
+            found = [first + n if first >= 0 else -1 for n in range(length)]
+        for n, place in enumerate(found):
             # Of tokens for one slot, the last one is written.
-            others = () if first is not None else slot[b % len(slot), n + 1 :]
-            if 0 <= place < len(row) and place not in others:
-                row[place], is_written[b, n] = token, True
-                for array, values in zip(arrays, added, strict=True):
-                    array[b, place] = np.asarray(values)[b % len(values), n]
-    slots = TokenPositions.of(rows)
-    return (slots if not isinstance(cache, tuple) else (slots, *arrays)), is_written
+            if 0 <= place < slots and place not in found[n + 1 :]:
+                yield row, n, place
+
+
+def write_cache(cache, new, slot):
+    """A cache of tokens and an array [batch, slots, ...]."""
+    (held, array), (tokens, added) = cache, new
+    rows, array = [[*row] for row in held.rows], np.array(array)
+    is_written = np.zeros((len(rows), len(tokens.rows[0])), bool)
+    for row, n, place in places(slot, *is_written.shape, len(rows[0])):
+        rows[row][place] = tokens.rows[row % len(tokens.rows)][n]
+        array[row, place] = np.asarray(added)[row % len(added), n]
+        is_written[row, n] = True
+    return (TokenPositions.of(rows), array), is_written
+
+
+write_rows = write_cache
 
 
 class AttentionMask:
@@ -261,9 +263,6 @@ def sees(q, k, *, causal, window=None, chunk=None, sinks=-FAR):
     )
 
 
-write_rows = write_cache
-
-
 # --- programs that run with both
 
 LIBRARY = types.SimpleNamespace(**vars(te), write_rows=jax.vmap(te.write_cache))
@@ -307,23 +306,13 @@ def _split(f, batches, axes):
         return [jax.jit(f)(*map(put_each, batch)) for batch in batches]
 
 
-def _any_rows(f, batches):
-    specs = [", ".join(["b", *map(str, x.shape[1:])]) for x in batches[0]]
-    scope = export.SymbolicScope()
-    shaped = [
-        jax.ShapeDtypeStruct(export.symbolic_shape(spec, scope=scope), x.dtype)
-        for spec, x in zip(specs, batches[0], strict=True)
-    ]
-    exported = export.export(jax.jit(f))(*shaped)
-    return [exported.call(*batch) for batch in batches]
-
-
-def _any_lengths(f, batches):
-    scope = export.SymbolicScope(["t >= 8"])
-    shaped = [
-        jax.ShapeDtypeStruct(export.symbolic_shape("b, t"[: 3 * x.ndim - 2], scope=scope), x.dtype)
-        for x in batches[0]
-    ]
+def _symbolic(f, batches, names):
+    """Exported for any number of rows, or also for any length."""
+    scope, shaped = export.SymbolicScope(["t >= 8"]), []
+    for x in batches[0]:
+        shape = ", ".join([*names, *map(str, x.shape[len(names) :])][: x.ndim])
+        shape = export.symbolic_shape(shape, scope=scope)
+        shaped.append(jax.ShapeDtypeStruct(shape, x.dtype))
     exported = export.export(jax.jit(f))(*shaped)
     return [exported.call(*batch) for batch in batches]
 
@@ -332,6 +321,6 @@ ROW_MODES = {
     "rows alone": _rows_alone,
     "split": functools.partial(_split, axes=("data",)),
     "split length": functools.partial(_split, axes=(None, "data")),
-    "any rows": _any_rows,
-    "any lengths": _any_lengths,
+    "any rows": functools.partial(_symbolic, names="b"),
+    "any lengths": functools.partial(_symbolic, names="bt"),
 }

@@ -7,10 +7,10 @@ promises.
 
 import functools
 import inspect
-import types
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import loops
 import mpmath
 import numpy as np
 import oracle
@@ -290,46 +290,15 @@ def dense_mask(
     return te.AttentionMask(queries, keys, causal=causal, window=window, chunk=chunk).dense()
 
 
-def allowed_pairs(queries, keys, *, causal, window, chunk, sinks=None):
-    """The rule of two sides that have fields as TokenPositions has: [B, T, S], with axes of size 1
-    along which no term differs."""
-    sides = [
-        {
-            field: np.expand_dims(np.atleast_2d(np.asarray(array, np.int64)), axis)
-            for field in ("positions", "segment_ids", "block_ids")
-            if (array := getattr(side, field)) is not None
-        }
-        for side, axis in ((queries, 2), (keys, 1))
-    ]
-    q, k = (side["positions"] for side in sides)
-    left, right = window or (None, None)
-    limits = [k <= q] if causal else []
-    limits += [(q - left <= k) | (k < (sinks or -(2**40)))] if left is not None else []
-    limits += [k <= q + right] if right is not None else []
-    limits += [q // chunk == k // chunk] if chunk else []
-    allowed = np.ones((1, 1, k.shape[2]), bool)
-    if limits:
-        inside = np.logical_and.reduce(np.broadcast_arrays(*limits))
-        if "block_ids" in sides[0]:
-            blocks = [side["block_ids"] for side in sides]
-            inside = inside | (blocks[0] >= 0) & (blocks[0] == blocks[1])
-        allowed = allowed & inside
-    segments = [side["segment_ids"] for side in sides if "segment_ids" in side]
-    if segments:
-        allowed = allowed & (segments[-1] != 0) & (segments[0] == segments[-1])
-    return allowed
-
-
-def attention(got, *, query_positions, key_positions, causal, window, chunk, **ids):
-    sides = (
-        types.SimpleNamespace(
-            positions=integers(positions),
-            segment_ids=ids[f"{side}_segment_ids"],
-            block_ids=ids[f"{side}_block_ids"],
+def attention(got, *, causal, window, chunk, **arrays):
+    sides = []
+    for side in ("query", "key"):
+        positions, segments, blocks = (
+            arrays[f"{side}_{field}"] for field in ("positions", "segment_ids", "block_ids")
         )
-        for side, positions in (("query", query_positions), ("key", key_positions))
-    )
-    expected = allowed_pairs(*sides, causal=causal, window=window, chunk=chunk)
+        tokens = loops.TokenPositions(integers(positions), segment_ids=segments)
+        sides.append(tokens if blocks is None else tokens.with_block_ids(blocks))
+    expected = loops.AttentionMask(*sides, causal=causal, window=window, chunk=chunk).allowed
     same(*np.broadcast_arrays(np.asarray(got)[:, 0], expected))
 
 
@@ -349,7 +318,7 @@ def checked(got, ids, tokens=None, *, vocab_size, pad_id=None, order=None):
     assert all(0 <= each < vocab_size for each in ids.ravel())
     if tokens is not None:
         is_token = np.broadcast_to(np.asarray(tokens.padding_mask), ids.shape)
-        assert pad_id is None or pad_id not in ids[is_token]
+        assert pad_id is None or np.array_equal(ids != pad_id, is_token)
     if order is not None:
         ordered(tokens, order)
 
@@ -376,23 +345,15 @@ def balanced(got, length, devices, *, kind, tile):
 
 
 def parents(got, prefix_lengths, answer_lengths, length):
-    rows = []
-    for prefix, answers in zip(integers(prefix_lengths), integers(answer_lengths), strict=True):
-        row = [*range(-1, prefix - 1)]
-        for answer in answers:
-            row += [prefix - 1, *range(len(row), len(row) + answer - 1)][:answer]
-        rows.append(row + [-2] * (length - len(row)))
-    same(got, np.array(rows, np.int64).reshape(len(rows), length))
+    lengths = integers(prefix_lengths), integers(answer_lengths)
+    same(got, loops.shared_prefix_parents(*lengths, length))
 
 
 def written(got, cache, new, slot):
     held, new, slot = np.array(cache), np.asarray(new), integers(slot)
     is_written = np.zeros((len(held), new.shape[1]), bool)
-    for row, n in np.ndindex(is_written.shape):
-        first = np.broadcast_to(slot, len(held))[row] if slot.ndim < 2 else slot[row, n]
-        place = first + n if slot.ndim < 2 else first
-        if 0 <= first <= place < held.shape[1]:
-            held[row, place], is_written[row, n] = new[row % len(new), n], True
+    for row, n, place in loops.places(slot, *is_written.shape, held.shape[1]):
+        held[row, place], is_written[row, n] = new[row % len(new), n], True
     same(got[0], held)
     same(got[1], is_written)
 
@@ -613,56 +574,16 @@ def whole_divergences(student, teacher, kind, beta=0.5):
 # --- positions
 
 
-def counted(row, start, at_padding):
-    """The positions of a row of bools, which say what is a token."""
-    return [start + sum(row[:n]) if each else at_padding for n, each in enumerate(row)]
+def tokens_of(constructor):
+    """The check of a constructor of token positions."""
 
+    def compare(got, array, *sizes, **options):
+        want = getattr(loops.TokenPositions, constructor.__name__)
+        want = want(integers(array), *sizes, **options)
+        same(got.positions, want.positions)
+        same(got.segment_ids, want.segment_ids)
 
-def same_tokens(got, positions, segment_ids):
-    same(got.positions, np.array(positions, np.int64))
-    same(got.segment_ids, np.array(segment_ids, np.int64))
-
-
-def from_ids(got, ids, *, pad_id, end_id, start, at_padding):
-    rows, segments = [], []
-    for row in rows_of(ids)[0]:
-        texts = [[]]
-        for before, each in zip([pad_id, *row], row, strict=False):
-            if texts[0] and before == end_id != pad_id:
-                texts.append([])
-            texts[-1].append(each != pad_id)
-        rows.append([each for text in texts for each in counted(text, start, at_padding)])
-        segments.append([n * each for n, text in enumerate(texts, start=1) for each in text])
-    same_tokens(got, rows, segments)
-
-
-def from_lengths(got, lengths, length, *, padding_side):
-    tokens = [[n < each for n in range(length)] for each in integers(lengths)]
-    tokens = [row if padding_side == "right" else row[::-1] for row in tokens]
-    same_tokens(got, [counted(row, 0, 0) for row in tokens], tokens)
-
-
-def from_segment_ids(got, segment_ids):
-    rows, positions = rows_of(segment_ids)[0], []
-    for row in rows:
-        line = []
-        for before, each in zip([0, *row], row, strict=False):
-            line.append(line[-1] + 1 if each == before != 0 else 0)
-        positions.append(line)
-    same_tokens(got, positions, rows)
-
-
-def from_positions(got, positions):
-    rows, segments = rows_of(positions)[0], []
-    for row in rows:
-        begins = [n == 0 or each != row[n - 1] + 1 for n, each in enumerate(row)]
-        segments.append(np.cumsum(begins).tolist())
-    same_tokens(got, rows, segments)
-
-
-def from_offset(got, offset, length):
-    positions = [[first + n for n in range(length)] for first in integers(offset).ravel()]
-    same_tokens(got, positions, np.ones(got.positions.shape))
+    return compare
 
 
 # --- random
@@ -733,11 +654,6 @@ CHECKS = {
     linear_top_k: top_k,
     linear_kept_log_probs: kept_log_probs,
     linear_logits: logits,
-    te.TokenPositions.from_ids: from_ids,
-    te.TokenPositions.from_lengths: from_lengths,
-    te.TokenPositions.from_offset: from_offset,
-    te.TokenPositions.from_positions: from_positions,
-    te.TokenPositions.from_segment_ids: from_segment_ids,
     te.write_cache: written,
     te.LinearScaling: scaling,
     te.NTKScaling: scaling,
@@ -746,3 +662,11 @@ CHECKS = {
     te.Llama3Scaling: scaling,
     te.LongRopeScaling: scaling,
 }
+CONSTRUCTORS = [
+    te.TokenPositions.from_ids,
+    te.TokenPositions.from_lengths,
+    te.TokenPositions.from_offset,
+    te.TokenPositions.from_positions,
+    te.TokenPositions.from_segment_ids,
+]
+CHECKS |= {constructor: tokens_of(constructor) for constructor in CONSTRUCTORS}

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import said
 from batches import RULES
-from cases import few
 from compare import equal, near
 from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu import flash_attention
@@ -19,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshes import mesh_of
 from refused import each_refused, pattern
 from said import SAID as KERNELS
-from said import from_ids, said_by_flash, said_by_splash
+from said import said_by_flash, said_by_splash
 
 import transformer_embed as te
 from transformer_embed._src.kernels import row_indices, splash_attention
@@ -79,20 +78,6 @@ def test_full_rows_have_no_segments_but_for_their_chunks():
 
 
 @pytest.mark.slow
-def test_names_of_chunks_are_unique_whatever_the_tokens():
-    """Also of tokens in no order: a mask of chunks alone compares no row indices."""
-    ids = np.random.default_rng(0).integers(0, 4, (3, 2, 40))
-    tokens = TokenPositions(9 * ids[1] - 5, segment_ids=ids[0])
-    rule = {"causal": False, "chunk": 10}
-    for keys in (None, TokenPositions(7 * ids[2] - 5, segment_ids=ids[1])):
-        mask = AttentionMask(tokens, keys, **rule)
-        names = jax.jit(lambda mask: te.kernels.flash_attention(mask)["segment_ids"])(mask)
-        assert_said(from_ids(names.q, names.kv), mask)
-    mask = AttentionMask(TokenPositions(jnp.arange(40)), tokens, **rule)
-    assert_said(said_by_splash(mask, None), mask)
-
-
-@pytest.mark.slow
 def test_segment_ids_of_64_bits():
     with jax.enable_x64():
         ids = jnp.array([[2**40 + 1, 2**40 + 1, 1, 0]])
@@ -102,18 +87,6 @@ def test_segment_ids_of_64_bits():
         options = te.kernels.flash_attention(mask, order="packed")
         assert options["segment_ids"].q.dtype == jnp.int32
         assert_said(said_by_flash(mask, "packed"), mask)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", few([r for r in RULES[1:] if "sinks" not in r], 3))
-def test_queries_that_are_a_part_of_their_keys(rule):
-    """A chunked prefill: its queries start at an index of the cache."""
-    for keys in (RIGHT, PACKED, LEFT, IMAGES):
-        for start in (0, 60, 128):
-            queries = jax.tree.map(lambda a, s=start: a[:, s : s + 128], keys)
-            mask = AttentionMask(queries, keys, **rule)
-            if keys is not IMAGES or "chunk" not in rule:
-                assert_said(said_by_splash(mask, "packed", q_offset=start), mask)
 
 
 def test_a_row_in_another_order_is_in_no_order_that_is_promised():
@@ -160,17 +133,6 @@ def test_cudnn_gets_no_window_to_the_right_of_a_causal_rule():
         options = te.kernels.dot_product_attention(mask, order="right")
         assert options["is_causal"]
         assert options["local_window_size"] == (5, 0)
-
-
-@pytest.mark.slow
-def test_another_sequence_of_another_segment_is_not_seen():
-    """Lengths come from the segment ids, whatever these are."""
-    keys = TokenPositions([[0, 1, 2]] * 2, segment_ids=[[7, 7, 0], [2, 0, 0]])
-    mask = AttentionMask(
-        TokenPositions([[0, 1]] * 2, segment_ids=[[7, 7], [1, 1]]), keys, causal=False
-    )
-    options = te.kernels.dot_product_attention(mask, order="right")
-    assert options["key_value_seq_lengths"].tolist() == [2, 0]
 
 
 # Kernels that run.

@@ -140,19 +140,6 @@ def test_init_and_training_follow_a_key_of_either_kind_and_evaluation_none():
 
 
 @pytest.mark.slow
-def test_vmap_over_seeds():
-    embedder, _ = made()
-    keys = jax.random.split(KEY, 3)
-    params = jax.vmap(embedder.init)(keys)
-    train = functools.partial(embedder.apply, is_training=True, positions=np.arange(3, 8))
-    got = np.asarray(jax.vmap(train, in_axes=(0, 0, None))(params, keys, IDS))
-    for n, key in enumerate(keys):
-        want = np.asarray(train(embedder.init(key), key, IDS))
-        assert_close(got[n], want)
-        equal(got[n] == 0, want == 0)
-
-
-@pytest.mark.slow
 def test_gradients_reach_every_parameter_inside_another_jit():
     embedder, params = made(BERT)
 
@@ -272,11 +259,6 @@ DOORS = {
         lambda: te.RelativePositionBias(6, num_buckets=11)([0], [1, 2]), TOKENS
     ),
 }
-
-
-@pytest.mark.slow
-def test_the_embedder_is_the_module():
-    assert_close(*(DOORS[door](of_the_whole()) for door in ("apply", "transform")))
 
 
 def doors(*names):

@@ -19,7 +19,7 @@ from compare import equal, near
 from contexts import as_dtype, strict
 from drawn import drawn
 from refused import refused
-from sample import IDS, KEY, ROOT, TYPES
+from sample import IDS, KEY, TYPES
 
 import transformer_embed as te
 
@@ -167,29 +167,6 @@ def test_the_result_has_the_shape_of_the_data_and_the_dtype_asked_for(case):
         assert (got.shape, got.dtype) == ((2, 5, 8), case.dtype)
 
 
-@pytest.mark.slow
-@few_modules
-def test_jit_equals_eager(case):
-    for is_training in (False, True):
-        apply = transformed(case, is_training).apply
-        arguments = params_of(case.name), KEY, case.data
-        assert_within_ulps(jax.jit(apply)(*arguments), apply(*arguments), case.dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["learned_positional_encoding", "transformer_embedding_grid"])
-def test_haiku_vmap_over_the_batch(name):
-    case = BY_NAME[name]
-
-    def mapped(data):
-        module = case.build()
-        return hk.vmap(lambda row: case.call(module, row, False), split_rng=False)(data)
-
-    got = jax.jit(hk.transform(mapped).apply)(params_of(case.name), None, case.data)
-    want = transformed(case).apply(params_of(case.name), None, case.data)
-    assert_within_ulps(got, want, case.dtype)
-
-
 def total(x):
     return sum(leaf.astype(jnp.float32).sum() for leaf in jax.tree.leaves(x))
 
@@ -283,42 +260,6 @@ def test_a_policy_on_the_module_itself(case):
     assert got.dtype == jnp.float16
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_without_a_policy_the_result_has_the_dtype_of_the_table(dtype):
-    """Also of a table that was cast by hand."""
-    typed = {"param_dtype": dtype, "num_token_types": 2}
-    calls = [
-        lambda: tokens(param_dtype=dtype)(IDS),
-        lambda: whole(**typed)(IDS, is_training=False, token_types=TYPES),
-        lambda: te.RelativePositionBias(2, param_dtype=dtype)([0], [0]),
-    ]
-    for call in calls:
-        pair = hk.transform(call)
-        params = jax.eval_shape(pair.init, KEY)
-        assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
-        assert jax.eval_shape(pair.apply, params, None).dtype == dtype
-        cast = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float16), params)
-        assert jax.eval_shape(pair.apply, cast, None).dtype == jnp.float16
-
-
-@pytest.mark.slow
-def test_16_bit_results_are_rounded_once():
-    """A factor, an encoding and token types are not rounded before they are used."""
-    sinusoids = np.asarray(te.sinusoidal_table(5, 64))
-    x = np.random.default_rng(0).normal(size=[5, 64]).astype(jnp.bfloat16)
-    added = encode(functools.partial(sinusoidal, 64), x)
-    equal(added, (np.float32(x) + sinusoids).astype(jnp.bfloat16))
-    fields = {"d_model": 64, "num_token_types": 2, "scale": 0.1} | HALF
-    pair = hk.transform(lambda: whole(**fields)(IDS, is_training=False, token_types=TYPES))
-    params = drawn(pair.init)
-    rows, types = (
-        np.float32(params[ROOT + name]["embeddings"])
-        for name in ("token_embedding", "token_type_embedding")
-    )
-    want = rows[IDS] * np.float32(0.1) + sinusoids + types[TYPES]
-    equal(pair.apply(params, None), want.astype(jnp.bfloat16))
-
-
 def test_a_batch_reads_encodings_that_are_computed_once():
     """See `computed_once`. A batch of one row would only copy them."""
     pair = hk.transform(lambda x: sinusoidal()(x, is_training=False))
@@ -328,17 +269,6 @@ def test_a_batch_reads_encodings_that_are_computed_once():
 
 
 # --- Positions.
-
-
-@both_encodings
-def test_positions_are_given_or_counted_for_any_leading_axes(module):
-    table = encode(module, np.zeros([1, 16, 8], np.float32))[0]
-    for positions in ([3, 9, 0, 15, 1], [[0, 1, 2, 3, 4], [11, 12, 13, 14, 15]]):
-        got = encode(module, np.zeros([2, 5, 8], np.float32), positions=positions)
-        equal(got, np.broadcast_to(table[np.array(positions)], got.shape))
-    for shape in [(2, 5, 8), (0, 8), (1, 8), (3, 2, 1, 8)]:
-        got = encode(module, np.zeros(shape, np.float32))
-        equal(got, np.broadcast_to(table[: shape[-2]], shape))
 
 
 # --- Dropout.

@@ -1,7 +1,6 @@
 """Position biases against plain Python loops, exact rational arithmetic and published values."""
 
 import functools
-import itertools
 import json
 import pathlib
 
@@ -12,7 +11,7 @@ import oracle
 import pytest
 from compare import near
 from meshes import EXPLICIT, mesh_of, put
-from references import assert_right, check
+from references import check
 from refused import each_refused, refused
 
 import transformer_embed as te
@@ -28,8 +27,6 @@ GOLDEN = json.loads(FILE.read_bytes())
 # are rounded to float32 once each, on both sides.
 PEER_ERROR = 2 * ((1 + 2.0**-24) ** 3 - 1)
 
-QUERIES = [np.array([1, 2, 9, 4]), np.array([[1, 2, 3, 4], [0, 1, 2, 3], [20, -30, 40, 2000]])]
-KEYS = [np.arange(5), np.arange(5) + np.array([[0], [1], [100]])]
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 EXTREMES = np.array([LOWEST, LOWEST + 1, -(2**24) - 1, 0, 2**24 + 1, HIGHEST])
 
@@ -40,18 +37,7 @@ BIASES = [
     (alibi_bias, {"num_heads": 3, "symmetric": True, "dtype": "bfloat16"}),
     (relative_position_buckets, OF_8 | {"bidirectional": False}),
 ]
-every_bias = pytest.mark.parametrize(("function", "options"), BIASES)
 every_function = pytest.mark.parametrize(("function", "options"), BIASES[:2])
-
-
-@every_bias
-def test_a_bias_is_a_loop(function, options):
-    for queries, keys in itertools.product(QUERIES, KEYS):
-        bias = check(function, queries, keys, **options)
-        assert bias.shape[0] == (1 if queries.ndim == keys.ndim == 1 else 3)
-        assert bias.shape[-2:] == (4, 5)
-    # Differences of 33 bits too.
-    check(function, EXTREMES, EXTREMES, **options)
 
 
 @pytest.mark.slow
@@ -108,12 +94,6 @@ def test_alibi_bias_and_the_masks_bias_are_finite_and_hide_at_any_distance(dtype
     assert not np.where(mask, 0, weights).any()
 
 
-@pytest.mark.slow
-def test_alibi_bias_in_float16_is_at_most_a_quarter_of_the_largest():
-    keys = [-(2**20), -(2**13), 2**13, 2**20]
-    check(alibi_bias, [0], keys, num_heads=2, max_bias=0.5, dtype=jnp.float16)
-
-
 def test_alibi_bias_in_float64():
     with jax.enable_x64():
         bias = alibi_bias([HIGHEST], [0], num_heads=3, dtype=jnp.float64)
@@ -161,14 +141,6 @@ def test_many_buckets_need_no_memory_of_their_own():
 
 
 # --- Both
-
-
-@pytest.mark.slow
-@every_function
-def test_bias_under_vmap_is_that_of_each_row(function, options):
-    queries, keys = QUERIES[1].astype(np.int32), KEYS[1].astype(np.int32)
-    stacked = np.asarray(jax.jit(jax.vmap(functools.partial(function, **options)))(queries, keys))
-    assert_right(function, stacked[:, 0], queries, keys, **options)
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import typing
 
 import hypothesis
 import jax
-import jax.numpy as jnp
 import mpmath
 import numpy as np
 import oracle
@@ -55,60 +54,6 @@ SCALINGS = [
     LONG,
     dataclasses.replace(LONG, length=4096, attention_factor=1.5),
 ]
-
-
-# Near, far and negative.
-FAR = np.array([0, 1, -4095, 2**20 + 1, 2**31 - 1, -(2**31)])
-GRID = np.random.default_rng(1).integers(0, 500, [6, 3])
-
-
-OF_FAR = [
-    {},
-    {"base": 1e6, "layout": "interleaved"},
-    {"layout": "interleaved", "rotary_dim": 6},
-    {"rotary_dim": 4, "partial": "proportional", "layout": "interleaved"},
-    {"rotary_dim": 8, "partial": "proportional", "scaling": NTKScaling(4.0)},
-    {"rotary_dim": 4, "scaling": NTKScaling(4.0)},
-    {"scaling": YARN},
-    {"scaling": dataclasses.replace(LONG, attention_factor=1.5), "base": 500.0},
-]
-# Shapes, positions and options.
-CASES = [
-    *(((6, 2, 8), FAR, options) for options in OF_FAR),
-    ((6, 2, 7), FAR, {"rotary_dim": 4}),
-    ((2, 6, 3, 4), GRID[:, :2].T, {}),
-    ((2, 6, 3, 4), FAR[None], {}),
-    ((2, 1, 2), np.array([2**31, 2**32 - 1], np.uint32), {}),
-    ((3, 1, 4), np.array([0.5, -1234.75, 2.0**23 + 0.5], np.float32), {}),
-    ((0, 3, 2, 2), [0, 1, 2], {}),
-    ((2, 1, 0), [0, 1], {"layout": "interleaved"}),
-    ((2, 3, 0, 4), [0, 1, 2], {"rotary_dim": 2}),
-    # Qwen2-VL: sections (2, 3, 3), one after the other. Qwen3-VL: they take turns.
-    ((2, 6, 1, 16), GRID, {"pair_axes": np.repeat([0, 1, 2], [2, 3, 3]), "base": 1e6}),
-    ((2, 6, 1, 16), GRID, {"pair_axes": [0, 1, 2] * 2 + [0] * 2, "layout": "interleaved"}),
-    ((2, 6, 1, 16), GRID[:, :2], {"pair_axes": [1] * 8, "scaling": YARN}),
-    ((2, 6, 1, 16), GRID[:, :2].astype(np.float32) / 2, {"pair_axes": (0,) * 4 + (1,) * 4}),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("shape", "positions", "options"), CASES)
-def test_rotations_in_arbitrary_precision(shape, positions, options):
-    check(apply_rotary, normal(0, *shape), positions, **options)
-
-
-def test_16_bit_results_are_rounded_once():
-    for dtype in (jnp.bfloat16, jnp.float16):
-        check(apply_rotary, normal(0, 64, 1, 8).astype(dtype), np.arange(64))
-
-
-@pytest.mark.slow
-def test_64_bit_mode():
-    x, positions = normal(0, 4, 2, 8), np.array([0, 3, -5, 2**31])
-    with jax.enable_x64():
-        wide = apply_rotary(jnp.asarray(x, float), jax.device_put(positions))
-    assert wide.dtype == jnp.float64
-    assert_right(apply_rotary, wide.astype("float32"), x, positions)
 
 
 positive = st.one_of(st.floats(1e-9, 1e-2), st.floats(0.01, 100), st.floats(100, 1e12))
@@ -189,15 +134,6 @@ def test_a_permutation_is_the_conversion_of_llama():
 
 
 OPTIONS = {"layout": "interleaved", "rotary_dim": 4, "scaling": YARN}
-
-
-@pytest.mark.slow
-def test_vmap_is_a_loop():
-    x, positions = normal(0, 3, 6, 2, 8), np.arange(18).reshape(3, 6)
-    rotate = functools.partial(apply_rotary, **OPTIONS)
-    for axes, given in (((0, 0), positions), ((0, None), positions[1])):
-        mapped = jax.jit(jax.vmap(rotate, axes))(x, given)
-        assert_right(apply_rotary, mapped, x, given, **OPTIONS)
 
 
 @pytest.mark.slow

@@ -12,12 +12,7 @@ import transformer_embed as te
 
 PAD_ID = 1
 IDS = np.array([[5, 6, 7, 1, 1], [1, 1, 5, 6, 7], [5, 1, 6, 1, 7]])
-SCHEMES = [te.Sinusoidal(), te.Learned(max_len=9)]
-both_schemes = pytest.mark.parametrize("scheme", SCHEMES, ids=["sinusoidal", "learned"])
-# RoBERTa's rule, in its own words: cumsum of the mask times the mask, plus padding_idx.
-ROBERTA = {"start": 2, "at_padding": 1}
 MASK = (IDS != PAD_ID).astype(int)
-ROBERTA_POSITIONS = np.cumsum(MASK, 1) * MASK + 1
 
 
 def embed(scheme, ids=IDS, *, d_model=8, pad_id=None, **arguments):
@@ -28,23 +23,6 @@ def embed(scheme, ids=IDS, *, d_model=8, pad_id=None, **arguments):
         for path, leaves in drawn(te.Embedder(config).init).items()
     }
     return te.Embedder(config).apply(params, None, ids, is_training=False, **arguments)
-
-
-@pytest.mark.slow
-@both_schemes
-def test_only_tokens_are_counted_where_padding_has_a_position_of_its_own(scheme):
-    """Whether the scheme or the config has its id; a scheme's own wins."""
-    expected = embed(scheme, positions=ROBERTA_POSITIONS)
-    roberta = dataclasses.replace(scheme, **ROBERTA)
-    own = dataclasses.replace(roberta, pad_id=PAD_ID)
-    equal(embed(own), expected)
-    equal(embed(roberta, pad_id=PAD_ID), expected)
-    equal(embed(own, pad_id=5), expected)
-    assert not np.array_equal(embed(roberta, pad_id=5), expected)
-    # Of any rank; given positions are taken as they are.
-    equal(embed(own, IDS[0]), expected[0])
-    equal(embed(own, IDS[None]), expected[None])
-    equal(embed(own, positions=ROBERTA_POSITIONS), expected)
 
 
 @pytest.mark.slow
@@ -73,28 +51,6 @@ def test_a_start_from_which_positions_leave_int32_is_refused():
 
 # As in diffusers, get_2d_sincos_pos_embed: indices times base_size / grid / interpolation_scale.
 STRETCHED = [np.arange(n) * 16 / n / 2.0 for n in (2, 3)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("d_model", "options"),
-    [
-        (8, {"axes": (1, 0), "layout": "sin_cos"}),
-        (7, {"odd": "round_up"}),
-        (8, {"axes": (1, 0), "axis_positions": STRETCHED}),
-    ],
-)
-def test_a_grid_of_tokens_is_the_flattened_grid(d_model, options):
-    """A shorter row has its first points; padding is counted."""
-    scheme, ids = te.SinusoidalGrid((2, 3), **options), IDS[:2]
-    rows = np.asarray(te.sinusoidal_grid((2, 3), d_model, **options)).reshape(-1, d_model)
-    got = embed(scheme, ids, d_model=d_model, pad_id=PAD_ID)
-    equal(got, [rows[:5]] * 2)
-    got = embed(scheme, ids, d_model=d_model, positions=np.array([-1, 0, 5, 6, 2**31 - 1]))
-    equal(got[0], rows[[0, 0, 5, 0, 0]] * [[np.nan], [1], [1], [np.nan], [np.nan]])
-    text = "length: ... got 7"
-    with refused(ValueError, text):
-        embed(scheme, np.zeros(7, int), d_model=d_model)
 
 
 def test_a_grid_is_a_value():

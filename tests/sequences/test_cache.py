@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from compare import equal
 from refused import each_refused
 
@@ -18,61 +17,6 @@ def new_tokens(first, length, rows=BATCH):
     numbers = first + np.arange(rows * length).reshape(rows, length)
     keys = jnp.array(np.stack([numbers, -numbers], axis=-1), jnp.float32)
     return (te.TokenPositions(numbers, segment_ids=np.ones_like(numbers)), keys), numbers
-
-
-def written_by_loop(held, numbers, slot):
-    """Slots [batch, slots] with the number of each slot's token, 0: empty."""
-    held, is_written = held.copy(), np.zeros((BATCH, numbers.shape[1]), bool)
-    for row in range(BATCH):
-        places = np.broadcast_to(slot, BATCH if slot.ndim < 2 else slot.shape)[row].tolist()
-        for n, number in enumerate(numbers[row % len(numbers)]):
-            first, place = (places, places + n) if slot.ndim < 2 else (places[n],) * 2
-            if 0 <= first <= place < SLOTS:
-                held[row, place], is_written[row, n] = number, True
-    return held, is_written
-
-
-WRITES = [0, 4, -1, SLOTS, 2**31 - 1, -(2**31), [5, 0, 3], [-1, 6, 2], [-2, 2**31 - 1, 5]]
-OF_TOKENS = [[[0, 5, 2], [6, -1, 3], [3, 2, 1]], [[2, 2**31 - 1, -(2**31)]] * 3]
-
-
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_positions_keys_and_values_are_written_alike(is_compiled):
-    """No slot shows a token whose key is another's, also where a write leaves the cache."""
-    write = jax.jit(te.write_cache) if is_compiled else te.write_cache
-    cache, held = EMPTY, np.zeros((BATCH, SLOTS), int)
-    for n, slot in enumerate(jnp.array(each, jnp.int32) for each in (*WRITES, *OF_TOKENS)):
-        new, numbers = new_tokens(1 + 100 * n, 3, rows=1 if n % 4 == 1 else BATCH)
-        cache, is_written = write(cache, new, slot)
-        held, expected = written_by_loop(held, numbers, slot)
-        equal(is_written, expected)
-        equal(cache[0].positions * cache[0].padding_mask, held)
-        equal(cache[1], np.stack([held, -held], axis=-1))
-
-
-@pytest.mark.parametrize("length", [1, 4])
-def test_a_ring_shows_the_window_of_each_new_token(length):
-    """window + length - 1 places: a write of `length` tokens must not hide what its first sees."""
-    window, total = 3, 24
-    places = window + length - 1
-    slots = te.TokenPositions.empty(1, places)
-    step = jax.jit(
-        lambda slots, tokens: te.write_cache(slots, tokens, tokens.positions % places)[0]
-    )
-    for start in range(0, total, length):
-        tokens = te.TokenPositions.from_offset(start, length)
-        slots = step(slots, tokens)
-        mask = te.AttentionMask(tokens, slots, causal=True, window=(window - 1, 0)).dense()
-        for n, row in enumerate(np.asarray(mask)[0, 0]):
-            seen = np.sort(np.asarray(slots.positions)[0, row])
-            equal(seen, np.arange(max(0, start + n - window + 1), start + n + 1))
-
-
-def test_a_row_is_cleared_for_a_new_text():
-    slots, _ = te.write_cache(EMPTY[0], new_tokens(1, SLOTS)[0][0], 0)
-    cleared = jax.jit(te.TokenPositions.clear)(slots, np.array([True, False, True]))
-    equal(cleared.padding_mask, [[False] * SLOTS, [True] * SLOTS, [False] * SLOTS])
-    equal(cleared.positions[1], slots.positions[1])
 
 
 def test_a_position_that_a_short_cache_cannot_hold_is_written():

@@ -4,11 +4,9 @@ import functools
 
 import jax
 import jax.export
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import equal
-from references import check
 from refused import each_refused
 
 import transformer_embed as te
@@ -20,83 +18,12 @@ SEGMENTS = np.array(
 )
 
 
-def next_by_hand(rows):
-    return [[a != 0 and a == b for a, b in zip(row, [*row, 0][1:], strict=True)] for row in rows]
-
-
 # --- constructors
 
-IDS = [
-    [9, 8, 7, 0, 0],
-    [0, 0, 9, 8, 7],
-    [0, 9, 0, 7, 0],
-    [0] * 5,
-    [2**32, 5, 0, -(2**32), 2**32 + 3],
-]
 LAST = 2**31 - 1
 
 
-@pytest.mark.parametrize(
-    ("make", "values", "options"),
-    [
-        *[
-            (TokenPositions.from_segment_ids, segments, {})
-            for segments in (SEGMENTS, SEGMENTS[:, :3], [[4]], np.zeros((2, 0), int))
-        ],
-        (TokenPositions.from_ids, np.array(IDS), {"pad_id": 0}),
-        (TokenPositions.from_ids, np.array(IDS), {"pad_id": 0, "end_id": 8}),
-        (TokenPositions.from_ids, [2, 2, 5, 0, 7, 2, 0, 9], {"pad_id": 0, "end_id": 2, "start": 3}),
-        (TokenPositions.from_positions, [[0, 1, 2, 0, 1], [5, 6, 6, -3, LAST]], {}),
-        (TokenPositions.from_ids, [1] * 3, {"pad_id": 0, "start": LAST - 2}),
-        *[
-            (TokenPositions.from_lengths, [0, 2, 4], {"length": 4, "padding_side": side})
-            for side in ("left", "right")
-        ],
-        *[
-            (TokenPositions.from_offset, offset, {"length": 3})
-            for offset in (3, [3], [3, 0, LAST - 2], -(2**31), [])
-        ],
-        # A list without numbers is not one of floats.
-        (TokenPositions.from_segment_ids, [], {}),
-        (TokenPositions.from_ids, [], {"pad_id": 0}),
-        (TokenPositions.from_ids, [], {"pad_id": 0, "end_id": 1}),
-        (TokenPositions.from_positions, np.zeros((2, 0), int), {}),
-        (TokenPositions.from_lengths, [], {"length": 3}),
-    ],
-)
-def test_a_constructor_counts_tokens_as_a_loop_does(make, values, options):
-    tokens = check(make, values, **options)
-    segments, next_token = tokens.segment_ids, tokens.next_token_mask
-    assert tokens.positions.dtype == segments.dtype == jnp.int32
-    equal(tokens.padding_mask, segments != 0)
-    # The last token of a sequence has no next one, also where the row ends.
-    assert (next_token.dtype, next_token.shape) == (jnp.bool_, segments.shape)
-    assert np.atleast_2d(next_token).tolist() == next_by_hand(np.atleast_2d(segments).tolist())
-
-
 # --- what they hold
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", [(None, "m"), ("m", None)])
-def test_tokens_split_over_explicit_axes(spec):
-    """Along the length, rows are gathered where a row is needed whole."""
-    mesh = jax.make_mesh((2,), ("m",), axis_types=(jax.sharding.AxisType.Explicit,))
-    ids = np.array([[0, 5, 6, 7, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6, 7, 8]])
-    segments = np.array([[1, 1, 2, 2, 2, 0, 3, 3], [4, 4, 4, 4, 5, 5, 5, 5]])
-
-    def forms(ids, segments):
-        both = TokenPositions.from_ids(ids, pad_id=0), TokenPositions.from_segment_ids(segments)
-        masks = [te.AttentionMask(tokens, causal=True, window=(2, 0)) for tokens in both]
-        return both, [
-            (mask.queries.next_token_mask, mask.dense(), mask.tile_kinds((2, 4))) for mask in masks
-        ]
-
-    expected = forms(ids, segments)
-    with jax.set_mesh(mesh):
-        arrays = [jax.device_put(a, jax.P(*spec)) for a in (ids, segments)]
-        for function in (forms, jax.jit(forms)):
-            equal(function(*arrays), expected)
 
 
 # --- parts of a batch
