@@ -3,7 +3,7 @@
 A page marks such a part with a comment, and the part ends with another one:
 
     <!-- reference: lookup rows.update -->    a table of these names, then an entry for each
-    <!-- help: show mask -->                  what `transformer-embed show mask --help` prints
+    <!-- help: train -->                      what `transformer-embed train --help` prints
     <!-- end -->
 
 Usage: python tests/make_reference.py. tests/test_docs.py checks that the pages are up to date.

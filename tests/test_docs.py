@@ -119,7 +119,7 @@ def test_pages_show_tables_sections_formulas_and_types_as_written(pages):
     assert "encoding[..., 2i]     = sin(position * base ** (-2i / d_model))\nencoding[" in text
     assert "positions: ArrayLike" in text
     assert 'href="rotary.html#te-apply-rotary"' in html["plots"]
-    for command in ("train", "embed", "inspect", "show"):
+    for command in ("train", "inspect"):
         assert f"usage: transformer-embed {command} " in text_of(html["command_line"])
 
 

@@ -133,7 +133,7 @@ try:
 except ImportError as error:
     print(error)
 print(te.causal_mask(1))
-print(main(["show", "mask", "--out", "x.png"]), os.listdir())
+print(main(["train", "--plot", "x.png"]), os.listdir())
 """
 
 

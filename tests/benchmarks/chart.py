@@ -1,5 +1,6 @@
-"""Writes the README's chart of speeds and the table of the page Performance from one file, which
-`input_layer.py --only eval train grad --json RESULTS.json` writes.
+"""Writes the README's pictures, of an error, of a mask and of speeds, and the table of the page
+Performance. Speeds are from one file, which `input_layer.py --only eval train grad --json
+RESULTS.json` writes.
 
 Usage: python tests/benchmarks/chart.py [RESULTS.json]
 """
@@ -14,6 +15,8 @@ import numpy as np
 from harness import markdown_table, parser_of
 from matplotlib.figure import Figure
 
+import transformer_embed as te
+
 PAGES = Path(__file__).parents[2] / "notebooks"
 RESULTS = Path(__file__).parent / "speed.json"
 CHART, PAGE = PAGES / "pictures" / "speed.png", PAGES / "performance.md"
@@ -24,7 +27,7 @@ CASES = {
     "grad": "forward and backward pass in training",
 }
 OUR_COLOR, OTHER_COLOR = "#0072B2", "#B0B0B0"
-# For a place 270 pixels wide in the README: text of 10 points in 4 inches.
+# For places 270 pixels wide in the README: text of 10 points in 4 or 5 inches.
 INCHES, PIXELS_WIDE = (4.0, 3.0), 960
 
 
@@ -59,10 +62,34 @@ def digest(results: dict) -> str:
     return hashlib.sha256(json.dumps(results["cases"], sort_keys=True).encode()).hexdigest()
 
 
+def new_figure(title: str, width: float = INCHES[0]) -> Figure:
+    """A figure of as many pixels at any width."""
+    figure = Figure((width, 0.75 * width), layout="constrained", dpi=PIXELS_WIDE / width)
+    figure.suptitle(title, fontsize="large", wrap=True)
+    return figure
+
+
+def draw_error() -> Figure:
+    """The error of sinusoidal positions, and that of the usual float32 product."""
+    figure = new_figure("error of sinusoidal positions (d_model 64, base 10,000)", 5.0)
+    te.plots.plot_error(64, ax=figure.subplots())
+    return figure
+
+
+def draw_mask() -> Figure:
+    """A causal mask with a window and a prefix."""
+    words = ["the", "cat", "sat", "on", "the", "mat", "and", "slept"]
+    tokens = te.TokenPositions.from_offset(0, 8).with_block_ids([0] * 4 + [-1] * 4)
+    figure = new_figure("causal mask, window: 2 back, prefix of 4")
+    mask = te.AttentionMask(tokens, causal=True, window=(2, 0)).dense()
+    te.plots.plot_mask(mask, ax=figure.subplots(), query_tokens=words, key_tokens=words)
+    return figure
+
+
 def draw(results: dict) -> Figure:
     """A bar for each line's forward and backward pass."""
     times = ratios(results, "grad")
-    figure = Figure(INCHES, layout="constrained", dpi=PIXELS_WIDE / INCHES[0])
+    figure = new_figure("input layer, forward and backward")
     ax = figure.subplots()
     bars = ax.barh(
         [PACKAGE if name == OURS else name for name in times],
@@ -74,7 +101,6 @@ def draw(results: dict) -> Figure:
     ax.invert_yaxis()
     ax.set(xlabel=f"time / {PACKAGE}'s\n({results['machine']['cpus']} CPU cores, float32)")
     ax.spines[["top", "right"]].set_visible(False)
-    figure.suptitle("input layer, forward and backward", fontsize="large")
     return figure
 
 
@@ -92,6 +118,8 @@ def main() -> None:
     with matplotlib.style.context("default"):
         metadata = {"Software": None, "Source": digest(results)}
         draw(results).savefig(CHART, format="png", metadata=metadata)
+        for name, drawn in {"error": draw_error(), "mask": draw_mask()}.items():
+            drawn.savefig(CHART.with_stem(name), format="png")
     page = PAGE.read_text(encoding="utf-8")
     page, count = re.subn(
         r"(?m)^\| +\| evaluation \| forward pass.*\n(\|.*\n)+",

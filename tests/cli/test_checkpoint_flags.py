@@ -48,16 +48,6 @@ def test_settings_are_read_from_a_file_and_model_type_is_added(prints, bert, sai
     assert "layer_norm_eps=0.25" in prints("inspect", bert, *flags).out
 
 
-@pytest.mark.slow
-def test_embed_takes_them_too(prints, bert, said, tmp_path):
-    ids, out = tmp_path / "ids", tmp_path / "x.npz"
-    ids.write_text("1 2 3\n")
-    flags = ["--from", bert, *said(layer_norm_eps=0.5, model_type="bert"), "--out", out]
-    prints("embed", ids, *flags, "--ids")
-    with np.load(out) as arrays:
-        assert arrays["embeddings"].shape == (1, 3, 8)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -10,13 +10,14 @@ import subprocess
 import sys
 
 import jax
+import matplotlib
 import numpy as np
 import pytest
 from compare import equal
 from drawn import drawn
 
 import transformer_embed as te
-from transformer_embed.cli import language_model, train
+from transformer_embed.cli import language_model, outputs, train
 from transformer_embed.cli.main import main
 
 MODULE = "transformer_embedding/~/token_embedding"
@@ -203,14 +204,55 @@ def test_the_shortest_text_is_enough_and_one_byte_less_is_named(fails, read, tmp
 # --- The file that it writes.
 
 
-def test_an_empty_name_of_a_file_is_refused_before_training(fails, text_file):
-    assert "--out: wanted a name that ends in .safetensors, got ''" in fails(
-        "train", text_file, "--out", ""
-    )
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "--out: wanted a name that ends in .safetensors, got ''"),
+        ("x.txt", "--out: wanted a name that ends in .safetensors, got '...x.txt'"),
+        ("missing/x.safetensors", "cannot write ...: No such file or directory; name a file in"),
+        ("folder.safetensors", "cannot write ...: it is not a regular file"),
+        ("loop.safetensors", "cannot write ...: it is not a regular file"),
+        ("read.safetensors", "cannot write ...: it is also read; name another file"),
+    ],
+)
+def test_files_that_cannot_be_written_are_named_before_training(
+    fails, monkeypatch, text_file, tmp_path, name, message
+):
+    monkeypatch.setattr(language_model, "train", lambda *_, **__: pytest.fail("trained first"))
+    (tmp_path / "folder.safetensors").mkdir()
+    (tmp_path / "loop.safetensors").symlink_to(tmp_path / "loop.safetensors")
+    read = tmp_path / "read.safetensors"
+    read.write_bytes(text_file.read_bytes())
+    out = tmp_path / name if name else ""
+    printed = fails("train", read, "--out", out)
+    assert all(part in printed for part in message.split("..."))
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_a_picture_is_written_whole_through_a_link_whatever_the_style(tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    link, real = tmp_path / f"x.{suffix}", tmp_path / f"real.{suffix}"
+    link.symlink_to(real)
+    written = []
+    for size in (10, 20):
+        with matplotlib.rc_context({"font.size": size}):
+            outputs.draw_file(outputs.drawable(str(link)), lambda ax: ax.plot([1]) and "title")
+        written.append(real.read_bytes()[:2000])
+    assert link.is_symlink()
+    assert len(written[0]) == 2000
+    if suffix == "png":
+        assert written[0] == written[1]
+    with pytest.raises(OSError, match="full"):
+        outputs.draw_file(real, full)
+    assert real.read_bytes()[:2000] == written[1]
+
+
+def full(ax):
+    raise OSError("the disk is full")
 
 
 @pytest.mark.slow
-def test_params_hold_the_model_and_the_config_and_embed_reads_them(prints, trained, tmp_path):
+def test_params_hold_the_model_and_the_config(prints, trained):
     path = trained[2]
     found = te.pretrained.load_embedder(path)
     assert {
@@ -220,10 +262,7 @@ def test_params_hold_the_model_and_the_config_and_embed_reads_them(prints, train
     } <= found.names.keys()
     assert found.config == te.EmbedderConfig(256, 128)
     assert [each.name for each in path.parent.iterdir()] == [path.name]
-    (tmp_path / "text").write_text("abc\n")
-    out = tmp_path / "x.npz"
-    printed = prints("embed", tmp_path / "text", "--from", path, "--out", out)
-    assert printed.out == f"{out}: 1 lines of up to 3 tokens, 128 wide\n"
+    assert "te.EmbedderConfig(vocab_size=256, d_model=128)" in prints("inspect", path).out
 
 
 @pytest.mark.parametrize("is_kept", [False, True])

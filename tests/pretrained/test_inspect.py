@@ -6,7 +6,7 @@ from contextlib import redirect_stderr, redirect_stdout
 import haiku as hk
 import numpy as np
 import pytest
-from checkpoints import CASES, PAD, checkpoint, embed, load, save_embedder, table
+from checkpoints import CASES, load, save_embedder, table
 from drawn import drawn
 
 import transformer_embed as te
@@ -85,35 +85,3 @@ def test_inspect_prints_code_of_what_is_not_default(tmp_path, options):
     config = eval(code, {"te": te})
     save_embedder(tmp_path / "x", config, drawn(te.Embedder(config).init))
     assert f"layer\n  te.TransformerEmbedding({code})\n" in run("inspect", tmp_path / "x")[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "size"), [("roberta", 6), ("bert", 6), ("m2m100", 10_000)])
-def test_embed_from_a_checkpoint(tmp_path, monkeypatch, name, size):
-    """Each line as if it were alone, whatever the padding."""
-    monkeypatch.setattr("transformer_embed.cli.embed.TOKENS_PER_BATCH", size)
-    found, out = load(tmp_path, name), tmp_path / "x.npz"
-    rows = [[5, 6, 7, 8, 9, 3], [4, 5, 6], [PAD, 10]]
-    (tmp_path / "ids").write_text("\n".join(" ".join(map(str, row)) for row in rows))
-    flags = ["--from", tmp_path, "--ids", "--out", out]
-    status, printed, err = run("embed", tmp_path / "ids", *flags)
-    assert (status, err) == (0, "")
-    assert printed.endswith(f"3 lines of up to 6 tokens, {found.config.d_model} wide\n")
-    with np.load(out) as arrays:
-        got = dict(arrays)
-    for embedded, row in zip(got["embeddings"], rows, strict=True):
-        types = None if found.config.num_token_types is None else [[0] * len(row)]
-        alone = embed(found, [row], types)[0]
-        np.testing.assert_allclose(embedded[: len(row)], alone, rtol=0, atol=1e-6)
-    # RoBERTa and M2M100 count tokens from 2, with their padding at 1; BERT counts all.
-    assert got["positions"][2, :2].tolist() == ([0, 1] if name == "bert" else [1, 2])
-
-
-def test_a_line_past_the_positions_that_are_left(tmp_path):
-    checkpoint(tmp_path, CASES["roberta"])
-    (tmp_path / "ids").write_text("2 " * 9)
-    flags = ["--from", tmp_path, "--ids", "--out", tmp_path / "x.npz"]
-    status, _, err = run("embed", tmp_path / "ids", *flags)
-    assert status == 2
-    message = "length: wanted at most 8 ids, as Learned has positions (max_len), got 9"
-    assert message in err

@@ -3,15 +3,17 @@
 import argparse
 import collections
 import dataclasses
+import pathlib
 from typing import Any
 
 import numpy as np
 
+from transformer_embed import pretrained
 from transformer_embed._src.arguments import shown
 from transformer_embed._src.layers.embedder import ROOT
 from transformer_embed._src.pretrained.architecture import BIAS
+from transformer_embed._src.pretrained.files import read_json
 from transformer_embed._src.pretrained.parameters import by_path
-from transformer_embed.cli.arguments import add_checkpoint_flags, read_checkpoint
 
 
 def add_to(commands: Any) -> None:
@@ -30,13 +32,33 @@ def add_to(commands: Any) -> None:
         help="a safetensors file, the index file of a sharded checkpoint, or a folder with one of "
         "them",
     )
-    add_checkpoint_flags(parser)
+    parser.add_argument(
+        "--stack",
+        choices=("encoder", "decoder"),
+        help="stack to read if the checkpoint has both (default: encoder)",
+    )
+    parser.add_argument(
+        "--model-type",
+        metavar="NAME",
+        help="model type, such as bert or llama, if no config.json has it",
+    )
+    parser.add_argument(
+        "--settings",
+        metavar="FILE.json",
+        help="entries of a config.json, which override those beside the checkpoint",
+    )
+    parser.add_argument(
+        "--length",
+        type=int,
+        metavar="TOKENS",
+        help="tokens of the longest text, for models whose rotation depends on it (Phi-3 128k)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     """Prints what the checkpoint holds."""
-    found = read_checkpoint(args)
+    found = _read(args)
     print(f"layer\n  te.TransformerEmbedding({_code(found.config)})")
     params = by_path(found.params)
     names = found.names or {}
@@ -62,6 +84,18 @@ def run(args: argparse.Namespace) -> None:
         if "num_buckets" in found.bias:
             call = "RelativePositionBias("
         print(f"bias\n  {call}{_arguments(found.bias)})")
+
+
+def _read(args: argparse.Namespace) -> pretrained.PretrainedInput:
+    """The input layer of a checkpoint, which the flags may describe."""
+    settings = {}
+    if args.settings is not None:
+        settings = read_json(pathlib.Path(args.settings).expanduser())
+    if args.model_type is not None:
+        settings["model_type"] = args.model_type
+    return pretrained.load_embedder(
+        args.checkpoint, stack=args.stack, settings=settings or None, length=args.length
+    )
 
 
 def _code(value: Any) -> str:

@@ -8,13 +8,10 @@ from typing import NoReturn
 
 import transformer_embed as te
 from transformer_embed._src.arguments import shown
-from transformer_embed.cli import embed, inspect, show, train
+from transformer_embed.cli import inspect, train
 
 PROGRAM = "transformer-embed"
-DESCRIPTION = (
-    "Train a small Transformer, embed a file with it or with a published model, inspect a "
-    "checkpoint, and draw pictures of encodings and masks."
-)
+DESCRIPTION = "Train small Transformers that differ in their positions, and inspect a checkpoint."
 
 
 def run() -> NoReturn:
@@ -34,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(PROGRAM, description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"%(prog)s {te.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (train, embed, inspect, show):
+    for command in (train, inspect):
         command.add_to(commands)
     args = parser.parse_args(argv)
     try:

@@ -13,7 +13,7 @@ import numpy as np
 from transformer_embed import pretrained
 from transformer_embed._src import arguments
 from transformer_embed._src.plots import finished
-from transformer_embed.cli.arguments import draw_file, drawable, writable
+from transformer_embed.cli.outputs import draw_file, drawable, writable
 
 LIBRARY_BYTES = 8_000_000
 NAMES = ("sinusoidal", "learned", "rotary", "alibi", "none")
@@ -46,7 +46,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--out",
         metavar="PARAMS.safetensors",
-        help="file to write the model with the first positions to; `embed` reads it",
+        help="file to write the model with the first positions to; `inspect` reads it",
     )
     parser.add_argument(
         "--plot",
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> None:
     arguments.integer("--seed", args.seed, at_least=0, at_most=2**31 - 1)
     # An empty name is a mistake, not the absence of one.
     out = None if args.out is None else writable(args.out, (".safetensors",), *args.files)
-    plot = None if args.plot is None else drawable(args.plot, *args.files, flag="--plot")
+    plot = None if args.plot is None else drawable(args.plot, *args.files)
     text, source = _library()
     if args.files:
         text = b"".join(pathlib.Path(file).read_bytes() for file in args.files)
