@@ -13,6 +13,7 @@ import types
 
 import jax
 import numpy as np
+import pytest
 from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -26,6 +27,12 @@ def numbers(few):
         return range(few)
     first, _, end = WANTED.rpartition(":")
     return range(int(first or 0), int(end))
+
+
+def numbered(few, quick):
+    """`numbers` as parameters of a test, of which those after the quick ones are slow."""
+    marks = {True: (), False: pytest.mark.slow}
+    return [pytest.param(number, marks=marks[number < quick]) for number in numbers(few)]
 
 
 def choices(number, space):

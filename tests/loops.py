@@ -308,7 +308,7 @@ def _split(f, batches, axes):
 
 def _symbolic(f, batches, names):
     """Exported for any number of rows, or also for any length."""
-    scope, shaped = export.SymbolicScope(["t >= 8"]), []
+    scope, shaped = export.SymbolicScope(["t >= 8"] * (len(names) > 1)), []
     for x in batches[0]:
         shape = ", ".join([*names, *map(str, x.shape[len(names) :])][: x.ndim])
         shape = export.symbolic_shape(shape, scope=scope)

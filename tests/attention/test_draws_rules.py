@@ -23,8 +23,8 @@ def of_rows(chosen):
 OTHERS = {
     "": "",
     "and window": " & M(T(tokens.positions, segment_ids=tokens.segment_ids), causal=True, window=(1, 0))",
-    "and blocks": " & M(T(tokens.positions, segment_ids=1 + abs(tokens.positions) // 3), causal=False)",
-    "or global": " | (M(T(0 * tokens.positions + 9), T(abs(tokens.positions)), causal=True, window=(7, 0)) & M(tokens, causal=False))",
+    "and blocks": " & M(T(tokens.positions, segment_ids=1 + tokens.positions % 5), causal=False)",
+    "or global": " | (M(T(0 * tokens.positions + 9), T(tokens.positions % 9), causal=True, window=(7, 0)) & M(tokens, causal=False))",
     "or chunk": " | M(tokens, causal=True)",
 }
 
@@ -101,7 +101,7 @@ def program_of(number, chosen):
     )
 
 
-@pytest.mark.parametrize("number", draws.numbers(12))
+@pytest.mark.parametrize("number", draws.numbered(40, 8))
 def test_self_attention(number):
     program = program_of(number, draws.choices(number, SELF))
     with draws.repeated_by(number, program):
@@ -180,7 +180,7 @@ def cache_program(number, chosen):
     )
 
 
-@pytest.mark.parametrize("number", draws.numbers(12))
+@pytest.mark.parametrize("number", draws.numbered(30, 6))
 def test_caches(number):
     program = cache_program(number, draws.choices(number, CACHES))
     with draws.repeated_by(number, program):

@@ -39,7 +39,7 @@ said.check({kernel!r}, dict({options}), {mode!r}, f, [batches.arrays({kind!r}, n
 """
 
 
-@pytest.mark.parametrize("number", draws.numbers(40))
+@pytest.mark.parametrize("number", draws.numbered(120, 30))
 def test_kernels_are_told_the_rule_or_refuse_it(number):
     chosen = draws.choices(number, SPACE)
     seeds = range(6 * number, 6 * number + 6)

@@ -82,7 +82,7 @@ embeddings.check(config, {is_training}, draws.call({mode!r}, f, batches), batche
 """
 
 
-@pytest.mark.parametrize("number", draws.numbers(16))
+@pytest.mark.parametrize("number", draws.numbered(40, 8))
 def test_input_layers(number):
     chosen = draws.choices(number, SPACE)
     given = {name: getattr(chosen, name) for name in FIELDS}

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from cases import few
 from compare import equal, near
-from contexts import as_dtype, strict
 from drawn import drawn
 from refused import refused
 from sample import IDS, KEY, TYPES
@@ -159,30 +158,8 @@ def test_parameters_are_those_of_the_golden_file():
     assert trees == {case.name: parameter_tree(case, True, length=1) for case in CASES}
 
 
-@every_module
-def test_the_result_has_the_shape_of_the_data_and_the_dtype_asked_for(case):
-    for is_training in (False, True):
-        apply = transformed(case, is_training).apply
-        got = jax.eval_shape(apply, params_of(case.name), KEY, case.data)
-        assert (got.shape, got.dtype) == ((2, 5, 8), case.dtype)
-
-
 def total(x):
     return sum(leaf.astype(jnp.float32).sum() for leaf in jax.tree.leaves(x))
-
-
-@pytest.mark.parametrize("dtype", [None, np.float32, np.float64])
-@few_modules
-def test_all_strict_modes_of_jax_at_once(case, dtype):
-    """Traced, for jax itself transfers the constants of what runs operation by operation. With a
-    dtype, in the mode that has 64 bits."""
-    params, data = params_of(case.name), jax.device_put(case.data)
-    evaluated, trained = (transformed(case, is_training) for is_training in (False, True))
-    with jax.enable_x64(dtype is not None), strict():
-        params, data = jax.tree.map(lambda leaf: as_dtype(leaf, dtype), (params, data))
-        jax.make_jaxpr(evaluated.init)(KEY, data)
-        jax.make_jaxpr(evaluated.apply)(params, KEY, data)
-        jax.make_jaxpr(jax.grad(lambda params: total(trained.apply(params, KEY, data))))(params)
 
 
 # --- Dtypes and mixed precision. A model behind its input layer has 2 products: a linear layer on

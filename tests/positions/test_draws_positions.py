@@ -56,7 +56,7 @@ SINUSOIDS = {
 }
 
 
-@pytest.mark.parametrize("number", draws.numbers(10))
+@pytest.mark.parametrize("number", draws.numbered(24, 5))
 def test_sinusoids(number):
     chosen = draws.choices(number, SINUSOIDS)
     named = ("base", "layout", "odd", "shift", "frequency_scale", "dtype")
@@ -106,7 +106,7 @@ ROTATIONS = {
 }
 
 
-@pytest.mark.parametrize("number", draws.numbers(10))
+@pytest.mark.parametrize("number", draws.numbered(24, 5))
 def test_rotations(number):
     chosen = draws.choices(number, ROTATIONS)
     rotary_dim, _, partial = chosen.rotary.partition(", ")
@@ -145,7 +145,7 @@ BIASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("number", draws.numbers(10))
+@pytest.mark.parametrize("number", draws.numbered(24, 5))
 def test_relative_biases(number):
     chosen = draws.choices(number, BIASES)
     queries, keys = chosen.shapes

@@ -40,15 +40,6 @@ BIASES = [
 every_function = pytest.mark.parametrize(("function", "options"), BIASES[:2])
 
 
-@pytest.mark.slow
-@every_function
-def test_a_bias_of_empty_sequences(function, options):
-    for queries, keys in ((0, 0), (0, 3), (3, 0)):
-        bias = check(function, np.arange(queries), np.zeros((2, keys), int), **options)
-        assert bias.shape[0] == 2
-        assert bias.shape[-2:] == (queries, keys)
-
-
 # --- ALiBi
 
 

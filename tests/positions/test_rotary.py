@@ -97,12 +97,6 @@ def test_frequencies_of_any_scaling_are_rounded_once(scaling, base):
             check_frequencies(scaling, 8, base)
 
 
-@pytest.mark.parametrize("dim", [2, 8, 64])
-def test_frequencies_of_usual_scalings_are_rounded_once(dim):
-    for scaling in SCALINGS[: None if dim == 8 else -2]:
-        check_frequencies(scaling, dim, 10_000.0)
-
-
 @pytest.mark.parametrize("case", GOLDEN)
 def test_published_frequencies(case):
     scaling = case["scaling"] and getattr(rotary_scaling, case["scaling"])(**case["arguments"])
