@@ -15,7 +15,7 @@ import jmp
 import numpy as np
 import pytest
 from cases import few
-from compare import equal, near
+from compare import equal
 from drawn import drawn
 from refused import refused
 from sample import IDS, KEY, TYPES
@@ -26,9 +26,6 @@ GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "modules.json"
 # TRANSFORMER_EMBED_REWRITE_GOLDEN=1 writes the file anew, to be read before it is kept.
 REWRITE_GOLDEN = "TRANSFORMER_EMBED_REWRITE_GOLDEN"
 
-# XLA may fuse a product and a sum, which spares one rounding (half an ulp) of each part; a norm
-# adds two reductions of 8 terms and a division. In units of the last place of the largest value.
-FUSION_ULPS = {jnp.float32: 8, jnp.bfloat16: 1, jnp.float16: 1}
 X = np.linspace(-1, 1, 2 * 5 * 8, dtype=np.float32).reshape(2, 5, 8)
 
 
@@ -105,7 +102,6 @@ CASES = [
 BY_NAME = {case.name: case for case in CASES}
 every_module = pytest.mark.parametrize("case", CASES)
 few_modules = pytest.mark.parametrize("case", few(CASES, 4))
-both_encodings = pytest.mark.parametrize("module", [sinusoidal, learned])
 
 
 def transformed(case, is_training=False):
@@ -121,17 +117,6 @@ def evaluate(function, data, params=None):
     """The value of a function that makes a module, without a key."""
     pair = hk.transform(function)
     return pair.apply(drawn(pair.init, data) if params is None else params, None, data)
-
-
-def encode(module, x, **options):
-    return np.asarray(evaluate(lambda x: module()(x, is_training=False, **options), x))
-
-
-def assert_within_ulps(got, want, dtype):
-    assert got.dtype == want.dtype == dtype
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    atol = FUSION_ULPS[dtype] * float(jnp.finfo(dtype).eps) * np.abs(want).max()
-    near(got, want, atol=atol)
 
 
 # --- The contracts of every module.
