@@ -54,6 +54,7 @@ GOOD = {
         "source": "half",
         "target": "interleaved",
     },
+    te.query_scale: {"positions": POSITIONS, "beta": 0.5, "length": 2},
     te.relative_position_buckets: {"query_positions": POSITIONS, "key_positions": POSITIONS},
     te.shared_prefix_parents: {
         "prefix_lengths": LABELS,

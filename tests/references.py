@@ -628,6 +628,11 @@ def resized_positions(got, params, max_len, *, start, shape):
         near(row, weights @ rows / weights.sum(), rtol=rounding, atol=rounding)
 
 
+def scaled_queries(got, positions, *, beta, length, offset):
+    counts = np.maximum(np.asarray(positions, np.int64), 0) + offset
+    near(got, 1 + beta * np.log1p((counts // length).astype(np.float64)), rtol=3e-7)
+
+
 CHECKS = {
     te.resize_positions: resized_positions,
     te.resize_vocabulary: resized_vocabulary,
@@ -643,6 +648,7 @@ CHECKS = {
     te.mask_to_bias: bias,
     te.padding_mask: padding,
     te.permute_rotary_weights: permuted,
+    te.query_scale: scaled_queries,
     te.relative_position_buckets: buckets,
     te.shared_prefix_parents: parents,
     te.sinusoidal_encoding: encoding,

@@ -16,6 +16,7 @@ from transformer_embed._src.layers.positional_encoding import PositionalEncoding
 from transformer_embed._src.layers.relative_position_bias import RelativePositionBias
 from transformer_embed._src.layers.token_embedding import TokenEmbedding
 from transformer_embed._src.layers.transformer_embedding import TransformerEmbedding
+from transformer_embed._src.positions.query_scale import query_scale
 from transformer_embed._src.positions.relative_bias import (
     alibi_bias,
     alibi_slopes,
@@ -104,6 +105,7 @@ __all__ = [
     "permute_rotary_weights",
     "plots",
     "pretrained",
+    "query_scale",
     "relative_position_buckets",
     "resize_positions",
     "resize_vocabulary",

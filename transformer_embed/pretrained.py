@@ -6,13 +6,11 @@ See `load_embedder` for how far embeddings are from the original model's.
 from transformer_embed._src.pretrained.checkpoints import load_config, load_embedder, save_embedder
 from transformer_embed._src.pretrained.layers import Layer
 from transformer_embed._src.pretrained.parameters import PretrainedInput
-from transformer_embed._src.pretrained.per_layer import per_layer_inputs
 
 __all__ = [
     "Layer",
     "PretrainedInput",
     "load_config",
     "load_embedder",
-    "per_layer_inputs",
     "save_embedder",
 ]

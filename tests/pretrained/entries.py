@@ -119,7 +119,7 @@ def differences(model_type, config_class, counts):
                     loaded(each | {"model_type": model_type}, stack) for each in (entries, whole)
                 ]
                 outcome = "refused" if None in found else "the same"
-                different = [] if None in found else apart(*found)
+                different = [] if None in found else [*apart(*found)]
                 counts["other" if different else outcome] += 1
                 yield from (f"{words}: {each}" for each in different)
 

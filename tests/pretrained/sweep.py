@@ -700,7 +700,7 @@ def whole_error(model, folder, model_type):
     return share(ours[is_token], theirs[is_token])
 
 
-def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911, PLR0912 (outcomes)
+def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911, PLR0912, PLR0915
     """A line for one stack."""
     try:
         found = whole_models.load(folder, stack, LENGTH)
@@ -753,8 +753,9 @@ def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911, PLR09
     if turns > SCORE:
         return "wrong", worst, f"rotation off by {turns:.3g}", {}
     errors = {"why": reasons_of(found.config)} | published
-    if found.per_layer is not None:
-        inputs = te.pretrained.per_layer_inputs(found.params, IDS, outputs[0], **found.per_layer)
+    if "per_layer_inputs" in found.params:
+        eps = config.get_text_config(decoder=True).rms_norm_eps
+        inputs = whole_models.notebook().per_layer_inputs(found.params, IDS, outputs[0], eps)
         errors["per_layer"] = share(np.asarray(inputs)[is_token], PER_LAYER[0].numpy()[is_token])
         if not errors["per_layer"] <= LOGIT:
             return "wrong", worst, f"inputs of layers off by {errors['per_layer']:.3g}", {}

@@ -1,7 +1,7 @@
 """Which layer of a published model is of which kind, with its rotation and its mask."""
 
 import pytest
-from checkpoints import load_embedder, table
+from checkpoints import load_embedder, save_embedder, table
 
 import transformer_embed as te
 
@@ -61,6 +61,28 @@ def test_each_layer_has_its_kind_its_rotation_and_its_mask(tmp_path, entries, ty
         assert limits == ({seen: reach} if seen and reach else {})
         is_causal = entries["model_type"] != "modernbert" and reach != (4, 4)
         assert layer.mask["causal"] == is_causal
+
+
+SCALED = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
+SCALED |= {"original_max_position_embeddings": 16_384, "llama_4_scaling_beta": 0.1}
+LLAMA_4 = {"beta": 0.1, "length": 8192, "offset": 1}
+
+
+@pytest.mark.parametrize(
+    ("entries", "scales"),
+    [
+        ({"model_type": "ministral3", "rope_parameters": SCALED}, [{"beta": 0.1, "length": 16_384}] * 4),
+        ({"model_type": "ministral3", "rope_parameters": SCALED | {"llama_4_scaling_beta": None}}, [None] * 4),
+        ({"model_type": "llama4_text"}, [None] * 3 + [LLAMA_4]),
+        ({"model_type": "llama4_text", "attn_scale": 0.5, "floor_scale": 64}, [None] * 3 + [{"beta": 0.5, "length": 64, "offset": 1}]),
+        ({"model_type": "llama4_text", "attn_temperature_tuning": False}, [None] * 4),
+    ],
+)  # fmt: skip
+def test_queries_are_scaled_by_position_where_the_model_does(tmp_path, entries, scales):
+    found = load_embedder(table(tmp_path, entries | {"num_hidden_layers": 4}))
+    assert [layer.query_scale for layer in found.layers] == scales
+    save_embedder(tmp_path / "saved", *found)
+    assert load_embedder(tmp_path / "saved").layers == found.layers
 
 
 def test_a_decoder_may_see_both_sides_and_an_unknown_kind_of_layer_is_refused(tmp_path):

@@ -78,6 +78,8 @@ def run(args: argparse.Namespace) -> None:
         print(f"{shown(layer.type)}, in layers {', '.join(map(str, numbers))}")
         if layer.rotary is not None:
             print(f"  apply_rotary(x, positions, {_arguments(layer.rotary)})")
+        if layer.query_scale is not None:
+            print(f"  query_scale(positions, {_arguments(layer.query_scale)})")
         print(f"  AttentionMask(tokens, {_arguments(layer.mask)})")
     if found.bias:
         call = "alibi_bias(query_positions, key_positions, "

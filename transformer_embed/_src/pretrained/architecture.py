@@ -73,9 +73,9 @@ READS = {
     "token_types": "type_vocab_size",
     "widen": "embedding_size",
     "bias": "num_attention_heads relative_attention_num_buckets relative_attention_max_distance",
-    "per_layer": "rms_norm_eps",
     "has_alibi": "num_attention_heads alibi_bias_max",
     "sections": "mrope_section",
+    "attn_scale": "floor_scale attn_temperature_tuning",
     "rotary": "rope_theta rope_scaling rope_parameters max_position_embeddings "
     "original_max_position_embeddings",
     "partial_rotary_factor": "num_attention_heads head_dim",
@@ -165,7 +165,7 @@ ENTRIES: dict[str, Check] = {
             "original_max_position_embeddings num_attention_heads head_dim global_head_dim "
             "relative_attention_num_buckets rotary_dim dim_model_base num_hidden_layers "
             "max_window_layers no_rope_layer_interval attention_chunk_size local_attention "
-            "sliding_window_size",
+            "sliding_window_size floor_scale",
         ),
         (
             arguments.integer,
@@ -175,9 +175,9 @@ ENTRIES: dict[str, Check] = {
         (arguments.rate, "dropout"),
         (
             arguments.positive,
-            "layer_norm_eps rms_norm_eps embedding_multiplier partial_rotary_factor logit_scale "
+            "layer_norm_eps embedding_multiplier partial_rotary_factor logit_scale "
             "logits_scaling alibi_bias_max scale_emb rope_theta sliding_rotary_factor "
-            "rope_local_base_freq final_logit_softcapping",
+            "rope_local_base_freq final_logit_softcapping attn_scale llama_4_scaling_beta",
         ),
         (
             arguments.flag,
@@ -195,7 +195,7 @@ ENTRIES: dict[str, Check] = {
         (
             _unchecked,
             "rope_scaling rope_parameters sliding_rope_scaling position_embedding_type "
-            "sliding_window_pattern use_bidirectional_attention",
+            "sliding_window_pattern use_bidirectional_attention attn_temperature_tuning",
         ),
     )
     for name in names.split()
@@ -208,7 +208,6 @@ DEFAULTS = {
         (128, "relative_attention_max_distance"),
         (0.0, "dropout"),
         (1e-12, "layer_norm_eps"),
-        (1e-6, "rms_norm_eps"),
         (1.0, "embedding_multiplier partial_rotary_factor logit_scale logits_scaling"),
         (8.0, "alibi_bias_max"),
         (12.0, "scale_emb"),
@@ -219,7 +218,12 @@ DEFAULTS = {
             "scale_embedding rescale_embeddings mup_enabled rotary_emb_interleaved "
             "scale_decoder_outputs",
         ),
-        (True, "rope_interleave tie_word_embeddings share_encoder_decoder_embeddings"),
+        (8192, "floor_scale"),
+        (
+            True,
+            "attn_temperature_tuning rope_interleave tie_word_embeddings "
+            "share_encoder_decoder_embeddings",
+        ),
     )
     for name in names.split()
 }
@@ -253,7 +257,7 @@ class Architecture(NamedTuple):
         type: as config.json's model_type names it.
         tokens: the module of the token table; of several, the first that is there.
         positions, token_types, norm, widen, bias: likewise; "": there is none.
-        per_layer: what the names of the three modules of `per_layer_inputs` share.
+        per_layer: what the names of the three modules of the inputs of layers share.
         may_lack: parameters whose tensors may be missing, by the ends of their paths.
         start: the first position; or the entry that has the id of padding: one more. If that id
             is known, padding is at the position before the first; otherwise it is counted like

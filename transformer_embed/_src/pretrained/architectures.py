@@ -165,8 +165,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ministral3 apertus apertus1p5_text higgs_audio_v2 flex_olmo bitnet mixtral phimoe "
     "solar_open emu3_text_model hy_v3 jetmoe eurobert olmo_hybrid unlimited_ocr_text cwm "
     "mllama_text_model mllama minimax": _LLAMA
-    # Ministral 3 scales its queries. The library ignores the share.
-    | {"meaningless": "llama_4_scaling_beta max_position_embeddings partial_rotary_factor"},
+    # The library ignores the share.
+    | {"meaningless": "max_position_embeddings partial_rotary_factor"},
     "hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl hunyuan_vl_text exaone dbrx starcoder2 lfm2 "
     "minimax_m2 qwen2_vl_text qwen2_5_vl_text qwen2_vl qwen2_5_vl qwen2_5_omni_text "
     "paddleocr_vl_text glm4v_moe_text glm_image_text glm4v_text glm_ocr_text qwen3_vl_text "
@@ -363,17 +363,21 @@ OWN: dict[str, dict[Any, str]] = {
         "mrope_interleaved": "qwen3_5_text qwen3_5_moe_text",
         "mrope_interleaved interleaved": "qwen3_vl_text qwen3_vl_moe_text qwen3_omni_moe_text "
         "cosmos3_edge_text",
-        # It scales its queries. The channels that rotate are a head of their own.
-        "llama_4_scaling_beta max_position_embeddings partial_rotary_factor": "mistral4",
+        # The channels that rotate are a head of their own.
+        "max_position_embeddings partial_rotary_factor": "mistral4",
         "position_embedding_type use_embedding_sharing": "cohere2",
-        # It scales the queries of layers that are not rotated.
-        "floor_scale": "llama4 llama4_text",
         "embeddings_scale_by_sqrt_dim": "recurrent_gemma",
         # Of what the layers do to several hidden vectors.
         "altup_correct_scale laurel_rank": "gemma3n_text",
         "mup_denominator": "minicpm minicpm3",
         # The library reads the share, not Phi's `rotary_dim` beside it.
         "rotary_dim": "phi",
+    },
+    "llama_4_scaling_beta": {
+        None: "ministral3 mistral4",
+    },
+    "attn_scale": {
+        0.1: "llama4 llama4_text",
     },
     "attention_chunk_size": {
         8192: "llama4 llama4_text",

@@ -122,7 +122,7 @@ def load_embedder(
             the mesh. None: all are on the default device.
 
     Returns:
-        PretrainedInput(config, params, layers, bias, names, per_layer). Parameters have the dtypes
+        PretrainedInput(config, params, layers, bias, names). Parameters have the dtypes
         of their tensors, `config.param_dtype` is that of the token table, and `config.dtype` is
         None. `config.pad_id` is None, because the padding row is read as it is stored.
         `config.output` is the model's output layer, with its table and bias if the file has them,
@@ -239,7 +239,6 @@ def save_embedder(
     layers: Sequence[Layer] = (),
     bias: Mapping[str, Any] | None = None,
     names: Mapping[str, str] | None = None,
-    per_layer: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a safetensors file that `load_embedder` reads back bit for bit.
 
@@ -259,7 +258,6 @@ def save_embedder(
         bias: see `PretrainedInput`.
         names: a tensor name for each parameter; see `load_embedder` for shortened paths. Parameters
             that are left out keep their own names.
-        per_layer: see `PretrainedInput`.
 
     Raises:
         OSError: the file cannot be written.
@@ -283,14 +281,14 @@ def save_embedder(
         The safetensors format, https://github.com/huggingface/safetensors
     """
     arguments.instance("config", config, EmbedderConfig, "an EmbedderConfig")
-    _check_extras(layers, bias, names, per_layer)
+    _check_extras(layers, bias, names)
     params = as_params("params", params)
     if slashed := [name for group in params.values() for name in group if "/" in name]:
         raise arguments.value_error("params", "names without a slash", repr(slashed[0]))
     leaves = by_path(_with_own_paths(config, params, bias))
     tensor_names = {name: name for name in leaves} | full_paths(names or {}, leaves)
     arrays = _by_tensor_name(leaves, tensor_names)
-    extras = {"layers": [*layers], "bias": bias, "names": tensor_names, "per_layer": per_layer}
+    extras = {"layers": [*layers], "bias": bias, "names": tensor_names}
     texts = {
         CONFIG: json.dumps(vars(config), default=encoded),
         EXTRAS: json.dumps(extras, default=encoded),
@@ -310,9 +308,9 @@ def save_embedder(
         multihost_utils.sync_global_devices("save_embedder")
 
 
-def _check_extras(layers: Any, bias: Any, names: Any, per_layer: Any) -> None:
+def _check_extras(layers: Any, bias: Any, names: Any) -> None:
     """Raises unless the functions that extras are for take them."""
-    check_mappings(bias=bias, names=names, per_layer=per_layer)
+    check_mappings(bias=bias, names=names)
     arguments.entries("layers", layers, check_layer)
     bias_parameters("bias", bias)
 

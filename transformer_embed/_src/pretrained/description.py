@@ -17,7 +17,6 @@ from transformer_embed._src.pretrained.architecture import (
     NORM_SCALE,
     OUTPUT_BIAS,
     OUTPUT_TABLE,
-    PER_LAYER_TABLE,
     POSITIONS,
     REQUIRED,
     STACKS,
@@ -237,9 +236,8 @@ def _described(
         param_dtype=dtype,
     )
     layers = layers_of(kind, value, depth, d_model, file.side)
-    per_layer = {"layer_norm_eps": value["rms_norm_eps"]} if PER_LAYER_TABLE in shapes else None
     bias = _bias(kind, value, shapes, file.side)
-    return PretrainedInput(config, {}, layers, bias, per_layer=per_layer)
+    return PretrainedInput(config, {}, layers, bias)
 
 
 def _check_sizes(value: Options, sizes: Mapping[str, int]) -> None:

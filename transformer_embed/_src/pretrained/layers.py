@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from transformer_embed._src import arguments
 from transformer_embed._src.attention.attention_mask import AttentionMask
+from transformer_embed._src.positions.query_scale import query_scale
 from transformer_embed._src.positions.rotary import apply_rotary
 from transformer_embed._src.pretrained import rope
 from transformer_embed._src.pretrained.architecture import (
@@ -73,6 +74,8 @@ class Layer:
             equal for text.
         mask: the keyword arguments of `AttentionMask`: `causal`, and `window` or `chunk` if it has
             one.
+        query_scale: the keyword arguments of `query_scale`; None if queries are not scaled by their
+            positions.
 
     Example:
         >>> import transformer_embed as te
@@ -86,17 +89,21 @@ class Layer:
     type: str
     rotary: Mapping[str, Any] | None
     mask: Mapping[str, Any]
+    query_scale: Mapping[str, Any] | None = None
 
 
 def check_layer(name: str, layer: Any) -> None:
     """Raises unless `apply_rotary` and `AttentionMask` take what a layer says."""
     arguments.instance(name, layer, Layer, "a Layer")
     arguments.instance(f"{name}.type", layer.type, str, "a str")
-    check_mappings(**{f"{name}.rotary": layer.rotary, f"{name}.mask": layer.mask})
+    for field in ("rotary", "mask", "query_scale"):
+        check_mappings(**{f"{name}.{field}": getattr(layer, field)})
     tokens = TokenPositions.from_offset(0, 1)
     call_with_named_errors(f"{name}.mask", AttentionMask, tokens, **layer.mask)
     if layer.rotary is not None:
         call_with_named_errors(f"{name}.rotary", _check_rotary, **layer.rotary)
+    if layer.query_scale is not None:
+        call_with_named_errors(f"{name}.query_scale", query_scale, 0, **layer.query_scale)
 
 
 def _check_rotary(**rotary: Any) -> None:
@@ -135,7 +142,8 @@ def layers_of(
         own |= _own(own, number, layer_type)
         rotates = _rotates(kind, own, number, layer_type)
         rotary = rope.rotation(kind, own, width, layer_type) if rotates else None
-        layers.append(Layer(layer_type, rotary, _mask(kind, own, layer_type, stack)))
+        mask = _mask(kind, own, layer_type, stack)
+        layers.append(Layer(layer_type, rotary, mask, _query_scale(own, rotates)))
     return tuple(layers)
 
 
@@ -200,6 +208,16 @@ def _rotates(kind: Architecture, value: Options, number: int, layer_type: str) -
         return value["sliding_window"] is None
     said = value["mlp_layer_types"]
     return said == "dense" if said else number < (value["first_k_dense_replace"] or 0)
+
+
+def _query_scale(value: Options, rotates: bool) -> dict[str, Any] | None:
+    """The arguments of `query_scale` for a layer: in Llama 4, for those that do not rotate."""
+    if value[rope.BETA]:
+        length = (value["rope_scaling"] or {}).get(rope.ORIGINAL) or value[rope.ORIGINAL]
+        return {"beta": value[rope.BETA], "length": length or value["max_position_embeddings"]}
+    if value["attn_scale"] and value["attn_temperature_tuning"] and not rotates:
+        return {"beta": value["attn_scale"], "length": value["floor_scale"], "offset": 1}
+    return None
 
 
 def _mask(kind: Architecture, value: Options, layer_type: str, stack: str) -> dict[str, Any]:

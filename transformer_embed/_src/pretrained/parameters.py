@@ -41,20 +41,20 @@ class PretrainedInput(NamedTuple):
     Args:
         config: for `Embedder` and `TransformerEmbedding`.
         params: for the `apply` of that embedder; T5's table of biases is under
-            `relative_position_bias`. Of a file of `save_embedder`, all that was saved: with a whole
-            model, its other parameters too, under their own paths.
+            `relative_position_bias`, and what the layers of Gemma 3n and small Gemma 4 models read
+            besides is under `per_layer_inputs` (notebook 08 computes it). Of a file of
+            `save_embedder`, all that was saved: with a whole model, its other parameters too, under
+            their own paths.
         layers: what each layer rotates by and may attend to. Empty if the file says neither how
             many layers there are nor how they rotate, or if they differ in a way that is not known.
         bias: the keyword arguments of `RelativePositionBias` (T5) or `alibi_bias` (Bloom); None if
             the model has no bias.
         names: the name of the tensor that each parameter came from.
-        per_layer: the keyword arguments of `per_layer_inputs`; None if layers have no inputs of
-            their own.
 
     Example:
         >>> import transformer_embed as te
         >>> te.pretrained.PretrainedInput._fields
-        ('config', 'params', 'layers', 'bias', 'names', 'per_layer')
+        ('config', 'params', 'layers', 'bias', 'names')
     """
 
     config: EmbedderConfig
@@ -62,7 +62,6 @@ class PretrainedInput(NamedTuple):
     layers: Sequence[Layer] = ()
     bias: Mapping[str, Any] | None = None
     names: Mapping[str, str] | None = None
-    per_layer: Mapping[str, Any] | None = None
 
 
 def parameters_of(where: Any, config: EmbedderConfig, bias: Options | None = None) -> Specs:

@@ -14,11 +14,13 @@ from transformer_embed._src.pretrained.architecture import (
 )
 from transformer_embed._src.pretrained.files import made_of
 
+BETA = "llama_4_scaling_beta"
 LOCAL = "rope_local_base_freq"
 # For each kind of layer, the entries of config.json that have its base, its share of the channels
-# that rotate, its sections and its scaling. Sliding layers have no sections.
+# that rotate, its sections, the growth of its queries and its scaling. Sliding layers have no
+# sections.
 LAYERS = {
-    FULL: ("rope_theta", "partial_rotary_factor", "mrope_section", "rope_scaling"),
+    FULL: ("rope_theta", "partial_rotary_factor", "mrope_section", BETA, "rope_scaling"),
     SLIDING: (LOCAL, "sliding_rotary_factor", "sliding_rope_scaling"),
 }
 ORIGINAL = "original_max_position_embeddings"
