@@ -31,7 +31,8 @@ GOOD = {
     },
     te.resize_vocabulary: {
         "params": {"m/token_embedding": {"embeddings": jnp.asarray(TABLE)}},
-        "vocab_size": 3,
+        "config": te.EmbedderConfig(4, 3),
+        "new_config": te.EmbedderConfig(3, 3),
     },
     te.alibi_bias: {"query_positions": POSITIONS, "key_positions": POSITIONS, "num_heads": 2},
     te.alibi_slopes: {"num_heads": 2},

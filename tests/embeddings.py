@@ -178,12 +178,13 @@ def saved(config, batches):
 
 
 def resized(config, batches, vocab_size):
-    found = []
+    found, rng = [], jax.random.key(1)
+    new = dataclasses.replace(config, vocab_size=vocab_size)
     for params, *others in batches:
-        wider = te.resize_vocabulary(params, vocab_size, rng=jax.random.key(1))
-        assert_right(te.resize_vocabulary, wider, params, vocab_size, rng=jax.random.key(1))
+        wider = te.resize_vocabulary(params, config, new, rng=rng)
+        assert_right(te.resize_vocabulary, wider, params, config, new, rng=rng)
         found.append((jax.tree.map(np.asarray, wider), *others))
-    return dataclasses.replace(config, vocab_size=vocab_size), found
+    return new, found
 
 
 def lengthened(config, batches, max_len):

@@ -4,6 +4,7 @@ temporaries, collectives.
 What compiles for a TPU needs libtpu (the extra `tpu-check`) and is skipped without it.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import inspect
@@ -24,7 +25,7 @@ from calls import CALLS, with_gradient
 from collectives import collectives
 from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.sharding import NamedSharding, PartitionSpec
-from meshes import AUTO, EXPLICIT, mesh_of
+from meshes import EXPLICIT, mesh_of
 from targets import TargetError, target
 
 import transformer_embed as te
@@ -90,7 +91,9 @@ FUNCTIONS = {name: (with_gradient(*call), call[1]) for name, call in CALLS.items
         ),
     ),
     "resize_vocabulary": (
-        lambda params, rng: te.resize_vocabulary(params, VOCAB + 8, rng=rng),
+        lambda params, rng: te.resize_vocabulary(
+            params, CONFIG, dataclasses.replace(CONFIG, vocab_size=VOCAB + 8), rng=rng
+        ),
         (PARAMS, KEY),
     ),
     "rows.update": (
@@ -132,9 +135,10 @@ def weighted(params, ids, weights):
     return jnp.sum(te.lookup(params["table"], ids, pad_id=0) * weights)
 
 
-def lazy_step(params, ids, weights):
-    loss = functools.partial(weighted, ids=ids, weights=weights)
-    grads, sgd = te.rows.value_and_grad(loss, ids={"table": ids})(params)[1], optax.sgd(0.1)
+def lazy_step(params, ids, weights, capacity=None):
+    loss, sgd = functools.partial(weighted, ids=ids, weights=weights), optax.sgd(0.1)
+    step = te.rows.value_and_grad(loss, ids={"table": ids}, capacity=capacity)
+    grads = step(params)[1]
     return te.rows.update(sgd, grads, sgd.init(params), params)[0]
 
 
@@ -153,32 +157,22 @@ def test_the_sum_of_gradients_of_different_rows_is_not_atomic():
     ("program", "layout", "kind"),
     [
         *itertools.product(
-            [jax.grad(weighted), lazy_step], ["striped", "contiguous"], [AUTO, EXPLICIT]
+            [jax.grad(weighted), lazy_step], ["rows over all", "rows", "columns"], [EXPLICIT]
         ),
+        (functools.partial(lazy_step, capacity=1.0), "rows over all", EXPLICIT),
         # Under automatic axes the compiler splits this one: sorted, the whole batch would go to
         # each device.
-        *itertools.product([jax.grad(weighted)], ["whole", "whole rows"], [EXPLICIT]),
+        (jax.grad(weighted), "whole", EXPLICIT),
     ],
 )
 def test_gradients_of_tables_on_a_mesh_of_gpus_are_not_atomic_sums(program, layout, kind):
     mesh, shape = mesh_of((2, 4), ("data", "model"), kind), (VOCAB, 8)
-    if layout in ("striped", "contiguous"):
-        over, stripe = ("model", None) if layout == "contiguous" else (mesh.axis_names, "table")
-        placed = te.sharding.shard_params(
-            {"table": of(jnp.float32, *shape)},
-            mesh,
-            {"*": P(over)},
-            tables="table",
-            stripe=stripe,
-        )
-    else:
-        spec = P() if layout == "whole" else P(None, "model")
-        placed = {
-            "table": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
-        }
-    batch = P(mesh.axis_names) if layout == "striped" else P("data")
+    spec = {"whole": P(), "columns": P(None, "model"), "rows": P("model")}
+    spec = spec.get(layout, P(mesh.axis_names))
+    placed = {"table": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))}
+    batch = P(mesh.axis_names) if layout == "rows over all" else P("data")
     ids = jax.ShapeDtypeStruct((16, 8), jnp.int32, sharding=NamedSharding(mesh, batch))
-    columns = "model" if layout == "whole rows" else None
+    columns = "model" if layout == "columns" else None
     weights = jax.ShapeDtypeStruct(
         (16, 8, 8), jnp.float32, sharding=NamedSharding(mesh, P(*batch, None, columns))
     )
@@ -292,29 +286,18 @@ def test_a_step_by_rows_on_a_tpu_makes_nothing_of_the_size_of_the_table(tpu):
 
 @needs_libtpu
 def test_a_sharded_program_on_a_tpu_sends_nothing_of_the_size_of_a_table(tpu):
-    mesh, vocab = tpu.mesh(data=2, model=2), 100_000
-    tables = {"embeddings": of(jnp.float32, vocab, WIDTH)}
-    params = te.sharding.shard_params(tables, mesh, {"embeddings": P("model")}, tables="embeddings")
+    mesh, vocab = tpu.mesh(EXPLICIT, data=2, model=2), 100_000
+    over = NamedSharding(mesh, P("model"))
+    params = {"embeddings": jax.ShapeDtypeStruct((vocab, WIDTH), jnp.float32, sharding=over)}
     ids = jax.ShapeDtypeStruct((32, 64), jnp.int32, sharding=NamedSharding(mesh, P("data")))
     read = tpu.compile(lambda params, ids: te.lookup(params["embeddings"], ids), params, ids)
     for each in collectives(read):
         assert each.largest <= 32 * 64 * WIDTH
     x = jax.ShapeDtypeStruct((32, 64, WIDTH), jnp.float32, sharding=NamedSharding(mesh, P("data")))
     loss = lambda x, params, labels: te.linear_cross_entropy(x, params["embeddings"], labels)
-    # Rows are padded to a multiple of 128.
-    shard = params["embeddings"].array.shape[0] * WIDTH / 2
+    shard = vocab * WIDTH / 2
     for each in collectives(tpu.compile(jax.value_and_grad(loss, (0, 1)), x, params, ids)):
         assert each.largest <= shard
-
-
-@needs_libtpu
-def test_shapes_are_placed_on_a_pod_whose_processes_do_not_run():
-    """It asked them for what they place."""
-    mesh, rules = target("tpu:v5e:4x4").mesh(data=4, model=4), {"*": P("model")}
-    assert mesh.is_multi_process
-    params = {"embeddings": of(jnp.float32, 1000, WIDTH)}
-    table = te.sharding.shard_params(params, mesh, rules)["embeddings"]
-    assert table.array.sharding.mesh == mesh
 
 
 TILES = splash_attention.BlockSizes(*[512] * 8)

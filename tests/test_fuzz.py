@@ -6,14 +6,13 @@ import itertools
 import random
 
 import cases
-import jax
 import matplotlib.figure
 import public
 import pytest
 from calls import GOOD, IDS, POSITIONS, TABLE
 from cases import few
 from fuzzing import VALUES, bounded, call, named_on_failure
-from meshes import mesh_of
+from meshes import mesh_of, put
 from references import CHECKS, assert_right
 
 import transformer_embed as te
@@ -70,10 +69,8 @@ def test_every_public_function_is_fuzzed():
 
 TOKENS = te.TokenPositions.from_segment_ids([[1, 1, 1, 1]])
 MASK = te.AttentionMask(TOKENS, causal=True)
-MESH, RULES = mesh_of((2,), ("x",)), {"*": jax.sharding.PartitionSpec("x")}
 PARAMS = {"embeddings": TABLE}
-STRIPED = te.sharding.shard_params(PARAMS, MESH, RULES, stripe="*")["embeddings"]
-DRAWN = jax.eval_shape(lambda: PARAMS)
+SPLIT = put(mesh_of((2,), ("x",)), TABLE, "x")
 PROMISE = {"mask": MASK, "order": "full"}
 DOORS = [
     (te.AttentionMask, {"queries": TOKENS, "keys": None, "causal": True, "window": None, "chunk": None, "sinks": None}),
@@ -90,9 +87,7 @@ DOORS = [
     (te.kernels.key_ranges, PROMISE),
     (te.kernels.query_ranges, PROMISE),
     (te.kernels.splash_attention, PROMISE | {"num_heads": 2}),
-    (te.sharding.shard_params, {"params": PARAMS, "mesh": MESH, "rules": RULES, "tables": "*", "batch_axes": None, "stripe": None, "virtual_shards": 8, "capacity": 1.0}),
-    (te.sharding.init_params, {"init": lambda rng: PARAMS, "rng": jax.random.key(0), "shapes": te.sharding.shard_params(DRAWN, MESH, {})}),
-    (te.sharding.exchange_load, {"table": STRIPED, "ids": IDS, "max_rows": None}),
+    (te.rows.exchange_load, {"table": SPLIT, "ids": IDS, "config": None, "batch_axes": None, "capacity": 1.0, "max_rows": None}),
     (te.rows.RowGradient, {"ids": POSITIONS, "values": TABLE[:3], "vocab_size": 4}),
     (te.rows.add, {"grads": PARAMS, "more": PARAMS}),
     (te.OutputLayer, {"table": TABLE, "bias": None, "softcap": None, "scale": 1.0, "pad_id": None}),

@@ -239,6 +239,7 @@ def test_errors_are_ours():
 
 def test_a_record_in_an_arrays_place_lists_its_fields():
     with refused(
-        TypeError, "x: ... got OutputLayer: pass one of table, bias, softcap, scale, pad_id"
+        TypeError,
+        "x: ... got OutputLayer: pass one of table, bias, softcap, scale, pad_id, vocab_size",
     ):
         te.linear_logits(te.OutputLayer(np.ones([3, 2])), np.ones([3, 2]))

@@ -1,5 +1,6 @@
 """Whole programs in which one part's result is another part's argument."""
 
+import dataclasses
 import functools
 import types
 
@@ -165,22 +166,17 @@ def test_eager_and_compiled_share_a_batch(params):
 def test_training_goes_on_after_an_exchange_that_overflows():
     """8 devices: the step is skipped and counted, with parameters and state as they were, and the
     tables are written in place."""
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec, optimizer = jax.sharding.PartitionSpec, optax.adam(0.1)
+    mesh, optimizer = mesh_of((8,), ("x",), EXPLICIT), optax.adam(0.1)
     params = {"table": jnp.ones((32_768, 16)), "w": jnp.ones(16)}
-    trees = [(params, "table"), (optimizer.init(params), "*/table")]
-    held = [
-        te.sharding.shard_params(
-            tree, mesh, {name: spec("x"), "*": spec()}, tables=name, stripe=name
-        )
-        for tree, name in trees
-    ]
+    place = lambda leaf: put(mesh, leaf, *["x"] * (leaf.ndim == 2))
+    held = jax.tree.map(place, (params, optimizer.init(params)))
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(held, ids):
         params, state, skipped = held
         loss = lambda params: jnp.mean(te.lookup(params["table"], ids) @ params["w"])
-        value, grads = te.rows.value_and_grad(loss, ids={"table": ids}, max_rows=4)(params)
+        options = {"ids": {"table": ids}, "max_rows": 4, "capacity": 1.0}
+        value, grads = te.rows.value_and_grad(loss, **options)(params)
         is_finite = jnp.isfinite(value)
         params, state = jax.lax.cond(
             is_finite,
@@ -190,11 +186,12 @@ def test_training_goes_on_after_an_exchange_that_overflows():
         return (params, state, skipped + ~is_finite), value
 
     def batch(ids):
-        sharding = jax.sharding.NamedSharding(mesh, spec("x"))
-        return jax.device_put(np.asarray(ids, np.int32).reshape(8, -1), sharding)
+        # Neighbours belong to one device: each asks for one of its own.
+        ids = np.asarray(ids, np.int32) * 4096 % 32_767
+        return put(mesh, ids.reshape(8, -1), "x")
 
     few, many = batch(np.tile(np.arange(4), 32)), batch(np.arange(128))
-    held = (*held, jnp.zeros((), jnp.int32))
+    held = (*held, put(mesh, jnp.zeros((), jnp.int32)))
     step = step.lower(held, few).compile()
     assert step.memory_analysis().temp_size_in_bytes < 32_768 * 16 * 4 / 8
     held, first = step(held, few)
@@ -245,9 +242,8 @@ def test_a_loader_may_store_positions_in_few_or_many_bits(dtype):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("is_table", [False, True], ids=["array", "Sharded"])
 @pytest.mark.parametrize("style", ["gather", "one_hot"])
-def test_explicit_axes_may_split_the_batch_and_the_columns(columns, batch, kept, is_table, style):
+def test_explicit_axes_may_split_the_batch_and_the_columns(columns, batch, kept, style):
     """As in FSDP, where one axis splits the batch and every parameter."""
     mesh = mesh_of((2, 4), ("y", "x"), EXPLICIT)
     config = te.EmbedderConfig(24, 16, pad_id=0, dropout_rate=0.0, lookup_style=style)
@@ -269,9 +265,7 @@ def test_explicit_axes_may_split_the_batch_and_the_columns(columns, batch, kept,
 
     (_, expected), gradient = run(params, ids)
     with jax.set_mesh(mesh):
-        split = {"*": PartitionSpec(None, columns)}
-        tables = "*embeddings" if is_table else "none"
-        params = te.sharding.shard_params(params, mesh, split, tables=tables)
+        params = put(mesh, params, None, columns)
         (_, values), sharded_gradient = run(params, put(mesh, ids, batch))
     for value in values:
         assert value.sharding.spec[0] == batch
@@ -288,7 +282,8 @@ def test_explicit_axes_may_split_the_batch_and_the_columns(columns, batch, kept,
 def test_some_axes_of_a_mesh_are_explicit_and_others_automatic(kinds, split):
     """Types say how the batch is split, and the compiler splits the model, for example."""
     mesh = jax.make_mesh((2, 4), ("y", "x"), axis_types=kinds)
-    embedder, optimizer = te.Embedder(CONFIG), optax.sgd(0.01, momentum=0.9)
+    embedder = te.Embedder(dataclasses.replace(CONFIG, row_multiple=8))
+    optimizer = optax.sgd(0.01, momentum=0.9)
     params = embedder.init(jax.random.key(0))
     ids = jnp.arange(32, dtype=jnp.int32).reshape(8, 4) % VOCAB
     (path,) = params
@@ -308,48 +303,34 @@ def test_some_axes_of_a_mesh_are_explicit_and_others_automatic(kinds, split):
 
     expected = run(params, ids)
     with jax.set_mesh(mesh):
-        params = te.sharding.shard_params(params, mesh, {"*embeddings": PartitionSpec(split)})
+        params = put(mesh, params, split)
         found = jax.device_get(run(params, put(mesh, ids, "y")))
-    for value, want in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        # A sharded table has rows of padding.
-        near(value[: len(want)] if want.ndim else value, want, atol=1e-5)
-
-
-@pytest.mark.parametrize("spec", [("x",), (None, "x")], ids=str)
-def test_an_array_that_explicit_axes_split_does_not_train_by_rows(spec):
-    mesh = mesh_of((8,), ("x",), EXPLICIT)
-    with jax.set_mesh(mesh):
-        table = put(mesh, jnp.ones((16, 8)), *spec)
-        step = te.rows.value_and_grad(lambda table: te.lookup(table, [1]).sum(), ids=jnp.array([1]))
-        with pytest.raises(ValueError, match="table: wanted a whole array, or a Sharded one"):
-            step(table)
+    near(found, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [hk.data_structures.to_immutable_dict, types.MappingProxyType])
 def test_mappings_that_hide_their_tables_are_refused(kind):
     """jax flattens Haiku's immutable dicts as a whole: nothing would be found in them."""
-    mesh = mesh_of((8,), ("x",))
     tables = {"embed": {"embeddings": jnp.ones((8, 2))}}
     step = te.rows.value_and_grad(lambda params: 0.0, ids={"embed": {"embeddings": [1]}})
     _, grads = step(tables)
     for call in (
         lambda params: step(params),
         lambda params: te.rows.update(optax.sgd(1.0), grads, (), params),
-        lambda params: te.sharding.shard_params(params, mesh, {"embed/*": PartitionSpec("x")}),
     ):
         with pytest.raises(TypeError, match="params: wanted dicts"):
             call(kind(tables))
 
 
 def test_flax_may_hold_a_sharded_table(tmp_path):
-    mesh = mesh_of((8,), ("x",))
-    ((path, layer),) = te.Embedder(CONFIG).init(jax.random.key(0)).items()
-    table = te.sharding.shard_params(layer, mesh, {"*": PartitionSpec("x")})["embeddings"]
+    mesh, config = mesh_of((8,), ("x",)), dataclasses.replace(CONFIG, row_multiple=8)
+    ((path, layer),) = te.Embedder(config).init(jax.random.key(0)).items()
+    table = put(mesh, layer["embeddings"], "x")
     x = jnp.ones(CONFIG.d_model)
     equal(te.lookup(nnx.Param(table), [3]), te.lookup(table, [3]))
     equal(te.linear_logits(x, nnx.Param(table)), te.linear_logits(x, table))
     params = {path: {"embeddings": nnx.Param(table)}}
-    te.pretrained.save_embedder(tmp_path / "a.safetensors", CONFIG, params)
+    te.pretrained.save_embedder(tmp_path / "a.safetensors", config, params)
     saved = te.pretrained.load_embedder(tmp_path / "a.safetensors").params
     equal(saved[path]["embeddings"], layer["embeddings"])
 

@@ -1,6 +1,7 @@
 """Every public function under all of JAX's strict modes at once: run eagerly, and traced with its
 gradient. (The modules are in test_modules.py.)"""
 
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -15,7 +16,6 @@ from calls import CALLS, IDS, POSITIONS, SCALINGS, TABLE, X, of_arrays, with_gra
 from cases import few
 from contexts import as_dtype, strict
 from drawn import drawn
-from jax.sharding import PartitionSpec
 from meshes import AUTO, EXPLICIT, mesh_of, put
 from references import linear_cross_entropy, linear_log_probs, linear_logits
 
@@ -118,20 +118,11 @@ def test_a_key_that_is_used_twice_is_an_error_under_debug_key_reuse():
 
 # --- functions of tables and parameters
 
-NAME, PATTERN = "transformer_embedding/~/token_embedding", "*/token_embedding/embeddings"
-CONFIG = te.EmbedderConfig(vocab_size=37, d_model=8, scheme=te.Learned(8), pad_id=0)
+NAME = "transformer_embedding/~/token_embedding"
+CONFIG = te.EmbedderConfig(vocab_size=37, d_model=8, scheme=te.Learned(8), pad_id=0, row_multiple=8)
 TABLE_IDS = np.arange(16, dtype=np.int32).reshape(8, 2)
 TABLE_X = np.linspace(-1, 1, 128, dtype=np.float32).reshape(8, 2, 8)
-KINDS = {
-    "plain": None,
-    "rows": {"rules": {PATTERN: PartitionSpec("model")}},
-    "columns": {"rules": {PATTERN: PartitionSpec(None, "model")}},
-    "striped": {
-        "rules": {PATTERN: PartitionSpec(("data", "model"))},
-        "stripe": PATTERN,
-        "virtual_shards": 16,
-    },
-}
+SPLITS = [(), ("model",), (None, "model"), (("data", "model"),)]
 
 
 def table_of(params):
@@ -167,39 +158,31 @@ def update(params, ids, x):
 
 def host(params, ids, tmp_path):
     te.pretrained.save_embedder(tmp_path / "model.safetensors", CONFIG, params)
-    larger = te.resize_positions(te.resize_vocabulary(params, 50, rng=jax.random.key(1)), 16)
-    return te.resize_vocabulary(larger, 20)
+    larger, smaller = (dataclasses.replace(CONFIG, vocab_size=size) for size in (48, 24))
+    params = te.resize_vocabulary(params, CONFIG, larger, rng=jax.random.key(1))
+    return te.resize_vocabulary(te.resize_positions(params, 16), larger, smaller)
 
 
 OF_TABLES = {"lookup", "linear_logits", "linear_cross_entropy", "linear_log_probs"}
 OF_TABLES |= {"linear_top_k", "linear_kept_log_probs", "linear_divergence"}
 OF_TABLES |= {"rows.update", "rows.add"}
 OF_TABLES |= {"resize_vocabulary", "resize_positions", "pretrained.save_embedder"}
-OF_TABLES |= {"sharding.exchange_load", "sharding.shard_params"}
+OF_TABLES |= {"rows.exchange_load"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "table"),
-    few(itertools.product((AUTO, EXPLICIT), KINDS), 2),
-)
-def test_functions_of_tables(kind, table, tmp_path):
+@pytest.mark.parametrize(("kind", "split"), few(itertools.product((AUTO, EXPLICIT), SPLITS), 2))
+def test_functions_of_tables(kind, split, tmp_path):
     mesh = mesh_of((2, 4), ("data", "model"), kind)
     params = drawn(te.Embedder(CONFIG).init)
     with jax.set_mesh(mesh), strict("transfer_guard", "debug_key_reuse"):
-        if KINDS[table]:
-            params = te.sharding.shard_params(params, mesh, **KINDS[table])
-            te.sharding.init_params(te.Embedder(CONFIG).init, jax.random.key(0), params)
-        axes = ("data", "model") if table == "striped" else "data"
-        ids, x = put(mesh, (TABLE_IDS, TABLE_X), axes)
+        params[NAME]["embeddings"] = put(mesh, table_of(params), *split)
+        ids, x = put(mesh, (TABLE_IDS, TABLE_X), "data")
         assert_finite(host(params, ids, tmp_path))
-        # What is left out is refused: rows that are not in order, and columns that train by rows.
-        if table != "striped":
-            jax.jit(dense).trace(params, ids, x)
-        if table != "columns":
-            jax.jit(update).trace(params, ids, x)
-        if table == "striped":
-            te.sharding.exchange_load(table_of(params), ids)
+        jax.jit(dense).trace(params, ids, x)
+        jax.jit(update).trace(params, ids, x)
+        if split[:1] == ("model",):
+            te.rows.exchange_load(table_of(params), np.asarray(ids))
 
 
 def test_every_public_function_is_here():

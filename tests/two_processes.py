@@ -6,11 +6,11 @@ process; ADDRESS:PORT is a free port on the machine of process 0. Each process p
 three trainings, which fall and are the same in all processes.
 """
 
+import dataclasses
 import functools
 import json
 import os
 import sys
-import warnings
 
 ADDRESS, NUM_PROCESSES, PROCESS_ID, *OUT = sys.argv[1:]
 NUM_DEVICES = 8
@@ -26,15 +26,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax import NamedSharding, P
 
 import transformer_embed as te
 
 STEPS, VOCAB_SIZE, D_MODEL = 4, 1019, 16
-CONFIG = te.EmbedderConfig(VOCAB_SIZE, D_MODEL, pad_id=0)
-LEARNED = te.EmbedderConfig(VOCAB_SIZE, D_MODEL, pad_id=0, scheme=te.Learned(8))
+# 1024 rows, which any of these meshes divides.
+CONFIG = te.EmbedderConfig(VOCAB_SIZE, D_MODEL, pad_id=0, row_multiple=128)
+SPREAD = dataclasses.replace(CONFIG, spread=True, output=None)
+LEARNED = dataclasses.replace(CONFIG, scheme=te.Learned(8))
 DENSE, BY_ROWS, BY_EXCHANGE = "dense", "by_rows", "by_exchange"
 TABLE = "transformer_embedding/~/token_embedding"
+OPTIMIZER = optax.adam(0.01)
 
 
 LOSSES = {
@@ -79,105 +82,80 @@ def quiet_runtime():
 
 def trained(name):
     """The losses, and the table after the last step."""
-    step, exchange = dense_step if name == DENSE else row_step, name == BY_EXCHANGE
     # The first axis goes over the processes: each feeds its own rows of the batch and holds the
     # whole table, or, by exchange, half of it.
-    mesh = jax.make_mesh((2, NUM_DEVICES // 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    name, over = "*/token_embedding/embeddings", ("data", "model") if exchange else "model"
-    stripe = name if exchange else None
-    key, options = jax.random.key(0), {"stripe": stripe, "virtual_shards": 8}
-    shapes = jax.eval_shape(init, key)
-    shapes = te.sharding.shard_params(shapes, mesh, {name: PartitionSpec(over)}, **options)
-    params, state = te.sharding.init_params(init, key, shapes)
+    mesh = jax.make_mesh((2, NUM_DEVICES // 2), ("data", "model"))
+    over = ("data", "model") if name == BY_EXCHANGE else "model"
+    config = SPREAD if name == BY_EXCHANGE else CONFIG
+    step = jax.jit(dense_step(config) if name == DENSE else row_step(config, name == BY_EXCHANGE))
+    params, state = drawn(config, mesh, over)
     losses = []
     batch = np.random.default_rng(0).integers(0, VOCAB_SIZE, (8, 17)).astype(np.int32)
-    ids = jax.make_array_from_callback(
-        batch.shape,
-        NamedSharding(mesh, PartitionSpec(over if exchange else "data")),
-        lambda index: batch[index],
-    )
-    for i in range(STEPS):
-        params, state, loss = step(params, state, jax.random.key(i), ids)
-        losses.append(float(loss))
+    of_batch = NamedSharding(mesh, P(over if name == BY_EXCHANGE else "data"))
+    ids = jax.make_array_from_callback(batch.shape, of_batch, batch.__getitem__)
+    with jax.set_mesh(mesh):
+        for _ in range(STEPS):
+            params, state, loss = step(params, state, ids)
+            losses.append(float(loss))
     if OUT:
-        te.pretrained.save_embedder(OUT[0] + ".trained.safetensors", CONFIG, params)
-    table = params[TABLE]["embeddings"]
-    everywhere = jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, PartitionSpec()))(
-        table.array
-    )
-    return losses, np.asarray(everywhere.addressable_data(0))[
-        table.split.slots(np.arange(VOCAB_SIZE, dtype=np.int32))
-    ]
+        te.pretrained.save_embedder(OUT[0] + ".trained.safetensors", config, params)
+    plain = dataclasses.replace(config, row_multiple=1, spread=False)
+    whole = {TABLE: {"embeddings": everywhere(params[TABLE]["embeddings"], mesh)}}
+    return losses, te.resize_vocabulary(whole, config, plain)[TABLE]["embeddings"]
 
 
-ROWS = np.random.default_rng(0).normal(size=(300, 8)).astype(np.float32)
+def everywhere(array, mesh):
+    """All values of an array of several processes."""
+    gather = jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, P()))
+    return np.asarray(gather(array).addressable_data(0))
+
+
+def drawn(config, mesh, over):
+    """Parameters and the state of the optimizer: each device draws and holds its own rows."""
+
+    def init(rng):
+        params = te.Embedder(config).init(rng)
+        return params, OPTIMIZER.init(params)
+
+    def sharding(path, leaf):
+        is_table = "token_embedding" in jax.tree_util.keystr(path) and leaf.ndim == 2
+        return NamedSharding(mesh, P(over) if is_table else P())
+
+    key = jax.random.key(0)
+    shardings = jax.tree.map_with_path(sharding, jax.eval_shape(init, key))
+    return jax.jit(init, out_shardings=shardings)(key)
 
 
 def surface(path):
     """What each function that takes parameters or ids does with those of several processes."""
-    warnings.simplefilter("ignore")
-    automatic = {"axis_types": (AxisType.Auto,) * 2}
-    mesh = jax.make_mesh((2, NUM_DEVICES // 2), ("data", "model"), **automatic)
-    other = jax.make_mesh((1, NUM_DEVICES), ("data", "model"), **automatic)
-    backwards = jax.sharding.Mesh(mesh.devices[::-1], mesh.axis_names)
-    both, me = PartitionSpec(("data", "model")), jax.process_index()
-    rules = {"*/token_embedding/embeddings": both}
-    striped = {"stripe": "t", "virtual_shards": 16}
-
-    def place(tree, on=mesh, **options):
-        return te.sharding.shard_params(tree, on, {"t": both}, tables="t", **options)
-
-    def everywhere(array, *axes):
-        sharding = NamedSharding(mesh, PartitionSpec(*axes))
-        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
-
-    def moved(on, options, back):
-        return place(place({"t": ROWS}, **back), on, **options)["t"].in_vocabulary_order()
-
-    def embedder():
-        init, key = te.Embedder(LEARNED).init, jax.random.key(0)
-        shapes = te.sharding.shard_params(jax.eval_shape(init, key), mesh, rules)
-        return te.sharding.init_params(init, key, shapes)
-
-    rows_of = lambda params: params[TABLE]["embeddings"].in_vocabulary_order()
-    batch = everywhere(np.arange(16, dtype=np.int32).reshape(8, 2), ("data", "model"))
+    mesh = jax.make_mesh((2, NUM_DEVICES // 2), ("data", "model"))
+    params, _ = drawn(LEARNED, mesh, ("data", "model"))
+    rows_of = lambda params: everywhere(params[TABLE]["embeddings"], mesh)
+    of_batch = NamedSharding(mesh, P(("data", "model")))
+    ids = np.arange(16, dtype=np.int32).reshape(8, 2)
+    batch = jax.make_array_from_callback(ids.shape, of_batch, ids.__getitem__)
 
     def saved():
-        te.pretrained.save_embedder(path, LEARNED, embedder())
-        return rows_of(embedder()), te.pretrained.load_embedder(path).params[TABLE]["embeddings"]
+        te.pretrained.save_embedder(path, LEARNED, params)
+        return rows_of(params), te.pretrained.load_embedder(path).params[TABLE]["embeddings"]
 
     def resized():
-        larger = te.resize_vocabulary(embedder(), VOCAB_SIZE + 9, rng=jax.random.key(1))
-        return rows_of(embedder()), rows_of(larger)[:VOCAB_SIZE]
+        larger = dataclasses.replace(LEARNED, vocab_size=VOCAB_SIZE + 9)
+        moved = te.resize_vocabulary(params, LEARNED, larger, rng=jax.random.key(1))
+        return rows_of(params)[:VOCAB_SIZE], rows_of(moved)[:VOCAB_SIZE]
 
-    draw = lambda key: {"t": jax.random.normal(key, ROWS.shape)}
     calls = {
-        "another key": lambda: te.sharding.init_params(
-            draw, jax.random.key(me), place(jax.eval_shape(draw, jax.random.key(0)))
-        ),
-        "another tree": lambda: place({"t": ROWS} | ({"u": ROWS} if me else {})),
-        "other rules": lambda: place({"t": ROWS}, **(striped if me else {})),
-        "another leaf": lambda: place({"t": ROWS + me}),
-        "another mesh": lambda: (ROWS, moved(other, {}, {})),
-        "devices in another order": lambda: (ROWS, moved(backwards, {}, {})),
-        "striped": lambda: (ROWS, moved(other, striped, {})),
-        "striped before": lambda: (ROWS, moved(mesh, {}, striped)),
-        "a global array": lambda: (
-            ROWS,
-            place({"t": everywhere(ROWS, None, ("data", "model"))})["t"].in_vocabulary_order(),
-        ),
         "save_embedder": saved,
         "resize_vocabulary": resized,
-        "resize_positions": lambda: te.resize_positions(embedder(), 16),
+        "resize_positions": lambda: te.resize_positions(params, 16),
         "check_batch, ids": lambda: te.check_batch(batch, vocab_size=300),
         "check_batch, tokens": lambda: te.check_batch(
             np.zeros(batch.shape, int), te.TokenPositions(batch), vocab_size=300, order="full"
         ),
-        "exchange_load": lambda: te.sharding.exchange_load(
-            place({"t": ROWS}, **striped)["t"], batch
-        ),
+        "exchange_load": lambda: te.rows.exchange_load(params[TABLE]["embeddings"], batch),
     }
-    return {name: told(call) for name, call in calls.items()}
+    with jax.set_mesh(mesh):
+        return {name: told(call) for name, call in calls.items()}
 
 
 def told(call):
@@ -189,39 +167,36 @@ def told(call):
     return not isinstance(found, tuple) or bool(np.array_equal(*found))
 
 
-EMBEDDER = te.Embedder(CONFIG)
-OPTIMIZER = optax.adam(0.01)
-
-
-def init(rng):
-    """Parameters and the state of the optimizer: each device holds the moments of its own rows."""
-    params = EMBEDDER.init(rng)
-    return params, OPTIMIZER.init(params)
-
-
-@jax.jit
-def dense_step(params, state, rng, ids):
+def dense_step(config):
     """Adam on the whole tree, for the output layer is tied to the table."""
+    embedder = te.Embedder(config)
 
-    def loss(params):
-        x = EMBEDDER.apply(params, rng, ids[:, :-1], is_training=True)
-        logits = te.linear_logits(x, EMBEDDER.output(params))
-        return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]).mean()
+    def step(params, state, ids):
+        def loss(params):
+            x = embedder.apply(params, None, ids, is_training=False)
+            return te.linear_cross_entropy(x, embedder.output(params), ids, shift=True)
 
-    value, gradients = jax.value_and_grad(loss)(params)
-    updates, state = OPTIMIZER.update(gradients, state, params)
-    return optax.apply_updates(params, updates), state, value
+        value, gradients = jax.value_and_grad(loss)(params)
+        updates, state = OPTIMIZER.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
 
 
-@jax.jit
-def row_step(params, state, rng, ids):
+def row_step(config, exchange):
     """Lazy Adam on the rows that the batch touches."""
+    embedder, capacity = te.Embedder(config), 1.0 if exchange else None
 
-    def loss(params):
-        return jnp.mean((EMBEDDER.apply(params, rng, ids, is_training=True) - 1) ** 2)
+    def step(params, state, ids):
+        def loss(params):
+            return jnp.mean((embedder.apply(params, None, ids, is_training=False) - 1) ** 2)
 
-    value, gradients = te.rows.value_and_grad(loss, ids={TABLE: {"embeddings": ids}})(params)
-    return *te.rows.update(OPTIMIZER, gradients, state, params), value
+        of_table = {TABLE: {"embeddings": ids}}
+        by_rows = te.rows.value_and_grad(loss, ids=of_table, capacity=capacity)
+        value, gradients = by_rows(params)
+        return *te.rows.update(OPTIMIZER, gradients, state, params), value
+
+    return step
 
 
 if __name__ == "__main__":

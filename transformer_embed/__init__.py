@@ -3,7 +3,7 @@
 Token lookup, positions, attention masks, dropout, logits and their loss.
 """
 
-from transformer_embed import kernels, plots, pretrained, rows, sharding
+from transformer_embed import kernels, plots, pretrained, rows
 from transformer_embed._src.attention.attention_mask import AttentionMask
 from transformer_embed._src.attention.masks import (
     causal_mask,
@@ -56,7 +56,7 @@ from transformer_embed._src.tokens.log_probs import (
     linear_log_probs,
     linear_top_k,
 )
-from transformer_embed._src.tokens.lookup import Table, lookup
+from transformer_embed._src.tokens.lookup import lookup
 from transformer_embed._src.tokens.output_layer import OutputLayer, linear_logits
 
 __version__ = "0.1.0"
@@ -80,7 +80,6 @@ __all__ = [
     "RelativePositionBias",
     "Sinusoidal",
     "SinusoidalGrid",
-    "Table",
     "TokenEmbedding",
     "TokenPositions",
     "TransformerEmbedding",
@@ -110,7 +109,6 @@ __all__ = [
     "resize_positions",
     "resize_vocabulary",
     "rows",
-    "sharding",
     "shared_prefix_parents",
     "sinusoidal_encoding",
     "sinusoidal_grid",

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from harness import markdown_table, parser_of, print_machine
 from jax.sharding import PartitionSpec
+from meshes import AUTO, EXPLICIT
 from programs import OPTIMIZER, OURS, PROGRAMS
 from sharding import IDS, WAYS, WIDTH, all_reduce, arguments_of, step_of
 from targets import Facts, Target, TargetError, target
@@ -65,21 +66,19 @@ def programs_table(on: Target, names: list[str]) -> str:
     return markdown_table([*columns, "compiled in, s"], rows)
 
 
-def sharded_loss(on: Target, data: int, shards: int) -> tuple[Facts, float]:
+def sharded_loss(on: Target, mesh: jax.sharding.Mesh) -> tuple[Facts, float]:
     """Value and gradients of the tied loss, in one chunk: what a loop sends is counted once. On
     paper: three numbers and the gradient of x for each token, summed over the shards; the gradient
     of a shard, over the data axis."""
-    mesh, tokens = on.mesh(data=data, model=shards), data * TOKENS
-    params = {"embeddings": jax.ShapeDtypeStruct((WORDS, WIDTH), jnp.float32)}
-    rules = {"*": PartitionSpec("model")}
-    params = te.sharding.shard_params(params, mesh, rules, tables="embeddings")
-    split = mesh, PartitionSpec("data")
+    data, shards = mesh.shape.values()
+    tokens, split = data * TOKENS, (mesh, PartitionSpec("data"))
+    table = on.array((WORDS, WIDTH), jnp.float32, mesh, PartitionSpec("model"))
     x, labels = (
         on.array((tokens, WIDTH), jnp.float32, *split),
         on.array((tokens,), jnp.int32, *split),
     )
     loss = functools.partial(te.linear_cross_entropy, chunk_size=tokens)
-    facts = on.facts(jax.value_and_grad(loss, (0, 1)), x, params["embeddings"], labels)
+    facts = on.facts(jax.value_and_grad(loss, (0, 1)), x, table, labels)
     gradient = all_reduce(4 * -(-WORDS // shards) * WIDTH, data) + 2 * all_reduce(4, data)
     return facts, all_reduce(4 * TOKENS * (3 + WIDTH), shards) + gradient
 
@@ -91,19 +90,23 @@ def mesh_table(on: Target) -> str:
     # On v5e, 16 GB a chip hold the rows, both moments and what the steps need beside them.
     data, vocab_size = chips // shards, 10**8 * min(chips, 256) // 256
     found = {}
-    for way in ("sharded", "by rows", "by exchange"):
-        mesh = on.mesh(data=data, model=shards)
+    automatic, explicit = (on.mesh(kind, data=data, model=shards) for kind in (AUTO, EXPLICIT))
+    ways = [(way, explicit, "") for way in ("sharded", "by rows", "by exchange")]
+    for way, mesh, kind in [*ways, ("by rows", automatic, ", automatic axes")]:
         arguments = arguments_of(way, mesh, OPTIMIZER, vocab_size, WIDTH, IDS)
         facts = on.facts(step_of(way, OPTIMIZER), *arguments)
-        line = f"Adam step {way}, table [{vocab_size:.2g}, {WIDTH}]"
+        line = f"Adam step {way}, table [{vocab_size:.2g}, {WIDTH}]{kind}"
         found[line] = facts, WAYS[way](vocab_size, data, shards)
-    found[f"tied cross-entropy, table [{WORDS}, {WIDTH}]"] = sharded_loss(on, data, shards)
+    for mesh, kind in ((explicit, ""), (automatic, ", automatic axes")):
+        found[f"tied cross-entropy, table [{WORDS}, {WIDTH}]{kind}"] = sharded_loss(on, mesh)
     rows = []
     for line, (facts, paper) in found.items():
         sizes = [f"{size / 1e6:,.1f}" for size in (facts.sent, paper, facts.temporaries)]
         sends = "; ".join(each.summary for each in facts.collectives)
-        rows.append([line, *sizes, f"{facts.seconds:.1f}", sends])
-    columns = ["sent by a chip, MB", "on paper, MB", "temporaries, MB", "compiled in, s"]
+        cycles = f"{facts.cycles:,}" if facts.cycles else "-"
+        rows.append([line, *sizes, cycles, f"{facts.seconds:.1f}", sends])
+    columns = ["sent by a chip, MB", "on paper, MB", "temporaries, MB", "estimated cycles"]
+    columns.append("compiled in, s")
     return markdown_table([f"program, {data} x {shards}", *columns, "collectives"], rows)
 
 

@@ -8,7 +8,6 @@ that are not there (a few minutes each; needs `pip install "jax[tpu]"`). --zipf 
 device has to send where ids follow a Zipf distribution.
 """
 
-import math
 import os
 import pathlib
 import sys
@@ -23,17 +22,22 @@ import numpy as np
 import optax
 from collectives import collectives
 from harness import markdown_table, parser_of, print_machine
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+from meshes import EXPLICIT
 
 import transformer_embed as te
-from transformer_embed._src.tables.sharded.buffers import plan_buffers
-from transformer_embed._src.tables.sharded.placement import ROW_MULTIPLE, VIRTUAL_SHARDS
-from transformer_embed._src.tables.sharded.row_order import RowOrder
+from transformer_embed._src.rows.buffers import plan_buffers
 
 WIDTH, IDS, MEMORY = 128, 16384, 64e9
 DEVICES, VOCABULARIES = (2, 64, 4096), (10**6, 10**8, 10**9)
 # A float32 table and Adam's two moments.
 BYTES_HELD = 3 * 4
+# Every mesh here divides it.
+ROW_MULTIPLE = 4096
+
+
+def rows_of(vocab_size):
+    return te.EmbedderConfig(vocab_size, WIDTH, row_multiple=ROW_MULTIPLE).rows
 
 
 def all_reduce(size, devices):
@@ -50,8 +54,8 @@ def dense(vocab_size, data, shards, width=WIDTH, ids=IDS):
 def in_shards(vocab_size, data, shards, width=WIDTH, ids=IDS):
     """Rows of the batch of the devices that share a table, summed over the shards; the gradient of
     a shard, over the data axis."""
-    padded = RowOrder(vocab_size, 1, math.lcm(ROW_MULTIPLE, shards)).size // shards
-    return all_reduce(4 * ids * shards * width, shards) + all_reduce(4 * padded * width, data)
+    shard = rows_of(vocab_size) // shards
+    return all_reduce(4 * ids * shards * width, shards) + all_reduce(4 * shard * width, data)
 
 
 def by_rows(vocab_size, data, shards, width=WIDTH, ids=IDS):
@@ -70,7 +74,7 @@ def by_exchange(vocab_size, data, shards, width=WIDTH, ids=IDS):
     """The ids of the rows that are asked for, the rows, and their gradients. The table is split
     over all devices."""
     devices = data * shards
-    shard = RowOrder(vocab_size, VIRTUAL_SHARDS).size // devices
+    shard = rows_of(vocab_size) // devices
     room, _ = plan_buffers(min(ids, vocab_size), devices, shard, devices, 1.0)
     return (4 + 2 * 4 * width) * room * (devices - 1)
 
@@ -113,11 +117,12 @@ def step_of(way, optimizer):
     def loss(params, tokens, weights):
         return jnp.sum(te.lookup(params["embeddings"], tokens) ** 2 * weights)
 
+    capacity = 1.0 if way == "by exchange" else None
+
     def step(params, state, tokens, weights):
         if way in ("by rows", "by exchange"):
-            grads = te.rows.value_and_grad(loss, ids={"embeddings": tokens})(
-                params, tokens, weights
-            )[1]
+            options = {"ids": {"embeddings": tokens}, "capacity": capacity}
+            grads = te.rows.value_and_grad(loss, **options)(params, tokens, weights)[1]
             return te.rows.update(optimizer, grads, state, params)
         updates, state = optimizer.update(jax.grad(loss)(params, tokens, weights), state, params)
         return optax.apply_updates(params, updates), state
@@ -128,19 +133,17 @@ def step_of(way, optimizer):
 def arguments_of(way, mesh, optimizer, vocab_size, width, ids):
     """The shapes and shardings of the arguments of a step: float32, `ids` tokens a device."""
     exchanges, tokens = way == "by exchange", ids * mesh.size
-    spec = PartitionSpec(None if way == "dense" else mesh.axis_names if exchanges else "model")
-    options = {"tables": "*embeddings", "stripe": "*embeddings" if exchanges else None}
-    params = {"embeddings": jax.ShapeDtypeStruct((vocab_size, width), jnp.float32)}
-    trees = params, jax.eval_shape(optimizer.init, params)
-    placed = te.sharding.shard_params(trees, mesh, {"*embeddings": spec}, **options)
-    batch = NamedSharding(
-        mesh, PartitionSpec("data" if way in ("sharded", "by rows") else mesh.axis_names)
-    )
-    return (
-        *placed,
-        jax.ShapeDtypeStruct((tokens,), jnp.int32, sharding=batch),
-        jax.ShapeDtypeStruct((tokens, width), jnp.float32, sharding=batch),
-    )
+    over = None if way == "dense" else mesh.axis_names if exchanges else "model"
+    batch = "data" if way in ("sharded", "by rows") else mesh.axis_names
+
+    def shape(shape, axes, dtype=jnp.float32):
+        spec = PartitionSpec(axes) if shape else PartitionSpec()
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    params = {"embeddings": shape((rows_of(vocab_size), width), over)}
+    state = jax.eval_shape(optimizer.init, params)
+    state = jax.tree.map(lambda leaf: shape(leaf.shape, over, leaf.dtype), state)
+    return params, state, shape((tokens,), batch, jnp.int32), shape((tokens, width), batch)
 
 
 def checks():
@@ -149,8 +152,7 @@ def checks():
     rows, optimizer, sizes = [], optax.sgd(0.1), {"vocab_size": 4096, "width": 16, "ids": 32}
     for way, formula in WAYS.items():
         for data, shards in ((8, 1), (4, 2), (2, 4), (1, 8)):
-            kinds = (AxisType.Auto,) * 2
-            mesh = jax.make_mesh((data, shards), ("data", "model"), axis_types=kinds)
+            mesh = jax.make_mesh((data, shards), ("data", "model"))
             arguments = arguments_of(way, mesh, optimizer, **sizes)
             program = step_of(way, optimizer).lower(*arguments).compile()
             got = sum(each.sent for each in collectives(program))
@@ -176,10 +178,10 @@ def compiled_for_pods(names):
     for name in names:
         vocab_size, (data, shards), *goals = PODS[name]
         on = target(name)
-        mesh = on.mesh(data=data, model=shards)
+        mesh = on.mesh(EXPLICIT, data=data, model=shards)
         arguments = arguments_of("by exchange", mesh, optimizer, vocab_size, WIDTH, IDS)
         facts = on.facts(step_of("by exchange", optimizer), *arguments)
-        held = BYTES_HELD * WIDTH * arguments[0]["embeddings"].array.shape[0] / mesh.size
+        held = BYTES_HELD * WIDTH * arguments[0]["embeddings"].shape[0] / mesh.size
         largest = max(facts.collectives, key=lambda each: each.largest).summary
         kinds = ", ".join(sorted({each.kind for each in facts.collectives}))
         sizes = [f"{size / 1e6:,.1f}" for size in (facts.sent, facts.temporaries, held)]
@@ -194,17 +196,20 @@ def compiled_for_pods(names):
 
 def zipf(vocab_size=10**6, exponent=1.05, ids=IDS):
     """What the devices are asked for where the n-th id has a probability that goes with n **
-    -exponent."""
+    -exponent, of a spread table and of one in the order of ids."""
     rows, weights = [], np.arange(1, vocab_size + 1) ** -exponent
     steps, rng = np.cumsum(weights / weights.sum()), np.random.default_rng(0)
     for shape in ((1, 8), (2, 4), (8, 8), (16, 16)):
-        mesh = jax.sharding.AbstractMesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        mesh = jax.sharding.AbstractMesh(shape, ("data", "model"), axis_types=(EXPLICIT,) * 2)
         params, *_ = arguments_of("by exchange", mesh, optax.sgd(0.1), vocab_size, WIDTH, ids)
         batch = np.searchsorted(steps, rng.random((mesh.size, ids))).clip(0, vocab_size - 1)
-        load = te.sharding.exchange_load(params["embeddings"], batch)
-        mean, most = load.rows.mean(), load.rows.max()
-        mesh = f"{shape[0]} x {shape[1]}"
-        rows.append([mesh, f"{mean:,.0f}", f"{most / mean:.2f}", str(load.dropped)])
+        for is_spread in (True, False):
+            options = {"row_multiple": ROW_MULTIPLE, "spread": is_spread}
+            config = te.EmbedderConfig(vocab_size, WIDTH, **options)
+            load = te.rows.exchange_load(params["embeddings"], batch, config=config)
+            mean, most = load.rows.mean(), load.rows.max()
+            name = f"{shape[0]} x {shape[1]}{', spread' * is_spread}"
+            rows.append([name, f"{mean:,.0f}", f"{most / mean:.2f}", str(load.dropped)])
     columns = ["data x model", "mean rows asked for", "busiest / mean", "ids without room"]
     return markdown_table(columns, rows)
 

@@ -108,6 +108,8 @@ FIELDS = [
     ("layer_norm_eps", 0.0, ValueError, "0.0"),
     ("embedding_width", 0, ValueError, "0"),
     ("init_stddev", 0.0, ValueError, "0.0"),
+    ("row_multiple", 0, ValueError, "0"),
+    ("spread", 1, TypeError, "int 1"),
     ("out_of_range", "wrap", ValueError, "'wrap'"),
     ("lookup_style", "matmul", ValueError, "'matmul'"),
     ("param_dtype", jnp.int32, TypeError, "int32"),

@@ -248,7 +248,9 @@ DOORS = {
     "apply": lambda params: whole.apply(params, None, IDS, is_training=False, token_types=TYPES),
     "output": whole.output,
     "initial_params": lambda params: hk.transform(lambda: module(params)).init(KEY),
-    "resize_vocabulary": lambda params: te.resize_vocabulary(params, 13, rng=KEY),
+    "resize_vocabulary": lambda params: te.resize_vocabulary(
+        params, WHOLE, dataclasses.replace(WHOLE, vocab_size=13), rng=KEY
+    ),
     "resize_positions": lambda params: te.resize_positions(params, 12),
     "transform": lambda params: hk.transform(module).apply(params, None),
     "token_embedding": part(lambda: te.TokenEmbedding(11, 6)(IDS), TOKENS),
@@ -373,8 +375,7 @@ def test_initial_params_of_another_dtype_are_rounded_to_the_config_s():
 
 def test_a_sharded_table_among_initial_params_is_taken_as_it_is():
     embedder, mesh = te.Embedder(te.EmbedderConfig(128, 4)), mesh_of((2,), ("model",))
-    rules = {"*/token_embedding/embeddings": P("model")}
-    placed = te.sharding.shard_params(embedder.init(KEY), mesh, rules)
+    placed = put(mesh, embedder.init(KEY), "model")
     layer = functools.partial(te.TransformerEmbedding, embedder.config, initial_params=placed)
     made = hk.transform(lambda: layer()(IDS, is_training=False)).init(KEY)
     equal(made, placed)

@@ -40,7 +40,7 @@ from safetensors.numpy import load_file, save_file
 import transformer_embed as te
 from transformer_embed._src.pretrained.checkpoints import CONFIG, EXTRAS
 from transformer_embed._src.pretrained.parameters import by_path
-from transformer_embed._src.tables.rows.gathered_rows import GatheredRows
+from transformer_embed._src.rows.gathered_rows import GatheredRows
 
 
 @contextlib.contextmanager
@@ -186,7 +186,7 @@ def beside(value):
     return {"params": PARAMS | {"a": {"b": value}}}
 
 
-GATHERED = {"embeddings": GatheredRows(jnp.array([1]), jnp.ones([1, 6]), None, "table", 7)}
+GATHERED = {"embeddings": GatheredRows(jnp.array([1]), None, jnp.ones([1, 6]), "table", 7)}
 UNSAVED = [
     ({"layers": [te.pretrained.Layer(5, 5, 5)]}, "layers[0].type: wanted a str, got int 5"),
     ({"layers": [layer({"base": 1e4}), layer({"base": -1})]}, "layers[1].rotary: base: wanted a finite number above 0, got -1"),

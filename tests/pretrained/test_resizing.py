@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from compare import equal, near
 from drawn import drawn
+from meshes import mesh_of, put
 from references import check
 from refused import refused
 from sample import KEY, POSITIONS, TOKENS
@@ -20,11 +21,16 @@ CONFIG = te.EmbedderConfig(
 PARAMS = drawn(te.Embedder(CONFIG).init)
 
 
+def resized_to(params, vocab_size, old=CONFIG, **options):
+    new = dataclasses.replace(old, vocab_size=vocab_size)
+    return te.resize_vocabulary(params, old, new, **options)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [9, 14])
 def test_a_resized_vocabulary_fits_its_config_and_changes_nothing_else(size):
     """The output layer has as many rows."""
-    resized = te.resize_vocabulary(PARAMS, size, rng=KEY)
+    resized = resized_to(PARAMS, size, rng=KEY)
     embedder = te.Embedder(dataclasses.replace(CONFIG, vocab_size=size))
     last, past = np.asarray(embedder.apply(resized, None, [size - 1, size], is_training=False))
     assert np.isfinite(last).all()
@@ -45,7 +51,8 @@ def test_new_rows_are_drawn_like_each_channel_and_unlike_the_output_layer_s():
     channels = np.arange(1, 17, dtype=np.float32)
     old = np.random.default_rng(0).normal(1, 2, (200, 16)).astype(np.float32) * channels
     tables = {"embeddings": old, "output_embeddings": old}
-    grown = te.resize_vocabulary({TOKENS: tables}, 4200, rng=KEY)[TOKENS]
+    config = te.EmbedderConfig(200, 16)
+    grown = resized_to({TOKENS: tables}, 4200, config, rng=KEY)[TOKENS]
     rows, others = (np.asarray(grown[name], np.float64) for name in tables)
     equal(rows[:200], old)
     # Five times the deviation of the mean of 4000 normal samples, 4000**-0.5, and of their deviation,
@@ -59,7 +66,7 @@ def test_new_rows_are_drawn_like_each_channel_and_unlike_the_output_layer_s():
 def test_a_resized_table_keeps_its_dtype_and_needs_a_key_for_new_rows_alone(size):
     params = {TOKENS: {"embeddings": jnp.ones([11, 4], jnp.bfloat16)}}
     rng = KEY if size > 11 else None
-    table = te.resize_vocabulary(params, size, rng=rng)[TOKENS]["embeddings"]
+    table = resized_to(params, size, rng=rng)[TOKENS]["embeddings"]
     assert isinstance(table, jax.Array)
     assert table.dtype == jnp.bfloat16
 
@@ -100,20 +107,41 @@ NONE = "params: ... got none among ['linear']"
 KEYS = "rng: ... got int 0"
 
 
-@pytest.mark.parametrize("kind", [np.uint8, np.int8, np.uint64])
-def test_a_number_of_rows_of_numpy_does_not_wrap(kind):
-    expected = te.resize_vocabulary(PARAMS, 12, rng=KEY)
-    equal(te.resize_vocabulary(PARAMS, kind(12), rng=KEY), expected)
-    equal(te.resize_vocabulary(PARAMS, kind(2)), te.resize_vocabulary(PARAMS, 2))
+@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize("vocab_size", [11, 9, 20])
+def test_rows_are_padded_and_spread_and_put_back(multiple, vocab_size):
+    """Each id keeps its row, and rows without an id are zeros."""
+    other = dataclasses.replace(CONFIG, vocab_size=vocab_size, row_multiple=multiple, spread=True)
+    moved = te.resize_vocabulary(PARAMS, CONFIG, other, rng=KEY)
+    rows = te.Embedder(other).apply(moved, None, np.arange(20)[:4], is_training=False)
+    equal(rows, te.Embedder(CONFIG).apply(PARAMS, None, np.arange(4), is_training=False))
+    for leaf in moved[TOKENS].values():
+        assert leaf.shape[0] == other.rows
+        assert np.count_nonzero(np.asarray(leaf).reshape(other.rows, -1).any(1)) == vocab_size
+    kept = min(vocab_size, 11)
+    back = te.resize_vocabulary(moved, other, CONFIG, rng=KEY)[TOKENS]
+    for name, leaf in PARAMS[TOKENS].items():
+        equal(back[name][:kept], leaf[:kept])
+
+
+def test_a_table_on_a_mesh_keeps_its_sharding_and_needs_rows_that_divide():
+    mesh = mesh_of((4,), ("x",))
+    config = te.EmbedderConfig(12, 4)
+    params = put(mesh, {TOKENS: {"embeddings": np.ones((12, 4), np.float32)}}, "x")
+    moved = resized_to(params, 16, config, rng=KEY)[TOKENS]["embeddings"]
+    assert (moved.shape, moved.sharding) == ((16, 4), params[TOKENS]["embeddings"].sharding)
+    with refused(ValueError, f"params: {TOKENS}/embeddings: ... row_multiple), got 14"):
+        resized_to(params, 14, config, rng=KEY)
 
 
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: te.resize_vocabulary(PARAMS, 0), ValueError, "vocab_size: ... 1, got 0"),
-        (lambda: te.resize_vocabulary(PARAMS, 14), ValueError, "rng: ... got None"),
-        (lambda: te.resize_vocabulary(PARAMS, 14, rng=0), TypeError, KEYS),
-        (lambda: te.resize_vocabulary({"linear": {}}, 14), ValueError, NONE),
+        (lambda: te.resize_vocabulary(PARAMS, CONFIG, 14), TypeError, "new_config: ... got int 14"),
+        (lambda: te.resize_vocabulary(PARAMS, te.EmbedderConfig(9, 4), CONFIG), ValueError, "params: ... of config, 9, got 11"),
+        (lambda: resized_to(PARAMS, 14), ValueError, "rng: ... got None"),
+        (lambda: resized_to(PARAMS, 14, rng=0), TypeError, KEYS),
+        (lambda: resized_to({"linear": {}}, 14), ValueError, NONE),
         (lambda: te.resize_positions(PARAMS, 2, start=2), ValueError, "max_len: ... 3, got 2"),
         (lambda: te.resize_positions(PARAMS, 9, start=4), ValueError, "start: ... 3, got 4"),
         (lambda: te.resize_positions(PARAMS, 2**40), ValueError, "max_len: ... 2147483647, got 1099511627776"),

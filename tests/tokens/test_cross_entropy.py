@@ -30,7 +30,6 @@ from refused import refused
 import transformer_embed as te
 from transformer_embed._src.tokens import chunks as engine
 from transformer_embed._src.tokens import losses
-from transformer_embed._src.tokens.lookup import Table
 
 SPEC = PartitionSpec
 # What is promised of values and gradients of magnitude 1; float32 sums of some 100 terms are within
@@ -459,17 +458,11 @@ def test_a_symbolic_vocabulary_gives_the_loss_of_each():
 # --- errors
 
 
-@jax.tree_util.register_static
-class SomeRows(Table):
-    shape, dtype = (VOCAB, WIDTH), jnp.dtype("float32")
-
-
 ENDS = "... 5, ... got shape"
 OF_LOGITS = {"x", "table", "bias", "softcap", "scale", "pad_id"}
 TYPE_ERRORS = [
     ({"x": np.ones((4, 5, 3), int)}, "x: ... got int64"),
     ({"table": TABLE.astype(int)}, "table: ... got int64"),
-    ({"table": SomeRows()}, "table: ... got some of its rows"),
     ({"labels": np.ones(SHAPE)}, "labels: ... got float64"),
     *[({name: None}, f"{name}: ... got None") for name in ("labels", "label_smoothing", "z_loss")],
     ({"mask": np.ones(SHAPE)}, "mask: ... got float64"),
@@ -597,35 +590,6 @@ def test_split_arrays_give_the_loss_of_one_device(kind, specs, reduction):
             assert gradient.sharding.is_equivalent_to(arrays[name].sharding, gradient.ndim)
 
 
-def sharded(mesh, spec, rows=ROWS):
-    return te.sharding.shard_params({"t": MESH["table"][:rows]}, mesh, {"*": spec}, tables="*")["t"]
-
-
-SPECS = [SPEC("model"), SPEC("model", "data"), SPEC(("data", "model")), SPEC(None, "model")]
-SHAPES = [(2, 4), (1, 8), (8, 1)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "spec", "shape"), few(itertools.product(KINDS, SPECS, SHAPES), 2), ids=str
-)
-def test_a_sharded_table_gives_the_loss_and_the_logits_of_one_device(kind, spec, shape):
-    mesh = mesh_of(kind, shape)
-    with jax.set_mesh(mesh):
-        bias, table = MESH["bias"][:ROWS], MESH["table"][:ROWS]
-        arrays = on_mesh(mesh) | {"table": sharded(mesh, spec), "bias": bias}
-        loss, of_x, of_table, *others = step(**arrays, **MESH_OPTIONS)
-        options = {"softcap": 2.0, "scale": 0.5, "pad_id": 3}
-        logits = linear_logits(arrays["x"], arrays["table"], bias=bias, **options)
-    of_rows = np.asarray(of_table.array)
-    expected = oracle(**MESH | {"table": table, "bias": bias}, **MESH_OPTIONS)
-    assert_close((loss, of_x, of_rows[:ROWS], *others), expected)
-    equal(of_rows[ROWS:], 0)
-    assert of_table.array.sharding.is_equivalent_to(arrays["table"].array.sharding, 2)
-    plain = linear_logits(MESH["x"], table, bias=bias, **options)
-    near(np.asarray(logits)[..., :ROWS], plain, atol=ERROR)
-
-
 def mesh_loss(x, table, labels):
     return linear_cross_entropy(x, table, labels, pad_id=3, label_smoothing=0.1, chunk_size=4)
 
@@ -639,7 +603,7 @@ def test_shards_send_no_table_and_no_logits(kind):
     mesh = mesh_of(kind)
     with jax.set_mesh(mesh):
         arrays = on_mesh(mesh, tokens=SPEC("data"))
-        table = sharded(mesh, SPEC("model"), rows=64)
+        table = meshes.put(mesh, MESH["table"][:64], "model")
         compiled = mesh_step.lower(arrays["x"], table, arrays["labels"]).compile()
     sent = collectives.collectives(compiled)
     assert {each.kind for each in sent} == {"all-reduce"}
@@ -671,8 +635,9 @@ def test_products_with_the_hessian_of_shards_are_those_of_one_device():
 
     mesh = mesh_of(AxisType.Explicit)
     with jax.set_mesh(mesh):
-        got = jax.jit(product)(on_mesh(mesh)["x"], sharded(mesh, SPEC("model")), MESH["labels"])
-    want = jax.jit(product)(MESH["x"], MESH["table"][:ROWS], MESH["labels"])
+        table = meshes.put(mesh, MESH["table"][:64], "model")
+        got = jax.jit(product)(on_mesh(mesh)["x"], table, MESH["labels"])
+    want = jax.jit(product)(MESH["x"], MESH["table"][:64], MESH["labels"])
     near(got, want, rtol=ERROR, atol=ERROR)
 
 
@@ -691,5 +656,8 @@ def test_the_gradient_of_split_columns_returns_to_them():
 def test_columns_split_in_more_parts_than_rows_are_refused():
     mesh = mesh_of(AxisType.Explicit)
     table = meshes.put(mesh, MESH["table"][:ROWS], None, "model")
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match="all_to_all split_axis"):
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match=r"table: .* \(see row_multiple\), got"),
+    ):
         mesh_step(MESH["x"], table, MESH["labels"])

@@ -159,8 +159,11 @@ SPLITS = [
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_split_vocabulary_has_that_of_one_device(kind, axes, of_table, of_x, reduction):
     def step(x, student, teacher_x, teacher):
-        def loss(*arrays):
-            losses = te.linear_divergence(*arrays, mask=MASK, reduction=reduction, **kind)
+        def loss(x, student, teacher_x, teacher):
+            # The rows past the vocabulary only fill the shards.
+            layers = (te.OutputLayer(table, vocab_size=VOCAB) for table in (student, teacher))
+            options = {"mask": MASK, "reduction": reduction, **kind}
+            losses = te.linear_divergence(x, next(layers), teacher_x, next(layers), **options)
             return jnp.sum(losses**2)
 
         return jax.value_and_grad(loss, (0, 1, 2, 3))(x, student, teacher_x, teacher)
@@ -169,28 +172,28 @@ def test_a_split_vocabulary_has_that_of_one_device(kind, axes, of_table, of_x, r
     want = step(X, STUDENT, teacher_x, teacher)
     mesh = mesh_of((4, 2), ("a", "b"), axes)
     with jax.set_mesh(mesh):
-        rules = {"*": jax.sharding.PartitionSpec(*of_table)}
-        params = {"s": STUDENT, "t": teacher}
-        params = te.sharding.shard_params(params, mesh, rules, tables="*")
+        filled = lambda table: np.pad(table, ((0, -len(table) % 8), (0, 0)))
+        params = put(mesh, {"s": filled(STUDENT), "t": filled(teacher)}, *of_table)
         xs = put(mesh, X, *of_x), put(mesh, teacher_x, *of_x)
         got = jax.jit(step)(xs[0], params["s"], xs[1], params["t"])
     value, (of_x, of_student, of_teacher_x, of_teacher) = got
-    of_student, of_teacher = (np.asarray(table.array)[:VOCAB] for table in (of_student, of_teacher))
+    of_student, of_teacher = (np.asarray(table)[:VOCAB] for table in (of_student, of_teacher))
     near(value, want[0], rtol=ERROR)
     near((of_x, of_student, of_teacher_x, of_teacher), want[1], atol=ERROR)
 
 
 def test_a_plain_table_beside_a_sharded_one_is_refused():
-    mesh = mesh_of((4, 2), ("a", "b"), AUTO)
-    rules = {"*": jax.sharding.PartitionSpec("a")}
-    table = te.sharding.shard_params({"t": STUDENT}, mesh, rules, tables="*")["t"]
+    mesh = mesh_of((4, 2), ("a", "b"), EXPLICIT)
     want = "teacher_output: wanted a table with rows split over the mesh axes of output's, "
-    for student, teacher, message in (
-        (table, STUDENT, "('a',), got ()"),
-        (STUDENT, table, "(), got ('a',)"),
-    ):
-        with refused(ValueError, want + message):
-            te.linear_divergence(X, student, X, teacher)
+    with jax.set_mesh(mesh):
+        whole, split = put(mesh, jnp.ones((16, 4))), put(mesh, jnp.ones((16, 4)), "a")
+        for student, teacher, got in ((split, whole, "('a',), got ()"), (whole, split, "(), got")):
+            with refused(ValueError, want + got):
+                te.linear_divergence(X, student, X, teacher)
+    with refused(ValueError, "teacher_output: wanted output's vocab_size, 16, got 13"):
+        te.linear_divergence(
+            X, jnp.ones((16, 4)), X, te.OutputLayer(jnp.ones((16, 4)), vocab_size=13)
+        )
 
 
 REFUSED = [

@@ -1,5 +1,7 @@
 """The most probable ids of an output layer, beside those of whole logits in float64."""
 
+import dataclasses
+
 import collectives
 import jax
 import jax.numpy as jnp
@@ -53,11 +55,14 @@ def test_a_split_vocabulary_has_those_of_one_device(kind, of_table, of_x, option
     mesh = mesh_of((4, 2), ("a", "b"), kind)
     want = linear_top_k(X, TABLE, **options)
     with jax.set_mesh(mesh):
-        rules = {"*": jax.sharding.PartitionSpec(*of_table)}
-        table = te.sharding.shard_params({"t": TABLE}, mesh, rules, tables="*")["t"]
-        got = jax.jit(lambda x, table: linear_top_k(x, table, **options))(
-            put(mesh, X, *of_x), table
-        )
+        filled = [np.pad(TABLE, ((0, 3), (0, 0))), options.get("bias")]
+        filled[1] = None if filled[1] is None else np.pad(filled[1], (0, 3))
+        settings = {k: options[k] for k in options if k in ("pad_id", "softcap", "scale")}
+        output = te.OutputLayer(*filled, vocab_size=VOCAB, **settings)
+        output = dataclasses.replace(output, table=put(mesh, output.table, *of_table))
+        sizes = options["k"], options.get("chunk_size")
+        step = jax.jit(lambda x, output: te.linear_top_k(x, output, sizes[0], chunk_size=sizes[1]))
+        got = step(put(mesh, X, *of_x), output)
     equal(got[1], want[1])
     near(got[0], want[0], atol=1e-5)
 

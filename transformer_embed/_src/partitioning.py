@@ -71,19 +71,6 @@ def on_each_device(mesh: Any, function: Callable, in_specs: Any, out_specs: Any)
     )
 
 
-def array_axes(mesh: Any, batch: Axes, array: Array, batch_dimensions: int) -> list[Axes]:
-    """The mesh axes that each dimension is split over.
-
-    An array's type says which explicit ones. Its first dimension is split over the automatic ones
-    of `batch` too, if the devices divide it.
-    """
-    axes = typed_axes(array)
-    automatic = tuple(axis for axis in batch if axis in axes_of_kind(mesh, AxisType.Auto))
-    if batch_dimensions and array.shape[0] % devices_along(mesh, axes[0] + automatic) == 0:
-        axes[0] += automatic
-    return axes
-
-
 def devices_along(mesh: Any, axes: Axes) -> int:
     """The number of devices along these axes."""
     return math.prod(mesh.shape[axis] for axis in axes)

@@ -3,24 +3,16 @@
 import ast
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import export
 
 
-def register_pytree(
-    cls: type,
-    *static: str,
-    to_literals: Callable = lambda static: static,
-    from_literals: Callable = lambda static: static,
-    names: Callable | None = None,
-) -> None:
+def register_pytree(cls: type, *static: str) -> None:
     """Makes a dataclass a pytree with these static fields, for jax.export too.
 
-    A file of jax.export has the static fields as literals of Python. Paths have the names of the
-    fields, or those that `names` gives to an instance.
+    A file of jax.export has the static fields as literals of Python.
 
     Unlike `jax.tree_util.register_dataclass`, it does not call the class to make an instance of new
     leaves, so these are not checked: jax also puts shapes, shardings or None there.
@@ -33,7 +25,7 @@ def register_pytree(
 
     def flatten_with_keys(instance: Any) -> tuple[Any, Any]:
         leaves, auxiliary = flatten(instance)
-        keys = map(jax.tree_util.GetAttrKey, names(instance) if names else fields)
+        keys = map(jax.tree_util.GetAttrKey, fields)
         return tuple(zip(keys, leaves, strict=True)), auxiliary
 
     def unflatten(auxiliary: tuple[Any, ...], leaves: Any) -> Any:
@@ -46,6 +38,6 @@ def register_pytree(
     export.register_pytree_node_serialization(
         cls,
         serialized_name=f"transformer_embed.{cls.__name__}",
-        serialize_auxdata=lambda auxiliary: repr(to_literals(auxiliary)).encode(),
-        deserialize_auxdata=lambda text: from_literals(ast.literal_eval(text.decode())),
+        serialize_auxdata=lambda auxiliary: repr(auxiliary).encode(),
+        deserialize_auxdata=lambda text: ast.literal_eval(text.decode()),
     )

@@ -11,6 +11,7 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import DTypeLike
 from transformer_embed._src.positions.schemes import PositionScheme, Sinusoidal
 from transformer_embed._src.tokens.lookup import LOOKUP_STYLES, OUT_OF_RANGE
+from transformer_embed._src.tokens.row_order import RowOrder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +23,9 @@ class OutputConfig:
 
     Args:
         tied: True: its table is the token table. False: it has a table of its own, the parameter
-            `output_embeddings`, [vocab_size, width of the token table].
-        bias: whether a number is added for each id, the parameter `output_bias`, [vocab_size].
+            `output_embeddings`, of the token table's shape.
+        bias: whether a number is added for each id, the parameter `output_bias`, [vocab_size], or
+            more if `row_multiple` adds rows.
         softcap, scale: as in `OutputLayer`.
 
     Raises:
@@ -138,6 +140,14 @@ class EmbedderConfig:
             and 1 / (2 * o * sqrt(w)) for an output layer's own table.
             Before training, the loss is then about log(vocab_size). The page Performance has the
             measurements.
+        row_multiple: the token tables have a number of rows that is a multiple of it, so that the
+            devices of a mesh divide them: 128 fits most meshes. The rows past the vocabulary are
+            never read nor predicted, and get no gradient.
+        spread: whether the rows of neighbouring ids lie far apart in the token table. Low ids are
+            usually the frequent ones, and a mesh that splits the rows then has as many of them on
+            each device. The order does not depend on the mesh. It mixes best if row_multiple is a
+            power of two of at least the number of devices, up to 4096. A tied output layer needs
+            False.
 
     Raises:
         ValueError: a field is out of range.
@@ -163,6 +173,8 @@ class EmbedderConfig:
     dtype: DTypeLike | None = None
     output: OutputConfig | NoOutput | None = OutputConfig()
     init_stddev: float | None = None
+    row_multiple: int = 1
+    spread: bool = False
 
     def __post_init__(self):
         arguments.convert_fields(
@@ -180,6 +192,8 @@ class EmbedderConfig:
             param_dtype=arguments.floating_dtype,
             dtype=arguments.floating_dtype,
             init_stddev=arguments.positive,
+            row_multiple=arguments.size,
+            spread=arguments.flag,
         )
         want = "te.OutputConfig(...), te.NoOutput(reason), or None"
         arguments.instance("output", self.output, OutputConfig | NoOutput | None, want)
@@ -197,6 +211,17 @@ class EmbedderConfig:
     def table_width(self) -> int:
         """The width of the tables, and of the input of the output layer."""
         return self.d_model if self.embedding_width is None else self.embedding_width
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the token tables."""
+        return -(-self.vocab_size // self.row_multiple) * self.row_multiple
+
+    @property
+    def row_order(self) -> RowOrder | None:
+        """Which row of the token table holds which id; None: row i holds id i, without others."""
+        is_plain = self.rows == self.vocab_size and not self.spread
+        return None if is_plain else RowOrder(self.vocab_size, self.spread)
 
     @property
     def factor(self) -> float:

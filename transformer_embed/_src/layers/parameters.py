@@ -9,7 +9,6 @@ import haiku as hk
 import jax.numpy as jnp
 
 from transformer_embed._src import arguments
-from transformer_embed._src.tokens.lookup import Table
 
 Initializer = hk.initializers.Initializer
 Params = Mapping[str, Mapping[str, Any]]
@@ -33,7 +32,7 @@ def _leaves(name: str, value: Any) -> dict[str, Any]:
     leaves = {}
     for key, leaf in arguments.instance(name, value, Mapping, want).items():
         path = f"{name}/{key}"
-        # Not an instance of jax.Array: a `Table` and what jax.eval_shape returns pass too.
+        # Not an instance of jax.Array: a `StandIn` and what jax.eval_shape returns pass too.
         if not hasattr(leaf, "shape"):
             got = arguments.describe(leaf)
             raise arguments.type_error(path, "an array (use jnp.asarray)", got)
@@ -53,9 +52,6 @@ def parameters_from(initial: Mapping[str, Mapping] | None) -> Iterator[None]:
             return create_default(shape, dtype, init)
         path, name = context.full_name.rsplit("/", 1)
         value = initial[module_name(path)][name]
-        # A sharded table cannot become one array.
-        if isinstance(value, Table) and value.dtype == dtype:
-            return value
         return jnp.asarray(value, dtype)
 
     def read(read_default, value, context):

@@ -19,7 +19,8 @@ class TokenEmbedding(hk.Module):
     """Embeds token ids as rows of a table times sqrt(d_model), with an output layer.
 
     The table is the parameter `embeddings`, [vocab_size, d_model], as in hk.Embed, so checkpoints
-    of hk.Embed can be loaded. The output layer reads it too, or the parameters that it adds.
+    of hk.Embed can be loaded. (`row_multiple` may add rows.) The output layer reads it too, or the
+    parameters that it adds.
 
     Args:
         vocab_size: number of rows, at least 1.
@@ -35,6 +36,7 @@ class TokenEmbedding(hk.Module):
         init_stddev: standard deviation of the tables when they are drawn; see `EmbedderConfig`.
         w_init: initialiser of the token table. None: normal, as init_stddev says.
         param_dtype: of the parameters.
+        row_multiple, spread: see `EmbedderConfig`.
         dtype: of the result. None: the dtype of the table, after a Haiku mixed-precision policy has
             cast it.
         name: of the module.
@@ -68,6 +70,8 @@ class TokenEmbedding(hk.Module):
         init_stddev: float | None = None,
         w_init: Initializer | None = None,
         param_dtype: DTypeLike = jnp.float32,
+        row_multiple: int = 1,
+        spread: bool = False,
         dtype: DTypeLike | None = None,
         name: str | None = None,
     ):
@@ -82,6 +86,8 @@ class TokenEmbedding(hk.Module):
             out_of_range=out_of_range,
             lookup_style=lookup_style,
             param_dtype=param_dtype,
+            row_multiple=row_multiple,
+            spread=spread,
             dtype=dtype,
             output=output,
             init_stddev=init_stddev,
@@ -102,7 +108,8 @@ class TokenEmbedding(hk.Module):
         """The scaled rows in float32 or wider, and the dtype of the table."""
         config = self.config
         table = as_table(f"{self.name}/embeddings", self._parameter("embeddings"))
-        rows = look_up(table, ids, config.pad_id, config.out_of_range, config.lookup_style)
+        special = config.pad_id, config.out_of_range
+        rows = look_up(table, ids, *special, config.lookup_style, config.row_order)
         return arguments.widened(rows) * config.factor, table.dtype
 
     def _parameter(self, name: str) -> Any:
@@ -113,7 +120,7 @@ class TokenEmbedding(hk.Module):
             "output_bias": jnp.zeros,
         }
         width = () if name == "output_bias" else (config.d_model,)
-        shape = (config.vocab_size, *width)
+        shape = (config.rows, *width)
         return hk.get_parameter(name, shape, config.param_dtype, w_init[name])
 
 
@@ -126,6 +133,8 @@ def output_layer(config: EmbedderConfig, parameter: Callable[[str], Any]) -> Out
         raise arguments.value_error("output", want, got)
     # An untied model, too, has a table of tokens.
     name, table = "embeddings", parameter("embeddings")
+    if output.tied and config.spread:
+        raise arguments.value_error("spread", "False, for an output layer that is tied", True)
     if not output.tied:
         name, table = "output_embeddings", parameter("output_embeddings")
     return OutputLayer(
@@ -134,4 +143,5 @@ def output_layer(config: EmbedderConfig, parameter: Callable[[str], Any]) -> Out
         softcap=output.softcap,
         scale=output.scale,
         pad_id=config.pad_id,
+        vocab_size=None if config.rows == config.vocab_size else config.vocab_size,
     )

@@ -98,6 +98,8 @@ class TransformerEmbedding(hk.Module):
             pad_id=config.pad_id,
             output=config.output,
             init_stddev=config.init_stddev,
+            row_multiple=config.row_multiple,
+            spread=config.spread,
             # Only this config knows of the norm.
             w_init=hk.initializers.RandomNormal(config.stddevs.tokens),
         )

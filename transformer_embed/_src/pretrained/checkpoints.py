@@ -54,7 +54,6 @@ from transformer_embed._src.pretrained.parameters import (
     stored,
 )
 from transformer_embed._src.pretrained.recognition import kind_of, open_published, recognised
-from transformer_embed._src.tokens.lookup import Table
 
 # Of the file's metadata.
 CONFIG = "transformer_embed.config"
@@ -325,7 +324,7 @@ def _by_tensor_name(leaves: Mapping[str, Any], names: Mapping[str, Any]) -> dict
         raise arguments.value_error("names", want, [*names.values()])
     arrays = {}
     for name, (tensor, is_transposed) in lie.items():
-        array = _on_host(name, leaves[name])
+        array = gathered(name, arguments.unwrapped(leaves[name]))
         array = array.T if is_transposed else array
         # BART's own has an axis of 1 before it.
         array = array[None] if tensor.endswith(LOGITS_BIAS) else array
@@ -341,15 +340,6 @@ def _with_own_paths(config: EmbedderConfig, params: Params, bias: Options | None
         module = BIAS.rpartition("/")[0]
         paths[table_path("params", params, module)] = module
     return {paths.get(path, path): leaves for path, leaves in params.items()}
-
-
-def _on_host(name: str, leaf: Any) -> np.ndarray:
-    """An array, whole and in its own dtype."""
-    # A wrapper such as nnx.Param may hold a table, which raises if it is asked for one array.
-    if not isinstance(leaf, Table):
-        leaf = arguments.unwrapped(leaf)
-    rows = leaf._all_rows() if isinstance(leaf, Table) else None
-    return gathered(name, leaf if rows is None else rows)
 
 
 def describe_own(tensors: Tensors) -> PretrainedInput:

@@ -1,83 +1,122 @@
 """Resizing the tables of a trained input layer: its vocabulary and its learned positions."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
+from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.parameters import Params, as_params, table_path
-from transformer_embed._src.tokens.lookup import Table
+from transformer_embed._src.partitioning import gathered, on_every_device
+from transformer_embed._src.tokens.row_order import nearest_rows
+from transformer_embed._src.tokens.stand_in import StandIn
 
 
-def resize_vocabulary(params: Params, vocab_size: int, *, rng: Array | None = None) -> Params:
-    """Adds rows to the end of an embedder's token table, or removes rows from its end.
+def resize_vocabulary(
+    params: Params, config: EmbedderConfig, new_config: EmbedderConfig, *, rng: Array | None = None
+) -> Params:
+    """Moves an embedder's token table into the rows of another config.
 
-    The parameters of an output layer change with it. New rows are drawn from a normal distribution
-    with each channel's mean and standard deviation over the old rows. The matching config is
-    `dataclasses.replace(config, vocab_size=...)`.
+    That may have another `vocab_size`, `row_multiple` or `spread`. Ids are added or removed at the
+    end of the vocabulary, and the parameters of an output layer change with the table. New rows are
+    drawn from a normal distribution with each channel's mean and standard deviation over the old
+    rows; rows that are only padding are zeros.
 
     Args:
-        params: a Haiku parameter tree with one token table, as `Embedder.init` makes. A sharded
-            table keeps its sharding; its rows pass through this host, which must have access to all
-            shards.
-        vocab_size: the new number of rows, at least 1; a smaller number drops the last rows.
-        rng: a key; may be None if no row is added.
+        params: a Haiku parameter tree with one token table, as `Embedder.init` makes. A table that
+            lies on several devices keeps its sharding; its rows pass through the host, of each
+            process.
+        config: that of params.
+        new_config: that of the result, such as `dataclasses.replace(config, vocab_size=300)`.
+        rng: a key; may be None if no id is added.
 
     Returns:
         The tree, in which only that module's parameters are replaced.
 
     Raises:
-        TypeError: vocab_size is not a Python int.
-        ValueError: params does not have exactly one token table; rows are added and rng is None.
+        TypeError: config or new_config is not an EmbedderConfig.
+        ValueError: params does not have exactly one token table, or not that of config; ids are
+            added and rng is None; devices that do not divide the new number of rows.
 
     Example:
-        >>> import jax
+        >>> import dataclasses, jax
         >>> import transformer_embed as te
-        >>> embedder = te.Embedder(te.EmbedderConfig(vocab_size=256, d_model=64))
-        >>> params = embedder.init(jax.random.key(0))
-        >>> params = te.resize_vocabulary(params, 300, rng=jax.random.key(1))
+        >>> config = te.EmbedderConfig(vocab_size=256, d_model=64)
+        >>> params = te.Embedder(config).init(jax.random.key(0))
+        >>> larger = dataclasses.replace(config, vocab_size=300, row_multiple=128)
+        >>> params = te.resize_vocabulary(params, config, larger, rng=jax.random.key(1))
         >>> params["transformer_embedding/~/token_embedding"]["embeddings"].shape
-        (300, 64)
+        (384, 64)
 
     Source:
         Hewitt, "Initializing New Word Embeddings for Pretrained Language Models" (2021),
         https://nlp.stanford.edu/~johnhew/vocab-expansion.html, with a diagonal covariance.
     """
-    vocab_size = arguments.size("vocab_size", vocab_size)
+    for name, each in {"config": config, "new_config": new_config}.items():
+        arguments.instance(name, each, EmbedderConfig, "an EmbedderConfig")
     params = as_params("params", params)
     path = table_path("params", params, "token_embedding")
     # Sorted, because a table's number chooses its random rows, and a dict may have any order.
     resized = {
-        name: _with_rows(f"{path}/{name}", table, vocab_size, rng, n)
+        name: _moved(f"{path}/{name}", table, (config, new_config), rng, n)
         for n, (name, table) in enumerate(sorted(params[path].items()))
     }
     return {**params, path: resized}
 
 
-def _with_rows(path: str, table: Any, vocab_size: int, rng: Array | None, salt: int) -> Any:
-    """A parameter with a row for each id, with this number of rows."""
-    on_host = table._all_rows() if isinstance(table, Table) else None
-    is_sharded = on_host is not None
-    rows: Any = on_host if is_sharded else _whole(path, table)
-    more = vocab_size - rows.shape[0]
+def _moved(
+    path: str, table: Any, configs: Sequence[EmbedderConfig], rng: Array | None, salt: int
+) -> Any:
+    """A parameter with a row for each id, from the rows of one config in those of another."""
+    old, new = configs
+    # One device may have no room for what lies on many: those rows stay on the host.
+    sharding = getattr(table, "sharding", None)
+    is_on_mesh = isinstance(sharding, NamedSharding) and sharding.num_devices > 1
+    library = np if is_on_mesh else jnp
+    rows: Any = gathered(path, table) if is_on_mesh else _whole(path, table)
+    arguments.check_same(f"params: {path}", "the rows of config", rows.shape[0], old.rows)
+    of_old, of_new = (_rows_of_ids(path, config) for config in configs)
+    more, tail = new.vocab_size - old.vocab_size, rows.shape[1:]
+    parts = [rows[of_old]]
     if more > 0:
         if rng is None:
             raise arguments.value_error("rng", f"a key, to draw {more} new rows", "None")
         # NumPy sums 16-bit rows in 16 bits: the mean of 4096 ones of bfloat16 is 0.0625.
-        wide = arguments.widened(rows)
+        wide = arguments.widened(parts[0])
         # Without the salt, all tables would get rows of the same random numbers.
         key = jax.random.fold_in(arguments.as_key(rng), salt)
-        normal = jax.random.normal(key, (more, *rows.shape[1:]), wide.dtype)
+        normal = jax.random.normal(key, (more, *tail), wide.dtype)
         drawn = wide.mean(0, keepdims=True) + wide.std(0, keepdims=True) * normal
-        # A sharded table's rows stay on the host: one device may have no room for them.
-        library = np if is_sharded else jnp
-        rows = library.concatenate([rows, drawn.astype(rows.dtype)])
-    resized: Any = rows[:vocab_size]
-    return table._with_rows(resized) if is_sharded else resized
+        parts.append(drawn.astype(rows.dtype))
+    # Padding takes the last one, of zeros.
+    by_id = library.concatenate([*parts, library.zeros((1, *tail), rows.dtype)])
+    held = np.full(new.rows, -1)
+    held[of_new] = np.arange(new.vocab_size)
+    moved: Any = by_id[held]
+    return _placed(path, moved, sharding) if is_on_mesh else moved
+
+
+def _rows_of_ids(path: str, config: EmbedderConfig) -> np.ndarray:
+    """The row of each id; only the token table may be spread."""
+    order = config.row_order if path.endswith("/embeddings") else None
+    return nearest_rows(np.arange(config.vocab_size, dtype=np.int32), config.rows, order)
+
+
+def _placed(path: str, rows: np.ndarray, sharding: Any) -> Array:
+    """Rows of the host, on the devices of a mesh."""
+    try:
+        sharding.shard_shape(rows.shape)
+    except ValueError as error:
+        want = f"rows that the devices of {sharding.spec} divide (see row_multiple)"
+        raise arguments.value_error(f"params: {path}", want, len(rows)) from error
+    # Each device receives only its own part.
+    return jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__)
 
 
 def resize_positions(
@@ -138,7 +177,7 @@ def resize_positions(
     """
     params = as_params("params", params)
     path = table_path("params", params, "learned_positional_encoding")
-    table = _whole(f"{path}/embeddings", params[path]["embeddings"])
+    table = on_every_device(_whole(f"{path}/embeddings", params[path]["embeddings"]))
     start = arguments.integer("start", start, at_least=0, at_most=table.shape[0] - 1)
     rows, width = table.shape[0] - start, table.shape[1]
     if shape is None:
@@ -159,7 +198,6 @@ def resize_positions(
 
 def _whole(path: str, table: Any) -> Float[Array, "v ..."]:
     """A table as an array; an error if it is held in another way."""
-    if isinstance(table, Table):
-        got = f"a table held as {type(table).__name__}"
-        raise arguments.value_error(f"params: {path}", "a whole array", got)
+    if isinstance(table, StandIn):
+        raise table.use_error()
     return jnp.asarray(table)

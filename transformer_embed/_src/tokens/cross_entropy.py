@@ -12,7 +12,6 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.compiled import change_column
 from transformer_embed._src.tokens.chunks import Loss, Settings, Value
-from transformer_embed._src.tokens.lookup import Table
 from transformer_embed._src.tokens.losses import compute
 from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
 from transformer_embed._src.tokens.output_split import OutputSplit
@@ -54,7 +53,7 @@ export.register_namedtuple_serialization(
 
 def linear_cross_entropy(
     x: ArrayLike,
-    output: OutputLayer | ArrayLike | Table,
+    output: OutputLayer | ArrayLike,
     labels: ArrayLike,
     *,
     mask: ArrayLike | None = None,

@@ -9,7 +9,6 @@ from jaxtyping import Array, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.tokens.chunks import Loss, Value
-from transformer_embed._src.tokens.lookup import Table
 from transformer_embed._src.tokens.losses import compute
 from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
 from transformer_embed._src.tokens.output_split import OutputSplit
@@ -20,9 +19,9 @@ KINDS = ("forward", "reverse", "js")
 
 def linear_divergence(
     x: ArrayLike,
-    output: OutputLayer | ArrayLike | Table,
+    output: OutputLayer | ArrayLike,
     teacher_x: ArrayLike,
-    teacher_output: OutputLayer | ArrayLike | Table,
+    teacher_output: OutputLayer | ArrayLike,
     *,
     kind: str = "forward",
     beta: float | None = None,
@@ -100,6 +99,7 @@ def linear_divergence(
     sizes = teacher[1].table.shape[0], student[1].table.shape[0]
     want = f"as many ids as output's (cut the longer table, as in table[:{min(sizes)}])"
     arguments.check_same("teacher_output", want, *sizes)
+    arguments.check_same("teacher_output", "output's vocab_size", teacher[1].size, student[1].size)
     arguments.check_same("teacher_output", "output's pad_id", teacher[1].pad_id, student[1].pad_id)
     if arguments.choice("kind", kind, KINDS) != "js":
         arguments.check_left_out("beta", beta, "kind is not 'js'")

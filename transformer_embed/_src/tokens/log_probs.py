@@ -20,7 +20,6 @@ from transformer_embed._src.tokens.chunks import (
     again_in_backward,
     nan_outside,
 )
-from transformer_embed._src.tokens.lookup import Table
 from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 from transformer_embed._src.tokens.losses import compute
 from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
@@ -38,7 +37,7 @@ FLOOR = -1e4
 
 def linear_log_probs(
     x: ArrayLike,
-    output: OutputLayer | ArrayLike | Table,
+    output: OutputLayer | ArrayLike,
     labels: ArrayLike,
     *,
     temperature: ArrayLike = 1.0,
@@ -170,7 +169,7 @@ class LogProbs(Loss):
 
 def linear_kept_log_probs(
     x: ArrayLike,
-    output: OutputLayer | ArrayLike | Table,
+    output: OutputLayer | ArrayLike,
     kept: ArrayLike,
     *,
     temperature: ArrayLike = 1.0,
@@ -222,7 +221,7 @@ def linear_kept_log_probs(
     ids = arguments.as_int32("kept", kept)
     arguments.check_same("kept", "x's shape without its last axis", ids.shape[:-1], x.shape[:-1])
     if chunk_size is None:
-        chunk_size = max(output.table.shape[0] // max(ids.shape[-1], 1), 1)
+        chunk_size = max(output.size // max(ids.shape[-1], 1), 1)
     loss = KeptLogProbs(shift, chunk_size, of_candidates=True)
     tokens = {"labels": ids, "mask": mask, "segment_ids": segment_ids}
     return compute(loss, ((x, output),), temperature=temperature, **tokens)
@@ -255,7 +254,7 @@ class KeptLogProbs(LogProbs):
 
 def linear_top_k(
     x: ArrayLike,
-    output: OutputLayer | ArrayLike | Table,
+    output: OutputLayer | ArrayLike,
     k: int,
     *,
     chunk_size: int | None = None,
@@ -297,7 +296,7 @@ def linear_top_k(
         (2018), section 5.4, https://arxiv.org/abs/1805.04833
     """
     x, output = jax.lax.stop_gradient(as_output_layer(x, output))
-    vocab_size, pad_id = output.table.shape[0], output.pad_id
+    vocab_size, pad_id = output.size, output.pad_id
     padding = pad_id is not None and 0 <= pad_id < vocab_size
     k = arguments.integer("k", k, at_least=1, at_most=vocab_size - padding)
     return compute(TopK(chunk_size=chunk_size, of_candidates=True, k=k), ((x, output),))

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,79 +13,17 @@ from jaxtyping import Array, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, Ids, TableArray, Vectors
 from transformer_embed._src.compiled import compiled, nan_where
-from transformer_embed._src.partitioning import is_explicit, reshard, spec_axes, typed_axes
+from transformer_embed._src.partitioning import is_explicit, reshard, typed_axes
 from transformer_embed._src.tokens.lookup_gradient import read_or_zero
+from transformer_embed._src.tokens.row_order import RowOrder, nearest_rows
+from transformer_embed._src.tokens.stand_in import StandIn
 
 OUT_OF_RANGE = ("nan", "clip", "zero")
 LOOKUP_STYLES = ("gather", "one_hot")
 
 
-class Table(np.lib.mixins.NDArrayOperatorsMixin):
-    """A leaf of parameters that stands for a table [vocab_size, d] but is not one plain array.
-
-    `te.sharding.Sharded` is one, and so is what replaces a table inside `te.rows.value_and_grad`.
-    Use it in annotations and to find such leaves. `lookup`, `linear_logits` and
-    `linear_cross_entropy` read it. It has the `shape` and `dtype` of the array that it replaces, so
-    that hk.get_parameter accepts it. Any other use as an array is a TypeError.
-
-    Example:
-        >>> import jax
-        >>> import transformer_embed as te
-        >>> params = {"token_embedding": {"embeddings": jax.numpy.ones([128, 2])}}
-        >>> rules = {"*": jax.sharding.PartitionSpec("rows")}
-        >>> params = te.sharding.shard_params(params, jax.make_mesh((1,), ("rows",)), rules)
-        >>> isinstance(params["token_embedding"]["embeddings"], te.Table)
-        True
-    """
-
-    # [vocab_size, d], and the dtype of the rows.
-    shape: Any
-    dtype: Any
-
-    def _gather_rows(self, ids: Ids) -> Vectors:
-        """The row of each id; an id out of range reads the nearest row.
-
-        Gradients of repeated ids are summed in float32 or wider.
-        """
-        raise NotImplementedError
-
-    def _output_split(self, x: Vectors) -> tuple[TableArray, tuple[Any, ...]]:
-        """The rows in vocabulary order, then padding, and how their product with x is split.
-
-        That is a mesh, and the axes of the rows, of the columns and of each dimension of x.
-        """
-        want = "a whole table, trained densely, since the output layer is tied to it"
-        raise arguments.type_error("table", want, "some of its rows")
-
-    def _all_rows(self) -> Any:
-        """All rows in vocabulary order, on the host; None if this holds only some of them."""
-        return None
-
-    def _use_error(self) -> str:
-        """The message for any other use."""
-        want = (
-            "to be read by lookup or linear_logits alone (in_vocabulary_order() returns the rows "
-            "of a sharded table, and `tables` of shard_params leaves other modules their arrays)"
-        )
-        return arguments.wanted("table", want, f"another use of {type(self).__name__}")
-
-    def _raise_not_an_array(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _NotAnArrayError(self._use_error())
-
-    # Operators and numpy's functions, numpy.asarray, jax's functions, indexing.
-    __array_ufunc__ = __array__ = __jax_array__ = __getitem__ = _raise_not_an_array
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Raises an error for attributes that only an array has: `T`, `at`, `astype`, ..."""
-        self._raise_not_an_array()
-
-
-class _NotAnArrayError(TypeError, AttributeError):
-    """Also an AttributeError, so that hasattr returns False."""
-
-
 def lookup(
-    table: ArrayLike | Table,
+    table: ArrayLike,
     ids: ArrayLike,
     *,
     pad_id: int | None = None,
@@ -129,16 +67,16 @@ def lookup(
     arguments.choice("out_of_range", out_of_range, OUT_OF_RANGE)
     arguments.choice("lookup_style", lookup_style, LOOKUP_STYLES)
     pad_id = None if pad_id is None else arguments.int32("pad_id", pad_id)
-    table = as_table("table", table)
     ids = arguments.as_int32("ids", ids)
-    return look_up(table, ids, pad_id, out_of_range, lookup_style)
+    return look_up(as_table("table", table), ids, pad_id, out_of_range, lookup_style)
 
 
-def as_table(name: str, table: ArrayLike | Table) -> TableArray | Table:
-    """A floating array of rank 2 with at least one row, or a `Table`."""
-    if not isinstance(table, Table):
+def as_table(name: str, table: ArrayLike | StandIn) -> Any:
+    """A floating array of rank 2 with at least one row, or what stands in for it."""
+    if not isinstance(table, StandIn):
+        # A wrapper such as nnx.Param may hold one.
         table = arguments.unwrapped(table)
-    if isinstance(table, Table):
+    if isinstance(table, StandIn):
         return table
     array = arguments.as_floats(name, table)
     if array.ndim != 2 or array.shape[0] == 0:
@@ -148,41 +86,60 @@ def as_table(name: str, table: ArrayLike | Table) -> TableArray | Table:
     return array
 
 
-@compiled(2, 3, 4)
+@compiled(2, 3, 4, 5)
 def look_up(
-    table: Any, ids: Ids, pad_id: int | None, out_of_range: str, lookup_style: str
+    table: Any,
+    ids: Ids,
+    pad_id: int | None,
+    out_of_range: str,
+    lookup_style: str,
+    order: RowOrder | None = None,
 ) -> Vectors:
-    """`lookup` of checked arguments, compiled for eager callers too."""
+    """`lookup` of checked arguments, compiled for eager callers too.
+
+    `order` says which row holds which id. None: row i holds id i.
+    """
+    options = pad_id, out_of_range, lookup_style, order
     sharding = jax.typeof(ids).sharding
-    # Of a `Table` too, whose first leaf is its array or has no columns.
-    first, *_ = jax.tree.leaves(table)
-    columns = spec_axes(jax.typeof(first).sharding.spec, 2)[1]
+    # The last leaf of a `StandIn` has the table's columns.
+    columns = typed_axes(jax.tree.leaves(table)[-1])[1]
     of_ids = typed_axes(ids)
     batch_axes = set(sum(of_ids, ()))
     if batch_axes.isdisjoint(columns):
-        return _look_up(table, ids, pad_id, out_of_range, lookup_style)
+        return _look_up(table, ids, *options)
     # No axis may split two dimensions: each device reads its columns for the ids of all of them.
     others = [tuple(axis for axis in axes if axis not in columns) for axes in of_ids]
     ids = reshard(ids, NamedSharding(sharding.mesh, PartitionSpec(*others)))
-    rows = _look_up(table, ids, pad_id, out_of_range, lookup_style)
+    rows = _look_up(table, ids, *options)
     kept = tuple(axis for axis in columns if axis not in batch_axes)
     return reshard(rows, NamedSharding(sharding.mesh, PartitionSpec(*of_ids, kept)))
 
 
 def _look_up(
-    table: Any, ids: Ids, pad_id: int | None, out_of_range: str, lookup_style: str
+    table: Any,
+    ids: Ids,
+    pad_id: int | None,
+    out_of_range: str,
+    lookup_style: str,
+    order: RowOrder | None,
 ) -> Vectors:
     """`look_up` of ids that are not split over the mesh axes of the table's columns."""
-    if isinstance(table, Table):
-        rows = table._gather_rows(ids)
+    if isinstance(table, StandIn):
+        rows = table.gather_rows(ids, order)
     elif lookup_style == "gather":
-        return _gather(table, ids, pad_id, out_of_range)
+        return _gather(table, ids, pad_id, out_of_range, order)
     else:
         # A product at full precision with a row of one 1 for each id: the table must be finite.
-        wide, vocab_size = arguments.widened(table), table.shape[0]
-        one_hot = jax.nn.one_hot(jnp.clip(ids, 0, vocab_size - 1), vocab_size, dtype=wide.dtype)
+        wide = arguments.widened(table)
+        index = nearest_rows(ids, table.shape[0], order)
+        one_hot = jax.nn.one_hot(index, table.shape[0], dtype=wide.dtype)
         rows = jnp.matmul(one_hot, wide, precision=jax.lax.Precision.HIGHEST).astype(table.dtype)
-    return _replace_special_rows(rows, ids, table.shape[0], pad_id, out_of_range)
+    return _replace_special_rows(rows, ids, _vocab_size(table, order), pad_id, out_of_range)
+
+
+def _vocab_size(table: Any, order: RowOrder | None) -> Any:
+    """The number of ids that have a row."""
+    return table.shape[0] if order is None else order.vocab_size
 
 
 def _replace_special_rows(
@@ -201,25 +158,37 @@ def _replace_special_rows(
     return rows
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def _gather(table: TableArray, ids: Ids, pad_id: int | None, out_of_range: str) -> Vectors:
-    """`lookup` in a plain table."""
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
+def _gather(
+    table: TableArray, ids: Ids, pad_id: int | None, out_of_range: str, order: RowOrder | None
+) -> Vectors:
+    """`lookup` in an array."""
     if is_explicit(jax.typeof(ids).sharding.mesh):
-        rows = read_or_zero(table, jnp.clip(ids, 0, table.shape[0] - 1).astype(jnp.uint32))
+        rows = read_or_zero(table, nearest_rows(ids, table.shape[0], order).astype(jnp.uint32))
     else:
         # XLA's gather clips by itself.
-        rows = jnp.take(table, ids, axis=0, mode="clip")
-    return _replace_special_rows(rows, ids, table.shape[0], pad_id, out_of_range)
+        index = ids if order is None else nearest_rows(ids, table.shape[0], order)
+        rows = jnp.take(table, index, axis=0, mode="clip")
+    return _replace_special_rows(rows, ids, _vocab_size(table, order), pad_id, out_of_range)
 
 
 @_gather.defjvp
 def _gather_jvp(
-    pad_id: int | None, out_of_range: str, primals: Sequence[Any], tangents: Sequence[Any]
+    pad_id: int | None,
+    out_of_range: str,
+    order: RowOrder | None,
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
 ) -> tuple[Vectors, Any]:
     table, ids = primals
     # An index past the end reads zeros, and its gradient is dropped. Negative ids become such ones.
-    index = jnp.clip(ids, 0, table.shape[0] - 1) if out_of_range == "clip" else ids
-    index = index.astype(jnp.uint32)
+    past = np.uint32(2**32 - 1)
+    if order is None and out_of_range != "clip":
+        index = ids.astype(jnp.uint32)
+    else:
+        index = nearest_rows(ids, table.shape[0], order).astype(jnp.uint32)
+        if out_of_range != "clip":
+            index = jnp.where(ids.astype(jnp.uint32) < _vocab_size(table, order), index, past)
     if pad_id is not None:
-        index = jnp.where(ids == pad_id, np.uint32(2**32 - 1), index)
-    return _gather(table, ids, pad_id, out_of_range), read_or_zero(tangents[0], index)
+        index = jnp.where(ids == pad_id, past, index)
+    return _gather(table, ids, pad_id, out_of_range, order), read_or_zero(tangents[0], index)

@@ -197,7 +197,7 @@ def _placed(
         is_used = (of_tokens.weights != 0) | (counted & is_finite)
         return jnp.where(is_used.any(-1, keepdims=True), x, 0)
 
-    of_layers = (split_output(without_unused(x), output, by_type=True) for x, output in layers)
+    of_layers = (split_output(without_unused(x), output) for x, output in layers)
     splits, placed = zip(*of_layers, strict=True)
     first = splits[0]
     for split in splits[1:]:

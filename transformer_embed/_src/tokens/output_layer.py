@@ -11,13 +11,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
-from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.array_types import ArrayLike, TableArray
 from transformer_embed._src.compiled import compiled
-from transformer_embed._src.partitioning import on_each_device, reshard, typed_axes
+from transformer_embed._src.partitioning import on_each_device
 from transformer_embed._src.pytrees import register_pytree
-from transformer_embed._src.tokens.lookup import Table, as_table
+from transformer_embed._src.tokens.lookup import as_table
 from transformer_embed._src.tokens.output_split import split_output
 from transformer_embed._src.tokens.row_logits import row_logits
+from transformer_embed._src.tokens.stand_in import StandIn
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,12 +42,14 @@ class OutputLayer:
         pad_id: the id of padding, which is never predicted: its logit is half of the lowest finite
             number, so its probability is 0, and its row and bias get no gradient. It may be outside
             the vocabulary. None: no padding.
+        vocab_size: the number of ids. The rows past it only fill the table up, and are never
+            predicted, as padding is. None: the number of rows.
 
     Raises:
         TypeError: the table or the bias does not have a floating dtype of 16 bits or more; softcap
             or scale is not a Python number.
         ValueError: the table does not have rank 2; the bias does not have one number for each row;
-            softcap or scale is not above 0.
+            softcap or scale is not above 0; a vocab_size below 1 or above the number of rows.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -70,27 +73,46 @@ class OutputLayer:
     softcap: float | None = None
     scale: float = 1.0
     pad_id: int | None = None
+    vocab_size: int | None = None
 
     def __post_init__(self):
         arguments.convert_fields(
             self,
-            table=as_table,
+            table=_as_whole_table,
             bias=arguments.as_floats,
             softcap=arguments.positive,
             scale=arguments.positive,
             pad_id=arguments.int32,
+            vocab_size=arguments.size,
         )
+        if self.vocab_size is not None:
+            most = self.table.shape[0]
+            arguments.integer("vocab_size", self.vocab_size, at_least=1, at_most=most)
         if self.bias is not None:
             rows = self.table.shape[:1]
             arguments.check_same("bias", "a number for each row", self.bias.shape, rows)
 
+    @property
+    def size(self) -> Any:
+        """The number of ids."""
+        return self.table.shape[0] if self.vocab_size is None else self.vocab_size
 
-register_pytree(OutputLayer, "softcap", "scale", "pad_id")
+
+register_pytree(OutputLayer, "softcap", "scale", "pad_id", "vocab_size")
+
+
+def _as_whole_table(name: str, table: ArrayLike) -> TableArray:
+    """An array with every row of a table."""
+    array = as_table(name, table)
+    if isinstance(array, StandIn):
+        want = "a whole table, trained densely, since the output layer is tied to it"
+        raise arguments.type_error(name, want, f"some of the rows of {array.name}")
+    return array
 
 
 def linear_logits(
     x: ArrayLike,
-    output: OutputLayer | ArrayLike | Table,
+    output: OutputLayer | ArrayLike,
     *,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> Float[Array, "... v"]:
@@ -99,17 +121,18 @@ def linear_logits(
     Args:
         x: [..., d], a floating dtype.
         output: an `OutputLayer`, or the table of one without other settings, [vocab_size, d].
-        out_sharding: under explicit mesh axes, how the logits are split, as for `jnp.einsum`. None:
-            tokens as in x and the vocabulary as the table's rows; tokens are all-gathered over axes
-            that split the rows too, as for losses.
+        out_sharding: how explicit mesh axes split the logits, as in `jnp.einsum`. None: the
+            vocabulary is split over the axes of the table's rows, then over those of its columns,
+            and each dimension of tokens as in x, over the axes that do not split the table.
 
     Returns:
-        [..., vocab_size], summed and returned in float32 (float64 if x or the table is). A sharded
-        table pads the vocabulary: see `sharding.Sharded`.
+        [..., rows of the table], summed and returned in float32 (float64 if x or the table is).
 
     Raises:
-        TypeError: x does not have a floating dtype of 16 bits or more.
-        ValueError: the width of the table is not that of x.
+        TypeError: x does not have a floating dtype of 16 bits or more; out_sharding is of another
+            type.
+        ValueError: the width of the table is not that of x; columns are split over devices that do
+            not divide the rows.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -121,20 +144,23 @@ def linear_logits(
         >>> jax.nn.softmax(te.linear_logits([-1.0], output)).tolist()
         [0.0, 1.0]
     """
+    want = "a PartitionSpec, a NamedSharding, or None"
+    kinds = NamedSharding | PartitionSpec | None
+    arguments.instance("out_sharding", out_sharding, kinds, want)
     logits = _logits(*as_output_layer(x, output))
     return logits if out_sharding is None else jax.sharding.reshard(logits, out_sharding)
 
 
 def as_output_layer(
-    x: ArrayLike, output: OutputLayer | ArrayLike | Table, prefix: str = ""
+    x: ArrayLike, output: OutputLayer | ArrayLike, prefix: str = ""
 ) -> tuple[Array, OutputLayer]:
     """The arguments of `linear_logits`, which fit each other; their names have this prefix."""
     x = arguments.as_floats(f"{prefix}x", x)
     if isinstance(output, OutputLayer):
         # Made again, because a tree's leaves may have been replaced by any others.
         output = OutputLayer(**vars(output))
-    elif not isinstance(output, Table) and (
-        isinstance(output, Mapping | MethodType) or dataclasses.is_dataclass(output)
+    elif isinstance(output, Mapping | MethodType) or (
+        dataclasses.is_dataclass(output) and not isinstance(output, StandIn)
     ):
         want = "an OutputLayer, such as embedder.output(params), or a table [vocab_size, d]"
         raise arguments.type_error(f"{prefix}output", want, type(output).__name__)
@@ -147,10 +173,8 @@ def as_output_layer(
 
 @compiled()
 def _logits(x: Float[Array, "... d"], output: OutputLayer) -> Float[Array, "... v"]:
-    """`linear_logits` of arrays; of a `Table` with its padding."""
-    if not isinstance(output.table, Table):
-        x = _gathered(x, output.table)
-    split, layer = split_output(x, output, by_type=False)
+    """`linear_logits` of arrays."""
+    split, layer = split_output(x, output)
 
     def multiply(layer):
         rows = split.exchange(layer.table, 0)
@@ -161,13 +185,3 @@ def _logits(x: Float[Array, "... d"], output: OutputLayer) -> Float[Array, "... 
 
     of_logits = PartitionSpec(*split.tokens, split.vocabulary)
     return on_each_device(split.mesh, multiply, (split.specs(),), of_logits)(layer)
-
-
-def _gathered(x: Float[Array, "... d"], table: Array) -> Float[Array, "... d"]:
-    """x, all-gathered over explicit axes that split its channels or the rows of the table."""
-    rows, _ = typed_axes(table)
-    *tokens, channels = typed_axes(x)
-    if not channels and {*rows}.isdisjoint(sum(tokens, ())):
-        return x
-    kept = (tuple(axis for axis in axes if axis not in rows) for axes in tokens)
-    return reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*kept)))

@@ -3,18 +3,17 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from transformer_embed._src import arguments
 from transformer_embed._src.partitioning import (
     Axes,
+    devices_along,
     on_every_device,
-    replicated,
     reshard,
     typed_axes,
 )
-from transformer_embed._src.tokens.lookup import Table
 
 
 class Layer(NamedTuple):
@@ -76,33 +75,26 @@ class OutputSplit(NamedTuple):
         return jax.lax.all_to_all(array, self.columns, split_axis, 1 - split_axis, tiled=True)
 
 
-def split_output(
-    x: Float[Array, "... d"], output: Any, *, by_type: bool
-) -> tuple[OutputSplit, Layer]:
-    """How x and an `OutputLayer` are split, and their arrays as functions of `map` take them.
+def split_output(x: Float[Array, "... d"], output: Any) -> tuple[OutputSplit, Layer]:
+    """How x and an `OutputLayer` are split, and their arrays as functions on devices take them.
 
-    A plain table is split `by_type`, if explicit axes split it or x, or as jax does by itself.
+    Explicit mesh axes are those of the arrays' types; what automatic ones split is jax's to choose.
     """
-    table: Any = output.table
-    kept: Any = AbstractMesh((), ()), (), (), ()
-    if isinstance(table, Table):
-        table, kept = table._output_split(x)
-    elif by_type:
-        of_x, of_table = map(typed_axes, (x, table))
-        if any((*of_x, *of_table)):
-            kept = jax.typeof(x).sharding.mesh, *of_table, of_x
-    mesh, rows, columns, of_x = kept
+    table, bias = output.table, output.bias
+    of_x, (rows, columns) = typed_axes(x), typed_axes(table)
+    is_split = any((*of_x, rows, columns))
+    mesh = jax.typeof(x).sharding.mesh if is_split else AbstractMesh((), ())
+    if table.shape[0] % devices_along(mesh, columns):
+        want = f"rows that the devices along its columns' {columns} divide (see row_multiple)"
+        raise arguments.value_error("table", want, f"{table.shape[0]} rows")
     # No axis splits the tokens and the vocabulary of their logits.
     of_table = {*rows, *columns}
     tokens = tuple(
         tuple(axis for axis in axes if axis not in of_table) for axes in of_x[: x.ndim - 1]
     )
-    options = output.table.shape[0], output.softcap, output.scale, output.pad_id
-    split, bias = OutputSplit(*options, mesh, rows, columns, tokens), output.bias
+    options = output.size, output.softcap, output.scale, output.pad_id
+    split = OutputSplit(*options, mesh, rows, columns, tokens)
     specs = split.specs()
     if bias is not None:
-        bias = on_every_device(bias) if mesh.empty else replicated(bias, mesh)
-        # Rows that only fill a shard have a bias of 0.
-        bias = jnp.pad(bias, (0, table.shape[0] - len(bias)))
-        bias = reshard(bias, NamedSharding(mesh, specs.bias))
+        bias = reshard(on_every_device(bias), NamedSharding(mesh, specs.bias))
     return split, Layer(reshard(x, NamedSharding(mesh, specs.x)), table, bias)

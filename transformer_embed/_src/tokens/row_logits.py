@@ -95,7 +95,8 @@ def chunk_logits(split: OutputSplit, layer: Layer, temperature: Any) -> ChunkLog
     # Finite, also times the factor: a token that is not counted, whose label may be padding, has
     # the weight 0.
     lowest = float(jnp.finfo(unscaled.dtype).min) / (2 * largest)
-    if split.pad_id is not None and split.mesh.empty:
+    is_whole = split.mesh.empty and layer.table.shape[0] == split.vocab_size
+    if split.pad_id is not None and is_whole:
         padding = jnp.array([[split.pad_id]], jnp.int32)
         low = functools.partial(jnp.full_like, fill_value=lowest)
         logits = change_column(unscaled, padding, low, is_last=True)

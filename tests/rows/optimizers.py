@@ -1,0 +1,277 @@
+"""Every transformation and optimizer that optax exports, made with plain arguments, and the page
+that lists which can train by rows.
+
+Usage: python tests/rows/optimizers.py writes notebooks/rows_optimizers.md;
+    `test_optimizers.py` checks it.
+"""
+
+import functools
+import inspect
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+
+import transformer_embed as te
+
+PAGE = Path(__file__).parents[2] / "notebooks" / "rows_optimizers.md"
+VOCAB_SIZE, OTHER_SIZE, WIDTH = 23, 11, 4
+
+
+def tables_only(params):
+    return jax.tree.map_with_path(
+        lambda path, _: "table" in str(path) or "other" in str(path), params
+    )
+
+
+def labels(params):
+    return jax.tree.map(lambda is_table: "rows" if is_table else "rest", tables_only(params))
+
+
+# What stands for an argument without a default, by its name.
+INNER = ("inner", "opt", "tx", "optimizer", "base_optimizer", "fast_optimizer")
+ARGUMENTS = dict.fromkeys(INNER, optax.adam(0.1)) | {
+    "learning_rate": 0.1,
+    "decay": 0.9,
+    "clipping": 0.1,
+    "eta": 0.1,
+    "gamma": 0.5,
+    "seed": 0,
+    "key": 0,
+    "step_size": -0.1,
+    "step_size_fn": lambda count: -0.1 / (count + 1),
+    "max_delta": 0.5,
+    "max_norm": 1.0,
+    "threshold": 1.0,
+    "adv_optimizer": optax.sgd(0.1),
+    "inner_factory": optax.adam,
+    "max_consecutive_errors": 3,
+    "should_transform_fn": lambda step: step % 2 == 0,
+    "should_update_fn": lambda step: step % 2 == 0,  # its name in optax 0.2.4
+    "every_k_schedule": 3,
+    "sync_period": 3,
+    "slow_step_size": 0.5,
+    "mask": tables_only,
+    "freeze_mask": tables_only,
+    "transforms": {"rows": optax.adam(0.1), "rest": optax.sgd(0.1)},
+    "param_labels": labels,
+    "measure_name": "norm",
+    "measure": lambda tree: quietly(optax.global_norm, tree),
+    "measures": {"norm": lambda tree: quietly(optax.global_norm, tree)},
+    "max_backtracking_steps": 3,
+    "max_linesearch_steps": 3,
+    "l2_norm_clip": 1.0,
+    "noise_multiplier": 0.1,
+}
+FUNCTIONS = {
+    "stateless": lambda updates, params: jax.tree.map(lambda g: -0.1 * g, updates),
+    "stateless_with_tree_map": lambda g, p: -0.1 * g,
+}
+POSITIONAL = {
+    "chain": (optax.scale_by_adam(), optax.scale(-0.1)),
+    "named_chain": (("adam", optax.scale_by_adam()), ("scale", optax.scale(-0.1))),
+}
+# Arguments by which small tables are treated as large ones are.
+OPTIONS = {name: {"min_dim_size_to_factor": 2} for name in ("adafactor", "scale_by_factored_rms")}
+OPTIONS["adadelta"] = {"learning_rate": 0.1}  # optax 0.2.4 fails without one
+# Those that give a function to make the optimizer with.
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+FACTORIES = {"inject_hyperparams", "inject_stateful_hyperparams"}
+# These take functions or describe themselves; they transform nothing.
+NOT_OPTIMIZERS = {"GradientTransformation", "GradientTransformationExtraArgs", "WrappedSchedule"}
+
+
+def exported():
+    """A name and a function that makes the optimizer, for all of optax and optax.contrib."""
+    for module in (optax, optax.contrib):
+        for name in sorted(dir(module)):
+            maker = getattr(module, name)
+            if name.startswith("_") or name in NOT_OPTIMIZERS or not callable(maker):
+                continue
+            signature = _signature(maker)
+            returns = str(signature.return_annotation)
+            said = "GradientTransformation" in returns or name == "MultiSteps"
+            required = [
+                p.name
+                for p in signature.parameters.values()
+                if p.default is p.empty and p.kind not in VARIADIC
+            ]
+            arguments = {"f": FUNCTIONS.get(name)} if name in FUNCTIONS else ARGUMENTS
+            known = all(each in arguments for each in required)
+            assert known or not said, f"{name}: say how to make it, from {required}"
+            if not known or (inspect.isclass(maker) and not said):
+                continue
+            options = {each: arguments[each] for each in required} | OPTIONS.get(name, {})
+            make = functools.partial(maker, *POSITIONAL.get(name, ()), **options)
+            if name in FACTORIES:
+                make = functools.partial(quietly(make), 0.1)
+            if said or _is_optimizer(make):
+                yield f"{'contrib.' if module is optax.contrib else ''}{name}", make
+
+
+def _signature(maker):
+    try:
+        return inspect.signature(maker)
+    except (TypeError, ValueError):
+        return inspect.Signature()
+
+
+def _is_optimizer(make):
+    try:
+        found = quietly(make)
+    except Exception:
+        return False
+    return hasattr(found, "init") and hasattr(found, "update")
+
+
+def quietly(call, *args):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return call(*args)
+
+
+def make_params():
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape))
+    tables = {"embed": {"table": normal(VOCAB_SIZE, WIDTH)}, "other": normal(OTHER_SIZE, 2)}
+    return {**tables, "w": normal(WIDTH, 3), "b": normal(3)}
+
+
+def loss(params, batch):
+    ids, more, weights, extra = batch
+    x = te.lookup(params["embed"]["table"], ids, out_of_range="zero") * weights
+    y = te.lookup(params["other"], more, out_of_range="zero") * extra
+    return jnp.sum(jnp.tanh(x @ params["w"] + params["b"])) + jnp.sum(jnp.tanh(y))
+
+
+def make_batch(seed):
+    rng = np.random.default_rng(seed)
+    # Repeats, and ids out of range.
+    ids, more = rng.integers(-1, 10, 7), rng.integers(0, OTHER_SIZE + 1, 5)
+    weights = rng.normal(size=(7, WIDTH)), rng.normal(size=(5, 2))
+    return tuple(map(jnp.asarray, (ids, more, *weights)))
+
+
+def by_rows(grads):
+    """Gradients of rows, from those that have ids and values in their place."""
+    table = te.rows.RowGradient(*grads["embed"]["table"], VOCAB_SIZE)
+    other = te.rows.RowGradient(*grads["other"], OTHER_SIZE)
+    return {**grads, "embed": {"table": table}, "other": other}
+
+
+def lazy_step(optimizer, params, state, grads, **extra):
+    """The oracle: the dense step, then every row without a gradient put back, in the tables and in
+    what has their rows in the state."""
+    updates, after = optimizer.update(grads, state, params, **extra)
+    moved = {
+        VOCAB_SIZE: (grads["embed"]["table"] != 0).any(1),
+        OTHER_SIZE: (grads["other"] != 0).any(1),
+    }
+
+    def put_back(old, new):
+        if new.ndim == 0 or new.shape[0] not in moved:
+            return new
+        touched = moved[new.shape[0]].reshape(-1, *[1] * (new.ndim - 1))
+        return jnp.where(touched, new, old)
+
+    return jax.tree.map(put_back, (params, state), (optax.apply_updates(params, updates), after))
+
+
+def extra_arguments(optimizer):
+    """The value of the loss, for an optimizer that asks for it."""
+    takes_more = isinstance(optimizer, optax.GradientTransformationExtraArgs)
+    return {"value": jnp.asarray(1.0)} if takes_more else {}
+
+
+def refusal(optimizer):
+    """Why an optimizer cannot train by rows; None where it can."""
+    params, extra = make_params(), extra_arguments(optimizer)
+    table, other = (np.arange(7), np.ones((7, WIDTH))), (np.arange(5), np.ones((5, 2)))
+    grads = {**params, "embed": {"table": table}, "other": other}
+
+    def step(params, state, grads):
+        return te.rows.update(optimizer, by_rows(grads), state, params, **extra)
+
+    try:
+        state = quietly(optimizer.init, params)
+        quietly(jax.eval_shape, step, params, state, grads)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def reason(message):
+    """What the page says of a refusal: None without one, "" for what cannot be traced."""
+    if message is None:
+        return None
+    if "update cannot be traced" in message:
+        return ""
+    found = re.search(r"got (.*?)( \([\w./-]+:\d+\))?\. Train the table", message)
+    said = found[1] if found else message
+    return re.sub(r" \((?:Type|Value)Error: .*", "", said).replace("|", "\\|")
+
+
+def read_page():
+    """The reason for each optimizer, from the page."""
+    can, rest = PAGE.read_text(encoding="utf-8").split("## These cannot")
+    table, unknown = rest.split("### Not checked")
+    name = re.compile(r"`([\w.]+)`[,.]")
+    reasons = dict.fromkeys(name.findall(can.split("## These can")[1]))
+    reasons |= dict(re.findall(r"^\| `([\w.]+)` \| (.*) \|$", table, re.MULTILINE))
+    return reasons | dict.fromkeys(name.findall(unknown), "")
+
+
+def page(reasons):
+    """notebooks/rows_optimizers.md, from the reason for each optimizer."""
+    names = {kind: [f"`{n}`" for n, r in reasons.items() if r == kind] for kind in (None, "")}
+    can, unknown = (", ".join(each) for each in names.values())
+    rows = "\n".join(f"| `{name}` | {reason} |" for name, reason in reasons.items() if reason)
+    return f"""# Optimizers that train by rows
+
+This page lists which optimizers of optax can train the tables of `te.rows`. When a step is traced, `te.rows.update` proves that the
+optimizer updates each row of a table from that row alone. If it cannot, it raises a ValueError. The lists have the result for every
+transformation and optimizer of optax {optax.__version__}, each with plain arguments. Combinations (`optax.chain`,
+`optax.multi_transform`, masks, schedules, injected hyperparameters) are proved in the same way.
+
+Training by rows is lazy: rows with a gradient get the same update as from the dense optimizer, and so does their optimizer state. All
+other rows and their optimizer state do not change. A table that is also the output layer has a gradient in every row, so no optimizer
+can train it by rows: train it densely.
+
+A schedule may be 0 for a while. But an optimizer must not sum gradients and apply the sum in some steps only, as `apply_every` does: a
+row without a gradient in such a step would miss it.
+
+## These can train by rows
+
+{can}.
+
+## These cannot
+
+Train the table densely, or keep the transformation off the table with `optax.multi_transform`. To clip by a global norm, clip the
+gradients before `te.rows.update` with `optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())`; the norm equals that of the
+dense gradients. The reasons are those for a small table. An optimizer that treats large ones differently, such as `adafactor`, may be
+refused with another reason for those.
+
+| optimizer | why |
+| --- | --- |
+{rows}
+
+### Not checked
+
+`te.rows.update` cannot trace these with the plain arguments of this page, so the page does not say whether they can train by rows. Some
+need the loss function, the gradients of each example or parameters of their own kind.
+
+{unknown}.
+"""
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_enable_x64", True)
+    reasons = {name: reason(refusal(quietly(make))) for name, make in exported()}
+    PAGE.write_text(page(reasons), encoding="utf-8")
+    sys.stdout.write(f"{PAGE}\n")

@@ -1,0 +1,199 @@
+"""What a loss may do with the rows that stand in place of a table: look them up. Any other use raises
+an error, or is not finite."""
+
+import functools
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from compare import equal, near
+from meshes import EXPLICIT, mesh_of, put
+
+import transformer_embed as te
+from transformer_embed._src.rows.gathered_rows import GatheredRows, as_keys
+from transformer_embed._src.rows.marks import are_marks, new_marks
+
+ROWS = GatheredRows(
+    as_keys(jnp.array([1, 2])), new_marks(3, jnp.float32), jnp.ones([2, 3]), "table", 6
+)
+
+
+OTHER_USES = {
+    "times": lambda rows: jnp.ones(3) * rows,
+    "matmul": lambda rows: jnp.ones([1, 6]) @ rows,
+    "astype": lambda rows: rows.astype(jnp.bfloat16),
+    "indexed": lambda rows: rows[jnp.array([1])],
+    "np.asarray": np.asarray,
+    "jnp.sum": jnp.sum,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_USES)
+def test_any_other_use_of_rows_is_a_type_error(name):
+    ours = (
+        "table: wanted to be read by te.lookup or te.TokenEmbedding alone, since "
+        "te.rows has its ids, got another use of its rows"
+    )
+    # jax 0.6.0 has its own TypeError for a sum.
+    jaxs = "expected ArrayLike, got GatheredRows"
+    with pytest.raises(TypeError, match=f"{ours}|{jaxs}" if name == "jnp.sum" else ours):
+        OTHER_USES[name](ROWS)
+
+
+def test_rows_look_like_the_table():
+    assert (ROWS.shape, ROWS.dtype) == ((6, 3), jnp.float32)
+    assert not hasattr(ROWS, "ndim")
+    assert jax.tree.map(jnp.copy, ROWS).shape == (6, 3)
+
+
+def tied(ids):
+    embed = te.TokenEmbedding(6, 3, name="embed")
+    return te.linear_logits(embed(ids), embed.output())
+
+
+MODELS = {
+    "table: wanted a whole table, trained densely, since the output layer is tied to it": tied,
+    "params['embed']['embeddings']: wanted to be read by te.lookup or te.TokenEmbedding": (
+        lambda ids: hk.Embed(6, 3, name="embed")(ids)
+    ),
+}
+
+
+@pytest.mark.parametrize("message", MODELS)
+def test_a_model_that_reads_the_table_otherwise_names_it(message):
+    net = hk.without_apply_rng(hk.transform(MODELS[message]))
+    params = jax.eval_shape(net.init, jax.random.key(0), IDS)
+    step = te.rows.value_and_grad(
+        lambda params: net.apply(params, IDS).sum(), ids={"embed": {"embeddings": IDS}}
+    )
+    with pytest.raises(TypeError) as error:
+        jax.eval_shape(step, params)
+    assert str(error.value).startswith(message)
+
+
+# Functions of all leaves of the parameters.
+
+IDS = np.array([1, 3, 3, 4])
+TABLE = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
+PARAMS = {"t": TABLE, "w": np.ones(3, np.float32)}
+
+
+def is_float(leaf):
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def floats(params):
+    return filter(is_float, jax.tree.leaves(params))
+
+
+def map_floats(function, params):
+    return jax.tree.map(lambda leaf: function(leaf) if is_float(leaf) else leaf, params)
+
+
+# Added to the loss, of each leaf.
+TERMS = {"exp(-x**2)": lambda x: jnp.exp(-(x**2)), "largest": jnp.max, "huber": optax.huber_loss}
+# Of each leaf, before the loss.
+MAPS = {
+    "x / norm(x)": lambda x: x / jnp.linalg.norm(x),
+    "int4": lambda x: jnp.round(7 * x / jnp.max(jnp.abs(x))),
+    "cumsum": lambda x: jnp.cumsum(x, axis=0),
+    "noise": lambda x: x + 0.01 * jax.random.normal(jax.random.key(0), x.shape),
+    "reversed": lambda x: x[::-1],
+    "zeros": jnp.zeros_like,
+}
+# These treat each number alike: they are right, and so are their factors of the loss.
+RIGHT = {
+    "as they are": (lambda x: x, 1),
+    "scaled": (lambda x: -0.3 * x, -0.3),
+    "scaled columns": (lambda x: x * jnp.full(3, 0.7), 0.7),
+    "bfloat16": (lambda x: x.astype(jnp.bfloat16), 1),
+    "float16": (lambda x: x.astype(jnp.float16), 1),
+}
+
+
+def loss(params, ids=IDS):
+    return jnp.sum(te.lookup(params["t"], ids).astype(jnp.float32))
+
+
+def with_term(term, params, ids):
+    return loss(params, ids) + sum(jnp.sum(term(leaf)) for leaf in floats(params))
+
+
+LOSSES = {name: functools.partial(with_term, term) for name, term in TERMS.items()} | {
+    name: lambda p, ids, change=change: loss(p | {"t": map_floats(change, p["t"])}, ids)
+    for name, change in (MAPS | {name: change for name, (change, _) in RIGHT.items()}).items()
+}
+# The devices of a mesh that splits the table, and the capacity of an exchange.
+KINDS = {"plain": (1, None), "split": (2, None), "exchanged": (2, 1.0)}
+every_kind = pytest.mark.parametrize(
+    "kind", ["plain", *(pytest.param(each, marks=pytest.mark.slow) for each in [*KINDS][1:])]
+)
+
+
+def called(kind, function):
+    """`function(value_and_grad, params)`, of parameters with a table of a kind."""
+    devices, capacity = KINDS[kind]
+    mesh = mesh_of((devices,), ("x",), EXPLICIT)
+    with jax.set_mesh(mesh):
+        ids = put(mesh, IDS, "x")
+        step = lambda loss: te.rows.value_and_grad(loss, ids={"t": ids}, capacity=capacity)
+        of_ids = lambda loss: step(lambda params: loss(params, ids))
+        params = {"t": put(mesh, TABLE, "x"), "w": put(mesh, PARAMS["w"])}
+        return jax.tree.map(np.asarray, jax.jit(lambda params: function(of_ids, params))(params))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_function_of_all_parameters_is_nan_unless_it_treats_each_number_alike(kind):
+    names = [*LOSSES][:: 1 if kind == "plain" else 4]
+    values = lambda step, params: {name: step(LOSSES[name])(params)[0] for name in names}
+    for name, value in called(kind, values).items():
+        expected = RIGHT[name][1] * TABLE[IDS].sum() if name in RIGHT else np.nan
+        rtol = 1e-2 if "16" in name else 1e-5
+        np.testing.assert_allclose(value, expected, rtol=rtol, err_msg=name)
+
+
+@every_kind
+def test_a_gradient_of_mixed_rows_updates_them_by_nan(kind):
+    optimizer = optax.sgd(0.5)
+
+    def steps(step, params):
+        _, grads = step(loss)(params)
+        doubled, signs = (jax.tree.map(change, grads) for change in (lambda g: 2 * g, jnp.sign))
+        changed = doubled, signs, te.rows.add(grads, signs), te.rows.add(signs, grads)
+        return [te.rows.update(optimizer, g, optimizer.init(params), params)[0] for g in changed]
+
+    doubled, *mixed = (after["t"] for after in called(kind, steps))
+    gradient = np.zeros([6, 3], np.float32)
+    np.add.at(gradient, IDS, 1)
+    near(doubled, TABLE - gradient, rtol=1e-5)
+    equal(mixed, [np.where(gradient, np.nan, TABLE)] * 3)
+
+
+# From jax: ids are not numbers.
+NO_NUMBERS = r"key<fry>|extended dtype"
+MOVED = r"^params\['t'\]: wanted its rows in their places, got 2 of them"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [(jnp.tanh, NO_NUMBERS), (jnp.sum, NO_NUMBERS), (lambda x: x[:2], MOVED)]
+)
+def test_a_function_of_every_leaf_of_the_rows_is_an_error(change, message):
+    changed = lambda params: loss(params | {"t": jax.tree.map(change, params["t"])})
+    with pytest.raises((TypeError, ValueError), match=message):
+        jax.eval_shape(te.rows.value_and_grad(changed, ids={"t": IDS}), PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width"), [(jnp.float16, 300), (jnp.bfloat16, 1), (jnp.float32, 2)]
+)
+def test_marks_show_small_noise_in_any_dtype_and_width(dtype, width):
+    marks, check = new_marks(width, dtype), jax.jit(are_marks)
+    noise = 1e-3 * np.random.default_rng(0).normal(size=marks.shape)
+    for scale in (1, -0.3, 123.4):
+        scaled = (marks * scale).astype(dtype)
+        assert check(scaled)
+        assert not check((scaled + scale * noise).astype(dtype))

@@ -1,0 +1,88 @@
+"""Steps by rows on a mesh are lazy steps on one device, for any optimizer, layout and form."""
+
+import draws
+import pytest
+from jax import P
+
+# Those of the page "Optimizers that train by rows" take any; these differ in their state.
+OPTIMIZERS = [
+    "optax.sgd(0.1)",
+    "optax.sgd(0.1, momentum=0.9, nesterov=True)",
+    "optax.adam(optax.linear_schedule(0.1, 0.05, 3))",
+    "optax.adamw(0.1, weight_decay=0.1)",
+    "optax.adagrad(0.1)",
+    "optax.lion(0.01)",
+    "optax.amsgrad(0.1)",
+    "steps.row_wise_adagrad(0.1)",
+]
+OVER_ALL = ("data", "model", "extra")
+# The axes of the rows, for an exchange, and those of ids, which hold them.
+EXCHANGES = [
+    (P("model"), P(("data", "model"))),
+    (P(("data", "model")), P(("data", "model"))),
+    (P(("extra", "data")), P(OVER_ALL)),
+    (P(OVER_ALL), P(OVER_ALL)),
+    (P("model"), P("data", "model")),
+]
+OTHERS = [
+    (P(), P("data")),
+    (P("model"), P("data")),
+    (P("model"), P(("data", "model"))),
+    (P(None, "model"), P("data")),
+    (P(None, "model"), P(("data", "model"))),
+    (P("data", "model"), P("data")),
+    (P(("data", "model")), P(None, "model")),
+    (P(OVER_ALL), P()),
+]
+
+
+def layouts(of):
+    if of["capacity"] is not None:
+        return EXCHANGES
+    if of["where"] == "inside":
+        # XLA of jax aborts on others, in jax.numpy alone too.
+        return OTHERS[: 2 if of["kind"] == "explicit" else 1]
+    return OTHERS + EXCHANGES
+
+
+SPACE = {
+    "kind": ("explicit", "explicit", "explicit", "automatic", "mixed"),
+    "where": ("none", "none", "none", "none", "inside"),
+    "capacity": lambda of: (
+        (None, 1.0, 2.5) if (of["kind"], of["where"]) == ("explicit", "none") else (None,)
+    ),
+    "layout": layouts,
+    "optimizer": OPTIMIZERS,
+    "form": ("one", "added", "together", "bounded"),
+    "out_of_range": ("zero", "clip"),
+    "pad_id": (3, None, -1),
+    "spread": (False, True),
+    # XLA aborts on a sum of bfloat16 over devices inside two shard_maps.
+    "dtype": lambda of: ("float32", "bfloat16")[: 1 if of["where"] == "inside" else 2],
+}
+
+
+def program_of(number):
+    of = draws.choices(number, SPACE)
+    options = f"pad_id={of.pad_id}, out_of_range={of.out_of_range!r}, spread={of.spread}"
+    on = f"kind={of.kind!r}, table={of.layout[0]}, ids={of.layout[1]}, where={of.where!r}"
+    tolerance = 2.0**-13 if of.dtype == "float32" else 0.03
+    return f"""import optax, steps
+from jax import P
+from compare import near
+config = steps.config({of.dtype!r}, {options}, row_multiple=16)
+optimizer = {of.optimizer}
+found = steps.trained({number}, config, optimizer, {of.form!r}, {on}, capacity={of.capacity})
+wanted = steps.expected({number}, config, optimizer, {of.form!r})
+near(found[0], wanted[0], atol={tolerance})
+near(found[1], wanted[1], rtol={tolerance}, atol={16 * tolerance})
+"""
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=[pytest.mark.slow] * (n > 1)) for n in draws.numbers(16)]
+)
+def test_a_step_by_rows_is_the_lazy_one_of_one_device(number):
+    program = program_of(number)
+    with draws.repeated_by(number, program):
+        draws.run(number, program)

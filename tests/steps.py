@@ -1,0 +1,135 @@
+"""Training by rows on a mesh, and the same densely on one device with numpy's gradients."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import P
+from layouts import mesh
+from meshes import put
+
+import transformer_embed as te
+
+VOCAB, WIDTH, PAD, STEPS = 300, 8, 3, 3
+NAME = "transformer_embedding/~/token_embedding"
+
+
+def row_wise_adagrad(rate):
+    """Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation
+    Systems" (2019), https://arxiv.org/abs/1906.00091: one sum of squares for each row."""
+
+    def init(params):
+        return jax.tree.map(lambda table: jnp.full_like(table.sum(1), 0.1), params)
+
+    def update(gradients, sums, params=None):
+        sums = jax.tree.map(lambda g, s: s + jnp.mean(g**2, axis=1), gradients, sums)
+        step = lambda g, s: -rate * g / jnp.sqrt(s)[:, None]
+        return jax.tree.map(step, gradients, sums), sums
+
+    return optax.GradientTransformation(init, update)
+
+
+def batches(seed):
+    """For each step two parts: ids with repeats, padding and foreign ones, and cotangents."""
+    random = np.random.default_rng(seed)
+    ids = random.integers(-3, VOCAB + 5, (STEPS, 2, 8, 4)).astype(np.int32)
+    ids[..., 0], ids[:, :, 2:4, 1], ids[:, :, 0, 1:3] = 7, PAD, (-2, VOCAB + 1)
+    return ids, random.normal(size=(*ids.shape, WIDTH)).astype(np.float32)
+
+
+def config(dtype="float32", **options):
+    return te.EmbedderConfig(
+        VOCAB, WIDTH, scheme=None, scale=1.0, output=None, param_dtype=dtype, **options
+    )
+
+
+def start(config, seed):
+    """A table in the order of ids."""
+    table = np.random.default_rng(seed).normal(size=(VOCAB, WIDTH)).astype(np.float32)
+    return jnp.asarray(table).astype(config.param_dtype)
+
+
+# --- on one device, without this package
+
+
+def dense_gradient(config, ids, weights):
+    """Of the loss, which is linear in the table."""
+    gradient = np.zeros((VOCAB, WIDTH))
+    inside = ids.clip(0, VOCAB - 1)
+    is_read = (ids != config.pad_id) & ((ids == inside) | (config.out_of_range == "clip"))
+    np.add.at(gradient, inside[is_read], weights[is_read])
+    return gradient
+
+
+def expected(seed, config, optimizer, form):
+    """The table after each row with a gradient took the dense step, and the losses."""
+    table = start(config, seed)
+    state, losses = optimizer.init(table), []
+    for ids, weights in zip(*batches(seed), strict=True):
+        count = 1 if form in ("one", "bounded") else 2
+        gradient = dense_gradient(config, ids[:count], weights[:count])
+        losses.append(np.sum(gradient * np.asarray(table, np.float64)))
+        dense = optimizer.update(jnp.asarray(gradient, table.dtype), state, table)
+        after = optax.apply_updates(table, dense[0]), dense[1]
+        moved = gradient.any(1)
+
+        def keep(old, new, moved=moved):
+            is_row = moved.reshape(-1, *[1] * (old.ndim - 1)) if old.ndim else True
+            return jnp.where(is_row, new, old)
+
+        table, state = jax.tree.map(keep, (table, state), after)
+    return np.asarray(table, np.float64), losses
+
+
+# --- by rows
+
+
+def trained(seed, config, optimizer, form, *, kind, table, ids, where="none", capacity=None):
+    """The same by rows, with a table and ids that a mesh splits by these specs."""
+    embedder, on = te.Embedder(config), mesh(kind)
+    options = {"capacity": capacity, "max_rows": 40 if form == "bounded" else None}
+
+    def loss(params, parts):
+        read = lambda ids: embedder.apply(params, None, ids, is_training=False)
+        total = sum(jnp.sum(read(ids).astype(jnp.float32) * weights) for ids, weights in parts)
+        return jax.lax.psum(total, "data") if where == "inside" else total
+
+    def gradient(params, parts):
+        every = jnp.stack([ids for ids, _ in parts], 1) if len(parts) > 1 else parts[0][0]
+        by_rows = te.rows.value_and_grad(loss, ids={NAME: {"embeddings": every}}, **options)
+        return by_rows(params, parts)
+
+    def step(params, state, parts):
+        if form == "added":
+            values, grads = zip(*(gradient(params, [part]) for part in parts), strict=True)
+            value, grads = sum(values), te.rows.add(*grads)
+        else:
+            value, grads = gradient(params, parts[: 1 if form in ("one", "bounded") else 2])
+            # Scaled as by a loss scale: the powers of two round nothing.
+            grads = jax.tree.map(lambda leaf: leaf * 8 / 8, grads)
+        return *te.rows.update(optimizer, grads, state, params), value
+
+    if where == "inside":
+        over, whole = [(P("data"), P("data"))] * 2, P()
+        specs = {"in_specs": (whole, whole, over), "out_specs": whole, "axis_names": {"data"}}
+        step = jax.shard_map(step, **specs)
+    step = jax.jit(step, donate_argnums=(0, 1))
+    plain = {NAME: {"embeddings": start(config, seed)}}
+    unsplit = dataclasses.replace(config, row_multiple=1, spread=False)
+    with jax.set_mesh(on):
+        params = put(on, te.resize_vocabulary(plain, unsplit, config), *table)
+        state = jax.tree.map(
+            lambda leaf: leaf if leaf.ndim else put(on, leaf), optimizer.init(params)
+        )
+        losses = []
+        for batch in zip(*batches(seed), strict=True):
+            parts = [put(on, part, *ids) for part in zip(*batch, strict=True)]
+            params, state, value = step(params, state, parts)
+            losses.append(float(value))
+    # Outside of the mesh, and of padding.
+    params = jax.tree.map(np.asarray, params)
+    return np.asarray(
+        te.resize_vocabulary(params, config, unsplit)[NAME]["embeddings"], np.float64
+    ), losses

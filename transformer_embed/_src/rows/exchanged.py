@@ -1,0 +1,173 @@
+"""Rows that devices exchange without a step by rows: read alone, or trained densely."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import NamedSharding
+
+from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.layers.config import EmbedderConfig
+from transformer_embed._src.partitioning import Axes, devices_along
+from transformer_embed._src.rows.distinct_ids import as_max_rows
+from transformer_embed._src.rows.exchange import Exchange, plan_exchange
+from transformer_embed._src.rows.tables import find_tables
+from transformer_embed._src.tokens.row_order import nearest_rows
+
+Tree = Any
+
+
+def exchanged(
+    function: Callable, *, ids: Tree, capacity: float = 1.0, max_rows: int | Tree | None = None
+) -> Callable:
+    """A function of parameters whose devices exchange the rows that it looks up.
+
+    By itself, `lookup` collects the rows of a table that explicit mesh axes split from all devices
+    that own some, for the ids of all devices along these axes. In this function, each device asks
+    the owners for the distinct rows of its own part of the batch. Use it to evaluate a model on
+    many devices, or with `jax.grad` to train its tables densely.
+
+    Args:
+        function: a function of (params, ...). It reads the tables in `ids` only by `lookup`.
+        ids: as in `value_and_grad`.
+        capacity: as in `value_and_grad`.
+        max_rows: as in `value_and_grad`.
+
+    Returns:
+        The function, with the same arguments and the same result.
+
+    Raises:
+        TypeError: as in `value_and_grad`.
+        ValueError: as in `value_and_grad`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> mesh = jax.make_mesh((1,), ("model",))
+        >>> split = lambda array: jax.device_put(array, jax.NamedSharding(mesh, jax.P("model")))
+        >>> params, ids = {"t": split(jnp.arange(8.0).reshape(4, 2))}, split(jnp.array([3, 1]))
+        >>> read = te.rows.exchanged(lambda params: te.lookup(params["t"], ids), ids={"t": ids})
+        >>> with jax.set_mesh(mesh):
+        ...     jax.jit(read)(params).tolist()
+        [[6.0, 7.0], [2.0, 3.0]]
+    """
+    function = arguments.instance("function", function, Callable, "a function")
+    capacity = arguments.positive("capacity", capacity)
+
+    @functools.wraps(function)
+    def with_exchange(params: Tree, *args: Any, **kwargs: Any) -> Any:
+        tables = find_tables(params, ids, max_rows, capacity)
+
+        def called(taken: Any, seen: Callable) -> Any:
+            held = tables.leaves | {name: each.rows for name, each in taken.items()}
+            return function(seen(held), *args, **kwargs)
+
+        return tables.with_rows(called)
+
+    return with_exchange
+
+
+class ExchangeLoad(NamedTuple):
+    """The load of a batch, as `exchange_load` returns it.
+
+    Args:
+        rows: int64, [size of each mesh axis of the batch, ...], the rows that each device is asked
+            for; an id that several of them ask for counts once.
+        dropped: the number of requests that do not fit; these ids read as NaN.
+
+    Example:
+        >>> import numpy as np
+        >>> import transformer_embed as te
+        >>> te.rows.ExchangeLoad(np.array([3, 4]), dropped=0).rows.max()
+        np.int64(4)
+    """
+
+    rows: np.ndarray
+    dropped: int
+
+
+def exchange_load(
+    table: Any,
+    ids: ArrayLike,
+    *,
+    config: EmbedderConfig | None = None,
+    batch_axes: Axes | None = None,
+    capacity: float = 1.0,
+    max_rows: int | None = None,
+) -> ExchangeLoad:
+    """Counts what devices exchange of a table for a batch, and how many ids do not fit.
+
+    It runs on the host, and needs no devices: the mesh may be a `jax.sharding.AbstractMesh`.
+
+    Args:
+        table: [rows, d], an array on a mesh, or a jax.ShapeDtypeStruct with its sharding.
+        ids: [batch, ...], any integer dtype, not traced: the ids of all devices.
+        config: that of the table, if its rows are spread or padded. None: row i holds id i.
+        batch_axes: the mesh axes that the first dimension of ids is split over. None: all.
+        capacity: as in `value_and_grad`.
+        max_rows: as in `value_and_grad`.
+
+    Returns:
+        The rows that each device is asked for, and the number of requests that do not fit.
+
+    Raises:
+        TypeError: ids are not integers, or are traced; max_rows is not an int.
+        ValueError: a table that does not lie on a mesh, or whose rows cannot be exchanged; a batch
+            that the devices do not divide; a capacity or max_rows out of range.
+
+    Example:
+        >>> import jax, numpy as np
+        >>> import transformer_embed as te
+        >>> mesh = jax.sharding.AbstractMesh((4,), ("model",))
+        >>> over = jax.NamedSharding(mesh, jax.P("model"))
+        >>> table = jax.ShapeDtypeStruct((1024, 64), np.float32, sharding=over)
+        >>> te.rows.exchange_load(table, np.arange(8)).rows.tolist()
+        [8, 0, 0, 0]
+        >>> config = te.EmbedderConfig(1024, 64, spread=True)
+        >>> te.rows.exchange_load(table, np.arange(8), config=config).rows.tolist()
+        [2, 2, 2, 2]
+    """
+    want = "an array, or its shape, on a mesh"
+    if not isinstance(getattr(table, "sharding", None), NamedSharding):
+        raise arguments.value_error("table", want, arguments.describe(table))
+    config = arguments.instance("config", config, EmbedderConfig | None, "an EmbedderConfig")
+    array = arguments.on_host("ids", arguments.as_int32("ids", ids))
+    mesh = table.sharding.mesh
+    axes = mesh.axis_names if batch_axes is None else batch_axes
+    if not isinstance(axes, tuple) or not {*axes} <= {*mesh.axis_names}:
+        want = f"a tuple of axes of the mesh, {mesh.axis_names}, or None"
+        raise arguments.value_error("batch_axes", want, repr(batch_axes))
+    devices = devices_along(mesh, axes)
+    if not array.ndim or array.shape[0] % devices:
+        want = f"a first dimension that {devices} devices divide"
+        raise arguments.value_error("ids", want, f"shape {list(array.shape)}")
+    capacity = arguments.positive("capacity", capacity)
+    plan = plan_exchange(table, [axes], array.size, as_max_rows(max_rows), capacity)
+    order = None if config is None else config.row_order
+    return _counted(plan, nearest_rows(array.reshape(devices, -1), plan.size, order))
+
+
+def _counted(plan: Exchange, ids: np.ndarray) -> ExchangeLoad:
+    """The load of the rows of ids, [devices, n]."""
+    (axes,), size, (asked, room, distinct) = plan.by_dimension, plan.size, plan.buffers
+    shard = size // devices_along(plan.mesh, plan.owners)
+    # What a device reads, or is asked for: `size` times its number, plus a row.
+    read = np.unique(np.arange(len(ids))[:, None] * size + ids)
+    sent = _first(_first(read, size, asked), shard, room)
+    device, row = divmod(sent, size)
+    # The owner has the place of the device, but along the axes of rows.
+    shape, of_rows = ([plan.mesh.shape[axis] for axis in each] for each in (axes, plan.owners))
+    places = *np.unravel_index(device, shape), *np.unravel_index(row // shard, of_rows)
+    place = dict(zip((*axes, *plan.owners), places, strict=True))
+    received = np.unique(np.ravel_multi_index([*place.values()], shape) * size + row)
+    held = _first(received, size, distinct)
+    dropped = len(read) - len(sent) + len(received) - len(held)
+    return ExchangeLoad(np.bincount(held // size, minlength=len(ids)).reshape(shape), dropped)
+
+
+def _first(ascending: np.ndarray, length: int, most: int) -> np.ndarray:
+    """The numbers without those that follow the first `most` in each range of this length."""
+    ranges = ascending // length
+    return ascending[np.arange(len(ranges)) - ranges.searchsorted(ranges) < most]

@@ -1,0 +1,175 @@
+"""The rows of a large table that a batch reads, as a leaf of the parameters that a loss sees."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int32, Key
+
+from transformer_embed._src import arguments
+from transformer_embed._src.compiled import known_after_reading, nan_where
+from transformer_embed._src.partitioning import (
+    on_each_device,
+    on_every_device,
+    typed_axes,
+    varying_axes,
+)
+from transformer_embed._src.rows.distinct_ids import (
+    count_below,
+    distinct_rows,
+    read_each,
+    sum_over_devices,
+)
+from transformer_embed._src.rows.marks import MARKS, are_marks
+from transformer_embed._src.rows.row_gradient import RowGradient, SomeRows
+from transformer_embed._src.tokens.lookup import lookup
+from transformer_embed._src.tokens.lookup_gradient import read_or_zero
+from transformer_embed._src.tokens.row_order import RowOrder, nearest_rows
+from transformer_embed._src.tokens.stand_in import StandIn
+
+
+class OtherOrderError(Exception):
+    """Raised inside a loss that reads a table in another order than its rows were taken in."""
+
+    def __init__(self, name: str, order: RowOrder | None):
+        super().__init__(name, order)
+        self.name, self.order = name, order
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["keys", "marks", "values"],
+    meta_fields=["name", "vocab_size", "order"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class GatheredRows(SomeRows, StandIn):
+    """Some rows of a table. It replaces the table in the parameters that a loss reads.
+
+    `lookup`, and so every module of this package, reads it like the table. An id inside the
+    vocabulary whose row is not held reads as NaN. Any other use is a TypeError: a model that also
+    multiplies by the table, as a tied output layer does, has a gradient for every row, and must
+    train the table densely.
+
+    A function of its leaves sees only these rows. Its result is an error or not finite: `keys` are
+    no numbers, and a lookup reads NaN if the marks are not as they were. Only what no number
+    decides passes: sizes, counts, comparisons with NaN.
+
+    Args:
+        keys: [k], the ids as `as_keys` makes them: int32, ascending and distinct; ids of vocab_size
+            or above are padding. Here an id is the number of a row.
+        marks: [3, d], of the table's dtype (see `marks`).
+        values: [k, d], the rows.
+        name: the parameter, for error messages.
+        vocab_size: number of rows of the table.
+        order: which row of the table holds which id of the batch.
+    """
+
+    keys: Any
+    marks: Any
+    values: Any
+    name: str
+    vocab_size: int
+    order: RowOrder | None = None
+
+    @property
+    def ids(self) -> Int32[Array, "k"]:
+        """The ids of the rows."""
+        return jax.random.key_data(self.keys)[..., 0].astype(jnp.int32)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """That of the table, or the one that a map over the parameters cast it to."""
+        # Rows that are exchanged are wider: their gradients are summed in that dtype.
+        return self.marks.dtype
+
+    def gather_rows(
+        self, ids: Int32[Array, "..."], order: RowOrder | None
+    ) -> Float[Array, "... d"]:
+        """The row of each id, or NaN; an id out of range reads the first or the last row."""
+        if order != self.order:
+            raise OtherOrderError(self.name, order)
+        if len(self.marks) != MARKS:
+            want = "its rows in their places"
+            raise arguments.type_error(self.name, want, f"{len(self.values)} of them")
+        # No id finds a row that is not one.
+        held = jnp.where(are_marks(self.marks), self.ids, -1)
+        index = nearest_rows(ids, self.vocab_size, order)
+        return _read(held, self.values, index).astype(self.dtype)
+
+
+def as_keys(ids: Int32[Array, "k"]) -> Key[Array, "k"]:
+    """Ids as keys of `jax.random`: a dtype that nothing computes with."""
+    # A key has two words.
+    bits = ids.astype(jnp.uint32)
+    return jax.random.wrap_key_data(jnp.stack([bits, bits], axis=-1), impl="threefry2x32")
+
+
+def _read(
+    held: Int32[Array, "k"], values: Float[Array, "n d"], ids: Int32[Array, "..."]
+) -> Float[Array, "... d"]:
+    """`rows_of_ids`; if devices hold different rows, each reads its own for its part of the ids."""
+    (holders, _), by_dimension = typed_axes(values), typed_axes(ids)
+    if not holders:
+        return rows_of_ids(held, values, ids)
+    id_axes = sum(by_dimension, ())
+    if {*id_axes} != {*holders}:
+        want = f"split over {holders}, as the ids of the step whose rows are exchanged"
+        raise arguments.value_error("ids", want, f"an array split over {id_axes}")
+    by_holder, of_rows = PartitionSpec(holders), PartitionSpec(*by_dimension, ())
+    in_specs = by_holder, by_holder, PartitionSpec(*by_dimension)
+    mesh = jax.typeof(values).sharding.mesh
+    return on_each_device(mesh, rows_of_ids, in_specs, of_rows)(held, values, ids)
+
+
+def rows_of_ids(
+    held: Int32[Array, "k"], values: Float[Array, "n d"], ids: Int32[Array, "..."]
+) -> Float[Array, "... d"]:
+    """The value of each id, or NaN for an id that is not among the ascending ones that are held."""
+    # `find_each` would search again for the rows: XLA fuses its result into both uses.
+    slots = jnp.minimum(count_below(held, ids), len(held) - 1)
+    # Its gradient sums the repeats of a row before they round to 16 bits.
+    rows = lookup(values, slots, out_of_range="clip")
+    is_right = read_each(held, slots) == ids
+    return nan_where(~is_right, rows)
+
+
+def read_rows(table: Array, ids: Int32[Array, "k"]) -> Array:
+    """The rows of ascending ids; an id outside the vocabulary reads the first or the last row."""
+    return table.at[ids].get(mode="clip", indices_are_sorted=True, wrap_negative_indices=False)
+
+
+class Taken(NamedTuple):
+    """What is taken of a table for a loss to read, the same wherever the batch is read.
+
+    Args:
+        table: [v, d].
+        ids: [k], ascending and padded.
+        rows: [k, d], what the loss is differentiated by.
+    """
+
+    table: Array
+    ids: Array
+    rows: Array
+
+    def read(self, rows: Float[Array, "k d"]) -> tuple[Array, Array]:
+        """The ids whose rows are read, ascending and padded, and these, from `rows`."""
+        return self.ids, rows
+
+    def gradient(self, sums: Float[Array, "k d"]) -> RowGradient:
+        """The table's, from that of the rows."""
+        size, held = len(self.table), known_after_reading(self.ids, self.rows)
+        # `jax.grad` inserts this sum for arrays that devices with different batches share.
+        if axes := tuple(sorted(varying_axes(sums) - varying_axes(self.table))):
+            held, sums = sum_over_devices(held, sums, size, axes)
+        return RowGradient(held, sums, size)
+
+
+def take_rows(table: Float[Array, "v d"], ids: Int32[Array, "..."], max_rows: int) -> Taken:
+    """The distinct rows of the whole batch, on every device."""
+    held = distinct_rows(on_every_device(ids), len(table), max_rows)
+    if any(typed_axes(table)):
+        return Taken(table, held, read_or_zero(table, held.astype(jnp.uint32)))
+    return Taken(table, held, read_rows(table, held))

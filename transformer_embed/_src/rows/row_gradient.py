@@ -1,0 +1,306 @@
+"""The gradient of some rows of a large table, as a leaf of a gradient tree."""
+
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from transformer_embed._src import arguments
+from transformer_embed._src.partitioning import on_each_device, typed_axes
+from transformer_embed._src.rows.distinct_ids import sum_rows
+from transformer_embed._src.rows.fingerprint import fingerprint, fits, or_nan
+from transformer_embed._src.tokens.stand_in import StandIn
+
+Tree = Any
+# In place of ids that belong to a trace that is over.
+LEFT = (
+    "one that left its jit or vmap (call te.rows.value_and_grad and te.rows.update in one jit, or "
+    "return its ids and values)"
+)
+
+
+class SomeRows:
+    """Some rows of a table, or their gradient. It has the shape and the dtype of the table."""
+
+    values: Any
+    vocab_size: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """That of the table."""
+        return (self.vocab_size, self.values.shape[-1])
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """That of the values."""
+        return self.values.dtype
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowGradient(SomeRows):
+    """The gradient of some rows of a table [vocab_size, d]; all other rows have a gradient of zero.
+
+    It replaces the table in the gradients, and has its `shape` and `dtype`. It is a pytree of
+    `values` and a few tiny numbers, so `jax.tree.map`, `optax.global_norm` and the like see the
+    nonzero numbers of the dense gradient. Train with `te.rows.update`: `optimizer.update` and
+    `optax.apply_updates` do not take a `RowGradient`.
+
+    The ids are static and belong to the trace that made them. To return a gradient from jit, return
+    its `ids` and `values` and make a new `RowGradient` from them. A scan cannot carry a gradient:
+    to add the gradients of many batches, scan over the batches inside the loss.
+
+    Gradients of different rows are added by `te.rows.add` and averaged over devices by
+    `te.rows.pmean`. The tiny numbers, the `fingerprint`, show if something else mixed rows:
+    after `jax.lax.pmean` over devices with different ids, `update` writes NaN into the table. They
+    keep their ratios if a gradient is scaled as a whole (by 1e-12 or more), cast to a dtype other
+    than float16, or averaged over devices that have the same ids. Other functions of the gradient,
+    such as its sign, end in NaN as well.
+
+    Args:
+        ids: [k], integers, ascending and distinct; ids of vocab_size or above are padding. Where
+            rows are exchanged, each device has those of its own shard, ascending on that device.
+            With `EmbedderConfig.spread`, they are the numbers of rows, not of tokens.
+        values: [k, d], the gradient of each row; zeros for padding.
+        vocab_size: number of rows of the table.
+
+    Raises:
+        TypeError: ids are not integers, or values not floating.
+        ValueError: ids that do not ascend, or not a row of values for each.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> rows = jnp.array([[3.0], [4.0]])
+        >>> gradient = te.rows.RowGradient(jnp.array([1, 3]), rows, vocab_size=10)
+        >>> halves = jax.tree.map(lambda g: g / 2, {"t": gradient})["t"]
+        >>> halves.ids.tolist(), halves.values.tolist()
+        ([1, 3], [[1.5], [2.0]])
+
+    Source:
+        TensorFlow's IndexedSlices, https://www.tensorflow.org/api_docs/python/tf/IndexedSlices
+    """
+
+    ids: Any
+    values: Any
+    vocab_size: int
+    fingerprint: Any = dataclasses.field(default=None, init=False, repr=False)
+
+    def __post_init__(self):
+        arguments.convert_fields(
+            self, ids=arguments.as_int32, values=arguments.as_floats, vocab_size=arguments.size
+        )
+        if self.values.ndim != 2:
+            got = f"shape {list(self.values.shape)}"
+            raise arguments.value_error("values", "shape [k, d]", got)
+        self.check(self.shape)
+        _check_ascending(self)
+        arguments.set_fields(self, fingerprint=self._on_shards(fingerprint)(self.ids))
+
+    def __add__(self, other: "RowGradient") -> "RowGradient":
+        """The sum; it has the rows of both."""
+        if not isinstance(other, RowGradient) or self.shape != other.shape:
+            want = f"rows of the same table, {list(self.shape)}"
+            raise arguments.type_error("grads", want, type(other).__name__)
+
+        def sum_both(ids: list[Array], values: list[Array]) -> tuple[Array, Array]:
+            both = jnp.concatenate(ids)
+            return sum_rows(both, jnp.concatenate(values), self.vocab_size, both)
+
+        # The sum gets a fingerprint of its own, which would hide that something mixed these rows.
+        values = [self.trusted_values(), other.trusted_values()]
+        ids, sums = self._on_shards(sum_both)([self.ids, other.ids], values)
+        return dataclasses.replace(self, ids=ids, values=sums)
+
+    def __radd__(self, other: Any) -> NoReturn:
+        """Raises a TypeError: `optax.apply_updates` does not take a `RowGradient`."""
+        want = "a step by te.rows.update(optimizer, grads, state, params)"
+        got = f"the sum of {type(other).__name__} and RowGradient"
+        raise arguments.type_error("params", want, got)
+
+    @property
+    def parts(self) -> tuple[Array, ...]:
+        """The ids, the values and the fingerprint."""
+        return self.ids, self.values, self.fingerprint
+
+    def trusted_values(self) -> Float[Array, "k d"]:
+        """The values, or NaN if the fingerprint shows that something mixed rows."""
+        self.check(self.shape)
+
+        def trusted(ids: Array, scaled: Array, values: Array) -> Array:
+            return or_nan(fits(ids, scaled), values)
+
+        return self._on_shards(trusted)(self.ids, self.fingerprint, self.values)
+
+    def check(self, shape: Sequence[int]) -> None:
+        """Raises unless each id has a row of a table of this shape, and belongs to this trace."""
+        if isinstance(self.ids, str):
+            raise arguments.type_error("grads", "a RowGradient of this jit", self.ids)
+        rows = (*self.ids.shape, *shape[1:])
+        if self.shape != shape or self.values.shape != rows:
+            want = f"values {list(rows)} of a table {list(shape)}"
+            got = f"values {list(self.values.shape)} of one {list(self.shape)}"
+            raise arguments.value_error("grads", want, got)
+
+    @property
+    def owners(self) -> PartitionSpec:
+        """How ids and values are split, if each device has those of its own rows."""
+        return PartitionSpec(*typed_axes(self.ids))
+
+    def _on_shards(self, function: Callable) -> Callable:
+        """A function of the rows, on each device that has its own."""
+        if not any(self.owners):
+            return function
+        mesh = jax.typeof(self.ids).sharding.mesh
+        return on_each_device(mesh, function, self.owners, self.owners)
+
+
+class _Ids:
+    """Ids as static data of a pytree.
+
+    Two are equal if they are the same array or, outside of jit, have the same values.
+    """
+
+    def __init__(self, ids: Any):
+        self.ids = ids
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Ids):
+            return False
+        ids, others = _on_host(self.ids), _on_host(other.ids)
+        if ids is None or others is None:
+            # Traced ids have no values: those of one batch are one object.
+            return self.ids is other.ids
+        return np.array_equal(ids, others)
+
+    def __hash__(self) -> int:
+        # Equal ids need equal hashes, and traced ones have no values to make one of.
+        return 0
+
+    def __repr__(self) -> str:
+        return (
+            "the ids of one batch (te.rows.add adds gradients of different ids; a scan cannot "
+            "carry them: scan over the batches inside the loss of te.rows.value_and_grad)"
+        )
+
+
+def _flatten(gradient: RowGradient) -> tuple[tuple[Any, Any], tuple]:
+    leaves = gradient.values, gradient.fingerprint
+    return leaves, (_Ids(gradient.ids), gradient.vocab_size)
+
+
+def _unflatten(static: tuple, leaves: Sequence[Any]) -> RowGradient:
+    """The gradient as it was, unchecked: leaves may be anything."""
+    (held, vocab_size), (values, scaled) = static, leaves
+    ids, gradient = held.ids, object.__new__(RowGradient)
+    # Values that jit or vmap returned are known, but their ids still belong to its trace.
+    if isinstance(values, jax.Array) and not arguments.is_traced(values):
+        try:
+            jnp.negative(ids)
+        except jax.errors.UnexpectedTracerError:
+            ids = LEFT
+    arguments.set_fields(
+        gradient, ids=ids, values=values, vocab_size=vocab_size, fingerprint=scaled
+    )
+    return gradient
+
+
+jax.tree_util.register_pytree_node(RowGradient, _flatten, _unflatten)
+
+
+def _on_host(ids: Any) -> np.ndarray | None:
+    """The values of some ids, if they can be read."""
+    if arguments.is_traced(ids):
+        return None
+    # A transfer guard is meant for the model's transfers, not for those of a check.
+    with jax.transfer_guard("allow"):
+        return np.asarray(ids)
+
+
+def _check_ascending(gradient: RowGradient) -> None:
+    """Raises a ValueError if the ids of a gradient made by hand, outside of jit, do not ascend."""
+    ids = None if any(gradient.owners) else _on_host(gradient.ids)
+    # As int32, the difference of two ids may wrap.
+    if ids is not None and (np.diff(ids.astype(np.int64), prepend=-1) <= 0).any():
+        want = "row ids that ascend from 0 or above, each of them once"
+        raise arguments.value_error("grads", want, str(ids.tolist())[:60])
+
+
+def is_leaf(leaf: Any) -> bool:
+    """Whether a leaf of a tree stands for a table, or for the gradient of some rows of one."""
+    return isinstance(leaf, StandIn | RowGradient)
+
+
+def as_arrays(name: str, tree: Tree) -> Any:
+    """A tree of jax arrays, except for what stands for a table or its gradient."""
+    arguments.check_open(name, tree)
+
+    def convert(path: Any, leaf: Any) -> Any:
+        if is_leaf(leaf):
+            return leaf
+        full_name = name + jax.tree_util.keystr(path)
+        array = arguments.native(full_name, leaf)
+        try:
+            return arguments.on_device(array)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise arguments.type_error(full_name, "an array", arguments.describe(leaf)) from error
+
+    return jax.tree.map_with_path(convert, tree, is_leaf=is_leaf)
+
+
+def by_name(tree: Tree) -> dict[str, Any]:
+    """The leaves of a tree by their paths."""
+    paths = jax.tree.leaves_with_path(tree, is_leaf=is_leaf)
+    return {jax.tree_util.keystr(k, simple=True, separator="/"): leaf for k, leaf in paths}
+
+
+def check_shapes(name: str, want: Tree, got: Tree) -> None:
+    """A ValueError unless two trees are alike, with leaves of the same paths and shapes."""
+    wanted, found = (
+        {f"{path} {[*np.shape(leaf)]}" for path, leaf in by_name(tree).items()}
+        for tree in (want, got)
+    )
+    arguments.check_named(name, wanted, found)
+    wanted, found = (jax.tree.structure(tree, is_leaf=is_leaf) for tree in (want, got))
+    arguments.check_same(name, "the tree", found, wanted)
+
+
+def is_gradient(leaf: Any) -> bool:
+    """Whether a leaf of a tree is a `RowGradient`."""
+    return isinstance(leaf, RowGradient)
+
+
+def add(grads: Tree, more: Tree) -> Tree:
+    """Adds two gradients of the same parameters, which may hold different rows.
+
+    Use it to accumulate gradients in a Python loop; a scan cannot carry them (see `RowGradient`).
+    If both have the same ids, `jax.tree.map(jax.numpy.add, grads, more)` works as well.
+
+    Args:
+        grads: gradients that `value_and_grad` returned.
+        more: others, of the same parameters.
+
+    Returns:
+        The sum. A sum of two `RowGradient` has the rows of both, at most vocab_size.
+
+    Raises:
+        TypeError: rows of different tables; a `RowGradient` that left the jit that made it.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> one = te.rows.RowGradient(jnp.array([1, 3]), jnp.array([[1.0], [3.0]]), vocab_size=10)
+        >>> other = te.rows.RowGradient(jnp.array([3, 8]), jnp.array([[0.5], [8.0]]), vocab_size=10)
+        >>> total = te.rows.add({"t": one}, {"t": other})["t"]
+        >>> total.ids[:3].tolist(), total.values[:3].tolist()
+        ([1, 3, 8], [[1.0], [3.5], [8.0]])
+    """
+    trees = [as_arrays("grads", tree) for tree in (grads, more)]
+    one, other = (jax.tree.structure(tree, is_leaf=is_gradient) for tree in trees)
+    arguments.check_same("more", "the tree of grads", other, one)
+    return jax.tree.map(operator.add, *trees, is_leaf=is_gradient)

@@ -1,0 +1,97 @@
+"""The gradient of a loss that reads large tables: only the rows that its batch reads."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from transformer_embed._src import arguments
+from transformer_embed._src.rows.tables import find_tables
+
+Tree = Any
+
+
+def value_and_grad(
+    loss: Callable,
+    *,
+    ids: Tree,
+    has_aux: bool = False,
+    max_rows: int | Tree | None = None,
+    capacity: float | None = None,
+) -> Callable:
+    """`jax.value_and_grad` for a loss that reads few rows of large tables.
+
+    Like `jax.value_and_grad`, it differentiates the first argument. The gradient of a table holds
+    only the rows that the batch reads; `te.rows.update` takes it.
+
+    While the loss runs, only `lookup` can read these tables, so leave them out of functions of all
+    parameters, such as an L2 norm. "Training by rows", a section of the reference page, says what
+    these see. To add gradients of many batches, or to average them over devices, see the page
+    "Training loops".
+
+    Args:
+        loss: a function of (params, ...) to a scalar, or to (scalar, aux). It reads the tables in
+            `ids` only by `lookup`, as `TokenEmbedding` does.
+        ids: a tree like `params`, of the tables that are trained by rows; a list or tuple has None
+            for other entries. In a table's place it has all ids that the loss looks up, [...],
+            including padding and ids outside the vocabulary; others read as NaN. Ids may repeat.
+        has_aux: whether the loss returns (scalar, aux).
+        max_rows: a bound on the distinct ids of a table in a batch; a bound below the number of ids
+            makes the step cheaper. An int, or a tree like `ids` with an int for each table that has
+            a bound. If a batch has more, the highest ids read as NaN. With a capacity, it bounds
+            the distinct ids of each device's part of the batch.
+        capacity: None: every device gets the distinct rows of the whole batch. A number above 0:
+            each device gets the rows of its own part of the batch from the devices that own them,
+            and sends their gradients back. Explicit mesh axes must split the rows of a table, and
+            its ids over these axes too. The buffers have room for ids whose owners are spread
+            evenly (see `EmbedderConfig.spread`), and for at least `capacity` times the mean of a
+            batch without repeats; 1.0 is enough for such ids. Ids that do not fit read as NaN;
+            `exchange_load` counts them.
+
+    Returns:
+        A function that you call like the loss. It returns (value, gradients), or ((value, aux),
+        gradients). The gradients are a tree like `params`, with a `RowGradient` for each table in
+        `ids`. It has k rows: the number of ids, of the table's rows or max_rows, whichever is
+        smallest (above 1024, rounded up to a multiple of 1024). With a capacity, each device has
+        the gradient of its own shard's rows, as many as it can be asked for.
+
+    Raises:
+        TypeError: ids are not integers; a table does not have a floating dtype; the loss uses a
+            table other than by `lookup`.
+        ValueError: `params` has no table [vocab_size, d] where `ids` has an array; a max_rows below
+            1, or for a table that is not in `ids`. With a capacity: automatic mesh axes, a table
+            whose columns are split, ids that are not split over the axes of the rows, or a
+            shard_map over some mesh axes around the call.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> params = {"embed": {"embeddings": jnp.arange(20.0).reshape(10, 2)}}
+        >>> ids = jnp.array([7, 2, 7])
+        >>> loss = lambda params: jnp.sum(te.lookup(params["embed"]["embeddings"], ids))
+        >>> value, grads = te.rows.value_and_grad(loss, ids={"embed": {"embeddings": ids}})(params)
+        >>> rows = grads["embed"]["embeddings"]
+        >>> float(value), rows.ids.tolist(), rows.values.tolist()
+        (67.0, [2, 7, 12], [[1.0, 1.0], [2.0, 2.0], [0.0, 0.0]])
+    """
+
+    loss = arguments.instance("loss", loss, Callable, "a function")
+    has_aux = arguments.flag("has_aux", has_aux)
+
+    @functools.wraps(loss)
+    def value_and_row_grads(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
+        tables = find_tables(params, ids, max_rows, capacity)
+
+        def differentiated(taken: Mapping[str, Any], seen: Callable) -> tuple[Any, Tree]:
+            def loss_of(held: dict[str, Any]) -> Any:
+                return loss(seen(held), *args, **kwargs)
+
+            held = tables.leaves | {name: each.rows for name, each in taken.items()}
+            value, gradients = jax.value_and_grad(loss_of, has_aux=has_aux)(held)
+            gradients |= {name: each.gradient(gradients[name]) for name, each in taken.items()}
+            return value, tables.unflatten(gradients)
+
+        return tables.with_rows(differentiated)
+
+    return value_and_row_grads

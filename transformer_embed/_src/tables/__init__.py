@@ -1,1 +1,0 @@
-"""Tables that are trained by the rows of a batch or sharded over a mesh."""

@@ -1,1 +1,0 @@
-"""Tables on a mesh of devices."""
