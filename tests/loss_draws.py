@@ -13,6 +13,8 @@ from meshes import mesh_of
 
 STEP = 1e-30
 DIVERGENCES = ("forward", "reverse", "js")
+# Logarithms of probabilities below which they are 0.
+LOWEST = {"float32": -90, "float64": -740}
 # A setting of a token, and values of it that are out of range: they may stand where nothing counts.
 RANGES = {
     "temperature": ((0.4, 2.5), (0.0, -1.0)),
@@ -187,7 +189,9 @@ def oracle(
             if sizes is not None and of_label.weight != 0:
                 sizes.append(np.abs(other[teacher_allows]).max())
             log_q, _ = _log_softmax(other, teacher_allows)
-            values[at] = _divergence(function, beta, (log_p, allowed), (log_q, teacher_allows))
+            values[at] = _divergence(
+                function, beta, (log_p, allowed), (log_q, teacher_allows), LOWEST[str(dtype)]
+            )
         elif function == "cross_entropy":
             s = of_label.setting("label_smoothing", label_smoothing)
             of_z = of_label.setting("z_loss", z_loss) * log_z**2
@@ -212,13 +216,13 @@ def oracle(
     return _returned(function, values, weights, tokens, reduction, others, pad_id, dtype)
 
 
-def _divergence(kind, beta, student, teacher):
+def _divergence(kind, beta, student, teacher, lowest):
     (log_p, in_p), (log_q, in_q) = student, teacher
 
     def kl(log_a, in_a, log_b, in_b):
-        if (in_a & ~in_b).any():
+        if (in_a & ~in_b & (log_a.real > lowest)).any():
             return np.inf + 0j
-        return np.where(in_a, np.exp(log_a) * (log_a - log_b), 0).sum()
+        return np.where(in_a & in_b, np.exp(log_a) * (log_a - log_b), 0).sum()
 
     if kind == "forward":
         return kl(log_q, in_q, log_p, in_p)

@@ -20,7 +20,8 @@ import transformer_embed as te
 
 VOCAB_SIZE, TOKENS, D_MODEL, BATCH, K = 32_000, 4096, 256, 8, 64
 PACKAGES = ("transformer-embed", "jax", "jaxlib", "optax", "tokamax", "numpy")
-LENGTHS, VOCAB_SIZES = (TOKENS, 16_384, 131_072), (VOCAB_SIZE, 151_936)
+LENGTHS, VOCAB_SIZES = (TOKENS, 16_384, 131_072), (256, 1000, VOCAB_SIZE, 151_936)
+SMALL_TOKENS, SMALL = 16_384, VOCAB_SIZES[:2]
 # Logits are sums of 256 products in float32; the loss is some ten of them.
 APART = 1e-5
 Losses = dict[str, Callable[..., jax.Array]]
@@ -94,26 +95,30 @@ def policy_losses(labels: jax.Array) -> Losses:
     return ways("linear_log_probs", ours, whole, labels, loss)
 
 
-def candidates(labels: jax.Array) -> jax.Array:
+def candidates(labels: jax.Array, table: jax.Array) -> jax.Array:
     """Of each token, distinct ids."""
-    return (labels[..., None] + jnp.arange(K)) % VOCAB_SIZE
+    return (labels[..., None] + jnp.arange(K)) % len(table)
 
 
 def candidate_losses(labels: jax.Array) -> Losses:
-    ours = lambda ids, x, table: te.linear_log_probs(x, table, ids)
-    whole = lambda ids, x, table: jnp.take_along_axis(all_log_probs(x, table), ids, -1)
+    ours = lambda labels, x, table: te.linear_log_probs(x, table, candidates(labels, table))
+
+    def whole(labels, x, table):
+        return jnp.take_along_axis(all_log_probs(x, table), candidates(labels, table), -1)
+
     loss = lambda log_probs: jax.nn.logsumexp(log_probs, -1).mean()
-    return ways(f"linear_log_probs of {K}", ours, whole, candidates(labels), loss)
+    return ways(f"linear_log_probs of {K}", ours, whole, labels, loss)
 
 
 def kept_losses(labels: jax.Array) -> Losses:
-    ours = lambda ids, x, table: te.linear_kept_log_probs(x, table, ids)
+    ours = lambda labels, x, table: te.linear_kept_log_probs(x, table, candidates(labels, table))
 
-    def whole(ids, x, table):
+    def whole(labels, x, table):
+        ids = candidates(labels, table)
         return jax.nn.log_softmax(jnp.take_along_axis(te.linear_logits(x, table), ids, -1))
 
     loss = lambda log_probs: log_probs[..., 0].mean()
-    return ways(f"linear_kept_log_probs of {K}", ours, whole, candidates(labels), loss)
+    return ways(f"linear_kept_log_probs of {K}", ours, whole, labels, loss)
 
 
 def most_probable(labels: jax.Array) -> Losses:
@@ -142,7 +147,7 @@ def divergences(labels: jax.Array, kind: str) -> Losses:
 def compiled(
     make: Callable[..., Losses], tokens: int, with_gradients: bool, vocab_size: int = VOCAB_SIZE
 ) -> dict:
-    labels = below(VOCAB_SIZE, BATCH, tokens // BATCH)
+    labels = below(vocab_size, BATCH, tokens // BATCH)
     shapes = of(*labels.shape, D_MODEL), of(vocab_size, D_MODEL)
     wrap = functools.partial(jax.value_and_grad, argnums=(0, 1)) if with_gradients else lambda f: f
     functions = make(jnp.asarray(labels)).items()
@@ -184,11 +189,28 @@ def case(
     return report_of
 
 
+def small_vocabularies(rounds: int) -> Report:
+    """Beside whole logits, which fit into memory: all tokens are one chunk."""
+    columns = ["vocabulary", "line", "median, ms", "/ whole logits"]
+    report = Report(f"small vocabularies, {SMALL_TOKENS} tokens", columns)
+    for (name, make), words in itertools.product(MAKERS.items(), SMALL):
+        programs = compiled(make, SMALL_TOKENS, name != "top_k", words)
+        x, table = drawn((of(BATCH, SMALL_TOKENS // BATCH, D_MODEL), of(words, D_MODEL)))
+        arguments = x, table / D_MODEL**0.5
+        calls = {way: functools.partial(program, *arguments) for way, program in programs.items()}
+        ours, whole = [*calls][:2]
+        samples = interleave({way: calls[way] for way in (ours, whole)}, rounds, f"{name}, {words}")
+        found = ratio(samples, ours, whole)
+        report.rows.append([str(words), ours, f"{np.median(samples[ours]):.4g}", f"{found:.2f}"])
+        report.hold(f"time, {ours}, {words} words, ours / {whole}", found, most=1.1)
+    return report
+
+
 def memory_by_length(_: int) -> Report:
     """Temporaries of losses and their gradients, compiled for more tokens and words."""
     columns = ["loss", "tokens", "vocabulary", "ours, MB", "whole logits, MB", "lax.map, MB"]
     report = Report("temporaries by the number of tokens and words", columns)
-    for make in (policy_losses, candidate_losses, kept_losses, OF_KINDS["forward"]):
+    for make in MAKERS.values():
         for vocab_size, length in itertools.product(VOCAB_SIZES, LENGTHS):
             programs = compiled(make, length, True, vocab_size)
             sizes = [f"{temporaries(program) / 1e6:.0f}" for program in programs.values()]
@@ -198,6 +220,14 @@ def memory_by_length(_: int) -> Report:
 
 OF_KINDS = {
     kind: functools.partial(divergences, kind=kind) for kind in ("forward", "reverse", "js")
+}
+MAKERS: dict[str, Callable] = {
+    "gradients": losses,
+    "ppo": policy_losses,
+    "candidates": candidate_losses,
+    "kept": kept_losses,
+    "top_k": most_probable,
+    **OF_KINDS,
 }
 CASES = {
     "gradients": case("value and gradients", losses, 1.0),
@@ -210,6 +240,7 @@ CASES = {
         kind: case(f"{kind} divergence, value and gradients", make, 0.8, larger=1 / 5)
         for kind, make in OF_KINDS.items()
     },
+    "small": small_vocabularies,
     "memory": memory_by_length,
 }
 

@@ -412,7 +412,7 @@ def temporaries(function, *arguments):
 
 @pytest.mark.slow
 def test_temporaries_are_an_eighth_of_whole_logits_or_less():
-    many = jnp.zeros((8, 512, 8)), jnp.zeros((512, 8)), jnp.zeros((8, 512), int)
+    many = jnp.zeros((8, 512, 8)), jnp.zeros((2**15, 8)), jnp.zeros((8, 512), int)
 
     def dense(x, table, labels):
         logits = linear_logits(x, table)
@@ -434,14 +434,16 @@ def test_products_with_the_hessian_keep_the_memory_of_chunks():
     assert 8 * temporaries(product, table) < 2048 * 256 * 4
 
 
-def test_a_chunk_is_a_twelfth_of_the_tokens_within_bounds_and_has_as_many_as_x_has_channels():
-    for tokens, width, size in (
-        (1, 1, 1), (3000, 1, 250), (4096, 1, 342), (10**6, 1, 512), (4096, 1000, 820), (9, 40, 9), (4096, 4096, 2048)
+def test_a_chunk_has_all_tokens_whose_logits_fit_or_a_sixth_or_as_many_as_x_has_channels():
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    for tokens, words, width, chunk_size, count in (
+        (65_536, 256, 512, None, 1), (65_536, 1024, 768, None, 1), (65_537, 1024, 768, None, 7),
+        (4096, 32_000, 256, None, 12), (8192, 151_936, 2048, None, 4), (8192, 128_256, 4096, None, 4),
+        (9, 1000, 4, 2, 5), (0, 5, 4, None, 0),
     ):  # fmt: skip
-        xs = [np.broadcast_to(np.float32(0), (tokens, width))]
-        none = engine.OfTokens(None, engine.Settings(), np.zeros((tokens, 1)))
-        (chunks,), _ = engine.cut_into_chunks(None, xs, none)
-        assert chunks.shape == (-(-tokens // size), size, width)
+        layer = engine.Layer(of(tokens, width), None, None, of(words, width))
+        loss = engine.Loss(chunk_size=chunk_size)
+        assert engine.number_of_chunks(loss, engine.NO_TOKEN, (layer,)) == count
 
 
 @pytest.mark.slow

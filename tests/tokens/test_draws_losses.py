@@ -45,7 +45,8 @@ SPACE = {
     "mode": (*MODES * 2, *loss_draws.SPLITS, "debug_nans"),
     "dtypes": dtypes,
     "tokens": shapes,
-    "vocab": lambda chosen: (8,) if chosen["mode"] in loss_draws.SPLITS else (5, 8, 13),
+    # Of 40, single kept ids are read; of fewer, all rows are multiplied.
+    "vocab": lambda chosen: (8, 40) if chosen["mode"] in loss_draws.SPLITS else (5, 8, 13, 40),
     "candidates": lambda chosen: (1, 3) if chosen["function"] in ("candidates", "kept") else (0,),
     "shift": only(LOSSES, 0, 0, 1, 1, 2, 9),
     "segments": with_shift(None, None, "row", "tokens"),

@@ -12,7 +12,7 @@ are freed. So the gradients are known after the forward pass.
 cotangents are known, and the backward pass computes the logits of a chunk again. A chunk is a step
 of a `scan` and a `jax.checkpoint`, which keeps its x and labels only; inside it, `_of_chunk` has a
 rule of its own, which keeps one [chunk, vocabulary] array where autodiff of its arithmetic would
-keep several.
+keep several. If one chunk has all tokens, it is not a checkpoint: that array is kept.
 
 On a mesh, each device first receives whole rows and the tokens that they meet (see `OutputSplit`),
 so it holds some rows of the vocabulary. Within a chunk, devices with the same tokens exchange some
@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
@@ -41,10 +42,14 @@ from transformer_embed._src.partitioning import on_each_device, varying, varying
 from transformer_embed._src.tokens.output_split import Layer, OutputSplit
 from transformer_embed._src.tokens.row_logits import ChunkLogits, chunk_logits, of_column
 
-# Each chunk adds to the table's gradient [v, d], which takes longer than its logits [t, v] if it
-# has few tokens. A CPU gets no faster beyond 512 of them; a GPU does up to 2048, and with at most d
-# of them their logits are no larger than that gradient.
-CHUNKS, SMALLEST_CHUNK, USUAL_CHUNK, LARGEST_CHUNK = 12, 256, 512, 2048
+# Bytes of logits that may exist at once: all tokens are one chunk if theirs fit.
+BUDGET = 2**28
+# Otherwise a chunk has a part of them, so that the three arrays of its size that a step may have
+# fit into the 128 MiB of a TPU's fast memory.
+PARTS = 6
+# Or as many as the table's gradient [v, d] has: each chunk adds to it, which takes longer than the
+# logits [t, v] if t is below d. A GPU gets no faster beyond this number of tokens.
+LARGEST_CHUNK = 2048
 REDUCTIONS = ("mean", "sum", "none")
 Splits = tuple[OutputSplit, ...]
 Layers = tuple[Layer, ...]
@@ -136,11 +141,18 @@ class Loss:
         """The losses of a chunk of t tokens on a device, and other values."""
         raise NotImplementedError
 
-    def of_tokens(self, splits: Splits, of_tokens: OfTokens, layers: Layers) -> tuple[Array, ...]:
-        """The values of a chunk times their weights."""
+    def bytes_of_token(self, of_tokens: OfTokens, layers: Layers) -> Any:
+        """Of its logits on a device."""
+        return sum(layer.wide.shape[0] * layer.wide.dtype.itemsize for layer in layers)
+
+    def of_tokens(
+        self, splits: Splits, of_tokens: OfTokens, layers: Layers, is_only: bool
+    ) -> tuple[Array, ...]:
+        """The values of a chunk, which may be the only one, times their weights."""
         labels, settings, weights = of_tokens
         # Without the weights: for their product, the backward pass would compute the losses again.
-        losses, *others = again_in_backward(_of_chunk)(self, splits, labels, settings, layers)
+        of_chunk = _of_chunk if is_only else again_in_backward(_of_chunk)
+        losses, *others = of_chunk(self, splits, labels, settings, layers)
         others = (weighted(each, weights.max(-1, keepdims=True)) for each in others)
         return weighted(losses, nan_outside(splits[0], of_tokens)), *others
 
@@ -175,17 +187,24 @@ def nan_outside(split: OutputSplit, of_tokens: OfTokens) -> Float[Array, "..."]:
 # --- chunks
 
 
-def cut_into_chunks(chunk_size: int | None, xs: list[Array], of_tokens: Any) -> Any:
+def number_of_chunks(loss: Loss, of_tokens: OfTokens, layers: Layers) -> int:
+    """Of the tokens of a device."""
+    *tokens, width = layers[0].x.shape
+    total, bytes_of_token = math.prod(tokens), loss.bytes_of_token(of_tokens, layers)
+    # Of a vocabulary of a symbolic size, as many as of a large one.
+    fitting = 0 if export.is_symbolic_dim(bytes_of_token) else BUDGET // max(bytes_of_token, 1)
+    fitting = fitting if total <= fitting else fitting // PARTS
+    size = loss.chunk_size or max(fitting, min(width, LARGEST_CHUNK), 1)
+    return -(-total // size)
+
+
+def cut_into_chunks(count: int, xs: list[Array], of_tokens: Any) -> Any:
     """[count, size, c] of each of the values [..., c] of all tokens.
 
     Each chunk takes every count-th token, so each device has a part of each chunk if the batch is
     split. Places without a token fill the last chunks.
     """
-    *tokens, width = xs[0].shape
-    total = math.prod(tokens)
-    usual = min(max(SMALLEST_CHUNK, -(-total // CHUNKS)), USUAL_CHUNK)
-    size = chunk_size or max(min(width, LARGEST_CHUNK), usual)
-    count = -(-total // size)
+    total = math.prod(xs[0].shape[:-1])
     size = -(-total // max(count, 1))
 
     def cut(array, fill=0):
@@ -207,7 +226,7 @@ def _scan_chunks(
     of_tokens: OfTokens,
     layers: Layers,
 ) -> tuple[Any, Any]:
-    """On a device, the scan of `step(carry, of_tokens, layers)` from `start(layers)`.
+    """On a device, the scan of `step(carry, of_tokens, layers, is_only)` from `start(layers)`.
 
     Returns the last carry, and of the chunks a number each [chunks], or values [..., c] of tokens.
     """
@@ -215,13 +234,13 @@ def _scan_chunks(
     # All vary along the same axes, so that their gradients are summed over devices after the loop.
     axes = frozenset().union(*map(varying_axes, jax.tree.leaves((of_tokens, layers))))
     layers = jax.tree.map(lambda array: varying(array, axes), layers)
-    xs = [layer.x for layer in layers]
+    xs, count = [layer.x for layer in layers], number_of_chunks(loss, of_tokens, layers)
     shape = xs[0].shape[:-1]
 
     def of_chunk(carry, chunk):
         xs, of_chunk = chunk
         in_chunk = (layer._replace(x=x) for layer, x in zip(layers, xs, strict=True))
-        return step(carry, of_chunk, tuple(in_chunk))
+        return step(carry, of_chunk, tuple(in_chunk), count <= 1)
 
     def join(array):
         if array.ndim == 1:
@@ -230,7 +249,7 @@ def _scan_chunks(
         tokens = array.swapaxes(0, 1).reshape(size * count, width)
         return tokens[: math.prod(shape)].reshape(*shape, width)
 
-    chunks = cut_into_chunks(loss.chunk_size, xs, of_tokens)
+    chunks = cut_into_chunks(count, xs, of_tokens)
     carry, values = jax.lax.scan(of_chunk, start(layers), chunks)
     return carry, jax.tree.map(join, values)
 
@@ -289,8 +308,8 @@ def map_chunks(
 ) -> tuple[Array, ...]:
     """The values of `loss.of_tokens` for each token, [..., c]."""
 
-    def step(_, of_tokens, layers):
-        return None, loss.of_tokens(splits, of_tokens, layers)
+    def step(_, *chunk):
+        return None, loss.of_tokens(splits, *chunk)
 
     def on_device(of_tokens, layers):
         return _scan_chunks(loss, splits, step, lambda _: None, of_tokens, layers)[1]
@@ -401,7 +420,7 @@ def _sums_and_gradients(
 
 
 def _add_chunk(
-    loss: Loss, splits: Splits, of_tables: tuple[Any, ...], of_tokens: OfTokens, layers: Layers
+    loss: Loss, splits: Splits, of_tables: tuple[Any, ...], of_tokens: OfTokens, layers: Layers, _
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The gradients of tables and biases after adding those of a chunk, and what is the chunk's."""
     labels, settings, weights = of_tokens

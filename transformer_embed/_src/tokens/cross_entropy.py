@@ -104,8 +104,9 @@ def linear_cross_entropy(
         reduction: `"mean"` divides the sum over the counted labels by the sum of their weights;
             `"sum"` does not; `"none"` returns each label's loss times its weight.
         with_metrics: True returns `LossMetrics` too, for a log.
-        chunk_size: the largest number of tokens in a chunk. None: between 256 and 512, or
-            d, up to 2048, if that is more.
+        chunk_size: the largest number of tokens in a chunk. None: all tokens if their logits take
+            at most 256 MiB, or else as many as have a sixth of that, or d, up to 2048, if that is
+            more.
 
     Returns:
         A scalar in float32 (float64 if x or the table is); with `reduction="none"`, an array [...].

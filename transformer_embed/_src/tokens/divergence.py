@@ -44,7 +44,7 @@ def linear_divergence(
     - `"js"`: Jensen-Shannon, `beta * sum(t * log(t / m)) + (1 - beta) * sum(s * log(s / m))` with
       `m = beta * t + (1 - beta) * s`.
 
-    Logits of the whole batch never exist, of neither layer. No divergence is multiplied by the
+    Logits of a large batch never exist, of neither layer. No divergence is multiplied by the
     square of the temperature. Near equality it is accurate to 1e-9, where differences of
     `log_softmax` are off by 2e-7.
 

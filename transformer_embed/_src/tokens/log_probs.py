@@ -27,12 +27,15 @@ from transformer_embed._src.tokens.row_logits import (
     biased_and_capped,
     chunk_logits,
     columns_of,
+    of_column,
     sums_of_rows,
     times,
 )
 
 # Where shifted logits are below, their exponentials are 0, in float64 too.
 FLOOR = -1e4
+# Reading a row takes a CPU as long as some twenty products with one.
+READS = 20
 
 
 def linear_log_probs(
@@ -50,7 +53,7 @@ def linear_log_probs(
     """The log-probability of each label under `linear_logits`, one chunk of tokens at a time.
 
     Reinforcement learning on language models takes gradients through functions of them: ratios of
-    two policies, clips, KL terms. Logits of the whole batch never exist, neither in the forward nor
+    two policies, clips, KL terms. Logits of a large batch never exist, neither in the forward nor
     in the backward pass. "What the loss costs", a section of the reference page, has time and
     memory, and what devices exchange.
 
@@ -193,7 +196,7 @@ def linear_kept_log_probs(
             `kept[..., t, :]` belongs to the token that predicts `ids[..., t]`.
         temperature, mask, shift, segment_ids: as for the candidates of `linear_log_probs`.
         chunk_size: the largest number of tokens in a chunk, which reads `chunk_size * k` rows.
-            None: as many as read the size of the table.
+            None: as `linear_cross_entropy` chooses it, by the bytes of these rows.
 
     Returns:
         [..., k], in float32 (float64 if x or the table is), -inf at ids that are not counted. A
@@ -220,8 +223,6 @@ def linear_kept_log_probs(
     x, output = as_output_layer(x, output)
     ids = arguments.as_int32("kept", kept)
     arguments.check_same("kept", "x's shape without its last axis", ids.shape[:-1], x.shape[:-1])
-    if chunk_size is None:
-        chunk_size = max(output.size // max(ids.shape[-1], 1), 1)
     loss = KeptLogProbs(shift, chunk_size, of_candidates=True)
     tokens = {"labels": ids, "mask": mask, "segment_ids": segment_ids}
     return compute(loss, ((x, output),), temperature=temperature, **tokens)
@@ -230,26 +231,49 @@ def linear_kept_log_probs(
 class KeptLogProbs(LogProbs):
     """The negative log-probability of each label among those of its token, without other rows."""
 
-    @again_in_backward
-    def of_tokens(self, splits: Splits, of_tokens: OfTokens, layers: Layers) -> tuple[Array]:
+    def bytes_of_token(self, of_tokens: OfTokens, layers: Layers) -> Any:
+        """Of the rows that it reads, or of all logits."""
+        rows, count = layers[0].wide, jnp.asarray(of_tokens.labels).shape[-1]
+        if _reads_all(rows, count):
+            return super().bytes_of_token(of_tokens, layers)
+        return count * rows.shape[1] * rows.dtype.itemsize
+
+    def of_tokens(
+        self, splits: Splits, of_tokens: OfTokens, layers: Layers, is_only: bool
+    ) -> tuple[Array, ...]:
         """The losses of a chunk."""
-        (split,), (x, _, bias, rows) = splits, layers[0]
-        columns = jnp.asarray(of_tokens.labels) - index_along(split.vocabulary) * len(rows)
-        # As uint32, a negative column is past the end, like that of another device's row.
-        columns = columns.astype(jnp.uint32)
-        products = jnp.einsum("td,tkd->tk", x.astype(rows.dtype), read_or_zero(rows, columns))
-        bias = None if bias is None else read_or_zero(bias[:, None], columns)[..., 0]
-        logits, factor = biased_and_capped(split, products, bias)
-        if of_tokens.settings.temperature is not None:
-            factor /= of_tokens.settings.temperature
-        # Each row is on one of the devices.
-        logits = jnp.where(columns < len(rows), times(factor, logits), 0)
-        logits = jax.lax.psum(logits, split.vocabulary) + 0 * nan_outside(split, of_tokens)
-        is_kept = of_tokens.weights != 0
-        # Where none is counted, the sum is that of all: its gradient is finite.
-        is_kept |= ~is_kept.any(-1, keepdims=True)
-        log_z = jax.nn.logsumexp(jnp.where(is_kept, logits, -jnp.inf), axis=-1, keepdims=True)
-        return (log_z - logits,)
+        of_chunk = _kept if is_only else again_in_backward(_kept)
+        return of_chunk(self, splits, of_tokens, layers)
+
+
+def _reads_all(rows: Array, count: int) -> bool:
+    """Whether a product with all rows is faster than to read so many of them for each token."""
+    return rows.shape[0] <= READS * count
+
+
+def _kept(_: Loss, splits: Splits, of_tokens: OfTokens, layers: Layers) -> tuple[Array]:
+    """The losses of a chunk."""
+    (split,), (x, _, bias, rows) = splits, layers[0]
+    columns = jnp.asarray(of_tokens.labels) - index_along(split.vocabulary) * len(rows)
+    # As uint32, a negative column is past the end, like that of another device's row.
+    columns = columns.astype(jnp.uint32)
+    x = x.astype(rows.dtype)
+    if _reads_all(rows, columns.shape[-1]):
+        products = of_column(columns.astype(jnp.int32), jnp.einsum("td,vd->tv", x, rows))
+    else:
+        products = jnp.einsum("td,tkd->tk", x, read_or_zero(rows, columns))
+    bias = None if bias is None else read_or_zero(bias[:, None], columns)[..., 0]
+    logits, factor = biased_and_capped(split, products, bias)
+    if of_tokens.settings.temperature is not None:
+        factor /= of_tokens.settings.temperature
+    # Each row is on one of the devices.
+    logits = jnp.where(columns < len(rows), times(factor, logits), 0)
+    logits = jax.lax.psum(logits, split.vocabulary) + 0 * nan_outside(split, of_tokens)
+    is_kept = of_tokens.weights != 0
+    # Where none is counted, the sum is that of all: its gradient is finite.
+    is_kept |= ~is_kept.any(-1, keepdims=True)
+    log_z = jax.nn.logsumexp(jnp.where(is_kept, logits, -jnp.inf), axis=-1, keepdims=True)
+    return (log_z - logits,)
 
 
 def linear_top_k(
@@ -262,7 +286,7 @@ def linear_top_k(
     """The k most probable ids of each token, and their log-probabilities.
 
     For the teacher's side of a distillation, predicted ids, beam search, and sampling from large
-    vocabularies: `ids[..., 0]` is the argmax. Logits of the whole batch never exist. If the
+    vocabularies: `ids[..., 0]` is the argmax. Logits of a large batch never exist. If the
     vocabulary is split over devices, each of them sends k numbers and ids of each token.
 
     Args:
@@ -309,7 +333,7 @@ class TopK(Loss):
     k: int = 1
 
     def of_tokens(
-        self, splits: Splits, of_tokens: OfTokens, layers: Layers
+        self, splits: Splits, of_tokens: OfTokens, layers: Layers, is_only: bool
     ) -> tuple[Float[Array, "t k"], Int32[Array, "t k"]]:
         """Those of a chunk."""
         (split,), found = splits, chunk_logits(splits[0], layers[0], None)
