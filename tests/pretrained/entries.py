@@ -8,7 +8,8 @@ which must agree: the defaults with each entry left out in turn, with each entry
 names, and with rotations in each form that files have. What is refused is not wrong, and no layers
 say nothing.
 
-Known: GPT-NeoX Japanese, whose class does not read the newer names of the base and the share.
+Known: GPT-NeoX and GPT-NeoX Japanese, whose classes do not read newer names of the base and the
+share.
 """
 
 import collections

@@ -68,6 +68,8 @@ OF_NEW_ROWS = [
     (LLAMA | {"num_hidden_layers": None}, EMBED_TOKENS, "num_hidden_layers: wanted an int of at least 1, got 0"),
     ({"model_type": "xlm", "asm": True}, "embeddings.weight position_embeddings.weight layer_norm_emb.weight layer_norm_emb.bias",
      "is not read .*, got asm: True$"),
+    ({"model_type": "esm", "token_dropout": True}, "embeddings.word_embeddings.weight",
+     r"token_dropout: wanted False, and embeddings multiplied by 0\.88 / \(1 - the share of <mask>"),
     ({"text_config": {"model_type": "mllama_text_model", "vocab_size": 4}}, "language_model.model.embed_tokens.weight",
      r"vocab_size: wanted 12, as the tensors say \(if they are right: settings=.*, got 4$"),
 ]  # fmt: skip
@@ -152,6 +154,8 @@ HUB = [
      {"rotary": HALF | {"base": 1e7}}),
     (BY_BASE | {"num_hidden_layers": 3, "layer_rope_theta": [7e3, 0, 7e3], "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
      EMBED_TOKENS, {"rotary": {"sliding_attention": HALF | {"base": 7e3}, "full_attention": None}}),
+    ({"model_type": "esm", "position_embedding_type": "rotary", "hidden_dropout_prob": 0.5, "emb_layer_norm_before": False},
+     "esm.embeddings.word_embeddings.weight esm.encoder.emb_layer_norm_after.weight", {"dropout_rate": 0.0, "rotary": HALF | {"base": 1e4}}),
     ({"model_type": "starcoder2", "embedding_dropout": 0.25}, EMBED_TOKENS, {"dropout_rate": 0.25}),
     ({"model_type": "gptj", "rotary": True, "rotary_dim": 4}, WTE,
      {"dropout_rate": 0.0, "rotary": TURNED | {"base": 1e4, "rotary_dim": 4}}),

@@ -142,15 +142,6 @@ _sections: Check = functools.partial(_integers, at_least=0)
 _bases: Check = functools.partial(arguments.entries, convert=arguments.not_negative)
 
 
-def _not_dropped(name: str, value: Any) -> None:
-    if value:
-        want = (
-            "False, since embeddings then depend on the <mask> of their row: multiply them by "
-            "0.88 / (1 - the share of <mask>), and those of <mask> by 0"
-        )
-        raise arguments.value_error(name, want, value)
-
-
 def _unchecked(_: str, value: Any) -> Any:
     return value
 
@@ -183,12 +174,12 @@ ENTRIES: dict[str, Check] = {
             arguments.flag,
             "scale_embedding rescale_embeddings mup_enabled rotary_emb_interleaved "
             "scale_decoder_outputs rope_interleave tie_word_embeddings "
-            "share_encoder_decoder_embeddings use_sliding_window is_decoder is_causal",
+            "share_encoder_decoder_embeddings use_sliding_window is_decoder is_causal "
+            "token_dropout",
         ),
         (_names, "layer_types mlp_layer_types"),
         (_integers, "no_rope_layers attn_layer_indices cross_attention_layers"),
         (_sections, "mrope_section"),
-        (_not_dropped, "token_dropout"),
         (_by_layer, "per_layer_config"),
         (_bases, "layer_rope_theta"),
         # Checked where they are used.

@@ -88,7 +88,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "dropout": 0.0,
         "fixed": "dropout",
         "token_dropout": False,
-        "meaningless": "position_embedding_type emb_layer_norm_before",
+        "meaningless": "position_embedding_type emb_layer_norm_before emb_layer_norm_after",
     },
     "xlm flaubert": {
         "tokens": "embeddings",

@@ -215,6 +215,12 @@ def _described(
     kind: Architecture, value: Options, shapes: Shapes, dtype: Any, depth: int, file: Published
 ) -> PretrainedInput:
     """The layer that the values of all entries and the tensors describe."""
+    if value["token_dropout"]:
+        want = (
+            "False, and embeddings multiplied by 0.88 / (1 - the share of <mask> in their row), "
+            "those of <mask> by 0"
+        )
+        raise arguments.value_error("token_dropout", want, True)
     rows, width = shapes[TOKENS]
     d_model, _ = shapes.get(WIDEN, (width, rows))
     types, _ = shapes.get(TOKEN_TYPES, (0, width))
