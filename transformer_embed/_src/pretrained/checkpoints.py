@@ -40,6 +40,7 @@ from transformer_embed._src.pretrained.files import (
     made_of,
     open_tensors,
     parse,
+    read_json,
     written,
 )
 from transformer_embed._src.pretrained.layers import Layer, check_layer
@@ -156,10 +157,10 @@ def load_embedder(
         raise arguments.value_error("config and names", "both or neither", "one of them")
     tensors = open_tensors(path)
     is_own = CONFIG in tensors.metadata
+    of_part: dict[str, Any] = {"stack": stack, "part": part, "prefix": prefix}
     if config is not None or is_own:
         # Empty settings say nothing.
-        left_out = {"stack": stack, "settings": settings or None, "length": length}
-        left_out |= {"part": part, "prefix": prefix}
+        left_out = {"settings": settings or None, "length": length} | of_part
         for name, value in left_out.items():
             arguments.check_left_out(name, value, "names or metadata say what it would")
     may_lack = OFFSETS
@@ -174,9 +175,11 @@ def load_embedder(
         # A missing offset is damage.
         found, may_lack = describe_own(tensors), ()
     else:
-        path = tensors.path.parent / "config.json"
-        options = {"stack": stack, "length": length, "part": part, "prefix": prefix}
-        file, said = open_published(path, tensors, **options), dict(settings or {})
+        beside = tensors.path.parent / "config.json"
+        # A link that leads nowhere is an error, not a file that is missing.
+        whole = read_json(beside) if os.path.lexists(beside) else {}
+        file = open_published(beside, whole, tensors, length=length, **of_part)
+        said = dict(settings or {})
         found = describe(file, *recognised(file, said.pop("model_type", None)), said)
     parameters = check_tensors(tensors, found, may_lack)
     split = full_paths(shardings or {}, parameters, "shardings")
@@ -220,13 +223,13 @@ def load_config(
         {'base': 10000.0, 'layout': 'half'}
     """
     check_mappings(settings=settings)
+    path = pathlib.Path("config.json")
     if not isinstance(source, Mapping):
-        source = as_path(source)
-        source = source / "config.json" if source.is_dir() else source
-        # It must be there, unlike one beside tensors.
-        source.stat()
-    tensors = Tensors(pathlib.Path("config.json"), {}, {}, lambda _: ({}, {}))
-    file = open_published(source, tensors, stack=stack, length=length, part=part)
+        path = as_path(source)
+        path = path / "config.json" if path.is_dir() else path
+        source = read_json(path)
+    tensors = Tensors(path, {}, {}, lambda _: ({}, {}))
+    file = open_published(path, source, tensors, stack=stack, length=length, part=part)
     said = dict(settings or {})
     return describe_config(file, kind_of(file, said.pop("model_type", None)), said)
 

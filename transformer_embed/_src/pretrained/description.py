@@ -20,6 +20,7 @@ from transformer_embed._src.pretrained.architecture import (
     POSITIONS,
     REQUIRED,
     STACKS,
+    TENSORS,
     TOKEN_TYPES,
     TOKENS,
     WIDEN,
@@ -76,48 +77,52 @@ def describe(
 
 def describe_config(file: Published, kind: Architecture, settings: Options) -> PretrainedInput:
     """All that a config.json says, for tensors that are not there."""
-    value = _values(kind, file, settings)
-    for name in (POSITIONS, NORM_SCALE):
-        if name.endswith(tuple(kind.may_lack.split())):
-            want = f"a checkpoint, since config.json does not say whether it has {name}"
-            raise arguments.value_error(_place(file, kind), want, "none")
-    shapes = call_with_named_errors(_place(file, kind), _shapes, kind, value, file.side)
-    depth = file.entries.get(f"{file.side}_layers") or file.entries.get(f"num_{file.side}_layers")
-    depth = depth or value["num_hidden_layers"] or len(value["layer_types"] or ())
-    call_with_named_errors(_place(file, kind), count, "num_hidden_layers", depth)
-    dtype = file.entries.get("dtype") or file.entries.get("torch_dtype") or "float32"
-    return call_with_named_errors(
-        _place(file, kind), _described, kind, value, shapes, dtype, depth, file
-    )
+    value, said = _values(kind, file, settings), file.entries
+    depth = said.get(f"{file.side}_layers") or said.get(f"num_{file.side}_layers")
+    dtype = said.get("dtype") or said.get("torch_dtype") or "float32"
+
+    def described() -> PretrainedInput:
+        layers = depth or value["num_hidden_layers"] or len(value["layer_types"] or ())
+        count("num_hidden_layers", layers)
+        return _described(kind, value, _shapes(kind, value, file.side), dtype, layers, file)
+
+    return call_with_named_errors(_place(file, kind), described)
 
 
 def _shapes(kind: Architecture, value: Options, side: str) -> dict[str, tuple[int, int]]:
     """The shapes of the parameters, as config.json says them."""
-
-    def size(name: str) -> int:
-        return count(name, value[name])
-
-    has_own_size = side == STACKS[1] and value["decoder_vocab_size"]
-    rows = size("decoder_vocab_size" if has_own_size else "vocab_size")
-    width = d_model = size("hidden_size")
-    if kind.widen:
-        width = size("embedding_size")
-    shapes = {TOKENS: (rows, width)}
-    if kind.positions and kind.sinusoids is None:
-        start = 0 if isinstance(kind.start, str) else kind.start
-        shapes[POSITIONS] = (size("max_position_embeddings") + start, width)
-    if kind.norm:
-        shapes[NORM_SCALE] = (1, width)
-    if kind.token_types and value["type_vocab_size"] != 0:
-        shapes[TOKEN_TYPES] = (size("type_vocab_size"), width)
     may_lack = tuple(kind.may_lack.split())
-    if kind.widen and (width != d_model or not WIDEN.endswith(may_lack)):
-        shapes[WIDEN] = (d_model, width)
-    if kind.bias:
-        shapes[BIAS] = (size("relative_attention_num_buckets"), size("num_attention_heads"))
-    if not value["tie_word_embeddings"]:
-        shapes[OUTPUT_TABLE] = (rows, width)
+    width = "embedding_size" if kind.widen else "hidden_size"
+    rows = {
+        TOKENS: _vocabulary(value, side),
+        POSITIONS: "max_position_embeddings",
+        TOKEN_TYPES: "type_vocab_size",
+        # A vector.
+        NORM_SCALE: width,
+        WIDEN: "hidden_size",
+        BIAS: "relative_attention_num_buckets",
+        OUTPUT_TABLE: _vocabulary(value, side),
+    }
+    shapes = {}
+    for name, entry in rows.items():
+        if not getattr(kind, TENSORS[name][0]) or value[entry] == 0:
+            continue
+        if name in (POSITIONS, NORM_SCALE) and name.endswith(may_lack):
+            want = f"a checkpoint, since config.json does not say whether it has {name}"
+            raise arguments.value_error(kind.type, want, "none")
+        columns = "num_attention_heads" if name == BIAS else width
+        shapes[name] = count(entry, value[entry]), count(columns, value[columns])
+    if value["tie_word_embeddings"]:
+        del shapes[OUTPUT_TABLE]
+    if WIDEN.endswith(may_lack) and value[width] == value["hidden_size"]:
+        shapes.pop(WIDEN, None)
     return shapes
+
+
+def _vocabulary(value: Options, side: str) -> str:
+    """The entry that has the vocabulary's size: Marian's decoder may have one of its own."""
+    has_own = side == STACKS[1] and value["decoder_vocab_size"]
+    return "decoder_vocab_size" if has_own else "vocab_size"
 
 
 def _place(file: Published, kind: Architecture) -> str:
@@ -224,10 +229,8 @@ def _described(
     rows, width = shapes[TOKENS]
     d_model, _ = shapes.get(WIDEN, (width, rows))
     types, _ = shapes.get(TOKEN_TYPES, (0, width))
-    # Marian's decoder may have a vocabulary of its own.
-    has_own_size = file.side == STACKS[1] and value["decoder_vocab_size"]
     sizes = {"hidden_size": d_model, "embedding_size": width, "type_vocab_size": types}
-    sizes["decoder_vocab_size" if has_own_size else "vocab_size"] = rows
+    sizes[_vocabulary(value, file.side)] = rows
     _check_sizes(value, sizes)
     config = EmbedderConfig(
         rows,

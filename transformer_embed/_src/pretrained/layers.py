@@ -96,14 +96,16 @@ def check_layer(name: str, layer: Any) -> None:
     """Raises unless `apply_rotary` and `AttentionMask` take what a layer says."""
     arguments.instance(name, layer, Layer, "a Layer")
     arguments.instance(f"{name}.type", layer.type, str, "a str")
-    for field in ("rotary", "mask", "query_scale"):
-        check_mappings(**{f"{name}.{field}": getattr(layer, field)})
-    tokens = TokenPositions.from_offset(0, 1)
-    call_with_named_errors(f"{name}.mask", AttentionMask, tokens, **layer.mask)
-    if layer.rotary is not None:
-        call_with_named_errors(f"{name}.rotary", _check_rotary, **layer.rotary)
-    if layer.query_scale is not None:
-        call_with_named_errors(f"{name}.query_scale", query_scale, 0, **layer.query_scale)
+    takes = {
+        "rotary": _check_rotary,
+        "mask": functools.partial(AttentionMask, TokenPositions.from_offset(0, 1)),
+        "query_scale": functools.partial(query_scale, 0),
+    }
+    for field, function in takes.items():
+        place, options = f"{name}.{field}", getattr(layer, field)
+        check_mappings(**{place: options})
+        if options is not None:
+            call_with_named_errors(place, function, **options)
 
 
 def _check_rotary(**rotary: Any) -> None:

@@ -1,6 +1,5 @@
 """Which model a file holds: by its type, by names of tensors, or an error that says what to try."""
 
-import os
 import pathlib
 import re
 from collections.abc import Mapping
@@ -9,7 +8,7 @@ from typing import Any, NamedTuple
 from transformer_embed._src import arguments
 from transformer_embed._src.pretrained.architecture import STACKS, Architecture, Options
 from transformer_embed._src.pretrained.architectures import by_model_type
-from transformer_embed._src.pretrained.files import ADAPTER, Tensors, read_json
+from transformer_embed._src.pretrained.files import ADAPTER, Tensors
 
 # Not a ready call: neither a table's name nor its config.json says how its tokens are scaled.
 BY_HAND = "load any table with config and names"
@@ -59,7 +58,8 @@ class Published(NamedTuple):
 
 
 def open_published(
-    source: pathlib.Path | Options,
+    path: pathlib.Path,
+    whole: Options,
     tensors: Tensors,
     *,
     stack: str | None,
@@ -67,15 +67,9 @@ def open_published(
     part: str | None,
     prefix: str | None = None,
 ) -> Published:
-    """A model's tensors, with the entries of its config.json, which a path leads to."""
+    """A model's tensors, with the entries of its config.json."""
     if stack is not None:
         arguments.choice("stack", stack, STACKS)
-    path, whole = pathlib.Path("config.json"), {}
-    if isinstance(source, Mapping):
-        whole = source
-    # A link that leads nowhere is an error, not a file that is missing.
-    elif os.path.lexists(path := source):
-        whole = read_json(path)
     outside, entries = _part(path, whole, part)
     model_type = entries.get("model_type") or outside.get("model_type")
     outer = None if entries is outside else str(outside.get("model_type"))
