@@ -1,9 +1,10 @@
 """Draws of configs, ids, positions, doors and modes: the input layer in float64."""
 
 import draws
+import embeddings
 import pytest
 
-DOORS = ["embedder", "haiku", "parts"]
+DOORS = [door.__name__ for door in (embeddings.embedder, embeddings.haiku, embeddings.parts)]
 SCHEMES = [
     "None",
     "te.Sinusoidal()",
