@@ -268,8 +268,8 @@ def sees(q, k, *, causal, window=None, chunk=None, sinks=-FAR):
 LIBRARY = types.SimpleNamespace(**vars(te), write_rows=jax.vmap(te.write_cache))
 
 
-def check(mode, f, batches, exact=False):
-    """That f(te, *batch) is what f(this module, *batch) is."""
+def check(mode, f, batches, exact=()):
+    """That f(te, *batch) is what f(this module, *batch) is; `exact` are kinds that are not loose."""
     call = ROW_MODES.get(mode, functools.partial(draws.call, mode))
     found = call(lambda *batch: f(LIBRARY, *batch), batches)
     for got, batch in zip(found, batches, strict=True):
@@ -287,11 +287,13 @@ def _check_form(name, got, want, exact):
     if name in FORMS:
         got = got.reshape(-1, *[1] * (want.ndim - 3), *got.shape[-2:])
     got = np.broadcast_to(got if name in FORMS else got.reshape(want.shape), want.shape)
-    if name != "kinds" or exact:
+    if name != "kinds":
         np.testing.assert_array_equal(got, want, err_msg=name)
-    else:
-        # Of a tile that has no pair or all of them, it may be said that it has some.
-        np.testing.assert_array_equal(got[got != want], 1, err_msg=name)
+        return
+    # Of a tile that has no pair or all of them, it may be said that it has some.
+    np.testing.assert_array_equal(got[got != want], 1, err_msg=name)
+    for kind in exact:
+        np.testing.assert_array_equal(got == kind, want == kind, err_msg=f"kind {kind}")
 
 
 def _rows_alone(f, batches):

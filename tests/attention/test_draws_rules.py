@@ -79,10 +79,12 @@ def program_of(number, chosen):
     kinds = (
         "" if chosen.mode == "any lengths" else f' | {{"kinds": mask.tile_kinds({chosen.tile})}}'
     )
-    is_exact = chosen.kind in batches.IN_RUNS and not (chosen.other or chosen.blocks or chosen.keys)
-    is_exact &= chosen.order != ORDERS[2]
-    is_exact &= not (chosen.order and "chunk=5" in chosen.rule)
-    is_exact &= not ("sinks" in chosen.rule and "chunk=5" in chosen.rule)
+    # A tile without a mask is found in any batch; one without a pair, where sequences are runs.
+    exact = () if chosen.other or chosen.blocks else (2,)
+    is_mixed = chosen.order == ORDERS[2] or bool(chosen.keys)
+    is_mixed |= "chunk=5" in chosen.rule and (bool(chosen.order) or "sinks" in chosen.rule)
+    if exact and chosen.kind in batches.IN_RUNS and not is_mixed:
+        exact = (0, 2)
     fields = '"positions": tokens.positions, "padding": tokens.padding_mask'
     if not chosen.order and chosen.kind not in batches.TREES:
         fields += ', "next": tokens.next_token_mask'
@@ -97,7 +99,7 @@ def program_of(number, chosen):
         mode=chosen.mode,
         kind=chosen.kind,
         seeds=[number * SEEDS + n for n in range(SEEDS)],
-        exact=is_exact,
+        exact=exact,
     )
 
 
@@ -151,10 +153,10 @@ def f(lib, *x):
     tokens = {tokens}
     (slots, keys), _ = write(({empty}, x[-2]), (tokens, x[-1]), {first})
     step = {step}
-    cache = slots.clear({cleared}), keys
-    (slots, keys), written = write(cache, (step, 100 + x[-1][:, :{count}]), {second})
-    return {{"dense": M(step, slots, {rule}).dense(), "keys": keys, "written": written}}
-loops.check({mode!r}, f, [batches.cache({kind!r}, seed, {outside}) for seed in {seeds}])
+    (slots, keys), written = write((slots.clear({cleared}), keys), (step, 100 + x[-1][:, :{count}]), {second})
+    forms = [getattr(M(step, slots, {rule}), name) for name in ("dense", "tile_kinds")]
+    return {{"dense": forms[0](), "kinds": forms[1](({count}, 4)), "keys": keys, "written": written}}
+loops.check({mode!r}, f, [batches.cache({kind!r}, n, {outside}) for n in {seeds}], exact=[2])
 """
 
 
