@@ -2,7 +2,6 @@
 meshes."""
 
 import functools
-import itertools
 
 import collectives
 import jax
@@ -13,7 +12,6 @@ import meshes
 import numpy as np
 import optax
 import pytest
-from cases import few
 from compare import equal, near
 from drawn import normal
 from jax.sharding import AxisType, PartitionSpec
@@ -21,7 +19,6 @@ from references import (
     assert_right,
     counted_weights,
     linear_cross_entropy,
-    linear_log_probs,
     linear_logits,
     whole_losses,
 )
@@ -107,39 +104,6 @@ ALL = {
     "z_loss": 0.1,
     "chunk_size": 3,
 }
-SETTINGS = [
-    {},
-    {"scale": 2.0, "z_loss": 0.1, "reduction": "sum"},
-    {"shift": True, "chunk_size": 1},
-    {"pad_id": 2, "label_smoothing": 0.3, "chunk_size": 1000},
-    # Outside the vocabulary, at its ends.
-    {"pad_id": VOCAB, "label_smoothing": 0.1},
-    {"pad_id": -(2**31) + 1},
-    {"mask": MASK[0], "segment_ids": SEGMENTS[0], "shift": True},
-    ALL,
-    ALL | {"reduction": "none"},
-    ALL | {"shift": 2},
-    {"shift": 3, "reduction": "none"},
-    {"shift": 9, "reduction": "none"},
-    {"label_smoothing": np.float32(0.2), "z_loss": WEIGHTS, **PACKED},
-    {"label_smoothing": WEIGHTS[:, :1], "z_loss": np.float32(0), "reduction": "none"},
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", SETTINGS)
-def test_each_setting_is_that_of_a_loop_in_float64(options):
-    assert_gradients_right(**options)
-    # Scaled sums of 3 terms of magnitude 9.
-    assert_gradients_right(100 * ERROR, x=9 * X, **options)
-
-
-@pytest.mark.parametrize("shift", [0, 1])
-def test_a_row_may_have_one_mask_and_one_weight(shift):
-    of_rows = {"mask": MASK[:, 1:2], "weights": WEIGHTS[:, :1]}
-    of_tokens = {name: np.broadcast_to(array, SHAPE) for name, array in of_rows.items()}
-    options = {"shift": shift, "reduction": "none"}
-    equal(value(**of_rows, **options), value(**of_tokens, **options))
 
 
 @pytest.mark.slow
@@ -174,14 +138,6 @@ def test_a_z_loss_whose_slope_is_zero_has_its_gradient():
 
 
 @pytest.mark.slow
-def test_every_setting_in_float64():
-    with jax.enable_x64():
-        wide = {name: np.float64(ARRAYS[name]) for name in ("x", "table", "bias", "weights")}
-        got = assert_gradients_right(1e-13, **wide, **ALL)
-        assert {array.dtype for array in got} == {jnp.dtype("float64")}
-
-
-@pytest.mark.slow
 def test_first_and_second_derivatives_are_finite_differences():
     with jax.enable_x64():
 
@@ -192,20 +148,6 @@ def test_first_and_second_derivatives_are_finite_differences():
 
         arrays = tuple(map(np.float64, (X, TABLE, BIAS, WEIGHTS + 0.1)))
         jax.test_util.check_grads(loss, arrays, 2, modes="rev", atol=1e-5, rtol=1e-5, eps=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_schedules_of_smoothing_and_z_loss_have_gradients(reduction):
-    with jax.enable_x64():
-
-        @jax.jit
-        def loss(smoothing, z_loss):
-            options = {"label_smoothing": smoothing, "z_loss": z_loss, "reduction": reduction}
-            return linear_cross_entropy(x, TABLE, LABELS, pad_id=2, **PACKED, **options)
-
-        x, settings = np.float64(X), (np.float64(0.3), np.float64(WEIGHTS[:1]))
-        jax.test_util.check_grads(loss, settings, 2, modes="rev", atol=1e-5, rtol=1e-5, eps=1e-4)
 
 
 @pytest.mark.parametrize("options", [{}, ALL, {"reduction": "none", "z_loss": 0.1}])
@@ -281,33 +223,6 @@ def test_gradients_of_narrow_weights_are_rounded_once():
 # --- tokens that are not counted
 
 
-@pytest.mark.parametrize("content", [np.nan, np.inf, 1e30])
-def test_what_stands_at_a_token_that_is_not_counted_changes_nothing(content):
-    x, labels, weights = X.copy(), LABELS.copy(), WEIGHTS.copy()
-    x[~MASK], labels[~MASK], weights[~MASK] = content, 10**6, content
-    got = step(**ARRAYS | {"x": x, "labels": labels, "weights": weights})
-    assert_close(got, oracle(**ARRAYS))
-    equal(np.asarray(got[1])[~MASK], 0)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_weight_of_0_leaves_nothing_of_an_infinite_loss(reduction):
-    x, labels, bias, weights = X.copy(), LABELS.copy(), BIAS.copy(), WEIGHTS.copy()
-    weights[:, :3] = 0
-    x[0, 0], labels[0, 1:3], bias[2] = np.nan, [2, VOCAB], -np.inf
-    labels[:, 3:] = 1
-    changes = {"x": x, "labels": labels, "bias": bias, "reduction": reduction}
-    got = step(**ARRAYS | changes | {"weights": weights})[:4]
-    changes |= {"mask": MASK & (weights > 0)}
-    assert_close(got, step(**ARRAYS | changes)[:4])
-    equal(linear_cross_entropy(X[..., :1], [[1e4]], np.zeros(SHAPE, int), pad_id=0, z_loss=1), 0)
-
-
-def test_a_softcap_lifts_no_ban():
-    logits = linear_logits(X, TABLE, bias=np.float32([0, -np.inf, *BIAS[2:]]), softcap=5.0)
-    equal(np.isneginf(logits).all((0, 1)), np.arange(VOCAB) == 1)
-
-
 def test_padding_is_not_predicted_and_gets_no_gradient():
     table = TABLE.copy()
     table[2] = 1e4
@@ -339,17 +254,6 @@ def test_vocabularies_in_which_one_id_is_predicted():
         assert_gradients_right(**rows, labels=np.full(SHAPE, size - 1), **options)
 
 
-@pytest.mark.slow
-def test_packed_sequences_train_alike_by_segment_ids_and_by_next_token_mask():
-    """Whatever stands in the padding."""
-    x, labels = X.copy(), LABELS.copy()
-    x[SEGMENTS == 0], labels[SEGMENTS == 0] = np.nan, 10**6
-    mask = te.TokenPositions.from_segment_ids(SEGMENTS).next_token_mask
-    loss = functools.partial(linear_cross_entropy, x, TABLE)
-    found = [loss(labels, **PACKED), loss(np.roll(labels, -1, axis=1), mask=mask)]
-    near(found, [oracle(X, TABLE, LABELS, **PACKED)[0]] * 2, rtol=ERROR)
-
-
 def test_a_shift_by_2_finds_labels_of_its_own_document_behind_another_one():
     """Shifts by 1 of labels that were rolled lose those, and take others."""
     segments, labels = np.int32([[1, 1, 2, 1, 1, 0]]), np.int32([[0, 1, 2, 3, 4, 5]])
@@ -360,14 +264,6 @@ def test_a_shift_by_2_finds_labels_of_its_own_document_behind_another_one():
 
 
 # --- transformations and cost
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("function", [linear_cross_entropy, linear_log_probs])
-def test_vmap_is_a_loop(function):
-    mapped = jax.vmap(functools.partial(function, chunk_size=2), (0, None, 0))(X, TABLE, LABELS)
-    for each, x, labels in zip(mapped, X, LABELS, strict=True):
-        assert_right(function, each, x, TABLE, labels)
 
 
 @pytest.mark.slow
@@ -556,42 +452,6 @@ def on_mesh(mesh, x=BY_DATA, table=None, tokens=WHOLE, bias=WHOLE):
     return {name: meshes.put(mesh, MESH[name], *spec) for name, spec in specs.items()}
 
 
-PLACEMENTS = [
-    {"table": SPEC()},
-    {"table": SPEC("data")},
-    {"table": SPEC("model")},
-    {"table": SPEC("data", "model"), "x": SPEC("data", None, "model")},
-    {"table": SPEC(None, "model"), "x": SPEC(("data", "model"))},
-    {"table": SPEC(("model", "data")), "x": SPEC(None, "model")},
-    {"table": SPEC(), "x": SPEC("data", "model"), "bias": SPEC("model")},
-    {"table": SPEC("model"), "x": SPEC("data", "model"), "tokens": SPEC("data", "model")},
-    {"table": SPEC("data", "model"), "x": SPEC(None, ("data", "model")), "bias": SPEC("data")},
-    {"table": SPEC("model"), "x": SPEC(("model", "data")), "tokens": SPEC(("model", "data"))},
-]
-
-
-# Explicit axes may split the labels otherwise than x.
-OTHER_LABELS = {"table": WHOLE, "tokens": SPEC("model", "data"), "bias": SPEC("model")}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize(
-    ("kind", "specs"),
-    [(AxisType.Explicit, OTHER_LABELS), *few(itertools.product(KINDS, PLACEMENTS), 2)],
-    ids=str,
-)
-def test_split_arrays_give_the_loss_of_one_device(kind, specs, reduction):
-    mesh = mesh_of(kind)
-    with jax.set_mesh(mesh):
-        arrays = on_mesh(mesh, **specs)
-        got = step(**arrays, **MESH_OPTIONS, reduction=reduction)
-    assert_close(got, oracle(**MESH, **MESH_OPTIONS, reduction=reduction))
-    if kind == AxisType.Explicit:
-        for gradient, name in zip(got[1:], ("x", "table", "bias", "weights"), strict=True):
-            assert gradient.sharding.is_equivalent_to(arrays[name].sharding, gradient.ndim)
-
-
 def mesh_loss(x, table, labels):
     return linear_cross_entropy(x, table, labels, pad_id=3, label_smoothing=0.1, chunk_size=4)
 
@@ -613,34 +473,6 @@ def test_shards_send_no_table_and_no_logits(kind):
     # or a token's 64 logits.
     largest = max(np.prod(shape, dtype=int) for each in sent for _, shape in each.operands)
     assert largest <= 32 * 8
-
-
-@pytest.mark.slow
-def test_inside_a_shard_map_each_device_has_the_loss_of_its_tokens():
-    def mean(x, table, labels):
-        loss = linear_cross_entropy(x, table, labels, label_smoothing=0.1, chunk_size=4)
-        return jax.lax.pmean(loss, "data")
-
-    specs = SPEC("data"), SPEC(), SPEC("data")
-    loss = jax.shard_map(
-        mean, mesh=mesh_of(AxisType.Auto, (8, 1)), in_specs=specs, out_specs=SPEC()
-    )
-    arrays = MESH["x"], MESH["table"], np.abs(MESH_LABELS % 64)
-    value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(*arrays)
-    assert_close((value, *gradients), oracle(*arrays, label_smoothing=0.1)[:3])
-
-
-@pytest.mark.slow
-def test_products_with_the_hessian_of_shards_are_those_of_one_device():
-    def product(x, table, labels):
-        return jax.jvp(jax.grad(lambda x: mesh_loss(x, table, labels)), (x,), (x,))[1]
-
-    mesh = mesh_of(AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        table = meshes.put(mesh, MESH["table"][:64], "model")
-        got = jax.jit(product)(on_mesh(mesh)["x"], table, MESH["labels"])
-    want = jax.jit(product)(MESH["x"], MESH["table"][:64], MESH["labels"])
-    near(got, want, rtol=ERROR, atol=ERROR)
 
 
 def test_the_gradient_of_split_columns_returns_to_them():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from compare import equal, near
 from drawn import normal
-from meshes import AUTO, EXPLICIT, mesh_of, put
+from meshes import EXPLICIT, mesh_of, put
 from references import check, linear_kept_log_probs, linear_log_probs
 
 import transformer_embed as te
@@ -45,29 +45,6 @@ def test_values_are_those_of_a_loop_and_derivatives_are_finite_differences(optio
         jax.test_util.check_grads(log_probs, arrays, order=2, atol=1e-5, rtol=1e-5, eps=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", OPTIONS)
-def test_each_row_has_its_temperature_and_its_gradient(options):
-    options = {"bias": np.r_[np.float32(-np.inf), BIAS[1:]], "with_entropy": True, **options}
-    temperatures = np.float32([[0.5], [1], [2], [3]])
-    options["temperature"] = temperatures
-    check(linear_log_probs, X, TABLE, LABELS, **options)
-
-    @jax.jit
-    def log_probs(x, temperature):
-        return linear_log_probs(x, TABLE, LABELS, **options | {"temperature": temperature})
-
-    with jax.enable_x64():
-        arrays = np.float64(X), np.float64(temperatures)
-        jax.test_util.check_grads(log_probs, arrays, order=2, atol=1e-5, rtol=1e-5, eps=1e-4)
-
-
-def test_entropies_are_those_of_a_softmax_over_whole_logits():
-    probabilities = jax.nn.softmax(X @ TABLE.T)
-    want = -(probabilities * jnp.log(probabilities)).sum(-1)
-    near(linear_log_probs(X, TABLE, LABELS, with_entropy=True)[1], want, atol=ERROR)
-
-
 CANDIDATES = np.random.default_rng(6).integers(0, VOCAB, (4, 6, 3))
 OF_CANDIDATES = [
     {"pad_id": 0, "softcap": 1.5, "scale": 2.0, "temperature": np.float32([[0.5], [1], [2], [3]])},
@@ -91,13 +68,6 @@ def test_candidates_have_the_log_probabilities_and_derivatives_of_a_loop(functio
     with jax.enable_x64():
         arrays = tuple(map(np.float64, (X, TABLE, BIAS)))
         jax.test_util.check_grads(probabilities, arrays, order=2, atol=1e-5, rtol=1e-5, eps=1e-4)
-
-
-@pytest.mark.parametrize("function", [linear_log_probs, linear_kept_log_probs])
-def test_temperatures_that_are_not_above_0_are_nan(function):
-    temperatures = jnp.array([[1.0], [0.0], [-1.0], [1.0]])
-    found = function(X, TABLE, CANDIDATES, temperature=temperatures)
-    assert np.isnan(found).all((1, 2)).tolist() == [False, True, True, False]
 
 
 @pytest.mark.slow
@@ -187,31 +157,6 @@ def test_labels_that_are_not_counted_have_0_and_not_its_negative():
     equal(got, 0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ban", [-np.inf, -3e38])
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.5}, {"softcap": 1.5}])
-def test_a_banned_id_is_as_one_that_the_vocabulary_lacks(ban, options):
-    """Its zero probability times its infinite logit made entropies NaN; a softcap lifted bans."""
-    if "softcap" in options and np.isfinite(ban):
-        return
-
-    @jax.jit
-    def step(x, table, bias, labels):
-        def loss(x, table, bias):
-            arguments = {"bias": bias, **options}
-            found = linear_log_probs(x, table, labels, with_entropy=True, **arguments)
-            return sum((jnp.tanh(v) * c).sum() for v, c in zip(found, COTANGENTS, strict=True))
-
-        return jax.value_and_grad(loss, (0, 1, 2))(x, table, bias)
-
-    value, (of_x, *of_rows) = step(X, TABLE, np.r_[np.float32(ban), BIAS[1:]], LABELS)
-    want, (want_of_x, *want_of_rows) = step(X, TABLE[1:], BIAS[1:], LABELS - 1)
-    of_others = [each[1:] for each in of_rows]
-    near((value, of_x, *of_others), (want, want_of_x, *want_of_rows), atol=ERROR)
-    for each in of_rows:
-        equal(each[0], 0)
-
-
 @jax.jit
 def step(x, table, bias, labels):
     def loss(x, table, bias):
@@ -221,25 +166,6 @@ def step(x, table, bias, labels):
         return sum((jnp.tanh(v) * c).sum() for v, c in zip(values, COTANGENTS, strict=True))
 
     return jax.value_and_grad(loss, (0, 1, 2))(x, table, bias)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "of_table", "of_batch"),
-    [
-        (EXPLICIT, ["a"], ["b"]),
-        (EXPLICIT, [None, "a"], ["b"]),
-        (EXPLICIT, ["a"], ["a", "b"]),
-        (AUTO, ["a", "b"], []),
-    ],
-)
-def test_on_a_mesh_all_is_as_on_one_device(kind, of_table, of_batch):
-    x, table, bias = normal(1, 4, 6, 4), normal(2, 8, 4), normal(3, 8)
-    mesh = mesh_of((2, 2), ("a", "b"), kind)
-    with jax.set_mesh(mesh):
-        split = put(mesh, x, *of_batch), put(mesh, table, *of_table), put(mesh, bias)
-        got = step(*split, put(mesh, LABELS, *of_batch))
-    near(got, step(x, table, bias, LABELS), atol=ERROR)
 
 
 @pytest.mark.slow

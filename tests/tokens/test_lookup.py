@@ -94,38 +94,6 @@ def test_arrays_of_any_shape(table, ids):
     check(te.lookup, table, ids)
 
 
-IDS_OF_DTYPES = {
-    "int8": [0, 127, -1, -128],
-    "uint16": [0, 2**15 - 1, 2**15, 2**16 - 1],
-    "uint32": [0, 69_999, 70_000, 2**32 - 1],
-    "int64": [0, 69_999, 2**32 + 5, -(2**32) + 5, 2**63 - 1, -(2**63)],
-    "uint64": [0, 69_999, 2**32 + 5, 2**64 - 1],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", IDS_OF_DTYPES)
-def test_ids_of_any_integer_dtype(dtype):
-    table, ids = normal(0, 70_000, 1), np.array(IDS_OF_DTYPES[dtype], dtype)
-    for policy in ("nan", "clip"):
-        check(te.lookup, table, ids, out_of_range=policy)
-        with jax.enable_x64("64" in dtype):
-            check(te.lookup, table, jax.device_put(ids), out_of_range=policy)
-
-
-def test_pad_id_is_compared_with_the_whole_id():
-    check(te.lookup, TABLE, np.array([2**32 + 2, 2]), pad_id=2, out_of_range="clip")
-    check(te.lookup, normal(0, 300, 1), np.array([44], np.uint8), pad_id=300)
-
-
-def test_rows_and_logits_of_float64():
-    with jax.enable_x64():
-        table = jax.device_put(TABLE.astype(float))
-        rows = te.lookup(table, jax.device_put(IDS), pad_id=2)
-        assert linear_logits(TABLE, table).dtype == rows.dtype == jnp.float64
-    equal(rows, loop_lookup(TABLE, IDS, 2))
-
-
 NUMBERS = "ids: ... got "
 TABLES = "table: ... got shape "
 ERRORS = [
@@ -189,20 +157,6 @@ def test_the_jvp_is_the_lookup_of_the_direction():
 
 def rows_and_gradient(table, ids):
     return te.lookup(table, ids), jax.grad(weighted)(table, ids, 1.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("axes", [(None, 0), (0, None), (0, 0)])
-def test_vmap_of_rows_and_gradients_is_a_loop(axes):
-    arrays = [normal(2, 3, VOCAB, WIDTH), IDS.astype(np.int32)]
-    given = [each[0] if axis is None else each for each, axis in zip(arrays, axes, strict=True)]
-    rows, gradients = jax.jit(jax.vmap(rows_and_gradient, axes))(*given)
-    for n in range(3):
-        table, ids = (
-            each[0 if axis is None else n] for each, axis in zip(arrays, axes, strict=True)
-        )
-        assert_right(te.lookup, rows[n], table, ids)
-        assert_gradient(gradients[n], ids, np.ones((4, WIDTH)))
 
 
 def test_the_gather_alone_clips_ids():
@@ -315,26 +269,6 @@ PLACEMENTS = [
     (SPEC(None, ("x", "y")), SPEC(), SPEC(None, ("x", "y"), None)),
     (SPEC("x"), SPEC("y"), SPEC("x", None, None)),
 ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ids_spec", "table_spec", "rows_spec"), PLACEMENTS)
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
-def test_lookup_on_a_mesh_equals_lookup_on_one_device(kind, ids_spec, table_spec, rows_spec):
-    mesh = mesh_of(kind)
-
-    @jax.jit
-    def with_gradient(table, ids, cotangent):
-        rows, back = jax.vjp(functools.partial(te.lookup, ids=ids, pad_id=2), table)
-        return rows, back(cotangent)[0]
-
-    with jax.set_mesh(mesh):
-        table, ids = put(mesh, MESH_TABLE, *table_spec), put(mesh, MESH_IDS, *ids_spec)
-        rows, gradient = with_gradient(table, ids, put(mesh, MESH_COTANGENT, *rows_spec))
-    if kind == AxisType.Explicit:
-        assert rows.sharding.spec == rows_spec
-    assert_right(te.lookup, rows, MESH_TABLE, MESH_IDS, pad_id=2)
-    assert_gradient(gradient, MESH_IDS, MESH_COTANGENT, 2)
 
 
 @pytest.mark.slow
