@@ -11,21 +11,6 @@ from refused import each_refused
 import transformer_embed as te
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
-PADDING = [
-    ([[5, 6, 0], [0, 3, 0]], 0, [[True, True, False], [False, True, False]]),
-    ([1, 3, 5], 3, [True, False, True]),
-    (np.array([-1, 0, 1], np.int8), -1, [False, True, True]),
-    (np.array([255, 0], np.uint8), -1, [True, True]),
-    (np.array([2**64 - 1, 0], np.uint64), -1, [True, True]),
-    (np.array([0, 255], np.uint8), 256, [True, True]),
-    (np.array([2**32, 2**32 + 3, 0, -(2**32)]), 0, [True, True, False, True]),
-    (7, 7, False),
-]
-
-
-@pytest.mark.parametrize(("ids", "pad_id", "expected"), PADDING)
-def test_padding_mask_compares_numbers_and_wraps_none(ids, pad_id, expected):
-    assert te.padding_mask(ids, pad_id=pad_id).tolist() == expected
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

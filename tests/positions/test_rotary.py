@@ -1,6 +1,5 @@
 import dataclasses
 import functools
-import itertools
 import json
 import pathlib
 import re
@@ -16,7 +15,7 @@ from compare import equal, near
 from drawn import normal
 from hypothesis import strategies as st
 from meshes import AUTO, EXPLICIT, mesh_of, put
-from references import ROUNDINGS, assert_right, check, check_frequencies
+from references import ROUNDINGS, assert_right, check_frequencies
 from refused import each_refused, pattern, refused
 
 from transformer_embed._src.positions import rotary, rotary_scaling
@@ -105,17 +104,6 @@ def test_published_frequencies(case):
     radians = 2 * np.pi * np.array([unit * 2.0**-64 for unit in units])
     near(radians, case["frequencies"], rtol=FLOAT32_POWER, atol=2.0**-64)
     near(attention, case["attention_factor"], rtol=FLOAT32_POWER)
-
-
-@pytest.mark.parametrize(
-    ("shape", "num_heads", "rotary_dim"),
-    [((24,), 3, None), ((5, 24), 3, 6), ((2, 3, 8), 1, 4), ((0, 4), 2, None), ((4, 0), 2, None)],
-)
-def test_a_permutation_moves_each_channel_of_a_pair(shape, num_heads, rotary_dim):
-    weights = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
-    for source, target in itertools.product(rotary.LAYOUTS, rotary.LAYOUTS):
-        layouts = {"source": source, "target": target}
-        check(permute_rotary_weights, weights, num_heads, **layouts, rotary_dim=rotary_dim)
 
 
 def test_a_permutation_is_the_conversion_of_llama():

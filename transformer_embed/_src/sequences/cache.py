@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jaxtyping import Array, Bool, Int32
 
 from transformer_embed._src import arguments
@@ -99,7 +100,7 @@ def _written(cache: Any, new: Any, slot: Int32[Array, "..."]) -> tuple[Any, Bool
     is_written = (places >= 0) & (places < slots)
     # Of indices outside, only those past the end are dropped: -1 would be the last slot.
     places = jnp.where(is_written, places, slots)
-    if slot.ndim == 2 and length > 1:
+    if slot.ndim == 2 and length != 1:
         index = jnp.arange(length, dtype=jnp.int32)
         last = jnp.full(slots, -1, jnp.int32)
         last = jax.vmap(lambda places: last.at[places].max(index, mode="drop")[places])(places)
@@ -131,7 +132,8 @@ def _checked(cache: Any, new: Any, shape: tuple[int, ...]) -> tuple[list[Array],
         if _positions_beside(name, held) is not None:
             tokens[name] = _as_dtype(tokens[name], held[name].dtype)
     (rows, slots), (_, length) = (next(iter(side.values())).shape[:2] for side in (held, tokens))
-    if length > slots:
+    # A symbolic length is assumed to fit.
+    if not export.is_symbolic_dim(length - slots) and length > slots:
         raise arguments.value_error("new", f"at most {slots} tokens, as the cache", length)
     for name, array in held.items():
         _check_layout(f"cache{name}", array, array, slots, rows)
