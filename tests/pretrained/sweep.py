@@ -13,7 +13,6 @@ the last hidden vectors of an encoder) are compared too. --page writes notebooks
 import argparse
 import collections
 import contextlib
-import copy
 import dataclasses
 import importlib
 import inspect
@@ -292,35 +291,6 @@ def without_defaults(entries, config):
         elif key == "model_type" or value != default.get(key):
             rest[key] = value
     return rest
-
-
-def as_published(entries, config):
-    """The entries as they were published before, if the library reads them alike.
-
-    One rotation stands beside the other entries, and kinds of layers that follow are not listed.
-    """
-    old = dict(entries)
-    if isinstance(rope := old.get("rope_parameters"), dict) and "rope_type" in rope:
-        scaling = {"type" if key == "rope_type" else key: value for key, value in rope.items()}
-        del old["rope_parameters"]
-        for key in ("rope_theta", "partial_rotary_factor"):
-            if key in scaling:
-                old[key] = scaling.pop(key)
-        old["rope_scaling"] = None if scaling == {"type": "default"} else scaling
-        old = old if is_read_alike(old, entries, config) else dict(entries)
-    if old.get("layer_types"):
-        unlisted = {key: value for key, value in old.items() if key != "layer_types"}
-        old = unlisted if is_read_alike(unlisted, entries, config) else old
-    return old
-
-
-def is_read_alike(old, entries, config):
-    """Whether the library reads the same of two config.json."""
-    with contextlib.suppress(Exception):
-        one, other = (type(config).from_dict(copy.deepcopy(each)) for each in (old, entries))
-        names = ("rope_parameters", "layer_types", "partial_rotary_factor")
-        return all(getattr(one, name, None) == getattr(other, name, None) for name in names)
-    return False
 
 
 def classes(config):
@@ -625,9 +595,6 @@ def compare(model_type, *, is_odd):
             if "far" in line[3] and re.search(IS_SCALED, complete):
                 line[3]["past"] = line[3]["far"]
         if line[0] == "exact" and model_type in WHOLE:
-            if "published" in line[3]:
-                old = as_published(json.loads(complete), config)
-                (whole / "config.json").write_text(json.dumps(old))
             if model_type in DECODERS:
                 text = config.get_text_config(decoder=True)
                 whole_models.write_entries(whole / "config.json", model_type, text)
@@ -700,7 +667,7 @@ def whole_error(model, folder, model_type):
     return share(ours[is_token], theirs[is_token])
 
 
-def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911, PLR0912, PLR0915
+def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911, PLR0912
     """A line for one stack."""
     try:
         found = whole_models.load(folder, stack, LENGTH)
@@ -735,16 +702,6 @@ def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911, PLR09
     complete = whole_models.load(f"{folder}/whole", stack, LENGTH)
     if not same(found, complete):
         return "wrong", worst, "other defaults than the library's", {}
-    entries = json.loads(pathlib.Path(folder, "whole/config.json").read_text())
-    published = {}
-    if "text_config" not in entries and (old := as_published(entries, config)) != entries:
-        pathlib.Path(folder, "whole/config.json").write_text(json.dumps(old))
-        # Some ask for what older releases left out.
-        with contextlib.suppress(ValueError):
-            if not same(whole_models.load(f"{folder}/whole", stack, LENGTH), complete):
-                return "wrong", worst, "read otherwise as it was published", {}
-            published = {"published": 0.0}
-        pathlib.Path(folder, "whole/config.json").write_text(json.dumps(entries))
     turns = rotation_error(found, blocks, ROTATIONS, config, model)
     if not worst <= (ULPS if found.config.embedding_width is None else WIDENED_ULPS):
         return "wrong", worst, f"embeddings off by {np.abs(ours - theirs)[is_token].max():.3g}", {}
@@ -752,7 +709,7 @@ def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911, PLR09
         return "not measured", worst, "its rotation", {}
     if turns > SCORE:
         return "wrong", worst, f"rotation off by {turns:.3g}", {}
-    errors = {"why": reasons_of(found.config)} | published
+    errors: dict = {"why": reasons_of(found.config)}
     if "per_layer_inputs" in found.params:
         eps = config.get_text_config(decoder=True).rms_norm_eps
         inputs = whole_models.notebook().per_layer_inputs(found.params, IDS, outputs[0], eps)
@@ -908,7 +865,6 @@ def row_of(name, lines):
     why = f" ({', '.join(errors[0]['why'])})" if ulps and errors[0]["why"] else ""
     whole = worst("logits", "hidden") or NOT_WHOLE.get(name, "")
     forms = ["saved", *["defaults"] * (len(lines) - 1)]
-    forms += ["published"] * any("published" in each for each in errors)
     cells = [f"`{name}`", ", ".join([*compared, "input"]), ", ".join(forms), f"{ulps:g}{why}"]
     cells += [worst("far") or worst("rotation"), worst("head"), whole]
     return f"| {' | '.join(cells)} |"

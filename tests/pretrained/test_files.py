@@ -268,18 +268,6 @@ def test_a_damaged_index(tmp_path, index, message):
     assert message in refused(tmp_path, settings={"model_type": "gpt2"})
 
 
-@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16])
-@pytest.mark.parametrize("name", ["electra", "bart, its decoder"])
-def test_dtypes_are_kept_bit_for_bit(tmp_path, name, dtype):
-    case = CASES[name]
-    tensors = {key: array.astype(dtype) for key, array in tensors_of(case).items()}
-    wide = load(tmp_path, name)
-    found = load_embedder(checkpoint(tmp_path, case, change=tensors), stack=case["stack"])
-    assert (found.config.param_dtype, found.config.dtype) == (dtype, None)
-    expected = jax.tree.map(lambda leaf: leaf.astype(dtype), wide.params)
-    assert_identical(found, wide._replace(config=found.config, params=expected))
-
-
 def test_only_parameters_are_read_and_each_is_copied_once(tmp_path, monkeypatch):
     copied, addresses = files.Tensors.read, []
 

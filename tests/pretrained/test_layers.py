@@ -101,16 +101,6 @@ def test_a_decoder_may_see_both_sides_and_an_unknown_kind_of_layer_is_refused(tm
         )
 
 
-def test_what_a_layer_has_of_its_own_goes_first(tmp_path):
-    """As the library saves Gemma 4, with the width of the heads of each full layer."""
-    share = {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.25}
-    entries = {"model_type": "gemma4_text", "head_dim": 16, "num_hidden_layers": 2}
-    entries |= {"layer_types": [F, F], "rope_parameters": {F: share, S: {"rope_theta": 10.0}}}
-    entries |= {"per_layer_config": {"01": {"head_dim": 64, "num_key_value_heads": 1}}}
-    found = load_embedder(table(tmp_path, entries))
-    assert [layer.rotary["rotary_dim"] for layer in found.layers] == [4, 16]
-
-
 def test_tensors_say_how_many_layers_there_are_if_config_json_does_not(tmp_path):
     others = {f"model.layers.{number}.mlp.0.weight": (2, 2) for number in (0, 10, 2)}
     entries = {"model_type": "llama", "num_hidden_layers": None}

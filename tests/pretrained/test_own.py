@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import few
 from checkpoints import (
     CASES,
     MOST,
@@ -29,7 +28,6 @@ from checkpoints import (
     load_embedder,
     refused,
     save_embedder,
-    tensors_of,
 )
 from drawn import drawn
 from hypothesis import given, settings
@@ -50,20 +48,6 @@ def in_a_folder():
 
 
 # --- There and back.
-
-
-@pytest.mark.parametrize("name", few(CASES, 8))
-def test_saved_under_the_originals_names_and_back_bit_for_bit(tmp_path, name):
-    found = load(tmp_path, name)
-    path = tmp_path / "saved.safetensors"
-    save_embedder(path, *found)
-    assert_identical(found, load_embedder(path))
-    original = tensors_of(CASES[name])
-    with safe_open(path, framework="numpy") as file:
-        assert set(file.keys()) == set(found.names.values())
-        assert file.metadata()["format"] == "pt"
-    for tensor, array in load_file(path).items():
-        np.testing.assert_array_equal(array, original[tensor])
 
 
 CONFIGS = [
@@ -294,14 +278,6 @@ def test_hostile_metadata_is_refused_at_once(tmp_path, config, extras, message):
     names = TABLE | ({POSITIONS: "positions"} if "max_len" in str(config) else {})
     extras = {"names": names} | extras if isinstance(extras, dict) else extras
     assert message in refused(described(tmp_path / "x.safetensors", config, extras))
-
-
-def test_an_older_file_says_whether_tokens_are_scaled(tmp_path):
-    for said, scale in ((True, None), (False, 1.0), (3.0, 3.0)):
-        path = described(
-            tmp_path / "x.safetensors", SIZES | {"scheme": None, "scale": said}, {"names": TABLE}
-        )
-        assert load_embedder(path).config.scale == scale
 
 
 # --- Damaged files: a right result, or a short error of ours.

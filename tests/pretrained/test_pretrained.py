@@ -67,12 +67,6 @@ def test_embeddings_are_the_originals(tmp_path, name):
         layer_is_the_original(tmp_path, name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", few(FLOAT32, 8))
-def test_compiled_embeddings_are_the_originals(tmp_path, name):
-    layer_is_the_original(tmp_path, name)
-
-
 def test_the_tolerance_that_is_documented_is_the_one_that_is_tested():
     """1e-6 was said, which values around 7 do not keep: 5 units in the last place are 2.4e-6
     there."""
@@ -235,21 +229,6 @@ def test_tables_that_differ_are_not_tied(tmp_path):
         found = load_embedder(checkpoint(tmp_path, tied, change=change))
         assert found.config.output == output
         assert any("output" in key for key in found.names) == (not change)
-
-
-@pytest.mark.parametrize("prefix", ["", "language_model.", "model.language_model."])
-def test_the_head_is_beside_the_model_or_further_out(tmp_path, prefix):
-    """As in models of images with a language model inside."""
-    case = HEADS["llama"]
-    tensors = tensors_of(case)
-    rows, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
-    parts = prefix.split(".")[:-1]
-    for outer in range(len(parts) + 1):
-        start = "".join(f"{part}." for part in parts[:outer])
-        names = {f"{prefix}model.embed_tokens.weight": rows, f"{start}lm_head.weight": head}
-        found = load_embedder(checkpoint(tmp_path, case | {"tensors": {}}, change=names))
-        output = found.params[f"{ROOT}token_embedding"]["output_embeddings"]
-        np.testing.assert_array_equal(output, head)
 
 
 # --- The documentation.

@@ -1,17 +1,12 @@
 """Which model a file holds: by its type, by names of tensors, or an error that says what to try."""
 
-import re
-
 import numpy as np
 import pytest
-from cases import few
 from checkpoints import (
     CASES,
     ROOT,
-    TOKENS,
     assert_identical,
     checkpoint,
-    kind_of,
     load,
     load_embedder,
     save_embedder,
@@ -23,24 +18,6 @@ from safetensors.numpy import save_file
 from transformer_embed._src.pretrained import architecture
 
 
-@pytest.mark.parametrize("name", few(CASES, 10))
-def test_settings_alone_say_what_config_json_does(tmp_path, name):
-    """Or what it leaves out, which has no default here, is asked for."""
-    beside, case = load(tmp_path, name), CASES[name]
-    (tmp_path / "config.json").unlink()
-    text = case["settings"].get("text_config", case["settings"])
-    read = {"model_type"}.union(*kind_of(case).names().values())
-    said = {entry: value for entry, value in text.items() if entry in read}
-    try:
-        alone = load_embedder(tmp_path, stack=case["stack"], settings=said)
-    except ValueError as error:
-        asked = re.search(r": wanted (.*) of \w+, from settings or", str(error))[1]
-        if set(asked.split(", ")) & said.keys():
-            raise
-        return
-    assert_identical(beside, alone)
-
-
 def test_older_names_of_a_norm(tmp_path):
     case = CASES["bert"]
     norms = {name: array for name, array in tensors_of(case).items() if "LayerNorm" in name}
@@ -50,16 +27,6 @@ def test_older_names_of_a_norm(tmp_path):
     found = load_embedder(checkpoint(tmp_path, case, drop=norms, change=old))
     assert_identical(new, found._replace(names=new.names))
     assert "embeddings.LayerNorm.gamma" in found.names.values()
-
-
-@pytest.mark.parametrize("outer", ["gemma3", "llava"])
-def test_a_text_model_inside_of_another(tmp_path, outer):
-    case = CASES["gemma3"]
-    inside = {f"language_model.{name}": value for name, value in case["tensors"].items()}
-    settings = {"model_type": outer, "text_config": case["settings"]}
-    found = load_embedder(checkpoint(tmp_path, case | {"tensors": inside}, settings=settings))
-    assert found.names[TOKENS] == "language_model.model.embed_tokens.weight"
-    assert found.layers == load(tmp_path, "gemma3").layers
 
 
 def test_each_stack_of_two_vocabularies_has_its_own_size(tmp_path):

@@ -151,18 +151,6 @@ def test_settings_win_for_both_forms_of_a_rotation(name, in_file, said, is_new_f
 HALF = {"layout": "half"}
 
 
-@pytest.mark.parametrize(
-    ("name", "scaling", "rotary"),
-    [
-        ("llama, llama3", None, {"base": 5e5}),
-        # What Phi-3's file says inside its scaling is not read, but what settings say is.
-        ("phi3, longrope", {"type": "yarn", "factor": 2, rope.ORIGINAL: 20}, {"base": 1e4, "scaling": te.YarnScaling(2.0, 20)}),
-    ],
-)  # fmt: skip
-def test_a_scaling_in_settings_replaces_the_files(tmp_path, name, scaling, rotary):
-    assert rotary_of(load(tmp_path, name, settings={"rope_scaling": scaling})) == HALF | rotary
-
-
 def test_what_a_config_leaves_out_is_the_architectures(tmp_path):
     kept = CASES["phi"]["settings"] | {"rope_parameters": None}
     found = load_embedder(checkpoint(tmp_path, CASES["phi"], settings=kept))
@@ -226,15 +214,6 @@ def test_of_a_composite_config_only_the_text_models_entries_are_read(tmp_path, n
     if found is not None:
         config = dataclasses.replace(found.config, output=alone.config.output)
         assert (config, found.layers, found.bias) == (alone.config, alone.layers, alone.bias)
-
-
-@pytest.mark.parametrize(
-    "part", [{"text_config": {}}, {"text_config": 3}, {"text": {"prompt": "a"}}]
-)
-def test_only_a_text_config_with_entries_hides_those_beside_it(tmp_path, part):
-    entries = CASES["bert"]["settings"]
-    found, _ = found_or_refused(tmp_path, CASES["bert"], entries | part)
-    assert found.config == load(tmp_path, "bert").config
 
 
 # --- Rotations.

@@ -56,7 +56,7 @@ ENTRIES = {
     "gpt_bigcode": {"num_key_value_heads": 1},
     "gpt_neo": {
         "attention_multiplier": 1.0,
-        "layer_types": ["full", "sliding_attention", "full"],
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         "sliding_window": 4,
     },
     "mpt": {"hidden_act": "gelu"},

@@ -74,7 +74,7 @@ READS = {
     "widen": "embedding_size",
     "bias": "num_attention_heads relative_attention_num_buckets relative_attention_max_distance",
     "has_alibi": "num_attention_heads alibi_bias_max",
-    "sections": "mrope_section",
+    "sections": "mrope_section num_attention_heads head_dim",
     "attn_scale": "floor_scale attn_temperature_tuning",
     "rotary": "rope_theta rope_scaling rope_parameters max_position_embeddings "
     "original_max_position_embeddings",

@@ -4,6 +4,7 @@ The metadata of such a file is JSON: a config, rotary embeddings, a bias, and na
 checked by the classes and functions that it is for.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -28,7 +29,6 @@ from transformer_embed._src.pretrained.architecture import (
     LOGITS_BIAS,
     OFFSETS,
     Options,
-    as_scale,
 )
 from transformer_embed._src.pretrained.description import describe, describe_config
 from transformer_embed._src.pretrained.files import (
@@ -74,6 +74,7 @@ def load_embedder(
     part: str | None = None,
     prefix: str | None = None,
     shardings: Mapping[str, NamedSharding] | None = None,
+    row_multiple: int = 1,
 ) -> PretrainedInput:
     """Loads the parameters and the configuration of a checkpoint's input layer.
 
@@ -120,6 +121,8 @@ def load_embedder(
             names: {"token_embedding/embeddings": NamedSharding(mesh, P("data"))}. Each device's
             part is read from the file on its own; the other parameters are whole on each device of
             the mesh. None: all are on the default device.
+        row_multiple: of the returned config: tables get rows of zeros at the end, so that the
+            devices of a mesh can share them. A config of names has its own.
 
     Returns:
         PretrainedInput(config, params, layers, bias, names). Parameters have the dtypes
@@ -161,10 +164,13 @@ def load_embedder(
     if config is not None or is_own:
         # Empty settings say nothing.
         left_out = {"settings": settings or None, "length": length} | of_part
+        left_out["row_multiple"] = None if row_multiple == 1 else row_multiple
         for name, value in left_out.items():
             arguments.check_left_out(name, value, "names or metadata say what it would")
     may_lack = OFFSETS
     if config is not None and names is not None:
+        if arguments.instance("config", config, EmbedderConfig, "an EmbedderConfig").spread:
+            raise arguments.value_error("config.spread", "False; resize_vocabulary spreads", True)
         may_lack = full_paths(names, parameters_of("config", config))
         # None stands for an offset of zeros; for another parameter, no tensor has this name.
         stored = {name: each for name, each in may_lack.items() if each or name not in OFFSETS}
@@ -181,6 +187,8 @@ def load_embedder(
         file = open_published(beside, whole, tensors, length=length, **of_part)
         said = dict(settings or {})
         found = describe(file, *recognised(file, said.pop("model_type", None)), said)
+        padded = dataclasses.replace(found.config, row_multiple=row_multiple)
+        found = found._replace(config=padded)
     parameters = check_tensors(tensors, found, may_lack)
     split = full_paths(shardings or {}, parameters, "shardings")
     for name, sharding in split.items():
@@ -353,7 +361,6 @@ def describe_own(tensors: Tensors) -> PretrainedInput:
     extras = call_with_named_errors(path, PretrainedInput, None, {}, **entries)
     call_with_named_errors(path, _check_extras, *extras[2:])
     names = {name: str(tensor) for name, tensor in (extras.names or {}).items()}
-    options["scale"] = as_scale(options.get("scale"))
     config = call_with_named_errors(path, made_of, EmbedderConfig, options)
     return extras._replace(config=config, names=names)
 

@@ -18,8 +18,10 @@ from transformer_embed._src.layers.embedder import Embedder, Params
 from transformer_embed._src.layers.relative_position_bias import RelativePositionBias
 from transformer_embed._src.positions.relative_bias import alibi_bias
 from transformer_embed._src.pretrained.architecture import (
+    OUTPUT_BIAS,
     OUTPUT_TABLE,
     PER_LAYER_WEIGHTS,
+    TOKENS,
     WIDEN,
     Options,
 )
@@ -138,9 +140,13 @@ def check_tensors(
         tensor, is_transposed = stored(name, str(tensor))  # noqa: PLW2901
         entry, step = tensors.entry(tensor), -1 if is_transposed else 1
         beside = jax.ShapeDtypeStruct(entry.shape[::step], found.config.param_dtype)
-        shape = parameters.setdefault(name, beside).shape[::step]
+        shape = plain = parameters.setdefault(name, beside).shape[::step]
+        if name in (TOKENS, OUTPUT_TABLE, OUTPUT_BIAS):
+            # Rows that `row_multiple` adds are zeros.
+            plain = (found.config.vocab_size, *parameters[name].shape[1:])[::step]
         # Apart from leading axes of 1.
-        if entry.shape != (1,) * (len(entry.shape) - len(shape)) + shape:
+        ones = (1,) * (len(entry.shape) - len(shape))
+        if entry.shape not in (ones + shape, ones + plain):
             want = f"shape {list(shape)}, as the configuration says"
             raise arguments.value_error(f"{tensors.path}: {tensor}", want, entry)
     return parameters
@@ -177,8 +183,10 @@ def _read(
         return np.broadcast_to(np.zeros((), parameter.dtype), parameter.shape)[index]
     tensor, is_transposed = stored(name, tensor)
     step = -1 if is_transposed else 1
-    if has_rows := len(index) == 2:
+    if len(index) == 2:
         array = tensors.read(tensor, *index[::step])
+    elif len(index) == 1:
+        array = tensors.read(tensor).reshape(-1)[index]
     else:
         array = tensors.read(tensor).reshape(parameter.shape[::step])
     if array.dtype == np.float64:
@@ -187,4 +195,9 @@ def _read(
             array = call_with_named_errors(tensor, array.astype, parameter.dtype)
     if is_transposed:
         array = np.ascontiguousarray(array.T)
-    return array if has_rows else array[index]
+    if len(index) > 2:
+        return array[index]
+    # Rows that `row_multiple` adds.
+    sizes = [len(range(size)[part]) for size, part in zip(parameter.shape, index, strict=True)]
+    more = [(0, size - had) for size, had in zip(sizes, array.shape, strict=True)]
+    return np.pad(array, more) if np.any(more) else array

@@ -58,12 +58,13 @@ def rotation(kind: Architecture, value: Options, width: int, layer_type: str) ->
         layout = "interleaved" if value[layout] else "half"
     is_proportional = entries.get("rope_type") == PROPORTIONAL
     rotary_dim = _rotary_dim(value, width, share)
+    dim = rotary_dim or _head_dim(value, width)
     options = {
         # A base that sliding layers do not have is the full ones'.
         "base": value[base] or value["rope_theta"],
         "layout": layout,
         "scaling": scaling(entries, value),
-        "pair_axes": _pair_axes(kind, value["mrope_section"]),
+        "pair_axes": _pair_axes(kind, value["mrope_section"], dim),
         "partial": PROPORTIONAL if is_proportional and rotary_dim else None,
         "rotary_dim": rotary_dim,
     }
@@ -74,14 +75,21 @@ def _rotary_dim(value: Options, width: int, share: str) -> int | None:
     """The number of a head's channels that rotate; None: all."""
     if value["rotary_dim"] is not None or value[share] in (None, 1):
         return value["rotary_dim"]
-    head_dim = value["head_dim"]
-    if head_dim is None:
-        head_dim = width // count("num_attention_heads", value["num_attention_heads"])
+    head_dim = _head_dim(value, width) or count("num_attention_heads", None)
     # Rounded down: the share of MiMo V2 Flash is 0.334.
     return arguments.integer(share, int(head_dim * value[share]), at_most=head_dim)
 
 
-def _pair_axes(kind: Architecture, sections: tuple[int, ...] | None) -> tuple[int, ...] | None:
+def _head_dim(value: Options, width: int) -> int | None:
+    """The number of a head's channels; None: not said."""
+    if value["head_dim"] or value["num_attention_heads"] is None:
+        return value["head_dim"]
+    return width // count("num_attention_heads", value["num_attention_heads"])
+
+
+def _pair_axes(
+    kind: Architecture, sections: tuple[int, ...] | None, dim: int | None
+) -> tuple[int, ...] | None:
     """The axis that rotates each pair, where each axis rotates a number of pairs."""
     if sections is None:
         return None
@@ -89,8 +97,9 @@ def _pair_axes(kind: Architecture, sections: tuple[int, ...] | None) -> tuple[in
     pairs = arguments.integer("mrope_section: its sum", sum(sections), at_most=MOST_CHANNELS)
     if kind.sections == CONSECUTIVE:
         return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
-    # Those that are left when the turns of an axis have ended are the first axis's.
-    turns = (divmod(pair, len(sections)) for pair in range(pairs))
+    # Those that are left when the turns of an axis have ended are the first axis's. There are as
+    # many pairs as the head has.
+    turns = (divmod(pair, len(sections)) for pair in range(dim // 2 if dim else pairs))
     return tuple(axis if turn < sections[axis] else 0 for turn, axis in turns)
 
 
