@@ -1,7 +1,6 @@
 """Masks joined by `&` and `|`, in each of their forms."""
 
 import dataclasses
-import operator
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from transformer_embed._src.pytrees import register_pytree
 from transformer_embed._src.sequences.token_positions import check_numbers_of_rows, number_of_rows
 
 # Of bools, and of kinds of tiles: no pair, some or all.
-JOINS = {"&": (operator.and_, jnp.minimum), "|": (operator.or_, jnp.maximum)}
+JOINS = {"&": jnp.minimum, "|": jnp.maximum}
 
 
 class Mask:
@@ -58,18 +57,18 @@ class JoinedMask(Mask):
 
     def dense(self) -> Bool[Array, "*b 1 t s"]:
         """See `AttentionMask.dense`."""
-        return JOINS[self.join][0](self.first.dense(), self.second.dense())
+        return JOINS[self.join](self.first.dense(), self.second.dense())
 
     def tile(
         self, query_start: ArrayLike, key_start: ArrayLike, shape: tuple[int, int]
     ) -> Bool[Array, "b t s"]:
         """See `AttentionMask.tile`."""
         tiles = (part.tile(query_start, key_start, shape) for part in (self.first, self.second))
-        return JOINS[self.join][0](*tiles)
+        return JOINS[self.join](*tiles)
 
     def tile_kinds(self, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
         """See `AttentionMask.tile_kinds`; a 1 may also stand where none or all may attend."""
-        return JOINS[self.join][1](self.first.tile_kinds(shape), self.second.tile_kinds(shape))
+        return JOINS[self.join](self.first.tile_kinds(shape), self.second.tile_kinds(shape))
 
 
 register_pytree(JoinedMask, "join")
