@@ -1,24 +1,31 @@
-"""Times programs on this machine's NVIDIA GPU, each beside its usual counterparts, by its profiler:
-the time of the kernels, without that of launching them.
+"""Times programs on this machine's NVIDIA GPU, each beside its usual counterparts.
 
 Usage: python tests/benchmarks/gpu.py [--rounds N] [--json OUT.json] [--only CASE ...]
+
+Losses and whole steps by the clock, the median of some groups of calls, beside PyTorch, Liger and
+Apple's CCE where they are installed (`pip install torch liger-kernel cut-cross-entropy`). The others
+by the profiler: the time of the kernels, without that of launching them.
+
+Without a GPU, losses and steps run at tiny sizes, to see that they do.
 """
 
 import functools
+import importlib
 import os
-import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 # The profiler would see a graph of kernels as one.
 os.environ.setdefault("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
+# PyTorch needs memory of its own.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import programs
 from harness import Report, interleave, ratio, run, timing_report
 from programs import OURS, drawn, of
@@ -26,11 +33,24 @@ from programs import OURS, drawn, of
 import transformer_embed as te
 from transformer_embed._src.tokens import lookup_gradient
 
-PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "dm-haiku", "optax")
-LOSSES = {
-    "16384 tokens, 32000 words, d 1024": (16_384, 32_000, 1024),
-    "8192 tokens, 151936 words, d 2048": (8192, 151_936, 2048),
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "optax", "torch", "liger-kernel")
+PACKAGES += ("cut-cross-entropy",)
+HAS_GPU = jax.default_backend() == "gpu"
+# Tokens, words, width.
+SIZES = [
+    (16_384, 32_000, 1024),
+    (8192, 128_256, 4096),
+    (8192, 151_936, 2048),
+    (65_536, 256, 512),
+    (65_536, 1000, 768),
+]
+# Rows, length, layers, width, heads, words.
+STEPS = {
+    "GPT-2 small's size": (32, 1024, 12, 768, 12, 50_304),
+    "4 layers, a large vocabulary": (8, 1024, 4, 2048, 16, 151_936),
 }
+if not HAS_GPU:
+    SIZES, STEPS = [(64, 300, 16), (128, 32, 16)], {"a tiny model": (2, 8, 2, 16, 2, 50)}
 TABLES, IDS = ((32_000, 512), (128_256, 4096)), 16_384
 LENGTH, DOCUMENTS, HEADS, CHANNELS = 16_384, 16, 8, 64
 
@@ -76,36 +96,215 @@ def all_programs(rounds: int) -> Report:
     return report
 
 
+def clocked(call: Callable, rounds: int, wait: Callable = jax.block_until_ready) -> float:
+    """Milliseconds a call, the median of five groups of calls."""
+    wait(call())
+    groups = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(rounds):
+            result = call()
+        wait(result)
+        groups.append(1e3 * (time.perf_counter() - start) / rounds)
+    return float(np.median(groups))
+
+
+def mean_of_blocks(loss: Callable, tokens: int) -> Callable:
+    """The usual way to save memory: some tokens at a time, whose logits are computed again."""
+
+    def mean(x, table, labels):
+        size = min(1024, tokens)
+        blocks = x.reshape(-1, size, x.shape[1]), labels.reshape(-1, size)
+        step = jax.checkpoint(lambda block: loss(block[0], table, block[1]))
+        return jax.lax.map(step, blocks).mean()
+
+    return mean
+
+
+def jax_losses(tokens: int) -> dict[str, tuple[Callable, Callable | None]]:
+    """Of x, the table and labels: ours, and the same by whole logits, [tokens, words]."""
+
+    def logits(x, table):
+        # In bfloat16, as XLA writes them; sums are in float32.
+        return (x @ table.T).astype(jnp.float32)
+
+    def log_probs(x, table, labels):
+        chosen = jnp.take_along_axis(logits(x, table), labels[:, None], 1)[:, 0]
+        return chosen - jax.nn.logsumexp(logits(x, table), -1)
+
+    def cross_entropy(*arrays):
+        return -log_probs(*arrays).mean()
+
+    def divergence(x, table, labels):
+        student = jax.nn.log_softmax(logits(x, table))
+        teacher = jax.nn.log_softmax(logits(x, -table))
+        return (jnp.exp(teacher) * (teacher - student)).sum(-1).mean()
+
+    def ratio_loss(of_tokens):
+        # Each token has a cotangent of its own, as in PPO.
+        return lambda *arrays: jnp.exp(of_tokens(*arrays) + 10).mean()
+
+    return {
+        "cross-entropy": (te.linear_cross_entropy, cross_entropy),
+        "log-probabilities": (ratio_loss(te.linear_log_probs), ratio_loss(log_probs)),
+        "divergence": (
+            lambda x, table, _: te.linear_divergence(x, table, x, -table),
+            divergence,
+        ),
+        "lax.map and checkpoint": (mean_of_blocks(cross_entropy, tokens), None),
+    }
+
+
+def three_products(x, table, _):
+    """What a loss and its gradients cannot do without."""
+    found = x @ table.T
+    return found.sum(dtype=jnp.float32), (found @ table, found.T @ x)
+
+
 def losses(rounds: int) -> Report:
-    """Values and gradients in bfloat16."""
-    report = Report("losses", ["size", "line", "kernels, ms", "/ ours", "kernels", "MB"])
-    for size, (tokens, words, d_model) in LOSSES.items():
-        x, table = drawn([of(tokens, d_model), of(words, d_model)])
-        x, table = (array.astype(jnp.bfloat16) for array in (x, table * d_model**-0.5))
+    """Values and gradients of x and the table."""
+    columns = ["tokens, words, width", "line", "ours, ms", "MB", "whole logits, ms", "MB"]
+    report = Report("losses, bfloat16", [*columns, "ours / whole"])
+    for tokens, words, width in SIZES:
+        wide = drawn([of(tokens, width), of(words, width)])
+        wide[1] *= width**-0.5
+        narrow = [array.astype(jnp.bfloat16) for array in wide]
         labels = jnp.asarray(programs.below(words, tokens))
+        lines = {}
+        for name, functions in jax_losses(tokens).items():
+            grads = [each and jax.value_and_grad(each, (0, 1)) for each in functions]
+            lines[name] = grads, narrow
+            if name == "cross-entropy":
+                lines["value alone"] = functions, narrow
+                lines["cross-entropy, float32"] = grads, wide
+        lines["three products alone"] = (three_products, None), narrow
+        for name, (functions, arrays) in lines.items():
+            cells, times = [], []
+            for function in functions:
+                time_, megabytes = timed(function, (*arrays, labels), rounds)
+                times.append(time_)
+                cells += [f"{time_:.4g}", f"{megabytes:.0f}"]
+            ratio_ = f"{times[0] / times[1]:.2f}"
+            report.rows.append([f"{tokens}, {words}, {width}", name, *cells, ratio_])
+        for name, cells in torch_lines(tokens, words, width, rounds).items():
+            report.rows.append([f"{tokens}, {words}, {width}", name, *cells, "", "", ""])
+    return report
 
-        def by_optax(x, table, labels=labels):
-            logits = (x @ table.T).astype(jnp.float32)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-        def products(x, table):
-            logits = x @ table.T
-            return logits.sum(dtype=jnp.float32), (logits @ table, logits.T @ x)
+def timed(function: Callable | None, arguments: Any, rounds: int) -> tuple[float, float]:
+    """Milliseconds and megabytes of temporaries; NaN where there is nothing, or no memory."""
+    if function is None:
+        return np.nan, np.nan
+    try:
+        compiled = jax.jit(function).lower(*arguments).compile()
+        milliseconds = clocked(functools.partial(compiled, *arguments), rounds)
+    except jax.errors.JaxRuntimeError:
+        return np.nan, np.nan
+    return milliseconds, compiled.memory_analysis().temp_size_in_bytes / 1e6
 
-        functions = {
-            "linear_cross_entropy": functools.partial(te.linear_cross_entropy, labels=labels),
-            "linear_log_probs": lambda *arrays, labels=labels: te.linear_log_probs(
-                *arrays, labels
-            ).mean(),
-            "linear_divergence": lambda x, table: te.linear_divergence(x, table, x, -table),
-            "optax on x @ table.T": by_optax,
+
+def torch_lines(tokens: int, words: int, width: int, rounds: int) -> dict[str, list[str]]:
+    """Milliseconds and megabytes beside inputs and gradients, or why there are none."""
+    try:
+        torch: Any = importlib.import_module("torch")
+    except ImportError:
+        return {"PyTorch": ["not installed", ""]}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    make = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
+    x, table = make(tokens, width), make(words, width) * width**-0.5
+    x.requires_grad_()
+    table.requires_grad_()
+    labels = torch.randint(words, (tokens,), device=device)
+
+    def compiled():
+        plain = lambda x, table: torch.nn.functional.cross_entropy((x @ table.T).float(), labels)
+        return torch.compile(plain)
+
+    def liger():
+        module: Any = importlib.import_module(
+            "liger_kernel.transformers.fused_linear_cross_entropy"
+        )
+        loss = module.LigerFusedLinearCrossEntropyLoss()
+        return lambda x, table: loss(table, x, labels)
+
+    def cce(impl):
+        module: Any = importlib.import_module("cut_cross_entropy")
+        return lambda x, table: module.linear_cross_entropy(x, table, labels, impl=impl)
+
+    makers = {
+        "torch.compile": compiled,
+        "Liger": liger,
+        "Apple CCE": functools.partial(cce, "cce"),
+        "Apple CCE, exact": functools.partial(cce, "cce_exact"),
+    }
+    lines = {}
+    for name, maker in makers.items():
+        try:
+            lines[name] = torch_line(torch, maker(), x, table, rounds)
+        except Exception as error:
+            lines[name] = [f"not run: {type(error).__name__}", ""]
+    return lines
+
+
+def torch_line(torch: Any, loss: Callable, x: Any, table: Any, rounds: int) -> list[str]:
+    """Its value and gradients."""
+
+    def call():
+        return torch.autograd.grad(loss(x, table), (x, table))
+
+    if not torch.cuda.is_available():
+        return [f"{clocked(call, rounds, lambda _: None):.4g}", ""]
+    wait = lambda _: torch.cuda.synchronize()
+    milliseconds = clocked(call, rounds, wait)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    wait(call())
+    used = torch.cuda.max_memory_allocated() - before
+    used -= sum(each.nbytes for each in (x, table))
+    return [f"{milliseconds:.4g}", f"{used / 1e6:.0f}"]
+
+
+def model_step(layers: int, heads: int, loss: Callable) -> Callable:
+    """The gradients of a causal Transformer in bfloat16, each layer a checkpoint."""
+
+    def attend(x, weights):
+        normed = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6)
+        parts = jnp.split(normed @ weights["in"], [*np.cumsum([x.shape[-1]] * 3)], axis=-1)
+        q, k, v = (part.reshape(*x.shape[:2], heads, -1) for part in parts[:3])
+        q, k = (te.apply_rotary(each, jnp.arange(x.shape[1])[None]) for each in (q, k))
+        implementation = "cudnn" if HAS_GPU else None
+        options = {"is_causal": True, "implementation": implementation}
+        mixed = jax.nn.dot_product_attention(q, k, v, **options).reshape(x.shape)
+        both = jnp.concatenate([mixed, jax.nn.gelu(parts[3])], axis=-1)
+        return x + both @ weights["out"], None
+
+    def value(params, ids):
+        x = te.lookup(params["table"], ids)
+        x, _ = jax.lax.scan(jax.checkpoint(attend), x, params["layers"], length=layers)
+        return loss(x[:, :-1].reshape(-1, x.shape[-1]), params["table"], ids[:, 1:].reshape(-1))
+
+    return jax.value_and_grad(value)
+
+
+def steps(rounds: int) -> Report:
+    """Whole steps of training, without the optimizer."""
+    columns = ["model", "ours, ms", "MB", "whole logits, ms", "MB", "ours / whole"]
+    report = Report("whole steps, bfloat16", columns)
+    for name, (rows, length, layers, width, heads, words) in STEPS.items():
+        shapes = {
+            "table": of(words, width),
+            "layers": {
+                "in": of(layers, width, 7 * width),
+                "out": of(layers, 5 * width, width),
+            },
         }
-        lines = {
-            name: (jax.value_and_grad(function, (0, 1)), (x, table))
-            for name, function in functions.items()
-        }
-        lines["its three products alone"] = products, (x, table)
-        report.rows += [[size, *row] for row in table_of(size, lines, rounds).rows]
+        narrow = lambda leaf: (leaf * 0.02).astype(jnp.bfloat16)
+        params = jax.tree.map(narrow, drawn(shapes))
+        ids = jnp.asarray(programs.below(words, rows, length))
+        both = jax_losses(rows * length)["cross-entropy"]
+        found = [timed(model_step(layers, heads, each), (params, ids), rounds) for each in both]
+        cells = [cell for ms, mb in found for cell in (f"{ms:.4g}", f"{mb:.0f}")]
+        report.rows.append([name, *cells, f"{found[0][0] / found[1][0]:.2f}"])
     return report
 
 
@@ -180,14 +379,16 @@ def attention(rounds: int) -> Report:
 
 
 CASES = {
-    "programs": all_programs,
     "losses": losses,
+    "steps": steps,
+    "programs": all_programs,
     "gradients": lookup_gradients,
     "rows": steps_by_rows,
     "attention": attention,
 }
 
 if __name__ == "__main__":
-    if jax.default_backend() != "gpu":
-        sys.exit("no GPU that jax sees: jax.default_backend() is " + jax.default_backend())
+    if not HAS_GPU:
+        print("No GPU that jax sees: tiny sizes.")
+        CASES = {name: CASES[name] for name in ("losses", "steps")}
     run(__doc__, CASES, PACKAGES, 10)

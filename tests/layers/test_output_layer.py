@@ -239,3 +239,8 @@ def test_a_plain_table_has_the_name_of_the_argument():
         te.linear_cross_entropy(X, ids, OUTPUT)
     with refused(TypeError, "teacher_output: ... got int64"):
         te.linear_divergence(X, OUTPUT, X, ids)
+
+
+def test_the_reason_for_no_output_is_a_sentence():
+    with pytest.raises(TypeError, match=r"^reason: wanted a sentence, got list \[\]"):
+        te.NoOutput([])

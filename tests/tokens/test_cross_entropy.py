@@ -150,12 +150,12 @@ def test_first_and_second_derivatives_are_finite_differences():
         jax.test_util.check_grads(loss, arrays, 2, modes="rev", atol=1e-5, rtol=1e-5, eps=1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, ALL, {"reduction": "none", "z_loss": 0.1}])
-def test_metrics_are_those_of_whole_logits_and_change_no_bit_of_the_loss(options):
-    given = ARRAYS | {"x": np.round(X), "table": np.round(TABLE), "bias": None} | options
-    loss, metrics = linear_cross_entropy(**given, with_metrics=True)
-    equal(loss, linear_cross_entropy(**given))
-    assert_right(linear_cross_entropy, (loss, metrics), **given, with_metrics=True)
+def test_metrics_leave_an_exported_function():
+    loss = lambda x: te.linear_cross_entropy(x, TABLE, LABELS, mask=MASK & False, with_metrics=True)
+    exported = jax.export.export(jax.jit(loss))(jax.ShapeDtypeStruct(X.shape, X.dtype))
+    found, metrics = jax.export.deserialize(exported.serialize()).call(X)
+    # Of no labels, as of perfect training, but for the weight.
+    assert (float(found), float(metrics.weight)) == (0, 0)
 
 
 def test_metrics_of_sums_join_micro_batches():
@@ -223,14 +223,6 @@ def test_gradients_of_narrow_weights_are_rounded_once():
 # --- tokens that are not counted
 
 
-def test_padding_is_not_predicted_and_gets_no_gradient():
-    table = TABLE.copy()
-    table[2] = 1e4
-    got = assert_gradients_right(table=table, pad_id=2, label_smoothing=0.3)
-    equal(np.asarray(got[2])[2], 0)
-    assert got[3][2] == 0
-
-
 @pytest.mark.slow
 def test_no_counted_token_costs_nothing_and_moves_nothing():
     no_rows = {name: array[:0] for name, array in ARRAYS.items() if len(array) == SHAPE[0]}
@@ -252,15 +244,6 @@ def test_vocabularies_in_which_one_id_is_predicted():
     for size, options in ((1, {}), (2, {"pad_id": 0, "label_smoothing": 0.3})):
         rows = {name: ARRAYS[name][:size] for name in ("table", "bias")}
         assert_gradients_right(**rows, labels=np.full(SHAPE, size - 1), **options)
-
-
-def test_a_shift_by_2_finds_labels_of_its_own_document_behind_another_one():
-    """Shifts by 1 of labels that were rolled lose those, and take others."""
-    segments, labels = np.int32([[1, 1, 2, 1, 1, 0]]), np.int32([[0, 1, 2, 3, 4, 5]])
-    find = functools.partial(linear_cross_entropy, X[:1, [0, 1, 2, 3, 4, 0]], TABLE)
-    losses = find(labels, shift=2, segment_ids=segments, reduction="none")
-    assert np.flatnonzero(losses).tolist() == [3]
-    near(losses[0, 3], find(np.roll(labels, -2, 1), reduction="none")[0, 1], rtol=ERROR)
 
 
 # --- transformations and cost

@@ -46,28 +46,6 @@ def test_values_are_those_of_a_loop_and_derivatives_are_finite_differences(optio
 
 
 CANDIDATES = np.random.default_rng(6).integers(0, VOCAB, (4, 6, 3))
-OF_CANDIDATES = [
-    {"pad_id": 0, "softcap": 1.5, "scale": 2.0, "temperature": np.float32([[0.5], [1], [2], [3]])},
-    {"shift": 2, "segment_ids": SEGMENTS, "pad_id": 3, "chunk_size": 7},
-    # Whole tokens, and single ids, are left out.
-    {"mask": MASK[..., None] & (CANDIDATES > 1)},
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", OF_CANDIDATES)
-@pytest.mark.parametrize("function", [linear_log_probs, linear_kept_log_probs])
-def test_candidates_have_the_log_probabilities_and_derivatives_of_a_loop(function, options):
-    bias = np.r_[BIAS[:4], np.float32(-np.inf), BIAS[5:]]
-    check(function, X, TABLE, CANDIDATES, bias=bias, **options)
-
-    @jax.jit
-    def probabilities(x, table, bias):
-        return jnp.exp(function(x, table, CANDIDATES, bias=bias, **options))
-
-    with jax.enable_x64():
-        arrays = tuple(map(np.float64, (X, TABLE, BIAS)))
-        jax.test_util.check_grads(probabilities, arrays, order=2, atol=1e-5, rtol=1e-5, eps=1e-4)
 
 
 @pytest.mark.slow

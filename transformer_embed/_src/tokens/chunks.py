@@ -169,7 +169,12 @@ again_in_backward: Any = functools.partial(jax.checkpoint, prevent_cse=False, st
 
 def weighted(losses: Float[Array, "..."], weights: Float[Array, "..."]) -> Float[Array, "..."]:
     """The losses times their weights: 0 where a weight is, also of an infinite loss or NaN."""
-    return jnp.where((weights == 0) & ~jnp.isfinite(losses), 0, losses) * weights
+    return without_unused(losses, weights) * weights
+
+
+def without_unused(losses: Float[Array, "..."], weights: Float[Array, "..."]) -> Array:
+    """The losses, 0 where one without a weight is infinite or NaN."""
+    return jnp.where((weights == 0) & ~jnp.isfinite(losses), 0, losses)
 
 
 def nan_outside(split: OutputSplit, of_tokens: OfTokens) -> Float[Array, "..."]:
@@ -440,7 +445,8 @@ def _add_chunk(
         for layer, slopes, each in zip(layers, found.slopes, logits, strict=True)
     ]
     of_xs, more = zip(*gradients, strict=True)
-    return jax.tree.map(operator.add, of_tables, more), (sums, of_settings, found.values, of_xs)
+    of_weights = without_unused(found.values, of_losses)
+    return jax.tree.map(operator.add, of_tables, more), (sums, of_settings, of_weights, of_xs)
 
 
 def _of_layer(

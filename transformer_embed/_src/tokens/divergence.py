@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -149,11 +150,25 @@ def _probabilities(
     is_near = jnp.abs(difference) < totals[1] / 2
     near = jnp.log1p(jnp.where(is_near, difference / totals[1], 0))
     log_ratio = jnp.where(is_near, near, jnp.log(totals[0]) - jnp.log(totals[1]))
+
+    def divided():
+        return of_student / totals[0], of_teacher / totals[1]
+
+    def computed_again():
+        # A GPU would write the exponentials and read them again, which takes longer.
+        return tuple(
+            jnp.exp(each.shifted - jnp.log(total))
+            for each, total in zip((student, teacher), totals, strict=True)
+        )
+
+    of_student, of_teacher = jax.lax.platform_dependent(cpu=divided, default=computed_again)
+    # Where both are 0, so is the ratio. (Not as a constant, here and below: jax would take [t, r]
+    # of them out of the loop.)
     is_none = (of_student == 0) & (of_teacher == 0)
     # Not minus infinity minus itself, which jax_debug_nans would see with jax_disable_jit.
-    of_both = student.shifted - jnp.where(is_none, 0, teacher.shifted)
-    ratios = jnp.where(is_none, 0, of_both - log_ratio)
-    return of_student / totals[0], of_teacher / totals[1], ratios
+    of_both = student.shifted - jnp.where(is_none, of_student, teacher.shifted)
+    ratios = jnp.where(is_none, of_student, of_both - log_ratio)
+    return of_student, of_teacher, ratios
 
 
 def _mixture(
@@ -177,12 +192,12 @@ def _kullback_leibler(
 ) -> tuple[Float[Array, "t 1"], Array, Array]:
     """The sums of `a * log(a / b)` where w is `log(b / a)`, and the gradients in the logits."""
     is_small = w < 1
-    small = jnp.where(is_small, w, 0)
-    large = jnp.where(is_small | (a == 0), 0, w)
+    small = jnp.where(is_small, w, a)
+    large = jnp.where(is_small | (a == 0), a, w)
     # `a * (exp(w) - 1 - w)`, at least 0.
     terms = jnp.where(is_small, a * (jnp.expm1(small) - small), b - a * (1 + large))
     values = split.total(jnp.where(a == 0, b, terms))
     # 0 where a is, whatever w; and where the sum is infinite.
     is_infinite = jnp.isposinf(values)
-    of_a = a * (jnp.where(a == 0, 0, -w) - jnp.where(is_infinite, 0, values))
-    return values, jnp.where(is_infinite, 0, of_a), b - a
+    of_a = a * (jnp.where(a == 0, a, -w) - jnp.where(is_infinite, 0, values))
+    return values, jnp.where(is_infinite, b - b, of_a), b - a

@@ -166,7 +166,7 @@ def _of_tokens(
 
 def _is_padding(labels: Array, output: OutputLayer) -> Array:
     """Which tokens are padding, as their own labels say; an id outside only marks labels."""
-    return (labels == output.pad_id) & (labels.astype(jnp.uint32) < output.table.shape[0])
+    return (labels == output.pad_id) & (labels.astype(jnp.uint32) < output.size)
 
 
 def _valid(name: str, setting: Array | None, counted: Array, weights: Array) -> Array | None:
