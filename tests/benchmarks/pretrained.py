@@ -24,6 +24,10 @@ BOUND = 1.05
 PACKAGES = ("jax", "jaxlib", "numpy", "safetensors", "transformer-embed")
 LOADS = {
     "ours, load_embedder": "loaded = te.pretrained.load_embedder(path).params",
+    "ours, to 8 devices": "loaded = te.pretrained.load_embedder(path, shardings=SPLIT).params",
+    "ours, then jax.device_put to 8 devices": (
+        "loaded = jax.device_put(te.pretrained.load_embedder(path).params, ON_MESH)"
+    ),
     "safetensors.numpy.load_file": "loaded = safetensors.numpy.load_file(path)",
     "load_file, then jnp.asarray": "loaded = jax.tree.map(jnp.asarray, safetensors.numpy.load_file(path))",
 }
@@ -31,7 +35,8 @@ LOADS = {
 # the peak of resident memory in KiB, the mapped pages of files included; 5 written to clear_refs
 # starts it anew.
 PROGRAM = """
-import json, pathlib, sys, time
+import json, os, pathlib, sys, time
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 import jax, jax.numpy as jnp, ml_dtypes, safetensors.numpy
 import transformer_embed as te
 
@@ -39,6 +44,8 @@ def status(name):
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
 
+ON_MESH = jax.NamedSharding(jax.make_mesh((8,), ("data",)), jax.P("data"))
+SPLIT = dict([("token_embedding/embeddings", ON_MESH)])
 path = sys.argv[1]
 {load}
 del loaded
@@ -58,7 +65,7 @@ def write_checkpoint(folder: Path, rows: int) -> Path:
     folder.mkdir()
     save_file({"model.embed_tokens.weight": table}, folder / "model.safetensors", {"format": "pt"})
     settings = {"model_type": "llama", "vocab_size": rows, "hidden_size": WIDTH}
-    settings |= {"num_attention_heads": 8, "rope_theta": 10_000.0}
+    settings |= {"num_attention_heads": 8, "num_hidden_layers": 1}
     (folder / "config.json").write_text(json.dumps(settings))
     return folder / "model.safetensors"
 

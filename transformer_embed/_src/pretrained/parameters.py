@@ -183,21 +183,19 @@ def _read(
         return np.broadcast_to(np.zeros((), parameter.dtype), parameter.shape)[index]
     tensor, is_transposed = stored(name, tensor)
     step = -1 if is_transposed else 1
-    if len(index) == 2:
-        array = tensors.read(tensor, *index[::step])
-    elif len(index) == 1:
-        array = tensors.read(tensor).reshape(-1)[index]
-    else:
-        array = tensors.read(tensor).reshape(parameter.shape[::step])
+    part = index[::step] if len(index) == 2 else ()
+    array = tensors.read(tensor, *part)
+    if not part:
+        array = array.reshape(-1 if len(index) == 1 else parameter.shape[::step])
     if array.dtype == np.float64:
         # A number past the dtype's range would become infinite, with a warning at most.
         with np.errstate(over="raise"):
             array = call_with_named_errors(tensor, array.astype, parameter.dtype)
     if is_transposed:
         array = np.ascontiguousarray(array.T)
-    if len(index) > 2:
-        return array[index]
+    if not part:
+        array = array[index]
     # Rows that `row_multiple` adds.
-    sizes = [len(range(size)[part]) for size, part in zip(parameter.shape, index, strict=True)]
+    sizes = [len(range(size)[each]) for size, each in zip(parameter.shape, index, strict=True)]
     more = [(0, size - had) for size, had in zip(sizes, array.shape, strict=True)]
     return np.pad(array, more) if np.any(more) else array
