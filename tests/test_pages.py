@@ -207,14 +207,12 @@ def test_dpo_is_that_of_whole_logits():
 # --- recipes: decoding
 
 
-def greedy_text(page, weights, prompt, steps):
+def greedy_text(page, weights, prompt, steps, length=16):
     """The likeliest tokens after a prompt, which is read again, whole, for each of them."""
     text = [token for token in prompt if token]
     for _ in range(steps):
-        ids = jnp.array([text])
-        x, _ = page.hidden_and_cache(weights, ids, te.TokenPositions.from_ids(ids, pad_id=0))
-        logits = te.linear_logits(x[0, -1], page.lm.output(weights["embed"]))
-        text.append(int(logits.argmax()))
+        ids = jnp.array([text + [0] * (length - len(text))])
+        text.append(int(page.likeliest(weights, ids, len(text) - 1)))
     return text[-steps:]
 
 
@@ -225,6 +223,13 @@ def decoding():
     names += "decode_greedily", "decode_with_guesses", "decode_with_trees", "speculate"
     names += "speculate_in_trees", "read_prompt", "read_next", "predict"
     page = functions_of(RECIPES, *names, STEPS=8)
+
+    @jax.jit
+    def likeliest(weights, ids, place):
+        x, _ = page.hidden_and_cache(weights, ids, te.TokenPositions.from_ids(ids, pad_id=0))
+        return te.linear_logits(x[0, place], page.lm.output(weights["embed"])).argmax()
+
+    page.likeliest = likeliest
     rng = np.random.default_rng(6)
     prompts = rng.integers(2, page.VOCAB, (6, 4)) * (np.arange(4) >= rng.integers(0, 4, (6, 1)))
     return page, page.init(jax.random.key(8)), jnp.asarray(prompts)
@@ -453,36 +458,26 @@ OBJECTIVES = FOLDER / "objectives.md"
 
 @pytest.mark.slow
 def test_the_loss_of_answers_predicts_them_alone():
-    page, rng = functions_of(OBJECTIVES, "chats", "answers_loss"), np.random.default_rng(11)
+    page, rng = functions_of(OBJECTIVES, "chats"), np.random.default_rng(11)
     segment_ids = np.array([[0, 1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1, 1, 1, 1]])
-    ids = jnp.asarray(np.where(segment_ids == 0, 0, rng.integers(4, 64, segment_ids.shape)))
+    ids = np.where(segment_ids == 0, 0, rng.integers(4, 64, segment_ids.shape))
     is_answer = rng.random(ids.shape) < 0.5
     params = page.chats.init(jax.random.key(0), ids, segment_ids, is_answer)
-
-    def expected(params):
-        total, count = 0.0, 0
-        for row, number in ((0, 1), (0, 2), (1, 1)):
-            here = segment_ids[row] == number
-            alone = ids[row, here][None]
-            log_probs = [
-                -page.chats.apply(params, alone, jnp.ones_like(alone), jnp.arange(here.sum()) == n)
-                for n in range(1, here.sum())
-            ]
-            chosen = is_answer[row, here][1:]
-            total += sum(
-                each for each, is_chosen in zip(log_probs, chosen, strict=True) if is_chosen
-            )
-            count += chosen.sum()
-        return -total / count
-
-    loss = lambda params: page.chats.apply(params, ids, segment_ids, is_answer)
-    near(*(jax.jit(jax.value_and_grad(each))(params) for each in (loss, expected)), rtol=1e-4)
+    alone, of_alone, answers = in_rows_of_their_own(segment_ids, ids, is_answer)
+    loss = jax.jit(jax.value_and_grad(page.chats.apply))
+    got = loss(params, ids, segment_ids, is_answer)
+    near(got, loss(params, of_alone, alone, answers), rtol=1e-3)
+    other = np.where(is_answer, ids, np.where(segment_ids, 9, 0))
+    assert got[0] != loss(params, other, segment_ids, is_answer)[0]
+    none = loss(params, ids, segment_ids, np.zeros_like(is_answer))[0]
+    assert none == 0
 
 
 @pytest.mark.slow
 def test_vectors_of_two_towers_do_not_see_padding_and_an_empty_text_is_0():
     page = functions_of(OBJECTIVES, "vectors", "hk")
     vectors = page.hk.without_apply_rng(page.hk.transform(page.vectors))
+    vectors = types.SimpleNamespace(init=jax.jit(vectors.init), apply=jax.jit(vectors.apply))
     ids = jnp.array([[0, 0, 5, 6], [5, 6, 0, 0], [0, 0, 0, 0]])
     params = vectors.init(jax.random.key(0), ids)
     got, pull = jax.vjp(lambda params: vectors.apply(params, ids), params)
@@ -572,16 +567,16 @@ def test_patterns_of_masks_are_what_they_say_in_other_batches(seed):
 # --- the first page, and the program from text to batches
 
 
-def of_documents(loss, ids, segment_ids):
-    """The sum of a loss of (ids, segment_ids) over documents alone, and their number of labels."""
-    total, count = 0.0, 0
-    for row, segments in zip(ids, segment_ids, strict=True):
-        for number in sorted({*segments.tolist()} - {0}):
-            alone = row[segments == number][None]
-            if alone.shape[1] > 1:
-                total += loss(alone, np.ones_like(alone)) * (alone.shape[1] - 1)
-                count += alone.shape[1] - 1
-    return total, count
+def in_rows_of_their_own(segment_ids, *arrays):
+    """Documents of two tokens or more, each in a row, padded on the right."""
+    length, segments = segment_ids.shape[1], np.unique(segment_ids)
+    where = [segment_ids[row] == n for row in range(len(segment_ids)) for n in segments if n]
+    rows = [row for row in range(len(segment_ids)) for n in segments if n]
+    kept = [(row, here) for row, here in zip(rows, where, strict=True) if here.sum() > 1]
+    moved = lambda values: np.stack(
+        [np.pad(values[row, here], (0, length - here.sum())) for row, here in kept]
+    )
+    return moved(np.sign(segment_ids)), *(moved(np.asarray(each)) for each in arrays)
 
 
 @pytest.mark.slow
@@ -590,16 +585,14 @@ def test_the_loss_of_the_first_page_is_that_of_documents_alone():
     segment_ids = segment_ids_of(rng, 3, 12)
     ids = np.where(segment_ids, rng.integers(1, 256, segment_ids.shape), 0)
     params = page.model.init(jax.random.key(0), ids, segment_ids, is_training=False)
+    alone, of_alone = in_rows_of_their_own(segment_ids, ids)
 
-    def loss(params, *batch):
-        return page.model.apply(params, None, *batch, is_training=False)
+    @jax.jit
+    @jax.value_and_grad
+    def loss(params, ids, segment_ids):
+        return page.model.apply(params, None, ids, segment_ids, is_training=False)
 
-    def expected(params):
-        total, count = of_documents(functools.partial(loss, params), ids, segment_ids)
-        return total / count
-
-    got = jax.value_and_grad(loss)(params, ids, segment_ids)
-    near(got, jax.value_and_grad(expected)(params), rtol=1e-3)
+    near(loss(params, ids, segment_ids), loss(params, of_alone, alone), rtol=1e-3)
 
 
 @pytest.mark.slow
@@ -629,22 +622,21 @@ def test_losses_and_texts_of_the_program_are_those_of_rows_alone():
         return {"ids": ids, "ids_positions": tokens.positions, "ids_segment_ids": segment_ids}
 
     tokens = te.TokenPositions.from_segment_ids(segment_ids)
-    params = page.MODEL.init(jax.random.key(0), ids, tokens, False)
+    params = jax.jit(page.MODEL.init, static_argnums=3)(jax.random.key(0), ids, tokens, False)
+    alone, of_alone = in_rows_of_their_own(segment_ids, ids)
+    loss = jax.jit(lambda batch: page.sum_of_losses(params, batch, None, is_training=False))
+    near(loss(batch(ids, segment_ids)), loss(batch(of_alone, alone)))
 
-    def loss(*rows):
-        total, count = page.sum_of_losses(params, batch(*rows), None, is_training=False)
-        return total / count
+    @jax.jit
+    def likeliest(ids):
+        tokens = te.TokenPositions.from_offset(0, ids.shape[1])
+        x, output = page.MODEL.apply(params, None, ids, tokens, False)
+        return te.linear_logits(x[0, -1], output).argmax()
 
-    near(
-        page.sum_of_losses(params, batch(ids, segment_ids), None, is_training=False),
-        of_documents(loss, ids, segment_ids),
-    )
-    prompts, lengths = np.array([[5, 6, 7, 0, 0, 0, 0], [8, 0, 0, 0, 0, 0, 0]]), np.array([3, 1])
-    texts = page.generate(params, jax.random.key(0), prompts, lengths, steps=4, top_p=1e-6)
+    prompts, lengths = np.array([[5, 6, 7, 0, 0], [8, 0, 0, 0, 0]]), np.array([3, 1])
+    texts = page.generate(params, jax.random.key(0), prompts, lengths, steps=2, top_p=1e-6)
     for row, length in enumerate(lengths):
         text = prompts[row, :length].tolist()
-        while len(text) < length + 4 and text[-1] != 1:
-            alone = te.TokenPositions.from_lengths([len(text)], len(text))
-            x, output = page.MODEL.apply(params, None, jnp.array([text]), alone, False)
-            text.append(int(te.linear_logits(x[0, -1], output).argmax()))
+        while len(text) < length + 2 and text[-1] != 1:
+            text.append(int(likeliest(jnp.array([text]))))
         assert texts[row, : len(text)].tolist() == text
