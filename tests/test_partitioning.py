@@ -44,7 +44,7 @@ def batches(of):
 
 SPACE = {
     "kind": ("explicit", "explicit", "automatic", "mixed"),
-    "where": ("none", "none", "inside", "outside"),
+    "where": ("none", "none", "inside", "outside")[: 4 if layouts.HAS_NESTED_MAPS else 1],
     "table": tables,
     "x": batches,
     "part": layouts.PARTS,
@@ -55,7 +55,7 @@ SPACE = {
 def program_of(number):
     of = draws.choices(number, SPACE)
     return f"""from compare import near
-from jax import P
+from jax import P, P as PartitionSpec
 import layouts
 wanted = layouts.expected({of.part!r}, {of.order}, {number})
 found = layouts.found({of.part!r}, {of.order}, {number}, {of.kind!r}, {of.table}, {of.x}, {of.where!r})
@@ -69,3 +69,9 @@ def test_what_reads_a_split_table_is_that_of_one_device(number):
     program = program_of(number)
     with draws.repeated_by(number, program):
         draws.run(number, program)
+
+
+@pytest.mark.skipif(layouts.HAS_NESTED_MAPS, reason="jax 0.10 and newer can")
+def test_an_older_jax_is_named_inside_a_shard_map():
+    with pytest.raises(ValueError, match=r"mesh: wanted jax 0\.10 or newer"):
+        layouts.found("lookup", 1, 0, "explicit", P("model"), P("data"), "inside")

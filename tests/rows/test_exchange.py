@@ -205,8 +205,7 @@ def load(table, ids, **options):
 
 IDS = np.arange(8, dtype=np.int32)
 ERRORS = {
-    "table: wanted rows over mesh axes and whole columns, to exchange rows, got an array split as "
-    "P(None, 'model')": (by_rows, P(None, "model"), P(BOTH)),
+    f"to exchange rows, got an array split as {P(None, 'model')}": (by_rows, P(None, "model"), P(BOTH)),
     "ids: wanted split over the mesh axes of the table's rows, ('data', 'model'), to exchange": (
         by_rows,
         P(BOTH),
@@ -227,7 +226,7 @@ ERRORS = {
         P("model"),
         P(BOTH),
     ),
-    "state: wanted [304, 8] split as its table, P('model', None) (jax.device_put), got P(": (
+    f"state: wanted [304, 8] split as its table, {P('model', ())} (jax.device_put), got ": (
         lambda table, ids: by_rows(table, ids, None, ADAM, jax.tree.map(
             lambda leaf: put(mesh(), np.asarray(leaf)), ADAM.init({"t": TABLE})
         )),

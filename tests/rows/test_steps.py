@@ -3,6 +3,7 @@
 import draws
 import pytest
 from jax import P
+from layouts import HAS_NESTED_MAPS
 
 # Those of the page "Optimizers that train by rows" take any; these differ in their state.
 OPTIMIZERS = [
@@ -47,7 +48,7 @@ def layouts(of):
 
 SPACE = {
     "kind": ("explicit", "explicit", "explicit", "automatic", "mixed"),
-    "where": ("none", "none", "none", "none", "inside"),
+    "where": ("none", "none", "none", "none", "inside")[: 5 if HAS_NESTED_MAPS else 1],
     "capacity": lambda of: (
         (None, 1.0, 2.5) if (of["kind"], of["where"]) == ("explicit", "none") else (None,)
     ),
@@ -68,7 +69,7 @@ def program_of(number):
     on = f"kind={of.kind!r}, table={of.layout[0]}, ids={of.layout[1]}, where={of.where!r}"
     tolerance = 2.0**-13 if of.dtype == "float32" else 0.03
     return f"""import optax, steps
-from jax import P
+from jax import P, P as PartitionSpec
 from compare import near
 config = steps.config({of.dtype!r}, {options}, row_multiple=16)
 optimizer = {of.optimizer}

@@ -63,6 +63,12 @@ def on_each_device(mesh: Any, function: Callable, in_specs: Any, out_specs: Any)
     if not free:
         return function
     if len(free) < len(mesh.axis_names):
+        if jax.__version_info__ < (0, 10):
+            # Its programs do not compile, or wait for each other without an end.
+            want = (
+                "jax 0.10 or newer, to read arrays that it splits, inside a shard_map over others"
+            )
+            raise arguments.value_error("mesh", want, jax.__version__)
         # What a shard_map inside another one keeps for its gradient gets a wrong spec from jax,
         # unless it is an argument: one checkpoint for each order of derivatives.
         function = jax.checkpoint(jax.checkpoint(function))
