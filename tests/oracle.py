@@ -168,17 +168,3 @@ def loop_lookup(table, ids, pad_id=None, out_of_range="nan"):
         else:
             flat[n] = np.nan if out_of_range == "nan" else 0
     return flat.reshape(*np.shape(ids), width)
-
-
-def lazy_adam(table, gradients, rate, weight_decay=0.0):
-    """AdamW in float64, of the rows whose gradient is not all zeros: the table before each step and
-    after the last, and its moments."""
-    tables, mean, square = [table.astype(np.float64)], np.zeros(table.shape), np.zeros(table.shape)
-    for step, gradient in enumerate(gradients, 1):
-        rows, table = gradient.any(-1), tables[-1].copy()
-        mean[rows] += 0.1 * (gradient - mean)[rows]
-        square[rows] += 0.001 * (gradient**2 - square)[rows]
-        update = mean / (1 - 0.9**step) / (np.sqrt(square / (1 - 0.999**step)) + 1e-8)
-        table[rows] -= rate * (update + weight_decay * table)[rows]
-        tables.append(table)
-    return tables, mean, square

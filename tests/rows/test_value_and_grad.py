@@ -8,9 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compare import equal, near
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from compare import near
 
 import transformer_embed as te
 
@@ -29,28 +27,6 @@ def taken(params, ids, **options):
 @functools.partial(jax.jit, static_argnames="max_rows")
 def taken_rows(table, ids, max_rows=None):
     return taken({"t": table}, {"t": ids}, max_rows=max_rows)[0]["t"]
-
-
-@pytest.mark.slow
-@settings(max_examples=10)
-@given(st.lists(st.integers(-3, 12), min_size=8, max_size=8), st.sampled_from([1, 3, None]))
-def test_taken_rows_are_the_smallest_distinct_ones_then_padding(ids, max_rows):
-    rows = taken_rows(TABLE, np.array(ids), max_rows)
-    size = max_rows or 8
-    want = np.unique(np.clip(ids, 0, 9))[:size]
-    assert rows.ids.shape == (size,)
-    equal(rows.ids[: len(want)], want)
-    equal(rows.ids[len(want) :], 10 + np.arange(len(want), size))
-    equal(rows.values[: len(want), 0], want)
-
-
-@pytest.mark.parametrize("size", [1, 7, 8])
-def test_every_id_finds_its_row_or_nan(size):
-    # The last row too, which ids out of range read.
-    held = np.append(np.sort(np.random.default_rng(size).permutation(99)[: size - 1]), 99)
-    table, every = np.arange(100, dtype=np.float32)[:, None], np.arange(100)
-    found = te.lookup(taken_rows(table, held), every)[:, 0]
-    equal(found, np.where(np.isin(every, held), every, np.nan))
 
 
 def test_ids_of_any_width_take_the_row_that_they_name():
@@ -116,11 +92,15 @@ def test_a_loss_is_a_function_and_has_aux_a_bool():
 
 
 def test_an_error_of_others_that_a_table_meets_says_what_stands_in_its_place():
-    step = te.rows.value_and_grad(optax.global_norm, ids={"t": [1]})
-    with pytest.raises(Exception) as error:  # noqa: PT011, of the library's own type
+    step = te.rows.value_and_grad(lambda params: params["t"].shape + 1, ids={"t": [1]})
+    with pytest.raises(TypeError) as error:
         step({"t": jnp.ones([5, 2])})
     note = "In the loss, the rows of `ids` stand in the place of params['t']: only lookup reads"
-    assert note in "".join([str(error.value), *error.value.__notes__])
+    assert note in error.value.__notes__[0]
+    norm = lambda params: sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
+    step = te.rows.value_and_grad(norm, ids={"t": [1]})
+    with pytest.raises(TypeError, match=r"^params\['t'\]: wanted to be read by lookup alone"):
+        step({"t": jnp.ones([5, 2])})
 
 
 def test_the_largest_table_that_int32_can_count_is_taken():

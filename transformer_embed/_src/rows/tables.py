@@ -29,6 +29,9 @@ NOTE = (
     "them out of other functions."
 )
 
+# In jax's errors about keys, the leaf of rows that nothing computes with.
+OF_KEYS = "key<fry>", "extended dtype", "abstract method"
+
 
 class Tables(NamedTuple):
     """Parameters, and what is read of the tables among them.
@@ -59,7 +62,14 @@ class Tables(NamedTuple):
             except OtherOrderError as error:
                 orders[error.name] = error.order
             except Exception as error:
-                error.add_note(NOTE.format(", ".join(self.asked)))
+                names = ", ".join(self.asked)
+                if any(word in str(error) for word in OF_KEYS):
+                    want = (
+                        "to be read by lookup alone (leave it out of functions of all parameters)"
+                    )
+                    got = "another use of the rows in its place"
+                    raise arguments.type_error(names, want, got) from error
+                error.add_note(NOTE.format(names))
                 raise
         want = "one order of rows in all lookups (see EmbedderConfig.spread)"
         raise arguments.value_error(", ".join(orders), want, "several")
