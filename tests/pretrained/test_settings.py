@@ -230,7 +230,7 @@ def test_sections_rotate_by_time_height_and_width(tmp_path, name, entry, kind, p
     """As in the published files, where time also has the pairs that are left when the turns of
     height and width have ended."""
     sections = {"rope_type": "default", "mrope_section": [4, 2, 2]} | kind
-    entries = {"model_type": name, "rope_theta": 70.0, entry: sections}
+    entries = {"model_type": name, "head_dim": 16, "rope_theta": 70.0, entry: sections}
     found = load_embedder(table(tmp_path, entries | {"partial_rotary_factor": 1.0}))
     assert rotary_of(found) == HALF | {"base": 70.0, "pair_axes": pair_axes}
 
@@ -248,11 +248,14 @@ def test_sections_rotate_by_time_height_and_width(tmp_path, name, entry, kind, p
 def test_settings_change_entries_of_a_scaling_and_keep_the_sections(tmp_path, form, said, scaling):
     """A scaling of another type replaces the whole of the file's."""
     yarn = {"rope_type": "yarn", "factor": 4.0, rope.ORIGINAL: 8, "beta_fast": 16}
-    for sections, axes in (({}, 64), ({"mrope_section": [4, 2, 2]}, 8)):
-        entries = {"model_type": "qwen3_vl_text", "rope_parameters": yarn | sections}
+    axes = {(24, 20, 20): (0, 1, 2, 0, 1, 2, 0, 1), (4, 2, 2): (0, 1, 2, 0, 1, 2, 0, 0)}
+    for sections, pair_axes in axes.items():
+        entries = {"model_type": "qwen3_vl_text", "head_dim": 16, "rope_parameters": yarn}
+        if sections == (4, 2, 2):
+            entries["rope_parameters"] = yarn | {"mrope_section": [*sections]}
         rotary = rotary_of(load_embedder(table(tmp_path, entries), settings={form: said}))
         assert rotary.get("scaling") == scaling
-        assert len(rotary["pair_axes"]) == axes
+        assert rotary["pair_axes"] == pair_axes
 
 
 @pytest.mark.parametrize(

@@ -420,7 +420,7 @@ OWN: dict[str, dict[Any, str]] = {
         None: "minimax_m2",
     },
     "head_dim": {
-        128: "glm glm4",
+        128: "glm glm4 qwen3_vl_text cosmos3_edge_text",
         192: "mimo_v2_flash",
         256: f"qwen3_next qwen3_5_text qwen3_5_moe_text {_GEMMA4}",
     },
