@@ -10,6 +10,7 @@ run, so nothing is timed.
 """
 
 import functools
+import itertools
 import os
 import re
 import sys
@@ -19,6 +20,8 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 if any("cuda" in argument for argument in sys.argv):
     os.environ.setdefault("JAX_PLATFORMS", "cpu,cuda")
+    # Before jax is imported: some versions look for the GPU then.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     flags = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
     os.environ.setdefault("XLA_FLAGS", flags)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -38,6 +41,8 @@ import transformer_embed as te
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin")
 # The largest target whose programs are compiled on one of its chips.
 FEW = 4
+# Of losses on a GPU.
+LOSS_TOKENS, LOSS_WORDS, LOSS_WIDTH = (4096, 16_384, 131_072), (256, 1000, 32_000, 151_936), 1024
 # Of the tied loss on a mesh, the tokens to each part of the batch.
 WORDS, TOKENS = 262_144, 1024
 
@@ -110,6 +115,38 @@ def mesh_table(on: Target) -> str:
     return markdown_table([f"program, {data} x {shards}", *columns, "collectives"], rows)
 
 
+def of_losses(x, table, labels):
+    """By name, losses in the mean, and the same loss by whole logits."""
+
+    def whole():
+        log_probs = jax.nn.log_softmax((x @ table.T).astype(jnp.float32))
+        return -jnp.take_along_axis(log_probs, labels[:, None], 1).mean()
+
+    teacher = jax.lax.stop_gradient((1.5 * x, table))
+    return {
+        "linear_cross_entropy": lambda: te.linear_cross_entropy(x, table, labels),
+        "linear_log_probs": lambda: te.linear_log_probs(x, table, labels).mean(),
+        "linear_divergence": lambda: te.linear_divergence(x, table, *teacher),
+        "whole logits": whole,
+    }
+
+
+def losses_table(on: Target) -> str:
+    """Megabytes of temporaries of values and gradients, in bfloat16."""
+    rows, dtype = [], jnp.bfloat16
+    names = "linear_cross_entropy", "linear_log_probs", "linear_divergence", "whole logits"
+    for name, words in itertools.product(names, LOSS_WORDS):
+        cells = []
+        for tokens in tqdm(LOSS_TOKENS, desc=f"{name}, {words}", leave=False):
+            arrays = on.array((tokens, LOSS_WIDTH), dtype), on.array((words, LOSS_WIDTH), dtype)
+            loss = lambda x, table, labels, name=name: of_losses(x, table, labels)[name]()
+            step = jax.value_and_grad(loss, (0, 1))
+            compiled = on.compile(step, *arrays, on.array((tokens,), jnp.int32))
+            cells.append(f"{compiled.memory_analysis().temp_size_in_bytes / 1e6:.0f}")
+        rows.append([name, f"{words}", *cells])
+    return markdown_table(["loss", "words", *(f"{each} tokens" for each in LOSS_TOKENS)], rows)
+
+
 def main():
     """Prints a Markdown table."""
     parser = parser_of(__doc__)
@@ -126,6 +163,8 @@ def main():
     print_machine(PACKAGES, f"compiled, not run, for {arguments.target} ({len(on.devices)} chips)")
     if len(on.devices) <= FEW:
         print(programs_table(on, arguments.only or list(PROGRAMS)))
+    if on.platform == "cuda" and not arguments.only:
+        print(f"\n{losses_table(on)}")
     if len(on.devices) > 1 and not arguments.only:
         print(f"\n{mesh_table(on)}")
 
