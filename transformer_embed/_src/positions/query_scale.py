@@ -2,10 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Integer
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.compiled import compiled
 
 
 def query_scale(
@@ -29,7 +30,7 @@ def query_scale(
 
     Raises:
         TypeError: positions are not integers.
-        ValueError: beta, length or offset is out of range.
+        ValueError: beta, length or offset is out of range; positions on the host outside int32.
 
     Example:
         >>> import transformer_embed as te
@@ -44,7 +45,16 @@ def query_scale(
     beta = arguments.not_negative("beta", beta)
     length = arguments.size("length", length)
     offset = arguments.integer("offset", offset, at_least=0, at_most=1)
+    positions = arguments.on_device(arguments.as_integers("positions", positions))
+    return _scale(positions, beta, length, offset)
+
+
+# Compiled even if the caller is not.
+@compiled(1, 2, 3)
+def _scale(
+    positions: Integer[Array, "..."], beta: float, length: int, offset: int
+) -> Float[Array, "..."]:
     # Unsigned, because the last position of int32 and the offset are more than int32 holds.
-    counts = jnp.maximum(arguments.as_int32("positions", positions), 0).astype(jnp.uint32)
-    steps = ((counts + jnp.uint32(offset)) // jnp.uint32(length)).astype(jnp.float32)
-    return 1 + jnp.float32(beta) * jax.lax.log1p(steps)
+    dtype = jnp.uint64 if positions.dtype.itemsize == 8 else jnp.uint32
+    steps = (jnp.maximum(positions, 0).astype(dtype) + offset) // length
+    return 1 + jnp.float32(beta) * jax.lax.log1p(steps.astype(jnp.float32))
