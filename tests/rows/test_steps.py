@@ -46,6 +46,13 @@ def layouts(of):
     return OTHERS + EXCHANGES
 
 
+def dtypes(of):
+    """XLA aborts on a sum of bfloat16 over devices inside two shard_maps. Parts of a gradient that are
+    added were rounded before, so that Adam may turn a sum near 0 into a whole step."""
+    is_wide = of["where"] == "inside" or of["form"] == "added"
+    return ("float32", "bfloat16")[: 1 if is_wide else 2]
+
+
 SPACE = {
     "kind": ("explicit", "explicit", "explicit", "automatic", "mixed"),
     "where": ("none", "none", "none", "none", "inside")[: 5 if HAS_NESTED_MAPS else 1],
@@ -58,8 +65,7 @@ SPACE = {
     "out_of_range": ("zero", "clip"),
     "pad_id": (3, None, -1),
     "spread": (False, True),
-    # XLA aborts on a sum of bfloat16 over devices inside two shard_maps.
-    "dtype": lambda of: ("float32", "bfloat16")[: 1 if of["where"] == "inside" else 2],
+    "dtype": dtypes,
 }
 
 
