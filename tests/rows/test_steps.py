@@ -41,7 +41,7 @@ def layouts(of):
     if of["capacity"] is not None:
         return EXCHANGES
     if of["where"] == "inside":
-        # XLA of jax aborts on others, in jax.numpy alone too.
+        # XLA aborts on some others that automatic axes split there: see test_partitioning.
         return OTHERS[: 2 if of["kind"] == "explicit" else 1]
     return OTHERS + EXCHANGES
 
