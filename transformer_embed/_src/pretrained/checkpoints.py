@@ -169,24 +169,14 @@ def load_embedder(
             arguments.check_left_out(name, value, "names or metadata say what it would")
     may_lack = OFFSETS
     if config is not None and names is not None:
-        if arguments.instance("config", config, EmbedderConfig, "an EmbedderConfig").spread:
-            raise arguments.value_error("config.spread", "False; resize_vocabulary spreads", True)
-        may_lack = full_paths(names, parameters_of("config", config))
-        # None stands for an offset of zeros; for another parameter, no tensor has this name.
-        stored = {name: each for name, each in may_lack.items() if each or name not in OFFSETS}
-        found = PretrainedInput(config, {}, names=stored)
+        found, may_lack = _named(config, names)
         # Tutorials save float64 tables; they are rounded when they are read.
         tensors = tensors._replace(dtypes=(*DTYPES, "F64"))
     elif is_own:
         # A missing offset is damage.
         found, may_lack = describe_own(tensors), ()
     else:
-        beside = tensors.path.parent / "config.json"
-        # A link that leads nowhere is an error, not a file that is missing.
-        whole = read_json(beside) if os.path.lexists(beside) else {}
-        file = open_published(beside, whole, tensors, length=length, **of_part)
-        said = dict(settings or {})
-        found = describe(file, *recognised(file, said.pop("model_type", None)), said)
+        found = _published(tensors, dict(settings or {}), length=length, **of_part)
         padded = dataclasses.replace(found.config, row_multiple=row_multiple)
         found = found._replace(config=padded)
     parameters = check_tensors(tensors, found, may_lack)
@@ -194,6 +184,25 @@ def load_embedder(
     for name, sharding in split.items():
         arguments.instance(f"shardings: {name}", sharding, NamedSharding, "a NamedSharding")
     return found._replace(params=read_parameters(tensors, found, parameters, split))
+
+
+def _named(config: Any, names: Mapping[str, str]) -> tuple[PretrainedInput, Mapping[str, Any]]:
+    """The input layer whose tensors have these names, by the parameters' full paths."""
+    if arguments.instance("config", config, EmbedderConfig, "an EmbedderConfig").spread:
+        raise arguments.value_error("config.spread", "False; resize_vocabulary spreads", True)
+    paths = full_paths(names, parameters_of("config", config))
+    # None stands for an offset of zeros; for another parameter, no tensor has this name.
+    stored = {name: each for name, each in paths.items() if each or name not in OFFSETS}
+    return PretrainedInput(config, {}, names=stored), paths
+
+
+def _published(tensors: Tensors, said: dict[str, Any], **of_part: Any) -> PretrainedInput:
+    """The input layer of a published model, of its config.json and of the settings."""
+    beside = tensors.path.parent / "config.json"
+    # A link that leads nowhere is an error, not a file that is missing.
+    whole = read_json(beside) if os.path.lexists(beside) else {}
+    file = open_published(beside, whole, tensors, **of_part)
+    return describe(file, *recognised(file, said.pop("model_type", None)), said)
 
 
 def load_config(

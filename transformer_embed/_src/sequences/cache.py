@@ -91,21 +91,17 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
 def _written(cache: Any, new: Any, slot: Int32[Array, "..."]) -> tuple[Any, Bool[Array, "b t"]]:
     held, tokens = _checked(cache, new, slot.shape)
     (rows, slots), length = held[0].shape[:2], tokens[0].shape[1]
-    places = jnp.broadcast_to(slot, (rows, length)) if slot.ndim == 2 else slot
     if slot.ndim < 2:
         first = jnp.broadcast_to(slot, rows)[:, None]
         places = first + jnp.arange(length, dtype=jnp.int32)[None]
         # A row whose first token is before the cache is left out, not only this token.
-        places = jnp.where(first >= 0, places, slots)
-    is_written = (places >= 0) & (places < slots)
+        is_written = (first >= 0) & (places < slots)
+    else:
+        places = jnp.broadcast_to(slot, (rows, length))
+        is_written = (places >= 0) & (places < slots)
+        is_written &= length == 1 or _is_last_of_slot(places, slots)
     # Of indices outside, only those past the end are dropped: -1 would be the last slot.
     places = jnp.where(is_written, places, slots)
-    if slot.ndim == 2 and length != 1:
-        index = jnp.arange(length, dtype=jnp.int32)
-        last = jnp.full(slots, -1, jnp.int32)
-        last = jax.vmap(lambda places: last.at[places].max(index, mode="drop")[places])(places)
-        is_written &= last == index[None]
-        places = jnp.where(is_written, places, slots)
 
     def write(array: Array, added: Array) -> Array:
         whole = with_whole_rows(array, 1)
@@ -116,6 +112,17 @@ def _written(cache: Any, new: Any, slot: Int32[Array, "..."]) -> tuple[Any, Bool
 
     arrays = map(write, held, tokens)
     return jax.tree.unflatten(jax.tree.structure(cache), arrays), is_written
+
+
+def _is_last_of_slot(places: Int32[Array, "b t"], slots: int) -> Bool[Array, "b t"]:
+    """Whether no later token of the row has the same slot."""
+    index = jnp.arange(places.shape[1], dtype=jnp.int32)
+    none = jnp.full(slots, -1, jnp.int32)
+
+    def last_token(places: Array) -> Array:
+        return none.at[places].max(index, mode="drop")[places]
+
+    return jax.vmap(last_token)(jnp.where(places < 0, slots, places)) == index[None]
 
 
 def _checked(cache: Any, new: Any, shape: tuple[int, ...]) -> tuple[list[Array], list[Array]]:
