@@ -43,7 +43,7 @@ METADATA = {
 # conftest.py sets it.
 IS_OFF = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
 
-CLOCK = re.compile("perf_counter|measured\\(")
+CLOCK = re.compile("perf_counter|measured\\(|milliseconds")
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]\d+)?")
 
 by_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -253,6 +253,16 @@ ERRORS = {
         P("model"),
         P(),
     ),
+    "config: wanted the rows of the table, ": (
+        lambda table, ids: load(table, ids, config=te.EmbedderConfig(33, WIDTH)),
+        P("model"),
+        P(),
+    ),
+    "max_rows: wanted a Python int, got float 4.0": (
+        lambda table, ids: te.rows.value_and_grad(len, ids=ids, max_rows=4.0)(table),
+        P(),
+        P(),
+    ),
     "table: wanted an array, or its shape, on a mesh, got": (
         lambda table, ids: load(np.asarray(TABLE), ids),
         P("model"),
@@ -268,6 +278,21 @@ def test_what_cannot_be_exchanged_or_updated_is_named(message):
     with jax.set_mesh(on), pytest.raises((TypeError, ValueError)) as error:
         call(put(on, TABLE, *of_table), put(on, IDS, *of_ids))
     assert message in str(error.value)
+
+
+READERS = [
+    lambda table: te.lookup(table, [1, 2]),
+    lambda table: te.linear_cross_entropy(np.ones((2, WIDTH), "f4"), table, [1, 2]),
+    lambda table: te.rows.value_and_grad(len, ids=np.array([1, 2]))(table),
+]
+
+
+@pytest.mark.parametrize("read", READERS, ids=["lookup", "loss", "rows"])
+def test_a_split_table_outside_of_its_mesh_is_named(read):
+    """It was an unbound axis, or an ambiguous sharding."""
+    table = put(mesh(), TABLE, "model")
+    with pytest.raises(ValueError, match=r"^(ids|x): wanted .* inside jax.set_mesh\(mesh\)"):
+        read(table)
 
 
 def test_automatic_axes_and_two_orders_of_one_table_are_named():

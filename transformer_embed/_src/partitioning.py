@@ -26,6 +26,13 @@ def typed_axes(array: Any) -> list[Axes]:
     return spec_axes(jax.typeof(array).sharding.spec, array.ndim)
 
 
+def check_on_mesh(name: str, array: Any, *axes_of_table: Axes) -> None:
+    """A ValueError if a table is split over axes of a mesh that an array knows nothing of."""
+    if any(axes_of_table) and jax.typeof(array).sharding.mesh.empty:
+        want = "an array on the mesh that splits the table: call inside jax.set_mesh(mesh)"
+        raise arguments.value_error(name, want, arguments.describe(array))
+
+
 def is_explicit(mesh: Any) -> bool:
     """Whether types say how arrays are split over some axes of a mesh."""
     return AxisType.Explicit in mesh.axis_types

@@ -134,7 +134,8 @@ def output_layer(config: EmbedderConfig, parameter: Callable[[str], Any]) -> Out
     # An untied model, too, has a table of tokens.
     name, table = "embeddings", parameter("embeddings")
     if output.tied and config.spread:
-        raise arguments.value_error("spread", "False, for an output layer that is tied", True)
+        want = "False for a tied output layer (or output=None, or te.OutputConfig(tied=False))"
+        raise arguments.value_error("spread", want, True)
     if not output.tied:
         name, table = "output_embeddings", parameter("output_embeddings")
     return OutputLayer(

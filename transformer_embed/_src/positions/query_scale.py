@@ -35,7 +35,7 @@ def query_scale(
     Example:
         >>> import transformer_embed as te
         >>> te.query_scale([0, 16_383, 16_384], beta=0.1, length=16_384).tolist()
-        [1.0, 1.0, 1.0693147182464600]
+        [1.0, 1.0, 1.06931471824646]
 
     Source:
         Nakanishi, "Scalable-Softmax Is Superior for Attention" (2025),

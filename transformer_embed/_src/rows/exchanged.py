@@ -103,7 +103,8 @@ def exchange_load(
 
     Args:
         table: [rows, d], an array on a mesh, or a jax.ShapeDtypeStruct with its sharding.
-        ids: [batch, ...], any integer dtype, not traced: the ids of all devices.
+        ids: [batch, ...], any integer dtype, not traced: the ids of all devices. One outside the
+            table counts as the nearest row.
         config: that of the table, if its rows are spread or padded. None: row i holds id i.
         batch_axes: the mesh axes that the first dimension of ids is split over. None: all.
         capacity: as in `value_and_grad`.
@@ -114,8 +115,9 @@ def exchange_load(
 
     Raises:
         TypeError: ids are not integers, or are traced; max_rows is not an int.
-        ValueError: a table that does not lie on a mesh, or whose rows cannot be exchanged; a batch
-            that the devices do not divide; a capacity or max_rows out of range.
+        ValueError: a table that does not lie on a mesh, or whose rows cannot be exchanged; a config
+            of another number of rows; a batch that the devices do not divide; a capacity or
+            max_rows out of range.
 
     Example:
         >>> import jax, numpy as np
@@ -125,14 +127,16 @@ def exchange_load(
         >>> table = jax.ShapeDtypeStruct((1024, 64), np.float32, sharding=over)
         >>> te.rows.exchange_load(table, np.arange(8)).rows.tolist()
         [8, 0, 0, 0]
-        >>> config = te.EmbedderConfig(1024, 64, spread=True)
+        >>> config = te.EmbedderConfig(1024, 64, spread=True, output=None)
         >>> te.rows.exchange_load(table, np.arange(8), config=config).rows.tolist()
-        [2, 2, 2, 2]
+        [3, 2, 2, 1]
     """
     want = "an array, or its shape, on a mesh"
     if not isinstance(getattr(table, "sharding", None), NamedSharding):
         raise arguments.value_error("table", want, arguments.describe(table))
     config = arguments.instance("config", config, EmbedderConfig | None, "an EmbedderConfig")
+    if config is not None:
+        arguments.check_same("config", "the rows of the table", config.rows, table.shape[0])
     array = arguments.on_host("ids", arguments.as_int32("ids", ids))
     mesh = table.sharding.mesh
     axes = mesh.axis_names if batch_axes is None else batch_axes

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from transformer_embed._src import arguments
-from transformer_embed._src.partitioning import is_explicit, typed_axes
+from transformer_embed._src.partitioning import check_on_mesh, is_explicit, typed_axes
 from transformer_embed._src.rows.distinct_ids import as_max_rows
 from transformer_embed._src.rows.exchange import TakenFromOwners, take_from_owners
 from transformer_embed._src.rows.gathered_rows import (
@@ -77,6 +77,7 @@ class Tables(NamedTuple):
     def _take(self, name: str, order: RowOrder | None) -> Taken | TakenFromOwners:
         """What is taken of a table."""
         table, (ids, max_rows) = self.leaves[name], self.asked[name]
+        check_on_mesh("ids", ids, *typed_axes(table))
         ids = nearest_rows(ids, len(table), order)
         if self.capacity is None:
             return take_rows(table, ids, max_rows)
@@ -113,7 +114,7 @@ def find_tables(params: Tree, ids: Tree, max_rows: int | Tree | None, capacity: 
     leaves = {_name(path): leaf for path, leaf in paths}
     ids = _at_leaves(leaves, ids)
     bounds: dict[str, Any] = dict.fromkeys(ids, max_rows)
-    if not isinstance(max_rows, numbers.Integral | None):
+    if not isinstance(max_rows, numbers.Number | None):
         bounds = _at_leaves(leaves, max_rows)
     for name in bounds.keys() - ids.keys():
         raise arguments.value_error(name, "a table in ids, since max_rows has it", "none")

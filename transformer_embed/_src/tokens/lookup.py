@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, Ids, TableArray, Vectors
 from transformer_embed._src.compiled import compiled, nan_where
-from transformer_embed._src.partitioning import is_explicit, reshard, typed_axes
+from transformer_embed._src.partitioning import check_on_mesh, is_explicit, reshard, typed_axes
 from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 from transformer_embed._src.tokens.row_order import RowOrder, nearest_rows
 from transformer_embed._src.tokens.stand_in import StandIn
@@ -103,6 +103,8 @@ def look_up(
     sharding = jax.typeof(ids).sharding
     # The last leaf of a `StandIn` has the table's columns.
     columns = typed_axes(jax.tree.leaves(table)[-1])[1]
+    if not isinstance(table, StandIn):
+        check_on_mesh("ids", ids, typed_axes(table)[0])
     of_ids = typed_axes(ids)
     batch_axes = set(sum(of_ids, ()))
     if batch_axes.isdisjoint(columns):

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.partitioning import (
     Axes,
+    check_on_mesh,
     devices_along,
     on_every_device,
     reshard,
@@ -82,6 +83,7 @@ def split_output(x: Float[Array, "... d"], output: Any) -> tuple[OutputSplit, La
     """
     table, bias = output.table, output.bias
     of_x, (rows, columns) = typed_axes(x), typed_axes(table)
+    check_on_mesh("x", x, rows, columns)
     is_split = any((*of_x, rows, columns))
     mesh = jax.typeof(x).sharding.mesh if is_split else AbstractMesh((), ())
     if table.shape[0] % devices_along(mesh, columns):
