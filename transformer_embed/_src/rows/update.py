@@ -70,8 +70,7 @@ def update(
 
     Raises:
         TypeError: the optimizer has no `init` and `update`; a state that does not consist of
-            arrays; a `RowGradient` made by hand for a striped table, or one that left the jit
-            that made it.
+            arrays; a `RowGradient` that left the jit that made it.
         ValueError: the optimizer may update a row from other rows (the message names the
             transformation and the reason), or changes the dtype of its state; trees that do not fit
             together.
