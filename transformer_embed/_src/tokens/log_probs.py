@@ -27,15 +27,12 @@ from transformer_embed._src.tokens.row_logits import (
     biased_and_capped,
     chunk_logits,
     columns_of,
-    of_column,
     sums_of_rows,
     times,
 )
 
 # Where shifted logits are below, their exponentials are 0, in float64 too.
 FLOOR = -1e4
-# Reading a row takes a CPU as long as some twenty products with one.
-READS = 20
 
 
 def linear_log_probs(
@@ -232,10 +229,8 @@ class KeptLogProbs(LogProbs):
     """The negative log-probability of each label among those of its token, without other rows."""
 
     def bytes_of_token(self, of_tokens: OfTokens, layers: Layers) -> Any:
-        """Of the rows that it reads, or of all logits."""
+        """Of the rows that it reads."""
         rows, count = layers[0].wide, jnp.asarray(of_tokens.labels).shape[-1]
-        if _reads_all(rows, count):
-            return super().bytes_of_token(of_tokens, layers)
         return count * rows.shape[1] * rows.dtype.itemsize
 
     def of_tokens(
@@ -246,22 +241,14 @@ class KeptLogProbs(LogProbs):
         return of_chunk(self, splits, of_tokens, layers)
 
 
-def _reads_all(rows: Array, count: int) -> bool:
-    """Whether a product with all rows is faster than to read so many of them for each token."""
-    return rows.shape[0] <= READS * count
-
-
 def _kept(_: Loss, splits: Splits, of_tokens: OfTokens, layers: Layers) -> tuple[Array]:
     """The losses of a chunk."""
     (split,), (x, _, bias, rows) = splits, layers[0]
     columns = jnp.asarray(of_tokens.labels) - index_along(split.vocabulary) * len(rows)
     # As uint32, a negative column is past the end, like that of another device's row.
     columns = columns.astype(jnp.uint32)
-    x = x.astype(rows.dtype)
-    if _reads_all(rows, columns.shape[-1]):
-        products = of_column(columns.astype(jnp.int32), jnp.einsum("td,vd->tv", x, rows))
-    else:
-        products = jnp.einsum("td,tkd->tk", x, read_or_zero(rows, columns))
+    # Not columns of a product with all rows: on a GPU, their gradient is a sum in any order.
+    products = jnp.einsum("td,tkd->tk", x.astype(rows.dtype), read_or_zero(rows, columns))
     bias = None if bias is None else read_or_zero(bias[:, None], columns)[..., 0]
     logits, factor = biased_and_capped(split, products, bias)
     if of_tokens.settings.temperature is not None:
