@@ -35,7 +35,9 @@ def load(folder: Path) -> ModuleType:
     ]:
         del sys.modules[name]
     # jax.export would refuse the second class of a name.
-    registration = mock.patch("jax.export.register_pytree_node_serialization")
+    kinds = ("pytree_node", "namedtuple")
+    names = {f"register_{kind}_serialization": mock.DEFAULT for kind in kinds}
+    registration = mock.patch.multiple("jax.export", **names)
     with mock.patch.object(sys, "path", [str(folder), *sys.path]), registration:
         package = importlib.import_module(PACKAGE)
         # What it imports when it is first used, too.
