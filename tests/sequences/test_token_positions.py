@@ -20,8 +20,6 @@ SEGMENTS = np.array(
 
 # --- constructors
 
-LAST = 2**31 - 1
-
 
 # --- what they hold
 

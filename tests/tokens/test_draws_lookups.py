@@ -82,13 +82,7 @@ def gradient_of(rows, table, ids, pad_id, out_of_range):
     return found
 
 
-NUMBERED = [
-    pytest.param(number, marks=pytest.mark.slow if number >= 12 else ())
-    for number in draws.numbers(40)
-]
-
-
-@pytest.mark.parametrize("number", NUMBERED)
+@pytest.mark.parametrize("number", draws.numbered(40, 12))
 def test_a_draw_of_a_lookup_is_that_of_a_loop(number):
     chosen = draws.choices(number, SPACE)
     program = program_of(number, chosen)

@@ -180,14 +180,7 @@ def check(number, chosen, batch, values, gradients):
         np.testing.assert_allclose(products.sum(), want, rtol=0, atol=error, err_msg=message)
 
 
-QUICK = 10
-NUMBERED = [
-    pytest.param(number, marks=pytest.mark.slow if number >= QUICK else ())
-    for number in draws.numbers(40)
-]
-
-
-@pytest.mark.parametrize("number", NUMBERED)
+@pytest.mark.parametrize("number", draws.numbered(40, 10))
 def test_a_draw_of_a_loss_is_that_of_a_loop(number):
     chosen = draws.choices(number, SPACE)
     program = program_of(number, chosen)

@@ -37,7 +37,6 @@ IDS = np.array([[0, 4, 2, 2], [-1, 5, 2, 4], [1, -7, 2**31 - 1, -(2**31)]])
 
 
 TABLE = normal(0, VOCAB, WIDTH)
-COTANGENT = normal(1, *IDS.shape, WIDTH)
 
 
 def assert_gradient(got, ids, cotangent, pad_id=None, out_of_range="nan"):
