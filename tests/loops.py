@@ -238,14 +238,14 @@ class AttentionMask:
     def dense(self):
         return self.allowed[:, None]
 
-    def tile(self, query_start, key_start, shape):
+    def block(self, query_start, key_start, shape):
         rows, columns = query_start + shape[0], key_start + shape[1]
         return self.allowed[:, query_start:rows, key_start:columns]
 
-    def tile_kinds(self, shape):
+    def block_mask(self, shape):
         rows, (queries, keys) = len(self.allowed), shape
-        tiles = self.allowed.reshape(rows, -1, queries, self.allowed.shape[2] // keys, keys)
-        return tiles.any((2, 4)).astype(int) + tiles.all((2, 4))
+        blocks = self.allowed.reshape(rows, -1, queries, self.allowed.shape[2] // keys, keys)
+        return blocks.any((2, 4)).astype(int) + blocks.all((2, 4))
 
 
 def sees(q, k, *, causal, window=None, chunk=None, sinks=-FAR):
@@ -279,7 +279,7 @@ def check(mode, f, batches, exact=()):
             _check_form(name, np.asarray(got[name]), np.asarray(value), exact)
 
 
-FORMS = {"dense", "tile", "kinds"}
+FORMS = {"dense", "block", "kinds"}
 
 
 def _check_form(name, got, want, exact):
@@ -290,7 +290,7 @@ def _check_form(name, got, want, exact):
     if name != "kinds":
         np.testing.assert_array_equal(got, want, err_msg=name)
         return
-    # Of a tile that has no pair or all of them, it may be said that it has some.
+    # Of a block that has no pair or all of them, it may be said that it has some.
     np.testing.assert_array_equal(got[got != want], 1, err_msg=name)
     for kind in exact:
         np.testing.assert_array_equal(got == kind, want == kind, err_msg=f"kind {kind}")

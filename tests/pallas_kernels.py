@@ -19,13 +19,13 @@ RULES = {
 }
 
 
-def tile(rule, has_segments):
+def block(rule, has_segments):
     def kernel(positions, segment_ids, out):
         tokens = te.TokenPositions(
             positions[...], segment_ids=segment_ids[...] if has_segments else None
         )
         mask = te.AttentionMask(tokens, **rule)
-        out[...] = mask.tile(0, 0, (SIZE, SIZE)).astype(jnp.int32)
+        out[...] = mask.block(0, 0, (SIZE, SIZE)).astype(jnp.int32)
 
     return kernel
 
@@ -33,7 +33,7 @@ def tile(rule, has_segments):
 def prefix(positions, block_ids, out):
     tokens = te.TokenPositions(positions[...]).with_block_ids(block_ids[...])
     mask = te.AttentionMask(tokens, causal=True)
-    out[...] = mask.tile(0, 0, (SIZE, SIZE)).astype(jnp.int32)
+    out[...] = mask.block(0, 0, (SIZE, SIZE)).astype(jnp.int32)
 
 
 def buckets(queries, keys, out):
@@ -41,7 +41,7 @@ def buckets(queries, keys, out):
 
 
 KERNELS = {
-    f"{name}{', segments' * has_segments}": tile(rule, has_segments)
+    f"{name}{', segments' * has_segments}": block(rule, has_segments)
     for name, rule in RULES.items()
     for has_segments in (False, True)
 } | {"prefix": prefix, "buckets": buckets}

@@ -337,8 +337,8 @@ def ordered(tokens, order):
                 assert order == "packed" or n == 0
 
 
-def balanced(got, length, devices, *, kind, tile):
-    size = length // (2 * devices) if kind == "zigzag" else tile
+def balanced(got, length, devices, *, kind, block):
+    size = length // (2 * devices) if kind == "zigzag" else block
     stripes = [[*range(n, n + size)] for n in range(0, length, size)]
     of_devices = [stripes[n::devices] for n in range(devices)]
     if kind == "zigzag":

@@ -93,5 +93,7 @@ def test_accuracy():
 @pytest.mark.gate
 def test_two_checkouts_in_one_process():
     """Here the other one is this one too."""
-    printed = printed_by("versions.py", ".", "--rounds=2", "--only=tile")
-    assert re.search(r"\| tile \| [\d.]+ \| [\d.]+ \| \d\.\d{3} \| [\d.]+ to [\d.]+ \|\n$", printed)
+    printed = printed_by("versions.py", ".", "--rounds=2", "--only=block")
+    assert re.search(
+        r"\| block \| [\d.]+ \| [\d.]+ \| \d\.\d{3} \| [\d.]+ to [\d.]+ \|\n$", printed
+    )

@@ -302,14 +302,14 @@ def test_a_sharded_program_on_a_tpu_sends_nothing_of_the_size_of_a_table(tpu):
         assert each.largest <= shard
 
 
-TILES = splash_attention.BlockSizes(*[512] * 8)
+BLOCKS = splash_attention.BlockSizes(*[512] * 8)
 
 
 def splash(rule, heads):
     """One kernel for all rows of the batch."""
     mask, segment_ids = te.kernels.splash_attention(rule, heads.shape[1], order="packed")
     kernel = splash_attention.make_splash_mha(
-        mask, head_shards=1, q_seq_shards=1, block_sizes=TILES
+        mask, head_shards=1, q_seq_shards=1, block_sizes=BLOCKS
     )
     return jax.vmap(lambda row, ids: kernel(row, row, row, segment_ids=ids))(heads, segment_ids)
 
@@ -317,7 +317,7 @@ def splash(rule, heads):
 def skipping_splash(rule, heads):
     """A kernel for each row."""
     kernels, segment_ids = te.kernels.splash_kernels(
-        rule, heads.shape[1], order="packed", block_sizes=TILES
+        rule, heads.shape[1], order="packed", block_sizes=BLOCKS
     )
     attend = jax.vmap(lambda kernel, row, ids: kernel(row, row, row, segment_ids=ids))
     return attend(kernels, heads, segment_ids)
@@ -342,12 +342,12 @@ def test_splash_attention_on_a_tpu_makes_nothing_for_pairs_of_tokens(tpu, attend
 
 
 @needs_libtpu
-def test_the_kinds_of_tiles_on_a_tpu_need_no_array_of_tokens_and_tiles(tpu):
+def test_the_block_mask_on_a_tpu_needs_no_array_of_tokens_and_blocks(tpu):
     length = 2**17
 
     def kinds(segment_ids):
         tokens = te.TokenPositions.from_segment_ids(segment_ids)
-        return te.AttentionMask(tokens, causal=True, window=(1023, 0)).tile_kinds((512, 512))
+        return te.AttentionMask(tokens, causal=True, window=(1023, 0)).block_mask((512, 512))
 
     facts = tpu.facts(kinds, tpu.like(of(jnp.int32, 1, length)))
     assert facts.temporaries < 64 * length

@@ -74,8 +74,8 @@ SPLIT = put(mesh_of((2,), ("x",)), TABLE, "x")
 PROMISE = {"mask": MASK, "order": "full"}
 DOORS = [
     (te.AttentionMask, {"queries": TOKENS, "keys": None, "causal": True, "window": None, "chunk": None, "sinks": None}),
-    (MASK.tile, {"query_start": 0, "key_start": 0, "shape": (2, 2)}),
-    (MASK.tile_kinds, {"shape": (2, 2)}),
+    (MASK.block, {"query_start": 0, "key_start": 0, "shape": (2, 2)}),
+    (MASK.block_mask, {"shape": (2, 2)}),
     (te.TokenPositions, {"positions": POSITIONS, "segment_ids": None, "block_ids": None, "places": None, "ends": None}),
     (te.TokenPositions.from_parents, {"parents": POSITIONS - 1, "offset": 0}),
     (TOKENS.take, {"order": POSITIONS}),

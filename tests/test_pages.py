@@ -52,12 +52,12 @@ def with_gradients(attend, heads):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["zigzag", "cyclic"])
 def test_ring_attention_is_dense_attention(kind):
-    page = functions_of(FOLDER / "contexts_over_devices.md", "ring_attention", "TILE")
-    rng, length = np.random.default_rng(0), 8 * page.TILE
+    page = functions_of(FOLDER / "contexts_over_devices.md", "ring_attention", "BLOCK")
+    rng, length = np.random.default_rng(0), 8 * page.BLOCK
     tokens = te.TokenPositions.from_segment_ids(segment_ids_of(rng, 3, length))
     heads = rng.normal(size=(3, 3, length, 2, 4)).astype(np.float32)
-    tile = {"tile": page.TILE} if kind == "cyclic" else {}
-    order = te.load_balanced_order(length, 4, kind=kind, **tile)
+    block = {"block": page.BLOCK} if kind == "cyclic" else {}
+    order = te.load_balanced_order(length, 4, kind=kind, **block)
     mesh, spec = jax.make_mesh((4,), ("context",)), jax.P(None, "context")
     ring = jax.shard_map(page.ring_attention, mesh=mesh, in_specs=spec, out_specs=spec)
     with jax.set_mesh(mesh):
@@ -75,8 +75,8 @@ def test_the_busiest_device_is_that_of_all_rows():
     rows = np.concatenate([page.documents(2048, number) for number in (1, 5)])
     tokens = te.TokenPositions.from_segment_ids(rows)
     dense = te.AttentionMask(tokens, causal=True).dense()
-    tiles = np.asarray(dense).reshape(2, 16, 128, 16, 128).any((2, 4))
-    work = tiles.sum((0, 2)).reshape(page.DEVICES, -1).sum(1)
+    blocks = np.asarray(dense).reshape(2, 16, 128, 16, 128).any((2, 4))
+    work = blocks.sum((0, 2)).reshape(page.DEVICES, -1).sum(1)
     assert page.busiest(tokens, np.arange(2048)) == work.max() / work.mean()
 
 
@@ -84,20 +84,20 @@ def test_the_busiest_device_is_that_of_all_rows():
 
 
 @pytest.mark.slow
-def test_attention_over_tiles_is_dense_attention():
-    page = functions_of(FOLDER / "07_long_contexts.ipynb", "tiled_attention")
+def test_attention_over_blocks_is_dense_attention():
+    page = functions_of(FOLDER / "07_long_contexts.ipynb", "blockwise_attention")
     rng = np.random.default_rng(1)
     tokens = te.TokenPositions.from_segment_ids(segment_ids_of(rng, 3, 64))
     rule = te.AttentionMask(tokens, causal=True, window=(9, 0))
     heads = rng.normal(size=(3, 3, 64, 2, 4)).astype(np.float32)
-    tiled = functools.partial(page.tiled_attention, rule, tile=(16, 32))
+    blockwise = functools.partial(page.blockwise_attention, rule, block=(16, 32))
     bias = te.alibi_bias(tokens.positions, tokens.positions, num_heads=2)
     dense = functools.partial(dense_attention, rule.dense(), bias=bias)
 
     def expected(queries, *others):
         return dense(queries / 2, *others)
 
-    near(*(jax.jit(functools.partial(with_gradients, f))(heads) for f in (tiled, expected)))
+    near(*(jax.jit(functools.partial(with_gradients, f))(heads) for f in (blockwise, expected)))
 
 
 # --- recipes: reinforcement learning and preferences
@@ -557,9 +557,9 @@ def test_patterns_of_masks_are_what_they_say_in_other_batches(seed):
     for name, (arguments, pairs) in wanted.items():
         mask = getattr(page, name)(tokens, *arguments)
         np.testing.assert_array_equal(mask.dense()[:, 0], same & pairs, err_msg=name)
-        kinds = mask.tile_kinds((8, 8))
-        tiles = (same & pairs).reshape(3, 3, 8, 3, 8)
-        assert not np.any((kinds == 0) & tiles.any((2, 4)) | (kinds == 2) & ~tiles.all((2, 4))), (
+        kinds = mask.block_mask((8, 8))
+        blocks = (same & pairs).reshape(3, 3, 8, 3, 8)
+        assert not np.any((kinds == 0) & blocks.any((2, 4)) | (kinds == 2) & ~blocks.all((2, 4))), (
             name
         )
 

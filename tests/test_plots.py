@@ -306,7 +306,7 @@ def test_mask_shows_the_array_and_a_legend_of_its_tones(ax):
     equal(shown, np.array([patch.get_facecolor() for patch in legend.get_patches()]))
 
 
-def test_kinds_of_tiles_are_drawn_in_three_tones(ax):
+def test_a_block_mask_is_drawn_in_three_tones(ax):
     kinds = np.int8([[0, 1], [2, 0]])
     plots.plot_mask(kinds, ax=ax)
     equal(image(ax), kinds)

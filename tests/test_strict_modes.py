@@ -33,9 +33,9 @@ def in_order(positions):
     te.check_batch(positions, te.TokenPositions(positions), vocab_size=3, order="full")
 
 
-def kinds_of_tiles(positions, segment_ids):
+def block_mask_of(positions, segment_ids):
     tokens = te.TokenPositions(positions, segment_ids=segment_ids)
-    return te.AttentionMask(tokens, causal=True, window=(2, 0), chunk=3).tile_kinds((2, 2))
+    return te.AttentionMask(tokens, causal=True, window=(2, 0), chunk=3).block_mask((2, 2))
 
 
 OF_16_BITS = {"x": X.astype(jnp.bfloat16)[..., :3], "table": TABLE.astype(jnp.bfloat16)}
@@ -49,8 +49,8 @@ FUNCTIONS = CALLS | {
         rotary_dim=2,
     ),
     "causal_mask": of_arrays(te.causal_mask, length=3),
-    "tile_kinds": of_arrays(
-        kinds_of_tiles, positions=np.arange(4), segment_ids=np.array([1, 1, 2, 0])
+    "block_mask": of_arrays(
+        block_mask_of, positions=np.arange(4), segment_ids=np.array([1, 1, 2, 0])
     ),
     "check_batch": of_arrays(in_order, positions=np.arange(3)),
     "lookup, 16 bits": of_arrays(te.lookup, table=OF_16_BITS["table"], ids=IDS, pad_id=0),

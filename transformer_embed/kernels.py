@@ -19,7 +19,7 @@ inside a sequence. Outside of jit the promise is checked. Under jit the values a
 promise that is not true gives wrong outputs: check the batches with `te.check_batch` in your data
 pipeline.
 
-In a Pallas kernel of your own for TPUs, `AttentionMask.tile` makes the mask of the tile from the
+In a Pallas kernel of your own for TPUs, `AttentionMask.block` makes the mask of the block from the
 positions and segment ids that the kernel has loaded, and `relative_position_buckets` its buckets.
 `alibi_bias`, `apply_rotary` and `sinusoidal_encoding` do not compile there, because they hold
 constant arrays: give the kernel `alibi_slopes`, or the encodings and rotated heads, as inputs.

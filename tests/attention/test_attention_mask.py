@@ -1,4 +1,4 @@
-"""The rule of a mask and its forms: the dense mask, tiles and kinds of tiles against the rule, pair
+"""The rule of a mask and its forms: the dense mask, blocks and block masks against the rule, pair
 by pair."""
 
 import dataclasses
@@ -20,17 +20,17 @@ TokenPositions, AttentionMask = te.TokenPositions, te.AttentionMask
 def test_no_tokens(batch, length):
     mask = AttentionMask(TokenPositions(np.zeros((batch, length), int)), causal=True)
     assert mask.dense().shape == (batch, 1, length, length)
-    assert mask.tile_kinds((1, 1)).shape == (batch, length, length)
+    assert mask.block_mask((1, 1)).shape == (batch, length, length)
 
 
-# --- kinds of tiles
+# --- block masks
 
 
-def test_a_tile_inside_of_a_block_needs_no_mask():
+def test_a_block_of_one_block_id_needs_no_mask():
     mask = AttentionMask(
         TokenPositions(np.arange(6)).with_block_ids([0] * 4 + [-1] * 2), causal=True
     )
-    equal(mask.tile_kinds((2, 2))[0], [[2, 2, 0], [2, 2, 0], [2, 2, 1]])
+    equal(mask.block_mask((2, 2))[0], [[2, 2, 0], [2, 2, 0], [2, 2, 1]])
 
 
 @pytest.mark.slow
@@ -43,8 +43,8 @@ def test_batches_of_a_short_dtype_mean_the_same(dtype):
     short = jax.tree.map(lambda array: array.astype(dtype), tokens)
     for rule in ({"window": (length // 9, 0)}, {"chunk": length}):
         wide, narrow = (AttentionMask(each, causal=True, **rule) for each in (tokens, short))
-        equal(narrow.tile_kinds((length // 16,) * 2), wide.tile_kinds((length // 16,) * 2))
-        equal(narrow.tile(9, 0, (90, 90)), wide.tile(9, 0, (90, 90)))
+        equal(narrow.block_mask((length // 16,) * 2), wide.block_mask((length // 16,) * 2))
+        equal(narrow.block(9, 0, (90, 90)), wide.block(9, 0, (90, 90)))
         said = [te.kernels.splash_attention(each, 1, order="packed")[1] for each in (wide, narrow)]
         equal(said[0].q, said[1].q)
 
@@ -127,10 +127,10 @@ TYPE_ERRORS = [
     (lambda: mask_of(window={5, 1}), "window: ... got set {1, 5}"),
     (lambda: mask_of(window={5: 0, 1: 0}), "window: ... got dict {"),
     (lambda: mask_of(window=(1, 0.5)), "window[1]: ... got float 0.5"),
-    (lambda: MASK.tile_kinds((2.0, 2)), "shape[0]: ... got float 2.0"),
+    (lambda: MASK.block_mask((2.0, 2)), "shape[0]: ... got float 2.0"),
     (lambda: MASK & MASK.dense(), "mask: ... got an array bool[2, 1, 4, 4]"),
     (lambda: te.kernels.flash_attention(MASK & MASK), "mask: ... got JoinedMask"),
-    (lambda: MASK.tile(0, 0.5, (2, 2)), "key_start: ... got float64"),
+    (lambda: MASK.block(0, 0.5, (2, 2)), "key_start: ... got float64"),
     (lambda: jax.nn.dot_product_attention(*[jnp.ones((2, 4, 1, 8))] * 3, mask=MASK), "AttentionMask: ... got the rule of one (mask.dense() is its array)"),
     (lambda: MASK and MASK, "AttentionMask: ... got a condition"),
     (lambda: te.mask_to_bias(MASK), "AttentionMask: ... got the rule of one (mask.dense() is its array)"),
@@ -143,8 +143,8 @@ VALUE_ERRORS = [
     (lambda: mask_of(window=(-1, 0)), "window[0]: ... 0, got -1"),
     (lambda: mask_of(window=(1,)), "window: ... got (1,)"),
     (lambda: mask_of(chunk=0), "chunk: ... 1, got 0"),
-    (lambda: MASK.tile_kinds((3, 2)), "shape: ... got 3"),
-    (lambda: MASK.tile([0], 0, (2, 2)), "query_start: ... [], got shape [1]"),
+    (lambda: MASK.block_mask((3, 2)), "shape: ... got 3"),
+    (lambda: MASK.block([0], 0, (2, 2)), "query_start: ... [], got shape [1]"),
     (lambda: AttentionMask(TREE, causal=False), "causal: ... got False"),
     (lambda: AttentionMask(TREE, causal=True, window=(1, 0)), "window: ... got tuple (1, 0)"),
     (lambda: TokenPositions.from_parents([1, 0]), "parents: ... got a cycle"),
@@ -159,8 +159,8 @@ VALUE_ERRORS = [
     (lambda: MASK | mask_of(TREE), "mask: ... (4, 4), got (2, 2)"),
     (lambda: MASK & mask_of(TokenPositions([range(4)] * 3)), "mask and other: ... 1, got 2 and 3"),
     (lambda: mask_of(sinks=1), "sinks: ... got int 1"),
-    (lambda: MASK.tile(3, 0, (2, 2)), "query_start: ... (2, 2), 0..2, got 3"),
-    (lambda: MASK.tile(0, 0, (2, 8)), "shape: ... (4, 4), got (2, 8)"),
+    (lambda: MASK.block(3, 0, (2, 2)), "query_start: ... (2, 2), 0..2, got 3"),
+    (lambda: MASK.block(0, 0, (2, 8)), "shape: ... (4, 4), got (2, 8)"),
 ]  # fmt: skip
 
 

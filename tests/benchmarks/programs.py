@@ -193,14 +193,14 @@ def attention(length: int) -> Program:
 
     return {
         OURS: (skipping, arguments),
-        "splash attention, every tile of the window": (splash, arguments),
+        "splash attention, every block of the window": (splash, arguments),
         "dot_product_attention, dense mask": (dense, arguments),
     }
 
 
-def tile_kinds() -> Program:
-    """Of a million packed tokens, in tiles of 512."""
-    kinds = lambda segment_ids: rule_of(segment_ids).tile_kinds((512, 512))
+def block_mask() -> Program:
+    """Of a million packed tokens, in blocks of 512."""
+    kinds = lambda segment_ids: rule_of(segment_ids).block_mask((512, 512))
     return {OURS: (kinds, (np.ones((1, 2**20), np.int32),))}
 
 
@@ -272,7 +272,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "mask": mask,
     "attention, 16384 tokens": functools.partial(attention, 16384),
     "attention, 131072 tokens": functools.partial(attention, 131_072),
-    "tile kinds, 2**20 tokens": tile_kinds,
+    "block mask, 2**20 tokens": block_mask,
     "tied cross-entropy": tied_loss,
     "Adam step by rows": step_by_rows,
 }
@@ -282,7 +282,7 @@ OTHERS: Program = {
     "ALiBi": (functools.partial(te.alibi_bias, num_heads=8), (np.arange(1024), np.arange(1024))),
     "buckets": (te.relative_position_buckets, (POSITIONS[:4], POSITIONS[:4])),
     "mask, packed": (lambda ids: rule_of(ids, chunk=512).dense(), (PACKED,)),
-    "tile": (lambda ids: rule_of(ids).tile(512, 512, (512, 512)), (PACKED,)),
+    "block": (lambda ids: rule_of(ids).block(512, 512, (512, 512)), (PACKED,)),
     "dropout": (lambda x: te.dropout(jax.random.key(0), 0.1, x), (of(*HEADS),)),
     "loss": (
         lambda x, table, ids: te.linear_cross_entropy(x, te.OutputLayer(table, pad_id=0), ids),

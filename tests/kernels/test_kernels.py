@@ -29,7 +29,7 @@ with warnings.catch_warnings():
     from jax.experimental.pallas.ops.gpu import attention as gpu
 
 TokenPositions, AttentionMask = te.TokenPositions, te.AttentionMask
-BATCH, HEADS, LENGTH, TILE, SIZE = 2, 2, 256, 128, 128
+BATCH, HEADS, LENGTH, BLOCK, SIZE = 2, 2, 256, 128, 128
 TOLERANCE = 3e-6  # outputs and gradients are of size 1; measured at most 1e-6
 FULL = TokenPositions.from_offset([7, 0], LENGTH)
 RIGHT = TokenPositions.from_lengths([200, LENGTH], LENGTH)
@@ -39,8 +39,8 @@ PACKED = TokenPositions.from_segment_ids(
 )
 INSIDE = TokenPositions.from_ids(np.tile([5, 0, 5, 5], [BATCH, LENGTH // 4]), pad_id=0)
 IMAGES = RIGHT.with_block_ids(np.repeat([-1, 0, -1, 7], 64))
-TILES = splash.BlockSizes(*[TILE] * 8)
-FUSED_BACKWARD = splash.BlockSizes(*[TILE] * 6, use_fused_bwd_kernel=True)
+BLOCKS = splash.BlockSizes(*[BLOCK] * 8)
+FUSED_BACKWARD = splash.BlockSizes(*[BLOCK] * 6, use_fused_bwd_kernel=True)
 
 
 def assert_said(found, mask):
@@ -182,12 +182,12 @@ def call(kernel, queries, keys, values, segment_ids):
 def splash_attend(mask, *heads, order="packed"):
     said, segment_ids = te.kernels.splash_attention(mask, HEADS, order=order, batch_size=BATCH)
     kernel = splash.make_splash_mha(
-        said, head_shards=1, q_seq_shards=1, block_sizes=TILES, interpret=True
+        said, head_shards=1, q_seq_shards=1, block_sizes=BLOCKS, interpret=True
     )
     return jax.vmap(functools.partial(call, kernel))(*heads, segment_ids)
 
 
-def skipping_attend(mask, *heads, order="packed", block_sizes=TILES, **options):
+def skipping_attend(mask, *heads, order="packed", block_sizes=BLOCKS, **options):
     options |= {"order": order, "block_sizes": block_sizes, "batch_size": BATCH}
     kernels, segment_ids = te.kernels.splash_kernels(mask, HEADS, interpret=True, **options)
     return jax.vmap(call)(kernels, *heads, segment_ids)
@@ -243,24 +243,24 @@ def test_kernels_apply_the_rule(name, monkeypatch):
 
 
 @pytest.mark.slow
-def test_partial_tiles_are_not_in_the_scalar_memory():
-    """The bools of 66 tiles take more than a megabyte."""
+def test_partial_blocks_are_not_in_the_scalar_memory():
+    """The bools of 66 blocks take more than a megabyte."""
     ids = np.random.default_rng(0).integers(-1, 300, 1408)
     tokens = TokenPositions(range(1408)).with_block_ids(ids)
     mask = AttentionMask(tokens, causal=True)
     te.kernels.splash_kernels(mask, 1, order="full")
 
 
-@pytest.mark.parametrize("tile", [(4, 4), (8, 4), (4, 8)])
-def test_a_band_has_the_tiles_with_a_pair_and_no_others(tile):
-    """Also where a window ends at the edge of a tile."""
+@pytest.mark.parametrize("block", [(4, 4), (8, 4), (4, 8)])
+def test_a_band_has_the_blocks_with_a_pair_and_no_others(block):
+    """Also where a window ends at the edge of a block."""
     keys = TokenPositions.from_offset(0, 16)
     for window, start in itertools.product([(3, 4), (4, 5), (5, 3), (8, None)], (0, 8)):
         queries = TokenPositions.from_offset(start, 8)
         mask = AttentionMask(queries, keys, causal=False, window=window)
         rule = row_indices.RowRule(mask, "splash", "full", q_offset=start)
-        band, diagonal = splash_attention._band_and_diagonal(rule, tile)
-        shape = 8 // tile[0], tile[0], 16 // tile[1], tile[1]
+        band, diagonal = splash_attention._band_and_diagonal(rule, block)
+        shape = 8 // block[0], block[0], 16 // block[1], block[1]
         equal(band, mask.dense()[0, 0].reshape(shape).any((1, 3)))
         equal(diagonal.sum(1), 1)
 
@@ -272,7 +272,7 @@ def test_splash_kernels_on_a_mesh():
     mask = AttentionMask(PACKED, **WINDOW)
     shards = {"head_shards": 2, "q_seq_shards": 2}
     kernels, segment_ids = te.kernels.splash_kernels(
-        mask, HEADS, order="packed", block_sizes=TILES, interpret=True, **shards
+        mask, HEADS, order="packed", block_sizes=BLOCKS, interpret=True, **shards
     )
     row = jax.tree.map(lambda array: array[0], kernels)
     specs = row.manual_sharding_spec(NamedSharding(mesh, PartitionSpec("heads", "length")))
@@ -317,13 +317,13 @@ DOCUMENTS = np.repeat([[1, 2, 3, 4, 5], [1, 2, 3, 0, 0]], [130, 126, 200, 100, 8
 
 
 @pytest.mark.slow
-def test_steps_run_the_tiles_in_which_a_pair_may_attend_and_load_no_others():
+def test_steps_run_the_blocks_in_which_a_pair_may_attend_and_load_no_others():
     mask = AttentionMask(TokenPositions.from_segment_ids(DOCUMENTS), causal=True)
     kernels, _ = te.kernels.splash_kernels(
-        mask, HEADS, order="packed", block_sizes=TILES, interpret=True
+        mask, HEADS, order="packed", block_sizes=BLOCKS, interpret=True
     )
-    kinds = np.array(mask.tile_kinds((TILE, TILE)))
-    kinds[:, range(5), range(5)] = 1  # a row of tiles always runs one
+    kinds = np.array(mask.block_mask((BLOCK, BLOCK)))
+    kinds[:, range(5), range(5)] = 1  # a row of blocks always runs one
     infos = [(kernels.fwd_mask_info, False), (kernels.dkv_mask_info, True)]
     for (info, by_keys), row in itertools.product(infos, range(BATCH)):
         runs = np.asarray(info.block_mask[row, 0]) > 0
@@ -338,7 +338,7 @@ def test_steps_run_the_tiles_in_which_a_pair_may_attend_and_load_no_others():
 
 
 @pytest.mark.slow
-def test_a_part_of_the_keys_far_from_the_first_runs_the_tiles_of_its_window():
+def test_a_part_of_the_keys_far_from_the_first_runs_the_blocks_of_its_window():
     tokens = TokenPositions.from_offset(0, 768)
     queries = jax.tree.map(lambda a: a[:, 512:640], tokens)
     mask = AttentionMask(queries, tokens, causal=False, window=(1, 1))
@@ -351,7 +351,7 @@ def test_a_part_of_the_keys_far_from_the_first_runs_the_tiles_of_its_window():
     "change",
     [lambda a: a[:, ::-1], lambda a: a + 1, lambda a: None, lambda a: a.ravel()],
 )
-def test_a_version_of_jax_whose_kernels_describe_tiles_in_another_way(monkeypatch, change):
+def test_a_version_of_jax_whose_kernels_describe_blocks_in_another_way(monkeypatch, change):
     make = splash.make_splash_mha
 
     def make_differently(*args, **options):
@@ -362,7 +362,9 @@ def test_a_version_of_jax_whose_kernels_describe_tiles_in_another_way(monkeypatc
 
     monkeypatch.setattr(splash, "make_splash_mha", make_differently)
     mask = AttentionMask(PACKED, causal=True)
-    with pytest.raises(RuntimeError, match=r"^splash_kernels: wanted the tiles of its mask, as fr"):
+    with pytest.raises(
+        RuntimeError, match=r"^splash_kernels: wanted the blocks of its mask, as fr"
+    ):
         te.kernels.splash_kernels(mask, 1, order="packed", interpret=True)
 
 
@@ -428,7 +430,7 @@ VALUE_ERRORS = [
     (lambda: jax.jit(with_blocks)(PREFIXES[0]), ONE_ROW),
     (lambda: flash(batch_size=3), "batch_size: ... 2 rows, got 3"),
     (lambda: mha(AttentionMask(TokenPositions(np.arange(4)), causal=True)), "batch_size: ... got None"),
-    (lambda: te.kernels.flash_attention(AttentionMask(RIGHT, causal=True, window=(3, 0)), order="right"), "window: ... flash_attention, ... got (3, 0); mask.dense() and mask.tile() can"),
+    (lambda: te.kernels.flash_attention(AttentionMask(RIGHT, causal=True, window=(3, 0)), order="right"), "window: ... flash_attention, ... got (3, 0); mask.dense() and mask.block() can"),
     (lambda: static(IN_CACHE, q_offset=100), "queries.positions: ... 100 "),
     (lambda: static(IN_CACHE, q_offset=129), "q_offset: ... 128, got 129"),
     (lambda: static(CAUSAL, q_offset=1), "q_offset: ... 0, got 1"),
@@ -445,16 +447,18 @@ def test_bad_arguments_are_refused():
 
 
 @pytest.mark.slow
-def test_tiles_that_are_too_many_for_a_tpu(monkeypatch):
+def test_blocks_that_are_too_many_for_a_tpu(monkeypatch):
     monkeypatch.setattr(splash_attention, "SCALAR_MEMORY", 7)
-    with pytest.raises(ValueError, match=r"^block_sizes: wanted tiles whose .*, 7 bytes, got 8 by"):
+    with pytest.raises(
+        ValueError, match=r"^block_sizes: wanted blocks whose .*, 7 bytes, got 8 by"
+    ):
         kernels()
     kernels(interpret=True)
 
 
-def test_tiles_that_are_too_many_are_refused_before_they_are_described(monkeypatch):
+def test_blocks_that_are_too_many_are_refused_before_they_are_described(monkeypatch):
     """That takes minutes."""
     monkeypatch.setattr(splash, "make_splash_mha", None)
     mask = AttentionMask(TokenPositions.from_offset(0, 2**17), causal=True)
-    with pytest.raises(ValueError, match=r"^block_sizes: wanted tiles .*, got 2097152 bytes"):
+    with pytest.raises(ValueError, match=r"^block_sizes: wanted blocks .*, got 2097152 bytes"):
         te.kernels.splash_kernels(mask, 1, order="full")

@@ -80,7 +80,7 @@ VALUE_ERRORS = [
     (lambda: from_offset(0, 5).take([[0]]), "order: ... got shape [1, 1]"),
     (lambda: from_offset(0, 5).take([5]), "order: ... 0..4, got 5 at index [0]"),
     (lambda: te.load_balanced_order(12, 4), "length: ... 8, got 12"),
-    (lambda: te.load_balanced_order(12, 4, kind="cyclic", tile=4), "length: ... 16, got 12"),
+    (lambda: te.load_balanced_order(12, 4, kind="cyclic", block=4), "length: ... 16, got 12"),
     (lambda: te.load_balanced_order(8, 4, kind="snake"), "kind: ... got 'snake'"),
     (lambda: from_offset([[3]], 4), "offset: ... got shape [1, 1]"),
     (lambda: from_offset(2**31, 4), "offset: ... -2147483648..2147483647, got 2147483648"),

@@ -19,8 +19,8 @@ from transformer_embed._src.attention.attention_rule import (
     whole_fields,
     with_conditions,
 )
+from transformer_embed._src.attention.block_mask import block_mask
 from transformer_embed._src.attention.joined_mask import Mask
-from transformer_embed._src.attention.tile_kinds import tile_kinds
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.pytrees import register_pytree
 from transformer_embed._src.sequences.token_positions import (
@@ -47,7 +47,7 @@ class AttentionMask(Mask):
     through `jit`, `vmap` and `scan`, can be sharded over the batch and serialised by `jax.export`.
 
     `mask & other` allows the pairs that both allow, and `mask | other` those of either; the result
-    has `dense`, `tile` and `tile_kinds`, too. A rule of your own is a mask of your own integers: a
+    has `dense`, `block` and `block_mask`, too. A rule of your own is a mask of your own integers: a
     causal mask compares positions, and segment ids are compared for equality. Each mask hides the
     padding and the other segments of its own tokens, so `|` of rules with other integers can show
     what one of them hides; to keep that hidden, join `& AttentionMask(tokens, causal=False)`.
@@ -167,16 +167,16 @@ class AttentionMask(Mask):
         is_row = all(side.positions.ndim == 1 for side in self.sides)
         return _dense(self)[0] if is_row else _dense(self)
 
-    def tile(
+    def block(
         self, query_start: ArrayLike, key_start: ArrayLike, shape: tuple[int, int]
     ) -> Bool[Array, "b t s"]:
         """A rectangle of the mask, without the rest of it.
 
         In a Pallas kernel, make a mask of the positions and segment ids that the kernel has loaded,
-        each [1, size], and ask for its only tile: `tile(0, 0, (T, S))`.
+        each [1, size], and ask for its only block: `block(0, 0, (T, S))`.
 
         Args:
-            query_start: integer, the index of the first query of the tile in its row. It may be
+            query_start: integer, the index of the first query of the block in its row. It may be
                 traced.
             key_start: integer, the index of the first key; it may be traced.
             shape: (number of queries, number of keys), at least 1 each.
@@ -187,13 +187,13 @@ class AttentionMask(Mask):
 
         Raises:
             TypeError: a start is not an integer, or shape does not hold two Python ints.
-            ValueError: the tile is larger than the mask, or not inside it (a traced start is not
+            ValueError: the block is larger than the mask, or not inside it (a traced start is not
                 checked).
 
         Example:
             >>> import transformer_embed as te
             >>> tokens = te.TokenPositions.from_offset(0, 1_000_000)
-            >>> te.AttentionMask(tokens, causal=True).tile(500_000, 499_999, (2, 3))[0].tolist()
+            >>> te.AttentionMask(tokens, causal=True).block(500_000, 499_999, (2, 3))[0].tolist()
             [[True, True, False], [True, True, True]]
         """
         shape = arguments.entries("shape", shape, arguments.size, count=2)
@@ -204,22 +204,22 @@ class AttentionMask(Mask):
             if not export.is_symbolic_dim(self.lengths[axis]) and last < 0:
                 want = f"a size inside the mask's {self.lengths}"
                 raise arguments.value_error("shape", want, shape)
-            inside = f"the mask, for a tile of {shape}"
+            inside = f"the mask, for a block of {shape}"
             starts.append(arguments.as_indices(name, start, last, inside))
-        return _tile(self, starts, shape)
+        return _block(self, starts, shape)
 
-    def tile_kinds(self, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
-        """For each tile of the mask, whether none, some or all of its pairs may attend.
+    def block_mask(self, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
+        """For each block of the mask, whether none, some or all of its pairs may attend.
 
-        An attention kernel skips the tiles without a pair, and needs no mask where all pairs may
-        attend. Time and memory are O(T + S + number of tiles).
+        An attention kernel skips the blocks without a pair, and needs no mask where all pairs may
+        attend. Time and memory are O(T + S + number of blocks).
 
         Args:
-            shape: (number of queries, number of keys) of a tile; they must divide T and S.
+            shape: (number of queries, number of keys) of a block; they must divide T and S.
 
         Returns:
-            int8 [B or 1, T / shape[0], S / shape[1]]. Skip a tile of 0: no pair may attend. Leave
-            out the mask in a tile of 2: all pairs may. Mask a tile of 1, by `tile` for example.
+            int8 [B or 1, T / shape[0], S / shape[1]]. Skip a block of 0: no pair may attend. Leave
+            out the mask in a block of 2: all pairs may. Mask a block of 1, by `block` for example.
 
             Padded or packed self-attention (with the same first position in each sequence of a
             row), and a sequence with its cache, have a 1 only where some pairs may and some may
@@ -233,7 +233,7 @@ class AttentionMask(Mask):
         Example:
             >>> import transformer_embed as te
             >>> tokens = te.TokenPositions.from_segment_ids([[1] * 6 + [2] * 6])
-            >>> te.AttentionMask(tokens, causal=True).tile_kinds((3, 3))[0].tolist()
+            >>> te.AttentionMask(tokens, causal=True).block_mask((3, 3))[0].tolist()
             [[1, 0, 0, 0], [2, 1, 0, 0], [0, 0, 1, 0], [0, 0, 2, 1]]
         """
         shape = arguments.entries("shape", shape, arguments.size, count=2)
@@ -241,7 +241,7 @@ class AttentionMask(Mask):
             if export.is_symbolic_dim(length) or length % size:
                 want = f"a divisor of the number of {side}, {length} (pad the batch to a multiple)"
                 raise arguments.value_error("shape", want, size)
-        return tile_kinds(self, shape)
+        return block_mask(self, shape)
 
 
 register_pytree(AttentionMask, "causal", "window", "chunk", "sinks")
@@ -296,9 +296,11 @@ def _dense(mask: AttentionMask) -> Bool[Array, "b 1 t s"]:
 
 
 @compiled(2)
-def _tile(mask: AttentionMask, starts: list[Array], shape: tuple[int, int]) -> Bool[Array, "b t s"]:
-    tile = _pairs(mask, *map(_slice, whole_fields(mask), starts, shape))
+def _block(
+    mask: AttentionMask, starts: list[Array], shape: tuple[int, int]
+) -> Bool[Array, "b t s"]:
+    block = _pairs(mask, *map(_slice, whole_fields(mask), starts, shape))
     # A dynamic slice moves a stretch that does not fit.
     for start, length, size in zip(starts, mask.lengths, shape, strict=True):
-        tile &= (start >= 0) & (start <= length - size)
-    return tile
+        block &= (start >= 0) & (start <= length - size)
+    return block

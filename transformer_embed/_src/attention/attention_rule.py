@@ -21,7 +21,7 @@ Fields = dict[str, Array]
 def may_attend(queries: dict[str, Any], keys: dict[str, Any]) -> Any:
     """Whether queries may attend to keys, for `fields` that broadcast against each other.
 
-    This is the only place that states the rule. The fields are arrays; or, for tiles, all of them
+    This is the only place that states the rule. The fields are arrays; or, for blocks, all of them
     are `Interval`s, and so is the result. Their operators are all that it needs.
     """
     limits = []

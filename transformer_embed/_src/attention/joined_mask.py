@@ -11,12 +11,12 @@ from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.pytrees import register_pytree
 from transformer_embed._src.sequences.token_positions import check_numbers_of_rows, number_of_rows
 
-# Of bools, and of kinds of tiles: no pair, some or all.
+# Of bools, and of the numbers of a block mask: no pair, some or all.
 JOINS = {"&": jnp.minimum, "|": jnp.maximum}
 
 
 class Mask:
-    """What can be joined with another mask; `dense`, `tile` and `tile_kinds` are its forms."""
+    """What can be joined with another mask; `dense`, `block` and `block_mask` are its forms."""
 
     def __and__(self, other: Any) -> "JoinedMask":
         return JoinedMask(self, other, "&")
@@ -59,16 +59,16 @@ class JoinedMask(Mask):
         """See `AttentionMask.dense`."""
         return JOINS[self.join](self.first.dense(), self.second.dense())
 
-    def tile(
+    def block(
         self, query_start: ArrayLike, key_start: ArrayLike, shape: tuple[int, int]
     ) -> Bool[Array, "b t s"]:
-        """See `AttentionMask.tile`."""
-        tiles = (part.tile(query_start, key_start, shape) for part in (self.first, self.second))
-        return JOINS[self.join](*tiles)
+        """See `AttentionMask.block`."""
+        blocks = (part.block(query_start, key_start, shape) for part in (self.first, self.second))
+        return JOINS[self.join](*blocks)
 
-    def tile_kinds(self, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
-        """See `AttentionMask.tile_kinds`; a 1 may also stand where none or all may attend."""
-        return JOINS[self.join](self.first.tile_kinds(shape), self.second.tile_kinds(shape))
+    def block_mask(self, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
+        """See `AttentionMask.block_mask`; a 1 may also stand where none or all may attend."""
+        return JOINS[self.join](self.first.block_mask(shape), self.second.block_mask(shape))
 
 
 register_pytree(JoinedMask, "join")

@@ -81,7 +81,7 @@ def dot_product_attention(
     if rule.has_segments or (is_step and mask.reach != EVERYTHING):
         is_key = keys.padding_mask
         if mask.keys is not None:
-            is_key = mask.tile(0, 0, (1, mask.lengths[1]))[:, 0]
+            is_key = mask.block(0, 0, (1, mask.lengths[1]))[:, 0]
         options["key_value_seq_lengths"] = rule.for_rows(count(is_key))
     return options
 

@@ -15,7 +15,7 @@ from transformer_embed._src.compiled import compiled
 from transformer_embed._src.sequences.token_order import ORDERS, check_order
 from transformer_embed._src.sequences.token_positions import arrays_of, number_of_rows
 
-WAY_OUT = "; mask.dense() and mask.tile() can express it"
+WAY_OUT = "; mask.dense() and mask.block() can express it"
 # What a query reaches without a window, with and without a causal mask.
 CAUSAL, EVERYTHING = (None, 0), (None, None)
 

@@ -1,4 +1,4 @@
-"""The rule of a mask for splash attention on TPUs, with kernels that skip tiles without a pair."""
+"""The rule of a mask for splash attention on TPUs, with kernels that skip blocks without a pair."""
 
 import contextlib
 from collections.abc import Callable
@@ -32,8 +32,8 @@ def splash_attention(
 
     The kernel takes one row, [heads, T, head_dim], with T a multiple of its block sizes (128 by
     default). It takes no bias, and does not scale queries: multiply them by head_dim**-0.5. It
-    keeps some numbers of each tile in a TPU's scalar memory of 1 MB, so long rows need large tiles:
-    524,288 tokens without a window need tiles of 1024.
+    keeps some numbers of each block in a TPU's scalar memory of 1 MB, so long rows need large
+    blocks: 524,288 tokens without a window need blocks of 1024.
 
     Args:
         mask: the mask. Block ids must be known while tracing and the same in all rows, without a
@@ -90,11 +90,11 @@ def splash_kernels(
     q_seq_shards: int = 1,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """A splash kernel for each row of the batch, which skips the tiles of other documents.
+    """A splash kernel for each row of the batch, which skips the blocks of other documents.
 
-    The kernel of `splash_attention` computes every tile that the causal mask or the window reaches,
-    in all rows alike, and hides other documents inside. These kernels do not run a tile in which
-    their row allows no pair.
+    The kernel of `splash_attention` computes every block that the causal mask or the window
+    reaches, in all rows alike, and hides other documents inside. These kernels do not run a block
+    in which their row allows no pair.
 
     Args:
         mask: as for `splash_attention`.
@@ -120,9 +120,9 @@ def splash_kernels(
     Raises:
         TypeError: as `splash_attention`; a number of shards is not a Python int, or is_mqa is not a
             Python bool.
-        ValueError: as `splash_attention`; a size of a tile does not divide the length, or the tiles
-            are too many for the scalar memory.
-        RuntimeError: this version of jax describes the tiles of its kernels in another way than
+        ValueError: as `splash_attention`; a size of a block does not divide the length, or the
+            blocks are too many for the scalar memory.
+        RuntimeError: this version of jax describes the blocks of its kernels in another way than
             those from 0.9 to 0.12.
 
     Example:
@@ -138,7 +138,7 @@ def splash_kernels(
         (1, 1, 256, 128)
 
     Source:
-        Levanter skips tiles of other documents in the same kernel,
+        Levanter skips blocks of other documents in the same kernel,
         https://github.com/marin-community/marin/pull/6330.
     """
     # Imported when they are used: Pallas takes longer to import than this package.
@@ -153,14 +153,14 @@ def splash_kernels(
     sizes: Any = options.get("block_sizes") or splash.BlockSizes.get_default()
     # The interpreter has no such memory.
     memory = np.inf if options.get("interpret") else SCALAR_MEMORY
-    # Before minutes are spent on describing tiles, of which each takes two bytes.
+    # Before minutes are spent on describing blocks, of which each takes two bytes.
     band, _ = _band_and_diagonal(rule, (sizes.block_q, sizes.block_kv))
     _check_memory(2 * len(band) * int(band.sum(axis=1).max(initial=0)), memory)
     # Under jit too, these arrays are known.
     with jax.ensure_compile_time_eval():
         kernel = make(heads, **counts, **options)
     # jax has no public name for the class of its kernels. They show the arrays by which they skip
-    # tiles, for the forward pass and for the gradients of queries and of keys; if one kernel
+    # blocks, for the forward pass and for the gradients of queries and of keys; if one kernel
     # computes both, there is none for queries alone.
     grids = (
         (kernel.fwd_mask_info, (sizes.block_q, sizes.block_kv), False),
@@ -172,56 +172,56 @@ def splash_kernels(
 
 
 def _skipping(
-    rule: RowRule, memory: float, shards: int, info: Any, tile: tuple[int, int], by_keys: bool
+    rule: RowRule, memory: float, shards: int, info: Any, block: tuple[int, int], by_keys: bool
 ) -> Any:
-    """The arrays by which the kernel of each row skips tiles, from those for all rows."""
-    # Without tiles for gradients, there is nothing to skip for them.
+    """The arrays by which the kernel of each row skips blocks, from those for all rows."""
+    # Without blocks for gradients, there is nothing to skip for them.
     if info is None:
         return None
     _check_memory(sum(array.nbytes for array in jax.tree.leaves(info[:3])), memory)
 
     def turned(array):
-        # Step i, j loads a tile of keys for tile i of queries. In the grid of the gradients of
-        # keys, it loads a tile of queries for tile j of keys: its axes are exchanged.
+        # Step i, j loads a block of keys for block i of queries. In the grid of the gradients of
+        # keys, it loads a block of queries for block j of keys: its axes are exchanged.
         return array.swapaxes(-1, -2) if by_keys else array
 
-    band, diagonal = map(turned, _band_and_diagonal(rule, tile))
-    loads, runs, tiles = _loaded(info, turned, band, shards if by_keys else 1)
-    steps = _steps(loads, runs, tiles, turned(rule.mask.tile_kinds(tile)), diagonal)
+    band, diagonal = map(turned, _band_and_diagonal(rule, block))
+    loads, runs, blocks = _loaded(info, turned, band, shards if by_keys else 1)
+    steps = _steps(loads, runs, blocks, turned(rule.mask.block_mask(block)), diagonal)
     loads, runs = (rule.for_rows(turned(array)) for array in steps)
     batch = jax.tree.map(lambda array: rule.for_rows(array[None]), info)
     return batch._replace(data_next=loads, block_mask=runs)
 
 
 def _check_memory(used: int, memory: float) -> None:
-    """Raises a ValueError if a TPU cannot hold the numbers of the tiles."""
+    """Raises a ValueError if a TPU cannot hold the numbers of the blocks."""
     if used > memory:
-        want = f"tiles whose numbers fit into a TPU's scalar memory, {memory} bytes"
-        raise arguments.value_error("block_sizes", want, f"{used} bytes (take larger tiles)")
+        want = f"blocks whose numbers fit into a TPU's scalar memory, {memory} bytes"
+        raise arguments.value_error("block_sizes", want, f"{used} bytes (take larger blocks)")
 
 
-def _band_and_diagonal(rule: RowRule, tile: tuple[int, int]) -> list[Bool[np.ndarray, "m n"]]:
-    """Which tiles have a pair that the causal mask and the window allow, and which always run.
+def _band_and_diagonal(rule: RowRule, block: tuple[int, int]) -> list[Bool[np.ndarray, "m n"]]:
+    """Which blocks have a pair that the causal mask and the window allow, and which always run.
 
-    The tiles on the diagonal run: where all queries of a row of tiles are padding, no tile has a
+    The blocks on the diagonal run: where all queries of a row of blocks are padding, no block has a
     pair, and a softmax over no keys at all would make the outputs NaN.
     """
-    queries, keys = (np.arange(0, *sizes) for sizes in zip(rule.mask.lengths, tile, strict=True))
+    queries, keys = (np.arange(0, *sizes) for sizes in zip(rule.mask.lengths, block, strict=True))
     queries = queries[:, None] + (rule.q_offset or 0)
     # How far the first key is after the first query.
     ahead = keys - queries
     left, right = rule.distances
-    band = (ahead - right < tile[0]) & (ahead + left > -tile[1])
+    band = (ahead - right < block[0]) & (ahead + left > -block[1])
     # There may be more queries than keys.
-    return [band, np.minimum(queries, keys[-1]) // tile[1] == keys // tile[1]]
+    return [band, np.minimum(queries, keys[-1]) // block[1] == keys // block[1]]
 
 
 def _loaded(
     info: Any, turned: Callable, band: Bool[np.ndarray, "r s"], shards: int
 ) -> tuple[Integer[np.ndarray, "h i j"], ...]:
-    """The arrays of the steps, turned, and the tile that each loads, from the first of the row.
+    """The arrays of the steps, turned, and the block that each loads, from the first of the row.
 
-    A RuntimeError unless the kernel runs the tiles of the band, or more, as for blocks: its arrays
+    A RuntimeError unless the kernel runs the blocks of the band, or more, as for blocks: its arrays
     are not a public interface of jax, and `_steps` rewrites them.
     """
     with contextlib.suppress(IndexError, TypeError, ValueError):
@@ -229,13 +229,13 @@ def _loaded(
         runs = steps > 0
         # They are counted from the first one of the shard of the queries.
         shard = np.arange(loads.shape[2]) // (loads.shape[2] // shards)
-        tiles = (loads + shard * (band.shape[1] // shards)).astype(np.int32)
+        blocks = (loads + shard * (band.shape[1] // shards)).astype(np.int32)
         ran = np.zeros((len(runs), *band.shape), bool)
-        ran[*np.nonzero(runs)[:2], tiles[runs]] = True
-        # A tile that runs twice is marked once.
+        ran[*np.nonzero(runs)[:2], blocks[runs]] = True
+        # A block that runs twice is marked once.
         if not (band & ~ran).any() and ran.sum() == runs.sum():
-            return loads, steps, tiles
-    want = "the tiles of its mask, as from jax 0.9 to 0.12"
+            return loads, steps, blocks
+    want = "the blocks of its mask, as from jax 0.9 to 0.12"
     got = f"others in jax {jax.__version__}; use te.kernels.splash_attention"
     raise RuntimeError(arguments.wanted("splash_kernels", want, got))
 
@@ -256,7 +256,7 @@ def _said(rule: RowRule, num_heads: int) -> tuple[Any, Any]:
     if rule.reach != EVERYTHING:
         static = splash_mask.IndexMask(mask.lengths, rule.reach, rule.q_offset or 0)
         if has_blocks:
-            static |= splash_mask.BlockMask(*map(_static_block_ids, mask.sides))
+            static |= splash_mask.SameBlockId(*map(_static_block_ids, mask.sides))
     return splash.MultiHeadMask([static] * num_heads), ids
 
 
@@ -274,13 +274,13 @@ def _static_block_ids(tokens: TokenPositions) -> bytes:
 def _steps(
     data_next: Integer[Array, "h i j"],
     block_mask: Integer[Array, "h i j"],
-    tiles: Int32[Array, "h i j"],
+    blocks: Int32[Array, "h i j"],
     kinds: Int8[Array, "b r s"],
     diagonal: Bool[Array, "r s"],
 ) -> list[Integer[Array, "b h i j"]]:
-    """What each step loads and whether it runs, for each row: the tiles that have a pair."""
+    """What each step loads and whether it runs, for each row: the blocks that have a pair."""
     may_run = (kinds != 0) | diagonal
-    runs = jnp.where(jnp.take_along_axis(may_run[:, None], tiles[None], axis=3), block_mask, 0)
+    runs = jnp.where(jnp.take_along_axis(may_run[:, None], blocks[None], axis=3), block_mask, 0)
     # A step that runs nothing loads what the next one runs, so that nothing is loaded for it alone.
     is_running = runs.reshape(*runs.shape[:2], -1) > 0
     steps = jnp.arange(is_running.shape[2], dtype=jnp.int32)

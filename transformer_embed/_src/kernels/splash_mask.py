@@ -1,4 +1,4 @@
-"""Static masks of splash attention that make few tiles. (Importing this imports Pallas.)"""
+"""Static masks of splash attention that make few blocks. (Importing this imports Pallas.)"""
 
 import dataclasses
 import functools
@@ -7,22 +7,22 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Bool, Int64
 
-Tile = tuple[slice, slice]
+Block = tuple[slice, slice]
 
 
 class IndexMask(splash.LocalMask):
-    """Allows a difference of row indices, as its parent, which makes the bools of every tile.
+    """Allows a difference of row indices, as its parent, which makes the bools of every block.
 
-    At 131072 tokens these are 1.7e10. But a tile depends only on the difference of its first query
-    and its first key, and all tiles inside the window are alike, as are those beyond it.
+    At 131072 tokens these are 1.7e10. But a block depends only on the difference of its first query
+    and its first key, and all blocks inside the window are alike, as are those beyond it.
     """
 
-    def __getitem__(self, tile: Tile) -> Bool[np.ndarray, "t s"]:
-        (query, queries_end, _), (key, keys_end, _) = map(slice.indices, tile, self.shape)
+    def __getitem__(self, block: Block) -> Bool[np.ndarray, "t s"]:
+        (query, queries_end, _), (key, keys_end, _) = map(slice.indices, block, self.shape)
         rows, columns, first = queries_end - query, keys_end - key, self.offset + query - key
         # No limit is a distance that no two tokens have.
         left, right = (sum(self.shape) if side is None else side for side in self.window_size)
-        # Clamped to the tile's corners, so that all tiles inside the window share one array.
+        # Clamped to the block's corners, so that all blocks inside the window share one array.
         low, high = (min(max(bound - first, -columns), rows) for bound in (-right, left))
         return _between(rows, columns, low, high)
 
@@ -35,7 +35,7 @@ def _between(rows: int, columns: int, low: int, high: int) -> Bool[np.ndarray, "
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockMask(splash.Mask):
+class SameBlockId(splash.Mask):
     """Allows pairs in the same block, for int64 block ids [T] and [S] that are at least 0.
 
     They are held as bytes, which can be compared and hashed.
@@ -52,7 +52,7 @@ class BlockMask(splash.Mask):
         queries, keys = self._ids()
         return queries.size, keys.size
 
-    def __getitem__(self, tile: Tile) -> Bool[np.ndarray, "t s"]:
+    def __getitem__(self, block: Block) -> Bool[np.ndarray, "t s"]:
         queries, keys = self._ids()
-        of_queries, of_keys = queries[tile[0], None], keys[None, tile[1]]
+        of_queries, of_keys = queries[block[0], None], keys[None, block[1]]
         return (of_queries == of_keys) & (of_queries >= 0)

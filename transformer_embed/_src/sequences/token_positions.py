@@ -141,9 +141,9 @@ class TokenPositions:
         """The tokens of each row in another order, such as `load_balanced_order`.
 
         Tokens keep their places in the row, so a mask of all or some of them hides the same pairs
-        as before. `tile_kinds` stays as exact for tiles of neighbours in the row, except for chunks
-        of packed rows. Give ids, labels and weights the same order. Shift the labels first, since
-        the next token of a sequence is no longer beside it.
+        as before. `block_mask` stays as exact for blocks of neighbours in the row, except for
+        chunks of packed rows. Give ids, labels and weights the same order. Shift the labels first,
+        since the next token of a sequence is no longer beside it.
 
         Args:
             order: [number] integers, the index in the row of each token.

@@ -1,4 +1,4 @@
-"""Which tiles of an attention mask have no pair, some pairs or all pairs, in O(length)."""
+"""Which blocks of an attention mask have no pair, some pairs or all pairs, in O(length)."""
 
 import math
 from typing import Any, NamedTuple
@@ -46,12 +46,12 @@ Intervals = dict[str, Interval]
 
 # Compiled even if the caller is not.
 @compiled(1)
-def tile_kinds(mask: Any, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
-    """See `AttentionMask.tile_kinds`."""
+def block_mask(mask: Any, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
+    """See `AttentionMask.block_mask`."""
     tokens, others = whole_fields(mask)
     if mask.keys is None:
         tokens = others = in_row(tokens, mask.chunk)
-    # Of which tiles of queries and of keys consist: in self-attention, XLA makes them once.
+    # Of which blocks of queries and of keys consist: in self-attention, XLA makes them once.
     size = math.gcd(*shape)
     of_queries = _merged(_intervals(tokens, mask, size), shape[0] // size)
     of_keys = _merged(_intervals(others, mask, size), shape[1] // size)
@@ -62,7 +62,7 @@ def tile_kinds(mask: Any, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
         return may.low.astype(jnp.int8) + may.high.astype(jnp.int8)
 
     # Some queries at a time, because XLA does not fuse into a loop. Else it would compute the
-    # intervals again for each tile.
+    # intervals again for each block.
     steps = jax.tree.map(lambda bound: bound.T[:, :, None], of_queries)
     # A divisor, because lax.map traces its function again for a remainder.
     at_a_time = math.gcd(len(steps["places"].low), 64)
