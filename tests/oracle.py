@@ -143,17 +143,17 @@ def alibi_slopes(num_heads, max_bias=8):
     return sequences[power] + sequences[2 * power][::2][: num_heads - power]
 
 
-def t5_bucket(query, key, num_buckets, max_distance, bidirectional):
+def t5_bucket(query, key, num_buckets, max_distance, causal):
     """T5's bucket; the floor of the logarithm is the number of powers of max_distance / e that the
     distance has reached."""
-    after, buckets = key > query, num_buckets // 2 if bidirectional else num_buckets
-    distance = abs(key - query) if bidirectional or not after else 0
+    after, buckets = key > query, num_buckets if causal else num_buckets // 2
+    distance = 0 if causal and after else abs(key - query)
     exact = buckets // 2
     if distance >= exact:
         steps, base = buckets - exact, fractions.Fraction(max_distance, exact)
         share = fractions.Fraction(distance, exact) ** steps
         distance = exact + sum(share >= base**j for j in range(1, steps))
-    return distance + (buckets if after and bidirectional else 0)
+    return distance + (buckets if after and not causal else 0)
 
 
 def loop_lookup(table, ids, pad_id=None, out_of_range="nan"):

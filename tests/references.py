@@ -247,9 +247,9 @@ def slopes(got, num_heads, *, max_bias):
     same(got, np.float32([float(slope) for slope in oracle.alibi_slopes(num_heads, max_bias)]))
 
 
-def alibi(got, query_positions, key_positions, num_heads, *, symmetric, max_bias, dtype):
+def alibi(got, query_positions, key_positions, num_heads, *, causal, max_bias, dtype):
     most = float(jnp.finfo(np.asarray(got).dtype).max) / 4
-    rule = lambda q, k: -abs(k - q) if symmetric else k - q
+    rule = lambda q, k: k - q if causal else -abs(k - q)
     distances = np.array(pairs_of(rule, query_positions, key_positions), np.float64)
     slopes = np.array([float(slope) for slope in oracle.alibi_slopes(num_heads, max_bias)])
     expected = np.zeros(0)
@@ -258,8 +258,8 @@ def alibi(got, query_positions, key_positions, num_heads, *, symmetric, max_bias
     within(got, expected, SLOPE_ERROR * np.abs(expected) + 2.0**-149, dtype)
 
 
-def buckets(got, query_positions, key_positions, *, num_buckets, max_distance, bidirectional):
-    rule = lambda q, k: oracle.t5_bucket(q, k, num_buckets, max_distance, bidirectional)
+def buckets(got, query_positions, key_positions, *, num_buckets, max_distance, causal):
+    rule = lambda q, k: oracle.t5_bucket(q, k, num_buckets, max_distance, causal)
     same(got, np.array(pairs_of(rule, query_positions, key_positions), np.int64))
 
 

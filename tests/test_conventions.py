@@ -291,7 +291,7 @@ BIASES = {
     "ALiBi (Press et al.)": (SIX, SIX, {}, slopes(4) * DISTANCE),
     # `-slope * (length - 1 - key)`, with a maximum of its own.
     "MPT, Keras (`alibi_bias_max`)": ([5], SIX, {"max_bias": 6.0}, slopes(4, 6.0) * (SIX - 5)),
-    "ALiBi without a causal mask": (SIX, SIX, {"symmetric": True}, -slopes(4) * abs(DISTANCE)),
+    "ALiBi without a causal mask": (SIX, SIX, {"causal": False}, -slopes(4) * abs(DISTANCE)),
     # build_alibi_tensor: slope * (cumsum(mask) - 1) * mask.
     "Bloom": ([0], PADDED.positions, {}, slopes(4) * [0, 0, 0, 1, 2]),
 }

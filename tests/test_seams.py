@@ -41,7 +41,7 @@ def decoder(params, ids, tokens, attend):
 
 
 def t5_bias(queries, keys):
-    buckets = te.relative_position_buckets(queries, keys, bidirectional=False)
+    buckets = te.relative_position_buckets(queries, keys, causal=True)
     table = jnp.sin(jnp.arange(32.0 * HEADS)).reshape(32, HEADS)
     return jnp.moveaxis(te.lookup(table, buckets), -1, 1)
 

@@ -86,7 +86,7 @@ WEIGHTS = normal(9, 3, WIDTH, WIDTH) / np.sqrt(WIDTH)
 
 
 def t5(queries, keys):
-    buckets = te.relative_position_buckets(queries, keys, bidirectional=False)
+    buckets = te.relative_position_buckets(queries, keys, causal=True)
     return jnp.moveaxis(jnp.asarray(BUCKETS)[buckets], -1, 1)
 
 

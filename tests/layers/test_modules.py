@@ -312,7 +312,7 @@ def test_a_checkpoint_s_parameters_start_a_module_inside_a_model():
 
 
 def test_relative_position_bias_is_the_table_at_the_buckets():
-    options = {"num_buckets": 8, "max_distance": 20, "bidirectional": False}
+    options = {"num_buckets": 8, "max_distance": 20, "causal": True}
     bias = hk.transform(lambda *both: te.RelativePositionBias(3, **options)(*both))
     queries, keys = np.array([[4, 5], [30, 0]]), np.arange(6)
     params = drawn(bias.init, queries, keys)
@@ -359,7 +359,7 @@ TYPED = {"num_token_types": 2}
         (lambda: te.PositionalEncoding(te.Sinusoidal(), 8, w_init="zeros"), ValueError,
          "w_init: ... got str 'zeros'"),
         (lambda: bias(0), ValueError, "num_heads: ... 1, got 0"),
-        (lambda: bias(bidirectional=1), TypeError, "bidirectional: ... got int 1"),
+        (lambda: bias(causal=1), TypeError, "causal: ... got int 1"),
         (lambda: bias(dtype=jnp.int32), TypeError, "dtype: ... got int32"),
         (lambda: te.TransformerEmbedding(11), TypeError,
          "config: ... got int 11"),

@@ -136,11 +136,10 @@ BIASES = {
     "shapes": [("3", "4"), ("2, 3", "2, 4"), ("1, 1", "2, 3"), ("2, 3", "0")],
     "function": ["alibi_bias", "relative_position_buckets"],
     "heads": [1, 2, 3, 12],
-    "symmetric": [True, False],
     "max_bias": [8.0, 2.5, 30.0],
     "dtype": DTYPES,
     "buckets": ["32, max_distance=128", "8, max_distance=20", "48, max_distance=81", "4, max_distance=2**30"],
-    "bidirectional": [True, False],
+    "causal": [True, False],
     "mode": list(draws.MODES),
 }  # fmt: skip
 
@@ -151,10 +150,10 @@ def test_relative_biases(number):
     queries, keys = chosen.shapes
     arrays = f"drawn.positions({chosen.queries!r}, n, {queries}), "
     arrays += f"drawn.positions({chosen.keys!r}, n + 1, {keys})"
-    options = {"num_buckets": chosen.buckets, "bidirectional": chosen.bidirectional}
+    options = {"num_buckets": chosen.buckets, "causal": chosen.causal}
     arguments = "queries, keys"
     if chosen.function == "alibi_bias":
-        options = {name: repr(getattr(chosen, name)) for name in ("symmetric", "max_bias", "dtype")}
+        options = {name: repr(getattr(chosen, name)) for name in ("causal", "max_bias", "dtype")}
         arguments += f", {chosen.heads}"
     run(
         number,

@@ -120,8 +120,8 @@ ROTARIES = [
     {"scaling": te.Llama3Scaling(8.0)},
 ]  # fmt: skip
 BIASES = [
-    {"num_heads": 3, "symmetric": True, "max_bias": 100.0},
-    BUCKETS | {"bidirectional": False, "max_distance": 2**31 - 2},
+    {"num_heads": 3, "causal": False, "max_bias": 100.0},
+    BUCKETS | {"causal": True, "max_distance": 2**31 - 2},
 ]
 
 

@@ -125,7 +125,7 @@ def test_t5_bias_is_the_originals(tmp_path, name):
     # 54 is 24 * (81 / 24) ** (16 / 24), the first distance of a bucket, which float32 logarithms
     # put into the one before.
     assert differing.tolist() == ([[0, 999 - 54]] if name == "t5, rounded buckets" else [])
-    assert found.bias["bidirectional"] == (name == "t5")
+    assert found.bias["causal"] == (name != "t5")
     assert len(np.unique(ours)) > 20
 
 

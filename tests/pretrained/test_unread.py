@@ -191,7 +191,7 @@ HUB = [
     ({"model_type": "mpnet", "num_attention_heads": 16, "relative_attention_num_buckets": 12},
      "embeddings.word_embeddings.weight embeddings.position_embeddings.weight embeddings.LayerNorm "
      "encoder.relative_attention_bias.weight",
-     {"bias": {"num_heads": 16, "num_buckets": 12, "max_distance": 128, "bidirectional": True}}),
+     {"bias": {"num_heads": 16, "num_buckets": 12, "max_distance": 128, "causal": False}}),
 ]  # fmt: skip
 
 

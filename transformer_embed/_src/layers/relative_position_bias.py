@@ -24,8 +24,7 @@ class RelativePositionBias(hk.Module):
         num_heads: at least 1.
         num_buckets: as in `relative_position_buckets`.
         max_distance: as in `relative_position_buckets`.
-        bidirectional: True in an encoder, False in a causal decoder; see
-            `relative_position_buckets`.
+        causal: False in an encoder, True in a decoder; see `relative_position_buckets`.
         w_init: initialiser of the table. None: uniform with variance 1 / fan_avg, as in T5X.
         param_dtype: of the table.
         dtype: of the result. None: the dtype of the table, after a Haiku mixed-precision policy has
@@ -53,7 +52,7 @@ class RelativePositionBias(hk.Module):
         *,
         num_buckets: int = 32,
         max_distance: int = 128,
-        bidirectional: bool = True,
+        causal: bool = False,
         w_init: Initializer | None = None,
         param_dtype: DTypeLike = jnp.float32,
         dtype: DTypeLike | None = None,
@@ -65,7 +64,7 @@ class RelativePositionBias(hk.Module):
         self.buckets = {
             "num_buckets": num_buckets,
             "max_distance": max_distance,
-            "bidirectional": bidirectional,
+            "causal": causal,
         }
         default = hk.initializers.VarianceScaling(1.0, "fan_avg", "uniform")
         self.w_init = as_initializer(w_init, default)

@@ -54,7 +54,7 @@ def alibi_bias(
     key_positions: ArrayLike,
     num_heads: int,
     *,
-    symmetric: bool = False,
+    causal: bool = True,
     max_bias: float = 8.0,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "b h t s"]:
@@ -62,21 +62,21 @@ def alibi_bias(
 
         bias[b, h, t, s] = slopes[h] * (key_positions[b, s] - query_positions[b, t])
 
-    or, if symmetric, `-slopes[h] * abs(key_positions[b, s] - query_positions[b, t])`. It is made
+    or, if not causal, `-slopes[h] * abs(key_positions[b, s] - query_positions[b, t])`. It is made
     from positions, so it is right for queries at an offset in a cache, for packed sequences and for
     padding on either side.
 
-    Without `symmetric`, keys after the query get a positive bias: mask them. A softmax ignores a
+    A causal bias is positive for keys after the query: mask them. A softmax ignores a
     term that is constant over the keys, so one row can serve all queries: `query_positions=[0]`
     gives `slopes * key`, the bias of Bloom and Falcon (which computes it in bfloat16), and
-    `query_positions=[length - 1]` that of MPT and Keras. The symmetric bias has no such row.
+    `query_positions=[length - 1]` that of MPT and Keras. The other bias has no such row.
 
     Args:
         query_positions: [T] or [B, T] integers.
         key_positions: [S] or [B, S] integers.
         num_heads: as in `alibi_slopes`.
-        symmetric: whether keys after the query count by their distance, like those before it
-            (encoders; MPT without a causal mask).
+        causal: whether a mask hides the keys after the query. False (encoders; MPT without a causal
+            mask): they count by their distance, like those before it.
         max_bias: as in `alibi_slopes`.
         dtype: of the result.
 
@@ -87,7 +87,7 @@ def alibi_bias(
         (16376): after adding `mask_to_bias`, nothing overflows and masked keys stay masked.
 
     Raises:
-        TypeError: positions are not integers that `TokenPositions` takes; symmetric is not a
+        TypeError: positions are not integers that `TokenPositions` takes; causal is not a
             Python bool; dtype is not a floating dtype; and as `alibi_slopes`.
         ValueError: host positions outside int32, a rank other than 1 or 2, unequal numbers of rows;
             and as `alibi_slopes`.
@@ -103,7 +103,7 @@ def alibi_bias(
     return _alibi(
         *comparable_rows(query_positions=query_positions, key_positions=key_positions).values(),
         _slopes(num_heads, max_bias),
-        arguments.flag("symmetric", symmetric),
+        arguments.flag("causal", causal),
         arguments.result_dtype(dtype),
     )
 
@@ -114,7 +114,7 @@ def relative_position_buckets(
     *,
     num_buckets: int = 32,
     max_distance: int = 128,
-    bidirectional: bool = True,
+    causal: bool = False,
 ) -> Int32[Array, "b t s"]:
     """T5's bucket of the distance between each query and key: the row of a table of biases.
 
@@ -129,19 +129,19 @@ def relative_position_buckets(
     Args:
         query_positions: [T] or [B, T] integers.
         key_positions: [S] or [B, S] integers.
-        num_buckets: rows of the table, at least 4 (2 if not bidirectional). If bidirectional, an
-            odd number leaves the last row unused.
+        num_buckets: rows of the table, at least 4 (2 if causal). An odd number leaves the last row
+            unused unless causal.
         max_distance: distances of at least this share the last bucket. Must be larger than e above.
-        bidirectional: True (T5's encoder): buckets 0..m-1, m = num_buckets // 2, are for keys at or
-            before the query, m..2m-1 for keys after it. False (its decoder): all m = num_buckets
-            are for keys at or before the query; those after it get 0, since a mask hides them.
+        causal: False (T5's encoder): buckets 0..m-1, m = num_buckets // 2, are for keys at or
+            before the query, m..2m-1 for keys after it. True (its decoder): all m = num_buckets are
+            for keys at or before the query; those after it get 0, since a mask hides them.
 
     Returns:
         int32 [B or 1, T, S], in [0, num_buckets); exact for any two int32 positions.
 
     Raises:
         TypeError: positions are not integers that `TokenPositions` takes; num_buckets or
-            max_distance is not a Python int; bidirectional is not a Python bool.
+            max_distance is not a Python int; causal is not a Python bool.
         ValueError: host positions outside int32, a rank other than 1 or 2, unequal numbers of rows;
             num_buckets or max_distance is too low, or max_distance 2**31 - 1 or more.
 
@@ -155,15 +155,15 @@ def relative_position_buckets(
         Transformer" (2020), section 2.1, https://arxiv.org/abs/1910.10683; the formula is that of
         its code, Mesh TensorFlow.
     """
-    bidirectional = arguments.flag("bidirectional", bidirectional)
-    num_buckets = arguments.integer("num_buckets", num_buckets, at_least=4 if bidirectional else 2)
-    each_way = num_buckets // 2 if bidirectional else num_buckets
+    causal = arguments.flag("causal", causal)
+    num_buckets = arguments.integer("num_buckets", num_buckets, at_least=2 if causal else 4)
+    each_way = num_buckets if causal else num_buckets // 2
     max_distance = arguments.int32("max_distance", max_distance, at_least=each_way // 2 + 1)
     return _buckets(
         *comparable_rows(query_positions=query_positions, key_positions=key_positions).values(),
         each_way,
         _bucket_starts(each_way, max_distance),
-        bidirectional,
+        causal,
     )
 
 
@@ -196,7 +196,7 @@ def _alibi(
     queries: Integer[Array, "q t"],
     keys: Integer[Array, "k s"],
     slopes: tuple[float, ...],
-    symmetric: bool,
+    causal: bool,
     dtype: jnp.dtype,
 ) -> Float[Array, "b h t s"]:
     wide = arguments.compute_dtype(dtype)
@@ -204,7 +204,7 @@ def _alibi(
     after, distance = _after_and_distance(queries, keys)
     far = distance.astype(wide)
     # 0 - 0 is 0, where -(0) would be -0.
-    relative = 0 - far if symmetric else jnp.where(after, far, 0 - far)
+    relative = jnp.where(after, far, 0 - far) if causal else 0 - far
     quarter = float(jnp.finfo(dtype).max) / 4
     return jnp.clip(factors * relative[:, None], -quarter, quarter).astype(dtype)
 
@@ -215,10 +215,10 @@ def _buckets(
     keys: Integer[Array, "k s"],
     each_way: int,
     starts: tuple[int, ...],
-    bidirectional: bool,
+    causal: bool,
 ) -> Int32[Array, "b t s"]:
     after, distance = _after_and_distance(queries, keys)
-    if not bidirectional:
+    if causal:
         distance = jnp.where(after, 0, distance)
     # Unrolled, with one comparison for each start: for a reduction, XLA would make an array [b, t,
     # s, starts].
@@ -228,7 +228,7 @@ def _buckets(
     # compiler would make one of it.
     near = jnp.where(distance < exact + 1, distance, exact).astype(jnp.int32)
     buckets = sum(past, start=near)
-    return buckets + jnp.where(after, each_way, 0) if bidirectional else buckets
+    return buckets if causal else buckets + jnp.where(after, each_way, 0)
 
 
 def _after_and_distance(

@@ -332,5 +332,5 @@ def _bias(kind: Architecture, value: Options, shapes: Shapes, stack: str) -> Opt
         "num_heads": value["num_attention_heads"] or heads,
         "num_buckets": value["relative_attention_num_buckets"] or buckets,
         "max_distance": value["relative_attention_max_distance"],
-        "bidirectional": stack == "encoder",
+        "causal": stack != "encoder",
     }
