@@ -97,12 +97,9 @@ DOORS = [
     (te.SinusoidalGrid, vars(te.SinusoidalGrid((2, 2)))),
     (te.Learned, vars(te.Learned(4))),
     (te.plots.plot_encoding, {"encoding": TABLE, "tokens": None, "limit": None}),
-    (te.plots.plot_wavelengths, {"d_model": 4, "base": 10.0, "scaling": None}),
-    (te.plots.plot_similarity, {"encoding": TABLE}),
     (te.plots.plot_mask, {"mask": TABLE > 0, "query_tokens": None, "key_tokens": None}),
     (te.plots.plot_rotary, {"positions": POSITIONS, "head_dim": 4, "base": 10.0, "scaling": None}),
     (te.plots.plot_bias, {"bias": TABLE, "query_tokens": None, "key_tokens": None}),
-    (te.plots.plot_error, {"d_model": 4, "positions": POSITIONS + 1, "base": 10.0}),
 ]  # fmt: skip
 
 

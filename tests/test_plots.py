@@ -29,27 +29,18 @@ WAVES = np.cos(np.arange(9)[:, None] / np.arange(1, 7))
 CAUSAL = np.tri(4, dtype=bool)
 PICTURES = {
     "plot_encoding": functools.partial(plots.plot_encoding, WAVES),
-    "plot_wavelengths": functools.partial(plots.plot_wavelengths, 16),
-    "plot_similarity": functools.partial(plots.plot_similarity, WAVES),
     "plot_mask": functools.partial(plots.plot_mask, CAUSAL),
     "plot_rotary": functools.partial(plots.plot_rotary, [0, 1, 5], 16),
     "plot_bias": functools.partial(plots.plot_bias, WAVES[:2]),
-    "plot_error": functools.partial(plots.plot_error, 4, positions=[1, 10_000]),
 }
 LABELS = {
-    "wavelength (tokens)", "position (tokens)", "distance (tokens)", "dot product", "value",
-    "largest error of any channel", "channel", "pair of channels", "first channel of the pair",
-    "second channel of the pair", "added to the logit", "key (token attended to)",
-    "query (token that attends)",
+    "position (tokens)", "value", "channel", "first channel of the pair", "added to the logit",
+    "second channel of the pair", "key (token attended to)", "query (token that attends)",
 }  # fmt: skip
 
 # Half a unit in the last place below 8, twice (the products and the sum of a rotation), of float32
 # at magnitudes up to 4.
 ROTATED = 4 * 2.0**-22
-# An angle below 2 pi is rounded to float64 once, its sine once more.
-EXACT = 2 * 2.0**-51
-# A wavelength is rounded to float64 once by each side, the formula's power and product once each.
-WAVELENGTH = 8 * 2.0**-52
 every_picture = pytest.mark.parametrize("name", PICTURES)
 
 
@@ -204,19 +195,11 @@ WRONG = [
     (plots.plot_encoding, np.zeros([0, 4]), {}, "encoding: ... got shape [0, 4]"),
     (plots.plot_encoding, np.zeros([2, 2, 3]), {}, "encoding: ... got shape [2, 2, 3]"),
     (plots.plot_encoding, [[1.0]], {"limit": 0}, "limit: ... 0, got 0"),
-    (plots.plot_similarity, 1.0, {}, "encoding: ... got shape []"),
     (plots.plot_mask, [[1, 0]], {}, "mask: ... got int64"),
     (plots.plot_mask, np.ones([1, 3, 2, 2], bool), {}, "mask: ... got shape [1, 3, 2, 2]"),
     (plots.plot_rotary, [0], {"head_dim": 5}, "head_dim: ... got 5"),
     (plots.plot_rotary, [True], {"head_dim": 4}, "positions: ... got bool"),
     (plots.plot_bias, np.zeros(3), {}, "bias: ... got shape [3]"),
-    (plots.plot_error, 0, {}, "d_model: ... 1, got 0"),
-    (plots.plot_error, 4, {"positions": [2**31]}, "positions: ... 1..2147483647, got 2147483648 at index [0]"),
-    (plots.plot_error, 4, {"positions": [5, 0]}, "positions: ... 1..2147483647, got 0 at index [1]"),
-    (plots.plot_wavelengths, 0, {}, "d_model: ... 1, got 0"),
-    (plots.plot_wavelengths, 4, {"base": 0}, "base: ... 0, got 0"),
-    (plots.plot_wavelengths, 63, {"scaling": te.NTKScaling(2.0)}, "d_model: ... got 63"),
-    (plots.plot_wavelengths, 64, {"scaling": "linear"}, "scaling: wanted LinearScaling(...), another scaling of this package, or None, got str 'linear'"),
     (plots.plot_mask, [[True]], {"query_tokens": 5}, "tokens: ... got int 5"),
     (plots.plot_encoding, [[1.0]], {"tokens": []}, "tokens: ... 1, got 0"),
 ]  # fmt: skip
@@ -233,62 +216,12 @@ def test_bad_arguments_raise_errors():
     [
         plots.plot_encoding,
         lambda values: plots.plot_mask(values > 0),
-        lambda values: plots.plot_error(4, positions=values.ravel()),
         lambda values: plots.plot_rotary(values.ravel(), 4),
     ],
 )
 def test_traced_arrays_are_refused(draw):
     with pytest.raises(TypeError, match="trace"):
         jax.jit(lambda x: draw(x) and x)(np.ones([4, 4], np.int32))
-
-
-# plot_wavelengths
-
-
-@pytest.mark.parametrize(("d_model", "base"), [(64, 10_000.0), (7, 500.0), (1, 10_000.0)])
-def test_wavelengths_are_those_of_the_formula(ax, d_model, base):
-    plots.plot_wavelengths(d_model, ax=ax, base=base)
-    pairs = np.arange((d_model + 1) // 2)
-    got = ax.lines[0].get_xydata()
-    equal(got[:, 0], pairs)
-    near(got[:, 1], 2 * np.pi * base ** (2 * pairs / d_model), rtol=64 * WAVELENGTH)
-    assert ax.get_yscale() == "log"
-
-
-def test_a_scaling_changes_wavelengths(ax):
-    plots.plot_wavelengths(16, ax=ax)
-    plots.plot_wavelengths(16, ax=ax, scaling=te.LinearScaling(8.0))
-    before, after = (line.get_ydata() for line in ax.lines)
-    near(after, 8 * before, rtol=WAVELENGTH)
-
-
-def test_several_series_differ_and_are_named(ax):
-    for n in range(4):
-        plots.plot_wavelengths(16, ax=ax, base=10.0 ** (n + 1), label=f"base {n}")
-    assert len({(line.get_marker(), line.get_color()) for line in ax.lines}) == 4
-    assert texts(ax.get_legend().get_texts()) == [f"base {n}" for n in range(4)]
-    assert plots.plot_wavelengths(16, ax=Figure().subplots()).get_legend() is None
-
-
-# plot_similarity
-
-
-# Of integers, the products of the pairs at each distance are exact.
-INTEGERS = np.random.default_rng(0).integers(-9, 9, (8, 4))
-PRODUCTS = [np.diagonal(INTEGERS @ INTEGERS.T, distance) for distance in range(8)]
-
-
-def test_similarity_is_the_mean_over_pairs(ax):
-    plots.plot_similarity(INTEGERS, ax=ax)
-    equal(ax.lines[0].get_xydata(), [(n, each.mean()) for n, each in enumerate(PRODUCTS)])
-
-
-def test_the_band_of_a_similarity_reaches_from_the_lowest_to_the_highest_pair(ax):
-    plots.plot_similarity(INTEGERS, ax=ax)
-    band = ax.collections[0].get_paths()[0].vertices
-    for distance, products in enumerate(PRODUCTS):
-        heights = band[band[:, 0] == distance, 1]
-        assert (heights.min(), heights.max()) == (products.min(), products.max())
 
 
 # plot_mask
@@ -391,28 +324,3 @@ def test_a_bias_that_is_masked_everywhere_is_drawn(ax):
     plots.plot_bias(te.mask_to_bias(np.zeros([2, 2], bool)), ax=ax)
     assert image(ax).mask.all()
     rendered(ax)
-
-
-# plot_error
-
-
-@pytest.mark.slow
-def test_error_draws_ours_the_product_and_the_rounding(ax):
-    positions, base = [1, 12_347, 2_000_000_011], 9_000.0
-    plots.plot_error(6, positions=positions, base=base, ax=ax)
-    ours, product, rounding = ax.lines
-    frequencies = np.float32(base) ** (-np.arange(3, dtype=np.float32) / np.float32(3))
-    angles = np.float32(positions)[:, None] * frequencies
-    usual = np.stack([np.sin(angles), np.cos(angles)], -1).reshape(3, 6)
-    ours_at = te.sinusoidal_encoding(positions, 6, base=base)
-    for line, table in ((ours, ours_at), (product, usual)):
-        assert line.get_xdata().tolist() == positions
-        for row, place, drawn in zip(np.asarray(table), positions, line.get_ydata(), strict=True):
-            exact = oracle.encoding(place, 6, base=base)
-            near(drawn, max(map(oracle.error, row, exact)), atol=EXACT)
-    # Half of float32's spacing at the last angle is 64 radians.
-    assert product.get_ydata()[2] > 0.5
-    assert set(rounding.get_ydata()) == {float(np.spacing(np.float32(0.5))) / 2}
-    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
-    labels = ["transformer_embed", "float32 product", "rounding to float32"]
-    assert texts(ax.get_legend().get_texts()) == labels

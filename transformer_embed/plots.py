@@ -9,19 +9,13 @@ and by colour-blind readers. Titles are left to the caller.
 from transformer_embed._src.plots import (
     plot_bias,
     plot_encoding,
-    plot_error,
     plot_mask,
     plot_rotary,
-    plot_similarity,
-    plot_wavelengths,
 )
 
 __all__ = [
     "plot_bias",
     "plot_encoding",
-    "plot_error",
     "plot_mask",
     "plot_rotary",
-    "plot_similarity",
-    "plot_wavelengths",
 ]

@@ -8,14 +8,19 @@ Usage: python tests/benchmarks/chart.py [RESULTS.json]
 import hashlib
 import json
 import re
+import sys
 from pathlib import Path
 
 import matplotlib.style
 import numpy as np
 from harness import markdown_table, parser_of
 from matplotlib.figure import Figure
+from peers import float32_waves
 
 import transformer_embed as te
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import oracle
 
 PAGES = Path(__file__).parents[2] / "notebooks"
 RESULTS = Path(__file__).parent / "speed.json"
@@ -72,7 +77,20 @@ def new_figure(title: str, width: float = INCHES[0]) -> Figure:
 def draw_error() -> Figure:
     """The error of sinusoidal positions, and that of the usual float32 product."""
     figure = new_figure("error of sinusoidal positions (d_model 64, base 10,000)", 5.0)
-    te.plots.plot_error(64, ax=figure.subplots())
+    positions = np.geomspace(1, 2**31 - 1, 100, dtype=np.int64)
+    exact = np.array([oracle.encoding(int(position), 64) for position in positions], float)
+    waves = np.stack(float32_waves(positions.astype(np.float32), 32, 10_000.0), -1)
+    encodings = {PACKAGE: te.sinusoidal_encoding(positions, 64), "float32 product": waves}
+    ax = figure.subplots()
+    for (name, encoding), color in zip(encodings.items(), (OUR_COLOR, "#D55E00"), strict=True):
+        error = np.abs(np.asarray(encoding).reshape(exact.shape) - exact).max(1)
+        ax.plot(positions, error, marker="o", markersize=3, linewidth=1, color=color, label=name)
+    # Half of the distance of float32 numbers just below 1.
+    ax.axhline(2.0**-25, color="black", linestyle=":", linewidth=1, label="rounding to float32")
+    ax.set(xlabel="position (tokens)", ylabel="largest error of any channel")
+    ax.set(xscale="log", yscale="log")
+    ax.grid(alpha=0.3)
+    ax.legend(frameon=False)
     return figure
 
 

@@ -90,7 +90,6 @@ VALUE_ERRORS = [
     (lambda: te.sinusoidal_encoding([0], MANY), FREQUENCIES),
     (lambda: te.EmbedderConfig(3, MANY), FREQUENCIES),
     (lambda: te.sinusoidal_grid((2, 2), MANY), FREQUENCIES),
-    (lambda: te.plots.plot_wavelengths(MANY), FREQUENCIES),
     (lambda: encode(np.array([5, 2**31])), INT32 + "2147483648 at index [1]"),
 ]  # fmt: skip
 

@@ -1,6 +1,5 @@
 """Pictures of encodings, masks and biases; the public `plots` says how to read them."""
 
-import decimal
 import importlib
 import math
 from collections.abc import Sequence
@@ -12,21 +11,18 @@ from jaxtyping import Float64
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.positions import phase
-from transformer_embed._src.positions.rotary import apply_rotary, check_even
-from transformer_embed._src.positions.rotary_scaling import Scaling, scaled_frequencies, unscaled
-from transformer_embed._src.positions.sinusoidal import sinusoidal_encoding
+from transformer_embed._src.positions.rotary import apply_rotary
+from transformer_embed._src.positions.rotary_scaling import Scaling
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.image import AxesImage
-    from matplotlib.lines import Line2D
 
 # Those of the rows and those of the columns.
 Tokens = tuple[Sequence[str] | None, Sequence[str] | None]
 HIDDEN, SOME, ALLOWED = "#E6E6E6", "#6BAED6", "#0B3C5D"
 # Blue, vermilion, bluish green and black from Okabe and Ito's colour-blind-safe palette.
-BLUE, VERMILION, GREEN, BLACK = "#0072B2", "#D55E00", "#009E73", "#000000"
-STYLES = (("o", BLUE, "-"), ("s", VERMILION, "--"), ("^", GREEN, ":"), ("D", BLACK, "-."))
+STYLES = (("o", "#0072B2"), ("s", "#D55E00"), ("^", "#009E73"), ("D", "#000000"))
 MOST_CELLS_WITH_LINES = 64
 # `mask_to_bias` adds half of the lowest number of a dtype, to which another bias may add a quarter.
 # This is what remains in float16. The softmax of a logit as low is 0 in any dtype.
@@ -77,100 +73,6 @@ def plot_encoding(
     values = _matrix("encoding", encoding)
     image = _image(ax, values, ("position (tokens)", "channel"), (tokens, None), aspect="auto")
     return _signed(image, "value", limit)
-
-
-def plot_wavelengths(
-    d_model: int,
-    *,
-    ax: "Axes | None" = None,
-    base: float = 10_000.0,
-    scaling: Scaling | None = None,
-    label: str | None = None,
-) -> "Axes":
-    """The wavelength of each pair of channels, in positions.
-
-    Draw several on one Axes to compare them.
-
-        wavelength[i] = 2 * pi * base ** (2i / d_model)
-
-    Args:
-        d_model: number of channels, at least 1: of an encoding, or the rotated channels of a head.
-        ax: where to draw; None: a new pyplot figure.
-        base: as in `sinusoidal_encoding` and `apply_rotary`; above 0.
-        scaling: as in `apply_rotary`; needs an even d_model. None: the formula above.
-        label: name in the legend; None: no legend.
-
-    Returns:
-        The Axes, with pair of channels across and wavelength (tokens, logarithmic) up.
-
-    Raises:
-        TypeError: d_model is not a Python int, or base is not a Python number.
-        ValueError: d_model or base is out of its range; d_model is odd, and there is a scaling.
-
-    Example:
-        >>> import transformer_embed as te
-        >>> ax = te.plots.plot_wavelengths(128, base=5e5, label="as trained")
-        >>> scaling = te.Llama3Scaling(8.0)
-        >>> ax = te.plots.plot_wavelengths(128, ax=ax, base=5e5, scaling=scaling, label="Llama 3.1")
-        >>> ax.get_ylabel()
-        'wavelength (tokens)'
-
-    Source:
-        Vaswani et al., "Attention Is All You Need" (2017), section 3.5,
-        https://arxiv.org/abs/1706.03762
-    """
-    d_model = arguments.size("d_model", d_model)
-    frequencies, _ = scaled_frequencies(scaling, d_model, arguments.positive("base", base))
-    if scaling is not None:
-        check_even("d_model", d_model)
-    wavelengths = [float(2 * phase.PI / frequency) for frequency in frequencies]
-    ax = _axes(ax)
-    # Dots without a line, because no value lies between two pairs.
-    _plot(ax, range(len(wavelengths)), wavelengths, label, linestyle="")
-    return finished(ax, "pair of channels", "wavelength (tokens)", yscale="log")
-
-
-def plot_similarity(
-    encoding: ArrayLike, *, ax: "Axes | None" = None, label: str | None = None
-) -> "Axes":
-    """The dot product of two positions' vectors as a function of their distance.
-
-    It shows how similar near and far positions are. The line is the mean over all pairs of
-    positions at a distance; the band goes from the minimum to the maximum. Sinusoids have no band,
-    because their dot product depends only on the distance. Needs memory for length * length
-    numbers.
-
-    Args:
-        encoding: [length, d_model]: vectors of positions 0..length-1.
-        ax: where to draw; None: a new pyplot figure.
-        label: name in the legend; None: no legend.
-
-    Returns:
-        The Axes, with distance (tokens) across and dot product up.
-
-    Raises:
-        TypeError: encoding is traced.
-        ValueError: encoding is not a matrix, or is empty.
-
-    Example:
-        >>> import transformer_embed as te
-        >>> ax = te.plots.plot_similarity(te.sinusoidal_table(128, 64))
-        >>> round(float(ax.lines[0].get_ydata()[0]), 3)  # a vector with itself: d_model / 2
-        32.0
-
-    Source:
-        Wang and Chen, "What Do Position Embeddings Learn?" (2020), figure 1,
-        https://arxiv.org/abs/2010.04903, who show the whole matrix of cosines.
-    """
-    values = _matrix("encoding", encoding)
-    products, distances = values @ values.T, range(len(values))
-    diagonals = [np.diagonal(products, distance) for distance in distances]
-    statistics = [(pairs.mean(), pairs.min(), pairs.max()) for pairs in diagonals]
-    mean, low, high = np.transpose(statistics)
-    ax = _axes(ax)
-    line = _plot(ax, distances, mean, label, marker="")
-    ax.fill_between(distances, low, high, color=line.get_color(), alpha=0.25, linewidth=0)
-    return finished(ax, "distance (tokens)", "dot product")
 
 
 def plot_mask(
@@ -281,11 +183,12 @@ def plot_rotary(
     ax = _axes(ax)
     ax.set(xlabel="first channel of the pair", ylabel="second channel of the pair")
     ax.set(aspect="equal", xmargin=0.1, ymargin=0.1)
+    circle = matplotlib("patches").Circle
     for radius, pair in enumerate(pairs, 1):
-        ax.add_patch(
-            matplotlib("patches").Circle((0, 0), radius, fill=False, color="0.8", zorder=0)
-        )
-        _plot(ax, rotated[:, pair], rotated[:, pair + half], f"pair {pair}", linestyle="")
+        ax.add_patch(circle((0, 0), radius, fill=False, color="0.8", zorder=0))
+        marker, color = STYLES[radius - 1]
+        style = {"marker": marker, "color": color, "linestyle": "", "markersize": 3.5}
+        ax.plot(rotated[:, pair], rotated[:, pair + half], label=f"pair {pair}", **style)
     title = "A circle for each pair;\nradii keep them apart.\nNumbers: positions."
     ax.legend(title=title, **BESIDE)
     # The first pair rotates by a radian at each position: a seventh number would lie on the first.
@@ -333,65 +236,6 @@ def plot_bias(
     shown = np.ma.masked_where(~(values > HIDING_BIAS), values)
     image = _queries_and_keys(ax, shown, (query_tokens, key_tokens))
     return _signed(image, "added to the logit")
-
-
-def plot_error(
-    d_model: int,
-    *,
-    ax: "Axes | None" = None,
-    positions: ArrayLike | None = None,
-    base: float = 10_000.0,
-) -> "Axes":
-    """The largest error of a sinusoidal encoding at each position.
-
-    One line is for this package, one for the usual float32 product. Exact values are computed with
-    75 decimal digits, and whole turns are subtracted before the sine.
-
-    Args:
-        d_model: number of channels, at least 1.
-        ax: where to draw; None: a new pyplot figure.
-        positions: [n] integers, at least 1 because the axis is logarithmic. None: a hundred from 1
-            to 2**31 - 1.
-        base: as in `sinusoidal_encoding`.
-
-    Returns:
-        The Axes, with position (tokens) across and largest error up, both logarithmic, and a dotted
-        line at the error of rounding a value near 1 to float32.
-
-    Raises:
-        TypeError: positions are not integers, or are traced; and as `sinusoidal_encoding`.
-        ValueError: positions below 1 on the host; and as `sinusoidal_encoding`.
-
-    Example:
-        >>> import transformer_embed as te
-        >>> ax = te.plots.plot_error(16, positions=[1, 1000, 1_000_000_000])
-        >>> ours = ax.lines[0].get_ydata()
-        >>> bool(ours.max() < 6.0e-8)
-        True
-    """
-    if positions is None:
-        positions = np.geomspace(1, 2**31 - 1, 100, dtype=np.int64)
-    known = arguments.on_host("positions", arguments.as_array("positions", positions))
-    points = arguments.as_integers("positions", known, 1, what="a logarithmic axis")
-    points, base = np.atleast_1d(points), arguments.positive("base", base)
-    frequencies: Any = unscaled(arguments.size("d_model", d_model), base)
-    with decimal.localcontext(phase.PRECISION):
-        # Without the whole turns, which would cost digits.
-        angles = np.multiply.outer(points, frequencies) % (2 * phase.PI)
-    exponents = np.arange(0, d_model, 2, dtype=np.float32) / np.float32(d_model)
-    products = points.astype(np.float32)[:, None] * np.float32(base) ** -exponents
-    exact = _interleaved(angles.astype(np.float64), d_model)
-    ax = _axes(ax)
-    for encoding, label in (
-        (sinusoidal_encoding(points, d_model, base=base), "transformer_embed"),
-        (_interleaved(products, d_model), "float32 product"),
-    ):
-        error = np.abs(np.asarray(encoding) - exact).max(1)
-        _plot(ax, points, error, label, linestyle="-", linewidth=1)
-    # Half of the distance of float32 numbers just below 1.
-    ax.axhline(2.0**-25, color=BLACK, linestyle=":", linewidth=1, label="rounding to float32")
-    labels = "position (tokens)", "largest error of any channel"
-    return finished(ax, *labels, xscale="log", yscale="log")
 
 
 def matplotlib(module: str) -> Any:
@@ -471,24 +315,3 @@ def _signed(image: Any, label: str, limit: float | None = None) -> "Axes":
     image.set(cmap="RdBu_r", clim=(-most, most))
     image.axes.figure.colorbar(image, label=label, extend=extend)
     return image.axes
-
-
-def _plot(ax: "Axes", x: Any, y: Any, label: str | None, **options: Any) -> "Line2D":
-    """A series in the next style, without what the options say."""
-    # A style for each series that the Axes has already, so that calls may share one.
-    marker, color, dash = STYLES[len(ax.lines) % len(STYLES)]
-    style = {"marker": marker, "color": color, "linestyle": dash, "markersize": 3.5}
-    return ax.plot(x, y, label=label, **style | options)[0]
-
-
-def finished(ax: "Axes", x_label: str, y_label: str, **options: Any) -> "Axes":
-    ax.set(xlabel=x_label, ylabel=y_label, **options)
-    ax.grid(alpha=0.3)
-    if ax.get_legend_handles_labels()[0]:
-        ax.legend(frameon=False)
-    return ax
-
-
-def _interleaved(angles: np.ndarray, d_model: int) -> np.ndarray:
-    """The sines and cosines of angles [n, pairs], as [n, d_model]."""
-    return np.stack([np.sin(angles), np.cos(angles)], -1).reshape(len(angles), -1)[:, :d_model]

@@ -12,7 +12,6 @@ import numpy as np
 
 from transformer_embed import pretrained
 from transformer_embed._src import arguments
-from transformer_embed._src.plots import finished
 from transformer_embed.cli.outputs import draw_file, drawable, writable
 
 LIBRARY_BYTES = 8_000_000
@@ -132,7 +131,9 @@ def _curves(ax: Any, results: Mapping[str, Any]) -> str:
         parts = np.array_split(result.losses, min(50, len(result.losses)))
         steps = np.cumsum([len(part) for part in parts])
         ax.plot(steps, [part.mean() for part in parts], label=name)
-    finished(ax, "step", "loss (bits per byte)")
+    ax.set(xlabel="step", ylabel="loss (bits per byte)")
+    ax.grid(alpha=0.3)
+    ax.legend(frameon=False)
     return "losses of training"
 
 
