@@ -25,14 +25,13 @@ X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(1, 3, 2, 4)
 LABELS = np.array([1, 2], np.int32)
 
 GOOD = {
-    te.resize_positions: {
-        "params": {"m/learned_positional_encoding": {"embeddings": jnp.asarray(TABLE)}},
-        "max_len": 6,
-    },
-    te.resize_vocabulary: {
-        "params": {"m/token_embedding": {"embeddings": jnp.asarray(TABLE)}},
-        "config": te.EmbedderConfig(4, 3),
-        "new_config": te.EmbedderConfig(3, 3),
+    te.pretrained.resize: {
+        "params": {
+            "m/token_embedding": {"embeddings": jnp.asarray(TABLE)},
+            "m/learned_positional_encoding": {"embeddings": jnp.asarray(TABLE)},
+        },
+        "config": te.EmbedderConfig(4, 3, scheme=te.Learned(4)),
+        "new_config": te.EmbedderConfig(3, 3, scheme=te.Learned(6)),
     },
     te.alibi_bias: {"query_positions": POSITIONS, "key_positions": POSITIONS, "num_heads": 2},
     te.alibi_slopes: {"num_heads": 2},

@@ -57,7 +57,7 @@ def encoding(config, short, positions):
 def embedded(config, short, ids, positions, token_types):
     """[..., length, width of the tables] in float64, before dropout."""
     width, ids = config.table_width, np.asarray(ids)
-    factor = width**0.5 if config.scale is None else config.scale
+    factor = width**0.5 if config.scale == "sqrt_d_model" else config.scale
     total = rows(config, short["token_embedding/embeddings"], ids, config.pad_id) * factor
     if config.scheme is not None:
         positions = counted(config, ids) if positions is None else np.asarray(positions)
@@ -181,19 +181,19 @@ def resized(config, batches, vocab_size):
     found, rng = [], jax.random.key(1)
     new = dataclasses.replace(config, vocab_size=vocab_size)
     for params, *others in batches:
-        wider = te.resize_vocabulary(params, config, new, rng=rng)
-        assert_right(te.resize_vocabulary, wider, params, config, new, rng=rng)
+        wider = te.pretrained.resize(params, config, new, rng=rng)
+        assert_right(te.pretrained.resize, wider, params, config, new, rng=rng)
         found.append((jax.tree.map(np.asarray, wider), *others))
     return new, found
 
 
 def lengthened(config, batches, max_len):
-    found = []
+    found, new = [], dataclasses.replace(config, scheme=te.Learned(max_len))
     for params, *others in batches:
-        longer = te.resize_positions(params, max_len)
-        assert_right(te.resize_positions, longer, params, max_len)
+        longer = te.pretrained.resize(params, config, new)
+        assert_right(te.pretrained.resize, longer, params, config, new)
         found.append((jax.tree.map(np.asarray, longer), *others))
-    return dataclasses.replace(config, scheme=te.Learned(max_len)), found
+    return new, found
 
 
 def check(config, is_training, found, batches):

@@ -607,27 +607,29 @@ def dropped_out(got, rng, rate, x):
 # --- parameters
 
 
-def resized_vocabulary(got, params, config, new_config, rng):
-    """How new rows are drawn is in tests/pretrained/test_resizing.py."""
+def resized(got, params, config, new_config, *, rng, grids):
+    """How new rows are drawn, and grids, are in tests/pretrained/test_resizing.py."""
+    assert grids is None
     assert not config.spread | new_config.spread
-    kept = min(config.vocab_size, new_config.vocab_size)
     for path, leaves in params.items():
         for name, leaf in leaves.items():
-            is_moved = path.endswith("token_embedding")
-            rows = new_config.rows if is_moved else len(leaf)
-            assert got[path][name].shape == (rows, *leaf.shape[1:])
-            same(floats(got[path][name])[:kept], floats(leaf)[:kept])
+            if path.endswith("token_embedding"):
+                kept = min(config.vocab_size, new_config.vocab_size)
+                assert got[path][name].shape == (new_config.rows, *leaf.shape[1:])
+                same(floats(got[path][name])[:kept], floats(leaf)[:kept])
+            elif not path.endswith("learned_positional_encoding"):
+                same(got[path][name], leaf)
+            elif config.scheme.max_len != new_config.scheme.max_len:
+                resized_positions(got[path][name], leaf, new_config.scheme)
 
 
-def resized_positions(got, params, max_len, *, start, shape):
+def resized_positions(got, table, scheme):
     """Weights of a triangle, as wide as the steps are long where rows become fewer."""
-    assert shape is None, "test_resizing.py has grids"
-    (path,) = (path for path in params if path.endswith("learned_positional_encoding"))
-    old, new = floats(params[path]["embeddings"]), floats(got[path]["embeddings"])
-    rounding = max(1e-5, float(jnp.finfo(got[path]["embeddings"].dtype).eps))
-    assert new.shape == (max_len, old.shape[1])
+    old, new, start = floats(table), floats(got), scheme.start
+    rounding = max(1e-5, float(jnp.finfo(got.dtype).eps))
+    assert new.shape == (scheme.max_len, old.shape[1])
     same(new[:start], old[:start])
-    rows, step = old[start:], (len(old) - start) / (max_len - start)
+    rows, step = old[start:], (len(old) - start) / (len(new) - start)
     for n, row in enumerate(new[start:]):
         distances = (n + 0.5) * step - 0.5 - np.arange(len(rows))
         weights = np.maximum(0, 1 - np.abs(distances) / max(step, 1))
@@ -640,8 +642,7 @@ def scaled_queries(got, positions, *, beta, length, offset):
 
 
 CHECKS = {
-    te.resize_positions: resized_positions,
-    te.resize_vocabulary: resized_vocabulary,
+    te.pretrained.resize: resized,
     te.alibi_bias: alibi,
     te.alibi_slopes: slopes,
     te.apply_rotary: rotated,

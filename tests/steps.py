@@ -119,7 +119,7 @@ def trained(seed, config, optimizer, form, *, kind, table, ids, where="none", ca
     plain = {NAME: {"embeddings": start(config, seed)}}
     unsplit = dataclasses.replace(config, row_multiple=1, spread=False)
     with jax.set_mesh(on):
-        params = put(on, te.resize_vocabulary(plain, unsplit, config), *table)
+        params = put(on, te.pretrained.resize(plain, unsplit, config), *table)
         state = jax.tree.map(
             lambda leaf: leaf if leaf.ndim else put(on, leaf), optimizer.init(params)
         )
@@ -131,5 +131,5 @@ def trained(seed, config, optimizer, form, *, kind, table, ids, where="none", ca
     # Outside of the mesh, and of padding.
     params = jax.tree.map(np.asarray, params)
     return np.asarray(
-        te.resize_vocabulary(params, config, unsplit)[NAME]["embeddings"], np.float64
+        te.pretrained.resize(params, config, unsplit)[NAME]["embeddings"], np.float64
     ), losses

@@ -47,6 +47,7 @@ LEARNED = te.Embedder(
         VOCAB, WIDTH, scheme=te.Learned(LENGTH), num_token_types=2, layer_norm_eps=1e-6
     )
 )
+LARGER = dataclasses.replace(LEARNED.config, vocab_size=VOCAB + 8, scheme=te.Learned(2 * LENGTH))
 
 
 def of(dtype, *shape):
@@ -74,10 +75,6 @@ FUNCTIONS = {name: (with_gradient(*call), call[1]) for name, call in CALLS.items
     "alibi_slopes": (lambda: te.alibi_slopes(4), ()),
     "causal_mask": (lambda: te.causal_mask(LENGTH), ()),
     "sinusoidal_table": (lambda: te.sinusoidal_table(LENGTH, WIDTH), ()),
-    "resize_positions": (
-        lambda params: te.resize_positions(params, 2 * LENGTH),
-        (jax.eval_shape(LEARNED.init, jax.random.key(0)),),
-    ),
     "linear_divergence": (
         jax.value_and_grad(te.linear_divergence, (0, 1, 2, 3)),
         (X, TABLE, X, TABLE),
@@ -90,11 +87,9 @@ FUNCTIONS = {name: (with_gradient(*call), call[1]) for name, call in CALLS.items
             of(jnp.int32, BATCH),
         ),
     ),
-    "resize_vocabulary": (
-        lambda params, rng: te.resize_vocabulary(
-            params, CONFIG, dataclasses.replace(CONFIG, vocab_size=VOCAB + 8), rng=rng
-        ),
-        (PARAMS, KEY),
+    "pretrained.resize": (
+        lambda params, rng: te.pretrained.resize(params, LEARNED.config, LARGER, rng=rng),
+        (jax.eval_shape(LEARNED.init, jax.random.key(0)), KEY),
     ),
     "rows.update": (
         row_step,

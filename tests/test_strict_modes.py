@@ -159,14 +159,14 @@ def update(params, ids, x):
 def host(params, ids, tmp_path):
     te.pretrained.save_embedder(tmp_path / "model.safetensors", CONFIG, params)
     larger, smaller = (dataclasses.replace(CONFIG, vocab_size=size) for size in (48, 24))
-    params = te.resize_vocabulary(params, CONFIG, larger, rng=jax.random.key(1))
-    return te.resize_vocabulary(te.resize_positions(params, 16), larger, smaller)
+    params = te.pretrained.resize(params, CONFIG, larger, rng=jax.random.key(1))
+    return te.pretrained.resize(params, larger, smaller)
 
 
 OF_TABLES = {"lookup", "linear_logits", "linear_cross_entropy", "linear_log_probs"}
 OF_TABLES |= {"linear_top_k", "linear_kept_log_probs", "linear_divergence"}
 OF_TABLES |= {"rows.update", "rows.add"}
-OF_TABLES |= {"resize_vocabulary", "resize_positions", "pretrained.save_embedder"}
+OF_TABLES |= {"pretrained.resize", "pretrained.save_embedder"}
 OF_TABLES |= {"rows.exchange_load"}
 
 

@@ -101,7 +101,7 @@ def trained(name):
         te.pretrained.save_embedder(OUT[0] + ".trained.safetensors", config, params)
     plain = dataclasses.replace(config, row_multiple=1, spread=False)
     whole = {TABLE: {"embeddings": everywhere(params[TABLE]["embeddings"], mesh)}}
-    return losses, te.resize_vocabulary(whole, config, plain)[TABLE]["embeddings"]
+    return losses, te.pretrained.resize(whole, config, plain)[TABLE]["embeddings"]
 
 
 def everywhere(array, mesh):
@@ -141,13 +141,14 @@ def surface(path):
 
     def resized():
         larger = dataclasses.replace(LEARNED, vocab_size=VOCAB_SIZE + 9)
-        moved = te.resize_vocabulary(params, LEARNED, larger, rng=jax.random.key(1))
+        moved = te.pretrained.resize(params, LEARNED, larger, rng=jax.random.key(1))
         return rows_of(params)[:VOCAB_SIZE], rows_of(moved)[:VOCAB_SIZE]
 
+    longer = dataclasses.replace(LEARNED, scheme=te.Learned(16))
     calls = {
         "save_embedder": saved,
-        "resize_vocabulary": resized,
-        "resize_positions": lambda: te.resize_positions(params, 16),
+        "resize, tokens": resized,
+        "resize, positions": lambda: te.pretrained.resize(params, LEARNED, longer),
         "check_batch, ids": lambda: te.check_batch(batch, vocab_size=300),
         "check_batch, tokens": lambda: te.check_batch(
             np.zeros(batch.shape, int), te.TokenPositions(batch), vocab_size=300, order="full"

@@ -10,7 +10,7 @@ from transformer_embed._src.attention.masks import (
     mask_to_bias,
     padding_mask,
 )
-from transformer_embed._src.layers.config import EmbedderConfig, NoOutput, OutputConfig
+from transformer_embed._src.layers.config import EmbedderConfig, OutputConfig
 from transformer_embed._src.layers.embedder import Embedder
 from transformer_embed._src.layers.positional_encoding import PositionalEncoding
 from transformer_embed._src.layers.relative_position_bias import RelativePositionBias
@@ -42,7 +42,6 @@ from transformer_embed._src.positions.sinusoidal import (
     sinusoidal_grid,
     sinusoidal_table,
 )
-from transformer_embed._src.pretrained.resizing import resize_positions, resize_vocabulary
 from transformer_embed._src.sequences.cache import write_cache
 from transformer_embed._src.sequences.load_balance import load_balanced_order
 from transformer_embed._src.sequences.token_positions import TokenPositions
@@ -72,7 +71,6 @@ __all__ = [
     "LongRopeScaling",
     "LossMetrics",
     "NTKScaling",
-    "NoOutput",
     "OutputConfig",
     "OutputLayer",
     "PositionScheme",
@@ -106,8 +104,6 @@ __all__ = [
     "pretrained",
     "query_scale",
     "relative_position_buckets",
-    "resize_positions",
-    "resize_vocabulary",
     "rows",
     "shared_prefix_parents",
     "sinusoidal_encoding",

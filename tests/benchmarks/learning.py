@@ -73,9 +73,7 @@ class Run(NamedTuple):
     seed: Any
 
 
-def config_of(
-    task: Task, width: int, scheme: str, tied: bool, scale: float | None
-) -> te.EmbedderConfig:
+def config_of(task: Task, width: int, scheme: str, tied: bool, scale: Any) -> te.EmbedderConfig:
     schemes = {"learned": te.Learned(max_len=task.length), "sinusoidal": te.Sinusoidal()}
     return te.EmbedderConfig(
         task.vocab_size,
@@ -264,9 +262,9 @@ def measure(name: str, width: int, options: Any) -> list[dict[str, Any]]:
     task = TASKS[name]._replace(**({"steps": options.steps} if options.steps else {}))
     records, runs = [], []
     for scheme in options.schemes or task.schemes:
-        for tied, scale in itertools.product((True, False), (None, 1.0)):
+        for tied, scale in itertools.product((True, False), ("sqrt_d_model", 1.0)):
             config = config_of(task, width, scheme, tied, scale)
-            kind = f"{'tied' if tied else 'untied'}, `scale={scale}`, {scheme}"
+            kind = f"{'tied' if tied else 'untied'}, `scale={scale!r}`, {scheme}"
             for start, stddevs in starts_of(task, width, config).items():
                 for rate in options.rates:
                     for seed in range(options.seeds):
@@ -308,7 +306,7 @@ def table(records: list[dict[str, Any]]) -> str:
 def draw_losses(files: list[Path]) -> Figure:
     """The loss on held-out text after training, by width, of tied and scaled tables."""
     lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    kind = "tied, `scale=None`, rotary"
+    kind = "tied, `scale='sqrt_d_model'`, rotary"
     records = [r for r in map(json.loads, lines) if (r["task"], r["kind"]) == ("text", kind)]
     widths = sorted({r["width"] for r in records})
     figure = Figure((6.5, 3.4), layout="constrained", dpi=160)

@@ -248,10 +248,9 @@ DOORS = {
     "apply": lambda params: whole.apply(params, None, IDS, is_training=False, token_types=TYPES),
     "output": whole.output,
     "initial_params": lambda params: hk.transform(lambda: module(params)).init(KEY),
-    "resize_vocabulary": lambda params: te.resize_vocabulary(
-        params, WHOLE, dataclasses.replace(WHOLE, vocab_size=13), rng=KEY
+    "resize": lambda params: te.pretrained.resize(
+        params, WHOLE, dataclasses.replace(WHOLE, vocab_size=13, scheme=te.Learned(12)), rng=KEY
     ),
-    "resize_positions": lambda params: te.resize_positions(params, 12),
     "transform": lambda params: hk.transform(module).apply(params, None),
     "token_embedding": part(lambda: te.TokenEmbedding(11, 6)(IDS), TOKENS),
     "positional_encoding": part(
@@ -290,7 +289,7 @@ def in_a_model(params):
     return inside | {"model/~/layer_norm": {"scale": jnp.ones(3)}, "head": {"w": jnp.ones(3)}}
 
 
-FINDING = list(DOORS)[:5]
+FINDING = list(DOORS)[:4]
 
 
 @doors(*FINDING)
@@ -348,7 +347,7 @@ def trained(key, **options):
         (lambda: made()[0].apply(made()[1], None, IDS, is_training=0), TypeError, f"{FLAG}, got int 0"),
         (lambda: jax.jit(lambda flag: made()[0].apply(made()[1], KEY, IDS, is_training=flag))(True), TypeError,
          f"{FLAG} known while tracing (bind it with functools.partial, or make it a static argument of jit), got a traced bool[]"),
-        *[(functools.partial(DOORS[door], [1]), TypeError, TREE) for door in ("apply", "output", "resize_positions")],
+        *[(functools.partial(DOORS[door], [1]), TypeError, TREE) for door in ("apply", "output", "resize")],
         *[(functools.partial(DOORS[door], LISTS), TypeError, LISTED) for door in ("apply", "output")],
         (lambda: evaluate(IDS / 2), TypeError, "ids: ... got float64"),
         (lambda: evaluate(positions=3), ValueError, f"{LENGTH}, got {HINT}"),

@@ -55,7 +55,7 @@ def test_a_published_file_is_read_as_the_library_reads_it(described, repository)
     config, output = found.config, found.config.output
     width = config.embedding_width or config.d_model
     assert [config.vocab_size, width] == facts["table"]
-    scale = config.d_model**0.5 if config.scale is None else config.scale
+    scale = config.d_model**0.5 if config.scale == "sqrt_d_model" else config.scale
     assert scale == pytest.approx(facts["scale"])
     assert config.layer_norm_eps == facts["norm"]
     positions = config.scheme and [config.scheme.start, config.scheme.max_len]

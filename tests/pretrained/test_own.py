@@ -37,6 +37,7 @@ from safetensors.numpy import load_file, save_file
 
 import transformer_embed as te
 from transformer_embed._src.pretrained.checkpoints import CONFIG, EXTRAS
+from transformer_embed._src.pretrained.layers import Layer
 from transformer_embed._src.pretrained.parameters import by_path
 from transformer_embed._src.rows.gathered_rows import GatheredRows
 
@@ -103,7 +104,7 @@ def test_equal_arguments_write_equal_bytes(tmp_path):
 
 
 def layer(rotary, **mask):
-    return te.pretrained.Layer("full_attention", rotary, {"causal": True} | mask)
+    return Layer("full_attention", rotary, {"causal": True} | mask)
 
 
 LONG = te.LongRopeScaling([1.0, 2.0], [1.0, 3.0], 4.0, 8, 8)
@@ -172,7 +173,7 @@ def beside(value):
 
 GATHERED = {"embeddings": GatheredRows(jnp.array([1]), None, jnp.ones([1, 6]), "table", 7)}
 UNSAVED = [
-    ({"layers": [te.pretrained.Layer(5, 5, 5)]}, "layers[0].type: wanted a str, got int 5"),
+    ({"layers": [Layer(5, 5, 5)]}, "layers[0].type: wanted a str, got int 5"),
     ({"layers": [layer({"base": 1e4}), layer({"base": -1})]}, "layers[1].rotary: base: wanted a finite number above 0, got -1"),
     ({"layers": [layer({"pair_axes": (0, 1), "rotary_dim": 6})]}, "layers[0].rotary: pair_axes: wanted a number for each pair, 3, got 2"),
     ({"layers": [layer(None, window=(-1, 0))]}, "layers[0].mask: window[0]: wanted "),
@@ -258,7 +259,7 @@ HOSTILE = [
     ({"unknown": 1}, {}, "EmbedderConfig.__init__() got an unexpected keyword argument 'unknown'"),
     ({"scheme": {"kind": "SinusoidalGrid", "shape": [2] * 500}}, {}, "shape: its number of points: wanted an int of at most 2147483647, got "),
     ({"scheme": {"kind": "Learned", "max_len": 2**60}}, {}, "max_len: wanted an int of at most"),
-    ({"scheme": {"kind": ["Learned"]}}, {}, "kind: wanted one of 'OutputConfig', 'NoOutput', 'Layer', 'Sinusoidal', 'SinusoidalGrid', 'Learned', "),
+    ({"scheme": {"kind": ["Learned"]}}, {}, "kind: wanted one of 'OutputConfig', 'Layer', 'Sinusoidal', 'SinusoidalGrid', 'Learned', "),
     ({}, {"names": ["a"]}, "names: wanted a mapping, or None, got tuple"),
     ({}, {"names": TABLE | {"a": ["b"]}}, "wanted a tensor ('b',), got 1 tensors: "),
     ({}, {"names": {"a/b": TOKENS}}, f"{ALSO}['a/b']"),

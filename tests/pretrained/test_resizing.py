@@ -23,7 +23,7 @@ PARAMS = drawn(te.Embedder(CONFIG).init)
 
 def resized_to(params, vocab_size, old=CONFIG, **options):
     new = dataclasses.replace(old, vocab_size=vocab_size)
-    return te.resize_vocabulary(params, old, new, **options)
+    return te.pretrained.resize(params, old, new, **options)
 
 
 @pytest.mark.slow
@@ -71,13 +71,18 @@ def test_a_resized_table_keeps_its_dtype_and_needs_a_key_for_new_rows_alone(size
     assert table.dtype == jnp.bfloat16
 
 
+def at(max_len, **options):
+    return te.EmbedderConfig(11, 4, scheme=te.Learned(max_len, **options))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("max_len", "start"), [(8, 0), (5, 0), (4, 0), (3, 0), (9, 2), (4, 2), (5, 3), (7, 4)]
+    ("max_len", "start"), [(8, 0), (4, 0), (3, 0), (9, 2), (4, 2), (5, 3), (7, 4)]
 )
 def test_rows_from_the_start_on_are_interpolated(max_len, start):
     table = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
-    check(te.resize_positions, {POSITIONS: {"embeddings": table}}, max_len, start=start)
+    params, new = {POSITIONS: {"embeddings": table}}, at(max_len, start=start)
+    check(te.pretrained.resize, params, at(5, start=start), new)
 
 
 def weights(old, new):
@@ -96,7 +101,8 @@ def test_a_grid_is_resized_like_an_image(shape):
     """As by torch 2.13: interpolate(mode="bicubic", antialias=True), which gave `weights`."""
     table = np.random.default_rng(0).normal(size=(1 + 12, 4)).astype(np.float32)
     params = {POSITIONS: {"embeddings": table}}
-    found = te.resize_positions(params, shape, start=1, shape=(3, 4))[POSITIONS]["embeddings"]
+    new, grids = at(1 + shape[0] * shape[1]), ((3, 4), shape)
+    found = te.pretrained.resize(params, at(13), new, grids=grids)[POSITIONS]["embeddings"]
     along = weights(3, shape[0]), weights(4, shape[1])
     expected = np.einsum("ia,jb,abc->ijc", *along, table[1:].reshape(3, 4, 4).astype(np.float64))
     equal(found[0], table[0])
@@ -112,14 +118,14 @@ KEYS = "rng: ... got int 0"
 def test_rows_are_padded_and_spread_and_put_back(multiple, vocab_size):
     """Each id keeps its row, and rows without an id are zeros."""
     other = dataclasses.replace(CONFIG, vocab_size=vocab_size, row_multiple=multiple, spread=True)
-    moved = te.resize_vocabulary(PARAMS, CONFIG, other, rng=KEY)
+    moved = te.pretrained.resize(PARAMS, CONFIG, other, rng=KEY)
     rows = te.Embedder(other).apply(moved, None, np.arange(20)[:4], is_training=False)
     equal(rows, te.Embedder(CONFIG).apply(PARAMS, None, np.arange(4), is_training=False))
     for leaf in moved[TOKENS].values():
         assert leaf.shape[0] == other.rows
         assert np.count_nonzero(np.asarray(leaf).reshape(other.rows, -1).any(1)) == vocab_size
     kept = min(vocab_size, 11)
-    back = te.resize_vocabulary(moved, other, CONFIG, rng=KEY)[TOKENS]
+    back = te.pretrained.resize(moved, other, CONFIG, rng=KEY)[TOKENS]
     for name, leaf in PARAMS[TOKENS].items():
         equal(back[name][:kept], leaf[:kept])
 
@@ -134,22 +140,26 @@ def test_a_table_on_a_mesh_keeps_its_sharding_and_needs_rows_that_divide():
         resized_to(params, 14, config, rng=KEY)
 
 
+def to(max_len, *, grids=None, **options):
+    return te.pretrained.resize(PARAMS, CONFIG, at(max_len, **options), grids=grids)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: te.resize_vocabulary(PARAMS, CONFIG, 14), TypeError, "new_config: ... got int 14"),
-        (lambda: te.resize_vocabulary(PARAMS, te.EmbedderConfig(9, 4), CONFIG), ValueError, "params: ... of config, 9, got 11"),
+        (lambda: te.pretrained.resize(PARAMS, CONFIG, 14), TypeError, "new_config: ... got int 14"),
+        (lambda: te.pretrained.resize(PARAMS, te.EmbedderConfig(9, 4), CONFIG), ValueError, "params: ... of config, 9, got 11"),
         (lambda: resized_to(PARAMS, 14), ValueError, "rng: ... got None"),
         (lambda: resized_to(PARAMS, 14, rng=0), TypeError, KEYS),
         (lambda: resized_to({"linear": {}}, 14), ValueError, NONE),
-        (lambda: te.resize_positions(PARAMS, 2, start=2), ValueError, "max_len: ... 3, got 2"),
-        (lambda: te.resize_positions(PARAMS, 9, start=4), ValueError, "start: ... 3, got 4"),
-        (lambda: te.resize_positions(PARAMS, 2**40), ValueError, "max_len: ... 2147483647, got 1099511627776"),
-        (lambda: te.resize_positions(PARAMS, (3, 3), shape=(2, 3)), ValueError, "shape: ... 4, got 6"),
-        (lambda: te.resize_positions(PARAMS, (3,), shape=(2, 2)), ValueError, "max_len: ... 2, got 1"),
-        (lambda: te.resize_positions(PARAMS, 9, shape=(2, 2)), TypeError, "max_len: ... got int 9"),
-        (lambda: te.resize_positions({"linear": {}}, 9), ValueError,
-         "params: ... got none among ['linear']"),
+        (lambda: to(9, start=2), ValueError, "new_config.scheme.start: ... 0, got 2"),
+        (lambda: to(9, grids=((2, 3), (3, 3))), ValueError, "grids[0]: the positions of config before it: ... 0, got -2"),
+        (lambda: to(9, grids=((1, 3), (2, 2))), ValueError, "grids[1]: the positions of new_config before it: ... 1, got 5"),
+        (lambda: to(9, grids=((2, 2), (9,))), ValueError, "grids: ... as many axes, 2, got 1"),
+        (lambda: to(9, grids=(2, 2)), TypeError, "grids[0]: ... got int 2"),
+        (lambda: te.pretrained.resize(PARAMS, CONFIG, te.EmbedderConfig(11, 4)), ValueError, "new_config.scheme: wanted learned positions, got ..."),
+        (lambda: te.pretrained.resize(PARAMS, at(5), at(9)), ValueError, f"params: {POSITIONS}: ... 5, got 4"),
+        (lambda: te.pretrained.resize({"linear": {}}, at(4), at(9)), ValueError, NONE),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_refused(call, error, text):

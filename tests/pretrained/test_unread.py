@@ -187,7 +187,7 @@ HUB = [
      "deberta.embeddings.word_embeddings.weight deberta.encoder.rel_embeddings.weight deberta.embeddings.LayerNorm",
      {"scheme": None, "num_token_types": None}),
     ({"model_type": "pegasus", "static_position_embeddings": True, "scale_embedding": True},
-     "model.shared.weight model.encoder.embed_positions.weight", {"scale": None}),
+     "model.shared.weight model.encoder.embed_positions.weight", {"scale": "sqrt_d_model"}),
     ({"model_type": "mpnet", "num_attention_heads": 16, "relative_attention_num_buckets": 12},
      "embeddings.word_embeddings.weight embeddings.position_embeddings.weight embeddings.LayerNorm "
      "encoder.relative_attention_bias.weight",

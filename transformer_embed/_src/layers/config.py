@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 
@@ -12,6 +12,9 @@ from transformer_embed._src.array_types import DTypeLike
 from transformer_embed._src.positions.schemes import PositionScheme, Sinusoidal
 from transformer_embed._src.tokens.lookup import LOOKUP_STYLES, OUT_OF_RANGE
 from transformer_embed._src.tokens.row_order import RowOrder
+
+# The `scale` that is the square root of the width.
+SQRT_D_MODEL = "sqrt_d_model"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,29 +60,14 @@ class OutputConfig:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class NoOutput:
-    """Takes the place of an `OutputConfig` where there is no output layer, and says why.
-
-    Errors repeat the reason. `load_embedder` makes one if `OutputConfig` cannot describe the output
-    layer, or the file has none.
-
-    Args:
-        reason: a sentence, without its full stop.
-
-    Raises:
-        TypeError: reason is not a string.
-
-    Example:
-        >>> import transformer_embed as te
-        >>> te.EmbedderConfig(9, 4, output=te.NoOutput("it is an encoder")).output.reason
-        'it is an encoder'
-    """
-
-    reason: str
-
-    def __post_init__(self):
-        arguments.instance("reason", self.reason, str, "a sentence")
+def as_scale(name: str, value: Any) -> float | str:
+    """A number above 0, or the word for the square root of the width."""
+    if value is None or isinstance(value, str):
+        if value != SQRT_D_MODEL:
+            want = f"a number above 0 (1.0 leaves rows as they are) or {SQRT_D_MODEL!r}"
+            raise arguments.value_error(name, want, repr(value))
+        return SQRT_D_MODEL
+    return arguments.positive(name, value)
 
 
 class Stddevs(NamedTuple):
@@ -116,7 +104,8 @@ class EmbedderConfig:
             sinusoids takes 1.2 to 1.8 times as long. `positions=np.arange(length)` avoids this: it
             counts padding like tokens, as BERT does, which is the same for right padding.
         scale: a number above 0 that token rows are multiplied by; 1.0 leaves them as they are.
-            None: the square root of their width.
+            "sqrt_d_model": the square root of their width, which is d_model unless
+            `embedding_width` is set.
         num_token_types: number of token types (BERT's segments A and B: 2); None: the model has
             none.
         layer_norm_eps: epsilon of a layer norm over the sum (BERT: 1e-12); None: no norm.
@@ -128,8 +117,7 @@ class EmbedderConfig:
             norm's parameters are float32.
         dtype: of the result. None: the dtype of the token table, after a Haiku mixed-precision
             policy has cast it.
-        output: the output layer. None or a `NoOutput`: there is none, and asking for it raises an
-            error.
+        output: the output layer. None: there is none, and asking for it raises an error.
         init_stddev: standard deviation of all tables when they are drawn, a number above 0 (0.02 in
             BERT, GPT-2 and Llama, where it is called initializer_range). None: chosen so that
             training starts well. With the factors m of `scale` and o of `output.scale`, and w =
@@ -163,7 +151,7 @@ class EmbedderConfig:
     scheme: PositionScheme | None = Sinusoidal()
     dropout_rate: float = 0.0
     pad_id: int | None = None
-    scale: float | None = None
+    scale: float | Literal["sqrt_d_model"] = "sqrt_d_model"
     num_token_types: int | None = None
     layer_norm_eps: float | None = None
     embedding_width: int | None = None
@@ -171,7 +159,7 @@ class EmbedderConfig:
     lookup_style: str = "gather"
     param_dtype: DTypeLike = jnp.float32
     dtype: DTypeLike | None = None
-    output: OutputConfig | NoOutput | None = OutputConfig()
+    output: OutputConfig | None = OutputConfig()
     init_stddev: float | None = None
     row_multiple: int = 1
     spread: bool = False
@@ -183,7 +171,7 @@ class EmbedderConfig:
             d_model=arguments.size,
             dropout_rate=arguments.rate,
             pad_id=arguments.int32,
-            scale=arguments.positive,
+            scale=as_scale,
             num_token_types=arguments.size,
             layer_norm_eps=arguments.positive,
             embedding_width=arguments.size,
@@ -195,8 +183,8 @@ class EmbedderConfig:
             row_multiple=arguments.size,
             spread=arguments.flag,
         )
-        want = "te.OutputConfig(...), te.NoOutput(reason), or None"
-        arguments.instance("output", self.output, OutputConfig | NoOutput | None, want)
+        want = "te.OutputConfig(...), or None"
+        arguments.instance("output", self.output, OutputConfig | None, want)
         # After the conversions above, because a scheme is checked against the width.
         if self.scheme is not None:
             want = "a PositionScheme, such as te.Learned(max_len=512), or None"
@@ -226,14 +214,14 @@ class EmbedderConfig:
     @property
     def factor(self) -> float:
         """The number that token rows are multiplied by."""
-        return math.sqrt(self.table_width) if self.scale is None else self.scale
+        return math.sqrt(self.table_width) if isinstance(self.scale, str) else self.scale
 
     @property
     def stddevs(self) -> Stddevs:
         """The standard deviations with which tables are drawn; see `init_stddev`."""
         if self.init_stddev is not None:
             return Stddevs(self.init_stddev, self.init_stddev, self.init_stddev)
-        output = self.output if isinstance(self.output, OutputConfig) else OutputConfig(tied=False)
+        output = self.output or OutputConfig(tied=False)
         # From an x of unit variance, a table of this size makes logits of unit variance.
         unit_logits = 1 / (output.scale * math.sqrt(self.table_width))
         tokens = 0.5 / self.factor

@@ -1,7 +1,7 @@
 """Token ids as rows of a table, and the output layer over it."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import haiku as hk
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike, Ids
-from transformer_embed._src.layers.config import EmbedderConfig, NoOutput, OutputConfig
+from transformer_embed._src.layers.config import EmbedderConfig, OutputConfig
 from transformer_embed._src.layers.parameters import Initializer, as_initializer
 from transformer_embed._src.tokens.lookup import as_table, look_up
 from transformer_embed._src.tokens.output_layer import OutputLayer
@@ -25,8 +25,9 @@ class TokenEmbedding(hk.Module):
     Args:
         vocab_size: number of rows, at least 1.
         d_model: width of a row, at least 1.
-        scale: a number above 0 that rows are multiplied by; 1.0 leaves them as they are. The
-            product is in float32, so the factor is never rounded to 16 bits. None: sqrt(d_model).
+        scale: a number above 0 that rows are multiplied by, or "sqrt_d_model" for the square root
+            of d_model; 1.0 leaves them as they are. The
+            product is in float32, so the factor is never rounded to 16 bits.
         pad_id: the id of padding. Its row reads as zeros and gets no gradient, whatever the
             initialiser or weight decay do, and it is never predicted. It may be outside the
             vocabulary. None: no padding.
@@ -62,11 +63,11 @@ class TokenEmbedding(hk.Module):
         vocab_size: int,
         d_model: int,
         *,
-        scale: float | None = None,
+        scale: float | Literal["sqrt_d_model"] = "sqrt_d_model",
         pad_id: int | None = None,
         out_of_range: str = "nan",
         lookup_style: str = "gather",
-        output: OutputConfig | NoOutput | None = OutputConfig(),
+        output: OutputConfig | None = OutputConfig(),
         init_stddev: float | None = None,
         w_init: Initializer | None = None,
         param_dtype: DTypeLike = jnp.float32,
@@ -127,10 +128,12 @@ class TokenEmbedding(hk.Module):
 def output_layer(config: EmbedderConfig, parameter: Callable[[str], Any]) -> OutputLayer:
     """The output layer of a config; `parameter` returns the parameter of a name."""
     output = config.output
-    if not isinstance(output, OutputConfig):
-        want = "config.output, an OutputConfig (or make a te.OutputLayer of other weights)"
-        got = "None" if output is None else f"none, since {output.reason}"
-        raise arguments.value_error("output", want, got)
+    if output is None:
+        want = (
+            "config.output, an OutputConfig (a loaded model's `no_output` says why it has none; "
+            "te.OutputLayer takes other weights)"
+        )
+        raise arguments.value_error("output", want, "None")
     # An untied model, too, has a table of tokens.
     name, table = "embeddings", parameter("embeddings")
     if output.tied and config.spread:

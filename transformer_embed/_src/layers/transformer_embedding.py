@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.layers.config import EmbedderConfig, OutputConfig
+from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.parameters import (
     Params,
     as_params,
@@ -39,8 +39,8 @@ class TransformerEmbedding(hk.Module):
         # In the function that hk.transform takes:
         embed = te.TransformerEmbedding(found.config, initial_params=found.params)
 
-    `Embedder`, `save_embedder`, `resize_vocabulary` and `resize_positions` take the parameters of
-    the whole model and find the layer in them.
+    `Embedder`, `save_embedder` and `pretrained.resize` take the parameters of the whole model and
+    find the layer in them.
 
     Args:
         config: the description of the layer; see `EmbedderConfig`.
@@ -200,7 +200,7 @@ def init_params(config: EmbedderConfig, rng: Array) -> Params:
     def embed():
         layer = TransformerEmbedding(config)
         layer(ids, is_training=False, token_types=token_types)
-        if isinstance(config.output, OutputConfig):
+        if config.output is not None:
             # Its parameters are read, and so made.
             layer.output()
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from transformer_embed._src import arguments
+from transformer_embed._src.layers.config import SQRT_D_MODEL
 from transformer_embed._src.layers.embedder import ROOT
 from transformer_embed._src.positions.schemes import Sinusoidal
 
@@ -118,7 +119,7 @@ count: Check = functools.partial(arguments.integer, at_least=1)
 def as_scale(value: Any) -> Any:
     """The `scale` of a config, where files say whether there is one: published and older ones."""
     if isinstance(value, bool):
-        return None if value else 1.0
+        return SQRT_D_MODEL if value else 1.0
     return value
 
 

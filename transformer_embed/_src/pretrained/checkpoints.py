@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from transformer_embed._src import arguments
-from transformer_embed._src.layers.config import EmbedderConfig, NoOutput, OutputConfig
+from transformer_embed._src.layers.config import EmbedderConfig, OutputConfig
 from transformer_embed._src.layers.embedder import ROOT, Params
 from transformer_embed._src.layers.parameters import as_params, table_path
 from transformer_embed._src.layers.transformer_embedding import layer_paths
@@ -125,11 +125,11 @@ def load_embedder(
             devices of a mesh can share them. A config of names has its own.
 
     Returns:
-        PretrainedInput(config, params, layers, bias, names). Parameters have the dtypes
+        PretrainedInput(config, params, layers, bias, names, no_output). Parameters have the dtypes
         of their tensors, `config.param_dtype` is that of the token table, and `config.dtype` is
         None. `config.pad_id` is None, because the padding row is read as it is stored.
         `config.output` is the model's output layer, with its table and bias if the file has them,
-        or says in words why there is none. Of a model with two stacks, an untied one is the
+        or None: `no_output` says why. Of a model with two stacks, an untied one is the
         decoder's.
 
     Raises:
@@ -189,7 +189,7 @@ def load_embedder(
 def _named(config: Any, names: Mapping[str, str]) -> tuple[PretrainedInput, Mapping[str, Any]]:
     """The input layer whose tensors have these names, by the parameters' full paths."""
     if arguments.instance("config", config, EmbedderConfig, "an EmbedderConfig").spread:
-        raise arguments.value_error("config.spread", "False; resize_vocabulary spreads", True)
+        raise arguments.value_error("config.spread", "False; te.pretrained.resize spreads", True)
     paths = full_paths(names, parameters_of("config", config))
     # None stands for an offset of zeros; for another parameter, no tensor has this name.
     stored = {name: each for name, each in paths.items() if each or name not in OFFSETS}
@@ -258,6 +258,7 @@ def save_embedder(
     layers: Sequence[Layer] = (),
     bias: Mapping[str, Any] | None = None,
     names: Mapping[str, str] | None = None,
+    no_output: str | None = None,
 ) -> None:
     """Writes a safetensors file that `load_embedder` reads back bit for bit.
 
@@ -277,6 +278,7 @@ def save_embedder(
         bias: see `PretrainedInput`.
         names: a tensor name for each parameter; see `load_embedder` for shortened paths. Parameters
             that are left out keep their own names.
+        no_output: see `PretrainedInput`.
 
     Raises:
         OSError: the file cannot be written.
@@ -300,14 +302,14 @@ def save_embedder(
         The safetensors format, https://github.com/huggingface/safetensors
     """
     arguments.instance("config", config, EmbedderConfig, "an EmbedderConfig")
-    _check_extras(layers, bias, names)
+    _check_extras(layers, bias, names, no_output)
     params = as_params("params", params)
     if slashed := [name for group in params.values() for name in group if "/" in name]:
         raise arguments.value_error("params", "names without a slash", repr(slashed[0]))
     leaves = by_path(_with_own_paths(config, params, bias))
     tensor_names = {name: name for name in leaves} | full_paths(names or {}, leaves)
     arrays = _by_tensor_name(leaves, tensor_names)
-    extras = {"layers": [*layers], "bias": bias, "names": tensor_names}
+    extras = {"layers": [*layers], "bias": bias, "names": tensor_names, "no_output": no_output}
     texts = {
         CONFIG: json.dumps(vars(config), default=encoded),
         EXTRAS: json.dumps(extras, default=encoded),
@@ -327,11 +329,12 @@ def save_embedder(
         multihost_utils.sync_global_devices("save_embedder")
 
 
-def _check_extras(layers: Any, bias: Any, names: Any) -> None:
+def _check_extras(layers: Any, bias: Any, names: Any, no_output: Any) -> None:
     """Raises unless the functions that extras are for take them."""
     check_mappings(bias=bias, names=names)
     arguments.entries("layers", layers, check_layer)
     bias_parameters("bias", bias)
+    arguments.instance("no_output", no_output, str | None, "a sentence, or None")
 
 
 def _by_tensor_name(leaves: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -377,7 +380,7 @@ def describe_own(tensors: Tensors) -> PretrainedInput:
 def _kinds() -> dict[str, Callable]:
     """What a file may name: it can make no other object. A scheme may be the user's own."""
     schemes, scalings = PositionScheme.__subclasses__(), typing.get_args(Scaling)
-    return {kind.__name__: kind for kind in (OutputConfig, NoOutput, Layer, *schemes, *scalings)}
+    return {kind.__name__: kind for kind in (OutputConfig, Layer, *schemes, *scalings)}
 
 
 def encoded(value: Any) -> Any:

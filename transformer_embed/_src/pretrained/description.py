@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from transformer_embed._src import arguments
-from transformer_embed._src.layers.config import EmbedderConfig, NoOutput, OutputConfig
+from transformer_embed._src.layers.config import EmbedderConfig, OutputConfig
 from transformer_embed._src.positions.schemes import Learned, PositionScheme
 from transformer_embed._src.pretrained import rope
 from transformer_embed._src.pretrained.architecture import (
@@ -68,7 +68,7 @@ def describe(
     found = call_with_named_errors(
         _place(file, kind), _described, kind, value, shapes, dtype, depth, file
     )
-    if isinstance(found.config.output, NoOutput):
+    if found.config.output is None:
         # It is not read.
         names.pop(OUTPUT_TABLE, None)
         names.pop(OUTPUT_BIAS, None)
@@ -232,6 +232,7 @@ def _described(
     sizes = {"hidden_size": d_model, "embedding_size": width, "type_vocab_size": types}
     sizes[_vocabulary(value, file.side)] = rows
     _check_sizes(value, sizes)
+    output, no_output = _output(kind, value, shapes, file)
     config = EmbedderConfig(
         rows,
         d_model,
@@ -241,12 +242,12 @@ def _described(
         num_token_types=types or None,
         layer_norm_eps=value["layer_norm_eps"] if NORM_SCALE in shapes else None,
         embedding_width=width if WIDEN in shapes else None,
-        output=_output(kind, value, shapes, file),
+        output=output,
         param_dtype=dtype,
     )
     layers = layers_of(kind, value, depth, d_model, file.side)
     bias = _bias(kind, value, shapes, file.side)
-    return PretrainedInput(config, {}, layers, bias)
+    return PretrainedInput(config, {}, layers, bias, no_output=no_output)
 
 
 def _check_sizes(value: Options, sizes: Mapping[str, int]) -> None:
@@ -279,8 +280,8 @@ def _scheme(kind: Architecture, value: Options, shapes: Shapes) -> PositionSchem
 
 def _output(
     kind: Architecture, value: Options, shapes: Shapes, file: Published
-) -> OutputConfig | NoOutput:
-    """The output layer, or why there is none."""
+) -> tuple[OutputConfig | None, str | None]:
+    """The output layer, and why there is none."""
     rows, width = shapes[TOKENS]
     is_tied = value["tie_word_embeddings"] and OUTPUT_TABLE not in shapes
     is_the_decoders = not is_tied or value["share_encoder_decoder_embeddings"] is False
@@ -312,11 +313,11 @@ def _output(
     elif wrong:
         reason = f"its shape is {list(shapes[wrong[0]])}, not {list(fitting[wrong[0]])}"
     elif file.outer is None or output == plain or file.outer in SCALED_WITHIN.split():
-        return output
+        return output, None
     else:
         is_not_known = "scales or bounds the logits like its text model is not known"
         reason = f"whether a model {file.outer} {is_not_known}"
-    return NoOutput(reason)
+    return None, reason
 
 
 def _bias(kind: Architecture, value: Options, shapes: Shapes, stack: str) -> Options | None:

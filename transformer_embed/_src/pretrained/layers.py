@@ -76,14 +76,6 @@ class Layer:
             one.
         query_scale: the keyword arguments of `query_scale`; None if queries are not scaled by their
             positions.
-
-    Example:
-        >>> import transformer_embed as te
-        >>> mask = {"causal": True, "window": (511, 0)}
-        >>> layer = te.pretrained.Layer("sliding_attention", {"base": 1e4}, mask)
-        >>> tokens = te.TokenPositions.from_offset(0, 600)
-        >>> te.AttentionMask(tokens, **layer.mask).dense().shape
-        (1, 1, 600, 600)
     """
 
     type: str

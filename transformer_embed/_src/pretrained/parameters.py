@@ -49,14 +49,20 @@ class PretrainedInput(NamedTuple):
             their own paths.
         layers: what each layer rotates by and may attend to. Empty if the file says neither how
             many layers there are nor how they rotate, or if they differ in a way that is not known.
+            Each has `type`, its kind as config.json's `layer_types` names it; `rotary`, the keyword
+            arguments of `apply_rotary`, or None if it does not rotate; `mask`, those of
+            `AttentionMask`, with `window` or `chunk` if it has one; and `query_scale`, those of
+            `query_scale`, or None. With `pair_axes` (Qwen-VL), positions have three axes, time,
+            height and width, which are equal for text.
         bias: the keyword arguments of `RelativePositionBias` (T5) or `alibi_bias` (Bloom); None if
             the model has no bias.
         names: the name of the tensor that each parameter came from.
+        no_output: why `config.output` is None, in words; None if it is not.
 
     Example:
         >>> import transformer_embed as te
         >>> te.pretrained.PretrainedInput._fields
-        ('config', 'params', 'layers', 'bias', 'names')
+        ('config', 'params', 'layers', 'bias', 'names', 'no_output')
     """
 
     config: EmbedderConfig
@@ -64,6 +70,7 @@ class PretrainedInput(NamedTuple):
     layers: Sequence[Layer] = ()
     bias: Mapping[str, Any] | None = None
     names: Mapping[str, str] | None = None
+    no_output: str | None = None
 
 
 def parameters_of(where: Any, config: EmbedderConfig, bias: Options | None = None) -> Specs:

@@ -1,5 +1,6 @@
 """Resizing the tables of a trained input layer: its vocabulary and its learned positions."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,31 +19,52 @@ from transformer_embed._src.tokens.row_order import nearest_rows
 from transformer_embed._src.tokens.stand_in import StandIn
 
 
-def resize_vocabulary(
-    params: Params, config: EmbedderConfig, new_config: EmbedderConfig, *, rng: Array | None = None
+def resize(
+    params: Params,
+    config: EmbedderConfig,
+    new_config: EmbedderConfig,
+    *,
+    rng: Array | None = None,
+    grids: Sequence[Sequence[int]] | None = None,
 ) -> Params:
-    """Moves an embedder's token table into the rows of another config.
+    """Resizes the tables of a trained input layer to those of another config.
 
-    That may have another `vocab_size`, `row_multiple` or `spread`. Ids are added or removed at the
-    end of the vocabulary, and the parameters of an output layer change with the table. New rows are
-    drawn from a normal distribution with each channel's mean and standard deviation over the old
-    rows; rows that are only padding are zeros.
+    new_config may differ in `vocab_size`, `row_multiple`, `spread` and the `max_len` of `Learned`
+    positions. A table that these do not concern is returned as it is.
+
+    Ids are added or removed at the end of the vocabulary, and the parameters of an output layer
+    change with the table. New rows are drawn from a normal distribution with each channel's mean
+    and standard deviation over the old rows; rows that are only padding are zeros.
+
+    Learned positions are interpolated like an image: each new row is a weighted mean of nearby old
+    rows (`jax.image.resize`, with antialiasing if there are fewer). Rows on a line are interpolated
+    linearly. Those of a grid by cubic functions, as in timm: the result is that of PyTorch's
+    `interpolate(..., mode="bicubic", antialias=True)`. The transformers library leaves antialiasing
+    out, with which PyTorch also takes another cubic function: from a grid of 14 by 14 independent
+    normal numbers to 24 by 24, results differ by 0.07 (root mean square); trained positions are
+    smoother.
 
     Args:
-        params: a Haiku parameter tree with one token table, as `Embedder.init` makes. A table that
-            lies on several devices keeps its sharding; its rows pass through the host, of each
-            process.
+        params: a Haiku parameter tree with one such table each, as `Embedder.init` makes. A token
+            table that lies on several devices keeps its sharding; its rows pass through the host,
+            of each process.
         config: that of params.
         new_config: that of the result, such as `dataclasses.replace(config, vocab_size=300)`.
         rng: a key; may be None if no id is added.
+        grids: the old and the new shape of the grid that positions lie on, numbered in row-major
+            order, such as ((14, 14), (24, 24)) for the patches of images. Rows before the grid, as
+            for a class token (ViT, CLIP), do not change. None: positions are on a line from the
+            scheme's `start` on, and the rows before it do not change.
 
     Returns:
-        The tree, in which only that module's parameters are replaced.
+        The tree, in which only the resized tables are replaced.
 
     Raises:
         TypeError: config or new_config is not an EmbedderConfig.
-        ValueError: params does not have exactly one token table, or not that of config; ids are
-            added and rng is None; devices that do not divide the new number of rows.
+        ValueError: params does not have exactly one such table, or not that of config; ids are
+            added and rng is None; devices that do not divide the new number of rows; the schemes
+            have another `start`; grids do not have a point for each position, with as many
+            positions before them.
 
     Example:
         >>> import dataclasses, jax
@@ -50,24 +72,92 @@ def resize_vocabulary(
         >>> config = te.EmbedderConfig(vocab_size=256, d_model=64)
         >>> params = te.Embedder(config).init(jax.random.key(0))
         >>> larger = dataclasses.replace(config, vocab_size=300, row_multiple=128)
-        >>> params = te.resize_vocabulary(params, config, larger, rng=jax.random.key(1))
+        >>> params = te.pretrained.resize(params, config, larger, rng=jax.random.key(1))
         >>> params["transformer_embedding/~/token_embedding"]["embeddings"].shape
         (384, 64)
 
+        >>> vit = te.EmbedderConfig(1, 64, scheme=te.Learned(max_len=1 + 14 * 14))
+        >>> larger = dataclasses.replace(vit, scheme=te.Learned(max_len=1 + 24 * 24))
+        >>> params, grids = te.Embedder(vit).init(jax.random.key(0)), ((14, 14), (24, 24))
+        >>> params = te.pretrained.resize(params, vit, larger, grids=grids)
+        >>> params["transformer_embedding/~/learned_positional_encoding"]["embeddings"].shape
+        (577, 64)
+
     Source:
-        Hewitt, "Initializing New Word Embeddings for Pretrained Language Models" (2021),
+        New rows: Hewitt, "Initializing New Word Embeddings for Pretrained Language Models" (2021),
         https://nlp.stanford.edu/~johnhew/vocab-expansion.html, with a diagonal covariance.
+        Positions: Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021), section 3.2,
+        https://arxiv.org/abs/2010.11929
     """
+    configs = config, new_config
     for name, each in {"config": config, "new_config": new_config}.items():
         arguments.instance(name, each, EmbedderConfig, "an EmbedderConfig")
     params = as_params("params", params)
-    path = table_path("params", params, "token_embedding")
-    # Sorted, because a table's number chooses its random rows, and a dict may have any order.
-    resized = {
-        name: _moved(f"{path}/{name}", table, (config, new_config), rng, n)
-        for n, (name, table) in enumerate(sorted(params[path].items()))
-    }
-    return {**params, path: resized}
+    if _rows(config) != _rows(new_config):
+        path = table_path("params", params, "token_embedding")
+        # Sorted, because a table's number chooses its random rows, and a dict may have any order.
+        params[path] = {
+            name: _moved(f"{path}/{name}", table, configs, rng, n)
+            for n, (name, table) in enumerate(sorted(params[path].items()))
+        }
+    if grids is not None or _positions(config) != _positions(new_config):
+        path = table_path("params", params, "learned_positional_encoding")
+        table = _whole(f"{path}/embeddings", params[path]["embeddings"])
+        size = _positions(config)
+        arguments.check_same(f"params: {path}", "the positions of config", len(table), size)
+        params[path] = {"embeddings": _interpolated(table, config, new_config, grids)}
+    return params
+
+
+def _rows(config: EmbedderConfig) -> tuple[int, int, bool]:
+    """What says which row of the token tables an id has."""
+    return config.vocab_size, config.rows, config.spread
+
+
+def _positions(config: EmbedderConfig) -> int | None:
+    """The number of learned positions; None: there are none."""
+    scheme = config.scheme
+    return scheme.max_len if scheme is not None and scheme.is_learned else None
+
+
+def _interpolated(table: Any, config: EmbedderConfig, new_config: EmbedderConfig, grids: Any):
+    """The table of positions of another config."""
+    first, shape, new_shape = _grids(config, new_config, grids)
+    table, width = on_every_device(table), table.shape[1]
+    # jax.image.resize rounds its weights to the dtype of what it resizes.
+    grid = arguments.widened(table[first:]).reshape(*shape, width)
+    method = "linear" if grids is None else "bicubic"
+    rows = jax.image.resize(grid, (*new_shape, width), method).reshape(-1, width)
+    return jnp.concatenate([table[:first], rows.astype(table.dtype)])
+
+
+def _grids(
+    config: EmbedderConfig, new_config: EmbedderConfig, grids: Any
+) -> tuple[int, Sequence[int], Sequence[int]]:
+    """The number of positions before a grid, its old shape and its new one."""
+    sizes, starts = [], []
+    for name, scheme in {"config": config.scheme, "new_config": new_config.scheme}.items():
+        if scheme is None or not scheme.is_learned:
+            raise arguments.value_error(f"{name}.scheme", "learned positions", scheme)
+        sizes.append(scheme.max_len)
+        starts.append(scheme.start)
+    size, new_size = sizes
+    if grids is None:
+        first, new_first = starts
+        arguments.check_same("new_config.scheme.start", "that of config", new_first, first)
+        return first, (size - first,), (new_size - first,)
+    shapes = functools.partial(arguments.entries, convert=arguments.size)
+    shape, new_shape = arguments.entries("grids", grids, shapes, count=2)
+    arguments.check_same("grids", "two shapes of as many axes", len(new_shape), len(shape))
+    first, new_first = size - math.prod(shape), new_size - math.prod(new_shape)
+    arguments.integer("grids[0]: the positions of config before it", first, at_least=0)
+    arguments.check_same(
+        "grids[1]: the positions of new_config before it",
+        "as many as before grids[0]",
+        new_first,
+        first,
+    )
+    return first, shape, new_shape
 
 
 def _moved(
@@ -96,9 +186,9 @@ def _moved(
         parts.append(drawn.astype(rows.dtype))
     # Padding takes the last one, of zeros.
     by_id = library.concatenate([*parts, library.zeros((1, *tail), rows.dtype)])
-    held = np.full(new.rows, -1)
-    held[of_new] = np.arange(new.vocab_size)
-    moved: Any = by_id[held]
+    ids = np.full(new.rows, -1)
+    ids[of_new] = np.arange(new.vocab_size)
+    moved: Any = by_id[ids]
     return _placed(path, moved, sharding) if is_on_mesh else moved
 
 
@@ -117,83 +207,6 @@ def _placed(path: str, rows: np.ndarray, sharding: Any) -> Array:
         raise arguments.value_error(f"params: {path}", want, len(rows)) from error
     # Each device receives only its own part.
     return jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__)
-
-
-def resize_positions(
-    params: Params,
-    max_len: int | tuple[int, ...],
-    *,
-    start: int = 0,
-    shape: tuple[int, ...] | None = None,
-) -> Params:
-    """Interpolates an embedder's learned positions to another number of positions.
-
-    The table is resized like an image: each new row is a weighted mean of nearby old rows
-    (`jax.image.resize`, with antialiasing if there are fewer). The matching config is
-    `dataclasses.replace(config, scheme=Learned(max_len=...))`, with the new number of rows.
-
-    Rows on a line are interpolated linearly, those of a grid by cubic functions, as in timm: the
-    result is that of PyTorch's `interpolate(..., mode="bicubic", antialias=True)`. The transformers
-    library leaves antialiasing out, with which PyTorch also takes another cubic function: from a
-    grid of 14 by 14 independent normal numbers to 24 by 24, results differ by 0.07 (root mean
-    square); trained positions are smoother.
-
-    Args:
-        params: a Haiku parameter tree with one table of learned positions, as `Embedder.init`
-            makes.
-        max_len: the new number of positions, above `start`; with shape, the new shape of the grid.
-        start: the `start` of the scheme. The rows before it do not change: those for padding, or
-            for a class token before an image's patches (ViT, CLIP: 1).
-        shape: the shape of the grid of the rows from start on, numbered in row-major order, such as
-            (14, 14) for an image of 14 by 14 patches. None: they are on a line.
-
-    Returns:
-        The tree, in which only that table is replaced.
-
-    Raises:
-        TypeError: max_len or start is not a Python int; with shape, one of the two is not a tuple
-            of ints.
-        ValueError: max_len is not above start; start is outside the table; the table does not have
-            a row for each point of shape, or max_len has other axes; params does not have exactly
-            one table of learned positions.
-
-    Example:
-        >>> import jax
-        >>> import transformer_embed as te
-        >>> embedder = te.Embedder(te.EmbedderConfig(256, 64, scheme=te.Learned(max_len=512)))
-        >>> params = te.resize_positions(embedder.init(jax.random.key(0)), 1024)
-        >>> params["transformer_embedding/~/learned_positional_encoding"]["embeddings"].shape
-        (1024, 64)
-
-        >>> vit = te.Embedder(te.EmbedderConfig(1, 64, scheme=te.Learned(max_len=1 + 14 * 14)))
-        >>> params = vit.init(jax.random.key(0))
-        >>> params = te.resize_positions(params, (24, 24), start=1, shape=(14, 14))
-        >>> params["transformer_embedding/~/learned_positional_encoding"]["embeddings"].shape
-        (577, 64)
-
-    Source:
-        Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021), section 3.2,
-        https://arxiv.org/abs/2010.11929
-    """
-    params = as_params("params", params)
-    path = table_path("params", params, "learned_positional_encoding")
-    table = on_every_device(_whole(f"{path}/embeddings", params[path]["embeddings"]))
-    start = arguments.integer("start", start, at_least=0, at_most=table.shape[0] - 1)
-    rows, width = table.shape[0] - start, table.shape[1]
-    if shape is None:
-        last = arguments.integer("max_len", max_len, at_least=start + 1, at_most=2**31 - 1)
-        old, new, method = (rows,), (last - start,), "linear"
-    else:
-        old = arguments.entries("shape", shape, arguments.size)
-        new = arguments.entries("max_len", max_len, arguments.size)
-        arguments.check_same("shape", "a point for each row from start on", math.prod(old), rows)
-        arguments.check_same("max_len", "as many axes as shape", len(new), len(old))
-        method = "bicubic"
-    # jax.image.resize rounds its weights to the dtype of what it resizes.
-    grid = arguments.widened(table[start:]).reshape(*old, width)
-    stretched = jax.image.resize(grid, (*new, width), method).reshape(-1, width)
-    resized = jnp.concatenate([table[:start], stretched.astype(table.dtype)])
-    return {**params, path: {**params[path], "embeddings": resized}}
 
 
 def _whole(path: str, table: Any) -> Float[Array, "v ..."]:
