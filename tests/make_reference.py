@@ -2,7 +2,7 @@
 
 A page marks such a part with a comment, and the part ends with another one:
 
-    <!-- reference: lookup rows.update -->    a table of these names, then an entry for each
+    <!-- reference: lookup rows.apply_gradients -->    a table of these names, then an entry for each
     <!-- help: train -->                      what `transformer-embed train --help` prints
     <!-- end -->
 

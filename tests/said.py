@@ -8,6 +8,7 @@ import numpy as np
 from compare import equal
 
 import transformer_embed as te
+from transformer_embed._src.kernels import row_indices, splash_kernels
 
 
 def from_ids(queries, keys):
@@ -15,7 +16,8 @@ def from_ids(queries, keys):
 
 
 def said_by_splash(mask, order, **options):
-    heads, ids = te.kernels.splash_attention(mask, 1, order=order, **options)
+    rule = row_indices.RowRule(mask, "splash attention", order, **options)
+    heads, ids = splash_kernels.heads_and_segment_ids(rule, 1)
     said = np.asarray(heads.masks[0][: heads.shape[1], : heads.shape[2]])[None]
     return said if ids is None else said & from_ids(ids.q, ids.kv)
 
@@ -27,17 +29,17 @@ def said_without_windows(mask, causal, segment_ids):
 
 
 def said_by_flash(mask, order):
-    return said_without_windows(mask, **te.kernels.flash_attention(mask, order=order))
+    return said_without_windows(mask, **te.kernels.flash_attention_kwargs(mask, order=order))
 
 
 def said_by_mha(mask, order):
-    options = te.kernels.mha(mask, order=order, batch_size=2)
+    options = te.kernels.mha_kwargs(mask, order=order, batch_size=2)
     ids = options["segment_ids"]
     return said_without_windows(mask, options["causal"], None if ids is None else [ids] * 2)
 
 
 def said_by_dot_product(mask, order):
-    options = te.kernels.dot_product_attention(mask, order=order)
+    options = te.kernels.dot_product_attention_kwargs(mask, order=order)
     queries, keys = (side.positions.shape[-1] for side in (mask.queries, mask.keys or mask.queries))
     ahead = np.arange(keys) - np.arange(queries)[:, None]
     left, right = options.get("local_window_size", (1000, 1000))
@@ -46,28 +48,21 @@ def said_by_dot_product(mask, order):
     return said & (np.arange(keys) < np.asarray(lengths)[:, None, None])
 
 
-def in_ranges(ranges, length):
-    start, end = (np.asarray(side)[..., None] for side in ranges)
-    return (start <= np.arange(length)) & (np.arange(length) < end)
-
-
-def said_by_key_ranges(mask, order):
-    ranges = te.kernels.key_ranges(mask, order=order)
-    return in_ranges(ranges, mask.lengths[0])
-
-
-def said_by_query_ranges(mask, order):
-    ranges = te.kernels.query_ranges(mask, order=order)
-    return in_ranges(ranges, mask.lengths[0]).swapaxes(1, 2)
+def said_by_ranges(mask, order):
+    ranges = te.kernels.visible_ranges(mask, order=order)
+    k_start, k_end, q_start, q_end = (np.asarray(each)[..., None] for each in ranges.values())
+    index = np.arange(mask.lengths[0])
+    keys, queries = (k_start <= index) & (index < k_end), (q_start <= index) & (index < q_end)
+    np.testing.assert_array_equal(keys, queries.swapaxes(1, 2))
+    return keys
 
 
 SAID = {
-    "key_ranges": said_by_key_ranges,
-    "query_ranges": said_by_query_ranges,
-    "splash_attention": said_by_splash,
-    "flash_attention": said_by_flash,
-    "mha": said_by_mha,
-    "dot_product_attention": said_by_dot_product,
+    "visible_ranges": said_by_ranges,
+    "splash_kernels": said_by_splash,
+    "flash_attention_kwargs": said_by_flash,
+    "mha_kwargs": said_by_mha,
+    "dot_product_attention_kwargs": said_by_dot_product,
 }
 
 
@@ -80,8 +75,8 @@ def check(kernel, options, mode, f, batches):
         except ValueError:
             continue
         assert_said(found, f(loops, *batch).allowed, mask.queries.padding_mask)
-        # What splash attention is told is no tree of arrays.
-        if mode == "jit" and kernel != "splash_attention":
+        # A splash kernel compares by identity.
+        if mode == "jit" and kernel != "splash_kernels":
             make = functools.partial(getattr(te.kernels, kernel), **options)
             equal(jax.jit(lambda *x, make=make: make(f(te, *x)))(*batch), make(mask))
 

@@ -1,6 +1,7 @@
 """Training by rows on a mesh, and the same densely on one device with numpy's gradients."""
 
 import dataclasses
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +87,11 @@ def expected(seed, config, optimizer, form):
 # --- by rows
 
 
+def add(grads, more):
+    is_rows = lambda leaf: isinstance(leaf, te.rows.RowGradient)
+    return jax.tree.map(operator.add, grads, more, is_leaf=is_rows)
+
+
 def trained(seed, config, optimizer, form, *, kind, table, ids, where="none", capacity=None):
     """The same by rows, with a table and ids that a mesh splits by these specs."""
     embedder, on = te.Embedder(config), mesh(kind)
@@ -104,12 +110,12 @@ def trained(seed, config, optimizer, form, *, kind, table, ids, where="none", ca
     def step(params, state, parts):
         if form == "added":
             values, grads = zip(*(gradient(params, [part]) for part in parts), strict=True)
-            value, grads = sum(values), te.rows.add(*grads)
+            value, grads = sum(values), add(*grads)
         else:
             value, grads = gradient(params, parts[: 1 if form in ("one", "bounded") else 2])
             # Scaled as by a loss scale: the powers of two round nothing.
             grads = jax.tree.map(lambda leaf: leaf * 8 / 8, grads)
-        return *te.rows.update(optimizer, grads, state, params), value
+        return *te.rows.apply_gradients(optimizer, grads, state, params), value
 
     if where == "inside":
         over, whole = [(P("data"), P("data"))] * 2, P()

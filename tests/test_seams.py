@@ -82,9 +82,9 @@ def test_a_loaders_batch_goes_through_a_packed_mask_to_a_kernel(params):
     def hidden(params, batch):
         tokens = batch["tokens"]
         mask = te.AttentionMask(tokens, causal=True, window=(4, 0))
-        said, segment_ids = te.kernels.splash_attention(mask, HEADS, order="packed")
-        allowed = jnp.asarray(said.masks[0][:24, :24])[None]
-        allowed &= segment_ids.q[:, :, None] == segment_ids.kv[:, None, :]
+        ranges = te.kernels.visible_ranges(mask, order="packed")
+        k_start, k_end = ranges["k_start"][:, :, None], ranges["k_end"][:, :, None]
+        allowed = (k_start <= jnp.arange(24)) & (jnp.arange(24) < k_end)
         attend = functools.partial(jax.nn.dot_product_attention, mask=allowed[:, None])
         return decoder(params, batch["ids"], tokens, attend)
 
@@ -156,7 +156,7 @@ def test_eager_and_compiled_share_a_batch(params):
     outside = te.TokenPositions.from_ids(ids, pad_id=0)
     assert jax.tree.structure(inside) == jax.tree.structure(outside)
     for tokens in (inside, outside):
-        options = te.kernels.dot_product_attention(
+        options = te.kernels.dot_product_attention_kwargs(
             te.AttentionMask(tokens, causal=True), order="right"
         )
         assert options["key_value_seq_lengths"].tolist() == [3]
@@ -180,7 +180,7 @@ def test_training_goes_on_after_an_exchange_that_overflows():
         is_finite = jnp.isfinite(value)
         params, state = jax.lax.cond(
             is_finite,
-            lambda: te.rows.update(optimizer, grads, state, params),
+            lambda: te.rows.apply_gradients(optimizer, grads, state, params),
             lambda: (params, state),
         )
         return (params, state, skipped + ~is_finite), value
@@ -298,7 +298,7 @@ def test_some_axes_of_a_mesh_are_explicit_and_others_automatic(kinds, split):
         square = lambda params: jnp.sum(embedder.apply(params, None, ids, is_training=False) ** 2)
         rows = te.rows.value_and_grad(square, ids={path: {"embeddings": ids}})(params)[1]
         state = optimizer.init(params)
-        updated = te.rows.update(optimizer, rows, state, params)[0]
+        updated = te.rows.apply_gradients(optimizer, rows, state, params)[0]
         return jax.value_and_grad(loss)(params), loss(params, "none"), loss(updated)
 
     expected = run(params, ids)
@@ -316,7 +316,7 @@ def test_mappings_that_hide_their_tables_are_refused(kind):
     _, grads = step(tables)
     for call in (
         lambda params: step(params),
-        lambda params: te.rows.update(optax.sgd(1.0), grads, (), params),
+        lambda params: te.rows.apply_gradients(optax.sgd(1.0), grads, (), params),
     ):
         with pytest.raises(TypeError, match="params: wanted dicts"):
             call(kind(tables))

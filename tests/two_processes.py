@@ -195,7 +195,7 @@ def row_step(config, exchange):
         of_table = {TABLE: {"embeddings": ids}}
         by_rows = te.rows.value_and_grad(loss, ids=of_table, capacity=capacity)
         value, gradients = by_rows(params)
-        return *te.rows.update(OPTIMIZER, gradients, state, params), value
+        return *te.rows.apply_gradients(OPTIMIZER, gradients, state, params), value
 
     return step
 

@@ -26,20 +26,17 @@ constant arrays: give the kernel `alibi_slopes`, or the encodings and rotated he
 """
 
 from transformer_embed._src.kernels.kernel_arguments import (
-    dot_product_attention,
-    flash_attention,
-    key_ranges,
-    mha,
-    query_ranges,
+    dot_product_attention_kwargs,
+    flash_attention_kwargs,
+    mha_kwargs,
+    visible_ranges,
 )
-from transformer_embed._src.kernels.splash_attention import splash_attention, splash_kernels
+from transformer_embed._src.kernels.splash_kernels import splash_kernels
 
 __all__ = [
-    "dot_product_attention",
-    "flash_attention",
-    "key_ranges",
-    "mha",
-    "query_ranges",
-    "splash_attention",
+    "dot_product_attention_kwargs",
+    "flash_attention_kwargs",
+    "mha_kwargs",
     "splash_kernels",
+    "visible_ranges",
 ]

@@ -3,19 +3,17 @@
 The cost of a step follows the batch, not the vocabulary.
 """
 
+from transformer_embed._src.rows.apply_gradients import apply_gradients
 from transformer_embed._src.rows.devices import pmean
-from transformer_embed._src.rows.exchanged import ExchangeLoad, exchange_load, exchanged
-from transformer_embed._src.rows.row_gradient import RowGradient, add
-from transformer_embed._src.rows.update import update
+from transformer_embed._src.rows.row_gradient import RowGradient
 from transformer_embed._src.rows.value_and_grad import value_and_grad
+from transformer_embed._src.rows.with_exchange import exchange_load, with_exchange
 
 __all__ = [
-    "ExchangeLoad",
     "RowGradient",
-    "add",
+    "apply_gradients",
     "exchange_load",
-    "exchanged",
     "pmean",
-    "update",
     "value_and_grad",
+    "with_exchange",
 ]

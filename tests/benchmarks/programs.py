@@ -177,23 +177,12 @@ def attention(length: int) -> Program:
         attend = jax.vmap(lambda kernel, *row: kernel(*row[:3], segment_ids=row[3]))
         return attend(kernels, queries, keys, values, ids)
 
-    def splash(queries, keys, values, segment_ids):
-        mask, ids = te.kernels.splash_attention(
-            rule_of(segment_ids), heads.shape[1], order="packed"
-        )
-        kernel = splash_attention.make_splash_mha(
-            mask, head_shards=1, q_seq_shards=1, block_sizes=sizes
-        )
-        attend = jax.vmap(lambda *row: kernel(*row[:3], segment_ids=row[3]))
-        return attend(queries, keys, values, ids)
-
     def dense(queries, keys, values, segment_ids):
         heads = (array.swapaxes(1, 2) for array in (queries, keys, values))
         return jax.nn.dot_product_attention(*heads, mask=rule_of(segment_ids).dense())
 
     return {
         OURS: (skipping, arguments),
-        "splash attention, every block of the window": (splash, arguments),
         "dot_product_attention, dense mask": (dense, arguments),
     }
 
@@ -226,7 +215,7 @@ def step_loss(params: Any, ids: jax.Array, weights: jax.Array) -> jax.Array:
 @functools.partial(jax.jit, donate_argnums=(0, 1))
 def row_step(params, state, ids, weights):
     _, grads = te.rows.value_and_grad(step_loss, ids={"embeddings": ids})(params, ids, weights)
-    return te.rows.update(OPTIMIZER, grads, state, params)
+    return te.rows.apply_gradients(OPTIMIZER, grads, state, params)
 
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))

@@ -123,7 +123,7 @@ def step_of(way, optimizer):
         if way in ("by rows", "by exchange"):
             options = {"ids": {"embeddings": tokens}, "capacity": capacity}
             grads = te.rows.value_and_grad(loss, **options)(params, tokens, weights)[1]
-            return te.rows.update(optimizer, grads, state, params)
+            return te.rows.apply_gradients(optimizer, grads, state, params)
         updates, state = optimizer.update(jax.grad(loss)(params, tokens, weights), state, params)
         return optax.apply_updates(params, updates), state
 
@@ -207,9 +207,9 @@ def zipf(vocab_size=10**6, exponent=1.05, ids=IDS):
             options = {"row_multiple": ROW_MULTIPLE, "spread": is_spread}
             config = te.EmbedderConfig(vocab_size, WIDTH, **options)
             load = te.rows.exchange_load(params["embeddings"], batch, config=config)
-            mean, most = load.rows.mean(), load.rows.max()
+            mean, most = load["rows"].mean(), load["rows"].max()
             name = f"{shape[0]} x {shape[1]}{', spread' * is_spread}"
-            rows.append([name, f"{mean:,.0f}", f"{most / mean:.2f}", str(load.dropped)])
+            rows.append([name, f"{mean:,.0f}", f"{most / mean:.2f}", str(load["dropped"])])
     columns = ["data x model", "mean rows asked for", "busiest / mean", "ids without room"]
     return markdown_table(columns, rows)
 

@@ -45,7 +45,7 @@ def test_kernels_are_told_the_rule_or_refuse_it(number):
     seeds = range(6 * number, 6 * number + 6)
     tokens = batches.MAKE[chosen.kind] + chosen.change
     options = f"order={chosen.order!r}"
-    if chosen.sides == "tokens[:, 4:8], tokens" and chosen.kernel == "splash_attention":
+    if chosen.sides == "tokens[:, 4:8], tokens" and chosen.kernel == "splash_kernels":
         options += ", q_offset=4"
     program = PROGRAM.format(**vars(chosen), tokens=tokens, options=options, seeds=seeds)
     with draws.repeated_by(number, program):

@@ -21,7 +21,7 @@ from said import SAID as KERNELS
 from said import said_by_flash, said_by_splash
 
 import transformer_embed as te
-from transformer_embed._src.kernels import row_indices, splash_attention
+from transformer_embed._src.kernels import row_indices, splash_kernels
 
 # jax 0.12 points to another package for the GPU's kernel.
 with warnings.catch_warnings():
@@ -38,7 +38,6 @@ PACKED = TokenPositions.from_segment_ids(
     np.stack([np.repeat([1, 2, 3, 0], [100, 20, 60, 76]), np.repeat([4, 2], [129, 127])])
 )
 INSIDE = TokenPositions.from_ids(np.tile([5, 0, 5, 5], [BATCH, LENGTH // 4]), pad_id=0)
-IMAGES = RIGHT.with_block_ids(np.repeat([-1, 0, -1, 7], 64))
 BLOCKS = splash.BlockSizes(*[BLOCK] * 8)
 FUSED_BACKWARD = splash.BlockSizes(*[BLOCK] * 6, use_fused_bwd_kernel=True)
 
@@ -53,9 +52,10 @@ def test_each_kernel_takes_what_it_can_express(rule):
     orders = {"full": FULL, "right": RIGHT, "packed": PACKED}
     for order, tokens in orders.items():
         mask = AttentionMask(tokens, **rule)
-        takes = {"splash_attention", "key_ranges", "query_ranges"}
-        takes |= {"flash_attention", "mha"} if "window" not in rule else set()
-        takes |= {"dot_product_attention"} if "chunk" not in rule and order != "packed" else set()
+        takes = {"splash_kernels", "visible_ranges"}
+        takes |= {"flash_attention_kwargs", "mha_kwargs"} if "window" not in rule else set()
+        if "chunk" not in rule and order != "packed":
+            takes |= {"dot_product_attention_kwargs"}
         takes = set() if "sinks" in rule else takes
         for kernel, said_by in KERNELS.items():
             if kernel in takes:
@@ -68,11 +68,13 @@ def test_each_kernel_takes_what_it_can_express(rule):
 def test_full_rows_have_no_segments_but_for_their_chunks():
     """Also at two offsets."""
     mask = AttentionMask(FULL, causal=True)
-    assert te.kernels.splash_attention(mask, 1, order="full")[1] is None
-    assert te.kernels.dot_product_attention(mask, order="full") == {"is_causal": True}
-    for kernel in (te.kernels.flash_attention, te.kernels.mha):
+    assert te.kernels.splash_kernels(mask, 1, order="full", interpret=True)[1] is None
+    assert te.kernels.dot_product_attention_kwargs(mask, order="full") == {"is_causal": True}
+    for kernel in (te.kernels.flash_attention_kwargs, te.kernels.mha_kwargs):
         assert kernel(mask, order="full") == {"causal": True, "segment_ids": None}
-    rows = te.kernels.mha(AttentionMask(FULL, causal=True, chunk=8), order="full")["segment_ids"]
+    rows = te.kernels.mha_kwargs(AttentionMask(FULL, causal=True, chunk=8), order="full")[
+        "segment_ids"
+    ]
     assert rows.shape == (BATCH, LENGTH)
     equal(np.diff(rows) != 0, np.diff(FULL.positions // 8) != 0)
 
@@ -84,7 +86,7 @@ def test_segment_ids_of_64_bits():
         mask = AttentionMask(
             TokenPositions(jnp.array([[0, 1, 0, 0]]), segment_ids=ids), causal=True
         )
-        options = te.kernels.flash_attention(mask, order="packed")
+        options = te.kernels.flash_attention_kwargs(mask, order="packed")
         assert options["segment_ids"].q.dtype == jnp.int32
         assert_said(said_by_flash(mask, "packed"), mask)
 
@@ -105,11 +107,11 @@ def test_only_tokens_of_a_part_must_be_those_of_the_keys():
     """Padding sees nothing, so it may have any position."""
     keys, last = TokenPositions.from_offset(0, 256), np.arange(128, 256)
     is_token = (last < 200).astype(int)
-    said = functools.partial(te.kernels.splash_attention, num_heads=1, order="right", q_offset=128)
     part = functools.partial(TokenPositions, segment_ids=is_token)
-    said(AttentionMask(part(last * is_token), keys, causal=True))
+    options = {"order": "right", "q_offset": 128}
+    said_by_splash(AttentionMask(part(last * is_token), keys, causal=True), **options)
     with pytest.raises(ValueError, match=pattern("queries.positions: ... 128 ... got others")):
-        said(AttentionMask(part((last + 1) * is_token), keys, causal=True))
+        said_by_splash(AttentionMask(part((last + 1) * is_token), keys, causal=True), **options)
 
 
 def test_queries_without_segments_are_no_part_of_packed_keys():
@@ -124,13 +126,13 @@ def test_queries_without_segments_are_no_part_of_packed_keys():
 
 def test_a_rule_without_limits_needs_no_promise():
     mask = AttentionMask(TokenPositions(range(9)), causal=False)
-    assert te.kernels.dot_product_attention(mask) == {"is_causal": False}
+    assert te.kernels.dot_product_attention_kwargs(mask) == {"is_causal": False}
 
 
 def test_cudnn_gets_no_window_to_the_right_of_a_causal_rule():
     for causal, window in ((True, (5, None)), (True, (5, 7)), (False, (5, 0))):
         mask = AttentionMask(RIGHT, causal=causal, window=window)
-        options = te.kernels.dot_product_attention(mask, order="right")
+        options = te.kernels.dot_product_attention_kwargs(mask, order="right")
         assert options["is_causal"]
         assert options["local_window_size"] == (5, 0)
 
@@ -179,33 +181,25 @@ def call(kernel, queries, keys, values, segment_ids):
     return kernel(queries, keys, values, segment_ids=segment_ids)
 
 
-def splash_attend(mask, *heads, order="packed"):
-    said, segment_ids = te.kernels.splash_attention(mask, HEADS, order=order, batch_size=BATCH)
-    kernel = splash.make_splash_mha(
-        said, head_shards=1, q_seq_shards=1, block_sizes=BLOCKS, interpret=True
-    )
-    return jax.vmap(functools.partial(call, kernel))(*heads, segment_ids)
-
-
-def skipping_attend(mask, *heads, order="packed", block_sizes=BLOCKS, **options):
+def splash_attend(mask, *heads, order="packed", block_sizes=BLOCKS, **options):
     options |= {"order": order, "block_sizes": block_sizes, "batch_size": BATCH}
     kernels, segment_ids = te.kernels.splash_kernels(mask, HEADS, interpret=True, **options)
     return jax.vmap(call)(kernels, *heads, segment_ids)
 
 
 def flash_attend(mask, *heads):
-    options = te.kernels.flash_attention(mask, order="packed")
+    options = te.kernels.flash_attention_kwargs(mask, order="packed")
     return flash_attention.flash_attention(*heads, **options)
 
 
 def mha_attend(mask, *heads):
-    options = te.kernels.mha(mask, order="packed", batch_size=BATCH)
+    options = te.kernels.mha_kwargs(mask, order="packed", batch_size=BATCH)
     outputs = gpu.mha(*(array.swapaxes(1, 2) for array in heads), interpret=True, **options)
     return outputs.swapaxes(1, 2)
 
 
 def dot_product_attend(mask, *heads, order="right"):
-    options = te.kernels.dot_product_attention(mask, order=order, batch_size=BATCH)
+    options = te.kernels.dot_product_attention_kwargs(mask, order=order, batch_size=BATCH)
     heads = (array.swapaxes(1, 2) for array in heads)
     return jax.nn.dot_product_attention(*heads, scale=1.0, **options).swapaxes(1, 2)
 
@@ -213,15 +207,15 @@ def dot_product_attend(mask, *heads, order="right"):
 WINDOW = {"causal": True, "window": (90, 0)}
 CHUNK = {"causal": True, "chunk": 50}
 SECOND_HALF = jax.tree.map(lambda a: a[:, 128:], PACKED)
-fused_attend = functools.partial(skipping_attend, block_sizes=FUSED_BACKWARD)
-at_128 = functools.partial(skipping_attend, q_offset=128)
+fused_attend = functools.partial(splash_attend, block_sizes=FUSED_BACKWARD)
+at_128 = functools.partial(splash_attend, q_offset=128)
 RUNS = {
     "an argument": (
-        jax.jit(skipping_attend),
+        jax.jit(splash_attend),
         AttentionMask(LEFT, causal=False, chunk=77, window=(30, 5)),
     ),
     "part of the keys": (at_128, AttentionMask(SECOND_HALF, PACKED, **WINDOW)),
-    "prefix, fused": (fused_attend, AttentionMask(IMAGES, **WINDOW)),
+    "fused": (fused_attend, AttentionMask(RIGHT, **WINDOW)),
     "flash": (flash_attend, AttentionMask(PACKED, **CHUNK)),
     "mha": (mha_attend, AttentionMask(PACKED, **CHUNK)),
     "no key": (
@@ -242,27 +236,18 @@ def test_kernels_apply_the_rule(name, monkeypatch):
     check(mask, functools.partial(attend, mask))
 
 
-@pytest.mark.slow
-def test_partial_blocks_are_not_in_the_scalar_memory():
-    """The bools of 66 blocks take more than a megabyte."""
-    ids = np.random.default_rng(0).integers(-1, 300, 1408)
-    tokens = TokenPositions(range(1408)).with_block_ids(ids)
-    mask = AttentionMask(tokens, causal=True)
-    te.kernels.splash_kernels(mask, 1, order="full")
-
-
 @pytest.mark.parametrize("block", [(4, 4), (8, 4), (4, 8)])
-def test_a_band_has_the_blocks_with_a_pair_and_no_others(block):
-    """Also where a window ends at the edge of a block."""
+def test_no_grid_has_fewer_steps_than_counted(block):
+    """Else a window would be refused whose blocks fit."""
     keys = TokenPositions.from_offset(0, 16)
     for window, start in itertools.product([(3, 4), (4, 5), (5, 3), (8, None)], (0, 8)):
         queries = TokenPositions.from_offset(start, 8)
         mask = AttentionMask(queries, keys, causal=False, window=window)
         rule = row_indices.RowRule(mask, "splash", "full", q_offset=start)
-        band, diagonal = splash_attention._band_and_diagonal(rule, block)
         shape = 8 // block[0], block[0], 16 // block[1], block[1]
-        equal(band, mask.dense()[0, 0].reshape(shape).any((1, 3)))
-        equal(diagonal.sum(1), 1)
+        band = mask.dense()[0, 0].reshape(shape).any((1, 3))
+        steps = len(band) * band.sum(1).max()
+        assert steps - 2 * len(band) <= splash_kernels._steps_at_least(rule, *block) <= steps
 
 
 @pytest.mark.slow
@@ -297,7 +282,7 @@ def test_dot_product_attention_applies_the_rule_without_a_mask():
 @pytest.mark.slow
 def test_attention_to_another_sequence():
     mask = AttentionMask(RIGHT, TokenPositions.from_lengths([200, 17], 384), causal=False)
-    for attend in (skipping_attend, dot_product_attend):
+    for attend in (splash_attend, dot_product_attend):
         check(mask, functools.partial(attend, mask, order="right"))
 
 
@@ -347,27 +332,6 @@ def test_a_part_of_the_keys_far_from_the_first_runs_the_blocks_of_its_window():
     assert loads[runs > 0].tolist() == [3, 4, 5]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [lambda a: a[:, ::-1], lambda a: a + 1, lambda a: None, lambda a: a.ravel()],
-)
-def test_a_version_of_jax_whose_kernels_describe_blocks_in_another_way(monkeypatch, change):
-    make = splash.make_splash_mha
-
-    def make_differently(*args, **options):
-        kernel = make(*args, **options)
-        info = kernel.fwd_mask_info
-        kernel.fwd_mask_info = info._replace(data_next=change(info.data_next))
-        return kernel
-
-    monkeypatch.setattr(splash, "make_splash_mha", make_differently)
-    mask = AttentionMask(PACKED, causal=True)
-    with pytest.raises(
-        RuntimeError, match=r"^splash_kernels: wanted the blocks of its mask, as fr"
-    ):
-        te.kernels.splash_kernels(mask, 1, order="packed", interpret=True)
-
-
 # Errors.
 
 BY_HAND = TokenPositions(jnp.arange(LENGTH)[::-1])
@@ -387,8 +351,7 @@ REFUSED = [
     ("splash flash mha dot", *refused("order", RIGHT, causal=True, order="sorted")),
     ("splash", *refused("order", RIGHT, causal=False, window=(3, 3), order=None)),
     ("splash flash dot", *refused("keys", STEP, RIGHT, causal=True, order="right")),
-    ("flash mha dot", *refused("block_ids", PREFIX, causal=True, order="right")),
-    ("splash", *refused("chunk", PREFIX, causal=True, chunk=5)),
+    ("splash flash mha dot visible", *refused("block_ids", PREFIX, causal=True, order="right")),
     ("dot", *refused("order", PACKED, causal=False, order=None)),
     ("dot", *refused("tokens", LEFT, causal=True, order="right")),
     ("mha", *refused("keys", RIGHT, LEFT, causal=False)),
@@ -413,27 +376,17 @@ CAUSAL, IN_CACHE = (
     AttentionMask(PACKED, causal=True),
     AttentionMask(SECOND_HALF, PACKED, causal=True),
 )
-flash = functools.partial(te.kernels.flash_attention, CAUSAL, order="packed")
-mha = functools.partial(te.kernels.mha, order="full")
-static = functools.partial(te.kernels.splash_attention, num_heads=1, order="packed")
-kernels = functools.partial(te.kernels.splash_kernels, CAUSAL, HEADS, order="packed")
-PREFIXES = jnp.zeros((BATCH, LENGTH), int).at[1, 4].set(-1)
-ONE_ROW = "block_ids: ... got others"
-
-
-def with_blocks(ids):
-    return static(AttentionMask(RIGHT.with_block_ids(ids), causal=True))[1]
-
-
+flash = functools.partial(te.kernels.flash_attention_kwargs, CAUSAL, order="packed")
+mha = functools.partial(te.kernels.mha_kwargs, order="full")
+splash_of = functools.partial(te.kernels.splash_kernels, num_heads=HEADS, order="packed")
+kernels = functools.partial(splash_of, CAUSAL)
 VALUE_ERRORS = [
-    (lambda: with_blocks(PREFIXES), ONE_ROW),
-    (lambda: jax.jit(with_blocks)(PREFIXES[0]), ONE_ROW),
     (lambda: flash(batch_size=3), "batch_size: ... 2 rows, got 3"),
     (lambda: mha(AttentionMask(TokenPositions(np.arange(4)), causal=True)), "batch_size: ... got None"),
-    (lambda: te.kernels.flash_attention(AttentionMask(RIGHT, causal=True, window=(3, 0)), order="right"), "window: ... flash_attention, ... got (3, 0); mask.dense() and mask.block() can"),
-    (lambda: static(IN_CACHE, q_offset=100), "queries.positions: ... 100 "),
-    (lambda: static(IN_CACHE, q_offset=129), "q_offset: ... 128, got 129"),
-    (lambda: static(CAUSAL, q_offset=1), "q_offset: ... 0, got 1"),
+    (lambda: te.kernels.flash_attention_kwargs(AttentionMask(RIGHT, causal=True, window=(3, 0)), order="right"), "window: ... flash_attention, ... got (3, 0); mask.dense() and mask.block() can"),
+    (lambda: splash_of(IN_CACHE, q_offset=100), "queries.positions: ... 100 "),
+    (lambda: splash_of(IN_CACHE, q_offset=129), "q_offset: ... 128, got 129"),
+    (lambda: splash_of(CAUSAL, q_offset=1), "q_offset: ... 0, got 1"),
     (lambda: kernels(block_sizes=splash.BlockSizes(block_q=192, block_kv=128)), "q_block_size=192 should divide"),
     (lambda: kernels(head_shards=0), "head_shards: ... 1, got 0"),
     (lambda: kernels(q_seq_shards=0), "q_seq_shards: ... 1, got 0"),
@@ -448,7 +401,7 @@ def test_bad_arguments_are_refused():
 
 @pytest.mark.slow
 def test_blocks_that_are_too_many_for_a_tpu(monkeypatch):
-    monkeypatch.setattr(splash_attention, "SCALAR_MEMORY", 7)
+    monkeypatch.setattr(splash_kernels, "SCALAR_MEMORY", 7)
     with pytest.raises(
         ValueError, match=r"^block_sizes: wanted blocks whose .*, 7 bytes, got 8 by"
     ):
@@ -460,5 +413,5 @@ def test_blocks_that_are_too_many_are_refused_before_they_are_described(monkeypa
     """That takes minutes."""
     monkeypatch.setattr(splash, "make_splash_mha", None)
     mask = AttentionMask(TokenPositions.from_offset(0, 2**17), causal=True)
-    with pytest.raises(ValueError, match=r"^block_sizes: wanted blocks .*, got 2097152 bytes"):
+    with pytest.raises(ValueError, match=r"^block_sizes: wanted blocks .*, got 2095104 bytes"):
         te.kernels.splash_kernels(mask, 1, order="full")

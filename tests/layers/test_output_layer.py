@@ -203,7 +203,7 @@ def test_an_output_layer_is_trained_beside_a_table_that_is_trained_by_rows():
 
     value, grads = te.rows.value_and_grad(loss, ids={"embed": IDS})(params)
     adam = optax.adam(0.1)
-    new, _ = te.rows.update(adam, grads, adam.init(params), params)
+    new, _ = te.rows.apply_gradients(adam, grads, adam.init(params), params)
     want, dense = jax.value_and_grad(loss)(params)
     near(value, want, rtol=1e-6)
     near(grads["output"].table, dense["output"].table, atol=1e-6)

@@ -196,7 +196,7 @@ def refusal(optimizer):
     grads = {**params, "embed": {"table": table}, "other": other}
 
     def step(params, state, grads):
-        return te.rows.update(optimizer, by_rows(grads), state, params, **extra)
+        return te.rows.apply_gradients(optimizer, by_rows(grads), state, params, **extra)
 
     try:
         state = quietly(optimizer.init, params)
@@ -234,7 +234,7 @@ def page(reasons):
     rows = "\n".join(f"| `{name}` | {reason} |" for name, reason in reasons.items() if reason)
     return f"""# Optimizers that train by rows
 
-This page lists which optimizers of optax can train the tables of `te.rows`. When a step is traced, `te.rows.update` proves that the
+This page lists which optimizers of optax can train the tables of `te.rows`. When a step is traced, `te.rows.apply_gradients` proves that the
 optimizer updates each row of a table from that row alone. If it cannot, it raises a ValueError. The lists have the result for every
 transformation and optimizer of optax {optax.__version__}, each with plain arguments. Combinations (`optax.chain`,
 `optax.multi_transform`, masks, schedules, injected hyperparameters) are proved in the same way.
@@ -253,7 +253,7 @@ row without a gradient in such a step would miss it.
 ## These cannot
 
 Train the table densely, or keep the transformation off the table with `optax.multi_transform`. To clip by a global norm, clip the
-gradients before `te.rows.update` with `optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())`; the norm equals that of the
+gradients before `te.rows.apply_gradients` with `optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())`; the norm equals that of the
 dense gradients. The reasons are those for a small table. An optimizer that treats large ones differently, such as `adafactor`, may be
 refused with another reason for those.
 
@@ -263,7 +263,7 @@ refused with another reason for those.
 
 ### Not checked
 
-`te.rows.update` cannot trace these with the plain arguments of this page, so the page does not say whether they can train by rows. Some
+`te.rows.apply_gradients` cannot trace these with the plain arguments of this page, so the page does not say whether they can train by rows. Some
 need the loss function, the gradients of each example or parameters of their own kind.
 
 {unknown}.

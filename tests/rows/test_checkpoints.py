@@ -53,7 +53,7 @@ def step(trees, name, number):
         of_table = {steps.NAME: {"embeddings": ids}}
         capacity = 1.0 if any(spec) else None
         grads = te.rows.value_and_grad(loss, ids=of_table, capacity=capacity)(trees[0])[1]
-        return te.rows.update(OPTIMIZER, grads, trees[1], trees[0])
+        return te.rows.apply_gradients(OPTIMIZER, grads, trees[1], trees[0])
 
     with jax.set_mesh(mesh):
         return jax.jit(one)(trees, put(mesh, ids, *spec), put(mesh, weights, *spec))

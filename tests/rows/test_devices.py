@@ -84,7 +84,7 @@ def trained(name):
 
         _, grads = te.rows.value_and_grad(of_all, ids={"t": ids})(params)
         grads = mean(jax.tree.map(lambda leaf: 0.3 * leaf / 0.3, grads), "d")
-        return te.rows.update(sgd, grads, sgd.init(params), params)[0]
+        return te.rows.apply_gradients(sgd, grads, sgd.init(params), params)[0]
 
     def steps(params, ids, weights):
         return {key: one(mean, params, ids[key], weights) for key, (mean, _) in MEANS.items()}

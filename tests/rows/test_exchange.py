@@ -35,7 +35,7 @@ def row_step(optimizer, capacity=1.0):
     def step(params, state, ids):
         by_rows = te.rows.value_and_grad(loss, ids={"t": ids}, capacity=capacity)
         value, grads = by_rows(params, ids)
-        return *te.rows.update(optimizer, grads, state, params), value
+        return *te.rows.apply_gradients(optimizer, grads, state, params), value
 
     return jax.jit(step, donate_argnums=(0, 1))
 
@@ -78,9 +78,9 @@ def test_spread_rows_are_asked_for_evenly():
     config = te.EmbedderConfig(10**6, 2, row_multiple=2**12, spread=True)
     table = table.update(shape=(config.rows, 2))
     even, uneven = (te.rows.exchange_load(table, ids, config=each) for each in (config, None))
-    assert even.dropped == 0 < uneven.dropped
-    assert even.rows.max() < 1.5 * even.rows.mean()
-    assert uneven.rows.max() > 3 * uneven.rows.mean()
+    assert even["dropped"] == 0 < uneven["dropped"]
+    assert even["rows"].max() < 1.5 * even["rows"].mean()
+    assert uneven["rows"].max() > 3 * uneven["rows"].mean()
 
 
 # --- ids that find no room
@@ -102,7 +102,7 @@ def test_rows_that_do_not_fit_are_nan_and_counted(narrow, monkeypatch):
     with jax.set_mesh(on):
         table, *batch = put(on, (TABLE, ids, weights), BOTH)
         read = lambda table, ids: te.lookup(table, ids, out_of_range="zero")
-        read = te.rows.exchanged(read, ids=batch[0], capacity=capacity)
+        read = te.rows.with_exchange(read, ids=batch[0], capacity=capacity)
         rows, back = jax.vjp(lambda table: read(table, batch[0]), table)
         (gradient,) = back(batch[1])
     assert gradient.sharding.is_equivalent_to(table.sharding, 2)
@@ -110,8 +110,8 @@ def test_rows_that_do_not_fit_are_nan_and_counted(narrow, monkeypatch):
     assert (lost.sum(axis=1) == 10).all()
     # The owner counts each row once.
     load = te.rows.exchange_load(table, ids, capacity=capacity)
-    assert load.dropped == {"room": 8 * 10, "distinct": 10}[narrow]
-    equal(load.rows.reshape(-1), np.where(np.arange(8) == 2, 8, 0))
+    assert load["dropped"] == {"room": 8 * 10, "distinct": 10}[narrow]
+    equal(load["rows"].reshape(-1), np.where(np.arange(8) == 2, 8, 0))
     expected = np.zeros_like(TABLE)
     np.add.at(expected, ids, np.where(lost[..., None], 0, weights))
     equal(np.asarray(rows)[~lost], TABLE[ids[~lost]])
@@ -154,9 +154,9 @@ def test_a_step_outside_of_jit_compiles_one_program_for_the_rows(caplog):
         params, ids = put(on, ({"t": TABLE}, np.arange(8, dtype=np.int32)), BOTH)
         grads = te.rows.value_and_grad(loss, ids={"t": ids}, capacity=1.0)(params, ids)[1]
         with jax.log_compiles():
-            te.rows.update(SGD, grads, SGD.init(params), params)
+            te.rows.apply_gradients(SGD, grads, SGD.init(params), params)
             first = len(caplog.records)
-            te.rows.update(SGD, grads, SGD.init(params), params)
+            te.rows.apply_gradients(SGD, grads, SGD.init(params), params)
     compiled = [each.message for each in caplog.records[first:] if "XLA comp" in each.message]
     assert len(compiled) == 1, compiled
 
@@ -183,7 +183,7 @@ def by_rows(table, ids, capacity=1.0, optimizer=SGD, state=None):
     params = {"t": table}
     grads = te.rows.value_and_grad(loss, ids={"t": ids}, capacity=capacity)(params, ids)[1]
     state = optimizer.init(params) if state is None else state
-    return te.rows.update(optimizer, grads, state, params)
+    return te.rows.apply_gradients(optimizer, grads, state, params)
 
 
 def inside(table, ids):
@@ -212,7 +212,7 @@ ERRORS = {
         P("data"),
     ),
     "ids: wanted split over ('model', 'data'), as the ids of the step whose rows are exchanged": (
-        lambda table, ids: te.rows.exchanged(lambda p: loss(p, IDS), ids={"t": ids})({"t": table}),
+        lambda table, ids: te.rows.with_exchange(lambda p: loss(p, IDS), ids={"t": ids})({"t": table}),
         P("model"),
         P(BOTH),
     ),

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import steps
 from cases import few
 from compare import near
 from fuzzing import ARRAYS, VALUES, call, named_on_failure
@@ -20,7 +21,7 @@ STEP = {"table": PARAMS["table"], "ids": IDS, "max_rows": None}
 GRADS = {"table": te.rows.RowGradient(jnp.array([0, 2]), jnp.ones([2, 3]), vocab_size=4)}
 CALLS = {
     te.rows.value_and_grad: {"ids": {"table": IDS}},
-    te.rows.update: {"grads": GRADS, "params": PARAMS},
+    te.rows.apply_gradients: {"grads": GRADS, "params": PARAMS},
 }
 
 
@@ -32,7 +33,9 @@ def two_steps_at_once(table, ids, max_rows):
 
     params = {"table": table}
     value, grads = te.rows.value_and_grad(loss, ids={"table": ids}, max_rows=max_rows)(params)
-    params, _ = te.rows.update(OPTIMIZER, te.rows.add(grads, grads), OPTIMIZER.init(params), params)
+    params, _ = te.rows.apply_gradients(
+        OPTIMIZER, steps.add(grads, grads), OPTIMIZER.init(params), params
+    )
     return value, params["table"]
 
 
@@ -69,7 +72,7 @@ def test_any_value_in_a_place_of_a_step_is_right_or_our_error(name):
 
 
 def step_of_trees(function, **arguments):
-    if function is te.rows.update:
+    if function is te.rows.apply_gradients:
         # Errors about a state or an optimizer are those of jax and optax.
         return function(OPTIMIZER, state=OPTIMIZER.init(PARAMS), **arguments)
     loss = lambda params: jnp.sum(te.lookup(params["table"], IDS))

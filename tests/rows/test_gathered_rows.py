@@ -11,6 +11,7 @@ import optax
 import pytest
 from compare import equal, near
 from meshes import EXPLICIT, mesh_of, put
+from steps import add
 
 import transformer_embed as te
 from transformer_embed._src.rows.gathered_rows import GatheredRows, as_keys
@@ -163,8 +164,11 @@ def test_a_gradient_of_mixed_rows_updates_them_by_nan(kind):
     def steps(step, params):
         _, grads = step(loss)(params)
         doubled, signs = (jax.tree.map(change, grads) for change in (lambda g: 2 * g, jnp.sign))
-        changed = doubled, signs, te.rows.add(grads, signs), te.rows.add(signs, grads)
-        return [te.rows.update(optimizer, g, optimizer.init(params), params)[0] for g in changed]
+        changed = doubled, signs, add(grads, signs), add(signs, grads)
+        return [
+            te.rows.apply_gradients(optimizer, g, optimizer.init(params), params)[0]
+            for g in changed
+        ]
 
     doubled, *mixed = (after["t"] for after in called(kind, steps))
     gradient = np.zeros([6, 3], np.float32)

@@ -56,7 +56,7 @@ def refused_or_lazy(optimizer):
         def both_steps(ours, lazy, grads, dense_grads):
             params, state = ours
             return (
-                te.rows.update(optimizer, made.by_rows(grads), state, params, **extra),
+                te.rows.apply_gradients(optimizer, made.by_rows(grads), state, params, **extra),
                 made.lazy_step(optimizer, *lazy, dense_grads, **extra),
             )
 

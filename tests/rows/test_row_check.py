@@ -26,7 +26,7 @@ def step(optimizer, params=PARAMS, state=None):
     table = params["t"]
     gradient = te.rows.RowGradient(IDS, VALUES.astype(table.dtype), len(table))
     state = optimizer.init(params) if state is None else state
-    return te.rows.update(optimizer, {"t": gradient, "w": params["w"]}, state, params)
+    return te.rows.apply_gradients(optimizer, {"t": gradient, "w": params["w"]}, state, params)
 
 
 def refuse(optimizer, message, **options):
@@ -87,7 +87,7 @@ def test_what_is_one_row_in_a_table_trains_as_the_dense_step():
 
     @jax.jit
     def tables(table, values):
-        grads, update = te.rows.RowGradient(ids, values, 9), te.rows.update
+        grads, update = te.rows.RowGradient(ids, values, 9), te.rows.apply_gradients
         steps = {name: stateless(change) for name, change in APART.items()}
         return {name: update(step, grads, (), table)[0] for name, step in steps.items()}
 
@@ -124,7 +124,7 @@ def test_a_schedule_may_choose_how_much_of_a_state_is_kept():
 def test_a_choice_by_size_that_is_the_same_for_every_block_passes():
     optimizer, ids = labelled_by_size(), np.arange(100)
     grads = {"t": te.rows.RowGradient(ids, jnp.ones([100, 2]), 1000), "w": PARAMS["w"]}
-    after, _ = te.rows.update(optimizer, grads, optimizer.init(PARAMS), PARAMS)
+    after, _ = te.rows.apply_gradients(optimizer, grads, optimizer.init(PARAMS), PARAMS)
     equal(after["t"][:, 0], np.repeat([0, 1], [100, 900]))
     equal(after["w"], PARAMS["w"])
 
@@ -138,7 +138,7 @@ def test_many_tables_share_the_traces_of_one_step():
 
     def train(params):
         grads = [te.rows.RowGradient(np.arange(2000), p[:2000], len(p)) for p in params]
-        return te.rows.update(counting, grads, (), params)
+        return te.rows.apply_gradients(counting, grads, (), params)
 
     jax.eval_shape(train, params)
     assert len(traces) == 3 * len(params)
@@ -353,7 +353,7 @@ def test_rows_of_two_tables_are_never_mixed(reason, mix):
     grads = [te.rows.RowGradient([1, 3], jnp.ones([2, 2]), 6)] * 2
     mixed = transformation(lambda updates, _: (updates, [*mix(*updates)]), lambda params: params)
     with pytest.raises(ValueError, match=reason):
-        te.rows.update(mixed, grads, params, params)
+        te.rows.apply_gradients(mixed, grads, params, params)
 
 
 # --- states

@@ -59,7 +59,7 @@ def test_more_rows_than_a_block_are_updated_in_blocks():
 
     @jax.jit
     def step(params, state, values):
-        return te.rows.update(optimizer, rows(ids, values, 3000), state, params)
+        return te.rows.apply_gradients(optimizer, rows(ids, values, 3000), state, params)
 
     params, state = {"t": table}, optimizer.init({"t": table})
     for _ in range(2):
@@ -80,7 +80,7 @@ def test_a_batch_may_have_as_many_ids_as_the_table_has_rows(size):
     @jax.jit
     def step(params):
         grads = gradient(params, np.arange(size), total)
-        return te.rows.update(SGD, grads, SGD.init(params), params)[0]
+        return te.rows.apply_gradients(SGD, grads, SGD.init(params), params)[0]
 
     equal(step({"t": jnp.ones([size, 2])})["t"], 0.75)
 
@@ -94,7 +94,9 @@ def test_an_optimizer_that_closes_over_a_value_uses_that_of_each_trace():
     optimizer = optax.stateless(lambda grads, _: jax.tree.map(lambda g: -rate[0] * g, grads))
 
     def step(params):
-        return te.rows.update(optimizer, rows([0], jnp.ones([1, 2])), optimizer.init({}), params)[0]
+        return te.rows.apply_gradients(
+            optimizer, rows([0], jnp.ones([1, 2])), optimizer.init({}), params
+        )[0]
 
     for rate[0] in (0.5, 0.25):
         for run in (step, jax.jit(lambda params: step(params))):
@@ -109,7 +111,7 @@ def test_extra_arguments_may_be_anything_that_the_optimizer_takes():
     optimizer = optax.GradientTransformationExtraArgs(lambda params: (), update)
     extra = {"flag": True, "mode": "double", "value": jnp.array(0.25)}
     grads = rows([1, 2], jnp.ones([2, 2]))
-    after, _ = te.rows.update(optimizer, grads, (), {"t": PARAMS["t"]}, **extra)
+    after, _ = te.rows.apply_gradients(optimizer, grads, (), {"t": PARAMS["t"]}, **extra)
     equal(after["t"][:4, 0], [1, 0.5, 0.5, 1])
 
 
@@ -123,7 +125,7 @@ def test_steps_in_a_scan_are_those_of_a_loop():
     @jax.jit
     def one(carry, ids):
         params, state = carry
-        return te.rows.update(ADAMW, gradient(params, ids), state, params), None
+        return te.rows.apply_gradients(ADAMW, gradient(params, ids), state, params), None
 
     first = jax.tree.map(jnp.asarray, (PARAMS, ADAMW.init(PARAMS)))
     scanned, _ = jax.jit(lambda carry: jax.lax.scan(one, carry, batches))(first)
@@ -138,7 +140,9 @@ def test_a_step_works_under_vmap_over_seeds():
 
     def one(table, ids):
         params = {"t": table, "w": jnp.ones(3)}
-        return te.rows.update(ADAMW, gradient(params, ids), ADAMW.init(params), params)[0]["t"]
+        return te.rows.apply_gradients(ADAMW, gradient(params, ids), ADAMW.init(params), params)[0][
+            "t"
+        ]
 
     expected = np.stack([*map(jax.jit(one), tables, ids)])
     assert (expected != tables).any(axis=2).sum(axis=1).tolist() == [2, 3]
@@ -156,8 +160,7 @@ def doors(convert):
     loss = lambda params: jnp.sum(te.lookup(params["t"], ids) * params["w"])
     return {
         "value_and_grad": lambda: te.rows.value_and_grad(loss, ids={"t": ids})(params),
-        "add": lambda: te.rows.add({"w": params["w"]}, {"w": jnp.ones(2)}),
-        "update": lambda: te.rows.update(trace, grads, optax.TraceState(params), params),
+        "update": lambda: te.rows.apply_gradients(trace, grads, optax.TraceState(params), params),
     }
 
 
@@ -198,7 +201,7 @@ ERRORS = {
 @pytest.mark.parametrize("message", ERRORS)
 def test_bad_arguments_raise_errors(message):
     with pytest.raises((TypeError, ValueError)) as error:
-        te.rows.update(*ERRORS[message], SMALL)
+        te.rows.apply_gradients(*ERRORS[message], SMALL)
     assert message in str(error.value)
 
 

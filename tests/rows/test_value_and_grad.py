@@ -138,7 +138,7 @@ def test_a_model_with_remat_and_a_layer_stack_trains_by_rows_as_densely():
     @jax.jit
     def both(params):
         value, grads = te.rows.value_and_grad(loss, ids=ids)(params)
-        after, _ = te.rows.update(sgd, grads, sgd.init(params), params)
+        after, _ = te.rows.apply_gradients(sgd, grads, sgd.init(params), params)
         expected, grads = jax.value_and_grad(loss)(params)
         return (value, after), (expected, jax.tree.map(jnp.subtract, params, grads))
 

@@ -16,7 +16,7 @@ from transformer_embed._src.partitioning import with_whole_rows
 from transformer_embed._src.sequences.runs import index_in_run, of_next_token
 
 
-def dot_product_attention(
+def dot_product_attention_kwargs(
     mask: AttentionMask, *, order: str | None = None, batch_size: int | None = None
 ) -> dict[str, Any]:
     """The arguments of `jax.nn.dot_product_attention` that apply a mask without its [T, S] bools.
@@ -47,7 +47,7 @@ def dot_product_attention(
         >>> import transformer_embed as te
         >>> tokens = te.TokenPositions.from_lengths([3, 2], 4)
         >>> mask = te.AttentionMask(tokens, causal=True, window=(1, 0))
-        >>> options = te.kernels.dot_product_attention(mask, order="right")
+        >>> options = te.kernels.dot_product_attention_kwargs(mask, order="right")
         >>> options["is_causal"], options["local_window_size"]
         (True, (1, 0))
         >>> options["key_value_seq_lengths"].tolist()
@@ -58,7 +58,7 @@ def dot_product_attention(
     """
     rule = RowRule(mask, "jax.nn.dot_product_attention", order, batch_size)
     queries, keys = mask.sides
-    rule.check_absent(block_ids=queries.block_ids, chunk=mask.chunk)
+    rule.check_absent(chunk=mask.chunk)
     if rule.has_segments or mask.reach != EVERYTHING:
         parts = "segment ids, a causal mask or a window"
         rule.check_order_is_given(parts, ("full", "right"))
@@ -86,13 +86,13 @@ def dot_product_attention(
     return options
 
 
-def flash_attention(
+def flash_attention_kwargs(
     mask: AttentionMask, *, order: str | None = None, batch_size: int | None = None
 ) -> dict[str, Any]:
     """The arguments of Pallas' `flash_attention` on TPUs that apply a mask.
 
     Args:
-        mask: the mask; without a window and block ids, and between two sequences not causal.
+        mask: the mask; without block ids and a window, and between two sequences not causal.
         order: how the tokens of each row lie; see `te.kernels`. None, if the mask is not causal.
         batch_size: pass the number of rows of the batch, B, if the mask was made for one row that
             stands for all. None: the mask has B rows.
@@ -109,7 +109,7 @@ def flash_attention(
         >>> import transformer_embed as te
         >>> tokens = te.TokenPositions.from_segment_ids([[1] * 100 + [2] * 28])
         >>> mask = te.AttentionMask(tokens, causal=True)
-        >>> options = te.kernels.flash_attention(mask, order="packed")
+        >>> options = te.kernels.flash_attention_kwargs(mask, order="packed")
         >>> options["causal"], options["segment_ids"].q.shape
         (True, (1, 128))
     """
@@ -119,7 +119,7 @@ def flash_attention(
     return _without_windows(RowRule(mask, "flash_attention", order, batch_size), SegmentIds)
 
 
-def mha(
+def mha_kwargs(
     mask: AttentionMask, *, order: str | None = None, batch_size: int | None = None
 ) -> dict[str, Any]:
     """The arguments of Pallas' `mha` on GPUs that apply a mask.
@@ -142,7 +142,7 @@ def mha(
         >>> import transformer_embed as te
         >>> tokens = te.TokenPositions.from_lengths([3, 2], 4)
         >>> mask = te.AttentionMask(tokens, causal=True)
-        >>> te.kernels.mha(mask, order="right")["segment_ids"].tolist()
+        >>> te.kernels.mha_kwargs(mask, order="right")["segment_ids"].tolist()
         [[1, 1, 1, 0], [1, 1, 0, 0]]
     """
     rule = RowRule(mask, "Pallas' mha", order, batch_size)
@@ -155,12 +155,10 @@ def mha(
     return options
 
 
-def key_ranges(
-    mask: AttentionMask, *, order: str | None = None
-) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
-    """The first key that each query sees, and the end of those keys, as row indices.
+def visible_ranges(mask: AttentionMask, *, order: str | None = None) -> dict[str, Array]:
+    """The keys that each query sees, and the queries that see each key, as ranges of row indices.
 
-    For kernels that take a range of keys of each query.
+    For kernels that take a range of keys for each query, or of queries for each key.
 
     Args:
         mask: the mask; self-attention without block ids and sinks.
@@ -168,8 +166,9 @@ def key_ranges(
             mask, window, chunk or segment ids.
 
     Returns:
-        Two arrays int32 [B or 1, T], start and end: a query sees the keys from start to end - 1. At
-        padding both are 0.
+        `k_start`, `k_end`, `q_start` and `q_end`, int32 [B or 1, T]. Query i sees the keys from
+        `k_start[i]` to `k_end[i] - 1`; the queries from `q_start[j]` to `q_end[j] - 1` see key j.
+        At padding all are 0.
 
     Raises:
         TypeError: mask is not an AttentionMask.
@@ -180,41 +179,19 @@ def key_ranges(
         >>> import transformer_embed as te
         >>> tokens = te.TokenPositions.from_segment_ids([[1, 1, 1, 2, 2, 0]])
         >>> mask = te.AttentionMask(tokens, causal=True, window=(1, 0))
-        >>> start, end = te.kernels.key_ranges(mask, order="packed")
-        >>> start.tolist(), end.tolist()
+        >>> ranges = te.kernels.visible_ranges(mask, order="packed")
+        >>> ranges["k_start"].tolist(), ranges["k_end"].tolist()
         ([[0, 0, 1, 3, 3, 0]], [[1, 2, 3, 4, 5, 0]])
     """
-    return _ranges(mask, order, of_keys=True)
-
-
-def query_ranges(
-    mask: AttentionMask, *, order: str | None = None
-) -> tuple[Int32[Array, "b t"], Int32[Array, "b t"]]:
-    """The first query that sees each key, and the end of those queries, as row indices.
-
-    For kernels that take a range of queries of each key. Arguments, errors and the arrays are those
-    of `key_ranges`, with queries for keys.
-
-    Example:
-        >>> import transformer_embed as te
-        >>> tokens = te.TokenPositions.from_segment_ids([[1, 1, 1, 2, 2, 0]])
-        >>> mask = te.AttentionMask(tokens, causal=True)
-        >>> start, end = te.kernels.query_ranges(mask, order="packed")
-        >>> start.tolist(), end.tolist()
-        ([[0, 1, 2, 3, 4, 0]], [[3, 3, 3, 5, 5, 0]])
-    """
-    return _ranges(mask, order, of_keys=False)
-
-
-def _ranges(mask: AttentionMask, order: str | None, of_keys: bool) -> tuple[Array, Array]:
     rule = RowRule(mask, "a range for each token", order)
-    rule.check_absent(block_ids=mask.queries.block_ids)
     rule.check_self_attention("any part")
-    ids, length = rule.segment_ids(), mask.lengths[0]
+    ids, (left, right) = rule.segment_ids(), rule.distances
     if ids is not None:
         rule.check_order_is_given("segment ids or a chunk")
-    run = jnp.ones((1, length), jnp.int32) if ids is None else ids[0]
-    return _ranges_in_runs(run, *(rule.distances if of_keys else rule.distances[::-1]))
+    run = jnp.ones((1, mask.lengths[0]), jnp.int32) if ids is None else ids[0]
+    k_start, k_end = _ranges_in_runs(run, left, right)
+    q_start, q_end = _ranges_in_runs(run, right, left)
+    return {"k_start": k_start, "k_end": k_end, "q_start": q_start, "q_end": q_end}
 
 
 @compiled(1, 2)
@@ -232,7 +209,7 @@ def _without_windows(rule: RowRule, make: Callable[[Array, Array], Any]) -> dict
     """The arguments of a kernel that can say neither a window nor blocks."""
     limits, ids = rule.reach, rule.segment_ids()
     window = None if limits in (CAUSAL, EVERYTHING) else rule.mask.window
-    rule.check_absent(window=window, block_ids=rule.mask.queries.block_ids)
+    rule.check_absent(window=window)
     if ids is not None:
         ids = make(*map(rule.for_rows, ids))
     return {"causal": limits == CAUSAL, "segment_ids": ids}

@@ -51,7 +51,7 @@ class RowRule:
             batch_size=arguments.size,
             q_offset=functools.partial(arguments.integer, at_least=0, at_most=last),
         )
-        self.check_absent(sinks=mask.sinks)
+        self.check_absent(sinks=mask.sinks, block_ids=queries.block_ids)
         if self.order is not None or mask.reach != EVERYTHING:
             # Tokens that were taken in another order than that of their row.
             self.check_absent(**{"queries.places": queries.places, "keys.places": keys.places})

@@ -1,11 +1,10 @@
 """Static masks of splash attention that make few blocks. (Importing this imports Pallas.)"""
 
-import dataclasses
 import functools
 
 import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool
 
 Block = tuple[slice, slice]
 
@@ -32,27 +31,3 @@ def _between(rows: int, columns: int, low: int, high: int) -> Bool[np.ndarray, "
     """Whether the row index minus the column index is from low to high."""
     difference = np.arange(rows)[:, None] - np.arange(columns)
     return (low <= difference) & (difference <= high)
-
-
-@dataclasses.dataclass(frozen=True)
-class SameBlockId(splash.Mask):
-    """Allows pairs in the same block, for int64 block ids [T] and [S] that are at least 0.
-
-    They are held as bytes, which can be compared and hashed.
-    """
-
-    queries: bytes
-    keys: bytes
-
-    def _ids(self) -> list[Int64[np.ndarray, "..."]]:
-        return [np.frombuffer(side, np.int64) for side in (self.queries, self.keys)]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        queries, keys = self._ids()
-        return queries.size, keys.size
-
-    def __getitem__(self, block: Block) -> Bool[np.ndarray, "t s"]:
-        queries, keys = self._ids()
-        of_queries, of_keys = queries[block[0], None], keys[None, block[1]]
-        return (of_queries == of_keys) & (of_queries >= 0)

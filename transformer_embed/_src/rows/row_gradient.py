@@ -1,7 +1,6 @@
 """The gradient of some rows of a large table, as a leaf of a gradient tree."""
 
 import dataclasses
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -20,8 +19,8 @@ from transformer_embed._src.tokens.stand_in import StandIn
 Tree = Any
 # In place of ids that belong to a trace that is over.
 LEFT = (
-    "one that left its jit or vmap (call te.rows.value_and_grad and te.rows.update in one jit, or "
-    "return its ids and values)"
+    "one that left its jit or vmap (call te.rows.value_and_grad and te.rows.apply_gradients in one "
+    "jit, or return its ids and values)"
 )
 
 
@@ -48,15 +47,16 @@ class RowGradient(SomeRows):
 
     It replaces the table in the gradients, and has its `shape` and `dtype`. It is a pytree of
     `values` and a few tiny numbers, so `jax.tree.map`, `optax.global_norm` and the like see the
-    nonzero numbers of the dense gradient. Train with `te.rows.update`: `optimizer.update` and
-    `optax.apply_updates` do not take a `RowGradient`.
+    nonzero numbers of the dense gradient. Train with `te.rows.apply_gradients`: `optimizer.update`
+    and `optax.apply_updates` do not take a `RowGradient`.
 
     The ids are static and belong to the trace that made them. To return a gradient from jit, return
     its `ids` and `values` and make a new `RowGradient` from them. A scan cannot carry a gradient:
     to add the gradients of many batches, scan over the batches inside the loss.
 
-    Gradients of different rows are added by `te.rows.add` and averaged over devices by
-    `te.rows.pmean`. The tiny numbers, the `fingerprint`, show if something else mixed rows:
+    Two gradients of different rows of one table are added by `+`, and trees of them by
+    `jax.tree.map` with an `is_leaf` that is true of them. `te.rows.pmean` averages them over
+    devices. The tiny numbers, the `fingerprint`, show if something else mixed rows:
     after `jax.lax.pmean` over devices with different ids, `update` writes NaN into the table. They
     keep their ratios if a gradient is scaled as a whole (by 1e-12 or more), cast to a dtype other
     than float16, or averaged over devices that have the same ids. Other functions of the gradient,
@@ -78,6 +78,9 @@ class RowGradient(SomeRows):
         >>> import transformer_embed as te
         >>> rows = jnp.array([[3.0], [4.0]])
         >>> gradient = te.rows.RowGradient(jnp.array([1, 3]), rows, vocab_size=10)
+        >>> total = gradient + te.rows.RowGradient(jnp.array([3, 8]), rows, vocab_size=10)
+        >>> total.ids[:3].tolist(), total.values[:3].tolist()
+        ([1, 3, 8], [[3.0], [7.0], [4.0]])
         >>> halves = jax.tree.map(lambda g: g / 2, {"t": gradient})["t"]
         >>> halves.ids.tolist(), halves.values.tolist()
         ([1, 3], [[1.5], [2.0]])
@@ -119,7 +122,7 @@ class RowGradient(SomeRows):
 
     def __radd__(self, other: Any) -> NoReturn:
         """Raises a TypeError: `optax.apply_updates` does not take a `RowGradient`."""
-        want = "a step by te.rows.update(optimizer, grads, state, params)"
+        want = "a step by te.rows.apply_gradients(optimizer, grads, state, params)"
         got = f"the sum of {type(other).__name__} and RowGradient"
         raise arguments.type_error("params", want, got)
 
@@ -184,8 +187,9 @@ class _Ids:
 
     def __repr__(self) -> str:
         return (
-            "the ids of one batch (te.rows.add adds gradients of different ids; a scan cannot "
-            "carry them: scan over the batches inside the loss of te.rows.value_and_grad)"
+            "the ids of one batch (jax.tree.map adds gradients of different ids with is_leaf="
+            "lambda leaf: isinstance(leaf, te.rows.RowGradient); a scan cannot carry them: scan "
+            "over the batches inside the loss of te.rows.value_and_grad)"
         )
 
 
@@ -273,34 +277,3 @@ def check_shapes(name: str, want: Tree, got: Tree) -> None:
 def is_gradient(leaf: Any) -> bool:
     """Whether a leaf of a tree is a `RowGradient`."""
     return isinstance(leaf, RowGradient)
-
-
-def add(grads: Tree, more: Tree) -> Tree:
-    """Adds two gradients of the same parameters, which may hold different rows.
-
-    Use it to accumulate gradients in a Python loop; a scan cannot carry them (see `RowGradient`).
-    If both have the same ids, `jax.tree.map(jax.numpy.add, grads, more)` works as well.
-
-    Args:
-        grads: gradients that `value_and_grad` returned.
-        more: others, of the same parameters.
-
-    Returns:
-        The sum. A sum of two `RowGradient` has the rows of both, at most vocab_size.
-
-    Raises:
-        TypeError: rows of different tables; a `RowGradient` that left the jit that made it.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import transformer_embed as te
-        >>> one = te.rows.RowGradient(jnp.array([1, 3]), jnp.array([[1.0], [3.0]]), vocab_size=10)
-        >>> other = te.rows.RowGradient(jnp.array([3, 8]), jnp.array([[0.5], [8.0]]), vocab_size=10)
-        >>> total = te.rows.add({"t": one}, {"t": other})["t"]
-        >>> total.ids[:3].tolist(), total.values[:3].tolist()
-        ([1, 3, 8], [[1.0], [3.5], [8.0]])
-    """
-    trees = [as_arrays("grads", tree) for tree in (grads, more)]
-    one, other = (jax.tree.structure(tree, is_leaf=is_gradient) for tree in trees)
-    arguments.check_same("more", "the tree of grads", other, one)
-    return jax.tree.map(operator.add, *trees, is_leaf=is_gradient)

@@ -23,7 +23,7 @@ def value_and_grad(
     """`jax.value_and_grad` for a loss that reads few rows of large tables.
 
     Like `jax.value_and_grad`, it differentiates the first argument. The gradient of a table holds
-    only the rows that the batch reads; `te.rows.update` takes it.
+    only the rows that the batch reads; `te.rows.apply_gradients` takes it.
 
     While the loss runs, only `lookup` can read these tables, so leave them out of functions of all
     parameters, such as an L2 norm. "Training by rows", a section of the reference page, says what

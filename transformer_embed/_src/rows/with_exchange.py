@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jax.sharding import NamedSharding
@@ -19,7 +19,7 @@ from transformer_embed._src.tokens.row_order import nearest_rows
 Tree = Any
 
 
-def exchanged(
+def with_exchange(
     function: Callable, *, ids: Tree, capacity: float = 1.0, max_rows: int | Tree | None = None
 ) -> Callable:
     """A function of parameters whose devices exchange the rows that it looks up.
@@ -48,7 +48,7 @@ def exchanged(
         >>> mesh = jax.make_mesh((1,), ("model",))
         >>> split = lambda array: jax.device_put(array, jax.NamedSharding(mesh, jax.P("model")))
         >>> params, ids = {"t": split(jnp.arange(8.0).reshape(4, 2))}, split(jnp.array([3, 1]))
-        >>> read = te.rows.exchanged(lambda params: te.lookup(params["t"], ids), ids={"t": ids})
+        >>> read = te.rows.with_exchange(lambda params: te.lookup(params["t"], ids), ids={"t": ids})
         >>> with jax.set_mesh(mesh):
         ...     jax.jit(read)(params).tolist()
         [[6.0, 7.0], [2.0, 3.0]]
@@ -57,7 +57,7 @@ def exchanged(
     capacity = arguments.positive("capacity", capacity)
 
     @functools.wraps(function)
-    def with_exchange(params: Tree, *args: Any, **kwargs: Any) -> Any:
+    def exchanging(params: Tree, *args: Any, **kwargs: Any) -> Any:
         tables = find_tables(params, ids, max_rows, capacity)
 
         def called(taken: Any, seen: Callable) -> Any:
@@ -66,26 +66,7 @@ def exchanged(
 
         return tables.with_rows(called)
 
-    return with_exchange
-
-
-class ExchangeLoad(NamedTuple):
-    """The load of a batch, as `exchange_load` returns it.
-
-    Args:
-        rows: int64, [size of each mesh axis of the batch, ...], the rows that each device is asked
-            for; an id that several of them ask for counts once.
-        dropped: the number of requests that do not fit; these ids read as NaN.
-
-    Example:
-        >>> import numpy as np
-        >>> import transformer_embed as te
-        >>> te.rows.ExchangeLoad(np.array([3, 4]), dropped=0).rows.max()
-        np.int64(4)
-    """
-
-    rows: np.ndarray
-    dropped: int
+    return exchanging
 
 
 def exchange_load(
@@ -96,7 +77,7 @@ def exchange_load(
     batch_axes: Axes | None = None,
     capacity: float = 1.0,
     max_rows: int | None = None,
-) -> ExchangeLoad:
+) -> dict[str, Any]:
     """Counts what devices exchange of a table for a batch, and how many ids do not fit.
 
     It runs on the host, and needs no devices: the mesh may be a `jax.sharding.AbstractMesh`.
@@ -111,7 +92,9 @@ def exchange_load(
         max_rows: as in `value_and_grad`.
 
     Returns:
-        The rows that each device is asked for, and the number of requests that do not fit.
+        `rows`, int64 [size of each mesh axis of the batch, ...]: the rows that each device is asked
+        for; an id that several of them ask for counts once. `dropped`: the number of requests that
+        do not fit; these ids read as NaN.
 
     Raises:
         TypeError: ids are not integers, or are traced; max_rows is not an int.
@@ -125,10 +108,10 @@ def exchange_load(
         >>> mesh = jax.sharding.AbstractMesh((4,), ("model",))
         >>> over = jax.NamedSharding(mesh, jax.P("model"))
         >>> table = jax.ShapeDtypeStruct((1024, 64), np.float32, sharding=over)
-        >>> te.rows.exchange_load(table, np.arange(8)).rows.tolist()
+        >>> te.rows.exchange_load(table, np.arange(8))["rows"].tolist()
         [8, 0, 0, 0]
         >>> config = te.EmbedderConfig(1024, 64, spread=True, output=None)
-        >>> te.rows.exchange_load(table, np.arange(8), config=config).rows.tolist()
+        >>> te.rows.exchange_load(table, np.arange(8), config=config)["rows"].tolist()
         [3, 2, 2, 1]
     """
     want = "an array, or its shape, on a mesh"
@@ -153,7 +136,7 @@ def exchange_load(
     return _counted(plan, nearest_rows(array.reshape(devices, -1), plan.size, order))
 
 
-def _counted(plan: Exchange, ids: np.ndarray) -> ExchangeLoad:
+def _counted(plan: Exchange, ids: np.ndarray) -> dict[str, Any]:
     """The load of the rows of ids, [devices, n]."""
     (axes,), size, (asked, room, distinct) = plan.by_dimension, plan.size, plan.buffers
     shard = size // devices_along(plan.mesh, plan.owners)
@@ -168,7 +151,8 @@ def _counted(plan: Exchange, ids: np.ndarray) -> ExchangeLoad:
     received = np.unique(np.ravel_multi_index([*place.values()], shape) * size + row)
     held = _first(received, size, distinct)
     dropped = len(read) - len(sent) + len(received) - len(held)
-    return ExchangeLoad(np.bincount(held // size, minlength=len(ids)).reshape(shape), dropped)
+    rows = np.bincount(held // size, minlength=len(ids)).reshape(shape)
+    return {"rows": rows, "dropped": dropped}
 
 
 def _first(ascending: np.ndarray, length: int, most: int) -> np.ndarray:

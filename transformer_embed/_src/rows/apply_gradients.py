@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Tree = Any
 
 
-def update(
+def apply_gradients(
     optimizer: "optax.GradientTransformation",
     grads: Tree,
     state: Tree,
@@ -85,7 +85,7 @@ def update(
         >>> state = optimizer.init(params)
         >>> def step(params, state, ids):
         ...     value, grads = te.rows.value_and_grad(loss, ids={"embeddings": ids})(params, ids)
-        ...     params, state = te.rows.update(optimizer, grads, state, params)
+        ...     params, state = te.rows.apply_gradients(optimizer, grads, state, params)
         ...     return params, state, value
         >>> step = jax.jit(step, donate_argnums=(0, 1))
         >>> params, state, value = step(params, state, jnp.array([3, 3, 1]))
