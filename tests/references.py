@@ -48,7 +48,7 @@ def flat(function):
 linear_logits, linear_cross_entropy, linear_top_k, linear_divergence = map(
     flat, (te.linear_logits, te.linear_cross_entropy, te.linear_top_k, te.linear_divergence)
 )
-linear_log_probs, linear_kept_log_probs = map(flat, (te.linear_log_probs, te.linear_kept_log_probs))
+linear_log_probs = flat(te.linear_log_probs)
 
 
 def check(function, *arguments, **options):
@@ -501,15 +501,6 @@ def within_finite(got, want, error):
     within(np.asarray(got)[is_finite], want[is_finite], error[is_finite])
 
 
-def kept_log_probs(got, x, table, kept, *, chunk_size, **options):
-    wanted, sizes = of_candidates(x, table, integers(kept), **options)
-    # Of ids outside the vocabulary, it is NaN.
-    with np.errstate(invalid="ignore"):
-        totals = np.logaddexp.reduce(wanted, -1, keepdims=True)
-    totals = np.where(np.isneginf(totals), 0, totals)
-    within_finite(got, wanted - totals, OF_A_LOSS * (sizes + np.abs(totals)))
-
-
 def log_probs(got, x, table, labels, *, with_entropy, chunk_size, **options):
     labels = integers(labels)
     if labels.ndim == np.ndim(x):
@@ -665,7 +656,6 @@ CHECKS = {
     linear_divergence: divergence,
     linear_log_probs: log_probs,
     linear_top_k: top_k,
-    linear_kept_log_probs: kept_log_probs,
     linear_logits: logits,
     te.write_cache: written,
     te.LinearScaling: scaling,

@@ -139,7 +139,8 @@ def dense(params, ids, x):
         loss = linear_cross_entropy(x, table_of(params), ids, **options)
         log_probs = linear_log_probs(x, table_of(params), ids, pad_id=0)
         best, _ = te.linear_top_k(x, table_of(params), 3)
-        kept = te.linear_kept_log_probs(x, table_of(params), jnp.stack([ids, ids + 1], -1))
+        both = jnp.stack([ids, ids + 1], -1)
+        kept = te.linear_log_probs(x, table_of(params), both, truncated=True)
         log_probs = jnp.sum(log_probs) + jnp.sum(best) + jnp.sum(kept)
         log_probs += te.linear_divergence(x, table_of(params), 2 * x, table_of(params))
         return loss + jnp.sum(jnp.where(logits > -1e9, logits, 0)) + log_probs
@@ -165,7 +166,7 @@ def host(params, ids, tmp_path):
 
 
 OF_TABLES = {"lookup", "linear_logits", "linear_cross_entropy", "linear_log_probs"}
-OF_TABLES |= {"linear_top_k", "linear_kept_log_probs", "linear_divergence"}
+OF_TABLES |= {"linear_top_k", "linear_divergence"}
 OF_TABLES |= {"rows.apply_gradients"}
 OF_TABLES |= {"resize_vocabulary", "resize_positions", "pretrained.save_embedder"}
 OF_TABLES |= {"rows.exchange_load"}

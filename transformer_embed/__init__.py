@@ -50,11 +50,7 @@ from transformer_embed._src.tokens.batch import check_batch
 from transformer_embed._src.tokens.cross_entropy import LossMetrics, linear_cross_entropy
 from transformer_embed._src.tokens.divergence import linear_divergence
 from transformer_embed._src.tokens.dropout import dropout
-from transformer_embed._src.tokens.log_probs import (
-    linear_kept_log_probs,
-    linear_log_probs,
-    linear_top_k,
-)
+from transformer_embed._src.tokens.log_probs import linear_log_probs, linear_top_k
 from transformer_embed._src.tokens.lookup import lookup
 from transformer_embed._src.tokens.output_layer import OutputLayer, linear_logits
 
@@ -91,7 +87,6 @@ __all__ = [
     "kernels",
     "linear_cross_entropy",
     "linear_divergence",
-    "linear_kept_log_probs",
     "linear_log_probs",
     "linear_logits",
     "linear_top_k",

@@ -111,14 +111,15 @@ def candidate_losses(labels: jax.Array) -> Losses:
 
 
 def kept_losses(labels: jax.Array) -> Losses:
-    ours = lambda labels, x, table: te.linear_kept_log_probs(x, table, candidates(labels, table))
+    def ours(labels, x, table):
+        return te.linear_log_probs(x, table, candidates(labels, table), truncated=True)
 
     def whole(labels, x, table):
         ids = candidates(labels, table)
         return jax.nn.log_softmax(jnp.take_along_axis(te.linear_logits(x, table), ids, -1))
 
     loss = lambda log_probs: log_probs[..., 0].mean()
-    return ways(f"linear_kept_log_probs of {K}", ours, whole, labels, loss)
+    return ways(f"linear_log_probs of {K}, truncated", ours, whole, labels, loss)
 
 
 def most_probable(labels: jax.Array) -> Losses:

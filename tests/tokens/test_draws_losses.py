@@ -101,7 +101,9 @@ def program_of(number, chosen):
     options += [f"{name}=a['{name}']" for name in given]
     options += [f"{name}=b['{name}']" for name in others]
     kind = "divergence" if is_divergence else chosen.function
-    kind = {"candidates": "log_probs", "kept": "kept_log_probs"}.get(kind, kind)
+    if kind in ("candidates", "kept"):
+        options += ["truncated=True"] * (kind == "kept")
+        kind = "log_probs"
     bias = "a.get('bias')"
     fields = f"softcap={chosen.softcap}, scale={chosen.scale}, pad_id={chosen.pad_id}"
     lines = [

@@ -11,7 +11,7 @@ import pytest
 from compare import equal, near
 from drawn import normal
 from meshes import EXPLICIT, mesh_of, put
-from references import check, linear_kept_log_probs, linear_log_probs
+from references import check, linear_log_probs
 
 import transformer_embed as te
 
@@ -55,7 +55,7 @@ def test_candidates_outside_the_vocabulary_are_nan_and_entropies_those_of_tokens
     log_probs, entropies = linear_log_probs(X, TABLE, ids, with_entropy=True)
     assert np.argwhere(np.isnan(log_probs)).tolist() == [[1, 1, 2]]
     near(entropies, linear_log_probs(X, TABLE, LABELS, with_entropy=True)[1], rtol=ERROR)
-    kept = linear_kept_log_probs(X, TABLE, ids)
+    kept = te.linear_log_probs(X, TABLE, ids, truncated=True)
     assert np.argwhere(np.isnan(kept).any(-1)).tolist() == [[1, 1]]
 
 
@@ -63,7 +63,9 @@ EVERY = {
     "candidates": lambda x, table: te.linear_log_probs(
         x, table, CANDIDATES[: len(x), : x.shape[1]]
     ),
-    "kept": lambda x, table: te.linear_kept_log_probs(x, table, CANDIDATES[: len(x), : x.shape[1]]),
+    "truncated": lambda x, table: te.linear_log_probs(
+        x, table, CANDIDATES[: len(x), : x.shape[1]], truncated=True
+    ),
     "top k": lambda x, table: te.linear_top_k(x, table, 3),
     "divergence": lambda x, table: te.linear_divergence(
         x, table, *jax.lax.stop_gradient((x[..., :2], table[:, 1:]))
@@ -82,9 +84,10 @@ def test_without_tokens_nothing_is_found_and_nothing_moves(function, x):
     equal(of_table, 0)
 
 
-@pytest.mark.parametrize("function", [linear_log_probs, linear_kept_log_probs])
-def test_a_token_without_candidates_has_none(function):
-    assert function(X, TABLE, CANDIDATES[..., :0]).shape == (4, 6, 0)
+@pytest.mark.parametrize("truncated", [False, True])
+def test_a_token_without_candidates_has_none(truncated):
+    empty = te.linear_log_probs(X, TABLE, CANDIDATES[..., :0], truncated=truncated)
+    assert empty.shape == (4, 6, 0)
 
 
 @every
@@ -184,8 +187,14 @@ def test_backward_memory_is_that_of_a_chunk():
         ),
         ({"temperature": None}, r"^temperature: wanted an array .*, got None"),
         ({"with_entropy": 1}, r"^with_entropy: wanted a Python bool"),
+        ({"truncated": 1}, r"^truncated: wanted a Python bool"),
+        ({"truncated": True}, r"^labels: wanted as many axes as x, for truncated, 3, got 2"),
+        (
+            {"truncated": True, "labels": LABELS[..., None], "with_entropy": True},
+            r"^with_entropy: wanted the only choice if truncated, False, got True",
+        ),
     ],
 )
 def test_what_is_refused(options, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        linear_log_probs(X, TABLE, LABELS, **options)
+        linear_log_probs(X, TABLE, **{"labels": LABELS} | options)

@@ -1,4 +1,4 @@
-"""Log-probabilities under an output layer: of labels, of kept ids and of the most probable ids."""
+"""Log-probabilities under an output layer: of labels, and of the most probable ids."""
 
 import dataclasses
 from typing import Any
@@ -45,6 +45,7 @@ def linear_log_probs(
     shift: int = 0,
     segment_ids: ArrayLike | None = None,
     with_entropy: bool = False,
+    truncated: bool = False,
     chunk_size: int | None = None,
 ) -> Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]:
     """The log-probability of each label under `linear_logits`, one chunk of tokens at a time.
@@ -69,6 +70,11 @@ def linear_log_probs(
         mask: as in `linear_cross_entropy`. Labels that a prompt gives are usually not counted. Of
             candidates, any shape that broadcasts to theirs: a mask of tokens is `mask[..., None]`.
         with_entropy: True returns entropies too.
+        truncated: True: the labels [..., k] are the ids that top-k or top-p sampling kept, and each
+            log-probability is that among them. Those of other ids cancel, so only the rows of the
+            labels are read: with few of them it takes a fraction of the time. Labels of a token are
+            all different: one that stands twice counts twice. Fill short sets with the `pad_id` of
+            the output layer, or with ids that mask leaves out. There are no entropies.
 
     Returns:
         [...], in float32 (float64 if x or the table is): at each label, its log-probability given
@@ -88,8 +94,9 @@ def linear_log_probs(
         The same holds for another `chunk_size`, batch shape, mesh or `with_entropy`.
 
     Raises:
-        TypeError: as for `linear_cross_entropy`; with_entropy is not a Python bool.
-        ValueError: as for `linear_cross_entropy`; a temperature is a number that is not above 0.
+        TypeError: as for `linear_cross_entropy`; with_entropy or truncated is not a Python bool.
+        ValueError: as for `linear_cross_entropy`; a temperature is a number that is not above 0;
+            truncated with entropies, or without an axis of candidates.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -108,15 +115,28 @@ def linear_log_probs(
         ...     return -jnp.minimum(ratio * advantages, clipped * advantages).mean()
         >>> jax.grad(ppo_loss)(x, log_probs, jnp.ones([1, 3])).shape
         (1, 3, 2)
+
+        >>> kept = jnp.array([[[1, 0], [0, 1], [0, 0]]])
+        >>> output = te.OutputLayer(table, pad_id=1)  # fills short sets
+        >>> print(jnp.exp(te.linear_log_probs(x, output, kept, truncated=True)))
+        [[[0.  1. ]
+          [1.  0. ]
+          [0.5 0.5]]]
+
+    Source:
+        Top-p: Holtzman et al., "The Curious Case of Neural Text Degeneration" (2020), section 3.1,
+        https://arxiv.org/abs/1904.09751
     """
     x, output = as_output_layer(x, output)
     ids = arguments.as_int32("labels", labels)
-    loss = LogProbs(
-        shift,
-        chunk_size,
-        of_candidates=ids.ndim >= x.ndim,
-        with_entropy=arguments.flag("with_entropy", with_entropy),
-    )
+    options: Any = {"of_candidates": ids.ndim >= x.ndim}
+    options["with_entropy"] = arguments.flag("with_entropy", with_entropy)
+    kind = LogProbs
+    if arguments.flag("truncated", truncated):
+        kind = TruncatedLogProbs
+        arguments.check_same("labels", "as many axes as x, for truncated", ids.ndim, x.ndim)
+        arguments.check_same("with_entropy", "the only choice if truncated", with_entropy, False)
+    loss = kind(shift, chunk_size, **options)
     tokens = {"labels": ids, "mask": mask, "segment_ids": segment_ids}
     return compute(loss, ((x, output),), temperature=temperature, **tokens)
 
@@ -167,65 +187,7 @@ class LogProbs(Loss):
         return losses, Value(jnp.log(total) - mean, (slopes,), total)
 
 
-def linear_kept_log_probs(
-    x: ArrayLike,
-    output: OutputLayer | ArrayLike,
-    kept: ArrayLike,
-    *,
-    temperature: ArrayLike = 1.0,
-    mask: ArrayLike | None = None,
-    shift: int = 0,
-    segment_ids: ArrayLike | None = None,
-    chunk_size: int | None = None,
-) -> Float[Array, "... k"]:
-    """The log-probability of each kept id among those of its token, as of truncated sampling.
-
-    What is left of a distribution after top-k or top-p is its softmax over the kept ids. Those of
-    the others cancel, so only the rows of the kept ids are read: with few of them it takes a
-    fraction of the time of `linear_log_probs`.
-
-    Args:
-        x: [..., d], a floating dtype.
-        output: as in `linear_cross_entropy`.
-        kept: [..., k], any integer dtype: the kept ids of each token, all different: an id that
-            stands twice counts twice. Fill short sets with the `pad_id` of the output layer, or
-            with any ids that mask leaves out. With shift,
-            `kept[..., t, :]` belongs to the token that predicts `ids[..., t]`.
-        temperature, mask, shift, segment_ids: as for the candidates of `linear_log_probs`.
-        chunk_size: the largest number of tokens in a chunk, which reads `chunk_size * k` rows.
-            None: as `linear_cross_entropy` chooses it, by the bytes of these rows.
-
-    Returns:
-        [..., k], in float32 (float64 if x or the table is), -inf at ids that are not counted. A
-        counted id outside the vocabulary makes its token NaN.
-
-    Raises:
-        TypeError: as for `linear_log_probs`.
-        ValueError: as for `linear_log_probs`.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> import transformer_embed as te
-        >>> table = jnp.array([[1.0], [1.0], [0.0], [1.0]])
-        >>> kept = jnp.array([[3, 1, 0], [2, 0, 0]])
-        >>> output = te.OutputLayer(table, pad_id=0)
-        >>> print(jnp.exp(te.linear_kept_log_probs(jnp.ones([2, 1]), output, kept)))
-        [[0.5 0.5 0. ]
-         [1.  0.  0. ]]
-
-    Source:
-        Top-p: Holtzman et al., "The Curious Case of Neural Text Degeneration" (2020), section 3.1,
-        https://arxiv.org/abs/1904.09751
-    """
-    x, output = as_output_layer(x, output)
-    ids = arguments.as_int32("kept", kept)
-    arguments.check_same("kept", "x's shape without its last axis", ids.shape[:-1], x.shape[:-1])
-    loss = KeptLogProbs(shift, chunk_size, of_candidates=True)
-    tokens = {"labels": ids, "mask": mask, "segment_ids": segment_ids}
-    return compute(loss, ((x, output),), temperature=temperature, **tokens)
-
-
-class KeptLogProbs(LogProbs):
+class TruncatedLogProbs(LogProbs):
     """The negative log-probability of each label among those of its token, without other rows."""
 
     def bytes_of_token(self, of_tokens: OfTokens, layers: Layers) -> Any:
@@ -237,11 +199,11 @@ class KeptLogProbs(LogProbs):
         self, splits: Splits, of_tokens: OfTokens, layers: Layers, is_only: bool
     ) -> tuple[Array, ...]:
         """The losses of a chunk."""
-        of_chunk = _kept if is_only else again_in_backward(_kept)
+        of_chunk = _truncated if is_only else again_in_backward(_truncated)
         return of_chunk(self, splits, of_tokens, layers)
 
 
-def _kept(_: Loss, splits: Splits, of_tokens: OfTokens, layers: Layers) -> tuple[Array]:
+def _truncated(_: Loss, splits: Splits, of_tokens: OfTokens, layers: Layers) -> tuple[Array]:
     """The losses of a chunk."""
     (split,), (x, _, bias, rows) = splits, layers[0]
     columns = jnp.asarray(of_tokens.labels) - index_along(split.vocabulary) * len(rows)
