@@ -168,7 +168,7 @@ def host(params, ids, tmp_path):
 OF_TABLES = {"lookup", "linear_logits", "linear_cross_entropy", "linear_log_probs"}
 OF_TABLES |= {"linear_top_k", "linear_divergence"}
 OF_TABLES |= {"rows.apply_gradients"}
-OF_TABLES |= {"resize_vocabulary", "resize_positions", "pretrained.save_embedder"}
+OF_TABLES |= {"pretrained.resize", "pretrained.save_embedder"}
 OF_TABLES |= {"rows.exchange_load"}
 
 
