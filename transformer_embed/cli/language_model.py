@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import haiku as hk
 import jax
@@ -72,41 +71,44 @@ def _attention(positions: str, x: Float[Array, "b t d"]) -> Float[Array, "b t d"
     return hk.Linear(D_MODEL, name="attended")(attended.reshape(x.shape))
 
 
-class Result(NamedTuple):
-    """A trained model: its parameters, the loss of each step, and its scores.
+def train(text: bytes, positions: str, *, steps: int, seed: int) -> tuple[Params, list[float]]:
+    """Trains on a text but its end; equal arguments give equal results on one machine.
 
-    The scores are bits per byte on held-out texts of LENGTHS, as far as it has positions for them.
+    Returns the parameters, and bits per byte of held-out texts of LENGTHS, as far as the model has
+    positions for them.
     """
-
-    params: Params
-    losses: np.ndarray
-    bits: list[float]
-
-
-def train(text: bytes, positions: str, *, steps: int, seed: int) -> Result:
-    """Trains on a text but its end; equal arguments give equal results on one machine."""
     training, held_out = split(text)
     windows = _windows(training, CONTEXT)
     mesh = Mesh(jax.devices(), ("data",))
     over_devices = NamedSharding(mesh, PartitionSpec("data"))
     bits, optimizer = jax.jit(functools.partial(_bits, positions)), _optimizer(steps)
     step = _step_of(bits, optimizer)
-    params = model(positions).init(jax.random.key(seed), jnp.zeros([1, CONTEXT], jnp.uint8))
-    params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
-    state, rng = optimizer.init(params), np.random.default_rng(seed)
-    batch_size, losses = BATCH_SIZE * mesh.size, []
-    options = {"unit": " tokens", "unit_scale": batch_size * CONTEXT, "bar_format": BAR}
-    # None hides the bar unless stderr is a terminal.
-    bar = tqdm(range(steps), f"{positions}, training", ncols=79, disable=None, **options)
-    for done in bar:
-        batch = windows[rng.integers(0, len(windows), batch_size)]
-        params, state, loss = step(params, state, jax.device_put(batch, over_devices))
-        losses.append(loss)
-        if done % STEPS_A_LOSS == 0:
-            bar.set_postfix_str(f"loss={float(loss):.2f}", refresh=False)
+    batch_size, rng = BATCH_SIZE * mesh.size, np.random.default_rng(seed)
+    with _bar(steps, f"{positions}, compiling", " tokens", batch_size * CONTEXT) as bar:
+        params = model(positions).init(jax.random.key(seed), jnp.zeros([1, CONTEXT], jnp.uint8))
+        params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+        state = optimizer.init(params)
+        for done in range(steps):
+            batch = windows[rng.integers(0, len(windows), batch_size)]
+            params, state, loss = step(params, state, jax.device_put(batch, over_devices))
+            if done % STEPS_A_LOSS == 0:
+                bar.set_description(f"{positions}, training", refresh=False)
+                bar.set_postfix_str(f"loss={float(loss):.2f}", refresh=False)
+            bar.update()
     lengths = LENGTHS[:1] if positions == "learned" else LENGTHS
     score = functools.partial(_score, functools.partial(bits, params), held_out, over_devices)
-    return Result(params, np.asarray(losses), [*map(score, lengths)])
+    with _bar(len(lengths), f"{positions}, scoring", "length", 1) as bar:
+        scores = []
+        for length in lengths:
+            scores.append(score(length))
+            bar.update()
+    return params, scores
+
+
+def _bar(total: int, name: str, unit: str, size: int) -> tqdm:
+    """A progress bar, hidden unless stderr is a terminal, that goes when its work is done."""
+    options = {"unit": unit, "unit_scale": size, "bar_format": BAR, "leave": False}
+    return tqdm(total=total, desc=name, ncols=79, disable=None, **options)
 
 
 def _step_of(bits: Callable, optimizer: optax.GradientTransformation) -> Callable:

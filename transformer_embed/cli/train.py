@@ -4,15 +4,14 @@ import argparse
 import pathlib
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from transformer_embed import pretrained
 from transformer_embed._src import arguments
-from transformer_embed.cli.outputs import draw_file, drawable, writable
 
 LIBRARY_BYTES = 8_000_000
 NAMES = ("sinusoidal", "learned", "rotary", "alibi", "none")
@@ -48,11 +47,6 @@ def add_to(commands: Any) -> None:
         help="file to write the model with the first positions to; `inspect` reads it",
     )
     parser.add_argument(
-        "--plot",
-        metavar="X.svg",
-        help="file to draw the losses to; X.png and X.pdf choose those formats",
-    )
-    parser.add_argument(
         "--steps",
         type=int,
         default=750,
@@ -78,12 +72,11 @@ def _names(text: str) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints the scores and, with --out and --plot, writes the first model and the losses."""
+    """Prints each model's scores when they are known and, with --out, writes the first model."""
     arguments.size("--steps", args.steps)
     arguments.integer("--seed", args.seed, at_least=0, at_most=2**31 - 1)
     # An empty name is a mistake, not the absence of one.
-    out = None if args.out is None else writable(args.out, (".safetensors",), *args.files)
-    plot = None if args.plot is None else drawable(args.plot, *args.files)
+    out = None if args.out is None else _writable(args.out)
     text, source = _library()
     if args.files:
         text = b"".join(pathlib.Path(file).read_bytes() for file in args.files)
@@ -96,45 +89,42 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(
             f"the text has {len(text)} bytes; give FILEs of {shortest} bytes or more in all"
         )
-    # At once, also into a pipe: training takes a minute.
-    print(f"text: {source}, {len(text):,} bytes", flush=True)
-    results = {}
-    for name in args.positions:
-        results[name] = language_model.train(text, name, steps=args.steps, seed=args.seed)
-        # Before the others, which take as long.
-        if out and len(results) == 1:
-            pretrained.save_embedder(out, language_model.config(name), results[name].params)
-            print(f"The model with {name} positions is in {args.out}.", flush=True)
-    if plot:
-        draw_file(plot, lambda ax: _curves(ax, results))
-        print(f"The losses are in {args.plot}.")
-    _print_scores(results, language_model.LENGTHS)
-
-
-def _print_scores(results: Mapping[str, Any], lengths: Sequence[int]) -> None:
+    lengths = language_model.LENGTHS
+    print(f"text: {source}, {len(text):,} bytes")
     print(f"\nTrained on texts of {lengths[0]} bytes: bits per byte of texts with")
-    print(_row("positions", "parameters", [f"{length} bytes" for length in lengths]))
-    for name, result in results.items():
-        size = sum(leaf.size for leaf in jax.tree.leaves(result.params))
-        bits = [f"{each:.2f}" for each in result.bits]
+    print(_row("positions", "parameters", [f"{length} bytes" for length in lengths]), flush=True)
+    for name in args.positions:
+        params, bits = language_model.train(text, name, steps=args.steps, seed=args.seed)
+        # Before the other models, which take as long.
+        if out and name == args.positions[0]:
+            pretrained.save_embedder(out, language_model.config(name), params)
+        size = sum(leaf.size for leaf in jax.tree.leaves(params))
+        scores = [f"{each:.2f}" for each in bits]
         # Of longer texts than it has positions for.
-        print(_row(name, f"{size:,}", bits + ["-"] * (len(lengths) - len(bits))))
+        scores += ["-"] * (len(lengths) - len(bits))
+        print(_row(name, f"{size:,}", scores), flush=True)
+    if out:
+        print(f"\nThe model with {args.positions[0]} positions is in {args.out}.")
 
 
 def _row(name: str, size: str, bits: Sequence[str]) -> str:
     return f"{name:<22}{size:>12}" + "".join(f"{each:>14}" for each in bits)
 
 
-def _curves(ax: Any, results: Mapping[str, Any]) -> str:
-    """Draws the mean loss of each fiftieth of the steps; returns a title."""
-    for name, result in results.items():
-        parts = np.array_split(result.losses, min(50, len(result.losses)))
-        steps = np.cumsum([len(part) for part in parts])
-        ax.plot(steps, [part.mean() for part in parts], label=name)
-    ax.set(xlabel="step", ylabel="loss (bits per byte)")
-    ax.grid(alpha=0.3)
-    ax.legend(frameon=False)
-    return "losses of training"
+def _writable(name: str) -> pathlib.Path:
+    """The path of a file to write, tried at once: a model that cannot be saved is lost."""
+    path = pathlib.Path(name).expanduser()
+    if path.suffix.lower() != ".safetensors":
+        raise ValueError(f"--out: wanted a name that ends in .safetensors, got {name!r}")
+    if (path.is_symlink() or path.exists()) and not path.is_file():
+        raise ValueError(f"--out: wanted a regular file, got {name}")
+    try:
+        tempfile.TemporaryFile(dir=path.resolve().parent).close()
+    except OSError as error:
+        raise ValueError(
+            f"--out: wanted a file in a folder that you may write to, got {name} ({error.strerror})"
+        ) from error
+    return path
 
 
 def _library() -> tuple[bytes, str]:
