@@ -81,7 +81,6 @@ GOOD = {
     te.write_cache: {"cache": X[0], "new": X[0, :, :1], "slot": np.int32([1, 0, -1])},
     te.LinearScaling: {"factor": 2.0},
     te.NTKScaling: {"alpha": 2.0},
-    te.DynamicNTKScaling: {"factor": 2.0, "original_length": 4, "length": 8},
     te.YarnScaling: {"factor": 2.0, "original_length": 4},
     te.Llama3Scaling: {"factor": 8.0},
     te.LongRopeScaling: {

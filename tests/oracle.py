@@ -6,7 +6,6 @@ import mpmath
 import numpy as np
 
 from transformer_embed._src.positions.rotary_scaling import (
-    DynamicNTKScaling,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
@@ -83,9 +82,6 @@ def scaled_frequencies(scaling, dim, base):
             divisors = [mpf(factor)] * len(plain)
         case NTKScaling(alpha):
             return _stretched(mpf(alpha), dim, base), attention
-        case DynamicNTKScaling(factor, original, length):
-            alpha = mpf(factor) * max(length, original) / original - (mpf(factor) - 1)
-            return _stretched(alpha, dim, base), attention
         case YarnScaling(factor, original):
             shares = _yarn_shares(scaling, dim, base)
             divisors = [1 / (share / mpf(factor) + 1 - share) for share in shares]

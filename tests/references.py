@@ -660,7 +660,6 @@ CHECKS = {
     te.write_cache: written,
     te.LinearScaling: scaling,
     te.NTKScaling: scaling,
-    te.DynamicNTKScaling: scaling,
     te.YarnScaling: scaling,
     te.Llama3Scaling: scaling,
     te.LongRopeScaling: scaling,

@@ -24,7 +24,6 @@ from transformer_embed._src.positions.relative_bias import (
 )
 from transformer_embed._src.positions.rotary import apply_rotary, permute_rotary_weights
 from transformer_embed._src.positions.rotary_scaling import (
-    DynamicNTKScaling,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
@@ -58,7 +57,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionMask",
-    "DynamicNTKScaling",
     "Embedder",
     "EmbedderConfig",
     "Learned",

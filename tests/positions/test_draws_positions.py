@@ -83,7 +83,6 @@ SCALINGS = [
     "te.LinearScaling(4.0)",
     "te.LinearScaling(0.3)",
     "te.NTKScaling(8.0)",
-    "te.DynamicNTKScaling(2.0, 2048, 5000)",
     "te.YarnScaling(4.0, 64)",
     "te.YarnScaling(40.0, 4096, 24.0, 1.5, truncate=False, mscale=0.7, mscale_all_dim=0.3)",
     "te.Llama3Scaling(8.0)",

@@ -21,7 +21,6 @@ from refused import each_refused, pattern, refused
 from transformer_embed._src.positions import rotary, rotary_scaling
 from transformer_embed._src.positions.rotary import apply_rotary, permute_rotary_weights
 from transformer_embed._src.positions.rotary_scaling import (
-    DynamicNTKScaling,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
@@ -42,7 +41,6 @@ LONG = LongRopeScaling(np.linspace(1, 2, 4), np.linspace(1.1, 30, 4), 32.0, 4096
 SCALINGS = [
     LinearScaling(4.0),
     NTKScaling(8.0),
-    DynamicNTKScaling(2.0, original_length=2048, length=5000),
     YARN,
     YarnScaling(40.0, 4096, 24.0, 1.5, truncate=False, mscale=0.7, mscale_all_dim=0.3),
     YarnScaling(4.0, original_length=200_000),
@@ -136,15 +134,12 @@ def test_without_jit_it_compiles_once():
     assert rotary._rotated._cache_size() == before
 
 
-@pytest.mark.parametrize(
-    "scaling",
-    [LongRopeScaling([1.0] * 4, [2.0] * 4, 4.0, 64, 64), DynamicNTKScaling(2.0, 64, 64)],
-)
-def test_lengths_that_scale_alike_compile_once(scaling):
+def test_lengths_that_scale_alike_compile_once():
+    scaling = LongRopeScaling([1.0] * 4, [2.0] * 4, 4.0, 64, 64)
     rotate = lambda length: apply_rotary(
         normal(0, 4, 2, 8), np.arange(4), scaling=dataclasses.replace(scaling, length=length)
     )
-    for lengths in ([1, 40, 64], [65, 90][: 1 + hasattr(scaling, "long_factor")]):
+    for lengths in ([1, 40, 64], [65, 90]):
         first = rotate(lengths[0])
         before = rotary._rotated._cache_size()
         for length in lengths:
@@ -259,7 +254,7 @@ TYPE_ERRORS = [
     (lambda: YarnScaling(2.0, 8, truncate=1), "truncate: ... got int 1"),
     (lambda: LongRopeScaling([1], ["a"], 2.0, 8, 8), "long_factor[0]: ... got str 'a'"),
     (lambda: LongRopeScaling(None, [1], 2.0, 8, 8), "short_factor: ... got None"),
-    (lambda: jax.jit(lambda n: DynamicNTKScaling(2.0, 8, n))(9), "length: ... got a traced int32[]"),
+    (lambda: jax.jit(lambda n: LongRopeScaling([1], [1], 2.0, 8, n))(9), "length: ... got a traced int32[]"),
 ]  # fmt: skip
 VALUE_ERRORS = [
     (lambda: permute(X, 0), "num_heads: ... 1, got 0"),

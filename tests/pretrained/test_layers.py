@@ -119,14 +119,24 @@ def test_longrope_has_its_older_names_and_phi_moes_factor(tmp_path, name):
     assert found.layers[0].rotary["scaling"] == te.LongRopeScaling(**factors, **sizes)
 
 
+FACTORS = [1.0] * 4, [4.0] * 4
+PHI = dict(zip(("short_factor", "long_factor"), FACTORS, strict=True))
+
+
 @pytest.mark.parametrize(
-    ("entries", "bound"),
+    ("entries", "short", "long"),
     [
-        ({"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}, 4096),
-        ({"rope_type": "dynamic", "factor": 2.0}, 131072),
+        (
+            PHI | {"type": "longrope"},
+            te.LongRopeScaling(*FACTORS, 32.0, 4096, 100),
+            te.LongRopeScaling(*FACTORS, 32.0, 4096, 262_144),
+        ),
+        ({"rope_type": "dynamic", "factor": 3.0}, te.NTKScaling(1.0), te.NTKScaling(4.0)),
     ],
 )
-def test_a_rotation_that_depends_on_the_length_is_that_of_the_length(tmp_path, entries, bound):
+def test_a_rotation_that_depends_on_the_length_is_that_of_the_length(
+    tmp_path, entries, short, long
+):
     """Phi-3's 128k model was given the rotation of texts of up to 4,096 tokens."""
     said = {"model_type": "phi3", "num_attention_heads": 2, "max_position_embeddings": 131072}
     path = table(tmp_path, said | {"rope_scaling": entries})
@@ -134,6 +144,5 @@ def test_a_rotation_that_depends_on_the_length_is_that_of_the_length(tmp_path, e
         ValueError, match=r"length: wanted that of the longest text, since a .*None"
     ):
         load_embedder(path)
-    for length in (100, 200_000):
-        scaling = load_embedder(path, length=length).layers[0].rotary["scaling"]
-        assert (scaling.length, scaling.original_length) == (length, bound)
+    for length, scaling in ((100, short), (262_144, long)):
+        assert load_embedder(path, length=length).layers[0].rotary["scaling"] == scaling

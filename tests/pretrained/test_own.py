@@ -114,7 +114,7 @@ ROTARIES = [
     {"base": fractions.Fraction(20001, 2), "layout": "interleaved", "rotary_dim": 6, "partial": "proportional"},
     {"base": 10**20, "rotary_dim": 512, "scaling": None},
     {"pair_axes": (0, 1), "rotary_dim": 4, "scaling": LONG},
-    {"pair_axes": (0, 3, 1), "scaling": te.DynamicNTKScaling(2.0, 8, 16)},
+    {"pair_axes": (0, 3, 1)},
     {"scaling": te.YarnScaling(2.0, 8, attention_factor=3e37)},
     {"base": np.float64(1e4)},
     {"scaling": te.NTKScaling(3.0)},

@@ -56,7 +56,7 @@ def apply_rotary(
             rotary_dim channels, as a head of that size. `"proportional"`: pairs span the whole
             head, with head_dim in the exponents; the first rotary_dim / 2 pairs rotate.
         scaling: of the frequencies, for contexts longer than in training: `LinearScaling`,
-            `NTKScaling`, `DynamicNTKScaling`, `YarnScaling`, `Llama3Scaling` or `LongRopeScaling`.
+            `NTKScaling`, `YarnScaling`, `Llama3Scaling` or `LongRopeScaling`.
             None: no scaling.
         pair_axes: for positions on several axes, such as time, height and width: the axis, from 0,
             that rotates each pair, for example `np.repeat([0, 1, 2], [16, 24, 24])`. The

@@ -78,7 +78,10 @@ class LinearScaling(_Scaling):
 class NTKScaling(_Scaling):
     """NTK-aware scaling: multiplies the base by `alpha ** (d / (d - 2))`, for d rotated channels.
 
-    The highest frequency does not change; the lowest is divided by alpha.
+    The highest frequency does not change; the lowest is divided by alpha. Dynamic scaling is that
+    of the current length: `alpha = factor * length / original_length - (factor - 1)`, or 1 up to
+    original_length, in the transformers library. Keys rotated for one length do not fit queries
+    rotated for another.
 
     Args:
         alpha: how many times longer the context is than in training; above 0.
@@ -94,54 +97,17 @@ class NTKScaling(_Scaling):
 
     Source:
         bloc97 (2023), as given by Peng et al., "YaRN: Efficient Context Window Extension of Large
-        Language Models" (2023), section 3.1, https://arxiv.org/abs/2309.00071
+        Language Models" (2023), sections 3.1 and 3.3, https://arxiv.org/abs/2309.00071
     """
 
     alpha: float
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         """The frequencies, scaled; decimals, as they are in `phase.geometric_frequencies`."""
-        return _ntk(frequencies, Decimal(self.alpha))
-
-
-@dataclasses.dataclass(frozen=True)
-class DynamicNTKScaling(_Scaling):
-    """NTK-aware scaling by the current length.
-
-    `alpha = factor * length / original_length - (factor - 1)`, or 1 if length <= original_length.
-    The length is a Python int, so each new length above original_length recompiles. Keys rotated
-    for one length do not fit queries rotated for another.
-
-    Args:
-        factor: above 0.
-        original_length: the trained length, at least 2.
-        length: the current length, at least 0.
-
-    Raises:
-        TypeError: factor is not a Python number; a length is traced or not a Python int.
-        ValueError: factor is not above 0, or a length is too low.
-
-    Example:
-        >>> import dataclasses
-        >>> import transformer_embed as te
-        >>> scaling = te.DynamicNTKScaling(2.0, original_length=4096, length=8192)
-        >>> dataclasses.replace(scaling, length=16_384).length
-        16384
-
-    Source:
-        emozilla (2023), as given by Peng et al., "YaRN" (2023), section 3.3,
-        https://arxiv.org/abs/2309.00071; the formula of alpha is that of the transformers library.
-    """
-
-    factor: float
-    original_length: int
-    length: int
-
-    def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """The frequencies, scaled; decimals, as they are in `phase.geometric_frequencies`."""
-        length, factor = max(self.length, self.original_length), Decimal(self.factor)
-        longer = Decimal(length) / Decimal(self.original_length)
-        return _ntk(frequencies, factor * longer - (factor - 1))
+        # (base * alpha ** (d / (d - 2))) ** (-2i / d)
+        #     = base ** (-2i / d) * alpha ** (-i / (d / 2 - 1))
+        pairs = len(frequencies)
+        return frequencies * phase.geometric_frequencies(pairs, self.alpha, pairs - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,9 +303,7 @@ class LongRopeScaling(_Scaling):
         return float((1 + log / Decimal(self.original_length).ln()).sqrt())
 
 
-Scaling = (
-    LinearScaling | NTKScaling | DynamicNTKScaling | YarnScaling | Llama3Scaling | LongRopeScaling
-)
+Scaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling | LongRopeScaling
 
 
 def scaled_frequencies(scaling: Scaling | None, dim: int, base: float) -> tuple[np.ndarray, float]:
@@ -362,13 +326,6 @@ def scaled_frequencies(scaling: Scaling | None, dim: int, base: float) -> tuple[
 def unscaled(dim: int, base: float) -> np.ndarray:
     """The frequencies of dim channels without a scaling, decimals in an array of objects."""
     return phase.geometric_frequencies((dim + 1) // 2, base, dim / 2)
-
-
-def _ntk(frequencies: np.ndarray, alpha: Decimal) -> np.ndarray:
-    """The frequencies of a base multiplied by alpha ** (d / (d - 2))."""
-    # (base * alpha ** (d / (d - 2))) ** (-2i / d) = base ** (-2i / d) * alpha ** (-i / (d / 2 - 1))
-    pairs = len(frequencies)
-    return frequencies * phase.geometric_frequencies(pairs, alpha, pairs - 1)
 
 
 def _blended(frequencies: np.ndarray, shares: np.ndarray, factor: float) -> np.ndarray:

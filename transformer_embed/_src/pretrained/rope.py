@@ -29,7 +29,7 @@ PROPORTIONAL = "proportional"
 SCALINGS = {
     "default": None,
     "linear": rotary_scaling.LinearScaling,
-    "dynamic": rotary_scaling.DynamicNTKScaling,
+    "dynamic": rotary_scaling.NTKScaling,
     "yarn": rotary_scaling.YarnScaling,
     "deepseek_yarn": rotary_scaling.YarnScaling,
     "llama3": rotary_scaling.Llama3Scaling,
@@ -108,13 +108,14 @@ def scaling(entries: Options, value: Options) -> rotary_scaling.Scaling | None:
     if not entries:
         return None
     kind = arguments.choice("rope_scaling: rope_type", entries.get("rope_type"), tuple(SCALINGS))
-    # A fixed alpha, as HunYuan has, leaves nothing dynamic.
     made: Any = rotary_scaling.NTKScaling if entries.get("alpha") else SCALINGS[kind]
     if made is None or (kind == PROPORTIONAL and entries.get("factor", 1) == 1):
         return None
     values = dict(entries)
     taken = made.__dataclass_fields__
-    if "original_length" in taken:
+    # A fixed alpha, as HunYuan has, leaves nothing dynamic.
+    is_dynamic = kind == "dynamic" and not entries.get("alpha")
+    if is_dynamic or "original_length" in taken:
         longest = value["max_position_embeddings"]
         original = value[ORIGINAL] or entries.get(ORIGINAL) or longest
         # Dynamic scaling counts from the model's own length.
@@ -122,11 +123,15 @@ def scaling(entries: Options, value: Options) -> rotary_scaling.Scaling | None:
         values["original_length"] = arguments.integer(ORIGINAL, original, at_least=1)
         if kind in ("yarn", "longrope"):
             values.setdefault("factor", (longest or 0) / values["original_length"])
-    if "length" in taken:
-        values["length"] = value["length"]
-        if values["length"] is None:
+    if is_dynamic or "length" in taken:
+        if value["length"] is None:
             want = f"that of the longest text, since a {kind} rotation depends on it"
             raise arguments.value_error("length", want, None)
+        values["length"] = arguments.integer("length", value["length"], at_least=0)
+    if is_dynamic:
+        factor = arguments.positive("factor", values.get("factor"))
+        longer = max(values["length"] / values["original_length"], 1)
+        values["alpha"] = factor * longer - (factor - 1)
     if not (values.get("mscale") and values.get("mscale_all_dim")):
         # The transformers library uses these two only if both are given.
         values |= {"mscale": 1.0, "mscale_all_dim": 0.0}
