@@ -61,7 +61,6 @@ GOOD = {
         "length": 6,
     },
     te.sinusoidal_encoding: {"positions": POSITIONS, "d_model": 4},
-    te.sinusoidal_grid: {"shape": (2, 3), "d_model": 4},
     te.sinusoidal_table: {"length": 3, "d_model": 4},
     linear_cross_entropy: {"x": TABLE[:2], "table": TABLE, "labels": LABELS},
     linear_divergence: {
@@ -139,6 +138,6 @@ CALLS["apply_rotary_axes"] = of_arrays(
 CALLS["lookup_one_hot"] = of_arrays(
     te.lookup, table=TABLE, ids=IDS, lookup_style="one_hot", pad_id=0
 )
-CALLS["sinusoidal_grid"] = of_arrays(
-    te.sinusoidal_grid, shape=(2, 2), d_model=4, positions=POSITIONS
+CALLS["SinusoidalGrid"] = of_arrays(
+    te.SinusoidalGrid((2, 2)).encoding, d_model=4, positions=POSITIONS
 )

@@ -47,9 +47,7 @@ def encoding(config, short, positions):
     if isinstance(scheme, te.Learned):
         return rows(config, short["learned_positional_encoding/embeddings"], positions)
     if isinstance(scheme, te.SinusoidalGrid):
-        options = dataclasses.asdict(scheme)
-        grid = te.sinusoidal_grid(d_model=width, positions=positions, **options)
-        return np.asarray(grid, np.float64)
+        return np.asarray(scheme.encoding(positions, width), np.float64)
     options = {name: getattr(scheme, name) for name in SINUSOIDS}
     return exact_encoding(exact_positions(positions), width, **options)
 

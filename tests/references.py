@@ -156,7 +156,11 @@ def table(got, length, d_model, **options):
     encoding(got, np.arange(length), d_model, **options)
 
 
-def grid(got, shape, d_model, *, positions, axes, axis_positions, odd, dtype, **options):
+def grid_encoding(positions, d_model, **options):
+    return te.SinusoidalGrid(**options).encoding(positions, d_model)
+
+
+def grid(got, positions, d_model, *, shape, axes=None, axis_positions=None, odd, **options):
     parts = len(shape)
     width = {
         "truncate": d_model // parts,
@@ -169,14 +173,13 @@ def grid(got, shape, d_model, *, positions, axes, axis_positions, odd, dtype, **
     order = range(parts) if axes is None else axes
     encodings = [exact_encoding(points[axis], width, **options) for axis in order]
     expected = np.concatenate([*encodings, np.zeros((*shape, d_model))], -1)[..., :d_model]
-    if positions is not None:
-        rows, outside = expected.reshape(-1, d_model), np.full(d_model, np.nan)
-        numbers = integers(positions)
-        chosen = [rows[n] if 0 <= n < len(rows) else outside for n in numbers.ravel()]
-        expected = np.array(chosen).reshape(*numbers.shape, d_model)
+    rows, outside = expected.reshape(-1, d_model), np.full(d_model, np.nan)
+    numbers = integers(positions)
+    chosen = [rows[n] if 0 <= n < len(rows) else outside for n in numbers.ravel()]
+    expected = np.array(chosen).reshape(*numbers.shape, d_model)
     assert np.shape(got) == expected.shape
     frequencies = oracle.sinusoidal_frequencies(width, **options)
-    within(got, expected, sine_error(np.concatenate(along), frequencies), dtype)
+    within(got, expected, sine_error(np.concatenate(along), frequencies), np.float32)
 
 
 def pairs(dim, layout):
@@ -650,7 +653,7 @@ CHECKS = {
     te.relative_position_buckets: buckets,
     te.shared_prefix_parents: parents,
     te.sinusoidal_encoding: encoding,
-    te.sinusoidal_grid: grid,
+    grid_encoding: grid,
     te.sinusoidal_table: table,
     linear_cross_entropy: cross_entropy,
     linear_divergence: divergence,

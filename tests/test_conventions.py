@@ -185,7 +185,8 @@ def test_grids(name):
     for d_model in widths:
         parts = [formula(d_model, coordinates[axis][..., None]) for axis in order]
         expected = fit(np.concatenate(parts, -1), d_model)
-        near(te.sinusoidal_grid(shape, d_model, **options), expected)
+        points = np.arange(np.prod(shape)).reshape(shape)
+        near(te.SinusoidalGrid(shape, **options).encoding(points, d_model), expected)
 
 
 # --- Rotary embeddings

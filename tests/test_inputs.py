@@ -221,7 +221,7 @@ def test_a_number_that_float32_rounds_to_infinity_or_zero(value):
 
 TYPE_ERRORS = [
     (lambda: te.apply_rotary(X, POSITIONS, pair_axes=np.array(2)), "pair_axes: ... got an array int64[]"),
-    (lambda: te.sinusoidal_grid(b"half", 4), "shape: ... got bytes b'half'"),
+    (lambda: te.SinusoidalGrid(b"half"), "shape: ... got bytes b'half'"),
     (lambda: jax.jit(lambda id: te.lookup(TABLE, [id, id]))(1), "ids: ... got a list of traced values"),
 ]  # fmt: skip
 VALUE_ERRORS = [

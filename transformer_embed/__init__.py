@@ -36,11 +36,7 @@ from transformer_embed._src.positions.schemes import (
     Sinusoidal,
     SinusoidalGrid,
 )
-from transformer_embed._src.positions.sinusoidal import (
-    sinusoidal_encoding,
-    sinusoidal_grid,
-    sinusoidal_table,
-)
+from transformer_embed._src.positions.sinusoidal import sinusoidal_encoding, sinusoidal_table
 from transformer_embed._src.sequences.cache import write_cache
 from transformer_embed._src.sequences.load_balance import load_balanced_order
 from transformer_embed._src.sequences.token_positions import TokenPositions
@@ -100,7 +96,6 @@ __all__ = [
     "rows",
     "shared_prefix_parents",
     "sinusoidal_encoding",
-    "sinusoidal_grid",
     "sinusoidal_table",
     "write_cache",
 ]

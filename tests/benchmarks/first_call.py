@@ -32,7 +32,7 @@ CALLS = {
     "permute_rotary_weights": "lambda w: te.permute_rotary_weights(w, num_heads=4, source='half', target='interleaved'), weights",
     "relative_position_buckets": "te.relative_position_buckets, positions, positions",
     "sinusoidal_encoding": "lambda p: te.sinusoidal_encoding(p, 64), positions",
-    "sinusoidal_grid": "lambda: te.sinusoidal_grid((4, 8), 64),",
+    "SinusoidalGrid.encoding": "lambda p: te.SinusoidalGrid((4, 8)).encoding(p, 64), positions",
     "sinusoidal_table": "lambda: te.sinusoidal_table(32, 64),",
     "linear_cross_entropy": "te.linear_cross_entropy, x, table, ids",
     "linear_divergence": "te.linear_divergence, x, table, x, table",

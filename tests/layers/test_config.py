@@ -183,7 +183,7 @@ def test_bad_schemes_are_refused(make, error, text):
         lambda: te.EmbedderConfig(3, 10**12, scheme=te.Learned(3)),
         lambda: te.EmbedderConfig(3, 10**12, scheme=grid()),
         lambda: te.sinusoidal_table(3, 10**12),
-        lambda: te.sinusoidal_grid((2, 2), 10**30, odd="zero"),
+        lambda: te.SinusoidalGrid((2, 2), odd="zero").encoding([0], 10**30),
     ],
 )
 def test_a_width_that_no_array_has_is_refused_at_once(call):

@@ -12,16 +12,16 @@ options = dict({options})
 def call(function, {names}):
     return function({arguments}, **options)
 batches = [({arrays}) for n in {seeds}]
-found = draws.call({mode!r}, functools.partial(call, te.{function}), batches)
+found = draws.call({mode!r}, functools.partial(call, {function}), batches)
 for batch, got in zip(batches, found):
-    call(functools.partial(references.assert_right, te.{function}, np.asarray(got)), *batch)
+    call(functools.partial(references.assert_right, {function}, np.asarray(got)), *batch)
 """
 
 
 def run(number, mode, function, *, names, arguments, arrays, **options):
     """Draws of values share a program."""
     program = PROGRAM.format(
-        function=function,
+        function=function if "." in function else f"te.{function}",
         names=names,
         arguments=arguments,
         arrays=arrays,
@@ -63,9 +63,9 @@ def test_sinusoids(number):
     options = {name: repr(getattr(chosen, name)) for name in named}
     function, arguments = "sinusoidal_encoding", f"positions, {chosen.d_model}"
     if chosen.grid:
-        function = "sinusoidal_grid"
-        arguments = f"{chosen.grid}, {chosen.d_model}, positions=positions % 8 - 1"
-        options["axes"] = chosen.axes
+        function, arguments = "references.grid_encoding", f"positions % 8 - 1, {chosen.d_model}"
+        options |= {"shape": chosen.grid, "axes": chosen.axes}
+        del options["dtype"]
     run(
         number,
         chosen.mode,

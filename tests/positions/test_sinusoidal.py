@@ -59,7 +59,7 @@ def test_floats_on_the_host_that_float32_lacks():
 
 
 table = functools.partial(te.sinusoidal_table, 3, 4)
-grid = functools.partial(te.sinusoidal_grid, d_model=4)
+grid = te.SinusoidalGrid
 encode = functools.partial(te.sinusoidal_encoding, d_model=4)
 INT32 = "positions: ... -2147483648..2147483647, got "
 MANY, FREQUENCIES = 2**31 - 2, f"number of frequencies: ... {2**23}, got "
@@ -84,12 +84,12 @@ VALUE_ERRORS = [
     (lambda: table(shift=2), "shift: ... 2, got 2"),
     (lambda: grid((2, 2), axes=(0, 0)), "axes: ... got (0, 0)"),
     (lambda: grid(()), "axes: ... (), ... got None"),
-    (lambda: grid((2, 2, 2)), "d_model: ... got 4"),
+    (lambda: grid((2, 2, 2)).encoding([0], 4), "d_model: ... got 4"),
     (lambda: grid((2, 0)), "shape[1]: ... 1, got 0"),
     (lambda: grid((2, 3), axis_positions=([0, 1],)), "axis_positions: ... [[2], [3]], got [[2]]"),
     (lambda: te.sinusoidal_encoding([0], MANY), FREQUENCIES),
     (lambda: te.EmbedderConfig(3, MANY), FREQUENCIES),
-    (lambda: te.sinusoidal_grid((2, 2), MANY), FREQUENCIES),
+    (lambda: grid((2, 2)).encoding([0], MANY), FREQUENCIES),
     (lambda: encode(np.array([5, 2**31])), INT32 + "2147483648 at index [1]"),
 ]  # fmt: skip
 

@@ -149,33 +149,50 @@ class SinusoidalGrid(PositionScheme, Sinusoids):
     It is a scheme of `EmbedderConfig` and `PositionalEncoding`.
 
     Tokens are in row-major order: position p of a grid (h, w) is the point (p // w, p % w). A
-    position outside the grid gives NaN; a length beyond its number of points is an error.
+    position outside the grid gives NaN; a length beyond its number of points is an error. Each axis
+    gets an equal part of the channels: part k is the `sinusoidal_encoding` of the coordinate along
+    axis axes[k].
 
     The layer takes flattened patches, [..., h * w, d_model]: a shorter row has the first points.
-    Add a class token after the layer.
+    Add a class token after the layer. Without a layer, `encoding` is a pure function of positions.
 
     Args:
-        shape: points along each axis, a tuple of ints; at most 2**31 - 1 points in all.
-        axes: the order of the axes; see `sinusoidal_grid`.
-        odd: how d_model channels are split over the axes; see `sinusoidal_grid`.
+        shape: points along each axis, a tuple of ints, [height, width] for an image; at least one
+            axis, at most 2**31 - 1 points.
+        axes: the axis that each part encodes, a permutation. None: the first axis first
+            (tensor2tensor, the positional-encodings package); (1, 0) is width first (MAE,
+            diffusers, big_vision).
         axis_positions: for each axis of shape, the coordinates of its points, as numbers that are
-            known while tracing; kept as tuples of floats. None: 0, 1, 2, ... See `sinusoidal_grid`.
-            For n points in place of the m of training, `np.arange(n) * m / n` interpolates.
-        base, layout, shift, frequency_scale: see `sinusoidal_encoding`.
+            known while tracing; kept as tuples of floats. None: 0, 1, 2, ... For n points in place
+            of the m of training, `np.arange(n) * m / n` interpolates. diffusers' are `np.arange(n)
+            * base_size / n / interpolation_scale`.
+        base, layout, shift, frequency_scale: see `sinusoidal_encoding`, for one part. MAE,
+            diffusers and big_vision have `layout="sin_cos"`, big_vision with `shift=1`.
+        odd: how d_model channels are split over n axes. `"truncate"`: d_model / n channels for each
+            axis; d_model is a multiple of n. `"round_up"`: d_model / n rounded up to an even number
+            for each axis, and the concatenation cut to d_model (the positional-encodings package).
+            `"zero"`: d_model / n rounded down to an even number for each axis, and zeros in the
+            last channels (tensor2tensor).
 
     Raises:
-        TypeError: axis_positions are not sequences of Python numbers; and as `sinusoidal_grid`.
-        ValueError: as `sinusoidal_grid`; if it takes d_model to know, when a layer is made.
+        TypeError: shape or axes is not a tuple of ints; axis_positions are not sequences of Python
+            numbers; and as `sinusoidal_encoding`.
+        ValueError: shape is out of range; axes is not a permutation; axis_positions do not fit the
+            shape; as `sinusoidal_encoding`; if it takes d_model to know, when a layer is made.
 
     Example:
+        >>> import numpy as np
         >>> import transformer_embed as te
-        >>> grid = te.SinusoidalGrid((16, 16), axes=(1, 0))
+        >>> grid = te.SinusoidalGrid((14, 14), axes=(1, 0), layout="sin_cos")
         >>> te.EmbedderConfig(1024, 256, scheme=grid).scheme.shape
-        (16, 16)
+        (14, 14)
+        >>> grid.encoding(np.arange(14 * 14).reshape(14, 14), d_model=768).shape
+        (14, 14, 768)
 
     Source:
         Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021), appendix D.4,
-        https://arxiv.org/abs/2010.11929
+        https://arxiv.org/abs/2010.11929; He et al., "Masked Autoencoders Are Scalable Vision
+        Learners" (2022), https://arxiv.org/abs/2111.06377
     """
 
     shape: tuple[int, ...]
@@ -204,10 +221,11 @@ class SinusoidalGrid(PositionScheme, Sinusoids):
         return super().positions(ids)
 
     def encoding(self, positions: Any, d_model: int) -> Float[Array, "... d"]:
-        """`sinusoidal_grid` with the fields of the scheme."""
+        """[..., d_model] float32 of points [...] of the grid; NaN outside of it."""
         points = arguments.as_int32("positions", positions)
         coordinates = as_coordinates(self.axis_positions, self.shape)
-        return encode_grid(points, coordinates, self.shape, self.axes, d_model, self, np.float32)
+        d_model = arguments.size("d_model", d_model)
+        return encode_grid(points, coordinates, self.shape, self.axes, d_model, self)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -138,76 +138,6 @@ def sinusoidal_table(
     )
 
 
-def sinusoidal_grid(
-    shape: tuple[int, ...],
-    d_model: int,
-    *,
-    positions: ArrayLike | None = None,
-    axes: tuple[int, ...] | None = None,
-    axis_positions: Sequence[ArrayLike] | None = None,
-    base: float = 10_000.0,
-    layout: str = "interleaved",
-    shift: float | None = None,
-    odd: str = "truncate",
-    frequency_scale: float = 1.0,
-    dtype: DTypeLike = jnp.float32,
-) -> Float[Array, "... d"]:
-    """The sinusoidal encodings of the points of a grid, 2-D for images or 3-D for video.
-
-    Each axis gets an equal part of the channels. Part k of the channels is the
-    `sinusoidal_encoding` of the coordinate along axis axes[k].
-
-    Args:
-        shape: number of points along each axis, [height, width] for an image; at least 1 axis, at
-            most 2**31 - 1 points.
-        d_model: number of channels.
-        positions: [...] integers: points of the grid, numbered in row-major order like a sequence
-            of image tokens. None: all points, in the grid's shape.
-        axes: the axis that each part encodes, a permutation. None: the first axis first
-            (tensor2tensor, the positional-encodings package); (1, 0) is width first (MAE,
-            diffusers, big_vision).
-        axis_positions: for each axis of shape, the coordinates of its points, [shape[axis]],
-            integers or float32. None: 0, 1, 2, ... diffusers' are `np.arange(n) * base_size / n /
-            interpolation_scale` for an axis of n points.
-        base, layout, shift, frequency_scale, dtype: see `sinusoidal_encoding`, for one part.
-            MAE, diffusers and big_vision have `layout="sin_cos"`, big_vision with `shift=1`.
-        odd: how d_model channels are split over n axes. `"truncate"`: d_model / n channels for each
-            axis; d_model is a multiple of n. `"round_up"`: d_model / n rounded up to an even number
-            for each axis, and the concatenation cut to d_model (the positional-encodings package).
-            `"zero"`: d_model / n rounded down to an even number for each axis, and zeros in the
-            last channels (tensor2tensor).
-
-    Returns:
-        [*shape, d_model], or [*positions.shape, d_model], of `dtype`, in [-1, 1], with the error of
-        `sinusoidal_encoding`. NaN for a position outside the grid.
-
-    Raises:
-        TypeError: shape or axes is not a tuple of ints; and as `sinusoidal_encoding`.
-        ValueError: shape is out of range; axes is not a permutation; axis_positions do not fit the
-            shape; d_model cannot be split; and as `sinusoidal_encoding`.
-
-    Example:
-        >>> import transformer_embed as te
-        >>> te.sinusoidal_grid((14, 14), 768, axes=(1, 0), layout="sin_cos").shape
-        (14, 14, 768)
-
-    Source:
-        Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021), appendix D.4,
-        https://arxiv.org/abs/2010.11929; He et al., "Masked Autoencoders Are Scalable Vision
-        Learners" (2022), https://arxiv.org/abs/2111.06377
-    """
-    lengths, axes = as_grid(shape, axes)
-    coordinates = as_coordinates(axis_positions, lengths)
-    if positions is not None:
-        positions = arguments.as_int32("positions", positions)
-    d_model = arguments.size("d_model", d_model)
-    options = Sinusoids(
-        base=base, layout=layout, shift=shift, odd=odd, frequency_scale=frequency_scale
-    )
-    dtype = arguments.result_dtype(dtype)
-    return encode_grid(positions, coordinates, lengths, axes, d_model, options, dtype)
-
-
 # Of the fields of `Sinusoids`.
 CONVERTERS = {
     "base": arguments.positive,
@@ -304,21 +234,14 @@ def encode(positions, d_model, options, dtype) -> Vectors:
     return phase.sinusoid(positions[..., None], *channels(options, d_model)).astype(dtype)
 
 
-@compiled(2, 3, 4, 5, 6)
-def encode_grid(points, coordinates, lengths, axes, d_model, options, dtype) -> Vectors:
-    if points is None:
-        # The coordinates of an axis, with a size of 1 along the others.
-        along = jnp.indices(lengths, jnp.int32, sparse=True)
-    else:
-        along = jnp.unravel_index(points, lengths)
+@compiled(2, 3, 4, 5)
+def encode_grid(points, coordinates, lengths, axes, d_model, options) -> Vectors:
+    along = jnp.unravel_index(points, lengths)
     if coordinates is not None:
         along = [array[index] for array, index in zip(coordinates, along, strict=True)]
     width = part_width(d_model, len(lengths), options.odd)
-    parts = jnp.broadcast_arrays(*(encode(along[axis], width, options, dtype) for axis in axes))
+    parts = [encode(along[axis], width, options, np.float32) for axis in axes]
     encoding = jnp.concatenate(parts, -1)[..., :d_model]
     padding = [(0, 0)] * (encoding.ndim - 1) + [(0, d_model - encoding.shape[-1])]
-    encoding = jnp.pad(encoding, padding)
-    if points is None:
-        return encoding
     inside = (points >= 0) & (points < math.prod(lengths))
-    return nan_where(~inside, encoding)
+    return nan_where(~inside, jnp.pad(encoding, padding))
