@@ -220,8 +220,7 @@ def greedy_text(page, weights, prompt, steps, length=16):
 def decoding():
     """The page's functions, for texts of eight tokens, and prompts of several lengths."""
     names = "hidden_and_cache", "lm", "init", "VOCAB", "END", "generate", "beam_search", "serve"
-    names += "decode_greedily", "decode_with_guesses", "decode_with_trees", "speculate"
-    names += "speculate_in_trees", "read_prompt", "read_next", "predict"
+    names += "decode_greedily", "decode_with_guesses"
     page = functions_of(RECIPES, *names, STEPS=8)
 
     @jax.jit
@@ -236,36 +235,15 @@ def decoding():
 
 
 @pytest.mark.slow
-def test_guesses_and_trees_decode_the_greedy_text_to_its_end(decoding):
-    """A tree that does not fit at the end of the cache moved another token's keys."""
+def test_guesses_decode_the_greedy_text_to_its_end(decoding):
     page, weights, _ = decoding
     some = [[0, 3], [2, 3, 4], [2, 3, 4, 5], [2, 5]]
-    every = np.stack(np.meshgrid(*some), -1).reshape(-1, 4)
-    prompts = jnp.asarray(every)
-    greedy = page.decode_greedily(weights, prompts, 8)
-    for row in range(0, len(every), 9):
-        assert greedy[row].tolist() == greedy_text(page, weights, every[row].tolist(), 8)
-    np.testing.assert_array_equal(
-        page.decode_with_guesses(weights, prompts, page.speculate)[0], greedy
-    )
-    np.testing.assert_array_equal(page.decode_with_trees(weights, prompts)[0], greedy)
-
-
-@pytest.mark.slow
-def test_a_single_token_after_a_tree_does_not_see_rejected_drafts(decoding):
-    page, weights, prompts = decoding
-    slots = te.TokenPositions.from_parents(np.full([6, 4 + 8 + 4], -2))
-    x, cache = page.read_prompt(weights, prompts, 8 + 4, slots)
-    texts = jnp.zeros([6, 8], jnp.int32).at[:, 0].set(page.predict(weights, x))
-    count = jnp.ones(6, jnp.int32)
-    texts, count, cache = page.speculate_in_trees(weights, prompts, texts, count, cache)
-    last = jnp.take_along_axis(texts, count[:, None] - 1, axis=1)[:, 0]
-    got, _ = page.read_next(weights, last, cache, 4 + count - 1)
-    for row, prompt in enumerate(prompts.tolist()):
-        ids = [token for token in prompt if token] + texts[row, : count[row]].tolist()
-        tokens = te.TokenPositions.from_ids([ids], pad_id=0)
-        x, _ = page.hidden_and_cache(weights, jnp.array([ids]), tokens)
-        near(got[row], x[0, -1])
+    prompts = np.stack(np.meshgrid(*some), -1).reshape(-1, 4)
+    greedy = page.decode_greedily(weights, jnp.asarray(prompts), 8)
+    for row in range(0, len(prompts), 9):
+        assert greedy[row].tolist() == greedy_text(page, weights, prompts[row].tolist(), 8)
+    guessed, _ = page.decode_with_guesses(weights, jnp.asarray(prompts))
+    np.testing.assert_array_equal(guessed, greedy)
 
 
 @pytest.mark.slow
