@@ -210,11 +210,9 @@ def reason(message):
     """What the page says of a refusal: None without one, "" for what cannot be traced."""
     if message is None:
         return None
-    if "update cannot be traced" in message:
+    if "cannot be traced" in message:
         return ""
-    found = re.search(r"got (.*?)( \([\w./-]+:\d+\))?\. Train the table", message)
-    said = found[1] if found else message
-    return re.sub(r" \((?:Type|Value)Error: .*", "", said).replace("|", "\\|")
+    return re.search(r"got (.*)\. Train the table", message)[1]
 
 
 def read_page():
@@ -243,8 +241,11 @@ Training by rows is lazy: rows with a gradient get the same update as from the d
 other rows and their optimizer state do not change. A table that is also the output layer has a gradient in every row, so no optimizer
 can train it by rows: train it densely.
 
-A schedule may be 0 for a while. But an optimizer must not sum gradients and apply the sum in some steps only, as `apply_every` does: a
-row without a gradient in such a step would miss it.
+The proof does not look at the values that all rows share. Keep these two kinds of transformations of your own off the tables:
+
+- one that sums gradients and applies the sum in some steps only, as `apply_every` does, which is refused by its name: a row without a
+  gradient in such a step would miss it. (A schedule may be 0 for a while.)
+- one that computes with the number of rows, or chooses by it: in a step it gets a block of at most 1024 rows.
 
 ## These can train by rows
 
@@ -254,8 +255,7 @@ row without a gradient in such a step would miss it.
 
 Train the table densely, or keep the transformation off the table with `optax.multi_transform`. To clip by a global norm, clip the
 gradients before `te.rows.apply_gradients` with `optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())`; the norm equals that of the
-dense gradients. The reasons are those for a small table. An optimizer that treats large ones differently, such as `adafactor`, may be
-refused with another reason for those.
+dense gradients.
 
 | optimizer | why |
 | --- | --- |

@@ -176,8 +176,8 @@ def test_arrays_in_another_byte_order_or_with_a_mask_are_read_right_or_refused(d
 ADAM, SMALL = optax.adam(RATE), {"t": jnp.ones([5, 2])}
 GRADS, STATE = rows([1], jnp.ones([1, 2]), 5), ADAM.init(SMALL)
 ERRORS = {
-    "grads: wanted a tree as params, with RowGradient for some tables": (ADAM, {}, STATE),
-    "grads: wanted values [1, 2] of a table [5, 2], got values [1, 2] of one [6, 2]": (
+    "params: wanted no others, got t [5, 2]": (ADAM, {}, STATE),
+    "params: wanted t [6, 2], got t [5, 2]": (
         ADAM,
         rows([1], jnp.ones([1, 2]), 6),
         STATE,

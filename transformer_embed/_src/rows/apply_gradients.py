@@ -28,7 +28,7 @@ from transformer_embed._src.partitioning import (
 from transformer_embed._src.rows import row_check
 from transformer_embed._src.rows.fingerprint import fits, or_nan
 from transformer_embed._src.rows.gathered_rows import read_rows
-from transformer_embed._src.rows.row_gradient import as_arrays, is_leaf
+from transformer_embed._src.rows.row_gradient import as_arrays, check_shapes, is_leaf
 
 if TYPE_CHECKING:
     import optax
@@ -106,17 +106,16 @@ def apply_gradients(
     inputs = {"grads": grads, "params": params, "state": state}
     converted = [as_arrays(name, tree) for name, tree in inputs.items()]
     trees, treedef = jax.tree.flatten((*converted, arrays), is_leaf=is_leaf)
-    grads_treedef, params_treedef, *_ = treedef.children()
-    want = "a tree as params, with RowGradient for some tables"
-    arguments.check_same("grads", want, grads_treedef, params_treedef)
-    tables = row_check.find_tables(optimizer.init, treedef, dict(enumerate(trees)))
+    check_shapes("params", *converted[:2])
+    leaves = dict(enumerate(trees))
+    tables = row_check.find_tables(optimizer.init, treedef, leaves)
 
     def extra_of(arrays: dict[int, Any]) -> dict[str, Any]:
         return jax.tree.unflatten(extra_treedef, (dict(enumerate(others)) | arrays).values())
 
     step = functools.partial(_step, optimizer.update, extra_of, treedef)
-    row_check.check(jax.jit(step), tables, optimizer.update)
-    new_leaves = _update_tables(step, tables)
+    row_check.check(step, leaves, tables, optimizer.update)
+    new_leaves = _update_tables(step, leaves, tables)
     _, params, state, _ = jax.tree.unflatten(treedef, new_leaves.values())
     return params, state
 
@@ -137,17 +136,20 @@ def _step(
     return dict(enumerate(new_leaves))
 
 
-def _update_tables(step: Callable, tables: row_check.Tables) -> dict[int, Any]:
+def _update_tables(
+    step: Callable, leaves: row_check.Leaves, tables: Sequence[row_check.Table]
+) -> row_check.Leaves:
     """All leaves after a step; the gradients stay."""
-    zeros = jax.tree.map(jnp.zeros_like, tables.rows(tables.block_sizes))
-    if any(map(arguments.is_traced, zeros.values())):
+    blocks = row_check.with_rows(leaves, [(table, table.block_size) for table in tables])
+    of_tables = [n for table in tables for n in table.indices]
+    # All that is not a table is updated once; a table's rows do not count here.
+    shared = leaves | {n: jnp.zeros_like(blocks[n]) for n in of_tables}
+    if any(map(arguments.is_traced, jax.tree.leaves(shared))):
         # The calls below have the shapes of a block: they share its trace.
         step = jax.jit(step, inline=True)
-    # All that is not a table is updated once; a table's rows do not count here.
-    shared = tables.leaves | zeros
     new_leaves = step(shared)
-    for indices in tables.indices.values():
-        gradient, *arrays = (tables.leaves[n] for n in indices)
+    for indices in (table.indices for table in tables):
+        gradient, *arrays = (leaves[n] for n in indices)
         update_arrays, parts = functools.partial(_update_in_blocks, step, indices), gradient.parts
         if any(typed_axes(arrays[0])):
             update_arrays = _on_shards(step, indices, arrays, gradient.owners)

@@ -1,36 +1,30 @@
-"""Checks that an optimizer updates each row of a table from that row alone.
+"""Proves that an optimizer updates each row of a table from that row alone.
 
 The step is traced with a prime in place of each table's number of rows; nothing is computed. An
 axis of rows is an axis whose size is that prime. Each row of a value must be computed from the same
-row of other values and from values that all rows share. The programs for the whole table and for a
-block of its rows must compute the same as that one. Then a block's program gives the rows that the
-whole program would. (The proved program itself does not run: inside shard_map and under explicit
-axes, arrays have types that it was not traced with.)
-
-What all rows share must not decide when a sum of gradients is used; see `switches`.
+row of other values and from values that all rows share. Then the step on a block of rows gives the
+rows of the whole step, unless the optimizer computes with the number of rows, or chooses by it.
 """
 
 import itertools
 import math
-import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from transformer_embed._src import arguments
 from transformer_embed._src.rows.distinct_ids import BLOCK, most_distinct
-from transformer_embed._src.rows.programs import are_same, called, equations, words
-from transformer_embed._src.rows.row_gradient import (
-    RowGradient,
-    check_shapes,
-    is_gradient,
-    is_leaf,
-)
-from transformer_embed._src.rows.switches import find_switch
+from transformer_embed._src.rows.row_gradient import check_shapes, is_gradient
+
+
+def words(text: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(text.split())
+
 
 # Each row of the results is computed from the same row of the operands, if every result has an axis
 # of rows. Nothing else has that size, so an axis of rows that an equation takes away and makes anew
@@ -48,51 +42,54 @@ KEEP_ROWS_APART = words(
     squeeze stack stop_gradient sub tan tanh transpose unstack xor zeta
     """
 )
+# These compute nothing themselves: calls of other programs, by the names that jax has given them
+# since 0.6, and a barrier.
+CALLS = words(
+    """
+    checkpoint closed_call core_call core_closed_call custom_jvp_call custom_vjp_call
+    custom_vjp_call_jaxpr jit optimization_barrier pjit remat remat2
+    """
+)
 # These take a window of their first operand.
 TAKE = words("gather slice")
-REASONS = {"cond": "one condition for the whole table decides how its rows are updated"}
-# The params of an equation that contain sizes of arrays.
-SIZES = words("shape new_sizes limit_indices sizes slice_sizes")
 # Sizes of arrays are seldom above it, so a prime above is the size of nothing else.
 LARGE = 2**16
 
-DIFFERS = "a program that depends on the number of rows"
-UNTRACED = "for another number of rows, it"
 ADVICE = (
     "Train the table densely, or keep that transformation off it with optax.multi_transform. "
-    "To clip by a global norm, clip the gradients before update"
+    "To clip by a global norm, clip the gradients before the step"
 )
 # A transformation's name, in the qualified name of a function inside it.
 UPDATE = re.compile(r"(?:^|\.)(\w+)(?:\.<locals>)?\.update\w*(?:\.|$)")
 
-Shape = jax.ShapeDtypeStruct
+Leaves = dict[int, Any]
 
 
-class Tables(NamedTuple):
-    """The tables of a step, each by a prime in place of its number of rows.
+class Table(NamedTuple):
+    """The arrays of a table among the leaves of (gradients, parameters, state, other arguments).
 
-    Attributes:
-        leaves: those of (gradients, parameters, state, other arguments).
-        indices: those of a table's gradient, of the table and of its state among the leaves.
-        vocab_sizes: the number of rows of each table.
-        block_sizes: how many of them are updated at a time.
+    Args:
+        indices: of its gradient, of itself, and of its state.
+        prime: a number in place of its number of rows.
+        block_size: how many of its rows are updated at a time.
     """
 
-    leaves: dict[int, Any]
-    indices: Mapping[Any, list[int]]
-    vocab_sizes: Mapping[Any, int]
-    block_sizes: Mapping[Any, int]
-
-    def rows(self, sizes: Mapping[Any, int]) -> dict[int, Shape]:
-        """The shape at each index of a table, with a number in place of its prime, if given."""
-        return {
-            n: Shape((sizes.get(prime, prime), *self.leaves[n].shape[1:]), self.leaves[n].dtype)
-            for prime, indices in self.indices.items()
-            for n in indices
-        }
+    indices: list[int]
+    prime: int
+    block_size: int
 
 
-def find_tables(init: Callable, treedef: Any, leaves: dict[int, Any]) -> Tables:
+def with_rows(leaves: Leaves, sizes: Sequence[tuple[Table, int]]) -> Leaves:
+    """The leaves, with the shape of so many rows in place of each array of a table."""
+    shapes = {
+        n: jax.ShapeDtypeStruct((size, *leaves[n].shape[1:]), leaves[n].dtype)
+        for table, size in sizes
+        for n in table.indices
+    }
+    return leaves | shapes
+
+
+def find_tables(init: Callable, treedef: Any, leaves: Leaves) -> list[Table]:
     """The tables of a step.
 
     Args:
@@ -100,100 +97,94 @@ def find_tables(init: Callable, treedef: Any, leaves: dict[int, Any]) -> Tables:
         treedef: that of (gradients, parameters, state, other arguments).
         leaves: its leaves.
     """
-    size = treedef.children()[0].num_leaves
-    gradients = [n for n in range(size) if is_gradient(leaves[n])]
-    for n in gradients:
-        leaves[n].check(leaves[size + n].shape)
-    primes = _primes_above_sizes(leaves)
-    indices = {next(primes): [n, size + n] for n in gradients}
-    vocab_sizes, block_sizes = (
-        {prime: rows(leaves[n]) for prime, (n, _) in indices.items()}
-        for rows in (operator.attrgetter("vocab_size"), _block_size)
-    )
-    tables = Tables(leaves, indices, vocab_sizes, block_sizes)
-    first, expected = (
-        _traced(init, treedef.unflatten((leaves | tables.rows(sizes)).values())[1], init, "init")[1]
-        for sizes in ({}, vocab_sizes)
-    )
-    check_shapes("state", expected, treedef.unflatten(leaves.values())[2])
-    if jax.tree.structure(first, is_leaf=is_leaf) != treedef.children()[2]:
-        raise _refusal("init depends on the number of rows", init)
-    for index, leaf in enumerate(jax.tree.leaves(first, is_leaf=is_leaf), 2 * size):
-        prime, *columns = leaf.shape or (0,)
-        if (vocab_sizes.get(prime), *columns) == leaves[index].shape:
-            indices[prime].append(index)
-    return tables
-
-
-def _primes_above_sizes(leaves: dict[int, Any]) -> Iterator[int]:
+    count = treedef.children()[0].num_leaves
     largest = max(LARGE, *sum((leaf.shape for leaf in leaves.values()), ()))
-    return filter(_is_prime, itertools.count(largest + 1))
+    primes = filter(_is_prime, itertools.count(largest + 1))
+    tables = []
+    for n in filter(lambda n: is_gradient(leaves[n]), range(count)):
+        gradient = leaves[n]
+        gradient.check(leaves[count + n].shape)
+        block_size = most_distinct(len(gradient.ids), gradient.vocab_size, BLOCK)
+        tables.append(Table([n, count + n], next(primes), block_size))
+    _, params, state, _ = treedef.unflatten(leaves.values())
+    check_shapes("state", jax.eval_shape(init, params), state)
+    primed = with_rows(leaves, [(table, table.prime) for table in tables])
+    states = _traced(init, treedef.unflatten(primed.values())[1], init)[1]
+    for n, leaf in enumerate(jax.tree.leaves(states), 2 * count):
+        for table in tables:
+            if leaf.shape[:1] == (table.prime,):
+                table.indices.append(n)
+    _check_no_sums(treedef.children()[2], 2 * count, tables)
+    return tables
 
 
 def _is_prime(number: int) -> bool:
     return all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
 
 
-def _block_size(gradient: RowGradient) -> int:
-    return most_distinct(len(gradient.ids), gradient.vocab_size, BLOCK)
+def _check_no_sums(state_treedef: Any, first: int, tables: Sequence[Table]) -> None:
+    """Raises a ValueError for `optax.apply_every`, whose sums are applied in some steps only."""
+    # Slow to load, and only training needs it.
+    import optax  # noqa: PLC0415
+
+    def is_sum(node):
+        return isinstance(node, optax.ApplyEvery)
+
+    state = state_treedef.unflatten(range(first, first + state_treedef.num_leaves))
+    sums = jax.tree.leaves([*filter(is_sum, jax.tree.leaves(state, is_leaf=is_sum))])
+    if any(not {*sums}.isdisjoint(table.indices) for table in tables):
+        reason = "a row without a gradient would miss the step in which its sum is applied"
+        raise _refusal(reason, optax.apply_every)
 
 
-def check(step: Callable[[Any], Sequence[Any]], tables: Tables, update: Callable) -> None:
-    """Raises a ValueError unless a step on a block of rows gives the rows of the whole step.
+def check(
+    step: Callable[[Any], Any], leaves: Leaves, tables: Sequence[Table], update: Callable
+) -> None:
+    """Raises a ValueError unless a step computes each row of a table from that row alone.
 
     Args:
-        step: from all leaves, with an array for each leaf of a table, to those after the step.
+        step: from all leaves, with an array for each gradient, to those after the step.
+        leaves: before the step.
         tables: see `find_tables`.
         update: the optimizer's function, to name in an error.
     """
-
-    # The whole table first, for an error that has nothing to do with another number of rows.
-    of_all_rows, program, block = (
-        _traced(step, tables.leaves | tables.rows(sizes), update, what)[0]
-        for sizes, what in (
-            (tables.vocab_sizes, "update"),
-            ({}, UNTRACED),
-            (tables.block_sizes, UNTRACED),
-        )
-    )
-    _check_rows_apart(program, tables, update)
-    is_same = are_same(program, of_all_rows, tables.vocab_sizes)
-    # An optimizer may choose by the number of rows, which no prime above equals.
-    if not is_same or not are_same(program, block, tables.block_sizes):
-        raise _refusal(DIFFERS, update)
-
-
-def _check_rows_apart(program: ClosedJaxpr, tables: Tables, update: Callable) -> None:
-    """Raises a ValueError unless a step computes each row from that row alone; see `check`."""
-    rows, sizes = tables.rows({}), tables.vocab_sizes
-    for equation, sources in equations(program):
-        is_passed = called(equation) or equation.primitive.name == "optimization_barrier"
-        if not is_passed and (problem := _problem(equation, {*sizes})):
+    sizes = {table.prime: len(leaves[table.indices[1]]) for table in tables}
+    before = with_rows(leaves, [(table, table.prime) for table in tables])
+    program, after = _traced(step, before, update)
+    for equation, sources in _equations(program):
+        is_call = equation.primitive.name in CALLS
+        if not is_call and (problem := _problem(equation, {*sizes})):
             raise _refusal(problem, update, sources)
 
-    def described(shape: Any) -> str:
-        return f"{shape.dtype}{[sizes.get(size, size) for size in shape.shape]}"
+    def described(array: Any) -> str:
+        return f"{array.dtype}{[sizes.get(size, size) for size in array.shape]}"
 
-    for index, new in enumerate(program.out_avals):
-        old = rows.get(index)
-        if old is None and not sizes.keys().isdisjoint(new.shape):
-            what = "parameters or state outside the table"
-            raise _refusal(f"{what} become one row for each of its rows", update)
-        if old is not None and (new.shape, new.dtype) != (old.shape, old.dtype):
-            raise _refusal(f"a state {described(old)} becomes {described(new)}", update)
-    if switch := find_switch(program, [*tables.indices.values()]):
-        raise _refusal(switch[0], update, switch[1])
+    for n, new in after.items():
+        old = before[n]
+        has_rows = not sizes.keys().isdisjoint(old.shape + new.shape)
+        if has_rows and (new.shape, new.dtype) != (old.shape, old.dtype):
+            raise _refusal(f"{described(old)} becomes {described(new)}", update)
 
 
-def _traced(
-    function: Callable, shapes: Any, blamed: Callable, what: str
-) -> tuple[ClosedJaxpr, Any]:
+def _equations(program: Any, sources: tuple = ()) -> Iterator[tuple[Any, tuple]]:
+    """All equations, those of inner programs first; with each, where the calls to it stand."""
+    # Called programs may be without their constants.
+    for equation in getattr(program, "jaxpr", program).eqns:
+        stack = (*sources, equation.source_info)
+        for param in jax.tree.leaves(equation.params):
+            if isinstance(param, ClosedJaxpr | Jaxpr):
+                yield from _equations(param, stack)
+        yield equation, stack
+
+
+def _traced(function: Callable, shapes: Any, blamed: Callable) -> tuple[ClosedJaxpr, Any]:
     """The program of a function of arrays of these shapes, and the shapes of its results."""
     try:
         return jax.make_jaxpr(function, return_shape=True)(shapes)
     except Exception as error:
         summary = f"{type(error).__name__}: {str(error).split(chr(10), 1)[0][:100]}"
-        raise _refusal(f"{what} cannot be traced ({summary})", blamed) from error
+        reason = f"cannot be traced with another number of rows ({summary})"
+        raise _refusal(reason, blamed) from error
 
 
 def _problem(equation: Any, primes: set[int]) -> str | None:
@@ -205,11 +196,8 @@ def _problem(equation: Any, primes: set[int]) -> str | None:
 
     rows = {*map(rows_of, equation.invars)} - {()}
     results = {*map(rows_of, equation.outvars)}
-    if (rows and name not in KEEP_ROWS_APART) or (results and name.endswith("callback")):
-        return REASONS.get(name, f"{name} is not known to keep rows apart")
-    others = [param for key, param in params.items() if key not in SIZES]
-    if any(isinstance(param, int) and param in primes for param in jax.tree.leaves(others)):
-        return DIFFERS
+    if rows and name not in KEEP_ROWS_APART:
+        return f"{name} is not known to keep rows apart"
     if not rows:
         is_alike = name == "broadcast_in_dim"
         if name == "iota":
