@@ -10,6 +10,7 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from pages import FOLDER, functions_of
 
@@ -485,16 +486,6 @@ def test_image_vectors_take_the_places_of_their_row_and_see_their_own_image():
         near(x[row, keep], alone[0])
 
 
-def test_a_pair_of_tokens_has_one_row_of_the_big_table_everywhere():
-    page = functions_of(OBJECTIVES, "pairs_of", "ROWS")
-    ids = np.random.default_rng(0).integers(0, 2**31 - 1, (50, 40))
-    rows = np.asarray(page.pairs_of(jnp.asarray(ids, jnp.int32)))
-    assert ((rows >= 0) & (rows < page.ROWS)).all()
-    again = page.pairs_of(jnp.asarray(ids[:, 7:], jnp.int32))
-    np.testing.assert_array_equal(again[:, 1:], rows[:, 8:])
-    assert len(np.unique(rows[:, 1:])) > 0.98 * rows[:, 1:].size
-
-
 # --- mask patterns
 
 
@@ -533,13 +524,63 @@ def test_patterns_of_masks_are_what_they_say_in_other_batches(seed):
         ),
     }
     for name, (arguments, pairs) in wanted.items():
-        mask = getattr(page, name)(tokens, *arguments)
-        np.testing.assert_array_equal(mask.dense()[:, 0], same & pairs, err_msg=name)
-        kinds = mask.block_mask((8, 8))
-        blocks = (same & pairs).reshape(3, 3, 8, 3, 8)
-        assert not np.any((kinds == 0) & blocks.any((2, 4)) | (kinds == 2) & ~blocks.all((2, 4))), (
-            name
-        )
+        mask, allowed = getattr(page, name)(tokens, *arguments), same & pairs
+        np.testing.assert_array_equal(mask.dense()[:, 0], allowed, err_msg=name)
+        kinds, blocks = mask.block_mask((8, 8)), allowed.reshape(3, 3, 8, 3, 8)
+        assert not blocks.any((2, 4))[kinds == 0].any(), name
+        assert blocks.all((2, 4))[kinds == 2].all(), name
+
+
+def test_text_sees_its_latest_image_and_a_token_of_a_tree_few_ancestors():
+    page = functions_of(FOLDER / "mask_patterns.md", "latest_image", "tree_in_a_window")
+    images, of_patches = (
+        np.array([[0, 1, 1, 2, 2], [0, 0, 1, 0, 3]]),
+        np.array([[1, 1, 2], [1, 3, 0]]),
+    )
+    tokens = te.TokenPositions.from_segment_ids(np.array([[1, 1, 2, 2, 0], [1, 1, 1, 1, 1]]))
+    patches = te.TokenPositions.from_segment_ids(of_patches)
+    expected = (images[:, :, None] == of_patches[:, None]) & (images[:, :, None] > 0)
+    got = page.latest_image(tokens, images, patches).dense()[:, 0]
+    np.testing.assert_array_equal(got, expected)
+    tree = te.TokenPositions.from_parents([[-1, 0, 1, 1, 3, -1, -2]])
+    seen = [[0], [0, 1], [0, 1, 2], [0, 1, 3], [1, 3, 4], [5], []]
+    got = page.tree_in_a_window(tree, 2).dense()[0, 0]
+    assert [np.flatnonzero(row).tolist() for row in got] == seen
+
+
+# --- training loops
+
+
+def dense_step(loss, params, optimizer, state):
+    updates, state = optimizer.update(jax.grad(loss)(params), state)
+    return optax.apply_updates(params, updates), state
+
+
+@pytest.mark.slow
+def test_steps_by_rows_are_dense_steps():
+    """With Adagrad, which leaves a row without a gradient as it is. Some ids repeat."""
+    batches = np.random.default_rng(14).integers(0, 30, (2, 8, 3))
+    names = "loss_fn", "params", "optimizer", "state", "step", "many_steps", "scaled_step", "jmp"
+    names += "by_loop", "by_scan", "own_step", "checked_step", "mesh", "specs"
+    page = functions_of(FOLDER / "training_loops.md", *names, batches=batches)
+    start, shard = (page.params, page.state), functools.partial(jax.shard_map, mesh=page.mesh)
+
+    @jax.jit
+    def dense(params, state, ids):
+        mean = lambda params: page.loss_fn(params, ids)
+        return dense_step(mean, params, page.optimizer, state)
+
+    first = dense(*start, batches[0])
+    near(page.step(*start, batches[0])[:2], first)
+    near(page.many_steps(*start, batches), dense(*first, batches[1]))
+    scale = page.jmp.StaticLossScale(jnp.float32(8.0))
+    near(jax.jit(page.scaled_step)(*start, batches[0], scale), first)
+    for parallel, checks in ((page.own_step, False), (page.checked_step, True)):
+        step = jax.jit(shard(parallel, check_vma=checks, **page.specs))
+        near(step(*start, batches[0])[:2], first)
+    summed = dense(*start, batches.reshape(16, 3))
+    near(page.by_loop(*start), summed)
+    near(page.by_scan(*start, batches), summed)
 
 
 # --- the first page, and the program from text to batches
