@@ -185,7 +185,7 @@ def decoding(rounds: int) -> Report:
     arguments = programs.drawn(programs.decoding()[OURS][1])
     params, ids, offset = arguments
     calls["ours, apply"] = functools.partial(programs.evaluate, *arguments)
-    calls[OURS] = functools.partial(embedder._apply, CONFIG, False, params, None, ids, offset, None)
+    calls[OURS] = functools.partial(embedder._apply, CONFIG, params, ids, False, None, offset, None)
     title = f"One token at a traced offset, {CALLS} calls a sample"
     report = paired(title, calls, rounds, OURS, haiku, 1.3, CALLS)
     apply, inner = (np.array(report.samples[f"{name}, ms"]) for name in ("ours, apply", OURS))

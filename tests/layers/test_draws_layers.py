@@ -47,7 +47,7 @@ SPACE = {
     "ids": ["padded", "padded", "outside"],
     "positions": positions,
     "shape": ["(5,)", "(2, 6)", "(1, 2, 3)"],
-    "scale": [None, 1.0, 0.3],
+    "scale": ["sqrt_d_model", 1.0, 0.3],
     "num_token_types": of_whole(2),
     "layer_norm_eps": of_whole(1e-12, 0.1),
     "embedding_width": of_whole(4),

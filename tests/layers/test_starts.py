@@ -22,7 +22,7 @@ NAMES = ["tied", "scale", "output_scale", "scheme", "with_norm"]
 KINDS = [
     dict(zip(NAMES, values, strict=True))
     for values in itertools.product(
-        [True, False], [None, 1.0, 12.0], [1.0, "d_model**-0.5"], SCHEMES, [False, True]
+        [True, False], ["sqrt_d_model", 1.0, 12.0], [1.0, "d_model**-0.5"], SCHEMES, [False, True]
     )
 ]
 
@@ -98,9 +98,9 @@ def test_tables_are_drawn_as_the_config_says():
     ("width", "scale", "layer_norm_eps", "expected"),
     [
         # Rows enter at 1/2; logits are of size 1; a token's own logit is 4, or 6 behind a norm.
-        (64, None, None, 0.5 / 8),
+        (64, "sqrt_d_model", None, 0.5 / 8),
         (64, 1.0, None, 1 / 8),
-        (1024, None, None, 2 / 1024**0.75),
+        (1024, "sqrt_d_model", None, 2 / 1024**0.75),
         (1024, 1.0, 1e-12, 8 / 1024),
     ],
 )

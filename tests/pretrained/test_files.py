@@ -301,7 +301,7 @@ def test_pieces_of_any_size_join_to_the_whole(tmp_path, monkeypatch, piece):
 
 def test_a_hostile_size_costs_nothing():
     """Shapes are told from the sizes alone."""
-    specs = parameters.parameters_of("x", te.EmbedderConfig(2**31 - 1, 4096))
+    specs = parameters.shapes_of(te.EmbedderConfig(2**31 - 1, 4096))
     assert specs[TOKENS].shape == (2**31 - 1, 4096)
 
 
@@ -378,7 +378,7 @@ EACH = "wanted a tensor for each parameter, also for"
         (AT, {"embeddings": "t"}, PATHS),
         (AT, {"bedding/embeddings": "t"}, PATHS),
         (AT, SHORT | {TOKENS: "p"}, PATHS),
-        (AT, SHORT | {"head/w": "t"}, "token_embedding/embeddings, got 'head/w'"),
+        (AT, SHORT | {"head/w": "t"}, "learned_positional_encoding/embeddings, got 'head/w'"),
         (AT, SHORT, f"{EACH} {POSITIONS}, got only ['transformer_"),
         (AT, None, "config and names: wanted both or neither, got one of them"),
         (PLAIN, {TOKENS: "x"}, "x.safetensors: wanted a tensor x, got 4 tensors: n, p, t, wide"),

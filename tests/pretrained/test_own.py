@@ -173,14 +173,7 @@ def beside(value):
 
 GATHERED = {"embeddings": GatheredRows(jnp.array([1]), None, jnp.ones([1, 6]), "table", 7)}
 UNSAVED = [
-    ({"layers": [Layer(5, 5, 5)]}, "layers[0].type: wanted a str, got int 5"),
-    ({"layers": [layer({"base": 1e4}), layer({"base": -1})]}, "layers[1].rotary: base: wanted a finite number above 0, got -1"),
-    ({"layers": [layer({"pair_axes": (0, 1), "rotary_dim": 6})]}, "layers[0].rotary: pair_axes: wanted a number for each pair, 3, got 2"),
-    ({"layers": [layer(None, window=(-1, 0))]}, "layers[0].mask: window[0]: wanted "),
-    ({"layers": [layer({3: 1})]}, "layers[0].rotary: a key: wanted a str, got int 3"),
-    ({"layers": [layer(None, windows=3)]}, "layers[0].mask: "),
-    ({"bias": {"num_heads": 0}}, "bias: num_heads: wanted an int of at least 1, got 0"),
-    ({"bias": {"num_head": 2}}, "bias: "),
+    ({"layers": [5]}, "layers[0]: wanted a Layer, got int 5"),
     ({"names": {TOKENS: "__metadata__"}}, "other than '__metadata__'"),
     ({"names": {TOKENS: None}}, "other than '__metadata__', got [None]"),
     ({"names": {TOKENS: "\ud800"}}, "'utf-8' codec can't encode character"),
@@ -190,11 +183,11 @@ UNSAVED = [
     ({"bias": BUCKETS}, "params: wanted one relative_position_bias with embeddings, got none among ['transformer"),
     ({"params": {"embeddings": np.ones(2)}}, "params: embeddings: wanted the parameters of a module, a dict of arrays, got an array"),
     ({"params": PARAMS | {"a": {"b/c": np.ones(1)}}}, "params: wanted names without a slash, got 'b/c'"),
-    (beside([1.0]), "params: a/b: "),
+    (beside([1.0]), "x.safetensors: a/b: wanted F32 or BF16 or F16, got F64[1]"),
     (beside(np.ones(1, ml_dtypes.float8_e4m3fn)), "x.safetensors: a/b: wanted F32 or BF16 or F16, got"),
     ({"params": {f"{ROOT}token_embedding": GATHERED}}, "table: wanted to be read by te.lookup or te.TokenEmbedding alone, "),
-    ({"config": te.EmbedderConfig(7, 6, scheme=te.Learned(8))}, "params: wanted learned_positional_encoding/embeddings [8, 6], got none of them"),
-    ({"config": te.EmbedderConfig(8, 6)}, "params: wanted token_embedding/embeddings [8, 6], got token_embedding/embeddings [7, 6]"),
+    ({"config": te.EmbedderConfig(7, 6, scheme=te.Learned(8))}, "params: wanted {'learned_positional_encoding/embeddings': (8, 6)}, got none of them"),
+    ({"config": te.EmbedderConfig(8, 6)}, "params: wanted {'token_embedding/embeddings': (8, 6)}, got {'token_embedding/embeddings': (7, 6)}"),
 ]  # fmt: skip
 
 
@@ -268,7 +261,7 @@ HOSTILE = [
     ({}, {"layers": [{"kind": "LinearScaling", "factor": 2}] * 9_000}, "layers[0]: wanted a Layer, got LinearScaling"),
     ({"a\x1b]0;forged\n": 1}, {}, r"unexpected keyword argument 'a\x1b]0;forged\n'"),
     ({}, {"layers": [{"kind": "os.system"}]}, "got 'os.system'"),
-    ({}, WITH_BIAS | {"bias": {"num_heads": 2, "num_buckets": 2**40}}, "bias: max_distance: wanted an int of at least"),
+    ({}, WITH_BIAS | {"bias": {"num_heads": 2, "num_buckets": 2**40}}, "wanted a tensor bias, got 1 tensors: "),
     ({}, {"names": TABLE | {"relative_position_bias/embeddings": TOKENS}, "bias": {"num_heads": 2, "num_buckets": 7}}, "wanted shape [7, 2], as the con"),
 ]  # fmt: skip
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from transformer_embed import pretrained
 from transformer_embed._src.arguments import shown
-from transformer_embed._src.layers.embedder import ROOT
+from transformer_embed._src.layers.parameters import ROOT
 from transformer_embed._src.pretrained.architecture import BIAS
 from transformer_embed._src.pretrained.files import read_json
 from transformer_embed._src.pretrained.parameters import by_path

@@ -2,27 +2,22 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 import haiku as hk
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.layers.config import EmbedderConfig
-from transformer_embed._src.layers.parameters import Params, as_params
-from transformer_embed._src.layers.token_embedding import output_layer
-from transformer_embed._src.layers.transformer_embedding import (
-    TransformerEmbedding,
-    as_token_types,
-    init_params,
-    modules_of,
-)
+from transformer_embed._src.layers.embed import as_token_types, embed, output_layer
+from transformer_embed._src.layers.parameters import TREE, Params, layer_of
+from transformer_embed._src.layers.transformer_embedding import TransformerEmbedding
 from transformer_embed._src.positions.phase import as_positions
 from transformer_embed._src.tokens.output_layer import OutputLayer
-
-# Where the layer's modules are in the parameters that `init` makes.
-ROOT = "transformer_embedding/~/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +52,7 @@ class Embedder:
 
     def init(self, rng: Array) -> Params:
         """The parameters, a Haiku parameter tree, drawn with rng."""
-        return init_params(self.config, arguments.as_key(rng))
+        return _init(self.config, arguments.as_key(rng))
 
     def apply(
         self,
@@ -95,7 +90,7 @@ class Embedder:
                 rng=None; positions that do not end in the ids' length, or that lie outside int32
                 (host values); token types missing, or given although the config has none.
         """
-        params = as_params("params", params)
+        arguments.instance("params", params, Mapping, TREE)
         is_training = arguments.flag("is_training", is_training)
         # Evaluation is one program, with a key or without.
         is_random = is_training and self.config.dropout_rate > 0 and rng is not None
@@ -105,7 +100,7 @@ class Embedder:
         if positions is not None:
             positions = as_positions("positions", positions)
         token_types = as_token_types(self.config, token_types)
-        return _apply(self.config, is_training, params, rng, ids, positions, token_types)
+        return _apply(self.config, params, ids, is_training, rng, positions, token_types)
 
     def output(self, params: Params) -> OutputLayer:
         """The output layer that `config.output` describes, for `linear_logits` and the losses.
@@ -116,19 +111,28 @@ class Embedder:
         Raises:
             ValueError: the config has no output layer; params do not hold one layer of it.
         """
-        # Not by hk.transform, which takes most of the time of an eager loss.
-        leaves = modules_of("params", self.config, params)["token_embedding"]
-        return output_layer(self.config, leaves.__getitem__)
+        leaves = layer_of("params", self.config, params)["token_embedding"]
+        return output_layer(self.config, leaves)
+
+
+# Compiled, because it runs each small program of a draw on its own otherwise.
+@functools.partial(jax.jit, static_argnums=0)
+def _init(config: EmbedderConfig, rng: Array) -> Params:
+    # Any ids do, since no parameter's shape depends on them.
+    ids = jnp.zeros([1, 1], jnp.int32)
+    token_types = None if config.num_token_types is None else ids
+
+    def make():
+        layer = TransformerEmbedding(config)
+        layer(ids, is_training=False, token_types=token_types)
+        if config.output is not None:
+            # Its parameters are read, and so made.
+            layer.output()
+
+    return hk.transform(make).init(rng)
 
 
 # jax compares a static config by value: equal ones share a program.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _apply(config, is_training, params, rng, ids, positions, token_types):
-    def embed():
-        layer = TransformerEmbedding(config)
-        return layer(ids, is_training=is_training, positions=positions, token_types=token_types)
-
-    # The module stands at ROOT, wherever the layer is in the tree.
-    modules = modules_of("params", config, params)
-    own = {ROOT + module: leaves for module, leaves in modules.items()}
-    return hk.transform(embed).apply(own, rng)
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _apply(config: EmbedderConfig, params: Params, *arguments: Any) -> Array:
+    return embed(config, layer_of("params", config, params), *arguments)

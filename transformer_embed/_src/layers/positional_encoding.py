@@ -1,20 +1,21 @@
 """Position encodings added to embeddings, then dropout."""
 
-from typing import Any
-
 import haiku as hk
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
-from transformer_embed._src.compiled import computed_once
-from transformer_embed._src.layers.parameters import Initializer, as_initializer
-from transformer_embed._src.positions.phase import as_positions
+from transformer_embed._src.layers.embed import add_encoding, apply_dropout, encode
+from transformer_embed._src.layers.parameters import (
+    Initializer,
+    Leaves,
+    as_initializer,
+    dropout_key,
+    table,
+)
 from transformer_embed._src.positions.schemes import PositionScheme
-from transformer_embed._src.tokens.dropout import dropout
-from transformer_embed._src.tokens.lookup import OUT_OF_RANGE, as_table, lookup
+from transformer_embed._src.tokens.lookup import OUT_OF_RANGE
 
 
 class PositionalEncoding(hk.Module):
@@ -77,8 +78,12 @@ class PositionalEncoding(hk.Module):
         scheme.check(self.d_model)
         self.dropout_rate = arguments.rate("dropout_rate", dropout_rate)
         self.out_of_range = arguments.choice("out_of_range", out_of_range, OUT_OF_RANGE)
-        self.w_init = as_initializer(w_init, hk.initializers.RandomNormal(stddev=0.02))
-        self.param_dtype = arguments.floating_dtype("param_dtype", param_dtype)
+        param_dtype = arguments.floating_dtype("param_dtype", param_dtype)
+        self._leaves = None
+        if scheme.is_learned:
+            positions = table(scheme.max_len, self.d_model, param_dtype, 0.02)["embeddings"]
+            init = as_initializer(w_init, positions.init)
+            self._leaves = Leaves({"embeddings": positions._replace(init=init)})
 
     def __call__(
         self, x: ArrayLike, *, is_training: bool, positions: ArrayLike | None = None
@@ -107,47 +112,10 @@ class PositionalEncoding(hk.Module):
                 want = "an array, since x does not show what is padding"
                 raise arguments.value_error("positions", want, "None")
             positions = self.scheme.positions(x[..., 0])
-        encoding = self._of_tokens(positions, x.shape[:-1], "x's tokens")
-        total = wide_sum(x, encoding).astype(x.dtype)
-        return apply_dropout(total, self.dropout_rate, is_training)
+        total = add_encoding(x, self.encoding(positions), "x's tokens").astype(x.dtype)
+        rng = dropout_key(is_training, self.dropout_rate)
+        return apply_dropout(total, self.dropout_rate, is_training, rng)
 
     def encoding(self, positions: ArrayLike) -> Float[Array, "... d"]:
         """The encodings [..., d_model] of positions [...], in float32 or wider."""
-        if not self.scheme.is_learned:
-            return self.scheme.encoding(as_positions("positions", positions), self.d_model)
-        ids, shape = arguments.as_int32("positions", positions), (self.scheme.max_len, self.d_model)
-        rows: Any = hk.get_parameter("embeddings", shape, self.param_dtype, self.w_init)
-        table = as_table(f"{self.name}/embeddings", rows)
-        return arguments.widened(lookup(table, ids, out_of_range=self.out_of_range))
-
-    def _of_tokens(
-        self, positions: ArrayLike, shape: tuple[int, ...], tokens: str
-    ) -> Float[Array, "... d"]:
-        """The encodings of positions, for tokens of this shape."""
-        encoding = self.encoding(positions)
-        arguments.check_ends_in_length("positions", encoding.shape[:-1], shape, tokens)
-        # A row that is used once is computed once anyway.
-        if encoding.ndim == 2 and any(size != 1 for size in shape[:-1]):
-            encoding = computed_once(encoding)
-        return encoding
-
-
-def wide_sum(x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The sum in the wider dtype to compute in; y may have fewer axes."""
-    wide = arguments.compute_dtype(x.dtype, y.dtype)
-    # Users may disable jax's rank promotion.
-    y = jax.lax.expand_dims(y, range(x.ndim - y.ndim))
-    return x.astype(wide) + y.astype(wide)
-
-
-def apply_dropout(x: Float[Array, "..."], rate: float, is_training: bool) -> Float[Array, "..."]:
-    if not arguments.flag("is_training", is_training) or rate == 0:
-        return x
-    # next_rng_key would raise Haiku's error, which does not say how to evaluate.
-    rng = hk.maybe_next_rng_key()
-    if rng is None:
-        want = (
-            "a key such as jax.random.key(0), to train with dropout (is_training=False evaluates)"
-        )
-        raise arguments.value_error("rng", want, "None")
-    return dropout(rng, rate, x)
+        return encode(self.scheme, self._leaves, positions, self.d_model, self.out_of_range)

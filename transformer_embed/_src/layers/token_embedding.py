@@ -1,17 +1,21 @@
 """Token ids as rows of a table, and the output layer over it."""
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import haiku as hk
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
-from transformer_embed._src.array_types import ArrayLike, DTypeLike, Ids
+from transformer_embed._src.array_types import ArrayLike, DTypeLike
 from transformer_embed._src.layers.config import EmbedderConfig, OutputConfig
-from transformer_embed._src.layers.parameters import Initializer, as_initializer
-from transformer_embed._src.tokens.lookup import as_table, look_up
+from transformer_embed._src.layers.embed import output_layer, token_rows
+from transformer_embed._src.layers.parameters import (
+    Initializer,
+    Leaves,
+    as_initializer,
+    parameters_of,
+)
 from transformer_embed._src.tokens.output_layer import OutputLayer
 
 
@@ -93,59 +97,17 @@ class TokenEmbedding(hk.Module):
             output=output,
             init_stddev=init_stddev,
         )
-        normal = hk.initializers.RandomNormal(self.config.stddevs.tokens)
-        self.w_init = as_initializer(w_init, normal)
+        parameters = parameters_of(self.config)["token_embedding"]
+        table = parameters["embeddings"]
+        parameters["embeddings"] = table._replace(init=as_initializer(w_init, table.init))
+        self._leaves = Leaves(parameters)
 
     def __call__(self, ids: ArrayLike) -> Float[Array, "... d"]:
         """Embeds ids [...], integers, as [..., d_model] of `dtype`."""
-        rows, table_dtype = self._scaled_rows(arguments.as_int32("ids", ids))
+        ids = arguments.as_int32("ids", ids)
+        rows, table_dtype = token_rows(self.config, self._leaves, ids)
         return rows.astype(table_dtype if self.config.dtype is None else self.config.dtype)
 
     def output(self) -> OutputLayer:
         """The output layer of the config, for `linear_logits` and the losses."""
-        return output_layer(self.config, self._parameter)
-
-    def _scaled_rows(self, ids: Ids) -> tuple[Float[Array, "... d"], jnp.dtype]:
-        """The scaled rows in float32 or wider, and the dtype of the table."""
-        config = self.config
-        table = as_table(f"{self.name}/embeddings", self._parameter("embeddings"))
-        special = config.pad_id, config.out_of_range
-        rows = look_up(table, ids, *special, config.lookup_style, config.row_order)
-        return arguments.widened(rows) * config.factor, table.dtype
-
-    def _parameter(self, name: str) -> Any:
-        config = self.config
-        w_init = {
-            "embeddings": self.w_init,
-            "output_embeddings": hk.initializers.RandomNormal(config.stddevs.output),
-            "output_bias": jnp.zeros,
-        }
-        width = () if name == "output_bias" else (config.d_model,)
-        shape = (config.rows, *width)
-        return hk.get_parameter(name, shape, config.param_dtype, w_init[name])
-
-
-def output_layer(config: EmbedderConfig, parameter: Callable[[str], Any]) -> OutputLayer:
-    """The output layer of a config; `parameter` returns the parameter of a name."""
-    output = config.output
-    if output is None:
-        want = (
-            "config.output, an OutputConfig (a loaded model's `no_output` says why it has none; "
-            "te.OutputLayer takes other weights)"
-        )
-        raise arguments.value_error("output", want, "None")
-    # An untied model, too, has a table of tokens.
-    name, table = "embeddings", parameter("embeddings")
-    if output.tied and config.spread:
-        want = "False for a tied output layer (or output=None, or te.OutputConfig(tied=False))"
-        raise arguments.value_error("spread", want, True)
-    if not output.tied:
-        name, table = "output_embeddings", parameter("output_embeddings")
-    return OutputLayer(
-        as_table(name, table),
-        arguments.as_floats("output_bias", parameter("output_bias")) if output.bias else None,
-        softcap=output.softcap,
-        scale=output.scale,
-        pad_id=config.pad_id,
-        vocab_size=None if config.rows == config.vocab_size else config.vocab_size,
-    )
+        return output_layer(self.config, self._leaves)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import SQRT_D_MODEL
-from transformer_embed._src.layers.embedder import ROOT
+from transformer_embed._src.layers.parameters import ROOT
 from transformer_embed._src.positions.schemes import Sinusoidal
 
 TOKENS = f"{ROOT}token_embedding/embeddings"

@@ -18,9 +18,13 @@ from jax.sharding import NamedSharding
 
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig, OutputConfig
-from transformer_embed._src.layers.embedder import ROOT, Params
-from transformer_embed._src.layers.parameters import as_params, table_path
-from transformer_embed._src.layers.transformer_embedding import layer_paths
+from transformer_embed._src.layers.parameters import (
+    ROOT,
+    Params,
+    check_params,
+    layer_paths,
+    table_path,
+)
 from transformer_embed._src.partitioning import gathered
 from transformer_embed._src.positions.rotary_scaling import Scaling
 from transformer_embed._src.positions.schemes import PositionScheme
@@ -43,15 +47,14 @@ from transformer_embed._src.pretrained.files import (
     read_json,
     written,
 )
-from transformer_embed._src.pretrained.layers import Layer, check_layer
+from transformer_embed._src.pretrained.layers import Layer
 from transformer_embed._src.pretrained.parameters import (
     PretrainedInput,
-    bias_parameters,
     by_path,
     check_tensors,
     full_paths,
-    parameters_of,
     read_parameters,
+    shapes_of,
     stored,
 )
 from transformer_embed._src.pretrained.recognition import kind_of, open_published, recognised
@@ -190,7 +193,7 @@ def _named(config: Any, names: Mapping[str, str]) -> tuple[PretrainedInput, Mapp
     """The input layer whose tensors have these names, by the parameters' full paths."""
     if arguments.instance("config", config, EmbedderConfig, "an EmbedderConfig").spread:
         raise arguments.value_error("config.spread", "False; te.pretrained.resize spreads", True)
-    paths = full_paths(names, parameters_of("config", config))
+    paths = full_paths(names, shapes_of(config))
     # None stands for an offset of zeros; for another parameter, no tensor has this name.
     stored = {name: each for name, each in paths.items() if each or name not in OFFSETS}
     return PretrainedInput(config, {}, names=stored), paths
@@ -282,10 +285,9 @@ def save_embedder(
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: params do not hold one layer of the config; a name is used twice or cannot be
-            stored; a dtype is not supported; `apply_rotary`, `AttentionMask`, `alibi_bias` or
-            `RelativePositionBias` do not take what layers and bias say; the path is a folder, a
-            pipe or a device.
+        ValueError: params do not hold one layer of the config (of a model with several input
+            layers, pass the modules of one); a name is used twice or cannot be stored; a dtype is
+            not supported; the path is a folder, a pipe or a device.
 
     Example:
         >>> import pathlib, tempfile
@@ -303,7 +305,7 @@ def save_embedder(
     """
     arguments.instance("config", config, EmbedderConfig, "an EmbedderConfig")
     _check_extras(layers, bias, names, no_output)
-    params = as_params("params", params)
+    check_params("params", params)
     if slashed := [name for group in params.values() for name in group if "/" in name]:
         raise arguments.value_error("params", "names without a slash", repr(slashed[0]))
     leaves = by_path(_with_own_paths(config, params, bias))
@@ -330,10 +332,9 @@ def save_embedder(
 
 
 def _check_extras(layers: Any, bias: Any, names: Any, no_output: Any) -> None:
-    """Raises unless the functions that extras are for take them."""
+    """Raises unless extras have these types."""
     check_mappings(bias=bias, names=names)
-    arguments.entries("layers", layers, check_layer)
-    bias_parameters("bias", bias)
+    arguments.entries("layers", layers, arguments.instance, kinds=Layer, want="a Layer")
     arguments.instance("no_output", no_output, str | None, "a sentence, or None")
 
 

@@ -1,17 +1,10 @@
 """The layers of a published model: which kind each is of, its rotation and its mask."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from transformer_embed._src import arguments
-from transformer_embed._src.attention.attention_mask import AttentionMask
-from transformer_embed._src.positions.query_scale import query_scale
-from transformer_embed._src.positions.rotary import apply_rotary
 from transformer_embed._src.pretrained import rope
 from transformer_embed._src.pretrained.architecture import (
     CHUNKED,
@@ -26,8 +19,6 @@ from transformer_embed._src.pretrained.architecture import (
     Architecture,
     Options,
 )
-from transformer_embed._src.pretrained.files import call_with_named_errors, check_mappings
-from transformer_embed._src.sequences.token_positions import TokenPositions
 
 # Names of older files, by those of today.
 RENAMED: Mapping[Any, str] = {
@@ -82,31 +73,6 @@ class Layer:
     rotary: Mapping[str, Any] | None
     mask: Mapping[str, Any]
     query_scale: Mapping[str, Any] | None = None
-
-
-def check_layer(name: str, layer: Any) -> None:
-    """Raises unless `apply_rotary` and `AttentionMask` take what a layer says."""
-    arguments.instance(name, layer, Layer, "a Layer")
-    arguments.instance(f"{name}.type", layer.type, str, "a str")
-    takes = {
-        "rotary": _check_rotary,
-        "mask": functools.partial(AttentionMask, TokenPositions.from_offset(0, 1)),
-        "query_scale": functools.partial(query_scale, 0),
-    }
-    for field, function in takes.items():
-        place, options = f"{name}.{field}", getattr(layer, field)
-        check_mappings(**{place: options})
-        if options is not None:
-            call_with_named_errors(place, function, **options)
-
-
-def _check_rotary(**rotary: Any) -> None:
-    """Raises what `apply_rotary` does, of heads with as many channels as these say."""
-    axes, factors = rotary.get("pair_axes"), getattr(rotary.get("scaling"), "long_factor", ())
-    dim = rotary.get("rotary_dim") or 2 * len(factors if axes is None else axes) or 2
-    places = (1,) if axes is None else (1, 1 + max(axes))
-    rotate = functools.partial(apply_rotary, **rotary)
-    jax.eval_shape(rotate, jnp.zeros((1, 1, dim)), jnp.zeros(places, int))
 
 
 def layers_of(

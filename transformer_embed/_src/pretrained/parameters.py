@@ -5,7 +5,6 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import haiku as hk
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
@@ -14,10 +13,9 @@ from jaxtyping import Array
 
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
-from transformer_embed._src.layers.embedder import Embedder, Params
-from transformer_embed._src.layers.relative_position_bias import RelativePositionBias
-from transformer_embed._src.positions.relative_bias import alibi_bias
+from transformer_embed._src.layers.parameters import ROOT, Params, parameters_of
 from transformer_embed._src.pretrained.architecture import (
+    BIAS,
     OUTPUT_BIAS,
     OUTPUT_TABLE,
     PER_LAYER_WEIGHTS,
@@ -31,8 +29,8 @@ from transformer_embed._src.pretrained.layers import Layer
 # Parameters that are [in, out].
 LINEAR = (WIDEN, PER_LAYER_WEIGHTS)
 TRANSPOSED = ".T"
-# Of each parameter, by its path.
-Specs = dict[str, jax.ShapeDtypeStruct]
+# What has the shape and the dtype of each parameter, by its path.
+Specs = dict[str, Any]
 
 
 class PretrainedInput(NamedTuple):
@@ -73,23 +71,14 @@ class PretrainedInput(NamedTuple):
     no_output: str | None = None
 
 
-def parameters_of(where: Any, config: EmbedderConfig, bias: Options | None = None) -> Specs:
-    """The shape and dtype of each parameter, by its path, computed without allocating any array."""
-    init, key = Embedder(config).init, jax.random.key(0)
-    found = by_path(call_with_named_errors(where, jax.eval_shape, init, key))
-    return found | bias_parameters(f"{where}: bias", bias)
-
-
-def bias_parameters(where: str, bias: Options | None) -> Specs:
-    """The parameters of a bias; raises unless `alibi_bias` or `RelativePositionBias` takes it."""
-    if bias is None:
-        return {}
-    if "num_buckets" not in bias:
-        places = np.zeros((1, 1), np.int32)
-        call_with_named_errors(where, jax.eval_shape, lambda: alibi_bias(places, places, **bias))
-        return {}
-    init = hk.transform(lambda: RelativePositionBias(**bias)([0], [0])).init
-    return by_path(call_with_named_errors(where, jax.eval_shape, init, jax.random.key(0)))
+def shapes_of(config: EmbedderConfig, bias: Options | None = None) -> Specs:
+    """The shape and dtype of each parameter, by its path."""
+    modules: Any = {ROOT + module: leaves for module, leaves in parameters_of(config).items()}
+    if bias is not None and "num_buckets" in bias:
+        module, _, name = BIAS.rpartition("/")
+        shape = bias["num_buckets"], bias.get("num_heads")
+        modules[module] = {name: jax.ShapeDtypeStruct(shape, np.float32)}
+    return by_path(modules)
 
 
 def by_path(tree: Params) -> dict[str, Any]:
@@ -139,7 +128,7 @@ def check_tensors(
 
     What stands beside the layer of the config is as it is stored.
     """
-    parameters, names = parameters_of(tensors.path, found.config, found.bias), found.names or {}
+    parameters, names = shapes_of(found.config, found.bias), found.names or {}
     if missing := parameters.keys() - names.keys() - set(may_lack):
         want = f"a tensor for each parameter, also for {', '.join(sorted(missing))}"
         raise arguments.value_error(tensors.path, want, f"only {sorted(names)}")

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
-from transformer_embed._src.layers.parameters import Params, as_params, table_path
+from transformer_embed._src.layers.parameters import Params, check_params, table_path
 from transformer_embed._src.partitioning import gathered, on_every_device
 from transformer_embed._src.tokens.row_order import nearest_rows
 from transformer_embed._src.tokens.stand_in import StandIn
@@ -92,7 +92,8 @@ def resize(
     configs = config, new_config
     for name, each in {"config": config, "new_config": new_config}.items():
         arguments.instance(name, each, EmbedderConfig, "an EmbedderConfig")
-    params = as_params("params", params)
+    check_params("params", params)
+    params = {**params}
     if _rows(config) != _rows(new_config):
         path = table_path("params", params, "token_embedding")
         # Sorted, because a table's number chooses its random rows, and a dict may have any order.
