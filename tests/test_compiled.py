@@ -79,6 +79,12 @@ FUNCTIONS = {name: (with_gradient(*call), call[1]) for name, call in CALLS.items
         jax.value_and_grad(te.linear_divergence, (0, 1, 2, 3)),
         (X, TABLE, X, TABLE),
     ),
+    "truncated": (
+        jax.value_and_grad(
+            lambda x, table, ids: te.linear_log_probs(x, table, ids, truncated=True).sum(), (0, 1)
+        ),
+        (X, TABLE, of(jnp.int32, BATCH, LENGTH, VOCAB // 10)),
+    ),
     "write_cache": (
         te.write_cache,
         (

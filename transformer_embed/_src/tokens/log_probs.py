@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
@@ -33,6 +33,8 @@ from transformer_embed._src.tokens.row_logits import (
 
 # Where shifted logits are below, their exponentials are 0, in float64 too.
 FLOOR = -1e4
+# Reading a row takes a CPU as long as some twenty products with one.
+PRODUCTS_OF_READ = 20
 
 
 def linear_log_probs(
@@ -191,8 +193,10 @@ class TruncatedLogProbs(LogProbs):
     """The negative log-probability of each label among those of its token, without other rows."""
 
     def bytes_of_token(self, of_tokens: OfTokens, layers: Layers) -> Any:
-        """Of the rows that it reads."""
+        """Of the rows that it reads, or of all logits."""
         rows, count = layers[0].wide, jnp.asarray(of_tokens.labels).shape[-1]
+        if _needs_all(rows, count):
+            return super().bytes_of_token(of_tokens, layers)
         return count * rows.shape[1] * rows.dtype.itemsize
 
     def of_tokens(
@@ -209,8 +213,11 @@ def _truncated(_: Loss, splits: Splits, of_tokens: OfTokens, layers: Layers) -> 
     columns = jnp.asarray(of_tokens.labels) - index_along(split.vocabulary) * len(rows)
     # As uint32, a negative column is past the end, like that of another device's row.
     columns = columns.astype(jnp.uint32)
-    # Not columns of a product with all rows: on a GPU, their gradient is a sum in any order.
-    products = jnp.einsum("td,tkd->tk", x.astype(rows.dtype), read_or_zero(rows, columns))
+    x, is_kept = x.astype(rows.dtype), of_tokens.weights != 0
+    if _needs_all(rows, columns.shape[1]):
+        products = _at(columns, jnp.einsum("td,vd->tv", x, rows), is_kept)
+    else:
+        products = jnp.einsum("td,tkd->tk", x, read_or_zero(rows, columns))
     bias = None if bias is None else read_or_zero(bias[:, None], columns)[..., 0]
     logits, factor = biased_and_capped(split, products, bias)
     if of_tokens.settings.temperature is not None:
@@ -218,11 +225,39 @@ def _truncated(_: Loss, splits: Splits, of_tokens: OfTokens, layers: Layers) -> 
     # Each row is on one of the devices.
     logits = jnp.where(columns < len(rows), times(factor, logits), 0)
     logits = jax.lax.psum(logits, split.vocabulary) + 0 * nan_outside(split, of_tokens)
-    is_kept = of_tokens.weights != 0
     # Where none is counted, the sum is that of all: its gradient is finite.
     is_kept |= ~is_kept.any(-1, keepdims=True)
     log_z = jax.nn.logsumexp(jnp.where(is_kept, logits, -jnp.inf), axis=-1, keepdims=True)
     return (log_z - logits,)
+
+
+def _needs_all(rows: Array, count: int) -> bool:
+    """Whether the products with all rows take less time than to read so many for each token."""
+    return rows.shape[0] <= PRODUCTS_OF_READ * count
+
+
+def _at(
+    columns: UInt32[Array, "t k"], products: Float[Array, "t v"], is_kept: Bool[Array, "t #k"]
+) -> Float[Array, "t k"]:
+    """The products of each token in the columns that are kept; 0 in others.
+
+    On a GPU, gradients of a column that is read twice would be added in any order. So each is read
+    once, and copied to where it stands again.
+    """
+    size, place = products.shape[1], jnp.arange(columns.shape[1], dtype=jnp.uint32)
+    # Which has no column is past the end, each in a place of its own.
+    columns = jnp.where(is_kept & (columns < size), columns, size + place)
+    is_same = columns[:, :, None] == columns[:, None]
+    is_first = ~(is_same & (place[:, None] < place)).any(1)
+    options = {"mode": "fill", "fill_value": 0, "unique_indices": True}
+    once = jnp.where(is_first, columns, size + place)
+    # By vmap, a mesh may split the rows.
+    at_once = jax.vmap(lambda row, index: row.at[index].get(**options))(products, once)
+
+    def copied():
+        return jnp.where(is_same & is_first[:, :, None], at_once[:, :, None], 0).sum(1)
+
+    return jax.lax.cond(is_first.all(), lambda: at_once, copied)
 
 
 def linear_top_k(
