@@ -59,9 +59,9 @@ class AttentionMask(Mask):
             queries themselves (self-attention).
         causal: True: keys after the query are hidden (a decoder, GPT). False: a query sees keys on
             both sides (an encoder, BERT). There is no default.
-        window: (left, right), how many positions before and after its own a query sees, at least 0;
-            None: no limit. A causal window of w tokens that includes the query's own, as in
-            transformers, is (w - 1, 0).
+        window: (left, right); (w - 1, 0) for the w latest keys, the query's own among them, as in
+            transformers. How many positions before and after its own a query sees, at least 0;
+            None: no limit.
         chunk: length of a chunk, at least 1: a query sees only the keys of its own chunk, positions
             0..chunk-1, chunk..2*chunk-1, ... (Llama 4). Positions from `TokenPositions.from_ids`
             count chunks from the first token that is not padding, as transformers does.
@@ -115,7 +115,7 @@ class AttentionMask(Mask):
         arguments.convert_fields(
             self,
             causal=arguments.flag,
-            window=functools.partial(arguments.entries, convert=_limit, count=2),
+            window=_window,
             chunk=arguments.size,
             sinks=arguments.size,
         )
@@ -260,6 +260,13 @@ def _check_sides(queries: TokenPositions, keys: TokenPositions) -> None:
             want = f"an array, since {other}.{field} is given"
             raise arguments.value_error(f"{side}.{field}", want, None)
     check_numbers_of_rows({side: number_of_rows(tokens) for side, tokens in sides.items()})
+
+
+def _window(name: str, window: Any) -> tuple[int | None, ...]:
+    if isinstance(window, int):
+        want = "a pair (left, right), such as (w - 1, 0) for the w latest keys"
+        raise arguments.type_error(name, want, window)
+    return arguments.entries(name, window, _limit, count=2)
 
 
 def _limit(name: str, distance: Any) -> int | None:
