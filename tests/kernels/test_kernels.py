@@ -394,7 +394,7 @@ VALUE_ERRORS = [
 
 
 def test_bad_arguments_are_refused():
-    with pytest.raises(TypeError, match=r"^is_mqa: wanted a Python bool, got str 'a'"):
+    with pytest.raises(TypeError, match=r"^is_mqa: wanted a Python bool .*, got str 'a'"):
         kernels(is_mqa="a")
     each_refused(ValueError, VALUE_ERRORS)
 

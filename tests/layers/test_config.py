@@ -154,7 +154,7 @@ TOO_FAST = "base and frequency_scale: ... got 1.00e+30 radians"
         (lambda: te.Learned(9, start=-1), ValueError, "start: ... 9), got -1"),
         (lambda: te.Learned(9, at_padding=9), ValueError, "at_padding: ... 9), got 9"),
         (lambda: te.Sinusoidal(start=2**31), ValueError, f"start: ... 2147483646, got {2**31}"),
-        (lambda: te.Sinusoidal(base=0), ValueError, "base: ... 0, got 0"),
+        (lambda: te.Sinusoidal(base=0), ValueError, "base: ... got 0"),
         (lambda: te.Sinusoidal(layout="halves"), ValueError, "layout: ... got 'halves'"),
         (lambda: te.Sinusoidal(odd="drop"), ValueError, "odd: ... got 'drop'"),
         (lambda: te.EmbedderConfig(9, 2, te.Sinusoidal(odd="zero", frequency_scale=1e30)), ValueError, TOO_FAST),

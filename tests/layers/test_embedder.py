@@ -314,12 +314,8 @@ def test_parameters_that_do_not_hold_one_layer_of_the_config_are_refused(door):
 
 # --- Errors, by message.
 
-FLAG = "is_training: wanted a Python bool"
-LENGTH = "positions: ... 5, ..."
-HINT = (
-    "shape []; add jnp.arange(length) to a scalar offset; jax.vmap maps keyword arguments over "
-    "axis 0: bind them with functools.partial"
-)
+FLAG = "is_training: wanted a Python bool ..."
+LENGTH = "positions: ... its last axis"
 LISTED = "params: wanted {'layer_norm/offset': (6,), ... got {'token_embedding/embeddings': None}"
 KEYS = "rng: wanted one key of jax.random.key or jax.random.PRNGKey, got"
 TREE = "params: ... got list [1]"
@@ -334,20 +330,20 @@ def trained(key, **options):
     ("call", "error", "text"),
     [
         (lambda: te.Embedder({"d_model": 8}), TypeError, "config: ... got dict {'d_model': 8}"),
-        (lambda: whole.init(jax.random.split(KEY, 3)), TypeError, f"{KEYS} keys of shape [3]"),
+        (lambda: whole.init(jax.random.split(KEY, 3)), TypeError, f"{KEYS} an array key<fry>[3]"),
         (lambda: trained("x"), TypeError, f"{KEYS} str 'x'"),
         (lambda: trained(None), ValueError, "rng: ... got None"),
         (lambda: made()[0].apply(made()[1], None, IDS, is_training=0), TypeError, f"{FLAG}, got int 0"),
         (lambda: jax.jit(lambda flag: made()[0].apply(made()[1], KEY, IDS, is_training=flag))(True), TypeError,
-         f"{FLAG} known while tracing (bind it with functools.partial, or make it a static argument of jit), got a traced bool[]"),
+         f"{FLAG}, got a traced bool[]"),
         *[(functools.partial(DOORS[door], [1]), TypeError, TREE) for door in ("apply", "output", "resize")],
         *[(functools.partial(DOORS[door], LISTS), ValueError, LISTED) for door in ("apply", "output")],
         (lambda: evaluate(IDS / 2), TypeError, "ids: ... got float64"),
-        (lambda: evaluate(positions=3), ValueError, f"{LENGTH}, got {HINT}"),
+        (lambda: evaluate(positions=3), ValueError, f"{LENGTH}, got shape []"),
         (lambda: evaluate(positions=[0, 1, 2, 3, 2**31]), ValueError,
          "positions: ... -2147483648..2147483647, got 2147483648 at index [4]"),
         (lambda: evaluate(config=BERT, token_types=1), ValueError,
-         "token_types: ... 5, ... got shape []"),
+         "token_types: ... its last axis, got shape []"),
         (lambda: evaluate(token_types=jnp.asarray(TYPES)), ValueError, f"token_types: ... None, got an array int32{[*TYPES.shape]}"),
     ],
 )  # fmt: skip

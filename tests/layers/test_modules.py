@@ -365,7 +365,7 @@ TYPED = {"num_token_types": 2}
          "config: ... got int 11"),
         (lambda: added(IDS), TypeError, "x: ... got int32"),
         (lambda: added(X[..., :7]), ValueError, "x: ... 8], got shape [2, 5, 7]"),
-        (lambda: added(positions=np.zeros([3, 5], int)), ValueError, "positions: ... [2, 5], got shape [3, 5]"),
+        (lambda: added(positions=np.zeros([3, 5], int)), ValueError, "positions: ... [2, 5], ... got shape [3, 5]"),
         (lambda: added(positions=np.arange(5, dtype=np.float16)), TypeError, "positions: ... got float16"),
         (lambda: added(scheme=apart(), positions=jnp.arange(5.0)), TypeError, "positions: ... got float32"),
         (lambda: added(scheme=te.Learned(4)), ValueError, TOO_LONG),
@@ -381,7 +381,7 @@ TYPED = {"num_token_types": 2}
         (lambda: embedded(fields=TYPED), ValueError, "token_types: ... got None"),
         (lambda: embedded(fields=TYPED, token_types=TYPES / 2), TypeError, "token_types: ... got float64"),
         (lambda: embedded(IDS[0], TYPED, token_types=TYPES), ValueError,
-         "token_types: ... [5], got shape [2, 5]"),
+         "token_types: ... [5], ... got shape [2, 5]"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_refused(build, error, text):

@@ -171,7 +171,7 @@ TYPE_ERRORS = [
 ]
 VALUE_ERRORS = [
     (lambda: alibi_slopes(0), "num_heads: ... 1, got 0"),
-    (lambda: alibi(max_bias=0), "max_bias: ... 0, got 0"),
+    (lambda: alibi(max_bias=0), "max_bias: ... got 0"),
     (lambda: alibi(max_bias=126.5), "max_bias: ... 126, got 126.5"),
     (lambda: buckets(num_buckets=3), "num_buckets: ... 4, got 3"),
     (lambda: buckets(num_buckets=1, causal=True), "num_buckets: ... 2, got 1"),

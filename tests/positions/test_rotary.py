@@ -184,8 +184,7 @@ def test_rotation_on_a_mesh_equals_rotation_on_one_device(kind):
 
 X = np.zeros([2, 3, 4, 8], np.float32)
 P = np.arange(3)
-LENGTH = "positions: ... 3, ... got shape "
-BROADCAST = "positions: ... [2, 3], got shape "
+LENGTH = "positions: ... its last axis, got shape "
 AXES = {"pair_axes": (0, 0, 1, 1)}
 
 
@@ -200,14 +199,14 @@ ERRORS = [
     (ValueError, {"rotary_dim": 3}, "rotary_dim: ... got 3"),
     (ValueError, {"rotary_dim": 0}, "rotary_dim: ... 2, got 0"),
     (ValueError, {"rotary_dim": 10}, "rotary_dim: ... 8, got 10"),
-    (ValueError, {"base": 0}, "base: ... 0, got 0"),
+    (ValueError, {"base": 0}, "base: ... got 0"),
     (ValueError, {"base": 1, "scaling": YARN}, "base: ... 1, got 1.0"),
     (TypeError, {"scaling": 2.0}, "scaling: ... got float 2.0"),
     (ValueError, {"scaling": LONG, "rotary_dim": 4}, "long_factor: ... 2, got 4"),
     (ValueError, {"positions": np.zeros([2, 1], int)}, LENGTH + "[2, 1]"),
     (ValueError, {"positions": np.zeros([4, 2], int)} | AXES, LENGTH + "[4]"),
-    (ValueError, {"positions": 7}, LENGTH + "[]; add jnp.arange(length) to a scalar offset; jax.vmap maps keyword arguments over axis 0: bind them with functools.partial"),
-    (ValueError, {"positions": np.zeros([5, 2, 3], int)}, BROADCAST + "[5, 2, 3]"),
+    (ValueError, {"positions": 7}, LENGTH + "[]"),
+    (ValueError, {"positions": np.zeros([5, 2, 3], int)}, LENGTH + "[5, 2, 3]"),
     (ValueError, AXES, "positions: ... 2 ... got shape [3]"),
     (ValueError, {"positions": np.zeros([3, 2], int), "pair_axes": (0, 0, 1, 2)}, "positions: ... 3 ... got shape [3, 2]"),
     (ValueError, {"pair_axes": [0] * 5}, "pair_axes: ... 4, got 5"),
@@ -230,7 +229,7 @@ OUTSIDE = {
     "attention_factor": 0,
     "short_factor": 0,
     "long_factor": 0,
-    "beta_fast": 1,
+    "beta_fast": 1.0,
     "high_freq_factor": 0.5,
     "mscale": -1,
     "mscale_all_dim": -1,

@@ -256,7 +256,7 @@ HOSTILE = [
     ({}, {"names": ["a"]}, "names: wanted a mapping, or None, got tuple"),
     ({}, {"names": TABLE | {"a": ["b"]}}, "wanted a tensor ('b',), got 1 tensors: "),
     ({}, {"names": {"a/b": TOKENS}}, f"{ALSO}['a/b']"),
-    ({}, {"layers": [{"scaling": YARN}]}, "factor: wanted a finite number above 0"),
+    ({}, {"layers": [{"scaling": YARN}]}, "factor: wanted a number above 0"),
     ({}, {"layers": [{"scaling": {"kind": "YarnScaling"}}]}, "factor, original_length: wanted entries of YarnScaling"),
     ({}, {"layers": [{"kind": "LinearScaling", "factor": 2}] * 9_000}, "layers[0]: wanted a Layer, got LinearScaling"),
     ({"a\x1b]0;forged\n": 1}, {}, r"unexpected keyword argument 'a\x1b]0;forged\n'"),

@@ -221,7 +221,7 @@ ERRORS = {
         P("model"),
         P(BOTH),
     ),
-    "capacity: wanted a finite number above 0, got 0": (
+    "capacity: wanted a number above 0 that float32 holds": (
         functools.partial(by_rows, capacity=0),
         P("model"),
         P(BOTH),

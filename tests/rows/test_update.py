@@ -152,27 +152,6 @@ def test_a_step_works_under_vmap_over_seeds():
 # --- arguments
 
 
-def doors(convert):
-    """What each function that takes a tree of arrays makes of it."""
-    plain = {"t": np.ones([5, 2], np.float32), "w": np.full(2, 3, np.float32)}
-    params, ids, trace = jax.tree.map(convert, plain), np.array([1, 3]), optax.trace(0.9)
-    grads = rows(ids, jnp.ones([2, 2]), 5) | {"w": jnp.ones(2)}
-    loss = lambda params: jnp.sum(te.lookup(params["t"], ids) * params["w"])
-    return {
-        "value_and_grad": lambda: te.rows.value_and_grad(loss, ids={"t": ids})(params),
-        "update": lambda: te.rows.apply_gradients(trace, grads, optax.TraceState(params), params),
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("door", doors(np.asarray))
-def test_arrays_in_another_byte_order_or_with_a_mask_are_read_right_or_refused(door):
-    swapped = lambda array: array.astype(array.dtype.newbyteorder())
-    equal(doors(swapped)[door](), doors(np.asarray)[door]())
-    with pytest.raises(TypeError, match=r"wanted an array without a mask \(fill it first: "):
-        doors(np.ma.masked_array)[door]()
-
-
 ADAM, SMALL = optax.adam(RATE), {"t": jnp.ones([5, 2])}
 GRADS, STATE = rows([1], jnp.ones([1, 2]), 5), ADAM.init(SMALL)
 ERRORS = {

@@ -87,7 +87,7 @@ def test_bad_arguments_raise_errors(message):
 def test_a_loss_is_a_function_and_has_aux_a_bool():
     with pytest.raises(TypeError, match=r"^loss: wanted a function, got None$"):
         te.rows.value_and_grad(None, ids={})
-    with pytest.raises(TypeError, match=r"^has_aux: wanted a Python bool, got int 2$"):
+    with pytest.raises(TypeError, match=r"^has_aux: wanted a Python bool .*, got int 2$"):
         te.rows.value_and_grad(jnp.sum, ids={}, has_aux=2)
 
 

@@ -339,7 +339,7 @@ def test_a_symbolic_vocabulary_gives_the_loss_of_each():
 # --- errors
 
 
-ENDS = "... 5, ... got shape"
+ENDS = "... its last axis, got shape"
 OF_LOGITS = {"x", "table", "bias", "softcap", "scale", "pad_id"}
 TYPE_ERRORS = [
     ({"x": np.ones((4, 5, 3), int)}, "x: ... got int64"),
@@ -367,8 +367,8 @@ VALUE_ERRORS = [
     ({"label_smoothing": 1.0}, "label_smoothing: ... [0, 1), got 1.0"),
     ({"reduction": "all"}, "reduction: ... got 'all'"),
     ({"chunk_size": 0}, "chunk_size: ... 1, got 0"),
-    ({"softcap": 0}, "softcap: ... 0, got 0"),
-    ({"scale": 0.0}, "scale: ... 0, got 0.0"),
+    ({"softcap": 0}, "softcap: ... got 0"),
+    ({"scale": 0.0}, "scale: ... got 0.0"),
     ({"z_loss": -1e-4}, "z_loss: ... 0, got -0.0001"),
 ]  # fmt: skip
 

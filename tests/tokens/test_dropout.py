@@ -135,7 +135,7 @@ ERRORS = [
     (TypeError, "x: ... got int64", {"x": np.arange(4)}),
     (TypeError, KEY + "None", {"rng": None}),
     (TypeError, KEY + "int", {"rng": 3}),
-    (TypeError, KEY + "keys of shape [2]", {"rng": jax.random.split(jax.random.key(0))}),
+    (TypeError, KEY + "an array key<fry>[2]", {"rng": jax.random.split(jax.random.key(0))}),
 ]
 
 

@@ -180,12 +180,12 @@ def test_backward_memory_is_that_of_a_chunk():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": 0.0}, r"^temperature: wanted a finite number above 0, got 0.0"),
+        ({"temperature": 0.0}, r"^temperature: wanted a number above 0 that float32 holds"),
         (
             {"temperature": np.ones((4, 5), "f4")},
             r"^temperature: wanted a shape that broadcasts to",
         ),
-        ({"temperature": None}, r"^temperature: wanted an array .*, got None"),
+        ({"temperature": None}, r"^temperature: wanted an array, got None"),
         ({"with_entropy": 1}, r"^with_entropy: wanted a Python bool"),
         ({"truncated": 1}, r"^truncated: wanted a Python bool"),
         ({"truncated": True}, r"^labels: wanted as many axes as x, for truncated, 3, got 2"),

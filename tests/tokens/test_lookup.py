@@ -60,7 +60,7 @@ TABLES = "table: ... got shape "
 ERRORS = [
     (TypeError, {"ids": [1.0]}, "ids: ... got float64"),
     (TypeError, {"ids": [True]}, "ids: ... got bool"),
-    (ValueError, {"ids": [[1, 2], [3]]}, "ids: ... got lists of unequal lengths"),
+    (TypeError, {"ids": [[1, 2], [3]]}, "ids: ... equal lengths, got a list"),
     (TypeError, {"ids": None}, NUMBERS + "None"),
     (TypeError, {"table": IDS}, "table: ... got int64"),
     (ValueError, {"table": TABLE[0]}, TABLES + "[3]"),

@@ -10,7 +10,8 @@ import functools
 import math
 import numbers
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+import sys
+from collections.abc import Callable, Sequence, Set
 from typing import Any, TypeGuard
 
 import jax
@@ -18,34 +19,22 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.tree_util import FlattenedIndexKey
 
 from transformer_embed._src.array_types import ArrayLike
-
-SCALAR_HINT = (
-    "; add jnp.arange(length) to a scalar offset; "
-    "jax.vmap maps keyword arguments over axis 0: bind them with functools.partial"
-)
-
 
 # Letters of a name, of what was wanted and of what was passed.
 LONGEST = 800
 
 
 def shown(value: Any) -> str:
-    """A text that somebody else may have chosen, without its middle if it is long.
+    """A text of others for a terminal, without its middle if it is long.
 
-    Control codes are as Python would write them: a name in a file could clear the screen, or forge
-    a line of output.
+    A control code in a name of a file could clear the screen, or forge a line of output.
     """
-    # Cut twice: a control code is longer when it is printed, and a whole file takes long to print.
-    text = _cut(str(value))
-    return _cut("".join(code if code.isprintable() else repr(code)[1:-1] for code in text))
-
-
-def _cut(text: str) -> str:
-    half = LONGEST // 2
-    return text if len(text) <= LONGEST else f"{text[:half]}...{text[-half:]}"
+    text, half = str(value), LONGEST // 2
+    if len(text) > LONGEST:
+        text = f"{text[:half]}...{text[-half:]}"
+    return text if text.isprintable() else repr(text)[1:-1]
 
 
 def wanted(name: Any, want: str, got: Any) -> str:
@@ -74,12 +63,11 @@ def convert_fields(instance: Any, **converters: Callable[[str, Any], Any]) -> No
 
     None stays where it is the default.
     """
-    converted = {}
     for field in dataclasses.fields(instance):
         name, value = field.name, getattr(instance, field.name)
-        if name in converters and not value is field.default is None:
-            converted[name] = converters[name](name, value)
-    set_fields(instance, **converted)
+        is_left_out = value is None and field.default is None
+        if name in converters and not is_left_out:
+            set_fields(instance, **{name: converters[name](name, value)})
 
 
 def instance(name: str, value: Any, kinds: Any, want: str) -> Any:
@@ -121,24 +109,19 @@ def real(
     name: str,
     value: Any,
     *,
-    above: float = -math.inf,
-    lowest: float = -math.inf,
-    highest: float = math.inf,
-    want: str = "",
+    lowest: float = -sys.float_info.max,
+    highest: float = sys.float_info.max,
+    want: str = "a finite number",
 ) -> float:
-    """A finite Python float that is known while tracing, inside bounds that `want` describes."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real | np.floating):
+    """A Python float that is known while tracing, inside bounds that `want` describes."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise type_error(name, "a Python number", describe(value))
-    try:
-        number = float(value)
-    # An int of more than 308 digits.
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number) or number <= above:
-        want = "a finite number" + (f" above {above:g}" if above > -math.inf else "")
-    elif lowest <= number <= highest:
-        return number
-    raise value_error(name, want, reprlib.repr(value))
+    # An int may be larger than all floats.
+    number = value if isinstance(value, int) else float(value)
+    # Not what is outside, for NaN is neither.
+    if not lowest <= number <= highest:
+        raise value_error(name, want, value)
+    return float(number)
 
 
 _TINY = float(np.finfo(np.float32).tiny)
@@ -146,48 +129,40 @@ _TINY = float(np.finfo(np.float32).tiny)
 # normal numbers there, for others are flushed to 0.
 positive = functools.partial(
     real,
-    above=0,
     lowest=_TINY,
     highest=1 / _TINY,
     want=f"a number above 0 that float32 holds, {_TINY:.3g} to {1 / _TINY:.3g}",
 )
 not_negative = functools.partial(real, lowest=0, want="a finite number of at least 0")
+_BELOW_1 = math.nextafter(1, 0)
 part = functools.partial(
-    real, above=0, highest=math.nextafter(1, 0), want="a number above 0 and below 1"
+    real, lowest=math.nextafter(0, 1), highest=_BELOW_1, want="a number above 0 and below 1"
 )
-rate = functools.partial(real, lowest=0, highest=math.nextafter(1, 0), want="a number in [0, 1)")
+rate = functools.partial(real, lowest=0, highest=_BELOW_1, want="a number in [0, 1)")
 
 
 def flag(name: str, value: Any) -> bool:
     """A Python bool, known while tracing."""
-    if not isinstance(value, bool | np.bool_):
-        want = "a Python bool"
-        if is_traced(value):
-            remedy = "bind it with functools.partial, or make it a static argument of jit"
-            want += f" known while tracing ({remedy})"
-        raise type_error(name, want, describe(value))
-    return bool(value)
+    want = "a Python bool (bound by functools.partial, or static under jit)"
+    return bool(instance(name, value, bool | np.bool_, want))
 
 
 def entries(
     name: str, value: Any, convert: Callable, *, count: int | None = None, **options: Any
 ) -> tuple[Any, ...]:
     """Several values in order, each converted by `convert(its name, it, ...)`."""
-    want = "a sequence" if count is None else f"a sequence of {count} values"
-    # Sets have no order. An array without axes says that it is iterable, and is not.
-    refused = isinstance(value, str | bytes | Set | Mapping)
-    if refused or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
+    is_sequence = isinstance(value, Sequence | np.ndarray | jax.Array)
+    is_sequence &= not isinstance(value, str | bytes)
+    if not is_sequence or count not in (None, len(value)):
+        want = "a sequence" if count is None else f"a sequence of {count} values"
         raise type_error(name, want, describe(value))
-    values = tuple(value)
-    if count not in (None, len(values)):
-        raise value_error(name, want, values)
-    return tuple(convert(f"{name}[{n}]", entry, **options) for n, entry in enumerate(values))
+    return tuple(convert(f"{name}[{n}]", entry, **options) for n, entry in enumerate(value))
 
 
 def choice(name: str, value: Any, choices: Sequence[str]) -> str:
     """One of a few words."""
     if not isinstance(value, str) or value not in choices:
-        raise value_error(name, "one of " + ", ".join(map(repr, choices)), reprlib.repr(value))
+        raise value_error(name, f"one of {', '.join(map(repr, choices))}", reprlib.repr(value))
     # numpy's str_ would show in the repr of a config.
     return str(value)
 
@@ -195,17 +170,19 @@ def choice(name: str, value: Any, choices: Sequence[str]) -> str:
 def floating_dtype(name: str, dtype: Any) -> jnp.dtype:
     """A floating dtype of 16 to 64 bits."""
     want = "a floating dtype of 16 to 64 bits"
-    # numpy takes None for float64, and an array for its dtype.
-    if dtype is None or isinstance(dtype, jax.Array | np.ndarray | np.generic):
-        raise type_error(name, want, describe(dtype))
     try:
-        dtype = jnp.dtype(dtype)
+        found = jnp.dtype(dtype)
     except (TypeError, ValueError) as error:
         raise type_error(name, want, describe(dtype)) from error
-    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize not in (2, 4, 8):
-        raise type_error(name, want, dtype)
-    # jax has no dtypes of the other byte order.
-    return dtype.newbyteorder("=")
+    # numpy takes None for float64.
+    if dtype is None or not _is_floating(found):
+        raise type_error(name, want, found)
+    return found
+
+
+def _is_floating(dtype: Any) -> bool:
+    # Floats of 8 and 4 bits lack the NaN or the zero that results may need.
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize in (2, 4, 8)
 
 
 def result_dtype(dtype: Any) -> jnp.dtype:
@@ -238,56 +215,33 @@ def check_known(name: str, array: Any) -> None:
 
 
 def on_host(name: str, array: jax.Array | np.ndarray) -> np.ndarray:
-    """The values of an array of real numbers that is not traced."""
-    check_real(name, array, array)
+    """The values of an array that is not traced."""
     check_known(name, array)
-    if isinstance(array, jax.Array) and not (
-        array.is_fully_addressable or array.is_fully_replicated
-    ):
-        want = (
-            "values that this process has (each checks its own part, before they are put on a mesh)"
-        )
-        raise value_error(name, want, "an array of several processes")
     return jax.device_get(array)
 
 
 def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndarray:
-    """A jax array as it is; anything else as a `native` array of numpy of its own width.
+    """A jax array as it is; anything else as an array of numpy of its own width.
 
     The numpy array is always a copy, since jax may share its memory and read it after the caller
-    has changed it.
+    has changed it. It is in the byte order of this machine, because jax reads the bytes of another
+    one as they are at shapes that it has seen.
     """
+    value = unwrapped(value)
     if isinstance(value, jax.Array):
         return value
-    if hasattr(type(value), "__jax_array__"):
-        # numpy.asarray would ask for its values, which a traced array does not have.
-        return as_array(name, unwrapped(value))
-    # numpy would stack the fields of a named tuple into one array.
-    fields = getattr(value, "_fields", getattr(value, "__dataclass_fields__", ()))
-    if fields:
-        got = f"{type(value).__name__}: pass one of {', '.join(fields)}"
-        raise type_error(name, "an array", got)
+    if isinstance(value, np.ma.MaskedArray):
+        # numpy would drop the mask.
+        raise type_error(name, "an array without a mask", "a masked array")
     try:
-        array = np.asarray(native(name, value))
-    except jax.errors.TracerArrayConversionError as error:
-        hint = (
-            "one array (jit takes a list apart into scalars: "
-            "make it an array first, by jnp.stack for example)"
-        )
-        raise type_error(name, hint, f"a {type(value).__name__} of traced values") from error
-    except ValueError as error:
-        raise value_error(
-            name, "an array, or nested lists of equal lengths", "lists of unequal lengths"
-        ) from error
-    check_real(name, array, value)
+        array = np.asarray(value)
+    except (ValueError, jax.errors.TracerArrayConversionError) as error:
+        # jit takes a list apart into scalars.
+        want = "one array (jnp.stack makes it of a list), or nested lists of equal lengths"
+        raise type_error(name, want, f"a {type(value).__name__}") from error
+    if array.dtype == object:
+        raise type_error(name, "an array", describe(value))
     return array.astype(array.dtype.newbyteorder("="))
-
-
-def check_real(name: str, array: jax.Array | np.ndarray, value: Any) -> None:
-    """A TypeError for a value that is an array of complex numbers, keys, objects and the like."""
-    is_real = any(jnp.issubdtype(array.dtype, kind) for kind in (bool, jnp.integer, jnp.floating))
-    if not is_real or array.dtype.itemsize > 8:
-        raise type_error(name, "an array of real numbers of at most 64 bits", describe(value))
 
 
 def unwrapped(value: Any) -> Any:
@@ -297,35 +251,9 @@ def unwrapped(value: Any) -> Any:
     return value.__jax_array__()
 
 
-def check_open(name: str, tree: Any) -> None:
-    """A TypeError for mappings that jax flattens as a whole, such as Haiku's immutable dicts.
-
-    `is_leaf` finds no table in them, and paths have no names.
-    """
-    for part in filter(_is_closed, jax.tree.leaves(tree, is_leaf=_is_closed)):
-        want = "dicts (hk.data_structures.to_mutable_dict makes them)"
-        raise type_error(name, want, type(part).__name__)
-
-
-def _is_closed(part: Any) -> bool:
-    if isinstance(part, dict) or not isinstance(part, Mapping):
-        return False
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(part)]
-    return any(not path or isinstance(path[0], FlattenedIndexKey) for path in paths)
-
-
 def on_device(array: Any) -> jax.Array:
     """A jax array. One that is given stays as it is: `jnp.asarray` would take ten microseconds."""
     return array if isinstance(array, jax.Array) else jnp.asarray(array)
-
-
-def _holds_mask(value: Any) -> bool:
-    """Whether a value is a masked array, or a sequence holds one: numpy would drop its mask."""
-    if hasattr(value, "__array__") or not isinstance(value, Sequence) or isinstance(value, str):
-        return isinstance(value, np.ma.MaskedArray)
-    # The types of a million numbers are known in 20 ms.
-    is_plain = all(issubclass(kind, numbers.Number | np.generic) for kind in {*map(type, value)})
-    return not is_plain and any(map(_holds_mask, value))
 
 
 def as_integers(
@@ -344,11 +272,11 @@ def as_integers(
     array = _integers(name, value)
     if isinstance(array, jax.Array):
         return array.astype(np.int32) if np.can_cast(array.dtype, np.int32) else array
-    if array.size and (array.min() < lowest or array.max() > highest):
-        index = np.argwhere((array < lowest) | (array > highest))[0].tolist()
-        where = f" at index {index}" if index else ""
+    is_outside = (array < lowest) | (array > highest)
+    if is_outside.any():
+        index = np.argwhere(is_outside)[0].tolist()
         want = f"integers inside {what}, {lowest}..{highest}"
-        raise value_error(name, want, f"{array[tuple(index)]}{where}")
+        raise value_error(name, want, f"{array[tuple(index)]} at index {index}")
     return array.astype(np.int32)
 
 
@@ -424,34 +352,30 @@ def as_mask(name: str, value: ArrayLike, is_true: str = "may attend") -> jax.Arr
 
 def as_floats(name: str, value: ArrayLike) -> jax.Array:
     """A floating jax array of 16 bits or more."""
-    # Floats of 8 and 4 bits lack the NaN or the zero that results may need.
     array = as_array(name, value)
-    if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
+    if not _is_floating(array.dtype):
         raise type_error(name, "a floating dtype of 16 to 64 bits", array.dtype)
     return on_device(array)
 
 
-def check_ends_in_length(
-    name: str, shape: tuple[int, ...], target: tuple[int, ...], other: str = "the ids"
-) -> None:
-    """A ValueError unless a shape broadcasts to the target and has the same last axis, if any."""
-    if target and shape[-1:] != target[-1:]:
-        hint = SCALAR_HINT if not shape and name == "positions" else ""
-        want = f"a last axis of {target[-1]}, the length of {other}"
-        raise value_error(name, want, f"shape {list(shape)}{hint}")
-    check_broadcasts(name, shape, target, other)
-
-
 def check_broadcasts(
-    name: str, shape: tuple[int, ...], target: tuple[int, ...], other: str
+    name: str,
+    shape: tuple[int, ...],
+    target: tuple[int, ...],
+    other: str = "the ids",
+    *,
+    with_length: bool = False,
 ) -> None:
-    """A ValueError unless a shape broadcasts to the target."""
+    """A ValueError unless a shape broadcasts to the target, and has the same last axis, if any."""
     try:
         fits = jnp.broadcast_shapes(shape, target) == target
     except ValueError:
         fits = False
+    want = f"a shape that broadcasts to that of {other}, {list(target)}"
+    if with_length and target:
+        want += ", with its last axis"
+        fits &= shape[-1:] == target[-1:]
     if not fits:
-        want = f"a shape that broadcasts to that of {other}, {list(target)}"
         raise value_error(name, want, f"shape {list(shape)}")
 
 
@@ -464,8 +388,9 @@ def check_left_out(name: str, value: Any, why: str) -> None:
 def check_named(name: str, want: Set[str], got: Set[str]) -> None:
     """A ValueError unless two sets of names are equal."""
     if want != got:
-        missing, unknown = (", ".join(sorted(names)) for names in (want - got, got - want))
-        raise value_error(name, missing or "no others", unknown or "none of them")
+        missing, unknown = sorted(want - got), sorted(got - want)
+        found = ", ".join(unknown) or "none of them"
+        raise value_error(name, ", ".join(missing) or "no others", found)
 
 
 def check_same(name: str, what: str, size: Any, expected: Any) -> None:
@@ -476,29 +401,10 @@ def check_same(name: str, what: str, size: Any, expected: Any) -> None:
 
 def as_key(rng: Any) -> jax.Array:
     """One typed key, made from a typed or a raw one."""
-    want = "one key of jax.random.key or jax.random.PRNGKey"
-    rng = unwrapped(rng)
-    try:
-        is_typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
-        key = rng if is_typed else jax.random.wrap_key_data(rng)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise type_error("rng", want, describe(rng)) from error
-    if key.shape != ():
-        raise type_error("rng", want, f"keys of shape {list(key.shape)}")
-    return key
-
-
-def native(name: str, array: Any) -> Any:
-    """An array of numpy in the byte order of this machine; anything else as it is.
-
-    Every array of the user passes here. A compiled function of jax may read the bytes of another
-    order as they are, and numpy the numbers that a mask hides.
-    """
-    if isinstance(array, jax.Array):
-        return array
-    if _holds_mask(array):
-        want = "an array without a mask (fill it first: x.filled(...))"
-        raise type_error(name, want, "a masked array of numpy")
-    if isinstance(array, np.ndarray):
-        return array.astype(array.dtype.newbyteorder("="), copy=False)
-    return array
+    rng, want = unwrapped(rng), "one key of jax.random.key or jax.random.PRNGKey"
+    instance("rng", rng, jax.Array | np.ndarray, want)
+    if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        rng = jax.random.wrap_key_data(rng)
+    if rng.shape != ():
+        raise type_error("rng", want, describe(rng))
+    return rng

@@ -1,7 +1,6 @@
 """The rule of an attention mask: who may attend to whom, without a bool for every pair."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax

@@ -41,7 +41,7 @@ def embed(
         total = add_encoding(total, encoding, "the ids")
     types = as_token_types(config, token_types)
     if types is not None:
-        arguments.check_ends_in_length("token_types", types.shape, ids.shape)
+        arguments.check_broadcasts("token_types", types.shape, ids.shape, with_length=True)
         total = wide_sum(total, type_rows(config, params["token_type_embedding"], types))
     if config.layer_norm_eps is not None:
         total = layer_norm(total, params["layer_norm"], config.layer_norm_eps)
@@ -91,7 +91,9 @@ def add_encoding(
     x: Float[Array, "... t d"], encoding: Float[Array, "... d"], tokens: str
 ) -> Float[Array, "... t d"]:
     """The sum of tokens and the encodings of their positions."""
-    arguments.check_ends_in_length("positions", encoding.shape[:-1], x.shape[:-1], tokens)
+    arguments.check_broadcasts(
+        "positions", encoding.shape[:-1], x.shape[:-1], tokens, with_length=True
+    )
     # A row that is used once is computed once anyway.
     if encoding.ndim == 2 and any(size != 1 for size in x.shape[:-2]):
         encoding = computed_once(encoding)

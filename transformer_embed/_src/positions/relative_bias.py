@@ -2,6 +2,7 @@
 
 import bisect
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -181,7 +182,9 @@ def _bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
 
 def _slopes(num_heads: int, max_bias: float) -> tuple[float, ...]:
     want = "a number above 0, at most 126"
-    max_bias = arguments.real("max_bias", max_bias, above=0, highest=126, want=want)
+    max_bias = arguments.real(
+        "max_bias", max_bias, lowest=math.nextafter(0, 1), highest=126, want=want
+    )
     num_heads = arguments.size("num_heads", num_heads)
     power = 2 ** (num_heads.bit_length() - 1)
     heads = [*range(1, power + 1), *(i + 0.5 for i in range(num_heads - power))]

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +110,9 @@ def apply_rotary(
         if points.ndim < 2 or points.shape[-1] <= last:
             want = f"shape [..., length, {last + 1} or more], as pair_axes says"
             raise arguments.value_error("positions", want, f"shape {list(points.shape)}")
-    arguments.check_ends_in_length("positions", points.shape[:-1], x.shape[:-2], TOKENS)
+    arguments.check_broadcasts(
+        "positions", points.shape[:-1], x.shape[:-2], TOKENS, with_length=True
+    )
     base = arguments.positive("base", base)
     units, attention_factor = _frequencies(dim, rotated // 2, base, scaling)
     return _rotated(x, points, layout, units, attention_factor, axes)
@@ -127,7 +128,7 @@ def permute_rotary_weights(
     between projection and rotation), not that of values.
 
     Args:
-        weights: [..., num_heads * head_dim], of any dtype that jax holds. The output channels are
+        weights: [..., num_heads * head_dim], of any dtype. The output channels are
             the last axis, as in hk.Linear (in PyTorch they are the first: transpose).
         num_heads: at least 1. With grouped queries, keys have their own number.
         source: the layout that the weights are in: `"half"` or `"interleaved"`; see `apply_rotary`.
@@ -139,8 +140,7 @@ def permute_rotary_weights(
         An array of the weights' shape and dtype.
 
     Raises:
-        TypeError: num_heads or rotary_dim is not a Python int; weights are a 64-bit numpy array,
-            and jax_enable_x64 is off.
+        TypeError: num_heads or rotary_dim is not a Python int.
         ValueError: the last axis is not a multiple of num_heads, an odd number of channels to pair,
             or an unknown layout.
 
@@ -154,15 +154,7 @@ def permute_rotary_weights(
         The conversion of Llama's published checkpoints (interleaved) for the transformers library
         (half).
     """
-    # Of the dtype that jax gives to lists and Python numbers; any other must be one of jax's.
-    array: Any = arguments.as_array("weights", weights)
-    if isinstance(array, np.ndarray) and jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
-        if not isinstance(weights, list | tuple | int | float | complex):
-            want = "at most 32 bits, for jax_enable_x64 is off (cast them first)"
-            raise arguments.type_error("weights", want, array.dtype)
-        # jnp.asarray would wrap an integer that int32 does not hold.
-        if array.dtype.kind in "iu":
-            array = arguments.as_integers("weights", array)
+    array = arguments.on_device(arguments.as_array("weights", weights))
     num_heads = arguments.size("num_heads", num_heads)
     if array.ndim == 0 or array.shape[-1] % num_heads:
         want = f"a last axis of {num_heads} heads times head_dim"
@@ -170,7 +162,7 @@ def permute_rotary_weights(
     head_dim = array.shape[-1] // num_heads
     dim = _checked_rotary_dim(rotary_dim, head_dim)
     return _permuted(
-        arguments.on_device(array),
+        array,
         num_heads,
         dim,
         arguments.choice("source", source, LAYOUTS),

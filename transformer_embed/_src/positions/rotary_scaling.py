@@ -3,6 +3,7 @@
 import dataclasses
 import decimal
 import functools
+import math
 from collections.abc import Sequence
 from decimal import Decimal
 
@@ -16,8 +17,10 @@ _factors = functools.partial(arguments.entries, convert=arguments.positive)
 _CONVERTERS = {
     "factor": arguments.positive,
     "alpha": arguments.positive,
+    "beta_fast": arguments.positive,
     "beta_slow": arguments.positive,
     "low_freq_factor": arguments.positive,
+    "high_freq_factor": arguments.positive,
     "attention_factor": arguments.positive,
     "short_factor": _factors,
     "long_factor": _factors,
@@ -164,13 +167,14 @@ class YarnScaling(_Scaling):
 
     def __post_init__(self):
         super().__post_init__()
-        arguments.convert_fields(
-            self, beta_fast=functools.partial(arguments.real, above=self.beta_slow)
-        )
+        if not self.beta_fast > self.beta_slow:
+            want = f"a number above beta_slow, {self.beta_slow:g}"
+            raise arguments.value_error("beta_fast", want, self.beta_fast)
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         """The frequencies, scaled; decimals, as they are in `phase.geometric_frequencies`."""
-        dim, log_base = 2 * len(frequencies), Decimal(arguments.real("base", base, above=1)).ln()
+        base = arguments.real("base", base, lowest=math.nextafter(1, 2), want="a number above 1")
+        dim, log_base = 2 * len(frequencies), Decimal(base).ln()
 
         def index(turns: float) -> Decimal:
             return (
@@ -232,10 +236,9 @@ class Llama3Scaling(_Scaling):
 
     def __post_init__(self):
         super().__post_init__()
-        low = self.low_freq_factor
-        want = f"a number of at least low_freq_factor, {low:g}"
-        convert = functools.partial(arguments.real, lowest=low, want=want)
-        arguments.convert_fields(self, high_freq_factor=convert)
+        if not self.high_freq_factor >= self.low_freq_factor:
+            want = f"a number of at least low_freq_factor, {self.low_freq_factor:g}"
+            raise arguments.value_error("high_freq_factor", want, self.high_freq_factor)
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         """The frequencies, scaled; decimals, as they are in `phase.geometric_frequencies`."""

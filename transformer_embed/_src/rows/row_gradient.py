@@ -242,15 +242,13 @@ def is_leaf(leaf: Any) -> bool:
 
 def as_arrays(name: str, tree: Tree) -> Any:
     """A tree of jax arrays, except for what stands for a table or its gradient."""
-    arguments.check_open(name, tree)
 
     def convert(path: Any, leaf: Any) -> Any:
         if is_leaf(leaf):
             return leaf
         full_name = name + jax.tree_util.keystr(path)
-        array = arguments.native(full_name, leaf)
         try:
-            return arguments.on_device(array)
+            return arguments.on_device(leaf)
         except (TypeError, ValueError, OverflowError) as error:
             raise arguments.type_error(full_name, "an array", arguments.describe(leaf)) from error
 

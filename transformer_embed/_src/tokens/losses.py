@@ -94,10 +94,8 @@ def compute(loss: Loss, layers: tuple[Pair, ...], **of_tokens: ArrayLike | None)
     for name, array in arrays.items():
         if array is not None:
             shape = of_labels if name in ("labels", "mask") else tokens
-            check = arguments.check_broadcasts
-            if name == "segment_ids":
-                check = arguments.check_ends_in_length
-            check(name, array.shape, shape, whose)
+            with_length = name == "segment_ids"
+            arguments.check_broadcasts(name, array.shape, shape, whose, with_length=with_length)
             # A number of a token broadcasts to those of its candidates.
             last = range(len(shape), len(tokens) + 1)
             batch[name] = jnp.expand_dims(array, (*range(len(shape) - array.ndim), *last))
