@@ -10,7 +10,7 @@ import pytest
 
 def pattern(message):
     """The regular expression of an expected message."""
-    return "^" + ".*".join(map(re.escape, message.split("...")))
+    return "^" + "(?s:.*)".join(map(re.escape, message.split("...")))
 
 
 def refused(error, message):

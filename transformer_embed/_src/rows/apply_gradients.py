@@ -28,7 +28,7 @@ from transformer_embed._src.partitioning import (
 from transformer_embed._src.rows import row_check
 from transformer_embed._src.rows.fingerprint import fits, or_nan
 from transformer_embed._src.rows.gathered_rows import read_rows
-from transformer_embed._src.rows.row_gradient import as_arrays, check_shapes, is_leaf
+from transformer_embed._src.rows.row_gradient import as_arrays, check_shapes, is_gradient
 
 if TYPE_CHECKING:
     import optax
@@ -105,7 +105,7 @@ def apply_gradients(
     arrays = {n: leaf for n, leaf in enumerate(others) if isinstance(leaf, jax.Array)}
     inputs = {"grads": grads, "params": params, "state": state}
     converted = [as_arrays(name, tree) for name, tree in inputs.items()]
-    trees, treedef = jax.tree.flatten((*converted, arrays), is_leaf=is_leaf)
+    trees, treedef = jax.tree.flatten((*converted, arrays), is_leaf=is_gradient)
     check_shapes("params", *converted[:2])
     leaves = dict(enumerate(trees))
     tables = row_check.find_tables(optimizer.init, treedef, leaves)
@@ -130,7 +130,7 @@ def _step(
     grads, params, state, arrays = jax.tree.unflatten(treedef, leaves.values())
     updates, state = update(grads, state, params, **extra_of(arrays))
     after = grads, optax.apply_updates(params, updates), state, arrays
-    new_leaves, new_treedef = jax.tree.flatten(after, is_leaf=is_leaf)
+    new_leaves, new_treedef = jax.tree.flatten(after, is_leaf=is_gradient)
     if new_treedef != treedef:
         raise TypeError("updates and state do not have the structure of parameters and state")
     return dict(enumerate(new_leaves))

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
-from transformer_embed._src.compiled import known_after_reading
+from transformer_embed._src.compiled import compiled, known_after_reading
 from transformer_embed._src.partitioning import (
     Axes,
     devices_along,
@@ -58,8 +58,9 @@ class Exchange(NamedTuple):
         replicas: the other axes that ids are split over.
         by_dimension: the axes of each dimension of ids.
         size: rows of the table.
-        buffers: how many ids a device asks for at most, how many it can send to each owner, and how
-            many distinct ones an owner can receive.
+        asked: how many ids a device asks for at most.
+        sent: how many of them it can send to each owner.
+        received: how many distinct ids an owner can receive.
     """
 
     mesh: Any
@@ -67,16 +68,14 @@ class Exchange(NamedTuple):
     replicas: Axes
     by_dimension: tuple[Axes, ...]
     size: int
-    buffers: tuple[int, int, int]
+    asked: int
+    sent: int
+    received: int
 
     @property
     def devices(self) -> PartitionSpec:
         """How an array is split of which each device has a part of its own."""
         return PartitionSpec((*self.owners, *self.replicas))
-
-    def on_each_device(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
-        """The function, run on each device."""
-        return on_each_device(self.mesh, function, in_specs, out_specs)
 
     def all_to_all(self, buffer: Array) -> Array:
         """Inside shard_map, sends each owner its block of the buffer; the blocks received."""
@@ -104,51 +103,50 @@ def plan_exchange(
         want = f"split over the mesh axes of the table's rows, {owners}, to exchange them"
         raise arguments.value_error("ids", want, f"an array split over {id_axes}")
     replicas = tuple(axis for axis in id_axes if axis not in owners)
-    parts, devices = (devices_along(mesh, axes) for axes in (owners, id_axes))
+    parts, devices = devices_along(mesh, owners), devices_along(mesh, id_axes)
     asked = most_distinct(count // devices, size, max_rows)
-    buffers = asked, *plan_buffers(asked, parts, size // parts, devices, capacity)
-    return Exchange(mesh, owners, replicas, tuple(by_dimension), size, buffers)
+    sent, received = plan_buffers(asked, parts, size // parts, devices, capacity)
+    return Exchange(mesh, owners, replicas, tuple(by_dimension), size, asked, sent, received)
 
 
-class TakenFromOwners(NamedTuple):
-    """What is taken of a table for a loss to read: each device reads the rows of its own ids.
+class ExchangedRows(NamedTuple):
+    """The rows of a table that each device reads for its own ids.
 
     Args:
         exchange: static.
         table: [v, d].
-        rows: on each device, the rows of its shard that are asked for, in float32 or wider, which
-            the loss is differentiated by.
-        shard_ids: their ids.
-        held: the ids that the device asks for, as far as they find room.
-        which: for each id that the device is asked for, which of the rows it is.
+        ids: those that a device asks for, as far as they find room; ascending and padded.
+        owned_ids: those of its shard that it is asked for.
+        rows: theirs, in float32 or wider, which the loss is differentiated by.
+        slots: for each request that the device received, which of the rows it asks for.
         is_lost: whether it is none of them.
     """
 
     exchange: Exchange
     table: Array
+    ids: Array
+    owned_ids: Array
     rows: Array
-    shard_ids: Array
-    held: Array
-    which: Array
+    slots: Array
     is_lost: Array
 
-    def read(self, rows: Float[Array, "n d"]) -> tuple[Array, Array]:
-        """The ids whose rows each device reads, ascending and padded, and these, from `rows`."""
-        return self.held, _answer(self.exchange, self.which, self.is_lost, rows)
+    def seen(self, rows: Float[Array, "n d"]) -> tuple[Array, Array]:
+        """The ids whose rows each device sees, ascending and padded, and their rows."""
+        return self.ids, _answer(self.exchange, self.slots, self.is_lost, rows)
 
     def gradient(self, sums: Float[Array, "n d"]) -> RowGradient:
         """The table's, from that of the rows: on each device, of its own shard."""
-        ids, plan = self.shard_ids, self.exchange
+        ids, plan = self.owned_ids, self.exchange
         if plan.replicas:
             own = functools.partial(sum_over_devices, vocab_size=plan.size, axis_name=plan.replicas)
-            sum_all = plan.on_each_device(own, plan.devices, PartitionSpec(plan.owners))
-            ids, sums = sum_all(ids, sums)
+            out_specs = PartitionSpec(plan.owners)
+            ids, sums = on_each_device(plan.mesh, own, plan.devices, out_specs)(ids, sums)
         return RowGradient(ids, sums.astype(self.table.dtype), plan.size)
 
 
-def take_from_owners(
+def exchange_rows(
     table: Float[Array, "v d"], ids: Int32[Array, "..."], max_rows: int, capacity: float
-) -> TakenFromOwners:
+) -> ExchangedRows:
     """The distinct rows of its part of the ids, on each device."""
     kind = jax.typeof(table)
     if kind.sharding.mesh.manual_axes:
@@ -158,34 +156,35 @@ def take_from_owners(
     exchange = plan_exchange(kind, typed_axes(ids), ids.size, max_rows, capacity)
     # Owners sum the gradients that devices return, before these round to 16 bits.
     wide = arguments.widened(table)
-    return TakenFromOwners(exchange, table, *_ask_owners(exchange, wide, ids))
+    return ExchangedRows(exchange, table, *_ask_owners(exchange, wide, ids))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@compiled(0)
 def _ask_owners(
     exchange: Exchange, table: Float[Array, "v d"], ids: Int32[Array, "..."]
 ) -> tuple[Array, ...]:
-    """The arrays of `TakenFromOwners`, without the table."""
-    size, (most, room, distinct) = exchange.size, exchange.buffers
+    """The arrays of `ExchangedRows`, without the table."""
+    size = exchange.size
 
     def ask(shard, ids):
-        wanted = distinct_ascending(ids, size, most)
-        index = _by_owner(wanted, jnp.arange(0, size + 1, len(shard), dtype=jnp.int32), room)
-        sent = wanted.at[index].get(mode="fill", fill_value=size)
+        distinct = distinct_ascending(ids, size, exchange.asked)
+        bounds = jnp.arange(0, size + 1, len(shard), dtype=jnp.int32)
+        slots = _by_owner(distinct, bounds, exchange.sent)
+        requests = distinct.at[slots].get(mode="fill", fill_value=size)
         # The rest of an owner's part repeats the id before it, so that all of them ascend.
-        held = jax.lax.cummax(jnp.where(index < most, sent, -1))
-        received = exchange.all_to_all(sent)
-        asked = distinct_ascending(received, size, distinct)
+        sent_ids = jax.lax.cummax(jnp.where(slots < exchange.asked, requests, -1))
+        received = exchange.all_to_all(requests)
+        owned_ids = distinct_ascending(received, size, exchange.received)
         # Padding lies past the shard and reads zeros.
-        rows = shard.at[asked - index_along(exchange.owners) * len(shard)].get(
+        rows = shard.at[owned_ids - index_along(exchange.owners) * len(shard)].get(
             mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True
         )
-        which = find_each(asked, received)
-        is_lost = (which == distinct) & (received < size)
-        return rows, known_after_reading(asked, rows), held, which, is_lost
+        index = find_each(owned_ids, received)
+        is_lost = (index == exchange.received) & (received < size)
+        return sent_ids, known_after_reading(owned_ids, rows), rows, index, is_lost
 
     in_specs = PartitionSpec(exchange.owners), PartitionSpec(*exchange.by_dimension)
-    return exchange.on_each_device(ask, in_specs, exchange.devices)(table, ids)
+    return on_each_device(exchange.mesh, ask, in_specs, exchange.devices)(table, ids)
 
 
 def _by_owner(ids: Int32[Array, "n"], bounds: Int32[Array, "m"], room: int) -> Int32[Array, "k"]:
@@ -195,13 +194,14 @@ def _by_owner(ids: Int32[Array, "n"], bounds: Int32[Array, "m"], room: int) -> I
     return jnp.where(index < starts[1:, None], index, len(ids)).reshape(-1)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@compiled(0)
 def _answer(exchange: Exchange, *request_and_rows: Array) -> Float[Array, "k d"]:
     """On each device, the rows of the ids that it asks for, from those of all shards."""
 
-    def answer(which, is_lost, rows):
-        answers = read_or_zero(rows, which.astype(jnp.uint32))
+    def answer(index, is_lost, rows):
+        answers = read_or_zero(rows, index.astype(jnp.uint32))
         nan = np.array(np.nan, rows.dtype)
         return exchange.all_to_all(jnp.where(is_lost[:, None], nan, answers))
 
-    return exchange.on_each_device(answer, exchange.devices, exchange.devices)(*request_and_rows)
+    run = on_each_device(exchange.mesh, answer, exchange.devices, exchange.devices)
+    return run(*request_and_rows)

@@ -8,11 +8,11 @@ of thousands of devices, one with other ids changes a ratio by more than roundin
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Int32
 
 from transformer_embed._src.compiled import nan_where
 
-# Exponents of 0..7 above the lowest, two sums of 32 bits with ten digits each.
+# Exponents of 0..7 above the lowest.
 DIGITS, BITS = 10, 3
 # The squares of all are zero in float32, so a norm over all leaves stays as it is. And a gradient
 # may be scaled by 1e-12.
@@ -25,19 +25,15 @@ TOLERANCE = 2.0**-16
 def fingerprint(ids: Int32[Array, "k"]) -> Float[Array, "1 m"]:
     """Powers of two in float32. Rank 2, for functions that reduce the last axis of a table."""
     index = jnp.arange(ids.size, dtype=jnp.uint32)
-    words = _mix(ids.astype(jnp.uint32) + index * np.uint32(0x9E3779B9))
-    sums = jnp.stack([jnp.sum(each, dtype=jnp.uint32) for each in (words, _mix(~words))])
-    digits = sums[:, None] >> np.arange(0, BITS * DIGITS, BITS, dtype=np.uint32)[None]
-    # The first one is the unit of the others. exp2 is not exact on every device.
-    exponents = jnp.pad((digits % 2**BITS).reshape(-1), (1, 0)) + np.uint32(127 + LOWEST)
-    return jax.lax.bitcast_convert_type(exponents << np.uint32(23), jnp.float32)[None]
-
-
-def _mix(words: UInt32[Array, "k"]) -> UInt32[Array, "k"]:
-    """The last steps of MurmurHash3: each bit of a word changes every bit of the result."""
+    words = ids.astype(jnp.uint32) + index * np.uint32(0x9E3779B9)
+    # The last steps of MurmurHash3: each bit of a word changes every bit of the result.
     words = (words ^ (words >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     words = (words ^ (words >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-    return words ^ (words >> np.uint32(16))
+    sums = jnp.sum(words ^ (words >> np.uint32(16)), dtype=jnp.uint32)
+    digits = (sums >> np.arange(0, BITS * DIGITS, BITS, dtype=np.uint32)) % 2**BITS
+    # The first one is the unit of the others. exp2 is not exact on every device.
+    exponents = jnp.pad(digits, (1, 0)) + np.uint32(127 + LOWEST)
+    return jax.lax.bitcast_convert_type(exponents << np.uint32(23), jnp.float32)[None]
 
 
 @jax.jit

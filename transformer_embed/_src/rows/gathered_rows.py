@@ -49,7 +49,7 @@ class GatheredRows(SomeRows, StandIn):
     """Some rows of a table. It replaces the table in the parameters that a loss reads.
 
     `lookup`, and so every module of this package, reads it like the table. An id inside the
-    vocabulary whose row is not held reads as NaN. Any other use is a TypeError: a model that also
+    vocabulary without a row here reads as NaN. Any other use is a TypeError: a model that also
     multiplies by the table, as a tied output layer does, has a gradient for every row, and must
     train the table densely.
 
@@ -95,9 +95,9 @@ class GatheredRows(SomeRows, StandIn):
             want = "its rows in their places"
             raise arguments.type_error(self.name, want, f"{len(self.values)} of them")
         # No id finds a row that is not one.
-        held = jnp.where(are_marks(self.marks), self.ids, -1)
+        row_ids = jnp.where(are_marks(self.marks), self.ids, -1)
         index = nearest_rows(ids, self.vocab_size, order)
-        return _read(held, self.values, index).astype(self.dtype)
+        return _read(row_ids, self.values, index).astype(self.dtype)
 
 
 def as_keys(ids: Int32[Array, "k"]) -> Key[Array, "k"]:
@@ -108,32 +108,31 @@ def as_keys(ids: Int32[Array, "k"]) -> Key[Array, "k"]:
 
 
 def _read(
-    held: Int32[Array, "k"], values: Float[Array, "n d"], ids: Int32[Array, "..."]
+    row_ids: Int32[Array, "k"], values: Float[Array, "n d"], ids: Int32[Array, "..."]
 ) -> Float[Array, "... d"]:
-    """`rows_of_ids`; if devices hold different rows, each reads its own for its part of the ids."""
-    (holders, _), by_dimension = typed_axes(values), typed_axes(ids)
-    if not holders:
-        return rows_of_ids(held, values, ids)
+    """`rows_of_ids`; if devices have different rows, each reads its own for its part of the ids."""
+    (owners, _), by_dimension = typed_axes(values), typed_axes(ids)
+    if not owners:
+        return rows_of_ids(row_ids, values, ids)
     id_axes = sum(by_dimension, ())
-    if {*id_axes} != {*holders}:
-        want = f"split over {holders}, as the ids of the step whose rows are exchanged"
+    if {*id_axes} != {*owners}:
+        want = f"split over {owners}, as the ids of the step whose rows are exchanged"
         raise arguments.value_error("ids", want, f"an array split over {id_axes}")
-    by_holder, of_rows = PartitionSpec(holders), PartitionSpec(*by_dimension, ())
-    in_specs = by_holder, by_holder, PartitionSpec(*by_dimension)
-    mesh = jax.typeof(values).sharding.mesh
-    return on_each_device(mesh, rows_of_ids, in_specs, of_rows)(held, values, ids)
+    by_owner, of_ids = PartitionSpec(owners), PartitionSpec(*by_dimension)
+    mesh, of_rows = jax.typeof(values).sharding.mesh, PartitionSpec(*by_dimension, ())
+    read = on_each_device(mesh, rows_of_ids, (by_owner, by_owner, of_ids), of_rows)
+    return read(row_ids, values, ids)
 
 
 def rows_of_ids(
-    held: Int32[Array, "k"], values: Float[Array, "n d"], ids: Int32[Array, "..."]
+    row_ids: Int32[Array, "k"], values: Float[Array, "n d"], ids: Int32[Array, "..."]
 ) -> Float[Array, "... d"]:
-    """The value of each id, or NaN for an id that is not among the ascending ones that are held."""
+    """The value of each id, or NaN for an id that is not among the ascending ids of rows."""
     # `find_each` would search again for the rows: XLA fuses its result into both uses.
-    slots = jnp.minimum(count_below(held, ids), len(held) - 1)
+    slots = jnp.minimum(count_below(row_ids, ids), len(row_ids) - 1)
     # Its gradient sums the repeats of a row before they round to 16 bits.
     rows = lookup(values, slots, out_of_range="clip")
-    is_right = read_each(held, slots) == ids
-    return nan_where(~is_right, rows)
+    return nan_where(read_each(row_ids, slots) != ids, rows)
 
 
 def read_rows(table: Array, ids: Int32[Array, "k"]) -> Array:
@@ -141,8 +140,8 @@ def read_rows(table: Array, ids: Int32[Array, "k"]) -> Array:
     return table.at[ids].get(mode="clip", indices_are_sorted=True, wrap_negative_indices=False)
 
 
-class Taken(NamedTuple):
-    """What is taken of a table for a loss to read, the same wherever the batch is read.
+class BatchRows(NamedTuple):
+    """The rows of a table that a batch reads, the same wherever it is read.
 
     Args:
         table: [v, d].
@@ -154,22 +153,24 @@ class Taken(NamedTuple):
     ids: Array
     rows: Array
 
-    def read(self, rows: Float[Array, "k d"]) -> tuple[Array, Array]:
-        """The ids whose rows are read, ascending and padded, and these, from `rows`."""
+    def seen(self, rows: Float[Array, "k d"]) -> tuple[Array, Array]:
+        """The ids whose rows a loss sees, ascending and padded, and their rows."""
         return self.ids, rows
 
     def gradient(self, sums: Float[Array, "k d"]) -> RowGradient:
         """The table's, from that of the rows."""
-        size, held = len(self.table), known_after_reading(self.ids, self.rows)
+        size, ids = len(self.table), known_after_reading(self.ids, self.rows)
         # `jax.grad` inserts this sum for arrays that devices with different batches share.
         if axes := tuple(sorted(varying_axes(sums) - varying_axes(self.table))):
-            held, sums = sum_over_devices(held, sums, size, axes)
-        return RowGradient(held, sums, size)
+            ids, sums = sum_over_devices(ids, sums, size, axes)
+        return RowGradient(ids, sums, size)
 
 
-def take_rows(table: Float[Array, "v d"], ids: Int32[Array, "..."], max_rows: int) -> Taken:
+def read_batch_rows(
+    table: Float[Array, "v d"], ids: Int32[Array, "..."], max_rows: int
+) -> BatchRows:
     """The distinct rows of the whole batch, on every device."""
-    held = distinct_rows(on_every_device(ids), len(table), max_rows)
+    distinct = distinct_rows(on_every_device(ids), len(table), max_rows)
     if any(typed_axes(table)):
-        return Taken(table, held, read_or_zero(table, held.astype(jnp.uint32)))
-    return Taken(table, held, read_rows(table, held))
+        return BatchRows(table, distinct, read_or_zero(table, distinct.astype(jnp.uint32)))
+    return BatchRows(table, distinct, read_rows(table, distinct))

@@ -103,7 +103,7 @@ def find_tables(init: Callable, treedef: Any, leaves: Leaves) -> list[Table]:
     tables = []
     for n in filter(lambda n: is_gradient(leaves[n]), range(count)):
         gradient = leaves[n]
-        gradient.check(leaves[count + n].shape)
+        gradient.check()
         block_size = most_distinct(len(gradient.ids), gradient.vocab_size, BLOCK)
         tables.append(Table([n, count + n], next(primes), block_size))
     _, params, state, _ = treedef.unflatten(leaves.values())

@@ -1,8 +1,10 @@
 """The gradient of some rows of a large table, as a leaf of a gradient tree."""
 
 import dataclasses
+import functools
+import reprlib
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,6 @@ from transformer_embed._src import arguments
 from transformer_embed._src.partitioning import on_each_device, typed_axes
 from transformer_embed._src.rows.distinct_ids import sum_rows
 from transformer_embed._src.rows.fingerprint import fingerprint, fits, or_nan
-from transformer_embed._src.tokens.stand_in import StandIn
 
 Tree = Any
 # In place of ids that belong to a trace that is over.
@@ -98,16 +99,17 @@ class RowGradient(SomeRows):
         arguments.convert_fields(
             self, ids=arguments.as_int32, values=arguments.as_floats, vocab_size=arguments.size
         )
-        if self.values.ndim != 2:
-            got = f"shape {list(self.values.shape)}"
-            raise arguments.value_error("values", "shape [k, d]", got)
-        self.check(self.shape)
-        _check_ascending(self)
+        self.check()
+        ids = None if any(self.owners) else _on_host(self.ids)
+        # As int32, the difference of two ids may wrap.
+        if ids is not None and (np.diff(ids.astype(np.int64), prepend=-1) <= 0).any():
+            want = "row ids that ascend from 0 or above, each of them once"
+            raise arguments.value_error("ids", want, reprlib.repr(ids.tolist()))
         arguments.set_fields(self, fingerprint=self._on_shards(fingerprint)(self.ids))
 
     def __add__(self, other: "RowGradient") -> "RowGradient":
         """The sum; it has the rows of both."""
-        if not isinstance(other, RowGradient) or self.shape != other.shape:
+        if not is_gradient(other) or self.shape != other.shape:
             want = f"rows of the same table, {list(self.shape)}"
             raise arguments.type_error("grads", want, type(other).__name__)
 
@@ -118,13 +120,7 @@ class RowGradient(SomeRows):
         # The sum gets a fingerprint of its own, which would hide that something mixed these rows.
         values = [self.trusted_values(), other.trusted_values()]
         ids, sums = self._on_shards(sum_both)([self.ids, other.ids], values)
-        return dataclasses.replace(self, ids=ids, values=sums)
-
-    def __radd__(self, other: Any) -> NoReturn:
-        """Raises a TypeError: `optax.apply_updates` does not take a `RowGradient`."""
-        want = "a step by te.rows.apply_gradients(optimizer, grads, state, params)"
-        got = f"the sum of {type(other).__name__} and RowGradient"
-        raise arguments.type_error("params", want, got)
+        return RowGradient(ids, sums, self.vocab_size)
 
     @property
     def parts(self) -> tuple[Array, ...]:
@@ -133,22 +129,20 @@ class RowGradient(SomeRows):
 
     def trusted_values(self) -> Float[Array, "k d"]:
         """The values, or NaN if the fingerprint shows that something mixed rows."""
-        self.check(self.shape)
+        self.check()
 
-        def trusted(ids: Array, scaled: Array, values: Array) -> Array:
+        def trusted(ids: Array, values: Array, scaled: Array) -> Array:
             return or_nan(fits(ids, scaled), values)
 
-        return self._on_shards(trusted)(self.ids, self.fingerprint, self.values)
+        return self._on_shards(trusted)(*self.parts)
 
-    def check(self, shape: Sequence[int]) -> None:
-        """Raises unless each id has a row of a table of this shape, and belongs to this trace."""
+    def check(self) -> None:
+        """Raises unless the ids belong to this trace, and each has a row of values."""
         if isinstance(self.ids, str):
             raise arguments.type_error("grads", "a RowGradient of this jit", self.ids)
-        rows = (*self.ids.shape, *shape[1:])
-        if self.shape != shape or self.values.shape != rows:
-            want = f"values {list(rows)} of a table {list(shape)}"
-            got = f"values {list(self.values.shape)} of one {list(self.shape)}"
-            raise arguments.value_error("grads", want, got)
+        if self.values.ndim != 2 or self.values.shape[:1] != self.ids.shape:
+            want = f"a row for each id, shape {[*self.ids.shape, 'd']}"
+            raise arguments.value_error("values", want, f"shape {[*self.values.shape]}")
 
     @property
     def owners(self) -> PartitionSpec:
@@ -200,8 +194,8 @@ def _flatten(gradient: RowGradient) -> tuple[tuple[Any, Any], tuple]:
 
 def _unflatten(static: tuple, leaves: Sequence[Any]) -> RowGradient:
     """The gradient as it was, unchecked: leaves may be anything."""
-    (held, vocab_size), (values, scaled) = static, leaves
-    ids, gradient = held.ids, object.__new__(RowGradient)
+    (static_ids, vocab_size), (values, scaled) = static, leaves
+    ids, gradient = static_ids.ids, object.__new__(RowGradient)
     # Values that jit or vmap returned are known, but their ids still belong to its trace.
     if isinstance(values, jax.Array) and not arguments.is_traced(values):
         try:
@@ -226,25 +220,16 @@ def _on_host(ids: Any) -> np.ndarray | None:
         return np.asarray(ids)
 
 
-def _check_ascending(gradient: RowGradient) -> None:
-    """Raises a ValueError if the ids of a gradient made by hand, outside of jit, do not ascend."""
-    ids = None if any(gradient.owners) else _on_host(gradient.ids)
-    # As int32, the difference of two ids may wrap.
-    if ids is not None and (np.diff(ids.astype(np.int64), prepend=-1) <= 0).any():
-        want = "row ids that ascend from 0 or above, each of them once"
-        raise arguments.value_error("grads", want, str(ids.tolist())[:60])
-
-
-def is_leaf(leaf: Any) -> bool:
-    """Whether a leaf of a tree stands for a table, or for the gradient of some rows of one."""
-    return isinstance(leaf, StandIn | RowGradient)
+def is_gradient(leaf: Any) -> bool:
+    """Whether a leaf of a tree is the gradient of some rows of a table."""
+    return isinstance(leaf, RowGradient)
 
 
 def as_arrays(name: str, tree: Tree) -> Any:
-    """A tree of jax arrays, except for what stands for a table or its gradient."""
+    """A tree of jax arrays, except for the gradients of rows."""
 
     def convert(path: Any, leaf: Any) -> Any:
-        if is_leaf(leaf):
+        if is_gradient(leaf):
             return leaf
         full_name = name + jax.tree_util.keystr(path)
         try:
@@ -252,26 +237,17 @@ def as_arrays(name: str, tree: Tree) -> Any:
         except (TypeError, ValueError, OverflowError) as error:
             raise arguments.type_error(full_name, "an array", arguments.describe(leaf)) from error
 
-    return jax.tree.map_with_path(convert, tree, is_leaf=is_leaf)
-
-
-def by_name(tree: Tree) -> dict[str, Any]:
-    """The leaves of a tree by their paths."""
-    paths = jax.tree.leaves_with_path(tree, is_leaf=is_leaf)
-    return {jax.tree_util.keystr(k, simple=True, separator="/"): leaf for k, leaf in paths}
+    return jax.tree.map_with_path(convert, tree, is_leaf=is_gradient)
 
 
 def check_shapes(name: str, want: Tree, got: Tree) -> None:
     """A ValueError unless two trees are alike, with leaves of the same paths and shapes."""
-    wanted, found = (
-        {f"{path} {[*np.shape(leaf)]}" for path, leaf in by_name(tree).items()}
-        for tree in (want, got)
-    )
-    arguments.check_named(name, wanted, found)
-    wanted, found = (jax.tree.structure(tree, is_leaf=is_leaf) for tree in (want, got))
+
+    def shapes(tree: Tree) -> set[str]:
+        paths = jax.tree.leaves_with_path(tree, is_leaf=is_gradient)
+        keystr = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+        return {f"{keystr(path)} {[*np.shape(leaf)]}" for path, leaf in paths}
+
+    arguments.check_named(name, shapes(want), shapes(got))
+    wanted, found = (jax.tree.structure(tree, is_leaf=is_gradient) for tree in (want, got))
     arguments.check_same(name, "the tree", found, wanted)
-
-
-def is_gradient(leaf: Any) -> bool:
-    """Whether a leaf of a tree is a `RowGradient`."""
-    return isinstance(leaf, RowGradient)

@@ -2,141 +2,149 @@
 
 import functools
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from transformer_embed._src import arguments
-from transformer_embed._src.partitioning import check_on_mesh, is_explicit, typed_axes
+from transformer_embed._src.partitioning import check_on_mesh, typed_axes
 from transformer_embed._src.rows.distinct_ids import as_max_rows
-from transformer_embed._src.rows.exchange import TakenFromOwners, take_from_owners
+from transformer_embed._src.rows.exchange import ExchangedRows, exchange_rows
 from transformer_embed._src.rows.gathered_rows import (
+    BatchRows,
     GatheredRows,
     OtherOrderError,
-    Taken,
     as_keys,
-    take_rows,
+    read_batch_rows,
 )
 from transformer_embed._src.rows.marks import new_marks
-from transformer_embed._src.rows.row_gradient import as_arrays, is_leaf
+from transformer_embed._src.rows.row_gradient import as_arrays
 from transformer_embed._src.tokens.lookup import as_table
 from transformer_embed._src.tokens.row_order import RowOrder, nearest_rows
 
 Tree = Any
+ROOT = "params"
 NOTE = (
-    "In the loss, the rows of `ids` stand in the place of {}: only lookup reads them, so leave "
-    "them out of other functions."
+    "In the loss, rows stand in the place of {}: only lookup reads them, so leave them out of "
+    "functions of all parameters."
 )
-
-# In jax's errors about keys, the leaf of rows that nothing computes with.
-OF_KEYS = "key<fry>", "extended dtype", "abstract method"
 
 
 class Tables(NamedTuple):
-    """Parameters, and what is read of the tables among them.
+    """Parameters, and the tables among them of which a function sees the rows of a batch.
 
     Args:
-        leaves: all parameters, by their names.
+        parameters: all parameters, by their names.
         treedef: that of the parameters.
-        asked: by the names of the tables that are read by rows, their ids and bounds.
+        ids: the ids of each table that is read by rows, and a bound on the distinct ones.
         capacity: see `value_and_grad`.
     """
 
-    leaves: dict[str, Any]
+    parameters: dict[str, Any]
     treedef: Any
-    asked: dict[str, tuple[Any, int]]
+    ids: dict[str, tuple[Any, int]]
     capacity: float | None
 
     def with_rows(self, function: Callable) -> Any:
-        """`function(taken, seen)`: of what is taken of each table, and how a loss sees it.
+        """`function(values, view, reads)`.
 
-        `seen(held)` is the tree of parameters that a loss sees, with the rows of `held`.
+        values: the parameters by their names, with rows in place of the tables. view: from such
+        values to the tree of parameters that a loss sees. reads: how rows are read of each table.
         """
-        orders: dict[str, RowOrder | None] = dict.fromkeys(self.asked)
+        orders: dict[str, RowOrder | None] = dict.fromkeys(self.ids)
         # Only the lookups know the order of a table's rows; the first one that reads it says so.
         for _ in range(len(orders) + 1):
-            taken = {name: self._take(name, order) for name, order in orders.items()}
+            reads = {name: self._read(name, order) for name, order in orders.items()}
+            values = self.parameters | {name: read.rows for name, read in reads.items()}
             try:
-                return function(taken, functools.partial(self._seen, taken, orders))
+                return function(values, functools.partial(self._view, reads, orders), reads)
             except OtherOrderError as error:
                 orders[error.name] = error.order
             except Exception as error:
-                names = ", ".join(self.asked)
-                if any(word in str(error) for word in OF_KEYS):
-                    want = (
-                        "to be read by lookup alone (leave it out of functions of all parameters)"
-                    )
-                    got = "another use of the rows in its place"
-                    raise arguments.type_error(names, want, got) from error
-                error.add_note(NOTE.format(names))
+                error.add_note(NOTE.format(", ".join(self.ids)))
                 raise
         want = "one order of rows in all lookups (see EmbedderConfig.spread)"
         raise arguments.value_error(", ".join(orders), want, "several")
 
-    def _take(self, name: str, order: RowOrder | None) -> Taken | TakenFromOwners:
-        """What is taken of a table."""
-        table, (ids, max_rows) = self.leaves[name], self.asked[name]
+    def _read(self, name: str, order: RowOrder | None) -> BatchRows | ExchangedRows:
+        """The rows of a table that its ids read."""
+        table, (ids, max_rows) = self.parameters[name], self.ids[name]
         check_on_mesh("ids", ids, *typed_axes(table))
         ids = nearest_rows(ids, len(table), order)
-        if self.capacity is None:
-            return take_rows(table, ids, max_rows)
-        if not is_explicit(jax.typeof(table).sharding.mesh):
-            want = "rows over explicit mesh axes (see jax.sharding.explicit_axes), for a capacity"
-            raise arguments.value_error(name, want, "an array whose type says nothing of a mesh")
-        if any(typed_axes(table)):
-            return take_from_owners(table, ids, max_rows, self.capacity)
-        # A small table beside large ones.
-        return take_rows(table, ids, max_rows)
+        # With a capacity, a small table beside large ones may be whole.
+        if self.capacity is None or not any(typed_axes(table)):
+            return read_batch_rows(table, ids, max_rows)
+        return exchange_rows(table, ids, max_rows, self.capacity)
 
-    def _seen(self, taken: Mapping, orders: Mapping, held: Mapping[str, Any]) -> Tree:
+    def _view(self, reads: Mapping, orders: Mapping, values: Mapping[str, Any]) -> Tree:
         """The parameters that a loss sees."""
         stand_ins = {}
-        for name, each in taken.items():
-            (size, width), dtype = self.leaves[name].shape, self.leaves[name].dtype
-            ids, values = each.read(held[name])
+        for name, read in reads.items():
+            (size, width), dtype = self.parameters[name].shape, self.parameters[name].dtype
+            ids, rows = read.seen(values[name])
             stand_ins[name] = GatheredRows(
-                as_keys(ids), new_marks(width, dtype), values, name, size, orders[name]
+                as_keys(ids), new_marks(width, dtype), rows, name, size, orders[name]
             )
-        return self.unflatten({**held, **stand_ins})
+        return self.unflatten({**values, **stand_ins})
 
-    def unflatten(self, found: Mapping[str, Any]) -> Tree:
+    def unflatten(self, values: Mapping[str, Any]) -> Tree:
         """A tree like the parameters; jax may have sorted the names."""
-        return self.treedef.unflatten([found[name] for name in self.leaves])
+        return self.treedef.unflatten([values[name] for name in self.parameters])
 
 
 def find_tables(params: Tree, ids: Tree, max_rows: int | Tree | None, capacity: Any) -> Tables:
-    """The parameters, and what is read of the tables in `ids`."""
-    capacity = None if capacity is None else arguments.positive("capacity", capacity)
-    paths, treedef = jax.tree_util.tree_flatten_with_path(
-        as_arrays("params", params), is_leaf=is_leaf
-    )
-    leaves = {_name(path): leaf for path, leaf in paths}
-    ids = _at_leaves(leaves, ids)
+    """The parameters, and the tables in `ids`."""
+    paths, treedef = jax.tree.flatten_with_path(as_arrays(ROOT, params))
+    parameters = {_name(path): leaf for path, leaf in paths}
+    ids = _by_parameter("ids", parameters, ids)
     bounds: dict[str, Any] = dict.fromkeys(ids, max_rows)
     if not isinstance(max_rows, numbers.Number | None):
-        bounds = _at_leaves(leaves, max_rows)
+        bounds = _by_parameter("max_rows", parameters, max_rows)
     for name in bounds.keys() - ids.keys():
-        raise arguments.value_error(name, "a table in ids, since max_rows has it", "none")
-    asked = {}
-    for name, table_ids in ids.items():
-        leaves[name] = as_table(name, leaves[name])
-        asked[name] = arguments.as_int32("ids", table_ids), as_max_rows(bounds.get(name))
-    return Tables(leaves, treedef, asked, capacity)
+        raise arguments.value_error("max_rows", "none but for the tables in ids", name)
+    for name in ids:
+        parameters[name] = as_table(name, parameters[name])
+    if capacity is not None:
+        capacity = arguments.positive("capacity", capacity)
+        if not any(any(typed_axes(parameters[name])) for name in ids):
+            want = "a table in ids that explicit mesh axes split (see jax.sharding.explicit_axes)"
+            raise arguments.value_error("capacity", want, "none")
+    bounded_ids = {
+        name: (arguments.as_int32("ids", each), as_max_rows(bounds.get(name)))
+        for name, each in ids.items()
+    }
+    return Tables(parameters, treedef, bounded_ids, capacity)
 
 
-def _at_leaves(names: Mapping[str, Any], tree: Tree) -> dict[str, Any]:
-    """What a tree has at the places of the parameters, by their names; it may be a list there."""
-    parts = jax.tree.leaves_with_path(
-        tree, is_leaf=lambda path, _: _name(path) in names, is_leaf_takes_path=True
-    )
-    found = {_name(path): part for path, part in parts if part is not None}
-    for name in found.keys() - names.keys():
-        got = f"none among {', '.join(names)}"
-        raise arguments.value_error(name, "a table, where ids or max_rows has an array", got)
+def _by_parameter(argument: str, parameters: Mapping[str, Any], tree: Tree) -> dict[str, Any]:
+    """The parts of a tree by the parameters that their paths name."""
+
+    def is_part(path: Any, part: Any) -> bool:
+        # A part may be a list of ids.
+        return not isinstance(part, Mapping) and bool(_ending_with(parameters, path))
+
+    parts = jax.tree.leaves_with_path(tree, is_leaf=is_part, is_leaf_takes_path=True)
+    found = {}
+    for path, part in parts:
+        if part is not None:
+            names = _ending_with(parameters, path)
+            if len(names) != 1:
+                tables = [name for name, leaf in parameters.items() if leaf.ndim == 2]
+                want = f"one of {', '.join(names or tables)} (or an end that only one has)"
+                raise arguments.value_error(argument, want, _name(path))
+            found[names[0]] = part
     return found
 
 
+def _ending_with(names: Mapping[str, Any], path: Any) -> Sequence[str]:
+    """The name with this path, or else all whose paths end with it."""
+    given = _name(path)
+    if given in names or not path:
+        return [given] if given in names else []
+    return [name for name in names if name.endswith(given.removeprefix(ROOT))]
+
+
 def _name(path: Any) -> str:
-    """A parameter's name in errors."""
-    return f"params{jax.tree_util.keystr(path)}"
+    """The name of a parameter, also in errors."""
+    return "/".join([ROOT, *(jax.tree_util.keystr((key,), simple=True) for key in path)])

@@ -33,9 +33,11 @@ def value_and_grad(
     Args:
         loss: a function of (params, ...) to a scalar, or to (scalar, aux). It reads the tables in
             `ids` only by `lookup`, as `TokenEmbedding` does.
-        ids: a tree like `params`, of the tables that are trained by rows; a list or tuple has None
-            for other entries. In a table's place it has all ids that the loss looks up, [...],
-            including padding and ids outside the vocabulary; others read as NaN. Ids may repeat.
+        ids: {name: ids} of the tables that are trained by rows. A name is the path of a parameter,
+            or an end of it that only one has: "token_embedding/embeddings". A tree like `params`
+            is one too, where a list or tuple has None for other entries. The ids of a table, [...],
+            are all that the loss looks up, including padding and ids outside the vocabulary; others
+            read as NaN. Ids may repeat.
         has_aux: whether the loss returns (scalar, aux).
         max_rows: a bound on the distinct ids of a table in a batch; a bound below the number of ids
             makes the step cheaper. An int, or a tree like `ids` with an int for each table that has
@@ -59,10 +61,10 @@ def value_and_grad(
     Raises:
         TypeError: ids are not integers; a table does not have a floating dtype; the loss uses a
             table other than by `lookup`.
-        ValueError: `params` has no table [vocab_size, d] where `ids` has an array; a max_rows below
-            1, or for a table that is not in `ids`. With a capacity: automatic mesh axes, a table
-            whose columns are split, ids that are not split over the axes of the rows, or a
-            shard_map over some mesh axes around the call.
+        ValueError: a name in `ids` that no table [vocab_size, d] of `params` has, or several; a
+            max_rows below 1, or for a table that is not in `ids`. With a capacity: no table in
+            `ids` is split over explicit mesh axes, or the columns of one are; ids that are not
+            split over the axes of the rows; an enclosing shard_map over some mesh axes.
 
     Example:
         >>> import jax.numpy as jnp
@@ -75,7 +77,6 @@ def value_and_grad(
         >>> float(value), rows.ids.tolist(), rows.values.tolist()
         (67.0, [2, 7, 12], [[1.0, 1.0], [2.0, 2.0], [0.0, 0.0]])
     """
-
     loss = arguments.instance("loss", loss, Callable, "a function")
     has_aux = arguments.flag("has_aux", has_aux)
 
@@ -83,15 +84,14 @@ def value_and_grad(
     def value_and_row_grads(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
         tables = find_tables(params, ids, max_rows, capacity)
 
-        def differentiated(taken: Mapping[str, Any], seen: Callable) -> tuple[Any, Tree]:
-            def loss_of(held: dict[str, Any]) -> Any:
-                return loss(seen(held), *args, **kwargs)
+        def differentiate(values: Mapping, view: Callable, reads: Mapping) -> tuple[Any, Tree]:
+            def loss_of(values: Mapping) -> Any:
+                return loss(view(values), *args, **kwargs)
 
-            held = tables.leaves | {name: each.rows for name, each in taken.items()}
-            value, gradients = jax.value_and_grad(loss_of, has_aux=has_aux)(held)
-            gradients |= {name: each.gradient(gradients[name]) for name, each in taken.items()}
+            value, gradients = jax.value_and_grad(loss_of, has_aux=has_aux)(values)
+            gradients |= {name: read.gradient(gradients[name]) for name, read in reads.items()}
             return value, tables.unflatten(gradients)
 
-        return tables.with_rows(differentiated)
+        return tables.with_rows(differentiate)
 
     return value_and_row_grads

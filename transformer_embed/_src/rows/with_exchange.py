@@ -60,11 +60,10 @@ def with_exchange(
     def exchanging(params: Tree, *args: Any, **kwargs: Any) -> Any:
         tables = find_tables(params, ids, max_rows, capacity)
 
-        def called(taken: Any, seen: Callable) -> Any:
-            held = tables.leaves | {name: each.rows for name, each in taken.items()}
-            return function(seen(held), *args, **kwargs)
+        def call(values: Any, view: Callable, _: Any) -> Any:
+            return function(view(values), *args, **kwargs)
 
-        return tables.with_rows(called)
+        return tables.with_rows(call)
 
     return exchanging
 
@@ -138,20 +137,20 @@ def exchange_load(
 
 def _counted(plan: Exchange, ids: np.ndarray) -> dict[str, Any]:
     """The load of the rows of ids, [devices, n]."""
-    (axes,), size, (asked, room, distinct) = plan.by_dimension, plan.size, plan.buffers
+    (axes,), size = plan.by_dimension, plan.size
     shard = size // devices_along(plan.mesh, plan.owners)
-    # What a device reads, or is asked for: `size` times its number, plus a row.
-    read = np.unique(np.arange(len(ids))[:, None] * size + ids)
-    sent = _first(_first(read, size, asked), shard, room)
+    # A device and a row that it asks for, or is asked for, as one number: device * size + row.
+    asked = np.unique(np.arange(len(ids))[:, None] * size + ids)
+    sent = _first(_first(asked, size, plan.asked), shard, plan.sent)
     device, row = divmod(sent, size)
-    # The owner has the place of the device, but along the axes of rows.
+    # An owner has the coordinates of the device that asks, but along the axes of rows.
     shape, of_rows = ([plan.mesh.shape[axis] for axis in each] for each in (axes, plan.owners))
-    places = *np.unravel_index(device, shape), *np.unravel_index(row // shard, of_rows)
-    place = dict(zip((*axes, *plan.owners), places, strict=True))
-    received = np.unique(np.ravel_multi_index([*place.values()], shape) * size + row)
-    held = _first(received, size, distinct)
-    dropped = len(read) - len(sent) + len(received) - len(held)
-    rows = np.bincount(held // size, minlength=len(ids)).reshape(shape)
+    coordinates = *np.unravel_index(device, shape), *np.unravel_index(row // shard, of_rows)
+    by_axis = dict(zip((*axes, *plan.owners), coordinates, strict=True))
+    received = np.unique(np.ravel_multi_index([*by_axis.values()], shape) * size + row)
+    answered = _first(received, size, plan.received)
+    dropped = len(asked) - len(sent) + len(received) - len(answered)
+    rows = np.bincount(answered // size, minlength=len(ids)).reshape(shape)
     return {"rows": rows, "dropped": dropped}
 
 

@@ -13,7 +13,14 @@ from jaxtyping import Array, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, Ids, TableArray, Vectors
 from transformer_embed._src.compiled import compiled, nan_where
-from transformer_embed._src.partitioning import check_on_mesh, is_explicit, reshard, typed_axes
+from transformer_embed._src.partitioning import (
+    check_on_mesh,
+    is_explicit,
+    reshard,
+    typed_axes,
+    varying,
+    varying_axes,
+)
 from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 from transformer_embed._src.tokens.row_order import RowOrder, nearest_rows
 from transformer_embed._src.tokens.stand_in import StandIn
@@ -171,7 +178,9 @@ def _gather(
         # XLA's gather clips by itself.
         index = ids if order is None else nearest_rows(ids, table.shape[0], order)
         rows = jnp.take(table, index, axis=0, mode="clip")
-    return _replace_special_rows(rows, ids, _vocab_size(table, order), pad_id, out_of_range)
+    rows = _replace_special_rows(rows, ids, _vocab_size(table, order), pad_id, out_of_range)
+    # Of no ids, jax forgets along which axes of an enclosing shard_map the rows vary.
+    return varying(rows, varying_axes(table) | varying_axes(ids))
 
 
 @_gather.defjvp

@@ -1,0 +1,168 @@
+"""What no draw of steps has: gradients made by hand, more rows than a block, arguments that change."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from compare import equal, near
+from steps import add
+
+import transformer_embed as te
+from transformer_embed._src.rows.fingerprint import fingerprint, fits
+
+PARAMS = {"t": np.ones([1000, 2], np.float32), "w": np.ones([3, 2], np.float32)}
+SGD, ADAMW = optax.sgd(0.25), optax.adamw(0.1, weight_decay=0.1)
+
+
+def rows(ids, scale=1.0):
+    """Gradients of one number, and of zeros for padding."""
+    ids = np.array(ids, int)
+    ones = np.where(ids[:, None] < 1000, np.ones(2, np.float32), 0)
+    return {"t": te.rows.RowGradient(ids, scale * ones, 1000), "w": scale * PARAMS["w"]}
+
+
+def update(grads, params=PARAMS, optimizer=SGD):
+    return te.rows.apply_gradients(optimizer, grads, optimizer.init(params), params)[0]
+
+
+def total(params, ids):
+    return jnp.sum(jnp.tanh(te.lookup(params["t"], ids))) + jnp.sum(params["w"])
+
+
+def gradient(params, ids, loss=total):
+    return te.rows.value_and_grad(loss, ids={"t": ids})(params, ids)[1]
+
+
+def dense(gradient):
+    """The table's gradient, which drops padding."""
+    table = np.zeros([2000, 2], np.float32)
+    np.add.at(table, np.asarray(gradient.ids), np.asarray(gradient.values))
+    return table[:1000]
+
+
+def test_the_sum_scale_and_norm_are_those_of_the_dense_gradient():
+    some, more = rows([1, 3, 1000], 1.0), rows([3, 998, 1001], 3.0)
+    both = add(some, more)
+    assert len(jax.tree.leaves(both)) == 3  # the rows, their fingerprint, and w
+    clip = optax.clip_by_global_norm(0.5)
+    clipped, _ = clip.update({"t": both["t"]}, optax.EmptyState())
+    expected = dense(some["t"]) + dense(more["t"])
+    equal(dense(both["t"]), expected)
+    equal(dense(jax.tree.map(lambda g: g / 2, both)["t"]), expected / 2)
+    near(dense(clipped["t"]), 0.5 * expected / np.linalg.norm(expected), rtol=1e-6)
+    same = jax.tree.map(jnp.add, rows([1, 2]), rows([1, 2], 2.0))
+    equal(same["t"].trusted_values(), 3)
+
+
+def test_a_gradient_without_rows_changes_no_table():
+    none = rows([])
+    equal(update(none, optimizer=optax.adam(0.1))["t"], PARAMS["t"])
+    assert add(none, rows([3]))["t"].ids.tolist() == [3]
+
+
+def test_a_gradient_from_outside_is_a_constant_of_the_program_and_the_next_is_another():
+    run = jax.jit(lambda params, grads: update(grads, params))
+    for ids in ([0, 3, 701], [1, 3, 999]):
+        equal(np.flatnonzero(run(PARAMS, rows(ids))["t"][:, 0] != 1), ids)
+
+
+def test_a_gradient_that_is_known_keeps_ids_that_are_traced():
+    """Of a loss that reads no row, vmap traces only the ids."""
+
+    def step(ids):
+        grads = gradient(PARAMS, ids, lambda params, _: jnp.zeros(()))
+        return update(jax.tree.map(lambda leaf: 2 * leaf, grads))["t"]
+
+    for updated in jax.vmap(step)(np.array([[0, 1], [3, 3]])):
+        equal(updated, PARAMS["t"])
+
+
+def test_a_fingerprint_fits_its_ids_alone_and_keeps_its_ratios():
+    """Also where one of many devices has other ids."""
+    ids = jnp.array([1, 4, 7, 20, 21])
+    mark = fingerprint(ids)
+    for scale in (1, -1, 1e-12, 2.0**15, 0.3, 1e30):
+        assert fits(ids, mark * np.float32(scale))
+        assert fits(ids, mark.astype(jnp.bfloat16) * jnp.bfloat16(scale))
+    for others in (ids + 1, ids[::-1], ids.at[2].add(1), jnp.append(ids, 22), ids[:0]):
+        for devices in (1, 2, 30_000):
+            mean = ((devices - 1) * np.float64(mark) + np.float64(fingerprint(others))) / devices
+            assert not fits(ids, jnp.asarray(mean, jnp.float32))
+    for changed in (
+        jnp.sign(mark),
+        0 * mark,
+        mark.astype(jnp.float16),
+        mark + 1e-20,
+        mark * np.inf,
+    ):
+        assert not fits(ids, changed)
+
+
+# --- steps
+
+
+def test_more_rows_than_a_block_are_updated_in_blocks():
+    """Some gradients are zeros, and the last block is not full."""
+    ids, rng = np.arange(1500, 3000), np.random.default_rng(0)
+    table, values = rng.normal(size=(2, 3000, 2)).astype(np.float32)
+    values[::7] = 0
+    optimizer = optax.sgd(0.5, momentum=0.9)
+
+    @jax.jit
+    def step(params, state, values):
+        grads = {"t": te.rows.RowGradient(ids, values, 3000)}
+        return te.rows.apply_gradients(optimizer, grads, state, params)
+
+    params, state = {"t": table}, optimizer.init({"t": table})
+    for _ in range(2):
+        params, state = step(params, state, values[ids])
+    # Not in place: jax may still read the first table.
+    expected = table.copy()
+    expected[ids] -= 0.5 * (1 + 1.9) * values[ids]
+    near(params["t"], expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 1024, 1025])
+def test_a_batch_may_have_as_many_ids_as_the_table_has_rows(size):
+    """The proof tells rows from other sizes: the number that is updated at a time is never the
+    table's."""
+    total = lambda params, ids: te.lookup(params["t"], ids).sum()
+    step = jax.jit(lambda params: update(gradient(params, np.arange(size), total), params))
+    equal(step({"t": jnp.ones([size, 2])})["t"], 0.75)
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_closes_over_a_value_uses_that_of_each_trace():
+    rate = [1.0]
+    optimizer = optax.stateless(lambda grads, _: jax.tree.map(lambda g: -rate[0] * g, grads))
+    step = lambda params: update(rows([0]), params, optimizer)
+    for rate[0] in (0.5, 0.25):
+        for run in (step, jax.jit(lambda params: step(params))):
+            assert run(PARAMS)["t"][0, 0] == 1 - rate[0]
+
+
+def test_extra_arguments_may_be_anything_that_the_optimizer_takes():
+    def double(updates, state, params=None, *, flag, mode, value):
+        assert (flag, mode) == (True, "double")
+        return jax.tree.map(lambda g: -2 * value * g, updates), state
+
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: (), double)
+    extra = {"flag": True, "mode": "double", "value": jnp.array(0.25)}
+    after, _ = te.rows.apply_gradients(optimizer, rows([1, 2]), (), PARAMS, **extra)
+    equal(after["t"][:4, 0], [1, 0.5, 0.5, 1])
+
+
+@pytest.mark.slow
+def test_a_step_works_under_vmap_over_seeds():
+    ids = np.array([[0, 3, 3], [5, 0, 8]])
+    tables = np.random.default_rng(0).normal(size=(2, 23, 3)).astype(np.float32)
+
+    def one(table, ids):
+        params = {"t": table, "w": jnp.ones(3)}
+        return update(gradient(params, ids), params, ADAMW)["t"]
+
+    expected = np.stack([*map(jax.jit(one), tables, ids)])
+    assert (expected != tables).any(axis=2).sum(axis=1).tolist() == [2, 3]
+    near(jax.jit(jax.vmap(one))(tables, ids), expected, rtol=1e-6, atol=1e-6)
