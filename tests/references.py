@@ -1,13 +1,12 @@
-"""Every public function, slowly: plain loops over Python ints, mpmath, and float64 sums.
+"""Functions of arrays, slowly: plain loops over Python ints, mpmath, and float64 sums.
 
-`CHECKS` has a function for each public one. It takes the result and all of the arguments, defaults
+`CHECKS` has a function for each of them. It takes the result and all of the arguments, defaults
 included, and asserts that the result is right within what the docstring of the public function
 promises.
 """
 
 import functools
 import inspect
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import loops
@@ -45,10 +44,16 @@ def flat(function):
     return call
 
 
-linear_logits, linear_cross_entropy, linear_top_k, linear_divergence = map(
-    flat, (te.linear_logits, te.linear_cross_entropy, te.linear_top_k, te.linear_divergence)
+linear_logits, linear_cross_entropy, linear_top_k, linear_divergence, linear_log_probs = map(
+    flat,
+    (
+        te.linear_logits,
+        te.linear_cross_entropy,
+        te.linear_top_k,
+        te.linear_divergence,
+        te.linear_log_probs,
+    ),
 )
-linear_log_probs = flat(te.linear_log_probs)
 
 
 def check(function, *arguments, **options):
@@ -311,56 +316,7 @@ def padding(got, ids, *, pad_id):
     same(got, np.array([each != pad_id for each in integers(ids).ravel()], bool))
 
 
-def causal(got, length):
-    same(got, np.tri(length, dtype=bool))
-
-
 # --- tables
-
-
-def checked(got, ids, tokens=None, *, vocab_size, pad_id=None, order=None):
-    ids = np.atleast_2d(integers(ids))
-    assert all(0 <= each < vocab_size for each in ids.ravel())
-    if tokens is not None:
-        is_token = np.broadcast_to(np.asarray(tokens.padding_mask), ids.shape)
-        assert pad_id is None or np.array_equal(ids != pad_id, is_token)
-    if order is not None:
-        ordered(tokens, order)
-
-
-def ordered(tokens, order):
-    for row, segments in zip(*rows_of(tokens.positions, tokens.segment_ids), strict=True):
-        for n, (before, segment) in enumerate(zip([0, *segments], segments, strict=False)):
-            if segment == 0:
-                assert order != "full"
-            elif segment == before:
-                assert row[n] == row[n - 1] + 1
-            else:
-                assert segment not in segments[:n]
-                assert order == "packed" or n == 0
-
-
-def balanced(got, length, devices, *, kind, block):
-    size = length // (2 * devices) if kind == "zigzag" else block
-    stripes = [[*range(n, n + size)] for n in range(0, length, size)]
-    of_devices = [stripes[n::devices] for n in range(devices)]
-    if kind == "zigzag":
-        of_devices = [[stripes[n], stripes[-1 - n]] for n in range(devices)]
-    same(got, np.concatenate([np.concatenate(each) for each in of_devices]))
-
-
-def parents(got, prefix_lengths, answer_lengths, length):
-    lengths = integers(prefix_lengths), integers(answer_lengths)
-    same(got, loops.shared_prefix_parents(*lengths, length))
-
-
-def written(got, cache, new, slot):
-    held, new, slot = np.array(cache), np.asarray(new), integers(slot)
-    is_written = np.zeros((len(held), new.shape[1]), bool)
-    for row, n, place in loops.places(slot, *is_written.shape, held.shape[1]):
-        held[row, place], is_written[row, n] = new[row % len(new), n], True
-    same(got[0], held)
-    same(got[1], is_written)
 
 
 def looked_up(got, table, ids, *, pad_id, out_of_range, lookup_style):
@@ -368,234 +324,6 @@ def looked_up(got, table, ids, *, pad_id, out_of_range, lookup_style):
     dtype = np.float32 if table.dtype.itemsize > 4 else table.dtype
     assert np.shape(got) == (*ids.shape, table.shape[1])
     within(got, floats(oracle.loop_lookup(table, ids, pad_id, out_of_range)), 0, dtype)
-
-
-def whole_logits(x, table, bias=None, softcap=None, scale=1.0):
-    """In float64, and how much faster they rise than products do."""
-    scale = float(scale)
-    u = scale * (floats(x) @ floats(table).T + (0 if bias is None else floats(bias)))
-    if softcap is None:
-        return u, scale
-    softcap = float(softcap)
-    with np.errstate(over="ignore"):
-        capped = np.where(np.isneginf(u), u, softcap * np.tanh(u / softcap))
-        return capped, scale / np.cosh(u / softcap) ** 2
-
-
-class Losses(NamedTuple):
-    """Of each label: whether it counts, its token's x, and values from whole logits; the last is
-    the gradient of the products."""
-
-    counted: np.ndarray
-    x: np.ndarray
-    losses: np.ndarray
-    entropies: np.ndarray
-    sizes: np.ndarray
-    slopes: np.ndarray
-    metrics: tuple[np.ndarray, ...]
-
-
-def whole_losses(
-    x, table, labels, *, pad_id=None, mask=None, shift=False, segment_ids=None,
-    label_smoothing=0.0, z_loss=0.0, temperature=1.0, of_candidates=False, **of_logits,
-):  # fmt: skip
-    settings = (label_smoothing, z_loss, temperature)
-    smoothing, z_loss, temperature = (
-        np.broadcast_to(floats(each), labels.shape)[..., None] for each in settings
-    )
-    x = floats(x) if not shift else np.roll(floats(x), shift, -2)
-    counted = counted_labels(labels.shape, mask, shift, segment_ids) & np.not_equal(labels, pad_id)
-    if shift and not of_candidates and pad_id is not None and 0 <= pad_id < len(table):
-        # Padding on the left predicts nothing.
-        counted = counted & (np.roll(labels, shift, -1) != pad_id)
-    x, labels = np.where(counted[..., None], x, 0), np.where(counted, labels, 0)
-    logits, rise = whole_logits(x, table, **of_logits)
-    logits, rise = logits / temperature, rise / temperature
-    ids = np.arange(len(table))
-    predicted, is_label = ids != pad_id, np.equal(labels[..., None], ids)
-    log_z = np.logaddexp.reduce(np.where(predicted, logits, -np.inf), -1, keepdims=True)
-    log_p = np.where(predicted, logits - log_z, 0)
-    p = np.where(predicted, np.exp(log_p), 0)
-    possible = predicted & ~np.isneginf(logits)
-    share = possible / possible.sum(-1, keepdims=True)
-    wanted = (1 - smoothing) * is_label + smoothing * share
-    wanted = np.where(is_label.any(-1, keepdims=True), wanted, np.nan)
-    losses = -(wanted * np.where(wanted == 0, 0, log_p)).sum(-1) + (z_loss * log_z**2)[..., 0]
-    slopes = (p * (1 + 2 * z_loss * log_z) - wanted) * rise
-    sizes = np.maximum(1, np.abs(np.where(predicted & (p > 0), logits, 0)).max(-1))
-    entropies = -(p * np.where(p > 0, log_p, 0)).sum(-1)
-    is_right = np.where(predicted, logits, -np.inf).argmax(-1) == labels
-    metrics = is_right, (z_loss * log_z**2)[..., 0], log_z[..., 0]
-    return Losses(counted, x, losses, entropies, sizes, slopes, metrics)
-
-
-def counted_labels(shape, mask, shift, segment_ids):
-    counted = np.broadcast_to(True if mask is None else mask, shape)
-    if not shift:
-        return counted
-    # The first labels of a row and of a segment are those of no token.
-    segments = np.broadcast_to(1 if segment_ids is None else segment_ids, shape)
-    earlier = np.concatenate([0 * segments[..., :shift], segments], -1)[..., : shape[-1]]
-    return counted & (segments == earlier) & (segments != 0)
-
-
-def counted_weights(counted, weights, reduction):
-    """Zero where a label does not count, and what divides their losses."""
-    weights = np.where(counted, 1.0 if weights is None else floats(weights), 0)
-    return weights, (weights.sum() or 1.0) if reduction == "mean" else 1.0
-
-
-def logits(got, x, table, *, bias, softcap, scale, pad_id, out_sharding):
-    assert out_sharding is None
-    expected, _ = whole_logits(x, table, bias, softcap, scale)
-    # Each of d products and sums is rounded to float32, by 2**-24 of the terms.
-    terms = np.abs(floats(x)) @ np.abs(floats(table)).T
-    terms = terms + (0 if bias is None else np.abs(floats(bias)))
-    error = 2**-23 * (np.shape(table)[1] + 4) * max(1, float(scale)) * terms
-    if pad_id is not None and 0 <= pad_id < len(table):
-        expected[..., pad_id] = np.finfo(np.float32).min / 2
-    within(got, expected, error)
-
-
-# Sums of some tens of float32 terms, each rounded by 2**-24.
-OF_A_LOSS = 1e-5
-
-
-def cross_entropy(
-    got, x, table, labels, *, weights, reduction, with_metrics, chunk_size, z_loss, **options
-):
-    counted, _, losses, _, sizes, _, metrics = whole_losses(
-        x, table, integers(labels), z_loss=z_loss, **options
-    )
-    weights, divisor = counted_weights(counted, weights, reduction)
-    losses = np.where(counted, losses, 0) * weights
-    error = OF_A_LOSS * np.abs(weights) * (sizes + floats(z_loss) * sizes**2)
-    if with_metrics:
-        got, (*of_labels, weight) = got
-        near(weight, weights if reduction == "none" else weights.sum(), rtol=1e-6)
-        for ours, want in zip(of_labels, metrics, strict=True):
-            within_sum(ours, np.where(counted, want, 0) * weights, error, reduction, divisor)
-    within_sum(got, losses, error, reduction, divisor)
-
-
-def within_sum(got, terms, error, reduction, divisor):
-    if reduction == "none":
-        within(got, terms, error)
-    elif terms.sum() / divisor > np.finfo(np.float32).max:
-        assert np.isposinf(got)
-    else:
-        within(got, terms.sum() / divisor, error.sum() / abs(divisor))
-
-
-def of_candidates(x, table, labels, *, mask=None, **options):
-    """Log-probabilities [..., k], -inf at those that are not counted; and sizes."""
-    masks = np.broadcast_to(True if mask is None else mask, labels.shape)
-    found = [
-        whole_losses(x, table, labels[..., n], mask=masks[..., n], of_candidates=True, **options)
-        for n in range(labels.shape[-1])
-    ]
-    wanted = [np.where(each.counted, -each.losses, -np.inf) for each in found]
-    return np.stack(wanted, -1), np.stack([each.sizes for each in found], -1)
-
-
-def within_finite(got, want, error):
-    equal(np.isneginf(got), np.isneginf(want))
-    is_finite = ~np.isneginf(want)
-    within(np.asarray(got)[is_finite], want[is_finite], error[is_finite])
-
-
-def log_probs(got, x, table, labels, *, with_entropy, chunk_size, **options):
-    labels = integers(labels)
-    if labels.ndim == np.ndim(x):
-        wanted, sizes = of_candidates(x, table, labels, **options)
-        within_finite(got, wanted, OF_A_LOSS * sizes)
-        return
-    found = whole_losses(x, table, labels, **options)
-    for ours, expected in zip(
-        got if with_entropy else [got], (-found.losses, found.entropies), strict=False
-    ):
-        within(ours, np.where(found.counted, expected, 0), OF_A_LOSS * found.sizes)
-
-
-def top_k(got, x, table, k, *, pad_id, chunk_size, **of_logits):
-    """Of ids whose logits are closer than their rounding, either may be first."""
-    log_probs, ids = (np.asarray(each) for each in got)
-    logits, _ = whole_logits(x, table, **of_logits)
-    if pad_id is not None and 0 <= pad_id < len(table):
-        logits[..., pad_id] = -np.inf
-        assert pad_id not in ids
-    exact = logits - np.logaddexp.reduce(logits, -1, keepdims=True)
-    error = OF_A_LOSS * np.maximum(
-        1, np.abs(np.where(np.isfinite(logits), logits, 0)).max(initial=0)
-    )
-    for want in (np.take_along_axis(exact, ids, -1), -np.sort(-exact, -1)[..., :k]):
-        equal(np.isneginf(log_probs), np.isneginf(want))
-        is_possible = np.isfinite(want)
-        within(log_probs[is_possible], want[is_possible], error)
-    assert all(len(set(row)) == k for row in ids.reshape(-1, k).tolist())
-
-
-def divergence(
-    got, x, table, teacher_x, teacher_output, *, kind, beta, temperature, mask, weights, shift,
-    segment_ids, reduction, chunk_size, pad_id, **of_logits,
-):  # fmt: skip
-    shape = np.shape(x)[:-1]
-    counted = counted_labels(shape, mask, shift, segment_ids)
-    temperature = np.broadcast_to(floats(temperature), shape)[..., None]
-    xs = (np.roll(floats(each), shift, -2) if shift else floats(each) for each in (x, teacher_x))
-    x, teacher_x = (np.where(counted[..., None], each, 0) for each in xs)
-    student = whole_logits(x, table, **of_logits)[0] / temperature
-    teacher = whole_logits(teacher_x, teacher_output)[0] / temperature
-    losses = whole_divergences(student, teacher, kind, 0.5 if beta is None else beta)
-    weights, divisor = counted_weights(counted, weights, reduction)
-    sizes = np.maximum(1, np.abs([student, teacher]).max((0, -1)))
-    error = OF_A_LOSS * np.abs(weights) * sizes
-    within_sum(got, np.where(counted, losses, 0) * weights, error, reduction, divisor)
-
-
-def whole_divergences(student, teacher, kind, beta=0.5):
-    """Of each token, from its logits in float64."""
-    s, t = (z - np.logaddexp.reduce(z, -1, keepdims=True) for z in (student, teacher))
-
-    def kl(a, b):
-        possible = a > -np.inf
-        difference = np.where(possible, a, 0) - np.where(possible, b, 0)
-        return (np.exp(a) * difference).sum(-1)
-
-    if kind != "js":
-        return kl(t, s) if kind == "forward" else kl(s, t)
-    mixture = np.logaddexp(t + np.log(beta), s + np.log1p(-beta))
-    return beta * kl(t, mixture) + (1 - beta) * kl(s, mixture)
-
-
-# --- positions
-
-
-def tokens_of(constructor):
-    """The check of a constructor of token positions."""
-
-    def compare(got, array, *sizes, **options):
-        want = getattr(loops.TokenPositions, constructor.__name__)
-        want = want(integers(array), *sizes, **options)
-        same(got.positions, want.positions)
-        same(got.segment_ids, want.segment_ids)
-
-    return compare
-
-
-# --- random
-
-
-def dropped_out(got, rng, rate, x):
-    """Which ones are dropped is in test_dropout.py."""
-    x, kept = np.asarray(x), floats(got) != 0
-    kept |= float(rate) == 0
-    # The division, and with a numpy scalar of 16 bits the rate too, are rounded to the result's
-    # dtype.
-    is_narrow = x.dtype.itemsize == 2 or getattr(rate, "itemsize", 4) == 2
-    error = 2 * float(jnp.finfo(x.dtype).eps) if is_narrow else 2**-23
-    expected = floats(x) / (1 - float(rate))
-    near(floats(got)[kept], expected[kept], rtol=error)
 
 
 # --- parameters
@@ -641,37 +369,18 @@ CHECKS = {
     te.alibi_slopes: slopes,
     te.apply_rotary: rotated,
     dense_mask: attention,
-    te.causal_mask: causal,
-    te.check_batch: checked,
-    te.dropout: dropped_out,
-    te.load_balanced_order: balanced,
     te.lookup: looked_up,
     te.mask_to_bias: bias,
     te.padding_mask: padding,
     te.permute_rotary_weights: permuted,
     te.query_scale: scaled_queries,
     te.relative_position_buckets: buckets,
-    te.shared_prefix_parents: parents,
     te.sinusoidal_encoding: encoding,
     grid_encoding: grid,
     te.sinusoidal_table: table,
-    linear_cross_entropy: cross_entropy,
-    linear_divergence: divergence,
-    linear_log_probs: log_probs,
-    linear_top_k: top_k,
-    linear_logits: logits,
-    te.write_cache: written,
     te.LinearScaling: scaling,
     te.NTKScaling: scaling,
     te.YarnScaling: scaling,
     te.Llama3Scaling: scaling,
     te.LongRopeScaling: scaling,
 }
-CONSTRUCTORS = [
-    te.TokenPositions.from_ids,
-    te.TokenPositions.from_lengths,
-    te.TokenPositions.from_offset,
-    te.TokenPositions.from_positions,
-    te.TokenPositions.from_segment_ids,
-]
-CHECKS |= {constructor: tokens_of(constructor) for constructor in CONSTRUCTORS}

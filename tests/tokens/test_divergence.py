@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 import jax.test_util
+import loss_draws
 import numpy as np
 import pytest
 from compare import equal, near
 from drawn import normal
 from meshes import EXPLICIT, mesh_of, put
-from references import whole_divergences, whole_logits
 from refused import refused
 from test_cross_entropy import products, temporaries
 
@@ -33,14 +33,13 @@ def divergence(arrays, softcap=None, pad_id=None, **options):
     return te.linear_divergence(x, output, teacher_x, other, **options)
 
 
-def oracle(arrays, kind, beta=0.5, softcap=None, pad_id=None, temperature=1.0):
+def oracle(arrays, kind, beta=None):
     """Of each token, in float64."""
-    x, table, bias, teacher_x, teacher, teacher_bias = arrays
-    student, _ = whole_logits(x, table, bias, softcap, 0.5)
-    both = np.stack([student, whole_logits(teacher_x, teacher, teacher_bias)[0]]) / temperature
-    if pad_id is not None:
-        both[..., pad_id] = -np.inf
-    return whole_divergences(*both, kind, beta)
+    names = "x", "table", "bias", "teacher_x", "teacher_table", "teacher_bias"
+    given = {name: np.float64(array) for name, array in zip(names, arrays, strict=True)}
+    tokens = given["x"].shape[:-1]
+    found = loss_draws.oracle(kind, given, {}, tokens=tokens, scale=0.5, beta=beta)
+    return found[0].real
 
 
 @pytest.mark.slow

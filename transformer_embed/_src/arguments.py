@@ -152,7 +152,7 @@ def entries(
 ) -> tuple[Any, ...]:
     """Several values in order, each converted by `convert(its name, it, ...)`."""
     is_sequence = isinstance(value, Sequence | np.ndarray | jax.Array)
-    is_sequence &= not isinstance(value, str | bytes)
+    is_sequence &= not isinstance(value, str | bytes) and getattr(value, "ndim", 1) > 0
     if not is_sequence or count not in (None, len(value)):
         want = "a sequence" if count is None else f"a sequence of {count} values"
         raise type_error(name, want, describe(value))
@@ -174,8 +174,8 @@ def floating_dtype(name: str, dtype: Any) -> jnp.dtype:
         found = jnp.dtype(dtype)
     except (TypeError, ValueError) as error:
         raise type_error(name, want, describe(dtype)) from error
-    # numpy takes None for float64.
-    if dtype is None or not _is_floating(found):
+    # numpy takes None for float64, and an array for its dtype.
+    if dtype is None or isinstance(dtype, jax.Array | np.ndarray) or not _is_floating(found):
         raise type_error(name, want, found)
     return found
 
