@@ -6,12 +6,14 @@ lengths, with padding on either side and several documents.
 
 import functools
 import types
+import zipfile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from drawn import drawn
 from pages import FOLDER, functions_of
 
 import transformer_embed as te
@@ -39,6 +41,11 @@ def dense_attention(mask, queries, keys, values, bias=0.0):
     logits = jnp.einsum("bqhd,bkhd->bhqk", queries, keys) + bias
     shares = jax.nn.softmax(jnp.where(mask, logits, -1e30)) * mask.any(-1, keepdims=True)
     return jnp.einsum("bhqk,bkhd->bqhd", shares, values)
+
+
+def same_losses(ours, plain, *arguments):
+    """Values, and gradients in the first argument."""
+    near(*(jax.jit(jax.value_and_grad(each))(*arguments) for each in (ours, plain)), rtol=1e-4)
 
 
 def with_gradients(attend, heads):
@@ -115,10 +122,10 @@ def texts_of(rng, rows, length, side):
     return jnp.asarray(ids), is_token & (places >= 2)
 
 
-def plain_log_probs(page, params, ids, temperature=1.0):
+def plain_log_probs(page, params, ids):
     """Of each token after those before it, from whole logits: [batch, length] and all of them."""
     x = page.embedder.apply(params, None, ids, is_training=False)
-    logits = te.linear_logits(x, page.embedder.output(params)) / temperature
+    logits = te.linear_logits(x, page.embedder.output(params))
     log_probs = jnp.pad(jax.nn.log_softmax(logits)[:, :-1], ((0, 0), (1, 0), (0, 0)))
     return jnp.take_along_axis(log_probs, ids[..., None], axis=-1)[..., 0], log_probs
 
@@ -144,23 +151,7 @@ def test_the_loss_of_grpo_is_that_of_whole_logits(side):
         kl = jnp.exp(difference) - difference - 1
         return -jnp.mean(gain - 0.04 * kl + 0.01 * entropy, where=is_sampled)
 
-    got = jax.jit(jax.value_and_grad(page.grpo_loss))(params, *batch)
-    near(got, jax.jit(jax.value_and_grad(expected))(params), rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_log_probabilities_of_a_policy_at_a_temperature_have_finite_gradients():
-    page = functions_of(RECIPES, "embedder", "policy")
-    ids, is_sampled = texts_of(np.random.default_rng(3), 4, 9, "right")
-    params = page.embedder.init(jax.random.key(3))
-
-    def ours(params):
-        return page.policy(params, ids, is_sampled, temperature=0.7).sum()
-
-    def plain(params):
-        return jnp.sum(plain_log_probs(page, params, ids, 0.7)[0], where=is_sampled)
-
-    near(*(jax.jit(jax.value_and_grad(loss))(params) for loss in (ours, plain)), rtol=1e-4)
+    same_losses(lambda params: page.grpo_loss(params, *batch), expected, params)
 
 
 @pytest.mark.slow
@@ -201,38 +192,38 @@ def test_dpo_is_that_of_whole_logits():
         log_probs = plain_log_probs(page, params, pairs)[0].sum(1, where=is_answer)
         return -jax.nn.log_sigmoid(0.1 * jnp.subtract(*(log_probs - reference)))
 
-    got = jax.value_and_grad(page.dpo_loss)(params, pairs, is_answer, reference)
-    near(got, jax.value_and_grad(expected)(params), rtol=1e-4)
+    same_losses(lambda params: page.dpo_loss(params, pairs, is_answer, reference), expected, params)
 
 
 # --- recipes: decoding
 
 
-def greedy_text(page, weights, prompt, steps, length=16):
-    """The likeliest tokens after a prompt, which is read again, whole, for each of them."""
-    text = [token for token in prompt if token]
-    for _ in range(steps):
-        ids = jnp.array([text + [0] * (length - len(text))])
-        text.append(int(page.likeliest(weights, ids, len(text) - 1)))
-    return text[-steps:]
-
-
 @pytest.fixture(scope="module")
 def decoding():
-    """The page's functions, for texts of eight tokens, and prompts of several lengths."""
+    """The page's functions, for texts of eight tokens, weights, and prompts of several lengths."""
     names = "hidden_and_cache", "lm", "init", "VOCAB", "END", "generate", "beam_search", "serve"
     names += "decode_greedily", "decode_with_guesses"
     page = functions_of(RECIPES, *names, STEPS=8)
+    weights = page.init(jax.random.key(8))
 
     @jax.jit
-    def likeliest(weights, ids, place):
+    def read(ids):
         x, _ = page.hidden_and_cache(weights, ids, te.TokenPositions.from_ids(ids, pad_id=0))
-        return te.linear_logits(x[0, place], page.lm.output(weights["embed"])).argmax()
+        return te.linear_logits(x[0], page.lm.output(weights["embed"]))
 
-    page.likeliest = likeliest
-    rng = np.random.default_rng(6)
+    def logits_of(text):
+        """Of the token after each token of a text, which is read at once, without padding."""
+        text = [token for token in text if token]
+        return np.asarray(read(jnp.array([text + [0] * (16 - len(text))])))[: len(text)]
+
+    def greedy(text, steps):
+        for _ in range(steps):
+            text = [*text, int(logits_of(text)[-1].argmax())]
+        return text[-steps:]
+
+    page.logits_of, page.greedy, rng = logits_of, greedy, np.random.default_rng(6)
     prompts = rng.integers(2, page.VOCAB, (6, 4)) * (np.arange(4) >= rng.integers(0, 4, (6, 1)))
-    return page, page.init(jax.random.key(8)), jnp.asarray(prompts)
+    return page, weights, jnp.asarray(prompts)
 
 
 @pytest.mark.slow
@@ -242,7 +233,7 @@ def test_guesses_decode_the_greedy_text_to_its_end(decoding):
     prompts = np.stack(np.meshgrid(*some), -1).reshape(-1, 4)
     greedy = page.decode_greedily(weights, jnp.asarray(prompts), 8)
     for row in range(0, len(prompts), 9):
-        assert greedy[row].tolist() == greedy_text(page, weights, prompts[row].tolist(), 8)
+        assert greedy[row].tolist() == page.greedy(prompts[row].tolist(), 8)
     guessed, _ = page.decode_with_guesses(weights, jnp.asarray(prompts))
     np.testing.assert_array_equal(guessed, greedy)
 
@@ -254,31 +245,21 @@ def test_sampling_in_a_scan_has_the_logits_of_whole_texts(decoding):
     sampled, logits = sample(weights, prompts, jax.random.key(1), steps=6)
     for row, prompt in enumerate(prompts.tolist()):
         new = [token for token in sampled[row].tolist() if token]
-        ids = jnp.array([[token for token in prompt if token] + new])
-        x, _ = page.hidden_and_cache(weights, ids, te.TokenPositions.from_ids(ids, pad_id=0))
-        expected = te.linear_logits(x, page.lm.output(weights["embed"]))[0, -len(new) - 1 : -1]
-        near(logits[row, : len(new)], expected)
+        near(logits[row, : len(new)], page.logits_of(prompt + new)[-len(new) - 1 : -1])
 
 
 @pytest.mark.slow
 def test_a_search_with_enough_beams_finds_the_best_of_all_texts(decoding):
     page, weights, prompts = decoding
     texts, scores = page.beam_search(weights, prompts[0], beams=25, steps=2)
-    ids = [token for token in prompts[0].tolist() if token]
-
-    def log_probs(*new):
-        text = jnp.array([[*ids, *new]])
-        x, _ = page.hidden_and_cache(weights, text, te.TokenPositions.from_ids(text, pad_id=0))
-        return jax.nn.log_softmax(te.linear_logits(x[0, -1], page.lm.output(weights["embed"])))
-
+    log_probs = lambda *new: jax.nn.log_softmax(page.logits_of([*prompts[0].tolist(), *new])[-1])
     first, expected = log_probs(), {(page.END, 0): float(log_probs()[page.END])}
     for one in set(range(1, page.VOCAB)) - {page.END}:
         second = log_probs(one)
         expected |= {(one, two): float(first[one] + second[two]) for two in range(1, page.VOCAB)}
-    best = sorted(expected.items(), key=lambda item: -item[1])
-    count = min(25, len(best))
-    near(scores[:count], np.array([score for _, score in best[:count]]))
-    assert list(map(tuple, texts[:count].tolist())) == [text for text, _ in best[:count]]
+    best = sorted(expected.items(), key=lambda item: -item[1])[:25]
+    near(scores[: len(best)], np.array([score for _, score in best]))
+    assert list(map(tuple, texts[: len(best)].tolist())) == [text for text, _ in best]
 
 
 @pytest.mark.slow
@@ -286,8 +267,7 @@ def test_continuous_batching_answers_as_each_prompt_alone(decoding):
     page, weights, prompts = decoding
     right = np.array([sorted(row, key=lambda token: token == 0) for row in prompts.tolist()])
     for prompt, answer in zip(right, page.serve(weights, right), strict=True):
-        alone = greedy_text(page, weights, prompt.tolist(), 12)
-        assert answer == alone[: len(answer)]
+        assert answer == page.greedy(prompt.tolist(), 12)[: len(answer)]
         assert answer[-1] == page.END or len(answer) == 12
 
 
@@ -347,8 +327,7 @@ def test_an_empty_bag_has_the_mean_0():
         means = jnp.stack([params["items"][3], jnp.zeros(16), params["items"][8]])
         return jnp.mean((means @ params["head"] - targets) ** 2)
 
-    got = jax.value_and_grad(page.loss_fn)(params, items, bags, targets)
-    near(got, jax.value_and_grad(expected)(params))
+    same_losses(lambda params: page.loss_fn(params, items, bags, targets), expected, params)
 
 
 # --- losses
@@ -383,11 +362,11 @@ def test_heads_of_the_next_tokens_predict_inside_of_their_document(losses):
             found = jnp.take_along_axis(log_probs, ids[:, steps:, None], -1)[..., 0]
             counted = segment_ids[:, :-steps] == segment_ids[:, steps:]
             counted &= (ids[:, steps:] != 0) & (segment_ids[:, steps:] != 0)
-            total -= jnp.sum(jnp.where(counted, found, 0)) / max(counted.sum(), 1) / len(heads)
+            total -= jnp.sum(found, where=counted) / jnp.maximum(counted.sum(), 1) / len(heads)
         return total
 
     loss = functools.partial(page.multi_token_loss, x=x, ids=ids, segment_ids=segment_ids)
-    near(jax.value_and_grad(loss)(heads), jax.value_and_grad(expected)(heads), rtol=1e-4)
+    same_losses(loss, expected, heads)
 
 
 @pytest.mark.slow
@@ -409,7 +388,7 @@ def test_grpo_over_kept_ids_is_that_of_their_softmax(losses):
         return -jnp.mean(gain, where=is_sampled)
 
     batch = jnp.asarray(kept), is_sampled, advantages, old
-    near(*(jax.value_and_grad(loss)(x) for loss in (lambda x: page.kept_loss(x, *batch), expected)))
+    same_losses(lambda x: page.kept_loss(x, *batch), expected, x)
 
 
 @pytest.mark.slow
@@ -426,8 +405,7 @@ def test_a_stored_top_k_may_have_fewer_allowed_ids_than_k(losses):
         terms = jnp.exp(stored[0]) * jnp.where(jnp.isfinite(stored[0]), log_probs, 0)
         return -jnp.sum(terms, where=(ids != 0)[..., None]) / (ids != 0).sum()
 
-    loss = lambda x: page.top_k_loss(x, *stored, ids != 0)
-    near(jax.value_and_grad(loss)(x), jax.value_and_grad(expected)(x))
+    same_losses(lambda x: page.top_k_loss(x, *stored, ids != 0), expected, x)
 
 
 # --- objectives
@@ -659,3 +637,63 @@ def test_losses_and_texts_of_the_program_are_those_of_rows_alone():
         while len(text) < length + 2 and text[-1] != 1:
             text.append(int(likeliest(jnp.array([text]))))
         assert texts[row, : len(text)].tolist() == text
+
+
+# --- notebooks
+
+MASKS, TABLES = FOLDER / "03_masks.ipynb", FOLDER / "05_big_tables.ipynb"
+
+
+def test_scores_of_rotations_are_cosines_of_distances():
+    page = functions_of(FOLDER / "02_positions.ipynb", "rotary_scores")
+    keys, frequencies = np.array([-9, 3, 4000]), 1e4 ** (-np.arange(32) / 32)
+    cosines = np.cos((70 - keys)[:, None] * frequencies)
+    near(page.rotary_scores(70, keys), np.float32(2 * cosines.sum(1) / 8))
+
+
+@pytest.mark.slow
+def test_the_loss_of_packed_sentences_is_that_of_sentences_alone():
+    page, rng = functions_of(MASKS, "loss_of", "params", "vocabulary"), np.random.default_rng(15)
+    segment_ids = segment_ids_of(rng, 3, 12)
+    ids = np.where(segment_ids, rng.integers(1, len(page.vocabulary), segment_ids.shape), 0)
+    alone, of_alone = in_rows_of_their_own(segment_ids, ids)
+    loss = jax.jit(jax.value_and_grad(page.loss_of))
+    got = loss(page.params, ids, te.TokenPositions.from_segment_ids(segment_ids))
+    expected = loss(page.params, of_alone, te.TokenPositions.from_segment_ids(alone))
+    near(got, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_bits_of_bytes_do_not_depend_on_later_bytes():
+    page = functions_of(FOLDER / "04_train_a_transformer.ipynb", "bits", "models", CONTEXT=8)
+    windows = np.random.default_rng(16).integers(0, 256, (2, 13), np.uint8)
+    for scheme, model in page.models.items():
+        params = drawn(model.init, windows)
+        near(page.bits(scheme, params, windows)[:, :6], page.bits(scheme, params, windows[:, :7]))
+
+
+@pytest.mark.slow
+def test_a_first_step_by_rows_is_that_of_adam():
+    page = functions_of(TABLES, "row_step", "loss", "optimizer")
+    rng, ids = np.random.default_rng(17), np.array([[3, 3, 0], [19, 7, 3]])
+    table, wanted = np.float32(rng.normal(size=(20, 4))), np.float32(rng.normal(size=(2, 3, 4)))
+    tree = lambda: {"embed": {"embeddings": jnp.array(table)}}
+    loss = lambda params: page.loss(params, ids, wanted)
+    expected = dense_step(loss, tree(), page.optimizer, page.optimizer.init(tree()))
+    near(page.row_step(tree(), page.optimizer.init(tree()), ids, wanted), expected)
+
+
+@pytest.mark.slow
+def test_a_decoder_samples_after_right_padding_as_without_it(tmp_path):
+    names = "generate", "load", "function_of", "PAD"
+    page = functions_of(FOLDER / "08_a_whole_decoder.ipynb", *names)
+    zipfile.ZipFile(FOLDER / "data" / "decoders.zip").extractall(tmp_path)
+    model = page.load(tmp_path / "opt")
+    prompts = np.array([[5, 7, 9, page.PAD, page.PAD], [6, 8, 3, 20, 11]])
+    draw = jax.jit(functools.partial(page.generate, model, steps=4, temperature=1.0))
+    new, logits = draw(model.params, prompts, jax.random.key(0))
+    for row, prompt in enumerate(prompts):
+        text = np.append(prompt[prompt != page.PAD], new[row])[None]
+        tokens = te.TokenPositions.from_offset(0, text.shape[1])
+        alone, _ = jax.jit(page.function_of(model))(model.params, text, tokens)
+        near(logits[row], alone[0, -5:-1], rtol=1e-3)

@@ -6,7 +6,7 @@ that sees a key, or raises a ValueError that names the part which the kernel can
 of queries at padding are finite, and differ from kernel to kernel. A bias such as ALiBi's is not a
 part of the rule.
 
-Where a kernel compares row indices, you promise by `order=` how the tokens of each row lie:
+Where a kernel compares row indices, declare the layout of the tokens by `order=`:
 
 - `"full"`: one sequence in each row, without padding;
 - `"right"`: one sequence in each row, then padding;
@@ -15,9 +15,8 @@ Where a kernel compares row indices, you promise by `order=` how the tokens of e
 
 and positions rise by one from token to token of a sequence. What `TokenPositions.from_lengths`,
 `from_segment_ids` and `from_offset` return lies in one of these orders; `from_ids` allows padding
-inside a sequence. Outside of jit the promise is checked. Under jit the values are not known, and a
-promise that is not true gives wrong outputs: check the batches with `te.check_batch` in your data
-pipeline.
+inside a sequence. Outside of jit the layout is checked. Under jit the values are not known, and
+another layout gives wrong outputs: check the batches with `te.check_batch` in your data pipeline.
 
 In a Pallas kernel of your own for TPUs, `AttentionMask.block` makes the mask of the block from the
 positions and segment ids that the kernel has loaded, and `relative_position_buckets` its buckets.

@@ -177,7 +177,7 @@ def test_logits_are_those_of_the_model(tmp_path, name):
         )
 
 
-UNKNOWN = "whether a model another scales or bounds the logits like its text model is not known"
+UNKNOWN = "another may leave out the scale and softcap of its text model"
 NOT_THERE = "the file has no lm_head.weight, and it is not tied to the table"
 
 

@@ -27,9 +27,8 @@ def change_column(
 ) -> Float[Array, "t r"]:
     """The values, changed in one column of each row, or in none if it is outside.
 
-    Prevents that a CPU reads and writes all of them once more: 5 percent of a loss's time. Other
-    devices do it while they read them for something else, and a CPU too if this change is not the
-    last one.
+    On a CPU this avoids an extra pass over memory, 5 percent of a loss's time. Other devices fuse
+    the change with another pass, and so does a CPU if the change is not the last one.
     """
 
     def in_one_pass() -> Array:
@@ -53,8 +52,7 @@ def change_column(
 def known_after_reading(ids: Int32[Array, "k"], rows: Float[Array, "n d"]) -> Int32[Array, "k"]:
     """The same ids, whose use must wait for these rows.
 
-    Prevents that XLA copies a donated table because its rows may be overwritten before they are
-    read.
+    Without it, XLA copies a donated table, whose rows might be overwritten before they are read.
     """
     # Half of 0 or 1 is 0, but XLA does not see that. (It drops an optimization_barrier too early.)
     # A whole row, for explicit mesh axes may split its columns.
@@ -65,8 +63,8 @@ def known_after_reading(ids: Int32[Array, "k"], rows: Float[Array, "n d"]) -> In
 def computed_once(rows: Float[Array, "n ..."]) -> Float[Array, "n ..."]:
     """The same array.
 
-    Prevents that a CPU fuses its computation into whatever broadcasts it, and so repeats it: XLA
-    does not fuse through a gather.
+    Without it, a CPU fuses the computation into whatever broadcasts the array, and so repeats it.
+    XLA does not fuse through a gather.
     """
     # Under explicit mesh axes that split the array, the gather would need a sharding.
     if any(jax.typeof(rows).sharding.spec):
@@ -80,7 +78,7 @@ def computed_once(rows: Float[Array, "n ..."]) -> Float[Array, "n ..."]:
 def nan_where(is_wrong: Bool[Array, "..."], values: Float[Array, "..."]) -> Float[Array, "..."]:
     """The values, NaN where they are wrong; the bools have leading axes of the values.
 
-    Prevents that jax_debug_nans raises with jax_disable_jit, which looks at each constant, though
+    With jax_disable_jit, jax_debug_nans looks at each constant: a plain NaN would raise though
     nothing is wrong.
     """
     nan: Any = np.array(np.nan, values.dtype)

@@ -39,7 +39,7 @@ def is_explicit(mesh: Any) -> bool:
 
 
 def free_axes(mesh: Any) -> Axes:
-    """The axes of a mesh, without those of somebody's shard_map around this call.
+    """The axes of a mesh, without those of an enclosing shard_map.
 
     An array here is one device's along those: no other device can be reached by its type.
     """
@@ -63,7 +63,7 @@ def along(sharding: NamedSharding, axes: Iterable[str], mesh: Any) -> NamedShard
 def on_each_device(mesh: Any, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
     """The function, run on each device along the free axes of a mesh.
 
-    Types say what varies along each axis, those of somebody's shard_map too: jax then sums
+    Types say what varies along each axis, those of an enclosing shard_map too: jax then sums
     gradients over devices where an array is shared, and nowhere else.
     """
     free = frozenset(free_axes(mesh))

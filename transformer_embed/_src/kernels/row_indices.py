@@ -27,7 +27,7 @@ def refusal(name: str, want: str, got: Any) -> ValueError:
 
 @dataclasses.dataclass(frozen=True)
 class RowRule:
-    """The rule of a mask for a kernel, if the tokens of each row lie as its caller promises.
+    """The rule of a mask for a kernel, if the tokens lie as its caller declares.
 
     An error says which part of the rule the kernel cannot express, or which token on the host lies
     in another order.
@@ -55,8 +55,7 @@ class RowRule:
         if self.order is not None or mask.reach != EVERYTHING:
             # Tokens that were taken in another order than that of their row.
             self.check_absent(**{"queries.places": queries.places, "keys.places": keys.places})
-        # Tokens that are traced, or of other processes too, cannot be checked: the promise is
-        # believed.
+        # Tokens that are traced, or of other processes too, cannot be checked.
         is_unknown = any(
             arguments.is_traced(array) or not getattr(array, "is_fully_addressable", True)
             for array in jax.tree.leaves(mask)
@@ -90,7 +89,7 @@ class RowRule:
                 raise refusal(name, want, part if isinstance(part, int | tuple) else "an array")
 
     def check_order_is_given(self, parts: str, choices: tuple[str, ...] = tuple(ORDERS)) -> None:
-        """Raises a ValueError if the promise is missing that parts of the rule need."""
+        """Raises a ValueError if parts of the rule need an order and none is given."""
         if self.order not in choices:
             want = f"{' or '.join(map(repr, choices))}, for {parts} in {self.kernel}"
             raise arguments.value_error("order", want, repr(self.order))

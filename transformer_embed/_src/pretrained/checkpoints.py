@@ -1,4 +1,4 @@
-"""The doors of checkpoints: `load_embedder` and `save_embedder`, whose files describe themselves.
+"""`load_embedder` and `save_embedder`, whose files describe themselves.
 
 The metadata of such a file is JSON: a config, rotary embeddings, a bias, and names. What is read is
 checked by the classes and functions that it is for.

@@ -315,8 +315,7 @@ def _output(
     elif file.outer is None or output == plain or file.outer in SCALED_WITHIN.split():
         return output, None
     else:
-        is_not_known = "scales or bounds the logits like its text model is not known"
-        reason = f"whether a model {file.outer} {is_not_known}"
+        reason = f"{file.outer} may leave out the scale and softcap of its text model"
     return None, reason
 
 

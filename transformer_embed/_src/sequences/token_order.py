@@ -1,4 +1,4 @@
-"""How the tokens of each row lie, which fused kernels rely on: a promise, checked on the host."""
+"""The layout of tokens that fused kernels rely on: declared by the caller, checked on the host."""
 
 import numpy as np
 from jaxtyping import Bool, Integer

@@ -24,7 +24,7 @@ def check_batch(
     """Raises if an id is outside the vocabulary, or ids and tokens do not fit each other.
 
     Use it on the host, in a data pipeline: a compiled step cannot raise. There `lookup` reads NaN
-    for such an id, and attention kernels rely on an order that nobody checks.
+    for such an id, and attention kernels do not check the order of tokens.
 
     Args:
         ids: [...], or [length] or [batch, length] with tokens; any integer dtype; not traced.
@@ -33,7 +33,7 @@ def check_batch(
         pad_id: the id at padding, and nowhere else: a loss would leave out a label that
             `next_token_mask` counts, and tokens that count as padding are not trained on. None: any
             id may stand at padding.
-        order: how the tokens lie, as the functions of `te.kernels` are promised. `"full"`: one
+        order: the layout of the tokens, as in `te.kernels`. `"full"`: one
             sequence and no padding in each row. `"right"`: one sequence in each row, then padding.
             `"packed"`: any number of sequences, each in one run of tokens, with padding anywhere
             between them (so also padding on the left). Positions rise by one from token to token of
