@@ -302,21 +302,6 @@ def test_positions_of_images_go_on_from_text_in_packed_rows():
 
 
 @pytest.mark.slow
-def test_a_classifier_of_a_row_of_padding_alone_is_finite():
-    page = functions_of(RECIPES, "classifier")
-    config = te.EmbedderConfig(vocab_size=20, d_model=8, pad_id=0)
-    layer = types.SimpleNamespace(config=config, params=te.Embedder(config).init(jax.random.key(0)))
-    ids = jnp.array([[0, 0, 5, 6], [7, 0, 0, 0], [0, 0, 0, 0]])
-    weights = page.classifier.init(jax.random.key(0), ids, layer, False)
-    outputs, pull = jax.vjp(lambda w: page.classifier.apply(w, None, ids, layer, False), weights)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(pull(outputs)))
-    head = weights["classifier/linear"]
-    embed = te.Embedder(config).apply(layer.params, None, ids, is_training=False)
-    means = np.stack([embed[0, 2:].mean(0), embed[1, 0], np.zeros(8)])
-    near(outputs, means @ head["w"] + head["b"])
-
-
-@pytest.mark.slow
 def test_an_empty_bag_has_the_mean_0():
     page = functions_of(RECIPES, "loss_fn", "params")
     items, bags = jnp.array([3, 3, 8]), jnp.array([0, 0, 2])

@@ -237,9 +237,7 @@ optimizer updates each row of a table from that row alone. If it cannot, it rais
 transformation and optimizer of optax {optax.__version__}, each with plain arguments. Combinations (`optax.chain`,
 `optax.multi_transform`, masks, schedules, injected hyperparameters) are proved in the same way.
 
-Training by rows is lazy: rows with a gradient get the same update as from the dense optimizer, and so does their optimizer state. All
-other rows and their optimizer state do not change. A table that is also the output layer has a gradient in every row, so no optimizer
-can train it by rows: train it densely.
+Training by rows is lazy: rows without a gradient, and their optimizer state, do not change. A tied table has a gradient in every row: train it densely.
 
 The proof does not look at the values that all rows share. Keep these two kinds of transformations of your own off the tables:
 
