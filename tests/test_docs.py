@@ -148,16 +148,6 @@ def test_an_unknown_command_in_a_formula_fails_the_build(tmp_path):
     assert done.returncode != 0
 
 
-@pytest.mark.documentation
-def test_a_browser_opens_every_page_and_picture_and_finds_what_is_searched(pages):
-    pytest.importorskip("selenium")
-    import browse_docs  # noqa: PLC0415
-
-    if not browse_docs.chromium():
-        pytest.skip("Chromium and its driver are not installed")
-    assert browse_docs.browse(pages) == []
-
-
 def test_every_page_is_in_the_index_with_a_line():
     index = read(SOURCE / "index.md")
     for pattern in ("*.md", "*.ipynb", "reference/*.md"):

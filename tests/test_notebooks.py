@@ -81,16 +81,6 @@ def assert_prints_alike(text, stored, where):
             np.testing.assert_allclose(float(got), float(expected), **tolerance, err_msg=where)
 
 
-@pytest.mark.documentation
-def test_an_assertion_that_fails_in_a_cell_is_a_failure(tmp_path):
-    cell = nbformat.v4.new_code_cell(
-        "import transformer_embed as te\nassert te.padding_mask([0], pad_id=0).all(), 'one is padding'"
-    )
-    with pytest.raises(nbclient.exceptions.CellExecutionError) as caught:
-        _run(nbformat.v4.new_notebook(cells=[cell]), tmp_path)
-    assert (caught.value.ename, caught.value.evalue) == ("AssertionError", "one is padding")
-
-
 @by_notebook
 def test_it_is_stored_with_the_outputs_of_one_clean_run(path):
     notebook = nbformat.read(path, as_version=4)

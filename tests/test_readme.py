@@ -3,10 +3,9 @@ a document."""
 
 import code
 import re
-import symtable
 
 import pytest
-from pages import FOLDER, PAGES, README, ROOT, START, blocks_of
+from pages import FOLDER, PAGES, README, START, blocks_of
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 MOST_LINES = 150
@@ -64,20 +63,3 @@ def test_each_block_of_the_readme_says_whether_it_runs_alone_or_continues():
     said = re.findall(r"((?:.+\n)+)\n```python\n", README.read_text(encoding="utf-8"))
     assert len(said) == len(blocks_of(README)) >= 2
     assert [text for text in said if not re.search(r"\b(runs alone|continues from)\b", text)] == []
-
-
-def test_no_name_of_the_readme_means_two_things():
-    """A name that a block assigns or defines at its top level is not assigned again by a later
-    block."""
-    owners = {}
-    for number, block in enumerate(blocks_of(README)):
-        for symbol in symtable.symtable(block, "README.md", "exec").get_symbols():
-            if symbol.is_assigned() and not symbol.is_imported():
-                name = symbol.get_name()
-                assert owners.setdefault(name, number) == number, name
-
-
-def test_links_of_the_readme_lead_to_files():
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", README.read_text(encoding="utf-8"))
-    assert len(links) > 10
-    assert [link for link in links if not (ROOT / link).exists()] == []

@@ -14,10 +14,7 @@ from transformer_embed.cli.main import main
     [
         ([], "the following arguments are required: COMMAND"),
         (["fly"], "invalid choice: 'fly'"),
-        (["train", "x", "--stops", "3"], "unrecognized arguments: --stops 3"),
-        (["train", "--steps", "many"], "argument --steps: invalid int value: 'many'"),
         (["train", "--steps", "-1"], "--steps: wanted an int of at least 1, got -1"),
-        (["train", "--seed", "-1"], "--seed: wanted an int of at least 0, got -1"),
         (["train", "--seed", "2147483648"], "--seed: wanted an int of at most 2147483647, got 2147483648"),
         (["inspect"], "the following arguments are required: CHECKPOINT"),
         (["inspect", "c", "--stack", "both"], "argument --stack: invalid choice: 'both'"),
