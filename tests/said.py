@@ -48,17 +48,7 @@ def said_by_dot_product(mask, order):
     return said & (np.arange(keys) < np.asarray(lengths)[:, None, None])
 
 
-def said_by_ranges(mask, order):
-    ranges = te.kernels.visible_ranges(mask, order=order)
-    k_start, k_end, q_start, q_end = (np.asarray(each)[..., None] for each in ranges.values())
-    index = np.arange(mask.lengths[0])
-    keys, queries = (k_start <= index) & (index < k_end), (q_start <= index) & (index < q_end)
-    np.testing.assert_array_equal(keys, queries.swapaxes(1, 2))
-    return keys
-
-
 SAID = {
-    "visible_ranges": said_by_ranges,
     "splash_kernels": said_by_splash,
     "flash_attention_kwargs": said_by_flash,
     "mha_kwargs": said_by_mha,

@@ -104,7 +104,7 @@ def trained(seed, config, optimizer, form, *, kind, table, ids, where="none", ca
 
     def gradient(params, parts):
         every = jnp.stack([ids for ids, _ in parts], 1) if len(parts) > 1 else parts[0][0]
-        by_rows = te.rows.value_and_grad(loss, ids={NAME: {"embeddings": every}}, **options)
+        by_rows = te.rows.value_and_grad(loss, ids={"embeddings": every}, **options)
         return by_rows(params, parts)
 
     def step(params, state, parts):

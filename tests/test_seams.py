@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from meshes import AUTO, EXPLICIT, mesh_of, put
 
 import transformer_embed as te
+from transformer_embed._src.kernels import row_indices, splash_kernels
 
 HEADS, HEAD_DIM, VOCAB = 2, 8, 17
 CONFIG = te.EmbedderConfig(VOCAB, HEADS * HEAD_DIM, dropout_rate=0.0)
@@ -82,9 +83,10 @@ def test_a_loaders_batch_goes_through_a_packed_mask_to_a_kernel(params):
     def hidden(params, batch):
         tokens = batch["tokens"]
         mask = te.AttentionMask(tokens, causal=True, window=(4, 0))
-        ranges = te.kernels.visible_ranges(mask, order="packed")
-        k_start, k_end = ranges["k_start"][:, :, None], ranges["k_end"][:, :, None]
-        allowed = (k_start <= jnp.arange(24)) & (jnp.arange(24) < k_end)
+        rule = row_indices.RowRule(mask, "splash attention", "packed")
+        heads, segment_ids = splash_kernels.heads_and_segment_ids(rule, HEADS)
+        allowed = jnp.asarray(heads.masks[0][:24, :24])[None]
+        allowed &= segment_ids.q[:, :, None] == segment_ids.kv[:, None, :]
         attend = functools.partial(jax.nn.dot_product_attention, mask=allowed[:, None])
         return decoder(params, batch["ids"], tokens, attend)
 
@@ -296,7 +298,7 @@ def test_some_axes_of_a_mesh_are_explicit_and_others_automatic(kinds, split):
             return te.linear_cross_entropy(x, output, ids, shift=True, **options)
 
         square = lambda params: jnp.sum(embedder.apply(params, None, ids, is_training=False) ** 2)
-        rows = te.rows.value_and_grad(square, ids={path: {"embeddings": ids}})(params)[1]
+        rows = te.rows.value_and_grad(square, ids={f"{path}/embeddings": ids})(params)[1]
         state = optimizer.init(params)
         updated = te.rows.apply_gradients(optimizer, rows, state, params)[0]
         return jax.value_and_grad(loss)(params), loss(params, "none"), loss(updated)
@@ -312,7 +314,7 @@ def test_some_axes_of_a_mesh_are_explicit_and_others_automatic(kinds, split):
 def test_mappings_that_hide_their_tables_are_refused(kind):
     """jax flattens Haiku's immutable dicts as a whole: nothing would be found in them."""
     tables = {"embed": {"embeddings": jnp.ones((8, 2))}}
-    step = te.rows.value_and_grad(lambda params: 0.0, ids={"embed": {"embeddings": [1]}})
+    step = te.rows.value_and_grad(lambda params: 0.0, ids={"embeddings": [1]})
     _, grads = step(tables)
     for call in (
         lambda params: step(params),

@@ -149,7 +149,7 @@ def dense(params, ids, x):
 
 
 def update(params, ids, x):
-    adam, of_table = optax.adam(0.1), {NAME: {"embeddings": ids}}
+    adam, of_table = optax.adam(0.1), {f"{NAME}/embeddings": ids}
     loss = lambda params: jnp.sum(te.lookup(table_of(params), ids, pad_id=0) * x)
     _, grads = te.rows.value_and_grad(loss, ids=of_table, max_rows=8)(params)
     more = te.rows.value_and_grad(loss, ids=of_table)(params)[1]

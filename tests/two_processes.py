@@ -192,7 +192,7 @@ def row_step(config, exchange):
         def loss(params):
             return jnp.mean((embedder.apply(params, None, ids, is_training=False) - 1) ** 2)
 
-        of_table = {TABLE: {"embeddings": ids}}
+        of_table = {f"{TABLE}/embeddings": ids}
         by_rows = te.rows.value_and_grad(loss, ids=of_table, capacity=capacity)
         value, gradients = by_rows(params)
         return *te.rows.apply_gradients(OPTIMIZER, gradients, state, params), value

@@ -28,7 +28,6 @@ from transformer_embed._src.kernels.kernel_arguments import (
     dot_product_attention_kwargs,
     flash_attention_kwargs,
     mha_kwargs,
-    visible_ranges,
 )
 from transformer_embed._src.kernels.splash_kernels import splash_kernels
 
@@ -37,5 +36,4 @@ __all__ = [
     "flash_attention_kwargs",
     "mha_kwargs",
     "splash_kernels",
-    "visible_ranges",
 ]

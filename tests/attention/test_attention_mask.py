@@ -12,6 +12,7 @@ from compare import equal, near
 from refused import each_refused
 
 import transformer_embed as te
+from transformer_embed._src.kernels.row_indices import RowRule
 
 TokenPositions, AttentionMask = te.TokenPositions, te.AttentionMask
 
@@ -45,7 +46,7 @@ def test_batches_of_a_short_dtype_mean_the_same(dtype):
         wide, narrow = (AttentionMask(each, causal=True, **rule) for each in (tokens, short))
         equal(narrow.block_mask((length // 16,) * 2), wide.block_mask((length // 16,) * 2))
         equal(narrow.block(9, 0, (90, 90)), wide.block(9, 0, (90, 90)))
-        told = [te.kernels.visible_ranges(each, order="packed") for each in (wide, narrow)]
+        told = [RowRule(each, "a kernel", "packed").segment_ids() for each in (wide, narrow)]
         equal(*told)
 
 

@@ -52,7 +52,7 @@ def test_each_kernel_takes_what_it_can_express(rule):
     orders = {"full": FULL, "right": RIGHT, "packed": PACKED}
     for order, tokens in orders.items():
         mask = AttentionMask(tokens, **rule)
-        takes = {"splash_kernels", "visible_ranges"}
+        takes = {"splash_kernels"}
         takes |= {"flash_attention_kwargs", "mha_kwargs"} if "window" not in rule else set()
         if "chunk" not in rule and order != "packed":
             takes |= {"dot_product_attention_kwargs"}
@@ -351,7 +351,7 @@ REFUSED = [
     ("splash flash mha dot", *refused("order", RIGHT, causal=True, order="sorted")),
     ("splash", *refused("order", RIGHT, causal=False, window=(3, 3), order=None)),
     ("splash flash dot", *refused("keys", STEP, RIGHT, causal=True, order="right")),
-    ("splash flash mha dot visible", *refused("block_ids", PREFIX, causal=True, order="right")),
+    ("splash flash mha dot", *refused("block_ids", PREFIX, causal=True, order="right")),
     ("dot", *refused("order", PACKED, causal=False, order=None)),
     ("dot", *refused("tokens", LEFT, causal=True, order="right")),
     ("mha", *refused("keys", RIGHT, LEFT, causal=False)),

@@ -50,7 +50,7 @@ def step(trees, name, number):
         loss = lambda params: (
             te.Embedder(CONFIG).apply(params, None, ids, is_training=False) * weights
         ).sum()
-        of_table = {steps.NAME: {"embeddings": ids}}
+        of_table = {"embeddings": ids}
         capacity = 1.0 if any(spec) else None
         grads = te.rows.value_and_grad(loss, ids=of_table, capacity=capacity)(trees[0])[1]
         return te.rows.apply_gradients(OPTIMIZER, grads, trees[1], trees[0])

@@ -63,10 +63,10 @@ OTHER_USES = [
     (lambda: np.asarray(ROWS), OURS),
     (lambda: jnp.sum(ROWS), OURS),
     (lambda: train(tied), "table: wanted a whole table, trained densely, since the output layer is"),
-    (lambda: train(lambda ids: hk.Embed(6, 3, name="embed")(ids)), "params/embed/embeddings: wanted to be read by te"),
-    (lambda: of_leaves(jnp.tanh), "...In the loss, rows stand in the place of params/t: only lookup"),
-    (lambda: of_leaves(jnp.sum), "...In the loss, rows stand in the place of params/t: only lookup"),
-    (lambda: of_leaves(lambda x: x[:2]), "params/t: wanted its rows in their places, got 2 of them"),
+    (lambda: train(lambda ids: hk.Embed(6, 3, name="embed")(ids)), "embed/embeddings: wanted to be read by te"),
+    (lambda: of_leaves(jnp.tanh), "...In the loss, rows stand in the place of t: only lookup"),
+    (lambda: of_leaves(jnp.sum), "...In the loss, rows stand in the place of t: only lookup"),
+    (lambda: of_leaves(lambda x: x[:2]), "t: wanted its rows in their places, got 2 of them"),
 ]  # fmt: skip
 
 

@@ -4,16 +4,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array
 
 from transformer_embed._src import arguments
 from transformer_embed._src.attention.attention_mask import AttentionMask
-from transformer_embed._src.compiled import compiled
 from transformer_embed._src.kernels.row_indices import CAUSAL, EVERYTHING, RowRule, refusal
-from transformer_embed._src.partitioning import with_whole_rows
-from transformer_embed._src.sequences.runs import index_in_run, of_next_token
 
 
 def dot_product_attention_kwargs(
@@ -153,56 +149,6 @@ def mha_kwargs(
         want = f"the number of rows of the queries, for {rule.kernel}"
         raise arguments.value_error("batch_size", want, None)
     return options
-
-
-def visible_ranges(mask: AttentionMask, *, order: str | None = None) -> dict[str, Array]:
-    """The keys that each query sees, and the queries that see each key, as ranges of row indices.
-
-    For kernels that take a range of keys for each query, or of queries for each key.
-
-    Args:
-        mask: the mask; self-attention without block ids and sinks.
-        order: how the tokens of each row lie; see `te.kernels`. None, if the mask has no causal
-            mask, window, chunk or segment ids.
-
-    Returns:
-        `k_start`, `k_end`, `q_start` and `q_end`, int32 [B or 1, T]. Query i sees the keys from
-        `k_start[i]` to `k_end[i] - 1`; the queries from `q_start[j]` to `q_end[j] - 1` see key j.
-        At padding all are 0.
-
-    Raises:
-        TypeError: mask is not an AttentionMask.
-        ValueError: a part of the mask that ranges cannot express; the tokens are not traced and lie
-            in another order.
-
-    Example:
-        >>> import transformer_embed as te
-        >>> tokens = te.TokenPositions.from_segment_ids([[1, 1, 1, 2, 2, 0]])
-        >>> mask = te.AttentionMask(tokens, causal=True, window=(1, 0))
-        >>> ranges = te.kernels.visible_ranges(mask, order="packed")
-        >>> ranges["k_start"].tolist(), ranges["k_end"].tolist()
-        ([[0, 0, 1, 3, 3, 0]], [[1, 2, 3, 4, 5, 0]])
-    """
-    rule = RowRule(mask, "a range for each token", order)
-    rule.check_self_attention("any part")
-    ids, (left, right) = rule.segment_ids(), rule.distances
-    if ids is not None:
-        rule.check_order_is_given("segment ids or a chunk")
-    run = jnp.ones((1, mask.lengths[0]), jnp.int32) if ids is None else ids[0]
-    k_start, k_end = _ranges_in_runs(run, left, right)
-    q_start, q_end = _ranges_in_runs(run, right, left)
-    return {"k_start": k_start, "k_end": k_end, "q_start": q_start, "q_end": q_end}
-
-
-@compiled(1, 2)
-def _ranges_in_runs(ids: Int32[Array, "b t"], left: int, right: int) -> tuple[Array, Array]:
-    """The tokens so far before and after each, inside its run of one id; 0 is padding."""
-    ids = with_whole_rows(ids)
-    index = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
-    start = index - jnp.minimum(index_in_run(ids), left)
-    ends = jnp.where(ids != of_next_token(ids), index + 1, ids.shape[1])
-    end = jnp.minimum(index + right + 1, jax.lax.cummin(ends, axis=1, reverse=True))
-    return jnp.where(ids == 0, 0, start), jnp.where(ids == 0, 0, end)
 
 
 def _without_windows(rule: RowRule, make: Callable[[Array, Array], Any]) -> dict[str, Any]:

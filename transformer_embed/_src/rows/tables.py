@@ -1,8 +1,7 @@
 """The tables whose rows a function reads in their place."""
 
 import functools
-import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +23,6 @@ from transformer_embed._src.tokens.lookup import as_table
 from transformer_embed._src.tokens.row_order import RowOrder, nearest_rows
 
 Tree = Any
-ROOT = "params"
 NOTE = (
     "In the loss, rows stand in the place of {}: only lookup reads them, so leave them out of "
     "functions of all parameters."
@@ -93,16 +91,18 @@ class Tables(NamedTuple):
         return self.treedef.unflatten([values[name] for name in self.parameters])
 
 
-def find_tables(params: Tree, ids: Tree, max_rows: int | Tree | None, capacity: Any) -> Tables:
+def find_tables(
+    params: Tree, ids: Mapping[str, Any], max_rows: int | Mapping[str, int] | None, capacity: Any
+) -> Tables:
     """The parameters, and the tables in `ids`."""
-    paths, treedef = jax.tree.flatten_with_path(as_arrays(ROOT, params))
-    parameters = {_name(path): leaf for path, leaf in paths}
+    paths, treedef = jax.tree.flatten_with_path(as_arrays("params", params))
+    parameters = {jax.tree_util.keystr(k, simple=True, separator="/"): leaf for k, leaf in paths}
     ids = _by_parameter("ids", parameters, ids)
     bounds: dict[str, Any] = dict.fromkeys(ids, max_rows)
-    if not isinstance(max_rows, numbers.Number | None):
+    if isinstance(max_rows, Mapping):
         bounds = _by_parameter("max_rows", parameters, max_rows)
     for name in bounds.keys() - ids.keys():
-        raise arguments.value_error("max_rows", "none but for the tables in ids", name)
+        raise arguments.value_error("max_rows", "bounds of tables in ids", name)
     for name in ids:
         parameters[name] = as_table(name, parameters[name])
     if capacity is not None:
@@ -117,34 +117,19 @@ def find_tables(params: Tree, ids: Tree, max_rows: int | Tree | None, capacity: 
     return Tables(parameters, treedef, bounded_ids, capacity)
 
 
-def _by_parameter(argument: str, parameters: Mapping[str, Any], tree: Tree) -> dict[str, Any]:
-    """The parts of a tree by the parameters that their paths name."""
-
-    def is_part(path: Any, part: Any) -> bool:
-        # A part may be a list of ids.
-        return not isinstance(part, Mapping) and bool(_ending_with(parameters, path))
-
-    parts = jax.tree.leaves_with_path(tree, is_leaf=is_part, is_leaf_takes_path=True)
+def _by_parameter(
+    argument: str, parameters: Mapping[str, Any], values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The values by the paths of parameters, of which each name is one, or the end of one."""
+    values = arguments.instance(argument, values, Mapping, "a dict by the names of tables")
     found = {}
-    for path, part in parts:
-        if part is not None:
-            names = _ending_with(parameters, path)
-            if len(names) != 1:
-                tables = [name for name, leaf in parameters.items() if leaf.ndim == 2]
-                want = f"one of {', '.join(names or tables)} (or an end that only one has)"
-                raise arguments.value_error(argument, want, _name(path))
-            found[names[0]] = part
+    for name, value in values.items():
+        paths = [path for path in parameters if path.endswith(f"/{name}")]
+        if name in parameters:
+            paths = [name]
+        if len(paths) != 1:
+            tables = paths or [path for path, leaf in parameters.items() if leaf.ndim == 2]
+            want = f"one of {', '.join(tables)}, or an end that only one of them has"
+            raise arguments.value_error(argument, want, name)
+        found[paths[0]] = value
     return found
-
-
-def _ending_with(names: Mapping[str, Any], path: Any) -> Sequence[str]:
-    """The name with this path, or else all whose paths end with it."""
-    given = _name(path)
-    if given in names or not path:
-        return [given] if given in names else []
-    return [name for name in names if name.endswith(given.removeprefix(ROOT))]
-
-
-def _name(path: Any) -> str:
-    """The name of a parameter, also in errors."""
-    return "/".join([ROOT, *(jax.tree_util.keystr((key,), simple=True) for key in path)])

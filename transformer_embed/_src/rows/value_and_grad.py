@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.rows.tables import find_tables
 
 Tree = Any
@@ -15,9 +16,9 @@ Tree = Any
 def value_and_grad(
     loss: Callable,
     *,
-    ids: Tree,
+    ids: Mapping[str, ArrayLike],
     has_aux: bool = False,
-    max_rows: int | Tree | None = None,
+    max_rows: int | Mapping[str, int] | None = None,
     capacity: float | None = None,
 ) -> Callable:
     """`jax.value_and_grad` for a loss that reads few rows of large tables.
@@ -34,15 +35,14 @@ def value_and_grad(
         loss: a function of (params, ...) to a scalar, or to (scalar, aux). It reads the tables in
             `ids` only by `lookup`, as `TokenEmbedding` does.
         ids: {name: ids} of the tables that are trained by rows. A name is the path of a parameter,
-            or an end of it that only one has: "token_embedding/embeddings". A tree like `params`
-            is one too, where a list or tuple has None for other entries. The ids of a table, [...],
-            are all that the loss looks up, including padding and ids outside the vocabulary; others
-            read as NaN. Ids may repeat.
+            or an end of it that only one has, as "token_embedding/embeddings". The ids of a table,
+            [...], are all that the loss looks up, including padding and ids outside the vocabulary;
+            others read as NaN. Ids may repeat.
         has_aux: whether the loss returns (scalar, aux).
         max_rows: a bound on the distinct ids of a table in a batch; a bound below the number of ids
-            makes the step cheaper. An int, or a tree like `ids` with an int for each table that has
-            a bound. If a batch has more, the highest ids read as NaN. With a capacity, it bounds
-            the distinct ids of each device's part of the batch.
+            makes the step cheaper. An int, or {name: int} of the tables that have a bound. If a
+            batch has more, the highest ids read as NaN. With a capacity, it bounds the distinct ids
+            of each device's part of the batch.
         capacity: None: every device gets the distinct rows of the whole batch. A number above 0:
             each device gets the rows of its own part of the batch from the devices that own them,
             and sends their gradients back. Explicit mesh axes must split the rows of a table, and
@@ -72,7 +72,7 @@ def value_and_grad(
         >>> params = {"embed": {"embeddings": jnp.arange(20.0).reshape(10, 2)}}
         >>> ids = jnp.array([7, 2, 7])
         >>> loss = lambda params: jnp.sum(te.lookup(params["embed"]["embeddings"], ids))
-        >>> value, grads = te.rows.value_and_grad(loss, ids={"embed": {"embeddings": ids}})(params)
+        >>> value, grads = te.rows.value_and_grad(loss, ids={"embeddings": ids})(params)
         >>> rows = grads["embed"]["embeddings"]
         >>> float(value), rows.ids.tolist(), rows.values.tolist()
         (67.0, [2, 7, 12], [[1.0, 1.0], [2.0, 2.0], [0.0, 0.0]])

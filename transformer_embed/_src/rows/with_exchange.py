@@ -1,7 +1,7 @@
 """Rows that devices exchange without a step by rows: read alone, or trained densely."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,11 @@ Tree = Any
 
 
 def with_exchange(
-    function: Callable, *, ids: Tree, capacity: float = 1.0, max_rows: int | Tree | None = None
+    function: Callable,
+    *,
+    ids: Mapping[str, ArrayLike],
+    capacity: float = 1.0,
+    max_rows: int | Mapping[str, int] | None = None,
 ) -> Callable:
     """A function of parameters whose devices exchange the rows that it looks up.
 
