@@ -29,6 +29,14 @@ from transformer_embed.cli import main as command_line
 FOLDER = Path(__file__).parents[1] / "notebooks"
 PART = re.compile(r"(<!-- (reference|help): (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 SECTION = re.compile(r"^(Args|Returns|Raises|Example|Source):\n", re.MULTILINE)
+# Methods of public classes that only other parts of the package call.
+INTERNAL = {
+    "AttentionMask": "sides lengths reach",
+    "EmbedderConfig": "row_order factor stddevs",
+    "OutputLayer": "size",
+    "PositionalEncoding": "encoding",
+    "RowGradient": "parts trusted_values check owners",
+}
 ITEM = re.compile(r"^((?:\\\*)*\w+(?:, \w+)*): ")
 WIDTH = 100
 
@@ -104,6 +112,7 @@ def _methods(kind: type) -> Iterator[tuple[str, object]]:
     What it only implements of a class above it, other parts of the package call.
     """
     above = {name for base in kind.__mro__[1:] for name in vars(base)}
+    above |= {*INTERNAL.get(kind.__name__, "").split()}
     for name in ["__call__", *(name for name in vars(kind) if not name.startswith("_"))]:
         value = vars(kind).get(name)
         is_method = isinstance(value, classmethod | staticmethod | property)

@@ -53,9 +53,9 @@ def apply_gradients(
     Under jit with params and state donated, tables and state are written in place, at a cost that
     follows the batch.
 
-    `update` first traces the optimizer and follows the data to prove that each row is updated from
-    that row alone: under jit, once. The page "Optimizers that train by rows" lists which optimizers
-    pass. To clip by a global norm, clip the gradients before `update`.
+    It first traces the optimizer, once under jit, to prove that each row is updated from that row
+    alone. The page "Optimizers that train by rows" lists which optimizers pass. To clip by a global
+    norm, clip the gradients first.
 
     Args:
         optimizer: an optax optimizer.

@@ -58,7 +58,7 @@ class RowGradient(SomeRows):
     Two gradients of different rows of one table are added by `+`, and trees of them by
     `jax.tree.map` with an `is_leaf` that is true of them. `te.rows.pmean` averages them over
     devices. The tiny numbers, the `fingerprint`, show if something else mixed rows:
-    after `jax.lax.pmean` over devices with different ids, `update` writes NaN into the table. They
+    after `jax.lax.pmean` over devices with different ids, `apply_gradients` writes NaN. They
     keep their ratios if a gradient is scaled as a whole (by 1e-12 or more), cast to a dtype other
     than float16, or averaged over devices that have the same ids. Other functions of the gradient,
     such as its sign, end in NaN as well.
