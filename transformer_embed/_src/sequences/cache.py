@@ -64,33 +64,31 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
         >>> keys[:, :, 0, 0].tolist()
         [[1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]]
     """
-    if _is_row(cache):
+    leaves = jax.tree.leaves(cache)
+    if any(getattr(leaf, "ndim", 0) == 1 for leaf in leaves) and _is_row(cache):
         slot = arguments.as_array("slot", slot)
         slot = slot[None] if slot.ndim == 1 else slot
         written = write_cache(_with_batch(cache), _with_batch(new), slot)
         return jax.tree.map(lambda array: array[0], written)
     if not isinstance(slot, jax.Array):
-        shape = np.shape(next(iter(jax.tree.leaves(cache)), 0))
+        shape = np.shape(next(iter(leaves), 0))
         # Where it is not known here, or wrong, the compiled half says so.
         last = shape[1] - 1 if len(shape) > 1 and isinstance(shape[1], int) else 2**31 - 1
         slot = arguments.as_integers("slot", slot, -1, last, "the cache, or -1 to write nothing")
         if isinstance(slot, np.ndarray) and slot.ndim == 2:
             _check_apart(slot)
     slot = arguments.as_int32("slot", slot)
-    sides = {"cache": cache, "new": new}
-    if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(sides)):
+    if not all(isinstance(leaf, jax.Array) for leaf in [*leaves, *jax.tree.leaves(new)]):
         # Numbers on the host are checked before they are narrowed.
-        for name, tree in sides.items():
-            arrays = _arrays(name, tree).values()
-            sides[name] = jax.tree.unflatten(jax.tree.structure(tree), arrays)
-    return _written(**sides, slot=slot)
+        cache, new = _as_arrays("cache", cache), _as_arrays("new", new)
+    return _written(cache, new, slot)
 
 
 # Compiled even if the caller is not, with the checks of shapes.
 @compiled()
 def _written(cache: Any, new: Any, slot: Int32[Array, "..."]) -> tuple[Any, Bool[Array, "b t"]]:
-    held, tokens = _checked(cache, new, slot.shape)
-    (rows, slots), length = held[0].shape[:2], tokens[0].shape[1]
+    arrays, tokens = _checked(cache, new, slot.shape)
+    (rows, slots), length = arrays[0].shape[:2], tokens[0].shape[1]
     if slot.ndim < 2:
         first = jnp.broadcast_to(slot, rows)[:, None]
         places = first + jnp.arange(length, dtype=jnp.int32)[None]
@@ -110,7 +108,7 @@ def _written(cache: Any, new: Any, slot: Int32[Array, "..."]) -> tuple[Any, Bool
         put = jax.vmap(lambda row, added, places: row.at[places].set(added, mode="drop"))
         return split_like(put(whole, *sides), array)
 
-    arrays = map(write, held, tokens)
+    arrays = map(write, arrays, tokens)
     return jax.tree.unflatten(jax.tree.structure(cache), arrays), is_written
 
 
@@ -126,29 +124,28 @@ def _is_last_of_slot(places: Int32[Array, "b t"], slots: int) -> Bool[Array, "b 
 
 
 def _checked(cache: Any, new: Any, shape: tuple[int, ...]) -> tuple[list[Array], list[Array]]:
-    """The arrays of the cache, and those of the new tokens in their order."""
-    held, tokens = _arrays("cache", cache), _arrays("new", new)
-    # In an order that all processes have.
-    for name in held:
-        if name not in tokens:
-            tokens |= _default(name, tokens)
-    if not held or held.keys() != tokens.keys():
-        want, got = (", ".join(names) or "none" for names in (held, tokens))
+    """The arrays of the cache, and those of the new tokens."""
+    parts, tree = jax.tree.flatten(cache, is_leaf=_is_tokens)
+    new_parts, new_tree = jax.tree.flatten(new, is_leaf=_is_tokens)
+    if tree == new_tree:
+        cache = jax.tree.unflatten(tree, map(_made, parts))
+        new = jax.tree.unflatten(tree, map(_completed, new_parts, parts))
+    arrays, tokens = _by_path("cache", cache), _by_path("new", new)
+    if not arrays or arrays.keys() != tokens.keys():
+        want, got = (", ".join(paths) or "none" for paths in (arrays, tokens))
         raise arguments.value_error("new", f"the arrays of the cache, {want}", got)
-    for name in held:
-        if _positions_beside(name, held) is not None:
-            tokens[name] = _as_dtype(tokens[name], held[name].dtype)
-    (rows, slots), (_, length) = (next(iter(side.values())).shape[:2] for side in (held, tokens))
+    rows, slots = next(iter(arrays.values())).shape[:2]
+    length = next(iter(tokens.values())).shape[1]
     # A symbolic length is assumed to fit.
     if not export.is_symbolic_dim(length - slots) and length > slots:
         raise arguments.value_error("new", f"at most {slots} tokens, as the cache", length)
-    for name, array in held.items():
-        _check_layout(f"cache{name}", array, array, slots, rows)
-        _check_layout(f"new{name}", tokens[name], array, length, rows, 1)
+    for path, array in arrays.items():
+        _check_layout(f"cache{path}", array, array, slots, rows)
+        _check_layout(f"new{path}", tokens[path], array, length, rows, 1)
     if shape not in ((), (rows,), (1, length), (rows, length)):
         want = f"shape [], [{rows}] or [{rows}, {length}]"
         raise arguments.value_error("slot", want, f"shape {list(shape)}")
-    return [*held.values()], [tokens[name] for name in held]
+    return [*arrays.values()], [*tokens.values()]
 
 
 def _is_tokens(part: Any) -> bool:
@@ -156,9 +153,13 @@ def _is_tokens(part: Any) -> bool:
 
 
 def _is_row(cache: Any) -> bool:
-    """Whether the token positions of a cache have no batch axis."""
-    tokens = filter(_is_tokens, jax.tree.leaves(cache, is_leaf=_is_tokens))
-    return {array.ndim for array in jax.tree.leaves([*tokens])} == {1}
+    """Whether the token positions of a cache have no batch axis, as inside vmap."""
+    parts = jax.tree.leaves(cache, is_leaf=_is_tokens)
+    return any(_is_tokens(part) and np.ndim(part.positions) == 1 for part in parts)
+
+
+def _made(part: Any) -> Any:
+    return as_made(part) if _is_tokens(part) else part
 
 
 def _with_batch(tree: Any) -> Any:
@@ -168,6 +169,24 @@ def _with_batch(tree: Any) -> Any:
         return as_made(part) if _is_tokens(part) else arguments.as_array("new", part)[None]
 
     return jax.tree.map(with_batch, tree, is_leaf=_is_tokens)
+
+
+def _completed(new: Any, part: Any) -> Any:
+    """New token positions with the arrays and the dtypes that the cache has."""
+    if not (_is_tokens(new) and _is_tokens(part)):
+        return new
+    new, part = as_made(new), as_made(part)
+    arrays = {}
+    for name in FIELDS:
+        array, slots = getattr(new, name), getattr(part, name)
+        if array is None and slots is not None and name in DEFAULTS:
+            array = new.positions
+            if name != "places":
+                array = jnp.full_like(array, DEFAULTS[name])
+        if array is not None and slots is not None:
+            array = _as_dtype(array, slots.dtype)
+        arrays[name] = array
+    return TokenPositions(**arrays)
 
 
 def _check_apart(slots: np.ndarray) -> None:
@@ -185,33 +204,26 @@ def _as_dtype(integers: Array, dtype: Any) -> Array:
     return arguments.as_int32("new", integers) if dtype == jnp.int32 else integers.astype(dtype)
 
 
-def _arrays(name: str, tree: Any) -> dict[str, Array]:
-    """The arrays of a tree by their paths."""
-    tree = jax.tree.map(
-        lambda part: as_made(part) if _is_tokens(part) else part, tree, is_leaf=_is_tokens
+def _as_arrays(name: str, tree: Any) -> Any:
+    """A tree of jax arrays."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: arguments.on_device(
+            arguments.as_array(name + jax.tree_util.keystr(path), leaf)
+        ),
+        jax.tree.map(_made, tree, is_leaf=_is_tokens),
     )
+
+
+def _by_path(name: str, tree: Any) -> dict[str, Array]:
+    """The arrays of a tree by their paths."""
     arrays = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for path, array in jax.tree.leaves_with_path(tree):
         key = jax.tree_util.keystr(path)
-        array = arrays[key] = arguments.on_device(arguments.as_array(name + key, leaf))
         if array.ndim < 2:
             want = "an array [batch, length, ...]"
             raise arguments.value_error(name + key, want, f"shape {list(array.shape)}")
+        arrays[key] = array
     return arrays
-
-
-def _default(name: str, arrays: dict[str, Array]) -> dict[str, Array]:
-    """What an array of token positions means that is left out, or nothing."""
-    positions, field = _positions_beside(name, arrays), name.rpartition(".")[2]
-    if positions is None or field not in DEFAULTS:
-        return {}
-    return {name: positions if field == "places" else jnp.full_like(positions, DEFAULTS[field])}
-
-
-def _positions_beside(name: str, arrays: dict[str, Array]) -> Array | None:
-    """The positions of the tokens that an array belongs to, if it does."""
-    of_tokens, _, field = name.rpartition(".")
-    return arrays.get(f"{of_tokens}.positions") if field in FIELDS else None
 
 
 def _check_layout(name: str, array: Array, like: Array, length: int, *rows: int) -> None:
