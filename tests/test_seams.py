@@ -2,9 +2,7 @@
 
 import dataclasses
 import functools
-import types
 
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -151,19 +149,6 @@ def test_the_first_steps_of_a_loop_share_one_compilation():
     assert slots.padding_mask.tolist() == [[True, True, True, False]] * 2
 
 
-def test_eager_and_compiled_share_a_batch(params):
-    """A batch that jit returned, made by a constructor inside, goes on outside."""
-    ids = jnp.array([[4, 5, 6, 0]])
-    inside = jax.jit(functools.partial(te.TokenPositions.from_ids, pad_id=0))(ids)
-    outside = te.TokenPositions.from_ids(ids, pad_id=0)
-    assert jax.tree.structure(inside) == jax.tree.structure(outside)
-    for tokens in (inside, outside):
-        options = te.kernels.dot_product_attention_kwargs(
-            te.AttentionMask(tokens, causal=True), order="right"
-        )
-        assert options["key_value_seq_lengths"].tolist() == [3]
-
-
 @pytest.mark.slow
 def test_training_goes_on_after_an_exchange_that_overflows():
     """8 devices: the step is skipped and counted, with parameters and state as they were, and the
@@ -221,16 +206,6 @@ def test_what_a_loader_makes_of_positions_is_asked_for_its_dtype(read, dtype):
     tokens = jax.tree.map(lambda array: np.asarray(array).astype(dtype), tokens)
     with pytest.raises(TypeError, match="positions: wanted an integer dtype"):
         read(tokens)
-
-
-@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int64])
-def test_a_loader_may_store_positions_in_few_or_many_bits(dtype):
-    tokens = te.TokenPositions.from_segment_ids([1, 1, 2, 0])
-    stored = jax.tree.map(lambda array: np.asarray(array).astype(dtype), tokens)
-    masks = [
-        te.AttentionMask(each, causal=True, window=(2, 0)).dense() for each in (tokens, stored)
-    ]
-    equal(*masks)
 
 
 @pytest.mark.slow
@@ -308,20 +283,6 @@ def test_some_axes_of_a_mesh_are_explicit_and_others_automatic(kinds, split):
         params = put(mesh, params, split)
         found = jax.device_get(run(params, put(mesh, ids, "y")))
     near(found, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", [hk.data_structures.to_immutable_dict, types.MappingProxyType])
-def test_mappings_that_hide_their_tables_are_refused(kind):
-    """jax flattens Haiku's immutable dicts as a whole: nothing would be found in them."""
-    tables = {"embed": {"embeddings": jnp.ones((8, 2))}}
-    step = te.rows.value_and_grad(lambda params: 0.0, ids={"embeddings": [1]})
-    _, grads = step(tables)
-    for call in (
-        lambda params: step(params),
-        lambda params: te.rows.apply_gradients(optax.sgd(1.0), grads, (), params),
-    ):
-        with pytest.raises((TypeError, ValueError), match=r"^(params|ids): wanted"):
-            call(kind(tables))
 
 
 def test_flax_may_hold_a_sharded_table(tmp_path):

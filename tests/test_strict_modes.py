@@ -13,7 +13,7 @@ import optax
 import public
 import pytest
 import steps
-from calls import CALLS, IDS, POSITIONS, SCALINGS, TABLE, X, of_arrays, with_gradient
+from calls import CALLS, IDS, POSITIONS, X, of_arrays, with_gradient
 from cases import few
 from contexts import as_dtype, strict
 from drawn import drawn
@@ -39,46 +39,19 @@ def block_mask_of(positions, segment_ids):
     return te.AttentionMask(tokens, causal=True, window=(2, 0), chunk=3).block_mask((2, 2))
 
 
-OF_16_BITS = {"x": X.astype(jnp.bfloat16)[..., :3], "table": TABLE.astype(jnp.bfloat16)}
 FUNCTIONS = CALLS | {
     "alibi_slopes": of_arrays(te.alibi_slopes, num_heads=3),
-    "apply_rotary, 16 bits": of_arrays(
-        te.apply_rotary,
-        x=X.astype(jnp.bfloat16),
-        positions=POSITIONS,
-        layout="interleaved",
-        rotary_dim=2,
-    ),
     "causal_mask": of_arrays(te.causal_mask, length=3),
     "block_mask": of_arrays(
         block_mask_of, positions=np.arange(4), segment_ids=np.array([1, 1, 2, 0])
     ),
     "check_batch": of_arrays(in_order, positions=np.arange(3)),
-    "lookup, 16 bits": of_arrays(te.lookup, table=OF_16_BITS["table"], ids=IDS, pad_id=0),
     "sinusoidal_encoding of floats": of_arrays(
         te.sinusoidal_encoding, positions=POSITIONS + np.float32(0.5), d_model=5, odd="zero"
     ),
     "sinusoidal_table": of_arrays(te.sinusoidal_table, length=3, d_model=5, dtype="bfloat16"),
-    "linear_cross_entropy, 16 bits": of_arrays(
-        functools.partial(linear_cross_entropy, pad_id=0, label_smoothing=0.1, chunk_size=2),
-        **OF_16_BITS,
-        labels=np.ones((1, 3, 2), np.int32),
-    ),
-    "linear_log_probs, entropies": of_arrays(
-        functools.partial(linear_log_probs, pad_id=0, with_entropy=True),
-        x=X[..., :3],
-        table=TABLE,
-        labels=np.ones((1, 3, 2), np.int32),
-    ),
     "load_balanced_order": of_arrays(te.load_balanced_order, length=4, devices=2),
     "write_cache": of_arrays(te.write_cache, cache=X[0], new=X[0, :, :1], slot=IDS[0]),
-    "linear_logits, 16 bits": of_arrays(linear_logits, **OF_16_BITS, pad_id=1),
-    **{
-        f"apply_rotary, {kind.__name__}": of_arrays(
-            te.apply_rotary, x=X, positions=POSITIONS, base=100.0, scaling=kind(**arguments)
-        )
-        for kind, arguments in SCALINGS.items()
-    },
 }
 
 

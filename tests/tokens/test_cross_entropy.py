@@ -143,14 +143,13 @@ def test_metrics_of_sums_join_micro_batches():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reduction", ["sum", "none"])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_16_bits_are_summed_in_float32(reduction, dtype):
+def test_16_bits_are_summed_in_float32(dtype):
     tokens = 1024
     arrays = {"x": normal(0, tokens, 2), "table": normal(1, 3, 2), "bias": normal(2, 3)}
     arguments = {name: array.astype(dtype) for name, array in arrays.items()}
     arguments |= {"labels": np.arange(tokens) % 3, "weights": np.ones(tokens, np.float32)}
-    arguments |= {"reduction": reduction, "chunk_size": 16, "pad_id": 9}
+    arguments |= {"reduction": "sum", "chunk_size": 16, "pad_id": 9}
     wide = {name: np.float32(arguments[name]) for name in arrays}
     got, want = step(**arguments), step(**arguments | wide)
     assert [each.dtype for each in got] == [jnp.float32, *[dtype] * 3, jnp.float32]

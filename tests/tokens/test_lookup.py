@@ -17,7 +17,7 @@ from jax import export
 from jax.sharding import AxisType, PartitionSpec
 from meshes import put
 from oracle import loop_lookup
-from references import assert_right, linear_logits
+from references import linear_logits
 from refused import refused
 
 import transformer_embed as te
@@ -26,9 +26,6 @@ from transformer_embed._src.tokens import lookup_gradient
 # A gradient row sums at most 16 cotangents below 4 in magnitude: each sum is rounded by 2**-24 of
 # at most 64.
 GRADIENT_ERROR = 16 * 64 * 2.0**-24
-# A float32 sum of n products of numbers below 4 in magnitude, each partial sum rounded by 2**-24.
-PRODUCT_ERROR = 16 * 2.0**-24
-
 POLICIES = ("nan", "clip", "zero")
 STYLES = ("gather", "one_hot")
 VOCAB, WIDTH = 5, 3
@@ -55,16 +52,14 @@ def weighted(table, ids, cotangent, **options):
 # --- rows
 
 
-NUMBERS = "ids: ... got "
-TABLES = "table: ... got shape "
 ERRORS = [
     (TypeError, {"ids": [1.0]}, "ids: ... got float64"),
     (TypeError, {"ids": [True]}, "ids: ... got bool"),
     (TypeError, {"ids": [[1, 2], [3]]}, "ids: ... equal lengths, got a list"),
-    (TypeError, {"ids": None}, NUMBERS + "None"),
+    (TypeError, {"ids": None}, "ids: ... got None"),
     (TypeError, {"table": IDS}, "table: ... got int64"),
-    (ValueError, {"table": TABLE[0]}, TABLES + "[3]"),
-    (ValueError, {"table": TABLE[:0]}, TABLES + "[0, 3]"),
+    (ValueError, {"table": TABLE[0]}, "table: ... got shape [3]"),
+    (ValueError, {"table": TABLE[:0]}, "table: ... got shape [0, 3]"),
     (ValueError, {"out_of_range": "wrap"}, "out_of_range: ... got 'wrap'"),
     (ValueError, {"lookup_style": "matmul"}, "lookup_style: ... got 'matmul'"),
     (TypeError, {"pad_id": 0.0}, "pad_id: ... got float 0.0"),
@@ -206,15 +201,8 @@ def test_rows_and_gradients_survive_export_with_any_number_of_ids():
         )
     for ids in (np.array([1, 7, 1], np.int32), np.array([4], np.int32)):
         rows, gradient = revived.call(TABLE, ids)
-        assert_right(te.lookup, rows, TABLE, ids)
+        equal(rows, loop_lookup(TABLE, ids))
         assert_gradient(gradient, ids, np.ones((len(ids), WIDTH)))
-
-
-@pytest.mark.slow
-def test_the_gradient_of_an_empty_batch_is_zero():
-    with jax.set_mesh(mesh_of(AxisType.Auto, (1,))):
-        gradient = jax.grad(weighted)(TABLE, np.zeros(0, int), 1.0)
-    equal(gradient, 0 * TABLE)
 
 
 # --- meshes
@@ -227,13 +215,11 @@ MESH_COTANGENT = normal(4, *MESH_IDS.shape, 4)
 PLACEMENTS = [
     (SPEC("x"), SPEC(), SPEC("x", None, None)),
     (SPEC("x"), SPEC(None, "y"), SPEC("x", None, "y")),
-    (SPEC(None, ("x", "y")), SPEC(), SPEC(None, ("x", "y"), None)),
-    (SPEC("x"), SPEC("y"), SPEC("x", None, None)),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ids_spec", "table_spec", "rows_spec"), PLACEMENTS[:2])
+@pytest.mark.parametrize(("ids_spec", "table_spec", "rows_spec"), PLACEMENTS)
 def test_gradient_on_an_explicit_mesh_of_gpus_equals_that_of_one_device(
     monkeypatch, ids_spec, table_spec, rows_spec
 ):
@@ -256,21 +242,6 @@ def test_gradient_on_an_explicit_mesh_of_gpus_equals_that_of_one_device(
 
 
 # --- linear_logits
-
-# That of padding.
-LOWEST = jnp.finfo(jnp.float32).min / 2
-
-
-@pytest.mark.slow
-def test_logits_of_padding_are_the_lowest_and_move_nothing():
-    x, cotangent, is_padding = normal(2, 4, WIDTH), normal(3, 4, VOCAB), np.arange(VOCAB) == 2
-    table = np.where(is_padding[:, None], np.float32(-1e30), TABLE)
-    logits, back = jax.vjp(functools.partial(linear_logits, pad_id=2), x, table)
-    x_gradient, table_gradient = back(cotangent)
-    equal(logits[:, 2], LOWEST)
-    equal(table_gradient[2], 0)
-    expected = cotangent @ np.where(is_padding[:, None], 0, TABLE).astype(np.float64)
-    near(x_gradient, expected, atol=VOCAB * PRODUCT_ERROR)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
