@@ -244,11 +244,12 @@ def _at(
     On a GPU, gradients of a column that is read twice would be added in any order. So each is read
     once, and copied to where it stands again.
     """
-    size, place = products.shape[1], jnp.arange(columns.shape[1], dtype=jnp.uint32)
+    # Of columns' rank, because users may disable jax's rank promotion.
+    size, place = products.shape[1], jnp.arange(columns.shape[1], dtype=jnp.uint32)[None]
     # Which has no column is past the end, each in a place of its own.
     columns = jnp.where(is_kept & (columns < size), columns, size + place)
     is_same = columns[:, :, None] == columns[:, None]
-    is_first = ~(is_same & (place[:, None] < place)).any(1)
+    is_first = ~(is_same & (place[:, :, None] < place[:, None])).any(1)
     options = {"mode": "fill", "fill_value": 0, "unique_indices": True}
     once = jnp.where(is_first, columns, size + place)
     # By vmap, a mesh may split the rows.
