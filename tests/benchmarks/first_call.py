@@ -8,13 +8,15 @@ than the time of a clock. Small arrays: what is timed is tracing and compiling.
 The process has imported the package and has run a first small program of jax.
 """
 
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from harness import markdown_table, parser_of, print_machine, seconds_in_fresh_processes
+from harness import markdown_table, parser_of, print_machine
 
 BOUND_MS = 300
 # Each function, and the arrays that it is called with.
@@ -62,6 +64,20 @@ print(time.process_time() - start)
 """
 EAGER = "first eager call, ms of CPU"
 WAYS = {EAGER: "function", "first call under jit, ms of CPU": "jax.jit(function)"}
+
+
+def seconds_in_fresh_processes(
+    programs: dict[str, str], repeats: int, label: str
+) -> dict[str, np.ndarray]:
+    """Milliseconds of programs that each print seconds; they alternate, and a first run of each,
+    which fills the caches of files, is dropped."""
+    samples = {name: [] for name in programs}
+    for _ in tqdm(range(repeats + 1), desc=label, leave=False):
+        for name, program in programs.items():
+            command = [sys.executable, "-c", program]
+            output = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+            samples[name].append(1e3 * float(output.split()[-1]))
+    return {name: np.array(values[1:]) for name, values in samples.items()}
 
 
 def main():

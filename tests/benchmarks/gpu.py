@@ -41,8 +41,6 @@ SIZES = [
     (16_384, 32_000, 1024),
     (8192, 128_256, 4096),
     (8192, 151_936, 2048),
-    (65_536, 256, 512),
-    (65_536, 1000, 768),
 ]
 # Rows, length, layers, width, heads, words.
 STEPS = {
@@ -52,7 +50,6 @@ STEPS = {
 if not HAS_GPU:
     SIZES, STEPS = [(64, 300, 16), (128, 32, 16)], {"a tiny model": (2, 8, 2, 16, 2, 50)}
 TABLES, IDS = ((32_000, 512), (128_256, 4096)), 16_384
-LENGTH, DOCUMENTS, HEADS, CHANNELS = 16_384, 16, 8, 64
 
 
 def kernels(call: Callable, rounds: int) -> tuple[float, float]:
@@ -121,38 +118,17 @@ def mean_of_blocks(loss: Callable, tokens: int) -> Callable:
     return mean
 
 
-def jax_losses(tokens: int) -> dict[str, tuple[Callable, Callable | None]]:
-    """Of x, the table and labels: ours, and the same by whole logits, [tokens, words]."""
+def jax_losses(tokens: int) -> dict[str, Callable]:
+    """Of x, the table and labels: ours, the same by whole logits, and by some at a time."""
 
-    def logits(x, table):
+    def whole(x, table, labels):
         # In bfloat16, as XLA writes them; sums are in float32.
-        return (x @ table.T).astype(jnp.float32)
+        logits = (x @ table.T).astype(jnp.float32)
+        chosen = jnp.take_along_axis(logits, labels[:, None], 1)[:, 0]
+        return (jax.nn.logsumexp(logits, -1) - chosen).mean()
 
-    def log_probs(x, table, labels):
-        chosen = jnp.take_along_axis(logits(x, table), labels[:, None], 1)[:, 0]
-        return chosen - jax.nn.logsumexp(logits(x, table), -1)
-
-    def cross_entropy(*arrays):
-        return -log_probs(*arrays).mean()
-
-    def divergence(x, table, labels):
-        student = jax.nn.log_softmax(logits(x, table))
-        teacher = jax.nn.log_softmax(logits(x, -table))
-        return (jnp.exp(teacher) * (teacher - student)).sum(-1).mean()
-
-    def ratio_loss(of_tokens):
-        # Each token has a cotangent of its own, as in PPO.
-        return lambda *arrays: jnp.exp(of_tokens(*arrays) + 10).mean()
-
-    return {
-        "cross-entropy": (te.linear_cross_entropy, cross_entropy),
-        "log-probabilities": (ratio_loss(te.linear_log_probs), ratio_loss(log_probs)),
-        "divergence": (
-            lambda x, table, _: te.linear_divergence(x, table, x, -table),
-            divergence,
-        ),
-        "lax.map and checkpoint": (mean_of_blocks(cross_entropy, tokens), None),
-    }
+    blocks = mean_of_blocks(whole, tokens)
+    return {OURS: te.linear_cross_entropy, "whole logits": whole, "lax.map and checkpoint": blocks}
 
 
 def three_products(x, table, _):
@@ -163,38 +139,23 @@ def three_products(x, table, _):
 
 def losses(rounds: int) -> Report:
     """Values and gradients of x and the table."""
-    columns = ["tokens, words, width", "line", "ours, ms", "MB", "whole logits, ms", "MB"]
-    report = Report("losses, bfloat16", [*columns, "ours / whole"])
+    report = Report("losses, bfloat16", ["tokens, words, width", "line", "ms", "MB"])
     for tokens, words, width in SIZES:
         wide = drawn([of(tokens, width), of(words, width)])
         wide[1] *= width**-0.5
-        narrow = [array.astype(jnp.bfloat16) for array in wide]
+        arrays = [array.astype(jnp.bfloat16) for array in wide]
         labels = jnp.asarray(programs.below(words, tokens))
-        lines = {}
-        for name, functions in jax_losses(tokens).items():
-            grads = [each and jax.value_and_grad(each, (0, 1)) for each in functions]
-            lines[name] = grads, narrow
-            if name == "cross-entropy":
-                lines["value alone"] = functions, narrow
-                lines["cross-entropy, float32"] = grads, wide
-        lines["three products alone"] = (three_products, None), narrow
-        for name, (functions, arrays) in lines.items():
-            cells, times = [], []
-            for function in functions:
-                time_, megabytes = timed(function, (*arrays, labels), rounds)
-                times.append(time_)
-                cells += [f"{time_:.4g}", f"{megabytes:.0f}"]
-            ratio_ = f"{times[0] / times[1]:.2f}"
-            report.rows.append([f"{tokens}, {words}, {width}", name, *cells, ratio_])
-        for name, cells in torch_lines(tokens, words, width, rounds).items():
-            report.rows.append([f"{tokens}, {words}, {width}", name, *cells, "", "", ""])
+        lines = {name: jax.value_and_grad(f, (0, 1)) for name, f in jax_losses(tokens).items()}
+        lines["three products alone"] = three_products
+        found = {name: timed(f, (*arrays, labels), rounds) for name, f in lines.items()}
+        cells = {name: [f"{ms:.4g}", f"{mb:.0f}"] for name, (ms, mb) in found.items()}
+        for name, each in (cells | torch_lines(tokens, words, width, rounds)).items():
+            report.rows.append([f"{tokens}, {words}, {width}", name, *each])
     return report
 
 
-def timed(function: Callable | None, arguments: Any, rounds: int) -> tuple[float, float]:
-    """Milliseconds and megabytes of temporaries; NaN where there is nothing, or no memory."""
-    if function is None:
-        return np.nan, np.nan
+def timed(function: Callable, arguments: Any, rounds: int) -> tuple[float, float]:
+    """Milliseconds and megabytes of temporaries; NaN where there is no memory."""
     try:
         compiled = jax.jit(function).lower(*arguments).compile()
         milliseconds = clocked(functools.partial(compiled, *arguments), rounds)
@@ -301,7 +262,7 @@ def steps(rounds: int) -> Report:
         narrow = lambda leaf: (leaf * 0.02).astype(jnp.bfloat16)
         params = jax.tree.map(narrow, drawn(shapes))
         ids = jnp.asarray(programs.below(words, rows, length))
-        both = jax_losses(rows * length)["cross-entropy"]
+        both = [*jax_losses(rows * length).values()][:2]
         found = [timed(model_step(layers, heads, each), (params, ids), rounds) for each in both]
         cells = [cell for ms, mb in found for cell in (f"{ms:.4g}", f"{mb:.0f}")]
         report.rows.append([name, *cells, f"{found[0][0] / found[1][0]:.2f}"])
@@ -357,34 +318,12 @@ def steps_by_rows(rounds: int) -> Report:
     return report
 
 
-def attention(rounds: int) -> Report:
-    """The dense mask of packed documents, bfloat16, by XLA and by cuDNN."""
-    queries = drawn(of(1, LENGTH, HEADS, CHANNELS, dtype=jnp.bfloat16))
-    ids = np.repeat(np.arange(1, DOCUMENTS + 1, dtype=np.int32), LENGTH // DOCUMENTS)[None]
-
-    def attend(heads, ids, implementation):
-        mask = te.AttentionMask(te.TokenPositions.from_segment_ids(ids), causal=True).dense()
-        options = {"mask": mask, "implementation": implementation}
-        return jax.nn.dot_product_attention(heads, heads, heads, **options)
-
-    def loss(*arguments):
-        return attend(*arguments).sum(dtype=jnp.float32)
-
-    lines = {}
-    for name in ("cudnn", "xla"):
-        for what, function in {"forward": attend, "and backward": jax.grad(loss)}.items():
-            call = functools.partial(function, implementation=name)
-            lines[f"{name}, {what}"] = call, (queries, jnp.asarray(ids))
-    return table_of(f"attention, {LENGTH} tokens, {DOCUMENTS} documents", lines, rounds)
-
-
 CASES = {
     "losses": losses,
     "steps": steps,
     "programs": all_programs,
     "gradients": lookup_gradients,
     "rows": steps_by_rows,
-    "attention": attention,
 }
 
 if __name__ == "__main__":

@@ -3,11 +3,9 @@
 import argparse
 import dataclasses
 import json
-import math
 import os
 import platform
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,21 +22,13 @@ Samples = Mapping[str, np.ndarray]
 
 @dataclasses.dataclass
 class Report:
-    """What one case found: a table, remarks under it, the times, and what it is held to."""
+    """What one case found: a table, remarks under it, and the times."""
 
     title: str
     columns: Sequence[str]
     rows: list[list[str]] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     samples: dict[str, list[float]] = dataclasses.field(default_factory=dict)
-    held: list[list[str]] = dataclasses.field(default_factory=list)
-
-    def hold(self, what: str, value: float, *, least: float = -math.inf, most: float = math.inf):
-        """A line of the summary; NaN where the value was not measured."""
-        bound = f">= {least:g}" if least > -math.inf else f"<= {most:.3g}"
-        met = "met" if least <= value <= most else "MISSED"
-        met = "not measured" if math.isnan(value) else met
-        self.held.append([what, bound, f"{value:.3g}", met])
 
     def markdown(self) -> str:
         notes = "".join(f"\n- {note}" for note in self.notes)
@@ -96,10 +86,7 @@ def _milliseconds(call: Callable[[], Any], repeats: int) -> float:
 
 
 def ratio(samples: Samples, line: str, by: str) -> float:
-    """The median over the rounds of one line's time by another's; NaN where either was not
-    timed."""
-    if line not in samples or by not in samples:
-        return math.nan
+    """The median over the rounds of one line's time by another's."""
     return float(np.median(samples[line] / samples[by]))
 
 
@@ -111,18 +98,6 @@ def timing_report(title: str, samples: Samples, references: Sequence[str]) -> Re
         report.rows.append([name, f"{np.median(times):.4g}", *ratios])
         report.samples[f"{name}, ms"] = times.tolist()
     return report
-
-
-def seconds_in_fresh_processes(programs: Mapping[str, str], repeats: int, label: str) -> Samples:
-    """Milliseconds of programs that each print seconds; they alternate, and a first run of each,
-    which fills the caches of files, is dropped."""
-    samples = {name: [] for name in programs}
-    for _ in tqdm(range(repeats + 1), desc=label, leave=False):
-        for name, program in programs.items():
-            command = [sys.executable, "-c", program]
-            output = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
-            samples[name].append(1e3 * float(output.split()[-1]))
-    return {name: np.array(values[1:]) for name, values in samples.items()}
 
 
 def print_machine(packages: Sequence[str], what: str) -> dict[str, Any]:
@@ -149,7 +124,7 @@ def run(
     packages: Sequence[str],
     rounds: int,
 ) -> None:
-    """The command of a benchmark: a Markdown table a case, and one of what they are held to."""
+    """The command of a benchmark: a Markdown table a case."""
     parser = parser_of(document)
     parser.add_argument("--rounds", type=int, default=rounds, help="a case (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write all samples and tables here")
@@ -166,8 +141,6 @@ def run(
         reports[name] = cases[name](arguments.rounds)
         tqdm.write(reports[name].markdown(), file=sys.stdout)
         sys.stdout.flush()
-    held = [line for report in reports.values() for line in report.held]
-    print(f"\n## Summary\n\n{markdown_table(['target', 'bound', 'measured', ''], held)}")
     if arguments.json:
         found = {name: dataclasses.asdict(report) for name, report in reports.items()}
         found = {"machine": machine, "rounds": arguments.rounds, "cases": found}

@@ -2,10 +2,6 @@
 
 Usage: python tests/benchmarks/pretrained.py [--mib 1024] [--rounds 5]. Writes the
 table to a temporary folder; each load is a process of its own, with the file in the page cache.
-
-With --precision instead: how far embeddings in float32 are from those of the transformers library,
-in units in the last place of the largest value. The models are those of
-tests/golden/make_pretrained.py, at the sizes SIZES. Needs torch and transformers too.
 """
 
 import json
@@ -75,56 +71,12 @@ def measure(load: str, *paths: Path) -> dict[str, float]:
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
-WIDTHS = ("hidden_size", "d_model", "dim", "n_embd", "word_embed_proj_dim")
-SIZES = dict.fromkeys(WIDTHS, 768) | dict.fromkeys(("vocab_size", "decoder_vocab_size"), 1000)
-SIZES |= dict.fromkeys(("max_position_embeddings", "n_positions"), 514) | {"embedding_size": 128}
-
-
-def print_precision():
-    """Prints a Markdown table with a line for each float32 case of make_pretrained.py."""
-    tests = Path(__file__).parents[1]
-    sys.path += [str(tests / "golden"), str(tests / "pretrained")]
-    import make_pretrained as maker  # noqa: PLC0415 (needs torch)
-    import torch  # noqa: PLC0415
-    from checkpoints import checkpoint, unpack  # noqa: PLC0415
-
-    import transformer_embed as te  # noqa: PLC0415
-
-    ids = np.random.default_rng(0).integers(3, SIZES["vocab_size"], (2, 500))
-    rows, seen = [], set()
-    for case in tqdm(maker.DATA["pretrained"], leave=False):
-        # The form of its config.json does not change a model.
-        model, entries = (case["class"], case.get("stack")), maker.config_of(case)
-        if "dtype" in case or "text_config" in entries or model in seen:
-            continue
-        seen.add(model)
-        entries |= {key: SIZES[key] for key in entries if key in SIZES}
-        with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-            found = maker.case_of(case | {"config": entries}, ids.tolist())
-            loaded = te.pretrained.load_embedder(
-                checkpoint(Path(folder), found), stack=found["stack"]
-            )
-        types = {key: found[key] for key in ("token_types",) if key in found}
-        apply = te.Embedder(loaded.config).apply
-        ours = apply(loaded.params, None, ids, is_training=False, **types)
-        theirs = unpack(found["embeddings"])
-        unit = np.spacing(np.abs(theirs).max())
-        rows.append([case["name"], f"{np.abs(ours - theirs).max() / unit:.1f}"])
-    print(markdown_table(["model", "largest difference, ulp of the largest value"], rows))
-
-
 def main():
     """Prints a Markdown table."""
     parser = parser_of(__doc__)
     parser.add_argument("--mib", type=int, default=1024, help="size of the table (default: 1024)")
     parser.add_argument("--rounds", type=int, default=5, help="loads a line (default: 5)")
-    parser.add_argument(
-        "--precision", action="store_true", help="compare with transformers instead"
-    )
     arguments = parser.parse_args()
-    if arguments.precision:
-        print_precision()
-        return
     print_machine(PACKAGES, f"{arguments.rounds} rounds, {arguments.mib} MiB")
     size, runs = arguments.mib * 2**20, {name: [] for name in LOADS}
     with tempfile.TemporaryDirectory() as folder:

@@ -29,7 +29,7 @@ EAGER = {"decoding one token": 200}
 
 
 def load(folder: Path) -> ModuleType:
-    """The programs of a checkout's package, beside one that is already loaded."""
+    """The programs of a checkout, beside one that is already loaded."""
     for name in [
         name for name in sys.modules if name.split(".")[0] in (PACKAGE, "peers", "programs")
     ]:
@@ -38,7 +38,12 @@ def load(folder: Path) -> ModuleType:
     kinds = ("pytree_node", "namedtuple")
     names = {f"register_{kind}_serialization": mock.DEFAULT for kind in kinds}
     registration = mock.patch.multiple("jax.export", **names)
-    with mock.patch.object(sys, "path", [str(folder), *sys.path]), registration:
+    with (
+        mock.patch.object(
+            sys, "path", [str(folder / "tests" / "benchmarks"), str(folder), *sys.path]
+        ),
+        registration,
+    ):
         package = importlib.import_module(PACKAGE)
         # What it imports when it is first used, too.
         for part in ("kernels", "rows", "sharding"):
