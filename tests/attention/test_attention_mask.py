@@ -3,12 +3,11 @@ by pair."""
 
 import dataclasses
 
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compare import equal, near
+from compare import equal
 from refused import each_refused
 
 import transformer_embed as te
@@ -64,35 +63,6 @@ def test_a_long_chain_is_a_tree():
 TOKENS = TokenPositions.from_segment_ids([[1, 1, 1, 2], [1, 2, 2, 0]])
 TREE = TokenPositions.from_parents([-1, 0])
 MASK = AttentionMask(TOKENS, causal=True, window=(1, None), chunk=3)
-
-
-@pytest.mark.slow
-def test_a_row_alone_has_the_ranks_that_a_layer_takes():
-    """Gradients of each example: inside vmap and without, as a batch of one row."""
-    ids = jnp.array([[1, 2, 3, 0], [4, 5, 0, 0]])
-    embedder = te.Embedder(te.EmbedderConfig(vocab_size=6, d_model=8, pad_id=0))
-    params = embedder.init(jax.random.key(0))
-
-    def attend(x, mask):
-        init = hk.initializers.VarianceScaling(1.0)
-        return hk.MultiHeadAttention(2, 4, w_init=init)(x, x, x, mask=mask)
-
-    layer = hk.without_apply_rng(hk.transform(attend))
-    weights = layer.init(jax.random.key(0), jnp.ones((1, 8)), jnp.ones((1, 1, 1), bool))
-
-    def loss(params, ids):
-        tokens = TokenPositions.from_ids(ids, pad_id=0)
-        x = embedder.apply(params, None, ids, is_training=False, positions=tokens.positions)
-        x = layer.apply(weights, x, AttentionMask(tokens, causal=True).dense())
-        labels, output = jnp.roll(ids, -1, axis=-1), embedder.output(params)
-        return te.linear_cross_entropy(x, output, labels, mask=tokens.next_token_mask)
-
-    gradient = jax.grad(loss)
-    rows = jax.vmap(gradient, in_axes=(None, 0))(params, ids)
-    for row, one in enumerate(ids):
-        got = jax.tree.map(lambda array, row=row: array[row], rows)
-        near(got, gradient(params, one), rtol=1e-5, atol=1e-6)
-        near(got, gradient(params, one[None]), rtol=1e-5, atol=1e-6)
 
 
 def test_trees_of_anything_are_not_checked():

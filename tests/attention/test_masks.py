@@ -13,17 +13,6 @@ import transformer_embed as te
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_a_bias_is_zero_or_half_of_the_lowest(dtype):
-    lowest = float(jnp.finfo(dtype).min)
-    got = te.mask_to_bias([[True, False], [False, True]], dtype)
-    assert got.dtype == dtype
-    assert np.asarray(got, np.float32).tolist() == [[0, lowest / 2], [lowest / 2, 0]]
-    # ALiBi's steepest slope for 8 heads, 1/2, at a distance of 2**15; and two masks.
-    for other in (np.array(-(2.0**14), dtype), got):
-        assert np.isfinite(np.asarray(got + other, np.float32)).all()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_bias_hides_keys_to_the_bit_and_a_wholly_masked_row_has_a_gradient(dtype):
@@ -69,14 +58,13 @@ def test_a_bias_is_finite_in_float64_in_either_mode(enabled):
 
 
 PAD, BELOW = "pad_id: wanted ", "value: wanted a number below 0 that float"
-BIT_16_TO_64 = "dtype: ... got "
 TYPE_ERRORS = [
     (lambda: te.padding_mask([1.0], pad_id=0), "ids: ... got float"),
     (lambda: te.padding_mask([1], pad_id=True), PAD + "a Python int, got bool True"),
     (lambda: jax.jit(te.causal_mask)(3), "length: ... got a traced int32"),
     (lambda: te.mask_to_bias([1.0]), "mask: ... got float64"),
-    (lambda: te.mask_to_bias([True], int), BIT_16_TO_64 + "int64"),
-    (lambda: te.mask_to_bias([True], "float8_e4m3fn"), BIT_16_TO_64 + "float8_e4m3fn"),
+    (lambda: te.mask_to_bias([True], int), "dtype: ... got int64"),
+    (lambda: te.mask_to_bias([True], "float8_e4m3fn"), "dtype: ... got float8_e4m3fn"),
 ]  # fmt: skip
 VALUE_ERRORS = [
     (lambda: te.padding_mask([1], pad_id=2**31 - 1), PAD + "an int of at most 2147483646"),

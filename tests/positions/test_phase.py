@@ -3,7 +3,6 @@ import functools
 import itertools
 import re
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import mpmath
@@ -11,7 +10,6 @@ import numpy as np
 import oracle
 import pytest
 from compare import equal
-from hypothesis import strategies as st
 
 from transformer_embed._src.positions import phase
 
@@ -74,20 +72,6 @@ FLOATS = np.float32([0.5, -0.5, 2**24 - 1, *np.ravel(FLOATS)])
 )
 def test_sines_of_positions_in_arbitrary_precision(positions, pairs, base, frequency_scale):
     assert worst_error(positions, pairs, base, frequency_scale) <= oracle.MAX_ERROR
-
-
-multiply_high = jax.jit(phase.multiply_high)
-word = st.integers(0, 2**32 - 1)
-
-
-@pytest.mark.slow
-@hypothesis.given(st.lists(word, min_size=8, max_size=8), word)
-@hypothesis.settings(max_examples=30)
-def test_multiply_high_is_the_upper_word(numbers, other):
-    unsigned = np.array(numbers, np.uint32)
-    for values in (unsigned, unsigned.astype(np.int32)):
-        expected = [(n * other >> 32) % 2**32 for n in values.tolist()]
-        assert multiply_high(values, np.uint32(other)).tolist() == expected
 
 
 def test_pi_and_frequencies_to_seventy_digits():

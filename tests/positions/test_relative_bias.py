@@ -31,13 +31,9 @@ LOWEST, HIGHEST = -(2**31), 2**31 - 1
 EXTREMES = np.array([LOWEST, LOWEST + 1, -(2**24) - 1, 0, 2**24 + 1, HIGHEST])
 
 OF_8 = {"num_buckets": 8, "max_distance": 20}
-BIASES = [
-    (alibi_bias, {"num_heads": 3}),
-    (relative_position_buckets, OF_8),
-    (alibi_bias, {"num_heads": 3, "causal": False, "dtype": "bfloat16"}),
-    (relative_position_buckets, OF_8 | {"causal": True}),
-]
-every_function = pytest.mark.parametrize(("function", "options"), BIASES[:2])
+every_function = pytest.mark.parametrize(
+    ("function", "options"), [(alibi_bias, {"num_heads": 3}), (relative_position_buckets, OF_8)]
+)
 
 
 # --- ALiBi
@@ -132,14 +128,6 @@ def test_many_buckets_need_no_memory_of_their_own():
 
 
 # --- Both
-
-
-@pytest.mark.slow
-@every_function
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint16])
-def test_bias_of_narrow_positions_does_not_overflow(function, options, dtype):
-    ends = jnp.array([jnp.iinfo(dtype).min, jnp.iinfo(dtype).max], dtype)
-    check(function, ends, ends, **options)
 
 
 @pytest.mark.slow

@@ -18,15 +18,6 @@ SEGMENTS = np.array(
 )
 
 
-# --- constructors
-
-
-# --- what they hold
-
-
-# --- parts of a batch
-
-
 def test_slices_and_a_short_repr():
     """Also where one row of positions serves all rows."""
     tokens = TokenPositions(np.arange(6), segment_ids=SEGMENTS[:3, :6])
