@@ -25,7 +25,7 @@ def is_read_back(found):
     jax.tree.map(np.testing.assert_array_equal, found.params, PARAMS)
 
 
-@pytest.mark.parametrize("name", ["path", "config", "params", "layers", "bias", "names"])
+@pytest.mark.parametrize("name", ["path", "config", "params", "bias", "names"])
 def test_what_is_saved_with_any_argument_is_read_back(name):
     for value in VALUES:
         arguments = {"path": "saved", "config": CONFIG, "params": PARAMS} | {name: value}

@@ -75,7 +75,6 @@ def load_embedder(
     names: Mapping[str, str] | None = None,
     length: int | None = None,
     part: str | None = None,
-    prefix: str | None = None,
     shardings: Mapping[str, NamedSharding] | None = None,
     row_multiple: int = 1,
 ) -> PretrainedInput:
@@ -117,9 +116,8 @@ def load_embedder(
             effect otherwise.
         part: of a model of several parts, the object in config.json that describes the one to load,
             such as "decoder" or "thinker_config.text_config"; None: its `text_config`, if it has
-            one.
-        prefix: with which the names of that part's tensors begin, such as "thinker."; None: only
-            one of the parts has tensors of such names.
+            one. If several parts have tensors of the same names, those are read that begin with the
+            part's name ("decoder.", "thinker.").
         shardings: how parameters are split over a mesh, by paths that may be shortened as for
             names: {"token_embedding/embeddings": NamedSharding(mesh, P("data"))}. Each device's
             part is read from the file on its own; the other parameters are whole on each device of
@@ -163,12 +161,11 @@ def load_embedder(
         raise arguments.value_error("config and names", "both or neither", "one of them")
     tensors = open_tensors(path)
     is_own = CONFIG in tensors.metadata
-    of_part: dict[str, Any] = {"stack": stack, "part": part, "prefix": prefix}
     if config is not None or is_own:
         # Empty settings say nothing.
-        left_out = {"settings": settings or None, "length": length} | of_part
-        left_out["row_multiple"] = None if row_multiple == 1 else row_multiple
-        for name, value in left_out.items():
+        others = {"settings": settings or None, "length": length, "stack": stack, "part": part}
+        others["row_multiple"] = None if row_multiple == 1 else row_multiple
+        for name, value in others.items():
             arguments.check_left_out(name, value, "names or metadata say what it would")
     may_lack = OFFSETS
     if config is not None and names is not None:
@@ -179,7 +176,7 @@ def load_embedder(
         # A missing offset is damage.
         found, may_lack = describe_own(tensors), ()
     else:
-        found = _published(tensors, dict(settings or {}), length=length, **of_part)
+        found = _published(tensors, dict(settings or {}), stack, length, part)
         padded = dataclasses.replace(found.config, row_multiple=row_multiple)
         found = found._replace(config=padded)
     parameters = check_tensors(tensors, found, may_lack)
@@ -199,13 +196,12 @@ def _named(config: Any, names: Mapping[str, str]) -> tuple[PretrainedInput, Mapp
     return PretrainedInput(config, {}, names=stored), paths
 
 
-def _published(tensors: Tensors, said: dict[str, Any], **of_part: Any) -> PretrainedInput:
+def _published(tensors: Tensors, settings: dict[str, Any], *which: Any) -> PretrainedInput:
     """The input layer of a published model, of its config.json and of the settings."""
     beside = tensors.path.parent / "config.json"
-    # A link that leads nowhere is an error, not a file that is missing.
-    whole = read_json(beside) if os.path.lexists(beside) else {}
-    file = open_published(beside, whole, tensors, **of_part)
-    return describe(file, *recognised(file, said.pop("model_type", None)), said)
+    whole = read_json(beside) if beside.exists() else {}
+    file = open_published(beside, whole, tensors, *which)
+    return describe(file, *recognised(file, settings.pop("model_type", None)), settings)
 
 
 def load_config(
@@ -249,9 +245,9 @@ def load_config(
         path = path / "config.json" if path.is_dir() else path
         source = read_json(path)
     tensors = Tensors(path, {}, {}, lambda _: ({}, {}))
-    file = open_published(path, source, tensors, stack=stack, length=length, part=part)
-    said = dict(settings or {})
-    return describe_config(file, kind_of(file, said.pop("model_type", None)), said)
+    file = open_published(path, source, tensors, stack, length, part)
+    overrides = dict(settings or {})
+    return describe_config(file, kind_of(file, overrides.pop("model_type", None)), overrides)
 
 
 def save_embedder(
@@ -268,7 +264,7 @@ def save_embedder(
     The file is written whole or not at all. The configuration is stored in its metadata. With the
     names that `load_embedder` returned, other libraries find the tensors under their original
     names. The checks of `load_embedder` run before anything is written. A replaced file keeps its
-    permissions. Equal arguments write equal bytes. If parameters lie on the devices of several
+    permissions. If parameters lie on the devices of several
     processes, all must call it: each gathers them, the first one writes, and the others wait.
 
     Args:

@@ -11,12 +11,11 @@ import mmap
 import os
 import pathlib
 import re
-import reprlib
 import secrets
 import stat
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,8 +28,6 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PIECE = 2**23
 # Below a folder, searched for the message of an error.
 MOST_FILES = 1000
-# The longest that file systems take.
-LONGEST_NAME = 255
 NO_FILE = (
     "No such file or directory (for a model's name, pass the folder that "
     "huggingface_hub.snapshot_download(name) returns)"
@@ -163,18 +160,9 @@ def _pieces(entry: TensorInfo, size: int = PIECE) -> Iterator[bytes]:
 
 
 def as_path(value: Any) -> pathlib.Path:
-    """A path that a file may have; a first ~ is the user's home."""
-    try:
-        path = pathlib.Path(value).expanduser()
-        if b"\0" not in os.fsencode(path):
-            return path
-    except TypeError as error:
-        want = "a str or another path"
-        raise arguments.type_error("path", want, arguments.describe(value)) from error
-    # No home of that name, or letters that no file system has.
-    except (ValueError, RuntimeError):
-        pass
-    raise arguments.value_error("path", "a path that a file may have", reprlib.repr(value))
+    """A path; a first ~ is the user's home."""
+    arguments.instance("path", value, str | os.PathLike, "a str or another path")
+    return pathlib.Path(value).expanduser()
 
 
 def open_tensors(path: str | os.PathLike[str]) -> Tensors:
@@ -183,11 +171,10 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
     An index file lists shards, which are beside it.
     """
     found = as_path(path)
-    if not os.path.lexists(found):
+    if not found.exists():
         raise FileNotFoundError(errno.ENOENT, NO_FILE, str(found))
     if found.is_dir():
-        # A link that leads nowhere is there too.
-        names = [name for name in (WHOLE, INDEX) if os.path.lexists(found / name)]
+        names = [name for name in (WHOLE, INDEX) if (found / name).exists()]
         if not names:
             below = itertools.islice(found.rglob("*"), MOST_FILES)
             got = _step(*(str(path.relative_to(found)) for path in below)) or "neither"
@@ -223,8 +210,7 @@ def _shards(path: pathlib.Path) -> dict[str, pathlib.Path]:
     # Thousands of tensors are in a few files.
     for name in {*map(str, names.values())}:
         # Links are followed: a cache of the hub has links to files elsewhere.
-        is_name = pathlib.Path(name).name == name and name.isprintable()
-        if not is_name or len(name) > LONGEST_NAME:
+        if pathlib.Path(name).name != name:
             raise arguments.value_error(path, "shards in its folder", repr(name))
     return {tensor: path.parent / str(name) for tensor, name in names.items()}
 
@@ -269,7 +255,6 @@ def parse(
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """A JSON object; a ValueError if the file holds anything else."""
-    _regular_mode(path)
     return parse(path, path.read_bytes())
 
 
@@ -277,7 +262,6 @@ def _header(path: pathlib.Path) -> Header:
     """Each tensor's entry, and the metadata."""
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415 (slow to load)
 
-    _regular_mode(path)
     try:
         # It checks the header, and that the file is whole.
         with safe_open(path, framework="numpy"):
@@ -310,34 +294,19 @@ def _header(path: pathlib.Path) -> Header:
 def written(
     path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: dict[str, str]
 ) -> Iterator[Tensors]:
-    """What is written to a safetensors file, whole, or not at all if the caller raises."""
+    """What is written to a safetensors file, whole, or not at all if the caller raises.
+
+    A temporary file is renamed at the end, so that the path always has a whole file. A replaced
+    file keeps its mode.
+    """
     from safetensors.numpy import save  # noqa: PLC0415 (slow to load)
 
-    with open_whole(path) as file:
-        # Not `save_file`, which has another temporary file, a mode and errors of its own.
-        data = save({**arrays}, metadata)
-        size = int.from_bytes(data[:8], "little")
-        # Its metadata are in another order each time; equal arguments write equal files.
-        header = json.loads(data[8 : 8 + size])
-        text = json.dumps(header, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
-        file.write(data[:8] + text.encode().ljust(size))
-        file.write(memoryview(data)[8 + size :])
-        file.flush()
-        # Errors name the path.
-        yield open_tensors(file.name)._replace(path=path)
-
-
-@contextlib.contextmanager
-def open_whole(path: pathlib.Path) -> Iterator[IO[bytes]]:
-    """A temporary file that is renamed at the end, so that the path always has a whole file.
-
-    A replaced file keeps its mode.
-    """
-    if not path.parent.exists():
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path.parent))
     exists = path.exists()
+    if exists and not path.is_file():
+        got = f"a folder, a pipe or a device, {path}"
+        raise arguments.value_error("path", "a regular file", got)
     # A new file has the mode of any new file: what the umask leaves of this.
-    mode = _regular_mode(path) if exists else 0o666
+    mode = stat.S_IMODE(path.stat().st_mode) if exists else 0o666
     # In the same folder: a file of another file system cannot be renamed to the path.
     temporary = path.parent / f".transformer_embed-{secrets.token_hex(8)}.tmp"
     # A private file's replacement must not be readable by others, not even while it is written.
@@ -346,26 +315,12 @@ def open_whole(path: pathlib.Path) -> Iterator[IO[bytes]]:
             if exists:
                 # The umask took bits away that the replaced file has.
                 temporary.chmod(mode)
-            yield file
+            file.write(save({**arrays}, metadata))
             file.flush()
+            # Errors name the path.
+            yield open_tensors(temporary)._replace(path=path)
             # The data first: after a crash, the new name must not have an empty file.
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _regular_mode(path: pathlib.Path) -> int:
-    """The mode of a regular file.
-
-    A ValueError for anything else: to open a pipe is to wait for its other end.
-    """
-    if path.is_symlink() and not path.exists():
-        # As in a cache of the hub whose download was cut short.
-        step = "its link leads nowhere; download it again"
-        raise FileNotFoundError(errno.ENOENT, step, str(path))
-    mode = path.stat().st_mode
-    if not stat.S_ISREG(mode):
-        got = f"a folder, a pipe or a device, {path}"
-        raise arguments.value_error("path", "a regular file", got)
-    return stat.S_IMODE(mode)

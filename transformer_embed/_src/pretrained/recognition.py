@@ -34,7 +34,7 @@ class Published(NamedTuple):
     Args:
         tensors: of the checkpoint.
         stack: "encoder", "decoder", or None: not said.
-        prefix: how the names of the model's tensors begin, or None: not said.
+        prefix: how the names of the tensors of the part that was asked for may begin.
         path: of config.json.
         entries: of config.json, those of the text model.
         model_type: of the text model, as config.json says.
@@ -44,7 +44,7 @@ class Published(NamedTuple):
 
     tensors: Tensors
     stack: str | None
-    prefix: str | None
+    prefix: str
     path: pathlib.Path
     entries: Options
     model_type: Any
@@ -61,16 +61,16 @@ def open_published(
     path: pathlib.Path,
     whole: Options,
     tensors: Tensors,
-    *,
     stack: str | None,
     length: int | None,
     part: str | None,
-    prefix: str | None = None,
 ) -> Published:
     """A model's tensors, with the entries of its config.json."""
     if stack is not None:
         arguments.choice("stack", stack, STACKS)
     outside, entries = _part(path, whole, part)
+    # Qwen 2.5-Omni's thinker_config describes tensors that begin with "thinker.".
+    prefix = part.partition(".")[0].removesuffix("_config") + "." if part else ""
     model_type = entries.get("model_type") or outside.get("model_type")
     outer = None if entries is outside else str(outside.get("model_type"))
     if isinstance(is_tied := outside.get("tie_word_embeddings"), bool):
@@ -127,7 +127,7 @@ def recognised(file: Published, model_type: Any) -> tuple[Architecture, str, dic
         for name in files
         if f".{name}".endswith(f".{end}")
     }
-    prefixes = {prefix for prefix in prefixes if prefix.startswith(file.prefix or "")}
+    prefixes = {prefix for prefix in prefixes if prefix.startswith(file.prefix)} or prefixes
     # A layer that predicts further tokens, as DeepSeek V3 has, has the table once more.
     outside = [prefix for prefix in prefixes if not re.search(r"\b\d+\.", prefix)]
     found = {
@@ -138,7 +138,7 @@ def recognised(file: Published, model_type: Any) -> tuple[Architecture, str, dic
     if len(found) != 1:
         side = f" (its {file.side}; `stack` says which)" if kind.has_stacks else ""
         want = f"the tensors of one model {kind.type}{side}, or {BY_HAND}"
-        under = f"those under {[*found]} (`prefix` and `part` choose)"
+        under = f"those under {[*found]} (`part` chooses)"
         raise arguments.value_error(tensors.path, want, under if found else tensors.listed())
     ((prefix, names),) = found.items()
     for tensor in names.values():
