@@ -24,7 +24,7 @@ def dot_product_attention_kwargs(
 
     Args:
         mask: the mask; without block ids and chunks.
-        order: how the tokens of each row lie, `"full"` or `"right"`; see `te.kernels`. None, if the
+        order: the layout of the tokens, `"full"` or `"right"`; see `te.kernels`. None, if the
             mask has neither segment ids nor a causal mask nor a window.
         batch_size: pass the number of rows of the batch, B, if the mask was made for one row that
             stands for all. None: the mask has B rows.
@@ -89,7 +89,7 @@ def flash_attention_kwargs(
 
     Args:
         mask: the mask; without block ids and a window, and between two sequences not causal.
-        order: how the tokens of each row lie; see `te.kernels`. None, if the mask is not causal.
+        order: the layout of the tokens; see `te.kernels`. None, if the mask is not causal.
         batch_size: pass the number of rows of the batch, B, if the mask was made for one row that
             stands for all. None: the mask has B rows.
 
@@ -122,7 +122,7 @@ def mha_kwargs(
 
     Args:
         mask: the mask; self-attention without a window and block ids.
-        order: how the tokens of each row lie; see `te.kernels`. None, if the mask is not causal.
+        order: the layout of the tokens; see `te.kernels`. None, if the mask is not causal.
         batch_size: the number of rows of the batch, B, which the kernel's segment ids must have.
             None: the mask has B rows, more than one.
 

@@ -40,7 +40,7 @@ def splash_kernels(
         mask: the mask, without block ids. A causal mask or a window is of self-attention, or needs
             q_offset.
         num_heads: number of query heads.
-        order: how the tokens of each row lie; see `te.kernels`. None, if the mask has neither a
+        order: the layout of the tokens; see `te.kernels`. None, if the mask has neither a
             causal mask nor a window.
         batch_size: pass the number of rows of the batch, B, if the mask was made for one row that
             stands for all. None: the mask has B rows.
