@@ -3,8 +3,9 @@
 Each row is a kind of config, each column a start: the score at the best of the rates, a mean over
 seeds, and the first loss in parentheses. The score is the loss on held-out text, or on new rows of
 the tasks that are drawn: `copy` (the token three places back) and `masked` (masked tokens of two
-arithmetic progressions a row, in a model like BERT). All runs of a width are one program, since
-what differs between them is an array.
+arithmetic progressions a row, in a model like BERT). `post_norm` is a model of six layers with a
+norm after each residual sum, on `bytes`. All runs of a width are one program, since what differs
+between them is an array.
 
 Usage: python tests/benchmarks/learning.py [--tasks text copy] [--widths 64 256] [--json FILE]
        python tests/benchmarks/learning.py --draw FILE... draws the picture of the page Performance
@@ -32,7 +33,7 @@ from matplotlib.figure import Figure
 
 import transformer_embed as te
 
-NUM_LAYERS, HEAD_DIM = 2, 64
+HEAD_DIM = 64
 HELD_OUT_BATCHES = 16
 PICTURE = Path(__file__).parents[2] / "notebooks" / "pictures" / "starts.png"
 RUNS_AT_ONCE = {64: 64, 256: 64, 1024: 16}
@@ -47,11 +48,28 @@ class Task(NamedTuple):
     batch_size: int
     schemes: tuple[str, ...]
     is_bert: bool = False
+    warmup: int = 30
+    num_layers: int = 2
+    is_post_norm: bool = False
+    # Whether the output layer is tied, and the scale of the rows.
+    kinds: tuple[tuple[bool, Any], ...] = tuple(
+        itertools.product((True, False), ("sqrt_d_model", 1.0))
+    )
 
 
 TASKS = {
     "text": Task(300, 4096, 128, 16, ("rotary", "sinusoidal", "learned")),
     "bytes": Task(300, 256, 128, 16, ("rotary", "sinusoidal")),
+    "post_norm": Task(
+        300,
+        256,
+        64,
+        16,
+        ("sinusoidal",),
+        num_layers=6,
+        is_post_norm=True,
+        kinds=((True, "sqrt_d_model"),),
+    ),
     "copy": Task(400, 64, 32, 32, ("sinusoidal", "learned")),
     "masked": Task(600, 41, 32, 32, ("learned",), is_bert=True),
 }
@@ -119,18 +137,18 @@ def starts_of(task: Task, width: int, config: te.EmbedderConfig) -> Mapping[str,
 
 def draw(task: Task, width: int, run: Run) -> dict[str, Any]:
     """The parameters, those of the layers alike for all starts of a seed."""
-    keys = iter(jax.random.split(jax.random.key(run.seed), 4 + 4 * NUM_LAYERS))
+    keys = iter(jax.random.split(jax.random.key(run.seed), 4 + 4 * task.num_layers))
 
     def normal(stddev, *shape):
         return stddev * jax.random.normal(next(keys), shape)
 
-    unit, depth = width**-0.5, math.sqrt(2 * NUM_LAYERS)
+    unit, depth = width**-0.5, math.sqrt(2 * task.num_layers)
     return {
         "tokens": normal(run.tokens, task.vocab_size, width),
         "output": normal(run.output, task.vocab_size, width),
         "positions": normal(run.added, task.length, width),
         "types": normal(run.added, 2, width),
-        "norms": jnp.ones([2 * NUM_LAYERS + 2, width]),
+        "norms": jnp.ones([2 * task.num_layers + 2, width]),
         "layers": [
             {
                 "heads": normal(unit, width, 3 * width),
@@ -138,7 +156,7 @@ def draw(task: Task, width: int, run: Run) -> dict[str, Any]:
                 "up": normal(unit, width, 4 * width),
                 "down": normal(unit / 2 / depth, 4 * width, width),
             }
-            for _ in range(NUM_LAYERS)
+            for _ in range(task.num_layers)
         ],
     }
 
@@ -147,7 +165,7 @@ def norm(x: jax.Array, gain: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * gain
 
 
-def hidden(task: Task, is_post_norm: bool, params: Any, run: Run, batch: Any) -> jax.Array:
+def hidden(task: Task, params: Any, run: Run, batch: Any) -> jax.Array:
     """A Transformer's hidden states: causal, or BERT's with a norm on its embeddings."""
     ids, norms = batch["ids"], iter(params["norms"])
     width, positions = params["tokens"].shape[1], jnp.arange(ids.shape[1])
@@ -159,7 +177,7 @@ def hidden(task: Task, is_post_norm: bool, params: Any, run: Run, batch: Any) ->
         x = norm(x + params["types"][batch["types"]], first)
     for layer in params["layers"]:
         before, after = next(norms), next(norms)
-        y = x if is_post_norm else norm(x, before)
+        y = x if task.is_post_norm else norm(x, before)
         heads = (y @ layer["heads"]).reshape(*ids.shape, -1, min(HEAD_DIM, width // 2))
         # Positions of zero rotate by nothing.
         angles = positions * run.rotary.astype(int)
@@ -167,14 +185,14 @@ def hidden(task: Task, is_post_norm: bool, params: Any, run: Run, batch: Any) ->
         query, key = te.apply_rotary(query, angles), te.apply_rotary(key, angles)
         y = jax.nn.dot_product_attention(query, key, value, is_causal=not task.is_bert)
         x = x + y.reshape(x.shape) @ layer["out"]
-        x, y = (norm(x, before),) * 2 if is_post_norm else (x, norm(x, after))
+        x, y = (norm(x, before),) * 2 if task.is_post_norm else (x, norm(x, after))
         x = x + jax.nn.gelu(y @ layer["up"]) @ layer["down"]
-        x = norm(x, after) if is_post_norm else x
-    return x if is_post_norm else norm(x, next(norms))
+        x = norm(x, after) if task.is_post_norm else x
+    return x if task.is_post_norm else norm(x, next(norms))
 
 
-def loss_of(task: Task, is_post_norm: bool, params: Any, run: Run, batch: Any) -> jax.Array:
-    x = hidden(task, is_post_norm, params, run, batch)
+def loss_of(task: Task, params: Any, run: Run, batch: Any) -> jax.Array:
+    x = hidden(task, params, run, batch)
     table = jnp.where(run.tied, params["tokens"], params["output"])
     losses = optax.softmax_cross_entropy_with_integer_labels(x @ table.T, batch["labels"])
     return jnp.sum(losses * batch["mask"]) / jnp.sum(batch["mask"])
@@ -199,18 +217,18 @@ def batch_of(name: str, task: Task, data: jax.Array, key: jax.Array) -> dict[str
     return {"ids": ids[:, :-1], "labels": ids[:, 1:], "mask": jnp.ones(shape, bool)}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def train(
-    name: str, task: Task, width: int, is_post_norm: bool, runs: Run, data: Any, held_out: Any
+    name: str, task: Task, width: int, runs: Run, data: Any, held_out: Any
 ) -> tuple[jax.Array, jax.Array]:
     """The first and the last loss of each run, the last one on what was not trained on."""
     adam = optax.scale_by_adam(b2=0.98)
-    rates = optax.warmup_cosine_decay_schedule(0.0, 1.0, task.steps // 10, task.steps, 0.1)
+    rates = optax.warmup_cosine_decay_schedule(0.0, 1.0, task.warmup, task.steps, 0.1)
 
     def of_run(run):
         def loss(params, data, key, n):
             batch = batch_of(name, task, data, jax.random.fold_in(key, n))
-            return loss_of(task, is_post_norm, params, run, batch)
+            return loss_of(task, params, run, batch)
 
         def step(carry, n):
             params, state = carry
@@ -239,7 +257,7 @@ def text_of(name: str, task: Task) -> tuple[jax.Array, jax.Array]:
         return (jnp.zeros(1, int),) * 2
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
-    if name == "bytes":
+    if name in ("bytes", "post_norm"):
         ids = np.frombuffer(text, np.uint8).astype(np.int32)
     else:
         import tokenizers  # noqa: PLC0415
@@ -259,27 +277,30 @@ def text_of(name: str, task: Task) -> tuple[jax.Array, jax.Array]:
 
 def measure(name: str, width: int, options: Any) -> list[dict[str, Any]]:
     """A record for each run of a task at a width."""
-    task = TASKS[name]._replace(**({"steps": options.steps} if options.steps else {}))
+    task = TASKS[name]
+    steps = options.steps or task.steps
+    task = task._replace(steps=steps, warmup=options.warmup or steps // 10)
     records, runs = [], []
     for scheme in options.schemes or task.schemes:
-        for tied, scale in itertools.product((True, False), ("sqrt_d_model", 1.0)):
+        for tied, scale in task.kinds:
             config = config_of(task, width, scheme, tied, scale)
             kind = f"{'tied' if tied else 'untied'}, `scale={scale!r}`, {scheme}"
-            for start, stddevs in starts_of(task, width, config).items():
+            starts = starts_of(task, width, config)
+            for start in options.starts or starts:
                 for rate in options.rates:
                     for seed in range(options.seeds):
                         found = {"task": name, "width": width, "kind": kind, "start": start}
                         records.append(found | {"rate": rate, "seed": seed})
                         schemes = [scheme == each for each in Run._fields[5:8]]
                         fields = [config.factor, tied, *schemes, rate, options.decay, seed]
-                        runs.append(Run(*stddevs, *fields))
+                        runs.append(Run(*starts[start], *fields))
     data, held_out = text_of(name, task)
     at_once = min(RUNS_AT_ONCE.get(width, 16), len(runs))
     # The last block is filled up, so that all are one program.
     blocks = [np.arange(n, n + at_once) % len(runs) for n in range(0, len(runs), at_once)]
     for block in blocks:
         batch = jax.tree.map(lambda *leaves: jnp.asarray(leaves), *[runs[n] for n in block])
-        found = train(name, task, width, options.post_norm, batch, data, held_out)
+        found = train(name, task, width, batch, data, held_out)
         for n, first, last in zip(block, *map(np.asarray, found), strict=True):
             records[n] |= {"first": float(first), "last": float(last)}
     return records
@@ -336,8 +357,9 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", type=float, default=[1e-3, 3e-3])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="of each run (default: the task's)")
+    parser.add_argument("--warmup", type=int, help="steps (default: a tenth of all)")
+    parser.add_argument("--starts", nargs="+", help="some of the columns (default: all)")
     parser.add_argument("--decay", type=float, default=0.0, help="weight decay")
-    parser.add_argument("--post-norm", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add a line for each run to FILE")
     help = "files of --json: train nothing, draw notebooks/pictures/starts.png"
     parser.add_argument("--draw", nargs="+", type=Path, metavar="FILE", help=help)
