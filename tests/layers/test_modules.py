@@ -330,7 +330,7 @@ def bias(num_heads=1, **options):
     return te.RelativePositionBias(num_heads, **options)([0], [0])
 
 
-TOO_LONG = "length: ... got 5"
+TOO_LONG = "ids or x: ... got 5"
 AT = {"is_training": False}
 apart = functools.partial(te.Learned, 16)
 

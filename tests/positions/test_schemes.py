@@ -28,7 +28,7 @@ def embed(scheme, ids=IDS, *, d_model=8, pad_id=None, **arguments):
 @pytest.mark.slow
 def test_start_shortens_what_a_table_holds():
     assert embed(te.Learned(max_len=7, start=2)).shape == (3, 5, 8)
-    text = "length: ... got 5"
+    text = "ids or x: ... got 5"
     with refused(ValueError, text):
         embed(te.Learned(max_len=6, start=2))
 

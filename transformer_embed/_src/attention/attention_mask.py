@@ -196,8 +196,8 @@ class AttentionMask(Mask):
             [[True, True, False], [True, True, True]]
         """
         shape = arguments.entries("shape", shape, arguments.size, count=2)
-        given, starts = {"query_start": query_start, "key_start": key_start}, []
-        for axis, (name, start) in enumerate(given.items()):
+        sides, starts = (("query_start", query_start), ("key_start", key_start)), []
+        for axis, (name, start) in enumerate(sides):
             last = self.lengths[axis] - shape[axis]
             # A symbolic length has no order.
             if not export.is_symbolic_dim(self.lengths[axis]) and last < 0:
@@ -283,11 +283,11 @@ def _slice(tokens: Fields, start: Array, size: int) -> Fields:
 
 
 def _pairs(mask: AttentionMask, queries: Fields, keys: Fields) -> Bool[Array, "b t s"]:
-    of_sides = (
-        with_conditions({name: jnp.expand_dims(array, axis) for name, array in side.items()}, mask)
-        for side, axis in ((queries, 2), (keys, 1))
-    )
-    return may_attend(*of_sides)
+    sides = []
+    for side, axis in ((queries, 2), (keys, 1)):
+        expanded = {name: jnp.expand_dims(array, axis) for name, array in side.items()}
+        sides.append(with_conditions(expanded, mask))
+    return may_attend(*sides)
 
 
 # The functions below are compiled even if the caller is not.

@@ -48,11 +48,11 @@ def fields(mask: Any) -> tuple[Fields, Fields]:
 
     `token` is not 0 at tokens.
     """
-    given = [arrays_of(side) for side in mask.sides]
+    arrays = [arrays_of(side) for side in mask.sides]
     # Under strict dtype promotion, jax compares no int32 with int64.
-    dtype = np.result_type(*(array.dtype for side in given for array in side.values()))
+    dtype = np.result_type(*(array.dtype for side in arrays for array in side.values()))
     sides = []
-    for side in given:
+    for side in arrays:
         tokens = {name: array.astype(dtype) for name, array in side.items()}
         positions = tokens["positions"]
         token = tokens.get("segment_ids", jnp.ones((1, positions.shape[1]), dtype))

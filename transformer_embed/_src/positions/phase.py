@@ -183,7 +183,7 @@ def _sine_at_float(positions: Real, frequencies: Words, quarters) -> Real:
 @_sine_at_float.defjvp
 def _sine_at_float_jvp(primals, tangents):
     positions, frequencies, quarters = primals
-    turns, high, low = (word.astype(jnp.float32) for word in frequencies)
+    turns, high, low = jax.tree.map(lambda word: word.astype(jnp.float32), frequencies)
     radians = 2 * np.pi * (turns + (high * 2**-32 + low * 2**-64))
     # A quarter turn on, the sine is the cosine.
     slope = radians * _sine_at_float(positions, frequencies, quarters + np.uint32(1))
@@ -197,9 +197,9 @@ def _float_phase(magnitude: Real, frequencies: Words) -> _Phase:
     rest = (magnitude - integer) * 2.0**32
     first = jnp.floor(rest)
     second = (rest - first) * 2.0**32
-    integer, first, second = (part.astype(jnp.uint32) for part in (integer, first, second))
+    first, second = first.astype(jnp.uint32), second.astype(jnp.uint32)
     turns, high, low = frequencies
-    phase = _multiply(integer, high, low)
+    phase = _multiply(integer.astype(jnp.uint32), high, low)
     # What lies above a turn or below 2**-64 turns is left out.
     for product in (
         _multiply(first, turns, high),

@@ -99,17 +99,12 @@ def apply_rotary(
     dim = check_even("head_dim", x.shape[-1]) if is_proportional else rotated
     want = "LinearScaling(...), another scaling of this package, or None"
     arguments.instance("scaling", scaling, Scaling | None, want)
-    points = phase.as_positions("positions", positions)
-    axes = ()
+    points, axes = phase.as_positions("positions", positions), ()
     if pair_axes is None:
         points = points[..., None]
     else:
         axes = arguments.entries("pair_axes", pair_axes, arguments.integer, at_least=0)
-        arguments.check_same("pair_axes", "a number for each pair", len(axes), dim // 2)
-        last = max(axes, default=0)
-        if points.ndim < 2 or points.shape[-1] <= last:
-            want = f"shape [..., length, {last + 1} or more], as pair_axes says"
-            raise arguments.value_error("positions", want, f"shape {list(points.shape)}")
+        _check_axes(axes, dim // 2, points.shape)
     arguments.check_broadcasts(
         "positions", points.shape[:-1], x.shape[:-2], TOKENS, with_length=True
     )
@@ -170,6 +165,15 @@ def permute_rotary_weights(
     )
 
 
+def _check_axes(axes: tuple[int, ...], pairs: int, shape: tuple[int, ...]) -> None:
+    """A ValueError unless each pair has an axis of positions of this shape."""
+    arguments.check_same("pair_axes", "a number for each pair", len(axes), pairs)
+    last = max(axes, default=0)
+    if len(shape) < 2 or shape[-1] <= last:
+        want = f"shape [..., length, {last + 1} or more], as pair_axes says"
+        raise arguments.value_error("positions", want, f"shape {list(shape)}")
+
+
 @compiled(2, 3, 4, 5)
 def _rotated(x, positions, layout, units, attention_factor, pair_axes) -> Float[Array, "... t h d"]:
     """x with its first pairs rotated, one for each of the units, by the position on its axis.
@@ -190,10 +194,11 @@ def _rotated(x, positions, layout, units, attention_factor, pair_axes) -> Float[
     # A TPU splits and joins 16-bit arrays directly; widening to float32 first would take extra
     # passes over memory.
     wide = arguments.compute_dtype(x.dtype)
-    cos, sin = (each.astype(wide) for each in waves)
-    first, second = (half.astype(wide) for half in _split_pairs(x[..., :paired], layout))
-    first, second = first * cos - second * sin, second * cos + first * sin
-    rotated = _join_pairs([first.astype(x.dtype), second.astype(x.dtype)], layout)
+    cos, sin = waves[0].astype(wide), waves[1].astype(wide)
+    first, second = _split_pairs(x[..., :paired], layout)
+    first, second = first.astype(wide), second.astype(wide)
+    pairs = [first * cos - second * sin, second * cos + first * sin]
+    rotated = _join_pairs([half.astype(x.dtype) for half in pairs], layout)
     return jnp.concatenate([rotated, x[..., paired:]], -1)
 
 

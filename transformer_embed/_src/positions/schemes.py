@@ -89,9 +89,9 @@ class PositionScheme:
         """
         length = ids.shape[-1]
         if self.max_len is not None and length > self.max_len - self.start:
-            name = type(self).__name__
-            want = f"at most {self.max_len - self.start}, the positions of {name} (max_len)"
-            raise arguments.value_error("length", want, length)
+            most, name = self.max_len - self.start, type(self).__name__
+            want = f"at most {most} tokens in a row, the positions of {name} (max_len)"
+            raise arguments.value_error("ids or x", want, length)
         check_last_position("start", self.start, length)
         pad_id = pad_id if self.pad_id is None else self.pad_id
         if pad_id is None:

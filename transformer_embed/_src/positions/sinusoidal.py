@@ -167,11 +167,11 @@ def as_grid(shape: Sequence[int], axes: Sequence[int] | None) -> tuple[tuple[int
     lengths = arguments.entries("shape", shape, arguments.size)
     arguments.size("shape: its number of points", math.prod(lengths))
     first_first = range(len(lengths))
-    given = arguments.entries("axes", first_first if axes is None else axes, arguments.integer)
-    if not lengths or sorted(given) != list(first_first):
+    order = arguments.entries("axes", first_first if axes is None else axes, arguments.integer)
+    if not lengths or sorted(order) != list(first_first):
         want = f"a permutation of the axes of shape {lengths}, at least one"
         raise arguments.value_error("axes", want, axes)
-    return lengths, given
+    return lengths, order
 
 
 def as_coordinates(
@@ -206,12 +206,14 @@ def channels(options: Sinusoids, d_model: int) -> tuple[phase.Words, np.ndarray]
     )
     units = np.array(phase.units(frequencies), object)
     quarters = np.array([[1], [0]] if options.layout == "cos_sin" else [[0], [1]], np.uint32)
-    # [2, pairs]: all sines, then all cosines, or the other way round.
-    by_pair = np.broadcast_arrays(units, quarters)
     order = "F" if options.layout == "interleaved" else "C"
-    # With odd="zero", the last channel is the sine of 0.
-    units, quarters = (np.pad(array.ravel(order), (0, 1))[:d_model] for array in by_pair)
-    return phase.words(units), quarters
+
+    def by_channel(by_pair):
+        """Of [2, pairs]: all sines, then all cosines, or the other way round."""
+        # With odd="zero", the last channel is the sine of 0.
+        return np.pad(np.broadcast_to(by_pair, (2, pairs)).ravel(order), (0, 1))[:d_model]
+
+    return phase.words(by_channel(units)), by_channel(quarters)
 
 
 def part_width(d_model: int, axes: int, odd: str) -> int:

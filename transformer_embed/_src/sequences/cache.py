@@ -132,8 +132,8 @@ def _checked(cache: Any, new: Any, shape: tuple[int, ...]) -> tuple[list[Array],
         new = jax.tree.unflatten(tree, map(_completed, new_parts, parts))
     arrays, tokens = _by_path("cache", cache), _by_path("new", new)
     if not arrays or arrays.keys() != tokens.keys():
-        want, got = (", ".join(paths) or "none" for paths in (arrays, tokens))
-        raise arguments.value_error("new", f"the arrays of the cache, {want}", got)
+        got, want = ", ".join(tokens) or "none", f"the arrays of the cache, {', '.join(arrays)}"
+        raise arguments.value_error("new", want, got)
     rows, slots = next(iter(arrays.values())).shape[:2]
     length = next(iter(tokens.values())).shape[1]
     # A symbolic length is assumed to fit.

@@ -88,9 +88,9 @@ class TokenPositions:
         places: ArrayLike | None = None,
         ends: ArrayLike | None = None,
     ):
-        others = zip(FIELDS[1:], (segment_ids, block_ids, places, ends), strict=True)
-        given = {name: array for name, array in others if array is not None}
-        arrays = comparable_rows(positions=positions, **given)
+        fields = zip(FIELDS[1:], (segment_ids, block_ids, places, ends), strict=True)
+        others = {name: array for name, array in fields if array is not None}
+        arrays = comparable_rows(positions=positions, **others)
         length = arrays["positions"].shape[1]
         for name, array in arrays.items():
             arguments.check_same(name, "the length of positions", array.shape[1], length)
@@ -119,9 +119,8 @@ class TokenPositions:
         return has_next_token(segments_of(self))
 
     def __repr__(self) -> str:
-        given = {name: array for name, array in vars(self).items() if array is not None}
-        shown = (f"{name}={_shown(array)}" for name, array in given.items())
-        return f"TokenPositions({', '.join(shown)})"
+        arrays = [f"{name}={_shown(a)}" for name, a in vars(self).items() if a is not None]
+        return f"TokenPositions({', '.join(arrays)})"
 
     def __len__(self) -> int:
         """The number of rows."""
@@ -214,16 +213,16 @@ class TokenPositions:
             >>> slots.clear([[False, True, True, True]] * 2).padding_mask.sum(1).tolist()
             [1, 1]
         """
-        held, where = as_made(self), arguments.as_mask("where", where, "clear")
-        if held.segment_ids is None:
+        tokens, where = as_made(self), arguments.as_mask("where", where, "clear")
+        if tokens.segment_ids is None:
             raise arguments.value_error("segment_ids", "an array (0 is an empty slot)", None)
-        rank, shape = self.positions.ndim, (len(self), held.positions.shape[1])
+        rank, shape = self.positions.ndim, (len(self), tokens.positions.shape[1])
         where = where if rank == 2 else where[None]
         if where.shape not in (shape, shape[:1]):
             want = f"shape {[*shape[:1]]} or {[*shape]}"
             raise arguments.value_error("where", want, f"shape {[*where.shape]}")
         where = where if where.ndim == 2 else where[:, None]
-        cleared = dataclasses.replace(held, segment_ids=_cleared(held.segment_ids, where))
+        cleared = dataclasses.replace(tokens, segment_ids=_cleared(tokens.segment_ids, where))
         return _with_rank(rank, cleared)
 
     @classmethod
@@ -534,9 +533,9 @@ def check_token_positions(name: str, value: Any) -> None:
     arguments.instance(name, value, TokenPositions, want)
 
 
-def comparable_rows(**given: ArrayLike) -> dict[str, Integer[Array, "b t"]]:
+def comparable_rows(**sides: ArrayLike) -> dict[str, Integer[Array, "b t"]]:
     """`as_comparable` of arrays [length] or [batch, length], as [1 or batch, length]."""
-    arrays = {name: _rows(name, as_comparable(name, value)) for name, value in given.items()}
+    arrays = {name: _rows(name, as_comparable(name, value)) for name, value in sides.items()}
     check_numbers_of_rows({name: array.shape[0] for name, array in arrays.items()})
     return arrays
 
@@ -576,8 +575,8 @@ def number_of_rows(tree: Any) -> Any:
 def check_numbers_of_rows(counts: dict[str, Any]) -> None:
     """A ValueError unless all numbers are the same, or 1."""
     if len({*counts.values()} - {1}) > 1:
-        names, got = (" and ".join(map(str, words)) for words in (counts, counts.values()))
-        raise arguments.value_error(names, "the same number of rows, or 1", got)
+        got = " and ".join(map(str, counts.values()))
+        raise arguments.value_error(" and ".join(counts), "the same number of rows, or 1", got)
 
 
 def check_last_position(name: str, first: int, length: int) -> None:

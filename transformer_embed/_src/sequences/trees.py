@@ -43,14 +43,14 @@ def shared_prefix_parents(
     """
     length = arguments.length("length", length)
     name, of_answers = "prefix_lengths", "answer_lengths"
-    held = arguments.as_integers(name, prefix_lengths)
-    held_answers = arguments.as_integers(of_answers, answer_lengths)
-    prefixes = arguments.as_indices(name, held, length, "the row", "batch")
-    answers = arguments.as_indices(of_answers, held_answers, length, "the row", "batch", "answers")
+    prefix = arguments.as_integers(name, prefix_lengths)
+    answer = arguments.as_integers(of_answers, answer_lengths)
+    prefixes = arguments.as_indices(name, prefix, length, "the row", "batch")
+    answers = arguments.as_indices(of_answers, answer, length, "the row", "batch", "answers")
     arguments.check_same(of_answers, f"rows as {name}", answers.shape[0], prefixes.shape[0])
     # Inside jit too, where the arrays made of these are traced.
-    if isinstance(held, np.ndarray) and isinstance(held_answers, np.ndarray):
-        longest = int((held + held_answers.sum(1)).max(initial=0))
+    if isinstance(prefix, np.ndarray) and isinstance(answer, np.ndarray):
+        longest = int((prefix + answer.sum(1)).max(initial=0))
         if not export.is_symbolic_dim(length) and longest > length:
             raise arguments.value_error("length", f"at least {longest}, the longest row", length)
     return _parents(prefixes, answers, length)
@@ -95,8 +95,8 @@ def tree_arrays(
     above = jnp.pad(above, ((0, 0), (0, 1)), constant_values=length)
     # Made here: inside vmap they would be one row for all, which explicit axes do not split.
     ones = jnp.ones_like(above)
-    depths, places, ends = jax.vmap(_tree_of_row)(above, ones)
-    depths, places, ends = (array + offset.reshape(-1, 1) for array in (depths, places, ends))
+    trees = jax.vmap(_tree_of_row)(above, ones)
+    depths, places, ends = jax.tree.map(lambda array: array + offset.reshape(-1, 1), trees)
     is_token = jnp.broadcast_to(is_token, depths.shape)
     arrays = {"positions": depths * is_token, "segment_ids": is_token}
     return arrays | {"places": places, "ends": ends}

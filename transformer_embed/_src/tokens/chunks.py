@@ -429,23 +429,23 @@ def _add_chunk(
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The gradients of tables and biases after adding those of a chunk, and what is the chunk's."""
     labels, settings, weights = of_tokens
-    (found, *others), logits = _values(loss, splits, labels, settings, layers)
+    (losses, *others), logits = _values(loss, splits, labels, settings, layers)
     of_losses = nan_outside(splits[0], of_tokens)
     sums = [
-        jnp.sum(weighted(found.values, of_losses)),
+        jnp.sum(weighted(losses.values, of_losses)),
         *(jnp.sum(weighted(value.values, weights)) for value in others),
     ]
-    of_settings = jax.tree.map(lambda slopes: weighted(slopes, of_losses), found.of_settings)
+    of_settings = jax.tree.map(lambda slopes: weighted(slopes, of_losses), losses.of_settings)
     gradients = [
         _of_layer(
             layer,
             slopes * each.slope,
-            jnp.where(of_losses == 0, 0, of_losses * (each.slope_factor / found.mass)),
+            jnp.where(of_losses == 0, 0, of_losses * (each.slope_factor / losses.mass)),
         )
-        for layer, slopes, each in zip(layers, found.slopes, logits, strict=True)
+        for layer, slopes, each in zip(layers, losses.slopes, logits, strict=True)
     ]
     of_xs, more = zip(*gradients, strict=True)
-    of_weights = without_unused(found.values, of_losses)
+    of_weights = without_unused(losses.values, of_losses)
     return jax.tree.map(operator.add, of_tables, more), (sums, of_settings, of_weights, of_xs)
 
 

@@ -178,12 +178,12 @@ class CrossEntropy(Loss):
         `mass = total / (1 + 2 * z_loss * log_z)`. Its slopes are that without the division, which
         would cost another operation for each of them.
         """
-        (found,), (_, smoothing, z_loss) = logits, settings
-        exponentials, columns = jnp.exp(found.shifted), columns_of(found, labels)
-        share = None if smoothing is None else _share(split, found)
-        total, of_label, of_all = sums_of_rows(split, found, exponentials, columns, share)
+        (chunk,), (_, smoothing, z_loss) = logits, settings
+        exponentials, columns = jnp.exp(chunk.shifted), columns_of(chunk, labels)
+        share = None if smoothing is None else _share(split, chunk)
+        total, of_label, of_all = sums_of_rows(split, chunk, exponentials, columns, share)
         log_total, of_settings = jnp.log(total), Settings()
-        log_z = log_total + found.factor * found.top
+        log_z = log_total + chunk.factor * chunk.top
         losses, mass, of_z = log_total - of_label, total, jnp.zeros_like(log_z)
         label_share = 1.0
         if smoothing is not None:
@@ -209,21 +209,21 @@ class CrossEntropy(Loss):
             slopes -= smoothing * mass * share
         values = [Value(losses, (slopes,), mass, of_settings=of_settings)]
         if self.with_metrics:
-            is_right = _predicted(split, found) == labels
+            is_right = _predicted(split, chunk) == labels
             values += map(Value, (is_right.astype(log_z.dtype), of_z, log_z))
         return tuple(values)
 
 
-def _predicted(split: OutputSplit, found: ChunkLogits) -> Int32[Array, "t 1"]:
+def _predicted(split: OutputSplit, chunk: ChunkLogits) -> Int32[Array, "t 1"]:
     """The lowest id whose logit is the largest."""
     outside = jnp.iinfo(jnp.int32).max
-    ids = jnp.where(found.logits == found.top, found.ids, outside).min(-1, keepdims=True)
+    ids = jnp.where(chunk.logits == chunk.top, chunk.ids, outside).min(-1, keepdims=True)
     return jax.lax.pmin(ids, split.vocabulary) if split.vocabulary else ids
 
 
-def _share(split: OutputSplit, found: ChunkLogits) -> Float[Array, "1 r"]:
+def _share(split: OutputSplit, chunk: ChunkLogits) -> Float[Array, "1 r"]:
     """Of each row, in the mean of all that may be predicted."""
-    is_possible = found.is_inside & jnp.logical_not(found.is_banned)
-    is_possible = jnp.broadcast_to(is_possible, found.ids.shape)
-    count = jax.lax.psum(is_possible.sum(), split.vocabulary).astype(found.logits.dtype)
+    is_possible = chunk.is_inside & jnp.logical_not(chunk.is_banned)
+    is_possible = jnp.broadcast_to(is_possible, chunk.ids.shape)
+    count = jax.lax.psum(is_possible.sum(), split.vocabulary).astype(chunk.logits.dtype)
     return jnp.where(is_possible, 1 / jnp.maximum(count, 1), 0)

@@ -167,9 +167,9 @@ class LogProbs(Loss):
         `mean = sum(exp(z - m) * (z - m)) / total`, the entropy is `log(total) - mean`, and its
         gradient in z is `exp(z - m) * (mean - (z - m)) / total`.
         """
-        (found,) = logits
-        exponentials, columns = jnp.exp(found.shifted), columns_of(found, labels)
-        total, of_label, _ = sums_of_rows(split, found, exponentials, columns, None)
+        (chunk,) = logits
+        exponentials, columns = jnp.exp(chunk.shifted), columns_of(chunk, labels)
+        total, of_label, _ = sums_of_rows(split, chunk, exponentials, columns, None)
         slopes, subtracted = exponentials, columns
         if not self.of_candidates:
             # A GPU would write zeros but for one column, and add them in another pass.
@@ -181,7 +181,7 @@ class LogProbs(Loss):
         if not self.with_entropy:
             return (losses,)
         # A ban counts as 0.
-        products = exponentials * jnp.maximum(found.shifted, FLOOR)
+        products = exponentials * jnp.maximum(chunk.shifted, FLOOR)
         mean = split.total(products) / total
         # Not `exponentials * (mean - shifted)`: that factor is huge at padding, and would overflow
         # in the derivative by the slope.
@@ -321,13 +321,13 @@ class TopK(Loss):
         self, splits: Splits, of_tokens: OfTokens, layers: Layers, is_only: bool
     ) -> tuple[Float[Array, "t k"], Int32[Array, "t k"]]:
         """Those of a chunk."""
-        (split,), found = splits, chunk_logits(splits[0], layers[0], None)
-        total = split.total(jnp.exp(found.shifted))
+        (split,), chunk = splits, chunk_logits(splits[0], layers[0], None)
+        total = split.total(jnp.exp(chunk.shifted))
         # A ban of -inf is above padding.
         lowest = jnp.finfo(total.dtype).min
-        ranked = jnp.where(found.is_inside, jnp.maximum(found.shifted, lowest), -jnp.inf)
+        ranked = jnp.where(chunk.is_inside, jnp.maximum(chunk.shifted, lowest), -jnp.inf)
         values, columns = jax.lax.top_k(ranked, min(self.k, ranked.shape[1]))
-        ids = columns.astype(jnp.int32) + found.ids[0, 0]
+        ids = columns.astype(jnp.int32) + chunk.ids[0, 0]
         if split.vocabulary:
             # In the order of ids, as the shards are: of equal ones, the first is found.
             axes = [(), split.vocabulary]

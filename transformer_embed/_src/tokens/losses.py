@@ -174,8 +174,8 @@ def _valid(name: str, setting: Array | None, counted: Array, weights: Array) -> 
     """
     if setting is None:
         return None
-    counted, is_used = (each.any(-1, keepdims=True) for each in (counted, weights != 0))
-    is_valid = counted & IN_RANGE[name](setting)
+    is_used = (weights != 0).any(-1, keepdims=True)
+    is_valid = counted.any(-1, keepdims=True) & IN_RANGE[name](setting)
     return nan_where(~is_valid & is_used, jnp.where(is_valid, setting, getattr(DEFAULTS, name)))
 
 

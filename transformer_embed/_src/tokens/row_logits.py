@@ -137,32 +137,32 @@ def of_column(
     return jnp.where((columns >= 0) & (columns <= last), at_columns - shift, 0)
 
 
-def columns_of(found: ChunkLogits, ids: Any) -> Int32[Array, "t c"]:
+def columns_of(chunk: ChunkLogits, ids: Any) -> Int32[Array, "t c"]:
     """Where the logits of ids are among those of this device, if they are."""
-    return jnp.asarray(ids) - found.ids[0, 0]
+    return jnp.asarray(ids) - chunk.ids[0, 0]
 
 
 def sums_of_rows(
     split: OutputSplit,
-    found: ChunkLogits,
+    chunk: ChunkLogits,
     exponentials: Float[Array, "t r"],
     columns: Int32[Array, "t c"],
     share: Array | None,
 ) -> tuple[Array, Array, Any]:
     """The sum of the exponentials, the labels' shifted logits, and, to smooth, the mean of all."""
-    of_all, of_shifted = None, functools.partial(of_column, columns, found.shifted)
+    of_all, of_shifted = None, functools.partial(of_column, columns, chunk.shifted)
 
     def of_logits():
-        return times(found.factor, of_column(columns, found.logits, found.top))
+        return times(chunk.factor, of_column(columns, chunk.logits, chunk.top))
 
     if share is not None:
-        finite = found.shifted
-        if found.is_banned is not False:
-            finite = jnp.where(found.is_banned, 0, finite)
+        finite = chunk.shifted
+        if chunk.is_banned is not False:
+            finite = jnp.where(chunk.is_banned, 0, finite)
         of_all = (finite * share).sum(-1, keepdims=True)
         # Shifted logits exist anyway: reading the label's from elsewhere would keep both.
         of_label = of_shifted()
-    elif isinstance(found.factor, jax.Array):
+    elif isinstance(chunk.factor, jax.Array):
         of_label = of_logits()
     else:
         # A CPU would write whole shifted logits only for this. A TPU writes them faster than it
