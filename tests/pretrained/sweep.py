@@ -6,8 +6,7 @@ Needs: torch (a CPU build), transformers, and this package's dependencies. It ta
 
 Each type is built small with random weights, twice: with odd settings that config.json says, and
 with the library's defaults that config.json leaves out. Its embeddings are the input of its first
-block, its rotations what its own function returns. Of the types in `whole_models`, the logits (or
-the last hidden vectors of an encoder) are compared too. --page writes notebooks/published_models.md.
+block, its rotations what its own function returns. --page writes notebooks/published_models.md.
 """
 
 import argparse
@@ -31,10 +30,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 PAGE = ROOT / "notebooks" / "published_models.md"
 
-import jax  # noqa: F401 (before torch: each brings a thread pool)
+import haiku as hk  # (jax before torch: each brings a thread pool)
 import torch
 import transformers
-import whole_models
 from tqdm import tqdm
 from transformers.models.auto import configuration_auto, modeling_auto
 
@@ -141,11 +139,8 @@ OF_INDEXERS = {("modeling_deepseek_v32", "apply_rotary_pos_emb")}
 
 # What the page calls the comparisons.
 COMPARED = {
-    "logits": "logits",
-    "hidden": "hidden vectors",
     "head": "output layer",
     "bias": "biases",
-    "per_layer": "inputs of layers",
 }
 ROTATED = {
     "past": "scaled rotations to 100,000",
@@ -159,10 +154,6 @@ MOST_USED = (
     "bart albert camembert marian m2m_100 qwen3_moe qwen2_vl phi3 gemma2 mixtral deepseek_v3 "
     "mt5 gpt_neox bloom mbart llava"
 )
-NOT_WHOLE = {
-    "deberta-v2": "no: its attention adds scores of relative positions",
-    "deepseek_v3": "no: its heads come from latents, its experts from groups",
-}
 
 
 class NotSweptError(Exception):
@@ -350,8 +341,6 @@ LAYER = [None]
 REACHED = set()
 # Of each layer, which tokens see which.
 MASKS = {}
-# The inputs of all layers.
-PER_LAYER = []
 # The last hidden states of a model, and its logits.
 HEADS = []
 
@@ -384,7 +373,7 @@ def record_rotations(model):
             setattr(module, label, wrapped)
 
 
-def seen_by(model, types):  # noqa: PLR0912, PLR0915 (a hook for each thing that is seen)
+def seen_by(model, types):
     """What the first block of each list of blocks is given, by the list's name."""
     inputs, handles, table = {}, [], []
     for name, part in model.named_modules():
@@ -421,14 +410,6 @@ def seen_by(model, types):  # noqa: PLR0912, PLR0915 (a hook for each thing that
         part for part in model.modules() if isinstance(part, transformers.PreTrainedModel)
     ]
     states = []
-    for part in model.modules():
-        if project := getattr(part, "project_per_layer_inputs", None):
-
-            def projected(*args, project=project, **kwargs):
-                PER_LAYER.append(project(*args, **kwargs))
-                return PER_LAYER[-1]
-
-            part.project_per_layer_inputs = projected
 
     def after(_, args, output):
         state = getattr(output, "last_hidden_state", None)
@@ -569,7 +550,7 @@ def attends(block):
 
 def compare(model_type, *, is_odd):
     """A line of the table: what came of it, the worst ulps, and words."""
-    for record in (ROTATIONS, REACHED, MASKS, PER_LAYER, HEADS):
+    for record in (ROTATIONS, REACHED, MASKS, HEADS):
         record.clear()
     config = config_of(model_type, is_odd=is_odd)
     model = built(config)
@@ -594,17 +575,6 @@ def compare(model_type, *, is_odd):
             line = joined([each for each in lines if each[0] == "exact"])
             if "far" in line[3] and re.search(IS_SCALED, complete):
                 line[3]["past"] = line[3]["far"]
-        if line[0] == "exact" and model_type in WHOLE:
-            if model_type in DECODERS:
-                text = config.get_text_config(decoder=True)
-                whole_models.write_entries(whole / "config.json", model_type, text)
-            try:
-                error = whole_error(model, whole, model_type)
-            except Exception as problem:
-                return "error", line[1], f"the whole model: {problem!r:.150}", {}
-            line[3]["hidden" if model_type in ENCODERS else "logits"] = error
-            if not error <= LOGIT:
-                return "wrong", line[1], f"the whole model off by {error:.3g}", {}
     return line
 
 
@@ -616,9 +586,6 @@ def joined(lines):
     return "exact", max(line[1] for line in lines), "", worst
 
 
-DECODERS, ENCODERS = whole_models.DECODERS.split(), whole_models.ENCODERS.split()
-STACKS = whole_models.STACKS.split()
-WHOLE = {*DECODERS, *ENCODERS, *STACKS}
 # They rotate other pairs in long texts.
 LONG = {"phi3", "phi4_multimodal"}
 # They have a scaling of their own only, or do not say how many positions they have.
@@ -629,48 +596,27 @@ IS_SCALED = r'"rope_type": "(yarn|llama3|linear|dynamic|longrope)"'
 def same(found, other):
     """Whether two checkpoints are read alike; one may say why it has no output layer."""
     config = found.config
-    if not isinstance(config.output, te.OutputConfig):
+    if config.output is None:
         config = dataclasses.replace(config, output=other.config.output)
     # Hybrids that list their layers say nothing of them without the list.
     are_layers_same = not found.layers or found.layers == other.layers
     return are_layers_same and found.bias == other.bias and config == other.config
 
 
-def whole_error(model, folder, model_type):
-    """The worst difference of logits or last hidden vectors, as a share of the largest."""
-    ids = np.random.default_rng(0).integers(5, 39, (3, 24))
-    ids[1, :9] = ids[2, 20:] = PAD
-    is_token = ids != PAD
-    given = {"input_ids": ids, "attention_mask": is_token.astype(int), "use_cache": False}
-    types = np.arange(ids.size).reshape(ids.shape) % 2
-    if model_type in DECODERS:
-        given["position_ids"] = np.maximum(is_token.cumsum(-1) - 1, 0)
-    elif model_type in ENCODERS:
-        model = getattr(model, "text_model", model.base_model)
-        given["token_type_ids"] = types
-    else:
-        given |= {"decoder_input_ids": ids, "decoder_attention_mask": given["attention_mask"]}
-        given["input_features"] = np.zeros((3, 80, 80), np.float32)
-    accepted = inspect.signature(model.forward).parameters
-    of_sounds = model_type in STACKS and "input_features" in accepted
-    if of_sounds:
-        given.pop("attention_mask")
-    found = model(**{key: torch.tensor(given[key]) for key in given if key in accepted})
-    theirs = (found.last_hidden_state if model_type in ENCODERS else found.logits).numpy()
-    if model_type in DECODERS:
-        ours = whole_models.logits(folder, ids, PAD)
-    elif model_type in ENCODERS:
-        ours = whole_models.hidden(folder, ids, PAD, token_types=types)
-    else:
-        states = found.encoder_last_hidden_state.numpy() if of_sounds else None
-        ours = whole_models.of_stacks(folder, ids, PAD, states)
-    return share(ours[is_token], theirs[is_token])
+def loaded(folder, stack, length):
+    """What `load_embedder` returns; a type with one stack is asked for no other."""
+    try:
+        return te.pretrained.load_embedder(folder, stack=stack, length=int(length))
+    except ValueError as error:
+        if "stack: wanted None" not in str(error):
+            raise
+    return te.pretrained.load_embedder(folder, length=int(length))
 
 
 def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911, PLR0912
     """A line for one stack."""
     try:
-        found = whole_models.load(folder, stack, LENGTH)
+        found = loaded(folder, stack, LENGTH)
     except ValueError as error:
         return "refused", None, str(error).replace(folder, ""), {}
     except Exception as error:
@@ -699,7 +645,7 @@ def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911, PLR09
         return "wrong", np.inf, f"shape {outputs[0].shape} for {theirs.shape}", {}
     ours = min(outputs, key=lambda each: ulps(each[is_token], theirs[is_token]))
     worst = ulps(ours[is_token], theirs[is_token])
-    complete = whole_models.load(f"{folder}/whole", stack, LENGTH)
+    complete = loaded(f"{folder}/whole", stack, LENGTH)
     if not same(found, complete):
         return "wrong", worst, "other defaults than the library's", {}
     turns = rotation_error(found, blocks, ROTATIONS, config, model)
@@ -710,16 +656,10 @@ def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911, PLR09
     if turns > SCORE:
         return "wrong", worst, f"rotation off by {turns:.3g}", {}
     errors: dict = {"why": reasons_of(found.config)}
-    if "per_layer_inputs" in found.params:
-        eps = config.get_text_config(decoder=True).rms_norm_eps
-        inputs = whole_models.notebook().per_layer_inputs(found.params, IDS, outputs[0], eps)
-        errors["per_layer"] = share(np.asarray(inputs)[is_token], PER_LAYER[0].numpy()[is_token])
-        if not errors["per_layer"] <= LOGIT:
-            return "wrong", worst, f"inputs of layers off by {errors['per_layer']:.3g}", {}
     if any(layer.rotary for layer in found.layers):
         errors["rotation"] = turns
         if any(layer and layer[0] == blocks for layer, *_ in FAR_ROTATIONS):
-            long = whole_models.load(folder, stack, FAR[-1] + 1)
+            long = loaded(folder, stack, FAR[-1] + 1)
             far = rotation_error(long, blocks, FAR_ROTATIONS, config, model, [FAR])
             errors["far"] = far
             if not far <= FAR_SCORE:
@@ -730,10 +670,7 @@ def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911, PLR09
         errors["bias"] = error
         if error:
             return "wrong", worst, f"bias off at {error:.1%} of all distances", {}
-    if (
-        isinstance(complete.config.output, te.OutputConfig)
-        and (error := head_error(complete)) is not None
-    ):
+    if complete.config.output is not None and (error := head_error(complete)) is not None:
         errors["head"] = error
         if not error <= LOGIT:
             return "wrong", worst, f"logits of the last hidden state off by {error:.3g}", {}
@@ -762,7 +699,9 @@ def bias_error(found, model):
             continue
         own = found.params["relative_position_bias"]["embeddings"]
         if np.array_equal(table.weight.numpy(), own):
-            ours = whole_models.bias_of(found, range(600))
+            ours = hk.transform(
+                lambda: te.RelativePositionBias(**found.bias)(range(600), range(600))
+            ).apply(found.params, None)
             return float(np.mean(ours != compute(600, 600)[0].numpy()))
     return None
 
@@ -832,8 +771,8 @@ def page_of(table, page):
         r"(\n)\d+( types are refused)": len(reasons),
         r"(words, and )\d+( load, but)": len(types["not measured"]),
         r"(The )\d+( that are used most)": len(used),
-        r"(used most\n.*?\| whole model \|\n[-|]+\n).*?(\n\n)": "\n".join(used),
-        r"(The others\n.*?\| whole model \|\n[-|]+\n).*?(\n\n)": "\n".join(
+        r"(used most\n.*?\| output layer \|\n[-|]+\n).*?(\n\n)": "\n".join(used),
+        r"(The others\n.*?\| output layer \|\n[-|]+\n).*?(\n\n)": "\n".join(
             row for row in rows if row not in used
         ),
         r"(\| reason \|\n[-|]+\n).*?(\n\n)": "\n".join(said),
@@ -863,10 +802,9 @@ def row_of(name, lines):
         compared.append(ROTATED[rotation])
     ulps = max(line[1] for line in lines)
     why = f" ({', '.join(errors[0]['why'])})" if ulps and errors[0]["why"] else ""
-    whole = worst("logits", "hidden") or NOT_WHOLE.get(name, "")
     forms = ["saved", *["defaults"] * (len(lines) - 1)]
     cells = [f"`{name}`", ", ".join([*compared, "input"]), ", ".join(forms), f"{ulps:g}{why}"]
-    cells += [worst("far") or worst("rotation"), worst("head"), whole]
+    cells += [worst("far") or worst("rotation"), worst("head")]
     return f"| {' | '.join(cells)} |"
 
 
