@@ -13,12 +13,19 @@ from safetensors.numpy import save_file
 
 import transformer_embed as te
 from transformer_embed._src.pretrained import architectures
+from transformer_embed._src.pretrained.checkpoints import decoded
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 
 
 def golden(name):
     return json.loads((GOLDEN / name).read_text(encoding="utf-8"))["cases"]
+
+
+def published(kind):
+    """What published files say, and what is read of it."""
+    text = (GOLDEN / "published_forms.json").read_text(encoding="utf-8")
+    return [tuple(case.values()) for case in json.loads(text, object_hook=decoded)[kind]]
 
 
 CASES = {case["name"]: case for case in golden("pretrained.json")}

@@ -1,38 +1,12 @@
 """Which layer of a published model is of which kind, with its rotation and its mask."""
 
 import pytest
-from checkpoints import load_embedder, save_embedder, table
+from checkpoints import load_embedder, published, save_embedder, table
 
 import transformer_embed as te
 
 S, F, L, C = "sliding_attention", "full_attention", "linear_attention", "chunked_attention"
 ROTATED, UNROTATED = True, False
-# As published, without `layer_types`: entries, the kind of each layer, the tokens that a window or
-# chunk has, and which kinds rotate.
-PUBLISHED = [
-    ({"model_type": "gemma2", "sliding_window": 8}, [S, F] * 4, (7, 0), {S: 1e4, F: 1e4}),
-    ({"model_type": "gemma3_text", "sliding_window": 8, "sliding_window_pattern": 6}, [S, S, S, S, S, F, S, S], (7, 0), {S: 1e4, F: 1e6}),
-    ({"model_type": "gemma3_text", "sliding_window": 8, "use_bidirectional_attention": True}, [S, S, S, S, S, F, S, S], (4, 4), {S: 1e4, F: 1e6}),
-    ({"model_type": "cohere2", "sliding_window": 8, "sliding_window_pattern": 4}, [S, S, S, F] * 2, (7, 0), {S: 1e4, F: None}),
-    ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": False}, [F] * 8, None, {F: 1e4}),
-    ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 28}, [F] * 8, None, {F: 1e4}),
-    ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 6}, [F] * 6 + [S] * 2, (7, 0), {S: 1e4, F: 1e4}),
-    ({"model_type": "mistral", "sliding_window": 8}, [S] * 8, (7, 0), {S: 1e4}),
-    ({"model_type": "mistral", "sliding_window": None}, [F] * 8, None, {F: 1e4}),
-    ({"model_type": "exaone4", "sliding_window": 8, "sliding_window_pattern": "LLLG"}, [S, S, S, F] * 2, (7, 0), {S: 1e4, F: None}),
-    ({"model_type": "exaone4", "sliding_window": None}, [F] * 8, None, {F: 1e4}),
-    ({"model_type": "smollm3", "no_rope_layers": [1, 0] * 4}, [F] * 8, None, {F: [2e6, None] * 4}),
-    ({"model_type": "llama4_text", "attention_chunk_size": 8}, [C, C, C, F] * 2, 8, {C: 5e5, F: None}),
-    ({"model_type": "modernbert", "local_attention": 8}, [F, S, S] * 2 + [F, S], (4, 4), {S: 1e4, F: 16e4}),
-    ({"model_type": "modernbert-decoder", "local_attention": 8}, [F, S, S] * 2 + [F, S], (3, 0), {S: 1e4, F: 16e4}),
-    ({"model_type": "gpt_neo", "window_size": 8}, [F, S] * 4, (7, 0), {S: None, F: None}),
-    ({"model_type": "qwen3_next", "head_dim": 8, "full_attention_interval": 4}, [L, L, L, F] * 2, None, {L: None, F: 1e4}),
-    ({"model_type": "recurrent_gemma", "head_dim": 8, "attention_window_size": 8}, [L, L, S] * 2 + [L, L], (7, 0), {L: None, S: 1e4}),
-    ({"model_type": "mimo_v2_flash", "head_dim": 8, "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1, 1], "sliding_window_size": 7, "swa_rope_theta": 70},
-     [F, S, S, S, S, F, S, S], (7, 0), {S: 70, F: 5e6}),
-    ({"model_type": "nemotron_h", "hybrid_override_pattern": "M*-EM*-E"}, [L, F, "mlp", "moe"] * 2, None, {L: None, F: None, "mlp": None, "moe": None}),
-    ({"model_type": "lfm2", "full_attn_idxs": [1, 3, 7]}, ["conv", F, "conv", F, "conv", "conv", "conv", F], None, {"conv": None, F: 1e6}),
-]  # fmt: skip
 TABLES = {
     "modernbert": "model.embeddings.tok_embeddings.weight",
     "modernbert-decoder": "model.embeddings.tok_embeddings.weight",
@@ -41,7 +15,7 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize(("entries", "types", "reach", "bases"), PUBLISHED)
+@pytest.mark.parametrize(("entries", "types", "reach", "bases"), published("layers"))
 def test_each_layer_has_its_kind_its_rotation_and_its_mask(tmp_path, entries, types, reach, bases):
     others = {}
     if "modernbert" in entries["model_type"]:
@@ -51,10 +25,10 @@ def test_each_layer_has_its_kind_its_rotation_and_its_mask(tmp_path, entries, ty
     name = TABLES.get(entries["model_type"], "model.embed_tokens.weight")
     entries = {"num_hidden_layers": 8, "num_attention_heads": 2, "rope_scaling": None} | entries
     found = load_embedder(table(tmp_path, entries, name, **others))
-    assert [layer.type for layer in found.layers] == types
+    assert [layer.type for layer in found.layers] == [*types]
     for number, layer in enumerate(found.layers):
         base = bases[layer.type]
-        base = base[number] if isinstance(base, list) else base
+        base = base[number] if isinstance(base, tuple) else base
         assert (layer.rotary and layer.rotary["base"]) == base
         seen = {S: "window", C: "chunk"}.get(layer.type)
         limits = {name: limit for name, limit in layer.mask.items() if name != "causal"}

@@ -8,8 +8,6 @@ import re
 
 import haiku as hk
 import jax
-import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from cases import few
@@ -18,7 +16,6 @@ from checkpoints import (
     GOLDEN,
     LENGTH,
     PAD,
-    ROOT,
     ULPS,
     assert_identical,
     assert_same,
@@ -73,24 +70,6 @@ def test_the_tolerance_that_is_documented_is_the_one_that_is_tested():
     documented = f"to {ULPS} units in the last place of the largest value"
     assert documented in " ".join(load_embedder.__doc__.split())
     assert max(np.abs(unpack(CASES[name]["embeddings"])).max() for name in FLOAT32) > 7
-
-
-def test_m2m100_at_padding_differs_by_the_encoding_of_position_1(tmp_path):
-    case = CASES["m2m100"]
-    ours, padding = embed(load(tmp_path, "m2m100"), case["ids"]), np.asarray(case["ids"]) == PAD
-    encoding = te.sinusoidal_encoding(np.ones(padding.sum(), int), 8, layout="sin_cos", shift=1)
-    difference = (ours - unpack(case["embeddings"]))[padding]
-    np.testing.assert_allclose(difference, encoding, rtol=0, atol=SAME)
-
-
-def test_gemma_in_bfloat16_ours_is_the_exact_one(tmp_path):
-    case, found = CASES["gemma, bfloat16"], load(tmp_path, "gemma, bfloat16")
-    assert (found.config.param_dtype, found.config.dtype) == (jnp.bfloat16, None)
-    rows = np.asarray(found.params[f"{ROOT}token_embedding"]["embeddings"], np.float64)
-    scaled = np.float32(rows[np.asarray(case["ids"])] * np.sqrt(np.float32(found.config.d_model)))
-    np.testing.assert_array_equal(embed(found, case["ids"]), scaled.astype(ml_dtypes.bfloat16))
-    # The original's factor is in bfloat16 too.
-    assert (unpack(case["embeddings"]) != scaled.astype(ml_dtypes.bfloat16)).any()
 
 
 ROTARY = [(name, n) for name, case in CASES.items() for n in range(len(case.get("rotary", [])))]

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from checkpoints import GOLDEN, TOKENS, load_embedder, rotary_of, table
+from checkpoints import GOLDEN, load_embedder, published, rotary_of, table
 
 import transformer_embed as te
 from transformer_embed._src.pretrained import architectures, description
@@ -99,15 +99,6 @@ def test_entries_that_say_nothing_or_concern_other_parts_are_left_out(tmp_path):
     assert rotary_of(found) == HALF | {"base": 10_000.0, "scaling": te.LinearScaling(2.0)}
 
 
-def test_the_rate_of_dropout_is_read_under_each_of_its_names(tmp_path):
-    """XLM's own name of it was not read."""
-    norms = dict.fromkeys(["layer_norm_emb.weight", "layer_norm_emb.bias"], (16,))
-    others = {"position_embeddings.weight": (12, 16)} | norms
-    entries = {"model_type": "xlm", "dropout": 0.25}
-    found = load_embedder(table(tmp_path, entries, "embeddings.weight", **others))
-    assert found.config.dropout_rate == 0.25
-
-
 def test_meaningless_entries_concern_the_layer():
     """Otherwise they need not be listed."""
     inside_a_scaling = {"max_position_embeddings", "interleaved"}
@@ -128,74 +119,7 @@ def test_published_files_are_not_refused():
         assert concerning == [], model_type
 
 
-# Of published files: what each says, its tensors, and what differs from the library's own names.
-HUB = [
-    ({"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 9.0}}, EMBED_TOKENS,
-     {"rotary": HALF | {"base": 1e4, "scaling": te.NTKScaling(9.0)}}),
-    ({"model_type": "hunyuan_vl", "rope_theta": 1e4, "rope_scaling": {"type": "xdrope", "factor": 1.0, "alpha": 9.0, "xdrope_section": [2, 2, 2, 2]}}, EMBED_TOKENS,
-     {"rotary": HALF | {"base": 1e4, "scaling": te.NTKScaling(9.0)}, "output": te.OutputConfig()}),
-    # With the layer that predicts further tokens, and has the table once more.
-    ({"model_type": "deepseek_v3"}, f"{EMBED_TOKENS} model.layers.6.embed_tokens.weight", {"names": {TOKENS: EMBED_TOKENS}}),
-    ({"model_type": "minicpm", "dim_model_base": 8, "scale_emb": 3.0}, EMBED_TOKENS, {"scale": 3.0, "output": te.OutputConfig(scale=0.5)}),
-    ({"model_type": "dbrx", "d_model": 16, "max_seq_len": 32, "attn_config": {"clip_qkv": 8, "rope_theta": 5e5}}, f"{WTE} lm_head.weight",
-     {"rotary": HALF | {"base": 5e5}, "output": te.OutputConfig(tied=False)}),
-    ({"model_type": "deepseek_v4", "compress_rope_theta": 16e4, "rope_theta": 1e4, "rope_scaling": {"type": "yarn", "factor": 16}}, "embed.weight head.weight",
-     {"layers": (), "output": te.OutputConfig(tied=False)}),
-    ({"model_type": "sarvam_mla", "rope_scaling": {"type": "deepseek_yarn", "factor": 4.0, "original_max_position_embeddings": 8}}, EMBED_TOKENS,
-     {"rotary": TURNED | {"base": 1e4, "scaling": te.YarnScaling(4.0, 8)}}),
-    ({"model_type": "glm_moe_dsa", "rope_interleave": True, "indexer_rope_interleave": True, "index_share_for_mtp_iteration": True}, EMBED_TOKENS, {"rotary": TURNED | {"base": 1e4}}),
-    ({"model_type": "phi", "rotary_dim": 32, "partial_rotary_factor": 0.5, "num_attention_heads": 2}, EMBED_TOKENS, {"rotary": HALF | {"base": 1e4, "rotary_dim": 4}}),
-    ({"model_type": "nomic_bert", "n_embd": 16, "n_head": 2, "layer_norm_epsilon": 1e-5, "resid_pdrop": 0.25, "embd_pdrop": 0.0,
-      "rotary_emb_base": 10_000, "rotary_emb_fraction": 0.5, "rotary_emb_interleaved": True},
-     "embeddings.word_embeddings.weight embeddings.token_type_embeddings.weight emb_ln",
-     {"layer_norm_eps": 1e-5, "dropout_rate": 0.25, "rotary": TURNED | {"base": 1e4, "rotary_dim": 4}}),
-    ({"model_type": "granitemoehybrid", "position_embedding_type": "nope", "rope_theta": 1e4}, EMBED_TOKENS, {"rotary": None}),
-    ({"model_type": "granitemoehybrid", "position_embedding_type": "rope", "rope_theta": 1e7, "layer_types": ["attention"] * 6}, EMBED_TOKENS,
-     {"rotary": HALF | {"base": 1e7}}),
-    (BY_BASE | {"num_hidden_layers": 3, "layer_rope_theta": [7e3, 0, 7e3], "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-     EMBED_TOKENS, {"rotary": {"sliding_attention": HALF | {"base": 7e3}, "full_attention": None}}),
-    ({"model_type": "esm", "position_embedding_type": "rotary", "hidden_dropout_prob": 0.5, "emb_layer_norm_before": False},
-     "esm.embeddings.word_embeddings.weight esm.encoder.emb_layer_norm_after.weight", {"dropout_rate": 0.0, "rotary": HALF | {"base": 1e4}}),
-    ({"model_type": "starcoder2", "embedding_dropout": 0.25}, EMBED_TOKENS, {"dropout_rate": 0.25}),
-    ({"model_type": "gptj", "rotary": True, "rotary_dim": 4}, WTE,
-     {"dropout_rate": 0.0, "rotary": TURNED | {"base": 1e4, "rotary_dim": 4}}),
-    ({"model_type": "whisper", "dropout": 0.25}, "decoder.embed_tokens.weight decoder.embed_positions.weight",
-     {"dropout_rate": 0.25}),
-    ({"model_type": "gpt_neo", "embed_dropout": 0.25}, f"{WTE} transformer.wpe.weight", {"dropout_rate": 0.25}),
-    ({"model_type": "lfm2", "tie_embedding": False}, f"{EMBED_TOKENS} lm_head.weight", {"output": te.OutputConfig(tied=False)}),
-    ({"model_type": "cohere2", "logit_scale": 0.25, "rope_theta": 70.0}, EMBED_TOKENS,
-     {"output": te.OutputConfig(scale=0.25),
-      "rotary": {"sliding_attention": TURNED | {"base": 70.0}, "full_attention": None}}),
-    ({"model_type": "exaone4", "sliding_window": None}, EMBED_TOKENS, {"rotary": HALF | {"base": 1e4}}),
-    ({"model_type": "recurrent_gemma", "num_attention_heads": 2, "logits_soft_cap": 20.0}, EMBED_TOKENS,
-     {"output": te.OutputConfig(softcap=20.0)}),
-    ({"model_type": "nemotron", "rope_percent": 0.25, "num_attention_heads": 2}, EMBED_TOKENS,
-     {"rotary": HALF | {"base": 1e4, "rotary_dim": 2}}),
-    ({"model_type": "xlnet", "d_model": 16, "n_head": 2, "dropout": 0.25},
-     "transformer.word_embedding.weight transformer.mask_emb lm_loss.weight",
-     {"scheme": None, "dropout_rate": 0.25, "output": te.OutputConfig()}),
-    ({"model_type": "deepseek_v32", "qk_rope_head_dim": 4, "rope_theta": 70.0}, EMBED_TOKENS,
-     {"rotary": TURNED | {"base": 70.0}}),
-    ({"model_type": "mistral4", "rope_interleave": False, "qk_rope_head_dim": 4,
-      "rope_parameters": {"rope_theta": 70.0, "rope_type": "default"}}, EMBED_TOKENS, {"rotary": HALF | {"base": 70.0}}),
-    ({"model_type": "cohere2_moe", "num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"], "layer_types": ["sliding_attention", "full_attention"]}, EMBED_TOKENS,
-     {"output": te.OutputConfig(scale=0.0625), "rotary": {"sliding_attention": TURNED | {"base": 1e4}, "full_attention": None}}),
-    ({"model_type": "new", "rope_theta": 70.0, "type_vocab_size": 0},
-     "new.embeddings.word_embeddings.weight new.embeddings.LayerNorm",
-     {"rotary": HALF | {"base": 70.0}, "num_token_types": None, "layer_norm_eps": 1e-12}),
-    ({"model_type": "deberta-v2", "position_biased_input": False, "type_vocab_size": 0},
-     "deberta.embeddings.word_embeddings.weight deberta.encoder.rel_embeddings.weight deberta.embeddings.LayerNorm",
-     {"scheme": None, "num_token_types": None}),
-    ({"model_type": "pegasus", "static_position_embeddings": True, "scale_embedding": True},
-     "model.shared.weight model.encoder.embed_positions.weight", {"scale": "sqrt_d_model"}),
-    ({"model_type": "mpnet", "num_attention_heads": 16, "relative_attention_num_buckets": 12},
-     "embeddings.word_embeddings.weight embeddings.position_embeddings.weight embeddings.LayerNorm "
-     "encoder.relative_attention_bias.weight",
-     {"bias": {"num_heads": 16, "num_buckets": 12, "max_distance": 128, "causal": False}}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("entries", "tensors", "expected"), HUB)
+@pytest.mark.parametrize(("entries", "tensors", "expected"), published("forms"))
 def test_published_forms_are_read(tmp_path, entries, tensors, expected):
     names = tensors.split()
     tables = [name for name in names if name.endswith(".weight")]
