@@ -103,9 +103,8 @@ def splash_kernels(
     make = splash.make_splash_mqa if is_mqa else splash.make_splash_mha
     sizes: Any = options.get("block_sizes") or splash.BlockSizes.get_default()
     # The interpreter has no such memory.
-    memory = np.inf if options.get("interpret") else SCALAR_MEMORY
-    # Before minutes are spent on describing blocks, of which each takes two bytes.
-    _check_memory(2 * _steps_at_least(rule, sizes.block_q, sizes.block_kv), memory)
+    if not options.get("interpret"):
+        _check_memory(rule, sizes)
     # Under jit too, the arrays of a kernel are known.
     with jax.ensure_compile_time_eval():
         kernel = make(heads, **counts, **options)
@@ -117,7 +116,7 @@ def splash_kernels(
         (kernel.dq_mask_info, (sizes.block_q_dq, sizes.block_kv_dq), False),
         (kernel.dkv_mask_info, (sizes.block_q_dkv, sizes.block_kv_dkv), True),
     )
-    infos = (_skipping(rule, memory, shards, *grid) for grid in grids)
+    infos = (_skipping(rule, shards, *grid) for grid in grids)
     return type(kernel)(*infos, **kernel.kwargs), segment_ids
 
 
@@ -137,26 +136,20 @@ def heads_and_segment_ids(rule: RowRule, num_heads: int) -> tuple[Any, Any]:
     return splash.MultiHeadMask([mask] * num_heads), ids
 
 
-def _steps_at_least(rule: RowRule, block_q: int, block_kv: int) -> int:
-    """The steps of a grid: the blocks of keys that a block of queries reaches, for each of these.
+def _check_memory(rule: RowRule, sizes: Any) -> None:
+    """Raises a ValueError if a TPU cannot hold the numbers of the blocks that queries reach.
 
-    One less, since at the ends of the keys there may be fewer.
+    Before minutes are spent on describing blocks, of which each takes four bytes if there are many.
     """
     queries, keys = rule.mask.lengths
-    reach = min(sum(rule.distances) + block_q, keys)
-    return queries // block_q * (reach // block_kv - 1)
-
-
-def _check_memory(used: int, memory: float) -> None:
-    """Raises a ValueError if a TPU cannot hold the numbers of the blocks."""
-    if used > memory:
-        want = f"blocks whose numbers fit into a TPU's scalar memory, {memory} bytes"
+    reach = min(sum(rule.distances) + sizes.block_q, keys)
+    used = 4 * (queries // sizes.block_q) * (reach // sizes.block_kv)
+    if used > SCALAR_MEMORY:
+        want = f"blocks whose numbers fit into a TPU's scalar memory, {SCALAR_MEMORY} bytes"
         raise arguments.value_error("block_sizes", want, f"{used} bytes (take larger blocks)")
 
 
-def _skipping(
-    rule: RowRule, memory: float, shards: int, info: Any, block: tuple[int, int], by_keys: bool
-) -> Any:
+def _skipping(rule: RowRule, shards: int, info: Any, block: tuple[int, int], by_keys: bool) -> Any:
     """The arrays by which the kernel of each row skips blocks, from those for all rows.
 
     They are not a public interface of jax; this was tried with jax 0.9 to 0.12. In step i, j of its
@@ -167,7 +160,6 @@ def _skipping(
     # Without blocks for gradients, there is nothing to skip for them.
     if info is None:
         return None
-    _check_memory(sum(array.nbytes for array in jax.tree.leaves(info[:3])), memory)
 
     def by_loaded(array):
         # The blocks that are loaded are along the last axis.
