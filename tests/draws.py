@@ -104,7 +104,7 @@ def _explicit(f, batches):
 
 
 def _shard_map(f, batches):
-    """On each device of somebody's shard_map, a batch of its own."""
+    """On each device of an enclosing shard_map, a batch of its own."""
     mesh = jax.make_mesh((len(batches),), ("data",), axis_types=(AxisType.Auto,))
     first = PartitionSpec("data")
     on_device = lambda *batch: jax.tree.map(

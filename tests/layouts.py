@@ -167,7 +167,7 @@ def expected(part, order, seed):
 def found(part, order, seed, kind, table, x, where):
     """The same on a mesh, with a table and x that are split by these specs.
 
-    where: "outside" and "inside" of the differentiation, somebody's shard_map over `data`.
+    where: "outside" and "inside" of the differentiation, an enclosing shard_map over `data`.
     """
     ours, _ = PARTS[part]
     mean = functools.partial(jax.lax.pmean, axis_name="data")

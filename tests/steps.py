@@ -1,6 +1,7 @@
 """Training by rows on a mesh, and the same densely on one device with numpy's gradients."""
 
 import dataclasses
+import functools
 import operator
 
 import jax
@@ -129,11 +130,23 @@ def trained(seed, config, optimizer, form, *, kind, table, ids, where="none", ca
         state = jax.tree.map(
             lambda leaf: leaf if leaf.ndim else put(on, leaf), optimizer.init(params)
         )
-        losses = []
-        for batch in zip(*batches(seed), strict=True):
-            parts = [put(on, part, *ids) for part in zip(*batch, strict=True)]
-            params, state, value = step(params, state, parts)
-            losses.append(float(value))
+        parts_of = lambda arrays, *axes: [
+            put(on, part, *axes) for part in zip(*arrays, strict=True)
+        ]
+        if form == "scanned":
+
+            def one(carry, parts):
+                params, state, value = step(*carry, parts)
+                return (params, state), value
+
+            scan = jax.jit(functools.partial(jax.lax.scan, one))
+            by_part = (array.swapaxes(0, 1) for array in batches(seed))
+            (params, _), losses = scan((params, state), parts_of(by_part, None, *ids))
+        else:
+            losses = []
+            for batch in zip(*batches(seed), strict=True):
+                params, state, value = step(params, state, parts_of(batch, *ids))
+                losses.append(float(value))
     # Outside of the mesh, and of padding.
     params = jax.tree.map(np.asarray, params)
     return np.asarray(

@@ -1,4 +1,4 @@
-"""Lookups, logits and losses of tables that a mesh splits, also inside somebody's shard_map over some
+"""Lookups, logits and losses of tables that a mesh splits, also inside an enclosing shard_map over some
 of its axes, have the values and gradients of one device."""
 
 import draws

@@ -2,8 +2,8 @@
 
 import batches
 import draws
+import kernel_masks
 import pytest
-import said
 
 # What loaders do to every array of a batch [rows, length].
 CHANGES = [
@@ -18,7 +18,7 @@ SPACE = {
     "kind": [kind for kind in batches.MAKE if kind not in batches.TREES],
     "change": CHANGES,
     "rule": batches.rules,
-    "kernel": list(said.SAID),
+    "kernel": list(kernel_masks.KERNELS),
     "order": [None, "full", "right", "packed"],
     "sides": [
         "tokens",
@@ -30,12 +30,12 @@ SPACE = {
     "mode": ["eager", "jit"],
 }
 PROGRAM = """\
-import batches, said
+import batches, kernel_masks
 def f(lib, *x):
     T, M = lib.TokenPositions, lib.AttentionMask
     tokens = {tokens}
     return M({sides}, {rule})
-said.check({kernel!r}, dict({options}), {mode!r}, f, [batches.arrays({kind!r}, n) for n in {seeds}])
+kernel_masks.check({kernel!r}, dict({options}), {mode!r}, f, [batches.arrays({kind!r}, n) for n in {seeds}])
 """
 
 

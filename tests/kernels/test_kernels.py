@@ -6,19 +6,18 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import kernel_masks
 import numpy as np
 import pytest
-import said
 from batches import RULES
 from compare import equal, near
 from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu import flash_attention
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import NamedSharding, PartitionSpec
+from kernel_masks import KERNELS, mask_of_flash, mask_of_splash
 from meshes import mesh_of
 from refused import each_refused, pattern
-from said import SAID as KERNELS
-from said import said_by_flash, said_by_splash
 
 import transformer_embed as te
 
@@ -41,8 +40,8 @@ BLOCKS = splash.BlockSizes(*[BLOCK] * 8)
 FUSED_BACKWARD = splash.BlockSizes(*[BLOCK] * 6, use_fused_bwd_kernel=True)
 
 
-def assert_said(found, mask):
-    said.assert_said(found, mask.dense()[:, 0], mask.queries.padding_mask)
+def assert_mask(found, mask):
+    kernel_masks.assert_mask(found, mask.dense()[:, 0], mask.queries.padding_mask)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -56,12 +55,12 @@ def test_each_kernel_takes_what_it_can_express(rule):
         if "chunk" not in rule and order != "packed":
             takes |= {"dot_product_attention_kwargs"}
         takes = set() if "sinks" in rule else takes
-        for kernel, said_by in KERNELS.items():
+        for kernel, mask_of in KERNELS.items():
             if kernel in takes:
-                assert_said(said_by(mask, order), mask)
+                assert_mask(mask_of(mask, order), mask)
             else:
                 with pytest.raises(ValueError, match=r"^(window|chunk|order|sinks): wanted"):
-                    said_by(mask, order)
+                    mask_of(mask, order)
 
 
 def test_full_rows_have_no_segments_but_for_their_chunks():
@@ -87,19 +86,19 @@ def test_segment_ids_of_64_bits():
         )
         options = te.kernels.flash_attention_kwargs(mask, order="packed")
         assert options["segment_ids"].q.dtype == jnp.int32
-        assert_said(said_by_flash(mask, "packed"), mask)
+        assert_mask(mask_of_flash(mask, "packed"), mask)
 
 
 def test_a_row_in_another_order_is_in_no_order_that_is_promised():
     """Also under jit, where the values are not known."""
     taken = RIGHT.take(te.load_balanced_order(LENGTH, 4))
     for order in ("full", "right", "packed"):
-        for said_by in KERNELS.values():
+        for mask_of in KERNELS.values():
             mask = AttentionMask(taken, causal=True)
             with pytest.raises(ValueError, match=r"^queries.places: wanted None for"):
-                jax.jit(lambda mask, said_by=said_by, order=order: said_by(mask, order))(mask)
+                jax.jit(lambda mask, mask_of=mask_of, order=order: mask_of(mask, order))(mask)
     mask = AttentionMask(taken, causal=False)
-    assert_said(said_by_flash(mask, None), mask)
+    assert_mask(mask_of_flash(mask, None), mask)
 
 
 def test_only_tokens_of_a_part_must_be_those_of_the_keys():
@@ -108,9 +107,9 @@ def test_only_tokens_of_a_part_must_be_those_of_the_keys():
     is_token = (last < 200).astype(int)
     part = functools.partial(TokenPositions, segment_ids=is_token)
     options = {"order": "right", "q_offset": 128}
-    said_by_splash(AttentionMask(part(last * is_token), keys, causal=True), **options)
+    mask_of_splash(AttentionMask(part(last * is_token), keys, causal=True), **options)
     with pytest.raises(ValueError, match=pattern("queries.positions: ... 128 ... got others")):
-        said_by_splash(AttentionMask(part((last + 1) * is_token), keys, causal=True), **options)
+        mask_of_splash(AttentionMask(part((last + 1) * is_token), keys, causal=True), **options)
 
 
 def test_queries_without_segments_are_no_part_of_packed_keys():
@@ -118,9 +117,9 @@ def test_queries_without_segments_are_no_part_of_packed_keys():
     queries = TokenPositions(PACKED.positions[:, 130:170])
     options = {"order": "packed", "q_offset": 130}
     with pytest.raises(ValueError, match=r"^queries.segment_ids: wanted those of the keys"):
-        said_by_splash(AttentionMask(queries, PACKED, causal=True), **options)
+        mask_of_splash(AttentionMask(queries, PACKED, causal=True), **options)
     mask = AttentionMask(queries, PACKED, causal=False)
-    assert_said(said_by_splash(mask, **options), mask)
+    assert_mask(mask_of_splash(mask, **options), mask)
 
 
 def test_a_rule_without_limits_needs_no_promise():

@@ -9,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 from compare import near
-from jax.sharding import Mesh, PartitionSpec
+from jax import P
+from meshes import mesh_of
 
 import transformer_embed as te
 
@@ -35,33 +36,18 @@ def on_pmap(step):
     return jax.pmap(step, "d", in_axes=(None, 0, 0), devices=jax.devices()[:DEVICES])
 
 
-def on_shard_map(step, own=False):
-    """`own`: each device has parameters of its own, as far as the types say."""
+def on_shard_map(step):
+    """With parameters that all devices share, as their types say."""
 
     def of_one(params, *batch):
-        zero = 0 * jax.lax.axis_index("d") if own else 0
-        params = jax.tree.map(lambda leaf: leaf + zero, params)
         after = step(params, *jax.tree.map(lambda part: part[0], batch))
         return jax.tree.map(lambda leaf: leaf[None], after)
 
-    mesh, split = Mesh(np.array(jax.devices()[:DEVICES]), ["d"]), PartitionSpec("d")
-    shared = PartitionSpec()
-    specs = {"in_specs": (shared, split, split), "out_specs": split if own else shared}
-    return jax.jit(jax.shard_map(of_one, mesh=mesh, **specs))
+    specs = {"in_specs": (P(), P("d"), P("d")), "out_specs": P()}
+    return jax.jit(jax.shard_map(of_one, mesh=mesh_of((DEVICES,), ("d",)), **specs))
 
 
-SHARED = "shard_map, checked"
-MAPS = {
-    "vmap": on_vmap,
-    "pmap": on_pmap,
-    SHARED: on_shard_map,
-    "shard_map, checked, own parameters": functools.partial(on_shard_map, own=True),
-}
-
-
-every_map = pytest.mark.parametrize(
-    "name", ["vmap", *(pytest.param(name, marks=pytest.mark.slow) for name in [*MAPS][1:])]
-)
+MAPS = {"vmap": on_vmap, "pmap": on_pmap, "shard_map": on_shard_map}
 # How the gradients of a step are averaged, and of which ids.
 MEANS = {
     "ours": (te.rows.pmean, OTHER_IDS),
@@ -71,7 +57,6 @@ MEANS = {
 }
 
 
-@functools.cache
 def trained(name):
     """The parameters on each device after a step of SGD by each mean, by one program."""
     sgd = optax.sgd(1.0)
@@ -80,7 +65,7 @@ def trained(name):
         def of_all(params):
             own = loss(params, ids, weights)
             # With check_vma, jax.grad sums the gradients of parameters that devices share.
-            return jax.lax.pmean(own, "d") if name == SHARED else own
+            return jax.lax.pmean(own, "d") if name == "shard_map" else own
 
         _, grads = te.rows.value_and_grad(of_all, ids={"t": ids})(params)
         grads = mean(jax.tree.map(lambda leaf: 0.3 * leaf / 0.3, grads), "d")
@@ -98,27 +83,19 @@ def expected(ids):
     return jax.tree.map(lambda old, *grads: old - np.mean(grads, axis=0), PARAMS, *dense)
 
 
-def assert_close(found, expected):
-    """On the last device, which has the parameters that all of them have."""
-    # Some sums of numbers below 4.
-    near(jax.tree.map(lambda leaf: leaf[-1], found), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-@every_map
-def test_pmean_is_the_mean_of_the_dense_gradients(name):
-    assert_close(trained(name)["ours"], expected(OTHER_IDS))
-
-
-@every_map
-def test_the_mean_of_jax_is_right_over_the_same_ids_and_else_right_or_nan(name):
-    same = expected(SAME_IDS)
-    assert_close(trained(name)["same"], same)
+@pytest.mark.parametrize(
+    "name", ["vmap", *(pytest.param(each, marks=pytest.mark.slow) for each in [*MAPS][1:])]
+)
+def test_a_mean_is_that_of_the_dense_gradients_or_nan_where_jax_would_mix_rows(name):
+    # Of the last device: all have the same parameters. Some sums of numbers below 4.
+    close = functools.partial(near, rtol=1e-5, atol=1e-5)
+    found = jax.tree.map(lambda leaf: leaf[-1], trained(name))
     other = expected(OTHER_IDS)
+    close(found["ours"], other)
+    close(found["same"], expected(SAME_IDS))
     for mean in ("mixed", "both"):
-        found = trained(name)[mean]
-        if name == SHARED:
-            assert_close(found, other)
+        if name == "shard_map":
+            close(found[mean], other)
         else:
-            assert_close(found["w"], other["w"])
-            assert np.isnan(found["t"]).any(axis=(1, 2)).all()
+            close(found[mean]["w"], other["w"])
+            assert np.isnan(found[mean]["t"]).any(axis=1).any()

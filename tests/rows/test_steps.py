@@ -61,7 +61,7 @@ SPACE = {
     ),
     "layout": layouts,
     "optimizer": OPTIMIZERS,
-    "form": ("one", "added", "together", "bounded"),
+    "form": ("one", "added", "together", "bounded", "scanned"),
     "out_of_range": ("zero", "clip"),
     "pad_id": (3, None, -1),
     "spread": (False, True),
