@@ -1,12 +1,9 @@
 """A call of every public function that works, and the same as functions of arrays alone."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from references import (
-    dense_mask,
     linear_cross_entropy,
     linear_divergence,
     linear_log_probs,
@@ -35,7 +32,6 @@ GOOD = {
     te.alibi_bias: {"query_positions": POSITIONS, "key_positions": POSITIONS, "num_heads": 2},
     te.alibi_slopes: {"num_heads": 2},
     te.apply_rotary: {"x": X, "positions": POSITIONS},
-    dense_mask: {"query_positions": POSITIONS, "key_positions": POSITIONS, "causal": True},
     te.causal_mask: {"length": 3},
     te.check_batch: {
         "ids": IDS,
@@ -116,9 +112,11 @@ def with_gradient(function, arrays):
     return jax.value_and_grad(loss, floats) if floats else function
 
 
-SIDES = {"query_positions": POSITIONS, "key_positions": POSITIONS}
-IN_SEGMENTS = dict.fromkeys(["query_segment_ids", "key_segment_ids"], SEGMENTS)
-IN_BLOCKS = dict.fromkeys(["query_block_ids", "key_block_ids"], SEGMENTS)
+def dense_mask(positions, segment_ids, block_ids):
+    tokens = te.TokenPositions(positions, segment_ids=segment_ids, block_ids=block_ids)
+    return te.AttentionMask(tokens, causal=True, window=(1, 0), chunk=2).dense()
+
+
 # Those that take arrays, trace, and give arrays.
 CALLS = {
     function.__name__: of_arrays(function, **arguments)
@@ -127,10 +125,7 @@ CALLS = {
     and function not in (te.check_batch, te.write_cache)
 }
 CALLS["AttentionMask"] = of_arrays(
-    functools.partial(dense_mask, causal=True, window=(1, 0)), **SIDES, **IN_SEGMENTS
-)
-CALLS["AttentionMask, chunks and blocks"] = of_arrays(
-    functools.partial(dense_mask, causal=False, chunk=2), **SIDES, **IN_BLOCKS
+    dense_mask, positions=POSITIONS, segment_ids=SEGMENTS, block_ids=SEGMENTS
 )
 CALLS["apply_rotary_axes"] = of_arrays(
     te.apply_rotary, x=X, positions=np.stack([POSITIONS] * 2, -1), pair_axes=(0, 1)

@@ -9,7 +9,6 @@ import functools
 import inspect
 
 import jax.numpy as jnp
-import loops
 import mpmath
 import numpy as np
 import oracle
@@ -271,61 +270,6 @@ def buckets(got, query_positions, key_positions, *, num_buckets, max_distance, c
     same(got, np.array(pairs_of(rule, query_positions, key_positions), np.int64))
 
 
-# --- masks
-
-
-def bias(got, mask, dtype, *, value):
-    dtype = np.asarray(got).dtype
-    low = float(jnp.finfo(dtype).min) / 2 if value is None else float(value)
-    same(got, np.where(np.asarray(mask), 0.0, low).astype(dtype))
-
-
-def dense_mask(
-    *,
-    query_positions,
-    key_positions,
-    causal,
-    window=None,
-    chunk=None,
-    query_segment_ids=None,
-    key_segment_ids=None,
-    query_block_ids=None,
-    key_block_ids=None,
-):
-    """AttentionMask as a function of arrays."""
-    queries = te.TokenPositions(
-        query_positions, segment_ids=query_segment_ids, block_ids=query_block_ids
-    )
-    keys = te.TokenPositions(key_positions, segment_ids=key_segment_ids, block_ids=key_block_ids)
-    return te.AttentionMask(queries, keys, causal=causal, window=window, chunk=chunk).dense()
-
-
-def attention(got, *, causal, window, chunk, **arrays):
-    sides = []
-    for side in ("query", "key"):
-        positions, segments, blocks = (
-            arrays[f"{side}_{field}"] for field in ("positions", "segment_ids", "block_ids")
-        )
-        tokens = loops.TokenPositions(integers(positions), segment_ids=segments)
-        sides.append(tokens if blocks is None else tokens.with_block_ids(blocks))
-    expected = loops.AttentionMask(*sides, causal=causal, window=window, chunk=chunk).allowed
-    same(*np.broadcast_arrays(np.asarray(got)[:, 0], expected))
-
-
-def padding(got, ids, *, pad_id):
-    same(got, np.array([each != pad_id for each in integers(ids).ravel()], bool))
-
-
-# --- tables
-
-
-def looked_up(got, table, ids, *, pad_id, out_of_range, lookup_style):
-    table, ids = np.asarray(table), integers(ids)
-    dtype = np.float32 if table.dtype.itemsize > 4 else table.dtype
-    assert np.shape(got) == (*ids.shape, table.shape[1])
-    within(got, floats(oracle.loop_lookup(table, ids, pad_id, out_of_range)), 0, dtype)
-
-
 # --- parameters
 
 
@@ -358,22 +302,12 @@ def resized_positions(got, table, scheme):
         near(row, weights @ rows / weights.sum(), rtol=rounding, atol=rounding)
 
 
-def scaled_queries(got, positions, *, beta, length, offset):
-    counts = np.maximum(np.asarray(positions, np.int64), 0) + offset
-    near(got, 1 + beta * np.log1p((counts // length).astype(np.float64)), rtol=3e-7)
-
-
 CHECKS = {
     te.pretrained.resize: resized,
     te.alibi_bias: alibi,
     te.alibi_slopes: slopes,
     te.apply_rotary: rotated,
-    dense_mask: attention,
-    te.lookup: looked_up,
-    te.mask_to_bias: bias,
-    te.padding_mask: padding,
     te.permute_rotary_weights: permuted,
-    te.query_scale: scaled_queries,
     te.relative_position_buckets: buckets,
     te.sinusoidal_encoding: encoding,
     grid_encoding: grid,

@@ -32,7 +32,6 @@ CALLABLES = {
     te.kernels.dot_product_attention_kwargs: PROMISE,
     te.kernels.flash_attention_kwargs: PROMISE,
     te.kernels.mha_kwargs: PROMISE | {"batch_size": 1},
-    te.kernels.visible_ranges: PROMISE,
     te.rows.exchange_load: {"table": SPLIT, "ids": IDS},
     te.rows.RowGradient: {"ids": POSITIONS, "values": TABLE[:3], "vocab_size": 4},
     te.OutputLayer: {"table": TABLE},

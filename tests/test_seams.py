@@ -10,7 +10,6 @@ import optax
 import pytest
 from compare import equal, near
 from flax import nnx
-from jax.sharding import PartitionSpec
 from meshes import AUTO, EXPLICIT, mesh_of, put
 
 import transformer_embed as te
@@ -210,50 +209,6 @@ def test_what_a_loader_makes_of_positions_is_asked_for_its_dtype(read, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("columns", "batch", "kept"),
-    [
-        ("x", "x", None),
-        ("x", ("y", "x"), None),
-        (("y", "x"), ("x", "y"), None),
-        (("y", "x"), "x", "y"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("style", ["gather", "one_hot"])
-def test_explicit_axes_may_split_the_batch_and_the_columns(columns, batch, kept, style):
-    """As in FSDP, where one axis splits the batch and every parameter."""
-    mesh = mesh_of((2, 4), ("y", "x"), EXPLICIT)
-    config = te.EmbedderConfig(24, 16, pad_id=0, dropout_rate=0.0, lookup_style=style)
-    embedder = te.Embedder(config)
-    params = embedder.init(jax.random.key(0))
-    ids = jnp.arange(32, dtype=jnp.int32).reshape(8, 4) % 24
-
-    @jax.jit
-    def run(params, ids):
-        def loss(params):
-            x = embedder.apply(params, None, ids, is_training=False)
-            output, options = embedder.output(params), {"shift": True, "with_entropy": True}
-            log_probs, entropies = te.linear_log_probs(x, output, ids, **options)
-            losses = te.linear_cross_entropy(x, output, ids, reduction="none")
-            total = jnp.sum(log_probs * entropies) + jnp.sum(losses**2)
-            return total, (x, log_probs, entropies, losses)
-
-        return jax.value_and_grad(loss, has_aux=True)(params)
-
-    (_, expected), gradient = run(params, ids)
-    with jax.set_mesh(mesh):
-        params = put(mesh, params, None, columns)
-        (_, values), sharded_gradient = run(params, put(mesh, ids, batch))
-    for value in values:
-        assert value.sharding.spec[0] == batch
-    assert values[0].sharding.spec[2] == kept
-    jax.tree.map(functools.partial(near, atol=1e-5), jax.device_get(values), expected)
-    (table,), (found,) = map(jax.tree.leaves, (gradient, sharded_gradient))
-    near(jax.device_get(found)[:24], table, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
     ("kinds", "split"), [((EXPLICIT, AUTO), "x"), ((AUTO, EXPLICIT), ("y", "x"))], ids=str
 )
 def test_some_axes_of_a_mesh_are_explicit_and_others_automatic(kinds, split):
@@ -313,22 +268,3 @@ def test_a_cache_that_explicit_axes_split_takes_tokens_that_they_do_not_split(sp
     equal((written, is_written), expected)
     for before, after in zip(*map(jax.tree.leaves, (cache, written)), strict=True):
         assert jax.typeof(after) == jax.typeof(before)
-
-
-@pytest.mark.parametrize("columns", [None, "y"])
-def test_a_lookup_inside_a_shard_map_over_some_explicit_axes_has_a_gradient(columns):
-    """It is differentiated from outside, where the other axes are still explicit."""
-    mesh = mesh_of((2, 4), ("y", "x"), EXPLICIT)
-    table, ids = jnp.arange(24.0).reshape(12, 2), jnp.arange(8).reshape(4, 2)
-
-    def loss(table, ids):
-        return jnp.sum(te.lookup(table, ids) ** 2)
-
-    with jax.set_mesh(mesh):
-        specs = {"in_specs": (PartitionSpec(), PartitionSpec("x")), "out_specs": PartitionSpec()}
-        sum_of_parts = jax.shard_map(
-            lambda *parts: jax.lax.psum(loss(*parts), "x"), axis_names={"x"}, **specs
-        )
-        arrays = put(mesh, table, None, columns), put(mesh, ids, "x")
-        gradient = jax.jit(jax.grad(sum_of_parts))(*arrays)
-    equal(gradient, jax.grad(loss)(table, ids))

@@ -121,24 +121,6 @@ def test_metrics_leave_an_exported_function():
     assert (float(found), float(metrics.weight)) == (0, 0)
 
 
-def test_metrics_of_sums_join_micro_batches():
-    options = {"reduction": "sum", "with_metrics": True, "z_loss": 0.1}
-    _, metrics = zip(
-        *(
-            linear_cross_entropy(X[n], TABLE, LABELS[n], weights=WEIGHTS[n], **options)
-            for n in range(len(X))
-        ),
-        strict=True,
-    )
-    summed = te.LossMetrics(*map(sum, zip(*metrics, strict=True)))
-    options["reduction"] = "mean"
-    _, whole = linear_cross_entropy(X, TABLE, LABELS, weights=WEIGHTS, **options)
-    near([n / summed.weight for n in summed[:3]], list(whole[:3]), rtol=ERROR)
-    near(summed.weight, whole.weight, rtol=ERROR)
-    of_x = jax.grad(lambda x: linear_cross_entropy(x, TABLE, LABELS, **options)[1].log_z)(X)
-    equal(of_x, 0)
-
-
 # --- narrow dtypes
 
 
@@ -184,14 +166,6 @@ def test_gradients_of_narrow_weights_are_rounded_once():
 
 
 # --- tokens that are not counted
-
-
-@pytest.mark.slow
-def test_no_counted_token_costs_nothing_and_moves_nothing():
-    no_rows = {name: array[:0] for name, array in ARRAYS.items() if len(array) == SHAPE[0]}
-    for changes in (no_rows, {"mask": np.zeros(SHAPE, bool)}, {"weights": np.zeros(SHAPE, "f4")}):
-        for got in step(**ARRAYS | changes)[:4]:
-            equal(got, 0)
 
 
 def test_a_counted_label_outside_the_vocabulary_makes_all_nan():

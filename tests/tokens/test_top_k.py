@@ -1,7 +1,5 @@
 """The most probable ids of an output layer, beside those of whole logits in float64."""
 
-import dataclasses
-
 import collectives
 import jax
 import jax.numpy as jnp
@@ -9,7 +7,7 @@ import numpy as np
 import pytest
 from compare import equal, near
 from drawn import normal
-from meshes import AUTO, EXPLICIT, mesh_of, put
+from meshes import EXPLICIT, mesh_of, put
 from references import linear_logits, linear_top_k
 
 import transformer_embed as te
@@ -47,34 +45,6 @@ def test_of_equal_ids_the_lower_one_is_first_and_no_gradient_is_left():
     assert te.linear_top_k([1.0], table, 5)[1].tolist() == [2, 4, 5, 1, 3]
     of_x = jax.grad(lambda x: te.linear_top_k(x, table, 2)[0].sum())(jnp.ones(1))
     equal(of_x, 0)
-
-
-SPLITS = [
-    (EXPLICIT, ["a"], ["b"]),
-    (EXPLICIT, [None, "a"], ["b"]),
-    (EXPLICIT, ["b", "a"], ["a", "b"]),
-    (AUTO, [("a", "b")], []),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", OPTIONS[2:4])
-@pytest.mark.parametrize(("kind", "of_table", "of_x"), SPLITS)
-def test_a_split_vocabulary_has_those_of_one_device(kind, of_table, of_x, options):
-    """Also where a shard has fewer than k ids, and rows that only fill it."""
-    mesh = mesh_of((4, 2), ("a", "b"), kind)
-    want = linear_top_k(X, TABLE, **options)
-    with jax.set_mesh(mesh):
-        filled = [np.pad(TABLE, ((0, 3), (0, 0))), options.get("bias")]
-        filled[1] = None if filled[1] is None else np.pad(filled[1], (0, 3))
-        settings = {k: options[k] for k in options if k in ("pad_id", "softcap", "scale")}
-        output = te.OutputLayer(*filled, vocab_size=VOCAB, **settings)
-        output = dataclasses.replace(output, table=put(mesh, output.table, *of_table))
-        sizes = options["k"], options.get("chunk_size")
-        step = jax.jit(lambda x, output: te.linear_top_k(x, output, sizes[0], chunk_size=sizes[1]))
-        got = step(put(mesh, X, *of_x), output)
-    equal(got[1], want[1])
-    near(got[0], want[0], atol=1e-5)
 
 
 @pytest.mark.slow
