@@ -1,6 +1,4 @@
 import json
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,13 +51,11 @@ def test_settings_are_read_from_a_file_and_model_type_is_added(prints, bert, sai
     [
         ("{", "Expecting property name"),
         ("[1]", "settings.json: wanted a JSON object, got list"),
-        # Of a device, one that ends: /dev/zero would fill the memory.
-        (Path(os.devnull), "path: wanted a regular file, got a folder, a pipe or a device"),
         (None, "No such file or directory"),
     ],
 )
 def test_settings_that_cannot_be_read(fails, bert, tmp_path, content, message):
-    path = content if isinstance(content, Path) else tmp_path / "settings.json"
-    if isinstance(content, str):
+    path = tmp_path / "settings.json"
+    if content is not None:
         path.write_text(content)
     assert message in fails("inspect", bert, "--settings", path)
