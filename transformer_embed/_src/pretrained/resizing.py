@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.parameters import Params, check_params, table_path
 from transformer_embed._src.partitioning import gathered, on_every_device
+from transformer_embed._src.positions.schemes import PositionScheme
 from transformer_embed._src.tokens.row_order import nearest_rows
-from transformer_embed._src.tokens.stand_in import StandIn
 
 
 def resize(
@@ -101,12 +101,13 @@ def resize(
             name: _moved(f"{path}/{name}", table, configs, rng, n)
             for n, (name, table) in enumerate(sorted(params[path].items()))
         }
-    if grids is not None or _positions(config) != _positions(new_config):
+    scheme, new_scheme = config.scheme, new_config.scheme
+    if grids is not None or _positions(scheme) != _positions(new_scheme):
         path = table_path("params", params, "learned_positional_encoding")
-        table = _whole(f"{path}/embeddings", params[path]["embeddings"])
-        size = _positions(config)
+        table = jnp.asarray(params[path]["embeddings"])
+        size = _positions(scheme)
         arguments.check_same(f"params: {path}", "the positions of config", len(table), size)
-        params[path] = {"embeddings": _interpolated(table, config, new_config, grids)}
+        params[path] = {"embeddings": _interpolated(table, scheme, new_scheme, grids)}
     return params
 
 
@@ -115,15 +116,14 @@ def _rows(config: EmbedderConfig) -> tuple[int, int, bool]:
     return config.vocab_size, config.rows, config.spread
 
 
-def _positions(config: EmbedderConfig) -> int | None:
+def _positions(scheme: PositionScheme | None) -> int | None:
     """The number of learned positions; None: there are none."""
-    scheme = config.scheme
     return scheme.max_len if scheme is not None and scheme.is_learned else None
 
 
-def _interpolated(table: Any, config: EmbedderConfig, new_config: EmbedderConfig, grids: Any):
-    """The table of positions of another config."""
-    first, shape, new_shape = _grids(config, new_config, grids)
+def _interpolated(table: Array, scheme: Any, new_scheme: Any, grids: Any) -> Array:
+    """The table of positions of another scheme."""
+    first, shape, new_shape = _grids(scheme, new_scheme, grids)
     table, width = on_every_device(table), table.shape[1]
     # jax.image.resize rounds its weights to the dtype of what it resizes.
     grid = arguments.widened(table[first:]).reshape(*shape, width)
@@ -133,31 +133,25 @@ def _interpolated(table: Any, config: EmbedderConfig, new_config: EmbedderConfig
 
 
 def _grids(
-    config: EmbedderConfig, new_config: EmbedderConfig, grids: Any
-) -> tuple[int, Sequence[int], Sequence[int]]:
+    scheme: Any, new_scheme: Any, grids: Any
+) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """The number of positions before a grid, its old shape and its new one."""
-    sizes, starts = [], []
-    for name, scheme in {"config": config.scheme, "new_config": new_config.scheme}.items():
-        if scheme is None or not scheme.is_learned:
-            raise arguments.value_error(f"{name}.scheme", "learned positions", scheme)
-        sizes.append(scheme.max_len)
-        starts.append(scheme.start)
-    size, new_size = sizes
+    size, new_size = (
+        scheme.max_len,
+        arguments.size("new_config.scheme.max_len", _positions(new_scheme)),
+    )
     if grids is None:
-        first, new_first = starts
+        first, new_first = scheme.start, new_scheme.start
         arguments.check_same("new_config.scheme.start", "that of config", new_first, first)
         return first, (size - first,), (new_size - first,)
     shapes = functools.partial(arguments.entries, convert=arguments.size)
     shape, new_shape = arguments.entries("grids", grids, shapes, count=2)
-    arguments.check_same("grids", "two shapes of as many axes", len(new_shape), len(shape))
-    first, new_first = size - math.prod(shape), new_size - math.prod(new_shape)
-    arguments.integer("grids[0]: the positions of config before it", first, at_least=0)
-    arguments.check_same(
-        "grids[1]: the positions of new_config before it",
-        "as many as before grids[0]",
-        new_first,
-        first,
-    )
+    first = size - math.prod(shape)
+    if first < 0 or first != new_size - math.prod(new_shape) or len(shape) != len(new_shape):
+        want = (
+            f"shapes of as many axes, of all but the first few of {size} and {new_size} positions"
+        )
+        raise arguments.value_error("grids", want, (shape, new_shape))
     return first, shape, new_shape
 
 
@@ -170,27 +164,31 @@ def _moved(
     sharding = getattr(table, "sharding", None)
     is_on_mesh = isinstance(sharding, NamedSharding) and sharding.num_devices > 1
     library = np if is_on_mesh else jnp
-    rows: Any = gathered(path, table) if is_on_mesh else _whole(path, table)
+    rows: Any = gathered(path, table) if is_on_mesh else jnp.asarray(table)
     arguments.check_same(f"params: {path}", "the rows of config", rows.shape[0], old.rows)
-    of_old, of_new = (_rows_of_ids(path, config) for config in configs)
-    more, tail = new.vocab_size - old.vocab_size, rows.shape[1:]
-    parts = [rows[of_old]]
-    if more > 0:
-        if rng is None:
-            raise arguments.value_error("rng", f"a key, to draw {more} new rows", "None")
-        # NumPy sums 16-bit rows in 16 bits: the mean of 4096 ones of bfloat16 is 0.0625.
-        wide = arguments.widened(parts[0])
-        # Without the salt, all tables would get rows of the same random numbers.
-        key = jax.random.fold_in(arguments.as_key(rng), salt)
-        normal = jax.random.normal(key, (more, *tail), wide.dtype)
-        drawn = wide.mean(0, keepdims=True) + wide.std(0, keepdims=True) * normal
-        parts.append(drawn.astype(rows.dtype))
+    by_id = rows[_rows_of_ids(path, old)]
+    more = _drawn(by_id, new.vocab_size - old.vocab_size, rng, salt)
     # Padding takes the last one, of zeros.
-    by_id = library.concatenate([*parts, library.zeros((1, *tail), rows.dtype)])
+    zeros = library.zeros((1, *rows.shape[1:]), rows.dtype)
     ids = np.full(new.rows, -1)
-    ids[of_new] = np.arange(new.vocab_size)
-    moved: Any = by_id[ids]
+    ids[_rows_of_ids(path, new)] = np.arange(new.vocab_size)
+    moved: Any = library.concatenate([by_id, more, zeros])[ids]
     return _placed(path, moved, sharding) if is_on_mesh else moved
+
+
+def _drawn(rows: Any, count: int, rng: Array | None, salt: int) -> Any:
+    """New rows with the mean and the standard deviation of each channel of the others."""
+    if count <= 0:
+        return rows[:0]
+    if rng is None:
+        raise arguments.value_error("rng", f"a key, to draw {count} new rows", "None")
+    # NumPy sums 16-bit rows in 16 bits: the mean of 4096 ones of bfloat16 is 0.0625.
+    wide = arguments.widened(rows)
+    # Without the salt, all tables would get rows of the same random numbers.
+    key = jax.random.fold_in(arguments.as_key(rng), salt)
+    normal = jax.random.normal(key, (count, *rows.shape[1:]), wide.dtype)
+    drawn = wide.mean(0, keepdims=True) + wide.std(0, keepdims=True) * normal
+    return drawn.astype(rows.dtype)
 
 
 def _rows_of_ids(path: str, config: EmbedderConfig) -> np.ndarray:
@@ -208,10 +206,3 @@ def _placed(path: str, rows: np.ndarray, sharding: Any) -> Array:
         raise arguments.value_error(f"params: {path}", want, len(rows)) from error
     # Each device receives only its own part.
     return jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__)
-
-
-def _whole(path: str, table: Any) -> Float[Array, "v ..."]:
-    """A table as an array; an error if it is held in another way."""
-    if isinstance(table, StandIn):
-        raise table.use_error()
-    return jnp.asarray(table)
