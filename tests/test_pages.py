@@ -304,60 +304,24 @@ def test_an_empty_bag_has_the_mean_0():
 
 # --- losses
 
-LOSSES = FOLDER / "losses.md"
 
-
-def of_vocabulary(x, output):
-    """Log-probabilities of the whole vocabulary, -inf of padding."""
-    logits = (x @ output.table.T).at[..., output.pad_id].set(-jnp.inf)
-    return jax.nn.log_softmax(logits)
-
-
-@pytest.fixture(scope="module")
-def losses():
-    names = "kept_loss", "top_k_loss", "output", "teacher"
+@pytest.mark.slow
+def test_a_stored_top_k_may_have_fewer_allowed_ids_than_k():
+    page = functions_of(FOLDER / "losses.md", "top_k_loss", "output", "teacher")
     rng = np.random.default_rng(10)
     ids = rng.integers(1, 50, (3, 7)) * (np.arange(7) >= [[2], [0], [6]])
-    return functions_of(LOSSES, *names), jnp.asarray(ids), np.float32(rng.normal(size=(3, 7, 16)))
-
-
-@pytest.mark.slow
-def test_grpo_over_kept_ids_is_that_of_their_softmax(losses):
-    page, ids, x = losses
-    rng, is_sampled = np.random.default_rng(1), np.array(ids != 0)
-    is_sampled[:, 0] = False
-    is_sampled[:, 1:] &= np.asarray(ids != 0)[:, :-1]
-    others = np.stack([rng.permutation(np.arange(1, 50))[:4] for _ in range(21)]).reshape(3, 7, 4)
-    kept = np.concatenate([ids[..., None], np.where(others == ids[..., None], 0, others)], -1)
-    old, advantages = np.float32(rng.normal(-1, 0.1, (3, 7))), np.float32([[1], [-1], [2]])
-
-    def expected(x):
-        logits = jnp.pad((x @ page.output.table.T)[:, :-1], ((0, 0), (1, 0), (0, 0)))
-        logits = jnp.take_along_axis(logits, jnp.asarray(kept), -1)
-        found = jax.nn.log_softmax(jnp.where(kept != 0, logits, -1e30))[..., 0]
-        ratio = jnp.exp(jnp.where(is_sampled, found, old) - old)
-        gain = jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.2) * advantages)
-        return -jnp.mean(gain, where=is_sampled)
-
-    batch = jnp.asarray(kept), is_sampled, advantages, old
-    same_losses(lambda x: page.kept_loss(x, *batch), expected, x)
-
-
-@pytest.mark.slow
-def test_a_stored_top_k_may_have_fewer_allowed_ids_than_k(losses):
-    page, ids, x = losses
+    x, teacher_x = (np.float32(rng.normal(size=(3, 7, width))) for width in (16, 32))
     bias = jnp.full(50, -jnp.inf).at[jnp.array([4, 9, 30])].set(0.0)
     teacher = te.OutputLayer(page.teacher.table, bias, pad_id=0)
-    stored = te.linear_top_k(
-        np.float32(np.random.default_rng(2).normal(size=(3, 7, 32))), teacher, 5
-    )
+    stored = te.linear_top_k(teacher_x, teacher, 5)
 
     def expected(x):
-        log_probs = jnp.take_along_axis(of_vocabulary(x, page.output), stored[1], -1)
+        logits = (x @ page.output.table.T).at[..., 0].set(-jnp.inf)
+        log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), stored[1], -1)
         terms = jnp.exp(stored[0]) * jnp.where(jnp.isfinite(stored[0]), log_probs, 0)
         return -jnp.sum(terms, where=(ids != 0)[..., None]) / (ids != 0).sum()
 
-    same_losses(lambda x: page.top_k_loss(x, *stored, ids != 0), expected, x)
+    same_losses(lambda x: page.top_k_loss(x, *stored, jnp.asarray(ids != 0)), expected, x)
 
 
 # --- objectives
