@@ -60,7 +60,7 @@ def test_a_grid_is_a_value():
     assert hash(scheme) == hash(te.SinusoidalGrid((2, 3), axis_positions=as_tuples))
 
 
-# --- A scheme of somebody's own.
+# --- A scheme of one's own.
 
 
 @dataclasses.dataclass(frozen=True)
