@@ -111,7 +111,7 @@ VALUE_ERRORS = [
     (lambda: update(state=SGD.init(SMALL)), "state: wanted 0/count [], 0/mu/t [5, 2], 0/nu/t [5, 2], got none"),
     (lambda: te.rows.RowGradient([3, 3], jnp.ones([2, 2]), 9), "ids: wanted row ids that ascend from 0 ... got [3, 3]"),
     (lambda: te.rows.RowGradient([-1, 3], jnp.ones([2, 2]), 9), "ids: wanted row ids that ascend from 0 ... got [-1, 3]"),
-    (lambda: te.rows.RowGradient([1, 2], jnp.ones([1, 2]), 9), "values: wanted a row for each id, shape [2, 'd'], got shape [1, 2]"),
+    (lambda: te.rows.RowGradient([1, 2], jnp.ones([1, 2]), 9), "values: wanted shape [2, 'd'], a row for each id, got shape [1, 2]"),
     (lambda: te.rows.RowGradient([1], 1.5, 9), "values: ... got shape []"),
     (lambda: jax.tree.map(jnp.add, GRADS, {"t": te.rows.RowGradient([2], jnp.ones([1, 2]), 5)}), "...jax.tree.map adds gradients of different ids"),
 ]  # fmt: skip

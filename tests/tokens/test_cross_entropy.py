@@ -334,7 +334,7 @@ def test_an_array_out_of_range_is_nan(setting):
 def test_a_number_of_labels_that_is_not_known_is_refused():
     (size,) = jax.export.symbolic_shape("b")
     x, labels = jax.ShapeDtypeStruct((size, 3), "float32"), jax.ShapeDtypeStruct((size,), "int32")
-    want = r"^labels: wanted a shape of known sizes, .* got shape \[b"
+    want = r"^labels: wanted shape of known sizes, .* got shape \[b"
     with pytest.raises(ValueError, match=want):
         jax.eval_shape(lambda x, labels: linear_cross_entropy(x, TABLE, labels), x, labels)
 

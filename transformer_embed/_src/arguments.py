@@ -305,9 +305,7 @@ def as_indices(name: str, value: ArrayLike, highest: int, what: str, *axes: str)
     """
     highest = min(highest, 2**31 - 1) if isinstance(highest, int) else 2**31 - 1
     array = as_int32(name, as_integers(name, value, 0, highest, what))
-    if array.ndim != len(axes):
-        want = f"shape [{', '.join(axes)}]"
-        raise value_error(name, want, f"shape {list(array.shape)}")
+    check_shape(name, array.shape, array.ndim == len(axes), f"[{', '.join(axes)}]")
     return array
 
 
@@ -371,12 +369,17 @@ def check_broadcasts(
         fits = jnp.broadcast_shapes(shape, target) == target
     except ValueError:
         fits = False
-    want = f"a shape that broadcasts to that of {other}, {list(target)}"
+    want = f"that broadcasts to that of {other}, {list(target)}"
     if with_length and target:
         want += ", with its last axis"
         fits &= shape[-1:] == target[-1:]
-    if not fits:
-        raise value_error(name, want, f"shape {list(shape)}")
+    check_shape(name, shape, fits, want)
+
+
+def check_shape(name: str, shape: tuple[int, ...], is_right: bool, want: str) -> None:
+    """A ValueError that shows a shape, unless it is right."""
+    if not is_right:
+        raise value_error(name, f"shape {want}", f"shape {list(shape)}")
 
 
 def check_left_out(name: str, value: Any, why: str) -> None:

@@ -103,10 +103,9 @@ class PositionalEncoding(hk.Module):
             [..., length, d_model] of x's dtype.
         """
         x = arguments.as_floats("x", x)
-        if x.ndim < 2 or x.shape[-1] != self.d_model:
-            raise arguments.value_error(
-                "x", f"shape [..., length, d_model = {self.d_model}]", f"shape {list(x.shape)}"
-            )
+        is_right = x.ndim > 1 and x.shape[-1] == self.d_model
+        want = f"[..., length, d_model = {self.d_model}]"
+        arguments.check_shape("x", x.shape, is_right, want)
         if positions is None:
             if (self.scheme.pad_id, self.scheme.at_padding) != (None, None):
                 want = "an array, since x does not show what is padding"

@@ -90,9 +90,7 @@ def apply_rotary(
         (2024), section 2.1, https://arxiv.org/abs/2409.12191
     """
     x = arguments.as_floats("x", x)
-    if x.ndim < 3:
-        want = "shape [..., length, heads, head_dim]"
-        raise arguments.value_error("x", want, f"shape {list(x.shape)}")
+    arguments.check_shape("x", x.shape, x.ndim >= 3, "[..., length, heads, head_dim]")
     layout = arguments.choice("layout", layout, LAYOUTS)
     rotated = _checked_rotary_dim(rotary_dim, x.shape[-1])
     is_proportional = arguments.choice("partial", partial, PARTIAL) == "proportional"
@@ -151,9 +149,8 @@ def permute_rotary_weights(
     """
     array = arguments.on_device(arguments.as_array("weights", weights))
     num_heads = arguments.size("num_heads", num_heads)
-    if array.ndim == 0 or array.shape[-1] % num_heads:
-        want = f"a last axis of {num_heads} heads times head_dim"
-        raise arguments.value_error("weights", want, f"shape {list(array.shape)}")
+    fits = array.ndim > 0 and array.shape[-1] % num_heads == 0
+    arguments.check_shape("weights", array.shape, fits, f"[..., {num_heads} heads * head_dim]")
     head_dim = array.shape[-1] // num_heads
     dim = _checked_rotary_dim(rotary_dim, head_dim)
     return _permuted(
@@ -169,9 +166,8 @@ def _check_axes(axes: tuple[int, ...], pairs: int, shape: tuple[int, ...]) -> No
     """A ValueError unless each pair has an axis of positions of this shape."""
     arguments.check_same("pair_axes", "a number for each pair", len(axes), pairs)
     last = max(axes, default=0)
-    if len(shape) < 2 or shape[-1] <= last:
-        want = f"shape [..., length, {last + 1} or more], as pair_axes says"
-        raise arguments.value_error("positions", want, f"shape {list(shape)}")
+    want = f"[..., length, {last + 1} or more], as pair_axes says"
+    arguments.check_shape("positions", shape, len(shape) > 1 and shape[-1] > last, want)
 
 
 @compiled(2, 3, 4, 5)

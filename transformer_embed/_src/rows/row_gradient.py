@@ -140,9 +140,9 @@ class RowGradient(SomeRows):
         """Raises unless the ids belong to this trace, and each has a row of values."""
         if isinstance(self.ids, str):
             raise arguments.type_error("grads", "a RowGradient of this jit", self.ids)
-        if self.values.ndim != 2 or self.values.shape[:1] != self.ids.shape:
-            want = f"a row for each id, shape {[*self.ids.shape, 'd']}"
-            raise arguments.value_error("values", want, f"shape {[*self.values.shape]}")
+        shape, is_matrix = self.values.shape, self.values.ndim == 2
+        want = f"{[*self.ids.shape, 'd']}, a row for each id"
+        arguments.check_shape("values", shape, is_matrix and shape[:1] == self.ids.shape, want)
 
     @property
     def owners(self) -> PartitionSpec:

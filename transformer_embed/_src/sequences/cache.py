@@ -142,9 +142,8 @@ def _checked(cache: Any, new: Any, shape: tuple[int, ...]) -> tuple[list[Array],
     for path, array in arrays.items():
         _check_layout(f"cache{path}", array, array, slots, rows)
         _check_layout(f"new{path}", tokens[path], array, length, rows, 1)
-    if shape not in ((), (rows,), (1, length), (rows, length)):
-        want = f"shape [], [{rows}] or [{rows}, {length}]"
-        raise arguments.value_error("slot", want, f"shape {list(shape)}")
+    fits = shape in ((), (rows,), (1, length), (rows, length))
+    arguments.check_shape("slot", shape, fits, f"[], [{rows}] or [{rows}, {length}]")
     return [*arrays.values()], [*tokens.values()]
 
 
@@ -219,9 +218,7 @@ def _by_path(name: str, tree: Any) -> dict[str, Array]:
     arrays = {}
     for path, array in jax.tree.leaves_with_path(tree):
         key = jax.tree_util.keystr(path)
-        if array.ndim < 2:
-            want = "an array [batch, length, ...]"
-            raise arguments.value_error(name + key, want, f"shape {list(array.shape)}")
+        arguments.check_shape(name + key, array.shape, array.ndim > 1, "[batch, length, ...]")
         arrays[key] = array
     return arrays
 

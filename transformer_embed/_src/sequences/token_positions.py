@@ -218,9 +218,8 @@ class TokenPositions:
             raise arguments.value_error("segment_ids", "an array (0 is an empty slot)", None)
         rank, shape = self.positions.ndim, (len(self), tokens.positions.shape[1])
         where = where if rank == 2 else where[None]
-        if where.shape not in (shape, shape[:1]):
-            want = f"shape {[*shape[:1]]} or {[*shape]}"
-            raise arguments.value_error("where", want, f"shape {[*where.shape]}")
+        fits = where.shape in (shape, shape[:1])
+        arguments.check_shape("where", where.shape, fits, f"[{shape[0]}] or {[*shape]}")
         where = where if where.ndim == 2 else where[:, None]
         cleared = dataclasses.replace(tokens, segment_ids=_cleared(tokens.segment_ids, where))
         return _with_rank(rank, cleared)
@@ -514,8 +513,7 @@ def _with_rank(rank: int, tokens: TokenPositions) -> TokenPositions:
 
 
 def _check_offset(offset: Array) -> None:
-    if offset.ndim > 1:
-        raise arguments.value_error("offset", "shape [] or [batch]", f"shape {list(offset.shape)}")
+    arguments.check_shape("offset", offset.shape, offset.ndim < 2, "[] or [batch]")
 
 
 def _shown(array: Any) -> str:
@@ -558,9 +556,8 @@ def _ordered(name: str, integers: Any) -> Integer[Array, "..."]:
 
 def _rows(name: str, array: Any) -> Any:
     """An array [length] or [batch, length], as [1 or batch, length]."""
-    if array.ndim not in (1, 2):
-        got = f"shape {list(array.shape)}"
-        raise arguments.value_error(name, "shape [length] or [batch, length]", got)
+    is_right = array.ndim in (1, 2)
+    arguments.check_shape(name, array.shape, is_right, "[length] or [batch, length]")
     return array if array.ndim == 2 else array[None]
 
 

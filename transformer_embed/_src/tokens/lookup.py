@@ -86,10 +86,8 @@ def as_table(name: str, table: ArrayLike | StandIn) -> Any:
     if isinstance(table, StandIn):
         return table
     array = arguments.as_floats(name, table)
-    if array.ndim != 2 or array.shape[0] == 0:
-        raise arguments.value_error(
-            name, "shape [vocab_size, d] with at least one row", f"shape {list(array.shape)}"
-        )
+    is_right = array.ndim == 2 and array.shape[0] != 0
+    arguments.check_shape(name, array.shape, is_right, "[vocab_size, d] with at least one row")
     return array
 
 

@@ -83,13 +83,12 @@ def compute(loss: Loss, layers: tuple[Pair, ...], **of_tokens: ArrayLike | None)
         if loss.of_candidates:
             of_labels += shape[len(tokens) :][:1]
         arguments.check_same("labels", "x's shape without its last axis", shape, of_labels)
-    if any(map(export.is_symbolic_dim, tokens)):
-        want = "a shape of known sizes, for the loss is computed in chunks"
-        raise arguments.value_error(name, want, f"shape {list(tokens)}")
+    is_known = not any(map(export.is_symbolic_dim, tokens))
+    arguments.check_shape(name, tokens, is_known, "of known sizes, as chunks need")
     if not loss.shift:
         arguments.check_left_out("segment_ids", arrays.get("segment_ids"), "shift is 0")
-    elif not tokens:
-        raise arguments.value_error(name, "shape [..., length], to shift", "shape []")
+    else:
+        arguments.check_shape(name, tokens, bool(tokens), "[..., length], to shift")
     batch = {}
     for name, array in arrays.items():
         if array is not None:
