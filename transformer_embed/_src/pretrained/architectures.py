@@ -547,7 +547,7 @@ def by_model_type(model_type: Any) -> Architecture | None:
                 for value, types in values.items()
                 if model_type in types.split()
             }
-            said = family | own
-            entries = {name: said.pop(name) for name in said.keys() - {*Architecture._fields}}
-            return Architecture(model_type, **said, entries=entries)
+            fields = family | own
+            entries = {name: fields.pop(name) for name in fields.keys() - {*Architecture._fields}}
+            return Architecture(model_type, **fields, entries=entries)
     return None

@@ -168,21 +168,21 @@ def load_embedder(
             arguments.check_left_out(name, value, "names or metadata say what it would")
     may_lack = OFFSETS
     if config is not None and names is not None:
-        found, may_lack = _named(config, names)
+        pretrained, may_lack = _named(config, names)
         # Tutorials save float64 tables; they are rounded when they are read.
         tensors = tensors._replace(dtypes=(*DTYPES, "F64"))
     elif is_own:
         # A missing offset is damage.
-        found, may_lack = describe_own(tensors), ()
+        pretrained, may_lack = describe_own(tensors), ()
     else:
-        found = _published(tensors, dict(settings or {}), stack, length, part)
-        padded = dataclasses.replace(found.config, row_multiple=row_multiple)
-        found = found._replace(config=padded)
-    parameters = check_tensors(tensors, found, may_lack)
+        pretrained = _published(tensors, dict(settings or {}), stack, length, part)
+        padded = dataclasses.replace(pretrained.config, row_multiple=row_multiple)
+        pretrained = pretrained._replace(config=padded)
+    parameters = check_tensors(tensors, pretrained, may_lack)
     split = full_paths(shardings or {}, parameters, "shardings")
     for name, sharding in split.items():
         arguments.instance(f"shardings: {name}", sharding, NamedSharding, "a NamedSharding")
-    return found._replace(params=read_parameters(tensors, found, parameters, split))
+    return pretrained._replace(params=read_parameters(tensors, pretrained, parameters, split))
 
 
 def _named(config: Any, names: Mapping[str, str]) -> tuple[PretrainedInput, Mapping[str, Any]]:
@@ -305,8 +305,8 @@ def save_embedder(
     leaves = by_path(_with_own_paths(config, params, bias))
     tensor_names = {name: name for name in leaves} | full_paths(names or {}, leaves)
     arrays = _by_tensor_name(leaves, tensor_names)
-    found = PretrainedInput(config, {}, [*layers], bias, tensor_names, no_output)
-    texts = {METADATA: json.dumps(found._asdict(), default=encoded)}
+    pretrained = PretrainedInput(config, {}, [*layers], bias, tensor_names, no_output)
+    texts = {METADATA: json.dumps(pretrained._asdict(), default=encoded)}
     path, metadata = as_path(path).resolve(), {"format": "pt"} | texts
     is_shared = not all(
         getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(params)
@@ -361,9 +361,9 @@ def _with_own_paths(config: EmbedderConfig, params: Params, bias: Options | None
 def describe_own(tensors: Tensors) -> PretrainedInput:
     """The layer that `save_embedder` described in the metadata."""
     entries = parse(f"{tensors.path}: {METADATA}", tensors.metadata[METADATA], decoded)
-    found = call_with_named_errors(tensors.path, PretrainedInput, **entries)
-    call_with_named_errors(tensors.path, _check, *found)
-    return found
+    pretrained = call_with_named_errors(tensors.path, PretrainedInput, **entries)
+    call_with_named_errors(tensors.path, _check, *pretrained)
+    return pretrained
 
 
 def _kinds() -> dict[str, Callable]:

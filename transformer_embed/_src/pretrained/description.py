@@ -65,21 +65,21 @@ def describe(
     infos = {name: tensors.entry(tensor) for name, tensor in names.items()}
     shapes = {name: (1, 1, *info.shape)[-2:] for name, info in infos.items()}
     depth, dtype = number_of_layers(file, kind, prefix), DTYPES[infos[TOKENS].dtype]
-    found = call_with_named_errors(
+    pretrained = call_with_named_errors(
         _place(file, kind), _described, kind, value, shapes, dtype, depth, file
     )
-    if found.config.output is None:
+    if pretrained.config.output is None:
         # It is not read.
         names.pop(OUTPUT_TABLE, None)
         names.pop(OUTPUT_BIAS, None)
-    return found._replace(names=names)
+    return pretrained._replace(names=names)
 
 
 def describe_config(file: Published, kind: Architecture, settings: Options) -> PretrainedInput:
     """All that a config.json says, for tensors that are not there."""
-    value, said = _values(kind, file, settings), file.entries
-    depth = said.get(f"{file.side}_layers") or said.get(f"num_{file.side}_layers")
-    dtype = said.get("dtype") or said.get("torch_dtype") or "float32"
+    value, entries = _values(kind, file, settings), file.entries
+    depth = entries.get(f"{file.side}_layers") or entries.get(f"num_{file.side}_layers")
+    dtype = entries.get("dtype") or entries.get("torch_dtype") or "float32"
 
     def described() -> PretrainedInput:
         layers = depth or value["num_hidden_layers"] or len(value["layer_types"] or ())
@@ -134,39 +134,39 @@ def number_of_layers(file: Published, kind: Architecture, prefix: str) -> int:
     """How many numbered layers a checkpoint has of the stack that is read."""
     start = prefix + (file.side if kind.has_stacks else "")
     pattern = re.compile(rf"{re.escape(start)}\D*?\b(\d+)\.")
-    found = filter(None, map(pattern.match, file.tensors.files))
-    return 1 + max((int(name[1]) for name in found), default=-1)
+    numbers = filter(None, map(pattern.match, file.tensors.files))
+    return 1 + max((int(name[1]) for name in numbers), default=-1)
 
 
 # --- Entries of config.json.
 
 
-def read(kind: Architecture, given: Options) -> tuple[dict[str, Any], dict[str, Any]]:
+def read(kind: Architecture, entries: Options) -> tuple[dict[str, Any], dict[str, Any]]:
     """The checked values of the entries of a config.json or `settings=`, and those not read."""
-    unread, found = {**given}, {}
+    unread, values = {**entries}, {}
     for entry, aliases in kind.names().items():
-        said = [unread.pop(name) for name in aliases if name in unread]
-        if said:
+        candidates = [unread.pop(name) for name in aliases if name in unread]
+        if candidates:
             # The model's own name goes first; null does not hide another name's value.
-            found[entry] = next((value for value in said if value is not None), None)
+            values[entry] = next((value for value in candidates if value is not None), None)
     if kind.rotary:
         # Before the checks, which are of entries at the top level.
-        found = rope.flat(kind, found)
-    unread |= {entry: found.pop(entry) for entry in [*found] if entry not in kind.names()}
-    for entry, value in found.items():
+        values = rope.flat(kind, values)
+    unread |= {entry: values.pop(entry) for entry in [*values] if entry not in kind.names()}
+    for entry, value in values.items():
         if value is not None or entry in DEFAULTS:
-            found[entry] = ENTRIES[entry](entry, value)
-    return found, unread
+            values[entry] = ENTRIES[entry](entry, value)
+    return values, unread
 
 
-def _said(kind: Architecture, place: str, in_file: Options, settings: Options) -> dict[str, Any]:
+def _entries(kind: Architecture, place: str, in_file: Options, settings: Options) -> dict[str, Any]:
     """The values of the entries that are read; settings go before those of config.json.
 
     Raises a ValueError for settings that are not read, and for entries of config.json whose names
     concern the layer, unless settings say that they are null.
     """
     entries, unread = call_with_named_errors(place, read, kind, in_file)
-    said, unknown = call_with_named_errors("settings", read, kind, settings)
+    overrides, unknown = call_with_named_errors("settings", read, kind, settings)
     # Null takes away an entry of config.json that is not read; there must be one of that name.
     unknown = [
         name
@@ -183,32 +183,32 @@ def _said(kind: Architecture, place: str, in_file: Options, settings: Options) -
             "no entry that concerns the layer and is not read (if they mean nothing here: "
             f"settings={dict.fromkeys(concerned)})"
         )
-        said = [f"{name}: {value!r}" for name, value in concerned.items()]
-        raise arguments.value_error(place, want, ", ".join(said))
+        got = ", ".join(f"{name}: {value!r}" for name, value in concerned.items())
+        raise arguments.value_error(place, want, got)
     for *_, name in rope.LAYERS.values():
-        if said.get(name):
-            said[name] = rope.merged(entries.get(name) or {}, said[name])
+        if overrides.get(name):
+            overrides[name] = rope.merged(entries.get(name) or {}, overrides[name])
     # What settings say inside a scaling goes before what config.json says beside it.
-    length = said.get("rope_scaling", {}).get(rope.ORIGINAL)
+    length = overrides.get("rope_scaling", {}).get(rope.ORIGINAL)
     if length is not None:
-        said.setdefault(rope.ORIGINAL, length)
-    return entries | said
+        overrides.setdefault(rope.ORIGINAL, length)
+    return entries | overrides
 
 
 def _values(kind: Architecture, file: Published, settings: Options) -> dict[str, Any]:
     """The values of all entries; None means nothing. Raises for those that must be said."""
-    said = _said(kind, f"{file.path}, for a model {kind.type}", file.entries, settings)
-    value = {entry: kind.default(entry) for entry in ENTRIES} | said
+    entries = _entries(kind, f"{file.path}, for a model {kind.type}", file.entries, settings)
+    value = {entry: kind.default(entry) for entry in ENTRIES} | entries
     # If config.json does not name this type, its defaults may be another model's.
-    known = said.keys() | (ENTRIES if file.model_type == kind.type else HARMLESS.split())
+    known = entries.keys() | (ENTRIES if file.model_type == kind.type else HARMLESS.split())
     missing = [
         aliases[0]
         for entry, aliases in kind.names().items()
         if value[entry] is REQUIRED or (entry not in known and value[entry] is not None)
     ]
     if missing:
-        entries = ", ".join(sorted(missing))
-        want = f"{entries} of {kind.type}, from settings or a config.json of that model_type"
+        names = ", ".join(sorted(missing))
+        want = f"{names} of {kind.type}, from settings or a config.json of that model_type"
         raise arguments.value_error(file.path, want, f"model_type {file.model_type!r} there")
     return value | {"length": file.length}
 

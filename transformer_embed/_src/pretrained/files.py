@@ -170,26 +170,26 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
 
     An index file lists shards, which are beside it.
     """
-    found = as_path(path)
-    if not found.exists():
-        raise FileNotFoundError(errno.ENOENT, NO_FILE, str(found))
-    if found.is_dir():
-        names = [name for name in (WHOLE, INDEX) if (found / name).exists()]
+    file = as_path(path)
+    if not file.exists():
+        raise FileNotFoundError(errno.ENOENT, NO_FILE, str(file))
+    if file.is_dir():
+        names = [name for name in (WHOLE, INDEX) if (file / name).exists()]
         if not names:
-            below = itertools.islice(found.rglob("*"), MOST_FILES)
-            got = _step(*(str(path.relative_to(found)) for path in below)) or "neither"
-            raise arguments.value_error(found, f"a folder with {WHOLE} or {INDEX}", got)
-        for adapter in found.glob("adapter_model.*"):
+            below = itertools.islice(file.rglob("*"), MOST_FILES)
+            got = _step(*(str(path.relative_to(file)) for path in below)) or "neither"
+            raise arguments.value_error(file, f"a folder with {WHOLE} or {INDEX}", got)
+        for adapter in file.glob("adapter_model.*"):
             warnings.warn(f"{adapter} was not read: {ADAPTER}", stacklevel=3)
-        found /= names[0]
-    if re.match(r"adapter_|config\.json$", found.name):
-        raise arguments.value_error(found, "a whole model", _step(found.name))
+        file /= names[0]
+    if re.match(r"adapter_|config\.json$", file.name):
+        raise arguments.value_error(file, "a whole model", _step(file.name))
     # The header of a shard is read once, when its first tensor is asked for.
     header = functools.cache(_header)
-    if found.name.endswith(".json"):
-        return Tensors(found, _shards(found), {}, header)
-    entries, metadata = header(found)
-    return Tensors(found, dict.fromkeys(entries, found), metadata, header)
+    if file.name.endswith(".json"):
+        return Tensors(file, _shards(file), {}, header)
+    entries, metadata = header(file)
+    return Tensors(file, dict.fromkeys(entries, file), metadata, header)
 
 
 def _step(*names: str) -> str:

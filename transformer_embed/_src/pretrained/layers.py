@@ -96,23 +96,23 @@ def layers_of(
     value["layer_types"] = _types(kind, value, count)
     layers = []
     for number, layer_type in enumerate(value["layer_types"]):
-        own = value | {
+        entries = value | {
             entry: value[name][number] for name, entry in BY_LAYER.items() if value[name]
         }
-        own |= _own(own, number, layer_type)
-        rotates = _rotates(kind, own, number, layer_type)
-        rotary = rope.rotation(kind, own, width, layer_type) if rotates else None
-        mask = _mask(kind, own, layer_type, stack)
-        layers.append(Layer(layer_type, rotary, mask, _query_scale(own, rotates)))
+        entries |= _own(entries, number, layer_type)
+        rotates = _rotates(kind, entries, number, layer_type)
+        rotary = rope.rotation(kind, entries, width, layer_type) if rotates else None
+        mask = _mask(kind, entries, layer_type, stack)
+        layers.append(Layer(layer_type, rotary, mask, _query_scale(entries, rotates)))
     return tuple(layers)
 
 
 def _types(kind: Architecture, value: Options, count: int) -> list[str]:
     """The kind of each layer: as config.json lists them, or as the model type does."""
-    said, period = value["layer_types"], value["sliding_window_pattern"]
+    names, period = value["layer_types"], value["sliding_window_pattern"]
     has_window = value["sliding_window"] and value["use_sliding_window"] is not False
-    if said is not None:
-        types = [RENAMED.get(each, each) for each in said]
+    if names is not None:
+        types = [RENAMED.get(each, each) for each in names]
         for each in {*types} - {*KNOWN, *kind.kinds}:
             raise arguments.value_error("layer_types", f"some of {', '.join(KNOWN)}", each)
         return types
@@ -142,15 +142,15 @@ def _types(kind: Architecture, value: Options, count: int) -> list[str]:
 
 def _own(value: Options, number: int, layer_type: str) -> dict[str, Any]:
     """The entries that a layer has of its own."""
-    own = {}
+    changes = {}
     if value["per_layer_config"] is None and layer_type == FULL and value["global_head_dim"]:
-        own["head_dim"] = value["global_head_dim"]
-    said = (value["per_layer_config"] or {}).get(number, {})
-    if unread := [*said.keys() - {*OWN, *SIZES}]:
+        changes["head_dim"] = value["global_head_dim"]
+    entries = (value["per_layer_config"] or {}).get(number, {})
+    if unread := [*entries.keys() - {*OWN, *SIZES}]:
         want = f"no entries but {', '.join((*OWN, *SIZES))}"
         raise arguments.value_error(f"per_layer_config: {number}", want, unread)
-    own |= {name: ENTRIES[name](name, said[name]) for name in OWN if name in said}
-    return own
+    changes |= {name: ENTRIES[name](name, entries[name]) for name in OWN if name in entries}
+    return changes
 
 
 def _rotates(kind: Architecture, value: Options, number: int, layer_type: str) -> bool:
@@ -166,8 +166,8 @@ def _rotates(kind: Architecture, value: Options, number: int, layer_type: str) -
     # EXAONE 4 rotates in all layers if it has no window, Cohere 2's MoE in dense ones too.
     if kind.rotates == WINDOWLESS:
         return value["sliding_window"] is None
-    said = value["mlp_layer_types"]
-    return said == "dense" if said else number < (value["first_k_dense_replace"] or 0)
+    kind_of_mlp = value["mlp_layer_types"]
+    return kind_of_mlp == "dense" if kind_of_mlp else number < (value["first_k_dense_replace"] or 0)
 
 
 def _query_scale(value: Options, rotates: bool) -> dict[str, Any] | None:

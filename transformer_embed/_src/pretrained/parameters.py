@@ -96,12 +96,12 @@ def full_paths(
     for name, value in names.items():
         ends = [path for path in paths if path.endswith(f"/{name}")]
         # A whole path goes first: it may also be the end of a longer one.
-        found = [name] if name in paths else ends
-        if len(found) != 1 or found[0] in full:
+        matches = [name] if name in paths else ends
+        if len(matches) != 1 or matches[0] in full:
             among = ", ".join(paths)
             want = f"a parameter's path, or a suffix that only one path has, among {among}"
             raise arguments.value_error(what, want, repr(name))
-        full[found[0]] = value
+        full[matches[0]] = value
     return full
 
 
@@ -121,25 +121,25 @@ def stored(name: str, tensor: str) -> tuple[str, bool]:
 
 def check_tensors(
     tensors: Tensors,
-    found: PretrainedInput,
+    pretrained: PretrainedInput,
     may_lack: Collection[str] = (),
 ) -> Specs:
     """The parameters; raises unless each has a tensor of its shape.
 
     What stands beside the layer of the config is as it is stored.
     """
-    parameters, names = shapes_of(found.config, found.bias), found.names or {}
+    parameters, names = shapes_of(pretrained.config, pretrained.bias), pretrained.names or {}
     if missing := parameters.keys() - names.keys() - set(may_lack):
         want = f"a tensor for each parameter, also for {', '.join(sorted(missing))}"
         raise arguments.value_error(tensors.path, want, f"only {sorted(names)}")
     for name, tensor in names.items():
         tensor, is_transposed = stored(name, str(tensor))  # noqa: PLW2901
         entry, step = tensors.entry(tensor), -1 if is_transposed else 1
-        beside = jax.ShapeDtypeStruct(entry.shape[::step], found.config.param_dtype)
+        beside = jax.ShapeDtypeStruct(entry.shape[::step], pretrained.config.param_dtype)
         shape = plain = parameters.setdefault(name, beside).shape[::step]
         if name in (TOKENS, OUTPUT_TABLE, OUTPUT_BIAS):
             # Rows that `row_multiple` adds are zeros.
-            plain = (found.config.vocab_size, *parameters[name].shape[1:])[::step]
+            plain = (pretrained.config.vocab_size, *parameters[name].shape[1:])[::step]
         # Apart from leading axes of 1.
         ones = (1,) * (len(entry.shape) - len(shape))
         if entry.shape not in (ones + shape, ones + plain):
@@ -149,7 +149,7 @@ def check_tensors(
 
 
 def read_parameters(
-    tensors: Tensors, found: PretrainedInput, parameters: Specs, shardings: Options
+    tensors: Tensors, pretrained: PretrainedInput, parameters: Specs, shardings: Options
 ) -> Params:
     """The parameters, each device's part of those that are split; zeros for those without a tensor.
 
@@ -159,7 +159,8 @@ def read_parameters(
     others = next((NamedSharding(each.mesh, P()) for each in shardings.values()), None)
     for name, parameter in parameters.items():
         module, _, leaf = name.rpartition("/")
-        read = functools.partial(_read, tensors, name, (found.names or {}).get(name), parameter)
+        tensor = (pretrained.names or {}).get(name)
+        read = functools.partial(_read, tensors, name, tensor, parameter)
         sharding = shardings.get(name, others)
         if sharding is None:
             # Unlike jnp.asarray, this makes no copy on a CPU.
@@ -178,20 +179,16 @@ def _read(
     if tensor is None:
         return np.broadcast_to(np.zeros((), parameter.dtype), parameter.shape)[index]
     tensor, is_transposed = stored(name, tensor)
-    step = -1 if is_transposed else 1
-    part = index[::step] if len(index) == 2 else ()
-    array = tensors.read(tensor, *part)
-    if not part:
-        array = array.reshape(-1 if len(index) == 1 else parameter.shape[::step])
+    if len(index) == 2:
+        array = tensors.read(tensor, *(index[::-1] if is_transposed else index))
+        # Rows that `row_multiple` adds are missing.
+        array = np.ascontiguousarray(array.T) if is_transposed else array
+    else:
+        array = tensors.read(tensor).reshape(-1)[index]
     if array.dtype == np.float64:
         # A number past the dtype's range would become infinite, with a warning at most.
         with np.errstate(over="raise"):
             array = call_with_named_errors(tensor, array.astype, parameter.dtype)
-    if is_transposed:
-        array = np.ascontiguousarray(array.T)
-    if not part:
-        array = array[index]
-    # Rows that `row_multiple` adds.
     sizes = [len(range(size)[each]) for size, each in zip(parameter.shape, index, strict=True)]
-    more = [(0, size - had) for size, had in zip(sizes, array.shape, strict=True)]
+    more = [(0, size - rows) for size, rows in zip(sizes, array.shape, strict=True)]
     return np.pad(array, more) if np.any(more) else array

@@ -130,17 +130,17 @@ def recognised(file: Published, model_type: Any) -> tuple[Architecture, str, dic
     prefixes = {prefix for prefix in prefixes if prefix.startswith(file.prefix)} or prefixes
     # A layer that predicts further tokens, as DeepSeek V3 has, has the table once more.
     outside = [prefix for prefix in prefixes if not re.search(r"\b\d+\.", prefix)]
-    found = {
+    matches = {
         prefix: names
         for prefix in sorted(outside or prefixes)
         if (names := kind.tensors(files, file.side, prefix))
     }
-    if len(found) != 1:
+    if len(matches) != 1:
         side = f" (its {file.side}; `stack` says which)" if kind.has_stacks else ""
         want = f"the tensors of one model {kind.type}{side}, or {BY_HAND}"
-        under = f"those under {[*found]} (`part` chooses)"
-        raise arguments.value_error(tensors.path, want, under if found else tensors.listed())
-    ((prefix, names),) = found.items()
+        under = f"those under {[*matches]} (`part` chooses)"
+        raise arguments.value_error(tensors.path, want, under if matches else tensors.listed())
+    ((prefix, names),) = matches.items()
     for tensor in names.values():
         # Those of a quantized model, which has scales beside them, are refused for their dtypes.
         tensors.entry(tensor)

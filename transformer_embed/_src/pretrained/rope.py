@@ -112,10 +112,10 @@ def scaling(entries: Options, value: Options) -> rotary_scaling.Scaling | None:
     if made is None or (kind == PROPORTIONAL and entries.get("factor", 1) == 1):
         return None
     values = dict(entries)
-    taken = made.__dataclass_fields__
+    fields = made.__dataclass_fields__
     # A fixed alpha, as HunYuan has, leaves nothing dynamic.
     is_dynamic = kind == "dynamic" and not entries.get("alpha")
-    if is_dynamic or "original_length" in taken:
+    if is_dynamic or "original_length" in fields:
         longest = value["max_position_embeddings"]
         original = value[ORIGINAL] or entries.get(ORIGINAL) or longest
         # Dynamic scaling counts from the model's own length.
@@ -123,7 +123,7 @@ def scaling(entries: Options, value: Options) -> rotary_scaling.Scaling | None:
         values["original_length"] = arguments.integer(ORIGINAL, original, at_least=1)
         if kind in ("yarn", "longrope"):
             values.setdefault("factor", (longest or 0) / values["original_length"])
-    if is_dynamic or "length" in taken:
+    if is_dynamic or "length" in fields:
         if value["length"] is None:
             want = f"that of the longest text, since a {kind} rotation depends on it"
             raise arguments.value_error("length", want, None)
@@ -135,52 +135,66 @@ def scaling(entries: Options, value: Options) -> rotary_scaling.Scaling | None:
     if not (values.get("mscale") and values.get("mscale_all_dim")):
         # The transformers library uses these two only if both are given.
         values |= {"mscale": 1.0, "mscale_all_dim": 0.0}
-    return made_of(made, {name: values[name] for name in taken if name in values})
+    return made_of(made, {name: values[name] for name in fields if name in values})
 
 
 def flat(kind: Architecture, entries: Options) -> dict[str, Any]:
-    """Entries without `rope_parameters`: what it holds is at the top level, named as in `LAYERS`.
+    """Entries without objects: what these hold is at the top level, named as in `LAYERS`.
 
     So `settings=` can replace the file's whichever form each uses. Within one source, entries
     inside `rope_parameters` take precedence over those beside it, and `rope_scaling` over
-    `rope_parameters`, as in the transformers library. If sliding layers have a base of their own,
-    `rope_parameters` has an object for each kind of layer, and `rope_scaling` is for full layers.
-    What means nothing inside an object is named after the object.
+    `rope_parameters`, as in the transformers library. What means nothing inside an object is named
+    after the object.
     """
-    found = dict(entries)
-    said: Any = found.pop("rope_parameters", None)
-    if LOCAL not in kind.entries:
-        said = {FULL: said} if "rope_parameters" in entries else {}
-    elif said is None:
-        said = {}
-    elif not isinstance(said, Mapping) or said.keys() - LAYERS:
-        want = f"an object with the entries {FULL} and {SLIDING}"
-        raise arguments.value_error("rope_parameters", want, said)
-    taken = [*NAMES.split(), *["alpha"] * kind.has_alpha]
-    for layer, (*names, scaling_name) in LAYERS.items():
-        source, value = scaling_name, found.pop(scaling_name, None)
-        if layer in said and not value:
-            source, value = "rope_parameters", said[layer]
-        if source not in entries:
-            continue
+    names = "rope_parameters", *(scaling for *_, scaling in LAYERS.values())
+    result = {name: value for name, value in entries.items() if name not in names}
+    for layer, (source, value) in _objects(kind, entries).items():
         arguments.instance(source, value, Mapping | None, "an object")
-        inside = {key: item for key, item in (value or {}).items() if item is not None}
-        _rename_old(source, inside)
-        # An object names its base and share as full layers do.
-        pairs = zip(names, LAYERS[FULL], strict=False)
-        own = {name: inside.pop(full) for name, full in pairs if full in inside}
-        known = {key: inside.pop(key) for key in taken if key in inside}
-        # A base or a share alone leaves the scaling of another source as it is.
-        if known or not own:
-            own[scaling_name] = known
-        found |= own | {f"{source}: {key}": item for key, item in inside.items()}
-    return found
+        result |= _apart(kind, layer, source, value or {})
+    return result
 
 
-def merged(in_file: Options, said: Options) -> dict[str, Any]:
+def _objects(kind: Architecture, entries: Options) -> dict[str, tuple[str, Any]]:
+    """The object for each kind of layer, after the entry that it comes from.
+
+    If sliding layers have a base of their own, `rope_parameters` has an object for each kind of
+    layer, and `rope_scaling` is for full layers.
+    """
+    source, objects = "rope_parameters", {}
+    value = entries.get(source)
+    if LOCAL not in kind.entries:
+        objects = {FULL: (source, value)} if source in entries else {}
+    elif value is not None:
+        if not isinstance(value, Mapping) or value.keys() - LAYERS:
+            want = f"an object with the entries {FULL} and {SLIDING}"
+            raise arguments.value_error(source, want, value)
+        objects = {layer: (source, value[layer]) for layer in value}
+    for layer, (*_, scaling) in LAYERS.items():
+        if entries.get(scaling) or (scaling in entries and layer not in objects):
+            objects[layer] = scaling, entries[scaling]
+    return objects
+
+
+def _apart(kind: Architecture, layer: str, source: str, value: Options) -> dict[str, Any]:
+    """The base and the like of an object, its scaling, and what is not known in it."""
+    *names, scaling = LAYERS[layer]
+    unread = {key: item for key, item in value.items() if item is not None}
+    _rename_old(source, unread)
+    # An object names its base and share as full layers do.
+    pairs = zip(names, LAYERS[FULL], strict=False)
+    entries = {name: unread.pop(full) for name, full in pairs if full in unread}
+    fields = [*NAMES.split(), *["alpha"] * kind.has_alpha]
+    inside = {key: unread.pop(key) for key in fields if key in unread}
+    # A base or a share alone leaves the scaling of another source as it is.
+    if inside or not entries:
+        entries[scaling] = inside
+    return entries | {f"{source}: {key}": item for key, item in unread.items()}
+
+
+def merged(in_file: Options, settings: Options) -> dict[str, Any]:
     """The entries of a scaling, those of settings first; another type has none of the file's."""
-    kept = in_file if said.get("rope_type") in (None, in_file.get("rope_type")) else {}
-    return {**kept, **said}
+    is_same = settings.get("rope_type") in (None, in_file.get("rope_type"))
+    return {**in_file, **settings} if is_same else {**settings}
 
 
 def _rename_old(source: str, inside: dict[str, Any]) -> None:
