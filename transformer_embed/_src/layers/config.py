@@ -92,17 +92,16 @@ class EmbedderConfig:
             `PositionScheme`. None: no positions are added.
         dropout_rate: in [0, 1); 0.1 in Vaswani et al. (2017).
         pad_id: the id of padding, whose row of the token table reads as zeros; see
-            `TokenEmbedding`. Padding is never predicted, and positions are counted from the first
-            token, wherever padding is. It has a position too (see the scheme's `at_padding`), which
-            the mask hides. None: no padding.
+            `TokenEmbedding`. Padding is never predicted, and positions count from the first token
+            of each row. (Padding has a position too, see the scheme's `at_padding`; the mask hides
+            it.) None: no padding.
 
-            It must be no id of the text. Where padding is the end of the text, that id would be
-            hidden, and never predicted, at the end of each text too: leave pad_id out, and make
-            positions and masks with `TokenPositions.from_lengths`.
+            It must not occur in a text. If texts are padded with the id that ends them, leave
+            pad_id out, and make positions and masks with `TokenPositions.from_lengths`.
 
-            Each row then has positions of its own, and on a CPU the layer's evaluation with
-            sinusoids takes 1.2 to 1.8 times as long. `positions=np.arange(length)` avoids this: it
-            counts padding like tokens, as BERT does, which is the same for right padding.
+            Each row has positions of its own: on a CPU, evaluation with sinusoids takes 1.2 to 1.8
+            times as long. If padding is on the right, `positions=np.arange(length)` avoids this and
+            gives tokens the same positions.
         scale: a number above 0 that token rows are multiplied by; 1.0 leaves them as they are.
             "sqrt_d_model": the square root of their width, which is d_model unless
             `embedding_width` is set.
@@ -119,15 +118,13 @@ class EmbedderConfig:
             policy has cast it.
         output: the output layer. None: there is none, and asking for it raises an error.
         init_stddev: standard deviation of all tables when they are drawn, a number above 0 (0.02 in
-            BERT, GPT-2 and Llama, where it is called initializer_range). None: chosen so that
-            training starts well. With the factors m of `scale` and o of `output.scale`, and w =
-            table_width, it is s = 1 / (2 * m) for tokens, so that they enter at half of unit size.
+            BERT, GPT-2 and Llama: initializer_range). None: token vectors enter with standard
+            deviation 1/2, so their rows are drawn with s = 1 / (2 * m) for the factor m of `scale`.
             If the output layer is tied, s is at most 1 / (o * sqrt(w)) and 2 / sqrt(o * w * m), or
-            8 / (o * w) if there is a layer norm, so that a token does not predict itself. It is m *
-            s / 2 for learned positions and token types, half the size of the tokens beside them,
-            and 1 / (2 * o * sqrt(w)) for an output layer's own table.
-            Before training, the loss is then about log(vocab_size). The page Performance has the
-            measurements.
+            8 / (o * w) with a layer norm, for the factor o of `output.scale` and w = table_width:
+            so a token does not predict itself, and the first loss is about log(vocab_size).
+            Learned positions and token types have m * s / 2, and an output layer's own table has
+            1 / (2 * o * sqrt(w)). The page Performance has measurements.
         row_multiple: the token tables have a number of rows that is a multiple of it, so that the
             devices of a mesh divide them: 128 fits most meshes. The rows past the vocabulary are
             never read nor predicted, and get no gradient.
