@@ -110,11 +110,6 @@ def varying(array: Array, axes: Iterable[str]) -> Array:
     return jax.lax.pcast(array, others, to="varying") if others else array
 
 
-def replicated(array: Array, mesh: Any) -> Array:
-    """The array, whole on every device."""
-    return reshard(array, NamedSharding(mesh, PartitionSpec()))
-
-
 def gathered(name: str, array: Any) -> np.ndarray:
     """All values of an array, on the host; if several processes hold it, each of them must ask."""
     arguments.check_known(name, array)
@@ -129,7 +124,7 @@ def gathered(name: str, array: Any) -> np.ndarray:
 def on_every_device(array: Array) -> Array:
     """The array, all-gathered if explicit mesh axes split it."""
     mesh = jax.typeof(array).sharding.mesh
-    return replicated(array, mesh) if is_explicit(mesh) else array
+    return reshard(array, NamedSharding(mesh, PartitionSpec())) if is_explicit(mesh) else array
 
 
 def with_whole_rows(array: Array, axis: int = -1) -> Array:
