@@ -243,7 +243,7 @@ def test_training_equals_hk_dropout_of_evaluation(name):
         return dropped, hk.next_rng_key()
 
     def ours(data):
-        return case.call(case.build(), data, is_training=True), hk.next_rng_key()
+        return case.call(case.build(), data, is_training=np.True_), hk.next_rng_key()
 
     (got, after), (want, next_key) = (
         hk.transform(function).apply(params_of(name), key, case.data)

@@ -216,7 +216,7 @@ HOSTILE = [
     ({"scheme": {"kind": ["Learned"]}}, {}, "kind: wanted one of 'EmbedderConfig', 'OutputConfig', 'Layer', 'Sinusoidal', 'SinusoidalGrid', 'Learned', "),
     ({}, {"names": ["a"]}, "names: wanted a mapping, or None, got tuple"),
     ({}, {"names": {"a/b": TOKENS}}, f"{ALSO}['a/b']"),
-    ({}, {"layers": [{"scaling": {"kind": "YarnScaling"}}]}, "factor, original_length: wanted entries of YarnScaling"),
+    ({}, {"layers": [{"scaling": {"kind": "YarnScaling"}}]}, "missing 2 required positional arguments: 'factor' and"),
     ({}, {"layers": [{"kind": "LinearScaling", "factor": 2}] * 9_000}, "layers[0]: wanted a Layer, got LinearScaling"),
     ({}, {"layers": [{"kind": "os.system"}]}, "got 'os.system'"),
     ({}, {"names": TABLE | {"relative_position_bias/embeddings": TOKENS}, "bias": {"num_heads": 2, "num_buckets": 7}}, "wanted shape [7, 2], as the con"),

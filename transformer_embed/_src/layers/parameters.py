@@ -101,7 +101,8 @@ def as_initializer(w_init: Initializer | None, default: Initializer) -> Initiali
 def dropout_key(is_training: bool, rate: float) -> Any:
     """Haiku's next key if dropout needs one, and None if it has none."""
     # next_rng_key would raise Haiku's error, which does not say how to evaluate.
-    return hk.maybe_next_rng_key() if is_training is True and rate > 0 else None
+    is_random = arguments.flag("is_training", is_training) and rate > 0
+    return hk.maybe_next_rng_key() if is_random else None
 
 
 def check_params(name: str, params: Any) -> None:

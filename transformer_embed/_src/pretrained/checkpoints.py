@@ -41,7 +41,6 @@ from transformer_embed._src.pretrained.files import (
     as_path,
     call_with_named_errors,
     check_mappings,
-    made_of,
     open_tensors,
     parse,
     read_json,
@@ -396,4 +395,4 @@ def decoded(entries: dict[str, Any]) -> Any:
     if KIND not in entries:
         return entries
     kinds = _kinds()
-    return made_of(kinds[arguments.choice(KIND, entries.pop(KIND), tuple(kinds))], entries)
+    return kinds[arguments.choice(KIND, entries.pop(KIND), tuple(kinds))](**entries)

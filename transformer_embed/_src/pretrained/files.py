@@ -1,7 +1,6 @@
 """Files: reads safetensors in pieces, writes files whole or not at all, names what is wrong."""
 
 import contextlib
-import dataclasses
 import errno
 import functools
 import itertools
@@ -226,21 +225,10 @@ def call_with_named_errors(
         raise ValueError(f"{arguments.shown(name)}: {arguments.shown(error)}") from error
 
 
-def made_of(cls: Any, entries: Mapping[str, Any]) -> Any:
-    """An instance of a dataclass from entries of a file; an error names those that are missing."""
-    # Both are the same only if neither is given.
-    needed = {each.name for each in dataclasses.fields(cls) if each.default is each.default_factory}
-    if missing := sorted(needed - entries.keys()):
-        raise arguments.value_error(", ".join(missing), f"entries of {cls.__name__}", "none")
-    return cls(**entries)
-
-
 def check_mappings(**values: Any) -> None:
-    """Raises a TypeError unless each value is a mapping from strings, or None."""
+    """Raises a TypeError unless each value is a mapping, or None."""
     for name, value in values.items():
         arguments.instance(name, value, Mapping | None, "a mapping, or None")
-        for key in value or ():
-            arguments.instance(f"{name}: a key", key, str, "a str")
 
 
 def parse(

@@ -12,7 +12,6 @@ from transformer_embed._src.pretrained.architecture import (
     Options,
     count,
 )
-from transformer_embed._src.pretrained.files import made_of
 
 BETA = "llama_4_scaling_beta"
 LOCAL = "rope_local_base_freq"
@@ -135,7 +134,7 @@ def scaling(entries: Options, value: Options) -> rotary_scaling.Scaling | None:
     if not (values.get("mscale") and values.get("mscale_all_dim")):
         # The transformers library uses these two only if both are given.
         values |= {"mscale": 1.0, "mscale_all_dim": 0.0}
-    return made_of(made, {name: values[name] for name in fields if name in values})
+    return made(**{name: values[name] for name in fields if name in values})
 
 
 def flat(kind: Architecture, entries: Options) -> dict[str, Any]:
