@@ -11,7 +11,7 @@ import math
 import numbers
 import reprlib
 import sys
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -386,14 +386,6 @@ def check_left_out(name: str, value: Any, why: str) -> None:
     """A ValueError if an argument is given."""
     if value is not None:
         raise value_error(name, f"None, since {why}", describe(value))
-
-
-def check_named(name: str, want: Set[str], got: Set[str]) -> None:
-    """A ValueError unless two sets of names are equal."""
-    if want != got:
-        missing, unknown = sorted(want - got), sorted(got - want)
-        found = ", ".join(unknown) or "none of them"
-        raise value_error(name, ", ".join(missing) or "no others", found)
 
 
 def check_same(name: str, what: str, size: Any, expected: Any) -> None:

@@ -248,6 +248,9 @@ def check_shapes(name: str, want: Tree, got: Tree) -> None:
         keystr = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
         return {f"{keystr(path)} {[*np.shape(leaf)]}" for path, leaf in paths}
 
-    arguments.check_named(name, shapes(want), shapes(got))
+    missing, unknown = sorted(shapes(want) - shapes(got)), sorted(shapes(got) - shapes(want))
+    if missing or unknown:
+        found = ", ".join(unknown) or "none of them"
+        raise arguments.value_error(name, ", ".join(missing) or "no others", found)
     wanted, found = (jax.tree.structure(tree, is_leaf=is_gradient) for tree in (want, got))
     arguments.check_same(name, "the tree", found, wanted)
