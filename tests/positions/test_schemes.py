@@ -25,7 +25,6 @@ def embed(scheme, ids=IDS, *, d_model=8, pad_id=None, **arguments):
     return te.Embedder(config).apply(params, None, ids, is_training=False, **arguments)
 
 
-@pytest.mark.slow
 def test_start_shortens_what_a_table_holds():
     assert embed(te.Learned(max_len=7, start=2)).shape == (3, 5, 8)
     text = "ids or x: ... got 5"
