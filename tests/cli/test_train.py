@@ -118,8 +118,8 @@ def test_a_seed_decides_the_model_and_its_figures(prints, trained, text_file, tm
     assert printed.out.replace(str(again), str(params)).splitlines() == lines
     # A bar is for a terminal.
     assert printed.err == ""
-    assert again.read_bytes() == params.read_bytes()
     found = te.pretrained.load_embedder(params)
+    jax.tree.map(equal, te.pretrained.load_embedder(again).params, found.params)
     other = language_model.train(text_file.read_bytes(), "sinusoidal", steps=STEPS, seed=1)
     tables = found.params[MODULE]["embeddings"], other[0][MODULE]["embeddings"]
     assert np.not_equal(*tables).mean() > 0.99
