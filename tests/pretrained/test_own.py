@@ -243,6 +243,12 @@ def original():
 
 
 SAVED = original()
+
+
+def test_equal_arguments_write_equal_files():
+    assert all(original() == SAVED for _ in range(8))
+
+
 HEADER = 8 + struct.unpack("<Q", SAVED[:8])[0]
 BYTES = b'0|9|-|[|{|}|"|,|e9|null|NaN|1e999|\\ud800|true|\xff'.split(b"|")
 FLIPS = st.lists(

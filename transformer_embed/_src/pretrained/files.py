@@ -303,7 +303,7 @@ def written(
             if exists:
                 # The umask took bits away that the replaced file has.
                 temporary.chmod(mode)
-            file.write(save({**arrays}, metadata))
+            file.write(_in_order(save({**arrays}, metadata)))
             file.flush()
             # Errors name the path.
             yield open_tensors(temporary)._replace(path=path)
@@ -312,3 +312,11 @@ def written(
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _in_order(data: bytes) -> bytes:
+    """A safetensors file whose metadata are sorted, so that equal arguments write equal files."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
+    return data[:8] + text.encode().ljust(end - 8) + data[end:]
