@@ -324,6 +324,13 @@ def test_initial_params_of_another_dtype_are_rounded_to_the_config_s():
     assert {leaf.dtype for leaf in jax.tree.leaves(made)} == {jnp.dtype(jnp.bfloat16)}
 
 
+def test_initial_params_with_a_mask_are_refused():
+    """jax would read what the mask hides."""
+    masked = jax.tree.map(lambda leaf: np.ma.masked_array(leaf, leaf > 0), of_the_whole())
+    with refused(TypeError, "initial_params: ... without a mask, got a masked array"):
+        hk.transform(lambda: module(masked)).init(KEY)
+
+
 def test_a_sharded_table_among_initial_params_is_taken_as_it_is():
     embedder, mesh = te.Embedder(te.EmbedderConfig(128, 4)), mesh_of((2,), ("model",))
     placed = put(mesh, embedder.init(KEY), "model")

@@ -88,7 +88,7 @@ class Leaves:
 
 def _as_dtype(value: Any, _: Any, dtype: Any) -> Any:
     """A value as an initializer, of any shape."""
-    return jnp.asarray(value, dtype)
+    return jnp.asarray(arguments.as_array("initial_params", value), dtype)
 
 
 def as_initializer(w_init: Initializer | None, default: Initializer) -> Initializer:
