@@ -157,7 +157,10 @@ def test_logits_are_those_of_the_model(tmp_path, name):
 
 
 UNKNOWN = "another may leave out the scale and softcap of its text model"
-NOT_THERE = "the file has no lm_head.weight, and it is not tied to the table"
+NOT_THERE = (
+    "the file has no lm_head.weight (dequantize a quantized model first), and it is not tied to "
+    "the table"
+)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from transformer_embed._src.layers.config import EmbedderConfig, OutputConfig
 from transformer_embed._src.layers.parameters import (
     ROOT,
     Params,
-    check_params,
     layer_paths,
     table_path,
 )
@@ -56,7 +55,7 @@ from transformer_embed._src.pretrained.parameters import (
     shapes_of,
     stored,
 )
-from transformer_embed._src.pretrained.recognition import kind_of, open_published, recognised
+from transformer_embed._src.pretrained.recognition import open_published
 
 # The entry of a file's metadata that has all but the parameters.
 METADATA = "transformer_embed"
@@ -174,7 +173,9 @@ def load_embedder(
         # A missing offset is damage.
         pretrained, may_lack = describe_own(tensors), ()
     else:
-        pretrained = _published(tensors, dict(settings or {}), stack, length, part)
+        beside = tensors.path.parent / "config.json"
+        whole = read_json(beside) if beside.exists() else {}
+        pretrained = describe(open_published(beside, whole, tensors, settings, stack, length, part))
         padded = dataclasses.replace(pretrained.config, row_multiple=row_multiple)
         pretrained = pretrained._replace(config=padded)
     parameters = check_tensors(tensors, pretrained, may_lack)
@@ -192,14 +193,6 @@ def _named(config: Any, names: Mapping[str, str]) -> tuple[PretrainedInput, Mapp
     # None stands for an offset of zeros; for another parameter, no tensor has this name.
     stored = {name: each for name, each in paths.items() if each or name not in OFFSETS}
     return PretrainedInput(config, {}, names=stored), paths
-
-
-def _published(tensors: Tensors, settings: dict[str, Any], *which: Any) -> PretrainedInput:
-    """The input layer of a published model, of its config.json and of the settings."""
-    beside = tensors.path.parent / "config.json"
-    whole = read_json(beside) if beside.exists() else {}
-    file = open_published(beside, whole, tensors, *which)
-    return describe(file, *recognised(file, settings.pop("model_type", None)), settings)
 
 
 def load_config(
@@ -243,9 +236,7 @@ def load_config(
         path = path / "config.json" if path.is_dir() else path
         source = read_json(path)
     tensors = Tensors(path, {}, {}, lambda _: ({}, {}))
-    file = open_published(path, source, tensors, stack, length, part)
-    overrides = dict(settings or {})
-    return describe_config(file, kind_of(file, overrides.pop("model_type", None)), overrides)
+    return describe_config(open_published(path, source, tensors, settings, stack, length, part))
 
 
 def save_embedder(
@@ -297,14 +288,14 @@ def save_embedder(
     Source:
         The safetensors format, https://github.com/huggingface/safetensors
     """
-    check_params("params", params)
+    pretrained = PretrainedInput(config, {}, layers, bias, names, no_output)
+    _check(pretrained)
+    leaves = by_path(_with_own_paths(config, params, bias))
     if slashed := [name for group in params.values() for name in group if "/" in name]:
         raise arguments.value_error("params", "names without a slash", repr(slashed[0]))
-    _check(config, params, layers, bias, names, no_output)
-    leaves = by_path(_with_own_paths(config, params, bias))
     tensor_names = {name: name for name in leaves} | full_paths(names or {}, leaves)
     arrays = _by_tensor_name(leaves, tensor_names)
-    pretrained = PretrainedInput(config, {}, [*layers], bias, tensor_names, no_output)
+    pretrained = pretrained._replace(layers=[*layers], names=tensor_names)
     texts = {METADATA: json.dumps(pretrained._asdict(), default=encoded)}
     path, metadata = as_path(path).resolve(), {"format": "pt"} | texts
     is_shared = not all(
@@ -321,12 +312,12 @@ def save_embedder(
         multihost_utils.sync_global_devices("save_embedder")
 
 
-def _check(config: Any, _: Any, layers: Any, bias: Any, names: Any, no_output: Any) -> None:
-    """Raises unless the fields of a `PretrainedInput` have their types."""
-    arguments.instance("config", config, EmbedderConfig, "an EmbedderConfig")
-    check_mappings(bias=bias, names=names)
-    arguments.entries("layers", layers, arguments.instance, kinds=Layer, want="a Layer")
-    arguments.instance("no_output", no_output, str | None, "a sentence, or None")
+def _check(found: PretrainedInput) -> None:
+    """Raises unless all but the parameters have their types."""
+    arguments.instance("config", found.config, EmbedderConfig, "an EmbedderConfig")
+    check_mappings(bias=found.bias, names=found.names)
+    arguments.entries("layers", found.layers, arguments.instance, kinds=Layer, want="a Layer")
+    arguments.instance("no_output", found.no_output, str | None, "a sentence, or None")
 
 
 def _by_tensor_name(leaves: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -361,7 +352,7 @@ def describe_own(tensors: Tensors) -> PretrainedInput:
     """The layer that `save_embedder` described in the metadata."""
     entries = parse(f"{tensors.path}: {METADATA}", tensors.metadata[METADATA], decoded)
     pretrained = call_with_named_errors(tensors.path, PretrainedInput, **entries)
-    call_with_named_errors(tensors.path, _check, *pretrained)
+    call_with_named_errors(tensors.path, _check, pretrained)
     return pretrained
 
 

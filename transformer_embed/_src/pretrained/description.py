@@ -32,7 +32,7 @@ from transformer_embed._src.pretrained.architecture import (
 from transformer_embed._src.pretrained.files import DTYPES, call_with_named_errors
 from transformer_embed._src.pretrained.layers import layers_of
 from transformer_embed._src.pretrained.parameters import PretrainedInput
-from transformer_embed._src.pretrained.recognition import Published
+from transformer_embed._src.pretrained.recognition import Published, recognised
 
 # The last two axes of each tensor; the first is 1 for a vector.
 Shapes = Mapping[str, tuple[int, int]]
@@ -49,24 +49,19 @@ UNSCALED_WITHIN = (
 )
 
 
-def describe(
-    file: Published,
-    kind: Architecture,
-    prefix: str,
-    names: dict[str, str],
-    settings: Options,
-) -> PretrainedInput:
-    """All but the parameters, of a model whose tensors are below a prefix."""
-    tensors, value = file.tensors, _values(kind, file, settings)
+def describe(file: Published) -> PretrainedInput:
+    """All but the parameters of a published model."""
+    prefix, names = recognised(file)
+    tensors, value = file.tensors, _values(file)
     table = names.get(OUTPUT_TABLE)
     # As in the library: two tables that differ are not tied, whatever config.json says.
     if table and value["tie_word_embeddings"] and tensors.are_equal(table, names[TOKENS]):
         del names[OUTPUT_TABLE]
     infos = {name: tensors.entry(tensor) for name, tensor in names.items()}
     shapes = {name: (1, 1, *info.shape)[-2:] for name, info in infos.items()}
-    depth, dtype = number_of_layers(file, kind, prefix), DTYPES[infos[TOKENS].dtype]
+    depth, dtype = number_of_layers(file, prefix), DTYPES[infos[TOKENS].dtype]
     pretrained = call_with_named_errors(
-        _place(file, kind), _described, kind, value, shapes, dtype, depth, file
+        f"settings and {file.place}", _described, file, value, shapes, dtype, depth
     )
     if pretrained.config.output is None:
         # It is not read.
@@ -75,18 +70,18 @@ def describe(
     return pretrained._replace(names=names)
 
 
-def describe_config(file: Published, kind: Architecture, settings: Options) -> PretrainedInput:
+def describe_config(file: Published) -> PretrainedInput:
     """All that a config.json says, for tensors that are not there."""
-    value, entries = _values(kind, file, settings), file.entries
+    value, entries = _values(file), file.entries
     depth = entries.get(f"{file.side}_layers") or entries.get(f"num_{file.side}_layers")
     dtype = entries.get("dtype") or entries.get("torch_dtype") or "float32"
 
     def described() -> PretrainedInput:
         layers = depth or value["num_hidden_layers"] or len(value["layer_types"] or ())
         count("num_hidden_layers", layers)
-        return _described(kind, value, _shapes(kind, value, file.side), dtype, layers, file)
+        return _described(file, value, _shapes(file.kind, value, file.side), dtype, layers)
 
-    return call_with_named_errors(_place(file, kind), described)
+    return call_with_named_errors(f"settings and {file.place}", described)
 
 
 def _shapes(kind: Architecture, value: Options, side: str) -> dict[str, tuple[int, int]]:
@@ -125,14 +120,9 @@ def _vocabulary(value: Options, side: str) -> str:
     return "decoder_vocab_size" if has_own else "vocab_size"
 
 
-def _place(file: Published, kind: Architecture) -> str:
-    """What an error about values is to blame."""
-    return f"settings and {file.path}, for a model {kind.type}"
-
-
-def number_of_layers(file: Published, kind: Architecture, prefix: str) -> int:
+def number_of_layers(file: Published, prefix: str) -> int:
     """How many numbered layers a checkpoint has of the stack that is read."""
-    start = prefix + (file.side if kind.has_stacks else "")
+    start = prefix + (file.side if file.kind.has_stacks else "")
     pattern = re.compile(rf"{re.escape(start)}\D*?\b(\d+)\.")
     numbers = filter(None, map(pattern.match, file.tensors.files))
     return 1 + max((int(name[1]) for name in numbers), default=-1)
@@ -159,14 +149,15 @@ def read(kind: Architecture, entries: Options) -> tuple[dict[str, Any], dict[str
     return values, unread
 
 
-def _entries(kind: Architecture, place: str, in_file: Options, settings: Options) -> dict[str, Any]:
+def _entries(file: Published) -> dict[str, Any]:
     """The values of the entries that are read; settings go before those of config.json.
 
     Raises a ValueError for settings that are not read, and for entries of config.json whose names
     concern the layer, unless settings say that they are null.
     """
-    entries, unread = call_with_named_errors(place, read, kind, in_file)
-    overrides, unknown = call_with_named_errors("settings", read, kind, settings)
+    kind = file.kind
+    entries, unread = call_with_named_errors(file.place, read, kind, file.entries)
+    overrides, unknown = call_with_named_errors("settings", read, kind, file.settings)
     # Null takes away an entry of config.json that is not read; there must be one of that name.
     unknown = [
         name
@@ -184,7 +175,7 @@ def _entries(kind: Architecture, place: str, in_file: Options, settings: Options
             f"settings={dict.fromkeys(concerned)})"
         )
         got = ", ".join(f"{name}: {value!r}" for name, value in concerned.items())
-        raise arguments.value_error(place, want, got)
+        raise arguments.value_error(file.place, want, got)
     for *_, name in rope.LAYERS.values():
         if overrides.get(name):
             overrides[name] = rope.merged(entries.get(name) or {}, overrides[name])
@@ -195,9 +186,9 @@ def _entries(kind: Architecture, place: str, in_file: Options, settings: Options
     return entries | overrides
 
 
-def _values(kind: Architecture, file: Published, settings: Options) -> dict[str, Any]:
+def _values(file: Published) -> dict[str, Any]:
     """The values of all entries; None means nothing. Raises for those that must be said."""
-    entries = _entries(kind, f"{file.path}, for a model {kind.type}", file.entries, settings)
+    kind, entries = file.kind, _entries(file)
     value = {entry: kind.default(entry) for entry in ENTRIES} | entries
     # If config.json does not name this type, its defaults may be another model's.
     known = entries.keys() | (ENTRIES if file.model_type == kind.type else HARMLESS.split())
@@ -217,9 +208,10 @@ def _values(kind: Architecture, file: Published, settings: Options) -> dict[str,
 
 
 def _described(
-    kind: Architecture, value: Options, shapes: Shapes, dtype: Any, depth: int, file: Published
+    file: Published, value: Options, shapes: Shapes, dtype: Any, depth: int
 ) -> PretrainedInput:
     """The layer that the values of all entries and the tensors describe."""
+    kind = file.kind
     if value["token_dropout"]:
         want = (
             "False, and embeddings multiplied by 0.88 / (1 - the share of <mask> in their row), "
@@ -232,7 +224,7 @@ def _described(
     sizes = {"hidden_size": d_model, "embedding_size": width, "type_vocab_size": types}
     sizes[_vocabulary(value, file.side)] = rows
     _check_sizes(value, sizes)
-    output, no_output = _output(kind, value, shapes, file)
+    output, no_output = _output(file, value, shapes)
     config = EmbedderConfig(
         rows,
         d_model,
@@ -279,10 +271,10 @@ def _scheme(kind: Architecture, value: Options, shapes: Shapes) -> PositionSchem
 
 
 def _output(
-    kind: Architecture, value: Options, shapes: Shapes, file: Published
+    file: Published, value: Options, shapes: Shapes
 ) -> tuple[OutputConfig | None, str | None]:
     """The output layer, and why there is none."""
-    rows, width = shapes[TOKENS]
+    kind, (rows, width) = file.kind, shapes[TOKENS]
     is_tied = value["tie_word_embeddings"] and OUTPUT_TABLE not in shapes
     is_the_decoders = not is_tied or value["share_encoder_decoder_embeddings"] is False
     # Cohere multiplies logits, Granite divides them.
@@ -304,12 +296,11 @@ def _output(
     elif kind.has_stacks and file.side == STACKS[0] and is_the_decoders:
         reason = f"it is the decoder's, which stack={STACKS[1]!r} loads"
     elif not is_tied and OUTPUT_TABLE not in shapes:
-        heads = re.compile(rf"(.*\.)?({'|'.join(map(re.escape, kind.head.split()))})\.")
-        others = ", ".join(sorted(filter(heads.match, file.tensors.files)))
-        reason = "the file has no lm_head.weight, and it is not tied to the table"
-        # As GPTQ has it.
-        if others:
-            reason = f"the file has {others} in place of its weight: dequantize the model first"
+        # GPTQ has other tensors in its place.
+        reason = (
+            "the file has no lm_head.weight (dequantize a quantized model first), and it is not "
+            "tied to the table"
+        )
     elif wrong:
         reason = f"its shape is {list(shapes[wrong[0]])}, not {list(fitting[wrong[0]])}"
     elif file.outer is None or output == plain or file.outer in SCALED_WITHIN.split():

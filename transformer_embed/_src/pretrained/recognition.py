@@ -33,41 +33,45 @@ class Published(NamedTuple):
 
     Args:
         tensors: of the checkpoint.
-        stack: "encoder", "decoder", or None: not said.
+        side: the stack that is read.
         prefix: how the names of the tensors of the part that was asked for may begin.
         path: of config.json.
         entries: of config.json, those of the text model.
+        settings: those of the caller, which go first, without the type.
         model_type: of the text model, as config.json says.
+        kind: what the registry says of the type in settings, or else of that one.
         outer: the type of the whole model, if the text model is a part of it.
         length: of the longest text, or None: not said.
     """
 
     tensors: Tensors
-    stack: str | None
+    side: str
     prefix: str
     path: pathlib.Path
     entries: Options
+    settings: Options
     model_type: Any
+    kind: Architecture
     outer: str | None
     length: int | None
 
     @property
-    def side(self) -> str:
-        """The stack that is read."""
-        return self.stack or STACKS[0]
+    def place(self) -> str:
+        """What an error about entries of config.json is to blame."""
+        return f"{self.path}, for a model {self.kind.type}"
 
 
 def open_published(
     path: pathlib.Path,
     whole: Options,
     tensors: Tensors,
+    settings: Options | None,
     stack: str | None,
     length: int | None,
     part: str | None,
 ) -> Published:
     """A model's tensors, with the entries of its config.json."""
-    if stack is not None:
-        arguments.choice("stack", stack, STACKS)
+    side = arguments.choice("stack", STACKS[0] if stack is None else stack, STACKS)
     outside, entries = _part(path, whole, part)
     # Qwen 2.5-Omni's thinker_config describes tensors that begin with "thinker.".
     prefix = part.partition(".")[0].removesuffix("_config") + "." if part else ""
@@ -82,7 +86,17 @@ def open_published(
     if outer == "paligemma":
         # Its caller says where a prompt ends, within which tokens see all.
         entries = {**entries, "use_bidirectional_attention": None}
-    return Published(tensors, stack, prefix, path, entries, model_type, outer, length)
+    settings = dict(settings or {})
+    kind = by_model_type(said := settings.pop("model_type", None) or model_type)
+    if kind is None:
+        want = f"that of a known model, from settings or {path}"
+        got = f"{said!r}; {BY_HAND} ({tensors.listed()})"
+        raise arguments.value_error("model_type", want, got)
+    if not kind.has_stacks:
+        arguments.check_left_out("stack", stack, f"{kind.type} has one stack")
+    return Published(
+        tensors, side, prefix, path, entries, settings, model_type, kind, outer, length
+    )
 
 
 def _part(path: pathlib.Path, whole: Options, part: str | None) -> tuple[Options, Options]:
@@ -102,22 +116,9 @@ def _part(path: pathlib.Path, whole: Options, part: str | None) -> tuple[Options
     return outside, entries
 
 
-def kind_of(file: Published, model_type: Any) -> Architecture:
-    """What the registry says of the type in settings, or else in config.json."""
-    kind = by_model_type(model_type := model_type or file.model_type)
-    if kind is None:
-        want = f"that of a known model, from settings or {file.path}"
-        got = f"{model_type!r}; {BY_HAND} ({file.tensors.listed()})"
-        raise arguments.value_error("model_type", want, got)
-    if not kind.has_stacks:
-        arguments.check_left_out("stack", file.stack, f"{kind.type} has one stack")
-    return kind
-
-
-def recognised(file: Published, model_type: Any) -> tuple[Architecture, str, dict[str, str]]:
-    """What the registry says of a model, the prefix of its tensors, and each parameter's tensor."""
-    tensors, files = file.tensors, file.tensors.files
-    kind = kind_of(file, model_type)
+def recognised(file: Published) -> tuple[str, dict[str, str]]:
+    """The prefix of a model's tensors, and each parameter's tensor."""
+    tensors, files, kind = file.tensors, file.tensors.files, file.kind
     for name in filter(ADAPTED.match, sorted(files)):
         raise arguments.value_error(tensors.path, "a whole model", f"{name}, of {ADAPTER}")
     # Several names of a table may have one prefix.
@@ -144,13 +145,13 @@ def recognised(file: Published, model_type: Any) -> tuple[Architecture, str, dic
     for tensor in names.values():
         # Those of a quantized model, which has scales beside them, are refused for their dtypes.
         tensors.entry(tensor)
-    _check_read(kind, file, prefix, {*names.values()})
-    return kind, prefix, names
+    _check_read(file, prefix, {*names.values()})
+    return prefix, names
 
 
-def _check_read(kind: Architecture, file: Published, prefix: str, read: set[str]) -> None:
+def _check_read(file: Published, prefix: str, read: set[str]) -> None:
     """Raises a ValueError for a tensor beside these that a layer of this kind does not have."""
-    tensors = file.tensors
+    tensors, kind = file.tensors, file.kind
     left_out = {*kind.meaningless.split()}
     # A stack has the other one beside it.
     if (own := kind.tokens.format(stack=file.side).partition(".")[0]) in STACKS:
