@@ -262,9 +262,6 @@ def _check_sides(queries: TokenPositions, keys: TokenPositions) -> None:
 
 
 def _window(name: str, window: Any) -> tuple[int | None, ...]:
-    if isinstance(window, int):
-        want = "a pair (left, right), such as (w - 1, 0) for the w latest keys"
-        raise arguments.type_error(name, want, window)
     return arguments.entries(name, window, _limit, count=2)
 
 

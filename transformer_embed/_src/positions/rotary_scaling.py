@@ -310,13 +310,8 @@ Scaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling | LongRopeSca
 
 
 def scaled_frequencies(scaling: Scaling | None, dim: int, base: float) -> tuple[np.ndarray, float]:
-    """The frequencies of dim channels, and the factor of cosines and sines.
-
-    dim must be even if there is a scaling.
-    """
-    want = "LinearScaling(...), another scaling of this package, or None"
-    arguments.instance("scaling", scaling, Scaling | None, want)
-    frequencies = unscaled(dim, base)
+    """The frequencies of an even number of channels, and the factor of cosines and sines."""
+    frequencies = phase.geometric_frequencies(dim // 2, base, dim / 2)
     if scaling is None:
         return frequencies, 1.0
     with decimal.localcontext(phase.PRECISION):
@@ -324,11 +319,6 @@ def scaled_frequencies(scaling: Scaling | None, dim: int, base: float) -> tuple[
             "attention factor", scaling._usual_attention_factor()
         )
         return scaling._scaled(frequencies, base), factor
-
-
-def unscaled(dim: int, base: float) -> np.ndarray:
-    """The frequencies of dim channels without a scaling, decimals in an array of objects."""
-    return phase.geometric_frequencies((dim + 1) // 2, base, dim / 2)
 
 
 def _blended(frequencies: np.ndarray, shares: np.ndarray, factor: float) -> np.ndarray:

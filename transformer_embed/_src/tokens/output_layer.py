@@ -1,8 +1,6 @@
 """The output layer: the product of x with every row of a table, such as the embedding table."""
 
 import dataclasses
-from collections.abc import Mapping
-from types import MethodType
 from typing import Any
 
 import jax
@@ -159,11 +157,6 @@ def as_output_layer(
     if isinstance(output, OutputLayer):
         # Made again, because a tree's leaves may have been replaced by any others.
         output = OutputLayer(**vars(output))
-    elif isinstance(output, Mapping | MethodType) or (
-        dataclasses.is_dataclass(output) and not isinstance(output, StandIn)
-    ):
-        want = "an OutputLayer, such as embedder.output(params), or a table [vocab_size, d]"
-        raise arguments.type_error(f"{prefix}output", want, type(output).__name__)
     else:
         output = OutputLayer(as_table(f"{prefix}output", output))
     want = "a last axis of the width d of the table [vocab_size, d]"

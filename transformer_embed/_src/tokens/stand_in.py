@@ -29,20 +29,14 @@ class StandIn(np.lib.mixins.NDArrayOperatorsMixin):
         """
         raise NotImplementedError
 
-    def use_error(self) -> TypeError:
-        """The error for any other use."""
-        want = "to be read by te.lookup or te.TokenEmbedding alone, since te.rows has its ids"
-        return _NotAnArrayError(arguments.wanted(self.name, want, "another use of its rows"))
-
     def _raise_not_an_array(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise self.use_error()
+        want = "to be read by te.lookup or te.TokenEmbedding alone, since te.rows has its ids"
+        raise _NotAnArrayError(arguments.wanted(self.name, want, "another use of its rows"))
 
     # Operators and numpy's functions, numpy.asarray, jax's functions, indexing.
     __array_ufunc__ = __array__ = __jax_array__ = __getitem__ = _raise_not_an_array
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Raises an error for attributes that only an array has: `T`, `at`, `astype`, ..."""
-        self._raise_not_an_array()
+    # Attributes that only an array has: `T`, `at`, `astype`, ...
+    __getattr__ = _raise_not_an_array
 
 
 class _NotAnArrayError(TypeError, AttributeError):
