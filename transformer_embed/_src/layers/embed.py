@@ -14,7 +14,7 @@ from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.positions.phase import as_positions
 from transformer_embed._src.positions.schemes import PositionScheme
 from transformer_embed._src.tokens.dropout import dropout
-from transformer_embed._src.tokens.lookup import as_table, look_up, lookup
+from transformer_embed._src.tokens.lookup import Reading, as_table, look_up, lookup
 from transformer_embed._src.tokens.output_layer import OutputLayer
 
 
@@ -65,15 +65,15 @@ def token_rows(
 ) -> tuple[Float[Array, "... d"], jnp.dtype]:
     """The scaled rows of ids in float32 or wider, and the dtype of the table."""
     table = as_table("token_embedding/embeddings", leaves["embeddings"])
-    special = config.pad_id, config.out_of_range
-    rows = look_up(table, ids, *special, config.lookup_style, config.row_order)
+    style = config.out_of_range, config.lookup_style
+    rows = look_up(table, ids, Reading(config.pad_id, *style, config.row_order))
     return arguments.widened(rows) * config.factor, table.dtype
 
 
 def type_rows(config: EmbedderConfig, leaves: Any, types: Ids) -> Float[Array, "... d"]:
     """The rows of token types."""
     table = as_table("token_type_embedding/embeddings", leaves["embeddings"])
-    return look_up(table, types, None, config.out_of_range, config.lookup_style)
+    return look_up(table, types, Reading(None, config.out_of_range, config.lookup_style))
 
 
 def encode(

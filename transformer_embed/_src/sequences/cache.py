@@ -1,5 +1,6 @@
 """Writes tokens into a cache: their positions, keys and values by one rule."""
 
+import functools
 from typing import Any
 
 import jax
@@ -12,10 +13,10 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.partitioning import split_like, with_whole_rows
-from transformer_embed._src.sequences.token_positions import FIELDS, TokenPositions, as_made
+from transformer_embed._src.sequences.token_positions import TokenPositions, arrays_of, as_made
 
 # Of arrays of token positions, if they are left out; places are positions.
-DEFAULTS = {"places": None, "ends": 2**31 - 1, "block_ids": -1}
+DEFAULTS = {"ends": 2**31 - 1, "block_ids": -1}
 
 
 def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array, "*b t"]]:
@@ -65,7 +66,7 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
         [[1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]]
     """
     leaves = jax.tree.leaves(cache)
-    if any(getattr(leaf, "ndim", 0) == 1 for leaf in leaves) and _is_row(cache):
+    if _is_row(cache):
         slot = arguments.as_array("slot", slot)
         slot = slot[None] if slot.ndim == 1 else slot
         written = write_cache(_with_batch(cache), _with_batch(new), slot)
@@ -125,11 +126,10 @@ def _is_last_of_slot(places: Int32[Array, "b t"], slots: int) -> Bool[Array, "b 
 
 def _checked(cache: Any, new: Any, shape: tuple[int, ...]) -> tuple[list[Array], list[Array]]:
     """The arrays of the cache, and those of the new tokens."""
-    parts, tree = jax.tree.flatten(cache, is_leaf=_is_tokens)
-    new_parts, new_tree = jax.tree.flatten(new, is_leaf=_is_tokens)
-    if tree == new_tree:
-        cache = jax.tree.unflatten(tree, map(_made, parts))
-        new = jax.tree.unflatten(tree, map(_completed, new_parts, parts))
+    structure = functools.partial(jax.tree.structure, is_leaf=_is_tokens)
+    if structure(cache) == structure(new):
+        new = jax.tree.map(_completed, new, cache, is_leaf=_is_tokens)
+        cache = jax.tree.map(_made, cache, is_leaf=_is_tokens)
     arrays, tokens = _by_path("cache", cache), _by_path("new", new)
     if not arrays or arrays.keys() != tokens.keys():
         got, want = ", ".join(tokens) or "none", f"the arrays of the cache, {', '.join(arrays)}"
@@ -174,17 +174,16 @@ def _completed(new: Any, part: Any) -> Any:
     """New token positions with the arrays and the dtypes that the cache has."""
     if not (_is_tokens(new) and _is_tokens(part)):
         return new
-    new, part = as_made(new), as_made(part)
-    arrays = {}
-    for name in FIELDS:
-        array, slots = getattr(new, name), getattr(part, name)
-        if array is None and slots is not None and name in DEFAULTS:
-            array = new.positions
-            if name != "places":
-                array = jnp.full_like(array, DEFAULTS[name])
-        if array is not None and slots is not None:
-            array = _as_dtype(array, slots.dtype)
-        arrays[name] = array
+    arrays, slots = arrays_of(new), arrays_of(part)
+    positions = arrays["positions"]
+    if "places" in slots:
+        arrays.setdefault("places", positions)
+    for name, number in DEFAULTS.items():
+        if name in slots and name not in arrays:
+            arrays[name] = jnp.full_like(positions, number)
+    for name, array in arrays.items():
+        if name in slots:
+            arrays[name] = _as_dtype(array, slots[name].dtype)
     return TokenPositions(**arrays)
 
 

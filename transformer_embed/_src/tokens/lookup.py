@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,19 @@ from transformer_embed._src.tokens.stand_in import StandIn
 
 OUT_OF_RANGE = ("nan", "clip", "zero")
 LOOKUP_STYLES = ("gather", "one_hot")
+
+
+class Reading(NamedTuple):
+    """How rows are read; static. `order` says which row holds which id. None: row i holds id i."""
+
+    pad_id: int | None
+    out_of_range: str
+    lookup_style: str
+    order: RowOrder | None = None
+
+    def vocab_size(self, table: Any) -> Any:
+        """The number of ids that have a row."""
+        return table.shape[0] if self.order is None else self.order.vocab_size
 
 
 def lookup(
@@ -75,7 +88,7 @@ def lookup(
     arguments.choice("lookup_style", lookup_style, LOOKUP_STYLES)
     pad_id = None if pad_id is None else arguments.int32("pad_id", pad_id)
     ids = arguments.as_int32("ids", ids)
-    return look_up(as_table("table", table), ids, pad_id, out_of_range, lookup_style)
+    return look_up(as_table("table", table), ids, Reading(pad_id, out_of_range, lookup_style))
 
 
 def as_table(name: str, table: ArrayLike | StandIn) -> Any:
@@ -91,20 +104,9 @@ def as_table(name: str, table: ArrayLike | StandIn) -> Any:
     return array
 
 
-@compiled(2, 3, 4, 5)
-def look_up(
-    table: Any,
-    ids: Ids,
-    pad_id: int | None,
-    out_of_range: str,
-    lookup_style: str,
-    order: RowOrder | None = None,
-) -> Vectors:
-    """`lookup` of checked arguments, compiled for eager callers too.
-
-    `order` says which row holds which id. None: row i holds id i.
-    """
-    options = pad_id, out_of_range, lookup_style, order
+@compiled(2)
+def look_up(table: Any, ids: Ids, reading: Reading) -> Vectors:
+    """`lookup` of checked arguments, compiled for eager callers too."""
     sharding = jax.typeof(ids).sharding
     # The last leaf of a `StandIn` has the table's columns.
     columns = typed_axes(jax.tree.leaves(table)[-1])[1]
@@ -113,91 +115,72 @@ def look_up(
     of_ids = typed_axes(ids)
     batch_axes = set(sum(of_ids, ()))
     if batch_axes.isdisjoint(columns):
-        return _look_up(table, ids, *options)
+        return _look_up(table, ids, reading)
     # No axis may split two dimensions: each device reads its columns for the ids of all of them.
     others = [tuple(axis for axis in axes if axis not in columns) for axes in of_ids]
     ids = reshard(ids, NamedSharding(sharding.mesh, PartitionSpec(*others)))
-    rows = _look_up(table, ids, *options)
+    rows = _look_up(table, ids, reading)
     kept = tuple(axis for axis in columns if axis not in batch_axes)
     return reshard(rows, NamedSharding(sharding.mesh, PartitionSpec(*of_ids, kept)))
 
 
-def _look_up(
-    table: Any,
-    ids: Ids,
-    pad_id: int | None,
-    out_of_range: str,
-    lookup_style: str,
-    order: RowOrder | None,
-) -> Vectors:
+def _look_up(table: Any, ids: Ids, reading: Reading) -> Vectors:
     """`look_up` of ids that are not split over the mesh axes of the table's columns."""
     if isinstance(table, StandIn):
-        rows = table.gather_rows(ids, order)
-    elif lookup_style == "gather":
-        return _gather(table, ids, pad_id, out_of_range, order)
+        rows = table.gather_rows(ids, reading.order)
+    elif reading.lookup_style == "gather":
+        return _gather(table, ids, reading)
     else:
         # A product at full precision with a row of one 1 for each id: the table must be finite.
         wide = arguments.widened(table)
-        index = nearest_rows(ids, table.shape[0], order)
+        index = nearest_rows(ids, table.shape[0], reading.order)
         one_hot = jax.nn.one_hot(index, table.shape[0], dtype=wide.dtype)
         rows = jnp.matmul(one_hot, wide, precision=jax.lax.Precision.HIGHEST).astype(table.dtype)
-    return _replace_special_rows(rows, ids, _vocab_size(table, order), pad_id, out_of_range)
+    return _replace_special_rows(rows, table, ids, reading)
 
 
-def _vocab_size(table: Any, order: RowOrder | None) -> Any:
-    """The number of ids that have a row."""
-    return table.shape[0] if order is None else order.vocab_size
-
-
-def _replace_special_rows(
-    rows: Vectors, ids: Ids, vocab_size: Any, pad_id: int | None, out_of_range: str
-) -> Vectors:
+def _replace_special_rows(rows: Vectors, table: Any, ids: Ids, reading: Reading) -> Vectors:
     """The rows, with NaN or zeros at ids out of range and zeros at padding."""
-    if out_of_range != "clip":
+    if reading.out_of_range != "clip":
         # As uint32, a negative id lies above any vocabulary: one comparison tells both ends.
-        outside = ids.astype(jnp.uint32) >= vocab_size
-        if out_of_range == "nan":
+        outside = ids.astype(jnp.uint32) >= reading.vocab_size(table)
+        if reading.out_of_range == "nan":
             rows = nan_where(outside, rows)
         else:
             rows = jnp.where(outside[..., None], 0, rows)
-    if pad_id is not None:
-        rows = jnp.where((ids == pad_id)[..., None], 0, rows)
+    if reading.pad_id is not None:
+        rows = jnp.where((ids == reading.pad_id)[..., None], 0, rows)
     return rows
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
-def _gather(
-    table: TableArray, ids: Ids, pad_id: int | None, out_of_range: str, order: RowOrder | None
-) -> Vectors:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _gather(table: TableArray, ids: Ids, reading: Reading) -> Vectors:
     """`lookup` in an array."""
+    order = reading.order
     if is_explicit(jax.typeof(ids).sharding.mesh):
         rows = read_or_zero(table, nearest_rows(ids, table.shape[0], order).astype(jnp.uint32))
     else:
         # XLA's gather clips by itself.
         index = ids if order is None else nearest_rows(ids, table.shape[0], order)
         rows = jnp.take(table, index, axis=0, mode="clip")
-    rows = _replace_special_rows(rows, ids, _vocab_size(table, order), pad_id, out_of_range)
+    rows = _replace_special_rows(rows, table, ids, reading)
     # Of no ids, jax forgets along which axes of an enclosing shard_map the rows vary.
     return varying(rows, varying_axes(table) | varying_axes(ids))
 
 
 @_gather.defjvp
 def _gather_jvp(
-    pad_id: int | None,
-    out_of_range: str,
-    order: RowOrder | None,
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
+    reading: Reading, primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[Vectors, Any]:
-    table, ids = primals
+    (table, ids), order, is_clipped = primals, reading.order, reading.out_of_range == "clip"
     # An index past the end reads zeros, and its gradient is dropped. Negative ids become such ones.
     past = np.uint32(2**32 - 1)
-    if order is None and out_of_range != "clip":
+    if order is None and not is_clipped:
         index = ids.astype(jnp.uint32)
     else:
         index = nearest_rows(ids, table.shape[0], order).astype(jnp.uint32)
-        if out_of_range != "clip":
-            index = jnp.where(ids.astype(jnp.uint32) < _vocab_size(table, order), index, past)
-    if pad_id is not None:
-        index = jnp.where(ids == pad_id, past, index)
-    return _gather(table, ids, pad_id, out_of_range, order), read_or_zero(tangents[0], index)
+        if not is_clipped:
+            index = jnp.where(ids.astype(jnp.uint32) < reading.vocab_size(table), index, past)
+    if reading.pad_id is not None:
+        index = jnp.where(ids == reading.pad_id, past, index)
+    return _gather(table, ids, reading), read_or_zero(tangents[0], index)
