@@ -217,15 +217,6 @@ def test_a_leaf_that_was_replaced_is_checked():
         logits_of(stacked)
 
 
-@pytest.mark.parametrize(
-    "output", [te.OutputConfig(), te.Embedder(te.EmbedderConfig(9, 4)).output, {"table": X}]
-)
-def test_what_only_makes_an_output_layer_is_refused(output):
-    """It was called a table that holds no numbers."""
-    with pytest.raises(TypeError, match=r"^output: wanted an OutputLayer"):
-        te.linear_logits(X, output)
-
-
 def test_a_plain_table_has_the_name_of_the_argument():
     """It was called table, which no such function has."""
     ids = np.zeros(X.shape[:-1], int)

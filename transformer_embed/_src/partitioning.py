@@ -52,12 +52,11 @@ def axes_of_kind(mesh: Any, *kinds: AxisType) -> Axes:
     return tuple(axis for axis, kind in each if kind in kinds)
 
 
-def along(sharding: NamedSharding, axes: Iterable[str], mesh: Any) -> NamedSharding:
-    """A sharding without other axes than these, on a mesh."""
-    kept = {*axes}
+def along(sharding: NamedSharding, axes: Axes) -> NamedSharding:
+    """A sharding without other axes than these."""
     dimensions = spec_axes(sharding.spec, 0)
-    spec = (tuple(axis for axis in each if axis in kept) for each in dimensions)
-    return NamedSharding(mesh, PartitionSpec(*spec))
+    spec = (tuple(axis for axis in each if axis in axes) for each in dimensions)
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
 def on_each_device(mesh: Any, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
@@ -148,7 +147,7 @@ def reshard(array: Array, sharding: NamedSharding) -> Array:
         return jax.lax.with_sharding_constraint(array, sharding)
     # A function of jax accepts axes of one kind.
     explicit, automatic = (
-        along(sharding, axes_of_kind(sharding.mesh, kind), sharding.mesh)
+        along(sharding, axes_of_kind(sharding.mesh, kind))
         for kind in (AxisType.Explicit, AxisType.Auto)
     )
     array = jax.sharding.reshard(array, explicit)

@@ -1,6 +1,7 @@
 """The rule of an attention mask: who may attend to whom, without a bool for every pair."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -114,7 +115,7 @@ class AttentionMask(Mask):
         arguments.convert_fields(
             self,
             causal=arguments.flag,
-            window=_window,
+            window=functools.partial(arguments.entries, convert=_limit, count=2),
             chunk=arguments.size,
             sinks=arguments.size,
         )
@@ -259,10 +260,6 @@ def _check_sides(queries: TokenPositions, keys: TokenPositions) -> None:
             want = f"an array, since {other}.{field} is given"
             raise arguments.value_error(f"{side}.{field}", want, None)
     check_numbers_of_rows({side: number_of_rows(tokens) for side, tokens in sides.items()})
-
-
-def _window(name: str, window: Any) -> tuple[int | None, ...]:
-    return arguments.entries(name, window, _limit, count=2)
 
 
 def _limit(name: str, distance: Any) -> int | None:

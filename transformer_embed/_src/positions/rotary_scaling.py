@@ -14,14 +14,16 @@ from transformer_embed._src.positions import phase
 
 _factors = functools.partial(arguments.entries, convert=arguments.positive)
 # A field of this name has the same meaning in every scaling.
-_CONVERTERS = {
-    "factor": arguments.positive,
-    "alpha": arguments.positive,
-    "beta_fast": arguments.positive,
-    "beta_slow": arguments.positive,
-    "low_freq_factor": arguments.positive,
-    "high_freq_factor": arguments.positive,
-    "attention_factor": arguments.positive,
+_POSITIVE = (
+    "factor",
+    "alpha",
+    "beta_fast",
+    "beta_slow",
+    "low_freq_factor",
+    "high_freq_factor",
+    "attention_factor",
+)
+_CONVERTERS = dict.fromkeys(_POSITIVE, arguments.positive) | {
     "short_factor": _factors,
     "long_factor": _factors,
     # A length of 1 has no logarithm to divide by.
@@ -236,9 +238,9 @@ class Llama3Scaling(_Scaling):
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.high_freq_factor >= self.low_freq_factor:
-            want = f"a number of at least low_freq_factor, {self.low_freq_factor:g}"
-            raise arguments.value_error("high_freq_factor", want, self.high_freq_factor)
+        lowest = self.low_freq_factor
+        want = f"a number of at least low_freq_factor, {lowest:g}"
+        arguments.real("high_freq_factor", self.high_freq_factor, lowest=lowest, want=want)
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         """The frequencies, scaled; decimals, as they are in `phase.geometric_frequencies`."""

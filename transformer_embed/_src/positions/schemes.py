@@ -266,7 +266,5 @@ class Learned(PositionScheme):
 
     def __post_init__(self):
         super().__post_init__()
-        for name, position in (("start", self.start), ("at_padding", self.at_padding)):
-            if position is not None and not 0 <= position < self.max_len:
-                want = f"an int in [0, max_len = {self.max_len})"
-                raise arguments.value_error(name, want, position)
+        position = functools.partial(arguments.integer, at_least=0, at_most=self.max_len - 1)
+        arguments.convert_fields(self, start=position, at_padding=position)

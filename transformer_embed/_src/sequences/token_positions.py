@@ -28,7 +28,7 @@ from transformer_embed._src.sequences.runs import (
 from transformer_embed._src.sequences.trees import check_parents, tree_arrays
 
 
-@dataclasses.dataclass(frozen=True, eq=False, init=False, repr=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class TokenPositions:
     """The position and the segment of each token in a batch.
 
@@ -73,24 +73,15 @@ class TokenPositions:
         [[0, 0, 1, 1, 0], [1, 0, 0, 0, 0]]
     """
 
-    positions: Array
-    segment_ids: Array | None = None
-    block_ids: Array | None = None
-    places: Array | None = None
-    ends: Array | None = None
+    positions: Any
+    _: dataclasses.KW_ONLY
+    segment_ids: Any = None
+    block_ids: Any = None
+    places: Any = None
+    ends: Any = None
 
-    def __init__(
-        self,
-        positions: ArrayLike,
-        *,
-        segment_ids: ArrayLike | None = None,
-        block_ids: ArrayLike | None = None,
-        places: ArrayLike | None = None,
-        ends: ArrayLike | None = None,
-    ):
-        fields = zip(FIELDS[1:], (segment_ids, block_ids, places, ends), strict=True)
-        others = {name: array for name, array in fields if array is not None}
-        arrays = comparable_rows(positions=positions, **others)
+    def __post_init__(self):
+        arrays = comparable_rows(**{"positions": self.positions} | _given(self))
         length = arrays["positions"].shape[1]
         for name, array in arrays.items():
             arguments.check_same(name, "the length of positions", array.shape[1], length)
@@ -119,7 +110,7 @@ class TokenPositions:
         return has_next_token(segments_of(self))
 
     def __repr__(self) -> str:
-        arrays = [f"{name}={_shown(a)}" for name, a in vars(self).items() if a is not None]
+        arrays = [f"{name}={_shown(array)}" for name, array in _given(self).items()]
         return f"TokenPositions({', '.join(arrays)})"
 
     def __len__(self) -> int:
@@ -486,7 +477,6 @@ class TokenPositions:
 
 
 register_pytree(TokenPositions)
-FIELDS = tuple(field.name for field in dataclasses.fields(TokenPositions))
 # Some loaders count documents from 0, and have -1 at padding.
 as_segment_ids = functools.partial(
     arguments.as_integers, lowest=0, what="int32, where 0 is padding"
@@ -495,7 +485,12 @@ as_segment_ids = functools.partial(
 
 def arrays_of(tokens: TokenPositions) -> dict[str, Any]:
     """The arrays of tokens by their names, those that are not None, as [B or 1, length]."""
-    return dict(vars(as_made(tokens)))
+    return _given(as_made(tokens))
+
+
+def _given(tokens: TokenPositions) -> dict[str, Any]:
+    """The fields that are not None."""
+    return {name: array for name, array in vars(tokens).items() if array is not None}
 
 
 def as_made(tokens: TokenPositions) -> TokenPositions:
@@ -504,7 +499,7 @@ def as_made(tokens: TokenPositions) -> TokenPositions:
     `jax.tree.map` may have made their arrays of a shorter dtype, in which indices and names of
     segments would wrap. Inside vmap they may be [length].
     """
-    return TokenPositions(**{name: getattr(tokens, name) for name in FIELDS})
+    return TokenPositions(**vars(tokens))
 
 
 def _with_rank(rank: int, tokens: TokenPositions) -> TokenPositions:

@@ -1,6 +1,7 @@
 """The output layer: the product of x with every row of a table, such as the embedding table."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -81,11 +82,9 @@ class OutputLayer:
             softcap=arguments.positive,
             scale=arguments.positive,
             pad_id=arguments.int32,
-            vocab_size=arguments.size,
         )
-        if self.vocab_size is not None:
-            most = self.table.shape[0]
-            arguments.integer("vocab_size", self.vocab_size, at_least=1, at_most=most)
+        number = functools.partial(arguments.integer, at_least=1, at_most=self.table.shape[0])
+        arguments.convert_fields(self, vocab_size=number)
         if self.bias is not None:
             rows = self.table.shape[:1]
             arguments.check_same("bias", "a number for each row", self.bias.shape, rows)
