@@ -10,7 +10,7 @@ from checkpoints import CASES, load, save_embedder, table
 from drawn import drawn
 
 import transformer_embed as te
-from transformer_embed._src.pretrained.parameters import by_path
+from transformer_embed._src.layers.parameters import by_path
 from transformer_embed.cli.main import main
 
 

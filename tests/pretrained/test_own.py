@@ -33,9 +33,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 import transformer_embed as te
+from transformer_embed._src.layers.parameters import by_path
 from transformer_embed._src.pretrained.checkpoints import METADATA
 from transformer_embed._src.pretrained.layers import Layer
-from transformer_embed._src.pretrained.parameters import by_path
 from transformer_embed._src.rows.gathered_rows import GatheredRows
 
 

@@ -10,10 +10,9 @@ import numpy as np
 
 from transformer_embed import pretrained
 from transformer_embed._src.arguments import shown
-from transformer_embed._src.layers.parameters import ROOT
+from transformer_embed._src.layers.parameters import ROOT, by_path
 from transformer_embed._src.pretrained.architecture import BIAS
 from transformer_embed._src.pretrained.files import read_json
-from transformer_embed._src.pretrained.parameters import by_path
 
 
 def add_to(commands: Any) -> None:

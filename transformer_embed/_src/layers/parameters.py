@@ -115,6 +115,7 @@ def check_params(name: str, params: Any) -> None:
 
 def table_path(name: str, params: Params, module: str) -> str:
     """The path of the one module of this name that has a table, at any depth of a tree."""
+    check_params(name, params)
     # Sorted, so that an error does not depend on the order of the tree.
     paths = [
         path
@@ -142,11 +143,12 @@ def _shapes_of(config: EmbedderConfig) -> dict[str, tuple[int, ...]]:
 
 def _shapes(modules: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The shape of each parameter by its module and name."""
-    return {
-        f"{module}/{name}": getattr(leaf, "shape", None)
-        for module, leaves in modules.items()
-        for name, leaf in leaves.items()
-    }
+    return {path: getattr(leaf, "shape", None) for path, leaf in by_path(modules).items()}
+
+
+def by_path(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The leaves of a tree of modules, by their paths."""
+    return {f"{module}/{name}": leaf for module in tree for name, leaf in tree[module].items()}
 
 
 def layer_paths(name: str, config: EmbedderConfig, params: Params) -> dict[str, str]:
@@ -154,7 +156,6 @@ def layer_paths(name: str, config: EmbedderConfig, params: Params) -> dict[str, 
 
     An error unless the tree has one such layer, with parameters of these names and shapes.
     """
-    check_params(name, params)
     root = table_path(name, params, "token_embedding").removesuffix("token_embedding")
     # A model may have other modules of these names, but not beside the token table.
     paths = {module_name(path): path for path in params if path == root + module_name(path)}

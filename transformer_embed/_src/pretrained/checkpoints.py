@@ -21,6 +21,7 @@ from transformer_embed._src.layers.config import EmbedderConfig, OutputConfig
 from transformer_embed._src.layers.parameters import (
     ROOT,
     Params,
+    by_path,
     layer_paths,
     table_path,
 )
@@ -48,7 +49,6 @@ from transformer_embed._src.pretrained.files import (
 from transformer_embed._src.pretrained.layers import Layer
 from transformer_embed._src.pretrained.parameters import (
     PretrainedInput,
-    by_path,
     check_tensors,
     full_paths,
     read_parameters,

@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
-from transformer_embed._src.layers.parameters import ROOT, Params, parameters_of
+from transformer_embed._src.layers.parameters import ROOT, Params, by_path, parameters_of
 from transformer_embed._src.pretrained.architecture import (
     BIAS,
     OUTPUT_BIAS,
@@ -79,13 +79,6 @@ def shapes_of(config: EmbedderConfig, bias: Options | None = None) -> Specs:
         shape = bias["num_buckets"], bias.get("num_heads")
         modules[module] = {name: jax.ShapeDtypeStruct(shape, np.float32)}
     return by_path(modules)
-
-
-def by_path(tree: Params) -> dict[str, Any]:
-    """The leaves of a Haiku parameter tree, by their paths."""
-    return {
-        "/".join((module, name)): leaf for module in tree for name, leaf in tree[module].items()
-    }
 
 
 def full_paths(

@@ -145,33 +145,26 @@ def flat(kind: Architecture, entries: Options) -> dict[str, Any]:
     `rope_parameters`, as in the transformers library. What means nothing inside an object is named
     after the object.
     """
-    names = "rope_parameters", *(scaling for *_, scaling in LAYERS.values())
-    result = {name: value for name, value in entries.items() if name not in names}
-    for layer, (source, value) in _objects(kind, entries).items():
-        arguments.instance(source, value, Mapping | None, "an object")
-        result |= _apart(kind, layer, source, value or {})
+    result, source = dict(entries), "rope_parameters"
+    objects = {FULL: result.pop(source)} if source in entries else {}
+    if objects and LOCAL in kind.entries:
+        # Sliding layers have a base of their own, and each kind of layer an object.
+        objects = _object(source, objects[FULL])
+        if objects.keys() - LAYERS:
+            want = f"an object with the entries {FULL} and {SLIDING}"
+            raise arguments.value_error(source, want, objects)
+    for layer, (*_, scaling) in LAYERS.items():
+        beside = result.pop(scaling, None)
+        if beside or (scaling in entries and layer not in objects):
+            result |= _apart(kind, layer, scaling, _object(scaling, beside))
+        elif layer in objects:
+            result |= _apart(kind, layer, source, _object(source, objects[layer]))
     return result
 
 
-def _objects(kind: Architecture, entries: Options) -> dict[str, tuple[str, Any]]:
-    """The object for each kind of layer, after the entry that it comes from.
-
-    If sliding layers have a base of their own, `rope_parameters` has an object for each kind of
-    layer, and `rope_scaling` is for full layers.
-    """
-    source, objects = "rope_parameters", {}
-    value = entries.get(source)
-    if LOCAL not in kind.entries:
-        objects = {FULL: (source, value)} if source in entries else {}
-    elif value is not None:
-        if not isinstance(value, Mapping) or value.keys() - LAYERS:
-            want = f"an object with the entries {FULL} and {SLIDING}"
-            raise arguments.value_error(source, want, value)
-        objects = {layer: (source, value[layer]) for layer in value}
-    for layer, (*_, scaling) in LAYERS.items():
-        if entries.get(scaling) or (scaling in entries and layer not in objects):
-            objects[layer] = scaling, entries[scaling]
-    return objects
+def _object(name: str, value: Any) -> Options:
+    """An object, empty for null."""
+    return arguments.instance(name, value, Mapping | None, "an object") or {}
 
 
 def _apart(kind: Architecture, layer: str, source: str, value: Options) -> dict[str, Any]:
