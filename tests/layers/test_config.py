@@ -79,8 +79,8 @@ TOO_FAST = "base and frequency_scale: ... got 1.00e+30 radians"
     [
         (lambda: te.Learned(0), ValueError, "max_len: ... 1, got 0"),
         (lambda: te.Learned(9, at_padding=True), TypeError, "at_padding: ... got bool True"),
-        (lambda: te.Learned(9, start=9), ValueError, "start: ... 9), got 9"),
-        (lambda: te.Learned(9, at_padding=9), ValueError, "at_padding: ... 9), got 9"),
+        (lambda: te.Learned(9, start=9), ValueError, "start: ... 8, got 9"),
+        (lambda: te.Learned(9, at_padding=9), ValueError, "at_padding: ... 8, got 9"),
         (lambda: te.Sinusoidal(start=2**31), ValueError, f"start: ... 2147483646, got {2**31}"),
         (lambda: te.Sinusoidal(layout="halves"), ValueError, "layout: ... got 'halves'"),
         (lambda: te.EmbedderConfig(9, 2, te.Sinusoidal(odd="zero", frequency_scale=1e30)), ValueError, TOO_FAST),

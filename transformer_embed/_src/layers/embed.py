@@ -130,7 +130,7 @@ def broadcast(vector: ArrayLike, x: Float[Array, "... d"]) -> Float[Array, "... 
 def apply_dropout(
     x: Float[Array, "..."], rate: float, is_training: bool, rng: Array | None
 ) -> Float[Array, "..."]:
-    if not arguments.flag("is_training", is_training) or rate == 0:
+    if not is_training or rate == 0:
         return x
     if rng is None:
         want = (

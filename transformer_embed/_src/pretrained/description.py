@@ -78,7 +78,7 @@ def describe_config(file: Published) -> PretrainedInput:
 
     def described() -> PretrainedInput:
         layers = depth or value["num_hidden_layers"] or len(value["layer_types"] or ())
-        count("num_hidden_layers", layers)
+        layers = count("num_hidden_layers", layers)
         return _described(file, value, _shapes(file.kind, value, file.side), dtype, layers)
 
     return call_with_named_errors(f"settings and {file.place}", described)
@@ -237,7 +237,7 @@ def _described(
         output=output,
         param_dtype=dtype,
     )
-    layers = layers_of(kind, value, depth, d_model, file.side)
+    layers = layers_of(kind, value | sizes, depth, file.side)
     bias = _bias(kind, value, shapes, file.side)
     return PretrainedInput(config, {}, layers, bias, no_output=no_output)
 

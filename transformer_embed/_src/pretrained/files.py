@@ -33,9 +33,6 @@ NO_FILE = (
 )
 POINTER = "a pointer of git-lfs: fetch it with `git lfs pull`"
 ADAPTER = "an adapter: merge it, by peft's model.merge_and_unload().save_pretrained(folder)"
-WITHOUT = (
-    "restore it with the library that wrote it; te.pretrained.load_config reads its config.json"
-)
 # What to do with other files, by their names; of those in a folder, the first of these counts. An
 # index file names all shards, those of a variant such as fp16 too. (Tied tensors share memory,
 # which save_file refuses: each is cloned.)
@@ -50,16 +47,12 @@ STEPS = {
         "for f in glob.glob('pytorch_model*.bin') "
         "for k, v in torch.load(f, weights_only=True).items()}, 'model.safetensors')"
     ),
-    r"\.(gguf|onnx|h5|msgpack|pth?)$": "save it as safetensors with the library that reads it",
+    # The second half is of Orbax and T5X.
+    r"\.(gguf|onnx|h5|msgpack|pth?|distcp|npz|ckpt(\.(index|meta|data-\S+))?)$|"
     r"(^|/)(_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt|\.zarray)$": (
-        f"a checkpoint of Orbax or T5X: {WITHOUT}"
+        "restore it with the library that reads it and save it as safetensors, or put its arrays "
+        "where te.pretrained.load_config says"
     ),
-    r"\.distcp$": (
-        "a checkpoint of PyTorch's DCP: convert it with dcp_to_torch_save of "
-        f"torch.distributed.checkpoint.format_utils, or {WITHOUT}"
-    ),
-    r"\.ckpt(\.(index|meta|data-\S+))?$": f"a checkpoint of TensorFlow or Lightning: {WITHOUT}",
-    r"\.npz$": f"arrays of numpy: {WITHOUT}",
     r"^config\.json$": "te.pretrained.load_config reads it without parameters",
 }
 

@@ -75,9 +75,7 @@ class Layer:
     query_scale: Mapping[str, Any] | None = None
 
 
-def layers_of(
-    kind: Architecture, value: Options, count: int, width: int, stack: str
-) -> tuple[Layer, ...]:
+def layers_of(kind: Architecture, value: Options, count: int, stack: str) -> tuple[Layer, ...]:
     """The layers of a model whose tensors are those of `count` layers.
 
     config.json goes before the tensors: a file may have a layer that predicts further tokens, or
@@ -101,7 +99,7 @@ def layers_of(
         }
         entries |= _own(entries, number, layer_type)
         rotates = _rotates(kind, entries, number, layer_type)
-        rotary = rope.rotation(kind, entries, width, layer_type) if rotates else None
+        rotary = rope.rotation(kind, entries, layer_type) if rotates else None
         mask = _mask(kind, entries, layer_type, stack)
         layers.append(Layer(layer_type, rotary, mask, _query_scale(entries, rotates)))
     return tuple(layers)

@@ -136,13 +136,11 @@ def _grids(
     scheme: Any, new_scheme: Any, grids: Any
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """The number of positions before a grid, its old shape and its new one."""
-    size, new_size = (
-        scheme.max_len,
-        arguments.size("new_config.scheme.max_len", _positions(new_scheme)),
-    )
+    size = scheme.max_len
+    new_size = arguments.size("new_config.scheme.max_len", _positions(new_scheme))
     if grids is None:
-        first, new_first = scheme.start, new_scheme.start
-        arguments.check_same("new_config.scheme.start", "that of config", new_first, first)
+        first, name = scheme.start, "new_config.scheme.start"
+        arguments.check_same(name, "that of config", new_scheme.start, first)
         return first, (size - first,), (new_size - first,)
     shapes = functools.partial(arguments.entries, convert=arguments.size)
     shape, new_shape = arguments.entries("grids", grids, shapes, count=2)

@@ -47,7 +47,7 @@ CONSECUTIVE, IN_TURNS = "consecutive", "in turns"
 MOST_CHANNELS = 8192
 
 
-def rotation(kind: Architecture, value: Options, width: int, layer_type: str) -> dict[str, Any]:
+def rotation(kind: Architecture, value: Options, layer_type: str) -> dict[str, Any]:
     """The arguments of `apply_rotary` for a kind of layer."""
     is_local = layer_type == SLIDING and LOCAL in kind.entries
     base, share, *_, scaling_name = LAYERS[SLIDING if is_local else FULL]
@@ -56,8 +56,8 @@ def rotation(kind: Architecture, value: Options, width: int, layer_type: str) ->
     if layout in value:
         layout = "interleaved" if value[layout] else "half"
     is_proportional = entries.get("rope_type") == PROPORTIONAL
-    rotary_dim = _rotary_dim(value, width, share)
-    dim = rotary_dim or _head_dim(value, width)
+    rotary_dim = _rotary_dim(value, share)
+    dim = rotary_dim or _head_dim(value)
     options = {
         # A base that sliding layers do not have is the full ones'.
         "base": value[base] or value["rope_theta"],
@@ -70,20 +70,20 @@ def rotation(kind: Architecture, value: Options, width: int, layer_type: str) ->
     return {name: option for name, option in options.items() if option is not None}
 
 
-def _rotary_dim(value: Options, width: int, share: str) -> int | None:
+def _rotary_dim(value: Options, share: str) -> int | None:
     """The number of a head's channels that rotate; None: all."""
     if value["rotary_dim"] is not None or value[share] in (None, 1):
         return value["rotary_dim"]
-    head_dim = _head_dim(value, width) or count("num_attention_heads", None)
+    head_dim = _head_dim(value) or count("num_attention_heads", None)
     # Rounded down: the share of MiMo V2 Flash is 0.334.
     return arguments.integer(share, int(head_dim * value[share]), at_most=head_dim)
 
 
-def _head_dim(value: Options, width: int) -> int | None:
+def _head_dim(value: Options) -> int | None:
     """The number of a head's channels; None: not said."""
     if value["head_dim"] or value["num_attention_heads"] is None:
         return value["head_dim"]
-    return width // count("num_attention_heads", value["num_attention_heads"])
+    return value["hidden_size"] // count("num_attention_heads", value["num_attention_heads"])
 
 
 def _pair_axes(
