@@ -260,7 +260,7 @@ def test_a_chunk_has_all_tokens_whose_logits_fit_or_a_sixth_or_as_many_as_x_has_
         (4096, 32_000, 256, None, 12), (8192, 151_936, 2048, None, 4), (8192, 128_256, 4096, None, 4),
         (9, 1000, 4, 2, 5), (0, 5, 4, None, 0),
     ):  # fmt: skip
-        layer = engine.Layer(of(tokens, width), None, None, of(words, width))
+        layer = engine.Layer(of(tokens, width), None, None, of(words, width), None)
         loss = engine.Loss(chunk_size=chunk_size)
         assert engine.number_of_chunks(loss, engine.NO_TOKEN, (layer,)) == count
 

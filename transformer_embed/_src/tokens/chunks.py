@@ -51,7 +51,6 @@ PARTS = 6
 # logits [t, v] if t is below d. A GPU gets no faster beyond this number of tokens.
 LARGEST_CHUNK = 2048
 REDUCTIONS = ("mean", "sum", "none")
-Splits = tuple[OutputSplit, ...]
 Layers = tuple[Layer, ...]
 
 
@@ -145,16 +144,14 @@ class Loss:
         """Of its logits on a device."""
         return sum(layer.wide.shape[0] * layer.wide.dtype.itemsize for layer in layers)
 
-    def of_tokens(
-        self, splits: Splits, of_tokens: OfTokens, layers: Layers, is_only: bool
-    ) -> tuple[Array, ...]:
+    def of_tokens(self, of_tokens: OfTokens, layers: Layers, is_only: bool) -> tuple[Array, ...]:
         """The values of a chunk, which may be the only one, times their weights."""
         labels, settings, weights = of_tokens
         # Without the weights: for their product, the backward pass would compute the losses again.
         of_chunk = _of_chunk if is_only else again_in_backward(_of_chunk)
-        losses, *others = of_chunk(self, splits, labels, settings, layers)
+        losses, *others = of_chunk(self, labels, settings, layers)
         others = (weighted(each, weights.max(-1, keepdims=True)) for each in others)
-        return weighted(losses, nan_outside(splits[0], of_tokens)), *others
+        return weighted(losses, nan_outside(layers[0].split, of_tokens)), *others
 
     def returned(self, values: tuple[Array, ...], weights: Array) -> Any:
         """What the public function returns, of the reduced values and the weights."""
@@ -162,9 +159,9 @@ class Loss:
         return values if others else first
 
 
-# For functions of a static loss, static splits, and arrays: the backward pass computes them again.
+# For functions of a static loss and arrays: the backward pass computes them again.
 # In a loop nothing can be shared with it: barriers against that would only cost.
-again_in_backward: Any = functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(0, 1))
+again_in_backward: Any = functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
 
 
 def weighted(losses: Float[Array, "..."], weights: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -224,18 +221,13 @@ def cut_into_chunks(count: int, xs: list[Array], of_tokens: Any) -> Any:
 
 
 def _scan_chunks(
-    loss: Loss,
-    splits: Splits,
-    step: Callable,
-    start: Callable,
-    of_tokens: OfTokens,
-    layers: Layers,
+    loss: Loss, step: Callable, start: Callable, of_tokens: OfTokens, layers: Layers
 ) -> tuple[Any, Any]:
     """On a device, the scan of `step(carry, of_tokens, layers, is_only)` from `start(layers)`.
 
     Returns the last carry, and of the chunks a number each [chunks], or values [..., c] of tokens.
     """
-    layers = tuple(map(_gathered, splits, layers))
+    layers = tuple(map(_gathered, layers))
     # All vary along the same axes, so that their gradients are summed over devices after the loop.
     axes = frozenset().union(*map(varying_axes, jax.tree.leaves((of_tokens, layers))))
     layers = jax.tree.map(lambda array: varying(array, axes), layers)
@@ -244,8 +236,9 @@ def _scan_chunks(
 
     def of_chunk(carry, chunk):
         xs, of_chunk = chunk
-        in_chunk = (layer._replace(x=x) for layer, x in zip(layers, xs, strict=True))
-        return step(carry, of_chunk, tuple(in_chunk), count <= 1)
+        each = zip(layers, xs, strict=True)
+        in_chunk = tuple(dataclasses.replace(layer, x=x) for layer, x in each)
+        return step(carry, of_chunk, in_chunk, count <= 1)
 
     def join(array):
         if array.ndim == 1:
@@ -259,26 +252,26 @@ def _scan_chunks(
     return carry, jax.tree.map(join, values)
 
 
-def _gathered(split: OutputSplit, layer: Layer) -> Layer:
+def _gathered(layer: Layer) -> Layer:
     """On a device, a layer with whole rows."""
-    rows = split.exchange(layer.table, 0)
+    rows = layer.split.exchange(layer.table, 0)
     dtype = arguments.compute_dtype(layer.x.dtype, rows.dtype)
     wide, bias = jax.tree.map(lambda array: array.astype(dtype), (rows, layer.bias))
-    return Layer(layer.x, rows, bias, wide)
+    return Layer(layer.x, rows, bias, wide, layer.split)
 
 
 def _values(
-    loss: Loss, splits: Splits, labels: Any, settings: Settings, layers: Layers
+    loss: Loss, labels: Any, settings: Settings, layers: Layers
 ) -> tuple[tuple[Value, ...], tuple[ChunkLogits, ...]]:
-    of_layers = zip(splits, layers, strict=True)
-    logits = tuple(chunk_logits(*each, settings.temperature) for each in of_layers)
-    values = loss.of_chunk(splits[0], logits, labels, settings)
+    split = layers[0].split
+    logits = tuple(chunk_logits(layer, settings.temperature) for layer in layers)
+    values = loss.of_chunk(split, logits, labels, settings)
     if settings.temperature is not None:
         # The derivative in the temperature is 0 at a ban, not 0 times infinity.
         shifted = [jnp.where(jnp.isneginf(z), 0, z) for z in (each.shifted for each in logits)]
 
         def with_gradient(value):
-            along = _along(splits[0], value, shifted) / -settings.temperature
+            along = _along(split, value, shifted) / -settings.temperature
             return value._replace(of_settings=value.of_settings._replace(temperature=along))
 
         values = tuple(map(with_gradient, values))
@@ -308,42 +301,38 @@ def _slope_dtype(layer: Layer) -> Any:
 # --- each of the values
 
 
-def map_chunks(
-    loss: Loss, splits: Splits, of_tokens: OfTokens, layers: Layers
-) -> tuple[Array, ...]:
+def map_chunks(loss: Loss, of_tokens: OfTokens, layers: Layers) -> tuple[Array, ...]:
     """The values of `loss.of_tokens` for each token, [..., c]."""
 
     def step(_, *chunk):
-        return None, loss.of_tokens(splits, *chunk)
+        return None, loss.of_tokens(*chunk)
 
     def on_device(of_tokens, layers):
-        return _scan_chunks(loss, splits, step, lambda _: None, of_tokens, layers)[1]
+        return _scan_chunks(loss, step, lambda _: None, of_tokens, layers)[1]
 
-    spec, _ = specs = _specs(splits)
-    return on_each_device(splits[0].mesh, on_device, specs, spec)(of_tokens, layers)
+    spec, _ = specs = _specs(layers)
+    return on_each_device(layers[0].split.mesh, on_device, specs, spec)(of_tokens, layers)
 
 
-def _specs(splits: Splits) -> tuple[PartitionSpec, Layers]:
+def _specs(layers: Layers) -> tuple[PartitionSpec, Layers]:
     """How the arrays of tokens and of layers are split."""
-    of_layers = tuple(split.specs() for split in splits)
+    of_layers = tuple(layer.split.specs() for layer in layers)
     return of_layers[0].x, of_layers
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _of_chunk(loss: Loss, splits: Splits, *arrays: Any) -> tuple[Array, ...]:
-    return tuple(value.values for value in _values(loss, splits, *arrays)[0])
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _of_chunk(loss: Loss, *arrays: Any) -> tuple[Array, ...]:
+    return tuple(value.values for value in _values(loss, *arrays)[0])
 
 
 @functools.partial(_of_chunk.defjvp, symbolic_zeros=True)
-def _of_chunk_jvp(
-    loss: Loss, splits: Splits, primals: Sequence[Any], tangents: Sequence[Any]
-) -> tuple[Any, Any]:
-    values, logits = _values(loss, splits, *primals)
+def _of_chunk_jvp(loss: Loss, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    (values, logits), layers = _values(loss, *primals), primals[2]
     _, of_settings, of_layers = tangents
-    of_logits = [_logit_tangents(*each) for each in zip(logits, primals[2], of_layers, strict=True)]
+    of_logits = [_logit_tangents(*each) for each in zip(logits, layers, of_layers, strict=True)]
 
     def tangent(value):
-        along = _along(splits[0], value, of_logits)
+        along = _along(layers[0].split, value, of_logits)
         return _dot(value.of_settings, of_settings, lambda product: product, along)
 
     return tuple(value.values for value in values), tuple(map(tangent, values))
@@ -366,21 +355,19 @@ def _logit_tangents(logits: ChunkLogits, layer: Layer, tangents: Layer) -> Float
 # --- their sum
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def sum_of_losses(loss: Loss, splits: Splits, *arrays: Any) -> tuple[Array, ...]:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def sum_of_losses(loss: Loss, *arrays: Any) -> tuple[Array, ...]:
     """The sums of the values of `loss.of_chunk` times weights; only the first has gradients."""
-    return _sums_and_gradients(loss, splits, *arrays)[0]
+    return _sums_and_gradients(loss, *arrays)[0]
 
 
 @functools.partial(sum_of_losses.defjvp, symbolic_zeros=True)
-def _sum_jvp(
-    loss: Loss, splits: Splits, primals: Sequence[Any], tangents: Sequence[Any]
-) -> tuple[Any, Any]:
+def _sum_jvp(loss: Loss, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
     """The tangent is linear in the tangents, with the gradients as coefficients.
 
     So its transpose only scales the gradients. Lowering drops what computes the others.
     """
-    (total, *others), *gradients = _sums_and_gradients(loss, splits, *primals)
+    (total, *others), *gradients = _sums_and_gradients(loss, *primals)
     (_, *of_tokens), of_layers = tangents
     tangent = _dot(gradients, [*of_tokens, of_layers], jnp.sum, jnp.zeros_like(total))
     return (total, *others), (tangent, *map(jnp.zeros_like, others))
@@ -397,40 +384,37 @@ def _dot(gradients: Any, tangents: Any, reduced: Callable, total: Array) -> Arra
     return total
 
 
-def _sums_and_gradients(
-    loss: Loss, splits: Splits, of_tokens: OfTokens, layers: Layers
-) -> tuple[Any, ...]:
+def _sums_and_gradients(loss: Loss, of_tokens: OfTokens, layers: Layers) -> tuple[Any, ...]:
     """The sums, and the gradients of the first one in the settings, the weights and the layers."""
+    first, *_ = splits = [layer.split for layer in layers]
 
     def start(layers):
         return jax.tree.map(jnp.zeros_like, tuple((layer.wide, layer.bias) for layer in layers))
 
     def on_device(of_tokens, layers):
-        add = functools.partial(_add_chunk, loss, splits)
-        of_tables, (sums, *of_tokens, of_xs) = _scan_chunks(
-            loss, splits, add, start, of_tokens, layers
-        )
-        batch = sum(splits[0].tokens, ())
+        add = functools.partial(_add_chunk, loss)
+        of_tables, (sums, *of_tokens, of_xs) = _scan_chunks(loss, add, start, of_tokens, layers)
+        batch = sum(first.tokens, ())
         sums, of_tables = jax.lax.psum((tuple(map(jnp.sum, sums)), of_tables), batch)
-        of_xs = jax.lax.psum(of_xs, splits[0].vocabulary)
+        of_xs = jax.lax.psum(of_xs, first.vocabulary)
         of_layers = tuple(
-            Layer(of_x, split.exchange(of_rows, 1), of_bias)
+            Layer(of_x, split.exchange(of_rows, 1), of_bias, None, split)
             for split, of_x, (of_rows, of_bias) in zip(splits, of_xs, of_tables, strict=True)
         )
         return sums, *of_tokens, of_layers
 
-    spec, of_layers = specs = _specs(splits)
+    spec, of_layers = specs = _specs(layers)
     out_specs = PartitionSpec(), spec, spec, of_layers
-    return on_each_device(splits[0].mesh, on_device, specs, out_specs)(of_tokens, layers)
+    return on_each_device(first.mesh, on_device, specs, out_specs)(of_tokens, layers)
 
 
 def _add_chunk(
-    loss: Loss, splits: Splits, of_tables: tuple[Any, ...], of_tokens: OfTokens, layers: Layers, _
+    loss: Loss, of_tables: tuple[Any, ...], of_tokens: OfTokens, layers: Layers, _
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The gradients of tables and biases after adding those of a chunk, and what is the chunk's."""
     labels, settings, weights = of_tokens
-    (losses, *others), logits = _values(loss, splits, labels, settings, layers)
-    of_losses = nan_outside(splits[0], of_tokens)
+    (losses, *others), logits = _values(loss, labels, settings, layers)
+    of_losses = nan_outside(layers[0].split, of_tokens)
     sums = [
         jnp.sum(weighted(losses.values, of_losses)),
         *(jnp.sum(weighted(value.values, weights)) for value in others),

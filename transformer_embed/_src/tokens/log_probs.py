@@ -15,7 +15,6 @@ from transformer_embed._src.tokens.chunks import (
     Layers,
     Loss,
     OfTokens,
-    Splits,
     Value,
     again_in_backward,
     nan_outside,
@@ -199,21 +198,20 @@ class TruncatedLogProbs(LogProbs):
             return super().bytes_of_token(of_tokens, layers)
         return count * rows.shape[1] * rows.dtype.itemsize
 
-    def of_tokens(
-        self, splits: Splits, of_tokens: OfTokens, layers: Layers, is_only: bool
-    ) -> tuple[Array, ...]:
+    def of_tokens(self, of_tokens: OfTokens, layers: Layers, is_only: bool) -> tuple[Array, ...]:
         """The losses of a chunk."""
         of_chunk = _truncated if is_only else again_in_backward(_truncated)
-        return of_chunk(self, splits, of_tokens, layers)
+        return of_chunk(self, of_tokens, layers)
 
 
-def _truncated(_: Loss, splits: Splits, of_tokens: OfTokens, layers: Layers) -> tuple[Array]:
+def _truncated(_: Loss, of_tokens: OfTokens, layers: Layers) -> tuple[Array]:
     """The losses of a chunk."""
-    (split,), (x, _, bias, rows) = splits, layers[0]
+    (layer,) = layers
+    split, rows, bias = layer.split, layer.wide, layer.bias
     columns = jnp.asarray(of_tokens.labels) - index_along(split.vocabulary) * len(rows)
     # As uint32, a negative column is past the end, like that of another device's row.
     columns = columns.astype(jnp.uint32)
-    x, is_kept = x.astype(rows.dtype), of_tokens.weights != 0
+    x, is_kept = layer.x.astype(rows.dtype), of_tokens.weights != 0
     if _needs_all(rows, columns.shape[1]):
         products = _at(columns, jnp.einsum("td,vd->tv", x, rows), is_kept)
     else:
@@ -318,10 +316,10 @@ class TopK(Loss):
     k: int = 1
 
     def of_tokens(
-        self, splits: Splits, of_tokens: OfTokens, layers: Layers, is_only: bool
+        self, of_tokens: OfTokens, layers: Layers, is_only: bool
     ) -> tuple[Float[Array, "t k"], Int32[Array, "t k"]]:
         """Those of a chunk."""
-        (split,), chunk = splits, chunk_logits(splits[0], layers[0], None)
+        split, chunk = layers[0].split, chunk_logits(layers[0], None)
         total = split.total(jnp.exp(chunk.shifted))
         # A ban of -inf is above padding.
         lowest = jnp.finfo(total.dtype).min

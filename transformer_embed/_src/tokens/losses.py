@@ -28,7 +28,6 @@ from transformer_embed._src.tokens.chunks import (
     Loss,
     OfTokens,
     Settings,
-    Splits,
     map_chunks,
     sum_of_losses,
 )
@@ -113,11 +112,11 @@ def _compute(loss: Loss, layers: tuple[Pair, ...], batch: Batch) -> Any:
         # If no label is counted, 0 / 1 in place of NaN.
         mean_weights = of_tokens.weights / jnp.where(weights == 0, 1, weights)
         of_tokens = of_tokens._replace(weights=mean_weights)
-    splits, of_tokens, of_layers = _placed(layers, of_tokens, counted)
+    of_tokens, of_layers = _placed(layers, of_tokens, counted)
     if loss.reduction != "none":
-        return loss.returned(sum_of_losses(loss, splits, of_tokens, of_layers), weights)
+        return loss.returned(sum_of_losses(loss, of_tokens, of_layers), weights)
     # Split as x again: over axes of the table too, along which its tokens were gathered.
-    values = map_chunks(loss, splits, of_tokens, of_layers)
+    values = map_chunks(loss, of_tokens, of_layers)
     values = tuple(split_like(each, every_token) for each in values)
     if loss.shift:
         back = _along_length(of_previous_token, loss.shift)
@@ -185,8 +184,8 @@ def _along_length(function: Callable, steps: int) -> Callable:
 
 def _placed(
     layers: tuple[Pair, ...], of_tokens: OfTokens, counted: Bool[Array, "... c"]
-) -> tuple[Splits, OfTokens, Layers]:
-    """How layers are split over devices, and the arrays as functions on devices take them."""
+) -> tuple[OfTokens, Layers]:
+    """The arrays of tokens and of layers as functions on devices take them."""
 
     def without_unused(x):
         """Finite logits for tokens without any weight, which leaves nothing of them."""
@@ -194,12 +193,11 @@ def _placed(
         is_used = (of_tokens.weights != 0) | (counted & is_finite)
         return jnp.where(is_used.any(-1, keepdims=True), x, 0)
 
-    of_layers = (split_output(without_unused(x), output) for x, output in layers)
-    splits, placed = zip(*of_layers, strict=True)
-    first = splits[0]
-    for split in splits[1:]:
+    placed = tuple(split_output(without_unused(x), output) for x, output in layers)
+    first, *others = (layer.split for layer in placed)
+    for split in others:
         want = "a table with rows split over the mesh axes of output's"
         arguments.check_same("teacher_output", want, split.vocabulary, first.vocabulary)
         arguments.check_same("teacher_x", "tokens split as x's", split.tokens, first.tokens)
     sharding = NamedSharding(first.mesh, first.specs().x)
-    return splits, jax.tree.map(lambda array: reshard(array, sharding), of_tokens), placed
+    return jax.tree.map(lambda array: reshard(array, sharding), of_tokens), placed

@@ -166,11 +166,12 @@ def as_output_layer(
 @compiled()
 def _logits(x: Float[Array, "... d"], output: OutputLayer) -> Float[Array, "... v"]:
     """`linear_logits` of arrays."""
-    split, layer = split_output(x, output)
+    layer = split_output(x, output)
+    split = layer.split
 
     def multiply(layer):
         rows = split.exchange(layer.table, 0)
-        unscaled, factor, _, is_inside = row_logits(split, layer._replace(table=rows))
+        unscaled, factor, _, is_inside = row_logits(dataclasses.replace(layer, table=rows))
         logits = factor * unscaled
         # Half of the lowest number: a bias on top of it does not overflow to -inf.
         return jnp.where(is_inside, logits, jnp.finfo(logits.dtype).min / 2)

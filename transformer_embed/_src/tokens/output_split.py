@@ -1,5 +1,6 @@
 """How an output layer, the product of x with every row of a table, is split over a mesh."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -15,19 +16,6 @@ from transformer_embed._src.partitioning import (
     reshard,
     typed_axes,
 )
-
-
-class Layer(NamedTuple):
-    """Tokens and the output layer that they meet; on a device, with whole rows of its table.
-
-    `wide` are the rows in the dtype of the sums, which get the gradient in place of the table, so
-    that it is summed over the chunks in that dtype.
-    """
-
-    x: Any
-    table: Any
-    bias: Any
-    wide: Any = None
 
 
 class OutputSplit(NamedTuple):
@@ -59,10 +47,10 @@ class OutputSplit(NamedTuple):
         """The axes that the vocabulary is split over, once columns are exchanged for rows."""
         return (*self.rows, *self.columns)
 
-    def specs(self) -> Layer:
+    def specs(self) -> "Layer":
         """How the arrays of a layer are split."""
         table, bias = PartitionSpec(self.rows, self.columns), PartitionSpec(self.vocabulary)
-        return Layer(PartitionSpec(*self.tokens), table, bias, PartitionSpec())
+        return Layer(PartitionSpec(*self.tokens), table, bias, PartitionSpec(), self)
 
     def total(self, values: Any) -> Any:
         """On each device, the sums [t, 1] over the whole vocabulary of values [t, rows]."""
@@ -76,8 +64,24 @@ class OutputSplit(NamedTuple):
         return jax.lax.all_to_all(array, self.columns, split_axis, 1 - split_axis, tiled=True)
 
 
-def split_output(x: Float[Array, "... d"], output: Any) -> tuple[OutputSplit, Layer]:
-    """How x and an `OutputLayer` are split, and their arrays as functions on devices take them.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Tokens and the output layer that they meet; on a device, with whole rows of its table.
+
+    `wide` are the rows in the dtype of the sums, which get the gradient in place of the table, so
+    that it is summed over the chunks in that dtype.
+    """
+
+    x: Any
+    table: Any
+    bias: Any
+    wide: Any
+    split: OutputSplit = dataclasses.field(metadata={"static": True})
+
+
+def split_output(x: Float[Array, "... d"], output: Any) -> Layer:
+    """The arrays of x and an `OutputLayer` as functions on devices take them.
 
     Explicit mesh axes are those of the arrays' types; what automatic ones split is jax's to choose.
     """
@@ -99,4 +103,4 @@ def split_output(x: Float[Array, "... d"], output: Any) -> tuple[OutputSplit, La
     specs = split.specs()
     if bias is not None:
         bias = reshard(on_every_device(bias), NamedSharding(mesh, specs.bias))
-    return split, Layer(reshard(x, NamedSharding(mesh, specs.x)), table, bias)
+    return Layer(reshard(x, NamedSharding(mesh, specs.x)), table, bias, None, split)

@@ -13,7 +13,7 @@ from transformer_embed._src.partitioning import devices_along, index_along
 from transformer_embed._src.tokens.output_split import Layer, OutputSplit
 
 
-def row_logits(split: OutputSplit, layer: Layer) -> tuple[Array, float, Array, Array | bool]:
+def row_logits(layer: Layer) -> tuple[Array, float, Array, Array | bool]:
     """The logits of gathered x for whole rows, without a factor, and what belongs to them.
 
     Returns:
@@ -23,7 +23,7 @@ def row_logits(split: OutputSplit, layer: Layer) -> tuple[Array, float, Array, A
         is_inside: like ids, False at padding and at rows that pad the vocabulary. True: all are
             inside, which costs no pass over the logits.
     """
-    x, rows, bias, _ = layer
+    x, rows, bias, split = layer.x, layer.table, layer.bias, layer.split
     dtype = arguments.compute_dtype(x.dtype, rows.dtype)
     # Of one narrow dtype, they are multiplied as they are: no wide copy of the table exists.
     if x.dtype != rows.dtype:
@@ -84,9 +84,9 @@ class ChunkLogits(NamedTuple):
     is_banned: Array | bool
 
 
-def chunk_logits(split: OutputSplit, layer: Layer, temperature: Any) -> ChunkLogits:
+def chunk_logits(layer: Layer, temperature: Any) -> ChunkLogits:
     """The logits of a chunk, as differences from their largest."""
-    unscaled, factor, ids, is_inside = row_logits(split, layer)
+    split, (unscaled, factor, ids, is_inside) = layer.split, row_logits(layer)
     largest, slope_factor = max(factor, 1), split.scale
     if temperature is not None:
         factor, slope_factor = factor / temperature, slope_factor / temperature
