@@ -194,7 +194,7 @@ WRONG = [
     (plots.plot_encoding, [1.0, 2.0], {}, "encoding: ... got shape [2]"),
     (plots.plot_encoding, np.zeros([0, 4]), {}, "encoding: ... got shape [0, 4]"),
     (plots.plot_encoding, np.zeros([2, 2, 3]), {}, "encoding: ... got shape [2, 2, 3]"),
-    (plots.plot_encoding, [[1.0]], {"limit": 0}, "limit: ... 0, got 0"),
+    (plots.plot_encoding, [[1.0]], {"limit": 0}, "limit: ... got 0"),
     (plots.plot_mask, [[1, 0]], {}, "mask: ... got int64"),
     (plots.plot_mask, np.ones([1, 3, 2, 2], bool), {}, "mask: ... got shape [1, 3, 2, 2]"),
     (plots.plot_rotary, [0], {"head_dim": 5}, "head_dim: ... got 5"),

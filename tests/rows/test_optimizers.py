@@ -28,7 +28,7 @@ needs_the_optax_of_the_page = pytest.mark.skipif(
 def both_gradients(batch):
     """By rows, as ids and values, and dense; always at the first parameters: so rounding does not
     grow from step to step."""
-    ids, params = {"embed": {"table": batch[0]}, "other": batch[1]}, made.make_params()
+    ids, params = {"table": batch[0], "other": batch[1]}, made.make_params()
     _, grads = te.rows.value_and_grad(made.loss, ids=ids)(params, batch)
     is_gradient = lambda leaf: isinstance(leaf, te.rows.RowGradient)
     plain = lambda leaf: (leaf.ids, leaf.values) if is_gradient(leaf) else leaf
