@@ -7,7 +7,6 @@ import re
 import stat
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -77,7 +76,7 @@ def test_a_folder_without_the_usual_file_says_what_to_do(tmp_path, name, content
     if "index" in name:
         (tmp_path / "model.fp16-00001-of-00002.safetensors").touch()
     assert message in refused(tmp_path)
-    if content and "-of-" not in name:
+    if content and not name.startswith(("model-", "adapter", "config")):
         assert message in refused(path)
 
 
@@ -256,14 +255,6 @@ def test_paths_may_be_shortened_offsets_left_out_and_leading_axes_of_one_dropped
     assert set(load_file(tmp_path / "y")) == {"wte", POSITIONS}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_float64_table_is_rounded_to_the_configs_dtype(tmp_path, dtype):
-    table = np.random.default_rng(0).random((5, 4))
-    config = te.EmbedderConfig(5, 4, param_dtype=dtype)
-    (got,) = jax.tree.leaves(by_hand(tmp_path, config, SHORT, {"t": table}).params)
-    np.testing.assert_array_equal(np.asarray(got), table.astype(jnp.dtype(dtype)))
-
-
 @pytest.mark.parametrize("width", [4, 5])
 @pytest.mark.parametrize(
     ("name", "is_in_out"),
@@ -304,12 +295,12 @@ EACH = "wanted a tensor for each parameter, also for"
         (AT, SHORT, f"{EACH} {POSITIONS}, got only ['transformer_"),
         (AT, None, "config and names: wanted both or neither, got one of them"),
         (PLAIN, {TOKENS: "x"}, "x.safetensors: wanted a tensor x, got 4 tensors: n, p, t, wide"),
-        (PLAIN, {TOKENS: "wide"}, "wide: overflow encountered in cast"),
+        (PLAIN, {TOKENS: "wide"}, "wide: wanted F32 or BF16 or F16, got F64[5, 4]: convert it first"),
         (NORMED, SHORT | SCALE | {"layer_norm/scale": None}, "x.safetensors: wanted a tensor None, got 4"),
     ],
 )  # fmt: skip
 def test_names_by_hand_that_are_wrong(tmp_path, config, names, message):
-    tensors = NORM | {"p": PLACES, "wide": np.full((5, 4), 1e300)}
+    tensors = NORM | {"p": PLACES, "wide": np.ones((5, 4))}
     with pytest.raises((TypeError, ValueError)) as error:
         by_hand(tmp_path, config, names, tensors)
     assert message in str(error.value)

@@ -114,9 +114,7 @@ def test_a_rotation_that_depends_on_the_length_is_that_of_the_length(
     """Phi-3's 128k model was given the rotation of texts of up to 4,096 tokens."""
     said = {"model_type": "phi3", "num_attention_heads": 2, "max_position_embeddings": 131072}
     path = table(tmp_path, said | {"rope_scaling": entries})
-    with pytest.raises(
-        ValueError, match=r"length: wanted that of the longest text, since a .*None"
-    ):
+    with pytest.raises(ValueError, match=r"length: wanted a Python int, got None$"):
         load_embedder(path)
     for length, scaling in ((100, short), (262_144, long)):
         assert load_embedder(path, length=length).layers[0].rotary["scaling"] == scaling

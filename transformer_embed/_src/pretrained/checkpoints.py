@@ -36,7 +36,6 @@ from transformer_embed._src.pretrained.architecture import (
 )
 from transformer_embed._src.pretrained.description import describe, describe_config
 from transformer_embed._src.pretrained.files import (
-    DTYPES,
     Tensors,
     as_path,
     call_with_named_errors,
@@ -106,8 +105,7 @@ def load_embedder(
             its name ends with "kernel" or "w"; ".T" after any name says that the tensor is the
             parameter's transpose. None
             instead of a name gives zeros, for models without an offset in the layer norm or in the
-            linear layer of `embedding_width`. Leading axes of 1 are dropped; float64 is rounded to
-            the config's `param_dtype`.
+            linear layer of `embedding_width`. Leading axes of 1 are dropped.
         length: the number of tokens of the longest text that the model will read. Required if the
             rotation depends on it (LongRoPE, as in Phi-3's 128k models, and dynamic NTK), without
             effect otherwise.
@@ -167,8 +165,6 @@ def load_embedder(
     may_lack = OFFSETS
     if config is not None and names is not None:
         pretrained, may_lack = _named(config, names)
-        # Tutorials save float64 tables; they are rounded when they are read.
-        tensors = tensors._replace(dtypes=(*DTYPES, "F64"))
     elif is_own:
         # A missing offset is damage.
         pretrained, may_lack = describe_own(tensors), ()

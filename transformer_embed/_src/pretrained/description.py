@@ -237,7 +237,7 @@ def _described(
         output=output,
         param_dtype=dtype,
     )
-    layers = layers_of(kind, value | sizes, depth, file.side)
+    layers = layers_of(kind, {**value, **sizes}, depth, file.side)
     bias = _bias(kind, value, shapes, file.side)
     return PretrainedInput(config, {}, layers, bias, no_output=no_output)
 

@@ -13,7 +13,7 @@ import re
 import secrets
 import stat
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -83,14 +83,12 @@ class Tensors(NamedTuple):
         metadata: of the file.
         header: the entries of a file and its metadata. A shard is opened when one of its tensors is
             needed.
-        dtypes: those that are read.
     """
 
     path: pathlib.Path
     files: Mapping[str, pathlib.Path]
     metadata: Mapping[str, str]
     header: Callable[[pathlib.Path], Header]
-    dtypes: Collection[str] = tuple(DTYPES)
 
     def entry(self, name: str) -> TensorInfo:
         """A tensor's file, dtype and shape; a ValueError if it is not there or is not read."""
@@ -101,9 +99,9 @@ class Tensors(NamedTuple):
         if 0 in entry.shape:
             got = f"{entry}, as ZeRO-3 leaves it: gather the model by its zero_to_fp32.py"
             raise arguments.value_error(f"{self.path}: {name}", "a whole tensor", got)
-        if entry.dtype not in self.dtypes:
+        if entry.dtype not in DTYPES:
             got = f"{entry}: convert it first (a quantized model by its dequantize())"
-            raise arguments.value_error(f"{self.path}: {name}", " or ".join(self.dtypes), got)
+            raise arguments.value_error(f"{self.path}: {name}", " or ".join(DTYPES), got)
         return entry
 
     def are_equal(self, name: str, other: str) -> bool:
@@ -122,7 +120,7 @@ class Tensors(NamedTuple):
         the huge pages that numpy asks for, which are slow to get on a busy machine.
         """
         entry = self.entry(name)
-        dtype = DTYPES.get(entry.dtype, np.dtype(np.float64))
+        dtype = DTYPES[entry.dtype]
         width = entry.shape[-1] if entry.shape else 1
         start, stop, _ = rows.indices(math.prod(entry.shape) // width)
         shape = stop - start, len(range(width)[columns])
@@ -174,8 +172,6 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
         for adapter in file.glob("adapter_model.*"):
             warnings.warn(f"{adapter} was not read: {ADAPTER}", stacklevel=3)
         file /= names[0]
-    if re.match(r"adapter_|config\.json$", file.name):
-        raise arguments.value_error(file, "a whole model", _step(file.name))
     # The header of a shard is read once, when its first tensor is asked for.
     header = functools.cache(_header)
     if file.name.endswith(".json"):

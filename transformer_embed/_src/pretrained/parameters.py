@@ -178,10 +178,6 @@ def _read(
         array = np.ascontiguousarray(array.T) if is_transposed else array
     else:
         array = tensors.read(tensor).reshape(-1)[index]
-    if array.dtype == np.float64:
-        # A number past the dtype's range would become infinite, with a warning at most.
-        with np.errstate(over="raise"):
-            array = call_with_named_errors(tensor, array.astype, parameter.dtype)
     sizes = [len(range(size)[each]) for size, each in zip(parameter.shape, index, strict=True)]
     more = [(0, size - rows) for size, rows in zip(sizes, array.shape, strict=True)]
     return np.pad(array, more) if np.any(more) else array

@@ -123,9 +123,6 @@ def scaling(entries: Options, value: Options) -> rotary_scaling.Scaling | None:
         if kind in ("yarn", "longrope"):
             values.setdefault("factor", (longest or 0) / values["original_length"])
     if is_dynamic or "length" in fields:
-        if value["length"] is None:
-            want = f"that of the longest text, since a {kind} rotation depends on it"
-            raise arguments.value_error("length", want, None)
         values["length"] = arguments.integer("length", value["length"], at_least=0)
     if is_dynamic:
         factor = arguments.positive("factor", values.get("factor"))
