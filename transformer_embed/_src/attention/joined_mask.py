@@ -29,11 +29,6 @@ class Mask:
         want = "to be joined by & or |, or its array, mask.dense()"
         raise arguments.type_error(type(self).__name__, want, "a condition")
 
-    def __jax_array__(self) -> Array:
-        # What jax asks of an argument that should be an array.
-        got = "the rule of one (mask.dense() is its array)"
-        raise arguments.type_error(type(self).__name__, "an array", got)
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class JoinedMask(Mask):

@@ -183,7 +183,10 @@ def _completed(new: Any, part: Any) -> Any:
             arrays[name] = jnp.full_like(positions, number)
     for name, array in arrays.items():
         if name in slots:
-            arrays[name] = _as_dtype(array, slots[name].dtype)
+            dtype = slots[name].dtype
+            # To int32, those of a wider dtype are clipped.
+            is_int32 = dtype == jnp.int32
+            arrays[name] = arguments.as_int32("new", array) if is_int32 else array.astype(dtype)
     return TokenPositions(**arrays)
 
 
@@ -195,11 +198,6 @@ def _check_apart(slots: np.ndarray) -> None:
         row, n = np.argwhere(is_again)[0]
         got = f"two tokens for slot {ordered[row, n]} of row {row}"
         raise arguments.value_error("slot", "a slot of its own for each token of a row", got)
-
-
-def _as_dtype(integers: Array, dtype: Any) -> Array:
-    """Integers as int32 or, in a wider dtype, as they are."""
-    return arguments.as_int32("new", integers) if dtype == jnp.int32 else integers.astype(dtype)
 
 
 def _as_arrays(name: str, tree: Any) -> Any:

@@ -589,14 +589,12 @@ def _cleared(segments: Integer[Array, "n t"], where: Bool[Array, "b #t"]) -> Int
 
 @compiled()
 def _taken(tokens: dict[str, Array], order: Int32[Array, "n"]) -> dict[str, Array]:
-    tokens = {name: with_whole_rows(array) for name, array in tokens.items()}
+    tokens = jax.tree.map(with_whole_rows, tokens)
     if "places" not in tokens:
         # In rows without segments, positions are places.
         tokens = in_row(tokens | {"places": tokens["positions"]})
-    return {
-        name: jnp.take(array, order, axis=1, mode="fill", fill_value=0)
-        for name, array in tokens.items()
-    }
+    take = functools.partial(jnp.take, indices=order, axis=1, mode="fill", fill_value=0)
+    return jax.tree.map(take, tokens)
 
 
 @compiled(1, 2, 3, 4)
