@@ -79,24 +79,24 @@ def describe_config(file: Published) -> PretrainedInput:
     def described() -> PretrainedInput:
         layers = depth or value["num_hidden_layers"] or len(value["layer_types"] or ())
         layers = count("num_hidden_layers", layers)
-        return _described(file, value, _shapes(file.kind, value, file.side), dtype, layers)
+        return _described(file, value, _shapes(file.kind, value), dtype, layers)
 
     return call_with_named_errors(f"settings and {file.place}", described)
 
 
-def _shapes(kind: Architecture, value: Options, side: str) -> dict[str, tuple[int, int]]:
+def _shapes(kind: Architecture, value: Options) -> dict[str, tuple[int, int]]:
     """The shapes of the parameters, as config.json says them."""
     may_lack = tuple(kind.may_lack.split())
     width = "embedding_size" if kind.widen else "hidden_size"
     rows = {
-        TOKENS: _vocabulary(value, side),
+        TOKENS: _vocabulary(value),
         POSITIONS: "max_position_embeddings",
         TOKEN_TYPES: "type_vocab_size",
         # A vector.
         NORM_SCALE: width,
         WIDEN: "hidden_size",
         BIAS: "relative_attention_num_buckets",
-        OUTPUT_TABLE: _vocabulary(value, side),
+        OUTPUT_TABLE: _vocabulary(value),
     }
     shapes = {}
     for name, entry in rows.items():
@@ -114,9 +114,9 @@ def _shapes(kind: Architecture, value: Options, side: str) -> dict[str, tuple[in
     return shapes
 
 
-def _vocabulary(value: Options, side: str) -> str:
+def _vocabulary(value: Options) -> str:
     """The entry that has the vocabulary's size: Marian's decoder may have one of its own."""
-    has_own = side == STACKS[1] and value["decoder_vocab_size"]
+    has_own = value["side"] == STACKS[1] and value["decoder_vocab_size"]
     return "decoder_vocab_size" if has_own else "vocab_size"
 
 
@@ -201,7 +201,7 @@ def _values(file: Published) -> dict[str, Any]:
         names = ", ".join(sorted(missing))
         want = f"{names} of {kind.type}, from settings or a config.json of that model_type"
         raise arguments.value_error(file.path, want, f"model_type {file.model_type!r} there")
-    return value | {"length": file.length}
+    return value | {"length": file.length, "side": file.side}
 
 
 # --- Parts of the layer.
@@ -222,7 +222,7 @@ def _described(
     d_model, _ = shapes.get(WIDEN, (width, rows))
     types, _ = shapes.get(TOKEN_TYPES, (0, width))
     sizes = {"hidden_size": d_model, "embedding_size": width, "type_vocab_size": types}
-    sizes[_vocabulary(value, file.side)] = rows
+    sizes[_vocabulary(value)] = rows
     _check_sizes(value, sizes)
     output, no_output = _output(file, value, shapes)
     config = EmbedderConfig(
@@ -237,8 +237,8 @@ def _described(
         output=output,
         param_dtype=dtype,
     )
-    layers = layers_of(kind, {**value, **sizes}, depth, file.side)
-    bias = _bias(kind, value, shapes, file.side)
+    layers = layers_of(kind, {**value, **sizes}, depth)
+    bias = _bias(kind, value, shapes)
     return PretrainedInput(config, {}, layers, bias, no_output=no_output)
 
 
@@ -310,7 +310,7 @@ def _output(
     return None, reason
 
 
-def _bias(kind: Architecture, value: Options, shapes: Shapes, stack: str) -> Options | None:
+def _bias(kind: Architecture, value: Options, shapes: Shapes) -> Options | None:
     """The arguments of `alibi_bias` or `RelativePositionBias`; T5's encoder looks both ways."""
     if kind.has_alibi:
         heads = count("num_attention_heads", value["num_attention_heads"])
@@ -323,5 +323,5 @@ def _bias(kind: Architecture, value: Options, shapes: Shapes, stack: str) -> Opt
         "num_heads": value["num_attention_heads"] or heads,
         "num_buckets": value["relative_attention_num_buckets"] or buckets,
         "max_distance": value["relative_attention_max_distance"],
-        "causal": stack != "encoder",
+        "causal": value["side"] == STACKS[1],
     }

@@ -75,7 +75,7 @@ class Layer:
     query_scale: Mapping[str, Any] | None = None
 
 
-def layers_of(kind: Architecture, value: Options, count: int, stack: str) -> tuple[Layer, ...]:
+def layers_of(kind: Architecture, value: Options, count: int) -> tuple[Layer, ...]:
     """The layers of a model whose tensors are those of `count` layers.
 
     config.json goes before the tensors: a file may have a layer that predicts further tokens, or
@@ -100,7 +100,7 @@ def layers_of(kind: Architecture, value: Options, count: int, stack: str) -> tup
         entries |= _own(entries, number, layer_type)
         rotates = _rotates(kind, entries, number, layer_type)
         rotary = rope.rotation(kind, entries, layer_type) if rotates else None
-        mask = _mask(kind, entries, layer_type, stack)
+        mask = _mask(kind, entries, layer_type)
         layers.append(Layer(layer_type, rotary, mask, _query_scale(entries, rotates)))
     return tuple(layers)
 
@@ -178,9 +178,11 @@ def _query_scale(value: Options, rotates: bool) -> dict[str, Any] | None:
     return None
 
 
-def _mask(kind: Architecture, value: Options, layer_type: str, stack: str) -> dict[str, Any]:
+def _mask(kind: Architecture, value: Options, layer_type: str) -> dict[str, Any]:
     """The arguments of `AttentionMask` for a layer."""
-    is_causal = stack == STACKS[1] if kind.has_stacks else kind.is_causal or value["is_decoder"]
+    is_causal = (
+        value["side"] == STACKS[1] if kind.has_stacks else kind.is_causal or value["is_decoder"]
+    )
     # Of chunks, the library does not ask.
     is_causal = is_causal and (value["is_causal"] is not False or layer_type == CHUNKED)
     window, both_sides = value["sliding_window"], value["use_bidirectional_attention"]
