@@ -180,9 +180,9 @@ def _query_scale(value: Options, rotates: bool) -> dict[str, Any] | None:
 
 def _mask(kind: Architecture, value: Options, layer_type: str) -> dict[str, Any]:
     """The arguments of `AttentionMask` for a layer."""
-    is_causal = (
-        value["side"] == STACKS[1] if kind.has_stacks else kind.is_causal or value["is_decoder"]
-    )
+    is_causal = kind.is_causal or value["is_decoder"]
+    if kind.has_stacks:
+        is_causal = value["side"] == STACKS[1]
     # Of chunks, the library does not ask.
     is_causal = is_causal and (value["is_causal"] is not False or layer_type == CHUNKED)
     window, both_sides = value["sliding_window"], value["use_bidirectional_attention"]
