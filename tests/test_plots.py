@@ -114,17 +114,15 @@ def test_zero_is_white_and_either_sign_has_a_colour_of_its_own(ax, draw):
 
 
 WITHOUT_MATPLOTLIB = """
-import os, sys
+import sys
 sys.modules["matplotlib"] = None
 import transformer_embed as te
-from transformer_embed.cli.main import main
 
 try:
     te.plots.plot_mask([[True]])
 except ImportError as error:
     print(error)
 print(te.causal_mask(1))
-print(main(["train", "--plot", "x.png"]), os.listdir())
 """
 
 
@@ -137,10 +135,8 @@ def test_without_matplotlib_it_is_named_and_the_package_works(tmp_path):
     )
     first, *others = run.stdout.splitlines()
     assert "matplotlib" in first
-    assert others == ["[[ True]]", "2 []"]
-    assert run.stderr.startswith("transformer-embed: error: ")
-    assert "matplotlib" in run.stderr
-    assert "; pip install '.[plots]' installs it" in run.stderr
+    assert first.endswith("; pip install '.[plots]' installs it")
+    assert others == ["[[ True]]"]
 
 
 # plot_encoding
