@@ -102,9 +102,9 @@ def test_each_process_prints_the_same_losses_and_the_first_what_they_are(results
 
 
 REFUSED = {
-    "check_batch, ids": "ids: wanted values that this process has (each checks its own part",
-    "check_batch, tokens": "tokens: wanted values that this process has (each checks its own part",
-    "exchange_load": "ids: wanted values that this process has (each checks its own part",
+    "check_batch, ids": "ids: wanted values that this process has (each checks its own part of",
+    "check_batch, tokens": "tokens: wanted values that this process has (each checks its own part of",
+    "exchange_load": "ids: wanted values that this process has (each checks its own part of",
 }
 
 
