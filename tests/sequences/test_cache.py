@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import loops
 import numpy as np
 from compare import equal
 from refused import each_refused
@@ -23,6 +24,12 @@ def test_a_position_that_a_short_cache_cannot_hold_is_written():
     cache = jax.tree.map(lambda array: array.astype(jnp.uint8), EMPTY[0])
     slots, _ = te.write_cache(cache, te.TokenPositions.from_offset(300, 1), 0)
     equal(slots.positions[:, 0], [300] * BATCH)
+
+
+def test_rows_of_any_number_are_cleared():
+    clear = lambda ids, where: te.TokenPositions.from_ids(ids, pad_id=0).clear(where).padding_mask
+    batch = np.int32([[5, 0], [6, 7]]), np.array([False, True])
+    equal(*loops.ROW_MODES["any rows"](clear, [batch]), [[True, False], [False, False]])
 
 
 NEW = new_tokens(1, 2)[0]

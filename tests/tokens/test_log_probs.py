@@ -170,7 +170,7 @@ def test_backward_memory_is_that_of_a_chunk():
         ({"temperature": 0.0}, r"^temperature: wanted a number above 0 that float32 holds"),
         (
             {"temperature": np.ones((4, 5), "f4")},
-            r"^temperature: wanted shape that broadcasts to",
+            r"^temperature: wanted shape that broadcasts to that of the tokens",
         ),
         ({"temperature": None}, r"^temperature: wanted an array, got None"),
         ({"with_entropy": 1}, r"^with_entropy: wanted a Python bool"),

@@ -115,7 +115,7 @@ class AttentionMask(Mask):
         arguments.convert_fields(
             self,
             causal=arguments.flag,
-            window=functools.partial(arguments.entries, convert=_limit, count=2),
+            window=_window,
             chunk=arguments.size,
             sinks=arguments.size,
         )
@@ -264,6 +264,14 @@ def _check_sides(queries: TokenPositions, keys: TokenPositions) -> None:
 
 def _limit(name: str, distance: Any) -> int | None:
     return None if distance is None else arguments.integer(name, distance, at_least=0)
+
+
+_window = functools.partial(
+    arguments.entries,
+    convert=_limit,
+    count=2,
+    want="a pair (left, right), such as (w - 1, 0) for the w latest keys",
+)
 
 
 def _slice(tokens: Fields, start: Array, size: int) -> Fields:

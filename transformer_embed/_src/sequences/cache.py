@@ -36,10 +36,10 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
             tree may be written beside one. Token positions of 64 bits are written into a cache of
             int32 as its lowest or highest number if they are beyond it.
         slot: integers. [] or [batch]: the slot of the first token of each row, and the others
-            follow it; a row with -1 stays as it is. [1 or batch, length]: the slot of each token,
-            no two of a row in one slot; a token with -1 is not written. On a device, nothing is
-            written into a slot outside the cache, nothing of a row whose first slot is negative,
-            and of two tokens for one slot only the later one.
+            follow it, as far as there are slots; a row with -1 stays as it is. [1 or batch,
+            length]: the slot of each token, no two of a row in one slot; a token with -1 is not
+            written. On a device, nothing is written into a slot outside the cache, nothing of a row
+            whose first slot is negative, and of two tokens for one slot only the later one.
 
             `jnp.where(new.padding_mask, new.positions % slots, -1)` makes the cache a ring. It
             needs window + length - 1 slots for a window of that many tokens, or the first of the

@@ -207,7 +207,8 @@ class TokenPositions:
         tokens, where = as_made(self), arguments.as_mask("where", where, "clear")
         if tokens.segment_ids is None:
             raise arguments.value_error("segment_ids", "an array (0 is an empty slot)", None)
-        rank, shape = self.positions.ndim, (len(self), tokens.positions.shape[1])
+        rank = self.positions.ndim
+        shape = number_of_rows(self), tokens.positions.shape[1]
         where = where if rank == 2 else where[None]
         fits = where.shape in (shape, shape[:1])
         arguments.check_shape("where", where.shape, fits, f"[{shape[0]}] or {[*shape]}")
@@ -416,8 +417,8 @@ class TokenPositions:
 
         Raises:
             TypeError: parents or offset does not hold integers.
-            ValueError: arrays of other shapes; parents outside the row, or in a cycle (checked on
-                the host only).
+            ValueError: arrays of other shapes; parents outside the row, or in a cycle; an offset
+                whose positions would not fit int32 (checked on the host only).
 
         Example:
             >>> import transformer_embed as te
@@ -434,9 +435,9 @@ class TokenPositions:
         integers = arguments.as_integers("parents", rows, -2, rows.shape[1] - 1, "the row")
         if isinstance(integers, np.ndarray):
             check_parents(integers)
-        rows, offset = arguments.as_int32("parents", integers), as_comparable("offset", offset)
-        _check_offset(offset)
-        return cls(**tree_arrays(rows, offset))
+        # The end of a tree is one past its last place.
+        offset = _as_offset(offset, rows.shape[1] + 1)
+        return cls(**tree_arrays(arguments.as_int32("parents", integers), offset))
 
     @classmethod
     def from_offset(cls, offset: ArrayLike, length: int) -> "TokenPositions":
@@ -468,12 +469,7 @@ class TokenPositions:
             [[1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0, 0]]
         """
         length = arguments.length("length", length)
-        integers = arguments.as_integers("offset", offset)
-        offset = _ordered("offset", integers)
-        _check_offset(offset)
-        if isinstance(integers, np.ndarray) and integers.size:
-            check_last_position("offset", int(integers.max()), length)
-        return _of_offset(offset, length)
+        return _of_offset(_as_offset(offset, length), length)
 
 
 register_pytree(TokenPositions)
@@ -507,8 +503,14 @@ def _with_rank(rank: int, tokens: TokenPositions) -> TokenPositions:
     return tokens if rank == 2 else jax.tree.map(lambda array: array[0], tokens)
 
 
-def _check_offset(offset: Array) -> None:
-    arguments.check_shape("offset", offset.shape, offset.ndim < 2, "[] or [batch]")
+def _as_offset(offset: ArrayLike, length: int) -> Array:
+    """First positions; those on the host leave room for as many as the length."""
+    integers = arguments.as_integers("offset", offset)
+    array = _ordered("offset", integers)
+    arguments.check_shape("offset", array.shape, array.ndim < 2, "[] or [batch]")
+    if isinstance(integers, np.ndarray) and integers.size:
+        check_last_position("offset", int(integers.max()), length)
+    return array
 
 
 def _shown(array: Any) -> str:

@@ -92,12 +92,12 @@ def linear_cross_entropy(
             weight; the last k tokens predict nothing. 0: each label stands where it is predicted.
             1, or True: each token predicts the next one. A head that predicts several tokens ahead
             has its own k.
-        segment_ids: integers, [length], or more axes that broadcast to the labels', for packed
+        segment_ids: integers, [length], or more axes that broadcast to the tokens', for packed
             sequences, with shift: those of `TokenPositions` (0 = padding; a negative number is
             not). A token predicts nothing if `labels[..., t + k]` has another segment id, such as
             the last k tokens of a sequence. None: one sequence a row.
         label_smoothing: in [0, 1): the part of each label that is spread evenly over the ids that
-            may be predicted. A number, or a floating array that broadcasts to the labels; it may be
+            may be predicted. A number, or a floating array that broadcasts to the tokens; it may be
             traced, as that of a schedule, and has a gradient. NaN where an array is out of range,
             at a label with a weight.
         z_loss: at least 0, which keeps log_z near 0 (PaLM: 1e-4). Like label_smoothing.

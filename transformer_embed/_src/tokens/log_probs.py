@@ -65,7 +65,7 @@ def linear_log_probs(
             all of them.
         shift, segment_ids, chunk_size: as in `linear_cross_entropy`.
         temperature: above 0, that of sampling: the logits are divided by it. A number, or a
-            floating array that broadcasts to the labels, such as [batch, 1]; it may be traced, and
+            floating array that broadcasts to the tokens, such as [batch, 1]; it may be traced, and
             has a gradient. NaN where an array is not above 0, at labels that are counted. With
             shift, that of `labels[..., t]` is at t.
         mask: as in `linear_cross_entropy`. Labels that a prompt gives are usually not counted. Of

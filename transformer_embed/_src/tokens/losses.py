@@ -91,9 +91,10 @@ def compute(loss: Loss, layers: tuple[Pair, ...], **of_tokens: ArrayLike | None)
     batch = {}
     for name, array in arrays.items():
         if array is not None:
-            shape = of_labels if name in ("labels", "mask") else tokens
+            of_label = name in ("labels", "mask")
+            shape, other = (of_labels, whose) if of_label else (tokens, "the tokens")
             with_length = name == "segment_ids"
-            arguments.check_broadcasts(name, array.shape, shape, whose, with_length=with_length)
+            arguments.check_broadcasts(name, array.shape, shape, other, with_length=with_length)
             # A number of a token broadcasts to those of its candidates.
             last = range(len(shape), len(tokens) + 1)
             batch[name] = jnp.expand_dims(array, (*range(len(shape) - array.ndim), *last))
