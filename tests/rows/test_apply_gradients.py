@@ -61,6 +61,11 @@ def test_a_gradient_without_rows_changes_no_table():
     assert add(none, rows([3]))["t"].ids.tolist() == [3]
 
 
+@pytest.mark.parametrize("params", [{}, {"s": np.float32(2)}])
+def test_a_tree_may_have_no_axis(params):
+    equal(update(jax.tree.map(np.ones_like, params), params), dict.fromkeys(params, 1.75))
+
+
 def test_a_gradient_from_outside_is_a_constant_of_the_program_and_the_next_is_another():
     run = jax.jit(lambda params, grads: update(grads, params))
     for ids in ([0, 3, 701], [1, 3, 999]):

@@ -98,7 +98,7 @@ def find_tables(init: Callable, treedef: Any, leaves: Leaves) -> list[Table]:
         leaves: its leaves.
     """
     count = treedef.children()[0].num_leaves
-    largest = max(LARGE, *sum((leaf.shape for leaf in leaves.values()), ()))
+    largest = max(sum((leaf.shape for leaf in leaves.values()), (LARGE,)))
     primes = filter(_is_prime, itertools.count(largest + 1))
     tables = []
     for n in filter(lambda n: is_gradient(leaves[n]), range(count)):
