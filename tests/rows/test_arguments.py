@@ -99,6 +99,8 @@ VALUE_ERRORS = [
     (lambda: view({"x": [1]}), "ids: wanted one of huge, i, m/t, n/t, or an end that only one of them has, got x"),
     (lambda: view({"t": [1]}), "ids: wanted one of m/t, n/t, or an end that only one of them has, got t"),
     (lambda: view({"m": [1]}), "ids: ... got m"),
+    (lambda: seen({"x": SMALL}, {"t": [1], "x/t": [3]}), "ids: wanted one name of x/t, got t and x/t"),
+    (lambda: seen({"x": SMALL}, {"t": [1]}, max_rows={"x/t": 1, "t": 2}), "max_rows: wanted one name of x/t, got x/t and t"),
     (lambda: view({"v": [1]}), "v: wanted shape [vocab_size, d] with at least one row, got shape [5]"),
     (lambda: view({"m/t": [1]}, max_rows=0), "max_rows: wanted an int of at least 1, got 0"),
     (lambda: view({"m/t": [1]}, max_rows={"v": 2}), "max_rows: ... got v"),

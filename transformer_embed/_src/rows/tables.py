@@ -122,8 +122,8 @@ def _by_parameter(
 ) -> dict[str, Any]:
     """The values by the paths of parameters, of which each name is one, or the end of one."""
     values = arguments.instance(argument, values, Mapping, "a dict by the names of tables")
-    found = {}
-    for name, value in values.items():
+    names: dict[str, str] = {}
+    for name in values:
         paths = [path for path in parameters if path.endswith(f"/{name}")]
         if name in parameters:
             paths = [name]
@@ -131,5 +131,7 @@ def _by_parameter(
             tables = paths or [path for path, leaf in parameters.items() if leaf.ndim == 2]
             want = f"one of {', '.join(tables)}, or an end that only one of them has"
             raise arguments.value_error(argument, want, name)
-        found[paths[0]] = value
-    return found
+        first = names.setdefault(paths[0], name)
+        if first != name:
+            raise arguments.value_error(argument, f"one name of {paths[0]}", f"{first} and {name}")
+    return {path: values[name] for path, name in names.items()}

@@ -61,10 +61,11 @@ def value_and_grad(
     Raises:
         TypeError: ids are not integers; a table does not have a floating dtype; the loss uses a
             table other than by `lookup`.
-        ValueError: a name in `ids` that no table [vocab_size, d] of `params` has, or several; a
-            max_rows below 1, or for a table that is not in `ids`. With a capacity: no table in
-            `ids` is split over explicit mesh axes, or the columns of one are; ids that are not
-            split over the axes of the rows; an enclosing shard_map over some mesh axes.
+        ValueError: a name in `ids` that no table [vocab_size, d] of `params` has, or several; two
+            names of one table; a max_rows below 1, or for a table that is not in `ids`. With a
+            capacity: no table in `ids` is split over explicit mesh axes, or the columns of one are;
+            ids that are not split over the axes of the rows; an enclosing shard_map over some mesh
+            axes.
 
     Example:
         >>> import jax.numpy as jnp
