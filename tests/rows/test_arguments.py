@@ -125,6 +125,8 @@ TYPE_ERRORS = [
     (lambda: view({"m/t": [1]}, max_rows=4.0), "max_rows: wanted a Python int, got float 4.0"),
     (lambda: te.rows.value_and_grad(None, ids={}), "loss: wanted a function, got None"),
     (lambda: te.rows.value_and_grad(sum, ids={}, has_aux=2), "has_aux: wanted a Python bool ... got int 2"),
+    (lambda: update(grads=SMALL, params=GRADS), "params['t']: wanted an array, got RowGradient"),
+    (lambda: update(SGD, state=GRADS), "state['t']: wanted an array, got RowGradient"),
     (lambda: update(state=object()), "state: wanted an array, got object"),
     (lambda: update(optax.adam), "optimizer: wanted an optax.GradientTransformation, got function"),
     (lambda: update(te.Embedder(te.EmbedderConfig(5, 2))), "optimizer: ... got Embedder"),

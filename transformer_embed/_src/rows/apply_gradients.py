@@ -69,8 +69,8 @@ def apply_gradients(
         (params, state).
 
     Raises:
-        TypeError: the optimizer has no `init` and `update`; a state that does not consist of
-            arrays; a `RowGradient` that left the jit that made it.
+        TypeError: the optimizer has no `init` and `update`; params or a state that do not
+            consist of arrays; a `RowGradient` that left the jit that made it.
         ValueError: the optimizer may update a row from other rows (the message names the
             transformation and the reason), or changes the dtype of its state; trees that do not fit
             together.

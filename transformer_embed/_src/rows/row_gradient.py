@@ -226,10 +226,10 @@ def is_gradient(leaf: Any) -> bool:
 
 
 def as_arrays(name: str, tree: Tree) -> Any:
-    """A tree of jax arrays, except for the gradients of rows."""
+    """A tree of jax arrays; that of `grads` may have gradients of rows too."""
 
     def convert(path: Any, leaf: Any) -> Any:
-        if is_gradient(leaf):
+        if name == "grads" and is_gradient(leaf):
             return leaf
         full_name = name + jax.tree_util.keystr(path)
         try:
