@@ -31,8 +31,10 @@ from transformer_embed._src.tokens.row_order import RowOrder, nearest_rows
 from transformer_embed._src.tokens.stand_in import StandIn
 
 
-class OtherOrderError(Exception):
+class OtherOrderError(BaseException):
     """Raised inside a loss that reads a table in another order than its rows were taken in."""
+
+    # No Exception: a loss that catches those would go on with a value of its own.
 
     def __init__(self, name: str, order: RowOrder | None):
         super().__init__(name, order)

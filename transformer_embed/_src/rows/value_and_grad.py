@@ -28,8 +28,8 @@ def value_and_grad(
 
     While the loss runs, only `lookup` can read these tables, so leave them out of functions of all
     parameters, such as an L2 norm. "Training by rows", a section of the reference page, says what
-    these see. To add gradients of many batches, or to average them over devices, see the page
-    "Training loops".
+    these see. The loss is traced once more for each table whose rows are spread or padded. To add
+    gradients of many batches, or to average them over devices, see the page "Training loops".
 
     Args:
         loss: a function of (params, ...) to a scalar, or to (scalar, aux). It reads the tables in
