@@ -32,6 +32,14 @@ def test_a_block_of_one_block_id_needs_no_mask():
     equal(mask.block_mask((2, 2))[0], [[2, 2, 0], [2, 2, 0], [2, 2, 1]])
 
 
+def test_the_block_mask_of_packed_rows_with_padding_is_exact():
+    segments = [[0] + [1] * 4 + [2] * 5 + [3] * 3 + [0] * 3, [1] * 5 + [2] * 7 + [0] * 4]
+    tokens = TokenPositions.from_segment_ids(segments)
+    mask = AttentionMask(tokens, causal=True, window=(2, 0))
+    pairs = np.asarray(mask.dense()).reshape(2, 8, 2, 8, 2)
+    equal(mask.block_mask((2, 2)), pairs.any((2, 4)).astype(int) + pairs.all((2, 4)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16])
 def test_batches_of_a_short_dtype_mean_the_same(dtype):

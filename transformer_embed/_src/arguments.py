@@ -223,8 +223,9 @@ def check_known(name: str, array: Any) -> None:
 def on_host(name: str, array: jax.Array | np.ndarray) -> np.ndarray:
     """The values of an array that is not traced."""
     check_known(name, array)
-    is_here = not isinstance(array, jax.Array) or array.is_fully_addressable
-    if not is_here and not array.is_fully_replicated:
+    if isinstance(array, jax.Array) and not (
+        array.is_fully_addressable or array.is_fully_replicated
+    ):
         # jax's error would not name the argument.
         want = "values that this process has (each checks its own part of a batch)"
         raise value_error(name, want, "an array of several processes")
