@@ -230,8 +230,7 @@ DOORS = {
 }
 
 
-def doors(*names):
-    return pytest.mark.parametrize("door", names or DOORS)
+each_door = pytest.mark.parametrize("door", DOORS)
 
 
 def in_a_model(params):
@@ -240,7 +239,7 @@ def in_a_model(params):
     return inside | {"model/~/layer_norm": {"scale": jnp.ones(3)}, "head": {"w": jnp.ones(3)}}
 
 
-@doors()
+@each_door
 def test_every_door_finds_the_layer_in_the_parameters_of_a_model(door):
     params = of_the_whole()
     found, expected = (DOORS[door](tree) for tree in (in_a_model(params), params))
@@ -249,7 +248,7 @@ def test_every_door_finds_the_layer_in_the_parameters_of_a_model(door):
     equal(found, expected)
 
 
-@doors("apply", "output", "initial_params")
+@each_door
 def test_parameters_that_do_not_hold_one_layer_of_the_config_are_refused(door):
     params, table = of_the_whole(), "token_embedding/embeddings"
     name = "initial_params" if door == "initial_params" else "params"

@@ -51,7 +51,7 @@ def test_new_rows_are_drawn_like_each_channel_and_unlike_the_output_layer_s():
     channels = np.arange(1, 17, dtype=np.float32)
     old = np.random.default_rng(0).normal(1, 2, (200, 16)).astype(np.float32) * channels
     tables = {"embeddings": old, "output_embeddings": old}
-    config = te.EmbedderConfig(200, 16)
+    config = te.EmbedderConfig(200, 16, output=te.OutputConfig(tied=False))
     grown = resized_to({TOKENS: tables}, 4200, config, rng=KEY)[TOKENS]
     rows, others = (np.asarray(grown[name], np.float64) for name in tables)
     equal(rows[:200], old)
@@ -66,7 +66,7 @@ def test_new_rows_are_drawn_like_each_channel_and_unlike_the_output_layer_s():
 def test_a_resized_table_keeps_its_dtype_and_needs_a_key_for_new_rows_alone(size):
     params = {TOKENS: {"embeddings": jnp.ones([11, 4], jnp.bfloat16)}}
     rng = KEY if size > 11 else None
-    table = resized_to(params, size, rng=rng)[TOKENS]["embeddings"]
+    table = resized_to(params, size, te.EmbedderConfig(11, 4), rng=rng)[TOKENS]["embeddings"]
     assert isinstance(table, jax.Array)
     assert table.dtype == jnp.bfloat16
 
@@ -75,13 +75,18 @@ def at(max_len, **options):
     return te.EmbedderConfig(11, 4, scheme=te.Learned(max_len, **options))
 
 
+def with_tokens(positions):
+    tables = {TOKENS: np.zeros((11, 4), np.float32), POSITIONS: positions}
+    return {path: {"embeddings": table} for path, table in tables.items()}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("max_len", "start"), [(8, 0), (4, 0), (3, 0), (9, 2), (4, 2), (5, 3), (7, 4)]
 )
 def test_rows_from_the_start_on_are_interpolated(max_len, start):
     table = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
-    params, new = {POSITIONS: {"embeddings": table}}, at(max_len, start=start)
+    params, new = with_tokens(table), at(max_len, start=start)
     check(te.pretrained.resize, params, at(5, start=start), new)
 
 
@@ -100,7 +105,7 @@ def weights(old, new):
 def test_a_grid_is_resized_like_an_image(shape):
     """As by torch 2.13: interpolate(mode="bicubic", antialias=True), which gave `weights`."""
     table = np.random.default_rng(0).normal(size=(1 + 12, 4)).astype(np.float32)
-    params = {POSITIONS: {"embeddings": table}}
+    params = with_tokens(table)
     new, grids = at(1 + shape[0] * shape[1]), ((3, 4), shape)
     found = te.pretrained.resize(params, at(13), new, grids=grids)[POSITIONS]["embeddings"]
     along = weights(3, shape[0]), weights(4, shape[1])
@@ -141,14 +146,27 @@ def test_a_table_on_a_mesh_keeps_its_sharding_and_needs_rows_that_divide():
 
 
 def to(max_len, *, grids=None, **options):
-    return te.pretrained.resize(PARAMS, CONFIG, at(max_len, **options), grids=grids)
+    return changed(scheme=te.Learned(max_len, **options), grids=grids)
+
+
+def changed(*, grids=None, **fields):
+    return te.pretrained.resize(PARAMS, CONFIG, dataclasses.replace(CONFIG, **fields), grids=grids)
+
+
+UNPLACED = {TOKENS: {"embeddings": np.zeros((11, 4), np.float32)}}
 
 
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
         (lambda: te.pretrained.resize(PARAMS, CONFIG, 14), TypeError, "new_config: ... got int 14"),
-        (lambda: te.pretrained.resize(PARAMS, te.EmbedderConfig(9, 4), CONFIG), ValueError, "params: ... of config, 9, got 11"),
+        (lambda: changed(d_model=8), ValueError, "new_config: ... got {'learned_positional_encoding/embeddings': (4, 4), ..."),
+        (lambda: changed(embedding_width=2), ValueError, "new_config: wanted {'learned_positional_encoding/embeddings': (4, 2), ..."),
+        (lambda: changed(layer_norm_eps=1e-6), ValueError, "new_config: wanted {'layer_norm/offset': (4,), ... got none of them"),
+        (lambda: changed(num_token_types=2), ValueError, "new_config: wanted {'token_type_embedding/embeddings': (2, 4)}, got none of them"),
+        (lambda: changed(output=None), ValueError, "new_config: wanted no others, got {'token_embedding/output_bias': (11,), ..."),
+        (lambda: changed(output=te.OutputConfig(), spread=True), ValueError, "new_config.spread: wanted False ... got True"),
+        (lambda: te.pretrained.resize(UNPLACED, te.EmbedderConfig(11, 4), at(9)), TypeError, "config.scheme.max_len: ... got None"),
         (lambda: resized_to(PARAMS, 14), ValueError, "rng: ... got None"),
         (lambda: resized_to(PARAMS, 14, rng=0), TypeError, KEYS),
         (lambda: resized_to({"linear": {}}, 14), ValueError, NONE),
@@ -157,9 +175,7 @@ def to(max_len, *, grids=None, **options):
         (lambda: to(9, grids=((1, 3), (2, 2))), ValueError, "grids: ... got ((1, 3), (2, 2))"),
         (lambda: to(9, grids=((2, 2), (9,))), ValueError, "grids: ... got ((2, 2), (9,))"),
         (lambda: to(9, grids=(2, 2)), TypeError, "grids[0]: ... got int 2"),
-        (lambda: te.pretrained.resize(PARAMS, CONFIG, te.EmbedderConfig(11, 4)), TypeError, "new_config.scheme.max_len: ... got None"),
-        (lambda: te.pretrained.resize(PARAMS, at(5), at(9)), ValueError, f"params: {POSITIONS}: ... 5, got 4"),
-        (lambda: te.pretrained.resize({"linear": {}}, at(4), at(9)), ValueError, NONE),
+        (lambda: changed(scheme=None), TypeError, "new_config.scheme.max_len: ... got None"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_refused(call, error, text):

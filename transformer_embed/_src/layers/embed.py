@@ -140,6 +140,13 @@ def apply_dropout(
     return dropout(rng, rate, x)
 
 
+def check_spread(name: str, config: EmbedderConfig) -> None:
+    """A ValueError if the rows of a tied output layer are spread."""
+    if config.spread and config.output is not None and config.output.tied:
+        want = "False for a tied output layer (or output=None, or te.OutputConfig(tied=False))"
+        raise arguments.value_error(name, want, True)
+
+
 def output_layer(config: EmbedderConfig, leaves: Any) -> OutputLayer:
     """The output layer of a config, from the parameters of the module of its token table."""
     output = config.output
@@ -149,9 +156,7 @@ def output_layer(config: EmbedderConfig, leaves: Any) -> OutputLayer:
             "te.OutputLayer takes other weights)"
         )
         raise arguments.value_error("output", want, "None")
-    if output.tied and config.spread:
-        want = "False for a tied output layer (or output=None, or te.OutputConfig(tied=False))"
-        raise arguments.value_error("spread", want, True)
+    check_spread("spread", config)
     # An untied model, too, has a table of tokens, which Haiku makes when it is read.
     name, table = "embeddings", leaves["embeddings"]
     if not output.tied:

@@ -13,7 +13,8 @@ from jaxtyping import Array
 
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
-from transformer_embed._src.layers.parameters import Params, check_params, table_path
+from transformer_embed._src.layers.embed import check_spread
+from transformer_embed._src.layers.parameters import Params, layer_paths
 from transformer_embed._src.partitioning import gathered, on_every_device
 from transformer_embed._src.positions.schemes import PositionScheme
 from transformer_embed._src.tokens.row_order import nearest_rows
@@ -30,7 +31,8 @@ def resize(
     """Resizes the tables of a trained input layer to those of another config.
 
     new_config may differ in `vocab_size`, `row_multiple`, `spread` and the `max_len` of `Learned`
-    positions. A table that these do not concern is returned as it is.
+    positions, and in what changes no parameter's shape. A table that these do not concern is
+    returned as it is, in its own dtype.
 
     Ids are added or removed at the end of the vocabulary, and the parameters of an output layer
     change with the table. New rows are drawn from a normal distribution with each channel's mean
@@ -45,8 +47,8 @@ def resize(
     smoother.
 
     Args:
-        params: a Haiku parameter tree with one such table each, as `Embedder.init` makes. A token
-            table that lies on several devices keeps its sharding; its rows pass through the host,
+        params: a Haiku parameter tree with those of config, as `Embedder.init` makes. A token table
+            that lies on several devices keeps its sharding; its rows pass through the host,
             of each process.
         config: that of params.
         new_config: that of the result, such as `dataclasses.replace(config, vocab_size=300)`.
@@ -61,10 +63,10 @@ def resize(
 
     Raises:
         TypeError: config or new_config is not an EmbedderConfig.
-        ValueError: params does not have exactly one such table, or not that of config; ids are
-            added and rng is None; devices that do not divide the new number of rows; the schemes
-            have another `start`; grids do not have a point for each position, with as many
-            positions before them.
+        ValueError: params are not those of config; the result would not be those of new_config, or
+            would spread the rows of a tied output layer; ids are added and rng is None; devices
+            that do not divide the new number of rows; the schemes have another `start`; grids do
+            not have a point for each position, with as many positions before them.
 
     Example:
         >>> import dataclasses, jax
@@ -92,10 +94,10 @@ def resize(
     configs = config, new_config
     for name, each in {"config": config, "new_config": new_config}.items():
         arguments.instance(name, each, EmbedderConfig, "an EmbedderConfig")
-    check_params("params", params)
-    params = {**params}
+    paths, params = layer_paths("params", config, params), {**params}
+    check_spread("new_config.spread", new_config)
     if _rows(config) != _rows(new_config):
-        path = table_path("params", params, "token_embedding")
+        path = paths["token_embedding"]
         # Sorted, because a table's number chooses its random rows, and a dict may have any order.
         params[path] = {
             name: _moved(f"{path}/{name}", table, configs, rng, n)
@@ -103,11 +105,12 @@ def resize(
         }
     scheme, new_scheme = config.scheme, new_config.scheme
     if grids is not None or _positions(scheme) != _positions(new_scheme):
-        path = table_path("params", params, "learned_positional_encoding")
+        layout = _grids(scheme, new_scheme, grids)
+        path = paths["learned_positional_encoding"]
         table = jnp.asarray(params[path]["embeddings"])
-        size = _positions(scheme)
-        arguments.check_same(f"params: {path}", "the positions of config", len(table), size)
-        params[path] = {"embeddings": _interpolated(table, scheme, new_scheme, grids)}
+        method = "linear" if grids is None else "bicubic"
+        params[path] = {"embeddings": _interpolated(table, *layout, method)}
+    layer_paths("new_config", new_config, params)
     return params
 
 
@@ -121,13 +124,13 @@ def _positions(scheme: PositionScheme | None) -> int | None:
     return scheme.max_len if scheme is not None and scheme.is_learned else None
 
 
-def _interpolated(table: Array, scheme: Any, new_scheme: Any, grids: Any) -> Array:
-    """The table of positions of another scheme."""
-    first, shape, new_shape = _grids(scheme, new_scheme, grids)
+def _interpolated(
+    table: Array, first: int, shape: tuple[int, ...], new_shape: tuple[int, ...], method: str
+) -> Array:
+    """The table of positions with a grid of another shape after the first ones."""
     table, width = on_every_device(table), table.shape[1]
     # jax.image.resize rounds its weights to the dtype of what it resizes.
     grid = arguments.widened(table[first:]).reshape(*shape, width)
-    method = "linear" if grids is None else "bicubic"
     rows = jax.image.resize(grid, (*new_shape, width), method).reshape(-1, width)
     return jnp.concatenate([table[:first], rows.astype(table.dtype)])
 
@@ -136,7 +139,7 @@ def _grids(
     scheme: Any, new_scheme: Any, grids: Any
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """The number of positions before a grid, its old shape and its new one."""
-    size = scheme.max_len
+    size = arguments.size("config.scheme.max_len", _positions(scheme))
     new_size = arguments.size("new_config.scheme.max_len", _positions(new_scheme))
     if grids is None:
         first, name = scheme.start, "new_config.scheme.start"
@@ -163,7 +166,6 @@ def _moved(
     is_on_mesh = isinstance(sharding, NamedSharding) and sharding.num_devices > 1
     library = np if is_on_mesh else jnp
     rows: Any = gathered(path, table) if is_on_mesh else jnp.asarray(table)
-    arguments.check_same(f"params: {path}", "the rows of config", rows.shape[0], old.rows)
     by_id = rows[_rows_of_ids(path, old)]
     more = _drawn(by_id, new.vocab_size - old.vocab_size, rng, salt)
     # Padding takes the last one, of zeros.
