@@ -153,15 +153,15 @@ def entries(
     convert: Callable,
     *,
     count: int | None = None,
-    want: str | None = None,
+    form: str | None = None,
     **options: Any,
 ) -> tuple[Any, ...]:
     """Several values in order, each converted by `convert(its name, it, ...)`."""
     is_sequence = isinstance(value, Sequence | np.ndarray | jax.Array)
     is_sequence &= not isinstance(value, str | bytes) and getattr(value, "ndim", 1) > 0
     if not is_sequence or count not in (None, len(value)):
-        values = "a sequence" if count is None else f"a sequence of {count} values"
-        raise type_error(name, want or values, describe(value))
+        want = "a sequence" if count is None else f"a sequence of {count} values"
+        raise type_error(name, form or want, describe(value))
     return tuple(convert(f"{name}[{n}]", entry, **options) for n, entry in enumerate(value))
 
 

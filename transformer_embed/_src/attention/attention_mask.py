@@ -270,7 +270,7 @@ _window = functools.partial(
     arguments.entries,
     convert=_limit,
     count=2,
-    want="a pair (left, right), such as (w - 1, 0) for the w latest keys",
+    form="a pair (left, right), such as (w - 1, 0) for the w latest keys",
 )
 
 
