@@ -11,7 +11,7 @@ import math
 import numbers
 import reprlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -404,6 +404,15 @@ def check_same(name: str, what: str, size: Any, expected: Any) -> None:
     """A ValueError unless two sizes are equal."""
     if size != expected:
         raise value_error(name, f"{what}, {expected}", size)
+
+
+def paths_of(name: Any, paths: Collection[str]) -> list[str]:
+    """The path of a parameter by its name, which may leave out how the path begins.
+
+    Several, if it is the end of several.
+    """
+    # A whole path goes first: it may also be the end of a longer one.
+    return [name] if name in paths else [path for path in paths if path.endswith(f"/{name}")]
 
 
 def as_key(rng: Any) -> jax.Array:

@@ -87,9 +87,7 @@ def full_paths(
     """The same mapping with full paths; a key is a path, or a suffix of exactly one path."""
     full = {}
     for name, value in names.items():
-        ends = [path for path in paths if path.endswith(f"/{name}")]
-        # A whole path goes first: it may also be the end of a longer one.
-        matches = [name] if name in paths else ends
+        matches = arguments.paths_of(name, paths)
         if len(matches) != 1 or matches[0] in full:
             among = ", ".join(paths)
             want = f"a parameter's path, or a suffix that only one path has, among {among}"

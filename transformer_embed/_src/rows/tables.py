@@ -124,9 +124,7 @@ def _by_parameter(
     values = arguments.instance(argument, values, Mapping, "a dict by the names of tables")
     names: dict[str, str] = {}
     for name in values:
-        paths = [path for path in parameters if path.endswith(f"/{name}")]
-        if name in parameters:
-            paths = [name]
+        paths = arguments.paths_of(name, parameters)
         if len(paths) != 1:
             tables = paths or [path for path, leaf in parameters.items() if leaf.ndim == 2]
             want = f"one of {', '.join(tables)}, or an end that only one of them has"
