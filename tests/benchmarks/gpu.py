@@ -155,7 +155,7 @@ def losses(rounds: int) -> Report:
 
 
 def timed(function: Callable, arguments: Any, rounds: int) -> tuple[float, float]:
-    """Milliseconds and megabytes of temporaries; NaN where there is no memory."""
+    """Milliseconds and megabytes of temporaries; NaN if it runs out of memory."""
     try:
         compiled = jax.jit(function).lower(*arguments).compile()
         milliseconds = clocked(functools.partial(compiled, *arguments), rounds)

@@ -134,5 +134,5 @@ def _init(config: EmbedderConfig, rng: Array) -> Params:
 
 # jax compares a static config by value: equal ones share a program.
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def _apply(config: EmbedderConfig, params: Params, *arguments: Any) -> Array:
-    return embed(config, layer_of("params", config, params), *arguments)
+def _apply(config: EmbedderConfig, params: Params, *inputs: Any) -> Array:
+    return embed(config, layer_of("params", config, params), *inputs)
