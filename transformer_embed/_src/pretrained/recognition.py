@@ -87,10 +87,11 @@ def open_published(
         # Its caller says where a prompt ends, within which tokens see all.
         entries = {**entries, "use_bidirectional_attention": None}
     settings = dict(settings or {})
-    kind = by_model_type(said := settings.pop("model_type", None) or model_type)
+    type_name = settings.pop("model_type", None) or model_type
+    kind = by_model_type(type_name)
     if kind is None:
         want = f"that of a known model, from settings or {path}"
-        got = f"{said!r}; {BY_HAND} ({tensors.listed()})"
+        got = f"{type_name!r}; {BY_HAND} ({tensors.listed()})"
         raise arguments.value_error("model_type", want, got)
     if not kind.has_stacks:
         arguments.check_left_out("stack", stack, f"{kind.type} has one stack")
