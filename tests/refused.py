@@ -23,3 +23,19 @@ def each_refused(kind, rows):
     for call, message in rows:
         with pytest.raises(kind, match=pattern(message)):
             call()
+
+
+def each_raises(rows, names):
+    """Expects of each call, which is text with these names, the error that Python would print."""
+    found = {call: _error_of(call, names) for call in rows}
+    wrong = {
+        call: error for call, error in found.items() if not re.match(pattern(rows[call]), error)
+    }
+    assert wrong == {}
+
+
+def _error_of(call, names):
+    try:
+        return f"no error, but {eval(call, names)}"
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"

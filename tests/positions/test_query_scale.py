@@ -1,9 +1,11 @@
 """The scale of queries against float64, at both sides of each step and at the ends of int32."""
 
+import functools
+
 import draws
 import numpy as np
 import pytest
-from refused import refused
+from refused import each_raises
 
 import transformer_embed as te
 
@@ -42,10 +44,15 @@ def test_the_scale_is_that_of_float64(number):
             np.testing.assert_array_less(np.abs(np.asarray(ours, np.float64) - expected), atol)
 
 
+scale = functools.partial(te.query_scale, beta=0.1, length=8)
+REFUSED = {
+    "scale([1], beta=-1.0)": "ValueError: beta: ... got -1.0",
+    "scale([1], length=0)": "ValueError: length: ... got 0",
+    "scale([1], offset=2)": "ValueError: offset: ... got 2",
+    "scale([1], offset=-1)": "ValueError: offset: ... got -1",
+    "scale([1.0])": "TypeError: positions: ... got float64",
+}
+
+
 def test_bad_arguments_are_refused():
-    for name, value in (("beta", -1.0), ("length", 0), ("offset", 2), ("offset", -1)):
-        options = {"beta": 0.1, "length": 8} | {name: value}
-        with refused(ValueError, f"{name}: ... got {value}"):
-            te.query_scale([1], **options)
-    with refused(TypeError, "positions: ... got float64"):
-        te.query_scale([1.0], beta=0.1, length=8)
+    each_raises(REFUSED, globals())

@@ -16,7 +16,7 @@ from drawn import normal
 from hypothesis import strategies as st
 from meshes import AUTO, EXPLICIT, mesh_of, put
 from references import ROUNDINGS, assert_right, check_frequencies
-from refused import each_refused, pattern, refused
+from refused import each_raises, refused
 
 from transformer_embed._src.positions import rotary, rotary_scaling
 from transformer_embed._src.positions.rotary import apply_rotary, permute_rotary_weights
@@ -112,24 +112,15 @@ def test_the_gradient_is_rotated_by_the_negative_position():
 
 
 def test_without_jit_it_compiles_once():
-    x = normal(0, 4, 2, 8)
-    apply_rotary(x, np.arange(4))
-    before = rotary._rotated._cache_size()
-    for base in (10_000, 10_000.0, np.float64(10_000.0)):
-        apply_rotary(x, np.arange(4) + 5, base=base)
-    assert rotary._rotated._cache_size() == before
-
-
-def test_lengths_that_scale_alike_compile_once():
+    """For other positions, a base of another type, and lengths that scale alike."""
     scaling = LongRopeScaling([1.0] * 4, [2.0] * 4, 4.0, 64, 64)
-    rotate = lambda length: apply_rotary(
-        normal(0, 4, 2, 8), np.arange(4), scaling=dataclasses.replace(scaling, length=length)
-    )
-    for lengths in ([1, 40, 64], [65, 90]):
-        first = rotate(lengths[0])
+    plain = [{"base": base} for base in (10_000.0, 10_000, np.float64(10_000.0))]
+    scaled = [{"scaling": dataclasses.replace(scaling, length=n)} for n in (65, 90, 1, 40, 64)]
+    for alike in (plain, scaled[:2], scaled[2:]):
+        rotate(**alike[0])
         before = rotary._rotated._cache_size()
-        for length in lengths:
-            np.testing.assert_array_equal(rotate(length), first)
+        for number, options in enumerate(alike):
+            rotate(positions=P + number, **options)
         assert rotary._rotated._cache_size() == before
 
 
@@ -170,40 +161,49 @@ def test_rotation_on_a_mesh_equals_rotation_on_one_device(kind):
 
 X = np.zeros([2, 3, 4, 8], np.float32)
 P = np.arange(3)
-LENGTH = "positions: ... its last axis, got shape "
 AXES = {"pair_axes": (0, 0, 1, 1)}
-
-
 ODD = X[..., :7]
-ERRORS = [
-    (TypeError, {"x": P}, "x: ... got int64"),
-    (ValueError, {"x": X[0, 0]}, "x: ... got shape [4, 8]"),
-    (ValueError, {"layout": "neox"}, "layout: ... got 'neox'"),
-    (ValueError, {"partial": 0.5}, "partial: ... got 0.5"),
-    (ValueError, {"x": ODD}, "head_dim: ... got 7"),
-    (ValueError, {"x": ODD, "rotary_dim": 4, "partial": "proportional"}, "head_dim: ... got 7"),
-    (ValueError, {"rotary_dim": 3}, "rotary_dim: ... got 3"),
-    (ValueError, {"rotary_dim": 0}, "rotary_dim: ... 2, got 0"),
-    (ValueError, {"rotary_dim": 10}, "rotary_dim: ... 8, got 10"),
-    (ValueError, {"base": 0}, "base: ... got 0"),
-    (ValueError, {"base": 1, "scaling": YARN}, "base: ... 1, got 1.0"),
-    (TypeError, {"scaling": 2.0}, "scaling: ... got float 2.0"),
-    (ValueError, {"scaling": LONG, "rotary_dim": 4}, "long_factor: ... 2, got 4"),
-    (ValueError, {"positions": np.zeros([2, 1], int)}, LENGTH + "[2, 1]"),
-    (ValueError, {"positions": np.zeros([4, 2], int)} | AXES, LENGTH + "[4]"),
-    (ValueError, {"positions": 7}, LENGTH + "[]"),
-    (ValueError, {"positions": np.zeros([5, 2, 3], int)}, LENGTH + "[5, 2, 3]"),
-    (ValueError, AXES, "positions: ... 2 ... got shape [3]"),
-    (ValueError, {"positions": np.zeros([3, 2], int), "pair_axes": (0, 0, 1, 2)}, "positions: ... 3 ... got shape [3, 2]"),
-    (ValueError, {"pair_axes": [0] * 5}, "pair_axes: ... 4, got 5"),
-    (ValueError, {"pair_axes": (0, -2)}, "pair_axes[1]: ... 0, got -2"),
-]  # fmt: skip
+permute = functools.partial(permute_rotary_weights, source="half", target="half")
 
 
-def test_bad_arguments_of_a_rotation():
-    for kind, changes, message in ERRORS:
-        with pytest.raises(kind, match=pattern(message)):
-            apply_rotary(**{"x": X, "positions": P} | changes)
+def rotate(**changes):
+    return apply_rotary(**{"x": X, "positions": P} | changes)
+
+
+REFUSED = {
+    "rotate(x=P)": "TypeError: x: ... got int64",
+    "rotate(x=X[0, 0])": "ValueError: x: ... got shape [4, 8]",
+    "rotate(layout='neox')": "ValueError: layout: ... got 'neox'",
+    "rotate(partial=0.5)": "ValueError: partial: ... got 0.5",
+    "rotate(x=ODD)": "ValueError: head_dim: ... got 7",
+    "rotate(x=ODD, rotary_dim=4, partial='proportional')": "ValueError: head_dim: ... got 7",
+    "rotate(rotary_dim=3)": "ValueError: rotary_dim: ... got 3",
+    "rotate(rotary_dim=0)": "ValueError: rotary_dim: ... 2, got 0",
+    "rotate(rotary_dim=10)": "ValueError: rotary_dim: ... 8, got 10",
+    "rotate(base=0)": "ValueError: base: ... got 0",
+    "rotate(base=1, scaling=YARN)": "ValueError: base: ... 1, got 1.0",
+    "rotate(scaling=2.0)": "TypeError: scaling: ... got float 2.0",
+    "rotate(scaling=LONG, rotary_dim=4)": "ValueError: long_factor: ... 2, got 4",
+    "rotate(positions=np.zeros([2, 1], int))": "ValueError: positions: ... its last axis, got shape [2, 1]",
+    "rotate(positions=np.zeros([4, 2], int), **AXES)": "ValueError: positions: ... its last axis, got shape [4]",
+    "rotate(positions=7)": "ValueError: positions: ... its last axis, got shape []",
+    "rotate(positions=np.zeros([5, 2, 3], int))": "ValueError: positions: ... its last axis, got shape [5, 2, 3]",
+    "rotate(**AXES)": "ValueError: positions: ... 2 ... got shape [3]",
+    "rotate(positions=np.zeros([3, 2], int), pair_axes=(0, 0, 1, 2))": "ValueError: positions: ... 3 ... got shape [3, 2]",
+    "rotate(pair_axes=[0] * 5)": "ValueError: pair_axes: ... 4, got 5",
+    "rotate(pair_axes=(0, -2))": "ValueError: pair_axes[1]: ... 0, got -2",
+    "LinearScaling('2')": "TypeError: factor: ... got str '2'",
+    "YarnScaling(2.0, 8, truncate=1)": "TypeError: truncate: ... got int 1",
+    "LongRopeScaling([1], ['a'], 2.0, 8, 8)": "TypeError: long_factor[0]: ... got str 'a'",
+    "LongRopeScaling(None, [1], 2.0, 8, 8)": "TypeError: short_factor: ... got None",
+    "jax.jit(lambda n: LongRopeScaling([1], [1], 2.0, 8, n))(9)": "TypeError: length: ... got a traced int32[]",
+    "permute(X, 0)": "ValueError: num_heads: ... 1, got 0",
+    "permute(X, 1, source='llama')": "ValueError: source: ... got 'llama'",
+    "permute(X, 1, target=None)": "ValueError: target: ... got None",
+    "permute(X, 8)": "ValueError: head_dim: ... got 1",
+    "permute(X, 3)": "ValueError: weights: ... got shape [2, 3, 4, 8]",
+    "permute(X, 2, rotary_dim=6)": "ValueError: rotary_dim: ... 4, got 6",
+}
 
 
 # A value outside of the range of each field of the scalings.
@@ -223,24 +223,5 @@ def test_each_field_of_a_scaling_has_a_range(scaling):
             dataclasses.replace(scaling, **{name: [1, bad] if of_each else bad})
 
 
-permute = functools.partial(permute_rotary_weights, source="half", target="half")
-TYPE_ERRORS = [
-    (lambda: LinearScaling("2"), "factor: ... got str '2'"),
-    (lambda: YarnScaling(2.0, 8, truncate=1), "truncate: ... got int 1"),
-    (lambda: LongRopeScaling([1], ["a"], 2.0, 8, 8), "long_factor[0]: ... got str 'a'"),
-    (lambda: LongRopeScaling(None, [1], 2.0, 8, 8), "short_factor: ... got None"),
-    (lambda: jax.jit(lambda n: LongRopeScaling([1], [1], 2.0, 8, n))(9), "length: ... got a traced int32[]"),
-]  # fmt: skip
-VALUE_ERRORS = [
-    (lambda: permute(X, 0), "num_heads: ... 1, got 0"),
-    (lambda: permute(X, 1, source="llama"), "source: ... got 'llama'"),
-    (lambda: permute(X, 1, target=None), "target: ... got None"),
-    (lambda: permute(X, 8), "head_dim: ... got 1"),
-    (lambda: permute(X, 3), "weights: ... got shape [2, 3, 4, 8]"),
-    (lambda: permute(X, 2, rotary_dim=6), "rotary_dim: ... 4, got 6"),
-]  # fmt: skip
-
-
-def test_bad_fields_of_scalings_and_bad_arguments_of_a_permutation():
-    each_refused(TypeError, TYPE_ERRORS)
-    each_refused(ValueError, VALUE_ERRORS)
+def test_bad_arguments_are_refused():
+    each_raises(REFUSED, globals())
