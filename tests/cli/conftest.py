@@ -1,13 +1,10 @@
-"""What the tests of several commands share: a text, a model on disk, and runs of commands."""
+"""What the tests of several commands share: a text, and runs of commands."""
 
 import re
-import sys
+import shlex
 
-import numpy as np
 import pytest
-from drawn import drawn
 
-import transformer_embed as te
 from transformer_embed.cli.main import main
 
 
@@ -19,23 +16,13 @@ def text_file(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="session")
-def model_file(tmp_path_factory):
-    """A model as `train --out` writes it, untrained."""
-    path = tmp_path_factory.mktemp("model") / "params.safetensors"
-    config = te.EmbedderConfig(256, 128)
-    params = drawn(te.Embedder(config).init) | {"query": {"w": np.ones((3, 2), np.float32)}}
-    te.pretrained.save_embedder(path, config, params)
-    return path
-
-
 @pytest.fixture
 def prints(capsys):
     """What a command that works prints on stdout and on stderr."""
 
-    def run(*arguments):
+    def run(command):
         capsys.readouterr()
-        assert main([str(argument) for argument in arguments]) == 0
+        assert main(shlex.split(command)) == 0
         return capsys.readouterr()
 
     return run
@@ -45,16 +32,16 @@ def prints(capsys):
 def fails(capsys):
     """What a command that must fail prints on stderr: one line, or the usage before it."""
 
-    def run(*arguments):
+    def run(command):
         capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            sys.exit(main([str(argument) for argument in arguments]))
-        assert stop.value.code == 2
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        last = captured.err.splitlines()[-1]
-        assert re.match(r"transformer-embed[a-z ]*: error: ", last)
-        assert captured.err.startswith("usage: ") or captured.err.count("\n") == 1
-        return last
+        try:
+            status = main(shlex.split(command))
+        except SystemExit as stop:
+            status = stop.code
+        out, err = capsys.readouterr()
+        assert (status, out) == (2, "")
+        assert err.startswith("usage: ") or err.count("\n") == 1
+        assert re.match(r"transformer-embed[a-z ]*: error: ", err.splitlines()[-1])
+        return err
 
     return run

@@ -1,13 +1,15 @@
+"""The command `train`: its table, its model, its text, and the file that it writes."""
+
 import contextlib
 import functools
 import io
-import json
 import math
 import pathlib
 import re
 import signal
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -20,10 +22,8 @@ from transformer_embed.cli import language_model, train
 from transformer_embed.cli.main import main
 
 MODULE = "transformer_embedding/~/token_embedding"
-# Enough to beat the frequencies of bytes on the text. All trainings share it, and so what they
-# compile.
-STEPS = 20
-POSITIONS = "sinusoidal", "learned"
+# 20 steps are enough to beat the frequencies of bytes on the text.
+COMMAND = "train {} --steps 20 --out {} --positions sinusoidal,learned"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,137 +36,101 @@ def one_layer():
         yield
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, text_file):
     """The lines that a training printed, its progress bars, and the parameters that it wrote."""
     path = tmp_path_factory.mktemp("trained") / "params.safetensors"
-    command = ["train", str(text_file), "--steps", str(STEPS), "--out", str(path)]
-    command += ["--positions", ",".join(POSITIONS)]
-    out, err = io.StringIO(), Terminal()
+    out, err = io.StringIO(), io.StringIO()
+    err.isatty = lambda: True
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        assert main(command) == 0
+        assert main(COMMAND.format(text_file, path).split()) == 0
     return out.getvalue().splitlines(), err.getvalue(), path
 
 
 @pytest.mark.slow
-def test_train_prints_a_table(trained, text_file):
-    lines, _, path = trained
+def test_train_prints_a_table_while_bars_show_its_stages(trained, text_file):
+    lines, bars, path = trained
     text = text_file.read_bytes()
     assert lines[0] == f"text: {text_file}, {len(text):,} bytes"
     assert lines[-1] == f"The model with sinusoidal positions is in {path}."
     assert max(map(len, lines[1:-1])) <= 80
     assert lines[3].split()[2:] == ["128", "bytes", "256", "bytes", "512", "bytes"]
     sinusoidal, learned = (line.split() for line in lines[4:6])
-    assert (sinusoidal[0], learned[0]) == POSITIONS
     # It has no positions for longer texts.
     assert learned[3:] == ["-", "-"]
-    assert max(map(float, (sinusoidal[2], learned[2]))) < frequency_bits(text)
-
-
-def frequency_bits(text):
-    """Bits per byte of a model that knows the frequencies of single bytes."""
     shares = np.bincount(np.frombuffer(text, np.uint8)) / len(text)
-    return -sum(share * math.log2(share) for share in shares if share)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("positions", train.NAMES)
-def test_positions_change_what_the_model_says_of_the_order_of_bytes(positions):
-    """Without any, the last byte of a causal layer sees a set."""
-    init, apply = language_model.model(positions)
-    ids = np.array([[3, 1, 4, 1, 5, 9], [9, 5, 1, 4, 1, 9]], np.uint8)
-    ids[0, -1] = 9
-    ids[0, :-1] = sorted(ids[1, :-1])
-    params = jax.tree.map(lambda leaf: 0.3 * leaf, drawn(init, ids))
-    one, other = np.asarray(apply(params, ids))[:, -1]
-    assert np.allclose(one, other, atol=1e-5) == (positions == "none")
-
-
-@pytest.mark.slow
-def test_longer_texts_are_scored_on_as_many_bytes():
-    """A model whose logits are all equal needs eight bits for any byte."""
-    text = bytes(range(256)) * 50
-    params = language_model.model("none").init(jax.random.key(0), np.zeros([1, 4], np.uint8))
-    params = jax.tree.map(np.zeros_like, params)
-    over_devices = jax.sharding.NamedSharding(
-        jax.make_mesh((1,), ("data",)), jax.sharding.PartitionSpec("data")
-    )
-    bits = jax.jit(functools.partial(language_model._bits, "none", params))
-    for length in language_model.LENGTHS:
-        score = language_model._score(bits, np.frombuffer(text, np.uint8), over_devices, length)
-        assert score == pytest.approx(8.0, abs=1e-5)
-
-
-@pytest.mark.parametrize("names", ["sky", "none,none", "none,"])
-def test_positions_are_names_each_once(fails, names):
-    wanted = f"wanted some of sinusoidal,learned,rotary,alibi,none, got '{names}'"
-    assert f"argument --positions: {wanted}" in fails("train", "--positions", names)
+    of_frequencies = -sum(share * math.log2(share) for share in shares if share)
+    assert max(map(float, (sinusoidal[2], learned[2]))) < of_frequencies
+    shown = dict.fromkeys(re.findall(r"(\w+, (?:compiling|training|scoring)): ", bars))
+    stages = "compiling", "training", "scoring"
+    assert [*shown] == [f"{row[0]}, {stage}" for row in (sinusoidal, learned) for stage in stages]
+    losses = re.findall(r"\w+, training: .* tokens/s, loss=(\d+\.\d\d)", bars)
+    assert 0 < max(map(float, losses)) < 9
 
 
 @pytest.mark.slow
 def test_a_seed_decides_the_model_and_its_figures(prints, trained, text_file, tmp_path):
     lines, _, params = trained
     again = tmp_path / "again.safetensors"
-    command = ["train", text_file, "--steps", STEPS, "--out", again]
-    command += ["--positions", ",".join(POSITIONS)]
-    printed = prints(*command)
+    printed = prints(COMMAND.format(text_file, again))
     assert printed.out.replace(str(again), str(params)).splitlines() == lines
     # A bar is for a terminal.
     assert printed.err == ""
     found = te.pretrained.load_embedder(params)
-    jax.tree.map(equal, te.pretrained.load_embedder(again).params, found.params)
-    other = language_model.train(text_file.read_bytes(), "sinusoidal", steps=STEPS, seed=1)
-    tables = found.params[MODULE]["embeddings"], other[0][MODULE]["embeddings"]
-    assert np.not_equal(*tables).mean() > 0.99
+    assert {f"{MODULE}/embeddings", "query/w", "layer_norm/scale"} <= found.names.keys()
+    assert [*params.parent.iterdir()] == [params]
+    equal(te.pretrained.load_embedder(again).params, found.params)
+    assert "te.EmbedderConfig(vocab_size=256, d_model=128)" in prints(f"inspect {params}").out
+    other, _ = language_model.train(text_file.read_bytes(), "sinusoidal", steps=1, seed=1)
+    assert np.not_equal(found.params[MODULE]["embeddings"], other[MODULE]["embeddings"]).any()
+
+
+# --- The model.
 
 
 @pytest.mark.slow
-def test_a_bar_shows_compiling_training_with_the_loss_and_scoring(trained):
-    shown = re.findall(r"(\w+), (compiling|training|scoring): ", trained[1])
-    stages = [(name, stage) for name in POSITIONS for stage in ("compiling", "training", "scoring")]
-    assert list(dict.fromkeys(shown)) == stages
-    losses = re.findall(r"\w+, training: .* tokens/s, loss=(\d+\.\d\d)", trained[1])
-    assert 0 < max(map(float, losses)) < 9
+@pytest.mark.parametrize("positions", train.NAMES)
+def test_logits_see_what_came_before_and_in_which_order_by_positions(positions):
+    """Without any, the last byte of a causal layer sees a set."""
+    init, apply = language_model.model(positions)
+    ids = np.array([[1, 1, 4, 5, 9, 9], [9, 5, 1, 4, 1, 9], [1, 1, 4, 5, 8, 9]], np.uint8)
+    params = jax.tree.map(lambda leaf: 0.3 * leaf, drawn(init, ids))
+    ordered, shuffled, other = np.asarray(apply(params, ids))
+    assert np.allclose(ordered[-1], shuffled[-1], atol=1e-5) == (positions == "none")
+    np.testing.assert_allclose(ordered[:4], other[:4], atol=1e-6)
+    assert (ordered[4:] != other[4:]).any(-1).all()
 
 
 @pytest.mark.slow
-def test_logits_see_only_what_came_before():
-    init, apply = language_model.model("sinusoidal")
-    ids = np.arange(12, dtype=np.uint8)[None]
-    other = np.where(ids == 7, np.uint8(200), ids)
-    params = jax.tree.map(lambda leaf: 0.05 * leaf, drawn(init, ids))
-    logits = jax.jit(functools.partial(apply, params))
-    first, second = (np.asarray(logits(each)) for each in (ids, other))
-    equal(first[:, :7], second[:, :7])
-    assert (first[:, 7:] != second[:, 7:]).any(-1).all()
+def test_longer_texts_are_scored_on_as_many_bytes():
+    """A model whose logits are all equal needs eight bits for any byte."""
+    text = np.frombuffer(bytes(range(256)) * 50, np.uint8)
+    params = language_model.model("none").init(jax.random.key(0), np.zeros([1, 4], np.uint8))
+    params = jax.tree.map(np.zeros_like, params)
+    mesh = jax.make_mesh((1,), ("data",))
+    over_devices = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    bits = jax.jit(functools.partial(language_model._bits, "none", params))
+    for length in language_model.LENGTHS:
+        score = language_model._score(bits, text, over_devices, length)
+        assert score == pytest.approx(8.0, abs=1e-5)
 
 
-def test_one_step_is_enough():
-    """The warm-up is shorter than the training."""
-    assert language_model._optimizer(1).init({"w": np.ones(3, np.float32)})
-
-
-# --- Texts.
+# --- Arguments and texts.
 
 
 @pytest.fixture
 def read(monkeypatch):
     """The text that a command would train on."""
 
-    def run(*arguments):
+    def run(*files):
         seen = []
 
-        def stop(text, *args, **options):
+        def stop(text, *_, **__):
             seen.append(text)
-            raise ValueError("seen")
+            raise ValueError
 
         monkeypatch.setattr(language_model, "train", stop)
-        assert main(["train", *map(str, arguments)]) == 2
+        assert main(["train", *map(str, files)]) == 2
         return seen[0]
 
     return run
@@ -176,60 +140,51 @@ def test_files_are_joined_and_the_default_is_the_standard_library(read, capsys, 
     assert read(text_file, text_file) == text_file.read_bytes() * 2
     capsys.readouterr()
     text = read()
-    assert pathlib.Path(json.__file__).parents[1].joinpath("types.py").read_bytes() in text
+    assert pathlib.Path(types.__file__).read_bytes() in text
     source = f"text: Python {sys.version.split()[0]} standard library, {len(text):,} bytes\n"
     assert capsys.readouterr().out.startswith(source)
 
 
-def test_no_standard_library(monkeypatch, fails, tmp_path):
-    monkeypatch.setattr(train.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    message = "does not hold the source of the standard library; name a FILE to train on"
-    assert f"{tmp_path} {message}" in fails("train")
-
-
-def test_the_shortest_text_is_enough_and_one_byte_less_is_named(fails, read, tmp_path):
-    path, shortest = tmp_path / "text", language_model.SHORTEST_TEXT
-    training, held_out = language_model.split(b"a" * shortest)
+def test_the_shortest_text_is_enough(read, tmp_path):
+    text = b"a" * language_model.SHORTEST_TEXT
+    training, held_out = language_model.split(text)
     # The longest text that is scored, and the byte after it.
     assert len(held_out) == language_model.LENGTHS[-1] + 1 <= len(training)
-    path.write_bytes(b"a" * shortest)
-    assert len(read(path)) == shortest
-    path.write_bytes(b"a" * (shortest - 1))
-    message = f"the text has {shortest - 1} bytes; give FILEs of {shortest} bytes or more in all"
-    assert message in fails("train", path)
+    (tmp_path / "text").write_bytes(text)
+    assert read(tmp_path / "text") == text
+    # The warm-up is shorter than one step.
+    assert language_model._optimizer(1).init({"w": np.ones(3, np.float32)})
 
 
-# --- The file that it writes.
+SOME = "argument --positions: wanted some of sinusoidal,learned,rotary,alibi,none, got "
+SHORT = language_model.SHORTEST_TEXT - 1
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("arguments", "message"),
     [
-        ("", "--out: wanted a name that ends in .safetensors, got ''"),
-        ("x.txt", "--out: wanted a name that ends in .safetensors, got '...x.txt'"),
-        ("missing/x.safetensors", "--out: wanted a file in a folder that you may write to, got"),
-        ("folder.safetensors", "--out: wanted a regular file, got"),
-        ("loop.safetensors", "--out: wanted a regular file, got"),
+        ("--positions sky", f"{SOME}'sky'"),
+        ("--positions none,none", f"{SOME}'none,none'"),
+        ("--positions none,", f"{SOME}'none,'"),
+        ("--out ''", "--out: wanted a name that ends in .safetensors, got ''"),
+        ("--out x.txt", "--out: wanted a name that ends in .safetensors, got 'x.txt'"),
+        ("--out missing/x.safetensors", "--out: wanted a file in a folder that you may write to, got"),
+        ("--out folder.safetensors", "--out: wanted a regular file, got"),
+        ("--out loop.safetensors", "--out: wanted a regular file, got"),
+        ("short", f"the text has {SHORT} bytes; give FILEs of {SHORT + 1} bytes or more in all"),
+        ("", "folder.safetensors does not hold the source of the standard library; name a FILE to"),
     ],
-)
-def test_files_that_cannot_be_written_are_named_before_training(
-    fails, monkeypatch, text_file, tmp_path, name, message
-):
+)  # fmt: skip
+def test_what_is_wrong_is_said_before_training(fails, monkeypatch, tmp_path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("folder.safetensors").mkdir()
+    pathlib.Path("loop.safetensors").symlink_to("loop.safetensors")
+    pathlib.Path("short").write_bytes(b"a" * SHORT)
+    stdlib = "." if arguments else "folder.safetensors"
+    pathlib.Path("text.py").write_bytes(b"a" * 2 * SHORT)
+    monkeypatch.setattr(train.sysconfig, "get_paths", lambda: {"stdlib": stdlib})
     monkeypatch.setattr(language_model, "train", lambda *_, **__: pytest.fail("trained first"))
-    (tmp_path / "folder.safetensors").mkdir()
-    (tmp_path / "loop.safetensors").symlink_to(tmp_path / "loop.safetensors")
-    printed = fails("train", text_file, "--out", tmp_path / name if name else "")
-    assert all(part in printed for part in message.split("..."))
-
-
-@pytest.mark.slow
-def test_params_hold_the_model_and_the_config(prints, trained):
-    path = trained[2]
-    found = te.pretrained.load_embedder(path)
-    assert {f"{MODULE}/embeddings", "query/w", "layer_norm/scale"} <= found.names.keys()
-    assert found.config == te.EmbedderConfig(256, 128)
-    assert [each.name for each in path.parent.iterdir()] == [path.name]
-    assert "te.EmbedderConfig(vocab_size=256, d_model=128)" in prints("inspect", path).out
+    assert message in fails(f"train {arguments}")
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
@@ -246,7 +201,7 @@ def test_the_first_model_is_saved_and_its_scores_are_out_before_the_second_is_tr
 
     monkeypatch.setattr(language_model, "train", record)
     with contextlib.redirect_stdout(pipe):
-        assert main(["train", str(text_file), *(["--out", str(out)] if is_kept else [])]) == 0
+        assert main(["train", str(text_file), *["--out", str(out)] * is_kept]) == 0
     assert seen == [("sinusoidal", False, b"positions"), ("none", is_kept, b"sinusoidal")]
 
 
@@ -265,9 +220,9 @@ def ctrl_c_is_heard():
 @pytest.mark.gate
 @pytest.mark.usefixtures("ctrl_c_is_heard")
 def test_ctrl_c_stops_training_and_leaves_no_file(text_file, tmp_path):
-    command = [sys.executable, "-m", "transformer_embed", "train", text_file]
     # Minutes of training, which end even if the signal is not heard.
-    command += ["--steps", "5000", "--out", tmp_path / "x.safetensors"]
+    arguments = f"train {text_file} --steps 5000 --out {tmp_path}/x.safetensors"
+    command = [sys.executable, "-m", "transformer_embed", *arguments.split()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         # It prints this line just before it trains.
         assert process.stdout.readline().startswith(b"text: ")
