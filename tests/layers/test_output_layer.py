@@ -9,21 +9,20 @@ import pickle
 import haiku as hk
 import jax
 import jax.export
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from compare import equal, near
-from drawn import drawn
-from jax.sharding import PartitionSpec
-from refused import refused
+from drawn import drawn, normal
+from refused import each_raises
 from sample import IDS, KEY, TOKENS
 
 import transformer_embed as te
 
-SPEC = PartitionSpec
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "output_layers.json"
 VOCAB, WIDTH = 11, 8
-X = np.random.default_rng(0).normal(size=(2, 5, WIDTH)).astype(np.float32)
+X = normal(0, 2, 5, WIDTH)
 LAYERS = {
     "tied": te.OutputConfig(),
     "bert": te.OutputConfig(bias=True),
@@ -31,8 +30,7 @@ LAYERS = {
     "all": te.OutputConfig(tied=False, bias=True, softcap=2.0, scale=3.0),
 }
 LOWEST = np.finfo(np.float32).min / 2
-COOLED = {"temperature": 0.5}
-OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-2, "shift": True, "mask": IDS < 7}
+each_layer = pytest.mark.parametrize("name", LAYERS)
 
 
 def config(output, **fields):
@@ -45,48 +43,28 @@ def made(name):
     return embedder, drawn(embedder.init)
 
 
-def all_of(output):
-    loss = te.linear_cross_entropy(X, output, IDS, **OPTIONS)
-    return te.linear_logits(X, output), loss, te.linear_log_probs(X, output, IDS, **COOLED)
+def loss_of(output):
+    options = {"label_smoothing": 0.1, "z_loss": 1e-2, "shift": True, "mask": IDS < 7}
+    return te.linear_cross_entropy(X, output, IDS, **options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYERS)
-def test_logits_and_loss_are_those_of_the_output_layer_in_every_module(name):
+@each_layer
+def test_it_is_what_the_config_says_in_every_module_and_is_trained_but_at_padding(name):
     """A user cannot forget the softcap or the scale."""
     output, (embedder, params) = LAYERS[name], made(name)
-    layer = lambda: te.TransformerEmbedding(config(output))
-    tokens = lambda: te.TokenEmbedding(VOCAB, WIDTH, pad_id=0, output=output)
-
-    def of_module(build):
-        def call():
-            return all_of(build().output())
-
-        return hk.transform(call).apply
-
-    @jax.jit
-    def of_each(params):
-        return [
-            all_of(embedder.output(params)),
-            of_module(layer)(params, None),
-            of_module(tokens)({"token_embedding": params[TOKENS]}, None),
-        ]
-
-    leaves, of_logits = params[TOKENS], {"softcap": output.softcap, "scale": output.scale}
+    layer = lambda: te.TransformerEmbedding(config(output)).output()
+    tokens = lambda: te.TokenEmbedding(VOCAB, WIDTH, pad_id=0, output=output).output()
+    leaves = params[TOKENS]
     table = leaves["embeddings" if output.tied else "output_embeddings"]
-    of_logits |= {"bias": leaves.get("output_bias"), "pad_id": 0}
-    wanted = jax.jit(all_of)(te.OutputLayer(table, **of_logits))
-    for found in of_each(params):
-        jax.tree.map(functools.partial(near, rtol=1e-5, atol=1e-5), found, wanted)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYERS)
-def test_every_parameter_that_is_read_is_trained_but_at_padding(name):
-    embedder, params = made(name)
-    loss = lambda params: te.linear_cross_entropy(X, embedder.output(params), IDS, **OPTIONS)
-    for leaf_name, leaf in jax.jit(jax.grad(loss))(params)[TOKENS].items():
-        assert np.any(leaf) == (leaf_name != "embeddings" or LAYERS[name].tied)
+    options = {"softcap": output.softcap, "scale": output.scale, "pad_id": 0}
+    wanted = te.OutputLayer(table, leaves.get("output_bias"), **options)
+    of_tokens = hk.transform(tokens).apply({"token_embedding": leaves}, None)
+    for found in embedder.output(params), hk.transform(layer).apply(params, None), of_tokens:
+        equal(found, wanted)
+    gradient = jax.jit(jax.grad(lambda params: loss_of(embedder.output(params))))(params)
+    for leaf_name, leaf in gradient[TOKENS].items():
+        assert np.any(leaf) == (leaf_name != "embeddings" or output.tied)
         equal(leaf[0], 0)
 
 
@@ -96,17 +74,14 @@ def test_padding_is_never_predicted(is_padded):
     """Not by argmax, by samples, by the loss's normaliser, by smoothing; whatever its row holds."""
     embedder, params = made("all")
     rows = {name: leaf.at[0].set(1e4) for name, leaf in params[TOKENS].items()}
-    low = {**params, TOKENS: rows}
+    low, expected = {**params, TOKENS: rows}, loss_of(embedder.output(params))
     if is_padded:
         new = dataclasses.replace(embedder.config, row_multiple=16)
         low, embedder = te.pretrained.resize(low, embedder.config, new), te.Embedder(new)
     logits = np.asarray(te.linear_logits(-X, embedder.output(low)))
-    assert (logits[..., VOCAB:] == LOWEST).all()
-    assert (logits[..., 0] == LOWEST).all()
+    assert (logits[..., [0, *range(VOCAB, logits.shape[-1])]] == LOWEST).all()
     assert np.asarray(jax.nn.softmax(logits))[..., 0].max() == 0
-    loss = functools.partial(te.linear_cross_entropy, X, labels=IDS, label_smoothing=0.1)
-    plain, params = made("all")
-    near(loss(embedder.output(low)), loss(plain.output(params)), rtol=1e-5)
+    near(loss_of(embedder.output(low)), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["tied", "bert", "phi"])
@@ -124,25 +99,6 @@ def test_the_output_layer_changes_no_other_parameter():
     plain, other = (te.Embedder(config(LAYERS[name])).init(KEY) for name in ("tied", "all"))
     equal(plain[TOKENS]["embeddings"], other[TOKENS]["embeddings"])
     equal(other[TOKENS]["output_bias"], np.zeros(VOCAB))
-    large = te.Embedder(te.EmbedderConfig(4096, 64, output=LAYERS["phi"])).init(KEY)
-    near(large[TOKENS]["output_embeddings"].std(), 0.5 / 8, rtol=0.01)
-
-
-def test_initial_parameters_include_the_output_layer():
-    embedder, params = made("all")
-    layer = lambda: te.TransformerEmbedding(embedder.config, initial_params=params).output()
-    started = hk.transform(layer).init(KEY)
-    equal(started, params)
-
-
-def test_a_config_without_an_output_layer_has_none():
-    embedder = te.Embedder(config(None))
-    module = hk.transform(lambda: te.TransformerEmbedding(config(None)).output())
-    params = drawn(embedder.init)
-    assert set(params[TOKENS]) == {"embeddings"}
-    for call in (lambda: embedder.output(params), lambda: module.init(KEY)):
-        with refused(ValueError, "output: ... `no_output` says why ... got None"):
-            call()
 
 
 def test_an_eager_loss_runs_no_haiku(monkeypatch):
@@ -157,39 +113,31 @@ def test_an_eager_loss_runs_no_haiku(monkeypatch):
 # --- one value
 
 OUTPUT = te.OutputLayer(
-    np.random.default_rng(1).normal(size=(VOCAB, WIDTH)).astype(np.float32),
+    normal(1, VOCAB, WIDTH),
     np.linspace(-1, 1, VOCAB, dtype=np.float32),
     softcap=2.0,
     scale=3.0,
     pad_id=0,
 )
-
-
-def logits_of(output):
-    return te.linear_logits(X, output)
-
-
-def scanned(output):
-    carry, _ = jax.lax.scan(lambda carry, _: (carry, None), output, length=2)
-    return logits_of(carry)
+logits_of = functools.partial(te.linear_logits, X)
 
 
 def with_a_row_each(output):
-    stacked = jax.tree.map(lambda leaf: jax.numpy.stack([leaf, leaf]), output)
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), output)
     return jax.vmap(logits_of)(stacked)[1]
 
 
-def exported(output):
-    return jax.export.export(jax.jit(logits_of))(output).call(output)
-
-
-@pytest.mark.parametrize("way", [jax.jit(logits_of), scanned, with_a_row_each, exported])
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda output: logits_of(jax.lax.scan(lambda c, _: (c, None), output, length=2)[0]),
+        lambda output: jax.export.export(jax.jit(logits_of))(output).call(output),
+        lambda output: logits_of(pickle.loads(pickle.dumps(output))),
+        with_a_row_each,
+    ],
+)
 def test_an_output_layer_goes_through_transformations(way):
     near(way(OUTPUT), logits_of(OUTPUT), atol=1e-5)
-
-
-def test_an_output_layer_is_pickled_whole():
-    near(logits_of(pickle.loads(pickle.dumps(OUTPUT))), logits_of(OUTPUT))
 
 
 @pytest.mark.slow
@@ -208,19 +156,20 @@ def test_an_output_layer_is_trained_beside_a_table_that_is_trained_by_rows():
     assert isinstance(new["output"], te.OutputLayer)
 
 
-def test_a_leaf_that_was_replaced_is_checked():
-    stacked = jax.tree.map(lambda leaf: leaf[None], OUTPUT)
-    with refused(
-        ValueError,
-        f"table: ... got shape [1, {VOCAB}, {WIDTH}]",
-    ):
-        logits_of(stacked)
+WITHOUT = te.Embedder(config(None))
+NONE = "ValueError: output: ... `no_output` says why ... got None"
+STACKED = jax.tree.map(lambda leaf: leaf[None], OUTPUT)
+TABLE = np.zeros(X.shape[:-1], int)
+REFUSED = {
+    "WITHOUT.output(drawn(WITHOUT.init))": NONE,
+    "hk.transform(te.TransformerEmbedding(WITHOUT.config).output).init(KEY)": NONE,
+    # A leaf that was replaced is checked.
+    "logits_of(STACKED)": f"ValueError: table: ... got shape [1, {VOCAB}, {WIDTH}]",
+    # A plain table has the name of the argument.
+    "te.linear_cross_entropy(X, TABLE, OUTPUT)": "TypeError: output: ... got int64",
+    "te.linear_divergence(X, OUTPUT, X, TABLE)": "TypeError: teacher_output: ... got int64",
+}
 
 
-def test_a_plain_table_has_the_name_of_the_argument():
-    """It was called table, which no such function has."""
-    ids = np.zeros(X.shape[:-1], int)
-    with refused(TypeError, "output: ... got int64"):
-        te.linear_cross_entropy(X, ids, OUTPUT)
-    with refused(TypeError, "teacher_output: ... got int64"):
-        te.linear_divergence(X, OUTPUT, X, ids)
+def test_what_is_no_output_layer_is_refused():
+    hk.transform(lambda: each_raises(REFUSED, globals())).init(KEY)
