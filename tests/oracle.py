@@ -164,3 +164,12 @@ def loop_lookup(table, ids, pad_id=None, out_of_range="nan"):
         else:
             flat[n] = np.nan if out_of_range == "nan" else 0
     return flat.reshape(*np.shape(ids), width)
+
+
+def loop_lookup_gradient(shape, ids, cotangent, pad_id=None, out_of_range="nan"):
+    """float64: each row sums the cotangents of its ids."""
+    last, gradient = shape[0] - 1, np.zeros(shape)
+    for token, row in zip(np.ravel(ids).tolist(), cotangent.reshape(-1, shape[1]), strict=True):
+        if token != pad_id and (0 <= token <= last or out_of_range == "clip"):
+            gradient[min(max(token, 0), last)] += row.astype(np.float64)
+    return gradient

@@ -28,10 +28,8 @@ def each_refused(kind, rows):
 def each_raises(rows, names):
     """Expects of each call, which is text with these names, the error that Python would print."""
     found = {call: _error_of(call, names) for call in rows}
-    wrong = {
-        call: error for call, error in found.items() if not re.match(pattern(rows[call]), error)
-    }
-    assert wrong == {}
+    wrong = [each for each in found.items() if not re.match(pattern(rows[each[0]]), each[1])]
+    assert not wrong, wrong
 
 
 def _error_of(call, names):

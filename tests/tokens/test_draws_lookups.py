@@ -6,7 +6,7 @@ import jax
 import loss_draws
 import numpy as np
 import pytest
-from oracle import loop_lookup
+from oracle import loop_lookup, loop_lookup_gradient
 from references import integers
 
 MODES = ("eager", "jit", "vmap", "scan", "remat", "strict", "explicit", "shard_map", "x64")
@@ -71,16 +71,6 @@ def program_of(number, chosen):
     return "\n".join(lines)
 
 
-def gradient_of(rows, table, ids, pad_id, out_of_range):
-    """Of the weights that `loss_draws.weighed` gives to the numbers of the rows."""
-    weights = np.cos(np.arange(rows.size, dtype=np.float32) + 1).reshape(-1, rows.shape[-1])
-    last, found = len(table) - 1, np.zeros(table.shape)
-    for token, row in zip(integers(ids).ravel(), weights.astype(rows.dtype), strict=True):
-        if token != pad_id and (0 <= token <= last or out_of_range == "clip"):
-            found[min(max(token, 0), last)] += row.astype(np.float64)
-    return found
-
-
 @pytest.mark.parametrize("number", draws.numbered(40, 12))
 def test_a_draw_of_a_lookup_is_that_of_a_loop(number):
     chosen = draws.choices(number, SPACE)
@@ -99,6 +89,8 @@ def check(chosen, batch, values, gradients):
     wide = [each.astype(np.float64) for each in (rows, gradients["table"])]
     want = loop_lookup(table, integers(ids), *options).astype(np.float64)
     np.testing.assert_array_equal(wide[0], want)
-    want = gradient_of(rows, table, ids, *options)
+    # `loss_draws.weighed` gives these weights to the numbers of the rows.
+    weights = np.cos(np.arange(rows.size, dtype=np.float32) + 1).astype(rows.dtype)
+    want = loop_lookup_gradient(table.shape, integers(ids), weights, *options)
     half_ulp = float(np.finfo("float32").eps if table.dtype.itemsize > 2 else 2.0**-8)
     np.testing.assert_allclose(wide[1], want, rtol=half_ulp, atol=1e-6)

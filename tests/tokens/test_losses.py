@@ -1,0 +1,556 @@
+"""The losses of an output layer where draws do not reach: memory, programs, meshes, errors."""
+
+import functools
+import math
+import re
+
+import collectives
+import jax
+import jax.export
+import jax.numpy as jnp
+import jax.test_util
+import loss_draws
+import numpy as np
+import pytest
+from compare import equal, near
+from drawn import normal
+from meshes import AUTO, EXPLICIT, mesh_of, put
+from refused import each_raises
+
+import transformer_embed as te
+from transformer_embed._src.tokens import chunks, losses
+
+# What is promised of values and gradients of magnitude 1; float32 sums of some 100 terms are within
+# 100 * 2**-24 = 6e-6.
+ERROR = 1e-5
+VOCAB, WIDTH, SHAPE = 13, 4, (4, 6)
+X, TABLE, BIAS = normal(0, *SHAPE, WIDTH), normal(1, VOCAB, WIDTH), normal(2, VOCAB)
+TEACHER_X, TEACHER, TEACHER_BIAS = normal(3, *SHAPE, 3), normal(4, VOCAB, 3), normal(5, VOCAB)
+WEIGHTS = np.random.default_rng(6).random(SHAPE).astype(np.float32) + np.float32(0.1)
+MASK = np.random.default_rng(7).random(SHAPE) < 0.7
+SEGMENTS = np.int32([[1, 1, 2, 2, 2, 0], [3] * 6, [1, 1, 0, 0, 0, 0], [0, 0, 5, 6, 6, 6]])
+BANS = np.where(np.arange(VOCAB) % 3 == 1, np.float32(-np.inf), BIAS)
+
+
+def ids_of(x, *more):
+    """An id of a vocabulary of 13 or more for each token, or several."""
+    return np.arange(math.prod((*x.shape[:-1], *more))).reshape(*x.shape[:-1], *more) * 5 % VOCAB
+
+
+LABELS, CANDIDATES = ids_of(X), ids_of(X, 3)
+
+
+def divergence_of(x, output, **options):
+    """From a teacher with some of the channels."""
+    teacher = jax.lax.stop_gradient((x[..., :2], output.table[:, 1:3]))
+    return te.linear_divergence(x, output, *teacher, **options)
+
+
+# Of tokens, functions of x and an output layer.
+EVERY = {
+    "cross entropy": lambda x, output: te.linear_cross_entropy(
+        x, output, ids_of(x), reduction="none", label_smoothing=0.1, z_loss=1e-2
+    ),
+    "log probs": lambda x, output: te.linear_log_probs(x, output, ids_of(x), with_entropy=True),
+    "candidates": lambda x, output: te.linear_log_probs(x, output, ids_of(x, 3)),
+    "truncated": lambda x, output: te.linear_log_probs(x, output, ids_of(x, 3), truncated=True),
+    "top k": lambda x, output: te.linear_top_k(x, output, 3),
+    "divergence": functools.partial(divergence_of, reduction="none"),
+}
+every = pytest.mark.parametrize("function", EVERY.values(), ids=EVERY)
+
+
+def total(function, x, table, bias=None):
+    """The sum of its first array."""
+    return jax.tree.leaves(function(x, te.OutputLayer(table, bias)))[0].sum()
+
+
+def value(x=X, table=TABLE, bias=BIAS, labels=LABELS, loss=te.linear_cross_entropy, **options):
+    fields = {name: options.pop(name) for name in ("softcap", "scale", "pad_id") if name in options}
+    return loss(x, te.OutputLayer(table, bias, **fields), labels, **options)
+
+
+log_probs = functools.partial(value, loss=te.linear_log_probs)
+
+
+ARRAYS = X, TABLE, BIAS, WEIGHTS
+
+
+@functools.partial(jax.jit, static_argnames=["softcap", "scale", "pad_id", "chunk_size"])
+def step(x, table, bias, weights, labels=LABELS, **options):
+    """The loss, and the gradients of x, the table, the bias and the weights."""
+    loss = lambda x, table, bias, weights: value(x, table, bias, labels, weights=weights, **options)
+    of_loss, gradients = jax.value_and_grad(loss, (0, 1, 2, 3))(x, table, bias, weights)
+    return of_loss, *gradients
+
+
+# --- values and derivatives
+
+KINDS = [{"kind": "forward"}, {"kind": "reverse"}, {"kind": "js"}, {"kind": "js", "beta": 0.1}]
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
+
+
+def divergence(x, output, teacher_x, teacher, *, softcap, pad_id, **options):
+    output = te.OutputLayer(*output, softcap=softcap, scale=0.5, pad_id=pad_id)
+    other = te.OutputLayer(*teacher, pad_id=pad_id)
+    return te.linear_divergence(x, output, teacher_x, other, **options)
+
+
+TAUGHT = {"x": X, "output": (TABLE, BIAS)}
+TAUGHT |= {"teacher_x": TEACHER_X, "teacher": (TEACHER, TEACHER_BIAS)}
+CAPPED = {"softcap": 1.5, "pad_id": 2}
+PACKED = {"shift": True, "segment_ids": SEGMENTS, "mask": MASK, "chunk_size": 7}
+ENTROPIES = {"loss": te.linear_log_probs, "with_entropy": True}
+STUDENT = {"x": X, "table": TABLE, "bias": BIAS}
+SETTINGS = {"weights": WEIGHTS, "temperature": np.float32(0.7)}
+# Functions of arrays by their names.
+WEIGHED = functools.partial(value, scale=3.0, label_smoothing=0.1, z_loss=0.1, **CAPPED, **PACKED)
+SECOND = [
+    (WEIGHED, STUDENT | {"weights": WEIGHTS}),
+    (functools.partial(value, temperature=0.7, **CAPPED, **ENTROPIES), STUDENT),
+    (functools.partial(value, **PACKED, **ENTROPIES), STUDENT),
+    *[
+        (
+            functools.partial(divergence, mask=MASK, reduction="none", **CAPPED, **kind),
+            TAUGHT | SETTINGS,
+        )
+        for kind in KINDS
+    ],
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("loss", "arrays"), SECOND)
+def test_first_and_second_derivatives_are_finite_differences(loss, arrays):
+    with jax.enable_x64():
+        arrays = jax.tree.map(np.float64, arrays)
+        options = {"modes": "rev", "atol": 1e-5, "rtol": 1e-5, "eps": 1e-4}
+        of_arrays = jax.jit(lambda arrays: loss(**arrays))
+        jax.test_util.check_grads(of_arrays, (arrays,), 2, **options)
+
+
+def test_a_published_loss():
+    """Stanford CS231n, linear classification notes, softmax classifier: scores -2.85, 0.86, 0.28
+    with label 2 cost 1.04. https://cs231n.github.io/linear-classify/"""
+    got = te.linear_cross_entropy([-2.85, 0.86, 0.28], np.eye(3, dtype=np.float32), 2)
+    near(got, 1.04, rtol=2e-3)
+
+
+SIZES = [
+    {"scale": 1e6, "label_smoothing": 0.1, "z_loss": 1e-4},
+    {"scale": 1e10},
+    {"scale": 3e15, "softcap": 3e15, "z_loss": 1e-4},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", SIZES)
+def test_a_factor_of_any_size_gives_the_losses_and_gradients_of_float64(options):
+    """A product that is rounded once in one place and twice in another differs by more than 1."""
+    with jax.enable_x64():
+        exact = step(*map(np.float64, ARRAYS), **options)
+    for found, want in zip(step(*ARRAYS, **options), exact, strict=True):
+        near(found, want, atol=ERROR * np.abs(want).max())
+
+
+@pytest.mark.slow
+def test_a_z_loss_whose_slope_is_zero_has_its_gradient():
+    # One id, whose logit is log_z = -1 / (2 z_loss): the two terms of the slope cancel.
+    x, table = np.float32([[-1]]), np.float32([[1], [1e4]])
+    loss = lambda x: te.linear_cross_entropy(x, table, [0], z_loss=0.5)
+    near(jax.jit(jax.grad(loss))(x), [[-1]], rtol=1e-5)
+
+
+@pytest.mark.slow
+@every_kind
+def test_at_equality_it_is_0_and_its_hessian_is_that_of_a_divergence(kind):
+    with jax.enable_x64():
+        logits = np.float64([0.5, -1.0, 0.2])
+        loss = lambda z: te.linear_divergence(z, np.eye(3), logits, np.eye(3), **kind)
+        assert float(loss(logits)) == 0
+        p = np.exp(logits) / np.exp(logits).sum()
+        beta = kind.get("beta", 0.5)
+        size = beta * (1 - beta) if kind["kind"] == "js" else 1
+        got = jax.jit(jax.hessian(loss))(logits)
+        near(got, size * (np.diag(p) - np.outer(p, p)), atol=1e-12)
+
+
+@every_kind
+def test_near_equality_it_is_accurate_and_never_negative(kind):
+    """Differences of log_softmax are off by 2e-7 where the divergence is 5e-7."""
+    table, x = normal(8, 1000, 16), normal(9, 64, 16)
+    for noise in (0, 1e-5, 1e-3):
+        near_x = x + np.float32(noise) * normal(10, 64, 16)
+        found = te.linear_divergence(near_x, table, x, table, reduction="none", **kind)
+        given = {"x": near_x, "table": table, "teacher_x": x, "teacher_table": table}
+        given = {name: np.float64(array) for name, array in given.items()}
+        options = {"tokens": (64,), "beta": kind.get("beta")}
+        (want,) = loss_draws.oracle(kind["kind"], given, {}, **options)
+        assert np.asarray(found).min() >= 0
+        near(found, np.maximum(want.real, 0), atol=1e-9, rtol=2e-3)
+
+
+@pytest.mark.slow
+def test_the_ratio_of_a_policy_to_itself_is_1_to_rounding():
+    of_policy = lambda x: log_probs(x, chunk_size=5)
+    reference = jax.jit(of_policy)(X)
+    ratio = lambda x: jnp.exp(of_policy(x) - reference)
+    near(jax.jit(lambda x: jax.vjp(ratio, x)[0])(X), np.ones(SHAPE), rtol=2e-6)
+    assert np.abs(jax.jit(jax.grad(lambda x: ratio(x).sum()))(X)).max() > 0
+
+
+OF_TOP_K = [
+    {"k": 1},
+    {"k": VOCAB, "bias": BIAS, "chunk_size": 5},
+    {"k": 3, "pad_id": 0, "softcap": 1.5, "scale": 2.0},
+    # Fewer than k ids are left.
+    {"k": VOCAB - 1, "pad_id": 4, "bias": BANS, "softcap": 2.0},
+]
+
+
+@pytest.mark.parametrize("options", OF_TOP_K)
+def test_the_top_k_are_those_of_whole_logits(options):
+    k, chunk_size, pad_id = (options.get(name) for name in ("k", "chunk_size", "pad_id"))
+    fields = {name: options[name] for name in options.keys() - {"k", "chunk_size"}}
+    output = te.OutputLayer(TABLE, **fields)
+    found, ids = te.linear_top_k(X, output, k, chunk_size=chunk_size)
+    logits = te.linear_logits(X, output)
+    if pad_id is not None:
+        logits = logits.at[..., pad_id].set(-np.inf)
+    want = jax.nn.log_softmax(logits)
+    near(found, -np.sort(-want, -1)[..., :k], rtol=1e-5)
+    near(found, np.take_along_axis(want, ids, -1), rtol=1e-5)
+    assert all(len({*row}) == k for row in ids.reshape(-1, k).tolist())
+
+
+def test_of_equal_ids_the_lower_one_is_first_and_no_gradient_is_left():
+    table = np.float32([[0], [1], [2], [1], [2], [2]])
+    assert te.linear_top_k([1.0], table, 5)[1].tolist() == [2, 4, 5, 1, 3]
+    of_x = jax.grad(lambda x: te.linear_top_k(x, table, 2)[0].sum())(jnp.ones(1))
+    equal(of_x, 0)
+
+
+# --- tokens and ids that are not there
+
+
+@every
+@pytest.mark.parametrize("x", [X[:0], X[:, :0]], ids=["batch", "length"])
+def test_without_tokens_nothing_is_found_and_nothing_moves(function, x):
+    for found in jax.tree.leaves(function(x, te.OutputLayer(TABLE))):
+        assert found.shape[:2] == x.shape[:2]
+    equal(jax.grad(total, 2)(function, x, TABLE), 0)
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_a_token_without_candidates_has_none(truncated):
+    empty = te.linear_log_probs(X, TABLE, CANDIDATES[..., :0], truncated=truncated)
+    assert empty.shape == (*SHAPE, 0)
+
+
+def test_a_counted_label_outside_the_vocabulary_makes_all_nan():
+    labels = LABELS.copy()
+    for labels[1, 2] in (VOCAB, -1, -(2**31)):
+        _, of_x, of_table, *_ = step(X, TABLE, BIAS, WEIGHTS, labels)
+        assert np.isnan(of_table).all()
+        assert np.isnan(np.asarray(of_x)[1, 2]).all()
+
+
+def test_candidates_outside_the_vocabulary_are_nan_and_entropies_those_of_tokens():
+    ids = CANDIDATES.copy()
+    ids[1, 1, 2] = VOCAB
+    found, entropies = te.linear_log_probs(X, TABLE, ids, with_entropy=True)
+    assert np.argwhere(np.isnan(found)).tolist() == [[1, 1, 2]]
+    near(entropies, te.linear_log_probs(X, TABLE, LABELS, with_entropy=True)[1], rtol=ERROR)
+    kept = te.linear_log_probs(X, TABLE, ids, truncated=True)
+    assert np.argwhere(np.isnan(kept).any(-1)).tolist() == [[1, 1]]
+
+
+def test_labels_that_are_not_counted_have_0_and_not_its_negative():
+    got = log_probs(X * np.nan, mask=MASK & False)
+    assert not np.signbit(got).any()
+    equal(got, 0)
+
+
+@pytest.mark.slow
+def test_vocabularies_in_which_one_id_is_predicted():
+    for size, options in ((1, {}), (2, {"pad_id": 0, "label_smoothing": 0.3})):
+        labels = np.full(SHAPE, size - 1)
+        for got in step(X, TABLE[:size], BIAS[:size], WEIGHTS, labels, **options)[:4]:
+            equal(got, 0)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"label_smoothing": 1.0}, {"label_smoothing": -0.1}, {"z_loss": -1.0}]
+)
+def test_an_array_out_of_range_is_nan(setting):
+    assert np.isnan(value(**jax.tree.map(jnp.asarray, setting)))
+
+
+# --- narrow dtypes
+
+
+@every
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_16_bits_are_summed_in_float32(function, dtype):
+    """And gradients are rounded once; in bfloat16 those of the logits are, too."""
+    arrays = dtype(normal(0, 64, WIDTH)), dtype(TABLE), dtype(BIAS)
+    gradient = jax.grad(functools.partial(total, function), (0, 1, 2))
+    step = jax.jit(
+        lambda *arrays: (function(arrays[0], te.OutputLayer(*arrays[1:])), gradient(*arrays))
+    )
+    (found, gradients), (wide, of_wide) = step(*arrays), step(*map(jnp.float32, arrays))
+    assert [each.dtype for each in gradients] == [dtype] * 3
+    for got, want in zip(*map(jax.tree.leaves, (found, wide)), strict=True):
+        assert got.dtype == want.dtype
+        near(got, want, rtol=ERROR, atol=ERROR)
+    for got, want in zip(gradients, of_wide, strict=True):
+        of_logits = 0 if dtype == jnp.float16 else 2**-8 * np.abs(want).max()
+        near(np.float32(got), want, rtol=2**-8, atol=ERROR + of_logits)
+
+
+@pytest.mark.slow
+def test_a_scale_on_the_loss_reaches_float16_gradients_before_they_are_rounded():
+    tokens, scale = 2**14, 2.0**15
+    x, table = np.full((tokens, 1), 2.0**-8, np.float16), np.array([[1.0], [-1.0]], np.float16)
+    loss = lambda x: scale * te.linear_cross_entropy(x, table, np.zeros(tokens, int))
+    # About -1 / tokens each: below float16's normal numbers, above them when scaled.
+    want = -2 * scale / (1 + np.exp(2.0**-7)) / tokens
+    near(np.float32(jax.jit(jax.grad(loss))(x)), want, rtol=2.0**-11 + ERROR)
+
+
+@pytest.mark.slow
+def test_gradients_of_narrow_weights_are_rounded_once():
+    """Weights of one number a column are summed over many rows."""
+    x, table = normal(0, 2048, 2, 8), normal(1, 16, 8)
+    loss = functools.partial(te.linear_cross_entropy, x, table, np.arange(4096).reshape(-1, 2) % 16)
+    of_weights = jax.grad(lambda weights: loss(weights=weights, reduction="sum"))
+    got = jax.jit(of_weights)(jnp.ones(2, jnp.bfloat16))
+    assert got.dtype == jnp.bfloat16
+    near(np.float32(got), loss(reduction="none").sum(0), rtol=2**-8)
+
+
+@pytest.mark.parametrize("name", ["cross entropy", "candidates", "divergence"])
+def test_gradients_of_bfloat16_are_products_of_bfloat16(name):
+    """In float32 they took three times as long on a GPU, with a wide copy of the table a chunk."""
+    step = jax.jit(jax.grad(functools.partial(total, EVERY[name]), (0, 1)))
+    text = step.lower(jnp.bfloat16(X), jnp.bfloat16(TABLE)).as_text()
+    products = re.findall(r"dot_general.* : \(tensor<(.*)>, tensor<(.*)>\)", text)
+    assert products
+    assert {dtype.split("x")[-1] for operands in products for dtype in operands} == {"bf16"}
+
+
+def test_logits_of_16_bits_are_summed_in_float32():
+    # 2048 + 511 * 0.5 is exact in float32 and no number of 8 or 11 bits: they step by 16 and by 2
+    # there.
+    table = np.full((1, 512), 0.5).astype(np.float32)
+    table[0, 0] = 2048
+    for dtype in (jnp.bfloat16, jnp.float16):
+        logits = jax.jit(te.linear_logits)
+        arrays = np.ones((1, 512), dtype), table.astype(dtype)
+        assert "convert" not in logits.lower(*arrays).as_text()
+        assert logits(*arrays).dtype == jnp.float32
+        assert logits(*arrays).tolist() == [[2048 + 511 * 0.5]]
+
+
+# --- programs and their memory
+
+
+@pytest.mark.slow
+def test_the_arithmetic_of_accelerators_is_right_too(monkeypatch):
+    chosen = []
+
+    def choose_default(*arguments, cpu, default):
+        chosen.append(default)
+        return default(*arguments)
+
+    # Static arguments that no other test has: nothing is traced already.
+    options = {"pad_id": 1, "softcap": 2.5}
+    with jax.enable_x64():
+        exact = jax.tree.map(np.asarray, step(*ARRAYS, **options))
+    monkeypatch.setattr(jax.lax, "platform_dependent", choose_default)
+    near(step(*ARRAYS, **options), exact, rtol=ERROR, atol=ERROR)
+    losses._compute.clear_cache()
+    assert len(chosen) >= 2
+
+
+def products(function, *arrays):
+    """Number of products in the program, those in loops once each."""
+    return jax.jit(function).lower(*arrays).as_text().count("dot_general")
+
+
+@pytest.mark.slow
+def test_only_what_is_asked_for_is_computed():
+    loss = lambda x, table: te.linear_cross_entropy(x, table, LABELS)
+    functions = loss, jax.grad(loss), jax.grad(loss, 1), jax.grad(loss, (0, 1))
+    assert [products(each, X, TABLE) for each in functions] == [1, 2, 2, 3]
+    # The fourth one, with eight columns, sums the bias's gradient.
+    assert products(jax.grad(lambda arrays: WEIGHED(**arrays)), STUDENT) == 4
+    arrays = X, TABLE, TEACHER_X, TEACHER
+    functions = [jax.grad(te.linear_divergence, which) for which in ((0, 1), (0, 1, 2, 3))]
+    functions.insert(0, te.linear_divergence)
+    assert [products(each, *arrays) for each in functions] == [2, 4, 6]
+
+
+def temporaries(function, *arguments):
+    return jax.jit(function).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.slow
+@every
+def test_temporaries_are_an_eighth_of_whole_logits_or_less(function):
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 512, 8), (2**15, 8))]
+    of_loss = functools.partial(total, function)
+    for each in (of_loss, jax.grad(of_loss, (0, 1))):
+        assert 8 * temporaries(each, *shapes) <= 4 * 16 * 512 * 2**15
+
+
+@pytest.mark.slow
+def test_products_with_the_hessian_keep_the_memory_of_chunks():
+    x, table, labels = normal(8, 2048, 2), normal(9, 256, 2), np.zeros(2048, int)
+    gradient = jax.grad(lambda table: te.linear_cross_entropy(x, table, labels, chunk_size=32))
+    product = lambda table: jax.jvp(gradient, (table,), (table,))
+    assert 8 * temporaries(product, table) < 2048 * 256 * 4
+
+
+def test_a_chunk_has_all_tokens_whose_logits_fit_or_a_sixth_or_as_many_as_x_has_channels():
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    for tokens, words, width, chunk_size, count in (
+        (65_536, 1024, 768, None, 1), (65_537, 1024, 768, None, 7), (4096, 32_000, 256, None, 12),
+        (8192, 151_936, 2048, None, 4), (8192, 128_256, 4096, None, 4), (9, 1000, 4, 2, 5), (0, 5, 4, None, 0),
+    ):  # fmt: skip
+        layer = chunks.Layer(of(tokens, width), None, None, of(words, width), None)
+        loss = chunks.Loss(chunk_size=chunk_size)
+        assert chunks.number_of_chunks(loss, chunks.NO_TOKEN, (layer,)) == count
+
+
+@pytest.mark.slow
+def test_a_symbolic_vocabulary_gives_the_loss_of_each():
+    loss = jax.jit(lambda table: te.linear_cross_entropy(X, table, LABELS, label_smoothing=0.1))
+    (rows,) = jax.export.symbolic_shape("v")
+    exported = jax.export.export(loss)(jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32))
+    for vocab in (VOCAB, VOCAB + 3):
+        table = normal(7, vocab, WIDTH)
+        near(exported.call(table), loss(table), rtol=ERROR)
+
+
+def test_metrics_leave_an_exported_function():
+    loss = lambda x: te.linear_cross_entropy(x, TABLE, LABELS, mask=MASK & False, with_metrics=True)
+    exported = jax.export.export(jax.jit(loss))(jax.ShapeDtypeStruct(X.shape, X.dtype))
+    found, metrics = jax.export.deserialize(exported.serialize()).call(X)
+    # Of no labels, as of perfect training, but for the weight.
+    assert (float(found), float(metrics.weight)) == (0, 0)
+
+
+# --- meshes
+
+MESH = mesh_of((2, 4), ("data", "model"), EXPLICIT)
+MESH_X, MESH_TABLE = normal(10, 8, 8, 8), normal(11, 64, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "name"), [(AUTO, "cross entropy"), *[(EXPLICIT, name) for name in EVERY]]
+)
+def test_shards_send_no_table_and_no_logits(kind, name):
+    """Never 64 rows of 8, or a token's 64 logits: gradients of x of half of the tokens, gradients
+    of a quarter of the rows, k numbers of a token from each shard."""
+    mesh = mesh_of((2, 4), ("data", "model"), kind)
+    with jax.set_mesh(mesh):
+        arrays = put(mesh, MESH_X, "data"), put(mesh, MESH_TABLE, "model")
+        step = jax.jit(jax.value_and_grad(functools.partial(total, EVERY[name]), (0, 1)))
+        sent = collectives.collectives(step.lower(*arrays).compile())
+    assert 0 < max(each.largest for each in sent) < 64 * 8
+
+
+def test_the_gradient_of_split_columns_returns_to_them():
+    """While it is traced: the values are compared on meshes drawn above."""
+    with jax.set_mesh(MESH):
+        table = put(MESH, MESH_TABLE, None, "model")
+        gradient = jax.eval_shape(
+            jax.grad(te.linear_cross_entropy, 1), MESH_X, table, ids_of(MESH_X)
+        )
+    assert gradient.shape == table.shape
+    assert gradient.sharding.spec == table.sharding.spec
+
+
+def test_tables_that_do_not_fit_their_mesh_are_refused():
+    mesh = mesh_of((4, 2), ("a", "b"), EXPLICIT)
+    with jax.set_mesh(mesh):
+        whole, split = put(mesh, jnp.ones((16, 4))), put(mesh, jnp.ones((16, 4)), "a")
+        names = globals() | {
+            "whole": whole,
+            "split": split,
+            "odd": put(mesh, MESH_TABLE[:13], None, "a"),
+        }
+        want = "ValueError: teacher_output: wanted a table with rows split over the mesh axes of output's, "
+        each_raises(
+            {
+                "te.linear_divergence(X, split, X, whole)": want + "('a',), got ()",
+                "te.linear_divergence(X, whole, X, split)": want + "(), got ('a',)",
+                "te.linear_cross_entropy(MESH_X, odd, ids_of(MESH_X))": "ValueError: table: ... (see row_multiple), got",
+            },
+            names,
+        )
+
+
+# --- errors
+
+between = functools.partial(te.linear_divergence, X, TABLE)
+(SYMBOLIC,) = jax.export.symbolic_shape("b")
+OF_ANY = jax.ShapeDtypeStruct((SYMBOLIC, 4), "float32"), jax.ShapeDtypeStruct((SYMBOLIC,), "int32")
+REFUSED = {
+    "value(x=np.ones((4, 6, 4), int))": "TypeError: x: ... got int64",
+    "value(table=TABLE.astype(int))": "TypeError: table: ... got int64",
+    "value(labels=np.ones(SHAPE))": "TypeError: labels: ... got float64",
+    "value(labels=None)": "TypeError: labels: ... got None",
+    "value(label_smoothing=None)": "TypeError: label_smoothing: ... got None",
+    "value(z_loss=None)": "TypeError: z_loss: ... got None",
+    "value(mask=np.ones(SHAPE))": "TypeError: mask: ... got float64",
+    "value(pad_id=0.0)": "TypeError: pad_id: ... got float 0.0",
+    "value(bias=np.ones(13, int))": "TypeError: bias: ... got int64",
+    "value(weights=MASK)": "TypeError: weights: ... got bool",
+    "value(shift=1.0)": "TypeError: shift: ... got float 1.0",
+    "value(shift=True, segment_ids=WEIGHTS)": "TypeError: segment_ids: ... got float32",
+    "value(x=X[..., :2])": "ValueError: x: ... (4,), got (2,)",
+    "value(table=TABLE[0])": "ValueError: table: ... got shape [4]",
+    "value(labels=LABELS[0])": "ValueError: labels: ... (4, 6), got (6,)",
+    "value(x=X[0, 0], labels=1, shift=True)": "ValueError: labels: ... got shape []",
+    "value(mask=MASK[:2])": "ValueError: mask: ... [4, 6], got shape [2, 6]",
+    "value(weights=WEIGHTS[:, :2])": "ValueError: weights: ... [4, 6], got shape [4, 2]",
+    "value(shift=True, segment_ids=SEGMENTS[:, :4])": "ValueError: segment_ids: ... its last axis, got shape [4, 4]",
+    "value(segment_ids=SEGMENTS)": "ValueError: segment_ids: ... 0, got an array int32[4, 6]",
+    "value(bias=BIAS[:-1])": "ValueError: bias: ... (13,), got (12,)",
+    "value(shift=-1)": "ValueError: shift: ... 0, got -1",
+    "value(label_smoothing=1.0)": "ValueError: label_smoothing: ... [0, 1), got 1.0",
+    "value(reduction='all')": "ValueError: reduction: ... got 'all'",
+    "value(chunk_size=0)": "ValueError: chunk_size: ... 1, got 0",
+    "value(softcap=0)": "ValueError: softcap: ... got 0",
+    "value(scale=0.0)": "ValueError: scale: ... got 0.0",
+    "value(z_loss=-1e-4)": "ValueError: z_loss: ... 0, got -0.0001",
+    "jax.eval_shape(lambda x, labels: value(x, labels=labels), *OF_ANY)": "ValueError: labels: wanted shape of known sizes, ... got shape [b",
+    "te.linear_logits(X, TABLE[:, :2])": "ValueError: x: ... (2,), got (4,)",
+    "te.linear_logits(LABELS, TABLE)": "TypeError: x: ... got int64",
+    "log_probs(temperature=0.0)": "ValueError: temperature: wanted a number above 0 that float32 holds",
+    "log_probs(temperature=WEIGHTS[:, :5])": "ValueError: temperature: wanted shape that broadcasts to that of the tokens",
+    "log_probs(temperature=None)": "TypeError: temperature: wanted an array, got None",
+    "log_probs(with_entropy=1)": "TypeError: with_entropy: wanted a Python bool",
+    "log_probs(truncated=1)": "TypeError: truncated: wanted a Python bool",
+    "log_probs(truncated=True)": "ValueError: labels: wanted as many axes as x, for truncated, 3, got 2",
+    "log_probs(labels=CANDIDATES, truncated=True, with_entropy=True)": "ValueError: with_entropy: wanted the only choice if truncated, False, got True",
+    "te.linear_top_k(X, TABLE, 0)": "ValueError: k: wanted ... at least 1, got 0",
+    "te.linear_top_k(X, te.OutputLayer(TABLE, pad_id=3), 13)": "ValueError: k: wanted ... at most 12, got 13",
+    "te.linear_top_k(X, TABLE, 2.0)": "TypeError: k: wanted ... Python int",
+    "between(TEACHER_X, TEACHER, kind='symmetric')": "ValueError: kind: ... got 'symmetric'",
+    "between(TEACHER_X, TEACHER, beta=0.5)": "ValueError: beta: ... got float 0.5",
+    "between(TEACHER_X, TEACHER, kind='js', beta=1.0)": "ValueError: beta: ... 1, got 1.0",
+    "between(TEACHER_X, TEACHER, weights=WEIGHTS[:, :2])": "ValueError: weights: ... [4, 6], got shape [4, 2]",
+    "between(TEACHER_X, TEACHER[:9])": "ValueError: teacher_output: ... 13, got 9",
+    "between(TEACHER_X, te.OutputLayer(TEACHER, vocab_size=9))": "ValueError: teacher_output: wanted output's vocab_size, 13, got 9",
+    "between(TEACHER_X[..., :2], TEACHER)": "ValueError: teacher_x: ... got (2,)",
+    "between(TEACHER_X[0], TEACHER)": "ValueError: teacher_x: ... (4, 6), got (6,)",
+    "between(TEACHER_X, te.OutputLayer(TEACHER, pad_id=0))": "ValueError: teacher_output: ... None, got 0",
+}
+
+
+def test_bad_arguments_are_refused():
+    each_raises(REFUSED, globals())
