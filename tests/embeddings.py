@@ -186,7 +186,8 @@ def resized(config, batches, vocab_size):
 
 
 def lengthened(config, batches, max_len):
-    found, new = [], dataclasses.replace(config, scheme=te.Learned(max_len))
+    scheme = dataclasses.replace(config.scheme, max_len=max_len)
+    found, new = [], dataclasses.replace(config, scheme=scheme)
     for params, *others in batches:
         longer = te.pretrained.resize(params, config, new)
         assert_right(te.pretrained.resize, longer, params, config, new)

@@ -36,8 +36,9 @@ def changes(chosen):
     sizes = [f"embeddings.resized(config, batches, {n})" for n in (5, 12)]
     if chosen["ids"] == "outside" or chosen["pad_id"] == 6:
         sizes = sizes[1:]
-    longer = ["embeddings.lengthened(config, batches, 12)"]
-    return same + sizes + longer * (chosen["scheme"] == "te.Learned(8)")
+    lengths = [12] if chosen["positions"] == "counted" else [12, 5]
+    lengths = [f"embeddings.lengthened(config, batches, {n})" for n in lengths]
+    return same + sizes + lengths * ("te.L" in chosen["scheme"])
 
 
 SPACE = {

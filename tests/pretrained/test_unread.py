@@ -1,87 +1,147 @@
-"""Entries of config.json that concern a layer and that nothing reads: errors name them."""
-
-import json
+"""Entries of config.json and of settings that are wrong, or that concern a layer and that nothing
+reads: errors name them."""
 
 import pytest
-from checkpoints import GOLDEN, load_embedder, published, rotary_of, table
+from checkpoints import (
+    CASES,
+    EMBED_TOKENS,
+    LENGTH,
+    WTE,
+    checkpoint,
+    golden,
+    load_embedder,
+    load_table,
+    published,
+    refused,
+    rotary_of,
+)
+from refused import each_raises
 
 import transformer_embed as te
 from transformer_embed._src.pretrained import architectures, description
 
-LLAMA = {"model_type": "llama"}
-BY_BASE = {"model_type": "granite_swa"}
-HALF, TURNED = {"layout": "half"}, {"layout": "interleaved"}
-EMBED_TOKENS, WTE = "model.embed_tokens.weight", "transformer.wte.weight"
+SLIDING = ["sliding_attention"] * 6
 
 
-def test_an_entry_that_concerns_the_layer_is_refused_by_name(tmp_path):
-    """Unless settings say that it means nothing."""
-    path = table(tmp_path, LLAMA | {"rotary_fancy": 3, "rope_odd": 4})
-    message = (
-        r"config.json, for a model llama: wanted no entry that concerns the layer and is not read "
-        r"\(if they mean nothing here: settings=\{'rotary_fancy': None, 'rope_odd': None\}\), got "
-        r"rotary_fancy: 3, rope_odd: 4$"
-    )
-    with pytest.raises(ValueError, match=message):
-        load_embedder(path)
-    load_embedder(path, settings={"rotary_fancy": None, "rope_odd": None})
+def in_file(name, **entries):
+    """A golden model with these entries in config.json."""
+    case = CASES[name]
+    path = checkpoint(case, settings=case["settings"] | entries)
+    return load_embedder(path, stack=case["stack"], length=LENGTH)
 
 
-@pytest.mark.parametrize(
-    "entries",
-    [
-        {"rotary_dim": 8},
-        {"alibi": True},
-        {"embedding_multiplier": 2.0},
-        {"final_logit_softcapping": 30.0},
-        {"position_embedding_type": "relative_key"},
-        {"no_rope_layers": [1, 0]},
-        {"share_tables": True},
-        {"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1000.0}},
-    ],
+def said(name, **entries):
+    """A golden model with these settings."""
+    return load_embedder(checkpoint(CASES[name]), settings=entries, length=LENGTH)
+
+
+def without(name, left_out, model_type, type_in_file):
+    """A golden model whose type settings say, since config.json has another or none."""
+    entries = {key: each for key, each in CASES[name]["settings"].items() if key not in left_out}
+    path = checkpoint(CASES[name], settings=entries | {"model_type": type_in_file})
+    return load_embedder(path, settings={"model_type": model_type})
+
+
+def llama(**entries):
+    return load_table({"model_type": "llama"} | entries)
+
+
+def model(name, *tensors, **entries):
+    return load_table({"model_type": name} | entries, *tensors)
+
+
+def composite(**entries):
+    return load_table({"text_config": entries}, f"language_model.{EMBED_TOKENS}")
+
+
+def qwen(sections):
+    return model("qwen2_vl", rope_scaling={"rope_type": "default", "mrope_section": sections})
+
+
+OF_LLAMA = "ValueError: ... for a model llama: "
+UNREAD = f"{OF_LLAMA}... is not read ... got "
+READ = "ValueError: settings: wanted entries that a model ... reads (...), got "
+POSITIVE = "wanted a number above 0 that float32 holds"
+REFUSED = {
+    "in_file('bert', vocab_size=13)": "ValueError: ... for a model bert: vocab_size: wanted 12, as the tensors say (...), got 13",
+    "in_file('opt', max_position_embeddings=9)": "ValueError: ...embed_positions.weight: wanted shape [11, 8]",
+    "in_file('t5', num_heads=3)": "ValueError: ...relative_attention_bias.weight: wanted shape [32, 3]",
+    "in_file('bert', layer_norm_eps=-1)": f"ValueError: ... for a model bert: ...{POSITIVE}",
+    "in_file('llama', rope_parameters={'rope_type': 'quantum'})": "ValueError: ... rope_type: wanted one of 'default', ... got 'quantum'",
+    "in_file('llama', rope_parameters={'rope_type': 'linear'})": f"{OF_LLAMA}... missing 1 required positional argument: 'factor'",
+    "in_file('llama', rope_parameters=[1])": f"{OF_LLAMA}rope_parameters: wanted an object, got list [1]",
+    "in_file('phi', num_attention_heads=0, rope_parameters=None)": "ValueError: ... num_attention_heads: wanted an int of at least 1, got 0",
+    "in_file('llama', rope_scaling={'type': 'mrope', 'mrope_section': [4, 4]})": f"{UNREAD}mrope_section: ",
+    "in_file('llama', rope_scaling={'short_mscale': 1.0, 'long_mscale': 1.5})": "ValueError: ... rope_scaling: wanted equal short_mscale, long_mscale, got (1.0, 1.5)",
+    "said('bert', layer_norm_epsilons=1e-3)": f"{READ}'layer_norm_ep",
+    "said('llama', rotary_fancy=None)": f"{READ}'rotary_fancy'",
+    "said('llama', rope_scaling={'type': 'linear', 'facter': 2})": f"{READ}'rope_scaling: facter'",
+    "said('gemma3', rope_parameters={'rope_theta': 5.0})": "ValueError: ... rope_parameters: wanted an object with the entries full_attention and sliding",
+    "said('llama', rope_theta=True)": "ValueError: settings: rope_theta: wanted a Python number, got bool True",
+    "said('llama', rope_theta=0)": f"ValueError: settings: rope_theta: {POSITIVE}",
+    "said('llama', rope_scaling={'rope_type': 'yarn', 'factor': 0})": f"ValueError: ... factor: {POSITIVE}",
+    "said('phi', partial_rotary_factor=2.0)": "ValueError: settings and ...: partial_rotary_factor: wanted an int of at most 16, got 32",
+    "said('roberta', pad_token_id=None)": "ValueError: settings and ...: pad_token_id: wanted a Python int, got None",
+    # Without the type in the file there are no defaults.
+    "without('bert', ['layer_norm_eps'], 'bert', None)": "ValueError: ... wanted layer_norm_eps of bert, from settings or ... got model_type None there",
+    "without('bert', ['layer_norm_eps'], 'bert', 'electra')": "ValueError: ... wanted layer_norm_eps of bert, ... got model_type 'electra' there",
+    "without('t5', ['relative_attention_max_distance'], 't5', 'dpr')": "ValueError: ... wanted relative_attention_max_distance of t5, ... 'dpr' there",
+    "without('bert', ['layer_norm_eps', 'pad_token_id'], 'roberta', None)": "ValueError: ... wanted layer_norm_eps, pad_token_id of roberta",
+    "without('bloom', ['n_head', 'layer_norm_epsilon'], 'bloom', None)": "ValueError: ... wanted layer_norm_eps, num_attention_heads of bloom",
+    # Entries of other models.
+    "llama(rotary_fancy=3, rope_odd=4)": "ValueError: config.json, for a model llama: wanted no entry that concerns the layer and is not read (if they mean nothing here: settings={'rotary_fancy': None, 'rope_odd': None}), got rotary_fancy: 3, rope_odd: 4",
+    "llama(rotary_dim=8)": f"{UNREAD}rotary_dim: 8",
+    "llama(alibi=True)": f"{UNREAD}alibi: True",
+    "llama(embedding_multiplier=2.0)": f"{UNREAD}embedding_multiplier: 2.0",
+    "llama(final_logit_softcapping=30.0)": f"{UNREAD}final_logit_softcapping: 30.0",
+    "llama(position_embedding_type='relative_key')": f"{UNREAD}position_embedding_type: ",
+    "llama(no_rope_layers=[1, 0])": f"{UNREAD}no_rope_layers: ",
+    "llama(share_tables=True)": f"{UNREAD}share_tables: ",
+    "llama(rope_scaling={'type': 'linear', 'factor': 2.0, 'beta': 1000.0})": f"{UNREAD}rope_scaling: beta: ",
+    "llama(rope_scaling={'type': 'dynamic', 'factor': 1.0, 'alpha': 9.0})": f"{UNREAD}rope_scaling: alpha: 9.0",
+    # What a row of the registry cannot say. The library adds the scaling of the type's default.
+    "model('gpt_oss', rope_theta=150_000.0)": "ValueError: ... wanted rope_scaling of gpt_oss, from settings or a config.json",
+    "model('granite_swa', layer_rope_theta=[1e4])": "ValueError: ... layer_rope_theta: wanted a value for each layer, 6, got 1",
+    "model('mistral', layer_types=['foo'] * 6)": "ValueError: ... layer_types: wanted some of ... got foo",
+    "llama(layer_types=SLIDING)": "ValueError: ... layer_types: wanted full_attention, since a model llama has no windows",
+    "llama(per_layer_config={'3': {'rope_theta': 1e4}})": "ValueError: ... per_layer_config: 3: wanted no entries but head_dim, sliding_window, ... got ['rope_theta']",
+    "llama(num_hidden_layers=10**12)": "ValueError: ... num_hidden_layers: wanted an int of at most 1024, got 1000",
+    "llama(num_hidden_layers=None)": "ValueError: ... num_hidden_layers: wanted an int of at least 1, got 0",
+    "model('xlm', *XLM, asm=True)": "ValueError: ... is not read ... got asm: True",
+    "model('esm', 'embeddings.word_embeddings.weight', token_dropout=True)": "ValueError: ... token_dropout: wanted False, and embeddings multiplied by 0.88 / (1 - the share of <mask>",
+    "composite(model_type='mllama_text_model', vocab_size=4)": "ValueError: ... vocab_size: wanted 12, as the tensors say (if they are right: settings=... got 4",
+}  # fmt: skip
+XLM = (
+    "embeddings.weight",
+    "position_embeddings.weight",
+    "layer_norm_emb.weight",
+    "layer_norm_emb.bias",
 )
-def test_entries_of_other_models_are_refused_in_a_llama(tmp_path, entries):
-    (name,) = entries
-    with pytest.raises(ValueError, match=f"is not read .*, got {name}: "):
-        load_embedder(table(tmp_path, LLAMA | entries))
 
 
-def test_alibi_inside_the_attention_of_mpt_is_read(tmp_path):
+def test_entries_that_mean_nothing_are_refused_by_name():
+    each_raises(REFUSED, globals())
+    settings = {"rotary_fancy": None, "rope_odd": None}
+    with pytest.raises(ValueError, match="if they mean nothing here"):
+        llama(rotary_fancy=3, rope_odd=4)
+    load_embedder("model.safetensors", settings=settings)
+
+
+def test_a_long_list_is_refused_at_once_and_shortly():
+    with pytest.raises(ValueError, match="its sum: wanted an int of at most 8192, got 819200000"):
+        qwen([8192] * 10**5)
+    assert "mrope_section: its sum: wanted an int" in refused("model.safetensors")
+
+
+def test_alibi_inside_the_attention_of_mpt_is_read():
     """As MPT's own code does; the transformers library adds a bias of 8 whatever it says."""
-    entries = {"model_type": "mpt", "d_model": 16, "n_heads": 4}
-    said = {"alibi": True, "alibi_bias_max": 16, "softmax_scale": 2.0}
-    for attn_config, max_bias in ((None, 8.0), ({}, 8.0), (said, 16.0)):
-        found = load_embedder(table(tmp_path, entries | {"attn_config": attn_config}, WTE))
+    configured = {"alibi": True, "alibi_bias_max": 16, "softmax_scale": 2.0}
+    for attn_config, max_bias in ((None, 8.0), ({}, 8.0), (configured, 16.0)):
+        found = model("mpt", WTE, d_model=16, n_heads=4, attn_config=attn_config)
         assert found.bias == {"num_heads": 4, "max_bias": max_bias}
 
 
-OF_NEW_ROWS = [
-    (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 9.0}}, EMBED_TOKENS, "is not read .*, got rope_scaling: alpha: 9.0"),
-    # The library adds the scaling of the type's default.
-    ({"model_type": "gpt_oss", "rope_theta": 150_000.0}, EMBED_TOKENS,
-     "wanted rope_scaling of gpt_oss, from settings or a config.json"),
-    (BY_BASE | {"layer_rope_theta": [1e4]}, EMBED_TOKENS, "layer_rope_theta: wanted a value for each layer, 6, got 1"),
-    (LLAMA | {"layer_types": ["sliding_attention"] * 6}, EMBED_TOKENS, "layer_types: wanted full_attention, since a model llama has no windows"),
-    (LLAMA | {"per_layer_config": {"3": {"rope_theta": 1e4}}}, EMBED_TOKENS,
-     r"per_layer_config: 3: wanted no entries but head_dim, sliding_window, .*, got \['rope_theta'\]$"),
-    (LLAMA | {"num_hidden_layers": 10**12}, EMBED_TOKENS, "num_hidden_layers: wanted an int of at most 1024, got 1000"),
-    (LLAMA | {"num_hidden_layers": None}, EMBED_TOKENS, "num_hidden_layers: wanted an int of at least 1, got 0"),
-    ({"model_type": "xlm", "asm": True}, "embeddings.weight position_embeddings.weight layer_norm_emb.weight layer_norm_emb.bias",
-     "is not read .*, got asm: True$"),
-    ({"model_type": "esm", "token_dropout": True}, "embeddings.word_embeddings.weight",
-     r"token_dropout: wanted False, and embeddings multiplied by 0\.88 / \(1 - the share of <mask>"),
-    ({"text_config": {"model_type": "mllama_text_model", "vocab_size": 4}}, "language_model.model.embed_tokens.weight",
-     r"vocab_size: wanted 12, as the tensors say \(if they are right: settings=.*, got 4$"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("entries", "tensors", "message"), OF_NEW_ROWS)
-def test_what_a_row_cannot_say_is_refused_with_the_reason(tmp_path, entries, tensors, message):
-    with pytest.raises(ValueError, match=message):
-        load_embedder(table(tmp_path, entries, *tensors.split()))
-
-
-def test_entries_that_say_nothing_or_concern_other_parts_are_left_out(tmp_path):
+def test_entries_that_say_nothing_or_concern_other_parts_are_left_out():
     entries = {
         "rotary_fancy": None,
         "rope_interleaved": False,
@@ -95,24 +155,23 @@ def test_entries_that_say_nothing_or_concern_other_parts_are_left_out(tmp_path):
         "pad_token_id": 3,
         "rope_scaling": {"type": "linear", "factor": 2.0, "finetuned": True},
     }
-    found = load_embedder(table(tmp_path, LLAMA | entries))
-    assert rotary_of(found) == HALF | {"base": 10_000.0, "scaling": te.LinearScaling(2.0)}
+    expected = {"layout": "half", "base": 10_000.0, "scaling": te.LinearScaling(2.0)}
+    assert rotary_of(llama(**entries)) == expected
 
 
 def test_meaningless_entries_concern_the_layer():
     """Otherwise they need not be listed."""
     inside_a_scaling = {"max_position_embeddings", "interleaved"}
-    for types in architectures.FAMILIES:
-        for kind in map(architectures.by_model_type, types.split()):
-            bare = kind._replace(meaningless="")
-            for entry in set(kind.meaningless.split()) - inside_a_scaling:
-                assert bare.concerns(f"rope_scaling: {entry}", "x"), entry
+    for name in " ".join(architectures.FAMILIES).split():
+        kind = architectures.by_model_type(name)
+        bare = kind._replace(meaningless="")
+        for entry in set(kind.meaningless.split()) - inside_a_scaling:
+            assert bare.concerns(f"rope_scaling: {entry}", "x"), entry
 
 
 def test_published_files_are_not_refused():
     """What they say besides is known to mean nothing."""
-    published = json.loads((GOLDEN / "config_entries.json").read_text(encoding="utf-8"))
-    for model_type, entries in published.items():
+    for model_type, entries in golden("config_entries.json").items():
         kind = architectures.by_model_type(model_type)
         _, unread = description.read(kind, entries)
         concerning = [name for name, value in unread.items() if kind.concerns(name, value)]
@@ -120,15 +179,10 @@ def test_published_files_are_not_refused():
 
 
 @pytest.mark.parametrize(("entries", "tensors", "expected"), published("forms"))
-def test_published_forms_are_read(tmp_path, entries, tensors, expected):
+def test_published_forms_are_read(entries, tensors, expected):
     names = tensors.split()
     tables = [name for name in names if name.endswith(".weight")]
-    norms = {
-        f"{norm}.{end}": (16,) for norm in set(names) - set(tables) for end in ("weight", "bias")
-    }
-    found = load_embedder(table(tmp_path, entries, *tables, **norms))
-    for field, value in expected.items():
-        if field == "rotary":
-            assert rotary_of(found) == value
-        else:
-            assert getattr(found if field in found._fields else found.config, field) == value
+    ends = [f"{norm}.{end}" for norm in {*names} - {*tables} for end in ("weight", "bias")]
+    found = load_table(entries, *tables, **dict.fromkeys(ends, (16,)))
+    values = found._asdict() | vars(found.config) | {"rotary": rotary_of(found)}
+    assert {field: values[field] for field in expected} == expected
