@@ -155,7 +155,7 @@ def f(lib, *x):
     step = {step}
     (slots, keys), written = write((slots.clear({cleared}), keys), (step, 100 + x[-1][:, :{count}]), {second})
     forms = [getattr(M(step, slots, {rule}), name) for name in ("dense", "block_mask")]
-    return {{"dense": forms[0](), "kinds": forms[1](({count}, 4)), "keys": keys, "written": written}}
+    return {{"dense": forms[0](), "kinds": forms[1](({count}, 4)), "keys": keys, "written": written, "positions": slots.positions}}
 loops.check({mode!r}, f, [batches.cache({kind!r}, n, {outside}) for n in {seeds}], exact=[2])
 """
 
