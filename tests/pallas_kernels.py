@@ -19,21 +19,15 @@ RULES = {
 }
 
 
-def block(rule, has_segments):
-    def kernel(positions, segment_ids, out):
-        tokens = te.TokenPositions(
-            positions[...], segment_ids=segment_ids[...] if has_segments else None
-        )
+def block(rule, name):
+    """The rule of tokens with segments or blocks, of this argument's name."""
+
+    def kernel(positions, ids, out):
+        tokens = te.TokenPositions(positions[...], **{name: ids[...]} if name else {})
         mask = te.AttentionMask(tokens, **rule)
         out[...] = mask.block(0, 0, (SIZE, SIZE)).astype(jnp.int32)
 
     return kernel
-
-
-def prefix(positions, block_ids, out):
-    tokens = te.TokenPositions(positions[...]).with_block_ids(block_ids[...])
-    mask = te.AttentionMask(tokens, causal=True)
-    out[...] = mask.block(0, 0, (SIZE, SIZE)).astype(jnp.int32)
 
 
 def buckets(queries, keys, out):
@@ -41,10 +35,10 @@ def buckets(queries, keys, out):
 
 
 KERNELS = {
-    f"{name}{', segments' * has_segments}": block(rule, has_segments)
+    f"{name}, {argument}": block(rule, argument)
     for name, rule in RULES.items()
-    for has_segments in (False, True)
-} | {"prefix": prefix, "buckets": buckets}
+    for argument in ("", "segment_ids")
+} | {"blocks": block(RULES["causal"], "block_ids"), "buckets": buckets}
 
 
 def main():

@@ -36,45 +36,38 @@ OUR_COLOR, OTHER_COLOR = "#0072B2", "#B0B0B0"
 INCHES, PIXELS_WIDE = (4.0, 3.0), 960
 
 
-def samples(results: dict, case: str) -> dict[str, np.ndarray]:
-    """Milliseconds of each line that was timed, one a round."""
+def samples(results, case):
+    """Milliseconds of each line that was timed, one a round, and the median over the rounds of its
+    time divided by ours."""
     timed = results["cases"][case]["samples"].items()
-    return {name.removesuffix(", ms"): np.asarray(times) for name, times in timed}
+    times = {name.removesuffix(", ms"): np.asarray(each) for name, each in timed}
+    return {name: (each, float(np.median(each / times[OURS]))) for name, each in times.items()}
 
 
-def ratios(results: dict, case: str) -> dict[str, float]:
-    """Of each line the median over the rounds of its time divided by ours, the fastest first."""
-    times = samples(results, case)
-    medians = {name: float(np.median(line / times[OURS])) for name, line in times.items()}
-    return dict(sorted(medians.items(), key=lambda item: item[1]))
-
-
-def table(results: dict) -> str:
+def table(results):
     """Median milliseconds of each line in each case, with the ratio to ours in parentheses."""
-    rows: dict[str, list[str]] = {}
+    rows = {}
     for case in CASES:
-        ratio = ratios(results, case)
-        for name, times in samples(results, case).items():
+        for name, (times, ratio) in samples(results, case).items():
             cell = f"{np.median(times):.1f}"
-            if name != OURS:
-                cell = f"{cell} ({ratio[name]:.2f})"
+            cell = cell if name == OURS else f"{cell} ({ratio:.2f})"
             rows.setdefault("**this package**" if name == OURS else name, []).append(cell)
     return markdown_table(["", *CASES.values()], [[name, *cells] for name, cells in rows.items()])
 
 
-def digest(results: dict) -> str:
+def digest(results):
     """What the chart's file says about where its numbers are from."""
     return hashlib.sha256(json.dumps(results["cases"], sort_keys=True).encode()).hexdigest()
 
 
-def new_figure(title: str, width: float = INCHES[0]) -> Figure:
+def new_figure(title, width=INCHES[0]):
     """A figure of as many pixels at any width."""
     figure = Figure((width, 0.75 * width), layout="constrained", dpi=PIXELS_WIDE / width)
     figure.suptitle(title, fontsize="large", wrap=True)
     return figure
 
 
-def draw_error() -> Figure:
+def draw_error():
     """The error of sinusoidal positions, and that of the usual float32 product."""
     figure = new_figure("error of sinusoidal positions (d_model 64, base 10,000)", 5.0)
     positions = np.geomspace(1, 2**31 - 1, 100, dtype=np.int64)
@@ -94,7 +87,7 @@ def draw_error() -> Figure:
     return figure
 
 
-def draw_mask() -> Figure:
+def draw_mask():
     """A causal mask with a window and a prefix."""
     words = ["the", "cat", "sat", "on", "the", "mat", "and", "slept"]
     tokens = te.TokenPositions.from_offset(0, 8).with_block_ids([0] * 4 + [-1] * 4)
@@ -104,16 +97,15 @@ def draw_mask() -> Figure:
     return figure
 
 
-def draw(results: dict) -> Figure:
+def draw(results):
     """A bar for each line's forward and backward pass."""
-    times = ratios(results, "grad")
+    times = {name: ratio for name, (_, ratio) in samples(results, "grad").items()}
+    times = dict(sorted(times.items(), key=lambda item: item[1]))
     figure = new_figure("input layer, forward and backward")
     ax = figure.subplots()
-    bars = ax.barh(
-        [PACKAGE if name == OURS else name for name in times],
-        list(times.values()),
-        color=[OUR_COLOR if name == OURS else OTHER_COLOR for name in times],
-    )
+    colors = [OUR_COLOR if name == OURS else OTHER_COLOR for name in times]
+    names = [PACKAGE if name == OURS else name for name in times]
+    bars = ax.barh(names, list(times.values()), color=colors)
     ax.bar_label(bars, [f"{time:.1f}" for time in times.values()], padding=3)
     ax.margins(x=0.15)
     ax.invert_yaxis()
@@ -122,28 +114,20 @@ def draw(results: dict) -> Figure:
     return figure
 
 
-def main() -> None:
+def main():
     """Writes the chart, whatever the user's style, and the table; equal results give equal files."""
     parser = parser_of(__doc__)
     help = "written by input_layer.py --json (default: the results in this folder)"
-    parser.add_argument(
-        "results", type=Path, nargs="?", default=RESULTS, metavar="RESULTS.json", help=help
-    )
+    parser.add_argument("results", type=Path, nargs="?", default=RESULTS, help=help)
     results = json.loads(parser.parse_args().results.read_text(encoding="utf-8"))
-    missing = [case for case in CASES if case not in results["cases"]]
-    if missing:
-        parser.error(f"wanted the cases {', '.join(CASES)}, got none of {', '.join(missing)}")
     with matplotlib.style.context("default"):
         metadata = {"Software": None, "Source": digest(results)}
         draw(results).savefig(CHART, format="png", metadata=metadata)
         for name, drawn in {"error": draw_error(), "mask": draw_mask()}.items():
             drawn.savefig(CHART.with_stem(name), format="png")
-    page = PAGE.read_text(encoding="utf-8")
-    page, count = re.subn(
-        r"(?m)^\| +\| evaluation \| forward pass.*\n(\|.*\n)+",
-        lambda _: table(results) + "\n",
-        page,
-    )
+    page, new = PAGE.read_text(encoding="utf-8"), table(results) + "\n"
+    header = r"(?m)^\| +\| evaluation \| forward pass.*\n(\|.*\n)+"
+    page, count = re.subn(header, lambda _: new, page)
     if count != 1:
         parser.error(f"wanted one table of the input layer in {PAGE}, found {count}")
     PAGE.write_text(page, encoding="utf-8")

@@ -18,7 +18,6 @@ import itertools
 import json
 import math
 import sysconfig
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +35,7 @@ import transformer_embed as te
 HEAD_DIM = 64
 HELD_OUT_BATCHES = 16
 PICTURE = Path(__file__).parents[2] / "notebooks" / "pictures" / "starts.png"
-RUNS_AT_ONCE = {64: 64, 256: 64, 1024: 16}
+SCALED = "sqrt_d_model"
 
 
 class Task(NamedTuple):
@@ -48,83 +47,55 @@ class Task(NamedTuple):
     batch_size: int
     schemes: tuple[str, ...]
     is_bert: bool = False
-    warmup: int = 30
+    warmup: int = 0
     num_layers: int = 2
     is_post_norm: bool = False
     # Whether the output layer is tied, and the scale of the rows.
-    kinds: tuple[tuple[bool, Any], ...] = tuple(
-        itertools.product((True, False), ("sqrt_d_model", 1.0))
+    kinds: tuple[tuple[bool, Any], ...] = (
+        (True, SCALED),
+        (True, 1.0),
+        (False, SCALED),
+        (False, 1.0),
     )
 
 
+POST_NORM = {"num_layers": 6, "is_post_norm": True, "kinds": ((True, SCALED),)}
 TASKS = {
     "text": Task(300, 4096, 128, 16, ("rotary", "sinusoidal", "learned")),
     "bytes": Task(300, 256, 128, 16, ("rotary", "sinusoidal")),
-    "post_norm": Task(
-        300,
-        256,
-        64,
-        16,
-        ("sinusoidal",),
-        num_layers=6,
-        is_post_norm=True,
-        kinds=((True, "sqrt_d_model"),),
-    ),
+    "post_norm": Task(300, 256, 64, 16, ("sinusoidal",), **POST_NORM),
     "copy": Task(400, 64, 32, 32, ("sinusoidal", "learned")),
     "masked": Task(600, 41, 32, 32, ("learned",), is_bert=True),
 }
 
 
 class Run(NamedTuple):
-    """What differs between the runs of a program; each an array."""
+    """What differs between the runs of a program; each an array. The first are the standard deviations
+    of a start: of tokens, positions and types, the output layer."""
 
     tokens: Any
     added: Any
     output: Any
     multiplier: Any
-    tied: Any
-    rotary: Any
-    sinusoidal: Any
-    learned: Any
     rate: Any
-    decay: Any
     seed: Any
 
 
-def config_of(task: Task, width: int, scheme: str, tied: bool, scale: Any) -> te.EmbedderConfig:
-    schemes = {"learned": te.Learned(max_len=task.length), "sinusoidal": te.Sinusoidal()}
-    return te.EmbedderConfig(
-        task.vocab_size,
-        width,
-        schemes.get(scheme),
-        scale=scale,
-        num_token_types=2 if task.is_bert else None,
-        layer_norm_eps=1e-6 if task.is_bert else None,
-        output=te.OutputConfig(tied=tied),
-    )
-
-
-def stddev_in(make_module: Any, task: Task, width: int) -> float:
-    """The standard deviation of a table that another library draws."""
-    return float(np.std(make_module(task.vocab_size, width)))
-
-
-def haiku_table(vocab_size: int, width: int) -> jax.Array:
-    embed = hk.transform(lambda ids: hk.Embed(vocab_size, width)(ids))
-    return embed.init(jax.random.key(0), jnp.zeros(1, int))["embed"]["embeddings"]
-
-
-def flax_table(vocab_size: int, width: int) -> jax.Array:
+def starts_of(task, width, scheme, tied, scale):
+    """What the tables' rows are multiplied by, and the standard deviations of each start."""
     from flax import nnx  # noqa: PLC0415
 
-    return nnx.Embed(vocab_size, width, rngs=nnx.Rngs(0)).embedding[...]
-
-
-def starts_of(task: Task, width: int, config: te.EmbedderConfig) -> Mapping[str, tuple]:
-    """The standard deviations of each start: tokens, positions and types, the output layer's."""
+    schemes = {"learned": te.Learned(max_len=task.length), "sinusoidal": te.Sinusoidal()}
+    options = {"scale": scale, "output": te.OutputConfig(tied=tied)}
+    if task.is_bert:
+        options |= {"num_token_types": 2, "layer_norm_eps": 1e-6}
+    config = te.EmbedderConfig(task.vocab_size, width, schemes.get(scheme), **options)
     ours, unit = config.stddevs, width**-0.5
-    flax, haiku = (stddev_in(make, task, width) for make in (flax_table, haiku_table))
-    return {
+    flax = nnx.Embed(task.vocab_size, width, rngs=nnx.Rngs(0)).embedding[...]
+    embed = hk.transform(lambda: hk.Embed(task.vocab_size, width).embeddings)
+    (haiku,) = jax.tree.leaves(embed.init(jax.random.key(0)))
+    flax, haiku = float(np.std(flax)), float(np.std(haiku))
+    return config.factor, {
         "this package": ours,
         "tokens / 2": (ours.tokens / 2, ours.added / 2, ours.output),
         "tokens * 2": (ours.tokens * 2, ours.added * 2, ours.output),
@@ -135,43 +106,43 @@ def starts_of(task: Task, width: int, config: te.EmbedderConfig) -> Mapping[str,
     }
 
 
-def draw(task: Task, width: int, run: Run) -> dict[str, Any]:
+def draw(task, width, run):
     """The parameters, those of the layers alike for all starts of a seed."""
     keys = iter(jax.random.split(jax.random.key(run.seed), 4 + 4 * task.num_layers))
-
-    def normal(stddev, *shape):
-        return stddev * jax.random.normal(next(keys), shape)
-
+    normal = lambda stddev, *shape: stddev * jax.random.normal(next(keys), shape)
     unit, depth = width**-0.5, math.sqrt(2 * task.num_layers)
-    return {
+    params = {
         "tokens": normal(run.tokens, task.vocab_size, width),
         "output": normal(run.output, task.vocab_size, width),
         "positions": normal(run.added, task.length, width),
         "types": normal(run.added, 2, width),
         "norms": jnp.ones([2 * task.num_layers + 2, width]),
-        "layers": [
-            {
-                "heads": normal(unit, width, 3 * width),
-                "out": normal(unit / depth, width, width),
-                "up": normal(unit, width, 4 * width),
-                "down": normal(unit / 2 / depth, 4 * width, width),
-            }
-            for _ in range(task.num_layers)
-        ],
+        "layers": [],
     }
+    for _ in range(task.num_layers):
+        layer = {
+            "heads": normal(unit, width, 3 * width),
+            "out": normal(unit / depth, width, width),
+            "up": normal(unit, width, 4 * width),
+            "down": normal(unit / 2 / depth, 4 * width, width),
+        }
+        params["layers"].append(layer)
+    return params
 
 
-def norm(x: jax.Array, gain: jax.Array) -> jax.Array:
+def norm(x, gain):
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * gain
 
 
-def hidden(task: Task, params: Any, run: Run, batch: Any) -> jax.Array:
+def hidden(task, scheme, params, run, batch):
     """A Transformer's hidden states: causal, or BERT's with a norm on its embeddings."""
     ids, norms = batch["ids"], iter(params["norms"])
     width, positions = params["tokens"].shape[1], jnp.arange(ids.shape[1])
     x = run.multiplier * params["tokens"][ids]
-    x += run.sinusoidal * te.sinusoidal_encoding(positions, width)
-    x += run.learned * params["positions"]
+    if scheme == "sinusoidal":
+        x += te.sinusoidal_encoding(positions, width)
+    if scheme == "learned":
+        x += params["positions"]
     first = next(norms)
     if task.is_bert:
         x = norm(x + params["types"][batch["types"]], first)
@@ -179,10 +150,9 @@ def hidden(task: Task, params: Any, run: Run, batch: Any) -> jax.Array:
         before, after = next(norms), next(norms)
         y = x if task.is_post_norm else norm(x, before)
         heads = (y @ layer["heads"]).reshape(*ids.shape, -1, min(HEAD_DIM, width // 2))
-        # Positions of zero rotate by nothing.
-        angles = positions * run.rotary.astype(int)
         query, key, value = jnp.split(heads, 3, axis=2)
-        query, key = te.apply_rotary(query, angles), te.apply_rotary(key, angles)
+        if scheme == "rotary":
+            query, key = te.apply_rotary(query, positions), te.apply_rotary(key, positions)
         y = jax.nn.dot_product_attention(query, key, value, is_causal=not task.is_bert)
         x = x + y.reshape(x.shape) @ layer["out"]
         x, y = (norm(x, before),) * 2 if task.is_post_norm else (x, norm(x, after))
@@ -191,14 +161,7 @@ def hidden(task: Task, params: Any, run: Run, batch: Any) -> jax.Array:
     return x if task.is_post_norm else norm(x, next(norms))
 
 
-def loss_of(task: Task, params: Any, run: Run, batch: Any) -> jax.Array:
-    x = hidden(task, params, run, batch)
-    table = jnp.where(run.tied, params["tokens"], params["output"])
-    losses = optax.softmax_cross_entropy_with_integer_labels(x @ table.T, batch["labels"])
-    return jnp.sum(losses * batch["mask"]) / jnp.sum(batch["mask"])
-
-
-def batch_of(name: str, task: Task, data: jax.Array, key: jax.Array) -> dict[str, jax.Array]:
+def batch_of(name, task, data, key):
     shape = task.batch_size, task.length
     if name == "copy":
         ids = jax.random.randint(key, shape, 0, task.vocab_size)
@@ -217,41 +180,39 @@ def batch_of(name: str, task: Task, data: jax.Array, key: jax.Array) -> dict[str
     return {"ids": ids[:, :-1], "labels": ids[:, 1:], "mask": jnp.ones(shape, bool)}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def train(
-    name: str, task: Task, width: int, runs: Run, data: Any, held_out: Any
-) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def train(name, task, width, scheme, tied, runs, data, held_out):
     """The first and the last loss of each run, the last one on what was not trained on."""
     adam = optax.scale_by_adam(b2=0.98)
     rates = optax.warmup_cosine_decay_schedule(0.0, 1.0, task.warmup, task.steps, 0.1)
 
-    def of_run(run):
-        def loss(params, data, key, n):
-            batch = batch_of(name, task, data, jax.random.fold_in(key, n))
-            return loss_of(task, params, run, batch)
+    def loss(params, run, data, key, n):
+        batch = batch_of(name, task, data, jax.random.fold_in(key, n))
+        x = hidden(task, scheme, params, run, batch)
+        logits = x @ params["tokens" if tied else "output"].T
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+        return jnp.sum(losses * batch["mask"]) / jnp.sum(batch["mask"])
 
+    def of_run(run):
         def step(carry, n):
             params, state = carry
             key = jax.random.key(run.seed + 1000)
-            value, gradient = jax.value_and_grad(loss)(params, data, key, n)
+            value, gradient = jax.value_and_grad(loss)(params, run, data, key, n)
             updates, state = adam.update(gradient, state, params)
             rate = run.rate * rates(n)
-            params = jax.tree.map(lambda p, u: p - rate * (u + run.decay * p), params, updates)
-            return (params, state), value
+            return (jax.tree.map(lambda p, u: p - rate * u, params, updates), state), value
 
         params = draw(task, width, run)
-        steps = jnp.arange(task.steps)
-        (params, _), curve = jax.lax.scan(step, (params, adam.init(params)), steps)
-
-        def score(n):
-            return loss(params, held_out, jax.random.key(99), n)
-
+        carry = params, adam.init(params)
+        (params, _), curve = jax.lax.scan(step, carry, jnp.arange(task.steps))
+        score = lambda n: loss(params, run, held_out, jax.random.key(99), n)
         return curve[0], jax.lax.map(score, jnp.arange(HELD_OUT_BATCHES)).mean()
 
-    return jax.vmap(of_run)(runs)
+    at_once = min(len(runs.seed), 64 if width <= 256 else 16)
+    return jax.lax.map(of_run, runs, batch_size=at_once)
 
 
-def text_of(name: str, task: Task) -> tuple[jax.Array, jax.Array]:
+def text_of(name, task):
     """The ids of Python's standard library, and those of its last 5 %, held out."""
     if name in ("copy", "masked"):
         return (jnp.zeros(1, int),) * 2
@@ -275,44 +236,35 @@ def text_of(name: str, task: Task) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(ids[:-held_out]), jnp.asarray(ids[-held_out:])
 
 
-def measure(name: str, width: int, options: Any) -> list[dict[str, Any]]:
+def measure(name, width, options):
     """A record for each run of a task at a width."""
-    task = TASKS[name]
+    task, records = TASKS[name], []
     steps = options.steps or task.steps
     task = task._replace(steps=steps, warmup=options.warmup or steps // 10)
-    records, runs = [], []
-    for scheme in options.schemes or task.schemes:
-        for tied, scale in task.kinds:
-            config = config_of(task, width, scheme, tied, scale)
-            kind = f"{'tied' if tied else 'untied'}, `scale={scale!r}`, {scheme}"
-            starts = starts_of(task, width, config)
-            for start in options.starts or starts:
-                for rate in options.rates:
-                    for seed in range(options.seeds):
-                        found = {"task": name, "width": width, "kind": kind, "start": start}
-                        records.append(found | {"rate": rate, "seed": seed})
-                        schemes = [scheme == each for each in Run._fields[5:8]]
-                        fields = [config.factor, tied, *schemes, rate, options.decay, seed]
-                        runs.append(Run(*starts[start], *fields))
     data, held_out = text_of(name, task)
-    at_once = min(RUNS_AT_ONCE.get(width, 16), len(runs))
-    # The last block is filled up, so that all are one program.
-    blocks = [np.arange(n, n + at_once) % len(runs) for n in range(0, len(runs), at_once)]
-    for block in blocks:
-        batch = jax.tree.map(lambda *leaves: jnp.asarray(leaves), *[runs[n] for n in block])
-        found = train(name, task, width, batch, data, held_out)
-        for n, first, last in zip(block, *map(np.asarray, found), strict=True):
-            records[n] |= {"first": float(first), "last": float(last)}
+    schemes = options.schemes or task.schemes
+    for scheme, (tied, scale) in itertools.product(schemes, task.kinds):
+        factor, starts = starts_of(task, width, scheme, tied, scale)
+        seeds, names = range(options.seeds), options.starts or starts
+        chosen = [*itertools.product(names, options.rates, seeds)]
+        runs = [Run(*starts[start], factor, rate, seed) for start, rate, seed in chosen]
+        runs = jax.tree.map(lambda *leaves: jnp.asarray(leaves), *runs)
+        found = train(name, task, width, scheme, tied, runs, data, held_out)
+        kind = f"{'tied' if tied else 'untied'}, `scale={scale!r}`, {scheme}"
+        for numbers in zip(chosen, *map(np.ndarray.tolist, map(np.asarray, found)), strict=True):
+            (start, rate, seed), first, last = numbers
+            record = {"task": name, "width": width, "kind": kind, "start": start, "rate": rate}
+            records.append(record | {"seed": seed, "first": first, "last": last})
     return records
 
 
-def best(records: list[dict[str, Any]]) -> float:
+def best(records):
     """The loss at the best rate, a mean over seeds."""
     rates = {r["rate"] for r in records}
     return min(float(np.mean([r["last"] for r in records if r["rate"] == rate])) for rate in rates)
 
 
-def table(records: list[dict[str, Any]]) -> str:
+def table(records):
     """A row for each kind, a column for each start, the best rate's mean over seeds."""
     kinds, starts = (dict.fromkeys(r[key] for r in records) for key in ("kind", "start"))
 
@@ -324,7 +276,7 @@ def table(records: list[dict[str, Any]]) -> str:
     return markdown_table(["", *starts], rows)
 
 
-def draw_losses(files: list[Path]) -> Figure:
+def draw_losses(files):
     """The loss on held-out text after training, by width, of tied and scaled tables."""
     lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     kind = "tied, `scale='sqrt_d_model'`, rotary"
@@ -349,7 +301,7 @@ def draw_losses(files: list[Path]) -> Figure:
     return figure
 
 
-def main() -> None:
+def main():
     parser = parser_of(__doc__)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--widths", nargs="+", type=int, default=[64, 256])
@@ -359,7 +311,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of each run (default: the task's)")
     parser.add_argument("--warmup", type=int, help="steps (default: a tenth of all)")
     parser.add_argument("--starts", nargs="+", help="some of the columns (default: all)")
-    parser.add_argument("--decay", type=float, default=0.0, help="weight decay")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add a line for each run to FILE")
     help = "files of --json: train nothing, draw notebooks/pictures/starts.png"
     parser.add_argument("--draw", nargs="+", type=Path, metavar="FILE", help=help)

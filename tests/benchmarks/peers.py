@@ -25,13 +25,11 @@ FACTOR = np.float32(math.sqrt(D_MODEL))
 CONFIG = te.EmbedderConfig(VOCAB_SIZE, D_MODEL, dropout_rate=RATE)
 MODES = ("eval", "train", "grad")
 
-Calls = dict[str, Callable[[], Any]]
-
 
 class Layer(NamedTuple):
     """`embed(params, rng, ids, is_training)`; `is_compiled` if users do not jit it themselves."""
 
-    embed: Callable[..., jax.Array]
+    embed: Callable
     params: Any
     rng: Any
     is_compiled: bool = False
@@ -45,27 +43,21 @@ class Work(NamedTuple):
     ids: np.ndarray
 
 
-def make_work(batch: int = BATCH) -> Work:
+def make_work(batch=BATCH):
     """Uniform ids, and a table whose scaled rows have unit variance."""
     rng = np.random.default_rng(0)
     table = rng.standard_normal((VOCAB_SIZE, D_MODEL), np.float32) / FACTOR
     return Work(jnp.asarray(table), rng.integers(0, VOCAB_SIZE, (batch, LENGTH), np.int32))
 
 
-def sinusoid(length: int = LENGTH) -> np.ndarray:
+def sinusoid(length=LENGTH):
     """[length, d_model] by the textbook formula, in float64, rounded to float32."""
     frequencies = np.exp(np.arange(0, D_MODEL, 2) * -(math.log(10_000) / D_MODEL))
     angles = np.arange(length)[:, None] * frequencies
     return np.stack([np.sin(angles), np.cos(angles)], -1).reshape(length, -1).astype(np.float32)
 
 
-def float32_sinusoid(positions: jax.Array) -> jax.Array:
-    """[..., d_model] by float32 products."""
-    waves = float32_waves(positions, D_MODEL // 2, 10_000)
-    return jnp.stack(waves, -1).reshape(*positions.shape, D_MODEL)
-
-
-def float32_waves(positions: jax.Array, pairs: int, base: float) -> tuple[jax.Array, jax.Array]:
+def float32_waves(positions, pairs, base):
     """Sines and cosines of angles that are float32 products, as they are usually written."""
     steps = jnp.arange(pairs, dtype=jnp.float32)
     frequencies = jnp.exp(steps * np.float32(-math.log(base) / pairs))
@@ -73,13 +65,13 @@ def float32_waves(positions: jax.Array, pairs: int, base: float) -> tuple[jax.Ar
     return jnp.sin(angles), jnp.cos(angles)
 
 
-def calls_of(name: str, work: Work) -> Calls:
+def calls_of(name, work):
     """The calls of a line; those of jax are `functools.partial` of a function and its arguments."""
     layer = LINES[name](work)
     return layer if isinstance(layer, dict) else jax_calls(layer, jnp.asarray(work.ids))
 
 
-def jax_calls(layer: Layer, ids: jax.Array) -> Calls:
+def jax_calls(layer, ids):
     def loss(params, rng, ids):
         return (layer.embed(params, rng, ids, True) ** 2).sum()
 
@@ -92,7 +84,7 @@ def jax_calls(layer: Layer, ids: jax.Array) -> Calls:
     return {mode: functools.partial(function, *arguments) for mode, function in functions.items()}
 
 
-def ours(work: Work) -> Layer:
+def ours(work):
     """`apply` as users call it."""
     apply = te.Embedder(CONFIG).apply
 
@@ -102,17 +94,17 @@ def ours(work: Work) -> Layer:
     return Layer(embed, our_params(work.table), jax.random.key(1), is_compiled=True)
 
 
-def our_params(table: Any) -> Any:
+def our_params(table):
     shapes = jax.eval_shape(te.Embedder(CONFIG).init, jax.random.key(0))
     return jax.tree.map(lambda _: table, shapes)
 
 
-def bare_gather(work: Work) -> Layer:
+def bare_gather(work):
     """The limit: the rows alone."""
     return Layer(lambda table, rng, ids, train: table[ids], work.table, None)
 
 
-def haiku(work: Work, encode: Callable[[], Any] = sinusoid) -> Layer:
+def haiku(work, encode=sinusoid):
     """The tutorials' module with its mistakes mended: a numpy table that the compiled function
     holds."""
 
@@ -127,12 +119,13 @@ def haiku(work: Work, encode: Callable[[], Any] = sinusoid) -> Layer:
     return Layer(embed, {"embed": {"embeddings": work.table}}, jax.random.key(1))
 
 
-def haiku_in_trace(work: Work) -> Layer:
+def haiku_in_trace(work):
     """The same, the table computed by jax in the function, in float32."""
-    return haiku(work, lambda: float32_sinusoid(jnp.arange(LENGTH)))
+    waves = lambda: float32_waves(jnp.arange(LENGTH), D_MODEL // 2, 10_000)
+    return haiku(work, lambda: jnp.stack(waves(), -1).reshape(LENGTH, D_MODEL))
 
 
-def flax_nnx(work: Work) -> Layer:
+def flax_nnx(work):
     from flax import nnx  # noqa: PLC0415
 
     class Model(nnx.Module):
@@ -150,7 +143,7 @@ def flax_nnx(work: Work) -> Layer:
     return Layer(embed, jax.tree.map(lambda _: work.table, params), rest)
 
 
-def keras_on_jax(work: Work) -> Layer:
+def keras_on_jax(work):
     os.environ.setdefault("KERAS_BACKEND", "jax")
     import keras  # noqa: PLC0415
 
@@ -176,7 +169,7 @@ def keras_on_jax(work: Work) -> Layer:
     return Layer(embed, [work.table], state)
 
 
-def equinox(work: Work) -> Layer:
+def equinox(work):
     import equinox as eqx  # noqa: PLC0415
 
     encoding, dropout = sinusoid(), eqx.nn.Dropout(RATE)
@@ -188,7 +181,7 @@ def equinox(work: Work) -> Layer:
     return Layer(embed, work.table, jax.random.key(1))
 
 
-def pytorch(work: Work, *, is_compiled: bool = False) -> Calls:
+def pytorch(work, *, is_compiled=False):
     import torch  # noqa: PLC0415
 
     if jax.default_backend() != "cpu":
@@ -223,17 +216,15 @@ def pytorch(work: Work, *, is_compiled: bool = False) -> Calls:
     }
 
 
-OURS, GATHER = "ours", "bare gather"
-CONSTANT, IN_TRACE = "Haiku, table a constant", "Haiku, table in the trace"
-COMPILED = "PyTorch compiled"
-LINES: dict[str, Callable[[Work], Layer | Calls]] = {
+OURS, GATHER, CONSTANT = "ours", "bare gather", "Haiku, table a constant"
+LINES = {
     OURS: ours,
     GATHER: bare_gather,
     CONSTANT: haiku,
-    IN_TRACE: haiku_in_trace,
+    "Haiku, table in the trace": haiku_in_trace,
     "Flax": flax_nnx,
     "Keras on JAX": keras_on_jax,
     "Equinox": equinox,
     "PyTorch eager": pytorch,
-    COMPILED: functools.partial(pytorch, is_compiled=True),
+    "PyTorch compiled": functools.partial(pytorch, is_compiled=True),
 }

@@ -32,15 +32,15 @@ BATCHES = 32
 OPTIMIZER = optax.adam(1e-3)
 
 
-def of(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+def of(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def below(limit: int, *shape: int) -> np.ndarray:
+def below(limit, *shape):
     return np.random.default_rng(0).integers(0, limit, shape).astype(np.int32)
 
 
-def drawn(tree: Any) -> Any:
+def drawn(tree):
     """Normal numbers for shapes, the same for the same shape."""
 
     def draw(leaf):
@@ -57,7 +57,7 @@ POSITIONS = below(LENGTH, BATCH, LENGTH)
 EMBEDDER, PARAMS = te.Embedder(peers.CONFIG), peers.our_params(TABLE)
 
 
-def input_layer(is_training: bool, *weights: jax.ShapeDtypeStruct) -> Program:
+def input_layer(is_training, *weights):
     """Embeddings; with weights, the gradient of their weighted sum, so that only the way back
     costs."""
 
@@ -78,7 +78,7 @@ def evaluate(params, ids, positions):
     return EMBEDDER.apply(params, None, ids, is_training=False, positions=positions)
 
 
-def token_positions() -> Program:
+def token_positions():
     """A position of its own for each token."""
     return {
         OURS: (lambda positions: te.sinusoidal_encoding(positions, D_MODEL), (POSITIONS,)),
@@ -86,23 +86,20 @@ def token_positions() -> Program:
             lambda table, positions: table[positions],
             (peers.sinusoid(), POSITIONS),
         ),
-        "float32 sin and cos": (peers.float32_sinusoid, (POSITIONS,)),
     }
 
 
-def input_layer_by_positions() -> Program:
+def input_layer_by_positions():
     """Evaluation with a position of its own for each token."""
 
-    def tables(table, encoding, ids, positions):
-        return table[ids] * FACTOR + encoding[positions]
-
+    tables = lambda table, encoding, ids, positions: table[ids] * FACTOR + encoding[positions]
     return {
         OURS: (evaluate, (PARAMS, IDS, POSITIONS)),
         "two precomputed tables": (tables, (TABLE, peers.sinusoid(), IDS, POSITIONS)),
     }
 
 
-def decoding() -> Program:
+def decoding():
     """One token at a traced position."""
 
     def haiku(params, encoding, ids, positions):
@@ -117,13 +114,13 @@ def decoding() -> Program:
     }
 
 
-def rotary(dtype: Any) -> Program:
+def rotary():
     """A position of its own for each token."""
     frequencies = BASE ** (-np.arange(0, HEADS[3], 2) / HEADS[3])
     angles = np.arange(HEADS[1])[:, None] * frequencies
 
     def rotate(x, cos, sin):
-        cos, sin = (each[:, :, None].astype(x.dtype) for each in (cos, sin))
+        cos, sin = cos[:, :, None], sin[:, :, None]
         first, second = jnp.split(x, 2, -1)
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
@@ -131,19 +128,19 @@ def rotary(dtype: Any) -> Program:
         angles = positions[..., None].astype(jnp.float32) * np.float32(frequencies)
         return rotate(x, jnp.cos(angles), jnp.sin(angles))
 
-    def precomputed(x, positions, cos, sin):
-        return rotate(x, cos[positions], sin[positions])
-
-    arguments = of(*HEADS, dtype=dtype), below(HEADS[1], *HEADS[:2])
+    arguments = of(*HEADS), below(HEADS[1], *HEADS[:2])
     tables = np.float32(np.cos(angles)), np.float32(np.sin(angles))
     return {
         OURS: (te.apply_rotary, arguments),
-        "precomputed tables of cos and sin": (precomputed, (*arguments, *tables)),
+        "precomputed tables of cos and sin": (
+            lambda x, positions, cos, sin: rotate(x, cos[positions], sin[positions]),
+            (*arguments, *tables),
+        ),
         "cos and sin in float32": (in_place, arguments),
     }
 
 
-def mask() -> Program:
+def mask():
     """Causal and padding, [32, 1, 2048, 2048]."""
     padding, positions = below(2, BATCH, MAX_LEN) == 1, np.arange(MAX_LEN)
 
@@ -158,13 +155,13 @@ def mask() -> Program:
     return {OURS: (ours, (padding,)), "float32 product": (usual, (padding,))}
 
 
-def rule_of(segment_ids, **options) -> te.AttentionMask:
+def rule_of(segment_ids, **options):
     """Packed documents, causal with a window of 1024 tokens."""
     tokens = te.TokenPositions.from_segment_ids(segment_ids)
     return te.AttentionMask(tokens, **{"causal": True, "window": (1023, 0)} | options)
 
 
-def attention(length: int) -> Program:
+def attention(length):
     """The dense mask, and the same rule for splash attention."""
     heads = of(1, 8, length, 128, dtype=jnp.bfloat16)
     arguments = heads, heads, heads, np.ones((1, length), np.int32)
@@ -187,13 +184,7 @@ def attention(length: int) -> Program:
     }
 
 
-def block_mask() -> Program:
-    """Of a million packed tokens, in blocks of 512."""
-    kinds = lambda segment_ids: rule_of(segment_ids).block_mask((512, 512))
-    return {OURS: (kinds, (np.ones((1, 2**20), np.int32),))}
-
-
-def tied_loss() -> Program:
+def tied_loss():
     """Value and gradients, 4096 tokens, 32000 words, width 256."""
     arguments = of(4096, 256), of(VOCAB_SIZE, 256), IDS.ravel()[:4096]
 
@@ -206,7 +197,7 @@ def tied_loss() -> Program:
     }
 
 
-def step_loss(params: Any, ids: jax.Array, weights: jax.Array) -> jax.Array:
+def step_loss(params, ids, weights):
     """The sum of the rows looked up times fixed weights: what is timed is the table, not a
     model."""
     return jnp.vdot(te.lookup(params["embeddings"], ids), weights)
@@ -224,13 +215,13 @@ def dense_step(params, state, ids, weights):
     return optax.apply_updates(params, updates), state
 
 
-def step_arguments(rows: int, width: int = WIDTH) -> tuple[Any, ...]:
+def step_arguments(rows, width=WIDTH):
     params = {"embeddings": of(rows, width)}
     state = jax.eval_shape(OPTIMIZER.init, params)
     return params, state, of(STEP_IDS, dtype=jnp.int32), of(STEP_IDS, width)
 
 
-def stepping(step: Callable, rows: int, width: int = WIDTH) -> Callable[[], Any]:
+def stepping(step, rows, width=WIDTH):
     """One step after another, in place, each with other ids."""
     params, _, _, weights = drawn(step_arguments(rows, width))
     held = [params, jax.jit(OPTIMIZER.init)(params)]
@@ -243,35 +234,34 @@ def stepping(step: Callable, rows: int, width: int = WIDTH) -> Callable[[], Any]
     return call
 
 
-def step_by_rows() -> Program:
+def step_by_rows():
     """An Adam step, table [1e6, 128], 16384 ids, in place."""
     arguments = step_arguments(ROWS)
     return {OURS: (row_step, arguments), "optax, dense": (dense_step, arguments)}
 
 
-PROGRAMS: dict[str, Callable[[], Program]] = {
+PROGRAMS = {
     "eval": functools.partial(input_layer, False),
     "train": functools.partial(input_layer, True),
     "backward pass": functools.partial(input_layer, True, of(BATCH, LENGTH, D_MODEL)),
     "positions per token": token_positions,
     "eval, positions per token": input_layer_by_positions,
     "decoding one token": decoding,
-    "rotary, float32": functools.partial(rotary, jnp.float32),
-    "rotary, bfloat16": functools.partial(rotary, jnp.bfloat16),
+    "rotary, float32": rotary,
     "mask": mask,
     "attention, 16384 tokens": functools.partial(attention, 16384),
     "attention, 131072 tokens": functools.partial(attention, 131_072),
-    "block mask, 2**20 tokens": block_mask,
     "tied cross-entropy": tied_loss,
     "Adam step by rows": step_by_rows,
 }
 # Of this package alone.
 PACKED = np.sort(below(9, 4, 2048), axis=1)
-OTHERS: Program = {
+OTHERS = {
     "ALiBi": (functools.partial(te.alibi_bias, num_heads=8), (np.arange(1024), np.arange(1024))),
     "buckets": (te.relative_position_buckets, (POSITIONS[:4], POSITIONS[:4])),
     "mask, packed": (lambda ids: rule_of(ids, chunk=512).dense(), (PACKED,)),
     "block": (lambda ids: rule_of(ids).block(512, 512, (512, 512)), (PACKED,)),
+    "block mask": (lambda ids: rule_of(ids).block_mask((512, 512)), (PACKED,)),
     "dropout": (lambda x: te.dropout(jax.random.key(0), 0.1, x), (of(*HEADS),)),
     "loss": (
         lambda x, table, ids: te.linear_cross_entropy(x, te.OutputLayer(table, pad_id=0), ids),

@@ -5,40 +5,26 @@ Usage: python tests/benchmarks/rows.py [--rounds N] [--json OUT.json] [--only CA
 """
 
 import itertools
-from collections.abc import Callable
 
 import jax
 import numpy as np
+import programs
 from harness import Report, interleave, run, timing_report
-from programs import (
-    BATCHES,
-    ROWS,
-    STEP_IDS,
-    WIDTH,
-    below,
-    dense_step,
-    drawn,
-    row_step,
-    step_arguments,
-    stepping,
-)
+from programs import BATCHES, ROWS, STEP_IDS, WIDTH, stepping
 
 # One after another, as in training.
 STEPS = 4
-NARROW = 32
 OURS, DENSE, TORCH = "rows", "dense optax", "PyTorch SparseAdam"
-TITLE = f"Adam by rows, table [{ROWS}, {WIDTH}], {STEP_IDS} ids"
 
 
-def torch_line() -> Callable:
+def torch_line():
     import torch  # noqa: PLC0415
 
-    table, weights = (
-        torch.tensor(np.asarray(each)) for each in jax.tree.leaves(drawn(step_arguments(ROWS)[::3]))
-    )
+    drawn = jax.tree.leaves(programs.drawn(programs.step_arguments(ROWS)[::3]))
+    table, weights = (torch.tensor(np.asarray(each)) for each in drawn)
     embed = torch.nn.Embedding(ROWS, WIDTH, sparse=True, _weight=table)
     optimizer = torch.optim.SparseAdam(embed.parameters(), lr=1e-3)
-    batches = itertools.cycle(torch.tensor(below(ROWS, BATCHES, STEP_IDS)))
+    batches = itertools.cycle(torch.tensor(programs.below(ROWS, BATCHES, STEP_IDS)))
 
     def call():
         optimizer.zero_grad()
@@ -49,37 +35,40 @@ def torch_line() -> Callable:
     return call
 
 
-def against_dense(rounds: int) -> Report:
+def against_dense(rounds):
     """Each step's time and temporaries at one large vocabulary."""
-    steps = {OURS: row_step, DENSE: dense_step}
+    steps = {OURS: programs.row_step, DENSE: programs.dense_step}
     calls = {name: stepping(step, ROWS) for name, step in steps.items()}
-    samples = interleave(calls, rounds, "dense", STEPS)
-    report = timing_report(f"{TITLE}, beside optax", samples, (OURS, DENSE))
-    compiled = [step.lower(*step_arguments(ROWS)).compile() for step in steps.values()]
-    ours, dense = (program.memory_analysis().temp_size_in_bytes for program in compiled)
-    report.notes.append(f"compiled temporaries: {ours / 1e6:.1f} MB and {dense / 1e6:.1f} MB")
+    report = report_of("beside optax", calls, rounds)
+    for name, step in steps.items():
+        compiled = step.lower(*programs.step_arguments(ROWS)).compile()
+        megabytes = compiled.memory_analysis().temp_size_in_bytes / 1e6
+        report.notes.append(f"temporaries of {name}: {megabytes:.1f} MB")
     return report
 
 
-def against_torch(rounds: int) -> Report:
+def against_torch(rounds):
     """The same steps in PyTorch, which also updates the rows of the batch alone."""
-    title = f"{TITLE}, beside PyTorch"
     try:
-        calls = {OURS: stepping(row_step, ROWS), TORCH: torch_line()}
+        calls = {OURS: stepping(programs.row_step, ROWS), TORCH: torch_line()}
     except ImportError as error:
-        return Report(title, ["line"], notes=[f"not timed: {TORCH} ({error})"])
+        return Report("Adam by rows", ["line"], notes=[f"not timed: {TORCH} ({error})"])
     tables = [np.asarray(jax.tree.leaves(call())[0])[:1000] for call in calls.values()]
     # Both took the same step, of at most 1e-3 a coordinate, on values below 8.
     np.testing.assert_allclose(*tables, rtol=0, atol=1e-5)
-    return timing_report(title, interleave(calls, rounds, "PyTorch", STEPS), (OURS,))
+    return report_of("beside PyTorch", calls, rounds)
 
 
-def against_vocabulary(rounds: int) -> Report:
+def against_vocabulary(rounds):
     """The same batch in a small and in a large table: what is left is the latency of memory."""
-    sizes = {f"{OURS}, table [{rows}, {NARROW}]": rows for rows in (10**5, 10**7)}
-    calls = {name: stepping(row_step, rows, NARROW) for name, rows in sizes.items()}
-    samples = interleave(calls, rounds, "vocabulary", STEPS)
-    return timing_report("Adam by rows, two vocabularies", samples, [*sizes])
+    sizes = {f"table [{rows}, 32]": rows for rows in (10**5, 10**7)}
+    calls = {name: stepping(programs.row_step, rows, 32) for name, rows in sizes.items()}
+    return report_of("two vocabularies", calls, rounds)
+
+
+def report_of(what, calls, rounds):
+    title = f"Adam by rows, {STEP_IDS} ids, {what}"
+    return timing_report(title, interleave(calls, rounds, what, STEPS), [*calls])
 
 
 CASES = {"dense": against_dense, "torch": against_torch, "vocabulary": against_vocabulary}

@@ -12,10 +12,7 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 from unittest import mock
 
 import jax
@@ -28,22 +25,16 @@ PACKAGE = "transformer_embed"
 EAGER = {"decoding one token": 200}
 
 
-def load(folder: Path) -> ModuleType:
+def load(folder):
     """The programs of a checkout, beside one that is already loaded."""
-    for name in [
-        name for name in sys.modules if name.split(".")[0] in (PACKAGE, "peers", "programs")
-    ]:
-        del sys.modules[name]
+    for name in [*sys.modules]:
+        if name.split(".")[0] in (PACKAGE, "peers", "programs"):
+            del sys.modules[name]
+    path = [str(folder / "tests" / "benchmarks"), str(folder), *sys.path]
     # jax.export would refuse the second class of a name.
     kinds = ("pytree_node", "namedtuple")
     names = {f"register_{kind}_serialization": mock.DEFAULT for kind in kinds}
-    registration = mock.patch.multiple("jax.export", **names)
-    with (
-        mock.patch.object(
-            sys, "path", [str(folder / "tests" / "benchmarks"), str(folder), *sys.path]
-        ),
-        registration,
-    ):
+    with mock.patch.object(sys, "path", path), mock.patch.multiple("jax.export", **names):
         package = importlib.import_module(PACKAGE)
         # What it imports when it is first used, too.
         for part in ("kernels", "rows", "sharding"):
@@ -54,7 +45,7 @@ def load(folder: Path) -> ModuleType:
         return importlib.import_module("programs")
 
 
-def call_of(programs: Any, name: str) -> Callable:
+def call_of(programs, name):
     if name == "Adam step by rows":
         return programs.stepping(programs.row_step, programs.ROWS)
     program = programs.PROGRAMS.get(name, lambda: {programs.OURS: programs.OTHERS[name]})()
@@ -74,21 +65,19 @@ def main():
     # Kernels for TPUs do not run here.
     every = [*versions["this"].PROGRAMS, *versions["this"].OTHERS]
     every = [name for name in every if not name.startswith("attention")]
-    rows, left_out = [], []
+    rows, left_out = [], ""
     for name in arguments.only or every:
         try:
             calls = {version: call_of(programs, name) for version, programs in versions.items()}
             samples = interleave(calls, arguments.rounds, name, EAGER.get(name, 1))
         except Exception as error:
-            left_out.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:100]}")
+            left_out += f"- not timed: {name}: {error!r:.120}\n"
             continue
         low, median, high = np.percentile(samples["this"] / samples["other"], (25, 50, 75))
         times = [f"{np.median(samples[version]):.3g}" for version in versions]
         rows.append([name, *times, f"{median:.3f}", f"{low:.2f} to {high:.2f}"])
     columns = ["case", "other, ms", "this, ms", "this / other", "middle half"]
-    print(markdown_table(columns, rows))
-    for reason in left_out:
-        print(f"- not timed: {reason}")
+    print(f"{markdown_table(columns, rows)}\n{left_out}", end="")
 
 
 if __name__ == "__main__":
