@@ -3,13 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from references import (
-    linear_cross_entropy,
-    linear_divergence,
-    linear_log_probs,
-    linear_logits,
-    linear_top_k,
-)
+import references
 
 import transformer_embed as te
 
@@ -20,77 +14,57 @@ SEGMENTS = np.array([[1, 1, 2]], np.int32)
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(1, 3, 2, 4)
 LABELS = np.array([1, 2], np.int32)
 
-GOOD = {
-    te.pretrained.resize: {
-        "params": {
-            "m/token_embedding": {"embeddings": jnp.asarray(TABLE)},
-            "m/learned_positional_encoding": {"embeddings": jnp.asarray(TABLE)},
-        },
-        "config": te.EmbedderConfig(4, 3, scheme=te.Learned(4)),
-        "new_config": te.EmbedderConfig(3, 3, scheme=te.Learned(6)),
-    },
-    te.alibi_bias: {"query_positions": POSITIONS, "key_positions": POSITIONS, "num_heads": 2},
-    te.alibi_slopes: {"num_heads": 2},
-    te.apply_rotary: {"x": X, "positions": POSITIONS},
-    te.causal_mask: {"length": 3},
-    te.check_batch: {
-        "ids": IDS,
-        "tokens": te.TokenPositions(IDS, segment_ids=SEGMENTS),
-        "vocab_size": 4,
-    },
-    te.dropout: {"rng": jax.random.key(0), "rate": 0.5, "x": X},
-    te.load_balanced_order: {"length": 8, "devices": 2},
-    te.lookup: {"table": TABLE, "ids": IDS},
-    te.mask_to_bias: {"mask": np.array([True, True, False])},
-    te.padding_mask: {"ids": IDS, "pad_id": 0},
-    te.permute_rotary_weights: {
-        "weights": X,
-        "num_heads": 1,
-        "source": "half",
-        "target": "interleaved",
-    },
-    te.query_scale: {"positions": POSITIONS, "beta": 0.5, "length": 2},
-    te.relative_position_buckets: {"query_positions": POSITIONS, "key_positions": POSITIONS},
-    te.shared_prefix_parents: {
-        "prefix_lengths": LABELS,
-        "answer_lengths": np.int32([[1, 2], [0, 1]]),
-        "length": 6,
-    },
-    te.sinusoidal_encoding: {"positions": POSITIONS, "d_model": 4},
-    te.sinusoidal_table: {"length": 3, "d_model": 4},
-    linear_cross_entropy: {"x": TABLE[:2], "table": TABLE, "labels": LABELS},
-    linear_divergence: {
-        "x": TABLE[:2],
-        "table": TABLE,
-        "teacher_x": TABLE[1:3],
-        "teacher_output": TABLE[::-1],
-    },
-    linear_top_k: {"x": TABLE[:2], "table": TABLE, "k": 2},
-    linear_log_probs: {"x": TABLE[:2], "table": TABLE, "labels": LABELS},
-    linear_logits: {"x": TABLE[:2], "table": TABLE},
-    te.TokenPositions.from_ids: {"ids": IDS, "pad_id": 0},
-    te.TokenPositions.from_lengths: {"lengths": LABELS, "length": 3},
-    te.TokenPositions.from_offset: {"offset": LABELS, "length": 3},
-    te.TokenPositions.from_positions: {"positions": IDS},
-    te.TokenPositions.from_segment_ids: {"segment_ids": SEGMENTS},
-    te.write_cache: {"cache": X[0], "new": X[0, :, :1], "slot": np.int32([1, 0, -1])},
-    te.LinearScaling: {"factor": 2.0},
-    te.NTKScaling: {"alpha": 2.0},
-    te.YarnScaling: {"factor": 2.0, "original_length": 4},
-    te.Llama3Scaling: {"factor": 8.0},
-    te.LongRopeScaling: {
-        "short_factor": (1.0, 1.0),
-        "long_factor": (2.0, 4.0),
-        "factor": 4.0,
-        "original_length": 4,
-        "length": 8,
-    },
+PARAMS = {
+    "m/token_embedding": {"embeddings": jnp.asarray(TABLE)},
+    "m/learned_positional_encoding": {"embeddings": jnp.asarray(TABLE)},
 }
 
 
-SCALINGS = {
-    kind: arguments for kind, arguments in GOOD.items() if kind.__name__.endswith("Scaling")
-}
+def calls_of(texts, names):
+    """The function and the arguments, by name, of each call."""
+    found = {}
+    for text in texts:
+        function, _, arguments = text.removesuffix(")").partition("(")
+        found[eval(function, names)] = eval(f"dict({arguments})", names)
+    return found
+
+
+GOOD = [
+    "te.pretrained.resize(params=PARAMS, config=te.EmbedderConfig(4, 3, scheme=te.Learned(4)), new_config=te.EmbedderConfig(3, 3, scheme=te.Learned(6)))",
+    "te.alibi_bias(query_positions=POSITIONS, key_positions=POSITIONS, num_heads=2)",
+    "te.alibi_slopes(num_heads=2)",
+    "te.apply_rotary(x=X, positions=POSITIONS)",
+    "te.causal_mask(length=3)",
+    "te.check_batch(ids=IDS, tokens=te.TokenPositions(IDS, segment_ids=SEGMENTS), vocab_size=4)",
+    "te.dropout(rng=jax.random.key(0), rate=0.5, x=X)",
+    "te.load_balanced_order(length=8, devices=2)",
+    "te.lookup(table=TABLE, ids=IDS)",
+    "te.mask_to_bias(mask=np.array([True, True, False]))",
+    "te.padding_mask(ids=IDS, pad_id=0)",
+    "te.permute_rotary_weights(weights=X, num_heads=1, source='half', target='interleaved')",
+    "te.query_scale(positions=POSITIONS, beta=0.5, length=2)",
+    "te.relative_position_buckets(query_positions=POSITIONS, key_positions=POSITIONS)",
+    "te.shared_prefix_parents(prefix_lengths=LABELS, answer_lengths=np.int32([[1, 2], [0, 1]]), length=6)",
+    "te.sinusoidal_encoding(positions=POSITIONS, d_model=4)",
+    "te.sinusoidal_table(length=3, d_model=4)",
+    "linear_cross_entropy(x=TABLE[:2], table=TABLE, labels=LABELS)",
+    "linear_divergence(x=TABLE[:2], table=TABLE, teacher_x=TABLE[1:3], teacher_output=TABLE[::-1])",
+    "linear_top_k(x=TABLE[:2], table=TABLE, k=2)",
+    "linear_log_probs(x=TABLE[:2], table=TABLE, labels=LABELS)",
+    "linear_logits(x=TABLE[:2], table=TABLE)",
+    "te.TokenPositions.from_ids(ids=IDS, pad_id=0)",
+    "te.TokenPositions.from_lengths(lengths=LABELS, length=3)",
+    "te.TokenPositions.from_offset(offset=LABELS, length=3)",
+    "te.TokenPositions.from_positions(positions=IDS)",
+    "te.TokenPositions.from_segment_ids(segment_ids=SEGMENTS)",
+    "te.write_cache(cache=X[0], new=X[0, :, :1], slot=np.int32([1, 0, -1]))",
+    "te.LinearScaling(factor=2.0)",
+    "te.NTKScaling(alpha=2.0)",
+    "te.YarnScaling(factor=2.0, original_length=4)",
+    "te.Llama3Scaling(factor=8.0)",
+    "te.LongRopeScaling(short_factor=(1.0, 1.0), long_factor=(2.0, 4.0), factor=4.0, original_length=4, length=8)",
+]
+GOOD = calls_of(GOOD, vars(references) | globals())
 
 
 def of_arrays(function, **arguments):

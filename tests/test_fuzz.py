@@ -4,10 +4,11 @@ there is one, or raises a TypeError or ValueError."""
 import inspect
 import itertools
 
+import calls
 import matplotlib.figure
 import public
 import pytest
-from calls import GOOD, IDS, POSITIONS, TABLE
+from calls import GOOD, TABLE, calls_of
 from cases import few
 from fuzzing import VALUES, bounded, call, named_on_failure
 from meshes import mesh_of, put
@@ -18,33 +19,32 @@ import transformer_embed as te
 TOKENS = te.TokenPositions.from_segment_ids([[1, 1, 1, 1]])
 MASK = te.AttentionMask(TOKENS, causal=True)
 SPLIT = put(mesh_of((2,), ("x",)), TABLE, "x")
-PROMISE = {"mask": MASK, "order": "full"}
-# Other callables.
-CALLABLES = {
-    te.AttentionMask: {"queries": TOKENS, "causal": True},
-    MASK.block: {"query_start": 0, "key_start": 0, "shape": (2, 2)},
-    MASK.block_mask: {"shape": (2, 2)},
-    te.TokenPositions: {"positions": POSITIONS},
-    te.TokenPositions.from_parents: {"parents": POSITIONS - 1},
-    TOKENS.take: {"order": POSITIONS},
-    TOKENS.with_block_ids: {"block_ids": [0, 0, 1, 1]},
-    TOKENS.clear: {"where": [True]},
-    te.kernels.dot_product_attention_kwargs: PROMISE,
-    te.kernels.flash_attention_kwargs: PROMISE,
-    te.kernels.mha_kwargs: PROMISE | {"batch_size": 1},
-    te.rows.exchange_load: {"table": SPLIT, "ids": IDS},
-    te.rows.RowGradient: {"ids": POSITIONS, "values": TABLE[:3], "vocab_size": 4},
-    te.OutputLayer: {"table": TABLE},
-    te.OutputConfig: {},
-    te.EmbedderConfig: {"vocab_size": 8, "d_model": 4},
-    te.Sinusoidal: {},
-    te.SinusoidalGrid: {"shape": (2, 2)},
-    te.Learned: {"max_len": 4},
-    te.plots.plot_encoding: {"encoding": TABLE},
-    te.plots.plot_mask: {"mask": TABLE > 0},
-    te.plots.plot_rotary: {"positions": POSITIONS, "head_dim": 4},
-    te.plots.plot_bias: {"bias": TABLE},
-}
+CALLABLES = [
+    "te.AttentionMask(queries=TOKENS, causal=True)",
+    "MASK.block(query_start=0, key_start=0, shape=(2, 2))",
+    "MASK.block_mask(shape=(2, 2))",
+    "te.TokenPositions(positions=POSITIONS)",
+    "te.TokenPositions.from_parents(parents=POSITIONS - 1)",
+    "TOKENS.take(order=POSITIONS)",
+    "TOKENS.with_block_ids(block_ids=[0, 0, 1, 1])",
+    "TOKENS.clear(where=[True])",
+    "te.kernels.dot_product_attention_kwargs(mask=MASK, order='full')",
+    "te.kernels.flash_attention_kwargs(mask=MASK, order='full')",
+    "te.kernels.mha_kwargs(mask=MASK, order='full', batch_size=1)",
+    "te.rows.exchange_load(table=SPLIT, ids=IDS)",
+    "te.rows.RowGradient(ids=POSITIONS, values=TABLE[:3], vocab_size=4)",
+    "te.OutputLayer(table=TABLE)",
+    "te.OutputConfig()",
+    "te.EmbedderConfig(vocab_size=8, d_model=4)",
+    "te.Sinusoidal()",
+    "te.SinusoidalGrid(shape=(2, 2))",
+    "te.Learned(max_len=4)",
+    "te.plots.plot_encoding(encoding=TABLE)",
+    "te.plots.plot_mask(mask=TABLE > 0)",
+    "te.plots.plot_rotary(positions=POSITIONS, head_dim=4)",
+    "te.plots.plot_bias(bias=TABLE)",
+]
+CALLABLES = calls_of(CALLABLES, vars(calls) | globals())
 CASES = [pytest.param(*case, id=case[0].__qualname__) for case in (GOOD | CALLABLES).items()]
 
 

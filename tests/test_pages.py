@@ -330,23 +330,6 @@ OBJECTIVES = FOLDER / "objectives.md"
 
 
 @pytest.mark.slow
-def test_the_loss_of_answers_predicts_them_alone():
-    page, rng = functions_of(OBJECTIVES, "chats"), np.random.default_rng(11)
-    segment_ids = np.array([[0, 1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1, 1, 1, 1]])
-    ids = np.where(segment_ids == 0, 0, rng.integers(4, 64, segment_ids.shape))
-    is_answer = rng.random(ids.shape) < 0.5
-    params = page.chats.init(jax.random.key(0), ids, segment_ids, is_answer)
-    alone, of_alone, answers = in_rows_of_their_own(segment_ids, ids, is_answer)
-    loss = jax.jit(jax.value_and_grad(page.chats.apply))
-    got = loss(params, ids, segment_ids, is_answer)
-    near(got, loss(params, of_alone, alone, answers), rtol=1e-3)
-    other = np.where(is_answer, ids, np.where(segment_ids, 9, 0))
-    assert got[0] != loss(params, other, segment_ids, is_answer)[0]
-    none = loss(params, ids, segment_ids, np.zeros_like(is_answer))[0]
-    assert none == 0
-
-
-@pytest.mark.slow
 def test_vectors_of_two_towers_do_not_see_padding_and_an_empty_text_is_0():
     page = functions_of(OBJECTIVES, "vectors", "hk")
     vectors = page.hk.without_apply_rng(page.hk.transform(page.vectors))
@@ -477,64 +460,103 @@ def test_steps_by_rows_are_dense_steps():
     near(page.by_scan(*start, batches), summed)
 
 
-# --- the first page, and the program from text to batches
+# --- packed rows, and documents alone
 
 
 def in_rows_of_their_own(segment_ids, *arrays):
     """Documents of two tokens or more, each in a row, padded on the right."""
-    length, segments = segment_ids.shape[1], np.unique(segment_ids)
-    where = [segment_ids[row] == n for row in range(len(segment_ids)) for n in segments if n]
-    rows = [row for row in range(len(segment_ids)) for n in segments if n]
-    kept = [(row, here) for row, here in zip(rows, where, strict=True) if here.sum() > 1]
-    moved = lambda values: np.stack(
-        [np.pad(values[row, here], (0, length - here.sum())) for row, here in kept]
+    length = segment_ids.shape[1]
+    documents = [
+        (row, ids == n) for row, ids in enumerate(segment_ids) for n in np.unique(ids) if n
+    ]
+    documents = [(row, here) for row, here in documents if here.sum() > 1]
+
+    def moved(values):
+        rows = [values[row, here] for row, here in documents]
+        return np.stack([np.pad(row, (0, length - len(row))) for row in rows])
+
+    return [moved(np.asarray(each)) for each in (np.sign(segment_ids), *arrays)]
+
+
+PROGRAM = FOLDER / "text_to_batches.py"
+OF_PROGRAM = {"WIDTH": 16, "VOCAB_SIZE": 32, "LENGTH": 12}
+KEY = jax.random.key(0)
+
+
+def of_first_page(segment_ids, ids, _):
+    page = functions_of(FOLDER / "start.md", "model")
+    params = page.model.init(KEY, ids, segment_ids, is_training=False)
+    apply = functools.partial(page.model.apply, is_training=False)
+    return params, lambda params, segment_ids, ids, _: apply(params, None, ids, segment_ids)
+
+
+def of_notebook(*_):
+    page = functions_of(FOLDER / "03_masks.ipynb", "loss_of", "params")
+    tokens_of = te.TokenPositions.from_segment_ids
+    return page.params, lambda params, segment_ids, ids, _: page.loss_of(
+        params, ids, tokens_of(segment_ids)
     )
-    return moved(np.sign(segment_ids)), *(moved(np.asarray(each)) for each in arrays)
 
 
-@pytest.mark.slow
-def test_the_loss_of_the_first_page_is_that_of_documents_alone():
-    page, rng = functions_of(FOLDER / "start.md", "model"), np.random.default_rng(12)
-    segment_ids = segment_ids_of(rng, 3, 12)
-    ids = np.where(segment_ids, rng.integers(1, 256, segment_ids.shape), 0)
-    params = page.model.init(jax.random.key(0), ids, segment_ids, is_training=False)
-    alone, of_alone = in_rows_of_their_own(segment_ids, ids)
-
-    @jax.jit
-    @jax.value_and_grad
-    def loss(params, ids, segment_ids):
-        return page.model.apply(params, None, ids, segment_ids, is_training=False)
-
-    near(loss(params, ids, segment_ids), loss(params, of_alone, alone), rtol=1e-3)
+def of_chats(segment_ids, ids, is_answer):
+    page = functions_of(FOLDER / "objectives.md", "chats")
+    params = page.chats.init(KEY, ids, segment_ids, is_answer)
+    return params, lambda params, *arrays: page.chats.apply(params, arrays[1], arrays[0], arrays[2])
 
 
-@pytest.mark.slow
-def test_losses_and_texts_of_the_program_are_those_of_rows_alone():
-    pytest.importorskip("grain")
-    path, names = FOLDER / "text_to_batches.py", ("MODEL", "sum_of_losses", "generate")
-    page = functions_of(path, *names, WIDTH=16, VOCAB_SIZE=32, LENGTH=12)
-    rng = np.random.default_rng(13)
-    segment_ids = segment_ids_of(rng, 3, 12)
-    ids = np.where(segment_ids, rng.integers(2, 32, segment_ids.shape), 0)
-
-    def batch(ids, segment_ids):
-        tokens = te.TokenPositions.from_segment_ids(segment_ids)
-        return {"ids": ids, "ids_positions": tokens.positions, "ids_segment_ids": segment_ids}
-
+def of_program(segment_ids, ids, _):
+    page = functions_of(PROGRAM, "MODEL", "sum_of_losses", **OF_PROGRAM)
     tokens = te.TokenPositions.from_segment_ids(segment_ids)
-    params = jax.jit(page.MODEL.init, static_argnums=3)(jax.random.key(0), ids, tokens, False)
-    alone, of_alone = in_rows_of_their_own(segment_ids, ids)
-    loss = jax.jit(lambda batch: page.sum_of_losses(params, batch, None, is_training=False))
-    near(loss(batch(ids, segment_ids)), loss(batch(of_alone, alone)))
+    params = jax.jit(page.MODEL.init, static_argnums=3)(KEY, ids, tokens, False)
+
+    def loss(params, segment_ids, ids, _):
+        positions = te.TokenPositions.from_segment_ids(segment_ids).positions
+        batch = {"ids": ids, "ids_positions": positions, "ids_segment_ids": segment_ids}
+        total, count = page.sum_of_losses(params, batch, None, is_training=False)
+        return total / count
+
+    return params, loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [of_first_page, of_notebook, of_chats, of_program])
+def test_the_loss_of_packed_rows_is_that_of_documents_alone(page):
+    rng = np.random.default_rng(12)
+    segment_ids = segment_ids_of(rng, 3, 12)
+    ids = np.where(segment_ids, rng.integers(4, 8, segment_ids.shape), 0)
+    batch = segment_ids, ids, rng.random(ids.shape) < 0.5
+    params, loss = page(*batch)
+    step = jax.jit(jax.value_and_grad(loss))
+    near(step(params, *batch), step(params, *in_rows_of_their_own(*batch)), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_loss_of_answers_predicts_them_alone():
+    rng = np.random.default_rng(11)
+    segment_ids = np.array([[0, 1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1, 1, 1, 1]])
+    ids = np.where(segment_ids == 0, 0, rng.integers(4, 64, segment_ids.shape))
+    is_answer = rng.random(ids.shape) < 0.5
+    params, loss = of_chats(segment_ids, ids, is_answer)
+    other = np.where(is_answer, ids, np.where(segment_ids, 9, 0))
+    of_batch = lambda ids, is_answer: jax.jit(loss)(params, segment_ids, ids, is_answer)
+    assert of_batch(ids, is_answer) != of_batch(other, is_answer)
+    assert of_batch(ids, np.zeros_like(is_answer)) == 0
+
+
+@pytest.mark.slow
+def test_texts_of_the_program_are_those_of_prompts_alone():
+    pytest.importorskip("grain")
+    page = functions_of(PROGRAM, "MODEL", "generate", **OF_PROGRAM)
+    of_text = functools.partial(te.TokenPositions.from_offset, 0)
+    prompts, lengths = np.array([[5, 6, 7, 0, 0], [8, 0, 0, 0, 0]]), np.array([3, 1])
+    params = jax.jit(page.MODEL.init, static_argnums=3)(KEY, prompts, of_text(5), False)
 
     @jax.jit
     def likeliest(ids):
-        tokens = te.TokenPositions.from_offset(0, ids.shape[1])
-        x, output = page.MODEL.apply(params, None, ids, tokens, False)
+        x, output = page.MODEL.apply(params, None, ids, of_text(ids.shape[1]), False)
         return te.linear_logits(x[0, -1], output).argmax()
 
-    prompts, lengths = np.array([[5, 6, 7, 0, 0], [8, 0, 0, 0, 0]]), np.array([3, 1])
-    texts = page.generate(params, jax.random.key(0), prompts, lengths, steps=2, top_p=1e-6)
+    texts = page.generate(params, KEY, prompts, lengths, steps=2, top_p=1e-6)
     for row, length in enumerate(lengths):
         text = prompts[row, :length].tolist()
         while len(text) < length + 2 and text[-1] != 1:
@@ -550,21 +572,6 @@ def test_scores_of_rotations_are_cosines_of_distances():
     keys, frequencies = np.array([-9, 3, 4000]), 1e4 ** (-np.arange(32) / 32)
     cosines = np.cos((70 - keys)[:, None] * frequencies)
     near(page.rotary_scores(70, keys), np.float32(2 * cosines.sum(1) / 8))
-
-
-@pytest.mark.slow
-def test_the_loss_of_packed_sentences_is_that_of_sentences_alone():
-    page, rng = (
-        functions_of(FOLDER / "03_masks.ipynb", "loss_of", "params", "vocabulary"),
-        np.random.default_rng(15),
-    )
-    segment_ids = segment_ids_of(rng, 3, 12)
-    ids = np.where(segment_ids, rng.integers(1, len(page.vocabulary), segment_ids.shape), 0)
-    alone, of_alone = in_rows_of_their_own(segment_ids, ids)
-    loss = jax.jit(jax.value_and_grad(page.loss_of))
-    got = loss(page.params, ids, te.TokenPositions.from_segment_ids(segment_ids))
-    expected = loss(page.params, of_alone, te.TokenPositions.from_segment_ids(alone))
-    near(got, expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
