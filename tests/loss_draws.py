@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from draws import call as call_in_mode
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from meshes import mesh_of
+from meshes import AUTO, EXPLICIT, mesh_of, put
 
 STEP = 1e-30
 DIVERGENCES = ("forward", "reverse", "js")
@@ -92,60 +91,38 @@ def _form(tokens, form):
 def _spoil(rng, given, others, tokens, shift, pad_id):
     """Anything where no label is counted: NaN, ids outside, settings out of range."""
     labels = others.get("labels")
-    used, is_counted = used_tokens(given, others, tokens, shift, pad_id)
-    for name in ("x", "teacher_x"):
-        if name in given:
-            given[name][~used] = np.nan
+    is_counted = counted_labels(given, others, tokens, shift, pad_id)
+    of_tokens = is_counted.reshape(*tokens, -1).any(-1)
+    of_tokens &= np.broadcast_to(given.get("weights", 1), tokens) != 0
+    for name in {"x", "teacher_x"} & given.keys():
+        given[name][~np.roll(of_tokens, -shift, -1)] = np.nan
     if labels is not None and labels.ndim == len(tokens):
-        labels[~is_counted & (labels != pad_id if pad_id is not None else True)] = 10**6
+        labels[~of_tokens & (labels != pad_id)] = 10**6
     for name in RANGES.keys() & given.keys():
         if given[name].shape == tokens:
             _, outside = RANGES[name]
-            given[name][~is_counted] = rng.choice(outside, np.shape(given[name][~is_counted]))
+            given[name][~of_tokens] = rng.choice(outside, np.shape(given[name][~of_tokens]))
 
 
-def used_tokens(given, others, tokens, shift, pad_id):
-    """Which tokens predict a label that has a weight, and which labels [tokens] these are."""
-    used, is_counted = np.zeros(tokens, bool), np.zeros(tokens, bool)
-    for at in np.ndindex(tokens):
-        of_label = Label(given, others, tokens, at, shift, pad_id)
-        is_counted[at] = np.any(of_label.counted) & (of_label.weight != 0)
-        if is_counted[at]:
-            used[of_label.at] = True
-    return used, is_counted
+def counted_labels(given, others, tokens, shift, pad_id):
+    """Which labels count: [tokens], or [tokens, candidates]."""
+    labels = others.get("labels")
+    shape = tokens if labels is None else labels.shape
+    segments = np.broadcast_to(others.get("segment_ids", 1), tokens)
+    earlier = lambda array: np.roll(array, shift, len(tokens) - 1)
+    inside = (earlier(segments) == segments) & (segments != 0) & (np.arange(tokens[-1]) >= shift)
+    counted = np.broadcast_to(others.get("mask", True), shape).copy()
+    if shift:
+        counted &= inside.reshape(*tokens, *[1] * (len(shape) - len(tokens)))
+    if pad_id is not None and labels is not None:
+        counted &= labels != pad_id
+        if shape == tokens and shift and 0 <= pad_id < len(given["table"]):
+            # Padding on the left predicts nothing.
+            counted &= earlier(labels) != pad_id
+    return counted
 
 
 # --- the oracle
-
-
-class Label:
-    """What belongs to the label at an index: the token that predicts it, and whether it counts."""
-
-    def __init__(self, given, others, tokens, at, shift, pad_id):
-        self.at = (*at[:-1], at[-1] - shift) if shift else at
-        whole = lambda name, default: np.broadcast_to(others.get(name, default), tokens)
-        self.setting = lambda name, default: np.broadcast_to(given.get(name, default), tokens)[at]
-        self.weight = np.broadcast_to(given.get("weights", 1.0), tokens)[at]
-        labels = others.get("labels")
-        self.label = None if labels is None else labels[at]
-        mask = others.get("mask", np.array(True))
-        counted = np.ones(np.shape(self.label), bool)
-        if mask.ndim > len(tokens) or (labels is not None and labels.ndim > len(tokens)):
-            counted = counted & np.broadcast_to(mask, labels.shape)[at]
-        else:
-            counted = counted & np.broadcast_to(mask, tokens)[at]
-        if shift:
-            segments = whole("segment_ids", 1)
-            is_inside = at[-1] >= shift and segments[self.at] == segments[at] != 0
-            counted = counted & is_inside
-            self.at = self.at if at[-1] >= shift else at
-        if pad_id is not None and labels is not None:
-            counted = counted & (self.label != pad_id)
-            is_plain = labels.ndim == len(tokens)
-            if shift and is_plain and pad_id >= 0 and pad_id < len(given["table"]):
-                # Padding on the left predicts nothing.
-                counted = counted & (labels[self.at] != pad_id)
-        self.counted = counted
 
 
 def _log_softmax(z, allowed):
@@ -169,32 +146,31 @@ def oracle(
     function, given, others, *, tokens, shift=0, pad_id=None, softcap=None, scale=1.0, beta=None,
     reduction="none", temperature=1.0, label_smoothing=0.0, z_loss=0.0, sizes=None, dtype="float32",
 ):  # fmt: skip
-    """The values of a function, as a tuple of complex arrays."""
-    found = {at: Label(given, others, tokens, at, shift, pad_id) for at in np.ndindex(tokens)}
-    values, weights = {}, {}
-    for at, of_label in found.items():
-        weights[at] = np.where(np.any(of_label.counted), of_label.weight, 0)
-        if not np.any(of_label.counted):
+    """The values of a function, as a tuple of complex arrays; adds the largest logits to `sizes`."""
+    sizes = [] if sizes is None else sizes
+    values, is_counted = {}, counted_labels(given, others, tokens, shift, pad_id)
+    labels = others.get("labels", np.zeros(tokens))
+    of = lambda name, default: np.broadcast_to(given.get(name, default), tokens)
+    for at in np.ndindex(tokens):
+        y, counted = labels[at], is_counted[at]
+        if not counted.any():
             continue
-        t = of_label.setting("temperature", temperature)
-        z, allowed, is_banned = _logits(given, "", of_label.at, t, pad_id, softcap, scale)
+        source, t = (*at[:-1], at[-1] - shift), of("temperature", temperature)[at]
+        z, allowed, is_banned = _logits(given, "", source, t, pad_id, softcap, scale)
         log_p, log_z = _log_softmax(z, allowed)
-        if sizes is not None and of_label.weight != 0:
-            sizes.append(np.abs(z[allowed]).max())
+        sizes.append(np.abs(z[allowed]).max())
         p = np.where(allowed, np.exp(log_p), 0)
         entropy = -(p * log_p).sum()
-        y, counted = of_label.label, of_label.counted
         if function in DIVERGENCES:
-            other, teacher_allows, _ = _logits(given, "teacher_", of_label.at, t, pad_id, None, 1.0)
-            if sizes is not None and of_label.weight != 0:
-                sizes.append(np.abs(other[teacher_allows]).max())
+            other, teacher_allows, _ = _logits(given, "teacher_", source, t, pad_id, None, 1.0)
+            sizes.append(np.abs(other[teacher_allows]).max())
             log_q, _ = _log_softmax(other, teacher_allows)
             values[at] = _divergence(
                 function, beta, (log_p, allowed), (log_q, teacher_allows), LOWEST[str(dtype)]
             )
         elif function == "cross_entropy":
-            s = of_label.setting("label_smoothing", label_smoothing)
-            of_z = of_label.setting("z_loss", z_loss) * log_z**2
+            s = of("label_smoothing", label_smoothing)[at]
+            of_z = of("z_loss", z_loss)[at] * log_z**2
             is_right = np.where(allowed, z.real, -np.inf).argmax() == y
             loss = np.nan
             if 0 <= y < len(z):
@@ -203,17 +179,23 @@ def oracle(
             values[at] = np.array([loss, is_right, of_z, log_z])
         elif function == "logits":
             values[at] = np.where(is_banned, -np.inf, z)
-        elif function == "kept":
-            kept = np.where(counted, y, 0)
-            possible = counted & ~is_banned[kept]
-            of_kept = np.where(possible, z[kept], 0)
-            among, _ = _log_softmax(of_kept, possible)
-            values[at] = np.where(possible, among, -np.inf)
         else:
             safe = np.where(counted, y, 0)
-            log_probs = np.where(counted & ~is_banned[safe], log_p[safe], -np.inf)
-            values[at] = np.append(log_probs, entropy)
-    return _returned(function, values, weights, tokens, reduction, others, pad_id, dtype)
+            possible = counted & ~is_banned[safe]
+            among = log_p[safe]
+            if function == "kept":
+                among, _ = _log_softmax(np.where(possible, z[safe], 0), possible)
+            values[at] = np.append(np.where(possible, among, -np.inf), entropy)
+    if function == "logits":
+        return (_of_padding(np.array([*values.values()]).reshape(*tokens, -1), pad_id, dtype),)
+    if function in ("cross_entropy", *DIVERGENCES):
+        weights = np.where(is_counted, of("weights", 1.0), 0).astype(complex)
+        return _reduced(values, weights, 4 if function == "cross_entropy" else 1, reduction)
+    log_probs = np.full(labels.shape, 0 if labels.shape == tokens else -np.inf, complex)
+    entropies = np.zeros(tokens, complex)
+    for at, value in values.items():
+        entropies[at], log_probs[at] = value[-1], value[:-1].reshape(log_probs[at].shape)
+    return log_probs, entropies
 
 
 def _divergence(kind, beta, student, teacher, lowest):
@@ -238,41 +220,24 @@ def _divergence(kind, beta, student, teacher, lowest):
     return beta * kl(log_q, in_q, log_m, either) + (1 - beta) * kl(log_p, in_p, log_m, either)
 
 
-def _returned(function, values, weights, tokens, reduction, others, pad_id, dtype):
-    if function == "logits":
-        logits = np.array([*values.values()]).reshape(*tokens, -1)
-        if pad_id is not None and 0 <= pad_id < logits.shape[-1]:
-            logits[..., pad_id] = np.finfo(dtype).min / 2
-        return (logits,)
-    if function in ("cross_entropy", *DIVERGENCES):
-        width = 4 if function == "cross_entropy" else 1
-        of_tokens = np.zeros((*tokens, width), complex)
-        of_weights = np.zeros(tokens, complex)
-        for at, weight in weights.items():
-            of_weights[at] = weight
-            if at in values:
-                # A weight of 0 leaves nothing of an infinite loss.
-                of_tokens[at] = _times(np.atleast_1d(values[at]), weight)
-        arrays = [of_tokens[..., n] for n in range(width)]
-        if function == "cross_entropy":
-            arrays.append(of_weights)
-        if reduction == "none":
-            return tuple(arrays)
-        total = of_weights.sum()
-        divisor = total if reduction == "mean" and total != 0 else 1
-        sums = [array.sum() / divisor for array in arrays]
-        return (*sums[:4], total) if function == "cross_entropy" else (sums[0],)
-    labels = others["labels"]
-    is_plain = labels.ndim == len(tokens)
-    log_probs = np.full(labels.shape, 0 if is_plain else -np.inf, complex)
-    entropies = np.zeros(tokens, complex)
+def _of_padding(logits, pad_id, dtype):
+    if pad_id is not None and 0 <= pad_id < logits.shape[-1]:
+        logits[..., pad_id] = np.finfo(dtype).min / 2
+    return logits
+
+
+def _reduced(values, weights, width, reduction):
+    """Losses and metrics, if there are any, of tokens or together."""
+    of_tokens = np.zeros((width, *weights.shape), complex)
     for at, value in values.items():
-        if function == "kept":
-            log_probs[at] = value
-        else:
-            log_probs[at] = value[0] if is_plain else value[:-1]
-            entropies[at] = value[-1]
-    return (log_probs,) if function == "kept" else (log_probs, entropies)
+        # A weight of 0 leaves nothing of an infinite loss.
+        of_tokens[:, *at] = _times(np.atleast_1d(value), weights[at])
+    counts = [weights] * (width > 1)
+    if reduction == "none":
+        return *of_tokens, *counts
+    total = weights.sum()
+    divisor = total if reduction == "mean" and total != 0 else 1
+    return *(each.sum() / divisor for each in of_tokens), *(each.sum() for each in counts)
 
 
 def _times(value, weight):
@@ -327,14 +292,13 @@ SPLITS = {name: (name, *axes) for name, axes in SPLITS.items()}
 def _split(split, f, batches):
     """Plain arrays, whose type says how they are split."""
     name, of_x, *of_table = split
-    kind = AxisType.Auto if "automatic" in name else AxisType.Explicit
+    kind = AUTO if "automatic" in name else EXPLICIT
     mesh = mesh_of((2, 2), ("data", "model"), kind)
-    put = lambda array, *axes: jax.device_put(array, NamedSharding(mesh, PartitionSpec(*axes)))
 
     def placed(name, array):
         if name in ("x", "teacher_x", "ids"):
-            return put(array, of_x)
-        return put(array, *of_table) if name.endswith("table") else put(array)
+            return put(mesh, array, of_x)
+        return put(mesh, array, *of_table if name.endswith("table") else ())
 
     with jax.set_mesh(mesh):
         step = jax.jit(f)

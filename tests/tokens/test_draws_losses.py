@@ -147,16 +147,14 @@ def check(number, chosen, batch, values, gradients):
     options |= settings_of(chosen)[1]
     options["dtype"] = values[0].dtype
 
-    def of(arrays):
+    def of(arrays, sizes=None):
         function = "log_probs" if chosen.function == "candidates" else chosen.function
-        wanted = loss_draws.oracle(function, arrays, others, **options)
+        wanted = loss_draws.oracle(function, arrays, others, sizes=sizes, **options)
         return wanted[: len(values)]
 
-    options["sizes"] = sizes = []
-    wanted = of(wide)
-    options["sizes"] = None
+    wanted = of(wide, sizes := [])
     # A rounded tanh near 1 has a derivative of its own, which x multiplies.
-    size = 1 + max(sizes, default=0) + (chosen.size if chosen.softcap else 0)
+    size = 1 + np.nan_to_num(sizes).max(initial=0) + (chosen.size if chosen.softcap else 0)
     error = ERRORS["float64" if chosen.mode == "x64" else "float32"] * size
     for value, want in zip(values, wanted, strict=True):
         rtol = error * (1 + (size if chosen.z_loss else 0))
