@@ -13,10 +13,11 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import functools
 import importlib
 import inspect
-import itertools
 import json
+import os
 import pathlib
 import re
 import sys
@@ -42,11 +43,15 @@ BATCH, LENGTH, VOCAB, PAD = 3, 7, 64, 3
 IDS = np.array([
     [5, 6, 7, 8, 9, 10, 11], [PAD, PAD, 12, 5, 13, 14, 15], [16, 17, 18, 5, 19, PAD, PAD],
 ])  # fmt: skip
+IS_TOKEN = IDS != PAD
+ARE_TOKENS = IS_TOKEN[:, None, :, None] & IS_TOKEN[:, None, None]
+TYPES = np.arange(IDS.size).reshape(IDS.shape) % 2
+# The library's models count positions with padding or without.
+NEAR = [np.arange(LENGTH), np.asarray(te.TokenPositions.from_ids(IDS, pad_id=PAD).positions)]
 FAR = np.array([0, 1, 30, 500, 7000, 50_000, 100_000])
 ULPS = 5
 # If a linear layer follows a norm.
 WIDENED_ULPS = 8
-SIDES = {"encoder", "decoder"}
 TOKENS = "transformer_embedding/~/token_embedding"
 # Scores of rotated heads: float32 angles of the library, positions below 7.
 SCORE = 2e-5
@@ -94,7 +99,9 @@ ODD = {
     r"final_logit_softcapping": 2.5,
     r"rope_theta|rotary_emb_base|rope_local_base_freq": 700.0,
     r"partial_rotary_factor|rotary_pct": 0.5,
-}
+}  # Other ids of tokens follow from 40 on.
+SPECIAL_IDS = {"pad_token_id": PAD, "bos_token_id": 0}
+SPECIAL_IDS |= {"eos_token_id": 4, "decoder_start_token_id": 4}
 
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
 BASES = {
@@ -157,53 +164,45 @@ MOST_USED = (
 
 
 class NotSweptError(Exception):
-    """The type has no input layer of tokens, or cannot be built here."""
+    """The type has no input layer of tokens, or cannot be built or measured here."""
 
 
-def texts(entries):
+class WrongError(Exception):
+    """Something differs from the library."""
+
+
+def has_text(entries):
     """Whether a configuration has a vocabulary anywhere."""
     return any(
-        ("vocab" in str(key) and isinstance(value, int))
-        or (isinstance(value, dict) and texts(value))
+        has_text(value) if isinstance(value, dict) else "vocab" in str(key) and type(value) is int
         for key, value in entries.items()
     )
 
 
-def chosen(rules, key, value):
-    """The number of the first pattern that a name matches, or its own value."""
+def small_entry(key, value, layers, tokens, is_odd):  # noqa: PLR0911 (a rule for each kind)
+    """A small size, an odd number, or an id of a small vocabulary in place of a value."""
+    if isinstance(value, dict) and key not in ("rope_parameters", "id2label", "label2id"):
+        return resized(value, is_odd=is_odd)
+    if isinstance(value, list) and len(value) == layers > 3:
+        return value[1:4]
+    if value is None:
+        return 2 if key == "num_key_value_heads" else None
+    if key in SPECIAL_IDS:
+        return SPECIAL_IDS[key]
+    if isinstance(value, int) and re.search(r"token_(id|index)$|image_token|forced", key):
+        return next(tokens, VOCAB - 1)
+    if key == "scale_embedding" and is_odd:
+        return not value
+    rules = {int: SIZES, float: ODD if is_odd else {}}.get(type(value), {})
     return next((number for pattern, number in rules.items() if re.fullmatch(pattern, key)), value)
 
 
-def resized(entries, *, is_odd):  # noqa: PLR0912 (a rule for each kind of entry)
+def resized(entries, *, is_odd):
     """Entries of a config.json with small sizes, and odd numbers if asked."""
-    small = dict(entries)
-    layers = entries.get("num_hidden_layers") or 0
-    tokens = iter(range(40, VOCAB))
-    for key, value in entries.items():
-        if isinstance(value, dict) and key not in ("rope_parameters", "id2label", "label2id"):
-            small[key] = resized(value, is_odd=is_odd)
-        if isinstance(value, list) and len(value) == layers and layers > 3:
-            small[key] = value[1:4]
-        if key == "num_key_value_heads" and value is None:
-            small[key] = 2
-        if value is not None and key in (
-            "pad_token_id",
-            "bos_token_id",
-            "eos_token_id",
-            "decoder_start_token_id",
-        ):
-            small[key] = {"pad_token_id": PAD, "bos_token_id": 0}.get(key, 4)
-        elif re.search(r"token_(id|index)$|image_token|forced", key) and isinstance(value, int):
-            small[key] = next(tokens, VOCAB - 1)
-        elif isinstance(value, int) and not isinstance(value, bool):
-            small[key] = chosen(SIZES, key, value)
-        elif isinstance(value, float) and is_odd:
-            small[key] = chosen(ODD, key, value)
-    if is_odd and isinstance(small.get("scale_embedding"), bool):
-        small["scale_embedding"] = not small["scale_embedding"]
+    layers, tokens = entries.get("num_hidden_layers") or 0, iter(range(40, VOCAB))
+    small = {key: small_entry(key, value, layers, tokens, is_odd) for key, value in entries.items()}
     if isinstance(small.get("layer_types"), list):
-        kinds = list(dict.fromkeys(small["layer_types"]))
-        small["layer_types"] = (kinds * 3)[:3]
+        small["layer_types"] = ([*dict.fromkeys(small["layer_types"])] * 3)[:3]
     if own := small.get("per_layer_config"):
         # As the library writes Gemma 4: what full layers have of their own.
         wide = dict(next(iter(own.values()))) | {"head_dim": 48}
@@ -212,16 +211,23 @@ def resized(entries, *, is_odd):  # noqa: PLR0912 (a rule for each kind of entry
     if "qk_rope_head_dim" in entries:
         small |= {"head_dim": 8, "num_key_value_heads": 4}
     small |= SPECIAL.get(entries.get("model_type"), {})
-    rope = small.get("rope_parameters")
-    if isinstance(rope, dict):
-        small["rope_parameters"] = turned(rope, small, is_odd)
-    return small
+    change = functools.partial(turned, entries=small, is_odd=is_odd)
+    return changed_rope(small, change)
+
+
+def changed_rope(entries, change):
+    """The entries, with those of each rotation changed: of all layers, or of each kind."""
+    rope = entries.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return entries
+    is_of_kinds = rope and all(isinstance(value, dict) for value in rope.values())
+    if is_of_kinds:
+        rope = {kind: change(value) for kind, value in rope.items()}
+    return entries | {"rope_parameters": rope if is_of_kinds else change(rope)}
 
 
 def turned(rope, entries, is_odd):
     """The entries of a rotation, odd ones if asked; sections have the pairs of a small head."""
-    if rope and all(isinstance(value, dict) for value in rope.values()):
-        return {layer: turned(value, entries, is_odd) for layer, value in rope.items()}
     rope = dict(rope)
     if is_odd:
         rope["rope_theta"] = 700.0 + len(rope)
@@ -236,13 +242,22 @@ def turned(rope, entries, is_odd):
     return rope
 
 
+def scaled(rope):
+    """Rotations with YaRN where they have no scaling, first trained on 8 positions."""
+    if rope.get("rope_type", "default") != "default" or "mrope_section" in rope:
+        return rope
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+    return rope | yarn
+
+
 def config_of(model_type, *, is_odd):
     """A small configuration."""
     kind = configuration_auto.CONFIG_MAPPING[model_type]
     default = kind().to_dict()
-    if not texts(default):
+    if not has_text(default):
         raise NotSweptError("no vocabulary")
     small = resized(default, is_odd=is_odd)
+    text = small.get("text_config", small)
     if is_odd and model_type in LONG:
         share = small["rope_parameters"].get("partial_rotary_factor", 1)
         pairs = int(small["hidden_size"] // small["num_attention_heads"] * share) // 2
@@ -250,25 +265,11 @@ def config_of(model_type, *, is_odd):
         small["rope_parameters"] |= {"rope_type": "longrope"} | factors
         small["original_max_position_embeddings"] = 8
     elif is_odd and model_type not in UNSCALED:
-        text = small.get("text_config", small)
-        text["rope_parameters"] = scaled(text.get("rope_parameters"))
-    text = small.get("text_config", small)
+        text |= changed_rope(text, scaled)
     if text.get("head_dim", 0) is None:
         # Neither YaRN in the library nor some of its models expect it.
         text["head_dim"] = text["hidden_size"] // text["num_attention_heads"]
     return kind.from_dict(small)
-
-
-def scaled(rope):
-    """Rotations with YaRN where they have no scaling, first trained on 8 positions."""
-    if not isinstance(rope, dict):
-        return rope
-    if rope and all(isinstance(value, dict) for value in rope.values()):
-        return {layer: scaled(value) for layer, value in rope.items()}
-    if rope.get("rope_type", "default") != "default" or "mrope_section" in rope:
-        return rope
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
-    return rope | yarn
 
 
 def without_defaults(entries, config):
@@ -335,14 +336,11 @@ def built(config):
     raise first if isinstance(first, NotSweptError) else NotSweptError(f"not built: {first!r:.90}")
 
 
-ROTATIONS = []
-FAR_ROTATIONS = []
+# What calls of a model recorded: the heads before and after each rotation, by layer; the same at far
+# positions; layers that were reached; of each layer, which tokens see which; the last hidden states
+# of a model, and its logits.
+ROTATIONS, FAR_ROTATIONS, REACHED, MASKS, HEADS = [], [], set(), {}, []
 LAYER = [None]
-REACHED = set()
-# Of each layer, which tokens see which.
-MASKS = {}
-# The last hidden states of a model, and its logits.
-HEADS = []
 
 
 def record_rotations(model):
@@ -373,76 +371,65 @@ def record_rotations(model):
             setattr(module, label, wrapped)
 
 
-def seen_by(model, types):
+def seen_by(model):
     """What the first block of each list of blocks is given, by the list's name."""
-    inputs, handles, table = {}, [], []
-    for name, part in model.named_modules():
-        if not isinstance(part, torch.nn.ModuleList) or re.search("rotary|norm|altup", name):
-            continue
-        for n, block in enumerate(part):
+    inputs, handles, table, states = {}, [], [], []
 
-            def before(_, args, kwargs, name=name, n=n):
-                LAYER[0] = (name, n)
-                REACHED.add(LAYER[0])
-                mask = kwargs.get("attention_mask")
-                if torch.is_tensor(mask) and mask.ndim == 4 and mask.shape[-2:] == (LENGTH,) * 2:
-                    seen = mask if mask.dtype == torch.bool else mask > -1
-                    MASKS.setdefault(LAYER[0], seen[:, :1].numpy().copy())
-                first = args[0] if args else kwargs.get("hidden_states")
-                if n == 0 and torch.is_tensor(first) and first.is_floating_point() and table:
-                    # Gemma 3n and DeepSeek V4 have several hidden vectors of each token.
-                    if first.ndim == 4:
-                        first = first[0] if first.shape[0] != BATCH else first[:, :, 0]
-                    if first.shape[:2] == (LENGTH, BATCH):
-                        first = first.swapaxes(0, 1)
-                    inputs.setdefault(name, first.detach().numpy().copy())
-
-            handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
-    for part in model.modules():
-        if isinstance(part, torch.nn.Embedding):
-            handles.append(part.register_forward_hook(lambda *_: table.append(1)))
-    ids = torch.tensor(IDS)
-    given = {"input_ids": ids, "attention_mask": (ids != PAD).long(), "decoder_input_ids": ids}
-    given |= {"use_cache": False}
-    if any("token_type" in name for name, _ in model.named_parameters()):
-        given |= {"token_type_ids": torch.tensor(types)}
-    parts = [model] + [
-        part for part in model.modules() if isinstance(part, transformers.PreTrainedModel)
-    ]
-    states = []
+    def before(_, args, kwargs, name, n):
+        LAYER[0] = (name, n)
+        REACHED.add(LAYER[0])
+        mask = kwargs.get("attention_mask")
+        if torch.is_tensor(mask) and mask.ndim == 4 and mask.shape[-2:] == (LENGTH,) * 2:
+            seen = mask if mask.dtype == torch.bool else mask > -1
+            MASKS.setdefault(LAYER[0], seen[:, :1].numpy().copy())
+        first = args[0] if args else kwargs.get("hidden_states")
+        if n == 0 and torch.is_tensor(first) and first.is_floating_point() and table:
+            # Gemma 3n and DeepSeek V4 have several hidden vectors of each token.
+            if first.ndim == 4:
+                first = first[0] if first.shape[0] != BATCH else first[:, :, 0]
+            if first.shape[:2] == (LENGTH, BATCH):
+                first = first.swapaxes(0, 1)
+            inputs.setdefault(name, first.detach().numpy().copy())
 
     def after(_, args, output):
         state = getattr(output, "last_hidden_state", None)
         if state is not None:
             states.append(state.numpy())
 
+    for name, part in model.named_modules():
+        if isinstance(part, torch.nn.ModuleList) and not re.search("rotary|norm|altup", name):
+            for n, block in enumerate(part):
+                hook = functools.partial(before, name=name, n=n)
+                handles.append(block.register_forward_pre_hook(hook, with_kwargs=True))
+        if isinstance(part, torch.nn.Embedding):
+            handles.append(part.register_forward_hook(lambda *_: table.append(1)))
+    ids = torch.tensor(IDS)
+    given = {"input_ids": ids, "attention_mask": (ids != PAD).long(), "decoder_input_ids": ids}
+    given |= {"use_cache": False}
+    if any("token_type" in name for name, _ in model.named_parameters()):
+        given |= {"token_type_ids": torch.tensor(TYPES)}
+    parts = [part for part in model.modules() if isinstance(part, transformers.PreTrainedModel)]
     handles += [part.register_forward_hook(after) for part in parts]
-    features = torch.zeros(BATCH, 80, 80)
+    features = {"input_features": torch.zeros(BATCH, 80, 80)}
+    far = {"input_ids": ids, "position_ids": torch.tensor(FAR).expand(BATCH, -1)}
     for part in parts:
         accepted = inspect.signature(part.forward).parameters
         options = {key: value for key, value in given.items() if key in accepted}
-        for more in ({"input_features": features}, {}):
+        for more in (features, {}):
             with contextlib.suppress(Exception):
                 if more.keys() <= accepted.keys():
                     found = part(**options | more)
                     HEADS.append((states[-1], found.logits.numpy()))
-    near = list(ROTATIONS)
-    ROTATIONS.clear()
+    near = [*ROTATIONS]
     for part in parts:
-        if "position_ids" in inspect.signature(part.forward).parameters:
-            with contextlib.suppress(Exception):
-                positions = torch.tensor(FAR).expand(BATCH, -1)
-                part(input_ids=ids, position_ids=positions, use_cache=False)
-    FAR_ROTATIONS[:] = ROTATIONS
-    ROTATIONS[:] = near
+        with contextlib.suppress(Exception):
+            if "position_ids" in inspect.signature(part.forward).parameters:
+                part(**far, use_cache=False)
+    FAR_ROTATIONS[:], ROTATIONS[:] = ROTATIONS[len(near) :], near
     for handle in handles:
         handle.remove()
+    is_embedded = lambda value: value.ndim == 3 and value.shape[:2] == (BATCH, LENGTH)
     return {name: value for name, value in inputs.items() if is_embedded(value)}
-
-
-def is_embedded(value):
-    """Whether an array is [batch, length, width]."""
-    return value.ndim == 3 and value.shape[:2] == (BATCH, LENGTH)
 
 
 def of_stack(inputs, stack, model, table):
@@ -456,14 +443,10 @@ def of_stack(inputs, stack, model, table):
     if not names:
         raise NotSweptError("not measured")
     # The blocks that share most of the table's path.
-    name = max(names, key=lambda name: max(len(shared(owner, name)) for owner in owners))
+    paths = [owner.split(".") for owner in owners]
+    shared = lambda name, path: len(os.path.commonprefix([name.split("."), path]))  # noqa: RUF071
+    name = max(names, key=lambda name: max(shared(name, path) for path in paths))
     return name, inputs[name]
-
-
-def shared(one, other):
-    """The part of two paths that is the same."""
-    pairs = zip(one.split("."), other.split("."), strict=False)
-    return list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def ulps(ours, theirs):
@@ -473,68 +456,59 @@ def ulps(ours, theirs):
     return float(np.abs(ours - theirs).max() / np.spacing(np.abs(theirs).max()))
 
 
+def by_length(heads):
+    """[batch, length, heads, head_dim], of which the library's functions have another order."""
+    return np.moveaxis(heads, 1 if heads.shape[1] == LENGTH else 2, 1)
+
+
 def scores(heads):
     """Products of heads at any two positions: alike in either order of a head's channels."""
-    length = 1 if heads.shape[1] == LENGTH else 2
-    heads = np.moveaxis(heads, length, 1).astype(np.float64)
+    heads = by_length(heads).astype(np.float64)
     return np.einsum("bthd,bshd->bhts", heads, heads)
 
 
-def rotation_error(found, blocks, calls, config, model, several=None):
-    """The worst difference of the scores of rotated heads, of any layer, at one of the positions."""
-    if several is None:
-        several = (
-            np.arange(LENGTH),
-            np.asarray(te.TokenPositions.from_ids(IDS, pad_id=PAD).positions),
-        )
-    worst = 0.0
-    calls = [
-        (layer[1], before, after) for layer, before, after in calls if layer and layer[0] == blocks
-    ]
-    if not found.layers:
-        # Nothing is said of them.
-        return 0.0
-    if all(layer.rotary is None for layer in found.layers):
-        return np.inf if calls else 0.0
+def heads_error(options, several, before, after):
+    """The difference of the scores of rotated heads, at one of several positions."""
+    errors, theirs = [], scores(after)
+    for positions in several:
+        if "pair_axes" in options:
+            axes = 1 + max(options["pair_axes"])
+            positions = np.repeat(positions[..., None], axes, -1)  # noqa: PLW2901
+        ours = scores(np.asarray(te.apply_rotary(by_length(before), positions, **options)))
+        change = np.abs(ours - theirs) * ARE_TOKENS
+        errors.append(change.max() / max(1, np.abs(theirs).max()))
+    return min(errors)
+
+
+def rotation_error(found, blocks, calls, model, several):
+    """The worst difference of any layer; infinite if one should not rotate, NaN without calls."""
+    calls = [(layer[1], heads) for layer, *heads in calls if layer and layer[0] == blocks]
+    rotaries = [layer.rotary for layer in found.layers]
+    if not any(rotaries):
+        return np.inf if calls and rotaries else 0.0
     if not calls:
         return np.nan
-    for layer in range(min(3, len(found.layers))):
-        mine = [call[1:] for call in calls if call[0] == layer]
-        options = found.layers[layer].rotary
+    worst, last = [0.0], max(n for name, n in REACHED if name == blocks)
+    for number, options in enumerate(rotaries[:3]):
+        mine = [heads for n, heads in calls if n == number]
         # A model may stop early, for want of images or of fitting sizes.
-        if not mine and layer >= max(n for name, n in REACHED if name == blocks):
+        if not mine and number >= last:
             continue
-        if (options is None) == bool(mine) and attends(model.get_submodule(f"{blocks}.{layer}")):
+        if (options is None) == bool(mine) and attends(model.get_submodule(f"{blocks}.{number}")):
             return np.inf
-        for before, after in mine:
-            length = 1 if before.shape[1] == LENGTH else 2
-            heads = np.moveaxis(before, length, 1)
-            ours = []
-            for positions in several:
-                if "pair_axes" in options:
-                    axes = 1 + max(options["pair_axes"])
-                    positions = np.repeat(positions[..., None], axes, -1)  # noqa: PLW2901
-                ours.append(np.asarray(te.apply_rotary(heads, positions, **options)))
-            theirs = scores(after)
-            errors = []
-            for each in ours:
-                change = np.abs(scores(each) - theirs)
-                are_tokens = (IDS != PAD)[:, None, :, None] & (IDS != PAD)[:, None, None]
-                errors.append((change * are_tokens).max() / max(1, np.abs(theirs).max()))
-            worst = max(worst, min(errors))
-    return worst
+        worst += [heads_error(options, several, *heads) for heads in mine]
+    return max(worst)
 
 
 def mask_error(found, blocks):
     """Which layer sees other tokens than in the library, in words; "": none that was seen."""
     tokens = te.TokenPositions.from_ids(IDS, pad_id=PAD)
-    is_token = (IDS != PAD)[:, None, :, None] & (IDS != PAD)[:, None, None]
     for (name, number), theirs in MASKS.items():
-        if name != blocks or number >= len(found.layers):
-            continue
-        ours = np.asarray(te.AttentionMask(tokens, **found.layers[number].mask).dense())
-        if np.any((ours != theirs) & is_token):
-            return f"layer {number} of {found.layers[number]} sees other tokens"
+        if name == blocks and number < len(found.layers):
+            layer = found.layers[number]
+            ours = np.asarray(te.AttentionMask(tokens, **layer.mask).dense())
+            if np.any((ours != theirs) & ARE_TOKENS):
+                return f"layer {number} of {layer} sees other tokens"
     return ""
 
 
@@ -549,12 +523,11 @@ def attends(block):
 
 
 def compare(model_type, *, is_odd):
-    """A line of the table: what came of it, the worst ulps, and words."""
+    """A line of the table: what came of it, the worst ulps, words, and what was compared."""
     for record in (ROTATIONS, REACHED, MASKS, HEADS):
         record.clear()
     config = config_of(model_type, is_odd=is_odd)
     model = built(config)
-    types = np.arange(IDS.size).reshape(IDS.shape) % 2
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         path, whole = pathlib.Path(folder, "config.json"), pathlib.Path(folder, "whole")
@@ -564,17 +537,15 @@ def compare(model_type, *, is_odd):
         (whole / "model.safetensors").symlink_to(f"{folder}/model.safetensors")
         if not is_odd:
             path.write_text(json.dumps(without_defaults(json.loads(complete), config)))
-        inputs = seen_by(model, types)
-        lines = []
+        inputs = seen_by(model)
         stacks = ("encoder", "decoder") if config.is_encoder_decoder else (None,)
-        for stack in stacks:
-            lines.append(of_one(folder, stack, inputs, types, config, model))
-        order = ["wrong", "error", "not measured", "exact", "refused"]
-        line = min(lines, key=lambda line: order.index(line[0]))
-        if line[0] == "exact":
-            line = joined([each for each in lines if each[0] == "exact"])
-            if "far" in line[3] and re.search(IS_SCALED, complete):
-                line[3]["past"] = line[3]["far"]
+        lines = [of_one(folder, stack, inputs, model) for stack in stacks]
+    order = ["wrong", "error", "not measured", "exact", "refused"]
+    line = min(lines, key=lambda line: order.index(line[0]))
+    if line[0] == "exact":
+        line = joined([each for each in lines if each[0] == "exact"])
+        if "far" in line[3] and re.search(IS_SCALED, complete):
+            line[3]["past"] = line[3]["far"]
     return line
 
 
@@ -613,85 +584,85 @@ def loaded(folder, stack, length):
     return te.pretrained.load_embedder(folder, length=int(length))
 
 
-def of_one(folder, stack, inputs, types, config, model):  # noqa: PLR0911, PLR0912
+def of_one(folder, stack, inputs, model):
     """A line for one stack."""
     try:
         found = loaded(folder, stack, LENGTH)
+        sides = {"encoder", "decoder"} - {stack} if stack else ()
+        if any(re.search(rf"\b{side}\b", name) for side in sides for name in found.names.values()):
+            raise ValueError(f"it has no {stack} that is known")
     except ValueError as error:
         return "refused", None, str(error).replace(folder, ""), {}
     except Exception as error:
         return "error", None, f"{error!r:.200}", {}
-    if stack is not None and any(
-        re.search(rf"\b{other}\b", name)
-        for other in SIDES - {stack}
-        for name in found.names.values()
-    ):
-        return "refused", None, f"it has no {stack} that is known", {}
     try:
-        blocks, theirs = of_stack(
-            inputs, stack, model, np.asarray(found.params[TOKENS]["embeddings"])
-        )
+        return "exact", *compared(folder, stack, inputs, model, found)
     except NotSweptError as error:
         return "not measured", None, str(error), {}
+    except WrongError as error:
+        return "wrong", None, str(error), {}
+
+
+def check(is_right, words):
+    if not is_right:
+        raise WrongError(words)
+
+
+def compared(folder, stack, inputs, model, found):
+    """The worst ulps, no words, and the error of each thing that was compared."""
+    config, table = found.config, np.asarray(found.params[TOKENS]["embeddings"])
+    blocks, theirs = of_stack(inputs, stack, model, table)
     # Some models never pass token types on.
-    several = [None] if found.config.num_token_types is None else [types, np.zeros_like(types)]
-    apply = te.Embedder(found.config).apply
-    outputs = [
-        np.asarray(apply(found.params, None, IDS, is_training=False, token_types=each))
-        for each in several
-    ]
-    is_token = IDS != PAD
-    if outputs[0].shape != theirs.shape:
-        return "wrong", np.inf, f"shape {outputs[0].shape} for {theirs.shape}", {}
-    ours = min(outputs, key=lambda each: ulps(each[is_token], theirs[is_token]))
-    worst = ulps(ours[is_token], theirs[is_token])
+    several = [None] if config.num_token_types is None else [TYPES, np.zeros_like(TYPES)]
+    apply = functools.partial(te.Embedder(config).apply, found.params, None, IDS)
+    outputs = [np.asarray(apply(is_training=False, token_types=each)) for each in several]
+    shape = outputs[0].shape
+    check(shape == theirs.shape, f"shape {shape} for {theirs.shape}")
+    worst = min(ulps(ours[IS_TOKEN], theirs[IS_TOKEN]) for ours in outputs)
     complete = loaded(f"{folder}/whole", stack, LENGTH)
-    if not same(found, complete):
-        return "wrong", worst, "other defaults than the library's", {}
-    turns = rotation_error(found, blocks, ROTATIONS, config, model)
-    if not worst <= (ULPS if found.config.embedding_width is None else WIDENED_ULPS):
-        return "wrong", worst, f"embeddings off by {np.abs(ours - theirs)[is_token].max():.3g}", {}
+    check(same(found, complete), "other defaults than the library's")
+    check(
+        worst <= (ULPS if config.embedding_width is None else WIDENED_ULPS),
+        f"embeddings off by {worst:.3g} units in the last place",
+    )
+    turns = rotation_error(found, blocks, ROTATIONS, model, NEAR)
     if np.isnan(turns):
-        return "not measured", worst, "its rotation", {}
-    if turns > SCORE:
-        return "wrong", worst, f"rotation off by {turns:.3g}", {}
-    errors: dict = {"why": reasons_of(found.config)}
+        raise NotSweptError("its rotation")
+    check(turns <= SCORE, f"rotation off by {turns:.3g}")
+    errors: dict = {"why": reasons_of(config)}
     if any(layer.rotary for layer in found.layers):
         errors["rotation"] = turns
         if any(layer and layer[0] == blocks for layer, *_ in FAR_ROTATIONS):
             long = loaded(folder, stack, FAR[-1] + 1)
-            far = rotation_error(long, blocks, FAR_ROTATIONS, config, model, [FAR])
-            errors["far"] = far
-            if not far <= FAR_SCORE:
-                return "wrong", worst, f"rotation off by {far:.3g} at 100,000", {}
-    if config.model_type not in OWN_MASKS and (words := mask_error(found, blocks)):
-        return "wrong", worst, words, {}
+            errors["far"] = rotation_error(long, blocks, FAR_ROTATIONS, model, [FAR])
+            check(errors["far"] <= FAR_SCORE, f"rotation off by {errors['far']:.3g} at 100,000")
+    words = "" if model.config.model_type in OWN_MASKS else mask_error(found, blocks)
+    check(not words, words)
     if found.bias is not None and (error := bias_error(found, model)) is not None:
         errors["bias"] = error
-        if error:
-            return "wrong", worst, f"bias off at {error:.1%} of all distances", {}
+        check(error == 0, f"bias off at {error:.1%} of all distances")
     if complete.config.output is not None and (error := head_error(complete)) is not None:
         errors["head"] = error
-        if not error <= LOGIT:
-            return "wrong", worst, f"logits of the last hidden state off by {error:.3g}", {}
-    return "exact", worst, "", errors
+        check(error <= LOGIT, f"logits of the last hidden state off by {error:.3g}")
+    return worst, "", errors
 
 
 def head_error(found):
-    """The worst difference of logits of the library's last hidden state; None: it has no logits."""
+    """The worst difference of logits of the library's last hidden state, as a share of the largest;
+    None: it has no logits."""
+    width = found.params[TOKENS]["embeddings"].shape[-1]
     for states, theirs in HEADS:
-        width = found.params[TOKENS]["embeddings"].shape[-1]
         is_ours = theirs.shape == (*IDS.shape, found.config.vocab_size)
         if is_ours and states.shape == (*IDS.shape, width):
-            ours = np.asarray(
-                te.linear_logits(states, te.Embedder(found.config).output(found.params))
-            )
-            return share(ours[IDS != PAD], theirs[IDS != PAD])
+            output = te.Embedder(found.config).output(found.params)
+            ours, theirs = np.asarray(te.linear_logits(states, output))[IS_TOKEN], theirs[IS_TOKEN]  # noqa: PLW2901
+            return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
     return None
 
 
 def bias_error(found, model):
     """The share of distances at which T5's biases differ; None: its attention computes none."""
+    bias = hk.transform(lambda: te.RelativePositionBias(**found.bias)(range(600), range(600)))
     for part in model.modules():
         table = getattr(part, "relative_attention_bias", None)
         compute = getattr(part, "compute_bias", len)
@@ -699,16 +670,9 @@ def bias_error(found, model):
             continue
         own = found.params["relative_position_bias"]["embeddings"]
         if np.array_equal(table.weight.numpy(), own):
-            ours = hk.transform(
-                lambda: te.RelativePositionBias(**found.bias)(range(600), range(600))
-            ).apply(found.params, None)
+            ours = bias.apply(found.params, None)
             return float(np.mean(ours != compute(600, 600)[0].numpy()))
     return None
-
-
-def share(ours, theirs):
-    """The worst difference, as a share of the largest value."""
-    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
 
 def reasons_of(config):
