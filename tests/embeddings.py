@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 from compare import equal, near
-from references import assert_right, exact_encoding, exact_positions
+from references import check as check_right
+from references import exact_encoding, exact_positions
 
 import transformer_embed as te
 
@@ -175,23 +176,15 @@ def saved(config, batches):
     return config, found
 
 
-def resized(config, batches, vocab_size):
+def resized(config, batches, max_len=None, **fields):
+    """With another vocabulary, or another number of learned positions."""
     found, rng = [], jax.random.key(1)
-    new = dataclasses.replace(config, vocab_size=vocab_size)
+    if max_len is not None:
+        fields["scheme"] = dataclasses.replace(config.scheme, max_len=max_len)
+    new = dataclasses.replace(config, **fields)
     for params, *others in batches:
-        wider = te.pretrained.resize(params, config, new, rng=rng)
-        assert_right(te.pretrained.resize, wider, params, config, new, rng=rng)
+        wider = check_right(te.pretrained.resize, params, config, new, rng=rng)
         found.append((jax.tree.map(np.asarray, wider), *others))
-    return new, found
-
-
-def lengthened(config, batches, max_len):
-    scheme = dataclasses.replace(config.scheme, max_len=max_len)
-    found, new = [], dataclasses.replace(config, scheme=scheme)
-    for params, *others in batches:
-        longer = te.pretrained.resize(params, config, new)
-        assert_right(te.pretrained.resize, longer, params, config, new)
-        found.append((jax.tree.map(np.asarray, longer), *others))
     return new, found
 
 

@@ -32,13 +32,13 @@ def positions(chosen):
 
 
 def changes(chosen):
-    same = ["config, batches", "embeddings.saved(config, batches)"]
-    sizes = [f"embeddings.resized(config, batches, {n})" for n in (5, 12)]
-    if chosen["ids"] == "outside" or chosen["pad_id"] == 6:
-        sizes = sizes[1:]
-    lengths = [12] if chosen["positions"] == "counted" else [12, 5]
-    lengths = [f"embeddings.lengthened(config, batches, {n})" for n in lengths]
-    return same + sizes + lengths * ("te.L" in chosen["scheme"])
+    sizes = ["vocab_size=12"]
+    if chosen["ids"] != "outside" and chosen["pad_id"] != 6:
+        sizes += ["vocab_size=5"]
+    if "te.L" in chosen["scheme"]:
+        sizes += ["max_len=12"] + ["max_len=5"] * (chosen["positions"] != "counted")
+    resized = [f"embeddings.resized(config, batches, {size})" for size in sizes]
+    return ["config, batches", "embeddings.saved(config, batches)", *resized]
 
 
 SPACE = {

@@ -13,20 +13,12 @@ from safetensors.numpy import save_file
 
 import transformer_embed as te
 from transformer_embed._src.pretrained import architectures
-from transformer_embed._src.pretrained.checkpoints import decoded
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 
 
 def golden(name, **options):
     return json.loads((GOLDEN / name).read_text(encoding="utf-8"), **options)
-
-
-def published(kind):
-    """What published files say, and what is read of it."""
-    return [
-        tuple(case.values()) for case in golden("published_forms.json", object_hook=decoded)[kind]
-    ]
 
 
 CASES = {case["name"]: case for case in golden("pretrained.json")["cases"]}
@@ -41,7 +33,7 @@ TOKENS = f"{ROOT}token_embedding/embeddings"
 POSITIONS = f"{ROOT}learned_positional_encoding/embeddings"
 SMALL = te.EmbedderConfig(7, 6)
 PARAMS = {f"{ROOT}token_embedding": {"embeddings": np.arange(42, dtype="f4").reshape(7, 6)}}
-EMBED_TOKENS, WTE = "model.embed_tokens.weight", "transformer.wte.weight"
+EMBED_TOKENS = "model.embed_tokens.weight"
 
 
 def refused(path, **options):
@@ -104,7 +96,7 @@ def load(name, **options):
 
 def load_table(entries, *tensors, length=None, **others):
     """Loads tables of 12 rows with 16 channels, and other tensors by name and shape."""
-    shapes = dict.fromkeys(tensors or [EMBED_TOKENS], (12, 16)) | others
+    shapes = dict.fromkeys(tensors, (12, 16)) | others or {EMBED_TOKENS: (12, 16)}
     arrays = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
     entries = {"vocab_size": 12, "num_hidden_layers": 6} | entries
     path = checkpoint({"tensors": {}}, settings=entries, change=arrays)

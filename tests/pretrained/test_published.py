@@ -7,14 +7,29 @@ from checkpoints import (
     ROOT,
     assert_identical,
     checkpoint,
+    golden,
     load,
     load_embedder,
     load_table,
+    rotary_of,
     save_embedder,
     tensors_of,
 )
 
 from transformer_embed._src.pretrained import architecture
+from transformer_embed._src.pretrained.checkpoints import decoded
+
+
+@pytest.mark.parametrize("case", golden("published_forms.json", object_hook=decoded))
+def test_published_forms_are_read_and_read_back(case):
+    """What files of published models say, and which layers, rotations, masks and biases they mean;
+    the file says why."""
+    found = load_table(case["entries"], length=case.get("length"), **case["tensors"])
+    values = found._asdict() | vars(found.config) | {"rotary": rotary_of(found)}
+    assert {field: values[field] for field in case["expected"]} == case["expected"]
+    save_embedder("saved", *found)
+    again = load_embedder("saved")
+    assert (again.config, again.layers, again.bias) == (found.config, found.layers, found.bias)
 
 
 def test_older_names_of_a_norm():

@@ -2,7 +2,6 @@
 model only the text model's entries are read."""
 
 import dataclasses
-import functools
 
 import pytest
 from cases import few
@@ -13,15 +12,12 @@ from checkpoints import (
     kind_of,
     load,
     load_embedder,
-    load_table,
-    rotary_of,
     save_embedder,
     text_of,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import transformer_embed as te
 from transformer_embed._src.pretrained import architecture, rope
 
 # One case for each model type.
@@ -31,7 +27,6 @@ ROTATED = [
     name for name in TYPES if "rope_theta" in kind_of(CASES[name]).names() and "phi3" not in name
 ]
 ROPE = {"rope_parameters", rope.ORIGINAL}.union(*rope.LAYERS.values())
-HALF = {"layout": "half"}
 FULL, SLIDING = architecture.FULL, architecture.SLIDING
 
 
@@ -101,13 +96,6 @@ def test_settings_win_for_both_forms_of_a_rotation(name, in_file, said, is_new_f
         assert found.layers[0].rotary["base"] == said["rope_theta"]
 
 
-def test_what_a_config_leaves_out_is_the_architectures():
-    kept = CASES["phi"]["settings"] | {"rope_parameters": None}
-    found = load_embedder(checkpoint(CASES["phi"], settings=kept))
-    assert rotary_of(found) == HALF | {"base": 1e4, "rotary_dim": 8}
-    assert load("opt, no padding").config.scheme == te.Learned(12, start=2)
-
-
 def test_settings_of_ones_own_file_may_be_empty():
     found = load("bert")
     save_embedder("x", *found)
@@ -158,74 +146,3 @@ def test_of_a_composite_config_only_the_text_models_entries_are_read(name):
     if found is not None:
         config = dataclasses.replace(found.config, output=alone.config.output)
         assert (config, found.layers, found.bias) == (alone.config, alone.layers, alone.bias)
-
-
-# --- Rotations.
-
-
-@pytest.mark.parametrize(
-    ("name", "entry", "kind", "pair_axes"),
-    [
-        ("qwen2_vl", "rope_scaling", {"type": "mrope"}, (0, 0, 0, 0, 1, 1, 2, 2)),
-        ("qwen3_vl_text", "rope_parameters", {"rope_theta": 70.0}, (0, 1, 2, 0, 1, 2, 0, 0)),
-    ],
-)
-def test_sections_rotate_by_time_height_and_width(name, entry, kind, pair_axes):
-    """As in the published files, where time also has the pairs that are left when the turns of
-    height and width have ended."""
-    sections = {"rope_type": "default", "mrope_section": [4, 2, 2]} | kind
-    entries = {"model_type": name, "head_dim": 16, "rope_theta": 70.0, entry: sections}
-    found = load_table(entries | {"partial_rotary_factor": 1.0})
-    assert rotary_of(found) == HALF | {"base": 70.0, "pair_axes": pair_axes}
-
-
-@pytest.mark.parametrize(
-    ("sizes", "rotated"),
-    [
-        ({}, 128),
-        ({"global_head_dim": 32}, 8),
-        # As the library saves it.
-        ({"per_layer_config": {"05": {"head_dim": 32, "num_key_value_heads": 1}}}, 8),
-    ],
-)
-def test_full_layers_may_have_wider_heads_of_which_a_share_rotates(sizes, rotated):
-    """As in Gemma 4, whose pairs span the whole head."""
-    share = {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.25}
-    layers = {FULL: share, SLIDING: {"rope_type": "default", "rope_theta": 10.0}}
-    entries = {"model_type": "gemma4_text", "head_dim": 16, "rope_parameters": layers}
-    found = load_table(entries | {"layer_types": [SLIDING, FULL] * 3} | sizes)
-    full = HALF | {"base": 100.0, "partial": "proportional", "rotary_dim": rotated}
-    assert rotary_of(found) == {FULL: full, SLIDING: HALF | {"base": 10.0}}
-
-
-FACTORS = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-MOE = {"model_type": "phimoe", "original_max_position_embeddings": 4096}
-FACTORS_OF_MOE = FACTORS | {"short_mscale": 1.25, "long_mscale": 1.25}
-
-
-def longrope(length, **options):
-    return te.LongRopeScaling(**FACTORS, factor=32, original_length=4096, length=length, **options)
-
-
-of_moe = functools.partial(longrope, attention_factor=1.25)
-
-
-@pytest.mark.parametrize(
-    ("entries", "scaling", "expected"),
-    [
-        ({}, FACTORS | {"type": "longrope"}, longrope),
-        ({}, {"type": "dynamic", "factor": 3.0}, lambda length: te.NTKScaling(max(length // 2**16, 1.0))),
-        # Its older names, and the factor of cosines and sines of Phi-3.5-MoE.
-        (MOE, FACTORS_OF_MOE | {"type": "su"}, of_moe),
-        (MOE, FACTORS_OF_MOE | {"type": "yarn"}, of_moe),
-    ],
-)  # fmt: skip
-def test_a_rotation_that_depends_on_the_length_is_that_of_the_length(entries, scaling, expected):
-    """Phi-3's 128k model was given the rotation of texts of up to 4,096 tokens."""
-    sizes = {"num_attention_heads": 2, "max_position_embeddings": 131_072, "rope_scaling": scaling}
-    entries = {"model_type": "phi3"} | sizes | entries
-    with pytest.raises(ValueError, match=r"length: wanted a Python int, got None$"):
-        load_table(entries)
-    for length in (100, 262_144):
-        found = load_table(entries, length=length)
-        assert found.layers[0].rotary["scaling"] == expected(length)

@@ -6,18 +6,14 @@ from checkpoints import (
     CASES,
     EMBED_TOKENS,
     LENGTH,
-    WTE,
     checkpoint,
     golden,
     load_embedder,
     load_table,
-    published,
     refused,
-    rotary_of,
 )
 from refused import each_raises
 
-import transformer_embed as te
 from transformer_embed._src.pretrained import architectures, description
 
 SLIDING = ["sliding_attention"] * 6
@@ -106,6 +102,7 @@ REFUSED = {
     "llama(layer_types=SLIDING)": "ValueError: ... layer_types: wanted full_attention, since a model llama has no windows",
     "llama(per_layer_config={'3': {'rope_theta': 1e4}})": "ValueError: ... per_layer_config: 3: wanted no entries but head_dim, sliding_window, ... got ['rope_theta']",
     "llama(num_hidden_layers=10**12)": "ValueError: ... num_hidden_layers: wanted an int of at most 1024, got 1000",
+    "model('phi3', max_position_embeddings=131_072, rope_scaling={'rope_type': 'dynamic', 'factor': 3.0})": "ValueError: ... length: wanted a Python int, got None",
     "llama(num_hidden_layers=None)": "ValueError: ... num_hidden_layers: wanted an int of at least 1, got 0",
     "model('xlm', *XLM, asm=True)": "ValueError: ... is not read ... got asm: True",
     "model('esm', 'embeddings.word_embeddings.weight', token_dropout=True)": "ValueError: ... token_dropout: wanted False, and embeddings multiplied by 0.88 / (1 - the share of <mask>",
@@ -133,32 +130,6 @@ def test_a_long_list_is_refused_at_once_and_shortly():
     assert "mrope_section: its sum: wanted an int" in refused("model.safetensors")
 
 
-def test_alibi_inside_the_attention_of_mpt_is_read():
-    """As MPT's own code does; the transformers library adds a bias of 8 whatever it says."""
-    configured = {"alibi": True, "alibi_bias_max": 16, "softmax_scale": 2.0}
-    for attn_config, max_bias in ((None, 8.0), ({}, 8.0), (configured, 16.0)):
-        found = model("mpt", WTE, d_model=16, n_heads=4, attn_config=attn_config)
-        assert found.bias == {"num_heads": 4, "max_bias": max_bias}
-
-
-def test_entries_that_say_nothing_or_concern_other_parts_are_left_out():
-    entries = {
-        "rotary_fancy": None,
-        "rope_interleaved": False,
-        "embedding_multiplier": 1.0,
-        "position_embedding_type": "absolute",
-        "attention_multiplier": 0.3,
-        "rms_norm_eps": 0.1,
-        "initializer_factor": 2.0,
-        "n_positions": 9,
-        "num_key_value_heads": 2,
-        "pad_token_id": 3,
-        "rope_scaling": {"type": "linear", "factor": 2.0, "finetuned": True},
-    }
-    expected = {"layout": "half", "base": 10_000.0, "scaling": te.LinearScaling(2.0)}
-    assert rotary_of(llama(**entries)) == expected
-
-
 def test_meaningless_entries_concern_the_layer():
     """Otherwise they need not be listed."""
     inside_a_scaling = {"max_position_embeddings", "interleaved"}
@@ -176,13 +147,3 @@ def test_published_files_are_not_refused():
         _, unread = description.read(kind, entries)
         concerning = [name for name, value in unread.items() if kind.concerns(name, value)]
         assert concerning == [], model_type
-
-
-@pytest.mark.parametrize(("entries", "tensors", "expected"), published("forms"))
-def test_published_forms_are_read(entries, tensors, expected):
-    names = tensors.split()
-    tables = [name for name in names if name.endswith(".weight")]
-    ends = [f"{norm}.{end}" for norm in {*names} - {*tables} for end in ("weight", "bias")]
-    found = load_table(entries, *tables, **dict.fromkeys(ends, (16,)))
-    values = found._asdict() | vars(found.config) | {"rotary": rotary_of(found)}
-    assert {field: values[field] for field in expected} == expected
