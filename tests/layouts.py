@@ -40,37 +40,17 @@ def output(table, bias):
     return te.OutputLayer(table, bias, softcap=9.0, pad_id=PAD, vocab_size=VOCAB)
 
 
-def logits_of(x, table, bias):
-    """In float32, of ids alone."""
-    logits = 9 * jnp.tanh((jnp.einsum("...d,vd->...v", x, table[:VOCAB]) + bias[:VOCAB]) / 9)
-    return jnp.where(jnp.arange(VOCAB) == PAD, -1e9, logits)
-
-
-def without_padding(ids, numbers):
-    return jnp.where(ids == PAD, 0, numbers)
-
-
 def candidates(ids):
     return (ids[..., None] + 5 * jnp.arange(1, 4)) % (VOCAB - 10) + 5
 
 
-# Each as a number: ours, and by jax.numpy alone.
 def lookup(x, table, bias, ids):
     return jnp.sum(te.lookup(table, ids, pad_id=PAD) * x**2)
-
-
-def plain_lookup(x, table, bias, ids):
-    return jnp.sum(without_padding(ids[..., None], table[ids]) * x**2)
 
 
 def logits(x, table, bias, ids):
     found = te.linear_logits(x, output(table, bias))
     return jnp.sum(jnp.where(jnp.arange(found.shape[-1]) < VOCAB, jnp.cos(found / 99), 0))
-
-
-def plain_logits(x, table, bias, ids):
-    found = logits_of(x, table, bias).at[..., PAD].set(jnp.finfo(jnp.float32).min / 2)
-    return jnp.sum(jnp.cos(found / 99))
 
 
 def tied(x, table, bias, ids):
@@ -79,23 +59,9 @@ def tied(x, table, bias, ids):
     return te.linear_cross_entropy(x + rows, output(table, bias), ids, **options) / ids.size
 
 
-def plain_tied(x, table, bias, ids):
-    every = jax.nn.log_softmax(logits_of(x + table[ids], table, bias))
-    found = jnp.take_along_axis(every, ids[..., None], -1)[..., 0]
-    shares = 0.9 * found + 0.1 * jnp.where(jnp.arange(VOCAB) == PAD, 0, every).sum(-1) / (VOCAB - 1)
-    return -jnp.mean(without_padding(ids, shares))
-
-
 def log_probs(x, table, bias, ids):
     found, entropies = te.linear_log_probs(x, output(table, bias), ids, with_entropy=True)
     return jnp.mean(found**2 + entropies)
-
-
-def plain_log_probs(x, table, bias, ids):
-    every = jax.nn.log_softmax(logits_of(x, table, bias))
-    found = jnp.take_along_axis(every, ids[..., None], -1)[..., 0]
-    entropies = -jnp.sum(jnp.exp(every) * every, -1)
-    return jnp.mean(without_padding(ids, found**2 + entropies))
 
 
 def kept(x, table, bias, ids):
@@ -103,21 +69,9 @@ def kept(x, table, bias, ids):
     return jnp.mean(jnp.sin(found))
 
 
-def plain_kept(x, table, bias, ids):
-    found = jnp.take_along_axis(logits_of(x, table, bias), candidates(ids), -1)
-    return jnp.mean(jnp.sin(jax.nn.log_softmax(found)))
-
-
 def divergence(x, table, bias, ids):
     layer = output(table, bias)
     return te.linear_divergence(x, layer, 2 * x, layer, kind="js")
-
-
-def plain_divergence(x, table, bias, ids):
-    p, q = (jax.nn.log_softmax(logits_of(each, table, bias)) for each in (x, 2 * x))
-    middle = jnp.logaddexp(p, q) - jnp.log(2.0)
-    of_both = jnp.exp(p) * (p - middle) + jnp.exp(q) * (q - middle)
-    return jnp.mean(jnp.sum(jnp.where(jnp.arange(VOCAB) == PAD, 0, of_both), -1)) / 2
 
 
 def top_k(x, table, bias, ids):
@@ -125,25 +79,8 @@ def top_k(x, table, bias, ids):
     return jnp.mean(found) + 0 * (jnp.sum(x) + jnp.sum(table) + jnp.sum(bias))
 
 
-def plain_top_k(x, table, bias, ids):
-    found, _ = jax.lax.top_k(jax.nn.log_softmax(logits_of(x, table, bias)), 3)
-    return jnp.mean(jax.lax.stop_gradient(found)) + 0 * (
-        jnp.sum(x) + jnp.sum(table) + jnp.sum(bias)
-    )
-
-
-PARTS = {
-    each.__name__: (each, plain)
-    for each, plain in (
-        (lookup, plain_lookup),
-        (logits, plain_logits),
-        (tied, plain_tied),
-        (log_probs, plain_log_probs),
-        (kept, plain_kept),
-        (divergence, plain_divergence),
-        (top_k, plain_top_k),
-    )
-}
+# Each is a number.
+PARTS = {each.__name__: each for each in (lookup, logits, tied, log_probs, kept, divergence, top_k)}
 
 
 def slope(loss, psum=lambda number: number):
@@ -159,8 +96,7 @@ def slope(loss, psum=lambda number: number):
 
 def expected(part, order, seed):
     """The number and its gradients, or the gradients of its derivative, on one device."""
-    _, plain = PARTS[part]
-    loss = plain if order == 1 else slope(plain)
+    loss = PARTS[part] if order == 1 else slope(PARTS[part])
     return jax.jit(jax.value_and_grad(loss, (0, 1)))(*arrays(seed))
 
 
@@ -169,7 +105,7 @@ def found(part, order, seed, kind, table, x, where):
 
     where: "outside" and "inside" of the differentiation, an enclosing shard_map over `data`.
     """
-    ours, _ = PARTS[part]
+    ours = PARTS[part]
     mean = functools.partial(jax.lax.pmean, axis_name="data")
     of_ids = P(*x[:2])
     if where == "none":

@@ -100,7 +100,13 @@ def trained(seed, config, optimizer, form, *, kind, table, ids, where="none", ca
 
     def loss(params, parts):
         read = lambda ids: embedder.apply(params, None, ids, is_training=False)
-        total = sum(jnp.sum(read(ids).astype(jnp.float32) * weights) for ids, weights in parts)
+        of_part = lambda part: jnp.sum(read(part[0]).astype(jnp.float32) * part[1])
+        if form == "together":
+            # As layers that are scanned, and computed again for gradients.
+            stacked = [jnp.stack(arrays) for arrays in zip(*parts, strict=True)]
+            total = jnp.sum(jax.lax.map(jax.checkpoint(of_part), stacked))
+        else:
+            total = sum(map(of_part, parts))
         return jax.lax.psum(total, "data") if where == "inside" else total
 
     def gradient(params, parts):

@@ -2,9 +2,12 @@
 of its axes, have the values and gradients of one device."""
 
 import draws
+import jax
+import jax.test_util
 import layouts
+import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
+from jax import P
 
 TABLES = [
     P(),
@@ -69,6 +72,16 @@ def test_what_reads_a_split_table_is_that_of_one_device(number):
     program = program_of(number)
     with draws.repeated_by(number, program):
         draws.run(number, program)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [*layouts.PARTS][:-1])
+def test_second_derivatives_on_one_device_are_those_of_differences(part):
+    with jax.enable_x64():
+        x, table, bias, ids = layouts.arrays(0)
+        loss = lambda *arrays: layouts.PARTS[part](*arrays, np.float64(bias), ids)
+        arrays = np.float64(x), np.float64(table)
+        jax.test_util.check_grads(jax.jit(loss), arrays, order=2, modes=["rev"])
 
 
 @pytest.mark.skipif(layouts.HAS_NESTED_MAPS, reason="jax 0.10 and newer can")

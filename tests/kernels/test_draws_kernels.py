@@ -25,6 +25,7 @@ SPACE = {
         "tokens",
         "tokens, tokens[::-1]",
         "tokens[:, 4:8], tokens",
+        "tokens[:, 7:8], tokens",
         "T(tokens.positions), tokens",
     ],
     "mode": ["eager", "jit"],

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from batches import RULES
 from compare import equal, near
+from jax import NamedSharding, P
 from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu import flash_attention
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
-from jax.sharding import NamedSharding, PartitionSpec
 from kernel_masks import KERNELS, mask_of_flash, mask_of_splash
 from meshes import mesh_of
 from refused import each_refused, pattern
@@ -35,7 +35,6 @@ LEFT = TokenPositions.from_lengths([120, 250], LENGTH, padding_side="left")
 PACKED = TokenPositions.from_segment_ids(
     np.stack([np.repeat([1, 2, 3, 0], [100, 20, 60, 76]), np.repeat([4, 2], [129, 127])])
 )
-INSIDE = TokenPositions.from_ids(np.tile([5, 0, 5, 5], [BATCH, LENGTH // 4]), pad_id=0)
 BLOCKS = splash.BlockSizes(*[BLOCK] * 8)
 FUSED_BACKWARD = splash.BlockSizes(*[BLOCK] * 6, use_fused_bwd_kernel=True)
 
@@ -63,42 +62,32 @@ def test_each_kernel_takes_what_it_can_express(rule):
                     mask_of(mask, order)
 
 
-def test_full_rows_have_no_segments_but_for_their_chunks():
-    """Also at two offsets."""
+def test_what_full_rows_and_wide_rules_do_not_need_is_left_out():
+    """Segments, but for chunks, also at two offsets; an order; a window to the right of a causal
+    rule, which cuDNN refuses."""
     mask = AttentionMask(FULL, causal=True)
     assert te.kernels.splash_kernels(mask, 1, order="full", interpret=True)[1] is None
     assert te.kernels.dot_product_attention_kwargs(mask, order="full") == {"is_causal": True}
     for kernel in (te.kernels.flash_attention_kwargs, te.kernels.mha_kwargs):
         assert kernel(mask, order="full") == {"causal": True, "segment_ids": None}
-    rows = te.kernels.mha_kwargs(AttentionMask(FULL, causal=True, chunk=8), order="full")[
-        "segment_ids"
-    ]
-    assert rows.shape == (BATCH, LENGTH)
+    chunks = AttentionMask(FULL, causal=True, chunk=8)
+    rows = te.kernels.mha_kwargs(chunks, order="full")["segment_ids"]
     equal(np.diff(rows) != 0, np.diff(FULL.positions // 8) != 0)
+    mask = AttentionMask(TokenPositions(range(9)), causal=False)
+    assert te.kernels.dot_product_attention_kwargs(mask) == {"is_causal": False}
+    for causal, window in ((True, (5, None)), (True, (5, 7)), (False, (5, 0))):
+        mask = AttentionMask(RIGHT, causal=causal, window=window)
+        options = te.kernels.dot_product_attention_kwargs(mask, order="right")
+        assert (options["is_causal"], options["local_window_size"]) == (True, (5, 0))
 
 
 @pytest.mark.slow
 def test_segment_ids_of_64_bits():
     with jax.enable_x64():
         ids = jnp.array([[2**40 + 1, 2**40 + 1, 1, 0]])
-        mask = AttentionMask(
-            TokenPositions(jnp.array([[0, 1, 0, 0]]), segment_ids=ids), causal=True
-        )
-        options = te.kernels.flash_attention_kwargs(mask, order="packed")
-        assert options["segment_ids"].q.dtype == jnp.int32
+        tokens = TokenPositions(jnp.array([[0, 1, 0, 0]]), segment_ids=ids)
+        mask = AttentionMask(tokens, causal=True)
         assert_mask(mask_of_flash(mask, "packed"), mask)
-
-
-def test_a_row_in_another_order_is_in_no_order_that_is_promised():
-    """Also under jit, where the values are not known."""
-    taken = RIGHT.take(te.load_balanced_order(LENGTH, 4))
-    for order in ("full", "right", "packed"):
-        for mask_of in KERNELS.values():
-            mask = AttentionMask(taken, causal=True)
-            with pytest.raises(ValueError, match=r"^queries.places: wanted None for"):
-                jax.jit(lambda mask, mask_of=mask_of, order=order: mask_of(mask, order))(mask)
-    mask = AttentionMask(taken, causal=False)
-    assert_mask(mask_of_flash(mask, None), mask)
 
 
 def test_only_tokens_of_a_part_must_be_those_of_the_keys():
@@ -110,29 +99,6 @@ def test_only_tokens_of_a_part_must_be_those_of_the_keys():
     mask_of_splash(AttentionMask(part(last * is_token), keys, causal=True), **options)
     with pytest.raises(ValueError, match=pattern("queries.positions: ... 128 ... got others")):
         mask_of_splash(AttentionMask(part((last + 1) * is_token), keys, causal=True), **options)
-
-
-def test_queries_without_segments_are_no_part_of_packed_keys():
-    """They see all sequences by position, and a kernel compares indices of the row."""
-    queries = TokenPositions(PACKED.positions[:, 130:170])
-    options = {"order": "packed", "q_offset": 130}
-    with pytest.raises(ValueError, match=r"^queries.segment_ids: wanted those of the keys"):
-        mask_of_splash(AttentionMask(queries, PACKED, causal=True), **options)
-    mask = AttentionMask(queries, PACKED, causal=False)
-    assert_mask(mask_of_splash(mask, **options), mask)
-
-
-def test_a_rule_without_limits_needs_no_promise():
-    mask = AttentionMask(TokenPositions(range(9)), causal=False)
-    assert te.kernels.dot_product_attention_kwargs(mask) == {"is_causal": False}
-
-
-def test_cudnn_gets_no_window_to_the_right_of_a_causal_rule():
-    for causal, window in ((True, (5, None)), (True, (5, 7)), (False, (5, 0))):
-        mask = AttentionMask(RIGHT, causal=causal, window=window)
-        options = te.kernels.dot_product_attention_kwargs(mask, order="right")
-        assert options["is_causal"]
-        assert options["local_window_size"] == (5, 0)
 
 
 # Kernels that run.
@@ -150,13 +116,13 @@ def dense(bools, cotangent, *heads):
     return outputs, back(cotangent)
 
 
-def check(mask, attend, size=SIZE):
+def check(mask, attend):
     """At tokens that see a key; outputs at others only have to be finite."""
     sides = mask.queries, mask.keys or mask.queries
     lengths = [side.positions.shape[-1] for side in sides]
     random = np.random.default_rng(0)
     cotangent, *heads = (
-        0.3 * random.normal(size=(BATCH, HEADS, length, size)).astype(np.float32)
+        0.3 * random.normal(size=(BATCH, HEADS, length, SIZE)).astype(np.float32)
         for length in (lengths[0], *lengths, lengths[1])
     )
     bools = np.broadcast_to(mask.dense(), (BATCH, 1, *lengths))
@@ -202,24 +168,49 @@ def dot_product_attend(mask, *heads, order="right"):
     return jax.nn.dot_product_attention(*heads, scale=1.0, **options).swapaxes(1, 2)
 
 
+def attend_on_a_mesh(mask, *heads):
+    """Heads and queries are split; keys are whole on each device."""
+    mesh = mesh_of((2, 2), ("heads", "length"))
+    shards = {"head_shards": 2, "q_seq_shards": 2, "interpret": True}
+    kernels, segment_ids = te.kernels.splash_kernels(
+        mask, HEADS, order="packed", block_sizes=BLOCKS, **shards
+    )
+    row = jax.tree.map(lambda array: array[0], kernels)
+    specs = row.manual_sharding_spec(NamedSharding(mesh, P("heads", "length")))
+    specs = jax.tree.map(lambda spec: P(None, *spec), specs)
+    queries, keys = P(None, "heads", "length"), P(None, "heads")
+    in_specs = specs, queries, keys, keys, splash.SegmentIds(P(None, "length"), P())
+    options = {"mesh": mesh, "in_specs": in_specs, "out_specs": queries, "check_vma": False}
+    return jax.shard_map(jax.vmap(call), **options)(kernels, *heads, segment_ids)
+
+
 WINDOW = {"causal": True, "window": (90, 0)}
 CHUNK = {"causal": True, "chunk": 50}
 SECOND_HALF = jax.tree.map(lambda a: a[:, 128:], PACKED)
-fused_attend = functools.partial(splash_attend, block_sizes=FUSED_BACKWARD)
-at_128 = functools.partial(splash_attend, q_offset=128)
-RUNS = {
+ANOTHER = AttentionMask(RIGHT, TokenPositions.from_lengths([200, 17], 384), causal=False)
+NOTHING = AttentionMask(RIGHT, TokenPositions.from_lengths([0, 200], LENGTH), causal=False)
+SPLASH_RUNS = {
     "an argument": (
         jax.jit(splash_attend),
         AttentionMask(LEFT, causal=False, chunk=77, window=(30, 5)),
     ),
-    "part of the keys": (at_128, AttentionMask(SECOND_HALF, PACKED, **WINDOW)),
-    "fused": (fused_attend, AttentionMask(RIGHT, **WINDOW)),
+    "part of the keys": (
+        functools.partial(splash_attend, q_offset=128),
+        AttentionMask(SECOND_HALF, PACKED, **WINDOW),
+    ),
+    "fused": (
+        functools.partial(splash_attend, block_sizes=FUSED_BACKWARD),
+        AttentionMask(RIGHT, **WINDOW),
+    ),
+    "a mesh": (attend_on_a_mesh, AttentionMask(PACKED, **WINDOW)),
+    "another sequence": (functools.partial(splash_attend, order="right"), ANOTHER),
+    "no key": (splash_attend, NOTHING),
+}
+RUNS = SPLASH_RUNS | {
     "flash": (flash_attend, AttentionMask(PACKED, **CHUNK)),
     "mha": (mha_attend, AttentionMask(PACKED, **CHUNK)),
-    "no key": (
-        splash_attend,
-        AttentionMask(RIGHT, TokenPositions.from_lengths([0, 200], LENGTH), causal=False),
-    ),
+    "dot product": (dot_product_attend, AttentionMask(RIGHT, causal=False, window=(2, 5))),
+    "dot product, another sequence": (dot_product_attend, ANOTHER),
 }
 
 
@@ -232,54 +223,6 @@ def test_kernels_apply_the_rule(name, monkeypatch):
     monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
     attend, mask = RUNS[name]
     check(mask, functools.partial(attend, mask))
-
-
-@pytest.mark.slow
-def test_splash_kernels_on_a_mesh():
-    """Heads and queries are split; keys are whole on each device."""
-    mesh = mesh_of((2, 2), ("heads", "length"))
-    mask = AttentionMask(PACKED, **WINDOW)
-    shards = {"head_shards": 2, "q_seq_shards": 2}
-    kernels, segment_ids = te.kernels.splash_kernels(
-        mask, HEADS, order="packed", block_sizes=BLOCKS, interpret=True, **shards
-    )
-    row = jax.tree.map(lambda array: array[0], kernels)
-    specs = row.manual_sharding_spec(NamedSharding(mesh, PartitionSpec("heads", "length")))
-    specs = jax.tree.map(lambda spec: PartitionSpec(None, *spec), specs)
-    queries, keys = PartitionSpec(None, "heads", "length"), PartitionSpec(None, "heads")
-    ids = splash.SegmentIds(PartitionSpec(None, "length"), PartitionSpec())
-    attend = jax.shard_map(
-        jax.vmap(call),
-        mesh=mesh,
-        in_specs=(specs, queries, keys, keys, ids),
-        out_specs=queries,
-        check_vma=False,
-    )
-    check(mask, lambda *heads: attend(kernels, *heads, segment_ids))
-
-
-def test_dot_product_attention_applies_the_rule_without_a_mask():
-    mask = AttentionMask(RIGHT, causal=False, window=(2, 5))
-    check(mask, functools.partial(dot_product_attend, mask), size=8)
-
-
-@pytest.mark.slow
-def test_attention_to_another_sequence():
-    mask = AttentionMask(RIGHT, TokenPositions.from_lengths([200, 17], 384), causal=False)
-    for attend in (splash_attend, dot_product_attend):
-        check(mask, functools.partial(attend, mask, order="right"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["right", "full"])
-def test_decoding_from_a_cache_that_write_cache_made(order):
-    """is_causal aligns queries with the first keys, so it is never passed for a cache."""
-    written, length = (5, 8) if order == "right" else (8, 8)
-    prompt = TokenPositions.from_offset([4, 0], written)
-    cache, _ = te.write_cache(TokenPositions.empty(BATCH, length), prompt, 0)
-    mask = AttentionMask(TokenPositions.from_offset([6, 2], 1), cache, causal=True)
-    attend = functools.partial(dot_product_attend, mask, order=order)
-    check(mask, attend, size=8)
 
 
 DOCUMENTS = np.repeat([[1, 2, 3, 4, 5], [1, 2, 3, 0, 0]], [130, 126, 200, 100, 84], axis=1)
@@ -310,27 +253,16 @@ def test_steps_run_the_blocks_in_which_a_pair_may_attend_and_load_no_others():
 
 BY_HAND = TokenPositions(jnp.arange(LENGTH)[::-1])
 PREFIX = RIGHT.with_block_ids(np.where(np.arange(LENGTH) < 9, 0, -1))
-STEP = TokenPositions.from_offset(3, 2)
-ONE = TokenPositions.from_offset(9, 1)
-
-
-def refused(name, tokens, keys=None, order="packed", **rule):
-    return name, AttentionMask(tokens, keys, **rule), order
-
-
+STEP, ONE = TokenPositions.from_offset(3, 2), TokenPositions.from_offset(9, 1)
+CAUSAL = AttentionMask(RIGHT, causal=True)
 REFUSED = [
-    ("splash flash mha", *refused("tokens", BY_HAND, causal=True)),
-    ("splash flash mha", *refused("tokens", INSIDE, causal=True)),
-    ("splash flash mha dot", *refused("order", RIGHT, causal=True, order=None)),
-    ("splash flash mha dot", *refused("order", RIGHT, causal=True, order="sorted")),
-    ("splash", *refused("order", RIGHT, causal=False, window=(3, 3), order=None)),
-    ("splash flash dot", *refused("keys", STEP, RIGHT, causal=True, order="right")),
-    ("splash flash mha dot", *refused("block_ids", PREFIX, causal=True, order="right")),
-    ("dot", *refused("order", PACKED, causal=False, order=None)),
-    ("dot", *refused("tokens", LEFT, causal=True, order="right")),
-    ("mha", *refused("keys", RIGHT, LEFT, causal=False)),
-    ("dot", *refused("tokens", TokenPositions([9]), BY_HAND, causal=True, order="full")),
-    ("dot", *refused("window", ONE, RIGHT, causal=True, window=(3, 0), order="right")),
+    ("splash flash mha", "tokens", AttentionMask(BY_HAND, causal=True), "packed"),
+    ("splash flash mha dot", "order", CAUSAL, None),
+    ("splash flash mha dot", "order", CAUSAL, "sorted"),
+    ("splash flash dot", "keys", AttentionMask(STEP, RIGHT, causal=True), "right"),
+    ("splash flash mha dot", "block_ids", AttentionMask(PREFIX, causal=True), "right"),
+    ("mha", "keys", AttentionMask(RIGHT, LEFT, causal=False), None),
+    ("dot", "window", AttentionMask(ONE, RIGHT, causal=True, window=(3, 0)), "right"),
 ]
 
 
@@ -346,21 +278,17 @@ def test_what_a_kernel_cannot_say_is_refused(kernel):
         KERNELS[kernel](te.causal_mask(4), "right")
 
 
-CAUSAL, IN_CACHE = (
-    AttentionMask(PACKED, causal=True),
-    AttentionMask(SECOND_HALF, PACKED, causal=True),
-)
-flash = functools.partial(te.kernels.flash_attention_kwargs, CAUSAL, order="packed")
-mha = functools.partial(te.kernels.mha_kwargs, order="full")
+WITH_KEYS = AttentionMask(SECOND_HALF, PACKED, causal=True)
 splash_of = functools.partial(te.kernels.splash_kernels, num_heads=HEADS, order="packed")
-kernels = functools.partial(splash_of, CAUSAL)
+kernels = functools.partial(splash_of, AttentionMask(PACKED, causal=True))
 VALUE_ERRORS = [
-    (lambda: flash(batch_size=3), "batch_size: ... 2 rows, got 3"),
-    (lambda: mha(AttentionMask(TokenPositions(np.arange(4)), causal=True)), "batch_size: ... got None"),
+    (lambda: te.kernels.flash_attention_kwargs(CAUSAL, order="right", batch_size=3), "batch_size: ... 2 rows, got 3"),
+    (lambda: te.kernels.mha_kwargs(AttentionMask(TokenPositions(np.arange(4)), causal=True), order="full"), "batch_size: ... got None"),
     (lambda: te.kernels.flash_attention_kwargs(AttentionMask(RIGHT, causal=True, window=(3, 0)), order="right"), "window: ... flash_attention, ... got (3, 0); mask.dense() and mask.block() can"),
-    (lambda: splash_of(IN_CACHE, q_offset=100), "queries.positions: ... 100 "),
-    (lambda: splash_of(IN_CACHE, q_offset=129), "q_offset: ... 128, got 129"),
+    (lambda: splash_of(WITH_KEYS, q_offset=100), "queries.positions: ... 100 "),
+    (lambda: splash_of(WITH_KEYS, q_offset=129), "q_offset: ... 128, got 129"),
     (lambda: splash_of(CAUSAL, q_offset=1), "q_offset: ... 0, got 1"),
+    (lambda: splash_of(AttentionMask(TokenPositions(PACKED.positions[:, 130:170]), PACKED, causal=True), q_offset=130), "queries.segment_ids: wanted those of the keys"),
     (lambda: kernels(block_sizes=splash.BlockSizes(block_q=192, block_kv=128)), "q_block_size=192 should divide"),
     (lambda: kernels(head_shards=0), "head_shards: ... 1, got 0"),
     (lambda: kernels(q_seq_shards=0), "q_seq_shards: ... 1, got 0"),
