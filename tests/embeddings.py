@@ -158,7 +158,7 @@ def parts(config, is_training, params, given, rng):
         learned = jnp.asarray(tables["learned_positional_encoding"]["embeddings"])
         x += te.lookup(learned, positions, out_of_range=config.out_of_range).astype(jnp.float32)
     elif config.scheme is not None:
-        x += config.scheme.encoding(positions, config.d_model)
+        x += jnp.broadcast_to(config.scheme.encoding(positions, config.d_model), x.shape)
     x = x.astype(table.dtype if config.dtype is None else config.dtype)
     return te.dropout(rng, config.dropout_rate, x) if is_training else x
 

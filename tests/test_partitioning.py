@@ -45,12 +45,20 @@ def batches(of):
     return BATCHES[: 1 if of["kind"] == "automatic" else 3]
 
 
+def parts(of):
+    """jax adds no rows to an x whose channels other axes split."""
+    of_table, of_x = tuple(of["table"])[1:], tuple(of["x"])[2:]
+    if of["kind"] == "automatic" or not (of_table and of_x) or of_table == of_x:
+        return list(layouts.PARTS)
+    return [part for part in layouts.PARTS if part not in ("lookup", "tied")]
+
+
 SPACE = {
     "kind": ("explicit", "explicit", "automatic", "mixed"),
     "where": ("none", "none", "inside", "outside")[: 4 if layouts.HAS_NESTED_MAPS else 1],
     "table": tables,
     "x": batches,
-    "part": layouts.PARTS,
+    "part": parts,
     "order": lambda of: (1,) if of["part"] == "top_k" else (1, 1, 2),
 }
 

@@ -14,20 +14,22 @@ CHANGES = [
     ".take([*range(12)][::-1])",
     ".take([*range(4, 12), 0, 1, 2, 3])",
 ]
+
+
+def sides(of):
+    """Queries and keys. Ids that `from_positions` counts in a row say nothing of another row."""
+    others = ["tokens[:, 4:8], tokens", "tokens[:, 7:8], tokens", "T(tokens.positions), tokens"]
+    swapped = ["tokens, tokens[::-1]"] * (of["kind"] != "restarts")
+    return ["tokens", "tokens", *swapped, *others]
+
+
 SPACE = {
     "kind": [kind for kind in batches.MAKE if kind not in batches.TREES],
     "change": CHANGES,
     "rule": batches.rules,
     "kernel": list(kernel_masks.KERNELS),
     "order": [None, "full", "right", "packed"],
-    "sides": [
-        "tokens",
-        "tokens",
-        "tokens, tokens[::-1]",
-        "tokens[:, 4:8], tokens",
-        "tokens[:, 7:8], tokens",
-        "T(tokens.positions), tokens",
-    ],
+    "sides": sides,
     "mode": ["eager", "jit"],
 }
 PROGRAM = """\
