@@ -4,47 +4,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import few
 from compare import equal
 from refused import each_raises
 
 import transformer_embed as te
 
-FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_a_bias_hides_keys_to_the_bit_and_a_wholly_masked_row_has_a_gradient(dtype):
     logits, mask = np.array([0.5, -1.0, 2.0, 0.25], dtype), np.array([True, False, True, False])
-    softmax = lambda x, mask: jax.nn.softmax(x + te.mask_to_bias(mask, dtype))
-
-    @jax.jit
-    def results(x):
-        nothing = np.zeros(4, bool)
-        gradient = jax.grad(lambda x: softmax(x, nothing)[0].astype(jnp.float32))(x)
-        return softmax(x, mask), jax.nn.softmax(x[mask]), softmax(x, nothing), gradient
-
-    hidden, alone, even, gradient = (np.asarray(each, np.float32) for each in results(logits))
+    softmax = jax.jit(lambda x, mask: jax.nn.softmax(x + te.mask_to_bias(mask, dtype)))
+    hidden = softmax(logits, mask)
     equal(hidden[~mask], 0)
-    equal(hidden[mask], alone)
+    equal(hidden[mask], jax.jit(jax.nn.softmax)(logits[mask]))
     # Half of the lowest value is so large that logits round away.
-    assert even.tolist() == [0.25] * 4
-    assert np.isfinite(gradient).all()
+    of_first = lambda x: softmax(x, ~mask & mask)[0].astype(jnp.float32)
+    even, gradient = jax.value_and_grad(of_first)(jnp.asarray(logits))
+    assert even == 0.25
+    assert np.isfinite(np.asarray(gradient, np.float32)).all()
 
 
-ROUNDED = [(d, e) for d in ("float16", "bfloat16", "float32", "float64") for e in (1, 8, 40, 300)]
-
-
-@pytest.mark.parametrize(("dtype", "exponent"), few(ROUNDED, 6))
-def test_a_bias_that_rounds_to_zero_is_refused(dtype, exponent):
-    value = -(10.0**-exponent)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_a_bias_that_rounds_to_zero_is_refused(dtype):
     with jax.enable_x64():
-        if float(np.asarray(value).astype(jnp.dtype(dtype))) < 0:
-            assert np.asarray(te.mask_to_bias([False], dtype, value=value)) < 0
-        else:
-            with pytest.raises(ValueError, match=rf"^value: wanted a number below 0 that {dtype}"):
-                te.mask_to_bias([False], dtype, value=value)
+        for exponent in (1, 8, 40, 300):
+            value = -(10.0**-exponent)
+            if float(np.asarray(value).astype(jnp.dtype(dtype))) < 0:
+                assert np.asarray(te.mask_to_bias([False], dtype, value=value)) < 0
+            else:
+                with pytest.raises(
+                    ValueError, match=rf"^value: wanted a number below 0 that {dtype}"
+                ):
+                    te.mask_to_bias([False], dtype, value=value)
 
 
 @pytest.mark.parametrize("enabled", [False, True])

@@ -47,34 +47,27 @@ def test_quarter_turns_are_exact():
     assert got[:, 0].tolist() == [0.0, 1.0, 0.0, -1.0, 0.0, 1.0, -1.0]
 
 
-def test_small_angles_keep_their_relative_accuracy():
-    exact = oracle.sine(1, oracle.frequency(1, 2, 1e14))
-    got = sinusoid(np.array([1]), constants(2, 1e14))[0, 2]
-    assert oracle.error(got, exact) / float(exact) < 2**-22
-
-
-def test_slopes_of_long_wavelengths_keep_their_relative_accuracy():
-    slope = jax.grad(lambda position: of_channels(position, constants(2, 1e14))[2])
-    # At position 1 the cosine rounds to 1.
-    exact = oracle.frequency(1, 2, 1e14)
-    assert oracle.error(slope(np.float32(1)), exact) / float(exact) < 2**-22
-
-
-@functools.cache
-def derivative_at_each(order):
-    derivative = of_channels
-    for _ in range(order):
-        derivative = jax.jacfwd(derivative)
-    return jax.jit(jax.vmap(derivative, (0, None)))
+def test_small_angles_and_their_slopes_keep_their_relative_accuracy():
+    of_sine = lambda position: of_channels(position, constants(2, 1e14))[2]
+    # The slope is the frequency: at position 1 the cosine rounds to 1.
+    frequency = oracle.frequency(1, 2, 1e14)
+    for got, exact in zip(
+        jax.value_and_grad(of_sine)(np.float32(1)),
+        (oracle.sine(1, frequency), frequency),
+        strict=True,
+    ):
+        assert oracle.error(got, exact) / float(exact) < 2**-22
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", [1, 3])
 @pytest.mark.parametrize("frequency_scale", [1.0, 1000.0])
 def test_derivatives_in_float_positions(order, frequency_scale):
-    at = np.array([0.3, -7.25, 1000.5], np.float32)
+    at, derivative = np.array([0.3, -7.25, 1000.5], np.float32), of_channels
+    for _ in range(order):
+        derivative = jax.jacfwd(derivative)
     frequencies = phase.geometric_frequencies(3, 10_000.0, 3, frequency_scale)
-    got = np.asarray(derivative_at_each(order)(at, of_frequencies(frequencies)))
+    got = jax.jit(jax.vmap(derivative, (0, None)))(at, of_frequencies(frequencies))
     for (n, p), c in itertools.product(enumerate(at), range(6)):
         frequency = oracle.frequency(c // 2, 3, 10_000.0, frequency_scale)
         # Each derivative of a sine or cosine is a quarter turn more.

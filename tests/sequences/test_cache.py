@@ -1,4 +1,4 @@
-"""A cache: what is written where, and what a mask shows of it, token by token."""
+"""Caches where draws do not reach: narrow dtypes, symbolic shapes, errors."""
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,7 @@ import transformer_embed as te
 
 BATCH, SLOTS = 3, 6
 EMPTY = te.TokenPositions.empty(BATCH, SLOTS), jnp.zeros((BATCH, SLOTS, 2))
-
-
-def new_tokens(first, length, rows=BATCH):
-    """Tokens whose keys are their numbers, and their numbers [rows, length]."""
-    numbers = first + np.arange(rows * length).reshape(rows, length)
-    keys = jnp.array(np.stack([numbers, -numbers], axis=-1), jnp.float32)
-    return (te.TokenPositions(numbers, segment_ids=np.ones_like(numbers)), keys), numbers
+NEW = te.TokenPositions.from_offset([1, 3, 5], 2), jnp.ones((BATCH, 2, 2))
 
 
 def test_a_position_that_a_short_cache_cannot_hold_is_written():
@@ -32,7 +26,6 @@ def test_rows_of_any_number_are_cleared():
     equal(*loops.ROW_MODES["any rows"](clear, [batch]), [[True, False], [False, False]])
 
 
-NEW = new_tokens(1, 2)[0]
 REFUSED = {
     "te.write_cache(EMPTY, NEW, 0.5)": "TypeError: slot: ... got float64",
     "EMPTY[0].clear([1, 0, 0])": "TypeError: where: ... got int64",
@@ -44,7 +37,7 @@ REFUSED = {
     "te.write_cache(EMPTY, (NEW[0], NEW[1][:2]), 0)": "ValueError: new[1]: ... 1, 2, 2], got float32[2, 2, 2]",
     "te.write_cache((EMPTY[0], EMPTY[1][:2]), NEW, 0)": "ValueError: cache[1]: ... 6, 2], got float32[2, 6, 2]",
     "te.write_cache(EMPTY, (NEW[0], NEW[1][:, :1]), 0)": "ValueError: new[1]: ... 1, 2, 2], got float32[3, 1, 2]",
-    "te.write_cache(EMPTY, new_tokens(1, 7)[0], 0)": "ValueError: new: ... got 7",
+    "te.write_cache(EMPTY[1], jnp.ones((3, 7, 2)), 0)": "ValueError: new: ... got 7",
     "te.write_cache(EMPTY, NEW, [0, 1])": "ValueError: slot: ... [3, 2], got shape [2]",
     "te.write_cache(EMPTY, NEW, 2**31)": "ValueError: slot: ... -1..5, got 2147483648",
     "te.write_cache(EMPTY, NEW, SLOTS)": "ValueError: slot: ... -1..5, got 6",

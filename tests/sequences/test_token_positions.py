@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.export
 import numpy as np
-import pytest
 from compare import equal
 from refused import each_raises
 
@@ -13,30 +12,19 @@ import transformer_embed as te
 from transformer_embed._src.sequences.runs import in_row
 
 TokenPositions = te.TokenPositions
-SEGMENTS = np.array(
-    [[1, 1, 1, 2, 2, 0, 0], [0, 0, 9, 9, 0, 6, 6], [0] * 7, [3] * 7, [1, 2, 3, 4, 5, 6, 7]]
-)
 
 
 def test_slices_and_a_short_repr():
     """Also where one row of positions serves all rows."""
-    tokens = TokenPositions(np.arange(6), segment_ids=SEGMENTS[:3, :6])
+    segments = np.array([[1, 1, 1, 2, 2, 0], [0, 0, 9, 9, 0, 6], [0] * 6])
+    tokens = TokenPositions(np.arange(6), segment_ids=segments)
     part = tokens[1:, 2:5]
     equal(part.positions, [[2, 3, 4]] * 2)
-    equal(part.segment_ids, SEGMENTS[1:3, 2:5])
+    equal(part.segment_ids, segments[1:3, 2:5])
     assert (len(tokens), len(part)) == (3, 2)
     assert repr(part) == "TokenPositions(positions=int32[2, 3], segment_ids=int32[2, 3])"
     assert len(repr(te.AttentionMask(tokens, causal=True))) < 200
     repr(jax.tree.map(lambda _: None, tokens))
-
-
-def test_tokens_in_another_order_have_no_next_token():
-    """What is beside them is another part of the row."""
-    tokens = TokenPositions.from_segment_ids(SEGMENTS).take([6, 5, 0])
-    equal(tokens.positions, TokenPositions.from_segment_ids(SEGMENTS).positions[:, [6, 5, 0]])
-    equal(tokens.padding_mask, SEGMENTS[:, [6, 5, 0]] != 0)
-    with pytest.raises(ValueError, match=r"^places: wanted None, for tokens in the order of"):
-        tokens.next_token_mask  # noqa: B018
 
 
 # --- errors
@@ -67,6 +55,7 @@ REFUSED = {
     "from_offset(0, 5)[:, 0]": "ValueError: index: ... got (slice(None, None, None), 0)",
     "from_offset(0, 5).take([[0]])": "ValueError: order: ... got shape [1, 1]",
     "from_offset(0, 5).take([5])": "ValueError: order: ... 0..4, got 5 at index [0]",
+    "from_offset(0, 5).take([4, 2]).next_token_mask": "ValueError: places: wanted None, for tokens in the order of",
     "te.load_balanced_order(12, 4)": "ValueError: length: ... 8, got 12",
     "te.load_balanced_order(12, 4, kind='cyclic', block=4)": "ValueError: length: ... 16, got 12",
     "te.load_balanced_order(8, 4, kind='snake')": "ValueError: kind: ... got 'snake'",
