@@ -9,17 +9,15 @@ A page marks such a part with a comment, and the part ends with another one:
 Usage: python tests/make_reference.py. tests/test_docs.py checks that the pages are up to date.
 """
 
-import ast
 import contextlib
 import dataclasses
 import functools
 import inspect
 import io
-import json
 import os
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -122,77 +120,50 @@ def _methods(kind: type) -> Iterator[tuple[str, object]]:
 
 
 def _signature(name: str, value: object) -> str:
-    """How to call it, with the annotations and defaults as the source has them."""
+    """How to call it, one argument a line if there are many."""
+    signature = inspect.signature(getattr(value, "fget", value))
+    arguments = _arguments(signature.parameters.values())
+    shows_result = not inspect.isclass(value) and signature.return_annotation is not signature.empty
+    returns = f" -> {_annotation(signature.return_annotation)}" if shows_result else ""
     if isinstance(value, property):
-        _, returns = _arguments(value.fget)
         return f"```python\n{name}{returns}\n```"
-    arguments, returns = _arguments(value)
     line = f"{name}({', '.join(arguments)}){returns}"
     if len(line) > WIDTH:
         line = f"{name}(\n" + "".join(f"    {each},\n" for each in arguments) + f"){returns}"
     return f"```python\n{line}\n```"
 
 
-def _parsed(value: object) -> tuple[ast.FunctionDef | ast.ClassDef, str]:
-    source = textwrap.dedent(inspect.getsource(inspect.unwrap(value)))
-    return ast.parse(source).body[0], source
+def _arguments(parameters: Iterable[inspect.Parameter]) -> list[str]:
+    texts, stars = [], {"": True}
+    for each in parameters:
+        if each.name in ("self", "cls"):
+            continue
+        if each.kind == each.KEYWORD_ONLY and stars.pop("", False):
+            texts.append("*")
+        if each.kind == each.VAR_POSITIONAL:
+            stars.clear()
+        default = each.default
+        if dataclasses.is_dataclass(default):
+            default = _Text(f"{type(default).__name__}()")
+        texts.append(_shortened(str(each.replace(default=default))))
+    return texts
 
 
-def _fields(kind: type) -> list[str]:
-    """The arguments of a dataclass or a named tuple, those of the classes above it too."""
-    lines = {}
-    for base in reversed(kind.__mro__):
-        if base.__module__.startswith("transformer_embed."):
-            node, source = _parsed(base)
-            fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
-            # Such a field has no default.
-            texts = (_text(each, source).removesuffix(" = dataclasses.field()") for each in fields)
-            lines |= {each.target.id: text for each, text in zip(fields, texts, strict=True)}
-    if not dataclasses.is_dataclass(kind):
-        return list(lines.values())
-    fields = [field for field in dataclasses.fields(kind) if field.init]
-    plain = [lines[field.name] for field in fields if not field.kw_only]
-    by_name = [lines[field.name] for field in fields if field.kw_only]
-    return [*plain, "*", *by_name] if by_name else plain
+class _Text(str):
+    """Shown without quotes."""
+
+    __repr__ = str.__str__
 
 
-def _arguments(value: object) -> tuple[list[str], str]:
-    node, source = _parsed(value)
-    is_class = isinstance(node, ast.ClassDef)
-    if is_class:
-        init = [each for each in node.body if getattr(each, "name", "") == "__init__"]
-        if not init:
-            return _fields(value), ""
-        node = init[0]
-    constants = vars(inspect.getmodule(inspect.unwrap(value)))
-
-    def written(argument: ast.arg, default: ast.expr | None = None) -> str:
-        text = _text(argument, source)
-        if isinstance(default, ast.Name) and default.id in constants:
-            return f"{text} = {json.dumps(constants[default.id])}"
-        return text if default is None else f"{text} = {_text(default, source)}"
-
-    spec = node.args
-    plain = [*spec.posonlyargs, *spec.args]
-    defaults = [None] * (len(plain) - len(spec.defaults)) + spec.defaults
-    arguments = list(map(written, plain, defaults))
-    if plain and plain[0].arg in ("self", "cls"):
-        del arguments[0]
-    if spec.vararg:
-        arguments.append(f"*{written(spec.vararg)}")
-    elif spec.kwonlyargs:
-        arguments.append("*")
-    arguments += map(written, spec.kwonlyargs, spec.kw_defaults)
-    if spec.kwarg:
-        arguments.append(f"**{written(spec.kwarg)}")
-    has_none = is_class or node.returns is None
-    return arguments, "" if has_none else f" -> {_text(node.returns, source)}"
+def _annotation(kind: object) -> str:
+    return _shortened(inspect.formatannotation(kind))
 
 
-def _text(node: ast.AST, source: str) -> str:
-    """A part of the source in one line, forward references without their quotes."""
-    text = " ".join((ast.get_source_segment(source, node) or "").split())
-    # Defaults are in double quotes too, but have no capital letter.
+def _shortened(text: str) -> str:
+    """Without the modules of classes, and with double quotes."""
+    text = re.sub(r"<class 'jax\.numpy\.(\w+)'>", r"jnp.\1", text.replace('"', "'"))
+    text = re.sub(r"\b(?!jnp\b)(?:[a-z_]\w*\.)+(?=[A-Za-z])", "", text).replace("'", '"')
+    # A forward reference.
     return re.sub(r'"([A-Z][^"]*)"', r"\1", text)
 
 
