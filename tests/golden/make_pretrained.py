@@ -83,9 +83,6 @@ def case_of(case):
         stack = getattr(model, case.get("stack", "encoder"))
         bias = stack.block[0].layer[0].SelfAttention.compute_bias(1000, 1000)[0]
         found["bias"] = pack(bias[:, [999, 0]].swapaxes(0, 1))
-    if case["class"].startswith("Bloom"):
-        bias = model.transformer.build_alibi_tensor(is_token, config.n_head, torch.float32)
-        found["bias"] = pack(bias.reshape(len(IDS), config.n_head, -1))
     return found
 
 

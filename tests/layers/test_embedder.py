@@ -53,40 +53,30 @@ def spellings(array):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [{"d_model": 101}, {"d_model": 102, "scheme": te.Learned(16), "num_token_types": 2}],
-)
-def test_one_trace_whatever_the_dtype_the_offset_the_key_and_an_equal_config(traces, changes):
-    """The widths are nobody else's."""
-    config = dataclasses.replace(CONFIG, **changes)
+def test_one_trace_whatever_the_dtype_the_offset_the_key_and_an_equal_config(traces):
+    """The width is nobody else's."""
+    fields = {"d_model": 101, "scheme": te.Learned(16), "num_token_types": 2}
+    config = dataclasses.replace(CONFIG, **fields)
     params = drawn(te.Embedder(config).init)
     traces.clear()
-    types = {"token_types": TYPES} if config.num_token_types else {}
 
-    def apply(ids, key=None, is_training=False, **options):
+    def apply(ids=IDS, key=None, *, positions=range(5), types=TYPES, is_training=False):
         again = dataclasses.replace(config, param_dtype="float32", dropout_rate=np.float64(0.1))
-        options = {"positions": np.arange(5), "is_training": is_training} | types | options
+        options = {"positions": positions, "token_types": types, "is_training": is_training}
         return te.Embedder(again).apply(params, key, ids, **options)
 
-    want = apply(IDS)
-    for ids in spellings(IDS):
-        equal(apply(ids), want)
-    for offset in (1, 9):
-        row = np.arange(5) + offset
-        moved = apply(IDS, positions=row)
-        assert not np.array_equal(moved, want)
-        for positions in (*spellings(row), tuple(row)):
-            equal(apply(IDS, KEY, positions=positions), moved)
+    want, moved = apply(), apply(positions=np.arange(5) + 9)
+    assert not np.array_equal(moved, want)
+    for ids, positions, types in zip(*map(spellings, (IDS, np.arange(5) + 9, TYPES)), strict=True):
+        equal(apply(ids, types=types), want)
+        equal(apply(ids, KEY, positions=positions), moved)
     # Of a weak dtype.
     threes = jnp.full([2, 5], 3)
-    apply(threes, positions=jnp.full([5], 3), **dict.fromkeys(types, threes))
-    for other in spellings(TYPES) if types else ():
-        equal(apply(IDS, token_types=other), want)
+    apply(threes, positions=jnp.full([5], 3), types=threes)
     assert len(traces) == 1
     for _ in range(2):
-        apply(IDS[:1], **dict.fromkeys(types, TYPES[:1]))
-        apply(IDS, KEY, is_training=True)
+        apply(IDS[:1], types=TYPES[:1])
+        apply(key=KEY, is_training=True)
     assert len(traces) == 3
 
 

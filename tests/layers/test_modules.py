@@ -201,17 +201,6 @@ def test_a_batch_reads_encodings_that_are_computed_once():
         assert ("stablehlo.gather" in text) == (batch == 2)
 
 
-def test_relative_position_bias_is_the_table_at_the_buckets():
-    options = {"num_buckets": 8, "max_distance": 20, "causal": True}
-    queries, keys = np.array([[4, 5], [30, 0]]), np.arange(6)
-    pair = hk.transform(lambda: bias(3, **options)(queries, keys))
-    params = drawn(pair.init)
-    leaf = params["relative_position_bias"]["embeddings"]
-    assert (leaf.shape, leaf.dtype) == ((8, 3), jnp.float32)
-    buckets = np.asarray(te.relative_position_buckets(queries, keys, **options))
-    equal(pair.apply(params, None), np.moveaxis(np.asarray(leaf)[buckets], -1, 1))
-
-
 # --- Errors, by message.
 
 REFUSED = {

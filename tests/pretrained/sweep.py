@@ -70,72 +70,9 @@ MAPPINGS = (
     "MODEL_FOR_PRETRAINING",
     "MODEL",
 )
-SIZES = {
-    r"vocab_size|decoder_vocab_size|entity_vocab_size|vocab_size_per_layer_input": VOCAB,
-    r"hidden_size|d_model|n_embd|dim|emb_dim|attention_hidden_size|encoder_hidden_size|embed_dim|"
-    r"word_embed_proj_dim|projection_dim|projector_hidden_size": 64,
-    r"embedding_size": 48,
-    r"(moe_|shared_expert_)?intermediate_size|\w*ffn_dim|d_ff|n_inner|ffn_hidden_size|mlp_dim|"
-    r"max_(target_|source_)?positions?(_embeddings)?|n_positions|n_ctx|max_seq_len|context_length|"
-    r"max_position_embeddings|seq_length|max_sequence_length": 40,
-    r"image_size|img_size": 32,
-    r"head_dim": 24,
-    r"q_lora_rank|kv_lora_rank|d_kv": 16,
-    r"qk_nope_head_dim|v_head_dim": 12,
-    r"qk_rope_head_dim|rotary_dim|hidden_size_per_layer_input|patch_size|local_attention": 8,
-    r"num_attention_heads|n_heads?|num_heads|(en|de)coder_attention_heads|attention_heads|"
-    r"num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_codevectors_per_group|"
-    r"sliding_window|window_size": 4,
-    r"num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers|num_decoder_layers|type_vocab_size": 3,
-    r"num_key_value_heads|num_kv_heads|n_kv_heads|multi_query_group_num|depth|"
-    r"num_experts_per_tok|moe_topk|moe_k|num_experts_per_token|top_k_experts": 2,
-    r"n_group|topk_group|first_k_dense_replace|n_shared_experts|num_nextn_predict_layers": 1,
-    r"num_kv_shared_layers": 0,
-}
-ODD = {
-    r"(?!.*(rms|batch|cc)).*(eps|epsilon)": 0.0375,
-    r"embedding_multiplier|scale_emb|embedding_scale": 1.7,
-    r"logit_scale|logits_scaling|lm_head_multiplier": 0.3,
-    r"final_logit_softcapping": 2.5,
-    r"rope_theta|rotary_emb_base|rope_local_base_freq": 700.0,
-    r"partial_rotary_factor|rotary_pct": 0.5,
-}  # Other ids of tokens follow from 40 on.
-SPECIAL_IDS = {"pad_token_id": PAD, "bos_token_id": 0}
-SPECIAL_IDS |= {"eos_token_id": 4, "decoder_start_token_id": 4}
-
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
-BASES = {
-    "layer_rope_theta": [700.0, 0, 700.0],
-    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-}
-SPECIAL = {
-    "bamba": MAMBA,
-    "granitemoehybrid": MAMBA,
-    "mamba2": {"num_heads": 8, "head_dim": 16},
-    "xlnet": {"d_head": 16},
-    "helium": {"head_dim": 16},
-    "mistral4": {"qk_nope_head_dim": 8, "head_dim": 16},
-    "xglm": {"pad_token_id": 1},
-    "granite_swa": BASES,
-    "granitemoe_swa": BASES,
-    "zaya": {"num_experts_per_tok": 1},
-    "gpt_neo": {
-        "attention_layers": ["global", "local", "global"],
-        "attention_types": [[["global", "local", "global"], 1]],
-    },
-    "squeezebert": {"embedding_size": 64},
-    # Its base, which this version of the library does not read.
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10_000.0}},
-    "deepseek_v4": {
-        "layer_types": [
-            "sliding_attention",
-            "compressed_sparse_attention",
-            "heavily_compressed_attention",
-        ],
-        "partial_rotary_factor": 1 / 3,
-    },
-    "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [4, 10]},
-}
+# Patterns of entries with their small sizes and their odd numbers, ids of tokens, and what some types
+# need besides: one of them a base that this version of the library does not read.
+SMALL = json.loads(pathlib.Path(__file__).with_name("small_models.json").read_text())
 
 
 # Their attention makes another mask of the one that a layer is given.
@@ -187,13 +124,13 @@ def small_entry(key, value, layers, tokens, is_odd):  # noqa: PLR0911 (a rule fo
         return value[1:4]
     if value is None:
         return 2 if key == "num_key_value_heads" else None
-    if key in SPECIAL_IDS:
-        return SPECIAL_IDS[key]
+    if key in SMALL["ids"]:
+        return SMALL["ids"][key]
     if isinstance(value, int) and re.search(r"token_(id|index)$|image_token|forced", key):
         return next(tokens, VOCAB - 1)
     if key == "scale_embedding" and is_odd:
         return not value
-    rules = {int: SIZES, float: ODD if is_odd else {}}.get(type(value), {})
+    rules = {int: SMALL["sizes"], float: SMALL["odd"] if is_odd else {}}.get(type(value), {})
     return next((number for pattern, number in rules.items() if re.fullmatch(pattern, key)), value)
 
 
@@ -210,7 +147,7 @@ def resized(entries, *, is_odd):
         small["per_layer_config"] = {str(number): wide for number in full}
     if "qk_rope_head_dim" in entries:
         small |= {"head_dim": 8, "num_key_value_heads": 4}
-    small |= SPECIAL.get(entries.get("model_type"), {})
+    small |= SMALL["of types"].get(entries.get("model_type"), {})
     change = functools.partial(turned, entries=small, is_odd=is_odd)
     return changed_rope(small, change)
 

@@ -108,14 +108,6 @@ def test_t5_bias_is_the_originals(name):
     assert len(np.unique(ours)) > 20
 
 
-@pytest.mark.slow
-def test_bloom_bias_is_the_originals():
-    case, found = CASES["bloom"], load("bloom")
-    keys = te.TokenPositions.from_ids(case["ids"], pad_id=PAD)
-    ours = te.alibi_bias(np.zeros((3, 1), int), keys.positions, **found.bias)
-    assert_same(ours[:, :, 0], unpack(case["bias"]))
-
-
 # --- The output layer.
 
 
