@@ -21,13 +21,11 @@ import optax.contrib
 import transformer_embed as te
 
 PAGE = Path(__file__).parents[2] / "notebooks" / "rows_optimizers.md"
-VOCAB_SIZE, OTHER_SIZE, WIDTH = 23, 11, 4
+VOCAB_SIZE, WIDTH = 23, 4
 
 
 def tables_only(params):
-    return jax.tree.map_with_path(
-        lambda path, _: "table" in str(path) or "other" in str(path), params
-    )
+    return jax.tree.map_with_path(lambda path, _: "table" in str(path), params)
 
 
 def labels(params):
@@ -94,32 +92,30 @@ def exported():
             maker = getattr(module, name)
             if name.startswith("_") or name in NOT_OPTIMIZERS or not callable(maker):
                 continue
-            signature = _signature(maker)
-            returns = str(signature.return_annotation)
-            said = "GradientTransformation" in returns or name == "MultiSteps"
-            required = [
-                p.name
-                for p in signature.parameters.values()
-                if p.default is p.empty and p.kind not in VARIADIC
-            ]
-            arguments = {"f": FUNCTIONS.get(name)} if name in FUNCTIONS else ARGUMENTS
-            known = all(each in arguments for each in required)
-            assert known or not said, f"{name}: say how to make it, from {required}"
-            if not known or (inspect.isclass(maker) and not said):
-                continue
-            options = {each: arguments[each] for each in required} | OPTIONS.get(name, {})
-            make = functools.partial(maker, *POSITIONAL.get(name, ()), **options)
-            if name in FACTORIES:
-                make = functools.partial(quietly(make), 0.1)
-            if said or _is_optimizer(make):
+            make = maker_of(name, maker)
+            if make is not None:
                 yield f"{'contrib.' if module is optax.contrib else ''}{name}", make
 
 
-def _signature(maker):
+def maker_of(name, maker):
+    """A function without arguments; None if an optimizer is not what is made."""
     try:
-        return inspect.signature(maker)
+        signature = inspect.signature(maker)
     except (TypeError, ValueError):
-        return inspect.Signature()
+        signature = inspect.Signature()
+    is_said = "GradientTransformation" in str(signature.return_annotation) or name == "MultiSteps"
+    each = signature.parameters.values()
+    required = [p.name for p in each if p.default is p.empty and p.kind not in VARIADIC]
+    arguments = {"f": FUNCTIONS[name]} if name in FUNCTIONS else ARGUMENTS
+    is_known = arguments.keys() >= {*required}
+    assert is_known or not is_said, f"{name}: say how to make it, from {required}"
+    if not is_known or (inspect.isclass(maker) and not is_said):
+        return None
+    options = {each: arguments[each] for each in required} | OPTIONS.get(name, {})
+    make = functools.partial(maker, *POSITIONAL.get(name, ()), **options)
+    if name in FACTORIES:
+        make = functools.partial(quietly(make), 0.1)
+    return make if is_said or _is_optimizer(make) else None
 
 
 def _is_optimizer(make):
@@ -139,46 +135,19 @@ def quietly(call, *args):
 def make_params():
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape))
-    tables = {"embed": {"table": normal(VOCAB_SIZE, WIDTH)}, "other": normal(OTHER_SIZE, 2)}
-    return {**tables, "w": normal(WIDTH, 3), "b": normal(3)}
-
-
-def loss(params, batch):
-    ids, more, weights, extra = batch
-    x = te.lookup(params["embed"]["table"], ids, out_of_range="zero") * weights
-    y = te.lookup(params["other"], more, out_of_range="zero") * extra
-    return jnp.sum(jnp.tanh(x @ params["w"] + params["b"])) + jnp.sum(jnp.tanh(y))
-
-
-def make_batch(seed):
-    rng = np.random.default_rng(seed)
-    # Repeats, and ids out of range.
-    ids, more = rng.integers(-1, 10, 7), rng.integers(0, OTHER_SIZE + 1, 5)
-    weights = rng.normal(size=(7, WIDTH)), rng.normal(size=(5, 2))
-    return tuple(map(jnp.asarray, (ids, more, *weights)))
-
-
-def by_rows(grads):
-    """Gradients of rows, from those that have ids and values in their place."""
-    table = te.rows.RowGradient(*grads["embed"]["table"], VOCAB_SIZE)
-    other = te.rows.RowGradient(*grads["other"], OTHER_SIZE)
-    return {**grads, "embed": {"table": table}, "other": other}
+    return {"embed": {"table": normal(VOCAB_SIZE, WIDTH)}, "w": normal(WIDTH, 3), "b": normal(3)}
 
 
 def lazy_step(optimizer, params, state, grads, **extra):
-    """The oracle: the dense step, then every row without a gradient put back, in the tables and in
-    what has their rows in the state."""
+    """The oracle: the dense step, then every row without a gradient put back, in the table and in
+    what has its rows in the state."""
     updates, after = optimizer.update(grads, state, params, **extra)
-    moved = {
-        VOCAB_SIZE: (grads["embed"]["table"] != 0).any(1),
-        OTHER_SIZE: (grads["other"] != 0).any(1),
-    }
+    is_moved = (grads["embed"]["table"] != 0).any(1)
 
     def put_back(old, new):
-        if new.ndim == 0 or new.shape[0] not in moved:
+        if new.ndim == 0 or len(new) != VOCAB_SIZE:
             return new
-        touched = moved[new.shape[0]].reshape(-1, *[1] * (new.ndim - 1))
-        return jnp.where(touched, new, old)
+        return jnp.where(is_moved.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
     return jax.tree.map(put_back, (params, state), (optax.apply_updates(params, updates), after))
 
@@ -192,15 +161,12 @@ def extra_arguments(optimizer):
 def refusal(optimizer):
     """Why an optimizer cannot train by rows; None where it can."""
     params, extra = make_params(), extra_arguments(optimizer)
-    table, other = (np.arange(7), np.ones((7, WIDTH))), (np.arange(5), np.ones((5, 2)))
-    grads = {**params, "embed": {"table": table}, "other": other}
-
-    def step(params, state, grads):
-        return te.rows.apply_gradients(optimizer, by_rows(grads), state, params, **extra)
-
+    rows = te.rows.RowGradient(np.arange(7), np.ones((7, WIDTH)), VOCAB_SIZE)
+    grads = params | {"embed": {"table": rows}}
+    step = functools.partial(te.rows.apply_gradients, optimizer, **extra)
     try:
         state = quietly(optimizer.init, params)
-        quietly(jax.eval_shape, step, params, state, grads)
+        quietly(jax.eval_shape, lambda params, state: step(grads, state, params), params, state)
     except ValueError as error:
         return str(error)
     return None

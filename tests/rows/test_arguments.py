@@ -105,6 +105,8 @@ VALUE_ERRORS = [
     (lambda: update(grads={}), "params: wanted no others, got t [5, 2]"),
     (lambda: update(params={"t": jnp.ones([6, 2])}), "params: wanted t [5, 2], got t [6, 2]"),
     (lambda: update(state=SGD.init(SMALL)), "state: wanted 0/count [], 0/mu/t [5, 2], 0/nu/t [5, 2], got none"),
+    (lambda: update(state=ADAM.init({"t": jnp.ones([6, 2])})), "state: wanted 0/mu/t [5, 2], 0/nu/t [5, 2], got 0/mu/t [6, 2], 0/nu/t "),
+    (lambda: update(state=list(ADAM.init(SMALL))), "state: wanted the tree, PyTreeDef((CustomNode"),
     (lambda: one_row([3, 3], jnp.ones([2, 2]), 9), "ids: wanted row ids that ascend from 0 ... got [3, 3]"),
     (lambda: one_row([-1, 3], jnp.ones([2, 2]), 9), "ids: wanted row ids that ascend from 0 ... got [-1, 3]"),
     (lambda: one_row([1, 2], jnp.ones([1, 2]), 9), "values: wanted shape [2, 'd'], a row for each id, got shape [1, 2]"),

@@ -13,7 +13,7 @@ OPTIMIZERS = [
     "optax.adamw(0.1, weight_decay=0.1)",
     "optax.adagrad(0.1)",
     "optax.lion(0.01)",
-    "optax.amsgrad(0.1)",
+    "optax.masked(optax.chain(optax.centralize(), optax.trace(0.9), optax.clip(0.3), optax.sgd(0.1)), True)",
     "steps.row_wise_adagrad(0.1)",
 ]
 OVER_ALL = ("data", "model", "extra")
