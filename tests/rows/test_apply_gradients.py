@@ -12,7 +12,7 @@ import transformer_embed as te
 from transformer_embed._src.rows.fingerprint import fingerprint, fits
 
 PARAMS = {"t": np.ones([1000, 2], np.float32), "w": np.ones([3, 2], np.float32)}
-SGD, ADAMW = optax.sgd(0.25), optax.adamw(0.1, weight_decay=0.1)
+SGD = optax.sgd(0.25)
 
 
 def rows(ids, scale=1.0):
@@ -94,13 +94,7 @@ def test_a_fingerprint_fits_its_ids_alone_and_keeps_its_ratios():
         for devices in (1, 2, 30_000):
             mean = ((devices - 1) * np.float64(mark) + np.float64(fingerprint(others))) / devices
             assert not fits(ids, jnp.asarray(mean, jnp.float32))
-    for changed in (
-        jnp.sign(mark),
-        0 * mark,
-        mark.astype(jnp.float16),
-        mark + 1e-20,
-        mark * np.inf,
-    ):
+    for changed in (jnp.sign(mark), 0 * mark, mark.astype("float16"), mark + 1e-20, mark * np.inf):
         assert not fits(ids, changed)
 
 
@@ -115,17 +109,17 @@ def test_more_rows_than_a_block_are_updated_in_blocks():
     optimizer = optax.sgd(0.5, momentum=0.9)
 
     @jax.jit
-    def step(params, state, values):
-        grads = {"t": te.rows.RowGradient(ids, values, 3000)}
-        return te.rows.apply_gradients(optimizer, grads, state, params)
+    def step(table, state, values):
+        grads = te.rows.RowGradient(ids, values, 3000)
+        return te.rows.apply_gradients(optimizer, grads, state, table)
 
-    params, state = {"t": table}, optimizer.init({"t": table})
+    after, state = table, optimizer.init(table)
     for _ in range(2):
-        params, state = step(params, state, values[ids])
+        after, state = step(after, state, values[ids])
     # Not in place: jax may still read the first table.
     expected = table.copy()
     expected[ids] -= 0.5 * (1 + 1.9) * values[ids]
-    near(params["t"], expected, rtol=1e-6, atol=1e-6)
+    near(after, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -133,9 +127,9 @@ def test_more_rows_than_a_block_are_updated_in_blocks():
 def test_a_batch_may_have_as_many_ids_as_the_table_has_rows(size):
     """The proof tells rows from other sizes: the number that is updated at a time is never the
     table's."""
+    params = {"t": jnp.ones([size, 2]), "w": jnp.zeros(1)}
     total = lambda params, ids: te.lookup(params["t"], ids).sum()
-    step = jax.jit(lambda params: update(gradient(params, np.arange(size), total), params))
-    equal(step({"t": jnp.ones([size, 2])})["t"], 0.75)
+    equal(update(gradient(params, np.arange(size), total), params)["t"], 0.75)
 
 
 @pytest.mark.slow
@@ -161,13 +155,10 @@ def test_extra_arguments_may_be_anything_that_the_optimizer_takes():
 
 @pytest.mark.slow
 def test_a_step_works_under_vmap_over_seeds():
+    def one(ids):
+        return update(gradient(PARAMS, ids), PARAMS, optax.adamw(0.1, weight_decay=0.1))["t"]
+
     ids = np.array([[0, 3, 3], [5, 0, 8]])
-    tables = np.random.default_rng(0).normal(size=(2, 23, 3)).astype(np.float32)
-
-    def one(table, ids):
-        params = {"t": table, "w": jnp.ones(3)}
-        return update(gradient(params, ids), params, ADAMW)["t"]
-
-    expected = np.stack([*map(jax.jit(one), tables, ids)])
-    assert (expected != tables).any(axis=2).sum(axis=1).tolist() == [2, 3]
-    near(jax.jit(jax.vmap(one))(tables, ids), expected, rtol=1e-6, atol=1e-6)
+    expected = np.stack([*map(jax.jit(one), ids)])
+    assert (expected != 1).any(axis=2).sum(axis=1).tolist() == [2, 3]
+    near(jax.jit(jax.vmap(one))(ids), expected, rtol=1e-6, atol=1e-6)

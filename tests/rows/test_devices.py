@@ -28,14 +28,6 @@ def loss(params, ids, weights):
     return jnp.sum(rows * weights * params["w"])
 
 
-def on_vmap(step):
-    return jax.jit(jax.vmap(step, (None, 0, 0), axis_name="d"))
-
-
-def on_pmap(step):
-    return jax.pmap(step, "d", in_axes=(None, 0, 0), devices=jax.devices()[:DEVICES])
-
-
 def on_shard_map(step):
     """With parameters that all devices share, as their types say."""
 
@@ -47,7 +39,12 @@ def on_shard_map(step):
     return jax.jit(jax.shard_map(of_one, mesh=mesh_of((DEVICES,), ("d",)), **specs))
 
 
-MAPS = {"vmap": on_vmap, "pmap": on_pmap, "shard_map": on_shard_map}
+PMAP = {"axis_name": "d", "in_axes": (None, 0, 0), "devices": jax.devices()[:DEVICES]}
+MAPS = {
+    "vmap": lambda step: jax.jit(jax.vmap(step, (None, 0, 0), axis_name="d")),
+    "pmap": functools.partial(jax.pmap, **PMAP),
+    "shard_map": on_shard_map,
+}
 # How the gradients of a step are averaged, and of which ids.
 MEANS = {
     "ours": (te.rows.pmean, OTHER_IDS),

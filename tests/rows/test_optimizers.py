@@ -42,7 +42,7 @@ def refused_or_lazy(optimizer):
         if message is not None:
             ours = "optimizer: wanted each row updated from that row alone, got "
             assert ours in message or message.startswith("state: "), message
-            assert len(message) < 400
+            assert len(message) < 450
             return message
         extra = made.extra_arguments(optimizer)
 
