@@ -5,7 +5,6 @@ import functools
 import os
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
 
@@ -25,20 +24,15 @@ PAGES = [ROOT / "README.md", *sorted(SOURCE.rglob("*.md"))]
 REFERENCE = sorted((SOURCE / "reference").glob("*.md"))
 
 
-def build(source, out):
-    """Runs the command of Contributing in a fresh interpreter, since the tests' type checker
-    changes annotations."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    }
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(source), str(out)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
+    """What the command of Contributing writes, in a fresh interpreter, since the tests' type checker
+    changes annotations."""
     out, before = tmp_path_factory.mktemp("docs") / "html", sources()
-    done = build(SOURCE, out)
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(SOURCE), str(out)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stderr == ""
     assert done.returncode == 0
     assert sources() == before
@@ -109,44 +103,30 @@ def text_of(html):
 
 
 @pytest.mark.documentation
-def test_pages_show_tables_sections_formulas_and_types_as_written(pages):
+def test_pages_show_sections_formulas_and_types_as_written(pages):
     html = {page.stem: read(page) for page in pages.rglob("*.html")}
-    rotary = text_of(html["rotary"])
-    assert rotary.index("te.permute_rotary_weights") < rotary.index("te.apply_rotary(")
     text = text_of(html["positions"])
-    for part in ("Arguments", "Returns", "Raises", "Source", "&gt;&gt;&gt; "):
+    for part in (
+        "Arguments",
+        "Returns",
+        "Raises",
+        "Source",
+        "&gt;&gt;&gt; ",
+        "positions: ArrayLike",
+    ):
         assert part in text
-    assert "[B or 1, *shape]" in text_of(html["masks"])
     assert "encoding[..., 2i]     = sin(position * base ** (-2i / d_model))\nencoding[" in text
-    assert "positions: ArrayLike" in text
     assert 'href="rotary.html#te-apply-rotary"' in html["plots"]
-    for command in ("train", "inspect"):
-        assert f"usage: transformer-embed {command} " in text_of(html["command_line"])
+    assert "usage: transformer-embed train " in text_of(html["command_line"])
+    assert sum("<math " in page for page in html.values()) >= 3
 
 
 @pytest.mark.documentation
-def test_formulas_are_mathml_and_pages_load_nothing_from_elsewhere(pages):
-    html = [read(page) for page in pages.rglob("*.html")]
-    assert sum("<math " in page for page in html) >= 3
-    loaded = r"<(?:script|link|img)[^>]*(?:src|href)=\"https?:[^\"]*\""
-    assert re.findall(loaded, "".join(html)) == []
-
-
-@pytest.mark.documentation
-def test_pages_name_no_machine(pages):
+def test_pages_load_nothing_from_elsewhere_and_name_no_machine(pages):
     written = "".join(read(page) for page in pages.rglob("*.html"))
-    assert re.findall(f"/home/|/root/|/tmp/|site-packages|{re.escape(str(ROOT))}", written) == []
-
-
-@pytest.mark.documentation
-def test_an_unknown_command_in_a_formula_fails_the_build(tmp_path):
-    source = tmp_path / "source"
-    shutil.copytree(SOURCE / "static", source / "static")
-    shutil.copy(SOURCE / "conf.py", source)
-    (source / "index.md").write_text("# Title\n\n$\\nosuchcommand$\n", encoding="utf-8")
-    done = build(source, tmp_path / "out")
-    assert "nosuchcommand" in done.stderr
-    assert done.returncode != 0
+    loaded = r"<(?:script|link|img)[^>]*(?:src|href)=\"https?:[^\"]*\""
+    machine = f"/home/|/root/|/tmp/|site-packages|{re.escape(str(ROOT))}"
+    assert re.findall(f"{loaded}|{machine}", written) == []
 
 
 def test_every_page_is_in_the_index_with_a_line():
