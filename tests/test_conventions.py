@@ -288,36 +288,22 @@ OF_MASKS |= {"ids": DOCUMENTS, "rule": te.AttentionMask(TOKENS, causal=True, win
 SEPARATED = "prefix up to and including the first separator (tensor2tensor)"
 MASKS = {
     # sliding_window_overlay and the causal mask: key > query - window.
-    "causal window of w tokens that counts the query itself (transformers)": lambda q, k: (
-        q - 3 < k <= q
-    ),
-    "the query and w tokens to its left (axlearn, tensor2tensor)": lambda q, k: q - 3 <= k <= q,
-    "tokens within w on both sides (transformers, bidirectional)": lambda q, k: abs(q - k) <= 3,
+    "causal window of w tokens that counts the query itself (transformers)": "(q - 3 < k) & (k <= q)",
+    "the query and w tokens to its left (axlearn, tensor2tensor)": "(q - 3 <= k) & (k <= q)",
+    "tokens within w on both sides (transformers, bidirectional)": "abs(q - k) <= 3",
     # chunked_overlay: (key - left_padding) // chunk == (query - left_padding) // chunk.
-    "chunked attention (Llama 4), chunks counted from the first token": lambda q, k: (
-        k <= q and PLACE[k] // 3 == PLACE[q] // 3
-    ),
-    SEPARATED: lambda q, k: k <= q or max(q, k) <= 4,
-    "prefix of flagged tokens (T5X), block ids with -1 = causal (transformers)": lambda q, k: (
-        k <= q or BLOCKS[q] == BLOCKS[k] >= 0
-    ),
-    "padding masks keys only (transformers, Keras, trax)": lambda q, k: True,
+    "chunked attention (Llama 4), chunks counted from the first token": "(k <= q) & (PLACE[k] // 3 == PLACE[q] // 3)",
+    SEPARATED: "(k <= q) | ((q <= 4) & (k <= 4))",
+    "prefix of flagged tokens (T5X), block ids with -1 = causal (transformers)": "(k <= q) | ((BLOCKS[q] == BLOCKS[k]) & (BLOCKS[k] >= 0))",
+    "padding masks keys only (transformers, Keras, trax)": "k >= 0",
     # make_attention_mask(tokens, tokens): the outer product.
-    "padding masks queries too (Flax, T5X)": lambda q, k: True,
+    "padding masks queries too (Flax, T5X)": "k >= 0",
     # _materialize_sliding_window_mask: 0 <= query - key < window.
-    "`AttentionMask.causal(sliding_window=w, segment_ids=ids)` (Levanter)": lambda q, k: (
-        0 <= q - k < 3
-    ),
+    "`AttentionMask.causal(sliding_window=w, segment_ids=ids)` (Levanter)": "(0 <= q - k) & (q - k < 3)",
     # query - key <= sliding_window_size.
-    "`SegmentIdAttentionBias(ids)` and `sliding_window_causal_mask(w)` (axlearn)": lambda q, k: (
-        0 <= q - k <= 3
-    ),
-    "`MaskInfo.from_segments(ids).apply_causal().apply_sliding_window((l, r))` (ejkernel)": lambda q, k: (
-        0 <= q - k <= 2
-    ),
-    "`create_block_mask(mask_mod, ..., BLOCK_SIZE=n)` (FlexAttention)": lambda q, k: (
-        0 <= q - k <= 2
-    ),
+    "`SegmentIdAttentionBias(ids)` and `sliding_window_causal_mask(w)` (axlearn)": "(0 <= q - k) & (q - k <= 3)",
+    "`MaskInfo.from_segments(ids).apply_causal().apply_sliding_window((l, r))` (ejkernel)": "(0 <= q - k) & (q - k <= 2)",
+    "`create_block_mask(mask_mod, ..., BLOCK_SIZE=n)` (FlexAttention)": "(0 <= q - k) & (q - k <= 2)",
 }
 
 
@@ -340,7 +326,7 @@ def test_masks(name):
     if "ejkernel" in name:
         names = names | {"ids": DOCUMENTS - 1}
     same = (DOCUMENTS[:, None] == DOCUMENTS) | ("keys only" in name)
-    pairs = [[MASKS[name](q, k) for k in range(10)] for q in range(10)]
+    pairs = eval(MASKS[name], globals() | {"q": np.arange(10)[:, None], "k": np.arange(10)})
     equal(dense(made(name, **names)), same & (DOCUMENTS > 0) & pairs)
 
 

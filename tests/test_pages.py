@@ -366,46 +366,40 @@ def test_image_vectors_take_the_places_of_their_row_and_see_their_own_image():
 # --- mask patterns
 
 
+# Patterns as the page calls them, and the pairs that each allows inside a document: of positions q
+# and k, flags f and g, and groups a and b, of a query and of a key.
+PATTERNS = {
+    "longformer(tokens, flags, reach)": "(abs(q - k) <= reach) | f | g",
+    "dilated(tokens, step, reach)": "(k <= q) & (q - k <= step * reach) & ((q - k) % step == 0)",
+    "strided(tokens, step)": "(k <= q) & ((q - k < step) | ((q - k) % step == 0))",
+    "neighbouring_chunks(tokens, size)": "(k <= q) & (q // size - k // size <= 1)",
+    "block_causal(tokens, size)": "k // size <= q // size",
+    "prefix(tokens, flags)": "(k <= q) | (f & g)",
+    "images(tokens, np.where(groups > 0, groups, -1))": "(k <= q) | ((a == b) & (b > 0))",
+    "strictly_before(tokens)": "k < q",
+    "other_groups(tokens, groups)": "a != b",
+    "noisy_and_clean(tokens, size, flags)": "np.where(f, np.where(g, q // size == k // size, k // size < q // size), ~g & (k // size <= q // size))",
+}
+
+
 @pytest.mark.parametrize("seed", range(3))
-def test_patterns_of_masks_are_what_they_say_in_other_batches(seed):
-    names = "longformer", "dilated", "strided", "neighbouring_chunks", "block_causal", "prefix"
-    names += "strictly_before", "other_groups", "images", "noisy_and_clean"
-    page = functions_of(FOLDER / "mask_patterns.md", *names)
-    rng = np.random.default_rng(seed)
+@pytest.mark.parametrize(("call", "pairs"), PATTERNS.items())
+def test_patterns_of_masks_are_what_they_say_in_other_batches(call, pairs, seed):
+    name, rng = call.partition("(")[0], np.random.default_rng(seed)
     tokens = te.TokenPositions.from_segment_ids(segment_ids_of(rng, 3, 24))
-    positions, segments = np.asarray(tokens.positions), np.asarray(tokens.segment_ids)
-    q, k = positions[:, :, None], positions[:, None]
-    same = (segments[:, :, None] == segments[:, None]) & (segments[:, None] > 0)
-    flags, groups = rng.random(positions.shape) < 0.2, rng.integers(0, 3, positions.shape)
-    one, other = (np.expand_dims(groups, axis) for axis in (2, 1))
-    flag_of_query, flag_of_key = (np.expand_dims(flags, axis) for axis in (2, 1))
-    step, size, reach = rng.integers(1, 6, 3).tolist()
-    in_image = (one == other) & (other > 0)
-    wanted = {
-        "longformer": ((flags, reach), (abs(q - k) <= reach) | flag_of_query | flag_of_key),
-        "dilated": ((step, reach), (k <= q) & (q - k <= step * reach) & ((q - k) % step == 0)),
-        "strided": ((step,), (k <= q) & ((q - k < step) | ((q - k) % step == 0))),
-        "neighbouring_chunks": ((size,), (k <= q) & (q // size - k // size <= 1)),
-        "block_causal": ((size,), k // size <= q // size),
-        "prefix": ((flags,), (k <= q) | (flag_of_query & flag_of_key)),
-        "images": ((np.where(groups > 0, groups, -1),), (k <= q) | in_image),
-        "strictly_before": ((), k < q),
-        "other_groups": ((groups,), one != other),
-        "noisy_and_clean": (
-            (size, flags),
-            np.where(
-                flag_of_query,
-                np.where(flag_of_key, q // size == k // size, k // size < q // size),
-                ~flag_of_key & (k // size <= q // size),
-            ),
-        ),
-    }
-    for name, (arguments, pairs) in wanted.items():
-        mask, allowed = getattr(page, name)(tokens, *arguments), same & pairs
-        np.testing.assert_array_equal(mask.dense()[:, 0], allowed, err_msg=name)
-        kinds, blocks = mask.block_mask((8, 8)), allowed.reshape(3, 3, 8, 3, 8)
-        assert not blocks.any((2, 4))[kinds == 0].any(), name
-        assert blocks.all((2, 4))[kinds == 2].all(), name
+    segments, flags = np.asarray(tokens.segment_ids), rng.random((3, 24)) < 0.2
+    groups, sizes = rng.integers(0, 3, (3, 24)), rng.integers(1, 6, 3).tolist()
+    names = {"np": np, "tokens": tokens, "flags": flags, "groups": groups}
+    names |= dict(zip(("step", "size", "reach"), sizes, strict=True))
+    for array, (of_query, of_key) in ((tokens.positions, "qk"), (flags, "fg"), (groups, "ab")):
+        names |= {of_query: np.asarray(array)[:, :, None], of_key: np.asarray(array)[:, None]}
+    mask = eval(call, names | vars(functions_of(FOLDER / "mask_patterns.md", name)))
+    allowed = (segments[:, :, None] == segments[:, None]) & (segments[:, None] > 0)
+    allowed &= eval(pairs, names)
+    np.testing.assert_array_equal(mask.dense()[:, 0], allowed)
+    kinds, blocks = mask.block_mask((8, 8)), allowed.reshape(3, 3, 8, 3, 8)
+    assert not blocks.any((2, 4))[kinds == 0].any()
+    assert blocks.all((2, 4))[kinds == 2].all()
 
 
 def test_text_sees_its_latest_image_and_a_token_of_a_tree_few_ancestors():
@@ -414,11 +408,10 @@ def test_text_sees_its_latest_image_and_a_token_of_a_tree_few_ancestors():
         np.array([[0, 1, 1, 2, 2], [0, 0, 1, 0, 3]]),
         np.array([[1, 1, 2], [1, 3, 0]]),
     )
-    tokens = te.TokenPositions.from_segment_ids(np.array([[1, 1, 2, 2, 0], [1, 1, 1, 1, 1]]))
-    patches = te.TokenPositions.from_segment_ids(of_patches)
+    segment_ids = [[1, 1, 2, 2, 0], [1, 1, 1, 1, 1]], of_patches
+    texts, patches = map(te.TokenPositions.from_segment_ids, segment_ids)
     expected = (images[:, :, None] == of_patches[:, None]) & (images[:, :, None] > 0)
-    got = page.latest_image(tokens, images, patches).dense()[:, 0]
-    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(page.latest_image(texts, images, patches).dense()[:, 0], expected)
     tree = te.TokenPositions.from_parents([[-1, 0, 1, 1, 3, -1, -2]])
     seen = [[0], [0, 1], [0, 1, 2], [0, 1, 3], [1, 3, 4], [5], []]
     got = page.tree_in_a_window(tree, 2).dense()[0, 0]
