@@ -17,8 +17,6 @@ def packed(random, batch, length):
     return rows
 
 
-EXACT = ["packed", "left", "right", "ids", "offset"]
-KINDS = [*EXACT, "by hand", "runs by hand"]
 RULES = [
     {"causal": False},
     {"causal": True},

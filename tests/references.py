@@ -5,7 +5,6 @@ included, and asserts that the result is right within what the docstring of the 
 promises.
 """
 
-import functools
 import inspect
 
 import jax.numpy as jnp
@@ -23,36 +22,6 @@ ROUNDINGS = 2**-23
 OF_A_FACTOR = 2**-23
 # The relative error of a product with a slope, as alibi_bias has it.
 SLOPE_ERROR = 1.8e-7
-
-
-def flat(function):
-    """The function with the fields of its output layer among its own arguments."""
-    fields = inspect.signature(te.OutputLayer).parameters.values()
-    # Rows that are padding are drawn with tables on a mesh.
-    fields = [each for each in fields if each.name != "vocab_size"]
-
-    @functools.wraps(function)
-    def call(x, table, *arguments, **options):
-        given = {each.name: options.pop(each.name) for each in fields if each.name in options}
-        return function(x, te.OutputLayer(table, **given), *arguments, **options)
-
-    x, _, *others = inspect.signature(function).parameters.values()
-    bias = fields[1].replace(kind=inspect.Parameter.KEYWORD_ONLY)
-    parameters = sorted([x, fields[0], *others, bias, *fields[2:]], key=lambda each: each.kind)
-    call.__signature__ = inspect.Signature(parameters)
-    return call
-
-
-linear_logits, linear_cross_entropy, linear_top_k, linear_divergence, linear_log_probs = map(
-    flat,
-    (
-        te.linear_logits,
-        te.linear_cross_entropy,
-        te.linear_top_k,
-        te.linear_divergence,
-        te.linear_log_probs,
-    ),
-)
 
 
 def check(function, *arguments, **options):
