@@ -5,13 +5,7 @@ import fractions
 import mpmath
 import numpy as np
 
-from transformer_embed._src.positions.rotary_scaling import (
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    NTKScaling,
-    YarnScaling,
-)
+from transformer_embed import LinearScaling, Llama3Scaling, LongRopeScaling, NTKScaling, YarnScaling
 
 
 def mpf(value):

@@ -18,15 +18,16 @@ from meshes import AUTO, EXPLICIT, mesh_of, put
 from references import ROUNDINGS, assert_right, check_frequencies
 from refused import each_raises, refused
 
-from transformer_embed._src.positions import rotary, rotary_scaling
-from transformer_embed._src.positions.rotary import apply_rotary, permute_rotary_weights
-from transformer_embed._src.positions.rotary_scaling import (
+from transformer_embed import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
     NTKScaling,
     YarnScaling,
+    apply_rotary,
+    permute_rotary_weights,
 )
+from transformer_embed._src.positions import rotary, rotary_scaling
 
 FILE = pathlib.Path(__file__).parents[1] / "golden" / "rotary_frequencies.json"
 GOLDEN = json.loads(FILE.read_bytes())
@@ -99,16 +100,13 @@ def test_a_permutation_is_the_conversion_of_llama():
     equal(ours, expected.T)
 
 
-OPTIONS = {"layout": "interleaved", "rotary_dim": 4, "scaling": YARN}
-
-
 @pytest.mark.slow
 def test_the_gradient_is_rotated_by_the_negative_position():
     x, back = normal(0, 5, 2, 8), normal(1, 5, 2, 8)
     positions = np.array([0, 3, -9, 10**6, 2**31 - 1])
-    rotate = lambda x: apply_rotary(x, positions, **OPTIONS)
-    (pulled,) = jax.jit(lambda x, back: jax.vjp(rotate, x)[1](back))(x, back)
-    near(pulled, apply_rotary(back, -positions, **OPTIONS), atol=TWICE)
+    turn = functools.partial(apply_rotary, layout="interleaved", rotary_dim=4, scaling=YARN)
+    (pulled,) = jax.jit(lambda x, back: jax.vjp(lambda x: turn(x, positions), x)[1](back))(x, back)
+    near(pulled, turn(back, -positions), atol=TWICE)
 
 
 def test_without_jit_it_compiles_once():
