@@ -290,7 +290,7 @@ SPLITS = {name: (name, *axes) for name, axes in SPLITS.items()}
 
 
 def _split(split, f, batches):
-    """Plain arrays, whose type says how they are split."""
+    """Plain arrays, whose type says how they are split, without promotion of dtypes and ranks."""
     name, of_x, *of_table = split
     kind = AUTO if "automatic" in name else EXPLICIT
     mesh = mesh_of((2, 2), ("data", "model"), kind)
@@ -300,7 +300,8 @@ def _split(split, f, batches):
             return put(mesh, array, of_x)
         return put(mesh, array, *of_table if name.endswith("table") else ())
 
-    with jax.set_mesh(mesh):
+    strict = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
+    with jax.set_mesh(mesh), strict[0], strict[1]:
         step = jax.jit(f)
         return [
             step(*({name: placed(name, each) for name, each in arrays.items()} for arrays in batch))

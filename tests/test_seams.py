@@ -33,44 +33,32 @@ def test_the_first_steps_of_a_loop_share_one_compilation():
 
 @pytest.mark.slow
 def test_training_goes_on_after_an_exchange_that_overflows():
-    """8 devices: the step is skipped and counted, with parameters and state as they were, and the
-    tables are written in place."""
+    """8 devices: the step is skipped, with parameters and state as they were."""
     mesh, optimizer = mesh_of((8,), ("x",), EXPLICIT), optax.adam(0.1)
-    params = {"table": jnp.ones((32_768, 16)), "w": jnp.ones(16)}
+    params = {"table": jnp.ones((32_768, 16))}
     place = lambda leaf: put(mesh, leaf, *["x"] * (leaf.ndim == 2))
     held = jax.tree.map(place, (params, optimizer.init(params)))
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(held, ids):
-        params, state, skipped = held
-        loss = lambda params: jnp.mean(te.lookup(params["table"], ids) @ params["w"])
+        params, state = held
+        loss = lambda params: jnp.mean(te.lookup(params["table"], ids))
         options = {"ids": {"table": ids}, "max_rows": 4, "capacity": 1.0}
         value, grads = te.rows.value_and_grad(loss, **options)(params)
-        is_finite = jnp.isfinite(value)
-        params, state = jax.lax.cond(
-            is_finite,
-            lambda: te.rows.apply_gradients(optimizer, grads, state, params),
-            lambda: (params, state),
-        )
-        return (params, state, skipped + ~is_finite), value
+        update = lambda: te.rows.apply_gradients(optimizer, grads, state, params)
+        return jax.lax.cond(jnp.isfinite(value), update, lambda: (params, state)), value
 
     def batch(ids):
         # Neighbours belong to one device: each asks for one of its own.
-        ids = np.asarray(ids, np.int32) * 4096 % 32_767
-        return put(mesh, ids.reshape(8, -1), "x")
+        return put(mesh, (ids * 4096 % 32_767).reshape(8, -1).astype(np.int32), "x")
 
     few, many = batch(np.tile(np.arange(4), 32)), batch(np.arange(128))
-    held = (*held, put(mesh, jnp.zeros((), jnp.int32)))
-    step = step.lower(held, few).compile()
-    assert step.memory_analysis().temp_size_in_bytes < 32_768 * 16 * 4 / 8
     held, first = step(held, few)
-    before = jax.device_get(held[:2])
+    before = jax.device_get(held)
     held, overflow = step(held, many)
-    equal(jax.device_get(held[:2]), before)
-    held, after = step(held, few)
+    equal(jax.device_get(held), before)
     assert jnp.isnan(overflow)
-    assert after < first
-    assert (held[2], held[1][0].count) == (1, 2)
+    assert step(held, few)[1] < first
 
 
 @pytest.mark.slow
@@ -88,15 +76,15 @@ def test_some_axes_of_a_mesh_are_explicit_and_others_automatic(kinds, split):
 
     @jax.jit
     def run(params, ids):
-        def loss(params, reduction="mean"):
-            x = embedder.apply(params, None, ids, is_training=False)
-            output, options = embedder.output(params), {"reduction": reduction}
-            return te.linear_cross_entropy(x, output, ids, shift=True, **options)
+        apply = functools.partial(embedder.apply, rng=None, ids=ids, is_training=False)
 
-        square = lambda params: jnp.sum(embedder.apply(params, None, ids, is_training=False) ** 2)
+        def loss(params, reduction="mean"):
+            output, options = embedder.output(params), {"reduction": reduction}
+            return te.linear_cross_entropy(apply(params), output, ids, shift=True, **options)
+
+        square = lambda params: jnp.sum(apply(params) ** 2)
         rows = te.rows.value_and_grad(square, ids={f"{path}/embeddings": ids})(params)[1]
-        state = optimizer.init(params)
-        updated = te.rows.apply_gradients(optimizer, rows, state, params)[0]
+        updated = te.rows.apply_gradients(optimizer, rows, optimizer.init(params), params)[0]
         return jax.value_and_grad(loss)(params), loss(params, "none"), loss(updated)
 
     expected = run(params, ids)

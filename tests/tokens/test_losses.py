@@ -136,11 +136,8 @@ def test_a_published_loss():
     near(got, 1.04, rtol=2e-3)
 
 
-SIZES = [
-    {"scale": 1e6, "label_smoothing": 0.1, "z_loss": 1e-4},
-    {"scale": 1e10},
-    {"scale": 3e15, "softcap": 3e15, "z_loss": 1e-4},
-]
+SIZES = [{"scale": 1e6, "label_smoothing": 0.1, "z_loss": 1e-4}]
+SIZES += [{"scale": 3e15, "softcap": 3e15, "z_loss": 1e-4}]
 
 
 @pytest.mark.slow
@@ -199,25 +196,12 @@ def test_the_ratio_of_a_policy_to_itself_is_1_to_rounding():
     assert np.abs(jax.jit(jax.grad(lambda x: ratio(x).sum()))(X)).max() > 0
 
 
-OF_TOP_K = [
-    {"k": 1},
-    {"k": VOCAB, "bias": BIAS, "chunk_size": 5},
-    {"k": 3, "pad_id": 0, "softcap": 1.5, "scale": 2.0},
-    # Fewer than k ids are left.
-    {"k": VOCAB - 1, "pad_id": 4, "bias": BANS, "softcap": 2.0},
-]
-
-
-@pytest.mark.parametrize("options", OF_TOP_K)
-def test_the_top_k_are_those_of_whole_logits(options):
-    k, chunk_size, pad_id = (options.get(name) for name in ("k", "chunk_size", "pad_id"))
-    fields = {name: options[name] for name in options.keys() - {"k", "chunk_size"}}
-    output = te.OutputLayer(TABLE, **fields)
-    found, ids = te.linear_top_k(X, output, k, chunk_size=chunk_size)
-    logits = te.linear_logits(X, output)
-    if pad_id is not None:
-        logits = logits.at[..., pad_id].set(-np.inf)
-    want = jax.nn.log_softmax(logits)
+@pytest.mark.parametrize("k", [1, 5, VOCAB - 1])
+def test_the_top_k_are_those_of_whole_logits(k):
+    """Also where bans leave fewer than k."""
+    output = te.OutputLayer(TABLE, BANS, pad_id=4, softcap=2.0, scale=2.0)
+    found, ids = te.linear_top_k(X, output, k, chunk_size=5)
+    want = jax.nn.log_softmax(te.linear_logits(X, output).at[..., 4].set(-np.inf))
     near(found, -np.sort(-want, -1)[..., :k], rtol=1e-5)
     near(found, np.take_along_axis(want, ids, -1), rtol=1e-5)
     assert all(len({*row}) == k for row in ids.reshape(-1, k).tolist())
@@ -241,12 +225,6 @@ def test_without_tokens_nothing_is_found_and_nothing_moves(function, x):
     equal(jax.grad(total, 2)(function, x, TABLE), 0)
 
 
-@pytest.mark.parametrize("truncated", [False, True])
-def test_a_token_without_candidates_has_none(truncated):
-    empty = te.linear_log_probs(X, TABLE, CANDIDATES[..., :0], truncated=truncated)
-    assert empty.shape == (*SHAPE, 0)
-
-
 def test_a_counted_label_outside_the_vocabulary_makes_all_nan():
     labels = LABELS.copy()
     for labels[1, 2] in (VOCAB, -1, -(2**31)):
@@ -263,12 +241,8 @@ def test_candidates_outside_the_vocabulary_are_nan_and_entropies_those_of_tokens
     near(entropies, te.linear_log_probs(X, TABLE, LABELS, with_entropy=True)[1], rtol=ERROR)
     kept = te.linear_log_probs(X, TABLE, ids, truncated=True)
     assert np.argwhere(np.isnan(kept).any(-1)).tolist() == [[1, 1]]
-
-
-def test_labels_that_are_not_counted_have_0_and_not_its_negative():
-    got = log_probs(X * np.nan, mask=MASK & False)
-    assert not np.signbit(got).any()
-    equal(got, 0)
+    assert te.linear_log_probs(X, TABLE, ids[..., :0]).shape == (*SHAPE, 0)
+    assert not np.signbit(log_probs(mask=MASK & False)).any()
 
 
 @pytest.mark.slow
@@ -416,7 +390,7 @@ def test_a_chunk_has_all_tokens_whose_logits_fit_or_a_sixth_or_as_many_as_x_has_
     of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     for tokens, words, width, chunk_size, count in (
         (65_536, 1024, 768, None, 1), (65_537, 1024, 768, None, 7), (4096, 32_000, 256, None, 12),
-        (8192, 151_936, 2048, None, 4), (8192, 128_256, 4096, None, 4), (9, 1000, 4, 2, 5), (0, 5, 4, None, 0),
+        (8192, 151_936, 2048, None, 4), (9, 1000, 4, 2, 5), (0, 5, 4, None, 0),
     ):  # fmt: skip
         layer = chunks.Layer(of(tokens, width), None, None, of(words, width), None)
         loss = chunks.Loss(chunk_size=chunk_size)
