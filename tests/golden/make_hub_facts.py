@@ -103,7 +103,7 @@ def starts(model):
 
 
 def facts(config, repository):
-    """What the library says of a model, and its tensors outside of numbered layers."""
+    """What the library says of a model."""
     entries = {key: value for key, value in config.items() if key != "architectures"}
     made = configuration_auto.CONFIG_MAPPING[config["model_type"]].from_dict(
         entries | OWN_WORDS.get(repository, {})
@@ -115,19 +115,6 @@ def facts(config, repository):
     text = made.get_text_config(decoder=True)
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = bool(getattr(made, "tie_word_embeddings", True)) if head is not None else None
-    tensors = {
-        # Nomic's files have another name for its norm.
-        name.replace("embeddings.LayerNorm", "emb_ln") if "nomic" in repository else name: [
-            *tensor.shape
-        ]
-        for name, tensor in model.state_dict().items()
-        if not re.search(r"\b\d+\b(?!.*relative_attention_bias)|vision|inv_freq|position_ids", name)
-        and not (
-            is_tied
-            and head.weight.shape == tensor.shape
-            and re.match(r"lm_head|.*decoder\.weight|proj_out|embed_out", name)
-        )
-    }
     scales = [
         getattr(table, "scalar_embed_scale", None),
         getattr(text, "embedding_multiplier", None),
@@ -145,7 +132,6 @@ def facts(config, repository):
         ],
         "softcap": getattr(text, "final_logit_softcapping", None),
         "rotations": rotations(model),
-        "tensors": tensors,
     }
 
 
@@ -157,7 +143,7 @@ def main():
         if repository in WITHOUT_CLASS:
             continue
         found = facts(config, repository)
-        print(repository, {key: value for key, value in found.items() if key != "tensors"})
+        print(repository, found)
         lines.append(f"{json.dumps(repository)}: {json.dumps(found)}")
     made = json.dumps({"transformers": transformers.__version__})
     text = ",\n".join(lines)

@@ -95,6 +95,8 @@ REFUSED = {
     "llama(share_tables=True)": f"{UNREAD}share_tables: ",
     "llama(rope_scaling={'type': 'linear', 'factor': 2.0, 'beta': 1000.0})": f"{UNREAD}rope_scaling: beta: ",
     "llama(rope_scaling={'type': 'dynamic', 'factor': 1.0, 'alpha': 9.0})": f"{UNREAD}rope_scaling: alpha: 9.0",
+    # As in Jina's v3, whose positions are rotated.
+    "model('xlm-roberta', 'embeddings.word_embeddings.weight')": "ValueError: ... wanted the tensors of one model xlm-roberta",
     # What a row of the registry cannot say. The library adds the scaling of the type's default.
     "model('gpt_oss', rope_theta=150_000.0)": "ValueError: ... wanted rope_scaling of gpt_oss, from settings or a config.json",
     "model('granite_swa', layer_rope_theta=[1e4])": "ValueError: ... layer_rope_theta: wanted a value for each layer, 6, got 1",
