@@ -724,24 +724,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("types", nargs="*")
     parser.add_argument("--page", action="store_true")
-    parser.add_argument(
-        "--table",
-        type=pathlib.Path,
-        help="a file that keeps each line; without TYPE, the types in it are not compared again",
-    )
     args = parser.parse_args()
     transformers.utils.logging.set_verbosity(50)
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    table = {}
-    if args.table and args.table.exists():
-        table = json.loads(args.table.read_text())
-    types = args.types or sorted({*configuration_auto.CONFIG_MAPPING_NAMES} - {*table})
-    for model_type in tqdm(types, mininterval=5):
-        table[model_type] = both_forms(model_type)
-        if args.table:
-            args.table.write_text(json.dumps(table))
+    types = args.types or sorted(configuration_auto.CONFIG_MAPPING_NAMES)
+    table = {model_type: both_forms(model_type) for model_type in tqdm(types, mininterval=5)}
     if args.page:
         PAGE.write_text(page_of(table, PAGE.read_text()))
     for model_type, lines in table.items():
