@@ -31,7 +31,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 PAGE = ROOT / "notebooks" / "published_models.md"
 
-import haiku as hk  # (jax before torch: each brings a thread pool)
+import jax  # noqa: F401 (before torch: each brings a thread pool)
 import torch
 import transformers
 from tqdm import tqdm
@@ -84,7 +84,6 @@ OF_INDEXERS = {("modeling_deepseek_v32", "apply_rotary_pos_emb")}
 # What the page calls the comparisons.
 COMPARED = {
     "head": "output layer",
-    "bias": "biases",
 }
 ROTATED = {
     "past": "scaled rotations to 100,000",
@@ -575,9 +574,6 @@ def compared(folder, stack, inputs, model, found):
             check(errors["far"] <= FAR_SCORE, f"rotation off by {errors['far']:.3g} at 100,000")
     words = "" if model.config.model_type in OWN_MASKS else mask_error(found, blocks)
     check(not words, words)
-    if found.bias is not None and (error := bias_error(found, model)) is not None:
-        errors["bias"] = error
-        check(error == 0, f"bias off at {error:.1%} of all distances")
     if complete.config.output is not None and (error := head_error(complete)) is not None:
         errors["head"] = error
         check(error <= LOGIT, f"logits of the last hidden state off by {error:.3g}")
@@ -594,21 +590,6 @@ def head_error(found):
             output = te.Embedder(found.config).output(found.params)
             ours, theirs = np.asarray(te.linear_logits(states, output))[IS_TOKEN], theirs[IS_TOKEN]  # noqa: PLW2901
             return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
-    return None
-
-
-def bias_error(found, model):
-    """The share of distances at which T5's biases differ; None: its attention computes none."""
-    bias = hk.transform(lambda: te.RelativePositionBias(**found.bias)(range(600), range(600)))
-    for part in model.modules():
-        table = getattr(part, "relative_attention_bias", None)
-        compute = getattr(part, "compute_bias", len)
-        if table is None or "key_length" not in inspect.signature(compute).parameters:
-            continue
-        own = found.params["relative_position_bias"]["embeddings"]
-        if np.array_equal(table.weight.numpy(), own):
-            ours = bias.apply(found.params, None)
-            return float(np.mean(ours != compute(600, 600)[0].numpy()))
     return None
 
 
