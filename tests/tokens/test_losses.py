@@ -18,7 +18,7 @@ from meshes import AUTO, EXPLICIT, mesh_of, put
 from refused import each_raises
 
 import transformer_embed as te
-from transformer_embed._src.tokens import chunks, losses
+from transformer_embed._src.tokens import chunks, row_logits
 
 # What is promised of values and gradients of magnitude 1; float32 sums of some 100 terms are within
 # 100 * 2**-24 = 6e-6.
@@ -330,20 +330,24 @@ def test_logits_of_16_bits_are_summed_in_float32():
 
 
 @pytest.mark.slow
-def test_the_arithmetic_of_accelerators_is_right_too(monkeypatch):
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_the_arithmetic_of_accelerators_is_right_too(monkeypatch, platform):
     chosen = []
 
-    def choose_default(*arguments, cpu, default):
-        chosen.append(default)
-        return default(*arguments)
+    def choose(*arguments, cpu=None, cuda=None, default):
+        chosen.append(cuda if cuda and platform == "cuda" else default)
+        return chosen[-1](*arguments)
 
     # Static arguments that no other test has: nothing is traced already.
-    options = {"pad_id": 1, "softcap": 2.5}
+    options = {"pad_id": 1, "softcap": {"cuda": 2.75, "tpu": 2.5}[platform]}
+    slope = lambda x: jnp.vdot(step(x, *ARRAYS[1:], **options)[1], X)
+    second = lambda: jax.jit(jax.grad(slope))(X)
     with jax.enable_x64():
-        exact = jax.tree.map(np.asarray, step(*ARRAYS, **options))
-    monkeypatch.setattr(jax.lax, "platform_dependent", choose_default)
-    near(step(*ARRAYS, **options), exact, rtol=ERROR, atol=ERROR)
-    losses._compute.clear_cache()
+        exact = jax.tree.map(np.asarray, (step(*ARRAYS, **options), second()))
+    jax.clear_caches()
+    monkeypatch.setattr(jax.lax, "platform_dependent", choose)
+    near((step(*ARRAYS, **options), second()), exact, rtol=ERROR, atol=ERROR)
+    jax.clear_caches()
     assert len(chosen) >= 2
 
 
@@ -386,11 +390,11 @@ def test_products_with_the_hessian_keep_the_memory_of_chunks():
     assert 8 * temporaries(product, table) < 2048 * 256 * 4
 
 
-def test_a_chunk_has_all_tokens_whose_logits_fit_or_a_sixth_or_as_many_as_x_has_channels():
+def test_a_chunk_has_all_tokens_whose_logits_fit_or_a_sixth_or_enough_for_the_tables_gradient():
     of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     for tokens, words, width, chunk_size, count in (
-        (65_536, 1024, 768, None, 1), (65_537, 1024, 768, None, 7), (4096, 32_000, 256, None, 12),
-        (8192, 151_936, 2048, None, 4), (9, 1000, 4, 2, 5), (0, 5, 4, None, 0),
+        (65_536, 1024, 768, None, 1), (65_537, 1024, 768, None, 7), (4096, 32_000, 256, None, 16),
+        (16_384, 32_000, 1024, None, 8), (8192, 151_936, 2048, None, 4), (9, 1000, 4, 2, 5), (0, 5, 4, None, 0),
     ):  # fmt: skip
         layer = chunks.Layer(of(tokens, width), None, None, of(words, width), None)
         loss = chunks.Loss(chunk_size=chunk_size)
@@ -528,3 +532,16 @@ REFUSED = {
 
 def test_bad_arguments_are_refused():
     each_raises(REFUSED, globals())
+
+
+def test_a_gpu_finds_the_largest_logit_and_the_sum_of_exponentials_in_one_pass():
+    # It runs on a GPU alone; its arithmetic is tried here.
+    logits = 40 * normal(1, 6, 300)
+    logits[0], logits[1, 5:] = 3.0, -np.inf
+    logits[2, :7], logits[3, 9], logits[4] = -np.inf, 1e30, -1e30
+    wide = logits.astype(np.float64)
+    for factor in (1.0, 0.3, 20.0):
+        top, total = jax.jit(functools.partial(row_logits.in_one_pass, factor))(logits)
+        np.testing.assert_array_equal(top[:, 0], wide.max(1))
+        wanted = np.exp(factor * (wide - wide.max(1, keepdims=True))).sum(1)
+        np.testing.assert_allclose(total[:, 0], wanted, rtol=1e-5)

@@ -40,15 +40,16 @@ from transformer_embed._src import arguments
 from transformer_embed._src.compiled import nan_where
 from transformer_embed._src.partitioning import on_each_device, varying, varying_axes
 from transformer_embed._src.tokens.output_split import Layer, OutputSplit
-from transformer_embed._src.tokens.row_logits import ChunkLogits, chunk_logits, of_column
+from transformer_embed._src.tokens.row_logits import OF_TOKENS, ChunkLogits, chunk_logits, of_column
 
 # Bytes of logits that may exist at once: all tokens are one chunk if theirs fit.
 BUDGET = 2**28
 # Otherwise a chunk has a part of them, so that the three arrays of its size that a step may have
 # fit into the 128 MiB of a TPU's fast memory.
 PARTS = 6
-# Or as many as the table's gradient [v, d] has: each chunk adds to it, which takes longer than the
-# logits [t, v] if t is below d. A GPU gets no faster beyond this number of tokens.
+# If that is less than d tokens, a step spends more time on the gradient [v, d] of the table, which
+# it reads and writes, than on its logits. Then a chunk has 2 d tokens if their logits fit, or d. No
+# device gets faster beyond this number of tokens.
 LARGEST_CHUNK = 2048
 REDUCTIONS = ("mean", "sum", "none")
 Layers = tuple[Layer, ...]
@@ -161,7 +162,12 @@ class Loss:
 
 # For functions of a static loss and arrays: the backward pass computes them again.
 # In a loop nothing can be shared with it: barriers against that would only cost.
-again_in_backward: Any = functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
+again_in_backward: Any = functools.partial(
+    jax.checkpoint,
+    prevent_cse=False,
+    static_argnums=0,
+    policy=jax.checkpoint_policies.save_only_these_names(OF_TOKENS),
+)
 
 
 def weighted(losses: Float[Array, "..."], weights: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -193,11 +199,16 @@ def number_of_chunks(loss: Loss, of_tokens: OfTokens, layers: Layers) -> int:
     """Of the tokens of a device."""
     *tokens, width = layers[0].x.shape
     total, bytes_of_token = math.prod(tokens), loss.bytes_of_token(of_tokens, layers)
+    if loss.chunk_size is not None:
+        return -(-total // loss.chunk_size)
     # Of a vocabulary of a symbolic size, as many as of a large one.
     fitting = 0 if export.is_symbolic_dim(bytes_of_token) else BUDGET // max(bytes_of_token, 1)
-    fitting = fitting if total <= fitting else fitting // PARTS
-    size = loss.chunk_size or max(fitting, min(width, LARGEST_CHUNK), 1)
-    return -(-total // size)
+    size, least = fitting if total <= fitting else fitting // PARTS, min(width, LARGEST_CHUNK)
+    if size < least:
+        size = max(min(2 * least, fitting), least)
+    count = -(-total // max(size, 1))
+    # One that divides them, if there is one: to fill up the last chunk, x would be copied.
+    return next((each for each in range(count, 2 * count) if total % each == 0), count)
 
 
 def cut_into_chunks(count: int, xs: list[Array], of_tokens: Any) -> Any:

@@ -105,8 +105,8 @@ def linear_cross_entropy(
             `"sum"` does not; `"none"` returns each label's loss times its weight.
         with_metrics: True returns `LossMetrics` too, for a log.
         chunk_size: the largest number of tokens in a chunk. None: all tokens if their logits take
-            at most 256 MiB, or else as many as have a sixth of that, or d, up to 2048, if that is
-            more.
+            at most 256 MiB, or else about as many as have a sixth of that, and at least d or, if
+            their logits fit into 256 MiB, 2 d, up to 2048 tokens.
 
     Returns:
         A scalar in float32 (float64 if x or the table is); with `reduction="none"`, an array [...].
@@ -181,7 +181,7 @@ class CrossEntropy(Loss):
         (chunk,), (_, smoothing, z_loss) = logits, settings
         exponentials, columns = jnp.exp(chunk.shifted), columns_of(chunk, labels)
         share = None if smoothing is None else _share(split, chunk)
-        total, of_label, of_all = sums_of_rows(split, chunk, exponentials, columns, share)
+        total, of_label, of_all = sums_of_rows(split, chunk, columns, share)
         log_total, of_settings = jnp.log(total), Settings()
         log_z = log_total + chunk.factor * chunk.top
         losses, mass, of_z = log_total - of_label, total, jnp.zeros_like(log_z)

@@ -168,7 +168,7 @@ class LogProbs(Loss):
         """
         (chunk,) = logits
         exponentials, columns = jnp.exp(chunk.shifted), columns_of(chunk, labels)
-        total, of_label, _ = sums_of_rows(split, chunk, exponentials, columns, None)
+        total, of_label, _ = sums_of_rows(split, chunk, columns, None)
         slopes, subtracted = exponentials, columns
         if not self.of_candidates:
             # A GPU would write zeros but for one column, and add them in another pass.
@@ -320,7 +320,7 @@ class TopK(Loss):
     ) -> tuple[Float[Array, "t k"], Int32[Array, "t k"]]:
         """Those of a chunk."""
         split, chunk = layers[0].split, chunk_logits(layers[0], None)
-        total = split.total(jnp.exp(chunk.shifted))
+        total = jax.lax.psum(chunk.total, split.vocabulary)
         # A ban of -inf is above padding.
         lowest = jnp.finfo(total.dtype).min
         ranked = jnp.where(chunk.is_inside, jnp.maximum(chunk.shifted, lowest), -jnp.inf)

@@ -5,12 +5,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.compiled import change_column
 from transformer_embed._src.partitioning import devices_along, index_along
 from transformer_embed._src.tokens.output_split import Layer, OutputSplit
+
+# The name of what a checkpoint keeps of a chunk.
+OF_TOKENS = "of_tokens"
 
 
 def row_logits(layer: Layer) -> tuple[Array, float, Array, Array | bool]:
@@ -67,6 +72,7 @@ class ChunkLogits(NamedTuple):
         logits: without the factor, and low at rows that are not predicted.
         top: [t, 1], the largest of each token, on all devices.
         shifted: factor * (logits - top), -inf at bans.
+        total: [t, 1], the sum of their exponentials on this device.
         slope: the derivative of the logits in the products of x and the rows, [t, r] or a number.
         slope_factor: to be multiplied by it: a number, or [t, 1].
         ids, is_inside: as `row_logits` returns them.
@@ -77,6 +83,7 @@ class ChunkLogits(NamedTuple):
     logits: Array
     top: Array
     shifted: Array
+    total: Array
     slope: float | Array
     slope_factor: float | Array
     ids: Array
@@ -102,10 +109,8 @@ def chunk_logits(layer: Layer, temperature: Any) -> ChunkLogits:
         logits = change_column(unscaled, padding, low, is_last=True)
     else:
         logits = jnp.where(is_inside, unscaled, lowest)
-    # The loss does not depend on what is subtracted, so it needs no gradient.
-    top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
-    # Inside a user's shard_map, jax refuses a maximum over no axes.
-    top = jax.lax.pmax(top, split.vocabulary) if split.vocabulary else top
+    # Kept for the backward pass, which computes the logits again, but then reads them once.
+    top, total = checkpoint_name(_largest_and_total(split, factor, logits), OF_TOKENS)
     is_banned = False if layer.bias is None else layer.bias[None] == -jnp.inf
     slope = 1.0
     if split.softcap is not None:
@@ -114,7 +119,51 @@ def chunk_logits(layer: Layer, temperature: Any) -> ChunkLogits:
     # Differences of logits: their rounding does not grow with the logits. The factor comes last:
     # XLA may round `factor * logits - top` only once, which is not 0 where top is rounded.
     shifted = times(factor, logits - top)
-    return ChunkLogits(factor, logits, top, shifted, slope, slope_factor, ids, is_inside, is_banned)
+    options = slope, slope_factor, ids, is_inside, is_banned
+    return ChunkLogits(factor, logits, top, shifted, total, *options)
+
+
+def _largest_and_total(
+    split: OutputSplit, factor: float | Array, logits: Float[Array, "t r"]
+) -> tuple[Float[Array, "t 1"], Float[Array, "t 1"]]:
+    """The largest logit of each token on all devices, and this device's `ChunkLogits.total`."""
+
+    def in_two_passes(logits):
+        # The loss does not depend on what is subtracted, so it needs no gradient.
+        top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+        # Inside a user's shard_map, jax refuses a maximum over no axes.
+        top = jax.lax.pmax(top, split.vocabulary) if split.vocabulary else top
+        return top, jnp.exp(times(factor, logits - top)).sum(-1, keepdims=True)
+
+    if split.vocabulary or isinstance(factor, jax.Array):
+        return in_two_passes(logits)
+    one_pass = functools.partial(in_one_pass, factor)
+    return jax.lax.platform_dependent(logits, cuda=one_pass, default=in_two_passes)
+
+
+def in_one_pass(
+    factor: float, logits: Float[Array, "t r"]
+) -> tuple[Float[Array, "t 1"], Float[Array, "t 1"]]:
+    """The largest logit of each token, and the sum of `exp(factor * (logits - largest))`.
+
+    A GPU takes as long as it reads the logits: once here, twice if the largest is found first.
+    """
+    lowest = jnp.finfo(logits.dtype).min
+
+    def join(one, other):
+        (top, total), (other_top, other_total) = one, other
+        is_higher = top > other_top
+        of_higher = jnp.where(is_higher, total, other_total)
+        of_lower = jnp.where(is_higher, other_total, total)
+        ratio = jnp.exp(-factor * jnp.abs(top - other_top))
+        return jnp.maximum(top, other_top), of_higher + ratio * of_lower
+
+    # Finite, because two bans would have no difference. Not ones, because jax derives a reduction
+    # only if all that it reduces has a derivative.
+    pairs = jnp.maximum(logits, lowest), jnp.where(jnp.isnan(logits), logits, 1)
+    start = np.array([lowest, 0], logits.dtype)
+    top, total = jax.lax.reduce(pairs, tuple(start), join, (1,))
+    return top[:, None], total[:, None]
 
 
 def times(factor: float | Array, logits: Float[Array, "t n"]) -> Float[Array, "t n"]:
@@ -145,7 +194,6 @@ def columns_of(chunk: ChunkLogits, ids: Any) -> Int32[Array, "t c"]:
 def sums_of_rows(
     split: OutputSplit,
     chunk: ChunkLogits,
-    exponentials: Float[Array, "t r"],
     columns: Int32[Array, "t c"],
     share: Array | None,
 ) -> tuple[Array, Array, Any]:
@@ -168,6 +216,5 @@ def sums_of_rows(
         # A CPU would write whole shifted logits only for this. A TPU writes them faster than it
         # repeats their exponentials.
         of_label = jax.lax.platform_dependent(cpu=of_logits, default=of_shifted)
-    total = exponentials.sum(-1, keepdims=True)
     # One all-reduce for all of them.
-    return jax.lax.psum((total, of_label, of_all), split.vocabulary)
+    return jax.lax.psum((chunk.total, of_label, of_all), split.vocabulary)
