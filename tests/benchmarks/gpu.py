@@ -41,6 +41,8 @@ SIZES = [
     (16_384, 32_000, 1024),
     (8192, 128_256, 4096),
     (8192, 151_936, 2048),
+    (65_536, 256, 512),
+    (65_536, 1000, 768),
 ]
 # Rows, length, layers, width, heads, words.
 STEPS = {
@@ -118,17 +120,41 @@ def mean_of_blocks(loss: Callable, tokens: int) -> Callable:
     return mean
 
 
+def whole_logits(x, table):
+    # In bfloat16, as XLA writes them; sums are in float32.
+    return (x @ table.T).astype(jnp.float32)
+
+
+def whole(x, table, labels):
+    logits = whole_logits(x, table)
+    chosen = jnp.take_along_axis(logits, labels[:, None], 1)[:, 0]
+    return (jax.nn.logsumexp(logits, -1) - chosen).mean()
+
+
+def teacher_of(x, table):
+    return jax.lax.stop_gradient((1.5 * x, table))
+
+
+def whole_divergence(x, table, labels):
+    student = jax.nn.log_softmax(whole_logits(x, table))
+    teacher = jax.nn.log_softmax(whole_logits(*teacher_of(x, table)))
+    return jnp.sum(jnp.exp(teacher) * (teacher - student), -1).mean()
+
+
 def jax_losses(tokens: int) -> dict[str, Callable]:
     """Of x, the table and labels: ours, the same by whole logits, and by some at a time."""
-
-    def whole(x, table, labels):
-        # In bfloat16, as XLA writes them; sums are in float32.
-        logits = (x @ table.T).astype(jnp.float32)
-        chosen = jnp.take_along_axis(logits, labels[:, None], 1)[:, 0]
-        return (jax.nn.logsumexp(logits, -1) - chosen).mean()
-
     blocks = mean_of_blocks(whole, tokens)
     return {OURS: te.linear_cross_entropy, "whole logits": whole, "lax.map and checkpoint": blocks}
+
+
+# Ours, and the same by whole logits.
+OTHERS = {
+    "log-probabilities": (lambda *args: te.linear_log_probs(*args).mean(), whole),
+    "divergence": (
+        lambda x, table, _: te.linear_divergence(x, table, *teacher_of(x, table)),
+        whole_divergence,
+    ),
+}
 
 
 def three_products(x, table, _):
@@ -137,20 +163,45 @@ def three_products(x, table, _):
     return found.sum(dtype=jnp.float32), (found @ table, found.T @ x)
 
 
+def sized(size: tuple[int, int, int], dtype: Any = jnp.bfloat16) -> list[jax.Array]:
+    """x, a table and labels."""
+    tokens, words, width = size
+    x, table = drawn([of(tokens, width), of(words, width)])
+    labels = jnp.asarray(programs.below(words, tokens))
+    return [x.astype(dtype), (table * width**-0.5).astype(dtype), labels]
+
+
 def losses(rounds: int) -> Report:
     """Values and gradients of x and the table."""
     report = Report("losses, bfloat16", ["tokens, words, width", "line", "ms", "MB"])
-    for tokens, words, width in SIZES:
-        wide = drawn([of(tokens, width), of(words, width)])
-        wide[1] *= width**-0.5
-        arrays = [array.astype(jnp.bfloat16) for array in wide]
-        labels = jnp.asarray(programs.below(words, tokens))
-        lines = {name: jax.value_and_grad(f, (0, 1)) for name, f in jax_losses(tokens).items()}
+    for size in SIZES:
+        lines = {name: jax.value_and_grad(f, (0, 1)) for name, f in jax_losses(size[0]).items()}
         lines["three products alone"] = three_products
-        found = {name: timed(f, (*arrays, labels), rounds) for name, f in lines.items()}
+        found = {name: timed(f, sized(size), rounds) for name, f in lines.items()}
         cells = {name: [f"{ms:.4g}", f"{mb:.0f}"] for name, (ms, mb) in found.items()}
-        for name, each in (cells | torch_lines(tokens, words, width, rounds)).items():
-            report.rows.append([f"{tokens}, {words}, {width}", name, *each])
+        for name, each in (cells | torch_lines(*size, rounds)).items():
+            report.rows.append([", ".join(map(str, size)), name, *each])
+    return report
+
+
+def beside_whole(rounds: int) -> Report:
+    """Other losses, each beside the same by whole logits."""
+    columns = ["tokens, words, width", "loss", "ms", "MB", "whole logits, ms", "MB", "ours / whole"]
+    report = Report("other losses, bfloat16", columns)
+    for size in SIZES:
+        pairs = {
+            name: [jax.value_and_grad(f, (0, 1)) for f in pair] for name, pair in OTHERS.items()
+        }
+        cases = [(name, pair, jnp.bfloat16) for name, pair in pairs.items()]
+        both = te.linear_cross_entropy, whole
+        cases.append(("cross-entropy, its value alone", both, jnp.bfloat16))
+        wide = [jax.value_and_grad(each, (0, 1)) for each in both]
+        cases.append(("cross-entropy, float32", wide, jnp.float32))
+        for name, pair, dtype in cases:
+            ours, other = (timed(f, sized(size, dtype), rounds) for f in pair)
+            cells = [f"{ours[0]:.4g}", f"{ours[1]:.0f}", f"{other[0]:.4g}", f"{other[1]:.0f}"]
+            ratio_of_both = f"{ours[0] / other[0]:.2f}"
+            report.rows.append([", ".join(map(str, size)), name, *cells, ratio_of_both])
     return report
 
 
@@ -320,6 +371,7 @@ def steps_by_rows(rounds: int) -> Report:
 
 CASES = {
     "losses": losses,
+    "others": beside_whole,
     "steps": steps,
     "programs": all_programs,
     "gradients": lookup_gradients,
@@ -329,5 +381,5 @@ CASES = {
 if __name__ == "__main__":
     if not HAS_GPU:
         print("No GPU that jax sees: tiny sizes.")
-        CASES = {name: CASES[name] for name in ("losses", "steps")}
+        CASES = {name: CASES[name] for name in ("losses", "others", "steps")}
     run(__doc__, CASES, PACKAGES, 10)
