@@ -5,7 +5,6 @@ lengths, with padding on either side and several documents.
 """
 
 import functools
-import types
 import zipfile
 
 import jax
@@ -333,10 +332,9 @@ OBJECTIVES = FOLDER / "objectives.md"
 def test_vectors_of_two_towers_do_not_see_padding_and_an_empty_text_is_0():
     page = functions_of(OBJECTIVES, "vectors", "hk")
     vectors = page.hk.without_apply_rng(page.hk.transform(page.vectors))
-    vectors = types.SimpleNamespace(init=jax.jit(vectors.init), apply=jax.jit(vectors.apply))
     ids = jnp.array([[0, 0, 5, 6], [5, 6, 0, 0], [0, 0, 0, 0]])
     params = vectors.init(jax.random.key(0), ids)
-    got, pull = jax.vjp(lambda params: vectors.apply(params, ids), params)
+    got, pull = jax.vjp(jax.jit(lambda params: vectors.apply(params, ids)), params)
     alone = vectors.apply(params, ids[:1, 2:])[0]
     near(got, np.stack([alone, alone, np.zeros_like(alone)]))
     near(jnp.linalg.norm(got, axis=1), np.float32([1, 1, 0]))
@@ -408,14 +406,13 @@ def test_text_sees_its_latest_image_and_a_token_of_a_tree_few_ancestors():
         np.array([[0, 1, 1, 2, 2], [0, 0, 1, 0, 3]]),
         np.array([[1, 1, 2], [1, 3, 0]]),
     )
-    segment_ids = [[1, 1, 2, 2, 0], [1, 1, 1, 1, 1]], of_patches
-    texts, patches = map(te.TokenPositions.from_segment_ids, segment_ids)
+    texts = te.TokenPositions.from_segment_ids([[1, 1, 2, 2, 0], [1, 1, 1, 1, 1]])
+    got = page.latest_image(texts, images, te.TokenPositions.from_segment_ids(of_patches)).dense()
     expected = (images[:, :, None] == of_patches[:, None]) & (images[:, :, None] > 0)
-    np.testing.assert_array_equal(page.latest_image(texts, images, patches).dense()[:, 0], expected)
+    np.testing.assert_array_equal(got[:, 0], expected)
     tree = te.TokenPositions.from_parents([[-1, 0, 1, 1, 3, -1, -2]])
-    seen = [[0], [0, 1], [0, 1, 2], [0, 1, 3], [1, 3, 4], [5], []]
-    got = page.tree_in_a_window(tree, 2).dense()[0, 0]
-    assert [np.flatnonzero(row).tolist() for row in got] == seen
+    seen = [np.flatnonzero(row).tolist() for row in page.tree_in_a_window(tree, 2).dense()[0, 0]]
+    assert seen == [[0], [0, 1], [0, 1, 2], [0, 1, 3], [1, 3, 4], [5], []]
 
 
 # --- training loops
@@ -524,14 +521,12 @@ def test_the_loss_of_packed_rows_is_that_of_documents_alone(page):
 
 
 @pytest.mark.slow
-def test_the_loss_of_answers_predicts_them_alone():
-    rng = np.random.default_rng(11)
+def test_the_loss_of_answers_reads_what_is_before_them_and_is_0_without_any():
     segment_ids = np.array([[0, 1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1, 1, 1, 1]])
-    ids = np.where(segment_ids == 0, 0, rng.integers(4, 64, segment_ids.shape))
-    is_answer = rng.random(ids.shape) < 0.5
+    ids, is_answer = np.where(segment_ids, 9, 0), segment_ids == 2
     params, loss = of_chats(segment_ids, ids, is_answer)
-    other = np.where(is_answer, ids, np.where(segment_ids, 9, 0))
     of_batch = lambda ids, is_answer: jax.jit(loss)(params, segment_ids, ids, is_answer)
+    other = np.where(segment_ids == 2, 5 + np.arange(9), ids)
     assert of_batch(ids, is_answer) != of_batch(other, is_answer)
     assert of_batch(ids, np.zeros_like(is_answer)) == 0
 
