@@ -77,27 +77,27 @@ def round_up(d_model, parts=1):
     return 1 / 10000 ** (np.arange(0, channels, 2) / channels)
 
 
-# Widths, and a formula of the width.
+# Widths, and a formula of the width d.
 SINUSOIDS = {
     "Vaswani et al. (2017), Keras, trax, XLM": (
         [1, 2, 6, 7],
-        lambda d: np.where(np.arange(d) % 2, np.cos(of_the_paper(d)), np.sin(of_the_paper(d))),
+        "np.where(np.arange(d) % 2, np.cos(of_the_paper(d)), np.sin(of_the_paper(d)))",
     ),
     "tensor2tensor, fairseq, M2M100, flaxformer, Flax's wmt and lm1b examples, PegasusX, axlearn, praxis": (
         [2, 3, 8, 9],
-        lambda d: halves(log_timescales(d // 2)),
+        "halves(log_timescales(d // 2))",
     ),
-    "Whisper, MaxText": ([16], lambda d: halves(log_timescales(d // 2))),
+    "Whisper, MaxText": ([16], "halves(log_timescales(d // 2))"),
     # ceil(d / 2) sines, then floor(d / 2) cosines, with d as it is in the exponents.
     "Marian, RoFormer, CTRL, XLNet": (
         [6, 7],
-        lambda d: np.hstack([np.sin(of_the_paper(d)[:, ::2]), np.cos(of_the_paper(d)[:, 1::2])]),
+        "np.hstack([np.sin(of_the_paper(d)[:, ::2]), np.cos(of_the_paper(d)[:, 1::2])])",
     ),
-    "MusicGen": ([17], lambda d: halves(log_timescales(d // 2), np.cos, np.sin)),
-    "positional-encodings, 1-D": ([6, 7], lambda d: interleaved(round_up(d))),
+    "MusicGen": ([17], "halves(log_timescales(d // 2), np.cos, np.sin)"),
+    "positional-encodings, 1-D": ([6, 7], "interleaved(round_up(d))"),
     "tensor2tensor's `min_timescale` m and `max_timescale` M": (
         [32],
-        lambda d: halves(log_timescales(d // 2, 0.5, 2e4)),
+        "halves(log_timescales(d // 2, 0.5, 2e4))",
     ),
 }
 
@@ -105,9 +105,9 @@ SINUSOIDS = {
 @every(SINUSOIDS)
 def test_sinusoids(name):
     widths, formula = SINUSOIDS[name]
-    for d_model in widths:
-        ours = te.sinusoidal_table(40, d_model, **made(name, m=0.5, M=2e4))
-        near(ours, fit(formula(d_model), d_model))
+    for d in widths:
+        ours = te.sinusoidal_table(40, d, **made(name, m=0.5, M=2e4))
+        near(ours, fit(eval(formula, globals() | {"d": d}), d))
 
 
 TIME_STEPS = "diffusers, time steps"
@@ -126,37 +126,33 @@ def test_diffusers_time_steps(shift):
 # --- Grids
 
 
-def of_mae(d, at):
-    """get_2d_sincos_pos_embed: omega = 1 / 10000 ** (arange(d / 4) / (d / 4))."""
-    return halves(1 / 10000 ** (np.arange(d // 4) / (d // 4)), positions=at)
-
-
-# Shape, widths, and a formula of the width and of the coordinates along an axis.
+# Shape, widths, and a formula of the width d and of the coordinates along an axis.
 GRIDS = {
     "tensor2tensor, 2-D (height first)": (
         (3, 5),
         [12, 14],
-        lambda d, at: halves(log_timescales(d // 4), positions=at),
+        "halves(log_timescales(d // 4), positions=at)",
     ),
     "positional-encodings, 2-D (height first)": (
         (3, 5),
         [12, 14, 15],
-        lambda d, at: interleaved(round_up(d, 2), at),
+        "interleaved(round_up(d, 2), at)",
     ),
-    "positional-encodings, 3-D": (
-        (2, 3, 4),
-        [12, 16],
-        lambda d, at: interleaved(round_up(d, 3), at),
-    ),
-    "MAE (width first)": ((3, 5), [24], of_mae),
+    "positional-encodings, 3-D": ((2, 3, 4), [12, 16], "interleaved(round_up(d, 3), at)"),
+    # get_2d_sincos_pos_embed: omega = 1 / 10000 ** (arange(d / 4) / (d / 4)).
+    "MAE (width first)": ((3, 5), [24], "halves(1 / 10000 ** (np.arange(6) / 6), positions=at)"),
     # posemb_sincos_2d: omega = 1 / 10000 ** (arange(d / 4) / (d / 4 - 1)).
     "big_vision (width first)": (
         (3, 5),
         [24],
-        lambda d, at: halves(1 / 10000 ** (np.arange(6) / 5), positions=at),
+        "halves(1 / 10000 ** (np.arange(6) / 5), positions=at)",
     ),
     # Indices / (grid / base_size) / interpolation_scale.
-    "diffusers, 2-D (width first)": ((4, 8), [24], of_mae),
+    "diffusers, 2-D (width first)": (
+        (4, 8),
+        [24],
+        "halves(1 / 10000 ** (np.arange(6) / 6), positions=at)",
+    ),
 }
 
 
@@ -164,22 +160,18 @@ GRIDS = {
 @every(GRIDS)
 def test_grids(name):
     shape, widths, formula = GRIDS[name]
-    sizes, along = (
-        dict(zip("xyz" if len(shape) == 3 else "hw", shape, strict=True)),
-        map(np.arange, shape),
-    )
-    if name.startswith("diffusers"):
-        stretched = made(name, base_size=16, interpolation_scale=2.0, **sizes)
-        scheme = dataclasses.replace(made("MAE (width first)", **sizes), **stretched)
+    names = dict(zip("xyz" if len(shape) == 3 else "hw", shape, strict=True))
+    names |= {"base_size": 16, "interpolation_scale": 2.0}
+    scheme, along = made(name, **names), map(np.arange, shape)
+    if isinstance(scheme, dict):
+        scheme = dataclasses.replace(made("MAE (width first)", **names), **scheme)
         along = [np.arange(n) * 16 / n / 2.0 for n in shape]
-    else:
-        scheme = made(name, **sizes)
     coordinates = np.meshgrid(*along, indexing="ij")
-    order = [1, 0] if "width first" in name else range(len(shape))
+    ordered = coordinates[::-1] if "width first" in name else coordinates
     points = np.arange(np.prod(shape)).reshape(shape)
-    for d_model in widths:
-        parts = [formula(d_model, coordinates[axis][..., None]) for axis in order]
-        near(scheme.encoding(points, d_model), fit(np.concatenate(parts, -1), d_model))
+    for d in widths:
+        parts = [eval(formula, globals() | {"d": d, "at": at[..., None]}) for at in ordered]
+        near(scheme.encoding(points, d), fit(np.concatenate(parts, -1), d))
 
 
 # --- Rotary embeddings
@@ -558,7 +550,6 @@ def test_losses(name):
     near(made(name, call="cross_entropy", **NAMES), OF_LOSSES[name], 0, 1e-5)
 
 
-@pytest.mark.slow
 @every(OF_LOG_PROBS)
 def test_log_probs(name):
     """The first token of a row that is shifted has none."""
