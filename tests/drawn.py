@@ -36,3 +36,11 @@ def positions(kind, seed, *shape):
             return (random.uniform(-1, 1, shape) * sizes).astype(np.float32)
         case "no phase":
             return random.choice(np.float32([np.nan, np.inf, 2.0**31, -(2.0**40), 0.5]), shape)
+
+
+def steps(length, seed, dtype):
+    """Positions at both sides of multiples of a length, and at the ends of a dtype."""
+    ends, random = np.iinfo(dtype), np.random.default_rng(seed)
+    found = random.integers(0, 4, 24) * length + random.integers(-2, 2, 24)
+    found[:5] = ends.min, ends.max, 0, -1, 2**31 - 2
+    return np.clip(found, ends.min, min(ends.max, 2**31 - 2)).astype(dtype)

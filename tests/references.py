@@ -216,6 +216,13 @@ def permuted(got, weights, num_heads, *, source, target, rotary_dim):
     same(got, expected)
 
 
+def scaled(got, positions, *, beta, length, offset):
+    counts = np.array(np.maximum(integers(positions), 0), np.int64) + offset
+    expected = 1 + beta * np.log1p((counts // length).astype(np.float64))
+    # log1p of a float32, its product and its sum, of 1 and more.
+    within(got, expected, 2 * np.spacing(expected.astype(np.float32)))
+
+
 # --- biases
 
 
@@ -277,6 +284,7 @@ CHECKS = {
     te.alibi_slopes: slopes,
     te.apply_rotary: rotated,
     te.permute_rotary_weights: permuted,
+    te.query_scale: scaled,
     te.relative_position_buckets: buckets,
     te.sinusoidal_encoding: encoding,
     grid_encoding: grid,

@@ -22,44 +22,32 @@ READ = (
 )
 
 
-def long_description(folder, monkeypatch, source):
-    """Of a package whose pyproject.toml has this address of the repository, or none."""
-    for name in READ:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, folder / name)
-    settings, places = SETTING.subn(
-        f'Source = "{source}"' if source else "", (folder / "pyproject.toml").read_text("utf-8")
-    )
-    assert places == 1
-    (folder / "pyproject.toml").write_text(settings, encoding="utf-8")
-    monkeypatch.chdir(folder)
-    built = folder / prepare_metadata_for_build_wheel(str(folder)) / "METADATA"
-    metadata = email.message_from_string(built.read_text(encoding="utf-8"))
-    assert metadata["Description-Content-Type"] == "text/markdown"
-    return metadata.get_payload()
-
-
-def relative_links(text):
-    return re.findall(r"\]\((?!https?:)[^)]*\)", text)
-
-
 def without_code(text):
     return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
-def test_a_built_package_has_no_relative_link(tmp_path, monkeypatch):
-    """Nor a picture, unless it knows the address of its repository."""
-    text = long_description(tmp_path, monkeypatch, None)
-    assert relative_links(without_code(README.read_text(encoding="utf-8")))
-    assert relative_links(without_code(text)) == []
-    assert "![" not in text
+@pytest.mark.parametrize("source", [None, SOURCE])
+def test_a_built_package_has_no_relative_link(tmp_path, monkeypatch, source):
+    """Nor a picture, unless pyproject.toml has the address of the repository: then it links there."""
+    for name in READ:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    project, setting = tmp_path / "pyproject.toml", f'Source = "{source}"' if source else ""
+    settings, places = SETTING.subn(setting, project.read_text("utf-8"))
+    assert places == 1
+    project.write_text(settings, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    built = tmp_path / prepare_metadata_for_build_wheel(str(tmp_path)) / "METADATA"
+    metadata = email.message_from_string(built.read_text(encoding="utf-8"))
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    text = metadata.get_payload()
+    assert re.findall(r"\]\((?!https?:)[^)]*\)", without_code(text)) == []
     assert all(block in text for block in blocks_of(README))
-
-
-def test_a_built_package_links_to_files_of_the_repository(tmp_path, monkeypatch):
-    text = long_description(tmp_path, monkeypatch, SOURCE)
     links = re.findall(rf"(!?)\[[^]]*\]\({SOURCE}/(blob|raw)/main/([^)#]*)\)", text)
-    assert len(links) > 10
-    assert relative_links(without_code(text)) == []
-    assert {(picture, kind) for picture, kind, _ in links} == {("!", "raw"), ("", "blob")}
-    assert [path for *_, path in links if not (ROOT / path).exists()] == []
+    if source is None:
+        assert "![" not in text
+        assert links == []
+    else:
+        assert len(links) > 10
+        assert {(picture, kind) for picture, kind, _ in links} == {("!", "raw"), ("", "blob")}
+        assert [path for *_, path in links if not (ROOT / path).exists()] == []

@@ -163,3 +163,31 @@ def test_relative_biases(number):
         arrays=arrays,
         **options,
     )
+
+
+# --- scales of queries
+
+SCALES = {
+    "length": [1, 7, 8192, 16_384, 2**31 - 1],
+    "beta": [0.0, 0.1, 0.5, 4],
+    "offset": [0, 1],
+    "dtype": ["int8", "int32", "uint16", "uint32"],
+    "mode": [mode for mode in draws.MODES if mode not in ("shard_map", "exported")],
+}
+
+
+@pytest.mark.parametrize("number", draws.numbered(24, 12))
+def test_scales_of_queries(number):
+    """At both sides of each step, and at the ends of the dtype."""
+    chosen = draws.choices(number, SCALES)
+    run(
+        number,
+        chosen.mode,
+        "query_scale",
+        names="positions",
+        arguments="positions",
+        arrays=f"drawn.steps({chosen.length}, n, {chosen.dtype!r}),",
+        beta=chosen.beta,
+        length=chosen.length,
+        offset=chosen.offset,
+    )

@@ -3,7 +3,6 @@
 import dataclasses
 
 import numpy as np
-import pytest
 from compare import equal
 from drawn import drawn
 from refused import each_raises
@@ -23,14 +22,6 @@ def embed(scheme, ids=IDS, *, d_model=8, pad_id=None, **arguments):
         for path, leaves in drawn(te.Embedder(config).init).items()
     }
     return te.Embedder(config).apply(params, None, ids, is_training=False, **arguments)
-
-
-@pytest.mark.slow
-def test_a_start_far_out_is_exact_inside_int32():
-    for start in (10**9, 2**31 - 5):
-        far = te.sinusoidal_encoding(np.arange(start, start + 5, dtype=np.int32), 8)
-        got = embed(te.Sinusoidal(start=start))
-        equal(got, np.broadcast_to(far, (3, 5, 8)))
 
 
 def test_a_start_shortens_what_a_table_holds_and_stays_in_int32():

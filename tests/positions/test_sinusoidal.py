@@ -27,7 +27,13 @@ table = functools.partial(te.sinusoidal_table, 3, 4)
 grid = te.SinusoidalGrid
 encode = functools.partial(te.sinusoidal_encoding, d_model=4)
 MANY = 2**31 - 2
+scale = functools.partial(te.query_scale, beta=0.1, length=8)
 REFUSED = {
+    "scale([1], beta=-1.0)": "ValueError: beta: ... got -1.0",
+    "scale([1], length=0)": "ValueError: length: ... got 0",
+    "scale([1], offset=2)": "ValueError: offset: ... got 2",
+    "scale([1], offset=-1)": "ValueError: offset: ... got -1",
+    "scale([1.0])": "TypeError: positions: ... got float64",
     "te.sinusoidal_table(3, 2.5)": "TypeError: d_model: ... got float 2.5",
     "te.sinusoidal_table(True, 4)": "TypeError: length: ... got bool True",
     "table(base=jax.numpy.float32(1e4))": "TypeError: base: ... got an array float32[]",
