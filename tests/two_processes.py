@@ -35,15 +35,14 @@ STEPS, VOCAB_SIZE, D_MODEL = 4, 1019, 16
 CONFIG = te.EmbedderConfig(VOCAB_SIZE, D_MODEL, pad_id=0, row_multiple=128)
 SPREAD = dataclasses.replace(CONFIG, spread=True, output=None)
 LEARNED = dataclasses.replace(CONFIG, scheme=te.Learned(8))
-DENSE, BY_ROWS, BY_EXCHANGE = "dense", "by_rows", "by_exchange"
 TABLE = "transformer_embedding/~/token_embedding"
 OPTIMIZER = optax.adam(0.01)
 
 
 LOSSES = {
-    DENSE: "dense Adam, cross entropy of the tied output",
-    BY_ROWS: "lazy Adam by rows, squared error of the embeddings",
-    BY_EXCHANGE: "lazy Adam by exchanged rows, squared error of the embeddings",
+    "dense": "dense Adam, cross entropy of the tied output",
+    "by_rows": "lazy Adam by rows, squared error of the embeddings",
+    "by_exchange": "lazy Adam by exchanged rows, squared error of the embeddings",
 }
 
 
@@ -52,24 +51,20 @@ def main():
     if NUM_PROCESSES != "1":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(ADDRESS, int(NUM_PROCESSES), int(PROCESS_ID))
-    found = {}
+    found, index = {}, jax.process_index()
+    where = f"process {index} of {jax.process_count()}, {jax.device_count()} devices"
     for name, what in LOSSES.items():
-        found[f"{name}_losses"], found[f"{name}_table"] = trained(name)
-        losses = ", ".join(f"{loss:.6f}" for loss in found[f"{name}_losses"])
-        say(
-            f"process {jax.process_index()} of {jax.process_count()}, {jax.device_count()} devices, {what}: {losses}"
-        )
-    if jax.process_index() == 0:
-        say(
-            f"Each line has the losses of {STEPS} steps: they fall, and every process prints the same.",
-            end=" ",
-        )
-        say("The dense training has another loss than the two by rows.")
+        losses, found[f"{name}_table"] = trained(name)
+        found[f"{name}_losses"] = losses
+        say(f"{where}, {what}: {', '.join(f'{loss:.6f}' for loss in losses)}")
+    if index == 0:
+        say(f"Each line has the losses of {STEPS} steps: they fall, and every process prints the")
+        say("same. The dense training has another loss than the two by rows.")
     if OUT:
-        with open(f"{OUT[0]}.{jax.process_index()}.json", "w") as file:
+        with open(f"{OUT[0]}.{index}.json", "w") as file:
             json.dump(surface(OUT[0] + ".safetensors"), file)
-    if OUT and jax.process_index() == 0:
-        np.savez(OUT[0], **found)
+        if index == 0:
+            np.savez(OUT[0], **found)
 
 
 def quiet_runtime():
@@ -80,25 +75,30 @@ def quiet_runtime():
     return functools.partial(print, file=output, flush=True)
 
 
+def new_mesh():
+    """The first axis goes over the processes: each feeds its own rows of the batch and holds the
+    whole table, or, by exchange, half of it."""
+    return jax.make_mesh((2, NUM_DEVICES // 2), ("data", "model"))
+
+
+def placed(mesh, batch, axes):
+    """An array of several processes, split by its rows."""
+    sharding = NamedSharding(mesh, P(axes))
+    return jax.make_array_from_callback(batch.shape, sharding, batch.__getitem__)
+
+
 def trained(name):
     """The losses, and the table after the last step."""
-    # The first axis goes over the processes: each feeds its own rows of the batch and holds the
-    # whole table, or, by exchange, half of it.
-    mesh = jax.make_mesh((2, NUM_DEVICES // 2), ("data", "model"))
-    over = ("data", "model") if name == BY_EXCHANGE else "model"
-    config = SPREAD if name == BY_EXCHANGE else CONFIG
-    step = jax.jit(dense_step(config) if name == DENSE else row_step(config, name == BY_EXCHANGE))
-    params, state = drawn(config, mesh, over)
-    losses = []
+    mesh, exchanges = new_mesh(), name == "by_exchange"
+    config = SPREAD if exchanges else CONFIG
+    step = jax.jit(dense_step(config) if name == "dense" else row_step(config, exchanges))
+    params, state = drawn(config, mesh, mesh.axis_names if exchanges else "model")
     batch = np.random.default_rng(0).integers(0, VOCAB_SIZE, (8, 17)).astype(np.int32)
-    of_batch = NamedSharding(mesh, P(over if name == BY_EXCHANGE else "data"))
-    ids = jax.make_array_from_callback(batch.shape, of_batch, batch.__getitem__)
+    ids, losses = placed(mesh, batch, mesh.axis_names if exchanges else "data"), []
     with jax.set_mesh(mesh):
         for _ in range(STEPS):
             params, state, loss = step(params, state, ids)
             losses.append(float(loss))
-    if OUT:
-        te.pretrained.save_embedder(OUT[0] + ".trained.safetensors", config, params)
     plain = dataclasses.replace(config, row_multiple=1, spread=False)
     whole = {TABLE: {"embeddings": everywhere(params[TABLE]["embeddings"], mesh)}}
     return losses, te.pretrained.resize(whole, config, plain)[TABLE]["embeddings"]
@@ -128,32 +128,31 @@ def drawn(config, mesh, over):
 
 def surface(path):
     """What each function that takes parameters or ids does with those of several processes."""
-    mesh = jax.make_mesh((2, NUM_DEVICES // 2), ("data", "model"))
-    params, _ = drawn(LEARNED, mesh, ("data", "model"))
-    rows_of = lambda params: everywhere(params[TABLE]["embeddings"], mesh)
-    of_batch = NamedSharding(mesh, P(("data", "model")))
-    ids = np.arange(16, dtype=np.int32).reshape(8, 2)
-    batch = jax.make_array_from_callback(ids.shape, of_batch, ids.__getitem__)
+    mesh = new_mesh()
+    params, _ = drawn(LEARNED, mesh, mesh.axis_names)
+    table = params[TABLE]["embeddings"]
+    batch = placed(mesh, np.arange(16, dtype=np.int32).reshape(8, 2), mesh.axis_names)
+    tokens = te.TokenPositions(batch)
 
     def saved():
         te.pretrained.save_embedder(path, LEARNED, params)
-        return rows_of(params), te.pretrained.load_embedder(path).params[TABLE]["embeddings"]
+        found = te.pretrained.load_embedder(path).params[TABLE]["embeddings"]
+        return everywhere(table, mesh), found
 
     def resized():
-        larger = dataclasses.replace(LEARNED, vocab_size=VOCAB_SIZE + 9)
+        larger = dataclasses.replace(LEARNED, vocab_size=VOCAB_SIZE + 9, scheme=te.Learned(16))
         moved = te.pretrained.resize(params, LEARNED, larger, rng=jax.random.key(1))
-        return rows_of(params)[:VOCAB_SIZE], rows_of(moved)[:VOCAB_SIZE]
+        both = table, moved[TABLE]["embeddings"]
+        return [everywhere(each, mesh)[:VOCAB_SIZE] for each in both]
 
-    longer = dataclasses.replace(LEARNED, scheme=te.Learned(16))
     calls = {
         "save_embedder": saved,
-        "resize, tokens": resized,
-        "resize, positions": lambda: te.pretrained.resize(params, LEARNED, longer),
+        "resize": resized,
         "check_batch, ids": lambda: te.check_batch(batch, vocab_size=300),
         "check_batch, tokens": lambda: te.check_batch(
-            np.zeros(batch.shape, int), te.TokenPositions(batch), vocab_size=300, order="full"
+            np.zeros(batch.shape, int), tokens, vocab_size=300, order="full"
         ),
-        "exchange_load": lambda: te.rows.exchange_load(params[TABLE]["embeddings"], batch),
+        "exchange_load": lambda: te.rows.exchange_load(table, batch),
     }
     with jax.set_mesh(mesh):
         return {name: told(call) for name, call in calls.items()}
@@ -165,7 +164,7 @@ def told(call):
         found = call()
     except ValueError as error:
         return str(error)
-    return not isinstance(found, tuple) or bool(np.array_equal(*found))
+    return bool(np.array_equal(*found))
 
 
 def dense_step(config):
