@@ -18,13 +18,6 @@ def refused(error, message):
     return pytest.raises(error, match=pattern(message) + r"(?:\n|$)")
 
 
-def each_refused(kind, rows):
-    """Expects an error of each call whose message starts so."""
-    for call, message in rows:
-        with pytest.raises(kind, match=pattern(message)):
-            call()
-
-
 def each_raises(rows, names):
     """Expects of each call, which is text with these names, the error that Python would print."""
     found = {call: _error_of(call, names) for call in rows}
@@ -36,4 +29,4 @@ def _error_of(call, names):
     try:
         return f"no error, but {eval(call, names)}"
     except (TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
+        return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])

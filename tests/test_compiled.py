@@ -60,43 +60,38 @@ def row_step(table, state, ids):
     return te.rows.apply_gradients(optax.adam(1e-3), grads, state, params)
 
 
-# A program for each public function that computes; the others make values that these programs take.
-FUNCTIONS = {name: (with_gradient(*call), call[1]) for name, call in CALLS.items()} | {
-    "Embedder": (
-        lambda params, rng, ids: EMBEDDER.apply(params, rng, ids, is_training=True),
-        (PARAMS, KEY, IDS),
-    ),
-    "init": (EMBEDDER.init, (KEY,)),
-    "alibi_slopes": (lambda: te.alibi_slopes(4), ()),
-    "causal_mask": (lambda: te.causal_mask(LENGTH), ()),
-    "sinusoidal_table": (lambda: te.sinusoidal_table(LENGTH, WIDTH), ()),
-    "linear_divergence": (
-        jax.value_and_grad(te.linear_divergence, (0, 1, 2, 3)),
-        (X, TABLE, X, TABLE),
-    ),
-    "truncated": (
-        jax.value_and_grad(
-            lambda x, table, ids: te.linear_log_probs(x, table, ids, truncated=True).sum(), (0, 1)
-        ),
-        (X, TABLE, of(jnp.int32, BATCH, LENGTH, VOCAB // 10)),
-    ),
-    "write_cache": (
-        te.write_cache,
-        (
-            of(jnp.float32, BATCH, LENGTH, 2, 64),
-            of(jnp.float32, BATCH, 1, 2, 64),
-            of(jnp.int32, BATCH),
-        ),
-    ),
-    "pretrained.resize": (
-        lambda params, rng: te.pretrained.resize(params, LEARNED.config, LARGER, rng=rng),
-        (jax.eval_shape(LEARNED.init, jax.random.key(0)), KEY),
-    ),
-    "rows.apply_gradients": (
-        row_step,
-        (TABLE, jax.eval_shape(optax.adam(1e-3).init, {"table": TABLE}), IDS),
-    ),
+ADAM = jax.eval_shape(optax.adam(1e-3).init, {"table": of(jnp.float32, 100_000, WIDTH)})
+
+
+def evaluate(params, ids, rng=None):
+    return EMBEDDER.apply(params, rng, ids, is_training=rng is not None)
+
+
+def truncated(x, table, ids):
+    return te.linear_log_probs(x, table, ids, truncated=True).sum()
+
+
+def resize(params, rng):
+    return te.pretrained.resize(params, LEARNED.config, LARGER, rng=rng)
+
+
+CACHE = [of(jnp.float32, BATCH, size, 2, 64) for size in (LENGTH, 1)]
+# A program for each public function that computes, and its arguments; the others make values that
+# these programs take.
+TEXTS = {
+    "Embedder": "evaluate, (PARAMS, IDS, KEY)",
+    "init": "EMBEDDER.init, (KEY,)",
+    "alibi_slopes": "lambda: te.alibi_slopes(4), ()",
+    "causal_mask": "lambda: te.causal_mask(LENGTH), ()",
+    "sinusoidal_table": "lambda: te.sinusoidal_table(LENGTH, WIDTH), ()",
+    "linear_divergence": "jax.value_and_grad(te.linear_divergence, (0, 1, 2, 3)), (X, TABLE, X, TABLE)",
+    "truncated": "jax.value_and_grad(truncated, (0, 1)), (X, TABLE, of(jnp.int32, BATCH, LENGTH, 100))",
+    "write_cache": "te.write_cache, (*CACHE, of(jnp.int32, BATCH))",
+    "pretrained.resize": "resize, (jax.eval_shape(LEARNED.init, jax.random.key(0)), KEY)",
+    "rows.apply_gradients": "row_step, (of(jnp.float32, 100_000, WIDTH), ADAM, IDS)",
 }
+FUNCTIONS = {name: (with_gradient(*call), call[1]) for name, call in CALLS.items()}
+FUNCTIONS |= {name: eval(text) for name, text in TEXTS.items()}
 
 
 def test_each_public_function_has_a_program():
@@ -233,11 +228,7 @@ def test_each_public_function_compiles_for_a_tpu(name, tpu):
 def test_evaluation_on_a_tpu_writes_its_output_once(tpu):
     """One gather into the chip's own memory, which is S(1), and one fusion from there to the
     output; nothing else is as large."""
-    evaluate = lambda params, ids: EMBEDDER.apply(params, None, ids, is_training=False)
-    params, ids = tpu.like(
-        (jax.eval_shape(EMBEDDER.init, jax.random.key(0)), of(jnp.int32, 32, 512))
-    )
-    facts = tpu.facts(evaluate, params, ids)
+    facts = tpu.facts(evaluate, *tpu.like((PARAMS, of(jnp.int32, 32, 512))))
     entry = facts.text[facts.text.index("\nENTRY") :]
     passes = re.findall(
         rf"= f32\[(?:32,512|16384),{WIDTH}\](?!\S*S\(1\))\S* (?:fusion|copy|add|multiply|select|transpose)\(",
@@ -282,54 +273,38 @@ def padded(table, ids, weights):
     return jnp.vdot(te.lookup(table, ids, pad_id=0), weights)
 
 
-ADAM = jax.eval_shape(optax.adam(1e-3).init, {"table": of(jnp.float32, 100_000, WIDTH)})
+loss = jax.value_and_grad(functools.partial(te.linear_cross_entropy, chunk_size=512), (0, 1))
 LONG, ALL = 32_768, f"(?:{BATCH},{LENGTH}|{BATCH * LENGTH})"
-# Of each program: its arguments, the most bytes of temporaries, and what it must not have.
+# A program and its arguments, the most bytes of temporaries, and what it must not have.
 BOUNDS = {
     # Ids out of range and padding are dropped by the scatter itself, so that a weighted sum's
     # gradient is one scatter of the weights.
-    "gradient": (
-        jax.grad(padded),
-        (TABLE, IDS, X),
-        2**20,
-        rf"= f32\[{ALL},{WIDTH}\]\S* (?:fusion|select)\(",
-    ),
+    "jax.grad(padded), (TABLE, IDS, X)": (2**20, rf"= f32\[{ALL},{WIDTH}\]\S* (?:fusion|select)\("),
     # Logits so small would be computed at once.
-    "loss": (
-        jax.value_and_grad(functools.partial(te.linear_cross_entropy, chunk_size=512), (0, 1)),
-        (of(jnp.float32, 8, 512, WIDTH), TABLE, of(jnp.int32, 8, 512)),
+    "loss, (of(jnp.float32, 8, 512, WIDTH), TABLE, of(jnp.int32, 8, 512))": (
         8 * 512 * VOCAB,
         rf"f32\[(?:8,512|4096),{VOCAB}\]",
     ),
     # Nothing of the size of the table.
-    "rows": (
-        row_step,
-        (of(jnp.float32, 100_000, WIDTH), ADAM, of(jnp.int32, 512)),
+    "row_step, (of(jnp.float32, 100_000, WIDTH), ADAM, of(jnp.int32, 512))": (
         100_000 * WIDTH * 4 / 10,
         rf"f32\[100000,{WIDTH}\]\S* (?:copy|select)\(",
     ),
     # Nothing for pairs of tokens: segment ids repeated over 128 lanes, and a few arrays of the size
     # of the heads.
-    "splash": (
-        jax.value_and_grad(splash),
-        (of(jnp.bfloat16, 1, 8, LONG, 128), of(jnp.int32, 1, LONG)),
+    "jax.value_and_grad(splash), (of(jnp.bfloat16, 1, 8, LONG, 128), of(jnp.int32, 1, LONG))": (
         12 * 8 * LONG * 128 * 2,
         rf"pred\[[\d,]*{LONG},{LONG}\]",
     ),
-    "block mask": (
-        block_mask,
-        (of(jnp.int32, 1, 2**17),),
-        64 * 2**17,
-        r"\[(?:\d+,)?131072,\d{3,}\]",
-    ),
+    "block_mask, (of(jnp.int32, 1, 2**17),)": (64 * 2**17, r"\[(?:\d+,)?131072,\d{3,}\]"),
 }
 
 
 @needs_libtpu
-@pytest.mark.parametrize("name", BOUNDS)
-def test_programs_on_a_tpu_hold_no_more_than_they_need(name, tpu):
-    function, arguments, most, unwanted = BOUNDS[name]
-    donate = (0, 1) if name == "rows" else ()
+@pytest.mark.parametrize("text", BOUNDS)
+def test_programs_on_a_tpu_hold_no_more_than_they_need(text, tpu):
+    (function, arguments), (most, unwanted) = eval(text), BOUNDS[text]
+    donate = (0, 1) if function is row_step else ()
     facts = tpu.facts(function, *tpu.like(arguments), donate=donate)
     assert facts.temporaries < most
     assert not re.search(unwanted, facts.text)

@@ -17,7 +17,7 @@ from jax.experimental.pallas.ops.tpu import flash_attention
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from kernel_masks import KERNELS, mask_of_flash, mask_of_splash
 from meshes import mesh_of
-from refused import each_refused, pattern
+from refused import each_raises, pattern
 
 import transformer_embed as te
 
@@ -184,44 +184,34 @@ def attend_on_a_mesh(mask, *heads):
     return jax.shard_map(jax.vmap(call), **options)(kernels, *heads, segment_ids)
 
 
-WINDOW = {"causal": True, "window": (90, 0)}
-CHUNK = {"causal": True, "chunk": 50}
 SECOND_HALF = jax.tree.map(lambda a: a[:, 128:], PACKED)
-ANOTHER = AttentionMask(RIGHT, TokenPositions.from_lengths([200, 17], 384), causal=False)
-NOTHING = AttentionMask(RIGHT, TokenPositions.from_lengths([0, 200], LENGTH), causal=False)
-SPLASH_RUNS = {
-    "an argument": (
-        jax.jit(splash_attend),
-        AttentionMask(LEFT, causal=False, chunk=77, window=(30, 5)),
-    ),
-    "part of the keys": (
-        functools.partial(splash_attend, q_offset=128),
-        AttentionMask(SECOND_HALF, PACKED, **WINDOW),
-    ),
-    "fused": (
-        functools.partial(splash_attend, block_sizes=FUSED_BACKWARD),
-        AttentionMask(RIGHT, **WINDOW),
-    ),
-    "a mesh": (attend_on_a_mesh, AttentionMask(PACKED, **WINDOW)),
-    "another sequence": (functools.partial(splash_attend, order="right"), ANOTHER),
-    "no key": (splash_attend, NOTHING),
-}
-RUNS = SPLASH_RUNS | {
-    "flash": (flash_attend, AttentionMask(PACKED, **CHUNK)),
-    "mha": (mha_attend, AttentionMask(PACKED, **CHUNK)),
-    "dot product": (dot_product_attend, AttentionMask(RIGHT, causal=False, window=(2, 5))),
-    "dot product, another sequence": (dot_product_attend, ANOTHER),
-}
+SHORT, EMPTY = (
+    TokenPositions.from_lengths(*each) for each in (([200, 17], 384), ([0, 200], LENGTH))
+)
+fused = functools.partial(splash_attend, block_sizes=FUSED_BACKWARD)
+# A function of heads, and its mask.
+RUNS = [
+    "jax.jit(splash_attend), AttentionMask(LEFT, causal=False, chunk=77, window=(30, 5))",
+    "functools.partial(splash_attend, q_offset=128), AttentionMask(SECOND_HALF, PACKED, causal=True, window=(90, 0))",
+    "fused, AttentionMask(RIGHT, causal=True, window=(90, 0))",
+    "attend_on_a_mesh, AttentionMask(PACKED, causal=True, window=(90, 0))",
+    "functools.partial(splash_attend, order='right'), AttentionMask(RIGHT, SHORT, causal=False)",
+    "splash_attend, AttentionMask(RIGHT, EMPTY, causal=False)",
+    "flash_attend, AttentionMask(PACKED, causal=True, chunk=50)",
+    "mha_attend, AttentionMask(PACKED, causal=True, chunk=50)",
+    "dot_product_attend, AttentionMask(RIGHT, causal=False, window=(2, 5))",
+    "dot_product_attend, AttentionMask(RIGHT, SHORT, causal=False)",
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_kernels_apply_the_rule(name, monkeypatch):
+@pytest.mark.parametrize("run", RUNS)
+def test_kernels_apply_the_rule(run, monkeypatch):
     """A query that sees no key has gradients that are too large, unless its output is dropped."""
     # flash_attention has no argument for the interpreter. (pltpu.force_tpu_interpret_mode can
     # deadlock.)
     monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
-    attend, mask = RUNS[name]
+    attend, mask = eval(run)
     check(mask, functools.partial(attend, mask))
 
 
@@ -255,50 +245,51 @@ BY_HAND = TokenPositions(jnp.arange(LENGTH)[::-1])
 PREFIX = RIGHT.with_block_ids(np.where(np.arange(LENGTH) < 9, 0, -1))
 STEP, ONE = TokenPositions.from_offset(3, 2), TokenPositions.from_offset(9, 1)
 CAUSAL = AttentionMask(RIGHT, causal=True)
+# An argument, which kernels name it, and the mask and order.
 REFUSED = [
-    ("splash flash mha", "tokens", AttentionMask(BY_HAND, causal=True), "packed"),
-    ("splash flash mha dot", "order", CAUSAL, None),
-    ("splash flash mha dot", "order", CAUSAL, "sorted"),
-    ("splash flash dot", "keys", AttentionMask(STEP, RIGHT, causal=True), "right"),
-    ("splash flash mha dot", "block_ids", AttentionMask(PREFIX, causal=True), "right"),
-    ("mha", "keys", AttentionMask(RIGHT, LEFT, causal=False), None),
-    ("dot", "window", AttentionMask(ONE, RIGHT, causal=True, window=(3, 0)), "right"),
+    ("tokens", "splash flash mha", "AttentionMask(BY_HAND, causal=True), 'packed'"),
+    ("order", "splash flash mha dot", "CAUSAL, None"),
+    ("order", "splash flash mha dot", "CAUSAL, 'sorted'"),
+    ("keys", "splash flash dot", "AttentionMask(STEP, RIGHT, causal=True), 'right'"),
+    ("block_ids", "splash flash mha dot", "AttentionMask(PREFIX, causal=True), 'right'"),
+    ("keys", "mha", "AttentionMask(RIGHT, LEFT, causal=False), None"),
+    ("window", "dot", "AttentionMask(ONE, RIGHT, causal=True, window=(3, 0)), 'right'"),
 ]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_what_a_kernel_cannot_say_is_refused(kernel):
-    for kernels, name, mask, order in REFUSED:
-        if kernel.split("_")[0] in kernels.split():
-            with pytest.raises(ValueError, match=rf"^{name}: wanted .* got "):
-                KERNELS[kernel](mask, order)
-    with pytest.raises(
-        TypeError, match=r"^mask: wanted a te.AttentionMask, not joined .* got an array bool"
-    ):
-        KERNELS[kernel](te.causal_mask(4), "right")
+    call = f"KERNELS[{kernel!r}]"
+    rows = {
+        f"{call}({each})": name
+        for name, kernels, each in REFUSED
+        if kernel.split("_")[0] in kernels
+    }
+    rows = {row: f"ValueError: {name}: wanted ... got " for row, name in rows.items()}
+    mask = "TypeError: mask: wanted a te.AttentionMask, not joined ... got an array bool"
+    each_raises(rows | {f"{call}(te.causal_mask(4), 'right')": mask}, globals())
 
 
 WITH_KEYS = AttentionMask(SECOND_HALF, PACKED, causal=True)
 splash_of = functools.partial(te.kernels.splash_kernels, num_heads=HEADS, order="packed")
 kernels = functools.partial(splash_of, AttentionMask(PACKED, causal=True))
-VALUE_ERRORS = [
-    (lambda: te.kernels.flash_attention_kwargs(CAUSAL, order="right", batch_size=3), "batch_size: ... 2 rows, got 3"),
-    (lambda: te.kernels.mha_kwargs(AttentionMask(TokenPositions(np.arange(4)), causal=True), order="full"), "batch_size: ... got None"),
-    (lambda: te.kernels.flash_attention_kwargs(AttentionMask(RIGHT, causal=True, window=(3, 0)), order="right"), "window: ... flash_attention, ... got (3, 0); mask.dense() and mask.block() can"),
-    (lambda: splash_of(WITH_KEYS, q_offset=100), "queries.positions: ... 100 "),
-    (lambda: splash_of(WITH_KEYS, q_offset=129), "q_offset: ... 128, got 129"),
-    (lambda: splash_of(CAUSAL, q_offset=1), "q_offset: ... 0, got 1"),
-    (lambda: splash_of(AttentionMask(TokenPositions(PACKED.positions[:, 130:170]), PACKED, causal=True), q_offset=130), "queries.segment_ids: wanted those of the keys"),
-    (lambda: kernels(block_sizes=splash.BlockSizes(block_q=192, block_kv=128)), "q_block_size=192 should divide"),
-    (lambda: kernels(head_shards=0), "head_shards: ... 1, got 0"),
-    (lambda: kernels(q_seq_shards=0), "q_seq_shards: ... 1, got 0"),
-]  # fmt: skip
+WRONG = {
+    "kernels(is_mqa='a')": "TypeError: is_mqa: wanted a Python bool ..., got str 'a'",
+    'te.kernels.flash_attention_kwargs(CAUSAL, order="right", batch_size=3)': "ValueError: batch_size: ... 2 rows, got 3",
+    'te.kernels.mha_kwargs(AttentionMask(TokenPositions(np.arange(4)), causal=True), order="full")': "ValueError: batch_size: ... got None",
+    'te.kernels.flash_attention_kwargs(AttentionMask(RIGHT, causal=True, window=(3, 0)), order="right")': "ValueError: window: ... flash_attention, ... got (3, 0); mask.dense() and mask.block() can",
+    "splash_of(WITH_KEYS, q_offset=100)": "ValueError: queries.positions: ... 100 ",
+    "splash_of(WITH_KEYS, q_offset=129)": "ValueError: q_offset: ... 128, got 129",
+    "splash_of(CAUSAL, q_offset=1)": "ValueError: q_offset: ... 0, got 1",
+    "splash_of(AttentionMask(TokenPositions(PACKED.positions[:, 130:170]), PACKED, causal=True), q_offset=130)": "ValueError: queries.segment_ids: wanted those of the keys",
+    "kernels(block_sizes=splash.BlockSizes(block_q=192, block_kv=128))": "ValueError: q_block_size=192 should divide",
+    "kernels(head_shards=0)": "ValueError: head_shards: ... 1, got 0",
+    "kernels(q_seq_shards=0)": "ValueError: q_seq_shards: ... 1, got 0",
+}  # fmt: skip
 
 
 def test_bad_arguments_are_refused():
-    with pytest.raises(TypeError, match=r"^is_mqa: wanted a Python bool .*, got str 'a'"):
-        kernels(is_mqa="a")
-    each_refused(ValueError, VALUE_ERRORS)
+    each_raises(WRONG, globals())
 
 
 def test_blocks_that_are_too_many_are_refused_before_they_are_described(monkeypatch):
