@@ -158,9 +158,10 @@ def in_one_pass(
         ratio = jnp.exp(-factor * jnp.abs(top - other_top))
         return jnp.maximum(top, other_top), of_higher + ratio * of_lower
 
-    # Finite, because two bans would have no difference. Not ones, because jax derives a reduction
-    # only if all that it reduces has a derivative.
-    pairs = jnp.maximum(logits, lowest), jnp.where(jnp.isnan(logits), logits, 1)
+    # Finite, because two bans would have no difference.
+    logits = jnp.clip(logits, lowest, -lowest)
+    # Not ones: jax differentiates a reduction only if all its operands have a derivative.
+    pairs = logits, 1 + 0 * logits
     start = np.array([lowest, 0], logits.dtype)
     top, total = jax.lax.reduce(pairs, tuple(start), join, (1,))
     return top[:, None], total[:, None]
