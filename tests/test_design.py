@@ -4,9 +4,7 @@
 import ast
 import contextlib
 import importlib
-import inspect
 import pathlib
-import pydoc
 import subprocess
 
 import public
@@ -45,22 +43,6 @@ def test_public_modules_hold_no_logic(part):
 def test_public_parts_are_modules_of_their_names():
     for part in public.PARTS:
         assert importlib.import_module(f"transformer_embed.{part}") is getattr(te, part)
-
-
-def signatures_of(value):
-    """What `help` shows of a function, or of a class and its methods."""
-    methods = vars(value).values() if inspect.isclass(value) else ()
-    return [str(inspect.signature(each)) for each in (value, *filter(inspect.isfunction, methods))]
-
-
-@pytest.mark.parametrize("part", ["", *public.PARTS])
-def test_help_shows_array_like_and_not_the_union_that_it_expands_to(part):
-    module = getattr(te, part) if part else te
-    names = module.__all__ if part else public.TOP
-    shown = [text for name in names for text in signatures_of(getattr(module, name))]
-    assert not [text for text in shown if "numpy.number" in text or "SupportsDType" in text]
-    if not part:
-        assert "table: jax.typing.ArrayLike" in pydoc.plain(pydoc.render_doc(te.lookup))
 
 
 def test_the_top_level_holds_what_the_design_names():

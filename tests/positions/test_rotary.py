@@ -3,21 +3,19 @@ import functools
 import json
 import pathlib
 import re
-import typing
 
-import hypothesis
 import jax
-import mpmath
 import numpy as np
 import oracle
 import pytest
 from compare import equal, near
 from drawn import normal
-from hypothesis import strategies as st
 from meshes import AUTO, EXPLICIT, mesh_of, put
 from references import ROUNDINGS, assert_right, check_frequencies
 from refused import each_raises, refused
+from test_draws_positions import SCALINGS
 
+import transformer_embed as te
 from transformer_embed import (
     LinearScaling,
     Llama3Scaling,
@@ -40,45 +38,11 @@ FLOAT32_POWER = 2**-19
 YARN = YarnScaling(4.0, original_length=64)
 LONG = LongRopeScaling(np.linspace(1, 2, 4), np.linspace(1.1, 30, 4), 32.0, 4096, 10_000)
 
-positive = st.one_of(st.floats(1e-9, 1e-2), st.floats(0.01, 100), st.floats(100, 1e12))
-lengths = st.one_of(st.integers(2, 100), st.integers(2, 2**40))
-above, below = st.floats(3, 1e12), st.floats(1e-9, 2.9)
-half_of_8 = st.lists(positive, min_size=4, max_size=4)
-FIELDS = {
-    "factor": positive,
-    "alpha": positive,
-    "original_length": lengths,
-    "length": st.one_of(st.just(0), lengths),
-    "beta_fast": above,
-    "beta_slow": below,
-    "truncate": st.booleans(),
-    "mscale": st.one_of(st.just(0.0), positive),
-    "mscale_all_dim": st.one_of(st.just(0.0), positive),
-    "attention_factor": st.one_of(st.none(), positive),
-    "low_freq_factor": below,
-    "high_freq_factor": above,
-    "short_factor": half_of_8,
-    "long_factor": half_of_8,
-}
 
-
-def any_of(kind):
-    return st.builds(kind, **{each.name: FIELDS[each.name] for each in dataclasses.fields(kind)})
-
-
-@pytest.mark.slow
-@hypothesis.given(
-    st.one_of(*map(any_of, typing.get_args(rotary_scaling.Scaling))),
-    st.one_of(st.floats(1.001, 100), st.floats(100, 1e15)),
-)
-@hypothesis.settings(max_examples=100)
-def test_frequencies_of_any_scaling_are_rounded_once(scaling, base):
-    """Fractional, tiny and huge constants: each is a float64, and nothing after it is."""
-    if max(oracle.scaled_frequencies(scaling, 8, base)[0]) < 2**33 * mpmath.pi:
-        check_frequencies(scaling, 8, base)
-    else:
-        with pytest.raises(ValueError, match=r"wanted frequencies below 2\*\*32 turns per"):
-            check_frequencies(scaling, 8, base)
+@pytest.mark.parametrize("base", [10_000.0, 1.001, 1e15])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_frequencies_of_a_scaling_are_rounded_once(scaling, base):
+    check_frequencies(eval(scaling, {"te": te}), 6, base)
 
 
 @pytest.mark.parametrize("case", GOLDEN)
