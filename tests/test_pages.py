@@ -5,6 +5,7 @@ lengths, with padding on either side and several documents.
 """
 
 import functools
+import itertools
 import zipfile
 
 import jax
@@ -157,28 +158,21 @@ def test_the_loss_of_grpo_is_that_of_whole_logits(side):
 @pytest.mark.parametrize("lengths", [[3, 2], [0, 3, 2], [2, 0, 1]], ids=str)
 def test_answers_that_share_a_prompt_are_answers_alone(lengths):
     """An answer of length 0 must not shift the advantages of those after it."""
-    rng, prompt = np.random.default_rng(4), [5, 6]
+    rng = np.random.default_rng(4)
     answers = [rng.integers(4, 128, length).tolist() for length in lengths]
-    ids = np.concatenate([prompt, *answers, [0, 0]]).astype(np.int32)
-    given = {
-        "prompt_length": len(prompt),
-        "lengths": lengths,
-        "shared_ids": jnp.array([ids]),
-        "advantages": jnp.arange(1.0, len(lengths) + 1),
-    }
+    ids = jnp.array([[5, 6, *itertools.chain(*answers), 0, 0]])
+    given = {"prompt_length": 2, "lengths": lengths, "shared_ids": ids}
+    given["advantages"] = jnp.arange(1.0, len(lengths) + 1)
     names = "embedder", "hidden", "shared_policy", "parents", "is_answer", "token_advantages"
     page = functions_of(RECIPES, *names, **given)
-    params = page.embedder.init(jax.random.key(0))
-    got = page.shared_policy(params, given["shared_ids"], page.parents, page.is_answer)
-    expected, of_answers = [], []
+    params, expected = page.embedder.init(jax.random.key(0)), []
     for number, answer in enumerate(answers):
-        ids = jnp.array([[*prompt, *answer]])
-        x = page.hidden(params, ids, te.TokenPositions.from_ids(ids, pad_id=0))
+        alone = jnp.array([[5, 6, *answer]])
+        x = page.hidden(params, alone, te.TokenPositions.from_ids(alone, pad_id=0))
         log_probs = jax.nn.log_softmax(te.linear_logits(x, page.embedder.output(params)))
-        expected += [log_probs[0, 1 + n, token] for n, token in enumerate(answer)]
-        of_answers += [number + 1.0] * len(answer)
-    near(got[page.is_answer], np.array(expected))
-    assert page.token_advantages[page.is_answer].tolist() == of_answers
+        expected += [(log_probs[0, 1 + n, token], number + 1) for n, token in enumerate(answer)]
+    got = page.shared_policy(params, ids, page.parents, page.is_answer)
+    near(np.stack([got, page.token_advantages], -1)[page.is_answer], np.array(expected))
 
 
 # --- recipes: decoding
@@ -348,13 +342,10 @@ def test_image_vectors_take_the_places_of_their_row_and_see_their_own_image():
     patches = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, page.WIDTH)), jnp.float32)
     params = page.merge.init(jax.random.key(0), ids, patches)
     x, mask = page.merge.apply(params, ids, patches)
-    images = np.array([[0, 0, 1, 1, 1, 0], [1, 0, 2, 2, 0, 0]])
-    place, is_token = np.arange(6), np.asarray(ids != 0)
-    expected = (place[:, None] >= place) | (
-        (images[:, :, None] == images[:, None]) & (images[:, None] > 0)
-    )
-    expected &= is_token[:, :, None] & is_token[:, None]
-    np.testing.assert_array_equal(mask[:, 0] & is_token[:, :, None], expected)
+    images, is_token = np.array([[0, 0, 1, 1, 1, 0], [1, 0, 2, 2, 0, 0]]), np.asarray(ids != 0)
+    same = (images[:, :, None] == images[:, None]) & (images[:, None] > 0)
+    expected = (np.tri(6, dtype=bool) | same) & is_token[:, None]
+    np.testing.assert_array_equal(mask[:, 0][is_token], expected[is_token])
     for row in range(2):
         keep = np.flatnonzero(is_token[row])
         alone, _ = page.merge.apply(params, ids[row : row + 1, keep], patches[row : row + 1])

@@ -47,13 +47,14 @@ def mesh_of(kind, shape=(2, 2)):
 
 
 @pytest.mark.parametrize("policy", ["nan", "clip", "zero"])
-def test_padding_reads_as_zeros_whatever_the_table_holds(policy):
-    read = jax.jit(functools.partial(te.lookup, ids=[2, 1, 2], pad_id=2, out_of_range=policy))
-    for content in (np.nan, -np.inf):
-        table = np.where(np.arange(VOCAB)[:, None] == 2, np.float32(content), TABLE)
-        equal(read(table), [np.zeros(WIDTH), TABLE[1], np.zeros(WIDTH)])
-        gradient = jax.grad(lambda table: read(table).sum())(table)
-        assert_gradient(gradient, [1], np.ones((1, WIDTH)))
+@pytest.mark.parametrize("content", [np.nan, -np.inf])
+def test_padding_reads_as_zeros_whatever_the_table_holds(policy, content):
+    read = functools.partial(te.lookup, ids=[2, 1, 2], pad_id=2, out_of_range=policy)
+    table = TABLE.copy()
+    table[2] = content
+    equal(read(table), [np.zeros(WIDTH), TABLE[1], np.zeros(WIDTH)])
+    gradient = jax.grad(lambda table: read(table).sum())(table)
+    assert_gradient(gradient, [1], np.ones((1, WIDTH)))
 
 
 @pytest.mark.slow
