@@ -23,12 +23,6 @@ class Collective(NamedTuple):
     kind: str
     operands: list[tuple[str, tuple[int, ...]]]
     group_size: float
-    line: str
-
-    @property
-    def summary(self):
-        arrays = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in self.operands)
-        return f"{self.kind} of {arrays}"
 
     @property
     def largest(self):
@@ -36,41 +30,25 @@ class Collective(NamedTuple):
         return max((math.prod(shape) for _, shape in self.operands), default=0)
 
     @property
-    def bytes(self):
-        """Of all operands."""
-        return sum(math.prod(shape) * _bits(dtype) // 8 for dtype, shape in self.operands)
-
-    @property
     def sent(self):
         """Bytes that each device sends, around a ring."""
+        size = sum(math.prod(shape) * _bits(dtype) // 8 for dtype, shape in self.operands)
         share = (self.group_size - 1) / self.group_size
-        return self.bytes * {
-            "all-reduce": 2 * share,
-            "all-gather": self.group_size - 1,
-            "collective-permute": 1,
-        }.get(self.kind, share)
+        shares = {"all-reduce": 2 * share, "all-gather": self.group_size - 1}
+        return size * (shares | {"collective-permute": 1}).get(self.kind, share)
 
 
 def collectives(compiled):
     """Those of a compiled function between two devices or more, in the order of its text."""
-    lines = [
-        match.groups() for match in map(DEFINITION.match, compiled.as_text().splitlines()) if match
-    ]
-    types = {
-        name: _arrays(
-            rest.split("(")[0] if not rest.startswith("(") else rest[: rest.index(") ") + 1]
-        )
-        for name, rest in lines
-    }
+    found = map(DEFINITION.match, compiled.as_text().splitlines())
+    lines = dict(match.groups() for match in found if match)
     found = []
-    for name, rest in lines:
-        call = CALL.match(rest)
-        group_size = _group_size(call[4]) if call else 1
+    for call in filter(None, map(CALL.match, lines.values())):
+        group_size = _group_size(call[4])
         if group_size > 1:
-            operands = [
-                array for operand in re.findall(r"%([\w.-]+)", call[3]) for array in types[operand]
-            ]
-            found.append(Collective(call[2], operands, group_size, f"{name} = {rest}"))
+            names = re.findall(r"%([\w.-]+)", call[3])
+            operands = [array for name in names for array in _arrays(lines[name])]
+            found.append(Collective(call[2], operands, group_size))
     return found
 
 
@@ -88,9 +66,11 @@ def _group_size(attributes):
 
 
 def _arrays(text):
+    """The arrays that a line gives: one, or those of a tuple."""
+    given = text[: text.index(") ")] if text.startswith("(") else text.split("(")[0]
     return [
         (dtype, tuple(int(size) for size in shape.split(",") if size))
-        for dtype, shape in ARRAY.findall(text)
+        for dtype, shape in ARRAY.findall(given)
     ]
 
 

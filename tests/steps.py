@@ -133,28 +133,22 @@ def trained(seed, config, optimizer, form, *, kind, table, ids, where="none", ca
     unsplit = dataclasses.replace(config, row_multiple=1, spread=False)
     with jax.set_mesh(on):
         params = put(on, te.pretrained.resize(plain, unsplit, config), *table)
-        state = jax.tree.map(
-            lambda leaf: leaf if leaf.ndim else put(on, leaf), optimizer.init(params)
-        )
-        parts_of = lambda arrays, *axes: [
-            put(on, part, *axes) for part in zip(*arrays, strict=True)
-        ]
+        place = lambda leaf: leaf if leaf.ndim else put(on, leaf)
+        carry, losses = (params, jax.tree.map(place, optimizer.init(params))), []
         if form == "scanned":
 
             def one(carry, parts):
-                params, state, value = step(*carry, parts)
-                return (params, state), value
+                *carry, value = step(*carry, parts)
+                return tuple(carry), value
 
-            scan = jax.jit(functools.partial(jax.lax.scan, one))
-            by_part = (array.swapaxes(0, 1) for array in batches(seed))
-            (params, _), losses = scan((params, state), parts_of(by_part, None, *ids))
+            by_part = zip(*(array.swapaxes(0, 1) for array in batches(seed)), strict=True)
+            parts = [put(on, part, None, *ids) for part in by_part]
+            carry, losses = jax.jit(functools.partial(jax.lax.scan, one))(carry, parts)
         else:
-            losses = []
             for batch in zip(*batches(seed), strict=True):
-                params, state, value = step(params, state, parts_of(batch, *ids))
+                parts = [put(on, part, *ids) for part in zip(*batch, strict=True)]
+                *carry, value = step(*carry, parts)
                 losses.append(float(value))
     # Outside of the mesh, and of padding.
-    params = jax.tree.map(np.asarray, params)
-    return np.asarray(
-        te.pretrained.resize(params, config, unsplit)[NAME]["embeddings"], np.float64
-    ), losses
+    params = te.pretrained.resize(jax.tree.map(np.asarray, carry[0]), config, unsplit)
+    return np.asarray(params[NAME]["embeddings"], np.float64), losses

@@ -91,9 +91,9 @@ def trained(name):
     """The losses, and the table after the last step."""
     mesh, exchanges = new_mesh(), name == "by_exchange"
     config = SPREAD if exchanges else CONFIG
-    step = jax.jit(dense_step(config) if name == "dense" else row_step(config, exchanges))
     params, state = drawn(config, mesh, mesh.axis_names if exchanges else "model")
     batch = np.random.default_rng(0).integers(0, VOCAB_SIZE, (8, 17)).astype(np.int32)
+    step = step_of(name, config)
     ids, losses = placed(mesh, batch, mesh.axis_names if exchanges else "data"), []
     with jax.set_mesh(mesh):
         for _ in range(STEPS):
@@ -167,36 +167,30 @@ def told(call):
     return bool(np.array_equal(*found))
 
 
-def dense_step(config):
-    """Adam on the whole tree, for the output layer is tied to the table."""
-    embedder = te.Embedder(config)
+def step_of(name, config):
+    """A step of training by this name."""
+    embedder, capacity = te.Embedder(config), 1.0 if name == "by_exchange" else None
 
-    def step(params, state, ids):
-        def loss(params):
-            x = embedder.apply(params, None, ids, is_training=False)
+    def loss(params, ids):
+        x = embedder.apply(params, None, ids, is_training=False)
+        if name == "dense":
             return te.linear_cross_entropy(x, embedder.output(params), ids, shift=True)
+        return jnp.mean((x - 1) ** 2)
 
-        value, gradients = jax.value_and_grad(loss)(params)
-        updates, state = OPTIMIZER.update(gradients, state, params)
+    def dense_step(params, state, ids):
+        """Adam on the whole tree, for the output layer is tied to the table."""
+        value, grads = jax.value_and_grad(loss)(params, ids)
+        updates, state = OPTIMIZER.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    return step
-
-
-def row_step(config, exchange):
-    """Lazy Adam on the rows that the batch touches."""
-    embedder, capacity = te.Embedder(config), 1.0 if exchange else None
-
-    def step(params, state, ids):
-        def loss(params):
-            return jnp.mean((embedder.apply(params, None, ids, is_training=False) - 1) ** 2)
-
+    def row_step(params, state, ids):
+        """Lazy Adam on the rows that the batch touches."""
         of_table = {f"{TABLE}/embeddings": ids}
         by_rows = te.rows.value_and_grad(loss, ids=of_table, capacity=capacity)
-        value, gradients = by_rows(params)
-        return *te.rows.apply_gradients(OPTIMIZER, gradients, state, params), value
+        value, grads = by_rows(params, ids)
+        return *te.rows.apply_gradients(OPTIMIZER, grads, state, params), value
 
-    return step
+    return jax.jit(dense_step if name == "dense" else row_step)
 
 
 if __name__ == "__main__":
