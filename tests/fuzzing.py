@@ -48,7 +48,7 @@ OTHERS += [te.LinearScaling(2.0), jax.random.key(0), te.TokenPositions.from_offs
 VALUES = [*NUMBERS, *WORDS, *DTYPES, *ARRAYS, *OTHERS]
 
 
-SIZES = {
+SIZES = [
     "batch_size",
     "d_model",
     "embedding_width",
@@ -56,8 +56,9 @@ SIZES = {
     "length",
     "max_distance",
     "max_len",
-}
-SIZES |= {"num_buckets", "num_heads", "num_token_types", "vocab_size"}
+    "num_buckets",
+]
+SIZES += ["num_heads", "num_token_types", "vocab_size"]
 
 
 def bounded(name, value):

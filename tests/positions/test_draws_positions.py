@@ -18,12 +18,12 @@ for batch, got in zip(batches, found):
 """
 
 
-def run(number, mode, function, *, names, arguments, arrays, **options):
+def run(number, mode, function, *, names, arrays, arguments=None, **options):
     """Draws of values share a program."""
     program = PROGRAM.format(
         function=function if "." in function else f"te.{function}",
         names=names,
-        arguments=arguments,
+        arguments=arguments or names,
         arrays=arrays,
         mode=mode,
         options=", ".join(f"{name}={value}" for name, value in options.items()),
@@ -116,7 +116,6 @@ def test_rotations(number):
         chosen.mode,
         "apply_rotary",
         names="x, positions",
-        arguments="x, positions",
         arrays=f"{x}, drawn.positions({chosen.positions!r}, n, {chosen.rows}{chosen.shape})",
         base=chosen.base,
         layout=repr(chosen.layout),
@@ -185,7 +184,6 @@ def test_scales_of_queries(number):
         chosen.mode,
         "query_scale",
         names="positions",
-        arguments="positions",
         arrays=f"drawn.steps({chosen.length}, n, {chosen.dtype!r}),",
         beta=chosen.beta,
         length=chosen.length,
