@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from compare import equal
 from drawn import drawn
@@ -9,28 +11,25 @@ from refused import each_raises
 
 import transformer_embed as te
 
-PAD_ID = 1
 IDS = np.array([[5, 6, 7, 1, 1], [1, 1, 5, 6, 7], [5, 1, 6, 1, 7]])
-MASK = (IDS != PAD_ID).astype(int)
 
 
-def embed(scheme, ids=IDS, *, d_model=8, pad_id=None, **arguments):
+def embed(scheme, **arguments):
     """The encoding alone: the rows of tokens are zeros."""
-    config = te.EmbedderConfig(10, d_model, scheme=scheme, pad_id=pad_id)
-    params = {
-        path: {name: leaf * ("positional" in path) for name, leaf in leaves.items()}
-        for path, leaves in drawn(te.Embedder(config).init).items()
-    }
-    return te.Embedder(config).apply(params, None, ids, is_training=False, **arguments)
+    embedder = te.Embedder(te.EmbedderConfig(10, 8, scheme=scheme))
+    params = jax.tree.map(jnp.zeros_like, drawn(embedder.init))
+    return embedder.apply(params, None, IDS, is_training=False, **arguments)
+
+
+REFUSED = {
+    "embed(te.Learned(max_len=6, start=2))": "ValueError: ids or x: ... got 5",
+    "embed(te.Sinusoidal(start=2**31 - 4))": "ValueError: start: ... got 2147483644",
+}
 
 
 def test_a_start_shortens_what_a_table_holds_and_stays_in_int32():
     assert embed(te.Learned(max_len=7, start=2)).shape == (3, 5, 8)
-    refused = {
-        "embed(te.Learned(max_len=6, start=2))": "ValueError: ids or x: ... got 5",
-        "embed(te.Sinusoidal(start=2**31 - 4))": "ValueError: start: ... got 2147483644",
-    }
-    each_raises(refused, globals())
+    each_raises(REFUSED, globals())
 
 
 def test_a_grid_is_a_value():
@@ -55,9 +54,9 @@ class Ramp(te.PositionScheme):
 
 
 def test_a_scheme_of_ones_own_is_counted_encoded_and_saved(tmp_path):
-    scheme = Ramp(0.5, at_padding=np.int64(1), pad_id=PAD_ID)
+    scheme = Ramp(0.5, at_padding=np.int64(1), pad_id=1)
     assert repr(scheme) == "Ramp(step=0.5, at_padding=1, pad_id=1)"
-    counted = np.where(MASK, np.cumsum(MASK, 1) - 1, 1)
+    counted = np.where(IDS != 1, np.cumsum(IDS != 1, 1) - 1, 1)
     equal(embed(scheme), np.float32(0.5) * counted[..., None].repeat(8, -1).astype(np.float32))
     equal(embed(scheme, positions=[0, 1, 2, 3, 4])[0, 4], np.full(8, 2, np.float32))
     config, path = te.EmbedderConfig(10, 8, scheme=scheme), tmp_path / "x.safetensors"
