@@ -15,6 +15,7 @@ from checkpoints import (
     save_embedder,
     tensors_of,
 )
+from refused import each_raises
 
 from transformer_embed._src.pretrained import architecture
 from transformer_embed._src.pretrained.checkpoints import decoded
@@ -58,80 +59,70 @@ def test_buffers_and_other_streams_are_left_out():
 # --- Files that are refused.
 
 
-@pytest.mark.parametrize("name", ["albert", "bert", "llama", "t5"])
-def test_names_that_models_share_want_a_model_type(name):
-    """No model is proposed: those that fit by names may rotate other pairs."""
-    path = checkpoint(CASES[name], settings={})
-    start = r"^model_type: wanted that of a known model, from settings or .*config\.json, "
-    with pytest.raises(ValueError, match=start + r"got None; load any table with config and names"):
-        load_embedder(path)
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (["weird.table", "h.0.w", "h.1.w", "h.2.w"], r"names \(4 tensors: weird\.table, h\.0\.w, h\.1\.w, h\.2\.w\)$"),
-        ([f"{'deep.' * 15}{n}.{'x' * 60}" for n in range(26)], r"names \(26 tensors: "),
-    ],
-)  # fmt: skip
-def test_a_model_of_an_unknown_type_names_some_tensors(names, message):
-    with pytest.raises(ValueError, match=message) as error:
-        load_table({"model_type": "mamba9"}, *names)
-    assert len(str(error.value)) < 900
-
-
-def test_two_models_in_one_file():
-    case = CASES["bert"]
-    twice = {f"{side}.{name}": value for side in "qc" for name, value in case["tensors"].items()}
-    message = r"wanted the tensors of one model bert, or .*, got those under \['c\.', 'q\.'\]"
-    with pytest.raises(ValueError, match=message):
-        load_embedder(checkpoint(case | {"tensors": twice}))
-
-
-@pytest.mark.parametrize(
-    ("name", "stack", "message"),
-    [
-        ("bert", "decoder", r"^stack: wanted None, since bert has one stack, got str 'decoder'$"),
-        ("t5, an encoder alone", "decoder", r"tensors of one model t5 \(its decoder; `stack` says which\), or load any table .*, got \d+ tensors: .*shared\.w"),
-        ("t5", "both", r"^stack: wanted one of 'encoder', 'decoder', got 'both'$"),
-        ("own", "decoder", r"^stack: wanted None, since names or metadata say what it would, got str 'dec"),
-    ],
-)  # fmt: skip
-def test_a_stack_that_is_not_there(name, stack, message):
+def own(**options):
+    """A file that describes itself."""
     save_embedder("own", *load("t5"))
-    path = "own" if name == "own" else checkpoint(CASES[name])
-    with pytest.raises(ValueError, match=message):
-        load_embedder(path, stack=stack)
+    return load_embedder("own", **options)
 
 
-def test_a_decoder_alone_says_to_pass_the_stack():
+def untyped(name):
+    """Without a config.json."""
+    return load_embedder(checkpoint(CASES[name], settings={}))
+
+
+def twice():
+    case = CASES["bert"]
+    tensors = {f"{side}.{name}": value for side in "qc" for name, value in case["tensors"].items()}
+    return load_embedder(checkpoint(case | {"tensors": tensors}))
+
+
+def model(name, *tensors):
+    return load_table({"model_type": name}, *tensors)
+
+
+def decoder(**options):
+    """Without the encoder."""
     case = CASES["bart, its decoder"]
     drop = [name for name in case["tensors"] if "encoder" in name or "shared" in name]
     rows = {"model.decoder.embed_tokens.weight": tensors_of(case)["model.shared.weight"]}
-    path = checkpoint(case, drop=drop, change=rows)
-    message = r"one model bart \(its encoder; `stack` .*, got \d+ tensors"
-    with pytest.raises(ValueError, match=message):
-        load_embedder(path)
-    assert load_embedder(path, stack="decoder").config.d_model == 8
+    return load_embedder(checkpoint(case, drop=drop, change=rows), **options)
 
 
-BIAS_OF_0 = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+# No model is proposed: those that fit by names may rotate other pairs.
+UNTYPED = "ValueError: model_type: wanted that of a known model, from settings or ...config.json, got None; load any table with config and names"
+LONG = [f"{'deep.' * 15}{n}.{'x' * 60}" for n in range(26)]
+BIAS = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+DEEPER = BIAS.replace("block.0", "block.1")
+ANOTHER = "ValueError: ... wanted an input layer like that of {}, or load any table with config and names, got also {}, which is not read"
+REFUSED = {
+    "untyped('albert')": UNTYPED,
+    "untyped('bert')": UNTYPED,
+    "untyped('llama')": UNTYPED,
+    "untyped('t5')": UNTYPED,
+    "model('mamba9', 'weird.table', 'h.0.w', 'h.1.w')": "ValueError: ... names (3 tensors: weird.table, h.0.w, h.1.w)",
+    "model('mamba9', *LONG)": "ValueError: ... names (26 tensors: ",
+    "twice()": "ValueError: ... wanted the tensors of one model bert, or ... got those under ['c.', 'q.']",
+    "load('bert', stack='decoder')": "ValueError: stack: wanted None, since bert has one stack, got str 'decoder'",
+    "load('t5, an encoder alone', stack='decoder')": "ValueError: ... tensors of one model t5 (its decoder; `stack` says which), or load any table ... tensors: ...shared.w",
+    "load('t5', stack='both')": "ValueError: stack: wanted one of 'encoder', 'decoder', got 'both'",
+    "own(stack='decoder')": "ValueError: stack: wanted None, since names or metadata say what it would, got str 'dec",
+    "own(settings={'model_type': 'mamba9'})": "ValueError: settings: wanted None, since names or metadata say what it would, got dict {'model",
+    "decoder()": "ValueError: ... one model bart (its encoder; `stack` ... tensors",
+    "model('opt', 'model.decoder.embed_tokens.weight', 'model.decoder.embed_positions.weight', 'model.decoder.project_in.weight')": ANOTHER.format("opt", "model.decoder.project_in.weight"),
+    "model('t5', 'shared.weight', BIAS, DEEPER)": ANOTHER.format("t5", DEEPER),
+    "model('t5', 'shared.weight', BIAS, 'encoder.embed_positions.weight')": ANOTHER.format("t5", "encoder.embed_positions.weight"),
+    "model('llama', EMBED_TOKENS, 'model.embed_positions.weight')": ANOTHER.format("llama", "model.embed_positions.weight"),
+    "model('llama', EMBED_TOKENS, 'model.token_type_embeddings.weight')": ANOTHER.format("llama", "model.token_type_embeddings.weight"),
+    "model('gpt2', 'wte.weight', 'wpe.weight', 'lang_embeddings.weight')": ANOTHER.format("gpt2", "lang_embeddings.weight"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("model_type", "tensors"),
-    [
-        ("opt", ["model.decoder.embed_tokens.weight", "model.decoder.embed_positions.weight", "model.decoder.project_in.weight"]),
-        ("t5", ["shared.weight", BIAS_OF_0, BIAS_OF_0.replace("block.0", "block.1")]),
-        ("llama", [EMBED_TOKENS, "model.embed_positions.weight"]),
-        ("llama", [EMBED_TOKENS, "model.token_type_embeddings.weight"]),
-        ("t5", ["shared.weight", BIAS_OF_0, "encoder.embed_positions.weight"]),
-        ("gpt2", ["wte.weight", "wpe.weight", "lang_embeddings.weight"]),
-    ],
-)  # fmt: skip
-def test_tensors_of_another_input_layer_are_named(model_type, tensors):
-    want = (
-        f"wanted an input layer like that of {model_type}, or load any table with config and names"
-    )
-    with pytest.raises(ValueError, match=f"{want}, got also {tensors[-1]}, which is not read$"):
-        load_table({"model_type": model_type}, *tensors)
+def test_files_of_other_models_are_refused():
+    each_raises(REFUSED, globals())
+    assert decoder(stack="decoder").config.d_model == 8
+
+
+def test_names_are_listed_shortly():
+    with pytest.raises(ValueError, match="tensors") as error:
+        model("mamba9", *LONG)
+    assert len(str(error.value)) < 900
