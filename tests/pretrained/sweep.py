@@ -81,10 +81,7 @@ OWN_MASKS = {"gpt_neo", "mpt"}
 OF_INDEXERS = {("modeling_deepseek_v32", "apply_rotary_pos_emb")}
 
 
-# What the page calls the comparisons.
-COMPARED = {
-    "head": "output layer",
-}
+# What the page calls the comparisons of rotations.
 ROTATED = {
     "past": "scaled rotations to 100,000",
     "far": "rotations to 100,000",
@@ -633,37 +630,29 @@ def page_of(table, page):
     types = collections.defaultdict(list)
     for model_type, lines in sorted(table.items()):
         types[outcome(lines)].append(model_type)
-    exact = {
-        name: [line for line in table[name].values() if line[0] == "exact"]
-        for name in types["exact"]
-    }
-    rows = [row_of(name, lines) for name, lines in exact.items()]
+    rows = {name: row_of(name, table[name]) for name in types["exact"]}
+    with_output = sum(" output layer," in row for row in rows.values())
+    used = [rows.pop(name) for name in MOST_USED.split()]
     reasons = {
         name: reason_of(next(line[2] for line in table[name].values() if line[2]))
         for name in types["refused"]
     }
-    used = [row for name in MOST_USED.split() for row in rows if row.startswith(f"| `{name}` ")]
-    assert len(used) == len(MOST_USED.split())
     said = [f"| `{name}` | {reason} |" for name, reason in reasons.items() if reason]
     names_of = lambda names: ", ".join(f"`{name}`" for name in names) + "."
     written = {
         r"(library )[\d.]+(\.\n)": transformers.__version__,
         r"(library has )\d+( model types)": len(table),
-        r"(\n)\d+( types agree)": len(exact),
+        r"(\n)\d+( types agree)": len(types["exact"]),
         r"(\n)\d+( types are refused)": len(reasons),
         r"(words, and )\d+( load, but)": len(types["not measured"]),
         r"(The )\d+( that are used most)": len(used),
         r"(used most\n.*?\| output layer \|\n[-|]+\n).*?(\n\n)": "\n".join(used),
-        r"(The others\n.*?\| output layer \|\n[-|]+\n).*?(\n\n)": "\n".join(
-            row for row in rows if row not in used
-        ),
+        r"(The others\n.*?\| output layer \|\n[-|]+\n).*?(\n\n)": "\n".join(rows.values()),
         r"(\| reason \|\n[-|]+\n).*?(\n\n)": "\n".join(said),
         r"(is not known\n\n).*?(\n)": names_of(name for name in reasons if not reasons[name]),
         r"(Not measured\n\n).*?(\n)": names_of(types["not measured"]),
+        r"(- \*output layer\* \()\d+( types)": with_output,
     }
-    for words in COMPARED.values():
-        count = sum(f" {words}," in row for row in rows)
-        written[rf"(- \*{words}\* \()\d+( types)"] = count
     for pattern, value in written.items():
         replace = lambda found, value=value: f"{found[1]}{value}{found[2]}"
         page, count = re.subn(pattern, replace, page, flags=re.DOTALL)
@@ -673,13 +662,14 @@ def page_of(table, page):
 
 def row_of(name, lines):
     """A type's line of the table: what was compared, and the worst of it in both forms."""
+    lines = [line for line in lines.values() if line[0] == "exact"]
     errors = [line[3] for line in lines]
 
     def worst(*kinds):
         values = [each[kind] for each in errors for kind in kinds if kind in each]
         return f"{max(values):.1g}" if values else ""
 
-    compared = [words for kind, words in COMPARED.items() if kind in errors[0]]
+    compared = ["output layer"] * ("head" in errors[0])
     if rotation := next((kind for kind in ROTATED if kind in errors[0]), ""):
         compared.append(ROTATED[rotation])
     ulps = max(line[1] for line in lines)
