@@ -142,14 +142,10 @@ def test_training_equals_hk_dropout_of_evaluation_which_draws_no_key(name):
 # input layer returns, and the logits.
 
 
-class Model(hk.Module):
-    def __init__(self, build):
-        super().__init__(name="model")
-        self.build = build
-
-    def __call__(self):
-        x, output = self.build()
-        return te.linear_logits(hk.Linear(8)(x), output())
+@hk.to_module
+def model(build):
+    x, output = build()
+    return te.linear_logits(hk.Linear(8)(x), output())
 
 
 def by_parts():
@@ -181,9 +177,9 @@ def flat(equations):
     ],
 )
 def test_every_product_has_the_dtype_of_a_policy_on_the_model(build, fields, count, compute):
-    pair = hk.transform(lambda: Model(functools.partial(build, **fields))())
+    pair = hk.transform(lambda: model()(functools.partial(build, **fields)))
     policy = jmp.get_policy(f"params=float32,compute={compute},output=float32")
-    with hk.mixed_precision.push_policy(Model, policy):
+    with hk.mixed_precision.push_policy(model, policy):
         params = drawn(pair.init)
         assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
         equations = flat(jax.make_jaxpr(pair.apply)(params, KEY).jaxpr.eqns)
