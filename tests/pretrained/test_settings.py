@@ -102,19 +102,6 @@ def test_settings_of_ones_own_file_may_be_empty():
     assert load_embedder("x", settings={}).config == found.config
 
 
-@pytest.mark.parametrize("name", few(TYPES, 5))
-def test_a_resized_vocabulary_says_how_to_load_it(name):
-    case = CASES[name]
-    text = text_of(case)
-    size = text["vocab_size"]
-    _, message = found_or_refused(case, text | {"vocab_size": size + 4})
-    said = f"{{'vocab_size': {size}}}"
-    want = f"vocab_size: wanted {size}, as the tensors say (if they are right: settings={said}), "
-    assert message.endswith(f"{want}got {size + 4}")
-    found, _ = found_or_refused(case, text | {"vocab_size": size + 4}, eval(said))
-    assert found.config.vocab_size == size
-
-
 # What an encoder of images, or the whole model, may say beside its text model.
 BESIDE = {
     "layer_norm_eps": 0.5,

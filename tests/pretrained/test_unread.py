@@ -119,11 +119,16 @@ XLM = (
 
 
 def test_entries_that_mean_nothing_are_refused_by_name():
+    """And what an error says to do loads the model."""
     each_raises(REFUSED, globals())
-    settings = {"rotary_fancy": None, "rope_odd": None}
-    with pytest.raises(ValueError, match="if they mean nothing here"):
-        llama(rotary_fancy=3, rope_odd=4)
-    load_embedder("model.safetensors", settings=settings)
+    for call, settings in (
+        (lambda: llama(rotary_fancy=3, rope_odd=4), {"rotary_fancy": None, "rope_odd": None}),
+        (lambda: in_file("bert", vocab_size=13), {"vocab_size": 12}),
+    ):
+        with pytest.raises(ValueError, match="settings=") as error:
+            call()
+        assert str(settings) in str(error.value)
+        assert load_embedder("model.safetensors", settings=settings).config.vocab_size == 12
 
 
 def test_a_long_list_is_refused_at_once_and_shortly():
