@@ -205,6 +205,29 @@ def beside_whole(rounds: int) -> Report:
     return report
 
 
+def errors(_: int) -> Report:
+    """Of the loss and its gradients, over the norm of those of whole logits in float32."""
+    columns = ["tokens, words, width", "line", "loss", "x", "table", "equal bits in two runs"]
+    report = Report("errors of losses, bfloat16", columns)
+    for size in SIZES:
+        *narrow, labels = sized(size)
+        with jax.default_matmul_precision("highest"):
+            wide = [array.astype(jnp.float32) for array in narrow]
+            exact = jax.tree.leaves(jax.jit(jax.value_and_grad(whole, (0, 1)))(*wide, labels))
+        for name, loss in list(jax_losses(size[0]).items())[:2]:
+            step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+            found, again = (jax.tree.leaves(step(*narrow, labels)) for _ in range(2))
+            norms = [
+                jnp.linalg.norm(got - want) / jnp.linalg.norm(want)
+                for got, want in zip(found, exact, strict=True)
+            ]
+            is_same = all(map(jnp.array_equal, found, again))
+            report.rows.append(
+                [", ".join(map(str, size)), name, *(f"{each:.2e}" for each in norms), str(is_same)]
+            )
+    return report
+
+
 def timed(function: Callable, arguments: Any, rounds: int) -> tuple[float, float]:
     """Milliseconds and megabytes of temporaries; NaN if it runs out of memory."""
     try:
@@ -372,6 +395,7 @@ def steps_by_rows(rounds: int) -> Report:
 CASES = {
     "losses": losses,
     "others": beside_whole,
+    "errors": errors,
     "steps": steps,
     "programs": all_programs,
     "gradients": lookup_gradients,
@@ -381,5 +405,5 @@ CASES = {
 if __name__ == "__main__":
     if not HAS_GPU:
         print("No GPU that jax sees: tiny sizes.")
-        CASES = {name: CASES[name] for name in ("losses", "others", "steps")}
+        CASES = {name: CASES[name] for name in ("losses", "others", "errors", "steps")}
     run(__doc__, CASES, PACKAGES, 10)
