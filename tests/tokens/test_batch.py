@@ -2,6 +2,8 @@
 
 import itertools
 
+import batches
+import draws
 import jax
 import ml_dtypes
 import numpy as np
@@ -95,3 +97,41 @@ def test_positions_that_do_not_rise_by_one_are_found(positions, place):
     for order in ("full", "right", "packed"):
         with pytest.raises(ValueError, match=rf"{want}\[0, {place}\]"):
             check_order(TokenPositions(positions), order)
+
+
+# --- draws
+
+SPACE = {
+    "kind": ["padded", "ended"],
+    "tokens": [
+        batches.MAKE["padded"],
+        "T.from_segment_ids(T.from_ids(x[0], pad_id=0).positions)",
+        "T.from_positions(T.from_ids(x[0], pad_id=0).positions)",
+        "T.from_ids(np.roll(x[0], 1, 1), pad_id=0)",
+        "T.from_ids(x[0][:, ::-1], pad_id=0)",
+        "T.from_ids(x[0][::-1], pad_id=0)",
+        "T.from_ids(x[0], pad_id=1)",
+        "T.from_ids(x[0], pad_id=0).take([*range(12)][::-1])",
+        "T.from_lengths((x[0] != 0).sum(1), 12)",
+    ],
+}
+PROGRAM = """\
+import batches, numpy as np, transformer_embed as te
+T, x = te.TokenPositions, batches.arrays({kind!r}, {seed})
+tokens = {tokens}
+check = lambda: te.check_batch(x[0], tokens, vocab_size=9, pad_id=0)
+fits = np.array_equal(x[0] != 0, tokens.padding_mask)
+"""
+
+
+@pytest.mark.parametrize("number", draws.numbers(40))
+def test_a_batch_passes_if_padding_and_its_id_agree(number):
+    chosen = draws.choices(number, SPACE)
+    program = PROGRAM.format(**vars(chosen), seed=number)
+    with draws.repeated_by(number, program):
+        ran = draws.run(number, program)
+        if ran.fits:
+            ran.check()
+        else:
+            with pytest.raises(ValueError, match=r"^ids: wanted pad_id, 0, at padding and nowhere"):
+                ran.check()
