@@ -2,15 +2,16 @@
 the project that it names."""
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 
+import compare
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from compare import equal
 
 import transformer_embed as te
 
@@ -37,8 +38,7 @@ def every(rows):
     return pytest.mark.parametrize("name", rows)
 
 
-def near(ours, expected, atol=oracle.MAX_ERROR, rtol=0.0):
-    np.testing.assert_allclose(ours, expected, rtol=rtol, atol=atol)
+near = functools.partial(compare.near, atol=oracle.MAX_ERROR)
 
 
 # --- Sinusoids
@@ -227,7 +227,7 @@ def test_rotary(name):
     expected[..., a] = HEAD[..., a] * cos - HEAD[..., b] * sin
     expected[..., b] = HEAD[..., b] * cos + HEAD[..., a] * sin
     positions = ON_AXES if axes else ON_AXES[:, 0]
-    near(te.apply_rotary(HEAD.astype(np.float32), positions, **options), expected, ROTATED)
+    near(te.apply_rotary(HEAD.astype(np.float32), positions, **options), expected, atol=ROTATED)
 
 
 # tests/positions compares these with the frequencies and buckets that transformers printed.
@@ -266,7 +266,7 @@ BIASES = {
 @every(BIASES)
 def test_biases(name):
     ours = made(name, dots="query_positions, key_positions, num_heads=n", **OF_SIX)
-    near(ours[0], BIASES[name], 0, 2e-7)
+    near(ours[0], BIASES[name], rtol=2e-7)
 
 
 # --- Masks: the formula of a query and a key in one document
@@ -319,7 +319,7 @@ def test_masks(name):
         names = names | {"ids": DOCUMENTS - 1}
     same = (DOCUMENTS[:, None] == DOCUMENTS) | ("keys only" in name)
     pairs = eval(MASKS[name], globals() | {"q": np.arange(10)[:, None], "k": np.arange(10)})
-    equal(dense(made(name, **names)), same & (DOCUMENTS > 0) & pairs)
+    compare.equal(dense(made(name, **names)), same & (DOCUMENTS > 0) & pairs)
 
 
 # --- What is equal to the bit
@@ -374,13 +374,13 @@ def found_in(value):
 def test_what_is_equal_to_the_bit(name):
     part = 1 if name == "0 at padding" else 0
     found = made(name, part, dots='layout="sin_cos", shift=1, odd="zero"', **OF_EQUAL)
-    equal(found_in(found), EQUAL[name])
+    compare.equal(found_in(found), EQUAL[name])
 
 
 def test_positions_are_counted_at_padding_unless_it_is_named():
     for scheme in (te.Learned(9), te.Sinusoidal()):
-        equal(found_in(scheme), np.arange(5))
-    equal(
+        compare.equal(found_in(scheme), np.arange(5))
+    compare.equal(
         found_in(made(FROM_2, 1, ids=IDS)),
         COUNTED * MASK + 1,
     )
@@ -414,13 +414,13 @@ PACKED = {
 def test_a_packed_batch_of_another_project_is_taken_by_the_call_of_the_page(name):
     tokens = made(name, batch=PACKED[name])
     length = tokens.positions.shape[1]
-    equal(tokens.positions, PLACES[:, :length])
+    compare.equal(tokens.positions, PLACES[:, :length])
     expected = te.TokenPositions.from_segment_ids(IDS_OF_ROW[:, :length])
-    equal(tokens.padding_mask, expected.padding_mask)
-    equal(*(te.AttentionMask(each, causal=True).dense() for each in (tokens, expected)))
-    equal(tokens.next_token_mask, SHIFTED[:, :length])
+    compare.equal(tokens.padding_mask, expected.padding_mask)
+    compare.equal(*(te.AttentionMask(each, causal=True).dense() for each in (tokens, expected)))
+    compare.equal(tokens.next_token_mask, SHIFTED[:, :length])
     if "shifted" in name:
-        equal(made(name, 1, batch=PACKED[name])["mask"], SHIFTED)
+        compare.equal(made(name, 1, batch=PACKED[name])["mask"], SHIFTED)
 
 
 # --- Starts
@@ -476,7 +476,7 @@ def test_output_layers(name):
     output = te.OutputLayer(
         WEIGHT, BIAS if fields.bias else None, softcap=fields.softcap, scale=fields.scale
     )
-    near(te.linear_logits(X, output), OUTPUTS[name], 1e-5)
+    near(te.linear_logits(X, output), OUTPUTS[name], atol=1e-5)
 
 
 def log_softmax(logits):
@@ -547,14 +547,14 @@ NAMES |= {"table": WEIGHT, "bias": BIAS, "temperature": 0.7}
 @pytest.mark.slow
 @every(OF_LOSSES)
 def test_losses(name):
-    near(made(name, call="cross_entropy", **NAMES), OF_LOSSES[name], 0, 1e-5)
+    near(made(name, call="cross_entropy", **NAMES), OF_LOSSES[name], rtol=1e-5)
 
 
 @every(OF_LOG_PROBS)
 def test_log_probs(name):
     """The first token of a row that is shifted has none."""
     ours = made(name, call="log_probs", **NAMES)
-    near(ours[..., 1:] if "shift=True" in CELLS[name] else ours, OF_LOG_PROBS[name], 0, 1e-5)
+    near(ours[..., 1:] if "shift=True" in CELLS[name] else ours, OF_LOG_PROBS[name], rtol=1e-5)
 
 
 def test_each_row_of_the_page_has_its_test():

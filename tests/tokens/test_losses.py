@@ -269,10 +269,8 @@ def test_16_bits_are_summed_in_float32(function, dtype):
     """And gradients are rounded once; in bfloat16 those of the logits are, too."""
     arrays = dtype(normal(0, 64, WIDTH)), dtype(TABLE), dtype(BIAS)
     gradient = jax.grad(functools.partial(total, function), (0, 1, 2))
-    step = jax.jit(
-        lambda *arrays: (function(arrays[0], te.OutputLayer(*arrays[1:])), gradient(*arrays))
-    )
-    (found, gradients), (wide, of_wide) = step(*arrays), step(*map(jnp.float32, arrays))
+    both = jax.jit(lambda x, *rows: (function(x, te.OutputLayer(*rows)), gradient(x, *rows)))
+    (found, gradients), (wide, of_wide) = both(*arrays), both(*map(jnp.float32, arrays))
     assert [each.dtype for each in gradients] == [dtype] * 3
     for got, want in zip(*map(jax.tree.leaves, (found, wide)), strict=True):
         assert got.dtype == want.dtype
