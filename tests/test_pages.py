@@ -265,11 +265,9 @@ def test_a_packed_patch_has_the_point_of_its_own_image():
 def test_axial_rotary_rotates_each_part_of_a_head_by_its_axis():
     page, rng = functions_of(RECIPES, "axial_rotary"), np.random.default_rng(9)
     x, points = rng.normal(size=(3, 5, 2, 12)).astype(np.float32), rng.integers(-9, 99, (3, 5, 3))
-    parts = [
-        te.apply_rotary(x[..., 4 * axis : 4 * axis + 4], points[..., axis], base=50.0)
-        for axis in range(3)
-    ]
-    near(page.axial_rotary(x, points, base=50.0), np.concatenate(parts, axis=-1))
+    parts = zip(np.split(x, 3, axis=-1), np.moveaxis(points, -1, 0), strict=True)
+    expected = np.concatenate([te.apply_rotary(*part, base=50.0) for part in parts], axis=-1)
+    near(page.axial_rotary(x, points, base=50.0), expected)
 
 
 def test_positions_of_images_go_on_from_text_in_packed_rows():

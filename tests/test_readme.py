@@ -41,10 +41,6 @@ def test_python_blocks_paste_into_a_plain_prompt_twice(path, monkeypatch, tmp_pa
     assert capsys.readouterr().err == ""
 
 
-def test_the_readme_is_short():
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
-
-
 def test_notebooks_need_what_the_readme_installs_and_link_to_no_package_index():
     commands = README.read_text(encoding="utf-8").split("jupyter lab")[0]
     text = "".join(path.read_text(encoding="utf-8") for path in NOTEBOOKS)
@@ -53,7 +49,8 @@ def test_notebooks_need_what_the_readme_installs_and_link_to_no_package_index():
     assert re.findall(r"https?://[^/\s]*(?:pypi|pythonhosted)", text) == []
 
 
-def test_each_block_of_the_readme_says_whether_it_runs_alone_or_continues():
+def test_the_readme_is_short_and_each_block_says_whether_it_runs_alone_or_continues():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
     said = re.findall(r"((?:.+\n)+)\n```python\n", README.read_text(encoding="utf-8"))
     assert len(said) == len(blocks_of(README)) >= 2
     assert [text for text in said if not re.search(r"\b(runs alone|continues from)\b", text)] == []
