@@ -2,7 +2,6 @@
 with its gradient. (The modules are in test_modules.py.)"""
 
 import contextlib
-import dataclasses
 import itertools
 
 import jax
@@ -11,9 +10,9 @@ import numpy as np
 import optax
 import pytest
 import steps
-from calls import CALLS, IDS, POSITIONS, X, of_arrays, with_gradient
+from calls import CALLS, GOOD, IDS, POSITIONS, X, of_arrays, with_gradient
 from cases import few
-from drawn import drawn
+from drawn import normal
 from meshes import AUTO, EXPLICIT, mesh_of, put
 
 import transformer_embed as te
@@ -99,19 +98,13 @@ def test_a_key_that_is_used_twice_is_an_error_under_debug_key_reuse():
 
 # --- functions of parameters; draws are strict where a mesh splits a table
 
-NAME = "transformer_embedding/~/token_embedding"
-CONFIG = te.EmbedderConfig(vocab_size=37, d_model=8, scheme=te.Learned(8), pad_id=0, row_multiple=8)
-TABLE_IDS = np.arange(16, dtype=np.int32).reshape(8, 2)
+IDS_OF_TABLE = np.arange(16, dtype=np.int32).reshape(8, 2)
 SPLITS = [(), ("model",), (None, "model"), (("data", "model"),)]
 
 
-def table_of(params):
-    return params[NAME]["embeddings"]
-
-
 def update(params, ids):
-    adam, of_table = optax.adam(0.1), {f"{NAME}/embeddings": ids}
-    loss = lambda params: jnp.sum(te.lookup(table_of(params), ids, pad_id=0))
+    adam, of_table = optax.adam(0.1), {"table": ids}
+    loss = lambda params: jnp.sum(te.lookup(params["table"], ids, pad_id=0))
     _, grads = te.rows.value_and_grad(loss, ids=of_table, max_rows=8)(params)
     more = te.rows.value_and_grad(loss, ids=of_table)(params)[1]
     with jax.numpy_dtype_promotion("standard"):
@@ -119,22 +112,21 @@ def update(params, ids):
         return te.rows.apply_gradients(adam, steps.add(grads, more), adam.init(params), params)
 
 
-def host(params, tmp_path):
-    te.pretrained.save_embedder(tmp_path / "model.safetensors", CONFIG, params)
-    larger, smaller = (dataclasses.replace(CONFIG, vocab_size=size) for size in (48, 24))
-    params = te.pretrained.resize(params, CONFIG, larger, rng=jax.random.key(1))
-    return te.pretrained.resize(params, larger, smaller)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "split"), few(itertools.product((AUTO, EXPLICIT), SPLITS), 2))
+def test_steps_by_rows(kind, split):
+    mesh = mesh_of((2, 4), ("data", "model"), kind)
+    with jax.set_mesh(mesh), strict("transfer_guard", "debug_key_reuse"):
+        table, ids = put(mesh, normal(0, 40, 8), *split), put(mesh, IDS_OF_TABLE, "data")
+        jax.jit(update).trace({"table": table}, ids)
+        if split[:1] == ("model",):
+            te.rows.exchange_load(table, IDS_OF_TABLE)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "split"), few(itertools.product((AUTO, EXPLICIT), SPLITS), 2))
-def test_functions_of_tables(kind, split, tmp_path):
-    mesh = mesh_of((2, 4), ("data", "model"), kind)
-    params = drawn(te.Embedder(CONFIG).init)
-    with jax.set_mesh(mesh), strict("transfer_guard", "debug_key_reuse"):
-        params[NAME]["embeddings"] = put(mesh, table_of(params), *split)
-        ids = put(mesh, TABLE_IDS, "data")
-        assert_finite(host(params, tmp_path))
-        jax.jit(update).trace(params, ids)
-        if split[:1] == ("model",):
-            te.rows.exchange_load(table_of(params), np.asarray(ids))
+def test_saving_and_resizing(tmp_path):
+    arguments = GOOD[te.pretrained.resize]
+    with strict("transfer_guard", "debug_key_reuse"):
+        assert_finite(te.pretrained.resize(**arguments))
+        config, params = arguments["config"], arguments["params"]
+        te.pretrained.save_embedder(tmp_path / "model.safetensors", config, params)

@@ -479,7 +479,6 @@ REFUSED = {
     "value(table=TABLE.astype(int))": "TypeError: table: ... got int64",
     "value(labels=np.ones(SHAPE))": "TypeError: labels: ... got float64",
     "value(labels=None)": "TypeError: labels: ... got None",
-    "value(label_smoothing=None)": "TypeError: label_smoothing: ... got None",
     "value(mask=np.ones(SHAPE))": "TypeError: mask: ... got float64",
     "value(pad_id=0.0)": "TypeError: pad_id: ... got float 0.0",
     "value(bias=np.ones(13, int))": "TypeError: bias: ... got int64",
