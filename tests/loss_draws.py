@@ -252,8 +252,9 @@ def weighed(value, xp=np):
     """A sum with a weight of its own for each number, without those that are not finite."""
     size = int(np.prod(value.shape))
     weights = np.cos(np.arange(size, dtype=np.float32) + 1).reshape(value.shape)
-    # The logit of padding is the lowest one.
-    finite = xp.abs(xp.real(value)).astype("float32") < 1e30
+    # The logit of padding is the lowest one, in float64 too.
+    with np.errstate(over="ignore"):
+        finite = xp.abs(xp.real(value)).astype("float32") < 1e30
     return (xp.where(finite, value, 0) * weights.astype(value.dtype)).sum()
 
 
