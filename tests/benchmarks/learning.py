@@ -134,9 +134,9 @@ def norm(x, gain):
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * gain
 
 
-def hidden(task, scheme, params, run, batch):
+def hidden(task, scheme, params, run, ids):
     """A Transformer's hidden states: causal, or BERT's with a norm on its embeddings."""
-    ids, norms = batch["ids"], iter(params["norms"])
+    norms = iter(params["norms"])
     width, positions = params["tokens"].shape[1], jnp.arange(ids.shape[1])
     x = run.multiplier * params["tokens"][ids]
     if scheme == "sinusoidal":
@@ -145,7 +145,7 @@ def hidden(task, scheme, params, run, batch):
         x += params["positions"]
     first = next(norms)
     if task.is_bert:
-        x = norm(x + params["types"][batch["types"]], first)
+        x = norm(x + params["types"][positions // (task.length // 2)], first)
     for layer in params["layers"]:
         before, after = next(norms), next(norms)
         y = x if task.is_post_norm else norm(x, before)
@@ -162,22 +162,22 @@ def hidden(task, scheme, params, run, batch):
 
 
 def batch_of(name, task, data, key):
+    """Ids, labels, and which count."""
     shape = task.batch_size, task.length
     if name == "copy":
         ids = jax.random.randint(key, shape, 0, task.vocab_size)
         mask = jnp.broadcast_to(jnp.arange(task.length) >= 3, shape)
-        return {"ids": ids, "labels": jnp.roll(ids, 3, 1), "mask": mask}
+        return ids, jnp.roll(ids, 3, 1), mask
     if name == "masked":
         of_rows, of_mask = jax.random.split(key)
         masked = task.vocab_size - 1
         start, step = jax.random.randint(of_rows, (2, task.batch_size, 2, 1), 0, masked)
         ids = ((start + step * jnp.arange(task.length // 2)) % masked).reshape(shape)
         mask = jax.random.bernoulli(of_mask, 0.15, shape)
-        types = jnp.broadcast_to(jnp.arange(task.length) // (task.length // 2), shape)
-        return {"ids": jnp.where(mask, masked, ids), "labels": ids, "mask": mask, "types": types}
+        return jnp.where(mask, masked, ids), ids, mask
     starts = jax.random.randint(key, shape[:1], 0, len(data) - task.length)
     ids = data[starts[:, None] + jnp.arange(task.length + 1)]
-    return {"ids": ids[:, :-1], "labels": ids[:, 1:], "mask": jnp.ones(shape, bool)}
+    return ids[:, :-1], ids[:, 1:], jnp.ones(shape, bool)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
@@ -187,11 +187,11 @@ def train(name, task, width, scheme, tied, runs, data, held_out):
     rates = optax.warmup_cosine_decay_schedule(0.0, 1.0, task.warmup, task.steps, 0.1)
 
     def loss(params, run, data, key, n):
-        batch = batch_of(name, task, data, jax.random.fold_in(key, n))
-        x = hidden(task, scheme, params, run, batch)
+        ids, labels, mask = batch_of(name, task, data, jax.random.fold_in(key, n))
+        x = hidden(task, scheme, params, run, ids)
         logits = x @ params["tokens" if tied else "output"].T
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
-        return jnp.sum(losses * batch["mask"]) / jnp.sum(batch["mask"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return jnp.sum(losses * mask) / jnp.sum(mask)
 
     def of_run(run):
         def step(carry, n):
@@ -260,20 +260,20 @@ def measure(name, width, options):
 
 def best(records):
     """The loss at the best rate, a mean over seeds."""
-    rates = {r["rate"] for r in records}
-    return min(float(np.mean([r["last"] for r in records if r["rate"] == rate])) for rate in rates)
+    losses = {}
+    for record in records:
+        losses.setdefault(record["rate"], []).append(record["last"])
+    return min(map(np.mean, losses.values()))
 
 
 def table(records):
     """A row for each kind, a column for each start, the best rate's mean over seeds."""
-    kinds, starts = (dict.fromkeys(r[key] for r in records) for key in ("kind", "start"))
-
-    def cell(kind, start):
-        of_start = [r for r in records if (r["kind"], r["start"]) == (kind, start)]
-        return f"{best(of_start):.3f} ({np.mean([r['first'] for r in of_start]):.1f})"
-
-    rows = [[kind, *(cell(kind, start) for start in starts)] for kind in kinds]
-    return markdown_table(["", *starts], rows)
+    rows, starts = {}, dict.fromkeys(r["start"] for r in records)
+    for kind, start in dict.fromkeys((r["kind"], r["start"]) for r in records):
+        chosen = [r for r in records if (r["kind"], r["start"]) == (kind, start)]
+        cell = f"{best(chosen):.3f} ({np.mean([r['first'] for r in chosen]):.1f})"
+        rows.setdefault(kind, [kind]).append(cell)
+    return markdown_table(["", *starts], [*rows.values()])
 
 
 def draw_losses(files):

@@ -33,39 +33,26 @@ def labels(params):
 
 
 # What stands for an argument without a default, by its name.
-INNER = ("inner", "opt", "tx", "optimizer", "base_optimizer", "fast_optimizer")
-ARGUMENTS = dict.fromkeys(INNER, optax.adam(0.1)) | {
-    "learning_rate": 0.1,
-    "decay": 0.9,
-    "clipping": 0.1,
-    "eta": 0.1,
-    "gamma": 0.5,
-    "seed": 0,
-    "key": 0,
-    "step_size": -0.1,
+INNER = "inner opt tx optimizer base_optimizer fast_optimizer adv_optimizer"
+NUMBERS = "learning_rate decay clipping eta gamma step_size max_delta max_norm threshold"
+NUMBERS += " slow_step_size l2_norm_clip noise_multiplier"
+COUNTS = "max_consecutive_errors every_k_schedule sync_period max_backtracking_steps"
+COUNTS += " max_linesearch_steps seed key"
+# The second: the first one's name in optax 0.2.4.
+CONDITIONS = "should_transform_fn should_update_fn"
+ARGUMENTS = {
+    **dict.fromkeys(INNER.split(), optax.adam(0.1)),
+    **dict.fromkeys(NUMBERS.split(), 0.1),
+    **dict.fromkeys(COUNTS.split(), 3),
+    **dict.fromkeys(CONDITIONS.split(), lambda step: step % 2 == 0),
+    **dict.fromkeys(("mask", "freeze_mask"), tables_only),
     "step_size_fn": lambda count: -0.1 / (count + 1),
-    "max_delta": 0.5,
-    "max_norm": 1.0,
-    "threshold": 1.0,
-    "adv_optimizer": optax.sgd(0.1),
     "inner_factory": optax.adam,
-    "max_consecutive_errors": 3,
-    "should_transform_fn": lambda step: step % 2 == 0,
-    "should_update_fn": lambda step: step % 2 == 0,  # its name in optax 0.2.4
-    "every_k_schedule": 3,
-    "sync_period": 3,
-    "slow_step_size": 0.5,
-    "mask": tables_only,
-    "freeze_mask": tables_only,
     "transforms": {"rows": optax.adam(0.1), "rest": optax.sgd(0.1)},
     "param_labels": labels,
     "measure_name": "norm",
     "measure": lambda tree: quietly(optax.global_norm, tree),
     "measures": {"norm": lambda tree: quietly(optax.global_norm, tree)},
-    "max_backtracking_steps": 3,
-    "max_linesearch_steps": 3,
-    "l2_norm_clip": 1.0,
-    "noise_multiplier": 0.1,
 }
 FUNCTIONS = {
     "stateless": lambda updates, params: jax.tree.map(lambda g: -0.1 * g, updates),
