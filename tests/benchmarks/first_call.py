@@ -1,5 +1,4 @@
-"""Times the first eager call of each public function, beside its first call under jit, each in a
-fresh process.
+"""Times the first eager call of each public function, each in a fresh process.
 
 Usage: python tests/benchmarks/first_call.py [--repeats N] [NAME ...]
 
@@ -57,13 +56,9 @@ heads, mask = np.ones((2, 32, 4, 16), np.float32), np.ones((2, 1, 32, 32), bool)
 jax.block_until_ready(jnp.ones(3) * 2)
 function, *arguments = ({call})
 start = time.process_time()
-jax.block_until_ready({wrapped}(*arguments))
+jax.block_until_ready(function(*arguments))
 print(time.process_time() - start)
 """
-WAYS = {
-    "first eager call, ms of CPU": "function",
-    "first call under jit, ms of CPU": "jax.jit(function)",
-}
 
 
 def milliseconds(program, repeats):
@@ -81,12 +76,9 @@ def main():
     arguments, rows = parser.parse_args(), []
     print_machine(("transformer-embed", "jax", "jaxlib", "numpy"), f"{arguments.repeats} repeats")
     for name in arguments.names or CALLS:
-        # check_batch looks at values.
-        ways = [*WAYS.values()][: 1 if name == "check_batch" else 2]
-        programs = [PROGRAM.format(call=CALLS[name], wrapped=wrapped) for wrapped in ways]
-        times = [milliseconds(program, arguments.repeats) for program in programs]
-        rows.append([name, *(f"{time:.0f}" for time in times)])
-    print(markdown_table(["function", *WAYS], rows))
+        time = milliseconds(PROGRAM.format(call=CALLS[name]), arguments.repeats)
+        rows.append([name, f"{time:.0f}"])
+    print(markdown_table(["function", "first eager call, ms of CPU"], rows))
 
 
 if __name__ == "__main__":

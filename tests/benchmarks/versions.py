@@ -8,7 +8,6 @@ A ratio is the time of this checkout divided by that of the other; above 1, this
 case that one of them cannot run is named and left out.
 """
 
-import contextlib
 import functools
 import importlib
 import sys
@@ -37,9 +36,8 @@ def load(folder):
     with mock.patch.object(sys, "path", path), mock.patch.multiple("jax.export", **names):
         package = importlib.import_module(PACKAGE)
         # What it imports when it is first used, too.
-        for part in ("kernels", "rows", "sharding"):
-            with contextlib.suppress(ImportError):
-                importlib.import_module(f"{PACKAGE}.{part}")
+        for part in ("kernels", "rows"):
+            importlib.import_module(f"{PACKAGE}.{part}")
         if not Path(package.__file__).is_relative_to(folder.resolve()):
             raise FileNotFoundError(f"no package {PACKAGE} in {folder}")
         return importlib.import_module("programs")
