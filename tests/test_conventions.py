@@ -544,7 +544,6 @@ NAMES |= {"ignore_index": -1, "weights": WEIGHTS, "ids": TARGETS, "selected_toke
 NAMES |= {"table": WEIGHT, "bias": BIAS, "temperature": 0.7}
 
 
-@pytest.mark.slow
 @every(OF_LOSSES)
 def test_losses(name):
     near(made(name, call="cross_entropy", **NAMES), OF_LOSSES[name], rtol=1e-5)
