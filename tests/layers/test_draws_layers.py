@@ -32,13 +32,16 @@ def positions(chosen):
 
 
 def changes(chosen):
-    sizes = ["vocab_size=12"]
+    same = ["config, batches", "embeddings.saved(config, batches)"]
+    sizes, lengths = ["vocab_size=12"], []
     if chosen["ids"] != "outside" and chosen["pad_id"] != 6:
         sizes += ["vocab_size=5"]
     if "te.L" in chosen["scheme"]:
-        sizes += ["max_len=12"] + ["max_len=5"] * (chosen["positions"] != "counted")
-    resized = [f"embeddings.resized(config, batches, {size})" for size in sizes]
-    return ["config, batches", "embeddings.saved(config, batches)", *resized]
+        lengths = ["max_len=12"] + ["max_len=5"] * (chosen["positions"] != "counted")
+    if "start=2" in chosen["scheme"]:
+        # Few draws have it, and what only it shows is how positions are resized.
+        same, sizes = [], []
+    return same + [f"embeddings.resized(config, batches, {size})" for size in sizes + lengths]
 
 
 SPACE = {
