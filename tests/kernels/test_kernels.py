@@ -75,6 +75,9 @@ def test_what_full_rows_and_wide_rules_do_not_need_is_left_out():
     equal(np.diff(rows) != 0, np.diff(FULL.positions // 8) != 0)
     mask = AttentionMask(TokenPositions(range(9)), causal=False)
     assert te.kernels.dot_product_attention_kwargs(mask) == {"is_causal": False}
+    # Nor the order of a row.
+    mask = AttentionMask(PACKED.take(np.arange(LENGTH)[::-1]), causal=False)
+    assert_mask(mask_of_flash(mask, None), mask)
     for causal, window in ((True, (5, None)), (True, (5, 7)), (False, (5, 0))):
         mask = AttentionMask(RIGHT, causal=causal, window=window)
         options = te.kernels.dot_product_attention_kwargs(mask, order="right")
