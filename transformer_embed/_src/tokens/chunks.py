@@ -10,9 +10,10 @@ are freed. So the gradients are known after the forward pass.
 
 `map_chunks`: each loss may get another cotangent, so gradients cannot be computed before the
 cotangents are known, and the backward pass computes the logits of a chunk again. A chunk is a step
-of a `scan` and a `jax.checkpoint`, which keeps its x and labels only; inside it, `_of_chunk` has a
-rule of its own, which keeps one [chunk, vocabulary] array where autodiff of its arithmetic would
-keep several. If one chunk has all tokens, it is not a checkpoint: that array is kept.
+of a `scan` and a `jax.checkpoint`, which keeps its x, its labels, and the largest logit and the sum
+of exponentials of each token. Inside it, `_of_chunk` has a rule of its own, which keeps one [chunk,
+vocabulary] array where autodiff of its arithmetic would keep several. If one chunk has all tokens,
+it is not a checkpoint: that array is kept.
 
 On a mesh, each device first receives whole rows and the tokens that they meet (see `OutputSplit`),
 so it holds some rows of the vocabulary. Within a chunk, devices with the same tokens exchange some
@@ -160,8 +161,8 @@ class Loss:
         return values if others else first
 
 
-# For functions of a static loss and arrays: the backward pass computes them again.
-# In a loop nothing can be shared with it: barriers against that would only cost.
+# For functions of a static loss and arrays: the backward pass computes them again, but not what is
+# named. In a loop nothing can be shared with it: barriers against that would only cost.
 again_in_backward: Any = functools.partial(
     jax.checkpoint,
     prevent_cse=False,
