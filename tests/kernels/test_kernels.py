@@ -93,6 +93,15 @@ def test_segment_ids_of_64_bits():
         assert_mask(mask_of_flash(mask, "packed"), mask)
 
 
+@pytest.mark.parametrize(("order", "written"), [("full", 8), ("right", 5)])
+def test_a_step_of_a_cache_is_told_how_many_keys_it_sees(order, written):
+    """is_causal aligns queries with the first keys, so it is never passed for a cache."""
+    tokens = TokenPositions.from_offset([4, 0], 8)
+    cache = TokenPositions(tokens.positions, segment_ids=(np.arange(8) < written)[None] * 1)
+    mask = AttentionMask(TokenPositions.from_offset([9, 2], 1), cache, causal=True)
+    assert_mask(KERNELS["dot_product_attention_kwargs"](mask, order), mask)
+
+
 def test_only_tokens_of_a_part_must_be_those_of_the_keys():
     """Padding sees nothing, so it may have any position."""
     keys, last = TokenPositions.from_offset(0, 256), np.arange(128, 256)
