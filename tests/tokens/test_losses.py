@@ -349,6 +349,19 @@ def test_the_arithmetic_of_accelerators_is_right_too(monkeypatch, platform):
     assert len(chosen) >= 2
 
 
+def test_a_gpu_finds_the_largest_logit_and_the_sum_of_exponentials_in_one_pass():
+    # It runs on a GPU alone; its arithmetic is tried here.
+    logits = 40 * normal(1, 6, 300)
+    logits[0], logits[1, 5:] = 3.0, -np.inf
+    logits[2, :7], logits[3, 9], logits[4] = -np.inf, 1e30, -1e30
+    wide = logits.astype(np.float64)
+    for factor in (1.0, 0.3, 20.0):
+        top, total = jax.jit(functools.partial(row_logits.in_one_pass, factor))(logits)
+        np.testing.assert_array_equal(top[:, 0], wide.max(1))
+        wanted = np.exp(factor * (wide - wide.max(1, keepdims=True))).sum(1)
+        np.testing.assert_allclose(total[:, 0], wanted, rtol=1e-5)
+
+
 def products(function, *arrays):
     """Number of products in the program, those in loops once each."""
     return jax.jit(function).lower(*arrays).as_text().count("dot_general")
@@ -525,16 +538,3 @@ REFUSED = {
 
 def test_bad_arguments_are_refused():
     each_raises(REFUSED, globals())
-
-
-def test_a_gpu_finds_the_largest_logit_and_the_sum_of_exponentials_in_one_pass():
-    # It runs on a GPU alone; its arithmetic is tried here.
-    logits = 40 * normal(1, 6, 300)
-    logits[0], logits[1, 5:] = 3.0, -np.inf
-    logits[2, :7], logits[3, 9], logits[4] = -np.inf, 1e30, -1e30
-    wide = logits.astype(np.float64)
-    for factor in (1.0, 0.3, 20.0):
-        top, total = jax.jit(functools.partial(row_logits.in_one_pass, factor))(logits)
-        np.testing.assert_array_equal(top[:, 0], wide.max(1))
-        wanted = np.exp(factor * (wide - wide.max(1, keepdims=True))).sum(1)
-        np.testing.assert_allclose(total[:, 0], wanted, rtol=1e-5)
