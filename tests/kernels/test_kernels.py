@@ -90,6 +90,8 @@ def test_segment_ids_of_64_bits():
         ids = jnp.array([[2**40 + 1, 2**40 + 1, 1, 0]])
         tokens = TokenPositions(jnp.array([[0, 1, 0, 0]]), segment_ids=ids)
         mask = AttentionMask(tokens, causal=True)
+        options = te.kernels.flash_attention_kwargs(mask, order="packed")
+        assert options["segment_ids"].q.dtype == jnp.int32
         assert_mask(mask_of_flash(mask, "packed"), mask)
 
 
@@ -111,6 +113,9 @@ def test_only_tokens_of_a_part_must_be_those_of_the_keys():
     mask_of_splash(AttentionMask(part(last * is_token), keys, causal=True), **options)
     with pytest.raises(ValueError, match=pattern("queries.positions: ... 128 ... got others")):
         mask_of_splash(AttentionMask(part((last + 1) * is_token), keys, causal=True), **options)
+    # Without segments of their own, where the keys are one sequence.
+    mask = AttentionMask(TokenPositions(RIGHT.positions[:, 128:192]), RIGHT, causal=True)
+    assert_mask(mask_of_splash(mask, **options), mask)
 
 
 # Kernels that run.
