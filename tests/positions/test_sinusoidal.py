@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from compare import equal
 from references import check
 from refused import each_raises
 
@@ -65,3 +66,8 @@ REFUSED = {
 
 def test_bad_arguments_are_refused():
     each_raises(REFUSED, globals())
+
+
+def test_channels_that_no_axis_of_a_grid_takes_are_zeros():
+    encoding = grid((2, 3), odd="zero").encoding(np.arange(6), 6)
+    equal(encoding, np.pad(grid((2, 3)).encoding(np.arange(6), 4), [(0, 0), (0, 2)]))
