@@ -52,6 +52,8 @@ PARTS = 6
 # it reads and writes, than on its logits. Then a chunk has 2 d tokens if their logits fit, or d. No
 # device gets faster beyond this number of tokens.
 LARGEST_CHUNK = 2048
+# Of the logits of a token, for each channel of x: with more of them, a copy of x costs little.
+COPIED = 64
 REDUCTIONS = ("mean", "sum", "none")
 Layers = tuple[Layer, ...]
 
@@ -203,12 +205,16 @@ def number_of_chunks(loss: Loss, of_tokens: OfTokens, layers: Layers) -> int:
     if loss.chunk_size is not None:
         return -(-total // loss.chunk_size)
     # Of a vocabulary of a symbolic size, as many as of a large one.
-    fitting = 0 if export.is_symbolic_dim(bytes_of_token) else BUDGET // max(bytes_of_token, 1)
+    is_symbolic = export.is_symbolic_dim(bytes_of_token)
+    fitting = 0 if is_symbolic else BUDGET // max(bytes_of_token, 1)
     size, least = fitting if total <= fitting else fitting // PARTS, min(width, LARGEST_CHUNK)
     if size < least:
         size = max(min(2 * least, fitting), least)
     count = -(-total // max(size, 1))
-    # One that divides them, if there is one: to fill up the last chunk, x would be copied.
+    # To fill up the last chunk, x is copied. That takes long beside the logits of few words: then
+    # the number of chunks divides the tokens, if it can.
+    if is_symbolic or bytes_of_token > COPIED * width:
+        return count
     return next((each for each in range(count, 2 * count) if total % each == 0), count)
 
 
