@@ -405,7 +405,8 @@ def test_a_chunk_has_all_tokens_whose_logits_fit_or_a_sixth_or_enough_for_the_ta
     of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     for tokens, words, width, chunk_size, count in (
         (65_536, 1024, 768, None, 1), (65_537, 1024, 768, None, 7), (131_072, 1000, 768, None, 16), (4096, 32_000, 256, None, 12),
-        (16_384, 32_000, 1024, None, 8), (8192, 151_936, 2048, None, 4), (9, 1000, 4, 2, 5), (0, 5, 4, None, 0),
+        (16_384, 32_000, 1024, None, 8), (16_384, 8000, 2048, None, 8), (4096, 50_304, 768, None, 6),
+        (8192, 151_936, 2048, None, 4), (9, 1000, 4, 2, 5), (0, 5, 4, None, 0),
     ):  # fmt: skip
         layer = chunks.Layer(of(tokens, width), None, None, of(words, width), None)
         loss = chunks.Loss(chunk_size=chunk_size)

@@ -207,9 +207,10 @@ def number_of_chunks(loss: Loss, of_tokens: OfTokens, layers: Layers) -> int:
     # Of a vocabulary of a symbolic size, as many as of a large one.
     is_symbolic = export.is_symbolic_dim(bytes_of_token)
     fitting = 0 if is_symbolic else BUDGET // max(bytes_of_token, 1)
-    size, least = fitting if total <= fitting else fitting // PARTS, min(width, LARGEST_CHUNK)
+    size = fitting if total <= fitting else fitting // PARTS
+    least, enough = min(width, LARGEST_CHUNK), min(2 * width, LARGEST_CHUNK)
     if size < least:
-        size = max(min(2 * least, fitting), least)
+        size = enough if enough <= fitting else least
     count = -(-total // max(size, 1))
     # To fill up the last chunk, x is copied. That takes long beside the logits of few words: then
     # the number of chunks divides the tokens, if it can.
