@@ -75,7 +75,8 @@ near(found, wanted, rtol=1e-4, atol={of.order}e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", draws.numbers(24))
+# The last: second derivatives of log-probabilities inside an enclosing shard_map.
+@pytest.mark.parametrize("number", [*draws.numbers(24), 726])
 def test_what_reads_a_split_table_is_that_of_one_device(number):
     program = program_of(number)
     with draws.repeated_by(number, program):

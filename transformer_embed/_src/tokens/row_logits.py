@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.compiled import change_column
-from transformer_embed._src.partitioning import devices_along, index_along
+from transformer_embed._src.partitioning import devices_along, index_along, varying_axes
 from transformer_embed._src.tokens.output_split import Layer, OutputSplit
 
 # The name of what a checkpoint keeps of a chunk.
@@ -135,7 +135,8 @@ def _largest_and_total(
         top = jax.lax.pmax(top, split.vocabulary) if split.vocabulary else top
         return top, jnp.exp(times(factor, logits - top)).sum(-1, keepdims=True)
 
-    if split.vocabulary or isinstance(factor, jax.Array):
+    # Inside a shard_map, jax cannot differentiate the one pass, as second derivatives do.
+    if split.vocabulary or varying_axes(logits) or isinstance(factor, jax.Array):
         return in_two_passes(logits)
     one_pass = functools.partial(in_one_pass, factor)
     return jax.lax.platform_dependent(logits, cuda=one_pass, default=in_two_passes)
