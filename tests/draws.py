@@ -36,10 +36,14 @@ def numbered(few, quick):
 
 
 def choices(number, space):
-    """One choice of each option; a callable makes it of those before it."""
-    rng, chosen = random.Random(number), {}
+    """One choice of each option, which takes turns with the others; a callable makes them of those
+    before it."""
+    chosen = {}
     for name, options in space.items():
-        chosen[name] = rng.choice(list(options(chosen) if callable(options) else options))
+        each = [*(options(chosen) if callable(options) else options)]
+        turn, place = divmod(number, len(each))
+        random.Random(f"{name} {turn}").shuffle(each)
+        chosen[name] = each[place]
     return types.SimpleNamespace(**chosen)
 
 
