@@ -226,7 +226,7 @@ def cut_into_chunks(count: int, xs: list[Array], of_tokens: Any) -> Any:
     split. Places without a token fill the last chunks.
     """
     total = math.prod(xs[0].shape[:-1])
-    size = -(-total // max(count, 1))
+    size = max(-(-total // count), 1)
 
     def cut(array, fill=0):
         if array is None:
@@ -250,7 +250,8 @@ def _scan_chunks(
     # All vary along the same axes, so that their gradients are summed over devices after the loop.
     axes = frozenset().union(*map(varying_axes, jax.tree.leaves((of_tokens, layers))))
     layers = jax.tree.map(lambda array: varying(array, axes), layers)
-    xs, count = [layer.x for layer in layers], number_of_chunks(loss, of_tokens, layers)
+    # Without tokens too, one place without a token: jax does not batch derivatives of no steps.
+    xs, count = [layer.x for layer in layers], max(number_of_chunks(loss, of_tokens, layers), 1)
     shape = xs[0].shape[:-1]
 
     def of_chunk(carry, chunk):
@@ -443,7 +444,7 @@ def _add_chunk(
         _of_layer(
             layer,
             slopes * each.slope,
-            jnp.where(of_losses == 0, 0, of_losses * (each.slope_factor / losses.mass)),
+            weighted(jnp.asarray(each.slope_factor / losses.mass, of_losses.dtype), of_losses),
         )
         for layer, slopes, each in zip(layers, losses.slopes, logits, strict=True)
     ]

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import export
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from transformer_embed._src import arguments
@@ -208,7 +209,7 @@ def _truncated(_: Loss, of_tokens: OfTokens, layers: Layers) -> tuple[Array]:
     """The losses of a chunk."""
     (layer,) = layers
     split, rows, bias = layer.split, layer.wide, layer.bias
-    columns = jnp.asarray(of_tokens.labels) - index_along(split.vocabulary) * len(rows)
+    columns = jnp.asarray(of_tokens.labels) - index_along(split.vocabulary) * rows.shape[0]
     # As uint32, a negative column is past the end, like that of another device's row.
     columns = columns.astype(jnp.uint32)
     x, is_kept = layer.x.astype(rows.dtype), of_tokens.weights != 0
@@ -221,7 +222,7 @@ def _truncated(_: Loss, of_tokens: OfTokens, layers: Layers) -> tuple[Array]:
     if of_tokens.settings.temperature is not None:
         factor /= of_tokens.settings.temperature
     # Each row is on one of the devices.
-    logits = jnp.where(columns < len(rows), times(factor, logits), 0)
+    logits = jnp.where(columns < rows.shape[0], times(factor, logits), 0)
     logits = jax.lax.psum(logits, split.vocabulary) + 0 * nan_outside(split, of_tokens)
     # Where none is counted, the sum is that of all: its gradient is finite.
     is_kept |= ~is_kept.any(-1, keepdims=True)
@@ -231,7 +232,9 @@ def _truncated(_: Loss, of_tokens: OfTokens, layers: Layers) -> tuple[Array]:
 
 def _needs_all(rows: Array, count: int) -> bool:
     """Whether the products with all rows take less time than to read so many for each token."""
-    return rows.shape[0] <= PRODUCTS_OF_READ * count
+    # A vocabulary of a symbolic size counts as a large one.
+    size = rows.shape[0]
+    return not export.is_symbolic_dim(size) and size <= PRODUCTS_OF_READ * count
 
 
 def _at(

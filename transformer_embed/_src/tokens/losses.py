@@ -61,7 +61,7 @@ CONVERTERS: dict[str, Callable] = {
 
 # An array may be known only when the program runs: what is out of range becomes NaN.
 IN_RANGE: dict[str, Callable] = {
-    "temperature": lambda value: value > 0,
+    "temperature": lambda value: (value > 0) & (value < jnp.inf),
     "label_smoothing": lambda value: (value >= 0) & (value < 1),
     "z_loss": lambda value: value >= 0,
 }

@@ -98,7 +98,7 @@ def chunk_logits(layer: Layer, temperature: Any) -> ChunkLogits:
     if temperature is not None:
         factor, slope_factor = factor / temperature, slope_factor / temperature
         # So that derivatives in the temperature are finite too.
-        largest = 2.0**32 * jax.lax.stop_gradient(jnp.maximum(factor, 1))
+        largest = jnp.clip(2.0**32 * jax.lax.stop_gradient(factor), 1, 2.0**92)
     # Finite, also times the factor: a token that is not counted, whose label may be padding, has
     # the weight 0.
     lowest = float(jnp.finfo(unscaled.dtype).min) / (2 * largest)
@@ -156,8 +156,11 @@ def in_one_pass(
         is_higher = top > other_top
         of_higher = jnp.where(is_higher, total, other_total)
         of_lower = jnp.where(is_higher, other_total, total)
-        ratio = jnp.exp(-factor * jnp.abs(top - other_top))
-        return jnp.maximum(top, other_top), of_higher + ratio * of_lower
+        # Selected, as the sums are: of equal ones, each derivative is that of the same operand.
+        highest = jnp.where(is_higher, top, other_top)
+        lower = jnp.where(is_higher, other_top, top)
+        ratio = jnp.exp(factor * (lower - highest))
+        return highest, of_higher + ratio * of_lower
 
     # Finite, because two bans would have no difference.
     logits = jnp.clip(logits, lowest, -lowest)
