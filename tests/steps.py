@@ -96,7 +96,11 @@ def add(grads, more):
 def trained(seed, config, optimizer, form, *, kind, table, ids, where="none", capacity=None):
     """The same by rows, with a table and ids that a mesh splits by these specs."""
     embedder, on = te.Embedder(config), mesh(kind)
-    options = {"capacity": capacity, "max_rows": 40 if form == "bounded" else None}
+    options = {
+        "capacity": capacity,
+        "max_rows": 40 if form == "bounded" else None,
+        "config": config,
+    }
 
     def loss(params, parts):
         read = lambda ids: embedder.apply(params, None, ids, is_training=False)

@@ -186,7 +186,7 @@ def step_of(name, config):
     def row_step(params, state, ids):
         """Lazy Adam on the rows that the batch touches."""
         of_table = {f"{TABLE}/embeddings": ids}
-        by_rows = te.rows.value_and_grad(loss, ids=of_table, capacity=capacity)
+        by_rows = te.rows.value_and_grad(loss, ids=of_table, capacity=capacity, config=config)
         value, grads = by_rows(params, ids)
         return *te.rows.apply_gradients(OPTIMIZER, grads, state, params), value
 

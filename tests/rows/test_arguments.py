@@ -210,25 +210,27 @@ def test_what_cannot_be_exchanged_or_updated_is_named():
 SPREAD = te.Embedder(te.EmbedderConfig(ROWS, WIDTH, spread=True, output=None))
 
 
-def test_a_loss_that_catches_every_exception_reads_spread_rows():
-    def loss(params):
-        try:
-            return jnp.sum(SPREAD.apply(params, None, IDS, is_training=False))
-        except Exception:
-            return jnp.zeros([])
-
-    params = SPREAD.init(jax.random.key(0))
-    value, _ = te.rows.value_and_grad(loss, ids={"embeddings": IDS})(params)
-    assert value != 0
-    near(value, loss(params), rtol=1e-5)
+def spread_loss(params, plain=0.0):
+    x = SPREAD.apply(params, None, IDS, is_training=False)
+    ((_, leaves),) = params.items()
+    return jnp.sum(x + plain * te.lookup(leaves["embeddings"], IDS) if plain else x)
 
 
-def test_two_orders_of_one_table_are_named():
-    name = "transformer_embedding/~/token_embedding"
+def by_spread_rows(loss, config):
+    step = te.rows.value_and_grad(loss, ids={"embeddings": IDS}, config=config)
+    return step(SPREAD.init(jax.random.key(0)))[0]
 
-    def both(params):
-        x = SPREAD.apply(params, None, IDS, is_training=False)
-        return jnp.sum(x + te.lookup(params[name]["embeddings"], IDS))
 
-    with pytest.raises(ValueError, match="wanted one order of rows in all lookups"):
-        te.rows.value_and_grad(both, ids={"embeddings": IDS})(SPREAD.init(jax.random.key(0)))
+def test_the_config_of_a_table_says_the_order_of_its_rows():
+    near(
+        by_spread_rows(spread_loss, SPREAD.config),
+        spread_loss(SPREAD.init(jax.random.key(0))),
+        rtol=1e-5,
+    )
+
+
+@pytest.mark.parametrize(("plain", "config"), [(0.0, None), (1.0, None), (1.0, SPREAD.config)])
+def test_an_order_that_no_config_says_is_named(plain, config):
+    loss = functools.partial(spread_loss, plain=plain)
+    with pytest.raises(ValueError, match=r"^config: wanted that of transformer_embedding"):
+        by_spread_rows(loss, config)

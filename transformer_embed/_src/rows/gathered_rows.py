@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32, Key
 
@@ -23,22 +24,11 @@ from transformer_embed._src.rows.distinct_ids import (
     read_each,
     sum_over_devices,
 )
-from transformer_embed._src.rows.marks import MARKS, are_marks
 from transformer_embed._src.rows.row_gradient import RowGradient, SomeRows
 from transformer_embed._src.tokens.lookup import lookup
 from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 from transformer_embed._src.tokens.row_order import RowOrder, nearest_rows
 from transformer_embed._src.tokens.stand_in import StandIn
-
-
-class OtherOrderError(BaseException):
-    """Raised inside a loss that reads a table in another order than its rows were taken in."""
-
-    # No Exception: a loss that catches those would go on with a value of its own.
-
-    def __init__(self, name: str, order: RowOrder | None):
-        super().__init__(name, order)
-        self.name, self.order = name, order
 
 
 @functools.partial(
@@ -55,14 +45,16 @@ class GatheredRows(SomeRows, StandIn):
     multiplies by the table, as a tied output layer does, has a gradient for every row, and must
     train the table densely.
 
-    A function of its leaves sees only these rows. Its result is an error or not finite: `keys` are
-    no numbers, and a lookup reads NaN if the marks are not as they were. Only what no number
-    decides passes: sizes, counts, comparisons with NaN.
+    A function of its leaves sees only these rows. One that treats them one by one is right. The
+    result of any other is an error or NaN: `keys` are no numbers, and of the marks, a row of NaN
+    and one of ones, NaN gets into every norm, mean or maximum, and so into the ones. Not noticed:
+    what no number decides (sizes, counts, comparisons with NaN), and what only the place of a row
+    decides (noise, a factor of each row).
 
     Args:
         keys: [k], the ids as `as_keys` makes them: int32, ascending and distinct; ids of vocab_size
             or above are padding. Here an id is the number of a row.
-        marks: [3, d], of the table's dtype (see `marks`).
+        marks: [2, d], of the table's dtype: NaN, then ones.
         values: [k, d], the rows.
         name: the parameter, for error messages.
         vocab_size: number of rows of the table.
@@ -92,14 +84,22 @@ class GatheredRows(SomeRows, StandIn):
     ) -> Float[Array, "... d"]:
         """The row of each id, or NaN; an id out of range reads the first or the last row."""
         if order != self.order:
-            raise OtherOrderError(self.name, order)
-        if len(self.marks) != MARKS:
+            want = f"that of {self.name}, whose rows are padded or spread"
+            raise arguments.value_error("config", want, "another one or none")
+        if len(self.marks) != 2:
             want = "its rows in their places"
             raise arguments.type_error(self.name, want, f"{len(self.values)} of them")
+        marks = jnp.asarray(self.marks)
         # No id finds a row that is not one.
-        row_ids = jnp.where(are_marks(self.marks), self.ids, -1)
+        are_kept = jnp.all(jnp.isnan(marks[0]) & jnp.isfinite(marks[1]))
+        row_ids = jnp.where(are_kept, self.ids, -1)
         index = nearest_rows(ids, self.vocab_size, order)
         return _read(row_ids, self.values, index).astype(self.dtype)
+
+
+def new_marks(width: int, dtype: Any) -> Float[np.ndarray, "2 d"]:
+    """The marks of rows. Of numpy, since jax_debug_nans lets them pass."""
+    return np.repeat([[np.nan], [1]], width, axis=1).astype(dtype)
 
 
 def as_keys(ids: Int32[Array, "k"]) -> Key[Array, "k"]:

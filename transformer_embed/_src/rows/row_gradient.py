@@ -18,7 +18,7 @@ from transformer_embed._src.rows.distinct_ids import sum_rows
 from transformer_embed._src.rows.fingerprint import fingerprint, fits, or_nan
 
 Tree = Any
-# In place of ids that belong to a trace that is over.
+# What ids are that belong to a trace that is over.
 LEFT = (
     "one that left its jit or vmap (call te.rows.value_and_grad and te.rows.apply_gradients in one "
     "jit, or return its ids and values)"
@@ -138,8 +138,11 @@ class RowGradient(SomeRows):
 
     def check(self) -> None:
         """Raises unless the ids belong to this trace, and each has a row of values."""
-        if isinstance(self.ids, str):
-            raise arguments.type_error("grads", "a RowGradient of this jit", self.ids)
+        if arguments.is_traced(self.ids):
+            try:
+                jnp.negative(self.ids)
+            except jax.errors.UnexpectedTracerError as error:
+                raise arguments.type_error("grads", "a RowGradient of this jit", LEFT) from error
         shape, is_matrix = self.values.shape, self.values.ndim == 2
         want = f"{[*self.ids.shape, 'd']}, a row for each id"
         arguments.check_shape("values", shape, is_matrix and shape[:1] == self.ids.shape, want)
@@ -195,16 +198,9 @@ def _flatten(gradient: RowGradient) -> tuple[tuple[Any, Any], tuple]:
 def _unflatten(static: tuple, leaves: Sequence[Any]) -> RowGradient:
     """The gradient as it was, unchecked: leaves may be anything."""
     (static_ids, vocab_size), (values, scaled) = static, leaves
-    ids, gradient = static_ids.ids, object.__new__(RowGradient)
-    # Values that jit or vmap returned are known, but their ids still belong to its trace.
-    if isinstance(values, jax.Array) and not arguments.is_traced(values):
-        try:
-            jnp.negative(ids)
-        except jax.errors.UnexpectedTracerError:
-            ids = LEFT
-    arguments.set_fields(
-        gradient, ids=ids, values=values, vocab_size=vocab_size, fingerprint=scaled
-    )
+    fields = {"ids": static_ids.ids, "values": values, "vocab_size": vocab_size}
+    gradient = object.__new__(RowGradient)
+    arguments.set_fields(gradient, **fields, fingerprint=scaled)
     return gradient
 
 

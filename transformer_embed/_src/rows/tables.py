@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 import jax
 
 from transformer_embed._src import arguments
+from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.partitioning import check_on_mesh, typed_axes
 from transformer_embed._src.rows.distinct_ids import as_max_rows
 from transformer_embed._src.rows.exchange import ExchangedRows, exchange_rows
 from transformer_embed._src.rows.gathered_rows import (
     BatchRows,
     GatheredRows,
-    OtherOrderError,
     as_keys,
+    new_marks,
     read_batch_rows,
 )
-from transformer_embed._src.rows.marks import new_marks
 from transformer_embed._src.rows.row_gradient import as_arrays
 from transformer_embed._src.tokens.lookup import as_table
 from transformer_embed._src.tokens.row_order import RowOrder, nearest_rows
@@ -35,13 +35,14 @@ class Tables(NamedTuple):
     Args:
         parameters: all parameters, by their names.
         treedef: that of the parameters.
-        ids: the ids of each table that is read by rows, and a bound on the distinct ones.
+        ids: the ids of each table that is read by rows, a bound on the distinct ones, and which row
+            holds which id.
         capacity: see `value_and_grad`.
     """
 
     parameters: dict[str, Any]
     treedef: Any
-    ids: dict[str, tuple[Any, int]]
+    ids: dict[str, tuple[Any, int, RowOrder | None]]
     capacity: float | None
 
     def with_rows(self, function: Callable) -> Any:
@@ -50,24 +51,17 @@ class Tables(NamedTuple):
         values: the parameters by their names, with rows in place of the tables. view: from such
         values to the tree of parameters that a loss sees. reads: how rows are read of each table.
         """
-        orders: dict[str, RowOrder | None] = dict.fromkeys(self.ids)
-        # Only the lookups know the order of a table's rows; the first one that reads it says so.
-        for _ in range(len(orders) + 1):
-            reads = {name: self._read(name, order) for name, order in orders.items()}
-            values = self.parameters | {name: read.rows for name, read in reads.items()}
-            try:
-                return function(values, functools.partial(self._view, reads, orders), reads)
-            except OtherOrderError as error:
-                orders[error.name] = error.order
-            except Exception as error:
-                error.add_note(NOTE.format(", ".join(self.ids)))
-                raise
-        want = "one order of rows in all lookups (see EmbedderConfig.spread)"
-        raise arguments.value_error(", ".join(orders), want, "several")
+        reads = {name: self._read(name) for name in self.ids}
+        values = self.parameters | {name: read.rows for name, read in reads.items()}
+        try:
+            return function(values, functools.partial(self._view, reads), reads)
+        except Exception as error:
+            error.add_note(NOTE.format(", ".join(self.ids)))
+            raise
 
-    def _read(self, name: str, order: RowOrder | None) -> BatchRows | ExchangedRows:
+    def _read(self, name: str) -> BatchRows | ExchangedRows:
         """The rows of a table that its ids read."""
-        table, (ids, max_rows) = self.parameters[name], self.ids[name]
+        table, (ids, max_rows, order) = self.parameters[name], self.ids[name]
         check_on_mesh("ids", ids, *typed_axes(table))
         ids = nearest_rows(ids, len(table), order)
         # With a capacity, a small table beside large ones may be whole.
@@ -75,15 +69,14 @@ class Tables(NamedTuple):
             return read_batch_rows(table, ids, max_rows)
         return exchange_rows(table, ids, max_rows, self.capacity)
 
-    def _view(self, reads: Mapping, orders: Mapping, values: Mapping[str, Any]) -> Tree:
+    def _view(self, reads: Mapping, values: Mapping[str, Any]) -> Tree:
         """The parameters that a loss sees."""
         stand_ins = {}
         for name, read in reads.items():
             (size, width), dtype = self.parameters[name].shape, self.parameters[name].dtype
-            ids, rows = read.seen(values[name])
-            stand_ins[name] = GatheredRows(
-                as_keys(ids), new_marks(width, dtype), rows, name, size, orders[name]
-            )
+            (ids, rows), (*_, order) = read.seen(values[name]), self.ids[name]
+            marks = new_marks(width, dtype)
+            stand_ins[name] = GatheredRows(as_keys(ids), marks, rows, name, size, order)
         return self.unflatten({**values, **stand_ins})
 
     def unflatten(self, values: Mapping[str, Any]) -> Tree:
@@ -92,7 +85,11 @@ class Tables(NamedTuple):
 
 
 def find_tables(
-    params: Tree, ids: Mapping[str, Any], max_rows: int | Mapping[str, int] | None, capacity: Any
+    params: Tree,
+    ids: Mapping[str, Any],
+    config: EmbedderConfig | None,
+    max_rows: int | Mapping[str, int] | None,
+    capacity: Any,
 ) -> Tables:
     """The parameters, and the tables in `ids`."""
     paths, treedef = jax.tree.flatten_with_path(as_arrays("params", params))
@@ -103,15 +100,20 @@ def find_tables(
         bounds = _by_parameter("max_rows", parameters, max_rows)
     for name in bounds.keys() - ids.keys():
         raise arguments.value_error("max_rows", "bounds of tables in ids", name)
+    config = arguments.instance("config", config, EmbedderConfig | None, "an EmbedderConfig")
+    orders: dict[str, Any] = dict.fromkeys(ids)
     for name in ids:
         parameters[name] = as_table(name, parameters[name])
+        # Tables of positions or token types have no order, nor has a model's second vocabulary.
+        if config is not None and len(parameters[name]) == config.rows:
+            orders[name] = config.row_order
     if capacity is not None:
         capacity = arguments.positive("capacity", capacity)
         if not any(any(typed_axes(parameters[name])) for name in ids):
             want = "a table in ids that explicit mesh axes split (see jax.sharding.explicit_axes)"
             raise arguments.value_error("capacity", want, "none")
     bounded_ids = {
-        name: (arguments.as_int32("ids", each), as_max_rows(bounds.get(name)))
+        name: (arguments.as_int32("ids", each), as_max_rows(bounds.get(name)), orders[name])
         for name, each in ids.items()
     }
     return Tables(parameters, treedef, bounded_ids, capacity)

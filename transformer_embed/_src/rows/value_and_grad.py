@@ -8,6 +8,7 @@ import jax
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.rows.tables import find_tables
 
 Tree = Any
@@ -17,6 +18,7 @@ def value_and_grad(
     loss: Callable,
     *,
     ids: Mapping[str, ArrayLike],
+    config: EmbedderConfig | None = None,
     has_aux: bool = False,
     max_rows: int | Mapping[str, int] | None = None,
     capacity: float | None = None,
@@ -28,8 +30,8 @@ def value_and_grad(
 
     While the loss runs, only `lookup` can read these tables, so leave them out of functions of all
     parameters, such as an L2 norm. "Training by rows", a section of the reference page, says what
-    these see. The loss is traced once more for each table whose rows are spread or padded. To add
-    gradients of many batches, or to average them over devices, see the page "Training loops".
+    these see. To add gradients of many batches, or to average them over devices, see the page
+    "Training loops".
 
     Args:
         loss: a function of (params, ...) to a scalar, or to (scalar, aux). It reads the tables in
@@ -38,6 +40,7 @@ def value_and_grad(
             or an end of it that only one has, as "token_embedding/embeddings". The ids of a table,
             [...], are all that the loss looks up, including padding and ids outside the vocabulary;
             others read as NaN. Ids may repeat.
+        config: that of the token table, if `row_multiple` or `spread` pad or spread its rows.
         has_aux: whether the loss returns (scalar, aux).
         max_rows: a bound on the distinct ids of a table in a batch; a bound below the number of ids
             makes the step cheaper. An int, or {name: int} of the tables that have a bound. If a
@@ -62,10 +65,10 @@ def value_and_grad(
         TypeError: ids are not integers; a table does not have a floating dtype; the loss uses a
             table other than by `lookup`.
         ValueError: a name in `ids` that no table [vocab_size, d] of `params` has, or several; two
-            names of one table; a max_rows below 1, or for a table that is not in `ids`. With a
-            capacity: no table in `ids` is split over explicit mesh axes, or the columns of one are;
-            ids that are not split over the axes of the rows; an enclosing shard_map over some mesh
-            axes.
+            names of one table; a table with padded or spread rows without its config; a max_rows
+            below 1, or for a table that is not in `ids`. With a capacity: no table in `ids` is
+            split over explicit mesh axes, or the columns of one are; ids that are not split over
+            the axes of the rows; an enclosing shard_map over some mesh axes.
 
     Example:
         >>> import jax.numpy as jnp
@@ -83,7 +86,7 @@ def value_and_grad(
 
     @functools.wraps(loss)
     def value_and_row_grads(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
-        tables = find_tables(params, ids, max_rows, capacity)
+        tables = find_tables(params, ids, config, max_rows, capacity)
 
         def differentiate(values: Mapping, view: Callable, reads: Mapping) -> tuple[Any, Tree]:
             def loss_of(values: Mapping) -> Any:

@@ -23,6 +23,7 @@ def with_exchange(
     function: Callable,
     *,
     ids: Mapping[str, ArrayLike],
+    config: EmbedderConfig | None = None,
     capacity: float = 1.0,
     max_rows: int | Mapping[str, int] | None = None,
 ) -> Callable:
@@ -35,9 +36,7 @@ def with_exchange(
 
     Args:
         function: a function of (params, ...). It reads the tables in `ids` only by `lookup`.
-        ids: as in `value_and_grad`.
-        capacity: as in `value_and_grad`.
-        max_rows: as in `value_and_grad`.
+        ids, config, capacity, max_rows: as in `value_and_grad`.
 
     Returns:
         The function, with the same arguments and the same result.
@@ -62,7 +61,7 @@ def with_exchange(
 
     @functools.wraps(function)
     def exchanging(params: Tree, *args: Any, **kwargs: Any) -> Any:
-        tables = find_tables(params, ids, max_rows, capacity)
+        tables = find_tables(params, ids, config, max_rows, capacity)
 
         def call(values: Any, view: Callable, _: Any) -> Any:
             return function(view(values), *args, **kwargs)
