@@ -3,7 +3,7 @@
 import functools
 import numbers
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +36,16 @@ from transformer_embed._src.tokens.output_split import split_output
 
 # x and the output layer that it meets.
 Pair = tuple[Array, OutputLayer]
-# By arguments, arrays [..., 1] of tokens that broadcast to those of the labels [..., c].
-Batch = dict[str, Array]
+
+
+class Batch(NamedTuple):
+    """Arrays of tokens, [..., 1], that broadcast to those of the labels, [..., c]."""
+
+    labels: Any = None
+    mask: Any = None
+    weights: Any = None
+    segment_ids: Any = None
+    settings: Settings = Settings()
 
 
 def _as_setting(check: Callable, name: str, value: Any) -> Array | None:
@@ -66,6 +74,8 @@ IN_RANGE: dict[str, Callable] = {
     "z_loss": lambda value: value >= 0,
 }
 OPTIONAL = "mask", "weights", "segment_ids"
+# Of a token; the others are of a label.
+OF_TOKEN = "weights", "segment_ids", *Settings._fields
 
 
 def compute(loss: Loss, layers: tuple[Pair, ...], **of_tokens: ArrayLike | None) -> Any:
@@ -75,30 +85,33 @@ def compute(loss: Loss, layers: tuple[Pair, ...], **of_tokens: ArrayLike | None)
         for name, value in of_tokens.items()
         if value is not None or name not in OPTIONAL
     }
-    tokens = of_labels = layers[0][0].shape[:-1]
-    name, whose = "x", "the tokens"
-    if "labels" in arrays:
-        name, whose, shape = "labels", "the labels", arrays["labels"].shape
+    tokens, labels = layers[0][0].shape[:-1], arrays.get("labels")
+    shape, name, whose = tokens, "x", "the tokens"
+    if labels is not None:
+        name, whose = "labels", "the labels"
         if loss.of_candidates:
-            of_labels += shape[len(tokens) :][:1]
-        arguments.check_same("labels", "x's shape without its last axis", shape, of_labels)
+            shape += labels.shape[len(tokens) :][:1]
+        arguments.check_same(name, "x's shape without its last axis", labels.shape, shape)
     is_known = not any(map(export.is_symbolic_dim, tokens))
     arguments.check_shape(name, tokens, is_known, "of known sizes, as chunks need")
     if not loss.shift:
         arguments.check_left_out("segment_ids", arrays.get("segment_ids"), "shift is 0")
     else:
         arguments.check_shape(name, tokens, bool(tokens), "[..., length], to shift")
-    batch = {}
-    for name, array in arrays.items():
-        if array is not None:
-            of_label = name in ("labels", "mask")
-            shape, other = (of_labels, whose) if of_label else (tokens, "the tokens")
-            with_length = name == "segment_ids"
-            arguments.check_broadcasts(name, array.shape, shape, other, with_length=with_length)
-            # A number of a token broadcasts to those of its candidates.
-            last = range(len(shape), len(tokens) + 1)
-            batch[name] = jnp.expand_dims(array, (*range(len(shape) - array.ndim), *last))
-    return _compute(loss, layers, batch)
+
+    def as_wide(name: str) -> Array | None:
+        """[..., 1] or [..., c]: a number of a token broadcasts to those of its candidates."""
+        if (array := arrays.get(name)) is None:
+            return None
+        target, other = (tokens, "the tokens") if name in OF_TOKEN else (shape, whose)
+        with_length = name == "segment_ids"
+        arguments.check_broadcasts(name, array.shape, target, other, with_length=with_length)
+        last = range(len(target), len(tokens) + 1)
+        return jnp.expand_dims(array, (*range(len(target) - array.ndim), *last))
+
+    settings = Settings(*map(as_wide, Settings._fields))
+    wide = {name: as_wide(name) for name in Batch._fields[:-1]}
+    return _compute(loss, layers, Batch(**wide, settings=settings))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -138,26 +151,29 @@ def _of_tokens(
     counted = every_token[..., None]
     # Widened before they are broadcast, so that their gradients are summed in the wide dtype.
     zeros = jnp.zeros_like(counted, dtype)
-    # In an order that all processes have.
-    for name in filter(batch.__contains__, (*Settings._fields, "weights")):
-        batch[name] = batch[name].astype(dtype) + zeros
-    if "mask" in batch:
-        # With the whole length, which is shifted below.
-        batch["mask"] &= counted
+    floats = batch.weights, batch.settings
+    weights, settings = jax.tree.map(lambda array: array.astype(dtype) + zeros, floats)
+    labels, pad_id = batch.labels, layers[0][1].pad_id
+    # With the whole length, which is shifted below.
+    mask = None if batch.mask is None else batch.mask & counted
     if loss.shift:
-        segment_ids = batch.pop("segment_ids", jnp.ones_like(counted, jnp.int32))
+        segment_ids = batch.segment_ids
+        if segment_ids is None:
+            segment_ids = jnp.ones_like(counted, jnp.int32)
         counted &= _along_length(has_next_token, loss.shift)(segment_ids)
-        if "labels" in batch and not loss.of_candidates:
-            counted &= ~_is_padding(batch["labels"], layers[0][1])
-        batch = jax.tree.map(_along_length(of_next_token, loss.shift), batch)
-    labels, pad_id = batch.get("labels"), layers[0][1].pad_id
+        if labels is not None and not loss.of_candidates:
+            counted &= ~_is_padding(labels, layers[0][1])
+        shifted = _along_length(of_next_token, loss.shift)
+        labels, mask, weights, settings = jax.tree.map(shifted, (labels, mask, weights, settings))
     if labels is not None and pad_id is not None:
         counted &= labels != pad_id
-    counted &= batch.get("mask", True)
-    weights = jnp.where(counted, batch.get("weights", jnp.ones((), dtype)), 0)
+    if mask is not None:
+        counted &= mask
+    weights = jnp.where(counted, jnp.ones((), dtype) if weights is None else weights, 0)
     # No row has an id of -1: the loss is finite, and no gradient is that of an infinite logit.
     labels = None if labels is None else jnp.where(counted, labels, -1)
-    settings = Settings(*(_valid(name, batch.get(name), counted, weights) for name in IN_RANGE))
+    each = zip(IN_RANGE, settings, strict=True)
+    settings = Settings(*(_valid(name, setting, counted, weights) for name, setting in each))
     return OfTokens(labels, settings, weights), counted
 
 
