@@ -1,4 +1,9 @@
-"""Which blocks of an attention mask have no pair, some pairs or all pairs, in O(length)."""
+"""Says which blocks of an attention mask have no pair, some pairs or all pairs, in O(length).
+
+A block is a rectangle of queries and keys. The pairs of a block are never compared one by one.
+Instead, each field of the block's queries and of the block's keys is summarised by an `Interval`,
+and `may_attend` compares intervals.
+"""
 
 import math
 from typing import Any, NamedTuple
@@ -16,84 +21,105 @@ from transformer_embed._src.attention.attention_rule import (
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.sequences.runs import in_row
 
+# The most steps of blocks of queries that the loop of `block_mask` takes at once.
+STEPS_AT_ONCE = 64
 
-class Interval(NamedTuple):  # noqa: PLW1641 (no set or dict holds one)
-    """The lowest and the highest value of a field in some tokens.
 
-    A comparison of two stretches of tokens is one, too: whether it is true of every pair (low), and
-    of some pair as far as the intervals tell (high). Without tokens, low is above high.
+class Interval(NamedTuple):  # noqa: PLW1641 (no set or dict holds an interval)
+    """Lowest and highest value of a field in a run of tokens.
+
+    The comparison of two intervals is an interval of bools. Here `low` says whether the comparison
+    is true of every pair of tokens, and `high` whether it is true of some pair, as far as the
+    intervals tell.
+
+    If all tokens of the run are left out, `low` is above `high`.
     """
 
     low: Array
     high: Array
 
-    # Comparisons of tuples would be bools.
+    # A tuple's own comparison would return one bool.
     def __le__(self, other: "Interval") -> "Interval":  # pyright: ignore[reportIncompatibleMethodOverride]
-        return Interval(self.high <= other.low, self.low <= other.high)
+        return Interval(low=self.high <= other.low, high=self.low <= other.high)
 
     def __eq__(self, other: "Interval") -> "Interval":  # pyright: ignore[reportIncompatibleMethodOverride]
         return (self <= other) & (other <= self)
 
     def __and__(self, other: "Interval") -> "Interval":
-        return Interval(self.low & other.low, self.high & other.high)
+        return Interval(low=self.low & other.low, high=self.high & other.high)
 
     def __or__(self, other: "Interval") -> "Interval":
-        return Interval(self.low | other.low, self.high | other.high)
+        return Interval(low=self.low | other.low, high=self.high | other.high)
 
 
+# The interval of each field, by the field's name. Bounds are [batch, runs of tokens].
 Intervals = dict[str, Interval]
 
 
-# Compiled even if the caller is not.
+# The function is compiled even if the caller is not.
 @compiled(1)
 def block_mask(mask: Any, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
-    """See `AttentionMask.block_mask`."""
-    tokens, others = whole_fields(mask)
+    """Computes the kind of each block: see `AttentionMask.block_mask`."""
+    query_fields, key_fields = whole_fields(mask)
     if mask.keys is None:
-        tokens = others = in_row(tokens, mask.chunk)
-    # Of which blocks of queries and of keys consist: in self-attention, XLA makes them once.
-    size = math.gcd(*shape)
-    of_queries = _merged(_intervals(tokens, mask, size), shape[0] // size)
-    of_keys = _merged(_intervals(others, mask, size), shape[1] // size)
+        query_fields = in_row(query_fields, mask.chunk)
+        key_fields = query_fields
+    block_queries, block_keys = shape
+    # Blocks of queries and of keys both consist of tiles of this size. In self-attention, XLA
+    # computes the intervals of the tiles once, for queries and keys together.
+    tile_size = math.gcd(block_queries, block_keys)
+    query_tiles = _tile_intervals(query_fields, mask, tile_size)
+    query_intervals = _merged(query_tiles, block_queries // tile_size)
+    key_tiles = _tile_intervals(key_fields, mask, tile_size)
+    key_intervals = _merged(key_tiles, block_keys // tile_size)
 
-    def kinds(of_step):
-        # low is True where all pairs may attend, high where some may: 2, 1 or 0.
-        may = may_attend(of_step, of_keys)
+    def kinds_of_step(step_intervals: Intervals) -> Int8[Array, "b n"]:
+        may = may_attend(step_intervals, key_intervals)
+        # 0 if no pair may attend, 1 if some may, 2 if all may.
         return may.low.astype(jnp.int8) + may.high.astype(jnp.int8)
 
-    # Some queries at a time, because XLA does not fuse into a loop. Else it would compute the
-    # intervals again for each block.
-    steps = jax.tree.map(lambda bound: bound.T[:, :, None], of_queries)
-    # A divisor, because lax.map traces its function again for a remainder.
-    at_a_time = math.gcd(len(steps["places"].low), 64)
-    # Nor can it join steps of a batch without rows.
-    is_empty = not all(bound.size for bound in jax.tree.leaves((steps, of_keys)))
-    return jax.lax.map(kinds, steps, batch_size=None if is_empty else at_a_time).swapaxes(0, 1)
+    # A step of the loop takes one block of queries of each row, with bounds [batch, 1]. The loop is
+    # there because XLA does not fuse into a loop. Outside of a loop, XLA would fuse the intervals
+    # into the comparison, and compute the intervals again for each block.
+    steps = jax.tree.map(lambda bound: bound.T[:, :, None], query_intervals)
+    step_count = len(steps["places"].low)
+    # The batch size divides the number of steps, because for a remainder lax.map would trace the
+    # function again.
+    batch_size = math.gcd(step_count, STEPS_AT_ONCE)
+    # lax.map cannot join the steps of a batch without rows, so these are taken one by one.
+    is_empty = not all(bound.size for bound in jax.tree.leaves((steps, key_intervals)))
+    kinds = jax.lax.map(kinds_of_step, steps, batch_size=None if is_empty else batch_size)
+    return kinds.swapaxes(0, 1)
 
 
-def _intervals(tokens: Fields, mask: Any, size: int) -> Intervals:
-    """Those of each so many tokens; padding is left out."""
-    intervals, tokens = {}, with_conditions(tokens, mask)
-    for name, array in tokens.items():
-        low = high = array
-        if array.dtype != bool:
-            info = jnp.iinfo(array.dtype)
-            counts = tokens["is_token"]
+def _tile_intervals(fields: Fields, mask: Any, tile_size: int) -> Intervals:
+    """Computes the interval of each field in each tile of tokens. Padding is left out."""
+    fields = with_conditions(fields, mask)
+    intervals = {}
+    for name, values in fields.items():
+        low = values
+        high = values
+        if values.dtype != bool:
+            is_counted = fields["is_token"]
             if name == "block_ids":
-                counts &= tokens["is_in_block"]
-            # What is left out widens no interval: its low end is the highest number.
-            low, high = jnp.where(counts, array, info.max), jnp.where(counts, array, info.min)
-        intervals[name] = Interval(low, high)
-    return _merged(intervals, size)
+                is_counted &= fields["is_in_block"]
+            # A token that is left out must not widen an interval. So the token's low end is the
+            # highest number of the dtype, and the high end is the lowest number.
+            limits = jnp.iinfo(values.dtype)
+            low = jnp.where(is_counted, values, limits.max)
+            high = jnp.where(is_counted, values, limits.min)
+        intervals[name] = Interval(low=low, high=high)
+    return _merged(intervals, tile_size)
 
 
-def _merged(intervals: Intervals, number: int) -> Intervals:
-    """The intervals of this many neighbours together."""
+def _merged(intervals: Intervals, size: int) -> Intervals:
+    """Merges the intervals of every `size` neighbouring runs of tokens into one."""
 
-    def grouped(bound):
-        return bound.reshape(bound.shape[0], bound.shape[1] // number, number)
+    def grouped(bound: Array) -> Array:
+        batch, runs = bound.shape
+        return bound.reshape(batch, runs // size, size)
 
     return {
-        name: Interval(grouped(interval.low).min(2), grouped(interval.high).max(2))
+        name: Interval(low=grouped(interval.low).min(2), high=grouped(interval.high).max(2))
         for name, interval in intervals.items()
     }

@@ -52,7 +52,9 @@ def dot_product_attention_kwargs(
         >>> jax.nn.dot_product_attention(heads, heads, heads, **options).shape
         (2, 4, 1, 8)
     """
-    rule = RowRule(mask, "jax.nn.dot_product_attention", order, batch_size)
+    rule = RowRule(
+        mask=mask, kernel="jax.nn.dot_product_attention", order=order, batch_size=batch_size
+    )
     queries, keys = mask.sides
     rule.check_absent(chunk=mask.chunk)
     if rule.has_segments or mask.reach != EVERYTHING:
@@ -64,11 +66,11 @@ def dot_product_attention_kwargs(
     if is_step and mask.reach[0] is not None:
         want = f"no limit on the left for a single query in {rule.kernel}"
         raise refusal("window", want, mask.window)
-    left, right = EVERYTHING if is_step else rule.reach
+    left, right = EVERYTHING if is_step else rule.checked_reach()
     options: dict[str, Any] = {"is_causal": right == 0}
     if (left, right) not in (CAUSAL, EVERYTHING):
         # cuDNN refuses a window to the right, which is 0 in a causal one.
-        options["local_window_size"] = rule.distances
+        options["local_window_size"] = rule.distances()
     # jax takes int32 alone, and a sum of bools has 64 bits if jax_enable_x64 is on.
     count = functools.partial(jnp.sum, axis=-1, dtype=jnp.int32)
     # In these orders, the keys that a query sees are the first ones of the row.
@@ -112,7 +114,8 @@ def flash_attention_kwargs(
     # Imported when it is used: Pallas takes longer to import than this package.
     from jax.experimental.pallas.ops.tpu.flash_attention import SegmentIds  # noqa: PLC0415
 
-    return _without_windows(RowRule(mask, "flash_attention", order, batch_size), SegmentIds)
+    rule = RowRule(mask=mask, kernel="flash_attention", order=order, batch_size=batch_size)
+    return _without_windows(rule, SegmentIds)
 
 
 def mha_kwargs(
@@ -141,7 +144,7 @@ def mha_kwargs(
         >>> te.kernels.mha_kwargs(mask, order="right")["segment_ids"].tolist()
         [[1, 1, 1, 0], [1, 1, 0, 0]]
     """
-    rule = RowRule(mask, "Pallas' mha", order, batch_size)
+    rule = RowRule(mask=mask, kernel="Pallas' mha", order=order, batch_size=batch_size)
     # The kernel takes one array, for queries and keys alike.
     options = _without_windows(rule, lambda queries, _: queries)
     rule.check_self_attention("segment ids")
@@ -153,9 +156,10 @@ def mha_kwargs(
 
 def _without_windows(rule: RowRule, make: Callable[[Array, Array], Any]) -> dict[str, Any]:
     """The arguments of a kernel that can say neither a window nor blocks."""
-    limits, ids = rule.reach, rule.segment_ids()
-    window = None if limits in (CAUSAL, EVERYTHING) else rule.mask.window
+    reach = rule.checked_reach()
+    ids = rule.segment_ids()
+    window = None if reach in (CAUSAL, EVERYTHING) else rule.mask.window
     rule.check_absent(window=window)
     if ids is not None:
         ids = make(*map(rule.for_rows, ids))
-    return {"causal": limits == CAUSAL, "segment_ids": ids}
+    return {"causal": reach == CAUSAL, "segment_ids": ids}

@@ -1,4 +1,7 @@
-"""The rule of a mask in row indices and segment ids, which is all that fused kernels compare."""
+"""Translates the rule of a mask into row indices and segment ids.
+
+Fused attention kernels compare only these. They have no argument for positions or blocks.
+"""
 
 import dataclasses
 import functools
@@ -16,21 +19,31 @@ from transformer_embed._src.sequences.token_order import ORDERS, check_order
 from transformer_embed._src.sequences.token_positions import arrays_of, number_of_rows
 
 WAY_OUT = "; mask.dense() and mask.block() can express it"
-# What a query reaches without a window, with and without a causal mask.
-CAUSAL, EVERYTHING = (None, 0), (None, None)
+# How far a query sees, as (left, right), if no window limits it.
+CAUSAL = (None, 0)
+EVERYTHING = (None, None)
 
 
 def refusal(name: str, want: str, got: Any) -> ValueError:
-    """The error for a part of a rule that a kernel cannot express."""
+    """Makes the error for a part of a rule that a kernel cannot express."""
     return arguments.value_error(name, want, f"{got}{WAY_OUT}")
 
 
 @dataclasses.dataclass(frozen=True)
 class RowRule:
-    """The rule of a mask for a kernel, if the tokens lie as its caller declares.
+    """Rule of a mask for a fused kernel, if the tokens lie in the order that the caller declares.
 
-    An error says which part of the rule the kernel cannot express, or which token on the host lies
-    in another order.
+    An error names the part of the rule that the kernel cannot express, or the token that lies in
+    another order. Only tokens whose values the host knows are checked.
+
+    Args:
+        mask: The mask.
+        kernel: The name of the kernel, for error messages.
+        order: The layout of the tokens, a name in `ORDERS`. None, if nothing is declared.
+        batch_size: The number of rows of the queries, if the mask was made for one row that stands
+            for all of them.
+        q_offset: The index, among the keys, of the first query, if the queries are a part of the
+            keys.
     """
 
     mask: AttentionMask
@@ -42,33 +55,44 @@ class RowRule:
     def __post_init__(self):
         want = f"a te.AttentionMask, not joined by & or |{WAY_OUT}"
         mask = arguments.instance("mask", self.mask, AttentionMask, want)
-        queries, keys = mask.sides
-        # In self-attention, 0.
-        last = mask.lengths[1] - mask.lengths[0]
+        query_count, key_count = mask.lengths
+        # In self-attention, the only offset is 0.
+        last_offset = key_count - query_count
         arguments.convert_fields(
             self,
             order=functools.partial(arguments.choice, choices=tuple(ORDERS)),
             batch_size=arguments.size,
-            q_offset=functools.partial(arguments.integer, at_least=0, at_most=last),
+            q_offset=functools.partial(arguments.integer, at_least=0, at_most=last_offset),
         )
+        queries, keys = mask.sides
         self.check_absent(sinks=mask.sinks, block_ids=queries.block_ids)
-        if self.order is not None or mask.reach != EVERYTHING:
-            # Tokens that were taken in another order than that of their row.
+        compares_indices = self.order is not None or mask.reach != EVERYTHING
+        if compares_indices:
+            # Tokens with places were taken in another order than the order of the row, so row
+            # indices cannot replace positions.
             self.check_absent(**{"queries.places": queries.places, "keys.places": keys.places})
-        # Tokens that are traced, or of other processes too, cannot be checked.
-        is_unknown = any(
-            arguments.is_traced(array) or not getattr(array, "is_fully_addressable", True)
-            for array in jax.tree.leaves(mask)
-        )
-        if not is_unknown:
-            if self.order is not None:
-                # One object in self-attention.
-                for tokens in dict.fromkeys(mask.sides):
-                    check_order(tokens, self.order)
+        if self._is_known_on_host():
+            self._check_order()
             self._check_part()
 
+    def _is_known_on_host(self) -> bool:
+        """Returns whether the host has the values of all tokens, so that it can check them."""
+        # The values of traced tokens are unknown, and other processes may have some of the values.
+        return not any(
+            arguments.is_traced(array) or not getattr(array, "is_fully_addressable", True)
+            for array in jax.tree.leaves(self.mask)
+        )
+
+    def _check_order(self) -> None:
+        """Raises unless the tokens lie in the declared order."""
+        if self.order is None:
+            return
+        # In self-attention, both sides are one object, which is checked once.
+        for tokens in dict.fromkeys(self.mask.sides):
+            check_order(tokens, self.order)
+
     def _check_part(self) -> None:
-        """Raises unless the queries are the keys from q_offset on."""
+        """Raises unless the queries are the keys from `q_offset` on."""
         start = self.q_offset
         if start is None:
             return
@@ -76,13 +100,13 @@ class RowRule:
         is_token = queries.get("segment_ids", 1) != 0
         for name, array in queries.items():
             differs = array != keys[name][:, start : start + array.shape[1]]
-            # Padding sees nothing, wherever it is.
+            # Padding may differ, because it sees nothing wherever it is.
             if (differs & is_token).any():
                 want = f"the keys from index {start} on (q_offset)"
                 raise arguments.value_error(f"queries.{name}", want, "others")
 
     def check_absent(self, **parts: Any) -> None:
-        """Raises a ValueError for a part that the kernel has no argument for."""
+        """Raises a ValueError for a part of the rule that the kernel has no argument for."""
         for name, part in parts.items():
             if part is not None:
                 want = f"None for {self.kernel}, which has no argument for it"
@@ -102,55 +126,66 @@ class RowRule:
 
     @property
     def has_segments(self) -> bool:
-        """Whether some keys of a row may be padding, or of another sequence."""
-        return self.mask.sides[1].segment_ids is not None and self.order != "full"
+        """Returns whether some keys of a row may be padding, or belong to another sequence."""
+        _, keys = self.mask.sides
+        return keys.segment_ids is not None and self.order != "full"
 
-    @property
-    def reach(self) -> Window:
-        """How many tokens before and after its own a query sees, as far as its segment reaches.
+    def checked_reach(self) -> Window:
+        """Returns how many tokens back and ahead a query sees, within one segment.
 
-        In an order, positions rise by one along the tokens of a segment, so a causal mask and a
-        window may compare row indices instead.
+        In every order of `ORDERS`, positions rise by one along the tokens of a segment. So a kernel
+        may apply a causal mask and a window to row indices in place of positions.
+
+        Raises:
+            ValueError: The rule has a causal mask or a window, and row indices cannot replace its
+                positions.
         """
-        limits = self.mask.reach
-        if limits != EVERYTHING:
-            parts = "a causal mask or a window, as row indices are compared"
-            if self.q_offset is None:
-                self.check_self_attention(parts)
-            self.check_order_is_given(parts)
-            # Queries without segments see every sequence by position, each of which counts its own.
-            is_apart = self.has_segments and self.mask.queries.segment_ids is None
-            if self.order == "packed" and is_apart:
-                want = f"those of the keys, for {parts} in {self.kernel}"
-                raise refusal("queries.segment_ids", want, None)
-        return limits
+        reach = self.mask.reach
+        if reach == EVERYTHING:
+            return reach
+        parts = "a causal mask or a window, as row indices are compared"
+        if self.q_offset is None:
+            self.check_self_attention(parts)
+        self.check_order_is_given(parts)
+        # Queries without segments see the keys of every segment by position. Row indices cannot
+        # replace these positions, because each segment counts positions of its own.
+        sees_every_segment = self.has_segments and self.mask.queries.segment_ids is None
+        if self.order == "packed" and sees_every_segment:
+            want = f"those of the keys, for {parts} in {self.kernel}"
+            raise refusal("queries.segment_ids", want, None)
+        return reach
 
-    @property
     def distances(self) -> tuple[int, ...]:
-        """The reach in numbers: without a limit the length, which no distance reaches."""
+        """Returns `checked_reach` as numbers.
+
+        A side without a limit becomes the length of the mask, which no distance reaches.
+        """
         length = max(self.mask.lengths)
-        return tuple(length if side is None else min(side, length) for side in self.reach)
+        return tuple(
+            length if limit is None else min(limit, length) for limit in self.checked_reach()
+        )
 
     def segment_ids(self) -> list[Integer[Array, "b t"]] | None:
-        """Ids of queries and of keys that are equal for one segment and chunk; 0 at padding.
+        """Computes ids of queries and of keys that are equal within one segment and chunk.
 
-        None if all of them are equal.
+        Padding has the id 0. Returns None if all ids are equal.
         """
         if not self.has_segments and self.mask.chunk is None:
             return None
         sides = fields(self.mask)
         ids = [side["token"] for side in sides]
         if self.mask.queries.segment_ids is None:
-            # Without segments of their own, queries see the tokens of every segment.
-            ids = [(side != 0).astype(side.dtype) for side in ids]
-        # Kernels compare int32: ids of another dtype could wrap, and are numbered.
-        if self.mask.chunk is None and ids[0].dtype == jnp.int32:
+            # Queries without segments see the tokens of every segment, so all tokens get the id 1.
+            ids = [(side_ids != 0).astype(side_ids.dtype) for side_ids in ids]
+        # Kernels compare int32. Ids of another dtype could wrap as int32, so they are numbered.
+        query_ids = ids[0]
+        if self.mask.chunk is None and query_ids.dtype == jnp.int32:
             return ids
-        return _names(ids, [side.get("chunk", side["token"]) for side in sides])
+        return _numbered(ids, [side.get("chunk", side["token"]) for side in sides])
 
     @property
     def rows(self) -> int:
-        """The number of rows of the queries: batch_size, or the mask's."""
+        """Returns the number of batch rows of the queries: `batch_size`, or the mask's."""
         rows = number_of_rows(self.mask)
         if self.batch_size is None:
             return rows
@@ -159,23 +194,34 @@ class RowRule:
         return self.batch_size
 
     def for_rows(self, array: Array) -> Array:
-        """An array of [1 or B, ...] for all rows."""
+        """Broadcasts an array [1 or B, ...] to all batch rows."""
         return jnp.broadcast_to(array, (self.rows, *array.shape[1:]))
 
 
-# Compiled even if the caller is not.
+# The function is compiled even if the caller is not.
 @compiled()
-def _names(segments: list[Array], chunks: list[Array]) -> list[Int32[Array, "b t"]]:
-    """Numbers of the pairs of a segment and a chunk: equal for equal pairs, whatever the tokens."""
-    # Queries and keys are numbered together: apart, one pair could get two numbers.
-    sides = [
-        jnp.stack(jnp.broadcast_arrays(*side), axis=2)
-        for side in zip(segments, chunks, strict=True)
+def _numbered(segments: list[Array], chunks: list[Array]) -> list[Int32[Array, "b t"]]:
+    """Numbers the pairs of a segment and a chunk, from 1 on.
+
+    Equal pairs get equal numbers, whichever tokens have them. Padding gets 0.
+
+    Args:
+        segments: The segment ids of the queries and of the keys.
+        chunks: The chunks of the queries and of the keys.
+    """
+    # [batch, length, 2], for the queries and for the keys.
+    side_pairs = [
+        jnp.stack(jnp.broadcast_arrays(side_segments, side_chunks), axis=2)
+        for side_segments, side_chunks in zip(segments, chunks, strict=True)
     ]
-    batch = max(map(len, sides))
-    pairs = jnp.concatenate([jnp.broadcast_to(side, (batch, *side.shape[1:])) for side in sides], 1)
+    # Queries and keys are numbered together, because apart, one pair could get two numbers.
+    batch = max(map(len, side_pairs))
+    pairs = jnp.concatenate(
+        [jnp.broadcast_to(side, (batch, *side.shape[1:])) for side in side_pairs], axis=1
+    )
     unique = functools.partial(jnp.unique, axis=0, size=pairs.shape[1], return_inverse=True)
-    _, numbers = jax.vmap(unique)(pairs)
-    names = jnp.where(pairs[..., 0] == 0, 0, numbers.astype(jnp.int32) + 1)
-    length = segments[0].shape[1]
-    return [names[:, :length], names[:, length:]]
+    _, indices = jax.vmap(unique)(pairs)
+    is_padding = pairs[..., 0] == 0
+    numbers = jnp.where(is_padding, 0, indices.astype(jnp.int32) + 1)
+    query_count = segments[0].shape[1]
+    return [numbers[:, :query_count], numbers[:, query_count:]]

@@ -95,7 +95,13 @@ def splash_kernels(
     # Imported when it is used: Pallas takes longer to import than this package.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # noqa: PLC0415
 
-    rule = RowRule(mask, "splash attention", order, batch_size, q_offset)
+    rule = RowRule(
+        mask=mask,
+        kernel="splash attention",
+        order=order,
+        batch_size=batch_size,
+        q_offset=q_offset,
+    )
     heads, segment_ids = heads_and_segment_ids(rule, num_heads)
     shards = arguments.size("q_seq_shards", q_seq_shards)
     counts = {"head_shards": arguments.size("head_shards", head_shards), "q_seq_shards": shards}
@@ -128,8 +134,9 @@ def heads_and_segment_ids(rule: RowRule, num_heads: int) -> tuple[Any, Any]:
 
     num_heads, lengths = arguments.size("num_heads", num_heads), rule.mask.lengths
     mask = splash.FullMask(lengths)
-    if rule.reach != EVERYTHING:
-        mask = IndexMask(lengths, rule.reach, rule.q_offset or 0)
+    reach = rule.checked_reach()
+    if reach != EVERYTHING:
+        mask = IndexMask(lengths, reach, rule.q_offset or 0)
     ids = rule.segment_ids()
     if ids is not None:
         ids = splash.SegmentIds(*map(rule.for_rows, ids))
@@ -142,7 +149,7 @@ def _check_memory(rule: RowRule, sizes: Any) -> None:
     Before minutes are spent on describing blocks, of which each takes four bytes if there are many.
     """
     queries, keys = rule.mask.lengths
-    reach = min(sum(rule.distances) + sizes.block_q, keys)
+    reach = min(sum(rule.distances()) + sizes.block_q, keys)
     used = 4 * (queries // sizes.block_q) * (reach // sizes.block_kv)
     if used > SCALAR_MEMORY:
         want = f"blocks whose numbers fit into a TPU's scalar memory, {SCALAR_MEMORY} bytes"

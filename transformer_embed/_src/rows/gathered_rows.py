@@ -1,4 +1,4 @@
-"""The rows of a large table that a batch reads, as a leaf of the parameters that a loss sees."""
+"""Replaces a large table by the rows that a batch reads, in the parameters that a loss sees."""
 
 import dataclasses
 import functools
@@ -38,27 +38,29 @@ from transformer_embed._src.tokens.stand_in import StandIn
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class GatheredRows(SomeRows, StandIn):
-    """Some rows of a table. It replaces the table in the parameters that a loss reads.
+    """Some rows of a table, which replace the table in the parameters that a loss reads.
 
-    `lookup`, and so every module of this package, reads it like the table. An id inside the
-    vocabulary without a row here reads as NaN. Any other use is a TypeError: a model that also
-    multiplies by the table, as a tied output layer does, has a gradient for every row, and must
-    train the table densely.
+    `lookup`, and so every module of this package, reads the rows like the table. An id inside the
+    vocabulary that has no row here reads as NaN. Any other use of the rows is a TypeError. For
+    example, a model with a tied output layer also multiplies by the table, so every row of the
+    table has a gradient, and you must train the table densely.
 
-    A function of its leaves sees only these rows. One that treats them one by one is right. The
-    result of any other is an error or NaN: `keys` are no numbers, and of the marks, a row of NaN
-    and one of ones, NaN gets into every norm, mean or maximum, and so into the ones. Not noticed:
-    what no number decides (sizes, counts, comparisons with NaN), and what only the place of a row
-    decides (noise, a factor of each row).
+    A function of the leaves of this object sees only the rows of the batch. If the function treats
+    each row by itself, the result is right for the table. Most other functions raise an error or
+    make the lookup read NaN. The `keys` are not numbers. The `marks` are a row of NaN and a row of
+    ones: every norm, mean or maximum of all rows is NaN, and makes the ones NaN too. Two kinds of
+    functions pass unseen. Some results depend on no number: sizes, counts, and comparisons with
+    NaN. Others depend on the place of a row: noise, and a factor of each row.
 
     Args:
-        keys: [k], the ids as `as_keys` makes them: int32, ascending and distinct; ids of vocab_size
-            or above are padding. Here an id is the number of a row.
-        marks: [2, d], of the table's dtype: NaN, then ones.
+        keys: [k], the ids of the rows, as `as_keys` makes them from int32 ids. The ids ascend and
+            are distinct. Ids of vocab_size or above are padding. An id here is the number of a
+            table row.
+        marks: [2, d], a row of NaN and a row of ones, in the dtype of the table.
         values: [k, d], the rows.
-        name: the parameter, for error messages.
-        vocab_size: number of rows of the table.
-        order: which row of the table holds which id of the batch.
+        name: The name of the parameter, for error messages.
+        vocab_size: The number of rows of the table.
+        order: Which row of the table holds which id of the batch.
     """
 
     keys: Any
@@ -70,19 +72,24 @@ class GatheredRows(SomeRows, StandIn):
 
     @property
     def ids(self) -> Int32[Array, "k"]:
-        """The ids of the rows."""
+        """Returns the ids of the rows."""
         return jax.random.key_data(self.keys)[..., 0].astype(jnp.int32)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """That of the table, or the one that a map over the parameters cast it to."""
-        # Rows that are exchanged are wider: their gradients are summed in that dtype.
+        """Returns the table's dtype, or the dtype that a map over the parameters cast it to."""
+        # The dtype of `values` may be wider: rows that devices exchange have the dtype in which
+        # gradients are summed.
         return self.marks.dtype
 
     def gather_rows(
         self, ids: Int32[Array, "..."], order: RowOrder | None
     ) -> Float[Array, "... d"]:
-        """The row of each id, or NaN; an id out of range reads the first or the last row."""
+        """Looks up the row of each id.
+
+        An id without a row here reads as NaN. An id out of range reads the first or the last row of
+        the table.
+        """
         if order != self.order:
             want = f"that of {self.name}, whose rows are padded or spread"
             raise arguments.value_error("config", want, "another one or none")
@@ -90,65 +97,79 @@ class GatheredRows(SomeRows, StandIn):
             want = "its rows in their places"
             raise arguments.type_error(self.name, want, f"{len(self.values)} of them")
         marks = jnp.asarray(self.marks)
-        # No id finds a row that is not one.
-        are_kept = jnp.all(jnp.isnan(marks[0]) & jnp.isfinite(marks[1]))
-        row_ids = jnp.where(are_kept, self.ids, -1)
-        index = nearest_rows(ids, self.vocab_size, order)
-        return _read(row_ids, self.values, index).astype(self.dtype)
+        are_unmixed = jnp.all(jnp.isnan(marks[0]) & jnp.isfinite(marks[1]))
+        # If something changed the marks, the ids of all rows become -1. No lookup asks for row -1,
+        # so each of them reads NaN.
+        row_ids = jnp.where(are_unmixed, self.ids, -1)
+        wanted_ids = nearest_rows(ids, self.vocab_size, order)
+        rows = _read(row_ids, self.values, wanted_ids)
+        return rows.astype(self.dtype)
 
 
 def new_marks(width: int, dtype: Any) -> Float[np.ndarray, "2 d"]:
-    """The marks of rows. Of numpy, since jax_debug_nans lets them pass."""
+    """Makes the marks of rows, as numpy arrays because `jax_debug_nans` lets those pass."""
     return np.repeat([[np.nan], [1]], width, axis=1).astype(dtype)
 
 
 def as_keys(ids: Int32[Array, "k"]) -> Key[Array, "k"]:
-    """Ids as keys of `jax.random`: a dtype that nothing computes with."""
-    # A key has two words.
-    bits = ids.astype(jnp.uint32)
-    return jax.random.wrap_key_data(jnp.stack([bits, bits], axis=-1), impl="threefry2x32")
+    """Wraps ids as keys of `jax.random`, a dtype that no function can compute with."""
+    # A threefry key has two words. Both of them are the id.
+    word = ids.astype(jnp.uint32)
+    words = jnp.stack([word, word], axis=-1)
+    return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
 def _read(
     row_ids: Int32[Array, "k"], values: Float[Array, "n d"], ids: Int32[Array, "..."]
 ) -> Float[Array, "... d"]:
-    """`rows_of_ids`; if devices have different rows, each reads its own for its part of the ids."""
-    (owners, _), by_dimension = typed_axes(values), typed_axes(ids)
-    if not owners:
+    """Looks up the row of each id, as `rows_of_ids` does.
+
+    If the rows are split over devices, each device looks up its own ids in its own rows.
+    """
+    row_axes, _ = typed_axes(values)
+    axes_of_dimensions = typed_axes(ids)
+    if not row_axes:
         return rows_of_ids(row_ids, values, ids)
-    id_axes = sum(by_dimension, ())
-    if {*id_axes} != {*owners}:
-        want = f"split over {owners}, as the ids of the step whose rows are exchanged"
+    id_axes = sum(axes_of_dimensions, ())
+    if {*id_axes} != {*row_axes}:
+        want = f"split over {row_axes}, as the ids of the step whose rows are exchanged"
         raise arguments.value_error("ids", want, f"an array split over {id_axes}")
-    by_owner, of_ids = PartitionSpec(owners), PartitionSpec(*by_dimension)
-    mesh, of_rows = jax.typeof(values).sharding.mesh, PartitionSpec(*by_dimension, ())
-    read = on_each_device(mesh, rows_of_ids, (by_owner, by_owner, of_ids), of_rows)
+    row_spec = PartitionSpec(row_axes)
+    id_spec = PartitionSpec(*axes_of_dimensions)
+    out_spec = PartitionSpec(*axes_of_dimensions, ())
+    mesh = jax.typeof(values).sharding.mesh
+    read = on_each_device(mesh, rows_of_ids, (row_spec, row_spec, id_spec), out_spec)
     return read(row_ids, values, ids)
 
 
 def rows_of_ids(
     row_ids: Int32[Array, "k"], values: Float[Array, "n d"], ids: Int32[Array, "..."]
 ) -> Float[Array, "... d"]:
-    """The value of each id, or NaN for an id that is not among the ascending ids of rows."""
-    # `find_each` would search again for the rows: XLA fuses its result into both uses.
+    """Looks up the row of each id, or NaN if the id is not among the ascending `row_ids`."""
+    # `find_each` would also say which ids are missing. But XLA would fuse the search into both uses
+    # of the result, the lookup and the comparison, and so search twice.
     slots = jnp.minimum(count_below(row_ids, ids), len(row_ids) - 1)
-    # Its gradient sums the repeats of a row before they round to 16 bits.
+    # The gradient of `lookup` sums the repeats of a row first, and then rounds the sum to 16 bits.
     rows = lookup(values, slots, out_of_range="clip")
-    return nan_where(read_each(row_ids, slots) != ids, rows)
+    is_missing = read_each(row_ids, slots) != ids
+    return nan_where(is_missing, rows)
 
 
 def read_rows(table: Array, ids: Int32[Array, "k"]) -> Array:
-    """The rows of ascending ids; an id outside the vocabulary reads the first or the last row."""
+    """Reads the rows of ascending ids.
+
+    An id outside the vocabulary reads the first or the last row.
+    """
     return table.at[ids].get(mode="clip", indices_are_sorted=True, wrap_negative_indices=False)
 
 
 class BatchRows(NamedTuple):
-    """The rows of a table that a batch reads, the same wherever it is read.
+    """Rows of a table that the whole batch reads, the same on every device.
 
     Args:
         table: [v, d].
         ids: [k], ascending and padded.
-        rows: [k, d], what the loss is differentiated by.
+        rows: [k, d], the rows of these ids. The loss is differentiated with respect to them.
     """
 
     table: Array
@@ -156,23 +177,30 @@ class BatchRows(NamedTuple):
     rows: Array
 
     def seen(self, rows: Float[Array, "k d"]) -> tuple[Array, Array]:
-        """The ids whose rows a loss sees, ascending and padded, and their rows."""
+        """Returns the ids whose rows a loss sees, ascending and padded, and these rows."""
         return self.ids, rows
 
     def gradient(self, sums: Float[Array, "k d"]) -> RowGradient:
-        """The table's, from that of the rows."""
-        size, ids = len(self.table), known_after_reading(self.ids, self.rows)
-        # `jax.grad` inserts this sum for arrays that devices with different batches share.
-        if axes := tuple(sorted(varying_axes(sums) - varying_axes(self.table))):
-            ids, sums = sum_over_devices(ids, sums, size, axes)
-        return RowGradient(ids, sums, size)
+        """Returns the gradient of the table, from the gradient of the rows."""
+        vocab_size = len(self.table)
+        ids = known_after_reading(self.ids, self.rows)
+        # If devices with different batches share the table, the gradients of all devices are
+        # summed. For a shared array, `jax.grad` inserts this sum. But here each device has the
+        # gradients of other ids, so the rows of equal ids are found and summed.
+        batch_axes = varying_axes(sums) - varying_axes(self.table)
+        if batch_axes:
+            ids, sums = sum_over_devices(ids, sums, vocab_size, tuple(sorted(batch_axes)))
+        return RowGradient(ids=ids, values=sums, vocab_size=vocab_size)
 
 
 def read_batch_rows(
     table: Float[Array, "v d"], ids: Int32[Array, "..."], max_rows: int
 ) -> BatchRows:
-    """The distinct rows of the whole batch, on every device."""
-    distinct = distinct_rows(on_every_device(ids), len(table), max_rows)
-    if any(typed_axes(table)):
-        return BatchRows(table, distinct, read_or_zero(table, distinct.astype(jnp.uint32)))
-    return BatchRows(table, distinct, read_rows(table, distinct))
+    """Reads the distinct rows of the whole batch, on every device."""
+    row_ids = distinct_rows(on_every_device(ids), len(table), max_rows)
+    is_split = any(typed_axes(table))
+    if is_split:
+        rows = read_or_zero(table, row_ids.astype(jnp.uint32))
+    else:
+        rows = read_rows(table, row_ids)
+    return BatchRows(table=table, ids=row_ids, rows=rows)

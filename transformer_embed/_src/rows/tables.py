@@ -73,10 +73,18 @@ class Tables(NamedTuple):
         """The parameters that a loss sees."""
         stand_ins = {}
         for name, read in reads.items():
-            (size, width), dtype = self.parameters[name].shape, self.parameters[name].dtype
-            (ids, rows), (*_, order) = read.seen(values[name]), self.ids[name]
-            marks = new_marks(width, dtype)
-            stand_ins[name] = GatheredRows(as_keys(ids), marks, rows, name, size, order)
+            table = self.parameters[name]
+            vocab_size, width = table.shape
+            ids, rows = read.seen(values[name])
+            *_, order = self.ids[name]
+            stand_ins[name] = GatheredRows(
+                keys=as_keys(ids),
+                marks=new_marks(width, table.dtype),
+                values=rows,
+                name=name,
+                vocab_size=vocab_size,
+                order=order,
+            )
         return self.unflatten({**values, **stand_ins})
 
     def unflatten(self, values: Mapping[str, Any]) -> Tree:

@@ -1,25 +1,35 @@
-"""Losses of output layers, one chunk of tokens at a time.
+"""Computes losses of output layers one chunk of tokens at a time.
 
-So [tokens, vocabulary] logits never exist at once. A `Loss` has the arithmetic of a chunk: the
-values of its tokens and their gradients in the logits. There are two engines around it.
+So the logits [tokens, vocabulary] of a large batch never exist at once. A `Loss` has the arithmetic
+of a chunk: from the logits, it computes values of the tokens and the gradients of these values. Two
+engines run a loss over the chunks.
 
-`sum_of_losses`: a `scan` over the chunks carries the gradients of each table [rows, d] and bias
-[rows]. The step for a chunk computes its logits [chunk, rows], then its losses and the gradients of
-the logits, and from these the gradient of the chunk's x and its parts of the sums. Then the logits
-are freed. So the gradients are known after the forward pass.
+`sum_of_losses` returns one sum over all tokens. A `scan` over the chunks carries the gradients of
+each table [rows, d] and bias [rows]. The step of a chunk computes the logits [chunk, rows], then
+the losses and the gradients of the logits. From these the step computes the gradient of the chunk's
+x, and adds to the gradients of the tables. Then the logits are freed. So all gradients are known
+after the forward pass.
 
-`map_chunks`: each loss may get another cotangent, so gradients cannot be computed before the
-cotangents are known, and the backward pass computes the logits of a chunk again. A chunk is a step
-of a `scan` and a `jax.checkpoint`, which keeps its x, its labels, and the largest logit and the sum
-of exponentials of each token. Inside it, `_of_chunk` has a rule of its own, which keeps one [chunk,
-vocabulary] array where autodiff of its arithmetic would keep several. If one chunk has all tokens,
-it is not a checkpoint: that array is kept.
+`map_chunks` returns the values of each token. The caller may give each loss another cotangent, so
+gradients cannot be computed before the cotangents are known, and the backward pass computes the
+logits of a chunk again. A chunk is a step of a `scan` and a `jax.checkpoint`. The checkpoint keeps
+the x and the labels of the chunk, and two numbers of each token: the largest logit, and the sum of
+exponentials. Inside the checkpoint, `_values_from_arrays` has a derivative rule of its own, which
+keeps one array [chunk, vocabulary]. Autodiff of the arithmetic would keep several. If one chunk has
+all tokens, the chunk is not a checkpoint, and that array is kept.
 
-On a mesh, each device first receives whole rows and the tokens that they meet (see `OutputSplit`),
-so it holds some rows of the vocabulary. Within a chunk, devices with the same tokens exchange some
-numbers per token, such as the largest logit and the sum of exponentials. At the end the gradient of
-x is summed over the devices with the same tokens; the gradient of the rows is summed over the parts
-of the batch and returns to its columns.
+On a mesh, each device first receives whole rows and the tokens that meet these rows (see
+`OutputSplit`), so a device holds some rows of the vocabulary. Within a chunk, devices with the same
+tokens exchange a few numbers of each token, such as the largest logit and the sum of exponentials.
+At the end, the gradient of x is summed over the devices that have the same tokens. The gradient of
+the rows is summed over the parts of the batch, and returns to the columns of the table.
+
+Shapes are written with these letters:
+
+    t  tokens of a chunk
+    v  table rows on this device
+    c  labels of a token: 1, or the number of candidates
+    d  channels of x
 """
 
 import dataclasses
@@ -41,25 +51,34 @@ from transformer_embed._src import arguments
 from transformer_embed._src.compiled import nan_where
 from transformer_embed._src.partitioning import on_each_device, varying, varying_axes
 from transformer_embed._src.tokens.output_split import Layer, OutputSplit
-from transformer_embed._src.tokens.row_logits import OF_TOKENS, ChunkLogits, chunk_logits, of_column
+from transformer_embed._src.tokens.row_logits import (
+    KEPT_NAME,
+    ChunkLogits,
+    chunk_logits,
+    values_in_columns,
+)
 
-# Bytes of logits that may exist at once: all tokens are one chunk if theirs fit.
-BUDGET = 2**28
-# Otherwise a chunk has a part of them, so that the three arrays of its size that a step may have
-# fit into the 128 MiB of a TPU's fast memory.
-PARTS = 6
-# If that is less than d tokens, a step spends more time on the gradient [v, d] of the table, which
-# it reads and writes, than on its logits. Then a chunk has 2 d tokens if their logits fit, or d. No
-# device gets faster beyond this number of tokens.
+# The bytes of logits that may exist at once. If the logits of all tokens fit, they are one chunk.
+LOGITS_BUDGET = 2**28
+# Otherwise the logits of a chunk take the budget divided by this number. A step may have three
+# arrays of that size, which then fit into the 128 MiB of a TPU's fast memory.
+BUDGET_PARTS = 6
+# If a part of the budget has fewer than d tokens, a step would spend more time on the gradient
+# [v, d] of the table, which is read and written, than on the logits. Then a chunk has 2 d tokens if
+# the logits of so many fit the budget, or else d tokens. No device gets faster beyond this number.
 LARGEST_CHUNK = 2048
-# Of the logits of a token, for each channel of x: with more of them, a copy of x costs little.
-COPIED = 64
+# If the logits of a token have more bytes than this for each channel of x, a copy of x takes little
+# time beside them.
+CHEAP_COPY_BYTES = 64
 REDUCTIONS = ("mean", "sum", "none")
 Layers = tuple[Layer, ...]
 
 
 class Settings(NamedTuple):
-    """Numbers of each token, [..., 1], that have gradients; None: their defaults."""
+    """Settings of a loss that have gradients: a number [..., 1] for each token.
+
+    A setting of None has its default value.
+    """
 
     temperature: Any = None
     label_smoothing: Any = None
@@ -69,58 +88,65 @@ class Settings(NamedTuple):
 DEFAULTS = Settings(temperature=1.0, label_smoothing=0.0, z_loss=0.0)
 
 
-class OfTokens(NamedTuple):
-    """What belongs to tokens [...]; the numbers of labels are [..., c]."""
+class TokenData(NamedTuple):
+    """Arrays that belong to tokens.
 
-    labels: Int32[Array, "*t c"] | None
+    Args:
+        labels: int32 [..., c]. None for a loss without labels.
+        settings: The settings of each token.
+        weights: [..., c], 0 where a label is not counted. For a mean, each weight is divided by the
+            sum of all weights.
+    """
+
+    labels: Any
     settings: Settings
-    # 0 where a label is not counted, and divided by their sum for a mean.
-    weights: Float[Array, "*t c"]
+    weights: Any
 
 
-# Of a place without a token. No weight makes up for a temperature of 0: it is a factor of infinity,
-# and 0 times infinity is NaN in the gradient of the whole table.
-NO_TOKEN = OfTokens._make((-1, DEFAULTS, 0.0))
+# The data of a place without a token. The settings are the defaults, because a temperature of 0
+# would be a factor of infinity. Even with a weight of 0, that would be NaN in the gradient of the
+# whole table.
+NO_TOKEN = TokenData(labels=-1, settings=DEFAULTS, weights=0.0)
 
 
 class Value(NamedTuple):
-    """Values [t, c] of a chunk of t tokens, and their gradients.
+    """Values [t, c] of the tokens of a chunk, such as losses, and the gradients of these values.
 
-    Gradients are finite where a value is infinite, so that a weight of 0 leaves nothing of them.
+    Gradients are finite where a value is infinite, so a weight of 0 leaves nothing of them.
 
     Args:
         values: [t, c].
-        slopes: for each layer [t, v], the gradient in its logits times the mass, the same for each
-            of c. Empty: no gradients.
-        mass: [t, 1], what the slopes are to be divided by.
-        columns: [t, c], the column of a logit that is subtracted from each value. None: the slopes
-            have it.
-        of_settings: the gradients in the settings [t, c]; that in the temperature follows from the
-            slopes.
+        slopes: For each layer, the gradient with respect to the logits, times the mass, [t, v]. All
+            c values of a token share it. Empty, if the values have no gradients.
+        mass: What the slopes are to be divided by, [t, 1].
+        columns: The column of a logit that is subtracted from each value, [t, c]. None, if the
+            slopes contain the gradient of that logit.
+        setting_slopes: The gradients with respect to the settings, [t, c]. The gradient with
+            respect to the temperature may be left out, because it follows from the slopes.
     """
 
     values: Array
     slopes: tuple[Array, ...] = ()
     mass: float | Array = 1.0
     columns: Array | None = None
-    of_settings: Settings = Settings()
+    setting_slopes: Settings = Settings()
 
 
 def as_steps(name: str, shift: Any) -> int:
-    """How many tokens after its own each token predicts; True is 1."""
+    """Converts a shift to a number of tokens. True is 1."""
     steps = int(shift) if isinstance(shift, bool | np.bool_) else shift
     return arguments.integer(name, steps, at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """What is static of a loss.
+    """Static settings of a loss, and the arithmetic for a chunk of tokens.
 
     Args:
-        shift: how many tokens after its own each token predicts.
-        chunk_size: the largest number of tokens in a chunk. None: chosen.
-        reduction: how the losses of tokens are reduced.
-        of_candidates: whether a token has several labels or values, on an axis of their own.
+        shift: How far ahead each token predicts, in tokens.
+        chunk_size: The largest number of tokens in a chunk. If None, it is chosen.
+        reduction: How the losses of tokens are reduced.
+        of_candidates: Whether a token has several labels or values, on an additional axis.
     """
 
     shift: int = 0
@@ -129,237 +155,334 @@ class Loss:
     of_candidates: bool = False
 
     def __post_init__(self):
-        reduction = functools.partial(arguments.choice, choices=REDUCTIONS)
         arguments.convert_fields(
-            self, shift=as_steps, chunk_size=arguments.size, reduction=reduction
+            self,
+            shift=as_steps,
+            chunk_size=arguments.size,
+            reduction=functools.partial(arguments.choice, choices=REDUCTIONS),
         )
 
-    def of_chunk(
+    def values_from_logits(
         self,
         split: OutputSplit,
         logits: tuple[ChunkLogits, ...],
         labels: Int32[Array, "t c"] | None,
         settings: Settings,
     ) -> tuple[Value, ...]:
-        """The losses of a chunk of t tokens on a device, and other values."""
+        """Computes the losses of a chunk on a device, and further values.
+
+        Args:
+            split: How the first layer is split.
+            logits: The logits of each layer.
+            labels: The labels of the chunk's tokens.
+            settings: The settings of the chunk's tokens.
+        """
         raise NotImplementedError
 
-    def bytes_of_token(self, of_tokens: OfTokens, layers: Layers) -> Any:
-        """Of its logits on a device."""
+    def bytes_of_token(self, token_data: TokenData, layers: Layers) -> Any:
+        """Returns how many bytes the logits of a token take on a device."""
         return sum(layer.wide.shape[0] * layer.wide.dtype.itemsize for layer in layers)
 
-    def of_tokens(self, of_tokens: OfTokens, layers: Layers, is_only: bool) -> tuple[Array, ...]:
-        """The values of a chunk, which may be the only one, times their weights."""
-        labels, settings, weights = of_tokens
-        # Without the weights: for their product, the backward pass would compute the losses again.
-        of_chunk = _of_chunk if is_only else again_in_backward(_of_chunk)
-        losses, *others = of_chunk(self, labels, settings, layers)
-        others = (weighted(each, weights.max(-1, keepdims=True)) for each in others)
-        return weighted(losses, nan_outside(layers[0].split, of_tokens)), *others
+    def values_of_chunk(
+        self, token_data: TokenData, layers: Layers, is_only_chunk: bool
+    ) -> tuple[Array, ...]:
+        """Computes the values of a chunk, times the weights of the tokens."""
+        from_arrays = _values_from_arrays
+        if not is_only_chunk:
+            from_arrays = again_in_backward(_values_from_arrays)
+        # The weights are multiplied outside of the checkpoint. If they were multiplied inside, the
+        # backward pass would compute the losses again for the gradient of the product.
+        losses, *others = from_arrays(self, token_data.labels, token_data.settings, layers)
+        losses = weighted(losses, weights_or_nan(layers[0].split, token_data))
+        # Other values belong to a token and not to one label.
+        others = [weighted(values, token_data.weights.max(-1, keepdims=True)) for values in others]
+        return losses, *others
 
     def returned(self, values: tuple[Array, ...], weights: Array) -> Any:
-        """What the public function returns, of the reduced values and the weights."""
+        """Makes the result of the public function from the reduced values and the weights."""
         first, *others = values
         return values if others else first
 
 
-# For functions of a static loss and arrays: the backward pass computes them again, but not what is
-# named. In a loop nothing can be shared with it: barriers against that would only cost.
+# Wraps a function of a static loss and arrays. The backward pass computes the function again,
+# except for what has the name that the policy keeps. In a loop, XLA cannot merge the second
+# computation with the first, so barriers against merging would only cost time.
 again_in_backward: Any = functools.partial(
     jax.checkpoint,
     prevent_cse=False,
     static_argnums=0,
-    policy=jax.checkpoint_policies.save_only_these_names(OF_TOKENS),
+    policy=jax.checkpoint_policies.save_only_these_names(KEPT_NAME),
 )
 
 
 def weighted(losses: Float[Array, "..."], weights: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The losses times their weights: 0 where a weight is, also of an infinite loss or NaN."""
-    return without_unused(losses, weights) * weights
+    """Multiplies losses by weights.
 
-
-def without_unused(losses: Float[Array, "..."], weights: Float[Array, "..."]) -> Array:
-    """The losses, 0 where one without a weight is infinite or NaN."""
-    return jnp.where((weights == 0) & ~jnp.isfinite(losses), 0, losses)
-
-
-def nan_outside(split: OutputSplit, of_tokens: OfTokens) -> Float[Array, "..."]:
-    """The weights, NaN where a label is counted and outside the vocabulary.
-
-    NaN makes a loss NaN, and also all its gradients.
+    The product is 0 where a weight is 0, also if the loss is infinite or NaN.
     """
-    labels, _, weights = of_tokens
+    return finite_if_unused(losses, weights) * weights
+
+
+def finite_if_unused(losses: Float[Array, "..."], weights: Float[Array, "..."]) -> Array:
+    """Sets to 0 the losses that are infinite or NaN and have no weight."""
+    is_unused = weights == 0
+    return jnp.where(is_unused & ~jnp.isfinite(losses), 0, losses)
+
+
+def weights_or_nan(split: OutputSplit, token_data: TokenData) -> Float[Array, "..."]:
+    """Returns the weights, with NaN where a counted label is outside the vocabulary.
+
+    NaN as a weight makes the loss and all gradients NaN.
+    """
+    labels = token_data.labels
+    weights = token_data.weights
     if labels is None:
         return weights
-    outside = jnp.asarray(labels).astype(jnp.uint32) >= split.vocab_size
-    return nan_where(outside & (weights != 0), weights)
+    # As uint32, a negative label is above the vocabulary.
+    is_outside = jnp.asarray(labels).astype(jnp.uint32) >= split.vocab_size
+    return nan_where(is_outside & (weights != 0), weights)
 
 
 # --- chunks
 
 
-def number_of_chunks(loss: Loss, of_tokens: OfTokens, layers: Layers) -> int:
-    """Of the tokens of a device."""
-    *tokens, width = layers[0].x.shape
-    total, bytes_of_token = math.prod(tokens), loss.bytes_of_token(of_tokens, layers)
+def number_of_chunks(loss: Loss, token_data: TokenData, layers: Layers) -> int:
+    """Chooses how many chunks the tokens of a device are cut into."""
+    *token_shape, width = layers[0].x.shape
+    token_count = math.prod(token_shape)
+    bytes_of_token = loss.bytes_of_token(token_data, layers)
     if loss.chunk_size is not None:
-        return -(-total // loss.chunk_size)
-    # Of a vocabulary of a symbolic size, as many as of a large one.
+        return _quotient_rounded_up(token_count, loss.chunk_size)
+    # A vocabulary of a symbolic size gets as many chunks as a large one.
     is_symbolic = export.is_symbolic_dim(bytes_of_token)
-    fitting = 0 if is_symbolic else BUDGET // max(bytes_of_token, 1)
-    size = fitting if total <= fitting else fitting // PARTS
-    least, enough = min(width, LARGEST_CHUNK), min(2 * width, LARGEST_CHUNK)
-    if size < least:
-        size = enough if enough <= fitting else least
-    count = -(-total // max(size, 1))
-    # To fill up the last chunk, x is copied. That takes long beside the logits of few words: then
-    # the number of chunks divides the tokens, if it can.
-    if is_symbolic or bytes_of_token > COPIED * width:
+    fitting_tokens = 0 if is_symbolic else LOGITS_BUDGET // max(bytes_of_token, 1)
+    chunk_size = _chosen_chunk_size(token_count, fitting_tokens, width)
+    count = _quotient_rounded_up(token_count, max(chunk_size, 1))
+    # The last chunk may need places without a token, and x is copied to add them. The copy takes
+    # long if the vocabulary is small. Then a number of chunks below twice the count is chosen that
+    # divides the number of tokens, if one exists.
+    if is_symbolic or bytes_of_token > CHEAP_COPY_BYTES * width:
         return count
-    return next((each for each in range(count, 2 * count) if total % each == 0), count)
+    divisors = (each for each in range(count, 2 * count) if token_count % each == 0)
+    return next(divisors, count)
 
 
-def cut_into_chunks(count: int, xs: list[Array], of_tokens: Any) -> Any:
-    """[count, size, c] of each of the values [..., c] of all tokens.
+def _chosen_chunk_size(token_count: int, fitting_tokens: int, width: int) -> int:
+    """Chooses how many tokens a chunk has, for logits of `fitting_tokens` in the budget."""
+    size = fitting_tokens
+    if token_count > fitting_tokens:
+        size = fitting_tokens // BUDGET_PARTS
+    least = min(width, LARGEST_CHUNK)
+    if size >= least:
+        return size
+    enough = min(2 * width, LARGEST_CHUNK)
+    return enough if enough <= fitting_tokens else least
 
-    Each chunk takes every count-th token, so each device has a part of each chunk if the batch is
-    split. Places without a token fill the last chunks.
+
+def _quotient_rounded_up(dividend: int, divisor: int) -> int:
+    """Divides two numbers and rounds the quotient up."""
+    return -(-dividend // divisor)
+
+
+class Chunks(NamedTuple):
+    """Arrays of all tokens, cut into chunks: [chunks, t, c], or [chunks, t, d] for x.
+
+    Args:
+        xs: The x of each layer.
+        token_data: What belongs to the tokens.
     """
-    total = math.prod(xs[0].shape[:-1])
-    size = max(-(-total // count), 1)
 
-    def cut(array, fill=0):
+    xs: list[Array]
+    token_data: TokenData
+
+
+def cut_into_chunks(count: int, xs: list[Array], token_data: TokenData) -> Chunks:
+    """Cuts the values [..., c] of all tokens into chunks.
+
+    Each chunk takes every count-th token. So if the batch is split, each device has a part of each
+    chunk. Places without a token fill the last chunks.
+    """
+    token_count = math.prod(xs[0].shape[:-1])
+    chunk_size = max(_quotient_rounded_up(token_count, count), 1)
+    added_tokens = count * chunk_size - token_count
+
+    def cut(array: Any, fill: Any = 0) -> Any:
         if array is None:
             return None
-        width, added = array.shape[-1], ((0, count * size - total), (0, 0))
-        tokens = jnp.pad(array.reshape(total, width), added, constant_values=fill)
-        return tokens.reshape(size, count, width).swapaxes(0, 1)
+        width = array.shape[-1]
+        tokens = array.reshape(token_count, width)
+        tokens = jnp.pad(tokens, ((0, added_tokens), (0, 0)), constant_values=fill)
+        return tokens.reshape(chunk_size, count, width).swapaxes(0, 1)
 
-    of_tokens = jax.tree.map(cut, of_tokens, NO_TOKEN, is_leaf=lambda leaf: leaf is None)
-    return [cut(x) for x in xs], of_tokens
+    cut_data = jax.tree.map(cut, token_data, NO_TOKEN, is_leaf=lambda leaf: leaf is None)
+    return Chunks(xs=[cut(x) for x in xs], token_data=cut_data)
+
+
+def _join_chunks(array: Array, token_shape: tuple[int, ...]) -> Array:
+    """Joins values [chunks, t, c] to [*token_shape, c], and drops the places without a token."""
+    count, chunk_size, width = array.shape
+    tokens = array.swapaxes(0, 1).reshape(chunk_size * count, width)
+    return tokens[: math.prod(token_shape)].reshape(*token_shape, width)
 
 
 def _scan_chunks(
-    loss: Loss, step: Callable, start: Callable, of_tokens: OfTokens, layers: Layers
+    loss: Loss, step: Callable, start: Callable, token_data: TokenData, layers: Layers
 ) -> tuple[Any, Any]:
-    """On a device, the scan of `step(carry, of_tokens, layers, is_only)` from `start(layers)`.
+    """Runs a step for each chunk of a device's tokens.
 
-    Returns the last carry, and of the chunks a number each [chunks], or values [..., c] of tokens.
+    Args:
+        loss: The loss, which says how many chunks there are.
+        step: `step(carry, token_data, layers, is_only_chunk)`, for one chunk. It returns the next
+            carry and the chunk's results.
+        start: `start(layers)`, the first carry.
+        token_data: What belongs to the tokens of the device.
+        layers: The layers on the device.
+
+    Returns:
+        The last carry, and the results of all chunks: a scalar of each chunk becomes [chunks], and
+        values of tokens become [..., c].
     """
-    layers = tuple(map(_gathered, layers))
-    # All vary along the same axes, so that their gradients are summed over devices after the loop.
-    axes = frozenset().union(*map(varying_axes, jax.tree.leaves((of_tokens, layers))))
+    layers = tuple(map(_with_whole_rows, layers))
+    # All arrays vary along the same mesh axes, so that gradients are summed over devices after the
+    # loop and not inside it.
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves((token_data, layers))))
     layers = jax.tree.map(lambda array: varying(array, axes), layers)
-    # Without tokens too, one place without a token: jax does not batch derivatives of no steps.
-    xs, count = [layer.x for layer in layers], max(number_of_chunks(loss, of_tokens, layers), 1)
-    shape = xs[0].shape[:-1]
+    xs = [layer.x for layer in layers]
+    # Without tokens, one chunk has one place without a token, because jax does not batch the
+    # derivatives of a loop of no steps.
+    count = max(number_of_chunks(loss, token_data, layers), 1)
+    is_only_chunk = count == 1
+    token_shape = xs[0].shape[:-1]
 
-    def of_chunk(carry, chunk):
-        xs, of_chunk = chunk
-        each = zip(layers, xs, strict=True)
-        in_chunk = tuple(dataclasses.replace(layer, x=x) for layer, x in each)
-        return step(carry, of_chunk, in_chunk, count <= 1)
+    def step_of_chunk(carry, chunk: Chunks):
+        chunk_layers = tuple(
+            dataclasses.replace(layer, x=x) for layer, x in zip(layers, chunk.xs, strict=True)
+        )
+        return step(carry, chunk.token_data, chunk_layers, is_only_chunk)
 
     def join(array):
-        if array.ndim == 1:
-            return array
-        count, size, width = array.shape
-        tokens = array.swapaxes(0, 1).reshape(size * count, width)
-        return tokens[: math.prod(shape)].reshape(*shape, width)
+        is_scalar_of_chunk = array.ndim == 1
+        return array if is_scalar_of_chunk else _join_chunks(array, token_shape)
 
-    chunks = cut_into_chunks(count, xs, of_tokens)
-    carry, values = jax.lax.scan(of_chunk, start(layers), chunks)
-    return carry, jax.tree.map(join, values)
+    chunks = cut_into_chunks(count, xs, token_data)
+    carry, results = jax.lax.scan(step_of_chunk, start(layers), chunks)
+    return carry, jax.tree.map(join, results)
 
 
-def _gathered(layer: Layer) -> Layer:
-    """On a device, a layer with whole rows."""
-    rows = layer.split.exchange(layer.table, 0)
-    dtype = arguments.compute_dtype(layer.x.dtype, rows.dtype)
-    wide, bias = jax.tree.map(lambda array: array.astype(dtype), (rows, layer.bias))
-    return Layer(layer.x, rows, bias, wide, layer.split)
+def _with_whole_rows(layer: Layer) -> Layer:
+    """Gives a layer on a device whole rows, and converts rows and bias to the dtype of sums."""
+    table = layer.split.exchange(layer.table, 0)
+    dtype = arguments.compute_dtype(layer.x.dtype, table.dtype)
+    wide, bias = jax.tree.map(lambda array: array.astype(dtype), (table, layer.bias))
+    return Layer(x=layer.x, table=table, bias=bias, wide=wide, split=layer.split)
 
 
-def _values(
+def _values_and_logits(
     loss: Loss, labels: Any, settings: Settings, layers: Layers
 ) -> tuple[tuple[Value, ...], tuple[ChunkLogits, ...]]:
+    """Computes the values of a chunk, and the logits of each layer."""
     split = layers[0].split
-    logits = tuple(chunk_logits(layer, settings.temperature) for layer in layers)
-    values = loss.of_chunk(split, logits, labels, settings)
-    if settings.temperature is not None:
-        # The derivative in the temperature is 0 at a ban, not 0 times infinity.
-        shifted = [jnp.where(jnp.isneginf(z), 0, z) for z in (each.shifted for each in logits)]
+    temperature = settings.temperature
+    logits = tuple(chunk_logits(layer, temperature) for layer in layers)
+    values = loss.values_from_logits(split, logits, labels, settings)
+    if temperature is None:
+        return values, logits
+    # The logits are divided by the temperature, so a derivative with respect to the temperature is
+    # the derivative along the logits, divided by -temperature. A ban counts as 0 there, because 0
+    # times infinity would be NaN.
+    finite_logits = [jnp.where(jnp.isneginf(chunk.shifted), 0, chunk.shifted) for chunk in logits]
 
-        def with_gradient(value):
-            along = _along(split, value, shifted) / -settings.temperature
-            return value._replace(of_settings=value.of_settings._replace(temperature=along))
+    def with_temperature(value: Value) -> Value:
+        """Adds the gradient with respect to the temperature."""
+        slope = _slope_along(split, value, finite_logits) / -temperature
+        return value._replace(setting_slopes=value.setting_slopes._replace(temperature=slope))
 
-        values = tuple(map(with_gradient, values))
-    return values, logits
+    return tuple(map(with_temperature, values)), logits
 
 
-def _along(split: OutputSplit, value: Value, of_logits: Sequence[Array]) -> Float[Array, "t c"]:
-    """The tangents of a chunk's values by those of the logits of its layers."""
+def _slope_along(
+    split: OutputSplit, value: Value, directions: Sequence[Array]
+) -> Float[Array, "t c"]:
+    """Computes the derivative of a chunk's values along a direction of each layer's logits."""
     total = jnp.zeros_like(value.values)
-    for slopes, of_layer in zip(value.slopes, of_logits, strict=False):
-        total += split.total(slopes * of_layer) / value.mass
+    for slopes, direction in zip(value.slopes, directions, strict=False):
+        total += split.total(slopes * direction) / value.mass
     if value.columns is not None:
-        total -= jax.lax.psum(of_column(value.columns, of_logits[0]), split.vocabulary)
+        subtracted = values_in_columns(value.columns, directions[0])
+        total -= jax.lax.psum(subtracted, split.vocabulary)
     return total
 
 
 def _slope_dtype(layer: Layer) -> Any:
-    """The dtype in which gradients of logits are multiplied.
+    """Returns the dtype in which gradients of logits are multiplied.
 
-    It is that of x and the table if both are in bfloat16. Float16 would lose small ones.
+    It is bfloat16 if x and the table are both in bfloat16. Float16 would lose small gradients.
     """
     dtypes = layer.x.dtype, layer.table.dtype
-    is_narrow = all(dtype == jnp.bfloat16 for dtype in dtypes)
-    return jnp.dtype(jnp.bfloat16) if is_narrow else arguments.compute_dtype(*dtypes)
+    is_bfloat16 = all(dtype == jnp.bfloat16 for dtype in dtypes)
+    return jnp.dtype(jnp.bfloat16) if is_bfloat16 else arguments.compute_dtype(*dtypes)
 
 
-# --- each of the values
+def _layer_specs(layers: Layers) -> Layers:
+    """Returns how the arrays of each layer are split over the mesh."""
+    return tuple(layer.split.specs() for layer in layers)
 
 
-def map_chunks(loss: Loss, of_tokens: OfTokens, layers: Layers) -> tuple[Array, ...]:
-    """The values of `loss.of_tokens` for each token, [..., c]."""
-
-    def step(_, *chunk):
-        return None, loss.of_tokens(*chunk)
-
-    def on_device(of_tokens, layers):
-        return _scan_chunks(loss, step, lambda _: None, of_tokens, layers)[1]
-
-    spec, _ = specs = _specs(layers)
-    return on_each_device(layers[0].split.mesh, on_device, specs, spec)(of_tokens, layers)
+# --- the values of each token
 
 
-def _specs(layers: Layers) -> tuple[PartitionSpec, Layers]:
-    """How the arrays of tokens and of layers are split."""
-    of_layers = tuple(layer.split.specs() for layer in layers)
-    return of_layers[0].x, of_layers
+def map_chunks(loss: Loss, token_data: TokenData, layers: Layers) -> tuple[Array, ...]:
+    """Computes the values of `loss.values_of_chunk` for each token, [..., c]."""
+
+    def no_carry(layers):
+        return None
+
+    def step(carry, token_data, layers, is_only_chunk):
+        return carry, loss.values_of_chunk(token_data, layers, is_only_chunk)
+
+    def on_device(token_data, layers):
+        _, values = _scan_chunks(loss, step, no_carry, token_data, layers)
+        return values
+
+    mesh = layers[0].split.mesh
+    layer_specs = _layer_specs(layers)
+    token_spec = layer_specs[0].x
+    run = on_each_device(mesh, on_device, (token_spec, layer_specs), token_spec)
+    return run(token_data, layers)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _of_chunk(loss: Loss, *arrays: Any) -> tuple[Array, ...]:
-    return tuple(value.values for value in _values(loss, *arrays)[0])
+def _values_from_arrays(
+    loss: Loss, labels: Any, settings: Settings, layers: Layers
+) -> tuple[Array, ...]:
+    """Computes the values of a chunk, without weights."""
+    values, _ = _values_and_logits(loss, labels, settings, layers)
+    return tuple(value.values for value in values)
 
 
-@functools.partial(_of_chunk.defjvp, symbolic_zeros=True)
-def _of_chunk_jvp(loss: Loss, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    (values, logits), layers = _values(loss, *primals), primals[2]
-    _, of_settings, of_layers = tangents
-    of_logits = [_logit_tangents(*each) for each in zip(logits, layers, of_layers, strict=True)]
+@functools.partial(_values_from_arrays.defjvp, symbolic_zeros=True)
+def _values_from_arrays_jvp(
+    loss: Loss, primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[Any, Any]:
+    """Computes the values of a chunk, and the tangents of these values from their slopes."""
+    labels, settings, layers = primals
+    _, setting_tangents, layer_tangents = tangents
+    values, logits = _values_and_logits(loss, labels, settings, layers)
+    logit_tangents = [
+        _logit_tangents(chunk, layer, layer_tangent)
+        for chunk, layer, layer_tangent in zip(logits, layers, layer_tangents, strict=True)
+    ]
+    split = layers[0].split
 
-    def tangent(value):
-        along = _along(layers[0].split, value, of_logits)
-        return _dot(value.of_settings, of_settings, lambda product: product, along)
+    def tangent_of(value: Value) -> Array:
+        along_logits = _slope_along(split, value, logit_tangents)
+        return _add_products(along_logits, value.setting_slopes, setting_tangents)
 
-    return tuple(value.values for value in values), tuple(map(tangent, values))
+    return tuple(value.values for value in values), tuple(map(tangent_of, values))
 
 
 def _logit_tangents(logits: ChunkLogits, layer: Layer, tangents: Layer) -> Float[Array, "t v"]:
-    """The tangents of the logits, by all of the layer that have some."""
+    """Computes the tangents of the logits from the tangents of a layer's arrays."""
     dtype = _slope_dtype(layer)
     multiply = functools.partial(jnp.einsum, "td,vd->tv", preferred_element_type=dtype)
     total = jnp.zeros_like(logits.shifted)
@@ -372,100 +495,188 @@ def _logit_tangents(logits: ChunkLogits, layer: Layer, tangents: Layer) -> Float
     return total * (logits.slope * logits.slope_factor)
 
 
-# --- their sum
+# --- the sum over all tokens
+
+
+class TableGradients(NamedTuple):
+    """Gradients of the rows [v, d] and of the bias [v] of a layer, summed over chunks."""
+
+    rows: Array
+    bias: Array | None
+
+
+class ChunkResults(NamedTuple):
+    """Results of a step of `sum_of_losses` that belong to one chunk.
+
+    Args:
+        sums: The sum of each kind of value, times the weights.
+        settings: Gradients with respect to the settings, [t, c].
+        weights: Gradients with respect to the weights, [t, c].
+        xs: The gradient with respect to the x of each layer, [t, d].
+    """
+
+    sums: list[Array]
+    settings: Settings
+    weights: Array
+    xs: tuple[Array, ...]
+
+
+class SumsAndGradients(NamedTuple):
+    """Sums over all tokens, and the gradients of the first sum.
+
+    Args:
+        sums: The sum of each kind of value, times the weights.
+        settings: The gradients with respect to the settings.
+        weights: The gradients with respect to the weights.
+        layers: The gradients with respect to the arrays of each layer. The gradient of the rows is
+            the `table` of a layer.
+    """
+
+    sums: Any
+    settings: Any
+    weights: Any
+    layers: Any
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def sum_of_losses(loss: Loss, *arrays: Any) -> tuple[Array, ...]:
-    """The sums of the values of `loss.of_chunk` times weights; only the first has gradients."""
-    return _sums_and_gradients(loss, *arrays)[0]
+def sum_of_losses(loss: Loss, token_data: TokenData, layers: Layers) -> tuple[Array, ...]:
+    """Sums the values of `loss.values_from_logits` times weights over all tokens.
+
+    Only the first sum has gradients.
+    """
+    return _sums_and_gradients(loss, token_data, layers).sums
 
 
 @functools.partial(sum_of_losses.defjvp, symbolic_zeros=True)
 def _sum_jvp(loss: Loss, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    """The tangent is linear in the tangents, with the gradients as coefficients.
+    """Computes the sums, and the tangents of the sums.
 
-    So its transpose only scales the gradients. Lowering drops what computes the others.
+    A tangent is linear in the tangents of the arrays, with the gradients as coefficients. So the
+    transpose only scales the gradients. Lowering drops the computation of unused gradients.
     """
-    (total, *others), *gradients = _sums_and_gradients(loss, *primals)
-    (_, *of_tokens), of_layers = tangents
-    tangent = _dot(gradients, [*of_tokens, of_layers], jnp.sum, jnp.zeros_like(total))
+    token_data, layers = primals
+    token_tangents, layer_tangents = tangents
+    result = _sums_and_gradients(loss, token_data, layers)
+    total, *others = result.sums
+    gradients = (result.settings, result.weights, result.layers)
+    array_tangents = (token_tangents.settings, token_tangents.weights, layer_tangents)
+    tangent = _add_products(jnp.zeros_like(total), gradients, array_tangents, reduce=jnp.sum)
     return (total, *others), (tangent, *map(jnp.zeros_like, others))
 
 
-def _dot(gradients: Any, tangents: Any, reduced: Callable, total: Array) -> Array:
-    """The total plus the products of gradients and tangents, which are in one tree."""
-    trees = (
-        jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None) for tree in (gradients, tangents)
-    )
-    for gradient, tangent in zip(*trees, strict=True):
-        if gradient is not None and not isinstance(tangent, SymbolicZero | None):
-            total += reduced(gradient * tangent.astype(gradient.dtype))
+def _add_products(
+    total: Array, gradients: Any, tangents: Any, reduce: Callable | None = None
+) -> Array:
+    """Adds the products of gradients and tangents, leaf by leaf.
+
+    Args:
+        total: The array that the products are added to.
+        gradients: A tree of arrays, or None where an array has no gradient.
+        tangents: A tree with as many leaves, or None or `SymbolicZero` where there is no tangent.
+        reduce: A function of each product, whose result is added. If None, the product is added.
+    """
+
+    def leaves(tree):
+        return jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)
+
+    for gradient, tangent in zip(leaves(gradients), leaves(tangents), strict=True):
+        has_tangent = not isinstance(tangent, SymbolicZero | None)
+        if gradient is not None and has_tangent:
+            product = gradient * tangent.astype(gradient.dtype)
+            total += product if reduce is None else reduce(product)
     return total
 
 
-def _sums_and_gradients(loss: Loss, of_tokens: OfTokens, layers: Layers) -> tuple[Any, ...]:
-    """The sums, and the gradients of the first one in the settings, the weights and the layers."""
-    first, *_ = splits = [layer.split for layer in layers]
+def _sums_and_gradients(loss: Loss, token_data: TokenData, layers: Layers) -> SumsAndGradients:
+    """Computes the sums of all tokens, and the gradients of the first sum."""
+    splits = [layer.split for layer in layers]
+    first_split = splits[0]
 
-    def start(layers):
-        return jax.tree.map(jnp.zeros_like, tuple((layer.wide, layer.bias) for layer in layers))
+    def zero_gradients(layers):
+        tables = tuple(TableGradients(rows=layer.wide, bias=layer.bias) for layer in layers)
+        return jax.tree.map(jnp.zeros_like, tables)
 
-    def on_device(of_tokens, layers):
-        add = functools.partial(_add_chunk, loss)
-        of_tables, (sums, *of_tokens, of_xs) = _scan_chunks(loss, add, start, of_tokens, layers)
-        batch = sum(first.tokens, ())
-        sums, of_tables = jax.lax.psum((tuple(map(jnp.sum, sums)), of_tables), batch)
-        of_xs = jax.lax.psum(of_xs, first.vocabulary)
-        of_layers = tuple(
-            Layer(of_x, split.exchange(of_rows, 1), of_bias, None, split)
-            for split, of_x, (of_rows, of_bias) in zip(splits, of_xs, of_tables, strict=True)
+    def on_device(token_data, layers):
+        step = functools.partial(_add_chunk, loss)
+        tables, chunks = _scan_chunks(loss, step, zero_gradients, token_data, layers)
+        sums = tuple(map(jnp.sum, chunks.sums))
+        # Sums and gradients of tables are added over the parts of the batch. Gradients of x are
+        # added over the parts of the vocabulary.
+        batch_axes = sum(first_split.tokens, ())
+        sums, tables = jax.lax.psum((sums, tables), batch_axes)
+        xs = jax.lax.psum(chunks.xs, first_split.vocabulary)
+        layer_gradients = tuple(
+            Layer(x=x, table=split.exchange(table.rows, 1), bias=table.bias, wide=None, split=split)
+            for split, x, table in zip(splits, xs, tables, strict=True)
         )
-        return sums, *of_tokens, of_layers
+        return SumsAndGradients(
+            sums=sums, settings=chunks.settings, weights=chunks.weights, layers=layer_gradients
+        )
 
-    spec, of_layers = specs = _specs(layers)
-    out_specs = PartitionSpec(), spec, spec, of_layers
-    return on_each_device(first.mesh, on_device, specs, out_specs)(of_tokens, layers)
+    layer_specs = _layer_specs(layers)
+    token_spec = layer_specs[0].x
+    out_specs = SumsAndGradients(
+        sums=PartitionSpec(), settings=token_spec, weights=token_spec, layers=layer_specs
+    )
+    run = on_each_device(first_split.mesh, on_device, (token_spec, layer_specs), out_specs)
+    return run(token_data, layers)
 
 
 def _add_chunk(
-    loss: Loss, of_tables: tuple[Any, ...], of_tokens: OfTokens, layers: Layers, _
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The gradients of tables and biases after adding those of a chunk, and what is the chunk's."""
-    labels, settings, weights = of_tokens
-    (losses, *others), logits = _values(loss, labels, settings, layers)
-    of_losses = nan_outside(layers[0].split, of_tokens)
-    sums = [
-        jnp.sum(weighted(losses.values, of_losses)),
-        *(jnp.sum(weighted(value.values, weights)) for value in others),
-    ]
-    of_settings = jax.tree.map(lambda slopes: weighted(slopes, of_losses), losses.of_settings)
-    gradients = [
-        _of_layer(
-            layer,
-            slopes * each.slope,
-            weighted(jnp.asarray(each.slope_factor / losses.mass, of_losses.dtype), of_losses),
-        )
-        for layer, slopes, each in zip(layers, losses.slopes, logits, strict=True)
-    ]
-    of_xs, more = zip(*gradients, strict=True)
-    of_weights = without_unused(losses.values, of_losses)
-    return jax.tree.map(operator.add, of_tables, more), (sums, of_settings, of_weights, of_xs)
+    loss: Loss,
+    tables: tuple[TableGradients, ...],
+    token_data: TokenData,
+    layers: Layers,
+    _is_only_chunk: bool,
+) -> tuple[tuple[TableGradients, ...], ChunkResults]:
+    """Adds a chunk's part to the gradients of all tables, and computes the chunk's results."""
+    weights = token_data.weights
+    values, logits = _values_and_logits(loss, token_data.labels, token_data.settings, layers)
+    losses, *others = values
+    loss_weights = weights_or_nan(layers[0].split, token_data)
+    sums = [jnp.sum(weighted(losses.values, loss_weights))]
+    sums += [jnp.sum(weighted(value.values, weights)) for value in others]
+    setting_gradients = jax.tree.map(
+        lambda slopes: weighted(slopes, loss_weights), losses.setting_slopes
+    )
+    x_gradients = []
+    chunk_tables = []
+    for layer, chunk, slopes in zip(layers, logits, losses.slopes, strict=True):
+        product_slopes = slopes * chunk.slope
+        slope_factors = jnp.asarray(chunk.slope_factor / losses.mass, loss_weights.dtype)
+        factors = weighted(slope_factors, loss_weights)
+        x_gradient, table_gradients = _layer_gradients(layer, product_slopes, factors)
+        x_gradients.append(x_gradient)
+        chunk_tables.append(table_gradients)
+    weight_gradients = finite_if_unused(losses.values, loss_weights)
+    results = ChunkResults(
+        sums=sums, settings=setting_gradients, weights=weight_gradients, xs=tuple(x_gradients)
+    )
+    return jax.tree.map(operator.add, tables, tuple(chunk_tables)), results
 
 
-def _of_layer(
+def _layer_gradients(
     layer: Layer, slopes: Float[Array, "t v"], factors: Any
-) -> tuple[Array, tuple[Array, Array | None]]:
-    """The gradients of a chunk's x, and its parts of those of the rows and the bias."""
+) -> tuple[Float[Array, "t d"], TableGradients]:
+    """Computes the gradient of a chunk's x, and the chunk's part of the table's gradients.
+
+    Args:
+        layer: The layer, with the x of the chunk.
+        slopes: Times the factors, the gradients with respect to the products of x and the rows.
+        factors: [t, 1].
+    """
     multiply = functools.partial(jnp.einsum, preferred_element_type=factors.dtype)
     dtype = _slope_dtype(layer)
     if dtype != factors.dtype:
-        # Rounded once, as autodiff rounds the gradient of a narrow product.
-        slopes, factors = (slopes * factors).astype(dtype), 1.0
-    of_rows = multiply("tv,td->vd", slopes, factors * layer.x.astype(dtype))
-    of_bias = None
+        # The slopes are rounded once, as autodiff rounds the gradient of a narrow product.
+        slopes = (slopes * factors).astype(dtype)
+        factors = 1.0
+    rows_gradient = multiply("tv,td->vd", slopes, factors * layer.x.astype(dtype))
+    bias_gradient = None
     if layer.bias is not None:
-        # Eight equal columns: a TPU takes as long for a plain sum as for a product with all of x.
+        # The sum over tokens is a product with eight equal columns, because a TPU takes as long for
+        # a plain sum as for a product with all of x.
         columns = jnp.broadcast_to(jnp.asarray(factors, dtype), (len(slopes), 8))
-        of_bias = multiply("tv,tc->vc", slopes, columns)[:, 0]
-    return factors * multiply("tv,vd->td", slopes, layer.table), (of_rows, of_bias)
+        bias_gradient = multiply("tv,tc->vc", slopes, columns)[:, 0]
+    x_gradient = factors * multiply("tv,vd->td", slopes, layer.table)
+    return x_gradient, TableGradients(rows=rows_gradient, bias=bias_gradient)

@@ -15,7 +15,7 @@ from transformer_embed._src.tokens.chunks import Loss, Settings, Value
 from transformer_embed._src.tokens.losses import compute
 from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
 from transformer_embed._src.tokens.output_split import OutputSplit
-from transformer_embed._src.tokens.row_logits import ChunkLogits, columns_of, sums_of_rows
+from transformer_embed._src.tokens.row_logits import ChunkLogits, columns_of_ids, token_sums
 
 
 class LossMetrics(NamedTuple):
@@ -143,9 +143,14 @@ def linear_cross_entropy(
         https://arxiv.org/abs/2204.02311. The name and shift: Wijmans et al., "Cut Your Losses in
         Large-Vocabulary Language Models" (2024), https://arxiv.org/abs/2411.09009
     """
-    metrics = arguments.flag("with_metrics", with_metrics)
+    loss = CrossEntropy(
+        shift=shift,
+        chunk_size=chunk_size,
+        reduction=reduction,
+        with_metrics=arguments.flag("with_metrics", with_metrics),
+    )
     return compute(
-        CrossEntropy(shift, chunk_size, reduction, with_metrics=metrics),
+        loss,
         (as_output_layer(x, output),),
         labels=labels,
         mask=mask,
@@ -169,8 +174,8 @@ class CrossEntropy(Loss):
             return losses
         return losses, LossMetrics(*jax.lax.stop_gradient([*metrics, weights]))
 
-    def of_chunk(self, split, logits, labels, settings) -> tuple[Value, ...]:
-        """The losses, and what else is asked for.
+    def values_from_logits(self, split, logits, labels, settings) -> tuple[Value, ...]:
+        """Computes the losses, and the other values that are asked for.
 
         With logits z, their maximum m, targets p that sum to 1, `total = sum(exp(z - m))` and
         `log_z = log(total) + m`, the loss is `log(total) - sum(p * (z - m)) + z_loss * log_z**2`.
@@ -178,27 +183,36 @@ class CrossEntropy(Loss):
         `mass = total / (1 + 2 * z_loss * log_z)`. Its slopes are that without the division, which
         would cost another operation for each of them.
         """
-        (chunk,), (_, smoothing, z_loss) = logits, settings
-        exponentials, columns = jnp.exp(chunk.shifted), columns_of(chunk, labels)
+        (chunk,) = logits
+        smoothing = settings.label_smoothing
+        z_loss = settings.z_loss
+        exponentials = jnp.exp(chunk.shifted)
+        columns = columns_of_ids(chunk, labels)
         share = None if smoothing is None else _share(split, chunk)
-        total, of_label, of_all = sums_of_rows(split, chunk, columns, share)
-        log_total, of_settings = jnp.log(total), Settings()
+        sums = token_sums(split, chunk, columns, share)
+        label_logit = sums.label_logit
+        log_total = jnp.log(sums.total)
         log_z = log_total + chunk.factor * chunk.top
-        losses, mass, of_z = log_total - of_label, total, jnp.zeros_like(log_z)
+        losses = log_total - label_logit
+        mass = sums.total
+        z_losses = jnp.zeros_like(log_z)
+        setting_slopes = Settings()
         label_share = 1.0
         if smoothing is not None:
             label_share -= smoothing
-            losses = log_total - label_share * of_label - smoothing * of_all
-            of_settings = of_settings._replace(
-                label_smoothing=jnp.where(jnp.isneginf(of_label), 0, of_label - of_all)
+            losses = log_total - label_share * label_logit - smoothing * sums.mean_logit
+            is_banned = jnp.isneginf(label_logit)
+            setting_slopes = setting_slopes._replace(
+                label_smoothing=jnp.where(is_banned, 0, label_logit - sums.mean_logit)
             )
         if z_loss is not None:
             # The derivative of `log_z + z_loss * log_z**2`, never 0: gradients are divided by it.
             rise = 1 + 2 * z_loss * log_z
             rise = jnp.where(rise == 0, jnp.finfo(rise.dtype).eps, rise)
-            mass, of_z = total / rise, z_loss * log_z**2
-            losses += of_z
-            of_settings = of_settings._replace(z_loss=log_z**2)
+            mass = sums.total / rise
+            z_losses = z_loss * log_z**2
+            losses += z_losses
+            setting_slopes = setting_slopes._replace(z_loss=log_z**2)
         slopes = change_column(
             exponentials,
             columns,
@@ -207,10 +221,10 @@ class CrossEntropy(Loss):
         )
         if smoothing is not None:
             slopes -= smoothing * mass * share
-        values = [Value(losses, (slopes,), mass, of_settings=of_settings)]
+        values = [Value(values=losses, slopes=(slopes,), mass=mass, setting_slopes=setting_slopes)]
         if self.with_metrics:
             is_right = _predicted(split, chunk) == labels
-            values += map(Value, (is_right.astype(log_z.dtype), of_z, log_z))
+            values += map(Value, (is_right.astype(log_z.dtype), z_losses, log_z))
         return tuple(values)
 
 

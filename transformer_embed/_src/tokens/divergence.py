@@ -105,7 +105,7 @@ def linear_divergence(
     if arguments.choice("kind", kind, KINDS) != "js":
         arguments.check_left_out("beta", beta, "kind is not 'js'")
     beta = 0.5 if beta is None else arguments.part("beta", beta)
-    loss = Divergence(shift, chunk_size, reduction, kind=kind, beta=beta)
+    loss = Divergence(shift=shift, chunk_size=chunk_size, reduction=reduction, kind=kind, beta=beta)
     tokens = {"mask": mask, "weights": weights, "segment_ids": segment_ids}
     return compute(loss, layers, temperature=temperature, **tokens)
 
@@ -117,8 +117,8 @@ class Divergence(Loss):
     kind: str = "forward"
     beta: float = 0.5
 
-    def of_chunk(self, split, logits, labels, settings) -> tuple[Value, ...]:
-        """The divergences.
+    def values_from_logits(self, split, logits, labels, settings) -> tuple[Value, ...]:
+        """Computes the divergences.
 
         All are sums of `a * (exp(w) - 1 - w)`, with `w = log(b / a)`, over probabilities a and b:
         the parts `b - a` sum to 0, and make each term at least 0.
@@ -137,7 +137,7 @@ class Divergence(Loss):
             from_student, of_student, _ = kl(student, mixture, over_student)
             values = beta * from_teacher + (1 - beta) * from_student
             of_student, of_teacher = (1 - beta) * of_student, beta * of_teacher
-        return (Value(values, (of_student, of_teacher)),)
+        return (Value(values=values, slopes=(of_student, of_teacher)),)
 
 
 def _probabilities(

@@ -1,4 +1,12 @@
-"""Log-probabilities under an output layer: of labels, and of the most probable ids."""
+"""Computes log-probabilities under an output layer, for labels and for the most probable ids.
+
+Shapes are written with these letters:
+
+    t  tokens of a chunk
+    k  ids of a token: the candidates, or the most probable ids
+    v  table rows on this device
+    d  channels of x
+"""
 
 import dataclasses
 from typing import Any
@@ -11,30 +19,32 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.compiled import change_column
-from transformer_embed._src.partitioning import all_gather, index_along
+from transformer_embed._src.partitioning import Axes, all_gather, index_along
 from transformer_embed._src.tokens.chunks import (
     Layers,
     Loss,
-    OfTokens,
+    TokenData,
     Value,
     again_in_backward,
-    nan_outside,
+    weights_or_nan,
 )
 from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 from transformer_embed._src.tokens.losses import compute
 from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
+from transformer_embed._src.tokens.output_split import OutputSplit
 from transformer_embed._src.tokens.row_logits import (
+    ChunkLogits,
     biased_and_capped,
     chunk_logits,
-    columns_of,
-    sums_of_rows,
+    columns_of_ids,
     times,
+    token_sums,
 )
 
-# Where shifted logits are below, their exponentials are 0, in float64 too.
-FLOOR = -1e4
-# Reading a row takes a CPU as long as some twenty products with one.
-PRODUCTS_OF_READ = 20
+# The exponential of a shifted logit below this number is 0, in float64 too.
+SHIFTED_FLOOR = -1e4
+# A CPU reads a row in the time of about twenty products of x with a row.
+PRODUCTS_PER_READ = 20
 
 
 def linear_log_probs(
@@ -131,135 +141,192 @@ def linear_log_probs(
     """
     x, output = as_output_layer(x, output)
     ids = arguments.as_int32("labels", labels)
-    options: Any = {"of_candidates": ids.ndim >= x.ndim}
-    options["with_entropy"] = arguments.flag("with_entropy", with_entropy)
-    kind = LogProbs
+    with_entropy = arguments.flag("with_entropy", with_entropy)
+    loss_class = LogProbs
     if arguments.flag("truncated", truncated):
-        kind = TruncatedLogProbs
+        loss_class = TruncatedLogProbs
         arguments.check_same("labels", "as many axes as x, for truncated", ids.ndim, x.ndim)
         arguments.check_same("with_entropy", "the only choice if truncated", with_entropy, False)
-    loss = kind(shift, chunk_size, **options)
-    tokens = {"labels": ids, "mask": mask, "segment_ids": segment_ids}
-    return compute(loss, ((x, output),), temperature=temperature, **tokens)
+    loss = loss_class(
+        shift=shift,
+        chunk_size=chunk_size,
+        of_candidates=ids.ndim >= x.ndim,
+        with_entropy=with_entropy,
+    )
+    return compute(
+        loss,
+        ((x, output),),
+        temperature=temperature,
+        labels=ids,
+        mask=mask,
+        segment_ids=segment_ids,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class LogProbs(Loss):
-    """The negative log-probability of each of a token's labels."""
+    """Negative log-probability of each of a token's labels."""
 
     with_entropy: bool = False
 
     def returned(self, values: tuple[Array, ...], weights: Array) -> Any:
-        """The log-probabilities, and the entropies if they are asked for."""
+        """Returns the log-probabilities, and with `with_entropy` also the entropies."""
         losses, *entropies = values
-        # A difference, because the negative of 0 is -0.
+        # A difference is taken, because the negative of 0 would be -0.
         log_probs = 0 - losses
         if self.of_candidates:
             log_probs = jnp.where(weights == 0, -jnp.inf, log_probs)
-            # A token has one.
-            entropies = [each[..., 0] for each in entropies]
+            # All candidates of a token share one entropy.
+            entropies = [entropy[..., 0] for entropy in entropies]
         return (log_probs, *entropies) if entropies else log_probs
 
-    def of_chunk(self, split, logits, labels, settings) -> tuple[Value, ...]:
-        """The losses, and the entropies if they are asked for.
+    def values_from_logits(self, split, logits, labels, settings) -> tuple[Value, ...]:
+        """Computes the losses, and with `with_entropy` also the entropies.
 
-        With logits z, their maximum m, `total = sum(exp(z - m))` and
-        `mean = sum(exp(z - m) * (z - m)) / total`, the entropy is `log(total) - mean`, and its
-        gradient in z is `exp(z - m) * (mean - (z - m)) / total`.
+        With logits z, the maximum m of z, `total = sum(exp(z - m))` and
+        `mean = sum(exp(z - m) * (z - m)) / total`, the entropy is `log(total) - mean`, and the
+        gradient with respect to z is `exp(z - m) * (mean - (z - m)) / total`.
         """
         (chunk,) = logits
-        exponentials, columns = jnp.exp(chunk.shifted), columns_of(chunk, labels)
-        total, of_label, _ = sums_of_rows(split, chunk, columns, None)
-        slopes, subtracted = exponentials, columns
-        if not self.of_candidates:
-            # A GPU would write zeros but for one column, and add them in another pass.
-            slopes, subtracted = (
-                change_column(slopes, columns, lambda old: old - total, is_last=False),
-                None,
-            )
-        losses = Value(jnp.log(total) - of_label, (slopes,), total, subtracted)
+        exponentials = jnp.exp(chunk.shifted)
+        columns = columns_of_ids(chunk, labels)
+        sums = token_sums(split, chunk, columns, share=None)
+        total = sums.total
+        # The gradient of a loss is `exponentials / total`, minus 1 in the column of the label.
+        if self.of_candidates:
+            # The candidates of a token share the slopes, so the columns are subtracted apart.
+            slopes = exponentials
+            subtracted_columns = columns
+        else:
+            # A single label's column is subtracted here. If it were subtracted apart, a GPU would
+            # write an array that is 0 except for one column, and add that array in another pass.
+            slopes = change_column(exponentials, columns, lambda old: old - total, is_last=False)
+            subtracted_columns = None
+        losses = Value(
+            values=jnp.log(total) - sums.label_logit,
+            slopes=(slopes,),
+            mass=total,
+            columns=subtracted_columns,
+        )
         if not self.with_entropy:
             return (losses,)
-        # A ban counts as 0.
-        products = exponentials * jnp.maximum(chunk.shifted, FLOOR)
+        return losses, self._entropy(split, chunk, exponentials, total)
+
+    def _entropy(
+        self, split: OutputSplit, chunk: ChunkLogits, exponentials: Array, total: Array
+    ) -> Value:
+        """Computes the entropy of each token."""
+        # The floor makes the product of a ban 0, and not 0 times infinity.
+        products = exponentials * jnp.maximum(chunk.shifted, SHIFTED_FLOOR)
         mean = split.total(products) / total
-        # Not `exponentials * (mean - shifted)`: that factor is huge at padding, and would overflow
-        # in the derivative by the slope.
+        # The slopes are not `exponentials * (mean - shifted)`: the second factor is huge at
+        # padding, and would overflow in the derivative with respect to the slope.
         slopes = exponentials * mean - products
-        return losses, Value(jnp.log(total) - mean, (slopes,), total)
+        return Value(values=jnp.log(total) - mean, slopes=(slopes,), mass=total)
 
 
 class TruncatedLogProbs(LogProbs):
-    """The negative log-probability of each label among those of its token, without other rows."""
+    """Negative log-probability of each label among the labels of the same token.
 
-    def bytes_of_token(self, of_tokens: OfTokens, layers: Layers) -> Any:
-        """Of the rows that it reads, or of all logits."""
-        rows, count = layers[0].wide, jnp.asarray(of_tokens.labels).shape[-1]
-        if _needs_all(rows, count):
-            return super().bytes_of_token(of_tokens, layers)
-        return count * rows.shape[1] * rows.dtype.itemsize
+    Rows of other ids are not used.
+    """
 
-    def of_tokens(self, of_tokens: OfTokens, layers: Layers, is_only: bool) -> tuple[Array, ...]:
-        """The losses of a chunk."""
-        of_chunk = _truncated if is_only else again_in_backward(_truncated)
-        return of_chunk(self, of_tokens, layers)
+    def bytes_of_token(self, token_data: TokenData, layers: Layers) -> Any:
+        """Returns how many bytes the rows of a token's labels take, or the token's logits."""
+        rows = layers[0].wide
+        label_count = jnp.asarray(token_data.labels).shape[-1]
+        if _multiplies_all_rows(rows, label_count):
+            return super().bytes_of_token(token_data, layers)
+        return label_count * rows.shape[1] * rows.dtype.itemsize
+
+    def values_of_chunk(
+        self, token_data: TokenData, layers: Layers, is_only_chunk: bool
+    ) -> tuple[Array, ...]:
+        """Computes the losses of a chunk."""
+        losses_of_chunk = _truncated_losses
+        if not is_only_chunk:
+            losses_of_chunk = again_in_backward(_truncated_losses)
+        return losses_of_chunk(self, token_data, layers)
 
 
-def _truncated(_: Loss, of_tokens: OfTokens, layers: Layers) -> tuple[Array]:
-    """The losses of a chunk."""
+def _truncated_losses(_: Loss, token_data: TokenData, layers: Layers) -> tuple[Array]:
+    """Computes the losses of a chunk, from the logits of the labels alone."""
     (layer,) = layers
-    split, rows, bias = layer.split, layer.wide, layer.bias
-    columns = jnp.asarray(of_tokens.labels) - index_along(split.vocabulary) * rows.shape[0]
-    # As uint32, a negative column is past the end, like that of another device's row.
+    split = layer.split
+    rows = layer.wide
+    bias = layer.bias
+    temperature = token_data.settings.temperature
+    row_count = rows.shape[0]
+    columns = jnp.asarray(token_data.labels) - index_along(split.vocabulary) * row_count
+    # As uint32, a negative column is past the end, like the column of another device's row.
     columns = columns.astype(jnp.uint32)
-    x, is_kept = layer.x.astype(rows.dtype), of_tokens.weights != 0
-    if _needs_all(rows, columns.shape[1]):
-        products = _at(columns, jnp.einsum("td,vd->tv", x, rows), is_kept)
+    x = layer.x.astype(rows.dtype)
+    is_counted = token_data.weights != 0
+    if _multiplies_all_rows(rows, columns.shape[1]):
+        products = _read_columns(columns, jnp.einsum("td,vd->tv", x, rows), is_counted)
     else:
         products = jnp.einsum("td,tkd->tk", x, read_or_zero(rows, columns))
-    bias = None if bias is None else read_or_zero(bias[:, None], columns)[..., 0]
+    if bias is not None:
+        bias = read_or_zero(bias[:, None], columns)[..., 0]
     logits, factor = biased_and_capped(split, products, bias)
-    if of_tokens.settings.temperature is not None:
-        factor /= of_tokens.settings.temperature
-    # Each row is on one of the devices.
-    logits = jnp.where(columns < rows.shape[0], times(factor, logits), 0)
-    logits = jax.lax.psum(logits, split.vocabulary) + 0 * nan_outside(split, of_tokens)
-    # Where none is counted, the sum is that of all: its gradient is finite.
-    is_kept |= ~is_kept.any(-1, keepdims=True)
-    log_z = jax.nn.logsumexp(jnp.where(is_kept, logits, -jnp.inf), axis=-1, keepdims=True)
+    if temperature is not None:
+        factor /= temperature
+    # Each row is on one of the devices. The other devices add 0 to the logit of the row.
+    is_here = columns < row_count
+    logits = jnp.where(is_here, times(factor, logits), 0)
+    logits = jax.lax.psum(logits, split.vocabulary)
+    # A counted label outside the vocabulary has NaN as a weight, which makes the logit NaN.
+    logits = logits + 0 * weights_or_nan(split, token_data)
+    # If no label of a token is counted, the sum is taken over all of them, so that the gradient is
+    # finite.
+    is_counted |= ~is_counted.any(-1, keepdims=True)
+    log_z = jax.nn.logsumexp(jnp.where(is_counted, logits, -jnp.inf), axis=-1, keepdims=True)
     return (log_z - logits,)
 
 
-def _needs_all(rows: Array, count: int) -> bool:
-    """Whether the products with all rows take less time than to read so many for each token."""
-    # A vocabulary of a symbolic size counts as a large one.
-    size = rows.shape[0]
-    return not export.is_symbolic_dim(size) and size <= PRODUCTS_OF_READ * count
+def _multiplies_all_rows(rows: Array, label_count: int) -> bool:
+    """Returns whether products with all rows take less time than to read a row for each label.
 
-
-def _at(
-    columns: UInt32[Array, "t k"], products: Float[Array, "t v"], is_kept: Bool[Array, "t #k"]
-) -> Float[Array, "t k"]:
-    """The products of each token in the columns that are kept; 0 in others.
-
-    On a GPU, gradients of a column that is read twice would be added in any order. So each is read
-    once, and copied to where it stands again.
+    A vocabulary of a symbolic size counts as a large one.
     """
-    # Of columns' rank, because users may disable jax's rank promotion.
-    size, place = products.shape[1], jnp.arange(columns.shape[1], dtype=jnp.uint32)[None]
-    # Which has no column is past the end, each in a place of its own.
-    columns = jnp.where(is_kept & (columns < size), columns, size + place)
+    row_count = rows.shape[0]
+    is_symbolic = export.is_symbolic_dim(row_count)
+    return not is_symbolic and row_count <= PRODUCTS_PER_READ * label_count
+
+
+def _read_columns(
+    columns: UInt32[Array, "t k"], products: Float[Array, "t v"], is_counted: Bool[Array, "t #k"]
+) -> Float[Array, "t k"]:
+    """Reads the products of each token in the columns of labels. Labels not counted read as 0.
+
+    On a GPU, the gradients of a column that is read twice would be added in any order. So each
+    column is read once for each token, and copied to the places where it occurs again.
+    """
+    row_count = products.shape[1]
+    # The place of each label among the labels of the same token. The array has the rank of
+    # `columns`, [1, k], because users may disable jax's rank promotion.
+    places = jnp.arange(columns.shape[1], dtype=jnp.uint32)[None]
+    # Columns that are not read are replaced by numbers past the end, another one at each place, so
+    # that no two of them are equal.
+    columns = jnp.where(is_counted & (columns < row_count), columns, row_count + places)
+    # In arrays [t, k, k], axis 2 is the label that is read, and axis 1 is the label that it is
+    # compared with.
     is_same = columns[:, :, None] == columns[:, None]
-    is_first = ~(is_same & (place[:, :, None] < place[:, None])).any(1)
-    options = {"mode": "fill", "fill_value": 0, "unique_indices": True}
-    once = jnp.where(is_first, columns, size + place)
-    # By vmap, a mesh may split the rows.
-    at_once = jax.vmap(lambda row, index: row.at[index].get(**options))(products, once)
+    is_earlier = places[:, :, None] < places[:, None]
+    is_first = ~(is_same & is_earlier).any(1)
+    first_columns = jnp.where(is_first, columns, row_count + places)
 
-    def copied():
-        return jnp.where(is_same & is_first[:, :, None], at_once[:, :, None], 0).sum(1)
+    def read(row, row_columns):
+        return row.at[row_columns].get(mode="fill", fill_value=0, unique_indices=True)
 
-    return jax.lax.cond(is_first.all(), lambda: at_once, copied)
+    # The tokens are an axis of `vmap` and not an index, because a mesh may split them.
+    first_products = jax.vmap(read)(products, first_columns)
+
+    def copied_to_repeats():
+        is_source = is_same & is_first[:, :, None]
+        return jnp.where(is_source, first_products[:, :, None], 0).sum(1)
+
+    return jax.lax.cond(is_first.all(), lambda: first_products, copied_to_repeats)
 
 
 def linear_top_k(
@@ -269,29 +336,30 @@ def linear_top_k(
     *,
     chunk_size: int | None = None,
 ) -> tuple[Float[Array, "... k"], Int32[Array, "... k"]]:
-    """The k most probable ids of each token, and their log-probabilities.
+    """Finds the k most probable ids of each token, and computes their log-probabilities.
 
-    For the teacher's side of a distillation, predicted ids, beam search, and sampling from large
-    vocabularies: `ids[..., 0]` is the argmax. Logits of a large batch never exist. If the
-    vocabulary is split over devices, each of them sends k numbers and ids of each token.
+    Use it for the teacher's side of a distillation, for predicted ids (`ids[..., 0]` is the
+    argmax), for beam search, and for sampling from large vocabularies. The logits of a large batch
+    are never held at once. If the vocabulary is split over devices, each device sends k numbers and
+    k ids of each token.
 
     Args:
-        x: [..., d], a floating dtype.
-        output: as in `linear_cross_entropy`. Its `pad_id`, and rows that only fill a shard, never
-            appear.
-        k: a Python int of at least 1 and at most the number of ids that may be predicted.
-        chunk_size: as in `linear_cross_entropy`.
+        x: Hidden states [..., d], a floating dtype.
+        output: The output layer, as in `linear_cross_entropy`. Its `pad_id`, and rows that only
+            fill a shard, are never returned.
+        k: How many ids to return, a Python int from 1 to the number of ids that may be predicted.
+        chunk_size: As in `linear_cross_entropy`.
 
     Returns:
-        A pair: log-probabilities [..., k], highest first, in float32 (float64 if x or the table
-        is), and ids [..., k], int32. Of ids with equal ones, the lower id is first. Banned ids come
-        last, with -inf.
+        A pair of arrays: log-probabilities [..., k], highest first, in float32 (float64 if x or the
+        table is), and ids [..., k] in int32. Among ids with equal log-probabilities, the lower id
+        is first. Banned ids come last, with -inf.
 
-        The result has no gradient. Where one is needed, pass the ids to `linear_log_probs`.
+        The result has no gradient. If you need one, pass the ids to `linear_log_probs`.
 
     Raises:
-        TypeError: as for `linear_logits`; k is not a Python int.
-        ValueError: as for `linear_logits`; k is out of its range; x of a symbolic size.
+        TypeError: As for `linear_logits`, or k is not a Python int.
+        ValueError: As for `linear_logits`, or k is out of its range, or x has a symbolic size.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -306,34 +374,50 @@ def linear_top_k(
         (2018), section 5.4, https://arxiv.org/abs/1805.04833
     """
     x, output = jax.lax.stop_gradient(as_output_layer(x, output))
-    vocab_size, pad_id = output.size, output.pad_id
-    padding = pad_id is not None and 0 <= pad_id < vocab_size
-    k = arguments.integer("k", k, at_least=1, at_most=vocab_size - padding)
-    return compute(TopK(chunk_size=chunk_size, of_candidates=True, k=k), ((x, output),))
+    vocab_size = output.size
+    pad_id = output.pad_id
+    has_pad_row = pad_id is not None and 0 <= pad_id < vocab_size
+    k = arguments.integer("k", k, at_least=1, at_most=vocab_size - has_pad_row)
+    loss = TopK(chunk_size=chunk_size, of_candidates=True, k=k)
+    return compute(loss, ((x, output),))
 
 
 @dataclasses.dataclass(frozen=True)
 class TopK(Loss):
-    """The log-probabilities and ids of the k most probable ids of a token."""
+    """Log-probabilities and ids of the k most probable ids of a token."""
 
     k: int = 1
 
-    def of_tokens(
-        self, of_tokens: OfTokens, layers: Layers, is_only: bool
+    def values_of_chunk(
+        self, token_data: TokenData, layers: Layers, is_only_chunk: bool
     ) -> tuple[Float[Array, "t k"], Int32[Array, "t k"]]:
-        """Those of a chunk."""
-        split, chunk = layers[0].split, chunk_logits(layers[0], None)
-        total = jax.lax.psum(chunk.total, split.vocabulary)
-        # A ban of -inf is above padding.
+        """Computes the log-probabilities and ids of a chunk."""
+        (layer,) = layers
+        vocabulary_axes = layer.split.vocabulary
+        chunk = chunk_logits(layer, temperature=None)
+        total = jax.lax.psum(chunk.total, vocabulary_axes)
+        # A ban gets the lowest finite number here, so that it ranks above padding, which is -inf.
         lowest = jnp.finfo(total.dtype).min
         ranked = jnp.where(chunk.is_inside, jnp.maximum(chunk.shifted, lowest), -jnp.inf)
-        values, columns = jax.lax.top_k(ranked, min(self.k, ranked.shape[1]))
+        count_here = min(self.k, ranked.shape[1])
+        values, columns = jax.lax.top_k(ranked, count_here)
         ids = columns.astype(jnp.int32) + chunk.ids[0, 0]
-        if split.vocabulary:
-            # In the order of ids, as the shards are: of equal ones, the first is found.
-            axes = [(), split.vocabulary]
-            values, best = jax.lax.top_k(all_gather(values, axes), self.k)
-            ids = jnp.take_along_axis(all_gather(ids, axes), best, axis=1)
-            # Equal on all devices, which their types do not know.
-            values, ids = jax.lax.pmax((values, ids), split.vocabulary)
-        return jnp.where(values == lowest, -jnp.inf, values) - jnp.log(total), ids
+        if vocabulary_axes:
+            values, ids = _best_of_all_devices(self.k, vocabulary_axes, values, ids)
+        is_banned = values == lowest
+        return jnp.where(is_banned, -jnp.inf, values) - jnp.log(total), ids
+
+
+def _best_of_all_devices(
+    k: int, vocabulary_axes: Axes, values: Float[Array, "t n"], ids: Int32[Array, "t n"]
+) -> tuple[Float[Array, "t k"], Int32[Array, "t k"]]:
+    """Finds the k highest values of each token among the values of all devices."""
+    # The first axis is tokens, which stay apart.
+    axes = [(), vocabulary_axes]
+    # The values are gathered in the order of the shards, so of the ids: `top_k` finds the first of
+    # equal values, and so the lowest id.
+    values, best = jax.lax.top_k(all_gather(values, axes), k)
+    ids = jnp.take_along_axis(all_gather(ids, axes), best, axis=1)
+    # The arrays are equal on all devices, but the types do not say so. A maximum over the devices
+    # changes the types and no value.
+    return jax.lax.pmax((values, ids), vocabulary_axes)

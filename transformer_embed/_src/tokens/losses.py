@@ -26,8 +26,8 @@ from transformer_embed._src.tokens.chunks import (
     DEFAULTS,
     Layers,
     Loss,
-    OfTokens,
     Settings,
+    TokenData,
     map_chunks,
     sum_of_losses,
 )
@@ -78,11 +78,11 @@ OPTIONAL = "mask", "weights", "segment_ids"
 OF_TOKEN = "weights", "segment_ids", *Settings._fields
 
 
-def compute(loss: Loss, layers: tuple[Pair, ...], **of_tokens: ArrayLike | None) -> Any:
+def compute(loss: Loss, layers: tuple[Pair, ...], **token_arguments: ArrayLike | None) -> Any:
     """What `loss.returned` makes of the values of tokens, whose arguments are checked here."""
     arrays = {
         name: CONVERTERS[name](name, value)
-        for name, value in of_tokens.items()
+        for name, value in token_arguments.items()
         if value is not None or name not in OPTIONAL
     }
     tokens, labels = layers[0][0].shape[:-1], arrays.get("labels")
@@ -118,19 +118,19 @@ def compute(loss: Loss, layers: tuple[Pair, ...], **of_tokens: ArrayLike | None)
 def _compute(loss: Loss, layers: tuple[Pair, ...], batch: Batch) -> Any:
     # Under explicit axes, split as x.
     every_token = ~jnp.zeros_like(layers[0][0], bool).any(-1)
-    of_tokens, counted = _of_tokens(loss, layers, batch, every_token)
-    weights = of_tokens.weights
+    token_data, counted = _token_data(loss, layers, batch, every_token)
+    weights = token_data.weights
     if loss.reduction != "none":
         weights = jnp.sum(weights)
     if loss.reduction == "mean":
         # If no label is counted, 0 / 1 in place of NaN.
-        mean_weights = of_tokens.weights / jnp.where(weights == 0, 1, weights)
-        of_tokens = of_tokens._replace(weights=mean_weights)
-    of_tokens, of_layers = _placed(layers, of_tokens, counted)
+        mean_weights = token_data.weights / jnp.where(weights == 0, 1, weights)
+        token_data = token_data._replace(weights=mean_weights)
+    token_data, of_layers = _placed(layers, token_data, counted)
     if loss.reduction != "none":
-        return loss.returned(sum_of_losses(loss, of_tokens, of_layers), weights)
+        return loss.returned(sum_of_losses(loss, token_data, of_layers), weights)
     # Split as x again: over axes of the table too, along which its tokens were gathered.
-    values = map_chunks(loss, of_tokens, of_layers)
+    values = map_chunks(loss, token_data, of_layers)
     values = tuple(split_like(each, every_token) for each in values)
     if loss.shift:
         back = _along_length(of_previous_token, loss.shift)
@@ -140,9 +140,9 @@ def _compute(loss: Loss, layers: tuple[Pair, ...], batch: Batch) -> Any:
     return loss.returned(values, weights)
 
 
-def _of_tokens(
+def _token_data(
     loss: Loss, layers: tuple[Pair, ...], batch: Batch, every_token: Bool[Array, "..."]
-) -> tuple[OfTokens, Bool[Array, "... c"]]:
+) -> tuple[TokenData, Bool[Array, "... c"]]:
     """What each token predicts, and which labels are counted."""
     dtype = arguments.compute_dtype(
         *(array.dtype for x, output in layers for array in (x, output.table))
@@ -172,9 +172,11 @@ def _of_tokens(
     weights = jnp.where(counted, jnp.ones((), dtype) if weights is None else weights, 0)
     # No row has an id of -1: the loss is finite, and no gradient is that of an infinite logit.
     labels = None if labels is None else jnp.where(counted, labels, -1)
-    each = zip(IN_RANGE, settings, strict=True)
-    settings = Settings(*(_valid(name, setting, counted, weights) for name, setting in each))
-    return OfTokens(labels, settings, weights), counted
+    checked = {
+        name: _valid(name, setting, counted, weights)
+        for name, setting in settings._asdict().items()
+    }
+    return TokenData(labels=labels, settings=Settings(**checked), weights=weights), counted
 
 
 def _is_padding(labels: Array, output: OutputLayer) -> Array:
@@ -200,14 +202,14 @@ def _along_length(function: Callable, steps: int) -> Callable:
 
 
 def _placed(
-    layers: tuple[Pair, ...], of_tokens: OfTokens, counted: Bool[Array, "... c"]
-) -> tuple[OfTokens, Layers]:
+    layers: tuple[Pair, ...], token_data: TokenData, counted: Bool[Array, "... c"]
+) -> tuple[TokenData, Layers]:
     """The arrays of tokens and of layers as functions on devices take them."""
 
     def without_unused(x):
         """Finite logits for tokens without any weight, which leaves nothing of them."""
         is_finite = jnp.isfinite(x).all(-1, keepdims=True)
-        is_used = (of_tokens.weights != 0) | (counted & is_finite)
+        is_used = (token_data.weights != 0) | (counted & is_finite)
         return jnp.where(is_used.any(-1, keepdims=True), x, 0)
 
     placed = tuple(split_output(without_unused(x), output) for x, output in layers)
@@ -217,4 +219,4 @@ def _placed(
         arguments.check_same("teacher_output", want, split.vocabulary, first.vocabulary)
         arguments.check_same("teacher_x", "tokens split as x's", split.tokens, first.tokens)
     sharding = NamedSharding(first.mesh, first.specs().x)
-    return jax.tree.map(lambda array: reshard(array, sharding), of_tokens), placed
+    return jax.tree.map(lambda array: reshard(array, sharding), token_data), placed

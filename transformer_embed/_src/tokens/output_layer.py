@@ -171,10 +171,10 @@ def _logits(x: Float[Array, "... d"], output: OutputLayer) -> Float[Array, "... 
 
     def multiply(layer):
         rows = split.exchange(layer.table, 0)
-        unscaled, factor, _, is_inside = row_logits(dataclasses.replace(layer, table=rows))
-        logits = factor * unscaled
+        computed = row_logits(dataclasses.replace(layer, table=rows))
+        logits = computed.factor * computed.unscaled
         # Half of the lowest number: a bias on top of it does not overflow to -inf.
-        return jnp.where(is_inside, logits, jnp.finfo(logits.dtype).min / 2)
+        return jnp.where(computed.is_inside, logits, jnp.finfo(logits.dtype).min / 2)
 
     of_logits = PartitionSpec(*split.tokens, split.vocabulary)
     return on_each_device(split.mesh, multiply, (split.specs(),), of_logits)(layer)

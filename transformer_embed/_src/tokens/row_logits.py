@@ -1,4 +1,11 @@
-"""The logits of tokens for the rows of one device."""
+"""Computes the logits of tokens for the table rows of one device.
+
+Shapes are written with these letters:
+
+    t  tokens of a chunk
+    r  table rows on this device
+    c  labels of a token: 1, or the number of candidates
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -14,52 +21,72 @@ from transformer_embed._src.compiled import change_column
 from transformer_embed._src.partitioning import devices_along, index_along, varying_axes
 from transformer_embed._src.tokens.output_split import Layer, OutputSplit
 
-# The name of what a checkpoint keeps of a chunk.
-OF_TOKENS = "of_tokens"
+# The checkpoint of a chunk keeps the arrays that have this name.
+KEPT_NAME = "token_data"
 
 
-def row_logits(layer: Layer) -> tuple[Array, float, Array, Array | bool]:
-    """The logits of gathered x for whole rows, without a factor, and what belongs to them.
+class RowLogits(NamedTuple):
+    """Logits of tokens for whole rows, without a factor.
 
-    Returns:
-        unscaled: [..., rows] in float32 or wider; those of rows that are not inside too.
-        factor: the softcap, or else the scale: the logits are `factor * unscaled`.
-        ids: [..., rows], with axes of size 1: the id of each row.
-        is_inside: like ids, False at padding and at rows that pad the vocabulary. True: all are
-            inside, which costs no pass over the logits.
+    Args:
+        unscaled: [..., rows] in float32 or wider, for rows that are not inside too.
+        factor: The softcap, or else the scale. The logits are `factor * unscaled`.
+        ids: The id of each row, [..., rows] with leading axes of size 1.
+        is_inside: Whether each row may be predicted, in the shape of `ids`. False at the `pad_id`,
+            and at rows that only pad the vocabulary. A plain True says that all rows are inside,
+            which costs no pass over the logits.
     """
-    x, rows, bias, split = layer.x, layer.table, layer.bias, layer.split
-    dtype = arguments.compute_dtype(x.dtype, rows.dtype)
-    # Of one narrow dtype, they are multiplied as they are: no wide copy of the table exists.
-    if x.dtype != rows.dtype:
-        x, rows = x.astype(dtype), rows.astype(dtype)
-    # Expanded to x's rank, because users may disable jax's rank promotion.
-    leading = range(x.ndim - 1)
-    unscaled = jnp.einsum("...d,vd->...v", x, rows, preferred_element_type=dtype)
+
+    unscaled: Array
+    factor: float
+    ids: Array
+    is_inside: Array | bool
+
+
+def row_logits(layer: Layer) -> RowLogits:
+    """Computes the logits of gathered x for whole rows."""
+    split = layer.split
+    x = layer.x
+    table = layer.table
+    bias = layer.bias
+    dtype = arguments.compute_dtype(x.dtype, table.dtype)
+    # If both have one narrow dtype, they are multiplied as they are, so that no wide copy of the
+    # table exists.
+    if x.dtype != table.dtype:
+        x = x.astype(dtype)
+        table = table.astype(dtype)
+    products = jnp.einsum("...d,vd->...v", x, table, preferred_element_type=dtype)
+    # Arrays of rows are expanded to the rank of x, because users may disable jax's rank promotion.
+    token_axes = range(x.ndim - 1)
     if bias is not None:
-        bias = jnp.expand_dims(bias.astype(dtype), leading)
-    unscaled, factor = biased_and_capped(split, unscaled, bias)
-    size = rows.shape[0]
-    ids = index_along(split.vocabulary) * size + jnp.arange(size, dtype=jnp.int32)
-    is_padded = devices_along(split.mesh, split.vocabulary) * size > split.vocab_size
-    ids = jnp.expand_dims(ids, leading)
-    is_inside = ids < split.vocab_size if is_padded else True
+        bias = jnp.expand_dims(bias.astype(dtype), token_axes)
+    unscaled, factor = biased_and_capped(split, products, bias)
+    row_count = table.shape[0]
+    first_id = index_along(split.vocabulary) * row_count
+    ids = first_id + jnp.arange(row_count, dtype=jnp.int32)
+    ids = jnp.expand_dims(ids, token_axes)
+    has_padding_rows = devices_along(split.mesh, split.vocabulary) * row_count > split.vocab_size
+    is_inside = ids < split.vocab_size if has_padding_rows else True
     if split.pad_id is not None:
         is_inside &= ids != split.pad_id
-    return unscaled, factor, ids, is_inside
+    return RowLogits(unscaled=unscaled, factor=factor, ids=ids, is_inside=is_inside)
 
 
 def biased_and_capped(
     split: OutputSplit, products: Float[Array, "... n"], bias: Array | None
 ) -> tuple[Float[Array, "... n"], float]:
-    """The logits of products and biases [..., n], without a factor."""
+    """Makes logits of products and biases [..., n].
+
+    Returns:
+        The logits without a factor, and the factor.
+    """
     if bias is not None:
         products += bias
     if split.softcap is None:
         return products, split.scale
     capped = jnp.tanh(split.scale * products / split.softcap)
     if bias is not None:
-        # No cap lifts a ban.
+        # A bias of -inf bans a row. The cap would make the logit finite, and so lift the ban.
         capped = jnp.where(bias == -jnp.inf, bias, capped)
     return capped, split.softcap
 
@@ -68,15 +95,17 @@ class ChunkLogits(NamedTuple):
     """Logits [t, r] of a chunk of tokens.
 
     Args:
-        factor: what the logits are to be multiplied by: a number, or [t, 1].
-        logits: without the factor, and low at rows that are not predicted.
-        top: [t, 1], the largest of each token, on all devices.
-        shifted: factor * (logits - top), -inf at bans.
-        total: [t, 1], the sum of their exponentials on this device.
-        slope: the derivative of the logits in the products of x and the rows, [t, r] or a number.
-        slope_factor: to be multiplied by it: a number, or [t, 1].
-        ids, is_inside: as `row_logits` returns them.
-        is_banned: like is_inside, where the bias is -inf.
+        factor: What the logits are to be multiplied by. A number, or [t, 1].
+        logits: The logits without the factor. They are low at rows that are not predicted.
+        top: The largest of each token's `logits` on all devices, [t, 1].
+        shifted: `factor * (logits - top)`, which is -inf at bans.
+        total: The sum of the exponentials of `shifted` on this device, [t, 1].
+        slope: The derivative of the logits with respect to the products of x and the rows, but for
+            `slope_factor`. A number, or [t, r].
+        slope_factor: What the slope is to be multiplied by. A number, or [t, 1].
+        ids, is_inside: As in `RowLogits`.
+        is_banned: Whether the bias of each row is -inf, in the shape of `ids`. A plain False says
+            that no row has a bias.
     """
 
     factor: float | Array
@@ -92,50 +121,76 @@ class ChunkLogits(NamedTuple):
 
 
 def chunk_logits(layer: Layer, temperature: Any) -> ChunkLogits:
-    """The logits of a chunk, as differences from their largest."""
-    split, (unscaled, factor, ids, is_inside) = layer.split, row_logits(layer)
-    largest, slope_factor = max(factor, 1), split.scale
+    """Computes the logits of a chunk, as differences from the largest of each token."""
+    split = layer.split
+    rows = row_logits(layer)
+    factor = rows.factor
+    slope_factor = split.scale
+    largest_factor = max(factor, 1)
     if temperature is not None:
-        factor, slope_factor = factor / temperature, slope_factor / temperature
-        # So that derivatives in the temperature are finite too.
-        largest = jnp.clip(2.0**32 * jax.lax.stop_gradient(factor), 1, 2.0**92)
-    # Finite, also times the factor: a token that is not counted, whose label may be padding, has
-    # the weight 0.
-    lowest = float(jnp.finfo(unscaled.dtype).min) / (2 * largest)
-    is_whole = split.mesh.empty and layer.table.shape[0] == split.vocab_size
-    if split.pad_id is not None and is_whole:
-        padding = jnp.array([[split.pad_id]], jnp.int32)
-        low = functools.partial(jnp.full_like, fill_value=lowest)
-        logits = change_column(unscaled, padding, low, is_last=True)
-    else:
-        logits = jnp.where(is_inside, unscaled, lowest)
-    # Kept for the backward pass, which computes the logits again, but then reads them once.
-    top, total = checkpoint_name(_largest_and_total(split, factor, logits), OF_TOKENS)
+        factor = factor / temperature
+        slope_factor = slope_factor / temperature
+        # The power of two leaves room for derivatives with respect to the temperature, which are
+        # then finite too.
+        largest_factor = jnp.clip(2.0**32 * jax.lax.stop_gradient(factor), 1, 2.0**92)
+    # The low logit is finite, also times the factor. So the loss of a token that does not count,
+    # whose label may be padding, is finite and vanishes with the weight 0.
+    lowest = float(jnp.finfo(rows.unscaled.dtype).min) / (2 * largest_factor)
+    logits = _low_outside(layer, rows, lowest)
+    # The checkpoint of a chunk keeps these two arrays. So the backward pass, which computes the
+    # logits again, reads the logits only once.
+    top, total = checkpoint_name(_top_and_total(split, factor, logits), KEPT_NAME)
     is_banned = False if layer.bias is None else layer.bias[None] == -jnp.inf
     slope = 1.0
     if split.softcap is not None:
-        # The derivative of tanh, 0 at a ban.
-        slope = 1 - jnp.square(jnp.maximum(unscaled, -1))
-    # Differences of logits: their rounding does not grow with the logits. The factor comes last:
-    # XLA may round `factor * logits - top` only once, which is not 0 where top is rounded.
+        # The derivative of tanh. At a ban, where `unscaled` is -inf, the derivative is 0.
+        slope = 1 - jnp.square(jnp.maximum(rows.unscaled, -1))
+    # Differences of logits have a rounding error that does not grow with the logits. The factor
+    # comes last: XLA may round `factor * logits - top` only once, and then the difference is not 0
+    # where it should be, because top is rounded.
     shifted = times(factor, logits - top)
-    options = slope, slope_factor, ids, is_inside, is_banned
-    return ChunkLogits(factor, logits, top, shifted, total, *options)
+    return ChunkLogits(
+        factor=factor,
+        logits=logits,
+        top=top,
+        shifted=shifted,
+        total=total,
+        slope=slope,
+        slope_factor=slope_factor,
+        ids=rows.ids,
+        is_inside=rows.is_inside,
+        is_banned=is_banned,
+    )
 
 
-def _largest_and_total(
+def _low_outside(layer: Layer, rows: RowLogits, lowest: Any) -> Float[Array, "t r"]:
+    """Sets the logits of rows that are not inside to the lowest value."""
+    split = layer.split
+    has_whole_vocabulary = split.mesh.empty and layer.table.shape[0] == split.vocab_size
+    if split.pad_id is None or not has_whole_vocabulary:
+        return jnp.where(rows.is_inside, rows.unscaled, lowest)
+    # Only the column of the `pad_id` is outside.
+    pad_column = jnp.array([[split.pad_id]], jnp.int32)
+    low_like = functools.partial(jnp.full_like, fill_value=lowest)
+    return change_column(rows.unscaled, pad_column, low_like, is_last=True)
+
+
+def _top_and_total(
     split: OutputSplit, factor: float | Array, logits: Float[Array, "t r"]
 ) -> tuple[Float[Array, "t 1"], Float[Array, "t 1"]]:
-    """The largest logit of each token on all devices, and this device's `ChunkLogits.total`."""
+    """Computes `top` and `total` of `ChunkLogits`."""
 
     def in_two_passes(logits):
-        # The loss does not depend on what is subtracted, so it needs no gradient.
+        # The number that is subtracted has no effect on the loss, so its gradient is left out.
         top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
-        # Inside a user's shard_map, jax refuses a maximum over no axes.
-        top = jax.lax.pmax(top, split.vocabulary) if split.vocabulary else top
-        return top, jnp.exp(times(factor, logits - top)).sum(-1, keepdims=True)
+        # The condition is for a user's shard_map, in which jax refuses a maximum over no axes.
+        if split.vocabulary:
+            top = jax.lax.pmax(top, split.vocabulary)
+        total = jnp.exp(times(factor, logits - top)).sum(-1, keepdims=True)
+        return top, total
 
-    # Inside a shard_map, jax cannot differentiate the one pass, as second derivatives do.
+    # Second derivatives differentiate this function. Inside a shard_map, jax cannot differentiate
+    # the reduction that takes one pass.
     if split.vocabulary or varying_axes(logits) or isinstance(factor, jax.Array):
         return in_two_passes(logits)
     one_pass = functools.partial(in_one_pass, factor)
@@ -145,81 +200,130 @@ def _largest_and_total(
 def in_one_pass(
     factor: float, logits: Float[Array, "t r"]
 ) -> tuple[Float[Array, "t 1"], Float[Array, "t 1"]]:
-    """The largest logit of each token, and the sum of `exp(factor * (logits - largest))`.
+    """Computes the largest logit of each token, and the sum of `exp(factor * (logits - largest))`.
 
-    A GPU takes as long as it reads the logits: once here, twice if the largest is found first.
+    A GPU takes as long as it needs to read the logits. This function reads the logits once. A
+    function that finds the largest logit first would read them twice.
     """
     lowest = jnp.finfo(logits.dtype).min
 
     def join(one, other):
-        (top, total), (other_top, other_total) = one, other
-        is_higher = top > other_top
-        of_higher = jnp.where(is_higher, total, other_total)
-        of_lower = jnp.where(is_higher, other_total, total)
-        # Selected, as the sums are: of equal ones, each derivative is that of the same operand.
-        highest = jnp.where(is_higher, top, other_top)
-        lower = jnp.where(is_higher, other_top, top)
-        ratio = jnp.exp(factor * (lower - highest))
-        return highest, of_higher + ratio * of_lower
+        """Joins (top, total) of two parts of a row; the lower part's total is scaled down."""
+        one_top, one_total = one
+        other_top, other_total = other
+        is_higher = one_top > other_top
+        total_of_higher = jnp.where(is_higher, one_total, other_total)
+        total_of_lower = jnp.where(is_higher, other_total, one_total)
+        # The tops are selected by the same condition as the totals. So if the tops are equal, all
+        # derivatives are those of the same operand.
+        higher_top = jnp.where(is_higher, one_top, other_top)
+        lower_top = jnp.where(is_higher, other_top, one_top)
+        ratio = jnp.exp(factor * (lower_top - higher_top))
+        return higher_top, total_of_higher + ratio * total_of_lower
 
-    # Finite, because two bans would have no difference.
+    # Bans become finite, because the difference of two infinities is NaN.
     logits = jnp.clip(logits, lowest, -lowest)
-    # Not ones: jax differentiates a reduction only if all its operands have a derivative.
-    pairs = logits, 1 + 0 * logits
-    start = np.array([lowest, 0], logits.dtype)
-    top, total = jax.lax.reduce(pairs, tuple(start), join, (1,))
+    # The total of a single logit is 1. The ones are computed from the logits, because jax
+    # differentiates a reduction only if every operand has a derivative.
+    totals = 1 + 0 * logits
+    first_top, first_total = np.array([lowest, 0], logits.dtype)
+    top, total = jax.lax.reduce((logits, totals), (first_top, first_total), join, (1,))
     return top[:, None], total[:, None]
 
 
 def times(factor: float | Array, logits: Float[Array, "t n"]) -> Float[Array, "t n"]:
-    """Logits times a factor above 0, whose derivative in it is 0 at a ban, not infinite."""
+    """Multiplies logits by a factor above 0.
+
+    At a ban, the derivative with respect to the factor is 0 and not infinite.
+    """
     if not isinstance(factor, jax.Array):
         return factor * logits
     is_banned = jnp.isneginf(logits)
-    return jnp.where(is_banned, -jnp.inf, factor * jnp.where(is_banned, 0, logits))
+    finite_logits = jnp.where(is_banned, 0, logits)
+    return jnp.where(is_banned, -jnp.inf, factor * finite_logits)
 
 
-def of_column(
+def values_in_columns(
     columns: Int32[Array, "t c"], values: Float[Array, "t r"], shift: float | Array = 0.0
 ) -> Float[Array, "t c"]:
-    """The values of each row in its columns, minus its shift; 0 where another device has them."""
+    """Reads the values of each token in some columns, minus the shift of the token.
+
+    A column that another device holds reads as 0.
+    """
     last = values.shape[1] - 1
     index = jnp.clip(columns, 0, last)
-    # One sum of gradients for a column is not atomic on a GPU. By vmap, a mesh may split the rows.
-    options = {"mode": "promise_in_bounds", "unique_indices": columns.shape[1] == 1}
-    at_columns = jax.vmap(lambda row, index: row.at[index].get(**options))(values, index)
-    return jnp.where((columns >= 0) & (columns <= last), at_columns - shift, 0)
+    # If each token reads one column, no two gradients are added in one place. A GPU that is told so
+    # does not add atomically.
+    is_unique = columns.shape[1] == 1
+
+    def read(row, row_index):
+        return row.at[row_index].get(mode="promise_in_bounds", unique_indices=is_unique)
+
+    # The tokens are an axis of `vmap` and not an index, because a mesh may split them.
+    found = jax.vmap(read)(values, index)
+    is_here = (columns >= 0) & (columns <= last)
+    return jnp.where(is_here, found - shift, 0)
 
 
-def columns_of(chunk: ChunkLogits, ids: Any) -> Int32[Array, "t c"]:
-    """Where the logits of ids are among those of this device, if they are."""
-    return jnp.asarray(ids) - chunk.ids[0, 0]
+def columns_of_ids(chunk: ChunkLogits, ids: Any) -> Int32[Array, "t c"]:
+    """Returns the column of each id among this device's logits.
+
+    The column is out of range if another device holds the id.
+    """
+    first_id = chunk.ids[0, 0]
+    return jnp.asarray(ids) - first_id
 
 
-def sums_of_rows(
+class TokenSums(NamedTuple):
+    """Sums over the whole vocabulary for each token, equal on all devices.
+
+    Args:
+        total: [t, 1], the sum of the exponentials of the shifted logits.
+        label_logit: [t, c], the shifted logit of each label.
+        mean_logit: [t, 1], the mean of the shifted logits over the rows that may be predicted. It
+            is None if labels are not smoothed.
+    """
+
+    total: Array
+    label_logit: Array
+    mean_logit: Any
+
+
+def token_sums(
     split: OutputSplit,
     chunk: ChunkLogits,
     columns: Int32[Array, "t c"],
     share: Array | None,
-) -> tuple[Array, Array, Any]:
-    """The sum of the exponentials, the labels' shifted logits, and, to smooth, the mean of all."""
-    of_all, of_shifted = None, functools.partial(of_column, columns, chunk.shifted)
+) -> TokenSums:
+    """Computes the sums of each token over all devices.
 
-    def of_logits():
-        return times(chunk.factor, of_column(columns, chunk.logits, chunk.top))
+    Args:
+        split: How the layer is split.
+        chunk: The logits of the tokens.
+        columns: The columns of the labels, as `columns_of_ids` returns them.
+        share: The share of each row in the mean that smooths the labels, [1, r]. None if labels are
+            not smoothed.
+    """
+    label_from_shifted = functools.partial(values_in_columns, columns, chunk.shifted)
 
+    def label_from_logits():
+        return times(chunk.factor, values_in_columns(columns, chunk.logits, chunk.top))
+
+    mean_logit = None
     if share is not None:
         finite = chunk.shifted
         if chunk.is_banned is not False:
             finite = jnp.where(chunk.is_banned, 0, finite)
-        of_all = (finite * share).sum(-1, keepdims=True)
-        # Shifted logits exist anyway: reading the label's from elsewhere would keep both.
-        of_label = of_shifted()
+        mean_logit = (finite * share).sum(-1, keepdims=True)
+        # The mean needs the shifted logits anyway, so the label's is read from them. If it were
+        # read from `logits`, both arrays would be kept.
+        label_logit = label_from_shifted()
     elif isinstance(chunk.factor, jax.Array):
-        of_label = of_logits()
+        label_logit = label_from_logits()
     else:
-        # A CPU would write whole shifted logits only for this. A TPU writes them faster than it
-        # repeats their exponentials.
-        of_label = jax.lax.platform_dependent(cpu=of_logits, default=of_shifted)
-    # One all-reduce for all of them.
-    return jax.lax.psum((chunk.total, of_label, of_all), split.vocabulary)
+        # A CPU would write all shifted logits only to read the label's. A TPU takes less time to
+        # write the shifted logits than to compute the exponentials again.
+        label_logit = jax.lax.platform_dependent(cpu=label_from_logits, default=label_from_shifted)
+    on_this_device = TokenSums(total=chunk.total, label_logit=label_logit, mean_logit=mean_logit)
+    # A single all-reduce adds the three arrays over devices.
+    return jax.lax.psum(on_this_device, split.vocabulary)
