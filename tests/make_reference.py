@@ -26,7 +26,7 @@ from transformer_embed.cli import main as command_line
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 PART = re.compile(r"(<!-- (reference|help): (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
-SECTION = re.compile(r"^(Args|Returns|Raises|Example|Source):\n", re.MULTILINE)
+SECTION = re.compile(r"^(Args|Returns|Raises|Example|Edge cases|Source):\n", re.MULTILINE)
 # Methods of public classes that only other parts of the package call.
 INTERNAL = {
     "AttentionMask": "sides lengths reach",
@@ -178,6 +178,9 @@ def _prose(value: object) -> str:
             parts.append(f"**{title.replace('Args', 'Arguments')}**\n\n{_items(body)}")
         elif title == "Example":
             parts.append(_examples(body))
+        elif title == "Edge cases":
+            cases = (" ".join(case.split()) for case in re.split(r"\n(?=- )", body))
+            parts.append(f"**{title}**\n\n" + "\n".join(map(_escaped, cases)))
         else:
             parts.append(f"**{title}:** {_blocks(body)}")
     return "\n\n".join(filter(None, parts))

@@ -640,8 +640,8 @@ def page_of(table, page):
     said = [f"| `{name}` | {reason} |" for name, reason in reasons.items() if reason]
     names_of = lambda names: ", ".join(f"`{name}`" for name in names) + "."
     written = {
-        r"(library )[\d.]+(\.\n)": transformers.__version__,
-        r"(library has )\d+( model types)": len(table),
+        r"(transformers )[\d.]+(\.\n)": transformers.__version__,
+        r"(transformers has )\d+( model types)": len(table),
         r"(\n)\d+( types agree)": len(types["exact"]),
         r"(\n)\d+( types are refused)": len(reasons),
         r"(words, and )\d+( load, but)": len(types["not measured"]),

@@ -31,48 +31,56 @@ def apply_rotary(
     scaling: Scaling | None = None,
     pair_axes: Sequence[int] | None = None,
 ) -> Float[Array, "... t h d"]:
-    """Rotates each pair of channels of queries or keys, exactly at any position.
+    """Rotates queries or keys by their positions (rotary position embeddings, RoPE).
 
-    The angle is proportional to the position. With the defaults, for i in 0..head_dim//2 - 1 and
-    angle = position * base ** (-2i / head_dim), the channels a = i and b = i + head_dim//2 become
+    Call it on the queries and the keys of every attention layer. Their dot products then depend on
+    the difference of the positions only. The page "Conventions of other projects" has the arguments
+    for each published model.
+
+    The channels of a head form pairs. Each pair has a frequency, which is its angle per unit of
+    position. With the defaults, pair i (from 0 to head_dim // 2 - 1) consists of the channels a = i
+    and b = i + head_dim // 2. For `angle = position * base ** (-2i / head_dim)`, they become
 
         x[..., a] * cos(angle) - x[..., b] * sin(angle)
         x[..., b] * cos(angle) + x[..., a] * sin(angle)
 
-    The dot product of a rotated query and a rotated key depends on the difference of their
-    positions only. Rotations add up, so do not rotate the keys in a cache again. The page
-    "Conventions of other projects" has the arguments for each published model.
+    Rotate each key once. In a KV cache, store the rotated keys and do not rotate them again,
+    because the angles would add up.
 
     Args:
-        x: [..., length, heads, head_dim], a floating dtype. (If heads come before length, swap
-            these axes.)
-        positions: [length], or more axes that broadcast to those of x before the heads; any integer
-            dtype, or float32. With pair_axes, [..., length, axes].
-        base: as in `sinusoidal_encoding`, often called theta.
-        layout: which channels form a pair. `"half"`: i and i + d/2. `"interleaved"`: 2i and 2i + 1.
-        rotary_dim: how many channels are rotated, an even number. None: all of them.
-        partial: which channels rotate if rotary_dim is smaller than head_dim. `"first"`: the first
-            rotary_dim channels, as a head of that size. `"proportional"`: pairs span the whole
-            head, with head_dim in the exponents; the first rotary_dim / 2 pairs rotate.
-        scaling: of the frequencies, for contexts longer than in training: `LinearScaling`,
-            `NTKScaling`, `YarnScaling`, `Llama3Scaling` or `LongRopeScaling`.
-            None: no scaling.
-        pair_axes: for positions on several axes, such as time, height and width: the axis, from 0,
-            that rotates each pair, for example `np.repeat([0, 1, 2], [16, 24, 24])`. The
-            frequencies are those of a single axis. None: one axis.
+        x: The queries or keys, [..., length, heads, head_dim], of a floating dtype. If your heads
+            come before the length, swap these two axes first.
+        positions: The position of each token, such as `TokenPositions.positions`. Integers of any
+            dtype, or float32, of shape [length], or with more axes that broadcast to the axes of x
+            before the heads. With `pair_axes`, [..., length, axes].
+        base: The base of the frequencies, above 0, often called theta. Pass the `rope_theta` of a
+            published model.
+        layout: Which channels form a pair. `"half"` pairs i with i + head_dim // 2. `"interleaved"`
+            pairs 2i with 2i + 1. A model must run in the layout that it was trained in. The wrong
+            one raises no error.
+        rotary_dim: How many channels of each head are rotated, an even number. Set it for models
+            that rotate a part of the head (GPT-J, GPT-NeoX). If None, all channels are rotated.
+        partial: Which channels `rotary_dim` means. `"first"` rotates the first `rotary_dim`
+            channels, as a head of that size. `"proportional"` (Gemma) pairs the channels of the
+            whole head, has head_dim in the exponents, and rotates the first rotary_dim / 2 pairs.
+        scaling: How frequencies are changed for texts longer than in training: `LinearScaling`,
+            `NTKScaling`, `YarnScaling`, `Llama3Scaling` or `LongRopeScaling`. Pass the one that the
+            model was trained or published with. If None, frequencies stay as they are.
+        pair_axes: Which axis of the positions rotates each pair, one integer from 0 per pair, such
+            as `np.repeat([0, 1, 2], [16, 24, 24])`. Set it only if tokens have several positions,
+            such as time, height and width. It does not change the frequencies. If None, each token
+            has one position.
 
     Returns:
-        [..., length, heads, head_dim] of x's dtype, computed in float32 and rounded once. Cosines
-        and sines have the error of `sinusoidal_encoding`, at most 6.0e-8, and are NaN for the same
-        positions. An attention factor of the scaling multiplies the error, and adds float32's
-        rounding of the product. Differentiable in x and in float positions.
+        The rotated array, [..., length, heads, head_dim], of x's dtype. It is differentiable in x
+        and in float positions.
 
     Raises:
-        TypeError: x does not have a floating dtype of 16 bits or more; positions are neither
+        TypeError: x does not have a floating dtype of 16 bits or more; or positions are neither
             integers nor float32.
-        ValueError: a shape or pair_axes that do not fit; an odd number of channels to pair; an
-            argument out of its range; a host position outside int32; a base and a scaling that make
-            a frequency of 2**32 turns per position or more.
+        ValueError: shapes or `pair_axes` do not fit together; an odd number of channels must be
+            paired; an argument is out of its range; a host position is outside int32 (and uint32);
+            or `base` and `scaling` make a frequency of 2**32 turns per position or more.
 
     Example:
         >>> import jax.numpy as jnp
@@ -83,6 +91,14 @@ def apply_rotary(
         >>> far *= te.apply_rotary(key, [2 * 10**9 + 5, 6, 7])
         >>> bool(jnp.allclose(near.sum(-1), far.sum(-1)))
         True
+
+    Edge cases:
+        - Cosines and sines are wrong by at most 6.0e-8 at every int32 and uint32 position, and at
+          float positions below 2**24 in magnitude if no frequency is above 1000. A scaling with an
+          attention factor multiplies this error by the factor, and adds one float32 rounding.
+        - The rotation is computed in float32 (in float64 if x is) and rounded once to x's dtype.
+        - The rotated channels are NaN at a 64-bit jax integer outside int32, and at a float
+          position that is not finite or is 2**31 or more in magnitude.
 
     Source:
         Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), section

@@ -50,13 +50,16 @@ class _Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling(_Scaling):
-    """Position interpolation: divides every frequency by `factor`.
+    """Divides every frequency by `factor` (position interpolation).
+
+    Use it for models that were trained with position interpolation. Their config.json has the rope
+    type "linear". A text that is `factor` times longer then uses the angles of the trained lengths.
 
     Args:
-        factor: how many times longer the context is than in training; above 0.
+        factor: How many times longer the context is than in training, above 0.
 
     Raises:
-        TypeError: factor is not a Python number.
+        TypeError: factor is neither a Python number nor a numpy scalar.
         ValueError: factor is not above 0.
 
     Example:
@@ -81,18 +84,21 @@ class LinearScaling(_Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class NTKScaling(_Scaling):
-    """NTK-aware scaling: multiplies the base by `alpha ** (d / (d - 2))`, for d rotated channels.
+    """Multiplies the base by `alpha ** (d / (d - 2))`, for d rotated channels (NTK-aware scaling).
 
-    The highest frequency does not change; the lowest is divided by alpha. Dynamic scaling is that
-    of the current length: `alpha = factor * length / original_length - (factor - 1)`, or 1 up to
-    original_length, in the transformers library. Keys rotated for one length do not fit queries
-    rotated for another.
+    Use it to run a model on longer texts than in training. The highest frequency stays as it is,
+    so neighbouring tokens are told apart as before. The lowest frequency is divided by `alpha`.
+
+    In transformers, the rope type "dynamic" sets alpha by the current length:
+    `alpha = max(factor * length / original_length - (factor - 1), 1)`. Do not combine dynamic
+    scaling with a KV cache, because keys that were rotated for one length do not fit queries that
+    are rotated for another.
 
     Args:
-        alpha: how many times longer the context is than in training; above 0.
+        alpha: How many times longer the context is than in training, above 0.
 
     Raises:
-        TypeError: alpha is not a Python number.
+        TypeError: alpha is neither a Python number nor a numpy scalar.
         ValueError: alpha is not above 0.
 
     Example:
@@ -117,32 +123,38 @@ class NTKScaling(_Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class YarnScaling(_Scaling):
-    """YaRN: keeps high frequencies, divides low ones by `factor`, with a linear ramp between.
+    """Divides low frequencies by `factor`, keeps high ones, and blends those between (YaRN).
 
-    It also scales cosines and sines. With
-    `index(n) = d * ln(original_length / (2 * pi * n)) / (2 * ln(base))`, the index of
-    the frequency that makes n turns over the trained length, the ramp rises from 0 at
-    max(index(beta_fast), 0) to 1 at min(index(beta_slow), d - 1), and
+    Use it for models that were published with YaRN, such as gpt-oss and DeepSeek. Their config.json
+    has the rope type "yarn". YaRN also multiplies cosines and sines by an attention factor, so the
+    attention scores are multiplied by its square.
+
+    A frequency is high if it makes many turns over the trained length. The frequency that makes n
+    turns has the index `index(n) = d * ln(original_length / (2 * pi * n)) / (2 * ln(base))`, for d
+    rotated channels. A ramp rises from 0 at max(index(beta_fast), 0) to 1 at
+    min(index(beta_slow), d - 1), and
 
         frequency[i] = base ** (-2i / d) * (ramp[i] / factor + 1 - ramp[i])
 
-    The attention factor is m(mscale) / m(mscale_all_dim), where m(s) = 0.1 * s * ln(factor) + 1,
-    and 1 for a factor up to 1.
+    The attention factor is m(mscale) / m(mscale_all_dim), where m(s) = 0.1 * s * ln(factor) + 1. It
+    is 1 for a factor up to 1.
 
     Args:
-        factor: how many times longer the context is than in training; above 0.
-        original_length: the trained length, at least 2.
-        beta_fast: frequencies that make at least this many turns over the trained length are kept;
-            above beta_slow.
-        beta_slow: frequencies that make at most this many turns are divided by factor; above 0.
-        truncate: round the ends of the ramp outwards to integers (gpt-oss: False).
-        mscale: in the formula above; the name is DeepSeek's.
-        mscale_all_dim: in the formula above. (If either is 0 or missing, the transformers library
-            uses the defaults, 1 and 0, for both.)
-        attention_factor: replaces the formula; above 0. None: the formula.
+        factor: How many times longer the context is than in training, above 0.
+        original_length: The trained length, at least 2.
+        beta_fast: The number of turns from which a frequency is kept; above beta_slow.
+        beta_slow: The number of turns up to which a frequency is divided by factor; above 0.
+        truncate: Whether the ends of the ramp are rounded outwards to integers. Pass False for
+            gpt-oss.
+        mscale: A number of the formula above, at least 0. The name is DeepSeek's.
+        mscale_all_dim: A number of the formula above, at least 0.
+        attention_factor: A number above 0 that replaces the formula. Pass it if the model's
+            config.json has it. If None, the formula holds.
 
     Raises:
-        ValueError: an argument out of its range; when applied, a base that is not above 1.
+        TypeError: an argument is of another type.
+        ValueError: an argument is out of its range; or, when the scaling is applied, the base is
+            not above 1.
 
     Example:
         >>> import numpy as np
@@ -151,6 +163,10 @@ class YarnScaling(_Scaling):
         >>> rotated = te.apply_rotary([[[1.0, 0.0]]], [0], base=150_000.0, scaling=gpt_oss)
         >>> print(np.asarray(rotated).round(3))
         [[[1.347 0.   ]]]
+
+    Edge cases:
+        - If one of mscale and mscale_all_dim is missing in a config.json or is 0, transformers uses
+          mscale=1 and mscale_all_dim=0. Pass these if you read the config.json yourself.
 
     Source:
         Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models" (2023),
@@ -202,7 +218,9 @@ class YarnScaling(_Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling(_Scaling):
-    """Llama 3.1's scaling: keeps high frequencies, divides low ones by `factor`, blends between.
+    """Divides low frequencies by `factor`, keeps high ones, and blends those between (Llama 3.1).
+
+    Use it for Llama 3.1 and later models whose config.json has the rope type "llama3".
 
     A frequency f makes `n = original_length * f / (2 * pi)` turns over the trained length, and
     becomes
@@ -211,15 +229,16 @@ class Llama3Scaling(_Scaling):
         s = (n - low_freq_factor) / (high_freq_factor - low_freq_factor), clipped to [0, 1]
 
     Args:
-        factor: 8 in Llama 3.1, 32 in Llama 3.2; above 0.
-        low_freq_factor: frequencies that make at most this many turns are divided by factor; above
-            0.
-        high_freq_factor: frequencies that make at least this many turns are kept; at least
-            low_freq_factor, which leaves nothing to blend (Llama 4 Scout).
-        original_length: the trained length, at least 2.
+        factor: How much low frequencies are divided, above 0. It is 8 in Llama 3.1 and 32 in Llama
+            3.2.
+        low_freq_factor: The number of turns up to which a frequency is divided by factor; above 0.
+        high_freq_factor: The number of turns from which a frequency is kept; at least
+            low_freq_factor. If both are equal, as in Llama 4 Scout, nothing is blended.
+        original_length: The trained length, at least 2.
 
     Raises:
-        ValueError: an argument out of its range.
+        TypeError: an argument is of another type.
+        ValueError: an argument is out of its range.
 
     Example:
         >>> import transformer_embed as te
@@ -253,26 +272,31 @@ class Llama3Scaling(_Scaling):
 
 @dataclasses.dataclass(frozen=True)
 class LongRopeScaling(_Scaling):
-    """LongRoPE: divides each frequency by its own factor, and scales cosines and sines.
+    """Divides each frequency by a factor of its own, and scales cosines and sines (LongRoPE).
 
-    The long factors are used if length > original_length, otherwise the short ones. Cosines and
-    sines are multiplied by an attention factor, sqrt(1 + ln(factor) / ln(original_length)), or 1
-    for a factor up to 1. The length is a Python int: only lengths on the other side of
-    original_length recompile.
+    Use it for Phi-3 and other models whose config.json has the rope type "longrope". The long
+    factors are used if length > original_length, and the short ones otherwise. Cosines and sines
+    are multiplied by an attention factor, sqrt(1 + ln(factor) / ln(original_length)), which is 1
+    for a factor up to 1.
+
+    Choose the length once for a text, before you fill a KV cache. Keys that were rotated with the
+    short factors do not fit queries rotated with the long ones.
 
     Args:
-        short_factor: d / 2 numbers above 0, for d rotated channels.
-        long_factor: d / 2 numbers above 0.
-        factor: how many times longer the context may be than in training; above 0. Phi-3:
+        short_factor: The divisor of each frequency in short texts, d / 2 numbers above 0 for d
+            rotated channels.
+        long_factor: The divisor of each frequency in long texts, d / 2 numbers above 0.
+        factor: How many times longer the context may be than in training, above 0. For Phi-3, pass
             max_position_embeddings / original_max_position_embeddings.
-        original_length: the trained length, at least 2.
-        length: the current length, at least 0.
-        attention_factor: replaces the formula; above 0. None: the formula.
+        original_length: The trained length, at least 2.
+        length: The length of your texts, a Python int of at least 0. It cannot be traced.
+        attention_factor: A number above 0 that replaces the formula. Pass it if the model's
+            config.json has it. If None, the formula holds.
 
     Raises:
-        TypeError: an argument of another type; a length is traced or not a Python int.
-        ValueError: an argument out of its range; when applied, a number of factors other than d /
-            2.
+        TypeError: an argument is of another type; or length is traced or not a Python int.
+        ValueError: an argument is out of its range; or, when the scaling is applied, the number of
+            factors is not d / 2.
 
     Example:
         >>> import numpy as np
@@ -280,6 +304,10 @@ class LongRopeScaling(_Scaling):
         >>> scaling = te.LongRopeScaling([1.0], [4.0], 32.0, original_length=4096, length=8192)
         >>> print(np.asarray(te.apply_rotary([[[1.0, 0.0]]], [0], scaling=scaling)).round(2))
         [[[1.19 0.  ]]]
+
+    Edge cases:
+        - `apply_rotary` compiles again only if length is on the other side of original_length. A
+          `jax.jit` of yours that has the scaling as a static argument compiles for each length.
 
     Source:
         Ding et al., "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens" (2024),

@@ -21,30 +21,34 @@ def check_batch(
     pad_id: int | None = None,
     order: str | None = None,
 ) -> None:
-    """Raises if an id is outside the vocabulary, or ids and tokens do not fit each other.
+    """Checks a batch, and raises an error that names the first wrong place.
 
-    Use it on the host, in a data pipeline: a compiled step cannot raise. There `lookup` reads NaN
-    for such an id, and attention kernels do not check the order of tokens.
+    Call it in your data pipeline, outside `jax.jit`, because compiled code cannot raise errors
+    about values. Inside `jax.jit`, `lookup` returns NaN for an id outside the vocabulary, and
+    nothing checks that tokens lie in the order that you declared to an attention kernel.
 
     Args:
-        ids: [...], or [length] or [batch, length] with tokens; any integer dtype; not traced.
-        tokens: the positions and segments of these ids; not traced.
-        vocab_size: number of rows, at least 1.
-        pad_id: the id at padding, and nowhere else: a loss would leave out a label that
-            `next_token_mask` counts, and tokens that count as padding are not trained on. None: any
-            id may stand at padding.
-        order: the layout of the tokens, as in `te.kernels`. `"full"`: one
-            sequence and no padding in each row. `"right"`: one sequence in each row, then padding.
-            `"packed"`: any number of sequences, each in one run of tokens, with padding anywhere
-            between them (so also padding on the left). Positions rise by one from token to token of
-            a sequence. None: any order.
+        ids: The ids of the batch, [...], of any integer dtype. With `tokens`, they are [length] or
+            [batch, length]. They must not be traced.
+        tokens: The positions and segments of these ids. Pass `tokens` if the shape of `ids`,
+            the place of padding or the order should be checked too. They must not be traced.
+        vocab_size: The number of ids in the vocabulary, at least 1.
+        pad_id: The id of padding. Pass the `pad_id` of your config, to check that this id stands at
+            padding and nowhere else. Elsewhere a loss would leave out a label that
+            `TokenPositions.next_token_mask` counts, and a token that counts as padding would not be
+            trained on. If None, any id may stand at padding.
+        order: The layout of the tokens, as in `te.kernels`. Pass the order that you declare there.
+            `"full"` means one sequence and no padding in each batch row. `"right"` means one
+            sequence in each batch row, then padding. `"packed"` means any number of sequences, each
+            in one run of tokens, with padding anywhere between them (also on the left). In all
+            three, positions rise by one from token to token of a sequence. If None, any order is
+            accepted.
 
     Raises:
-        TypeError: ids are not integers, tokens is not a TokenPositions, or one of them is traced.
-        ValueError: an id is outside [0, vocab_size), a segment id is negative, pad_id is inside a
-            sequence, another id is at padding, or the tokens lie in another order; the message
-            gives the first such place.
-            Ids and tokens differ in shape, or pad_id or order is given without tokens.
+        TypeError: ids are not integers; tokens is not a `TokenPositions`; or one of them is traced.
+        ValueError: an id is outside the vocabulary; a segment id is negative; `pad_id` stands
+            inside a sequence, or another id at padding; the tokens lie in another order; ids and
+            tokens differ in shape; or `pad_id` or `order` is given without `tokens`.
 
     Example:
         >>> import transformer_embed as te
@@ -55,6 +59,10 @@ def check_batch(
         >>> te.check_batch(ids, tokens, vocab_size=8, pad_id=0)
         Traceback (most recent call last):
         ValueError: ids: wanted pad_id, 0, at padding and nowhere else, got 0 at [0, 2], a token
+
+    Edge cases:
+        - If `tokens` has a single row, it describes every batch row of `ids`.
+        - Positions may start anywhere. Only the steps between them are checked.
     """
     inside = 0, arguments.size("vocab_size", vocab_size) - 1, "the vocabulary"
     array = arguments.as_integers("ids", ids, *inside)

@@ -66,65 +66,67 @@ def linear_cross_entropy(
     with_metrics: bool = False,
     chunk_size: int | None = None,
 ) -> Float[Array, "..."] | tuple[Float[Array, "..."], LossMetrics]:
-    """The cross-entropy of `linear_logits` with the labels, computed one chunk of tokens at a time.
+    """Computes the cross-entropy of an output layer without holding the logits of all tokens.
 
-    For a token with logits z and label y, over the V ids that may be predicted (not padding, not
-    banned by a bias of -inf), with `log_z = log(sum(exp(z)))` and smoothing s,
-    `loss = log_z - (1 - s) * z[y] - s * sum(z) / V + z_loss * log_z**2`.
+    Use it to train a language model, in place of a loss on `linear_logits`. The logits of a large
+    batch are its largest array, so the loss computes them for one chunk of tokens at a time. "What
+    the loss costs", a section of the reference page, has time and memory.
 
-    For its time and memory, see "What the loss costs", a section of the reference page.
+    Let z be the logits of a token and y its label. The label is compared with the V ids that may be
+    predicted, which are all ids but padding and ids with a bias of -inf. All sums run over these
+    ids. With `log_z = log(sum(exp(z)))` and s for `label_smoothing`, the loss of the token is
+
+        log_z - (1 - s) * z[y] - s * sum(z) / V + z_loss * log_z**2
 
     Args:
-        x: [..., d], a floating dtype.
-        output: an `OutputLayer`, or the table of one without other settings, [vocab_size, d].
-            Labels that are its `pad_id` are not counted; to leave out labels and keep their row of
-            the table, use mask. With shift, a token whose own label is `pad_id` predicts nothing
-            (padding on the left), unless `pad_id` is outside the vocabulary and only marks labels,
-            such as -100.
-        labels: [...], any integer dtype: the id that each token should predict; with shift, the ids
-            themselves.
-        mask: bool, any shape that broadcasts to the labels'. True = the label is counted;
-            `labels != -100` for example. One for each row is `mask[:, None]`. None: all.
-        weights: floating, shaped as mask: each label's loss is multiplied by its weight. None: 1.
-            With negative ones, do not take the mean: the sum of weights that divides it may be 0 or
-            less.
-        shift: a Python int k: token t predicts `labels[..., t + k]`, which brings its mask and
-            weight; the last k tokens predict nothing. 0: each label stands where it is predicted.
-            1, or True: each token predicts the next one. A head that predicts several tokens ahead
-            has its own k.
-        segment_ids: integers, [length], or more axes that broadcast to the tokens', for packed
-            sequences, with shift: those of `TokenPositions` (0 = padding; a negative number is
-            not). A token predicts nothing if `labels[..., t + k]` has another segment id, such as
-            the last k tokens of a sequence. None: one sequence a row.
-        label_smoothing: in [0, 1): the part of each label that is spread evenly over the ids that
-            may be predicted. A number, or a floating array that broadcasts to the tokens; it may be
-            traced, as that of a schedule, and has a gradient. NaN where an array is out of range,
-            at a label with a weight.
-        z_loss: at least 0, which keeps log_z near 0 (PaLM: 1e-4). Like label_smoothing.
-        reduction: `"mean"` divides the sum over the counted labels by the sum of their weights;
-            `"sum"` does not; `"none"` returns each label's loss times its weight.
-        with_metrics: True returns `LossMetrics` too, for a log.
-        chunk_size: the largest number of tokens in a chunk. None: all tokens if their logits take
-            at most 256 MiB, or else about as many as have a sixth of that, and at least d or, if
-            their logits fit into 256 MiB, 2 d, up to 2048 tokens.
+        x: The hidden vectors of the last layer, [..., d], of a floating dtype.
+        output: The output layer: an `OutputLayer`, as `Embedder.output` returns it, or a table
+            [vocab_size, d] if there is no bias, softcap, scale or `pad_id`. Labels equal to the
+            layer's `pad_id` are not counted. With `shift`, a token that is padding itself predicts
+            nothing, so you may pad on the left.
+        labels: The ids to predict, [...], of any integer dtype. With `shift`, pass the ids of the
+            text. Without `shift`, `labels[..., t]` is the id that token t should predict.
+        mask: Which labels are counted (True), a bool array that broadcasts to the labels' shape.
+            Set it to train on a part of the text, such as the answers (`labels != -100`, if the
+            other labels are -100). For one bool per batch row, pass `mask[:, None]`. If None, all
+            labels are counted.
+        weights: A factor for the loss of each label, a floating array that broadcasts like `mask`.
+            Set it if some labels matter more than others. If None, all factors are 1.
+        shift: How many tokens ahead the label of each token stands, a Python int. Pass 1 (or True)
+            for a language model. Then token t predicts `labels[..., t + 1]`, with the mask and the
+            weight of that label, and the last token predicts nothing. If a model has heads that
+            predict further ahead, pass k for the head that predicts `labels[..., t + k]`. Pass 0
+            if you shifted the labels yourself.
+        segment_ids: The document of each token, integers [length], or with more axes that broadcast
+            to the tokens. Pass the ids of your `TokenPositions` if batch rows are packed and
+            `shift` is set. Then no token predicts a label of another document. Id 0 is padding; a
+            negative id is a document. If None, each batch row is one document.
+        label_smoothing: The share of each label that is spread evenly over the V ids, in [0, 1). It
+            is a number, or a floating array that broadcasts to the tokens. An array may be traced,
+            for a schedule, and gets a gradient.
+        z_loss: The factor of `log_z**2` in the loss, at least 0, as a number or an array like
+            `label_smoothing`. Set it (PaLM: 1e-4) to keep log_z near 0.
+        reduction: How the losses are joined. `"mean"` divides their sum by the sum of the weights
+            of the counted labels. `"sum"` returns the sum, which you can add up over batches.
+            `"none"` returns the loss of each label, times its weight.
+        with_metrics: Whether to return `LossMetrics` too, for a log.
+        chunk_size: The largest number of tokens in a chunk. Set a smaller one to save memory. If
+            None, all tokens are one chunk if their logits take at most 256 MiB. Otherwise the
+            logits of a chunk take about a sixth of 256 MiB, or more if a chunk would then have
+            fewer than d tokens.
 
     Returns:
-        A scalar in float32 (float64 if x or the table is); with `reduction="none"`, an array [...].
-        The loss and its gradients are 0 if no label is counted, as if all were right: a mask of the
-        wrong polarity is seen in `LossMetrics.weight` alone. They are NaN if a counted label is
-        outside the vocabulary. At tokens that are not counted, x has no effect, even if it is NaN.
-        A weight of 0 leaves exactly 0 of a loss, even of an infinite one or NaN. If x and the table
-        are in bfloat16, gradients of logits are rounded to it before they are multiplied.
-
-        With shift and `reduction="none"`, the loss of `labels[..., t]` is at t. With
-        `with_metrics=True` it is a pair, as `jax.value_and_grad(..., has_aux=True)` takes it.
+        The loss, a scalar in float32 (in float64 if x or the table is). With `reduction="none"`, an
+        array [...] that has the loss of `labels[..., t]` at t, also with `shift`. With
+        `with_metrics=True`, the pair of the loss and `LossMetrics`, as
+        `jax.value_and_grad(..., has_aux=True)` expects it.
 
     Raises:
-        TypeError: an argument of another dtype or type; a table that has only some of its rows, as
-            inside `te.rows.value_and_grad`.
-        ValueError: an argument out of its range, or shapes that do not fit together; labels of a
-            symbolic size; segment_ids without shift; columns split over a number of devices that
-            does not divide the number of rows.
+        TypeError: an argument has another dtype or type; or the table holds only some of its rows,
+            as a tied table does inside `te.rows.value_and_grad`.
+        ValueError: an argument is out of its range; shapes do not fit together; `segment_ids` is
+            given without `shift`; the labels have a symbolic size; or the columns of the table are
+            split over a number of devices that does not divide the number of table rows.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -136,6 +138,24 @@ def linear_cross_entropy(
         1.0986123
         >>> jax.grad(te.linear_cross_entropy)(x, output, [1, 2, -1])[2].tolist()
         [0.0, 0.0]
+
+    Edge cases:
+        - If no label is counted, the loss and its gradients are 0, as if every prediction were
+          right. Log `LossMetrics.weight`, which is 0 then, to notice an inverted mask.
+        - If a counted label is outside the vocabulary, the loss is NaN. So are the gradients of the
+          table and of x at the token that predicts this label.
+        - `pad_id` also removes its id from the predictions. To leave out labels whose id must still
+          be predicted, use `mask`.
+        - If `pad_id` is outside the vocabulary, such as -100, it only marks labels. With `shift`, a
+          token with this mark then still predicts the next label: the last token of a prompt
+          predicts the first token of the answer.
+        - Where a token predicts no counted label, x has no effect, even if it is NaN.
+        - A weight of 0 removes the loss of a label completely, even a loss that is infinite or NaN.
+        - With negative weights, use `"sum"`: `"mean"` divides by a sum that may be 0 or negative.
+        - Where an array `label_smoothing` or `z_loss` is out of range, the loss of a label with a
+          weight other than 0 is NaN.
+        - If x and the table are in bfloat16, the gradients of the logits are rounded to bfloat16
+          before they are multiplied, as in a loss on `linear_logits`.
 
     Source:
         Label smoothing: Szegedy et al., "Rethinking the Inception Architecture" (2016), section 7,

@@ -60,55 +60,48 @@ def linear_log_probs(
     truncated: bool = False,
     chunk_size: int | None = None,
 ) -> Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """The log-probability of each label under `linear_logits`, one chunk of tokens at a time.
+    """Computes the log-probability of each label without holding the logits of all tokens.
 
-    Reinforcement learning on language models takes gradients through functions of them: ratios of
-    two policies, clips, KL terms. Logits of a large batch never exist, neither in the forward nor
-    in the backward pass. "What the loss costs", a section of the reference page, has time and
-    memory, and what devices exchange.
+    Use it for losses that are functions of log-probabilities, and take gradients through them:
+    ratios of two policies (GRPO, PPO), preferences (DPO), KL terms, multiple choice. Like
+    `linear_cross_entropy`, it computes logits for one chunk of tokens at a time, in the backward
+    pass too. "What the loss costs", a section of the reference page, has time and memory, and what
+    devices exchange.
 
     Args:
-        x: [..., d], a floating dtype.
-        output: as in `linear_cross_entropy`.
-        labels: [...], any integer dtype: the id whose log-probability each token asks for; with
-            shift, the ids themselves. With one more axis [..., k], k candidates of each token, as
-            for multiple choice, or a teacher's `linear_top_k`: one pass over the vocabulary serves
-            all of them.
-        shift, segment_ids, chunk_size: as in `linear_cross_entropy`.
-        temperature: above 0, that of sampling: the logits are divided by it. A number, or a
-            floating array that broadcasts to the tokens, such as [batch, 1]; it may be traced, and
-            has a gradient. NaN where an array is not above 0, at labels that are counted. With
-            shift, that of `labels[..., t]` is at t.
-        mask: as in `linear_cross_entropy`. Labels that a prompt gives are usually not counted. Of
-            candidates, any shape that broadcasts to theirs: a mask of tokens is `mask[..., None]`.
-        with_entropy: True returns entropies too.
-        truncated: True: the labels [..., k] are the ids that top-k or top-p sampling kept, and each
-            log-probability is that among them. Those of other ids cancel, so only the rows of the
-            labels are read: with few of them it takes a fraction of the time. Labels of a token are
-            all different: one that stands twice counts twice. Fill short sets with the `pad_id` of
-            the output layer, or with ids that mask leaves out. There are no entropies.
+        x: The hidden vectors of the last layer, [..., d], of a floating dtype.
+        output: The output layer, as in `linear_cross_entropy`.
+        labels: The ids whose log-probabilities you want, [...], of any integer dtype. With `shift`,
+            pass the ids of the text. To compare k candidates at each token, pass [..., k], such as
+            the choices of a question or a teacher's `linear_top_k`. All candidates of a token share
+            one pass over the vocabulary.
+        shift, segment_ids, chunk_size: As in `linear_cross_entropy`.
+        temperature: The number above 0 that divides the logits. Pass the temperature at which the
+            text was sampled. It is a number, or a floating array that broadcasts to the tokens,
+            such as [batch, 1]. An array may be traced and gets a gradient. With `shift`, the
+            temperature at t belongs to `labels[..., t]`, like a mask.
+        mask: Which labels are counted (True), as in `linear_cross_entropy`. Set it to leave out the
+            prompt. For candidates it broadcasts to [..., k], so pass `mask[..., None]` if you have
+            one bool per token.
+        with_entropy: Whether to return the entropy of each prediction too.
+        truncated: Whether sampling kept only some ids for each token (top-k, top-p). If True, pass
+            the kept ids as labels [..., k]. Each log-probability is then relative to the k ids of
+            its token. The table rows of other ids are not read, so a small k takes a fraction of
+            the time. All k ids of a token must differ, because an id that stands twice counts
+            twice. Fill short sets with the `pad_id` of the output layer, or with ids that `mask`
+            leaves out. `with_entropy` must be False.
 
     Returns:
-        [...], in float32 (float64 if x or the table is): at each label, its log-probability given
-        the token that predicts it. With shift, that of `labels[..., t]` is at t, and the first
-        labels of a sequence have none. With `with_entropy=True` it is a pair, whose second array
-        has at each label the entropy, in nats, of the distribution that predicts it.
-
-        Both are 0 at labels that are not counted, where x has no effect. The log-probability of a
-        counted label outside the vocabulary is NaN.
-
-        Of candidates [..., k]: those that are not counted have -inf, so that they add nothing to a
-        sum of probabilities, as `jax.nn.logsumexp` computes it. Entropies are [...].
-
-        The same compiled function gives equal bits for equal arguments. With and without gradients,
-        or inside another function, the results may differ by a few units in the last place, because
-        XLA fuses them with other operations: the ratio of a policy to itself is 1 to about 1e-6.
-        The same holds for another `chunk_size`, batch shape, mesh or `with_entropy`.
+        The log-probabilities, [...] or [..., k], in float32 (in float64 if x or the table is). With
+        `shift`, the value at t is for `labels[..., t]`, and token t - shift predicts it. With
+        `with_entropy=True`, a pair whose second array, [...], has at t the entropy, in nats, of the
+        prediction of `labels[..., t]`.
 
     Raises:
-        TypeError: as for `linear_cross_entropy`; with_entropy or truncated is not a Python bool.
-        ValueError: as for `linear_cross_entropy`; a temperature is a number that is not above 0;
-            truncated with entropies, or without an axis of candidates.
+        TypeError: as for `linear_cross_entropy`; or `with_entropy` or `truncated` is not a Python
+            bool.
+        ValueError: as for `linear_cross_entropy`; a number `temperature` is not above 0; or
+            `truncated` is set together with `with_entropy`, or without an axis of candidates.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -134,6 +127,19 @@ def linear_log_probs(
         [[[0.  1. ]
           [1.  0. ]
           [0.5 0.5]]]
+
+    Edge cases:
+        - At a label that is not counted, the log-probability and the entropy are 0, and x has no
+          effect. With `shift`, the first labels of each document are not counted.
+        - A candidate that is not counted has -inf in place of 0, so it adds nothing to a sum of
+          probabilities by `jax.nn.logsumexp`.
+        - At a counted label outside the vocabulary, the log-probability is NaN.
+        - Where an array `temperature` is not above 0 or is infinite, the results of counted labels
+          are NaN.
+        - Equal arguments to the same compiled function give equal bits. Other programs may differ
+          by a few units in the last place, because XLA fuses operations differently. The program
+          changes with gradients, inside another function, and with another `chunk_size`, batch
+          shape, mesh or `with_entropy`. So the ratio of a policy to itself is 1 to about 1e-6.
 
     Source:
         Top-p: Holtzman et al., "The Curious Case of Neural Text Degeneration" (2020), section 3.1,

@@ -50,32 +50,36 @@ def lookup(
     out_of_range: str = "nan",
     lookup_style: str = "gather",
 ) -> Float[Array, "... d"]:
-    """The row of the table for each id.
+    """Returns the table row of each id, and NaN for ids outside the vocabulary.
+
+    Use it in place of `table[ids]`, which returns the last table row for an id past the end and
+    counts negative ids from the end. With NaN you see the mistake in the loss, under `jax.jit` too.
 
     Args:
-        table: [vocab_size, d], a floating dtype.
-        ids: [...], any integer dtype. Negative ids are out of range: they do not count from the
-            end.
-        pad_id: the id of padding: its row reads as zeros and gets no gradient, whatever the table
-            holds. It may lie outside the vocabulary. None: no padding.
-        out_of_range: what to return for an id outside [0, vocab_size).
-            `"nan"`: a row of NaN, no gradient: the error cannot be missed, under jit too.
-            `"clip"`: the nearest row of the table, which gets the gradient.
-            `"zero"`: a row of zeros, no gradient.
-        lookup_style: how the rows are read; the values are the same. `"gather"`: each row is
-            copied. `"one_hot"`: a product with a [..., vocab_size] matrix of zeros and ones, at
-            full precision. Its cost grows with the vocabulary, so use it for small vocabularies on
-            matrix units (TPU). The table must be finite: 0 times infinity is NaN.
+        table: The embeddings, [vocab_size, d], of a floating dtype.
+        ids: The ids to look up, [...], of any integer dtype. Negative ids are outside the
+            vocabulary.
+        pad_id: The id of padding. It returns zeros, whatever the table holds, and its table row
+            gets no gradient. The id may lie outside the vocabulary. If None, no id is padding.
+        out_of_range: What an id outside the vocabulary returns. `"nan"` returns NaN and gives no
+            gradient. `"zero"` returns zeros and gives no gradient. `"clip"` returns the nearest
+            table row, which gets the gradient. Set `"zero"` or `"clip"` if your data has such ids
+            on purpose.
+        lookup_style: How table rows are read. `"gather"` copies them. `"one_hot"` multiplies a
+            matrix of zeros and ones, [..., vocab_size], with the table at full precision. The
+            values are the same. The product costs more for a larger vocabulary, so set
+            `"one_hot"` only for a small vocabulary on a TPU.
 
     Returns:
-        [..., d] of the table's dtype. Under explicit mesh axes, leading axes are sharded like the
-        ids and the last axis like the table's columns, over the axes that do not split the ids.
+        The vectors, [..., d], of the table's dtype. Under explicit mesh axes, the leading axes are
+        split like the ids. The last axis is split like the columns of the table, over those mesh
+        axes that do not split the ids.
 
     Raises:
-        TypeError: ids are not integers; the table does not have a floating dtype of 16 bits or
+        TypeError: ids are not integers; or the table does not have a floating dtype of 16 bits or
             more.
-        ValueError: the table does not have rank 2, or has no row; an unknown out_of_range or
-            lookup_style; a pad_id outside int32.
+        ValueError: the table does not have rank 2, or has no row; `out_of_range` or `lookup_style`
+            is unknown; or `pad_id` is outside int32.
 
     Example:
         >>> import jax.numpy as jnp
@@ -83,6 +87,12 @@ def lookup(
         >>> table = jnp.array([[1.0, 2.0], [3.0, 4.0]])
         >>> te.lookup(table, [1, 0, 2**32 + 1], pad_id=0).tolist()
         [[3.0, 4.0], [0.0, 0.0], [nan, nan]]
+
+    Edge cases:
+        - With `lookup_style="one_hot"`, the table must be finite. If one table row has an infinite
+          number or NaN in a channel, all results are NaN in this channel, because 0 times infinity
+          is NaN.
+        - An id equal to `pad_id` gives zeros even if it lies outside the vocabulary.
     """
     arguments.choice("out_of_range", out_of_range, OUT_OF_RANGE)
     arguments.choice("lookup_style", lookup_style, LOOKUP_STYLES)
