@@ -1,8 +1,10 @@
-"""Every test runs on 8 CPU devices, with the shapes and dtypes that annotations state checked on
-each call.
+"""Sets up a test run: eight CPU devices, and checked shapes and dtypes on each call.
 
-Most of XLA's optimizations for the CPU are off: programs that run once compile in less than half of
-the time. To test what users get, as .ci/run does on the newest Python, set
+The tests run on the CPU, on a machine with a GPU too, because only the CPU can be divided into eight
+devices. If you set JAX_PLATFORMS, your choice is kept. Only `pytest -m gpu` runs on a GPU.
+
+Most of XLA's optimizations for the CPU are off, because programs that run once then compile in less
+than half of the time. To test what users get, as .ci/run does on the newest Python, set
 JAX_DISABLE_MOST_OPTIMIZATIONS=0.
 
 Compiled programs are kept in .jax_cache, so that the next run compiles only what changed.
@@ -44,6 +46,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 import cases
 import draws
 import hypothesis
+import jax
 import pytest
 import typecheck
 
@@ -69,38 +72,66 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """Tests run on all cores: a worker runs whole files, whose tests share what they compile. One
-    file or test alone starts sooner without workers."""
+    """Runs the tests on all cores.
+
+    A worker runs whole files, whose tests share what they compile. One file or test alone starts
+    sooner without workers, and a GPU is for one process.
+    """
     is_worker = hasattr(config, "workerinput")
     if config.pluginmanager.hasplugin("xdist") and not is_worker:
-        options, is_folder = config.option, pathlib.Path(config.args[0]).is_dir()
+        options = config.option
         options.loadscopereorder = False
         if options.dist == "no":
             options.dist = "loadfile"
         if options.numprocesses is None:
-            options.numprocesses = "auto" if is_folder or len(config.args) > 1 else 0
+            has_many_files = pathlib.Path(config.args[0]).is_dir() or len(config.args) > 1
+            options.numprocesses = "auto" if has_many_files and not wants_gpu(config) else 0
+
+
+def wants_gpu(config):
+    """Returns whether the user asked for the tests of a GPU alone."""
+    return config.option.markexpr == "gpu"
 
 
 def pytest_configure(config):
-    """Empties the cache once it is large: no entry is ever removed from it otherwise."""
-    cases.CHOICE, draws.WANTED = config.getoption("cases"), config.getoption("draws")
+    """Chooses the platform, and empties the cache of compiled programs once it is large."""
+    if wants_gpu(config):
+        # Users have all optimizations. The oracles are exact, so products are in float32, not TF32.
+        jax.config.update("jax_disable_most_optimizations", False)
+        jax.config.update("jax_default_matmul_precision", "highest")
+    elif "JAX_PLATFORMS" not in os.environ:
+        # Processes that tests start read the first, and this one the second.
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        jax.config.update("jax_platforms", "cpu")
+    cases.CHOICE = config.getoption("cases")
+    draws.WANTED = config.getoption("draws")
     is_worker = hasattr(config, "workerinput")
     if not is_worker and sum(path.stat().st_size for path in CACHE.glob("*")) > CACHE_BYTES:
         shutil.rmtree(CACHE)
 
 
+def pytest_runtest_setup(item):
+    """Skips the tests of a GPU on a machine without one."""
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.skip("needs a GPU")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """So that `-m "not slow"`, which takes the place of the expression in pyproject.toml, leaves
-    out what that one does."""
+    """Marks what only its own command runs as slow.
+
+    `-m "not slow"` replaces the expression in pyproject.toml, and must leave out the same tests.
+    """
     for item in items:
-        if {"documentation", "gate"} & {mark.name for mark in item.iter_markers()}:
+        if {"documentation", "gate", "gpu"} & {mark.name for mark in item.iter_markers()}:
             item.add_marker("slow")
 
 
 def pytest_collection_finish():
-    """Spares the garbage collector what lives to the end, such as modules and tests: going through
-    it took a tenth of the time."""
+    """Spares the garbage collector the objects that live to the end, such as modules and tests.
+
+    Going through them took a tenth of the time of a run.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
