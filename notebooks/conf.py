@@ -3,6 +3,8 @@
 python -m sphinx -W --keep-going notebooks build/docs
 """
 
+import functools
+import inspect
 import re
 
 from docutils import nodes
@@ -50,6 +52,40 @@ def _contents(title: str, links: str) -> str:
     return f"\n```{{toctree}}\n:hidden:\n:caption: {title}\n\n{lines}\n```\n"
 
 
+def declare_names(app, doctree: nodes.document) -> None:
+    """Declares the public names of a reference page to Sphinx.
+
+    A heading `te.name` is a public name, and a heading below it may be a method of this name. So
+    the index of the site lists all of them, and other projects can link to them by intersphinx.
+    """
+    page = app.env.current_document.docname
+    python, index = app.env.get_domain("py"), app.env.get_domain("index")
+    for section in doctree.findall(nodes.section):
+        owner = section.parent[0].astext() if isinstance(section.parent, nodes.section) else ""
+        title = section[0].astext()
+        name = title if title.startswith("te.") else f"{owner}.{title}"
+        if not page.startswith("reference/") or not name.startswith("te."):
+            continue
+        node_id = section["ids"][0]
+        kind, full_name = _kind(name), name.replace("te.", "transformer_embed.", 1)
+        python.note_object(full_name, kind, node_id, location=section)
+        entry = ("single", f"{name} ({kind})", node_id, "", None)
+        index.entries.setdefault(page, []).append(entry)
+
+
+def _kind(name: str) -> str:
+    """What Sphinx calls the object of a public name."""
+    *owners, last = name.removeprefix("te.").split(".")
+    owner = functools.reduce(getattr, owners, te)
+    value = inspect.getattr_static(owner, last)
+    if inspect.isclass(owner):
+        kinds = {property: "property", classmethod: "classmethod", staticmethod: "staticmethod"}
+        return kinds.get(type(value), "method")
+    if inspect.ismodule(value):
+        return "module"
+    return "class" if inspect.isclass(value) else "function"
+
+
 def inline_mathml(translator, node: nodes.math) -> None:
     """Writes a formula inside a sentence."""
     translator.body.append(_mathml(node))
@@ -71,6 +107,7 @@ def _mathml(node: nodes.Element, as_block: bool = False) -> str:
 
 
 def setup(app) -> None:
-    """Connects them."""
+    """Connects the functions of this file to Sphinx."""
     app.add_html_math_renderer("mathml", (inline_mathml, None), (block_mathml, None))
     app.connect("source-read", add_contents)
+    app.connect("doctree-read", declare_names)

@@ -100,7 +100,8 @@ def _entry(name: str, level: str) -> str:
     parts = [f"{level} te.{name}", signature, _prose(value)]
     if inspect.isclass(value):
         for method, function in _methods(value):
-            parts += [f"{level}# {method}", _signature(method, function), _prose(function)]
+            heading = method.replace("__", r"\_\_")  # else `__call__` is a bold "call"
+            parts += [f"{level}# {heading}", _signature(method, function), _prose(function)]
     return "\n\n".join(filter(None, parts))
 
 
