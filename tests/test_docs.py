@@ -15,6 +15,7 @@ for package in ("sphinx", "myst_nb", "furo", "sphinx_copybutton", "matplotlib"):
 
 import make_reference
 import public
+from sphinx.util.inventory import InventoryFile
 
 import transformer_embed as te
 
@@ -119,6 +120,15 @@ def test_pages_show_sections_formulas_and_types_as_written(pages):
     assert 'href="rotary.html#te-apply-rotary"' in html["plots"]
     assert "usage: transformer-embed train " in text_of(html["command_line"])
     assert sum("<math " in page for page in html.values()) >= 3
+
+
+@pytest.mark.documentation
+def test_other_projects_can_link_to_each_public_name(pages):
+    inventory = InventoryFile.loads((pages / "objects.inv").read_bytes(), uri="").data
+    declared = {name for kind, names in inventory.items() if kind[:3] == "py:" for name in names}
+    assert {f"transformer_embed.{name}" for name in public.EVERY} <= declared
+    assert "transformer_embed.TokenPositions.from_ids" in declared
+    assert "te.TokenPositions.from_ids (classmethod)" in text_of(read(pages / "genindex.html"))
 
 
 @pytest.mark.documentation

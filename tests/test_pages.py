@@ -6,15 +6,17 @@ lengths, with padding on either side and several documents.
 
 import functools
 import itertools
+import re
 import zipfile
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from drawn import drawn
-from pages import FOLDER, functions_of
+from pages import FOLDER, blocks_of, functions_of
 
 import transformer_embed as te
 
@@ -110,7 +112,7 @@ def test_attention_over_blocks_is_dense_attention():
 
 # --- recipes: reinforcement learning and preferences
 
-RECIPES = FOLDER / "recipes.md"
+TRAINING_RECIPES = FOLDER / "training_recipes.md"
 
 
 def texts_of(rng, rows, length, side):
@@ -133,7 +135,7 @@ def plain_log_probs(page, params, ids):
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_the_loss_of_grpo_is_that_of_whole_logits(side):
-    page = functions_of(RECIPES, "embedder", "grpo_loss", "policy")
+    page = functions_of(TRAINING_RECIPES, "embedder", "grpo_loss", "policy")
     rng = np.random.default_rng(2)
     ids, is_sampled = texts_of(rng, 5, 9, side)
     params = page.embedder.init(jax.random.key(3))
@@ -164,7 +166,7 @@ def test_answers_that_share_a_prompt_are_answers_alone(lengths):
     given = {"prompt_length": 2, "lengths": lengths, "shared_ids": ids}
     given["advantages"] = jnp.arange(1.0, len(lengths) + 1)
     names = "embedder", "hidden", "shared_policy", "parents", "is_answer", "token_advantages"
-    page = functions_of(RECIPES, *names, **given)
+    page = functions_of(TRAINING_RECIPES, *names, **given)
     params, expected = page.embedder.init(jax.random.key(0)), []
     for number, answer in enumerate(answers):
         alone = jnp.array([[5, 6, *answer]])
@@ -177,13 +179,15 @@ def test_answers_that_share_a_prompt_are_answers_alone(lengths):
 
 # --- recipes: decoding
 
+DECODING_RECIPES = FOLDER / "decoding_recipes.md"
+
 
 @pytest.fixture(scope="module")
 def decoding():
     """The page's functions, for texts of eight tokens, weights, and prompts of several lengths."""
     names = "hidden_and_cache", "lm", "init", "VOCAB", "END", "generate", "beam_search", "serve"
     names += "decode_greedily", "decode_with_guesses"
-    page = functions_of(RECIPES, *names, STEPS=8)
+    page = functions_of(DECODING_RECIPES, *names, STEPS=8)
     weights = page.init(jax.random.key(8))
 
     @jax.jit
@@ -251,11 +255,28 @@ def test_continuous_batching_answers_as_each_prompt_alone(decoding):
         assert answer[-1] == page.END or len(answer) == 12
 
 
+def test_sampling_keeps_the_most_probable_ids():
+    page = functions_of(DECODING_RECIPES, "keep_top_k", "keep_top_p", "keep_min_p")
+    logits = np.random.default_rng(12).normal(size=(50, 9)).astype(np.float32) * 2
+    probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    got = [page.keep_top_k(logits, 3), page.keep_top_p(logits, 0.8), page.keep_min_p(logits, 0.2)]
+    for row, of_row in enumerate(probs):
+        best_first = np.argsort(-of_row)
+        enough = 1 + int(np.argmax(np.cumsum(of_row[best_first]) >= 0.8))
+        wanted = [set(best_first[:3]), set(best_first[:enough])]
+        wanted.append({index for index, p in enumerate(of_row) if p >= 0.2 * of_row.max()})
+        kept = [set(np.flatnonzero(np.isfinite(each[row]))) for each in got]
+        assert kept == wanted
+    near(jnp.where(jnp.isfinite(got[1]), got[1], logits), logits)
+
+
 # --- recipes: images, and layers inside a model
+
+IMAGE_AND_MESH_RECIPES = FOLDER / "image_and_mesh_recipes.md"
 
 
 def test_a_packed_patch_has_the_point_of_its_own_image():
-    page = functions_of(RECIPES, "pack")
+    page = functions_of(IMAGE_AND_MESH_RECIPES, "pack")
     points, images = page.pack([(1, 3), (2, 2), (3, 1)], 12)
     expected = [(0, 0), (0, 1), (0, 2), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0), (1, 0), (2, 0)]
     np.testing.assert_array_equal(points[:10], expected)
@@ -263,7 +284,7 @@ def test_a_packed_patch_has_the_point_of_its_own_image():
 
 
 def test_axial_rotary_rotates_each_part_of_a_head_by_its_axis():
-    page, rng = functions_of(RECIPES, "axial_rotary"), np.random.default_rng(9)
+    page, rng = functions_of(IMAGE_AND_MESH_RECIPES, "axial_rotary"), np.random.default_rng(9)
     x, points = rng.normal(size=(3, 5, 2, 12)).astype(np.float32), rng.integers(-9, 99, (3, 5, 3))
     parts = zip(np.split(x, 3, axis=-1), np.moveaxis(points, -1, 0), strict=True)
     expected = np.concatenate([te.apply_rotary(*part, base=50.0) for part in parts], axis=-1)
@@ -271,7 +292,7 @@ def test_axial_rotary_rotates_each_part_of_a_head_by_its_axis():
 
 
 def test_positions_of_images_go_on_from_text_in_packed_rows():
-    page = functions_of(RECIPES, "vision_positions")
+    page = functions_of(IMAGE_AND_MESH_RECIPES, "vision_positions")
     ids = np.array([[5, 9, 9, 6, 0, 0], [0, 9, 9, 7, 8, 8]])
     segment_ids = np.array([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 2, 2]])
     got = page.vision_positions(ids, segment_ids, {9: [(1, 2, 4, 1), (1, 4, 2, 1)]})
@@ -281,7 +302,7 @@ def test_positions_of_images_go_on_from_text_in_packed_rows():
 
 @pytest.mark.slow
 def test_an_empty_bag_has_the_mean_0():
-    page = functions_of(RECIPES, "loss_fn", "params")
+    page = functions_of(IMAGE_AND_MESH_RECIPES, "loss_fn", "params")
     items, bags = jnp.array([3, 3, 8]), jnp.array([0, 0, 2])
     targets = jnp.array([1.0, 2.0, 3.0])
     params = {"items": page.params["items"][:10], "head": jnp.arange(16.0)}
@@ -291,6 +312,179 @@ def test_an_empty_bag_has_the_mean_0():
         return jnp.mean((means @ params["head"] - targets) ** 2)
 
     same_losses(lambda params: page.loss_fn(params, items, bags, targets), expected, params)
+
+
+# --- small recipes
+
+LAYER_RECIPES = FOLDER / "layer_recipes.md"
+
+
+@pytest.fixture(scope="module")
+def layers():
+    """The page's functions, parameters, and ids of other rows with padding on the right."""
+    names = [
+        "embedder",
+        "params",
+        "config",
+        "VOCAB",
+        "WIDTH",
+        "TABLE_PATH",
+        "accumulated_gradients",
+        "lora_loss",
+    ]
+    names += [
+        "class_logits",
+        "tagging_loss",
+        "log_normaliser",
+        "soft_label_loss",
+        "label_parameters",
+    ]
+    names += ["encoder_decoder_loss", "label_frozen_tables"]
+    page, rng = functions_of(LAYER_RECIPES, *names), np.random.default_rng(13)
+    lengths = np.array([[7], [3], [1], [5]])
+    ids = np.where(np.arange(7) < lengths, rng.integers(1, page.VOCAB, (4, 7)), 0)
+    page.table = jnp.asarray(rng.normal(size=(page.VOCAB, page.WIDTH)), jnp.float32)
+    return page, rng, jnp.asarray(ids)
+
+
+def plain_loss(x, table, labels, is_counted):
+    """The mean cross-entropy from whole logits; id 0 is never predicted."""
+    logits = jnp.where(jnp.arange(len(table)) == 0, -jnp.inf, x @ table.T)
+    log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)[..., 0]
+    return -jnp.sum(jnp.where(is_counted, log_probs, 0)) / is_counted.sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_accumulated_gradients_are_those_of_the_whole_batch(layers, parts):
+    page, _, ids = layers
+    start = te.TokenPositions.from_ids(ids, pad_id=0)
+
+    def expected(params):
+        table = params[page.TABLE_PATH]["embeddings"]
+        x = table[ids] * (ids != 0)[..., None] * page.WIDTH**0.5
+        x = x + te.sinusoidal_encoding(start.positions, page.WIDTH)
+        return plain_loss(x[:, :-1], table, ids[:, 1:], ids[:, 1:] != 0)
+
+    want = jax.value_and_grad(expected)(page.params)
+    near(page.accumulated_gradients(page.params, ids, parts), want)
+
+
+@pytest.mark.slow
+def test_the_loss_of_lora_is_that_of_the_sum_of_tables(layers):
+    page, rng, ids = layers
+    lora = {"down": rng.normal(size=(page.VOCAB, 2)), "up": rng.normal(size=(2, page.WIDTH))}
+    lora = jax.tree.map(jnp.float32, lora)
+
+    def expected(lora):
+        table = page.table + lora["down"] @ lora["up"]
+        return plain_loss(table[ids][:, :-1], table, ids[:, 1:], ids[:, 1:] != 0)
+
+    same_losses(lambda lora: page.lora_loss(lora, page.table, ids), expected, lora)
+
+
+@pytest.mark.slow
+def test_classes_and_tags_leave_out_padding(layers):
+    page, rng, ids = layers
+    head = jnp.asarray(rng.normal(size=(page.WIDTH, 3)), jnp.float32)
+    params, tags = {"embed": page.params, "head": head}, rng.integers(0, 3, ids.shape)
+
+    def vectors(params):
+        table = params["embed"][page.TABLE_PATH]["embeddings"] * page.WIDTH**0.5
+        encoding = te.sinusoidal_encoding(np.arange(ids.shape[1]), page.WIDTH)
+        rows = zip(ids, np.count_nonzero(np.asarray(ids), axis=1), strict=True)
+        return [table[row[:length]] + encoding[:length] for row, length in rows]
+
+    def expected_classes(params):
+        return sum(jnp.sin(x.mean(0) @ params["head"]).sum() for x in vectors(params))
+
+    def expected_tags(params):
+        logits = jnp.concatenate([x @ params["head"] for x in vectors(params)])
+        labels = tags[np.asarray(ids) != 0]
+        return -jax.nn.log_softmax(logits)[np.arange(len(labels)), labels].mean()
+
+    classes = lambda params: jnp.sin(page.class_logits(params, ids)).sum()
+    same_losses(classes, expected_classes, params)
+    same_losses(lambda params: page.tagging_loss(params, ids, tags), expected_tags, params)
+
+
+@pytest.mark.slow
+def test_normalisers_and_soft_labels_are_those_of_whole_logits(layers):
+    page, rng, ids = layers
+    x = jnp.asarray(rng.normal(size=(*ids.shape, page.WIDTH)), jnp.float32)
+    label_ids = jnp.asarray(rng.integers(0, page.VOCAB, (*ids.shape, 3)))
+    label_probs = jnp.asarray(rng.dirichlet(np.ones(3), ids.shape), jnp.float32)
+    log_probs = lambda x: jax.nn.log_softmax(x @ page.table.T)
+
+    def soft(x):
+        output = te.OutputLayer(page.table)
+        return page.soft_label_loss(x, output, label_ids, label_probs)
+
+    def expected_soft(x):
+        label_log_probs = jnp.take_along_axis(log_probs(x), label_ids, -1)
+        return -(label_probs * label_log_probs).sum(-1).mean()
+
+    same_losses(soft, expected_soft, x)
+    same_losses(
+        lambda x: jnp.sin(page.log_normaliser(x, page.table, ids)).sum(),
+        lambda x: jnp.sin(jax.nn.logsumexp(x @ page.table.T, axis=-1)).sum(),
+        x,
+    )
+
+
+@pytest.mark.slow
+def test_two_stacks_share_one_table(layers):
+    page, rng, ids = layers
+    target = jnp.asarray(rng.integers(1, page.VOCAB, (4, 5)))
+    model = hk.without_apply_rng(hk.transform(page.encoder_decoder_loss))
+    params = {page.TABLE_PATH: {"embeddings": page.table}}
+    assert jax.tree.structure(model.init(jax.random.key(0), ids, target)) == (
+        jax.tree.structure(params)
+    )
+
+    def expected(params):
+        table = params[page.TABLE_PATH]["embeddings"]
+        embedded = lambda ids: (
+            table[ids] * (ids != 0)[..., None] * page.WIDTH**0.5
+            + te.sinusoidal_encoding(np.arange(ids.shape[1]), page.WIDTH)
+        )
+        keys, queries = embedded(ids), embedded(target)
+        scores = jnp.einsum("btd,bsd->bts", queries, keys) / page.WIDTH**0.5
+        scores = jnp.where((ids != 0)[:, None], scores, -jnp.inf)
+        x = queries + jax.nn.softmax(scores) @ keys
+        return plain_loss(x[:, :-1], table, target[:, 1:], target[:, 1:] != 0)
+
+    same_losses(lambda params: model.apply(params, ids, target), expected, params)
+
+
+def test_labels_of_parameters_name_tables_matrices_and_vectors(layers):
+    page, *_ = layers
+    options = {"output": te.OutputConfig(tied=False, bias=True), "layer_norm_eps": 1e-6}
+    config = te.EmbedderConfig(8, 4, te.Learned(9), **options)
+    params = te.Embedder(config).init(jax.random.key(0)) | {"linear": {"w": jnp.ones((2, 2))}}
+    labels = jax.tree.leaves(page.label_parameters(params))
+    assert {label: labels.count(label) for label in labels} == {
+        "table": 3,
+        "matrix": 1,
+        "vector": 3,
+    }
+    assert set(jax.tree.leaves(page.label_frozen_tables(page.params))) == {"frozen"}
+
+
+# --- when something is wrong
+
+
+@pytest.mark.documentation
+def test_calls_that_find_a_fault_print_what_the_page_says(capfd):
+    """Each line `print(...)  # text` prints the text before a semicolon or a colon and a space."""
+    namespace = {}
+    for block in blocks_of(FOLDER / "when_something_is_wrong.md"):
+        exec(compile(block, block.splitlines()[0], "exec"), namespace)
+        said = re.findall(r"^ *print\(.*\)  # (.*)$", block, re.MULTILINE)
+        printed = capfd.readouterr().out
+        for text in said:
+            wanted = re.split(r"; |: (?=[a-z]+ \d)| \.\.\.", text)[0]
+            assert wanted in printed, (wanted, printed)
 
 
 # --- losses
@@ -470,7 +664,7 @@ def of_first_page(segment_ids, ids, _):
 
 
 def of_notebook(*_):
-    page = functions_of(FOLDER / "03_masks.ipynb", "loss_of", "params")
+    page = functions_of(FOLDER / "02_masks.ipynb", "loss_of", "params")
     tokens_of = te.TokenPositions.from_segment_ids
     return page.params, lambda params, segment_ids, ids, _: page.loss_of(
         params, ids, tokens_of(segment_ids)
@@ -545,7 +739,7 @@ def test_texts_of_the_program_are_those_of_prompts_alone():
 
 
 def test_scores_of_rotations_are_cosines_of_distances():
-    page = functions_of(FOLDER / "02_positions.ipynb", "rotary_scores")
+    page = functions_of(FOLDER / "03_positions.ipynb", "rotary_scores")
     keys, frequencies = np.array([-9, 3, 4000]), 1e4 ** (-np.arange(32) / 32)
     cosines = np.cos((70 - keys)[:, None] * frequencies)
     near(page.rotary_scores(70, keys), np.float32(2 * cosines.sum(1) / 8))

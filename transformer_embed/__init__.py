@@ -49,7 +49,7 @@ from transformer_embed._src.tokens.log_probs import linear_log_probs, linear_top
 from transformer_embed._src.tokens.lookup import lookup
 from transformer_embed._src.tokens.output_layer import OutputLayer, linear_logits
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AttentionMask",

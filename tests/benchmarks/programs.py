@@ -114,6 +114,16 @@ def decoding():
     }
 
 
+def lookup_styles(vocab_size):
+    """Reads 16,384 rows of width 512: a gather, and a product with a one-hot matrix."""
+
+    def line(style):
+        lookup = functools.partial(te.lookup, lookup_style=style)
+        return lookup, (of(vocab_size, 512), below(vocab_size, 16_384))
+
+    return {OURS: line("gather"), 'lookup_style="one_hot"': line("one_hot")}
+
+
 def rotary():
     """A position of its own for each token."""
     frequencies = BASE ** (-np.arange(0, HEADS[3], 2) / HEADS[3])
@@ -247,6 +257,8 @@ PROGRAMS = {
     "positions per token": token_positions,
     "eval, positions per token": input_layer_by_positions,
     "decoding one token": decoding,
+    "lookup, 256 words": functools.partial(lookup_styles, 256),
+    "lookup, 4096 words": functools.partial(lookup_styles, 4096),
     "rotary, float32": rotary,
     "mask": mask,
     "attention, 16384 tokens": functools.partial(attention, 16384),
