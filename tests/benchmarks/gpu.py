@@ -131,6 +131,13 @@ def whole(x, table, labels):
     return (jax.nn.logsumexp(logits, -1) - chosen).mean()
 
 
+def whole_in_float32(x, table, labels):
+    """The loss on whole logits in the precision that our chunks have."""
+    logits = jnp.einsum("td,vd->tv", x, table, preferred_element_type=jnp.float32)
+    chosen = jnp.take_along_axis(logits, labels[:, None], 1)[:, 0]
+    return (jax.nn.logsumexp(logits, -1) - chosen).mean()
+
+
 def teacher_of(x, table):
     return jax.lax.stop_gradient((1.5 * x, table))
 
@@ -144,7 +151,12 @@ def whole_divergence(x, table, labels):
 def jax_losses(tokens: int) -> dict[str, Callable]:
     """Of x, the table and labels: ours, the same by whole logits, and by some at a time."""
     blocks = mean_of_blocks(whole, tokens)
-    return {OURS: te.linear_cross_entropy, "whole logits": whole, "lax.map and checkpoint": blocks}
+    return {
+        OURS: te.linear_cross_entropy,
+        "whole logits": whole,
+        "whole logits in float32": whole_in_float32,
+        "lax.map and checkpoint": blocks,
+    }
 
 
 # Ours, and the same by whole logits.

@@ -124,10 +124,10 @@ def lookup_styles(vocab_size):
     return {OURS: line("gather"), 'lookup_style="one_hot"': line("one_hot")}
 
 
-def rotary():
+def rotary(heads=HEADS, dtype=jnp.float32):
     """A position of its own for each token."""
-    frequencies = BASE ** (-np.arange(0, HEADS[3], 2) / HEADS[3])
-    angles = np.arange(HEADS[1])[:, None] * frequencies
+    frequencies = BASE ** (-np.arange(0, heads[3], 2) / heads[3])
+    angles = np.arange(heads[1])[:, None] * frequencies
 
     def rotate(x, cos, sin):
         cos, sin = cos[:, :, None], sin[:, :, None]
@@ -136,10 +136,10 @@ def rotary():
 
     def in_place(x, positions):
         angles = positions[..., None].astype(jnp.float32) * np.float32(frequencies)
-        return rotate(x, jnp.cos(angles), jnp.sin(angles))
+        return rotate(x, jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype))
 
-    arguments = of(*HEADS), below(HEADS[1], *HEADS[:2])
-    tables = np.float32(np.cos(angles)), np.float32(np.sin(angles))
+    arguments = of(*heads, dtype=dtype), below(heads[1], *heads[:2])
+    tables = np.asarray(np.cos(angles), dtype), np.asarray(np.sin(angles), dtype)
     return {
         OURS: (te.apply_rotary, arguments),
         "precomputed tables of cos and sin": (
@@ -260,6 +260,7 @@ PROGRAMS = {
     "lookup, 256 words": functools.partial(lookup_styles, 256),
     "lookup, 4096 words": functools.partial(lookup_styles, 4096),
     "rotary, float32": rotary,
+    "rotary, bfloat16": functools.partial(rotary, (8, 2048, 32, 128), jnp.bfloat16),
     "mask": mask,
     "attention, 16384 tokens": functools.partial(attention, 16384),
     "attention, 131072 tokens": functools.partial(attention, 131_072),
