@@ -7,13 +7,16 @@ from layers import run
 from recommender import STEPS, held_out, loss_fn, next_batch, optimizer
 
 
+loss_and_grads = jax.value_and_grad(loss_fn)
+
+
 def apply_gradients(grads, state, params):
     updates, state = optimizer.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
 
 def setup(steps=STEPS, seed=0):
-    return recommender.setup(steps, seed, (jax.value_and_grad(loss_fn), apply_gradients))
+    return recommender.setup(steps, seed, (loss_and_grads, apply_gradients))
 
 
 if __name__ == "__main__":
