@@ -87,7 +87,12 @@ def test_it_is_stored_as_one_clean_run_left_it_and_names_no_machine(path):
     assert notebook.metadata == METADATA
     # Pages fold the code of a picture.
     known = {}, {"tags": ["hide-input"]}, {"tags": [OPTIMIZED_CELL]}
-    assert all(cell.metadata in known for cell in notebook.cells)
+    for cell in notebook.cells:
+        metadata = {name: value for name, value in cell.metadata.items() if name != "mystnb"}
+        assert metadata in known
+        has_text = bool(cell.metadata.get("mystnb", {}).get("image", {}).get("alt"))
+        pictures = [each for each in cell.get("outputs", ()) if "image/png" in each.get("data", {})]
+        assert has_text == bool(pictures), "a picture needs a text for those who cannot see it"
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     assert "error" not in [output.output_type for output in _outputs(notebook)]

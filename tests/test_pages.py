@@ -768,3 +768,20 @@ def test_a_decoder_samples_after_right_padding_as_without_it(tmp_path):
         tokens = te.TokenPositions.from_offset(0, text.shape[1])
         alone, _ = jax.jit(page.function_of(model))(model.params, text, tokens)
         near(logits[row], alone[0, -5:-1], rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_every_parameter_of_a_decoder_has_a_gradient(tmp_path):
+    """Gemma 4 reads a second embedding in each layer, which must not be frozen in silence."""
+    page = functions_of(FOLDER / "08_a_whole_decoder.ipynb", "PAD", "function_of", "load")
+    zipfile.ZipFile(FOLDER / "data" / "decoders.zip").extractall(tmp_path)
+    model = page.load(tmp_path / "gemma_4")
+    ids = np.array([[5, 7, 9, 11, 6]])
+    tokens = te.TokenPositions.from_ids(ids, pad_id=page.PAD)
+    loss = lambda params: jnp.square(page.function_of(model)(params, ids, tokens)[0]).mean()
+    params = jax.tree.map(jnp.asarray, model.params)
+    gradients = jax.jit(jax.grad(loss))(params)
+    assert all(jnp.any(gradient) for gradient in jax.tree.leaves(gradients["per_layer_inputs"]))
+    frozen = [name for name, leaves in gradients.items() if not any(map(jnp.any, leaves.values()))]
+    # The last layers read the keys and values of earlier ones.
+    assert all(name.endswith("value_norm") for name in frozen), frozen
