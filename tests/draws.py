@@ -6,7 +6,9 @@ first 2,000 and `--draws 500:1000` those. A family's test makes a program of at 
 the choices and runs that, so a failing draw prints what repeats it (`PYTHONPATH=tests`).
 """
 
+import collections
 import contextlib
+import itertools
 import linecache
 import random
 import types
@@ -35,16 +37,73 @@ def numbered(few, quick):
     return [pytest.param(number, marks=marks[number < quick]) for number in numbers(few)]
 
 
+class InOrder(list):
+    """Values of an option that the draws take one after the other, as they are listed."""
+
+
 def choices(number, space):
-    """One choice of each option, which takes turns with the others; a callable makes them of those
-    before it."""
-    chosen = {}
-    for name, options in space.items():
-        each = [*(options(chosen) if callable(options) else options)]
-        turn, place = divmod(number, len(each))
-        random.Random(f"{name} {turn}").shuffle(each)
-        chosen[name] = each[place]
-    return types.SimpleNamespace(**chosen)
+    """Returns the choice of each option in this draw.
+
+    The values of an option take turns: no value comes again before all others have come. An option
+    may be a function of the options before it. Then each list that it returns has turns of its own,
+    so a value that is rarely allowed comes as soon as it is. Of the values that are left in a turn,
+    a draw takes the one that meets most values of other options for the first time.
+    """
+    sequence = _SEQUENCES.setdefault(id(space), _Sequence(space))
+    return types.SimpleNamespace(**sequence[number])
+
+
+class _Sequence:
+    """The draws of a space, which are made from the first one on."""
+
+    def __init__(self, space):
+        self.space = space
+        self.draws = []
+        self.left = {}  # the values that are left in the turn of a list
+        self.turns = collections.Counter()
+        self.met = set()  # pairs of options with their values
+
+    def __getitem__(self, number):
+        while len(self.draws) <= number:
+            self.draws.append(self._next())
+        return self.draws[number]
+
+    def _next(self):
+        chosen, taken = {}, []
+        for name, options in self.space.items():
+            if isinstance(options, InOrder):
+                value = options[len(self.draws) % len(options)]
+            else:
+                values = [*(options(chosen) if callable(options) else options)]
+                value = self._take(name, values, taken)
+            chosen[name] = value
+            taken.append((name, repr(value)))
+        self.met |= set(itertools.combinations(taken, 2))
+        return chosen
+
+    def _take(self, name, values, taken):
+        """Takes a value out of the turn of this list."""
+        key = name, repr(values)
+        if not self.left.get(key):
+            turn = self.turns[key]
+            random.Random(f"{key} {turn}").shuffle(values)
+            self.left[key] = values
+            self.turns[key] += 1
+        left = self.left[key]
+        new = [sum((each, (name, repr(value))) not in self.met for each in taken) for value in left]
+        return left.pop(new.index(max(new)))
+
+
+_SEQUENCES = {}
+
+
+def met(space, count):
+    """Returns the values of options, and the pairs of them, in the first draws."""
+    draws = [vars(choices(number, space)) for number in range(count)]
+    named = [[(name, repr(value)) for name, value in draw.items()] for draw in draws]
+    values = {each for draw in named for each in draw}
+    pairs = {pair for draw in named for pair in itertools.combinations(draw, 2)}
+    return values, pairs
 
 
 @contextlib.contextmanager
