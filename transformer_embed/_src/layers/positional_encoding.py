@@ -7,12 +7,12 @@ from jaxtyping import Array, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
 from transformer_embed._src.layers.embed import add_encoding, apply_dropout, encode
-from transformer_embed._src.layers.parameters import (
+from transformer_embed._src.layers.module_parameters import (
     Initializer,
     Leaves,
     as_initializer,
     dropout_key,
-    table,
+    table_parameter,
 )
 from transformer_embed._src.positions.schemes import PositionScheme
 from transformer_embed._src.tokens.lookup import OUT_OF_RANGE
@@ -81,7 +81,7 @@ class PositionalEncoding(hk.Module):
         param_dtype = arguments.floating_dtype("param_dtype", param_dtype)
         self._leaves = None
         if scheme.is_learned:
-            positions = table(scheme.max_len, self.d_model, param_dtype, 0.02)["embeddings"]
+            positions = table_parameter(scheme.max_len, self.d_model, param_dtype, 0.02)
             init = as_initializer(w_init, positions.init)
             self._leaves = Leaves({"embeddings": positions._replace(init=init)})
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
-from transformer_embed._src.layers.parameters import Initializer, as_initializer
+from transformer_embed._src.layers.module_parameters import Initializer, as_initializer
 from transformer_embed._src.positions.relative_bias import relative_position_buckets
 from transformer_embed._src.tokens.lookup import as_table, lookup
 

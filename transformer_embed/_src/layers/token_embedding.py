@@ -10,7 +10,7 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
 from transformer_embed._src.layers.config import EmbedderConfig, OutputConfig
 from transformer_embed._src.layers.embed import output_layer, token_rows
-from transformer_embed._src.layers.parameters import (
+from transformer_embed._src.layers.module_parameters import (
     Initializer,
     Leaves,
     as_initializer,

@@ -9,14 +9,13 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.embed import embed, output_layer
-from transformer_embed._src.layers.parameters import (
+from transformer_embed._src.layers.module_parameters import (
     Leaves,
     Parameters,
-    Params,
     dropout_key,
-    layer_of,
     parameters_of,
 )
+from transformer_embed._src.layers.parameters import Params, layer_of
 from transformer_embed._src.tokens.output_layer import OutputLayer
 
 
