@@ -229,8 +229,14 @@ def test_the_config_of_a_table_says_the_order_of_its_rows():
     )
 
 
-@pytest.mark.parametrize(("plain", "config"), [(0.0, None), (1.0, None), (1.0, SPREAD.config)])
-def test_an_order_that_no_config_says_is_named(plain, config):
+ORDERS = [
+    (0.0, None, r"^config: wanted the EmbedderConfig of transformer_embedding.*: pass config= to"),
+    (1.0, SPREAD.config, r"^transformer_embedding/.*: wanted to be read by a layer of the config"),
+]
+
+
+@pytest.mark.parametrize(("plain", "config", "message"), ORDERS)
+def test_an_order_that_no_config_says_is_named(plain, config, message):
     loss = functools.partial(spread_loss, plain=plain)
-    with pytest.raises(ValueError, match=r"^config: wanted that of transformer_embedding"):
+    with pytest.raises(ValueError, match=message):
         by_spread_rows(loss, config)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int32, Key
+from jaxtyping import Array, Bool, Float, Int32, Key
 
 from transformer_embed._src import arguments
 from transformer_embed._src.compiled import known_after_reading, nan_where
@@ -30,6 +30,10 @@ from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 from transformer_embed._src.tokens.row_order import RowOrder, nearest_rows
 from transformer_embed._src.tokens.stand_in import StandIn
 
+# How many marks stand beside some rows of a table. With more of them, fewer functions of a row's
+# place keep them all alike.
+MARKS = 8
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
@@ -46,17 +50,18 @@ class GatheredRows(SomeRows, StandIn):
     table has a gradient, and you must train the table densely.
 
     A function of the leaves of this object sees only the rows of the batch. If the function treats
-    each row by itself, the result is right for the table. Most other functions raise an error or
-    make the lookup read NaN. The `keys` are not numbers. The `marks` are a row of NaN and a row of
-    ones: every norm, mean or maximum of all rows is NaN, and makes the ones NaN too. Two kinds of
-    functions pass unseen. Some results depend on no number: sizes, counts, and comparisons with
-    NaN. Others depend on the place of a row: noise, and a factor of each row.
+    each row by itself, whatever its place, the result is right for the table. Any other function
+    raises an error or makes the lookup read NaN. The `keys` are not numbers. The `marks` are a row
+    of NaN and some equal rows: every norm, mean or maximum of all rows is NaN, and makes all marks
+    NaN. Noise, and a factor that depends on the place of a row, make equal rows differ. Two kinds
+    of functions pass unseen. Some results depend on no number: sizes, counts, and comparisons with
+    NaN. Others change only rows behind the places that the marks have.
 
     Args:
         keys: [k], the ids of the rows, as `as_keys` makes them from int32 ids. The ids ascend and
             are distinct. Ids of vocab_size or above are padding. An id here is the number of a
             table row.
-        marks: [2, d], a row of NaN and a row of ones, in the dtype of the table.
+        marks: [m, d], a row of NaN and equal rows, as `new_marks` makes them in the table's dtype.
         values: [k, d], the rows.
         name: The name of the parameter, for error messages.
         vocab_size: The number of rows of the table.
@@ -90,25 +95,40 @@ class GatheredRows(SomeRows, StandIn):
         An id without a row here reads as NaN. An id out of range reads the first or the last row of
         the table.
         """
+        if self.order is None and order is not None:
+            want = f"the EmbedderConfig of {self.name}, whose rows are padded or spread"
+            raise arguments.value_error("config", f"{want}: pass config= to te.rows", "None")
         if order != self.order:
-            want = f"that of {self.name}, whose rows are padded or spread"
-            raise arguments.value_error("config", want, "another one or none")
-        if len(self.marks) != 2:
+            want = "to be read by a layer of the config that te.rows has, which pads or spreads it"
+            raise arguments.value_error(self.name, want, "te.lookup, or a layer of another config")
+        if len(self.marks) != MARKS:
             want = "its rows in their places"
             raise arguments.type_error(self.name, want, f"{len(self.values)} of them")
-        marks = jnp.asarray(self.marks)
-        are_unmixed = jnp.all(jnp.isnan(marks[0]) & jnp.isfinite(marks[1]))
         # If something changed the marks, the ids of all rows become -1. No lookup asks for row -1,
         # so each of them reads NaN.
-        row_ids = jnp.where(are_unmixed, self.ids, -1)
+        row_ids = jnp.where(are_unmixed(jnp.asarray(self.marks)), self.ids, -1)
         wanted_ids = nearest_rows(ids, self.vocab_size, order)
         rows = _read(row_ids, self.values, wanted_ids)
         return rows.astype(self.dtype)
 
 
-def new_marks(width: int, dtype: Any) -> Float[np.ndarray, "2 d"]:
+def new_marks(width: int, dtype: Any) -> Float[np.ndarray, "m d"]:
     """Makes the marks of rows, as numpy arrays because `jax_debug_nans` lets those pass."""
-    return np.repeat([[np.nan], [1]], width, axis=1).astype(dtype)
+    # The equal rows are tiny, so that noise of any usual size makes them differ. Their squares and
+    # inverses are still normal numbers.
+    unit = 2.0 ** (jnp.finfo(dtype).minexp // 2)
+    return np.repeat([[np.nan], *[[unit]] * (MARKS - 1)], width, axis=1).astype(dtype)
+
+
+def are_unmixed(marks: Float[Array, "m d"]) -> Bool[Array, ""]:
+    """Returns whether the first mark is still NaN, and the others are still finite and equal."""
+    # Each function keeps the rank of arrays, since users may disable jax's rank promotion.
+    first = marks[1:2]
+    # A compiler may compute the rows of one array in two ways, which round differently.
+    tolerance = 4 * jnp.finfo(marks.dtype).eps * jnp.abs(first)
+    # If a number is NaN or infinite, its difference is NaN, which is not within the tolerance.
+    are_equal = jnp.abs(marks[1:] - first) <= tolerance
+    return jnp.all(jnp.isnan(marks[0])) & jnp.all(are_equal)
 
 
 def as_keys(ids: Int32[Array, "k"]) -> Key[Array, "k"]:
