@@ -222,7 +222,7 @@ def _update_in_blocks(
     NaN if the gradient is not of these ids.
     """
     ids, gradient, scaled = parts
-    is_right, ids = fits(ids, scaled), ids - first
+    is_right, ids = fits(ids, gradient, scaled), ids - first
     # Of no ids, no block can be sliced, not even in a loop that does not run.
     if not len(ids):
         return list(arrays)

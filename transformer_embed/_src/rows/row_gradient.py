@@ -105,7 +105,7 @@ class RowGradient(SomeRows):
         if ids is not None and (np.diff(ids.astype(np.int64), prepend=-1) <= 0).any():
             want = "row ids that ascend from 0 or above, each of them once"
             raise arguments.value_error("ids", want, reprlib.repr(ids.tolist()))
-        arguments.set_fields(self, fingerprint=self._on_shards(fingerprint)(self.ids))
+        arguments.set_fields(self, fingerprint=self._on_shards(fingerprint)(self.ids, self.values))
 
     def __add__(self, other: "RowGradient") -> "RowGradient":
         """The sum; it has the rows of both."""
@@ -132,7 +132,7 @@ class RowGradient(SomeRows):
         self.check()
 
         def trusted(ids: Array, values: Array, scaled: Array) -> Array:
-            return or_nan(fits(ids, scaled), values)
+            return or_nan(fits(ids, values, scaled), values)
 
         return self._on_shards(trusted)(*self.parts)
 
