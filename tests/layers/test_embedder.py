@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import AUTO, EXPLICIT, mesh_of, put
 from refused import each_raises, refused
-from sample import IDS, KEY, ROOT, TOKENS, TYPES
+from sample import IDS, KEY, POSITIONS, ROOT, TOKENS, TYPES
 
 import transformer_embed as te
 from transformer_embed._src.layers import embedder as source
@@ -254,6 +254,29 @@ def test_initial_params_start_a_module(fields):
         lambda: te.TransformerEmbedding(config, initial_params=initial)(IDS, is_training=False, token_types=TYPES)
     )  # fmt: skip
     equal(layer(wide).apply(trained, None), layer(None).apply(trained, None))
+
+
+def evaluated(params):
+    return whole.apply(params, None, IDS, is_training=False, token_types=TYPES)
+
+
+def test_parameters_in_another_byte_order_are_read_right():
+    """jax reads their bytes as they are, once it has seen the shapes."""
+    params = of_the_whole()
+    expected = evaluated(params)
+    other = jax.tree.map(lambda leaf: leaf.astype(leaf.dtype.newbyteorder()), params)
+    equal(evaluated(other), expected)
+    with jax.disable_jit():
+        near(evaluated(other), expected)
+
+
+@pytest.mark.parametrize("path", [TOKENS, POSITIONS, f"{ROOT}layer_norm", f"{ROOT}widen"])
+def test_masked_parameters_are_refused(path):
+    params = of_the_whole()
+    for name, leaf in params[path].items():
+        masked = {**params[path], name: np.ma.masked_array(leaf, mask=leaf > 0)}
+        with pytest.raises(TypeError, match="wanted an array without a mask, got a masked"):
+            evaluated({**params, path: masked})
 
 
 # --- Errors, by message.

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -84,11 +85,21 @@ def update(optimizer=ADAM, grads=GRADS, state=None, params=SMALL):
     return te.rows.apply_gradients(optimizer, grads, state, params)
 
 
+def read(params):
+    return jnp.sum(te.lookup(params["t"], [0]))
+
+
 def left(leave):
     """A gradient that left its trace."""
     gradient = lambda ids: te.rows.value_and_grad(read, ids={"t": ids})(SMALL)[1]
-    read = lambda params: jnp.sum(te.lookup(params["t"], [0]))
     return leave(gradient)(np.array([[0], [3]]))
+
+
+def exported():
+    """A step on a batch of any size."""
+    (batch,) = jax.export.symbolic_shape("b")
+    step = lambda ids: te.rows.value_and_grad(read, ids={"t": ids})(SMALL)[0]
+    return jax.export.export(jax.jit(step))(Shape([batch, 2], jnp.int32))
 
 
 one_row = te.rows.RowGradient
@@ -114,6 +125,8 @@ WRONG = {
     "one_row([1, 2], jnp.ones([1, 2]), 9)": "ValueError: values: wanted shape [2, 'd'], a row for each id, got shape [1, 2]",
     'jax.tree.map(jnp.add, GRADS, {"t": one_row([2], jnp.ones([1, 2]), 5)})': "ValueError: ...jax.tree.map adds gradients of different ids",
     'view({"i": [1]})': "TypeError: i: wanted a floating dtype of 16 to 64 bits, got int32",
+    'te.rows.value_and_grad(read, ids={"t": [1]})({"t": np.ma.masked_array(SMALL["t"])})': "TypeError: params['t']: wanted an array without a mask",
+    "exported()": "ValueError: ids: wanted a size known while tracing, ... got symbolic shape [b, 2]",
     "view([1])": "TypeError: ids: wanted a dict by the names of tables, got list [1]",
     'view({"m/t": [1.5]})': "TypeError: ids: wanted an integer dtype, got float64",
     "te.rows.value_and_grad(None, ids={})": "TypeError: loss: wanted a function, got None",

@@ -112,19 +112,19 @@ def layer_norm(x: Float[Array, "... d"], leaves: Any, eps: float) -> Float[Array
     """Each vector with mean 0 and variance 1, then scaled and shifted."""
     mean = jnp.mean(x, -1, keepdims=True)
     variance = jnp.var(x, -1, keepdims=True)
-    scale = broadcast(leaves["scale"], x) * jax.lax.rsqrt(variance + eps)
-    return scale * (x - mean) + broadcast(leaves["offset"], x)
+    scale = broadcast("layer_norm/scale", leaves["scale"], x) * jax.lax.rsqrt(variance + eps)
+    return scale * (x - mean) + broadcast("layer_norm/offset", leaves["offset"], x)
 
 
 def linear(x: Float[Array, "... d"], leaves: Any) -> Float[Array, "... e"]:
     """The product with weights, and an offset."""
-    x = x @ leaves["w"]
-    return x + broadcast(leaves["b"], x)
+    x = x @ arguments.as_floats("widen/w", leaves["w"])
+    return x + broadcast("widen/b", leaves["b"], x)
 
 
-def broadcast(vector: ArrayLike, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-    """A vector in the shape and dtype of x, since users may disable jax's promotion."""
-    return jnp.broadcast_to(jnp.asarray(vector, x.dtype), x.shape)
+def broadcast(name: str, vector: ArrayLike, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+    """Returns a vector in the shape and dtype of x, since users may disable jax's promotion."""
+    return jnp.broadcast_to(arguments.as_floats(name, vector).astype(x.dtype), x.shape)
 
 
 def apply_dropout(

@@ -91,6 +91,7 @@ class Embedder:
                 (host values); token types missing, or given although the config has none.
         """
         arguments.instance("params", params, Mapping, TREE)
+        params = arguments.native_leaves("params", params)
         is_training = arguments.flag("is_training", is_training)
         # Evaluation is one program, with a key or without.
         is_random = is_training and self.config.dropout_rate > 0 and rng is not None

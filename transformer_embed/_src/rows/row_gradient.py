@@ -228,6 +228,7 @@ def as_arrays(name: str, tree: Tree) -> Any:
         if name == "grads" and is_gradient(leaf):
             return leaf
         full_name = name + jax.tree_util.keystr(path)
+        leaf = arguments.native(full_name, leaf)
         try:
             return arguments.on_device(leaf)
         except (TypeError, ValueError, OverflowError) as error:

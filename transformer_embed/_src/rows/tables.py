@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
@@ -120,6 +121,10 @@ def find_tables(
         if not any(any(typed_axes(parameters[name])) for name in ids):
             want = "a table in ids that explicit mesh axes split (see jax.sharding.explicit_axes)"
             raise arguments.value_error("capacity", want, "none")
+    for array in ids.values():
+        if not all(isinstance(size, int) for size in np.shape(array)):
+            want = "a size known while tracing: te.rows reads as many table rows"
+            raise arguments.value_error("ids", want, f"symbolic shape {[*np.shape(array)]}")
     bounded_ids = {
         name: (arguments.as_int32("ids", each), as_max_rows(bounds.get(name)), orders[name])
         for name, each in ids.items()
