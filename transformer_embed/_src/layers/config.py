@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import DTypeLike
 from transformer_embed._src.positions.schemes import PositionScheme, Sinusoidal
+from transformer_embed._src.tables.row_order import RowOrder
 from transformer_embed._src.tokens.lookup import LOOKUP_STYLES, OUT_OF_RANGE
-from transformer_embed._src.tokens.row_order import RowOrder
 
 # The `scale` that is the square root of the width.
 SQRT_D_MODEL = "sqrt_d_model"

@@ -19,9 +19,9 @@ from transformer_embed._src.layers.module_parameters import (
     as_initializer,
     parameters_of,
 )
+from transformer_embed._src.tables.row_order import nearest_rows
 from transformer_embed._src.tokens.lookup import as_table
 from transformer_embed._src.tokens.output_layer import OutputLayer
-from transformer_embed._src.tokens.row_order import nearest_rows
 
 
 class TokenEmbedding(hk.Module):

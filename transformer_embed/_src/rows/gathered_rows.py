@@ -25,10 +25,10 @@ from transformer_embed._src.rows.distinct_ids import (
     sum_over_devices,
 )
 from transformer_embed._src.rows.row_gradient import RowGradient, SomeRows
+from transformer_embed._src.tables.row_order import RowOrder, nearest_rows
+from transformer_embed._src.tables.stand_in import StandIn
 from transformer_embed._src.tokens.lookup import lookup
 from transformer_embed._src.tokens.lookup_gradient import read_or_zero
-from transformer_embed._src.tokens.row_order import RowOrder, nearest_rows
-from transformer_embed._src.tokens.stand_in import StandIn
 
 # How many marks stand beside some rows of a table. With more of them, fewer functions of a row's
 # place keep them all alike.

@@ -20,8 +20,8 @@ from transformer_embed._src.rows.gathered_rows import (
     read_batch_rows,
 )
 from transformer_embed._src.rows.row_gradient import as_arrays
+from transformer_embed._src.tables.row_order import RowOrder, nearest_rows
 from transformer_embed._src.tokens.lookup import as_table
-from transformer_embed._src.tokens.row_order import RowOrder, nearest_rows
 
 Tree = Any
 NOTE = (

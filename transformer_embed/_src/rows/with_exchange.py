@@ -14,7 +14,7 @@ from transformer_embed._src.partitioning import Axes, devices_along
 from transformer_embed._src.rows.distinct_ids import as_max_rows
 from transformer_embed._src.rows.exchange import Exchange, plan_exchange
 from transformer_embed._src.rows.tables import find_tables
-from transformer_embed._src.tokens.row_order import nearest_rows
+from transformer_embed._src.tables.row_order import nearest_rows
 
 Tree = Any
 
