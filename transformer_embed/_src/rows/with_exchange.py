@@ -1,6 +1,7 @@
 """Rows that devices exchange without a step by rows: read alone, or trained densely."""
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -94,9 +95,9 @@ def exchange_load(
         max_rows: as in `value_and_grad`.
 
     Returns:
-        `rows`, int64 [size of each mesh axis of the batch, ...]: the rows that each device is asked
-        for; an id that several of them ask for counts once. `dropped`: the number of requests that
-        do not fit; these ids read as NaN.
+        A dict. `rows` is int64, [size of each mesh axis of the batch, ...]: how many rows each
+        device is asked for, whether they fit or not. A row that several devices ask for counts
+        once. `dropped` is the number of requests that do not fit, whose ids read as NaN.
 
     Raises:
         TypeError: ids are not integers, or are traced; max_rows is not an int.
@@ -139,25 +140,33 @@ def exchange_load(
 
 
 def _counted(plan: Exchange, ids: np.ndarray) -> dict[str, Any]:
-    """The load of the rows of ids, [devices, n]."""
-    (axes,), size = plan.by_dimension, plan.size
-    shard = size // devices_along(plan.mesh, plan.owners)
-    # A device and a row that it asks for, or is asked for, as one number: device * size + row.
-    asked = np.unique(np.arange(len(ids))[:, None] * size + ids)
-    sent = _first(_first(asked, size, plan.asked), shard, plan.sent)
-    device, row = divmod(sent, size)
-    # An owner has the coordinates of the device that asks, but along the axes of rows.
-    shape, of_rows = ([plan.mesh.shape[axis] for axis in each] for each in (axes, plan.owners))
-    coordinates = *np.unravel_index(device, shape), *np.unravel_index(row // shard, of_rows)
-    by_axis = dict(zip((*axes, *plan.owners), coordinates, strict=True))
-    received = np.unique(np.ravel_multi_index([*by_axis.values()], shape) * size + row)
-    answered = _first(received, size, plan.received)
-    dropped = len(asked) - len(sent) + len(received) - len(answered)
-    rows = np.bincount(answered // size, minlength=len(ids)).reshape(shape)
-    return {"rows": rows, "dropped": dropped}
+    """Counts what the devices ask for with these ids, [devices, n], which are numbers of rows."""
+    devices = np.arange(len(ids))[:, None]
+    # A device and a row that it asks for are one number, device * size + row.
+    asked = np.unique(devices * plan.size + ids)
+    shard = plan.size // devices_along(plan.mesh, plan.owners)
+    sent = _first(_first(asked, plan.size, plan.asked), shard, plan.sent)
+    received = _rows_by_owner(plan, sent)
+    dropped = len(asked) - len(sent) + np.maximum(received - plan.received, 0).sum()
+    return {"rows": _rows_by_owner(plan, asked), "dropped": int(dropped)}
+
+
+def _rows_by_owner(plan: Exchange, requests: np.ndarray) -> np.ndarray:
+    """Counts the distinct rows that each device is asked for, [size of each axis of the batch]."""
+    (axes,) = plan.by_dimension
+    shape = [plan.mesh.shape[axis] for axis in axes]
+    owner_shape = [plan.mesh.shape[axis] for axis in plan.owners]
+    shard = plan.size // devices_along(plan.mesh, plan.owners)
+    device, row = divmod(requests, plan.size)
+    # An owner has the coordinates of the device that asks, except along the axes of the rows.
+    coordinates = dict(zip(axes, np.unravel_index(device, shape), strict=True))
+    coordinates |= zip(plan.owners, np.unravel_index(row // shard, owner_shape), strict=True)
+    owner = np.ravel_multi_index([*coordinates.values()], shape)
+    distinct = np.unique(owner * plan.size + row)
+    return np.bincount(distinct // plan.size, minlength=math.prod(shape)).reshape(shape)
 
 
 def _first(ascending: np.ndarray, length: int, most: int) -> np.ndarray:
-    """The numbers without those that follow the first `most` in each range of this length."""
+    """Takes the first `most` numbers in each range of this length."""
     ranges = ascending // length
     return ascending[np.arange(len(ranges)) - ranges.searchsorted(ranges) < most]
