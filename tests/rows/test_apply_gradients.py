@@ -37,7 +37,7 @@ def gradient(params, ids, loss=total):
 def dense(gradient):
     """The table's gradient, which drops padding."""
     table = np.zeros([2000, 2], np.float32)
-    np.add.at(table, np.asarray(gradient.ids), np.asarray(gradient.values))
+    np.add.at(table, np.asarray(gradient.row_indices), np.asarray(gradient.values))
     return table[:1000]
 
 
@@ -58,7 +58,7 @@ def test_the_sum_scale_and_norm_are_those_of_the_dense_gradient():
 def test_a_gradient_without_rows_changes_no_table():
     none = rows([])
     equal(update(none, optimizer=optax.adam(0.1))["t"], PARAMS["t"])
-    assert add(none, rows([3]))["t"].ids.tolist() == [3]
+    assert add(none, rows([3]))["t"].row_indices.tolist() == [3]
 
 
 @pytest.mark.parametrize("params", [{}, {"s": np.float32(2)}])

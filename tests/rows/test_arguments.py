@@ -30,11 +30,11 @@ def seen(params, ids, **options):
 def test_ids_of_any_width_take_the_row_that_they_name():
     # jit would cut ids of 64 bits that it is given.
     of_table = lambda table, ids: seen({"t": table}, {"t": ids})[0]["t"]
-    wide = jax.jit(lambda table: of_table(table, np.array([2**32 + 5])).ids)
+    wide = jax.jit(lambda table: of_table(table, np.array([2**32 + 5])).row_indices)
     assert wide(TABLE).tolist() == [9]
-    assert of_table(TABLE, np.array([7, -128, 5], np.int8)).ids.tolist() == [0, 5, 7]
+    assert of_table(TABLE, np.array([7, -128, 5], np.int8)).row_indices.tolist() == [0, 5, 7]
     only = of_table(TABLE[:1], [0, 0, 3])
-    assert (only.ids.tolist(), only.values.tolist()) == ([0], [[0, 0]])
+    assert (only.row_indices.tolist(), only.values.tolist()) == ([0], [[0, 0]])
 
 
 TREE = {"a/~/b": {"e": TABLE, "w": TABLE[0]}, "c": {"e": TABLE, "d/e": TABLE}}
@@ -51,9 +51,10 @@ NAMED = [
 @pytest.mark.parametrize(("ids", "max_rows", "expected"), NAMED)
 def test_a_table_is_named_by_an_end_of_its_path(ids, max_rows, expected):
     for tree in seen(TREE, ids, max_rows=max_rows):
-        leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda leaf: hasattr(leaf, "ids"))
+        leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda leaf: hasattr(leaf, "row_indices"))
         name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
-        rows = {name(path): leaf.ids.tolist() for path, leaf in leaves if hasattr(leaf, "ids")}
+        tables = [(path, leaf) for path, leaf in leaves if hasattr(leaf, "row_indices")]
+        rows = {name(path): leaf.row_indices.tolist() for path, leaf in tables}
         assert rows == expected
 
 
@@ -120,13 +121,13 @@ WRONG = {
     "update(state=SGD.init(SMALL))": "ValueError: state: wanted 0/count [], 0/mu/t [5, 2], 0/nu/t [5, 2], got none",
     'update(state=ADAM.init({"t": jnp.ones([6, 2])}))': "ValueError: state: wanted 0/mu/t [5, 2], 0/nu/t [5, 2], got 0/mu/t [6, 2], 0/nu/t ",
     "update(state=list(ADAM.init(SMALL)))": "ValueError: state: wanted the tree, PyTreeDef((CustomNode",
-    "one_row([3, 3], jnp.ones([2, 2]), 9)": "ValueError: ids: wanted row ids that ascend from 0 ... got [3, 3]",
-    "one_row([-1, 3], jnp.ones([2, 2]), 9)": "ValueError: ids: wanted row ids that ascend from 0 ... got [-1, 3]",
-    "one_row([1, 2], jnp.ones([1, 2]), 9)": "ValueError: values: wanted shape [2, 'd'], a row for each id, got shape [1, 2]",
+    "one_row([3, 3], jnp.ones([2, 2]), 9)": "ValueError: row_indices: wanted row indices that ascend from 0 ... got [3, 3]",
+    "one_row([-1, 3], jnp.ones([2, 2]), 9)": "ValueError: row_indices: wanted row indices that ascend from 0 ... got [-1, 3]",
+    "one_row([1, 2], jnp.ones([1, 2]), 9)": "ValueError: values: wanted shape [2, 'd'], a row for each row index, got shape [1, 2]",
     'jax.tree.map(jnp.add, GRADS, {"t": one_row([2], jnp.ones([1, 2]), 5)})': "ValueError: ...jax.tree.map adds gradients of different ids",
     'view({"i": [1]})': "TypeError: i: wanted a floating dtype of 16 to 64 bits, got int32",
     'te.rows.value_and_grad(read, ids={"t": [1]})({"t": np.ma.masked_array(SMALL["t"])})': "TypeError: params['t']: wanted an array without a mask",
-    "exported()": "ValueError: ids: wanted a size known while tracing, ... got symbolic shape [b, 2]",
+    "exported()": "ValueError: ids: wanted a size known while tracing: ... got symbolic shape [b, 2]",
     "view([1])": "TypeError: ids: wanted a dict by the names of tables, got list [1]",
     'view({"m/t": [1.5]})': "TypeError: ids: wanted an integer dtype, got float64",
     "te.rows.value_and_grad(None, ids={})": "TypeError: loss: wanted a function, got None",

@@ -10,7 +10,7 @@ from compare import equal
 from refused import each_raises
 
 import transformer_embed as te
-from transformer_embed._src.rows import row_check
+from transformer_embed._src.rows import row_check, step_tables
 from transformer_embed._src.rows.row_gradient import is_gradient
 
 # Of a table of 1000 rows, few are read; the last id is padding.
@@ -55,7 +55,7 @@ def test_the_numbers_of_rows_are_primes_that_no_array_has():
     primes = [table.prime for table in found]
     # The next two primes after 65,537.
     assert primes == [65_539, 65_543]
-    assert [n for n in range(2, 50) if row_check._is_prime(n)] == [
+    assert [n for n in range(2, 50) if step_tables.is_prime(n)] == [
         2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47,
     ]  # fmt: skip
 

@@ -47,22 +47,22 @@ SUM_TOLERANCE = 2.0**-5
 
 
 @jax.jit
-def fingerprint(ids: Int32[Array, "k"], values: Float[Array, "k d"]) -> Float[Array, "1 m"]:
+def fingerprint(row_indices: Int32[Array, "k"], values: Float[Array, "k d"]) -> Float[Array, "1 m"]:
     """Makes the fingerprint of a gradient, in float32.
 
     It has rank 2, so that functions that reduce the last axis of a table can take it.
     """
     sums = _signed_sums(_sample(values)) * SUM_FACTOR
-    return jnp.concatenate([_powers(ids), sums[None].astype(jnp.float32)], axis=1)
+    return jnp.concatenate([_powers(row_indices), sums[None].astype(jnp.float32)], axis=1)
 
 
 @jax.jit
 def fits(
-    ids: Int32[Array, "k"], values: Float[Array, "k d"], scaled: Float[Array, "1 m"]
+    row_indices: Int32[Array, "k"], values: Float[Array, "k d"], scaled: Float[Array, "1 m"]
 ) -> Bool[Array, ""]:
     """Returns whether a scaled fingerprint belongs to these rows, with values scaled as it is."""
     scaled = scaled.astype(jnp.float32)
-    powers = _powers(ids)
+    powers = _powers(row_indices)
     factors = scaled[:, : powers.shape[1]] / powers
     factor = factors[0, 0]
     are_ratios_kept = jnp.all(jnp.abs(factors - factor) <= RATIO_TOLERANCE * jnp.abs(factor))
@@ -91,11 +91,11 @@ def or_nan(is_right: Bool[Array, ""], values: Float[Array, "k d"]) -> Float[Arra
     return nan_where(~is_right & (values != 0), values)
 
 
-def _powers(ids: Int32[Array, "k"]) -> Float[Array, "1 m"]:
+def _powers(row_indices: Int32[Array, "k"]) -> Float[Array, "1 m"]:
     """Makes powers of two in float32 from a hash of the row indices."""
-    index = jnp.arange(ids.size, dtype=jnp.uint32)
-    word_of_index = _mixed(ids.astype(jnp.uint32) + index * np.uint32(0x9E3779B9))
-    total = jnp.sum(word_of_index, dtype=jnp.uint32)
+    places = jnp.arange(row_indices.size, dtype=jnp.uint32)
+    words = _mixed(row_indices.astype(jnp.uint32) + places * np.uint32(0x9E3779B9))
+    total = jnp.sum(words, dtype=jnp.uint32)
     digits = (total >> np.arange(0, BITS * DIGITS, BITS, dtype=np.uint32)) % 2**BITS
     # The first power is the unit of the others. The bits of the floats are written, because exp2 is
     # not exact on every device.

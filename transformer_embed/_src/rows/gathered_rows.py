@@ -1,8 +1,12 @@
-"""Replaces a large table by the rows that a batch reads, in the parameters that a loss sees."""
+"""Replaces a large table by the rows that a batch reads, in the parameters that a loss sees.
+
+Letters of shapes: k rows that a device sees, n rows before each device has its own, d columns, m
+marks.
+"""
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,24 +15,13 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, Key
 
 from transformer_embed._src import arguments
-from transformer_embed._src.compiled import known_after_reading, nan_where
-from transformer_embed._src.partitioning import (
-    on_each_device,
-    on_every_device,
-    typed_axes,
-    varying_axes,
-)
-from transformer_embed._src.rows.distinct_ids import (
-    count_below,
-    distinct_rows,
-    read_each,
-    sum_over_devices,
-)
-from transformer_embed._src.rows.row_gradient import RowGradient, SomeRows
+from transformer_embed._src.compiled import nan_where
+from transformer_embed._src.partitioning import on_each_device, typed_axes
+from transformer_embed._src.rows.distinct_ids import count_below, read_each
+from transformer_embed._src.rows.row_gradient import SomeRows
 from transformer_embed._src.tables.row_order import RowOrder, nearest_rows
 from transformer_embed._src.tables.stand_in import StandIn
 from transformer_embed._src.tokens.lookup import lookup
-from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 
 # How many marks stand beside some rows of a table. With more of them, fewer functions of a row's
 # place keep them all alike.
@@ -38,7 +31,7 @@ MARKS = 8
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["keys", "marks", "values"],
-    meta_fields=["name", "vocab_size", "order"],
+    meta_fields=["name", "num_rows", "order"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class GatheredRows(SomeRows, StandIn):
@@ -58,13 +51,12 @@ class GatheredRows(SomeRows, StandIn):
     NaN. Others change only rows behind the places that the marks have.
 
     Args:
-        keys: [k], the ids of the rows, as `as_keys` makes them from int32 ids. The ids ascend and
-            are distinct. Ids of vocab_size or above are padding. An id here is the number of a
-            table row.
-        marks: [m, d], a row of NaN and equal rows, as `new_marks` makes them in the table's dtype.
-        values: [k, d], the rows.
+        keys: The indices of the rows, [k], as `as_keys` makes them from int32. The indices ascend
+            and are distinct. Indices of num_rows or above are padding.
+        marks: A row of NaN and equal rows, [m, d], as `new_marks` makes them in the table's dtype.
+        values: The rows, [k, d].
         name: The name of the parameter, for error messages.
-        vocab_size: The number of rows of the table.
+        num_rows: The number of rows of the table.
         order: Which row of the table holds which id of the batch.
     """
 
@@ -72,17 +64,17 @@ class GatheredRows(SomeRows, StandIn):
     marks: Any
     values: Any
     name: str
-    vocab_size: int
+    num_rows: int
     order: RowOrder | None = None
 
     @property
-    def ids(self) -> Int32[Array, "k"]:
-        """Returns the ids of the rows."""
+    def row_indices(self) -> Int32[Array, "k"]:
+        """The indices of the rows."""
         return jax.random.key_data(self.keys)[..., 0].astype(jnp.int32)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Returns the table's dtype, or the dtype that a map over the parameters cast it to."""
+        """The dtype of the table, or the dtype that a map over the parameters cast it to."""
         # The dtype of `values` may be wider: rows that devices exchange have the dtype in which
         # gradients are summed.
         return self.marks.dtype
@@ -104,11 +96,11 @@ class GatheredRows(SomeRows, StandIn):
         if len(self.marks) != MARKS:
             want = "its rows in their places"
             raise arguments.type_error(self.name, want, f"{len(self.values)} of them")
-        # If something changed the marks, the ids of all rows become -1. No lookup asks for row -1,
-        # so each of them reads NaN.
-        row_ids = jnp.where(are_unmixed(jnp.asarray(self.marks)), self.ids, -1)
-        wanted_ids = nearest_rows(ids, self.vocab_size, order)
-        rows = _read(row_ids, self.values, wanted_ids)
+        # If something changed the marks, the indices of all rows become -1. No lookup asks for row
+        # -1, so each of them reads NaN.
+        row_indices = jnp.where(are_unmixed(jnp.asarray(self.marks)), self.row_indices, -1)
+        wanted_rows = nearest_rows(ids, self.num_rows, order)
+        rows = _read(row_indices, self.values, wanted_rows)
         return rows.astype(self.dtype)
 
 
@@ -131,25 +123,25 @@ def are_unmixed(marks: Float[Array, "m d"]) -> Bool[Array, ""]:
     return jnp.all(jnp.isnan(marks[0])) & jnp.all(are_equal)
 
 
-def as_keys(ids: Int32[Array, "k"]) -> Key[Array, "k"]:
-    """Wraps ids as keys of `jax.random`, a dtype that no function can compute with."""
-    # A threefry key has two words. Both of them are the id.
-    word = ids.astype(jnp.uint32)
+def as_keys(row_indices: Int32[Array, "k"]) -> Key[Array, "k"]:
+    """Wraps row indices as keys of `jax.random`, a dtype that no function can compute with."""
+    # A threefry key has two words. Both of them are the index.
+    word = row_indices.astype(jnp.uint32)
     words = jnp.stack([word, word], axis=-1)
     return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
 def _read(
-    row_ids: Int32[Array, "k"], values: Float[Array, "n d"], ids: Int32[Array, "..."]
+    row_indices: Int32[Array, "k"], values: Float[Array, "n d"], wanted: Int32[Array, "..."]
 ) -> Float[Array, "... d"]:
-    """Looks up the row of each id, as `rows_of_ids` does.
+    """Looks up each wanted row, as `find_rows` does.
 
-    If the rows are split over devices, each device looks up its own ids in its own rows.
+    If the rows are split over devices, each device looks up its own wanted rows in its own rows.
     """
     row_axes, _ = typed_axes(values)
-    axes_of_dimensions = typed_axes(ids)
+    axes_of_dimensions = typed_axes(wanted)
     if not row_axes:
-        return rows_of_ids(row_ids, values, ids)
+        return find_rows(row_indices, values, wanted)
     id_axes = sum(axes_of_dimensions, ())
     if {*id_axes} != {*row_axes}:
         want = f"split over {row_axes}, as the ids of the step whose rows are exchanged"
@@ -158,69 +150,18 @@ def _read(
     id_spec = PartitionSpec(*axes_of_dimensions)
     out_spec = PartitionSpec(*axes_of_dimensions, ())
     mesh = jax.typeof(values).sharding.mesh
-    read = on_each_device(mesh, rows_of_ids, (row_spec, row_spec, id_spec), out_spec)
-    return read(row_ids, values, ids)
+    read = on_each_device(mesh, find_rows, (row_spec, row_spec, id_spec), out_spec)
+    return read(row_indices, values, wanted)
 
 
-def rows_of_ids(
-    row_ids: Int32[Array, "k"], values: Float[Array, "n d"], ids: Int32[Array, "..."]
+def find_rows(
+    row_indices: Int32[Array, "k"], values: Float[Array, "n d"], wanted: Int32[Array, "..."]
 ) -> Float[Array, "... d"]:
-    """Looks up the row of each id, or NaN if the id is not among the ascending `row_ids`."""
-    # `find_each` would also say which ids are missing. But XLA would fuse the search into both uses
-    # of the result, the lookup and the comparison, and so search twice.
-    slots = jnp.minimum(count_below(row_ids, ids), len(row_ids) - 1)
+    """Looks up each wanted row, or NaN for a row that is not among the ascending `row_indices`."""
+    # `find_each` would also say which rows are missing. But XLA would fuse the search into both
+    # uses of the result, the lookup and the comparison, and so search twice.
+    slots = jnp.minimum(count_below(row_indices, wanted), len(row_indices) - 1)
     # The gradient of `lookup` sums the repeats of a row first, and then rounds the sum to 16 bits.
     rows = lookup(values, slots, out_of_range="clip")
-    is_missing = read_each(row_ids, slots) != ids
+    is_missing = read_each(row_indices, slots) != wanted
     return nan_where(is_missing, rows)
-
-
-def read_rows(table: Array, ids: Int32[Array, "k"]) -> Array:
-    """Reads the rows of ascending ids.
-
-    An id outside the vocabulary reads the first or the last row.
-    """
-    return table.at[ids].get(mode="clip", indices_are_sorted=True, wrap_negative_indices=False)
-
-
-class BatchRows(NamedTuple):
-    """Rows of a table that the whole batch reads, the same on every device.
-
-    Args:
-        table: [v, d].
-        ids: [k], ascending and padded.
-        rows: [k, d], the rows of these ids. The loss is differentiated with respect to them.
-    """
-
-    table: Array
-    ids: Array
-    rows: Array
-
-    def seen(self, rows: Float[Array, "k d"]) -> tuple[Array, Array]:
-        """Returns the ids whose rows a loss sees, ascending and padded, and these rows."""
-        return self.ids, rows
-
-    def gradient(self, sums: Float[Array, "k d"]) -> RowGradient:
-        """Returns the gradient of the table, from the gradient of the rows."""
-        vocab_size = len(self.table)
-        ids = known_after_reading(self.ids, self.rows)
-        # If devices with different batches share the table, the gradients of all devices are
-        # summed. For a shared array, `jax.grad` inserts this sum. But here each device has the
-        # gradients of other ids, so the rows of equal ids are found and summed.
-        batch_axes = varying_axes(sums) - varying_axes(self.table)
-        if batch_axes:
-            ids, sums = sum_over_devices(ids, sums, vocab_size, tuple(sorted(batch_axes)))
-        return RowGradient(ids=ids, values=sums, vocab_size=vocab_size)
-
-
-def read_batch_rows(
-    table: Float[Array, "v d"], ids: Int32[Array, "..."], max_rows: int
-) -> BatchRows:
-    """Reads the distinct rows of the whole batch, on every device."""
-    row_ids = distinct_rows(on_every_device(ids), len(table), max_rows)
-    is_split = any(typed_axes(table))
-    if is_split:
-        rows = read_or_zero(table, row_ids.astype(jnp.uint32))
-    else:
-        rows = read_rows(table, row_ids)
-    return BatchRows(table=table, ids=row_ids, rows=rows)
