@@ -156,8 +156,9 @@ class TokenEmbedding(hk.Module):
     def __call__(self, ids: ArrayLike) -> Float[Array, "... d"]:
         """Embeds ids [...], integers, as [..., d_model] of `dtype`."""
         ids = arguments.as_int32("ids", ids)
-        rows, table_dtype = token_rows(self.config, self._leaves, ids)
-        return rows.astype(table_dtype if self.config.dtype is None else self.config.dtype)
+        rows = token_rows(self.config, self._leaves, ids)
+        dtype = rows.table_dtype if self.config.dtype is None else self.config.dtype
+        return rows.scaled.astype(dtype)
 
     def output(self) -> OutputLayer:
         """Returns the output layer of the config, for `linear_logits` and the losses."""
