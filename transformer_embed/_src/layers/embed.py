@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from transformer_embed._src import arguments
+from transformer_embed._src import arguments, conversions
 from transformer_embed._src.array_types import ArrayLike, Ids
 from transformer_embed._src.compiled import computed_once
 from transformer_embed._src.layers.config import EmbedderConfig
@@ -85,7 +85,7 @@ def token_rows(config: EmbedderConfig, leaves: Any, ids: Ids) -> TokenRows:
         order=config.row_order,
     )
     rows = look_up(table, ids, reading)
-    return TokenRows(scaled=arguments.widened(rows) * config.factor, table_dtype=table.dtype)
+    return TokenRows(scaled=conversions.widened(rows) * config.factor, table_dtype=table.dtype)
 
 
 def type_rows(config: EmbedderConfig, leaves: Any, types: Ids) -> Float[Array, "... d"]:
@@ -105,7 +105,7 @@ def encode(
         return scheme.encoding(as_positions("positions", positions), width)
     table = as_table("learned_positional_encoding/embeddings", leaves["embeddings"])
     indices = arguments.as_int32("positions", positions)
-    return arguments.widened(lookup(table, indices, out_of_range=out_of_range))
+    return conversions.widened(lookup(table, indices, out_of_range=out_of_range))
 
 
 def add_encoding(
@@ -123,7 +123,7 @@ def add_encoding(
 
 def wide_sum(x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
     """Adds two arrays in float32 or wider; y may have fewer axes."""
-    wide_dtype = arguments.compute_dtype(x.dtype, y.dtype)
+    wide_dtype = conversions.compute_dtype(x.dtype, y.dtype)
     # y gets the rank of x, since users may disable jax's rank promotion.
     y = jax.lax.expand_dims(y, range(x.ndim - y.ndim))
     return x.astype(wide_dtype) + y.astype(wide_dtype)

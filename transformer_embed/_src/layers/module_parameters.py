@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import haiku as hk
 import jax.numpy as jnp
 
-from transformer_embed._src import arguments
+from transformer_embed._src import arguments, conversions
 from transformer_embed._src.layers.config import EmbedderConfig, OutputConfig
 
 Initializer = hk.initializers.Initializer
@@ -53,7 +53,7 @@ def parameters_of(config: EmbedderConfig) -> dict[str, Parameters]:
         types = table_parameter(config.num_token_types, width, dtype, stddevs.added)
         modules["token_type_embedding"] = {"embeddings": types}
     if config.layer_norm_eps is not None:
-        norm_dtype = arguments.compute_dtype(dtype)
+        norm_dtype = conversions.compute_dtype(dtype)
         modules["layer_norm"] = {
             "scale": Parameter(shape=(width,), dtype=norm_dtype, init=jnp.ones),
             "offset": Parameter(shape=(width,), dtype=norm_dtype, init=jnp.zeros),

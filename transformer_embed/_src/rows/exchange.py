@@ -30,7 +30,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
-from transformer_embed._src import arguments
+from transformer_embed._src import arguments, conversions
 from transformer_embed._src.compiled import compiled, known_after_reading
 from transformer_embed._src.partitioning import (
     Axes,
@@ -201,7 +201,7 @@ def exchange_rows(
         raise arguments.value_error("capacity", want, capacity)
     exchange = plan_exchange(table_type, typed_axes(indices), indices.size, max_rows, capacity)
     # Owners sum the gradients that devices return, before the sums are rounded to 16 bits.
-    requests = _ask_owners(exchange, arguments.widened(table), indices)
+    requests = _ask_owners(exchange, conversions.widened(table), indices)
     return ExchangedRows(exchange=exchange, table=table, requests=requests)
 
 

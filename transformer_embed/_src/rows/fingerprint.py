@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
-from transformer_embed._src import arguments
+from transformer_embed._src import conversions
 from transformer_embed._src.compiled import nan_where
 
 # The exponents are digits of 3 bits, 0 to 7 above the lowest one.
@@ -105,7 +105,7 @@ def _powers(row_indices: Int32[Array, "k"]) -> Float[Array, "1 m"]:
 
 def _sample(values: Float[Array, "k d"]) -> Float[Array, "r d"]:
     """Takes the values that are summed, in float32 or wider, with zeros for those not finite."""
-    sample: Any = arguments.widened(values[:SUMMED_ROWS])
+    sample: Any = conversions.widened(values[:SUMMED_ROWS])
     return jnp.where(jnp.isfinite(sample), sample, 0)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
-from transformer_embed._src import arguments
+from transformer_embed._src import arguments, conversions
 from transformer_embed._src.partitioning import on_each_device, typed_axes
 from transformer_embed._src.rows.distinct_ids import sum_rows
 from transformer_embed._src.rows.fingerprint import fingerprint, fits, or_nan
@@ -169,7 +169,7 @@ class RowGradient(SomeRows):
 
     def check(self) -> None:
         """Raises unless the indices belong to this trace, and each has a row of values."""
-        if arguments.is_traced(self.row_indices):
+        if conversions.is_traced(self.row_indices):
             # jax raises an error as soon as a value of a trace that is over is used.
             try:
                 jnp.negative(self.row_indices)
@@ -227,7 +227,7 @@ class _StaticIndices:
 
 def _known_values(indices: Int32[Array, "k"]) -> np.ndarray | None:
     """Returns the values of indices, or None if they are traced."""
-    if arguments.is_traced(indices):
+    if conversions.is_traced(indices):
         return None
     # A transfer guard is meant for the transfers of the model, not for the ones of a check.
     with jax.transfer_guard("allow"):

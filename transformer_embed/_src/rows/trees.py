@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from transformer_embed._src import arguments
+from transformer_embed._src import arguments, conversions
 from transformer_embed._src.rows.row_gradient import is_gradient
 
 Tree = Any
@@ -21,7 +21,7 @@ def as_arrays(name: str, tree: Tree) -> Any:
         full_name = name + jax.tree_util.keystr(path)
         native = arguments.native(full_name, leaf)
         try:
-            return arguments.on_device(native)
+            return conversions.on_device(native)
         except (TypeError, ValueError, OverflowError) as error:
             raise arguments.type_error(full_name, "an array", arguments.describe(leaf)) from error
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
-from transformer_embed._src import arguments
+from transformer_embed._src import arguments, conversions
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.partitioning import (
     Axes,
@@ -41,7 +41,7 @@ def update_tables(step: Callable, leaves: Leaves, tables: Sequence[TableStep]) -
     # Everything that is not a table is updated once. The rows of tables do not count here.
     no_rows = {n: jnp.zeros_like(blocks[n]) for table in tables for n in table.leaves}
     shared = leaves | no_rows
-    if any(map(arguments.is_traced, jax.tree.leaves(shared))):
+    if any(map(conversions.is_traced, jax.tree.leaves(shared))):
         # The calls below have the shapes of a block, so they share the trace of this call.
         step = jax.jit(step, inline=True)
     new_leaves = step(shared)
