@@ -43,7 +43,7 @@ def embed(
         if positions is None:
             positions = config.scheme.positions(ids, config.pad_id)
         learned = params.get("learned_positional_encoding")
-        encoding = encode(
+        encoding = encode_positions(
             config.scheme, learned, positions, config.table_width, config.out_of_range
         )
         total = add_encoding(total, encoding, "the ids")
@@ -97,7 +97,7 @@ def type_rows(config: EmbedderConfig, leaves: Any, types: Ids) -> Float[Array, "
     return look_up(table, types, reading)
 
 
-def encode(
+def encode_positions(
     scheme: PositionScheme, leaves: Any, positions: ArrayLike, width: int, out_of_range: str
 ) -> Float[Array, "... d"]:
     """Encodes positions in float32 or wider; learned encodings are rows of a table."""

@@ -67,7 +67,7 @@ def parameters_of(config: EmbedderConfig) -> dict[str, Parameters]:
     return modules
 
 
-class Leaves:
+class ModuleParameters:
     """The parameters of the Haiku module that is running, made when they are read.
 
     This is a class and not a method of a module, because a mixed-precision policy casts what the

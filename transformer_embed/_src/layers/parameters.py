@@ -97,7 +97,7 @@ def layer_paths(name: str, config: EmbedderConfig, params: Params) -> dict[str, 
     # same names elsewhere, also further inside of the layer's own path.
     paths = {module_name(path): path for path in params if path == root + module_name(path)}
     wanted_shapes = _shapes_of(config)
-    found_shapes = _shapes({module: params[path] for module, path in paths.items()})
+    found_shapes = _leaf_shapes({module: params[path] for module, path in paths.items()})
     if wanted_shapes != found_shapes:
         missing = dict(sorted(wanted_shapes.items() - found_shapes.items()))
         others = dict(sorted(found_shapes.items() - wanted_shapes.items()))
@@ -140,11 +140,11 @@ def module_name(path: str) -> str:
 # The shapes are kept, because each loss that is not compiled asks for them.
 @functools.lru_cache(maxsize=64)
 def _shapes_of(config: EmbedderConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a config's parameters, as `_shapes` does."""
-    return _shapes(parameters_of(config))
+    """Returns the shapes of a config's parameters, as `_leaf_shapes` does."""
+    return _leaf_shapes(parameters_of(config))
 
 
-def _shapes(modules: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _leaf_shapes(modules: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the shape of each parameter, by module and name; None for a leaf without a shape."""
     return {path: getattr(leaf, "shape", None) for path, leaf in by_path(modules).items()}
 

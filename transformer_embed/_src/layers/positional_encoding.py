@@ -6,10 +6,10 @@ from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
-from transformer_embed._src.layers.embed import add_encoding, apply_dropout, encode
+from transformer_embed._src.layers.embed import add_encoding, apply_dropout, encode_positions
 from transformer_embed._src.layers.module_parameters import (
     Initializer,
-    Leaves,
+    ModuleParameters,
     as_initializer,
     dropout_key,
     table_parameter,
@@ -85,7 +85,7 @@ class PositionalEncoding(hk.Module):
         if scheme.is_learned:
             positions = table_parameter(scheme.max_len, self.d_model, param_dtype, 0.02)
             init = as_initializer(w_init, positions.init)
-            self._leaves = Leaves({"embeddings": positions._replace(init=init)})
+            self._leaves = ModuleParameters({"embeddings": positions._replace(init=init)})
 
     def __call__(
         self, x: ArrayLike, *, is_training: bool, positions: ArrayLike | None = None
@@ -140,4 +140,6 @@ class PositionalEncoding(hk.Module):
             >>> queries.shape, keys.shape
             ((2, 8), (2, 5, 8))
         """
-        return encode(self.scheme, self._leaves, positions, self.d_model, self.out_of_range)
+        return encode_positions(
+            self.scheme, self._leaves, positions, self.d_model, self.out_of_range
+        )

@@ -15,7 +15,7 @@ from transformer_embed._src.layers.config import EmbedderConfig, OutputConfig
 from transformer_embed._src.layers.embed import output_layer, token_rows
 from transformer_embed._src.layers.module_parameters import (
     Initializer,
-    Leaves,
+    ModuleParameters,
     as_initializer,
     parameters_of,
 )
@@ -146,7 +146,7 @@ class TokenEmbedding(hk.Module):
         if matrix is not None:
             init = functools.partial(_table_of_rows, matrix, self.config)
         parameters["embeddings"] = table._replace(init=init)
-        self._leaves = Leaves(parameters)
+        self._leaves = ModuleParameters(parameters)
 
     @property
     def embeddings(self) -> Float[Array, "v d"]:

@@ -10,7 +10,7 @@ from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.embed import embed, output_layer
 from transformer_embed._src.layers.module_parameters import (
-    Leaves,
+    ModuleParameters,
     Parameters,
     dropout_key,
     parameters_of,
@@ -134,7 +134,7 @@ class _Module(hk.Module):
 
     def __init__(self, parameters: Parameters, initial: Any, name: str):
         super().__init__(name=name)
-        self._leaves = Leaves(parameters, initial)
+        self._leaves = ModuleParameters(parameters, initial)
 
     def __getitem__(self, name: str) -> Any:
         return self(name)

@@ -16,13 +16,11 @@ from transformer_embed._src import arguments
 from transformer_embed._src.rows import row_check
 from transformer_embed._src.rows.row_gradient import is_gradient
 from transformer_embed._src.rows.step_tables import Leaves
-from transformer_embed._src.rows.trees import as_arrays, check_shapes
+from transformer_embed._src.rows.trees import Tree, as_arrays, check_shapes
 from transformer_embed._src.rows.update_tables import update_tables
 
 if TYPE_CHECKING:
     import optax
-
-Tree = Any
 
 
 def apply_gradients(
@@ -106,7 +104,7 @@ def apply_gradients(
         all_leaves = dict(enumerate(extra_leaves)) | arrays
         return jax.tree.unflatten(extra_treedef, all_leaves.values())
 
-    step = functools.partial(_step, optimizer.update, with_extra_arrays, treedef)
+    step = functools.partial(_optimizer_step, optimizer.update, with_extra_arrays, treedef)
     row_check.check(step, leaves, tables, optimizer.update)
     new_leaves = update_tables(step, leaves, tables)
     after = _StepTrees(*jax.tree.unflatten(treedef, new_leaves.values()))
@@ -122,7 +120,9 @@ class _StepTrees(NamedTuple):
     extra_arrays: dict[int, Any]
 
 
-def _step(update: Callable, with_extra_arrays: Callable, treedef: Any, leaves: Leaves) -> Leaves:
+def _optimizer_step(
+    update: Callable, with_extra_arrays: Callable, treedef: Any, leaves: Leaves
+) -> Leaves:
     """Returns the leaves after a step; the gradients and the extra arrays stay as they are."""
     # optax is slow to load, and only training needs it.
     import optax  # noqa: PLC0415

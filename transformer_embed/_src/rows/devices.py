@@ -7,8 +7,7 @@ import jax
 from transformer_embed._src import arguments
 from transformer_embed._src.rows.distinct_ids import sum_over_devices
 from transformer_embed._src.rows.row_gradient import RowGradient, is_gradient
-
-Tree = Any
+from transformer_embed._src.rows.trees import Tree
 
 
 def pmean(grads: Tree, axis_name: Any) -> Tree:

@@ -100,7 +100,7 @@ class GatheredRows(SomeRows, StandIn):
         # -1, so each of them reads NaN.
         row_indices = jnp.where(are_unmixed(jnp.asarray(self.marks)), self.row_indices, -1)
         wanted_rows = nearest_rows(ids, self.num_rows, order)
-        rows = _read(row_indices, self.values, wanted_rows)
+        rows = _read_seen_rows(row_indices, self.values, wanted_rows)
         return rows.astype(self.dtype)
 
 
@@ -131,7 +131,7 @@ def as_keys(row_indices: Int32[Array, "k"]) -> Key[Array, "k"]:
     return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
-def _read(
+def _read_seen_rows(
     row_indices: Int32[Array, "k"], values: Float[Array, "n d"], wanted: Int32[Array, "..."]
 ) -> Float[Array, "... d"]:
     """Looks up each wanted row, as `find_rows` does.

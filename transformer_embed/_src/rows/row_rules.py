@@ -8,15 +8,15 @@ import math
 from typing import Any
 
 
-def words(text: str) -> frozenset[str]:
-    """Splits a text into its words."""
+def _names_in(text: str) -> frozenset[str]:
+    """Returns the names that a text lists."""
     return frozenset(text.split())
 
 
 # Each row of the results is computed from the same row of the operands, if every result has an axis
 # of rows. Nothing else has the size of this axis, so an equation that takes away an axis of rows
 # and makes a new one cannot go unseen. (A reshape may move rows: see `_moves_rows`.)
-KEEP_ROWS_APART = words(
+KEEP_ROWS_APART = _names_in(
     """
     abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh bessel_i0e bessel_i1e
     bitcast_convert_type broadcast_in_dim cbrt ceil clamp complex concatenate conj
@@ -31,14 +31,14 @@ KEEP_ROWS_APART = words(
 )
 # These compute nothing themselves. They are calls of other programs, by the names that jax has
 # given them since 0.6, and a barrier.
-CALLS = words(
+CALLS = _names_in(
     """
     checkpoint closed_call core_call core_closed_call custom_jvp_call custom_vjp_call
     custom_vjp_call_jaxpr jit optimization_barrier pjit remat remat2
     """
 )
 # These take a window of their first operand.
-TAKE = words("gather slice")
+TAKE = _names_in("gather slice")
 
 
 def why_rows_mix(equation: Any, primes: set[int]) -> str | None:

@@ -14,11 +14,10 @@ from transformer_embed._src.rows.batch_rows import BatchRows, read_batch_rows
 from transformer_embed._src.rows.distinct_ids import as_max_rows
 from transformer_embed._src.rows.exchange import ExchangedRows, exchange_rows
 from transformer_embed._src.rows.gathered_rows import GatheredRows, as_keys, new_marks
-from transformer_embed._src.rows.trees import as_arrays
+from transformer_embed._src.rows.trees import Tree, as_arrays
 from transformer_embed._src.tables.row_order import RowOrder, nearest_rows
 from transformer_embed._src.tokens.lookup import as_table
 
-Tree = Any
 NOTE = (
     "In the loss, rows stand in the place of {}: only lookup reads them, so leave them out of "
     "functions of all parameters."

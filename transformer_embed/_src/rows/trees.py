@@ -30,8 +30,8 @@ def as_arrays(name: str, tree: Tree) -> Any:
 
 def check_shapes(name: str, expected: Tree, tree: Tree) -> None:
     """Raises a ValueError unless two trees are alike, with leaves of the same paths and shapes."""
-    expected_shapes = _shapes(expected)
-    found_shapes = _shapes(tree)
+    expected_shapes = _shape_texts(expected)
+    found_shapes = _shape_texts(tree)
     missing = sorted(expected_shapes - found_shapes)
     unknown = sorted(found_shapes - expected_shapes)
     if missing or unknown:
@@ -43,7 +43,7 @@ def check_shapes(name: str, expected: Tree, tree: Tree) -> None:
     arguments.check_same(name, "the tree", structure, expected_structure)
 
 
-def _shapes(tree: Tree) -> set[str]:
+def _shape_texts(tree: Tree) -> set[str]:
     """Returns the path and the shape of each leaf, as text."""
     leaves = jax.tree.leaves_with_path(tree, is_leaf=is_gradient)
     keystr = functools.partial(jax.tree_util.keystr, simple=True, separator="/")

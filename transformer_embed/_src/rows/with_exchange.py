@@ -8,8 +8,7 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.rows.tables import tables_in
-
-Tree = Any
+from transformer_embed._src.rows.trees import Tree
 
 
 def with_exchange(
