@@ -156,6 +156,7 @@ REFUSED = {
     "te.dropout(IDS, 0.5, TABLE)": f"{NO_KEY} int32[2, 3] (ids are the argument after rng)",
     "EMBEDDER.apply({}, IDS, KEY, is_training=True)": f"{NO_KEY} int32[2, 3] (ids are the",
     "te.dropout(TABLE, 0.5, TABLE)": f"{NO_KEY} float32[4, 3]",
+    "te.lookup(TABLE, np.dtype('f4'))": "TypeError: ids: wanted an array, got Float32DType dtype('float32')",
     "te.SinusoidalGrid(b'half')": "TypeError: shape: ... got bytes b'half'",
     "jax.jit(lambda id: te.lookup(TABLE, [id, id]))(1)": "TypeError: ids: ... got a list",
     "te.lookup([[1.0], [1.0, 2.0]], [0])": "TypeError: table: ... equal lengths, got a list",

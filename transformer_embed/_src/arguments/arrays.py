@@ -1,6 +1,6 @@
 """Checks arrays, and converts them to jax arrays."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -86,8 +86,9 @@ def _has_mask(value: Any) -> bool:
     """Returns whether a value is a masked array, or a list or other sequence that holds one."""
     if isinstance(value, np.ndarray):
         return isinstance(value, np.ma.MaskedArray)
-    kind = type(value)
-    is_sequence = hasattr(kind, "__getitem__") and hasattr(kind, "__len__")
+    # A list, a tuple, a deque and the like are collections with an order. (Not a dtype, which has
+    # items and a length, but no iterator.)
+    is_sequence = isinstance(value, Collection) and hasattr(type(value), "__getitem__")
     if not is_sequence or isinstance(value, str | bytes | jax.Array | Mapping):
         return False
     # The types are compared first, because a list may have a million numbers.
