@@ -1,7 +1,7 @@
-"""`ArrayLike` and `DTypeLike` of `jax.typing`, and nested lists.
+"""Names the types of arguments: `ArrayLike` and `DTypeLike` of `jax.typing`, and nested lists.
 
-When the program runs, they are classes: `help` shows a class by its name, and a union by all of its
-members.
+When the program runs, both are classes, because `help` shows a class by its name, and a union by
+all of its members.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int32
 
 __all__ = ["ArrayLike", "DTypeLike"]
 
-# Shapes that many functions take or return: an id for each token, a vector for each, and a row for
-# each id.
+# The shapes that many functions take or return: an id for each token, a vector for each token, and
+# a table with v rows of d columns.
 Ids = Int32[Array, "..."]
 Vectors = Float[Array, "... d"]
 TableArray = Float[Array, "v d"]

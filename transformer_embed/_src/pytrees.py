@@ -12,16 +12,15 @@ from jax import export
 def register_pytree(cls: type, *static: str) -> None:
     """Makes a dataclass a pytree with these static fields, for jax.export too.
 
-    A file of jax.export has the static fields as literals of Python.
-
-    Unlike `jax.tree_util.register_dataclass`, it does not call the class to make an instance of new
-    leaves, so these are not checked: jax also puts shapes, shardings or None there.
+    `jax.tree_util.register_dataclass` would call the class to make an instance of new leaves, and
+    so check them. But jax also puts shapes, shardings or None into leaves, so here they are not
+    checked. In a file of jax.export, the static fields are literals of Python.
     """
     fields = tuple(field.name for field in dataclasses.fields(cls) if field.name not in static)
 
     def flatten(instance: Any) -> tuple[Any, Any]:
-        value = functools.partial(getattr, instance)
-        return tuple(map(value, fields)), tuple(map(value, static))
+        field_value = functools.partial(getattr, instance)
+        return tuple(map(field_value, fields)), tuple(map(field_value, static))
 
     def flatten_with_keys(instance: Any) -> tuple[Any, Any]:
         leaves, auxiliary = flatten(instance)
@@ -33,7 +32,7 @@ def register_pytree(cls: type, *static: str) -> None:
         instance.__dict__.update(zip(fields + static, (*leaves, *auxiliary), strict=True))
         return instance
 
-    # Without the last one, jax would make keys in every flattening and drop them.
+    # Without the last argument, jax would make keys in every flattening and drop them.
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
     export.register_pytree_node_serialization(
         cls,

@@ -1,0 +1,108 @@
+"""Checks arguments, with one function for each kind.
+
+An error names the argument, what was wanted and what was passed. A function called `as_...`
+converts to an array, `check_...` only raises, and all others return a Python value that is known
+while tracing.
+"""
+
+from transformer_embed._src.arguments.arrays import (
+    as_array,
+    as_floats,
+    as_indices,
+    as_int32,
+    as_integers,
+    as_mask,
+    check_known,
+    is_int32,
+    native,
+    native_leaves,
+    on_host,
+)
+from transformer_embed._src.arguments.messages import (
+    describe,
+    shown,
+    type_error,
+    value_error,
+    wanted,
+)
+from transformer_embed._src.arguments.shapes import (
+    check_broadcasts,
+    check_left_out,
+    check_same,
+    check_shape,
+)
+from transformer_embed._src.arguments.values import (
+    as_key,
+    choice,
+    convert_fields,
+    entries,
+    flag,
+    floating_dtype,
+    instance,
+    int32,
+    integer,
+    length,
+    not_negative,
+    part,
+    paths_of,
+    positive,
+    rate,
+    real,
+    result_dtype,
+    set_fields,
+    size,
+)
+from transformer_embed._src.conversions import (
+    compute_dtype,
+    is_traced,
+    on_device,
+    unwrapped,
+    widened,
+)
+
+__all__ = [
+    "as_array",
+    "as_floats",
+    "as_indices",
+    "as_int32",
+    "as_integers",
+    "as_key",
+    "as_mask",
+    "check_broadcasts",
+    "check_known",
+    "check_left_out",
+    "check_same",
+    "check_shape",
+    "choice",
+    "compute_dtype",
+    "convert_fields",
+    "describe",
+    "entries",
+    "flag",
+    "floating_dtype",
+    "instance",
+    "int32",
+    "integer",
+    "is_int32",
+    "is_traced",
+    "length",
+    "native",
+    "native_leaves",
+    "not_negative",
+    "on_device",
+    "on_host",
+    "part",
+    "paths_of",
+    "positive",
+    "rate",
+    "real",
+    "result_dtype",
+    "set_fields",
+    "shown",
+    "size",
+    "type_error",
+    "unwrapped",
+    "value_error",
+    "wanted",
+    "widened",
+]

@@ -1,0 +1,50 @@
+"""Writes the messages of errors."""
+
+import reprlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from transformer_embed._src.conversions import is_traced
+
+# The most letters of a name, of what was wanted, and of what was passed.
+LONGEST = 800
+
+
+def shown(value: Any) -> str:
+    """Returns somebody else's text for a terminal, without the middle if the text is long.
+
+    A control code in a name of a file could clear the screen, or forge a line of output.
+    """
+    text = str(value)
+    if len(text) > LONGEST:
+        half = LONGEST // 2
+        text = f"{text[:half]}...{text[-half:]}"
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
+def wanted(name: Any, want: str, got: Any) -> str:
+    """Writes the message of every error of this package."""
+    return f"{shown(name)}: wanted {shown(want)}, got {shown(got)}"
+
+
+def value_error(name: Any, want: str, got: Any) -> ValueError:
+    """Makes an error for a value that is out of range or does not fit the others."""
+    return ValueError(wanted(name, want, got))
+
+
+def type_error(name: str, want: str, got: Any) -> TypeError:
+    """Makes an error for a value of another type or dtype than the wanted one."""
+    return TypeError(wanted(name, want, got))
+
+
+def describe(value: Any) -> str:
+    """Describes a value that was passed, in a few words."""
+    if value is None:
+        return "None"
+    if is_traced(value):
+        return f"a traced {value.dtype}{list(value.shape)}"
+    if isinstance(value, jax.Array | np.ndarray):
+        return f"an array {value.dtype}{list(value.shape)}"
+    return f"{type(value).__name__} {reprlib.repr(value)}"

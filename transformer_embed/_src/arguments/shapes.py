@@ -1,0 +1,53 @@
+"""Checks shapes, and arguments beside each other."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from transformer_embed._src.arguments.messages import describe, value_error
+
+
+def check_broadcasts(
+    name: str,
+    shape: tuple[int, ...],
+    target: tuple[int, ...],
+    other: str = "the ids",
+    *,
+    with_length: bool = False,
+) -> None:
+    """Raises a ValueError unless a shape broadcasts to the target.
+
+    Args:
+        name: The argument that has the shape.
+        shape: The shape.
+        target: The shape to broadcast to.
+        other: What has the target's shape, in words.
+        with_length: Whether the last axis must also have the size of the target's, if it has one.
+    """
+    try:
+        fits = jnp.broadcast_shapes(shape, target) == target
+    except ValueError:
+        fits = False
+    want = f"that broadcasts to that of {other}, {list(target)}"
+    if with_length and target:
+        want += ", with its last axis"
+        fits &= shape[-1:] == target[-1:]
+    check_shape(name, shape, fits, want)
+
+
+def check_shape(name: str, shape: tuple[int, ...], is_right: bool, want: str) -> None:
+    """Raises a ValueError that shows a shape, unless the shape is right."""
+    if not is_right:
+        raise value_error(name, f"shape {want}", f"shape {list(shape)}")
+
+
+def check_left_out(name: str, value: Any, why: str) -> None:
+    """Raises a ValueError if an argument is given."""
+    if value is not None:
+        raise value_error(name, f"None, since {why}", describe(value))
+
+
+def check_same(name: str, what: str, size: Any, expected: Any) -> None:
+    """Raises a ValueError unless two sizes are equal."""
+    if size != expected:
+        raise value_error(name, f"{what}, {expected}", size)

@@ -1,0 +1,209 @@
+"""Checks Python values, which are known while tracing."""
+
+import dataclasses
+import functools
+import math
+import numbers
+import reprlib
+import sys
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+from transformer_embed._src.arguments.messages import describe, type_error, value_error
+from transformer_embed._src.conversions import unwrapped
+
+
+def set_fields(instance: Any, **values: Any) -> None:
+    """Sets fields of a frozen dataclass."""
+    for name, value in values.items():
+        object.__setattr__(instance, name, value)
+
+
+def convert_fields(instance: Any, **converters: Callable[[str, Any], Any]) -> None:
+    """Converts fields of a frozen dataclass, which calls this in its `__post_init__`.
+
+    A field that is None stays None if that is the default.
+    """
+    for field in dataclasses.fields(instance):
+        name = field.name
+        value = getattr(instance, name)
+        is_left_out = value is None and field.default is None
+        if name in converters and not is_left_out:
+            set_fields(instance, **{name: converters[name](name, value)})
+
+
+def instance(name: str, value: Any, kinds: Any, want: str) -> Any:
+    """Returns a value of one of these types."""
+    if not isinstance(value, kinds):
+        raise type_error(name, want, describe(value))
+    return value
+
+
+def integer(
+    name: str, value: Any, *, at_least: float = -math.inf, at_most: float = math.inf
+) -> int:
+    """Returns a Python int that is known while tracing."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise type_error(name, "a Python int", describe(value))
+    # A numpy integer would wrap in sums.
+    number = int(value)
+    if number < at_least:
+        raise value_error(name, f"an int of at least {at_least}", number)
+    if number > at_most:
+        raise value_error(name, f"an int of at most {at_most}", number)
+    return number
+
+
+# Returns the size of an axis.
+size = functools.partial(integer, at_least=1, at_most=2**31 - 1)
+# Returns an id or a position. The two ends of int32 are left out, because `as_int32` gives them to
+# values outside too.
+int32 = functools.partial(integer, at_least=-(2**31) + 1, at_most=2**31 - 2)
+
+
+def length(name: str, value: Any, *, at_most: int = 2**31) -> Any:
+    """Returns a number of int32 positions 0, 1, ..., or a symbolic dimension of jax.export."""
+    if export.is_symbolic_dim(value):
+        return value
+    return integer(name, value, at_least=0, at_most=at_most)
+
+
+def real(
+    name: str,
+    value: Any,
+    *,
+    lowest: float = -sys.float_info.max,
+    highest: float = sys.float_info.max,
+    want: str = "a finite number",
+) -> float:
+    """Returns a Python float that is known while tracing, inside bounds that `want` describes."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise type_error(name, "a Python number", describe(value))
+    # An int may be larger than all floats.
+    number = value if isinstance(value, int) else float(value)
+    # The test asks what is inside, for NaN is neither inside nor outside.
+    if not lowest <= number <= highest:
+        raise value_error(name, want, value)
+    return float(number)
+
+
+_TINY = float(np.finfo(np.float32).tiny)
+# Programs compute in float32, and compilers multiply by the inverse of a divisor. Both must be
+# normal numbers there, for others are flushed to 0.
+positive = functools.partial(
+    real,
+    lowest=_TINY,
+    highest=1 / _TINY,
+    want=f"a number above 0 that float32 holds, {_TINY:.3g} to {1 / _TINY:.3g}",
+)
+not_negative = functools.partial(real, lowest=0, want="a finite number of at least 0")
+_BELOW_1 = math.nextafter(1, 0)
+part = functools.partial(
+    real, lowest=math.nextafter(0, 1), highest=_BELOW_1, want="a number above 0 and below 1"
+)
+rate = functools.partial(real, lowest=0, highest=_BELOW_1, want="a number in [0, 1)")
+
+
+def flag(name: str, value: Any) -> bool:
+    """Returns a Python bool that is known while tracing."""
+    want = "a Python bool (bound by functools.partial, or static under jit)"
+    return bool(instance(name, value, bool | np.bool_, want))
+
+
+def entries(
+    name: str,
+    value: Any,
+    convert: Callable,
+    *,
+    count: int | None = None,
+    form: str | None = None,
+    **options: Any,
+) -> tuple[Any, ...]:
+    """Returns several values in order, each converted.
+
+    Args:
+        name: The argument.
+        value: A sequence.
+        convert: Called as `convert(name of the entry, entry, **options)`.
+        count: How many values there must be. If None, any number.
+        form: What was wanted, in words. If None, it is a sequence of `count` values.
+        **options: Further arguments for `convert`.
+    """
+    is_sequence = isinstance(value, Sequence | np.ndarray | jax.Array)
+    is_sequence &= not isinstance(value, str | bytes) and getattr(value, "ndim", 1) > 0
+    if not is_sequence or count not in (None, len(value)):
+        want = "a sequence" if count is None else f"a sequence of {count} values"
+        raise type_error(name, form or want, describe(value))
+    return tuple(convert(f"{name}[{n}]", entry, **options) for n, entry in enumerate(value))
+
+
+def choice(name: str, value: Any, choices: Sequence[str]) -> str:
+    """Returns one of a few words."""
+    if not isinstance(value, str) or value not in choices:
+        raise value_error(name, f"one of {', '.join(map(repr, choices))}", reprlib.repr(value))
+    # numpy's str_ would show in the repr of a config.
+    return str(value)
+
+
+def floating_dtype(name: str, dtype: Any) -> jnp.dtype:
+    """Returns a floating dtype of 16 to 64 bits."""
+    want = "a floating dtype of 16 to 64 bits"
+    try:
+        found = jnp.dtype(dtype)
+    except (TypeError, ValueError) as error:
+        raise type_error(name, want, describe(dtype)) from error
+    # numpy takes None for float64, and an array for its dtype.
+    is_dtype = dtype is not None and not isinstance(dtype, jax.Array | np.ndarray)
+    if not is_dtype or not is_floating(found):
+        raise type_error(name, want, found)
+    return found
+
+
+def is_floating(dtype: Any) -> bool:
+    """Returns whether a dtype is floating, with 16 to 64 bits."""
+    # Floats of 8 and 4 bits lack the NaN or the zero that results may need.
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize in (2, 4, 8)
+
+
+def result_dtype(dtype: Any) -> jnp.dtype:
+    """Returns a `floating_dtype` that jax has.
+
+    If x64 is off, float64 becomes float32, with jax's warning.
+    """
+    dtype = floating_dtype("dtype", dtype)
+    if jax.dtypes.canonicalize_dtype(dtype) == dtype:
+        return dtype
+    # jax warns when an array is made. Making one takes longer than all other checks of a call.
+    return jnp.zeros(0, dtype).dtype
+
+
+def paths_of(name: Any, paths: Collection[str]) -> list[str]:
+    """Returns the paths of parameters that have a name, which may leave out how a path begins.
+
+    There are several if the name is the end of several paths.
+    """
+    # A whole path goes first, because it may also be the end of a longer one.
+    return [name] if name in paths else [path for path in paths if path.endswith(f"/{name}")]
+
+
+def as_key(rng: Any) -> jax.Array:
+    """Returns one typed key, made from a typed key or a raw one."""
+    rng = unwrapped(rng)
+    want = "one key of jax.random.key or jax.random.PRNGKey"
+    instance("rng", rng, jax.Array | np.ndarray, want)
+    if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        key = rng
+    elif rng.dtype == np.uint32:
+        key = jax.random.wrap_key_data(rng)
+    else:
+        # Integers are probably ids, since a key and ids stand side by side in many calls.
+        ids = " (ids are the argument after rng)" if jnp.issubdtype(rng.dtype, jnp.integer) else ""
+        raise type_error("rng", want, describe(rng) + ids)
+    if key.shape != ():
+        raise type_error("rng", want, describe(rng))
+    return key
