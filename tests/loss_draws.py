@@ -10,6 +10,8 @@ import numpy as np
 from draws import call as call_in_mode
 from meshes import AUTO, EXPLICIT, mesh_of, put
 
+import transformer_embed as te
+
 STEP = 1e-30
 DIVERGENCES = ("forward", "reverse", "js")
 # Logarithms of probabilities below which they are 0.
@@ -246,6 +248,15 @@ def _times(value, weight):
 
 
 # --- how they are called
+
+
+def kept_log_probs(*arguments, **options):
+    """Log-probabilities among the candidates alone, as the page on losses computes them."""
+    found = te.linear_log_probs(*arguments, **options)
+    is_possible = jnp.isfinite(found).any(-1, keepdims=True)
+    safe = jnp.where(is_possible, found, 0)
+    among = safe - jax.nn.logsumexp(safe, -1, keepdims=True)
+    return jnp.where(is_possible, among, found)
 
 
 def weighed(value, xp=np):

@@ -51,7 +51,6 @@ SPACE = {
     "mode": (*MODES * 2, *loss_draws.SPLITS, "debug_nans"),
     "dtypes": dtypes,
     "tokens": shapes,
-    # Of 40, single kept ids are read; of fewer, all rows are multiplied.
     "vocab": lambda chosen: (8, 40) if chosen["mode"] in loss_draws.SPLITS else (5, 8, 13, 40),
     "candidates": lambda chosen: (1, 3) if chosen["function"] in ("candidates", "kept") else (0,),
     "shift": shifts,
@@ -107,9 +106,8 @@ def program_of(number, chosen):
     options += [f"{name}=a['{name}']" for name in given]
     options += [f"{name}=b['{name}']" for name in others]
     kind = "divergence" if is_divergence else chosen.function
-    if kind in ("candidates", "kept"):
-        options += ["truncated=True"] * (kind == "kept")
-        kind = "log_probs"
+    kind = "log_probs" if kind == "candidates" else kind
+    called = "loss_draws.kept_log_probs" if kind == "kept" else f"te.linear_{kind}"
     bias = "a.get('bias')"
     fields = f"softcap={chosen.softcap}, scale={chosen.scale}, pad_id={chosen.pad_id}"
     lines = [
@@ -118,7 +116,7 @@ def program_of(number, chosen):
         f"batches = loss_draws.batches({number}, **{spec_of(chosen, arrays)})",
         "def loss(a, b):",
         f"    output = te.OutputLayer(a['table'], {bias}, {fields})",
-        f"    return te.linear_{kind}(a['x'], output, b['labels'], {', '.join(options)})",
+        f"    return {called}(a['x'], output, b['labels'], {', '.join(options)})",
         f"found = loss_draws.call({chosen.mode!r}, loss, batches)",
     ]
     if is_divergence:

@@ -53,7 +53,6 @@ EVERY = {
     ),
     "log probs": lambda x, output: te.linear_log_probs(x, output, ids_of(x), with_entropy=True),
     "candidates": lambda x, output: te.linear_log_probs(x, output, ids_of(x, 3)),
-    "truncated": lambda x, output: te.linear_log_probs(x, output, ids_of(x, 3), truncated=True),
     "top k": lambda x, output: te.linear_top_k(x, output, 3),
     "divergence": functools.partial(divergence_of, reduction="none"),
 }
@@ -207,6 +206,42 @@ def test_the_top_k_are_those_of_whole_logits(k):
     assert all(len({*row}) == k for row in ids.reshape(-1, k).tolist())
 
 
+KEPT = np.stack([LABELS, (LABELS + 4) % VOCAB, (LABELS + 7) % VOCAB, (LABELS + 9) % VOCAB], -1)
+
+
+def kept_from_log_probs(x, output, kept, is_kept, temperature):
+    found = te.linear_log_probs(x, output, kept, temperature=temperature)
+    return found - jax.nn.logsumexp(jnp.where(is_kept, found, -jnp.inf), -1, keepdims=True)
+
+
+def kept_from_rows(x, output, kept, is_kept, temperature):
+    rows = te.lookup(output.table, kept)
+    logits = jnp.einsum("...d,...kd->...k", x, rows) + output.bias[kept]
+    return jax.nn.log_softmax(jnp.where(is_kept, logits / temperature, -jnp.inf))
+
+
+@pytest.mark.parametrize("function", [kept_from_log_probs, kept_from_rows])
+def test_log_probs_among_kept_ids_equal_a_dense_softmax_over_them(function):
+    """Sampling by top-k or top-p keeps some ids of each token, in sets of different sizes."""
+    is_kept = np.arange(4) < 1 + LABELS[..., None] % 4
+
+    def dense(x, output, kept, is_kept, temperature):
+        is_in_set = ((kept[..., None] == np.arange(VOCAB)) & is_kept[..., None]).any(-2)
+        logits = te.linear_logits(x, output) / temperature
+        among = jax.nn.log_softmax(jnp.where(is_in_set, logits, -jnp.inf))
+        return jnp.take_along_axis(among, kept, -1)
+
+    def with_gradients(function):
+        def loss(x, table, bias):
+            found = function(x, te.OutputLayer(table, bias), KEPT, is_kept, 0.7)
+            found = jnp.where(is_kept, found, 0)
+            return jnp.sin(found).sum(), found
+
+        return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(X, TABLE, BIAS)
+
+    near(with_gradients(function), with_gradients(dense), rtol=ERROR, atol=ERROR)
+
+
 def test_of_equal_ids_the_lower_one_is_first_and_no_gradient_is_left():
     table = np.float32([[0], [1], [2], [1], [2], [2]])
     assert te.linear_top_k([1.0], table, 5)[1].tolist() == [2, 4, 5, 1, 3]
@@ -239,8 +274,6 @@ def test_candidates_outside_the_vocabulary_are_nan_and_entropies_those_of_tokens
     found, entropies = te.linear_log_probs(X, TABLE, ids, with_entropy=True)
     assert np.argwhere(np.isnan(found)).tolist() == [[1, 1, 2]]
     near(entropies, te.linear_log_probs(X, TABLE, LABELS, with_entropy=True)[1], rtol=ERROR)
-    kept = te.linear_log_probs(X, TABLE, ids, truncated=True)
-    assert np.argwhere(np.isnan(kept).any(-1)).tolist() == [[1, 1]]
     assert te.linear_log_probs(X, TABLE, ids[..., :0]).shape == (*SHAPE, 0)
     assert not np.signbit(log_probs(mask=MASK & False)).any()
 
@@ -410,7 +443,7 @@ def test_a_chunk_has_all_tokens_whose_logits_fit_or_a_sixth_or_enough_for_the_ta
     ):  # fmt: skip
         layer = chunks.Layer(of(tokens, width), None, None, of(words, width), None)
         loss = chunks.Loss(chunk_size=chunk_size)
-        assert chunks.number_of_chunks(loss, chunks.NO_TOKEN, (layer,)) == count
+        assert chunks.number_of_chunks(loss, (layer,)) == count
 
 
 @pytest.mark.slow
@@ -520,9 +553,6 @@ REFUSED = {
     "log_probs(temperature=0.0)": "ValueError: temperature: wanted a number above 0 that float32 holds",
     "log_probs(temperature=WEIGHTS[:, :5])": "ValueError: temperature: wanted shape that broadcasts to that of the tokens",
     "log_probs(with_entropy=1)": "TypeError: with_entropy: wanted a Python bool",
-    "log_probs(truncated=1)": "TypeError: truncated: wanted a Python bool",
-    "log_probs(truncated=True)": "ValueError: labels: wanted as many axes as x, for truncated, 3, got 2",
-    "log_probs(labels=CANDIDATES, truncated=True, with_entropy=True)": "ValueError: with_entropy: wanted the only choice if truncated, False, got True",
     "te.linear_top_k(X, TABLE, 0)": "ValueError: k: wanted ... at least 1, got 0",
     "te.linear_top_k(X, te.OutputLayer(TABLE, pad_id=3), 13)": "ValueError: k: wanted ... at most 12, got 13",
     "te.linear_top_k(X, TABLE, 2.0)": "TypeError: k: wanted ... Python int",

@@ -179,17 +179,13 @@ class Loss:
         """
         raise NotImplementedError
 
-    def bytes_of_token(self, token_data: TokenData, layers: Layers) -> Any:
-        """Returns how many bytes the logits of a token take on a device."""
-        return sum(layer.wide.shape[0] * layer.wide.dtype.itemsize for layer in layers)
-
     def values_of_chunk(
         self, token_data: TokenData, layers: Layers, is_only_chunk: bool
     ) -> tuple[Array, ...]:
         """Computes the values of a chunk, times the weights of the tokens."""
         from_arrays = _values_from_arrays
         if not is_only_chunk:
-            from_arrays = again_in_backward(_values_from_arrays)
+            from_arrays = _again_in_backward(_values_from_arrays)
         # The weights are multiplied outside of the checkpoint. If they were multiplied inside, the
         # backward pass would compute the losses again for the gradient of the product.
         losses, *others = from_arrays(self, token_data.labels, token_data.settings, layers)
@@ -207,7 +203,7 @@ class Loss:
 # Wraps a function of a static loss and arrays. The backward pass computes the function again,
 # except for what has the name that the policy keeps. In a loop, XLA cannot merge the second
 # computation with the first, so barriers against merging would only cost time.
-again_in_backward: Any = functools.partial(
+_again_in_backward: Any = functools.partial(
     jax.checkpoint,
     prevent_cse=False,
     static_argnums=0,
@@ -246,11 +242,11 @@ def weights_or_nan(split: OutputSplit, token_data: TokenData) -> Float[Array, ".
 # --- chunks
 
 
-def number_of_chunks(loss: Loss, token_data: TokenData, layers: Layers) -> int:
+def number_of_chunks(loss: Loss, layers: Layers) -> int:
     """Chooses how many chunks the tokens of a device are cut into."""
     *token_shape, width = layers[0].x.shape
     token_count = math.prod(token_shape)
-    bytes_of_token = loss.bytes_of_token(token_data, layers)
+    bytes_of_token = sum(layer.wide.shape[0] * layer.wide.dtype.itemsize for layer in layers)
     if loss.chunk_size is not None:
         return _quotient_rounded_up(token_count, loss.chunk_size)
     # A vocabulary of a symbolic size gets as many chunks as a large one.
@@ -350,7 +346,7 @@ def _scan_chunks(
     xs = [layer.x for layer in layers]
     # Without tokens, one chunk has one place without a token, because jax does not batch the
     # derivatives of a loop of no steps.
-    count = max(number_of_chunks(loss, token_data, layers), 1)
+    count = max(number_of_chunks(loss, layers), 1)
     is_only_chunk = count == 1
     token_shape = xs[0].shape[:-1]
 

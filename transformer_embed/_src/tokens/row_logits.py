@@ -60,7 +60,7 @@ def row_logits(layer: Layer) -> RowLogits:
     token_axes = range(x.ndim - 1)
     if bias is not None:
         bias = jnp.expand_dims(bias.astype(dtype), token_axes)
-    unscaled, factor = biased_and_capped(split, products, bias)
+    unscaled, factor = _biased_and_capped(split, products, bias)
     row_count = table.shape[0]
     first_id = index_along(split.vocabulary) * row_count
     ids = first_id + jnp.arange(row_count, dtype=jnp.int32)
@@ -72,7 +72,7 @@ def row_logits(layer: Layer) -> RowLogits:
     return RowLogits(unscaled=unscaled, factor=factor, ids=ids, is_inside=is_inside)
 
 
-def biased_and_capped(
+def _biased_and_capped(
     split: OutputSplit, products: Float[Array, "... n"], bias: Array | None
 ) -> tuple[Float[Array, "... n"], float]:
     """Makes logits of products and biases [..., n].
