@@ -186,6 +186,34 @@ def test_near_equality_it_is_accurate_and_never_negative(kind):
         near(found, np.maximum(want.real, 0), atol=1e-9, rtol=2e-3)
 
 
+@pytest.mark.parametrize("split", [(), ("model",)])
+def test_a_divergence_takes_tables_whose_padding_rows_differ(split):
+    """Two models with one vocabulary may have different `row_multiple`s."""
+    vocab, x, teacher_x = 40, normal(10, 4, 3, 8), normal(12, 4, 3, 6)
+    tables, biases = (normal(11, 64, 8), normal(13, 48, 6)), (normal(14, 64), normal(15, 48))
+
+    def both(tables, biases, vocab_size):
+        def loss(x, tables, biases):
+            student, teacher = (
+                te.OutputLayer(*arrays, vocab_size=vocab_size)
+                for arrays in zip(tables, biases, strict=True)
+            )
+            return te.linear_divergence(x, student, teacher_x, teacher, kind="js")
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(x, tables, biases)
+
+    value, (of_x, *of_rows) = both(
+        *jax.tree.map(lambda array: array[:vocab], (tables, biases)), None
+    )
+    with jax.set_mesh(MESH):
+        split_tables = tuple(put(MESH, table, *split) for table in tables)
+        found, (found_of_x, *found_of_rows) = both(split_tables, biases, vocab)
+    near((found, found_of_x), (value, of_x), rtol=ERROR, atol=ERROR)
+    for got, want in zip(*map(jax.tree.leaves, (found_of_rows, of_rows)), strict=True):
+        near(np.asarray(got)[:vocab], want, rtol=ERROR, atol=ERROR)
+        equal(np.asarray(got)[vocab:], 0)
+
+
 @pytest.mark.slow
 def test_the_ratio_of_a_policy_to_itself_is_1_to_rounding():
     of_policy = lambda x: log_probs(x, chunk_size=5)
@@ -540,6 +568,10 @@ REFUSED = {
     "value(shift=True, segment_ids=SEGMENTS[:, :4])": "ValueError: segment_ids: ... its last axis, got shape [4, 4]",
     "value(segment_ids=SEGMENTS)": "ValueError: segment_ids: ... 0, got an array int32[4, 6]",
     "value(bias=BIAS[:-1])": "ValueError: bias: ... (13,), got (12,)",
+    "value(shift=6)": "ValueError: shift: ... below the length of labels, 6, got 6",
+    "value(x=X[:, :1], labels=LABELS[:, :1], shift=True)": "ValueError: shift: ... below the length of labels, 1, got 1",
+    "log_probs(labels=CANDIDATES, shift=7)": "ValueError: shift: ... below the length of labels, 6, got 7",
+    "between(TEACHER_X, TEACHER, shift=9)": "ValueError: shift: ... below the length of x, 6, got 9",
     "value(shift=-1)": "ValueError: shift: ... 0, got -1",
     "value(label_smoothing=1.0)": "ValueError: label_smoothing: ... [0, 1), got 1.0",
     "value(reduction='all')": "ValueError: reduction: ... got 'all'",
@@ -559,8 +591,8 @@ REFUSED = {
     "between(TEACHER_X, TEACHER, kind='symmetric')": "ValueError: kind: ... got 'symmetric'",
     "between(TEACHER_X, TEACHER, beta=0.5)": "ValueError: beta: ... got float 0.5",
     "between(TEACHER_X, TEACHER, kind='js', beta=1.0)": "ValueError: beta: ... 1, got 1.0",
-    "between(TEACHER_X, TEACHER[:9])": "ValueError: teacher_output: ... 13, got 9",
-    "between(TEACHER_X, te.OutputLayer(TEACHER, vocab_size=9))": "ValueError: teacher_output: wanted output's vocab_size, 13, got 9",
+    "between(TEACHER_X, TEACHER[:9])": "ValueError: teacher_output: ... 13 ... got 9",
+    "between(TEACHER_X, te.OutputLayer(TEACHER, vocab_size=9))": "ValueError: teacher_output: wanted output's vocab_size, 13 ... got 9",
     "between(TEACHER_X[..., :2], TEACHER)": "ValueError: teacher_x: ... got (2,)",
     "between(TEACHER_X[0], TEACHER)": "ValueError: teacher_x: ... (4, 6), got (6,)",
     "between(TEACHER_X, te.OutputLayer(TEACHER, pad_id=0))": "ValueError: teacher_output: ... None, got 0",

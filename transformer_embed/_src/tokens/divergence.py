@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.tokens.chunks import Loss, Value
-from transformer_embed._src.tokens.losses import compute
+from transformer_embed._src.tokens.losses import Pair, compute
 from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
 from transformer_embed._src.tokens.output_split import OutputSplit
 from transformer_embed._src.tokens.row_logits import ChunkLogits
@@ -54,7 +54,9 @@ def linear_divergence(
         output: the student's, as in `linear_cross_entropy`.
         teacher_x: [..., any width]: the teacher's hidden states of the same tokens. They and the
             teacher's layer have gradients too; what is not differentiated costs nothing.
-        teacher_output: of the same ids, and the same `pad_id`.
+        teacher_output: The teacher's output layer, with the `vocab_size` and the `pad_id` of
+            `output`. If one table has more rows than the other (another `row_multiple`), the
+            smaller table is copied.
         kind: `"forward"`, `"reverse"` or `"js"`.
         beta: for `"js"`, a Python number above 0 and below 1: the teacher's part of the mixture.
             None: 0.5.
@@ -97,17 +99,34 @@ def linear_divergence(
         as_output_layer(teacher_x, teacher_output, "teacher_"),
     )
     arguments.check_same("teacher_x", "x's tokens", teacher[0].shape[:-1], student[0].shape[:-1])
-    sizes = teacher[1].table.shape[0], student[1].table.shape[0]
-    want = f"as many ids as output's (cut the longer table, as in table[:{min(sizes)}])"
-    arguments.check_same("teacher_output", want, *sizes)
-    arguments.check_same("teacher_output", "output's vocab_size", teacher[1].size, student[1].size)
+    if teacher[1].size != student[1].size:
+        advice = "give te.OutputLayer a vocab_size, if its table has padding rows"
+        want = f"output's vocab_size, {student[1].size} ({advice})"
+        raise arguments.value_error("teacher_output", want, teacher[1].size)
     arguments.check_same("teacher_output", "output's pad_id", teacher[1].pad_id, student[1].pad_id)
     if arguments.choice("kind", kind, KINDS) != "js":
         arguments.check_left_out("beta", beta, "kind is not 'js'")
     beta = 0.5 if beta is None else arguments.part("beta", beta)
+    layers = _with_equal_row_counts(layers)
     loss = Divergence(shift=shift, chunk_size=chunk_size, reduction=reduction, kind=kind, beta=beta)
     tokens = {"mask": mask, "weights": weights, "segment_ids": segment_ids}
     return compute(loss, layers, temperature=temperature, **tokens)
+
+
+def _with_equal_row_counts(layers: tuple[Pair, Pair]) -> tuple[Pair, ...]:
+    """Adds rows of zeros to the smaller of two tables, which then split alike over devices."""
+    row_counts = [output.table.shape[0] for _, output in layers]
+    if row_counts[0] == row_counts[1]:
+        return layers
+
+    def with_padding_rows(x: Array, output: OutputLayer) -> Pair:
+        added_rows = max(row_counts) - output.table.shape[0]
+        table = jnp.pad(output.table, ((0, added_rows), (0, 0)))
+        bias = output.bias if output.bias is None else jnp.pad(output.bias, (0, added_rows))
+        # The vocab_size is given, so the added rows are never predicted.
+        return x, dataclasses.replace(output, table=table, bias=bias, vocab_size=output.size)
+
+    return tuple(with_padding_rows(x, output) for x, output in layers)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -98,6 +98,10 @@ def compute(loss: Loss, layers: tuple[Pair, ...], **token_arguments: ArrayLike |
         arguments.check_left_out("segment_ids", arrays.get("segment_ids"), "shift is 0")
     else:
         arguments.check_shape(name, tokens, bool(tokens), "[..., length], to shift")
+        if loss.shift >= tokens[-1]:
+            # No token would predict a label, and a loss of 0 would look like perfect training.
+            want = f"a number of tokens below the length of {name}, {tokens[-1]}"
+            raise arguments.value_error("shift", want, loss.shift)
 
     def as_wide(name: str) -> Array | None:
         """[..., 1] or [..., c]: a number of a token broadcasts to those of its candidates."""
