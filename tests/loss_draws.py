@@ -34,7 +34,7 @@ def batches(number, count=3, **chosen):
 
 def _arrays(
     rng, *, tokens, vocab, dtypes, teacher=False, size=1.0, bias=None, settings=(), weights=None,
-    hostile=False, pad_id=None, shift=0, **of_others,
+    hostile=False, pad_id=None, shift=0, vocab_axis=0, **of_others,
 ):  # fmt: skip
     draw = lambda *shape: rng.normal(size=shape)
     given = {}
@@ -54,6 +54,8 @@ def _arrays(
     others = _others(rng, tokens, vocab, pad_id, **of_others)
     if hostile:
         _spoil(rng, given, others, tokens, shift, pad_id)
+    if vocab_axis == 1:
+        given["table"] = np.ascontiguousarray(given["table"].T)
     of_x, of_table = dtypes
     for name, array in given.items():
         dtype = of_x if name.endswith("x") else of_table

@@ -65,6 +65,7 @@ SPACE = {
     "reduction": only(REDUCED, "mean", "sum", "none"),
     "beta": only(("js",), None, 0.1),
     "bias": lambda chosen: (None, "plain", "bans", "bans of one")[: 4 - strict_nans(chosen)],
+    "vocab_axis": (0, 1),
     "softcap": (None, None, 2.0),
     "scale": (1.0, 1.0, 0.5, 3.0),
     "size": (1.0, 1.0, 30.0, 1e4),
@@ -110,6 +111,7 @@ def program_of(number, chosen):
     called = "loss_draws.kept_log_probs" if kind == "kept" else f"te.linear_{kind}"
     bias = "a.get('bias')"
     fields = f"softcap={chosen.softcap}, scale={chosen.scale}, pad_id={chosen.pad_id}"
+    fields += ", vocab_axis=1" if chosen.vocab_axis else ""
     lines = [
         "import loss_draws",
         "import transformer_embed as te",
@@ -132,7 +134,7 @@ def program_of(number, chosen):
 
 def spec_of(chosen, arrays):
     names = ("tokens", "vocab", "candidates", "dtypes", "size", "bias", "weights", "mask")
-    names += ("segments", "hostile", "pad_id", "shift")
+    names += ("segments", "hostile", "pad_id", "shift", "vocab_axis")
     spec = {name: getattr(chosen, name) for name in names if getattr(chosen, name) is not None}
     is_divergence = chosen.function in loss_draws.DIVERGENCES
     has_labels = not is_divergence and chosen.function != "logits"
@@ -145,6 +147,8 @@ ERRORS = {"float64": 1e-10, "float32": 3e-5, "bfloat16": 3e-2, "float16": 3e-2}
 def check(number, chosen, batch, values, gradients):
     """Values, and the derivative along a direction of each array."""
     given, others = jax.tree.map(np.asarray, batch)
+    if chosen.vocab_axis:
+        given, gradients = ({**arrays, "table": arrays["table"].T} for arrays in (given, gradients))
     wide = {name: array.astype(np.float64) for name, array in given.items()}
     options = {name: getattr(chosen, name) for name in ("shift", "pad_id", "softcap", "scale")}
     options |= {"tokens": chosen.tokens, "beta": chosen.beta, "reduction": chosen.reduction}

@@ -65,7 +65,11 @@ def total(function, x, table, bias=None):
 
 
 def value(x=X, table=TABLE, bias=BIAS, labels=LABELS, loss=te.linear_cross_entropy, **options):
-    fields = {name: options.pop(name) for name in ("softcap", "scale", "pad_id") if name in options}
+    fields = {
+        name: options.pop(name)
+        for name in ("softcap", "scale", "pad_id", "vocab_axis")
+        if name in options
+    }
     return loss(x, te.OutputLayer(table, bias, **fields), labels, **options)
 
 
@@ -319,6 +323,80 @@ def test_vocabularies_in_which_one_id_is_predicted():
 )
 def test_an_array_out_of_range_is_nan(setting):
     assert np.isnan(value(**jax.tree.map(jnp.asarray, setting)))
+
+
+# --- a table [d, vocab_size]
+
+TRANSPOSED_SPLITS = [
+    None, ([], []), (["data"], [None, "model"]), (["data"], ["model"]), ([], [("data", "model")]),
+    (["data", None, "model"], ["model", "data"]),
+]  # fmt: skip
+
+
+def self_divergence(x, output):
+    """From the predictions of the same layer for other hidden states."""
+    return te.linear_divergence(x, output, jnp.cos(x), output, reduction="none")
+
+
+OF_TABLE = EVERY | {"divergence": self_divergence, "logits": te.linear_logits}
+
+
+@pytest.mark.parametrize("function", OF_TABLE.values(), ids=OF_TABLE)
+@pytest.mark.parametrize(
+    "split",
+    [
+        pytest.param(split, marks=[pytest.mark.slow] * (n > 0))
+        for n, split in enumerate(TRANSPOSED_SPLITS)
+    ],
+)
+def test_a_transposed_table_gives_the_values_and_gradients_of_the_table(function, split):
+    """`w` of an hk.Linear, of which the last columns are padding, on one device or split."""
+    x, table, bias = normal(1, 4, 8, 8), normal(2, 16, 8), normal(3, 16)
+    options = {"vocab_size": VOCAB, "pad_id": 4, "softcap": 2.0, "scale": 0.7}
+
+    def derivatives(vocab_axis, *arrays):
+        def total(x, table, bias):
+            output = te.OutputLayer(table, bias, vocab_axis=vocab_axis, **options)
+            values = jax.tree.leaves(function(x, output))
+            is_low = lambda value: jnp.where(jnp.abs(value) > 1e30, 0, value)
+            return sum(jnp.sin(is_low(value)).sum() for value in values), values
+
+        def slope(*arrays):
+            gradients, values = jax.grad(total, (0, 1, 2), has_aux=True)(*arrays)
+            return jnp.sum(gradients[1] ** 2), (gradients, values)
+
+        second, first = jax.jit(jax.grad(slope, (0, 1), has_aux=True))(*arrays)
+        return second, first
+
+    want = derivatives(0, x, table, bias)
+    if split is None:
+        found = derivatives(1, x, np.ascontiguousarray(table.T), bias)
+    else:
+        of_x, of_table = split
+        mesh = mesh_of((2, 2), ("data", "model"), EXPLICIT)
+        with jax.set_mesh(mesh):
+            w = put(mesh, table.T, *of_table)
+            found = derivatives(1, put(mesh, x, *of_x), w, put(mesh, bias))
+            of_w = found[1][0][1]
+            assert of_w.sharding.is_equivalent_to(w.sharding, w.ndim)
+    (second_x, second_w), ((of_x, of_w, of_bias), values) = found
+    found = (second_x, second_w.T), ((of_x, of_w.T, of_bias), values)
+    near(jax.device_get(found), jax.device_get(want), rtol=ERROR, atol=ERROR)
+
+
+@pytest.mark.slow
+def test_a_transposed_table_costs_no_memory():
+    """Four lines with `w.T` cost a table of temporaries more."""
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 64), (32_000, 64))]
+    loss = lambda axis: (
+        lambda x, table: te.linear_cross_entropy(
+            x, te.OutputLayer(table, vocab_axis=axis), np.zeros(512, int)
+        )
+    )
+    by_rows = temporaries(jax.grad(loss(0), (0, 1)), *shapes)
+    shapes[1] = jax.ShapeDtypeStruct((64, 32_000), jnp.float32)
+    by_columns = temporaries(jax.grad(loss(1), (0, 1)), *shapes)
+    assert by_columns < by_rows + 4 * 64 * 32_000 / 8
 
 
 # --- narrow dtypes
@@ -581,6 +659,12 @@ REFUSED = {
     "value(z_loss=-1e-4)": "ValueError: z_loss: ... 0, got -0.0001",
     "jax.eval_shape(lambda x, labels: value(x, labels=labels), *OF_ANY)": "ValueError: labels: wanted shape of known sizes, ... got shape [b",
     "te.linear_logits(X, TABLE[:, :2])": "ValueError: x: ... (2,), got (4,)",
+    "te.linear_logits(X, TABLE.T)": "ValueError: x: ... vocab_axis=1), (13,), got (4,)",
+    "te.linear_logits(X, te.OutputLayer(TABLE, vocab_axis=1))": "ValueError: x: ... [d, vocab_size], (13,), got (4,)",
+    "value(table=TABLE.T, vocab_axis=1, bias=BIAS[:4])": "ValueError: bias: ... (13,), got (4,)",
+    "value(table=TABLE.T, vocab_axis=2)": "ValueError: vocab_axis: ... at most 1, got 2",
+    "te.OutputLayer(TABLE, vocab_axis=True)": "TypeError: vocab_axis: ... got bool True",
+    "te.OutputLayer(TABLE.T, vocab_size=14, vocab_axis=1)": "ValueError: vocab_size: ... at most 13, got 14",
     "te.linear_logits(LABELS, TABLE)": "TypeError: x: ... got int64",
     "log_probs(temperature=0.0)": "ValueError: temperature: wanted a number above 0 that float32 holds",
     "log_probs(temperature=WEIGHTS[:, :5])": "ValueError: temperature: wanted shape that broadcasts to that of the tokens",

@@ -246,7 +246,9 @@ def number_of_chunks(loss: Loss, layers: Layers) -> int:
     """Chooses how many chunks the tokens of a device are cut into."""
     *token_shape, width = layers[0].x.shape
     token_count = math.prod(token_shape)
-    bytes_of_token = sum(layer.wide.shape[0] * layer.wide.dtype.itemsize for layer in layers)
+    bytes_of_token = sum(
+        layer.wide.shape[layer.split.vocab_axis] * layer.wide.dtype.itemsize for layer in layers
+    )
     if loss.chunk_size is not None:
         return _quotient_rounded_up(token_count, loss.chunk_size)
     # A vocabulary of a symbolic size gets as many chunks as a large one.
@@ -367,7 +369,7 @@ def _scan_chunks(
 
 def _with_whole_rows(layer: Layer) -> Layer:
     """Gives a layer on a device whole rows, and converts rows and bias to the dtype of sums."""
-    table = layer.split.exchange(layer.table, 0)
+    table = layer.split.to_rows(layer.table)
     dtype = arguments.compute_dtype(layer.x.dtype, table.dtype)
     wide, bias = jax.tree.map(lambda array: array.astype(dtype), (table, layer.bias))
     return Layer(x=layer.x, table=table, bias=bias, wide=wide, split=layer.split)
@@ -480,7 +482,8 @@ def _values_from_arrays_jvp(
 def _logit_tangents(logits: ChunkLogits, layer: Layer, tangents: Layer) -> Float[Array, "t v"]:
     """Computes the tangents of the logits from the tangents of a layer's arrays."""
     dtype = _slope_dtype(layer)
-    multiply = functools.partial(jnp.einsum, "td,vd->tv", preferred_element_type=dtype)
+    equation = f"td,{layer.split.table_letters}->tv"
+    multiply = functools.partial(jnp.einsum, equation, preferred_element_type=dtype)
     total = jnp.zeros_like(logits.shifted)
     if not isinstance(tangents.x, SymbolicZero):
         total += multiply(tangents.x, layer.table).astype(total.dtype)
@@ -602,7 +605,7 @@ def _sums_and_gradients(loss: Loss, token_data: TokenData, layers: Layers) -> Su
         sums, tables = jax.lax.psum((sums, tables), batch_axes)
         xs = jax.lax.psum(chunks.xs, first_split.vocabulary)
         layer_gradients = tuple(
-            Layer(x=x, table=split.exchange(table.rows, 1), bias=table.bias, wide=None, split=split)
+            Layer(x=x, table=split.to_columns(table.rows), bias=table.bias, wide=None, split=split)
             for split, x, table in zip(splits, xs, tables, strict=True)
         )
         return SumsAndGradients(
@@ -661,18 +664,24 @@ def _layer_gradients(
         slopes: Times the factors, the gradients with respect to the products of x and the rows.
         factors: [t, 1].
     """
+    table_letters = layer.split.table_letters
     multiply = functools.partial(jnp.einsum, preferred_element_type=factors.dtype)
     dtype = _slope_dtype(layer)
     if dtype != factors.dtype:
         # The slopes are rounded once, as autodiff rounds the gradient of a narrow product.
         slopes = (slopes * factors).astype(dtype)
         factors = 1.0
-    rows_gradient = multiply("tv,td->vd", slopes, factors * layer.x.astype(dtype))
+    scaled_x = factors * layer.x.astype(dtype)
+    # The operands are in the order of the result's axes, so that the result is not transposed.
+    if layer.split.vocab_axis == 0:
+        rows_gradient = multiply("tv,td->vd", slopes, scaled_x)
+    else:
+        rows_gradient = multiply("td,tv->dv", scaled_x, slopes)
     bias_gradient = None
     if layer.bias is not None:
         # The sum over tokens is a product with eight equal columns, because a TPU takes as long for
         # a plain sum as for a product with all of x.
         columns = jnp.broadcast_to(jnp.asarray(factors, dtype), (len(slopes), 8))
         bias_gradient = multiply("tv,tc->vc", slopes, columns)[:, 0]
-    x_gradient = factors * multiply("tv,vd->td", slopes, layer.table)
+    x_gradient = factors * multiply(f"tv,{table_letters}->td", slopes, layer.table)
     return x_gradient, TableGradients(rows=rows_gradient, bias=bias_gradient)

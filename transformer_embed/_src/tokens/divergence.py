@@ -115,13 +115,15 @@ def linear_divergence(
 
 def _with_equal_row_counts(layers: tuple[Pair, Pair]) -> tuple[Pair, ...]:
     """Adds rows of zeros to the smaller of two tables, which then split alike over devices."""
-    row_counts = [output.table.shape[0] for _, output in layers]
+    row_counts = [output.row_count for _, output in layers]
     if row_counts[0] == row_counts[1]:
         return layers
 
     def with_padding_rows(x: Array, output: OutputLayer) -> Pair:
-        added_rows = max(row_counts) - output.table.shape[0]
-        table = jnp.pad(output.table, ((0, added_rows), (0, 0)))
+        added_rows = max(row_counts) - output.row_count
+        table_padding = [(0, 0), (0, 0)]
+        table_padding[output.vocab_axis] = (0, added_rows)
+        table = jnp.pad(output.table, table_padding)
         bias = output.bias if output.bias is None else jnp.pad(output.bias, (0, added_rows))
         # The vocab_size is given, so the added rows are never predicted.
         return x, dataclasses.replace(output, table=table, bias=bias, vocab_size=output.size)

@@ -22,33 +22,41 @@ from transformer_embed._src.tokens.stand_in import StandIn
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OutputLayer:
-    """An output layer, whose logits are the product of hidden states with every row of a table.
+    """A layer that computes logits: the products of hidden states with every row of a table.
 
-    With `u = scale * (x @ table.T + bias)`, the logits are u, or `softcap * tanh(u / softcap)`. A
-    tied output layer has the embedding table as its table. `Embedder.output`,
-    `TokenEmbedding.output` and `TransformerEmbedding.output` make those of a config.
+    Make one to pass your table, together with its bias and settings, to the losses and to
+    `linear_logits`. For a tied layer, pass the embedding table. If you have an `Embedder`, a
+    `TokenEmbedding` or a `TransformerEmbedding`, its method `output` makes the layer of its config.
 
-    It is a pytree whose leaves are the table and the bias, so that it goes through `jax.jit`,
-    `jax.vmap` and `jax.lax.scan`, and its gradient is an OutputLayer again.
+    With `u = scale * (x @ table.T + bias)`, the logits are u, or `softcap * tanh(u / softcap)`.
+
+    The layer is a pytree whose leaves are the table and the bias. So you can pass it through
+    `jax.jit`, `jax.vmap` and `jax.lax.scan`, and its gradient is an `OutputLayer` again.
 
     Args:
-        table: [vocab_size, d], a floating dtype.
-        bias: [vocab_size], a floating dtype. An id whose bias is -inf is banned: its logit is -inf,
-            with a softcap too. None: no bias.
-        softcap: a Python number above 0, which no other logit exceeds in magnitude (Gemma 2: 30).
-            None: no bound.
-        scale: a Python number above 0 (T5: d**-0.5).
-        pad_id: the id of padding, which is never predicted: its logit is half of the lowest finite
-            number, so its probability is 0, and its row and bias get no gradient. It may be outside
-            the vocabulary. None: no padding.
-        vocab_size: the number of ids. The rows past it only fill the table up, and are never
-            predicted, as padding is. None: the number of rows.
+        table: The vectors of the ids, [vocab_size, d], of a floating dtype. With `vocab_axis=1`,
+            [d, vocab_size].
+        bias: A number for each id, [vocab_size], of a floating dtype. An id whose bias is -inf is
+            banned: its logit is -inf, with a softcap too. If None, there is no bias.
+        softcap: The bound on the magnitude of all other logits, a Python number above 0 (Gemma 2:
+            30). If None, there is no bound.
+        scale: The factor of the logits, a Python number above 0 (T5: d**-0.5).
+        pad_id: The id of padding, which is never predicted. Its logit is half of the lowest finite
+            number, so its probability is 0, and its row and bias get no gradient. The id may lie
+            outside the vocabulary. If None, there is no padding.
+        vocab_size: The number of ids. Set it if the table has more rows, for example to divide them
+            among devices. The rows past it are never predicted, like padding. If None, every row
+            is an id.
+        vocab_axis: Which axis of the table counts the ids, 0 or 1. Set it to 1 to use the `w` of an
+            `hk.Linear`, [d, vocab_size], as it is. The gradient has the shape of the table, and no
+            transposed copy is made.
 
     Raises:
-        TypeError: the table or the bias does not have a floating dtype of 16 bits or more; softcap
-            or scale is not a Python number.
+        TypeError: the table or the bias does not have a floating dtype of 16 bits or more; or
+            `softcap` or `scale` is not a Python number.
         ValueError: the table does not have rank 2; the bias does not have one number for each row;
-            softcap or scale is not above 0; a vocab_size below 1 or above the number of rows.
+            `softcap` or `scale` is not above 0; `vocab_size` is below 1 or above the number of
+            rows; or `vocab_axis` is not 0 or 1.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -58,6 +66,10 @@ class OutputLayer:
         0.0
         >>> jax.grad(lambda output: te.linear_logits([2.0], output)[1])(output).table.tolist()
         [[0.0], [2.0]]
+
+        >>> w, b = jnp.array([[0.5, 1.0]]), jnp.array([0.0, 3.0])  # the parameters of an hk.Linear
+        >>> te.linear_logits([2.0], te.OutputLayer(w, b, vocab_axis=1)).tolist()
+        [1.0, 5.0]
 
     Source:
         Press and Wolf, "Using the Output Embedding to Improve Language Models" (2017),
@@ -73,6 +85,7 @@ class OutputLayer:
     scale: float = 1.0
     pad_id: int | None = None
     vocab_size: int | None = None
+    vocab_axis: int = 0
 
     def __post_init__(self):
         arguments.convert_fields(
@@ -82,20 +95,26 @@ class OutputLayer:
             softcap=arguments.positive,
             scale=arguments.positive,
             pad_id=arguments.int32,
+            vocab_axis=functools.partial(arguments.integer, at_least=0, at_most=1),
         )
-        number = functools.partial(arguments.integer, at_least=1, at_most=self.table.shape[0])
+        number = functools.partial(arguments.integer, at_least=1, at_most=self.row_count)
         arguments.convert_fields(self, vocab_size=number)
         if self.bias is not None:
-            rows = self.table.shape[:1]
+            rows = (self.row_count,)
             arguments.check_same("bias", "a number for each row", self.bias.shape, rows)
+
+    @property
+    def row_count(self) -> Any:
+        """The number of rows of the table, as many as `vocab_size` or more."""
+        return self.table.shape[self.vocab_axis]
 
     @property
     def size(self) -> Any:
         """The number of ids."""
-        return self.table.shape[0] if self.vocab_size is None else self.vocab_size
+        return self.row_count if self.vocab_size is None else self.vocab_size
 
 
-register_pytree(OutputLayer, "softcap", "scale", "pad_id", "vocab_size")
+register_pytree(OutputLayer, "softcap", "scale", "pad_id", "vocab_size", "vocab_axis")
 
 
 def _as_whole_table(name: str, table: ArrayLike) -> TableArray:
@@ -158,8 +177,13 @@ def as_output_layer(
         output = OutputLayer(**vars(output))
     else:
         output = OutputLayer(as_table(f"{prefix}output", output))
+    width = output.table.shape[1 - output.vocab_axis]
     want = "a last axis of the width d of the table [vocab_size, d]"
-    arguments.check_same(f"{prefix}x", want, x.shape[-1:], output.table.shape[1:])
+    if output.vocab_axis == 1:
+        want = "a last axis of the width d of the table [d, vocab_size]"
+    elif x.shape[-1:] == output.table.shape[:1]:
+        want += " (te.OutputLayer takes [d, vocab_size] with vocab_axis=1)"
+    arguments.check_same(f"{prefix}x", want, x.shape[-1:], (width,))
     return x, output
 
 
@@ -170,7 +194,7 @@ def _logits(x: Float[Array, "... d"], output: OutputLayer) -> Float[Array, "... 
     split = layer.split
 
     def multiply(layer):
-        rows = split.exchange(layer.table, 0)
+        rows = split.to_rows(layer.table)
         computed = row_logits(dataclasses.replace(layer, table=rows))
         logits = computed.factor * computed.unscaled
         # Half of the lowest number: a bias on top of it does not overflow to -inf.

@@ -41,6 +41,7 @@ class OutputSplit(NamedTuple):
     rows: Axes
     columns: Axes
     tokens: tuple[Axes, ...]
+    vocab_axis: int = 0
 
     @property
     def vocabulary(self) -> Axes:
@@ -50,6 +51,8 @@ class OutputSplit(NamedTuple):
     def specs(self) -> "Layer":
         """How the arrays of a layer are split."""
         table, bias = PartitionSpec(self.rows, self.columns), PartitionSpec(self.vocabulary)
+        if self.vocab_axis == 1:
+            table = PartitionSpec(self.columns, self.rows)
         return Layer(PartitionSpec(*self.tokens), table, bias, PartitionSpec(), self)
 
     def total(self, values: Any) -> Any:
@@ -57,11 +60,23 @@ class OutputSplit(NamedTuple):
         sums = jax.tree.map(lambda array: array.sum(-1, keepdims=True), values)
         return jax.lax.psum(sums, self.vocabulary)
 
-    def exchange(self, array: Array, split_axis: int) -> Array:
-        """Inside shard_map, a shard as whole rows, by splitting axis 0, or back, by axis 1."""
+    @property
+    def table_letters(self) -> str:
+        """The axes of the table for `jnp.einsum`: v is rows, d is columns."""
+        return "dv" if self.vocab_axis == 1 else "vd"
+
+    def to_rows(self, shard: Array) -> Array:
+        """Inside shard_map, exchanges a device's shard of a table for whole rows."""
+        return self._exchange(shard, self.vocab_axis, 1 - self.vocab_axis)
+
+    def to_columns(self, rows: Array) -> Array:
+        """Inside shard_map, exchanges whole rows for the device's shard of the table."""
+        return self._exchange(rows, 1 - self.vocab_axis, self.vocab_axis)
+
+    def _exchange(self, array: Array, split_axis: int, join_axis: int) -> Array:
         if not self.columns:
             return array
-        return jax.lax.all_to_all(array, self.columns, split_axis, 1 - split_axis, tiled=True)
+        return jax.lax.all_to_all(array, self.columns, split_axis, join_axis, tiled=True)
 
 
 @jax.tree_util.register_dataclass
@@ -86,20 +101,21 @@ def split_output(x: Float[Array, "... d"], output: Any) -> Layer:
     Explicit mesh axes are those of the arrays' types; what automatic ones split is jax's to choose.
     """
     table, bias = output.table, output.bias
-    of_x, (rows, columns) = typed_axes(x), typed_axes(table)
+    of_x, table_axes = typed_axes(x), typed_axes(table)
+    rows, columns = table_axes[output.vocab_axis], table_axes[1 - output.vocab_axis]
     check_on_mesh("x", x, rows, columns)
     is_split = any((*of_x, rows, columns))
     mesh = jax.typeof(x).sharding.mesh if is_split else AbstractMesh((), ())
-    if table.shape[0] % devices_along(mesh, columns):
+    if output.row_count % devices_along(mesh, columns):
         want = f"rows that the devices along its columns' {columns} divide (see row_multiple)"
-        raise arguments.value_error("table", want, f"{table.shape[0]} rows")
+        raise arguments.value_error("table", want, f"{output.row_count} rows")
     # No axis splits the tokens and the vocabulary of their logits.
     of_table = {*rows, *columns}
     tokens = tuple(
         tuple(axis for axis in axes if axis not in of_table) for axes in of_x[: x.ndim - 1]
     )
     options = output.size, output.softcap, output.scale, output.pad_id
-    split = OutputSplit(*options, mesh, rows, columns, tokens)
+    split = OutputSplit(*options, mesh, rows, columns, tokens, output.vocab_axis)
     specs = split.specs()
     if bias is not None:
         bias = reshard(on_every_device(bias), NamedSharding(mesh, specs.bias))

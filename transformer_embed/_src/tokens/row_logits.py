@@ -55,13 +55,15 @@ def row_logits(layer: Layer) -> RowLogits:
     if x.dtype != table.dtype:
         x = x.astype(dtype)
         table = table.astype(dtype)
-    products = jnp.einsum("...d,vd->...v", x, table, preferred_element_type=dtype)
+    products = jnp.einsum(
+        f"...d,{split.table_letters}->...v", x, table, preferred_element_type=dtype
+    )
     # Arrays of rows are expanded to the rank of x, because users may disable jax's rank promotion.
     token_axes = range(x.ndim - 1)
     if bias is not None:
         bias = jnp.expand_dims(bias.astype(dtype), token_axes)
     unscaled, factor = _biased_and_capped(split, products, bias)
-    row_count = table.shape[0]
+    row_count = table.shape[split.vocab_axis]
     first_id = index_along(split.vocabulary) * row_count
     ids = first_id + jnp.arange(row_count, dtype=jnp.int32)
     ids = jnp.expand_dims(ids, token_axes)
@@ -166,7 +168,7 @@ def chunk_logits(layer: Layer, temperature: Any) -> ChunkLogits:
 def _low_outside(layer: Layer, rows: RowLogits, lowest: Any) -> Float[Array, "t r"]:
     """Sets the logits of rows that are not inside to the lowest value."""
     split = layer.split
-    has_whole_vocabulary = split.mesh.empty and layer.table.shape[0] == split.vocab_size
+    has_whole_vocabulary = split.mesh.empty and rows.unscaled.shape[-1] == split.vocab_size
     if split.pad_id is None or not has_whole_vocabulary:
         return jnp.where(rows.is_inside, rows.unscaled, lowest)
     # Only the column of the `pad_id` is outside.
