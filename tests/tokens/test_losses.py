@@ -310,6 +310,62 @@ def test_candidates_outside_the_vocabulary_are_nan_and_entropies_those_of_tokens
     assert not np.signbit(log_probs(mask=MASK & False)).any()
 
 
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize("axes", [None, "model"])
+def test_if_all_ids_are_banned_losses_are_infinite_and_gradients_finite(
+    monkeypatch, platform, axes
+):
+    """Also the arithmetic of a GPU, which finds the largest logit in another way."""
+
+    def choose(*arrays, cuda=None, default, **others):
+        chosen = {"cuda": cuda or default, "cpu": others.get("cpu", default)}
+        return chosen[platform](*arrays)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", choose)
+    bias = np.full(64, -np.inf, np.float32)
+
+    def values(x, table, bias):
+        output = te.OutputLayer(table, bias, softcap=2.125)
+        loss = te.linear_cross_entropy(x, output, ids_of(x), reduction="none")
+        return loss, te.linear_log_probs(x, output, ids_of(x), with_entropy=True)
+
+    def gradients(*arrays):
+        total = lambda *arrays: sum(each.sum() for each in jax.tree.leaves(values(*arrays)))
+        loss_gradient = jax.grad(
+            lambda *a: te.linear_cross_entropy(a[0], te.OutputLayer(*a[1:]), ids_of(a[0])),
+            (0, 1, 2),
+        )
+        return jax.grad(total, (0, 1, 2))(*arrays), loss_gradient(*arrays)
+
+    jax.clear_caches()
+    with jax.set_mesh(MESH):
+        arrays = put(MESH, MESH_X), put(MESH, MESH_TABLE, axes), put(MESH, bias)
+        losses, (log_probs, entropies) = jax.jit(values)(*arrays)
+        found = jax.jit(gradients)(*arrays)
+    jax.clear_caches()
+    equal(
+        (losses, log_probs, entropies),
+        (np.full((8, 8), np.inf), np.full((8, 8), -np.inf), np.zeros((8, 8))),
+    )
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(found)))
+
+
+@pytest.mark.parametrize("temperature", [1.2e-38, 1e-30, 1e30, 1e36])
+def test_padding_is_never_predicted_at_extreme_temperatures(temperature):
+    output = te.OutputLayer(TABLE, BIAS, pad_id=4)
+    rest = np.delete(np.arange(VOCAB), 4)
+    whole = np.broadcast_to(np.arange(VOCAB), (*SHAPE, VOCAB))
+    for number in (temperature, jnp.float32(temperature)):
+        found = jnp.exp(te.linear_log_probs(X, output, whole, temperature=number))
+        equal(found[..., 4], 0)
+        near(found[..., rest].sum(-1), np.ones(SHAPE), rtol=ERROR)
+        of_all, of_rest = (
+            te.linear_log_probs(X, layer, LABELS * 0, temperature=number)
+            for layer in (output, te.OutputLayer(TABLE[rest], BIAS[rest]))
+        )
+        near(of_all, of_rest, rtol=ERROR)
+
+
 @pytest.mark.slow
 def test_vocabularies_in_which_one_id_is_predicted():
     for size, options in ((1, {}), (2, {"pad_id": 0, "label_smoothing": 0.3})):
@@ -323,6 +379,11 @@ def test_vocabularies_in_which_one_id_is_predicted():
 )
 def test_an_array_out_of_range_is_nan(setting):
     assert np.isnan(value(**jax.tree.map(jnp.asarray, setting)))
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, 2e36, np.inf, np.nan])
+def test_a_temperature_out_of_range_is_nan(temperature):
+    assert np.isnan(log_probs(temperature=jnp.float32(temperature))).all()
 
 
 # --- a table [d, vocab_size]
@@ -666,7 +727,9 @@ REFUSED = {
     "te.OutputLayer(TABLE, vocab_axis=True)": "TypeError: vocab_axis: ... got bool True",
     "te.OutputLayer(TABLE.T, vocab_size=14, vocab_axis=1)": "ValueError: vocab_size: ... at most 13, got 14",
     "te.linear_logits(LABELS, TABLE)": "TypeError: x: ... got int64",
-    "log_probs(temperature=0.0)": "ValueError: temperature: wanted a number above 0 that float32 holds",
+    "log_probs(temperature=0.0)": "ValueError: temperature: wanted a number above 0, 1.18e-38 to 1e+36, got 0.0",
+    "log_probs(temperature=2e36)": "ValueError: temperature: ... 1e+36, got 2e+36",
+    "between(TEACHER_X, TEACHER, temperature=1e37)": "ValueError: temperature: ... 1e+36, got 1e+37",
     "log_probs(temperature=WEIGHTS[:, :5])": "ValueError: temperature: wanted shape that broadcasts to that of the tokens",
     "log_probs(with_entropy=1)": "TypeError: with_entropy: wanted a Python bool",
     "te.linear_top_k(X, TABLE, 0)": "ValueError: k: wanted ... at least 1, got 0",

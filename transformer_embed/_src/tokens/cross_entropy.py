@@ -150,6 +150,7 @@ def linear_cross_entropy(
           token with this mark then still predicts the next label: the last token of a prompt
           predicts the first token of the answer.
         - Where a token predicts no counted label, x has no effect, even if it is NaN.
+        - If the bias bans every id, the loss is infinite and its gradients are finite.
         - A weight of 0 removes the loss of a label completely, even a loss that is infinite or NaN.
         - With negative weights, use `"sum"`: `"mean"` divides by a sum that may be 0 or negative.
         - Where an array `label_smoothing` or `z_loss` is out of range, the loss of a label with a

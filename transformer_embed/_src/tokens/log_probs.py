@@ -67,10 +67,10 @@ def linear_log_probs(
             the choices of a question or a teacher's `linear_top_k`. All candidates of a token share
             one pass over the vocabulary.
         shift, segment_ids, chunk_size: As in `linear_cross_entropy`.
-        temperature: The number above 0 that divides the logits. Pass the temperature at which the
-            text was sampled. It is a number, or a floating array that broadcasts to the tokens,
-            such as [batch, 1]. An array may be traced and gets a gradient. With `shift`, the
-            temperature at t belongs to `labels[..., t]`, like a mask.
+        temperature: The number that divides the logits, above 0 and at most 1e36. Pass the
+            temperature at which the text was sampled. It is a number, or a floating array that
+            broadcasts to the tokens, such as [batch, 1]. An array may be traced and gets a
+            gradient. With `shift`, the temperature at t belongs to `labels[..., t]`, like a mask.
         mask: Which labels are counted (True), as in `linear_cross_entropy`. Set it to leave out the
             prompt. For candidates it broadcasts to [..., k], so pass `mask[..., None]` if you have
             one bool per token.
@@ -110,8 +110,8 @@ def linear_log_probs(
         - A candidate that is not counted has -inf in place of 0, so it adds nothing to a sum of
           probabilities by `jax.nn.logsumexp`.
         - At a counted label outside the vocabulary, the log-probability is NaN.
-        - Where an array `temperature` is not above 0 or is infinite, the results of counted labels
-          are NaN.
+        - Where an array `temperature` is not above 0 or is above 1e36, the results of counted
+          labels are NaN.
         - Equal arguments to the same compiled function give equal bits. Other programs may differ
           by a few units in the last place, because XLA fuses operations differently. The program
           changes with gradients, inside another function, and with another `chunk_size`, batch

@@ -57,19 +57,30 @@ def _as_setting(check: Callable, name: str, value: Any) -> Array | None:
     return None if number == getattr(DEFAULTS, name) else jax.device_put(number)
 
 
+# At a larger temperature, the lowest float32 number, which is the logit of padding, would keep a
+# probability above 0.
+HIGHEST_TEMPERATURE = 1e36
+_SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
+_as_temperature = functools.partial(
+    arguments.real,
+    lowest=_SMALLEST_NORMAL,
+    highest=HIGHEST_TEMPERATURE,
+    want=f"a number above 0, {_SMALLEST_NORMAL:.3g} to {HIGHEST_TEMPERATURE:.3g}",
+)
+
 CONVERTERS: dict[str, Callable] = {
     "labels": arguments.as_int32,
     "mask": functools.partial(arguments.as_mask, is_true="counted"),
     "weights": arguments.as_floats,
     "segment_ids": as_comparable,
-    "temperature": functools.partial(_as_setting, arguments.positive),
+    "temperature": functools.partial(_as_setting, _as_temperature),
     "label_smoothing": functools.partial(_as_setting, arguments.rate),
     "z_loss": functools.partial(_as_setting, arguments.not_negative),
 }
 
 # An array may be known only when the program runs: what is out of range becomes NaN.
 IN_RANGE: dict[str, Callable] = {
-    "temperature": lambda value: (value > 0) & (value < jnp.inf),
+    "temperature": lambda value: (value > 0) & (value <= HIGHEST_TEMPERATURE),
     "label_smoothing": lambda value: (value >= 0) & (value < 1),
     "z_loss": lambda value: value >= 0,
 }

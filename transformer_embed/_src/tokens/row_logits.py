@@ -141,8 +141,12 @@ def chunk_logits(layer: Layer, temperature: Any) -> ChunkLogits:
     logits = _low_outside(layer, rows, lowest)
     # The checkpoint of a chunk keeps these two arrays. So the backward pass, which computes the
     # logits again, reads the logits only once.
-    top, total = checkpoint_name(_top_and_total(split, factor, logits), KEPT_NAME)
-    is_banned = False if layer.bias is None else layer.bias[None] == -jnp.inf
+    top, total = _top_and_total(split, factor, logits)
+    is_banned = False
+    if layer.bias is not None:
+        is_banned = layer.bias[None] == -jnp.inf
+        top, total = _finite_if_all_banned(split, top, total)
+    top, total = checkpoint_name((top, total), KEPT_NAME)
     slope = 1.0
     if split.softcap is not None:
         # The derivative of tanh. At a ban, where `unscaled` is -inf, the derivative is 0.
@@ -197,6 +201,21 @@ def _top_and_total(
         return in_two_passes(logits)
     one_pass = functools.partial(in_one_pass, factor)
     return jax.lax.platform_dependent(logits, cuda=one_pass, default=in_two_passes)
+
+
+def _finite_if_all_banned(
+    split: OutputSplit, top: Float[Array, "t 1"], total: Float[Array, "t 1"]
+) -> tuple[Float[Array, "t 1"], Float[Array, "t 1"]]:
+    """Replaces `top` and `total` if the bias bans every id.
+
+    Then all logits are -inf, and a CPU would subtract infinity from infinity. With a finite top and
+    a total of 1, every loss is infinite on all platforms, and its gradients are finite.
+    """
+    lowest = jnp.finfo(top.dtype).min
+    is_all_banned = top <= lowest
+    # The totals of the devices are added.
+    total_here = 1 / devices_along(split.mesh, split.vocabulary)
+    return jnp.maximum(top, lowest), jnp.where(is_all_banned, total_here, total)
 
 
 def in_one_pass(
