@@ -34,7 +34,7 @@ def batches(number, count=3, **chosen):
 
 def _arrays(
     rng, *, tokens, vocab, dtypes, teacher=False, size=1.0, bias=None, settings=(), weights=None,
-    hostile=False, pad_id=None, shift=0, vocab_axis=0, **of_others,
+    hostile=False, pad_id=None, shift=0, vocab_axis=0, ties=False, **of_others,
 ):  # fmt: skip
     draw = lambda *shape: rng.normal(size=shape)
     given = {}
@@ -45,6 +45,11 @@ def _arrays(
             given[f"{prefix}bias"] = draw(vocab)
         if bias == "bans" or (bias == "bans of one" and not prefix):
             given[f"{prefix}bias"][[1, 3]] = -np.inf
+    if ties:
+        # A head that starts at zero: all logits are equal.
+        given["table"][:] = 0
+        if bias is not None:
+            given["bias"] = np.where(np.isneginf(given["bias"]), -np.inf, 0)
     if weights is not None:
         given["weights"] = rng.random(_form(tokens, weights)) + 0.1
         given["weights"][rng.random(given["weights"].shape) < 0.3] = 0
@@ -96,7 +101,7 @@ def _spoil(rng, given, others, tokens, shift, pad_id):
     """Anything where no label is counted: NaN, ids outside, settings out of range."""
     labels = others.get("labels")
     is_counted = counted_labels(given, others, tokens, shift, pad_id)
-    of_tokens = is_counted.reshape(*tokens, -1).any(-1)
+    of_tokens = is_counted if is_counted.shape == tokens else is_counted.any(-1)
     of_tokens &= np.broadcast_to(given.get("weights", 1), tokens) != 0
     for name in {"x", "teacher_x"} & given.keys():
         given[name][~np.roll(of_tokens, -shift, -1)] = np.nan
@@ -191,7 +196,11 @@ def oracle(
                 among, _ = _log_softmax(np.where(possible, z[safe], 0), possible)
             values[at] = np.append(np.where(possible, among, -np.inf), entropy)
     if function == "logits":
-        return (_of_padding(np.array([*values.values()]).reshape(*tokens, -1), pad_id, dtype),)
+        return (
+            _of_padding(
+                np.array([*values.values()]).reshape(*tokens, len(given["table"])), pad_id, dtype
+            ),
+        )
     if function in ("cross_entropy", *DIVERGENCES):
         weights = np.where(is_counted, of("weights", 1.0), 0).astype(complex)
         return _reduced(values, weights, 4 if function == "cross_entropy" else 1, reduction)
@@ -271,8 +280,18 @@ def weighed(value, xp=np):
     return (xp.where(finite, value, 0) * weights.astype(value.dtype)).sum()
 
 
-def call(mode, loss, batches):
-    """Of each batch, the values of `loss(given, others)` and the gradients in what is given."""
+def direction_of(name, array):
+    """A direction in which an array may change; a bias that bans an id stays."""
+    seed = [len(name), ord(name[0]), array.size]
+    direction = np.random.default_rng(seed).normal(size=array.shape).astype(array.dtype)
+    return jnp.where(jnp.isneginf(array), 0, direction)
+
+
+def call(mode, loss, batches, order=1):
+    """Of each batch, the values of `loss(given, others)` and the gradients in what is given.
+
+    If the order is 2, the gradients of the derivative along `direction_of`.
+    """
 
     def with_gradients(given, others):
         def total(given):
@@ -282,6 +301,24 @@ def call(mode, loss, batches):
         (_, values), gradients = jax.value_and_grad(total, has_aux=True)(given)
         return values, gradients
 
+    def with_second_gradients(given, others):
+        def slope(given):
+            values, gradients = with_gradients(given, others)
+            products = [
+                gradient * direction_of(name, given[name]) for name, gradient in gradients.items()
+            ]
+            return sum(map(jnp.sum, products)), values
+
+        second, values = jax.grad(slope, has_aux=True)(given)
+        return values, second
+
+    return _call(mode, with_second_gradients if order == 2 else with_gradients, batches)
+
+
+def _call(mode, with_gradients, batches):
+    if mode == "gpu":
+        return _as_on_a_gpu(with_gradients, batches)
+
     if mode in SPLITS:
         return _split(SPLITS[mode], with_gradients, batches)
     if mode == "debug_nans":
@@ -290,6 +327,22 @@ def call(mode, loss, batches):
         with jax.debug_nans(True), jax.disable_jit():
             return call_in_mode("eager", with_gradients, batches)
     return call_in_mode(mode, with_gradients, batches)
+
+
+def _as_on_a_gpu(f, batches):
+    """The arithmetic of a GPU, on a CPU."""
+    original = jax.lax.platform_dependent
+
+    def choose(*arrays, cuda=None, default, **_):
+        return (cuda or default)(*arrays)
+
+    jax.clear_caches()
+    jax.lax.platform_dependent = choose
+    try:
+        return call_in_mode("jit", f, batches)
+    finally:
+        jax.lax.platform_dependent = original
+        jax.clear_caches()
 
 
 # How explicit axes split x and the table; labels are split as x, or whole.

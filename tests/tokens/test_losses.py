@@ -292,6 +292,57 @@ def test_without_tokens_nothing_is_found_and_nothing_moves(function, x):
     equal(jax.grad(total, 2)(function, x, TABLE), 0)
 
 
+@every
+def test_without_tokens_each_function_can_be_mapped_and_run_without_jit(function):
+    x, tables = jnp.zeros((5, 3, 0, WIDTH)), jnp.asarray(normal(1, 5, VOCAB, WIDTH))
+    step = jax.value_and_grad(functools.partial(total, function), (0, 1))
+    values, (of_x, of_table) = jax.vmap(step)(x, tables)
+    equal(values, np.zeros(5))
+    assert of_x.shape == x.shape
+    equal(of_table, np.zeros_like(tables))
+    with jax.disable_jit():
+        equal(step(x[0], tables[0]), jax.tree.map(jnp.zeros_like, (values[0], (of_x[0], TABLE))))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("loss", [te.linear_cross_entropy, divergence_of])
+def test_a_weight_of_0_has_the_derivatives_of_any_weight(loss, reduction):
+    """A program that learns the weights of examples starts from any of them."""
+
+    def slope(weights):
+        def weighted(x):
+            labels = () if loss is divergence_of else (ids_of(x),)
+            output = te.OutputLayer(TABLE)
+            return loss(x, output, *labels, weights=weights, reduction=reduction).sum()
+
+        return jnp.vdot(jax.grad(weighted)(X), jnp.cos(X))
+
+    of_weights = jax.grad(slope)
+    near(of_weights(jnp.zeros(SHAPE)), of_weights(jnp.ones(SHAPE)), rtol=ERROR, atol=ERROR)
+
+
+def test_the_one_pass_of_a_gpu_has_second_derivatives_where_logits_are_equal():
+    """A head that starts at zero has equal logits for every id."""
+    for logits in (np.zeros((2, 7)), np.float64([[1, 2, 2, 2, 0], [3, 1, 3, 3, 3]])):
+        direction = np.cos(np.arange(logits.size)).reshape(logits.shape)
+
+        def log_sum(logits, find):
+            top, total = find(logits)
+            return jnp.sum(jnp.log(total) + top, axis=-1).sum()
+
+        def in_two(logits):
+            top = logits.max(-1, keepdims=True)
+            top = jax.lax.stop_gradient(top)
+            return top, jnp.exp(logits - top).sum(-1, keepdims=True)
+
+        with jax.enable_x64():
+            found, want = (
+                jax.jvp(jax.grad(functools.partial(log_sum, find=find)), (logits,), (direction,))
+                for find in (functools.partial(row_logits.in_one_pass, 1.0), in_two)
+            )
+        near(found, want, atol=1e-12)
+
+
 def test_a_counted_label_outside_the_vocabulary_makes_all_nan():
     labels = LABELS.copy()
     for labels[1, 2] in (VOCAB, -1, -(2**31)):
@@ -691,9 +742,13 @@ OF_ANY = jax.ShapeDtypeStruct((SYMBOLIC, 4), "float32"), jax.ShapeDtypeStruct((S
 REFUSED = {
     "value(x=np.ones((4, 6, 4), int))": "TypeError: x: ... got int64",
     "value(table=TABLE.astype(int))": "TypeError: table: ... got int64",
-    "value(labels=np.ones(SHAPE))": "TypeError: labels: ... got float64",
+    "value(labels=np.ones(SHAPE))": "TypeError: labels: ...labels.argmax(-1)... got float64",
+    "log_probs(labels=np.eye(VOCAB)[LABELS])": "TypeError: labels: ...labels.argmax(-1)... got float64",
+    "value(labels=np.eye(VOCAB, dtype=int)[LABELS])": "ValueError: labels: ... (4, 6)...labels.argmax(-1)... got (4, 6, 13)",
+    "value(labels=LABELS[:2])": "ValueError: labels: ... (4, 6), got (2, 6)",
     "value(labels=None)": "TypeError: labels: ... got None",
-    "value(mask=np.ones(SHAPE))": "TypeError: mask: ... got float64",
+    "value(mask=np.ones(SHAPE))": "TypeError: mask: ...weights=), got float64",
+    "log_probs(mask=MASK.astype(int))": "TypeError: mask: ...mask != 0... got int64",
     "value(pad_id=0.0)": "TypeError: pad_id: ... got float 0.0",
     "value(bias=np.ones(13, int))": "TypeError: bias: ... got int64",
     "value(weights=MASK)": "TypeError: weights: ... got bool",

@@ -25,7 +25,7 @@ from transformer_embed._src.tokens.chunks import (
     TokenData,
     Value,
 )
-from transformer_embed._src.tokens.losses import compute
+from transformer_embed._src.tokens.losses import as_labels, compute
 from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
 from transformer_embed._src.tokens.output_split import OutputSplit
 from transformer_embed._src.tokens.row_logits import (
@@ -118,7 +118,7 @@ def linear_log_probs(
           shape, mesh or `with_entropy`. So the ratio of a policy to itself is 1 to about 1e-6.
     """
     x, output = as_output_layer(x, output)
-    ids = arguments.as_int32("labels", labels)
+    ids = as_labels("labels", labels)
     with_entropy = arguments.flag("with_entropy", with_entropy)
     loss = LogProbs(
         shift=shift,

@@ -57,6 +57,17 @@ def _as_setting(check: Callable, name: str, value: Any) -> Array | None:
     return None if number == getattr(DEFAULTS, name) else jax.device_put(number)
 
 
+def as_labels(name: str, labels: ArrayLike) -> Array:
+    """Converts labels to int32. An error for floats says how one-hot labels become ids."""
+    if arguments.is_int32(labels):
+        return labels
+    array = arguments.as_array(name, labels)
+    if jnp.issubdtype(array.dtype, jnp.floating) and array.size > 0:
+        want = f"ids of an integer dtype ({name}.argmax(-1) makes them of one-hot {name})"
+        raise arguments.type_error(name, want, array.dtype)
+    return arguments.as_int32(name, labels)
+
+
 # At a larger temperature, the lowest float32 number, which is the logit of padding, would keep a
 # probability above 0.
 HIGHEST_TEMPERATURE = 1e36
@@ -69,8 +80,10 @@ _as_temperature = functools.partial(
 )
 
 CONVERTERS: dict[str, Callable] = {
-    "labels": arguments.as_int32,
-    "mask": functools.partial(arguments.as_mask, is_true="counted"),
+    "labels": as_labels,
+    "mask": functools.partial(
+        arguments.as_mask, is_true="counted (pass mask != 0, or factors as weights=)"
+    ),
     "weights": arguments.as_floats,
     "segment_ids": as_comparable,
     "temperature": functools.partial(_as_setting, _as_temperature),
@@ -102,7 +115,11 @@ def compute(loss: Loss, layers: tuple[Pair, ...], **token_arguments: ArrayLike |
         name, whose = "labels", "the labels"
         if loss.of_candidates:
             shape += labels.shape[len(tokens) :][:1]
-        arguments.check_same(name, "x's shape without its last axis", labels.shape, shape)
+        if labels.shape != shape:
+            want = f"x's shape without its last axis, {shape}"
+            if labels.ndim == len(tokens) + 1:
+                want += " (labels.argmax(-1) makes ids of one-hot labels)"
+            raise arguments.value_error(name, want, labels.shape)
     is_known = not any(map(export.is_symbolic_dim, tokens))
     arguments.check_shape(name, tokens, is_known, "of known sizes, as chunks need")
     if not loss.shift:
