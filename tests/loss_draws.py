@@ -281,10 +281,16 @@ def weighed(value, xp=np):
 
 
 def direction_of(name, array):
-    """A direction in which an array may change; a bias that bans an id stays."""
+    """A direction in which an array may change.
+
+    A bias that bans an id stays, and so does a weight of 0, which may hide an infinite loss.
+    """
     seed = [len(name), ord(name[0]), array.size]
     direction = np.random.default_rng(seed).normal(size=array.shape).astype(array.dtype)
-    return jnp.where(jnp.isneginf(array), 0, direction)
+    is_fixed = jnp.isneginf(array)
+    if name == "weights":
+        is_fixed |= array == 0
+    return jnp.where(is_fixed, 0, direction)
 
 
 def call(mode, loss, batches, order=1):

@@ -18,7 +18,7 @@ from meshes import AUTO, EXPLICIT, mesh_of, put
 from refused import each_raises
 
 import transformer_embed as te
-from transformer_embed._src.tokens import chunks, row_logits
+from transformer_embed._src.tokens import chunks, loss_arithmetic, output_split, row_logits
 
 # What is promised of values and gradients of magnitude 1; float32 sums of some 100 terms are within
 # 100 * 2**-24 = 6e-6.
@@ -432,6 +432,47 @@ def test_an_array_out_of_range_is_nan(setting):
     assert np.isnan(value(**jax.tree.map(jnp.asarray, setting)))
 
 
+@pytest.mark.parametrize(
+    ("name", "outside"), [("temperature", 0.0), ("label_smoothing", 1.5), ("z_loss", -1.0)]
+)
+def test_a_setting_out_of_range_does_no_harm_where_nothing_counts(name, outside):
+    """At a token whose label is not counted, and at one whose weight is 0."""
+    inside = np.full(SHAPE, 0.5, np.float32)
+    settings = inside.copy()
+    settings[0, 1], settings[2, 3] = outside, outside
+    mask, weights = np.ones(SHAPE, bool), WEIGHTS.copy()
+    mask[0, 1], weights[2, 3] = False, 0
+
+    def gradients(setting):
+        def loss(x, table, setting):
+            options = {"mask": mask, "weights": weights, name: setting}
+            if name == "temperature":
+                return te.linear_divergence(x, table, TEACHER_X, TEACHER, **options)
+            return te.linear_cross_entropy(x, table, LABELS, **options)
+
+        return jax.value_and_grad(loss, (0, 1))(X, TABLE, setting)
+
+    near(gradients(settings), gradients(inside), rtol=ERROR, atol=1e-7)
+
+
+def test_a_softcap_keeps_bans_and_their_gradients_finite():
+    def loss(logits_of, x, table, bias):
+        return jax.nn.logsumexp(logits_of(x, table, bias), -1).sum()
+
+    def whole(x, table, bias):
+        logits = 2 * jnp.tanh((x @ table.T + jnp.where(jnp.isneginf(bias), 0, bias)) / 2)
+        return jnp.where(jnp.isneginf(bias), -jnp.inf, logits)
+
+    def chunked(x, table, bias):
+        output = te.OutputLayer(table, bias, softcap=2.0)
+        found = te.linear_cross_entropy(x, output, LABELS * 0, reduction="sum")
+        return found + te.linear_logits(x, output)[..., 0].sum()
+
+    want = jax.value_and_grad(functools.partial(loss, whole), (0, 1, 2))(X, TABLE, BANS)
+    found = jax.value_and_grad(chunked, (0, 1, 2))(X, TABLE, BANS)
+    near(found, want, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("temperature", [0.0, -1.0, 2e36, np.inf, np.nan])
 def test_a_temperature_out_of_range_is_nan(temperature):
     assert np.isnan(log_probs(temperature=jnp.float32(temperature))).all()
@@ -652,6 +693,12 @@ def test_products_with_the_hessian_keep_the_memory_of_chunks():
     assert 8 * temporaries(product, table) < 2048 * 256 * 4
 
 
+SPLIT = output_split.OutputSplit(
+    vocab_size=1, softcap=None, scale=1.0, pad_id=None, vocab_axis=0, mesh=None, rows=(),
+    columns=(), tokens=(),
+)  # fmt: skip
+
+
 def test_a_chunk_has_all_tokens_whose_logits_fit_or_a_sixth_or_enough_for_the_tables_gradient():
     of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     for tokens, words, width, chunk_size, count in (
@@ -659,9 +706,9 @@ def test_a_chunk_has_all_tokens_whose_logits_fit_or_a_sixth_or_enough_for_the_ta
         (16_384, 32_000, 1024, None, 8), (16_384, 8000, 2048, None, 8), (4096, 50_304, 768, None, 6),
         (8192, 151_936, 2048, None, 4), (9, 1000, 4, 2, 5), (0, 5, 4, None, 0),
     ):  # fmt: skip
-        layer = chunks.Layer(of(tokens, width), None, None, of(words, width), None)
-        loss = chunks.Loss(chunk_size=chunk_size)
-        assert chunks.number_of_chunks(loss, (layer,)) == count
+        layer = output_split.LayerArrays(of(tokens, width), None, None, of(words, width), SPLIT)
+        of_size = loss_arithmetic.Loss(chunk_size=chunk_size)
+        assert chunks.number_of_chunks(of_size, (layer,)) == count
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The check of a batch on the host, before a step that cannot raise."""
+"""Checks a batch on the host, before a compiled step that cannot raise errors."""
 
 import jax
 import jax.numpy as jnp
@@ -76,22 +76,30 @@ def check_batch(
         return
     check_token_positions("tokens", tokens)
     positions, segments = on_host(tokens)
-    batch_size, length = len(tokens), positions.shape[1]
-    rows = np.atleast_2d(host_ids)
-    # Tokens of one row are those of every row.
-    expected = [len(rows) if batch_size == 1 else batch_size, length]
-    arguments.check_same("ids", "the shape of tokens", [*rows.shape], expected)
+    batch_size = len(tokens)
+    length = positions.shape[1]
+    id_rows = np.atleast_2d(host_ids)
+    # If there is one batch row of tokens, it describes every batch row of ids.
+    expected_batch_size = len(id_rows) if batch_size == 1 else batch_size
+    expected_shape = [expected_batch_size, length]
+    arguments.check_same("ids", "the shape of tokens", [*id_rows.shape], expected_shape)
     as_segment_ids("segment_ids", segments)
     if pad_id is not None:
-        is_pad = rows == pad_id
-        wrong = np.argwhere(is_pad != (segments == 0))
-        if len(wrong):
-            row, n = wrong[0].tolist()
-            what = "a token" if is_pad[row, n] else "padding"
-            want = f"pad_id, {pad_id}, at padding and nowhere else"
-            raise arguments.value_error("ids", want, f"{rows[row, n]} at [{row}, {n}], {what}")
+        _check_padding(id_rows, segments, pad_id)
     if order is not None:
         check_order(tokens, order)
+
+
+def _check_padding(id_rows: np.ndarray, segments: np.ndarray, pad_id: int) -> None:
+    """Raises an error unless the `pad_id` stands at padding and nowhere else."""
+    is_pad = id_rows == pad_id
+    wrong_places = np.argwhere(is_pad != (segments == 0))
+    if len(wrong_places):
+        row, place = wrong_places[0].tolist()
+        kind = "a token" if is_pad[row, place] else "padding"
+        want = f"pad_id, {pad_id}, at padding and nowhere else"
+        got = f"{id_rows[row, place]} at [{row}, {place}], {kind}"
+        raise arguments.value_error("ids", want, got)
 
 
 def _checked_ids(ids: ArrayLike, vocab_size: int, pad_id: int | None) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Dropout with the result of hk.dropout, limited only by memory bandwidth."""
+"""Applies dropout with the result of hk.dropout, at the speed of memory."""
 
 import functools
 import math
@@ -91,12 +91,12 @@ def _drop_elements(
 
 
 def _keep_mask(key, keep_rate, shape) -> Bool[Array, "..."]:
-    """`jax.random.bernoulli(key, keep_rate, shape)`."""
+    """Computes `jax.random.bernoulli(key, keep_rate, shape)`."""
     from_jax = functools.partial(jax.random.bernoulli, p=keep_rate, shape=shape)
     draws_32_bits = jnp.result_type(float) == jnp.float32
     partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
     counts_elements = partitionable and str(jax.random.key_impl(key)) == "threefry2x32"
-    # Elements are counted in 64 bits; ours are the lower ones.
+    # jax counts elements in 64 bits. Only the lower 32 bits are computed here.
     is_small = all(isinstance(size, int) for size in shape) and math.prod(shape) < 2**32
     if not (is_small and draws_32_bits and counts_elements):
         return from_jax(key)
@@ -105,12 +105,12 @@ def _keep_mask(key, keep_rate, shape) -> Bool[Array, "..."]:
         words = jax.random.key_data(key)
         # The index of each element in the flattened array.
         counters = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
-        first, second = _threefry(words[0], words[1], counters)
-        # An element is kept where a uniform number is below keep_rate. It has 23 random bits, n /
-        # 2**23, so that the integer n is compared with keep_rate * 2**23. jax compares with
-        # keep_rate in float32, so it is rounded to that first.
+        first_word, second_word = _threefry(words[0], words[1], counters)
+        # An element is kept where a uniform number is below keep_rate. The number has 23 random
+        # bits, n / 2**23, so the integer n is compared with keep_rate * 2**23. jax compares with
+        # keep_rate in float32, so keep_rate is rounded to float32 first.
         threshold = math.ceil(float(np.float32(keep_rate)) * 2**23)
-        return (first ^ second) >> 9 < np.uint32(threshold)
+        return (first_word ^ second_word) >> 9 < np.uint32(threshold)
 
     return jax.lax.platform_dependent(key, cpu=in_registers, default=from_jax)
 
@@ -119,10 +119,12 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
 def _threefry(key_0: Array, key_1: Array, counters: Word) -> tuple[Word, Word]:
-    """The random words of counters with an upper word of 0."""
+    """Computes the random words of counters whose upper word is 0."""
     keys = (key_0, key_1, key_0 ^ key_1 ^ np.uint32(0x1BD11BDA))
-    x_0, x_1 = key_0, counters + key_1
-    # Five groups of four rounds; each group ends with the next two of the three words of the key.
+    x_0 = key_0
+    x_1 = counters + key_1
+    # There are five groups of four rounds. Each group ends with the next two of the three words of
+    # the key.
     for group in range(5):
         for rotation in _ROTATIONS[group % 2]:
             x_0 = x_0 + x_1

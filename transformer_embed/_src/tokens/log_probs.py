@@ -9,7 +9,7 @@ Shapes are written with these letters:
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,21 +19,17 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.compiled import change_column
 from transformer_embed._src.partitioning import Axes, all_gather
-from transformer_embed._src.tokens.chunks import (
-    Layers,
-    Loss,
-    TokenData,
-    Value,
-)
+from transformer_embed._src.tokens.loss_arithmetic import Loss, Value
 from transformer_embed._src.tokens.losses import as_labels, compute
 from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
-from transformer_embed._src.tokens.output_split import OutputSplit
+from transformer_embed._src.tokens.output_split import Layers, OutputSplit
 from transformer_embed._src.tokens.row_logits import (
     ChunkLogits,
     chunk_logits,
     columns_of_ids,
     token_sums,
 )
+from transformer_embed._src.tokens.token_data import TokenData
 
 # The exponential of a shifted logit below this number is 0, in float64 too.
 SHIFTED_FLOOR = -1e4
@@ -117,18 +113,18 @@ def linear_log_probs(
           changes with gradients, inside another function, and with another `chunk_size`, batch
           shape, mesh or `with_entropy`. So the ratio of a policy to itself is 1 to about 1e-6.
     """
-    x, output = as_output_layer(x, output)
+    pair = as_output_layer(x, output)
     ids = as_labels("labels", labels)
     with_entropy = arguments.flag("with_entropy", with_entropy)
     loss = LogProbs(
         shift=shift,
         chunk_size=chunk_size,
-        of_candidates=ids.ndim >= x.ndim,
+        of_candidates=ids.ndim >= pair.x.ndim,
         with_entropy=with_entropy,
     )
     return compute(
         loss,
-        ((x, output),),
+        (pair,),
         temperature=temperature,
         labels=ids,
         mask=mask,
@@ -191,7 +187,7 @@ class LogProbs(Loss):
         """Computes the entropy of each token."""
         # The floor makes the product of a ban 0, and not 0 times infinity.
         products = exponentials * jnp.maximum(chunk.shifted, SHIFTED_FLOOR)
-        mean = split.total(products) / total
+        mean = split.sum_over_vocabulary(products) / total
         # The slopes are not `exponentials * (mean - shifted)`: the second factor is huge at
         # padding, and would overflow in the derivative with respect to the slope.
         slopes = exponentials * mean - products
@@ -242,23 +238,25 @@ def linear_top_k(
         Truncated distributions for sampling: Fan et al., "Hierarchical Neural Story Generation"
         (2018), section 5.4, https://arxiv.org/abs/1805.04833
     """
-    x, output = jax.lax.stop_gradient(as_output_layer(x, output))
-    vocab_size = output.size
-    pad_id = output.pad_id
+    pair = jax.lax.stop_gradient(as_output_layer(x, output))
+    vocab_size = pair.output.size
+    pad_id = pair.output.pad_id
     has_pad_row = pad_id is not None and 0 <= pad_id < vocab_size
     k = arguments.integer("k", k, at_least=1, at_most=vocab_size - has_pad_row)
     loss = TopK(chunk_size=chunk_size, of_candidates=True, k=k)
-    return compute(loss, ((x, output),))
+    return compute(loss, (pair,))
 
 
 @dataclasses.dataclass(frozen=True)
 class TopK(Loss):
     """Log-probabilities and ids of the k most probable ids of a token."""
 
+    has_gradients: ClassVar[bool] = False
+
     k: int = 1
 
     def values_of_chunk(
-        self, token_data: TokenData, layers: Layers, is_only_chunk: bool
+        self, token_data: TokenData, layers: Layers
     ) -> tuple[Float[Array, "t k"], Int32[Array, "t k"]]:
         """Computes the log-probabilities and ids of a chunk."""
         (layer,) = layers

@@ -1,8 +1,8 @@
-"""The output layer: the product of x with every row of a table, such as the embedding table."""
+"""Multiplies x with every row of a table, such as the embedding table: the output layer."""
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -118,7 +118,7 @@ register_pytree(OutputLayer, "softcap", "scale", "pad_id", "vocab_size", "vocab_
 
 
 def _as_whole_table(name: str, table: ArrayLike) -> TableArray:
-    """An array with every row of a table."""
+    """Converts a table, and refuses one that holds only some of its rows."""
     array = as_table(name, table)
     if isinstance(array, StandIn):
         want = "a whole table, trained densely, since the output layer is tied to it"
@@ -132,23 +132,29 @@ def linear_logits(
     *,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> Float[Array, "... v"]:
-    """The logits of an output layer.
+    """Computes the logits of an output layer.
+
+    Use it where you need whole logits, such as for sampling. To train, use `linear_cross_entropy`,
+    which never holds the logits of a whole batch.
 
     Args:
-        x: [..., d], a floating dtype.
-        output: an `OutputLayer`, or the table of one without other settings, [vocab_size, d].
-        out_sharding: how explicit mesh axes split the logits, as in `jnp.einsum`. None: the
-            vocabulary is split over the axes of the table's rows, then over those of its columns,
-            and each dimension of tokens as in x, over the axes that do not split the table.
+        x: The hidden vectors, [..., d], of a floating dtype.
+        output: The output layer: an `OutputLayer`, or a table [vocab_size, d] if there is no bias,
+            softcap, scale or `pad_id`.
+        out_sharding: How explicit mesh axes split the logits, as in `jnp.einsum`. If None, the
+            vocabulary is split over the axes of the table's rows, then over the axes of its
+            columns. Each dimension of tokens is split as in x, over the axes that do not split the
+            table.
 
     Returns:
-        [..., rows of the table], summed and returned in float32 (float64 if x or the table is).
+        The logits, [..., rows of the table], summed and returned in float32 (float64 if x or the
+        table is).
 
     Raises:
-        TypeError: x does not have a floating dtype of 16 bits or more; out_sharding is of another
-            type.
-        ValueError: the width of the table is not that of x; columns are split over devices that do
-            not divide the rows.
+        TypeError: x does not have a floating dtype of 16 bits or more; or `out_sharding` has
+            another type.
+        ValueError: the width of the table differs from the width of x; or the columns of the table
+            are split over a number of devices that does not divide the number of rows.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -167,13 +173,18 @@ def linear_logits(
     return logits if out_sharding is None else jax.sharding.reshard(logits, out_sharding)
 
 
-def as_output_layer(
-    x: ArrayLike, output: OutputLayer | ArrayLike, prefix: str = ""
-) -> tuple[Array, OutputLayer]:
-    """The arguments of `linear_logits`, which fit each other; their names have this prefix."""
+class Pair(NamedTuple):
+    """Hidden vectors, and the output layer that they meet."""
+
+    x: Array
+    output: OutputLayer
+
+
+def as_output_layer(x: ArrayLike, output: OutputLayer | ArrayLike, prefix: str = "") -> Pair:
+    """Converts and checks the arguments of `linear_logits`, whose names have this prefix."""
     x = arguments.as_floats(f"{prefix}x", x)
     if isinstance(output, OutputLayer):
-        # Made again, because a tree's leaves may have been replaced by any others.
+        # The layer is made again, because a function of trees may have replaced its leaves.
         output = OutputLayer(**vars(output))
     else:
         output = OutputLayer(as_table(f"{prefix}output", output))
@@ -184,12 +195,12 @@ def as_output_layer(
     elif x.shape[-1:] == output.table.shape[:1]:
         want += " (te.OutputLayer takes [d, vocab_size] with vocab_axis=1)"
     arguments.check_same(f"{prefix}x", want, x.shape[-1:], (width,))
-    return x, output
+    return Pair(x=x, output=output)
 
 
 @compiled()
 def _logits(x: Float[Array, "... d"], output: OutputLayer) -> Float[Array, "... v"]:
-    """`linear_logits` of arrays."""
+    """Computes `linear_logits` of checked arguments."""
     layer = split_output(x, output)
     split = layer.split
 
@@ -197,8 +208,8 @@ def _logits(x: Float[Array, "... d"], output: OutputLayer) -> Float[Array, "... 
         rows = split.to_rows(layer.table)
         computed = row_logits(dataclasses.replace(layer, table=rows))
         logits = computed.factor * computed.unscaled
-        # Half of the lowest number: a bias on top of it does not overflow to -inf.
+        # A bias that you add to half of the lowest number does not overflow to -inf.
         return jnp.where(computed.is_inside, logits, jnp.finfo(logits.dtype).min / 2)
 
-    of_logits = PartitionSpec(*split.tokens, split.vocabulary)
-    return on_each_device(split.mesh, multiply, (split.specs(),), of_logits)(layer)
+    logits_spec = PartitionSpec(*split.tokens, split.vocabulary)
+    return on_each_device(split.mesh, multiply, (split.specs(),), logits_spec)(layer)

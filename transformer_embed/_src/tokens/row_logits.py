@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int32
 from transformer_embed._src import arguments
 from transformer_embed._src.compiled import change_column
 from transformer_embed._src.partitioning import devices_along, index_along, varying_axes
-from transformer_embed._src.tokens.output_split import Layer, OutputSplit
+from transformer_embed._src.tokens.output_split import LayerArrays, OutputSplit
 
 # The checkpoint of a chunk keeps the arrays that have this name.
 KEPT_NAME = "token_data"
@@ -43,7 +43,7 @@ class RowLogits(NamedTuple):
     is_inside: Array | bool
 
 
-def row_logits(layer: Layer) -> RowLogits:
+def row_logits(layer: LayerArrays) -> RowLogits:
     """Computes the logits of gathered x for whole rows."""
     split = layer.split
     x = layer.x
@@ -122,7 +122,7 @@ class ChunkLogits(NamedTuple):
     is_banned: Array | bool
 
 
-def chunk_logits(layer: Layer, temperature: Any) -> ChunkLogits:
+def chunk_logits(layer: LayerArrays, temperature: Any) -> ChunkLogits:
     """Computes the logits of a chunk, as differences from the largest of each token."""
     split = layer.split
     rows = row_logits(layer)
@@ -169,7 +169,7 @@ def chunk_logits(layer: Layer, temperature: Any) -> ChunkLogits:
     )
 
 
-def _low_outside(layer: Layer, rows: RowLogits, lowest: Any) -> Float[Array, "t r"]:
+def _low_outside(layer: LayerArrays, rows: RowLogits, lowest: Any) -> Float[Array, "t r"]:
     """Sets the logits of rows that are not inside to the lowest value."""
     split = layer.split
     has_whole_vocabulary = split.mesh.empty and rows.unscaled.shape[-1] == split.vocab_size
