@@ -60,6 +60,18 @@ def bits(array):
     return np.where(np.isnan(array), np.array(np.nan, array.dtype), array).tobytes()
 
 
+@pytest.mark.parametrize("rate", [0.1, 1 / 3, 0.5, 0.7, 1e-7])
+def test_an_element_is_kept_as_jax_compares_its_bits_with_the_rate(monkeypatch, rate):
+    """At the numbers beside the bound, which random bits hit once in eight million."""
+    keep_rate = 1 - rate
+    bound = int(float(np.float32(keep_rate)) * 2**23)
+    numbers = np.arange(bound - 2, bound + 3).clip(0, 2**23 - 1).astype(np.uint32)
+    words = lambda *_: (jnp.asarray(numbers << 9), jnp.zeros(5, jnp.uint32))
+    monkeypatch.setattr(module, "_threefry", words)
+    kept = module._keep_mask(jax.random.key(0), keep_rate, (5,))
+    equal(kept, np.float32(numbers / 2**23) < np.float32(keep_rate))
+
+
 @pytest.mark.slow
 def test_the_fast_path_is_taken_where_it_holds():
     """Without it the property above would compare Haiku with itself. Jax's own generator is a
