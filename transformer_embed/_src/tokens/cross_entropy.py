@@ -159,6 +159,9 @@ def linear_cross_entropy(
           token with this mark then still predicts the next label: the last token of a prompt
           predicts the first token of the answer.
         - Where a token predicts no counted label, x has no effect, even if it is NaN.
+        - Gradients are summed in float32 or wider over the chunks, then cast once. With
+          `reduction="none"`, if the vocabulary is split over devices and x has 16 bits, each device
+          rounds its part of the gradient of x, and then the parts are added.
         - If the bias bans every id, the loss is infinite and its gradients are finite.
         - A weight of 0 removes the loss of a label completely, even a loss that is infinite or NaN.
         - With negative weights, use `"sum"`: `"mean"` divides by a sum that may be 0 or negative.

@@ -108,6 +108,9 @@ def linear_log_probs(
         - At a counted label outside the vocabulary, the log-probability is NaN.
         - Where an array `temperature` is not above 0 or is above 1e36, the results of counted
           labels are NaN.
+        - If the vocabulary is split over devices and x has 16 bits, each device rounds its part of
+          the gradient of x, and then the parts are added.
+        - If the bias bans every id, all log-probabilities are -inf, and the entropy is 0.
         - Equal arguments to the same compiled function give equal bits. Other programs may differ
           by a few units in the last place, because XLA fuses operations differently. The program
           changes with gradients, inside another function, and with another `chunk_size`, batch
