@@ -65,8 +65,8 @@ def log_probs(x, table, bias, ids):
 
 
 def kept(x, table, bias, ids):
-    found = te.linear_log_probs(x, output(table, bias), candidates(ids), truncated=True)
-    return jnp.mean(jnp.sin(found))
+    found = te.linear_log_probs(x, output(table, bias), candidates(ids))
+    return jnp.mean(jnp.sin(found - jax.nn.logsumexp(found, -1, keepdims=True)))
 
 
 def divergence(x, table, bias, ids):

@@ -10,6 +10,8 @@ import numpy as np
 from draws import call as call_in_mode
 from meshes import AUTO, EXPLICIT, mesh_of, put
 
+import transformer_embed as te
+
 STEP = 1e-30
 DIVERGENCES = ("forward", "reverse", "js")
 # Logarithms of probabilities below which they are 0.
@@ -32,7 +34,7 @@ def batches(number, count=3, **chosen):
 
 def _arrays(
     rng, *, tokens, vocab, dtypes, teacher=False, size=1.0, bias=None, settings=(), weights=None,
-    hostile=False, pad_id=None, shift=0, **of_others,
+    hostile=False, pad_id=None, shift=0, vocab_axis=0, ties=False, **of_others,
 ):  # fmt: skip
     draw = lambda *shape: rng.normal(size=shape)
     given = {}
@@ -43,6 +45,11 @@ def _arrays(
             given[f"{prefix}bias"] = draw(vocab)
         if bias == "bans" or (bias == "bans of one" and not prefix):
             given[f"{prefix}bias"][[1, 3]] = -np.inf
+    if ties:
+        # A head that starts at zero: all logits are equal.
+        given["table"][:] = 0
+        if bias is not None:
+            given["bias"] = np.where(np.isneginf(given["bias"]), -np.inf, 0)
     if weights is not None:
         given["weights"] = rng.random(_form(tokens, weights)) + 0.1
         given["weights"][rng.random(given["weights"].shape) < 0.3] = 0
@@ -52,6 +59,8 @@ def _arrays(
     others = _others(rng, tokens, vocab, pad_id, **of_others)
     if hostile:
         _spoil(rng, given, others, tokens, shift, pad_id)
+    if vocab_axis == 1:
+        given["table"] = np.ascontiguousarray(given["table"].T)
     of_x, of_table = dtypes
     for name, array in given.items():
         dtype = of_x if name.endswith("x") else of_table
@@ -92,7 +101,7 @@ def _spoil(rng, given, others, tokens, shift, pad_id):
     """Anything where no label is counted: NaN, ids outside, settings out of range."""
     labels = others.get("labels")
     is_counted = counted_labels(given, others, tokens, shift, pad_id)
-    of_tokens = is_counted.reshape(*tokens, -1).any(-1)
+    of_tokens = is_counted if is_counted.shape == tokens else is_counted.any(-1)
     of_tokens &= np.broadcast_to(given.get("weights", 1), tokens) != 0
     for name in {"x", "teacher_x"} & given.keys():
         given[name][~np.roll(of_tokens, -shift, -1)] = np.nan
@@ -187,7 +196,11 @@ def oracle(
                 among, _ = _log_softmax(np.where(possible, z[safe], 0), possible)
             values[at] = np.append(np.where(possible, among, -np.inf), entropy)
     if function == "logits":
-        return (_of_padding(np.array([*values.values()]).reshape(*tokens, -1), pad_id, dtype),)
+        return (
+            _of_padding(
+                np.array([*values.values()]).reshape(*tokens, len(given["table"])), pad_id, dtype
+            ),
+        )
     if function in ("cross_entropy", *DIVERGENCES):
         weights = np.where(is_counted, of("weights", 1.0), 0).astype(complex)
         return _reduced(values, weights, 4 if function == "cross_entropy" else 1, reduction)
@@ -248,6 +261,15 @@ def _times(value, weight):
 # --- how they are called
 
 
+def kept_log_probs(*arguments, **options):
+    """Log-probabilities among the candidates alone, as the page on losses computes them."""
+    found = te.linear_log_probs(*arguments, **options)
+    is_possible = jnp.isfinite(found).any(-1, keepdims=True)
+    safe = jnp.where(is_possible, found, 0)
+    among = safe - jax.nn.logsumexp(safe, -1, keepdims=True)
+    return jnp.where(is_possible, among, found)
+
+
 def weighed(value, xp=np):
     """A sum with a weight of its own for each number, without those that are not finite."""
     size = int(np.prod(value.shape))
@@ -258,8 +280,24 @@ def weighed(value, xp=np):
     return (xp.where(finite, value, 0) * weights.astype(value.dtype)).sum()
 
 
-def call(mode, loss, batches):
-    """Of each batch, the values of `loss(given, others)` and the gradients in what is given."""
+def direction_of(name, array):
+    """A direction in which an array may change.
+
+    A bias that bans an id stays, and so does a weight of 0, which may hide an infinite loss.
+    """
+    seed = [len(name), ord(name[0]), array.size]
+    direction = np.random.default_rng(seed).normal(size=array.shape).astype(array.dtype)
+    is_fixed = jnp.isneginf(array)
+    if name == "weights":
+        is_fixed |= array == 0
+    return jnp.where(is_fixed, 0, direction)
+
+
+def call(mode, loss, batches, order=1):
+    """Of each batch, the values of `loss(given, others)` and the gradients in what is given.
+
+    If the order is 2, the gradients of the derivative along `direction_of`.
+    """
 
     def with_gradients(given, others):
         def total(given):
@@ -269,6 +307,24 @@ def call(mode, loss, batches):
         (_, values), gradients = jax.value_and_grad(total, has_aux=True)(given)
         return values, gradients
 
+    def with_second_gradients(given, others):
+        def slope(given):
+            values, gradients = with_gradients(given, others)
+            products = [
+                gradient * direction_of(name, given[name]) for name, gradient in gradients.items()
+            ]
+            return sum(map(jnp.sum, products)), values
+
+        second, values = jax.grad(slope, has_aux=True)(given)
+        return values, second
+
+    return _call(mode, with_second_gradients if order == 2 else with_gradients, batches)
+
+
+def _call(mode, with_gradients, batches):
+    if mode == "gpu":
+        return _as_on_a_gpu(with_gradients, batches)
+
     if mode in SPLITS:
         return _split(SPLITS[mode], with_gradients, batches)
     if mode == "debug_nans":
@@ -277,6 +333,22 @@ def call(mode, loss, batches):
         with jax.debug_nans(True), jax.disable_jit():
             return call_in_mode("eager", with_gradients, batches)
     return call_in_mode(mode, with_gradients, batches)
+
+
+def _as_on_a_gpu(f, batches):
+    """The arithmetic of a GPU, on a CPU."""
+    original = jax.lax.platform_dependent
+
+    def choose(*arrays, cuda=None, default, **_):
+        return (cuda or default)(*arrays)
+
+    jax.clear_caches()
+    jax.lax.platform_dependent = choose
+    try:
+        return call_in_mode("jit", f, batches)
+    finally:
+        jax.lax.platform_dependent = original
+        jax.clear_caches()
 
 
 # How explicit axes split x and the table; labels are split as x, or whole.

@@ -67,8 +67,8 @@ def evaluate(params, ids, rng=None):
     return EMBEDDER.apply(params, rng, ids, is_training=rng is not None)
 
 
-def truncated(x, table, ids):
-    return te.linear_log_probs(x, table, ids, truncated=True).sum()
+def candidates(x, table, ids):
+    return te.linear_log_probs(x, table, ids).sum()
 
 
 def resize(params, rng):
@@ -90,7 +90,7 @@ TEXTS = {
     "causal_mask": "lambda: te.causal_mask(LENGTH), ()",
     "sinusoidal_table": "lambda: te.sinusoidal_table(LENGTH, WIDTH), ()",
     "linear_divergence": "jax.value_and_grad(te.linear_divergence, (0, 1, 2, 3)), (X, TABLE, X, TABLE)",
-    "truncated": "jax.value_and_grad(truncated, (0, 1)), (X, TABLE, of(jnp.int32, BATCH, LENGTH, 100))",
+    "candidates": "jax.value_and_grad(candidates, (0, 1)), (X, TABLE, of(jnp.int32, BATCH, LENGTH, 100))",
     "write_cache": "te.write_cache, (*CACHE, of(jnp.int32, BATCH))",
     "pretrained.resize": "resize, (jax.eval_shape(LEARNED.init, jax.random.key(0)), KEY)",
     "rows.RowGradient": "sum_of_rows, (of(jnp.int32, 8), of(jnp.int32, 8), of(jnp.float32, 8, 4))",

@@ -65,20 +65,23 @@ def policy_losses(labels):
     return ways(labels, loss, te.linear_log_probs, whole)
 
 
-def candidate_losses(labels, truncated=False):
-    """Of K distinct ids a token."""
+def candidate_losses(labels, are_kept=False):
+    """Losses of K distinct ids a token, or of the first one among them, if no other id was kept."""
     candidates = lambda labels: (labels[..., None] + jnp.arange(K)) % VOCAB_SIZE
 
     def ours(x, table, labels):
-        return te.linear_log_probs(x, table, candidates(labels), truncated=truncated)
+        if are_kept:
+            rows = te.lookup(table, candidates(labels))
+            return jax.nn.log_softmax(jnp.einsum("...d,...kd->...k", x, rows))
+        return te.linear_log_probs(x, table, candidates(labels))
 
     def whole(x, table, labels):
         logits, ids = te.linear_logits(x, table), candidates(labels)
-        if truncated:
+        if are_kept:
             return jax.nn.log_softmax(jnp.take_along_axis(logits, ids, -1))
         return jnp.take_along_axis(jax.nn.log_softmax(logits), ids, -1)
 
-    if truncated:
+    if are_kept:
         loss = lambda log_probs: log_probs[..., 0].mean()
     else:
         loss = lambda log_probs: jax.nn.logsumexp(log_probs, -1).mean()
@@ -133,7 +136,7 @@ CASES = {
     "gradients": case("value and gradients", mean_losses),
     "candidates": case(f"{K} candidates, value and gradients", candidate_losses),
     "kept": case(
-        f"{K} kept ids, value and gradients", functools.partial(candidate_losses, truncated=True)
+        f"{K} kept ids, value and gradients", functools.partial(candidate_losses, are_kept=True)
     ),
     "memory": memory_by_length,
 }

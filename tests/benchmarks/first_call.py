@@ -35,7 +35,7 @@ CALLS = {
     "sinusoidal_table": "lambda: te.sinusoidal_table(32, 64),",
     "linear_cross_entropy": "te.linear_cross_entropy, x, table, ids",
     "linear_divergence": "te.linear_divergence, x, table, x, table",
-    "linear_log_probs, truncated": "lambda x, table, ids: te.linear_log_probs(x, table, ids, truncated=True), x, table, ids[..., None]",
+    "linear_log_probs, candidates": "te.linear_log_probs, x, table, ids[..., None]",
     "linear_log_probs": "te.linear_log_probs, x, table, ids",
     "linear_logits": "te.linear_logits, x, table",
     "linear_top_k": "lambda x, table: te.linear_top_k(x, table, 4), x, table",

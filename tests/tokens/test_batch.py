@@ -39,6 +39,17 @@ def test_the_id_of_padding_may_stand_at_padding():
     te.check_batch(ids, TokenPositions(range(5)), vocab_size=10, pad_id=-100, order="full")
 
 
+@pytest.mark.parametrize("pad_id", [-100, 10, 2**31 - 2])
+def test_the_id_of_padding_may_lie_outside_the_vocabulary(pad_id):
+    """As in `lookup`, the losses and `TokenPositions.from_ids`."""
+    ids = np.array([[5, 6, 7, 8, pad_id], [5, 6, 7, 8, 9]])
+    for array in (ids, jax.numpy.asarray(ids), ids.tolist()):
+        te.check_batch(array, vocab_size=10, pad_id=pad_id)
+        te.check_batch(array, TWO, vocab_size=10, pad_id=pad_id, order="packed")
+    te.check_batch([], vocab_size=10, pad_id=pad_id)
+    te.check_batch(np.array([0, 1], ml_dtypes.int2), vocab_size=2, pad_id=pad_id)
+
+
 TWO = TokenPositions.from_segment_ids([[1, 1, 2, 2, 0], [3, 3, 3, 3, 3]])
 BLOCKS = TokenPositions([0, 1]).with_block_ids([[0, 0]] * 2)
 REFUSED = {
@@ -57,6 +68,10 @@ REFUSED = {
     "check([[5, 6, 7, 8]] * 2, TWO, vocab_size=10)": "ValueError: ids: ... [2, 5], got [2, 4]",
     "check([[1, 2]] * 3, BLOCKS, vocab_size=10)": "ValueError: ids: ... [2, 2], got [3, 2]",
     "check([5] * 5, TWO, vocab_size=10)": "ValueError: ids: ... [2, 5], got [1, 5]",
+    "check([[5, 6, -1, 8, 0]] * 2, TWO, vocab_size=10, pad_id=-1)": "ValueError: ids: ... pad_id, -1, at padding ... -1 at [0, 2], a token",
+    "check([[3, 10, -100]], vocab_size=10, pad_id=-100)": "ValueError: ids: ... pad_id, -100, 0..9, got 10 at index [0, 1]",
+    "check(np.array([2**64 - 1], np.uint64), vocab_size=5, pad_id=-1)": "ValueError: ids: ... got 18446744073709551615 at index [0]",
+    "check([True], vocab_size=5, pad_id=-1)": "TypeError: ids: ... got bool",
     "check([[1]], vocab_size=10, order='full')": "ValueError: tokens: ... got None",
     "check([[1] * 5] * 2, TWO, vocab_size=10, order='left')": "ValueError: order: wanted one of ",
 }

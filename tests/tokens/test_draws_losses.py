@@ -12,7 +12,7 @@ TEMPERED = ("log_probs", "candidates", "kept", *loss_draws.DIVERGENCES)
 REDUCED = ("cross_entropy", *loss_draws.DIVERGENCES)
 LOSSES = ("cross_entropy", *TEMPERED)
 FUNCTIONS = (*LOSSES * 2, "logits")
-MODES = ("eager", "jit", "vmap", "scan", "remat", "strict", "x64", "explicit", "shard_map")
+MODES = ("eager", "jit", "vmap", "scan", "remat", "strict", "x64", "explicit", "shard_map", "gpu")
 
 
 def only(names, *options):
@@ -36,14 +36,23 @@ def dtypes(chosen):
 def shapes(chosen):
     split = [(2, 3), (4, 2)]
     return (
-        split if chosen["mode"] in loss_draws.SPLITS else [*split, (7,), (1, 9), (2, 1, 4), (3, 1)]
+        split
+        if chosen["mode"] in loss_draws.SPLITS
+        else [*split * 3, (7,), (1, 9), (2, 1, 4), (3, 1), (0, 3), (2, 0)]
     )
 
 
 def shifts(chosen):
-    """Few that leave no label to count."""
-    inside = [n for n in (0, 0, 1, 1, 2) if n < chosen["tokens"][-1]]
-    return [*inside * 2, 9] if chosen["function"] in LOSSES else [0]
+    """Those below the length."""
+    inside = [n for n in (0, 0, 1, 1, 2) if n == 0 or n < chosen["tokens"][-1]]
+    return inside if chosen["function"] in LOSSES else [0]
+
+
+def orders(chosen):
+    """Second derivatives, where float32 holds them and jax has them."""
+    is_wide = chosen["dtypes"][0] in ("float32", "float64") and chosen["size"] < 1e4
+    has_second = chosen["mode"] not in ("debug_nans", "shard_map")
+    return (1, 2) if is_wide and has_second and chosen["function"] != "logits" else (1,)
 
 
 SPACE = {
@@ -51,13 +60,12 @@ SPACE = {
     "mode": (*MODES * 2, *loss_draws.SPLITS, "debug_nans"),
     "dtypes": dtypes,
     "tokens": shapes,
-    # Of 40, single kept ids are read; of fewer, all rows are multiplied.
     "vocab": lambda chosen: (8, 40) if chosen["mode"] in loss_draws.SPLITS else (5, 8, 13, 40),
     "candidates": lambda chosen: (1, 3) if chosen["function"] in ("candidates", "kept") else (0,),
     "shift": shifts,
     "segments": with_shift(None, None, "row", "tokens"),
     "mask": only(LOSSES, None, None, *["tokens"] * 3, "row", "column", "none counted"),
-    "weights": only(REDUCED, None, None, "tokens", "column", "row"),
+    "weights": only(REDUCED, None, "tokens", "column", "row"),
     "temperature": only(TEMPERED, *FORMS),
     "label_smoothing": only(("cross_entropy",), *FORMS),
     "z_loss": only(("cross_entropy",), *FORMS),
@@ -66,11 +74,14 @@ SPACE = {
     "reduction": only(REDUCED, "mean", "sum", "none"),
     "beta": only(("js",), None, 0.1),
     "bias": lambda chosen: (None, "plain", "bans", "bans of one")[: 4 - strict_nans(chosen)],
+    "vocab_axis": (0, 1),
     "softcap": (None, None, 2.0),
     "scale": (1.0, 1.0, 0.5, 3.0),
     "size": (1.0, 1.0, 30.0, 1e4),
     "pad_id": lambda chosen: (None, 0, 2, chosen["vocab"], -100),
     "chunk_size": only(LOSSES, None, 1, 2, 3, 5, 1000),
+    "ties": (False, False, True),
+    "order": orders,
     "hostile": lambda chosen: (False, True, True)[: 3 - 2 * strict_nans(chosen)],
 }
 NUMBERS = {"temperature": 0.7, "label_smoothing": 0.2, "z_loss": 0.1}
@@ -107,19 +118,19 @@ def program_of(number, chosen):
     options += [f"{name}=a['{name}']" for name in given]
     options += [f"{name}=b['{name}']" for name in others]
     kind = "divergence" if is_divergence else chosen.function
-    if kind in ("candidates", "kept"):
-        options += ["truncated=True"] * (kind == "kept")
-        kind = "log_probs"
+    kind = "log_probs" if kind == "candidates" else kind
+    called = "loss_draws.kept_log_probs" if kind == "kept" else f"te.linear_{kind}"
     bias = "a.get('bias')"
     fields = f"softcap={chosen.softcap}, scale={chosen.scale}, pad_id={chosen.pad_id}"
+    fields += ", vocab_axis=1" if chosen.vocab_axis else ""
     lines = [
         "import loss_draws",
         "import transformer_embed as te",
         f"batches = loss_draws.batches({number}, **{spec_of(chosen, arrays)})",
         "def loss(a, b):",
         f"    output = te.OutputLayer(a['table'], {bias}, {fields})",
-        f"    return te.linear_{kind}(a['x'], output, b['labels'], {', '.join(options)})",
-        f"found = loss_draws.call({chosen.mode!r}, loss, batches)",
+        f"    return {called}(a['x'], output, b['labels'], {', '.join(options)})",
+        f"found = loss_draws.call({chosen.mode!r}, loss, batches, order={chosen.order})",
     ]
     if is_divergence:
         teacher = (
@@ -134,19 +145,27 @@ def program_of(number, chosen):
 
 def spec_of(chosen, arrays):
     names = ("tokens", "vocab", "candidates", "dtypes", "size", "bias", "weights", "mask")
-    names += ("segments", "hostile", "pad_id", "shift")
+    names += ("segments", "hostile", "pad_id", "shift", "vocab_axis", "ties")
     spec = {name: getattr(chosen, name) for name in names if getattr(chosen, name) is not None}
     is_divergence = chosen.function in loss_draws.DIVERGENCES
     has_labels = not is_divergence and chosen.function != "logits"
     return spec | {"teacher": is_divergence, "labels": has_labels, "settings": [*arrays.items()]}
 
 
+NAMES = {"candidates": "log_probs"}
 ERRORS = {"float64": 1e-10, "float32": 3e-5, "bfloat16": 3e-2, "float16": 3e-2}
 
 
 def check(number, chosen, batch, values, gradients):
     """Values, and the derivative along a direction of each array."""
     given, others = jax.tree.map(np.asarray, batch)
+    first = {
+        name: np.asarray(loss_draws.direction_of(name, array)) for name, array in given.items()
+    }
+    if chosen.vocab_axis:
+        given, gradients, first = (
+            {**arrays, "table": arrays["table"].T} for arrays in (given, gradients, first)
+        )
     wide = {name: array.astype(np.float64) for name, array in given.items()}
     options = {name: getattr(chosen, name) for name in ("shift", "pad_id", "softcap", "scale")}
     options |= {"tokens": chosen.tokens, "beta": chosen.beta, "reduction": chosen.reduction}
@@ -154,7 +173,7 @@ def check(number, chosen, batch, values, gradients):
     options["dtype"] = values[0].dtype
 
     def of(arrays, sizes=None):
-        function = "log_probs" if chosen.function == "candidates" else chosen.function
+        function = NAMES.get(chosen.function, chosen.function)
         wanted = loss_draws.oracle(function, arrays, others, sizes=sizes, **options)
         return wanted[: len(values)]
 
@@ -169,19 +188,42 @@ def check(number, chosen, batch, values, gradients):
         # Gradients are finite, and mean nothing; those of weights are losses.
         assert all(np.isfinite(gradients[name]).all() for name in gradients.keys() - {"weights"})
         return
+    unweighted = {name: array for name, array in wide.items() if name != "weights"}
+    (losses, *_) = loss_draws.oracle(
+        NAMES.get(chosen.function, chosen.function),
+        unweighted,
+        others,
+        **options | {"reduction": "none"},
+    )
+
+    def derivative(arrays, directions):
+        """Along directions of some arrays."""
+        moved = arrays | {
+            name: arrays[name] + loss_draws.STEP * 1j * direction
+            for name, direction in directions.items()
+        }
+        differentiable = of(moved)[:1] if chosen.function == "cross_entropy" else of(moved)
+        return sum(loss_draws.weighed(value) for value in differentiable).imag / loss_draws.STEP
+
     rng = np.random.default_rng(number)
     for name, gradient in gradients.items():
         direction = rng.normal(size=gradient.shape)
-        if name == "weights":
+        if name == "weights" and not np.isfinite(losses.real).all():
             # That of an infinite loss is infinite.
             direction *= wide[name] != 0
         direction = np.where(np.isneginf(wide[name]), 0, direction)
-        moved = wide | {name: wide[name] + loss_draws.STEP * 1j * direction}
-        differentiable = of(moved)[:1] if chosen.function == "cross_entropy" else of(moved)
-        want = sum(loss_draws.weighed(value) for value in differentiable).imag / loss_draws.STEP
+        if chosen.order == 1:
+            want = derivative(wide, {name: direction})
+        else:
+            step = 1e-5 * direction
+            sides = [derivative(wide | {name: wide[name] + s * step}, first) for s in (1, -1)]
+            want = (sides[0] - sides[1]) / 2e-5
         products = np.where(direction == 0, 0, gradient.astype(np.float64)) * direction
         terms = 1 + np.abs(products).sum()
         error = max(ERRORS[each] for each in chosen.dtypes) * size * terms
+        if chosen.order == 2:
+            # The finite difference, and a product of two sizes.
+            error = max(error, 1e-6 * terms) * size
         message = f"gradient of {name}"
         np.testing.assert_allclose(products.sum(), want, rtol=0, atol=error, err_msg=message)
 

@@ -18,7 +18,7 @@ from meshes import AUTO, EXPLICIT, mesh_of, put
 from refused import each_raises
 
 import transformer_embed as te
-from transformer_embed._src.tokens import chunks, row_logits
+from transformer_embed._src.tokens import chunks, loss_arithmetic, output_split, row_logits
 
 # What is promised of values and gradients of magnitude 1; float32 sums of some 100 terms are within
 # 100 * 2**-24 = 6e-6.
@@ -53,7 +53,6 @@ EVERY = {
     ),
     "log probs": lambda x, output: te.linear_log_probs(x, output, ids_of(x), with_entropy=True),
     "candidates": lambda x, output: te.linear_log_probs(x, output, ids_of(x, 3)),
-    "truncated": lambda x, output: te.linear_log_probs(x, output, ids_of(x, 3), truncated=True),
     "top k": lambda x, output: te.linear_top_k(x, output, 3),
     "divergence": functools.partial(divergence_of, reduction="none"),
 }
@@ -66,7 +65,11 @@ def total(function, x, table, bias=None):
 
 
 def value(x=X, table=TABLE, bias=BIAS, labels=LABELS, loss=te.linear_cross_entropy, **options):
-    fields = {name: options.pop(name) for name in ("softcap", "scale", "pad_id") if name in options}
+    fields = {
+        name: options.pop(name)
+        for name in ("softcap", "scale", "pad_id", "vocab_axis")
+        if name in options
+    }
     return loss(x, te.OutputLayer(table, bias, **fields), labels, **options)
 
 
@@ -187,6 +190,34 @@ def test_near_equality_it_is_accurate_and_never_negative(kind):
         near(found, np.maximum(want.real, 0), atol=1e-9, rtol=2e-3)
 
 
+@pytest.mark.parametrize("split", [(), ("model",)])
+def test_a_divergence_takes_tables_whose_padding_rows_differ(split):
+    """Two models with one vocabulary may have different `row_multiple`s."""
+    vocab, x, teacher_x = 40, normal(10, 4, 3, 8), normal(12, 4, 3, 6)
+    tables, biases = (normal(11, 64, 8), normal(13, 48, 6)), (normal(14, 64), normal(15, 48))
+
+    def both(tables, biases, vocab_size):
+        def loss(x, tables, biases):
+            student, teacher = (
+                te.OutputLayer(*arrays, vocab_size=vocab_size)
+                for arrays in zip(tables, biases, strict=True)
+            )
+            return te.linear_divergence(x, student, teacher_x, teacher, kind="js")
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(x, tables, biases)
+
+    value, (of_x, *of_rows) = both(
+        *jax.tree.map(lambda array: array[:vocab], (tables, biases)), None
+    )
+    with jax.set_mesh(MESH):
+        split_tables = tuple(put(MESH, table, *split) for table in tables)
+        found, (found_of_x, *found_of_rows) = both(split_tables, biases, vocab)
+    near((found, found_of_x), (value, of_x), rtol=ERROR, atol=ERROR)
+    for got, want in zip(*map(jax.tree.leaves, (found_of_rows, of_rows)), strict=True):
+        near(np.asarray(got)[:vocab], want, rtol=ERROR, atol=ERROR)
+        equal(np.asarray(got)[vocab:], 0)
+
+
 @pytest.mark.slow
 def test_the_ratio_of_a_policy_to_itself_is_1_to_rounding():
     of_policy = lambda x: log_probs(x, chunk_size=5)
@@ -207,6 +238,42 @@ def test_the_top_k_are_those_of_whole_logits(k):
     assert all(len({*row}) == k for row in ids.reshape(-1, k).tolist())
 
 
+KEPT = np.stack([LABELS, (LABELS + 4) % VOCAB, (LABELS + 7) % VOCAB, (LABELS + 9) % VOCAB], -1)
+
+
+def kept_from_log_probs(x, output, kept, is_kept, temperature):
+    found = te.linear_log_probs(x, output, kept, temperature=temperature)
+    return found - jax.nn.logsumexp(jnp.where(is_kept, found, -jnp.inf), -1, keepdims=True)
+
+
+def kept_from_rows(x, output, kept, is_kept, temperature):
+    rows = te.lookup(output.table, kept)
+    logits = jnp.einsum("...d,...kd->...k", x, rows) + output.bias[kept]
+    return jax.nn.log_softmax(jnp.where(is_kept, logits / temperature, -jnp.inf))
+
+
+@pytest.mark.parametrize("function", [kept_from_log_probs, kept_from_rows])
+def test_log_probs_among_kept_ids_equal_a_dense_softmax_over_them(function):
+    """Sampling by top-k or top-p keeps some ids of each token, in sets of different sizes."""
+    is_kept = np.arange(4) < 1 + LABELS[..., None] % 4
+
+    def dense(x, output, kept, is_kept, temperature):
+        is_in_set = ((kept[..., None] == np.arange(VOCAB)) & is_kept[..., None]).any(-2)
+        logits = te.linear_logits(x, output) / temperature
+        among = jax.nn.log_softmax(jnp.where(is_in_set, logits, -jnp.inf))
+        return jnp.take_along_axis(among, kept, -1)
+
+    def with_gradients(function):
+        def loss(x, table, bias):
+            found = function(x, te.OutputLayer(table, bias), KEPT, is_kept, 0.7)
+            found = jnp.where(is_kept, found, 0)
+            return jnp.sin(found).sum(), found
+
+        return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(X, TABLE, BIAS)
+
+    near(with_gradients(function), with_gradients(dense), rtol=ERROR, atol=ERROR)
+
+
 def test_of_equal_ids_the_lower_one_is_first_and_no_gradient_is_left():
     table = np.float32([[0], [1], [2], [1], [2], [2]])
     assert te.linear_top_k([1.0], table, 5)[1].tolist() == [2, 4, 5, 1, 3]
@@ -225,6 +292,57 @@ def test_without_tokens_nothing_is_found_and_nothing_moves(function, x):
     equal(jax.grad(total, 2)(function, x, TABLE), 0)
 
 
+@every
+def test_without_tokens_each_function_can_be_mapped_and_run_without_jit(function):
+    x, tables = jnp.zeros((5, 3, 0, WIDTH)), jnp.asarray(normal(1, 5, VOCAB, WIDTH))
+    step = jax.value_and_grad(functools.partial(total, function), (0, 1))
+    values, (of_x, of_table) = jax.vmap(step)(x, tables)
+    equal(values, np.zeros(5))
+    assert of_x.shape == x.shape
+    equal(of_table, np.zeros_like(tables))
+    with jax.disable_jit():
+        equal(step(x[0], tables[0]), jax.tree.map(jnp.zeros_like, (values[0], (of_x[0], TABLE))))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("loss", [te.linear_cross_entropy, divergence_of])
+def test_a_weight_of_0_has_the_derivatives_of_any_weight(loss, reduction):
+    """A program that learns the weights of examples starts from any of them."""
+
+    def slope(weights):
+        def weighted(x):
+            labels = () if loss is divergence_of else (ids_of(x),)
+            output = te.OutputLayer(TABLE)
+            return loss(x, output, *labels, weights=weights, reduction=reduction).sum()
+
+        return jnp.vdot(jax.grad(weighted)(X), jnp.cos(X))
+
+    of_weights = jax.grad(slope)
+    near(of_weights(jnp.zeros(SHAPE)), of_weights(jnp.ones(SHAPE)), rtol=ERROR, atol=ERROR)
+
+
+def test_the_one_pass_of_a_gpu_has_second_derivatives_where_logits_are_equal():
+    """A head that starts at zero has equal logits for every id."""
+    for logits in (np.zeros((2, 7)), np.float64([[1, 2, 2, 2, 0], [3, 1, 3, 3, 3]])):
+        direction = np.cos(np.arange(logits.size)).reshape(logits.shape)
+
+        def log_sum(logits, find):
+            top, total = find(logits)
+            return jnp.sum(jnp.log(total) + top, axis=-1).sum()
+
+        def in_two(logits):
+            top = logits.max(-1, keepdims=True)
+            top = jax.lax.stop_gradient(top)
+            return top, jnp.exp(logits - top).sum(-1, keepdims=True)
+
+        with jax.enable_x64():
+            found, want = (
+                jax.jvp(jax.grad(functools.partial(log_sum, find=find)), (logits,), (direction,))
+                for find in (functools.partial(row_logits.in_one_pass, 1.0), in_two)
+            )
+        near(found, want, atol=1e-12)
+
+
 def test_a_counted_label_outside_the_vocabulary_makes_all_nan():
     labels = LABELS.copy()
     for labels[1, 2] in (VOCAB, -1, -(2**31)):
@@ -239,10 +357,64 @@ def test_candidates_outside_the_vocabulary_are_nan_and_entropies_those_of_tokens
     found, entropies = te.linear_log_probs(X, TABLE, ids, with_entropy=True)
     assert np.argwhere(np.isnan(found)).tolist() == [[1, 1, 2]]
     near(entropies, te.linear_log_probs(X, TABLE, LABELS, with_entropy=True)[1], rtol=ERROR)
-    kept = te.linear_log_probs(X, TABLE, ids, truncated=True)
-    assert np.argwhere(np.isnan(kept).any(-1)).tolist() == [[1, 1]]
     assert te.linear_log_probs(X, TABLE, ids[..., :0]).shape == (*SHAPE, 0)
     assert not np.signbit(log_probs(mask=MASK & False)).any()
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize("axes", [None, "model"])
+def test_if_all_ids_are_banned_losses_are_infinite_and_gradients_finite(
+    monkeypatch, platform, axes
+):
+    """Also the arithmetic of a GPU, which finds the largest logit in another way."""
+
+    def choose(*arrays, cuda=None, default, **others):
+        chosen = {"cuda": cuda or default, "cpu": others.get("cpu", default)}
+        return chosen[platform](*arrays)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", choose)
+    bias = np.full(64, -np.inf, np.float32)
+
+    def values(x, table, bias):
+        output = te.OutputLayer(table, bias, softcap=2.125)
+        loss = te.linear_cross_entropy(x, output, ids_of(x), reduction="none")
+        return loss, te.linear_log_probs(x, output, ids_of(x), with_entropy=True)
+
+    def gradients(*arrays):
+        total = lambda *arrays: sum(each.sum() for each in jax.tree.leaves(values(*arrays)))
+        loss_gradient = jax.grad(
+            lambda *a: te.linear_cross_entropy(a[0], te.OutputLayer(*a[1:]), ids_of(a[0])),
+            (0, 1, 2),
+        )
+        return jax.grad(total, (0, 1, 2))(*arrays), loss_gradient(*arrays)
+
+    jax.clear_caches()
+    with jax.set_mesh(MESH):
+        arrays = put(MESH, MESH_X), put(MESH, MESH_TABLE, axes), put(MESH, bias)
+        losses, (log_probs, entropies) = jax.jit(values)(*arrays)
+        found = jax.jit(gradients)(*arrays)
+    jax.clear_caches()
+    equal(
+        (losses, log_probs, entropies),
+        (np.full((8, 8), np.inf), np.full((8, 8), -np.inf), np.zeros((8, 8))),
+    )
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(found)))
+
+
+@pytest.mark.parametrize("temperature", [1.2e-38, 1e-30, 1e30, 1e36])
+def test_padding_is_never_predicted_at_extreme_temperatures(temperature):
+    output = te.OutputLayer(TABLE, BIAS, pad_id=4)
+    rest = np.delete(np.arange(VOCAB), 4)
+    whole = np.broadcast_to(np.arange(VOCAB), (*SHAPE, VOCAB))
+    for number in (temperature, jnp.float32(temperature)):
+        found = jnp.exp(te.linear_log_probs(X, output, whole, temperature=number))
+        equal(found[..., 4], 0)
+        near(found[..., rest].sum(-1), np.ones(SHAPE), rtol=ERROR)
+        of_all, of_rest = (
+            te.linear_log_probs(X, layer, LABELS * 0, temperature=number)
+            for layer in (output, te.OutputLayer(TABLE[rest], BIAS[rest]))
+        )
+        near(of_all, of_rest, rtol=ERROR)
 
 
 @pytest.mark.slow
@@ -258,6 +430,126 @@ def test_vocabularies_in_which_one_id_is_predicted():
 )
 def test_an_array_out_of_range_is_nan(setting):
     assert np.isnan(value(**jax.tree.map(jnp.asarray, setting)))
+
+
+@pytest.mark.parametrize(
+    ("name", "outside"), [("temperature", 0.0), ("label_smoothing", 1.5), ("z_loss", -1.0)]
+)
+def test_a_setting_out_of_range_does_no_harm_where_nothing_counts(name, outside):
+    """At a token whose label is not counted, and at one whose weight is 0."""
+    inside = np.full(SHAPE, 0.5, np.float32)
+    settings = inside.copy()
+    settings[0, 1], settings[2, 3] = outside, outside
+    mask, weights = np.ones(SHAPE, bool), WEIGHTS.copy()
+    mask[0, 1], weights[2, 3] = False, 0
+
+    def gradients(setting):
+        def loss(x, table, setting):
+            options = {"mask": mask, "weights": weights, name: setting}
+            if name == "temperature":
+                return te.linear_divergence(x, table, TEACHER_X, TEACHER, **options)
+            return te.linear_cross_entropy(x, table, LABELS, **options)
+
+        return jax.value_and_grad(loss, (0, 1))(X, TABLE, setting)
+
+    near(gradients(settings), gradients(inside), rtol=ERROR, atol=1e-7)
+
+
+def test_a_softcap_keeps_bans_and_their_gradients_finite():
+    def loss(logits_of, x, table, bias):
+        return jax.nn.logsumexp(logits_of(x, table, bias), -1).sum()
+
+    def whole(x, table, bias):
+        logits = 2 * jnp.tanh((x @ table.T + jnp.where(jnp.isneginf(bias), 0, bias)) / 2)
+        return jnp.where(jnp.isneginf(bias), -jnp.inf, logits)
+
+    def chunked(x, table, bias):
+        output = te.OutputLayer(table, bias, softcap=2.0)
+        found = te.linear_cross_entropy(x, output, LABELS * 0, reduction="sum")
+        return found + te.linear_logits(x, output)[..., 0].sum()
+
+    want = jax.value_and_grad(functools.partial(loss, whole), (0, 1, 2))(X, TABLE, BANS)
+    found = jax.value_and_grad(chunked, (0, 1, 2))(X, TABLE, BANS)
+    near(found, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, 2e36, np.inf, np.nan])
+def test_a_temperature_out_of_range_is_nan(temperature):
+    assert np.isnan(log_probs(temperature=jnp.float32(temperature))).all()
+
+
+# --- a table [d, vocab_size]
+
+TRANSPOSED_SPLITS = [
+    None, ([], []), (["data"], [None, "model"]), (["data"], ["model"]), ([], [("data", "model")]),
+    (["data", None, "model"], ["model", "data"]),
+]  # fmt: skip
+
+
+def self_divergence(x, output):
+    """From the predictions of the same layer for other hidden states."""
+    return te.linear_divergence(x, output, jnp.cos(x), output, reduction="none")
+
+
+OF_TABLE = EVERY | {"divergence": self_divergence, "logits": te.linear_logits}
+
+
+@pytest.mark.parametrize("function", OF_TABLE.values(), ids=OF_TABLE)
+@pytest.mark.parametrize(
+    "split",
+    [
+        pytest.param(split, marks=[pytest.mark.slow] * (n > 0))
+        for n, split in enumerate(TRANSPOSED_SPLITS)
+    ],
+)
+def test_a_transposed_table_gives_the_values_and_gradients_of_the_table(function, split):
+    """`w` of an hk.Linear, of which the last columns are padding, on one device or split."""
+    x, table, bias = normal(1, 4, 8, 8), normal(2, 16, 8), normal(3, 16)
+    options = {"vocab_size": VOCAB, "pad_id": 4, "softcap": 2.0, "scale": 0.7}
+
+    def derivatives(vocab_axis, *arrays):
+        def total(x, table, bias):
+            output = te.OutputLayer(table, bias, vocab_axis=vocab_axis, **options)
+            values = jax.tree.leaves(function(x, output))
+            is_low = lambda value: jnp.where(jnp.abs(value) > 1e30, 0, value)
+            return sum(jnp.sin(is_low(value)).sum() for value in values), values
+
+        def slope(*arrays):
+            gradients, values = jax.grad(total, (0, 1, 2), has_aux=True)(*arrays)
+            return jnp.sum(gradients[1] ** 2), (gradients, values)
+
+        second, first = jax.jit(jax.grad(slope, (0, 1), has_aux=True))(*arrays)
+        return second, first
+
+    want = derivatives(0, x, table, bias)
+    if split is None:
+        found = derivatives(1, x, np.ascontiguousarray(table.T), bias)
+    else:
+        of_x, of_table = split
+        mesh = mesh_of((2, 2), ("data", "model"), EXPLICIT)
+        with jax.set_mesh(mesh):
+            w = put(mesh, table.T, *of_table)
+            found = derivatives(1, put(mesh, x, *of_x), w, put(mesh, bias))
+            of_w = found[1][0][1]
+            assert of_w.sharding.is_equivalent_to(w.sharding, w.ndim)
+    (second_x, second_w), ((of_x, of_w, of_bias), values) = found
+    found = (second_x, second_w.T), ((of_x, of_w.T, of_bias), values)
+    near(jax.device_get(found), jax.device_get(want), rtol=ERROR, atol=ERROR)
+
+
+@pytest.mark.slow
+def test_a_transposed_table_costs_no_memory():
+    """Four lines with `w.T` cost a table of temporaries more."""
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 64), (32_000, 64))]
+    loss = lambda axis: (
+        lambda x, table: te.linear_cross_entropy(
+            x, te.OutputLayer(table, vocab_axis=axis), np.zeros(512, int)
+        )
+    )
+    by_rows = temporaries(jax.grad(loss(0), (0, 1)), *shapes)
+    shapes[1] = jax.ShapeDtypeStruct((64, 32_000), jnp.float32)
+    by_columns = temporaries(jax.grad(loss(1), (0, 1)), *shapes)
+    assert by_columns < by_rows + 4 * 64 * 32_000 / 8
 
 
 # --- narrow dtypes
@@ -401,6 +693,12 @@ def test_products_with_the_hessian_keep_the_memory_of_chunks():
     assert 8 * temporaries(product, table) < 2048 * 256 * 4
 
 
+SPLIT = output_split.OutputSplit(
+    vocab_size=1, softcap=None, scale=1.0, pad_id=None, vocab_axis=0, mesh=None, rows=(),
+    columns=(), tokens=(),
+)  # fmt: skip
+
+
 def test_a_chunk_has_all_tokens_whose_logits_fit_or_a_sixth_or_enough_for_the_tables_gradient():
     of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     for tokens, words, width, chunk_size, count in (
@@ -408,9 +706,9 @@ def test_a_chunk_has_all_tokens_whose_logits_fit_or_a_sixth_or_enough_for_the_ta
         (16_384, 32_000, 1024, None, 8), (16_384, 8000, 2048, None, 8), (4096, 50_304, 768, None, 6),
         (8192, 151_936, 2048, None, 4), (9, 1000, 4, 2, 5), (0, 5, 4, None, 0),
     ):  # fmt: skip
-        layer = chunks.Layer(of(tokens, width), None, None, of(words, width), None)
-        loss = chunks.Loss(chunk_size=chunk_size)
-        assert chunks.number_of_chunks(loss, chunks.NO_TOKEN, (layer,)) == count
+        layer = output_split.LayerArrays(of(tokens, width), None, None, of(words, width), SPLIT)
+        of_size = loss_arithmetic.Loss(chunk_size=chunk_size)
+        assert chunks.number_of_chunks(of_size, (layer,)) == count
 
 
 @pytest.mark.slow
@@ -491,9 +789,13 @@ OF_ANY = jax.ShapeDtypeStruct((SYMBOLIC, 4), "float32"), jax.ShapeDtypeStruct((S
 REFUSED = {
     "value(x=np.ones((4, 6, 4), int))": "TypeError: x: ... got int64",
     "value(table=TABLE.astype(int))": "TypeError: table: ... got int64",
-    "value(labels=np.ones(SHAPE))": "TypeError: labels: ... got float64",
+    "value(labels=np.ones(SHAPE))": "TypeError: labels: ...labels.argmax(-1)... got float64",
+    "log_probs(labels=np.eye(VOCAB)[LABELS])": "TypeError: labels: ...labels.argmax(-1)... got float64",
+    "value(labels=np.eye(VOCAB, dtype=int)[LABELS])": "ValueError: labels: ... (4, 6)...labels.argmax(-1)... got (4, 6, 13)",
+    "value(labels=LABELS[:2])": "ValueError: labels: ... (4, 6), got (2, 6)",
     "value(labels=None)": "TypeError: labels: ... got None",
-    "value(mask=np.ones(SHAPE))": "TypeError: mask: ... got float64",
+    "value(mask=np.ones(SHAPE))": "TypeError: mask: ...weights=), got float64",
+    "log_probs(mask=MASK.astype(int))": "TypeError: mask: ...mask != 0... got int64",
     "value(pad_id=0.0)": "TypeError: pad_id: ... got float 0.0",
     "value(bias=np.ones(13, int))": "TypeError: bias: ... got int64",
     "value(weights=MASK)": "TypeError: weights: ... got bool",
@@ -507,6 +809,10 @@ REFUSED = {
     "value(shift=True, segment_ids=SEGMENTS[:, :4])": "ValueError: segment_ids: ... its last axis, got shape [4, 4]",
     "value(segment_ids=SEGMENTS)": "ValueError: segment_ids: ... 0, got an array int32[4, 6]",
     "value(bias=BIAS[:-1])": "ValueError: bias: ... (13,), got (12,)",
+    "value(shift=6)": "ValueError: shift: ... below the length of labels, 6, got 6",
+    "value(x=X[:, :1], labels=LABELS[:, :1], shift=True)": "ValueError: shift: ... below the length of labels, 1, got 1",
+    "log_probs(labels=CANDIDATES, shift=7)": "ValueError: shift: ... below the length of labels, 6, got 7",
+    "between(TEACHER_X, TEACHER, shift=9)": "ValueError: shift: ... below the length of x, 6, got 9",
     "value(shift=-1)": "ValueError: shift: ... 0, got -1",
     "value(label_smoothing=1.0)": "ValueError: label_smoothing: ... [0, 1), got 1.0",
     "value(reduction='all')": "ValueError: reduction: ... got 'all'",
@@ -516,21 +822,26 @@ REFUSED = {
     "value(z_loss=-1e-4)": "ValueError: z_loss: ... 0, got -0.0001",
     "jax.eval_shape(lambda x, labels: value(x, labels=labels), *OF_ANY)": "ValueError: labels: wanted shape of known sizes, ... got shape [b",
     "te.linear_logits(X, TABLE[:, :2])": "ValueError: x: ... (2,), got (4,)",
+    "te.linear_logits(X, TABLE.T)": "ValueError: x: ... vocab_axis=1), (13,), got (4,)",
+    "te.linear_logits(X, te.OutputLayer(TABLE, vocab_axis=1))": "ValueError: x: ... [d, vocab_size], (13,), got (4,)",
+    "value(table=TABLE.T, vocab_axis=1, bias=BIAS[:4])": "ValueError: bias: ... (13,), got (4,)",
+    "value(table=TABLE.T, vocab_axis=2)": "ValueError: vocab_axis: ... at most 1, got 2",
+    "te.OutputLayer(TABLE, vocab_axis=True)": "TypeError: vocab_axis: ... got bool True",
+    "te.OutputLayer(TABLE.T, vocab_size=14, vocab_axis=1)": "ValueError: vocab_size: ... at most 13, got 14",
     "te.linear_logits(LABELS, TABLE)": "TypeError: x: ... got int64",
-    "log_probs(temperature=0.0)": "ValueError: temperature: wanted a number above 0 that float32 holds",
+    "log_probs(temperature=0.0)": "ValueError: temperature: wanted a number above 0, 1.18e-38 to 1e+36, got 0.0",
+    "log_probs(temperature=2e36)": "ValueError: temperature: ... 1e+36, got 2e+36",
+    "between(TEACHER_X, TEACHER, temperature=1e37)": "ValueError: temperature: ... 1e+36, got 1e+37",
     "log_probs(temperature=WEIGHTS[:, :5])": "ValueError: temperature: wanted shape that broadcasts to that of the tokens",
     "log_probs(with_entropy=1)": "TypeError: with_entropy: wanted a Python bool",
-    "log_probs(truncated=1)": "TypeError: truncated: wanted a Python bool",
-    "log_probs(truncated=True)": "ValueError: labels: wanted as many axes as x, for truncated, 3, got 2",
-    "log_probs(labels=CANDIDATES, truncated=True, with_entropy=True)": "ValueError: with_entropy: wanted the only choice if truncated, False, got True",
     "te.linear_top_k(X, TABLE, 0)": "ValueError: k: wanted ... at least 1, got 0",
     "te.linear_top_k(X, te.OutputLayer(TABLE, pad_id=3), 13)": "ValueError: k: wanted ... at most 12, got 13",
     "te.linear_top_k(X, TABLE, 2.0)": "TypeError: k: wanted ... Python int",
     "between(TEACHER_X, TEACHER, kind='symmetric')": "ValueError: kind: ... got 'symmetric'",
     "between(TEACHER_X, TEACHER, beta=0.5)": "ValueError: beta: ... got float 0.5",
     "between(TEACHER_X, TEACHER, kind='js', beta=1.0)": "ValueError: beta: ... 1, got 1.0",
-    "between(TEACHER_X, TEACHER[:9])": "ValueError: teacher_output: ... 13, got 9",
-    "between(TEACHER_X, te.OutputLayer(TEACHER, vocab_size=9))": "ValueError: teacher_output: wanted output's vocab_size, 13, got 9",
+    "between(TEACHER_X, TEACHER[:9])": "ValueError: teacher_output: ... 13 ... got 9",
+    "between(TEACHER_X, te.OutputLayer(TEACHER, vocab_size=9))": "ValueError: teacher_output: wanted output's vocab_size, 13 ... got 9",
     "between(TEACHER_X[..., :2], TEACHER)": "ValueError: teacher_x: ... got (2,)",
     "between(TEACHER_X[0], TEACHER)": "ValueError: teacher_x: ... (4, 6), got (6,)",
     "between(TEACHER_X, te.OutputLayer(TEACHER, pad_id=0))": "ValueError: teacher_output: ... None, got 0",

@@ -1,6 +1,7 @@
-"""The check of a batch on the host, before a step that cannot raise."""
+"""Checks a batch on the host, before a compiled step that cannot raise errors."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from transformer_embed._src import arguments
@@ -33,10 +34,11 @@ def check_batch(
         tokens: The positions and segments of these ids. Pass `tokens` if the shape of `ids`,
             the place of padding or the order should be checked too. They must not be traced.
         vocab_size: The number of ids in the vocabulary, at least 1.
-        pad_id: The id of padding. Pass the `pad_id` of your config, to check that this id stands at
-            padding and nowhere else. Elsewhere a loss would leave out a label that
-            `TokenPositions.next_token_mask` counts, and a token that counts as padding would not be
-            trained on. If None, any id may stand at padding.
+        pad_id: The id of padding, which may lie outside the vocabulary, such as -100. Pass the
+            `pad_id` of your config. With `tokens`, this id must stand at padding and nowhere else.
+            Elsewhere a loss would leave out a label that `TokenPositions.next_token_mask` counts,
+            and a token that counts as padding would not be trained on. If None, any id of the
+            vocabulary may stand at padding.
         order: The layout of the tokens, as in `te.kernels`. Pass the order that you declare there.
             `"full"` means one sequence and no padding in each batch row. `"right"` means one
             sequence in each batch row, then padding. `"packed"` means any number of sequences, each
@@ -48,7 +50,7 @@ def check_batch(
         TypeError: ids are not integers; tokens is not a `TokenPositions`; or one of them is traced.
         ValueError: an id is outside the vocabulary; a segment id is negative; `pad_id` stands
             inside a sequence, or another id at padding; the tokens lie in another order; ids and
-            tokens differ in shape; or `pad_id` or `order` is given without `tokens`.
+            tokens differ in shape; or `order` is given without `tokens`.
 
     Example:
         >>> import transformer_embed as te
@@ -64,30 +66,68 @@ def check_batch(
         - If `tokens` has a single row, it describes every batch row of `ids`.
         - Positions may start anywhere. Only the steps between them are checked.
     """
-    inside = 0, arguments.size("vocab_size", vocab_size) - 1, "the vocabulary"
-    array = arguments.as_integers("ids", ids, *inside)
-    if isinstance(array, jax.Array):
-        # It was not checked on its device.
-        array = arguments.as_integers("ids", arguments.on_host("ids", array), *inside)
+    vocab_size = arguments.size("vocab_size", vocab_size)
+    if pad_id is not None:
+        pad_id = arguments.int32("pad_id", pad_id)
+    host_ids = _checked_ids(ids, vocab_size, pad_id)
     if tokens is None:
-        if pad_id is not None or order is not None:
-            raise arguments.value_error("tokens", "those of ids, for pad_id and order", None)
+        if order is not None:
+            raise arguments.value_error("tokens", "the tokens of ids, to check their order", None)
         return
     check_token_positions("tokens", tokens)
     positions, segments = on_host(tokens)
-    batch_size, length = len(tokens), positions.shape[1]
-    rows = np.atleast_2d(array)
-    # Tokens of one row are those of every row.
-    expected = [len(rows) if batch_size == 1 else batch_size, length]
-    arguments.check_same("ids", "the shape of tokens", [*rows.shape], expected)
+    batch_size = len(tokens)
+    length = positions.shape[1]
+    id_rows = np.atleast_2d(host_ids)
+    # If there is one batch row of tokens, it describes every batch row of ids.
+    expected_batch_size = len(id_rows) if batch_size == 1 else batch_size
+    expected_shape = [expected_batch_size, length]
+    arguments.check_same("ids", "the shape of tokens", [*id_rows.shape], expected_shape)
     as_segment_ids("segment_ids", segments)
     if pad_id is not None:
-        is_pad = rows == arguments.int32("pad_id", pad_id)
-        wrong = np.argwhere(is_pad != (segments == 0))
-        if len(wrong):
-            row, n = wrong[0].tolist()
-            what = "a token" if is_pad[row, n] else "padding"
-            want = f"pad_id, {pad_id}, at padding and nowhere else"
-            raise arguments.value_error("ids", want, f"{rows[row, n]} at [{row}, {n}], {what}")
+        _check_padding(id_rows, segments, pad_id)
     if order is not None:
         check_order(tokens, order)
+
+
+def _check_padding(id_rows: np.ndarray, segments: np.ndarray, pad_id: int) -> None:
+    """Raises an error unless the `pad_id` stands at padding and nowhere else."""
+    is_pad = id_rows == pad_id
+    wrong_places = np.argwhere(is_pad != (segments == 0))
+    if len(wrong_places):
+        row, place = wrong_places[0].tolist()
+        kind = "a token" if is_pad[row, place] else "padding"
+        want = f"pad_id, {pad_id}, at padding and nowhere else"
+        got = f"{id_rows[row, place]} at [{row}, {place}], {kind}"
+        raise arguments.value_error("ids", want, got)
+
+
+def _checked_ids(ids: ArrayLike, vocab_size: int, pad_id: int | None) -> np.ndarray:
+    """Returns the ids on the host. Each of them is inside the vocabulary, or the `pad_id`."""
+    last_id = vocab_size - 1
+    array = arguments.as_array("ids", ids)
+    if isinstance(array, jax.Array):
+        array = arguments.on_host("ids", array)
+    if array.size == 0:
+        # numpy makes an empty list float64, so the list itself is converted.
+        return np.asarray(arguments.as_integers("ids", ids))
+    is_pad = np.zeros(array.shape, bool)
+    what = "the vocabulary"
+    if pad_id is not None and not 0 <= pad_id <= last_id:
+        is_pad = _is_equal(array, pad_id)
+        what = f"the vocabulary, or pad_id, {pad_id}"
+    # An id of the vocabulary takes the place of padding for this check alone.
+    without_padding = np.where(is_pad, np.zeros_like(array), array)
+    checked = arguments.as_integers("ids", without_padding, 0, last_id, what)
+    return np.where(is_pad, np.int32(pad_id or 0), checked)
+
+
+def _is_equal(array: np.ndarray, number: int) -> np.ndarray:
+    """Returns where an array equals an integer that the array's dtype may not hold.
+
+    numpy cannot compare integers of 2 and 4 bits with such an integer.
+    """
+    is_integer = jnp.issubdtype(array.dtype, jnp.integer)
+    if is_integer and jnp.iinfo(array.dtype).min <= number <= jnp.iinfo(array.dtype).max:
+        return array == number
+    return np.zeros(array.shape, bool)

@@ -1,4 +1,10 @@
-"""The cross-entropy of an output layer and the entropy of its predictions."""
+"""Computes the cross-entropy of an output layer with the labels of tokens.
+
+Shapes are written with these letters:
+
+    t  tokens of a chunk
+    r  table rows on this device
+"""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -11,24 +17,27 @@ from jaxtyping import Array, Float, Int32
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.compiled import change_column
-from transformer_embed._src.tokens.chunks import Loss, Settings, Value
+from transformer_embed._src.tokens.loss_arithmetic import Loss, Value
 from transformer_embed._src.tokens.losses import compute
 from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
 from transformer_embed._src.tokens.output_split import OutputSplit
 from transformer_embed._src.tokens.row_logits import ChunkLogits, columns_of_ids, token_sums
+from transformer_embed._src.tokens.token_data import Settings
 
 
 class LossMetrics(NamedTuple):
-    """What is logged beside a loss: reduced as the loss is, and without gradients.
+    """Numbers to log beside a loss, which are reduced like the loss and have no gradients.
 
-    To join micro-batches, take sums, by `reduction="sum"`: add the fields, then divide by `weight`.
+    To join micro-batches, compute sums with `reduction="sum"`, add the fields of the batches, then
+    divide by `weight`.
 
     Args:
-        accuracy: of labels that are the most probable id (of equal ones, the lowest id).
-        z_loss: the part `z_loss * log_z**2` of the loss.
-        log_z: the logarithm of the sum of the exponentials of the logits.
-        weight: the sum of the weights of counted labels; with `reduction="none"`, each of them. 0
-            says that no label was counted, where the loss is 0 too.
+        accuracy: The share of labels that equal the most probable id. If several ids are equally
+            probable, the lowest of them is compared.
+        z_loss: The part `z_loss * log_z**2` of the loss.
+        log_z: The logarithm of the sum of the exponentials of the logits.
+        weight: The sum of the weights of the counted labels. With `reduction="none"`, the weight of
+            each label. If 0, no label was counted, and then the loss is 0 too.
 
     Example:
         >>> import jax.numpy as jnp
@@ -150,6 +159,10 @@ def linear_cross_entropy(
           token with this mark then still predicts the next label: the last token of a prompt
           predicts the first token of the answer.
         - Where a token predicts no counted label, x has no effect, even if it is NaN.
+        - Gradients are summed in float32 or wider over the chunks, then cast once. With
+          `reduction="none"`, if the vocabulary is split over devices and x has 16 bits, each device
+          rounds its part of the gradient of x, and then the parts are added.
+        - If the bias bans every id, the loss is infinite and its gradients are finite.
         - A weight of 0 removes the loss of a label completely, even a loss that is infinite or NaN.
         - With negative weights, use `"sum"`: `"mean"` divides by a sum that may be 0 or negative.
         - Where an array `label_smoothing` or `z_loss` is out of range, the loss of a label with a
@@ -183,25 +196,26 @@ def linear_cross_entropy(
 
 @dataclasses.dataclass(frozen=True)
 class CrossEntropy(Loss):
-    """The cross-entropy of a token with its label."""
+    """The cross-entropy of the predictions of a token with the label of the token."""
 
     with_metrics: bool = False
 
     def returned(self, values: tuple[Array, ...], weights: Array) -> Any:
-        """The losses, and `LossMetrics` if they are asked for."""
+        """Returns the losses, and `LossMetrics` if they are asked for."""
         losses, *metrics = values
         if not self.with_metrics:
             return losses
-        return losses, LossMetrics(*jax.lax.stop_gradient([*metrics, weights]))
+        accuracy, z_loss, log_z, weight = jax.lax.stop_gradient([*metrics, weights])
+        return losses, LossMetrics(accuracy=accuracy, z_loss=z_loss, log_z=log_z, weight=weight)
 
     def values_from_logits(self, split, logits, labels, settings) -> tuple[Value, ...]:
         """Computes the losses, and the other values that are asked for.
 
         With logits z, their maximum m, targets p that sum to 1, `total = sum(exp(z - m))` and
         `log_z = log(total) + m`, the loss is `log(total) - sum(p * (z - m)) + z_loss * log_z**2`.
-        Its gradient in z is `(exp(z - m) - mass * p) / mass`, with
-        `mass = total / (1 + 2 * z_loss * log_z)`. Its slopes are that without the division, which
-        would cost another operation for each of them.
+        The gradient of the loss with respect to z is `(exp(z - m) - mass * p) / mass`, with
+        `mass = total / (1 + 2 * z_loss * log_z)`. The slopes are this gradient without the
+        division, which would cost another operation for each logit.
         """
         (chunk,) = logits
         smoothing = settings.label_smoothing
@@ -226,7 +240,8 @@ class CrossEntropy(Loss):
                 label_smoothing=jnp.where(is_banned, 0, label_logit - sums.mean_logit)
             )
         if z_loss is not None:
-            # The derivative of `log_z + z_loss * log_z**2`, never 0: gradients are divided by it.
+            # This is the derivative of `log_z + z_loss * log_z**2`. It is never 0, because the mass
+            # is divided by it.
             rise = 1 + 2 * z_loss * log_z
             rise = jnp.where(rise == 0, jnp.finfo(rise.dtype).eps, rise)
             mass = sums.total / rise
@@ -249,14 +264,14 @@ class CrossEntropy(Loss):
 
 
 def _predicted(split: OutputSplit, chunk: ChunkLogits) -> Int32[Array, "t 1"]:
-    """The lowest id whose logit is the largest."""
+    """Returns the lowest id whose logit is the largest."""
     outside = jnp.iinfo(jnp.int32).max
     ids = jnp.where(chunk.logits == chunk.top, chunk.ids, outside).min(-1, keepdims=True)
     return jax.lax.pmin(ids, split.vocabulary) if split.vocabulary else ids
 
 
 def _share(split: OutputSplit, chunk: ChunkLogits) -> Float[Array, "1 r"]:
-    """Of each row, in the mean of all that may be predicted."""
+    """Returns the share of each row in the mean over all rows that may be predicted."""
     is_possible = chunk.is_inside & jnp.logical_not(chunk.is_banned)
     is_possible = jnp.broadcast_to(is_possible, chunk.ids.shape)
     count = jax.lax.psum(is_possible.sum(), split.vocabulary).astype(chunk.logits.dtype)

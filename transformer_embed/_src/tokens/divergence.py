@@ -1,7 +1,14 @@
-"""The divergence between the predictions of two output layers, for distillation."""
+"""Computes the divergence between the predictions of two output layers, for distillation.
+
+Shapes are written with these letters:
+
+    t  tokens of a chunk
+    r  table rows on this device
+"""
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +16,9 @@ from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.tokens.chunks import Loss, Value
+from transformer_embed._src.tokens.loss_arithmetic import Loss, Value
 from transformer_embed._src.tokens.losses import compute
-from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
+from transformer_embed._src.tokens.output_layer import OutputLayer, Pair, as_output_layer
 from transformer_embed._src.tokens.output_split import OutputSplit
 from transformer_embed._src.tokens.row_logits import ChunkLogits
 
@@ -34,48 +41,56 @@ def linear_divergence(
     reduction: str = "mean",
     chunk_size: int | None = None,
 ) -> Float[Array, "..."]:
-    """How far the predictions of a student are from a teacher's, one chunk of tokens at a time.
+    """Computes the divergence of a student's predictions from a teacher's predictions.
 
-    For a student with probabilities s and a teacher with t, over one vocabulary:
+    Use it to distil a teacher into a student. Both models must have the same vocabulary. Like
+    `linear_cross_entropy`, it computes logits for one chunk of tokens at a time, so the logits of a
+    large batch are never held at once, for either layer.
 
-    - `"forward"`: `sum(t * log(t / s))`, the usual distillation: the student covers all that the
-      teacher may say.
-    - `"reverse"`: `sum(s * log(s / t))`, for samples of the student: it keeps to what the teacher
-      finds likely.
-    - `"js"`: Jensen-Shannon, `beta * sum(t * log(t / m)) + (1 - beta) * sum(s * log(s / m))` with
+    Let s be the probabilities of the student and t the probabilities of the teacher. `kind` says
+    which sum over the ids is the divergence of a token:
+
+    - `"forward"`: `sum(t * log(t / s))`. This is the usual distillation: the student learns to
+      give probability to every id that the teacher may predict.
+    - `"reverse"`: `sum(s * log(s / t))`, for text that the student sampled. The student learns to
+      predict only ids that the teacher finds probable.
+    - `"js"`: the Jensen-Shannon divergence,
+      `beta * sum(t * log(t / m)) + (1 - beta) * sum(s * log(s / m))` with the mixture
       `m = beta * t + (1 - beta) * s`.
 
-    Logits of a large batch never exist, of neither layer. No divergence is multiplied by the
-    square of the temperature. Near equality it is accurate to 1e-9, where differences of
-    `log_softmax` are off by 2e-7.
-
     Args:
-        x: [..., d], a floating dtype: the student's hidden states.
-        output: the student's, as in `linear_cross_entropy`.
-        teacher_x: [..., any width]: the teacher's hidden states of the same tokens. They and the
-            teacher's layer have gradients too; what is not differentiated costs nothing.
-        teacher_output: of the same ids, and the same `pad_id`.
+        x: The student's hidden vectors of the last layer, [..., d], of a floating dtype.
+        output: The student's output layer, as in `linear_cross_entropy`.
+        teacher_x: The teacher's hidden vectors of the same tokens, [..., any width]. They and the
+            teacher's layer have gradients too. If you do not differentiate them, this costs
+            nothing.
+        teacher_output: The teacher's output layer, with the `vocab_size` and the `pad_id` of
+            `output`. If one table has more rows than the other (another `row_multiple`), the
+            smaller table is copied.
         kind: `"forward"`, `"reverse"` or `"js"`.
-        beta: for `"js"`, a Python number above 0 and below 1: the teacher's part of the mixture.
-            None: 0.5.
-        temperature: above 0; both logits are divided by it. As in `linear_log_probs`.
-        mask: as in `linear_cross_entropy`; here it alone says which tokens count, as there are no
-            labels. With shift, leave out padding: `ids != pad_id`.
-        weights, segment_ids: as in `linear_cross_entropy`.
-        shift: as in `linear_cross_entropy`. It only moves mask and weights, since there are no
-            labels: those at t belong to the token that predicts the one at t. With
-            `reduction="none"`, its divergence is at t too.
-        reduction, chunk_size: as in `linear_cross_entropy`.
+        beta: The share of the teacher in the mixture of `"js"`, a Python number above 0 and below
+            1. If None, 0.5.
+        temperature: The number that divides the logits of both layers, as in `linear_log_probs`.
+            The divergence is not multiplied by the square of the temperature.
+        mask: Which tokens are counted (True), as in `linear_cross_entropy`. There are no labels
+            here, so the mask alone leaves out padding: with `shift`, pass `ids != pad_id`.
+        weights, segment_ids: As in `linear_cross_entropy`.
+        shift: How many tokens ahead each token predicts, as in `linear_cross_entropy`. There are no
+            labels here, so `shift` changes only whose mask and weight are used: the mask and the
+            weight at t belong to the token that predicts the token at t. With `reduction="none"`,
+            the divergence of this prediction is at t too.
+        reduction, chunk_size: As in `linear_cross_entropy`.
 
     Returns:
-        A scalar, or with `reduction="none"` an array [...], as `linear_cross_entropy` does.
-        Infinite where the other layer bans an id that may be predicted; the gradients there are
-        finite.
+        The divergence, a scalar, or with `reduction="none"` an array [...], as
+        `linear_cross_entropy` returns it. Near equality it is accurate to 1e-9, but differences of
+        `log_softmax` are off by 2e-7.
 
     Raises:
-        TypeError: as for `linear_cross_entropy`.
-        ValueError: as for `linear_cross_entropy`; vocabularies of other sizes, other `pad_id`s, or
-            tables whose rows are split over other mesh axes; beta without `kind="js"`.
+        TypeError: As for `linear_cross_entropy`.
+        ValueError: As for `linear_cross_entropy`; or the layers differ in `vocab_size` or in
+            `pad_id`; or the rows of their tables are split over different mesh axes; or `beta` is
+            given without `kind="js"`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -87,32 +102,70 @@ def linear_divergence(
         >>> print(loss(x), loss(2 * x).round(2))  # the first predicts as the teacher
         0.0 0.07
 
+    Edge cases:
+        - Where one layer bans an id that the other may predict, the divergence is infinite if the
+          sum contains the logarithm of this ratio. The gradients there are finite.
+        - If a layer bans every id, the divergence has no meaning, and may be NaN.
+
     Source:
         Hinton et al., "Distilling the Knowledge in a Neural Network" (2015),
         https://arxiv.org/abs/1503.02531; Agarwal et al., "On-Policy Distillation of Language
         Models" (2024), section 2, https://arxiv.org/abs/2306.13649
     """
-    student, teacher = layers = (
-        as_output_layer(x, output),
-        as_output_layer(teacher_x, teacher_output, "teacher_"),
-    )
-    arguments.check_same("teacher_x", "x's tokens", teacher[0].shape[:-1], student[0].shape[:-1])
-    sizes = teacher[1].table.shape[0], student[1].table.shape[0]
-    want = f"as many ids as output's (cut the longer table, as in table[:{min(sizes)}])"
-    arguments.check_same("teacher_output", want, *sizes)
-    arguments.check_same("teacher_output", "output's vocab_size", teacher[1].size, student[1].size)
-    arguments.check_same("teacher_output", "output's pad_id", teacher[1].pad_id, student[1].pad_id)
+    student = as_output_layer(x, output)
+    teacher = as_output_layer(teacher_x, teacher_output, "teacher_")
+    _check_pairs(student, teacher)
     if arguments.choice("kind", kind, KINDS) != "js":
         arguments.check_left_out("beta", beta, "kind is not 'js'")
     beta = 0.5 if beta is None else arguments.part("beta", beta)
     loss = Divergence(shift=shift, chunk_size=chunk_size, reduction=reduction, kind=kind, beta=beta)
-    tokens = {"mask": mask, "weights": weights, "segment_ids": segment_ids}
-    return compute(loss, layers, temperature=temperature, **tokens)
+    return compute(
+        loss,
+        _with_equal_row_counts(student, teacher),
+        temperature=temperature,
+        mask=mask,
+        weights=weights,
+        segment_ids=segment_ids,
+    )
+
+
+def _check_pairs(student: Pair, teacher: Pair) -> None:
+    """Raises an error unless both layers predict the same ids for the same tokens."""
+    token_shape = student.x.shape[:-1]
+    arguments.check_same("teacher_x", "x's tokens", teacher.x.shape[:-1], token_shape)
+    vocab_size = student.output.size
+    if teacher.output.size != vocab_size:
+        advice = "give te.OutputLayer a vocab_size, if its table has padding rows"
+        want = f"output's vocab_size, {vocab_size} ({advice})"
+        raise arguments.value_error("teacher_output", want, teacher.output.size)
+    pad_id = student.output.pad_id
+    arguments.check_same("teacher_output", "output's pad_id", teacher.output.pad_id, pad_id)
+
+
+def _with_equal_row_counts(student: Pair, teacher: Pair) -> tuple[Pair, Pair]:
+    """Adds rows of zeros to the smaller of two tables, which then split alike over devices."""
+    if student.output.row_count == teacher.output.row_count:
+        return student, teacher
+    row_count = max(student.output.row_count, teacher.output.row_count)
+    return _with_row_count(student, row_count), _with_row_count(teacher, row_count)
+
+
+def _with_row_count(pair: Pair, row_count: int) -> Pair:
+    """Adds rows of zeros to a table, up to a number of rows."""
+    output = pair.output
+    added_rows = row_count - output.row_count
+    table_padding = [(0, 0), (0, 0)]
+    table_padding[output.vocab_axis] = (0, added_rows)
+    table = jnp.pad(output.table, table_padding)
+    bias = None if output.bias is None else jnp.pad(output.bias, (0, added_rows))
+    # The vocab_size is given, so the added rows are never predicted.
+    padded = dataclasses.replace(output, table=table, bias=bias, vocab_size=output.size)
+    return pair._replace(output=padded)
 
 
 @dataclasses.dataclass(frozen=True)
 class Divergence(Loss):
-    """The divergence of a token's predictions by two layers, the student's and the teacher's."""
+    """The divergence between the student's and the teacher's predictions of a token."""
 
     kind: str = "forward"
     beta: float = 0.5
@@ -120,84 +173,145 @@ class Divergence(Loss):
     def values_from_logits(self, split, logits, labels, settings) -> tuple[Value, ...]:
         """Computes the divergences.
 
-        All are sums of `a * (exp(w) - 1 - w)`, with `w = log(b / a)`, over probabilities a and b:
-        the parts `b - a` sum to 0, and make each term at least 0.
+        All are sums of `a * (exp(w) - 1 - w)`, with `w = log(b / a)`, over probabilities a and b.
+        The parts `b - a` sum to 0, so they change no sum, and they make each term at least 0.
         """
-        student, teacher, ratios = _probabilities(split, *logits)
+        probabilities = _probabilities(split, *logits)
+        student = probabilities.student
+        teacher = probabilities.teacher
+        log_ratio = probabilities.log_ratio
         kl = functools.partial(_kullback_leibler, split)
         if self.kind == "forward":
-            values, of_teacher, of_student = kl(teacher, student, ratios)
-        elif self.kind == "reverse":
-            values, of_student, of_teacher = kl(student, teacher, -ratios)
-        else:
-            beta = self.beta
-            mixture, over_student, over_teacher = _mixture(student, teacher, ratios, beta)
-            # Their derivatives in the mixture sum to 0.
-            from_teacher, of_teacher, _ = kl(teacher, mixture, over_teacher)
-            from_student, of_student, _ = kl(student, mixture, over_student)
-            values = beta * from_teacher + (1 - beta) * from_student
-            of_student, of_teacher = (1 - beta) * of_student, beta * of_teacher
-        return (Value(values=values, slopes=(of_student, of_teacher)),)
+            result = kl(teacher, student, log_ratio)
+            slopes = (result.slopes_of_b, result.slopes_of_a)
+            return (Value(values=result.values, slopes=slopes),)
+        if self.kind == "reverse":
+            result = kl(student, teacher, -log_ratio)
+            slopes = (result.slopes_of_a, result.slopes_of_b)
+            return (Value(values=result.values, slopes=slopes),)
+        beta = self.beta
+        mixture = _mixture(student, teacher, log_ratio, beta)
+        # The derivatives of the two divergences with respect to the mixture sum to 0, so only the
+        # slopes of a are used.
+        teacher_result = kl(teacher, mixture.probs, mixture.log_over_teacher)
+        student_result = kl(student, mixture.probs, mixture.log_over_student)
+        values = beta * teacher_result.values + (1 - beta) * student_result.values
+        student_slopes = (1 - beta) * student_result.slopes_of_a
+        teacher_slopes = beta * teacher_result.slopes_of_a
+        return (Value(values=values, slopes=(student_slopes, teacher_slopes)),)
 
 
-def _probabilities(
-    split: OutputSplit, student: ChunkLogits, teacher: ChunkLogits
-) -> tuple[Array, Array, Array]:
-    """Those of both layers, and the logarithms of their ratio: 0 where both are 0."""
-    of_student, of_teacher = jnp.exp(student.shifted), jnp.exp(teacher.shifted)
-    *totals, difference = split.total((of_student, of_teacher, of_student - of_teacher))
-    # Where the sums are alike, their difference is more accurate than they are.
-    is_near = jnp.abs(difference) < totals[1] / 2
-    near = jnp.log1p(jnp.where(is_near, difference / totals[1], 0))
-    log_ratio = jnp.where(is_near, near, jnp.log(totals[0]) - jnp.log(totals[1]))
+class Probabilities(NamedTuple):
+    """Probabilities [t, r] of both layers.
+
+    Args:
+        student, teacher: The probabilities of the ids.
+        log_ratio: The logarithm of student / teacher, 0 where both are 0.
+    """
+
+    student: Array
+    teacher: Array
+    log_ratio: Array
+
+
+def _probabilities(split: OutputSplit, student: ChunkLogits, teacher: ChunkLogits) -> Probabilities:
+    """Computes the probabilities of both layers."""
+    student_exps = jnp.exp(student.shifted)
+    teacher_exps = jnp.exp(teacher.shifted)
+    student_total, teacher_total, difference = split.sum_over_vocabulary(
+        (student_exps, teacher_exps, student_exps - teacher_exps)
+    )
+    # If the totals are nearly equal, the sum of the differences is more accurate than the
+    # difference of the totals.
+    is_near = jnp.abs(difference) < teacher_total / 2
+    log_ratio_if_near = jnp.log1p(jnp.where(is_near, difference / teacher_total, 0))
+    log_ratio_of_totals = jnp.where(
+        is_near, log_ratio_if_near, jnp.log(student_total) - jnp.log(teacher_total)
+    )
 
     def divided():
-        return of_student / totals[0], of_teacher / totals[1]
+        return student_exps / student_total, teacher_exps / teacher_total
 
     def computed_again():
         # A GPU would write the exponentials and read them again, which takes longer.
         return tuple(
-            jnp.exp(each.shifted - jnp.log(total))
-            for each, total in zip((student, teacher), totals, strict=True)
+            jnp.exp(chunk.shifted - jnp.log(total))
+            for chunk, total in ((student, student_total), (teacher, teacher_total))
         )
 
-    of_student, of_teacher = jax.lax.platform_dependent(cpu=divided, default=computed_again)
-    # Where both are 0, so is the ratio. (Not as a constant, here and below: jax would take [t, r]
-    # of them out of the loop.)
-    is_none = (of_student == 0) & (of_teacher == 0)
-    # Not minus infinity minus itself, which jax_debug_nans would see with jax_disable_jit.
-    of_both = student.shifted - jnp.where(is_none, of_student, teacher.shifted)
-    ratios = jnp.where(is_none, of_student, of_both - log_ratio)
-    return of_student, of_teacher, ratios
+    student_probs, teacher_probs = jax.lax.platform_dependent(cpu=divided, default=computed_again)
+    # Where both probabilities are 0, the log ratio is 0. (This 0 is not a constant, here and below:
+    # jax would take a constant [t, r] out of the loop over chunks.)
+    is_none = (student_probs == 0) & (teacher_probs == 0)
+    # Minus infinity is not subtracted from itself, because jax_debug_nans would see the NaN if
+    # jax_disable_jit is set.
+    difference_of_logits = student.shifted - jnp.where(is_none, student_probs, teacher.shifted)
+    log_ratio = jnp.where(is_none, student_probs, difference_of_logits - log_ratio_of_totals)
+    return Probabilities(student=student_probs, teacher=teacher_probs, log_ratio=log_ratio)
+
+
+class Mixture(NamedTuple):
+    """The mixture of two predictions.
+
+    Args:
+        probs: The probabilities of the mixture, [t, r].
+        log_over_student, log_over_teacher: The logarithms of the ratio of the mixture to each.
+    """
+
+    probs: Array
+    log_over_student: Array
+    log_over_teacher: Array
 
 
 def _mixture(
-    student: Float[Array, "t r"], teacher: Float[Array, "t r"], ratios: Array, beta: float
-) -> tuple[Array, Array, Array]:
-    """The probabilities of the mixture, and the logarithms of its ratio to both.
+    student: Float[Array, "t r"],
+    teacher: Float[Array, "t r"],
+    log_ratio: Float[Array, "t r"],
+    beta: float,
+) -> Mixture:
+    """Computes the mixture `beta * teacher + (1 - beta) * student`.
 
-    It is reached from the larger of the two: nothing is lost where both are alike.
+    It is computed as a change of the larger probability, so no digits are lost where both
+    probabilities are nearly equal.
     """
-    is_larger = ratios > 0
+    is_larger = log_ratio > 0
     larger = jnp.where(is_larger, student, teacher)
     change = jnp.where(is_larger, beta * (teacher - student), (1 - beta) * (student - teacher))
-    over_larger = jnp.log1p(change / jnp.where(larger == 0, 1, larger))
-    over_student = jnp.where(is_larger, over_larger, over_larger - ratios)
-    over_teacher = jnp.where(is_larger, over_larger + ratios, over_larger)
-    return larger + change, over_student, over_teacher
+    log_over_larger = jnp.log1p(change / jnp.where(larger == 0, 1, larger))
+    log_over_student = jnp.where(is_larger, log_over_larger, log_over_larger - log_ratio)
+    log_over_teacher = jnp.where(is_larger, log_over_larger + log_ratio, log_over_larger)
+    return Mixture(
+        probs=larger + change,
+        log_over_student=log_over_student,
+        log_over_teacher=log_over_teacher,
+    )
+
+
+class KullbackLeibler(NamedTuple):
+    """The divergence of b from a, and its slopes.
+
+    Args:
+        values: The sums of `a * log(a / b)`, [t, 1].
+        slopes_of_a, slopes_of_b: The gradients with respect to the logits of a and of b, [t, r].
+    """
+
+    values: Array
+    slopes_of_a: Array
+    slopes_of_b: Array
 
 
 def _kullback_leibler(
     split: OutputSplit, a: Float[Array, "t r"], b: Float[Array, "t r"], w: Float[Array, "t r"]
-) -> tuple[Float[Array, "t 1"], Array, Array]:
-    """The sums of `a * log(a / b)` where w is `log(b / a)`, and the gradients in the logits."""
+) -> KullbackLeibler:
+    """Sums `a * log(a / b)` over the vocabulary. The argument w is `log(b / a)`."""
     is_small = w < 1
-    small = jnp.where(is_small, w, a)
-    large = jnp.where(is_small | (a == 0), a, w)
-    # `a * (exp(w) - 1 - w)`, at least 0.
-    terms = jnp.where(is_small, a * (jnp.expm1(small) - small), b - a * (1 + large))
-    values = split.total(jnp.where(a == 0, b, terms))
-    # 0 where a is, whatever w; and where the sum is infinite.
+    small_w = jnp.where(is_small, w, a)
+    large_w = jnp.where(is_small | (a == 0), a, w)
+    # The terms are `a * (exp(w) - 1 - w)`, at least 0.
+    terms = jnp.where(is_small, a * (jnp.expm1(small_w) - small_w), b - a * (1 + large_w))
+    values = split.sum_over_vocabulary(jnp.where(a == 0, b, terms))
+    # The slopes of a are 0 where a is 0, whatever w is, and where the sum is infinite.
     is_infinite = jnp.isposinf(values)
-    of_a = a * (jnp.where(a == 0, a, -w) - jnp.where(is_infinite, 0, values))
-    return values, jnp.where(is_infinite, b - b, of_a), b - a
+    slopes_of_a = a * (jnp.where(a == 0, a, -w) - jnp.where(is_infinite, 0, values))
+    slopes_of_a = jnp.where(is_infinite, b - b, slopes_of_a)
+    return KullbackLeibler(values=values, slopes_of_a=slopes_of_a, slopes_of_b=b - a)

@@ -1,7 +1,8 @@
-"""Dropout with the result of hk.dropout, limited only by memory bandwidth."""
+"""Applies dropout with the result of hk.dropout, at the speed of memory."""
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,63 +15,88 @@ from transformer_embed._src.compiled import compiled
 from transformer_embed._src.positions.phase import Word
 
 
-def dropout(rng: Array, rate: float, x: ArrayLike) -> Float[Array, "..."]:
+def dropout(
+    rng: Array, rate: float, x: ArrayLike, *, broadcast_dims: Sequence[int] = ()
+) -> Float[Array, "..."]:
     """Zeroes elements of x at random with probability `rate` and divides the others by `1 - rate`.
 
-    The result equals that of a compiled `hk.dropout` bit for bit on finite x, for every key, since
-    both draw the same random bits. On a CPU, hk.dropout spends most of its time drawing them,
-    because JAX runs its generator as a loop over memory. Here, each element computes its own bits
-    in registers (with JAX's default generator and 32-bit floats). A compiled gradient either draws
-    the bits again or keeps a byte for each element, as XLA chooses; both are equally fast.
+    Use it in place of `hk.dropout`. The result equals the result of a compiled `hk.dropout` bit for
+    bit on finite x, for every key, because both use the same random bits. On a CPU, `hk.dropout`
+    spends most of its time on generating these bits, because JAX runs its generator as a loop over
+    memory. Here, each element computes its own bits in registers (with JAX's default generator and
+    32-bit floats), so you train faster.
 
     Args:
-        rng: a key of `jax.random.key` or `jax.random.PRNGKey`.
-        rate: in [0, 1), a Python float; 0 returns x as it is. A numpy scalar counts as a Python
-            float. (hk.dropout draws random floats of the scalar's dtype, and returns a wider dtype
-            than x if that dtype is wider.)
-        x: [...], a floating dtype.
+        rng: A key of `jax.random.key` or `jax.random.PRNGKey`.
+        rate: The probability that an element becomes 0, a Python float in [0, 1). If 0, x is
+            returned as it is.
+        x: The array, [...], of a floating dtype.
+        broadcast_dims: The dimensions of x, Python ints, along which one mask is shared. All
+            elements that differ only in their index along these dimensions are kept or zeroed
+            together. Pass `[1]` for x [batch, length, d] to drop whole channels of a sequence.
 
     Returns:
-        [...], of x's dtype.
+        The array after dropout, [...], of x's dtype.
 
     Raises:
-        TypeError: rate is traced or not a number; x does not have a floating dtype of 16 bits or
-            more; rng is not a PRNG key.
-        ValueError: rate is outside [0, 1).
+        TypeError: `rate` is traced or not a number; x does not have a floating dtype of 16 bits or
+            more; `rng` is not a PRNG key; or `broadcast_dims` is not a sequence of Python ints.
+        ValueError: `rate` is outside [0, 1), or x has no dimension of that number.
 
     Example:
         >>> import jax, jax.numpy as jnp
         >>> import transformer_embed as te
         >>> te.dropout(jax.random.key(0), 0.5, jnp.ones(6)).tolist()
         [0.0, 0.0, 2.0, 2.0, 0.0, 2.0]
+        >>> te.dropout(jax.random.key(0), 0.5, jnp.ones([2, 3]), broadcast_dims=[0]).tolist()
+        [[0.0, 0.0, 2.0], [0.0, 0.0, 2.0]]
+
+    Edge cases:
+        - A numpy scalar as `rate` counts as a Python float. (`hk.dropout` generates random floats
+          of the scalar's dtype, and returns a wider dtype than x if that dtype is wider.)
+        - A compiled gradient either generates the bits again or keeps a byte for each element, as
+          XLA chooses. Both are equally fast.
 
     Source:
         Srivastava et al., "Dropout" (2014), https://jmlr.org/papers/v15/srivastava14a.html. The
         generator: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011),
         threefry-2x32 with 20 rounds, counting elements as JAX does.
     """
-    rate, x = arguments.rate("rate", rate), arguments.as_floats("x", x)
-    return x if rate == 0 else _drop_elements(arguments.as_key(rng), x, 1 - rate)
+    rate = arguments.rate("rate", rate)
+    x = arguments.as_floats("x", x)
+    dimension = functools.partial(arguments.integer, at_least=-x.ndim, at_most=x.ndim - 1)
+    shared_dimensions = arguments.entries("broadcast_dims", broadcast_dims, dimension)
+    if rate == 0:
+        return x
+    mask_shape = list(x.shape)
+    for shared_dimension in shared_dimensions:
+        mask_shape[shared_dimension] = 1
+    return _drop_elements(arguments.as_key(rng), x, 1 - rate, tuple(mask_shape))
 
 
-@compiled(2)
-def _drop_elements(key, x, keep_rate) -> Float[Array, "..."]:
-    """x after dropout.
+@compiled(2, 3)
+def _drop_elements(
+    key: Array, x: Float[Array, "..."], keep_rate: float, mask_shape: tuple[int, ...]
+) -> Float[Array, "..."]:
+    """Applies dropout to x.
 
-    Compiled for eager callers too, so that jax counts the key as used; jax_debug_key_reuse
+    It is compiled for eager callers too, so that jax counts the key as used. `jax_debug_key_reuse`
     checks that.
     """
-    # In this order, as in hk.dropout: another one rounds otherwise.
-    return _keep_mask(key, keep_rate, x.shape).astype(x.dtype) * x / keep_rate
+    # The order of these steps is the order in hk.dropout. If the product came after the quotient,
+    # the result would be rounded otherwise, and if the mask were broadcast after its conversion,
+    # zeros could have another sign.
+    mask = jnp.broadcast_to(_keep_mask(key, keep_rate, mask_shape), x.shape)
+    return mask.astype(x.dtype) * x / keep_rate
 
 
 def _keep_mask(key, keep_rate, shape) -> Bool[Array, "..."]:
-    """`jax.random.bernoulli(key, keep_rate, shape)`."""
+    """Computes `jax.random.bernoulli(key, keep_rate, shape)`."""
     from_jax = functools.partial(jax.random.bernoulli, p=keep_rate, shape=shape)
     draws_32_bits = jnp.result_type(float) == jnp.float32
     partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
     counts_elements = partitionable and str(jax.random.key_impl(key)) == "threefry2x32"
-    # Elements are counted in 64 bits; ours are the lower ones.
+    # jax counts elements in 64 bits. Only the lower 32 bits are computed here.
     is_small = all(isinstance(size, int) for size in shape) and math.prod(shape) < 2**32
     if not (is_small and draws_32_bits and counts_elements):
         return from_jax(key)
@@ -79,12 +105,12 @@ def _keep_mask(key, keep_rate, shape) -> Bool[Array, "..."]:
         words = jax.random.key_data(key)
         # The index of each element in the flattened array.
         counters = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
-        first, second = _threefry(words[0], words[1], counters)
-        # An element is kept where a uniform number is below keep_rate. It has 23 random bits, n /
-        # 2**23, so that the integer n is compared with keep_rate * 2**23. jax compares with
-        # keep_rate in float32, so it is rounded to that first.
+        first_word, second_word = _threefry(words[0], words[1], counters)
+        # An element is kept where a uniform number is below keep_rate. The number has 23 random
+        # bits, n / 2**23, so the integer n is compared with keep_rate * 2**23. jax compares with
+        # keep_rate in float32, so keep_rate is rounded to float32 first.
         threshold = math.ceil(float(np.float32(keep_rate)) * 2**23)
-        return (first ^ second) >> 9 < np.uint32(threshold)
+        return (first_word ^ second_word) >> 9 < np.uint32(threshold)
 
     return jax.lax.platform_dependent(key, cpu=in_registers, default=from_jax)
 
@@ -93,10 +119,12 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
 def _threefry(key_0: Array, key_1: Array, counters: Word) -> tuple[Word, Word]:
-    """The random words of counters with an upper word of 0."""
+    """Computes the random words of counters whose upper word is 0."""
     keys = (key_0, key_1, key_0 ^ key_1 ^ np.uint32(0x1BD11BDA))
-    x_0, x_1 = key_0, counters + key_1
-    # Five groups of four rounds; each group ends with the next two of the three words of the key.
+    x_0 = key_0
+    x_1 = counters + key_1
+    # There are five groups of four rounds. Each group ends with the next two of the three words of
+    # the key.
     for group in range(5):
         for rotation in _ROTATIONS[group % 2]:
             x_0 = x_0 + x_1

@@ -9,42 +9,30 @@ Shapes are written with these letters:
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import export
-from jaxtyping import Array, Bool, Float, Int32, UInt32
+from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.compiled import change_column
-from transformer_embed._src.partitioning import Axes, all_gather, index_along
-from transformer_embed._src.tokens.chunks import (
-    Layers,
-    Loss,
-    TokenData,
-    Value,
-    again_in_backward,
-    weights_or_nan,
-)
-from transformer_embed._src.tokens.lookup_gradient import read_or_zero
-from transformer_embed._src.tokens.losses import compute
+from transformer_embed._src.partitioning import Axes, all_gather
+from transformer_embed._src.tokens.loss_arithmetic import Loss, Value
+from transformer_embed._src.tokens.losses import as_labels, compute
 from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
-from transformer_embed._src.tokens.output_split import OutputSplit
+from transformer_embed._src.tokens.output_split import Layers, OutputSplit
 from transformer_embed._src.tokens.row_logits import (
     ChunkLogits,
-    biased_and_capped,
     chunk_logits,
     columns_of_ids,
-    times,
     token_sums,
 )
+from transformer_embed._src.tokens.token_data import TokenData
 
 # The exponential of a shifted logit below this number is 0, in float64 too.
 SHIFTED_FLOOR = -1e4
-# A CPU reads a row in the time of about twenty products of x with a row.
-PRODUCTS_PER_READ = 20
 
 
 def linear_log_probs(
@@ -57,7 +45,6 @@ def linear_log_probs(
     shift: int = 0,
     segment_ids: ArrayLike | None = None,
     with_entropy: bool = False,
-    truncated: bool = False,
     chunk_size: int | None = None,
 ) -> Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]:
     """Computes the log-probability of each label without holding the logits of all tokens.
@@ -76,20 +63,14 @@ def linear_log_probs(
             the choices of a question or a teacher's `linear_top_k`. All candidates of a token share
             one pass over the vocabulary.
         shift, segment_ids, chunk_size: As in `linear_cross_entropy`.
-        temperature: The number above 0 that divides the logits. Pass the temperature at which the
-            text was sampled. It is a number, or a floating array that broadcasts to the tokens,
-            such as [batch, 1]. An array may be traced and gets a gradient. With `shift`, the
-            temperature at t belongs to `labels[..., t]`, like a mask.
+        temperature: The number that divides the logits, above 0 and at most 1e36. Pass the
+            temperature at which the text was sampled. It is a number, or a floating array that
+            broadcasts to the tokens, such as [batch, 1]. An array may be traced and gets a
+            gradient. With `shift`, the temperature at t belongs to `labels[..., t]`, like a mask.
         mask: Which labels are counted (True), as in `linear_cross_entropy`. Set it to leave out the
             prompt. For candidates it broadcasts to [..., k], so pass `mask[..., None]` if you have
             one bool per token.
         with_entropy: Whether to return the entropy of each prediction too.
-        truncated: Whether sampling kept only some ids for each token (top-k, top-p). If True, pass
-            the kept ids as labels [..., k]. Each log-probability is then relative to the k ids of
-            its token. The table rows of other ids are not read, so a small k takes a fraction of
-            the time. All k ids of a token must differ, because an id that stands twice counts
-            twice. Fill short sets with the `pad_id` of the output layer, or with ids that `mask`
-            leaves out. `with_entropy` must be False.
 
     Returns:
         The log-probabilities, [...] or [..., k], in float32 (in float64 if x or the table is). With
@@ -98,10 +79,8 @@ def linear_log_probs(
         prediction of `labels[..., t]`.
 
     Raises:
-        TypeError: as for `linear_cross_entropy`; or `with_entropy` or `truncated` is not a Python
-            bool.
-        ValueError: as for `linear_cross_entropy`; a number `temperature` is not above 0; or
-            `truncated` is set together with `with_entropy`, or without an axis of candidates.
+        TypeError: As for `linear_cross_entropy`, or `with_entropy` is not a Python bool.
+        ValueError: As for `linear_cross_entropy`, or a number `temperature` is not above 0.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -121,47 +100,34 @@ def linear_log_probs(
         >>> jax.grad(ppo_loss)(x, log_probs, jnp.ones([1, 3])).shape
         (1, 3, 2)
 
-        >>> kept = jnp.array([[[1, 0], [0, 1], [0, 0]]])
-        >>> output = te.OutputLayer(table, pad_id=1)  # fills short sets
-        >>> print(jnp.exp(te.linear_log_probs(x, output, kept, truncated=True)))
-        [[[0.  1. ]
-          [1.  0. ]
-          [0.5 0.5]]]
-
     Edge cases:
         - At a label that is not counted, the log-probability and the entropy are 0, and x has no
           effect. With `shift`, the first labels of each document are not counted.
         - A candidate that is not counted has -inf in place of 0, so it adds nothing to a sum of
           probabilities by `jax.nn.logsumexp`.
         - At a counted label outside the vocabulary, the log-probability is NaN.
-        - Where an array `temperature` is not above 0 or is infinite, the results of counted labels
-          are NaN.
+        - Where an array `temperature` is not above 0 or is above 1e36, the results of counted
+          labels are NaN.
+        - If the vocabulary is split over devices and x has 16 bits, each device rounds its part of
+          the gradient of x, and then the parts are added.
+        - If the bias bans every id, all log-probabilities are -inf, and the entropy is 0.
         - Equal arguments to the same compiled function give equal bits. Other programs may differ
           by a few units in the last place, because XLA fuses operations differently. The program
           changes with gradients, inside another function, and with another `chunk_size`, batch
           shape, mesh or `with_entropy`. So the ratio of a policy to itself is 1 to about 1e-6.
-
-    Source:
-        Top-p: Holtzman et al., "The Curious Case of Neural Text Degeneration" (2020), section 3.1,
-        https://arxiv.org/abs/1904.09751
     """
-    x, output = as_output_layer(x, output)
-    ids = arguments.as_int32("labels", labels)
+    pair = as_output_layer(x, output)
+    ids = as_labels("labels", labels)
     with_entropy = arguments.flag("with_entropy", with_entropy)
-    loss_class = LogProbs
-    if arguments.flag("truncated", truncated):
-        loss_class = TruncatedLogProbs
-        arguments.check_same("labels", "as many axes as x, for truncated", ids.ndim, x.ndim)
-        arguments.check_same("with_entropy", "the only choice if truncated", with_entropy, False)
-    loss = loss_class(
+    loss = LogProbs(
         shift=shift,
         chunk_size=chunk_size,
-        of_candidates=ids.ndim >= x.ndim,
+        of_candidates=ids.ndim >= pair.x.ndim,
         with_entropy=with_entropy,
     )
     return compute(
         loss,
-        ((x, output),),
+        (pair,),
         temperature=temperature,
         labels=ids,
         mask=mask,
@@ -224,115 +190,11 @@ class LogProbs(Loss):
         """Computes the entropy of each token."""
         # The floor makes the product of a ban 0, and not 0 times infinity.
         products = exponentials * jnp.maximum(chunk.shifted, SHIFTED_FLOOR)
-        mean = split.total(products) / total
+        mean = split.sum_over_vocabulary(products) / total
         # The slopes are not `exponentials * (mean - shifted)`: the second factor is huge at
         # padding, and would overflow in the derivative with respect to the slope.
         slopes = exponentials * mean - products
         return Value(values=jnp.log(total) - mean, slopes=(slopes,), mass=total)
-
-
-class TruncatedLogProbs(LogProbs):
-    """Negative log-probability of each label among the labels of the same token.
-
-    Rows of other ids are not used.
-    """
-
-    def bytes_of_token(self, token_data: TokenData, layers: Layers) -> Any:
-        """Returns how many bytes the rows of a token's labels take, or the token's logits."""
-        rows = layers[0].wide
-        label_count = jnp.asarray(token_data.labels).shape[-1]
-        if _multiplies_all_rows(rows, label_count):
-            return super().bytes_of_token(token_data, layers)
-        return label_count * rows.shape[1] * rows.dtype.itemsize
-
-    def values_of_chunk(
-        self, token_data: TokenData, layers: Layers, is_only_chunk: bool
-    ) -> tuple[Array, ...]:
-        """Computes the losses of a chunk."""
-        losses_of_chunk = _truncated_losses
-        if not is_only_chunk:
-            losses_of_chunk = again_in_backward(_truncated_losses)
-        return losses_of_chunk(self, token_data, layers)
-
-
-def _truncated_losses(_: Loss, token_data: TokenData, layers: Layers) -> tuple[Array]:
-    """Computes the losses of a chunk, from the logits of the labels alone."""
-    (layer,) = layers
-    split = layer.split
-    rows = layer.wide
-    bias = layer.bias
-    temperature = token_data.settings.temperature
-    row_count = rows.shape[0]
-    columns = jnp.asarray(token_data.labels) - index_along(split.vocabulary) * row_count
-    # As uint32, a negative column is past the end, like the column of another device's row.
-    columns = columns.astype(jnp.uint32)
-    x = layer.x.astype(rows.dtype)
-    is_counted = token_data.weights != 0
-    if _multiplies_all_rows(rows, columns.shape[1]):
-        products = _read_columns(columns, jnp.einsum("td,vd->tv", x, rows), is_counted)
-    else:
-        products = jnp.einsum("td,tkd->tk", x, read_or_zero(rows, columns))
-    if bias is not None:
-        bias = read_or_zero(bias[:, None], columns)[..., 0]
-    logits, factor = biased_and_capped(split, products, bias)
-    if temperature is not None:
-        factor /= temperature
-    # Each row is on one of the devices. The other devices add 0 to the logit of the row.
-    is_here = columns < row_count
-    logits = jnp.where(is_here, times(factor, logits), 0)
-    logits = jax.lax.psum(logits, split.vocabulary)
-    # A counted label outside the vocabulary has NaN as a weight, which makes the logit NaN.
-    logits = logits + 0 * weights_or_nan(split, token_data)
-    # If no label of a token is counted, the sum is taken over all of them, so that the gradient is
-    # finite.
-    is_counted |= ~is_counted.any(-1, keepdims=True)
-    log_z = jax.nn.logsumexp(jnp.where(is_counted, logits, -jnp.inf), axis=-1, keepdims=True)
-    return (log_z - logits,)
-
-
-def _multiplies_all_rows(rows: Array, label_count: int) -> bool:
-    """Returns whether products with all rows take less time than to read a row for each label.
-
-    A vocabulary of a symbolic size counts as a large one.
-    """
-    row_count = rows.shape[0]
-    is_symbolic = export.is_symbolic_dim(row_count)
-    return not is_symbolic and row_count <= PRODUCTS_PER_READ * label_count
-
-
-def _read_columns(
-    columns: UInt32[Array, "t k"], products: Float[Array, "t v"], is_counted: Bool[Array, "t #k"]
-) -> Float[Array, "t k"]:
-    """Reads the products of each token in the columns of labels. Labels not counted read as 0.
-
-    On a GPU, the gradients of a column that is read twice would be added in any order. So each
-    column is read once for each token, and copied to the places where it occurs again.
-    """
-    row_count = products.shape[1]
-    # The place of each label among the labels of the same token. The array has the rank of
-    # `columns`, [1, k], because users may disable jax's rank promotion.
-    places = jnp.arange(columns.shape[1], dtype=jnp.uint32)[None]
-    # Columns that are not read are replaced by numbers past the end, another one at each place, so
-    # that no two of them are equal.
-    columns = jnp.where(is_counted & (columns < row_count), columns, row_count + places)
-    # In arrays [t, k, k], axis 2 is the label that is read, and axis 1 is the label that it is
-    # compared with.
-    is_same = columns[:, :, None] == columns[:, None]
-    is_earlier = places[:, :, None] < places[:, None]
-    is_first = ~(is_same & is_earlier).any(1)
-    first_columns = jnp.where(is_first, columns, row_count + places)
-
-    def read(row, row_columns):
-        return row.at[row_columns].get(mode="fill", fill_value=0, unique_indices=True)
-
-    # The tokens are an axis of `vmap` and not an index, because a mesh may split them.
-    first_products = jax.vmap(read)(products, first_columns)
-
-    def copied_to_repeats():
-        is_source = is_same & is_first[:, :, None]
-        return jnp.where(is_source, first_products[:, :, None], 0).sum(1)
-
-    return jax.lax.cond(is_first.all(), lambda: first_products, copied_to_repeats)
 
 
 def linear_top_k(
@@ -379,23 +241,25 @@ def linear_top_k(
         Truncated distributions for sampling: Fan et al., "Hierarchical Neural Story Generation"
         (2018), section 5.4, https://arxiv.org/abs/1805.04833
     """
-    x, output = jax.lax.stop_gradient(as_output_layer(x, output))
-    vocab_size = output.size
-    pad_id = output.pad_id
+    pair = jax.lax.stop_gradient(as_output_layer(x, output))
+    vocab_size = pair.output.size
+    pad_id = pair.output.pad_id
     has_pad_row = pad_id is not None and 0 <= pad_id < vocab_size
     k = arguments.integer("k", k, at_least=1, at_most=vocab_size - has_pad_row)
     loss = TopK(chunk_size=chunk_size, of_candidates=True, k=k)
-    return compute(loss, ((x, output),))
+    return compute(loss, (pair,))
 
 
 @dataclasses.dataclass(frozen=True)
 class TopK(Loss):
     """Log-probabilities and ids of the k most probable ids of a token."""
 
+    has_gradients: ClassVar[bool] = False
+
     k: int = 1
 
     def values_of_chunk(
-        self, token_data: TokenData, layers: Layers, is_only_chunk: bool
+        self, token_data: TokenData, layers: Layers
     ) -> tuple[Float[Array, "t k"], Int32[Array, "t k"]]:
         """Computes the log-probabilities and ids of a chunk."""
         (layer,) = layers

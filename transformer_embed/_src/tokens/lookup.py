@@ -1,4 +1,4 @@
-"""Lookup in an embedding table: rows, ids out of range, and the padding row."""
+"""Looks up rows of an embedding table, with rules for ids out of range and for padding."""
 
 import functools
 from collections.abc import Sequence
@@ -30,7 +30,12 @@ LOOKUP_STYLES = ("gather", "one_hot")
 
 
 class Reading(NamedTuple):
-    """How rows are read; static. `order` says which row holds which id. None: row i holds id i."""
+    """How rows are read, which is static.
+
+    Args:
+        pad_id, out_of_range, lookup_style: As in `lookup`.
+        order: Which row holds which id. If None, row i holds id i.
+    """
 
     pad_id: int | None
     out_of_range: str
@@ -38,7 +43,7 @@ class Reading(NamedTuple):
     order: RowOrder | None = None
 
     def vocab_size(self, table: Any) -> Any:
-        """The number of ids that have a row."""
+        """Returns the number of ids that have a row."""
         return table.shape[0] if self.order is None else self.order.vocab_size
 
 
@@ -98,13 +103,14 @@ def lookup(
     arguments.choice("lookup_style", lookup_style, LOOKUP_STYLES)
     pad_id = None if pad_id is None else arguments.int32("pad_id", pad_id)
     ids = arguments.as_int32("ids", ids)
-    return look_up(as_table("table", table), ids, Reading(pad_id, out_of_range, lookup_style))
+    reading = Reading(pad_id=pad_id, out_of_range=out_of_range, lookup_style=lookup_style)
+    return look_up(as_table("table", table), ids, reading)
 
 
 def as_table(name: str, table: ArrayLike | StandIn) -> Any:
-    """A floating array of rank 2 with at least one row, or what stands in for it."""
+    """Converts a table to a floating array [vocab_size, d]. A `StandIn` is returned as it is."""
     if not isinstance(table, StandIn):
-        # A wrapper such as nnx.Param may hold one.
+        # A wrapper such as nnx.Param may hold a `StandIn`.
         table = arguments.unwrapped(table)
     if isinstance(table, StandIn):
         return table
@@ -116,32 +122,33 @@ def as_table(name: str, table: ArrayLike | StandIn) -> Any:
 
 @compiled(2)
 def look_up(table: Any, ids: Ids, reading: Reading) -> Vectors:
-    """`lookup` of checked arguments, compiled for eager callers too."""
+    """Computes `lookup` of checked arguments. It is compiled for eager callers too."""
     sharding = jax.typeof(ids).sharding
     # The last leaf of a `StandIn` has the table's columns.
     columns = typed_axes(jax.tree.leaves(table)[-1])[1]
     if not isinstance(table, StandIn):
         check_on_mesh("ids", ids, typed_axes(table)[0])
-    of_ids = typed_axes(ids)
-    batch_axes = set(sum(of_ids, ()))
+    id_axes = typed_axes(ids)
+    batch_axes = set(sum(id_axes, ()))
     if batch_axes.isdisjoint(columns):
         return _look_up(table, ids, reading)
-    # No axis may split two dimensions: each device reads its columns for the ids of all of them.
-    others = [tuple(axis for axis in axes if axis not in columns) for axes in of_ids]
-    ids = reshard(ids, NamedSharding(sharding.mesh, PartitionSpec(*others)))
+    # No mesh axis may split two dimensions of the result. So along the axes of the columns, each
+    # device gets the ids of all devices, and reads its own columns of their rows.
+    gathered_axes = [tuple(axis for axis in axes if axis not in columns) for axes in id_axes]
+    ids = reshard(ids, NamedSharding(sharding.mesh, PartitionSpec(*gathered_axes)))
     rows = _look_up(table, ids, reading)
-    kept = tuple(axis for axis in columns if axis not in batch_axes)
-    return reshard(rows, NamedSharding(sharding.mesh, PartitionSpec(*of_ids, kept)))
+    column_axes = tuple(axis for axis in columns if axis not in batch_axes)
+    return reshard(rows, NamedSharding(sharding.mesh, PartitionSpec(*id_axes, column_axes)))
 
 
 def _look_up(table: Any, ids: Ids, reading: Reading) -> Vectors:
-    """`look_up` of ids that are not split over the mesh axes of the table's columns."""
+    """Computes `look_up` of ids that are not split over the mesh axes of the table's columns."""
     if isinstance(table, StandIn):
         rows = table.gather_rows(ids, reading.order)
     elif reading.lookup_style == "gather":
         return _gather(table, ids, reading)
     else:
-        # A product at full precision with a row of one 1 for each id: the table must be finite.
+        # The product is computed at full precision, so that it returns the row itself.
         wide = arguments.widened(table)
         index = nearest_rows(ids, table.shape[0], reading.order)
         one_hot = jax.nn.one_hot(index, table.shape[0], dtype=wide.dtype)
@@ -150,9 +157,10 @@ def _look_up(table: Any, ids: Ids, reading: Reading) -> Vectors:
 
 
 def _replace_special_rows(rows: Vectors, table: Any, ids: Ids, reading: Reading) -> Vectors:
-    """The rows, with NaN or zeros at ids out of range and zeros at padding."""
+    """Replaces rows by NaN or zeros at ids out of range, and by zeros at padding."""
     if reading.out_of_range != "clip":
-        # As uint32, a negative id lies above any vocabulary: one comparison tells both ends.
+        # As uint32, a negative id is above any vocabulary, so one comparison finds ids beyond both
+        # ends.
         outside = ids.astype(jnp.uint32) >= reading.vocab_size(table)
         if reading.out_of_range == "nan":
             rows = nan_where(outside, rows)
@@ -165,16 +173,16 @@ def _replace_special_rows(rows: Vectors, table: Any, ids: Ids, reading: Reading)
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _gather(table: TableArray, ids: Ids, reading: Reading) -> Vectors:
-    """`lookup` in an array."""
+    """Computes `lookup` in an array, by a gather."""
     order = reading.order
     if is_explicit(jax.typeof(ids).sharding.mesh):
         rows = read_or_zero(table, nearest_rows(ids, table.shape[0], order).astype(jnp.uint32))
     else:
-        # XLA's gather clips by itself.
+        # XLA's gather clips the index itself, so the ids are not clipped before.
         index = ids if order is None else nearest_rows(ids, table.shape[0], order)
         rows = jnp.take(table, index, axis=0, mode="clip")
     rows = _replace_special_rows(rows, table, ids, reading)
-    # Of no ids, jax forgets along which axes of an enclosing shard_map the rows vary.
+    # If there are no ids, jax forgets along which axes of an enclosing shard_map the rows vary.
     return varying(rows, varying_axes(table) | varying_axes(ids))
 
 
@@ -182,15 +190,29 @@ def _gather(table: TableArray, ids: Ids, reading: Reading) -> Vectors:
 def _gather_jvp(
     reading: Reading, primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[Vectors, Any]:
-    (table, ids), order, is_clipped = primals, reading.order, reading.out_of_range == "clip"
-    # An index past the end reads zeros, and its gradient is dropped. Negative ids become such ones.
-    past = np.uint32(2**32 - 1)
+    """Computes the rows, and the tangents of the rows by a read that is linear in the table."""
+    table, ids = primals
+    table_tangent, _ = tangents
+    index = _gradient_index(table, ids, reading)
+    return _gather(table, ids, reading), read_or_zero(table_tangent, index)
+
+
+def _gradient_index(table: TableArray, ids: Ids, reading: Reading) -> Array:
+    """Returns the row that gets the gradient of each id, or an index past the end.
+
+    An index past the end reads zeros as a tangent, and its gradient is dropped.
+    """
+    order = reading.order
+    is_clipped = reading.out_of_range == "clip"
+    past_the_end = np.uint32(2**32 - 1)
     if order is None and not is_clipped:
+        # As uint32, a negative id is past the end too.
         index = ids.astype(jnp.uint32)
     else:
         index = nearest_rows(ids, table.shape[0], order).astype(jnp.uint32)
         if not is_clipped:
-            index = jnp.where(ids.astype(jnp.uint32) < reading.vocab_size(table), index, past)
+            is_inside = ids.astype(jnp.uint32) < reading.vocab_size(table)
+            index = jnp.where(is_inside, index, past_the_end)
     if reading.pad_id is not None:
-        index = jnp.where(ids == reading.pad_id, past, index)
-    return _gather(table, ids, reading), read_or_zero(tangents[0], index)
+        index = jnp.where(ids == reading.pad_id, past_the_end, index)
+    return index

@@ -1,4 +1,4 @@
-"""What the losses of output layers share: tokens, what each of them predicts, and reductions."""
+"""Does what all losses of output layers share: checks, what each token predicts, reductions."""
 
 import functools
 import numbers
@@ -22,24 +22,19 @@ from transformer_embed._src.sequences.runs import (
     of_previous_token,
 )
 from transformer_embed._src.sequences.token_positions import as_comparable
-from transformer_embed._src.tokens.chunks import (
-    DEFAULTS,
-    Layers,
-    Loss,
-    Settings,
-    TokenData,
-    map_chunks,
-    sum_of_losses,
-)
-from transformer_embed._src.tokens.output_layer import OutputLayer
-from transformer_embed._src.tokens.output_split import split_output
-
-# x and the output layer that it meets.
-Pair = tuple[Array, OutputLayer]
+from transformer_embed._src.tokens.loss_arithmetic import Loss
+from transformer_embed._src.tokens.loss_sums import sum_of_losses
+from transformer_embed._src.tokens.loss_values import map_chunks
+from transformer_embed._src.tokens.output_layer import OutputLayer, Pair
+from transformer_embed._src.tokens.output_split import Layers, split_output
+from transformer_embed._src.tokens.token_data import DEFAULTS, Settings, TokenData
 
 
 class Batch(NamedTuple):
-    """Arrays of tokens, [..., 1], that broadcast to those of the labels, [..., c]."""
+    """Arrays of a batch, [..., 1] or [..., c], that broadcast to the labels [..., c].
+
+    Shapes are written with one letter: c is 1, or the number of candidates of a token.
+    """
 
     labels: Any = None
     mask: Any = None
@@ -49,174 +44,244 @@ class Batch(NamedTuple):
 
 
 def _as_setting(check: Callable, name: str, value: Any) -> Array | None:
-    """A number of each token as an array that may be traced; None if it is the default."""
+    """Converts a setting to an array that may be traced, or to None if it has its default value."""
     if not isinstance(value, numbers.Real | np.floating):
         return arguments.as_floats(name, value)
     number = check(name, value)
-    # By name, for users may forbid jax to move numbers to a device by itself.
-    return None if number == getattr(DEFAULTS, name) else jax.device_put(number)
+    if number == getattr(DEFAULTS, name):
+        return None
+    # The number is moved by name, because users may forbid jax to move numbers to a device.
+    return jax.device_put(number)
 
+
+def as_labels(name: str, labels: ArrayLike) -> Array:
+    """Converts labels to int32. An error for floats says how one-hot labels become ids."""
+    if arguments.is_int32(labels):
+        return labels
+    array = arguments.as_array(name, labels)
+    if jnp.issubdtype(array.dtype, jnp.floating) and array.size > 0:
+        want = f"ids of an integer dtype ({name}.argmax(-1) makes them of one-hot {name})"
+        raise arguments.type_error(name, want, array.dtype)
+    return arguments.as_int32(name, labels)
+
+
+# At a larger temperature, the lowest float32 number, which is the logit of padding, would keep a
+# probability above 0.
+HIGHEST_TEMPERATURE = 1e36
+_SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
+_as_temperature = functools.partial(
+    arguments.real,
+    lowest=_SMALLEST_NORMAL,
+    highest=HIGHEST_TEMPERATURE,
+    want=f"a number above 0, {_SMALLEST_NORMAL:.3g} to {HIGHEST_TEMPERATURE:.3g}",
+)
 
 CONVERTERS: dict[str, Callable] = {
-    "labels": arguments.as_int32,
-    "mask": functools.partial(arguments.as_mask, is_true="counted"),
+    "labels": as_labels,
+    "mask": functools.partial(
+        arguments.as_mask, is_true="counted (pass mask != 0, or factors as weights=)"
+    ),
     "weights": arguments.as_floats,
     "segment_ids": as_comparable,
-    "temperature": functools.partial(_as_setting, arguments.positive),
+    "temperature": functools.partial(_as_setting, _as_temperature),
     "label_smoothing": functools.partial(_as_setting, arguments.rate),
     "z_loss": functools.partial(_as_setting, arguments.not_negative),
 }
 
-# An array may be known only when the program runs: what is out of range becomes NaN.
-IN_RANGE: dict[str, Callable] = {
-    "temperature": lambda value: (value > 0) & (value < jnp.inf),
+# Whether each number of a setting is in range. An array may be known only when the program runs, so
+# numbers that are out of range become NaN.
+IS_IN_RANGE: dict[str, Callable] = {
+    "temperature": lambda value: (value > 0) & (value <= HIGHEST_TEMPERATURE),
     "label_smoothing": lambda value: (value >= 0) & (value < 1),
     "z_loss": lambda value: value >= 0,
 }
-OPTIONAL = "mask", "weights", "segment_ids"
-# Of a token; the others are of a label.
-OF_TOKEN = "weights", "segment_ids", *Settings._fields
+OPTIONAL = ("mask", "weights", "segment_ids")
+# Arguments with a number for each token. The others have one for each label.
+TOKEN_ARGUMENTS = ("weights", "segment_ids", *Settings._fields)
 
 
 def compute(loss: Loss, layers: tuple[Pair, ...], **token_arguments: ArrayLike | None) -> Any:
-    """What `loss.returned` makes of the values of tokens, whose arguments are checked here."""
+    """Checks the arguments of tokens, and computes what `loss.returned` makes of their values."""
     arrays = {
         name: CONVERTERS[name](name, value)
         for name, value in token_arguments.items()
         if value is not None or name not in OPTIONAL
     }
-    tokens, labels = layers[0][0].shape[:-1], arrays.get("labels")
-    shape, name, whose = tokens, "x", "the tokens"
+    token_shape = layers[0].x.shape[:-1]
+    labels = arrays.get("labels")
+    label_shape = token_shape
     if labels is not None:
-        name, whose = "labels", "the labels"
         if loss.of_candidates:
-            shape += labels.shape[len(tokens) :][:1]
-        arguments.check_same(name, "x's shape without its last axis", labels.shape, shape)
-    is_known = not any(map(export.is_symbolic_dim, tokens))
-    arguments.check_shape(name, tokens, is_known, "of known sizes, as chunks need")
+            label_shape += labels.shape[len(token_shape) :][:1]
+        _check_label_shape(labels.shape, label_shape, len(token_shape))
+    _check_token_shape("x" if labels is None else "labels", token_shape, loss.shift)
     if not loss.shift:
         arguments.check_left_out("segment_ids", arrays.get("segment_ids"), "shift is 0")
-    else:
-        arguments.check_shape(name, tokens, bool(tokens), "[..., length], to shift")
+    label_owner = "the tokens" if labels is None else "the labels"
 
-    def as_wide(name: str) -> Array | None:
-        """[..., 1] or [..., c]: a number of a token broadcasts to those of its candidates."""
-        if (array := arrays.get(name)) is None:
+    def with_label_axis(name: str) -> Array | None:
+        """Adds axes for [..., 1] or [..., c]: a number of a token broadcasts to its candidates."""
+        array = arrays.get(name)
+        if array is None:
             return None
-        target, other = (tokens, "the tokens") if name in OF_TOKEN else (shape, whose)
+        target, owner = label_shape, label_owner
+        if name in TOKEN_ARGUMENTS:
+            target, owner = token_shape, "the tokens"
         with_length = name == "segment_ids"
-        arguments.check_broadcasts(name, array.shape, target, other, with_length=with_length)
-        last = range(len(target), len(tokens) + 1)
-        return jnp.expand_dims(array, (*range(len(target) - array.ndim), *last))
+        arguments.check_broadcasts(name, array.shape, target, owner, with_length=with_length)
+        leading_axes = range(len(target) - array.ndim)
+        label_axis = range(len(target), len(token_shape) + 1)
+        return jnp.expand_dims(array, (*leading_axes, *label_axis))
 
-    settings = Settings(*map(as_wide, Settings._fields))
-    wide = {name: as_wide(name) for name in Batch._fields[:-1]}
-    return _compute(loss, layers, Batch(**wide, settings=settings))
+    settings = Settings(*map(with_label_axis, Settings._fields))
+    batch = Batch(
+        labels=with_label_axis("labels"),
+        mask=with_label_axis("mask"),
+        weights=with_label_axis("weights"),
+        segment_ids=with_label_axis("segment_ids"),
+        settings=settings,
+    )
+    return _compute(loss, layers, batch)
+
+
+def _check_label_shape(shape: tuple[int, ...], wanted: tuple[int, ...], token_ndim: int) -> None:
+    """Raises an error unless labels have the wanted shape."""
+    if shape != wanted:
+        want = f"x's shape without its last axis, {wanted}"
+        if len(shape) == token_ndim + 1:
+            want += " (labels.argmax(-1) makes ids of one-hot labels)"
+        raise arguments.value_error("labels", want, shape)
+
+
+def _check_token_shape(name: str, shape: tuple[Any, ...], shift: int) -> None:
+    """Raises an error if a size is not known while tracing, or if no token predicts a label."""
+    is_known = not any(map(export.is_symbolic_dim, shape))
+    arguments.check_shape(name, shape, is_known, "of known sizes, as chunks need")
+    if not shift:
+        return
+    arguments.check_shape(name, shape, bool(shape), "[..., length], to shift")
+    length = shape[-1]
+    if shift >= length:
+        # No token would predict a label, and a loss of 0 would look like perfect training.
+        want = f"a number of tokens below the length of {name}, {length}"
+        raise arguments.value_error("shift", want, shift)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _compute(loss: Loss, layers: tuple[Pair, ...], batch: Batch) -> Any:
-    # Under explicit axes, split as x.
-    every_token = ~jnp.zeros_like(layers[0][0], bool).any(-1)
-    token_data, counted = _token_data(loss, layers, batch, every_token)
+    """Computes what `loss.returned` makes of the values of tokens."""
+    # True for every token, and split like x under explicit axes.
+    all_true = ~jnp.zeros_like(layers[0].x, bool).any(-1)
+    token_data, is_counted = _token_data(loss, layers, batch, all_true)
     weights = token_data.weights
     if loss.reduction != "none":
         weights = jnp.sum(weights)
     if loss.reduction == "mean":
-        # If no label is counted, 0 / 1 in place of NaN.
+        # If no label is counted, the weights are divided by 1, because 0 / 0 is NaN.
         mean_weights = token_data.weights / jnp.where(weights == 0, 1, weights)
         token_data = token_data._replace(weights=mean_weights)
-    token_data, of_layers = _placed(layers, token_data, counted)
+    token_data, device_layers = _on_devices(layers, token_data, is_counted)
     if loss.reduction != "none":
-        return loss.returned(sum_of_losses(loss, token_data, of_layers), weights)
-    # Split as x again: over axes of the table too, along which its tokens were gathered.
-    values = map_chunks(loss, token_data, of_layers)
-    values = tuple(split_like(each, every_token) for each in values)
+        return loss.returned(sum_of_losses(loss, token_data, device_layers), weights)
+    values = map_chunks(loss, token_data, device_layers)
+    # The values are split like x again, also over axes of the table, along which the tokens were
+    # gathered.
+    values = tuple(split_like(value, all_true) for value in values)
     if loss.shift:
-        back = _along_length(of_previous_token, loss.shift)
-        values, weights = jax.tree.map(back, (values, weights))
+        shift_back = _along_length(of_previous_token, loss.shift)
+        values, weights = jax.tree.map(shift_back, (values, weights))
     if not loss.of_candidates:
-        values, weights = jax.tree.map(lambda each: each[..., 0], (values, weights))
+        values, weights = jax.tree.map(lambda array: array[..., 0], (values, weights))
     return loss.returned(values, weights)
 
 
 def _token_data(
-    loss: Loss, layers: tuple[Pair, ...], batch: Batch, every_token: Bool[Array, "..."]
+    loss: Loss, layers: tuple[Pair, ...], batch: Batch, all_true: Bool[Array, "..."]
 ) -> tuple[TokenData, Bool[Array, "... c"]]:
-    """What each token predicts, and which labels are counted."""
-    dtype = arguments.compute_dtype(
-        *(array.dtype for x, output in layers for array in (x, output.table))
+    """Finds what each token predicts, and which labels are counted."""
+    dtypes = [array.dtype for pair in layers for array in (pair.x, pair.output.table)]
+    dtype = arguments.compute_dtype(*dtypes)
+    output = layers[0].output
+    batch = jax.tree.map(lambda array: split_like(array, all_true), batch)
+    is_counted = all_true[..., None]
+    # Numbers are widened before they are broadcast, so their gradients are summed in the wide
+    # dtype.
+    zeros = jnp.zeros_like(is_counted, dtype)
+    weights, settings = jax.tree.map(
+        lambda array: array.astype(dtype) + zeros, (batch.weights, batch.settings)
     )
-    batch = jax.tree.map(lambda array: split_like(array, every_token), batch)
-    counted = every_token[..., None]
-    # Widened before they are broadcast, so that their gradients are summed in the wide dtype.
-    zeros = jnp.zeros_like(counted, dtype)
-    floats = batch.weights, batch.settings
-    weights, settings = jax.tree.map(lambda array: array.astype(dtype) + zeros, floats)
-    labels, pad_id = batch.labels, layers[0][1].pad_id
-    # With the whole length, which is shifted below.
-    mask = None if batch.mask is None else batch.mask & counted
+    labels = batch.labels
+    # The mask gets the whole length here, because it is shifted below.
+    mask = None if batch.mask is None else batch.mask & is_counted
     if loss.shift:
         segment_ids = batch.segment_ids
         if segment_ids is None:
-            segment_ids = jnp.ones_like(counted, jnp.int32)
-        counted &= _along_length(has_next_token, loss.shift)(segment_ids)
+            segment_ids = jnp.ones_like(is_counted, jnp.int32)
+        is_counted &= _along_length(has_next_token, loss.shift)(segment_ids)
         if labels is not None and not loss.of_candidates:
-            counted &= ~_is_padding(labels, layers[0][1])
-        shifted = _along_length(of_next_token, loss.shift)
-        labels, mask, weights, settings = jax.tree.map(shifted, (labels, mask, weights, settings))
-    if labels is not None and pad_id is not None:
-        counted &= labels != pad_id
+            is_counted &= ~_is_padding(labels, output)
+        shift = _along_length(of_next_token, loss.shift)
+        labels, mask, weights, settings = jax.tree.map(shift, (labels, mask, weights, settings))
+    if labels is not None and output.pad_id is not None:
+        is_counted &= labels != output.pad_id
     if mask is not None:
-        counted &= mask
-    weights = jnp.where(counted, jnp.ones((), dtype) if weights is None else weights, 0)
-    # No row has an id of -1: the loss is finite, and no gradient is that of an infinite logit.
-    labels = None if labels is None else jnp.where(counted, labels, -1)
-    checked = {
-        name: _valid(name, setting, counted, weights)
+        is_counted &= mask
+    weights = jnp.where(is_counted, jnp.ones((), dtype) if weights is None else weights, 0)
+    # No row has an id of -1. So a label that is not counted has a finite loss, and the gradient of
+    # an infinite logit is not taken.
+    labels = None if labels is None else jnp.where(is_counted, labels, -1)
+    valid_settings = {
+        name: _valid_setting(name, setting, is_counted, weights)
         for name, setting in settings._asdict().items()
     }
-    return TokenData(labels=labels, settings=Settings(**checked), weights=weights), counted
+    token_data = TokenData(labels=labels, settings=Settings(**valid_settings), weights=weights)
+    return token_data, is_counted
 
 
 def _is_padding(labels: Array, output: OutputLayer) -> Array:
-    """Which tokens are padding, as their own labels say; an id outside only marks labels."""
+    """Returns which tokens are padding, as their own labels say.
+
+    A `pad_id` outside the vocabulary only marks labels, so no token is padding then.
+    """
     return (labels == output.pad_id) & (labels.astype(jnp.uint32) < output.size)
 
 
-def _valid(name: str, setting: Array | None, counted: Array, weights: Array) -> Array | None:
-    """Numbers of tokens, NaN where one that is out of range has a weight.
+def _valid_setting(
+    name: str, setting: Array | None, is_counted: Array, weights: Array
+) -> Array | None:
+    """Replaces the numbers of a setting that are out of range.
 
-    The default where nothing is counted, or an invalid one has no weight.
+    A number becomes NaN if a loss of its token has a weight. It becomes the default if no label of
+    its token is counted, or if no label has a weight.
     """
     if setting is None:
         return None
     is_used = (weights != 0).any(-1, keepdims=True)
-    is_valid = counted.any(-1, keepdims=True) & IN_RANGE[name](setting)
+    is_valid = is_counted.any(-1, keepdims=True) & IS_IN_RANGE[name](setting)
     return nan_where(~is_valid & is_used, jnp.where(is_valid, setting, getattr(DEFAULTS, name)))
 
 
 def _along_length(function: Callable, steps: int) -> Callable:
-    """The function of values [..., length] and steps, of values [..., length, c]."""
+    """Makes a function of values [..., length, c] from a function of [..., length] and steps."""
     return lambda array: function(array.swapaxes(-1, -2), steps).swapaxes(-1, -2)
 
 
-def _placed(
-    layers: tuple[Pair, ...], token_data: TokenData, counted: Bool[Array, "... c"]
+def _on_devices(
+    layers: tuple[Pair, ...], token_data: TokenData, is_counted: Bool[Array, "... c"]
 ) -> tuple[TokenData, Layers]:
-    """The arrays of tokens and of layers as functions on devices take them."""
+    """Splits the arrays of tokens and of layers as functions on devices take them."""
 
     def without_unused(x):
-        """Finite logits for tokens without any weight, which leaves nothing of them."""
+        """Replaces the x of tokens without any weight, so that their logits are finite."""
         is_finite = jnp.isfinite(x).all(-1, keepdims=True)
-        is_used = (token_data.weights != 0) | (counted & is_finite)
+        is_used = (token_data.weights != 0) | (is_counted & is_finite)
         return jnp.where(is_used.any(-1, keepdims=True), x, 0)
 
-    placed = tuple(split_output(without_unused(x), output) for x, output in layers)
-    first, *others = (layer.split for layer in placed)
+    device_layers = tuple(split_output(without_unused(pair.x), pair.output) for pair in layers)
+    first, *others = (layer.split for layer in device_layers)
     for split in others:
         want = "a table with rows split over the mesh axes of output's"
         arguments.check_same("teacher_output", want, split.vocabulary, first.vocabulary)
         arguments.check_same("teacher_x", "tokens split as x's", split.tokens, first.tokens)
     sharding = NamedSharding(first.mesh, first.specs().x)
-    return jax.tree.map(lambda array: reshard(array, sharding), token_data), placed
+    return jax.tree.map(lambda array: reshard(array, sharding), token_data), device_layers

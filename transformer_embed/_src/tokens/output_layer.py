@@ -1,8 +1,8 @@
-"""The output layer: the product of x with every row of a table, such as the embedding table."""
+"""Multiplies x with every row of a table, such as the embedding table: the output layer."""
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,33 +22,41 @@ from transformer_embed._src.tokens.row_logits import row_logits
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OutputLayer:
-    """An output layer, whose logits are the product of hidden states with every row of a table.
+    """A layer that computes logits: the products of hidden states with every row of a table.
 
-    With `u = scale * (x @ table.T + bias)`, the logits are u, or `softcap * tanh(u / softcap)`. A
-    tied output layer has the embedding table as its table. `Embedder.output`,
-    `TokenEmbedding.output` and `TransformerEmbedding.output` make those of a config.
+    Make one to pass your table, together with its bias and settings, to the losses and to
+    `linear_logits`. For a tied layer, pass the embedding table. If you have an `Embedder`, a
+    `TokenEmbedding` or a `TransformerEmbedding`, its method `output` makes the layer of its config.
 
-    It is a pytree whose leaves are the table and the bias, so that it goes through `jax.jit`,
-    `jax.vmap` and `jax.lax.scan`, and its gradient is an OutputLayer again.
+    With `u = scale * (x @ table.T + bias)`, the logits are u, or `softcap * tanh(u / softcap)`.
+
+    The layer is a pytree whose leaves are the table and the bias. So you can pass it through
+    `jax.jit`, `jax.vmap` and `jax.lax.scan`, and its gradient is an `OutputLayer` again.
 
     Args:
-        table: [vocab_size, d], a floating dtype.
-        bias: [vocab_size], a floating dtype. An id whose bias is -inf is banned: its logit is -inf,
-            with a softcap too. None: no bias.
-        softcap: a Python number above 0, which no other logit exceeds in magnitude (Gemma 2: 30).
-            None: no bound.
-        scale: a Python number above 0 (T5: d**-0.5).
-        pad_id: the id of padding, which is never predicted: its logit is half of the lowest finite
-            number, so its probability is 0, and its row and bias get no gradient. It may be outside
-            the vocabulary. None: no padding.
-        vocab_size: the number of ids. The rows past it only fill the table up, and are never
-            predicted, as padding is. None: the number of rows.
+        table: The vectors of the ids, [vocab_size, d], of a floating dtype. With `vocab_axis=1`,
+            [d, vocab_size].
+        bias: A number for each id, [vocab_size], of a floating dtype. An id whose bias is -inf is
+            banned: its logit is -inf, with a softcap too. If None, there is no bias.
+        softcap: The bound on the magnitude of all other logits, a Python number above 0 (Gemma 2:
+            30). If None, there is no bound.
+        scale: The factor of the logits, a Python number above 0 (T5: d**-0.5).
+        pad_id: The id of padding, which is never predicted. Its logit is half of the lowest finite
+            number, so its probability is 0, and its row and bias get no gradient. The id may lie
+            outside the vocabulary. If None, there is no padding.
+        vocab_size: The number of ids. Set it if the table has more rows, for example to divide them
+            among devices. The rows past it are never predicted, like padding. If None, every row
+            is an id.
+        vocab_axis: Which axis of the table counts the ids, 0 or 1. Set it to 1 to use the `w` of an
+            `hk.Linear`, [d, vocab_size], as it is. The gradient has the shape of the table, and no
+            transposed copy is made.
 
     Raises:
-        TypeError: the table or the bias does not have a floating dtype of 16 bits or more; softcap
-            or scale is not a Python number.
+        TypeError: the table or the bias does not have a floating dtype of 16 bits or more; or
+            `softcap` or `scale` is not a Python number.
         ValueError: the table does not have rank 2; the bias does not have one number for each row;
-            softcap or scale is not above 0; a vocab_size below 1 or above the number of rows.
+            `softcap` or `scale` is not above 0; `vocab_size` is below 1 or above the number of
+            rows; or `vocab_axis` is not 0 or 1.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -58,6 +66,10 @@ class OutputLayer:
         0.0
         >>> jax.grad(lambda output: te.linear_logits([2.0], output)[1])(output).table.tolist()
         [[0.0], [2.0]]
+
+        >>> w, b = jnp.array([[0.5, 1.0]]), jnp.array([0.0, 3.0])  # the parameters of an hk.Linear
+        >>> te.linear_logits([2.0], te.OutputLayer(w, b, vocab_axis=1)).tolist()
+        [1.0, 5.0]
 
     Source:
         Press and Wolf, "Using the Output Embedding to Improve Language Models" (2017),
@@ -73,6 +85,7 @@ class OutputLayer:
     scale: float = 1.0
     pad_id: int | None = None
     vocab_size: int | None = None
+    vocab_axis: int = 0
 
     def __post_init__(self):
         arguments.convert_fields(
@@ -82,24 +95,30 @@ class OutputLayer:
             softcap=arguments.positive,
             scale=arguments.positive,
             pad_id=arguments.int32,
+            vocab_axis=functools.partial(arguments.integer, at_least=0, at_most=1),
         )
-        number = functools.partial(arguments.integer, at_least=1, at_most=self.table.shape[0])
+        number = functools.partial(arguments.integer, at_least=1, at_most=self.row_count)
         arguments.convert_fields(self, vocab_size=number)
         if self.bias is not None:
-            rows = self.table.shape[:1]
+            rows = (self.row_count,)
             arguments.check_same("bias", "a number for each row", self.bias.shape, rows)
+
+    @property
+    def row_count(self) -> Any:
+        """The number of rows of the table, as many as `vocab_size` or more."""
+        return self.table.shape[self.vocab_axis]
 
     @property
     def size(self) -> Any:
         """The number of ids."""
-        return self.table.shape[0] if self.vocab_size is None else self.vocab_size
+        return self.row_count if self.vocab_size is None else self.vocab_size
 
 
-register_pytree(OutputLayer, "softcap", "scale", "pad_id", "vocab_size")
+register_pytree(OutputLayer, "softcap", "scale", "pad_id", "vocab_size", "vocab_axis")
 
 
 def _as_whole_table(name: str, table: ArrayLike) -> TableArray:
-    """An array with every row of a table."""
+    """Converts a table, and refuses one that holds only some of its rows."""
     array = as_table(name, table)
     if isinstance(array, StandIn):
         want = "a whole table, trained densely, since the output layer is tied to it"
@@ -113,23 +132,29 @@ def linear_logits(
     *,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> Float[Array, "... v"]:
-    """The logits of an output layer.
+    """Computes the logits of an output layer.
+
+    Use it where you need whole logits, such as for sampling. To train, use `linear_cross_entropy`,
+    which never holds the logits of a whole batch.
 
     Args:
-        x: [..., d], a floating dtype.
-        output: an `OutputLayer`, or the table of one without other settings, [vocab_size, d].
-        out_sharding: how explicit mesh axes split the logits, as in `jnp.einsum`. None: the
-            vocabulary is split over the axes of the table's rows, then over those of its columns,
-            and each dimension of tokens as in x, over the axes that do not split the table.
+        x: The hidden vectors, [..., d], of a floating dtype.
+        output: The output layer: an `OutputLayer`, or a table [vocab_size, d] if there is no bias,
+            softcap, scale or `pad_id`.
+        out_sharding: How explicit mesh axes split the logits, as in `jnp.einsum`. If None, the
+            vocabulary is split over the axes of the table's rows, then over the axes of its
+            columns. Each dimension of tokens is split as in x, over the axes that do not split the
+            table.
 
     Returns:
-        [..., rows of the table], summed and returned in float32 (float64 if x or the table is).
+        The logits, [..., rows of the table], summed and returned in float32 (float64 if x or the
+        table is).
 
     Raises:
-        TypeError: x does not have a floating dtype of 16 bits or more; out_sharding is of another
-            type.
-        ValueError: the width of the table is not that of x; columns are split over devices that do
-            not divide the rows.
+        TypeError: x does not have a floating dtype of 16 bits or more; or `out_sharding` has
+            another type.
+        ValueError: the width of the table differs from the width of x; or the columns of the table
+            are split over a number of devices that does not divide the number of rows.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -148,33 +173,43 @@ def linear_logits(
     return logits if out_sharding is None else jax.sharding.reshard(logits, out_sharding)
 
 
-def as_output_layer(
-    x: ArrayLike, output: OutputLayer | ArrayLike, prefix: str = ""
-) -> tuple[Array, OutputLayer]:
-    """The arguments of `linear_logits`, which fit each other; their names have this prefix."""
+class Pair(NamedTuple):
+    """Hidden vectors, and the output layer that they meet."""
+
+    x: Array
+    output: OutputLayer
+
+
+def as_output_layer(x: ArrayLike, output: OutputLayer | ArrayLike, prefix: str = "") -> Pair:
+    """Converts and checks the arguments of `linear_logits`, whose names have this prefix."""
     x = arguments.as_floats(f"{prefix}x", x)
     if isinstance(output, OutputLayer):
-        # Made again, because a tree's leaves may have been replaced by any others.
+        # The layer is made again, because a function of trees may have replaced its leaves.
         output = OutputLayer(**vars(output))
     else:
         output = OutputLayer(as_table(f"{prefix}output", output))
+    width = output.table.shape[1 - output.vocab_axis]
     want = "a last axis of the width d of the table [vocab_size, d]"
-    arguments.check_same(f"{prefix}x", want, x.shape[-1:], output.table.shape[1:])
-    return x, output
+    if output.vocab_axis == 1:
+        want = "a last axis of the width d of the table [d, vocab_size]"
+    elif x.shape[-1:] == output.table.shape[:1]:
+        want += " (te.OutputLayer takes [d, vocab_size] with vocab_axis=1)"
+    arguments.check_same(f"{prefix}x", want, x.shape[-1:], (width,))
+    return Pair(x=x, output=output)
 
 
 @compiled()
 def _logits(x: Float[Array, "... d"], output: OutputLayer) -> Float[Array, "... v"]:
-    """`linear_logits` of arrays."""
+    """Computes `linear_logits` of checked arguments."""
     layer = split_output(x, output)
     split = layer.split
 
     def multiply(layer):
-        rows = split.exchange(layer.table, 0)
+        rows = split.to_rows(layer.table)
         computed = row_logits(dataclasses.replace(layer, table=rows))
         logits = computed.factor * computed.unscaled
-        # Half of the lowest number: a bias on top of it does not overflow to -inf.
+        # A bias that you add to half of the lowest number does not overflow to -inf.
         return jnp.where(computed.is_inside, logits, jnp.finfo(logits.dtype).min / 2)
 
-    of_logits = PartitionSpec(*split.tokens, split.vocabulary)
-    return on_each_device(split.mesh, multiply, (split.specs(),), of_logits)(layer)
+    logits_spec = PartitionSpec(*split.tokens, split.vocabulary)
+    return on_each_device(split.mesh, multiply, (split.specs(),), logits_spec)(layer)

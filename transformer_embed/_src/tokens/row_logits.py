@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int32
 from transformer_embed._src import arguments
 from transformer_embed._src.compiled import change_column
 from transformer_embed._src.partitioning import devices_along, index_along, varying_axes
-from transformer_embed._src.tokens.output_split import Layer, OutputSplit
+from transformer_embed._src.tokens.output_split import LayerArrays, OutputSplit
 
 # The checkpoint of a chunk keeps the arrays that have this name.
 KEPT_NAME = "token_data"
@@ -43,7 +43,7 @@ class RowLogits(NamedTuple):
     is_inside: Array | bool
 
 
-def row_logits(layer: Layer) -> RowLogits:
+def row_logits(layer: LayerArrays) -> RowLogits:
     """Computes the logits of gathered x for whole rows."""
     split = layer.split
     x = layer.x
@@ -55,13 +55,15 @@ def row_logits(layer: Layer) -> RowLogits:
     if x.dtype != table.dtype:
         x = x.astype(dtype)
         table = table.astype(dtype)
-    products = jnp.einsum("...d,vd->...v", x, table, preferred_element_type=dtype)
+    products = jnp.einsum(
+        f"...d,{split.table_letters}->...v", x, table, preferred_element_type=dtype
+    )
     # Arrays of rows are expanded to the rank of x, because users may disable jax's rank promotion.
     token_axes = range(x.ndim - 1)
     if bias is not None:
         bias = jnp.expand_dims(bias.astype(dtype), token_axes)
-    unscaled, factor = biased_and_capped(split, products, bias)
-    row_count = table.shape[0]
+    unscaled, factor = _biased_and_capped(split, products, bias)
+    row_count = table.shape[split.vocab_axis]
     first_id = index_along(split.vocabulary) * row_count
     ids = first_id + jnp.arange(row_count, dtype=jnp.int32)
     ids = jnp.expand_dims(ids, token_axes)
@@ -72,7 +74,7 @@ def row_logits(layer: Layer) -> RowLogits:
     return RowLogits(unscaled=unscaled, factor=factor, ids=ids, is_inside=is_inside)
 
 
-def biased_and_capped(
+def _biased_and_capped(
     split: OutputSplit, products: Float[Array, "... n"], bias: Array | None
 ) -> tuple[Float[Array, "... n"], float]:
     """Makes logits of products and biases [..., n].
@@ -120,7 +122,7 @@ class ChunkLogits(NamedTuple):
     is_banned: Array | bool
 
 
-def chunk_logits(layer: Layer, temperature: Any) -> ChunkLogits:
+def chunk_logits(layer: LayerArrays, temperature: Any) -> ChunkLogits:
     """Computes the logits of a chunk, as differences from the largest of each token."""
     split = layer.split
     rows = row_logits(layer)
@@ -139,8 +141,12 @@ def chunk_logits(layer: Layer, temperature: Any) -> ChunkLogits:
     logits = _low_outside(layer, rows, lowest)
     # The checkpoint of a chunk keeps these two arrays. So the backward pass, which computes the
     # logits again, reads the logits only once.
-    top, total = checkpoint_name(_top_and_total(split, factor, logits), KEPT_NAME)
-    is_banned = False if layer.bias is None else layer.bias[None] == -jnp.inf
+    top, total = _top_and_total(split, factor, logits)
+    is_banned = False
+    if layer.bias is not None:
+        is_banned = layer.bias[None] == -jnp.inf
+        top, total = _finite_if_all_banned(split, top, total)
+    top, total = checkpoint_name((top, total), KEPT_NAME)
     slope = 1.0
     if split.softcap is not None:
         # The derivative of tanh. At a ban, where `unscaled` is -inf, the derivative is 0.
@@ -163,10 +169,10 @@ def chunk_logits(layer: Layer, temperature: Any) -> ChunkLogits:
     )
 
 
-def _low_outside(layer: Layer, rows: RowLogits, lowest: Any) -> Float[Array, "t r"]:
+def _low_outside(layer: LayerArrays, rows: RowLogits, lowest: Any) -> Float[Array, "t r"]:
     """Sets the logits of rows that are not inside to the lowest value."""
     split = layer.split
-    has_whole_vocabulary = split.mesh.empty and layer.table.shape[0] == split.vocab_size
+    has_whole_vocabulary = split.mesh.empty and rows.unscaled.shape[-1] == split.vocab_size
     if split.pad_id is None or not has_whole_vocabulary:
         return jnp.where(rows.is_inside, rows.unscaled, lowest)
     # Only the column of the `pad_id` is outside.
@@ -195,6 +201,21 @@ def _top_and_total(
         return in_two_passes(logits)
     one_pass = functools.partial(in_one_pass, factor)
     return jax.lax.platform_dependent(logits, cuda=one_pass, default=in_two_passes)
+
+
+def _finite_if_all_banned(
+    split: OutputSplit, top: Float[Array, "t 1"], total: Float[Array, "t 1"]
+) -> tuple[Float[Array, "t 1"], Float[Array, "t 1"]]:
+    """Replaces `top` and `total` if the bias bans every id.
+
+    Then all logits are -inf, and a CPU would subtract infinity from infinity. With a finite top and
+    a total of 1, every loss is infinite on all platforms, and its gradients are finite.
+    """
+    lowest = jnp.finfo(top.dtype).min
+    is_all_banned = top <= lowest
+    # The totals of the devices are added.
+    total_here = 1 / devices_along(split.mesh, split.vocabulary)
+    return jnp.maximum(top, lowest), jnp.where(is_all_banned, total_here, total)
 
 
 def in_one_pass(
