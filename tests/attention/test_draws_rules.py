@@ -12,7 +12,7 @@ ORDERS = [None, None, "[11, 0, 5, 4, 3, 9, 8, 2, 1, 6, 7, 10]", "[8, 9, 10, 11, 
 def of_rows(chosen):
     """Each array of the batch is [rows, length], or the lengths of a row are one number."""
     by_row = {"right", "left", "answers"}
-    alone = [] if chosen["kind"] in by_row else ["rows alone"]
+    alone = [] if chosen["kind"] == "answers" else ["rows alone"]
     # Arrays that are made in the function have a length that is known.
     any_lengths = [] if chosen["kind"] in by_row | {"offset"} else ["any lengths"]
     split = ["split length"] if chosen["kind"] != "answers" else []

@@ -59,7 +59,7 @@ def test_alibi_bias_of_blooms_key_row(num_heads):
 def test_alibi_bias_of_mpts_key_row(num_heads):
     for max_bias, expected in GOLDEN["mpt"][num_heads].items():
         bias = alibi_bias([4], range(5), num_heads=int(num_heads), max_bias=float(max_bias))
-        near(bias[0, :, 0], expected, rtol=PEER_ERROR)
+        near(bias[:, 0], expected, rtol=PEER_ERROR)
 
 
 @pytest.mark.slow
@@ -119,6 +119,14 @@ def test_many_buckets_need_no_memory_of_their_own():
 
 
 # --- Both
+
+
+def test_biases_without_a_batch_axis_have_none():
+    assert alibi_bias([0, 1], [0, 1, 2], 4).shape == (4, 2, 3)
+    assert relative_position_buckets([0, 1], [0, 1, 2]).shape == (2, 3)
+    with jax.numpy_rank_promotion("raise"):
+        assert alibi_bias([0, 1], [[0, 1, 2]] * 5, 4).shape == (5, 4, 2, 3)
+        assert relative_position_buckets([[0, 1]] * 5, [0, 1, 2]).shape == (5, 2, 3)
 
 
 @pytest.mark.slow

@@ -154,22 +154,27 @@ class AttentionMask(Mask):
         Returns:
             bool [B or 1, 1, T or 1, S], True = may attend, for logits [B, heads, T, S]: the batch
             axis is 1 if all rows have the same mask, the query axis is 1 if all queries have the
-            same mask. Tokens without a batch axis, as inside `vmap`, have none here either. A row
-            may be all False: see `mask_to_bias`. A mask does not protect against keys or values
-            that are NaN or infinite, because 0 times them is NaN.
+            same mask. If queries and keys have no batch axis, the mask has none either: bool
+            [1, T or 1, S], for logits [heads, T, S]. A row of the mask may be all False: see
+            `mask_to_bias`. A mask does not protect against keys or values that are
+            NaN or infinite, because 0 times them is NaN.
 
         Example:
             >>> import transformer_embed as te
             >>> tokens = te.TokenPositions.from_offset(0, 3)
-            >>> te.AttentionMask(tokens, causal=True, window=(1, 0)).dense()[0, 0].tolist()
+            >>> te.AttentionMask(tokens, causal=True, window=(1, 0)).dense()[0].tolist()
             [[True, False, False], [True, True, False], [False, True, True]]
         """
-        is_row = all(side.positions.ndim == 1 for side in self.sides)
-        return _dense(self)[0] if is_row else _dense(self)
+        return self._with_rank(_dense(self))
+
+    def _with_rank(self, array: Array) -> Array:
+        """Returns an array [1 or B, ...] without the batch axis if no side has one."""
+        has_batch = any(side.positions.ndim == 2 for side in self.sides)
+        return array if has_batch else array[0]
 
     def block(
         self, query_start: ArrayLike, key_start: ArrayLike, shape: tuple[int, int]
-    ) -> Bool[Array, "b t s"]:
+    ) -> Bool[Array, "*b t s"]:
         """A rectangle of the mask, without the rest of it.
 
         In a Pallas kernel, make a mask of the positions and segment ids that the kernel has loaded,
@@ -182,8 +187,9 @@ class AttentionMask(Mask):
             shape: (number of queries, number of keys), at least 1 each.
 
         Returns:
-            bool [B or 1, *shape], True = may attend: `dense()[:, 0, query_start:, key_start:]`, cut
-            to the shape. It is all False if a traced start leaves no room for the shape.
+            bool [B or 1, *shape], or [*shape] without a batch axis, True = may attend:
+            `dense()[..., 0, query_start:, key_start:]`, cut to the shape. It is all False if a
+            traced start leaves no room for the shape.
 
         Raises:
             TypeError: a start is not an integer, or shape does not hold two Python ints.
@@ -193,7 +199,7 @@ class AttentionMask(Mask):
         Example:
             >>> import transformer_embed as te
             >>> tokens = te.TokenPositions.from_offset(0, 1_000_000)
-            >>> te.AttentionMask(tokens, causal=True).block(500_000, 499_999, (2, 3))[0].tolist()
+            >>> te.AttentionMask(tokens, causal=True).block(500_000, 499_999, (2, 3)).tolist()
             [[True, True, False], [True, True, True]]
         """
         shape = arguments.entries("shape", shape, arguments.size, count=2)
@@ -206,9 +212,9 @@ class AttentionMask(Mask):
                 raise arguments.value_error("shape", want, shape)
             inside = f"the mask, for a block of {shape}"
             starts.append(arguments.as_indices(name, start, last, inside))
-        return _block(self, starts, shape)
+        return self._with_rank(_block(self, starts, shape))
 
-    def block_mask(self, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
+    def block_mask(self, shape: tuple[int, int]) -> Int8[Array, "*b m n"]:
         """For each block of the mask, whether none, some or all of its pairs may attend.
 
         An attention kernel skips the blocks without a pair, and needs no mask where all pairs may
@@ -218,8 +224,9 @@ class AttentionMask(Mask):
             shape: (number of queries, number of keys) of a block; they must divide T and S.
 
         Returns:
-            int8 [B or 1, T / shape[0], S / shape[1]]. Skip a block of 0: no pair may attend. Leave
-            out the mask in a block of 2: all pairs may. Mask a block of 1, by `block` for example.
+            int8 [B or 1, T / shape[0], S / shape[1]], or without the batch axis. Skip
+            a block of 0: no pair may attend. Leave out the mask in a block of 2: all pairs may.
+            Mask a block of 1, by `block` for example.
 
             Padded or packed self-attention (with the same first position in each sequence of a
             row), and a sequence with its cache, have a 1 only where some pairs may and some may
@@ -241,7 +248,7 @@ class AttentionMask(Mask):
             if export.is_symbolic_dim(length) or length % size:
                 want = f"a divisor of the number of {side}, {length} (pad the batch to a multiple)"
                 raise arguments.value_error("shape", want, size)
-        return block_mask(self, shape)
+        return self._with_rank(block_mask(self, shape))
 
 
 register_pytree(AttentionMask, "causal", "window", "chunk", "sinks")

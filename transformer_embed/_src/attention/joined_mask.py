@@ -52,18 +52,26 @@ class JoinedMask(Mask):
 
     def dense(self) -> Bool[Array, "*b 1 t s"]:
         """See `AttentionMask.dense`."""
-        return JOINS[self.join](self.first.dense(), self.second.dense())
+        return self._joined(self.first.dense(), self.second.dense())
 
     def block(
         self, query_start: ArrayLike, key_start: ArrayLike, shape: tuple[int, int]
-    ) -> Bool[Array, "b t s"]:
+    ) -> Bool[Array, "*b t s"]:
         """See `AttentionMask.block`."""
         blocks = (part.block(query_start, key_start, shape) for part in (self.first, self.second))
-        return JOINS[self.join](*blocks)
+        return self._joined(*blocks)
 
-    def block_mask(self, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
+    def block_mask(self, shape: tuple[int, int]) -> Int8[Array, "*b m n"]:
         """See `AttentionMask.block_mask`; a 1 may also stand where none or all may attend."""
-        return JOINS[self.join](self.first.block_mask(shape), self.second.block_mask(shape))
+        return self._joined(self.first.block_mask(shape), self.second.block_mask(shape))
+
+    def _joined(self, first: Array, second: Array) -> Array:
+        # Under strict rank promotion, jax joins no mask without a batch axis with one that has it.
+        if first.ndim < second.ndim:
+            first = first[None]
+        elif second.ndim < first.ndim:
+            second = second[None]
+        return JOINS[self.join](first, second)
 
 
 register_pytree(JoinedMask, "join")

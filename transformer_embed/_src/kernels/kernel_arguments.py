@@ -55,6 +55,7 @@ def dot_product_attention_kwargs(
     rule = RowRule(
         mask=mask, kernel="jax.nn.dot_product_attention", order=order, batch_size=batch_size
     )
+    mask = rule.mask
     queries, keys = mask.sides
     rule.check_absent(chunk=mask.chunk)
     if rule.has_segments or mask.reach != EVERYTHING:

@@ -55,6 +55,9 @@ class RowRule:
     def __post_init__(self):
         want = f"a te.AttentionMask, not joined by & or |{WAY_OUT}"
         mask = arguments.instance("mask", self.mask, AttentionMask, want)
+        # Kernels take batches: tokens without a batch axis are those of every batch row.
+        mask = jax.tree.map(lambda array: array if array.ndim == 2 else array[None], mask)
+        arguments.set_fields(self, mask=mask)
         query_count, key_count = mask.lengths
         # In self-attention, the only offset is 0.
         last_offset = key_count - query_count

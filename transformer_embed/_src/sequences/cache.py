@@ -165,7 +165,9 @@ def _with_batch(tree: Any) -> Any:
     """The tree of one row, as that of a batch of one."""
 
     def with_batch(part: Any) -> Any:
-        return as_made(part) if _is_tokens(part) else arguments.as_array("new", part)[None]
+        if _is_tokens(part):
+            return TokenPositions(**arrays_of(part))
+        return arguments.as_array("new", part)[None]
 
     return jax.tree.map(with_batch, tree, is_leaf=_is_tokens)
 

@@ -42,8 +42,8 @@ class TokenPositions:
 
     Args:
         positions: [length] or [batch, length] integers; the position of each token in its own
-            sequence. Arrays [length] are one row, [1, length], that serves any number of rows.
-            (`from_ids`, `from_segment_ids` and `from_positions` keep the shape of their array.)
+            sequence. If all arrays are [length], the tokens are [length], and so is a mask of them.
+            Where a batch is needed, tokens [length] are used for every batch row.
         segment_ids: [length] or [batch, length] integers of at least 0; the sequence that each
             token belongs to, 0 = padding. On a device, tokens with a negative one are a sequence,
             too, so padding marked by -1 is not hidden. None: one sequence, without padding.
@@ -82,19 +82,19 @@ class TokenPositions:
 
     def __post_init__(self):
         arrays = comparable_rows(**{"positions": self.positions} | _given(self))
-        length = arrays["positions"].shape[1]
+        length = arrays["positions"].shape[-1]
         for name, array in arrays.items():
-            arguments.check_same(name, "the length of positions", array.shape[1], length)
+            arguments.check_same(name, "the length of positions", array.shape[-1], length)
         arguments.set_fields(self, **arrays)
 
     @property
     def padding_mask(self) -> Bool[Array, "*b t"]:
-        """bool [batch, length], True = a token."""
+        """bool [length] or [batch, length], True = a token."""
         return differs(segments_of(self), 0)
 
     @property
     def next_token_mask(self) -> Bool[Array, "*b t"]:
-        """bool [batch, length], True = the token to the right belongs to the same sequence.
+        """bool [length] or [batch, length], True = the next token is of the same sequence.
 
         It is False at padding and at the last token of each sequence, in every row and also where
         another sequence follows. A language model that predicts the next token is trained on these
@@ -114,17 +114,26 @@ class TokenPositions:
         return f"TokenPositions({', '.join(arrays)})"
 
     def __len__(self) -> int:
-        """The number of rows."""
-        return number_of_rows(self)
+        """Returns the number of batch rows, or of tokens if these are [length]."""
+        return self.positions.shape[0] if self.positions.ndim == 1 else number_of_rows(self)
 
     def __getitem__(self, index: Any) -> "TokenPositions":
-        """Slices: `tokens[2:4]` has some rows, `tokens[:, 2:6]` some tokens of each row."""
+        """Slices as numpy does.
+
+        `tokens[2:4]` has some batch rows, and `tokens[:, 2:6]` some tokens of each. If the tokens
+        are [length], `tokens[2:6]` has some of them.
+        """
         parts = index if isinstance(index, tuple) else (index,)
-        if len(parts) > 2 or not all(isinstance(part, slice) for part in parts):
-            raise arguments.value_error("index", "slices of rows and of tokens", index)
-        rows = number_of_rows(self)
+        tokens = as_made(self)
+        rank = tokens.positions.ndim
+        if len(parts) > rank or not all(isinstance(part, slice) for part in parts):
+            want = "one slice, of tokens" if rank == 1 else "slices of batch rows and of tokens"
+            raise arguments.value_error("index", want, index)
+        if rank == 1:
+            return jax.tree.map(lambda array: array[parts], tokens)
+        rows = number_of_rows(tokens)
         return jax.tree.map(
-            lambda array: jnp.broadcast_to(array, (rows, array.shape[1]))[parts], as_made(self)
+            lambda array: jnp.broadcast_to(array, (rows, array.shape[1]))[parts], tokens
         )
 
     def take(self, order: ArrayLike) -> "TokenPositions":
@@ -139,8 +148,9 @@ class TokenPositions:
             order: [number] integers, the index in the row of each token.
 
         Returns:
-            TokenPositions of [batch, number], with `places`. In rows where each sequence is one run
-            of tokens whose positions rise by one, segment ids are new numbers.
+            TokenPositions of [number] or [batch, number], with `places`. In rows where
+            each sequence is one run of tokens whose positions rise by one, segment ids are new
+            numbers.
 
         Raises:
             TypeError: order does not hold integers.
@@ -155,7 +165,7 @@ class TokenPositions:
         arrays = arrays_of(self)
         last = arrays["positions"].shape[1] - 1
         order = arguments.as_indices("order", order, last, "the row", "number")
-        return TokenPositions(**_taken(arrays, order))
+        return _with_rank(self.positions.ndim, TokenPositions(**_taken(arrays, order)))
 
     def with_block_ids(self, block_ids: ArrayLike) -> "TokenPositions":
         """The same tokens in numbered blocks, such as a prefix or the patches of an image.
@@ -176,7 +186,7 @@ class TokenPositions:
             >>> te.AttentionMask(tokens, causal=True).dense()[0, 0].astype(int).tolist()
             [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
         """
-        return TokenPositions(**arrays_of(self) | {"block_ids": block_ids})
+        return TokenPositions(**_given(as_made(self)) | {"block_ids": block_ids})
 
     def clear(self, where: ArrayLike) -> "TokenPositions":
         """These slots of a cache, without tokens in some rows or in some slots of each row.
@@ -187,7 +197,8 @@ class TokenPositions:
         cleared: the mask hides them.
 
         Args:
-            where: bool, True = clear. [batch]: this row; [batch, slots]: this slot.
+            where: bool, True = clear. [batch]: this row; [batch, slots]: this slot. For slots
+                without a batch axis, [] and [slots].
 
         Returns:
             TokenPositions of the shape of these.
@@ -204,17 +215,16 @@ class TokenPositions:
             >>> slots.clear([[False, True, True, True]] * 2).padding_mask.sum(1).tolist()
             [1, 1]
         """
-        tokens, where = as_made(self), arguments.as_mask("where", where, "clear")
+        tokens = as_made(self)
+        where = arguments.as_mask("where", where, "clear")
         if tokens.segment_ids is None:
             raise arguments.value_error("segment_ids", "an array (0 is an empty slot)", None)
-        rank = self.positions.ndim
-        shape = number_of_rows(self), tokens.positions.shape[1]
-        where = where if rank == 2 else where[None]
-        fits = where.shape in (shape, shape[:1])
-        arguments.check_shape("where", where.shape, fits, f"[{shape[0]}] or {[*shape]}")
-        where = where if where.ndim == 2 else where[:, None]
-        cleared = dataclasses.replace(tokens, segment_ids=_cleared(tokens.segment_ids, where))
-        return _with_rank(rank, cleared)
+        slots = tokens.positions.shape[-1]
+        batch = () if tokens.positions.ndim == 1 else (number_of_rows(tokens),)
+        fits = where.shape in (batch, (*batch, slots))
+        arguments.check_shape("where", where.shape, fits, f"{[*batch]} or {[*batch, slots]}")
+        where = where if where.ndim > len(batch) else where[..., None]
+        return dataclasses.replace(tokens, segment_ids=_cleared(tokens.segment_ids, where))
 
     @classmethod
     def empty(cls, batch_size: int, length: int) -> "TokenPositions":
@@ -332,18 +342,19 @@ class TokenPositions:
         """For rows of given lengths, all padded to one length.
 
         Args:
-            lengths: [batch] integers from 0 to `length`: how many tokens each row has. Only the
-                host can check this: on a device, numbers outside are clipped to 0 or `length`.
+            lengths: [batch] integers from 0 to `length`: how many tokens each row has; or [] for
+                tokens without a batch axis. Only the host can check this: on a device, numbers
+                outside are clipped to 0 or `length`.
             length: of the padded rows, at least 0.
             padding_side: `"right"` or `"left"`.
 
         Returns:
-            TokenPositions of [batch, length], counted from 0. The tokens of a row are segment 1. A
-            model that counts from 2 embeds `tokens.positions + 2`.
+            TokenPositions of [batch, length], or [length] for one number, counted from 0. The
+            tokens of a row are segment 1. A model that counts from 2 embeds `tokens.positions + 2`.
 
         Raises:
             TypeError: lengths are not integers, or length is not a Python int.
-            ValueError: lengths do not have rank 1; one of lengths is negative or above length
+            ValueError: lengths have a rank above 1; one of lengths is negative or above length
                 (checked on the host only); length is negative; an unknown padding_side.
 
         Example:
@@ -353,7 +364,9 @@ class TokenPositions:
             [[0, 0, 1, 1], [0, 1, 1, 1]]
         """
         length = arguments.length("length", length)
-        lengths = arguments.as_indices("lengths", lengths, length, "the padded length", "batch")
+        is_one_row = arguments.as_array("lengths", lengths).ndim == 0
+        axes = () if is_one_row else ("batch",)
+        lengths = arguments.as_indices("lengths", lengths, length, "the padded length", *axes)
         padding_side = arguments.choice("padding_side", padding_side, ("right", "left"))
         return _of_lengths(lengths, length, padding_side)
 
@@ -412,8 +425,9 @@ class TokenPositions:
                 a cache, all of which they see. One row of parents may serve all rows.
 
         Returns:
-            TokenPositions of [batch, length]. A position is the number of a token's ancestors, plus
-            offset. `places` number the tokens in depth-first order.
+            TokenPositions of [batch, length], or of [length] if neither array has a batch axis. A
+            position is the number of a token's ancestors, plus offset. `places` number the
+            tokens in depth-first order.
 
         Raises:
             TypeError: parents or offset does not hold integers.
@@ -424,20 +438,22 @@ class TokenPositions:
             >>> import transformer_embed as te
             >>> tree = te.TokenPositions.from_parents([-1, 0, 0, 2])
             >>> tree.positions.tolist()
-            [[0, 1, 1, 2]]
-            >>> te.AttentionMask(tree, causal=True).dense()[0, 0].astype(int).tolist()
+            [0, 1, 1, 2]
+            >>> te.AttentionMask(tree, causal=True).dense()[0].astype(int).tolist()
             [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
 
         Source:
             Miao et al., "SpecInfer" (2024), https://arxiv.org/abs/2305.09781
         """
-        rows = _rows("parents", arguments.as_array("parents", parents))
+        parents = arguments.as_array("parents", parents)
+        rows = _rows("parents", parents)
         integers = arguments.as_integers("parents", rows, -2, rows.shape[1] - 1, "the row")
         if isinstance(integers, np.ndarray):
             check_parents(integers)
         # The end of a tree is one past its last place.
         offset = _as_offset(offset, rows.shape[1] + 1)
-        return cls(**tree_arrays(arguments.as_int32("parents", integers), offset))
+        tokens = cls(**tree_arrays(arguments.as_int32("parents", integers), offset))
+        return _with_rank(max(parents.ndim, 1 + offset.ndim), tokens)
 
     @classmethod
     def from_offset(cls, offset: ArrayLike, length: int) -> "TokenPositions":
@@ -451,8 +467,8 @@ class TokenPositions:
             length: number of tokens, 1 in step-by-step decoding; at least 0.
 
         Returns:
-            TokenPositions of [1 or batch, length], all in segment 1. A prompt of several segments
-            goes on in its last one: `TokenPositions(positions, segment_ids=...)`.
+            TokenPositions of [length], or [batch, length], all in segment 1. A prompt of several
+            segments goes on in its last one: `TokenPositions(positions, segment_ids=...)`.
 
         Raises:
             TypeError: offset does not hold integers that `TokenPositions` takes; length is not a
@@ -481,7 +497,10 @@ as_segment_ids = functools.partial(
 
 def arrays_of(tokens: TokenPositions) -> dict[str, Any]:
     """The arrays of tokens by their names, those that are not None, as [B or 1, length]."""
-    return _given(as_made(tokens))
+    return {
+        name: array if array.ndim == 2 else array[None]
+        for name, array in _given(as_made(tokens)).items()
+    }
 
 
 def _given(tokens: TokenPositions) -> dict[str, Any]:
@@ -493,7 +512,7 @@ def as_made(tokens: TokenPositions) -> TokenPositions:
     """The tokens as their class makes them.
 
     `jax.tree.map` may have made their arrays of a shorter dtype, in which indices and names of
-    segments would wrap. Inside vmap they may be [length].
+    segments would wrap.
     """
     return TokenPositions(**vars(tokens))
 
@@ -528,9 +547,12 @@ def check_token_positions(name: str, value: Any) -> None:
     arguments.instance(name, value, TokenPositions, want)
 
 
-def comparable_rows(**sides: ArrayLike) -> dict[str, Integer[Array, "b t"]]:
-    """`as_comparable` of arrays [length] or [batch, length], as [1 or batch, length]."""
-    arrays = {name: _rows(name, as_comparable(name, value)) for name, value in sides.items()}
+def comparable_rows(**sides: ArrayLike) -> dict[str, Integer[Array, "*b t"]]:
+    """`as_comparable` of arrays, [length] if all are so, or else [1 or batch, length]."""
+    given = {name: as_comparable(name, value) for name, value in sides.items()}
+    arrays = {name: _rows(name, array) for name, array in given.items()}
+    if all(array.ndim == 1 for array in given.values()):
+        return given
     check_numbers_of_rows({name: array.shape[0] for name, array in arrays.items()})
     return arrays
 
@@ -559,7 +581,7 @@ def _rows(name: str, array: Any) -> Any:
 
 
 def number_of_rows(tree: Any) -> Any:
-    """The number of rows of tokens or of a mask, 1 for tokens [length] as inside vmap."""
+    """The number of rows of tokens or of a mask, 1 for tokens [length]."""
     arrays = jax.tree.leaves(tree)
     counts = {array.shape[0] for array in arrays if getattr(array, "ndim", 0) == 2}
     # Not a maximum: a symbolic dimension of jax.export has no order.
@@ -585,7 +607,9 @@ def check_last_position(name: str, first: int, length: int) -> None:
 
 
 @compiled()
-def _cleared(segments: Integer[Array, "n t"], where: Bool[Array, "b #t"]) -> Integer[Array, "b t"]:
+def _cleared(
+    segments: Integer[Array, "*n t"], where: Bool[Array, "*b #t"]
+) -> Integer[Array, "*b t"]:
     return jnp.where(split_like(where, segments), 0, segments)
 
 
@@ -623,13 +647,15 @@ def _of_positions(positions: Integer[Array, "b t"]) -> TokenPositions:
 
 
 @compiled(1, 2)
-def _of_lengths(lengths: Int32[Array, "b"], length: int, padding_side: str) -> TokenPositions:
+def _of_lengths(lengths: Int32[Array, "*b"], length: int, padding_side: str) -> TokenPositions:
     index = jnp.arange(length, dtype=jnp.int32)
-    tokens = (index if padding_side == "right" else index[::-1])[None] < lengths[:, None]
-    return _of_tokens(tokens)
+    index = index if padding_side == "right" else index[::-1]
+    # Under strict rank promotion, jax compares no [length] with [batch, 1].
+    index = index.reshape(*[1] * lengths.ndim, -1)
+    return _of_tokens(index < lengths[..., None])
 
 
-def _of_tokens(tokens: Bool[Array, "b t"], start: int = 0, at_padding: int = 0) -> TokenPositions:
+def _of_tokens(tokens: Bool[Array, "*b t"], start: int = 0, at_padding: int = 0) -> TokenPositions:
     positions = positions_of_tokens(tokens, start, at_padding)
     return TokenPositions(positions, segment_ids=tokens.astype(jnp.int32))
 
@@ -644,5 +670,6 @@ def _of_segments(segment_ids: Integer[Array, "b t"]) -> TokenPositions:
 
 @compiled(1)
 def _of_offset(offset: Integer[Array, "..."], length: int) -> TokenPositions:
-    positions = jnp.atleast_1d(offset)[:, None] + jnp.arange(length, dtype=offset.dtype)[None]
+    index = jnp.arange(length, dtype=offset.dtype).reshape(*[1] * offset.ndim, -1)
+    positions = offset[..., None] + index
     return TokenPositions(positions, segment_ids=jnp.ones_like(positions))

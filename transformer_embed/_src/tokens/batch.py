@@ -10,6 +10,7 @@ from transformer_embed._src.sequences.token_positions import (
     TokenPositions,
     as_segment_ids,
     check_token_positions,
+    number_of_rows,
 )
 
 
@@ -75,7 +76,8 @@ def check_batch(
         return
     check_token_positions("tokens", tokens)
     positions, segments = on_host(tokens)
-    batch_size, length = len(tokens), positions.shape[1]
+    batch_size = number_of_rows(tokens)
+    length = positions.shape[1]
     rows = np.atleast_2d(array)
     # Tokens of one row are those of every row.
     expected = [len(rows) if batch_size == 1 else batch_size, length]
