@@ -120,7 +120,7 @@ STEPS = {
     "drafts": "T.from_parents([-1, 0, 0, 1, -1], offset=tokens.padding_mask.sum(1))",
     "later": "T.from_offset(tokens.padding_mask.sum(1) + 9, 2)",
 }
-RING = "jnp.where({0}.padding_mask, {0}.positions % 16, -1)"
+RING = "jnp.atleast_2d(jnp.where({0}.padding_mask, {0}.positions % 16, -1))"
 FIRST = {"0": "0", "row": "x[-3]", "ring": RING.format("tokens"), "any": "x[-4]"}
 SECOND = {"row": "x[-3] + 2", "after": "tokens.padding_mask.sum(1)", "ring": RING.format("step")}
 CLEARED = {
