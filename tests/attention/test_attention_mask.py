@@ -104,7 +104,7 @@ REFUSED = {
     "te.kernels.flash_attention_kwargs(MASK & MASK)": "TypeError: mask: ... got JoinedMask",
     "MASK.block(0, 0.5, (2, 2))": "TypeError: key_start: ... got float64",
     "MASK and MASK": "TypeError: AttentionMask: ... got a condition",
-    "te.mask_to_bias(MASK)": "TypeError: mask: ... got AttentionMask",
+    "te.mask_to_bias(MASK)": "TypeError: AttentionMask: wanted its array, mask.dense(), got the mask",
     "mask_of(keys=TokenPositions.from_lengths([1, 2, 3], 4))": "ValueError: queries and keys: ... 1, got 2 and 3",
     "mask_of(keys=TokenPositions([0, 1]))": "ValueError: keys.segment_ids: ... got None",
     "mask_of(TOKENS.with_block_ids([0] * 4), TOKENS)": "ValueError: keys.block_ids: ... got None",

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int8
 
 from transformer_embed._src import arguments
@@ -28,6 +29,15 @@ class Mask:
         # `and` would keep one of two masks.
         want = "to be joined by & or |, or its array, mask.dense()"
         raise arguments.type_error(type(self).__name__, want, "a condition")
+
+    def __jax_array__(self) -> Array:
+        # Public functions, jax and numpy ask for this if they are passed the mask itself. To make
+        # the array unasked would hide that it takes a bool for each pair.
+        want = "its array, mask.dense()"
+        raise arguments.type_error(type(self).__name__, want, "the mask")
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        return np.asarray(self.__jax_array__())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

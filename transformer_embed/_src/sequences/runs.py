@@ -61,11 +61,16 @@ def _begins(segments: Integer[Array, "b t"]) -> Bool[Array, "b t"]:
     return (segments != 0) & (segments != of_previous_token(segments))
 
 
+def _rises(segments: Integer[Array, "b t"], begins: Bool[Array, "b t"]) -> Bool[Array, "b"]:
+    """In which rows the numbers of segments rise along one run of tokens, as most do."""
+    before = of_previous_token(segments)
+    return (begins & ((before == 0) | (segments < before))).sum(1) <= 1
+
+
 def _is_once(segments: Integer[Array, "b t"], begins: Bool[Array, "b t"]) -> Bool[Array, "b"]:
     """In which rows each segment is one run."""
-    # Numbers that rise along one stretch of tokens, as most do, need no sorting.
-    before = of_previous_token(segments)
-    rises = (begins & ((before == 0) | (segments < before))).sum(1) <= 1
+    # Numbers that rise need no sorting.
+    rises = _rises(segments, begins)
 
     def is_once() -> Array:
         return begins.sum(1) == _begins(jnp.sort(segments, axis=1)).sum(1)
@@ -110,6 +115,20 @@ def index_in_run(ids: Integer[Array, "b t"]) -> Int32[Array, "b t"]:
     """For each token, how many tokens of its run of one id are before it."""
     index = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
     return restarted(index, ids != of_previous_token(ids))
+
+
+def index_in_segment(segments: Integer[Array, "b t"]) -> Int32[Array, "b t"]:
+    """For each token, how many tokens of its segment are before it in the row."""
+
+    def of_row(segments: Integer[Array, "t"]) -> Int32[Array, "t"]:
+        # Sorted, the tokens of a segment are one run, and keep their order.
+        order = jnp.argsort(segments, stable=True)
+        in_run = index_in_run(segments[order][None])[0]
+        return jnp.zeros_like(in_run).at[order].set(in_run)
+
+    # Numbers that rise need no sorting: a segment is one run.
+    rises = _rises(segments, _begins(segments)).all()
+    return jax.lax.cond(rises, lambda: index_in_run(segments), lambda: jax.vmap(of_row)(segments))
 
 
 @compiled(1, 2)

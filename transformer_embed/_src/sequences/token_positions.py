@@ -19,7 +19,7 @@ from transformer_embed._src.sequences.runs import (
     differs,
     has_next_token,
     in_row,
-    index_in_run,
+    index_in_segment,
     of_previous_token,
     positions_of_tokens,
     restarted,
@@ -108,6 +108,14 @@ class TokenPositions:
             want = "None, for tokens in the order of their row (shift the labels before)"
             raise arguments.value_error("places", want, "an array")
         return has_next_token(segments_of(self))
+
+    def __jax_array__(self) -> Array:
+        # Public functions, jax and numpy ask for this if they are passed the tokens themselves.
+        want = "one of its arrays, tokens.positions, tokens.segment_ids or tokens.padding_mask"
+        raise arguments.type_error(type(self).__name__, want, "the tokens")
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        return np.asarray(self.__jax_array__())
 
     def __repr__(self) -> str:
         arrays = [f"{name}={_shown(array)}" for name, array in _given(self).items()]
@@ -309,6 +317,44 @@ class TokenPositions:
         return _with_rank(ids.ndim, _of_ids(rows, pad_id, end_id, start, at_padding))
 
     @classmethod
+    def from_mask(cls, mask: ArrayLike, *, start: int = 0, at_padding: int = 0) -> "TokenPositions":
+        """Makes tokens from a bool mask of padding, which may have gaps.
+
+        Use it if you have a mask in place of ids, such as the `attention_mask` of a tokenizer of
+        transformers: `from_mask(attention_mask != 0)`. Each batch row is one sequence. Padding may
+        be on the left, on the right, on both sides or between tokens, and is not counted.
+
+        Args:
+            mask: bool [length] or [batch, length], True = a token.
+            start: The position of the first token, as in `from_ids`.
+            at_padding: The position of padding, as in `from_ids`.
+
+        Returns:
+            TokenPositions of the shape of `mask`. The tokens of a batch row are segment 1.
+
+        Raises:
+            TypeError: `mask` is not bool, or another argument is not a Python int.
+            ValueError: `mask` does not have rank 1 or 2; positions counted from `start` would not
+                fit int32.
+
+        Example:
+            >>> import transformer_embed as te
+            >>> tokens = te.TokenPositions.from_mask([[False, True, True, False, True]])
+            >>> tokens.positions.tolist(), tokens.segment_ids.tolist()
+            ([[0, 0, 1, 0, 2]], [[0, 1, 1, 0, 1]])
+        """
+        mask = arguments.as_array("mask", mask)
+        if mask.dtype != bool:
+            want = "a bool array, True = a token (`mask != 0` makes one)"
+            raise arguments.type_error("mask", want, mask.dtype)
+        is_right = mask.ndim in (1, 2)
+        arguments.check_shape("mask", mask.shape, is_right, "[length] or [batch, length]")
+        start = arguments.int32("start", start)
+        at_padding = arguments.int32("at_padding", at_padding)
+        check_last_position("start", start, mask.shape[-1])
+        return _of_mask(mask, start, at_padding)
+
+    @classmethod
     def from_positions(cls, positions: ArrayLike) -> "TokenPositions":
         """For packed sequences whose positions restart, without padding.
 
@@ -374,13 +420,14 @@ class TokenPositions:
     def from_segment_ids(cls, segment_ids: ArrayLike) -> "TokenPositions":
         """For packed sequences: positions restart at each segment.
 
+        The position of a token is the number of tokens of its sequence before it in the row. For a
+        mask of tokens and padding, which may have gaps, use `from_mask`.
+
         Args:
             segment_ids: [length] or [batch, length] integers: 0 = padding, and a different positive
-                number for each sequence. The tokens of a sequence must be contiguous: a number that
-                reappears later in the row is an error if the values are on the host, as is a
-                negative one. On a device, positions restart there, in the same segment, and a
-                negative number is a sequence, not padding; `te.check_batch` finds both in a data
-                pipeline.
+                number for each sequence. The tokens of a sequence should be contiguous: on the
+                host, a number that reappears later in the row is an error, because it is mostly a
+                mistake of a loader.
 
         Returns:
             TokenPositions of the shape of segment_ids. Each sequence is counted from 0; see
@@ -391,6 +438,11 @@ class TokenPositions:
             ValueError: segment_ids do not have rank 1 or 2; on the host, one is negative, does not
                 fit int32, or repeats a number after a gap.
 
+        Edge cases:
+            A device cannot raise errors. There, if a number reappears after a gap, counting goes on
+            where it stopped, so under a causal mask no token sees a later one. A negative number is
+            padding. `te.check_batch` finds both in a data pipeline.
+
         Example:
             >>> import transformer_embed as te
             >>> te.TokenPositions.from_segment_ids([[1, 1, 1, 2, 2, 0]]).positions.tolist()
@@ -399,13 +451,17 @@ class TokenPositions:
         Source:
             Raffel et al., "T5" (2020), section 3.5.2, https://arxiv.org/abs/1910.10683
         """
-        integers = as_segment_ids("segment_ids", segment_ids)
+        integers = _as_segment_ids(segment_ids)
         rows = _rows("segment_ids", _ordered("segment_ids", integers))
         if isinstance(integers, np.ndarray):
             again = second_runs(np.atleast_2d(integers)).any(1)
             if again.any():
+                want = (
+                    "one run of tokens for each number (te.TokenPositions.from_mask takes a mask "
+                    "with gaps)"
+                )
                 got = f"two runs of one in row {again.argmax()}"
-                raise arguments.value_error("segment_ids", "one run of tokens for each number", got)
+                raise arguments.value_error("segment_ids", want, got)
         return _with_rank(integers.ndim, _of_segments(rows))
 
     @classmethod
@@ -433,6 +489,10 @@ class TokenPositions:
             TypeError: parents or offset does not hold integers.
             ValueError: arrays of other shapes; parents outside the row, or in a cycle; an offset
                 whose positions would not fit int32 (checked on the host only).
+
+        Edge cases:
+            A device cannot raise errors. There, a token is padding if it or one of its ancestors is
+            in a cycle, or has a parent that is outside the row or padding.
 
         Example:
             >>> import transformer_embed as te
@@ -462,7 +522,8 @@ class TokenPositions:
         Args:
             offset: integers, [] or [batch]: the position of the first token, one for all rows or
                 one for each. It may be traced, so decoding at a new offset does not recompile.
-                Positions must fit into int32: on the host this is checked, on a device they wrap.
+                Positions must fit into int32. On the host this is checked. On a device, tokens past
+                the end of int32 become padding, which no token sees.
                 For models that count from another number (OPT from 2), add it to the offset.
             length: number of tokens, 1 in step-by-step decoding; at least 0.
 
@@ -562,8 +623,23 @@ def as_comparable(name: str, value: ArrayLike) -> Integer[Array, "..."]:
 
     Clamped or wrapped ones would compare wrongly.
     """
-    convert = as_segment_ids if name == "segment_ids" else arguments.as_integers
-    return _ordered(name, convert(name, value))
+    is_segment = name == "segment_ids"
+    integers = _as_segment_ids(value) if is_segment else arguments.as_integers(name, value)
+    return _ordered(name, integers)
+
+
+def _as_segment_ids(value: ArrayLike) -> Any:
+    """Integers of at least 0 if they are on the host; a TypeError for bools says what to call."""
+    if arguments.is_int32(value):
+        return value
+    array = arguments.as_array("segment_ids", value)
+    if array.dtype == bool:
+        want = (
+            "integers, a number for each sequence (te.TokenPositions.from_mask takes a bool mask)"
+        )
+        raise arguments.type_error("segment_ids", want, array.dtype)
+    # The list itself, if it is empty, has no dtype.
+    return as_segment_ids("segment_ids", value if array.size == 0 else array)
 
 
 def _ordered(name: str, integers: Any) -> Integer[Array, "..."]:
@@ -639,10 +715,21 @@ def _of_ids(
     return TokenPositions(positions, segment_ids=jnp.where(tokens, segments, 0))
 
 
+def _of_tokens(tokens: Bool[Array, "*b t"], start: int = 0, at_padding: int = 0) -> TokenPositions:
+    positions = positions_of_tokens(tokens, start, at_padding)
+    return TokenPositions(positions, segment_ids=tokens.astype(jnp.int32))
+
+
+_of_mask = compiled(1, 2)(_of_tokens)
+
+
 @compiled()
 def _of_positions(positions: Integer[Array, "b t"]) -> TokenPositions:
     positions = with_whole_rows(positions)
-    begins = (positions != of_previous_token(positions) + 1).at[:, :1].set(True)
+    before = of_previous_token(positions)
+    # The second comparison finds positions that wrap at the end of their dtype.
+    begins = (positions != before + 1) | (positions <= before)
+    begins = begins.at[:, :1].set(True)
     return TokenPositions(positions, segment_ids=jnp.cumsum(begins, axis=1, dtype=jnp.int32))
 
 
@@ -655,21 +742,20 @@ def _of_lengths(lengths: Int32[Array, "*b"], length: int, padding_side: str) -> 
     return _of_tokens(index < lengths[..., None])
 
 
-def _of_tokens(tokens: Bool[Array, "*b t"], start: int = 0, at_padding: int = 0) -> TokenPositions:
-    positions = positions_of_tokens(tokens, start, at_padding)
-    return TokenPositions(positions, segment_ids=tokens.astype(jnp.int32))
-
-
 @compiled()
 def _of_segments(segment_ids: Integer[Array, "b t"]) -> TokenPositions:
-    """The position of a token is how many tokens of its run are before it."""
-    segment_ids = with_whole_rows(segment_ids)
-    positions = jnp.where(segment_ids != 0, index_in_run(segment_ids), 0)
+    """The position of a token is how many tokens of its segment are before it."""
+    # On a device, nobody has looked for negative numbers.
+    segment_ids = jnp.maximum(with_whole_rows(segment_ids), 0)
+    positions = jnp.where(segment_ids != 0, index_in_segment(segment_ids), 0)
     return TokenPositions(positions, segment_ids=segment_ids)
 
 
 @compiled(1)
 def _of_offset(offset: Integer[Array, "..."], length: int) -> TokenPositions:
     index = jnp.arange(length, dtype=offset.dtype).reshape(*[1] * offset.ndim, -1)
-    positions = offset[..., None] + index
-    return TokenPositions(positions, segment_ids=jnp.ones_like(positions))
+    first = offset[..., None]
+    # Past the end of int32, the sum wraps.
+    fits = first + index >= first
+    positions = jnp.where(fits, first + index, 0)
+    return TokenPositions(positions, segment_ids=fits.astype(positions.dtype))

@@ -1,5 +1,7 @@
 """Trees of tokens: each sees its ancestors, as in drafts and in answers that share a prompt."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +26,8 @@ def shared_prefix_parents(
     Args:
         prefix_lengths: [batch] integers, at least 0: the number of tokens of each prompt.
         answer_lengths: [batch, answers] integers, at least 0.
-        length: of the rows. On a device, tokens beyond it are cut.
+        length: of the rows. On a device, tokens beyond it are cut, and a row with a negative length
+            is all padding.
 
     Returns:
         int32 [batch, length]: the index of the token before each in its text. This is the prompt's
@@ -79,7 +82,9 @@ def _parents(
     ends = jnp.cumsum(lengths, axis=1, dtype=jnp.int32)
     is_start = (index[:, None] == ends[:, :-1, None]).any(1)
     parents = jnp.where(is_start, prefixes[:, None] - 1, index - 1)
-    return jnp.where(index < ends[:, -1:], parents, -2)
+    # A device cannot refuse a negative length: the whole row becomes padding.
+    is_valid = (lengths >= 0).all(axis=1, keepdims=True)
+    return jnp.where(is_valid & (index < ends[:, -1:]), parents, -2)
 
 
 @compiled()
@@ -88,21 +93,28 @@ def tree_arrays(
 ) -> dict[str, Integer[Array, "b t"]]:
     """The arrays of a `TokenPositions`, from the parents of each row."""
     parents = with_whole_rows(parents)
-    is_token = (parents > -2).astype(jnp.int32)
     length = parents.shape[1]
+    index = jnp.arange(length, dtype=jnp.int32)[None]
     # A root above all roots makes these siblings, and ends every path.
     above = jnp.where(parents < 0, length, parents)
+    # A device cannot refuse a parent that is outside the row or padding. A token with such a parent
+    # becomes its own parent, so its path has no end, as in a cycle.
+    is_inside = (parents >= -2) & (parents < length)
+    read = jax.vmap(lambda row, index: row.at[index].get(mode="clip"))
+    has_padding_above = (parents >= 0) & (read(parents, above) == -2)
+    above = jnp.where(is_inside & ~has_padding_above, above, index)
     above = jnp.pad(above, ((0, 0), (0, 1)), constant_values=length)
     # Made here: inside vmap they would be one row for all, which explicit axes do not split.
     ones = jnp.ones_like(above)
-    trees = jax.vmap(_tree_of_row)(above, ones)
+    has_end, *trees = jax.vmap(_tree_of_row)(above, ones)
     depths, places, ends = jax.tree.map(lambda array: array + offset.reshape(-1, 1), trees)
+    is_token = (has_end & (parents > -2)).astype(jnp.int32)
     is_token = jnp.broadcast_to(is_token, depths.shape)
     arrays = {"positions": depths * is_token, "segment_ids": is_token}
     return arrays | {"places": places, "ends": ends}
 
 
-def _tree_of_row(above: Int32[Array, "n"], ones: Int32[Array, "n"]) -> tuple[Array, ...]:
+def _tree_of_row(above: Int32[Array, "n"], ones: Int32[Array, "n"]) -> tuple[Any, ...]:
     """The depth of each token, its place in depth-first order, and the end of its subtree."""
     length = above.shape[0] - 1
     index = jnp.arange(length + 1, dtype=jnp.int32)
@@ -110,14 +122,14 @@ def _tree_of_row(above: Int32[Array, "n"], ones: Int32[Array, "n"]) -> tuple[Arr
     # Any length of jax.export has fewer than 2**31 tokens.
     steps = 31 if export.is_symbolic_dim(length) else length.bit_length()
 
-    def along_paths(values: Array) -> Array:
-        """The sum over each token and its ancestors, by paths of doubled length."""
+    def along_paths(values: Array) -> tuple[Array, Array]:
+        """The sum over each token and its ancestors, by paths of doubled length, and their ends."""
 
         def double(_, carry):
             values, ancestors = carry
             return values + values[ancestors], ancestors[ancestors]
 
-        return jax.lax.fori_loop(0, steps, double, (jnp.where(is_token, values, 0), above))[0]
+        return jax.lax.fori_loop(0, steps, double, (jnp.where(is_token, values, 0), above))
 
     def double_down(_, carry):
         sizes, ancestors = carry
@@ -131,6 +143,8 @@ def _tree_of_row(above: Int32[Array, "n"], ones: Int32[Array, "n"]) -> tuple[Arr
     # jnp.searchsorted fails where explicit mesh axes split the rows.
     first = index[:length] - index_in_run(above[order][None])[0]
     offsets = jnp.zeros_like(above).at[order].set(before - before[first] + 1)
-    places = along_paths(offsets)[:length] - 1
-    depths = along_paths(ones)[:length] - 1
-    return depths, places, places + sizes[:length]
+    places, _ = along_paths(offsets)
+    depths, ends = along_paths(ones)
+    places = places[:length] - 1
+    depths = depths[:length] - 1
+    return ends[:length] == length, depths, places, places + sizes[:length]
