@@ -59,6 +59,30 @@ def test_a_long_chain_is_a_tree():
     equal(tree.ends[0], np.full(2**17, 2**17))
 
 
+# --- sinks
+
+
+@pytest.mark.parametrize("sinks", [1, 2, 3, 5])
+@pytest.mark.parametrize("first", [0, 1])
+def test_sinks_are_the_keys_below_a_position(sinks, first):
+    """With a window of one token, counted from the position and not from the place in the row."""
+    tokens = TokenPositions(np.arange(8) + first)
+    mask = AttentionMask(tokens, causal=True, window=(0, 0), sinks=sinks)
+    is_sink = np.arange(8) + first < sinks
+    expected = np.eye(8, dtype=bool) | (is_sink & np.tri(8, dtype=bool))
+    equal(mask.dense()[0], expected)
+    equal(mask.block(3, 0, (4, 5)), expected[3:7, :5])
+    equal(mask.block_mask((1, 1)), 2 * expected)
+    # Of two texts in another order than the row's.
+    order = np.array([7, 2, 0, 5, 1, 4, 3, 6])
+    packed = TokenPositions.from_segment_ids([1] * 4 + [2] * 4).take(order)
+    mask = AttentionMask(packed, causal=True, window=(0, 0), sinks=sinks)
+    text, position = np.divmod(order, 4)
+    expected = (text[:, None] == text) & (position <= position[:, None])
+    expected &= (position < sinks) | np.eye(8, dtype=bool)
+    equal(mask.dense()[0], expected)
+
+
 # --- the rule as a tree
 
 TOKENS = TokenPositions.from_segment_ids([[1, 1, 1, 2], [1, 2, 2, 0]])

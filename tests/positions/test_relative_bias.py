@@ -16,6 +16,7 @@ from refused import each_raises
 
 import transformer_embed as te
 from transformer_embed import alibi_bias, alibi_slopes, relative_position_buckets
+from transformer_embed._src.positions.relative_bias import _bucket_starts
 
 FILE = pathlib.Path(__file__).parents[1] / "golden" / "position_biases.json"
 GOLDEN = json.loads(FILE.read_bytes())
@@ -108,6 +109,24 @@ def test_buckets_published_by_transformers(case):
         expected[-54 + 300] = 40
     buckets = relative_position_buckets([0], np.arange(-300, 301), causal=not both_ways, **options)
     assert np.ravel(buckets).tolist() == expected
+
+
+def test_each_bucket_starts_at_its_exact_distance():
+    """Where the logarithm is a whole number, a bucket starts at this distance and not at the next."""
+    exact_starts = 0
+    for each_way in range(2, 13):
+        exact = each_way // 2
+        steps = each_way - exact
+        for max_distance in range(exact + 1, 100):
+            expected = []
+            for j in range(1, steps):
+                # n / exact >= (max_distance / exact) ** (j / steps), in integers.
+                power = max_distance**j * exact ** (steps - j)
+                start = next(n for n in range(max_distance + 1) if n**steps >= power)
+                exact_starts += start**steps == power
+                expected.append(start)
+            assert _bucket_starts(each_way, max_distance) == (*expected,)
+    assert exact_starts > 40
 
 
 @pytest.mark.slow
