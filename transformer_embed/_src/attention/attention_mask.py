@@ -23,9 +23,9 @@ from transformer_embed._src.attention.block_mask import block_mask
 from transformer_embed._src.attention.joined_mask import Mask
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.pytrees import register_pytree
+from transformer_embed._src.sequences.token_arrays import check_batch_sizes
 from transformer_embed._src.sequences.token_positions import (
     TokenPositions,
-    check_numbers_of_rows,
     check_token_positions,
     number_of_rows,
 )
@@ -266,7 +266,7 @@ def _check_sides(queries: TokenPositions, keys: TokenPositions) -> None:
         if getattr(sides[side], field) is None and getattr(sides[other], field) is not None:
             want = f"an array, since {other}.{field} is given"
             raise arguments.value_error(f"{side}.{field}", want, None)
-    check_numbers_of_rows({side: number_of_rows(tokens) for side, tokens in sides.items()})
+    check_batch_sizes({side: number_of_rows(tokens) for side, tokens in sides.items()})
 
 
 def _limit(name: str, distance: Any) -> int | None:

@@ -10,7 +10,8 @@ from jaxtyping import Array, Bool, Int8
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.pytrees import register_pytree
-from transformer_embed._src.sequences.token_positions import check_numbers_of_rows, number_of_rows
+from transformer_embed._src.sequences.token_arrays import check_batch_sizes
+from transformer_embed._src.sequences.token_positions import number_of_rows
 
 # Of bools, and of the numbers of a block mask: no pair, some or all.
 JOINS = {"&": jnp.minimum, "|": jnp.maximum}
@@ -53,7 +54,7 @@ class JoinedMask(Mask):
         what = "the queries and keys of the other mask"
         arguments.check_same("mask", what, self.second.lengths, self.first.lengths)
         counts = {"mask": number_of_rows(self.first), "other": number_of_rows(self.second)}
-        check_numbers_of_rows(counts)
+        check_batch_sizes(counts)
 
     @property
     def lengths(self) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Integer, UInt
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
 from transformer_embed._src.compiled import compiled
-from transformer_embed._src.sequences.token_positions import comparable_rows
+from transformer_embed._src.sequences.token_arrays import comparable_arrays
 
 
 def alibi_slopes(num_heads: int, *, max_bias: float = 8.0) -> Float32[Array, "h"]:
@@ -103,7 +103,7 @@ def alibi_bias(
         Press et al., "Train Short, Test Long" (2022), section 3, https://arxiv.org/abs/2108.12409
     """
     return _alibi(
-        *comparable_rows(query_positions=query_positions, key_positions=key_positions).values(),
+        *comparable_arrays(query_positions=query_positions, key_positions=key_positions).values(),
         _slopes(num_heads, max_bias),
         arguments.flag("causal", causal),
         arguments.result_dtype(dtype),
@@ -163,7 +163,7 @@ def relative_position_buckets(
     each_way = num_buckets if causal else num_buckets // 2
     max_distance = arguments.int32("max_distance", max_distance, at_least=each_way // 2 + 1)
     return _buckets(
-        *comparable_rows(query_positions=query_positions, key_positions=key_positions).values(),
+        *comparable_arrays(query_positions=query_positions, key_positions=key_positions).values(),
         each_way,
         _bucket_starts(each_way, max_distance),
         causal,

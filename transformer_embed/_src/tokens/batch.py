@@ -5,10 +5,10 @@ import numpy as np
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.sequences.token_arrays import as_segment_ids
 from transformer_embed._src.sequences.token_order import check_order, on_host
 from transformer_embed._src.sequences.token_positions import (
     TokenPositions,
-    as_segment_ids,
     check_token_positions,
     number_of_rows,
 )
