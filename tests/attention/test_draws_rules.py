@@ -116,7 +116,9 @@ SLOTS = 16
 STEPS = {
     "tokens": "T.from_offset(tokens.padding_mask.sum(1), 3)",
     "one": "T.from_offset(tokens.padding_mask.sum(1), 1)",
-    "row": "T.from_offset(7, 2)",
+    "row": "T.from_offset([7], 2)",
+    # Two slots [2] of two tokens may also be those of two rows, and are refused.
+    "no batch": "T.from_offset(7, 3)",
     "drafts": "T.from_parents([-1, 0, 0, 1, -1], offset=tokens.padding_mask.sum(1))",
     "later": "T.from_offset(tokens.padding_mask.sum(1) + 9, 2)",
 }
@@ -139,7 +141,11 @@ CACHES = {
     "write": lambda chosen: (
         ["write_cache"]
         + ["write_rows"]
-        * (chosen["first"] != "0" and chosen["step"] != "row" and chosen["mode"] != "split")
+        * (
+            chosen["first"] != "0"
+            and chosen["step"] not in ("row", "no batch")
+            and chosen["mode"] != "split"
+        )
     ),
     "rule": lambda chosen: batches.rules(
         {"kind": "tree" if chosen["step"] == "drafts" else "packed"}
@@ -164,7 +170,7 @@ def cache_program(number, chosen):
     empty = "T.empty(2, 16)"
     if chosen.step == "drafts":
         empty = "T.from_parents(jnp.full((2, 16), -2))"
-    counts = {"tokens": 3, "one": 1, "row": 2, "drafts": 5, "later": 2}
+    counts = {"tokens": 3, "one": 1, "row": 2, "no batch": 3, "drafts": 5, "later": 2}
     return CACHE_PROGRAM.format(
         write=chosen.write,
         tokens=batches.MAKE[chosen.kind],

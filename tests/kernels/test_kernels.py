@@ -329,7 +329,7 @@ def test_a_step_that_runs_nothing_loads_the_next_block_that_runs():
         loads = random.integers(0, columns, (heads, rows, columns)).astype(np.int32)
         runs = random.integers(0, 3, loads.shape).astype(np.int32)
         may_run = random.random((3, rows, columns)) < 0.4
-        got_loads, got_runs = splash_kernels._skipped(1, loads, runs, may_run)
+        got_loads, got_runs = splash_kernels._steps_of_rows(1, loads, runs, may_run)
         for batch, head in np.ndindex(3, heads):
             steps = [*np.ndindex(rows, columns)]
             kept = [runs[head, i, j] * may_run[batch, i, loads[head, i, j]] for i, j in steps]
@@ -343,5 +343,5 @@ def test_blocks_of_each_shard_are_counted_from_its_first_block():
     """With two shards of three blocks each, for the gradients of keys."""
     loads = np.array([[[0, 1, 2, 2, 1, 0]]], np.int32)
     may_run = np.array([[[True, False, True, False, False, True]]])
-    _, runs = splash_kernels._skipped(2, loads, np.ones_like(loads), may_run)
+    _, runs = splash_kernels._steps_of_rows(2, loads, np.ones_like(loads), may_run)
     equal(runs[0, 0, 0], [1, 0, 1, 1, 0, 0])
