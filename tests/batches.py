@@ -1,5 +1,6 @@
 """Rules, and batches of each kind that a loader makes and of others."""
 
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -37,7 +38,9 @@ RULES = [
 def arrays(kind, seed, rows=2, length=12):
     """The arrays of a batch [rows, length] that MAKE[kind] takes."""
     random = np.random.default_rng(seed)
-    return tuple(np.asarray(array, np.int32) for array in ARRAYS[kind](random, rows, length))
+    made = tuple(np.asarray(array, np.int32) for array in ARRAYS[kind](random, rows, length))
+    # A host would refuse the others.
+    return made if kind not in ON_DEVICE else tuple(map(jnp.asarray, made))
 
 
 def cache(kind, seed, outside, rows=2, length=12, slots=16):
@@ -71,6 +74,14 @@ def _ended(random, rows, length):
 
 def _packed(random, rows, length):
     return (packed(random, rows, length),)
+
+
+def _gaps(random, rows, length):
+    """Numbers of segments that come back after a gap, and negative ones."""
+    numbers = random.integers(-1, 4, (rows, length))
+    is_padding = random.random((rows, length)) < 0.3
+    one_text = random.random((rows, 1)) < 0.5
+    return (np.where(is_padding, 0, np.where(one_text, 1, numbers)),)
 
 
 def _restarts(random, rows, length):
@@ -133,7 +144,9 @@ MAKE = {
     "padded": "T.from_ids(x[0], pad_id=0)",
     "started": "T.from_ids(x[0], pad_id=0, start=2, at_padding=1)",
     "ended": "T.from_ids(x[0], pad_id=0, end_id=1)",
+    "mask": "T.from_mask(x[0] != 0)",
     "packed": "T.from_segment_ids(x[0])",
+    "gaps": "T.from_segment_ids(x[0])",
     "restarts": "T.from_positions(x[0])",
     "right": "T.from_lengths(x[0], 12)",
     "left": "T.from_lengths(x[0], 12, padding_side='left')",
@@ -149,7 +162,9 @@ ARRAYS = {
     "padded": _padded,
     "started": _padded,
     "ended": _ended,
+    "mask": _padded,
     "packed": _packed,
+    "gaps": _gaps,
     "restarts": _restarts,
     "right": _lengths,
     "left": _lengths,
@@ -162,6 +177,7 @@ ARRAYS = {
     "bare": lambda *sizes: _own(*sizes)[:1],
 }
 TREES = {"tree", "answers"}
+ON_DEVICE = {"gaps"}
 # Rows of one sequence, or in which each sequence is one run of tokens and begins at one position.
 IN_RUNS = {"padded", "started", "packed", "right", "left", "offset"}
 

@@ -76,12 +76,18 @@ class TokenPositions:
         return cls.of(rows)
 
     @classmethod
+    def from_mask(cls, mask, *, start=0, at_padding=0):
+        ids = np.asarray(mask).astype(int)
+        return cls.from_ids(ids, pad_id=0, start=start, at_padding=at_padding)
+
+    @classmethod
     def from_segment_ids(cls, segment_ids):
         rows = []
         for row in _rows(segment_ids):
-            runs = [[*run] for _, run in itertools.groupby(row)]
-            tokens = [_counted(n * (s != 0), s) for run in runs for n, s in enumerate(run)]
-            rows.append(tokens)
+            # A negative number is padding, and counting goes on after a gap.
+            tokens = [max(number, 0) for number in row]
+            before = [tokens[:n].count(number) for n, number in enumerate(tokens)]
+            rows.append([_counted(n * (s != 0), s) for n, s in zip(before, tokens, strict=True)])
         return cls.of(rows)
 
     @classmethod

@@ -266,7 +266,7 @@ BIASES = {
 @every(BIASES)
 def test_biases(name):
     ours = made(name, dots="query_positions, key_positions, num_heads=n", **OF_SIX)
-    near(ours[0], BIASES[name], rtol=2e-7)
+    near(ours.reshape(BIASES[name].shape), BIASES[name], rtol=2e-7)
 
 
 # --- Masks: the formula of a query and a key in one document

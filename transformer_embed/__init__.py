@@ -23,6 +23,7 @@ from transformer_embed._src.positions.relative_bias import (
     alibi_slopes,
     relative_position_buckets,
 )
+from transformer_embed._src.positions.relative_shift import relative_shift
 from transformer_embed._src.positions.rotary import apply_rotary, permute_rotary_weights
 from transformer_embed._src.positions.rotary_scaling import (
     LinearScaling,
@@ -40,6 +41,7 @@ from transformer_embed._src.positions.schemes import (
 from transformer_embed._src.positions.sinusoidal import sinusoidal_encoding, sinusoidal_table
 from transformer_embed._src.sequences.cache import write_cache
 from transformer_embed._src.sequences.load_balance import load_balanced_order
+from transformer_embed._src.sequences.shift_right import shift_right
 from transformer_embed._src.sequences.token_positions import TokenPositions
 from transformer_embed._src.sequences.trees import shared_prefix_parents
 from transformer_embed._src.tokens.batch import check_batch
@@ -95,8 +97,10 @@ __all__ = [
     "pretrained",
     "query_scale",
     "relative_position_buckets",
+    "relative_shift",
     "rows",
     "shared_prefix_parents",
+    "shift_right",
     "sinusoidal_encoding",
     "sinusoidal_table",
     "write_cache",

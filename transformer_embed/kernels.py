@@ -1,27 +1,30 @@
-"""The rule of a mask in the arguments of fused attention kernels, without a mask [T, S].
+"""Translates the rule of a mask into the arguments of fused attention kernels.
 
-Each kernel takes flags, lengths or segment ids of its own, and compares row indices instead of
-positions. A function returns the arguments of one kernel that mean exactly the rule at every query
-that sees a key, or raises a ValueError that names the part which the kernel cannot express. Outputs
-of queries at padding are finite, and differ from kernel to kernel. A bias such as ALiBi's is not a
-part of the rule.
+With these arguments, a kernel needs no bool [T, S]. Each function is for one kernel. It returns
+arguments that mean exactly the rule at every query that sees a key, or raises a ValueError that
+names the part of the rule that the kernel cannot express. Outputs of queries at padding are finite,
+and differ from kernel to kernel. A bias such as ALiBi's is not a part of the rule.
 
-Where a kernel compares row indices, declare the layout of the tokens by `order=`:
+Kernels compare row indices instead of positions. So for a causal mask or a window, you declare the
+layout of the tokens by `order=`:
 
-- `"full"`: one sequence in each row, without padding;
-- `"right"`: one sequence in each row, then padding;
-- `"packed"`: any number of sequences, each in one run of tokens, with padding anywhere between them
-  (and so also padding on the left);
+- `"full"` means one sequence in each batch row, without padding;
+- `"right"` means one sequence in each batch row, then padding;
+- `"packed"` means any number of sequences, each in one run of tokens, with padding anywhere between
+  them (and so also padding on the left).
 
-and positions rise by one from token to token of a sequence. What `TokenPositions.from_lengths`,
-`from_segment_ids` and `from_offset` return lies in one of these orders; `from_ids` allows padding
-inside a sequence. Outside of jit the layout is checked. Under jit the values are not known, and
-another layout gives wrong outputs: check the batches with `te.check_batch` in your data pipeline.
+In each order, positions rise by one from token to token of a sequence. The tokens that
+`TokenPositions.from_lengths`, `from_segment_ids` and `from_offset` make lie in one of these orders.
+`from_ids` and `from_mask` allow padding inside a sequence. Outside of jit, the functions check the
+layout. Inside jit, the values are not known, and tokens in another layout give wrong outputs, so
+check the batches with `te.check_batch` in your data pipeline.
+
+Tokens without a batch axis are used for every batch row: a kernel's arguments have a batch axis.
 
 In a Pallas kernel of your own for TPUs, `AttentionMask.block` makes the mask of the block from the
-positions and segment ids that the kernel has loaded, and `relative_position_buckets` its buckets.
-`alibi_bias`, `apply_rotary` and `sinusoidal_encoding` do not compile there, because they hold
-constant arrays: give the kernel `alibi_slopes`, or the encodings and rotated heads, as inputs.
+positions and segment ids that the kernel has loaded, and `relative_position_buckets` makes the
+buckets. `alibi_bias`, `apply_rotary` and `sinusoidal_encoding` do not compile there, because they
+hold constant arrays: give the kernel `alibi_slopes`, or the encodings and rotated heads, as inputs.
 """
 
 from transformer_embed._src.kernels.kernel_arguments import (

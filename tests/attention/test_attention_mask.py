@@ -29,7 +29,7 @@ def test_a_block_of_one_block_id_needs_no_mask():
     mask = AttentionMask(
         TokenPositions(np.arange(6)).with_block_ids([0] * 4 + [-1] * 2), causal=True
     )
-    equal(mask.block_mask((2, 2))[0], [[2, 2, 0], [2, 2, 0], [2, 2, 1]])
+    equal(mask.block_mask((2, 2)), [[2, 2, 0], [2, 2, 0], [2, 2, 1]])
 
 
 @pytest.mark.slow
@@ -57,6 +57,30 @@ def test_a_long_chain_is_a_tree():
     equal(tree.places[0], np.arange(2**17))
     equal(tree.positions, tree.places)
     equal(tree.ends[0], np.full(2**17, 2**17))
+
+
+# --- sinks
+
+
+@pytest.mark.parametrize("sinks", [1, 2, 3, 5])
+@pytest.mark.parametrize("first", [0, 1])
+def test_sinks_are_the_keys_below_a_position(sinks, first):
+    """With a window of one token, counted from the position and not from the place in the row."""
+    tokens = TokenPositions(np.arange(8) + first)
+    mask = AttentionMask(tokens, causal=True, window=(0, 0), sinks=sinks)
+    is_sink = np.arange(8) + first < sinks
+    expected = np.eye(8, dtype=bool) | (is_sink & np.tri(8, dtype=bool))
+    equal(mask.dense()[0], expected)
+    equal(mask.block(3, 0, (4, 5)), expected[3:7, :5])
+    equal(mask.block_mask((1, 1)), 2 * expected)
+    # Of two texts in another order than the row's.
+    order = np.array([7, 2, 0, 5, 1, 4, 3, 6])
+    packed = TokenPositions.from_segment_ids([1] * 4 + [2] * 4).take(order)
+    mask = AttentionMask(packed, causal=True, window=(0, 0), sinks=sinks)
+    text, position = np.divmod(order, 4)
+    expected = (text[:, None] == text) & (position <= position[:, None])
+    expected &= (position < sinks) | np.eye(8, dtype=bool)
+    equal(mask.dense()[0], expected)
 
 
 # --- the rule as a tree
@@ -104,7 +128,7 @@ REFUSED = {
     "te.kernels.flash_attention_kwargs(MASK & MASK)": "TypeError: mask: ... got JoinedMask",
     "MASK.block(0, 0.5, (2, 2))": "TypeError: key_start: ... got float64",
     "MASK and MASK": "TypeError: AttentionMask: ... got a condition",
-    "te.mask_to_bias(MASK)": "TypeError: mask: ... got AttentionMask",
+    "te.mask_to_bias(MASK)": "TypeError: AttentionMask: wanted its array, mask.dense(), got the mask",
     "mask_of(keys=TokenPositions.from_lengths([1, 2, 3], 4))": "ValueError: queries and keys: ... 1, got 2 and 3",
     "mask_of(keys=TokenPositions([0, 1]))": "ValueError: keys.segment_ids: ... got None",
     "mask_of(TOKENS.with_block_ids([0] * 4), TOKENS)": "ValueError: keys.block_ids: ... got None",

@@ -12,7 +12,7 @@ ORDERS = [None, None, "[11, 0, 5, 4, 3, 9, 8, 2, 1, 6, 7, 10]", "[8, 9, 10, 11, 
 def of_rows(chosen):
     """Each array of the batch is [rows, length], or the lengths of a row are one number."""
     by_row = {"right", "left", "answers"}
-    alone = [] if chosen["kind"] in by_row else ["rows alone"]
+    alone = [] if chosen["kind"] == "answers" else ["rows alone"]
     # Arrays that are made in the function have a length that is known.
     any_lengths = [] if chosen["kind"] in by_row | {"offset"} else ["any lengths"]
     split = ["split length"] if chosen["kind"] != "answers" else []
@@ -116,11 +116,13 @@ SLOTS = 16
 STEPS = {
     "tokens": "T.from_offset(tokens.padding_mask.sum(1), 3)",
     "one": "T.from_offset(tokens.padding_mask.sum(1), 1)",
-    "row": "T.from_offset(7, 2)",
+    "row": "T.from_offset([7], 2)",
+    # Two slots [2] of two tokens may also be those of two rows, and are refused.
+    "no batch": "T.from_offset(7, 3)",
     "drafts": "T.from_parents([-1, 0, 0, 1, -1], offset=tokens.padding_mask.sum(1))",
     "later": "T.from_offset(tokens.padding_mask.sum(1) + 9, 2)",
 }
-RING = "jnp.where({0}.padding_mask, {0}.positions % 16, -1)"
+RING = "jnp.atleast_2d(jnp.where({0}.padding_mask, {0}.positions % 16, -1))"
 FIRST = {"0": "0", "row": "x[-3]", "ring": RING.format("tokens"), "any": "x[-4]"}
 SECOND = {"row": "x[-3] + 2", "after": "tokens.padding_mask.sum(1)", "ring": RING.format("step")}
 CLEARED = {
@@ -139,7 +141,11 @@ CACHES = {
     "write": lambda chosen: (
         ["write_cache"]
         + ["write_rows"]
-        * (chosen["first"] != "0" and chosen["step"] != "row" and chosen["mode"] != "split")
+        * (
+            chosen["first"] != "0"
+            and chosen["step"] not in ("row", "no batch")
+            and chosen["mode"] != "split"
+        )
     ),
     "rule": lambda chosen: batches.rules(
         {"kind": "tree" if chosen["step"] == "drafts" else "packed"}
@@ -164,7 +170,7 @@ def cache_program(number, chosen):
     empty = "T.empty(2, 16)"
     if chosen.step == "drafts":
         empty = "T.from_parents(jnp.full((2, 16), -2))"
-    counts = {"tokens": 3, "one": 1, "row": 2, "drafts": 5, "later": 2}
+    counts = {"tokens": 3, "one": 1, "row": 2, "no batch": 3, "drafts": 5, "later": 2}
     return CACHE_PROGRAM.format(
         write=chosen.write,
         tokens=batches.MAKE[chosen.kind],

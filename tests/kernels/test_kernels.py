@@ -20,6 +20,7 @@ from meshes import mesh_of
 from refused import each_raises, pattern
 
 import transformer_embed as te
+from transformer_embed._src.kernels import splash_kernels
 
 # jax 0.12 points to another package for the GPU's kernel.
 with warnings.catch_warnings():
@@ -319,3 +320,28 @@ def test_blocks_that_are_too_many_are_refused_before_they_are_described(monkeypa
     mask = AttentionMask(tokens, causal=True)
     with pytest.raises(ValueError, match=r"^block_sizes: wanted blocks .*, got 4194304 bytes"):
         te.kernels.splash_kernels(mask, 1, order="full")
+
+
+def test_a_step_that_runs_nothing_loads_the_next_block_that_runs():
+    """For each batch row and head, in the order of the grid; after the last one, the last block."""
+    random = np.random.default_rng(0)
+    for heads, rows, columns in ((1, 3, 4), (2, 2, 5)):
+        loads = random.integers(0, columns, (heads, rows, columns)).astype(np.int32)
+        runs = random.integers(0, 3, loads.shape).astype(np.int32)
+        may_run = random.random((3, rows, columns)) < 0.4
+        got_loads, got_runs = splash_kernels._steps_of_rows(1, loads, runs, may_run)
+        for batch, head in np.ndindex(3, heads):
+            steps = [*np.ndindex(rows, columns)]
+            kept = [runs[head, i, j] * may_run[batch, i, loads[head, i, j]] for i, j in steps]
+            equal(got_runs[batch, head].ravel(), kept)
+            for n in range(len(steps)):
+                following = next((m for m in range(n, len(steps)) if kept[m]), len(steps) - 1)
+                assert got_loads[batch, head][steps[n]] == loads[head][steps[following]]
+
+
+def test_blocks_of_each_shard_are_counted_from_its_first_block():
+    """With two shards of three blocks each, for the gradients of keys."""
+    loads = np.array([[[0, 1, 2, 2, 1, 0]]], np.int32)
+    may_run = np.array([[[True, False, True, False, False, True]]])
+    _, runs = splash_kernels._steps_of_rows(2, loads, np.ones_like(loads), may_run)
+    equal(runs[0, 0, 0], [1, 0, 1, 1, 0, 0])

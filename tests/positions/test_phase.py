@@ -1,6 +1,8 @@
 import decimal
+import fractions
 import functools
 import itertools
+import math
 import re
 
 import jax
@@ -91,6 +93,29 @@ def test_64_bit_mode():
     equal(wide[:4], sinusoid(positions, of_8))
     equal(floats[0], sinusoid(np.float32(0.25), of_8))
     assert all(np.isnan(lost).all() for lost in (wide[4:], floats[1]))
+
+
+def test_the_phase_of_a_float_is_the_exact_product():
+    """Modulo one turn, but for the parts of the three products that are cut off below 2**-64 turns.
+    A carry that is lost or too much is 2**32 of these units."""
+    random = np.random.default_rng(0)
+    magnitudes = np.concatenate(
+        [
+            random.uniform(0, 2.0**20, 300),
+            random.uniform(0, 4, 300),
+            np.arange(20.0),
+            2.0 ** np.arange(-30, 30),
+        ]
+    ).astype(np.float32)
+    units = [1, 2**32 - 1, 2**64 - 1, 2**63 + 2**31, *map(int, random.integers(1, 2**62, 20))]
+    for unit in units:
+        words = phase.words([unit])
+        got = phase._float_phase(jnp.asarray(magnitudes)[:, None], words)
+        whole = [int(high) << 32 | int(low) for high, low in zip(*map(np.ravel, got), strict=True)]
+        for magnitude, number in zip(magnitudes.tolist(), whole, strict=True):
+            exact = math.floor(fractions.Fraction(magnitude) * unit)
+            missing = (exact - number) % 2**64
+            assert missing < 4, (magnitude, unit, missing)
 
 
 def test_no_constant_is_in_a_program_twice():

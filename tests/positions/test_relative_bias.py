@@ -16,6 +16,7 @@ from refused import each_raises
 
 import transformer_embed as te
 from transformer_embed import alibi_bias, alibi_slopes, relative_position_buckets
+from transformer_embed._src.positions.relative_bias import _bucket_starts
 
 FILE = pathlib.Path(__file__).parents[1] / "golden" / "position_biases.json"
 GOLDEN = json.loads(FILE.read_bytes())
@@ -59,7 +60,7 @@ def test_alibi_bias_of_blooms_key_row(num_heads):
 def test_alibi_bias_of_mpts_key_row(num_heads):
     for max_bias, expected in GOLDEN["mpt"][num_heads].items():
         bias = alibi_bias([4], range(5), num_heads=int(num_heads), max_bias=float(max_bias))
-        near(bias[0, :, 0], expected, rtol=PEER_ERROR)
+        near(bias[:, 0], expected, rtol=PEER_ERROR)
 
 
 @pytest.mark.slow
@@ -110,6 +111,24 @@ def test_buckets_published_by_transformers(case):
     assert np.ravel(buckets).tolist() == expected
 
 
+def test_each_bucket_starts_at_its_exact_distance():
+    """Where the logarithm is a whole number, a bucket starts at this distance and not at the next."""
+    exact_starts = 0
+    for each_way in range(2, 13):
+        exact = each_way // 2
+        steps = each_way - exact
+        for max_distance in range(exact + 1, 100):
+            expected = []
+            for j in range(1, steps):
+                # n / exact >= (max_distance / exact) ** (j / steps), in integers.
+                power = max_distance**j * exact ** (steps - j)
+                start = next(n for n in range(max_distance + 1) if n**steps >= power)
+                exact_starts += start**steps == power
+                expected.append(start)
+            assert _bucket_starts(each_way, max_distance) == (*expected,)
+    assert exact_starts > 40
+
+
 @pytest.mark.slow
 def test_many_buckets_need_no_memory_of_their_own():
     build = functools.partial(relative_position_buckets, num_buckets=128, max_distance=2048)
@@ -119,6 +138,14 @@ def test_many_buckets_need_no_memory_of_their_own():
 
 
 # --- Both
+
+
+def test_biases_without_a_batch_axis_have_none():
+    assert alibi_bias([0, 1], [0, 1, 2], 4).shape == (4, 2, 3)
+    assert relative_position_buckets([0, 1], [0, 1, 2]).shape == (2, 3)
+    with jax.numpy_rank_promotion("raise"):
+        assert alibi_bias([0, 1], [[0, 1, 2]] * 5, 4).shape == (5, 4, 2, 3)
+        assert relative_position_buckets([[0, 1]] * 5, [0, 1, 2]).shape == (5, 2, 3)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import jax.export
 import jax.numpy as jnp
 import loops
 import numpy as np
+import pytest
 from compare import equal
 from refused import each_raises
 
@@ -27,6 +28,77 @@ def test_slices_and_a_short_repr():
     assert repr(part) == "TokenPositions(positions=int32[2, 3], segment_ids=int32[2, 3])"
     assert len(repr(te.AttentionMask(tokens, causal=True))) < 200
     repr(jax.tree.map(lambda _: None, tokens))
+
+
+# --- shapes: [length] stays [length], in tokens and in masks
+
+
+PARENTS = np.array([-1, 0, 1, 1])
+WITHOUT_BATCH = {
+    "class": TokenPositions([0, 1, 2, 3]),
+    "class, two arrays": TokenPositions([0, 1, 2, 3], segment_ids=[1, 1, 2, 2]),
+    "from_ids": TokenPositions.from_ids([5, 6, 0, 7], pad_id=0),
+    "from_segment_ids": TokenPositions.from_segment_ids([1, 1, 2, 0]),
+    "from_positions": TokenPositions.from_positions([0, 1, 0, 1]),
+    "from_lengths": TokenPositions.from_lengths(3, 4),
+    "from_offset": TokenPositions.from_offset(7, 4),
+    "from_parents": TokenPositions.from_parents(PARENTS, offset=3),
+    "take": TokenPositions([0, 1, 2, 3]).take([3, 2, 1, 0]),
+    "with_block_ids": TokenPositions([0, 1, 2, 3]).with_block_ids([0, 0, -1, -1]),
+    "clear": TokenPositions.from_offset(0, 4).clear([True, False, False, True]),
+    "clear all": TokenPositions.from_offset(0, 4).clear(True),
+    "slice": TokenPositions(range(9))[2:6],
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_BATCH)
+def test_tokens_without_a_batch_axis_and_their_masks_have_none(name):
+    tokens = WITHOUT_BATCH[name]
+    assert {array.shape for array in jax.tree.leaves(tokens)} == {(4,)}
+    assert len(tokens) == 4
+    assert tokens.padding_mask.shape == (4,)
+    batch = jax.tree.map(lambda array: array[None], tokens)
+    first, second = (te.AttentionMask(each, causal=True) for each in (tokens, batch))
+    for alone, whole in ((first, second), (first & first, second & second)):
+        equal(alone.dense(), whole.dense()[0])
+        assert alone.dense().shape[0] == 1
+        equal(alone.block(1, 0, (2, 3)), whole.block(1, 0, (2, 3))[0])
+        equal(alone.block_mask((2, 2)), whole.block_mask((2, 2))[0])
+
+
+WITH_BATCH = {
+    "class": TokenPositions([0, 1, 2, 3], segment_ids=[[1, 1, 2, 2]] * 2),
+    "from_lengths": TokenPositions.from_lengths([3, 1], 4),
+    "from_offset": TokenPositions.from_offset([7, 8], 4),
+    "from_parents": TokenPositions.from_parents(PARENTS, offset=[3, 4]),
+    "from_parents, batch": TokenPositions.from_parents([PARENTS] * 2, offset=3),
+    "with_block_ids": TokenPositions([0, 1, 2, 3]).with_block_ids([[0, 0, -1, -1]] * 2),
+}
+
+
+@pytest.mark.parametrize("name", WITH_BATCH)
+def test_one_array_with_a_batch_axis_gives_all_of_them_one(name):
+    tokens = WITH_BATCH[name]
+    assert {array.ndim for array in jax.tree.leaves(tokens)} == {2}
+    assert len(tokens) == 2
+    assert te.AttentionMask(tokens, causal=True).dense().shape[1:] == (1, 4, 4)
+
+
+def test_tokens_without_a_batch_axis_are_used_for_every_batch_row():
+    """As queries, as keys, beside a mask of a batch, and as the new tokens of a cache."""
+    row, batch = TokenPositions([2, 3]), TokenPositions([[0, 1, 2], [1, 2, 3]])
+    with jax.numpy_rank_promotion("raise"):
+        mask = te.AttentionMask(row, batch, causal=True)
+        equal(mask.dense(), te.AttentionMask(TokenPositions([[2, 3]]), batch, causal=True).dense())
+        other = te.AttentionMask(row, TokenPositions([0, 1, 2]), causal=True)
+        equal((mask & other).dense(), mask.dense() & other.dense()[None])
+        equal((other | mask).block_mask((1, 3)), (mask | other).block_mask((1, 3)))
+        assert te.AttentionMask(batch, row, causal=True).block(0, 0, (3, 2)).shape == (2, 3, 2)
+    slots, written = te.write_cache(
+        te.TokenPositions.empty(2, 3), TokenPositions.from_offset(4, 2), 0
+    )
+    equal(slots.positions, [[4, 5, 0]] * 2)
+    assert written.shape == (2, 2)
 
 
 # --- caches
@@ -65,14 +137,13 @@ REFUSED = {
     "te.write_cache(EMPTY, (NEW[0], NEW[1][:2]), 0)": "ValueError: new[1]: ... 1, 2, 2], got float32[2, 2, 2]",
     "te.write_cache((EMPTY[0], EMPTY[1][:2]), NEW, 0)": "ValueError: cache[1]: ... 6, 2], got float32[2, 6, 2]",
     "te.write_cache(EMPTY, (NEW[0], NEW[1][:, :1]), 0)": "ValueError: new[1]: ... 1, 2, 2], got float32[3, 1, 2]",
-    "te.write_cache(EMPTY[1], jnp.ones((3, 7, 2)), 0)": "ValueError: new: ... got 7",
+    "te.write_cache(EMPTY[1], jnp.ones((3, 7, 2)), 0)": "ValueError: new: wanted at most 6 tokens, as the cache, or a slot for each token (a ring), got 7",
     "te.write_cache(EMPTY, NEW, [0, 1])": "ValueError: slot: ... [3, 2], got shape [2]",
     "te.write_cache(EMPTY, NEW, 2**31)": "ValueError: slot: ... -1..5, got 2147483648",
     "te.write_cache(EMPTY, NEW, SLOTS)": "ValueError: slot: ... -1..5, got 6",
     "te.write_cache(EMPTY, NEW, [0, 1, -2])": "ValueError: slot: ... -1..5, got -2 at index [2]",
     "te.TokenPositions([0]).clear([True])": "ValueError: segment_ids: ... got None",
     "EMPTY[0].clear([True])": "ValueError: where: ... [3] or [3, 6], got shape [1]",
-    "te.write_cache(EMPTY, NEW, [[1, 2], [-1, -1], [3, 3]])": "ValueError: slot: ... got two tokens for slot 3 of row 2",
     "jax.jit(TokenPositions)(np.zeros(2, np.uint32))": "TypeError: positions: ... got uint32",
     "TokenPositions([0, 1], block_ids=[True, False])": "TypeError: block_ids: ... got bool",
     "from_ids([1], start=0.5)": "TypeError: start: ... got float 0.5",
@@ -82,7 +153,7 @@ REFUSED = {
     "TokenPositions(np.zeros((2, 2), int), segment_ids=np.zeros((3, 2), int))": "ValueError: positions and segment_ids: ... 1, got 2 and 3",
     "from_ids([1], end_id=0)": "ValueError: end_id: ... got 0",
     "from_ids([1] * 4, start=2**31 - 3)": "ValueError: start: ... got 2147483645",
-    "from_lengths(3, 4)": "ValueError: lengths: ... got shape []",
+    "from_lengths([[3]], 4)": "ValueError: lengths: ... got shape [1, 1]",
     "from_lengths([3], -1)": "ValueError: length: ... 0, got -1",
     "from_lengths([3], 4, padding_side='both')": "ValueError: padding_side: ... got 'both'",
     "from_lengths([2, -3], 4)": "ValueError: lengths: ... 0..4, got -3 at index [1]",
@@ -92,6 +163,8 @@ REFUSED = {
     "from_offset(0, 5)[np.array([7])]": "ValueError: index: ... got [7]",
     "from_offset(0, 5)[...]": "ValueError: index: ... got Ellipsis",
     "from_offset(0, 5)[:, 0]": "ValueError: index: ... got (slice(None, None, None), 0)",
+    "from_offset(0, 5)[:, :2]": "ValueError: index: wanted one slice, of tokens, got (",
+    "from_offset([0], 5)[:, :2, :2]": "ValueError: index: wanted slices of batch rows and of tokens, got (",
     "from_offset(0, 5).take([[0]])": "ValueError: order: ... got shape [1, 1]",
     "from_offset(0, 5).take([5])": "ValueError: order: ... 0..4, got 5 at index [0]",
     "from_offset(0, 5).take([4, 2]).next_token_mask": "ValueError: places: wanted None, for tokens in the order of",

@@ -1,1 +1,1 @@
-"""Which tokens attend to which: the rule of a mask, and its forms."""
+"""Says which tokens attend to which, by the rule of a mask, in each of its forms."""

@@ -1,4 +1,7 @@
-"""The rule of an attention mask: who may attend to whom, without a bool for every pair."""
+"""Says who may attend to whom by a rule, without a bool for every pair.
+
+In shapes, b counts batch rows, t counts queries and s counts keys.
+"""
 
 import dataclasses
 import functools
@@ -23,9 +26,9 @@ from transformer_embed._src.attention.block_mask import block_mask
 from transformer_embed._src.attention.joined_mask import Mask
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.pytrees import register_pytree
+from transformer_embed._src.sequences.token_arrays import check_batch_sizes
 from transformer_embed._src.sequences.token_positions import (
     TokenPositions,
-    check_numbers_of_rows,
     check_token_positions,
     number_of_rows,
 )
@@ -34,46 +37,62 @@ from transformer_embed._src.sequences.token_positions import (
 # Not compared by its fields: equality of arrays is an array, which has no truth value.
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionMask(Mask):
-    """Who may attend to whom in an attention layer, as a rule of size O(length).
+    """Says who may attend to whom in an attention layer, by a rule of size O(length).
 
-    A query at position q may attend to a key at position k where
+    You make it from tokens, and pass `mask.dense()` to your attention layer (not the mask itself).
+    For long rows, an attention kernel can use `block` and `block_mask` in place of the whole array,
+    and `te.kernels` translates the rule into the arguments of fused kernels.
+
+    A query at position q may attend to a key at position k if
 
         (k <= q if causal, and k <= q + right, and (q - left <= k or k < sinks),
          and q // chunk == k // chunk,
          or both are in the same block)
         and both have the same segment id, and the key is a token, not padding
 
-    and terms whose arguments are not given are left out. The class is a pytree, so it passes
-    through `jit`, `vmap` and `scan`, can be sharded over the batch and serialised by `jax.export`.
+    Terms whose arguments you do not give are left out. The class is a pytree, so it passes through
+    `jit`, `vmap` and `scan`, can be sharded over the batch, and `jax.export` can save it.
 
-    `mask & other` allows the pairs that both allow, and `mask | other` those of either; the result
-    has `dense`, `block` and `block_mask`, too. A rule of your own is a mask of your own integers: a
-    causal mask compares positions, and segment ids are compared for equality. Each mask hides the
-    padding and the other segments of its own tokens, so `|` of rules with other integers can show
-    what one of them hides; to keep that hidden, join `& AttentionMask(tokens, causal=False)`.
+    `mask & other` allows the pairs that both masks allow, and `mask | other` allows the pairs that
+    one of them allows. The result has `dense`, `block` and `block_mask`, too. To state a rule of
+    your own, make a mask of your own integers: a causal mask compares positions, and segment ids
+    are compared for equality. Each mask hides the padding and the other segments of its own tokens.
+    So if you join masks of different integers by `|`, one of them may show what the other hides. To
+    keep that hidden, join `& AttentionMask(tokens, causal=False)`.
 
     Args:
-        queries: the tokens that attend. If they have no segment ids, they see the tokens of every
+        queries: The tokens that attend. If they have no segment ids, they see the tokens of every
             segment.
-        keys: the tokens that are attended to, such as a cache or another sequence. None: the
-            queries themselves (self-attention).
-        causal: True: keys after the query are hidden (a decoder, GPT). False: a query sees keys on
-            both sides (an encoder, BERT). There is no default.
-        window: (left, right); (w - 1, 0) for the w latest keys, the query's own among them, as in
-            transformers. How many positions before and after its own a query sees, at least 0;
-            None: no limit.
-        chunk: length of a chunk, at least 1: a query sees only the keys of its own chunk, positions
-            0..chunk-1, chunk..2*chunk-1, ... (Llama 4). Positions from `TokenPositions.from_ids`
-            count chunks from the first token that is not padding, as transformers does.
-        sinks: number of first positions of each sequence, at least 1, which the left side of a
-            window does not hide: those below it. (Its right side and a chunk do.)
+        keys: The tokens that are attended to, such as a cache or another sequence. If None, they
+            are the queries themselves (self-attention).
+        causal: Whether keys after the query are hidden. Set True for a decoder (GPT), and False for
+            an encoder (BERT), in which a query sees keys on both sides. There is no default.
+        window: A pair (left, right), the number of positions before and after its own that a query
+            sees, at least 0, or None for no limit. `(w - 1, 0)` gives the w latest keys, with the
+            query's own key among them, as in transformers.
+        chunk: The length of a chunk, at least 1. A query sees only the keys of its own chunk, with
+            positions 0..chunk-1, chunk..2*chunk-1, ... (Llama 4). Positions from
+            `TokenPositions.from_ids` count chunks from the first token that is not padding, as
+            transformers does.
+        sinks: The number of first positions of each sequence that the left side of a window does
+            not hide, at least 1. The right side of a window and a chunk hide them.
+
+    Attributes:
+        sides: The queries and the keys. If `keys` is None, one `TokenPositions` is both.
+        lengths: The numbers of queries and of keys.
+        reach: How many places before and after its own a query sees, (left, right), from `window`
+            and `causal`. None means no limit.
+
+        Attention kernels read these three, the arguments, and `positions`, `segment_ids`,
+        `block_ids`, `places` and `padding_mask` of the tokens. Nothing else is needed to translate
+        a rule into the arguments of a kernel of your own.
 
     Raises:
-        TypeError: queries or keys are not TokenPositions, causal is not a Python bool, or a window
-            or chunk is not a Python int.
-        ValueError: queries and keys have different numbers of rows (1 serves any number), only one
-            of them has block ids, only the queries have segment ids, or a window or chunk is out of
-            range.
+        TypeError: `queries` or `keys` are not TokenPositions, `causal` is not a Python bool, or a
+            window or a chunk is not a Python int.
+        ValueError: `queries` and `keys` have different numbers of batch rows (1 fits any number),
+            only one of them has block ids, only the queries have segment ids, or a window or a
+            chunk is out of range.
 
     Example:
         >>> import jax.numpy as jnp
@@ -105,7 +124,8 @@ class AttentionMask(Mask):
     sinks: int | None = None
 
     def __post_init__(self) -> None:
-        # None means that query i is key i, as kernels that compare row indices need it.
+        # In self-attention, `keys` is None. So kernels that compare row indices know that query i
+        # is key i.
         if self.keys is self.queries:
             arguments.set_fields(self, keys=None)
         check_token_positions("queries", self.queries)
@@ -121,7 +141,8 @@ class AttentionMask(Mask):
         )
         if self.reach[0] is None:
             arguments.check_left_out("sinks", self.sinks, "no left side of a window hides them")
-        if self.sides[1].ends is not None:
+        _, keys = self.sides
+        if keys.ends is not None:
             if not self.causal:
                 raise arguments.value_error("causal", "True, for keys of a tree", False)
             why = (
@@ -133,124 +154,140 @@ class AttentionMask(Mask):
 
     @property
     def sides(self) -> tuple[TokenPositions, TokenPositions]:
-        """The queries and the keys, one object in self-attention."""
+        """Returns the queries and the keys, which are one object in self-attention."""
         return self.queries, self.queries if self.keys is None else self.keys
 
     @property
     def lengths(self) -> tuple[Any, Any]:
-        """The numbers of queries and of keys."""
+        """Returns the numbers of queries and of keys."""
         queries, keys = self.sides
         return queries.positions.shape[-1], keys.positions.shape[-1]
 
     @property
     def reach(self) -> Window:
-        """How many places before and after its own a query sees; None: no limit."""
+        """Returns how many places before and after its own a query sees; None means no limit."""
         left, right = self.window or (None, None)
         return left, 0 if self.causal else right
 
     def dense(self) -> Bool[Array, "*b 1 t s"]:
-        """The mask as an array, in the smallest shape that broadcasts.
+        """Makes the mask as an array, in the smallest shape that broadcasts.
 
         Returns:
-            bool [B or 1, 1, T or 1, S], True = may attend, for logits [B, heads, T, S]: the batch
-            axis is 1 if all rows have the same mask, the query axis is 1 if all queries have the
-            same mask. Tokens without a batch axis, as inside `vmap`, have none here either. A row
-            may be all False: see `mask_to_bias`. A mask does not protect against keys or values
-            that are NaN or infinite, because 0 times them is NaN.
+            bool [B or 1, 1, T or 1, S], True = may attend, for logits [B, heads, T, S]. The batch
+            axis is 1 if all batch rows have the same mask, and the query axis is 1 if all queries
+            have the same mask. If neither queries nor keys have a batch axis, the mask has none
+            either: bool [1, T or 1, S], for logits [heads, T, S].
 
         Example:
             >>> import transformer_embed as te
             >>> tokens = te.TokenPositions.from_offset(0, 3)
-            >>> te.AttentionMask(tokens, causal=True, window=(1, 0)).dense()[0, 0].tolist()
+            >>> te.AttentionMask(tokens, causal=True, window=(1, 0)).dense()[0].tolist()
             [[True, False, False], [True, True, False], [False, True, True]]
+
+        Edge cases:
+            - A query may see no key at all. See `mask_to_bias`.
+            - A mask does not protect you from keys or values that are NaN or infinite, because 0
+              times NaN is NaN.
         """
-        is_row = all(side.positions.ndim == 1 for side in self.sides)
-        return _dense(self)[0] if is_row else _dense(self)
+        return self._with_rank(_dense(self))
+
+    def _with_rank(self, array: Array) -> Array:
+        """Returns an array [1 or B, ...] without the batch axis if no side has one."""
+        has_batch = any(side.positions.ndim == 2 for side in self.sides)
+        return array if has_batch else array[0]
 
     def block(
         self, query_start: ArrayLike, key_start: ArrayLike, shape: tuple[int, int]
-    ) -> Bool[Array, "b t s"]:
-        """A rectangle of the mask, without the rest of it.
+    ) -> Bool[Array, "*b t s"]:
+        """Makes a rectangle of the mask, without the rest of the mask.
 
-        In a Pallas kernel, make a mask of the positions and segment ids that the kernel has loaded,
-        each [1, size], and ask for its only block: `block(0, 0, (T, S))`.
+        Use it in a kernel of your own. In a Pallas kernel, make a mask of the positions and segment
+        ids that the kernel has loaded, each [1, size], and ask for the only block of that mask:
+        `block(0, 0, (T, S))`.
 
         Args:
-            query_start: integer, the index of the first query of the block in its row. It may be
+            query_start: The index in the row of the block's first query, an integer. It may be
                 traced.
-            key_start: integer, the index of the first key; it may be traced.
-            shape: (number of queries, number of keys), at least 1 each.
+            key_start: The index of the first key, an integer. It may be traced.
+            shape: The numbers of queries and of keys, at least 1 each.
 
         Returns:
-            bool [B or 1, *shape], True = may attend: `dense()[:, 0, query_start:, key_start:]`, cut
-            to the shape. It is all False if a traced start leaves no room for the shape.
+            bool [B or 1, *shape], or [*shape] without a batch axis, True = may attend. It is
+            `dense()[..., 0, query_start:, key_start:]`, cut to the shape.
 
         Raises:
-            TypeError: a start is not an integer, or shape does not hold two Python ints.
-            ValueError: the block is larger than the mask, or not inside it (a traced start is not
-                checked).
+            TypeError: A start is not an integer, or `shape` does not hold two Python ints.
+            ValueError: The block is larger than the mask, or is not inside the mask and its starts
+                are not traced.
 
         Example:
             >>> import transformer_embed as te
             >>> tokens = te.TokenPositions.from_offset(0, 1_000_000)
-            >>> te.AttentionMask(tokens, causal=True).block(500_000, 499_999, (2, 3))[0].tolist()
+            >>> te.AttentionMask(tokens, causal=True).block(500_000, 499_999, (2, 3)).tolist()
             [[True, True, False], [True, True, True]]
+
+        Edge cases:
+            If a traced start leaves no room for the shape, the block is all False.
         """
         shape = arguments.entries("shape", shape, arguments.size, count=2)
-        sides, starts = (("query_start", query_start), ("key_start", key_start)), []
-        for axis, (name, start) in enumerate(sides):
-            last = self.lengths[axis] - shape[axis]
+        given = {"query_start": query_start, "key_start": key_start}
+        starts = []
+        for (name, start), length, size in zip(given.items(), self.lengths, shape, strict=True):
             # A symbolic length has no order.
-            if not export.is_symbolic_dim(self.lengths[axis]) and last < 0:
+            if not export.is_symbolic_dim(length) and length < size:
                 want = f"a size inside the mask's {self.lengths}"
                 raise arguments.value_error("shape", want, shape)
+            last: Any = length - size
             inside = f"the mask, for a block of {shape}"
             starts.append(arguments.as_indices(name, start, last, inside))
-        return _block(self, starts, shape)
+        return self._with_rank(_block(self, starts, shape))
 
-    def block_mask(self, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
-        """For each block of the mask, whether none, some or all of its pairs may attend.
+    def block_mask(self, shape: tuple[int, int]) -> Int8[Array, "*b m n"]:
+        """Says of each block of the mask whether none, some or all of its pairs may attend.
 
-        An attention kernel skips the blocks without a pair, and needs no mask where all pairs may
-        attend. Time and memory are O(T + S + number of blocks).
+        Use it in an attention kernel, which can skip the blocks without a pair, and needs no mask
+        in the blocks in which all pairs may attend. Time and memory are O(T + S + number of
+        blocks).
 
         Args:
-            shape: (number of queries, number of keys) of a block; they must divide T and S.
+            shape: The numbers of queries and of keys of a block. They must divide T and S.
 
         Returns:
-            int8 [B or 1, T / shape[0], S / shape[1]]. Skip a block of 0: no pair may attend. Leave
-            out the mask in a block of 2: all pairs may. Mask a block of 1, by `block` for example.
-
-            Padded or packed self-attention (with the same first position in each sequence of a
-            row), and a sequence with its cache, have a 1 only where some pairs may and some may
-            not. With block ids, with both sinks and a chunk, or in other batches, a 1 may also
-            stand where none or all may.
+            int8 [B or 1, T / shape[0], S / shape[1]], or without the batch axis. 0 means that no
+            pair of the block may attend, so skip the block. 2 means that all pairs may, so leave
+            out the mask. 1 means that you must mask the block, for example by `block`.
 
         Raises:
-            TypeError: shape does not hold two Python ints.
-            ValueError: shape does not divide the lengths of queries and keys.
+            TypeError: `shape` does not hold two Python ints.
+            ValueError: `shape` does not divide the lengths of queries and keys.
 
         Example:
             >>> import transformer_embed as te
             >>> tokens = te.TokenPositions.from_segment_ids([[1] * 6 + [2] * 6])
             >>> te.AttentionMask(tokens, causal=True).block_mask((3, 3))[0].tolist()
             [[1, 0, 0, 0], [2, 1, 0, 0], [0, 0, 1, 0], [0, 0, 2, 1]]
+
+        Edge cases:
+            The numbers are exact for padded or packed self-attention (with the same first position
+            in each sequence of a batch row), and for a sequence with its cache. With block ids,
+            with both sinks and a chunk, or in other batches, a block in which no pair or all pairs
+            may attend may also get a 1.
         """
         shape = arguments.entries("shape", shape, arguments.size, count=2)
         for side, length, size in zip(("queries", "keys"), self.lengths, shape, strict=True):
             if export.is_symbolic_dim(length) or length % size:
                 want = f"a divisor of the number of {side}, {length} (pad the batch to a multiple)"
                 raise arguments.value_error("shape", want, size)
-        return block_mask(self, shape)
+        return self._with_rank(block_mask(self, shape))
 
 
 register_pytree(AttentionMask, "causal", "window", "chunk", "sinks")
 
 
 def _check_sides(queries: TokenPositions, keys: TokenPositions) -> None:
-    """Raises a ValueError unless one can attend to the other."""
+    """Raises a ValueError unless the queries can attend to the keys."""
     sides = {"queries": queries, "keys": keys}
-    # Without segment ids, queries see the keys of every segment.
+    # Queries may lack segment ids, because they then see the keys of every segment.
     for field, side, other in (
         ("segment_ids", "keys", "queries"),
         ("block_ids", "keys", "queries"),
@@ -259,10 +296,11 @@ def _check_sides(queries: TokenPositions, keys: TokenPositions) -> None:
         if getattr(sides[side], field) is None and getattr(sides[other], field) is not None:
             want = f"an array, since {other}.{field} is given"
             raise arguments.value_error(f"{side}.{field}", want, None)
-    check_numbers_of_rows({side: number_of_rows(tokens) for side, tokens in sides.items()})
+    check_batch_sizes({side: number_of_rows(tokens) for side, tokens in sides.items()})
 
 
 def _limit(name: str, distance: Any) -> int | None:
+    """Converts one side of a window."""
     return None if distance is None else arguments.integer(name, distance, at_least=0)
 
 
@@ -275,7 +313,7 @@ _window = functools.partial(
 
 
 def _slice(tokens: Fields, start: Array, size: int) -> Fields:
-    """A stretch of tokens."""
+    """Returns a run of tokens."""
     if size == tokens["places"].shape[1]:
         # A kernel for TPUs has no dynamic slice of its values.
         return tokens
@@ -285,20 +323,25 @@ def _slice(tokens: Fields, start: Array, size: int) -> Fields:
 
 
 def _pairs(mask: AttentionMask, queries: Fields, keys: Fields) -> Bool[Array, "b t s"]:
-    sides = []
-    for side, axis in ((queries, 2), (keys, 1)):
-        expanded = {name: jnp.expand_dims(array, axis) for name, array in side.items()}
-        sides.append(with_conditions(expanded, mask))
-    return may_attend(*sides)
+    """Applies the rule to each pair of a query and a key."""
+    # [b, t, 1] and [b, 1, s].
+    queries = {name: jnp.expand_dims(array, 2) for name, array in queries.items()}
+    queries = with_conditions(queries, mask)
+    keys = {name: jnp.expand_dims(array, 1) for name, array in keys.items()}
+    keys = with_conditions(keys, mask)
+    return may_attend(queries, keys)
 
 
 # The functions below are compiled even if the caller is not.
+
+
 @compiled()
 def _dense(mask: AttentionMask) -> Bool[Array, "b 1 t s"]:
-    # Only the queries' length may stay split.
-    queries, keys = fields(mask)[0], whole_fields(mask)[1]
-    # That a query is a token follows from the equal segment of a key, and would give each query a
-    # row of its own.
+    # Explicit mesh axes may split the length of the queries, but not the length of the keys.
+    queries, _ = fields(mask)
+    _, keys = whole_fields(mask)
+    # A query that is padding sees no key anyway, because its segment is 0. To look at each query
+    # would give the mask a query axis even if all queries have the same mask.
     queries["token"] = jnp.ones((1, 1), jnp.int32)
     return jnp.expand_dims(_pairs(mask, queries, keys), 1)
 
@@ -307,8 +350,13 @@ def _dense(mask: AttentionMask) -> Bool[Array, "b 1 t s"]:
 def _block(
     mask: AttentionMask, starts: list[Array], shape: tuple[int, int]
 ) -> Bool[Array, "b t s"]:
-    block = _pairs(mask, *map(_slice, whole_fields(mask), starts, shape))
-    # A dynamic slice moves a stretch that does not fit.
+    all_queries, all_keys = whole_fields(mask)
+    query_start, key_start = starts
+    query_count, key_count = shape
+    queries = _slice(all_queries, query_start, query_count)
+    keys = _slice(all_keys, key_start, key_count)
+    block = _pairs(mask, queries, keys)
+    # A dynamic slice moves a run of tokens that does not fit.
     for start, length, size in zip(starts, mask.lengths, shape, strict=True):
         block &= (start >= 0) & (start <= length - size)
     return block

@@ -1,4 +1,7 @@
-"""The one statement of who may attend to whom."""
+"""States who may attend to whom, once for single pairs and for blocks of pairs.
+
+In shapes, b counts batch rows, t counts queries and s counts keys.
+"""
 
 import functools
 import operator
@@ -19,10 +22,14 @@ Fields = dict[str, Array]
 
 
 def may_attend(queries: dict[str, Any], keys: dict[str, Any]) -> Any:
-    """Whether queries may attend to keys, for `fields` that broadcast against each other.
+    """Computes whether queries may attend to keys, from fields that broadcast against each other.
 
-    This is the only place that states the rule. The fields are arrays; or, for blocks, all of them
-    are `Interval`s, and so is the result. Their operators are all that it needs.
+    This is the only place that states the rule. The fields are arrays, or, for blocks, all of them
+    are `Interval`s, and so is the result. The rule needs only the operators that both have.
+
+    Args:
+        queries: The fields of the queries, from `with_conditions`.
+        keys: The fields of the keys, from `with_conditions`.
     """
     limits = []
     if "first" in keys:
@@ -33,7 +40,7 @@ def may_attend(queries: dict[str, Any], keys: dict[str, Any]) -> Any:
         limits.append(queries["chunk"] == keys["chunk"])
     # Blocks only lift limits, and change nothing where there are none.
     if "block_ids" in queries and limits:
-        # Asked of both sides, because an interval of block ids leaves out tokens in no block.
+        # Both sides are asked, because an interval of block ids leaves out tokens in no block.
         is_in_block = queries["is_in_block"] & keys["is_in_block"]
         in_one_block = is_in_block & (queries["block_ids"] == keys["block_ids"])
         limits = [functools.reduce(operator.and_, limits) | in_one_block]
@@ -44,34 +51,41 @@ def may_attend(queries: dict[str, Any], keys: dict[str, Any]) -> Any:
 
 
 def fields(mask: Any) -> tuple[Fields, Fields]:
-    """What the rule compares of queries and of keys: integers [B or 1, length] of one dtype.
+    """Returns what the rule compares of the queries and of the keys of a mask.
 
-    `token` is not 0 at tokens.
+    The fields are integers [1 or b, length] of one dtype: `positions`, `places`, `token` (not 0 at
+    tokens), and `segment_ids`, `block_ids`, `ends` and `chunk` if the mask has them.
     """
-    arrays = [arrays_of(side) for side in mask.sides]
+    query_arrays, key_arrays = (arrays_of(side) for side in mask.sides)
     # Under strict dtype promotion, jax compares no int32 with int64.
-    dtype = np.result_type(*(array.dtype for side in arrays for array in side.values()))
-    sides = []
-    for side in arrays:
-        tokens = {name: array.astype(dtype) for name, array in side.items()}
-        positions = tokens["positions"]
-        token = tokens.get("segment_ids", jnp.ones((1, positions.shape[1]), dtype))
-        if mask.chunk is not None:
-            tokens["chunk"] = positions // mask.chunk
-        sides.append({"places": positions, "token": token} | tokens)
-    return sides[0], sides[1]
+    arrays = [*query_arrays.values(), *key_arrays.values()]
+    dtype = np.result_type(*(array.dtype for array in arrays))
+    queries = _side_fields(query_arrays, mask.chunk, dtype)
+    keys = _side_fields(key_arrays, mask.chunk, dtype)
+    return queries, keys
+
+
+def _side_fields(arrays: Fields, chunk: int | None, dtype: Any) -> Fields:
+    """Returns the fields of one side."""
+    tokens = {name: array.astype(dtype) for name, array in arrays.items()}
+    positions = tokens["positions"]
+    token = tokens.get("segment_ids", jnp.ones((1, positions.shape[1]), dtype))
+    if chunk is not None:
+        tokens["chunk"] = positions // chunk
+    # Places of their own replace the positions.
+    return {"places": positions, "token": token} | tokens
 
 
 def whole_fields(mask: Any) -> tuple[Fields, Fields]:
-    """The fields, whole on each device if explicit mesh axes split the length."""
+    """Returns the fields, whole on each device if explicit mesh axes split the length."""
     return jax.tree.map(with_whole_rows, fields(mask))
 
 
 def with_conditions(tokens: Fields, mask: Any) -> Fields:
-    """The fields, and what is true of each token.
+    """Adds to the fields what is true of each token.
 
-    A key has an interval of places: the first and the last one of a query that sees it. Call this
-    last: a kernel for TPUs cannot expand the axes of bools.
+    A key is seen by the queries in an interval of places, from `first` to `last`. Call this after
+    axes were expanded, because a kernel for TPUs cannot expand the axes of bools.
     """
     left, right = mask.reach
     conditions = {"is_token": tokens["token"] != 0}
@@ -80,20 +94,21 @@ def with_conditions(tokens: Fields, mask: Any) -> Fields:
     if right is not None:
         conditions["first"] = _moved(tokens["places"], -right)
     if left is not None:
-        last = conditions["last"] = _moved(tokens["places"], left)
+        last = _moved(tokens["places"], left)
         if mask.sinks is not None:
             is_sink = tokens["positions"] < mask.sinks
-            conditions["last"] = jnp.where(is_sink, jnp.iinfo(last.dtype).max, last)
+            last = jnp.where(is_sink, jnp.iinfo(last.dtype).max, last)
+        conditions["last"] = last
     if "ends" in tokens:
         conditions["last"] = tokens["ends"] - 1
     return tokens | conditions
 
 
 def _moved(places: Array, distance: int) -> Array:
-    """`places + distance`; the end of the dtype where that is beyond it."""
+    """Computes `places + distance`, or the end of the dtype if the sum is beyond it."""
     info = jnp.iinfo(places.dtype)
-    # No two places are further apart. A distance that does not fit the dtype wraps, and so does the
-    # sum, which is right again.
+    # No two places are further apart than this. A step that does not fit the dtype wraps, and the
+    # sum with it wraps back, so the sum is right.
     size = min(abs(distance), info.max - info.min)
     step = np.array(size).astype(places.dtype)
     if distance < 0:

@@ -1,22 +1,24 @@
-"""Masks joined by `&` and `|`, in each of their forms."""
+"""Joins masks by `&` and `|`, in each of the forms of a mask."""
 
 import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int8
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.pytrees import register_pytree
-from transformer_embed._src.sequences.token_positions import check_numbers_of_rows, number_of_rows
+from transformer_embed._src.sequences.token_arrays import check_batch_sizes
+from transformer_embed._src.sequences.token_positions import number_of_rows
 
-# Of bools, and of the numbers of a block mask: no pair, some or all.
+# How bools are joined, and the numbers of a block mask (0, 1, 2: no pair, some pairs, all pairs).
 JOINS = {"&": jnp.minimum, "|": jnp.maximum}
 
 
 class Mask:
-    """What can be joined with another mask; `dense`, `block` and `block_mask` are its forms."""
+    """A mask that can be joined with another mask."""
 
     def __and__(self, other: Any) -> "JoinedMask":
         return JoinedMask(self, other, "&")
@@ -25,14 +27,23 @@ class Mask:
         return JoinedMask(self, other, "|")
 
     def __bool__(self) -> bool:
-        # `and` would keep one of two masks.
+        # Without this error, `and` would keep one of two masks.
         want = "to be joined by & or |, or its array, mask.dense()"
         raise arguments.type_error(type(self).__name__, want, "a condition")
+
+    def __jax_array__(self) -> Array:
+        # Public functions, jax and numpy ask for this if they are passed the mask itself. To make
+        # the array unasked would hide that it takes a bool for each pair.
+        want = "its array, mask.dense()"
+        raise arguments.type_error(type(self).__name__, want, "the mask")
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        return np.asarray(self.__jax_array__())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class JoinedMask(Mask):
-    """The pairs that both masks allow (`&`), or one of them (`|`)."""
+    """Allows the pairs that both masks allow (`&`), or that one of them allows (`|`)."""
 
     first: Any
     second: Any
@@ -40,30 +51,40 @@ class JoinedMask(Mask):
 
     def __post_init__(self) -> None:
         arguments.instance("mask", self.second, Mask, "a te.AttentionMask, to join with another")
-        what = "the queries and keys of the other mask"
-        arguments.check_same("mask", what, self.second.lengths, self.first.lengths)
+        want = "the queries and keys of the other mask"
+        arguments.check_same("mask", want, self.second.lengths, self.first.lengths)
         counts = {"mask": number_of_rows(self.first), "other": number_of_rows(self.second)}
-        check_numbers_of_rows(counts)
+        check_batch_sizes(counts)
 
     @property
     def lengths(self) -> tuple[Any, Any]:
-        """The numbers of queries and of keys."""
+        """Returns the numbers of queries and of keys."""
         return self.first.lengths
 
     def dense(self) -> Bool[Array, "*b 1 t s"]:
         """See `AttentionMask.dense`."""
-        return JOINS[self.join](self.first.dense(), self.second.dense())
+        return self._joined(self.first.dense(), self.second.dense())
 
     def block(
         self, query_start: ArrayLike, key_start: ArrayLike, shape: tuple[int, int]
-    ) -> Bool[Array, "b t s"]:
+    ) -> Bool[Array, "*b t s"]:
         """See `AttentionMask.block`."""
-        blocks = (part.block(query_start, key_start, shape) for part in (self.first, self.second))
-        return JOINS[self.join](*blocks)
+        first = self.first.block(query_start, key_start, shape)
+        second = self.second.block(query_start, key_start, shape)
+        return self._joined(first, second)
 
-    def block_mask(self, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
-        """See `AttentionMask.block_mask`; a 1 may also stand where none or all may attend."""
-        return JOINS[self.join](self.first.block_mask(shape), self.second.block_mask(shape))
+    def block_mask(self, shape: tuple[int, int]) -> Int8[Array, "*b m n"]:
+        """See `AttentionMask.block_mask`. Here, any block may get a 1 in place of 0 or 2."""
+        return self._joined(self.first.block_mask(shape), self.second.block_mask(shape))
+
+    def _joined(self, first: Array, second: Array) -> Array:
+        """Joins two arrays, of which one may have no batch axis."""
+        # Under strict rank promotion, jax adds no axis by itself.
+        if first.ndim < second.ndim:
+            first = first[None]
+        elif second.ndim < first.ndim:
+            second = second[None]
+        return JOINS[self.join](first, second)
 
 
 register_pytree(JoinedMask, "join")

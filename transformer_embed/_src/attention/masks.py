@@ -1,4 +1,4 @@
-"""Masks as bool arrays, True = may attend, and their conversion to a bias."""
+"""Makes masks as bool arrays, True = may attend, and converts them to a bias."""
 
 import functools
 
@@ -13,18 +13,18 @@ from transformer_embed._src.sequences.runs import differs
 
 
 def padding_mask(ids: ArrayLike, *, pad_id: int) -> Bool[Array, "..."]:
-    """Which ids are tokens and not padding.
+    """Says which ids are tokens and not padding.
 
     Args:
-        ids: [..., length], any integer dtype.
-        pad_id: the id of padding; any int, -1 for example. There is no default.
+        ids: The ids, [..., length], of any integer dtype.
+        pad_id: The id of padding. It may be any int, for example -1. There is no default.
 
     Returns:
         bool [..., length]: `ids != pad_id`.
 
     Raises:
-        TypeError: ids are not integers, or pad_id is not a Python int.
-        ValueError: pad_id is outside int32.
+        TypeError: `ids` are not integers, or `pad_id` is not a Python int.
+        ValueError: `pad_id` is outside int32.
 
     Example:
         >>> import transformer_embed as te
@@ -35,20 +35,20 @@ def padding_mask(ids: ArrayLike, *, pad_id: int) -> Bool[Array, "..."]:
 
 
 def causal_mask(length: int) -> Bool[Array, "t t"]:
-    """The look-ahead mask of one whole sequence.
+    """Makes the look-ahead mask of one whole sequence.
 
-    Each position attends to itself and to those before it.
+    Each token attends to itself and to the tokens before it. Use `AttentionMask` for anything else:
+    padding, packed rows, or queries at an offset in a cache.
 
     Args:
-        length: T, at least 0 and at most 2**30. For queries at an offset in a cache, use
-            `AttentionMask`.
+        length: The number of tokens, T, at least 0 and at most 2**30.
 
     Returns:
-        bool [T, T]; entry [t, s] is `s <= t`.
+        bool [T, T]. Entry [t, s] is `s <= t`.
 
     Raises:
-        TypeError: length is not a Python int.
-        ValueError: length is out of its range.
+        TypeError: `length` is not a Python int.
+        ValueError: `length` is out of its range.
 
     Example:
         >>> import transformer_embed as te
@@ -66,27 +66,27 @@ def causal_mask(length: int) -> Bool[Array, "t t"]:
 def mask_to_bias(
     mask: ArrayLike, dtype: DTypeLike = jnp.float32, *, value: float | None = None
 ) -> Float[Array, "..."]:
-    """A bias to add to attention logits: 0 where attention is allowed, very negative elsewhere.
+    """Converts a mask to a bias: 0 if attention is allowed, and a very negative number if not.
 
-    The number elsewhere is half of the dtype's lowest: it leaves room to add another bias, ALiBi's
-    for example, without an overflow to -inf. The bias is finite, so a fully masked row gives an
-    even softmax rather than NaN, in the forward pass and in the gradient.
+    Add the bias to the attention logits if your attention layer takes no mask. By default the
+    negative number is half of the dtype's lowest number. So you can add another bias, for example
+    ALiBi's, and the sum does not overflow to -inf. The bias is finite, so a query that sees no key
+    gets an even softmax rather than NaN, in the forward pass and in the gradient.
 
     Args:
-        mask: bool [...], True = may attend.
-        dtype: of the logits, a floating dtype.
-        value: the bias where the mask is False, below 0 and finite in the dtype. None:
-            `jnp.finfo(dtype).min / 2`. transformers uses `float(jnp.finfo(dtype).min)`, T5X and
-            tensor2tensor -1e9.
+        mask: Bools, [...], True = may attend.
+        dtype: The floating dtype of the logits.
+        value: The bias of pairs that may not attend, below 0 and finite in the dtype. If None, it
+            is `jnp.finfo(dtype).min / 2`. transformers uses `float(jnp.finfo(dtype).min)`, and T5X
+            and tensor2tensor use -1e9.
 
     Returns:
-        [...] of `dtype`: 0 or the value. If jax_enable_x64 is off, float64 becomes float32, with
-        JAX's warning.
+        [...] of `dtype`, with 0 and the value.
 
     Raises:
-        TypeError: mask is not bool (a bias or 0/1 floats would be read the wrong way round), dtype
-            is not a floating dtype, or value is not a Python number.
-        ValueError: value is not below 0, or is not finite in the dtype.
+        TypeError: `mask` is not bool (a bias or 0/1 floats would be read the wrong way round),
+            `dtype` is not a floating dtype, or `value` is not a Python number.
+        ValueError: `value` is not below 0, or is not finite in the dtype.
 
     Example:
         >>> import jax.numpy as jnp
@@ -96,14 +96,18 @@ def mask_to_bias(
         >>> te.mask_to_bias([True, False], value=-1e9).tolist()
         [0.0, -1000000000.0]
 
+    Edge cases:
+        If jax_enable_x64 is off, float64 becomes float32, with jax's warning.
+
     Source:
         The additive form of the mask of Vaswani et al., "Attention Is All You Need" (2017), section
         3.2.3, https://arxiv.org/abs/1706.03762, with a finite number for its minus infinity.
     """
     dtype = arguments.result_dtype(dtype)
     if value is not None:
-        lowest, value = float(jnp.finfo(dtype).min), arguments.real("value", value)
-        # Not only `value < 0`: a bias that is rounded to 0 would mask nothing.
+        value = arguments.real("value", value)
+        lowest = float(jnp.finfo(dtype).min)
+        # The rounded value is compared with 0, because a bias that is rounded to 0 masks nothing.
         if not lowest <= value or not float(np.asarray(value).astype(dtype)) < 0:
             want = f"a number below 0 that {dtype} holds, at least {lowest:g}"
             raise arguments.value_error("value", want, f"{value:g}")

@@ -1,1 +1,1 @@
-"""The rule of a mask in the arguments of fused kernels, each of which has words of its own."""
+"""Translates the rule of a mask into the arguments of fused kernels."""

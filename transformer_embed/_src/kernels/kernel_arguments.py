@@ -1,4 +1,4 @@
-"""The arguments with which fused attention kernels apply a rule, or an error that says why not."""
+"""Translates a mask into the arguments of fused attention kernels, or says why that cannot be."""
 
 import functools
 from collections.abc import Callable
@@ -15,28 +15,28 @@ from transformer_embed._src.kernels.row_indices import CAUSAL, EVERYTHING, RowRu
 def dot_product_attention_kwargs(
     mask: AttentionMask, *, order: str | None = None, batch_size: int | None = None
 ) -> dict[str, Any]:
-    """The arguments of `jax.nn.dot_product_attention` that apply a mask without its [T, S] bools.
+    """Makes the arguments of `jax.nn.dot_product_attention` that apply a mask without its bools.
 
-    They are those that cuDNN takes, with `implementation="cudnn"`. The mask may be self-attention;
-    attention to another sequence without a causal mask or a window; or one query a row, as in
-    decoding, to a cache that is filled from the left. cuDNN itself refuses a window that reaches to
-    the right.
+    Use it for cuDNN's kernel on GPUs (`implementation="cudnn"`), which needs no bool [T, S] with
+    these arguments. The mask may be self-attention, attention to another sequence without a causal
+    mask or a window, or one query a row, as in decoding, to a cache that is filled from the left.
+    cuDNN itself refuses a window that reaches to the right.
 
     Args:
-        mask: the mask; without block ids and chunks.
-        order: the layout of the tokens, `"full"` or `"right"`; see `te.kernels`. None, if the
-            mask has neither segment ids nor a causal mask nor a window.
-        batch_size: pass the number of rows of the batch, B, if the mask was made for one row that
-            stands for all. None: the mask has B rows.
+        mask: The mask, without block ids and chunks.
+        order: The layout of the tokens, `"full"` or `"right"`, see `te.kernels`. It may be None if
+            the mask has neither segment ids nor a causal mask nor a window.
+        batch_size: The number of batch rows, B. Pass it if the mask was made for one row that is
+            used for every batch row. If None, the mask has B rows.
 
     Returns:
-        `is_causal`, and where they are needed `local_window_size`, `query_seq_lengths` and
+        `is_causal`, and if they are needed `local_window_size`, `query_seq_lengths` and
         `key_value_seq_lengths` (int32 [B]). With lengths, outputs of queries at padding are 0.
 
     Raises:
-        TypeError: mask is not an AttentionMask, or batch_size is not a Python int.
-        ValueError: a part of the mask that these arguments cannot express; the tokens are not
-            traced and lie in another order.
+        TypeError: `mask` is not an AttentionMask, or `batch_size` is not a Python int.
+        ValueError: These arguments cannot express a part of the mask, or the tokens are not traced
+            and lie in another order.
 
     Example:
         >>> import jax
@@ -55,14 +55,16 @@ def dot_product_attention_kwargs(
     rule = RowRule(
         mask=mask, kernel="jax.nn.dot_product_attention", order=order, batch_size=batch_size
     )
+    mask = rule.mask
     queries, keys = mask.sides
     rule.check_absent(chunk=mask.chunk)
     if rule.has_segments or mask.reach != EVERYTHING:
         parts = "segment ids, a causal mask or a window"
         rule.check_order_is_given(parts, ("full", "right"))
-    # A single query is told how many keys it sees: is_causal would align it with the first key.
+    # A single query is told how many keys it sees, because `is_causal` would align the query with
+    # the first key.
     is_step = mask.keys is not None and mask.lengths[0] == 1
-    # What a window hides are the first keys, which a number of keys cannot leave out.
+    # A window hides the first keys, which a number of keys cannot leave out.
     if is_step and mask.reach[0] is not None:
         want = f"no limit on the left for a single query in {rule.kernel}"
         raise refusal("window", want, mask.window)
@@ -71,7 +73,7 @@ def dot_product_attention_kwargs(
     if (left, right) not in (CAUSAL, EVERYTHING):
         # cuDNN refuses a window to the right, which is 0 in a causal one.
         options["local_window_size"] = rule.distances()
-    # jax takes int32 alone, and a sum of bools has 64 bits if jax_enable_x64 is on.
+    # jax takes only int32, and a sum of bools has 64 bits if jax_enable_x64 is on.
     count = functools.partial(jnp.sum, axis=-1, dtype=jnp.int32)
     # In these orders, the keys that a query sees are the first ones of the row.
     if rule.has_segments and not is_step:
@@ -87,20 +89,20 @@ def dot_product_attention_kwargs(
 def flash_attention_kwargs(
     mask: AttentionMask, *, order: str | None = None, batch_size: int | None = None
 ) -> dict[str, Any]:
-    """The arguments of Pallas' `flash_attention` on TPUs that apply a mask.
+    """Makes the arguments of Pallas' `flash_attention` on TPUs that apply a mask.
 
     Args:
-        mask: the mask; without block ids and a window, and between two sequences not causal.
-        order: the layout of the tokens; see `te.kernels`. None, if the mask is not causal.
-        batch_size: pass the number of rows of the batch, B, if the mask was made for one row that
-            stands for all. None: the mask has B rows.
+        mask: The mask, without block ids and a window. Between two sequences, it is not causal.
+        order: The layout of the tokens, see `te.kernels`. It may be None if the mask is not causal.
+        batch_size: The number of batch rows, B. Pass it if the mask was made for one row that is
+            used for every batch row. If None, the mask has B rows.
 
     Returns:
         `causal`, and `segment_ids`: `SegmentIds` int32 [B, T] and [B, S], or None.
 
     Raises:
-        TypeError: mask is not an AttentionMask, or batch_size is not a Python int.
-        ValueError: a part of the mask that the kernel cannot express; the tokens are not traced and
+        TypeError: `mask` is not an AttentionMask, or `batch_size` is not a Python int.
+        ValueError: The kernel cannot express a part of the mask, or the tokens are not traced and
             lie in another order.
 
     Example:
@@ -111,7 +113,7 @@ def flash_attention_kwargs(
         >>> options["causal"], options["segment_ids"].q.shape
         (True, (1, 128))
     """
-    # Imported when it is used: Pallas takes longer to import than this package.
+    # Pallas is imported when it is used, because it takes longer to import than this package.
     from jax.experimental.pallas.ops.tpu.flash_attention import SegmentIds  # noqa: PLC0415
 
     rule = RowRule(mask=mask, kernel="flash_attention", order=order, batch_size=batch_size)
@@ -121,21 +123,21 @@ def flash_attention_kwargs(
 def mha_kwargs(
     mask: AttentionMask, *, order: str | None = None, batch_size: int | None = None
 ) -> dict[str, Any]:
-    """The arguments of Pallas' `mha` on GPUs that apply a mask.
+    """Makes the arguments of Pallas' `mha` on GPUs that apply a mask.
 
     Args:
-        mask: the mask; self-attention without a window and block ids.
-        order: the layout of the tokens; see `te.kernels`. None, if the mask is not causal.
-        batch_size: the number of rows of the batch, B, which the kernel's segment ids must have.
-            None: the mask has B rows, more than one.
+        mask: The mask, which is self-attention without a window and block ids.
+        order: The layout of the tokens, see `te.kernels`. It may be None if the mask is not causal.
+        batch_size: The number of batch rows, B, which the kernel's segment ids must have. If None,
+            the mask has B rows, more than one.
 
     Returns:
         `causal`, and `segment_ids`: int32 [B, T], or None.
 
     Raises:
-        TypeError: mask is not an AttentionMask, or batch_size is not a Python int.
-        ValueError: a part of the mask that the kernel cannot express; the tokens are not traced and
-            lie in another order; batch_size is missing.
+        TypeError: `mask` is not an AttentionMask, or `batch_size` is not a Python int.
+        ValueError: The kernel cannot express a part of the mask; the tokens are not traced and lie
+            in another order; or `batch_size` is missing.
 
     Example:
         >>> import transformer_embed as te
@@ -155,7 +157,7 @@ def mha_kwargs(
 
 
 def _without_windows(rule: RowRule, make: Callable[[Array, Array], Any]) -> dict[str, Any]:
-    """The arguments of a kernel that can say neither a window nor blocks."""
+    """Makes the arguments of a kernel that has arguments for neither a window nor blocks."""
     reach = rule.checked_reach()
     ids = rule.segment_ids()
     window = None if reach in (CAUSAL, EVERYTHING) else rule.mask.window

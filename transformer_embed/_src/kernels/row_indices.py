@@ -9,14 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int32, Integer
 
 from transformer_embed._src import arguments
 from transformer_embed._src.attention.attention_mask import AttentionMask
-from transformer_embed._src.attention.attention_rule import Window, fields
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.sequences.token_order import ORDERS, check_order
-from transformer_embed._src.sequences.token_positions import arrays_of, number_of_rows
+from transformer_embed._src.sequences.token_positions import TokenPositions
 
 WAY_OUT = "; mask.dense() and mask.block() can express it"
 # How far a query sees, as (left, right), if no window limits it.
@@ -55,6 +55,9 @@ class RowRule:
     def __post_init__(self):
         want = f"a te.AttentionMask, not joined by & or |{WAY_OUT}"
         mask = arguments.instance("mask", self.mask, AttentionMask, want)
+        # Kernels take batches: tokens without a batch axis are those of every batch row.
+        mask = jax.tree.map(lambda array: array if array.ndim == 2 else array[None], mask)
+        arguments.set_fields(self, mask=mask)
         query_count, key_count = mask.lengths
         # In self-attention, the only offset is 0.
         last_offset = key_count - query_count
@@ -96,12 +99,16 @@ class RowRule:
         start = self.q_offset
         if start is None:
             return
-        queries, keys = (jax.device_get(arrays_of(side)) for side in self.mask.sides)
-        is_token = queries.get("segment_ids", 1) != 0
-        for name, array in queries.items():
-            differs = array != keys[name][:, start : start + array.shape[1]]
+        queries, keys = self.mask.sides
+        is_token = jax.device_get(queries.padding_mask)
+        for name in ("positions", "segment_ids", "places"):
+            query_array = getattr(queries, name)
+            if query_array is None:
+                continue
+            key_array = jax.device_get(getattr(keys, name))
+            part = key_array[:, start : start + query_array.shape[1]]
             # Padding may differ, because it sees nothing wherever it is.
-            if (differs & is_token).any():
+            if ((jax.device_get(query_array) != part) & is_token).any():
                 want = f"the keys from index {start} on (q_offset)"
                 raise arguments.value_error(f"queries.{name}", want, "others")
 
@@ -130,7 +137,7 @@ class RowRule:
         _, keys = self.mask.sides
         return keys.segment_ids is not None and self.order != "full"
 
-    def checked_reach(self) -> Window:
+    def checked_reach(self) -> tuple[int | None, int | None]:
         """Returns how many tokens back and ahead a query sees, within one segment.
 
         In every order of `ORDERS`, positions rise by one along the tokens of a segment. So a kernel
@@ -170,23 +177,28 @@ class RowRule:
 
         Padding has the id 0. Returns None if all ids are equal.
         """
-        if not self.has_segments and self.mask.chunk is None:
+        chunk = self.mask.chunk
+        if not self.has_segments and chunk is None:
             return None
-        sides = fields(self.mask)
-        ids = [side["token"] for side in sides]
+        # `jax.tree.map` may have narrowed the arrays, and a new object has full dtypes.
+        sides = [TokenPositions(**vars(side)) for side in self.mask.sides]
+        # Queries and keys may have different dtypes.
+        dtype = np.result_type(*(array.dtype for array in jax.tree.leaves(sides)))
+        ids = [_segments(side, dtype) for side in sides]
         if self.mask.queries.segment_ids is None:
             # Queries without segments see the tokens of every segment, so all tokens get the id 1.
-            ids = [(side_ids != 0).astype(side_ids.dtype) for side_ids in ids]
+            ids = [(side_ids != 0).astype(dtype) for side_ids in ids]
         # Kernels compare int32. Ids of another dtype could wrap as int32, so they are numbered.
-        query_ids = ids[0]
-        if self.mask.chunk is None and query_ids.dtype == jnp.int32:
-            return ids
-        return _numbered(ids, [side.get("chunk", side["token"]) for side in sides])
+        if chunk is None:
+            return ids if dtype == jnp.int32 else _numbered(ids, ids)
+        return _numbered(ids, [side.positions.astype(dtype) // chunk for side in sides])
 
     @property
     def rows(self) -> int:
         """Returns the number of batch rows of the queries: `batch_size`, or the mask's."""
-        rows = number_of_rows(self.mask)
+        counts = {array.shape[0] for array in jax.tree.leaves(self.mask)}
+        # A symbolic dimension of jax.export has no order, so a maximum would fail.
+        rows = next(iter(counts - {1}), 1)
         if self.batch_size is None:
             return rows
         if rows not in (1, self.batch_size):
@@ -196,6 +208,13 @@ class RowRule:
     def for_rows(self, array: Array) -> Array:
         """Broadcasts an array [1 or B, ...] to all batch rows."""
         return jnp.broadcast_to(array, (self.rows, *array.shape[1:]))
+
+
+def _segments(tokens: TokenPositions, dtype: Any) -> Integer[Array, "b t"]:
+    """Returns the segment ids of tokens in this dtype, or ones if there are none."""
+    if tokens.segment_ids is None:
+        return jnp.ones((1, tokens.positions.shape[1]), dtype)
+    return tokens.segment_ids.astype(dtype)
 
 
 # The function is compiled even if the caller is not.

@@ -1,4 +1,4 @@
-"""Static masks of splash attention that make few blocks. (Importing this imports Pallas.)"""
+"""Makes static masks of splash attention that need few blocks. Importing this imports Pallas."""
 
 import functools
 
@@ -10,24 +10,29 @@ Block = tuple[slice, slice]
 
 
 class IndexMask(splash.LocalMask):
-    """Allows a difference of row indices, as its parent, which makes the bools of every block.
+    """Allows differences of row indices inside a window, as its parent does, with few arrays.
 
-    At 131072 tokens these are 1.7e10. But a block depends only on the difference of its first query
-    and its first key, and all blocks inside the window are alike, as are those beyond it.
+    The parent makes the bools of every block, which are 1.7e10 at 131072 tokens. But a block
+    depends only on the difference of its first query and its first key. All blocks inside the
+    window are alike, and so are all blocks beyond the window.
     """
 
     def __getitem__(self, block: Block) -> Bool[np.ndarray, "t s"]:
         (query, queries_end, _), (key, keys_end, _) = map(slice.indices, block, self.shape)
-        rows, columns, first = queries_end - query, keys_end - key, self.offset + query - key
-        # No limit is a distance that no two tokens have.
+        rows = queries_end - query
+        columns = keys_end - key
+        first = self.offset + query - key
+        # A side without a limit gets a distance that no two tokens have.
         left, right = (sum(self.shape) if side is None else side for side in self.window_size)
-        # Clamped to the block's corners, so that all blocks inside the window share one array.
-        low, high = (min(max(bound - first, -columns), rows) for bound in (-right, left))
+        # The bounds are clamped to the block's corners, so that all blocks inside the window share
+        # one array.
+        low = min(max(-right - first, -columns), rows)
+        high = min(max(left - first, -columns), rows)
         return _between(rows, columns, low, high)
 
 
 @functools.lru_cache(maxsize=16)
 def _between(rows: int, columns: int, low: int, high: int) -> Bool[np.ndarray, "t s"]:
-    """Whether the row index minus the column index is from low to high."""
+    """Returns where the row index minus the column index is from low to high."""
     difference = np.arange(rows)[:, None] - np.arange(columns)
     return (low <= difference) & (difference <= high)

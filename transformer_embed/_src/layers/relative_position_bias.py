@@ -43,7 +43,7 @@ class RelativePositionBias(hk.Module):
         >>> bias = hk.without_apply_rng(hk.transform(lambda q, k: te.RelativePositionBias(8)(q, k)))
         >>> params = bias.init(jax.random.key(0), range(5), range(5))
         >>> bias.apply(params, [4], range(5)).shape
-        (1, 8, 1, 5)
+        (8, 1, 5)
 
     Source:
         Raffel et al., "T5" (2020), section 2.1, https://arxiv.org/abs/1910.10683
@@ -76,8 +76,8 @@ class RelativePositionBias(hk.Module):
 
     def __call__(
         self, query_positions: ArrayLike, key_positions: ArrayLike
-    ) -> Float[Array, "b h t s"]:
-        """Returns the bias [B or 1, num_heads, T, S] of `dtype`.
+    ) -> Float[Array, "*b h t s"]:
+        """Returns the bias of `dtype`, [B or 1, num_heads, T, S], or without B if positions have none.
 
         Args:
             query_positions: The positions of the queries, [T] or [B, T].
@@ -88,5 +88,5 @@ class RelativePositionBias(hk.Module):
         rows: Any = hk.get_parameter("embeddings", shape, self.param_dtype, self.w_init)
         table = as_table(f"{self.name}/embeddings", rows)
         # A bucket is never out of range, and "clip" skips the check.
-        bias = jnp.moveaxis(lookup(table, buckets, out_of_range="clip"), -1, 1)
+        bias = jnp.moveaxis(lookup(table, buckets, out_of_range="clip"), -1, -3)
         return bias if self.dtype is None else bias.astype(self.dtype)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Integer, UInt
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
 from transformer_embed._src.compiled import compiled
-from transformer_embed._src.sequences.token_positions import comparable_rows
+from transformer_embed._src.sequences.token_arrays import comparable_arrays
 
 
 def alibi_slopes(num_heads: int, *, max_bias: float = 8.0) -> Float32[Array, "h"]:
@@ -58,14 +58,14 @@ def alibi_bias(
     causal: bool = True,
     max_bias: float = 8.0,
     dtype: DTypeLike = jnp.float32,
-) -> Float[Array, "b h t s"]:
+) -> Float[Array, "*b h t s"]:
     """ALiBi's bias: each head's slope times the distance of the key from the query.
 
-        bias[b, h, t, s] = slopes[h] * (key_positions[b, s] - query_positions[b, t])
+        bias[..., h, t, s] = slopes[h] * (key_positions[..., s] - query_positions[..., t])
 
-    or, if not causal, `-slopes[h] * abs(key_positions[b, s] - query_positions[b, t])`. It is made
-    from positions, so it is right for queries at an offset in a cache, for packed sequences and for
-    padding on either side.
+    or, if not causal, `-slopes[h] * abs(key_positions[..., s] - query_positions[..., t])`. It is
+    made from positions, so it is right for queries at an offset in a cache, for packed sequences
+    and for padding on either side.
 
     A causal bias is positive for keys after the query: mask them. A softmax ignores a
     term that is constant over the keys, so one row can serve all queries: `query_positions=[0]`
@@ -82,7 +82,8 @@ def alibi_bias(
         dtype: of the result.
 
     Returns:
-        [B or 1, num_heads, T, S] of `dtype`. Distances are exact integers for any two positions;
+        [B or 1, num_heads, T, S] of `dtype`, or [num_heads, T, S] if neither side has a batch
+        axis. Distances are exact integers for any two positions;
         the product is computed in float32 (relative error below 1.8e-7) and rounded once. Values
         are limited to a quarter of the dtype's largest number, which matters only in float16
         (16376): after adding `mask_to_bias`, nothing overflows and masked keys stay masked.
@@ -96,13 +97,13 @@ def alibi_bias(
     Example:
         >>> import transformer_embed as te
         >>> te.alibi_bias([2], [0, 1, 2], num_heads=2).tolist()
-        [[[[-0.125, -0.0625, 0.0]], [[-0.0078125, -0.00390625, 0.0]]]]
+        [[[-0.125, -0.0625, 0.0]], [[-0.0078125, -0.00390625, 0.0]]]
 
     Source:
         Press et al., "Train Short, Test Long" (2022), section 3, https://arxiv.org/abs/2108.12409
     """
     return _alibi(
-        *comparable_rows(query_positions=query_positions, key_positions=key_positions).values(),
+        *comparable_arrays(query_positions=query_positions, key_positions=key_positions).values(),
         _slopes(num_heads, max_bias),
         arguments.flag("causal", causal),
         arguments.result_dtype(dtype),
@@ -116,7 +117,7 @@ def relative_position_buckets(
     num_buckets: int = 32,
     max_distance: int = 128,
     causal: bool = False,
-) -> Int32[Array, "b t s"]:
+) -> Int32[Array, "*b t s"]:
     """T5's bucket of the distance between each query and key: the row of a table of biases.
 
     With m buckets for each direction, of which the first e = m // 2 hold one distance each,
@@ -138,7 +139,8 @@ def relative_position_buckets(
             for keys at or before the query; those after it get 0, since a mask hides them.
 
     Returns:
-        int32 [B or 1, T, S], in [0, num_buckets); exact for any two int32 positions.
+        int32 [B or 1, T, S], or [T, S] if neither side has a batch axis, in [0, num_buckets); exact
+        for any two int32 positions.
 
     Raises:
         TypeError: positions are not integers that `TokenPositions` takes; num_buckets or
@@ -149,7 +151,7 @@ def relative_position_buckets(
     Example:
         >>> import transformer_embed as te
         >>> te.relative_position_buckets([20], [0, 19, 20, 21, 2000]).tolist()
-        [[[10, 1, 0, 17, 31]]]
+        [[10, 1, 0, 17, 31]]
 
     Source:
         Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
@@ -161,7 +163,7 @@ def relative_position_buckets(
     each_way = num_buckets if causal else num_buckets // 2
     max_distance = arguments.int32("max_distance", max_distance, at_least=each_way // 2 + 1)
     return _buckets(
-        *comparable_rows(query_positions=query_positions, key_positions=key_positions).values(),
+        *comparable_arrays(query_positions=query_positions, key_positions=key_positions).values(),
         each_way,
         _bucket_starts(each_way, max_distance),
         causal,
@@ -196,30 +198,30 @@ def _slopes(num_heads: int, max_bias: float) -> tuple[float, ...]:
 
 @compiled(2, 3, 4)
 def _alibi(
-    queries: Integer[Array, "q t"],
-    keys: Integer[Array, "k s"],
+    queries: Integer[Array, "*q t"],
+    keys: Integer[Array, "*k s"],
     slopes: tuple[float, ...],
     causal: bool,
     dtype: jnp.dtype,
-) -> Float[Array, "b h t s"]:
+) -> Float[Array, "*b h t s"]:
     wide = arguments.compute_dtype(dtype)
-    factors = np.array(slopes, wide)[None, :, None, None]
+    factors = np.array(slopes, wide).reshape(*[1] * (queries.ndim - 1), -1, 1, 1)
     after, distance = _after_and_distance(queries, keys)
     far = distance.astype(wide)
     # 0 - 0 is 0, where -(0) would be -0.
     relative = jnp.where(after, far, 0 - far) if causal else 0 - far
     quarter = float(jnp.finfo(dtype).max) / 4
-    return jnp.clip(factors * relative[:, None], -quarter, quarter).astype(dtype)
+    return jnp.clip(factors * jnp.expand_dims(relative, -3), -quarter, quarter).astype(dtype)
 
 
 @compiled(2, 3, 4)
 def _buckets(
-    queries: Integer[Array, "q t"],
-    keys: Integer[Array, "k s"],
+    queries: Integer[Array, "*q t"],
+    keys: Integer[Array, "*k s"],
     each_way: int,
     starts: tuple[int, ...],
     causal: bool,
-) -> Int32[Array, "b t s"]:
+) -> Int32[Array, "*b t s"]:
     after, distance = _after_and_distance(queries, keys)
     if causal:
         distance = jnp.where(after, 0, distance)
@@ -235,12 +237,13 @@ def _buckets(
 
 
 def _after_and_distance(
-    queries: Integer[Array, "q t"], keys: Integer[Array, "k s"]
-) -> tuple[Bool[Array, "b t s"], UInt[Array, "b t s"]]:
+    queries: Integer[Array, "*q t"], keys: Integer[Array, "*k s"]
+) -> tuple[Bool[Array, "*b t s"], UInt[Array, "*b t s"]]:
     """Whether each key is after the query, and their distance."""
     # The distance of two signed integers fits the unsigned dtype of their width.
     dtype = np.promote_types(queries.dtype, keys.dtype)
-    queries, keys = queries.astype(dtype)[:, :, None], keys.astype(dtype)[:, None, :]
+    queries = queries.astype(dtype)[..., :, None]
+    keys = keys.astype(dtype)[..., None, :]
     unsigned = np.dtype(f"u{dtype}")
     after, difference = keys > queries, keys.astype(unsigned) - queries.astype(unsigned)
     return after, jnp.where(after, difference, -difference)

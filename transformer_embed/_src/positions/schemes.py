@@ -22,7 +22,7 @@ from transformer_embed._src.positions.sinusoidal import (
     part_width,
 )
 from transformer_embed._src.sequences.runs import positions_of_tokens
-from transformer_embed._src.sequences.token_positions import check_last_position
+from transformer_embed._src.sequences.token_arrays import check_last_position
 
 _reals = functools.partial(arguments.entries, convert=arguments.real)
 # A field of this name has the same meaning in every scheme.

@@ -1,1 +1,1 @@
-"""Where the tokens of a batch stand: positions, segments, order, and the slots of a cache."""
+"""Says where the tokens of a batch are: positions, segments, order, and the slots of a cache."""

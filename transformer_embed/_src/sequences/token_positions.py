@@ -1,4 +1,4 @@
-"""The position and the segment of each token: padding on either side, packing, decoding."""
+"""The position and the segment of each token of a batch, in one object."""
 
 import dataclasses
 import functools
@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export
 from jaxtyping import Array, Bool, Int32, Integer
 
 from transformer_embed._src import arguments
@@ -15,52 +14,61 @@ from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.partitioning import split_like, with_whole_rows
 from transformer_embed._src.pytrees import register_pytree
-from transformer_embed._src.sequences.runs import (
-    differs,
-    has_next_token,
-    in_row,
-    index_in_run,
-    of_previous_token,
-    positions_of_tokens,
-    restarted,
-    second_runs,
+from transformer_embed._src.sequences.counting import (
+    counted_from_ids,
+    counted_from_lengths,
+    counted_from_mask,
+    counted_from_offset,
+    counted_from_positions,
+    counted_from_segments,
+)
+from transformer_embed._src.sequences.runs import differs, has_next_token, in_row, second_runs
+from transformer_embed._src.sequences.token_arrays import (
+    as_batch,
+    as_comparable,
+    as_signed,
+    check_last_position,
+    comparable_arrays,
+    segment_ids_or_values,
 )
 from transformer_embed._src.sequences.trees import check_parents, tree_arrays
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class TokenPositions:
-    """The position and the segment of each token in a batch.
+    """Says where each token of a batch is: its position, and the sequence that it belongs to.
 
-    Position encodings and attention masks are made from these. Use one of the constructors
-    `from_ids`, `from_lengths`, `from_segment_ids` and `from_offset`, inside or outside jit, or pass
-    arrays of your own. The class is a pytree, so it passes through `jit`, `vmap` and `scan` and can
-    be serialised by `jax.export`.
+    You make it from a batch, and make position encodings and attention masks from it. Use one of
+    the constructors (`from_ids`, `from_mask`, `from_lengths`, `from_segment_ids`, `from_offset` and
+    others), inside or outside `jax.jit`, or pass arrays of your own. The class is a pytree, so it
+    passes through `jit`, `vmap` and `scan`, and `jax.export` can save it.
 
-    It holds nothing but these arrays, so a batch may be sliced, padded with zeros, stacked or
-    reshaped by `jax.tree.map`, and a cache may be the carry of a `scan`.
+    The tokens keep the shape of what you make them from: arrays [length] give tokens [length], and
+    a mask without a batch axis. Where a batch is needed, tokens [length] are used for every batch
+    row. The object holds nothing but these arrays, so you may slice, stack or reshape a batch by
+    `jax.tree.map`, pad it with zeros, and carry a cache through a `scan`.
 
     Args:
-        positions: [length] or [batch, length] integers; the position of each token in its own
-            sequence. Arrays [length] are one row, [1, length], that serves any number of rows.
-            (`from_ids`, `from_segment_ids` and `from_positions` keep the shape of their array.)
-        segment_ids: [length] or [batch, length] integers of at least 0; the sequence that each
-            token belongs to, 0 = padding. On a device, tokens with a negative one are a sequence,
-            too, so padding marked by -1 is not hidden. None: one sequence, without padding.
-        block_ids: [length] or [batch, length] integers; tokens of one block attend to each other
-            even where a causal mask, a window or a chunk forbids it. Negative: in no block. None:
-            there are no blocks. See `with_block_ids`.
-        places: [length] or [batch, length] integers by which a causal mask and a window compare
-            tokens of a sequence. None: their positions. `take` and `from_parents` give them.
-        ends: [length] or [batch, length] integers: under a causal mask, only tokens whose place is
-            before this number see the token. In a tree it hides a token from other branches. None:
-            all later tokens see it.
+        positions: Integers, [length] or [batch, length], the position of each token in its own
+            sequence.
+        segment_ids: Integers of at least 0, [length] or [batch, length], the number of the sequence
+            that each token belongs to. 0 is padding. If None, each batch row is one sequence
+            without padding.
+        block_ids: Integers, [length] or [batch, length], the block of each token. Tokens of one
+            block attend to each other even if a causal mask, a window or a chunk forbids it. A
+            negative number means "in no block". If None, there are no blocks. See `with_block_ids`.
+        places: Integers, [length] or [batch, length], by which a causal mask and a window compare
+            tokens of a sequence. `take` and `from_parents` make them. If None, positions are
+            compared.
+        ends: Integers, [length] or [batch, length], which hide a token of a tree from other
+            branches: under a causal mask, only tokens whose place is before this number see the
+            token. `from_parents` makes them. If None, all later tokens see it.
 
     Raises:
-        TypeError: an array does not hold integers, or is a jax array of unsigned ones of 32 bits or
-            more.
-        ValueError: host integers outside int32, or negative segment ids; a rank other than 1 or 2,
-            or shapes that do not fit each other.
+        TypeError: An array does not hold integers, or is a jax array of unsigned integers of 32
+            bits or more.
+        ValueError: An integer on the host is outside int32, or is a negative segment id; an array
+            has a rank other than 1 or 2; or the shapes do not fit each other.
 
     Example:
         >>> import transformer_embed as te
@@ -71,6 +79,12 @@ class TokenPositions:
         (2, 1, 5, 5)
         >>> batch.next_token_mask.astype(int).tolist()
         [[0, 0, 1, 1, 0], [1, 0, 0, 0, 0]]
+
+    Edge cases:
+        - If one array has a batch axis, all arrays of the object have one, of size 1 where the
+          array was [length].
+        - On a device, no error can be raised for a negative segment id. Tokens with that number are
+          a sequence, so padding marked by -1 is not hidden. `from_segment_ids` makes it padding.
     """
 
     positions: Any
@@ -81,24 +95,23 @@ class TokenPositions:
     ends: Any = None
 
     def __post_init__(self):
-        arrays = comparable_rows(**{"positions": self.positions} | _given(self))
-        length = arrays["positions"].shape[1]
+        arrays = comparable_arrays(**{"positions": self.positions} | _given(self))
+        length = arrays["positions"].shape[-1]
         for name, array in arrays.items():
-            arguments.check_same(name, "the length of positions", array.shape[1], length)
+            arguments.check_same(name, "the length of positions", array.shape[-1], length)
         arguments.set_fields(self, **arrays)
 
     @property
     def padding_mask(self) -> Bool[Array, "*b t"]:
-        """bool [batch, length], True = a token."""
+        """Returns which tokens are no padding: bool [length] or [batch, length], True = a token."""
         return differs(segments_of(self), 0)
 
     @property
     def next_token_mask(self) -> Bool[Array, "*b t"]:
-        """bool [batch, length], True = the token to the right belongs to the same sequence.
+        """Returns which tokens are followed by a token of the same sequence, True = followed.
 
-        It is False at padding and at the last token of each sequence, in every row and also where
-        another sequence follows. A language model that predicts the next token is trained on these
-        positions only:
+        It is bool [length] or [batch, length]. It is False at padding and at the last token of each
+        sequence. A language model that predicts the next token is trained on the other tokens only:
 
             labels = jnp.roll(ids, -1, axis=-1)
             output = embedder.output(params)
@@ -109,66 +122,91 @@ class TokenPositions:
             raise arguments.value_error("places", want, "an array")
         return has_next_token(segments_of(self))
 
+    def __jax_array__(self) -> Array:
+        # Public functions, jax and numpy ask for this if they are passed the tokens themselves.
+        want = "one of its arrays, tokens.positions, tokens.segment_ids or tokens.padding_mask"
+        raise arguments.type_error(type(self).__name__, want, "the tokens")
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        return np.asarray(self.__jax_array__())
+
     def __repr__(self) -> str:
         arrays = [f"{name}={_shown(array)}" for name, array in _given(self).items()]
         return f"TokenPositions({', '.join(arrays)})"
 
     def __len__(self) -> int:
-        """The number of rows."""
-        return number_of_rows(self)
+        """Returns the number of batch rows, or of tokens if these are [length]."""
+        return self.positions.shape[0] if self.positions.ndim == 1 else number_of_rows(self)
 
     def __getitem__(self, index: Any) -> "TokenPositions":
-        """Slices: `tokens[2:4]` has some rows, `tokens[:, 2:6]` some tokens of each row."""
+        """Slices as numpy does.
+
+        `tokens[2:4]` has some batch rows, and `tokens[:, 2:6]` some tokens of each. If the tokens
+        are [length], `tokens[2:6]` has some of them.
+        """
         parts = index if isinstance(index, tuple) else (index,)
-        if len(parts) > 2 or not all(isinstance(part, slice) for part in parts):
-            raise arguments.value_error("index", "slices of rows and of tokens", index)
-        rows = number_of_rows(self)
+        tokens = as_made(self)
+        rank = tokens.positions.ndim
+        if len(parts) > rank or not all(isinstance(part, slice) for part in parts):
+            want = "one slice, of tokens" if rank == 1 else "slices of batch rows and of tokens"
+            raise arguments.value_error("index", want, index)
+        if rank == 1:
+            return jax.tree.map(lambda array: array[parts], tokens)
+        rows = number_of_rows(tokens)
         return jax.tree.map(
-            lambda array: jnp.broadcast_to(array, (rows, array.shape[1]))[parts], as_made(self)
+            lambda array: jnp.broadcast_to(array, (rows, array.shape[1]))[parts], tokens
         )
 
     def take(self, order: ArrayLike) -> "TokenPositions":
-        """The tokens of each row in another order, such as `load_balanced_order`.
+        """Puts the tokens of each batch row in another order, such as `load_balanced_order`.
 
-        Tokens keep their places in the row, so a mask of all or some of them hides the same pairs
-        as before. `block_mask` stays as exact for blocks of neighbours in the row, except for
-        chunks of packed rows. Give ids, labels and weights the same order. Shift the labels first,
-        since the next token of a sequence is no longer beside it.
+        Use it to split long rows over devices. Tokens keep their places in the row, so a mask of
+        all or some of them hides the same pairs as before. Give ids, labels and weights the same
+        order. Shift the labels first, because afterwards the next token of a sequence is no longer
+        beside it.
 
         Args:
-            order: [number] integers, the index in the row of each token.
+            order: Integers, [number], the index in the row of each token.
 
         Returns:
-            TokenPositions of [batch, number], with `places`. In rows where each sequence is one run
-            of tokens whose positions rise by one, segment ids are new numbers.
+            TokenPositions of [number] or [batch, number], with `places`. In batch rows where each
+            sequence is one run of tokens whose positions rise by one, segment ids are new numbers.
 
         Raises:
-            TypeError: order does not hold integers.
-            ValueError: order has another rank, or an index on the host is outside the row.
+            TypeError: `order` does not hold integers.
+            ValueError: `order` has another rank, or an index on the host is outside the row.
 
         Example:
             >>> import transformer_embed as te
             >>> tokens = te.TokenPositions.from_segment_ids([[5, 5, 5, 7]]).take([3, 2, 1, 0])
             >>> tokens.positions.tolist(), tokens.places.tolist()
             ([[0, 2, 1, 0]], [[3, 2, 1, 0]])
+
+        Edge cases:
+            - `AttentionMask.block_mask` stays as exact as before for blocks of neighbours in the
+              row, except for chunks of packed rows.
+            - On a device, an index outside the row gives padding, or the token at position 0 if the
+              tokens have no segment ids.
         """
         arrays = arrays_of(self)
         last = arrays["positions"].shape[1] - 1
         order = arguments.as_indices("order", order, last, "the row", "number")
-        return TokenPositions(**_taken(arrays, order))
+        return _with_rank(self.positions.ndim, TokenPositions(**_taken(arrays, order)))
 
     def with_block_ids(self, block_ids: ArrayLike) -> "TokenPositions":
-        """The same tokens in numbered blocks, such as a prefix or the patches of an image.
+        """Returns the same tokens in numbered blocks, such as a prefix or the patches of an image.
 
         Args:
-            block_ids: [length] or [batch, length] integers, negative: in no block. Tokens of one
-                block and segment attend to each other even where a causal mask, a window or a chunk
-                forbids it. A prefix is block 0, with -1 after it: `jnp.where(is_prefix, 0, -1)`. To
-                decode with a cache, give blocks to its empty slots, too: -1.
+            block_ids: Integers, [length] or [batch, length]; a negative number means "in no block".
+                Tokens of one block and segment attend to each other even if a causal mask, a window
+                or a chunk forbids it. A prefix is block 0, with -1 after it:
+                `jnp.where(is_prefix, 0, -1)`. To decode with a cache, give blocks to its empty
+                slots, too: -1.
 
         Raises:
-            TypeError: block_ids are not integers that `TokenPositions` takes.
-            ValueError: host integers outside int32, or a shape that does not fit the positions.
+            TypeError: `block_ids` are not integers that `TokenPositions` takes.
+            ValueError: An integer on the host is outside int32, or the shape does not fit the
+                positions.
 
         Example:
             >>> import transformer_embed as te
@@ -176,25 +214,27 @@ class TokenPositions:
             >>> te.AttentionMask(tokens, causal=True).dense()[0, 0].astype(int).tolist()
             [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
         """
-        return TokenPositions(**arrays_of(self) | {"block_ids": block_ids})
+        return TokenPositions(**_given(as_made(self)) | {"block_ids": block_ids})
 
     def clear(self, where: ArrayLike) -> "TokenPositions":
-        """These slots of a cache, without tokens in some rows or in some slots of each row.
+        """Empties slots of a cache, in whole batch rows or slot by slot.
 
-        A row is cleared for a new text. Rejected drafts of a tree must be cleared, or later tokens
-        see those that the next write does not reach: once the accepted path is moved to the front,
-        `slots.clear(jnp.arange(num_slots) >= lengths[:, None])`. The keys and values need not be
-        cleared: the mask hides them.
+        Clear a batch row to use it for a new text. Clear the rejected drafts of a tree, because
+        otherwise later tokens see the drafts that the next write does not reach. Once you have
+        moved the accepted path to the front, call
+        `slots.clear(jnp.arange(num_slots) >= lengths[:, None])`. You need not clear the keys and
+        values, because the mask hides them.
 
         Args:
-            where: bool, True = clear. [batch]: this row; [batch, slots]: this slot.
+            where: Bools, True = clear. [batch] is about batch rows and [batch, slots] about slots.
+                For slots without a batch axis, these are [] and [slots].
 
         Returns:
-            TokenPositions of the shape of these.
+            TokenPositions of the same shape.
 
         Raises:
-            TypeError: where is not bool.
-            ValueError: where has another shape; there are no segment ids.
+            TypeError: `where` is not bool.
+            ValueError: `where` has another shape, or there are no segment ids.
 
         Example:
             >>> import transformer_embed as te
@@ -204,32 +244,31 @@ class TokenPositions:
             >>> slots.clear([[False, True, True, True]] * 2).padding_mask.sum(1).tolist()
             [1, 1]
         """
-        tokens, where = as_made(self), arguments.as_mask("where", where, "clear")
+        tokens = as_made(self)
+        where = arguments.as_mask("where", where, "clear")
         if tokens.segment_ids is None:
             raise arguments.value_error("segment_ids", "an array (0 is an empty slot)", None)
-        rank = self.positions.ndim
-        shape = number_of_rows(self), tokens.positions.shape[1]
-        where = where if rank == 2 else where[None]
-        fits = where.shape in (shape, shape[:1])
-        arguments.check_shape("where", where.shape, fits, f"[{shape[0]}] or {[*shape]}")
-        where = where if where.ndim == 2 else where[:, None]
-        cleared = dataclasses.replace(tokens, segment_ids=_cleared(tokens.segment_ids, where))
-        return _with_rank(rank, cleared)
+        slots = tokens.positions.shape[-1]
+        batch = () if tokens.positions.ndim == 1 else (number_of_rows(tokens),)
+        fits = where.shape in (batch, (*batch, slots))
+        arguments.check_shape("where", where.shape, fits, f"{[*batch]} or {[*batch, slots]}")
+        where = where if where.ndim > len(batch) else where[..., None]
+        return dataclasses.replace(tokens, segment_ids=_cleared(tokens.segment_ids, where))
 
     @classmethod
     def empty(cls, batch_size: int, length: int) -> "TokenPositions":
-        """The slots of a cache that holds no tokens yet; `te.write_cache` fills them.
+        """Makes the slots of a cache that holds no tokens yet. `te.write_cache` fills them.
 
         Args:
-            batch_size: number of rows, at least 1.
-            length: number of slots of a row, at least 0.
+            batch_size: The number of batch rows, at least 1.
+            length: The number of slots of a batch row, at least 0.
 
         Returns:
             TokenPositions of [batch_size, length], all of them padding.
 
         Raises:
-            TypeError: batch_size or length is not a Python int.
-            ValueError: batch_size or length is out of its range.
+            TypeError: `batch_size` or `length` is not a Python int.
+            ValueError: `batch_size` or `length` is out of its range.
 
         Example:
             >>> import jax
@@ -242,9 +281,11 @@ class TokenPositions:
             >>> masks.astype(int).tolist()
             [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]]
         """
-        shape = arguments.size("batch_size", batch_size), arguments.length("length", length)
-        # Two arrays: a program cannot be given one array twice to write into.
-        return cls(jnp.zeros(shape, jnp.int32), segment_ids=jnp.zeros(shape, jnp.int32))
+        batch_size = arguments.size("batch_size", batch_size)
+        shape = (batch_size, arguments.length("length", length))
+        # Two arrays, because a program cannot be given one array twice to write into.
+        positions = jnp.zeros(shape, jnp.int32)
+        return cls(positions, segment_ids=jnp.zeros(shape, jnp.int32))
 
     @classmethod
     def from_ids(
@@ -256,25 +297,28 @@ class TokenPositions:
         start: int = 0,
         at_padding: int = 0,
     ) -> "TokenPositions":
-        """For a padded batch of ids: padding may be on the left, on the right, or both.
+        """Makes tokens from a padded batch of ids.
+
+        Padding may be on the left, on the right, on both sides or between tokens, and is not
+        counted.
 
         Args:
-            ids: [length] or [batch, length], any integer dtype.
-            pad_id: the id of padding; any int, -1 for example. There is no default.
-            end_id: for packed texts, the id that ends each of them: the next token is position
-                `start` of the next segment. None: each row is one text.
-            start: the position of the first token. RoBERTa: padding_idx + 1 = 2; OPT: 2.
-            at_padding: the position of padding. RoBERTa: padding_idx = 1; OPT: 1. (For BERT, which
-                counts padding like tokens, do not pass positions.)
+            ids: The ids, [length] or [batch, length], of any integer dtype.
+            pad_id: The id of padding. It may be any int, for example -1. There is no default.
+            end_id: The id that ends each text, for packed texts. The token after it is position
+                `start` of the next segment. If None, each batch row is one text.
+            start: The position of the first token. RoBERTa takes padding_idx + 1 = 2, and OPT 2.
+            at_padding: The position of padding. RoBERTa takes padding_idx = 1, and OPT 1. (BERT
+                counts padding like tokens, so do not pass positions to it.)
 
         Returns:
-            TokenPositions of the shape of ids. The tokens of a row are segment 1, or 1, 2, ... with
-            end_id. Padding between tokens is not counted.
+            TokenPositions of the shape of `ids`. The tokens of a batch row are segment 1, or
+            segments 1, 2, ... with `end_id`.
 
         Raises:
-            TypeError: ids are not integers, or another argument is not a Python int.
-            ValueError: ids do not have rank 1 or 2; pad_id is outside int32, or is end_id;
-                positions counted from start would not fit int32.
+            TypeError: `ids` are not integers, or another argument is not a Python int.
+            ValueError: `ids` do not have rank 1 or 2; `pad_id` is outside int32, or is `end_id`; or
+                positions counted from `start` would not fit int32.
 
         Example:
             >>> import transformer_embed as te
@@ -289,29 +333,68 @@ class TokenPositions:
             make_positions.
         """
         ids = arguments.as_int32("ids", ids)
-        rows = _rows("ids", ids)
+        rows = as_batch("ids", ids)
         pad_id = arguments.int32("pad_id", pad_id)
         if end_id is not None and arguments.int32("end_id", end_id) == pad_id:
             raise arguments.value_error("end_id", "another id than pad_id", end_id)
         start = arguments.int32("start", start)
         at_padding = arguments.int32("at_padding", at_padding)
         check_last_position("start", start, rows.shape[1])
-        return _with_rank(ids.ndim, _of_ids(rows, pad_id, end_id, start, at_padding))
+        counted = counted_from_ids(rows, pad_id, end_id, start, at_padding)
+        return _with_rank(ids.ndim, cls(**counted._asdict()))
+
+    @classmethod
+    def from_mask(cls, mask: ArrayLike, *, start: int = 0, at_padding: int = 0) -> "TokenPositions":
+        """Makes tokens from a bool mask of padding, which may have gaps.
+
+        Use it if you have a mask in place of ids, such as the `attention_mask` of a tokenizer of
+        transformers: `from_mask(attention_mask != 0)`. Each batch row is one sequence. Padding may
+        be on the left, on the right, on both sides or between tokens, and is not counted.
+
+        Args:
+            mask: Bools, [length] or [batch, length], True = a token.
+            start: The position of the first token, as in `from_ids`.
+            at_padding: The position of padding, as in `from_ids`.
+
+        Returns:
+            TokenPositions of the shape of `mask`. The tokens of a batch row are segment 1.
+
+        Raises:
+            TypeError: `mask` is not bool, or another argument is not a Python int.
+            ValueError: `mask` does not have rank 1 or 2, or positions counted from `start` would
+                not fit int32.
+
+        Example:
+            >>> import transformer_embed as te
+            >>> tokens = te.TokenPositions.from_mask([[False, True, True, False, True]])
+            >>> tokens.positions.tolist(), tokens.segment_ids.tolist()
+            ([[0, 0, 1, 0, 2]], [[0, 1, 1, 0, 1]])
+        """
+        mask = arguments.as_array("mask", mask)
+        if mask.dtype != bool:
+            want = "a bool array, True = a token (`mask != 0` makes one)"
+            raise arguments.type_error("mask", want, mask.dtype)
+        is_right = mask.ndim in (1, 2)
+        arguments.check_shape("mask", mask.shape, is_right, "[length] or [batch, length]")
+        start = arguments.int32("start", start)
+        at_padding = arguments.int32("at_padding", at_padding)
+        check_last_position("start", start, mask.shape[-1])
+        return cls(**counted_from_mask(mask, start, at_padding)._asdict())
 
     @classmethod
     def from_positions(cls, positions: ArrayLike) -> "TokenPositions":
-        """For packed sequences whose positions restart, without padding.
+        """Makes tokens from the positions of packed sequences without padding.
 
         Args:
-            positions: [length] or [batch, length] integers. A token that is not one position after
-                the token to its left begins a segment.
+            positions: Integers, [length] or [batch, length], which restart at each sequence. A
+                token that is not one position after the token to its left begins a segment.
 
         Returns:
-            TokenPositions of the shape of positions, with segments 1, 2, ...
+            TokenPositions of the shape of `positions`, with segments 1, 2, ...
 
         Raises:
-            TypeError: positions are not integers that `TokenPositions` takes.
-            ValueError: positions do not have rank 1 or 2, or do not fit int32.
+            TypeError: `positions` are not integers that `TokenPositions` takes.
+            ValueError: `positions` do not have rank 1 or 2, or do not fit int32.
 
         Example:
             >>> import transformer_embed as te
@@ -319,7 +402,8 @@ class TokenPositions:
             [1, 1, 1, 2, 2]
         """
         positions = as_comparable("positions", positions)
-        return _with_rank(positions.ndim, _of_positions(_rows("positions", positions)))
+        counted = counted_from_positions(as_batch("positions", positions))
+        return _with_rank(positions.ndim, cls(**counted._asdict()))
 
     @classmethod
     def from_lengths(
@@ -329,136 +413,159 @@ class TokenPositions:
         *,
         padding_side: str = "right",
     ) -> "TokenPositions":
-        """For rows of given lengths, all padded to one length.
+        """Makes tokens from the lengths of batch rows that are padded to one length.
 
         Args:
-            lengths: [batch] integers from 0 to `length`: how many tokens each row has. Only the
-                host can check this: on a device, numbers outside are clipped to 0 or `length`.
-            length: of the padded rows, at least 0.
+            lengths: Integers from 0 to `length`, [batch], the number of tokens of each batch row.
+                One integer, [], gives tokens without a batch axis.
+            length: The length of the padded rows, at least 0.
             padding_side: `"right"` or `"left"`.
 
         Returns:
-            TokenPositions of [batch, length], counted from 0. The tokens of a row are segment 1. A
-            model that counts from 2 embeds `tokens.positions + 2`.
+            TokenPositions of [batch, length] or [length], counted from 0. The tokens of a batch row
+            are segment 1. A model that counts from 2 embeds `tokens.positions + 2`.
 
         Raises:
-            TypeError: lengths are not integers, or length is not a Python int.
-            ValueError: lengths do not have rank 1; one of lengths is negative or above length
-                (checked on the host only); length is negative; an unknown padding_side.
+            TypeError: `lengths` are not integers, or `length` is not a Python int.
+            ValueError: `lengths` have a rank above 1; one of `lengths` on the host is negative or
+                above `length`; `length` is negative; or `padding_side` is another word.
 
         Example:
             >>> import transformer_embed as te
             >>> batch = te.TokenPositions.from_lengths([2, 3], 4, padding_side="left")
             >>> batch.padding_mask.astype(int).tolist()
             [[0, 0, 1, 1], [0, 1, 1, 1]]
+
+        Edge cases:
+            A device cannot raise errors. There, a negative number gives a row of padding, and a
+            number above `length` a row full of tokens.
         """
         length = arguments.length("length", length)
-        lengths = arguments.as_indices("lengths", lengths, length, "the padded length", "batch")
+        is_one_row = arguments.as_array("lengths", lengths).ndim == 0
+        axes = () if is_one_row else ("batch",)
+        lengths = arguments.as_indices("lengths", lengths, length, "the padded length", *axes)
         padding_side = arguments.choice("padding_side", padding_side, ("right", "left"))
-        return _of_lengths(lengths, length, padding_side)
+        return cls(**counted_from_lengths(lengths, length, padding_side)._asdict())
 
     @classmethod
     def from_segment_ids(cls, segment_ids: ArrayLike) -> "TokenPositions":
-        """For packed sequences: positions restart at each segment.
+        """Makes tokens from the segment ids of packed sequences.
+
+        The position of a token is the number of tokens of its sequence before it in the row. For a
+        mask of tokens and padding, which may have gaps, use `from_mask`.
 
         Args:
-            segment_ids: [length] or [batch, length] integers: 0 = padding, and a different positive
-                number for each sequence. The tokens of a sequence must be contiguous: a number that
-                reappears later in the row is an error if the values are on the host, as is a
-                negative one. On a device, positions restart there, in the same segment, and a
-                negative number is a sequence, not padding; `te.check_batch` finds both in a data
-                pipeline.
+            segment_ids: Integers, [length] or [batch, length]: 0 is padding, and each sequence has
+                a different positive number. The tokens of a sequence should be contiguous. On the
+                host, a number that reappears later in the row is an error, because it is mostly a
+                mistake of a loader.
 
         Returns:
-            TokenPositions of the shape of segment_ids. Each sequence is counted from 0; see
-            `from_lengths`.
+            TokenPositions of the shape of `segment_ids`. Each sequence is counted from 0. A model
+            that counts from 2 embeds `tokens.positions + 2`.
 
         Raises:
-            TypeError: segment_ids are not integers that `TokenPositions` takes.
-            ValueError: segment_ids do not have rank 1 or 2; on the host, one is negative, does not
-                fit int32, or repeats a number after a gap.
+            TypeError: `segment_ids` are not integers that `TokenPositions` takes.
+            ValueError: `segment_ids` do not have rank 1 or 2; or on the host, one is negative, does
+                not fit int32, or repeats a number after a gap.
 
         Example:
             >>> import transformer_embed as te
             >>> te.TokenPositions.from_segment_ids([[1, 1, 1, 2, 2, 0]]).positions.tolist()
             [[0, 1, 2, 0, 1, 0]]
 
+        Edge cases:
+            A device cannot raise errors. There, if a number reappears after a gap, counting goes on
+            where it stopped, so under a causal mask no token sees a later one. A negative number is
+            padding. `te.check_batch` finds both in a data pipeline.
+
         Source:
             Raffel et al., "T5" (2020), section 3.5.2, https://arxiv.org/abs/1910.10683
         """
-        integers = as_segment_ids("segment_ids", segment_ids)
-        rows = _rows("segment_ids", _ordered("segment_ids", integers))
+        integers = segment_ids_or_values(segment_ids)
+        rows = as_batch("segment_ids", as_signed("segment_ids", integers))
         if isinstance(integers, np.ndarray):
-            again = second_runs(np.atleast_2d(integers)).any(1)
-            if again.any():
-                got = f"two runs of one in row {again.argmax()}"
-                raise arguments.value_error("segment_ids", "one run of tokens for each number", got)
-        return _with_rank(integers.ndim, _of_segments(rows))
+            comes_back = second_runs(np.atleast_2d(integers)).any(1)
+            if comes_back.any():
+                want = (
+                    "one run of tokens for each number (te.TokenPositions.from_mask takes a mask "
+                    "with gaps)"
+                )
+                got = f"two runs of one in row {comes_back.argmax()}"
+                raise arguments.value_error("segment_ids", want, got)
+        counted = counted_from_segments(rows)
+        return _with_rank(integers.ndim, cls(**counted._asdict()))
 
     @classmethod
     def from_parents(cls, parents: ArrayLike, *, offset: ArrayLike = 0) -> "TokenPositions":
-        """For trees of tokens: under a causal mask, a token sees itself and its ancestors.
+        """Makes trees of tokens: under a causal mask, a token sees itself and its ancestors.
 
-        Drafts of speculative decoding are such trees, and so are answers that share a prompt
-        (`shared_prefix_parents`). A token predicts its children, which may not be beside it. For a
-        loss, without `shift`, give each token the hidden vector of its parent:
+        Use it for the drafts of speculative decoding, and for answers that share a prompt
+        (`shared_prefix_parents`). A token predicts its children, which may not be beside it. So for
+        a loss, without `shift`, give each token the hidden vector of its parent:
         `jnp.take_along_axis(x, parents[..., None], axis=1)`, with `mask=parents >= 0`.
 
         Args:
-            parents: [length] or [batch, length] integers, the index in the row of each token's
-                parent; -1 at the root of a tree, -2 at padding, or in the empty slots of a cache
-                that trees are written into. Tokens may be in any order.
-            offset: integers, [] or [batch]: the position of roots, such as the number of tokens in
-                a cache, all of which they see. One row of parents may serve all rows.
+            parents: Integers, [length] or [batch, length], the index in the row of each token's
+                parent. The root of a tree has -1. Padding has -2, and so do the empty slots of a
+                cache that trees are written into. Tokens may be in any order.
+            offset: Integers, [] or [batch], the position of roots. Pass the number of tokens in a
+                cache, all of which the roots see. Parents [1, length] are used for every offset.
 
         Returns:
-            TokenPositions of [batch, length]. A position is the number of a token's ancestors, plus
-            offset. `places` number the tokens in depth-first order.
+            TokenPositions of [batch, length], or of [length] if neither array has a batch axis. A
+            position is the number of a token's ancestors, plus `offset`. `places` number the tokens
+            in depth-first order.
 
         Raises:
-            TypeError: parents or offset does not hold integers.
-            ValueError: arrays of other shapes; parents outside the row, or in a cycle; an offset
-                whose positions would not fit int32 (checked on the host only).
+            TypeError: `parents` or `offset` does not hold integers.
+            ValueError: An array has another shape; or on the host, a parent is outside the row, is
+                padding or is in a cycle, or positions from `offset` on would not fit int32.
 
         Example:
             >>> import transformer_embed as te
             >>> tree = te.TokenPositions.from_parents([-1, 0, 0, 2])
             >>> tree.positions.tolist()
-            [[0, 1, 1, 2]]
-            >>> te.AttentionMask(tree, causal=True).dense()[0, 0].astype(int).tolist()
+            [0, 1, 1, 2]
+            >>> te.AttentionMask(tree, causal=True).dense()[0].astype(int).tolist()
             [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
+
+        Edge cases:
+            A device cannot raise errors. There, a token is padding if it or one of its ancestors is
+            in a cycle, or has a parent that is outside the row or padding.
 
         Source:
             Miao et al., "SpecInfer" (2024), https://arxiv.org/abs/2305.09781
         """
-        rows = _rows("parents", arguments.as_array("parents", parents))
+        parents = arguments.as_array("parents", parents)
+        rows = as_batch("parents", parents)
         integers = arguments.as_integers("parents", rows, -2, rows.shape[1] - 1, "the row")
         if isinstance(integers, np.ndarray):
             check_parents(integers)
         # The end of a tree is one past its last place.
         offset = _as_offset(offset, rows.shape[1] + 1)
-        return cls(**tree_arrays(arguments.as_int32("parents", integers), offset))
+        tokens = cls(**tree_arrays(arguments.as_int32("parents", integers), offset))
+        return _with_rank(max(parents.ndim, 1 + offset.ndim), tokens)
 
     @classmethod
     def from_offset(cls, offset: ArrayLike, length: int) -> "TokenPositions":
-        """For new tokens that follow those in a cache.
+        """Makes new tokens that follow the tokens in a cache.
 
         Args:
-            offset: integers, [] or [batch]: the position of the first token, one for all rows or
-                one for each. It may be traced, so decoding at a new offset does not recompile.
-                Positions must fit into int32: on the host this is checked, on a device they wrap.
-                For models that count from another number (OPT from 2), add it to the offset.
-            length: number of tokens, 1 in step-by-step decoding; at least 0.
+            offset: Integers, the position of the first token: [] for one number, or [batch] for a
+                number for each batch row. It may be traced, so decoding at a new offset compiles
+                nothing new. If your model counts from another number (OPT from 2), add it.
+            length: The number of new tokens, at least 0. It is 1 in step-by-step decoding.
 
         Returns:
-            TokenPositions of [1 or batch, length], all in segment 1. A prompt of several segments
-            goes on in its last one: `TokenPositions(positions, segment_ids=...)`.
+            TokenPositions of [length] or [batch, length], all in segment 1. A prompt of several
+            segments goes on in its last one: `TokenPositions(positions, segment_ids=...)`.
 
         Raises:
-            TypeError: offset does not hold integers that `TokenPositions` takes; length is not a
-                Python int.
-            ValueError: offset has a rank above 1; length is negative; positions would not fit int32
-                (checked on the host only).
+            TypeError: `offset` does not hold integers that `TokenPositions` takes, or `length` is
+                not a Python int.
+            ValueError: `offset` has a rank above 1; `length` is negative; or on the host, positions
+                would not fit int32.
 
         Example:
             >>> import transformer_embed as te
@@ -467,46 +574,47 @@ class TokenPositions:
             >>> mask = te.AttentionMask(step, cache, causal=True).dense()
             >>> mask[:, 0, 0].astype(int).tolist()
             [[1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0, 0]]
+
+        Edge cases:
+            On a device, tokens past the end of int32 become padding, which no token sees.
         """
         length = arguments.length("length", length)
-        return _of_offset(_as_offset(offset, length), length)
+        counted = counted_from_offset(_as_offset(offset, length), length)
+        return cls(**counted._asdict())
 
 
 register_pytree(TokenPositions)
-# Some loaders count documents from 0, and have -1 at padding.
-as_segment_ids = functools.partial(
-    arguments.as_integers, lowest=0, what="int32, where 0 is padding"
-)
 
 
 def arrays_of(tokens: TokenPositions) -> dict[str, Any]:
-    """The arrays of tokens by their names, those that are not None, as [B or 1, length]."""
-    return _given(as_made(tokens))
+    """Returns the arrays of tokens by name, without those that are None, as [1 or b, t]."""
+    arrays = _given(as_made(tokens))
+    return {name: array if array.ndim == 2 else array[None] for name, array in arrays.items()}
 
 
 def _given(tokens: TokenPositions) -> dict[str, Any]:
-    """The fields that are not None."""
+    """Returns the fields that are not None."""
     return {name: array for name, array in vars(tokens).items() if array is not None}
 
 
 def as_made(tokens: TokenPositions) -> TokenPositions:
-    """The tokens as their class makes them.
+    """Makes the tokens anew, so that their arrays have the dtypes that the class gives them.
 
-    `jax.tree.map` may have made their arrays of a shorter dtype, in which indices and names of
-    segments would wrap. Inside vmap they may be [length].
+    `jax.tree.map` may have made the arrays of a shorter dtype, in which indices and names of
+    segments would wrap.
     """
     return TokenPositions(**vars(tokens))
 
 
 def _with_rank(rank: int, tokens: TokenPositions) -> TokenPositions:
-    """Tokens [1, length] as [length] if the rank is 1."""
+    """Returns tokens [1, length] as [length] if the rank is 1."""
     return tokens if rank == 2 else jax.tree.map(lambda array: array[0], tokens)
 
 
-def _as_offset(offset: ArrayLike, length: int) -> Array:
-    """First positions; those on the host leave room for as many as the length."""
+def _as_offset(offset: ArrayLike, length: Any) -> Array:
+    """Converts first positions. Those on the host leave room for so many positions in int32."""
     integers = arguments.as_integers("offset", offset)
-    array = _ordered("offset", integers)
+    array = as_signed("offset", integers)
     arguments.check_shape("offset", array.shape, array.ndim < 2, "[] or [batch]")
     if isinstance(integers, np.ndarray) and integers.size:
         check_last_position("offset", int(integers.max()), length)
@@ -518,74 +626,31 @@ def _shown(array: Any) -> str:
 
 
 def segments_of(tokens: TokenPositions) -> Array:
-    """The segment ids of tokens; ones if there are none."""
+    """Returns the segment ids of tokens, or ones if there are none."""
     return jnp.ones_like(tokens.positions) if tokens.segment_ids is None else tokens.segment_ids
 
 
 def check_token_positions(name: str, value: Any) -> None:
-    """Raises a TypeError for anything else."""
+    """Raises a TypeError unless a value is a TokenPositions."""
     want = "a TokenPositions, from te.TokenPositions.from_ids(ids, pad_id=0) for example"
     arguments.instance(name, value, TokenPositions, want)
 
 
-def comparable_rows(**sides: ArrayLike) -> dict[str, Integer[Array, "b t"]]:
-    """`as_comparable` of arrays [length] or [batch, length], as [1 or batch, length]."""
-    arrays = {name: _rows(name, as_comparable(name, value)) for name, value in sides.items()}
-    check_numbers_of_rows({name: array.shape[0] for name, array in arrays.items()})
-    return arrays
-
-
-def as_comparable(name: str, value: ArrayLike) -> Integer[Array, "..."]:
-    """Signed integers to compare, as int32; a jax array of a wider dtype stays as it is.
-
-    Clamped or wrapped ones would compare wrongly.
-    """
-    convert = as_segment_ids if name == "segment_ids" else arguments.as_integers
-    return _ordered(name, convert(name, value))
-
-
-def _ordered(name: str, integers: Any) -> Integer[Array, "..."]:
-    """A TypeError for integers of `as_integers` that are unsigned, and so may be beyond int32."""
-    if integers.dtype.kind != "i":
-        raise arguments.type_error(name, "a signed integer dtype", integers.dtype)
-    return arguments.on_device(integers)
-
-
-def _rows(name: str, array: Any) -> Any:
-    """An array [length] or [batch, length], as [1 or batch, length]."""
-    is_right = array.ndim in (1, 2)
-    arguments.check_shape(name, array.shape, is_right, "[length] or [batch, length]")
-    return array if array.ndim == 2 else array[None]
-
-
 def number_of_rows(tree: Any) -> Any:
-    """The number of rows of tokens or of a mask, 1 for tokens [length] as inside vmap."""
+    """Returns the number of batch rows of tokens or of a mask, 1 for tokens [length]."""
     arrays = jax.tree.leaves(tree)
     counts = {array.shape[0] for array in arrays if getattr(array, "ndim", 0) == 2}
-    # Not a maximum: a symbolic dimension of jax.export has no order.
+    # A symbolic dimension of jax.export has no order, so a maximum would fail.
     return next(iter(counts - {1}), 1)
-
-
-def check_numbers_of_rows(counts: dict[str, Any]) -> None:
-    """A ValueError unless all numbers are the same, or 1."""
-    if len({*counts.values()} - {1}) > 1:
-        got = " and ".join(map(str, counts.values()))
-        raise arguments.value_error(" and ".join(counts), "the same number of rows, or 1", got)
-
-
-def check_last_position(name: str, first: int, length: int) -> None:
-    """A ValueError if positions first, first + 1, ... would leave int32."""
-    # A symbolic length is assumed to be small enough.
-    if not export.is_symbolic_dim(length) and first + length > 2**31:
-        want = f"an int of at most {2**31 - length}, for {length} positions inside int32"
-        raise arguments.value_error(name, want, first)
 
 
 # The functions below are compiled even if the caller is not.
 
 
 @compiled()
-def _cleared(segments: Integer[Array, "n t"], where: Bool[Array, "b #t"]) -> Integer[Array, "b t"]:
+def _cleared(
+    segments: Integer[Array, "*n t"], where: Bool[Array, "*b #t"]
+) -> Integer[Array, "*b t"]:
     return jnp.where(split_like(where, segments), 0, segments)
 
 
@@ -597,52 +662,3 @@ def _taken(tokens: dict[str, Array], order: Int32[Array, "n"]) -> dict[str, Arra
         tokens = in_row(tokens | {"places": tokens["positions"]})
     take = functools.partial(jnp.take, indices=order, axis=1, mode="fill", fill_value=0)
     return jax.tree.map(take, tokens)
-
-
-@compiled(1, 2, 3, 4)
-def _of_ids(
-    ids: Int32[Array, "b t"], pad_id: int, end_id: int | None, start: int, at_padding: int
-) -> TokenPositions:
-    tokens = ids != pad_id
-    if end_id is None:
-        return _of_tokens(tokens, start, at_padding)
-    begins = of_previous_token(ids == end_id)
-    # Under strict dtype promotion, jax subtracts no bool.
-    is_token = with_whole_rows(tokens).astype(jnp.int32)
-    count = jnp.cumsum(is_token, axis=1, dtype=jnp.int32) - is_token
-    positions = jnp.where(tokens, restarted(count, begins) + start, at_padding)
-    segments = 1 + jnp.cumsum(begins, axis=1, dtype=jnp.int32)
-    return TokenPositions(positions, segment_ids=jnp.where(tokens, segments, 0))
-
-
-@compiled()
-def _of_positions(positions: Integer[Array, "b t"]) -> TokenPositions:
-    positions = with_whole_rows(positions)
-    begins = (positions != of_previous_token(positions) + 1).at[:, :1].set(True)
-    return TokenPositions(positions, segment_ids=jnp.cumsum(begins, axis=1, dtype=jnp.int32))
-
-
-@compiled(1, 2)
-def _of_lengths(lengths: Int32[Array, "b"], length: int, padding_side: str) -> TokenPositions:
-    index = jnp.arange(length, dtype=jnp.int32)
-    tokens = (index if padding_side == "right" else index[::-1])[None] < lengths[:, None]
-    return _of_tokens(tokens)
-
-
-def _of_tokens(tokens: Bool[Array, "b t"], start: int = 0, at_padding: int = 0) -> TokenPositions:
-    positions = positions_of_tokens(tokens, start, at_padding)
-    return TokenPositions(positions, segment_ids=tokens.astype(jnp.int32))
-
-
-@compiled()
-def _of_segments(segment_ids: Integer[Array, "b t"]) -> TokenPositions:
-    """The position of a token is how many tokens of its run are before it."""
-    segment_ids = with_whole_rows(segment_ids)
-    positions = jnp.where(segment_ids != 0, index_in_run(segment_ids), 0)
-    return TokenPositions(positions, segment_ids=segment_ids)
-
-
-@compiled(1)
-def _of_offset(offset: Integer[Array, "..."], length: int) -> TokenPositions:
-    positions = jnp.atleast_1d(offset)[:, None] + jnp.arange(length, dtype=offset.dtype)[None]
-    return TokenPositions(positions, segment_ids=jnp.ones_like(positions))

@@ -1,10 +1,15 @@
-"""Trees of tokens: each sees its ancestors, as in drafts and in answers that share a prompt."""
+"""Trees of tokens: each token sees its ancestors, as in drafts and in answers that share a prompt.
+
+In shapes, b counts batch rows, t counts the tokens of a row and a counts the answers to a prompt.
+"""
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jaxtyping import Array, Int32, Integer
+from jaxtyping import Array, Bool, Int32, Integer
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
@@ -12,125 +17,189 @@ from transformer_embed._src.compiled import compiled
 from transformer_embed._src.partitioning import with_whole_rows
 from transformer_embed._src.sequences.runs import index_in_run
 
+# What stands for the parent of padding.
+PADDING = -2
+
 
 def shared_prefix_parents(
     prefix_lengths: ArrayLike, answer_lengths: ArrayLike, length: int
 ) -> Int32[Array, "b t"]:
-    """The parents of rows that hold one prompt and several answers to it, then padding.
+    """Computes the parents of rows that hold one prompt, several answers to it, then padding.
 
-    With `TokenPositions.from_parents`, each answer sees the prompt and itself, as in a row of its
-    own, and the prompt is computed once.
+    Use it with `TokenPositions.from_parents` if you train on several answers to a prompt. Each
+    answer then sees the prompt and itself, as in a row of its own, and the prompt is computed once.
 
     Args:
-        prefix_lengths: [batch] integers, at least 0: the number of tokens of each prompt.
-        answer_lengths: [batch, answers] integers, at least 0.
-        length: of the rows. On a device, tokens beyond it are cut.
+        prefix_lengths: Integers of at least 0, [batch], the number of tokens of each prompt.
+        answer_lengths: Integers of at least 0, [batch, answers], the number of tokens of each
+            answer.
+        length: The length of the rows.
 
     Returns:
-        int32 [batch, length]: the index of the token before each in its text. This is the prompt's
-        last one for the first token of each answer, -1 for the first token of the prompt, and -2 at
-        padding.
+        int32 [batch, length], the index of the token before each token in its text. The first token
+        of each answer gets the prompt's last token, the first token of the prompt gets -1, and
+        padding gets -2.
 
     Raises:
-        TypeError: lengths are not integers, or length is not a Python int.
-        ValueError: arrays of other shapes; on the host, lengths out of range, or a row longer than
-            length.
+        TypeError: The lengths are not integers, or `length` is not a Python int.
+        ValueError: An array has another shape; or on the host, a length is out of range, or a row
+            is longer than `length`.
 
     Example:
         >>> import transformer_embed as te
         >>> te.shared_prefix_parents([2], [[2, 1]], 6).tolist()
         [[-1, 0, 1, 2, 1, -2]]
+
+    Edge cases:
+        A device cannot raise errors. There, tokens beyond `length` are cut, and a row with a
+        negative length is all padding.
     """
     length = arguments.length("length", length)
-    name, of_answers = "prefix_lengths", "answer_lengths"
-    prefix = arguments.as_integers(name, prefix_lengths)
-    answer = arguments.as_integers(of_answers, answer_lengths)
-    prefixes = arguments.as_indices(name, prefix, length, "the row", "batch")
-    answers = arguments.as_indices(of_answers, answer, length, "the row", "batch", "answers")
-    arguments.check_same(of_answers, f"rows as {name}", answers.shape[0], prefixes.shape[0])
-    # Inside jit too, where the arrays made of these are traced.
+    prefix = arguments.as_integers("prefix_lengths", prefix_lengths)
+    answer = arguments.as_integers("answer_lengths", answer_lengths)
+    prefixes = arguments.as_indices("prefix_lengths", prefix, length, "the row", "batch")
+    answers = arguments.as_indices("answer_lengths", answer, length, "the row", "batch", "answers")
+    want = "rows as prefix_lengths"
+    arguments.check_same("answer_lengths", want, answers.shape[0], prefixes.shape[0])
+    # Inside jit, arrays that are made of lengths on the host are traced. So the lengths themselves
+    # are looked at.
     if isinstance(prefix, np.ndarray) and isinstance(answer, np.ndarray):
         longest = int((prefix + answer.sum(1)).max(initial=0))
         if not export.is_symbolic_dim(length) and longest > length:
             raise arguments.value_error("length", f"at least {longest}, the longest row", length)
-    return _parents(prefixes, answers, length)
+    return _shared_prefix_parents(prefixes, answers, length)
 
 
 def check_parents(parents: np.ndarray) -> None:
-    """Raises a ValueError if rows on the host have a cycle, or padding for a parent."""
-    rows, ancestors = np.arange(len(parents))[:, None], parents
-    is_padding = np.any((parents >= 0) & (parents[rows, parents] == -2))
+    """Raises a ValueError if batch rows on the host have a cycle, or padding for a parent."""
+    rows = np.arange(len(parents))[:, None]
+    if np.any((parents >= 0) & (parents[rows, parents] == PADDING)):
+        raise arguments.value_error("parents", "trees of tokens", "padding for a parent")
+    # Each step doubles the distance of the ancestor that is known.
+    ancestors = parents
     for _ in range(parents.shape[1].bit_length()):
         ancestors = np.where(ancestors < 0, ancestors, ancestors[rows, ancestors])
-    if is_padding or (ancestors >= 0).any():
-        got = "padding for a parent" if is_padding else "a cycle"
-        raise arguments.value_error("parents", "trees of tokens", got)
+    if (ancestors >= 0).any():
+        raise arguments.value_error("parents", "trees of tokens", "a cycle")
 
 
 # The functions below are compiled even if the caller is not.
 
 
 @compiled(2)
-def _parents(
-    prefixes: Int32[Array, "b"], answers: Int32[Array, "b n"], length: int
+def _shared_prefix_parents(
+    prefixes: Int32[Array, "b"], answers: Int32[Array, "b a"], length: int
 ) -> Int32[Array, "b t"]:
     index = jnp.arange(length, dtype=jnp.int32)[None]
     lengths = jnp.concatenate([prefixes[:, None], answers], axis=1)
     ends = jnp.cumsum(lengths, axis=1, dtype=jnp.int32)
     is_start = (index[:, None] == ends[:, :-1, None]).any(1)
     parents = jnp.where(is_start, prefixes[:, None] - 1, index - 1)
-    return jnp.where(index < ends[:, -1:], parents, -2)
+    # A device cannot refuse a negative length: the whole row becomes padding.
+    is_valid = (lengths >= 0).all(axis=1, keepdims=True)
+    return jnp.where(is_valid & (index < ends[:, -1:]), parents, PADDING)
 
 
 @compiled()
 def tree_arrays(
     parents: Int32[Array, "n t"], offset: Integer[Array, "..."]
 ) -> dict[str, Integer[Array, "b t"]]:
-    """The arrays of a `TokenPositions`, from the parents of each row."""
+    """Computes the arrays of a `TokenPositions` from the parents of each batch row."""
     parents = with_whole_rows(parents)
-    is_token = (parents > -2).astype(jnp.int32)
     length = parents.shape[1]
-    # A root above all roots makes these siblings, and ends every path.
+    index = jnp.arange(length, dtype=jnp.int32)[None]
+    # One more token, at the index `length`, is the parent of all roots. It makes these siblings,
+    # and ends every path.
     above = jnp.where(parents < 0, length, parents)
+    # A device cannot refuse a parent that is outside the row or padding. A token with such a parent
+    # becomes its own parent, so its path has no end, as in a cycle.
+    is_inside = (parents >= PADDING) & (parents < length)
+    read = jax.vmap(lambda row, index: row.at[index].get(mode="clip"))
+    has_padding_above = (parents >= 0) & (read(parents, above) == PADDING)
+    above = jnp.where(is_inside & ~has_padding_above, above, index)
     above = jnp.pad(above, ((0, 0), (0, 1)), constant_values=length)
-    # Made here: inside vmap they would be one row for all, which explicit axes do not split.
+    # The ones are made here, because inside vmap they would be one row for all batch rows, which
+    # explicit mesh axes do not split.
     ones = jnp.ones_like(above)
     trees = jax.vmap(_tree_of_row)(above, ones)
-    depths, places, ends = jax.tree.map(lambda array: array + offset.reshape(-1, 1), trees)
-    is_token = jnp.broadcast_to(is_token, depths.shape)
-    arrays = {"positions": depths * is_token, "segment_ids": is_token}
-    return arrays | {"places": places, "ends": ends}
+
+    def from_offset(array: Array) -> Array:
+        return array + offset.reshape(-1, 1)
+
+    positions = from_offset(trees.depths)
+    places = from_offset(trees.places)
+    ends = from_offset(trees.ends)
+    is_token = (trees.has_root & (parents > PADDING)).astype(jnp.int32)
+    is_token = jnp.broadcast_to(is_token, positions.shape)
+    return {
+        "positions": positions * is_token,
+        "segment_ids": is_token,
+        "places": places,
+        "ends": ends,
+    }
 
 
-def _tree_of_row(above: Int32[Array, "n"], ones: Int32[Array, "n"]) -> tuple[Array, ...]:
-    """The depth of each token, its place in depth-first order, and the end of its subtree."""
+class _Tree(NamedTuple):
+    """The trees of one batch row, token by token."""
+
+    # Whether the path from the token upwards ends.
+    has_root: Bool[Array, "t"] | bool
+    # The number of ancestors.
+    depths: Int32[Array, "t"]
+    # The place in depth-first order.
+    places: Int32[Array, "t"]
+    # One past the last place of the token's subtree.
+    ends: Int32[Array, "t"]
+
+
+def _tree_of_row(above: Int32[Array, "n"], ones: Int32[Array, "n"]) -> _Tree:
+    """Computes the trees of one batch row.
+
+    Args:
+        above: The parent of each token, and last the parent of all roots, which is its own parent.
+        ones: As many ones.
+    """
     length = above.shape[0] - 1
     index = jnp.arange(length + 1, dtype=jnp.int32)
     is_token = index < length
     # Any length of jax.export has fewer than 2**31 tokens.
     steps = 31 if export.is_symbolic_dim(length) else length.bit_length()
 
-    def along_paths(values: Array) -> Array:
-        """The sum over each token and its ancestors, by paths of doubled length."""
+    def sum_over_paths(values: Array) -> tuple[Array, Array]:
+        """Sums values over each token and its ancestors, and finds where their paths end.
 
-        def double(_, carry):
-            values, ancestors = carry
-            return values + values[ancestors], ancestors[ancestors]
+        A step doubles the length of the paths.
+        """
 
-        return jax.lax.fori_loop(0, steps, double, (jnp.where(is_token, values, 0), above))[0]
+        def double(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            sums, ancestors = carry
+            return sums + sums[ancestors], ancestors[ancestors]
 
-    def double_down(_, carry):
+        return jax.lax.fori_loop(0, steps, double, (jnp.where(is_token, values, 0), above))
+
+    def double_subtrees(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         sizes, ancestors = carry
-        return sizes.at[ancestors].add(jnp.where(is_token, sizes, 0)), ancestors[ancestors]
+        sizes = sizes.at[ancestors].add(jnp.where(is_token, sizes, 0))
+        return sizes, ancestors[ancestors]
 
-    sizes = jax.lax.fori_loop(0, steps, double_down, (ones, above))[0]
-    # Siblings are neighbours in the order of their parents. Sums over all sizes may wrap int32, but
-    # not their differences, which are at most the length.
+    sizes, _ = jax.lax.fori_loop(0, steps, double_subtrees, (ones, above))
+    # In the order of their parents, siblings are neighbours. Sums over all sizes may wrap int32,
+    # but not their differences, which are at most the length.
     order = jnp.argsort(above[:length], stable=True)
-    before = jnp.cumsum(sizes[order], dtype=jnp.int32) - sizes[order]
-    # jnp.searchsorted fails where explicit mesh axes split the rows.
-    first = index[:length] - index_in_run(above[order][None])[0]
-    offsets = jnp.zeros_like(above).at[order].set(before - before[first] + 1)
-    places = along_paths(offsets)[:length] - 1
-    depths = along_paths(ones)[:length] - 1
-    return depths, places, places + sizes[:length]
+    sizes_before = jnp.cumsum(sizes[order], dtype=jnp.int32) - sizes[order]
+    # The first sibling of each token. jnp.searchsorted would fail if explicit mesh axes split the
+    # batch rows.
+    first_sibling = index[:length] - index_in_run(above[order][None])[0]
+    # The root's own offset is 0.
+    offsets = jnp.zeros_like(above)
+    offsets = offsets.at[order].set(sizes_before - sizes_before[first_sibling] + 1)
+    places, _ = sum_over_paths(offsets)
+    depths, path_ends = sum_over_paths(ones)
+    places = places[:length] - 1
+    depths = depths[:length] - 1
+    return _Tree(
+        has_root=path_ends[:length] == length,
+        depths=depths,
+        places=places,
+        ends=places + sizes[:length],
+    )

@@ -6,11 +6,12 @@ import numpy as np
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.sequences.token_arrays import as_segment_ids
 from transformer_embed._src.sequences.token_order import check_order, on_host
 from transformer_embed._src.sequences.token_positions import (
     TokenPositions,
-    as_segment_ids,
     check_token_positions,
+    number_of_rows,
 )
 
 
@@ -76,7 +77,7 @@ def check_batch(
         return
     check_token_positions("tokens", tokens)
     positions, segments = on_host(tokens)
-    batch_size = len(tokens)
+    batch_size = number_of_rows(tokens)
     length = positions.shape[1]
     id_rows = np.atleast_2d(host_ids)
     # If there is one batch row of tokens, it describes every batch row of ids.

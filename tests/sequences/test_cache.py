@@ -1,0 +1,84 @@
+"""Caches: tokens for any slots against a loop over tokens, and rings that are shorter than a prompt."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import loops
+import numpy as np
+import pytest
+from compare import equal
+
+import transformer_embed as te
+
+SLOTS = 5
+
+
+def by_loop(slot, batch, length):
+    """Keys [batch, slots], and which tokens are written: the last one of each slot."""
+    keys, is_written = np.zeros((batch, SLOTS)), np.zeros((batch, length), bool)
+    for row, n, place in loops.places(slot, batch, length, SLOTS):
+        keys[row, place] = 1 + n + 100 * row
+        is_written[row, n] = True
+    return keys, is_written
+
+
+@pytest.mark.parametrize("length", [1, 4, SLOTS, SLOTS + 1, 3 * SLOTS + 2])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_any_slots_of_any_number_of_tokens(length, rows):
+    """Several tokens may have one slot, on the host and on a device."""
+    random = np.random.default_rng(length)
+    new = 1.0 + np.arange(length)[None] + 100 * np.arange(3)[:, None]
+    write = jax.jit(te.write_cache)
+    for _ in range(4):
+        slot = random.integers(-1, SLOTS, (rows, length))
+        keys, is_written = by_loop(slot, 3, length)
+        for call in (te.write_cache, write):
+            got = call(jnp.zeros((3, SLOTS)), new, slot)
+            equal(got, (keys, is_written))
+        # On a device, a slot may be outside the cache.
+        slot = random.integers(-3, SLOTS + 3, (rows, length))
+        equal(write(jnp.zeros((3, SLOTS)), new, slot), by_loop(slot, 3, length))
+        if rows == 3:
+            row_cache = te.TokenPositions.empty(3, SLOTS), jnp.zeros((3, SLOTS))
+            row_new = te.TokenPositions([range(length)] * 3, segment_ids=[[1] * length] * 3), new
+            (held, keys), is_written = jax.vmap(write)(row_cache, row_new, slot)
+            equal((keys, is_written), by_loop(slot, 3, length))
+            equal(held.positions, np.maximum(np.asarray(keys) % 100 - 1, 0))
+
+
+@pytest.mark.parametrize("length", [3, 7, 20])
+def test_a_ring_keeps_the_latest_tokens_of_each_row(length):
+    """With padding on the left, and then one token more."""
+    lengths = np.array([length, length - 2])
+    prompt = te.TokenPositions.from_lengths(lengths, length, padding_side="left")
+    slot = jnp.where(prompt.padding_mask, prompt.positions % SLOTS, -1)
+    for call in (te.write_cache, jax.jit(te.write_cache)):
+        ring, _ = call(te.TokenPositions.empty(2, SLOTS), prompt, slot)
+        step = te.TokenPositions.from_offset(lengths, 1)
+        ring, written = call(ring, step, step.positions % SLOTS)
+        assert written.all()
+        for row, count in enumerate(lengths):
+            held = ring.positions[row][ring.padding_mask[row]]
+            equal(np.sort(held), np.arange(max(0, count + 1 - SLOTS), count + 1))
+        mask = te.AttentionMask(step, ring, causal=True, window=(SLOTS - 1, 0)).dense()
+        equal(mask.sum((1, 2, 3)), np.minimum(lengths + 1, SLOTS))
+
+
+def test_slots_that_may_be_of_rows_or_of_tokens_are_refused():
+    """Two tokens without a batch axis, in a cache of two rows."""
+    cache, tokens = te.TokenPositions.empty(2, SLOTS), te.TokenPositions.from_offset(3, 2)
+    with pytest.raises(ValueError, match=r"^slot: wanted shape \[1, 2\] for a slot of each token"):
+        te.write_cache(cache, tokens, tokens.positions % SLOTS)
+    batch = te.TokenPositions.from_offset([3], 2)
+    equal(te.write_cache(cache, batch, [3, 4])[1], [[True, True], [True, False]])
+    equal(te.write_cache(cache, tokens, [[3, 4]])[1], [[True, True]] * 2)
+    equal(te.write_cache(cache[:1], tokens[:1], [3])[1], [[True]])
+    equal(te.write_cache(cache, tokens[:1], [3, 4])[1], [[True]] * 2)
+
+
+def test_more_tokens_than_slots_need_a_slot_each():
+    write = functools.partial(te.write_cache, jnp.zeros((2, SLOTS)), jnp.ones((2, SLOTS + 1)))
+    for slot in (0, [0, 0], jnp.array(0)):
+        with pytest.raises(ValueError, match=r"^new: wanted at most 5 tokens, .*a ring"):
+            write(slot)

@@ -1,0 +1,81 @@
+"""Runs and neighbours of tokens, and the rows in which a row index stands for a position."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import equal
+
+from transformer_embed._src.sequences import runs
+
+END = 2**31 - 1
+
+
+def in_row(positions, segments, chunk=None):
+    positions, segments = jnp.array([positions], jnp.int32), jnp.array([segments], jnp.int32)
+    tokens = {"positions": positions, "places": positions, "segment_ids": segments}
+    if chunk is not None:
+        tokens["chunk"] = positions // chunk
+    return jax.tree.map(lambda array: array[0].tolist(), runs.in_row(tokens, chunk))
+
+
+def test_rows_of_runs_get_indices_for_places():
+    got = in_row([4, 5, 6, 0, 4, 5], [7, 7, 7, 0, 2, 2], chunk=2)
+    assert got["places"] == [0, 1, 2, 3, 4, 5]
+    assert got["segment_ids"] == [1, 1, 1, 0, 5, 5]
+    # Chunks of two begin at even positions.
+    assert [got["chunk"][n] for n in (0, 1, 2, 4, 5)] == [0, 0, 2, 4, 4]
+    assert got["positions"] == [4, 5, 6, 0, 4, 5]
+
+
+OTHER_ROWS = {
+    "a jump": ([0, 1, 3, 4], [1, 1, 1, 1]),
+    "a step back": ([0, 1, 1, 2], [1, 1, 1, 1]),
+    "two first positions": ([0, 1, 1, 2], [1, 1, 2, 2]),
+    "a segment of two runs": ([0, 1, 0, 1], [1, 1, 2, 1]),
+    "a gap": ([0, 1, 0, 2], [1, 1, 0, 1]),
+    "positions that wrap": ([END - 1, END, -END - 1, -END], [1, 1, 1, 1]),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ROWS)
+def test_other_rows_keep_their_numbers(name):
+    positions, segments = OTHER_ROWS[name]
+    got = in_row(positions, segments)
+    assert (got["places"], got["segment_ids"]) == (positions, segments)
+
+
+def test_the_index_in_a_segment_counts_its_earlier_tokens():
+    random = np.random.default_rng(0)
+    for length in (0, 1, 2, 9):
+        for highest in (2, 4, 50):
+            rows = random.integers(0, highest, (5, length))
+            expected = [
+                [row[:n].count(each) for n, each in enumerate(row)] for row in rows.tolist()
+            ]
+            got = runs.index_in_segment(jnp.array(rows, jnp.int32))
+            equal(got, np.reshape(expected, rows.shape))
+    equal(runs.index_in_segment(jnp.array([[1, 1, 2, 3, 3]])), [[0, 1, 0, 0, 1]])
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 7])
+def test_neighbours(steps):
+    """At the ends of the row, and where more steps are asked for than there are tokens."""
+    values = np.arange(1, 11).reshape(2, 5)
+    later, earlier = np.zeros((2, 5), int), np.zeros((2, 5), int)
+    later[:, : max(5 - steps, 0)] = values[:, steps:]
+    earlier[:, steps:] = values[:, : max(5 - steps, 0)]
+    equal(runs.of_next_token(jnp.array(values), steps), later)
+    equal(runs.of_previous_token(jnp.array(values), steps), earlier)
+    segments = np.array([[1, 1, 1, 0, 0], [3, 3, 2, 2, 2]])
+    expected = [
+        [n + steps < 5 and s != 0 and row[n + steps] == s for n, s in enumerate(row)]
+        for row in segments.tolist()
+    ]
+    equal(runs.has_next_token(jnp.array(segments), steps), expected)
+
+
+def test_runs_that_come_back_are_found():
+    rows = np.array([[1, 0, 2, 0, 3], [1, 1, 0, 1, 1], [0, 2, 3, 2, 3], [0, 0, 0, 0, 0]])
+    found = runs.second_runs(rows).astype(int)
+    equal(found, [[0] * 5, [0, 0, 0, 1, 0], [0, 0, 0, 1, 1], [0] * 5])

@@ -1,0 +1,76 @@
+"""Ids that are shifted to the right, against a loop."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compare import equal
+from meshes import EXPLICIT, mesh_of, put
+from refused import each_raises
+
+import transformer_embed as te
+
+
+def by_loop(ids, first_id, segment_ids=None):
+    """Each run of tokens of one number begins with the first id, and padding stays."""
+    segments = np.broadcast_to(1 if segment_ids is None else segment_ids, ids.shape)
+    shifted = ids.copy()
+    for place in np.ndindex(ids.shape):
+        before = (*place[:-1], place[-1] - 1)
+        if segments[place] != 0:
+            goes_on = place[-1] > 0 and segments[before] == segments[place]
+            shifted[place] = ids[before] if goes_on else first_id
+    return shifted
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 7), (2, 3, 7), (2, 0), (2, 1)])
+def test_ids_are_shifted_as_by_a_loop(shape):
+    random = np.random.default_rng(len(shape))
+    ids = random.integers(-5, 90, shape).astype(np.int32)
+    of_all = np.sort(random.integers(0, 3, shape), axis=-1)[..., ::-1]
+    for segment_ids in (None, of_all, of_all[(0,) * (len(shape) - 1)]):
+        shift = functools.partial(te.shift_right, first_id=8, segment_ids=segment_ids)
+        expected = by_loop(ids, 8, segment_ids)
+        with jax.numpy_rank_promotion("raise"):
+            equal(shift(ids), expected)
+            equal(jax.jit(shift)(ids), expected)
+        if ids.ndim > 1 and segment_ids is not of_all:
+            equal(jax.vmap(shift)(ids), expected)
+
+
+def test_shifted_ids_are_what_a_causal_model_would_have_read():
+    """The id that is read at a token is the label before it, so shifting left gives it back."""
+    ids, segment_ids = np.array([[5, 6, 7, 8, 9, 3]]), np.array([[1, 1, 1, 2, 2, 0]])
+    read = te.shift_right(ids, 1, segment_ids=segment_ids)
+    tokens = te.TokenPositions.from_segment_ids(segment_ids)
+    equal(np.roll(read, -1)[tokens.next_token_mask], ids[tokens.next_token_mask])
+    equal(read[tokens.padding_mask & (tokens.positions == 0)], [1, 1])
+
+
+def test_rows_and_lengths_that_explicit_axes_split():
+    ids = np.arange(16).reshape(2, 8)
+    segment_ids = np.array([[1, 1, 1, 2, 2, 2, 2, 0], [4] * 8])
+    mesh = mesh_of((2,), ("data",), EXPLICIT)
+    for axes in (("data",), (None, "data")):
+        with jax.set_mesh(mesh):
+            arrays = put(mesh, ids, *axes), put(mesh, segment_ids, *axes)
+            shift = jax.jit(lambda ids, segments: te.shift_right(ids, 3, segment_ids=segments))
+            equal(shift(*arrays), by_loop(ids, 3, segment_ids))
+            equal(te.shift_right(arrays[0], 3), by_loop(ids, 3))
+
+
+REFUSED = {
+    "te.shift_right(3, 1)": "ValueError: ids: ... got shape []",
+    "te.shift_right([0.5], 1)": "TypeError: ids: ... got float64",
+    "te.shift_right([3], jnp.array(1))": "TypeError: first_id: ... got an array int32[]",
+    "te.shift_right([3], 2**31)": "ValueError: first_id: ... got 2147483648",
+    "te.shift_right([3, 4], 1, segment_ids=[1])": "ValueError: segment_ids: ... got shape [1]",
+    "te.shift_right([3, 4], 1, segment_ids=[1, -1])": "ValueError: segment_ids: ... got -1 at index [1]",
+}
+
+
+def test_bad_arguments_are_refused():
+    each_raises(REFUSED, globals())
+    assert jnp.asarray(te.shift_right([3], 1)).dtype == jnp.int32

@@ -1,0 +1,82 @@
+"""Makes the inputs of a decoder from its labels: the labels, one token to the right."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int32, Integer
+
+from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.compiled import compiled
+from transformer_embed._src.partitioning import split_like
+from transformer_embed._src.sequences.runs import of_previous_token
+from transformer_embed._src.sequences.token_positions import as_comparable
+
+
+def shift_right(
+    ids: ArrayLike, first_id: int, *, segment_ids: ArrayLike | None = None
+) -> Int32[Array, "... t"]:
+    """Shifts ids one token to the right and puts in a first token.
+
+    Use it for a decoder that predicts all of its labels, as those of T5, BART and Whisper do. Each
+    token then reads the label before it, and the first token of a sequence reads `first_id`.
+
+    Args:
+        ids: The labels, [..., length], of any integer dtype.
+        first_id: The id that each sequence begins with. T5 takes the id of padding.
+        segment_ids: Integers, [length] or [..., length], for packed or padded batch rows: a
+            different number for each sequence, and 0 at padding. Each run of tokens with one number
+            begins with `first_id`, and padding keeps its id. If None, each batch row is one
+            sequence.
+
+    Returns:
+        int32 of the shape of `ids`. The last label of a sequence is predicted, but never read.
+
+    Raises:
+        TypeError: `ids` or `segment_ids` does not hold integers, or `first_id` is not a Python int.
+        ValueError: `ids` has no axis; `segment_ids` does not broadcast to the shape of `ids`; or
+            `first_id` is outside int32.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> te.shift_right([[5, 6, 7]], 1).tolist()
+        [[1, 5, 6]]
+        >>> te.shift_right([[5, 6, 7, 8, 0]], 1, segment_ids=[[1, 1, 2, 2, 0]]).tolist()
+        [[1, 5, 1, 7, 0]]
+
+    Source:
+        Raffel et al., "T5" (2020), https://arxiv.org/abs/1910.10683, as in Mesh TensorFlow. There,
+        packed sequences also restart at the first token.
+    """
+    ids = arguments.as_int32("ids", ids)
+    arguments.check_shape("ids", ids.shape, ids.ndim > 0, "[..., length]")
+    first_id = arguments.int32("first_id", first_id)
+    if segment_ids is None:
+        return _shifted(ids, first_id)
+    segments = as_comparable("segment_ids", segment_ids)
+    arguments.check_broadcasts("segment_ids", segments.shape, ids.shape, with_length=True)
+    return _shifted_in_segments(ids, segments, first_id)
+
+
+# The functions below are compiled even if the caller is not.
+
+
+@compiled(1)
+def _shifted(ids: Int32[Array, "... t"], first_id: int) -> Int32[Array, "... t"]:
+    is_first = jnp.arange(ids.shape[-1], dtype=jnp.int32) == 0
+    is_first = jnp.broadcast_to(is_first, ids.shape)
+    return jnp.where(is_first, first_id, of_previous_token(ids))
+
+
+@compiled(2)
+def _shifted_in_segments(
+    ids: Int32[Array, "... t"], segment_ids: Integer[Array, "..."], first_id: int
+) -> Int32[Array, "... t"]:
+    previous_ids = of_previous_token(ids)
+    # The token before the first one of a batch row counts as padding.
+    is_first = segment_ids != of_previous_token(segment_ids)
+    is_padding = segment_ids == 0
+    is_first, is_padding = (
+        split_like(jnp.broadcast_to(array, ids.shape), previous_ids)
+        for array in (is_first, is_padding)
+    )
+    shifted = jnp.where(is_first, first_id, previous_ids)
+    return jnp.where(is_padding, split_like(ids, previous_ids), shifted)

@@ -1,0 +1,99 @@
+"""Converts and checks the arrays of tokens: positions, segment ids and the like.
+
+All of them are signed integers, [length] or [batch, length]. Arrays [length] are used for every
+batch row, so a batch of 1 fits any other.
+"""
+
+import functools
+from typing import Any
+
+from jax import export
+from jaxtyping import Array, Integer
+
+from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike
+
+# Some loaders count documents from 0, and have -1 at padding. The range says that this is wrong.
+as_segment_ids = functools.partial(
+    arguments.as_integers, lowest=0, what="int32, where 0 is padding"
+)
+
+
+def segment_ids_or_values(value: ArrayLike) -> Any:
+    """Converts segment ids to int32. Those on the host stay there, and are at least 0.
+
+    Raises:
+        TypeError: The segment ids are bools, for which the message names another constructor, or
+            they are no integers.
+        ValueError: A segment id on the host is negative or outside int32.
+    """
+    if arguments.is_int32(value):
+        return value
+    array = arguments.as_array("segment_ids", value)
+    if array.dtype == bool:
+        want = (
+            "integers, a number for each sequence (te.TokenPositions.from_mask takes a bool mask)"
+        )
+        raise arguments.type_error("segment_ids", want, array.dtype)
+    # numpy makes an empty list an array of floats, so the list itself is converted.
+    return as_segment_ids("segment_ids", value if array.size == 0 else array)
+
+
+def as_comparable(name: str, value: ArrayLike) -> Integer[Array, "..."]:
+    """Converts integers to int32, so that they can be compared.
+
+    A jax array of a wider dtype stays as it is, because clamped or wrapped numbers would compare
+    wrongly.
+    """
+    if name == "segment_ids":
+        integers = segment_ids_or_values(value)
+    else:
+        integers = arguments.as_integers(name, value)
+    return as_signed(name, integers)
+
+
+def as_signed(name: str, integers: Any) -> Integer[Array, "..."]:
+    """Puts integers on a device, or raises a TypeError if they are unsigned.
+
+    Unsigned integers may be beyond int32.
+    """
+    if integers.dtype.kind != "i":
+        raise arguments.type_error(name, "a signed integer dtype", integers.dtype)
+    return arguments.on_device(integers)
+
+
+def as_batch(name: str, array: Any) -> Any:
+    """Returns an array [length] or [batch, length] as [1 or batch, length]."""
+    is_right = array.ndim in (1, 2)
+    arguments.check_shape(name, array.shape, is_right, "[length] or [batch, length]")
+    return array if array.ndim == 2 else array[None]
+
+
+def comparable_arrays(**values: ArrayLike) -> dict[str, Integer[Array, "*b t"]]:
+    """Converts arrays by `as_comparable`, and gives all of them the same number of axes.
+
+    They are [length] if all of them are given so, or else [1 or batch, length].
+    """
+    arrays = {name: as_comparable(name, value) for name, value in values.items()}
+    # Outside of jit, an axis that is added and dropped again takes half a millisecond.
+    if all(array.ndim == 1 for array in arrays.values()):
+        return arrays
+    batches = {name: as_batch(name, array) for name, array in arrays.items()}
+    check_batch_sizes({name: array.shape[0] for name, array in batches.items()})
+    return batches
+
+
+def check_batch_sizes(sizes: dict[str, Any]) -> None:
+    """Raises a ValueError unless all numbers of batch rows are the same, or 1."""
+    if len({*sizes.values()} - {1}) > 1:
+        want = "the same number of rows, or 1"
+        got = " and ".join(map(str, sizes.values()))
+        raise arguments.value_error(" and ".join(sizes), want, got)
+
+
+def check_last_position(name: str, first: int, length: Any) -> None:
+    """Raises a ValueError if positions first, first + 1, ... would leave int32."""
+    # A symbolic length is assumed to be small enough.
+    if not export.is_symbolic_dim(length) and first + length > 2**31:
+        want = f"an int of at most {2**31 - length}, for {length} positions inside int32"
+        raise arguments.value_error(name, want, first)
