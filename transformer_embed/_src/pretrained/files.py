@@ -13,7 +13,7 @@ import re
 import secrets
 import stat
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -47,8 +47,22 @@ STEPS = {
         "for f in glob.glob('pytorch_model*.bin') "
         "for k, v in torch.load(f, weights_only=True).items()}, 'model.safetensors')"
     ),
+    r"\.gguf$": (
+        "a GGUF file: convert it with transformers.AutoModelForCausalLM.from_pretrained(folder, "
+        "gguf_file=name).save_pretrained(new_folder), which dequantizes it, and load new_folder"
+    ),
+    r"\.onnx$": (
+        "an ONNX file: convert it with safetensors.numpy.save_file({t.name: "
+        "onnx.numpy_helper.to_array(t) for t in onnx.load(name).graph.initializer}, "
+        "'model.safetensors')"
+    ),
+    r"\.distcp$": (
+        "a checkpoint of torch.distributed: convert it with torch.distributed.checkpoint."
+        "format_utils.dcp_to_torch_save(folder, 'pytorch_model.bin'), and load that file with "
+        "torch.load(weights_only=True) to save it with safetensors.torch.save_file"
+    ),
     # The second half is of Orbax and T5X.
-    r"\.(gguf|onnx|h5|msgpack|pth?|distcp|npz|ckpt(\.(index|meta|data-\S+))?)$|"
+    r"\.(h5|msgpack|pth?|npz|ckpt(\.(index|meta|data-\S+))?)$|"
     r"(^|/)(_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt|\.zarray)$": (
         "restore it with the library that reads it and save it as safetensors, or put its arrays "
         "where te.pretrained.load_config says"
@@ -93,9 +107,13 @@ class Tensors(NamedTuple):
     def entry(self, name: str) -> TensorInfo:
         """A tensor's file, dtype and shape; a ValueError if it is not there or is not read."""
         file = self.files.get(name)
-        entry = self.header(file)[0].get(name) if file else None
+        if file is None:
+            raise arguments.value_error(self.path, f"a tensor {name}", self.listed())
+        entries, _ = self.header(file)
+        entry = entries.get(name)
         if entry is None:
-            raise arguments.value_error(file or self.path, f"a tensor {name}", self.listed())
+            want = f"a tensor {name}, which {self.path.name} says is there"
+            raise arguments.value_error(file, want, listed(entries))
         if 0 in entry.shape:
             got = f"{entry}, as ZeRO-3 leaves it: gather the model by its zero_to_fp32.py"
             raise arguments.value_error(f"{self.path}: {name}", "a whole tensor", got)
@@ -135,10 +153,23 @@ class Tensors(NamedTuple):
             array[n * count : n * count + len(lines)] = lines[:, columns]
         return array
 
+    def is_stored(self, name: str) -> bool:
+        """Returns whether a file holds a tensor of this name; an index may name one that none has."""
+        file = self.files.get(name)
+        if file is None:
+            return False
+        entries, _ = self.header(file)
+        return name in entries
+
     def listed(self) -> str:
-        """A few names for a message; those outside of numbered layers come first."""
-        names = sorted(self.files, key=lambda name: (re.search(r"\b\d+\b", name) is not None, name))
-        return f"{len(names)} tensors: {', '.join(names[:4])}"
+        """Returns a few names of tensors for a message."""
+        return listed(self.files)
+
+
+def listed(tensors: Iterable[str]) -> str:
+    """Returns a few names of tensors for a message; names outside numbered layers come first."""
+    names = sorted(tensors, key=lambda name: (re.search(r"\b\d+\b", name) is not None, name))
+    return f"{len(names)} tensors: {', '.join(names[:4])}"
 
 
 def _pieces(entry: TensorInfo, size: int = PIECE) -> Iterator[bytes]:
@@ -150,8 +181,10 @@ def _pieces(entry: TensorInfo, size: int = PIECE) -> Iterator[bytes]:
 
 
 def as_path(value: Any) -> pathlib.Path:
-    """A path; a first ~ is the user's home."""
+    """Returns a path; a first ~ is the user's home."""
     arguments.instance("path", value, str | os.PathLike, "a str or another path")
+    if "\0" in os.fsdecode(value):
+        raise arguments.value_error("path", "a path without null bytes", repr(os.fsdecode(value)))
     return pathlib.Path(value).expanduser()
 
 
@@ -198,7 +231,7 @@ def _shards(path: pathlib.Path) -> dict[str, pathlib.Path]:
     # Thousands of tensors are in a few files.
     for name in {*map(str, names.values())}:
         # Links are followed: a cache of the hub has links to files elsewhere.
-        if pathlib.Path(name).name != name:
+        if pathlib.Path(name).name != name or "\0" in name:
             raise arguments.value_error(path, "shards in its folder", repr(name))
     return {tensor: path.parent / str(name) for tensor, name in names.items()}
 
