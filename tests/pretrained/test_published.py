@@ -1,10 +1,15 @@
 """Which model a file holds: by its type, by names of tensors, or an error that says what to try."""
 
+import json
+import pathlib
+
 import pytest
 from checkpoints import (
     CASES,
     EMBED_TOKENS,
+    HEADS,
     ROOT,
+    TOKENS,
     assert_identical,
     checkpoint,
     golden,
@@ -15,8 +20,9 @@ from checkpoints import (
     save_embedder,
     tensors_of,
 )
-from refused import each_raises
+from refused import each_raises, refused
 
+import transformer_embed as te
 from transformer_embed._src.pretrained import architecture
 from transformer_embed._src.pretrained.checkpoints import decoded
 
@@ -54,6 +60,42 @@ def test_buffers_and_other_streams_are_left_out():
     model.rotary_emb.inv_freq vision.embed_positions.weight model.image_embeddings.weight"""
     found = load_table({"model_type": "llama"}, EMBED_TOKENS, *others.split())
     assert list(found.params) == [f"{ROOT}token_embedding"]
+
+
+# A tied model's table may be stored under the name of its output layer alone.
+UNDER_THE_HEAD = {
+    "llama": {"lm_head.weight": (12, 16), "model.layers.0.q.weight": (16, 16)},
+    "gpt2": {"lm_head.weight": (12, 16), "transformer.wpe.weight": (9, 16), "transformer.h.0.w": (2,)},
+    "opt": {
+        "lm_head.weight": (12, 16),
+        "model.decoder.embed_positions.weight": (9, 16),
+        "model.decoder.layers.0.w": (2,),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", UNDER_THE_HEAD)
+def test_a_tied_table_under_the_heads_name_is_read(model_type):
+    found = load_table(
+        {"model_type": model_type, "tie_word_embeddings": True}, **UNDER_THE_HEAD[model_type]
+    )
+    assert found.names[TOKENS] == "lm_head.weight"
+    assert (found.config.vocab_size, found.config.output) == (12, te.OutputConfig())
+    assert len(found.layers) in (0, 6)
+    save_embedder("saved", *found)
+    assert load_embedder("saved").config == found.config
+
+
+def test_an_index_may_name_a_tied_head_that_no_shard_has():
+    found = load_embedder(checkpoint(HEADS["qwen2, tied"]))
+    shard = pathlib.Path("model.safetensors").rename("model-1.safetensors").name
+    names = [*tensors_of(HEADS["qwen2, tied"]), "lm_head.weight"]
+    index = json.dumps({"weight_map": dict.fromkeys(names, shard)})
+    pathlib.Path("model.safetensors.index.json").write_text(index)
+    assert_identical(found, load_embedder("."))
+    untied = {"tie_word_embeddings": False}
+    with refused(ValueError, "model-1.safetensors: wanted a tensor lm_head.weight, which model.safetensors.index.json says is there, got ..."):  # fmt: skip
+        load_embedder(".", settings=untied)
 
 
 # --- Files that are refused.
@@ -101,6 +143,7 @@ REFUSED = {
     "untyped('t5')": UNTYPED,
     "model('mamba9', 'weird.table', 'h.0.w', 'h.1.w')": "ValueError: ... names (3 tensors: weird.table, h.0.w, h.1.w)",
     "model('mamba9', *LONG)": "ValueError: ... names (26 tensors: ",
+    "model('llama', 'lm_head.weight')": "ValueError: ... wanted the tensors of one model llama, ... got 1 tensors: lm_head.weight (embed_tokens.weight is missing)",
     "twice()": "ValueError: ... wanted the tensors of one model bert, or ... got those under ['c.', 'q.']",
     "load('bert', stack='decoder')": "ValueError: stack: wanted None, since bert has one stack, got str 'decoder'",
     "load('t5, an encoder alone', stack='decoder')": "ValueError: ... tensors of one model t5 (its decoder; `stack` says which), or load any table ... tensors: ...shared.w",

@@ -51,8 +51,8 @@ UNSCALED_WITHIN = (
 
 def describe(file: Published) -> PretrainedInput:
     """All but the parameters of a published model."""
-    prefix, names = recognised(file)
     tensors, value = file.tensors, _values(file)
+    prefix, names = recognised(file, is_tied=value["tie_word_embeddings"] is True)
     table = names.get(OUTPUT_TABLE)
     # As in the library: two tables that differ are not tied, whatever config.json says.
     if table and value["tie_word_embeddings"] and tensors.are_equal(table, names[TOKENS]):

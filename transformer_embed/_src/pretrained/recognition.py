@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from transformer_embed._src import arguments
-from transformer_embed._src.pretrained.architecture import STACKS, Architecture, Options
+from transformer_embed._src.pretrained.architecture import (
+    OUTPUT_TABLE,
+    STACKS,
+    TOKENS,
+    Architecture,
+    Options,
+)
 from transformer_embed._src.pretrained.architectures import by_model_type
 from transformer_embed._src.pretrained.files import ADAPTER, Tensors
 
@@ -117,18 +123,22 @@ def _part(path: pathlib.Path, whole: Options, part: str | None) -> tuple[Options
     return outside, entries
 
 
-def recognised(file: Published) -> tuple[str, dict[str, str]]:
-    """The prefix of a model's tensors, and each parameter's tensor."""
+def recognised(file: Published, *, is_tied: bool) -> tuple[str, dict[str, str]]:
+    """Returns the prefix of a model's tensors, and each parameter's tensor.
+
+    A tied model may keep its table under the name of the output layer alone. The table is then in
+    this tensor, and the output layer has none of its own.
+    """
     tensors, files, kind = file.tensors, file.tensors.files, file.kind
     for name in filter(ADAPTED.match, sorted(files)):
         raise arguments.value_error(tensors.path, "a whole model", f"{name}, of {ADAPTER}")
+    tables = [f"{module}.weight" for module in kind.tokens.format(stack=file.side).split()]
     # Several names of a table may have one prefix.
     prefixes = {
-        name.removesuffix(end)
-        for end in (f"{module}.weight" for module in kind.tokens.format(stack=file.side).split())
-        for name in files
-        if f".{name}".endswith(f".{end}")
+        name.removesuffix(end) for end in tables for name in files if f".{name}".endswith(f".{end}")
     }
+    if not prefixes and is_tied and not kind.has_stacks:
+        return _tied_to_head(file)
     prefixes = {prefix for prefix in prefixes if prefix.startswith(file.prefix)} or prefixes
     # A layer that predicts further tokens, as DeepSeek V3 has, has the table once more.
     outside = [prefix for prefix in prefixes if not re.search(r"\b\d+\.", prefix)]
@@ -141,13 +151,42 @@ def recognised(file: Published) -> tuple[str, dict[str, str]]:
         side = f" (its {file.side}; `stack` says which)" if kind.has_stacks else ""
         want = f"the tensors of one model {kind.type}{side}, or {BY_HAND}"
         under = f"those under {[*matches]} (`part` chooses)"
-        raise arguments.value_error(tensors.path, want, under if matches else tensors.listed())
+        missing = "" if prefixes else f" ({tables[0]} is missing)"
+        got = under if matches else tensors.listed() + missing
+        raise arguments.value_error(tensors.path, want, got)
     ((prefix, names),) = matches.items()
+    # An index may name an output table that no shard has, because it is the token table.
+    if is_tied and OUTPUT_TABLE in names and not tensors.is_stored(names[OUTPUT_TABLE]):
+        del names[OUTPUT_TABLE]
     for tensor in names.values():
         # Those of a quantized model, which has scales beside them, are refused for their dtypes.
         tensors.entry(tensor)
     _check_read(file, prefix, {*names.values()})
     return prefix, names
+
+
+def _tied_to_head(file: Published) -> tuple[str, dict[str, str]]:
+    """Returns the prefix and the tensors of a tied model whose table is under the head's name."""
+    tensors, kind = file.tensors, file.kind
+    # The numbered layers lie where the table would, or one stack below it.
+    layers = {
+        match[1] for name in tensors.files if (match := re.match(r"(\D*?)[^.]+\.\d+\.", name))
+    }
+    table = kind.tokens.split()[0]
+    stack = table.removesuffix(table.rpartition(".")[2])
+    prefixes = sorted({layer.removesuffix(stack) for layer in layers})
+    for prefix in (*prefixes, ""):
+        files = {*tensors.files, f"{prefix}{table}.weight"}
+        names = kind.tensors(files, file.side, prefix)
+        if OUTPUT_TABLE in names:
+            names[TOKENS] = names.pop(OUTPUT_TABLE)
+            for tensor in names.values():
+                tensors.entry(tensor)
+            _check_read(file, prefix, {*names.values()})
+            return prefix, names
+    want = f"the tensors of one model {kind.type}, or {BY_HAND}"
+    got = f"{tensors.listed()} ({table}.weight is missing)"
+    raise arguments.value_error(tensors.path, want, got)
 
 
 def _check_read(file: Published, prefix: str, read: set[str]) -> None:
