@@ -120,7 +120,7 @@ def entries(folder, case, said):
         in_file = text | {key: not value for key, value in flags.items()}
         options = {"settings": flags}
     elif said == "text_config":
-        in_file = {"model_type": "an outer model", "text_config": text}
+        in_file = {"model_type": "fuyu", "text_config": text}
     elif said == "a part":
         in_file, options = {"thinker": {"text": text}}, {"part": "thinker.text"}
     (folder / "config.json").write_text(json.dumps(in_file))

@@ -98,6 +98,38 @@ def test_an_index_may_name_a_tied_head_that_no_shard_has():
         load_embedder(".", settings=untied)
 
 
+# --- A text model inside a model of a type that is not known.
+
+SMALL_LLAMA = {"model_type": "llama", "vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 1}
+DRAFTER = {"model_type": "a_drafter", "text_config": SMALL_LLAMA}
+OWN_TENSORS = {"pre_projection.weight": (4, 4), "masked_embedding.centroids.weight": (4, 4)}
+UNKNOWN = (
+    "the model type 'a_drafter' is not known, so what was read is its text_config, a model llama"
+)
+
+
+def test_a_text_model_inside_an_unknown_model_is_read_with_a_warning():
+    names = {"model.language_model.embed_tokens.weight": (12, 16), "lm_head.weight": (12, 16)}
+    images = {"model.vision_tower.embeddings.weight": (2, 2), "model.projector.weight": (2, 2)}
+    with pytest.warns(UserWarning, match=UNKNOWN):
+        found = load_table(DRAFTER, **names, **images)
+    assert found.config.output == te.OutputConfig(tied=False)
+    with pytest.warns(UserWarning, match=UNKNOWN):
+        te.pretrained.load_config(DRAFTER)
+
+
+@pytest.mark.filterwarnings(f"ignore:.*{UNKNOWN}")
+def test_a_drafter_is_refused_unless_its_part_is_named():
+    """Its input and its logits need tensors of its own, which are beside the head."""
+    names = {EMBED_TOKENS: (12, 16)} | OWN_TENSORS
+    tied = DRAFTER | {"tie_word_embeddings": True}
+    with refused(ValueError, "...config.json: wanted a known model around llama (part='text_config' reads the text model alone), got 'a_drafter', with masked_embedding.centroids.weight beside the output layer"):  # fmt: skip
+        load_table(tied, **names)
+    found = load_embedder(".", part="text_config")
+    assert found.config.output is None
+    assert found.no_output.startswith("a_drafter may compute its logits by masked_embedding")
+
+
 # --- Files that are refused.
 
 

@@ -124,7 +124,7 @@ def test_of_a_composite_config_only_the_text_models_entries_are_read(name):
     case = CASES[name]
     text = {key: value for key, value in text_of(case).items() if key not in LEFT_OUT}
     alone, reason = found_or_refused(case, text)
-    whole = BESIDE | {"model_type": "an outer model", "text_config": text}
+    whole = BESIDE | {"model_type": "fuyu", "text_config": text}
     found, message = found_or_refused(case, whole)
     assert (found is None, message) == (alone is None, reason)
     if found is not None:

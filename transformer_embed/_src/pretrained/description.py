@@ -8,7 +8,7 @@ from typing import Any
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig, OutputConfig
 from transformer_embed._src.positions.schemes import Learned, PositionScheme
-from transformer_embed._src.pretrained import rope
+from transformer_embed._src.pretrained import architectures, rope
 from transformer_embed._src.pretrained.architecture import (
     BIAS,
     DEFAULTS,
@@ -32,27 +32,17 @@ from transformer_embed._src.pretrained.architecture import (
 from transformer_embed._src.pretrained.files import DTYPES, call_with_named_errors
 from transformer_embed._src.pretrained.layers import layers_of
 from transformer_embed._src.pretrained.parameters import PretrainedInput
-from transformer_embed._src.pretrained.recognition import Published, recognised
+from transformer_embed._src.pretrained.recognition import Published, beside_head, recognised
 
 # The last two axes of each tensor; the first is 1 for a vector.
 Shapes = Mapping[str, tuple[int, int]]
-
-# Models around a text model that scale and bound its logits as it does alone, and that do not.
-SCALED_WITHIN = (
-    "paligemma gemma3n gemma4 gemma4_unified granite_docling granite4_vision "
-    "hyperclovax_vision_v2 blip-2 instructblip instructblipvideo"
-)
-UNSCALED_WITHIN = (
-    "aya_vision cohere2_vision gemma3 granite_speech granite_speech_plus idefics2 idefics3 "
-    "internvl llava llava_next llava_next_video llava_onevision mistral3 smolvlm video_llava "
-    "vipllava"
-)
 
 
 def describe(file: Published) -> PretrainedInput:
     """All but the parameters of a published model."""
     tensors, value = file.tensors, _values(file)
     prefix, names = recognised(file, is_tied=value["tie_word_embeddings"] is True)
+    others = beside_head(file, prefix, names)
     table = names.get(OUTPUT_TABLE)
     # As in the library: two tables that differ are not tied, whatever config.json says.
     if table and value["tie_word_embeddings"] and tensors.are_equal(table, names[TOKENS]):
@@ -63,6 +53,10 @@ def describe(file: Published) -> PretrainedInput:
     pretrained = call_with_named_errors(
         f"settings and {file.place}", _described, file, value, shapes, dtype, depth
     )
+    if others and pretrained.config.output is not None:
+        reason = f"{file.outer} may compute its logits by {others[0]} too"
+        config = dataclasses.replace(pretrained.config, output=None)
+        pretrained = pretrained._replace(config=config, no_output=reason)
     if pretrained.config.output is None:
         # It is not read.
         names.pop(OUTPUT_TABLE, None)
@@ -286,7 +280,7 @@ def _output(
         scale = value["dim_model_base"] / width
     output = plain = OutputConfig(is_tied, OUTPUT_BIAS in shapes)
     # A model around a text model may leave out what the text model does to its logits.
-    if file.outer not in UNSCALED_WITHIN.split():
+    if file.outer not in architectures.UNSCALED_WITHIN.split():
         output = dataclasses.replace(plain, softcap=value["final_logit_softcapping"], scale=scale)
     # An `OutputConfig` has the vocabulary and the width of the table.
     fitting = {OUTPUT_TABLE: (rows, width), OUTPUT_BIAS: (1, rows)}
@@ -303,7 +297,7 @@ def _output(
         )
     elif wrong:
         reason = f"its shape is {list(shapes[wrong[0]])}, not {list(fitting[wrong[0]])}"
-    elif file.outer is None or output == plain or file.outer in SCALED_WITHIN.split():
+    elif file.outer is None or output == plain or file.outer in architectures.SCALED_WITHIN.split():
         return output, None
     else:
         reason = f"{file.outer} may leave out the scale and softcap of its text model"

@@ -154,7 +154,7 @@ class Tensors(NamedTuple):
         return array
 
     def is_stored(self, name: str) -> bool:
-        """Returns whether a file holds a tensor of this name; an index may name one that none has."""
+        """Returns whether a file holds this tensor; an index may name one that none has."""
         file = self.files.get(name)
         if file is None:
             return False

@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from transformer_embed._src.pretrained.architecture import (
     Architecture,
     Options,
 )
-from transformer_embed._src.pretrained.architectures import by_model_type
+from transformer_embed._src.pretrained.architectures import by_model_type, is_known_outside
 from transformer_embed._src.pretrained.files import ADAPTER, Tensors
 
 # Not a ready call: neither a table's name nor its config.json says how its tokens are scaled.
@@ -47,6 +48,7 @@ class Published(NamedTuple):
         model_type: of the text model, as config.json says.
         kind: what the registry says of the type in settings, or else of that one.
         outer: the type of the whole model, if the text model is a part of it.
+        part: the path of the part that the caller chose, or None.
         length: of the longest text, or None: not said.
     """
 
@@ -59,6 +61,7 @@ class Published(NamedTuple):
     model_type: Any
     kind: Architecture
     outer: str | None
+    part: str | None
     length: int | None
 
     @property
@@ -101,8 +104,25 @@ def open_published(
         raise arguments.value_error("model_type", want, got)
     if not kind.has_stacks:
         arguments.check_left_out("stack", stack, f"{kind.type} has one stack")
+    if part is None and outer is not None and not is_known_outside(outer):
+        message = (
+            f"{path}: the model type {outer!r} is not known, so what was read is its text_config, "
+            f"a model {kind.type} (part='text_config' says that this is meant)"
+        )
+        # The caller of load_embedder or of load_config.
+        warnings.warn(message, stacklevel=3)
     return Published(
-        tensors, side, prefix, path, entries, settings, model_type, kind, outer, length
+        tensors=tensors,
+        side=side,
+        prefix=prefix,
+        path=path,
+        entries=entries,
+        settings=settings,
+        model_type=model_type,
+        kind=kind,
+        outer=outer,
+        part=part,
+        length=length,
     )
 
 
@@ -202,3 +222,34 @@ def _check_read(file: Published, prefix: str, read: set[str]) -> None:
         if is_own and BESIDE.match(below):
             want = f"an input layer like that of {kind.type}, or {BY_HAND}"
             raise arguments.value_error(tensors.path, want, f"also {name}, which is not read")
+
+
+def beside_head(file: Published, prefix: str, names: Mapping[str, str]) -> list[str]:
+    """Returns the tensors around the text model, if the model around it is of an unknown type.
+
+    A drafter, for example, has the text model of its target, but computes the input of the first
+    layer and the logits with tensors of its own, which are beside the head.
+
+    Raises:
+        ValueError: there are some, and the caller did not name the part that is to be read.
+    """
+    if file.outer is None or is_known_outside(file.outer):
+        return []
+    # A head that the file leaves out would be outside of all parts.
+    head = names.get(OUTPUT_TABLE, "")
+    ends = (f"{module}.weight" for module in file.kind.head.split())
+    level = next((head.removesuffix(end) for end in ends if head.endswith(end)), "")
+    own = prefix.removeprefix(level).partition(".")[0]
+    if not prefix.startswith(level) or not own:
+        return []
+    outside = {*file.tensors.files} - {*names.values()}
+    beneath = {name: name.removeprefix(level) for name in outside if name.startswith(level)}
+    # The text model is in one of the modules at this level.
+    others = sorted(name for name, rest in beneath.items() if rest.partition(".")[0] != own)
+    if others and file.part is None:
+        want = (
+            f"a known model around {file.kind.type} (part='text_config' reads the text model alone)"
+        )
+        got = f"{file.outer!r}, with {others[0]} beside the output layer"
+        raise arguments.value_error(file.path, want, got)
+    return others
