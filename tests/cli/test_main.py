@@ -45,7 +45,7 @@ def in_a_folder(tmp_path, monkeypatch):
         ("train --seed 2147483648", "--seed: wanted an int of at most 2147483647, got 2147483648"),
         ("inspect", "the following arguments are required: CHECKPOINT"),
         ("inspect c --stack both", "argument --stack: invalid choice: 'both'"),
-        ("inspect bert.safetensors", "model_type: wanted that of a known model"),
+        ("inspect bert.safetensors", "model_type: wanted the type of a known model"),
         ("inspect bert.safetensors --model-type bert", "layer_norm_eps"),
         ("inspect bert.safetensors --settings damaged.json", "Expecting property name"),
         ("inspect bert.safetensors --settings list.json", "list.json: wanted a JSON object, got list"),

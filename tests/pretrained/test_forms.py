@@ -110,7 +110,7 @@ def stored(name, prefix="", form="file", dtype="float32", said="file", adapter=N
 def entries(folder, case, said):
     """Writes config.json, and returns the settings or the part that say the rest."""
     in_file, options, text = case["settings"], {}, text_of(case)
-    read = {"model_type"}.union(*kind_of(case).names().values())
+    read = {"model_type"}.union(*kind_of(case).names_of_entries().values())
     given = {key: value for key, value in text.items() if key in read}
     if said == "settings":
         in_file, options = {"model_type": text["model_type"]}, {"settings": given}

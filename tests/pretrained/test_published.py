@@ -23,7 +23,7 @@ from checkpoints import (
 from refused import each_raises, refused
 
 import transformer_embed as te
-from transformer_embed._src.pretrained import architecture
+from transformer_embed._src.pretrained import layer_parts
 from transformer_embed._src.pretrained.checkpoints import decoded
 
 
@@ -51,7 +51,7 @@ def test_older_names_of_a_norm():
 
 def test_each_stack_of_two_vocabularies_has_its_own_size():
     path = checkpoint(CASES["marian, two vocabularies"])
-    found = [load_embedder(path, stack=stack) for stack in architecture.STACKS]
+    found = [load_embedder(path, stack=stack) for stack in layer_parts.STACKS]
     assert [each.config.vocab_size for each in found] == [12, 15]
 
 
@@ -163,7 +163,7 @@ def decoder(**options):
 
 
 # No model is proposed: those that fit by names may rotate other pairs.
-UNTYPED = "ValueError: model_type: wanted that of a known model, from settings or ...config.json, got None; load any table with config and names"
+UNTYPED = "ValueError: model_type: wanted the type of a known model, from settings or ...config.json, got None; load any table with config and names"
 LONG = [f"{'deep.' * 15}{n}.{'x' * 60}" for n in range(26)]
 BIAS = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 DEEPER = BIAS.replace("block.0", "block.1")

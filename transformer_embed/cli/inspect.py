@@ -11,8 +11,8 @@ import numpy as np
 from transformer_embed import pretrained
 from transformer_embed._src.arguments import shown
 from transformer_embed._src.layers.parameters import ROOT, by_path
-from transformer_embed._src.pretrained.architecture import BIAS
 from transformer_embed._src.pretrained.files import read_json
+from transformer_embed._src.pretrained.layer_parts import BIAS
 
 
 def add_to(commands: Any) -> None:

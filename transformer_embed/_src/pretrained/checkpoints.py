@@ -28,13 +28,8 @@ from transformer_embed._src.layers.parameters import (
 from transformer_embed._src.partitioning import gathered
 from transformer_embed._src.positions.rotary_scaling import Scaling
 from transformer_embed._src.positions.schemes import PositionScheme
-from transformer_embed._src.pretrained.architecture import (
-    BIAS,
-    LOGITS_BIAS,
-    OFFSETS,
-    Options,
-)
 from transformer_embed._src.pretrained.description import describe, describe_config
+from transformer_embed._src.pretrained.entries import Options
 from transformer_embed._src.pretrained.files import (
     Tensors,
     as_path,
@@ -45,6 +40,11 @@ from transformer_embed._src.pretrained.files import (
     read_json,
     written,
 )
+from transformer_embed._src.pretrained.layer_parts import (
+    BIAS,
+    LOGITS_BIAS,
+    OFFSETS,
+)
 from transformer_embed._src.pretrained.layers import Layer
 from transformer_embed._src.pretrained.parameters import (
     PretrainedInput,
@@ -54,7 +54,7 @@ from transformer_embed._src.pretrained.parameters import (
     shapes_of,
     stored,
 )
-from transformer_embed._src.pretrained.recognition import open_published
+from transformer_embed._src.pretrained.published import open_published
 
 # The entry of a file's metadata that has all but the parameters.
 METADATA = "transformer_embed"

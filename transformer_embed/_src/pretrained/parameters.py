@@ -14,16 +14,16 @@ from jaxtyping import Array
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.parameters import ROOT, Params, by_path, parameters_of
-from transformer_embed._src.pretrained.architecture import (
+from transformer_embed._src.pretrained.entries import Options
+from transformer_embed._src.pretrained.files import Tensors, call_with_named_errors
+from transformer_embed._src.pretrained.layer_parts import (
     BIAS,
     OUTPUT_BIAS,
     OUTPUT_TABLE,
     PER_LAYER_WEIGHTS,
     TOKENS,
     WIDEN,
-    Options,
 )
-from transformer_embed._src.pretrained.files import Tensors, call_with_named_errors
 from transformer_embed._src.pretrained.layers import Layer
 
 # Parameters that are [in, out].
