@@ -3,8 +3,10 @@
 Types, tensor names and defaults are the ones of transformers.
 """
 
+import difflib
 from typing import Any
 
+from transformer_embed._src import arguments
 from transformer_embed._src.pretrained import (
     decoder_types,
     encoder_types,
@@ -57,3 +59,32 @@ def row_of(model_type: Any) -> ModelType | None:
     if not isinstance(model_type, str) or model_type not in ROWS:
         return None
     return ROWS[model_type]._replace(name=model_type)
+
+
+def find_model_type(name: str) -> ModelType:
+    """Returns what the registry says of a model type.
+
+    Use it to see which tensors and which entries of config.json make the input layer of a
+    published model, and which defaults the entries have. `python -m transformer_embed inspect
+    --model-type NAME` prints the same.
+
+    Args:
+        name: The type, as config.json's `model_type` names it.
+
+    Returns:
+        A `ModelType`, whose fields are described there.
+
+    Raises:
+        ValueError: the type is not known.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> llama_4 = te.pretrained.find_model_type("llama4_text")
+        >>> llama_4.tokens, llama_4.rotary, llama_4.default("rope_theta")
+        ('embed_tokens', 'interleaved', 500000.0)
+    """
+    row = row_of(name)
+    if row is None:
+        near = difflib.get_close_matches(str(name), ROWS) or [*ROWS][:3]
+        raise arguments.value_error("name", f"a known model type, such as {near[0]!r}", repr(name))
+    return row
