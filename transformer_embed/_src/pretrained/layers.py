@@ -45,12 +45,17 @@ class Layer:
             layer has one.
         query_scale: The keyword arguments of `query_scale`. If None, queries are not scaled by
             their positions.
+        image_blocks: Where the tokens of one image see each other, before and after their own
+            place (Gemma 3 and 4). "anywhere": at any distance. "in window": as far as `mask` has
+            its window, whose left side holds for them too. If None, images are masked like text.
+            The page "Published models" has the mask that follows from it.
     """
 
     type: str
     rotary: Mapping[str, Any] | None
     mask: Mapping[str, Any]
     query_scale: Mapping[str, Any] | None = None
+    image_blocks: str | None = None
 
 
 def layers_of(row: ModelType, values: Options, count: int) -> tuple[Layer, ...]:
@@ -84,11 +89,13 @@ def _layer(row: ModelType, values: Options, number: int, kind: str) -> Layer:
     values = {**values, **in_lists}
     values |= _own_entries(values, number, kind)
     rotates = _rotates(row, values, number, kind)
+    mask = _mask(row, values, kind)
     return Layer(
         type=kind,
         rotary=rope.rotation(row, values, kind) if rotates else None,
-        mask=_mask(row, values, kind),
+        mask=mask,
         query_scale=_query_scale(values, rotates),
+        image_blocks=_image_blocks(row, values, kind) if mask["causal"] else None,
     )
 
 
@@ -153,6 +160,13 @@ def _mask(row: ModelType, values: Options, kind: str) -> dict[str, Any]:
     if kind == CHUNKED:
         mask["chunk"] = values["attention_chunk_size"]
     return mask
+
+
+def _image_blocks(row: ModelType, values: Options, kind: str) -> str | None:
+    """Returns where the tokens of one image see each other."""
+    if row.has_vision_switch and values["use_bidirectional_attention"] != "vision":
+        return None
+    return dict(row.image_blocks).get(kind)
 
 
 def _is_causal(row: ModelType, values: Options, kind: str) -> bool:

@@ -2,10 +2,12 @@
 
 from transformer_embed._src.pretrained.entries import REQUIRED
 from transformer_embed._src.pretrained.model_type import (
+    ANYWHERE,
     CHUNKED,
     CONSECUTIVE,
     FULL,
     IN_TURNS,
+    IN_WINDOW,
     INDEXED,
     LINEAR,
     SLIDING,
@@ -31,7 +33,17 @@ GEMMA = LLAMA.but(
     use_bidirectional_attention=None,
     tie_word_embeddings=True,
 )
+GEMMA3 = GEMMA.but(
+    image_blocks=((FULL, ANYWHERE), (SLIDING, IN_WINDOW)),
+    rope_local_base_freq=10_000.0,
+    rope_theta=1_000_000.0,
+    sliding_window=4096,
+    sliding_window_pattern=6,
+)
 GEMMA4 = GEMMA.but(
+    # Full layers are causal for images, too.
+    image_blocks=((SLIDING, IN_WINDOW),),
+    has_vision_switch=True,
     per_layer="per_layer",
     # Large models have no inputs of layers.
     may_lack="per_layer_inputs/embeddings per_layer_inputs/w per_layer_inputs/scale",
@@ -416,18 +428,8 @@ ROWS = {
         sliding_window_pattern=3,
         final_logit_softcapping=30.0,
     ),
-    "gemma3": GEMMA.but(
-        rope_local_base_freq=10_000.0,
-        rope_theta=1_000_000.0,
-        sliding_window=4096,
-        sliding_window_pattern=6,
-    ),
-    "gemma3_text": GEMMA.but(
-        rope_local_base_freq=10_000.0,
-        rope_theta=1_000_000.0,
-        sliding_window=4096,
-        sliding_window_pattern=6,
-    ),
+    "gemma3": GEMMA3,
+    "gemma3_text": GEMMA3,
     # What the layers do to several hidden vectors has names of scales and ranks.
     "gemma3n_text": GEMMA.but(
         per_layer="per_layer",
@@ -440,6 +442,10 @@ ROWS = {
         final_logit_softcapping=30.0,
     ),
     "gemma4_text": GEMMA4,
-    "gemma4_unified_text": GEMMA4.but(sliding_window=1024),
-    "embedding_gemma2_text": GEMMA4.but(is_causal=False, partial_rotary_factor=1.0),
+    "gemma4_unified_text": GEMMA4.but(
+        image_blocks=((FULL, ANYWHERE), (SLIDING, ANYWHERE)), sliding_window=1024
+    ),
+    "embedding_gemma2_text": GEMMA4.but(
+        image_blocks=(), is_causal=False, partial_rotary_factor=1.0
+    ),
 }

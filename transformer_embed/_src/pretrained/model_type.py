@@ -28,6 +28,9 @@ WINDOWLESS = "windowless"
 # For `sections`: how pairs of channels are shared out to time, height and width.
 CONSECUTIVE, IN_TURNS = "consecutive", "in turns"
 
+# For `image_blocks`: the tokens of one image see each other at any distance, or inside a window.
+ANYWHERE, IN_WINDOW = "anywhere", "in window"
+
 
 class EntryStatus(enum.Enum):
     """What an entry of config.json is to a model type."""
@@ -68,8 +71,10 @@ class ModelType(NamedTuple):
         rotates: Which layers rotate. SLIDING: the sliding ones; WINDOWLESS: these, or all layers of
             a model without a window; if empty, all.
         is_causal: Whether a token sees only the tokens before it.
-        image_blocks: Where the tokens of one image see each other: pairs of a kind of layers and
-            where they do, as `Layer.image_blocks` says it.
+        image_blocks: Where the tokens of one image see each other: pairs of a kind of layers, and
+            ANYWHERE or IN_WINDOW, as in `Layer.image_blocks`.
+        has_vision_switch: Whether they do so only if the entry use_bidirectional_attention is
+            "vision".
         sections: How pairs of channels are shared out to time, height and width: CONSECUTIVE or
             IN_TURNS.
         has_alpha: Whether the scaling "dynamic" may have the alpha of `NTKScaling`.
@@ -102,6 +107,7 @@ class ModelType(NamedTuple):
     rotates: str = ""
     is_causal: bool = True
     image_blocks: tuple[tuple[str, str], ...] = ()
+    has_vision_switch: bool = False
     sections: str = ""
     has_alpha: bool = False
     has_alibi: bool = False
