@@ -5,6 +5,7 @@ import os
 import pathlib
 import pickle
 import stat
+import tracemalloc
 
 import jax
 import ml_dtypes  # noqa: F401 (for arrays as text)
@@ -26,12 +27,15 @@ from checkpoints import (
     tensors_of,
 )
 from compare import equal
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from refused import each_raises
 from refused import refused as refused_error
 from safetensors.numpy import load_file, save_file
 
 import transformer_embed as te
-from transformer_embed._src.pretrained import files
+from transformer_embed._src.pretrained import parameters
+from transformer_embed._src.pretrained import tensors as tensors_module
 
 # --- Other formats, and damaged files, each with what to do.
 
@@ -157,27 +161,50 @@ def test_only_shards_that_are_needed_are_opened(name):
 
 
 def test_only_parameters_are_read_and_each_is_copied_once(monkeypatch):
-    copied, addresses = files.Tensors.read, []
+    made, addresses = parameters.empty_array, []
 
-    def read(*args):
-        array = copied(*args)
+    def empty_array(*args):
+        array = made(*args)
         addresses.append(array.ctypes.data)
         return array
 
-    monkeypatch.setattr(files.Tensors, "read", read)
+    monkeypatch.setattr(parameters, "empty_array", empty_array)
     found = load("bert with a head")
     assert len(addresses) == len(found.names) == 5
     leaves = jax.tree.leaves(found.params)
     assert {leaf.unsafe_buffer_pointer() for leaf in leaves} == set(addresses)
 
 
+def test_added_rows_take_no_second_table():
+    """Neither on one device nor on several, and a transpose is written where it belongs."""
+    rows, width = 40_001, 256
+    table = np.arange(rows * width, dtype=np.float32).reshape(rows, width)
+    save_file({"model.embed_tokens.weight": table}, "model.safetensors")
+    entries = {"model_type": "llama", "tie_word_embeddings": True, "num_hidden_layers": 1}
+    pathlib.Path("config.json").write_text(json.dumps(entries))
+    mesh = jax.make_mesh((8,), ("data",))
+    split = {"token_embedding/embeddings": NamedSharding(mesh, P("data"))}
+    load_embedder(".")
+    for shardings in (None, split):
+        tracemalloc.start()
+        found = load_embedder(".", row_multiple=1024, shardings=shardings)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        # The result itself is in pages that Python does not count.
+        assert peak < table.nbytes / 2
+        read = np.asarray(found.params[f"{ROOT}token_embedding"]["embeddings"])
+        assert read.shape == (40 * 1024, width)
+        equal(read[:rows], table)
+        equal(read[rows:], np.zeros((40 * 1024 - rows, width)))
+
+
 @pytest.mark.parametrize("piece", [1, 13])
 def test_pieces_of_any_size_join_to_the_whole(monkeypatch, piece):
-    monkeypatch.setattr(files, "PIECE", piece)
+    monkeypatch.setattr(tensors_module, "PIECE_BYTES", piece)
     table = np.random.default_rng(0).random((1, 1, 9, 4), np.float32)
     others = {"wide": table.reshape(4, 9), "other": -table}
     save_file({"t": table, "same": table} | others, "x")
-    tensors = files.open_tensors("x")
+    tensors = tensors_module.open_tensors("x")
     for part in np.s_[:, :], np.s_[2:7, 1:3], np.s_[3:3, 0:0]:
         equal(tensors.read("t", *part), table[0, 0][part])
     assert tensors.are_equal("t", "same")

@@ -31,14 +31,11 @@ from transformer_embed._src.positions.schemes import PositionScheme
 from transformer_embed._src.pretrained.description import describe, describe_config
 from transformer_embed._src.pretrained.entries import Options
 from transformer_embed._src.pretrained.files import (
-    Tensors,
     as_path,
     call_with_named_errors,
     check_mappings,
-    open_tensors,
     parse,
     read_json,
-    written,
 )
 from transformer_embed._src.pretrained.layer_parts import (
     BIAS,
@@ -55,6 +52,8 @@ from transformer_embed._src.pretrained.parameters import (
     stored,
 )
 from transformer_embed._src.pretrained.published import open_published
+from transformer_embed._src.pretrained.tensors import Header, Tensors, open_tensors
+from transformer_embed._src.pretrained.writing import written
 
 # The entry of a file's metadata that has all but the parameters.
 METADATA = "transformer_embed"
@@ -231,7 +230,7 @@ def load_config(
         path = as_path(source)
         path = path / "config.json" if path.is_dir() else path
         source = read_json(path)
-    tensors = Tensors(path, {}, {}, lambda _: ({}, {}))
+    tensors = Tensors(path=path, files={}, metadata={}, header=lambda _: Header({}, {}))
     return describe_config(open_published(path, source, tensors, settings, stack, length, part))
 
 

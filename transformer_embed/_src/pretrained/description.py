@@ -9,7 +9,7 @@ from transformer_embed._src.layers.config import SQRT_D_MODEL, EmbedderConfig
 from transformer_embed._src.positions.schemes import Learned, PositionScheme
 from transformer_embed._src.pretrained.entries import Options, count
 from transformer_embed._src.pretrained.entry_values import entry_values
-from transformer_embed._src.pretrained.files import DTYPES, call_with_named_errors
+from transformer_embed._src.pretrained.files import call_with_named_errors
 from transformer_embed._src.pretrained.layer_parts import (
     BIAS,
     NORM_SCALE,
@@ -32,6 +32,7 @@ from transformer_embed._src.pretrained.recognition import (
     recognised,
     tensors_beside_head,
 )
+from transformer_embed._src.pretrained.tensors import DTYPES
 
 
 def describe(file: Published) -> PretrainedInput:

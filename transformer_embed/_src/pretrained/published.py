@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from transformer_embed._src import arguments
 from transformer_embed._src.pretrained.entries import Options
-from transformer_embed._src.pretrained.files import Tensors
 from transformer_embed._src.pretrained.layer_parts import STACKS
 from transformer_embed._src.pretrained.model_type import ModelType
 from transformer_embed._src.pretrained.registry import is_known_outside, row_of
+from transformer_embed._src.pretrained.tensors import Tensors
 
 
 class Published(NamedTuple):

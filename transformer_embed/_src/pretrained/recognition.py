@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from transformer_embed._src import arguments
-from transformer_embed._src.pretrained.files import ADAPTER, Tensors
 from transformer_embed._src.pretrained.layer_parts import OUTPUT_TABLE, STACKS, TOKENS
+from transformer_embed._src.pretrained.other_formats import ADAPTER
 from transformer_embed._src.pretrained.published import BY_HAND, Published
 from transformer_embed._src.pretrained.registry import is_known_outside
+from transformer_embed._src.pretrained.tensors import Tensors
 
 # A tensor that may belong to the input layer: beside the token table, outside of numbered layers,
 # with a name of positions or embeddings; or a bias of T5 that is not the first layer's. Buffers,
