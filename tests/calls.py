@@ -36,6 +36,7 @@ GOOD = [
     "te.causal_mask(length=3)",
     "te.check_batch(ids=IDS, tokens=te.TokenPositions(IDS, segment_ids=SEGMENTS), vocab_size=4)",
     "te.dropout(rng=jax.random.key(0), rate=0.5, x=X)",
+    "te.find_parameters(params=PARAMS, config=te.EmbedderConfig(4, 3, scheme=te.Learned(4)))",
     "te.load_balanced_order(length=8, devices=2)",
     "te.lookup(table=TABLE, ids=IDS)",
     "te.mask_to_bias(mask=np.array([True, True, False]))",

@@ -32,7 +32,7 @@ CALLABLES = [
     "te.kernels.flash_attention_kwargs(mask=MASK, order='full')",
     "te.kernels.mha_kwargs(mask=MASK, order='full', batch_size=1)",
     "te.rows.exchange_load(table=SPLIT, ids=IDS)",
-    "te.rows.RowGradient(ids=POSITIONS, values=TABLE[:3], vocab_size=4)",
+    "te.rows.RowGradient(row_indices=POSITIONS, values=TABLE[:3], num_rows=4)",
     "te.OutputLayer(table=TABLE)",
     "te.OutputConfig()",
     "te.EmbedderConfig(vocab_size=8, d_model=4)",

@@ -1,6 +1,7 @@
 """What every public function does with the arrays that it is given: whatever holds numbers is read
 right, or refused by our own error."""
 
+import collections
 import functools
 from typing import NamedTuple
 
@@ -71,6 +72,22 @@ def test_what_holds_no_numbers_is_refused(name):
         function(*(np.ma.masked_array(array, mask=np.ones_like(array, bool)) for array in arrays))
 
 
+MASKED = np.ma.masked_array(IDS[0], mask=[True, False, False])
+HOLD_A_MASK = {
+    "a list": [MASKED, IDS[1]],
+    "a deque": collections.deque([IDS[1], MASKED]),
+    "a list of lists": [[list(IDS[0]), MASKED]],
+    "a wrapper": Wrapped(MASKED),
+}
+
+
+@pytest.mark.parametrize("ids", HOLD_A_MASK.values(), ids=HOLD_A_MASK)
+def test_a_masked_array_inside_of_another_value_is_refused(ids):
+    for call in (functools.partial(te.lookup, TABLE), te.TokenPositions.from_positions):
+        with pytest.raises(TypeError, match=r"wanted an array without a mask, got a masked array"):
+            call(ids)
+
+
 TINY = [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, ml_dtypes.float4_e2m1fn]
 
 
@@ -133,7 +150,12 @@ YARN = te.YarnScaling(2.0, original_length=4, mscale=1e300)
 # What a loader makes of positions.
 FLOATS = jax.tree.map(np.float32, te.TokenPositions.from_segment_ids([1, 1, 2, 0]))
 EMPTY = te.TokenPositions.empty(1, 4)
+KEY, EMBEDDER = jax.random.key(0), te.Embedder(te.EmbedderConfig(4, 3, dropout_rate=0.5))
+NO_KEY = "TypeError: rng: wanted one key of jax.random.key or jax.random.PRNGKey, got an array"
 REFUSED = {
+    "te.dropout(IDS, 0.5, TABLE)": f"{NO_KEY} int32[2, 3] (ids are the argument after rng)",
+    "EMBEDDER.apply({}, IDS, KEY, is_training=True)": f"{NO_KEY} int32[2, 3] (ids are the",
+    "te.dropout(TABLE, 0.5, TABLE)": f"{NO_KEY} float32[4, 3]",
     "te.SinusoidalGrid(b'half')": "TypeError: shape: ... got bytes b'half'",
     "jax.jit(lambda id: te.lookup(TABLE, [id, id]))(1)": "TypeError: ids: ... got a list",
     "te.lookup([[1.0], [1.0, 2.0]], [0])": "TypeError: table: ... equal lengths, got a list",

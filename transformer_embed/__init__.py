@@ -12,6 +12,7 @@ from transformer_embed._src.attention.masks import (
 )
 from transformer_embed._src.layers.config import EmbedderConfig, OutputConfig
 from transformer_embed._src.layers.embedder import Embedder
+from transformer_embed._src.layers.parameters import find_parameters
 from transformer_embed._src.layers.positional_encoding import PositionalEncoding
 from transformer_embed._src.layers.relative_position_bias import RelativePositionBias
 from transformer_embed._src.layers.token_embedding import TokenEmbedding
@@ -78,6 +79,7 @@ __all__ = [
     "causal_mask",
     "check_batch",
     "dropout",
+    "find_parameters",
     "kernels",
     "linear_cross_entropy",
     "linear_divergence",

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import AUTO, EXPLICIT, mesh_of, put
 from refused import each_raises, refused
-from sample import IDS, KEY, ROOT, TOKENS, TYPES
+from sample import IDS, KEY, POSITIONS, ROOT, TOKENS, TYPES
 
 import transformer_embed as te
 from transformer_embed._src.layers import embedder as source
@@ -171,6 +171,7 @@ DOORS = {
     "apply": lambda params: whole.apply(params, None, IDS, is_training=False, token_types=TYPES),
     "output": whole.output,
     "initial_params": started,
+    "find_parameters": lambda params: te.find_parameters(params, whole.config).params,
     "resize": lambda params: te.pretrained.resize(
         params,
         whole.config,
@@ -184,9 +185,13 @@ each_door = pytest.mark.parametrize("door", DOORS)
 
 
 def in_a_model(params):
-    """The layer's parameters at the paths that they have in somebody's model, beside others."""
+    """The layer's parameters at the paths that they have in somebody's model, beside others.
+
+    Some of the others are further outside than the layer, and some are further inside.
+    """
     inside = {f"model/~/{path}": leaves for path, leaves in params.items()}
-    return inside | {"model/~/layer_norm": {"scale": jnp.ones(3)}, "head": {"w": jnp.ones(3)}}
+    others = ("model/~/layer_norm", f"model/~/{ROOT}block/layer_norm", "head")
+    return inside | {path: {"scale": jnp.ones(3)} for path in others}
 
 
 @each_door
@@ -209,7 +214,7 @@ def test_parameters_that_do_not_hold_one_layer_of_the_config_are_refused(door):
             {**params, **in_a_model(params)},
             f"{one} (of a ... pass the modules of one), got model/~/{TOKENS} and {TOKENS}",
         ),
-        ({"linear": {}}, f"{one}, got none among ['linear']"),
+        ({"linear": {}}, f"{one} (see the page ...), got none among ['linear']"),
         (
             {**params, TOKENS: {"embeddings": X}},
             f"{{'{table}': (11, 6)}}, got {{'{table}': (2, 6)}}",
@@ -219,6 +224,16 @@ def test_parameters_that_do_not_hold_one_layer_of_the_config_are_refused(door):
     ]:
         with refused(ValueError, f"{name}: wanted {text}"):
             DOORS[door](tree)
+
+
+def test_found_parameters_say_where_they_go_back():
+    """The leaves may be shapes."""
+    params = of_the_whole()
+    model = in_a_model(params)
+    found = te.find_parameters(jax.eval_shape(lambda: model), whole.config)
+    assert found.paths == {path: f"model/~/{path}" for path in params}
+    equal({path: jax.tree.map(jnp.shape, model[found.paths[path]]) for path in found.params},
+          jax.tree.map(jnp.shape, params))  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -239,6 +254,29 @@ def test_initial_params_start_a_module(fields):
         lambda: te.TransformerEmbedding(config, initial_params=initial)(IDS, is_training=False, token_types=TYPES)
     )  # fmt: skip
     equal(layer(wide).apply(trained, None), layer(None).apply(trained, None))
+
+
+def evaluated(params):
+    return whole.apply(params, None, IDS, is_training=False, token_types=TYPES)
+
+
+def test_parameters_in_another_byte_order_are_read_right():
+    """jax reads their bytes as they are, once it has seen the shapes."""
+    params = of_the_whole()
+    expected = evaluated(params)
+    other = jax.tree.map(lambda leaf: leaf.astype(leaf.dtype.newbyteorder()), params)
+    equal(evaluated(other), expected)
+    with jax.disable_jit():
+        near(evaluated(other), expected)
+
+
+@pytest.mark.parametrize("path", [TOKENS, POSITIONS, f"{ROOT}layer_norm", f"{ROOT}widen"])
+def test_masked_parameters_are_refused(path):
+    params = of_the_whole()
+    for name, leaf in params[path].items():
+        masked = {**params[path], name: np.ma.masked_array(leaf, mask=leaf > 0)}
+        with pytest.raises(TypeError, match="wanted an array without a mask, got a masked"):
+            evaluated({**params, path: masked})
 
 
 # --- Errors, by message.

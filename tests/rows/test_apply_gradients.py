@@ -37,7 +37,7 @@ def gradient(params, ids, loss=total):
 def dense(gradient):
     """The table's gradient, which drops padding."""
     table = np.zeros([2000, 2], np.float32)
-    np.add.at(table, np.asarray(gradient.ids), np.asarray(gradient.values))
+    np.add.at(table, np.asarray(gradient.row_indices), np.asarray(gradient.values))
     return table[:1000]
 
 
@@ -58,7 +58,7 @@ def test_the_sum_scale_and_norm_are_those_of_the_dense_gradient():
 def test_a_gradient_without_rows_changes_no_table():
     none = rows([])
     equal(update(none, optimizer=optax.adam(0.1))["t"], PARAMS["t"])
-    assert add(none, rows([3]))["t"].ids.tolist() == [3]
+    assert add(none, rows([3]))["t"].row_indices.tolist() == [3]
 
 
 @pytest.mark.parametrize("params", [{}, {"s": np.float32(2)}])
@@ -85,17 +85,60 @@ def test_a_gradient_that_is_known_keeps_ids_that_are_traced():
 
 def test_a_fingerprint_fits_its_ids_alone_and_keeps_its_ratios():
     """Also where one of many devices has other ids."""
-    ids = jnp.array([1, 4, 7, 20, 21])
-    mark = fingerprint(ids)
+    ids, values = jnp.array([1, 4, 7, 20, 21]), jnp.ones([5, 3])
+    mark = fingerprint(ids, values)
     for scale in (1, -1, 1e-12, 2.0**15, 0.3, 1e30):
-        assert fits(ids, mark * np.float32(scale))
-        assert fits(ids, mark.astype(jnp.bfloat16) * jnp.bfloat16(scale))
+        assert fits(ids, scale * values, mark * np.float32(scale))
+        narrow = jnp.bfloat16(scale)
+        assert fits(ids, values.astype(jnp.bfloat16) * narrow, mark.astype(jnp.bfloat16) * narrow)
     for others in (ids + 1, ids[::-1], ids.at[2].add(1), jnp.append(ids, 22), ids[:0]):
+        other_mark = fingerprint(others, jnp.ones([len(others), 3]))
         for devices in (1, 2, 30_000):
-            mean = ((devices - 1) * np.float64(mark) + np.float64(fingerprint(others))) / devices
-            assert not fits(ids, jnp.asarray(mean, jnp.float32))
+            mean = ((devices - 1) * np.float64(mark) + np.float64(other_mark)) / devices
+            assert not fits(ids, values, jnp.asarray(mean, jnp.float32))
     for changed in (jnp.sign(mark), 0 * mark, mark.astype("float16"), mark + 1e-20, mark * np.inf):
-        assert not fits(ids, changed)
+        assert not fits(ids, values, changed)
+
+
+def scaled_values(shape, scale):
+    """Values of both signs, some of them 0."""
+    values = np.random.default_rng(0).normal(size=shape) * scale
+    return jnp.asarray(np.where(values > 2 * scale, 0, values), jnp.float32)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 1e-20, 1e-30, 1e10])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (200, 16)])
+def test_a_fingerprint_shows_values_that_were_scaled_by_another_number(shape, scale):
+    ids, values = jnp.arange(shape[0]), scaled_values(shape, scale)
+    mark = fingerprint(ids, values)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        assert fits(ids, 0.1 * values.astype(dtype), 0.1 * mark.astype(dtype))
+        for factor in (0.1, 0.8, 1.5, -1.0):
+            is_right = fits(ids, factor * values.astype(dtype), mark.astype(dtype))
+            # Sums of smaller values are zero in the fingerprint.
+            assert not is_right or scale == 1e-30
+    # The values of a small table are float16, and those of the fingerprint are not.
+    narrow = values.astype(jnp.float16)
+    assert fits(ids, narrow * jnp.float16(1e-3), fingerprint(ids, narrow) * 1e-3)
+    others = scaled_values(shape, 3 * scale)[::-1]
+    mean = (mark + fingerprint(ids, others)) / 2
+    assert fits(ids, (values + others) / 2, mean)
+    assert not fits(ids, (values + 3 * others) / 2, mean) or scale == 1e-30
+
+
+OWN_SIZES = {
+    "a block's RMS": lambda grads: optax.clip_by_block_rms(0.1).update(grads, None)[0],
+    "a norm": lambda grads: jax.tree.map(lambda leaf: leaf / jnp.linalg.norm(leaf), grads),
+    "a mean": lambda grads: jax.tree.map(lambda leaf: leaf / jnp.mean(leaf), grads),
+}
+
+
+@pytest.mark.parametrize("change", OWN_SIZES.values(), ids=OWN_SIZES)
+def test_a_gradient_that_was_scaled_by_its_own_size_updates_rows_by_nan(change):
+    """A table's size is not that of the rows of a batch."""
+    after = update(change(rows([1, 3], 10.0)))
+    equal(np.isnan(after["t"]).any(axis=1).nonzero()[0], [1, 3])
+    assert np.isfinite(after["w"]).all()
 
 
 # --- steps

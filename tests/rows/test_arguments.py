@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -29,11 +30,11 @@ def seen(params, ids, **options):
 def test_ids_of_any_width_take_the_row_that_they_name():
     # jit would cut ids of 64 bits that it is given.
     of_table = lambda table, ids: seen({"t": table}, {"t": ids})[0]["t"]
-    wide = jax.jit(lambda table: of_table(table, np.array([2**32 + 5])).ids)
+    wide = jax.jit(lambda table: of_table(table, np.array([2**32 + 5])).row_indices)
     assert wide(TABLE).tolist() == [9]
-    assert of_table(TABLE, np.array([7, -128, 5], np.int8)).ids.tolist() == [0, 5, 7]
+    assert of_table(TABLE, np.array([7, -128, 5], np.int8)).row_indices.tolist() == [0, 5, 7]
     only = of_table(TABLE[:1], [0, 0, 3])
-    assert (only.ids.tolist(), only.values.tolist()) == ([0], [[0, 0]])
+    assert (only.row_indices.tolist(), only.values.tolist()) == ([0], [[0, 0]])
 
 
 TREE = {"a/~/b": {"e": TABLE, "w": TABLE[0]}, "c": {"e": TABLE, "d/e": TABLE}}
@@ -50,9 +51,10 @@ NAMED = [
 @pytest.mark.parametrize(("ids", "max_rows", "expected"), NAMED)
 def test_a_table_is_named_by_an_end_of_its_path(ids, max_rows, expected):
     for tree in seen(TREE, ids, max_rows=max_rows):
-        leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda leaf: hasattr(leaf, "ids"))
+        leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda leaf: hasattr(leaf, "row_indices"))
         name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
-        rows = {name(path): leaf.ids.tolist() for path, leaf in leaves if hasattr(leaf, "ids")}
+        tables = [(path, leaf) for path, leaf in leaves if hasattr(leaf, "row_indices")]
+        rows = {name(path): leaf.row_indices.tolist() for path, leaf in tables}
         assert rows == expected
 
 
@@ -84,11 +86,21 @@ def update(optimizer=ADAM, grads=GRADS, state=None, params=SMALL):
     return te.rows.apply_gradients(optimizer, grads, state, params)
 
 
+def read(params):
+    return jnp.sum(te.lookup(params["t"], [0]))
+
+
 def left(leave):
     """A gradient that left its trace."""
     gradient = lambda ids: te.rows.value_and_grad(read, ids={"t": ids})(SMALL)[1]
-    read = lambda params: jnp.sum(te.lookup(params["t"], [0]))
     return leave(gradient)(np.array([[0], [3]]))
+
+
+def exported():
+    """A step on a batch of any size."""
+    (batch,) = jax.export.symbolic_shape("b")
+    step = lambda ids: te.rows.value_and_grad(read, ids={"t": ids})(SMALL)[0]
+    return jax.export.export(jax.jit(step))(Shape([batch, 2], jnp.int32))
 
 
 one_row = te.rows.RowGradient
@@ -109,11 +121,13 @@ WRONG = {
     "update(state=SGD.init(SMALL))": "ValueError: state: wanted 0/count [], 0/mu/t [5, 2], 0/nu/t [5, 2], got none",
     'update(state=ADAM.init({"t": jnp.ones([6, 2])}))': "ValueError: state: wanted 0/mu/t [5, 2], 0/nu/t [5, 2], got 0/mu/t [6, 2], 0/nu/t ",
     "update(state=list(ADAM.init(SMALL)))": "ValueError: state: wanted the tree, PyTreeDef((CustomNode",
-    "one_row([3, 3], jnp.ones([2, 2]), 9)": "ValueError: ids: wanted row ids that ascend from 0 ... got [3, 3]",
-    "one_row([-1, 3], jnp.ones([2, 2]), 9)": "ValueError: ids: wanted row ids that ascend from 0 ... got [-1, 3]",
-    "one_row([1, 2], jnp.ones([1, 2]), 9)": "ValueError: values: wanted shape [2, 'd'], a row for each id, got shape [1, 2]",
+    "one_row([3, 3], jnp.ones([2, 2]), 9)": "ValueError: row_indices: wanted row indices that ascend from 0 ... got [3, 3]",
+    "one_row([-1, 3], jnp.ones([2, 2]), 9)": "ValueError: row_indices: wanted row indices that ascend from 0 ... got [-1, 3]",
+    "one_row([1, 2], jnp.ones([1, 2]), 9)": "ValueError: values: wanted shape [2, 'd'], a row for each row index, got shape [1, 2]",
     'jax.tree.map(jnp.add, GRADS, {"t": one_row([2], jnp.ones([1, 2]), 5)})': "ValueError: ...jax.tree.map adds gradients of different ids",
     'view({"i": [1]})': "TypeError: i: wanted a floating dtype of 16 to 64 bits, got int32",
+    'te.rows.value_and_grad(read, ids={"t": [1]})({"t": np.ma.masked_array(SMALL["t"])})': "TypeError: params['t']: wanted an array without a mask",
+    "exported()": "ValueError: ids: wanted a size known while tracing: ... got symbolic shape [b, 2]",
     "view([1])": "TypeError: ids: wanted a dict by the names of tables, got list [1]",
     'view({"m/t": [1.5]})': "TypeError: ids: wanted an integer dtype, got float64",
     "te.rows.value_and_grad(None, ids={})": "TypeError: loss: wanted a function, got None",
@@ -229,8 +243,14 @@ def test_the_config_of_a_table_says_the_order_of_its_rows():
     )
 
 
-@pytest.mark.parametrize(("plain", "config"), [(0.0, None), (1.0, None), (1.0, SPREAD.config)])
-def test_an_order_that_no_config_says_is_named(plain, config):
+ORDERS = [
+    (0.0, None, r"^config: wanted the EmbedderConfig of transformer_embedding.*: pass config= to"),
+    (1.0, SPREAD.config, r"^transformer_embedding/.*: wanted to be read by a layer of the config"),
+]
+
+
+@pytest.mark.parametrize(("plain", "config", "message"), ORDERS)
+def test_an_order_that_no_config_says_is_named(plain, config, message):
     loss = functools.partial(spread_loss, plain=plain)
-    with pytest.raises(ValueError, match=r"^config: wanted that of transformer_embedding"):
+    with pytest.raises(ValueError, match=message):
         by_spread_rows(loss, config)

@@ -8,6 +8,7 @@ import mpmath
 import numpy as np
 import optax
 import pytest
+import scipy.special
 from collectives import collectives
 from compare import equal
 from jax import NamedSharding, P
@@ -57,6 +58,20 @@ def test_buffers_are_the_smallest_with_the_stated_probability(trials, share):
     assert room == trials or beyond(room - 3) > 1e-9 / checks
 
 
+def test_all_buffers_together_overflow_with_the_stated_probability(monkeypatch):
+    """Of each device, a buffer for each owner, and one for what it receives."""
+    monkeypatch.setattr(buffers, "TILE", 1)
+    asked, owners, devices = 4096, 16, 64
+    room, received = buffers.plan_buffers(asked, owners, 10**6, devices, 1.0)
+
+    def overflow(room, received):
+        of_owners = devices * owners * scipy.special.bdtrc(room, asked, 1 / owners)
+        return of_owners + devices * scipy.special.bdtrc(received, asked * owners, 1 / owners)
+
+    assert overflow(room, received) <= 1e-9
+    assert overflow(room - 2, received - 20) > 1e-9
+
+
 def test_capacity_raises_and_never_lowers():
     capacities = (0.1, 1.0, 2.0, 8.0, math.inf)
     rooms = [buffers.plan_buffers(1024, 8, 10**6, 8, each)[0] for each in capacities]
@@ -73,6 +88,25 @@ def test_spread_rows_are_asked_for_evenly():
     assert even["dropped"] == 0 < uneven["dropped"]
     assert even["rows"].max() < 1.5 * even["rows"].mean()
     assert uneven["rows"].max() > 3 * uneven["rows"].mean()
+
+
+@pytest.mark.parametrize("owners", [("model",), BOTH])
+def test_the_load_is_all_that_devices_ask_for(owners):
+    """Also what does not fit. The devices along `data` ask their own owners, unless these axes
+    split the rows too."""
+    sharding = NamedSharding(jax.sharding.AbstractMesh((2, 4), BOTH), P(owners))
+    table = jax.ShapeDtypeStruct((4096, 2), np.float32, sharding=sharding)
+    ids = np.random.default_rng(0).integers(0, 1200, (8, 512))
+    shard = 4096 // (8 if len(owners) == 2 else 4)
+    expected = np.zeros(8, int)
+    for owner in range(8):
+        askers = range(8) if len(owners) == 2 else range(owner // 4 * 4, owner // 4 * 4 + 4)
+        rows = {row for device in askers for row in ids[device]}
+        first = (owner if len(owners) == 2 else owner % 4) * shard
+        expected[owner] = len(rows & {*range(first, first + shard)})
+    load = te.rows.exchange_load(table, ids)
+    assert load["dropped"] > 0
+    equal(load["rows"].reshape(-1), expected)
 
 
 # --- ids that find no room
@@ -102,7 +136,7 @@ def test_rows_that_do_not_fit_are_nan_and_counted(narrow, monkeypatch):
     # The owner counts each row once.
     load = te.rows.exchange_load(table, ids, capacity=16.0)
     assert load["dropped"] == {"room": 8 * 10, "distinct": 10}[narrow]
-    equal(load["rows"].reshape(-1), np.where(np.arange(8) == 2, 8, 0))
+    equal(load["rows"].reshape(-1), np.where(np.arange(8) == 2, 18, 0))
     expected = np.zeros_like(TABLE)
     np.add.at(expected, ids[~is_lost], 1)
     equal(np.asarray(rows)[~is_lost], TABLE[ids[~is_lost]])

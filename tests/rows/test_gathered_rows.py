@@ -87,6 +87,8 @@ ROW_BY_ROW = [
     "x.astype(jnp.float16)",
     "jnp.tanh(x) + 1",
     "x / jnp.linalg.norm(x, axis=-1, keepdims=True)",
+    "jnp.sign(x) + 0.1 * jax.nn.softmax(x, axis=-1)",
+    "x + jax.random.normal(jax.random.key(0), (1, 3))",
 ]
 MIXED = [
     "x / jnp.linalg.norm(x)",
@@ -95,6 +97,13 @@ MIXED = [
     "jnp.nan_to_num(x)",
     "x[::-1]",
     "jnp.zeros_like(x)",
+    "jnp.asarray(x).at[2].set(1)",
+    "x + 1e-3 * jax.random.normal(jax.random.key(0), x.shape)",
+    "(x + 1) * jax.random.bernoulli(jax.random.key(0), shape=x.shape)",
+    "x * (1 + jnp.arange(len(x))[:, None])",
+    "jnp.where(jnp.arange(len(x))[:, None] % 2, x, 0)",
+    "jnp.roll(x, 1, axis=0)",
+    "x / jnp.cumsum(x, axis=0)",
 ]
 MAPS = [*ROW_BY_ROW, *MIXED]
 # Added to the loss, of each leaf.

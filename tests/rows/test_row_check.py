@@ -10,6 +10,8 @@ from compare import equal
 from refused import each_raises
 
 import transformer_embed as te
+from transformer_embed._src.rows import row_check, step_tables
+from transformer_embed._src.rows.row_gradient import is_gradient
 
 # Of a table of 1000 rows, few are read; the last id is padding.
 PARAMS = {"t": np.ones([1000, 2], np.float32), "w": np.ones([3, 2], np.float32)}
@@ -36,6 +38,26 @@ def transformation(change, init=lambda params: ()):
 def stateless(change):
     """Changes each leaf."""
     return transformation(lambda updates, state: (jax.tree.map(change, updates), state))
+
+
+# --- the numbers of rows that a step is traced with
+
+
+def test_the_numbers_of_rows_are_primes_that_no_array_has():
+    """65,537 is the first prime that would be taken."""
+    tables = [jax.ShapeDtypeStruct([9, 2], jnp.float32), jax.ShapeDtypeStruct([9, 5], jnp.float32)]
+    others = {"w": jax.ShapeDtypeStruct([65_537], jnp.float32)}
+    grads = {"t": [te.rows.RowGradient([1], jnp.ones([1, each.shape[1]]), 9) for each in tables]}
+    params = {"t": tables} | others
+    trees = grads | others, params, (), {}
+    leaves, treedef = jax.tree.flatten(trees, is_leaf=is_gradient)
+    found = row_check.find_tables(lambda _: (), treedef, dict(enumerate(leaves)))
+    primes = [table.prime for table in found]
+    # The next two primes after 65,537.
+    assert primes == [65_539, 65_543]
+    assert [n for n in range(2, 50) if step_tables.is_prime(n)] == [
+        2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47,
+    ]  # fmt: skip
 
 
 # --- what passes

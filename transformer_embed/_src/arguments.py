@@ -11,7 +11,7 @@ import math
 import numbers
 import reprlib
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -242,7 +242,7 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
     value = unwrapped(value)
     if isinstance(value, jax.Array):
         return value
-    if isinstance(value, np.ma.MaskedArray):
+    if _has_mask(value):
         # numpy would drop the mask.
         raise type_error(name, "an array without a mask", "a masked array")
     try:
@@ -254,6 +254,44 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
     if array.dtype == object:
         raise type_error(name, "an array", describe(value))
     return array.astype(array.dtype.newbyteorder("="))
+
+
+def _has_mask(value: Any) -> bool:
+    """Returns whether a value is a masked array, or a list or other sequence that holds one."""
+    if isinstance(value, np.ndarray):
+        return isinstance(value, np.ma.MaskedArray)
+    kind = type(value)
+    is_sequence = hasattr(kind, "__getitem__") and hasattr(kind, "__len__")
+    if not is_sequence or isinstance(value, str | bytes | jax.Array | Mapping):
+        return False
+    # The types are compared first, because a list may have a million numbers.
+    has_numbers_alone = {*map(type, value)} <= {bool, int, float}
+    return not has_numbers_alone and any(map(_has_mask, value))
+
+
+def native_leaves(name: str, tree: Any) -> Any:
+    """Returns a tree of parameters whose numpy arrays jit reads right.
+
+    jit drops the mask of a masked array, and reads the bytes of another byte order as they are at
+    shapes that it has seen. The other leaves stay as they are.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    if not any(isinstance(leaf, np.ndarray) for leaf in leaves):
+        return tree
+    names = (name + jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree))
+    return treedef.unflatten(map(native, names, leaves))
+
+
+def native(name: str, leaf: Any) -> Any:
+    """Returns a numpy array in the byte order of this machine, and any other value as it is.
+
+    A masked array is a TypeError.
+    """
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    if _has_mask(leaf):
+        raise type_error(name, "an array without a mask", "a masked array")
+    return leaf.astype(leaf.dtype.newbyteorder("="), copy=False)
 
 
 def unwrapped(value: Any) -> Any:
@@ -416,11 +454,18 @@ def paths_of(name: Any, paths: Collection[str]) -> list[str]:
 
 
 def as_key(rng: Any) -> jax.Array:
-    """One typed key, made from a typed or a raw one."""
-    rng, want = unwrapped(rng), "one key of jax.random.key or jax.random.PRNGKey"
+    """Returns one typed key, made from a typed key or a raw one."""
+    rng = unwrapped(rng)
+    want = "one key of jax.random.key or jax.random.PRNGKey"
     instance("rng", rng, jax.Array | np.ndarray, want)
-    if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
-        rng = jax.random.wrap_key_data(rng)
-    if rng.shape != ():
+    if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        key = rng
+    elif rng.dtype == np.uint32:
+        key = jax.random.wrap_key_data(rng)
+    else:
+        # Integers are probably ids, since a key and ids stand side by side in many calls.
+        ids = " (ids are the argument after rng)" if jnp.issubdtype(rng.dtype, jnp.integer) else ""
+        raise type_error("rng", want, describe(rng) + ids)
+    if key.shape != ():
         raise type_error("rng", want, describe(rng))
-    return rng
+    return key

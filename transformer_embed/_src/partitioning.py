@@ -117,7 +117,7 @@ def gathered(name: str, array: Any) -> np.ndarray:
         from jax.experimental import multihost_utils  # noqa: PLC0415
 
         return multihost_utils.process_allgather(array, tiled=True)
-    return np.asarray(array)
+    return np.asarray(arguments.native(name, array))
 
 
 def on_every_device(array: Array) -> Array:

@@ -1,4 +1,4 @@
-"""The description of an input layer and its output layer, checked once."""
+"""Describes an input layer and its output layer; the description is checked once."""
 
 import dataclasses
 import functools
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import DTypeLike
 from transformer_embed._src.positions.schemes import PositionScheme, Sinusoidal
+from transformer_embed._src.tables.row_order import RowOrder
 from transformer_embed._src.tokens.lookup import LOOKUP_STYLES, OUT_OF_RANGE
-from transformer_embed._src.tokens.row_order import RowOrder
 
 # The `scale` that is the square root of the width.
 SQRT_D_MODEL = "sqrt_d_model"
@@ -21,15 +21,16 @@ SQRT_D_MODEL = "sqrt_d_model"
 class OutputConfig:
     """Describes an output layer, for `EmbedderConfig` and `TokenEmbedding`.
 
-    `Embedder.output` and the modules' `output` make the `OutputLayer` that it describes, with the
-    config's `pad_id`.
+    Set it as their `output`. Then `Embedder.output`, and the method `output` of the modules, make
+    an `OutputLayer` from it, with the `pad_id` of the config. Pass that to a loss or to
+    `linear_logits`.
 
     Args:
-        tied: True: its table is the token table. False: it has a table of its own, the parameter
-            `output_embeddings`, of the token table's shape.
-        bias: whether a number is added for each id, the parameter `output_bias`, [vocab_size], or
-            more if `row_multiple` adds rows.
-        softcap, scale: as in `OutputLayer`.
+        tied: Whether the output layer uses the token table. If False, it has a table of its own,
+            the parameter `output_embeddings`, with the shape of the token table.
+        bias: Whether a number is added to the logit of each id. The numbers are the parameter
+            `output_bias`, [vocab_size], or more if `row_multiple` adds rows.
+        softcap, scale: How logits are bounded and scaled. See `OutputLayer`.
 
     Raises:
         ValueError: softcap or scale is not above 0.
@@ -60,8 +61,8 @@ class OutputConfig:
         )
 
 
-def as_scale(name: str, value: Any) -> float | str:
-    """A number above 0, or the word for the square root of the width."""
+def as_token_scale(name: str, value: Any) -> float | str:
+    """Returns a number above 0, or the word for the square root of the width."""
     if value is None or isinstance(value, str):
         if value != SQRT_D_MODEL:
             want = f"a number above 0 (1.0 leaves rows as they are) or {SQRT_D_MODEL!r}"
@@ -71,67 +72,70 @@ def as_scale(name: str, value: Any) -> float | str:
 
 
 class Stddevs(NamedTuple):
-    """The standard deviations with which tables are drawn."""
+    """The standard deviations of the initial values of tables.
+
+    Args:
+        tokens: For the token table.
+        added: For learned positions and token types, which are added to tokens.
+        output: For a table that the output layer has of its own.
+    """
 
     tokens: float
-    added: float  # learned positions and token types
-    output: float  # an output layer's own table
+    added: float
+    output: float
 
 
 @dataclasses.dataclass(frozen=True)
 class EmbedderConfig:
     """Describes an input layer, for `Embedder` and `TransformerEmbedding`.
 
-    It is frozen and hashable, and its fields are checked. Equal configs share their compiled
-    functions. `dataclasses.replace` makes a changed copy.
+    You make it once, and the functions and modules that take it need no other settings. It is
+    frozen and hashable, and its fields are checked. Equal configs share their compiled functions.
+    `dataclasses.replace` makes a changed copy.
 
     Args:
-        vocab_size: number of token ids, at least 1.
-        d_model: width of the result, at least 1.
-        scheme: `Sinusoidal(...)`, `SinusoidalGrid(...)`, `Learned(max_len=...)`, or another
-            `PositionScheme`. None: no positions are added.
-        dropout_rate: in [0, 1); 0.1 in Vaswani et al. (2017).
-        pad_id: the id of padding, whose row of the token table reads as zeros; see
-            `TokenEmbedding`. Padding is never predicted, and positions count from the first token
-            of each row. (Padding has a position too, see the scheme's `at_padding`; the mask hides
-            it.) None: no padding.
-
-            It must not occur in a text. If texts are padded with the id that ends them, leave
-            pad_id out, and make positions and masks with `TokenPositions.from_lengths`.
-
-            Each row has positions of its own: on a CPU, evaluation with sinusoids takes 1.2 to 1.8
-            times as long. If padding is on the right, `positions=np.arange(length)` avoids this and
-            gives tokens the same positions.
-        scale: a number above 0 that token rows are multiplied by; 1.0 leaves them as they are.
-            "sqrt_d_model": the square root of their width, which is d_model unless
-            `embedding_width` is set.
-        num_token_types: number of token types (BERT's segments A and B: 2); None: the model has
-            none.
-        layer_norm_eps: epsilon of a layer norm over the sum (BERT: 1e-12); None: no norm.
-        embedding_width: width of the tables if it is not d_model (ALBERT); None: d_model.
-        out_of_range: `"nan"`, `"clip"` or `"zero"`, for ids, token types and learned positions; see
+        vocab_size: The number of token ids, at least 1.
+        d_model: The width of the result, at least 1.
+        scheme: How positions are encoded: `Sinusoidal(...)`, `SinusoidalGrid(...)`,
+            `Learned(max_len=...)`, or another `PositionScheme`. If None, no positions are added.
+        dropout_rate: The rate of dropout after the sum, in [0, 1). Vaswani et al. (2017) use 0.1.
+        pad_id: The id of padding. Its token vector is zeros (see `TokenEmbedding`), it is never
+            predicted, and positions count from the first token of each batch row. Padding has a
+            position too, which the mask hides (see the scheme's `at_padding`). Set it only to an id
+            that does not occur in a text. If your texts are padded with the id that ends them,
+            leave it out, and make positions and masks with `TokenPositions.from_lengths`. If None,
+            no id is padding.
+        scale: A number above 0 that token rows are multiplied by, or "sqrt_d_model" for the square
+            root of their width. (This is d_model unless `embedding_width` is set.) 1.0 leaves them
+            as they are.
+        num_token_types: The number of token types. BERT has 2, the segments A and B. If None, the
+            model has none.
+        layer_norm_eps: The epsilon of a layer norm over the sum. BERT has 1e-12. If None, there is
+            no norm.
+        embedding_width: The width of the tables if it is not d_model, as in ALBERT. Then a linear
+            layer widens the sum. If None, it is d_model.
+        out_of_range: What ids, token types and learned positions outside their table return:
+            `"nan"`, `"clip"` or `"zero"`. See `lookup`.
+        lookup_style: How rows of ids and token types are read: `"gather"` or `"one_hot"`. See
             `lookup`.
-        lookup_style: `"gather"` or `"one_hot"`, for ids and token types; see `lookup`.
-        param_dtype: of the tables and of the linear layer that `embedding_width` adds; the layer
-            norm's parameters are float32.
-        dtype: of the result. None: the dtype of the token table, after a Haiku mixed-precision
-            policy has cast it.
-        output: the output layer. None: there is none, and asking for it raises an error.
-        init_stddev: standard deviation of all tables when they are drawn, a number above 0 (0.02 in
-            BERT, GPT-2 and Llama: initializer_range). None: token vectors enter with standard
-            deviation 1/2, so their rows are drawn with s = 1 / (2 * m) for the factor m of `scale`.
-            If the output layer is tied, s is at most 1 / (o * sqrt(w)) and 2 / sqrt(o * w * m), or
-            8 / (o * w) with a layer norm, for the factor o of `output.scale` and w = table_width:
-            so a token does not predict itself, and the first loss is about log(vocab_size).
-            Learned positions and token types have m * s / 2, and an output layer's own table has
-            1 / (2 * o * sqrt(w)). The page Performance has measurements.
-        row_multiple: the token tables have a number of rows that is a multiple of it, so that the
-            devices of a mesh divide them: 128 fits most meshes. The rows past the vocabulary are
-            never read nor predicted, and get no gradient.
-        spread: whether the rows of neighbouring ids lie far apart in the token table. Low ids are
-            usually the frequent ones, and a mesh that splits the rows then has as many of them on
-            each device. The order does not depend on the mesh. It mixes best if row_multiple is a
-            power of two of at least the number of devices, up to 4096. A tied output layer needs
+        param_dtype: The dtype of the tables and of the linear layer that `embedding_width` adds.
+            The parameters of the layer norm are float32.
+        dtype: The dtype of the result. If None, it is the dtype of the token table, after a Haiku
+            mixed-precision policy has cast it.
+        output: The output layer. If None, there is none, and asking for it raises an error.
+        init_stddev: The standard deviation of the initial values of all tables, a number above 0.
+            BERT, GPT-2 and Llama have 0.02 (`initializer_range`). If None, each table has a value
+            with which training starts well; see "Edge cases".
+        row_multiple: The token tables have a number of rows that is a multiple of it, so that the
+            devices of a mesh divide them. 128 fits most meshes. The rows past the vocabulary are
+            never read nor predicted, and get no gradient. But they count in statistics of a whole
+            table: for 129 ids in 256 rows, `optax.clip_by_block_rms` lets through updates that are
+            1.41 times as large. A step of adafactor is 0.71 times as large if the added rows are
+            zeros, as in loaded and resized tables. Keep such transformations off padded tables.
+        spread: Whether the rows of neighbouring ids lie far apart in the token table. Low ids are
+            usually the frequent ones, so a mesh that splits the rows then has as many frequent ids
+            on each device. The order does not depend on the mesh. It mixes best if row_multiple is
+            a power of two of at least the number of devices, up to 4096. A tied output layer needs
             False.
 
     Raises:
@@ -141,6 +145,18 @@ class EmbedderConfig:
         >>> import transformer_embed as te
         >>> te.EmbedderConfig(vocab_size=256, d_model=64, pad_id=0).scheme.layout
         'interleaved'
+
+    Edge cases:
+        - If init_stddev is None, token vectors start with standard deviation 1/2. For the factor m
+          of `scale`, the rows of the token table then have s = 1 / (2 * m). If the output layer is
+          tied, s is at most 1 / (o * sqrt(w)) and 2 / sqrt(o * w * m), or 8 / (o * w) with a layer
+          norm, for the factor o of `output.scale` and w = table_width. With this bound, a token
+          does not predict itself, and the first loss is about log(vocab_size). Learned positions
+          and token types have m * s / 2, and an output layer's own table has 1 / (2 * o * sqrt(w)).
+          The page Performance has measurements.
+        - With a pad_id, each batch row has positions of its own, so on a CPU, evaluation with
+          sinusoids takes 1.2 to 1.8 times as long. If padding is on the right,
+          `positions=np.arange(length)` avoids this and gives tokens the same positions.
     """
 
     vocab_size: int
@@ -168,7 +184,7 @@ class EmbedderConfig:
             d_model=arguments.size,
             dropout_rate=arguments.rate,
             pad_id=arguments.int32,
-            scale=as_scale,
+            scale=as_token_scale,
             num_token_types=arguments.size,
             layer_norm_eps=arguments.positive,
             embedding_width=arguments.size,
@@ -182,7 +198,7 @@ class EmbedderConfig:
         )
         want = "te.OutputConfig(...), or None"
         arguments.instance("output", self.output, OutputConfig | None, want)
-        # After the conversions above, because a scheme is checked against the width.
+        # A scheme is checked against the width, so this comes after the conversions.
         if self.scheme is not None:
             want = "a PositionScheme, such as te.Learned(max_len=512), or None"
             arguments.instance("scheme", self.scheme, PositionScheme, want)
@@ -204,9 +220,14 @@ class EmbedderConfig:
 
     @property
     def row_order(self) -> RowOrder | None:
-        """Which row of the token table holds which id; None: row i holds id i, without others."""
-        is_plain = self.rows == self.vocab_size and not self.spread
-        return None if is_plain else RowOrder(self.vocab_size, self.spread)
+        """Which row of the token table holds which id.
+
+        If None, row i holds id i, and there are no other rows.
+        """
+        has_default_order = self.rows == self.vocab_size and not self.spread
+        if has_default_order:
+            return None
+        return RowOrder(vocab_size=self.vocab_size, is_spread=self.spread)
 
     @property
     def factor(self) -> float:
@@ -215,19 +236,24 @@ class EmbedderConfig:
 
     @property
     def stddevs(self) -> Stddevs:
-        """The standard deviations with which tables are drawn; see `init_stddev`."""
+        """The standard deviations of the initial values of tables; see `init_stddev`."""
         if self.init_stddev is not None:
-            return Stddevs(self.init_stddev, self.init_stddev, self.init_stddev)
+            return Stddevs(tokens=self.init_stddev, added=self.init_stddev, output=self.init_stddev)
         output = self.output or OutputConfig(tied=False)
         # From an x of unit variance, a table of this size makes logits of unit variance.
         unit_logits = 1 / (output.scale * math.sqrt(self.table_width))
         tokens = 0.5 / self.factor
         if output.tied:
-            # A token first predicts itself. Beside noise of size 1, its own logit is at most
-            # output.scale * factor * width * tokens**2, which the last bound keeps below 4; behind
-            # a norm it is output.scale * width * tokens / sqrt(2), kept below 6.
-            own = output.scale * self.table_width
-            has_norm = self.layer_norm_eps is not None
-            most = 8 / own if has_norm else 2 / math.sqrt(own * self.factor)
-            tokens = min(tokens, unit_logits, most)
-        return Stddevs(tokens, self.factor * tokens / 2, unit_logits / 2)
+            tokens = min(tokens, unit_logits, self._largest_tied_stddev(output))
+        return Stddevs(tokens=tokens, added=self.factor * tokens / 2, output=unit_logits / 2)
+
+    def _largest_tied_stddev(self, output: OutputConfig) -> float:
+        """Returns the bound below which a token does not predict itself in a tied model."""
+        own_factor = output.scale * self.table_width
+        if self.layer_norm_eps is not None:
+            # Behind a norm, a token's own logit is output.scale * width * tokens / sqrt(2), which
+            # this bound keeps below 6.
+            return 8 / own_factor
+        # Beside noise of size 1, a token's own logit is at most
+        # output.scale * factor * width * tokens**2, which this bound keeps below 4.
+        return 2 / math.sqrt(own_factor * self.factor)

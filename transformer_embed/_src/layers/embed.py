@@ -1,7 +1,10 @@
-"""The input layer and its output layer as pure functions of a config and parameters."""
+"""The input layer and its output layer as pure functions of a config and parameters.
+
+Letters of shapes: t tokens, d channels, e channels of the result.
+"""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,18 +29,23 @@ def embed(
     rng: Array | None,
     positions: ArrayLike | None,
     token_types: ArrayLike | None,
-) -> Float[Array, "... t d"]:
-    """The input layer of a config; see `Embedder.apply`. Parameters are by the names of modules."""
+) -> Float[Array, "... t e"]:
+    """Computes the input layer of a config; see `Embedder.apply`.
+
+    `params` are the parameters of each module, by the name of the module.
+    """
     ids = arguments.as_int32("ids", ids)
     if ids.ndim == 0:
         raise arguments.value_error("ids", "shape [..., length]", "shape []")
-    total, table_dtype = token_rows(config, params["token_embedding"], ids)
+    tokens = token_rows(config, params["token_embedding"], ids)
+    total = tokens.scaled
     if config.scheme is not None:
         if positions is None:
             positions = config.scheme.positions(ids, config.pad_id)
         learned = params.get("learned_positional_encoding")
-        width, out_of_range = config.table_width, config.out_of_range
-        encoding = encode(config.scheme, learned, positions, width, out_of_range)
+        encoding = encode(
+            config.scheme, learned, positions, config.table_width, config.out_of_range
+        )
         total = add_encoding(total, encoding, "the ids")
     types = as_token_types(config, token_types)
     if types is not None:
@@ -45,91 +53,105 @@ def embed(
         total = wide_sum(total, type_rows(config, params["token_type_embedding"], types))
     if config.layer_norm_eps is not None:
         total = layer_norm(total, params["layer_norm"], config.layer_norm_eps)
-    dtype = table_dtype if config.dtype is None else config.dtype
+    dtype = tokens.table_dtype if config.dtype is None else config.dtype
     x = apply_dropout(total.astype(dtype), config.dropout_rate, is_training, rng)
     if config.embedding_width is None:
         return x
-    return linear(x.astype(table_dtype), params["widen"]).astype(dtype)
+    return linear(x.astype(tokens.table_dtype), params["widen"]).astype(dtype)
 
 
 def as_token_types(config: EmbedderConfig, token_types: ArrayLike | None) -> Any:
-    """The token types as int32; a ValueError unless the config has them or there are none."""
+    """Returns the token types as int32, or None if neither the config nor the caller has any."""
     if (token_types is None) != (config.num_token_types is None):
         want = "an array if num_token_types is set, otherwise None"
         raise arguments.value_error("token_types", want, arguments.describe(token_types))
     return None if token_types is None else arguments.as_int32("token_types", token_types)
 
 
-def token_rows(
-    config: EmbedderConfig, leaves: Any, ids: Ids
-) -> tuple[Float[Array, "... d"], jnp.dtype]:
-    """The scaled rows of ids in float32 or wider, and the dtype of the table."""
+class TokenRows(NamedTuple):
+    """The scaled table rows of ids, in float32 or wider, and the dtype of their table."""
+
+    scaled: Float[Array, "... d"]
+    table_dtype: jnp.dtype
+
+
+def token_rows(config: EmbedderConfig, leaves: Any, ids: Ids) -> TokenRows:
+    """Looks up the rows of ids, and scales them."""
     table = as_table("token_embedding/embeddings", leaves["embeddings"])
-    style = config.out_of_range, config.lookup_style
-    rows = look_up(table, ids, Reading(config.pad_id, *style, config.row_order))
-    return arguments.widened(rows) * config.factor, table.dtype
+    reading = Reading(
+        pad_id=config.pad_id,
+        out_of_range=config.out_of_range,
+        lookup_style=config.lookup_style,
+        order=config.row_order,
+    )
+    rows = look_up(table, ids, reading)
+    return TokenRows(scaled=arguments.widened(rows) * config.factor, table_dtype=table.dtype)
 
 
 def type_rows(config: EmbedderConfig, leaves: Any, types: Ids) -> Float[Array, "... d"]:
-    """The rows of token types."""
+    """Looks up the rows of token types."""
     table = as_table("token_type_embedding/embeddings", leaves["embeddings"])
-    return look_up(table, types, Reading(None, config.out_of_range, config.lookup_style))
+    reading = Reading(
+        pad_id=None, out_of_range=config.out_of_range, lookup_style=config.lookup_style
+    )
+    return look_up(table, types, reading)
 
 
 def encode(
     scheme: PositionScheme, leaves: Any, positions: ArrayLike, width: int, out_of_range: str
 ) -> Float[Array, "... d"]:
-    """The encodings of positions in float32 or wider; learned ones are rows of a table."""
+    """Encodes positions in float32 or wider; learned encodings are rows of a table."""
     if not scheme.is_learned:
         return scheme.encoding(as_positions("positions", positions), width)
     table = as_table("learned_positional_encoding/embeddings", leaves["embeddings"])
-    rows = arguments.as_int32("positions", positions)
-    return arguments.widened(lookup(table, rows, out_of_range=out_of_range))
+    indices = arguments.as_int32("positions", positions)
+    return arguments.widened(lookup(table, indices, out_of_range=out_of_range))
 
 
 def add_encoding(
     x: Float[Array, "... t d"], encoding: Float[Array, "... d"], tokens: str
 ) -> Float[Array, "... t d"]:
-    """The sum of tokens and the encodings of their positions."""
+    """Adds the encodings of positions to x; `tokens` says in an error what has the positions."""
     arguments.check_broadcasts(
         "positions", encoding.shape[:-1], x.shape[:-1], tokens, with_length=True
     )
-    # A row that is used once is computed once anyway.
+    # An encoding that only one batch row uses is computed once anyway.
     if encoding.ndim == 2 and any(size != 1 for size in x.shape[:-2]):
         encoding = computed_once(encoding)
     return wide_sum(x, encoding)
 
 
 def wide_sum(x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The sum in the wider dtype to compute in; y may have fewer axes."""
-    wide = arguments.compute_dtype(x.dtype, y.dtype)
-    # Users may disable jax's rank promotion.
+    """Adds two arrays in float32 or wider; y may have fewer axes."""
+    wide_dtype = arguments.compute_dtype(x.dtype, y.dtype)
+    # y gets the rank of x, since users may disable jax's rank promotion.
     y = jax.lax.expand_dims(y, range(x.ndim - y.ndim))
-    return x.astype(wide) + y.astype(wide)
+    return x.astype(wide_dtype) + y.astype(wide_dtype)
 
 
 def layer_norm(x: Float[Array, "... d"], leaves: Any, eps: float) -> Float[Array, "... d"]:
-    """Each vector with mean 0 and variance 1, then scaled and shifted."""
+    """Normalises each vector to mean 0 and variance 1, then scales and shifts it."""
     mean = jnp.mean(x, -1, keepdims=True)
     variance = jnp.var(x, -1, keepdims=True)
-    scale = broadcast(leaves["scale"], x) * jax.lax.rsqrt(variance + eps)
-    return scale * (x - mean) + broadcast(leaves["offset"], x)
+    scale = broadcast("layer_norm/scale", leaves["scale"], x) * jax.lax.rsqrt(variance + eps)
+    return scale * (x - mean) + broadcast("layer_norm/offset", leaves["offset"], x)
 
 
 def linear(x: Float[Array, "... d"], leaves: Any) -> Float[Array, "... e"]:
-    """The product with weights, and an offset."""
-    x = x @ leaves["w"]
-    return x + broadcast(leaves["b"], x)
+    """Multiplies by weights, and adds an offset."""
+    x = x @ arguments.as_floats("widen/w", leaves["w"])
+    return x + broadcast("widen/b", leaves["b"], x)
 
 
-def broadcast(vector: ArrayLike, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-    """A vector in the shape and dtype of x, since users may disable jax's promotion."""
-    return jnp.broadcast_to(jnp.asarray(vector, x.dtype), x.shape)
+def broadcast(name: str, vector: ArrayLike, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+    """Returns a vector in the shape and dtype of x, since users may disable jax's promotion."""
+    return jnp.broadcast_to(arguments.as_floats(name, vector).astype(x.dtype), x.shape)
 
 
 def apply_dropout(
     x: Float[Array, "..."], rate: float, is_training: bool, rng: Array | None
 ) -> Float[Array, "..."]:
+    """Applies dropout in training, if there is any."""
     if not is_training or rate == 0:
         return x
     if rng is None:
@@ -141,14 +163,14 @@ def apply_dropout(
 
 
 def check_spread(name: str, config: EmbedderConfig) -> None:
-    """A ValueError if the rows of a tied output layer are spread."""
+    """Raises a ValueError if the rows of a tied output layer are spread."""
     if config.spread and config.output is not None and config.output.tied:
         want = "False for a tied output layer (or output=None, or te.OutputConfig(tied=False))"
         raise arguments.value_error(name, want, True)
 
 
 def output_layer(config: EmbedderConfig, leaves: Any) -> OutputLayer:
-    """The output layer of a config, from the parameters of the module of its token table."""
+    """Makes the output layer of a config, from the parameters of the module of its token table."""
     output = config.output
     if output is None:
         want = (
@@ -158,12 +180,15 @@ def output_layer(config: EmbedderConfig, leaves: Any) -> OutputLayer:
         raise arguments.value_error("output", want, "None")
     check_spread("spread", config)
     # An untied model, too, has a table of tokens, which Haiku makes when it is read.
-    name, table = "embeddings", leaves["embeddings"]
+    name = "embeddings"
+    table = leaves["embeddings"]
     if not output.tied:
-        name, table = "output_embeddings", leaves["output_embeddings"]
+        name = "output_embeddings"
+        table = leaves["output_embeddings"]
+    bias = arguments.as_floats("output_bias", leaves["output_bias"]) if output.bias else None
     return OutputLayer(
         as_table(name, table),
-        arguments.as_floats("output_bias", leaves["output_bias"]) if output.bias else None,
+        bias,
         softcap=output.softcap,
         scale=output.scale,
         pad_id=config.pad_id,

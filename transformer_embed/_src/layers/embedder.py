@@ -1,4 +1,4 @@
-"""EmbedderConfig -> Embedder: the input layer as compiled functions."""
+"""Makes compiled functions of the input layer that a config describes."""
 
 import dataclasses
 import functools
@@ -24,8 +24,11 @@ from transformer_embed._src.tokens.output_layer import OutputLayer
 class Embedder:
     """The pure, compiled functions of the input layer that a config describes.
 
+    Use it if you write your model without Haiku, or want to embed ids outside of a model. The
+    parameters are a Haiku tree, as the modules make them, so both read the same checkpoints.
+
     Args:
-        config: the description of the layer.
+        config: The description of the layer.
 
     Raises:
         TypeError: config is not an EmbedderConfig.
@@ -51,7 +54,7 @@ class Embedder:
         arguments.instance("config", self.config, EmbedderConfig, "an EmbedderConfig")
 
     def init(self, rng: Array) -> Params:
-        """The parameters, a Haiku parameter tree, drawn with rng."""
+        """Returns initial parameters, a Haiku parameter tree, which follow from the key rng."""
         return _init(self.config, arguments.as_key(rng))
 
     def apply(
@@ -64,38 +67,46 @@ class Embedder:
         positions: ArrayLike | None = None,
         token_types: ArrayLike | None = None,
     ) -> Float[Array, "... t d"]:
-        """Embeds ids [..., length] as [..., length, d_model].
+        """Embeds ids [..., length] as vectors [..., length, d_model].
 
-        It takes lists, numpy arrays and jax arrays, and works inside `jax.jit`, `jax.vmap` (bind
-        keyword arguments with `functools.partial`: vmap would map them), `jax.grad` and
-        `jax.export` (symbolic shapes too; learned positions bound the length). It is traced once
-        for each shape and value of is_training: a new offset in `positions` or a new integer dtype
-        does not retrace (except for uint32 positions outside int32).
+        It takes lists, numpy arrays and jax arrays. It works inside `jax.jit`, `jax.grad`,
+        `jax.export` (with symbolic shapes too; learned positions bound the length) and `jax.vmap`.
+        For `jax.vmap`, bind keyword arguments with `functools.partial`, because vmap would map
+        them. It is traced once for each shape and value of is_training. A new offset in
+        `positions`, or a new integer dtype, does not retrace (except for uint32 positions outside
+        int32).
 
         Args:
-            params: as `init` makes them, or those of a whole model that holds one such layer.
-            rng: a key, for training with dropout. None: to evaluate.
-            ids: [..., length], any integer dtype.
-            is_training: a Python bool.
-            positions: [length], or more axes that broadcast to the ids'; integers, or float32 if
-                they are sinusoidal; accepted, and not read, if the config's scheme is None. None:
-                counted by the scheme along the row, without padding if the config has a `pad_id`;
-                packed rows and steps of decoding need positions of their own.
-            token_types: integers, [length], or more axes that broadcast to the ids'; required if
-                num_token_types is set; otherwise must be None.
+            params: The parameters, as `init` makes them, or the parameters of a whole model that
+                holds one such layer. Parameters with other names must be renamed: see the page
+                "Other parameter names".
+            rng: A key, for training with dropout. If None, dropout cannot be applied, so pass None
+                to evaluate.
+            ids: The ids, [..., length], of any integer dtype.
+            is_training: A Python bool. True applies dropout.
+            positions: The positions of the ids, [length], or more axes that broadcast to the ids.
+                They are integers, or float32 for sinusoids. Pass positions of your own for packed
+                rows and for steps of decoding. If None, the scheme counts them along each batch
+                row, without padding if the config has a `pad_id`. If the config's scheme is None,
+                positions are accepted and not read.
+            token_types: The token types, integers, [length], or more axes that broadcast to the
+                ids. They are required if num_token_types is set, and otherwise must be None.
 
         Raises:
-            TypeError: is_training is traced or not a bool; ids are not integers.
-            ValueError: params do not hold one layer of this config; training with dropout and
-                rng=None; positions that do not end in the ids' length, or that lie outside int32
-                (host values); token types missing, or given although the config has none.
+            TypeError: is_training is traced or not a bool; ids are not integers; or a parameter is
+                a masked array.
+            ValueError: params do not hold one layer of this config; dropout would be applied and
+                rng is None; positions do not end in the length of the ids, or lie outside int32
+                (host values); or token types are missing, or given although the config has none.
         """
         arguments.instance("params", params, Mapping, TREE)
+        params = arguments.native_leaves("params", params)
         is_training = arguments.flag("is_training", is_training)
-        # Evaluation is one program, with a key or without.
+        # A key that is not used is left out, so that evaluation is one program with and without it.
         is_random = is_training and self.config.dropout_rate > 0 and rng is not None
         rng = arguments.as_key(rng) if is_random else None
-        # Before jit: host values are range-checked, and all integer dtypes share one trace.
+        # Ids are converted before jit, so that host values are range-checked, and all integer
+        # dtypes share one trace.
         ids = arguments.as_int32("ids", ids)
         if positions is not None:
             positions = as_positions("positions", positions)
@@ -103,22 +114,22 @@ class Embedder:
         return _apply(self.config, params, ids, is_training, rng, positions, token_types)
 
     def output(self, params: Params) -> OutputLayer:
-        """The output layer that `config.output` describes, for `linear_logits` and the losses.
+        """Returns the output layer that `config.output` describes, for `linear_logits` and losses.
 
         Args:
-            params: as for `apply`.
+            params: The parameters, as for `apply`.
 
         Raises:
-            ValueError: the config has no output layer; params do not hold one layer of it.
+            ValueError: the config has no output layer; or params do not hold one layer of it.
         """
         leaves = layer_of("params", self.config, params)["token_embedding"]
         return output_layer(self.config, leaves)
 
 
-# Compiled, because it runs each small program of a draw on its own otherwise.
+# Without jit, each small program of random numbers would run on its own.
 @functools.partial(jax.jit, static_argnums=0)
 def _init(config: EmbedderConfig, rng: Array) -> Params:
-    # Any ids do, since no parameter's shape depends on them.
+    # The values of the ids do not matter, since no shape of a parameter depends on them.
     ids = jnp.zeros([1, 1], jnp.int32)
     token_types = None if config.num_token_types is None else ids
 
@@ -126,13 +137,13 @@ def _init(config: EmbedderConfig, rng: Array) -> Params:
         layer = TransformerEmbedding(config)
         layer(ids, is_training=False, token_types=token_types)
         if config.output is not None:
-            # Its parameters are read, and so made.
+            # This reads the parameters of the output layer, so that Haiku makes them.
             layer.output()
 
     return hk.transform(make).init(rng)
 
 
-# jax compares a static config by value: equal ones share a program.
+# jax compares a static config by value, so equal configs share a program.
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _apply(config: EmbedderConfig, params: Params, *inputs: Any) -> Array:
     return embed(config, layer_of("params", config, params), *inputs)

@@ -1,4 +1,4 @@
-"""Position encodings added to embeddings, then dropout."""
+"""Adds position encodings to embeddings, then applies dropout."""
 
 import haiku as hk
 import jax.numpy as jnp
@@ -7,12 +7,12 @@ from jaxtyping import Array, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
 from transformer_embed._src.layers.embed import add_encoding, apply_dropout, encode
-from transformer_embed._src.layers.parameters import (
+from transformer_embed._src.layers.module_parameters import (
     Initializer,
     Leaves,
     as_initializer,
     dropout_key,
-    table,
+    table_parameter,
 )
 from transformer_embed._src.positions.schemes import PositionScheme
 from transformer_embed._src.tokens.lookup import OUT_OF_RANGE
@@ -21,25 +21,27 @@ from transformer_embed._src.tokens.lookup import OUT_OF_RANGE
 class PositionalEncoding(hk.Module):
     """Adds the encodings of positions to embeddings, then applies dropout.
 
-    Sinusoidal encodings have no parameters. Learned ones are the parameter `embeddings`, [max_len,
-    d_model].
+    Use it in a model that makes its token vectors itself. Sinusoidal encodings have no parameters.
+    Learned ones are the parameter `embeddings`, [max_len, d_model]. If you need encodings alone,
+    call the method `encoding`.
 
     Args:
-        scheme: `Sinusoidal(...)`, `SinusoidalGrid(...)`, `Learned(max_len=...)`, or another
-            `PositionScheme`.
-        d_model: channels, at least 1.
-        dropout_rate: in [0, 1).
-        out_of_range: `"nan"`, `"clip"` or `"zero"`, for positions outside the table of learned
-            ones; see `lookup`. (A length beyond the table is an error, because it is known while
-            tracing.)
-        w_init: initialiser of learned positions. None: normal with standard deviation 0.02, as in
-            BERT and GPT-2. (`TransformerEmbedding` draws them as its config says.)
-        param_dtype: of learned positions.
-        name: of the module. None: `learned_positional_encoding` or `positional_encoding`.
+        scheme: How positions are encoded: `Sinusoidal(...)`, `SinusoidalGrid(...)`,
+            `Learned(max_len=...)`, or another `PositionScheme`.
+        d_model: The number of channels, at least 1.
+        dropout_rate: The rate of dropout, in [0, 1).
+        out_of_range: What learned positions outside the table return: `"nan"`, `"clip"` or
+            `"zero"`. See `lookup`. (A length beyond the table is an error, because it is known
+            while tracing.)
+        w_init: The initializer of learned positions. If None, they are normal numbers with standard
+            deviation 0.02, as in BERT and GPT-2. (`TransformerEmbedding` follows its config.)
+        param_dtype: The dtype of learned positions.
+        name: The name of the module. If None, it is `learned_positional_encoding` or
+            `positional_encoding`.
 
     Raises:
-        ValueError: an argument is out of range; w_init is given for a scheme without parameters;
-            when called, the length is beyond the table or grid of the scheme.
+        ValueError: an argument is out of range; w_init is given for a scheme without parameters; or
+            the module is called with a length beyond the table or grid of the scheme.
 
     Example:
         >>> import haiku as hk, jax.numpy as jnp
@@ -66,7 +68,7 @@ class PositionalEncoding(hk.Module):
         param_dtype: DTypeLike = jnp.float32,
         name: str | None = None,
     ):
-        # First, since the name of the module depends on it.
+        # The name of the module depends on the scheme, so the scheme is checked first.
         want = "a PositionScheme, such as te.Sinusoidal()"
         arguments.instance("scheme", scheme, PositionScheme, want)
         usual = "learned_positional_encoding" if scheme.is_learned else "positional_encoding"
@@ -81,26 +83,26 @@ class PositionalEncoding(hk.Module):
         param_dtype = arguments.floating_dtype("param_dtype", param_dtype)
         self._leaves = None
         if scheme.is_learned:
-            positions = table(scheme.max_len, self.d_model, param_dtype, 0.02)["embeddings"]
+            positions = table_parameter(scheme.max_len, self.d_model, param_dtype, 0.02)
             init = as_initializer(w_init, positions.init)
             self._leaves = Leaves({"embeddings": positions._replace(init=init)})
 
     def __call__(
         self, x: ArrayLike, *, is_training: bool, positions: ArrayLike | None = None
     ) -> Float[Array, "... t d"]:
-        """Adds the encodings in float32, rounds once to x's dtype, then applies dropout.
-
-        Dropout needs is_training=True.
+        """Adds the encodings in float32, rounds once to the dtype of x, then applies dropout.
 
         Args:
-            x: [..., length, d_model], a floating dtype.
-            is_training: a Python bool. True needs a key unless dropout_rate is 0; False uses none.
-            positions: [length], or more axes that broadcast to x's leading ones; integers, or
-                float32 if they are sinusoidal. None: counted from the scheme's `start`. (Required
-                for a scheme with `pad_id` or `at_padding`: x does not show what is padding.)
+            x: The token vectors, [..., length, d_model], of a floating dtype.
+            is_training: A Python bool. True applies dropout, which needs a key unless dropout_rate
+                is 0.
+            positions: The positions, [length], or more axes that broadcast to the leading axes of
+                x. They are integers, or float32 for sinusoids. If None, they count from the
+                scheme's `start`. A scheme with `pad_id` or `at_padding` requires them, because x
+                does not show what is padding.
 
         Returns:
-            [..., length, d_model] of x's dtype.
+            [..., length, d_model] of the dtype of x.
         """
         x = arguments.as_floats("x", x)
         is_right = x.ndim > 1 and x.shape[-1] == self.d_model
@@ -116,5 +118,26 @@ class PositionalEncoding(hk.Module):
         return apply_dropout(total, self.dropout_rate, is_training, rng)
 
     def encoding(self, positions: ArrayLike) -> Float[Array, "... d"]:
-        """The encodings [..., d_model] of positions [...], in float32 or wider."""
+        """Returns the encodings [..., d_model] of positions [...], in float32 or wider.
+
+        Use it for queries that are positions alone, as in models that predict the token at any
+        position from the tokens that they know: there is nothing to add the encodings to. Learned
+        encodings are read from the same table as in a call of the module.
+
+        Args:
+            positions: The positions, [...], integers, or float32 for sinusoids.
+
+        Example:
+            >>> import haiku as hk, jax
+            >>> import transformer_embed as te
+            >>> def queries_and_keys(x, wanted):
+            ...     encode = te.PositionalEncoding(te.Learned(16), d_model=8)
+            ...     return encode.encoding(wanted), encode(x, is_training=False)
+            >>> model = hk.without_apply_rng(hk.transform(queries_and_keys))
+            >>> x = jax.numpy.ones([2, 5, 8])
+            >>> params = model.init(jax.random.key(0), x, [5, 6])
+            >>> queries, keys = model.apply(params, x, [5, 6])
+            >>> queries.shape, keys.shape
+            ((2, 8), (2, 5, 8))
+        """
         return encode(self.scheme, self._leaves, positions, self.d_model, self.out_of_range)

@@ -1,4 +1,4 @@
-"""T5's learned bias of attention logits, as a module."""
+"""Adds T5's learned bias of attention logits, as a module."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
-from transformer_embed._src.layers.parameters import Initializer, as_initializer
+from transformer_embed._src.layers.module_parameters import Initializer, as_initializer
 from transformer_embed._src.positions.relative_bias import relative_position_buckets
 from transformer_embed._src.tokens.lookup import as_table, lookup
 
@@ -16,23 +16,26 @@ from transformer_embed._src.tokens.lookup import as_table, lookup
 class RelativePositionBias(hk.Module):
     """T5's learned bias of attention logits: a number for each head and bucket of distances.
 
-    The numbers are the parameter `embeddings`, [num_buckets, num_heads], as in transformers; T5X
-    has the transpose. T5 shares one module between all layers of a stack, and adds the bias to
-    logits that are not divided by sqrt(head_dim).
+    Add the result to the attention logits. The numbers are the parameter `embeddings`,
+    [num_buckets, num_heads], as in transformers; T5X has the transpose. T5 shares one module
+    between all layers of a stack, and adds the bias to logits that are not divided by
+    sqrt(head_dim).
 
     Args:
-        num_heads: at least 1.
-        num_buckets: as in `relative_position_buckets`.
-        max_distance: as in `relative_position_buckets`.
-        causal: False in an encoder, True in a decoder; see `relative_position_buckets`.
-        w_init: initialiser of the table. None: uniform with variance 1 / fan_avg, as in T5X.
-        param_dtype: of the table.
-        dtype: of the result. None: the dtype of the table, after a Haiku mixed-precision policy has
-            cast it.
-        name: of the module.
+        num_heads: The number of attention heads, at least 1.
+        num_buckets, max_distance: How distances are put into buckets. See
+            `relative_position_buckets`.
+        causal: Whether keys after the query share one bucket. Use False in an encoder, and True in
+            a decoder. See `relative_position_buckets`.
+        w_init: The initializer of the table. If None, it is uniform with variance 1 / fan_avg, as
+            in T5X.
+        param_dtype: The dtype of the table.
+        dtype: The dtype of the result. If None, it is the dtype of the table, after a Haiku
+            mixed-precision policy has cast it.
+        name: The name of the module.
 
     Raises:
-        ValueError: num_heads is below 1; when called, as `relative_position_buckets`.
+        ValueError: num_heads is below 1; or, in a call, as `relative_position_buckets`.
 
     Example:
         >>> import haiku as hk, jax
@@ -60,7 +63,7 @@ class RelativePositionBias(hk.Module):
     ):
         super().__init__(name=name)
         self.num_heads = arguments.size("num_heads", num_heads)
-        # Checked when it is called.
+        # `relative_position_buckets` checks these in each call.
         self.buckets = {
             "num_buckets": num_buckets,
             "max_distance": max_distance,
@@ -74,9 +77,11 @@ class RelativePositionBias(hk.Module):
     def __call__(
         self, query_positions: ArrayLike, key_positions: ArrayLike
     ) -> Float[Array, "b h t s"]:
-        """The bias [B or 1, num_heads, T, S] of `dtype`.
+        """Returns the bias [B or 1, num_heads, T, S] of `dtype`.
 
-        Positions are [T] or [B, T], and [S] or [B, S].
+        Args:
+            query_positions: The positions of the queries, [T] or [B, T].
+            key_positions: The positions of the keys, [S] or [B, S].
         """
         buckets = relative_position_buckets(query_positions, key_positions, **self.buckets)
         shape = self.buckets["num_buckets"], self.num_heads

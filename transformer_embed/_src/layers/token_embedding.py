@@ -1,53 +1,85 @@
 """Token ids as rows of a table, and the output layer over it."""
 
-from typing import Literal
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import haiku as hk
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
 from transformer_embed._src.layers.config import EmbedderConfig, OutputConfig
 from transformer_embed._src.layers.embed import output_layer, token_rows
-from transformer_embed._src.layers.parameters import (
+from transformer_embed._src.layers.module_parameters import (
     Initializer,
     Leaves,
     as_initializer,
     parameters_of,
 )
+from transformer_embed._src.tables.row_order import nearest_rows
+from transformer_embed._src.tokens.lookup import as_table
 from transformer_embed._src.tokens.output_layer import OutputLayer
 
 
 class TokenEmbedding(hk.Module):
-    """Embeds token ids as rows of a table times sqrt(d_model), with an output layer.
+    """Embeds token ids as rows of a table times sqrt(d_model), and has an output layer.
 
-    The table is the parameter `embeddings`, [vocab_size, d_model], as in hk.Embed, so checkpoints
-    of hk.Embed can be loaded. (`row_multiple` may add rows.) The output layer reads it too, or the
-    parameters that it adds.
+    The table is the parameter `embeddings`, [vocab_size, d_model], as in `hk.Embed`, so you can
+    load checkpoints of `hk.Embed`. (`row_multiple` may add rows.) The output layer reads the same
+    table, or the parameters that it adds.
+
+    To replace `hk.Embed` in a program, give the same name and the same initializer, and do not
+    scale:
+
+        hk.Embed(vocab_size, embed_dim)
+        te.TokenEmbedding(vocab_size, embed_dim=embed_dim, scale=1.0, name="embed",
+                          w_init=hk.initializers.TruncatedNormal())
+
+    With `name="embed"`, the parameters keep their names, so old checkpoints fit; Haiku calls a
+    second such module `embed_1`, as before. For the same seed, the initial values are the same. The
+    module has the attributes of `hk.Embed` that programs read: `vocab_size`, `embed_dim`,
+    `embeddings` and `lookup_style`. If you want to keep the module itself,
+    `te.lookup(hk.Embed(vocab_size, embed_dim).embeddings, ids)` keeps the names too, returns NaN
+    for ids outside the vocabulary, and can be trained with `te.rows`.
 
     Args:
-        vocab_size: number of rows, at least 1.
-        d_model: width of a row, at least 1.
-        scale: a number above 0 that rows are multiplied by, or "sqrt_d_model" for the square root
-            of d_model; 1.0 leaves them as they are. The
-            product is in float32, so the factor is never rounded to 16 bits.
-        pad_id: the id of padding. Its row reads as zeros and gets no gradient, whatever the
-            initialiser or weight decay do, and it is never predicted. It may be outside the
-            vocabulary. None: no padding.
-        out_of_range: `"nan"`, `"clip"` or `"zero"`; see `lookup`.
-        lookup_style: `"gather"` or `"one_hot"`; see `lookup`.
-        output: the output layer; see `EmbedderConfig`.
-        init_stddev: standard deviation of the tables when they are drawn; see `EmbedderConfig`.
-        w_init: initialiser of the token table. None: normal, as init_stddev says.
-        param_dtype: of the parameters.
-        row_multiple, spread: see `EmbedderConfig`.
-        dtype: of the result. None: the dtype of the table, after a Haiku mixed-precision policy has
-            cast it.
-        name: of the module.
+        vocab_size: The number of ids, at least 1. It may be left out if there is an
+            `embedding_matrix`.
+        d_model: The width of a table row, at least 1. It may be left out if there is an `embed_dim`
+            or an `embedding_matrix`.
+        embed_dim: Another name for `d_model`, as in `hk.Embed`.
+        embedding_matrix: The initial values of the table, [vocab_size, d_model]. If None, the
+            initial values are random numbers.
+        scale: A number above 0 that table rows are multiplied by, or "sqrt_d_model" for the square
+            root of `d_model`. 1.0 leaves them as they are. The product is computed in float32, so
+            the factor is never rounded to 16 bits.
+        pad_id: The id of padding. It returns zeros and gets no gradient, whatever the initializer
+            or weight decay do to its table row, and it is never predicted. It may lie outside the
+            vocabulary. If None, no id is padding.
+        out_of_range: What an id outside the vocabulary returns: `"nan"`, `"clip"` or `"zero"`. See
+            `lookup`.
+        lookup_style: How table rows are read: `"gather"` or `"one_hot"`; see `lookup`. A member of
+            `hk.EmbedLookupStyle`, or its name, works too.
+        output: The output layer. See `EmbedderConfig`.
+        init_stddev: The standard deviation of the initial values of the tables. See
+            `EmbedderConfig`.
+        w_init: The initializer of the token table. If None, the initial values are normal numbers,
+            as `init_stddev` says.
+        param_dtype: The dtype of the parameters.
+        row_multiple, spread: Where rows are in the table, for tables that are split over devices.
+            See `EmbedderConfig`.
+        dtype: The dtype of the result. If None, it is the dtype of the table, after a Haiku
+            mixed-precision policy has cast it.
+        name: The name of the module.
 
     Raises:
-        ValueError: a size below 1, an unknown out_of_range or lookup_style.
+        TypeError: a size is missing or is not an int; or `embedding_matrix` is not floating.
+        ValueError: a size is below 1; `out_of_range` or `lookup_style` is unknown; `embed_dim` or
+            `embedding_matrix` contradicts another size; or there are both `embedding_matrix` and
+            `w_init`.
 
     Example:
         >>> import haiku as hk, jax
@@ -64,13 +96,15 @@ class TokenEmbedding(hk.Module):
 
     def __init__(
         self,
-        vocab_size: int,
-        d_model: int,
+        vocab_size: int | None = None,
+        d_model: int | None = None,
         *,
+        embed_dim: int | None = None,
+        embedding_matrix: ArrayLike | None = None,
         scale: float | Literal["sqrt_d_model"] = "sqrt_d_model",
         pad_id: int | None = None,
         out_of_range: str = "nan",
-        lookup_style: str = "gather",
+        lookup_style: str | hk.EmbedLookupStyle = "gather",
         output: OutputConfig | None = OutputConfig(),
         init_stddev: float | None = None,
         w_init: Initializer | None = None,
@@ -81,15 +115,19 @@ class TokenEmbedding(hk.Module):
         name: str | None = None,
     ):
         super().__init__(name=name)
+        matrix = None
+        if embedding_matrix is not None:
+            arguments.check_left_out("w_init", w_init, "embedding_matrix has the initial values")
+            matrix = as_table("embedding_matrix", embedding_matrix)
         # A config checks and converts the arguments, most of which it has too.
         self.config = EmbedderConfig(
-            vocab_size,
-            d_model,
+            vocab_size=_one_size("vocab_size", vocab_size, matrix, axis=0),
+            d_model=_one_size("d_model", _width(d_model, embed_dim), matrix, axis=1),
             scheme=None,
             scale=scale,
             pad_id=pad_id,
             out_of_range=out_of_range,
-            lookup_style=lookup_style,
+            lookup_style=_as_word(lookup_style),
             param_dtype=param_dtype,
             row_multiple=row_multiple,
             spread=spread,
@@ -97,17 +135,66 @@ class TokenEmbedding(hk.Module):
             output=output,
             init_stddev=init_stddev,
         )
+        # Programs read these attributes of hk.Embed.
+        self.vocab_size = self.config.vocab_size
+        self.embed_dim = self.config.d_model
+        self.lookup_style = lookup_style
+
         parameters = parameters_of(self.config)["token_embedding"]
         table = parameters["embeddings"]
-        parameters["embeddings"] = table._replace(init=as_initializer(w_init, table.init))
+        init = as_initializer(w_init, table.init)
+        if matrix is not None:
+            init = functools.partial(_table_of_rows, matrix, self.config)
+        parameters["embeddings"] = table._replace(init=init)
         self._leaves = Leaves(parameters)
+
+    @property
+    def embeddings(self) -> Float[Array, "v d"]:
+        """The table, [vocab_size, d_model], before it is scaled; `row_multiple` may add rows."""
+        return self._leaves["embeddings"]
 
     def __call__(self, ids: ArrayLike) -> Float[Array, "... d"]:
         """Embeds ids [...], integers, as [..., d_model] of `dtype`."""
         ids = arguments.as_int32("ids", ids)
-        rows, table_dtype = token_rows(self.config, self._leaves, ids)
-        return rows.astype(table_dtype if self.config.dtype is None else self.config.dtype)
+        rows = token_rows(self.config, self._leaves, ids)
+        dtype = rows.table_dtype if self.config.dtype is None else self.config.dtype
+        return rows.scaled.astype(dtype)
 
     def output(self) -> OutputLayer:
-        """The output layer of the config, for `linear_logits` and the losses."""
+        """Returns the output layer of the config, for `linear_logits` and the losses."""
         return output_layer(self.config, self._leaves)
+
+
+def _width(d_model: int | None, embed_dim: int | None) -> int | None:
+    """Returns the width, which a user gives by one of two names, or None."""
+    if d_model is not None and embed_dim is not None:
+        arguments.check_same("embed_dim", "another name for d_model", embed_dim, d_model)
+    return embed_dim if d_model is None else d_model
+
+
+def _one_size(name: str, size: int | None, matrix: Array | None, *, axis: int) -> Any:
+    """Returns a size of the table, which may be left out if there is a matrix of initial values."""
+    if matrix is None:
+        return size
+    if size is not None:
+        arguments.check_same(name, "the size of embedding_matrix", size, matrix.shape[axis])
+    return matrix.shape[axis]
+
+
+def _as_word(lookup_style: Any) -> Any:
+    """Returns our word for a lookup style of Haiku, and any other value as it is."""
+    words = {"ARRAY_INDEX": "gather", "ONE_HOT": "one_hot"}
+    if isinstance(lookup_style, hk.EmbedLookupStyle):
+        return words[lookup_style.name]
+    return words.get(lookup_style, lookup_style) if isinstance(lookup_style, str) else lookup_style
+
+
+def _table_of_rows(
+    rows: Float[Array, "n d"], config: EmbedderConfig, shape: Sequence[int], dtype: Any
+) -> Float[Array, "v d"]:
+    """Acts as an initializer: returns a table with these rows in the order of a config."""
+    if config.row_order is None:
+        return rows.astype(dtype)
+    ids = np.arange(config.vocab_size, dtype=np.int32)
+    table = jnp.zeros(shape, dtype)
+    return table.at[nearest_rows(ids, config.rows, config.row_order)].set(rows.astype(dtype))

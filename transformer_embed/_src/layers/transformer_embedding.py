@@ -1,4 +1,4 @@
-"""The whole input layer as a module: tokens, positions, token types, norm and dropout."""
+"""Embeds ids by the whole input layer as one module."""
 
 from typing import Any
 
@@ -9,22 +9,22 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.embed import embed, output_layer
-from transformer_embed._src.layers.parameters import (
+from transformer_embed._src.layers.module_parameters import (
     Leaves,
     Parameters,
-    Params,
     dropout_key,
-    layer_of,
     parameters_of,
 )
+from transformer_embed._src.layers.parameters import Params, layer_of
 from transformer_embed._src.tokens.output_layer import OutputLayer
 
 
 class TransformerEmbedding(hk.Module):
     """The input layer of a Transformer: tokens, positions, token types, layer norm and dropout.
 
-    The sum and the norm are computed in float32 and rounded once to `config.dtype`, then dropout is
-    applied. If the tables are narrower than d_model, a linear layer widens the result at the end.
+    Use it as the first layer of your model. The sum and the norm are computed in float32 and
+    rounded once to `config.dtype`, then dropout is applied. If the tables are narrower than
+    d_model, a linear layer widens the result at the end.
 
     To use a loaded checkpoint in your own model, start from its parameters, whatever the path of
     the module:
@@ -33,21 +33,23 @@ class TransformerEmbedding(hk.Module):
         # In the function that hk.transform takes:
         embed = te.TransformerEmbedding(found.config, initial_params=found.params)
 
-    `Embedder`, `save_embedder` and `pretrained.resize` take the parameters of the whole model and
-    find the layer in them.
+    You can pass the parameters of the whole model to `Embedder`, `save_embedder`,
+    `pretrained.resize` and `find_parameters`, which find the layer in them.
 
     Args:
-        config: the description of the layer; see `EmbedderConfig`.
-        initial_params: initial values of the module's parameters: a Haiku parameter tree with one
-            layer of this config, at any path, such as the result of `Embedder.init`, a checkpoint's
-            parameters or those of a whole model. Call `init` outside `jax.jit`; inside it,
-            they would become constants of the program. None: drawn at random.
-        name: of the module.
+        config: The description of the layer. See `EmbedderConfig`.
+        initial_params: The initial values of the module's parameters. This is a Haiku parameter
+            tree with one layer of this config, at any path: the result of `Embedder.init`, the
+            parameters of a checkpoint, or the parameters of a whole model. Call `init` outside
+            `jax.jit`, because inside it, the values would become constants of the program. If None,
+            the initial values are random, as the config says.
+        name: The name of the module.
 
     Raises:
-        TypeError: config is not an EmbedderConfig; initial_params is not a parameter tree.
-        ValueError: initial_params do not hold exactly one layer, with the names of modules and
-            parameters, and the shapes, of this config.
+        TypeError: config is not an EmbedderConfig; or initial_params is not a parameter tree.
+        ValueError: initial_params do not hold exactly one layer of this config, with its names of
+            modules and parameters, and its shapes. The page "Other parameter names" shows how to
+            rename parameters.
 
     Example:
         >>> import haiku as hk, jax
@@ -92,17 +94,19 @@ class TransformerEmbedding(hk.Module):
         positions: ArrayLike | None = None,
         token_types: ArrayLike | None = None,
     ) -> Float[Array, "... t d"]:
-        """Embeds ids.
+        """Embeds ids [..., length] as vectors [..., length, d_model].
 
         Args:
-            ids: [..., length], any integer dtype.
-            is_training: a Python bool. True needs a key unless dropout_rate is 0; False uses none.
-            positions: [length], or more axes that broadcast to the ids'; integers, or float32 if
-                they are sinusoidal; accepted, and not read, if the config's scheme is None. None:
-                counted by the scheme along the row, without padding if the config has a `pad_id`;
-                packed rows and steps of decoding need positions of their own.
-            token_types: integers, [length], or more axes that broadcast to the ids'; required if
-                num_token_types is set; otherwise must be None.
+            ids: The ids, [..., length], of any integer dtype.
+            is_training: A Python bool. True applies dropout, which needs a key unless dropout_rate
+                is 0.
+            positions: The positions of the ids, [length], or more axes that broadcast to the ids.
+                They are integers, or float32 for sinusoids. Pass positions of your own for packed
+                rows and for steps of decoding. If None, the scheme counts them along each batch
+                row, without padding if the config has a `pad_id`. If the config's scheme is None,
+                positions are accepted and not read.
+            token_types: The token types, integers, [length], or more axes that broadcast to the
+                ids. They are required if num_token_types is set, and otherwise must be None.
 
         Returns:
             [..., length, d_model] of `config.dtype`.
@@ -118,15 +122,15 @@ class TransformerEmbedding(hk.Module):
         )
 
     def output(self) -> OutputLayer:
-        """The output layer of the config, for `linear_logits` and the losses.
+        """Returns the output layer of the config, for `linear_logits` and the losses.
 
-        The x that they take is as wide as the token table.
+        Their argument x is as wide as the token table.
         """
         return output_layer(self.config, self._modules["token_embedding"])
 
 
 class _Module(hk.Module):
-    """A module for the names of parameters alone."""
+    """A module that only gives parameters the path that they have in the tree."""
 
     def __init__(self, parameters: Parameters, initial: Any, name: str):
         super().__init__(name=name)

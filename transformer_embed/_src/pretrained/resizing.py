@@ -17,7 +17,7 @@ from transformer_embed._src.layers.embed import check_spread
 from transformer_embed._src.layers.parameters import Params, layer_paths
 from transformer_embed._src.partitioning import gathered, on_every_device
 from transformer_embed._src.positions.schemes import PositionScheme
-from transformer_embed._src.tokens.row_order import nearest_rows
+from transformer_embed._src.tables.row_order import nearest_rows
 
 
 def resize(

@@ -1,34 +1,23 @@
-"""One step of an optimizer that updates only the rows with a gradient, one block at a time.
+"""Updates only the rows of tables that have a gradient, by one step of an optimizer.
 
-`optimizer.update` is called once for all that is not a table, with zeros in place of the tables'
-rows, and once in the loop over the blocks of each table, with the rows of the block in their place.
-XLA drops the results that are not used, so a block costs what its rows cost. `row_check` makes sure
-beforehand that this gives the rows of the dense step.
+`optimizer.update` is called once for everything that is not a table, with zeros in the place of the
+tables' rows, and once in the loop over the blocks of each table, with the rows of the block in
+their place. XLA drops the results that are not used, so a block costs what its rows cost.
+`row_check` makes sure beforehand that this gives the rows of the dense step.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
-from transformer_embed._src.compiled import compiled
-from transformer_embed._src.partitioning import (
-    Axes,
-    all_gather,
-    index_along,
-    on_each_device,
-    on_every_device,
-    typed_axes,
-)
 from transformer_embed._src.rows import row_check
-from transformer_embed._src.rows.fingerprint import fits, or_nan
-from transformer_embed._src.rows.gathered_rows import read_rows
-from transformer_embed._src.rows.row_gradient import as_arrays, check_shapes, is_gradient
+from transformer_embed._src.rows.row_gradient import is_gradient
+from transformer_embed._src.rows.step_tables import Leaves
+from transformer_embed._src.rows.trees import as_arrays, check_shapes
+from transformer_embed._src.rows.update_tables import update_tables
 
 if TYPE_CHECKING:
     import optax
@@ -43,37 +32,39 @@ def apply_gradients(
     params: Tree,
     **extra_args: Any,
 ) -> tuple[Tree, Tree]:
-    """One step of an optimizer that updates, in each table, only the rows with a gradient.
+    """Updates parameters by one step of an optimizer, and of each table only rows with a gradient.
 
-    In a table, only the rows with a nonzero gradient change, together with their optimizer state.
-    Every other row stays the same bit for bit, including rows that the batch does not read and the
-    padding row; ids out of range change nothing. Parameters whose gradient is not a `RowGradient`
-    are updated by `optimizer.update` and `optax.apply_updates` as usual.
+    Use it with the gradients of `te.rows.value_and_grad`. Only rows with a nonzero gradient are
+    updated, together with their optimizer state. Every other row stays the same bit for bit,
+    including rows that the batch does not read and the padding row; ids out of range change
+    nothing. Parameters whose gradient is not a `RowGradient` are updated by `optimizer.update` and
+    `optax.apply_updates` as usual.
 
-    Under jit with params and state donated, tables and state are written in place, at a cost that
-    follows the batch.
+    Compile the step with `jax.jit`, and donate params and state. Then tables and state are written
+    in place, so the cost follows the batch.
 
-    It first traces the optimizer, once under jit, to prove that each row is updated from that row
-    alone. The page "Optimizers that train by rows" lists which optimizers pass. To clip by a global
-    norm, clip the gradients first.
+    The function first traces the optimizer, once under jit, to prove that each row is updated from
+    that row alone. The page "Optimizers that train by rows" lists which optimizers pass. The proof
+    does not mean that the step equals the dense one: Adam passes, although its dense step also
+    moves rows without a gradient. To clip by a global norm, clip the gradients first.
 
     Args:
-        optimizer: an optax optimizer.
-        grads: the gradients that `value_and_grad` returned, scaled as you like. Rows whose gradient
-            was mixed with those of other ids become NaN (see `RowGradient`).
-        state: that of optimizer.init(params).
-        params: the parameters.
-        **extra_args: handed to optimizer.update.
+        optimizer: The optax optimizer.
+        grads: The gradients that `value_and_grad` returned, scaled as you like. If something else
+            changed them, the rows with a gradient become NaN (see `RowGradient`).
+        state: The state of the optimizer, as `optimizer.init(params)` makes it.
+        params: The parameters.
+        **extra_args: Further arguments for `optimizer.update`.
 
     Returns:
         (params, state).
 
     Raises:
-        TypeError: the optimizer has no `init` and `update`; params or a state that do not
-            consist of arrays; a `RowGradient` that left the jit that made it.
+        TypeError: the optimizer has no `init` and `update`; params or state do not consist of
+            arrays; or a `RowGradient` left the jit that made it.
         ValueError: the optimizer may update a row from other rows (the message names the
-            transformation and the reason), or changes the dtype of its state; trees that do not fit
-            together.
+            transformation and the reason), or changes the dtype of its state; or the trees do not
+            fit together.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -100,172 +91,48 @@ def apply_gradients(
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         got = type(optimizer).__name__
         raise arguments.type_error("optimizer", "an optax.GradientTransformation", got)
-    # shard_map takes no sharded arrays but as arguments.
-    others, extra_treedef = jax.tree.flatten(extra_args)
-    arrays = {n: leaf for n, leaf in enumerate(others) if isinstance(leaf, jax.Array)}
-    inputs = {"grads": grads, "params": params, "state": state}
-    converted = [as_arrays(name, tree) for name, tree in inputs.items()]
-    trees, treedef = jax.tree.flatten((*converted, arrays), is_leaf=is_gradient)
-    check_shapes("params", *converted[:2])
+    grads = as_arrays("grads", grads)
+    params = as_arrays("params", params)
+    state = as_arrays("state", state)
+    # shard_map takes sharded arrays only as arguments, so arrays are leaves of the step.
+    extra_leaves, extra_treedef = jax.tree.flatten(extra_args)
+    extra_arrays = {n: leaf for n, leaf in enumerate(extra_leaves) if isinstance(leaf, jax.Array)}
+    trees, treedef = jax.tree.flatten((grads, params, state, extra_arrays), is_leaf=is_gradient)
+    check_shapes("params", grads, params)
     leaves = dict(enumerate(trees))
     tables = row_check.find_tables(optimizer.init, treedef, leaves)
 
-    def extra_of(arrays: dict[int, Any]) -> dict[str, Any]:
-        return jax.tree.unflatten(extra_treedef, (dict(enumerate(others)) | arrays).values())
+    def with_extra_arrays(arrays: dict[int, Any]) -> dict[str, Any]:
+        all_leaves = dict(enumerate(extra_leaves)) | arrays
+        return jax.tree.unflatten(extra_treedef, all_leaves.values())
 
-    step = functools.partial(_step, optimizer.update, extra_of, treedef)
+    step = functools.partial(_step, optimizer.update, with_extra_arrays, treedef)
     row_check.check(step, leaves, tables, optimizer.update)
-    new_leaves = _update_tables(step, leaves, tables)
-    _, params, state, _ = jax.tree.unflatten(treedef, new_leaves.values())
-    return params, state
+    new_leaves = update_tables(step, leaves, tables)
+    after = _StepTrees(*jax.tree.unflatten(treedef, new_leaves.values()))
+    return after.params, after.state
 
 
-def _step(
-    update: Callable, extra_of: Callable, treedef: Any, leaves: dict[int, Any]
-) -> dict[int, Any]:
-    """The leaves of (grads, params, state, arrays) after a step; the first and the last stay."""
-    # Slow to load, and only training needs it.
+class _StepTrees(NamedTuple):
+    """The trees whose leaves a step takes and returns."""
+
+    grads: Tree
+    params: Tree
+    state: Tree
+    extra_arrays: dict[int, Any]
+
+
+def _step(update: Callable, with_extra_arrays: Callable, treedef: Any, leaves: Leaves) -> Leaves:
+    """Returns the leaves after a step; the gradients and the extra arrays stay as they are."""
+    # optax is slow to load, and only training needs it.
     import optax  # noqa: PLC0415
 
-    grads, params, state, arrays = jax.tree.unflatten(treedef, leaves.values())
-    updates, state = update(grads, state, params, **extra_of(arrays))
-    after = grads, optax.apply_updates(params, updates), state, arrays
+    before = _StepTrees(*jax.tree.unflatten(treedef, leaves.values()))
+    extra_args = with_extra_arrays(before.extra_arrays)
+    updates, state = update(before.grads, before.state, before.params, **extra_args)
+    params = optax.apply_updates(before.params, updates)
+    after = before.grads, params, state, before.extra_arrays
     new_leaves, new_treedef = jax.tree.flatten(after, is_leaf=is_gradient)
     if new_treedef != treedef:
         raise TypeError("updates and state do not have the structure of parameters and state")
     return dict(enumerate(new_leaves))
-
-
-def _update_tables(
-    step: Callable, leaves: row_check.Leaves, tables: Sequence[row_check.Table]
-) -> row_check.Leaves:
-    """All leaves after a step; the gradients stay."""
-    blocks = row_check.with_rows(leaves, [(table, table.block_size) for table in tables])
-    of_tables = [n for table in tables for n in table.indices]
-    # All that is not a table is updated once; a table's rows do not count here.
-    shared = leaves | {n: jnp.zeros_like(blocks[n]) for n in of_tables}
-    if any(map(arguments.is_traced, jax.tree.leaves(shared))):
-        # The calls below have the shapes of a block: they share its trace.
-        step = jax.jit(step, inline=True)
-    new_leaves = step(shared)
-    for indices in (table.indices for table in tables):
-        gradient, *arrays = (leaves[n] for n in indices)
-        update_arrays, parts = functools.partial(_update_in_blocks, step, indices), gradient.parts
-        if any(typed_axes(arrays[0])):
-            update_arrays = _on_shards(step, indices, arrays, gradient.owners)
-            # As shard_map does under automatic axes. XLA drops the all-gather of what is not used.
-            shared = jax.tree.map(on_every_device, shared)
-            if not any(gradient.owners):
-                parts = jax.tree.map(on_every_device, parts)
-        new = update_arrays(shared, parts, arrays)
-        new_leaves |= zip(indices[1:], new, strict=True)
-    return new_leaves
-
-
-def _on_shards(
-    step: Callable, indices: Sequence[int], arrays: Sequence[Array], owners: PartitionSpec
-) -> Callable:
-    """`_update_in_blocks` on each device, of its own shard of a table and its state.
-
-    Nothing is sent but blocks of rows, if their columns are split.
-    """
-    mesh, (rows, columns) = jax.typeof(arrays[0]).sharding.mesh, typed_axes(arrays[0])
-    specs = [_checked_spec(arrays[0], array) for array in arrays]
-    cut = [n for n, spec in zip(indices[1:], specs, strict=True) if any(spec[1:])]
-
-    def step_on_whole_rows(leaves):
-        whole = {n: all_gather(leaves[n], ((), columns)) for n in cut}
-        new = step(leaves | whole)
-        return new | {n: _own_columns(new[n], leaves[n], columns) for n in cut}
-
-    def update_shard(shared, parts, arrays):
-        # Ids of other shards are before this one or past its end.
-        first = index_along(rows) * len(arrays[0])
-        return _update_in_blocks(step_on_whole_rows, indices, shared, parts, arrays, first)
-
-    in_specs = PartitionSpec(), owners, specs
-    return compiled()(on_each_device(mesh, update_shard, in_specs, specs))
-
-
-def _checked_spec(table: Array, state: Array) -> PartitionSpec:
-    """How a table or its state is split: as the table, in the dimensions that both have.
-
-    Raises a ValueError if it is split otherwise: each device must have the state of its rows.
-    """
-    sizes = zip(typed_axes(table), table.shape, state.shape, strict=False)
-    axes = [names if size == own else () for names, size, own in sizes]
-    axes += [()] * (state.ndim - len(axes))
-    if typed_axes(state) != axes:
-        want = f"{list(state.shape)} split as its table, {PartitionSpec(*axes)} (jax.device_put)"
-        raise arguments.value_error("state", want, jax.typeof(state).sharding.spec)
-    return PartitionSpec(*axes)
-
-
-def _own_columns(rows: Float[Array, "k d"], own: Float[Array, "k c"], columns: Axes) -> Array:
-    """The columns of whole rows that this device holds."""
-    width = own.shape[1]
-    return jax.lax.dynamic_slice_in_dim(rows, index_along(columns) * width, width, axis=1)
-
-
-def _update_in_blocks(
-    step: Callable,
-    indices: Sequence[int],
-    leaves: dict[int, Any],
-    parts: Sequence[Array],
-    arrays: Sequence[Array],
-    first: Array | int = 0,
-) -> list[Array]:
-    """A table and its state after a step, read and written one block of rows at a time.
-
-    All rows at once would allocate new memory for each array. There may be any number of ids. They
-    ascend, and count from the first row of the arrays on; others are padding. Each is updated by
-    NaN if the gradient is not of these ids.
-    """
-    ids, gradient, scaled = parts
-    is_right, ids = fits(ids, scaled), ids - first
-    # Of no ids, no block can be sliced, not even in a loop that does not run.
-    if not len(ids):
-        return list(arrays)
-    block = len(leaves[indices[0]])
-    ids, gradient = _in_whole_blocks(block, len(arrays[0]), ids, gradient)
-
-    def update_block(i: Any, arrays: list[Array]) -> list[Array]:
-        block_ids, block_gradient = (
-            jax.lax.dynamic_slice_in_dim(array, i * block, block) for array in (ids, gradient)
-        )
-        old = (read_rows(array, block_ids) for array in arrays)
-        # Here, where it costs no pass over all rows.
-        block_gradient = or_nan(is_right, block_gradient)
-        rows = dict(zip(indices, [block_gradient, *old], strict=True))
-        new = step(leaves | rows)
-        moved = jnp.any(block_gradient != 0, axis=-1)
-
-        # State may have one number for each row: vmap takes arrays of any rank.
-        choose = jax.vmap(jnp.where)
-        after = [choose(moved, new[index], rows[index]) for index in indices[1:]]
-        return [_write(array, block_ids, each) for array, each in zip(arrays, after, strict=True)]
-
-    if len(ids) == block:
-        return update_block(0, list(arrays))
-    return jax.lax.fori_loop(0, len(ids) // block, update_block, list(arrays))
-
-
-def _in_whole_blocks(
-    block: int, rows: int, ids: Int32[Array, "k"], gradient: Float[Array, "k d"]
-) -> tuple[Array, Array]:
-    """The ids and their gradient, with padding that fills the last block."""
-    count = -len(ids) % block
-    # A write is told that ids ascend and are distinct.
-    past = jnp.maximum(ids[-1] + 1, rows) + jnp.arange(count, dtype=jnp.int32)
-    return jnp.concatenate([ids, past]), jnp.pad(gradient, ((0, count), (0, 0)))
-
-
-def _write(array: Array, ids: Int32[Array, "k"], rows: Array) -> Array:
-    """The array with other rows at these ids, which ascend; those outside of it are dropped."""
-    return array.at[ids].set(
-        rows,
-        mode="drop",
-        unique_indices=True,
-        indices_are_sorted=True,
-        wrap_negative_indices=False,
-    )

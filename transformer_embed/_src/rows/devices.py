@@ -1,4 +1,4 @@
-"""Gradients of different rows on devices that each have a batch."""
+"""Averages gradients of different rows over devices that each have a batch."""
 
 from typing import Any
 
@@ -12,26 +12,27 @@ Tree = Any
 
 
 def pmean(grads: Tree, axis_name: Any) -> Tree:
-    """The mean over the devices of a mapped axis, where `jax.lax.pmean` would mix rows.
+    """Averages gradients over the devices of a mapped axis, where `jax.lax.pmean` would mix rows.
 
-    `jax.lax.pmean` averages arrays place by place, but devices with different batches have
+    `jax.lax.pmean` averages arrays place by place, but devices with different batches have the
     gradients of different rows. Use this function inside `jax.pmap`, `jax.shard_map` or `jax.vmap`
-    with an `axis_name`. Devices send their ids, and one all-reduce sums their rows.
+    with an `axis_name`. The devices send each other the indices of their rows, and one all-reduce
+    sums the rows.
 
-    With `check_vma=True` (the default of `jax.shard_map`), the gradients of parameters that all
-    devices share are already summed over the devices, rows included, as `jax.grad` does. Average
-    the loss over the devices there; this mean then changes nothing.
+    With `check_vma=True` (the default of `jax.shard_map`), `jax.grad` already sums the gradients of
+    parameters that all devices share, and so does `te.rows.value_and_grad`. So average the loss
+    over the devices there; this mean then changes nothing.
 
     Args:
-        grads: gradients that `value_and_grad` returned.
-        axis_name: that of the mapped axis, or a tuple of several.
+        grads: The gradients that `value_and_grad` returned.
+        axis_name: The name of the mapped axis, or a tuple of several names.
 
     Returns:
         The mean of each leaf, the same on all devices. A `RowGradient` has the rows of all devices,
-        at most vocab_size.
+        at most num_rows.
 
     Raises:
-        TypeError: a `RowGradient` of rows that devices exchanged, which is summed already.
+        TypeError: a `RowGradient` has rows that devices exchanged, which is summed already.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -41,13 +42,13 @@ def pmean(grads: Tree, axis_name: Any) -> Tree:
         ...     loss = lambda params: te.lookup(params["t"], ids).sum()
         ...     _, grads = te.rows.value_and_grad(loss, ids={"t": ids})(params)
         ...     rows = te.rows.pmean(grads, "devices")["t"]
-        ...     return rows.ids, rows.values[:, 0]
-        >>> batch = jnp.array([[1, 3], [3, 5]])  # one row for each device
-        >>> ids, values = jax.vmap(gradient, axis_name="devices")(batch)
-        >>> ids[0].tolist(), values[0].tolist()
+        ...     return rows.row_indices, rows.values[:, 0]
+        >>> batch = jnp.array([[1, 3], [3, 5]])  # one batch row for each device
+        >>> row_indices, values = jax.vmap(gradient, axis_name="devices")(batch)
+        >>> row_indices[0].tolist(), values[0].tolist()
         ([1, 3, 5, 9], [0.5, 1.0, 0.5, 0.0])
     """
-    # Known while tracing: nothing is sent.
+    # The sum of ones is known while tracing, so nothing is sent.
     devices = jax.lax.psum(1, axis_name)
 
     def mean(leaf: Any) -> Any:
@@ -57,7 +58,12 @@ def pmean(grads: Tree, axis_name: Any) -> Tree:
             want = "rows that every device has"
             raise arguments.type_error("grads", want, "those that devices exchanged")
         # The mean gets a fingerprint of its own, which would hide that something mixed these rows.
-        ids, values = sum_over_devices(leaf.ids, leaf.trusted_values(), leaf.vocab_size, axis_name)
-        return RowGradient(ids, values / devices, leaf.vocab_size)
+        values = leaf.trusted_values()
+        summed = sum_over_devices(leaf.row_indices, values, leaf.num_rows, axis_name)
+        return RowGradient(
+            row_indices=summed.row_indices,
+            values=summed.sums / devices,
+            num_rows=leaf.num_rows,
+        )
 
     return jax.tree.map(mean, grads, is_leaf=is_gradient)

@@ -1,20 +1,23 @@
-"""Rows by exchange: what devices send to the owners of rows, and get from them.
+"""Exchanges rows: what devices send to the owners of rows, and what they get from them.
 
 Each device asks the owners for the rows that its part of the batch reads, and sends them the
 gradients of those rows:
 
     a device                                       the owners of the rows
-    distinct ids of its part    - all-to-all --->  ids asked for, repeats merged
+    distinct rows of its part   - all-to-all --->  rows asked for, repeats merged
     rows                       <--- all-to-all --  rows of the shard
     gradients of these rows     - all-to-all --->  one gradient for each row, repeats summed,
                                                    for the shard's own update
 
-A loss is differentiated by the rows of the shards, so jax finds the last step as the transpose of
-the one before it. Buffers have a fixed size (see `buffers`); the answer to an id that does not fit
-is NaN, and its gradient is dropped.
+A loss is differentiated with respect to the rows of the shards, so jax finds the last step as the
+transpose of the one before it. Buffers have a fixed size (see `buffers`). If the index of a row
+does not fit, the answer is NaN, and the gradient of the row is dropped.
 
-Here an id is the number of a row. A device's shard is a range of ids, so ascending ids are grouped
-by owner. Each list ascends, and numbers past the end are padding.
+The shard of a device is a range of row indices, so ascending indices are grouped by owner. Each
+list of indices ascends, and numbers past the end of the table are padding.
+
+Letters of shapes: v rows of the table, d columns, k rows that devices ask for, n rows that owners
+have for them.
 """
 
 import functools
@@ -37,6 +40,7 @@ from transformer_embed._src.partitioning import (
     spec_axes,
     typed_axes,
 )
+from transformer_embed._src.rows.batch_rows import SeenRows
 from transformer_embed._src.rows.buffers import plan_buffers
 from transformer_embed._src.rows.distinct_ids import (
     count_below,
@@ -50,158 +54,213 @@ from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 
 
 class Exchange(NamedTuple):
-    """Who asks whom for rows; static.
+    """Who asks whom for rows. It is static.
 
     Args:
-        mesh: the devices.
-        owners: the mesh axes that the table's rows are split over.
-        replicas: the other axes that ids are split over.
-        by_dimension: the axes of each dimension of ids.
-        size: rows of the table.
-        asked: how many ids a device asks for at most.
-        sent: how many of them it can send to each owner.
-        received: how many distinct ids an owner can receive.
+        mesh: The devices.
+        owners: The mesh axes that the rows of the table are split over.
+        replicas: The other mesh axes that ids are split over.
+        id_axes: The mesh axes of each dimension of ids.
+        num_rows: The number of rows of the table.
+        asked: How many rows a device asks for at most.
+        sent: How many of them it can ask of each owner.
+        received: How many distinct rows an owner can be asked for.
     """
 
     mesh: Any
     owners: Axes
     replicas: Axes
-    by_dimension: tuple[Axes, ...]
-    size: int
+    id_axes: tuple[Axes, ...]
+    num_rows: int
     asked: int
     sent: int
     received: int
 
     @property
     def devices(self) -> PartitionSpec:
-        """How an array is split of which each device has a part of its own."""
+        """How an array is split if each device has a part of its own."""
         return PartitionSpec((*self.owners, *self.replicas))
 
     def all_to_all(self, buffer: Array) -> Array:
-        """Inside shard_map, sends each owner its block of the buffer; the blocks received."""
+        """Inside shard_map, sends each owner its block of a buffer, and returns received blocks."""
         return jax.lax.all_to_all(buffer, self.owners, split_axis=0, concat_axis=0, tiled=True)
 
 
 def plan_exchange(
-    table: Any, by_dimension: Sequence[Axes], count: int, max_rows: int, capacity: float
+    table: Any, id_axes: Sequence[Axes], count: int, max_rows: int, capacity: float
 ) -> Exchange:
-    """How rows of a table, as its sharding says, are exchanged for `count` ids.
+    """Plans how rows of a table are exchanged for `count` ids, as the table's sharding says.
 
     Args:
-        table: an array, or its shape, dtype and sharding.
-        by_dimension: the mesh axes of each dimension of ids.
-        count: of the ids of all devices.
-        max_rows, capacity: see `value_and_grad`.
+        table: An array, or its shape, dtype and sharding.
+        id_axes: The mesh axes of each dimension of ids.
+        count: The number of ids of all devices.
+        max_rows: A bound on the distinct rows that a device asks for.
+        capacity: The room of buffers; see `plan_buffers`.
     """
-    size, mesh = table.shape[0], table.sharding.mesh
+    num_rows = table.shape[0]
+    mesh = table.sharding.mesh
     owners, columns = spec_axes(table.sharding.spec, 2)
-    id_axes = sum(by_dimension, ())
+    all_axes = sum(id_axes, ())
     if columns or not owners:
         want = "rows over mesh axes and whole columns, to exchange rows"
         raise arguments.value_error("table", want, f"an array split as {table.sharding.spec}")
-    if not {*owners} <= {*id_axes}:
+    if not {*owners} <= {*all_axes}:
         want = f"split over the mesh axes of the table's rows, {owners}, to exchange them"
-        raise arguments.value_error("ids", want, f"an array split over {id_axes}")
-    replicas = tuple(axis for axis in id_axes if axis not in owners)
-    parts, devices = devices_along(mesh, owners), devices_along(mesh, id_axes)
-    asked = most_distinct(count // devices, size, max_rows)
-    sent, received = plan_buffers(asked, parts, size // parts, devices, capacity)
-    return Exchange(mesh, owners, replicas, tuple(by_dimension), size, asked, sent, received)
+        raise arguments.value_error("ids", want, f"an array split over {all_axes}")
+    num_owners = devices_along(mesh, owners)
+    devices = devices_along(mesh, all_axes)
+    asked = most_distinct(count // devices, num_rows, max_rows)
+    sizes = plan_buffers(asked, num_owners, num_rows // num_owners, devices, capacity)
+    return Exchange(
+        mesh=mesh,
+        owners=owners,
+        replicas=tuple(axis for axis in all_axes if axis not in owners),
+        id_axes=tuple(id_axes),
+        num_rows=num_rows,
+        asked=asked,
+        sent=sizes.sent,
+        received=sizes.received,
+    )
+
+
+class Requests(NamedTuple):
+    """What each device asks for, and what it is asked for, split over all devices.
+
+    Args:
+        row_indices: The rows that the device asks for, as far as they find room; ascending and
+            padded.
+        owned_indices: The rows of its shard that the device is asked for; ascending and padded.
+        rows: The values of these rows, in float32 or wider.
+        slots: For each request that the device received, which of its rows it asks for.
+        is_lost: For each request, whether it found no room among these rows.
+    """
+
+    row_indices: Int32[Array, "k"]
+    owned_indices: Int32[Array, "n"]
+    rows: Float[Array, "n d"]
+    slots: Array
+    is_lost: Array
 
 
 class ExchangedRows(NamedTuple):
     """The rows of a table that each device reads for its own ids.
 
     Args:
-        exchange: static.
-        table: [v, d].
-        ids: those that a device asks for, as far as they find room; ascending and padded.
-        owned_ids: those of its shard that it is asked for.
-        rows: theirs, in float32 or wider, which the loss is differentiated by.
-        slots: for each request that the device received, which of the rows it asks for.
-        is_lost: whether it is none of them.
+        exchange: The plan.
+        table: The table, [v, d].
+        requests: What the devices ask each other for. The loss is differentiated with respect to
+            their rows.
     """
 
     exchange: Exchange
     table: Array
-    ids: Array
-    owned_ids: Array
-    rows: Array
-    slots: Array
-    is_lost: Array
+    requests: Requests
 
-    def seen(self, rows: Float[Array, "n d"]) -> tuple[Array, Array]:
-        """The ids whose rows each device sees, ascending and padded, and their rows."""
-        return self.ids, _answer(self.exchange, self.slots, self.is_lost, rows)
+    @property
+    def rows(self) -> Float[Array, "n d"]:
+        """The rows that the loss is differentiated with respect to."""
+        return self.requests.rows
+
+    def seen(self, rows: Float[Array, "n d"]) -> SeenRows:
+        """Returns the rows that each device sees, from the rows of the shards."""
+        requests = self.requests
+        answers = _answer(self.exchange, requests.slots, requests.is_lost, rows)
+        return SeenRows(row_indices=requests.row_indices, values=answers)
 
     def gradient(self, sums: Float[Array, "n d"]) -> RowGradient:
-        """The table's, from that of the rows: on each device, of its own shard."""
-        ids, plan = self.owned_ids, self.exchange
+        """Returns the gradient of the table: on each device, of the rows of its shard."""
+        row_indices = self.requests.owned_indices
+        plan = self.exchange
         if plan.replicas:
-            own = functools.partial(sum_over_devices, vocab_size=plan.size, axis_name=plan.replicas)
+            own = functools.partial(
+                sum_over_devices, num_rows=plan.num_rows, axis_name=plan.replicas
+            )
             out_specs = PartitionSpec(plan.owners)
-            ids, sums = on_each_device(plan.mesh, own, plan.devices, out_specs)(ids, sums)
-        return RowGradient(ids, sums.astype(self.table.dtype), plan.size)
+            sum_replicas = on_each_device(plan.mesh, own, plan.devices, out_specs)
+            row_indices, sums = sum_replicas(row_indices, sums)
+        values = sums.astype(self.table.dtype)
+        return RowGradient(row_indices=row_indices, values=values, num_rows=plan.num_rows)
 
 
 def exchange_rows(
-    table: Float[Array, "v d"], ids: Int32[Array, "..."], max_rows: int, capacity: float
+    table: Float[Array, "v d"], indices: Int32[Array, "..."], max_rows: int, capacity: float
 ) -> ExchangedRows:
-    """The distinct rows of its part of the ids, on each device."""
-    kind = jax.typeof(table)
-    if kind.sharding.mesh.manual_axes:
-        # Devices along these axes would return gradients of one row apart.
+    """Gives each device the distinct rows of its part of the batch.
+
+    Args:
+        table: The table, split over explicit mesh axes.
+        indices: The rows that the batch reads.
+        max_rows: A bound on the distinct rows that a device asks for.
+        capacity: The room of buffers; see `plan_buffers`.
+    """
+    table_type = jax.typeof(table)
+    if table_type.sharding.mesh.manual_axes:
+        # Devices along these axes would return the gradients of one row separately.
         want = "None inside of a shard_map over some of the mesh axes"
         raise arguments.value_error("capacity", want, capacity)
-    exchange = plan_exchange(kind, typed_axes(ids), ids.size, max_rows, capacity)
-    # Owners sum the gradients that devices return, before these round to 16 bits.
-    wide = arguments.widened(table)
-    return ExchangedRows(exchange, table, *_ask_owners(exchange, wide, ids))
+    exchange = plan_exchange(table_type, typed_axes(indices), indices.size, max_rows, capacity)
+    # Owners sum the gradients that devices return, before the sums are rounded to 16 bits.
+    requests = _ask_owners(exchange, arguments.widened(table), indices)
+    return ExchangedRows(exchange=exchange, table=table, requests=requests)
 
 
 @compiled(0)
 def _ask_owners(
-    exchange: Exchange, table: Float[Array, "v d"], ids: Int32[Array, "..."]
-) -> tuple[Array, ...]:
-    """The arrays of `ExchangedRows`, without the table."""
-    size = exchange.size
+    exchange: Exchange, table: Float[Array, "v d"], indices: Int32[Array, "..."]
+) -> Requests:
+    """Sends the row indices of each device to the owners, which read their rows."""
+    num_rows = exchange.num_rows
 
-    def ask(shard, ids):
-        distinct = distinct_ascending(ids, size, exchange.asked)
-        bounds = jnp.arange(0, size + 1, len(shard), dtype=jnp.int32)
-        slots = _by_owner(distinct, bounds, exchange.sent)
-        requests = distinct.at[slots].get(mode="fill", fill_value=size)
-        # The rest of an owner's part repeats the id before it, so that all of them ascend.
-        sent_ids = jax.lax.cummax(jnp.where(slots < exchange.asked, requests, -1))
-        received = exchange.all_to_all(requests)
-        owned_ids = distinct_ascending(received, size, exchange.received)
+    def ask(shard, indices):
+        distinct = distinct_ascending(indices, num_rows, exchange.asked)
+        bounds = jnp.arange(0, num_rows + 1, len(shard), dtype=jnp.int32)
+        slots = _slots_of_owners(distinct, bounds, exchange.sent)
+        sent = distinct.at[slots].get(mode="fill", fill_value=num_rows)
+        # The rest of an owner's part repeats the index before it, so that all of them ascend.
+        row_indices = jax.lax.cummax(jnp.where(slots < exchange.asked, sent, -1))
+        received = exchange.all_to_all(sent)
+        owned_indices = distinct_ascending(received, num_rows, exchange.received)
         # Padding lies past the shard and reads zeros.
-        rows = shard.at[owned_ids - index_along(exchange.owners) * len(shard)].get(
+        rows = shard.at[owned_indices - index_along(exchange.owners) * len(shard)].get(
             mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True
         )
-        index = find_each(owned_ids, received)
-        is_lost = (index == exchange.received) & (received < size)
-        return sent_ids, known_after_reading(owned_ids, rows), rows, index, is_lost
+        owned_slots = find_each(owned_indices, received)
+        is_lost = (owned_slots == exchange.received) & (received < num_rows)
+        return Requests(
+            row_indices=row_indices,
+            owned_indices=known_after_reading(owned_indices, rows),
+            rows=rows,
+            slots=owned_slots,
+            is_lost=is_lost,
+        )
 
-    in_specs = PartitionSpec(exchange.owners), PartitionSpec(*exchange.by_dimension)
-    return on_each_device(exchange.mesh, ask, in_specs, exchange.devices)(table, ids)
+    in_specs = PartitionSpec(exchange.owners), PartitionSpec(*exchange.id_axes)
+    return on_each_device(exchange.mesh, ask, in_specs, exchange.devices)(table, indices)
 
 
-def _by_owner(ids: Int32[Array, "n"], bounds: Int32[Array, "m"], room: int) -> Int32[Array, "k"]:
-    """The indices of the ids between each two bounds, as many as there is room; n: none."""
-    starts = count_below(ids, bounds)
-    index = starts[:-1, None] + jnp.arange(room, dtype=jnp.int32)[None]
-    return jnp.where(index < starts[1:, None], index, len(ids)).reshape(-1)
+def _slots_of_owners(
+    ascending: Int32[Array, "n"], bounds: Int32[Array, "m"], room: int
+) -> Int32[Array, "k"]:
+    """Returns the places of the numbers between each two bounds, as many as there is room.
+
+    A place that is left is n, past the end.
+    """
+    starts = count_below(ascending, bounds)
+    places = starts[:-1, None] + jnp.arange(room, dtype=jnp.int32)[None]
+    return jnp.where(places < starts[1:, None], places, len(ascending)).reshape(-1)
 
 
 @compiled(0)
-def _answer(exchange: Exchange, *request_and_rows: Array) -> Float[Array, "k d"]:
-    """On each device, the rows of the ids that it asks for, from those of all shards."""
+def _answer(
+    exchange: Exchange, slots: Array, is_lost: Array, rows: Float[Array, "n d"]
+) -> Float[Array, "k d"]:
+    """Returns, on each device, the rows that it asks for, from the rows of all shards."""
 
-    def answer(index, is_lost, rows):
-        answers = read_or_zero(rows, index.astype(jnp.uint32))
+    def answer(slots, is_lost, rows):
+        answers = read_or_zero(rows, slots.astype(jnp.uint32))
         nan = np.array(np.nan, rows.dtype)
         return exchange.all_to_all(jnp.where(is_lost[:, None], nan, answers))
 
     run = on_each_device(exchange.mesh, answer, exchange.devices, exchange.devices)
-    return run(*request_and_rows)
+    return run(slots, is_lost, rows)

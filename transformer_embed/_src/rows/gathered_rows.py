@@ -1,40 +1,37 @@
-"""Replaces a large table by the rows that a batch reads, in the parameters that a loss sees."""
+"""Replaces a large table by the rows that a batch reads, in the parameters that a loss sees.
+
+Letters of shapes: k rows that a device sees, n rows before each device has its own, d columns, m
+marks.
+"""
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int32, Key
+from jaxtyping import Array, Bool, Float, Int32, Key
 
 from transformer_embed._src import arguments
-from transformer_embed._src.compiled import known_after_reading, nan_where
-from transformer_embed._src.partitioning import (
-    on_each_device,
-    on_every_device,
-    typed_axes,
-    varying_axes,
-)
-from transformer_embed._src.rows.distinct_ids import (
-    count_below,
-    distinct_rows,
-    read_each,
-    sum_over_devices,
-)
-from transformer_embed._src.rows.row_gradient import RowGradient, SomeRows
+from transformer_embed._src.compiled import nan_where
+from transformer_embed._src.partitioning import on_each_device, typed_axes
+from transformer_embed._src.rows.distinct_ids import count_below, read_each
+from transformer_embed._src.rows.row_gradient import SomeRows
+from transformer_embed._src.tables.row_order import RowOrder, nearest_rows
+from transformer_embed._src.tables.stand_in import StandIn
 from transformer_embed._src.tokens.lookup import lookup
-from transformer_embed._src.tokens.lookup_gradient import read_or_zero
-from transformer_embed._src.tokens.row_order import RowOrder, nearest_rows
-from transformer_embed._src.tokens.stand_in import StandIn
+
+# How many marks stand beside some rows of a table. With more of them, fewer functions of a row's
+# place keep them all alike.
+MARKS = 8
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["keys", "marks", "values"],
-    meta_fields=["name", "vocab_size", "order"],
+    meta_fields=["name", "num_rows", "order"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class GatheredRows(SomeRows, StandIn):
@@ -46,20 +43,20 @@ class GatheredRows(SomeRows, StandIn):
     table has a gradient, and you must train the table densely.
 
     A function of the leaves of this object sees only the rows of the batch. If the function treats
-    each row by itself, the result is right for the table. Most other functions raise an error or
-    make the lookup read NaN. The `keys` are not numbers. The `marks` are a row of NaN and a row of
-    ones: every norm, mean or maximum of all rows is NaN, and makes the ones NaN too. Two kinds of
-    functions pass unseen. Some results depend on no number: sizes, counts, and comparisons with
-    NaN. Others depend on the place of a row: noise, and a factor of each row.
+    each row by itself, whatever its place, the result is right for the table. Any other function
+    raises an error or makes the lookup read NaN. The `keys` are not numbers. The `marks` are a row
+    of NaN and some equal rows: every norm, mean or maximum of all rows is NaN, and makes all marks
+    NaN. Noise, and a factor that depends on the place of a row, make equal rows differ. Two kinds
+    of functions pass unseen. Some results depend on no number: sizes, counts, and comparisons with
+    NaN. Others change only rows behind the places that the marks have.
 
     Args:
-        keys: [k], the ids of the rows, as `as_keys` makes them from int32 ids. The ids ascend and
-            are distinct. Ids of vocab_size or above are padding. An id here is the number of a
-            table row.
-        marks: [2, d], a row of NaN and a row of ones, in the dtype of the table.
-        values: [k, d], the rows.
+        keys: The indices of the rows, [k], as `as_keys` makes them from int32. The indices ascend
+            and are distinct. Indices of num_rows or above are padding.
+        marks: A row of NaN and equal rows, [m, d], as `new_marks` makes them in the table's dtype.
+        values: The rows, [k, d].
         name: The name of the parameter, for error messages.
-        vocab_size: The number of rows of the table.
+        num_rows: The number of rows of the table.
         order: Which row of the table holds which id of the batch.
     """
 
@@ -67,17 +64,17 @@ class GatheredRows(SomeRows, StandIn):
     marks: Any
     values: Any
     name: str
-    vocab_size: int
+    num_rows: int
     order: RowOrder | None = None
 
     @property
-    def ids(self) -> Int32[Array, "k"]:
-        """Returns the ids of the rows."""
+    def row_indices(self) -> Int32[Array, "k"]:
+        """The indices of the rows."""
         return jax.random.key_data(self.keys)[..., 0].astype(jnp.int32)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Returns the table's dtype, or the dtype that a map over the parameters cast it to."""
+        """The dtype of the table, or the dtype that a map over the parameters cast it to."""
         # The dtype of `values` may be wider: rows that devices exchange have the dtype in which
         # gradients are summed.
         return self.marks.dtype
@@ -90,46 +87,61 @@ class GatheredRows(SomeRows, StandIn):
         An id without a row here reads as NaN. An id out of range reads the first or the last row of
         the table.
         """
+        if self.order is None and order is not None:
+            want = f"the EmbedderConfig of {self.name}, whose rows are padded or spread"
+            raise arguments.value_error("config", f"{want}: pass config= to te.rows", "None")
         if order != self.order:
-            want = f"that of {self.name}, whose rows are padded or spread"
-            raise arguments.value_error("config", want, "another one or none")
-        if len(self.marks) != 2:
+            want = "to be read by a layer of the config that te.rows has, which pads or spreads it"
+            raise arguments.value_error(self.name, want, "te.lookup, or a layer of another config")
+        if len(self.marks) != MARKS:
             want = "its rows in their places"
             raise arguments.type_error(self.name, want, f"{len(self.values)} of them")
-        marks = jnp.asarray(self.marks)
-        are_unmixed = jnp.all(jnp.isnan(marks[0]) & jnp.isfinite(marks[1]))
-        # If something changed the marks, the ids of all rows become -1. No lookup asks for row -1,
-        # so each of them reads NaN.
-        row_ids = jnp.where(are_unmixed, self.ids, -1)
-        wanted_ids = nearest_rows(ids, self.vocab_size, order)
-        rows = _read(row_ids, self.values, wanted_ids)
+        # If something changed the marks, the indices of all rows become -1. No lookup asks for row
+        # -1, so each of them reads NaN.
+        row_indices = jnp.where(are_unmixed(jnp.asarray(self.marks)), self.row_indices, -1)
+        wanted_rows = nearest_rows(ids, self.num_rows, order)
+        rows = _read(row_indices, self.values, wanted_rows)
         return rows.astype(self.dtype)
 
 
-def new_marks(width: int, dtype: Any) -> Float[np.ndarray, "2 d"]:
+def new_marks(width: int, dtype: Any) -> Float[np.ndarray, "m d"]:
     """Makes the marks of rows, as numpy arrays because `jax_debug_nans` lets those pass."""
-    return np.repeat([[np.nan], [1]], width, axis=1).astype(dtype)
+    # The equal rows are tiny, so that noise of any usual size makes them differ. Their squares and
+    # inverses are still normal numbers.
+    unit = 2.0 ** (jnp.finfo(dtype).minexp // 2)
+    return np.repeat([[np.nan], *[[unit]] * (MARKS - 1)], width, axis=1).astype(dtype)
 
 
-def as_keys(ids: Int32[Array, "k"]) -> Key[Array, "k"]:
-    """Wraps ids as keys of `jax.random`, a dtype that no function can compute with."""
-    # A threefry key has two words. Both of them are the id.
-    word = ids.astype(jnp.uint32)
+def are_unmixed(marks: Float[Array, "m d"]) -> Bool[Array, ""]:
+    """Returns whether the first mark is still NaN, and the others are still finite and equal."""
+    # Each function keeps the rank of arrays, since users may disable jax's rank promotion.
+    first = marks[1:2]
+    # A compiler may compute the rows of one array in two ways, which round differently.
+    tolerance = 4 * jnp.finfo(marks.dtype).eps * jnp.abs(first)
+    # If a number is NaN or infinite, its difference is NaN, which is not within the tolerance.
+    are_equal = jnp.abs(marks[1:] - first) <= tolerance
+    return jnp.all(jnp.isnan(marks[0])) & jnp.all(are_equal)
+
+
+def as_keys(row_indices: Int32[Array, "k"]) -> Key[Array, "k"]:
+    """Wraps row indices as keys of `jax.random`, a dtype that no function can compute with."""
+    # A threefry key has two words. Both of them are the index.
+    word = row_indices.astype(jnp.uint32)
     words = jnp.stack([word, word], axis=-1)
     return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
 def _read(
-    row_ids: Int32[Array, "k"], values: Float[Array, "n d"], ids: Int32[Array, "..."]
+    row_indices: Int32[Array, "k"], values: Float[Array, "n d"], wanted: Int32[Array, "..."]
 ) -> Float[Array, "... d"]:
-    """Looks up the row of each id, as `rows_of_ids` does.
+    """Looks up each wanted row, as `find_rows` does.
 
-    If the rows are split over devices, each device looks up its own ids in its own rows.
+    If the rows are split over devices, each device looks up its own wanted rows in its own rows.
     """
     row_axes, _ = typed_axes(values)
-    axes_of_dimensions = typed_axes(ids)
+    axes_of_dimensions = typed_axes(wanted)
     if not row_axes:
-        return rows_of_ids(row_ids, values, ids)
+        return find_rows(row_indices, values, wanted)
     id_axes = sum(axes_of_dimensions, ())
     if {*id_axes} != {*row_axes}:
         want = f"split over {row_axes}, as the ids of the step whose rows are exchanged"
@@ -138,69 +150,18 @@ def _read(
     id_spec = PartitionSpec(*axes_of_dimensions)
     out_spec = PartitionSpec(*axes_of_dimensions, ())
     mesh = jax.typeof(values).sharding.mesh
-    read = on_each_device(mesh, rows_of_ids, (row_spec, row_spec, id_spec), out_spec)
-    return read(row_ids, values, ids)
+    read = on_each_device(mesh, find_rows, (row_spec, row_spec, id_spec), out_spec)
+    return read(row_indices, values, wanted)
 
 
-def rows_of_ids(
-    row_ids: Int32[Array, "k"], values: Float[Array, "n d"], ids: Int32[Array, "..."]
+def find_rows(
+    row_indices: Int32[Array, "k"], values: Float[Array, "n d"], wanted: Int32[Array, "..."]
 ) -> Float[Array, "... d"]:
-    """Looks up the row of each id, or NaN if the id is not among the ascending `row_ids`."""
-    # `find_each` would also say which ids are missing. But XLA would fuse the search into both uses
-    # of the result, the lookup and the comparison, and so search twice.
-    slots = jnp.minimum(count_below(row_ids, ids), len(row_ids) - 1)
+    """Looks up each wanted row, or NaN for a row that is not among the ascending `row_indices`."""
+    # `find_each` would also say which rows are missing. But XLA would fuse the search into both
+    # uses of the result, the lookup and the comparison, and so search twice.
+    slots = jnp.minimum(count_below(row_indices, wanted), len(row_indices) - 1)
     # The gradient of `lookup` sums the repeats of a row first, and then rounds the sum to 16 bits.
     rows = lookup(values, slots, out_of_range="clip")
-    is_missing = read_each(row_ids, slots) != ids
+    is_missing = read_each(row_indices, slots) != wanted
     return nan_where(is_missing, rows)
-
-
-def read_rows(table: Array, ids: Int32[Array, "k"]) -> Array:
-    """Reads the rows of ascending ids.
-
-    An id outside the vocabulary reads the first or the last row.
-    """
-    return table.at[ids].get(mode="clip", indices_are_sorted=True, wrap_negative_indices=False)
-
-
-class BatchRows(NamedTuple):
-    """Rows of a table that the whole batch reads, the same on every device.
-
-    Args:
-        table: [v, d].
-        ids: [k], ascending and padded.
-        rows: [k, d], the rows of these ids. The loss is differentiated with respect to them.
-    """
-
-    table: Array
-    ids: Array
-    rows: Array
-
-    def seen(self, rows: Float[Array, "k d"]) -> tuple[Array, Array]:
-        """Returns the ids whose rows a loss sees, ascending and padded, and these rows."""
-        return self.ids, rows
-
-    def gradient(self, sums: Float[Array, "k d"]) -> RowGradient:
-        """Returns the gradient of the table, from the gradient of the rows."""
-        vocab_size = len(self.table)
-        ids = known_after_reading(self.ids, self.rows)
-        # If devices with different batches share the table, the gradients of all devices are
-        # summed. For a shared array, `jax.grad` inserts this sum. But here each device has the
-        # gradients of other ids, so the rows of equal ids are found and summed.
-        batch_axes = varying_axes(sums) - varying_axes(self.table)
-        if batch_axes:
-            ids, sums = sum_over_devices(ids, sums, vocab_size, tuple(sorted(batch_axes)))
-        return RowGradient(ids=ids, values=sums, vocab_size=vocab_size)
-
-
-def read_batch_rows(
-    table: Float[Array, "v d"], ids: Int32[Array, "..."], max_rows: int
-) -> BatchRows:
-    """Reads the distinct rows of the whole batch, on every device."""
-    row_ids = distinct_rows(on_every_device(ids), len(table), max_rows)
-    is_split = any(typed_axes(table))
-    if is_split:
-        rows = read_or_zero(table, row_ids.astype(jnp.uint32))
-    else:
-        rows = read_rows(table, row_ids)
-    return BatchRows(table=table, ids=row_ids, rows=rows)

@@ -1,188 +1,223 @@
-"""The gradient of some rows of a large table, as a leaf of a gradient tree."""
+"""The gradient of some rows of a large table, as a leaf of a gradient tree.
+
+Letters of shapes: k rows with a gradient, d columns of the table.
+"""
 
 import dataclasses
-import functools
 import reprlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.partitioning import on_each_device, typed_axes
 from transformer_embed._src.rows.distinct_ids import sum_rows
 from transformer_embed._src.rows.fingerprint import fingerprint, fits, or_nan
 
-Tree = Any
-# What ids are that belong to a trace that is over.
+# What a gradient is whose row indices belong to a trace that is over.
 LEFT = (
     "one that left its jit or vmap (call te.rows.value_and_grad and te.rows.apply_gradients in one "
-    "jit, or return its ids and values)"
+    "jit, or return its row_indices and values)"
 )
 
 
 class SomeRows:
-    """Some rows of a table, or their gradient. It has the shape and the dtype of the table."""
+    """Some rows of a table, or their gradient, with the shape and the dtype of the table."""
 
     values: Any
-    vocab_size: int
+    num_rows: int
 
     @property
     def shape(self) -> tuple[int, int]:
-        """That of the table."""
-        return (self.vocab_size, self.values.shape[-1])
+        """The shape of the table."""
+        return (self.num_rows, self.values.shape[-1])
 
     @property
     def dtype(self) -> jnp.dtype:
-        """That of the values."""
+        """The dtype of the values."""
         return self.values.dtype
+
+
+class GradientArrays(NamedTuple):
+    """The arrays of a `RowGradient`, which a step passes to the devices of a mesh."""
+
+    row_indices: Array
+    values: Array
+    fingerprint: Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowGradient(SomeRows):
-    """The gradient of some rows of a table [vocab_size, d]; all other rows have a gradient of zero.
+    """The gradient of some rows of a table [num_rows, d]; all other rows have a gradient of zero.
 
-    It replaces the table in the gradients, and has its `shape` and `dtype`. It is a pytree of
-    `values` and a few tiny numbers, so `jax.tree.map`, `optax.global_norm` and the like see the
-    nonzero numbers of the dense gradient. Train with `te.rows.apply_gradients`: `optimizer.update`
-    and `optax.apply_updates` do not take a `RowGradient`.
+    You get one from `te.rows.value_and_grad` in the place of each table's gradient, and pass it on
+    to `te.rows.apply_gradients`. (`optimizer.update` and `optax.apply_updates` do not take it.) It
+    has the `shape` and the `dtype` of the table, and it is a pytree of `values` and a few tiny
+    numbers. So `jax.tree.map`, `optax.global_norm` and the like see the nonzero numbers of the
+    dense gradient.
 
-    The ids are static and belong to the trace that made them. To return a gradient from jit, return
-    its `ids` and `values` and make a new `RowGradient` from them. A scan cannot carry a gradient:
-    to add the gradients of many batches, scan over the batches inside the loss.
+    You may scale gradients as a whole, cast them, or average them over devices that have the same
+    rows. For everything else there are functions:
 
-    Two gradients of different rows of one table are added by `+`, and trees of them by
-    `jax.tree.map` with an `is_leaf` that is true of them. `te.rows.pmean` averages them over
-    devices. The tiny numbers, the `fingerprint`, show if something else mixed rows:
-    after `jax.lax.pmean` over devices with different ids, `apply_gradients` writes NaN. They
-    keep their ratios if a gradient is scaled as a whole (by 1e-12 or more), cast to a dtype other
-    than float16, or averaged over devices that have the same ids. Other functions of the gradient,
-    such as its sign, end in NaN as well.
+    - `+` adds two gradients of different rows of one table. For trees, use `jax.tree.map` with an
+      `is_leaf` that is true of gradients.
+    - `te.rows.pmean` averages gradients over devices with different batches.
+    - To add the gradients of many batches, scan over the batches inside the loss, because a scan
+      cannot carry a gradient.
+    - To return a gradient from jit, return its `row_indices` and `values`, and make a new
+      `RowGradient` from them. The indices belong to the trace that made them.
+
+    The tiny numbers, the `fingerprint`, show if something else changed the gradient, because it saw
+    only some rows of the table. Then `apply_gradients` writes NaN into these rows. For example,
+    `jax.lax.pmean` over devices with different batches mixes rows, and `optax.clip_by_block_rms`
+    scales the values by the size of some rows. Functions of each number, such as a sign or
+    `optax.clip`, end in NaN too: put them into the optimizer.
 
     Args:
-        ids: [k], integers, ascending and distinct; ids of vocab_size or above are padding. Where
-            rows are exchanged, each device has those of its own shard, ascending on that device.
-            With `EmbedderConfig.spread`, they are the numbers of rows, not of tokens.
-        values: [k, d], the gradient of each row; zeros for padding.
-        vocab_size: number of rows of the table.
+        row_indices: The table rows that have a gradient, [k] integers, ascending and distinct.
+            Indices of `num_rows` or above are padding. An index is an id, unless the table's
+            `EmbedderConfig` spreads the rows. If devices exchange rows, each device has the indices
+            of its own shard, ascending on that device.
+        values: The gradient of each of these rows, [k, d], with zeros for padding.
+        num_rows: The number of rows of the table.
 
     Raises:
-        TypeError: ids are not integers, or values not floating.
-        ValueError: ids that do not ascend, or not a row of values for each.
+        TypeError: row_indices are not integers; or values are not floating.
+        ValueError: row_indices do not ascend; or there is not one row of values for each of them.
 
     Example:
         >>> import jax, jax.numpy as jnp
         >>> import transformer_embed as te
         >>> rows = jnp.array([[3.0], [4.0]])
-        >>> gradient = te.rows.RowGradient(jnp.array([1, 3]), rows, vocab_size=10)
-        >>> total = gradient + te.rows.RowGradient(jnp.array([3, 8]), rows, vocab_size=10)
-        >>> total.ids[:3].tolist(), total.values[:3].tolist()
+        >>> gradient = te.rows.RowGradient(jnp.array([1, 3]), rows, num_rows=10)
+        >>> total = gradient + te.rows.RowGradient(jnp.array([3, 8]), rows, num_rows=10)
+        >>> total.row_indices[:3].tolist(), total.values[:3].tolist()
         ([1, 3, 8], [[3.0], [7.0], [4.0]])
         >>> halves = jax.tree.map(lambda g: g / 2, {"t": gradient})["t"]
-        >>> halves.ids.tolist(), halves.values.tolist()
+        >>> halves.row_indices.tolist(), halves.values.tolist()
         ([1, 3], [[1.5], [2.0]])
+
+    Edge cases:
+        - A scale may be as small as 1e-12. A cast to float16 loses the fingerprint.
+        - A change of the values is noticed if one of the first 64 rows has a gradient of at least
+          some 1e-26, and if the change is more than a few percent.
 
     Source:
         TensorFlow's IndexedSlices, https://www.tensorflow.org/api_docs/python/tf/IndexedSlices
     """
 
-    ids: Any
+    row_indices: Any
     values: Any
-    vocab_size: int
+    num_rows: int
     fingerprint: Any = dataclasses.field(default=None, init=False, repr=False)
 
     def __post_init__(self):
         arguments.convert_fields(
-            self, ids=arguments.as_int32, values=arguments.as_floats, vocab_size=arguments.size
+            self,
+            row_indices=arguments.as_int32,
+            values=arguments.as_floats,
+            num_rows=arguments.size,
         )
         self.check()
-        ids = None if any(self.owners) else _on_host(self.ids)
-        # As int32, the difference of two ids may wrap.
-        if ids is not None and (np.diff(ids.astype(np.int64), prepend=-1) <= 0).any():
-            want = "row ids that ascend from 0 or above, each of them once"
-            raise arguments.value_error("ids", want, reprlib.repr(ids.tolist()))
-        arguments.set_fields(self, fingerprint=self._on_shards(fingerprint)(self.ids))
+        # If each device has the rows of its own shard, indices ascend on each device alone.
+        indices = None if any(self.owners) else _known_values(self.row_indices)
+        if indices is not None:
+            # As int32, the difference of two indices may wrap.
+            steps = np.diff(indices.astype(np.int64), prepend=-1)
+            if (steps <= 0).any():
+                want = "row indices that ascend from 0 or above, each of them once"
+                raise arguments.value_error("row_indices", want, reprlib.repr(indices.tolist()))
+        new_fingerprint = self._on_shards(fingerprint)(self.row_indices, self.values)
+        arguments.set_fields(self, fingerprint=new_fingerprint)
 
     def __add__(self, other: "RowGradient") -> "RowGradient":
-        """The sum; it has the rows of both."""
+        """Adds two gradients of one table; the sum has the rows of both."""
         if not is_gradient(other) or self.shape != other.shape:
             want = f"rows of the same table, {list(self.shape)}"
             raise arguments.type_error("grads", want, type(other).__name__)
 
-        def sum_both(ids: list[Array], values: list[Array]) -> tuple[Array, Array]:
-            both = jnp.concatenate(ids)
-            return sum_rows(both, jnp.concatenate(values), self.vocab_size, both)
+        def sum_both(indices: list[Array], values: list[Array]) -> tuple[Array, Array]:
+            both = jnp.concatenate(indices)
+            return sum_rows(both, jnp.concatenate(values), self.num_rows, both)
 
         # The sum gets a fingerprint of its own, which would hide that something mixed these rows.
         values = [self.trusted_values(), other.trusted_values()]
-        ids, sums = self._on_shards(sum_both)([self.ids, other.ids], values)
-        return RowGradient(ids, sums, self.vocab_size)
+        indices = [self.row_indices, other.row_indices]
+        sum_indices, sums = self._on_shards(sum_both)(indices, values)
+        return RowGradient(row_indices=sum_indices, values=sums, num_rows=self.num_rows)
 
     @property
-    def parts(self) -> tuple[Array, ...]:
-        """The ids, the values and the fingerprint."""
-        return self.ids, self.values, self.fingerprint
+    def arrays(self) -> GradientArrays:
+        """The row indices, the values and the fingerprint."""
+        return GradientArrays(
+            row_indices=self.row_indices, values=self.values, fingerprint=self.fingerprint
+        )
 
     def trusted_values(self) -> Float[Array, "k d"]:
-        """The values, or NaN if the fingerprint shows that something mixed rows."""
+        """Returns the values, or NaN if the fingerprint does not fit them."""
         self.check()
 
-        def trusted(ids: Array, values: Array, scaled: Array) -> Array:
-            return or_nan(fits(ids, scaled), values)
+        def trusted(indices: Array, values: Array, scaled: Array) -> Array:
+            return or_nan(fits(indices, values, scaled), values)
 
-        return self._on_shards(trusted)(*self.parts)
+        return self._on_shards(trusted)(*self.arrays)
 
     def check(self) -> None:
-        """Raises unless the ids belong to this trace, and each has a row of values."""
-        if arguments.is_traced(self.ids):
+        """Raises unless the indices belong to this trace, and each has a row of values."""
+        if arguments.is_traced(self.row_indices):
+            # jax raises an error as soon as a value of a trace that is over is used.
             try:
-                jnp.negative(self.ids)
+                jnp.negative(self.row_indices)
             except jax.errors.UnexpectedTracerError as error:
                 raise arguments.type_error("grads", "a RowGradient of this jit", LEFT) from error
-        shape, is_matrix = self.values.shape, self.values.ndim == 2
-        want = f"{[*self.ids.shape, 'd']}, a row for each id"
-        arguments.check_shape("values", shape, is_matrix and shape[:1] == self.ids.shape, want)
+        shape = self.values.shape
+        is_right = self.values.ndim == 2 and shape[:1] == self.row_indices.shape
+        want = f"{[*self.row_indices.shape, 'd']}, a row for each row index"
+        arguments.check_shape("values", shape, is_right, want)
 
     @property
     def owners(self) -> PartitionSpec:
-        """How ids and values are split, if each device has those of its own rows."""
-        return PartitionSpec(*typed_axes(self.ids))
+        """How indices and values are split, if each device has those of its own shard."""
+        return PartitionSpec(*typed_axes(self.row_indices))
 
     def _on_shards(self, function: Callable) -> Callable:
-        """A function of the rows, on each device that has its own."""
+        """Returns a function of the rows that runs on each device that has rows of its own."""
         if not any(self.owners):
             return function
-        mesh = jax.typeof(self.ids).sharding.mesh
+        mesh = jax.typeof(self.row_indices).sharding.mesh
         return on_each_device(mesh, function, self.owners, self.owners)
 
 
-class _Ids:
-    """Ids as static data of a pytree.
+class _StaticIndices:
+    """Row indices as static data of a pytree.
 
     Two are equal if they are the same array or, outside of jit, have the same values.
     """
 
-    def __init__(self, ids: Any):
-        self.ids = ids
+    def __init__(self, indices: Any):
+        self.indices = indices
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Ids):
+        if not isinstance(other, _StaticIndices):
             return False
-        ids, others = _on_host(self.ids), _on_host(other.ids)
-        if ids is None or others is None:
-            # Traced ids have no values: those of one batch are one object.
-            return self.ids is other.ids
-        return np.array_equal(ids, others)
+        indices = _known_values(self.indices)
+        others = _known_values(other.indices)
+        if indices is None or others is None:
+            # Traced indices have no values, but those of one batch are one object.
+            return self.indices is other.indices
+        return np.array_equal(indices, others)
 
     def __hash__(self) -> int:
-        # Equal ids need equal hashes, and traced ones have no values to make one of.
+        # Equal indices need equal hashes, and traced indices have no values to make a hash of.
         return 0
 
     def __repr__(self) -> str:
+        # jax prints this if the structures of two trees differ.
         return (
             "the ids of one batch (jax.tree.map adds gradients of different ids with is_leaf="
             "lambda leaf: isinstance(leaf, te.rows.RowGradient); a scan cannot carry them: scan "
@@ -190,63 +225,38 @@ class _Ids:
         )
 
 
+def _known_values(indices: Int32[Array, "k"]) -> np.ndarray | None:
+    """Returns the values of indices, or None if they are traced."""
+    if arguments.is_traced(indices):
+        return None
+    # A transfer guard is meant for the transfers of the model, not for the ones of a check.
+    with jax.transfer_guard("allow"):
+        return np.asarray(indices)
+
+
+def is_gradient(leaf: Any) -> bool:
+    """Returns whether a leaf of a tree is the gradient of some rows of a table."""
+    return isinstance(leaf, RowGradient)
+
+
 def _flatten(gradient: RowGradient) -> tuple[tuple[Any, Any], tuple]:
     leaves = gradient.values, gradient.fingerprint
-    return leaves, (_Ids(gradient.ids), gradient.vocab_size)
+    return leaves, (_StaticIndices(gradient.row_indices), gradient.num_rows)
 
 
 def _unflatten(static: tuple, leaves: Sequence[Any]) -> RowGradient:
-    """The gradient as it was, unchecked: leaves may be anything."""
-    (static_ids, vocab_size), (values, scaled) = static, leaves
-    fields = {"ids": static_ids.ids, "values": values, "vocab_size": vocab_size}
+    """Makes the gradient as it was, without checks, because jax puts anything into leaves."""
+    static_indices, num_rows = static
+    values, scaled = leaves
     gradient = object.__new__(RowGradient)
-    arguments.set_fields(gradient, **fields, fingerprint=scaled)
+    arguments.set_fields(
+        gradient,
+        row_indices=static_indices.indices,
+        values=values,
+        num_rows=num_rows,
+        fingerprint=scaled,
+    )
     return gradient
 
 
 jax.tree_util.register_pytree_node(RowGradient, _flatten, _unflatten)
-
-
-def _on_host(ids: Any) -> np.ndarray | None:
-    """The values of some ids, if they can be read."""
-    if arguments.is_traced(ids):
-        return None
-    # A transfer guard is meant for the model's transfers, not for those of a check.
-    with jax.transfer_guard("allow"):
-        return np.asarray(ids)
-
-
-def is_gradient(leaf: Any) -> bool:
-    """Whether a leaf of a tree is the gradient of some rows of a table."""
-    return isinstance(leaf, RowGradient)
-
-
-def as_arrays(name: str, tree: Tree) -> Any:
-    """A tree of jax arrays; that of `grads` may have gradients of rows too."""
-
-    def convert(path: Any, leaf: Any) -> Any:
-        if name == "grads" and is_gradient(leaf):
-            return leaf
-        full_name = name + jax.tree_util.keystr(path)
-        try:
-            return arguments.on_device(leaf)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise arguments.type_error(full_name, "an array", arguments.describe(leaf)) from error
-
-    return jax.tree.map_with_path(convert, tree, is_leaf=is_gradient)
-
-
-def check_shapes(name: str, want: Tree, got: Tree) -> None:
-    """A ValueError unless two trees are alike, with leaves of the same paths and shapes."""
-
-    def shapes(tree: Tree) -> set[str]:
-        paths = jax.tree.leaves_with_path(tree, is_leaf=is_gradient)
-        keystr = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
-        return {f"{keystr(path)} {[*np.shape(leaf)]}" for path, leaf in paths}
-
-    missing, unknown = sorted(shapes(want) - shapes(got)), sorted(shapes(got) - shapes(want))
-    if missing or unknown:
-        found = ", ".join(unknown) or "none of them"
-        raise arguments.value_error(name, ", ".join(missing) or "no others", found)
-    wanted, found = (jax.tree.structure(tree, is_leaf=is_gradient) for tree in (want, got))
-    arguments.check_same(name, "the tree", found, wanted)

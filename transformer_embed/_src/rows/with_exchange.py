@@ -1,20 +1,13 @@
-"""Rows that devices exchange without a step by rows: read alone, or trained densely."""
+"""Exchanges rows between devices without a row-wise step: to read them, or to train densely."""
 
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-from jax.sharding import NamedSharding
-
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.layers.config import EmbedderConfig
-from transformer_embed._src.partitioning import Axes, devices_along
-from transformer_embed._src.rows.distinct_ids import as_max_rows
-from transformer_embed._src.rows.exchange import Exchange, plan_exchange
-from transformer_embed._src.rows.tables import find_tables
-from transformer_embed._src.tokens.row_order import nearest_rows
+from transformer_embed._src.rows.tables import tables_in
 
 Tree = Any
 
@@ -27,16 +20,17 @@ def with_exchange(
     capacity: float = 1.0,
     max_rows: int | Mapping[str, int] | None = None,
 ) -> Callable:
-    """A function of parameters whose devices exchange the rows that it looks up.
+    """Returns a function of parameters whose devices exchange the rows that it looks up.
 
-    By itself, `lookup` collects the rows of a table that explicit mesh axes split from all devices
-    that own some, for the ids of all devices along these axes. In this function, each device asks
-    the owners for the distinct rows of its own part of the batch. Use it to evaluate a model on
-    many devices, or with `jax.grad` to train its tables densely.
+    Use it to evaluate a model on many devices, or with `jax.grad` to train its tables densely. If
+    explicit mesh axes split the rows of a table, `lookup` alone collects rows from all devices that
+    own some, for the ids of all devices along these axes. In this function, each device asks the
+    owners for the distinct rows of its own part of the batch, so it receives less.
 
     Args:
-        function: a function of (params, ...). It reads the tables in `ids` only by `lookup`.
-        ids, config, capacity, max_rows: as in `value_and_grad`.
+        function: A function of (params, ...). It reads the tables in `ids` only by `lookup`.
+        ids, config, capacity, max_rows: What is read, and how much room the buffers have. See
+            `value_and_grad`.
 
     Returns:
         The function, with the same arguments and the same result.
@@ -61,7 +55,7 @@ def with_exchange(
 
     @functools.wraps(function)
     def exchanging(params: Tree, *args: Any, **kwargs: Any) -> Any:
-        tables = find_tables(params, ids, config, max_rows, capacity)
+        tables = tables_in(params, ids, config, max_rows, capacity)
 
         def call(values: Any, view: Callable, _: Any) -> Any:
             return function(view(values), *args, **kwargs)
@@ -69,95 +63,3 @@ def with_exchange(
         return tables.with_rows(call)
 
     return exchanging
-
-
-def exchange_load(
-    table: Any,
-    ids: ArrayLike,
-    *,
-    config: EmbedderConfig | None = None,
-    batch_axes: Axes | None = None,
-    capacity: float = 1.0,
-    max_rows: int | None = None,
-) -> dict[str, Any]:
-    """Counts what devices exchange of a table for a batch, and how many ids do not fit.
-
-    It runs on the host, and needs no devices: the mesh may be a `jax.sharding.AbstractMesh`.
-
-    Args:
-        table: [rows, d], an array on a mesh, or a jax.ShapeDtypeStruct with its sharding.
-        ids: [batch, ...], any integer dtype, not traced: the ids of all devices. One outside the
-            table counts as the nearest row.
-        config: that of the table, if its rows are spread or padded. None: row i holds id i.
-        batch_axes: the mesh axes that the first dimension of ids is split over. None: all.
-        capacity: as in `value_and_grad`.
-        max_rows: as in `value_and_grad`.
-
-    Returns:
-        `rows`, int64 [size of each mesh axis of the batch, ...]: the rows that each device is asked
-        for; an id that several of them ask for counts once. `dropped`: the number of requests that
-        do not fit; these ids read as NaN.
-
-    Raises:
-        TypeError: ids are not integers, or are traced; max_rows is not an int.
-        ValueError: a table that does not lie on a mesh, or whose rows cannot be exchanged; a config
-            of another number of rows; a batch that the devices do not divide; a capacity or
-            max_rows out of range.
-
-    Example:
-        >>> import jax, numpy as np
-        >>> import transformer_embed as te
-        >>> mesh = jax.sharding.AbstractMesh((4,), ("model",))
-        >>> over = jax.NamedSharding(mesh, jax.P("model"))
-        >>> table = jax.ShapeDtypeStruct((1024, 64), np.float32, sharding=over)
-        >>> te.rows.exchange_load(table, np.arange(8))["rows"].tolist()
-        [8, 0, 0, 0]
-        >>> config = te.EmbedderConfig(1024, 64, spread=True, output=None)
-        >>> te.rows.exchange_load(table, np.arange(8), config=config)["rows"].tolist()
-        [3, 2, 2, 1]
-    """
-    want = "an array, or its shape, on a mesh"
-    if not isinstance(getattr(table, "sharding", None), NamedSharding):
-        raise arguments.value_error("table", want, arguments.describe(table))
-    config = arguments.instance("config", config, EmbedderConfig | None, "an EmbedderConfig")
-    if config is not None:
-        arguments.check_same("config", "the rows of the table", config.rows, table.shape[0])
-    array = arguments.on_host("ids", arguments.as_int32("ids", ids))
-    mesh = table.sharding.mesh
-    axes = mesh.axis_names if batch_axes is None else batch_axes
-    if not isinstance(axes, tuple) or not {*axes} <= {*mesh.axis_names}:
-        want = f"a tuple of axes of the mesh, {mesh.axis_names}, or None"
-        raise arguments.value_error("batch_axes", want, repr(batch_axes))
-    devices = devices_along(mesh, axes)
-    if not array.ndim or array.shape[0] % devices:
-        want = f"a first dimension that {devices} devices divide"
-        raise arguments.value_error("ids", want, f"shape {list(array.shape)}")
-    capacity = arguments.positive("capacity", capacity)
-    plan = plan_exchange(table, [axes], array.size, as_max_rows(max_rows), capacity)
-    order = None if config is None else config.row_order
-    return _counted(plan, nearest_rows(array.reshape(devices, -1), plan.size, order))
-
-
-def _counted(plan: Exchange, ids: np.ndarray) -> dict[str, Any]:
-    """The load of the rows of ids, [devices, n]."""
-    (axes,), size = plan.by_dimension, plan.size
-    shard = size // devices_along(plan.mesh, plan.owners)
-    # A device and a row that it asks for, or is asked for, as one number: device * size + row.
-    asked = np.unique(np.arange(len(ids))[:, None] * size + ids)
-    sent = _first(_first(asked, size, plan.asked), shard, plan.sent)
-    device, row = divmod(sent, size)
-    # An owner has the coordinates of the device that asks, but along the axes of rows.
-    shape, of_rows = ([plan.mesh.shape[axis] for axis in each] for each in (axes, plan.owners))
-    coordinates = *np.unravel_index(device, shape), *np.unravel_index(row // shard, of_rows)
-    by_axis = dict(zip((*axes, *plan.owners), coordinates, strict=True))
-    received = np.unique(np.ravel_multi_index([*by_axis.values()], shape) * size + row)
-    answered = _first(received, size, plan.received)
-    dropped = len(asked) - len(sent) + len(received) - len(answered)
-    rows = np.bincount(answered // size, minlength=len(ids)).reshape(shape)
-    return {"rows": rows, "dropped": dropped}
-
-
-def _first(ascending: np.ndarray, length: int, most: int) -> np.ndarray:
-    """The numbers without those that follow the first `most` in each range of this length."""
-    ranges = ascending // length
-    return ascending[np.arange(len(ranges)) - ranges.searchsorted(ranges) < most]

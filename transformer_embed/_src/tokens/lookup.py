@@ -21,9 +21,9 @@ from transformer_embed._src.partitioning import (
     varying,
     varying_axes,
 )
+from transformer_embed._src.tables.row_order import RowOrder, nearest_rows
+from transformer_embed._src.tables.stand_in import StandIn
 from transformer_embed._src.tokens.lookup_gradient import read_or_zero
-from transformer_embed._src.tokens.row_order import RowOrder, nearest_rows
-from transformer_embed._src.tokens.stand_in import StandIn
 
 OUT_OF_RANGE = ("nan", "clip", "zero")
 LOOKUP_STYLES = ("gather", "one_hot")

@@ -14,10 +14,10 @@ from transformer_embed._src.array_types import ArrayLike, TableArray
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.partitioning import on_each_device
 from transformer_embed._src.pytrees import register_pytree
+from transformer_embed._src.tables.stand_in import StandIn
 from transformer_embed._src.tokens.lookup import as_table
 from transformer_embed._src.tokens.output_split import split_output
 from transformer_embed._src.tokens.row_logits import row_logits
-from transformer_embed._src.tokens.stand_in import StandIn
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,0 +1,110 @@
+"""The parameters of an input and an output layer: their shapes, and how Haiku makes them."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import haiku as hk
+import jax.numpy as jnp
+
+from transformer_embed._src import arguments
+from transformer_embed._src.layers.config import EmbedderConfig, OutputConfig
+
+Initializer = hk.initializers.Initializer
+
+
+class Parameter(NamedTuple):
+    """Holds what `hk.get_parameter` takes besides a name."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    init: Initializer
+
+
+# The parameters of one module, by their names.
+Parameters = dict[str, Parameter]
+
+
+def table_parameter(rows: int, width: int, dtype: Any, stddev: float) -> Parameter:
+    """Describes a table, whose initial values are normal numbers."""
+    init = hk.initializers.RandomNormal(stddev)
+    return Parameter(shape=(rows, width), dtype=dtype, init=init)
+
+
+def parameters_of(config: EmbedderConfig) -> dict[str, Parameters]:
+    """Describes the parameters of a config's input and output layer, by the names of modules."""
+    width = config.table_width
+    dtype = config.param_dtype
+    stddevs = config.stddevs
+    output = config.output or OutputConfig()
+
+    tokens = {"embeddings": table_parameter(config.rows, width, dtype, stddevs.tokens)}
+    if not output.tied:
+        tokens["output_embeddings"] = table_parameter(config.rows, width, dtype, stddevs.output)
+    if output.bias:
+        tokens["output_bias"] = Parameter(shape=(config.rows,), dtype=dtype, init=jnp.zeros)
+    modules = {"token_embedding": tokens}
+
+    if config.scheme is not None and config.scheme.is_learned:
+        positions = table_parameter(config.scheme.max_len, width, dtype, stddevs.added)
+        modules["learned_positional_encoding"] = {"embeddings": positions}
+    if config.num_token_types is not None:
+        types = table_parameter(config.num_token_types, width, dtype, stddevs.added)
+        modules["token_type_embedding"] = {"embeddings": types}
+    if config.layer_norm_eps is not None:
+        norm_dtype = arguments.compute_dtype(dtype)
+        modules["layer_norm"] = {
+            "scale": Parameter(shape=(width,), dtype=norm_dtype, init=jnp.ones),
+            "offset": Parameter(shape=(width,), dtype=norm_dtype, init=jnp.zeros),
+        }
+    if config.embedding_width is not None:
+        weights_init = hk.initializers.TruncatedNormal(1 / math.sqrt(width))
+        modules["widen"] = {
+            "w": Parameter(shape=(width, config.d_model), dtype=dtype, init=weights_init),
+            "b": Parameter(shape=(config.d_model,), dtype=dtype, init=jnp.zeros),
+        }
+    return modules
+
+
+class Leaves:
+    """The parameters of the Haiku module that is running, made when they are read.
+
+    This is a class and not a method of a module, because a mixed-precision policy casts what the
+    methods of modules return.
+
+    Args:
+        parameters: The parameters that the module has.
+        initial: The initial value of each parameter. If None, the initializers make the values.
+    """
+
+    def __init__(self, parameters: Parameters, initial: Mapping[str, Any] | None = None):
+        self._parameters = parameters
+        self._initial = initial
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = self._parameters[name]
+        init = parameter.init
+        if self._initial is not None:
+            init = functools.partial(_as_dtype, self._initial[name])
+        return hk.get_parameter(name, parameter.shape, parameter.dtype, init)
+
+
+def _as_dtype(value: Any, _: Any, dtype: Any) -> Any:
+    """Acts as an initializer that returns a value, whatever shape is asked for."""
+    return jnp.asarray(arguments.as_array("initial_params", value), dtype)
+
+
+def as_initializer(w_init: Initializer | None, default: Initializer) -> Initializer:
+    """Returns the user's initializer, or the default if there is none."""
+    if w_init is None:
+        return default
+    want = "a function of a shape and a dtype, such as hk.initializers.RandomNormal()"
+    return arguments.instance("w_init", w_init, Callable, want)
+
+
+def dropout_key(is_training: bool, rate: float) -> Any:
+    """Returns Haiku's next key if dropout needs one, or None if Haiku has no key."""
+    # hk.next_rng_key would raise an error that does not say how to evaluate.
+    is_random = arguments.flag("is_training", is_training) and rate > 0
+    return hk.maybe_next_rng_key() if is_random else None

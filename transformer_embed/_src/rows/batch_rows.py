@@ -1,0 +1,77 @@
+"""Reads the rows of a table that a whole batch needs, the same rows on every device.
+
+Letters of shapes: v rows of the table, k rows that the batch reads, d columns.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from transformer_embed._src.compiled import known_after_reading
+from transformer_embed._src.partitioning import on_every_device, typed_axes, varying_axes
+from transformer_embed._src.rows.distinct_ids import distinct_rows, sum_over_devices
+from transformer_embed._src.rows.row_gradient import RowGradient
+from transformer_embed._src.tokens.lookup_gradient import read_or_zero
+
+
+class SeenRows(NamedTuple):
+    """The rows that a loss sees on each device, and their indices, ascending and padded."""
+
+    row_indices: Int32[Array, "k"]
+    values: Float[Array, "k d"]
+
+
+class BatchRows(NamedTuple):
+    """Rows of a table that the whole batch reads, the same on every device.
+
+    Args:
+        table: The table, [v, d].
+        row_indices: The indices of the rows, [k], ascending and padded.
+        rows: The rows, [k, d]. The loss is differentiated with respect to them.
+    """
+
+    table: Array
+    row_indices: Array
+    rows: Array
+
+    def seen(self, rows: Float[Array, "k d"]) -> SeenRows:
+        """Returns the rows that a loss sees."""
+        return SeenRows(row_indices=self.row_indices, values=rows)
+
+    def gradient(self, sums: Float[Array, "k d"]) -> RowGradient:
+        """Returns the gradient of the table, from the gradient of the rows."""
+        num_rows = len(self.table)
+        row_indices = known_after_reading(self.row_indices, self.rows)
+        # If devices with different batches share the table, the gradients of all devices are
+        # summed. For a shared array, `jax.grad` inserts this sum. But here each device has the
+        # gradients of other rows, so equal rows are found and their gradients summed.
+        batch_axes = varying_axes(sums) - varying_axes(self.table)
+        if batch_axes:
+            axis_names = tuple(sorted(batch_axes))
+            row_indices, sums = sum_over_devices(row_indices, sums, num_rows, axis_names)
+        return RowGradient(row_indices=row_indices, values=sums, num_rows=num_rows)
+
+
+def read_batch_rows(
+    table: Float[Array, "v d"], indices: Int32[Array, "..."], max_rows: int
+) -> BatchRows:
+    """Reads the distinct rows of the whole batch, on every device."""
+    row_indices = distinct_rows(on_every_device(indices), len(table), max_rows)
+    # One tuple of mesh axes for each dimension of the table: the table is split if any has one.
+    is_split = any(typed_axes(table))
+    if is_split:
+        # A row that a device does not have is zero there, and the devices add their rows. Padding
+        # reads zeros.
+        rows = read_or_zero(table, row_indices.astype(jnp.uint32))
+    else:
+        # Padding reads the last row.
+        rows = read_rows(table, row_indices)
+    return BatchRows(table=table, row_indices=row_indices, rows=rows)
+
+
+def read_rows(table: Array, row_indices: Int32[Array, "k"]) -> Array:
+    """Reads the rows of ascending indices; an index outside of the table reads the nearest row."""
+    return table.at[row_indices].get(
+        mode="clip", indices_are_sorted=True, wrap_negative_indices=False
+    )

@@ -1,0 +1,120 @@
+"""Counts, on the host, what devices exchange for a batch."""
+
+import math
+from typing import Any
+
+import numpy as np
+from jax.sharding import NamedSharding
+
+from transformer_embed._src import arguments
+from transformer_embed._src.array_types import ArrayLike
+from transformer_embed._src.layers.config import EmbedderConfig
+from transformer_embed._src.partitioning import Axes, devices_along
+from transformer_embed._src.rows.distinct_ids import as_max_rows
+from transformer_embed._src.rows.exchange import Exchange, plan_exchange
+from transformer_embed._src.tables.row_order import nearest_rows
+
+
+def exchange_load(
+    table: Any,
+    ids: ArrayLike,
+    *,
+    config: EmbedderConfig | None = None,
+    batch_axes: Axes | None = None,
+    capacity: float = 1.0,
+    max_rows: int | None = None,
+) -> dict[str, Any]:
+    """Counts the rows of a table that devices exchange for a batch, and the ids that do not fit.
+
+    Use it before you train with a capacity, to see whether one device owns most of the rows that
+    your batches read, and whether the buffers have room. It runs on the host and needs no devices:
+    the mesh may be a `jax.sharding.AbstractMesh`.
+
+    Args:
+        table: The table, [rows, d], an array on a mesh, or a `jax.ShapeDtypeStruct` with its
+            sharding.
+        ids: The ids of all devices, [batch, ...], of any integer dtype, not traced. An id outside
+            the table counts as the nearest row.
+        config: The config of the table, if its rows are spread or padded. If None, row i holds
+            id i.
+        batch_axes: The mesh axes that the first dimension of ids is split over. If None, all axes.
+        capacity: The room of the buffers. See `value_and_grad`.
+        max_rows: A bound on the distinct ids of a device. See `value_and_grad`.
+
+    Returns:
+        A dict. `rows` is int64, [size of each mesh axis of the batch, ...]: how many rows each
+        device is asked for, whether they fit or not. A row that several devices ask for counts
+        once. `dropped` is the number of requests that do not fit, whose ids read as NaN.
+
+    Raises:
+        TypeError: ids are not integers, or are traced; or max_rows is not an int.
+        ValueError: the table does not lie on a mesh, or its rows cannot be exchanged; the config
+            has another number of rows; the devices do not divide the batch; or capacity or max_rows
+            is out of range.
+
+    Example:
+        >>> import jax, numpy as np
+        >>> import transformer_embed as te
+        >>> mesh = jax.sharding.AbstractMesh((4,), ("model",))
+        >>> over = jax.NamedSharding(mesh, jax.P("model"))
+        >>> table = jax.ShapeDtypeStruct((1024, 64), np.float32, sharding=over)
+        >>> te.rows.exchange_load(table, np.arange(8))["rows"].tolist()
+        [8, 0, 0, 0]
+        >>> config = te.EmbedderConfig(1024, 64, spread=True, output=None)
+        >>> te.rows.exchange_load(table, np.arange(8), config=config)["rows"].tolist()
+        [3, 2, 2, 1]
+    """
+    if not isinstance(getattr(table, "sharding", None), NamedSharding):
+        want = "an array, or its shape, on a mesh"
+        raise arguments.value_error("table", want, arguments.describe(table))
+    config = arguments.instance("config", config, EmbedderConfig | None, "an EmbedderConfig")
+    if config is not None:
+        arguments.check_same("config", "the rows of the table", config.rows, table.shape[0])
+    array = arguments.on_host("ids", arguments.as_int32("ids", ids))
+    mesh = table.sharding.mesh
+    axes = mesh.axis_names if batch_axes is None else batch_axes
+    if not isinstance(axes, tuple) or not {*axes} <= {*mesh.axis_names}:
+        want = f"a tuple of axes of the mesh, {mesh.axis_names}, or None"
+        raise arguments.value_error("batch_axes", want, repr(batch_axes))
+    devices = devices_along(mesh, axes)
+    if not array.ndim or array.shape[0] % devices:
+        want = f"a first dimension that {devices} devices divide"
+        raise arguments.value_error("ids", want, f"shape {list(array.shape)}")
+    capacity = arguments.positive("capacity", capacity)
+    plan = plan_exchange(table, [axes], array.size, as_max_rows(max_rows), capacity)
+    order = None if config is None else config.row_order
+    return _counted(plan, nearest_rows(array.reshape(devices, -1), plan.num_rows, order))
+
+
+def _counted(plan: Exchange, indices: np.ndarray) -> dict[str, Any]:
+    """Counts what the devices ask for with these row indices, [devices, n]."""
+    devices = np.arange(len(indices))[:, None]
+    # A device and a row that it asks for are one number, device * num_rows + row.
+    asked = np.unique(devices * plan.num_rows + indices)
+    shard = plan.num_rows // devices_along(plan.mesh, plan.owners)
+    within_bound = _first_of_each(asked, plan.num_rows, plan.asked)
+    sent = _first_of_each(within_bound, shard, plan.sent)
+    received = _rows_by_owner(plan, sent)
+    dropped = len(asked) - len(sent) + np.maximum(received - plan.received, 0).sum()
+    return {"rows": _rows_by_owner(plan, asked), "dropped": int(dropped)}
+
+
+def _rows_by_owner(plan: Exchange, requests: np.ndarray) -> np.ndarray:
+    """Counts the distinct rows that each device is asked for, [size of each axis of the batch]."""
+    (axes,) = plan.id_axes
+    shape = [plan.mesh.shape[axis] for axis in axes]
+    owner_shape = [plan.mesh.shape[axis] for axis in plan.owners]
+    shard = plan.num_rows // devices_along(plan.mesh, plan.owners)
+    device, row = divmod(requests, plan.num_rows)
+    # An owner has the coordinates of the device that asks, except along the axes of the rows.
+    coordinates = dict(zip(axes, np.unravel_index(device, shape), strict=True))
+    coordinates |= zip(plan.owners, np.unravel_index(row // shard, owner_shape), strict=True)
+    owner = np.ravel_multi_index([*coordinates.values()], shape)
+    distinct = np.unique(owner * plan.num_rows + row)
+    return np.bincount(distinct // plan.num_rows, minlength=math.prod(shape)).reshape(shape)
+
+
+def _first_of_each(ascending: np.ndarray, length: int, most: int) -> np.ndarray:
+    """Takes the first `most` numbers in each range of this length."""
+    ranges = ascending // length
+    return ascending[np.arange(len(ranges)) - ranges.searchsorted(ranges) < most]

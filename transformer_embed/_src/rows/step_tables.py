@@ -1,0 +1,112 @@
+"""The tables of an optimizer's step, among the leaves of everything that the step takes.
+
+The leaves of (gradients, parameters, state, other arguments) are numbered in this order. A dict
+{number: array} has them, so that some can be replaced by rows of a table.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from transformer_embed._src.rows.distinct_ids import BLOCK, most_distinct
+from transformer_embed._src.rows.row_gradient import is_gradient
+from transformer_embed._src.rows.trees import check_shapes
+
+Leaves = dict[int, Any]
+# Sizes of arrays are seldom larger, so a prime above it is the size of nothing else.
+LARGE = 2**16
+
+
+class TableStep(NamedTuple):
+    """One table of a step.
+
+    Args:
+        gradient: The number of the leaf that is the gradient of the table.
+        arrays: The numbers of the leaves that have a row for each row of the table: the table
+            itself, then its state.
+        prime: A number that takes the place of the table's number of rows in the proof.
+        block_size: How many rows are updated at a time.
+    """
+
+    gradient: int
+    arrays: list[int]
+    prime: int
+    block_size: int
+
+    @property
+    def leaves(self) -> list[int]:
+        """The numbers of all leaves of the table."""
+        return [self.gradient, *self.arrays]
+
+    @property
+    def parameter(self) -> int:
+        """The number of the leaf that is the table itself."""
+        return self.arrays[0]
+
+
+def with_rows(leaves: Leaves, sizes: Sequence[tuple[TableStep, int]]) -> Leaves:
+    """Replaces each array of a table by the shape that it has with so many rows."""
+    shapes = {
+        n: jax.ShapeDtypeStruct((size, *leaves[n].shape[1:]), leaves[n].dtype)
+        for table, size in sizes
+        for n in table.leaves
+    }
+    return leaves | shapes
+
+
+def with_primes(leaves: Leaves, tables: Sequence[TableStep]) -> Leaves:
+    """Replaces each array of a table by the shape that it has with a prime number of rows."""
+    return with_rows(leaves, [(table, table.prime) for table in tables])
+
+
+def tables_of_step(
+    init: Callable, trace: Callable, treedef: Any, leaves: Leaves
+) -> list[TableStep]:
+    """Finds the tables of a step, and the state that each has.
+
+    Args:
+        init: The function of the optimizer that makes a state.
+        trace: Returns the shapes of the results of a function, or raises an error that names the
+            optimizer.
+        treedef: The structure of (gradients, parameters, state, other arguments).
+        leaves: The leaves of these.
+    """
+    grads_treedef, *_ = treedef.children()
+    count = grads_treedef.num_leaves
+    tables = _without_state(count, leaves)
+    _, params, state, _ = treedef.unflatten(leaves.values())
+    check_shapes("state", jax.eval_shape(init, params), state)
+    # The state of a table is what has as many rows as the table, whatever their number is.
+    _, primed_params, _, _ = treedef.unflatten(with_primes(leaves, tables).values())
+    primed_state = trace(init, primed_params)
+    for n, leaf in enumerate(jax.tree.leaves(primed_state), 2 * count):
+        for table in tables:
+            if leaf.shape[:1] == (table.prime,):
+                table.arrays.append(n)
+    return tables
+
+
+def _without_state(count: int, leaves: Leaves) -> list[TableStep]:
+    """Finds the tables among the first `count` leaves, which are gradients."""
+    sizes = sum((leaf.shape for leaf in leaves.values()), (LARGE,))
+    primes = filter(is_prime, itertools.count(max(sizes) + 1))
+    tables = []
+    for n in range(count):
+        gradient = leaves[n]
+        if is_gradient(gradient):
+            gradient.check()
+            block_size = most_distinct(len(gradient.row_indices), gradient.num_rows, BLOCK)
+            # The parameters are numbered after the gradients, and have the same structure.
+            table = TableStep(
+                gradient=n, arrays=[count + n], prime=next(primes), block_size=block_size
+            )
+            tables.append(table)
+    return tables
+
+
+def is_prime(number: int) -> bool:
+    """Returns whether a number of at least 2 is a prime."""
+    return all(number % divisor for divisor in range(2, math.isqrt(number) + 1))

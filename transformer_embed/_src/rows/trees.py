@@ -1,0 +1,50 @@
+"""Checks of trees of parameters, gradients and states."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from transformer_embed._src import arguments
+from transformer_embed._src.rows.row_gradient import is_gradient
+
+Tree = Any
+
+
+def as_arrays(name: str, tree: Tree) -> Any:
+    """Returns a tree with jax arrays as leaves; the tree of `grads` may have row gradients too."""
+
+    def convert(path: Any, leaf: Any) -> Any:
+        if name == "grads" and is_gradient(leaf):
+            return leaf
+        full_name = name + jax.tree_util.keystr(path)
+        native = arguments.native(full_name, leaf)
+        try:
+            return arguments.on_device(native)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise arguments.type_error(full_name, "an array", arguments.describe(leaf)) from error
+
+    return jax.tree.map_with_path(convert, tree, is_leaf=is_gradient)
+
+
+def check_shapes(name: str, expected: Tree, tree: Tree) -> None:
+    """Raises a ValueError unless two trees are alike, with leaves of the same paths and shapes."""
+    expected_shapes = _shapes(expected)
+    found_shapes = _shapes(tree)
+    missing = sorted(expected_shapes - found_shapes)
+    unknown = sorted(found_shapes - expected_shapes)
+    if missing or unknown:
+        want = ", ".join(missing) or "no others"
+        got = ", ".join(unknown) or "none of them"
+        raise arguments.value_error(name, want, got)
+    expected_structure = jax.tree.structure(expected, is_leaf=is_gradient)
+    structure = jax.tree.structure(tree, is_leaf=is_gradient)
+    arguments.check_same(name, "the tree", structure, expected_structure)
+
+
+def _shapes(tree: Tree) -> set[str]:
+    """Returns the path and the shape of each leaf, as text."""
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_gradient)
+    keystr = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    return {f"{keystr(path)} {[*np.shape(leaf)]}" for path, leaf in leaves}
