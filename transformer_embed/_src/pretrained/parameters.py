@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
-from transformer_embed._src.layers.parameters import ROOT, Params, by_path, parameters_of
+from transformer_embed._src.layers.embedder import Embedder
 from transformer_embed._src.pretrained.entries import Options
 from transformer_embed._src.pretrained.files import call_with_named_errors
 from transformer_embed._src.pretrained.layer_parts import (
@@ -27,6 +27,7 @@ from transformer_embed._src.pretrained.layer_parts import (
 from transformer_embed._src.pretrained.layers import Layer
 from transformer_embed._src.pretrained.tensors import Tensors, empty_array
 
+Params = Mapping[str, Mapping[str, Any]]
 # Parameters that are [in, out].
 LINEAR = (WIDEN, PER_LAYER_WEIGHTS)
 TRANSPOSED = ".T"
@@ -74,12 +75,17 @@ class PretrainedInput(NamedTuple):
 
 def shapes_of(config: EmbedderConfig, bias: Options | None = None) -> Specs:
     """Returns the shape and dtype of each parameter, by its path."""
-    modules: Any = {ROOT + module: leaves for module, leaves in parameters_of(config).items()}
+    modules: Any = dict(jax.eval_shape(Embedder(config).init, jax.random.key(0)))
     if bias is not None and "num_buckets" in bias:
         module, _, name = BIAS.rpartition("/")
         shape = bias["num_buckets"], bias.get("num_heads")
         modules[module] = {name: jax.ShapeDtypeStruct(shape, np.float32)}
     return by_path(modules)
+
+
+def by_path(tree: Params) -> dict[str, Any]:
+    """Returns the leaves of a tree of modules, by their paths."""
+    return {f"{module}/{name}": leaf for module in tree for name, leaf in tree[module].items()}
 
 
 def full_paths(
