@@ -1,4 +1,4 @@
-"""Writes class_entries.py: the entries of config.json that transformers' own classes have.
+"""Writes class_entries.py and attention_defaults.py, from transformers' own configuration classes.
 
 Run: python tests/pretrained/make_class_entries.py
 Needs: transformers (its configuration classes alone, so no torch).
@@ -15,7 +15,7 @@ import textwrap
 import transformers
 from transformers.models.auto import configuration_auto
 
-from transformer_embed._src.pretrained import entries, known_entries, registry
+from transformer_embed._src.pretrained import attention, entries, known_entries, registry
 
 FILE = pathlib.Path(entries.__file__).with_name("class_entries.py")
 TEXT = '''\
@@ -51,5 +51,39 @@ def made():
     return TEXT.format(version=transformers.__version__, names="\n".join(quoted))
 
 
+DEFAULTS_FILE = FILE.with_name("attention_defaults.py")
+DEFAULTS_TEXT = '''\
+"""The defaults of the entries of attention, by the types whose attention is described.
+
+tests/pretrained/make_class_entries.py writes this file from the configuration classes of
+transformers {version}.
+"""
+# ruff: noqa: E501
+
+ATTENTION_DEFAULTS = """\\
+{lines}
+"""
+'''
+
+
+def made_defaults():
+    """Returns the text of the file of defaults."""
+    lines = []
+    for model_type, row in sorted(registry.ROWS.items()):
+        if not row.attention or model_type not in configuration_auto.CONFIG_MAPPING_NAMES:
+            continue
+        # The fields of the class, because an object of the class has computed values instead.
+        config_class = type(configuration_auto.CONFIG_MAPPING[model_type]().get_text_config())
+        pairs = []
+        for name, names in attention.NAMES.items():
+            values = [getattr(config_class, alias, None) for alias in names.split()]
+            value = next((value for value in values if isinstance(value, int | float)), None)
+            if value:
+                pairs.append(f"{name}={json.dumps(value)}")
+        lines.append(" ".join([model_type, *pairs]))
+    return DEFAULTS_TEXT.format(version=transformers.__version__, lines="\n".join(lines))
+
+
 if __name__ == "__main__":
     FILE.write_text(made())
+    DEFAULTS_FILE.write_text(made_defaults())

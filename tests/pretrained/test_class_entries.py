@@ -12,3 +12,4 @@ def test_the_list_is_what_the_script_writes():
     if f"transformers {transformers.__version__}." not in written:
         pytest.skip("the list is of another version")
     assert make_class_entries.made() == written
+    assert make_class_entries.made_defaults() == make_class_entries.DEFAULTS_FILE.read_text()

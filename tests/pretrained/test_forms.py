@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P  # noqa: F401 (for programs)
 from safetensors.numpy import save_file
 
 import transformer_embed as te
+from transformer_embed._src.pretrained.attention import NAMES_OF_ATTENTION
 
 MODELS = CASES | {f"{name}, its head": case for name, case in HEADS.items()}
 ADAPTED = r"wanted a whole model, got .*, of an adapter: merge it"
@@ -111,6 +112,7 @@ def entries(folder, case, said):
     """Writes config.json, and returns the settings or the part that say the rest."""
     in_file, options, text = case["settings"], {}, text_of(case)
     read = {"model_type"}.union(*kind_of(case).names_of_entries().values())
+    read |= NAMES_OF_ATTENTION if kind_of(case).attention else set()
     given = {key: value for key, value in text.items() if key in read}
     if said == "settings":
         in_file, options = {"model_type": text["model_type"]}, {"settings": given}

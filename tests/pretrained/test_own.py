@@ -114,7 +114,7 @@ UNSAVED = {
     "saved(names=['x'])": "TypeError: names: wanted a mapping, or None, got list",
     "saved(names={'embedings': 'x'})": "ValueError: names: wanted a parameter's path, or a suffix that only one path has, among ",
     "beside(np.ones(1, 'f4'), names={TOKENS: 'x', 'a/b': 'x'})": "ValueError: names: wanted a tensor's name of its own",
-    "saved(bias=BUCKETS)": "ValueError: params: wanted one relative_position_bias with embeddings, got none among ['transformer",
+    "saved(bias=BUCKETS)": "ValueError: params: wanted one relative_position_bias with embeddings ... got none among ['transformer",
     "saved({'embeddings': np.ones(2)})": "TypeError: params: embeddings: wanted the parameters of a module, a dict of arrays, got an array",
     "saved(PARAMS | {'a': {'b/c': np.ones(1)}})": "ValueError: params: wanted names without a slash, got 'b/c'",
     "beside([1.0])": f"{DTYPES} F64[1]",

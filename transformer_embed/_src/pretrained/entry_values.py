@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from transformer_embed._src import arguments
 from transformer_embed._src.pretrained import rope
+from transformer_embed._src.pretrained.attention import NAMES_OF_ATTENTION, attention_entries
 from transformer_embed._src.pretrained.entries import DEFAULTS, ENTRIES, REQUIRED, Options
 from transformer_embed._src.pretrained.files import call_with_named_errors
 from transformer_embed._src.pretrained.model_type import EntryStatus, ModelType
@@ -50,7 +51,10 @@ def entry_values(file: Published) -> dict[str, Any]:
         names = ", ".join(sorted(missing))
         want = f"{names} of {row.name}, from settings or a config.json of that model_type"
         raise arguments.value_error(file.path, want, f"model_type {file.model_type!r} there")
-    return values | {"length": file.length, "side": file.side}
+    attention = attention_entries(
+        row, {**file.entries, **file.settings}, has_defaults=file.model_type == row.name
+    )
+    return values | {"length": file.length, "side": file.side, "attention": attention}
 
 
 def read(row: ModelType, entries: Options) -> ReadEntries:
@@ -103,7 +107,8 @@ def _without_nulls(file: Published, unread: Options, unread_settings: Options) -
     unknown = []
     for name, value in unread_settings.items():
         is_taken_away = value is None and left.pop(name, None) is not None
-        if not is_taken_away and not row.has_no_effect(name):
+        is_of_attention = row.attention != "" and name in NAMES_OF_ATTENTION
+        if not is_taken_away and not is_of_attention and not row.has_no_effect(name):
             unknown.append(name)
     if unknown:
         reads = ", ".join(names[0] for names in row.names_of_entries().values())

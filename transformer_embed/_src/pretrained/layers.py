@@ -6,6 +6,7 @@ from typing import Any
 
 from transformer_embed._src import arguments
 from transformer_embed._src.pretrained import rope
+from transformer_embed._src.pretrained.attention import attention_facts
 from transformer_embed._src.pretrained.entries import ENTRIES, Options
 from transformer_embed._src.pretrained.layer_kinds import UNROTATED, kinds_of_layers
 from transformer_embed._src.pretrained.layer_parts import STACKS
@@ -49,6 +50,11 @@ class Layer:
             place (Gemma 3 and 4). "anywhere": at any distance. "in window": as far as `mask` has
             its window, whose left side holds for them too. If None, images are masked like text.
             The page "Published models" has the mask that follows from it.
+        attention: What attention needs besides: `num_heads`, `num_kv_heads`, `head_dim`, and the
+            `scale` of the logits; `softcap`, if there is one; and `sinks`, which is True if the
+            model has a learned sink for each head (gpt-oss). If None, it is not known, or the layer
+            has no attention.
+        norm_eps: The epsilon of the norms, or None if it is not known.
     """
 
     type: str
@@ -56,6 +62,8 @@ class Layer:
     mask: Mapping[str, Any]
     query_scale: Mapping[str, Any] | None = None
     image_blocks: str | None = None
+    attention: Mapping[str, Any] | None = None
+    norm_eps: float | None = None
 
 
 def layers_of(row: ModelType, values: Options, count: int) -> tuple[Layer, ...]:
@@ -90,12 +98,16 @@ def _layer(row: ModelType, values: Options, number: int, kind: str) -> Layer:
     values |= _own_entries(values, number, kind)
     rotates = _rotates(row, values, number, kind)
     mask = _mask(row, values, kind)
+    own = (values["per_layer_config"] or {}).get(number, {})
+    facts = attention_facts(row, values, own, kind)
     return Layer(
         type=kind,
         rotary=rope.rotation(row, values, kind) if rotates else None,
         mask=mask,
         query_scale=_query_scale(values, rotates),
         image_blocks=_image_blocks(row, values, kind) if mask["causal"] else None,
+        attention=facts.attention,
+        norm_eps=facts.norm_eps,
     )
 
 

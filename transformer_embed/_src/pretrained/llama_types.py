@@ -6,18 +6,26 @@ from transformer_embed._src.pretrained.model_type import (
     CHUNKED,
     CONSECUTIVE,
     FULL,
+    HEAD_DIM,
     IN_TURNS,
     IN_WINDOW,
     INDEXED,
     LINEAR,
+    MULTIPLIER,
+    QUERY_SCALAR,
     SLIDING,
+    UNSCALED,
     WINDOWLESS,
     ModelType,
 )
 
 # --- What most types of a family have.
 
-LLAMA = ModelType(tokens="embed_tokens", rotary="half").but(tie_word_embeddings=False)
+LLAMA = ModelType(tokens="embed_tokens", rotary="half", attention=HEAD_DIM).but(
+    tie_word_embeddings=False
+)
+# Multi-head latent attention has two head sizes, so nothing is said of it.
+LATENT = LLAMA.but(attention="")
 WHOLE_LLAMA = LLAMA.but(no_effect="max_position_embeddings partial_rotary_factor")
 QWEN2_VL = LLAMA.but(
     sections=CONSECUTIVE,
@@ -34,6 +42,7 @@ GEMMA = LLAMA.but(
     tie_word_embeddings=True,
 )
 GEMMA3 = GEMMA.but(
+    attention=QUERY_SCALAR,
     image_blocks=((FULL, ANYWHERE), (SLIDING, IN_WINDOW)),
     rope_local_base_freq=10_000.0,
     rope_theta=1_000_000.0,
@@ -41,6 +50,7 @@ GEMMA3 = GEMMA.but(
     sliding_window_pattern=6,
 )
 GEMMA4 = GEMMA.but(
+    attention=UNSCALED,
     # Full layers are causal for images, too.
     image_blocks=((SLIDING, IN_WINDOW),),
     has_vision_switch=True,
@@ -86,7 +96,11 @@ ROWS = {
     "qwen3_moe": WHOLE_LLAMA.but(sliding_window=4096, use_sliding_window=False),
     "doge": WHOLE_LLAMA.but(sliding_window=None),
     "gpt_oss": WHOLE_LLAMA.but(
-        rope_scaling=REQUIRED, rope_theta=REQUIRED, sliding_window=128, sliding_window_pattern=2
+        has_sinks=True,
+        rope_scaling=REQUIRED,
+        rope_theta=REQUIRED,
+        sliding_window=128,
+        sliding_window_pattern=2,
     ),
     "ministral3": WHOLE_LLAMA.but(
         llama_4_scaling_beta=None, rope_scaling=REQUIRED, rope_theta=REQUIRED, sliding_window=None
@@ -101,7 +115,7 @@ ROWS = {
     "solar_open": WHOLE_LLAMA.but(rope_theta=1_000_000.0),
     "emu3_text_model": WHOLE_LLAMA.but(rope_theta=1_000_000.0),
     "hy_v3": WHOLE_LLAMA.but(rope_theta=11_158_840.0),
-    "jetmoe": WHOLE_LLAMA.but(tie_word_embeddings=True),
+    "jetmoe": WHOLE_LLAMA.but(attention="", tie_word_embeddings=True),
     "eurobert": WHOLE_LLAMA.but(is_causal=False),
     "olmo_hybrid": WHOLE_LLAMA.but(kinds=(LINEAR, FULL), sliding_window_pattern=4),
     "unlimited_ocr_text": WHOLE_LLAMA.but(kinds=("reference_sliding_attention",)),
@@ -119,7 +133,11 @@ ROWS = {
         cross_attention_layers=(3, 8, 13, 18, 23, 28, 33, 38), rope_theta=500_000.0
     ),
     "minimax": WHOLE_LLAMA.but(
-        kinds=(LINEAR, FULL), phase=0, rope_theta=1_000_000.0, sliding_window_pattern=2
+        attention="",
+        kinds=(LINEAR, FULL),
+        phase=0,
+        rope_theta=1_000_000.0,
+        sliding_window_pattern=2,
     ),
     # In the types that follow, transformers reads the share of the channels that rotate.
     #
@@ -133,8 +151,8 @@ ROWS = {
     "hunyuan_vl_text": LLAMA.but(
         has_alpha=True, no_effect="mrope_section xdrope_section", tie_word_embeddings=True
     ),
-    "exaone": LLAMA.but(tokens="wte", rope_theta=500_000.0),
-    "dbrx": LLAMA.but(tokens="wte", aliases="max_position_embeddings: max_seq_len"),
+    "exaone": LLAMA.but(attention="", tokens="wte", rope_theta=500_000.0),
+    "dbrx": LLAMA.but(attention="", tokens="wte", aliases="max_position_embeddings: max_seq_len"),
     "starcoder2": LLAMA.but(dropout=0.0, sliding_window=None, tie_word_embeddings=True),
     "lfm2": LLAMA.but(
         kinds=("conv", FULL),
@@ -212,26 +230,28 @@ ROWS = {
     "helium": LLAMA.but(rotary="interleaved", rope_theta=100_000.0),
     "ernie4_5": LLAMA.but(rotary="interleaved", rope_theta=500_000.0, tie_word_embeddings=True),
     "ernie4_5_moe": LLAMA.but(rotary="interleaved", rope_theta=500_000.0, tie_word_embeddings=True),
-    "deepseek_v2": LLAMA.but(rotary="interleaved"),
-    "deepseek_v32": LLAMA.but(rotary="interleaved", kinds=(INDEXED,)),
+    "deepseek_v2": LATENT.but(rotary="interleaved"),
+    "deepseek_v32": LATENT.but(rotary="interleaved", kinds=(INDEXED,)),
     "glm": LLAMA.but(rotary="interleaved", head_dim=128, partial_rotary_factor=0.5),
     "glm4": LLAMA.but(rotary="interleaved", head_dim=128, partial_rotary_factor=0.5),
-    "glm_moe_dsa": LLAMA.but(rotary="rope_interleave", kinds=(INDEXED,)),
+    "glm_moe_dsa": LATENT.but(rotary="rope_interleave", kinds=(INDEXED,)),
+    # Queries and keys are both scaled, so nothing is said of its attention.
     "openai_privacy_filter": LLAMA.but(
+        attention="",
         rotary="interleaved",
         is_causal=False,
         rope_scaling=REQUIRED,
         rope_theta=REQUIRED,
         sliding_window=128,
     ),
-    "deepseek_v3": LLAMA.but(rotary="rope_interleave"),
-    "axk1": LLAMA.but(rotary="rope_interleave"),
-    "glm4_moe_lite": LLAMA.but(rotary="rope_interleave"),
-    "kimi_k2": LLAMA.but(rotary="rope_interleave"),
-    "sarvam_mla": LLAMA.but(rotary="rope_interleave"),
-    "youtu": LLAMA.but(rotary="rope_interleave", tie_word_embeddings=True),
+    "deepseek_v3": LATENT.but(rotary="rope_interleave"),
+    "axk1": LATENT.but(rotary="rope_interleave"),
+    "glm4_moe_lite": LATENT.but(rotary="rope_interleave"),
+    "kimi_k2": LATENT.but(rotary="rope_interleave"),
+    "sarvam_mla": LATENT.but(rotary="rope_interleave"),
+    "youtu": LATENT.but(rotary="rope_interleave", tie_word_embeddings=True),
     # The channels that rotate are a head of their own.
-    "mistral4": LLAMA.but(
+    "mistral4": LATENT.but(
         rotary="rope_interleave",
         no_effect="max_position_embeddings partial_rotary_factor",
         llama_4_scaling_beta=None,
@@ -267,7 +287,7 @@ ROWS = {
     "afmoe": LLAMA.but(
         scale="mup_enabled", rotates=SLIDING, sliding_window=1024, sliding_window_pattern=4
     ),
-    "flint": LLAMA.but(rotates=SLIDING, sliding_window=513, layer_types=REQUIRED),
+    "flint": LLAMA.but(has_sinks=True, rotates=SLIDING, sliding_window=513, layer_types=REQUIRED),
     "lara_mini": LLAMA.but(
         rotates=SLIDING, sliding_window=512, layer_types=REQUIRED, tie_word_embeddings=True
     ),
@@ -307,6 +327,7 @@ ROWS = {
     ),
     # The sliding layers have a base of their own, as Gemma 3 and others have.
     "mimo_v2_flash": LLAMA.but(
+        attention="",
         sliding_window_size=None,
         sliding_rotary_factor=0.334,
         rope_local_base_freq=10_000.0,
@@ -316,16 +337,21 @@ ROWS = {
         sliding_window=129,
         layer_types=REQUIRED,
     ),
-    "granite": LLAMA.but(scale="embedding_multiplier", logits_scaling=1.0),
-    "granitemoe": LLAMA.but(scale="embedding_multiplier", logits_scaling=1.0),
-    "granitemoeshared": LLAMA.but(scale="embedding_multiplier", logits_scaling=1.0),
+    "granite": LLAMA.but(attention=MULTIPLIER, scale="embedding_multiplier", logits_scaling=1.0),
+    "granitemoe": LLAMA.but(attention=MULTIPLIER, scale="embedding_multiplier", logits_scaling=1.0),
+    "granitemoeshared": LLAMA.but(
+        attention=MULTIPLIER, scale="embedding_multiplier", logits_scaling=1.0
+    ),
     "granitemoehybrid": LLAMA.but(
+        attention="",
         scale="embedding_multiplier",
         kinds=(LINEAR,),
         position_embedding_type=None,
         logits_scaling=1.0,
     ),
     "granitemoe_swa": LLAMA.but(
+        attention=MULTIPLIER,
+        has_sinks=True,
         scale="embedding_multiplier",
         phase=0,
         layer_rope_theta=None,
@@ -334,6 +360,8 @@ ROWS = {
         sliding_window_pattern=4,
     ),
     "granite_swa": LLAMA.but(
+        attention=MULTIPLIER,
+        has_sinks=True,
         scale="embedding_multiplier",
         phase=0,
         layer_rope_theta=None,
@@ -343,6 +371,7 @@ ROWS = {
         tie_word_embeddings=True,
     ),
     "granite_docling_text": LLAMA.but(
+        attention=MULTIPLIER,
         scale="embedding_multiplier",
         embedding_multiplier=12.0,
         logits_scaling=4.0,
@@ -351,7 +380,7 @@ ROWS = {
     "minicpm": LLAMA.but(
         scale="scale_emb", no_effect="mup_denominator", tie_word_embeddings=True, dim_model_base=1
     ),
-    "minicpm3": LLAMA.but(
+    "minicpm3": LATENT.but(
         scale="scale_emb", no_effect="mup_denominator", tie_word_embeddings=True, dim_model_base=256
     ),
     # transformers reads the share, and not the rotary_dim beside it.
@@ -360,7 +389,9 @@ ROWS = {
     "nemotron": LLAMA.but(partial_rotary_factor=0.5),
     "persimmon": LLAMA.but(partial_rotary_factor=0.5),
     "stablelm": LLAMA.but(partial_rotary_factor=0.25),
-    "bamba": LLAMA.but(kinds=(LINEAR, FULL), attn_layer_indices=(), partial_rotary_factor=0.5),
+    "bamba": LLAMA.but(
+        attention="", kinds=(LINEAR, FULL), attn_layer_indices=(), partial_rotary_factor=0.5
+    ),
     "qwen3_next": LLAMA.but(
         kinds=(LINEAR, FULL), head_dim=256, partial_rotary_factor=0.25, sliding_window_pattern=4
     ),
@@ -400,13 +431,15 @@ ROWS = {
     "gpt_neox_japanese": LLAMA.but(
         tokens="embed_in", dropout=0.0, partial_rotary_factor=1.0, tie_word_embeddings=True
     ),
-    "falcon": LLAMA.but(tokens="word_embeddings", tie_word_embeddings=True),
+    "falcon": LLAMA.but(attention="", tokens="word_embeddings", tie_word_embeddings=True),
     "hyperclovax": LLAMA.but(
+        attention=MULTIPLIER,
         scale="embedding_multiplier",
         aliases="logit_scale: lm_head_multiplier logits_scaling",
         logit_scale=1.0,
     ),
     "falcon_h1": LLAMA.but(
+        attention="",
         scale="embedding_multiplier",
         aliases="logit_scale: lm_head_multiplier logits_scaling",
         kinds=("hybrid",),
@@ -415,12 +448,19 @@ ROWS = {
     # Gemma.
     "gemma": GEMMA,
     "gemma2": GEMMA.but(
-        sliding_window=4096, sliding_window_pattern=2, final_logit_softcapping=30.0
+        attention=QUERY_SCALAR,
+        sliding_window=4096,
+        sliding_window_pattern=2,
+        final_logit_softcapping=30.0,
     ),
     "vaultgemma": GEMMA.but(
-        sliding_window=4096, sliding_window_pattern=2, final_logit_softcapping=30.0
+        attention=QUERY_SCALAR,
+        sliding_window=4096,
+        sliding_window_pattern=2,
+        final_logit_softcapping=30.0,
     ),
     "recurrent_gemma": GEMMA.but(
+        attention="",
         kinds=(LINEAR, SLIDING),
         no_effect="embeddings_scale_by_sqrt_dim",
         partial_rotary_factor=0.5,
@@ -432,6 +472,7 @@ ROWS = {
     "gemma3_text": GEMMA3,
     # What the layers do to several hidden vectors has names of scales and ranks.
     "gemma3n_text": GEMMA.but(
+        attention=UNSCALED,
         per_layer="per_layer",
         scale=True,
         no_effect="altup_correct_scale laurel_rank",

@@ -31,6 +31,10 @@ CONSECUTIVE, IN_TURNS = "consecutive", "in turns"
 # For `image_blocks`: the tokens of one image see each other at any distance, or inside a window.
 ANYWHERE, IN_WINDOW = "anywhere", "in window"
 
+# For `attention`: what divides or multiplies the logits.
+HEAD_DIM, QUERY_SCALAR = "head_dim", "query_pre_attn_scalar"
+MULTIPLIER, UNSCALED = "attention_multiplier", "unscaled"
+
 
 class EntryStatus(enum.Enum):
     """What an entry of config.json is to a model type."""
@@ -77,6 +81,10 @@ class ModelType(NamedTuple):
             "vision".
         sections: How pairs of channels are shared out to time, height and width: CONSECUTIVE or
             IN_TURNS.
+        attention: How attention scales its logits: HEAD_DIM, by the root of the head size;
+            QUERY_SCALAR, by the root of the entry query_pre_attn_scalar; MULTIPLIER, by the entry
+            attention_multiplier; or UNSCALED. If empty, nothing is said of the attention.
+        has_sinks: Whether attention has a learned sink for each head.
         has_alpha: Whether the scaling "dynamic" may have the alpha of `NTKScaling`.
         has_alibi: Whether attention is biased by `alibi_bias`.
         entries: The entries that the type reads, with their defaults: those that its parts
@@ -109,6 +117,8 @@ class ModelType(NamedTuple):
     image_blocks: tuple[tuple[str, str], ...] = ()
     has_vision_switch: bool = False
     sections: str = ""
+    attention: str = ""
+    has_sinks: bool = False
     has_alpha: bool = False
     has_alibi: bool = False
     entries: Mapping[str, Any] = {}
