@@ -25,7 +25,7 @@ from refused import each_raises, refused
 
 import transformer_embed as te
 from transformer_embed._src.pretrained import layer_parts
-from transformer_embed._src.pretrained.checkpoints import decoded
+from transformer_embed._src.pretrained.own_files import decoded
 
 
 @pytest.mark.parametrize("case", golden("published_forms.json", object_hook=decoded))

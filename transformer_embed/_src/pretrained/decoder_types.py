@@ -8,8 +8,8 @@ from transformer_embed._src.pretrained.seq2seq_types import FAIRSEQ, SEQ2SEQ
 # --- What most types of a family have.
 
 GPT = ModelType(tokens="wte").but(dropout=0.1)
-GPT2 = GPT.but(positions="wpe")
-OPENAI_GPT = GPT.but(tokens="tokens_embed", positions="positions_embed")
+GPT2 = GPT.but(positions="wpe", has_conv1d=True)
+OPENAI_GPT = GPT.but(tokens="tokens_embed", positions="positions_embed", has_conv1d=True)
 CTRL = GPT.but(tokens="w")
 GPTJ = GPT.but(no_effect="rotary", rotary_dim=64)
 OPT = ModelType(tokens="decoder.embed_tokens", positions="decoder.embed_positions")
@@ -34,9 +34,11 @@ MAMBA = ModelType(tokens="embeddings", no_effect="rope_theta")
 
 ROWS = {
     "gpt2": GPT2,
-    "gpt_bigcode": GPT2,
+    "gpt_bigcode": GPT2.but(has_conv1d=False),
     "gpt-sw3": GPT2,
-    "gpt_neo": GPT2.but(dropout=0.0, phase=0, sliding_window=256, sliding_window_pattern=2),
+    "gpt_neo": GPT2.but(
+        has_conv1d=False, dropout=0.0, phase=0, sliding_window=256, sliding_window_pattern=2
+    ),
     "openai-gpt": OPENAI_GPT,
     "ctrl": CTRL.but(sinusoids=Sinusoidal(layout="sin_cos"), scale=True),
     "gptj": GPTJ.but(dropout=0.0, rotary="interleaved", tie_word_embeddings=False),

@@ -94,6 +94,7 @@ class ModelType(NamedTuple):
         no_effect: Entries that change nothing in this type, although they would in another.
         aliases: "entry: names" that only this type has, which take precedence.
         head: The modules that may be the output layer.
+        has_conv1d: Whether the weights of linear layers lie [in, out], as in GPT-2.
         no_output: Why an `OutputConfig` cannot say the output layer. If empty, it can.
     """
 
@@ -126,6 +127,7 @@ class ModelType(NamedTuple):
     no_effect: str = ""
     aliases: str = ""
     head: str = HEADS
+    has_conv1d: bool = False
     no_output: str = ""
 
     def but(self, **changes: Any) -> "ModelType":

@@ -38,26 +38,28 @@ Specs = dict[str, Any]
 class PretrainedInput(NamedTuple):
     """The input layer of a checkpoint, as `load_embedder` returns it.
 
-    `save_embedder(path, *pretrained)` writes all of it.
+    `save_embedder(path, *found)` writes all of it.
 
     Args:
-        config: for `Embedder` and `TransformerEmbedding`.
-        params: for the `apply` of that embedder; T5's table of biases is under
+        config: The config for `Embedder` and `TransformerEmbedding`.
+        params: The parameters for the `apply` of that embedder. T5's table of biases is under
             `relative_position_bias`, and what the layers of Gemma 3n and small Gemma 4 models read
-            besides is under `per_layer_inputs` (notebook 08 computes it). Of a file of
-            `save_embedder`, all that was saved: with a whole model, its other parameters too, under
-            their own paths.
-        layers: what each layer rotates by and may attend to. Empty if the file says neither how
-            many layers there are nor how they rotate, or if they differ in a way that is not known.
-            Each has `type`, its kind as config.json's `layer_types` names it; `rotary`, the keyword
-            arguments of `apply_rotary`, or None if it does not rotate; `mask`, those of
-            `AttentionMask`, with `window` or `chunk` if it has one; and `query_scale`, those of
-            `query_scale`, or None. With `pair_axes` (Qwen-VL), positions have three axes, time,
-            height and width, which are equal for text.
-        bias: the keyword arguments of `RelativePositionBias` (T5) or `alibi_bias` (Bloom); None if
+            besides is under `per_layer_inputs` (notebook 08 computes it). From a file of
+            `save_embedder`, params are all that was saved: the other parameters of a whole model
+            are there too, under their own paths.
+        layers: The facts of each layer, for your attention layers. Each has `type`, the kind as
+            config.json's `layer_types` names it; `rotary`, the keyword arguments of `apply_rotary`,
+            or None if it does not rotate; `mask`, the keyword arguments of `AttentionMask`;
+            `query_scale`, the keyword arguments of `query_scale`, or None; `image_blocks`, where
+            the tokens of an image see each other; `attention`, the heads, the scale, the softcap
+            and the sinks, or None if they are not known; and `norm_eps`. With `pair_axes`
+            (Qwen-VL), positions have three axes, time, height and width, which are equal for text.
+            The sequence is empty if the file says neither how many layers there are nor how they
+            rotate, or if they differ in a way that is not known.
+        bias: The keyword arguments of `RelativePositionBias` (T5) or `alibi_bias` (Bloom). If None,
             the model has no bias.
-        names: the name of the tensor that each parameter came from.
-        no_output: why `config.output` is None, in words; None if it is not.
+        names: The name of the tensor that each parameter came from.
+        no_output: Why `config.output` is None, in words. If None, there is an output layer.
 
     Example:
         >>> import transformer_embed as te

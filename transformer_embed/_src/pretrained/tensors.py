@@ -123,7 +123,7 @@ class Tensors(NamedTuple):
         first, second = self.entry(name), self.entry(other)
         if (first.dtype, first.shape) != (second.dtype, second.shape):
             return False
-        pairs = zip(_pieces(first), _pieces(second), strict=True)
+        pairs = zip(pieces(first), pieces(second), strict=True)
         return all(piece == other_piece for piece, other_piece in pairs)
 
     def read(
@@ -159,7 +159,7 @@ class Tensors(NamedTuple):
             start=entry.start + start * row_bytes, stop=entry.start + stop * row_bytes
         )
         first = 0
-        for piece in _pieces(wanted, rows_of_piece * row_bytes):
+        for piece in pieces(wanted, rows_of_piece * row_bytes):
             whole_rows = np.frombuffer(piece, dtype).reshape(-1, width)
             array[first : first + len(whole_rows)] = whole_rows[:, columns]
             first += len(whole_rows)
@@ -195,7 +195,7 @@ def listed(names: Iterable[str]) -> str:
     return f"{len(names)} tensors: {', '.join(names[:4])}"
 
 
-def _pieces(entry: TensorInfo, size: int | None = None) -> Iterator[bytes]:
+def pieces(entry: TensorInfo, size: int | None = None) -> Iterator[bytes]:
     """Yields some bytes of a tensor at a time; the file is not mapped, to save memory."""
     size = PIECE_BYTES if size is None else size
     with open(entry.file, "rb") as file:

@@ -8,6 +8,7 @@ import pathlib
 import secrets
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -22,14 +23,17 @@ def written(
     """Yields what is written to a safetensors file, which is whole, or not there if you raise."""
     from safetensors.numpy import save  # noqa: PLC0415 (slow to load)
 
-    with replaced(path, lambda: _with_sorted_metadata(save({**arrays}, metadata))) as temporary:
+    def write(file: BinaryIO) -> None:
+        file.write(_with_sorted_metadata(save({**arrays}, metadata)))
+
+    with replaced(path, write) as temporary:
         # Errors name the path.
         yield open_tensors(temporary)._replace(path=path)
 
 
 @contextlib.contextmanager
-def replaced(path: pathlib.Path, data: Callable[[], bytes]) -> Iterator[pathlib.Path]:
-    """Yields a temporary file with the data, which takes the place of the path unless you raise.
+def replaced(path: pathlib.Path, write: Callable[[BinaryIO], Any]) -> Iterator[pathlib.Path]:
+    """Yields a temporary file that was written, which takes the path's place unless you raise.
 
     The temporary file is renamed at the end, so that the path always has a whole file. A replaced
     file keeps its mode.
@@ -48,7 +52,7 @@ def replaced(path: pathlib.Path, data: Callable[[], bytes]) -> Iterator[pathlib.
             if exists:
                 # The umask took bits away that the replaced file has.
                 temporary.chmod(mode)
-            file.write(data())
+            write(file)
             file.flush()
             yield temporary
             # The data first: after a crash, the new name must not have an empty file.
