@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from transformer_embed._src import arguments
-from transformer_embed._src.layers.config import SQRT_D_MODEL, EmbedderConfig
+from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.positions.schemes import Learned, PositionScheme
 from transformer_embed._src.pretrained.entries import Options, count
 from transformer_embed._src.pretrained.entry_values import entry_values
@@ -177,7 +177,7 @@ def _scale(row: ModelType, values: Options) -> Any:
     """Returns the scale of the tokens, which older files only say to be there or not."""
     scale = values.get(row.scale, row.scale)
     if isinstance(scale, bool):
-        return SQRT_D_MODEL if scale else 1.0
+        return "sqrt_d_model" if scale else 1.0
     return scale
 
 

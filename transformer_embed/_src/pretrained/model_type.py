@@ -96,6 +96,11 @@ class ModelType(NamedTuple):
         head: The modules that may be the output layer.
         has_conv1d: Whether the weights of linear layers lie [in, out], as in GPT-2.
         no_output: Why an `OutputConfig` cannot say the output layer. If empty, it can.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> te.pretrained.find_model_type("gemma2").kinds
+        ('sliding_attention', 'full_attention')
     """
 
     name: str = ""

@@ -4,7 +4,6 @@ The metadata of such a file is JSON: a config, the layers, a bias, and names. Wh
 checked by the classes and functions that it is for.
 """
 
-import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +18,13 @@ from transformer_embed._src.layers.relative_position_bias import RelativePositio
 from transformer_embed._src.positions.query_scale import query_scale
 from transformer_embed._src.positions.relative_bias import alibi_bias
 from transformer_embed._src.positions.rotary import apply_rotary
-from transformer_embed._src.positions.rotary_scaling import Scaling
+from transformer_embed._src.positions.rotary_scaling import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    NTKScaling,
+    YarnScaling,
+)
 from transformer_embed._src.positions.schemes import PositionScheme
 from transformer_embed._src.pretrained.files import (
     call_with_named_errors,
@@ -35,6 +40,7 @@ from transformer_embed._src.sequences.token_positions import TokenPositions
 
 # The entry of a file's metadata that has all but the parameters.
 METADATA = "transformer_embed"
+SCALINGS = (LinearScaling, NTKScaling, YarnScaling, Llama3Scaling, LongRopeScaling)
 # The entry of an object that has the name of its class.
 KIND = "kind"
 # The channels of a head for which a rotation is tried, if nothing says how many it needs.
@@ -133,7 +139,7 @@ def _kinds() -> dict[str, Callable]:
 
     A scheme may be your own.
     """
-    schemes, scalings = PositionScheme.__subclasses__(), typing.get_args(Scaling)
+    schemes, scalings = PositionScheme.__subclasses__(), SCALINGS
     return {
         kind.__name__: kind for kind in (EmbedderConfig, OutputConfig, Layer, *schemes, *scalings)
     }

@@ -28,6 +28,11 @@ class TensorFacts(NamedTuple):
             PyTorch: the `w` of `hk.Linear` is the transpose, which you read by the name with ".T"
             at the end. False if it lies [in, out] (Flax, Haiku, and the layers of GPT-2). None if
             it is no weight of a linear layer, as far as its name and the model's type say.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> te.pretrained.TensorFacts._fields
+        ('shape', 'dtype', 'is_transposed')
     """
 
     shape: tuple[int, ...]
@@ -40,6 +45,18 @@ class Checkpoint:
 
     Args:
         names: The names of all tensors, as the files have them.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> import numpy as np, safetensors.numpy
+        >>> import transformer_embed as te
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "model.safetensors")
+        >>> safetensors.numpy.save_file({"norm.weight": np.ones(8, np.float32)}, path)
+        >>> checkpoint = te.pretrained.open_checkpoint(path)
+        >>> checkpoint.names
+        ['norm.weight']
+        >>> checkpoint.read(checkpoint.names)["norm.weight"].shape
+        (8,)
     """
 
     def __init__(self, tensors: Tensors, row: ModelType | None):
