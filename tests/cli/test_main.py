@@ -23,6 +23,7 @@ FILES = {
     "gpt2.json": '{"layer_norm_eps": 0.25, "model_type": "gpt2"}',
     "damaged.json": "{",
     "list.json": "[1]",
+    "small.json": '{"model_type": "bert", "vocab_size": 12, "hidden_size": 8}',
 }
 
 
@@ -43,9 +44,13 @@ def in_a_folder(tmp_path, monkeypatch):
         ("fly", "invalid choice: 'fly'"),
         ("train --steps -1", "--steps: wanted an int of at least 1, got -1"),
         ("train --seed 2147483648", "--seed: wanted an int of at most 2147483647, got 2147483648"),
-        ("inspect", "the following arguments are required: CHECKPOINT"),
+        ("train --step 3", "unrecognized arguments: --step (see transformer-embed --help)"),
+        ("train --steps x", "argument --steps: invalid int value: 'x' (see transformer-embed train --help)"),
+        ("inspect", "inspect: wanted a CHECKPOINT, or --model-type, got neither"),
+        ("inspect --model-type lama", "name: wanted a known model type, such as 'llama', got 'lama'"),
+        ("inspect small.json --part x", "part 'x': wanted of small.json, one of [], got 'x'"),
         ("inspect c --stack both", "argument --stack: invalid choice: 'both'"),
-        ("inspect bert.safetensors", "model_type: wanted that of a known model"),
+        ("inspect bert.safetensors", "model_type: wanted the type of a known model"),
         ("inspect bert.safetensors --model-type bert", "layer_norm_eps"),
         ("inspect bert.safetensors --settings damaged.json", "Expecting property name"),
         ("inspect bert.safetensors --settings list.json", "list.json: wanted a JSON object, got list"),

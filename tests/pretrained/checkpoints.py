@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import transformer_embed as te
-from transformer_embed._src.pretrained import architectures
+from transformer_embed._src.pretrained import registry
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 
@@ -74,7 +74,7 @@ def text_of(case):
 
 
 def kind_of(case):
-    return architectures.by_model_type(case["settings"]["model_type"])
+    return registry.row_of(case["settings"]["model_type"])
 
 
 def checkpoint(case, *, settings=None, drop=(), change=None):

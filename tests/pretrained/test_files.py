@@ -5,6 +5,7 @@ import os
 import pathlib
 import pickle
 import stat
+import tracemalloc
 
 import jax
 import ml_dtypes  # noqa: F401 (for arrays as text)
@@ -26,11 +27,15 @@ from checkpoints import (
     tensors_of,
 )
 from compare import equal
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from refused import each_raises
+from refused import refused as refused_error
 from safetensors.numpy import load_file, save_file
 
 import transformer_embed as te
-from transformer_embed._src.pretrained import files
+from transformer_embed._src.pretrained import parameters
+from transformer_embed._src.pretrained import tensors as tensors_module
 
 # --- Other formats, and damaged files, each with what to do.
 
@@ -48,7 +53,9 @@ PICKLE = pickle.dumps(Bomb())
     [
         ("pytorch_model.bin", PICKLE, "a pickle may run code and is not opened: convert it"),
         ("adapter_model.safetensors", b"{}", "an adapter: merge it, by peft's model.merge_and_unload().save_"),
-        ("model.Q4.gguf", b"{}", "restore it with the library that reads it and save it as safetensors"),
+        ("model.Q4.gguf", b"{}", "model.Q4.gguf: a GGUF file: convert it with transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file="),
+        ("model.onnx", b"{}", "an ONNX file: convert it with safetensors.numpy.save_file("),
+        ("__0_0.distcp", b"{}", "a checkpoint of torch.distributed: convert it with torch.distributed"),
         ("model-00001-of-00002.safetensors", b"{}", "a shard: put the index file of all shards beside it"),
         ("model.fp16.safetensors", b"", "model.fp16.safetensors: pass it"),
         ("model.safetensors.index.fp16.json", b"", "index.fp16.json: pass it"),
@@ -98,7 +105,9 @@ def with_header(text):
         (INDEX, b'{"weight_map": {"a": "/etc/passwd"}}', f"{SHARDS}'/etc/passwd'"),
         (INDEX, b'{"weight_map": {"a": "../x.safetensors"}}', f"{SHARDS}'../x.safetensors'"),
         (INDEX, b'{"weight_map": {"a": "a/../../x"}}', f"{SHARDS}'a/../../x'"),
-        (INDEX, b'{"weight_map": {"wte.weight": "other", "wpe.weight": "other"}}', "other: wanted a tensor wte.weight, got"),
+        (INDEX, b'{"weight_map": {"a": "x\\u0000"}}', f"{SHARDS}'x\\x00'"),
+        (INDEX, b'{"weight_map": {"wte.weight": "other", "wpe.weight": "other"}}', "other: wanted a tensor wte.weight, which model.safetensors.index.json says is there, got 1 tensors: other"),
+        ("a\0b", None, "path: wanted a path without null bytes, got 'a\\x00b'"),
     ],
 )  # fmt: skip
 def test_a_missing_or_damaged_file(name, content, message):
@@ -152,30 +161,56 @@ def test_only_shards_that_are_needed_are_opened(name):
 
 
 def test_only_parameters_are_read_and_each_is_copied_once(monkeypatch):
-    copied, addresses = files.Tensors.read, []
+    made, addresses = parameters.empty_array, []
 
-    def read(*args):
-        array = copied(*args)
+    def empty_array(*args):
+        array = made(*args)
         addresses.append(array.ctypes.data)
         return array
 
-    monkeypatch.setattr(files.Tensors, "read", read)
+    monkeypatch.setattr(parameters, "empty_array", empty_array)
     found = load("bert with a head")
     assert len(addresses) == len(found.names) == 5
     leaves = jax.tree.leaves(found.params)
     assert {leaf.unsafe_buffer_pointer() for leaf in leaves} == set(addresses)
 
 
+def test_added_rows_take_no_second_table():
+    """Neither on one device nor on several, and a transpose is written where it belongs."""
+    rows, width = 40_001, 256
+    table = np.arange(rows * width, dtype=np.float32).reshape(rows, width)
+    save_file({"model.embed_tokens.weight": table}, "model.safetensors")
+    entries = {"model_type": "llama", "tie_word_embeddings": True, "num_hidden_layers": 1}
+    pathlib.Path("config.json").write_text(json.dumps(entries))
+    mesh = jax.make_mesh((8,), ("data",))
+    split = {"token_embedding/embeddings": NamedSharding(mesh, P("data"))}
+    load_embedder(".")
+    for shardings in (None, split):
+        tracemalloc.start()
+        found = load_embedder(".", row_multiple=1024, shardings=shardings)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        # The result itself is in pages that Python does not count.
+        assert peak < table.nbytes / 2
+        read = np.asarray(found.params[f"{ROOT}token_embedding"]["embeddings"])
+        assert read.shape == (40 * 1024, width)
+        equal(read[:rows], table)
+        equal(read[rows:], np.zeros((40 * 1024 - rows, width)))
+
+
 @pytest.mark.parametrize("piece", [1, 13])
 def test_pieces_of_any_size_join_to_the_whole(monkeypatch, piece):
-    monkeypatch.setattr(files, "PIECE", piece)
+    monkeypatch.setattr(tensors_module, "PIECE_BYTES", piece)
     table = np.random.default_rng(0).random((1, 1, 9, 4), np.float32)
-    save_file({"t": table, "same": table, "other": -table}, "x")
-    tensors = files.open_tensors("x")
+    others = {"wide": table.reshape(4, 9), "other": -table}
+    save_file({"t": table, "same": table} | others, "x")
+    tensors = tensors_module.open_tensors("x")
     for part in np.s_[:, :], np.s_[2:7, 1:3], np.s_[3:3, 0:0]:
         equal(tensors.read("t", *part), table[0, 0][part])
     assert tensors.are_equal("t", "same")
+    # Equal bytes of another shape are another tensor.
     assert not tensors.are_equal("t", "other")
+    assert not tensors.are_equal("t", "wide")
 
 
 # --- By hand: with a config, and the names of the tensors.
@@ -261,6 +296,8 @@ def test_a_file_keeps_its_mode_and_a_new_one_has_that_of_new_files(mode):
     assert link.is_symlink()
     assert load_embedder(link).config == SMALL
     os.mkfifo("pipe")
+    with refused_error(ValueError, "path: wanted a path without null bytes, got 'a\\x00b'"):
+        save_embedder("a\0b", SMALL, PARAMS)
     for name in ("pipe", ".."):
         with pytest.raises(ValueError, match=r"^path: wanted a regular file, got a folder, a pipe"):
             save_embedder(name, SMALL, PARAMS)

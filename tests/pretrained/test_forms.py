@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P  # noqa: F401 (for programs)
 from safetensors.numpy import save_file
 
 import transformer_embed as te
+from transformer_embed._src.pretrained.attention import NAMES_OF_ATTENTION
 
 MODELS = CASES | {f"{name}, its head": case for name, case in HEADS.items()}
 ADAPTED = r"wanted a whole model, got .*, of an adapter: merge it"
@@ -110,7 +111,8 @@ def stored(name, prefix="", form="file", dtype="float32", said="file", adapter=N
 def entries(folder, case, said):
     """Writes config.json, and returns the settings or the part that say the rest."""
     in_file, options, text = case["settings"], {}, text_of(case)
-    read = {"model_type"}.union(*kind_of(case).names().values())
+    read = {"model_type"}.union(*kind_of(case).names_of_entries().values())
+    read |= NAMES_OF_ATTENTION if kind_of(case).attention else set()
     given = {key: value for key, value in text.items() if key in read}
     if said == "settings":
         in_file, options = {"model_type": text["model_type"]}, {"settings": given}
@@ -120,7 +122,7 @@ def entries(folder, case, said):
         in_file = text | {key: not value for key, value in flags.items()}
         options = {"settings": flags}
     elif said == "text_config":
-        in_file = {"model_type": "an outer model", "text_config": text}
+        in_file = {"model_type": "fuyu", "text_config": text}
     elif said == "a part":
         in_file, options = {"thinker": {"text": text}}, {"part": "thinker.text"}
     (folder / "config.json").write_text(json.dumps(in_file))

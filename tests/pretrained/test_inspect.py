@@ -1,5 +1,8 @@
 """The command `inspect` on published models and on own ones."""
 
+import json
+import pathlib
+
 import haiku as hk
 import numpy as np
 import pytest
@@ -76,3 +79,25 @@ def test_code_of_what_is_not_default_and_a_count_of_what_stands_beside(inspect, 
     assert f"layer\n  te.TransformerEmbedding({code})\n" in out
     assert "block" not in out
     assert out.endswith("beside the layer\n  3 parameters\n")
+
+
+def test_the_row_of_a_type_is_printed(inspect):
+    out = inspect("--model-type", "llama4_text")
+    lines = out.splitlines()
+    assert lines[0] == "llama4_text"
+    assert "  tokens: embed_tokens" in lines
+    assert "  kinds: full_attention, chunked_attention" in lines
+    assert "  rope_theta (or global_rope_theta, rotary_emb_base): 500000.0" in lines
+    assert inspect("--model-type", "mistral4").endswith(
+        "entries that change nothing\n  max_position_embeddings partial_rotary_factor\n"
+    )
+
+
+def test_a_config_and_a_part_of_one_are_printed(inspect):
+    """Without parameters, and with the reason why there is no output layer."""
+    text = {"model_type": "bert", "vocab_size": 12, "hidden_size": 8, "num_hidden_layers": 1}
+    text |= {"type_vocab_size": 2, "max_position_embeddings": 9}
+    pathlib.Path("config.json").write_text(json.dumps({"thinker": {"text": text}}))
+    out = inspect("config.json", "--part", "thinker.text")
+    assert out.startswith("layer\n  te.TransformerEmbedding(te.EmbedderConfig(vocab_size=12, ")
+    assert "\nno output layer\n  a dense layer and a norm come before it\n" in out

@@ -31,8 +31,8 @@ from safetensors.numpy import load_file, save_file
 
 import transformer_embed as te
 from transformer_embed._src.layers.parameters import by_path
-from transformer_embed._src.pretrained.checkpoints import METADATA
 from transformer_embed._src.pretrained.layers import Layer
+from transformer_embed._src.pretrained.own_files import METADATA
 from transformer_embed._src.rows.gathered_rows import GatheredRows
 
 # --- There and back.
@@ -109,6 +109,20 @@ GATHERED = {"embeddings": GatheredRows(jnp.array([1]), None, jnp.ones([1, 6]), "
 DTYPES = "ValueError: ...x.safetensors: a/b: wanted F32 or BF16 or F16, got"
 UNSAVED = {
     "saved(layers=[5])": "TypeError: layers[0]: wanted a Layer, got int 5",
+    # What the functions of the package would refuse.
+    "saved(layers=[layer({'base': -1})])": "ValueError: layers[0].rotary: base: wanted a number above 0",
+    "saved(layers=[layer(None), layer({'rotary_dim': 3})])": "ValueError: layers[1].rotary: rotary_dim: ... got 3",
+    "saved(layers=[layer({'rotary_dim': 10**9})])": "ValueError: layers[0].rotary: rotary_dim: wanted an int of at most 8192, got 1000000000",
+    "saved(layers=[layer({'angle': 3})])": "ValueError: layers[0].rotary: apply_rotary() got an unexpected keyword argument 'angle'",
+    "saved(layers=[layer(None, window=3)])": "ValueError: layers[0].mask: window: ... got",
+    "saved(layers=[Layer(5, None, {'causal': True})])": "TypeError: layers[0].type: wanted a kind of layers, got int 5",
+    "saved(layers=[Layer('x', 5, 5)])": "TypeError: layers[0].rotary: wanted a mapping, or None, got int 5",
+    "saved(layers=[Layer('x', None, {})])": "ValueError: layers[0].mask: ...missing 1 required keyword-only argument: 'causal'",
+    "saved(layers=[Layer('x', None, {'causal': True}, {'beta': 1.0})])": "ValueError: layers[0].query_scale: query_scale() missing 1 required keyword-only argument: 'length'",
+    "saved(layers=[Layer('x', None, {'causal': True}, image_blocks='near')])": "ValueError: layers[0].image_blocks: wanted one of 'anywhere', 'in window', got 'near'",
+    "saved(bias={'num_heads': 2, 'max_bias': 200.0})": "ValueError: bias: max_bias: ... got 200",
+    "saved(bias={'num_heads': 10**9})": "ValueError: bias: num_heads: wanted an int of at most 8192, got 1000000000",
+    "saved(PARAMS | BIAS_TABLE, bias=BUCKETS | {'max_distance': 0})": "ValueError: bias: max_distance: ... got 0",
     "saved(names={TOKENS: '__metadata__'})": "ValueError: ... other than '__metadata__'",
     "saved(names={TOKENS: '\\ud800'})": "UnicodeEncodeError: 'utf-8' codec can't encode character",
     "saved(names=['x'])": "TypeError: names: wanted a mapping, or None, got list",

@@ -26,8 +26,8 @@ from checkpoints import (
 from compare import near
 
 import transformer_embed as te
-from transformer_embed._src.pretrained import architectures
-from transformer_embed._src.pretrained.architecture import ENTRIES
+from transformer_embed._src.pretrained import encoder_types, llama_types, registry
+from transformer_embed._src.pretrained.entries import ENTRIES
 
 PAD = 1
 # A unit in the last place of float32, at the largest value. Layer norms sum their channels in
@@ -160,8 +160,8 @@ OUTPUTS = {
     "whole('granite', model_type='llava_next')": UNTIED,
     "whole('gemma2', model_type='llava')": te.OutputConfig(),
     "whole('gemma2', model_type='paligemma')": te.OutputConfig(softcap=0.75),
-    "whole('cohere', model_type='another')": "another may leave out the scale and softcap of its text model",
-    "whole('llama', model_type='another')": UNTIED,
+    "whole('cohere', model_type='fuyu')": "fuyu may leave out the scale and softcap of its text model",
+    "whole('llama', model_type='fuyu')": UNTIED,
     "whole('llama', tie_word_embeddings=True)": UNTIED,
     "whole('llama', 12, tie_word_embeddings=True)": te.OutputConfig(),
     "whole('llama', 11, tie_word_embeddings=True)": "its shape is [11, 8], not [12, 8]",
@@ -181,10 +181,6 @@ def test_which_output_layer_is_read_and_why_not(call):
 NOTEBOOKS = GOLDEN.parents[1] / "notebooks"
 
 
-def all_types():
-    return [name for types in architectures.FAMILIES for name in types.split()]
-
-
 def test_every_model_named_is_tested():
     """By a golden file, or by the sweep whose table is in the documentation."""
     tested = {case["settings"]["model_type"] for case in CASES.values()}
@@ -193,40 +189,43 @@ def test_every_model_named_is_tested():
     # MiniCPM and new are not in that library, and compute what MiniCPM 3 and GTE do; the others
     # are parts of models.
     unswept = "minicpm new voxtral_realtime_text kimi_k2 exaone4_5_text esm"
-    assert {*all_types()} - tested - {*re.findall(r"`([^`]+)`", page)} == {*unswept.split()}
+    assert {*registry.ROWS} - tested - {*re.findall(r"`([^`]+)`", page)} == {*unswept.split()}
 
 
-def test_the_registry_names_entries_and_types_that_are_known():
+def test_rows_name_entries_that_are_known():
     """What is neither a field nor an entry is a slip of the pen."""
-    types = all_types()
-    assert len(types) == len({*types})
-    for kind in map(architectures.by_model_type, types):
-        named = {*kind.entries, *kind.fixed.split(), *kind.aliases.split(":")[:1]}
-        assert named - {""} <= ENTRIES.keys()
-        assert not {*kind.fixed.split()} & kind.names().keys()
-    for values in architectures.OWN.values():
-        own = " ".join(values.values()).split()
-        assert {*own} <= {*types}
-        assert len(own) == len({*own})
+    for name in registry.ROWS:
+        row = registry.row_of(name)
+        named = {*row.entries, *row.unread.split(), *row.aliases.split(":")[:1]} - {""}
+        assert named <= ENTRIES.keys(), name
+        assert not {*row.unread.split()} & row.names_of_entries().keys(), name
 
 
-def block_about_models(n):
+def test_windows_that_a_row_speaks_of_have_a_width():
+    """A row with a period of sliding layers, or with their rotation, says how wide windows are."""
+    widths = {"sliding_window", "local_attention", "sliding_window_size"}
+    for name in registry.ROWS:
+        row = registry.row_of(name)
+        if "sliding_attention" in row.kinds and "sliding_window_pattern" in row.entries:
+            assert widths & row.entries.keys(), name
+
+
+def rows_of_contributing(n):
     """A block of code under "Add a published model"."""
     page = (NOTEBOOKS / "contributing.md").read_text().split("### Add a published model")[1]
-    return eval(re.findall(r"```\n(.*?)```", page, re.S)[n], vars(architectures))
+    names = vars(encoder_types) | vars(llama_types)
+    return eval(re.findall(r"```\n(.*?)```", page, re.S)[n], names)
 
 
-def test_a_new_type_is_a_word_in_its_family_and_in_what_it_has_of_its_own(monkeypatch):
-    monkeypatch.setattr(architectures, "FAMILIES", block_about_models(0))
-    monkeypatch.setattr(architectures, "OWN", block_about_models(1))
+def test_a_new_type_is_one_row(monkeypatch):
+    monkeypatch.setattr(registry, "ROWS", rows_of_contributing(0))
     for name, base in (("a_new_type", 1e4), ("another_new_type", 1e6)):
         found = load_table({"model_type": name})
         assert rotary_of(found) == {"base": base, "layout": "half"}
 
 
-def test_a_new_architecture_is_one_family(monkeypatch):
-    families = architectures.FAMILIES | block_about_models(2)
-    monkeypatch.setattr(architectures, "FAMILIES", families)
+def test_a_new_architecture_is_one_row(monkeypatch):
+    monkeypatch.setattr(registry, "ROWS", rows_of_contributing(1))
     entries = {"norm_eps": 0.5, "multiplier": 1.5, "rope_theta": 70.0}
     tensors = {"m.tok.weight": (12, 16), "m.tok_norm.weight": (16,)}
     found = load_table({"model_type": "a_new_architecture"} | entries, **tensors)

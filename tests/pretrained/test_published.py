@@ -1,10 +1,16 @@
 """Which model a file holds: by its type, by names of tensors, or an error that says what to try."""
 
+import dataclasses
+import json
+import pathlib
+
 import pytest
 from checkpoints import (
     CASES,
     EMBED_TOKENS,
+    HEADS,
     ROOT,
+    TOKENS,
     assert_identical,
     checkpoint,
     golden,
@@ -15,10 +21,11 @@ from checkpoints import (
     save_embedder,
     tensors_of,
 )
-from refused import each_raises
+from refused import each_raises, refused
 
-from transformer_embed._src.pretrained import architecture
-from transformer_embed._src.pretrained.checkpoints import decoded
+import transformer_embed as te
+from transformer_embed._src.pretrained import layer_parts
+from transformer_embed._src.pretrained.own_files import decoded
 
 
 @pytest.mark.parametrize("case", golden("published_forms.json", object_hook=decoded))
@@ -26,7 +33,11 @@ def test_published_forms_are_read_and_read_back(case):
     """What files of published models say, and which layers, rotations, masks and biases they mean;
     the file says why."""
     found = load_table(case["entries"], length=case.get("length"), **case["tensors"])
-    values = found._asdict() | vars(found.config) | {"rotary": rotary_of(found)}
+    # Attention has a test of its own.
+    layers = tuple(
+        dataclasses.replace(each, attention=None, norm_eps=None) for each in found.layers
+    )
+    values = found._asdict() | vars(found.config) | {"rotary": rotary_of(found), "layers": layers}
     assert {field: values[field] for field in case["expected"]} == case["expected"]
     save_embedder("saved", *found)
     again = load_embedder("saved")
@@ -45,7 +56,7 @@ def test_older_names_of_a_norm():
 
 def test_each_stack_of_two_vocabularies_has_its_own_size():
     path = checkpoint(CASES["marian, two vocabularies"])
-    found = [load_embedder(path, stack=stack) for stack in architecture.STACKS]
+    found = [load_embedder(path, stack=stack) for stack in layer_parts.STACKS]
     assert [each.config.vocab_size for each in found] == [12, 15]
 
 
@@ -54,6 +65,74 @@ def test_buffers_and_other_streams_are_left_out():
     model.rotary_emb.inv_freq vision.embed_positions.weight model.image_embeddings.weight"""
     found = load_table({"model_type": "llama"}, EMBED_TOKENS, *others.split())
     assert list(found.params) == [f"{ROOT}token_embedding"]
+
+
+# A tied model's table may be stored under the name of its output layer alone.
+UNDER_THE_HEAD = {
+    "llama": {"lm_head.weight": (12, 16), "model.layers.0.q.weight": (16, 16)},
+    "gpt2": {"lm_head.weight": (12, 16), "transformer.wpe.weight": (9, 16), "transformer.h.0.w": (2,)},
+    "opt": {
+        "lm_head.weight": (12, 16),
+        "model.decoder.embed_positions.weight": (9, 16),
+        "model.decoder.layers.0.w": (2,),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", UNDER_THE_HEAD)
+def test_a_tied_table_under_the_heads_name_is_read(model_type):
+    found = load_table(
+        {"model_type": model_type, "tie_word_embeddings": True}, **UNDER_THE_HEAD[model_type]
+    )
+    assert found.names[TOKENS] == "lm_head.weight"
+    assert (found.config.vocab_size, found.config.output) == (12, te.OutputConfig())
+    assert len(found.layers) in (0, 6)
+    save_embedder("saved", *found)
+    assert load_embedder("saved").config == found.config
+
+
+def test_an_index_may_name_a_tied_head_that_no_shard_has():
+    found = load_embedder(checkpoint(HEADS["qwen2, tied"]))
+    shard = pathlib.Path("model.safetensors").rename("model-1.safetensors").name
+    names = [*tensors_of(HEADS["qwen2, tied"]), "lm_head.weight"]
+    index = json.dumps({"weight_map": dict.fromkeys(names, shard)})
+    pathlib.Path("model.safetensors.index.json").write_text(index)
+    assert_identical(found, load_embedder("."))
+    untied = {"tie_word_embeddings": False}
+    with refused(ValueError, "model-1.safetensors: wanted a tensor lm_head.weight, which model.safetensors.index.json says is there, got ..."):  # fmt: skip
+        load_embedder(".", settings=untied)
+
+
+# --- A text model inside a model of a type that is not known.
+
+SMALL_LLAMA = {"model_type": "llama", "vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 1}
+DRAFTER = {"model_type": "a_drafter", "text_config": SMALL_LLAMA}
+OWN_TENSORS = {"pre_projection.weight": (4, 4), "masked_embedding.centroids.weight": (4, 4)}
+UNKNOWN = (
+    "the model type 'a_drafter' is not known, so what was read is its text_config, a model llama"
+)
+
+
+def test_a_text_model_inside_an_unknown_model_is_read_with_a_warning():
+    names = {"model.language_model.embed_tokens.weight": (12, 16), "lm_head.weight": (12, 16)}
+    images = {"model.vision_tower.embeddings.weight": (2, 2), "model.projector.weight": (2, 2)}
+    with pytest.warns(UserWarning, match=UNKNOWN):
+        found = load_table(DRAFTER, **names, **images)
+    assert found.config.output == te.OutputConfig(tied=False)
+    with pytest.warns(UserWarning, match=UNKNOWN):
+        te.pretrained.load_config(DRAFTER)
+
+
+@pytest.mark.filterwarnings(f"ignore:.*{UNKNOWN}")
+def test_a_drafter_is_refused_unless_its_part_is_named():
+    """Its input and its logits need tensors of its own, which are beside the head."""
+    names = {EMBED_TOKENS: (12, 16)} | OWN_TENSORS
+    tied = DRAFTER | {"tie_word_embeddings": True}
+    with refused(ValueError, "...config.json: wanted a known model around llama (part='text_config' reads the text model alone), got 'a_drafter', with masked_embedding.centroids.weight beside the output layer"):  # fmt: skip
+        load_table(tied, **names)
+    found = load_embedder(".", part="text_config")
+    assert found.config.output is None
+    assert found.no_output.startswith("a_drafter may compute its logits by masked_embedding")
 
 
 # --- Files that are refused.
@@ -89,7 +168,7 @@ def decoder(**options):
 
 
 # No model is proposed: those that fit by names may rotate other pairs.
-UNTYPED = "ValueError: model_type: wanted that of a known model, from settings or ...config.json, got None; load any table with config and names"
+UNTYPED = "ValueError: model_type: wanted the type of a known model, from settings or ...config.json, got None; load any table with config and names"
 LONG = [f"{'deep.' * 15}{n}.{'x' * 60}" for n in range(26)]
 BIAS = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 DEEPER = BIAS.replace("block.0", "block.1")
@@ -101,6 +180,7 @@ REFUSED = {
     "untyped('t5')": UNTYPED,
     "model('mamba9', 'weird.table', 'h.0.w', 'h.1.w')": "ValueError: ... names (3 tensors: weird.table, h.0.w, h.1.w)",
     "model('mamba9', *LONG)": "ValueError: ... names (26 tensors: ",
+    "model('llama', 'lm_head.weight')": "ValueError: ... wanted the tensors of one model llama, ... got 1 tensors: lm_head.weight (embed_tokens.weight is missing)",
     "twice()": "ValueError: ... wanted the tensors of one model bert, or ... got those under ['c.', 'q.']",
     "load('bert', stack='decoder')": "ValueError: stack: wanted None, since bert has one stack, got str 'decoder'",
     "load('t5, an encoder alone', stack='decoder')": "ValueError: ... tensors of one model t5 (its decoder; `stack` says which), or load any table ... tensors: ...shared.w",

@@ -19,9 +19,10 @@ CONFIG = te.EmbedderConfig(11, 4, te.Learned(4), output=te.OutputConfig(tied=Fal
 PARAMS = drawn(te.Embedder(CONFIG).init)
 
 
-def changed(params=PARAMS, config=CONFIG, rng=None, grids=None, **fields):
+def changed(params=PARAMS, config=CONFIG, rng=None, grids=None, keep_positions=False, **fields):
     new = dataclasses.replace(config, **fields)
-    return te.pretrained.resize(params, config, new, rng=rng, grids=grids)
+    options = {"grids": grids, "keep_positions": keep_positions}
+    return te.pretrained.resize(params, config, new, rng=rng, **options)
 
 
 @pytest.mark.slow
@@ -81,6 +82,25 @@ def test_rows_are_padded_and_spread_and_put_back(multiple, vocab_size):
     assert moved[POSITIONS]["embeddings"] is PARAMS[POSITIONS]["embeddings"]
 
 
+@pytest.mark.parametrize("max_len", [3, 4, 4000])
+@pytest.mark.parametrize("start", [0, 2])
+def test_kept_positions_stay_and_new_ones_are_sampled_like_them(max_len, start):
+    config = dataclasses.replace(CONFIG, scheme=te.Learned(4, start=start))
+    scheme = te.Learned(max_len, start=start)
+    old = PARAMS[POSITIONS]["embeddings"]
+    new = changed(config=config, rng=KEY, scheme=scheme, keep_positions=True)[POSITIONS][
+        "embeddings"
+    ]
+    equal(new[:4], old[:max_len])
+    assert new.shape == (max_len, 4)
+    if max_len > 4:
+        # Five times the deviation of the mean of 4000 normal samples, and of their deviation.
+        sampled = np.asarray(new[4:], np.float64)
+        mean, deviation = old[start:].mean(0), old[start:].std(0)
+        near((sampled.mean(0) - mean) / deviation, 0, atol=0.08)
+        near(sampled.std(0) / deviation, 1, atol=0.06)
+
+
 TABLE = te.EmbedderConfig(12, 4)
 SPLIT = put(mesh_of((4,), ("x",)), {TOKENS: {"embeddings": jnp.ones((12, 4))}}, "x")
 on_a_mesh = functools.partial(changed, SPLIT, TABLE, KEY)
@@ -94,11 +114,11 @@ def test_a_table_on_a_mesh_keeps_its_sharding():
 LONGER = te.Learned(9)
 REFUSED = {
     "te.pretrained.resize(PARAMS, CONFIG, 14)": "TypeError: new_config: ... got int 14",
-    "changed(d_model=8)": "ValueError: new_config: ... got {'learned_positional_encoding/embeddings': (4, 4), ...",
-    "changed(embedding_width=2)": "ValueError: new_config: wanted {'learned_positional_encoding/embeddings': (4, 2), ...",
-    "changed(layer_norm_eps=1e-6)": "ValueError: new_config: wanted {'layer_norm/offset': (4,), ... got none of them",
-    "changed(num_token_types=2)": "ValueError: new_config: wanted {'token_type_embedding/embeddings': (2, 4)}, got none of them",
-    "changed(output=None)": "ValueError: new_config: wanted no others, got {'token_embedding/output_bias': (11,), ...",
+    "changed(d_model=8)": "ValueError: new_config: params: ... got {'learned_positional_encoding/embeddings': (4, 4), ...",
+    "changed(embedding_width=2)": "ValueError: new_config: params: wanted {'learned_positional_encoding/embeddings': (4, 2), ...",
+    "changed(layer_norm_eps=1e-6)": "ValueError: new_config: params: wanted {'layer_norm/offset': (4,), ... got none of them",
+    "changed(num_token_types=2)": "ValueError: new_config: params: wanted {'token_type_embedding/embeddings': (2, 4)}, got none of them",
+    "changed(output=None)": "ValueError: new_config: params: wanted no others, got {'token_embedding/output_bias': (11,), ...",
     "changed(output=te.OutputConfig(), spread=True)": "ValueError: new_config.spread: wanted False ... got True",
     "changed({TOKENS: PARAMS[TOKENS]}, dataclasses.replace(CONFIG, scheme=None), scheme=LONGER)": "TypeError: config.scheme.max_len: ... got None",
     "changed(scheme=None)": "TypeError: new_config.scheme.max_len: ... got None",
@@ -109,6 +129,9 @@ REFUSED = {
     "changed(scheme=LONGER, grids=((2, 3), (3, 3)))": "ValueError: grids: ... got ((2, 3), (3, 3))",
     "changed(scheme=LONGER, grids=((1, 3), (2, 2)))": "ValueError: grids: ... got ((1, 3), (2, 2))",
     "changed(scheme=LONGER, grids=((2, 2), (9,)))": "ValueError: grids: ... got ((2, 2), (9,))",
+    "changed(scheme=LONGER, keep_positions=True)": "ValueError: rng: wanted a key, to draw 5 new rows, got None",
+    "changed(scheme=LONGER, keep_positions=1)": "TypeError: keep_positions: ... got int 1",
+    "changed(scheme=LONGER, keep_positions=True, grids=((2, 2), (3, 3)))": "ValueError: grids: wanted None, since keep_positions adds rows at the end, got tuple",
     "changed(scheme=LONGER, grids=(2, 2))": "TypeError: grids[0]: ... got int 2",
     "on_a_mesh(vocab_size=14)": "ValueError: params: transformer_embedding/~/token_embedding/embeddings: ... row_multiple), got 14",
 }  # fmt: skip

@@ -18,16 +18,18 @@ from checkpoints import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer_embed._src.pretrained import architecture, rope
+from transformer_embed._src.pretrained import model_type, rope
 
 # One case for each model type.
 TYPES = {case["settings"]["model_type"]: name for name, case in reversed(CASES.items())}.values()
 # Phi-3 has the original length beside its scaling.
 ROTATED = [
-    name for name in TYPES if "rope_theta" in kind_of(CASES[name]).names() and "phi3" not in name
+    name
+    for name in TYPES
+    if "rope_theta" in kind_of(CASES[name]).names_of_entries() and "phi3" not in name
 ]
-ROPE = {"rope_parameters", rope.ORIGINAL}.union(*rope.LAYERS.values())
-FULL, SLIDING = architecture.FULL, architecture.SLIDING
+ROPE = {"rope_parameters", rope.ORIGINAL}.union(*rope.ENTRIES_OF_KINDS.values()) - {""}
+FULL, SLIDING = model_type.FULL, model_type.SLIDING
 
 
 def found_or_refused(case, in_file, said=None):
@@ -64,7 +66,7 @@ def written(parts, names, is_new):
     parts = {name: value for name, value in parts.items() if name in names}
     if not is_new or "rope_scaling" not in parts:
         return {names[name][0]: value for name, value in parts.items()}
-    inside = {key: parts[key] for key in rope.LAYERS[FULL][:2] if key in parts}
+    inside = {key: parts[key] for key in rope.ENTRIES_OF_KINDS[FULL][:2] if key in parts}
     inside |= parts["rope_scaling"]
     if "rope_local_base_freq" not in names:
         return {"rope_parameters": inside}
@@ -81,7 +83,7 @@ def written(parts, names, is_new):
 def test_settings_win_for_both_forms_of_a_rotation(name, in_file, said, is_new_file, is_new_said):
     """Entry by entry, whichever form the two have; a scaling of another type has none of the
     file's."""
-    case, names = CASES[name], kind_of(CASES[name]).names()
+    case, names = CASES[name], kind_of(CASES[name]).names_of_entries()
     unread = {alias for entry in ROPE for alias in names.get(entry, ())}
     rest = {key: value for key, value in case["settings"].items() if key not in unread}
     both = in_file | said
@@ -124,7 +126,7 @@ def test_of_a_composite_config_only_the_text_models_entries_are_read(name):
     case = CASES[name]
     text = {key: value for key, value in text_of(case).items() if key not in LEFT_OUT}
     alone, reason = found_or_refused(case, text)
-    whole = BESIDE | {"model_type": "an outer model", "text_config": text}
+    whole = BESIDE | {"model_type": "fuyu", "text_config": text}
     found, message = found_or_refused(case, whole)
     assert (found is None, message) == (alone is None, reason)
     if found is not None:

@@ -1,6 +1,9 @@
 """Entries of config.json and of settings that are wrong, or that concern a layer and that nothing
 reads: errors name them."""
 
+import ast
+import re
+
 import pytest
 from checkpoints import (
     CASES,
@@ -14,7 +17,10 @@ from checkpoints import (
 )
 from refused import each_raises
 
-from transformer_embed._src.pretrained import architectures, description
+import transformer_embed as te
+from transformer_embed._src.pretrained import entry_values, known_entries, registry
+from transformer_embed._src.pretrained.entries import ENTRIES
+from transformer_embed._src.pretrained.model_type import EntryStatus
 
 SLIDING = ["sliding_attention"] * 6
 
@@ -85,7 +91,7 @@ REFUSED = {
     "without('bert', ['layer_norm_eps', 'pad_token_id'], 'roberta', None)": "ValueError: ... wanted layer_norm_eps, pad_token_id of roberta",
     "without('bloom', ['n_head', 'layer_norm_epsilon'], 'bloom', None)": "ValueError: ... wanted layer_norm_eps, num_attention_heads of bloom",
     # Entries of other models.
-    "llama(rotary_fancy=3, rope_odd=4)": "ValueError: config.json, for a model llama: wanted no entry that concerns the layer and is not read (if they mean nothing here: settings={'rotary_fancy': None, 'rope_odd': None}), got rotary_fancy: 3, rope_odd: 4",
+    "llama(rotary_value=3, alibi=4)": "ValueError: config.json, for a model llama: wanted no entry that concerns the layer and is not read (if they mean nothing here: settings={'rotary_value': None, 'alibi': None}), got rotary_value: 3, alibi: 4",
     "llama(rotary_dim=8)": f"{UNREAD}rotary_dim: 8",
     "llama(alibi=True)": f"{UNREAD}alibi: True",
     "llama(embedding_multiplier=2.0)": f"{UNREAD}embedding_multiplier: 2.0",
@@ -94,7 +100,7 @@ REFUSED = {
     "llama(no_rope_layers=[1, 0])": f"{UNREAD}no_rope_layers: ",
     "llama(share_tables=True)": f"{UNREAD}share_tables: ",
     "llama(rope_scaling={'type': 'linear', 'factor': 2.0, 'beta': 1000.0})": f"{UNREAD}rope_scaling: beta: ",
-    "llama(rope_scaling={'type': 'dynamic', 'factor': 1.0, 'alpha': 9.0})": f"{UNREAD}rope_scaling: alpha: 9.0",
+    "llama(max_position_embeddings=64, rope_scaling={'type': 'dynamic', 'factor': 1.0, 'alpha': 9.0})": f"{UNREAD}rope_scaling: alpha: 9.0",
     # As in Jina's v3, whose positions are rotated.
     "model('xlm-roberta', 'embeddings.word_embeddings.weight')": "ValueError: ... wanted the tensors of one model xlm-roberta",
     # What a row of the registry cannot say. The library adds the scaling of the type's default.
@@ -119,16 +125,97 @@ XLM = (
 
 
 def test_entries_that_mean_nothing_are_refused_by_name():
-    """And what an error says to do loads the model."""
     each_raises(REFUSED, globals())
-    for call, settings in (
-        (lambda: llama(rotary_fancy=3, rope_odd=4), {"rotary_fancy": None, "rope_odd": None}),
-        (lambda: in_file("bert", vocab_size=13), {"vocab_size": 12}),
-    ):
-        with pytest.raises(ValueError, match="settings=") as error:
-            call()
-        assert str(settings) in str(error.value)
-        assert load_embedder("model.safetensors", settings=settings).config.vocab_size == 12
+
+
+def advised(call):
+    """The settings that the message of a refusal advises, or None."""
+    try:
+        call()
+    except ValueError as error:
+        found = re.search(r"settings=(\{.*?\})", str(error))
+        return ast.literal_eval(found[1]) if found else None
+    return {}
+
+
+def test_what_a_message_advises_loads_the_model():
+    """Whatever is refused with advice: entries at the top level, inside a rotation, and sizes."""
+    for call in REFUSED:
+        settings = advised(lambda call=call: eval(call, globals()))
+        # The small files of these two lack more than what the message is about.
+        if settings and not call.startswith(("model('xlm'", "composite(")):
+            load_embedder("model.safetensors", settings=settings, length=LENGTH)
+    small = {"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4}
+    loud = [name for name in (*ENTRIES, *known_entries.LOUD.split()) if known_entries.is_loud(name)]
+    for model_type in ("bert", "llama", "gpt2", "gemma2", "mpt", "bart"):
+        row = registry.row_of(model_type)
+        entries = small | {"model_type": model_type, "max_position_embeddings": 8}
+        entries |= {"type_vocab_size": 2}
+        unread = [name for name in loud if row.status(name, "x") is EntryStatus.REFUSED]
+        assert len(unread) > 20
+        for name in unread:
+            in_file = entries | {name: "x"}
+            settings = advised(lambda: te.pretrained.load_config(in_file))  # noqa: B023
+            assert settings == {name: None}
+            te.pretrained.load_config(in_file, settings=settings)
+
+
+def test_entries_that_nobody_knows_are_warned_of():
+    fancy = {"rotary_fancy": 3, "my_note": "x", "an_empty_one": None}
+    words = "config.json, for a model llama: entries that are not known were not read: rotary_fancy, my_note .if they mean nothing here: settings={'rotary_fancy': None, 'my_note': None}"
+    with pytest.warns(UserWarning, match=words):
+        llama(**fancy)
+    # As the warning advises.
+    settings = {"rotary_fancy": None, "my_note": None}
+    assert load_embedder("model.safetensors", settings=settings).config.vocab_size == 12
+
+
+# What published files say, that their class does not read: of Devstral 2, of granite-embedding r2,
+# of Hy-MT2, and of a draft model for Gemma 3.
+HARMLESS = {
+    "ministral3": {
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e8, "factor": 64.0,
+            "original_max_position_embeddings": 4096, "llama_4_scaling_beta": 0},
+    },
+    "modernbert": {"position_embedding_type": "sans_pos", "local_rope_theta": 10000.0},
+    "hunyuan_v1_dense": {"use_rotary_pos_emb": True, "num_media_embeds": 257, "cla_share_factor": 2,
+        "position_embedding_xdrope": False, "attention_head_dim": 128},
+    "llama": {"rope_local_base_freq": 10000, "sliding_window_pattern": 6, "draft_vocab_size": 32000,
+        "query_pre_attn_scalar": 256, "final_logit_softcapping": None, "pretraining_tp": 1,
+        "position_embedding_type": "rope"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", HARMLESS)
+def test_entries_without_an_effect_are_not_refused(model_type):
+    small = {"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4}
+    small |= {"max_position_embeddings": 64, "model_type": model_type}
+    plain = {key: each for key, each in HARMLESS[model_type].items() if key == "rope_parameters"}
+    found = te.pretrained.load_config(small | HARMLESS[model_type])
+    assert found == te.pretrained.load_config(small | plain)
+    assert all(layer.query_scale is None for layer in found.layers)
+
+
+@pytest.mark.parametrize("has_list", [True, False])
+def test_exaone_4_5_has_windows(has_list):
+    """Its text model is EXAONE 4, under a name of its own."""
+    kinds = (["sliding_attention"] * 3 + ["full_attention"]) * 2
+    entries = {
+        "vocab_size": 12,
+        "hidden_size": 16,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+    }
+    entries |= {"sliding_window": 32, "sliding_window_pattern": "LLLG"}
+    entries |= {"layer_types": kinds} if has_list else {}
+    found, other = (
+        te.pretrained.load_config(entries | {"model_type": name})
+        for name in ("exaone4_5_text", "exaone4")
+    )
+    assert found == other
+    assert [layer.type for layer in found.layers] == kinds
+    assert found.layers[0].mask == {"causal": True, "window": (31, 0)}
+    assert [layer.rotary is not None for layer in found.layers] == [True, True, True, False] * 2
 
 
 def test_a_long_list_is_refused_at_once_and_shortly():
@@ -137,20 +224,21 @@ def test_a_long_list_is_refused_at_once_and_shortly():
     assert "mrope_section: its sum: wanted an int" in refused("model.safetensors")
 
 
-def test_meaningless_entries_concern_the_layer():
-    """Otherwise they need not be listed."""
+def test_entries_without_an_effect_would_be_refused():
+    """Otherwise a row need not list them."""
     inside_a_scaling = {"max_position_embeddings", "interleaved"}
-    for name in " ".join(architectures.FAMILIES).split():
-        kind = architectures.by_model_type(name)
-        bare = kind._replace(meaningless="")
-        for entry in set(kind.meaningless.split()) - inside_a_scaling:
-            assert bare.concerns(f"rope_scaling: {entry}", "x"), entry
+    for name in registry.ROWS:
+        row = registry.row_of(name)
+        bare = row._replace(no_effect="")
+        for entry in set(row.no_effect.split()) - inside_a_scaling:
+            status = bare.status(entry, "x")
+            assert status is EntryStatus.REFUSED, (name, entry)
 
 
 def test_published_files_are_not_refused():
     """What they say besides is known to mean nothing."""
     for model_type, entries in golden("config_entries.json").items():
-        kind = architectures.by_model_type(model_type)
-        _, unread = description.read(kind, entries)
-        concerning = [name for name, value in unread.items() if kind.concerns(name, value)]
-        assert concerning == [], model_type
+        row = registry.row_of(model_type)
+        unread = entry_values.read(row, entries).unread
+        status = {row.status(name, value) for name, value in unread.items()}
+        assert status <= {EntryStatus.OF_NO_CONCERN}, model_type

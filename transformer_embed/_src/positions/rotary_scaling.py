@@ -136,13 +136,17 @@ class YarnScaling(_Scaling):
 
         frequency[i] = base ** (-2i / d) * (ramp[i] / factor + 1 - ramp[i])
 
+    If both ends of the ramp are equal, it is a step: 0.001 is added to the second end, as in
+    transformers.
+
     The attention factor is m(mscale) / m(mscale_all_dim), where m(s) = 0.1 * s * ln(factor) + 1. It
     is 1 for a factor up to 1.
 
     Args:
         factor: How many times longer the context is than in training, above 0.
         original_length: The trained length, at least 2.
-        beta_fast: The number of turns from which a frequency is kept; above beta_slow.
+        beta_fast: The number of turns from which a frequency is kept; at least beta_slow. If both
+            are equal, as in Kimi K2, nothing or little is blended.
         beta_slow: The number of turns up to which a frequency is divided by factor; above 0.
         truncate: Whether the ends of the ramp are rounded outwards to integers. Pass False for
             gpt-oss.
@@ -185,8 +189,8 @@ class YarnScaling(_Scaling):
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.beta_fast > self.beta_slow:
-            want = f"a number above beta_slow, {self.beta_slow:g}"
+        if self.beta_fast < self.beta_slow:
+            want = f"a number of at least beta_slow, {self.beta_slow:g}"
             raise arguments.value_error("beta_fast", want, self.beta_fast)
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
@@ -204,7 +208,7 @@ class YarnScaling(_Scaling):
             low = low.to_integral_value(decimal.ROUND_FLOOR)
             high = high.to_integral_value(decimal.ROUND_CEILING)
         low, high = max(low, Decimal(0)), min(high, Decimal(dim - 1))
-        # As in YaRN's code: a ramp without a width would divide by zero.
+        # A ramp without a width would divide by zero, so YaRN's code, and transformers, widen it.
         if low == high:
             high += Decimal("0.001")
         ramp = (np.arange(dim // 2, dtype=object) - low) / (high - low)

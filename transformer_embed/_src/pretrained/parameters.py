@@ -1,4 +1,4 @@
-"""The parameters of an input layer: their paths, shapes, tensors, and how they are read."""
+"""The parameters of an input layer: their paths, their shapes, and the tensors that they are in."""
 
 import functools
 import re
@@ -13,49 +13,53 @@ from jaxtyping import Array
 
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
-from transformer_embed._src.layers.parameters import ROOT, Params, by_path, parameters_of
-from transformer_embed._src.pretrained.architecture import (
+from transformer_embed._src.layers.embedder import Embedder
+from transformer_embed._src.pretrained.entries import Options
+from transformer_embed._src.pretrained.files import call_with_named_errors
+from transformer_embed._src.pretrained.layer_parts import (
     BIAS,
     OUTPUT_BIAS,
     OUTPUT_TABLE,
     PER_LAYER_WEIGHTS,
     TOKENS,
     WIDEN,
-    Options,
 )
-from transformer_embed._src.pretrained.files import Tensors, call_with_named_errors
 from transformer_embed._src.pretrained.layers import Layer
+from transformer_embed._src.pretrained.tensors import Tensors, empty_array
 
+Params = Mapping[str, Mapping[str, Any]]
 # Parameters that are [in, out].
 LINEAR = (WIDEN, PER_LAYER_WEIGHTS)
 TRANSPOSED = ".T"
-# What has the shape and the dtype of each parameter, by its path.
+# A shape and a dtype for each parameter, by its path.
 Specs = dict[str, Any]
 
 
 class PretrainedInput(NamedTuple):
     """The input layer of a checkpoint, as `load_embedder` returns it.
 
-    `save_embedder(path, *pretrained)` writes all of it.
+    `save_embedder(path, *found)` writes all of it.
 
     Args:
-        config: for `Embedder` and `TransformerEmbedding`.
-        params: for the `apply` of that embedder; T5's table of biases is under
+        config: The config for `Embedder` and `TransformerEmbedding`.
+        params: The parameters for the `apply` of that embedder. T5's table of biases is under
             `relative_position_bias`, and what the layers of Gemma 3n and small Gemma 4 models read
-            besides is under `per_layer_inputs` (notebook 08 computes it). Of a file of
-            `save_embedder`, all that was saved: with a whole model, its other parameters too, under
-            their own paths.
-        layers: what each layer rotates by and may attend to. Empty if the file says neither how
-            many layers there are nor how they rotate, or if they differ in a way that is not known.
-            Each has `type`, its kind as config.json's `layer_types` names it; `rotary`, the keyword
-            arguments of `apply_rotary`, or None if it does not rotate; `mask`, those of
-            `AttentionMask`, with `window` or `chunk` if it has one; and `query_scale`, those of
-            `query_scale`, or None. With `pair_axes` (Qwen-VL), positions have three axes, time,
-            height and width, which are equal for text.
-        bias: the keyword arguments of `RelativePositionBias` (T5) or `alibi_bias` (Bloom); None if
+            besides is under `per_layer_inputs` (notebook 08 computes it). From a file of
+            `save_embedder`, params are all that was saved: the other parameters of a whole model
+            are there too, under their own paths.
+        layers: The facts of each layer, for your attention layers. Each has `type`, the kind as
+            config.json's `layer_types` names it; `rotary`, the keyword arguments of `apply_rotary`,
+            or None if it does not rotate; `mask`, the keyword arguments of `AttentionMask`;
+            `query_scale`, the keyword arguments of `query_scale`, or None; `image_blocks`, where
+            the tokens of an image see each other; `attention`, the heads, the scale, the softcap
+            and the sinks, or None if they are not known; and `norm_eps`. With `pair_axes`
+            (Qwen-VL), positions have three axes, time, height and width, which are equal for text.
+            The sequence is empty if the file says neither how many layers there are nor how they
+            rotate, or if they differ in a way that is not known.
+        bias: The keyword arguments of `RelativePositionBias` (T5) or `alibi_bias` (Bloom). If None,
             the model has no bias.
-        names: the name of the tensor that each parameter came from.
-        no_output: why `config.output` is None, in words; None if it is not.
+        names: The name of the tensor that each parameter came from.
+        no_output: Why `config.output` is None, in words. If None, there is an output layer.
 
     Example:
         >>> import transformer_embed as te
@@ -72,8 +76,8 @@ class PretrainedInput(NamedTuple):
 
 
 def shapes_of(config: EmbedderConfig, bias: Options | None = None) -> Specs:
-    """The shape and dtype of each parameter, by its path."""
-    modules: Any = {ROOT + module: leaves for module, leaves in parameters_of(config).items()}
+    """Returns the shape and dtype of each parameter, by its path."""
+    modules: Any = dict(jax.eval_shape(Embedder(config).init, jax.random.key(0)))
     if bias is not None and "num_buckets" in bias:
         module, _, name = BIAS.rpartition("/")
         shape = bias["num_buckets"], bias.get("num_heads")
@@ -81,10 +85,15 @@ def shapes_of(config: EmbedderConfig, bias: Options | None = None) -> Specs:
     return by_path(modules)
 
 
+def by_path(tree: Params) -> dict[str, Any]:
+    """Returns the leaves of a tree of modules, by their paths."""
+    return {f"{module}/{name}": leaf for module in tree for name, leaf in tree[module].items()}
+
+
 def full_paths(
     names: Mapping[Any, Any], paths: Collection[str], what: str = "names"
 ) -> dict[str, Any]:
-    """The same mapping with full paths; a key is a path, or a suffix of exactly one path."""
+    """Returns a mapping with full paths; a key is a path, or a suffix of exactly one path."""
     full = {}
     for name, value in names.items():
         matches = arguments.paths_of(name, paths)
@@ -96,18 +105,28 @@ def full_paths(
     return full
 
 
-def stored(name: str, tensor: str) -> tuple[str, bool]:
-    """The tensor of a parameter, and whether it is the parameter's transpose.
+class StoredTensor(NamedTuple):
+    """Where a parameter is: the name of its tensor, and whether the tensor is its transpose."""
 
-    Weights of PyTorch are [out, in], as a table is; kernels of Flax and weights of Haiku are
-    [in, out], as this package's own linear layers are. A ".T" at the end says it of any other.
+    name: str
+    is_transposed: bool
+
+
+def stored(parameter: str, tensor: str) -> StoredTensor:
+    """Returns the tensor of a parameter, whose name says how it lies.
+
+    Weights of PyTorch are [out, in], as a table is. Kernels of Flax and weights of Haiku are
+    [in, out], as this package's own linear layers are. A ".T" at the end says that any other tensor
+    is the parameter's transpose.
     """
     if tensor.endswith(TRANSPOSED):
-        return tensor.removesuffix(TRANSPOSED), True
-    if tensor == name:
-        return tensor, False
+        return StoredTensor(tensor.removesuffix(TRANSPOSED), is_transposed=True)
+    if tensor == parameter:
+        return StoredTensor(tensor, is_transposed=False)
     is_in_out = re.search(r"\b(kernel|w)$", tensor) is not None
-    return tensor, is_in_out if name == OUTPUT_TABLE else name in LINEAR and not is_in_out
+    if parameter == OUTPUT_TABLE:
+        return StoredTensor(tensor, is_transposed=is_in_out)
+    return StoredTensor(tensor, is_transposed=parameter in LINEAR and not is_in_out)
 
 
 def check_tensors(
@@ -115,67 +134,77 @@ def check_tensors(
     pretrained: PretrainedInput,
     may_lack: Collection[str] = (),
 ) -> Specs:
-    """The parameters; raises unless each has a tensor of its shape.
+    """Returns the parameters, or raises a ValueError unless each has a tensor of its shape.
 
-    What stands beside the layer of the config is as it is stored.
+    A parameter beside the layer of the config has the shape that is stored.
     """
-    parameters, names = shapes_of(pretrained.config, pretrained.bias), pretrained.names or {}
-    if missing := parameters.keys() - names.keys() - set(may_lack):
+    config = pretrained.config
+    specs = shapes_of(config, pretrained.bias)
+    names = pretrained.names or {}
+    missing = specs.keys() - names.keys() - set(may_lack)
+    if missing:
         want = f"a tensor for each parameter, also for {', '.join(sorted(missing))}"
         raise arguments.value_error(tensors.path, want, f"only {sorted(names)}")
-    for name, tensor in names.items():
-        tensor, is_transposed = stored(name, str(tensor))  # noqa: PLW2901
-        entry, step = tensors.entry(tensor), -1 if is_transposed else 1
-        beside = jax.ShapeDtypeStruct(entry.shape[::step], pretrained.config.param_dtype)
-        shape = plain = parameters.setdefault(name, beside).shape[::step]
-        if name in (TOKENS, OUTPUT_TABLE, OUTPUT_BIAS):
-            # Rows that `row_multiple` adds are zeros.
-            plain = (pretrained.config.vocab_size, *parameters[name].shape[1:])[::step]
-        # Apart from leading axes of 1.
-        ones = (1,) * (len(entry.shape) - len(shape))
-        if entry.shape not in (ones + shape, ones + plain):
-            want = f"shape {list(shape)}, as the configuration says"
-            raise arguments.value_error(f"{tensors.path}: {tensor}", want, entry)
-    return parameters
+    for parameter, name in names.items():
+        tensor = stored(parameter, str(name))
+        entry = tensors.entry(tensor.name)
+        step = -1 if tensor.is_transposed else 1
+        beside = jax.ShapeDtypeStruct(entry.shape[::step], config.param_dtype)
+        whole_shape = specs.setdefault(parameter, beside).shape
+        shapes = [whole_shape[::step]]
+        if parameter in (TOKENS, OUTPUT_TABLE, OUTPUT_BIAS):
+            # The file lacks the rows of zeros that `row_multiple` adds.
+            shapes.append((config.vocab_size, *whole_shape[1:])[::step])
+        # Leading axes of 1 are dropped.
+        ones = (1,) * (len(entry.shape) - len(whole_shape))
+        if entry.shape not in [ones + shape for shape in shapes]:
+            want = f"shape {list(shapes[0])}, as the configuration says"
+            raise arguments.value_error(f"{tensors.path}: {tensor.name}", want, entry)
+    return specs
 
 
 def read_parameters(
-    tensors: Tensors, pretrained: PretrainedInput, parameters: Specs, shardings: Options
+    tensors: Tensors, pretrained: PretrainedInput, specs: Specs, shardings: Options
 ) -> Params:
-    """The parameters, each device's part of those that are split; zeros for those without a tensor.
+    """Returns the parameters, with zeros for a parameter without a tensor.
 
-    If any is split, the others are whole on each device of its mesh.
+    Each device's part of a split parameter is read on its own. If any parameter is split, the
+    others are whole on each device of its mesh.
     """
     params: dict[str, dict[str, Array]] = {}
-    others = next((NamedSharding(each.mesh, P()) for each in shardings.values()), None)
-    for name, parameter in parameters.items():
-        module, _, leaf = name.rpartition("/")
-        tensor = (pretrained.names or {}).get(name)
-        read = functools.partial(_read, tensors, name, tensor, parameter)
-        sharding = shardings.get(name, others)
+    names = pretrained.names or {}
+    meshes = [sharding.mesh for sharding in shardings.values()]
+    whole_on_mesh = NamedSharding(meshes[0], P()) if meshes else None
+    for path, spec in specs.items():
+        module, _, leaf = path.rpartition("/")
+        read = functools.partial(_read_part, tensors, path, names.get(path), spec)
+        sharding = shardings.get(path, whole_on_mesh)
         if sharding is None:
             # Unlike jnp.asarray, this makes no copy on a CPU.
-            array = jax.device_put(read((slice(None),) * len(parameter.shape)))
+            array = jax.device_put(read((slice(None),) * len(spec.shape)))
         else:
-            make = functools.partial(jax.make_array_from_callback, parameter.shape, sharding)
-            array = call_with_named_errors(f"shardings: {name}", make, read)
+            make = functools.partial(jax.make_array_from_callback, spec.shape, sharding)
+            array = call_with_named_errors(f"shardings: {path}", make, read)
         params.setdefault(module, {})[leaf] = array
     return params
 
 
-def _read(
-    tensors: Tensors, name: str, tensor: Any, parameter: Any, index: tuple[slice, ...]
+def _read_part(
+    tensors: Tensors, path: str, name: Any, spec: Any, index: tuple[slice, ...]
 ) -> np.ndarray:
-    """A part of a parameter. Of one with rows, nothing else is read."""
-    if tensor is None:
-        return np.broadcast_to(np.zeros((), parameter.dtype), parameter.shape)[index]
-    tensor, is_transposed = stored(name, tensor)
+    """Returns a part of a parameter; of a parameter with rows, nothing else is read."""
+    if name is None:
+        return np.broadcast_to(np.zeros((), spec.dtype), spec.shape)[index]
+    tensor = stored(path, name)
+    shape = tuple(len(range(size)[part]) for size, part in zip(spec.shape, index, strict=True))
+    dtype = tensors.dtype(tensor.name)
+    # Rows that `row_multiple` adds are not in the file, and stay zeros.
+    array = empty_array(shape, dtype)
     if len(index) == 2:
-        array = tensors.read(tensor, *(index[::-1] if is_transposed else index))
-        # Rows that `row_multiple` adds are missing.
-        array = np.ascontiguousarray(array.T) if is_transposed else array
+        rows, columns = index[::-1] if tensor.is_transposed else index
+        as_stored = array.T if tensor.is_transposed else array
+        tensors.read_into(as_stored, tensor.name, rows, columns)
     else:
-        array = tensors.read(tensor).reshape(-1)[index]
-    sizes = [len(range(size)[each]) for size, each in zip(parameter.shape, index, strict=True)]
-    more = [(0, size - rows) for size, rows in zip(sizes, array.shape, strict=True)]
-    return np.pad(array, more) if np.any(more) else array
+        values = tensors.read(tensor.name).reshape(-1)[index]
+        array[: len(values)] = values
+    return array

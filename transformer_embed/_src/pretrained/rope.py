@@ -1,30 +1,61 @@
 """The entries of config.json for rotary embeddings, as arguments of `apply_rotary`."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformer_embed._src import arguments
 from transformer_embed._src.positions import rotary_scaling
-from transformer_embed._src.pretrained.architecture import (
-    FULL,
-    SLIDING,
-    Architecture,
-    Options,
-    count,
-)
+from transformer_embed._src.pretrained.entries import Options, count
+from transformer_embed._src.pretrained.model_type import CONSECUTIVE, FULL, SLIDING, ModelType
 
 BETA = "llama_4_scaling_beta"
 LOCAL = "rope_local_base_freq"
-# For each kind of layer, the entries of config.json that have its base, its share of the channels
-# that rotate, its sections, the growth of its queries and its scaling. Sliding layers have no
-# sections.
-LAYERS = {
-    FULL: ("rope_theta", "partial_rotary_factor", "mrope_section", BETA, "rope_scaling"),
-    SLIDING: (LOCAL, "sliding_rotary_factor", "sliding_rope_scaling"),
-}
 ORIGINAL = "original_max_position_embeddings"
 PROPORTIONAL = "proportional"
-# By the entry rope_type.
+
+
+class RotationEntries(NamedTuple):
+    """The entries of config.json for the rotation of one kind of layers; "": there is none.
+
+    Args:
+        base: The entry that has the base.
+        share: The entry that has the share of the channels that rotate.
+        sections: The entry that has the numbers of pairs of each axis.
+        growth: The entry that has the growth of queries.
+        scaling: The entry that has the scaling.
+    """
+
+    base: str
+    share: str
+    sections: str
+    growth: str
+    scaling: str
+
+
+ENTRIES_OF_KINDS = {
+    FULL: RotationEntries(
+        base="rope_theta",
+        share="partial_rotary_factor",
+        sections="mrope_section",
+        growth=BETA,
+        scaling="rope_scaling",
+    ),
+    SLIDING: RotationEntries(
+        base=LOCAL,
+        share="sliding_rotary_factor",
+        sections="",
+        growth="",
+        scaling="sliding_rope_scaling",
+    ),
+}
+# The class of each rope_type. Sections for images ("mrope") are not a scaling.
+Scaling = (
+    rotary_scaling.LinearScaling
+    | rotary_scaling.NTKScaling
+    | rotary_scaling.YarnScaling
+    | rotary_scaling.Llama3Scaling
+    | rotary_scaling.LongRopeScaling
+)
 SCALINGS = {
     "default": None,
     "linear": rotary_scaling.LinearScaling,
@@ -35,155 +66,205 @@ SCALINGS = {
     "longrope": rotary_scaling.LongRopeScaling,
     PROPORTIONAL: rotary_scaling.LinearScaling,
     "xdrope": rotary_scaling.NTKScaling,
-    # Sections for images are not a scaling.
     "mrope": None,
 }
-NAMES = (
+# What an object for a rotation may say of its scaling.
+NAMES_IN_SCALING = (
     "rope_type factor low_freq_factor high_freq_factor short_factor long_factor beta_fast "
     f"beta_slow truncate mscale mscale_all_dim attention_factor {ORIGINAL}"
-)
-CONSECUTIVE, IN_TURNS = "consecutive", "in turns"
-# Of a file that anyone may have written.
+).split()
+# Anyone may have written a file, so a number of channels in it has a limit.
 MOST_CHANNELS = 8192
 
 
-def rotation(kind: Architecture, value: Options, layer_type: str) -> dict[str, Any]:
-    """The arguments of `apply_rotary` for a kind of layer."""
-    is_local = layer_type == SLIDING and LOCAL in kind.entries
-    base, share, *_, scaling_name = LAYERS[SLIDING if is_local else FULL]
-    entries = value[scaling_name] or {}
-    layout = kind.rotary
-    if layout in value:
-        layout = "interleaved" if value[layout] else "half"
-    is_proportional = entries.get("rope_type") == PROPORTIONAL
-    rotary_dim = _rotary_dim(value, share)
-    dim = rotary_dim or _head_dim(value)
-    options = {
-        # A base that sliding layers do not have is the full ones'.
-        "base": value[base] or value["rope_theta"],
-        "layout": layout,
-        "scaling": scaling(entries, value),
-        "pair_axes": _pair_axes(kind, value["mrope_section"], dim),
+# --- The rotation of a layer.
+
+
+def rotation(row: ModelType, values: Options, kind: str) -> dict[str, Any]:
+    """Returns the arguments of `apply_rotary` for a kind of layers."""
+    is_local = kind == SLIDING and LOCAL in row.entries
+    names = ENTRIES_OF_KINDS[SLIDING if is_local else FULL]
+    in_scaling = values[names.scaling] or {}
+    rotary_dim = _rotary_dim(values, names.share)
+    is_proportional = in_scaling.get("rope_type") == PROPORTIONAL
+    dim = rotary_dim or head_dim(values)
+    arguments_of_rotary = {
+        # If sliding layers have no base of their own, they have the base of the full ones.
+        "base": values[names.base] or values["rope_theta"],
+        "layout": _layout(row, values),
+        "scaling": scaling(in_scaling, values),
+        "pair_axes": _pair_axes(row, values["mrope_section"], dim),
         "partial": PROPORTIONAL if is_proportional and rotary_dim else None,
         "rotary_dim": rotary_dim,
     }
-    return {name: option for name, option in options.items() if option is not None}
+    return {name: value for name, value in arguments_of_rotary.items() if value is not None}
 
 
-def _rotary_dim(value: Options, share: str) -> int | None:
-    """The number of a head's channels that rotate; None: all."""
-    if value["rotary_dim"] is not None or value[share] in (None, 1):
-        return value["rotary_dim"]
-    head_dim = _head_dim(value) or count("num_attention_heads", None)
+def _layout(row: ModelType, values: Options) -> str:
+    """Returns the layout, which an entry may say."""
+    if row.rotary not in values:
+        return row.rotary
+    return "interleaved" if values[row.rotary] else "half"
+
+
+def _rotary_dim(values: Options, share: str) -> int | None:
+    """Returns the number of a head's channels that rotate, or None for all."""
+    if values["rotary_dim"] is not None or values[share] in (None, 1):
+        return values["rotary_dim"]
+    channels = head_dim(values) or count("num_attention_heads", None)
     # Rounded down: the share of MiMo V2 Flash is 0.334.
-    return arguments.integer(share, int(head_dim * value[share]), at_most=head_dim)
+    return arguments.integer(share, int(channels * values[share]), at_most=channels)
 
 
-def _head_dim(value: Options) -> int | None:
-    """The number of a head's channels; None: not said."""
-    if value["head_dim"] or value["num_attention_heads"] is None:
-        return value["head_dim"]
-    return value["hidden_size"] // count("num_attention_heads", value["num_attention_heads"])
+def head_dim(values: Options) -> int | None:
+    """Returns the number of a head's channels, or None if the entries do not say it."""
+    if values["head_dim"] or values["num_attention_heads"] is None:
+        return values["head_dim"]
+    heads = count("num_attention_heads", values["num_attention_heads"])
+    return values["hidden_size"] // heads
 
 
 def _pair_axes(
-    kind: Architecture, sections: tuple[int, ...] | None, dim: int | None
+    row: ModelType, sections: tuple[int, ...] | None, dim: int | None
 ) -> tuple[int, ...] | None:
-    """The axis that rotates each pair, where each axis rotates a number of pairs."""
+    """Returns the axis that rotates each pair, from the number of pairs that each axis rotates."""
     if sections is None:
         return None
-    # All of them, since memory is taken for each pair.
-    pairs = arguments.integer("mrope_section: its sum", sum(sections), at_most=MOST_CHANNELS)
-    if kind.sections == CONSECUTIVE:
+    # The sum is checked first, because memory is taken for each pair.
+    sum_of_sections = arguments.integer(
+        "mrope_section: its sum", sum(sections), at_most=MOST_CHANNELS
+    )
+    if row.sections == CONSECUTIVE:
         return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
-    # Those that are left when the turns of an axis have ended are the first axis's. There are as
-    # many pairs as the head has.
-    turns = (divmod(pair, len(sections)) for pair in range(dim // 2 if dim else pairs))
-    return tuple(axis if turn < sections[axis] else 0 for turn, axis in turns)
+    # The axes take turns. When the turns of an axis have ended, the first axis takes its place.
+    # There are as many pairs as the head has.
+    pairs = dim // 2 if dim else sum_of_sections
+    pair_axes = []
+    for pair in range(pairs):
+        turn, axis = divmod(pair, len(sections))
+        pair_axes.append(axis if turn < sections[axis] else 0)
+    return tuple(pair_axes)
 
 
-def scaling(entries: Options, value: Options) -> rotary_scaling.Scaling | None:
-    """The scaling that entries of `rope_scaling` describe."""
+# --- Scalings.
+
+
+def scaling(entries: Options, values: Options) -> Scaling | None:
+    """Returns the scaling that the entries of an object describe."""
     if not entries:
         return None
-    kind = arguments.choice("rope_scaling: rope_type", entries.get("rope_type"), tuple(SCALINGS))
-    made: Any = rotary_scaling.NTKScaling if entries.get("alpha") else SCALINGS[kind]
-    if made is None or (kind == PROPORTIONAL and entries.get("factor", 1) == 1):
-        return None
-    values = dict(entries)
-    fields = made.__dataclass_fields__
+    rope_type = arguments.choice(
+        "rope_scaling: rope_type", entries.get("rope_type"), tuple(SCALINGS)
+    )
     # A fixed alpha, as HunYuan has, leaves nothing dynamic.
-    is_dynamic = kind == "dynamic" and not entries.get("alpha")
+    scaling_class: Any = SCALINGS[rope_type]
+    if entries.get("alpha"):
+        scaling_class = rotary_scaling.NTKScaling
+    if scaling_class is None or (rope_type == PROPORTIONAL and entries.get("factor", 1) == 1):
+        return None
+    is_dynamic = rope_type == "dynamic" and not entries.get("alpha")
+    fields = scaling_class.__dataclass_fields__
+    options = dict(entries)
     if is_dynamic or "original_length" in fields:
-        longest = value["max_position_embeddings"]
-        original = value[ORIGINAL] or entries.get(ORIGINAL) or longest
-        # Dynamic scaling counts from the model's own length.
-        original = longest if kind == "dynamic" else original
-        values["original_length"] = arguments.integer(ORIGINAL, original, at_least=1)
-        if kind in ("yarn", "longrope"):
-            values.setdefault("factor", (longest or 0) / values["original_length"])
+        options |= _original_length(rope_type, entries, values)
     if is_dynamic or "length" in fields:
-        values["length"] = arguments.integer("length", value["length"], at_least=0)
+        options["length"] = arguments.integer("length", values["length"], at_least=0)
     if is_dynamic:
-        factor = arguments.positive("factor", values.get("factor"))
-        longer = max(values["length"] / values["original_length"], 1)
-        values["alpha"] = factor * longer - (factor - 1)
-    if not (values.get("mscale") and values.get("mscale_all_dim")):
-        # The transformers library uses these two only if both are given.
-        values |= {"mscale": 1.0, "mscale_all_dim": 0.0}
-    return made(**{name: values[name] for name in fields if name in values})
+        options["alpha"] = _dynamic_alpha(options)
+    # transformers uses these two only if both are given.
+    if not (options.get("mscale") and options.get("mscale_all_dim")):
+        options |= {"mscale": 1.0, "mscale_all_dim": 0.0}
+    return scaling_class(**{name: options[name] for name in fields if name in options})
 
 
-def flat(kind: Architecture, entries: Options) -> dict[str, Any]:
-    """Entries without objects: what these hold is at the top level, named as in `LAYERS`.
-
-    So `settings=` can replace the file's whichever form each uses. Within one source, entries
-    inside `rope_parameters` take precedence over those beside it, and `rope_scaling` over
-    `rope_parameters`, as in the transformers library. What means nothing inside an object is named
-    after the object.
-    """
-    result, source = dict(entries), "rope_parameters"
-    objects = {FULL: result.pop(source)} if source in entries else {}
-    if objects and LOCAL in kind.entries:
-        # Sliding layers have a base of their own, and each kind of layer an object.
-        objects = _object(source, objects[FULL])
-        if objects.keys() - LAYERS:
-            want = f"an object with the entries {FULL} and {SLIDING}"
-            raise arguments.value_error(source, want, objects)
-    for layer, (*_, scaling) in LAYERS.items():
-        beside = result.pop(scaling, None)
-        if beside or (scaling in entries and layer not in objects):
-            result |= _apart(kind, layer, scaling, _object(scaling, beside))
-        elif layer in objects:
-            result |= _apart(kind, layer, source, _object(source, objects[layer]))
-    return result
+def _original_length(rope_type: str, entries: Options, values: Options) -> dict[str, Any]:
+    """Returns the trained length, and the factor if it follows from the length."""
+    longest = values["max_position_embeddings"]
+    original = values[ORIGINAL] or entries.get(ORIGINAL) or longest
+    if rope_type == "dynamic":
+        # Dynamic scaling counts from the model's own length.
+        original = longest
+    length = arguments.integer(ORIGINAL, original, at_least=1)
+    options: dict[str, Any] = {"original_length": length}
+    if rope_type in ("yarn", "longrope") and "factor" not in entries:
+        options["factor"] = (longest or 0) / length
+    return options
 
 
-def _object(name: str, value: Any) -> Options:
-    """An object, empty for null."""
-    return arguments.instance(name, value, Mapping | None, "an object") or {}
-
-
-def _apart(kind: Architecture, layer: str, source: str, value: Options) -> dict[str, Any]:
-    """The base and the like of an object, its scaling, and what is not known in it."""
-    *names, scaling = LAYERS[layer]
-    unread = {key: item for key, item in value.items() if item is not None}
-    _rename_old(source, unread)
-    # An object names its base and share as full layers do.
-    pairs = zip(names, LAYERS[FULL], strict=False)
-    entries = {name: unread.pop(full) for name, full in pairs if full in unread}
-    fields = [*NAMES.split(), *["alpha"] * kind.has_alpha]
-    inside = {key: unread.pop(key) for key in fields if key in unread}
-    # A base or a share alone leaves the scaling of another source as it is.
-    if inside or not entries:
-        entries[scaling] = inside
-    return entries | {f"{source}: {key}": item for key, item in unread.items()}
+def _dynamic_alpha(options: Options) -> float:
+    """Returns the alpha of the current length."""
+    factor = arguments.positive("factor", options.get("factor"))
+    times_longer = max(options["length"] / options["original_length"], 1)
+    return factor * times_longer - (factor - 1)
 
 
 def merged(in_file: Options, settings: Options) -> dict[str, Any]:
-    """The entries of a scaling, those of settings first; another type has none of the file's."""
-    is_same = settings.get("rope_type") in (None, in_file.get("rope_type"))
-    return {**in_file, **settings} if is_same else {**settings}
+    """Returns the entries of a scaling; those of settings go before those of the file.
+
+    A scaling of another type takes none from the file.
+    """
+    is_same_type = settings.get("rope_type") in (None, in_file.get("rope_type"))
+    return {**in_file, **settings} if is_same_type else {**settings}
+
+
+# --- Objects for rotations, as entries at the top level.
+
+
+def flat(row: ModelType, entries: Options) -> dict[str, Any]:
+    """Returns the entries without objects: what an object holds is at the top level.
+
+    So `settings=` can replace the file's entries whichever form each of the two uses. Within one
+    source, as in transformers, entries inside `rope_parameters` take precedence over those beside
+    it, and `rope_scaling` over `rope_parameters`. An entry that is not known inside an object is
+    named after the object ("rope_scaling: beta").
+    """
+    result = dict(entries)
+    source = "rope_parameters"
+    objects: dict[str, Any] = {}
+    if source in entries:
+        objects = _objects_of_kinds(row, source, result.pop(source))
+    for kind, names in ENTRIES_OF_KINDS.items():
+        beside = result.pop(names.scaling, None)
+        if beside or (names.scaling in entries and kind not in objects):
+            result |= _taken_apart(row, kind, names.scaling, beside)
+        elif kind in objects:
+            result |= _taken_apart(row, kind, source, objects[kind])
+    return result
+
+
+def _objects_of_kinds(row: ModelType, source: str, value: Any) -> dict[str, Any]:
+    """Returns the object of each kind of layers, which is one object for most types."""
+    if LOCAL not in row.entries:
+        return {FULL: value}
+    # Sliding layers have a base of their own, and each kind of layers an object.
+    objects = _object(source, value)
+    if objects.keys() - ENTRIES_OF_KINDS:
+        want = f"an object with the entries {FULL} and {SLIDING}"
+        raise arguments.value_error(source, want, objects)
+    return {**objects}
+
+
+def _object(name: str, value: Any) -> Options:
+    """Returns an object, which is empty for null."""
+    return arguments.instance(name, value, Mapping | None, "an object") or {}
+
+
+def _taken_apart(row: ModelType, kind: str, source: str, value: Any) -> dict[str, Any]:
+    """Returns the base and the like of an object, its scaling, and what is not known in it."""
+    names = ENTRIES_OF_KINDS[kind]
+    rest = {key: item for key, item in _object(source, value).items() if item is not None}
+    _rename_old(source, rest)
+    entries = {}
+    # An object names its base and so on as full layers do.
+    for name, inside in zip(names, ENTRIES_OF_KINDS[FULL], strict=True):
+        if name and name != names.scaling and inside in rest:
+            entries[name] = rest.pop(inside)
+    allowed = [*NAMES_IN_SCALING, "alpha"] if row.has_alpha else NAMES_IN_SCALING
+    in_scaling = {key: rest.pop(key) for key in allowed if key in rest}
+    # A base or a share alone leaves the scaling of another source as it is.
+    if in_scaling or not entries:
+        entries[names.scaling] = in_scaling
+    return entries | {f"{source}: {key}": item for key, item in rest.items()}
 
 
 def _rename_old(source: str, inside: dict[str, Any]) -> None:
@@ -194,8 +275,9 @@ def _rename_old(source: str, inside: dict[str, Any]) -> None:
     # Early files of Phi-3 call LongRoPE su, or yarn.
     if inside.get("rope_type") in ("su", "yarn") and "short_factor" in inside:
         inside["rope_type"] = "longrope"
-    # Phi-MoE's attention factor, up to the trained length and beyond it.
-    near, far = inside.pop("short_mscale", None), inside.pop("long_mscale", None)
+    # Phi-MoE has an attention factor up to the trained length, and one beyond it.
+    near = inside.pop("short_mscale", None)
+    far = inside.pop("long_mscale", None)
     if near != far:
         want = "equal short_mscale, long_mscale"
         raise arguments.value_error(source, want, (near, far))

@@ -1,0 +1,174 @@
+"""The entries of config.json that some model type reads: one row per entry."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from transformer_embed._src import arguments
+
+Options = Mapping[str, Any]
+Check = Callable[[str, Any], Any]
+
+
+class _Required:
+    """The default of an entry that config.json or settings must say."""
+
+    def __repr__(self) -> str:
+        return "REQUIRED"
+
+
+REQUIRED: Any = _Required()
+
+count: Check = functools.partial(arguments.integer, at_least=1)
+_sections: Check = functools.partial(
+    arguments.entries, convert=functools.partial(arguments.integer, at_least=0)
+)
+_integers: Check = functools.partial(arguments.entries, convert=arguments.integer)
+_bases: Check = functools.partial(arguments.entries, convert=arguments.not_negative)
+
+
+def _kinds(name: str, value: Any) -> tuple[Any, ...]:
+    """Returns a name for each layer: Nemotron-H writes letters, and MiMo 0 or 1."""
+    names = [*value] if isinstance(value, str) else value
+    check = functools.partial(arguments.instance, kinds=str | int, want="a kind of layers")
+    return arguments.entries(name, names, check)
+
+
+def _objects_by_layer(name: str, value: Any) -> dict[int, Options]:
+    """Returns an object for each layer that has one."""
+    arguments.instance(name, value, Mapping, "an object")
+    return {
+        int(layer): arguments.instance(f"{name}: {layer}", entries, Mapping, "an object")
+        for layer, entries in value.items()
+    }
+
+
+def _unchecked(_: str, value: Any) -> Any:
+    """Returns the value, which is checked where it is used."""
+    return value
+
+
+class Entry(NamedTuple):
+    """An entry of config.json.
+
+    Args:
+        check: Returns the value, converted, or raises an error that names the entry.
+        default: The default of transformers, where most types have the same. None if tensors say
+            the value, or if the entry then says nothing; config.json may say null.
+        is_loud: Whether a model type that does not read the entry refuses it.
+        is_harmless: Whether the entry leaves the embeddings as they are, so that a missing one has
+            its default even if config.json does not name the model type.
+        within: The entry without which this one says nothing.
+    """
+
+    check: Check
+    default: Any = None
+    is_loud: bool = False
+    is_harmless: bool = False
+    within: str = ""
+
+
+ENTRIES: dict[str, Entry] = {
+    # Sizes.
+    "vocab_size": Entry(count),
+    "decoder_vocab_size": Entry(count),
+    "hidden_size": Entry(count),
+    "embedding_size": Entry(count),
+    "type_vocab_size": Entry(arguments.integer),
+    "num_hidden_layers": Entry(count),
+    "num_attention_heads": Entry(count),
+    "head_dim": Entry(count),
+    "global_head_dim": Entry(count),
+    # Positions, token types and the norm of the input layer.
+    "max_position_embeddings": Entry(count),
+    "position_embedding_type": Entry(_unchecked, default="rope", is_loud=True),
+    "pad_token_id": Entry(arguments.integer),
+    "layer_norm_eps": Entry(arguments.positive, default=1e-12),
+    "dropout": Entry(arguments.rate, default=0.0, is_harmless=True),
+    "token_dropout": Entry(arguments.flag),
+    # The scale of the tokens.
+    "scale_embedding": Entry(arguments.flag, default=False, is_loud=True),
+    "rescale_embeddings": Entry(arguments.flag, default=False, is_loud=True),
+    "mup_enabled": Entry(arguments.flag, default=False, is_loud=True),
+    "embedding_multiplier": Entry(arguments.positive, default=1.0, is_loud=True),
+    "scale_emb": Entry(arguments.positive, default=12.0, is_loud=True),
+    # The output layer.
+    "tie_word_embeddings": Entry(arguments.flag, default=True, is_loud=True, is_harmless=True),
+    "share_encoder_decoder_embeddings": Entry(
+        arguments.flag, default=True, is_loud=True, is_harmless=True
+    ),
+    "scale_decoder_outputs": Entry(arguments.flag, default=False, is_loud=True, is_harmless=True),
+    "logit_scale": Entry(arguments.positive, default=1.0, is_loud=True, is_harmless=True),
+    "logits_scaling": Entry(arguments.positive, default=1.0, is_loud=True, is_harmless=True),
+    "dim_model_base": Entry(count),
+    "final_logit_softcapping": Entry(arguments.positive, is_loud=True),
+    # Biases of attention.
+    "alibi_bias_max": Entry(arguments.positive, default=8.0, is_loud=True),
+    "relative_attention_num_buckets": Entry(count, is_loud=True),
+    "relative_attention_max_distance": Entry(arguments.integer, default=128, is_loud=True),
+    # Rotations.
+    "rope_theta": Entry(arguments.positive, default=10_000.0, is_loud=True),
+    "rope_scaling": Entry(_unchecked, is_loud=True),
+    "rope_parameters": Entry(_unchecked, is_loud=True),
+    "original_max_position_embeddings": Entry(count, is_loud=True),
+    "partial_rotary_factor": Entry(arguments.positive, default=1.0, is_loud=True),
+    "rotary_dim": Entry(count, is_loud=True),
+    "rotary_emb_interleaved": Entry(arguments.flag, default=False, is_loud=True),
+    "rope_interleave": Entry(arguments.flag, default=True, is_loud=True),
+    "mrope_section": Entry(_sections, is_loud=True),
+    # Rotations of layers with a window, which concern no model without windows.
+    "rope_local_base_freq": Entry(arguments.positive, is_loud=True, within="sliding_window"),
+    "sliding_rotary_factor": Entry(arguments.positive, is_loud=True, within="sliding_window"),
+    "sliding_rope_scaling": Entry(_unchecked, is_loud=True, within="sliding_window"),
+    # Rotations of single layers.
+    "layer_rope_theta": Entry(_bases, is_loud=True),
+    "no_rope_layers": Entry(_integers, is_loud=True),
+    "no_rope_layer_interval": Entry(count, is_loud=True),
+    # The growth of queries with their positions. A growth of 0 is none.
+    "llama_4_scaling_beta": Entry(arguments.not_negative, is_loud=True),
+    "attn_scale": Entry(arguments.positive),
+    "floor_scale": Entry(count, default=8192, is_loud=True),
+    "attn_temperature_tuning": Entry(_unchecked, default=True),
+    # Kinds of layers, and their masks.
+    "layer_types": Entry(_kinds),
+    "mlp_layer_types": Entry(_kinds),
+    "per_layer_config": Entry(_objects_by_layer),
+    "attn_layer_indices": Entry(_integers),
+    "cross_attention_layers": Entry(_integers),
+    "first_k_dense_replace": Entry(arguments.integer),
+    "sliding_window": Entry(arguments.integer),
+    "use_sliding_window": Entry(arguments.flag),
+    "max_window_layers": Entry(count),
+    "sliding_window_pattern": Entry(_unchecked),
+    "sliding_window_size": Entry(count),
+    "local_attention": Entry(count),
+    "attention_chunk_size": Entry(count),
+    "is_decoder": Entry(arguments.flag),
+    "is_causal": Entry(arguments.flag),
+    "use_bidirectional_attention": Entry(_unchecked),
+}
+DEFAULTS = {name: entry.default for name, entry in ENTRIES.items() if entry.default is not None}
+
+# Other names of an entry, in any model.
+ALIASES = {
+    "num_hidden_layers": "n_layer n_layers num_layers",
+    "hidden_size": "n_embd d_model dim emb_dim n_embed",
+    "num_attention_heads": "n_head n_heads num_heads",
+    "max_position_embeddings": "n_positions max_target_positions",
+    "layer_norm_eps": "norm_eps layer_norm_epsilon",
+    "rope_theta": "global_rope_theta rotary_emb_base",
+    "rope_local_base_freq": "local_rope_theta swa_rope_theta",
+    "partial_rotary_factor": "rope_pct rope_percent rotary_pct rotary_emb_fraction",
+    "layer_types": "attention_layers layers_block_type hybrid_override_pattern "
+    "hybrid_layer_pattern",
+    "attn_layer_indices": "full_attn_idxs",
+    "sliding_window": "window_size attention_window_size",
+    "sliding_window_pattern": "global_attn_every_n_layers full_attention_interval",
+    "dropout": "embd_pdrop embed_dropout embedding_dropout hidden_dropout hidden_dropout_prob "
+    "dropout_rate",
+    "tie_word_embeddings": "tie_embedding",
+    "final_logit_softcapping": "logits_soft_cap",
+}
+ENTRY_OF_ALIAS = {
+    alias: entry for entry, aliases in ALIASES.items() for alias in (entry, *aliases.split())
+}

@@ -1,0 +1,112 @@
+"""The kind of each layer: from the list in config.json, or by the rule that the entries choose."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from transformer_embed._src import arguments
+from transformer_embed._src.pretrained.entries import Options
+from transformer_embed._src.pretrained.model_type import (
+    CHUNKED,
+    CROSS,
+    FULL,
+    INDEXED,
+    LINEAR,
+    SLIDING,
+    WINDOWLESS,
+    ModelType,
+)
+
+# Names of older files, by those of today.
+RENAMED: Mapping[Any, str] = {
+    "attention": FULL,
+    "global": FULL,
+    "local": SLIDING,
+    "mamba": LINEAR,
+    "recurrent": LINEAR,
+    "deepseek_sparse_attention": INDEXED,
+    # Nemotron-H and MiMo have letters and digits.
+    "*": FULL,
+    "M": LINEAR,
+    "E": "moe",
+    "-": "mlp",
+    0: FULL,
+    1: SLIDING,
+}
+# Kinds of layers that rotate nothing.
+UNROTATED = (LINEAR, CROSS, "conv", "moe", "mlp")
+KNOWN = (FULL, SLIDING, CHUNKED, INDEXED, *UNROTATED)
+
+
+def kinds_of_layers(row: ModelType, values: Options, count: int) -> list[str]:
+    """Returns the kind of each layer, or an empty list if the kinds are not known."""
+    listed = values["layer_types"]
+    if listed is not None:
+        return _listed(row, listed)
+    if not row.kinds:
+        return []
+    numbers_of_second_kind = _rule(row, values)(row, values, count)
+    cross = values["cross_attention_layers"] or ()
+    first, second = row.kinds[0], row.kinds[-1]
+    kinds = [second if number in numbers_of_second_kind else first for number in range(count)]
+    return [CROSS if number in cross else kind for number, kind in enumerate(kinds)]
+
+
+def has_window(values: Options) -> bool:
+    """Returns whether a model has layers with a window."""
+    return bool(values["sliding_window"]) and values["use_sliding_window"] is not False
+
+
+def _listed(row: ModelType, names: Collection[Any]) -> list[str]:
+    """Returns the kinds that config.json lists, under their names of today."""
+    kinds = [RENAMED.get(name, name) for name in names]
+    for kind in {*kinds} - {*KNOWN, *row.kinds}:
+        raise arguments.value_error("layer_types", f"some of {', '.join(KNOWN)}", kind)
+    return kinds
+
+
+# --- The rules. Each returns the numbers of the layers that are of the row's second kind.
+
+Rule = Callable[[ModelType, Options, int], Collection[int]]
+
+
+def _rule(row: ModelType, values: Options) -> Rule:
+    """Returns the rule that the entries choose."""
+    if _indices(row, values) is not None:
+        return _at_indices
+    has_windows = has_window(values)
+    if values["sliding_window_pattern"] and (has_windows or row.rotates != WINDOWLESS):
+        return _every_nth
+    # Llama 4 has chunks where it rotates, SmolLM 3 windows where it does not.
+    if values["no_rope_layer_interval"] and (has_windows or CHUNKED in row.kinds):
+        return _where_rotated
+    return _lowest_without_window
+
+
+def _indices(row: ModelType, values: Options) -> Any:
+    """Returns the numbers that config.json lists; null is Bamba's default, too."""
+    indices = values["attn_layer_indices"]
+    return row.default("attn_layer_indices") if indices is None else indices
+
+
+def _at_indices(row: ModelType, values: Options, _: int) -> Collection[int]:
+    """Takes the layers whose numbers are listed (Bamba, LFM 2)."""
+    return _indices(row, values)
+
+
+def _every_nth(row: ModelType, values: Options, count: int) -> Collection[int]:
+    """Takes every nth layer (Gemma, Cohere 2); EXAONE 4 writes a period out: LLLG."""
+    period = values["sliding_window_pattern"]
+    if isinstance(period, str):
+        period = len(period)
+    period = arguments.integer("sliding_window_pattern", period, at_least=1)
+    return range(row.phase % period, count, period)
+
+
+def _where_rotated(_: ModelType, values: Options, count: int) -> Collection[int]:
+    """Takes the layers that rotate."""
+    return [number for number in range(count) if values["no_rope_layers"][number]]
+
+
+def _lowest_without_window(_: ModelType, values: Options, count: int) -> Collection[int]:
+    """Takes all layers if there is no window, or the lowest ones, which have none in Qwen 2."""
+    return range((values["max_window_layers"] or 0) if has_window(values) else count)

@@ -1,0 +1,94 @@
+"""The output layer of a published model, or why there is none."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from transformer_embed._src.layers.config import OutputConfig
+from transformer_embed._src.pretrained.entries import Options
+from transformer_embed._src.pretrained.layer_parts import OUTPUT_BIAS, OUTPUT_TABLE, STACKS, TOKENS
+from transformer_embed._src.pretrained.published import Published
+from transformer_embed._src.pretrained.registry import SCALED_WITHIN, UNSCALED_WITHIN
+
+# The last two axes of each tensor; the first is 1 for a vector.
+Shapes = Mapping[str, tuple[int, int]]
+
+
+class FoundOutput(NamedTuple):
+    """An output layer.
+
+    Args:
+        config: The output layer, or None.
+        reason: Why `config` is None, or None.
+    """
+
+    config: OutputConfig | None
+    reason: str | None
+
+
+def output_layer(file: Published, values: Options, shapes: Shapes) -> FoundOutput:
+    """Returns the output layer that the entries and the shapes of the tensors describe."""
+    output = _config(file, values, shapes)
+    reason = _why_missing(file, values, shapes, output)
+    return FoundOutput(config=None if reason else output, reason=reason)
+
+
+def _config(file: Published, values: Options, shapes: Shapes) -> OutputConfig:
+    """Returns the output layer as the text model has it, or the model around it."""
+    output = OutputConfig(tied=_is_tied(values, shapes), bias=OUTPUT_BIAS in shapes)
+    # A model around a text model may leave out what the text model does to its logits.
+    if file.outer in UNSCALED_WITHIN.split():
+        return output
+    softcap = values["final_logit_softcapping"]
+    return dataclasses.replace(output, softcap=softcap, scale=_scale(values, shapes))
+
+
+def _is_tied(values: Options, shapes: Shapes) -> bool:
+    """Returns whether the output layer has no table of its own."""
+    return values["tie_word_embeddings"] and OUTPUT_TABLE not in shapes
+
+
+def _scale(values: Options, shapes: Shapes) -> float:
+    """Returns the factor of the logits."""
+    _, width = shapes[TOKENS]
+    if values["dim_model_base"]:
+        return values["dim_model_base"] / width
+    # T5 scales logits only if they come from its table of tokens.
+    if values["tie_word_embeddings"] and values["scale_decoder_outputs"]:
+        return width**-0.5
+    # Cohere multiplies logits, Granite divides them.
+    return values["logit_scale"] / values["logits_scaling"]
+
+
+def _why_missing(
+    file: Published, values: Options, shapes: Shapes, output: OutputConfig
+) -> str | None:
+    """Returns why there is no output layer, or None if there is one."""
+    row = file.row
+    rows, width = shapes[TOKENS]
+    is_the_decoders = not output.tied or values["share_encoder_decoder_embeddings"] is False
+    # An `OutputConfig` has the vocabulary and the width of the table.
+    fitting = {OUTPUT_TABLE: (rows, width), OUTPUT_BIAS: (1, rows)}
+    wrong = [name for name, shape in fitting.items() if shapes.get(name, shape) != shape]
+    reason = None
+    if row.no_output:
+        reason = row.no_output
+    elif row.has_stacks and file.side == STACKS[0] and is_the_decoders:
+        reason = f"it is the decoder's, which stack={STACKS[1]!r} loads"
+    elif not output.tied and OUTPUT_TABLE not in shapes:
+        # GPTQ has other tensors in its place.
+        reason = (
+            "the file has no lm_head.weight (dequantize a quantized model first), and it is not "
+            "tied to the table"
+        )
+    elif wrong:
+        reason = f"its shape is {list(shapes[wrong[0]])}, not {list(fitting[wrong[0]])}"
+    elif _may_differ_outside(file, output):
+        reason = f"{file.outer} may leave out the scale and softcap of its text model"
+    return reason
+
+
+def _may_differ_outside(file: Published, output: OutputConfig) -> bool:
+    """Returns whether it is not known that the model around a text model scales its logits too."""
+    is_scaled = output.scale != 1 or output.softcap is not None
+    return file.outer is not None and is_scaled and file.outer not in SCALED_WITHIN.split()

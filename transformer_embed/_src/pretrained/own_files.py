@@ -1,0 +1,170 @@
+"""Files that describe themselves: their metadata, and the checks of what these say.
+
+The metadata of such a file is JSON: a config, the layers, a bias, and names. What is read is
+checked by the classes and functions that it is for.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import haiku as hk
+import jax
+import numpy as np
+
+from transformer_embed._src import arguments
+from transformer_embed._src.attention.attention_mask import AttentionMask
+from transformer_embed._src.layers.config import EmbedderConfig, OutputConfig
+from transformer_embed._src.layers.relative_position_bias import RelativePositionBias
+from transformer_embed._src.positions.query_scale import query_scale
+from transformer_embed._src.positions.relative_bias import alibi_bias
+from transformer_embed._src.positions.rotary import apply_rotary
+from transformer_embed._src.positions.rotary_scaling import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    NTKScaling,
+    YarnScaling,
+)
+from transformer_embed._src.positions.schemes import PositionScheme
+from transformer_embed._src.pretrained.files import (
+    call_with_named_errors,
+    check_mappings,
+    parse,
+)
+from transformer_embed._src.pretrained.layers import Layer
+from transformer_embed._src.pretrained.model_type import ANYWHERE, IN_WINDOW
+from transformer_embed._src.pretrained.parameters import PretrainedInput
+from transformer_embed._src.pretrained.rope import MOST_CHANNELS
+from transformer_embed._src.pretrained.tensors import Tensors
+from transformer_embed._src.sequences.token_positions import TokenPositions
+
+# The entry of a file's metadata that has all but the parameters.
+METADATA = "transformer_embed"
+SCALINGS = (LinearScaling, NTKScaling, YarnScaling, Llama3Scaling, LongRopeScaling)
+# The entry of an object that has the name of its class.
+KIND = "kind"
+# The channels of a head for which a rotation is tried, if nothing says how many it needs.
+CHANNELS = 64
+
+
+def describe_own(tensors: Tensors) -> PretrainedInput:
+    """Returns the layer that `save_embedder` described in the metadata."""
+    entries = parse(f"{tensors.path}: {METADATA}", tensors.metadata[METADATA], decoded)
+    pretrained = call_with_named_errors(tensors.path, PretrainedInput, **entries)
+    call_with_named_errors(tensors.path, check_described, pretrained)
+    return pretrained
+
+
+def check_described(found: PretrainedInput) -> None:
+    """Raises an error unless all but the parameters can be used as the functions use it.
+
+    Raises:
+        TypeError: a value is of another type.
+        ValueError: a function refuses its arguments.
+    """
+    arguments.instance("config", found.config, EmbedderConfig, "an EmbedderConfig")
+    check_mappings(bias=found.bias, names=found.names)
+    arguments.entries("layers", found.layers, arguments.instance, kinds=Layer, want="a Layer")
+    arguments.instance("no_output", found.no_output, str | None, "a sentence, or None")
+    checked = set()
+    for number, layer in enumerate(found.layers):
+        # A mapping has no hash, so equal layers are told by their texts.
+        text = repr(layer)
+        if text not in checked:
+            _check_layer(f"layers[{number}]", layer)
+            checked.add(text)
+    if found.bias is not None:
+        _try("bias", _use_bias, dict(found.bias))
+
+
+def _check_layer(name: str, layer: Layer) -> None:
+    """Raises an error unless the functions of this package take what a layer says."""
+    arguments.instance(f"{name}.type", layer.type, str, "a kind of layers")
+    for field in ("rotary", "mask", "query_scale", "attention"):
+        check_mappings(**{f"{name}.{field}": getattr(layer, field)})
+    if layer.rotary is not None:
+        _try(f"{name}.rotary", _use_rotary, dict(layer.rotary))
+    _try(f"{name}.mask", _use_mask, dict(layer.mask))
+    if layer.query_scale is not None:
+        _try(f"{name}.query_scale", _use_query_scale, dict(layer.query_scale))
+    if layer.image_blocks is not None:
+        arguments.choice(f"{name}.image_blocks", layer.image_blocks, (ANYWHERE, IN_WINDOW))
+    if layer.norm_eps is not None:
+        arguments.positive(f"{name}.norm_eps", layer.norm_eps)
+
+
+def _try(name: str, use: Callable[[dict[str, Any]], Any], options: dict[str, Any]) -> None:
+    """Calls a function with keyword arguments on shapes alone; errors start with the name."""
+    call_with_named_errors(name, jax.eval_shape, lambda: use(options))
+
+
+def _use_rotary(options: dict[str, Any]) -> Any:
+    """Rotates one head."""
+    scaling: Any = options.get("scaling")
+    pair_axes = options.get("pair_axes")
+    channels = options.get("rotary_dim") or CHANNELS
+    if options.get("rotary_dim") is None and pair_axes is not None:
+        channels = 2 * len(pair_axes)
+    if options.get("rotary_dim") is None and hasattr(scaling, "short_factor"):
+        channels = 2 * len(scaling.short_factor)
+    # Memory is taken for each channel.
+    channels = arguments.integer("rotary_dim", channels, at_least=1, at_most=MOST_CHANNELS)
+    head = np.zeros((1, 1, channels), np.float32)
+    axes = () if pair_axes is None else (1 + max(pair_axes, default=0),)
+    return apply_rotary(head, np.zeros((1, *axes), np.int32), **options)
+
+
+def _use_mask(options: dict[str, Any]) -> Any:
+    """Makes the mask of one token."""
+    return AttentionMask(TokenPositions.from_offset(0, 1), **options).dense()
+
+
+def _use_query_scale(options: dict[str, Any]) -> Any:
+    """Scales the query of one token."""
+    return query_scale([0], **options)
+
+
+def _use_bias(options: dict[str, Any]) -> Any:
+    """Computes the bias of one pair of tokens."""
+    # Memory is taken for each head.
+    arguments.integer("num_heads", options.get("num_heads"), at_least=1, at_most=MOST_CHANNELS)
+    if "num_buckets" not in options:
+        return alibi_bias([0], [0], **options)
+    bias = hk.transform(lambda: RelativePositionBias(**options)([0], [0]))
+    return bias.init(jax.random.key(0))
+
+
+def _kinds() -> dict[str, Callable]:
+    """Returns the classes that a file may name; it can make no other object.
+
+    A scheme may be your own.
+    """
+    schemes, scalings = PositionScheme.__subclasses__(), SCALINGS
+    return {
+        kind.__name__: kind for kind in (EmbedderConfig, OutputConfig, Layer, *schemes, *scalings)
+    }
+
+
+def encoded(value: Any) -> Any:
+    """Returns a value for JSON, which does not have its type: a class has its name and fields."""
+    kind = type(value).__name__
+    if kind in _kinds():
+        return {KIND: kind} | vars(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, np.dtype):
+        return value.name
+    # A number or an array of numpy, or a fraction.
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else float(value)
+
+
+def decoded(entries: dict[str, Any]) -> Any:
+    """Returns an object with tuples for lists, or an instance of the class that it names."""
+    for name, value in entries.items():
+        # JSON has no tuples, which configurations and `pair_axes` are compared by.
+        if isinstance(value, list):
+            entries[name] = tuple(value)
+    if KIND not in entries:
+        return entries
+    kinds = _kinds()
+    return kinds[arguments.choice(KIND, entries.pop(KIND), tuple(kinds))](**entries)

@@ -1,0 +1,90 @@
+"""The registry of published models: a row for each model type, and the models around text models.
+
+Types, tensor names and defaults are the ones of transformers.
+"""
+
+import difflib
+from typing import Any
+
+from transformer_embed._src import arguments
+from transformer_embed._src.pretrained import (
+    decoder_types,
+    encoder_types,
+    llama_types,
+    seq2seq_types,
+)
+from transformer_embed._src.pretrained.model_type import ModelType
+
+ROWS: dict[str, ModelType] = (
+    encoder_types.ROWS | seq2seq_types.ROWS | decoder_types.ROWS | llama_types.ROWS
+)
+
+# Models around a text model that scale and bound its logits as it does alone, and that do not.
+SCALED_WITHIN = (
+    "paligemma gemma3n gemma4 gemma4_unified granite_docling granite4_vision "
+    "hyperclovax_vision_v2 blip-2 instructblip instructblipvideo"
+)
+UNSCALED_WITHIN = (
+    "aya_vision cohere2_vision gemma3 granite_speech granite_speech_plus idefics2 idefics3 "
+    "internvl llava llava_next llava_next_video llava_onevision mistral3 smolvlm video_llava "
+    "vipllava"
+)
+
+
+# Models around a text model whose logits were not compared, or are its own without a scale.
+OTHERS_AROUND = (
+    "aimv2 align altclip apertus1p5 aria audioflamingo3 blip bridgetower chinese_clip clap clip "
+    "clipseg cosmos3_edge cosmos3_omni deepseek_vl deepseek_vl_hybrid embedding_gemma2 emu3 "
+    "exaone4_5 flava fuyu glm46v glm4v glm4v_moe glm_image glm_ocr glmasr glmga got_ocr2 groupvit "
+    "hunyuan_vl janus jev kimi_k25 lfm2_vl lighton_ocr llama4 metaclip_2 minicpm_ocr minicpmv4_6 "
+    "minicpmv4_7 mllama modernvbert moss_transcribe_diarize musicflamingo nemotron_h_omni omniasr "
+    "ovis2 owlv2 owlvit paddleocr_vl pe_audio perception_lm pp_chart2table qianfan_ocr "
+    "qwen2_5_omni_thinker qwen2_5_vl qwen2_audio qwen2_vl qwen3_5 qwen3_5_moe qwen3_asr "
+    "qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe sam3 shieldgemma2 siglip siglip2 unlimited_ocr "
+    "video_llama_3 vision-text-dual-encoder voxtral voxtral_realtime xclip"
+)
+
+
+def is_known_outside(model_type: str) -> bool:
+    """Returns whether a whole model of this type was compared with its text model.
+
+    A config.json that does not name the type ("None") says nothing against it.
+    """
+    known = {*SCALED_WITHIN.split(), *UNSCALED_WITHIN.split(), *OTHERS_AROUND.split()}
+    return model_type in known or model_type in ROWS or model_type == str(None)
+
+
+def row_of(model_type: Any) -> ModelType | None:
+    """Returns the row of config.json's model_type, or None for an unknown one."""
+    if not isinstance(model_type, str) or model_type not in ROWS:
+        return None
+    return ROWS[model_type]._replace(name=model_type)
+
+
+def find_model_type(name: str) -> ModelType:
+    """Returns what the registry says of a model type.
+
+    Use it to see which tensors and which entries of config.json make the input layer of a
+    published model, and which defaults the entries have. `python -m transformer_embed inspect
+    --model-type NAME` prints the same.
+
+    Args:
+        name: The type, as config.json's `model_type` names it.
+
+    Returns:
+        A `ModelType`, whose fields are described there.
+
+    Raises:
+        ValueError: the type is not known.
+
+    Example:
+        >>> import transformer_embed as te
+        >>> llama_4 = te.pretrained.find_model_type("llama4_text")
+        >>> llama_4.tokens, llama_4.rotary, llama_4.default("rope_theta")
+        ('embed_tokens', 'interleaved', 500000.0)
+    """
+    row = row_of(name)
+    if row is None:
+        near = difflib.get_close_matches(str(name), ROWS) or [*ROWS][:3]
+        raise arguments.value_error("name", f"a known model type, such as {near[0]!r}", repr(name))
+    return row
