@@ -6,7 +6,6 @@ import recommender
 from layers import run
 from recommender import STEPS, held_out, loss_fn, next_batch, optimizer
 
-
 loss_and_grads = jax.value_and_grad(loss_fn)
 
 

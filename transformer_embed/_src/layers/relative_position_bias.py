@@ -77,7 +77,9 @@ class RelativePositionBias(hk.Module):
     def __call__(
         self, query_positions: ArrayLike, key_positions: ArrayLike
     ) -> Float[Array, "*b h t s"]:
-        """Returns the bias of `dtype`, [B or 1, num_heads, T, S], or without B if positions have none.
+        """Returns the bias of `dtype`, [B or 1, num_heads, T, S].
+
+        If neither positions have a batch axis, the bias is [num_heads, T, S].
 
         Args:
             query_positions: The positions of the queries, [T] or [B, T].
