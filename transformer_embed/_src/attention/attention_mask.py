@@ -60,6 +60,12 @@ class AttentionMask(Mask):
     So if you join masks of different integers by `|`, one of them may show what the other hides. To
     keep that hidden, join `& AttentionMask(tokens, causal=False)`.
 
+    To translate a rule into the arguments of a kernel of your own, read the arguments below, and
+    `mask.sides` (the queries and the keys, one object twice if `keys` is None), `mask.lengths` (the
+    numbers of queries and of keys) and `mask.reach` (how many places before and after its own a
+    query sees, None for no limit). Of the tokens, read `positions`, `segment_ids`, `block_ids`,
+    `places`, `ends` and `padding_mask`. `te.kernels` reads nothing else.
+
     Args:
         queries: The tokens that attend. If they have no segment ids, they see the tokens of every
             segment.
@@ -76,16 +82,6 @@ class AttentionMask(Mask):
             transformers does.
         sinks: The number of first positions of each sequence that the left side of a window does
             not hide, at least 1. The right side of a window and a chunk hide them.
-
-    Attributes:
-        sides: The queries and the keys. If `keys` is None, one `TokenPositions` is both.
-        lengths: The numbers of queries and of keys.
-        reach: How many places before and after its own a query sees, (left, right), from `window`
-            and `causal`. None means no limit.
-
-        Attention kernels read these three, the arguments, and `positions`, `segment_ids`,
-        `block_ids`, `places` and `padding_mask` of the tokens. Nothing else is needed to translate
-        a rule into the arguments of a kernel of your own.
 
     Raises:
         TypeError: `queries` or `keys` are not TokenPositions, `causal` is not a Python bool, or a

@@ -1,4 +1,4 @@
-"""A scale of queries that grows with their position, for texts beyond the trained length."""
+"""Scales queries by their position, for texts beyond the trained length."""
 
 import jax
 import jax.numpy as jnp
@@ -12,25 +12,27 @@ from transformer_embed._src.compiled import compiled
 def query_scale(
     positions: ArrayLike, *, beta: float, length: int, offset: int = 0
 ) -> Float[Array, "..."]:
-    """What queries are multiplied by, so that attention stays sharp in texts beyond `length`.
+    """Computes what queries are multiplied by, so that attention stays sharp in long texts.
 
         scale[...] = 1 + beta * log(1 + (positions[...] + offset) // length)
 
-    It is 1 up to the trained length, and is the same for all heads of a token: a query
-    [batch, length, heads, head_dim] is multiplied by `scale[..., None, None]`, after its rotation.
+    The scale is 1 up to the trained length, and is the same for all heads of a token. After you
+    rotate the queries [batch, length, heads, head_dim], multiply them by `scale[..., None, None]`.
 
     Args:
-        positions: integers; those below 0, of padding, count as 0.
-        beta: how fast it grows, at least 0.
-        length: tokens of each step, at least 1: the length that the model was trained on.
+        positions: Integers. Positions below 0, which padding may have, count as 0.
+        beta: How fast the scale grows, at least 0.
+        length: The length that the model was trained on, at least 1. The scale grows in steps of so
+            many tokens.
         offset: 0 (Ministral 3) or 1 (Llama 4).
 
     Returns:
-        float32 of the shape of positions, to 2 units in the last place.
+        float32 of the shape of `positions`, to 2 units in the last place.
 
     Raises:
-        TypeError: positions are not integers.
-        ValueError: beta, length or offset is out of range; positions on the host outside int32.
+        TypeError: `positions` are not integers.
+        ValueError: `beta`, `length` or `offset` is out of range, or positions on the host are
+            outside int32.
 
     Example:
         >>> import transformer_embed as te
@@ -49,12 +51,13 @@ def query_scale(
     return _scale(positions, beta, length, offset)
 
 
-# Compiled even if the caller is not.
+# The function is compiled even if the caller is not.
 @compiled(1, 2, 3)
 def _scale(
     positions: Integer[Array, "..."], beta: float, length: int, offset: int
 ) -> Float[Array, "..."]:
-    # Unsigned, because the last position of int32 and the offset are more than int32 holds.
+    # The sum is unsigned, because the last position of int32 and the offset are more than int32
+    # holds.
     dtype = jnp.uint64 if positions.dtype.itemsize == 8 else jnp.uint32
     steps = (jnp.maximum(positions, 0).astype(dtype) + offset) // length
     return 1 + jnp.float32(beta) * jax.lax.log1p(steps.astype(jnp.float32))

@@ -1,4 +1,4 @@
-"""Position biases, added to attention logits: ALiBi's bias and T5's buckets."""
+"""Computes position biases, which are added to attention logits: ALiBi's bias and T5's buckets."""
 
 import bisect
 import functools
@@ -16,26 +16,26 @@ from transformer_embed._src.sequences.token_arrays import comparable_arrays
 
 
 def alibi_slopes(num_heads: int, *, max_bias: float = 8.0) -> Float32[Array, "h"]:
-    """ALiBi's slope of each head.
+    """Computes ALiBi's slope of each head.
 
-    Where num_heads = n is a power of two, for i in 0..n - 1:
+    If num_heads = n is a power of two, for i in 0..n - 1:
 
         slopes[i] = 2 ** (-max_bias * (i + 1) / n)
 
-    Otherwise n is the power of two below num_heads: its slopes come first, then the first, third,
-    fifth, ... of 2n heads.
+    If not, n is the power of two below num_heads. The slopes of n heads come first, then the first,
+    third, fifth, ... slope of 2n heads.
 
     Args:
-        num_heads: at least 1.
-        max_bias: the last slope is 2 ** -max_bias. Above 0, at most 126 (for which the slope is
-            float32's smallest normal number). MPT and Keras call it `alibi_bias_max`.
+        num_heads: The number of heads, at least 1.
+        max_bias: The last slope is 2 ** -max_bias. It is above 0 and at most 126 (for which the
+            slope is float32's smallest normal number). MPT and Keras call it `alibi_bias_max`.
 
     Returns:
-        float32 [num_heads], in (0, 1); each is rounded once.
+        float32 [num_heads], in (0, 1). Each slope is rounded once.
 
     Raises:
-        TypeError: num_heads is not a Python int, or max_bias is not a Python number.
-        ValueError: num_heads is below 1, or max_bias is outside (0, 126].
+        TypeError: `num_heads` is not a Python int, or `max_bias` is not a Python number.
+        ValueError: `num_heads` is below 1, or `max_bias` is outside (0, 126].
 
     Example:
         >>> import transformer_embed as te
@@ -59,27 +59,29 @@ def alibi_bias(
     max_bias: float = 8.0,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "*b h t s"]:
-    """ALiBi's bias: each head's slope times the distance of the key from the query.
+    """Computes ALiBi's bias: each head's slope times the distance of the key from the query.
 
         bias[..., h, t, s] = slopes[h] * (key_positions[..., s] - query_positions[..., t])
 
-    or, if not causal, `-slopes[h] * abs(key_positions[..., s] - query_positions[..., t])`. It is
-    made from positions, so it is right for queries at an offset in a cache, for packed sequences
-    and for padding on either side.
+    or, if not causal, `-slopes[h] * abs(key_positions[..., s] - query_positions[..., t])`. The
+    bias is made from positions, so it is right for queries at an offset in a cache, for packed
+    sequences and for padding on either side.
 
-    A causal bias is positive for keys after the query: mask them. A softmax ignores a
-    term that is constant over the keys, so one row can serve all queries: `query_positions=[0]`
-    gives `slopes * key`, the bias of Bloom and Falcon (which computes it in bfloat16), and
-    `query_positions=[length - 1]` that of MPT and Keras. The other bias has no such row.
+    A causal bias is positive for keys after the query, so mask these keys. A softmax ignores a term
+    that is constant over the keys, so the bias of one query can be used for all queries:
+    `query_positions=[0]` gives `slopes * key`, the bias of Bloom and Falcon (which computes it in
+    bfloat16), and `query_positions=[length - 1]` gives the bias of MPT and Keras. A bias that is
+    not causal cannot be shared so.
 
     Args:
-        query_positions: [T] or [B, T] integers.
-        key_positions: [S] or [B, S] integers.
-        num_heads: as in `alibi_slopes`.
-        causal: whether a mask hides the keys after the query. False (encoders; MPT without a causal
-            mask): they count by their distance, like those before it.
-        max_bias: as in `alibi_slopes`.
-        dtype: of the result.
+        query_positions: Integers, [T] or [B, T].
+        key_positions: Integers, [S] or [B, S].
+        num_heads: The number of heads, as in `alibi_slopes`.
+        causal: Whether a mask hides the keys after the query. Set False for an encoder (or MPT
+            without a causal mask): keys after the query then count by their distance, like keys
+            before the query.
+        max_bias: As in `alibi_slopes`.
+        dtype: The dtype of the result.
 
     Returns:
         [B or 1, num_heads, T, S] of `dtype`, or [num_heads, T, S] if neither side has a batch
@@ -89,10 +91,10 @@ def alibi_bias(
         (16376): after adding `mask_to_bias`, nothing overflows and masked keys stay masked.
 
     Raises:
-        TypeError: positions are not integers that `TokenPositions` takes; causal is not a
-            Python bool; dtype is not a floating dtype; and as `alibi_slopes`.
-        ValueError: host positions outside int32, a rank other than 1 or 2, unequal numbers of rows;
-            and as `alibi_slopes`.
+        TypeError: Positions are not integers that `TokenPositions` takes, `causal` is not a Python
+            bool, or `dtype` is not a floating dtype; and as `alibi_slopes`.
+        ValueError: Positions on the host are outside int32 or have a rank other than 1 or 2, or the
+            numbers of batch rows differ; and as `alibi_slopes`.
 
     Example:
         >>> import transformer_embed as te
@@ -118,35 +120,39 @@ def relative_position_buckets(
     max_distance: int = 128,
     causal: bool = False,
 ) -> Int32[Array, "*b t s"]:
-    """T5's bucket of the distance between each query and key: the row of a table of biases.
+    """Computes T5's bucket of the distance between each query and key.
 
-    With m buckets for each direction, of which the first e = m // 2 hold one distance each,
-    distance n has bucket
+    A bucket is the row of a table of biases, which `te.RelativePositionBias` learns. With m buckets
+    for each direction, of which the first e = m // 2 hold one distance each, distance n has bucket
 
         n                                                                     if n < e
         min(m - 1, e + floor(log(n / e) / log(max_distance / e) * (m - e)))   otherwise
 
-    computed in exact integers, because float32 logarithms are one bucket too low at some distances.
+    It is computed in exact integers, because float32 logarithms are one bucket too low at some
+    distances.
 
     Args:
-        query_positions: [T] or [B, T] integers.
-        key_positions: [S] or [B, S] integers.
-        num_buckets: rows of the table, at least 4 (2 if causal). An odd number leaves the last row
-            unused unless causal.
-        max_distance: distances of at least this share the last bucket. Must be larger than e above.
-        causal: False (T5's encoder): buckets 0..m-1, m = num_buckets // 2, are for keys at or
-            before the query, m..2m-1 for keys after it. True (its decoder): all m = num_buckets are
-            for keys at or before the query; those after it get 0, since a mask hides them.
+        query_positions: Integers, [T] or [B, T].
+        key_positions: Integers, [S] or [B, S].
+        num_buckets: The number of rows of the table, at least 4 (2 if causal). If the number is odd
+            and `causal` is False, the last row is unused.
+        max_distance: All distances from this one on share the last bucket. It is larger than the e
+            above.
+        causal: If False (T5's encoder), m is num_buckets // 2: buckets 0..m-1 are for keys at or
+            before the query, and m..2m-1 for keys after the query. If True (T5's decoder), m is
+            num_buckets, and all buckets are for keys at or before the query. Keys after the query
+            get 0, because a mask hides them.
 
     Returns:
         int32 [B or 1, T, S], or [T, S] if neither side has a batch axis, in [0, num_buckets); exact
         for any two int32 positions.
 
     Raises:
-        TypeError: positions are not integers that `TokenPositions` takes; num_buckets or
-            max_distance is not a Python int; causal is not a Python bool.
-        ValueError: host positions outside int32, a rank other than 1 or 2, unequal numbers of rows;
-            num_buckets or max_distance is too low, or max_distance 2**31 - 1 or more.
+        TypeError: Positions are not integers that `TokenPositions` takes, `num_buckets` or
+            `max_distance` is not a Python int, or `causal` is not a Python bool.
+        ValueError: Positions on the host are outside int32 or have a rank other than 1 or 2; the
+            numbers of batch rows differ; `num_buckets` or `max_distance` is too low; or
+            `max_distance` is 2**31 - 1 or more.
 
     Example:
         >>> import transformer_embed as te
@@ -172,8 +178,8 @@ def relative_position_buckets(
 
 @functools.lru_cache(maxsize=64)
 def _bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
-    """The first distance of each bucket past e = buckets // 2."""
-    # The least n with (n / e) ** (buckets - e) >= (max_distance / e) ** j.
+    """Returns the first distance of each bucket past e = buckets // 2."""
+    # A bucket j starts at the least n with (n / e) ** (buckets - e) >= (max_distance / e) ** j.
     exact = buckets // 2
     steps = buckets - exact
     powers = (max_distance**j * exact ** (steps - j) for j in range(1, steps))
@@ -208,7 +214,7 @@ def _alibi(
     factors = np.array(slopes, wide).reshape(*[1] * (queries.ndim - 1), -1, 1, 1)
     after, distance = _after_and_distance(queries, keys)
     far = distance.astype(wide)
-    # 0 - 0 is 0, where -(0) would be -0.
+    # 0 - 0 is 0, whereas -(0) would be -0.
     relative = jnp.where(after, far, 0 - far) if causal else 0 - far
     quarter = float(jnp.finfo(dtype).max) / 4
     return jnp.clip(factors * jnp.expand_dims(relative, -3), -quarter, quarter).astype(dtype)
@@ -225,12 +231,12 @@ def _buckets(
     after, distance = _after_and_distance(queries, keys)
     if causal:
         distance = jnp.where(after, 0, distance)
-    # Unrolled, with one comparison for each start: for a reduction, XLA would make an array [b, t,
-    # s, starts].
+    # The sum is unrolled, with one comparison for each start. For a reduction, XLA would make an
+    # array [b, t, s, starts].
     past = ((distance >= start).astype(jnp.int32) for start in starts)
     exact = each_way // 2
-    # Not a minimum, which kernels for TPUs do not have for unsigned integers: with `< exact`, the
-    # compiler would make one of it.
+    # Kernels for TPUs have no minimum of unsigned integers. With `< exact`, the compiler would turn
+    # the selection into a minimum.
     near = jnp.where(distance < exact + 1, distance, exact).astype(jnp.int32)
     buckets = sum(past, start=near)
     return buckets if causal else buckets + jnp.where(after, each_way, 0)
@@ -239,11 +245,12 @@ def _buckets(
 def _after_and_distance(
     queries: Integer[Array, "*q t"], keys: Integer[Array, "*k s"]
 ) -> tuple[Bool[Array, "*b t s"], UInt[Array, "*b t s"]]:
-    """Whether each key is after the query, and their distance."""
+    """Returns whether each key is after the query, and the distance between both."""
     # The distance of two signed integers fits the unsigned dtype of their width.
     dtype = np.promote_types(queries.dtype, keys.dtype)
     queries = queries.astype(dtype)[..., :, None]
     keys = keys.astype(dtype)[..., None, :]
     unsigned = np.dtype(f"u{dtype}")
-    after, difference = keys > queries, keys.astype(unsigned) - queries.astype(unsigned)
+    after = keys > queries
+    difference = keys.astype(unsigned) - queries.astype(unsigned)
     return after, jnp.where(after, difference, -difference)
