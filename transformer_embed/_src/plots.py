@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.image import AxesImage
 
-Scaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling | LongRopeScaling
+DrawnScaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling | LongRopeScaling
 # The names of the rows, and the names of the columns.
 Tokens = tuple[Sequence[str] | None, Sequence[str] | None]
 HIDDEN, SOME, ALLOWED = "#E6E6E6", "#6BAED6", "#0B3C5D"
@@ -149,7 +149,7 @@ def plot_rotary(
     *,
     ax: "Axes | None" = None,
     base: float = 10_000.0,
-    scaling: Scaling | None = None,
+    scaling: DrawnScaling | None = None,
 ) -> "Axes":
     """Draws points rotated by rotary embeddings: a circle per pair, a dot per position.
 
