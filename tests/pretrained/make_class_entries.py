@@ -51,6 +51,8 @@ def made():
     return TEXT.format(version=transformers.__version__, names="\n".join(quoted))
 
 
+# Types that transformers reads as others.
+RENAMED_TYPES = {"exaone4_5_text": "exaone4"}
 DEFAULTS_FILE = FILE.with_name("attention_defaults.py")
 DEFAULTS_TEXT = '''\
 """The defaults of the entries of attention, by the types whose attention is described.
@@ -70,10 +72,11 @@ def made_defaults():
     """Returns the text of the file of defaults."""
     lines = []
     for model_type, row in sorted(registry.ROWS.items()):
-        if not row.attention or model_type not in configuration_auto.CONFIG_MAPPING_NAMES:
+        class_type = RENAMED_TYPES.get(model_type, model_type)
+        if not row.attention or class_type not in configuration_auto.CONFIG_MAPPING_NAMES:
             continue
         # The fields of the class, because an object of the class has computed values instead.
-        config_class = type(configuration_auto.CONFIG_MAPPING[model_type]().get_text_config())
+        config_class = type(configuration_auto.CONFIG_MAPPING[class_type]().get_text_config())
         pairs = []
         for name, names in attention.NAMES.items():
             values = [getattr(config_class, alias, None) for alias in names.split()]

@@ -23,6 +23,7 @@ from checkpoints import (
     refused,
     save_embedder,
 )
+from compare import equal
 from drawn import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,6 +93,19 @@ def test_arguments_that_can_be_used_come_back(bias):
     layers = tuple(map(layer, ROTARIES))
     save_embedder("x", SMALL, PARAMS | BIAS_TABLE, layers, bias)
     assert load_embedder("x")[2:4] == (layers, bias)
+
+
+@pytest.mark.parametrize("root", ["", "model/~/input/~/"])
+def test_only_modules_beside_the_table_are_the_layers(root):
+    """The layer may be at the root of the tree, where each path begins like the layer's."""
+    table = {
+        f"{root}token_embedding": {"embeddings": PARAMS[TOKENS.rpartition("/")[0]]["embeddings"]}
+    }
+    deeper = {f"{root}{name}/layer_norm": {"scale": np.ones(3, "f4")} for name in ("x", "x/y")}
+    save_embedder("x", SMALL, table | deeper)
+    found = load_embedder("x")
+    assert found.params.keys() == {TOKENS.rpartition("/")[0], *deeper}
+    equal(found.params[TOKENS.rpartition("/")[0]]["embeddings"], np.arange(42).reshape(7, 6))
 
 
 # --- What cannot be loaded again is refused before a good file is touched.

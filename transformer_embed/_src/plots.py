@@ -10,24 +10,30 @@ from jaxtyping import Float64
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.positions import phase
 from transformer_embed._src.positions.rotary import apply_rotary
-from transformer_embed._src.positions.rotary_scaling import Scaling
+from transformer_embed._src.positions.rotary_scaling import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    NTKScaling,
+    YarnScaling,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.image import AxesImage
 
-# Those of the rows and those of the columns.
+DrawnScaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling | LongRopeScaling
+# The names of the rows, and the names of the columns.
 Tokens = tuple[Sequence[str] | None, Sequence[str] | None]
 HIDDEN, SOME, ALLOWED = "#E6E6E6", "#6BAED6", "#0B3C5D"
 # Blue, vermilion, bluish green and black from Okabe and Ito's colour-blind-safe palette.
 STYLES = (("o", "#0072B2"), ("s", "#D55E00"), ("^", "#009E73"), ("D", "#000000"))
 MOST_CELLS_WITH_LINES = 64
-# `mask_to_bias` adds half of the lowest number of a dtype, to which another bias may add a quarter.
-# This is what remains in float16. The softmax of a logit as low is 0 in any dtype.
+# `mask_to_bias` adds half of the lowest number of a dtype, and another bias may add a quarter. In
+# float16, this number remains. The softmax of such a low logit is 0 in any dtype.
 HIDING_BIAS = -16376
-# Where a legend goes that would cover the picture.
+# A legend that would cover the picture goes beside it.
 BESIDE: Any = {
     "loc": "upper left",
     "bbox_to_anchor": (1.02, 1),
@@ -43,14 +49,17 @@ def plot_encoding(
     tokens: Sequence[str] | None = None,
     limit: float | None = None,
 ) -> "Axes":
-    """A heat map of vectors, a row for each position and a column for each channel.
+    """Draws a heat map of vectors, with a row for each position and a column for each channel.
+
+    Use it to see how an encoding or a table changes from one position to the next.
 
     Args:
-        encoding: [length, d_model]: an encoding, rows of a table, or their sum. Cells that are NaN
+        encoding: An encoding, rows of a table, or their sum, [length, d_model]. Cells that are NaN
             are hatched.
-        ax: where to draw; None: a new pyplot figure.
-        tokens: [length] names for the rows; None: rows are numbered.
-        limit: the colours run from -limit to limit; above 0. None: the largest magnitude.
+        ax: The Axes to draw on. If None, a new pyplot figure is made.
+        tokens: Names for the rows, [length]. If None, the rows are numbered.
+        limit: A number above 0. The colours run from -limit to limit, so you can compare pictures.
+            If None, the largest magnitude.
 
     Returns:
         The Axes, with channel across, position (tokens) down, and a colour bar beside it.
@@ -82,16 +91,18 @@ def plot_mask(
     query_tokens: Sequence[str] | None = None,
     key_tokens: Sequence[str] | None = None,
 ) -> "Axes":
-    """A mask in two tones: which keys each query may attend to.
+    """Draws a mask in two tones: which keys each query may attend to.
+
+    Use it to check a mask before you train with it.
 
     Args:
-        mask: bool [T, S], True = may attend. Axes of length 1 may come first, as those of
-            `AttentionMask.dense` and `AttentionMask.block` for a batch of one; index the row of a
-            larger batch. Or int8 as `AttentionMask.block_mask` makes it, drawn in three tones:
-            blocks in which no pair, some pairs or all pairs may attend.
-        ax: where to draw; None: a new pyplot figure.
-        query_tokens: [T] names for the queries; None: queries are numbered.
-        key_tokens: [S] names for the keys; None: keys are numbered.
+        mask: A bool mask [T, S], True = may attend. Axes of length 1 may come first, as
+            `AttentionMask.dense` and `AttentionMask.block` have them for a batch of one. Index one
+            batch row of a larger batch. An int8 mask, as `AttentionMask.block_mask` makes it, is
+            drawn in three tones: tiles in which no pair, some pairs or all pairs may attend.
+        ax: The Axes to draw on. If None, a new pyplot figure is made.
+        query_tokens: Names for the queries, [T]. If None, the queries are numbered.
+        key_tokens: Names for the keys, [S]. If None, the keys are numbered.
 
     Returns:
         The Axes, with key (token attended to) across, query (token that attends) down, and a legend
@@ -122,14 +133,14 @@ def plot_mask(
     # Each value is the index of its tone. Interpolation would mix them.
     colors = matplotlib("colors").ListedColormap(list(tones.values()))
     options = {"cmap": colors, "vmin": 0, "vmax": len(tones) - 1, "interpolation": "nearest"}
-    tokens = query_tokens, key_tokens
-    axes = _queries_and_keys(ax, _matrix("mask", mask), tokens, **options).axes
+    names = (query_tokens, key_tokens)
+    image = _queries_and_keys(ax, _matrix("mask", mask), names, **options)
     patches = [
         matplotlib("patches").Patch(facecolor=tone, edgecolor="grey", label=label)
         for label, tone in reversed(tones.items())
     ]
-    axes.legend(handles=patches, **BESIDE)
-    return axes
+    image.axes.legend(handles=patches, **BESIDE)
+    return image.axes
 
 
 def plot_rotary(
@@ -138,20 +149,22 @@ def plot_rotary(
     *,
     ax: "Axes | None" = None,
     base: float = 10_000.0,
-    scaling: Scaling | None = None,
+    scaling: DrawnScaling | None = None,
 ) -> "Axes":
-    """Points rotated by rotary embeddings: a circle for each pair, a dot for each position.
+    """Draws points rotated by rotary embeddings: a circle per pair, a dot per position.
+
+    Use it to see how fast each pair of channels turns, with a base or a scaling.
 
     `apply_rotary` rotates the point (1, 0) in the pair of the innermost circle, (2, 0) in the next
     pair, and so on; the radii only keep the circles apart. The first pair rotates fastest and is
     innermost.
 
     Args:
-        positions: [length] integers, or float32.
-        head_dim: channels of a head, even.
-        ax: where to draw; None: a new pyplot figure.
-        base: as in `apply_rotary`.
-        scaling: as in `apply_rotary`. An attention factor moves the dots off their circles.
+        positions: The positions, [length], integers or float32.
+        head_dim: The channels of a head, even.
+        ax: The Axes to draw on. If None, a new pyplot figure is made.
+        base: As in `apply_rotary`.
+        scaling: As in `apply_rotary`. An attention factor moves the dots off their circles.
 
     Returns:
         The Axes, with the first channel of a pair across and its second channel up, and a legend
@@ -172,8 +185,9 @@ def plot_rotary(
         Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), figure 1,
         https://arxiv.org/abs/2104.09864
     """
-    points = arguments.on_host("positions", phase.as_positions("positions", positions))
-    points, head_dim = np.atleast_1d(points), arguments.size("head_dim", head_dim)
+    array = arguments.as_array("positions", positions)
+    points = np.atleast_1d(arguments.on_host("positions", array))
+    head_dim = arguments.size("head_dim", head_dim)
     half = head_dim // 2
     pairs = range(0, half, max(1, half // 8))[:4]
     # The point (radius, 0) in each pair of channels.
@@ -203,14 +217,17 @@ def plot_bias(
     query_tokens: Sequence[str] | None = None,
     key_tokens: Sequence[str] | None = None,
 ) -> "Axes":
-    """A heat map of the bias that is added to the logit of each query and key.
+    """Draws a heat map of the bias that is added to the logit of each query and key.
+
+    Use it to see what ALiBi or T5's buckets do, or where a mask hides keys.
 
     Args:
-        bias: [T, S], such as one head of what `alibi_bias` and `RelativePositionBias` make. Axes of
-            length 1 may come first. Masked cells, with -16376 or less, are hatched.
-        ax: where to draw; None: a new pyplot figure.
-        query_tokens: [T] names for the queries; None: queries are numbered.
-        key_tokens: [S] names for the keys; None: keys are numbered.
+        bias: A bias [T, S], such as one head of the result of `alibi_bias` or
+            `RelativePositionBias`. Axes of length 1 may come first. Masked cells, with -16376 or
+            less, are hatched.
+        ax: The Axes to draw on. If None, a new pyplot figure is made.
+        query_tokens: Names for the queries, [T]. If None, the queries are numbered.
+        key_tokens: Names for the keys, [S]. If None, the keys are numbered.
 
     Returns:
         The Axes, with key (token attended to) across, query (token that attends) down, and a colour
@@ -239,7 +256,7 @@ def plot_bias(
 
 
 def matplotlib(module: str) -> Any:
-    """A module of matplotlib, which is slow to load, and need not be installed."""
+    """Returns a module of matplotlib, which is slow to load, and need not be installed."""
     try:
         return importlib.import_module(f"matplotlib.{module}")
     except ImportError as error:
@@ -247,12 +264,16 @@ def matplotlib(module: str) -> Any:
 
 
 def _axes(ax: "Axes | None") -> "Axes":
+    """Returns the Axes to draw on."""
+    if ax is not None:
+        return ax
     # pyplot chooses a backend; a given Axes already has one.
-    return matplotlib("pyplot").subplots(layout="constrained")[1] if ax is None else ax
+    _, new_ax = matplotlib("pyplot").subplots(layout="constrained")
+    return new_ax
 
 
 def _matrix(name: str, array: ArrayLike) -> Float64[np.ndarray, "rows columns"]:
-    """A matrix that is not empty, without leading axes of length 1."""
+    """Returns a matrix that is not empty, without leading axes of length 1."""
     values = np.asarray(arguments.on_host(name, arguments.as_array(name, array)), np.float64)
     if values.ndim < 2 or not values.size or math.prod(values.shape[:-2]) > 1:
         want = "a matrix that is not empty (choose one by an index, such as x[0])"
@@ -273,10 +294,10 @@ def _number(ax: "Axes", positions: Any, points: np.ndarray) -> None:
 def _image(
     ax: Any, values: np.ndarray, labels: tuple[str, str], tokens: Tokens, **options: Any
 ) -> "AxesImage":
-    """A matrix with labels of its rows and of its columns, and their tokens; None: numbers."""
+    """Draws a matrix with labels and names of its rows and columns; without names, numbers."""
     ax = _axes(ax)
     image = ax.imshow(values, **options)
-    # It is seen where the matrix has no value.
+    # The patch behind the image is seen where the matrix has no value.
     ax.patch.set(hatch="////", edgecolor="0.75", linewidth=0)
     sides = zip((ax.yaxis, ax.xaxis), labels, values.shape, tokens, (0, 90), strict=True)
     for axis, label, size, names, rotation in sides:
@@ -294,8 +315,8 @@ def _image(
 def _queries_and_keys(
     ax: "Axes | None", values: np.ndarray, tokens: Tokens, **options: Any
 ) -> "AxesImage":
-    """[T, S], with lines between its cells if they are few."""
-    labels = "query (token that attends)", "key (token attended to)"
+    """Draws a matrix [T, S], with lines between the cells if they are few."""
+    labels = ("query (token that attends)", "key (token attended to)")
     image = _image(ax, values, labels, tokens, **options)
     queries, keys = values.shape
     if max(queries, keys) <= MOST_CELLS_WITH_LINES:
@@ -306,12 +327,15 @@ def _queries_and_keys(
 
 
 def _signed(image: Any, label: str, limit: float | None = None) -> "Axes":
-    """The Axes of an image, with a colour bar for values from -limit to limit."""
-    # All zeros, or no value at all: colours need a range all the same.
-    most, extend = np.abs(image.get_array()).max() or 1.0, "neither"
-    if limit is not None:
-        # Values may lie beyond: the ends of the bar are arrows.
-        most, extend = arguments.positive("limit", limit), "both"
+    """Returns the Axes of an image, with a colour bar for values from -limit to limit."""
+    if limit is None:
+        # If all values are zeros, or there is no value, the colours need a range all the same.
+        most = np.abs(image.get_array()).max() or 1.0
+        extend = "neither"
+    else:
+        # Values may lie beyond the limit, so the ends of the bar are arrows.
+        most = arguments.positive("limit", limit)
+        extend = "both"
     image.set(cmap="RdBu_r", clim=(-most, most))
     image.axes.figure.colorbar(image, label=label, extend=extend)
     return image.axes

@@ -15,18 +15,25 @@ from tqdm import tqdm
 
 import transformer_embed as te
 
-VOCAB_SIZE, D_MODEL, NUM_HEADS, NUM_LAYERS, CONTEXT = 256, 128, 4, 2, 128
-# On each device.
-BATCH_SIZE, EVALUATION_TOKENS = 4, 8192
-PEAK_LEARNING_RATE, HELD_OUT = 5e-3, 0.05
-# Of the texts that are scored; it trains on the first.
+VOCAB_SIZE = 256
+D_MODEL = 128
+NUM_HEADS = 4
+NUM_LAYERS = 2
+CONTEXT = 128
+# These two are for each device.
+BATCH_SIZE = 4
+EVALUATION_TOKENS = 8192
+PEAK_LEARNING_RATE = 5e-3
+# The share of the text that is held out.
+HELD_OUT = 0.05
+# The lengths of the texts that are scored; the model trains on the first.
 LENGTHS = (CONTEXT, 2 * CONTEXT, 4 * CONTEXT)
 BAR = "{l_bar}{bar}| {elapsed}<{remaining}, {rate_fmt}{postfix}"
 # The progress bar shows the loss of every tenth step, because reading a loss waits for its step.
 STEPS_A_LOSS = 10
-# Its held-out end has one text of each length, and the byte after it.
+# The held-out end of the shortest text has one text of each length, and the byte after it.
 SHORTEST_TEXT = math.ceil((LENGTHS[-1] + 1) / HELD_OUT)
-# What is added to tokens; other positions change attention instead.
+# These positions are added to tokens; the others change attention instead.
 SCHEMES = {"sinusoidal": te.Sinusoidal(), "learned": te.Learned(CONTEXT)}
 
 Params = Mapping[str, Mapping[str, Array]]
@@ -34,12 +41,12 @@ _norm = functools.partial(hk.LayerNorm, -1, create_scale=True, create_offset=Tru
 
 
 def config(positions: str) -> te.EmbedderConfig:
-    """The input layer with these positions."""
+    """Returns the config of the input layer with these positions."""
     return te.EmbedderConfig(VOCAB_SIZE, D_MODEL, scheme=SCHEMES.get(positions))
 
 
 def next_byte_logits(positions: str, ids: UInt8[Array, "b t"]) -> Float[Array, "b t v"]:
-    """A causal pre-norm Transformer without dropout, with a tied output layer.
+    """Runs a causal pre-norm Transformer without dropout, with a tied output layer.
 
     Xiong et al. (2020), https://arxiv.org/abs/2002.04745.
     """
@@ -55,6 +62,7 @@ def next_byte_logits(positions: str, ids: UInt8[Array, "b t"]) -> Float[Array, "
 
 
 def _attention(positions: str, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+    """Runs causal attention, which some positions change."""
     tokens = te.TokenPositions.from_offset(0, x.shape[1])
     heads = (*x.shape[:2], NUM_HEADS, D_MODEL // NUM_HEADS)
     query, key, value = (
@@ -63,7 +71,8 @@ def _attention(positions: str, x: Float[Array, "b t d"]) -> Float[Array, "b t d"
     )
     bias = None
     if positions == "rotary":
-        query, key = (te.apply_rotary(each, tokens.positions) for each in (query, key))
+        query = te.apply_rotary(query, tokens.positions)
+        key = te.apply_rotary(key, tokens.positions)
     if positions == "alibi":
         bias = te.alibi_bias(tokens.positions, tokens.positions, num_heads=NUM_HEADS)
     mask = te.AttentionMask(tokens, causal=True).dense()
@@ -75,7 +84,7 @@ def train(text: bytes, positions: str, *, steps: int, seed: int) -> tuple[Params
     """Trains on a text but its end; equal arguments give equal results on one machine.
 
     Returns the parameters, and bits per byte of held-out texts of LENGTHS, as far as the model has
-    positions for them.
+    positions for such texts.
     """
     training, held_out = split(text)
     windows = _windows(training, CONTEXT)
@@ -106,16 +115,18 @@ def train(text: bytes, positions: str, *, steps: int, seed: int) -> tuple[Params
 
 
 def _bar(total: int, name: str, unit: str, size: int) -> tqdm:
-    """A progress bar, hidden unless stderr is a terminal, that goes when its work is done."""
+    """Returns a progress bar, which is hidden unless stderr is a terminal."""
     options = {"unit": unit, "unit_scale": size, "bar_format": BAR, "leave": False}
     return tqdm(total=total, desc=name, ncols=79, disable=None, **options)
 
 
 def _step_of(bits: Callable, optimizer: optax.GradientTransformation) -> Callable:
+    """Returns the compiled training step."""
+
     # The new parameters and state take the memory of the old ones.
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Params, state: optax.OptState, batch: UInt8[Array, "b t"]) -> tuple:
-        """The new parameters and state, and the loss before the step."""
+        """Returns the new parameters and state, and the loss before the step."""
         loss, gradient = jax.value_and_grad(lambda params: bits(params, batch).mean())(params)
         updates, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, updates), state, loss
@@ -124,14 +135,14 @@ def _step_of(bits: Callable, optimizer: optax.GradientTransformation) -> Callabl
 
 
 def model(positions: str) -> hk.Transformed:
-    """`next_byte_logits` as init(rng, ids) and apply(params, ids)."""
+    """Returns `next_byte_logits` as init(rng, ids) and apply(params, ids)."""
     return hk.without_apply_rng(hk.transform(functools.partial(next_byte_logits, positions)))
 
 
 def _score(bits: Callable, text: np.ndarray, over_devices: NamedSharding, length: int) -> float:
-    """Bits per byte of a text that is read in pieces of this length.
+    """Returns bits per byte of a text that is read in windows of this length.
 
-    Each byte is scored once, except the first one and a remainder shorter than a piece.
+    Each byte is scored once, except the first one and a remainder shorter than a window.
     """
     pieces = _windows(text, length)[::length]
     size = EVALUATION_TOKENS // length * over_devices.num_devices
@@ -142,20 +153,21 @@ def _score(bits: Callable, text: np.ndarray, over_devices: NamedSharding, length
 
 
 def _bits(positions: str, params: Params, windows: UInt8[Array, "b t"]) -> Float[Array, "b"]:
-    """Bits per byte of each window: the mean over all its bytes except the first."""
+    """Returns bits per byte of each window, the mean over all bytes except the first."""
     logits = model(positions).apply(params, windows[:, :-1])
     targets = windows[:, 1:].astype(jnp.int32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean(-1) / math.log(2)
 
 
 def split(text: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """The bytes to train on, and the held-out end of a text of at least SHORTEST_TEXT bytes."""
+    """Splits a text of at least SHORTEST_TEXT bytes into bytes to train on and a held-out end."""
     held_out = max(LENGTHS[-1] + 1, int(len(text) * HELD_OUT))
     ids = np.frombuffer(text, np.uint8)
     return ids[:-held_out], ids[-held_out:]
 
 
 def _optimizer(steps: int) -> optax.GradientTransformation:
+    """Returns AdamW with a warm-up, a cosine decay and clipped gradients."""
     # optax wants at least one step after the warm-up.
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, PEAK_LEARNING_RATE, max(1, steps // 10), max(2, steps)
@@ -166,5 +178,5 @@ def _optimizer(steps: int) -> optax.GradientTransformation:
 
 
 def _windows(ids: np.ndarray, length: int) -> np.ndarray:
-    """A view [starts, length + 1]: at each start, a text and the byte after it."""
+    """Returns a view [starts, length + 1]: at each start, a text and the byte after it."""
     return np.lib.stride_tricks.sliding_window_view(ids, length + 1)

@@ -6,7 +6,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -18,7 +18,7 @@ NAMES = ("sinusoidal", "learned", "rotary", "alibi", "none")
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command to the parser's."""
+    """Adds the command to the commands of a parser."""
     parser = commands.add_parser(
         "train",
         help="train small causal Transformers on text, and compare their positions",
@@ -64,7 +64,7 @@ def add_to(commands: Any) -> None:
 
 
 def _names(text: str) -> list[str]:
-    """The names in a list with commas, each once."""
+    """Returns the names in a list with commas, each of which may stand there once."""
     names = text.split(",")
     if len({*names} & {*NAMES}) < len(names):
         raise argparse.ArgumentTypeError(f"wanted some of {','.join(NAMES)}, got {text!r}")
@@ -77,30 +77,27 @@ def run(args: argparse.Namespace) -> None:
     arguments.integer("--seed", args.seed, at_least=0, at_most=2**31 - 1)
     # An empty name is a mistake, not the absence of one.
     out = None if args.out is None else _writable(args.out)
-    text, source = _library()
-    if args.files:
-        text = b"".join(pathlib.Path(file).read_bytes() for file in args.files)
-        source = ", ".join(args.files)
+    source = _source(args.files)
     # optax is slow to load, so arguments and files are checked first.
     from transformer_embed.cli import language_model  # noqa: PLC0415
 
-    if len(text) < language_model.SHORTEST_TEXT:
-        shortest = language_model.SHORTEST_TEXT
+    shortest = language_model.SHORTEST_TEXT
+    if len(source.text) < shortest:
         raise ValueError(
-            f"the text has {len(text)} bytes; give FILEs of {shortest} bytes or more in all"
+            f"the text has {len(source.text)} bytes; give FILEs of {shortest} bytes or more in all"
         )
     lengths = language_model.LENGTHS
-    print(f"text: {source}, {len(text):,} bytes")
+    print(f"text: {source.name}, {len(source.text):,} bytes")
     print(f"\nTrained on texts of {lengths[0]} bytes: bits per byte of texts with")
     print(_row("positions", "parameters", [f"{length} bytes" for length in lengths]), flush=True)
     for name in args.positions:
-        params, bits = language_model.train(text, name, steps=args.steps, seed=args.seed)
-        # Before the other models, which take as long.
+        params, bits = language_model.train(source.text, name, steps=args.steps, seed=args.seed)
+        # The first model is written before the others are trained, which takes as long again.
         if out and name == args.positions[0]:
             pretrained.save_embedder(out, language_model.config(name), params)
         size = sum(leaf.size for leaf in jax.tree.leaves(params))
-        scores = [f"{each:.2f}" for each in bits]
-        # Of longer texts than it has positions for.
+        scores = [f"{score:.2f}" for score in bits]
+        # The model has no positions for longer texts.
         scores += ["-"] * (len(lengths) - len(bits))
         print(_row(name, f"{size:,}", scores), flush=True)
     if out:
@@ -108,11 +105,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _row(name: str, size: str, bits: Sequence[str]) -> str:
-    return f"{name:<22}{size:>12}" + "".join(f"{each:>14}" for each in bits)
+    """Returns a line of the table."""
+    return f"{name:<22}{size:>12}" + "".join(f"{score:>14}" for score in bits)
 
 
 def _writable(name: str) -> pathlib.Path:
-    """The path of a file to write, tried at once: a model that cannot be saved is lost."""
+    """Returns the path of a file to write, tried at once: a model that cannot be saved is lost."""
     path = pathlib.Path(name).expanduser()
     if path.suffix.lower() != ".safetensors":
         raise ValueError(f"--out: wanted a name that ends in .safetensors, got {name!r}")
@@ -127,12 +125,28 @@ def _writable(name: str) -> pathlib.Path:
     return path
 
 
-def _library() -> tuple[bytes, str]:
-    """The top-level modules of the standard library in sorted order, and their name."""
+class Source(NamedTuple):
+    """A text to train on, and what it is called."""
+
+    text: bytes
+    name: str
+
+
+def _source(files: Sequence[str]) -> Source:
+    """Returns the text of the files, or of Python's standard library if there are none."""
+    if not files:
+        return _library()
+    text = b"".join(pathlib.Path(file).read_bytes() for file in files)
+    return Source(text=text, name=", ".join(files))
+
+
+def _library() -> Source:
+    """Returns the top-level modules of the standard library in sorted order."""
     folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))[:LIBRARY_BYTES]
     if not text:
         raise ValueError(
             f"{folder} does not hold the source of the standard library; name a FILE to train on"
         )
-    return text, f"Python {sys.version.split()[0]} standard library"
+    version, *_ = sys.version.split()
+    return Source(text=text, name=f"Python {version} standard library")

@@ -25,6 +25,7 @@ ernie4_5 num_attention_heads=16 num_key_value_heads=2 head_dim=128 norm_eps=1e-0
 ernie4_5_moe num_attention_heads=20 num_key_value_heads=4 norm_eps=1e-05
 eurobert num_attention_heads=12 norm_eps=1e-05
 exaone4 num_attention_heads=32 num_key_value_heads=32 norm_eps=1e-05
+exaone4_5_text num_attention_heads=32 num_key_value_heads=32 norm_eps=1e-05
 exaone_moe num_attention_heads=32 num_key_value_heads=32 norm_eps=1e-05
 flex_olmo num_attention_heads=32 norm_eps=1e-06
 flint num_attention_heads=32 num_key_value_heads=4 head_dim=128 norm_eps=1e-06

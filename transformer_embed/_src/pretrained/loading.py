@@ -125,11 +125,14 @@ def load_embedder(
     tensors = open_tensors(path)
     is_own = METADATA in tensors.metadata
     if config is not None or is_own:
-        # Empty settings say nothing.
-        others = {"settings": settings or None, "length": length, "stack": stack, "part": part}
-        others["row_multiple"] = None if row_multiple == 1 else row_multiple
-        for name, value in others.items():
-            arguments.check_left_out(name, value, "names or metadata say what it would")
+        # Empty settings, and a multiple of 1, say nothing.
+        _check_left_out(
+            settings=settings or None,
+            length=length,
+            stack=stack,
+            part=part,
+            row_multiple=None if row_multiple == 1 else row_multiple,
+        )
     may_lack: Collection[str] = OFFSETS
     if config is not None and names is not None:
         named = _named(config, names)
@@ -148,6 +151,12 @@ def load_embedder(
     for name, sharding in split.items():
         arguments.instance(f"shardings: {name}", sharding, NamedSharding, "a NamedSharding")
     return pretrained._replace(params=read_parameters(tensors, pretrained, specs, split))
+
+
+def _check_left_out(**options: Any) -> None:
+    """Raises a ValueError for an option of a file that needs none."""
+    for name, value in options.items():
+        arguments.check_left_out(name, value, "names or metadata say what it would")
 
 
 class NamedInput(NamedTuple):

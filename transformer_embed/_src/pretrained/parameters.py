@@ -82,10 +82,10 @@ def shapes_of(config: EmbedderConfig, bias: Options | None = None) -> Specs:
         module, _, name = BIAS.rpartition("/")
         shape = bias["num_buckets"], bias.get("num_heads")
         modules[module] = {name: jax.ShapeDtypeStruct(shape, np.float32)}
-    return by_path(modules)
+    return leaves_by_path(modules)
 
 
-def by_path(tree: Params) -> dict[str, Any]:
+def leaves_by_path(tree: Params) -> dict[str, Any]:
     """Returns the leaves of a tree of modules, by their paths."""
     return {f"{module}/{name}": leaf for module in tree for name, leaf in tree[module].items()}
 

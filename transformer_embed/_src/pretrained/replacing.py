@@ -6,7 +6,7 @@ import os
 import pathlib
 import secrets
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -64,40 +64,61 @@ def _tied_copies(tensors: Tensors, arrays: Mapping[str, np.ndarray]) -> dict[str
     return copies
 
 
+class Part(NamedTuple):
+    """A tensor of a file that is written: as it was, or replaced."""
+
+    name: str
+    entry: TensorInfo
+    array: np.ndarray | None
+
+    @property
+    def size(self) -> int:
+        """The number of bytes."""
+        return self.entry.stop - self.entry.start if self.array is None else self.array.nbytes
+
+    @property
+    def dtype(self) -> str:
+        """The dtype, as safetensors names it."""
+        return self.entry.dtype if self.array is None else NAMES_OF_DTYPES[self.array.dtype]
+
+
 def _write(
     tensors: Tensors, path: pathlib.Path, arrays: Mapping[str, np.ndarray], file: BinaryIO
 ) -> None:
     """Writes one file of a checkpoint, with its other tensors as they are."""
-    entries, metadata = tensors.header(path)
-    # Several names of one tensor (safetensors.torch.save_model) have the same place.
-    names = {(entry.start, entry.stop): name for name, entry in entries.items()}
+    metadata = tensors.header(path).metadata
+    parts = _parts(tensors, path, arrays)
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    parts: list[TensorInfo | np.ndarray] = []
     end = 0
-    for place, name in sorted(names.items()):
-        entry = entries[name]
-        same_place = [each for each, info in entries.items() if (info.start, info.stop) == place]
-        array = next((arrays[each] for each in same_place if each in arrays), None)
-        part = entry if array is None else array
-        size = entry.stop - entry.start if array is None else array.nbytes
-        dtype = entry.dtype if array is None else NAMES_OF_DTYPES[array.dtype]
-        # The name that the metadata do not explain is the one in the file.
-        kept = next(each for each in same_place if metadata.get(each) not in same_place)
-        header[kept] = {
-            "dtype": dtype,
-            "shape": list(entry.shape),
-            "data_offsets": [end, end + size],
-        }
-        end += size
-        parts.append(part)
+    for part in parts:
+        offsets = [end, end + part.size]
+        shape = list(part.entry.shape)
+        header[part.name] = {"dtype": part.dtype, "shape": shape, "data_offsets": offsets}
+        end += part.size
     text = json.dumps(header, separators=(",", ":")).encode()
     # The header is padded, so that the bytes of tensors are aligned.
     text = text.ljust(-(-len(text) // 8) * 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for part in parts:
-        if isinstance(part, TensorInfo):
-            for piece in pieces(part):
-                file.write(piece)
+        if part.array is not None:
+            file.write(part.array.tobytes())
         else:
-            file.write(part.tobytes())
+            for piece in pieces(part.entry):
+                file.write(piece)
     os.fsync(file.fileno())
+
+
+def _parts(tensors: Tensors, path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> list[Part]:
+    """Returns the tensors of a file, in the order of their bytes."""
+    entries, metadata = tensors.header(path)
+    # Several names of one tensor (safetensors.torch.save_model) have the same place.
+    names_by_place: dict[tuple[int, int], list[str]] = {}
+    for name, entry in entries.items():
+        names_by_place.setdefault((entry.start, entry.stop), []).append(name)
+    parts = []
+    for _, names in sorted(names_by_place.items()):
+        # The name that the metadata do not explain is the one in the file.
+        kept = next(name for name in names if metadata.get(name) not in names)
+        array = next((arrays[name] for name in names if name in arrays), None)
+        parts.append(Part(name=kept, entry=entries[kept], array=array))
+    return parts

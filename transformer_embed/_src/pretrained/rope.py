@@ -49,7 +49,7 @@ ENTRIES_OF_KINDS = {
     ),
 }
 # The class of each rope_type. Sections for images ("mrope") are not a scaling.
-Scaling = (
+AnyScaling = (
     rotary_scaling.LinearScaling
     | rotary_scaling.NTKScaling
     | rotary_scaling.YarnScaling
@@ -149,7 +149,7 @@ def _pair_axes(
 # --- Scalings.
 
 
-def scaling(entries: Options, values: Options) -> Scaling | None:
+def scaling(entries: Options, values: Options) -> AnyScaling | None:
     """Returns the scaling that the entries of an object describe."""
     if not entries:
         return None

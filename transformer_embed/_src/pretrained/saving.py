@@ -31,9 +31,9 @@ from transformer_embed._src.pretrained.own_files import (
 from transformer_embed._src.pretrained.parameters import (
     Params,
     PretrainedInput,
-    by_path,
     check_tensors,
     full_paths,
+    leaves_by_path,
     stored,
 )
 from transformer_embed._src.pretrained.replacing import replace_tensors
@@ -97,7 +97,7 @@ def save_embedder(
         config=config, params={}, layers=layers, bias=bias, names=names, no_output=no_output
     )
     check_described(pretrained)
-    leaves = by_path(_with_own_paths(config, params, bias))
+    leaves = leaves_by_path(_with_own_paths(config, params, bias))
     slashed = [name for group in params.values() for name in group if "/" in name]
     if slashed:
         raise arguments.value_error("params", "names without a slash", repr(slashed[0]))
@@ -161,7 +161,7 @@ def save_into(
         raise arguments.value_error("config.spread", "False; te.pretrained.resize changes it", True)
     tensors = open_tensors(path)
     bias = {"num_buckets": None} if BIAS in names else None
-    leaves = by_path(_with_own_paths(config, params, bias))
+    leaves = leaves_by_path(_with_own_paths(config, params, bias))
     tensor_names = full_paths(names, leaves)
     with_rows = (TOKENS, OUTPUT_TABLE, OUTPUT_BIAS)
     leaves = {
