@@ -176,14 +176,15 @@ def saved(config, batches):
     return config, found
 
 
-def resized(config, batches, max_len=None, **fields):
+def resized(config, batches, max_len=None, keep_positions=False, **fields):
     """With another vocabulary, or another number of learned positions."""
     found, rng = [], jax.random.key(1)
     if max_len is not None:
         fields["scheme"] = dataclasses.replace(config.scheme, max_len=max_len)
     new = dataclasses.replace(config, **fields)
     for params, *others in batches:
-        wider = check_right(te.pretrained.resize, params, config, new, rng=rng)
+        options = {"rng": rng, "keep_positions": keep_positions}
+        wider = check_right(te.pretrained.resize, params, config, new, **options)
         found.append((jax.tree.map(np.asarray, wider), *others))
     return new, found
 

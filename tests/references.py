@@ -249,8 +249,8 @@ def buckets(got, query_positions, key_positions, *, num_buckets, max_distance, c
 # --- parameters
 
 
-def resized(got, params, config, new_config, *, rng, grids):
-    """How new rows are drawn, and grids, are in tests/pretrained/test_resizing.py."""
+def resized(got, params, config, new_config, *, rng, grids, keep_positions):
+    """Checks kept rows. tests/pretrained/test_resizing.py checks new rows, and grids."""
     assert grids is None
     assert not config.spread | new_config.spread
     for path, leaves in params.items():
@@ -261,6 +261,10 @@ def resized(got, params, config, new_config, *, rng, grids):
                 same(floats(got[path][name])[:kept], floats(leaf)[:kept])
             elif not path.endswith("learned_positional_encoding"):
                 same(got[path][name], leaf)
+            elif keep_positions:
+                kept = min(config.scheme.max_len, new_config.scheme.max_len)
+                assert len(got[path][name]) == new_config.scheme.max_len
+                same(floats(got[path][name])[:kept], floats(leaf)[:kept])
             elif config.scheme.max_len != new_config.scheme.max_len:
                 resized_positions(got[path][name], leaf, new_config.scheme)
 

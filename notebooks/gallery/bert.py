@@ -7,8 +7,8 @@ from layers import run, source_lines, stack, training
 
 import transformer_embed as te
 
-STEPS, ROWS, MASK = 400, 32, 1
-config = te.EmbedderConfig(vocab_size=256, d_model=128, pad_id=0)
+STEPS, ROWS, WIDTH, MASK = 500, 16, 64, 1
+config = te.EmbedderConfig(vocab_size=256, d_model=WIDTH, pad_id=0)
 
 
 def model(ids, labels, is_chosen):

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from bert import STEPS, hide, next_batch
+from bert import STEPS, WIDTH, hide, next_batch
 from layers import run, source_lines, stack, training
 
 
@@ -15,8 +15,8 @@ def sinusoids(length, width):
 
 
 def model(ids, labels, is_chosen):
-    embed = hk.Embed(256, 128, w_init=hk.initializers.RandomNormal(0.02))
-    x = embed(ids) + jnp.float32(sinusoids(ids.shape[1], 128))
+    embed = hk.Embed(256, WIDTH, w_init=hk.initializers.RandomNormal(0.02))
+    x = embed(ids) + jnp.float32(sinusoids(ids.shape[1], WIDTH))
     x = stack(x, (ids != 0)[:, None, None])
     logits = x @ embed.embeddings.T
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)

@@ -7,7 +7,7 @@ from layers import run, source_lines, stack, training
 
 import transformer_embed as te
 
-STEPS, ROWS, WIDTH, HEADS, LENGTH = 400, 32, 128, 4, 64
+STEPS, ROWS, WIDTH, HEADS, LENGTH = 500, 16, 64, 4, 64
 config = te.EmbedderConfig(vocab_size=256, d_model=WIDTH, pad_id=0)
 
 

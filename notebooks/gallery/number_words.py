@@ -8,7 +8,7 @@ from layers import run, stack, training
 
 import transformer_embed as te
 
-STEPS, ROWS, WIDTH = 500, 32, 96
+STEPS, ROWS, WIDTH = 600, 32, 64
 SMALL = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
 fifteen sixteen seventeen eighteen nineteen"""
 LARGE = "zero ten twenty thirty forty fifty sixty seventy eighty ninety"

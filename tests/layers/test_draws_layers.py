@@ -37,7 +37,8 @@ def changes(chosen):
     if chosen["ids"] != "outside" and chosen["pad_id"] != 6:
         sizes += ["vocab_size=5"]
     if "te.L" in chosen["scheme"]:
-        lengths = ["max_len=12"] + ["max_len=5"] * (chosen["positions"] != "counted")
+        lengths = ["max_len=12", "max_len=12, keep_positions=True"]
+        lengths += ["max_len=5"] * (chosen["positions"] != "counted")
     if "start=2" in chosen["scheme"]:
         # Few draws have it, and what only it shows is how positions are resized.
         same, sizes = [], []
