@@ -49,7 +49,7 @@ class ModelType(NamedTuple):
     """The input layer, the output layer and the kinds of layers of one model type.
 
     Several names in one string are separated by spaces. Modules are names of the checkpoint's
-    tensors without ".weight", below its prefix; `{stack}` stands for encoder or decoder.
+    tensors without ".weight", below its prefix. "{stack}" stands for encoder or decoder.
 
     Args:
         name: The type, as config.json's `model_type` names it.

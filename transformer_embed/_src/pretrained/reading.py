@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from jaxtyping import Array, DTypeLike
+from jaxtyping import Array
 
 from transformer_embed._src import arguments
+from transformer_embed._src.array_types import DTypeLike
 from transformer_embed._src.pretrained.files import call_with_named_errors, read_json
 from transformer_embed._src.pretrained.model_type import ModelType
 from transformer_embed._src.pretrained.parameters import TRANSPOSED
