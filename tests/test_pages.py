@@ -339,7 +339,8 @@ def layers():
         "soft_label_loss",
         "label_parameters",
     ]
-    names += ["encoder_decoder_loss", "label_frozen_tables"]
+    names += ["encoder_decoder_loss", "label_frozen_tables", "sampled_softmax_loss"]
+    names += ["allowed_log_probs"]
     page, rng = functions_of(LAYER_RECIPES, *names), np.random.default_rng(13)
     lengths = np.array([[7], [3], [1], [5]])
     ids = np.where(np.arange(7) < lengths, rng.integers(1, page.VOCAB, (4, 7)), 0)
@@ -455,6 +456,43 @@ def test_two_stacks_share_one_table(layers):
         return plain_loss(x[:, :-1], table, target[:, 1:], target[:, 1:] != 0)
 
     same_losses(lambda params: model.apply(params, ids, target), expected, params)
+
+
+@pytest.mark.slow
+def test_sampled_softmax_leaves_out_the_label_among_the_samples(layers):
+    page, rng, _ = layers
+    x = jnp.asarray(rng.normal(size=(6, page.WIDTH)), jnp.float32)
+    labels, sampled = jnp.array([3, 4, 3, 9, 1, 0]), jnp.array([5, 3, 3, 7, 9])
+    log_q = jnp.asarray(rng.normal(size=page.VOCAB), jnp.float32)
+
+    def expected(x):
+        losses = []
+        for row, label in zip(x, labels.tolist(), strict=True):
+            logits = page.table @ row - log_q
+            others = [logits[n] for n in sampled.tolist() if n != label]
+            every = jnp.stack([logits[label], *others])
+            losses.append(jax.nn.logsumexp(every) - logits[label])
+        return sum(losses) / len(losses)
+
+    loss = lambda x: page.sampled_softmax_loss(x, page.table, labels, sampled, log_q)
+    same_losses(loss, expected, x)
+
+
+@pytest.mark.slow
+def test_banned_ids_have_no_probability(layers):
+    page, rng, _ = layers
+    x = jnp.asarray(rng.normal(size=(6, page.WIDTH)), jnp.float32) / 4
+    labels = jnp.array([3, 4, 3, 9, 1, 0])
+    banned = (labels[:, None] + jnp.array([1, 5, 7])) % page.VOCAB
+
+    def expected(x):
+        logits = (x @ page.table.T).at[jnp.arange(6)[:, None], banned].set(-jnp.inf)
+        return jnp.sin(jax.nn.log_softmax(logits)[jnp.arange(6), labels]).sum()
+
+    output = te.OutputLayer(page.table)
+    same_losses(
+        lambda x: jnp.sin(page.allowed_log_probs(x, output, labels, banned)).sum(), expected, x
+    )
 
 
 def test_labels_of_parameters_name_tables_matrices_and_vectors(layers):
