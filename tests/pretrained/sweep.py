@@ -6,7 +6,7 @@ Needs: torch (a CPU build), transformers, and this package's dependencies. It ta
 
 Each type is built small with random weights, twice: with odd settings that config.json says, and
 with the library's defaults that config.json leaves out. Its embeddings are the input of its first
-block, its rotations what its own function returns. --page writes notebooks/published_models.md.
+block, its rotations what its own function returns. --page writes notebooks/supported_models.md.
 """
 
 import argparse
@@ -29,7 +29,7 @@ import numpy as np
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-PAGE = ROOT / "notebooks" / "published_models.md"
+PAGE = ROOT / "notebooks" / "supported_models.md"
 
 import jax  # noqa: F401 (before torch: each brings a thread pool)
 import torch

@@ -184,7 +184,7 @@ NOTEBOOKS = GOLDEN.parents[1] / "notebooks"
 def test_every_model_named_is_tested():
     """By a golden file, or by the sweep whose table is in the documentation."""
     tested = {case["settings"]["model_type"] for case in CASES.values()}
-    page = (NOTEBOOKS / "published_models.md").read_text()
+    page = (NOTEBOOKS / "supported_models.md").read_text()
     page = re.sub("(?s)^.*?(?=## How to)|## Refused, because.*?(?=## Not)", "", page)
     # MiniCPM and new are not in that library, and compute what MiniCPM 3 and GTE do; the others
     # are parts of models.
@@ -214,7 +214,7 @@ def rows_of_contributing(n):
     """A block of code under "Add a published model"."""
     page = (NOTEBOOKS / "contributing.md").read_text().split("### Add a published model")[1]
     names = vars(encoder_types) | vars(llama_types)
-    return eval(re.findall(r"```\n(.*?)```", page, re.S)[n], names)
+    return eval(re.findall(r"```\n(\{.*?)```", page, re.S)[n], names)
 
 
 def test_a_new_type_is_one_row(monkeypatch):
