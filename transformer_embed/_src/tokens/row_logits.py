@@ -121,6 +121,11 @@ class ChunkLogits(NamedTuple):
     is_inside: Array | bool
     is_banned: Array | bool
 
+    @property
+    def first_id(self) -> Int32[Array, ""]:
+        """The id of this device's first row, and so of the first column of its logits."""
+        return self.ids[0, 0]
+
 
 def chunk_logits(layer: LayerArrays, temperature: Any) -> ChunkLogits:
     """Computes the logits of a chunk, as differences from the largest of each token."""
@@ -291,8 +296,7 @@ def columns_of_ids(chunk: ChunkLogits, ids: Any) -> Int32[Array, "t c"]:
 
     The column is out of range if another device holds the id.
     """
-    first_id = chunk.ids[0, 0]
-    return jnp.asarray(ids) - first_id
+    return jnp.asarray(ids) - chunk.first_id
 
 
 class TokenSums(NamedTuple):
