@@ -107,8 +107,8 @@ def new_layers(ids, cache, offset):
 
     x = te.lookup(weights("embed_tokens", VOCAB, WIDTH), ids)
     x, arrays = layers(x, rotate, store, mask)
-    # te.OutputLayer(w, vocab_axis=1), once it is there.
-    return x, te.OutputLayer(weights("lm_head", WIDTH, VOCAB).T), (slots, arrays)
+    output = te.OutputLayer(weights("lm_head", WIDTH, VOCAB), vocab_axis=1)
+    return x, output, (slots, arrays)
 
 
 def new_decoder(ids, cache, offset):

@@ -59,8 +59,8 @@ class Head(hk.Module):
 
     def __call__(self):
         w = hk.get_parameter("w", [WIDTH, VOCAB], init=STDDEV)
-        # te.OutputLayer(w, b, vocab_axis=1), once it is there.
-        return te.OutputLayer(w.T, hk.get_parameter("b", [VOCAB], init=jnp.zeros))
+        b = hk.get_parameter("b", [VOCAB], init=jnp.zeros)
+        return te.OutputLayer(w, b, vocab_axis=1)
 
 
 class NewModel(hk.Module):
@@ -71,7 +71,7 @@ class NewModel(hk.Module):
         x = embed(inputs)
         table = hk.get_parameter("positional_embeddings", [LENGTH, WIDTH], init=STDDEV)
         x = x + te.lookup(table, np.arange(LENGTH))
-        tokens = te.TokenPositions(np.arange(LENGTH), segment_ids=jnp.int32(inputs != 0))
+        tokens = te.TokenPositions.from_mask(inputs != 0)
         x = transformer(x, te.AttentionMask(tokens, causal=True).dense())
         return te.linear_cross_entropy(x, Head(name="linear")(), targets, mask=targets != 0)
         # end

@@ -73,13 +73,8 @@ def old_segment(ids, memory):
 class Head(hk.Module):
     def __call__(self):
         w = weights("w", WIDTH, VOCAB)
-        # te.OutputLayer(w, b, vocab_axis=1), once it is there.
-        return te.OutputLayer(w.T, hk.get_parameter("b", [VOCAB], init=jnp.zeros))
-
-
-def relative_shift(logits):
-    # te.relative_shift, once it is there.
-    return shift_by_hand(logits)
+        b = hk.get_parameter("b", [VOCAB], init=jnp.zeros)
+        return te.OutputLayer(w, b, vocab_axis=1)
 
 
 def new_segment(ids, memory):
@@ -91,7 +86,7 @@ def new_segment(ids, memory):
     keys = te.TokenPositions.from_offset(0, MEMORY + LENGTH)
     mask = te.AttentionMask(queries, keys, causal=True).dense()
     new_memory = jnp.concatenate([memory, x], axis=1)[:, -MEMORY:]
-    x = attention(x, memory, mask, encodings, relative_shift)
+    x = attention(x, memory, mask, encodings, te.relative_shift)
     loss = te.linear_cross_entropy(x, Head(name="linear")(), labels)
     return loss, jax.lax.stop_gradient(new_memory)
 

@@ -17,11 +17,16 @@ from jaxtyping import Array, Float, Int32
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.compiled import change_column
-from transformer_embed._src.tokens.loss_arithmetic import Loss, Value
+from transformer_embed._src.tokens.loss_arithmetic import Loss, TokenValues
 from transformer_embed._src.tokens.losses import compute
 from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
 from transformer_embed._src.tokens.output_split import OutputSplit
-from transformer_embed._src.tokens.row_logits import ChunkLogits, columns_of_ids, token_sums
+from transformer_embed._src.tokens.row_logits import (
+    ChunkLogits,
+    TokenSums,
+    columns_of_ids,
+    token_sums,
+)
 from transformer_embed._src.tokens.token_data import Settings
 
 
@@ -208,59 +213,79 @@ class CrossEntropy(Loss):
         accuracy, z_loss, log_z, weight = jax.lax.stop_gradient([*metrics, weights])
         return losses, LossMetrics(accuracy=accuracy, z_loss=z_loss, log_z=log_z, weight=weight)
 
-    def values_from_logits(self, split, logits, labels, settings) -> tuple[Value, ...]:
+    def values_from_logits(self, split, logits, labels, settings) -> tuple[TokenValues, ...]:
         """Computes the losses, and the other values that are asked for.
 
         With logits z, their maximum m, targets p that sum to 1, `total = sum(exp(z - m))` and
         `log_z = log(total) + m`, the loss is `log(total) - sum(p * (z - m)) + z_loss * log_z**2`.
-        The gradient of the loss with respect to z is `(exp(z - m) - mass * p) / mass`, with
-        `mass = total / (1 + 2 * z_loss * log_z)`. The slopes are this gradient without the
-        division, which would cost another operation for each logit.
+        Its gradient with respect to z is `(exp(z - m) - scale * p) / scale`, with
+        `scale = total / (1 + 2 * z_loss * log_z)`.
+
+        The target of the label is `1 - smoothing`, plus the share of smoothing that each row has.
         """
         (chunk,) = logits
         smoothing = settings.label_smoothing
-        z_loss = settings.z_loss
         exponentials = jnp.exp(chunk.shifted)
         columns = columns_of_ids(chunk, labels)
-        share = None if smoothing is None else _share(split, chunk)
-        sums = token_sums(split, chunk, columns, share)
-        label_logit = sums.label_logit
+        row_shares = None if smoothing is None else _row_shares(split, chunk)
+        sums = token_sums(split, chunk, columns, row_shares)
         log_total = jnp.log(sums.total)
         log_z = log_total + chunk.factor * chunk.top
-        losses = log_total - label_logit
-        mass = sums.total
+        setting_gradients = Settings()
+        if smoothing is None:
+            label_target = 1.0
+            losses = log_total - sums.label_logit
+        else:
+            label_target = 1.0 - smoothing
+            losses = log_total - label_target * sums.label_logit - smoothing * sums.mean_logit
+            setting_gradients = Settings(label_smoothing=_smoothing_gradient(sums))
         z_losses = jnp.zeros_like(log_z)
-        setting_slopes = Settings()
-        label_share = 1.0
-        if smoothing is not None:
-            label_share -= smoothing
-            losses = log_total - label_share * label_logit - smoothing * sums.mean_logit
-            is_banned = jnp.isneginf(label_logit)
-            setting_slopes = setting_slopes._replace(
-                label_smoothing=jnp.where(is_banned, 0, label_logit - sums.mean_logit)
-            )
-        if z_loss is not None:
-            # This is the derivative of `log_z + z_loss * log_z**2`. It is never 0, because the mass
-            # is divided by it.
-            rise = 1 + 2 * z_loss * log_z
-            rise = jnp.where(rise == 0, jnp.finfo(rise.dtype).eps, rise)
-            mass = sums.total / rise
-            z_losses = z_loss * log_z**2
+        scale = sums.total
+        if settings.z_loss is not None:
+            scale = sums.total / _log_z_derivative(settings.z_loss, log_z)
+            z_losses = settings.z_loss * log_z**2
             losses += z_losses
-            setting_slopes = setting_slopes._replace(z_loss=log_z**2)
-        slopes = change_column(
+            setting_gradients = setting_gradients._replace(z_loss=log_z**2)
+        gradients = change_column(
             exponentials,
             columns,
-            lambda old: old - label_share * mass,
+            lambda old: old - label_target * scale,
             is_last=smoothing is None,
         )
         if smoothing is not None:
-            slopes -= smoothing * mass * share
-        values = [Value(values=losses, slopes=(slopes,), mass=mass, setting_slopes=setting_slopes)]
-        if self.with_metrics:
-            is_right = _predicted(split, chunk) == labels
-            values += map(Value, (is_right.astype(log_z.dtype), z_losses, log_z))
-        return tuple(values)
+            gradients -= smoothing * scale * row_shares
+        value = TokenValues(
+            values=losses,
+            scaled_gradients=(gradients,),
+            gradient_scale=scale,
+            setting_gradients=setting_gradients,
+        )
+        if not self.with_metrics:
+            return (value,)
+        is_right = _predicted(split, chunk) == labels
+        accuracy = is_right.astype(log_z.dtype)
+        return value, TokenValues(accuracy), TokenValues(z_losses), TokenValues(log_z)
+
+
+def _smoothing_gradient(sums: TokenSums) -> Float[Array, "t 1"]:
+    """Computes the gradient of a loss with respect to the smoothing of its label.
+
+    It is the logit that loses a share of the target, minus the mean logit that gains it. If the
+    label is banned, the gradient counts as 0, because it would be infinite.
+    """
+    is_banned = jnp.isneginf(sums.label_logit)
+    return jnp.where(is_banned, 0, sums.label_logit - sums.mean_logit)
+
+
+def _log_z_derivative(
+    z_loss: Float[Array, "t 1"], log_z: Float[Array, "t 1"]
+) -> Float[Array, "t 1"]:
+    """Computes the derivative of `log_z + z_loss * log_z**2` with respect to log_z.
+
+    It is never 0, because the total is divided by it.
+    """
+    derivative = 1 + 2 * z_loss * log_z
+    return jnp.where(derivative == 0, jnp.finfo(derivative.dtype).eps, derivative)
 
 
 def _predicted(split: OutputSplit, chunk: ChunkLogits) -> Int32[Array, "t 1"]:
@@ -270,9 +295,10 @@ def _predicted(split: OutputSplit, chunk: ChunkLogits) -> Int32[Array, "t 1"]:
     return jax.lax.pmin(ids, split.vocabulary) if split.vocabulary else ids
 
 
-def _share(split: OutputSplit, chunk: ChunkLogits) -> Float[Array, "1 r"]:
+def _row_shares(split: OutputSplit, chunk: ChunkLogits) -> Float[Array, "1 r"]:
     """Returns the share of each row in the mean over all rows that may be predicted."""
-    is_possible = chunk.is_inside & jnp.logical_not(chunk.is_banned)
-    is_possible = jnp.broadcast_to(is_possible, chunk.ids.shape)
+    is_possible = jnp.broadcast_to(chunk.is_inside, chunk.ids.shape)
+    if chunk.is_banned is not None:
+        is_possible &= ~chunk.is_banned
     count = jax.lax.psum(is_possible.sum(), split.vocabulary).astype(chunk.logits.dtype)
     return jnp.where(is_possible, 1 / jnp.maximum(count, 1), 0)

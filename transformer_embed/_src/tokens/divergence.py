@@ -7,7 +7,6 @@ Shapes are written with these letters:
 """
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
@@ -16,7 +15,7 @@ from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
-from transformer_embed._src.tokens.loss_arithmetic import Loss, Value
+from transformer_embed._src.tokens.loss_arithmetic import Loss, TokenValues
 from transformer_embed._src.tokens.losses import compute
 from transformer_embed._src.tokens.output_layer import OutputLayer, Pair, as_output_layer
 from transformer_embed._src.tokens.output_split import OutputSplit
@@ -170,39 +169,36 @@ class Divergence(Loss):
     kind: str = "forward"
     beta: float = 0.5
 
-    def values_from_logits(self, split, logits, labels, settings) -> tuple[Value, ...]:
-        """Computes the divergences.
-
-        All are sums of `a * (exp(w) - 1 - w)`, with `w = log(b / a)`, over probabilities a and b.
-        The parts `b - a` sum to 0, so they change no sum, and they make each term at least 0.
-        """
-        probabilities = _probabilities(split, *logits)
-        student = probabilities.student
-        teacher = probabilities.teacher
-        log_ratio = probabilities.log_ratio
-        kl = functools.partial(_kullback_leibler, split)
+    def values_from_logits(self, split, logits, labels, settings) -> tuple[TokenValues, ...]:
+        """Computes the divergences, and their gradients for both layers."""
+        student_logits, teacher_logits = logits
+        probs = _probabilities(split, student_logits, teacher_logits)
+        if self.kind == "js":
+            return (self._jensen_shannon(split, probs),)
         if self.kind == "forward":
-            result = kl(teacher, student, log_ratio)
-            slopes = (result.slopes_of_b, result.slopes_of_a)
-            return (Value(values=result.values, slopes=slopes),)
-        if self.kind == "reverse":
-            result = kl(student, teacher, -log_ratio)
-            slopes = (result.slopes_of_a, result.slopes_of_b)
-            return (Value(values=result.values, slopes=slopes),)
+            result = _kullback_leibler(split, probs.teacher, probs.student, probs.log_ratio)
+            gradients = (result.gradients_of_b, result.gradients_of_a)
+        else:
+            result = _kullback_leibler(split, probs.student, probs.teacher, -probs.log_ratio)
+            gradients = (result.gradients_of_a, result.gradients_of_b)
+        return (TokenValues(values=result.values, scaled_gradients=gradients),)
+
+    def _jensen_shannon(self, split: OutputSplit, probs: "Probabilities") -> TokenValues:
+        """Computes the divergences of both layers from their mixture, and adds them."""
         beta = self.beta
-        mixture = _mixture(student, teacher, log_ratio, beta)
+        mixture = _mixture(probs.student, probs.teacher, probs.log_ratio, beta)
+        teacher = _kullback_leibler(split, probs.teacher, mixture.probs, mixture.log_over_teacher)
+        student = _kullback_leibler(split, probs.student, mixture.probs, mixture.log_over_student)
+        values = beta * teacher.values + (1 - beta) * student.values
         # The derivatives of the two divergences with respect to the mixture sum to 0, so only the
-        # slopes of a are used.
-        teacher_result = kl(teacher, mixture.probs, mixture.log_over_teacher)
-        student_result = kl(student, mixture.probs, mixture.log_over_student)
-        values = beta * teacher_result.values + (1 - beta) * student_result.values
-        student_slopes = (1 - beta) * student_result.slopes_of_a
-        teacher_slopes = beta * teacher_result.slopes_of_a
-        return (Value(values=values, slopes=(student_slopes, teacher_slopes)),)
+        # gradients of a are used.
+        student_gradients = (1 - beta) * student.gradients_of_a
+        teacher_gradients = beta * teacher.gradients_of_a
+        return TokenValues(values=values, scaled_gradients=(student_gradients, teacher_gradients))
 
 
 class Probabilities(NamedTuple):
-    """Probabilities [t, r] of both layers.
+    """Holds the probabilities [t, r] of both layers.
 
     Args:
         student, teacher: The probabilities of the ids.
@@ -215,43 +211,63 @@ class Probabilities(NamedTuple):
 
 
 def _probabilities(split: OutputSplit, student: ChunkLogits, teacher: ChunkLogits) -> Probabilities:
-    """Computes the probabilities of both layers."""
+    """Computes the probabilities of both layers, and the logarithm of their ratio.
+
+    A probability is `exp(shifted) / total`, for the shifted logits of `ChunkLogits` and the total
+    of these exponentials over the vocabulary. So the logarithm of the ratio is the difference of
+    the shifted logits minus the logarithm of `student_total / teacher_total`.
+    """
     student_exps = jnp.exp(student.shifted)
     teacher_exps = jnp.exp(teacher.shifted)
     student_total, teacher_total, difference = split.sum_over_vocabulary(
         (student_exps, teacher_exps, student_exps - teacher_exps)
     )
-    # If the totals are nearly equal, the sum of the differences is more accurate than the
-    # difference of the totals.
-    is_near = jnp.abs(difference) < teacher_total / 2
-    log_ratio_if_near = jnp.log1p(jnp.where(is_near, difference / teacher_total, 0))
-    log_ratio_of_totals = jnp.where(
-        is_near, log_ratio_if_near, jnp.log(student_total) - jnp.log(teacher_total)
-    )
+    log_ratio_of_totals = _log_ratio_of_totals(student_total, teacher_total, difference)
 
     def divided():
         return student_exps / student_total, teacher_exps / teacher_total
 
-    def computed_again():
-        # A GPU would write the exponentials and read them again, which takes longer.
+    def from_logits():
+        # A GPU would write the exponentials and read them again, which takes longer than to compute
+        # them again.
         return tuple(
             jnp.exp(chunk.shifted - jnp.log(total))
             for chunk, total in ((student, student_total), (teacher, teacher_total))
         )
 
-    student_probs, teacher_probs = jax.lax.platform_dependent(cpu=divided, default=computed_again)
-    # Where both probabilities are 0, the log ratio is 0. (This 0 is not a constant, here and below:
-    # jax would take a constant [t, r] out of the loop over chunks.)
-    is_none = (student_probs == 0) & (teacher_probs == 0)
-    # Minus infinity is not subtracted from itself, because jax_debug_nans would see the NaN if
-    # jax_disable_jit is set.
-    difference_of_logits = student.shifted - jnp.where(is_none, student_probs, teacher.shifted)
-    log_ratio = jnp.where(is_none, student_probs, difference_of_logits - log_ratio_of_totals)
+    student_probs, teacher_probs = jax.lax.platform_dependent(cpu=divided, default=from_logits)
+    are_both_zero = (student_probs == 0) & (teacher_probs == 0)
+    # The zeros that replace something below are read from an array that is 0 there, and are not
+    # written as 0: jax would make an array [t, r] of a constant, and take it out of the loop over
+    # chunks.
+    zeros = student_probs
+    # Two banned ids have shifted logits of -inf, whose difference would be NaN. The second
+    # `where` below replaces it, but jax_debug_nans with jax_disable_jit would stop at the NaN, so
+    # the first `where` replaces the operand.
+    teacher_shifted = jnp.where(are_both_zero, zeros, teacher.shifted)
+    difference_of_logits = student.shifted - teacher_shifted
+    log_ratio = jnp.where(are_both_zero, zeros, difference_of_logits - log_ratio_of_totals)
     return Probabilities(student=student_probs, teacher=teacher_probs, log_ratio=log_ratio)
 
 
+def _log_ratio_of_totals(
+    student_total: Float[Array, "t 1"],
+    teacher_total: Float[Array, "t 1"],
+    difference: Float[Array, "t 1"],
+) -> Float[Array, "t 1"]:
+    """Computes `log(student_total / teacher_total)`, accurately if the totals are nearly equal.
+
+    `difference` is the sum of the differences of the exponentials. It is more accurate than the
+    difference of the totals, whose first digits cancel.
+    """
+    is_near = jnp.abs(difference) < teacher_total / 2
+    # Where the totals are not near, log1p gets a 0, because its argument could be -1 or below.
+    log_ratio_if_near = jnp.log1p(jnp.where(is_near, difference / teacher_total, 0))
+    return jnp.where(is_near, log_ratio_if_near, jnp.log(student_total) - jnp.log(teacher_total))
+
+
 class Mixture(NamedTuple):
-    """The mixture of two predictions.
+    """Holds the mixture of two predictions.
 
     Args:
         probs: The probabilities of the mixture, [t, r].
@@ -274,12 +290,14 @@ def _mixture(
     It is computed as a change of the larger probability, so no digits are lost where both
     probabilities are nearly equal.
     """
-    is_larger = log_ratio > 0
-    larger = jnp.where(is_larger, student, teacher)
-    change = jnp.where(is_larger, beta * (teacher - student), (1 - beta) * (student - teacher))
+    is_student_larger = log_ratio > 0
+    larger = jnp.where(is_student_larger, student, teacher)
+    change = jnp.where(
+        is_student_larger, beta * (teacher - student), (1 - beta) * (student - teacher)
+    )
     log_over_larger = jnp.log1p(change / jnp.where(larger == 0, 1, larger))
-    log_over_student = jnp.where(is_larger, log_over_larger, log_over_larger - log_ratio)
-    log_over_teacher = jnp.where(is_larger, log_over_larger + log_ratio, log_over_larger)
+    log_over_student = jnp.where(is_student_larger, log_over_larger, log_over_larger - log_ratio)
+    log_over_teacher = jnp.where(is_student_larger, log_over_larger + log_ratio, log_over_larger)
     return Mixture(
         probs=larger + change,
         log_over_student=log_over_student,
@@ -288,30 +306,46 @@ def _mixture(
 
 
 class KullbackLeibler(NamedTuple):
-    """The divergence of b from a, and its slopes.
+    """Holds the divergence of b from a, and its gradients.
 
     Args:
         values: The sums of `a * log(a / b)`, [t, 1].
-        slopes_of_a, slopes_of_b: The gradients with respect to the logits of a and of b, [t, r].
+        gradients_of_a, gradients_of_b: The gradients with respect to the logits of a and of b,
+            [t, r].
     """
 
     values: Array
-    slopes_of_a: Array
-    slopes_of_b: Array
+    gradients_of_a: Array
+    gradients_of_b: Array
 
 
 def _kullback_leibler(
-    split: OutputSplit, a: Float[Array, "t r"], b: Float[Array, "t r"], w: Float[Array, "t r"]
+    split: OutputSplit,
+    a: Float[Array, "t r"],
+    b: Float[Array, "t r"],
+    log_ratio: Float[Array, "t r"],
 ) -> KullbackLeibler:
-    """Sums `a * log(a / b)` over the vocabulary. The argument w is `log(b / a)`."""
-    is_small = w < 1
-    small_w = jnp.where(is_small, w, a)
-    large_w = jnp.where(is_small | (a == 0), a, w)
-    # The terms are `a * (exp(w) - 1 - w)`, at least 0.
-    terms = jnp.where(is_small, a * (jnp.expm1(small_w) - small_w), b - a * (1 + large_w))
+    """Sums `a * log(a / b)` over the vocabulary, for probabilities a and b.
+
+    With `w = log_ratio = log(b / a)`, it sums `a * (exp(w) - 1 - w)`, which is
+    `a * log(a / b) + (b - a)`. The parts `b - a` sum to 0, so they change no sum, and they make
+    each term at least 0: where a and b are nearly equal, no digits cancel.
+    """
+    # A large w could overflow in exp(w), so there `a * exp(w)` is b itself. Each branch gets a
+    # harmless number, a, where the other branch is chosen.
+    is_small = log_ratio < 1
+    small_ratio = jnp.where(is_small, log_ratio, a)
+    large_ratio = jnp.where(is_small | (a == 0), a, log_ratio)
+    terms = jnp.where(
+        is_small, a * (jnp.expm1(small_ratio) - small_ratio), b - a * (1 + large_ratio)
+    )
+    # Where a is 0, the term is b, also if w is infinite.
     values = split.sum_over_vocabulary(jnp.where(a == 0, b, terms))
-    # The slopes of a are 0 where a is 0, whatever w is, and where the sum is infinite.
+    # The gradient of a is `a * (log(a / b) - values)`. It is set to 0 where a is 0, whatever w is,
+    # and where the sum is infinite. (`b - b` is a 0 that is no constant, as in `_probabilities`.)
     is_infinite = jnp.isposinf(values)
-    slopes_of_a = a * (jnp.where(a == 0, a, -w) - jnp.where(is_infinite, 0, values))
-    slopes_of_a = jnp.where(is_infinite, b - b, slopes_of_a)
-    return KullbackLeibler(values=values, slopes_of_a=slopes_of_a, slopes_of_b=b - a)
+    log_a_over_b = jnp.where(a == 0, a, -log_ratio)
+    finite_values = jnp.where(is_infinite, 0, values)
+    gradients_of_a = a * (log_a_over_b - finite_values)
+    gradients_of_a = jnp.where(is_infinite, b - b, gradients_of_a)
+    return KullbackLeibler(values=values, gradients_of_a=gradients_of_a, gradients_of_b=b - a)

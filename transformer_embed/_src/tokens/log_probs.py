@@ -6,6 +6,8 @@ Shapes are written with these letters:
     k  ids of a token: the candidates, or the most probable ids
     v  table rows on this device
     d  channels of x
+
+A vocabulary id is banned if its logit is -inf, because the bias says so: it is never predicted.
 """
 
 import dataclasses
@@ -19,7 +21,7 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.compiled import change_column
 from transformer_embed._src.partitioning import Axes, all_gather
-from transformer_embed._src.tokens.loss_arithmetic import Loss, Value
+from transformer_embed._src.tokens.loss_arithmetic import Loss, TokenValues
 from transformer_embed._src.tokens.losses import as_labels, compute
 from transformer_embed._src.tokens.output_layer import OutputLayer, as_output_layer
 from transformer_embed._src.tokens.output_split import Layers, OutputSplit
@@ -152,33 +154,34 @@ class LogProbs(Loss):
             entropies = [entropy[..., 0] for entropy in entropies]
         return (log_probs, *entropies) if entropies else log_probs
 
-    def values_from_logits(self, split, logits, labels, settings) -> tuple[Value, ...]:
+    def values_from_logits(self, split, logits, labels, settings) -> tuple[TokenValues, ...]:
         """Computes the losses, and with `with_entropy` also the entropies.
 
         With logits z, the maximum m of z, `total = sum(exp(z - m))` and
-        `mean = sum(exp(z - m) * (z - m)) / total`, the entropy is `log(total) - mean`, and the
-        gradient with respect to z is `exp(z - m) * (mean - (z - m)) / total`.
+        `mean = sum(exp(z - m) * (z - m)) / total`, the loss of a label is
+        `log(total) - (z - m)[label]`, and its gradient with respect to z is `exp(z - m) / total`,
+        minus 1 in the column of the label. The entropy is `log(total) - mean`, and its gradient is
+        `exp(z - m) * (mean - (z - m)) / total`.
         """
         (chunk,) = logits
         exponentials = jnp.exp(chunk.shifted)
         columns = columns_of_ids(chunk, labels)
-        sums = token_sums(split, chunk, columns, share=None)
+        sums = token_sums(split, chunk, columns, row_shares=None)
         total = sums.total
-        # The gradient of a loss is `exponentials / total`, minus 1 in the column of the label.
         if self.of_candidates:
-            # The candidates of a token share the slopes, so the columns are subtracted apart.
-            slopes = exponentials
+            # The candidates of a token share this array, so the columns are subtracted apart.
+            gradients = exponentials
             subtracted_columns = columns
         else:
             # A single label's column is subtracted here. If it were subtracted apart, a GPU would
             # write an array that is 0 except for one column, and add that array in another pass.
-            slopes = change_column(exponentials, columns, lambda old: old - total, is_last=False)
+            gradients = change_column(exponentials, columns, lambda old: old - total, is_last=False)
             subtracted_columns = None
-        losses = Value(
+        losses = TokenValues(
             values=jnp.log(total) - sums.label_logit,
-            slopes=(slopes,),
-            mass=total,
-            columns=subtracted_columns,
+            scaled_gradients=(gradients,),
+            gradient_scale=total,
+            subtracted_columns=subtracted_columns,
         )
         if not self.with_entropy:
             return (losses,)
@@ -186,15 +189,17 @@ class LogProbs(Loss):
 
     def _entropy(
         self, split: OutputSplit, chunk: ChunkLogits, exponentials: Array, total: Array
-    ) -> Value:
+    ) -> TokenValues:
         """Computes the entropy of each token."""
-        # The floor makes the product of a ban 0, and not 0 times infinity.
+        # The floor makes the product of a banned id 0, and not 0 times infinity.
         products = exponentials * jnp.maximum(chunk.shifted, SHIFTED_FLOOR)
         mean = split.sum_over_vocabulary(products) / total
-        # The slopes are not `exponentials * (mean - shifted)`: the second factor is huge at
-        # padding, and would overflow in the derivative with respect to the slope.
-        slopes = exponentials * mean - products
-        return Value(values=jnp.log(total) - mean, slopes=(slopes,), mass=total)
+        # This is not computed as `exponentials * (mean - shifted)`: the second factor is huge at
+        # padding, and would overflow in a second derivative.
+        gradients = exponentials * mean - products
+        return TokenValues(
+            values=jnp.log(total) - mean, scaled_gradients=(gradients,), gradient_scale=total
+        )
 
 
 def linear_top_k(
@@ -261,21 +266,28 @@ class TopK(Loss):
     def values_of_chunk(
         self, token_data: TokenData, layers: Layers
     ) -> tuple[Float[Array, "t k"], Int32[Array, "t k"]]:
-        """Computes the log-probabilities and ids of a chunk."""
+        """Computes the log-probabilities and ids of a chunk.
+
+        The k highest shifted logits are found on each device, then among those of all devices.
+        A log-probability is the shifted logit minus the logarithm of the total.
+        """
         (layer,) = layers
         vocabulary_axes = layer.split.vocabulary
         chunk = chunk_logits(layer, temperature=None)
         total = jax.lax.psum(chunk.total, vocabulary_axes)
-        # A ban gets the lowest finite number here, so that it ranks above padding, which is -inf.
+        # A banned id may be returned, if k is large, but padding never. So banned ids rank above
+        # padding: their shifted logits of -inf become the lowest finite number until the ids are
+        # chosen.
         lowest = jnp.finfo(total.dtype).min
         ranked = jnp.where(chunk.is_inside, jnp.maximum(chunk.shifted, lowest), -jnp.inf)
         count_here = min(self.k, ranked.shape[1])
-        values, columns = jax.lax.top_k(ranked, count_here)
-        ids = columns.astype(jnp.int32) + chunk.ids[0, 0]
+        shifted, columns = jax.lax.top_k(ranked, count_here)
+        ids = columns.astype(jnp.int32) + chunk.first_id
         if vocabulary_axes:
-            values, ids = _best_of_all_devices(self.k, vocabulary_axes, values, ids)
-        is_banned = values == lowest
-        return jnp.where(is_banned, -jnp.inf, values) - jnp.log(total), ids
+            shifted, ids = _best_of_all_devices(self.k, vocabulary_axes, shifted, ids)
+        is_banned = shifted == lowest
+        log_probs = jnp.where(is_banned, -jnp.inf, shifted) - jnp.log(total)
+        return log_probs, ids
 
 
 def _best_of_all_devices(

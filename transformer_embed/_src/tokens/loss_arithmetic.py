@@ -9,6 +9,8 @@ Shapes are written with these letters:
     t  tokens of a chunk
     v  table rows on this device
     c  labels of a token: 1, or the number of candidates
+
+A vocabulary id is banned if the bias of the table row is -inf: the id is never predicted.
 """
 
 import dataclasses
@@ -22,7 +24,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int32
 
-from transformer_embed._src import arguments
+from transformer_embed._src import arguments, conversions
 from transformer_embed._src.tokens.output_split import LayerArrays, Layers, OutputSplit
 from transformer_embed._src.tokens.row_logits import ChunkLogits, chunk_logits, values_in_columns
 from transformer_embed._src.tokens.token_data import Settings, TokenData
@@ -30,27 +32,34 @@ from transformer_embed._src.tokens.token_data import Settings, TokenData
 REDUCTIONS = ("mean", "sum", "none")
 
 
-class Value(NamedTuple):
-    """Values [t, c] of the tokens of a chunk, such as losses, and the gradients of these values.
+class TokenValues(NamedTuple):
+    """Holds values [t, c] of the tokens of a chunk, such as losses, and their gradients.
 
-    Gradients are finite where a value is infinite, so a weight of 0 leaves nothing of them.
+    For a layer with logits z [t, v], the gradient of the values of token i is
+
+        d values[i, j] / d z[i] = scaled_gradients[i] / gradient_scale[i]
+
+    and 1 less in the column `subtracted_columns[i, j]`, if columns are given. The division is not
+    done for each logit, because it would be one more pass over the logits. Gradients are finite
+    where a value is infinite, so they vanish if the token has the weight 0.
 
     Args:
         values: [t, c].
-        slopes: For each layer, the gradient with respect to the logits, times the mass, [t, v]. All
-            c values of a token share it. Empty, if the values have no gradients.
-        mass: What the slopes are to be divided by, [t, 1].
-        columns: The column of a logit that is subtracted from each value, [t, c]. None, if the
-            slopes contain the gradient of that logit.
-        setting_slopes: The gradients with respect to the settings, [t, c]. The gradient with
-            respect to the temperature may be left out, because it follows from the slopes.
+        scaled_gradients: An array [t, v] for each layer. All c values of a token share one row.
+            Empty, if the values have no gradients.
+        gradient_scale: A number, or [t, 1].
+        subtracted_columns: The column of each label, [t, c], which is out of range if another
+            device holds it. Only values of a single layer have columns. If None, the
+            `scaled_gradients` are whole.
+        setting_gradients: The gradients with respect to the settings, [t, c]. The gradient with
+            respect to the temperature may be left out, because it follows from the others.
     """
 
     values: Array
-    slopes: tuple[Array, ...] = ()
-    mass: float | Array = 1.0
-    columns: Array | None = None
-    setting_slopes: Settings = Settings()
+    scaled_gradients: tuple[Array, ...] = ()
+    gradient_scale: float | Array = 1.0
+    subtracted_columns: Array | None = None
+    setting_gradients: Settings = Settings()
 
 
 def as_steps(name: str, shift: Any) -> int:
@@ -61,7 +70,7 @@ def as_steps(name: str, shift: Any) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """Static settings of a loss, and the arithmetic for a chunk of tokens.
+    """Holds the static settings of a loss, and its arithmetic for a chunk of tokens.
 
     Args:
         shift: How far ahead each token predicts, in tokens.
@@ -93,7 +102,7 @@ class Loss:
         logits: tuple[ChunkLogits, ...],
         labels: Int32[Array, "t c"] | None,
         settings: Settings,
-    ) -> tuple[Value, ...]:
+    ) -> tuple[TokenValues, ...]:
         """Computes the losses of a chunk on a device, and further values.
 
         Args:
@@ -116,7 +125,7 @@ class Loss:
 
 def values_and_logits(
     loss: Loss, labels: Any, settings: Settings, layers: Layers
-) -> tuple[tuple[Value, ...], tuple[ChunkLogits, ...]]:
+) -> tuple[tuple[TokenValues, ...], tuple[ChunkLogits, ...]]:
     """Computes the values of a chunk, and the logits of each layer."""
     split = layers[0].split
     temperature = settings.temperature
@@ -125,42 +134,49 @@ def values_and_logits(
     if temperature is None:
         return values, logits
     # The logits are divided by the temperature, so a derivative with respect to the temperature is
-    # the derivative along the logits, divided by -temperature. The shifted logits take the place of
-    # the logits here: this is right because a common shift of a token's logits changes no value. A
-    # ban counts as 0, because 0 times infinity would be NaN.
+    # the derivative in the direction of the logits, divided by -temperature. The shifted logits
+    # take the place of the logits here: this is right because a common shift of a token's logits
+    # changes no value. The logit of a banned id counts as 0, because 0 times infinity would be NaN.
     finite_shifted_logits = [
         jnp.where(jnp.isneginf(chunk.shifted), 0, chunk.shifted) for chunk in logits
     ]
 
-    def with_temperature(value: Value) -> Value:
+    def with_temperature(value: TokenValues) -> TokenValues:
         """Adds the gradient with respect to the temperature."""
-        slope = slope_along(split, value, finite_shifted_logits) / -temperature
-        return value._replace(setting_slopes=value.setting_slopes._replace(temperature=slope))
+        along_logits = directional_derivative(split, value, finite_shifted_logits)
+        gradients = value.setting_gradients._replace(temperature=along_logits / -temperature)
+        return value._replace(setting_gradients=gradients)
 
     return tuple(map(with_temperature, values)), logits
 
 
-def slope_along(
-    split: OutputSplit, value: Value, directions: Sequence[Array]
+def directional_derivative(
+    split: OutputSplit, value: TokenValues, directions: Sequence[Array]
 ) -> Float[Array, "t c"]:
-    """Computes the derivative of a chunk's values along a direction of each layer's logits."""
+    """Computes how fast the values of a chunk change if the logits move in a direction.
+
+    This is the sum over layers and columns of `gradient * direction`, with the gradients that
+    `TokenValues` describes. `directions` has an array [t, v] for each layer.
+    """
     total = jnp.zeros_like(value.values)
-    for slopes, direction in zip(value.slopes, directions, strict=False):
-        total += split.sum_over_vocabulary(slopes * direction) / value.mass
-    if value.columns is not None:
-        subtracted = values_in_columns(value.columns, directions[0])
+    # Values without gradients have no scaled_gradients, so their derivative stays 0.
+    for gradients, direction in zip(value.scaled_gradients, directions, strict=False):
+        total += split.sum_over_vocabulary(gradients * direction) / value.gradient_scale
+    if value.subtracted_columns is not None:
+        # The gradient is 1 less in these columns. Such values have one layer, so one direction.
+        subtracted = values_in_columns(value.subtracted_columns, directions[0])
         total -= jax.lax.psum(subtracted, split.vocabulary)
     return total
 
 
-def slope_dtype(layer: LayerArrays) -> Any:
+def gradient_dtype(layer: LayerArrays) -> Any:
     """Returns the dtype in which gradients of logits are multiplied.
 
     It is bfloat16 if x and the table are both in bfloat16. Float16 would lose small gradients.
     """
     dtypes = layer.x.dtype, layer.table.dtype
     is_bfloat16 = all(dtype == jnp.bfloat16 for dtype in dtypes)
-    return jnp.dtype(jnp.bfloat16) if is_bfloat16 else arguments.compute_dtype(*dtypes)
+    return jnp.dtype(jnp.bfloat16) if is_bfloat16 else conversions.compute_dtype(*dtypes)
 
 
 def add_products(

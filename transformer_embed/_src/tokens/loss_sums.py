@@ -31,7 +31,7 @@ from transformer_embed._src.tokens.chunks import layer_specs, scan_chunks
 from transformer_embed._src.tokens.loss_arithmetic import (
     Loss,
     add_products,
-    slope_dtype,
+    gradient_dtype,
     values_and_logits,
 )
 from transformer_embed._src.tokens.output_split import LayerArrays, Layers
@@ -171,15 +171,15 @@ def _add_chunk(
     sums = [jnp.sum(weighted(losses.values, loss_weights))]
     sums += [jnp.sum(weighted(value.values, weights)) for value in others]
     setting_gradients = jax.tree.map(
-        lambda slopes: weighted(slopes, loss_weights), losses.setting_slopes
+        lambda gradient: weighted(gradient, loss_weights), losses.setting_gradients
     )
     x_gradients = []
     chunk_tables = []
-    for layer, chunk, slopes in zip(layers, logits, losses.slopes, strict=True):
-        product_slopes = slopes * chunk.slope
-        slope_factors = jnp.asarray(chunk.slope_factor / losses.mass, loss_weights.dtype)
-        factors = weighted(slope_factors, loss_weights)
-        x_gradient, table_gradients = _layer_gradients(layer, product_slopes, factors)
+    for layer, chunk, gradients in zip(layers, logits, losses.scaled_gradients, strict=True):
+        product_gradients = gradients * chunk.slope
+        token_factors = jnp.asarray(chunk.slope_factor / losses.gradient_scale, loss_weights.dtype)
+        factors = weighted(token_factors, loss_weights)
+        x_gradient, table_gradients = _layer_gradients(layer, product_gradients, factors)
         x_gradients.append(x_gradient)
         chunk_tables.append(table_gradients)
     weight_gradients = finite_if_unused(losses.values, loss_weights)
@@ -190,33 +190,34 @@ def _add_chunk(
 
 
 def _layer_gradients(
-    layer: LayerArrays, slopes: Float[Array, "t v"], factors: Any
+    layer: LayerArrays, product_gradients: Float[Array, "t v"], factors: Any
 ) -> tuple[Float[Array, "t d"], TableGradients]:
     """Computes the gradient of a chunk's x, and the chunk's part of the table's gradients.
 
     Args:
         layer: The layer, with the x of the chunk.
-        slopes: Times the factors, the gradients with respect to the products of x and the rows.
-        factors: [t, 1].
+        product_gradients: The gradients with respect to the products of x and the rows, without
+            the factors.
+        factors: What the gradients of each token are to be multiplied by, [t, 1].
     """
     table_letters = layer.split.table_letters
     multiply = functools.partial(jnp.einsum, preferred_element_type=factors.dtype)
-    dtype = slope_dtype(layer)
+    dtype = gradient_dtype(layer)
     if dtype != factors.dtype:
-        # The slopes are rounded once, as autodiff rounds the gradient of a narrow product.
-        slopes = (slopes * factors).astype(dtype)
+        # The gradients are rounded once, as autodiff rounds the gradient of a narrow product.
+        product_gradients = (product_gradients * factors).astype(dtype)
         factors = 1.0
     scaled_x = factors * layer.x.astype(dtype)
     # The operands are in the order of the result's axes, so that the result is not transposed.
     if layer.split.vocab_axis == 0:
-        rows_gradient = multiply("tv,td->vd", slopes, scaled_x)
+        rows_gradient = multiply("tv,td->vd", product_gradients, scaled_x)
     else:
-        rows_gradient = multiply("td,tv->dv", scaled_x, slopes)
+        rows_gradient = multiply("td,tv->dv", scaled_x, product_gradients)
     bias_gradient = None
     if layer.bias is not None:
         # The sum over tokens is a product with eight equal columns, because a TPU takes as long for
         # a plain sum as for a product with all of x.
-        columns = jnp.broadcast_to(jnp.asarray(factors, dtype), (len(slopes), 8))
-        bias_gradient = multiply("tv,tc->vc", slopes, columns)[:, 0]
-    x_gradient = factors * multiply(f"tv,{table_letters}->td", slopes, layer.table)
+        columns = jnp.broadcast_to(jnp.asarray(factors, dtype), (len(product_gradients), 8))
+        bias_gradient = multiply("tv,tc->vc", product_gradients, columns)[:, 0]
+    x_gradient = factors * multiply(f"tv,{table_letters}->td", product_gradients, layer.table)
     return x_gradient, TableGradients(rows=rows_gradient, bias=bias_gradient)

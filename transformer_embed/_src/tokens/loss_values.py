@@ -29,10 +29,10 @@ from transformer_embed._src.partitioning import on_each_device
 from transformer_embed._src.tokens.chunks import layer_specs, scan_chunks
 from transformer_embed._src.tokens.loss_arithmetic import (
     Loss,
-    Value,
+    TokenValues,
     add_products,
-    slope_along,
-    slope_dtype,
+    directional_derivative,
+    gradient_dtype,
     values_and_logits,
 )
 from transformer_embed._src.tokens.output_split import LayerArrays, Layers
@@ -102,7 +102,7 @@ def _values_from_arrays(
 def _values_from_arrays_jvp(
     loss: Loss, primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[Any, Any]:
-    """Computes the values of a chunk, and the tangents of these values from their slopes."""
+    """Computes the values of a chunk, and the tangents of these values from their gradients."""
     labels, settings, layers = primals
     _, setting_tangents, layer_tangents = tangents
     values, logits = values_and_logits(loss, labels, settings, layers)
@@ -112,9 +112,9 @@ def _values_from_arrays_jvp(
     ]
     split = layers[0].split
 
-    def tangent_of(value: Value) -> Array:
-        along_logits = slope_along(split, value, logit_tangents)
-        return add_products(along_logits, value.setting_slopes, setting_tangents)
+    def tangent_of(value: TokenValues) -> Array:
+        along_logits = directional_derivative(split, value, logit_tangents)
+        return add_products(along_logits, value.setting_gradients, setting_tangents)
 
     return tuple(value.values for value in values), tuple(map(tangent_of, values))
 
@@ -123,7 +123,7 @@ def _logit_tangents(
     logits: ChunkLogits, layer: LayerArrays, tangents: LayerArrays
 ) -> Float[Array, "t v"]:
     """Computes the tangents of the logits from the tangents of a layer's arrays."""
-    dtype = slope_dtype(layer)
+    dtype = gradient_dtype(layer)
     equation = f"td,{layer.split.table_letters}->tv"
     multiply = functools.partial(jnp.einsum, equation, preferred_element_type=dtype)
     total = jnp.zeros_like(logits.shifted)
