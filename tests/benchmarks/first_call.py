@@ -21,7 +21,7 @@ CALLS = {
     "alibi_bias": "lambda q, k: te.alibi_bias(q, k, num_heads=4), positions, positions",
     "apply_rotary": "te.apply_rotary, heads, positions",
     "AttentionMask.dense": "lambda q, k: te.AttentionMask(te.TokenPositions(q), te.TokenPositions(k), causal=True).dense(), positions, positions",
-    "AttentionMask.block_mask": "lambda q: te.AttentionMask(te.TokenPositions(q), causal=True).block_mask((8, 8)), positions",
+    "AttentionMask.tile_kinds": "lambda q: te.AttentionMask(te.TokenPositions(q), causal=True).tile_kinds((8, 8)), positions",
     "causal_mask": "lambda: te.causal_mask(32),",
     "check_batch": "lambda: te.check_batch(ids, vocab_size=100),",
     "dropout": "lambda rng, x: te.dropout(rng, 0.1, x), rng, x",

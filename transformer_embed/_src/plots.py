@@ -86,9 +86,9 @@ def plot_mask(
 
     Args:
         mask: bool [T, S], True = may attend. Axes of length 1 may come first, as those of
-            `AttentionMask.dense` and `AttentionMask.block` for a batch of one; index the row of a
-            larger batch. Or int8 as `AttentionMask.block_mask` makes it, drawn in three tones:
-            blocks in which no pair, some pairs or all pairs may attend.
+            `AttentionMask.dense` and `AttentionMask.tile` for a batch of one; index the row of a
+            larger batch. Or int8 as `AttentionMask.tile_kinds` makes it, drawn in three tones:
+            tiles in which no pair, some pairs or all pairs may attend.
         ax: where to draw; None: a new pyplot figure.
         query_tokens: [T] names for the queries; None: queries are numbered.
         key_tokens: [S] names for the keys; None: keys are numbered.
