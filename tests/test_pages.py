@@ -101,7 +101,7 @@ def test_attention_over_tiles_is_dense_attention():
     rule = te.AttentionMask(tokens, causal=True, window=(9, 0))
     heads = rng.normal(size=(3, 3, 64, 2, 4)).astype(np.float32)
     tiled = functools.partial(page.tiled_attention, rule, tile=(16, 32))
-    bias = te.alibi_bias(tokens.positions, tokens.positions, num_heads=2)
+    bias = te.alibi_bias(tokens.positions, tokens.positions, num_heads=2, causal=True)
     dense = functools.partial(dense_attention, rule.dense(), bias=bias)
 
     def expected(queries, *others):

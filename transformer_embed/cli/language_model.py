@@ -65,7 +65,7 @@ def _attention(positions: str, x: Float[Array, "b t d"]) -> Float[Array, "b t d"
     if positions == "rotary":
         query, key = (te.apply_rotary(each, tokens.positions) for each in (query, key))
     if positions == "alibi":
-        bias = te.alibi_bias(tokens.positions, tokens.positions, num_heads=NUM_HEADS)
+        bias = te.alibi_bias(tokens.positions, tokens.positions, num_heads=NUM_HEADS, causal=True)
     mask = te.AttentionMask(tokens, causal=True).dense()
     attended = jax.nn.dot_product_attention(query, key, value, bias=bias, mask=mask)
     return hk.Linear(D_MODEL, name="attended")(attended.reshape(x.shape))

@@ -208,7 +208,7 @@ def _bias(row: ModelType, values: Options, shapes: Shapes) -> Options | None:
     """Returns the arguments of `alibi_bias` or `RelativePositionBias`."""
     if row.has_alibi:
         heads = count("num_attention_heads", values["num_attention_heads"])
-        return {"num_heads": heads, "max_bias": values["alibi_bias_max"]}
+        return {"num_heads": heads, "causal": True, "max_bias": values["alibi_bias_max"]}
     if BIAS not in shapes:
         return None
     buckets, heads = shapes[BIAS]
