@@ -32,7 +32,7 @@ MAMBA = ModelType(tokens="embeddings", no_effect="rope_theta")
 
 # --- One row per type.
 
-ROWS = {
+DECODER_ROWS = {
     "gpt2": GPT2,
     "gpt_bigcode": GPT2.but(has_conv1d=False),
     "gpt-sw3": GPT2,

@@ -66,7 +66,7 @@ MODERNBERT = ModelType(
 
 # --- One row per type.
 
-ROWS = {
+ENCODER_ROWS = {
     # BERT. In RoBERTa and similar types, positions count from the id of padding.
     "bert": BERT,
     "dpr": BERT,

@@ -72,7 +72,7 @@ GEMMA4 = GEMMA.but(
 
 # --- One row per type.
 
-ROWS = {
+LLAMA_ROWS = {
     # In these types, transformers ignores the share of the channels that rotate.
     "llama": WHOLE_LLAMA,
     "olmo": WHOLE_LLAMA,

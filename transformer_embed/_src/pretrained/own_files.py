@@ -40,7 +40,7 @@ from transformer_embed._src.sequences.token_positions import TokenPositions
 
 # The entry of a file's metadata that has all but the parameters.
 METADATA = "transformer_embed"
-SCALINGS = (LinearScaling, NTKScaling, YarnScaling, Llama3Scaling, LongRopeScaling)
+SCALING_CLASSES = (LinearScaling, NTKScaling, YarnScaling, Llama3Scaling, LongRopeScaling)
 # The entry of an object that has the name of its class.
 KIND = "kind"
 # The channels of a head for which a rotation is tried, if nothing says how many it needs.
@@ -150,7 +150,7 @@ def _kinds() -> dict[str, Callable]:
 
     A scheme may be your own.
     """
-    schemes, scalings = PositionScheme.__subclasses__(), SCALINGS
+    schemes, scalings = PositionScheme.__subclasses__(), SCALING_CLASSES
     return {
         kind.__name__: kind for kind in (EmbedderConfig, OutputConfig, Layer, *schemes, *scalings)
     }

@@ -16,7 +16,10 @@ from transformer_embed._src.pretrained import (
 from transformer_embed._src.pretrained.model_type import ModelType
 
 ROWS: dict[str, ModelType] = (
-    encoder_types.ROWS | seq2seq_types.ROWS | decoder_types.ROWS | llama_types.ROWS
+    encoder_types.ENCODER_ROWS
+    | seq2seq_types.SEQ2SEQ_ROWS
+    | decoder_types.DECODER_ROWS
+    | llama_types.LLAMA_ROWS
 )
 
 # Models around a text model that scale and bound its logits as it does alone, and that do not.

@@ -10,7 +10,7 @@ import numpy as np
 
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
-from transformer_embed._src.layers.parameters import find_parameters
+from transformer_embed._src.layers.parameters import Params, by_path, find_parameters
 from transformer_embed._src.partitioning import gathered
 from transformer_embed._src.pretrained.entries import Options
 from transformer_embed._src.pretrained.files import as_path
@@ -29,9 +29,7 @@ from transformer_embed._src.pretrained.own_files import (
     encoded,
 )
 from transformer_embed._src.pretrained.parameters import (
-    Params,
     PretrainedInput,
-    by_path,
     check_tensors,
     full_paths,
     stored,

@@ -51,7 +51,7 @@ SPEECH_TO_TEXT = DECODER.but(positions="")
 
 # --- One row per type.
 
-ROWS = {
+SEQ2SEQ_ROWS = {
     "marian": SEQ2SEQ.but(sinusoids=Sinusoidal(layout="sin_cos"), decoder_vocab_size=None),
     "pegasus": SEQ2SEQ.but(sinusoids=Sinusoidal(layout="sin_cos"), decoder_vocab_size=None),
     "pegasus_x": SEQ2SEQ.but(
