@@ -30,8 +30,8 @@ def calls_of(texts, names):
 
 GOOD = [
     "te.pretrained.resize(params=PARAMS, config=te.EmbedderConfig(4, 3, scheme=te.Learned(4)), new_config=te.EmbedderConfig(3, 3, scheme=te.Learned(6)))",
-    "te.alibi_bias(query_positions=POSITIONS, key_positions=POSITIONS, num_heads=2)",
-    "te.alibi_slopes(num_heads=2)",
+    "te.alibi_bias(query_positions=POSITIONS, key_positions=POSITIONS, num_heads=2, causal=True)",
+    "te.alibi_slopes(num_heads=2, causal=True)",
     "te.apply_rotary(x=X, positions=POSITIONS)",
     "te.causal_mask(length=3)",
     "te.check_batch(ids=IDS, tokens=te.TokenPositions(IDS, segment_ids=SEGMENTS), vocab_size=4)",
@@ -45,7 +45,7 @@ GOOD = [
     "te.query_scale(positions=POSITIONS, beta=0.5, length=2)",
     "te.relative_shift(logits=TABLE)",
     "te.shift_right(ids=IDS, first_id=1, segment_ids=SEGMENTS[0])",
-    "te.relative_position_buckets(query_positions=POSITIONS, key_positions=POSITIONS)",
+    "te.relative_position_buckets(query_positions=POSITIONS, key_positions=POSITIONS, causal=False)",
     "te.shared_prefix_parents(prefix_lengths=LABELS, answer_lengths=np.int32([[1, 2], [0, 1]]), length=6)",
     "te.sinusoidal_encoding(positions=POSITIONS, d_model=4)",
     "te.sinusoidal_table(length=3, d_model=4)",

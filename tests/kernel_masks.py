@@ -17,7 +17,8 @@ def from_ids(queries, keys):
 
 def mask_of_splash(mask, order, **options):
     rule = row_indices.RowRule(mask, "splash attention", order, **options)
-    heads, ids = splash_kernels.heads_and_segment_ids(rule, 1)
+    heads = splash_kernels.index_masks(rule, 1)
+    ids = splash_kernels.splash_segment_ids(rule)
     allowed = np.asarray(heads.masks[0][: heads.shape[1], : heads.shape[2]])[None]
     return allowed if ids is None else allowed & from_ids(ids.q, ids.kv)
 

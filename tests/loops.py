@@ -240,14 +240,14 @@ class AttentionMask:
     def dense(self):
         return self.allowed[:, None]
 
-    def block(self, query_start, key_start, shape):
+    def tile(self, query_start, key_start, shape):
         rows, columns = query_start + shape[0], key_start + shape[1]
         return self.allowed[:, query_start:rows, key_start:columns]
 
-    def block_mask(self, shape):
+    def tile_kinds(self, shape):
         rows, (queries, keys) = len(self.allowed), shape
-        blocks = self.allowed.reshape(rows, -1, queries, self.allowed.shape[2] // keys, keys)
-        return blocks.any((2, 4)).astype(int) + blocks.all((2, 4))
+        tiles = self.allowed.reshape(rows, -1, queries, self.allowed.shape[2] // keys, keys)
+        return tiles.any((2, 4)).astype(int) + tiles.all((2, 4))
 
 
 def sees(q, k, *, causal, window=None, chunk=None, sinks=-FAR):
@@ -281,7 +281,7 @@ def check(mode, f, batches, exact=()):
             _check_form(name, np.asarray(got[name]), np.asarray(value), exact)
 
 
-FORMS = {"dense", "block", "kinds"}
+FORMS = {"dense", "tile", "kinds"}
 
 
 def _check_form(name, got, want, exact):
@@ -292,7 +292,7 @@ def _check_form(name, got, want, exact):
     if name != "kinds":
         np.testing.assert_array_equal(got, want, err_msg=name)
         return
-    # Of a block that has no pair or all of them, it may be said that it has some.
+    # Of a tile that has no pair or all of them, it may be said that it has some.
     np.testing.assert_array_equal(got[got != want], 1, err_msg=name)
     for kind in exact:
         np.testing.assert_array_equal(got == kind, want == kind, err_msg=f"kind {kind}")

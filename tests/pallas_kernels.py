@@ -25,13 +25,13 @@ def block(rule, name):
     def kernel(positions, ids, out):
         tokens = te.TokenPositions(positions[...], **{name: ids[...]} if name else {})
         mask = te.AttentionMask(tokens, **rule)
-        out[...] = mask.block(0, 0, (SIZE, SIZE)).astype(jnp.int32)
+        out[...] = mask.tile(0, 0, (SIZE, SIZE)).astype(jnp.int32)
 
     return kernel
 
 
 def buckets(queries, keys, out):
-    out[...] = te.relative_position_buckets(queries[...], keys[...])
+    out[...] = te.relative_position_buckets(queries[...], keys[...], causal=False)
 
 
 KERNELS = {

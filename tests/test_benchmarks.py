@@ -88,6 +88,6 @@ def test_accuracy():
 @pytest.mark.gate
 def test_two_checkouts_in_one_process():
     """Here the other one is this one too."""
-    printed = printed_by("tests/benchmarks/versions.py", ".", "--rounds=2", "--only=block")
+    printed = printed_by("tests/benchmarks/versions.py", ".", "--rounds=2", "--only=tile")
     times = r"\| [\d.]+ \| [\d.]+ \| \d\.\d{3} \| [\d.]+ to [\d.]+ \|\n$"
-    assert re.search(rf"\| block {times}", printed)
+    assert re.search(rf"\| tile {times}", printed)

@@ -259,9 +259,9 @@ def splash(heads, segment_ids):
     return attend(kernels, heads, ids).astype(jnp.float32).sum()
 
 
-def block_mask(segment_ids):
+def tile_kinds(segment_ids):
     tokens = te.TokenPositions.from_segment_ids(segment_ids)
-    return te.AttentionMask(tokens, causal=True, window=(1023, 0)).block_mask((512, 512))
+    return te.AttentionMask(tokens, causal=True, window=(1023, 0)).tile_kinds((512, 512))
 
 
 def padded(table, ids, weights):
@@ -291,7 +291,7 @@ BOUNDS = {
         12 * 8 * LONG * 128 * 2,
         rf"pred\[[\d,]*{LONG},{LONG}\]",
     ),
-    "block_mask, (of(jnp.int32, 1, 2**17),)": (64 * 2**17, r"\[(?:\d+,)?131072,\d{3,}\]"),
+    "tile_kinds, (of(jnp.int32, 1, 2**17),)": (64 * 2**17, r"\[(?:\d+,)?131072,\d{3,}\]"),
 }
 
 

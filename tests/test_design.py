@@ -2,6 +2,7 @@
 (pyproject.toml)."""
 
 import ast
+import collections
 import contextlib
 import pathlib
 import subprocess
@@ -48,3 +49,44 @@ def test_the_top_level_holds_what_the_design_names():
         )
         found = {line.partition("/")[0] for line in listed.stdout.splitlines()}
         assert {name for name in found if not name.startswith(".")} <= TOP_LEVEL
+
+
+# A module of the command line has these, which its parser calls.
+COMMAND = {"add_to", "run"}
+
+
+def names_of(statement):
+    """The names that a top-level statement defines."""
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return [statement.name]
+    targets = []
+    if isinstance(statement, ast.Assign):
+        targets = statement.targets
+    if isinstance(statement, ast.AnnAssign):
+        targets = [statement.target]
+    found = [node for target in targets for node in ast.walk(target)]
+    return [node.id for node in found if isinstance(node, ast.Name)]
+
+
+def test_each_top_level_name_has_one_definition():
+    """A reader who searches for a name finds one thing. Names with an underscore stay in a file."""
+    places = collections.defaultdict(list)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for name in {name for statement in tree.body for name in names_of(statement)}:
+            places[name].append(str(path.relative_to(PACKAGE)))
+    public = {name for name in places if not name.startswith("_")} - COMMAND
+    assert {name: places[name] for name in public if len(places[name]) > 1} == {}
+
+
+def test_kernels_read_only_public_attributes_of_masks_and_tokens():
+    """So a kernel of a user can do what the kernels of this package do."""
+    private = [
+        f"{path.name}: {ast.unparse(node)}"
+        for path in sorted((PACKAGE / "_src" / "kernels").glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_")
+    ]
+    # Those of an object itself, and the one that a NamedTuple of jax has.
+    others = [text for text in private if ": self._" not in text and "._replace" not in text]
+    assert others == []

@@ -21,8 +21,8 @@ MASK = te.AttentionMask(TOKENS, causal=True)
 SPLIT = put(mesh_of((2,), ("x",)), TABLE, "x")
 CALLABLES = [
     "te.AttentionMask(queries=TOKENS, causal=True)",
-    "MASK.block(query_start=0, key_start=0, shape=(2, 2))",
-    "MASK.block_mask(shape=(2, 2))",
+    "MASK.tile(query_start=0, key_start=0, shape=(2, 2))",
+    "MASK.tile_kinds(shape=(2, 2))",
     "te.TokenPositions(positions=POSITIONS)",
     "te.TokenPositions.from_parents(parents=POSITIONS - 1)",
     "TOKENS.take(order=POSITIONS)",

@@ -62,12 +62,12 @@ def with_gradients(attend, heads):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["zigzag", "cyclic"])
 def test_ring_attention_is_dense_attention(kind):
-    page = functions_of(FOLDER / "contexts_over_devices.md", "ring_attention", "BLOCK")
-    rng, length = np.random.default_rng(0), 8 * page.BLOCK
+    page = functions_of(FOLDER / "contexts_over_devices.md", "ring_attention", "TILE")
+    rng, length = np.random.default_rng(0), 8 * page.TILE
     tokens = te.TokenPositions.from_segment_ids(segment_ids_of(rng, 3, length))
     heads = rng.normal(size=(3, 3, length, 2, 4)).astype(np.float32)
-    block = {"block": page.BLOCK} if kind == "cyclic" else {}
-    order = te.load_balanced_order(length, 4, kind=kind, **block)
+    stripe = {"stripe": page.TILE} if kind == "cyclic" else {}
+    order = te.load_balanced_order(length, 4, kind=kind, **stripe)
     mesh, spec = jax.make_mesh((4,), ("context",)), jax.P(None, "context")
     ring = jax.shard_map(page.ring_attention, mesh=mesh, in_specs=spec, out_specs=spec)
     with jax.set_mesh(mesh):
@@ -94,20 +94,20 @@ def test_the_busiest_device_is_that_of_all_rows():
 
 
 @pytest.mark.slow
-def test_attention_over_blocks_is_dense_attention():
-    page = functions_of(FOLDER / "07_long_contexts.ipynb", "blockwise_attention")
+def test_attention_over_tiles_is_dense_attention():
+    page = functions_of(FOLDER / "07_long_contexts.ipynb", "tiled_attention")
     rng = np.random.default_rng(1)
     tokens = te.TokenPositions.from_segment_ids(segment_ids_of(rng, 3, 64))
     rule = te.AttentionMask(tokens, causal=True, window=(9, 0))
     heads = rng.normal(size=(3, 3, 64, 2, 4)).astype(np.float32)
-    blockwise = functools.partial(page.blockwise_attention, rule, block=(16, 32))
-    bias = te.alibi_bias(tokens.positions, tokens.positions, num_heads=2)
+    tiled = functools.partial(page.tiled_attention, rule, tile=(16, 32))
+    bias = te.alibi_bias(tokens.positions, tokens.positions, num_heads=2, causal=True)
     dense = functools.partial(dense_attention, rule.dense(), bias=bias)
 
     def expected(queries, *others):
         return dense(queries / 2, *others)
 
-    near(*(jax.jit(functools.partial(with_gradients, f))(heads) for f in (blockwise, expected)))
+    near(*(jax.jit(functools.partial(with_gradients, f))(heads) for f in (tiled, expected)))
 
 
 # --- recipes: reinforcement learning and preferences
@@ -616,9 +616,9 @@ def test_patterns_of_masks_are_what_they_say_in_other_batches(call, pairs, seed)
     allowed = (segments[:, :, None] == segments[:, None]) & (segments[:, None] > 0)
     allowed &= eval(pairs, names)
     np.testing.assert_array_equal(mask.dense()[:, 0], allowed)
-    kinds, blocks = mask.block_mask((8, 8)), allowed.reshape(3, 3, 8, 3, 8)
-    assert not blocks.any((2, 4))[kinds == 0].any()
-    assert blocks.all((2, 4))[kinds == 2].all()
+    kinds, tiles = mask.tile_kinds((8, 8)), allowed.reshape(3, 3, 8, 3, 8)
+    assert not tiles.any((2, 4))[kinds == 0].any()
+    assert tiles.all((2, 4))[kinds == 2].all()
 
 
 def test_text_sees_its_latest_image_and_a_token_of_a_tree_few_ancestors():

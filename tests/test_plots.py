@@ -234,7 +234,7 @@ def test_no_text_of_a_rotary_picture_lies_on_another(length, head_dim, inches):
 def test_bias_shows_the_head_and_leaves_out_what_is_masked(ax, dtype):
     allowed = np.tri(12, dtype=bool)
     allowed[0, :2] = False, True
-    bias = te.alibi_bias(np.arange(12), np.arange(12), num_heads=4, dtype=dtype)[2]
+    bias = te.alibi_bias(np.arange(12), np.arange(12), num_heads=4, causal=True, dtype=dtype)[2]
     plots.plot_bias(bias + te.mask_to_bias(allowed, dtype), ax=ax)
     equal(image(ax).mask, ~allowed)
     equal(image(ax).compressed(), np.asarray(bias, np.float64)[allowed])

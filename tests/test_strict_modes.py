@@ -43,14 +43,14 @@ def assert_finite(tree):
 # --- functions of arrays
 
 
-def block_mask_of(positions, segment_ids):
+def tile_kinds_of(positions, segment_ids):
     tokens = te.TokenPositions(positions, segment_ids=segment_ids)
-    return te.AttentionMask(tokens, causal=True, window=(2, 0), chunk=3).block_mask((2, 2))
+    return te.AttentionMask(tokens, causal=True, window=(2, 0), chunk=3).tile_kinds((2, 2))
 
 
 FUNCTIONS = CALLS | {
-    "block_mask": of_arrays(
-        block_mask_of, positions=np.arange(4), segment_ids=np.array([1, 1, 2, 0])
+    "tile_kinds": of_arrays(
+        tile_kinds_of, positions=np.arange(4), segment_ids=np.array([1, 1, 2, 0])
     ),
     "sinusoidal_encoding of floats": of_arrays(
         te.sinusoidal_encoding, positions=POSITIONS + np.float32(0.5), d_model=5, odd="zero"

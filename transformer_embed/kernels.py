@@ -21,7 +21,7 @@ check the batches with `te.check_batch` in your data pipeline.
 
 Tokens without a batch axis are used for every batch row: a kernel's arguments have a batch axis.
 
-In a Pallas kernel of your own for TPUs, `AttentionMask.block` makes the mask of the block from the
+In a Pallas kernel of your own for TPUs, `AttentionMask.tile` makes the mask of the tile from the
 positions and segment ids that the kernel has loaded, and `relative_position_buckets` makes the
 buckets. `alibi_bias`, `apply_rotary` and `sinusoidal_encoding` do not compile there, because they
 hold constant arrays: give the kernel `alibi_slopes`, or the encodings and rotated heads, as inputs.

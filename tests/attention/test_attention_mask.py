@@ -1,4 +1,4 @@
-"""The rule of a mask and its forms: the dense mask, blocks and block masks against the rule, pair
+"""The rule of a mask and its forms: the dense mask, tiles and the kinds of tiles against the rule, pair
 by pair."""
 
 import dataclasses
@@ -19,17 +19,17 @@ TokenPositions, AttentionMask = te.TokenPositions, te.AttentionMask
 def test_no_tokens(batch, length):
     mask = AttentionMask(TokenPositions(np.zeros((batch, length), int)), causal=True)
     assert mask.dense().shape == (batch, 1, length, length)
-    assert mask.block_mask((1, 1)).shape == (batch, length, length)
+    assert mask.tile_kinds((1, 1)).shape == (batch, length, length)
 
 
-# --- block masks
+# --- kinds of tiles
 
 
-def test_a_block_of_one_block_id_needs_no_mask():
+def test_a_tile_of_one_block_id_needs_no_mask():
     mask = AttentionMask(
         TokenPositions(np.arange(6)).with_block_ids([0] * 4 + [-1] * 2), causal=True
     )
-    equal(mask.block_mask((2, 2)), [[2, 2, 0], [2, 2, 0], [2, 2, 1]])
+    equal(mask.tile_kinds((2, 2)), [[2, 2, 0], [2, 2, 0], [2, 2, 1]])
 
 
 @pytest.mark.slow
@@ -44,7 +44,7 @@ def test_batches_of_a_short_dtype_mean_the_same(dtype):
     def forms(tokens, **rule):
         mask = AttentionMask(tokens, causal=True, **rule)
         of_row = RowRule(mask, "a kernel", "packed").segment_ids()
-        return mask.block_mask((length // 16,) * 2), mask.block(9, 0, (90, 90)), of_row
+        return mask.tile_kinds((length // 16,) * 2), mask.tile(9, 0, (90, 90)), of_row
 
     for rule in ({"window": (length // 9, 0)}, {"chunk": length}):
         equal(forms(short, **rule), forms(tokens, **rule))
@@ -71,8 +71,8 @@ def test_sinks_are_the_keys_below_a_position(sinks, first):
     is_sink = np.arange(8) + first < sinks
     expected = np.eye(8, dtype=bool) | (is_sink & np.tri(8, dtype=bool))
     equal(mask.dense()[0], expected)
-    equal(mask.block(3, 0, (4, 5)), expected[3:7, :5])
-    equal(mask.block_mask((1, 1)), 2 * expected)
+    equal(mask.tile(3, 0, (4, 5)), expected[3:7, :5])
+    equal(mask.tile_kinds((1, 1)), 2 * expected)
     # Of two texts in another order than the row's.
     order = np.array([7, 2, 0, 5, 1, 4, 3, 6])
     packed = TokenPositions.from_segment_ids([1] * 4 + [2] * 4).take(order)
@@ -123,10 +123,10 @@ REFUSED = {
     "mask_of(window=(1, 0.5))": "TypeError: window[1]: ... got float 0.5",
     "mask_of(window=(1,))": "TypeError: window: ... got tuple (1,)",
     "mask_of(window=8)": "TypeError: window: wanted a pair (left, right), such as (w - 1, 0) for the w latest keys, got int 8",
-    "MASK.block_mask((2.0, 2))": "TypeError: shape[0]: ... got float 2.0",
+    "MASK.tile_kinds((2.0, 2))": "TypeError: shape[0]: ... got float 2.0",
     "MASK & MASK.dense()": "TypeError: mask: ... got an array bool[2, 1, 4, 4]",
     "te.kernels.flash_attention_kwargs(MASK & MASK)": "TypeError: mask: ... got JoinedMask",
-    "MASK.block(0, 0.5, (2, 2))": "TypeError: key_start: ... got float64",
+    "MASK.tile(0, 0.5, (2, 2))": "TypeError: key_start: ... got float64",
     "MASK and MASK": "TypeError: AttentionMask: ... got a condition",
     "te.mask_to_bias(MASK)": "TypeError: AttentionMask: wanted its array, mask.dense(), got the mask",
     "mask_of(keys=TokenPositions.from_lengths([1, 2, 3], 4))": "ValueError: queries and keys: ... 1, got 2 and 3",
@@ -135,8 +135,8 @@ REFUSED = {
     "mask_of(keys=TOKENS.with_block_ids([0] * 4))": "ValueError: queries.block_ids: ... got None",
     "mask_of(window=(-1, 0))": "ValueError: window[0]: ... 0, got -1",
     "mask_of(chunk=0)": "ValueError: chunk: ... 1, got 0",
-    "MASK.block_mask((3, 2))": "ValueError: shape: ... got 3",
-    "MASK.block([0], 0, (2, 2))": "ValueError: query_start: ... [], got shape [1]",
+    "MASK.tile_kinds((3, 2))": "ValueError: shape: ... got 3",
+    "MASK.tile([0], 0, (2, 2))": "ValueError: query_start: ... [], got shape [1]",
     "AttentionMask(TREE, causal=False)": "ValueError: causal: ... got False",
     "AttentionMask(TREE, causal=True, window=(1, 0))": "ValueError: window: ... got tuple (1, 0)",
     "TokenPositions.from_parents([1, 0])": "ValueError: parents: ... got a cycle",
@@ -152,8 +152,8 @@ REFUSED = {
     "MASK | mask_of(TREE)": "ValueError: mask: ... (4, 4), got (2, 2)",
     "MASK & mask_of(TokenPositions([range(4)] * 3))": "ValueError: mask and other: ... 1, got 2 and 3",
     "mask_of(sinks=1)": "ValueError: sinks: ... got int 1",
-    "MASK.block(3, 0, (2, 2))": "ValueError: query_start: ... (2, 2), 0..2, got 3",
-    "MASK.block(0, 0, (2, 8))": "ValueError: shape: ... (4, 4), got (2, 8)",
+    "MASK.tile(3, 0, (2, 2))": "ValueError: query_start: ... (2, 2), 0..2, got 3",
+    "MASK.tile(0, 0, (2, 8))": "ValueError: shape: ... (4, 4), got (2, 8)",
 }
 
 

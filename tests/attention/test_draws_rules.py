@@ -54,7 +54,7 @@ SELF = {
     "other": others,
     "blocks": blocks,
     "block_ids": ["[0] * 4 + [-1] * 8", "[-1, 2, 2, 0, 0, 0, 2, -1, -1, -5, 7, 7]"],
-    "block": lambda chosen: (
+    "tile": lambda chosen: (
         ["(4, 4)", "(2, 1)"]
         + (["(4, 2)"] if chosen["order"] == ORDERS[-1] else ["(3, 6)", "(1, 12)"])
     ),
@@ -66,7 +66,7 @@ def f(lib, *x):
     T, M = lib.TokenPositions, lib.AttentionMask
     tokens = {tokens}
     mask = M(tokens, {keys}{rule}){other}
-    found = {{"dense": mask.dense(), "block": mask.block({start}, (4, 3)), {fields}}}
+    found = {{"dense": mask.dense(), "tile": mask.tile({start}, (4, 3)), {fields}}}
     return found{kinds}
 loops.check({mode!r}, f, [batches.arrays({kind!r}, seed) for seed in {seeds}], exact={exact})
 """
@@ -77,9 +77,9 @@ def program_of(number, chosen):
     tokens += chosen.blocks and chosen.blocks % chosen.block_ids
     tokens += (chosen.order and f".take({chosen.order})") or ""
     kinds = (
-        "" if chosen.mode == "any lengths" else f' | {{"kinds": mask.block_mask({chosen.block})}}'
+        "" if chosen.mode == "any lengths" else f' | {{"kinds": mask.tile_kinds({chosen.tile})}}'
     )
-    # A block without a mask is found in any batch; one without a pair, where sequences are runs.
+    # A tile without a mask is found in any batch; one without a pair, where sequences are runs.
     exact = () if chosen.other or chosen.blocks else (2,)
     is_mixed = chosen.order == ORDERS[2] or bool(chosen.keys)
     is_mixed |= "chunk=5" in chosen.rule and (bool(chosen.order) or "sinks" in chosen.rule)
@@ -160,7 +160,7 @@ def f(lib, *x):
     (slots, keys), _ = write(({empty}, x[-2]), (tokens, x[-1]), {first})
     step = {step}
     (slots, keys), written = write((slots.clear({cleared}), keys), (step, 100 + x[-1][:, :{count}]), {second})
-    forms = [getattr(M(step, slots, {rule}), name) for name in ("dense", "block_mask")]
+    forms = [getattr(M(step, slots, {rule}), name) for name in ("dense", "tile_kinds")]
     return {{"dense": forms[0](), "kinds": forms[1](({count}, 4)), "keys": keys, "written": written, "positions": slots.positions}}
 loops.check({mode!r}, f, [batches.cache({kind!r}, n, {outside}) for n in {seeds}], exact=[2])
 """

@@ -18,10 +18,10 @@ from harness import markdown_table, parser_of, print_machine
 
 # Each function, and the arrays that it is called with.
 CALLS = {
-    "alibi_bias": "lambda q, k: te.alibi_bias(q, k, num_heads=4), positions, positions",
+    "alibi_bias": "lambda q, k: te.alibi_bias(q, k, num_heads=4, causal=True), positions, positions",
     "apply_rotary": "te.apply_rotary, heads, positions",
     "AttentionMask.dense": "lambda q, k: te.AttentionMask(te.TokenPositions(q), te.TokenPositions(k), causal=True).dense(), positions, positions",
-    "AttentionMask.block_mask": "lambda q: te.AttentionMask(te.TokenPositions(q), causal=True).block_mask((8, 8)), positions",
+    "AttentionMask.tile_kinds": "lambda q: te.AttentionMask(te.TokenPositions(q), causal=True).tile_kinds((8, 8)), positions",
     "causal_mask": "lambda: te.causal_mask(32),",
     "check_batch": "lambda: te.check_batch(ids, vocab_size=100),",
     "dropout": "lambda rng, x: te.dropout(rng, 0.1, x), rng, x",
@@ -29,7 +29,7 @@ CALLS = {
     "mask_to_bias": "te.mask_to_bias, mask",
     "padding_mask": "lambda ids: te.padding_mask(ids, pad_id=0), ids",
     "permute_rotary_weights": "lambda w: te.permute_rotary_weights(w, num_heads=4, source='half', target='interleaved'), weights",
-    "relative_position_buckets": "te.relative_position_buckets, positions, positions",
+    "relative_position_buckets": "lambda q, k: te.relative_position_buckets(q, k, causal=False), positions, positions",
     "sinusoidal_encoding": "lambda p: te.sinusoidal_encoding(p, 64), positions",
     "SinusoidalGrid.encoding": "lambda p: te.SinusoidalGrid((4, 8)).encoding(p, 64), positions",
     "sinusoidal_table": "lambda: te.sinusoidal_table(32, 64),",

@@ -270,11 +270,17 @@ PROGRAMS = {
 # Of this package alone.
 PACKED = np.sort(below(9, 4, 2048), axis=1)
 OTHERS = {
-    "ALiBi": (functools.partial(te.alibi_bias, num_heads=8), (np.arange(1024), np.arange(1024))),
-    "buckets": (te.relative_position_buckets, (POSITIONS[:4], POSITIONS[:4])),
+    "ALiBi": (
+        functools.partial(te.alibi_bias, num_heads=8, causal=True),
+        (np.arange(1024), np.arange(1024)),
+    ),
+    "buckets": (
+        functools.partial(te.relative_position_buckets, causal=False),
+        (POSITIONS[:4], POSITIONS[:4]),
+    ),
     "mask, packed": (lambda ids: rule_of(ids, chunk=512).dense(), (PACKED,)),
-    "block": (lambda ids: rule_of(ids).block(512, 512, (512, 512)), (PACKED,)),
-    "block mask": (lambda ids: rule_of(ids).block_mask((512, 512)), (PACKED,)),
+    "tile": (lambda ids: rule_of(ids).tile(512, 512, (512, 512)), (PACKED,)),
+    "tile kinds": (lambda ids: rule_of(ids).tile_kinds((512, 512)), (PACKED,)),
     "dropout": (lambda x: te.dropout(jax.random.key(0), 0.1, x), (of(*HEADS),)),
     "loss": (
         lambda x, table, ids: te.linear_cross_entropy(x, te.OutputLayer(table, pad_id=0), ids),

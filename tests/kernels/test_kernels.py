@@ -112,7 +112,9 @@ def test_only_tokens_of_a_part_must_be_those_of_the_keys():
     part = functools.partial(TokenPositions, segment_ids=is_token)
     options = {"order": "right", "q_offset": 128}
     mask_of_splash(AttentionMask(part(last * is_token), keys, causal=True), **options)
-    with pytest.raises(ValueError, match=pattern("queries.positions: ... 128 ... got others")):
+    with pytest.raises(
+        ValueError, match=pattern("queries.positions: ... 128 ... got other numbers")
+    ):
         mask_of_splash(AttentionMask(part((last + 1) * is_token), keys, causal=True), **options)
     # Without segments of their own, where the keys are one sequence.
     mask = AttentionMask(TokenPositions(RIGHT.positions[:, 128:192]), RIGHT, causal=True)
@@ -237,13 +239,13 @@ DOCUMENTS = np.repeat([[1, 2, 3, 4, 5], [1, 2, 3, 0, 0]], [130, 126, 200, 100, 8
 
 
 @pytest.mark.slow
-def test_steps_run_the_blocks_in_which_a_pair_may_attend_and_load_no_others():
+def test_steps_run_the_tiles_in_which_a_pair_may_attend_and_load_no_others():
     mask = AttentionMask(TokenPositions.from_segment_ids(DOCUMENTS), causal=True)
     kernels, _ = te.kernels.splash_kernels(
         mask, HEADS, order="packed", block_sizes=BLOCKS, interpret=True
     )
-    kinds = np.array(mask.block_mask((BLOCK, BLOCK)))
-    kinds[:, range(5), range(5)] = 1  # a row of blocks always runs one
+    kinds = np.array(mask.tile_kinds((BLOCK, BLOCK)))
+    kinds[:, range(5), range(5)] = 1  # a row of tiles always runs one
     infos = [(kernels.fwd_mask_info, False), (kernels.dkv_mask_info, True)]
     for (info, by_keys), row in itertools.product(infos, range(BATCH)):
         runs = np.asarray(info.block_mask[row, 0]) > 0
@@ -295,11 +297,11 @@ WRONG = {
     "kernels(is_mqa='a')": "TypeError: is_mqa: wanted a Python bool ..., got str 'a'",
     'te.kernels.flash_attention_kwargs(CAUSAL, order="right", batch_size=3)': "ValueError: batch_size: ... 2 rows, got 3",
     'te.kernels.mha_kwargs(AttentionMask(TokenPositions(np.arange(4)), causal=True), order="full")': "ValueError: batch_size: ... got None",
-    'te.kernels.flash_attention_kwargs(AttentionMask(RIGHT, causal=True, window=(3, 0)), order="right")': "ValueError: window: ... flash_attention, ... got (3, 0); mask.dense() and mask.block() can",
+    'te.kernels.flash_attention_kwargs(AttentionMask(RIGHT, causal=True, window=(3, 0)), order="right")': "ValueError: window: ... flash_attention, ... got (3, 0); mask.dense() and mask.tile() can",
     "splash_of(WITH_KEYS, q_offset=100)": "ValueError: queries.positions: ... 100 ",
     "splash_of(WITH_KEYS, q_offset=129)": "ValueError: q_offset: ... 128, got 129",
     "splash_of(CAUSAL, q_offset=1)": "ValueError: q_offset: ... 0, got 1",
-    "splash_of(AttentionMask(TokenPositions(PACKED.positions[:, 130:170]), PACKED, causal=True), q_offset=130)": "ValueError: queries.segment_ids: wanted those of the keys",
+    "splash_of(AttentionMask(TokenPositions(PACKED.positions[:, 130:170]), PACKED, causal=True), q_offset=130)": "ValueError: queries.segment_ids: wanted the segment ids of the keys",
     "kernels(block_sizes=splash.BlockSizes(block_q=192, block_kv=128))": "ValueError: q_block_size=192 should divide",
     "kernels(head_shards=0)": "ValueError: head_shards: ... 1, got 0",
     "kernels(q_seq_shards=0)": "ValueError: q_seq_shards: ... 1, got 0",
@@ -323,7 +325,7 @@ def test_blocks_that_are_too_many_are_refused_before_they_are_described(monkeypa
 
 
 def test_a_step_that_runs_nothing_loads_the_next_block_that_runs():
-    """For each batch row and head, in the order of the grid; after the last one, the last block."""
+    """For each batch row and head, in the order of the grid; after the last one, the last tile."""
     random = np.random.default_rng(0)
     for heads, rows, columns in ((1, 3, 4), (2, 2, 5)):
         loads = random.integers(0, columns, (heads, rows, columns)).astype(np.int32)

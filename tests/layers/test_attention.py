@@ -26,7 +26,7 @@ def t5(queries, keys):
     return jnp.moveaxis(jnp.asarray(normal(8, 32, HEADS))[buckets], -1, 1)
 
 
-BIASES = {"alibi": functools.partial(te.alibi_bias, num_heads=HEADS), "t5": t5}
+BIASES = {"alibi": functools.partial(te.alibi_bias, num_heads=HEADS, causal=True), "t5": t5}
 
 
 def layer(scheme, x, tokens):

@@ -40,7 +40,7 @@ def whole(**fields):
 
 
 def bias(num_heads=1, **options):
-    return te.RelativePositionBias(num_heads, **options)
+    return te.RelativePositionBias(num_heads, **{"causal": False} | options)
 
 
 LEARNED = {"scheme": te.Learned(max_len=16)}

@@ -27,9 +27,10 @@ PEER_ERROR = 2 * ((1 + 2.0**-24) ** 3 - 1)
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 EXTREMES = np.array([LOWEST, LOWEST + 1, -(2**24) - 1, 0, 2**24 + 1, HIGHEST])
 
-OF_8 = {"num_buckets": 8, "max_distance": 20}
+OF_8 = {"num_buckets": 8, "max_distance": 20, "causal": False}
 every_function = pytest.mark.parametrize(
-    ("function", "options"), [(alibi_bias, {"num_heads": 3}), (relative_position_buckets, OF_8)]
+    ("function", "options"),
+    [(alibi_bias, {"num_heads": 3, "causal": True}), (relative_position_buckets, OF_8)],
 )
 
 
@@ -52,14 +53,15 @@ def test_alibi_bias_of_blooms_key_row(num_heads):
     """A whole row, and one with two tokens of padding on the left, where Bloom multiplies the
     positions by the mask."""
     tokens = te.TokenPositions.from_ids([[5, 6, 7, 8, 9], [0, 0, 7, 8, 9]], pad_id=0)
-    bias = alibi_bias([0], tokens.positions, num_heads=int(num_heads))
+    bias = alibi_bias([0], tokens.positions, num_heads=int(num_heads), causal=True)
     near(bias[:, :, 0], GOLDEN["bloom"][num_heads], rtol=PEER_ERROR)
 
 
 @pytest.mark.parametrize("num_heads", GOLDEN["mpt"])
 def test_alibi_bias_of_mpts_key_row(num_heads):
     for max_bias, expected in GOLDEN["mpt"][num_heads].items():
-        bias = alibi_bias([4], range(5), num_heads=int(num_heads), max_bias=float(max_bias))
+        options = {"num_heads": int(num_heads), "max_bias": float(max_bias)}
+        bias = alibi_bias([4], range(5), causal=True, **options)
         near(bias[:, 0], expected, rtol=PEER_ERROR)
 
 
@@ -67,7 +69,7 @@ def test_alibi_bias_of_mpts_key_row(num_heads):
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_alibi_bias_and_the_masks_bias_are_finite_and_hide_at_any_distance(dtype):
     mask = te.AttentionMask(te.TokenPositions(EXTREMES), causal=True).dense()
-    bias = alibi_bias(EXTREMES, EXTREMES, num_heads=12, dtype=dtype)
+    bias = alibi_bias(EXTREMES, EXTREMES, num_heads=12, causal=True, dtype=dtype)
     total = np.asarray(te.mask_to_bias(mask, dtype)) + np.asarray(bias)
     weights = np.asarray(jax.nn.softmax(total), np.float64)
     assert np.isfinite(total).all()
@@ -77,7 +79,7 @@ def test_alibi_bias_and_the_masks_bias_are_finite_and_hide_at_any_distance(dtype
 
 def test_alibi_bias_in_float64():
     with jax.enable_x64():
-        bias = alibi_bias([HIGHEST], [0], num_heads=3, dtype=jnp.float64)
+        bias = alibi_bias([HIGHEST], [0], num_heads=3, causal=True, dtype=jnp.float64)
     assert bias.dtype == jnp.float64
     expected = [float(-slope * HIGHEST) for slope in oracle.alibi_slopes(3)]
     # Two roundings to float64, the power's among them.
@@ -131,7 +133,8 @@ def test_each_bucket_starts_at_its_exact_distance():
 
 @pytest.mark.slow
 def test_many_buckets_need_no_memory_of_their_own():
-    build = functools.partial(relative_position_buckets, num_buckets=128, max_distance=2048)
+    options = {"num_buckets": 128, "max_distance": 2048, "causal": False}
+    build = functools.partial(relative_position_buckets, **options)
     program = jax.jit(build).lower(np.arange(256), np.arange(256)).compile()
     analysis = program.memory_analysis()
     assert analysis.temp_size_in_bytes < analysis.output_size_in_bytes
@@ -141,11 +144,12 @@ def test_many_buckets_need_no_memory_of_their_own():
 
 
 def test_biases_without_a_batch_axis_have_none():
-    assert alibi_bias([0, 1], [0, 1, 2], 4).shape == (4, 2, 3)
-    assert relative_position_buckets([0, 1], [0, 1, 2]).shape == (2, 3)
+    assert alibi_bias([0, 1], [0, 1, 2], 4, causal=True).shape == (4, 2, 3)
+    assert relative_position_buckets([0, 1], [0, 1, 2], causal=False).shape == (2, 3)
     with jax.numpy_rank_promotion("raise"):
-        assert alibi_bias([0, 1], [[0, 1, 2]] * 5, 4).shape == (5, 4, 2, 3)
-        assert relative_position_buckets([[0, 1]] * 5, [0, 1, 2]).shape == (5, 2, 3)
+        assert alibi_bias([0, 1], [[0, 1, 2]] * 5, 4, causal=True).shape == (5, 4, 2, 3)
+        buckets = relative_position_buckets([[0, 1]] * 5, [0, 1, 2], causal=False)
+        assert buckets.shape == (5, 2, 3)
 
 
 @pytest.mark.slow
@@ -159,7 +163,7 @@ def test_bias_of_64_bit_positions_and_on_an_explicit_mesh(function, options):
     assert jax.typeof(check(function, rows, rows, **options)).sharding.spec[0] == "data"
 
 
-alibi = functools.partial(alibi_bias, [0], [0], num_heads=8)
+alibi = functools.partial(alibi_bias, [0], [0], num_heads=8, causal=True)
 buckets = functools.partial(relative_position_buckets, [0], [0], **OF_8)
 REFUSED = {
     "alibi_slopes(8.0)": "TypeError: num_heads: ... got float 8.0",
@@ -173,9 +177,11 @@ REFUSED = {
     "buckets(num_buckets=1, causal=True)": "ValueError: num_buckets: ... 2, got 1",
     "buckets(max_distance=2)": "ValueError: max_distance: ... 3, got 2",
     "buckets(max_distance=4, causal=True)": "ValueError: max_distance: ... 5, got 4",
-    "alibi_bias(1, [0], 3)": "ValueError: query_positions: ... got shape []",
-    "relative_position_buckets([0], 1)": "ValueError: key_positions: ... got shape []",
-    "alibi_bias(np.zeros((2, 4), int), np.zeros((3, 5), int), 3)": "ValueError: query_positions and key_positions: ... 1, got 2 and 3",
+    "alibi_bias([0], [0], 8)": "TypeError: ...missing 1 required keyword-only argument: 'causal'",
+    "relative_position_buckets([0], [0])": "TypeError: ...missing 1 required keyword-only argument: 'causal'",
+    "alibi_bias(1, [0], 3, causal=True)": "ValueError: query_positions: ... got shape []",
+    "relative_position_buckets([0], 1, causal=True)": "ValueError: key_positions: ... got shape []",
+    "alibi_bias(np.zeros((2, 4), int), np.zeros((3, 5), int), 3, causal=True)": "ValueError: query_positions and key_positions: ... 1, got 2 and 3",
     "buckets(max_distance=HIGHEST)": "ValueError: max_distance: ... 2147483646, got 2147483647",
 }
 

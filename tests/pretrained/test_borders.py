@@ -12,8 +12,10 @@ OWN = {
     "_src/pretrained": "transformer_embed._src.pretrained",
     "cli": "transformer_embed.cli",
 }
-# What no public name gives: the values of an array on several devices, and the row of each id.
+# No public name gives the values of an array on several devices, or the row of each id.
 PRIVATE = {"gathered", "on_every_device", "nearest_rows"}
+# These have one definition in the package: conversions of arguments, and names in parameter trees.
+PRIVATE |= {"conversions", "DTypeLike", "Params", "ROOT", "leaves_by_path"}
 
 
 def imported(path):

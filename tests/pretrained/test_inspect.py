@@ -10,7 +10,7 @@ from checkpoints import CASES, load, load_table, save_embedder
 from drawn import drawn
 
 import transformer_embed as te
-from transformer_embed._src.layers.parameters import by_path
+from transformer_embed._src.layers.parameters import leaves_by_path
 from transformer_embed.cli.main import main
 
 
@@ -35,7 +35,7 @@ NAMES = dict.fromkeys(["x", "tokens", "positions", "query_positions", "key_posit
 def test_what_is_found_is_printed_as_code(inspect, name):
     found, stack = load(name), CASES[name]["stack"]
     out = inspect(".", *(["--stack", stack] if stack else []))
-    for parameter, array in by_path(found.params).items():
+    for parameter, array in leaves_by_path(found.params).items():
         tensor = found.names[parameter]
         assert f"{parameter}\n  float32{list(array.shape)}, from {tensor}\n" in out
     assert "beside the layer" not in out

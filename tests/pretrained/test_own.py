@@ -28,10 +28,11 @@ from drawn import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refused import each_raises
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import transformer_embed as te
-from transformer_embed._src.layers.parameters import by_path
+from transformer_embed._src.layers.parameters import leaves_by_path
 from transformer_embed._src.pretrained.layers import Layer
 from transformer_embed._src.pretrained.own_files import METADATA
 from transformer_embed._src.rows.gathered_rows import GatheredRows
@@ -63,7 +64,7 @@ def test_any_config_and_what_stands_beside_the_layer_come_back(config):
     save_embedder("x", config, params)
     read = jax.tree.map(lambda leaf: leaf.astype(leaf.dtype.newbyteorder("=")), params)
     own = te.pretrained.PretrainedInput(
-        config, read, names={path: path for path in by_path(params)}
+        config, read, names={path: path for path in leaves_by_path(params)}
     )
     assert_identical(own, load_embedder("x"))
 
@@ -73,7 +74,7 @@ def layer(rotary, **mask):
 
 
 LONG = te.LongRopeScaling([1.0, 2.0], [1.0, 3.0], 4.0, 8, 8)
-BUCKETS = {"num_heads": 2, "num_buckets": 32}
+BUCKETS = {"num_heads": 2, "num_buckets": 32, "causal": False}
 BIAS_TABLE = {"relative_position_bias": {"embeddings": np.zeros((32, 2), np.float32)}}
 ROTARIES = [
     {"base": fractions.Fraction(20001, 2), "layout": "interleaved", "rotary_dim": 6, "partial": "proportional"},
@@ -108,6 +109,20 @@ def test_only_modules_beside_the_table_are_the_layers(root):
     equal(found.params[TOKENS.rpartition("/")[0]]["embeddings"], np.arange(42).reshape(7, 6))
 
 
+@pytest.mark.parametrize(
+    ("bias", "causal"),
+    [({"num_heads": 3}, True), ({"num_heads": 2, "num_buckets": 32}, False)],
+)
+def test_a_bias_of_an_older_file_gets_the_default_of_that_time(bias, causal):
+    """Older files leave `causal` out if it was the default of the function."""
+    save_embedder("x", SMALL, PARAMS | BIAS_TABLE, bias=bias | {"causal": causal})
+    with safe_open("x", "numpy") as file:
+        described = json.loads(file.metadata()[METADATA])
+    del described["bias"]["causal"]
+    save_file(load_file("x"), "old", {METADATA: json.dumps(described)})
+    assert load_embedder("old").bias == bias | {"causal": causal}
+
+
 # --- What cannot be loaded again is refused before a good file is touched.
 
 
@@ -134,7 +149,7 @@ UNSAVED = {
     "saved(layers=[Layer('x', None, {})])": "ValueError: layers[0].mask: ...missing 1 required keyword-only argument: 'causal'",
     "saved(layers=[Layer('x', None, {'causal': True}, {'beta': 1.0})])": "ValueError: layers[0].query_scale: query_scale() missing 1 required keyword-only argument: 'length'",
     "saved(layers=[Layer('x', None, {'causal': True}, image_blocks='near')])": "ValueError: layers[0].image_blocks: wanted one of 'anywhere', 'in window', got 'near'",
-    "saved(bias={'num_heads': 2, 'max_bias': 200.0})": "ValueError: bias: max_bias: ... got 200",
+    "saved(bias={'num_heads': 2, 'causal': True, 'max_bias': 200.0})": "ValueError: bias: max_bias: ... got 200",
     "saved(bias={'num_heads': 10**9})": "ValueError: bias: num_heads: wanted an int of at most 8192, got 1000000000",
     "saved(PARAMS | BIAS_TABLE, bias=BUCKETS | {'max_distance': 0})": "ValueError: bias: max_distance: ... got 0",
     "saved(names={TOKENS: '__metadata__'})": "ValueError: ... other than '__metadata__'",
@@ -238,7 +253,7 @@ def right_or_refused(path):
         if not re.search(OURS, str(error)) or len(str(error)) > MOST:
             raise
         return
-    tensors, params = load_file(path), by_path(found.params)
+    tensors, params = load_file(path), leaves_by_path(found.params)
     for parameter, tensor in found.names.items():
         got = np.asarray(params[parameter])
         assert got.tobytes() == tensors[tensor].tobytes()

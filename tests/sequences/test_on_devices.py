@@ -104,7 +104,7 @@ REFUSED = {
     "T.from_segment_ids(TOKENS)": OF_ITS_ARRAYS,
     "te.apply_rotary(HEADS, TOKENS)": OF_ITS_ARRAYS,
     "te.sinusoidal_encoding(TOKENS, 4)": OF_ITS_ARRAYS,
-    "te.alibi_bias(TOKENS, [0], 4)": OF_ITS_ARRAYS,
+    "te.alibi_bias(TOKENS, [0], 4, causal=True)": OF_ITS_ARRAYS,
     "te.mask_to_bias(TOKENS)": OF_ITS_ARRAYS,
     "te.shift_right([1, 2, 3], 0, segment_ids=TOKENS)": OF_ITS_ARRAYS,
     "np.asarray(TOKENS)": OF_ITS_ARRAYS,

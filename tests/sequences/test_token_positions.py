@@ -62,8 +62,8 @@ def test_tokens_without_a_batch_axis_and_their_masks_have_none(name):
     for alone, whole in ((first, second), (first & first, second & second)):
         equal(alone.dense(), whole.dense()[0])
         assert alone.dense().shape[0] == 1
-        equal(alone.block(1, 0, (2, 3)), whole.block(1, 0, (2, 3))[0])
-        equal(alone.block_mask((2, 2)), whole.block_mask((2, 2))[0])
+        equal(alone.tile(1, 0, (2, 3)), whole.tile(1, 0, (2, 3))[0])
+        equal(alone.tile_kinds((2, 2)), whole.tile_kinds((2, 2))[0])
 
 
 WITH_BATCH = {
@@ -92,8 +92,8 @@ def test_tokens_without_a_batch_axis_are_used_for_every_batch_row():
         equal(mask.dense(), te.AttentionMask(TokenPositions([[2, 3]]), batch, causal=True).dense())
         other = te.AttentionMask(row, TokenPositions([0, 1, 2]), causal=True)
         equal((mask & other).dense(), mask.dense() & other.dense()[None])
-        equal((other | mask).block_mask((1, 3)), (mask | other).block_mask((1, 3)))
-        assert te.AttentionMask(batch, row, causal=True).block(0, 0, (3, 2)).shape == (2, 3, 2)
+        equal((other | mask).tile_kinds((1, 3)), (mask | other).tile_kinds((1, 3)))
+        assert te.AttentionMask(batch, row, causal=True).tile(0, 0, (3, 2)).shape == (2, 3, 2)
     slots, written = te.write_cache(
         te.TokenPositions.empty(2, 3), TokenPositions.from_offset(4, 2), 0
     )
@@ -169,7 +169,7 @@ REFUSED = {
     "from_offset(0, 5).take([5])": "ValueError: order: ... 0..4, got 5 at index [0]",
     "from_offset(0, 5).take([4, 2]).next_token_mask": "ValueError: places: wanted None, for tokens in the order of",
     "te.load_balanced_order(12, 4)": "ValueError: length: ... 8, got 12",
-    "te.load_balanced_order(12, 4, kind='cyclic', block=4)": "ValueError: length: ... 16, got 12",
+    "te.load_balanced_order(12, 4, kind='cyclic', stripe=4)": "ValueError: length: ... 16, got 12",
     "te.load_balanced_order(8, 4, kind='snake')": "ValueError: kind: ... got 'snake'",
     "from_offset([[3]], 4)": "ValueError: offset: ... got shape [1, 1]",
     "from_offset(2**31, 4)": "ValueError: offset: ... -2147483648..2147483647, got 2147483648",

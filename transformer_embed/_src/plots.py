@@ -97,8 +97,8 @@ def plot_mask(
 
     Args:
         mask: A bool mask [T, S], True = may attend. Axes of length 1 may come first, as
-            `AttentionMask.dense` and `AttentionMask.block` have them for a batch of one. Index one
-            batch row of a larger batch. An int8 mask, as `AttentionMask.block_mask` makes it, is
+            `AttentionMask.dense` and `AttentionMask.tile` have them for a batch of one. Index one
+            batch row of a larger batch. An int8 mask, as `AttentionMask.tile_kinds` makes it, is
             drawn in three tones: tiles in which no pair, some pairs or all pairs may attend.
         ax: The Axes to draw on. If None, a new pyplot figure is made.
         query_tokens: Names for the queries, [T]. If None, the queries are numbered.
@@ -240,7 +240,7 @@ def plot_bias(
     Example:
         >>> import jax.numpy as jnp
         >>> import transformer_embed as te
-        >>> bias = te.alibi_bias(jnp.arange(8), jnp.arange(8), num_heads=4)
+        >>> bias = te.alibi_bias(jnp.arange(8), jnp.arange(8), num_heads=4, causal=True)
         >>> bias += te.mask_to_bias(te.causal_mask(8))
         >>> ax = te.plots.plot_bias(bias[0, 0])
         >>> int(ax.images[0].get_array().mask.sum())  # the keys after their query

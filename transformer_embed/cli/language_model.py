@@ -36,7 +36,7 @@ SHORTEST_TEXT = math.ceil((LENGTHS[-1] + 1) / HELD_OUT)
 # These positions are added to tokens; the others change attention instead.
 SCHEMES = {"sinusoidal": te.Sinusoidal(), "learned": te.Learned(CONTEXT)}
 
-Params = Mapping[str, Mapping[str, Array]]
+ModelParams = Mapping[str, Mapping[str, Array]]
 _norm = functools.partial(hk.LayerNorm, -1, create_scale=True, create_offset=True)
 
 
@@ -74,13 +74,13 @@ def _attention(positions: str, x: Float[Array, "b t d"]) -> Float[Array, "b t d"
         query = te.apply_rotary(query, tokens.positions)
         key = te.apply_rotary(key, tokens.positions)
     if positions == "alibi":
-        bias = te.alibi_bias(tokens.positions, tokens.positions, num_heads=NUM_HEADS)
+        bias = te.alibi_bias(tokens.positions, tokens.positions, num_heads=NUM_HEADS, causal=True)
     mask = te.AttentionMask(tokens, causal=True).dense()
     attended = jax.nn.dot_product_attention(query, key, value, bias=bias, mask=mask)
     return hk.Linear(D_MODEL, name="attended")(attended.reshape(x.shape))
 
 
-def train(text: bytes, positions: str, *, steps: int, seed: int) -> tuple[Params, list[float]]:
+def train(text: bytes, positions: str, *, steps: int, seed: int) -> tuple[ModelParams, list[float]]:
     """Trains on a text but its end; equal arguments give equal results on one machine.
 
     Returns the parameters, and bits per byte of held-out texts of LENGTHS, as far as the model has
@@ -125,7 +125,7 @@ def _step_of(bits: Callable, optimizer: optax.GradientTransformation) -> Callabl
 
     # The new parameters and state take the memory of the old ones.
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params: Params, state: optax.OptState, batch: UInt8[Array, "b t"]) -> tuple:
+    def step(params: ModelParams, state: optax.OptState, batch: UInt8[Array, "b t"]) -> tuple:
         """Returns the new parameters and state, and the loss before the step."""
         loss, gradient = jax.value_and_grad(lambda params: bits(params, batch).mean())(params)
         updates, state = optimizer.update(gradient, state, params)
@@ -152,7 +152,7 @@ def _score(bits: Callable, text: np.ndarray, over_devices: NamedSharding, length
     return float(np.concatenate(found)[: len(pieces)].mean(dtype=np.float64))
 
 
-def _bits(positions: str, params: Params, windows: UInt8[Array, "b t"]) -> Float[Array, "b"]:
+def _bits(positions: str, params: ModelParams, windows: UInt8[Array, "b t"]) -> Float[Array, "b"]:
     """Returns bits per byte of each window, the mean over all bytes except the first."""
     logits = model(positions).apply(params, windows[:, :-1])
     targets = windows[:, 1:].astype(jnp.int32)

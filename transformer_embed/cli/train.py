@@ -14,7 +14,7 @@ from transformer_embed import pretrained
 from transformer_embed._src import arguments
 
 LIBRARY_BYTES = 8_000_000
-NAMES = ("sinusoidal", "learned", "rotary", "alibi", "none")
+POSITION_NAMES = ("sinusoidal", "learned", "rotary", "alibi", "none")
 
 
 def add_to(commands: Any) -> None:
@@ -39,7 +39,7 @@ def add_to(commands: Any) -> None:
         type=_names,
         default="sinusoidal,none",
         metavar="NAME,...",
-        help=f"positions to compare, of {', '.join(NAMES)} (default: %(default)s)",
+        help=f"positions to compare, of {', '.join(POSITION_NAMES)} (default: %(default)s)",
     )
     parser.add_argument(
         "--out",
@@ -66,8 +66,8 @@ def add_to(commands: Any) -> None:
 def _names(text: str) -> list[str]:
     """Returns the names in a list with commas, each of which may stand there once."""
     names = text.split(",")
-    if len({*names} & {*NAMES}) < len(names):
-        raise argparse.ArgumentTypeError(f"wanted some of {','.join(NAMES)}, got {text!r}")
+    if len({*names} & {*POSITION_NAMES}) < len(names):
+        raise argparse.ArgumentTypeError(f"wanted some of {','.join(POSITION_NAMES)}, got {text!r}")
     return names
 
 

@@ -22,8 +22,8 @@ from transformer_embed._src.attention.attention_rule import (
     whole_fields,
     with_conditions,
 )
-from transformer_embed._src.attention.block_mask import block_mask
 from transformer_embed._src.attention.joined_mask import Mask
+from transformer_embed._src.attention.tile_kinds import compute_tile_kinds
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.pytrees import register_pytree
 from transformer_embed._src.sequences.token_arrays import check_batch_sizes
@@ -40,7 +40,7 @@ class AttentionMask(Mask):
     """Says who may attend to whom in an attention layer, by a rule of size O(length).
 
     You make it from tokens, and pass `mask.dense()` to your attention layer (not the mask itself).
-    For long rows, an attention kernel can use `block` and `block_mask` in place of the whole array,
+    For long rows, an attention kernel can use `tile` and `tile_kinds` in place of the whole array,
     and `te.kernels` translates the rule into the arguments of fused kernels.
 
     A query at position q may attend to a key at position k if
@@ -54,7 +54,7 @@ class AttentionMask(Mask):
     `jit`, `vmap` and `scan`, can be sharded over the batch, and `jax.export` can save it.
 
     `mask & other` allows the pairs that both masks allow, and `mask | other` allows the pairs that
-    one of them allows. The result has `dense`, `block` and `block_mask`, too. To state a rule of
+    one of them allows. The result has `dense`, `tile` and `tile_kinds`, too. To state a rule of
     your own, make a mask of your own integers: a causal mask compares positions, and segment ids
     are compared for equality. Each mask hides the padding and the other segments of its own tokens.
     So if you join masks of different integers by `|`, one of them may show what the other hides. To
@@ -120,6 +120,7 @@ class AttentionMask(Mask):
     sinks: int | None = None
 
     def __post_init__(self) -> None:
+        """Checks the tokens and the options, and converts the options."""
         # In self-attention, `keys` is None. So kernels that compare row indices know that query i
         # is key i.
         if self.keys is self.queries:
@@ -135,18 +136,29 @@ class AttentionMask(Mask):
             chunk=arguments.size,
             sinks=arguments.size,
         )
-        if self.reach[0] is None:
-            arguments.check_left_out("sinks", self.sinks, "no left side of a window hides them")
+        left, _ = self.reach
+        if left is None:
+            why = "the window has no left side, from which sinks are exempt"
+            arguments.check_left_out("sinks", self.sinks, why)
         _, keys = self.sides
-        if keys.ends is not None:
-            if not self.causal:
-                raise arguments.value_error("causal", "True, for keys of a tree", False)
-            why = (
-                "the keys are of a tree: join & te.AttentionMask(te.TokenPositions("
-                "tree.positions, segment_ids=tree.segment_ids), ...), which counts by depth"
-            )
-            for name in ("window", "chunk"):
-                arguments.check_left_out(name, getattr(self, name), why)
+        is_tree = keys.ends is not None
+        if is_tree:
+            self._check_options_of_tree()
+
+    def _check_options_of_tree(self) -> None:
+        """Raises a ValueError unless the options are possible for keys of a tree.
+
+        The places of a tree are in depth-first order, so a number of places is no number of
+        ancestors.
+        """
+        if not self.causal:
+            raise arguments.value_error("causal", "True, for keys of a tree", False)
+        why = (
+            "the keys are of a tree. For a limit by depth, join this mask & te.AttentionMask("
+            "te.TokenPositions(tree.positions, segment_ids=tree.segment_ids), ...)"
+        )
+        arguments.check_left_out("window", self.window, why)
+        arguments.check_left_out("chunk", self.chunk, why)
 
     @property
     def sides(self) -> tuple[TokenPositions, TokenPositions]:
@@ -192,17 +204,17 @@ class AttentionMask(Mask):
         has_batch = any(side.positions.ndim == 2 for side in self.sides)
         return array if has_batch else array[0]
 
-    def block(
+    def tile(
         self, query_start: ArrayLike, key_start: ArrayLike, shape: tuple[int, int]
     ) -> Bool[Array, "*b t s"]:
         """Makes a rectangle of the mask, without the rest of the mask.
 
         Use it in a kernel of your own. In a Pallas kernel, make a mask of the positions and segment
-        ids that the kernel has loaded, each [1, size], and ask for the only block of that mask:
-        `block(0, 0, (T, S))`.
+        ids that the kernel has loaded, each [1, size], and ask for the only tile of that mask:
+        `tile(0, 0, (T, S))`.
 
         Args:
-            query_start: The index in the row of the block's first query, an integer. It may be
+            query_start: The index in the row of the tile's first query, an integer. It may be
                 traced.
             key_start: The index of the first key, an integer. It may be traced.
             shape: The numbers of queries and of keys, at least 1 each.
@@ -213,17 +225,17 @@ class AttentionMask(Mask):
 
         Raises:
             TypeError: A start is not an integer, or `shape` does not hold two Python ints.
-            ValueError: The block is larger than the mask, or is not inside the mask and its starts
+            ValueError: The tile is larger than the mask, or is not inside the mask and its starts
                 are not traced.
 
         Example:
             >>> import transformer_embed as te
             >>> tokens = te.TokenPositions.from_offset(0, 1_000_000)
-            >>> te.AttentionMask(tokens, causal=True).block(500_000, 499_999, (2, 3)).tolist()
+            >>> te.AttentionMask(tokens, causal=True).tile(500_000, 499_999, (2, 3)).tolist()
             [[True, True, False], [True, True, True]]
 
         Edge cases:
-            If a traced start leaves no room for the shape, the block is all False.
+            If a traced start leaves no room for the shape, the tile is all False.
         """
         shape = arguments.entries("shape", shape, arguments.size, count=2)
         given = {"query_start": query_start, "key_start": key_start}
@@ -234,24 +246,24 @@ class AttentionMask(Mask):
                 want = f"a size inside the mask's {self.lengths}"
                 raise arguments.value_error("shape", want, shape)
             last: Any = length - size
-            inside = f"the mask, for a block of {shape}"
+            inside = f"the mask, for a tile of {shape}"
             starts.append(arguments.as_indices(name, start, last, inside))
-        return self._with_rank(_block(self, starts, shape))
+        return self._with_rank(_tile(self, starts, shape))
 
-    def block_mask(self, shape: tuple[int, int]) -> Int8[Array, "*b m n"]:
-        """Says of each block of the mask whether none, some or all of its pairs may attend.
+    def tile_kinds(self, shape: tuple[int, int]) -> Int8[Array, "*b m n"]:
+        """Says of each tile of the mask whether none, some or all of its pairs may attend.
 
-        Use it in an attention kernel, which can skip the blocks without a pair, and needs no mask
-        in the blocks in which all pairs may attend. Time and memory are O(T + S + number of
-        blocks).
+        Use it in an attention kernel, which can skip the tiles without a pair, and needs no mask
+        in the tiles in which all pairs may attend. Time and memory are O(T + S + number of
+        tiles).
 
         Args:
-            shape: The numbers of queries and of keys of a block. They must divide T and S.
+            shape: The numbers of queries and of keys of a tile. They must divide T and S.
 
         Returns:
             int8 [B or 1, T / shape[0], S / shape[1]], or without the batch axis. 0 means that no
-            pair of the block may attend, so skip the block. 2 means that all pairs may, so leave
-            out the mask. 1 means that you must mask the block, for example by `block`.
+            pair of the tile may attend, so skip the tile. 2 means that all pairs may, so leave
+            out the mask. 1 means that you must mask the tile, for example by `tile`.
 
         Raises:
             TypeError: `shape` does not hold two Python ints.
@@ -260,13 +272,13 @@ class AttentionMask(Mask):
         Example:
             >>> import transformer_embed as te
             >>> tokens = te.TokenPositions.from_segment_ids([[1] * 6 + [2] * 6])
-            >>> te.AttentionMask(tokens, causal=True).block_mask((3, 3))[0].tolist()
+            >>> te.AttentionMask(tokens, causal=True).tile_kinds((3, 3))[0].tolist()
             [[1, 0, 0, 0], [2, 1, 0, 0], [0, 0, 1, 0], [0, 0, 2, 1]]
 
         Edge cases:
             The numbers are exact for padded or packed self-attention (with the same first position
             in each sequence of a batch row), and for a sequence with its cache. With block ids,
-            with both sinks and a chunk, or in other batches, a block in which no pair or all pairs
+            with both sinks and a chunk, or in other batches, a tile in which no pair or all pairs
             may attend may also get a 1.
         """
         shape = arguments.entries("shape", shape, arguments.size, count=2)
@@ -274,7 +286,7 @@ class AttentionMask(Mask):
             if export.is_symbolic_dim(length) or length % size:
                 want = f"a divisor of the number of {side}, {length} (pad the batch to a multiple)"
                 raise arguments.value_error("shape", want, size)
-        return self._with_rank(block_mask(self, shape))
+        return self._with_rank(compute_tile_kinds(self, shape))
 
 
 register_pytree(AttentionMask, "causal", "window", "chunk", "sinks")
@@ -309,7 +321,7 @@ _window = functools.partial(
 
 
 def _slice(tokens: Fields, start: Array, size: int) -> Fields:
-    """Returns a run of tokens."""
+    """Returns a run of `size` tokens, from `start` on."""
     if size == tokens["places"].shape[1]:
         # A kernel for TPUs has no dynamic slice of its values.
         return tokens
@@ -343,16 +355,14 @@ def _dense(mask: AttentionMask) -> Bool[Array, "b 1 t s"]:
 
 
 @compiled(2)
-def _block(
-    mask: AttentionMask, starts: list[Array], shape: tuple[int, int]
-) -> Bool[Array, "b t s"]:
+def _tile(mask: AttentionMask, starts: list[Array], shape: tuple[int, int]) -> Bool[Array, "b t s"]:
     all_queries, all_keys = whole_fields(mask)
     query_start, key_start = starts
     query_count, key_count = shape
     queries = _slice(all_queries, query_start, query_count)
     keys = _slice(all_keys, key_start, key_count)
-    block = _pairs(mask, queries, keys)
+    tile = _pairs(mask, queries, keys)
     # A dynamic slice moves a run of tokens that does not fit.
     for start, length, size in zip(starts, mask.lengths, shape, strict=True):
-        block &= (start >= 0) & (start <= length - size)
-    return block
+        tile &= (start >= 0) & (start <= length - size)
+    return tile

@@ -1,4 +1,6 @@
-"""States who may attend to whom, once for single pairs and for blocks of pairs.
+"""States who may attend to whom, once for single pairs and for tiles of pairs.
+
+A tile is a rectangle of queries and keys. A block is some tokens that see each other.
 
 In shapes, b counts batch rows, t counts queries and s counts keys.
 """
@@ -15,7 +17,7 @@ from jaxtyping import Array
 from transformer_embed._src.partitioning import with_whole_rows
 from transformer_embed._src.sequences.token_positions import arrays_of
 
-# How many places before and after its own a query sees; None: no limit.
+# The reach of a query: how many places before and after its own a query sees; None: no limit.
 Window = tuple[int | None, int | None]
 # What the rule compares, by name.
 Fields = dict[str, Array]
@@ -24,7 +26,7 @@ Fields = dict[str, Array]
 def may_attend(queries: dict[str, Any], keys: dict[str, Any]) -> Any:
     """Computes whether queries may attend to keys, from fields that broadcast against each other.
 
-    This is the only place that states the rule. The fields are arrays, or, for blocks, all of them
+    This is the only place that states the rule. The fields are arrays, or, for tiles, all of them
     are `Interval`s, and so is the result. The rule needs only the operators that both have.
 
     Args:

@@ -13,7 +13,7 @@ from transformer_embed._src.pytrees import register_pytree
 from transformer_embed._src.sequences.token_arrays import check_batch_sizes
 from transformer_embed._src.sequences.token_positions import number_of_rows
 
-# How bools are joined, and the numbers of a block mask (0, 1, 2: no pair, some pairs, all pairs).
+# How bools are joined, and the kinds of tiles (0, 1, 2: no pair, some pairs, all pairs).
 JOINS = {"&": jnp.minimum, "|": jnp.maximum}
 
 
@@ -65,17 +65,17 @@ class JoinedMask(Mask):
         """See `AttentionMask.dense`."""
         return self._joined(self.first.dense(), self.second.dense())
 
-    def block(
+    def tile(
         self, query_start: ArrayLike, key_start: ArrayLike, shape: tuple[int, int]
     ) -> Bool[Array, "*b t s"]:
-        """See `AttentionMask.block`."""
-        first = self.first.block(query_start, key_start, shape)
-        second = self.second.block(query_start, key_start, shape)
+        """See `AttentionMask.tile`."""
+        first = self.first.tile(query_start, key_start, shape)
+        second = self.second.tile(query_start, key_start, shape)
         return self._joined(first, second)
 
-    def block_mask(self, shape: tuple[int, int]) -> Int8[Array, "*b m n"]:
-        """See `AttentionMask.block_mask`. Here, any block may get a 1 in place of 0 or 2."""
-        return self._joined(self.first.block_mask(shape), self.second.block_mask(shape))
+    def tile_kinds(self, shape: tuple[int, int]) -> Int8[Array, "*b m n"]:
+        """See `AttentionMask.tile_kinds`. Here, any tile may get a 1 in place of 0 or 2."""
+        return self._joined(self.first.tile_kinds(shape), self.second.tile_kinds(shape))
 
     def _joined(self, first: Array, second: Array) -> Array:
         """Joins two arrays, of which one may have no batch axis."""

@@ -1,11 +1,9 @@
 """Translates a mask into the arguments of fused attention kernels, or says why that cannot be."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
 from transformer_embed._src import arguments
 from transformer_embed._src.attention.attention_mask import AttentionMask
@@ -56,34 +54,52 @@ def dot_product_attention_kwargs(
         mask=mask, kernel="jax.nn.dot_product_attention", order=order, batch_size=batch_size
     )
     mask = rule.mask
-    queries, keys = mask.sides
     rule.check_absent(chunk=mask.chunk)
     if rule.has_segments or mask.reach != EVERYTHING:
         parts = "segment ids, a causal mask or a window"
         rule.check_order_is_given(parts, ("full", "right"))
-    # A single query is told how many keys it sees, because `is_causal` would align the query with
-    # the first key.
-    is_step = mask.keys is not None and mask.lengths[0] == 1
+    query_count, _ = mask.lengths
+    is_decoding = mask.keys is not None and query_count == 1
+    if is_decoding:
+        return _decoding_kwargs(rule)
+    reach = rule.index_reach()
+    _, right = reach
+    options: dict[str, Any] = {"is_causal": right == 0}
+    if reach not in (CAUSAL, EVERYTHING):
+        # cuDNN refuses a window to the right, which is 0 in a causal one.
+        options["local_window_size"] = rule.bounded_reach()
+    # In these orders, the tokens of a row come first. So their number says which they are.
+    if rule.has_segments:
+        queries, keys = mask.sides
+        options["query_seq_lengths"] = rule.number_in_rows(queries.padding_mask)
+        is_key = keys.padding_mask if mask.keys is None else _keys_of_first_query(mask)
+        options["key_value_seq_lengths"] = rule.number_in_rows(is_key)
+    return options
+
+
+def _decoding_kwargs(rule: RowRule) -> dict[str, Any]:
+    """Makes the arguments for one query a row, which attends to a cache.
+
+    The kernel is told how many keys the query sees, because `is_causal` would align the query with
+    the first key.
+    """
+    mask = rule.mask
+    left, _ = mask.reach
     # A window hides the first keys, which a number of keys cannot leave out.
-    if is_step and mask.reach[0] is not None:
+    if left is not None:
         want = f"no limit on the left for a single query in {rule.kernel}"
         raise refusal("window", want, mask.window)
-    left, right = EVERYTHING if is_step else rule.checked_reach()
-    options: dict[str, Any] = {"is_causal": right == 0}
-    if (left, right) not in (CAUSAL, EVERYTHING):
-        # cuDNN refuses a window to the right, which is 0 in a causal one.
-        options["local_window_size"] = rule.distances()
-    # jax takes only int32, and a sum of bools has 64 bits if jax_enable_x64 is on.
-    count = functools.partial(jnp.sum, axis=-1, dtype=jnp.int32)
-    # In these orders, the keys that a query sees are the first ones of the row.
-    if rule.has_segments and not is_step:
-        options["query_seq_lengths"] = rule.for_rows(count(queries.padding_mask))
-    if rule.has_segments or (is_step and mask.reach != EVERYTHING):
-        is_key = keys.padding_mask
-        if mask.keys is not None:
-            is_key = mask.block(0, 0, (1, mask.lengths[1]))[:, 0]
-        options["key_value_seq_lengths"] = rule.for_rows(count(is_key))
+    options: dict[str, Any] = {"is_causal": False}
+    if rule.has_segments or mask.reach != EVERYTHING:
+        options["key_value_seq_lengths"] = rule.number_in_rows(_keys_of_first_query(mask))
     return options
+
+
+def _keys_of_first_query(mask: AttentionMask) -> Bool[Array, "b s"]:
+    """Returns which keys the first query of each row sees."""
+    _, key_count = mask.lengths
+    tile = mask.tile(0, 0, (1, key_count))
+    return tile[:, 0]
 
 
 def flash_attention_kwargs(
@@ -157,11 +173,13 @@ def mha_kwargs(
 
 
 def _without_windows(rule: RowRule, make: Callable[[Array, Array], Any]) -> dict[str, Any]:
-    """Makes the arguments of a kernel that has arguments for neither a window nor blocks."""
-    reach = rule.checked_reach()
-    ids = rule.segment_ids()
+    """Makes the arguments of a kernel that has no argument for a window.
+
+    Args:
+        rule: The rule of the mask.
+        make: Makes the kernel's segment ids from the ids of queries and of keys.
+    """
+    reach = rule.index_reach()
     window = None if reach in (CAUSAL, EVERYTHING) else rule.mask.window
     rule.check_absent(window=window)
-    if ids is not None:
-        ids = make(*map(rule.for_rows, ids))
-    return {"causal": reach == CAUSAL, "segment_ids": ids}
+    return {"causal": reach == CAUSAL, "segment_ids": rule.kernel_segment_ids(make)}

@@ -1,16 +1,21 @@
 """Translates the rule of a mask into row indices and segment ids.
 
-Fused attention kernels compare only these. They have no argument for positions or blocks.
+Fused attention kernels compare only these. They have no argument for positions or block ids.
+
+Of a mask, this file reads `sides` (the queries and the keys), `lengths` (the numbers of queries and
+of keys) and `reach` (how many positions before and after its own a query sees, as (left, right),
+where None means no limit).
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32, Integer
+from jaxtyping import Array, Bool, Int32, Integer
 
 from transformer_embed._src import arguments, conversions
 from transformer_embed._src.attention.attention_mask import AttentionMask
@@ -18,8 +23,8 @@ from transformer_embed._src.compiled import compiled
 from transformer_embed._src.sequences.token_order import ORDERS, check_order
 from transformer_embed._src.sequences.token_positions import TokenPositions
 
-WAY_OUT = "; mask.dense() and mask.block() can express it"
-# How far a query sees, as (left, right), if no window limits it.
+WAY_OUT = "; mask.dense() and mask.tile() can express it"
+# The reach of a mask without a window.
 CAUSAL = (None, 0)
 EVERYTHING = (None, None)
 
@@ -40,8 +45,8 @@ class RowRule:
         mask: The mask.
         kernel: The name of the kernel, for error messages.
         order: The layout of the tokens, a name in `ORDERS`. None, if nothing is declared.
-        batch_size: The number of rows of the queries, if the mask was made for one row that stands
-            for all of them.
+        batch_size: The number of batch rows, if the mask was made for one row that is used for
+            every batch row.
         q_offset: The index, among the keys, of the first query, if the queries are a part of the
             keys.
     """
@@ -52,10 +57,11 @@ class RowRule:
     batch_size: int | None = None
     q_offset: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        """Checks the mask and the options, and gives tokens without a batch axis one."""
         want = f"a te.AttentionMask, not joined by & or |{WAY_OUT}"
         mask = arguments.instance("mask", self.mask, AttentionMask, want)
-        # Kernels take batches: tokens without a batch axis are those of every batch row.
+        # Kernels take batches. Tokens without a batch axis are used for every batch row.
         mask = jax.tree.map(lambda array: array if array.ndim == 2 else array[None], mask)
         arguments.set_fields(self, mask=mask)
         query_count, key_count = mask.lengths
@@ -76,7 +82,7 @@ class RowRule:
             self.check_absent(**{"queries.places": queries.places, "keys.places": keys.places})
         if self._is_known_on_host():
             self._check_order()
-            self._check_part()
+            self._check_queries_are_keys()
 
     def _is_known_on_host(self) -> bool:
         """Returns whether the host has the values of all tokens, so that it can check them."""
@@ -94,7 +100,7 @@ class RowRule:
         for tokens in dict.fromkeys(self.mask.sides):
             check_order(tokens, self.order)
 
-    def _check_part(self) -> None:
+    def _check_queries_are_keys(self) -> None:
         """Raises unless the queries are the keys from `q_offset` on."""
         start = self.q_offset
         if start is None:
@@ -106,18 +112,20 @@ class RowRule:
             if query_array is None:
                 continue
             key_array = jax.device_get(getattr(keys, name))
-            part = key_array[:, start : start + query_array.shape[1]]
+            expected = key_array[:, start : start + query_array.shape[1]]
             # Padding may differ, because it sees nothing wherever it is.
-            if ((jax.device_get(query_array) != part) & is_token).any():
-                want = f"the keys from index {start} on (q_offset)"
-                raise arguments.value_error(f"queries.{name}", want, "others")
+            is_wrong = (jax.device_get(query_array) != expected) & is_token
+            if is_wrong.any():
+                want = f"the {name} of the keys from index {start} on (q_offset)"
+                raise arguments.value_error(f"queries.{name}", want, "other numbers")
 
     def check_absent(self, **parts: Any) -> None:
         """Raises a ValueError for a part of the rule that the kernel has no argument for."""
         for name, part in parts.items():
             if part is not None:
                 want = f"None for {self.kernel}, which has no argument for it"
-                raise refusal(name, want, part if isinstance(part, int | tuple) else "an array")
+                got = part if isinstance(part, int | tuple) else "an array"
+                raise refusal(name, want, got)
 
     def check_order_is_given(self, parts: str, choices: tuple[str, ...] = tuple(ORDERS)) -> None:
         """Raises a ValueError if parts of the rule need an order and none is given."""
@@ -137,11 +145,11 @@ class RowRule:
         _, keys = self.mask.sides
         return keys.segment_ids is not None and self.order != "full"
 
-    def checked_reach(self) -> tuple[int | None, int | None]:
-        """Returns how many tokens back and ahead a query sees, within one segment.
+    def index_reach(self) -> tuple[int | None, int | None]:
+        """Returns the mask's reach, if a kernel may apply it to row indices instead of positions.
 
-        In every order of `ORDERS`, positions rise by one along the tokens of a segment. So a kernel
-        may apply a causal mask and a window to row indices in place of positions.
+        In every order of `ORDERS`, positions rise by one along the tokens of a segment. So
+        differences of positions are differences of row indices there.
 
         Raises:
             ValueError: The rule has a causal mask or a window, and row indices cannot replace its
@@ -158,18 +166,18 @@ class RowRule:
         # replace these positions, because each segment counts positions of its own.
         sees_every_segment = self.has_segments and self.mask.queries.segment_ids is None
         if self.order == "packed" and sees_every_segment:
-            want = f"those of the keys, for {parts} in {self.kernel}"
+            want = f"the segment ids of the keys, for {parts} in {self.kernel}"
             raise refusal("queries.segment_ids", want, None)
         return reach
 
-    def distances(self) -> tuple[int, ...]:
-        """Returns `checked_reach` as numbers.
+    def bounded_reach(self) -> tuple[int, ...]:
+        """Returns `index_reach` with a number for each side.
 
-        A side without a limit becomes the length of the mask, which no distance reaches.
+        A side without a limit gets the length of the mask, which no distance reaches.
         """
         length = max(self.mask.lengths)
         return tuple(
-            length if limit is None else min(limit, length) for limit in self.checked_reach()
+            length if limit is None else min(limit, length) for limit in self.index_reach()
         )
 
     def segment_ids(self) -> list[Integer[Array, "b t"]] | None:
@@ -205,9 +213,28 @@ class RowRule:
             raise arguments.value_error("batch_size", f"the mask's {rows} rows", self.batch_size)
         return self.batch_size
 
-    def for_rows(self, array: Array) -> Array:
+    def broadcast_to_rows(self, array: Array) -> Array:
         """Broadcasts an array [1 or B, ...] to all batch rows."""
         return jnp.broadcast_to(array, (self.rows, *array.shape[1:]))
+
+    def number_in_rows(self, is_counted: Bool[Array, "b t"]) -> Int32[Array, "b"]:
+        """Counts the tokens of each batch row for which the bool is true."""
+        # Kernels take only int32, and a sum of bools has 64 bits if jax_enable_x64 is on.
+        counts = jnp.sum(is_counted, axis=-1, dtype=jnp.int32)
+        return self.broadcast_to_rows(counts)
+
+    def kernel_segment_ids(self, make: Callable[[Array, Array], Any]) -> Any:
+        """Passes the segment ids of queries and keys to `make`, or returns None if all are equal.
+
+        Args:
+            make: Makes what the kernel takes from the ids of the queries and of the keys, which
+                both have all batch rows.
+        """
+        ids = self.segment_ids()
+        if ids is None:
+            return None
+        query_ids, key_ids = ids
+        return make(self.broadcast_to_rows(query_ids), self.broadcast_to_rows(key_ids))
 
 
 def _segments(tokens: TokenPositions, dtype: Any) -> Integer[Array, "b t"]:

@@ -1,4 +1,7 @@
-"""Makes static masks of splash attention that need few blocks. Importing this imports Pallas."""
+"""Makes static masks of splash attention that need few tiles. Importing this imports Pallas.
+
+A tile is a rectangle of queries and keys, which a kernel computes at one time.
+"""
 
 import functools
 
@@ -6,33 +9,43 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Bool
 
-Block = tuple[slice, slice]
-
 
 class IndexMask(splash.LocalMask):
     """Allows differences of row indices inside a window, as its parent does, with few arrays.
 
-    The parent makes the bools of every block, which are 1.7e10 at 131072 tokens. But a block
-    depends only on the difference of its first query and its first key. All blocks inside the
-    window are alike, and so are all blocks beyond the window.
+    The parent makes the bools of every tile, which are 1.7e10 at 131072 tokens. But a tile depends
+    only on the difference of its first query and its first key. All tiles inside the window are
+    alike, and so are all tiles beyond the window.
     """
 
-    def __getitem__(self, block: Block) -> Bool[np.ndarray, "t s"]:
-        (query, queries_end, _), (key, keys_end, _) = map(slice.indices, block, self.shape)
-        rows = queries_end - query
-        columns = keys_end - key
-        first = self.offset + query - key
+    def __getitem__(self, tile: tuple[slice, slice]) -> Bool[np.ndarray, "t s"]:
+        """Returns which pairs of a tile may attend.
+
+        The query of row r in the tile and the key of column c have the difference
+        `first_difference + r - c`. The window allows it from -right to left, so it allows a tile's
+        r - c from -right - first_difference to left - first_difference.
+        """
+        query_slice, key_slice = tile
+        query_count, key_count = self.shape
+        first_query, queries_end, _ = query_slice.indices(query_count)
+        first_key, keys_end, _ = key_slice.indices(key_count)
+        rows = queries_end - first_query
+        columns = keys_end - first_key
+        first_difference = self.offset + first_query - first_key
         # A side without a limit gets a distance that no two tokens have.
-        left, right = (sum(self.shape) if side is None else side for side in self.window_size)
-        # The bounds are clamped to the block's corners, so that all blocks inside the window share
-        # one array.
-        low = min(max(-right - first, -columns), rows)
-        high = min(max(left - first, -columns), rows)
-        return _between(rows, columns, low, high)
+        no_limit = query_count + key_count
+        left, right = self.window_size
+        left = no_limit if left is None else left
+        right = no_limit if right is None else right
+        # In a tile, r - c is above -columns and below rows. Bounds beyond these are clamped, so
+        # that all tiles inside the window share one array.
+        low = min(max(-right - first_difference, -columns), rows)
+        high = min(max(left - first_difference, -columns), rows)
+        return _allowed_differences(rows, columns, low, high)
 
 
 @functools.lru_cache(maxsize=16)
-def _between(rows: int, columns: int, low: int, high: int) -> Bool[np.ndarray, "t s"]:
-    """Returns where the row index minus the column index is from low to high."""
+def _allowed_differences(rows: int, columns: int, low: int, high: int) -> Bool[np.ndarray, "t s"]:
+    """Returns whether the row index minus the column index is from low to high."""
     difference = np.arange(rows)[:, None] - np.arange(columns)
     return (low <= difference) & (difference <= high)

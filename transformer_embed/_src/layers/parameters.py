@@ -146,9 +146,9 @@ def _shapes_of(config: EmbedderConfig) -> dict[str, tuple[int, ...]]:
 
 def _leaf_shapes(modules: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the shape of each parameter, by module and name; None for a leaf without a shape."""
-    return {path: getattr(leaf, "shape", None) for path, leaf in by_path(modules).items()}
+    return {path: getattr(leaf, "shape", None) for path, leaf in leaves_by_path(modules).items()}
 
 
-def by_path(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def leaves_by_path(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the leaves of a tree of modules, by their paths."""
     return {f"{module}/{name}": leaf for module in tree for name, leaf in tree[module].items()}

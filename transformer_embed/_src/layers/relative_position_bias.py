@@ -23,10 +23,10 @@ class RelativePositionBias(hk.Module):
 
     Args:
         num_heads: The number of attention heads, at least 1.
+        causal: Whether keys after the query share one bucket. Use False in an encoder, and True in
+            a decoder. There is no default. See `relative_position_buckets`.
         num_buckets, max_distance: How distances are put into buckets. See
             `relative_position_buckets`.
-        causal: Whether keys after the query share one bucket. Use False in an encoder, and True in
-            a decoder. See `relative_position_buckets`.
         w_init: The initializer of the table. If None, it is uniform with variance 1 / fan_avg, as
             in T5X.
         param_dtype: The dtype of the table.
@@ -40,7 +40,9 @@ class RelativePositionBias(hk.Module):
     Example:
         >>> import haiku as hk, jax
         >>> import transformer_embed as te
-        >>> bias = hk.without_apply_rng(hk.transform(lambda q, k: te.RelativePositionBias(8)(q, k)))
+        >>> def bias_of_encoder(queries, keys):
+        ...     return te.RelativePositionBias(8, causal=False)(queries, keys)
+        >>> bias = hk.without_apply_rng(hk.transform(bias_of_encoder))
         >>> params = bias.init(jax.random.key(0), range(5), range(5))
         >>> bias.apply(params, [4], range(5)).shape
         (8, 1, 5)
@@ -53,9 +55,9 @@ class RelativePositionBias(hk.Module):
         self,
         num_heads: int,
         *,
+        causal: bool,
         num_buckets: int = 32,
         max_distance: int = 128,
-        causal: bool = False,
         w_init: Initializer | None = None,
         param_dtype: DTypeLike = jnp.float32,
         dtype: DTypeLike | None = None,

@@ -55,7 +55,7 @@ def alibi_bias(
     key_positions: ArrayLike,
     num_heads: int,
     *,
-    causal: bool = True,
+    causal: bool,
     max_bias: float = 8.0,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "*b h t s"]:
@@ -77,9 +77,9 @@ def alibi_bias(
         query_positions: Integers, [T] or [B, T].
         key_positions: Integers, [S] or [B, S].
         num_heads: The number of heads, as in `alibi_slopes`.
-        causal: Whether a mask hides the keys after the query. Set False for an encoder (or MPT
-            without a causal mask): keys after the query then count by their distance, like keys
-            before the query.
+        causal: Whether a mask hides the keys after the query. Set True for a decoder. Set False for
+            an encoder (or MPT without a causal mask): keys after the query then count by their
+            distance, like keys before the query. There is no default, as in `AttentionMask`.
         max_bias: As in `alibi_slopes`.
         dtype: The dtype of the result.
 
@@ -98,7 +98,7 @@ def alibi_bias(
 
     Example:
         >>> import transformer_embed as te
-        >>> te.alibi_bias([2], [0, 1, 2], num_heads=2).tolist()
+        >>> te.alibi_bias([2], [0, 1, 2], num_heads=2, causal=True).tolist()
         [[[-0.125, -0.0625, 0.0]], [[-0.0078125, -0.00390625, 0.0]]]
 
     Source:
@@ -118,7 +118,7 @@ def relative_position_buckets(
     *,
     num_buckets: int = 32,
     max_distance: int = 128,
-    causal: bool = False,
+    causal: bool,
 ) -> Int32[Array, "*b t s"]:
     """Computes T5's bucket of the distance between each query and key.
 
@@ -138,10 +138,11 @@ def relative_position_buckets(
             and `causal` is False, the last row is unused.
         max_distance: All distances from this one on share the last bucket. It is larger than the e
             above.
-        causal: If False (T5's encoder), m is num_buckets // 2: buckets 0..m-1 are for keys at or
-            before the query, and m..2m-1 for keys after the query. If True (T5's decoder), m is
-            num_buckets, and all buckets are for keys at or before the query. Keys after the query
-            get 0, because a mask hides them.
+        causal: Whether a mask hides the keys after the query. If False (T5's encoder), m is
+            num_buckets // 2: buckets 0..m-1 are for keys at or before the query, and m..2m-1 for
+            keys after the query. If True (T5's decoder), m is num_buckets, and all buckets are for
+            keys at or before the query. Keys after the query get 0. There is no default, as in
+            `AttentionMask`.
 
     Returns:
         int32 [B or 1, T, S], or [T, S] if neither side has a batch axis, in [0, num_buckets); exact
@@ -156,7 +157,7 @@ def relative_position_buckets(
 
     Example:
         >>> import transformer_embed as te
-        >>> te.relative_position_buckets([20], [0, 19, 20, 21, 2000]).tolist()
+        >>> te.relative_position_buckets([20], [0, 19, 20, 21, 2000], causal=False).tolist()
         [[10, 1, 0, 17, 31]]
 
     Source:

@@ -14,10 +14,8 @@ from transformer_embed._src.compiled import compiled, computed_once
 from transformer_embed._src.positions import phase
 from transformer_embed._src.positions.rotary_scaling import Scaling, scaled_frequencies
 
-LAYOUTS = ("half", "interleaved")
+ROTARY_LAYOUTS = ("half", "interleaved")
 PARTIAL = ("first", "proportional")
-# As errors name the tokens whose positions are given.
-TOKENS = "x's tokens (x: [..., length, heads, head_dim])"
 
 
 def apply_rotary(
@@ -107,7 +105,7 @@ def apply_rotary(
     """
     x = arguments.as_floats("x", x)
     arguments.check_shape("x", x.shape, x.ndim >= 3, "[..., length, heads, head_dim]")
-    layout = arguments.choice("layout", layout, LAYOUTS)
+    layout = arguments.choice("layout", layout, ROTARY_LAYOUTS)
     rotated = _checked_rotary_dim(rotary_dim, x.shape[-1])
     is_proportional = arguments.choice("partial", partial, PARTIAL) == "proportional"
     dim = check_even("head_dim", x.shape[-1]) if is_proportional else rotated
@@ -119,8 +117,9 @@ def apply_rotary(
     else:
         axes = arguments.entries("pair_axes", pair_axes, arguments.integer, at_least=0)
         _check_axes(axes, dim // 2, points.shape)
+    tokens = "x's tokens (x: [..., length, heads, head_dim])"
     arguments.check_broadcasts(
-        "positions", points.shape[:-1], x.shape[:-2], TOKENS, with_length=True
+        "positions", points.shape[:-1], x.shape[:-2], tokens, with_length=True
     )
     base = arguments.positive("base", base)
     units, attention_factor = _frequencies(dim, rotated // 2, base, scaling)
@@ -173,8 +172,8 @@ def permute_rotary_weights(
         array,
         num_heads,
         dim,
-        arguments.choice("source", source, LAYOUTS),
-        arguments.choice("target", target, LAYOUTS),
+        arguments.choice("source", source, ROTARY_LAYOUTS),
+        arguments.choice("target", target, ROTARY_LAYOUTS),
     )
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int32, Shaped
 
 from transformer_embed._src import arguments
 from transformer_embed._src.positions.sinusoidal import (
-    CONVERTERS,
+    SINUSOID_CONVERTERS,
     Sinusoids,
     as_coordinates,
     as_grid,
@@ -26,7 +26,7 @@ from transformer_embed._src.sequences.token_arrays import check_last_position
 
 _reals = functools.partial(arguments.entries, convert=arguments.real)
 # A field of this name has the same meaning in every scheme.
-_CONVERTERS = CONVERTERS | {
+_CONVERTERS = SINUSOID_CONVERTERS | {
     # Python ints, because sums with a narrow numpy integer would wrap.
     "start": arguments.int32,
     "at_padding": arguments.int32,

@@ -15,8 +15,8 @@ from transformer_embed._src.array_types import ArrayLike, DTypeLike, Vectors
 from transformer_embed._src.compiled import compiled, nan_where
 from transformer_embed._src.positions import phase
 
-LAYOUTS = ("interleaved", "sin_cos", "cos_sin")
-ODD = ("truncate", "round_up", "zero")
+SINUSOID_LAYOUTS = ("interleaved", "sin_cos", "cos_sin")
+ODD_WIDTHS = ("truncate", "round_up", "zero")
 
 
 def sinusoidal_encoding(
@@ -139,11 +139,11 @@ def sinusoidal_table(
 
 
 # Of the fields of `Sinusoids`.
-CONVERTERS = {
+SINUSOID_CONVERTERS = {
     "base": arguments.positive,
-    "layout": functools.partial(arguments.choice, choices=LAYOUTS),
+    "layout": functools.partial(arguments.choice, choices=SINUSOID_LAYOUTS),
     "shift": arguments.real,
-    "odd": functools.partial(arguments.choice, choices=ODD),
+    "odd": functools.partial(arguments.choice, choices=ODD_WIDTHS),
     "frequency_scale": arguments.positive,
 }
 
@@ -159,7 +159,7 @@ class Sinusoids:
     frequency_scale: float = 1.0
 
     def __post_init__(self):
-        arguments.convert_fields(self, **CONVERTERS)
+        arguments.convert_fields(self, **SINUSOID_CONVERTERS)
 
 
 def as_grid(shape: Sequence[int], axes: Sequence[int] | None) -> tuple[tuple[int, ...], ...]:

@@ -24,7 +24,7 @@ from transformer_embed._src.pretrained.layer_parts import (
 )
 from transformer_embed._src.pretrained.layers import layers_of
 from transformer_embed._src.pretrained.model_type import ModelType
-from transformer_embed._src.pretrained.output_layer import Shapes, output_layer
+from transformer_embed._src.pretrained.output_layer import Shapes, find_output_layer
 from transformer_embed._src.pretrained.parameters import PretrainedInput
 from transformer_embed._src.pretrained.published import Published
 from transformer_embed._src.pretrained.recognition import (
@@ -35,7 +35,7 @@ from transformer_embed._src.pretrained.recognition import (
 from transformer_embed._src.pretrained.tensors import DTYPES
 
 
-def describe(file: Published) -> PretrainedInput:
+def describe_published(file: Published) -> PretrainedInput:
     """Returns all but the parameters of a published model."""
     tensors = file.tensors
     values = entry_values(file)
@@ -143,7 +143,7 @@ def _described(
     sizes = {"hidden_size": d_model, "embedding_size": width, "type_vocab_size": types}
     sizes[_vocabulary(values)] = rows
     _check_sizes(values, sizes)
-    output = output_layer(file, values, shapes)
+    output = find_output_layer(file, values, shapes)
     config = EmbedderConfig(
         rows,
         d_model,
@@ -208,7 +208,7 @@ def _bias(row: ModelType, values: Options, shapes: Shapes) -> Options | None:
     """Returns the arguments of `alibi_bias` or `RelativePositionBias`."""
     if row.has_alibi:
         heads = count("num_attention_heads", values["num_attention_heads"])
-        return {"num_heads": heads, "max_bias": values["alibi_bias_max"]}
+        return {"num_heads": heads, "causal": True, "max_bias": values["alibi_bias_max"]}
     if BIAS not in shapes:
         return None
     buckets, heads = shapes[BIAS]

@@ -147,7 +147,9 @@ ENTRIES: dict[str, Entry] = {
     "is_causal": Entry(arguments.flag),
     "use_bidirectional_attention": Entry(_unchecked),
 }
-DEFAULTS = {name: entry.default for name, entry in ENTRIES.items() if entry.default is not None}
+ENTRY_DEFAULTS = {
+    name: entry.default for name, entry in ENTRIES.items() if entry.default is not None
+}
 
 # Other names of an entry, in any model.
 ALIASES = {

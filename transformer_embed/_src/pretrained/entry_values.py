@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from transformer_embed._src import arguments
 from transformer_embed._src.pretrained import rope
 from transformer_embed._src.pretrained.attention import NAMES_OF_ATTENTION, attention_entries
-from transformer_embed._src.pretrained.entries import DEFAULTS, ENTRIES, REQUIRED, Options
+from transformer_embed._src.pretrained.entries import ENTRIES, ENTRY_DEFAULTS, REQUIRED, Options
 from transformer_embed._src.pretrained.files import call_with_named_errors
 from transformer_embed._src.pretrained.model_type import EntryStatus, ModelType
 from transformer_embed._src.pretrained.published import Published
@@ -72,7 +72,7 @@ def read(row: ModelType, entries: Options) -> ReadEntries:
     known = row.names_of_entries()
     unread |= {entry: values.pop(entry) for entry in [*values] if entry not in known}
     for entry, value in values.items():
-        if value is not None or entry in DEFAULTS:
+        if value is not None or entry in ENTRY_DEFAULTS:
             values[entry] = ENTRIES[entry].check(entry, value)
     return ReadEntries(values, unread)
 

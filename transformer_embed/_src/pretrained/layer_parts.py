@@ -1,7 +1,7 @@
 """The parts of an input layer: their parameters, tensors, and entries of config.json."""
 
-# The modules of a layer have this path in the parameters that `Embedder.init` makes.
-ROOT = "transformer_embedding/~/"
+from transformer_embed._src.layers.parameters import ROOT
+
 TOKENS = f"{ROOT}token_embedding/embeddings"
 POSITIONS = f"{ROOT}learned_positional_encoding/embeddings"
 TOKEN_TYPES = f"{ROOT}token_type_embedding/embeddings"

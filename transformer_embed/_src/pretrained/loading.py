@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
-from transformer_embed._src.pretrained.description import describe, describe_config
+from transformer_embed._src.pretrained.description import describe_config, describe_published
 from transformer_embed._src.pretrained.files import as_path, check_mappings, read_json
 from transformer_embed._src.pretrained.layer_parts import OFFSETS
 from transformer_embed._src.pretrained.own_files import METADATA, describe_own
@@ -143,7 +143,9 @@ def load_embedder(
     else:
         beside = tensors.path.parent / "config.json"
         whole = read_json(beside) if beside.exists() else {}
-        pretrained = describe(open_published(beside, whole, tensors, settings, stack, length, part))
+        pretrained = describe_published(
+            open_published(beside, whole, tensors, settings, stack, length, part)
+        )
         padded = dataclasses.replace(pretrained.config, row_multiple=row_multiple)
         pretrained = pretrained._replace(config=padded)
     specs = check_tensors(tensors, pretrained, may_lack)

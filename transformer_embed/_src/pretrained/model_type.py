@@ -5,7 +5,12 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from transformer_embed._src.positions.schemes import Sinusoidal
-from transformer_embed._src.pretrained.entries import ALIASES, DEFAULTS, ENTRIES, ENTRY_OF_ALIAS
+from transformer_embed._src.pretrained.entries import (
+    ALIASES,
+    ENTRIES,
+    ENTRY_DEFAULTS,
+    ENTRY_OF_ALIAS,
+)
 from transformer_embed._src.pretrained.known_entries import (
     IN_ROTATIONS,
     changes_nothing,
@@ -89,7 +94,7 @@ class ModelType(NamedTuple):
         has_alibi: Whether attention is biased by `alibi_bias`.
         entries: The entries that the type reads, with their defaults: those that its parts
             (`READS`) and the other fields do not name, and those whose default is not the usual
-            one (`DEFAULTS`).
+            one (`ENTRY_DEFAULTS`).
         unread: Entries of the parts that the type does not read; they have their defaults.
         no_effect: Entries that change nothing in this type, although they would in another.
         aliases: "entry: names" that only this type has, which take precedence.
@@ -147,7 +152,7 @@ class ModelType(NamedTuple):
 
     def default(self, entry: str) -> Any:
         """Returns the value of an entry that config.json leaves out."""
-        return self.entries.get(entry, DEFAULTS.get(entry))
+        return self.entries.get(entry, ENTRY_DEFAULTS.get(entry))
 
     def table_modules(self, stack: str) -> list[str]:
         """Returns the modules that may be the token table of a stack."""

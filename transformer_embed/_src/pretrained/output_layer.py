@@ -26,7 +26,7 @@ class FoundOutput(NamedTuple):
     reason: str | None
 
 
-def output_layer(file: Published, values: Options, shapes: Shapes) -> FoundOutput:
+def find_output_layer(file: Published, values: Options, shapes: Shapes) -> FoundOutput:
     """Returns the output layer that the entries and the shapes of the tensors describe."""
     output = _config(file, values, shapes)
     reason = _why_missing(file, values, shapes, output)

@@ -51,8 +51,19 @@ def describe_own(tensors: Tensors) -> PretrainedInput:
     """Returns the layer that `save_embedder` described in the metadata."""
     entries = parse(f"{tensors.path}: {METADATA}", tensors.metadata[METADATA], decoded)
     pretrained = call_with_named_errors(tensors.path, PretrainedInput, **entries)
+    pretrained = pretrained._replace(bias=_with_causal(pretrained.bias))
     call_with_named_errors(tensors.path, check_described, pretrained)
     return pretrained
+
+
+def _with_causal(bias: Any) -> Any:
+    """Adds `causal` to the bias of a file that was written when `causal` had a default.
+
+    The default was True in `alibi_bias`, and False in `RelativePositionBias`.
+    """
+    if not isinstance(bias, Mapping) or "causal" in bias:
+        return bias
+    return {**bias, "causal": "num_buckets" not in bias}
 
 
 def check_described(found: PretrainedInput) -> None:

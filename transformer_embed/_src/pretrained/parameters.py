@@ -14,6 +14,7 @@ from jaxtyping import Array
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.embedder import Embedder
+from transformer_embed._src.layers.parameters import Params, leaves_by_path
 from transformer_embed._src.pretrained.entries import Options
 from transformer_embed._src.pretrained.files import call_with_named_errors
 from transformer_embed._src.pretrained.layer_parts import (
@@ -27,9 +28,8 @@ from transformer_embed._src.pretrained.layer_parts import (
 from transformer_embed._src.pretrained.layers import Layer
 from transformer_embed._src.pretrained.tensors import Tensors, empty_array
 
-Params = Mapping[str, Mapping[str, Any]]
 # Parameters that are [in, out].
-LINEAR = (WIDEN, PER_LAYER_WEIGHTS)
+LINEAR_WEIGHTS = (WIDEN, PER_LAYER_WEIGHTS)
 TRANSPOSED = ".T"
 # A shape and a dtype for each parameter, by its path.
 Specs = dict[str, Any]
@@ -85,11 +85,6 @@ def shapes_of(config: EmbedderConfig, bias: Options | None = None) -> Specs:
     return leaves_by_path(modules)
 
 
-def leaves_by_path(tree: Params) -> dict[str, Any]:
-    """Returns the leaves of a tree of modules, by their paths."""
-    return {f"{module}/{name}": leaf for module in tree for name, leaf in tree[module].items()}
-
-
 def full_paths(
     names: Mapping[Any, Any], paths: Collection[str], what: str = "names"
 ) -> dict[str, Any]:
@@ -126,7 +121,7 @@ def stored(parameter: str, tensor: str) -> StoredTensor:
     is_in_out = re.search(r"\b(kernel|w)$", tensor) is not None
     if parameter == OUTPUT_TABLE:
         return StoredTensor(tensor, is_transposed=is_in_out)
-    return StoredTensor(tensor, is_transposed=parameter in LINEAR and not is_in_out)
+    return StoredTensor(tensor, is_transposed=parameter in LINEAR_WEIGHTS and not is_in_out)
 
 
 def check_tensors(

@@ -13,11 +13,10 @@ from jaxtyping import Array
 
 from transformer_embed._src import arguments, conversions
 from transformer_embed._src.layers.config import EmbedderConfig
-from transformer_embed._src.layers.parameters import find_parameters
+from transformer_embed._src.layers.parameters import Params, find_parameters
 from transformer_embed._src.partitioning import gathered, on_every_device
 from transformer_embed._src.pretrained.files import call_with_named_errors
 from transformer_embed._src.pretrained.layer_parts import POSITIONS, TOKENS
-from transformer_embed._src.pretrained.parameters import Params
 from transformer_embed._src.tables.row_order import nearest_rows
 
 

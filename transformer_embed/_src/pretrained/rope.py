@@ -49,13 +49,6 @@ ENTRIES_OF_KINDS = {
     ),
 }
 # The class of each rope_type. Sections for images ("mrope") are not a scaling.
-AnyScaling = (
-    rotary_scaling.LinearScaling
-    | rotary_scaling.NTKScaling
-    | rotary_scaling.YarnScaling
-    | rotary_scaling.Llama3Scaling
-    | rotary_scaling.LongRopeScaling
-)
 SCALINGS = {
     "default": None,
     "linear": rotary_scaling.LinearScaling,
@@ -149,7 +142,7 @@ def _pair_axes(
 # --- Scalings.
 
 
-def scaling(entries: Options, values: Options) -> AnyScaling | None:
+def scaling(entries: Options, values: Options) -> rotary_scaling.Scaling | None:
     """Returns the scaling that the entries of an object describe."""
     if not entries:
         return None

@@ -10,7 +10,7 @@ import numpy as np
 
 from transformer_embed._src import arguments, conversions
 from transformer_embed._src.layers.config import EmbedderConfig
-from transformer_embed._src.layers.parameters import find_parameters
+from transformer_embed._src.layers.parameters import Params, find_parameters, leaves_by_path
 from transformer_embed._src.partitioning import gathered
 from transformer_embed._src.pretrained.entries import Options
 from transformer_embed._src.pretrained.files import as_path
@@ -29,11 +29,9 @@ from transformer_embed._src.pretrained.own_files import (
     encoded,
 )
 from transformer_embed._src.pretrained.parameters import (
-    Params,
     PretrainedInput,
     check_tensors,
     full_paths,
-    leaves_by_path,
     stored,
 )
 from transformer_embed._src.pretrained.replacing import replace_tensors

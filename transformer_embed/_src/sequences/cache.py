@@ -19,7 +19,7 @@ from transformer_embed._src.sequences.token_positions import TokenPositions, arr
 
 # What a cache with these arrays holds for new tokens that lack them. (For `places` it holds their
 # positions.)
-DEFAULTS = {"ends": 2**31 - 1, "block_ids": -1}
+VALUES_IF_ABSENT = {"ends": 2**31 - 1, "block_ids": -1}
 
 
 def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array, "*b t"]]:
@@ -182,7 +182,7 @@ def _completed(new: Any, held: Any) -> Any:
     arrays = arrays_of(new)
     held_arrays = arrays_of(held)
     defaults = {"places": arrays["positions"]}
-    for name, number in DEFAULTS.items():
+    for name, number in VALUES_IF_ABSENT.items():
         defaults[name] = jnp.full_like(arrays["positions"], number)
     for name, held_array in held_arrays.items():
         if name not in arrays and name in defaults:

@@ -7,7 +7,7 @@ from transformer_embed._src import arguments
 
 
 def load_balanced_order(
-    length: int, devices: int, *, kind: str = "zigzag", block: int = 128
+    length: int, devices: int, *, kind: str = "zigzag", stripe: int = 128
 ) -> Int32[np.ndarray, "t"]:
     """Computes an order of the tokens of a row that gives devices equal work under a causal mask.
 
@@ -17,19 +17,21 @@ def load_balanced_order(
 
     Args:
         length: The number of tokens of a row. It is a multiple of twice the number of devices for a
-            zigzag, and of `devices * block` for a cyclic order.
+            zigzag, and of `devices * stripe` for a cyclic order.
         devices: The number of devices that share a row, at least 1.
-        kind: `"zigzag"` gives each device one stripe from the start of the row and the stripe that
-            is as far from the end. It is balanced for one sequence a row. `"cyclic"` deals blocks
-            of tokens to the devices in turn. It is better balanced for packed rows and windows.
-        block: The number of tokens of a block of the cyclic order.
+        kind: How the row, cut into stripes (runs of tokens), is given to the devices. `"zigzag"`
+            gives each device one stripe from the start of the row and the stripe that is as far
+            from the end. It is balanced for one sequence a row. `"cyclic"` deals the stripes to the
+            devices in turn. It is better balanced for packed rows and windows.
+        stripe: The number of tokens of a stripe in the cyclic order. A zigzag ignores it, because
+            it has two stripes for each device.
 
     Returns:
         int32 [length], the index in the row of each token, for `TokenPositions.take` and
         `ids[:, order]`. `np.argsort(order)` restores the order of the row.
 
     Raises:
-        TypeError: `length`, `devices` or `block` is not a Python int.
+        TypeError: `length`, `devices` or `stripe` is not a Python int.
         ValueError: A number is out of range or does not divide the length, or `kind` is another
             word.
 
@@ -37,23 +39,24 @@ def load_balanced_order(
         >>> import transformer_embed as te
         >>> te.load_balanced_order(8, 2).tolist()
         [0, 1, 6, 7, 2, 3, 4, 5]
-        >>> te.load_balanced_order(8, 2, kind="cyclic", block=2).tolist()
+        >>> te.load_balanced_order(8, 2, kind="cyclic", stripe=2).tolist()
         [0, 1, 4, 5, 2, 3, 6, 7]
 
     Source:
         Zigzag: Zhu, https://github.com/zhuzilin/ring-flash-attention. Cyclic: Brandon et al.,
-        "Striped Attention" (2023), https://arxiv.org/abs/2311.09431, with blocks for tokens.
+        "Striped Attention" (2023), https://arxiv.org/abs/2311.09431, with stripes of
+        more than one token.
     """
     length = arguments.size("length", length)
     devices = arguments.size("devices", devices)
     kind = arguments.choice("kind", kind, ("zigzag", "cyclic"))
-    divisor = 2 * devices if kind == "zigzag" else devices * arguments.size("block", block)
+    divisor = 2 * devices if kind == "zigzag" else devices * arguments.size("stripe", stripe)
     if length % divisor:
         raise arguments.value_error("length", f"a multiple of {divisor}", length)
     index = np.arange(length, dtype=np.int32)
     if kind == "cyclic":
-        # Round by round, each device gets one block.
-        rounds = index.reshape(-1, devices, block)
+        # Round by round, each device gets one stripe.
+        rounds = index.reshape(-1, devices, stripe)
         return rounds.swapaxes(0, 1).ravel()
     stripes = index.reshape(2 * devices, -1)
     from_start = stripes[:devices]

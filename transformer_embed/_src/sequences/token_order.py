@@ -24,7 +24,7 @@ class HostTokens(NamedTuple):
     segment_ids: Integer[np.ndarray, "b t"]
 
 
-def on_host(tokens: TokenPositions) -> HostTokens:
+def tokens_on_host(tokens: TokenPositions) -> HostTokens:
     """Reads the positions and the segment ids of tokens, which must not be traced."""
     arrays = {"segment_ids": np.ones((1, 1), int)} | arrays_of(tokens)
     positions = arguments.on_host("tokens", arrays["positions"])
@@ -38,7 +38,7 @@ def check_order(tokens: TokenPositions, order: str) -> None:
     In every order, positions rise by one from token to token of a sequence.
     """
     want = ORDERS[arguments.choice("order", order, tuple(ORDERS))]
-    positions, segments = on_host(tokens)
+    positions, segments = tokens_on_host(tokens)
     is_token = segments != 0
     begins = is_token & (np.diff(segments, prepend=0) != 0)
     is_wrong = second_runs(segments)

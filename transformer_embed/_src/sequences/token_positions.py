@@ -183,7 +183,7 @@ class TokenPositions:
             ([[0, 2, 1, 0]], [[3, 2, 1, 0]])
 
         Edge cases:
-            - `AttentionMask.block_mask` stays as exact as before for blocks of neighbours in the
+            - `AttentionMask.tile_kinds` stays as exact as before for tiles of neighbours in the
               row, except for chunks of packed rows.
             - On a device, an index outside the row gives padding, or the token at position 0 if the
               tokens have no segment ids.

@@ -7,7 +7,7 @@ import numpy as np
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.sequences.token_arrays import as_segment_ids
-from transformer_embed._src.sequences.token_order import check_order, on_host
+from transformer_embed._src.sequences.token_order import check_order, tokens_on_host
 from transformer_embed._src.sequences.token_positions import (
     TokenPositions,
     check_token_positions,
@@ -76,7 +76,7 @@ def check_batch(
             raise arguments.value_error("tokens", "the tokens of ids, to check their order", None)
         return
     check_token_positions("tokens", tokens)
-    positions, segments = on_host(tokens)
+    positions, segments = tokens_on_host(tokens)
     batch_size = number_of_rows(tokens)
     length = positions.shape[1]
     id_rows = np.atleast_2d(host_ids)

@@ -1,7 +1,7 @@
-"""Says which blocks of an attention mask have no pair, some pairs or all pairs, in O(length).
+"""Says which tiles of an attention mask have no pair, some pairs or all pairs, in O(length).
 
-A block is a rectangle of queries and keys. The pairs of a block are never compared one by one.
-Instead, each field of the block's queries and of the block's keys is summarised by an `Interval`,
+A tile is a rectangle of queries and keys. The pairs of a tile are never compared one by one.
+Instead, each field of the tile's queries and of the tile's keys is summarised by an `Interval`,
 and `may_attend` compares intervals.
 """
 
@@ -21,7 +21,8 @@ from transformer_embed._src.attention.attention_rule import (
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.sequences.runs import in_row
 
-# The most steps of blocks of queries that the loop of `block_mask` takes at once.
+# The most steps that the loop of `compute_tile_kinds` takes at once. A step computes the tiles of
+# the same queries.
 STEPS_AT_ONCE = 64
 
 
@@ -58,29 +59,29 @@ Intervals = dict[str, Interval]
 
 # The function is compiled even if the caller is not.
 @compiled(1)
-def block_mask(mask: Any, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
-    """Computes the kind of each block: see `AttentionMask.block_mask`."""
+def compute_tile_kinds(mask: Any, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
+    """Computes the kind of each tile. See `AttentionMask.tile_kinds`."""
     query_fields, key_fields = whole_fields(mask)
     if mask.keys is None:
         query_fields = in_row(query_fields, mask.chunk)
         key_fields = query_fields
-    block_queries, block_keys = shape
-    # Blocks of queries and of keys both consist of tiles of this size. In self-attention, XLA
-    # computes the intervals of the tiles once, for queries and keys together.
-    tile_size = math.gcd(block_queries, block_keys)
-    query_tiles = _tile_intervals(query_fields, mask, tile_size)
-    query_intervals = _merged(query_tiles, block_queries // tile_size)
-    key_tiles = _tile_intervals(key_fields, mask, tile_size)
-    key_intervals = _merged(key_tiles, block_keys // tile_size)
+    query_count, key_count = shape
+    # The queries of a tile and the keys of a tile both consist of runs of this many tokens. In
+    # self-attention, XLA computes the intervals of the runs once, for queries and keys together.
+    run_length = math.gcd(query_count, key_count)
+    query_runs = _run_intervals(query_fields, mask, run_length)
+    query_intervals = _merged(query_runs, query_count // run_length)
+    key_runs = _run_intervals(key_fields, mask, run_length)
+    key_intervals = _merged(key_runs, key_count // run_length)
 
     def kinds_of_step(step_intervals: Intervals) -> Int8[Array, "b n"]:
         may = may_attend(step_intervals, key_intervals)
         # 0 if no pair may attend, 1 if some may, 2 if all may.
         return may.low.astype(jnp.int8) + may.high.astype(jnp.int8)
 
-    # A step of the loop takes one block of queries of each row, with bounds [batch, 1]. The loop is
-    # there because XLA does not fuse into a loop. Outside of a loop, XLA would fuse the intervals
-    # into the comparison, and compute the intervals again for each block.
+    # A step of the loop takes the queries of one row of tiles in each batch row, with bounds
+    # [batch, 1]. The loop is there because XLA does not fuse into a loop. Outside of a loop, XLA
+    # would fuse the intervals into the comparison, and compute the intervals again for each tile.
     steps = jax.tree.map(lambda bound: bound.T[:, :, None], query_intervals)
     step_count = len(steps["places"].low)
     # The batch size divides the number of steps, because for a remainder lax.map would trace the
@@ -92,8 +93,8 @@ def block_mask(mask: Any, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
     return kinds.swapaxes(0, 1)
 
 
-def _tile_intervals(fields: Fields, mask: Any, tile_size: int) -> Intervals:
-    """Computes the interval of each field in each tile of tokens. Padding is left out."""
+def _run_intervals(fields: Fields, mask: Any, run_length: int) -> Intervals:
+    """Computes the interval of each field in each run of tokens. Padding is left out."""
     fields = with_conditions(fields, mask)
     intervals = {}
     for name, values in fields.items():
@@ -109,7 +110,7 @@ def _tile_intervals(fields: Fields, mask: Any, tile_size: int) -> Intervals:
             low = jnp.where(is_counted, values, limits.max)
             high = jnp.where(is_counted, values, limits.min)
         intervals[name] = Interval(low=low, high=high)
-    return _merged(intervals, tile_size)
+    return _merged(intervals, run_length)
 
 
 def _merged(intervals: Intervals, size: int) -> Intervals:
