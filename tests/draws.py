@@ -21,6 +21,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 WANTED = None
 MOST_LINES = 10
+# The modes of `call` that need no second device and no dtype of their own.
+ONE_DEVICE = ("eager", "jit", "vmap", "scan", "remat")
 
 
 class InOrder(list):
@@ -49,6 +51,11 @@ class Space:
         self._left = {}  # the values that are left in the turn of a list
         self._turns = collections.Counter()
         self._met = set()  # pairs of options with their values
+
+    def on_gpu(self, modes=ONE_DEVICE, **options):
+        """Returns the space of the same options in the modes that need one device, in turns."""
+        options = self.options | {"mode": InOrder(modes)} | options
+        return Space(options, default=self.default, quick=0)
 
     def numbers(self):
         """Returns the draws to run, as parameters of a test: the default ones, or `--draws`."""

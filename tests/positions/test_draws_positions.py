@@ -59,9 +59,21 @@ SINUSOIDS = draws.Space(
 )
 
 
+SINUSOIDS_ON_GPU = SINUSOIDS.on_gpu()
+
+
 @pytest.mark.parametrize("number", SINUSOIDS.numbers())
 def test_sinusoids(number):
-    chosen = SINUSOIDS.choices(number)
+    run_sinusoids(number, SINUSOIDS.choices(number))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", SINUSOIDS_ON_GPU.numbers())
+def test_sinusoids_on_gpu(number):
+    run_sinusoids(number, SINUSOIDS_ON_GPU.choices(number))
+
+
+def run_sinusoids(number, chosen):
     named = ("base", "layout", "odd", "shift", "frequency_scale", "dtype")
     options = {name: repr(getattr(chosen, name)) for name in named}
     function, arguments = "sinusoidal_encoding", f"positions, {chosen.d_model}"
@@ -112,9 +124,21 @@ ROTATIONS = draws.Space(
 )
 
 
+ROTATIONS_ON_GPU = ROTATIONS.on_gpu()
+
+
 @pytest.mark.parametrize("number", ROTATIONS.numbers())
 def test_rotations(number):
-    chosen = ROTATIONS.choices(number)
+    run_rotations(number, ROTATIONS.choices(number))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", ROTATIONS_ON_GPU.numbers())
+def test_rotations_on_gpu(number):
+    run_rotations(number, ROTATIONS_ON_GPU.choices(number))
+
+
+def run_rotations(number, chosen):
     rotary_dim, _, partial = chosen.rotary.partition(", ")
     channels = 8 if rotary_dim == "rotary_dim=6" else 6
     x = f"drawn.normal(n, 2, 3, 2, {channels}).astype({chosen.dtype!r})"

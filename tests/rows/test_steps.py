@@ -75,6 +75,7 @@ SPACE = draws.Space(
 
 
 def program_of(number):
+    """Returns the program of a draw. On fewer than eight devices, the axes of the mesh have one."""
     of = SPACE.choices(number)
     options = f"pad_id={of.pad_id}, out_of_range={of.out_of_range!r}, spread={of.spread}"
     on = f"kind={of.kind!r}, table={of.layout[0]}, ids={of.layout[1]}, where={of.where!r}"
@@ -92,7 +93,17 @@ near(found[1], wanted[1], rtol={tolerance}, atol={16 * tolerance})
 
 
 @pytest.mark.parametrize("number", SPACE.numbers())
-def test_a_step_by_rows_is_the_lazy_one_of_one_device(number):
+def test_row_wise_step_equals_lazy_dense_step(number):
+    run(number)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", SPACE.numbers())
+def test_row_wise_step_on_gpu_equals_lazy_dense_step(number):
+    run(number)
+
+
+def run(number):
     program = program_of(number)
     with draws.repeated_by(number, program):
         draws.run(number, program)

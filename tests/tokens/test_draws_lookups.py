@@ -77,9 +77,21 @@ def program_of(number, chosen):
     return "\n".join(lines)
 
 
+ON_GPU = SPACE.on_gpu()
+
+
 @pytest.mark.parametrize("number", SPACE.numbers())
-def test_a_draw_of_a_lookup_is_that_of_a_loop(number):
-    chosen = SPACE.choices(number)
+def test_lookup_equals_loop_over_ids(number):
+    run(number, SPACE.choices(number))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", ON_GPU.numbers())
+def test_lookup_on_gpu_equals_loop_over_ids(number):
+    run(number, ON_GPU.choices(number))
+
+
+def run(number, chosen):
     program = program_of(number, chosen)
     with draws.repeated_by(number, program):
         ran = draws.run(number, program)

@@ -234,9 +234,21 @@ def check(number, chosen, batch, values, gradients):
         np.testing.assert_allclose(products.sum(), want, rtol=0, atol=error, err_msg=message)
 
 
+ON_GPU = SPACE.on_gpu()
+
+
 @pytest.mark.parametrize("number", SPACE.numbers())
 def test_loss_equals_loop_over_tokens(number):
-    chosen = SPACE.choices(number)
+    run(number, SPACE.choices(number))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", ON_GPU.numbers())
+def test_loss_on_gpu_equals_loop_over_tokens(number):
+    run(number, ON_GPU.choices(number))
+
+
+def run(number, chosen):
     program = program_of(number, chosen)
     with draws.repeated_by(number, program):
         ran = draws.run(number, program)

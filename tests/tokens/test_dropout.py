@@ -49,9 +49,21 @@ with jax.threefry_partitionable({partitionable}):
     found = draws.call({mode!r}, f, batches)"""
 
 
+ON_GPU = SPACE.on_gpu(modes=[mode for mode in draws.ONE_DEVICE if mode != "eager"])
+
+
 @pytest.mark.parametrize("number", SPACE.numbers())
-def test_dropout_and_its_gradient_are_those_of_haiku_bit_for_bit(number):
-    chosen = SPACE.choices(number)
+def test_dropout_and_its_gradient_equal_haikus_to_the_bit(number):
+    run(number, SPACE.choices(number))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", ON_GPU.numbers())
+def test_dropout_and_its_gradient_on_gpu_equal_haikus_to_the_bit(number):
+    run(number, ON_GPU.choices(number))
+
+
+def run(number, chosen):
     program = PROGRAM.format(**vars(chosen), seeds=[2 * number, 2 * number + 1])
     with draws.repeated_by(number, program):
         for ours, theirs in draws.run(number, program).found:
