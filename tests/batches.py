@@ -184,11 +184,26 @@ IN_RUNS = {"padded", "started", "packed", "right", "left", "offset"}
 WINDOWS = [None, (3, 0), (2, 5), (None, 4), (0, None), (2**33, 2), (0, 0)]
 
 
-def rules(chosen):
-    """The rule of a mask as text."""
-    is_tree = chosen["kind"] in TREES
-    causal = [True] if is_tree else [True, False]
-    windows = [None] if is_tree else WINDOWS
-    chunks = [None] if is_tree else [None, None, 5]
-    found = [f"causal={c}, window={w}, chunk={n}" for c in causal for w in windows for n in chunks]
-    return [*found, *[f"{each}, sinks=2" for each in found if "window=(2, " in each]]
+def rule_options(is_tree):
+    """Returns the options of a space for the rule of a mask.
+
+    Args:
+        is_tree: Whether the options before these choose a tree, which has the causal mask alone.
+    """
+
+    def sinks(chosen):
+        has_left_side = chosen["window"] and chosen["window"][0] is not None
+        return (None, None, 2) if has_left_side else (None,)
+
+    return {
+        "causal": lambda chosen: (True,) if is_tree(chosen) else (True, False),
+        "window": lambda chosen: (None,) if is_tree(chosen) else WINDOWS,
+        "chunk": lambda chosen: (None,) if is_tree(chosen) else (None, None, 5),
+        "sinks": sinks,
+    }
+
+
+def rule_of(chosen):
+    """Returns the chosen rule as arguments of a mask."""
+    given = {name: getattr(chosen, name) for name in ("causal", "window", "chunk", "sinks")}
+    return ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)

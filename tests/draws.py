@@ -1,8 +1,8 @@
 """Draws from the product of a family's options, which lists of cases leave out.
 
-A space has the choices of each option. A draw is a number: it fixes a choice of each, and the values
-of the arrays. `pytest` runs a few of each family, the same in each run; `--draws 2000` runs the
-first 2,000 and `--draws 500:1000` those. A family's test makes a program of at most ten lines from
+A `Space` has the choices of each option. A draw is a number: it fixes a choice of each, and the
+values of the arrays. `pytest` runs a few of each family, the same in each run; `--draws 2000` runs
+the first 2,000 and `--draws 500:1000` those. `python tests/draw_coverage.py` prints what they meet. A family's test makes a program of at most ten lines from
 the choices and runs that, so a failing draw prints what repeats it (`PYTHONPATH=tests`).
 """
 
@@ -21,89 +21,93 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 WANTED = None
 MOST_LINES = 10
-
-
-def numbers(few):
-    """The draws to run: the first few, or those of `--draws`."""
-    if WANTED is None:
-        return range(few)
-    first, _, end = WANTED.rpartition(":")
-    return range(int(first or 0), int(end))
-
-
-def numbered(few, quick):
-    """`numbers` as parameters of a test, of which those after the quick ones are slow."""
-    marks = {True: (), False: pytest.mark.slow}
-    return [pytest.param(number, marks=marks[number < quick]) for number in numbers(few)]
+# The modes of `call` that need no second device and no dtype of their own.
+ONE_DEVICE = ("eager", "jit", "vmap", "scan", "remat")
 
 
 class InOrder(list):
     """Values of an option that the draws take one after the other, as they are listed."""
 
 
-def choices(number, space):
-    """Returns the choice of each option in this draw.
+class Space:
+    """Draws choices of the options of a family of functions.
 
     The values of an option take turns: no value comes again before all others have come. An option
     may be a function of the options before it. Then each list that it returns has turns of its own,
     so a value that is rarely allowed comes as soon as it is. Of the values that are left in a turn,
     a draw takes the one that meets most values of other options for the first time.
+
+    Args:
+        options: The values of each option, or a function from the options before it to the values.
+        default: The number of draws of a run without `--draws`.
+        quick: The number of draws that `-m "not slow"` runs too.
     """
-    sequence = _SEQUENCES.setdefault(id(space), _Sequence(space))
-    return types.SimpleNamespace(**sequence[number])
 
+    def __init__(self, options, *, default, quick):
+        self.options = options
+        self.default = default
+        self.quick = quick
+        self._draws = []
+        self._left = {}  # the values that are left in the turn of a list
+        self._turns = collections.Counter()
+        self._met = set()  # pairs of options with their values
 
-class _Sequence:
-    """The draws of a space, which are made from the first one on."""
+    def on_gpu(self, modes=ONE_DEVICE, **options):
+        """Returns the space of the same options in the modes that need one device, in turns."""
+        options = self.options | {"mode": InOrder(modes)} | options
+        return Space(options, default=self.default, quick=0)
 
-    def __init__(self, space):
-        self.space = space
-        self.draws = []
-        self.left = {}  # the values that are left in the turn of a list
-        self.turns = collections.Counter()
-        self.met = set()  # pairs of options with their values
+    def numbers(self):
+        """Returns the draws to run, as parameters of a test: the default ones, or `--draws`."""
+        first, _, end = (WANTED or str(self.default)).rpartition(":")
+        marks = {True: (), False: pytest.mark.slow}
+        numbers = range(int(first or 0), int(end))
+        return [pytest.param(number, marks=marks[number < self.quick]) for number in numbers]
 
-    def __getitem__(self, number):
-        while len(self.draws) <= number:
-            self.draws.append(self._next())
-        return self.draws[number]
+    def choices(self, number):
+        """Returns the choice of each option in this draw."""
+        while len(self._draws) <= number:
+            self._draws.append(self._next())
+        return types.SimpleNamespace(**self._draws[number])
+
+    def values_met(self, count):
+        """Returns the values of options, with their names, in the first draws."""
+        return {value for draw in self._named(count) for value in draw}
+
+    def pairs_met(self, count):
+        """Returns the pairs of values of two options in the first draws."""
+        return {pair for draw in self._named(count) for pair in itertools.combinations(draw, 2)}
+
+    def _named(self, count):
+        draws = [vars(self.choices(number)) for number in range(count)]
+        return [[(name, repr(value)) for name, value in draw.items()] for draw in draws]
 
     def _next(self):
         chosen, taken = {}, []
-        for name, options in self.space.items():
+        for name, options in self.options.items():
             if isinstance(options, InOrder):
-                value = options[len(self.draws) % len(options)]
+                value = options[len(self._draws) % len(options)]
             else:
                 values = [*(options(chosen) if callable(options) else options)]
                 value = self._take(name, values, taken)
             chosen[name] = value
             taken.append((name, repr(value)))
-        self.met |= set(itertools.combinations(taken, 2))
+        self._met |= set(itertools.combinations(taken, 2))
         return chosen
 
     def _take(self, name, values, taken):
         """Takes a value out of the turn of this list."""
         key = name, repr(values)
-        if not self.left.get(key):
-            turn = self.turns[key]
+        if not self._left.get(key):
+            turn = self._turns[key]
             random.Random(f"{key} {turn}").shuffle(values)
-            self.left[key] = values
-            self.turns[key] += 1
-        left = self.left[key]
-        new = [sum((each, (name, repr(value))) not in self.met for each in taken) for value in left]
-        return left.pop(new.index(max(new)))
-
-
-_SEQUENCES = {}
-
-
-def met(space, count):
-    """Returns the values of options, and the pairs of them, in the first draws."""
-    draws = [vars(choices(number, space)) for number in range(count)]
-    named = [[(name, repr(value)) for name, value in draw.items()] for draw in draws]
-    values = {each for draw in named for each in draw}
-    pairs = {pair for draw in named for pair in itertools.combinations(draw, 2)}
-    return values, pairs
+            self._left[key] = values
+            self._turns[key] += 1
+        left = self._left[key]
+        new_pairs = [
+            sum((other, (name, repr(value))) not in self._met for other in taken) for value in left
+        ]
+        return left.pop(new_pairs.index(max(new_pairs)))
 
 
 @contextlib.contextmanager

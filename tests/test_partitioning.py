@@ -53,18 +53,22 @@ def parts(of):
     return [part for part in layouts.PARTS if part not in ("lookup", "tied")]
 
 
-SPACE = {
-    "kind": ("explicit", "explicit", "automatic", "mixed"),
-    "where": ("none", "none", "inside", "outside")[: 4 if layouts.HAS_NESTED_MAPS else 1],
-    "table": tables,
-    "x": batches,
-    "part": parts,
-    "order": lambda of: (1,) if of["part"] == "top_k" else (1, 1, 2),
-}
+SPACE = draws.Space(
+    {
+        "kind": ("explicit", "explicit", "automatic", "mixed"),
+        "where": ("none", "none", "inside", "outside")[: 4 if layouts.HAS_NESTED_MAPS else 1],
+        "table": tables,
+        "x": batches,
+        "part": parts,
+        "order": lambda of: (1,) if of["part"] == "top_k" else (1, 1, 2),
+    },
+    default=24,
+    quick=0,
+)
 
 
 def program_of(number):
-    of = draws.choices(number, SPACE)
+    of = SPACE.choices(number)
     return f"""from compare import near
 from jax import P, P as PartitionSpec
 import layouts
@@ -75,9 +79,8 @@ near(found, wanted, rtol=1e-4, atol={of.order}e-4)
 
 
 @pytest.mark.slow
-# The last: second derivatives of log-probabilities inside an enclosing shard_map.
-@pytest.mark.parametrize("number", [*draws.numbers(24), 726])
-def test_what_reads_a_split_table_is_that_of_one_device(number):
+@pytest.mark.parametrize("number", SPACE.numbers())
+def test_split_table_gives_results_of_one_device(number):
     program = program_of(number)
     with draws.repeated_by(number, program):
         draws.run(number, program)

@@ -45,21 +45,25 @@ def blocks(chosen):
     return [""] if is_fixed else ["", "", "", ".with_block_ids(%s)"]
 
 
-SELF = {
-    "kind": list(batches.MAKE),
-    "order": ORDERS,
-    "mode": of_rows,
-    "keys": keys,
-    "rule": batches.rules,
-    "other": others,
-    "blocks": blocks,
-    "block_ids": ["[0] * 4 + [-1] * 8", "[-1, 2, 2, 0, 0, 0, 2, -1, -1, -5, 7, 7]"],
-    "tile": lambda chosen: (
-        ["(4, 4)", "(2, 1)"]
-        + (["(4, 2)"] if chosen["order"] == ORDERS[-1] else ["(3, 6)", "(1, 12)"])
-    ),
-    "start": ["0, 0", "2, 3"],
-}
+SELF = draws.Space(
+    {
+        "kind": list(batches.MAKE),
+        "order": ORDERS,
+        "mode": of_rows,
+        "keys": keys,
+        **batches.rule_options(lambda chosen: chosen["kind"] in batches.TREES),
+        "other": others,
+        "blocks": blocks,
+        "block_ids": ["[0] * 4 + [-1] * 8", "[-1, 2, 2, 0, 0, 0, 2, -1, -1, -5, 7, 7]"],
+        "tile": lambda chosen: (
+            ["(4, 4)", "(2, 1)"]
+            + (["(4, 2)"] if chosen["order"] == ORDERS[-1] else ["(3, 6)", "(1, 12)"])
+        ),
+        "start": ["0, 0", "2, 3"],
+    },
+    default=40,
+    quick=8,
+)
 PROGRAM = """\
 import batches, loops
 def f(lib, *x):
@@ -82,7 +86,7 @@ def program_of(number, chosen):
     # A tile without a mask is found in any batch; one without a pair, where sequences are runs.
     exact = () if chosen.other or chosen.blocks else (2,)
     is_mixed = chosen.order == ORDERS[2] or bool(chosen.keys)
-    is_mixed |= "chunk=5" in chosen.rule and (bool(chosen.order) or "sinks" in chosen.rule)
+    is_mixed |= chosen.chunk is not None and (bool(chosen.order) or chosen.sinks is not None)
     if exact and chosen.kind in batches.IN_RUNS and not is_mixed:
         exact = (0, 2)
     fields = '"positions": tokens.positions, "padding": tokens.padding_mask'
@@ -90,7 +94,7 @@ def program_of(number, chosen):
         fields += ', "next": tokens.next_token_mask'
     return PROGRAM.format(
         tokens=tokens,
-        rule=chosen.rule,
+        rule=batches.rule_of(chosen),
         keys=chosen.keys,
         fields=fields,
         other=OTHERS[chosen.other],
@@ -103,9 +107,9 @@ def program_of(number, chosen):
     )
 
 
-@pytest.mark.parametrize("number", draws.numbered(40, 8))
+@pytest.mark.parametrize("number", SELF.numbers())
 def test_self_attention(number):
-    program = program_of(number, draws.choices(number, SELF))
+    program = program_of(number, SELF.choices(number))
     with draws.repeated_by(number, program):
         draws.run(number, program)
 
@@ -131,27 +135,29 @@ CLEARED = {
     "slots": "x[-2][:, :, 0] % 3 == 0",
     "later": "jnp.arange(16)[None] >= x[-3][:, None]",
 }
-CACHES = {
-    "kind": ["padded", "ended", "packed", "right", "left"],
-    "first": list(FIRST),
-    "second": list(SECOND),
-    "cleared": list(CLEARED),
-    "step": list(STEPS),
-    "mode": [*MODES, "split"],
-    "write": lambda chosen: (
-        ["write_cache"]
-        + ["write_rows"]
-        * (
-            chosen["first"] != "0"
-            and chosen["step"] not in ("row", "no batch")
-            and chosen["mode"] != "split"
-        )
-    ),
-    "rule": lambda chosen: batches.rules(
-        {"kind": "tree" if chosen["step"] == "drafts" else "packed"}
-    ),
-    "outside": lambda chosen: [0] + [1] * (chosen["mode"] != "eager"),
-}
+CACHES = draws.Space(
+    {
+        "kind": ["padded", "ended", "packed", "right", "left"],
+        "first": list(FIRST),
+        "second": list(SECOND),
+        "cleared": list(CLEARED),
+        "step": list(STEPS),
+        "mode": [*MODES, "split"],
+        "write": lambda chosen: (
+            ["write_cache"]
+            + ["write_rows"]
+            * (
+                chosen["first"] != "0"
+                and chosen["step"] not in ("row", "no batch")
+                and chosen["mode"] != "split"
+            )
+        ),
+        **batches.rule_options(lambda chosen: chosen["step"] == "drafts"),
+        "outside": lambda chosen: [0] + [1] * (chosen["mode"] != "eager"),
+    },
+    default=30,
+    quick=6,
+)
 CACHE_PROGRAM = """\
 import batches, loops, jax.numpy as jnp
 def f(lib, *x):
@@ -180,7 +186,7 @@ def cache_program(number, chosen):
         cleared=CLEARED[chosen.cleared],
         count=counts[chosen.step],
         second=SECOND[chosen.second],
-        rule=chosen.rule,
+        rule=batches.rule_of(chosen),
         mode=chosen.mode,
         kind=chosen.kind,
         outside=chosen.outside,
@@ -188,8 +194,8 @@ def cache_program(number, chosen):
     )
 
 
-@pytest.mark.parametrize("number", draws.numbered(30, 6))
+@pytest.mark.parametrize("number", CACHES.numbers())
 def test_caches(number):
-    program = cache_program(number, draws.choices(number, CACHES))
+    program = cache_program(number, CACHES.choices(number))
     with draws.repeated_by(number, program):
         draws.run(number, program)

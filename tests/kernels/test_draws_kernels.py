@@ -23,15 +23,19 @@ def sides(of):
     return ["tokens", "tokens", *swapped, *others]
 
 
-SPACE = {
-    "kind": [kind for kind in batches.MAKE if kind not in batches.TREES],
-    "change": CHANGES,
-    "rule": batches.rules,
-    "kernel": list(kernel_masks.KERNELS),
-    "order": [None, "full", "right", "packed"],
-    "sides": sides,
-    "mode": ["eager", "jit"],
-}
+SPACE = draws.Space(
+    {
+        "kind": [kind for kind in batches.MAKE if kind not in batches.TREES],
+        "change": CHANGES,
+        **batches.rule_options(lambda chosen: False),
+        "kernel": list(kernel_masks.KERNELS),
+        "order": [None, "full", "right", "packed"],
+        "sides": sides,
+        "mode": ["eager", "jit"],
+    },
+    default=120,
+    quick=30,
+)
 PROGRAM = """\
 import batches, kernel_masks
 def f(lib, *x):
@@ -42,14 +46,15 @@ kernel_masks.check({kernel!r}, dict({options}), {mode!r}, f, [batches.arrays({ki
 """
 
 
-@pytest.mark.parametrize("number", draws.numbered(120, 30))
+@pytest.mark.parametrize("number", SPACE.numbers())
 def test_kernels_are_told_the_rule_or_refuse_it(number):
-    chosen = draws.choices(number, SPACE)
+    chosen = SPACE.choices(number)
     seeds = range(6 * number, 6 * number + 6)
     tokens = batches.MAKE[chosen.kind] + chosen.change
     options = f"order={chosen.order!r}"
     if chosen.sides == "tokens[:, 4:8], tokens" and chosen.kernel == "splash_kernels":
         options += ", q_offset=4"
-    program = PROGRAM.format(**vars(chosen), tokens=tokens, options=options, seeds=seeds)
+    given = {"tokens": tokens, "rule": batches.rule_of(chosen), "options": options, "seeds": seeds}
+    program = PROGRAM.format(**vars(chosen), **given)
     with draws.repeated_by(number, program):
         draws.run(number, program)

@@ -45,27 +45,31 @@ def changes(chosen):
     return same + [f"embeddings.resized(config, batches, {size})" for size in sizes + lengths]
 
 
-SPACE = {
-    "door": DOORS,
-    "scheme": SCHEMES,
-    "pad_id": pad_ids,
-    "ids": ["padded", "padded", "outside"],
-    "positions": positions,
-    "shape": ["(5,)", "(2, 6)", "(1, 2, 3)"],
-    "scale": ["sqrt_d_model", 1.0, 0.3],
-    "num_token_types": of_whole(2),
-    "layer_norm_eps": of_whole(1e-12, 0.1),
-    "embedding_width": of_whole(4),
-    "out_of_range": ["nan", "clip", "zero"],
-    "lookup_style": ["gather", "one_hot"],
-    "param_dtype": ["float32", "float32", "bfloat16", "float16"],
-    "dtype": [None, None, "float32", "bfloat16"],
-    "output": ["None", "te.OutputConfig()", "te.OutputConfig(tied=False, bias=True)"],
-    "is_training": [False, False, True],
-    "dropout_rate": [0.0, 0.5],
-    "change": changes,
-    "mode": list(draws.MODES),
-}
+SPACE = draws.Space(
+    {
+        "door": DOORS,
+        "scheme": SCHEMES,
+        "pad_id": pad_ids,
+        "ids": ["padded", "padded", "outside"],
+        "positions": positions,
+        "shape": ["(5,)", "(2, 6)", "(1, 2, 3)"],
+        "scale": ["sqrt_d_model", 1.0, 0.3],
+        "num_token_types": of_whole(2),
+        "layer_norm_eps": of_whole(1e-12, 0.1),
+        "embedding_width": of_whole(4),
+        "out_of_range": ["nan", "clip", "zero"],
+        "lookup_style": ["gather", "one_hot"],
+        "param_dtype": ["float32", "float32", "bfloat16", "float16"],
+        "dtype": [None, None, "float32", "bfloat16"],
+        "output": ["None", "te.OutputConfig()", "te.OutputConfig(tied=False, bias=True)"],
+        "is_training": [False, False, True],
+        "dropout_rate": [0.0, 0.5],
+        "change": changes,
+        "mode": list(draws.MODES),
+    },
+    default=40,
+    quick=8,
+)
 FIELDS = [
     "pad_id",
     "scale",
@@ -88,9 +92,9 @@ embeddings.check(config, {is_training}, draws.call({mode!r}, f, batches), batche
 """
 
 
-@pytest.mark.parametrize("number", draws.numbered(40, 8))
+@pytest.mark.parametrize("number", SPACE.numbers())
 def test_input_layers(number):
-    chosen = draws.choices(number, SPACE)
+    chosen = SPACE.choices(number)
     given = {name: getattr(chosen, name) for name in FIELDS}
     fields = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
     seeds = [2 * number, 2 * number + 1]

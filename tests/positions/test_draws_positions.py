@@ -35,30 +35,45 @@ def run(number, mode, function, *, names, arrays, arguments=None, **options):
 
 # --- sinusoids
 
-SINUSOIDS = {
-    "positions": POSITIONS,
-    "shape": ["4", "2, 3", "1, 1, 2", "0"],
-    "d_model": [1, 2, 3, 6, 9],
-    "grid": lambda chosen: (
-        [None, None]
-        + (["(2, 3)"] if chosen["positions"] == "near" and chosen["d_model"] == 6 else [])
-    ),
-    "base": BASES,
-    "layout": ["interleaved", "sin_cos", "cos_sin"],
-    "odd": ["truncate", "round_up", "zero"],
-    "shift": lambda chosen: (
-        [None, 0, 0.5, -3.7][: 2 + 2 * (chosen["d_model"] > 3)] if chosen["d_model"] > 1 else [None]
-    ),
-    "frequency_scale": [1.0, 0.25, 1000.0, 7e-9],
-    "dtype": DTYPES,
-    "axes": ["None", "(1, 0)"],
-    "mode": list(draws.MODES),
-}
+SINUSOIDS = draws.Space(
+    {
+        "grid": [None, None, None, "(2, 3)"],
+        "positions": lambda chosen: ["near"] if chosen["grid"] else POSITIONS,
+        "shape": ["4", "2, 3", "1, 1, 2", "0"],
+        "d_model": lambda chosen: [6] if chosen["grid"] else [1, 2, 3, 6, 9],
+        "base": BASES,
+        "layout": ["interleaved", "sin_cos", "cos_sin"],
+        "odd": ["truncate", "round_up", "zero"],
+        "shift": lambda chosen: (
+            [None, 0, 0.5, -3.7][: 2 + 2 * (chosen["d_model"] > 3)]
+            if chosen["d_model"] > 1
+            else [None]
+        ),
+        "frequency_scale": [1.0, 0.25, 1000.0, 7e-9],
+        "dtype": DTYPES,
+        "axes": ["None", "(1, 0)"],
+        "mode": list(draws.MODES),
+    },
+    default=24,
+    quick=5,
+)
 
 
-@pytest.mark.parametrize("number", draws.numbered(24, 5))
+SINUSOIDS_ON_GPU = SINUSOIDS.on_gpu()
+
+
+@pytest.mark.parametrize("number", SINUSOIDS.numbers())
 def test_sinusoids(number):
-    chosen = draws.choices(number, SINUSOIDS)
+    run_sinusoids(number, SINUSOIDS.choices(number))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", SINUSOIDS_ON_GPU.numbers())
+def test_sinusoids_on_gpu(number):
+    run_sinusoids(number, SINUSOIDS_ON_GPU.choices(number))
+
+
+def run_sinusoids(number, chosen):
     named = ("base", "layout", "odd", "shift", "frequency_scale", "dtype")
     options = {name: repr(getattr(chosen, name)) for name in named}
     function, arguments = "sinusoidal_encoding", f"positions, {chosen.d_model}"
@@ -91,23 +106,39 @@ SCALINGS = [
     "te.LongRopeScaling([1, 1.5, 2], [1.1, 9, 30], 32.0, 4096, 4096, attention_factor=0.5)",
 ]
 PROPORTIONAL = [f"rotary_dim={n}, partial='proportional'" for n in (2, 4)]
-ROTATIONS = {
-    "positions": POSITIONS,
-    "pair_axes": ["None", "None", "(0, 1, 1)", "(2, 0, 1)"],
-    "shape": lambda chosen: ["3"] if chosen["pair_axes"] == "None" else ["3, 3"],
-    "rows": ["", "2, ", "1, "],
-    "rotary": [*["rotary_dim=None"] * 2, "rotary_dim=6", *PROPORTIONAL],
-    "layout": ["half", "interleaved"],
-    "scaling": ["None", *SCALINGS],
-    "base": [1e4, 1e6, 500.0, 2.0, 3.7e12],
-    "dtype": DTYPES,
-    "mode": list(draws.MODES),
-}
+ROTATIONS = draws.Space(
+    {
+        "positions": POSITIONS,
+        "pair_axes": ["None", "None", "(0, 1, 1)", "(2, 0, 1)"],
+        "shape": lambda chosen: ["3"] if chosen["pair_axes"] == "None" else ["3, 3"],
+        "rows": ["", "2, ", "1, "],
+        "rotary": [*["rotary_dim=None"] * 2, "rotary_dim=6", *PROPORTIONAL],
+        "layout": ["half", "interleaved"],
+        "scaling": ["None", *SCALINGS],
+        "base": [1e4, 1e6, 500.0, 2.0, 3.7e12],
+        "dtype": DTYPES,
+        "mode": list(draws.MODES),
+    },
+    default=24,
+    quick=5,
+)
 
 
-@pytest.mark.parametrize("number", draws.numbered(24, 5))
+ROTATIONS_ON_GPU = ROTATIONS.on_gpu()
+
+
+@pytest.mark.parametrize("number", ROTATIONS.numbers())
 def test_rotations(number):
-    chosen = draws.choices(number, ROTATIONS)
+    run_rotations(number, ROTATIONS.choices(number))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", ROTATIONS_ON_GPU.numbers())
+def test_rotations_on_gpu(number):
+    run_rotations(number, ROTATIONS_ON_GPU.choices(number))
+
+
+def run_rotations(number, chosen):
     rotary_dim, _, partial = chosen.rotary.partition(", ")
     channels = 8 if rotary_dim == "rotary_dim=6" else 6
     x = f"drawn.normal(n, 2, 3, 2, {channels}).astype({chosen.dtype!r})"
@@ -128,7 +159,7 @@ def test_rotations(number):
 
 # --- relative biases
 
-BIASES = {
+BIASES = draws.Space({
     "queries": ["near", "far", "ends"],
     "keys": ["near", "far", "ends"],
     "shapes": [("3", "4"), ("2, 3", "2, 4"), ("1, 1", "2, 3"), ("2, 3", "0")],
@@ -139,12 +170,12 @@ BIASES = {
     "buckets": ["32, max_distance=128", "8, max_distance=20", "48, max_distance=81", "4, max_distance=2**30"],
     "causal": [True, False],
     "mode": list(draws.MODES),
-}  # fmt: skip
+}, default=24, quick=5)  # fmt: skip
 
 
-@pytest.mark.parametrize("number", draws.numbered(24, 5))
+@pytest.mark.parametrize("number", BIASES.numbers())
 def test_relative_biases(number):
-    chosen = draws.choices(number, BIASES)
+    chosen = BIASES.choices(number)
     queries, keys = chosen.shapes
     arrays = f"drawn.positions({chosen.queries!r}, n, {queries}), "
     arrays += f"drawn.positions({chosen.keys!r}, n + 1, {keys})"
@@ -166,19 +197,23 @@ def test_relative_biases(number):
 
 # --- scales of queries
 
-SCALES = {
-    "length": [1, 7, 8192, 16_384, 2**31 - 1],
-    "beta": [0.0, 0.1, 0.5, 4],
-    "offset": [0, 1],
-    "dtype": ["int8", "int32", "uint16", "uint32"],
-    "mode": [mode for mode in draws.MODES if mode not in ("shard_map", "exported")],
-}
+SCALES = draws.Space(
+    {
+        "length": [1, 7, 8192, 16_384, 2**31 - 1],
+        "beta": [0.0, 0.1, 0.5, 4],
+        "offset": [0, 1],
+        "dtype": ["int8", "int32", "uint16", "uint32"],
+        "mode": [mode for mode in draws.MODES if mode not in ("shard_map", "exported")],
+    },
+    default=24,
+    quick=12,
+)
 
 
-@pytest.mark.parametrize("number", draws.numbered(24, 12))
+@pytest.mark.parametrize("number", SCALES.numbers())
 def test_scales_of_queries(number):
     """At both sides of each step, and at the ends of the dtype."""
-    chosen = draws.choices(number, SCALES)
+    chosen = SCALES.choices(number)
     run(
         number,
         chosen.mode,

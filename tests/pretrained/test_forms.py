@@ -5,6 +5,7 @@ import json
 import tempfile
 from pathlib import Path
 
+import draw_coverage
 import draws
 import jax
 import jax.numpy as jnp
@@ -42,17 +43,21 @@ def ways(chosen):
     return ["file", "both", *["settings"] * is_read, *["text_config", "a part"] * (not is_scaled)]
 
 
-SPACE = {
-    "name": MODELS,
-    "prefix": ["", "model.", "language_model.", "base_model.model.", "module.text."],
-    "form": ["file", "shards", "one of two names"],
-    "dtype": ["float32", "bfloat16", "float16"],
-    "said": ways,
-    "adapter": [None, None, None, "a layer", "the table", "the head", "beside"],
-    # The table's axes, over a mesh of 2 by 2.
-    "split": ["None", "None", "P(None, 'x')", "P('y', 'x')"],
-    "is_saved_again": [False, True],
-}
+SPACE = draws.Space(
+    {
+        "name": MODELS,
+        "prefix": ["", "model.", "language_model.", "base_model.model.", "module.text."],
+        "form": ["file", "shards", "one of two names"],
+        "dtype": ["float32", "bfloat16", "float16"],
+        "said": ways,
+        "adapter": [None, None, None, "a layer", "the table", "the head", "beside"],
+        # The table's axes, over a mesh of 2 by 2.
+        "split": ["None", "None", "P(None, 'x')", "P('y', 'x')"],
+        "is_saved_again": [False, True],
+    },
+    default=90,
+    quick=60,
+)
 PART = "thinker."
 PROGRAM = """\
 from test_forms import *
@@ -151,11 +156,11 @@ def expected_of(chosen):
     return found._replace(config=config, params=params, names=names)
 
 
-@pytest.mark.parametrize("number", draws.numbers(60))
+@pytest.mark.parametrize("number", SPACE.numbers())
 def test_a_model_is_the_same_in_any_form(number):
     """An adapter of the input or output layer is refused, one beside it is said, others are left
     out."""
-    chosen = draws.choices(number, SPACE)
+    chosen = SPACE.choices(number)
     program = PROGRAM.format(**vars(chosen))
     with draws.repeated_by(number, program):
         if chosen.adapter in ("the table", "the head"):
@@ -172,6 +177,10 @@ def test_a_model_is_the_same_in_any_form(number):
         if chosen.split != "None":
             table = found.params[f"{ROOT}token_embedding"]["embeddings"]
             assert [table.sharding] == [*drawn.shardings.values()]
+
+
+def test_default_run_meets_every_model_and_form():
+    assert draw_coverage.missed_values(SPACE, known=200) == []
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "llama, older"])

@@ -54,24 +54,29 @@ def dtypes(of):
     return ("float32", "bfloat16")[: 1 if is_wide else 2]
 
 
-SPACE = {
-    "kind": ("explicit", "explicit", "explicit", "automatic", "mixed"),
-    "where": ("none", "none", "none", "none", "inside")[: 5 if HAS_NESTED_MAPS else 1],
-    "capacity": lambda of: (
-        (None, 1.0, 2.5) if (of["kind"], of["where"]) == ("explicit", "none") else (None,)
-    ),
-    "layout": layouts,
-    "optimizer": OPTIMIZERS,
-    "form": ("one", "added", "together", "bounded", "scanned"),
-    "out_of_range": ("zero", "clip"),
-    "pad_id": (3, None, -1),
-    "spread": (False, True),
-    "dtype": dtypes,
-}
+SPACE = draws.Space(
+    {
+        "kind": ("explicit", "explicit", "explicit", "automatic", "mixed"),
+        "where": ("none", "none", "none", "none", "inside")[: 5 if HAS_NESTED_MAPS else 1],
+        "capacity": lambda of: (
+            (None, 1.0, 2.5) if (of["kind"], of["where"]) == ("explicit", "none") else (None,)
+        ),
+        "layout": layouts,
+        "optimizer": OPTIMIZERS,
+        "form": ("one", "added", "together", "bounded", "scanned"),
+        "out_of_range": ("zero", "clip"),
+        "pad_id": (3, None, -1),
+        "spread": (False, True),
+        "dtype": dtypes,
+    },
+    default=16,
+    quick=2,
+)
 
 
 def program_of(number):
-    of = draws.choices(number, SPACE)
+    """Returns the program of a draw. On fewer than eight devices, the axes of the mesh have one."""
+    of = SPACE.choices(number)
     options = f"pad_id={of.pad_id}, out_of_range={of.out_of_range!r}, spread={of.spread}"
     on = f"kind={of.kind!r}, table={of.layout[0]}, ids={of.layout[1]}, where={of.where!r}"
     tolerance = 2.0**-13 if of.dtype == "float32" else 0.03
@@ -87,10 +92,18 @@ near(found[1], wanted[1], rtol={tolerance}, atol={16 * tolerance})
 """
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=[pytest.mark.slow] * (n > 1)) for n in draws.numbers(16)]
-)
-def test_a_step_by_rows_is_the_lazy_one_of_one_device(number):
+@pytest.mark.parametrize("number", SPACE.numbers())
+def test_row_wise_step_equals_lazy_dense_step(number):
+    run(number)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", SPACE.numbers())
+def test_row_wise_step_on_gpu_equals_lazy_dense_step(number):
+    run(number)
+
+
+def run(number):
     program = program_of(number)
     with draws.repeated_by(number, program):
         draws.run(number, program)

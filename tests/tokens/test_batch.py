@@ -116,20 +116,24 @@ def test_positions_that_do_not_rise_by_one_are_found(positions, place):
 
 # --- draws
 
-SPACE = {
-    "kind": ["padded", "ended"],
-    "tokens": [
-        batches.MAKE["padded"],
-        "T.from_segment_ids(T.from_ids(x[0], pad_id=0).positions)",
-        "T.from_positions(T.from_ids(x[0], pad_id=0).positions)",
-        "T.from_ids(np.roll(x[0], 1, 1), pad_id=0)",
-        "T.from_ids(x[0][:, ::-1], pad_id=0)",
-        "T.from_ids(x[0][::-1], pad_id=0)",
-        "T.from_ids(x[0], pad_id=1)",
-        "T.from_ids(x[0], pad_id=0).take([*range(12)][::-1])",
-        "T.from_lengths((x[0] != 0).sum(1), 12)",
-    ],
-}
+SPACE = draws.Space(
+    {
+        "kind": ["padded", "ended"],
+        "tokens": [
+            batches.MAKE["padded"],
+            "T.from_segment_ids(T.from_ids(x[0], pad_id=0).positions)",
+            "T.from_positions(T.from_ids(x[0], pad_id=0).positions)",
+            "T.from_ids(np.roll(x[0], 1, 1), pad_id=0)",
+            "T.from_ids(x[0][:, ::-1], pad_id=0)",
+            "T.from_ids(x[0][::-1], pad_id=0)",
+            "T.from_ids(x[0], pad_id=1)",
+            "T.from_ids(x[0], pad_id=0).take([*range(12)][::-1])",
+            "T.from_lengths((x[0] != 0).sum(1), 12)",
+        ],
+    },
+    default=40,
+    quick=40,
+)
 PROGRAM = """\
 import batches, numpy as np, transformer_embed as te
 T, x = te.TokenPositions, batches.arrays({kind!r}, {seed})
@@ -139,9 +143,9 @@ fits = np.array_equal(x[0] != 0, tokens.padding_mask)
 """
 
 
-@pytest.mark.parametrize("number", draws.numbers(40))
+@pytest.mark.parametrize("number", SPACE.numbers())
 def test_a_batch_passes_if_padding_and_its_id_agree(number):
-    chosen = draws.choices(number, SPACE)
+    chosen = SPACE.choices(number)
     program = PROGRAM.format(**vars(chosen), seed=number)
     with draws.repeated_by(number, program):
         ran = draws.run(number, program)

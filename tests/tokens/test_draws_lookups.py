@@ -28,20 +28,26 @@ def dtypes_of_ids(chosen):
     return (*NARROW, "int64", "uint64") if chosen["mode"] in ("eager", "x64") else NARROW
 
 
-SPACE = {
-    "mode": (*MODES, *loss_draws.SPLITS, "debug_nans"),
-    "tokens": shapes,
-    "vocab": lambda chosen: (8,) if is_split(chosen) else (1, 5, 8, 300),
-    "width": lambda chosen: (4,) if is_split(chosen) else (1, 3),
-    "dtype": lambda chosen: (
-        ("float64",) if chosen["mode"] == "x64" else ("float32", "float32", "bfloat16", "float16")
-    ),
-    "of_ids": dtypes_of_ids,
-    "ids": ("inside", "repeated", "outside", "anything"),
-    "pad_id": lambda chosen: (None, 0, 2, chosen["vocab"], -1, 2**31 - 2),
-    "out_of_range": ("nan", "clip", "zero"),
-    "lookup_style": ("gather", "gather", "one_hot"),
-}
+SPACE = draws.Space(
+    {
+        "mode": (*MODES, *loss_draws.SPLITS, "debug_nans"),
+        "tokens": shapes,
+        "vocab": lambda chosen: (8,) if is_split(chosen) else (1, 5, 8, 300),
+        "width": lambda chosen: (4,) if is_split(chosen) else (1, 3),
+        "dtype": lambda chosen: (
+            ("float64",)
+            if chosen["mode"] == "x64"
+            else ("float32", "float32", "bfloat16", "float16")
+        ),
+        "of_ids": dtypes_of_ids,
+        "ids": ("inside", "repeated", "outside", "anything"),
+        "pad_id": lambda chosen: (None, 0, 2, chosen["vocab"], -1, 2**31 - 2),
+        "out_of_range": ("nan", "clip", "zero"),
+        "lookup_style": ("gather", "gather", "one_hot"),
+    },
+    default=40,
+    quick=12,
+)
 
 
 def ids_of(chosen):
@@ -71,9 +77,21 @@ def program_of(number, chosen):
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("number", draws.numbered(40, 12))
-def test_a_draw_of_a_lookup_is_that_of_a_loop(number):
-    chosen = draws.choices(number, SPACE)
+ON_GPU = SPACE.on_gpu()
+
+
+@pytest.mark.parametrize("number", SPACE.numbers())
+def test_lookup_equals_loop_over_ids(number):
+    run(number, SPACE.choices(number))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", ON_GPU.numbers())
+def test_lookup_on_gpu_equals_loop_over_ids(number):
+    run(number, ON_GPU.choices(number))
+
+
+def run(number, chosen):
     program = program_of(number, chosen)
     with draws.repeated_by(number, program):
         ran = draws.run(number, program)

@@ -55,35 +55,41 @@ def orders(chosen):
     return (1, 2) if is_wide and has_second and chosen["function"] != "logits" else (1,)
 
 
-SPACE = {
-    "function": FUNCTIONS,
-    "mode": (*MODES * 2, *loss_draws.SPLITS, "debug_nans"),
-    "dtypes": dtypes,
-    "tokens": shapes,
-    "vocab": lambda chosen: (8, 40) if chosen["mode"] in loss_draws.SPLITS else (5, 8, 13, 40),
-    "candidates": lambda chosen: (1, 3) if chosen["function"] in ("candidates", "kept") else (0,),
-    "shift": shifts,
-    "segments": with_shift(None, None, "row", "tokens"),
-    "mask": only(LOSSES, None, None, *["tokens"] * 3, "row", "column", "none counted"),
-    "weights": only(REDUCED, None, "tokens", "column", "row"),
-    "temperature": only(TEMPERED, *FORMS),
-    "label_smoothing": only(("cross_entropy",), *FORMS),
-    "z_loss": only(("cross_entropy",), *FORMS),
-    "with_metrics": only(("cross_entropy",), False, True),
-    "with_entropy": only(("log_probs", "candidates"), False, True),
-    "reduction": only(REDUCED, "mean", "sum", "none"),
-    "beta": only(("js",), None, 0.1),
-    "bias": lambda chosen: (None, "plain", "bans", "bans of one")[: 4 - strict_nans(chosen)],
-    "vocab_axis": (0, 1),
-    "softcap": (None, None, 2.0),
-    "scale": (1.0, 1.0, 0.5, 3.0),
-    "size": (1.0, 1.0, 30.0, 1e4),
-    "pad_id": lambda chosen: (None, 0, 2, chosen["vocab"], -100),
-    "chunk_size": only(LOSSES, None, 1, 2, 3, 5, 1000),
-    "ties": (False, False, True),
-    "order": orders,
-    "hostile": lambda chosen: (False, True, True)[: 3 - 2 * strict_nans(chosen)],
-}
+SPACE = draws.Space(
+    {
+        "function": draws.InOrder(FUNCTIONS),
+        "mode": (*MODES * 2, *loss_draws.SPLITS, "debug_nans"),
+        "dtypes": dtypes,
+        "tokens": shapes,
+        "vocab": lambda chosen: (8, 40) if chosen["mode"] in loss_draws.SPLITS else (5, 8, 13, 40),
+        "candidates": lambda chosen: (
+            (1, 3) if chosen["function"] in ("candidates", "kept") else (0,)
+        ),
+        "shift": shifts,
+        "segments": with_shift(None, None, "row", "tokens"),
+        "mask": only(LOSSES, None, None, *["tokens"] * 3, "row", "column", "none counted"),
+        "weights": only(REDUCED, None, "tokens", "column", "row"),
+        "temperature": only(TEMPERED, *FORMS),
+        "label_smoothing": only(("cross_entropy",), *FORMS),
+        "z_loss": only(("cross_entropy",), *FORMS),
+        "with_metrics": only(("cross_entropy",), False, True),
+        "with_entropy": only(("log_probs", "candidates"), False, True),
+        "reduction": only(REDUCED, "mean", "sum", "none"),
+        "beta": only(("js",), None, 0.1),
+        "bias": lambda chosen: (None, "plain", "bans", "bans of one")[: 4 - strict_nans(chosen)],
+        "vocab_axis": (0, 1),
+        "softcap": (None, None, 2.0),
+        "scale": (1.0, 1.0, 0.5, 3.0),
+        "size": (1.0, 1.0, 30.0, 1e4),
+        "pad_id": lambda chosen: (None, 0, 2, chosen["vocab"], -100),
+        "chunk_size": only(LOSSES, None, 1, 2, 3, 5, 1000),
+        "ties": (False, False, True),
+        "order": orders,
+        "hostile": lambda chosen: (False, True, True)[: 3 - 2 * strict_nans(chosen)],
+    },
+    default=40,
+    quick=10,
+)
 NUMBERS = {"temperature": 0.7, "label_smoothing": 0.2, "z_loss": 0.1}
 
 
@@ -228,10 +234,21 @@ def check(number, chosen, batch, values, gradients):
         np.testing.assert_allclose(products.sum(), want, rtol=0, atol=error, err_msg=message)
 
 
-@pytest.mark.parametrize("number", draws.numbered(40, 10))
-def test_a_draw_of_a_loss_is_that_of_a_loop(number):
-    # Each function is among the first draws.
-    chosen = draws.choices(number, SPACE | {"function": [FUNCTIONS[number % len(FUNCTIONS)]]})
+ON_GPU = SPACE.on_gpu()
+
+
+@pytest.mark.parametrize("number", SPACE.numbers())
+def test_loss_equals_loop_over_tokens(number):
+    run(number, SPACE.choices(number))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", ON_GPU.numbers())
+def test_loss_on_gpu_equals_loop_over_tokens(number):
+    run(number, ON_GPU.choices(number))
+
+
+def run(number, chosen):
     program = program_of(number, chosen)
     with draws.repeated_by(number, program):
         ran = draws.run(number, program)

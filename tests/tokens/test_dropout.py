@@ -17,20 +17,26 @@ import transformer_embed as te
 module = importlib.import_module("transformer_embed._src.tokens.dropout")
 
 WRAPPED = "jax.random.wrap_key_data(data, impl='{}')"
-SPACE = {
-    "shape": [(), (7,), (0, 3), (2, 3, 4), (1, 129), (4, 32, 128)],
-    "broadcast_dims": lambda chosen: [
-        (),
-        *[dims for dims in [(0,), (-1,), (1, 2)] if max(dims) < len(chosen["shape"]) > 0],
-    ],
-    "rate": [1e-9, 0.1, 1 / 3, 0.9, 1 - 2**-25],
-    "dtype": ["float32", "bfloat16", "float16"],
-    "impl": ["threefry2x32", "rbg"],
-    "key": lambda chosen: [WRAPPED.format(chosen["impl"]), "data"][: 1 + (chosen["impl"] != "rbg")],
-    "partitionable": [True, False],
-    # Eager, Haiku's product and quotient are two roundings; it needs promotion of bools.
-    "mode": [mode for mode in draws.MODES if mode not in ("eager", "strict")],
-}
+SPACE = draws.Space(
+    {
+        "shape": [(), (7,), (0, 3), (2, 3, 4), (1, 129), (4, 32, 128)],
+        "broadcast_dims": lambda chosen: [
+            (),
+            *[dims for dims in [(0,), (-1,), (1, 2)] if max(dims) < len(chosen["shape"]) > 0],
+        ],
+        "rate": [1e-9, 0.1, 1 / 3, 0.9, 1 - 2**-25],
+        "dtype": ["float32", "bfloat16", "float16"],
+        "impl": ["threefry2x32", "rbg"],
+        "key": lambda chosen: [WRAPPED.format(chosen["impl"]), "data"][
+            : 1 + (chosen["impl"] != "rbg")
+        ],
+        "partitionable": [True, False],
+        # Eager, Haiku's product and quotient are two roundings; it needs promotion of bools.
+        "mode": [mode for mode in draws.MODES if mode not in ("eager", "strict")],
+    },
+    default=24,
+    quick=10,
+)
 PROGRAM = """\
 import draws, drawn, haiku as hk, jax, transformer_embed as te
 def run(dropout, data, x):
@@ -43,9 +49,21 @@ with jax.threefry_partitionable({partitionable}):
     found = draws.call({mode!r}, f, batches)"""
 
 
-@pytest.mark.parametrize("number", draws.numbered(24, 10))
-def test_dropout_and_its_gradient_are_those_of_haiku_bit_for_bit(number):
-    chosen = draws.choices(number, SPACE)
+ON_GPU = SPACE.on_gpu(modes=[mode for mode in draws.ONE_DEVICE if mode != "eager"])
+
+
+@pytest.mark.parametrize("number", SPACE.numbers())
+def test_dropout_and_its_gradient_equal_haikus_to_the_bit(number):
+    run(number, SPACE.choices(number))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", ON_GPU.numbers())
+def test_dropout_and_its_gradient_on_gpu_equal_haikus_to_the_bit(number):
+    run(number, ON_GPU.choices(number))
+
+
+def run(number, chosen):
     program = PROGRAM.format(**vars(chosen), seeds=[2 * number, 2 * number + 1])
     with draws.repeated_by(number, program):
         for ours, theirs in draws.run(number, program).found:

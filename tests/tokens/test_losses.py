@@ -163,7 +163,7 @@ def test_a_z_loss_whose_slope_is_zero_has_its_gradient():
 
 @pytest.mark.slow
 @every_kind
-def test_at_equality_it_is_0_and_its_hessian_is_that_of_a_divergence(kind):
+def test_divergence_at_equality_is_0_and_has_the_hessian_of_its_kind(kind):
     with jax.enable_x64():
         logits = np.float64([0.5, -1.0, 0.2])
         loss = lambda z: te.linear_divergence(z, np.eye(3), logits, np.eye(3), **kind)
@@ -173,6 +173,22 @@ def test_at_equality_it_is_0_and_its_hessian_is_that_of_a_divergence(kind):
         size = beta * (1 - beta) if kind["kind"] == "js" else 1
         got = jax.jit(jax.hessian(loss))(logits)
         near(got, size * (np.diag(p) - np.outer(p, p)), atol=1e-12)
+
+
+@pytest.mark.slow
+@every_kind
+def test_hessian_of_divergence_holds_where_both_probabilities_are_tiny(kind):
+    """1e-26: the square of such a probability underflows to 0."""
+    logits = np.float32([[2, 0, -60, -63], [1, 0, -61, -60]])
+
+    def hessian(logits):
+        table = jnp.eye(4, dtype=logits.dtype)
+        loss = lambda both: te.linear_divergence(both[0], table, both[1], table, **kind)
+        return jax.jit(jax.jacrev(jax.jacrev(loss)))(logits)
+
+    with jax.enable_x64():
+        want = hessian(np.float64(logits))
+    near(hessian(logits), want, atol=1e-5)
 
 
 @every_kind

@@ -295,7 +295,11 @@ def _mixture(
     change = jnp.where(
         is_student_larger, beta * (teacher - student), (1 - beta) * (student - teacher)
     )
-    log_over_larger = jnp.log1p(change / jnp.where(larger == 0, 1, larger))
+    # The derivative of the quotient divides by the square of the divisor, which would underflow to
+    # 0 for a smaller probability. With a divisor of 1, the ratio of such an id is wrong by a factor
+    # of 1 / min(beta, 1 - beta) at most, and its terms of the sum are below 1e-18.
+    is_negligible = larger < jnp.finfo(larger.dtype).tiny ** 0.5
+    log_over_larger = jnp.log1p(change / jnp.where(is_negligible, 1, larger))
     log_over_student = jnp.where(is_student_larger, log_over_larger, log_over_larger - log_ratio)
     log_over_teacher = jnp.where(is_student_larger, log_over_larger + log_ratio, log_over_larger)
     return Mixture(
