@@ -96,6 +96,18 @@ def index_along(axes: Axes) -> Array | int:
     return jax.lax.axis_index(axes) if axes else 0
 
 
+def first_index(axes: Axes, size: int) -> Array | int:
+    """Returns, inside shard_map, where this device's block of an array starts.
+
+    Subtract it from an index into the whole array, and you have the index into the block.
+
+    Args:
+        axes: The mesh axes that the dimension is split over.
+        size: The size of the block in this dimension.
+    """
+    return index_along(axes) * size
+
+
 def varying_axes(array: Any) -> frozenset[str]:
     """Returns, inside shard_map, the mesh axes along which an array differs, as its type says."""
     array_type: Any = jax.typeof(array)

@@ -17,7 +17,7 @@ from transformer_embed._src.compiled import compiled
 from transformer_embed._src.partitioning import (
     Axes,
     all_gather,
-    index_along,
+    first_index,
     on_each_device,
     on_every_device,
     typed_axes,
@@ -88,7 +88,7 @@ def _on_shards(
 
     def update_shard(shared, gradient, arrays):
         # Row indices of other shards are before this shard or past its end.
-        first = index_along(row_axes) * len(arrays[0])
+        first = first_index(row_axes, len(arrays[0]))
         return _update_in_blocks(step_on_whole_rows, table, shared, gradient, arrays, first)
 
     in_specs = PartitionSpec(), owners, specs
@@ -112,7 +112,7 @@ def _checked_spec(table: Array, state: Array) -> PartitionSpec:
 def _own_columns(rows: Float[Array, "k d"], own: Float[Array, "k c"], column_axes: Axes) -> Array:
     """Returns the columns of whole rows that this device holds."""
     width = own.shape[1]
-    first = index_along(column_axes) * width
+    first = first_index(column_axes, width)
     return jax.lax.dynamic_slice_in_dim(rows, first, width, axis=1)
 
 

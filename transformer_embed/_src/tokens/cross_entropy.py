@@ -297,7 +297,8 @@ def _predicted(split: OutputSplit, chunk: ChunkLogits) -> Int32[Array, "t 1"]:
 
 def _row_shares(split: OutputSplit, chunk: ChunkLogits) -> Float[Array, "1 r"]:
     """Returns the share of each row in the mean over all rows that may be predicted."""
-    is_possible = chunk.is_inside & jnp.logical_not(chunk.is_banned)
-    is_possible = jnp.broadcast_to(is_possible, chunk.ids.shape)
+    is_possible = jnp.broadcast_to(chunk.is_inside, chunk.ids.shape)
+    if chunk.is_banned is not None:
+        is_possible &= ~chunk.is_banned
     count = jax.lax.psum(is_possible.sum(), split.vocabulary).astype(chunk.logits.dtype)
     return jnp.where(is_possible, 1 / jnp.maximum(count, 1), 0)

@@ -166,7 +166,7 @@ class LogProbs(Loss):
         (chunk,) = logits
         exponentials = jnp.exp(chunk.shifted)
         columns = columns_of_ids(chunk, labels)
-        sums = token_sums(split, chunk, columns, share=None)
+        sums = token_sums(split, chunk, columns, row_shares=None)
         total = sums.total
         if self.of_candidates:
             # The candidates of a token share this array, so the columns are subtracted apart.

@@ -5,6 +5,8 @@ Shapes are written with these letters:
     t  tokens of a chunk
     r  table rows on this device
     c  labels of a token: 1, or the number of candidates
+
+A vocabulary id is banned if the bias of the table row is -inf: the id is never predicted.
 """
 
 import functools
@@ -16,9 +18,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32
 
-from transformer_embed._src import arguments
+from transformer_embed._src import conversions
 from transformer_embed._src.compiled import change_column
-from transformer_embed._src.partitioning import devices_along, index_along, varying_axes
+from transformer_embed._src.partitioning import devices_along, first_index, varying_axes
 from transformer_embed._src.tokens.output_split import LayerArrays, OutputSplit
 
 # The checkpoint of a chunk keeps the arrays that have this name.
@@ -49,7 +51,7 @@ def row_logits(layer: LayerArrays) -> RowLogits:
     x = layer.x
     table = layer.table
     bias = layer.bias
-    dtype = arguments.compute_dtype(x.dtype, table.dtype)
+    dtype = conversions.compute_dtype(x.dtype, table.dtype)
     # If both have one narrow dtype, they are multiplied as they are, so that no wide copy of the
     # table exists.
     if x.dtype != table.dtype:
@@ -64,7 +66,7 @@ def row_logits(layer: LayerArrays) -> RowLogits:
         bias = jnp.expand_dims(bias.astype(dtype), token_axes)
     unscaled, factor = _biased_and_capped(split, products, bias)
     row_count = table.shape[split.vocab_axis]
-    first_id = index_along(split.vocabulary) * row_count
+    first_id = first_index(split.vocabulary, row_count)
     ids = first_id + jnp.arange(row_count, dtype=jnp.int32)
     ids = jnp.expand_dims(ids, token_axes)
     has_padding_rows = devices_along(split.mesh, split.vocabulary) * row_count > split.vocab_size
@@ -88,7 +90,7 @@ def _biased_and_capped(
         return products, split.scale
     capped = jnp.tanh(split.scale * products / split.softcap)
     if bias is not None:
-        # A bias of -inf bans a row. The cap would make the logit finite, and so lift the ban.
+        # The cap would make the logit of a banned id finite, so the id could be predicted.
         capped = jnp.where(bias == -jnp.inf, bias, capped)
     return capped, split.softcap
 
@@ -100,14 +102,14 @@ class ChunkLogits(NamedTuple):
         factor: What the logits are to be multiplied by. A number, or [t, 1].
         logits: The logits without the factor. They are low at rows that are not predicted.
         top: The largest of each token's `logits` on all devices, [t, 1].
-        shifted: `factor * (logits - top)`, which is -inf at bans.
+        shifted: `factor * (logits - top)`, which is -inf at banned ids.
         total: The sum of the exponentials of `shifted` on this device, [t, 1].
         slope: The derivative of the logits with respect to the products of x and the rows, but for
             `slope_factor`. A number, or [t, r].
         slope_factor: What the slope is to be multiplied by. A number, or [t, 1].
         ids, is_inside: As in `RowLogits`.
-        is_banned: Whether the bias of each row is -inf, in the shape of `ids`. A plain False says
-            that no row has a bias.
+        is_banned: Whether the bias of each row is -inf, in the shape of `ids`. None, if the layer
+            has no bias.
     """
 
     factor: float | Array
@@ -119,7 +121,7 @@ class ChunkLogits(NamedTuple):
     slope_factor: float | Array
     ids: Array
     is_inside: Array | bool
-    is_banned: Array | bool
+    is_banned: Array | None
 
     @property
     def first_id(self) -> Int32[Array, ""]:
@@ -147,14 +149,14 @@ def chunk_logits(layer: LayerArrays, temperature: Any) -> ChunkLogits:
     # The checkpoint of a chunk keeps these two arrays. So the backward pass, which computes the
     # logits again, reads the logits only once.
     top, total = _top_and_total(split, factor, logits)
-    is_banned = False
+    is_banned = None
     if layer.bias is not None:
         is_banned = layer.bias[None] == -jnp.inf
         top, total = _finite_if_all_banned(split, top, total)
     top, total = checkpoint_name((top, total), KEPT_NAME)
     slope = 1.0
     if split.softcap is not None:
-        # The derivative of tanh. At a ban, where `unscaled` is -inf, the derivative is 0.
+        # The derivative of tanh. At a banned id, where `unscaled` is -inf, the derivative is 0.
         slope = 1 - jnp.square(jnp.maximum(rows.unscaled, -1))
     # Differences of logits have a rounding error that does not grow with the logits. The factor
     # comes last: XLA may round `factor * logits - top` only once, and then the difference is not 0
@@ -247,7 +249,7 @@ def in_one_pass(
         ratio = jnp.exp(factor * (lower_top - higher_top))
         return higher_top, total_of_higher + ratio * total_of_lower
 
-    # Bans become finite, because the difference of two infinities is NaN.
+    # The logits of banned ids become finite, because the difference of two infinities is NaN.
     logits = jnp.clip(logits, lowest, -lowest)
     # The total of a single logit is 1. The ones are computed from the logits, because jax
     # differentiates a reduction only if every operand has a derivative.
@@ -260,7 +262,7 @@ def in_one_pass(
 def times(factor: float | Array, logits: Float[Array, "t n"]) -> Float[Array, "t n"]:
     """Multiplies logits by a factor above 0.
 
-    At a ban, the derivative with respect to the factor is 0 and not infinite.
+    At a banned id, the derivative with respect to the factor is 0 and not infinite.
     """
     if not isinstance(factor, jax.Array):
         return factor * logits
@@ -318,7 +320,7 @@ def token_sums(
     split: OutputSplit,
     chunk: ChunkLogits,
     columns: Int32[Array, "t c"],
-    share: Array | None,
+    row_shares: Array | None,
 ) -> TokenSums:
     """Computes the sums of each token over all devices.
 
@@ -326,8 +328,8 @@ def token_sums(
         split: How the layer is split.
         chunk: The logits of the tokens.
         columns: The columns of the labels, as `columns_of_ids` returns them.
-        share: The share of each row in the mean that smooths the labels, [1, r]. None if labels are
-            not smoothed.
+        row_shares: The share of each row in the mean that smooths the labels, [1, r]. None if
+            labels are not smoothed.
     """
     label_from_shifted = functools.partial(values_in_columns, columns, chunk.shifted)
 
@@ -335,11 +337,11 @@ def token_sums(
         return times(chunk.factor, values_in_columns(columns, chunk.logits, chunk.top))
 
     mean_logit = None
-    if share is not None:
+    if row_shares is not None:
         finite = chunk.shifted
-        if chunk.is_banned is not False:
+        if chunk.is_banned is not None:
             finite = jnp.where(chunk.is_banned, 0, finite)
-        mean_logit = (finite * share).sum(-1, keepdims=True)
+        mean_logit = (finite * row_shares).sum(-1, keepdims=True)
         # The mean needs the shifted logits anyway, so the label's is read from them. If it were
         # read from `logits`, both arrays would be kept.
         label_logit = label_from_shifted()
