@@ -52,13 +52,6 @@ from transformer_embed._src.arguments.values import (
     set_fields,
     size,
 )
-from transformer_embed._src.conversions import (
-    compute_dtype,
-    is_traced,
-    on_device,
-    unwrapped,
-    widened,
-)
 
 __all__ = [
     "as_array",
@@ -74,7 +67,6 @@ __all__ = [
     "check_same",
     "check_shape",
     "choice",
-    "compute_dtype",
     "convert_fields",
     "describe",
     "entries",
@@ -84,12 +76,10 @@ __all__ = [
     "int32",
     "integer",
     "is_int32",
-    "is_traced",
     "length",
     "native",
     "native_leaves",
     "not_negative",
-    "on_device",
     "on_host",
     "part",
     "paths_of",
@@ -101,8 +91,6 @@ __all__ = [
     "shown",
     "size",
     "type_error",
-    "unwrapped",
     "value_error",
     "wanted",
-    "widened",
 ]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32, Integer
 
-from transformer_embed._src import arguments
+from transformer_embed._src import arguments, conversions
 from transformer_embed._src.attention.attention_mask import AttentionMask
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.sequences.token_order import ORDERS, check_order
@@ -82,7 +82,7 @@ class RowRule:
         """Returns whether the host has the values of all tokens, so that it can check them."""
         # The values of traced tokens are unknown, and other processes may have some of the values.
         return not any(
-            arguments.is_traced(array) or not getattr(array, "is_fully_addressable", True)
+            conversions.is_traced(array) or not getattr(array, "is_fully_addressable", True)
             for array in jax.tree.leaves(self.mask)
         )
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
-from transformer_embed._src import arguments
+from transformer_embed._src import arguments, conversions
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.compiled import compiled
 
@@ -47,7 +47,7 @@ def query_scale(
     beta = arguments.not_negative("beta", beta)
     length = arguments.size("length", length)
     offset = arguments.integer("offset", offset, at_least=0, at_most=1)
-    positions = arguments.on_device(arguments.as_integers("positions", positions))
+    positions = conversions.on_device(arguments.as_integers("positions", positions))
     return _scale(positions, beta, length, offset)
 
 

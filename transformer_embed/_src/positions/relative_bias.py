@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, Integer, UInt
 
-from transformer_embed._src import arguments
+from transformer_embed._src import arguments, conversions
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.sequences.token_arrays import comparable_arrays
@@ -210,7 +210,7 @@ def _alibi(
     causal: bool,
     dtype: jnp.dtype,
 ) -> Float[Array, "*b h t s"]:
-    wide = arguments.compute_dtype(dtype)
+    wide = conversions.compute_dtype(dtype)
     factors = np.array(slopes, wide).reshape(*[1] * (queries.ndim - 1), -1, 1, 1)
     after, distance = _after_and_distance(queries, keys)
     far = distance.astype(wide)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from transformer_embed._src import arguments
+from transformer_embed._src import arguments, conversions
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.compiled import compiled, computed_once
 from transformer_embed._src.positions import phase
@@ -163,7 +163,7 @@ def permute_rotary_weights(
         The conversion of Llama's published checkpoints (interleaved) for the transformers library
         (half).
     """
-    array = arguments.on_device(arguments.as_array("weights", weights))
+    array = conversions.on_device(arguments.as_array("weights", weights))
     num_heads = arguments.size("num_heads", num_heads)
     fits = array.ndim > 0 and array.shape[-1] % num_heads == 0
     arguments.check_shape("weights", array.shape, fits, f"[..., {num_heads} heads * head_dim]")
@@ -205,7 +205,7 @@ def _rotated(x, positions, layout, units, attention_factor, pair_axes) -> Float[
     waves = computed_once(np.float32(attention_factor) * jnp.stack(waves))
     # A TPU splits and joins 16-bit arrays directly; widening to float32 first would take extra
     # passes over memory.
-    wide = arguments.compute_dtype(x.dtype)
+    wide = conversions.compute_dtype(x.dtype)
     cos, sin = waves[0].astype(wide), waves[1].astype(wide)
     first, second = _split_pairs(x[..., :paired], layout)
     first, second = first.astype(wide), second.astype(wide)

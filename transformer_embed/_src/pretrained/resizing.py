@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
-from transformer_embed._src import arguments
+from transformer_embed._src import arguments, conversions
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.parameters import find_parameters
 from transformer_embed._src.partitioning import gathered, on_every_device
@@ -188,7 +188,7 @@ def _sampled(rows: Any, count: int, rng: Array | None, salt: int) -> Any:
     if rng is None:
         raise arguments.value_error("rng", f"a key, to draw {count} new rows", "None")
     # NumPy sums 16-bit rows in 16 bits: the mean of 4096 ones of bfloat16 is 0.0625.
-    wide = arguments.widened(rows)
+    wide = conversions.widened(rows)
     # Without the salt, all tables would get rows of the same random numbers.
     key = jax.random.fold_in(arguments.as_key(rng), salt)
     normal = jax.random.normal(key, (count, *rows.shape[1:]), wide.dtype)
@@ -266,7 +266,7 @@ def _interpolated(table: Array, layout: GridLayout, method: str) -> Array:
     table = on_every_device(table)
     width = table.shape[1]
     # jax.image.resize rounds its weights to the dtype of what it resizes.
-    grid = arguments.widened(table[layout.first :]).reshape(*layout.shape, width)
+    grid = conversions.widened(table[layout.first :]).reshape(*layout.shape, width)
     resized = jax.image.resize(grid, (*layout.new_shape, width), method).reshape(-1, width)
     return jnp.concatenate([table[: layout.first], resized.astype(table.dtype)])
 

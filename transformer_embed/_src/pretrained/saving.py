@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from transformer_embed._src import arguments
+from transformer_embed._src import arguments, conversions
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.parameters import find_parameters
 from transformer_embed._src.partitioning import gathered
@@ -209,7 +209,7 @@ def _arrays_by_tensor(leaves: Mapping[str, Any], names: Mapping[str, Any]) -> di
         raise arguments.value_error("names", want, [*names.values()])
     arrays = {}
     for path, place in places.items():
-        array = gathered(path, arguments.unwrapped(leaves[path]))
+        array = gathered(path, conversions.unwrapped(leaves[path]))
         if place.is_transposed:
             array = array.T
         if place.name.endswith(LOGITS_BIAS):

@@ -11,7 +11,7 @@ import numpy as np
 from jax import export
 from jaxtyping import Array, Bool, Int32
 
-from transformer_embed._src import arguments
+from transformer_embed._src import arguments, conversions
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.partitioning import split_like, with_whole_rows
@@ -133,7 +133,7 @@ def _as_arrays(name: str, tree: Any, *, add_batch: bool = False) -> Any:
             # These have a batch axis in any case.
             return TokenPositions(**arrays_of(part))
         array = arguments.as_array(name + jax.tree_util.keystr(path), part)
-        array = arguments.on_device(array)
+        array = conversions.on_device(array)
         return array[None] if add_batch else array
 
     return jax.tree_util.tree_map_with_path(converted, tree, is_leaf=_is_tokens)

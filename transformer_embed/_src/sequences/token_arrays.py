@@ -10,7 +10,7 @@ from typing import Any
 from jax import export
 from jaxtyping import Array, Integer
 
-from transformer_embed._src import arguments
+from transformer_embed._src import arguments, conversions
 from transformer_embed._src.array_types import ArrayLike
 
 # Some loaders count documents from 0, and have -1 at padding. The range says that this is wrong.
@@ -59,7 +59,7 @@ def as_signed(name: str, integers: Any) -> Integer[Array, "..."]:
     """
     if integers.dtype.kind != "i":
         raise arguments.type_error(name, "a signed integer dtype", integers.dtype)
-    return arguments.on_device(integers)
+    return conversions.on_device(integers)
 
 
 def as_batch(name: str, array: Any) -> Any:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import export
 from jaxtyping import Array
 
-from transformer_embed._src import arguments
+from transformer_embed._src import conversions
 from transformer_embed._src.partitioning import varying, varying_axes
 from transformer_embed._src.tokens.loss_arithmetic import Loss
 from transformer_embed._src.tokens.output_split import LayerArrays, Layers
@@ -176,7 +176,7 @@ def scan_chunks(
 def _with_whole_rows(layer: LayerArrays) -> LayerArrays:
     """Gives a layer on a device whole rows, and converts rows and bias to the dtype of sums."""
     table = layer.split.to_rows(layer.table)
-    dtype = arguments.compute_dtype(layer.x.dtype, table.dtype)
+    dtype = conversions.compute_dtype(layer.x.dtype, table.dtype)
     sum_rows, bias = jax.tree.map(lambda array: array.astype(dtype), (table, layer.bias))
     return LayerArrays(x=layer.x, table=table, bias=bias, sum_rows=sum_rows, split=layer.split)
 

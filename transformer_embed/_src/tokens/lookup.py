@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from transformer_embed._src import arguments
+from transformer_embed._src import arguments, conversions
 from transformer_embed._src.array_types import ArrayLike, Ids, TableArray, Vectors
 from transformer_embed._src.compiled import compiled, nan_where
 from transformer_embed._src.partitioning import (
@@ -111,7 +111,7 @@ def as_table(name: str, table: ArrayLike | StandIn) -> Any:
     """Converts a table to a floating array [vocab_size, d]. A `StandIn` is returned as it is."""
     if not isinstance(table, StandIn):
         # A wrapper such as nnx.Param may hold a `StandIn`.
-        table = arguments.unwrapped(table)
+        table = conversions.unwrapped(table)
     if isinstance(table, StandIn):
         return table
     array = arguments.as_floats(name, table)
@@ -149,7 +149,7 @@ def _look_up(table: Any, ids: Ids, reading: Reading) -> Vectors:
         return _gather(table, ids, reading)
     else:
         # The product is computed at full precision, so that it returns the row itself.
-        wide = arguments.widened(table)
+        wide = conversions.widened(table)
         index = nearest_rows(ids, table.shape[0], reading.order)
         one_hot = jax.nn.one_hot(index, table.shape[0], dtype=wide.dtype)
         rows = jnp.matmul(one_hot, wide, precision=jax.lax.Precision.HIGHEST).astype(table.dtype)

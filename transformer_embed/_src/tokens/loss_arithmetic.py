@@ -24,7 +24,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int32
 
-from transformer_embed._src import arguments
+from transformer_embed._src import arguments, conversions
 from transformer_embed._src.tokens.output_split import LayerArrays, Layers, OutputSplit
 from transformer_embed._src.tokens.row_logits import ChunkLogits, chunk_logits, values_in_columns
 from transformer_embed._src.tokens.token_data import Settings, TokenData
@@ -176,7 +176,7 @@ def gradient_dtype(layer: LayerArrays) -> Any:
     """
     dtypes = layer.x.dtype, layer.table.dtype
     is_bfloat16 = all(dtype == jnp.bfloat16 for dtype in dtypes)
-    return jnp.dtype(jnp.bfloat16) if is_bfloat16 else arguments.compute_dtype(*dtypes)
+    return jnp.dtype(jnp.bfloat16) if is_bfloat16 else conversions.compute_dtype(*dtypes)
 
 
 def add_products(
