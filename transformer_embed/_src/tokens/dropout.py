@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, UInt32
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.compiled import compiled
-from transformer_embed._src.positions.phase import Word
 
 
 def dropout(
@@ -118,8 +117,10 @@ def _keep_mask(key, keep_rate, shape) -> Bool[Array, "..."]:
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
-def _threefry(key_0: Array, key_1: Array, counters: Word) -> tuple[Word, Word]:
-    """Computes the random words of counters whose upper word is 0."""
+def _threefry(
+    key_0: Array, key_1: Array, counters: UInt32[Array, "..."]
+) -> tuple[UInt32[Array, "..."], UInt32[Array, "..."]]:
+    """Computes the two random words of each counter, whose upper word is 0."""
     keys = (key_0, key_1, key_0 ^ key_1 ^ np.uint32(0x1BD11BDA))
     x_0 = key_0
     x_1 = counters + key_1
