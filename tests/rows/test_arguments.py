@@ -194,7 +194,7 @@ ON_MESH = {
     'by_rows(on(LARGE, None, "model"), IDS_ON)': "ValueError: table: ... to exchange rows, got an array split as",
     'by_rows(on(LARGE, BOTH), on(IDS, "data"))': "ValueError: ids: wanted split over the mesh axes of the table's rows, ('data', 'model'), to exch",
     "of_others(TABLE_ON, IDS_ON)": "ValueError: ids: wanted split over ('model', 'data'), as the ids of the step whose rows are ex",
-    "inside(TABLE_ON, IDS_ON)": "ValueError: capacity: wanted None inside of a shard_map over some of the mesh axes, got 1.0",
+    "inside(TABLE_ON, IDS_ON)": "ValueError: capacity: wanted None, because the call is inside of a shard_map over some of the mesh axes, got 1.0",
     "of_whole_state(TABLE_ON, IDS_ON)": "ValueError: state: wanted [304, 8] split as its table, ... (jax.device_put), got",
     "mean(TABLE_ON, IDS_ON)": "TypeError: grads: wanted rows that every device has, got those that devices exchanged",
     "load(TABLE_ON, IDS, batch_axes=['x'])": "ValueError: batch_axes: wanted a tuple of axes of the mesh",

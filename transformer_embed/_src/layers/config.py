@@ -72,7 +72,7 @@ def as_token_scale(name: str, value: Any) -> float | str:
 
 
 class Stddevs(NamedTuple):
-    """The standard deviations of the initial values of tables.
+    """Holds the standard deviations of the initial values of tables.
 
     Args:
         tokens: For the token table.
@@ -240,15 +240,26 @@ class EmbedderConfig:
         if self.init_stddev is not None:
             return Stddevs(tokens=self.init_stddev, added=self.init_stddev, output=self.init_stddev)
         output = self.output or OutputConfig(tied=False)
-        # From an x of unit variance, a table of this size makes logits of unit variance.
-        unit_logits = 1 / (output.scale * math.sqrt(self.table_width))
+        # If x has unit variance, a table of this size makes logits of unit variance.
+        unit_logit_stddev = 1 / (output.scale * math.sqrt(self.table_width))
+        # Training compared the halves in this function with other values; see "Initial values" on
+        # the page Performance. Token vectors, which are rows times the factor, start with 1/2.
         tokens = 0.5 / self.factor
         if output.tied:
-            tokens = min(tokens, unit_logits, self._largest_tied_stddev(output))
-        return Stddevs(tokens=tokens, added=self.factor * tokens / 2, output=unit_logits / 2)
+            # The table makes logits too, which start with at most unit variance.
+            tokens = min(tokens, unit_logit_stddev, self._largest_tied_stddev(output))
+        # Learned positions and token types are added to token vectors, and start half as large.
+        added = self.factor * tokens / 2
+        # The logits of a separate output table start with the standard deviation 1/2.
+        return Stddevs(tokens=tokens, added=added, output=unit_logit_stddev / 2)
 
     def _largest_tied_stddev(self, output: OutputConfig) -> float:
-        """Returns the bound below which a token does not predict itself in a tied model."""
+        """Returns the bound below which a token does not predict itself in a tied model.
+
+        The own logit of a token is the product of its vector with its own table row. In a tied
+        model both come from the same row, so this logit grows with the width, but other logits grow
+        only with the root of the width.
+        """
         own_factor = output.scale * self.table_width
         if self.layer_norm_eps is not None:
             # Behind a norm, a token's own logit is output.scale * width * tokens / sqrt(2), which

@@ -17,7 +17,7 @@ from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.positions.phase import as_positions
 from transformer_embed._src.positions.schemes import PositionScheme
 from transformer_embed._src.tokens.dropout import dropout
-from transformer_embed._src.tokens.lookup import Reading, as_table, look_up, lookup
+from transformer_embed._src.tokens.lookup import Reading, as_table, lookup, read_table
 from transformer_embed._src.tokens.output_layer import OutputLayer
 
 
@@ -69,7 +69,7 @@ def as_token_types(config: EmbedderConfig, token_types: ArrayLike | None) -> Any
 
 
 class TokenRows(NamedTuple):
-    """The scaled table rows of ids, in float32 or wider, and the dtype of their table."""
+    """Holds the scaled table rows of ids, in float32 or wider, and the dtype of the table."""
 
     scaled: Float[Array, "... d"]
     table_dtype: jnp.dtype
@@ -84,7 +84,7 @@ def token_rows(config: EmbedderConfig, leaves: Any, ids: Ids) -> TokenRows:
         lookup_style=config.lookup_style,
         order=config.row_order,
     )
-    rows = look_up(table, ids, reading)
+    rows = read_table(table, ids, reading)
     return TokenRows(scaled=conversions.widened(rows) * config.factor, table_dtype=table.dtype)
 
 
@@ -94,7 +94,7 @@ def type_rows(config: EmbedderConfig, leaves: Any, types: Ids) -> Float[Array, "
     reading = Reading(
         pad_id=None, out_of_range=config.out_of_range, lookup_style=config.lookup_style
     )
-    return look_up(table, types, reading)
+    return read_table(table, types, reading)
 
 
 def encode_positions(

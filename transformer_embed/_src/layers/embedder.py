@@ -129,21 +129,23 @@ class Embedder:
 # Without jit, each small program of random numbers would run on its own.
 @functools.partial(jax.jit, static_argnums=0)
 def _init(config: EmbedderConfig, rng: Array) -> Params:
+    """Makes the parameters of an input layer and its output layer."""
     # The values of the ids do not matter, since no shape of a parameter depends on them.
     ids = jnp.zeros([1, 1], jnp.int32)
     token_types = None if config.num_token_types is None else ids
 
-    def make():
+    def call_layer():
         layer = TransformerEmbedding(config)
         layer(ids, is_training=False, token_types=token_types)
         if config.output is not None:
             # This reads the parameters of the output layer, so that Haiku makes them.
             layer.output()
 
-    return hk.transform(make).init(rng)
+    return hk.transform(call_layer).init(rng)
 
 
 # jax compares a static config by value, so equal configs share a program.
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _apply(config: EmbedderConfig, params: Params, *inputs: Any) -> Array:
+    """Computes `embed` with the parameters of the layer, found in a whole model's tree."""
     return embed(config, layer_of("params", config, params), *inputs)

@@ -36,21 +36,13 @@ def parameters_of(config: EmbedderConfig) -> dict[str, Parameters]:
     """Describes the parameters of a config's input and output layer, by the names of modules."""
     width = config.table_width
     dtype = config.param_dtype
-    stddevs = config.stddevs
-    output = config.output or OutputConfig()
-
-    tokens = {"embeddings": table_parameter(config.rows, width, dtype, stddevs.tokens)}
-    if not output.tied:
-        tokens["output_embeddings"] = table_parameter(config.rows, width, dtype, stddevs.output)
-    if output.bias:
-        tokens["output_bias"] = Parameter(shape=(config.rows,), dtype=dtype, init=jnp.zeros)
-    modules = {"token_embedding": tokens}
-
+    added_stddev = config.stddevs.added
+    modules = {"token_embedding": _token_parameters(config)}
     if config.scheme is not None and config.scheme.is_learned:
-        positions = table_parameter(config.scheme.max_len, width, dtype, stddevs.added)
+        positions = table_parameter(config.scheme.max_len, width, dtype, added_stddev)
         modules["learned_positional_encoding"] = {"embeddings": positions}
     if config.num_token_types is not None:
-        types = table_parameter(config.num_token_types, width, dtype, stddevs.added)
+        types = table_parameter(config.num_token_types, width, dtype, added_stddev)
         modules["token_type_embedding"] = {"embeddings": types}
     if config.layer_norm_eps is not None:
         norm_dtype = conversions.compute_dtype(dtype)
@@ -59,6 +51,7 @@ def parameters_of(config: EmbedderConfig) -> dict[str, Parameters]:
             "offset": Parameter(shape=(width,), dtype=norm_dtype, init=jnp.zeros),
         }
     if config.embedding_width is not None:
+        # The initializer of hk.Linear, which keeps the variance of what it multiplies.
         weights_init = hk.initializers.TruncatedNormal(1 / math.sqrt(width))
         modules["widen"] = {
             "w": Parameter(shape=(width, config.d_model), dtype=dtype, init=weights_init),
@@ -67,8 +60,22 @@ def parameters_of(config: EmbedderConfig) -> dict[str, Parameters]:
     return modules
 
 
+def _token_parameters(config: EmbedderConfig) -> Parameters:
+    """Describes the token table, and what the output layer has besides this table."""
+    width = config.table_width
+    dtype = config.param_dtype
+    stddevs = config.stddevs
+    output = config.output or OutputConfig()
+    parameters = {"embeddings": table_parameter(config.rows, width, dtype, stddevs.tokens)}
+    if not output.tied:
+        parameters["output_embeddings"] = table_parameter(config.rows, width, dtype, stddevs.output)
+    if output.bias:
+        parameters["output_bias"] = Parameter(shape=(config.rows,), dtype=dtype, init=jnp.zeros)
+    return parameters
+
+
 class ModuleParameters:
-    """The parameters of the Haiku module that is running, made when they are read.
+    """Gives the parameters of the Haiku module that is running, and makes them when they are read.
 
     This is a class and not a method of a module, because a mixed-precision policy casts what the
     methods of modules return.

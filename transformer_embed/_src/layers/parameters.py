@@ -17,7 +17,7 @@ ROOT = "transformer_embedding/~/"
 
 
 class LayerParameters(NamedTuple):
-    """The parameters of one input layer and its output layer, as `find_parameters` returns them.
+    """Holds the parameters of one input layer and its output layer, from `find_parameters`.
 
     Args:
         params: The layer's parameters alone, as a tree like `Embedder(config).init` makes.

@@ -16,6 +16,7 @@ from transformer_embed._src.layers.embed import output_layer, token_rows
 from transformer_embed._src.layers.module_parameters import (
     Initializer,
     ModuleParameters,
+    Parameters,
     as_initializer,
     parameters_of,
 )
@@ -139,14 +140,7 @@ class TokenEmbedding(hk.Module):
         self.vocab_size = self.config.vocab_size
         self.embed_dim = self.config.d_model
         self.lookup_style = lookup_style
-
-        parameters = parameters_of(self.config)["token_embedding"]
-        table = parameters["embeddings"]
-        init = as_initializer(w_init, table.init)
-        if matrix is not None:
-            init = functools.partial(_table_of_rows, matrix, self.config)
-        parameters["embeddings"] = table._replace(init=init)
-        self._leaves = ModuleParameters(parameters)
+        self._leaves = ModuleParameters(_parameters(self.config, w_init, matrix))
 
     @property
     def embeddings(self) -> Float[Array, "v d"]:
@@ -165,8 +159,21 @@ class TokenEmbedding(hk.Module):
         return output_layer(self.config, self._leaves)
 
 
+def _parameters(
+    config: EmbedderConfig, w_init: Initializer | None, matrix: Array | None
+) -> Parameters:
+    """Describes the parameters of the module, with the initial values of the table."""
+    parameters = parameters_of(config)["token_embedding"]
+    table = parameters["embeddings"]
+    if matrix is None:
+        init = as_initializer(w_init, table.init)
+    else:
+        init = functools.partial(_table_of_rows, matrix, config)
+    return parameters | {"embeddings": table._replace(init=init)}
+
+
 def _width(d_model: int | None, embed_dim: int | None) -> int | None:
-    """Returns the width, which a user gives by one of two names, or None."""
+    """Returns the width, for which Haiku has another name, or None if the user gives neither."""
     if d_model is not None and embed_dim is not None:
         arguments.check_same("embed_dim", "another name for d_model", embed_dim, d_model)
     return embed_dim if d_model is None else d_model

@@ -82,8 +82,8 @@ class TransformerEmbedding(hk.Module):
         if initial_params is not None:
             initial = layer_of("initial_params", config, initial_params)
         self._modules = {
-            module: _Module(parameters, initial.get(module), module)
-            for module, parameters in parameters_of(config).items()
+            module_name: _Module(parameters, initial.get(module_name), module_name)
+            for module_name, parameters in parameters_of(config).items()
         }
 
     def __call__(

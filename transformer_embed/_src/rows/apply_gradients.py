@@ -112,7 +112,7 @@ def apply_gradients(
 
 
 class _StepTrees(NamedTuple):
-    """The trees whose leaves a step takes and returns."""
+    """Holds the trees whose leaves a step takes and returns."""
 
     grads: Tree
     params: Tree

@@ -16,14 +16,14 @@ from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 
 
 class SeenRows(NamedTuple):
-    """The rows that a loss sees on each device, and their indices, ascending and padded."""
+    """Holds the rows that a loss sees on each device, and their indices, ascending and padded."""
 
     row_indices: Int32[Array, "k"]
     values: Float[Array, "k d"]
 
 
 class BatchRows(NamedTuple):
-    """Rows of a table that the whole batch reads, the same on every device.
+    """Holds the rows of a table that the whole batch reads, the same on every device.
 
     Args:
         table: The table, [v, d].

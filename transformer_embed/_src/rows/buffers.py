@@ -17,7 +17,7 @@ TILE = 8
 
 
 class BufferSizes(NamedTuple):
-    """The sizes of the buffers of one device.
+    """Holds the sizes of the buffers of one device.
 
     Args:
         sent: How many ids the device can send to each owner.

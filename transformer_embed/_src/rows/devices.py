@@ -51,6 +51,7 @@ def pmean(grads: Tree, axis_name: Any) -> Tree:
     devices = jax.lax.psum(1, axis_name)
 
     def mean(leaf: Any) -> Any:
+        """Averages a gradient, of whole parameters or of rows, over the devices."""
         if not is_gradient(leaf):
             return jax.lax.pmean(leaf, axis_name)
         if any(leaf.owners):

@@ -1,6 +1,7 @@
 """Exchanges rows: what devices send to the owners of rows, and what they get from them.
 
-Each device asks the owners for the rows that its part of the batch reads, and sends them the
+The rows of the table are split over devices. The owner of a row is the device whose shard has the
+row. Each device asks the owners for the rows that its part of the batch reads, and sends them the
 gradients of those rows:
 
     a device                                       the owners of the rows
@@ -35,7 +36,7 @@ from transformer_embed._src.compiled import compiled, known_after_reading
 from transformer_embed._src.partitioning import (
     Axes,
     devices_along,
-    index_along,
+    first_index,
     on_each_device,
     spec_axes,
     typed_axes,
@@ -54,7 +55,7 @@ from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 
 
 class Exchange(NamedTuple):
-    """Who asks whom for rows. It is static.
+    """Says who asks whom for rows, and how many. It is static.
 
     Args:
         mesh: The devices.
@@ -125,7 +126,7 @@ def plan_exchange(
 
 
 class Requests(NamedTuple):
-    """What each device asks for, and what it is asked for, split over all devices.
+    """Holds what each device asks for, and what it is asked for; split over all devices.
 
     Args:
         row_indices: The rows that the device asks for, as far as they find room; ascending and
@@ -144,7 +145,7 @@ class Requests(NamedTuple):
 
 
 class ExchangedRows(NamedTuple):
-    """The rows of a table that each device reads for its own ids.
+    """Holds the rows of a table that each device reads for its own ids.
 
     Args:
         exchange: The plan.
@@ -186,7 +187,7 @@ class ExchangedRows(NamedTuple):
 def exchange_rows(
     table: Float[Array, "v d"], indices: Int32[Array, "..."], max_rows: int, capacity: float
 ) -> ExchangedRows:
-    """Gives each device the distinct rows of its part of the batch.
+    """Reads, for each device, the distinct rows of its part of the batch from their owners.
 
     Args:
         table: The table, split over explicit mesh axes.
@@ -196,11 +197,13 @@ def exchange_rows(
     """
     table_type = jax.typeof(table)
     if table_type.sharding.mesh.manual_axes:
-        # Devices along these axes would return the gradients of one row separately.
-        want = "None inside of a shard_map over some of the mesh axes"
+        # Each device along these axes would return a gradient of its own for the same row, and
+        # nothing would sum them.
+        want = "None, because the call is inside of a shard_map over some of the mesh axes"
         raise arguments.value_error("capacity", want, capacity)
     exchange = plan_exchange(table_type, typed_axes(indices), indices.size, max_rows, capacity)
-    # Owners sum the gradients that devices return, before the sums are rounded to 16 bits.
+    # The table is widened here, so that owners sum the gradients of a row in float32 or wider,
+    # before the sum is rounded to a table of 16 bits.
     requests = _ask_owners(exchange, conversions.widened(table), indices)
     return ExchangedRows(exchange=exchange, table=table, requests=requests)
 
@@ -213,6 +216,7 @@ def _ask_owners(
     num_rows = exchange.num_rows
 
     def ask(shard, indices):
+        """Asks the owners for the rows that this device reads, and reads those it is asked for."""
         distinct = distinct_ascending(indices, num_rows, exchange.asked)
         bounds = jnp.arange(0, num_rows + 1, len(shard), dtype=jnp.int32)
         slots = _slots_of_owners(distinct, bounds, exchange.sent)
@@ -222,7 +226,8 @@ def _ask_owners(
         received = exchange.all_to_all(sent)
         owned_indices = distinct_ascending(received, num_rows, exchange.received)
         # Padding lies past the shard and reads zeros.
-        rows = shard.at[owned_indices - index_along(exchange.owners) * len(shard)].get(
+        first_row = first_index(exchange.owners, len(shard))
+        rows = shard.at[owned_indices - first_row].get(
             mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True
         )
         owned_slots = find_each(owned_indices, received)

@@ -106,14 +106,14 @@ def check(
 
 
 class _Call(NamedTuple):
-    """An equation of a program, and where the calls that lead to it were written."""
+    """Holds an equation of a program, and where the calls that lead to it were written."""
 
     equation: Any
     sources: tuple
 
 
 class _Traced(NamedTuple):
-    """The program of a function, and the shapes of its results."""
+    """Holds the program of a function, and the shapes of its results."""
 
     program: ClosedJaxpr
     results: Any

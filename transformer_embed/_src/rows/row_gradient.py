@@ -44,7 +44,7 @@ class SomeRows:
 
 
 class GradientArrays(NamedTuple):
-    """The arrays of a `RowGradient`, which a step passes to the devices of a mesh."""
+    """Holds the arrays of a `RowGradient`, which a step passes to the devices of a mesh."""
 
     row_indices: Array
     values: Array

@@ -21,7 +21,7 @@ LARGE = 2**16
 
 
 class TableStep(NamedTuple):
-    """One table of a step.
+    """Describes one table of a step.
 
     Args:
         gradient: The number of the leaf that is the gradient of the table.

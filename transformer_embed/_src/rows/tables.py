@@ -19,13 +19,13 @@ from transformer_embed._src.tables.row_order import RowOrder, nearest_rows
 from transformer_embed._src.tokens.lookup import as_table
 
 NOTE = (
-    "In the loss, rows stand in the place of {}: only lookup reads them, so leave them out of "
+    "In the loss, the rows of the batch replace {}: only lookup reads them, so leave them out of "
     "functions of all parameters."
 )
 
 
 class TableIds(NamedTuple):
-    """What a batch reads of one table.
+    """Holds what a batch reads of one table.
 
     Args:
         ids: The ids, of any shape.
@@ -39,7 +39,7 @@ class TableIds(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Parameters, and the tables among them of which a function sees the rows of a batch.
+    """Holds parameters, and says of which tables a function sees only the rows of a batch.
 
     Args:
         parameters: All parameters, by their names.
@@ -54,11 +54,12 @@ class Tables(NamedTuple):
     capacity: float | None
 
     def with_rows(self, function: Callable) -> Any:
-        """Calls `function(values, view, reads)`, and returns the result.
+        """Reads the rows of the batch, and returns `function(values, view, reads)`.
 
-        - `values` are the parameters by their names, with rows in the place of the tables.
-        - `view` makes the tree of parameters that a loss sees, from such values.
-        - `reads` says for each table how its rows were read.
+        - `values` are the parameters by their names. The value of a table is the rows of the batch,
+          so you can differentiate with respect to them.
+        - `view(values)` makes the tree of parameters that a loss sees.
+        - `reads` has the `BatchRows` or `ExchangedRows` of each table, by the name of the table.
         """
         reads = {name: self._read(name) for name in self.ids}
         values = self.parameters | {name: read.rows for name, read in reads.items()}
@@ -78,13 +79,13 @@ class Tables(NamedTuple):
         table_ids = self.ids[name]
         check_on_mesh("ids", table_ids.ids, *typed_axes(table))
         indices = nearest_rows(table_ids.ids, len(table), table_ids.order)
-        # With a capacity, a small table beside large ones may be whole.
+        # A capacity asks for an exchange, but a small table may be whole on each device.
         if self.capacity is None or not any(typed_axes(table)):
             return read_batch_rows(table, indices, table_ids.max_rows)
         return exchange_rows(table, indices, table_ids.max_rows, self.capacity)
 
     def _view(self, reads: Mapping, values: Mapping[str, Any]) -> Tree:
-        """Makes the parameters that a loss sees."""
+        """Makes the parameters that a loss sees: a stand-in for each table, which has its rows."""
         stand_ins = {}
         for name, read in reads.items():
             table = self.parameters[name]
@@ -108,38 +109,68 @@ def tables_in(
     max_rows: int | Mapping[str, int] | None,
     capacity: Any,
 ) -> Tables:
-    """Finds the tables that `ids` names; the arguments are as in `value_and_grad`."""
-    paths, treedef = jax.tree.flatten_with_path(as_arrays("params", params))
+    """Finds the tables that a user's `ids` name, and checks what belongs to them.
+
+    Args:
+        params: All parameters, a tree.
+        ids, config, max_rows, capacity: As the user passes them to `value_and_grad`.
+    """
+    leaves, treedef = jax.tree.flatten_with_path(as_arrays("params", params))
     parameters = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in paths
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves
     }
-    ids = _by_parameter("ids", parameters, ids)
-    bounds: dict[str, Any] = dict.fromkeys(ids, max_rows)
-    if isinstance(max_rows, Mapping):
-        bounds = _by_parameter("max_rows", parameters, max_rows)
-    for name in bounds.keys() - ids.keys():
-        raise arguments.value_error("max_rows", "bounds of tables in ids", name)
-
+    ids = _by_path("ids", parameters, ids)
+    bounds = _bounds(parameters, ids, max_rows)
     config = arguments.instance("config", config, EmbedderConfig | None, "an EmbedderConfig")
-    orders: dict[str, Any] = dict.fromkeys(ids)
-    for name in ids:
-        parameters[name] = as_table(name, parameters[name])
-        # Tables of positions or token types have no order, and neither has a second vocabulary.
-        if config is not None and len(parameters[name]) == config.rows:
-            orders[name] = config.row_order
-
+    tables = {name: as_table(name, parameters[name]) for name in ids}
     if capacity is not None:
         capacity = arguments.positive("capacity", capacity)
-        if not any(any(typed_axes(parameters[name])) for name in ids):
-            want = "a table in ids that explicit mesh axes split (see jax.sharding.explicit_axes)"
-            raise arguments.value_error("capacity", want, "none")
+        _check_any_is_split(tables)
     table_ids = {
         name: TableIds(
-            ids=_as_ids(array), max_rows=as_max_rows(bounds.get(name)), order=orders[name]
+            ids=_as_ids(array),
+            max_rows=as_max_rows(bounds[name]),
+            order=_row_order(tables[name], config),
         )
         for name, array in ids.items()
     }
-    return Tables(parameters=parameters, treedef=treedef, ids=table_ids, capacity=capacity)
+    return Tables(parameters=parameters | tables, treedef=treedef, ids=table_ids, capacity=capacity)
+
+
+def _bounds(
+    parameters: Mapping[str, Any],
+    ids: Mapping[str, Any],
+    max_rows: int | Mapping[str, int] | None,
+) -> dict[str, Any]:
+    """Returns the bound on distinct ids of each table in `ids`, None where the user gives none."""
+    if not isinstance(max_rows, Mapping):
+        return dict.fromkeys(ids, max_rows)
+    bounds = _by_path("max_rows", parameters, max_rows)
+    for name in bounds:
+        if name not in ids:
+            raise arguments.value_error("max_rows", "bounds of tables in ids", name)
+    return {name: bounds.get(name) for name in ids}
+
+
+def _row_order(table: jax.Array, config: EmbedderConfig | None) -> RowOrder | None:
+    """Returns which row of a table holds which id.
+
+    The token table of the config has the config's order, and is known by its number of rows. In
+    other tables, such as positions, token types or a second vocabulary, row i holds id i.
+    """
+    if config is None or len(table) != config.rows:
+        return None
+    return config.row_order
+
+
+def _check_any_is_split(tables: Mapping[str, jax.Array]) -> None:
+    """Raises an error if no table is split over explicit mesh axes, as an exchange needs."""
+    for table in tables.values():
+        row_axes, column_axes = typed_axes(table)
+        if row_axes or column_axes:
+            return
+    want = "a table in ids that explicit mesh axes split (see jax.sharding.explicit_axes)"
+    raise arguments.value_error("capacity", want, "none")
 
 
 def _as_ids(array: Any) -> jax.Array:
@@ -151,21 +182,29 @@ def _as_ids(array: Any) -> jax.Array:
     return ids
 
 
-def _by_parameter(
+def _by_path(
     argument: str, parameters: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns values by the paths of parameters; a user's name is a path, or the end of one."""
+    """Returns a user's values of tables by the paths of the tables.
+
+    A user names a table by its path in the parameters, or by an end that only this path has.
+    """
     values = arguments.instance(argument, values, Mapping, "a dict by the names of tables")
     names: dict[str, str] = {}
     for name in values:
-        paths = arguments.paths_of(name, parameters)
-        if len(paths) != 1:
-            tables = paths or [path for path, leaf in parameters.items() if leaf.ndim == 2]
-            want = f"one of {', '.join(tables)}, or an end that only one of them has"
-            raise arguments.value_error(argument, want, name)
-        (path,) = paths
+        path = _path_of(argument, name, parameters)
         first_name = names.setdefault(path, name)
         if first_name != name:
             got = f"{first_name} and {name}"
             raise arguments.value_error(argument, f"one name of {path}", got)
     return {path: values[name] for path, name in names.items()}
+
+
+def _path_of(argument: str, name: str, parameters: Mapping[str, Any]) -> str:
+    """Returns the path of the one parameter that a user names."""
+    paths = arguments.paths_of(name, parameters)
+    if len(paths) != 1:
+        tables = paths or [path for path, leaf in parameters.items() if leaf.ndim == 2]
+        want = f"one of {', '.join(tables)}, or an end that only one of them has"
+        raise arguments.value_error(argument, want, name)
+    return paths[0]

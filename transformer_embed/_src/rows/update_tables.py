@@ -138,7 +138,7 @@ def _update_in_blocks(
         arrays: The table itself, then its state.
         first: The row index of the first row of `arrays`.
     """
-    is_right = fits(*gradient)
+    fits_fingerprint = fits(*gradient)
     row_indices = gradient.row_indices - first
     # If there are no rows, no block can be sliced, not even in a loop that does not run.
     if not len(row_indices):
@@ -150,25 +150,39 @@ def _update_in_blocks(
         block_indices, block_values = (
             jax.lax.dynamic_slice_in_dim(array, i * block_size, block_size) for array in blocks
         )
-        old_rows = (read_rows(array, block_indices) for array in arrays)
         # The check is applied here, where it costs no pass over all rows.
-        block_gradient = or_nan(is_right, block_values)
-        rows = dict(zip(table.leaves, [block_gradient, *old_rows], strict=True))
-        new = step(leaves | rows)
-        has_gradient = jnp.any(block_gradient != 0, axis=-1)
-
-        # The state may have one number for each row, and vmap takes arrays of any rank.
-        choose = jax.vmap(jnp.where)
-        after = [choose(has_gradient, new[n], rows[n]) for n in table.arrays]
-        return [
-            _write(array, block_indices, new_rows)
-            for array, new_rows in zip(arrays, after, strict=True)
-        ]
+        block_gradient = or_nan(fits_fingerprint, block_values)
+        return _update_rows(step, table, leaves, arrays, block_indices, block_gradient)
 
     if len(blocks.row_indices) == block_size:
         return update_block(0, list(arrays))
     count = len(blocks.row_indices) // block_size
     return jax.lax.fori_loop(0, count, update_block, list(arrays))
+
+
+def _update_rows(
+    step: Callable,
+    table: TableStep,
+    leaves: Leaves,
+    arrays: Sequence[Array],
+    row_indices: Int32[Array, "k"],
+    gradient: Float[Array, "k d"],
+) -> list[Array]:
+    """Returns a table and its state after a step that changes only the rows of one block.
+
+    A row of the block whose gradient is 0 stays as it is.
+    """
+    old_rows = [read_rows(array, row_indices) for array in arrays]
+    rows = dict(zip(table.leaves, [gradient, *old_rows], strict=True))
+    new = step(leaves | rows)
+    has_gradient = jnp.any(gradient != 0, axis=-1)
+    # The state may have one number for each row, and vmap takes arrays of any rank.
+    choose = jax.vmap(jnp.where)
+    new_rows = [choose(has_gradient, new[n], rows[n]) for n in table.arrays]
+    return [
+        _write(array, row_indices, rows_of_array)
+        for array, rows_of_array in zip(arrays, new_rows, strict=True)
+    ]
 
 
 class _Blocks(NamedTuple):

@@ -87,7 +87,7 @@ def _quotient_rounded_up(dividend: int, divisor: int) -> int:
 
 
 class Chunks(NamedTuple):
-    """Arrays of all tokens, cut into chunks: [chunks, t, c], or [chunks, t, d] for x.
+    """Holds arrays of all tokens, cut into chunks: [chunks, t, c], or [chunks, t, d] for x.
 
     Args:
         xs: The x of each layer.
@@ -111,6 +111,7 @@ def cut_into_chunks(count: int, xs: list[Array], token_data: TokenData) -> Chunk
     added_tokens = count * chunk_size - token_count
 
     def cut(array: Any, fill: Any = 0) -> Any:
+        """Cuts [..., c] into [chunks, t, c]; `fill` is put where there is no token."""
         if array is None:
             return None
         width = array.shape[-1]

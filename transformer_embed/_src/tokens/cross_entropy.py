@@ -201,7 +201,7 @@ def linear_cross_entropy(
 
 @dataclasses.dataclass(frozen=True)
 class CrossEntropy(Loss):
-    """The cross-entropy of the predictions of a token with the label of the token."""
+    """Computes the cross-entropy of the predictions of a token with the label of the token."""
 
     with_metrics: bool = False
 

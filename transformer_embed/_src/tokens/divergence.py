@@ -164,7 +164,7 @@ def _with_row_count(pair: Pair, row_count: int) -> Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Divergence(Loss):
-    """The divergence between the student's and the teacher's predictions of a token."""
+    """Computes the divergence between the student's and the teacher's predictions of a token."""
 
     kind: str = "forward"
     beta: float = 0.5

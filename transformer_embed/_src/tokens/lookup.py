@@ -104,7 +104,7 @@ def lookup(
     pad_id = None if pad_id is None else arguments.int32("pad_id", pad_id)
     ids = arguments.as_int32("ids", ids)
     reading = Reading(pad_id=pad_id, out_of_range=out_of_range, lookup_style=lookup_style)
-    return look_up(as_table("table", table), ids, reading)
+    return read_table(as_table("table", table), ids, reading)
 
 
 def as_table(name: str, table: ArrayLike | StandIn) -> Any:
@@ -121,7 +121,7 @@ def as_table(name: str, table: ArrayLike | StandIn) -> Any:
 
 
 @compiled(2)
-def look_up(table: Any, ids: Ids, reading: Reading) -> Vectors:
+def read_table(table: Any, ids: Ids, reading: Reading) -> Vectors:
     """Computes `lookup` of checked arguments. It is compiled for eager callers too."""
     sharding = jax.typeof(ids).sharding
     # The last leaf of a `StandIn` has the table's columns.
@@ -131,18 +131,18 @@ def look_up(table: Any, ids: Ids, reading: Reading) -> Vectors:
     id_axes = typed_axes(ids)
     batch_axes = set(sum(id_axes, ()))
     if batch_axes.isdisjoint(columns):
-        return _look_up(table, ids, reading)
+        return _read_local_columns(table, ids, reading)
     # No mesh axis may split two dimensions of the result. So along the axes of the columns, each
     # device gets the ids of all devices, and reads its own columns of their rows.
     gathered_axes = [tuple(axis for axis in axes if axis not in columns) for axes in id_axes]
     ids = reshard(ids, NamedSharding(sharding.mesh, PartitionSpec(*gathered_axes)))
-    rows = _look_up(table, ids, reading)
+    rows = _read_local_columns(table, ids, reading)
     column_axes = tuple(axis for axis in columns if axis not in batch_axes)
     return reshard(rows, NamedSharding(sharding.mesh, PartitionSpec(*id_axes, column_axes)))
 
 
-def _look_up(table: Any, ids: Ids, reading: Reading) -> Vectors:
-    """Computes `look_up` of ids that are not split over the mesh axes of the table's columns."""
+def _read_local_columns(table: Any, ids: Ids, reading: Reading) -> Vectors:
+    """Computes `read_table` for ids that the mesh axes of the table's columns do not split."""
     if isinstance(table, StandIn):
         rows = table.gather_rows(ids, reading.order)
     elif reading.lookup_style == "gather":

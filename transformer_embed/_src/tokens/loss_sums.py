@@ -119,6 +119,7 @@ def _sums_and_gradients(loss: Loss, token_data: TokenData, layers: Layers) -> Su
         return tuple(map(_zero_gradients, layers))
 
     def on_device(token_data, layers):
+        """Runs the chunks of a device, then adds the results over devices."""
         step = functools.partial(_add_chunk, loss)
         tables, chunks = scan_chunks(loss, step, zero_gradients, token_data, layers)
         sums = tuple(map(jnp.sum, chunks.sums))

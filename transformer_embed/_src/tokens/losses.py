@@ -95,13 +95,7 @@ def compute(loss: Loss, layers: tuple[Pair, ...], **token_arguments: ArrayLike |
     }
     labels = arrays.get("labels")
     token_shape = layers[0].x.shape[:-1]
-    label_shape = token_shape
-    if labels is not None:
-        if loss.of_candidates:
-            candidates = labels.shape[len(token_shape) :]
-            label_shape += candidates[:1]
-        _check_label_shape(labels.shape, label_shape, len(token_shape))
-    _check_token_shape("x" if labels is None else "labels", token_shape, loss.shift)
+    label_shape = _checked_label_shape(loss, token_shape, labels)
     if not loss.shift:
         arguments.check_left_out("segment_ids", arrays.get("segment_ids"), "shift is 0")
 
@@ -131,6 +125,25 @@ def compute(loss: Loss, layers: tuple[Pair, ...], **token_arguments: ArrayLike |
         settings=settings,
     )
     return _compute(loss, layers, batch)
+
+
+def _checked_label_shape(
+    loss: Loss, token_shape: tuple[Any, ...], labels: Array | None
+) -> tuple[Any, ...]:
+    """Returns the shape of labels: the tokens' shape, and one axis more for candidates.
+
+    Raises an error unless the labels have this shape, and the loss can take tokens of their shape.
+    """
+    if labels is None:
+        _check_token_shape("x", token_shape, loss.shift)
+        return token_shape
+    label_shape = token_shape
+    if loss.of_candidates:
+        candidates = labels.shape[len(token_shape) :]
+        label_shape += candidates[:1]
+    _check_label_shape(labels.shape, label_shape, len(token_shape))
+    _check_token_shape("labels", token_shape, loss.shift)
+    return label_shape
 
 
 def _check_label_shape(shape: tuple[int, ...], wanted: tuple[int, ...], token_ndim: int) -> None:

@@ -19,7 +19,7 @@ from transformer_embed._src.partitioning import (
 
 
 class OutputSplit(NamedTuple):
-    """What is static in an output layer, and how the layer is split over a mesh.
+    """Holds what is static in an output layer, and how the layer is split over a mesh.
 
     Each device receives tokens and whole rows. To get the tokens, x is all-gathered over the mesh
     axes that split its channels or the table. To get whole rows, if the table's columns are split,

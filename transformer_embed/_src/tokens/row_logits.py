@@ -146,18 +146,15 @@ def chunk_logits(layer: LayerArrays, temperature: Any) -> ChunkLogits:
     # whose label may be padding, is finite and vanishes with the weight 0.
     lowest = float(jnp.finfo(rows.unscaled.dtype).min) / (2 * largest_factor)
     logits = _low_outside(layer, rows, lowest)
-    # The checkpoint of a chunk keeps these two arrays. So the backward pass, which computes the
-    # logits again, reads the logits only once.
     top, total = _top_and_total(split, factor, logits)
     is_banned = None
     if layer.bias is not None:
         is_banned = layer.bias[None] == -jnp.inf
         top, total = _finite_if_all_banned(split, top, total)
+    # The checkpoint of a chunk keeps these two arrays. So the backward pass, which computes the
+    # logits again, reads the logits only once.
     top, total = checkpoint_name((top, total), KEPT_NAME)
-    slope = 1.0
-    if split.softcap is not None:
-        # The derivative of tanh. At a banned id, where `unscaled` is -inf, the derivative is 0.
-        slope = 1 - jnp.square(jnp.maximum(rows.unscaled, -1))
+    slope = _slope_of_cap(split, rows)
     # Differences of logits have a rounding error that does not grow with the logits. The factor
     # comes last: XLA may round `factor * logits - top` only once, and then the difference is not 0
     # where it should be, because top is rounded.
@@ -174,6 +171,16 @@ def chunk_logits(layer: LayerArrays, temperature: Any) -> ChunkLogits:
         is_inside=rows.is_inside,
         is_banned=is_banned,
     )
+
+
+def _slope_of_cap(split: OutputSplit, rows: RowLogits) -> float | Array:
+    """Computes `slope` of `ChunkLogits`: the derivative of tanh, which is `1 - tanh**2`.
+
+    At a banned id, where `unscaled` is -inf, the derivative is 0.
+    """
+    if split.softcap is None:
+        return 1.0
+    return 1 - jnp.square(jnp.maximum(rows.unscaled, -1))
 
 
 def _low_outside(layer: LayerArrays, rows: RowLogits, lowest: Any) -> Float[Array, "t r"]:

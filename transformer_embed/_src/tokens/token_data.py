@@ -10,7 +10,7 @@ from transformer_embed._src.tokens.output_split import OutputSplit
 
 
 class Settings(NamedTuple):
-    """Settings of a loss that have gradients: a number [..., 1] for each token.
+    """Holds settings of a loss that have gradients: a number [..., 1] for each token.
 
     A setting of None has its default value.
     """
@@ -24,7 +24,7 @@ DEFAULTS = Settings(temperature=1.0, label_smoothing=0.0, z_loss=0.0)
 
 
 class TokenData(NamedTuple):
-    """Arrays that belong to tokens.
+    """Holds arrays that belong to tokens.
 
     Args:
         labels: int32 [..., c]. None for a loss without labels.
