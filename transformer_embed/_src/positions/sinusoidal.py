@@ -79,8 +79,8 @@ def sinusoidal_encoding(
          [ 0.546  0.838  0.421 -0.907]]
 
     Edge cases:
-        - In float32, the absolute error is at most 6.0e-8 at every int32 and uint32 position, and at
-          float32 positions below 2**24 in magnitude if frequency_scale is at most 1000.
+        - In float32, the absolute error is at most 6.0e-8 at every int32 and uint32 position, and
+          at float32 positions below 2**24 in magnitude if frequency_scale is at most 1000.
         - float64 positions are rounded to float32. If that would change an integer, it is an error
           on the host and gives NaN on a device.
         - The encoding is NaN at a 64-bit jax integer outside int32, and at a float position that is

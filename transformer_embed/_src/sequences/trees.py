@@ -202,8 +202,8 @@ def _tree_of_row(parent_or_root: Int32[Array, "n"], ones: Int32[Array, "n"]) -> 
         return sizes, ancestors[ancestors]
 
     sizes, _ = jax.lax.fori_loop(0, steps, double_subtrees, (ones, parent_or_root))
-    # The offset of a token is the number of places from its parent to the token: 1 plus the sizes of
-    # the siblings before it. In the order of their parents, siblings are neighbours. Sums
+    # The offset of a token is the number of places from its parent to the token: 1, and the sizes
+    # of the siblings before it. In the order of their parents, siblings are neighbours. Sums
     # over all sizes may wrap int32, but not their differences, which are at most the length.
     order = jnp.argsort(parent_or_root[:length], stable=True)
     sizes_before = jnp.cumsum(sizes[order], dtype=jnp.int32) - sizes[order]
