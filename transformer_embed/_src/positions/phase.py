@@ -44,7 +44,7 @@ Real = Float32[Array, "..."]
 
 
 class _Phase(NamedTuple):
-    """A fraction of a turn, `high * 2**-32 + low * 2**-64`."""
+    """Holds a fraction of a turn, `high * 2**-32 + low * 2**-64`."""
 
     high: Word
     low: Word

@@ -266,7 +266,7 @@ def _join_pairs(pairs: list[Shaped[Array, "... p"]], layout: str) -> Shaped[Arra
 
 
 class _Frequencies(NamedTuple):
-    """The frequencies of a rotation."""
+    """Holds the frequencies of a rotation."""
 
     # One number for each pair, in `phase.units`.
     units: tuple[int, ...]

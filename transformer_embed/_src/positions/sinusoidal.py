@@ -1,4 +1,4 @@
-"""Sinusoidal position encodings: of any positions, as tables and on grids, in every layout."""
+"""Computes sinusoidal encodings: of any positions, as tables and on grids, in every layout."""
 
 import dataclasses
 import functools
@@ -203,7 +203,7 @@ def as_coordinates(
 
 
 class Channels(NamedTuple):
-    """What each channel of an encoding computes: `sin(position * frequency + quarter * pi / 2)`."""
+    """Says what each channel computes: `sin(position * frequency + quarter * pi / 2)`."""
 
     frequencies: phase.Words
     # 0 for a sine, 1 for a cosine, which is the sine a quarter turn on.

@@ -1,4 +1,4 @@
-"""Trees of tokens: each token sees its ancestors, as in drafts and in answers that share a prompt.
+"""Makes trees of tokens, in which each token sees its ancestors: drafts, answers to one prompt.
 
 In shapes, b counts batch rows, t counts the tokens of a row, a counts the answers to a prompt and
 n = t + 1.
@@ -91,6 +91,7 @@ def check_parents(parents: np.ndarray) -> None:
 def _shared_prefix_parents(
     prefixes: Int32[Array, "b"], answers: Int32[Array, "b a"], length: int
 ) -> Int32[Array, "b t"]:
+    """Computes `shared_prefix_parents` from lengths on a device."""
     index = jnp.arange(length, dtype=jnp.int32)[None]
     lengths = jnp.concatenate([prefixes[:, None], answers], axis=1)
     ends = jnp.cumsum(lengths, axis=1, dtype=jnp.int32)
@@ -122,6 +123,7 @@ def tree_arrays(
     trees = jax.vmap(_tree_of_row)(parent_or_root, ones)
 
     def from_offset(array: Array) -> Array:
+        """Adds the offset of each batch row."""
         return array + offset.reshape(-1, 1)
 
     positions = from_offset(trees.depths)
@@ -158,7 +160,7 @@ def _parent_or_root(parents: Int32[Array, "b t"]) -> Int32[Array, "b n"]:
 
 
 class _Tree(NamedTuple):
-    """The trees of one batch row, token by token."""
+    """Holds the trees of one batch row, token by token."""
 
     # Whether the path from the token upwards ends.
     has_root: Bool[Array, "t"] | bool
@@ -190,6 +192,7 @@ def _tree_of_row(parent_or_root: Int32[Array, "n"], ones: Int32[Array, "n"]) -> 
         """
 
         def double(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            """Doubles the length of the paths that are summed."""
             sums, ancestors = carry
             return sums + sums[ancestors], ancestors[ancestors]
 
