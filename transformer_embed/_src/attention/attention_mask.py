@@ -345,6 +345,7 @@ def _pairs(mask: AttentionMask, queries: Fields, keys: Fields) -> Bool[Array, "b
 
 @compiled()
 def _dense(mask: AttentionMask) -> Bool[Array, "b 1 t s"]:
+    """Computes the mask of all pairs."""
     # Explicit mesh axes may split the length of the queries, but not the length of the keys.
     queries, _ = fields(mask)
     _, keys = whole_fields(mask)
@@ -356,6 +357,7 @@ def _dense(mask: AttentionMask) -> Bool[Array, "b 1 t s"]:
 
 @compiled(2)
 def _tile(mask: AttentionMask, starts: list[Array], shape: tuple[int, int]) -> Bool[Array, "b t s"]:
+    """Computes the mask of a rectangle of pairs, which is False if it does not fit."""
     all_queries, all_keys = whole_fields(mask)
     query_start, key_start = starts
     query_count, key_count = shape

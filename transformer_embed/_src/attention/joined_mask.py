@@ -21,23 +21,28 @@ class Mask:
     """A mask that can be joined with another mask."""
 
     def __and__(self, other: Any) -> "JoinedMask":
+        """Joins two masks, and allows what both allow."""
         return JoinedMask(self, other, "&")
 
     def __or__(self, other: Any) -> "JoinedMask":
+        """Joins two masks, and allows what one of them allows."""
         return JoinedMask(self, other, "|")
 
     def __bool__(self) -> bool:
+        """Raises a TypeError, because a mask is no condition."""
         # Without this error, `and` would keep one of two masks.
         want = "to be joined by & or |, or its array, mask.dense()"
         raise arguments.type_error(type(self).__name__, want, "a condition")
 
     def __jax_array__(self) -> Array:
+        """Raises a TypeError, because the array must be asked for."""
         # Public functions, jax and numpy ask for this if they are passed the mask itself. To make
         # the array unasked would hide that it takes a bool for each pair.
         want = "its array, mask.dense()"
         raise arguments.type_error(type(self).__name__, want, "the mask")
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        """Raises a TypeError, as `__jax_array__` does."""
         return np.asarray(self.__jax_array__())
 
 
@@ -50,6 +55,7 @@ class JoinedMask(Mask):
     join: str
 
     def __post_init__(self) -> None:
+        """Checks that the other is a mask of as many queries and keys."""
         arguments.instance("mask", self.second, Mask, "a te.AttentionMask, to join with another")
         want = "the queries and keys of the other mask"
         arguments.check_same("mask", want, self.second.lengths, self.first.lengths)

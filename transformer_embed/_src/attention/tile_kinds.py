@@ -41,15 +41,19 @@ class Interval(NamedTuple):  # noqa: PLW1641 (no set or dict holds an interval)
 
     # A tuple's own comparison would return one bool.
     def __le__(self, other: "Interval") -> "Interval":  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Compares each value of this run with each value of the other."""
         return Interval(low=self.high <= other.low, high=self.low <= other.high)
 
     def __eq__(self, other: "Interval") -> "Interval":  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Compares each value of this run with each value of the other."""
         return (self <= other) & (other <= self)
 
     def __and__(self, other: "Interval") -> "Interval":
+        """Joins two comparisons, of which both must be true."""
         return Interval(low=self.low & other.low, high=self.high & other.high)
 
     def __or__(self, other: "Interval") -> "Interval":
+        """Joins two comparisons, of which one must be true."""
         return Interval(low=self.low | other.low, high=self.high | other.high)
 
 
@@ -75,6 +79,7 @@ def compute_tile_kinds(mask: Any, shape: tuple[int, int]) -> Int8[Array, "b m n"
     key_intervals = _merged(key_runs, key_count // run_length)
 
     def kinds_of_step(step_intervals: Intervals) -> Int8[Array, "b n"]:
+        """Computes the kinds of the tiles of one step."""
         may = may_attend(step_intervals, key_intervals)
         # 0 if no pair may attend, 1 if some may, 2 if all may.
         return may.low.astype(jnp.int8) + may.high.astype(jnp.int8)
@@ -117,6 +122,7 @@ def _merged(intervals: Intervals, size: int) -> Intervals:
     """Merges the intervals of every `size` neighbouring runs of tokens into one."""
 
     def grouped(bound: Array) -> Array:
+        """Puts the runs that are merged on an axis of their own."""
         batch, runs = bound.shape
         return bound.reshape(batch, runs // size, size)
 

@@ -205,6 +205,7 @@ def _skipping_queries(rule: RowRule, shards: int, info: Any, tile: tuple[int, in
         return None
 
     def swapped(array: Array) -> Array:
+        """Swaps queries and keys."""
         # The tiles that are loaded come last, as in `_skipping`.
         return array.swapaxes(-1, -2)
 
@@ -243,7 +244,7 @@ def _on_diagonal(rule: RowRule, tile: tuple[int, int]) -> Bool[np.ndarray, "r s"
 
 
 class _Steps(NamedTuple):
-    """What each step of a grid does, for each batch row and head."""
+    """Says what each step of a grid does, for each batch row and head."""
 
     # The tile that the step loads, counted from the first tile of its shard.
     loaded_tile: Integer[Array, "b h i j"]

@@ -1,18 +1,22 @@
-"""Exact phases: frequency constants, position -> phase, sine of a phase.
+"""Computes sines of `position * frequency` that are exact at any position.
 
 An angle `position * frequency` matters only modulo one turn, so it is kept as a *phase*: a fraction
 of a turn in 64-bit fixed point, held in two uint32 words (high, low). A frequency is held in turns
-per unit of position, as three words (whole turns, high, low) computed with arbitrary precision
-while tracing. Their integer product wraps modulo one turn by itself. The phase of a 32-bit position
+per unit of position, as three words (whole turns, high, low), which are computed with arbitrary
+precision while tracing. The integer product of position and frequency wraps modulo one turn by
+itself. The phase of a 32-bit position
 has an error of at most the position times 2**-65 turns, whereas a float32 product loses one bit of
 the angle each time the position doubles.
+
+The sine of a phase is computed in two steps. The nearest quarter turn says which polynomial and
+which sign to use, and the rest, at most an eighth of a turn, goes into the polynomial.
 """
 
 import decimal
 import functools
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,20 +37,29 @@ PRECISION = decimal.Context(prec=80, traps=[decimal.InvalidOperation, decimal.Di
 Word = UInt32[Array, "..."]
 # The frequency of each channel in turns per unit of position: whole turns, high, low.
 Words = tuple[Array | np.ndarray, ...]
+# 0 for a sine and 1 for a cosine, which is the sine a quarter turn on.
+Quarters = Array | np.ndarray
 Whole = Integer[Array, "..."]
 Real = Float32[Array, "..."]
 
 
 class _Phase(NamedTuple):
+    """Holds a fraction of a turn, `high * 2**-32 + low * 2**-64`."""
+
     high: Word
     low: Word
 
 
 def as_positions(name: str, value: ArrayLike) -> Array | np.ndarray:
-    """Positions: float32, or integers, as int32 where they fit, so that they share a trace.
+    """Converts positions to int32 or float32, so that positions of all dtypes share a trace.
 
-    A ValueError if those on the host do not fit; uint32 ones keep their dtype. Arrays on the host
-    stay there, since a compiled function takes them faster than `jnp.asarray`.
+    Arrays on the host stay there, because a compiled function takes them faster than a result of
+    `jnp.asarray`. Integers of uint32 on the host that int32 does not hold keep their dtype, as do
+    jax arrays of 64 bits.
+
+    Raises:
+        TypeError: The positions are neither integers nor float32 or float64.
+        ValueError: Positions on the host do not fit.
     """
     if arguments.is_int32(value):
         return value
@@ -60,13 +73,18 @@ def as_positions(name: str, value: ArrayLike) -> Array | np.ndarray:
         raise arguments.type_error(name, want, array.dtype)
     if isinstance(array, jax.Array) or array.dtype == np.float32:
         return array
+    return _as_float32(name, array)
+
+
+def _as_float32(name: str, array: np.ndarray) -> np.ndarray:
+    """Rounds float64 to float32, or raises a ValueError if that would change an integer."""
     with np.errstate(over="ignore"):
         narrow = array.astype(np.float32)
     # Only from 2**24 on does float32 skip integers.
-    moved = (np.abs(array) >= 2**24) & (narrow != array)
-    if moved.any():
+    is_changed = (np.abs(array) >= 2**24) & (narrow != array)
+    if is_changed.any():
         want = "floats that float32 holds (pass large positions as integers)"
-        raise arguments.value_error(name, want, array[moved][0])
+        raise arguments.value_error(name, want, array[is_changed][0])
     return narrow
 
 
@@ -76,27 +94,33 @@ def geometric_frequencies(
     denominator: float | Decimal,
     frequency_scale: float = 1.0,
 ) -> np.ndarray:
-    """`frequency_scale * base ** (-i / denominator)` for i in 0..count-1, to about 75 digits.
+    """Computes `frequency_scale * base ** (-i / denominator)` for i in 0..count-1, to 75 digits.
 
-    They are decimals in an array of objects, so that numpy multiplies them one by one.
+    The numbers are decimals in an array of objects, so numpy multiplies them one by one.
     """
     # The constants of a frequency are part of the program.
     arguments.integer("number of frequencies", count, at_most=2**23)
     with decimal.localcontext(PRECISION):
         ratio = Decimal(1)
-        # The denominator may be 0 for one frequency.
+        # A single frequency needs no ratio, and its denominator may be 0.
         if count > 1:
             ratio = (-Decimal(base).ln() / Decimal(denominator)).exp()
+        # The running product of scale, ratio, ratio, ... has the frequencies.
         factors = np.full(count, ratio)
         factors[:1] = Decimal(frequency_scale)
         return np.multiply.accumulate(factors)
 
 
 def units(frequencies: np.ndarray) -> tuple[int, ...]:
-    """Frequencies in radians per unit of position as numbers of 2**-64 turns, rounded."""
+    """Converts frequencies from radians per unit of position to multiples of 2**-64 turns.
+
+    Raises:
+        ValueError: A frequency is 2**32 turns or more.
+    """
     with decimal.localcontext(PRECISION):
-        # An infinite one has no integer.
-        integers = [round(min(f / (2 * PI), 2**32) * 2**64) for f in frequencies]
+        turns = [frequency / (2 * PI) for frequency in frequencies]
+        # An infinite frequency has no integer, so it becomes one that is refused below.
+        integers = [round(min(number, 2**32) * 2**64) for number in turns]
     if max(integers, default=0) >= 2**96:
         raise arguments.value_error(
             "base and frequency_scale",
@@ -107,41 +131,48 @@ def units(frequencies: np.ndarray) -> tuple[int, ...]:
 
 
 def words(units: Sequence[int] | np.ndarray) -> Words:
-    """The words of frequencies in units of 2**-64 turns."""
+    """Splits frequencies in units of 2**-64 turns into words: whole turns, high, low."""
     integers = np.array(units, object)
-    return tuple((integers >> shift & 0xFFFFFFFF).astype(np.uint32) for shift in (64, 32, 0))
+    shifts = (64, 32, 0)
+    return tuple((integers >> shift & 0xFFFFFFFF).astype(np.uint32) for shift in shifts)
 
 
 def sinusoid(
     positions: Shaped[Array, "... #d"], frequencies: Words, quarters: Array | np.ndarray
 ) -> Float32[Array, "... d"]:
-    """`sin(position * frequency + quarter * pi / 2)` for each channel.
+    """Computes `sin(position * frequency + quarter * pi / 2)` for each channel.
 
     Args:
-        positions: [..., 1], or [..., d] with a position for each channel; any integer dtype,
-            float32 or float64.
-        frequencies: the channels' words, [d] each.
-        quarters: uint32 [d], or one for all channels: 0 for a sine, 1 for a cosine.
+        positions: Positions of any integer dtype, float32 or float64, [..., 1], or [..., d] with a
+            position for each channel.
+        frequencies: The words of the frequency of each channel, [d] each.
+        quarters: 0 for a sine and 1 for a cosine, uint32 [d], or one for all channels.
 
     Returns:
-        float32 [..., d], in [-1, 1]. Against the exact sine of the exact angle the error is at most
-        6.0e-8 for every int32 and uint32 position; for float32 positions below 2**24 in magnitude
-        at most 6.0e-8 as well, as long as no frequency exceeds 1000 radians. NaN for a 64-bit
-        integer outside int32 and for one in float64 that float32 does not hold, and for a floating
-        position that is not finite or has a magnitude of 2**31 or more.
+        float32 [..., d], in [-1, 1].
+
+    Edge cases:
+        - The error against the exact sine of the exact angle is at most 6.0e-8 at every int32 and
+          uint32 position. It is so too at float32 positions below 2**24 in magnitude, as long as no
+          frequency exceeds 1000 radians.
+        - The result is NaN at a 64-bit integer outside int32, at an integer in float64 that float32
+          does not hold, and at a floating position that is not finite or has a magnitude of 2**31
+          or more.
     """
-    # Expanded to the positions' rank, because users may disable jax's rank promotion.
+    # Users may disable jax's rank promotion, so words get the rank of the positions.
     shape = (1,) * (positions.ndim - 1) + (-1,)
-    frequencies, quarters = jax.tree.map(
-        lambda words: words.reshape(shape), (frequencies, quarters)
-    )
-    dtype, is_float = positions.dtype, jnp.issubdtype(positions.dtype, jnp.floating)
+    frequencies = tuple(word.reshape(shape) for word in frequencies)
+    quarters = quarters.reshape(shape)
+    dtype = positions.dtype
+    is_float = jnp.issubdtype(dtype, jnp.floating)
     if is_float:
         narrow = positions.astype(jnp.float32)
         sine = _sine_at_float(narrow, frequencies, quarters)
     else:
         narrow = positions if dtype == jnp.uint32 else positions.astype(jnp.int32)
-        sine = _sine_of_phase(_multiply(narrow, *frequencies[1:]), quarters)
+        # Whole turns of a frequency change no phase at an integer.
+        _, high, low = frequencies
+        sine = _sine_of_phase(_multiply(narrow, high, low), quarters)
     if dtype.itemsize < 8:
         return sine
     # 2**64 - 1 would wrap to -1 and back.
@@ -152,12 +183,16 @@ def sinusoid(
 
 
 def multiply_high(a: Whole, b: Array | np.ndarray | np.uint32) -> Word:
-    """The upper 32 bits of the product of an int32 or uint32 `a` and a uint32 `b`.
+    """Computes the upper 32 bits of the product of an int32 or uint32 `a` and a uint32 `b`.
 
-    They come from four 16-bit products.
+    Both are split into halves of 16 bits, and the upper bits are summed from the four products of
+    two halves, with the carries: `a_low * b_low` counts 1, the two mixed products count 2**16, and
+    `a_high * b_high` counts 2**32.
     """
-    a_low, a_high = (a & 0xFFFF).astype(jnp.uint32), (a >> 16).astype(jnp.uint32)
-    b_low, b_high = b & 0xFFFF, b >> 16
+    a_low = (a & 0xFFFF).astype(jnp.uint32)
+    a_high = (a >> 16).astype(jnp.uint32)
+    b_low = b & 0xFFFF
+    b_high = b >> 16
     middle = a_high * b_low + (a_low * b_low >> 16)
     # If `a` is negative, so is `middle`: a signed shift keeps its sign.
     middle_high = (middle.astype(a.dtype) >> 16).astype(jnp.uint32)
@@ -165,14 +200,15 @@ def multiply_high(a: Whole, b: Array | np.ndarray | np.uint32) -> Word:
 
 
 def _multiply(number: Whole, high, low) -> _Phase:
-    """The product of an int32 or uint32 and a fraction of two words, modulo one turn."""
+    """Multiplies an int32 or uint32 by a fraction of a turn in two words, modulo one turn."""
     # Products wrap, which drops whole turns.
     word = number.astype(jnp.uint32)
-    return _Phase(word * high + multiply_high(number, low), word * low)
+    return _Phase(high=word * high + multiply_high(number, low), low=word * low)
 
 
 @jax.custom_jvp
-def _sine_at_float(positions: Real, frequencies: Words, quarters) -> Real:
+def _sine_at_float(positions: Real, frequencies: Words, quarters: Quarters) -> Real:
+    """Computes `sinusoid` at float32 positions."""
     magnitude = jnp.abs(positions)
     # sin(-angle + quarter) is sin(angle + half a turn - quarter).
     quarters = jnp.where(positions < 0, np.uint32(2) - quarters, quarters)
@@ -181,34 +217,43 @@ def _sine_at_float(positions: Real, frequencies: Words, quarters) -> Real:
 
 
 @_sine_at_float.defjvp
-def _sine_at_float_jvp(primals, tangents):
+def _sine_at_float_jvp(primals: Any, tangents: Any) -> tuple[Real, Real]:
+    """Computes the derivative with respect to the positions."""
     positions, frequencies, quarters = primals
     turns, high, low = jax.tree.map(lambda word: word.astype(jnp.float32), frequencies)
     radians = 2 * np.pi * (turns + (high * 2**-32 + low * 2**-64))
-    # A quarter turn on, the sine is the cosine.
+    # The derivative of the sine is the cosine, which is the sine a quarter turn on.
     slope = radians * _sine_at_float(positions, frequencies, quarters + np.uint32(1))
-    return _sine_at_float(*primals), slope * tangents[0]
+    position_tangent, *_ = tangents
+    return _sine_at_float(*primals), slope * position_tangent
 
 
 def _float_phase(magnitude: Real, frequencies: Words) -> _Phase:
-    """The phase of |position|, from the words of its whole part and of its fraction."""
+    """Computes the phase of |position|, from the words of its whole part and of its fraction.
+
+    The magnitude is `integer + first * 2**-32 + second * 2**-64`, of which each word is multiplied
+    by each word of the frequency.
+    """
     integer = jnp.floor(magnitude)
-    # Exact: a float32 has 24 bits, and scaling by a power of two rounds nothing.
+    # These steps are exact, because a float32 has 24 bits and scaling by a power of two rounds
+    # nothing.
     rest = (magnitude - integer) * 2.0**32
     first = jnp.floor(rest)
     second = (rest - first) * 2.0**32
-    first, second = first.astype(jnp.uint32), second.astype(jnp.uint32)
+    first = first.astype(jnp.uint32)
+    second = second.astype(jnp.uint32)
     turns, high, low = frequencies
     phase = _multiply(integer.astype(jnp.uint32), high, low)
     # What lies above a turn or below 2**-64 turns is left out.
-    for product in (
+    for product_high, product_low in (
         _multiply(first, turns, high),
         (0, multiply_high(first, low)),
         (multiply_high(second, turns), second * turns + multiply_high(second, high)),
     ):
-        low_sum = phase.low + product[1]
+        low_sum = phase.low + product_low
+        # A sum that wraps is smaller than each of its terms.
         carry = (low_sum < phase.low).astype(jnp.uint32)
-        phase = _Phase(phase.high + product[0] + carry, low_sum)
+        phase = _Phase(high=phase.high + product_high + carry, low=low_sum)
     return phase
 
 
@@ -232,8 +277,11 @@ _SIGN, _IS_ODD, _REST = np.uint32(1 << 31), np.uint32(1 << 30), np.uint32((1 << 
 _EIGHTH = np.uint32(1 << 29)
 
 
-def _sine_of_phase(phase: _Phase, quarters) -> Real:
-    """The sine, from one polynomial: the sine's near an even quarter turn, else the cosine's."""
+def _sine_of_phase(phase: _Phase, quarters: Quarters) -> Real:
+    """Computes the sine of a phase plus some quarter turns, by one polynomial.
+
+    Near an even quarter turn it is the polynomial of the sine, and else of the cosine.
+    """
     shifted = phase.high + ((quarters << 30) + _EIGHTH)
     is_sine = shifted & _IS_ODD == 0
     angle, residue = _radians((shifted & _REST).astype(jnp.int32) - (1 << 29), phase.low)
@@ -243,7 +291,9 @@ def _sine_of_phase(phase: _Phase, quarters) -> Real:
     leading = 1.0 - half
     lost = (1.0 - leading) - half
     choose = functools.partial(jnp.where, is_sine)
-    first, last = choose(angle, leading), choose(residue, lost - angle * residue)
+    # The sum of `first` and `last` is the angle, or 1 - angle**2 / 2, with its rounding error.
+    first = choose(angle, leading)
+    last = choose(residue, lost - angle * residue)
     factor = choose(angle, square) * square
     c_0, c_1, c_2 = map(choose, _SINE, _COSINE)
     value = first + (factor * ((c_2 * square + c_1) * square + c_0) + last)
@@ -253,7 +303,7 @@ def _sine_of_phase(phase: _Phase, quarters) -> Real:
 
 
 def _radians(rest: Whole, low: Word) -> tuple[Real, Real]:
-    """`rest` of 2**-32 turns and `low` of 2**-64 in radians: the angle and its rounding error."""
+    """Returns `rest * 2**-32 + low * 2**-64` turns in radians, and the rounding error of that."""
     # |rest| is at most 2**29; the nearest multiple of 2**18 has 12 bits above its zeros.
     coarse = rest + (1 << 17) & -(1 << 18)
     # A CPU converts a signed 24-bit integer to float32 exactly, in one instruction.

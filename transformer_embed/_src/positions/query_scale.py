@@ -56,6 +56,7 @@ def query_scale(
 def _scale(
     positions: Integer[Array, "..."], beta: float, length: int, offset: int
 ) -> Float[Array, "..."]:
+    """Computes `query_scale` on a device."""
     # The sum is unsigned, because the last position of int32 and the offset are more than int32
     # holds.
     dtype = jnp.uint64 if positions.dtype.itemsize == 8 else jnp.uint32

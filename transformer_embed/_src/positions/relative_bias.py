@@ -190,6 +190,7 @@ def _bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
 
 
 def _slopes(num_heads: int, max_bias: float) -> tuple[float, ...]:
+    """Computes the formula of `alibi_slopes`, in Python's floats."""
     want = "a number above 0, at most 126"
     max_bias = arguments.real(
         "max_bias", max_bias, lowest=math.nextafter(0, 1), highest=126, want=want
@@ -211,6 +212,7 @@ def _alibi(
     causal: bool,
     dtype: jnp.dtype,
 ) -> Float[Array, "*b h t s"]:
+    """Computes `alibi_bias` from slopes."""
     wide = conversions.compute_dtype(dtype)
     factors = np.array(slopes, wide).reshape(*[1] * (queries.ndim - 1), -1, 1, 1)
     after, distance = _after_and_distance(queries, keys)
@@ -229,6 +231,7 @@ def _buckets(
     starts: tuple[int, ...],
     causal: bool,
 ) -> Int32[Array, "*b t s"]:
+    """Computes `relative_position_buckets` from the first distance of each bucket."""
     after, distance = _after_and_distance(queries, keys)
     if causal:
         distance = jnp.where(after, 0, distance)

@@ -1,7 +1,8 @@
-"""Rotary position embeddings: rotated queries and keys, exact at any position."""
+"""Rotates queries and keys by their positions, exactly at any position."""
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -105,25 +106,30 @@ def apply_rotary(
     """
     x = arguments.as_floats("x", x)
     arguments.check_shape("x", x.shape, x.ndim >= 3, "[..., length, heads, head_dim]")
+    head_dim = x.shape[-1]
     layout = arguments.choice("layout", layout, ROTARY_LAYOUTS)
-    rotated = _checked_rotary_dim(rotary_dim, x.shape[-1])
-    is_proportional = arguments.choice("partial", partial, PARTIAL) == "proportional"
-    dim = check_even("head_dim", x.shape[-1]) if is_proportional else rotated
+    rotary_dim = _checked_rotary_dim(rotary_dim, head_dim)
+    partial = arguments.choice("partial", partial, PARTIAL)
+    # The channels that are paired, of which some may have the frequency 0.
+    paired_dim = rotary_dim
+    if partial == "proportional":
+        paired_dim = check_even("head_dim", head_dim)
     want = "LinearScaling(...), another scaling of this package, or None"
     arguments.instance("scaling", scaling, Scaling | None, want)
-    points, axes = phase.as_positions("positions", positions), ()
+    points = phase.as_positions("positions", positions)
+    axes = ()
     if pair_axes is None:
         points = points[..., None]
     else:
         axes = arguments.entries("pair_axes", pair_axes, arguments.integer, at_least=0)
-        _check_axes(axes, dim // 2, points.shape)
+        _check_axes(axes, paired_dim // 2, points.shape)
     tokens = "x's tokens (x: [..., length, heads, head_dim])"
     arguments.check_broadcasts(
         "positions", points.shape[:-1], x.shape[:-2], tokens, with_length=True
     )
     base = arguments.positive("base", base)
-    units, attention_factor = _frequencies(dim, rotated // 2, base, scaling)
-    return _rotated(x, points, layout, units, attention_factor, axes)
+    frequencies = _frequencies(paired_dim, rotary_dim // 2, base, scaling)
+    return _rotated(x, points, layout, frequencies.units, frequencies.attention_factor, axes)
 
 
 def permute_rotary_weights(
@@ -131,26 +137,30 @@ def permute_rotary_weights(
 ) -> Shaped[Array, "... hd"]:
     """Reorders the channels of a projection's weights or biases for another rotary layout.
 
-    Queries and keys projected by permuted weights and rotated in the target layout have the same
-    dot products as before. Permute the projections of queries and keys (and the scale of a norm
-    between projection and rotation), not that of values.
+    Use it to load weights that were trained in one layout into code that rotates in another. If you
+    permute the weights and rotate in the target layout, queries and keys have the same dot products
+    as before. Permute the projections of queries and of keys, and the scale of a norm between
+    projection and rotation. Leave the projection of values as it is.
 
     Args:
-        weights: [..., num_heads * head_dim], of any dtype. The output channels are
-            the last axis, as in hk.Linear (in PyTorch they are the first: transpose).
-        num_heads: at least 1. With grouped queries, keys have their own number.
-        source: the layout that the weights are in: `"half"` or `"interleaved"`; see `apply_rotary`.
-        target: the layout to convert them to.
-        rotary_dim: how many channels of each head, from the first, form pairs. None: all of them,
-            which is also right for `apply_rotary(..., partial="proportional")`.
+        weights: The weights or biases, [..., num_heads * head_dim], of any dtype. The output
+            channels are the last axis, as in hk.Linear. In PyTorch they are the first axis, so
+            transpose these weights.
+        num_heads: The number of heads, at least 1. With grouped queries, pass the number of key
+            heads for the weights of keys.
+        source: The layout that the weights are in, `"half"` or `"interleaved"`, as in
+            `apply_rotary`.
+        target: The layout to convert them to.
+        rotary_dim: How many channels of each head, from the first, form pairs. If None, all of them
+            do, which is also right for `apply_rotary(..., partial="proportional")`.
 
     Returns:
-        An array of the weights' shape and dtype.
+        The permuted array, of the weights' shape and dtype.
 
     Raises:
-        TypeError: num_heads or rotary_dim is not a Python int.
-        ValueError: the last axis is not a multiple of num_heads, an odd number of channels to pair,
-            or an unknown layout.
+        TypeError: `num_heads` or `rotary_dim` is not a Python int.
+        ValueError: The last axis is not a multiple of `num_heads`, an odd number of channels must
+            be paired, or a layout is unknown.
 
     Example:
         >>> import transformer_embed as te
@@ -167,18 +177,14 @@ def permute_rotary_weights(
     fits = array.ndim > 0 and array.shape[-1] % num_heads == 0
     arguments.check_shape("weights", array.shape, fits, f"[..., {num_heads} heads * head_dim]")
     head_dim = array.shape[-1] // num_heads
-    dim = _checked_rotary_dim(rotary_dim, head_dim)
-    return _permuted(
-        array,
-        num_heads,
-        dim,
-        arguments.choice("source", source, ROTARY_LAYOUTS),
-        arguments.choice("target", target, ROTARY_LAYOUTS),
-    )
+    rotary_dim = _checked_rotary_dim(rotary_dim, head_dim)
+    source = arguments.choice("source", source, ROTARY_LAYOUTS)
+    target = arguments.choice("target", target, ROTARY_LAYOUTS)
+    return _permuted(array, num_heads, rotary_dim, source, target)
 
 
 def _check_axes(axes: tuple[int, ...], pairs: int, shape: tuple[int, ...]) -> None:
-    """A ValueError unless each pair has an axis of positions of this shape."""
+    """Raises a ValueError unless each pair has an axis among positions of this shape."""
     arguments.check_same("pair_axes", "a number for each pair", len(axes), pairs)
     last = max(axes, default=0)
     want = f"[..., length, {last + 1} or more], as pair_axes says"
@@ -186,71 +192,104 @@ def _check_axes(axes: tuple[int, ...], pairs: int, shape: tuple[int, ...]) -> No
 
 
 @compiled(2, 3, 4, 5)
-def _rotated(x, positions, layout, units, attention_factor, pair_axes) -> Float[Array, "... t h d"]:
-    """x with its first pairs rotated, one for each of the units, by the position on its axis.
+def _rotated(
+    x: Float[Array, "... t h d"],
+    positions: Array,
+    layout: str,
+    units: tuple[int, ...],
+    attention_factor: float,
+    pair_axes: tuple[int, ...],
+) -> Float[Array, "... t h d"]:
+    """Rotates the first pairs of x, each by its frequency and by the position on its axis.
 
-    `pair_axes` is () if there is only one axis.
+    Args:
+        x: The heads.
+        positions: The positions, [..., length, axes].
+        layout: Which channels form a pair.
+        units: The frequency of each pair, in `phase.units`.
+        attention_factor: The factor of cosines and sines.
+        pair_axes: The axis of each pair, or () if there is only one axis.
     """
-    paired = 2 * len(units)
-    # Expanded to x's rank, because users may disable jax's rank promotion.
+    # Users may disable jax's rank promotion, so positions and axes get the rank of x.
     positions = jnp.expand_dims(positions, (*range(x.ndim - positions.ndim - 1), -2))
-    pair_axes = np.expand_dims(pair_axes, tuple(range(x.ndim - 1)))
+    axis_of_pair = np.expand_dims(pair_axes, tuple(range(x.ndim - 1)))
     position, *others = jnp.split(positions, positions.shape[-1], -1)
     for axis, other in enumerate(others, 1):
-        position = jnp.where(pair_axes == axis, other, position)
-    quarters = np.array([1, 0], np.uint32)
-    waves = [phase.sinusoid(position, phase.words(units), quarter) for quarter in quarters]
-    # Else a CPU would compute the phases again for each head.
+        position = jnp.where(axis_of_pair == axis, other, position)
+    # A cosine is the sine a quarter turn on.
+    cosine, sine = np.array([1, 0], np.uint32)
+    frequencies = phase.words(units)
+    waves = [phase.sinusoid(position, frequencies, quarters) for quarters in (cosine, sine)]
+    # Otherwise a CPU would compute the phases again for each head.
     waves = computed_once(np.float32(attention_factor) * jnp.stack(waves))
-    # A TPU splits and joins 16-bit arrays directly; widening to float32 first would take extra
-    # passes over memory.
     wide = conversions.compute_dtype(x.dtype)
-    cos, sin = waves[0].astype(wide), waves[1].astype(wide)
-    first, second = _split_pairs(x[..., :paired], layout)
-    first, second = first.astype(wide), second.astype(wide)
+    cos = waves[0].astype(wide)
+    sin = waves[1].astype(wide)
+    # A TPU splits and joins 16-bit arrays directly, so x is widened after the split. Widening first
+    # would take extra passes over memory.
+    paired_dim = 2 * len(units)
+    first, second = _split_pairs(x[..., :paired_dim], layout)
+    first = first.astype(wide)
+    second = second.astype(wide)
     pairs = [first * cos - second * sin, second * cos + first * sin]
     rotated = _join_pairs([half.astype(x.dtype) for half in pairs], layout)
-    return jnp.concatenate([rotated, x[..., paired:]], -1)
+    return jnp.concatenate([rotated, x[..., paired_dim:]], -1)
 
 
 @compiled(1, 2, 3, 4)
-def _permuted(weights, num_heads, dim, source, target) -> Shaped[Array, "... hd"]:
-    # Not -1 for the last size: empty weights do not tell it.
-    heads = weights.reshape(*weights.shape[:-1], num_heads, weights.shape[-1] // num_heads)
-    pairs = _join_pairs(_split_pairs(heads[..., :dim], source), target)
-    return jnp.concatenate([pairs, heads[..., dim:]], -1).reshape(weights.shape)
+def _permuted(
+    weights: Shaped[Array, "... hd"], num_heads: int, rotary_dim: int, source: str, target: str
+) -> Shaped[Array, "... hd"]:
+    """Reorders the first `rotary_dim` channels of each head."""
+    # The last size is not -1, because it cannot be told from empty weights.
+    head_dim = weights.shape[-1] // num_heads
+    heads = weights.reshape(*weights.shape[:-1], num_heads, head_dim)
+    pairs = _join_pairs(_split_pairs(heads[..., :rotary_dim], source), target)
+    return jnp.concatenate([pairs, heads[..., rotary_dim:]], -1).reshape(weights.shape)
 
 
 def _split_pairs(x: Shaped[Array, "... d"], layout: str) -> list[Shaped[Array, "... p"]]:
+    """Returns the first and the second channel of each pair."""
     if layout == "half":
         return jnp.split(x, 2, -1)
-    # Before jax 0.10 a strided index is a gather, which fails under explicit mesh axes. Of a head
-    # without channels, 1 would be past the end.
+    # Before jax 0.10 a strided index is a gather, which fails under explicit mesh axes. In a head
+    # without channels, the start 1 would be past the end.
     starts = (0, min(1, x.shape[-1]))
     return [jax.lax.slice_in_dim(x, start, None, stride=2, axis=-1) for start in starts]
 
 
 def _join_pairs(pairs: list[Shaped[Array, "... p"]], layout: str) -> Shaped[Array, "... d"]:
+    """Puts the first and the second channel of each pair where the layout has them."""
     if layout == "half":
         return jnp.concatenate(pairs, -1)
     return jax.lax.collapse(jnp.stack(pairs, -1), pairs[0].ndim - 1)
 
 
+class _Frequencies(NamedTuple):
+    """Holds the frequencies of a rotation."""
+
+    # One number for each pair, in `phase.units`.
+    units: tuple[int, ...]
+    # The factor of cosines and sines.
+    attention_factor: float
+
+
 @functools.lru_cache(maxsize=64)
 def _frequencies(
-    dim: int, rotating_pairs: int, base: float, scaling: Scaling | None
-) -> tuple[tuple[int, ...], float]:
-    """The frequency of each pair in `phase.units`, and the attention factor.
+    paired_dim: int, rotating_pairs: int, base: float, scaling: Scaling | None
+) -> _Frequencies:
+    """Computes the frequency of each pair, of which the first `rotating_pairs` rotate.
 
-    Scalings that scale alike have equal ones, and share their compiled functions.
+    Two scalings that scale alike give equal results, so they share their compiled functions.
     """
-    frequencies, attention_factor = scaled_frequencies(scaling, dim, base)
+    frequencies, attention_factor = scaled_frequencies(scaling, paired_dim, base)
     # A frequency of 0 rotates nothing.
     frequencies[rotating_pairs:] = 0
-    return phase.units(frequencies), attention_factor
+    return _Frequencies(units=phase.units(frequencies), attention_factor=attention_factor)
 
 
 def _checked_rotary_dim(rotary_dim: int | None, head_dim: int) -> int:
+    """Returns how many channels are rotated, an even number."""
     if rotary_dim is None:
         return check_even("head_dim", head_dim)
     dim = arguments.integer("rotary_dim", rotary_dim, at_least=2, at_most=head_dim)
@@ -258,7 +297,7 @@ def _checked_rotary_dim(rotary_dim: int | None, head_dim: int) -> int:
 
 
 def check_even(name: str, value: int) -> int:
-    """A number of channels that are paired."""
+    """Returns a number of channels that are paired, or raises a ValueError if it is odd."""
     if value % 2:
         raise arguments.value_error(name, "an even number of channels, to make pairs", value)
     return value

@@ -1,4 +1,4 @@
-"""Scalings of rotary frequencies: the published formulas, in arbitrary precision."""
+"""Scales rotary frequencies by the published formulas, in arbitrary precision."""
 
 import dataclasses
 import decimal
@@ -36,15 +36,16 @@ _CONVERTERS = dict.fromkeys(_POSITIVE, arguments.positive) | {
 
 
 class _Scaling:
-    """What `scaled_frequencies` asks of a scaling."""
+    """Has what `scaled_frequencies` needs of a scaling."""
 
     attention_factor: float | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        """Converts and checks the fields."""
         arguments.convert_fields(self, **_CONVERTERS)
 
     def _usual_attention_factor(self) -> float:
-        """The factor of cosines and sines if `attention_factor` is not set."""
+        """Computes the factor of cosines and sines if `attention_factor` is None."""
         return 1.0
 
 
@@ -59,8 +60,8 @@ class LinearScaling(_Scaling):
         factor: How many times longer the context is than in training, above 0.
 
     Raises:
-        TypeError: factor is neither a Python number nor a numpy scalar.
-        ValueError: factor is not above 0.
+        TypeError: `factor` is neither a Python number nor a numpy scalar.
+        ValueError: `factor` is not above 0.
 
     Example:
         >>> import numpy as np
@@ -78,7 +79,7 @@ class LinearScaling(_Scaling):
     factor: float
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """The frequencies, scaled; decimals, as they are in `phase.geometric_frequencies`."""
+        """Scales decimals of `phase.geometric_frequencies`, which have this base."""
         return frequencies / Decimal(self.factor)
 
 
@@ -98,8 +99,8 @@ class NTKScaling(_Scaling):
         alpha: How many times longer the context is than in training, above 0.
 
     Raises:
-        TypeError: alpha is neither a Python number nor a numpy scalar.
-        ValueError: alpha is not above 0.
+        TypeError: `alpha` is neither a Python number nor a numpy scalar.
+        ValueError: `alpha` is not above 0.
 
     Example:
         >>> import transformer_embed as te
@@ -114,7 +115,7 @@ class NTKScaling(_Scaling):
     alpha: float
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """The frequencies, scaled; decimals, as they are in `phase.geometric_frequencies`."""
+        """Scales decimals of `phase.geometric_frequencies`, which have this base."""
         # (base * alpha ** (d / (d - 2))) ** (-2i / d)
         #     = base ** (-2i / d) * alpha ** (-i / (d / 2 - 1))
         pairs = len(frequencies)
@@ -156,8 +157,8 @@ class YarnScaling(_Scaling):
             config.json has it. If None, the formula holds.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: an argument is out of its range; or, when the scaling is applied, the base is
+        TypeError: An argument is of another type.
+        ValueError: An argument is out of its range; or, when the scaling is applied, the base is
             not above 1.
 
     Example:
@@ -187,37 +188,45 @@ class YarnScaling(_Scaling):
     mscale_all_dim: float = 0.0
     attention_factor: float | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        """Converts and checks the fields."""
         super().__post_init__()
         if self.beta_fast < self.beta_slow:
             want = f"a number of at least beta_slow, {self.beta_slow:g}"
             raise arguments.value_error("beta_fast", want, self.beta_fast)
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """The frequencies, scaled; decimals, as they are in `phase.geometric_frequencies`."""
+        """Scales decimals of `phase.geometric_frequencies`, which have this base."""
         base = arguments.real("base", base, lowest=math.nextafter(1, 2), want="a number above 1")
-        dim, log_base = 2 * len(frequencies), Decimal(base).ln()
+        dim = 2 * len(frequencies)
+        log_base = Decimal(base).ln()
 
         def index(turns: float) -> Decimal:
-            return (
-                dim * (self.original_length / (2 * phase.PI * Decimal(turns))).ln() / (2 * log_base)
-            )
+            """Computes the index of the frequency that makes so many turns."""
+            angle = 2 * phase.PI * Decimal(turns)
+            return dim * (self.original_length / angle).ln() / (2 * log_base)
 
-        low, high = index(self.beta_fast), index(self.beta_slow)
+        # The ends of the ramp.
+        low = index(self.beta_fast)
+        high = index(self.beta_slow)
         if self.truncate:
             low = low.to_integral_value(decimal.ROUND_FLOOR)
             high = high.to_integral_value(decimal.ROUND_CEILING)
-        low, high = max(low, Decimal(0)), min(high, Decimal(dim - 1))
-        # A ramp without a width would divide by zero, so YaRN's code, and transformers, widen it.
+        low = max(low, Decimal(0))
+        high = min(high, Decimal(dim - 1))
+        # A ramp without a width would divide by zero, so YaRN's code and transformers widen it.
         if low == high:
             high += Decimal("0.001")
         ramp = (np.arange(dim // 2, dtype=object) - low) / (high - low)
         return _blended(frequencies, ramp, self.factor)
 
     def _usual_attention_factor(self) -> float:
-        """See `_Scaling`."""
+        """Computes m(mscale) / m(mscale_all_dim), as in the docstring of the class."""
+        # A factor below 1 counts as 1.
         log = max(Decimal(self.factor).ln(), Decimal(0)) / 10
-        return float((Decimal(self.mscale) * log + 1) / (Decimal(self.mscale_all_dim) * log + 1))
+        numerator = Decimal(self.mscale) * log + 1
+        denominator = Decimal(self.mscale_all_dim) * log + 1
+        return float(numerator / denominator)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,8 +250,8 @@ class Llama3Scaling(_Scaling):
         original_length: The trained length, at least 2.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: an argument is out of its range.
+        TypeError: An argument is of another type.
+        ValueError: An argument is out of its range.
 
     Example:
         >>> import transformer_embed as te
@@ -259,19 +268,23 @@ class Llama3Scaling(_Scaling):
     high_freq_factor: float = 4.0
     original_length: int = 8192
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        """Converts and checks the fields."""
         super().__post_init__()
         lowest = self.low_freq_factor
         want = f"a number of at least low_freq_factor, {lowest:g}"
         arguments.real("high_freq_factor", self.high_freq_factor, lowest=lowest, want=want)
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """The frequencies, scaled; decimals, as they are in `phase.geometric_frequencies`."""
-        low, high = Decimal(self.low_freq_factor), Decimal(self.high_freq_factor)
+        """Scales decimals of `phase.geometric_frequencies`, which have this base."""
+        low = Decimal(self.low_freq_factor)
+        high = Decimal(self.high_freq_factor)
         turns = self.original_length * frequencies / (2 * phase.PI)
-        # Equal bounds are a step.
+        # Equal bounds have no width to divide by. A tiny width makes the blend a step.
         width = high - low or Decimal("1e-20")
-        return _blended(frequencies, (high - turns) / width, self.factor)
+        # The formula's s is (turns - low) / width, and this is 1 - s.
+        divided_share = (high - turns) / width
+        return _blended(frequencies, divided_share, self.factor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,8 +311,8 @@ class LongRopeScaling(_Scaling):
             config.json has it. If None, the formula holds.
 
     Raises:
-        TypeError: an argument is of another type; or length is traced or not a Python int.
-        ValueError: an argument is out of its range; or, when the scaling is applied, the number of
+        TypeError: An argument is of another type; or length is traced or not a Python int.
+        ValueError: An argument is out of its range; or, when the scaling is applied, the number of
             factors is not d / 2.
 
     Example:
@@ -327,7 +340,7 @@ class LongRopeScaling(_Scaling):
     attention_factor: float | None = None
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """The frequencies, scaled; decimals, as they are in `phase.geometric_frequencies`."""
+        """Scales decimals of `phase.geometric_frequencies`, which have this base."""
         name = "long_factor" if self.length > self.original_length else "short_factor"
         factors = getattr(self, name)
         what = "half as many numbers as rotated channels"
@@ -335,7 +348,8 @@ class LongRopeScaling(_Scaling):
         return frequencies / [Decimal(factor) for factor in factors]
 
     def _usual_attention_factor(self) -> float:
-        """See `_Scaling`."""
+        """Computes sqrt(1 + ln(factor) / ln(original_length))."""
+        # A factor below 1 counts as 1.
         log = max(Decimal(self.factor).ln(), Decimal(0))
         return float((1 + log / Decimal(self.original_length).ln()).sqrt())
 
@@ -344,21 +358,28 @@ Scaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling | LongRopeSca
 
 
 def scaled_frequencies(scaling: Scaling | None, dim: int, base: float) -> tuple[np.ndarray, float]:
-    """The frequencies of an even number of channels, and the factor of cosines and sines."""
+    """Computes the frequencies of an even number of channels, and the factor of cosines and sines.
+
+    The frequencies are decimals, in radians per unit of position.
+    """
     frequencies = phase.geometric_frequencies(dim // 2, base, dim / 2)
     if scaling is None:
         return frequencies, 1.0
     with decimal.localcontext(phase.PRECISION):
-        factor = scaling.attention_factor or arguments.positive(
-            "attention factor", scaling._usual_attention_factor()
-        )
-        return scaling._scaled(frequencies, base), factor
+        attention_factor = scaling.attention_factor
+        if attention_factor is None:
+            usual = scaling._usual_attention_factor()
+            attention_factor = arguments.positive("attention factor", usual)
+        return scaling._scaled(frequencies, base), attention_factor
 
 
-def _blended(frequencies: np.ndarray, shares: np.ndarray, factor: float) -> np.ndarray:
-    """Each frequency blended with itself divided by `factor`, of which it has its share.
+def _blended(frequencies: np.ndarray, divided_share: np.ndarray, factor: float) -> np.ndarray:
+    """Blends each frequency with itself divided by `factor`.
 
-    Shares are clipped to [0, 1].
+    Args:
+        frequencies: The frequencies.
+        divided_share: The share of the divided frequency, which is clipped to [0, 1].
+        factor: The divisor.
     """
-    shares = np.clip(shares, 0, 1)
-    return frequencies * (shares / Decimal(factor) + 1 - shares)
+    divided_share = np.clip(divided_share, 0, 1)
+    return frequencies * (divided_share / Decimal(factor) + 1 - divided_share)

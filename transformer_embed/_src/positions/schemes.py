@@ -1,4 +1,4 @@
-"""Position schemes: how an input layer counts and encodes positions, as frozen dataclasses."""
+"""Holds the position schemes: how an input layer counts and encodes positions."""
 
 import dataclasses
 import functools
@@ -37,20 +37,21 @@ _CONVERTERS = SINUSOID_CONVERTERS | {
 
 
 class PositionScheme:
-    """How an input layer counts and encodes positions, for `EmbedderConfig` and the modules.
+    """Says how an input layer counts and encodes positions, for `EmbedderConfig` and the modules.
 
-    `Sinusoidal`, `SinusoidalGrid` and `Learned` are schemes. One of your own is a subclass that is
-    a frozen dataclass, with an `encoding` and the fields that it needs. Fields that have the names
-    of fields of these schemes are converted and checked like theirs. `save_embedder` writes the
-    name of the class, and `load_embedder` finds it once the class is defined.
+    `Sinusoidal`, `SinusoidalGrid` and `Learned` are schemes. To make a scheme of your own, write a
+    subclass that is a frozen dataclass, with the method `encoding` and the fields that the method
+    needs. A field with the name of a field of this package's schemes, such as `start` or `base`, is
+    converted and checked as there. `save_embedder` writes the name of your class, so define the
+    class before you call `load_embedder`.
 
     Args:
-        start: the position of the first token, when no positions are given.
-        at_padding: the position of padding, which is not counted. None: `start`.
-        pad_id: the id of padding. None: the `pad_id` of the `EmbedderConfig`.
-        max_len: the number of positions. None: any number.
-        is_learned: whether the encodings are the rows of a parameter, [max_len, d_model], so that
-            `encoding` is not called.
+        start: The position of the first token, if you pass no positions.
+        at_padding: The position of padding, which is not counted. If None, it is `start`.
+        pad_id: The id of padding. If None, it is the `pad_id` of the `EmbedderConfig`.
+        max_len: The number of positions. If None, there is no limit.
+        is_learned: Whether the encodings are the rows of a parameter, [max_len, d_model]. The layer
+            then looks them up, and does not call `encoding`.
 
     Example:
         >>> import dataclasses
@@ -74,50 +75,77 @@ class PositionScheme:
     max_len: Any = None
     is_learned = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        """Converts and checks the fields."""
         arguments.convert_fields(self, **_CONVERTERS)
 
     def check(self, d_model: int) -> None:
-        """Raises unless the scheme encodes d_model channels."""
+        """Raises a ValueError unless the scheme can encode d_model channels."""
 
     def positions(
         self, ids: Shaped[Array, "... t"], pad_id: int | None = None
     ) -> Int32[Array, "..."]:
-        """The positions of ids, [t] or [..., t], in a layer with this padding id.
+        """Counts the positions of ids. A layer calls this if you pass no positions.
 
-        Without a padding id, only their length counts. An error if `max_len` is less.
+        Args:
+            ids: The ids, [length] or [..., length].
+            pad_id: The id of padding in the layer, which is used if the scheme has no `pad_id`.
+
+        Returns:
+            int32 [..., length]. If nothing says which id is padding, int32 [length].
+
+        Raises:
+            ValueError: There are more ids in a row than positions.
         """
         length = ids.shape[-1]
-        if self.max_len is not None and length > self.max_len - self.start:
-            most, name = self.max_len - self.start, type(self).__name__
-            want = f"at most {most} tokens in a row, the positions of {name} (max_len)"
-            raise arguments.value_error("ids or x", want, length)
-        check_last_position("start", self.start, length)
-        pad_id = pad_id if self.pad_id is None else self.pad_id
+        self._check_length(length)
+        if self.pad_id is not None:
+            pad_id = self.pad_id
         if pad_id is None:
             return jnp.arange(self.start, self.start + length, dtype=jnp.int32)
         at_padding = self.start if self.at_padding is None else self.at_padding
         return positions_of_tokens(ids != pad_id, self.start, at_padding)
 
+    def _check_length(self, length: int) -> None:
+        """Raises a ValueError if a row of this length has more tokens than there are positions."""
+        if self.max_len is not None and length > self.max_len - self.start:
+            most = self.max_len - self.start
+            name = type(self).__name__
+            want = f"at most {most} tokens in a row, the positions of {name} (max_len)"
+            raise arguments.value_error("ids or x", want, length)
+        check_last_position("start", self.start, length)
+
     def encoding(self, positions: Any, d_model: int) -> Float[Array, "... d"]:
-        """The encodings of positions, an array of integers or float32, in float32 or wider."""
+        """Computes the encodings of positions. A scheme of your own defines this method.
+
+        Args:
+            positions: Integers or float32, [...].
+            d_model: The number of channels.
+
+        Returns:
+            [..., d_model], of float32 or a wider dtype.
+        """
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sinusoidal(PositionScheme, Sinusoids):
-    """Sinusoidal positions, for `EmbedderConfig` and `PositionalEncoding`.
+    """Adds sinusoidal encodings, as a scheme of `EmbedderConfig` and `PositionalEncoding`.
+
+    Use it for texts of any length, because it needs no table.
 
     Args:
-        base, layout, shift, odd, frequency_scale: see `sinusoidal_encoding`.
-        start: the position of the first token, when no positions are given.
-        at_padding: the position of padding, which is not counted. None: `start`.
-        pad_id: the id of padding. None: the `pad_id` of the `EmbedderConfig`; if that is None too,
-            every id is counted.
+        base, layout, shift, odd, frequency_scale: As in `sinusoidal_encoding`.
+        start: The position of the first token, if you pass no positions.
+        at_padding: The position of padding, which is not counted. If None, it is `start`.
+        pad_id: The id of padding. If None, it is the `pad_id` of the `EmbedderConfig`. If that is
+            None too, every id is counted.
 
     Raises:
-        TypeError: start, at_padding or pad_id is not a Python int; and as `sinusoidal_encoding`.
-        ValueError: as `sinusoidal_encoding`; if it takes d_model to know, when a layer is made.
+        TypeError: `start`, `at_padding` or `pad_id` is not a Python int; and as
+            `sinusoidal_encoding`.
+        ValueError: As in `sinusoidal_encoding`. An option that is wrong only for some d_model is
+            refused when a layer is made.
 
     Example:
         >>> import transformer_embed as te
@@ -138,47 +166,48 @@ class Sinusoidal(PositionScheme, Sinusoids):
         channels(self, d_model)
 
     def encoding(self, positions: Any, d_model: int) -> Float[Array, "... d"]:
-        """`sinusoidal_encoding` with the fields of the scheme."""
+        """Computes `sinusoidal_encoding` with the fields of the scheme."""
         return encode(positions, d_model, self, np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class SinusoidalGrid(PositionScheme, Sinusoids):
-    """Sinusoidal positions on a grid, for the tokens of an image or a video.
+    """Adds sinusoidal encodings of the points of a grid, for the tokens of an image or a video.
 
-    It is a scheme of `EmbedderConfig` and `PositionalEncoding`.
+    It is a scheme of `EmbedderConfig` and `PositionalEncoding`. The layer takes flattened patches,
+    [..., h * w, d_model], in row-major order. So position p of a grid (h, w) is the point
+    (p // w, p % w), and a row with fewer patches has the first points. Add a class token after the
+    layer. If you have no layer, call `encoding`, which is a pure function of positions.
 
-    Tokens are in row-major order: position p of a grid (h, w) is the point (p // w, p % w). A
-    position outside the grid gives NaN; a length beyond its number of points is an error. Each axis
-    gets an equal part of the channels: part k is the `sinusoidal_encoding` of the coordinate along
-    axis axes[k].
-
-    The layer takes flattened patches, [..., h * w, d_model]: a shorter row has the first points.
-    Add a class token after the layer. Without a layer, `encoding` is a pure function of positions.
+    Each axis gets an equal part of the channels. Part k is the `sinusoidal_encoding` of the
+    coordinate along axis axes[k].
 
     Args:
-        shape: points along each axis, a tuple of ints, [height, width] for an image; at least one
-            axis, at most 2**31 - 1 points.
-        axes: the axis that each part encodes, a permutation. None: the first axis first
-            (tensor2tensor, the positional-encodings package); (1, 0) is width first (MAE,
-            diffusers, big_vision).
-        axis_positions: for each axis of shape, the coordinates of its points, as numbers that are
-            known while tracing; kept as tuples of floats. None: 0, 1, 2, ... For n points in place
-            of the m of training, `np.arange(n) * m / n` interpolates. diffusers' are `np.arange(n)
-            * base_size / n / interpolation_scale`.
-        base, layout, shift, frequency_scale: see `sinusoidal_encoding`, for one part. MAE,
+        shape: The number of points along each axis, a tuple of ints, (height, width) for an image.
+            There is at least one axis, and there are at most 2**31 - 1 points.
+        axes: The axis that each part encodes, a permutation of the axes. (1, 0) puts the width
+            first (MAE, diffusers, big_vision). If None, the first axis comes first (tensor2tensor,
+            the positional-encodings package).
+        axis_positions: The coordinates of the points, one sequence of numbers per axis. They are
+            known while tracing, and are kept as tuples of floats. If you have n points along an
+            axis and the model was trained with m, pass `np.arange(n) * m / n` to interpolate. For
+            diffusers, pass `np.arange(n) * base_size / n / interpolation_scale`. If None, they are
+            0, 1, 2, ...
+        base, layout, shift, frequency_scale: As in `sinusoidal_encoding`, for one part. MAE,
             diffusers and big_vision have `layout="sin_cos"`, big_vision with `shift=1`.
-        odd: how d_model channels are split over n axes. `"truncate"`: d_model / n channels for each
-            axis; d_model is a multiple of n. `"round_up"`: d_model / n rounded up to an even number
-            for each axis, and the concatenation cut to d_model (the positional-encodings package).
-            `"zero"`: d_model / n rounded down to an even number for each axis, and zeros in the
-            last channels (tensor2tensor).
+        odd: How d_model channels are split over n axes. `"truncate"` gives each axis d_model / n
+            channels, so d_model must be a multiple of n. `"round_up"` rounds d_model / n up to an
+            even number for each axis, and cuts the concatenation to d_model (the
+            positional-encodings package). `"zero"` rounds d_model / n down to an even number for
+            each axis, and leaves zeros in the last channels (tensor2tensor).
 
     Raises:
-        TypeError: shape or axes is not a tuple of ints; axis_positions are not sequences of Python
-            numbers; and as `sinusoidal_encoding`.
-        ValueError: shape is out of range; axes is not a permutation; axis_positions do not fit the
-            shape; as `sinusoidal_encoding`; if it takes d_model to know, when a layer is made.
+        TypeError: `shape` or `axes` is not a tuple of ints; `axis_positions` are not sequences of
+            Python numbers; and as `sinusoidal_encoding`.
+        ValueError: `shape` is out of range; `axes` is not a permutation; `axis_positions` do not
+            fit the shape; a row has more patches than the grid has points; and as
+            `sinusoidal_encoding`. An option that is wrong only for some d_model is refused when a
+            layer is made.
 
     Example:
         >>> import numpy as np
@@ -188,6 +217,9 @@ class SinusoidalGrid(PositionScheme, Sinusoids):
         (14, 14)
         >>> grid.encoding(np.arange(14 * 14).reshape(14, 14), d_model=768).shape
         (14, 14, 768)
+
+    Edge cases:
+        The encoding of a position outside the grid is NaN.
 
     Source:
         Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021), appendix D.4,
@@ -199,7 +231,8 @@ class SinusoidalGrid(PositionScheme, Sinusoids):
     axes: tuple[int, ...] | None = None
     axis_positions: Sequence[Sequence[float]] | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        """Converts and checks the fields."""
         super().__post_init__()
         shape, axes = as_grid(self.shape, self.axes)
         arguments.set_fields(self, shape=shape, axes=axes)
@@ -211,17 +244,17 @@ class SinusoidalGrid(PositionScheme, Sinusoids):
 
     @property
     def max_len(self) -> int:
-        """The number of points."""
+        """Returns the number of points."""
         return math.prod(self.shape)
 
     def positions(
         self, ids: Shaped[Array, "... t"], pad_id: int | None = None
     ) -> Int32[Array, "t"]:
-        """0, 1, 2, ...: a point of the grid stays where it is, whatever its id."""
+        """Returns 0, 1, 2, ..., because a point of the grid is never padding."""
         return super().positions(ids)
 
     def encoding(self, positions: Any, d_model: int) -> Float[Array, "... d"]:
-        """[..., d_model] float32 of points [...] of the grid; NaN outside of it."""
+        """Computes the encodings, float32 [..., d_model], of points [...] of the grid."""
         points = arguments.as_int32("positions", positions)
         coordinates = as_coordinates(self.axis_positions, self.shape)
         d_model = arguments.size("d_model", d_model)
@@ -230,19 +263,22 @@ class SinusoidalGrid(PositionScheme, Sinusoids):
 
 @dataclasses.dataclass(frozen=True)
 class Learned(PositionScheme):
-    """Learned positions, for `EmbedderConfig` and `PositionalEncoding`: a vector for each position.
+    """Adds a learned vector for each position, as a scheme of `EmbedderConfig`.
+
+    Use it for models with a table of positions, such as BERT and GPT-2. `PositionalEncoding` takes
+    it too.
 
     Args:
-        max_len: number of positions, at least 1.
-        start: the position of the first token, when no positions are given (BART, OPT and RoBERTa:
-            2).
-        at_padding: the position of padding, which is not counted (OPT and RoBERTa: 1). None:
-            `start`.
-        pad_id: the id of padding, as in `Sinusoidal`.
+        max_len: The number of positions, at least 1, which is the number of table rows.
+        start: The position of the first token, if you pass no positions. It is 2 in BART, OPT and
+            RoBERTa.
+        at_padding: The position of padding, which is not counted. It is 1 in OPT and RoBERTa. If
+            None, it is `start`.
+        pad_id: The id of padding, as in `Sinusoidal`.
 
     Raises:
-        TypeError: an argument is not a Python int.
-        ValueError: max_len is below 1; start or at_padding outside [0, max_len).
+        TypeError: An argument is not a Python int.
+        ValueError: `max_len` is below 1, or `start` or `at_padding` is outside [0, max_len).
 
     Example:
         >>> import transformer_embed as te
@@ -255,7 +291,7 @@ class Learned(PositionScheme):
         https://arxiv.org/abs/1705.03122
     """
 
-    # Without the default of other schemes.
+    # Other schemes have a default.
     max_len: int = dataclasses.field()
     _: dataclasses.KW_ONLY
     start: int = 0
@@ -264,7 +300,8 @@ class Learned(PositionScheme):
 
     is_learned = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        """Converts and checks the fields."""
         super().__post_init__()
         position = functools.partial(arguments.integer, at_least=0, at_most=self.max_len - 1)
         arguments.convert_fields(self, start=position, at_padding=position)

@@ -1,10 +1,11 @@
-"""Sinusoidal position encodings: of any positions, as tables and on grids, in every layout."""
+"""Computes sinusoidal encodings: of any positions, as tables and on grids, in every layout."""
 
 import dataclasses
 import functools
 import math
 from collections.abc import Sequence
 from decimal import Decimal
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,48 +31,45 @@ def sinusoidal_encoding(
     frequency_scale: float = 1.0,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "... d"]:
-    """The sinusoidal encoding of each position, exact at any position.
+    """Computes the sinusoidal encoding of each position, exact at any position.
 
-    With the defaults, for i in 0..d_model//2 - 1:
+    Add it to token embeddings. With the defaults, for i in 0..d_model//2 - 1:
 
         encoding[..., 2i]     = sin(position * base ** (-2i / d_model))
         encoding[..., 2i + 1] = cos(position * base ** (-2i / d_model))
 
-    Sequences may have any length, since nothing is precomputed. Positions may be traced, negative,
-    fractional, and of any shape. The page "Conventions of other projects" has the arguments that
-    reproduce each project.
+    No table is precomputed, so sequences may have any length. The page "Conventions of other
+    projects" has the arguments that reproduce each project.
 
     Args:
-        positions: [...]; any integer dtype, or float32 for fractional positions. float64 is rounded
-            to float32. If that would change an integer, it is an error on the host and gives NaN on
-            a device.
-        d_model: number of channels, at least 1, even or odd.
-        base: above 0. The wavelengths grow from 2 pi towards 2 pi times this.
-        layout: the order of the channels. `"interleaved"`: sine and cosine of each frequency side
-            by side. `"sin_cos"`: all sines, then all cosines. `"cos_sin"`: all cosines, then all
-            sines.
-        shift: a number to subtract from the denominator of the exponents. `None`: frequency i is
-            base ** (-2i / d_model). A number s, such as tensor2tensor's 1: it is base ** (-i /
-            (d_model // 2 - s)).
-        odd: what an odd d_model means. `"truncate"`: the exponents use d_model itself, and the last
-            cosine (in `"cos_sin"`, sine) is left out. `"round_up"`: the encoding for d_model + 1
-            without its last channel. `"zero"`: d_model // 2 pairs and a last channel of zeros.
-        frequency_scale: above 0; multiplies every frequency.
-        dtype: of the result. The encoding is computed in float32 and rounded once.
+        positions: Integers of any dtype, or float32 for fractional positions, [...]. They may be
+            traced and negative.
+        d_model: The number of channels, at least 1, even or odd.
+        base: The base of the frequencies, above 0. The wavelengths grow from 2 pi towards
+            2 pi times the base.
+        layout: The order of the channels. `"interleaved"` has the sine and the cosine of each
+            frequency side by side. `"sin_cos"` has all sines, then all cosines. `"cos_sin"` has all
+            cosines, then all sines.
+        shift: A number s to subtract from the denominator of the exponents, such as 1 for
+            tensor2tensor. Frequency i is then base ** (-i / (d_model // 2 - s)). If None, it is
+            base ** (-2i / d_model).
+        odd: What an odd d_model means. `"truncate"` puts d_model itself into the exponents, and
+            leaves out the last cosine (in `"cos_sin"`, the last sine). `"round_up"` makes the
+            encoding for d_model + 1 and drops its last channel. `"zero"` makes d_model // 2 pairs,
+            and a last channel of zeros.
+        frequency_scale: A number above 0 that multiplies every frequency.
+        dtype: The dtype of the result. The encoding is computed in float32 and rounded once.
 
     Returns:
-        [..., d_model] of `dtype`, in [-1, 1]. The absolute error in float32 is at most 6.0e-8 for
-        every int32 and uint32 position, and for float32 positions below 2**24 in magnitude if
-        frequency_scale is at most 1000. NaN for a 64-bit jax integer outside int32, and for a float
-        that is not finite or is 2**31 or more in magnitude. Differentiable in float positions, to
-        any order.
+        The encodings, [..., d_model] of `dtype`, in [-1, 1]. They are differentiable in float
+        positions, to any order.
 
     Raises:
-        TypeError: positions are neither integers nor float32; d_model is not a Python int; dtype is
-            not a floating dtype.
-        ValueError: layout or odd is unknown; base or frequency_scale is not above 0, or makes a
-            frequency of 2**32 turns per position or more; shift is d_model // 2 or more; a host
-            position is outside int32 (and uint32).
+        TypeError: Positions are neither integers nor float32; `d_model` is not a Python int; or
+            `dtype` is not a floating dtype.
+        ValueError: `layout` or `odd` is unknown; `base` or `frequency_scale` is not above 0, or
+            makes a frequency of 2**32 turns per position or more; `shift` is d_model // 2 or more;
+            or a position on the host is outside int32 (and uint32).
 
     Example:
         >>> import transformer_embed as te
@@ -80,6 +78,14 @@ def sinusoidal_encoding(
         [[ 0.     1.     0.     1.   ]
          [ 0.546  0.838  0.421 -0.907]]
 
+    Edge cases:
+        - In float32, the absolute error is at most 6.0e-8 at every int32 and uint32 position, and
+          at float32 positions below 2**24 in magnitude if frequency_scale is at most 1000.
+        - float64 positions are rounded to float32. If that would change an integer, it is an error
+          on the host and gives NaN on a device.
+        - The encoding is NaN at a 64-bit jax integer outside int32, and at a float position that is
+          not finite or is 2**31 or more in magnitude.
+
     Source:
         Vaswani et al., "Attention Is All You Need" (2017), section 3.5,
         https://arxiv.org/abs/1706.03762
@@ -87,8 +93,10 @@ def sinusoidal_encoding(
     options = Sinusoids(
         base=base, layout=layout, shift=shift, odd=odd, frequency_scale=frequency_scale
     )
-    d_model, dtype = arguments.size("d_model", d_model), arguments.result_dtype(dtype)
-    return encode(phase.as_positions("positions", positions), d_model, options, dtype)
+    d_model = arguments.size("d_model", d_model)
+    dtype = arguments.result_dtype(dtype)
+    positions = phase.as_positions("positions", positions)
+    return encode(positions, d_model, options, dtype)
 
 
 def sinusoidal_table(
@@ -102,18 +110,22 @@ def sinusoidal_table(
     frequency_scale: float = 1.0,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "t d"]:
-    """The sinusoidal encodings of positions 0..length-1.
+    """Computes the sinusoidal encodings of positions 0..length-1.
+
+    Use it if you want the table of the paper. To encode a batch, call `sinusoidal_encoding`, which
+    needs no table.
 
     Args:
-        length: number of positions, at least 0 and at most 2**31.
-        d_model, base, layout, shift, odd, frequency_scale, dtype: see `sinusoidal_encoding`.
+        length: The number of positions, at least 0 and at most 2**31.
+        d_model, base, layout, shift, odd, frequency_scale, dtype: As in `sinusoidal_encoding`.
 
     Returns:
-        [length, d_model] of `dtype`: `sinusoidal_encoding(jnp.arange(length), d_model, ...)`.
+        The table `sinusoidal_encoding(jnp.arange(length), d_model, ...)`, [length, d_model] of
+        `dtype`.
 
     Raises:
-        TypeError: length is not a Python int; and as `sinusoidal_encoding`.
-        ValueError: length is out of range; and as `sinusoidal_encoding`.
+        TypeError: `length` is not a Python int; and as `sinusoidal_encoding`.
+        ValueError: `length` is out of range; and as `sinusoidal_encoding`.
 
     Example:
         >>> import transformer_embed as te
@@ -126,8 +138,9 @@ def sinusoidal_table(
         Vaswani et al., "Attention Is All You Need" (2017), section 3.5,
         https://arxiv.org/abs/1706.03762
     """
+    length = arguments.length("length", length)
     return sinusoidal_encoding(
-        jnp.arange(arguments.length("length", length), dtype=jnp.int32),
+        jnp.arange(length, dtype=jnp.int32),
         d_model,
         base=base,
         layout=layout,
@@ -138,7 +151,7 @@ def sinusoidal_table(
     )
 
 
-# Of the fields of `Sinusoids`.
+# Converts and checks each field of `Sinusoids`.
 SINUSOID_CONVERTERS = {
     "base": arguments.positive,
     "layout": functools.partial(arguments.choice, choices=SINUSOID_LAYOUTS),
@@ -150,7 +163,7 @@ SINUSOID_CONVERTERS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sinusoids:
-    """The options of `sinusoidal_encoding`, converted and checked."""
+    """Holds the options of `sinusoidal_encoding`, converted and checked."""
 
     base: float = 10_000.0
     layout: str = "interleaved"
@@ -158,17 +171,19 @@ class Sinusoids:
     odd: str = "truncate"
     frequency_scale: float = 1.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        """Converts and checks the options."""
         arguments.convert_fields(self, **SINUSOID_CONVERTERS)
 
 
 def as_grid(shape: Sequence[int], axes: Sequence[int] | None) -> tuple[tuple[int, ...], ...]:
-    """The points along each axis of a grid, and the axes in the order of their channels."""
+    """Returns the points along each axis of a grid, and the axes in the order of their channels."""
     lengths = arguments.entries("shape", shape, arguments.size)
     arguments.size("shape: its number of points", math.prod(lengths))
-    first_first = range(len(lengths))
-    order = arguments.entries("axes", first_first if axes is None else axes, arguments.integer)
-    if not lengths or sorted(order) != list(first_first):
+    all_axes = tuple(range(len(lengths)))
+    order = all_axes if axes is None else axes
+    order = arguments.entries("axes", order, arguments.integer)
+    if not lengths or sorted(order) != list(all_axes):
         want = f"a permutation of the axes of shape {lengths}, at least one"
         raise arguments.value_error("axes", want, axes)
     return lengths, order
@@ -177,7 +192,7 @@ def as_grid(shape: Sequence[int], axes: Sequence[int] | None) -> tuple[tuple[int
 def as_coordinates(
     axis_positions: Sequence[ArrayLike] | None, lengths: tuple[int, ...]
 ) -> tuple[Array | np.ndarray, ...] | None:
-    """The coordinates of the points along each axis of a grid; None if they are 0, 1, 2, ..."""
+    """Returns the coordinates of the points along each axis, or None if they are 0, 1, 2, ..."""
     if axis_positions is None:
         return None
     coordinates = arguments.entries("axis_positions", axis_positions, phase.as_positions)
@@ -187,37 +202,56 @@ def as_coordinates(
     return coordinates
 
 
-@functools.lru_cache(maxsize=64)
-def channels(options: Sinusoids, d_model: int) -> tuple[phase.Words, np.ndarray]:
-    """The frequency of each channel, and its quarter: 0 for a sine, 1 for a cosine.
+class Channels(NamedTuple):
+    """Says what each channel computes: `sin(position * frequency + quarter * pi / 2)`."""
 
-    A ValueError if the options make no encoding of d_model channels.
+    frequencies: phase.Words
+    # 0 for a sine, 1 for a cosine, which is the sine a quarter turn on.
+    quarters: np.ndarray
+
+
+@functools.lru_cache(maxsize=64)
+def channels(options: Sinusoids, d_model: int) -> Channels:
+    """Computes the frequency of each channel, and which channels are cosines.
+
+    Raises:
+        ValueError: The options make no encoding of d_model channels.
     """
+    units = np.array(phase.units(_pair_frequencies(options, d_model)), object)
+    is_cosine_first = options.layout == "cos_sin"
+    quarters = np.array([[1], [0]] if is_cosine_first else [[0], [1]], np.uint32)
+    # Rows are the sines and the cosines, and columns are the pairs. Reading column by column ("F")
+    # puts the two of a pair side by side.
+    order = "F" if options.layout == "interleaved" else "C"
+
+    def per_channel(values: np.ndarray) -> np.ndarray:
+        """Returns a value for each channel, of values that broadcast to [2, pairs]."""
+        two_of_each_pair = np.broadcast_to(values, (2, len(units)))
+        flat = two_of_each_pair.ravel(order)
+        # With odd="zero", the last channel has the frequency 0, and is the sine of 0.
+        return np.pad(flat, (0, 1))[:d_model]
+
+    frequencies = phase.words(per_channel(units))
+    return Channels(frequencies=frequencies, quarters=per_channel(quarters))
+
+
+def _pair_frequencies(options: Sinusoids, d_model: int) -> np.ndarray:
+    """Computes the frequency of each pair of a sine and a cosine, as decimals."""
     width = d_model + d_model % 2 if options.odd == "round_up" else d_model
     pairs = d_model // 2 if options.odd == "zero" else (d_model + 1) // 2
-    denominator = Decimal(width) / 2
-    if options.shift is not None:
+    if options.shift is None:
+        denominator = Decimal(width) / 2
+    else:
         denominator = phase.PRECISION.subtract(width // 2, Decimal(options.shift))
+    # A single pair has the exponent 0, whatever the denominator is.
     if pairs > 1 and denominator <= 0:
         want = f"a number below d_model // 2 = {width // 2}"
         raise arguments.value_error("shift", want, options.shift)
-    frequencies = phase.geometric_frequencies(
-        pairs, options.base, denominator, options.frequency_scale
-    )
-    units = np.array(phase.units(frequencies), object)
-    quarters = np.array([[1], [0]] if options.layout == "cos_sin" else [[0], [1]], np.uint32)
-    order = "F" if options.layout == "interleaved" else "C"
-
-    def by_channel(by_pair):
-        """Of [2, pairs]: all sines, then all cosines, or the other way round."""
-        # With odd="zero", the last channel is the sine of 0.
-        return np.pad(np.broadcast_to(by_pair, (2, pairs)).ravel(order), (0, 1))[:d_model]
-
-    return phase.words(by_channel(units)), by_channel(quarters)
+    return phase.geometric_frequencies(pairs, options.base, denominator, options.frequency_scale)
 
 
 def part_width(d_model: int, axes: int, odd: str) -> int:
-    """The channels of each axis of a grid."""
+    """Returns the number of channels of each axis of a grid, before they are cut to d_model."""
     if odd == "round_up":
         return 2 * math.ceil(d_model / (2 * axes))
     if odd == "zero":
@@ -232,18 +266,40 @@ def part_width(d_model: int, axes: int, odd: str) -> int:
 
 
 @compiled(1, 2, 3)
-def encode(positions, d_model, options, dtype) -> Vectors:
-    return phase.sinusoid(positions[..., None], *channels(options, d_model)).astype(dtype)
+def encode(positions: Array, d_model: int, options: Sinusoids, dtype: Any) -> Vectors:
+    """Computes the encodings of positions [...]."""
+    made = channels(options, d_model)
+    encoding = phase.sinusoid(positions[..., None], made.frequencies, made.quarters)
+    return encoding.astype(dtype)
 
 
 @compiled(2, 3, 4, 5)
-def encode_grid(points, coordinates, lengths, axes, d_model, options) -> Vectors:
-    along = jnp.unravel_index(points, lengths)
+def encode_grid(
+    points: Array,
+    coordinates: tuple[Array | np.ndarray, ...] | None,
+    lengths: tuple[int, ...],
+    axes: tuple[int, ...],
+    d_model: int,
+    options: Sinusoids,
+) -> Vectors:
+    """Computes the encodings of points of a grid, which are numbered in row-major order.
+
+    Args:
+        points: The numbers of the points, int32 [...].
+        coordinates: The coordinates along each axis. If None, they are 0, 1, 2, ...
+        lengths: The number of points along each axis.
+        axes: The axis that each part of the channels encodes.
+        d_model: The number of channels.
+        options: The options of one part.
+    """
+    indices = jnp.unravel_index(points, lengths)
+    positions = indices
     if coordinates is not None:
-        along = [array[index] for array, index in zip(coordinates, along, strict=True)]
+        positions = [array[index] for array, index in zip(coordinates, indices, strict=True)]
     width = part_width(d_model, len(lengths), options.odd)
-    parts = [encode(along[axis], width, options, np.float32) for axis in axes]
+    parts = [encode(positions[axis], width, options, np.float32) for axis in axes]
     encoding = jnp.concatenate(parts, -1)[..., :d_model]
-    padding = [(0, 0)] * (encoding.ndim - 1) + [(0, d_model - encoding.shape[-1])]
-    inside = (points >= 0) & (points < math.prod(lengths))
-    return nan_where(~inside, jnp.pad(encoding, padding))
+    missing_channels = d_model - encoding.shape[-1]
+    padding = [(0, 0)] * (encoding.ndim - 1) + [(0, missing_channels)]
+    is_inside = (points >= 0) & (points < math.prod(lengths))
+    return nan_where(~is_inside, jnp.pad(encoding, padding))

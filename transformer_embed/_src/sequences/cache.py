@@ -102,6 +102,7 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
 
 
 def _is_tokens(part: Any) -> bool:
+    """Returns whether a part of a cache is token positions."""
     return isinstance(part, TokenPositions)
 
 
@@ -129,6 +130,7 @@ def _as_arrays(name: str, tree: Any, *, add_batch: bool = False) -> Any:
     """Converts a tree to jax arrays, and gives them a batch axis of 1 if asked to."""
 
     def converted(path: Any, part: Any) -> Any:
+        """Converts one part of the tree."""
         if _is_tokens(part):
             # These have a batch axis in any case.
             return TokenPositions(**arrays_of(part))
@@ -142,6 +144,7 @@ def _as_arrays(name: str, tree: Any, *, add_batch: bool = False) -> Any:
 # The function is compiled even if the caller is not, and so are its checks of shapes.
 @compiled()
 def _written(cache: Any, new: Any, slot: Int32[Array, "..."]) -> tuple[Any, Bool[Array, "b t"]]:
+    """Writes new tokens, and returns the cache and which tokens were written."""
     new_has_batch = _has_batch(new)
     # Trees that differ are refused below, where their paths are compared.
     if _structure(cache) == _structure(new):
@@ -167,6 +170,7 @@ def _written(cache: Any, new: Any, slot: Int32[Array, "..."]) -> tuple[Any, Bool
 
 
 def _structure(tree: Any) -> Any:
+    """Returns the structure of a tree, in which token positions are leaves."""
     return jax.tree.structure(tree, is_leaf=_is_tokens)
 
 
@@ -199,33 +203,46 @@ def _completed(new: Any, held: Any) -> Any:
 
 
 class _Sizes(NamedTuple):
-    """The sizes of a cache and of the tokens that are written into it."""
+    """Holds the sizes of a cache and of the tokens that are written into it."""
 
+    # The number of batch rows.
     batch: Any
-    slots: Any
+    # The number of slots of a batch row.
+    slot_count: Any
+    # The number of new tokens of a batch row.
     length: Any
 
 
 class _Target(NamedTuple):
-    """Where the new tokens go: slots [b, t], which are outside the cache if not written."""
+    """Says where the new tokens go."""
 
+    # The slot of each token. It is past the end of the cache if the token is not written.
     slots: Int32[Array, "b t"]
     is_written: Bool[Array, "b t"]
 
 
 def _target_of(slot: Int32[Array, "..."], sizes: _Sizes) -> _Target:
-    """Computes the slot of each token, and whether it is written."""
-    if slot.ndim < 2:
+    """Computes the slot of each token, and whether it is written.
+
+    Args:
+        slot: The slot of the first token, [] or [batch], or the slot of each token, [1 or batch,
+            length].
+        sizes: The sizes of the cache and of the new tokens.
+    """
+    has_slot_of_each_token = slot.ndim == 2
+    if has_slot_of_each_token:
+        slots = jnp.broadcast_to(slot, (sizes.batch, sizes.length))
+        is_written = (slots >= 0) & (slots < sizes.slot_count)
+        # Two tokens of a row may have one slot, as in a ring, and the later one is kept.
+        if sizes.length != 1:
+            is_written &= _is_last_of_slot(slots, sizes.slot_count)
+    else:
         first = jnp.broadcast_to(slot, sizes.batch)[:, None]
         slots = first + jnp.arange(sizes.length, dtype=jnp.int32)[None]
-        # A batch row whose first token is before the cache is left out, not only this token.
-        is_written = (first >= 0) & (slots < sizes.slots)
-    else:
-        slots = jnp.broadcast_to(slot, (sizes.batch, sizes.length))
-        is_written = (slots >= 0) & (slots < sizes.slots)
-        is_written &= sizes.length == 1 or _is_last_of_slot(slots, sizes.slots)
-    # A scatter drops only indices past the end: -1 would be the last slot.
-    slots = jnp.where(is_written, slots, sizes.slots)
+        # If the first token of a batch row is before the cache, no token of the row is written.
+        is_written = (first >= 0) & (slots < sizes.slot_count)
+    # A scatter drops only indices past the end. The index -1 would be the last slot.
+    slots = jnp.where(is_written, slots, sizes.slot_count)
     return _Target(slots=slots, is_written=is_written)
 
 
@@ -235,6 +252,7 @@ def _is_last_of_slot(slots: Int32[Array, "b t"], slot_count: int) -> Bool[Array,
     no_token = jnp.full(slot_count, -1, jnp.int32)
 
     def last_token(slots: Array) -> Array:
+        """Returns the last token in the slot of each token, for one batch row."""
         return no_token.at[slots].max(index, mode="drop")[slots]
 
     return jax.vmap(last_token)(jnp.where(slots < 0, slot_count, slots)) == index[None]
@@ -270,7 +288,7 @@ def _checked_sizes(
         _check_layout(f"new{path}", new_arrays[path], held.dtype, (batch, length, *trailing), 1)
     fits = slot.shape in ((), (batch,), (1, length), (batch, length))
     arguments.check_shape("slot", slot.shape, fits, f"[], [{batch}] or [{batch}, {length}]")
-    return _Sizes(batch=batch, slots=slots, length=length)
+    return _Sizes(batch=batch, slot_count=slots, length=length)
 
 
 def _check_one_meaning(slot: Array, sizes: _Sizes) -> None:

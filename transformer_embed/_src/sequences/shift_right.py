@@ -61,6 +61,7 @@ def shift_right(
 
 @compiled(1)
 def _shifted(ids: Int32[Array, "... t"], first_id: int) -> Int32[Array, "... t"]:
+    """Shifts ids, and puts the start id first."""
     is_first = jnp.arange(ids.shape[-1], dtype=jnp.int32) == 0
     is_first = jnp.broadcast_to(is_first, ids.shape)
     return jnp.where(is_first, first_id, of_previous_token(ids))
@@ -70,6 +71,7 @@ def _shifted(ids: Int32[Array, "... t"], first_id: int) -> Int32[Array, "... t"]
 def _shifted_in_segments(
     ids: Int32[Array, "... t"], segment_ids: Integer[Array, "..."], first_id: int
 ) -> Int32[Array, "... t"]:
+    """Shifts ids inside each segment, and puts the start id first in each."""
     previous_ids = of_previous_token(ids)
     # The token before the first one of a batch row counts as padding.
     is_first = segment_ids != of_previous_token(segment_ids)

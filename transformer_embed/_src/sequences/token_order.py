@@ -18,7 +18,7 @@ ORDERS = {
 
 
 class HostTokens(NamedTuple):
-    """The positions and the segment ids of tokens, on the host."""
+    """Holds the positions and the segment ids of tokens, on the host."""
 
     positions: Integer[np.ndarray, "b t"]
     segment_ids: Integer[np.ndarray, "b t"]

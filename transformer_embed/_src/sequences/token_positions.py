@@ -95,6 +95,7 @@ class TokenPositions:
     ends: Any = None
 
     def __post_init__(self):
+        """Converts and checks the arrays."""
         arrays = comparable_arrays(**{"positions": self.positions} | _given(self))
         length = arrays["positions"].shape[-1]
         for name, array in arrays.items():
@@ -123,14 +124,17 @@ class TokenPositions:
         return has_next_token(segments_of(self))
 
     def __jax_array__(self) -> Array:
+        """Raises a TypeError, because the arrays are meant."""
         # Public functions, jax and numpy ask for this if they are passed the tokens themselves.
         want = "one of its arrays, tokens.positions, tokens.segment_ids or tokens.padding_mask"
         raise arguments.type_error(type(self).__name__, want, "the tokens")
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        """Raises a TypeError, because the arrays are meant."""
         return np.asarray(self.__jax_array__())
 
     def __repr__(self) -> str:
+        """Shows the arrays that are given."""
         arrays = [f"{name}={_shown(array)}" for name, array in _given(self).items()]
         return f"TokenPositions({', '.join(arrays)})"
 
@@ -374,8 +378,8 @@ class TokenPositions:
         if mask.dtype != bool:
             want = "a bool array, True = a token (`mask != 0` makes one)"
             raise arguments.type_error("mask", want, mask.dtype)
-        is_right = mask.ndim in (1, 2)
-        arguments.check_shape("mask", mask.shape, is_right, "[length] or [batch, length]")
+        has_valid_rank = mask.ndim in (1, 2)
+        arguments.check_shape("mask", mask.shape, has_valid_rank, "[length] or [batch, length]")
         start = arguments.int32("start", start)
         at_padding = arguments.int32("at_padding", at_padding)
         check_last_position("start", start, mask.shape[-1])
@@ -485,14 +489,7 @@ class TokenPositions:
         integers = segment_ids_or_values(segment_ids)
         rows = as_batch("segment_ids", as_signed("segment_ids", integers))
         if isinstance(integers, np.ndarray):
-            comes_back = second_runs(np.atleast_2d(integers)).any(1)
-            if comes_back.any():
-                want = (
-                    "one run of tokens for each number (te.TokenPositions.from_mask takes a mask "
-                    "with gaps)"
-                )
-                got = f"two runs of one in row {comes_back.argmax()}"
-                raise arguments.value_error("segment_ids", want, got)
+            _check_one_run_each(integers)
         counted = counted_from_segments(rows)
         return _with_rank(integers.ndim, cls(**counted._asdict()))
 
@@ -604,6 +601,17 @@ def as_made(tokens: TokenPositions) -> TokenPositions:
     segments would wrap.
     """
     return TokenPositions(**vars(tokens))
+
+
+def _check_one_run_each(segment_ids: np.ndarray) -> None:
+    """Raises a ValueError if a segment id on the host has two runs of tokens in one batch row."""
+    reappears_in_row = second_runs(np.atleast_2d(segment_ids)).any(1)
+    if reappears_in_row.any():
+        want = (
+            "one run of tokens for each number (te.TokenPositions.from_mask takes a mask with gaps)"
+        )
+        got = f"two runs of one in row {reappears_in_row.argmax()}"
+        raise arguments.value_error("segment_ids", want, got)
 
 
 def _with_rank(rank: int, tokens: TokenPositions) -> TokenPositions:

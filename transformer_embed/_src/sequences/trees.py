@@ -1,6 +1,7 @@
-"""Trees of tokens: each token sees its ancestors, as in drafts and in answers that share a prompt.
+"""Makes trees of tokens, in which each token sees its ancestors: drafts, answers to one prompt.
 
-In shapes, b counts batch rows, t counts the tokens of a row and a counts the answers to a prompt.
+In shapes, b counts batch rows, t counts the tokens of a row, a counts the answers to a prompt and
+n = t + 1.
 """
 
 from typing import Any, NamedTuple
@@ -90,6 +91,7 @@ def check_parents(parents: np.ndarray) -> None:
 def _shared_prefix_parents(
     prefixes: Int32[Array, "b"], answers: Int32[Array, "b a"], length: int
 ) -> Int32[Array, "b t"]:
+    """Computes `shared_prefix_parents` from lengths on a device."""
     index = jnp.arange(length, dtype=jnp.int32)[None]
     lengths = jnp.concatenate([prefixes[:, None], answers], axis=1)
     ends = jnp.cumsum(lengths, axis=1, dtype=jnp.int32)
@@ -102,28 +104,26 @@ def _shared_prefix_parents(
 
 @compiled()
 def tree_arrays(
-    parents: Int32[Array, "n t"], offset: Integer[Array, "..."]
+    parents: Int32[Array, "rows t"], offset: Integer[Array, "..."]
 ) -> dict[str, Integer[Array, "b t"]]:
-    """Computes the arrays of a `TokenPositions` from the parents of each batch row."""
+    """Computes the arrays of a `TokenPositions` from the parents of each batch row.
+
+    Returns:
+        `positions`, the number of ancestors; `segment_ids`, 1 at tokens and 0 at padding; `places`,
+        the index in depth-first order; and `ends`, one past the last place of the token's subtree.
+        The offset is added to all but the segment ids, so one tree may give several rows. Padding
+        keeps its place and its end, because its segment id alone hides it.
+    """
+    # The tree of a token may be anywhere in its row.
     parents = with_whole_rows(parents)
-    length = parents.shape[1]
-    index = jnp.arange(length, dtype=jnp.int32)[None]
-    # One more token, at the index `length`, is the parent of all roots. It makes these siblings,
-    # and ends every path.
-    above = jnp.where(parents < 0, length, parents)
-    # A device cannot refuse a parent that is outside the row or padding. A token with such a parent
-    # becomes its own parent, so its path has no end, as in a cycle.
-    is_inside = (parents >= PADDING) & (parents < length)
-    read = jax.vmap(lambda row, index: row.at[index].get(mode="clip"))
-    has_padding_above = (parents >= 0) & (read(parents, above) == PADDING)
-    above = jnp.where(is_inside & ~has_padding_above, above, index)
-    above = jnp.pad(above, ((0, 0), (0, 1)), constant_values=length)
+    parent_or_root = _parent_or_root(parents)
     # The ones are made here, because inside vmap they would be one row for all batch rows, which
     # explicit mesh axes do not split.
-    ones = jnp.ones_like(above)
-    trees = jax.vmap(_tree_of_row)(above, ones)
+    ones = jnp.ones_like(parent_or_root)
+    trees = jax.vmap(_tree_of_row)(parent_or_root, ones)
 
     def from_offset(array: Array) -> Array:
+        """Adds the offset of each batch row."""
         return array + offset.reshape(-1, 1)
 
     positions = from_offset(trees.depths)
@@ -139,8 +139,28 @@ def tree_arrays(
     }
 
 
+def _parent_or_root(parents: Int32[Array, "b t"]) -> Int32[Array, "b n"]:
+    """Returns the parent of each token, and adds one token that is the parent of all roots.
+
+    The added token has the index `length`, and is its own parent. It makes the roots siblings, and
+    ends every path.
+    """
+    length = parents.shape[1]
+    index = jnp.arange(length, dtype=jnp.int32)[None]
+    parent_or_root = jnp.where(parents < 0, length, parents)
+    # A device cannot refuse a parent that is outside the row or padding. A token with such a parent
+    # becomes its own parent, so its path has no end, as in a cycle.
+    is_inside = (parents >= PADDING) & (parents < length)
+    # The added token has no parent to read yet. "clip" reads another token's, which `parents >= 0`
+    # leaves out.
+    read_rows = jax.vmap(lambda row, index: row.at[index].get(mode="clip"))
+    has_padding_above = (parents >= 0) & (read_rows(parents, parent_or_root) == PADDING)
+    parent_or_root = jnp.where(is_inside & ~has_padding_above, parent_or_root, index)
+    return jnp.pad(parent_or_root, ((0, 0), (0, 1)), constant_values=length)
+
+
 class _Tree(NamedTuple):
-    """The trees of one batch row, token by token."""
+    """Holds the trees of one batch row, token by token."""
 
     # Whether the path from the token upwards ends.
     has_root: Bool[Array, "t"] | bool
@@ -152,14 +172,14 @@ class _Tree(NamedTuple):
     ends: Int32[Array, "t"]
 
 
-def _tree_of_row(above: Int32[Array, "n"], ones: Int32[Array, "n"]) -> _Tree:
+def _tree_of_row(parent_or_root: Int32[Array, "n"], ones: Int32[Array, "n"]) -> _Tree:
     """Computes the trees of one batch row.
 
     Args:
-        above: The parent of each token, and last the parent of all roots, which is its own parent.
+        parent_or_root: A row of `_parent_or_root`.
         ones: As many ones.
     """
-    length = above.shape[0] - 1
+    length = parent_or_root.shape[0] - 1
     index = jnp.arange(length + 1, dtype=jnp.int32)
     is_token = index < length
     # Any length of jax.export has fewer than 2**31 tokens.
@@ -172,27 +192,31 @@ def _tree_of_row(above: Int32[Array, "n"], ones: Int32[Array, "n"]) -> _Tree:
         """
 
         def double(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            """Doubles the length of the paths that are summed."""
             sums, ancestors = carry
             return sums + sums[ancestors], ancestors[ancestors]
 
-        return jax.lax.fori_loop(0, steps, double, (jnp.where(is_token, values, 0), above))
+        return jax.lax.fori_loop(0, steps, double, (jnp.where(is_token, values, 0), parent_or_root))
 
     def double_subtrees(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Adds the sizes of subtrees to an ancestor, twice as far up in each step."""
         sizes, ancestors = carry
         sizes = sizes.at[ancestors].add(jnp.where(is_token, sizes, 0))
         return sizes, ancestors[ancestors]
 
-    sizes, _ = jax.lax.fori_loop(0, steps, double_subtrees, (ones, above))
-    # In the order of their parents, siblings are neighbours. Sums over all sizes may wrap int32,
-    # but not their differences, which are at most the length.
-    order = jnp.argsort(above[:length], stable=True)
+    sizes, _ = jax.lax.fori_loop(0, steps, double_subtrees, (ones, parent_or_root))
+    # The offset of a token is the number of places from its parent to the token: 1, and the sizes
+    # of the siblings before it. In the order of their parents, siblings are neighbours. Sums
+    # over all sizes may wrap int32, but not their differences, which are at most the length.
+    order = jnp.argsort(parent_or_root[:length], stable=True)
     sizes_before = jnp.cumsum(sizes[order], dtype=jnp.int32) - sizes[order]
     # The first sibling of each token. jnp.searchsorted would fail if explicit mesh axes split the
     # batch rows.
-    first_sibling = index[:length] - index_in_run(above[order][None])[0]
-    # The root's own offset is 0.
-    offsets = jnp.zeros_like(above)
+    first_sibling = index[:length] - index_in_run(parent_or_root[order][None])[0]
+    # The added token has the offset 0.
+    offsets = jnp.zeros_like(parent_or_root)
     offsets = offsets.at[order].set(sizes_before - sizes_before[first_sibling] + 1)
+    # A token's place is the sum of the offsets from the root to it.
     places, _ = sum_over_paths(offsets)
     depths, path_ends = sum_over_paths(ones)
     places = places[:length] - 1
