@@ -147,7 +147,7 @@ def test_rows_that_do_not_fit_are_nan_and_counted(narrow, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capacity", [None, 1.0])
-def test_a_step_writes_in_place_and_sends_and_holds_what_the_batch_reads(capacity):
+def test_step_writes_in_place_and_sends_and_holds_only_rows_of_the_batch(capacity):
     """Also where no gradient waits for the rows: that of a sum."""
     rows, count, on = 2**18, 128, lambda *axes: NamedSharding(MESH, P(*axes))
     with jax.set_mesh(MESH):
