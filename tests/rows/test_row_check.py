@@ -154,6 +154,7 @@ OPTIMIZERS = {
     "stateless(one_of_all_rows)": "transformation: gather over the rows",
     "stateless(without_the_first)": "transformation: slice over the rows",
     "stateless(lambda g: g.reshape(2, -1).T)": "transformation: reshape over the rows",
+    "stateless(lambda g: jax.lax.reshape(g, g.shape, (1, 0)))": "transformation: reshape over the rows",
     "stateless(lambda g: (g @ g.T) @ g)": "transformation: dot_general over the rows",
     "stateless(lambda g: jnp.flip(g, 0))": "transformation: rev is not known to keep rows apart",
     "stateless(sums)": "transformation: scan is not known to keep rows apart",
