@@ -306,7 +306,7 @@ def test_programs_on_a_tpu_hold_no_more_than_they_need(text, tpu):
 
 
 @needs_libtpu
-def test_what_kernels_for_tpus_may_call():
+def test_kernels_for_tpus_call_every_allowed_function():
     """In a process of its own, which the compiler aborts where it cannot expand the axes of bools."""
     ran = run("tests/pallas_kernels.py")
     assert ran.returncode == 0, ran.stdout + ran.stderr[-2000:]

@@ -371,7 +371,7 @@ def found_in(value):
 
 @pytest.mark.slow
 @every(EQUAL)
-def test_what_is_equal_to_the_bit(name):
+def test_results_are_equal_to_the_bit(name):
     part = 1 if name == "0 at padding" else 0
     found = made(name, part, dots='layout="sin_cos", shift=1, odd="zero"', **OF_EQUAL)
     compare.equal(found_in(found), EQUAL[name])

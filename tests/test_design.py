@@ -41,7 +41,7 @@ def test_public_modules_hold_no_logic(part):
     assert part == "__init__" or getattr(te, part).__name__ == f"transformer_embed.{part}"
 
 
-def test_the_top_level_holds_what_the_design_names():
+def test_top_level_holds_the_names_of_the_design():
     # What git tracks counts: a user's clone may hold anything else. Without git, nothing does.
     with contextlib.suppress(OSError):
         listed = subprocess.run(

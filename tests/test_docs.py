@@ -58,7 +58,7 @@ def test_every_public_name_has_one_entry_in_the_reference():
 
 
 @pytest.mark.slow
-def test_the_reference_and_the_help_of_commands_are_those_of_the_code():
+def test_reference_and_help_of_commands_match_the_code():
     """If not: python tests/make_reference.py. (Newer versions of Python lay out help differently.)"""
     pages = make_reference.pages()
     if sys.version_info >= (3, 12):

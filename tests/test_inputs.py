@@ -61,7 +61,7 @@ def test_arrays_of_any_kind_are_read_right(name):
 
 
 @every_function
-def test_what_holds_no_numbers_is_refused(name):
+def test_values_that_hold_no_numbers_are_refused(name):
     function, arrays = CALLS[name]
     # Weights are permuted in any dtype that jax has.
     message = r"^[\w\[\]]+: wanted |^Error interpreting argument"

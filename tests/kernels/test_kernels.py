@@ -45,7 +45,7 @@ def assert_mask(found, mask):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_each_kernel_takes_what_it_can_express(rule):
+def test_each_kernel_takes_every_rule_it_can_express(rule):
     """In every order: else all kernels might refuse everything."""
     orders = {"full": FULL, "right": RIGHT, "packed": PACKED}
     for order, tokens in orders.items():
@@ -63,7 +63,7 @@ def test_each_kernel_takes_what_it_can_express(rule):
                     mask_of(mask, order)
 
 
-def test_what_full_rows_and_wide_rules_do_not_need_is_left_out():
+def test_arguments_that_change_nothing_are_left_out():
     """Segments, but for chunks, also at two offsets; an order; a window to the right of a causal
     rule, which cuDNN refuses."""
     mask = AttentionMask(FULL, causal=True)
@@ -105,7 +105,7 @@ def test_a_step_of_a_cache_is_told_how_many_keys_it_sees(order, written):
     assert_mask(KERNELS["dot_product_attention_kwargs"](mask, order), mask)
 
 
-def test_only_tokens_of_a_part_must_be_those_of_the_keys():
+def test_part_of_tokens_must_come_from_the_keys():
     """Padding sees nothing, so it may have any position."""
     keys, last = TokenPositions.from_offset(0, 256), np.arange(128, 256)
     is_token = (last < 200).astype(int)
@@ -278,7 +278,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_what_a_kernel_cannot_say_is_refused(kernel):
+def test_rule_that_a_kernel_cannot_express_is_refused(kernel):
     call = f"KERNELS[{kernel!r}]"
     rows = {
         f"{call}({each})": name

@@ -90,7 +90,7 @@ def parameter_tree(name, **options):
 
 
 @pytest.mark.slow
-def test_parameters_are_those_of_the_golden_file():
+def test_parameters_equal_the_golden_file():
     """Names, shapes and dtypes are an interface; they depend neither on the flag nor on the
     length."""
     trees = {name: parameter_tree(name) for name in CASES}

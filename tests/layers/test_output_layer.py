@@ -47,7 +47,7 @@ def loss_of(output):
 
 @pytest.mark.slow
 @each_layer
-def test_it_is_what_the_config_says_in_every_module_and_is_trained_but_at_padding(name):
+def test_output_layer_follows_the_config_in_every_module_and_trains_all_but_padding(name):
     """A user cannot forget the softcap or the scale."""
     output, (embedder, params) = LAYERS[name], made(name)
     layer = lambda: te.TransformerEmbedding(config(output)).output()
@@ -163,5 +163,5 @@ REFUSED = {
 }
 
 
-def test_what_is_no_output_layer_is_refused():
+def test_value_that_is_no_output_layer_is_refused():
     hk.transform(lambda: each_raises(REFUSED, globals())).init(KEY)

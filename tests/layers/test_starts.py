@@ -26,7 +26,7 @@ KINDS = itertools.product(
 @pytest.mark.parametrize(
     ("tied", "scale", "power", "scheme", "more", "width"), cases.few(KINDS, 16)
 )
-def test_the_first_loss_is_near_that_of_a_guess(tied, scale, power, scheme, more, width):
+def test_first_loss_is_near_a_uniform_guess(tied, scale, power, scheme, more, width):
     """Of a final norm of noise alone, and of the layer's own output with noise."""
     output = te.OutputConfig(tied=tied, scale=width**power)
     config = te.EmbedderConfig(VOCAB_SIZE, width, scheme, scale=scale, output=output, **more)

@@ -60,7 +60,7 @@ def test_a_column_gets_the_gradient_of_the_keys_at_its_distance():
     equal(gradient, expected)
 
 
-def test_attention_of_transformer_xl_is_that_of_an_embedding_for_each_pair():
+def test_attention_of_transformer_xl_equals_an_embedding_for_each_pair():
     """With a memory, and the layer of the docstring's example."""
     random = np.random.default_rng(1)
     normal = lambda *shape: random.normal(size=shape).astype(np.float32)

@@ -27,7 +27,7 @@ REFUSED = {
 }
 
 
-def test_a_start_shortens_what_a_table_holds_and_stays_in_int32():
+def test_start_shortens_the_table_and_stays_in_int32():
     assert embed(te.Learned(max_len=7, start=2)).shape == (3, 5, 8)
     each_raises(REFUSED, globals())
 

@@ -4,7 +4,7 @@ import pytest
 
 
 @pytest.mark.slow
-def test_the_list_is_what_the_script_writes():
+def test_list_equals_the_output_of_the_script():
     transformers = pytest.importorskip("transformers")
     import make_class_entries  # noqa: PLC0415 (it needs transformers)
 

@@ -66,7 +66,7 @@ PICKLE = pickle.dumps(Bomb())
         ("other", b"", "wanted a folder with model.safetensors or model.safetensors.index.json"),
     ],
 )  # fmt: skip
-def test_a_folder_without_the_usual_file_says_what_to_do(tmp_path, name, content, message):
+def test_folder_without_the_usual_file_gives_advice(tmp_path, name, content, message):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True, parents=True)
     path.write_bytes(content)
@@ -282,7 +282,7 @@ def test_names_by_hand_that_are_wrong():
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o664, None])
-def test_a_file_keeps_its_mode_and_a_new_one_has_that_of_new_files(mode):
+def test_file_keeps_its_mode_and_new_file_has_the_default_mode(mode):
     """A link stays a link, and only regular files are replaced."""
     path, link = pathlib.Path("x"), pathlib.Path("link")
     path.touch()

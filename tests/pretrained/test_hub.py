@@ -64,6 +64,6 @@ def test_a_published_config_is_read_as_the_library_reads_it(repository):
         ("Alibaba-NLP/gte-multilingual-base", "...rope_type: wanted one of ... got 'ntk'"),
     ],
 )  # fmt: skip
-def test_what_their_own_code_computes_otherwise_is_refused(repository, message):
+def test_model_whose_own_code_differs_is_refused(repository, message):
     with refused(ValueError, message):
         te.pretrained.load_config(CONFIGS[repository])

@@ -32,7 +32,7 @@ NAMES = dict.fromkeys(["x", "tokens", "positions", "query_positions", "key_posit
 
 
 @pytest.mark.parametrize("name", ["roberta", "t5, its decoder", "gemma3", "bloom", "llama, older"])
-def test_what_is_found_is_printed_as_code(inspect, name):
+def test_findings_are_printed_as_code(inspect, name):
     found, stack = load(name), CASES[name]["stack"]
     out = inspect(".", *(["--stack", stack] if stack else []))
     for parameter, array in leaves_by_path(found.params).items():
@@ -70,7 +70,9 @@ def test_layers_that_are_not_rotated_are_named(inspect):
         ", scheme=None, pad_id=0, output=None",
     ],
 )
-def test_code_of_what_is_not_default_and_a_count_of_what_stands_beside(inspect, options):
+def test_code_has_options_that_differ_from_defaults_and_a_count_of_other_parameters(
+    inspect, options
+):
     code = f"te.EmbedderConfig(vocab_size=9, d_model=4{options})"
     config = eval(code, {"te": te})
     model = {f"decoder/block_{n}": {"w": np.ones(4, np.float32)} for n in range(3)}

@@ -53,7 +53,7 @@ QUARTER = fractions.Fraction(1, 4)
         te.EmbedderConfig(7, 8, te.SinusoidalGrid((5000,), axis_positions=[np.arange(5000) / 7])),
     ],
 )  # fmt: skip
-def test_any_config_and_what_stands_beside_the_layer_come_back(config):
+def test_any_config_and_the_parameters_beside_the_layer_come_back(config):
     """Arrays by value: of either byte order, with any stride."""
     beside = {
         "w": jnp.arange(6.0),
@@ -169,7 +169,7 @@ UNSAVED = {
 }  # fmt: skip
 
 
-def test_what_would_not_load_again_is_not_saved(monkeypatch):
+def test_layer_that_would_not_load_again_is_not_saved(monkeypatch):
     """Nor what is only half written."""
     path = pathlib.Path("x.safetensors")
     path.write_bytes(b"good")

@@ -108,7 +108,7 @@ def test_t5_bias_is_the_originals(name):
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_logits_are_those_of_the_model(name):
+def test_logits_equal_the_model(name):
     """Of the model's own hidden states, also from a file that was saved."""
     case = HEADS[name]
     found = load_embedder(checkpoint(case), stack=case["stack"])

@@ -138,7 +138,7 @@ def advised(call):
     return {}
 
 
-def test_what_a_message_advises_loads_the_model():
+def test_advice_of_each_message_loads_the_model():
     """Whatever is refused with advice: entries at the top level, inside a rotation, and sizes."""
     for call in REFUSED:
         settings = advised(lambda call=call: eval(call, globals()))

@@ -41,7 +41,7 @@ def dense(gradient):
     return table[:1000]
 
 
-def test_the_sum_scale_and_norm_are_those_of_the_dense_gradient():
+def test_sum_scale_and_norm_equal_dense_gradient():
     some, more = rows([1, 3, 1000], 1.0), rows([3, 998, 1001], 3.0)
     both = add(some, more)
     assert len(jax.tree.leaves(both)) == 3  # the rows, their fingerprint, and w
@@ -170,7 +170,7 @@ def test_rows_are_updated_in_blocks_also_all_of_a_table(first, size):
 
 
 @pytest.mark.slow
-def test_an_optimizer_that_closes_over_a_value_uses_that_of_each_trace():
+def test_optimizer_that_closes_over_a_value_reads_it_at_each_trace():
     rate = [1.0]
     optimizer = optax.stateless(lambda grads, _: jax.tree.map(lambda g: -rate[0] * g, grads))
     step = lambda params: update(rows([0]), params, optimizer)

@@ -210,7 +210,7 @@ OUTSIDE = {
 }
 
 
-def test_what_cannot_be_exchanged_or_updated_is_named():
+def test_errors_name_the_argument_that_cannot_be_exchanged_or_updated():
     with jax.set_mesh(MESH):
         each_raises(ON_MESH, globals())
     each_raises(OUTSIDE, globals())

@@ -83,7 +83,7 @@ def expected(ids):
 @pytest.mark.parametrize(
     "name", ["vmap", *(pytest.param(each, marks=pytest.mark.slow) for each in [*MAPS][1:])]
 )
-def test_a_mean_is_that_of_the_dense_gradients_or_nan_where_jax_would_mix_rows(name):
+def test_mean_equals_dense_gradients_or_is_nan_where_jax_would_mix_rows(name):
     # Of the last device: all have the same parameters. Some sums of numbers below 4.
     close = functools.partial(near, rtol=1e-5, atol=1e-5)
     found = jax.tree.map(lambda leaf: leaf[-1], trained(name))

@@ -78,6 +78,10 @@ def test_capacity_raises_and_never_lowers():
     assert rooms[0] == rooms[1] < rooms[2] == 256 < rooms[3] == rooms[4] == 1024
 
 
+def test_buffers_have_no_more_room_than_an_owner_has_rows():
+    assert buffers.plan_buffers(1024, 8, 16, 8, math.inf) == (16, 16)
+
+
 def test_spread_rows_are_asked_for_evenly():
     """Contiguous ones of a vocabulary that is sorted by frequency are not."""
     over = NamedSharding(jax.sharding.AbstractMesh((8, 8), BOTH), P(BOTH))
@@ -110,6 +114,18 @@ def test_the_load_is_all_that_devices_ask_for(owners):
 
 
 # --- ids that find no room
+
+
+def test_load_adds_the_rows_that_each_owner_drops(monkeypatch):
+    plan_buffers = buffers.plan_buffers
+    plan = lambda *arguments: plan_buffers(*arguments)._replace(received=8)
+    monkeypatch.setattr(exchange, "plan_buffers", plan)
+    sharding = NamedSharding(jax.sharding.AbstractMesh((2, 4), BOTH), P(BOTH))
+    table = jax.ShapeDtypeStruct((512, 2), np.float32, sharding=sharding)
+    # 18 rows of the third owner and 12 of the fifth.
+    asked = [*range(128, 146), *range(256, 268)]
+    load = te.rows.exchange_load(table, np.tile(np.int32(asked), (8, 1)), capacity=16.0)
+    assert load["dropped"] == 10 + 4
 
 
 @pytest.mark.slow
@@ -147,7 +163,7 @@ def test_rows_that_do_not_fit_are_nan_and_counted(narrow, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capacity", [None, 1.0])
-def test_a_step_writes_in_place_and_sends_and_holds_what_the_batch_reads(capacity):
+def test_step_writes_in_place_and_sends_and_holds_only_rows_of_the_batch(capacity):
     """Also where no gradient waits for the rows: that of a sum."""
     rows, count, on = 2**18, 128, lambda *axes: NamedSharding(MESH, P(*axes))
     with jax.set_mesh(MESH):

@@ -13,6 +13,7 @@ from refused import each_raises
 from steps import add
 
 import transformer_embed as te
+from transformer_embed._src.rows.distinct_ids import count_below
 from transformer_embed._src.rows.gathered_rows import GatheredRows, as_keys, new_marks
 
 IDS = np.array([1, 3, 3, 4])
@@ -20,6 +21,13 @@ TABLE = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
 PARAMS = {"t": TABLE, "w": np.ones(3, np.float32)}
 MARKS = new_marks(3, jnp.float32)
 ROWS = GatheredRows(as_keys(jnp.array([1, 2])), MARKS, jnp.ones([2, 3]), "table", 6)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 7, 8])
+def test_binary_search_counts_the_numbers_below(length):
+    ascending, values = np.int32([2 * n for n in range(length)]), np.arange(-1, 2 * length + 1)
+    counts = count_below(jnp.asarray(ascending), jnp.asarray(values, jnp.int32))
+    equal(counts, np.searchsorted(ascending, values))
 
 
 def test_rows_look_like_the_table():

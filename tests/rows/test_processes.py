@@ -81,7 +81,7 @@ def test_several_processes_train_as_one(results, one, name):
 
 
 @pytest.mark.gate
-def test_each_process_prints_the_same_losses_and_the_first_what_they_are(results):
+def test_each_process_prints_the_same_losses_and_the_first_explains_them(results):
     assert "they fall, and every process prints the\nsame. The dense training" in results[0][0]
     # Warnings of libraries may stand between them.
     lines = [text.splitlines() for text in results[0]]
@@ -94,7 +94,7 @@ def test_each_process_prints_the_same_losses_and_the_first_what_they_are(results
 
 
 @pytest.mark.gate
-def test_every_function_takes_what_several_processes_hold_or_names_it(results):
+def test_every_function_takes_or_names_arrays_of_several_processes(results):
     """Each device of a process would hold another "replica" otherwise, or jax's error speak of
     devices that are not addressable."""
     first, *others = results[2]

@@ -78,7 +78,7 @@ APART = [
 
 
 @pytest.mark.slow
-def test_what_is_one_row_in_a_table_trains_as_the_dense_step():
+def test_row_of_any_shape_trains_as_in_the_dense_step():
     gradient = np.arange(8, dtype=np.float32).reshape(4, 2) - 3
     table, ids = np.ones([9, 2], np.float32), np.array([2, 3, 5, 7])
     changes = {text: eval(f"lambda g: {text}", globals()) for text in APART}
@@ -118,7 +118,7 @@ def test_the_proof_holds_in_strict_modes():
         equal(np.asarray(after["t"])[:4, 0], [0, 1, 1, -1])
 
 
-def test_apply_every_may_train_what_is_no_table():
+def test_apply_every_may_train_other_parameters_than_tables():
     kinds = {"t": optax.sgd(0.25), "w": optax.chain(optax.apply_every(2), optax.sgd(0.1))}
     after, _ = step(optax.multi_transform(kinds, {"t": "t", "w": "w"}))
     equal(after["t"][:4, 0], [0.75, 1, 1, 0.5])
@@ -154,6 +154,7 @@ OPTIMIZERS = {
     "stateless(one_of_all_rows)": "transformation: gather over the rows",
     "stateless(without_the_first)": "transformation: slice over the rows",
     "stateless(lambda g: g.reshape(2, -1).T)": "transformation: reshape over the rows",
+    "stateless(lambda g: jax.lax.reshape(g, g.shape, (1, 0)))": "transformation: reshape over the rows",
     "stateless(lambda g: (g @ g.T) @ g)": "transformation: dot_general over the rows",
     "stateless(lambda g: jnp.flip(g, 0))": "transformation: rev is not known to keep rows apart",
     "stateless(sums)": "transformation: scan is not known to keep rows apart",
@@ -167,7 +168,7 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
-def test_what_mixes_rows_or_tells_them_apart_is_refused():
+def test_update_that_mixes_rows_or_tells_them_apart_is_refused():
     alone = "ValueError: optimizer: wanted each row updated from that row alone, got "
     each_raises({f"step({made})": alone + why for made, why in OPTIMIZERS.items()}, globals())
     with pytest.raises(ValueError, match="Train the table densely, or keep that transformation"):

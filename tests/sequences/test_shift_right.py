@@ -40,7 +40,7 @@ def test_ids_are_shifted_as_by_a_loop(shape):
             equal(jax.vmap(shift)(ids), expected)
 
 
-def test_shifted_ids_are_what_a_causal_model_would_have_read():
+def test_shifted_ids_equal_the_inputs_of_a_causal_model():
     """The id that is read at a token is the label before it, so shifting left gives it back."""
     ids, segment_ids = np.array([[5, 6, 7, 8, 9, 3]]), np.array([[1, 1, 1, 2, 2, 0]])
     read = te.shift_right(ids, 1, segment_ids=segment_ids)

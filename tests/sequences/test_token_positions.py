@@ -17,6 +17,22 @@ from transformer_embed._src.sequences.runs import in_row
 TokenPositions = te.TokenPositions
 
 
+@pytest.mark.parametrize(("length", "devices"), [(2, 1), (8, 2), (12, 3), (24, 4)])
+def test_zigzag_gives_each_device_as_many_pairs(length, devices):
+    order = te.load_balanced_order(length, devices)
+    equal(np.sort(order), np.arange(length))
+    shares = order.reshape(devices, 2, -1)
+    stripe = length // (2 * devices)
+    equal(shares[:, 0, 0], np.arange(devices) * stripe)
+    equal(shares.sum((1, 2)), shares[0].sum())
+    assert (np.diff(shares) == 1).all()
+
+
+def test_cyclic_order_deals_blocks_in_turn():
+    order = te.load_balanced_order(12, 3, kind="cyclic", block=2)
+    equal(order, [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11])
+
+
 def test_slices_and_a_short_repr():
     """Also where one row of positions serves all rows."""
     segments = np.array([[1, 1, 1, 2, 2, 0], [0, 0, 9, 9, 0, 6], [0] * 6])

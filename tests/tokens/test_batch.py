@@ -105,7 +105,14 @@ def test_a_row_is_taken_in_the_orders_that_it_has():
 
 
 @pytest.mark.parametrize(
-    ("positions", "place"), [([0, 1, 3], 2), ([0, 2, 1], 1), ([-(2**31), 2**31 - 1, 0], 1)]
+    ("positions", "place"),
+    [
+        ([0, 1, 3], 2),
+        ([0, 2, 1], 1),
+        ([-(2**31), 2**31 - 1, 0], 1),
+        # In 32 bits, the difference would be 1.
+        ([2**31 - 2, 2**31 - 1, -(2**31)], 2),
+    ],
 )
 def test_positions_that_do_not_rise_by_one_are_found(positions, place):
     want = r"^tokens: wanted positions that rise by one from token to .* got another one at "

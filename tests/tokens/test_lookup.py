@@ -169,7 +169,7 @@ def test_rows_and_gradients_survive_export_with_any_number_of_ids():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("of_table", [(), (None, "y")])
-def test_gradient_on_an_explicit_mesh_of_gpus_equals_that_of_one_device(monkeypatch, of_table):
+def test_gradient_on_an_explicit_mesh_of_gpus_equals_one_device(monkeypatch, of_table):
     """The gradient that GPUs compute, here on CPU devices."""
     mesh, ids = mesh_of(EXPLICIT), np.array([[0, 7, 3, 3], [9, -1, 5, 2]], np.int32)
     cotangent = normal(4, *ids.shape, 4)

@@ -244,7 +244,7 @@ def test_the_ratio_of_a_policy_to_itself_is_1_to_rounding():
 
 
 @pytest.mark.parametrize("k", [1, 5, VOCAB - 1])
-def test_the_top_k_are_those_of_whole_logits(k):
+def test_top_k_equals_whole_logits(k):
     """Also where bans leave fewer than k."""
     output = te.OutputLayer(TABLE, BANS, pad_id=4, softcap=2.0, scale=2.0)
     found, ids = te.linear_top_k(X, output, k, chunk_size=5)
@@ -367,7 +367,7 @@ def test_a_counted_label_outside_the_vocabulary_makes_all_nan():
         assert np.isnan(np.asarray(of_x)[1, 2]).all()
 
 
-def test_candidates_outside_the_vocabulary_are_nan_and_entropies_those_of_tokens():
+def test_candidates_outside_the_vocabulary_are_nan_and_leave_entropies():
     ids = CANDIDATES.copy()
     ids[1, 1, 2] = VOCAB
     found, entropies = te.linear_log_probs(X, TABLE, ids, with_entropy=True)
@@ -676,7 +676,7 @@ def products(function, *arrays):
 
 
 @pytest.mark.slow
-def test_only_what_is_asked_for_is_computed():
+def test_only_requested_results_are_computed():
     loss = lambda x, table: te.linear_cross_entropy(x, table, LABELS)
     functions = loss, jax.grad(loss), jax.grad(loss, 1), jax.grad(loss, (0, 1))
     assert [products(each, X, TABLE) for each in functions] == [1, 2, 2, 3]
