@@ -73,8 +73,11 @@ def test_a_seed_decides_the_model_and_its_figures(prints, trained, text_file, tm
     again = tmp_path / "again.safetensors"
     printed = prints(COMMAND.format(text_file, again))
     assert printed.out.replace(str(again), str(params)).splitlines() == lines
-    # A bar is for a terminal.
-    assert printed.err == ""
+    # A bar is for a terminal. Elsewhere, a line says that a model is being trained.
+    names = [line.split()[0] for line in lines[4:6]]
+    steps = int(re.search(r"--steps (\d+)", COMMAND)[1])
+    wanted = [f"{name}: training for {steps} steps" for name in names]
+    assert printed.err.splitlines() == wanted
     found = te.pretrained.load_embedder(params)
     assert {f"{MODULE}/embeddings", "query/w", "layer_norm/scale"} <= found.names.keys()
     assert [*params.parent.iterdir()] == [params]
@@ -88,7 +91,7 @@ def test_a_seed_decides_the_model_and_its_figures(prints, trained, text_file, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("positions", train.NAMES)
+@pytest.mark.parametrize("positions", train.POSITION_NAMES)
 def test_logits_depend_on_earlier_tokens_and_through_positions_on_their_order(positions):
     """Without any, the last byte of a causal layer sees a set."""
     init, apply = language_model.model(positions)

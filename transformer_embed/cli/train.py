@@ -91,6 +91,9 @@ def run(args: argparse.Namespace) -> None:
     print(f"\nTrained on texts of {lengths[0]} bytes: bits per byte of texts with")
     print(_row("positions", "parameters", [f"{length} bytes" for length in lengths]), flush=True)
     for name in args.positions:
+        if not sys.stderr.isatty():
+            # A progress bar is for a terminal. Elsewhere a line says what takes so long.
+            print(f"{name}: training for {args.steps} steps", file=sys.stderr, flush=True)
         params, bits = language_model.train(source.text, name, steps=args.steps, seed=args.seed)
         # The first model is written before the others are trained, which takes as long again.
         if out and name == args.positions[0]:
