@@ -29,7 +29,7 @@ def test_zigzag_gives_each_device_as_many_pairs(length, devices):
 
 
 def test_cyclic_order_deals_blocks_in_turn():
-    order = te.load_balanced_order(12, 3, kind="cyclic", block=2)
+    order = te.load_balanced_order(12, 3, kind="cyclic", stripe=2)
     equal(order, [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11])
 
 
