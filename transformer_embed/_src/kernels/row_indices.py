@@ -106,15 +106,17 @@ class RowRule:
         if start is None:
             return
         queries, keys = self.mask.sides
-        is_token = jax.device_get(queries.padding_mask)
+        # The arrays are fetched first: inside of `jax.jit`, operations of jax would be traced.
+        segment_ids = jax.device_get(queries.segment_ids)
+        is_token = True if segment_ids is None else segment_ids != 0
         for name in ("positions", "segment_ids", "places"):
-            query_array = getattr(queries, name)
+            query_array = jax.device_get(getattr(queries, name))
             if query_array is None:
                 continue
             key_array = jax.device_get(getattr(keys, name))
-            expected = key_array[:, start : start + query_array.shape[1]]
+            expected = key_array[..., start : start + query_array.shape[-1]]
             # Padding may differ, because it sees nothing wherever it is.
-            is_wrong = (jax.device_get(query_array) != expected) & is_token
+            is_wrong = (query_array != expected) & is_token
             if is_wrong.any():
                 want = f"the {name} of the keys from index {start} on (q_offset)"
                 raise arguments.value_error(f"queries.{name}", want, "other numbers")
