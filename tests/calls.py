@@ -31,7 +31,7 @@ def calls_of(texts, names):
 GOOD = [
     "te.pretrained.resize(params=PARAMS, config=te.EmbedderConfig(4, 3, scheme=te.Learned(4)), new_config=te.EmbedderConfig(3, 3, scheme=te.Learned(6)))",
     "te.alibi_bias(query_positions=POSITIONS, key_positions=POSITIONS, num_heads=2, causal=True)",
-    "te.alibi_slopes(num_heads=2, causal=True)",
+    "te.alibi_slopes(num_heads=2)",
     "te.apply_rotary(x=X, positions=POSITIONS)",
     "te.causal_mask(length=3)",
     "te.check_batch(ids=IDS, tokens=te.TokenPositions(IDS, segment_ids=SEGMENTS), vocab_size=4)",

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float64
 
@@ -186,6 +187,8 @@ def plot_rotary(
         https://arxiv.org/abs/2104.09864
     """
     array = arguments.as_array("positions", positions)
+    if not jnp.issubdtype(array.dtype, np.number):
+        raise arguments.type_error("positions", "numbers", array)
     points = np.atleast_1d(arguments.on_host("positions", array))
     head_dim = arguments.size("head_dim", head_dim)
     half = head_dim // 2
