@@ -145,7 +145,7 @@ def save_into(
         >>> import jax, numpy as np, safetensors.numpy
         >>> import transformer_embed as te
         >>> folder = pathlib.Path(tempfile.mkdtemp())
-        >>> tensors = {"wte.weight": np.ones([9, 4], np.float32), "h.0.w": np.ones(3, np.float32)}
+        >>> tensors = {"w.weight": np.ones([9, 4], np.float32), "h.0.w": np.ones(3, np.float32)}
         >>> safetensors.numpy.save_file(tensors, folder / "model.safetensors")
         >>> entries = {"model_type": "ctrl", "n_layer": 1, "n_head": 1}
         >>> _ = (folder / "config.json").write_text(json.dumps(entries))
