@@ -245,7 +245,7 @@ def plot_bias(
         >>> import transformer_embed as te
         >>> bias = te.alibi_bias(jnp.arange(8), jnp.arange(8), num_heads=4, causal=True)
         >>> bias += te.mask_to_bias(te.causal_mask(8))
-        >>> ax = te.plots.plot_bias(bias[0, 0])
+        >>> ax = te.plots.plot_bias(bias[0])
         >>> int(ax.images[0].get_array().mask.sum())  # the keys after their query
         28
 
