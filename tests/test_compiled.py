@@ -111,7 +111,10 @@ def test_each_public_function_has_a_program():
 def test_each_public_function_lowers_for_an_nvidia_gpu(name):
     function, arguments = FUNCTIONS[name]
     with jax.set_mesh(mesh_of((1,), ("x",))):
-        assert not atomic_sums(scatters(function, *arguments))
+        sums = atomic_sums(scatters(function, *arguments))
+    # A token's candidates are few, and their gradients are added to the logits of a chunk. This sum
+    # is atomic, so its last bits may vary where one id stands twice among the candidates.
+    assert len(sums) == (name == "candidates")
 
 
 def scatters(function, *arguments):
