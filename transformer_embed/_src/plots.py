@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float64
@@ -187,7 +188,7 @@ def plot_rotary(
         https://arxiv.org/abs/2104.09864
     """
     array = arguments.as_array("positions", positions)
-    if not jnp.issubdtype(array.dtype, np.number):
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         raise arguments.type_error("positions", "numbers", array)
     points = np.atleast_1d(arguments.on_host("positions", array))
     head_dim = arguments.size("head_dim", head_dim)
