@@ -74,15 +74,16 @@ def pytest_addoption(parser):
 def pytest_cmdline_main(config):
     """Runs the tests on all cores.
 
-    A worker runs whole files, whose tests share what they compile. One file or test alone starts
-    sooner without workers, and a GPU is for one process.
+    A worker runs the tests of a file one after the other, because they share what they compile.
+    When it has no more tests, it takes some of another worker. One file or test alone starts sooner
+    without workers, and a GPU is for one process.
     """
     is_worker = hasattr(config, "workerinput")
     if config.pluginmanager.hasplugin("xdist") and not is_worker:
         options = config.option
         options.loadscopereorder = False
         if options.dist == "no":
-            options.dist = "loadfile"
+            options.dist = "worksteal"
         if options.numprocesses is None:
             has_many_files = pathlib.Path(config.args[0]).is_dir() or len(config.args) > 1
             options.numprocesses = "auto" if has_many_files and not wants_gpu(config) else 0

@@ -59,7 +59,7 @@ def with_gradients(attend, heads):
 # --- contexts over devices
 
 
-@pytest.mark.slow
+@pytest.mark.documentation
 @pytest.mark.parametrize("kind", ["zigzag", "cyclic"])
 def test_ring_attention_is_dense_attention(kind):
     page = functions_of(FOLDER / "contexts_over_devices.md", "ring_attention", "TILE")
@@ -93,7 +93,7 @@ def test_busiest_device_is_found_among_all_rows():
 # --- notebook 07
 
 
-@pytest.mark.slow
+@pytest.mark.documentation
 def test_attention_over_tiles_is_dense_attention():
     page = functions_of(FOLDER / "07_long_contexts.ipynb", "tiled_attention")
     rng = np.random.default_rng(1)
@@ -132,7 +132,7 @@ def plain_log_probs(page, params, ids):
     return jnp.take_along_axis(log_probs, ids[..., None], axis=-1)[..., 0], log_probs
 
 
-@pytest.mark.slow
+@pytest.mark.documentation
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_loss_of_grpo_equals_whole_logits(side):
     page = functions_of(TRAINING_RECIPES, "embedder", "grpo_loss", "policy")
@@ -156,8 +156,8 @@ def test_loss_of_grpo_equals_whole_logits(side):
     same_losses(lambda params: page.grpo_loss(params, *batch), expected, params)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lengths", [[3, 2], [0, 3, 2], [2, 0, 1]], ids=str)
+@pytest.mark.documentation
+@pytest.mark.parametrize("lengths", [[0, 3, 2], [2, 0, 1]], ids=str)
 def test_answers_that_share_a_prompt_are_answers_alone(lengths):
     """An answer of length 0 must not shift the advantages of those after it."""
     rng = np.random.default_rng(4)
@@ -210,7 +210,7 @@ def decoding():
     return page, weights, jnp.asarray(prompts)
 
 
-@pytest.mark.slow
+@pytest.mark.documentation
 def test_guesses_decode_the_greedy_text_to_its_end(decoding):
     page, weights, _ = decoding
     some = [[0, 3], [2, 3, 4], [2, 3, 4, 5], [2, 5]]
@@ -222,7 +222,7 @@ def test_guesses_decode_the_greedy_text_to_its_end(decoding):
     np.testing.assert_array_equal(guessed, greedy)
 
 
-@pytest.mark.slow
+@pytest.mark.documentation
 def test_sampling_in_a_scan_has_the_logits_of_whole_texts(decoding):
     page, weights, prompts = decoding
     sample = jax.jit(page.generate, static_argnames="steps")
@@ -232,7 +232,7 @@ def test_sampling_in_a_scan_has_the_logits_of_whole_texts(decoding):
         near(logits[row, : len(new)], page.logits_of(prompt + new)[-len(new) - 1 : -1])
 
 
-@pytest.mark.slow
+@pytest.mark.documentation
 def test_a_search_with_enough_beams_finds_the_best_of_all_texts(decoding):
     page, weights, prompts = decoding
     texts, scores = page.beam_search(weights, prompts[0], beams=25, steps=2)
@@ -246,7 +246,7 @@ def test_a_search_with_enough_beams_finds_the_best_of_all_texts(decoding):
     assert list(map(tuple, texts[: len(best)].tolist())) == [text for text, _ in best]
 
 
-@pytest.mark.slow
+@pytest.mark.documentation
 def test_continuous_batching_answers_as_each_prompt_alone(decoding):
     page, weights, prompts = decoding
     right = np.array([sorted(row, key=lambda token: token == 0) for row in prompts.tolist()])
@@ -300,7 +300,7 @@ def test_positions_of_images_go_on_from_text_in_packed_rows():
     assert got[1].tolist() == [[0] * 3, [0] * 3, [0, 1, 0], [2] * 3, [0] * 3, [1] * 3]
 
 
-@pytest.mark.slow
+@pytest.mark.documentation
 def test_an_empty_bag_has_the_mean_0():
     page = functions_of(IMAGE_AND_MESH_RECIPES, "loss_fn", "params")
     items, bags = jnp.array([3, 3, 8]), jnp.array([0, 0, 2])
@@ -355,7 +355,7 @@ def plain_loss(x, table, labels, is_counted):
     return -jnp.sum(jnp.where(is_counted, log_probs, 0)) / is_counted.sum()
 
 
-@pytest.mark.slow
+@pytest.mark.documentation
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_accumulated_gradients_equal_the_whole_batch(layers, parts):
     page, _, ids = layers
@@ -371,7 +371,7 @@ def test_accumulated_gradients_equal_the_whole_batch(layers, parts):
     near(page.accumulated_gradients(page.params, ids, parts), want)
 
 
-@pytest.mark.slow
+@pytest.mark.documentation
 def test_loss_of_lora_equals_the_sum_of_tables(layers):
     page, rng, ids = layers
     lora = {"down": rng.normal(size=(page.VOCAB, 2)), "up": rng.normal(size=(2, page.WIDTH))}
@@ -384,7 +384,7 @@ def test_loss_of_lora_equals_the_sum_of_tables(layers):
     same_losses(lambda lora: page.lora_loss(lora, page.table, ids), expected, lora)
 
 
-@pytest.mark.slow
+@pytest.mark.documentation
 def test_classes_and_tags_leave_out_padding(layers):
     page, rng, ids = layers
     head = jnp.asarray(rng.normal(size=(page.WIDTH, 3)), jnp.float32)
@@ -409,7 +409,7 @@ def test_classes_and_tags_leave_out_padding(layers):
     same_losses(lambda params: page.tagging_loss(params, ids, tags), expected_tags, params)
 
 
-@pytest.mark.slow
+@pytest.mark.documentation
 def test_normalisers_and_soft_labels_equal_whole_logits(layers):
     page, rng, ids = layers
     x = jnp.asarray(rng.normal(size=(*ids.shape, page.WIDTH)), jnp.float32)
@@ -433,7 +433,7 @@ def test_normalisers_and_soft_labels_equal_whole_logits(layers):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.documentation
 def test_two_stacks_share_one_table(layers):
     page, rng, ids = layers
     target = jnp.asarray(rng.integers(1, page.VOCAB, (4, 5)))
@@ -458,7 +458,7 @@ def test_two_stacks_share_one_table(layers):
     same_losses(lambda params: model.apply(params, ids, target), expected, params)
 
 
-@pytest.mark.slow
+@pytest.mark.documentation
 def test_sampled_softmax_leaves_out_the_label_among_the_samples(layers):
     page, rng, _ = layers
     x = jnp.asarray(rng.normal(size=(6, page.WIDTH)), jnp.float32)
@@ -478,7 +478,7 @@ def test_sampled_softmax_leaves_out_the_label_among_the_samples(layers):
     same_losses(loss, expected, x)
 
 
-@pytest.mark.slow
+@pytest.mark.documentation
 def test_banned_ids_have_no_probability(layers):
     page, rng, _ = layers
     x = jnp.asarray(rng.normal(size=(6, page.WIDTH)), jnp.float32) / 4
@@ -528,7 +528,7 @@ def test_calls_that_find_a_fault_print_the_output_of_the_page(capfd):
 # --- losses
 
 
-@pytest.mark.slow
+@pytest.mark.documentation
 def test_a_stored_top_k_may_have_fewer_allowed_ids_than_k():
     page = functions_of(FOLDER / "losses.md", "top_k_loss", "output", "teacher")
     rng = np.random.default_rng(10)
@@ -552,7 +552,7 @@ def test_a_stored_top_k_may_have_fewer_allowed_ids_than_k():
 OBJECTIVES = FOLDER / "objectives.md"
 
 
-@pytest.mark.slow
+@pytest.mark.documentation
 def test_vectors_of_two_towers_do_not_see_padding_and_an_empty_text_is_0():
     page = functions_of(OBJECTIVES, "vectors", "hk")
     vectors = page.hk.without_apply_rng(page.hk.transform(page.vectors))
@@ -565,7 +565,7 @@ def test_vectors_of_two_towers_do_not_see_padding_and_an_empty_text_is_0():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(pull(got)))
 
 
-@pytest.mark.slow
+@pytest.mark.documentation
 def test_image_vectors_take_the_places_of_their_row_and_see_their_own_image():
     page = functions_of(OBJECTIVES, "merge", "IMAGE", "WIDTH")
     ids = jnp.array([[0, 5, 3, 3, 3, 6], [3, 7, 3, 3, 8, 0]])
@@ -644,7 +644,7 @@ def dense_step(loss, params, optimizer, state):
     return optax.apply_updates(params, updates), state
 
 
-@pytest.mark.slow
+@pytest.mark.documentation
 def test_steps_by_rows_are_dense_steps():
     """With Adagrad, which leaves a row without a gradient as it is. Some ids repeat."""
     batches = np.random.default_rng(14).integers(0, 30, (2, 8, 3))
@@ -729,7 +729,7 @@ def of_program(segment_ids, ids, _):
     return params, loss
 
 
-@pytest.mark.slow
+@pytest.mark.documentation
 @pytest.mark.parametrize("page", [of_first_page, of_notebook, of_chats, of_program])
 def test_loss_of_packed_rows_equals_documents_alone(page):
     rng = np.random.default_rng(12)
@@ -741,7 +741,7 @@ def test_loss_of_packed_rows_equals_documents_alone(page):
     near(step(params, *batch), step(params, *in_rows_of_their_own(*batch)), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.documentation
 def test_loss_of_answers_reads_earlier_tokens_and_is_0_without_answers():
     segment_ids = np.array([[0, 1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1, 1, 1, 1]])
     ids, is_answer = np.where(segment_ids, 9, 0), segment_ids == 2
@@ -752,7 +752,7 @@ def test_loss_of_answers_reads_earlier_tokens_and_is_0_without_answers():
     assert of_batch(ids, np.zeros_like(is_answer)) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.documentation
 def test_texts_of_the_program_equal_prompts_alone():
     pytest.importorskip("grain")
     page = functions_of(PROGRAM, "MODEL", "generate", **OF_PROGRAM)
@@ -783,7 +783,7 @@ def test_scores_of_rotations_are_cosines_of_distances():
     near(page.rotary_scores(70, keys), np.float32(2 * cosines.sum(1) / 8))
 
 
-@pytest.mark.slow
+@pytest.mark.documentation
 def test_bits_of_bytes_do_not_depend_on_later_bytes():
     page = functions_of(FOLDER / "04_train_a_transformer.ipynb", "bits", "models", CONTEXT=8)
     windows = np.random.default_rng(16).integers(0, 256, (2, 13), np.uint8)
@@ -792,7 +792,7 @@ def test_bits_of_bytes_do_not_depend_on_later_bytes():
         near(page.bits(scheme, params, windows)[:, :6], page.bits(scheme, params, windows[:, :7]))
 
 
-@pytest.mark.slow
+@pytest.mark.documentation
 def test_a_decoder_samples_after_right_padding_as_without_it(tmp_path):
     names = "generate", "load", "function_of", "PAD"
     page = functions_of(FOLDER / "08_a_whole_decoder.ipynb", *names)
@@ -808,7 +808,7 @@ def test_a_decoder_samples_after_right_padding_as_without_it(tmp_path):
         near(logits[row], alone[0, -5:-1], rtol=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.documentation
 def test_every_parameter_of_a_decoder_has_a_gradient(tmp_path):
     """Gemma 4 reads a second embedding in each layer, which must not be frozen in silence."""
     page = functions_of(FOLDER / "08_a_whole_decoder.ipynb", "PAD", "function_of", "load")

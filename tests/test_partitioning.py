@@ -62,7 +62,7 @@ SPACE = draws.Space(
         "part": parts,
         "order": lambda of: (1,) if of["part"] == "top_k" else (1, 1, 2),
     },
-    default=24,
+    default=14,
     quick=0,
 )
 

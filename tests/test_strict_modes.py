@@ -77,7 +77,7 @@ def on_device(array, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "dtype"), few(CASES, 16))
+@pytest.mark.parametrize(("name", "dtype"), few(CASES, 8))
 def test_functions_eagerly_and_traced_with_their_gradient(name, dtype):
     """With a dtype, in the mode that has 64 bits."""
     function, arrays = FUNCTIONS[name]

@@ -61,7 +61,7 @@ SELF = draws.Space(
         ),
         "start": ["0, 0", "2, 3"],
     },
-    default=40,
+    default=20,
     quick=8,
 )
 PROGRAM = """\
@@ -155,7 +155,7 @@ CACHES = draws.Space(
         **batches.rule_options(lambda chosen: chosen["step"] == "drafts"),
         "outside": lambda chosen: [0] + [1] * (chosen["mode"] != "eager"),
     },
-    default=30,
+    default=12,
     quick=6,
 )
 CACHE_PROGRAM = """\

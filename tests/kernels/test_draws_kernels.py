@@ -33,8 +33,8 @@ SPACE = draws.Space(
         "sides": sides,
         "mode": ["eager", "jit"],
     },
-    default=120,
-    quick=30,
+    default=40,
+    quick=20,
 )
 PROGRAM = """\
 import batches, kernel_masks

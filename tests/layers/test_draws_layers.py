@@ -67,7 +67,7 @@ SPACE = draws.Space(
         "change": changes,
         "mode": list(draws.MODES),
     },
-    default=40,
+    default=20,
     quick=8,
 )
 FIELDS = [

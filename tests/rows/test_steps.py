@@ -69,7 +69,7 @@ SPACE = draws.Space(
         "spread": (False, True),
         "dtype": dtypes,
     },
-    default=16,
+    default=13,
     quick=2,
 )
 

@@ -11,7 +11,7 @@ import transformer_embed as te
 T = te.TokenPositions
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 33])
+@pytest.mark.parametrize("length", [1, 2, 5, 8, 17, 31])
 def test_chains_and_cycles_of_any_length(length):
     """Paths are followed in steps of doubled length, and must be followed to the end."""
     chain = np.arange(length) - 1

@@ -138,8 +138,8 @@ SPACE = draws.Space(
             "T.from_lengths((x[0] != 0).sum(1), 12)",
         ],
     },
-    default=40,
-    quick=40,
+    default=20,
+    quick=20,
 )
 PROGRAM = """\
 import batches, numpy as np, transformer_embed as te

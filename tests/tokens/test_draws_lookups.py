@@ -45,7 +45,7 @@ SPACE = draws.Space(
         "out_of_range": ("nan", "clip", "zero"),
         "lookup_style": ("gather", "gather", "one_hot"),
     },
-    default=40,
+    default=26,
     quick=12,
 )
 

@@ -34,7 +34,7 @@ SPACE = draws.Space(
         # Eager, Haiku's product and quotient are two roundings; it needs promotion of bools.
         "mode": [mode for mode in draws.MODES if mode not in ("eager", "strict")],
     },
-    default=24,
+    default=12,
     quick=10,
 )
 PROGRAM = """\

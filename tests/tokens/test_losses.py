@@ -1,6 +1,7 @@
 """The losses of an output layer where draws do not reach: memory, programs, meshes, errors."""
 
 import functools
+import itertools
 import math
 import re
 
@@ -510,16 +511,20 @@ def self_divergence(x, output):
 OF_TABLE = EVERY | {"divergence": self_divergence, "logits": te.linear_logits}
 
 
-@pytest.mark.parametrize("function", OF_TABLE.values(), ids=OF_TABLE)
+# Each function on one device, and on a mesh each way to split with the next function.
+TRANSPOSED = [
+    *((name, None) for name in OF_TABLE),
+    *zip(itertools.cycle(OF_TABLE), TRANSPOSED_SPLITS[1:]),
+]
+
+
 @pytest.mark.parametrize(
-    "split",
-    [
-        pytest.param(split, marks=[pytest.mark.slow] * (n > 0))
-        for n, split in enumerate(TRANSPOSED_SPLITS)
-    ],
+    ("name", "split"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case[1] is not None)) for case in TRANSPOSED],
 )
-def test_a_transposed_table_gives_the_values_and_gradients_of_the_table(function, split):
+def test_a_transposed_table_gives_the_values_and_gradients_of_the_table(name, split):
     """`w` of an hk.Linear, of which the last columns are padding, on one device or split."""
+    function = OF_TABLE[name]
     x, table, bias = normal(1, 4, 8, 8), normal(2, 16, 8), normal(3, 16)
     options = {"vocab_size": VOCAB, "pad_id": 4, "softcap": 2.0, "scale": 0.7}
 
