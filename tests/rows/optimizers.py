@@ -185,9 +185,9 @@ def page(reasons):
     rows = "\n".join(f"| `{name}` | {reason} |" for name, reason in reasons.items() if reason)
     return f"""# Optimizers that train by rows
 
-This page is for you if you train a table row-wise (`te.rows`, see notebook [05 Big tables](05_big_tables.ipynb)) and want to know which optimizer you can use. It lists every transformation and optimizer of optax {optax.__version__}, each made with plain arguments.
+This page is for you if you train a table [row-wise](glossary.md#tables-and-output-layers) (`te.rows`, see notebook [05 Big tables](05_big_tables.ipynb)) and want to know which optimizer you can use. It lists every transformation and optimizer of optax {optax.__version__}, each made with plain arguments.
 
-A [row-wise](glossary.md#tables-and-output-layers) step runs the optimizer on the table rows of the batch only. This is right only if the optimizer updates each row from that row alone. So `te.rows.apply_gradients` checks the optimizer while jax traces the step. If it cannot prove this, it raises a ValueError that names the transformation. Combinations (`optax.chain`, `optax.multi_transform`, masks, schedules, injected hyperparameters) are checked in the same way.
+A row-wise step runs the optimizer on the table rows of the batch only. This is right only if the optimizer updates each row from that row alone. So `te.rows.apply_gradients` checks the optimizer while jax traces the step. If it cannot prove this, it raises a ValueError that names the transformation. Combinations (`optax.chain`, `optax.multi_transform`, masks, schedules, injected hyperparameters) are checked in the same way.
 
 The proof does not say that a row-wise step equals a dense step. Row-wise training is [lazy](glossary.md#tables-and-output-layers): if a table row has no gradient, the row and its optimizer state stay as they are. If an output layer uses the table, every row has a gradient, so train such a table densely.
 
