@@ -35,13 +35,13 @@ CONFIG = te.EmbedderConfig(VOCAB_SIZE, WIDTH, scheme=None, pad_id=PAD, dropout_r
 
 
 def documents(files):
-    """One document a file; the source of Python's standard library, if no file is named."""
+    """Reads one document per file, by default from the source of Python's standard library."""
     library = pathlib.Path(sysconfig.get_paths()["stdlib"]).glob("*.py")
     return [path.read_text(errors="replace") for path in sorted(map(pathlib.Path, files or library))]
 
 
 def trained_tokenizer(texts, path):
-    """A tokenizer of bytes and their pairs, trained by the first process and read by all."""
+    """Returns a tokenizer of byte pairs. The first process trains it, and all processes read it."""
     if jax.process_index() == 0 and not path.exists():
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -60,14 +60,14 @@ def trained_tokenizer(texts, path):
 
 
 def windows(tokenizer, texts):
-    """Pieces of documents; they overlap by a token, so that each is predicted once."""
+    """Cuts documents into pieces that overlap by one token, so each token is predicted once."""
     encoded = [np.array([*each.ids, END], np.int32) for each in tokenizer.encode_batch(texts)]
     starts = ((ids, start) for ids in encoded for start in range(0, len(ids) - 1, LENGTH - 1))
     return [ids[start : start + LENGTH] for ids, start in starts]
 
 
 def packed(dataset, seed):
-    """Rows of LENGTH tokens, packed with windows, and padding."""
+    """Packs pieces into batch rows of LENGTH tokens, and adds padding."""
     # For data in memory, threads would only cost.
     without = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     dataset = dataset.map(lambda ids: {"ids": ids}).to_iter_dataset(without)
@@ -76,7 +76,7 @@ def packed(dataset, seed):
 
 
 def training_batches(pieces, seed):
-    """This process's share of endless batches: with an end, processes would not end together."""
+    """Returns this process's share of the batches, which never end, so no process waits for another."""
     share = slice(jax.process_index(), None, jax.process_count())
     dataset = packed(grain.MapDataset.source(pieces).shuffle(seed)[share].repeat(), seed)
     dataset = dataset.batch(BATCH // jax.process_count(), drop_remainder=True)
@@ -84,7 +84,7 @@ def training_batches(pieces, seed):
 
 
 def evaluation_batches(pieces):
-    """Each piece once. All processes pack all of them, alike, and take their part of each batch."""
+    """Yields batches with each piece once. All processes pack alike, and take a part of each batch."""
     rows = list(packed(grain.MapDataset.source(pieces), seed=0))
     fields = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     part = BATCH // jax.process_count()
@@ -96,7 +96,7 @@ def evaluation_batches(pieces):
 
 
 def hidden(ids, tokens, is_training):
-    """The last hidden vectors, and the output layer over them."""
+    """Returns the last hidden vectors, and the output layer."""
     embed = te.TransformerEmbedding(CONFIG)
     x = embed(ids, is_training=is_training)
     mask = te.AttentionMask(tokens, causal=True).dense()
@@ -119,7 +119,7 @@ MODEL = hk.transform(hidden)
 
 
 def sum_of_losses(params, batch, rng, is_training):
-    """The sum over the labels of a batch, and how many they are."""
+    """Returns the sum of the losses of a batch, and the number of labels."""
     # What grain says of a packed row is what TokenPositions takes.
     tokens = te.TokenPositions(batch["ids_positions"], segment_ids=batch["ids_segment_ids"])
     x, output = MODEL.apply(params, rng, batch["ids"], tokens, is_training)
@@ -151,9 +151,10 @@ evaluation_step = jax.jit(functools.partial(sum_of_losses, rng=None, is_training
 
 @functools.partial(jax.jit, static_argnames=("steps", "top_p"))
 def generate(params, rng, ids, lengths, *, steps, top_p):
-    """Ids [batch, length] whose rows are continued until their end; reads all of them each step.
+    """Continues each row of ids [batch, length] until the token END.
 
-    A cache of keys and values saves that: see the recipes.
+    Each step reads all tokens again. With a cache of keys and values, it would read only the new
+    ones: see the page "Decoding recipes".
     """
 
     def next_token(carry, rng):
@@ -182,7 +183,7 @@ def initial(rng):
 
 
 def train(state, batches, steps, checkpoints, put, say):
-    """Trains to a number of steps, from the last checkpoint; it holds the loader's place too."""
+    """Trains up to a number of steps. Continues from the last checkpoint, with the loader's state."""
     if (last := checkpoints.latest_step()) is not None:
         restored = {"state": args.StandardRestore(state), "data": CheckpointRestore(batches)}
         state = checkpoints.restore(last, args=args.Composite(**restored))["state"]

@@ -2,6 +2,7 @@
 machine."""
 
 import functools
+import json
 import os
 import pathlib
 import re
@@ -23,6 +24,23 @@ ROOT = pathlib.Path(__file__).parents[1]
 SOURCE = ROOT / "notebooks"
 PAGES = [ROOT / "README.md", *sorted(SOURCE.rglob("*.md"))]
 REFERENCE = sorted((SOURCE / "reference").glob("*.md"))
+# Pages about the package itself and lists of names explain no words.
+WITHOUT_WORDS = {
+    "changelog",
+    "command_line",
+    "contributing",
+    "glossary",
+    "index",
+    "supported_models",
+}
+GUIDES = [
+    path
+    for path in [ROOT / "README.md", *sorted(SOURCE.glob("*.md")), *sorted(SOURCE.glob("*.ipynb"))]
+    if path.stem not in WITHOUT_WORDS
+]
+# Entries of the glossary that a newcomer may not know.
+WORDS = ["packed", "segment id", "row-wise", "lazy", "tied", "softcap", "z-loss", "bucket", "sink"]
+WORDS += ["tile", "KV cache", "ring cache", "traced", "on the host", "temporaries", "mesh"]
 
 
 @pytest.fixture(scope="module")
@@ -145,3 +163,31 @@ def test_every_page_is_in_the_index_with_a_line():
         for path in {*SOURCE.glob(pattern)} - {SOURCE / "index.md"}:
             file = path.relative_to(SOURCE).as_posix()
             assert re.search(rf"\]\({re.escape(file)}\): \S", index), file
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_the_first_use_of_a_word_links_to_its_section_of_the_glossary(page):
+    text = prose_of(page)
+    for word in WORDS:
+        use = re.search(rf"(?<![\w-]){word}s?(?![\w-])", text)
+        if use:
+            link = rf"[^\[\]]*\]\((?:notebooks/)?glossary\.md#{section_of(word)}\)"
+            assert re.match(link, text[use.end() :]), text[: use.end()][-60:]
+
+
+def prose_of(page):
+    """The sentences of a page or a notebook, without code, headings, tables and other links."""
+    text = read(page)
+    if page.suffix == ".ipynb":
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
+        text = "\n\n".join("".join(cell["source"]) for cell in cells).partition("Sources:\n")[0]
+    text = re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.DOTALL)
+    text = re.sub(r"^[#|].*$", "", text, flags=re.MULTILINE)
+    return re.sub(r"\[[^\]]*\]\((?![^)]*glossary\.md)[^)]*\)", "", text)
+
+
+def section_of(word):
+    """The anchor of the section of the glossary that has an entry which begins with the word."""
+    section, *_ = re.split(rf"^\| {word}", read(SOURCE / "glossary.md"), flags=re.MULTILINE)
+    heading = re.findall(r"^## (.*)$", section, re.MULTILINE)[-1]
+    return heading.lower().replace(" ", "-")

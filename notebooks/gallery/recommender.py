@@ -1,4 +1,4 @@
-"""Two towers: a model recommends the next item to a user. The table is trained by rows."""
+"""Two towers: a model recommends the next item to a user. The table is trained row-wise."""
 
 import functools
 
@@ -16,7 +16,7 @@ optimizer = optax.adam(3e-2)
 
 
 def items_of(random, topics, count):
-    """Draws items of topics. Few items are popular, as in a shop, and a topic is id % TOPICS."""
+    """Samples items of topics. Few items are popular, as in a shop, and a topic is id % TOPICS."""
     ranks = (ITEMS // TOPICS) ** random.random((len(topics), count))
     return np.int32(topics[:, None] + TOPICS * (ranks.astype(int) - 1))
 

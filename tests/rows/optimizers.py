@@ -185,18 +185,16 @@ def page(reasons):
     rows = "\n".join(f"| `{name}` | {reason} |" for name, reason in reasons.items() if reason)
     return f"""# Optimizers that train by rows
 
-This page lists which optimizers of optax can train the tables of `te.rows`. When a step is traced, `te.rows.apply_gradients` proves that the
-optimizer updates each row of a table from that row alone. If it cannot, it raises a ValueError. The lists have the result for every
-transformation and optimizer of optax {optax.__version__}, each with plain arguments. Combinations (`optax.chain`,
-`optax.multi_transform`, masks, schedules, injected hyperparameters) are proved in the same way.
+This page is for you if you train a table [row-wise](glossary.md#tables-and-output-layers) (`te.rows`, see notebook [05 Big tables](05_big_tables.ipynb)) and want to know which optimizer you can use. It lists every transformation and optimizer of optax {optax.__version__}, each made with plain arguments.
 
-Training by rows is lazy: rows without a gradient, and their optimizer state, do not change. A tied table has a gradient in every row: train it densely.
+A row-wise step runs the optimizer on the table rows of the batch only. This is right only if the optimizer updates each row from that row alone. So `te.rows.apply_gradients` checks the optimizer while jax traces the step. If it cannot prove this, it raises a ValueError that names the transformation. Combinations (`optax.chain`, `optax.multi_transform`, masks, schedules, injected hyperparameters) are checked in the same way.
 
-The proof does not look at the values that all rows share. Keep these two kinds of transformations of your own off the tables:
+The proof does not say that a row-wise step equals a dense step. Row-wise training is [lazy](glossary.md#tables-and-output-layers): if a table row has no gradient, the row and its optimizer state stay as they are. If an output layer uses the table, every row has a gradient, so train such a table densely.
 
-- one that sums gradients and applies the sum in some steps only, as `apply_every` does, which is refused by its name: a row without a
-  gradient in such a step would miss it. (A schedule may be 0 for a while.)
-- one that computes with the number of rows, or chooses by it: in a step it gets a block of at most 1024 rows.
+**Your own transformations.** The proof does not look at values that all rows share, such as a step count. Do not use two kinds of transformations on tables:
+
+- A transformation that sums gradients, and applies the sum in some steps only. If a row has no gradient in such a step, it misses the sum. (optax has `apply_every`, which is refused by its name. A schedule may be 0 for some steps.)
+- A transformation that computes with the number of table rows, or chooses by it. In a row-wise step it gets blocks of at most 1024 rows instead of the whole table.
 
 ## These can train by rows
 
@@ -204,9 +202,11 @@ The proof does not look at the values that all rows share. Keep these two kinds 
 
 ## These cannot
 
-Train the table densely, or keep the transformation off the table with `optax.multi_transform`. To clip by a global norm, clip the
-gradients before `te.rows.apply_gradients` with `optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())`; the norm equals that of the
-dense gradients.
+If you want one of these, you have two ways: train the table densely, or apply the transformation to the other parameters only, with `optax.multi_transform`.
+
+To clip by a global norm, clip the gradients before the step: `grads, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())`. Then call `te.rows.apply_gradients` with these gradients. The norm is the same as with dense gradients.
+
+The second column is from the error message. It names the transformation and the operation that may mix rows.
 
 | optimizer | why |
 | --- | --- |
@@ -214,8 +214,7 @@ dense gradients.
 
 ### Not checked
 
-`te.rows.apply_gradients` cannot trace these with the plain arguments of this page, so the page does not say whether they can train by rows. Some
-need the loss function, the gradients of each example or parameters of their own kind.
+With the plain arguments of this page, `te.rows.apply_gradients` cannot trace these, so the page does not say whether they can train by rows. Some of them need the loss function, the gradients of each example, or parameters in a special form.
 
 {unknown}.
 """
