@@ -60,7 +60,7 @@ def test_any_argument_gives_a_right_result_or_an_error(function, good):
     names = inspect.signature(function).parameters.keys() - {"ax"}
     if function.__name__.startswith("plot_"):
         good = good | {"ax": matplotlib.figure.Figure().subplots()}
-    changes = [(None, None), *few(itertools.product(sorted(names), VALUES), 25)]
+    changes = [(None, None), *few(itertools.product(sorted(names), VALUES), 15)]
     for name, value in changes:
         arguments = good if name is None else good | {name: bounded(name, value)}
         with named_on_failure(arguments):

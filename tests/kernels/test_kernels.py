@@ -10,6 +10,7 @@ import kernel_masks
 import numpy as np
 import pytest
 from batches import RULES
+from cases import few
 from compare import equal, near
 from jax import NamedSharding, P
 from jax.experimental import pallas as pl
@@ -225,7 +226,7 @@ RUNS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", few(RUNS, 6))
 def test_kernels_apply_the_rule(run, monkeypatch):
     """A query that sees no key has gradients that are too large, unless its output is dropped."""
     # flash_attention has no argument for the interpreter. (pltpu.force_tpu_interpret_mode can

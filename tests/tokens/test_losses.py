@@ -13,6 +13,7 @@ import jax.test_util
 import loss_draws
 import numpy as np
 import pytest
+from cases import few
 from compare import equal, near
 from drawn import normal
 from meshes import AUTO, EXPLICIT, mesh_of, put
@@ -124,7 +125,7 @@ SECOND = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("loss", "arrays"), SECOND)
+@pytest.mark.parametrize(("loss", "arrays"), few(SECOND, 3))
 def test_first_and_second_derivatives_are_finite_differences(loss, arrays):
     with jax.enable_x64():
         arrays = jax.tree.map(np.float64, arrays)
@@ -378,8 +379,7 @@ def test_candidates_outside_the_vocabulary_are_nan_and_leave_entropies():
     assert not np.signbit(log_probs(mask=MASK & False)).any()
 
 
-@pytest.mark.parametrize("platform", ["cpu", "cuda"])
-@pytest.mark.parametrize("axes", [None, "model"])
+@pytest.mark.parametrize(("platform", "axes"), [("cpu", None), ("cuda", "model")])
 def test_if_all_ids_are_banned_losses_are_infinite_and_gradients_finite(
     monkeypatch, platform, axes
 ):
