@@ -19,7 +19,7 @@ as_segment_ids = functools.partial(
 )
 
 
-def segment_ids_or_values(value: ArrayLike) -> Any:
+def checked_segment_ids(value: ArrayLike) -> Any:
     """Converts segment ids to int32. Those on the host stay there, and are at least 0.
 
     Raises:
@@ -40,13 +40,13 @@ def segment_ids_or_values(value: ArrayLike) -> Any:
 
 
 def as_comparable(name: str, value: ArrayLike) -> Integer[Array, "..."]:
-    """Converts integers to int32, so that they can be compared.
+    """Converts positions, segment ids and the like to a signed dtype that compares them rightly.
 
-    A jax array of a wider dtype stays as it is, because clamped or wrapped numbers would compare
-    wrongly.
+    This is int32. A jax array of a wider signed dtype stays as it is, because clamped or wrapped
+    numbers would compare wrongly.
     """
     if name == "segment_ids":
-        integers = segment_ids_or_values(value)
+        integers = checked_segment_ids(value)
     else:
         integers = arguments.as_integers(name, value)
     return as_signed(name, integers)
@@ -55,7 +55,7 @@ def as_comparable(name: str, value: ArrayLike) -> Integer[Array, "..."]:
 def as_signed(name: str, integers: Any) -> Integer[Array, "..."]:
     """Puts integers on a device, or raises a TypeError if they are unsigned.
 
-    Unsigned integers may be beyond int32.
+    `arguments.as_integers` leaves only those integers unsigned that int32 may not hold.
     """
     if integers.dtype.kind != "i":
         raise arguments.type_error(name, "a signed integer dtype", integers.dtype)
@@ -64,15 +64,16 @@ def as_signed(name: str, integers: Any) -> Integer[Array, "..."]:
 
 def as_batch(name: str, array: Any) -> Any:
     """Returns an array [length] or [batch, length] as [1 or batch, length]."""
-    is_right = array.ndim in (1, 2)
-    arguments.check_shape(name, array.shape, is_right, "[length] or [batch, length]")
+    has_valid_rank = array.ndim in (1, 2)
+    arguments.check_shape(name, array.shape, has_valid_rank, "[length] or [batch, length]")
     return array if array.ndim == 2 else array[None]
 
 
 def comparable_arrays(**values: ArrayLike) -> dict[str, Integer[Array, "*b t"]]:
-    """Converts arrays by `as_comparable`, and gives all of them the same number of axes.
+    """Converts each array by `as_comparable`, and gives all of them the same number of axes.
 
-    They are [length] if all of them are given so, or else [1 or batch, length].
+    If all arrays are given as [length], so are the results. Otherwise all of them are
+    [1 or batch, length].
     """
     arrays = {name: as_comparable(name, value) for name, value in values.items()}
     # Outside of jit, an axis that is added and dropped again takes half a millisecond.
