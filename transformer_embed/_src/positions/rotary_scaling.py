@@ -36,8 +36,9 @@ _CONVERTERS = dict.fromkeys(_POSITIVE, arguments.positive) | {
 
 
 class _Scaling:
-    """Has what `scaled_frequencies` needs of a scaling."""
+    """Is the parent of all scalings. A scaling also has a method `_scaled`."""
 
+    # What a scaling without a field of this name has.
     attention_factor: float | None = None
 
     def __post_init__(self) -> None:
@@ -201,14 +202,14 @@ class YarnScaling(_Scaling):
         dim = 2 * len(frequencies)
         log_base = Decimal(base).ln()
 
-        def index(turns: float) -> Decimal:
+        def index_with_turns(turns: float) -> Decimal:
             """Computes the index of the frequency that makes so many turns."""
             angle = 2 * phase.PI * Decimal(turns)
             return dim * (self.original_length / angle).ln() / (2 * log_base)
 
-        # The ends of the ramp.
-        low = index(self.beta_fast)
-        high = index(self.beta_slow)
+        # The ramp rises from 0 at the index `low` to 1 at the index `high`.
+        low = index_with_turns(self.beta_fast)
+        high = index_with_turns(self.beta_slow)
         if self.truncate:
             low = low.to_integral_value(decimal.ROUND_FLOOR)
             high = high.to_integral_value(decimal.ROUND_CEILING)
@@ -217,15 +218,16 @@ class YarnScaling(_Scaling):
         # A ramp without a width would divide by zero, so YaRN's code and transformers widen it.
         if low == high:
             high += Decimal("0.001")
-        ramp = (np.arange(dim // 2, dtype=object) - low) / (high - low)
+        indices = np.arange(dim // 2, dtype=object)
+        ramp = (indices - low) / (high - low)
         return _blended(frequencies, ramp, self.factor)
 
     def _usual_attention_factor(self) -> float:
         """Computes m(mscale) / m(mscale_all_dim), as in the docstring of the class."""
         # A factor below 1 counts as 1.
-        log = max(Decimal(self.factor).ln(), Decimal(0)) / 10
-        numerator = Decimal(self.mscale) * log + 1
-        denominator = Decimal(self.mscale_all_dim) * log + 1
+        log_factor = max(Decimal(self.factor).ln(), Decimal(0))
+        numerator = Decimal(self.mscale) * (log_factor / 10) + 1
+        denominator = Decimal(self.mscale_all_dim) * (log_factor / 10) + 1
         return float(numerator / denominator)
 
 
@@ -280,8 +282,10 @@ class Llama3Scaling(_Scaling):
         low = Decimal(self.low_freq_factor)
         high = Decimal(self.high_freq_factor)
         turns = self.original_length * frequencies / (2 * phase.PI)
-        # Equal bounds have no width to divide by. A tiny width makes the blend a step.
-        width = high - low or Decimal("1e-20")
+        width = high - low
+        if width == 0:
+            # Equal bounds have no width to divide by. A tiny width makes the blend a step.
+            width = Decimal("1e-20")
         # The formula's s is (turns - low) / width, and this is 1 - s.
         divided_share = (high - turns) / width
         return _blended(frequencies, divided_share, self.factor)
@@ -350,17 +354,24 @@ class LongRopeScaling(_Scaling):
     def _usual_attention_factor(self) -> float:
         """Computes sqrt(1 + ln(factor) / ln(original_length))."""
         # A factor below 1 counts as 1.
-        log = max(Decimal(self.factor).ln(), Decimal(0))
-        return float((1 + log / Decimal(self.original_length).ln()).sqrt())
+        log_factor = max(Decimal(self.factor).ln(), Decimal(0))
+        log_length = Decimal(self.original_length).ln()
+        return float((1 + log_factor / log_length).sqrt())
 
 
 Scaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling | LongRopeScaling
 
 
 def scaled_frequencies(scaling: Scaling | None, dim: int, base: float) -> tuple[np.ndarray, float]:
-    """Computes the frequencies of an even number of channels, and the factor of cosines and sines.
+    """Computes the frequency of each pair of channels, and the factor of cosines and sines.
 
-    The frequencies are decimals, in radians per unit of position.
+    Args:
+        scaling: How the frequencies are changed. If None, they stay as they are.
+        dim: The number of channels, an even number.
+        base: The base of the frequencies.
+
+    Returns:
+        The frequencies as `dim // 2` decimals, in radians per unit of position, and the factor.
     """
     frequencies = phase.geometric_frequencies(dim // 2, base, dim / 2)
     if scaling is None:
