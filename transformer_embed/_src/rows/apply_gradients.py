@@ -92,16 +92,20 @@ def apply_gradients(
     grads = as_arrays("grads", grads)
     params = as_arrays("params", params)
     state = as_arrays("state", state)
-    # shard_map takes sharded arrays only as arguments, so arrays are leaves of the step.
+    # shard_map takes sharded arrays only as arguments of its function. So the arrays among the
+    # extra arguments are leaves of the step. The others are a part of the step's function.
     extra_leaves, extra_treedef = jax.tree.flatten(extra_args)
     extra_arrays = {n: leaf for n, leaf in enumerate(extra_leaves) if isinstance(leaf, jax.Array)}
-    trees, treedef = jax.tree.flatten((grads, params, state, extra_arrays), is_leaf=is_gradient)
+    step_trees = (grads, params, state, extra_arrays)
+    numbered_leaves, treedef = jax.tree.flatten(step_trees, is_leaf=is_gradient)
     check_shapes("params", grads, params)
-    leaves = dict(enumerate(trees))
+    leaves = dict(enumerate(numbered_leaves))
     tables = row_check.find_tables(optimizer.init, treedef, leaves)
 
     def with_extra_arrays(arrays: dict[int, Any]) -> dict[str, Any]:
-        all_leaves = dict(enumerate(extra_leaves)) | arrays
+        """Returns the extra arguments, with these arrays in the places of `extra_arrays`."""
+        all_leaves = dict(enumerate(extra_leaves))
+        all_leaves.update(arrays)
         return jax.tree.unflatten(extra_treedef, all_leaves.values())
 
     step = functools.partial(_optimizer_step, optimizer.update, with_extra_arrays, treedef)
@@ -123,7 +127,14 @@ class _StepTrees(NamedTuple):
 def _optimizer_step(
     update: Callable, with_extra_arrays: Callable, treedef: Any, leaves: Leaves
 ) -> Leaves:
-    """Returns the leaves after a step; the gradients and the extra arrays stay as they are."""
+    """Returns the leaves after a step. The gradients and the extra arrays stay as they are.
+
+    Args:
+        update: The function `update` of the optimizer.
+        with_extra_arrays: Makes the extra arguments of `update` from the arrays among them.
+        treedef: The structure of (gradients, parameters, state, extra arrays).
+        leaves: The leaves before the step.
+    """
     # optax is slow to load, and only training needs it.
     import optax  # noqa: PLC0415
 

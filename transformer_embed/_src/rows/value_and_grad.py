@@ -97,7 +97,9 @@ def value_and_grad(
                 return loss(view(values), *args, **kwargs)
 
             value, gradients = jax.value_and_grad(loss_of_values, has_aux=has_aux)(values)
-            gradients |= {name: read.gradient(gradients[name]) for name, read in reads.items()}
+            # Until here, the gradient of a table is an array, of the rows that were read.
+            for name, read in reads.items():
+                gradients[name] = read.gradient(gradients[name])
             return value, tables.unflatten(gradients)
 
         return tables.with_rows(differentiate)
