@@ -96,8 +96,9 @@ def compute_tile_kinds(mask: Any, shape: tuple[int, int]) -> Int8[Array, "b m n"
     batch_size = math.gcd(step_count, STEPS_AT_ONCE)
     # lax.map cannot batch steps whose arrays are empty, so it takes these one by one.
     bounds = jax.tree.leaves((steps, key_intervals))
-    has_empty_bounds = any(bound.size == 0 for bound in bounds)
-    kinds = jax.lax.map(kinds_of_step, steps, batch_size=None if has_empty_bounds else batch_size)
+    if any(bound.size == 0 for bound in bounds):
+        batch_size = None
+    kinds = jax.lax.map(kinds_of_step, steps, batch_size=batch_size)
     # [m, b, n] becomes [b, m, n].
     return kinds.swapaxes(0, 1)
 

@@ -198,5 +198,6 @@ def _without_windows(rule: RowRule, make: Callable[[Array, Array], Any]) -> dict
     """
     reach = rule.index_reach()
     has_window = reach not in (CAUSAL_REACH, UNLIMITED_REACH)
-    rule.check_absent(window=rule.mask.window if has_window else None)
+    if has_window:
+        rule.check_absent(window=rule.mask.window)
     return {"causal": reach == CAUSAL_REACH, "segment_ids": rule.kernel_segment_ids(make)}

@@ -125,17 +125,30 @@ def splash_kernels(
     # Inside jit too, the arrays of a kernel are known.
     with jax.ensure_compile_time_eval():
         kernel = make(head_masks, head_shards=head_shards, q_seq_shards=q_seq_shards, **options)
-    # A kernel shows the arrays by which it skips tiles, for the forward pass and for the gradients
-    # of queries (dq) and of keys (dkv). If one kernel computes both gradients, there are no arrays
-    # for queries alone. jax has no public name for the class of its kernels.
+    return _kernels_of_rows(rule, kernel, sizes, q_seq_shards), segment_ids
+
+
+def _kernels_of_rows(rule: RowRule, kernel: Any, sizes: Any, q_seq_shards: int) -> Any:
+    """Makes a kernel for each batch row, which skips tiles, from jax's kernel for row indices.
+
+    A kernel shows the arrays by which it skips tiles, for the forward pass and for the gradients of
+    queries (dq) and of keys (dkv). If one kernel computes both gradients, there are no arrays for
+    queries alone.
+
+    Args:
+        rule: The rule of the mask.
+        kernel: The kernel, which is the same for all batch rows.
+        sizes: The block sizes of the kernel.
+        q_seq_shards: The number of devices that the queries are split over.
+    """
     forward_tile = sizes.block_q, sizes.block_kv
     forward = _skipping(rule, kernel.fwd_mask_info, forward_tile)
     query_tile = sizes.block_q_dq, sizes.block_kv_dq
     query_gradient = _skipping(rule, kernel.dq_mask_info, query_tile)
     key_tile = sizes.block_q_dkv, sizes.block_kv_dkv
     key_gradient = _skipping_queries(rule, q_seq_shards, kernel.dkv_mask_info, key_tile)
-    kernels = type(kernel)(forward, query_gradient, key_gradient, **kernel.kwargs)
-    return kernels, segment_ids
+    # jax has no public name for the class of its kernels.
+    return type(kernel)(forward, query_gradient, key_gradient, **kernel.kwargs)
 
 
 def index_masks(rule: RowRule, num_heads: int) -> Any:

@@ -181,7 +181,8 @@ def as_grid(shape: Sequence[int], axes: Sequence[int] | None) -> tuple[tuple[int
     lengths = arguments.entries("shape", shape, arguments.size)
     arguments.size("shape: its number of points", math.prod(lengths))
     all_axes = tuple(range(len(lengths)))
-    order = arguments.entries("axes", all_axes if axes is None else axes, arguments.integer)
+    axes_or_all = all_axes if axes is None else axes
+    order = arguments.entries("axes", axes_or_all, arguments.integer)
     if not lengths or sorted(order) != list(all_axes):
         want = f"a permutation of the axes of shape {lengths}, at least one"
         raise arguments.value_error("axes", want, axes)
@@ -221,7 +222,8 @@ def channels(options: Sinusoids, d_model: int) -> Channels:
     pair_units = np.array(phase.units(pair_frequencies), object)
     # The two rows are the sines and the cosines, and the columns are the pairs.
     is_cosine_first = options.layout == "cos_sin"
-    row_quarters = np.array([[1], [0]] if is_cosine_first else [[0], [1]], np.uint32)
+    quarters_of_rows = [[1], [0]] if is_cosine_first else [[0], [1]]
+    row_quarters = np.array(quarters_of_rows, np.uint32)
     # Reading column by column ("F") puts the sine and the cosine of a pair side by side.
     order = "F" if options.layout == "interleaved" else "C"
 

@@ -36,7 +36,8 @@ def checked_segment_ids(value: ArrayLike) -> Any:
         )
         raise arguments.type_error("segment_ids", want, array.dtype)
     # numpy makes an empty list an array of floats, so the list itself is converted.
-    return as_segment_ids("segment_ids", value if array.size == 0 else array)
+    integers = value if array.size == 0 else array
+    return as_segment_ids("segment_ids", integers)
 
 
 def as_comparable(name: str, value: ArrayLike) -> Integer[Array, "..."]:

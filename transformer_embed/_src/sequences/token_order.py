@@ -12,8 +12,8 @@ from transformer_embed._src import arguments
 from transformer_embed._src.sequences.runs import segment_reappears
 from transformer_embed._src.sequences.token_positions import TokenPositions, batch_arrays
 
-# Rows in one of these orders are also in the orders below it.
-ORDERS = {
+# What tokens in each order look like, in words. Rows in an order are in each order below it, too.
+WANTED_LAYOUTS = {
     "full": "one sequence a row, without padding",
     "right": "one sequence a row, then padding",
     "packed": "each sequence in one run of tokens",
@@ -43,7 +43,7 @@ def check_order(tokens: TokenPositions, order: str) -> None:
 
     In every order, positions rise by one from token to token of a sequence.
     """
-    wanted_order = ORDERS[arguments.choice("order", order, tuple(ORDERS))]
+    wanted_order = WANTED_LAYOUTS[arguments.choice("order", order, tuple(WANTED_LAYOUTS))]
     positions, segments = tokens_on_host(tokens)
     is_token = segments != 0
     begins_run = is_token & (np.diff(segments, prepend=0) != 0)

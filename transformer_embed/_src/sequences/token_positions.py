@@ -566,7 +566,8 @@ class TokenPositions:
         parent_rows = arguments.as_int32("parents", integers)
         tokens = cls(**tree_arrays(parent_rows, offset))
         has_batch = parents.ndim == 2 or offset.ndim == 1
-        return _with_rank(tokens, 2 if has_batch else 1)
+        rank = 2 if has_batch else 1
+        return _with_rank(tokens, rank)
 
     @classmethod
     def from_offset(cls, offset: ArrayLike, length: int) -> "TokenPositions":
@@ -699,7 +700,8 @@ def _taken(arrays: dict[str, Array], order: Int32[Array, "n"]) -> dict[str, Arra
     arrays = jax.tree.map(with_whole_rows, arrays)
     if "places" not in arrays:
         # Places are row indices where these may replace positions, and elsewhere positions.
-        arrays = with_row_indices(arrays | {"places": arrays["positions"]})
+        arrays["places"] = arrays["positions"]
+        arrays = with_row_indices(arrays)
     # An index outside the row takes zeros, and the segment 0 is padding.
     take = functools.partial(jnp.take, indices=order, axis=1, mode="fill", fill_value=0)
     return jax.tree.map(take, arrays)
