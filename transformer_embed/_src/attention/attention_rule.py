@@ -51,7 +51,8 @@ def may_attend(queries: dict[str, Any], keys: dict[str, Any]) -> Any:
         limits = [functools.reduce(operator.and_, limits) | in_same_block]
     if "segment_ids" in queries:
         limits.append(queries["segment_ids"] == keys["segment_ids"])
-    limits += [side["is_token"] for side in (queries, keys) if "is_token" in side]
+    limits.append(queries["is_token"])
+    limits.append(keys["is_token"])
     return functools.reduce(operator.and_, limits)
 
 

@@ -183,7 +183,7 @@ def mha_kwargs(
     # The kernel takes one array, for queries and keys alike.
     options = _without_windows(rule, lambda queries, _: queries)
     rule.check_self_attention("segment ids")
-    if batch_size is None and rule.rows == 1:
+    if batch_size is None and rule.row_count == 1:
         want = f"the number of rows of the queries, for {rule.kernel}"
         raise arguments.value_error("batch_size", want, None)
     return options

@@ -78,6 +78,7 @@ class RowRule:
             q_offset=functools.partial(arguments.integer, at_least=0, at_most=last_offset),
         )
         queries, keys = mask.sides
+        # If the keys have block ids, so have the queries.
         self.check_absent(sinks=mask.sinks, block_ids=queries.block_ids)
         compares_indices = self.order is not None or mask.reach != UNLIMITED_REACH
         if compares_indices:
@@ -230,10 +231,11 @@ class RowRule:
         return _number_pairs(ids, ids)
 
     @property
-    def rows(self) -> int:
-        """Returns the number of batch rows of the queries: `batch_size`, or the mask's."""
+    def row_count(self) -> int:
+        """Returns the number of batch rows: `batch_size`, or the number that the mask has."""
         counts = {array.shape[0] for array in jax.tree.leaves(self.mask)}
-        # A symbolic dimension of jax.export has no order, so a maximum would fail.
+        # Arrays have one batch row, or all of them the same other number. This is no maximum,
+        # because a symbolic dimension of jax.export has no order.
         rows = next(iter(counts - {1}), 1)
         if self.batch_size is None:
             return rows
@@ -243,7 +245,7 @@ class RowRule:
 
     def broadcast_to_rows(self, array: Array) -> Array:
         """Broadcasts an array [1 or B, ...] to all batch rows."""
-        return jnp.broadcast_to(array, (self.rows, *array.shape[1:]))
+        return jnp.broadcast_to(array, (self.row_count, *array.shape[1:]))
 
     def number_in_rows(self, is_counted: Bool[Array, "b t"]) -> Int32[Array, "b"]:
         """Counts the tokens of each batch row for which the bool is true, for every batch row."""

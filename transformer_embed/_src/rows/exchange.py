@@ -60,7 +60,8 @@ class Exchange(NamedTuple):
     Args:
         mesh: The devices.
         owners: The mesh axes that the rows of the table are split over.
-        replicas: The other mesh axes that ids are split over.
+        replicas: The other mesh axes that ids are split over. Devices along these axes have the
+            same shard of the table.
         id_axes: The mesh axes of each dimension of ids.
         num_rows: The number of rows of the table.
         most_asked: How many rows a device can ask for in all.

@@ -1,4 +1,4 @@
-"""The gradient of some rows of a large table, as a leaf of a gradient tree.
+"""Holds the gradient of some rows of a large table, in the place of the table's gradient.
 
 Letters of shapes: k rows with a gradient, d columns of the table.
 """

@@ -1,4 +1,4 @@
-"""The rules by which one equation of a traced program keeps the rows of a table apart.
+"""States the rules by which one equation of a traced program keeps the rows of a table apart.
 
 In the traced program, the number of rows is a prime that no other array has as a size. So an axis
 of rows is an axis whose size is one of the primes.
@@ -42,7 +42,12 @@ TAKE = _names_in("gather slice")
 
 
 def why_rows_mix(equation: Any, primes: set[int]) -> str | None:
-    """Returns why an equation may make a row from other rows, or None if it keeps rows apart."""
+    """Returns why an equation may make a row from other rows, or None if it keeps rows apart.
+
+    Args:
+        equation: An equation of a traced program.
+        primes: The numbers of rows of all tables in the program.
+    """
     name = equation.primitive.name
     if name in CALLS:
         return None

@@ -1,7 +1,7 @@
-"""The tables of an optimizer's step, among the leaves of everything that the step takes.
+"""Finds the tables of an optimizer's step, among the leaves of everything that the step takes.
 
-The leaves of (gradients, parameters, state, other arguments) are numbered in this order. A dict
-{number: array} has them, so that some can be replaced by rows of a table.
+The leaves of (gradients, parameters, state, other arguments) are numbered in this order, and held
+in a dict {number: array}. There, some rows of a table can be put in the place of the table.
 """
 
 import itertools

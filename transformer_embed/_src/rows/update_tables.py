@@ -159,7 +159,7 @@ def _update_in_blocks(
     """
     fits_fingerprint = fits(*gradient)
     row_indices = gradient.row_indices - first
-    # If there are no rows, no block can be sliced, not even in a loop that does not run.
+    # A gradient without rows has no block to slice, not even in a loop that does not run.
     if not len(row_indices):
         return list(arrays)
     block_size = len(leaves[table.gradient])

@@ -157,7 +157,7 @@ def _write(cache: Any, new: Any, slot: Int32[Array, "..."]) -> tuple[Any, Bool[A
     sizes = _checked_sizes(cache_arrays, new_arrays, slot)
     if not new_has_batch:
         _check_slot_is_unambiguous(slot, sizes)
-    target = _target_of(slot, sizes)
+    target = _find_target_slots(slot, sizes)
 
     def write_array(cache_array: Array, new_array: Array) -> Array:
         """Writes the new tokens into one array of the cache."""
@@ -222,7 +222,7 @@ class _Sizes(NamedTuple):
     length: Any
 
 
-class _Target(NamedTuple):
+class _TargetSlots(NamedTuple):
     """Says where the new tokens go."""
 
     # The slot of each token. It is past the end of the cache if the token is not written.
@@ -230,7 +230,7 @@ class _Target(NamedTuple):
     is_written: Bool[Array, "b t"]
 
 
-def _target_of(slot: Int32[Array, "..."], sizes: _Sizes) -> _Target:
+def _find_target_slots(slot: Int32[Array, "..."], sizes: _Sizes) -> _TargetSlots:
     """Computes the slot of each token, and whether it is written.
 
     Args:
@@ -252,7 +252,7 @@ def _target_of(slot: Int32[Array, "..."], sizes: _Sizes) -> _Target:
         is_written = (first >= 0) & (slots < sizes.slot_count)
     # The scatter drops indices past the end, but would write index -1 into the last slot.
     slots = jnp.where(is_written, slots, sizes.slot_count)
-    return _Target(slots=slots, is_written=is_written)
+    return _TargetSlots(slots=slots, is_written=is_written)
 
 
 def _is_last_of_slot(slots: Int32[Array, "b t"], slot_count: int) -> Bool[Array, "b t"]:

@@ -4,7 +4,6 @@ All of them are signed integers, [length] or [batch, length]. Arrays [length] ar
 batch row, so a batch of 1 fits any other.
 """
 
-import functools
 from typing import Any
 
 from jax import export
@@ -13,10 +12,14 @@ from jaxtyping import Array, Integer
 from transformer_embed._src import arguments, conversions
 from transformer_embed._src.array_types import ArrayLike
 
-# Some loaders count documents from 0, and have -1 at padding. The range says that this is wrong.
-as_segment_ids = functools.partial(
-    arguments.as_integers, lowest=0, what="int32, where 0 is padding"
-)
+
+def as_segment_ids(name: str, value: ArrayLike) -> Any:
+    """Converts segment ids to int32, or raises a ValueError if one on the host is negative.
+
+    The message says that 0 is padding, because some loaders number documents from 0 and mark
+    padding by -1.
+    """
+    return arguments.as_integers(name, value, lowest=0, what="int32, where 0 is padding")
 
 
 def checked_segment_ids(value: ArrayLike) -> Any:

@@ -1,4 +1,4 @@
-"""The position and the segment of each token of a batch, in one object."""
+"""Holds the position and the segment of each token of a batch, in one object."""
 
 import dataclasses
 import functools

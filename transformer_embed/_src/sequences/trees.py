@@ -195,13 +195,14 @@ def _trees_of_row(parent_or_root: Int32[Array, "n"], ones: Int32[Array, "n"]) ->
     """
     length = parent_or_root.shape[0] - 1
     index = jnp.arange(length + 1, dtype=jnp.int32)
-    is_token = index < length
-    subtree_sizes = _subtree_sizes(parent_or_root, is_token, ones)
+    # False for the added token alone.
+    is_in_row = index < length
+    subtree_sizes = _subtree_sizes(parent_or_root, is_in_row, ones)
     steps_down = _steps_from_parents(parent_or_root, index, subtree_sizes)
     # A token's place is the sum of the steps from the root down to the token.
-    place_sums = _sum_over_paths(steps_down, parent_or_root, is_token)
+    place_sums = _sum_over_paths(steps_down, parent_or_root, is_in_row)
     # A sum of ones counts the token itself, too.
-    token_counts = _sum_over_paths(ones, parent_or_root, is_token)
+    token_counts = _sum_over_paths(ones, parent_or_root, is_in_row)
     # The step from the added token to the first root is 1, and places begin at 0.
     places = place_sums.sums[:length] - 1
     depths = token_counts.sums[:length] - 1
@@ -228,7 +229,7 @@ class _PathSums(NamedTuple):
 
 
 def _sum_over_paths(
-    values: Int32[Array, "n"], parent_or_root: Int32[Array, "n"], is_token: Bool[Array, "n"]
+    values: Int32[Array, "n"], parent_or_root: Int32[Array, "n"], is_in_row: Bool[Array, "n"]
 ) -> _PathSums:
     """Sums the values of each token and of all its ancestors. The added token counts 0."""
 
@@ -242,13 +243,13 @@ def _sum_over_paths(
         return sums + sums[ancestors], ancestors[ancestors]
 
     steps = _number_of_doublings(values.shape[0] - 1)
-    start = jnp.where(is_token, values, 0), parent_or_root
+    start = jnp.where(is_in_row, values, 0), parent_or_root
     sums, path_ends = jax.lax.fori_loop(0, steps, double_paths, start)
     return _PathSums(sums=sums, path_ends=path_ends)
 
 
 def _subtree_sizes(
-    parent_or_root: Int32[Array, "n"], is_token: Bool[Array, "n"], ones: Int32[Array, "n"]
+    parent_or_root: Int32[Array, "n"], is_in_row: Bool[Array, "n"], ones: Int32[Array, "n"]
 ) -> Int32[Array, "n"]:
     """Counts the tokens of each token's subtree, with the token itself."""
 
@@ -259,7 +260,7 @@ def _subtree_sizes(
         its size to its ancestor so many levels above.
         """
         sizes, ancestors = carry
-        sizes = sizes.at[ancestors].add(jnp.where(is_token, sizes, 0))
+        sizes = sizes.at[ancestors].add(jnp.where(is_in_row, sizes, 0))
         return sizes, ancestors[ancestors]
 
     steps = _number_of_doublings(ones.shape[0] - 1)
