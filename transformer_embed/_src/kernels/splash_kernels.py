@@ -216,12 +216,13 @@ def _skipping_queries(rule: RowRule, shards: int, info: Any, tile: tuple[int, in
 
     This is for the gradients of keys. In step i, j of its grid, that kernel loads the queries of
     the tile in row `info.data_next[i, j]` and column j. The row is counted from the first row of
-    the device's shard. The other arguments are as in `_skipping`.
+    the device's shard.
 
     Args:
         rule: The rule of the mask.
         shards: The number of devices that the queries are split over.
-        info: The arrays of jax's kernel.
+        info: The arrays of jax's kernel, which are the same for all batch rows. If None, there is
+            nothing to skip.
         tile: The numbers of queries and of keys of a tile.
     """
     if info is None:
@@ -233,6 +234,7 @@ def _skipping_queries(rule: RowRule, shards: int, info: Any, tile: tuple[int, in
 
     must_run = swapped(_tiles_that_must_run(rule, tile))
     steps = _steps_of_rows(shards, swapped(info.data_next), swapped(info.block_mask), must_run)
+    # The kernel takes the axes in the first order.
     loaded_tile = swapped(steps.loaded_tile)
     return _info_of_rows(rule, info, loaded_tile=loaded_tile, runs=swapped(steps.runs))
 

@@ -246,9 +246,9 @@ def _sine_at_float_jvp(primals: Any, tangents: Any) -> tuple[Real, Real]:
 def _float_phase(magnitude: Real, frequencies: Words) -> _Phase:
     """Computes the phase of |position|, from the words of its whole part and of its fraction.
 
-    The magnitude is `integer + first * 2**-32 + second * 2**-64`, and the frequency is
-    `turns + high * 2**-32 + low * 2**-64`. The phase is the sum of the products of two words, but
-    whole turns and what is below 2**-64 turns are left out.
+    The magnitude is `integer + first * 2**-32 + second * 2**-64`, where first and second are words
+    of the fraction, and the frequency is `turns + high * 2**-32 + low * 2**-64`. The phase is the
+    sum of the products of two words, but whole turns and what is below 2**-64 turns are left out.
     """
     integer = jnp.floor(magnitude)
     # These steps are exact, because a float32 has 24 bits and scaling by a power of two rounds
@@ -259,13 +259,16 @@ def _float_phase(magnitude: Real, frequencies: Words) -> _Phase:
     first = first.astype(jnp.uint32)
     second = second.astype(jnp.uint32)
     turns, high, low = frequencies
-    whole_phase = _multiply(integer.astype(jnp.uint32), high, low)
+    # The products of the integer with turns are whole turns.
+    integer_phase = _multiply(integer.astype(jnp.uint32), high, low)
     first_phase = _multiply(first, turns, high)
-    first_rest = _Phase(high=0, low=multiply_high(first, low))
-    second_phase = _Phase(
-        high=multiply_high(second, turns), low=second * turns + multiply_high(second, high)
-    )
-    return _add(_add(_add(whole_phase, first_phase), first_rest), second_phase)
+    # Of the product of first and low, only the upper word is above 2**-64 turns. The same holds for
+    # the product of second and high.
+    first_low_phase = _Phase(high=0, low=multiply_high(first, low))
+    second_high = multiply_high(second, turns)
+    second_low = second * turns + multiply_high(second, high)
+    second_phase = _Phase(high=second_high, low=second_low)
+    return _add(_add(_add(integer_phase, first_phase), first_low_phase), second_phase)
 
 
 def _add(phase: _Phase, other: _Phase) -> _Phase:

@@ -185,6 +185,7 @@ def relative_position_buckets(
 @functools.lru_cache(maxsize=64)
 def _bucket_starts(direction_buckets: int, max_distance: int) -> tuple[int, ...]:
     """Returns the first distance of each bucket past e = direction_buckets // 2."""
+    # The buckets below `exact`, the e of the formula, hold one distance each.
     exact = direction_buckets // 2
     steps = direction_buckets - exact
     starts = []
@@ -206,7 +207,8 @@ def _slopes(num_heads: int, max_bias: float) -> tuple[float, ...]:
     num_heads = arguments.size("num_heads", num_heads)
     # The largest power of two up to the number of heads.
     power = 2 ** (num_heads.bit_length() - 1)
-    # The first, third, fifth, ... slope of twice as many heads are halfway between these.
+    # Slope number n is 2 ** (-max_bias * n / power). The first, third, fifth, ... slope of twice as
+    # many heads have the numbers 0.5, 1.5, 2.5, ...
     first_numbers = [i + 1 for i in range(power)]
     other_numbers = [i + 0.5 for i in range(num_heads - power)]
     return tuple(2.0 ** (-max_bias * number / power) for number in first_numbers + other_numbers)
@@ -256,12 +258,13 @@ def _buckets(
     is_after, distance = _is_after_and_distance(queries, keys)
     if causal:
         distance = jnp.where(is_after, 0, distance)
+    # The buckets below `exact` hold one distance each.
     exact = direction_buckets // 2
     # The minimum of the distance and `exact`. Kernels for TPUs have no minimum of unsigned
     # integers, and with `< exact` the compiler would turn the selection into such a minimum.
     buckets = jnp.where(distance < exact + 1, distance, exact).astype(jnp.int32)
-    # The sum is unrolled, with one comparison for each start. For a reduction, XLA would make an
-    # array [b, t, s, starts].
+    # Each start that the distance has reached adds a bucket. The sum is unrolled: for a reduction,
+    # XLA would make an array [b, t, s, starts].
     for start in bucket_starts:
         buckets = buckets + (distance >= start).astype(jnp.int32)
     return buckets if causal else buckets + jnp.where(is_after, direction_buckets, 0)

@@ -216,10 +216,10 @@ def _rotate(
     leading_axes = range(x.ndim - positions.ndim - 1)
     positions = jnp.expand_dims(positions, (*leading_axes, -2))
     pair_positions = _positions_of_pairs(positions, pair_axes)
-    waves = _cosines_and_sines(pair_positions, units, attention_factor)
+    cosines_and_sines = _cosines_and_sines(pair_positions, units, attention_factor)
     wide = conversions.compute_dtype(x.dtype)
-    cosines = waves[0].astype(wide)
-    sines = waves[1].astype(wide)
+    cosines = cosines_and_sines[0].astype(wide)
+    sines = cosines_and_sines[1].astype(wide)
     # A TPU splits and joins 16-bit arrays directly, so x is widened after the split. Widening first
     # would take extra passes over memory.
     paired_dim = 2 * len(units)
@@ -249,7 +249,7 @@ def _positions_of_pairs(
 def _cosines_and_sines(
     pair_positions: Shaped[Array, "... t 1 #p"], units: tuple[int, ...], attention_factor: float
 ) -> Float[Array, "2 ... t 1 p"]:
-    """Computes the cosines and the sines of the angles of pairs, times the attention factor."""
+    """Computes the cosines, then the sines, of the angles of pairs, times the attention factor."""
     frequencies = phase.words(units)
     # A cosine is the sine a quarter turn on.
     cosine_quarters, sine_quarters = np.array([1, 0], np.uint32)

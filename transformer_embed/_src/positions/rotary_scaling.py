@@ -80,7 +80,7 @@ class LinearScaling(_Scaling):
     factor: float
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """Scales decimals of `phase.geometric_frequencies`, which have this base."""
+        """Scales the frequencies of pairs, decimals that were computed from this base."""
         return frequencies / Decimal(self.factor)
 
 
@@ -116,7 +116,7 @@ class NTKScaling(_Scaling):
     alpha: float
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """Scales decimals of `phase.geometric_frequencies`, which have this base."""
+        """Scales the frequencies of pairs, decimals that were computed from this base."""
         # (base * alpha ** (d / (d - 2))) ** (-2i / d)
         #     = base ** (-2i / d) * alpha ** (-i / (d / 2 - 1))
         pairs = len(frequencies)
@@ -197,7 +197,7 @@ class YarnScaling(_Scaling):
             raise arguments.value_error("beta_fast", want, self.beta_fast)
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """Scales decimals of `phase.geometric_frequencies`, which have this base."""
+        """Scales the frequencies of pairs, decimals that were computed from this base."""
         base = arguments.real("base", base, lowest=math.nextafter(1, 2), want="a number above 1")
         dim = 2 * len(frequencies)
         log_base = Decimal(base).ln()
@@ -278,7 +278,7 @@ class Llama3Scaling(_Scaling):
         arguments.real("high_freq_factor", self.high_freq_factor, lowest=lowest, want=want)
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """Scales decimals of `phase.geometric_frequencies`, which have this base."""
+        """Scales the frequencies of pairs, decimals that were computed from this base."""
         low = Decimal(self.low_freq_factor)
         high = Decimal(self.high_freq_factor)
         turns = self.original_length * frequencies / (2 * phase.PI)
@@ -344,7 +344,7 @@ class LongRopeScaling(_Scaling):
     attention_factor: float | None = None
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """Scales decimals of `phase.geometric_frequencies`, which have this base."""
+        """Scales the frequencies of pairs, decimals that were computed from this base."""
         name = "long_factor" if self.length > self.original_length else "short_factor"
         factors = getattr(self, name)
         what = "half as many numbers as rotated channels"

@@ -8,7 +8,7 @@ their place. XLA drops the results that are not used, so a block costs what its 
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -111,17 +111,8 @@ def apply_gradients(
     step = functools.partial(_optimizer_step, optimizer.update, with_extra_arrays, treedef)
     row_check.check(step, leaves, tables, optimizer.update)
     new_leaves = update_tables(step, leaves, tables)
-    after = _StepTrees(*jax.tree.unflatten(treedef, new_leaves.values()))
-    return after.params, after.state
-
-
-class _StepTrees(NamedTuple):
-    """Holds the trees whose leaves a step takes and returns."""
-
-    grads: Tree
-    params: Tree
-    state: Tree
-    extra_arrays: dict[int, Any]
+    _, new_params, new_state, _ = jax.tree.unflatten(treedef, new_leaves.values())
+    return new_params, new_state
 
 
 def _optimizer_step(
@@ -138,12 +129,12 @@ def _optimizer_step(
     # optax is slow to load, and only training needs it.
     import optax  # noqa: PLC0415
 
-    before = _StepTrees(*jax.tree.unflatten(treedef, leaves.values()))
-    extra_args = with_extra_arrays(before.extra_arrays)
-    updates, state = update(before.grads, before.state, before.params, **extra_args)
-    params = optax.apply_updates(before.params, updates)
-    after = before.grads, params, state, before.extra_arrays
-    new_leaves, new_treedef = jax.tree.flatten(after, is_leaf=is_gradient)
+    grads, params, state, extra_arrays = jax.tree.unflatten(treedef, leaves.values())
+    extra_args = with_extra_arrays(extra_arrays)
+    updates, new_state = update(grads, state, params, **extra_args)
+    new_params = optax.apply_updates(params, updates)
+    new_trees = (grads, new_params, new_state, extra_arrays)
+    new_leaves, new_treedef = jax.tree.flatten(new_trees, is_leaf=is_gradient)
     if new_treedef != treedef:
         raise TypeError("updates and state do not have the structure of parameters and state")
     return dict(enumerate(new_leaves))

@@ -46,6 +46,8 @@ class BatchRows(NamedTuple):
             sums: The gradients of the rows. Each is summed over the ids that read the row.
         """
         num_rows = len(self.table)
+        # A step with this gradient must wait until the rows are read. Then XLA can write new rows
+        # into a donated table without a copy.
         row_indices = known_after_reading(self.row_indices, self.rows)
         # If devices with different batches share the table, the gradients of all devices must be
         # summed. `jax.grad` would insert this sum for an array that is the same on all devices. But

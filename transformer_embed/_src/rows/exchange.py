@@ -243,9 +243,12 @@ def _ask_owners(
         )
         owned_slots = find_each(owned_indices, received)
         is_lost = (owned_slots == exchange.most_received) & (received < num_rows)
+        # A step with this gradient must wait until the rows are read. Then XLA can write new rows
+        # into a donated table without a copy.
+        owned_indices = known_after_reading(owned_indices, rows)
         return Requests(
             row_indices=row_indices,
-            owned_indices=known_after_reading(owned_indices, rows),
+            owned_indices=owned_indices,
             rows=rows,
             slots=owned_slots,
             is_lost=is_lost,

@@ -105,7 +105,10 @@ def _counted(plan: Exchange, indices: np.ndarray) -> dict[str, Any]:
 
 
 def _count_rows_by_owner(plan: Exchange, requests: np.ndarray) -> np.ndarray:
-    """Counts the distinct rows that each device is asked for, [size of each axis of the batch]."""
+    """Counts the distinct rows that each device is asked for, [size of each axis of the batch].
+
+    A request is the number `device * num_rows + row`, as in `_counted`.
+    """
     (axes,) = plan.id_axes
     mesh_shape = [plan.mesh.shape[axis] for axis in axes]
     owner_shape = [plan.mesh.shape[axis] for axis in plan.owners]

@@ -80,9 +80,9 @@ def _refuse_apply_every(
     leaf_numbers = range(first_state_leaf, first_state_leaf + state_treedef.num_leaves)
     numbered_state = state_treedef.unflatten(leaf_numbers)
     nodes = jax.tree.leaves(numbered_state, is_leaf=is_apply_every)
-    sums = {*jax.tree.leaves([node for node in nodes if is_apply_every(node)])}
+    sum_leaves = {*jax.tree.leaves([node for node in nodes if is_apply_every(node)])}
     for table in tables:
-        if not sums.isdisjoint(table.leaves):
+        if not sum_leaves.isdisjoint(table.leaves):
             reason = "a row without a gradient would miss the step in which its sum is applied"
             raise _refusal(reason, optax.apply_every)
 

@@ -157,7 +157,7 @@ def _update_in_blocks(
         arrays: The table itself, then its state.
         first: The row index of the first row of `arrays`.
     """
-    fits_fingerprint = fits(*gradient)
+    fits_fingerprint = fits(gradient.row_indices, gradient.values, gradient.fingerprint)
     row_indices = gradient.row_indices - first
     # A gradient without rows has no block to slice, not even in a loop that does not run.
     if not len(row_indices):

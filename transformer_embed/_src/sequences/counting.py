@@ -43,6 +43,7 @@ def counted_from_ids(
     is_token = ids != pad_id
     if end_id is None:
         return counted_from_mask(is_token, start, at_padding)
+    # A text begins after the end of another one.
     begins_text = previous_token_values(ids == end_id)
     # Each token is 1 and padding is 0. Under strict dtype promotion, jax subtracts no bool.
     ones = with_whole_rows(is_token).astype(jnp.int32)

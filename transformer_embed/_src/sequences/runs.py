@@ -70,7 +70,7 @@ def with_row_indices(tokens: dict[str, Array], chunk: int | None = None) -> dict
     segment_numbers = jnp.where(segments != 0, index - index_in_run + 1, 0)
     row_fields = {"places": index, "segment_ids": segment_numbers}
     if chunk is not None:
-        # Of a chunk that begins before the run, the first token here is the first one of the run.
+        # If a chunk begins before the run, the chunk's first token is the first token of the run.
         index_in_chunk = positions - chunk * tokens["chunk"]
         row_fields["chunk"] = index - jnp.minimum(index_in_run, index_in_chunk)
     replaced = dict(tokens)
