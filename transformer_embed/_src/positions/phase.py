@@ -110,7 +110,7 @@ def geometric_frequencies(
         return np.multiply.accumulate(factors)
 
 
-def units(frequencies: np.ndarray) -> tuple[int, ...]:
+def in_turn_units(frequencies: np.ndarray) -> tuple[int, ...]:
     """Converts frequencies from radians per unit of position to units of 2**-64 turns.
 
     Raises:
@@ -129,7 +129,7 @@ def units(frequencies: np.ndarray) -> tuple[int, ...]:
     return tuple(integers)
 
 
-def words(units: Sequence[int] | np.ndarray) -> Words:
+def in_words(units: Sequence[int] | np.ndarray) -> Words:
     """Splits frequencies in units of 2**-64 turns into words of 32 bits: whole turns, high, low."""
     integers = np.array(units, object)
 
@@ -225,7 +225,8 @@ def _multiply(number: Whole, high: Any, low: Any) -> _Phase:
 def _sine_at_float(positions: Real, frequencies: Words, quarters: Quarters) -> Real:
     """Computes `sinusoid` at float32 positions."""
     magnitude = jnp.abs(positions)
-    # sin(-angle + quarter) is sin(angle + half a turn - quarter).
+    # The sine of -angle + quarters is the sine of angle + half a turn - quarters, and two quarters
+    # are half a turn.
     quarters = jnp.where(positions < 0, np.uint32(2) - quarters, quarters)
     sine = _sine_of_phase(_float_phase(magnitude, frequencies), quarters)
     return nan_where(~(magnitude < 2.0**31), sine)
@@ -236,9 +237,9 @@ def _sine_at_float_jvp(primals: Any, tangents: Any) -> tuple[Real, Real]:
     """Computes the derivative with respect to the positions."""
     positions, frequencies, quarters = primals
     turns, high, low = jax.tree.map(lambda word: word.astype(jnp.float32), frequencies)
-    radians = 2 * np.pi * (turns + (high * 2**-32 + low * 2**-64))
+    radians_per_unit = 2 * np.pi * (turns + (high * 2**-32 + low * 2**-64))
     # The derivative of the sine is the cosine, which is the sine a quarter turn on.
-    slope = radians * _sine_at_float(positions, frequencies, quarters + np.uint32(1))
+    slope = radians_per_unit * _sine_at_float(positions, frequencies, quarters + np.uint32(1))
     position_tangent, *_ = tangents
     return _sine_at_float(*primals), slope * position_tangent
 

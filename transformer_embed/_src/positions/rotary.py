@@ -207,7 +207,7 @@ def _rotate(
         x: The heads.
         positions: The positions, [..., length, axes].
         layout: Which channels form a pair.
-        units: The frequency of each pair, in `phase.units`.
+        units: The frequency of each pair, in `phase.in_turn_units`.
         attention_factor: The factor of cosines and sines.
         pair_axes: The axis of each pair, or () if there is only one axis.
     """
@@ -250,7 +250,7 @@ def _cosines_and_sines(
     pair_positions: Shaped[Array, "... t 1 #p"], units: tuple[int, ...], attention_factor: float
 ) -> Float[Array, "2 ... t 1 p"]:
     """Computes the cosines, then the sines, of the angles of pairs, times the attention factor."""
-    frequencies = phase.words(units)
+    frequencies = phase.in_words(units)
     # A cosine is the sine a quarter turn on.
     cosine_quarters, sine_quarters = np.array([1, 0], np.uint32)
     cosines = phase.sinusoid(pair_positions, frequencies, cosine_quarters)
@@ -296,7 +296,7 @@ def _join_pairs(pairs: list[Shaped[Array, "... p"]], layout: str) -> Shaped[Arra
 class _Frequencies(NamedTuple):
     """Holds the frequencies of a rotation."""
 
-    # One number for each pair, in `phase.units`.
+    # One number for each pair, in `phase.in_turn_units`.
     units: tuple[int, ...]
     # The factor of cosines and sines.
     attention_factor: float
@@ -314,7 +314,7 @@ def _frequencies(
     frequencies, attention_factor = scaled_frequencies(scaling, paired_dim, base)
     # A frequency of 0 rotates nothing.
     frequencies[rotating_pairs:] = 0
-    return _Frequencies(units=phase.units(frequencies), attention_factor=attention_factor)
+    return _Frequencies(units=phase.in_turn_units(frequencies), attention_factor=attention_factor)
 
 
 def _checked_rotary_dim(rotary_dim: int | None, head_dim: int) -> int:

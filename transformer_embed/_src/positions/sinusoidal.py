@@ -219,7 +219,7 @@ def channels(options: Sinusoids, d_model: int) -> Channels:
         ValueError: The options make no encoding of d_model channels.
     """
     pair_frequencies = _pair_frequencies(options, d_model)
-    pair_units = np.array(phase.units(pair_frequencies), object)
+    pair_units = np.array(phase.in_turn_units(pair_frequencies), object)
     # The two rows are the sines and the cosines, and the columns are the pairs.
     is_cosine_first = options.layout == "cos_sin"
     quarters_of_rows = [[1], [0]] if is_cosine_first else [[0], [1]]
@@ -234,12 +234,13 @@ def channels(options: Sinusoids, d_model: int) -> Channels:
         with_one_more = np.pad(rows.ravel(order), (0, 1))
         return with_one_more[:d_model]
 
-    frequencies = phase.words(spread_to_channels(pair_units))
+    frequencies = phase.in_words(spread_to_channels(pair_units))
     return Channels(frequencies=frequencies, quarters=spread_to_channels(row_quarters))
 
 
 def _pair_frequencies(options: Sinusoids, d_model: int) -> np.ndarray:
     """Computes the frequency of each pair of a sine and a cosine, as decimals."""
+    # The number of channels in the exponents.
     width = d_model + d_model % 2 if options.odd == "round_up" else d_model
     pairs = d_model // 2 if options.odd == "zero" else (d_model + 1) // 2
     if options.shift is None:
@@ -254,7 +255,13 @@ def _pair_frequencies(options: Sinusoids, d_model: int) -> np.ndarray:
 
 
 def part_width(d_model: int, axes: int, odd: str) -> int:
-    """Returns the number of channels of each axis of a grid, before they are cut to d_model."""
+    """Returns the number of channels of each axis of a grid, before they are cut to d_model.
+
+    Args:
+        d_model: The number of channels of all axes together.
+        axes: The number of axes.
+        odd: How channels are split over axes. See `SinusoidalGrid`.
+    """
     if odd == "round_up":
         return 2 * math.ceil(d_model / (2 * axes))
     if odd == "zero":

@@ -161,7 +161,7 @@ def restarted_count(count: Int32[Array, "n t"], begins: Bool[Array, "b t"]) -> I
 
 
 def index_in_run(ids: Integer[Array, "b t"]) -> Int32[Array, "b t"]:
-    """Returns, for each token, the number of tokens of its run before it."""
+    """Returns, for each token, the number of tokens of its run before it. A run may be of zeros."""
     index = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
     return restarted_count(index, ids != previous_token_values(ids))
 
