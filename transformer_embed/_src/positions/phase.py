@@ -254,9 +254,9 @@ def _float_phase(magnitude: Real, frequencies: Words) -> _Phase:
     integer = jnp.floor(magnitude)
     # These steps are exact, because a float32 has 24 bits and scaling by a power of two rounds
     # nothing.
-    rest = (magnitude - integer) * 2.0**32
-    first = jnp.floor(rest)
-    second = (rest - first) * 2.0**32
+    scaled_fraction = (magnitude - integer) * 2.0**32
+    first = jnp.floor(scaled_fraction)
+    second = (scaled_fraction - first) * 2.0**32
     first = first.astype(jnp.uint32)
     second = second.astype(jnp.uint32)
     turns, high, low = frequencies

@@ -223,12 +223,12 @@ def _rotate(
     # A TPU splits and joins 16-bit arrays directly, so x is widened after the split. Widening first
     # would take extra passes over memory.
     paired_dim = 2 * len(units)
-    first, second = _split_pairs(x[..., :paired_dim], layout)
-    first = first.astype(wide)
-    second = second.astype(wide)
-    rotated_first = first * cosines - second * sines
-    rotated_second = second * cosines + first * sines
-    rotated = _join_pairs([rotated_first.astype(x.dtype), rotated_second.astype(x.dtype)], layout)
+    first_channels, second_channels = _split_pairs(x[..., :paired_dim], layout)
+    first_channels = first_channels.astype(wide)
+    second_channels = second_channels.astype(wide)
+    new_first = first_channels * cosines - second_channels * sines
+    new_second = second_channels * cosines + first_channels * sines
+    rotated = _join_pairs([new_first.astype(x.dtype), new_second.astype(x.dtype)], layout)
     return jnp.concatenate([rotated, x[..., paired_dim:]], -1)
 
 

@@ -308,8 +308,8 @@ def encode_grid(
     if coordinates is not None:
         positions = [array[index] for array, index in zip(coordinates, indices, strict=True)]
     width = part_width(d_model, len(lengths), options.odd)
-    parts = [encode(positions[axis], width, options, np.float32) for axis in axes]
-    encoding = jnp.concatenate(parts, -1)[..., :d_model]
+    axis_encodings = [encode(positions[axis], width, options, np.float32) for axis in axes]
+    encoding = jnp.concatenate(axis_encodings, -1)[..., :d_model]
     # With odd="zero", the last channels are zeros.
     missing_channels = d_model - encoding.shape[-1]
     padding = [(0, 0)] * (encoding.ndim - 1) + [(0, missing_channels)]

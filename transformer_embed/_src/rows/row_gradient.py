@@ -210,12 +210,12 @@ class _StaticIndices:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _StaticIndices):
             return False
-        indices = _known_values(self.indices)
-        others = _known_values(other.indices)
-        if indices is None or others is None:
-            # Traced indices have no values, but those of one batch are one object.
+        own_values = _known_values(self.indices)
+        other_values = _known_values(other.indices)
+        if own_values is None or other_values is None:
+            # Traced indices have no values, but the indices of one batch are one object.
             return self.indices is other.indices
-        return np.array_equal(indices, others)
+        return np.array_equal(own_values, other_values)
 
     def __hash__(self) -> int:
         # Equal indices need equal hashes, and traced indices have no values to make a hash of.

@@ -103,8 +103,8 @@ def _on_shards(
     ) -> list[Array]:
         """Updates the rows of this device's shard."""
         # Counted from here, row indices of other shards are negative or past the end.
-        first = first_index(row_axes, len(arrays[0]))
-        return _update_in_blocks(step_on_whole_rows, table, shared, gradient, arrays, first)
+        first_row = first_index(row_axes, len(arrays[0]))
+        return _update_in_blocks(step_on_whole_rows, table, shared, gradient, arrays, first_row)
 
     in_specs = PartitionSpec(), owners, specs
     return compiled()(on_each_device(mesh, update_shard, in_specs, specs))
@@ -129,10 +129,10 @@ def _checked_spec(table: Array, state: Array) -> PartitionSpec:
 
 
 def _own_columns(rows: Float[Array, "k d"], own: Float[Array, "k c"], column_axes: Axes) -> Array:
-    """Returns the columns of whole rows that this device holds."""
+    """Returns the columns of whole rows that this device holds, as many as `own` has."""
     width = own.shape[1]
-    first = first_index(column_axes, width)
-    return jax.lax.dynamic_slice_in_dim(rows, first, width, axis=1)
+    first_column = first_index(column_axes, width)
+    return jax.lax.dynamic_slice_in_dim(rows, first_column, width, axis=1)
 
 
 def _update_in_blocks(
@@ -141,7 +141,7 @@ def _update_in_blocks(
     leaves: Leaves,
     gradient: GradientArrays,
     arrays: Sequence[Array],
-    first: Array | int = 0,
+    first_row: Array | int = 0,
 ) -> list[Array]:
     """Returns a table and its state after a step, read and written one block of rows at a time.
 
@@ -155,10 +155,10 @@ def _update_in_blocks(
         gradient: The arrays of the gradient. Row indices ascend. An index that is no row of
             `arrays` is padding.
         arrays: The table itself, then its state.
-        first: The row index of the first row of `arrays`.
+        first_row: The row index of the first row of `arrays`.
     """
     fits_fingerprint = fits(gradient.row_indices, gradient.values, gradient.fingerprint)
-    row_indices = gradient.row_indices - first
+    row_indices = gradient.row_indices - first_row
     # A gradient without rows has no block to slice, not even in a loop that does not run.
     if not len(row_indices):
         return list(arrays)
