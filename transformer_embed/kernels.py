@@ -16,8 +16,9 @@ layout of the tokens by `order=`:
 In each order, positions rise by one from token to token of a sequence. The tokens that
 `TokenPositions.from_lengths`, `from_segment_ids` and `from_offset` make lie in one of these orders.
 `from_ids` and `from_mask` allow padding inside a sequence. Outside of jit, the functions check the
-layout. Inside jit, the values are not known, and tokens in another layout give wrong outputs, so
-check the batches with `te.check_batch` in your data pipeline.
+layout by `te.check_batch`, which also refuses negative segment ids. Inside jit, the values are not
+known, and tokens in another layout give wrong outputs. So check the batches with `te.check_batch`
+in your data pipeline.
 
 Tokens without a batch axis are used for every batch row: a kernel's arguments have a batch axis.
 

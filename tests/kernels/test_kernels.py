@@ -299,6 +299,7 @@ WRONG = {
     'te.kernels.flash_attention_kwargs(CAUSAL, order="right", batch_size=3)': "ValueError: batch_size: ... 2 rows, got 3",
     'te.kernels.mha_kwargs(AttentionMask(TokenPositions(np.arange(4)), causal=True), order="full")': "ValueError: batch_size: ... got None",
     'te.kernels.flash_attention_kwargs(AttentionMask(RIGHT, causal=True, window=(3, 0)), order="right")': "ValueError: window: ... flash_attention, ... got (3, 0); mask.dense() and mask.tile() can",
+    'te.kernels.flash_attention_kwargs(AttentionMask(TokenPositions(jnp.arange(4), segment_ids=jnp.array([1, 1, -1, -1])), causal=True), order="packed")': "ValueError: segment_ids: ... got -1 at index [0, 2]",
     "splash_of(WITH_KEYS, q_offset=100)": "ValueError: queries.positions: ... 100 ",
     "splash_of(WITH_KEYS, q_offset=129)": "ValueError: q_offset: ... 128, got 129",
     "splash_of(CAUSAL, q_offset=1)": "ValueError: q_offset: ... 0, got 1",

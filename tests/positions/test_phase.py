@@ -26,7 +26,7 @@ sinusoid = jax.jit(of_channels)
 def of_frequencies(frequencies):
     """A sine and a cosine of each."""
     quarters = np.array([0, 1] * len(frequencies), np.uint32)
-    return phase.words(phase.units([f for f in frequencies for _ in range(2)])), quarters
+    return phase.in_words(phase.in_turn_units([f for f in frequencies for _ in range(2)])), quarters
 
 
 def constants(pairs, base=10_000.0):
@@ -109,7 +109,7 @@ def test_the_phase_of_a_float_is_the_exact_product():
     ).astype(np.float32)
     units = [1, 2**32 - 1, 2**64 - 1, 2**63 + 2**31, *map(int, random.integers(1, 2**62, 20))]
     for unit in units:
-        words = phase.words([unit])
+        words = phase.in_words([unit])
         got = phase._float_phase(jnp.asarray(magnitudes)[:, None], words)
         whole = [int(high) << 32 | int(low) for high, low in zip(*map(np.ravel, got), strict=True)]
         for magnitude, number in zip(magnitudes.tolist(), whole, strict=True):

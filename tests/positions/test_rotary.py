@@ -77,10 +77,10 @@ def test_without_jit_it_compiles_once():
     scaled = [{"scaling": replace(scaling, length=n)} for n in (65, 90, 1, 40, 64)]
     for alike in (plain, scaled[:2], scaled[2:]):
         rotate(**alike[0])
-        before = rotary._rotated._cache_size()
+        before = rotary._rotate._cache_size()
         for number, options in enumerate(alike):
             rotate(positions=P + number, **options)
-        assert rotary._rotated._cache_size() == before
+        assert rotary._rotate._cache_size() == before
 
 
 @pytest.mark.slow

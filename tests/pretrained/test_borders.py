@@ -1,4 +1,4 @@
-"""What published models and the command line import: public names, their own folder, arguments."""
+"""What kernels, published models and the command line import: public names, arguments, themselves."""
 
 import ast
 import pathlib
@@ -9,6 +9,7 @@ import transformer_embed as te
 
 PACKAGE = pathlib.Path(te.__file__).parent
 OWN = {
+    "_src/kernels": "transformer_embed._src.kernels",
     "_src/pretrained": "transformer_embed._src.pretrained",
     "cli": "transformer_embed.cli",
 }

@@ -118,7 +118,7 @@ def test_the_load_is_all_that_devices_ask_for(owners):
 
 def test_load_adds_the_rows_that_each_owner_drops(monkeypatch):
     plan_buffers = buffers.plan_buffers
-    plan = lambda *arguments: plan_buffers(*arguments)._replace(received=8)
+    plan = lambda *arguments: plan_buffers(*arguments)._replace(most_received=8)
     monkeypatch.setattr(exchange, "plan_buffers", plan)
     sharding = NamedSharding(jax.sharding.AbstractMesh((2, 4), BOTH), P(BOTH))
     table = jax.ShapeDtypeStruct((512, 2), np.float32, sharding=sharding)

@@ -11,16 +11,16 @@ from transformer_embed._src.sequences import runs
 END = 2**31 - 1
 
 
-def in_row(positions, segments, chunk=None):
+def with_row_indices(positions, segments, chunk=None):
     positions, segments = jnp.array([positions], jnp.int32), jnp.array([segments], jnp.int32)
     tokens = {"positions": positions, "places": positions, "segment_ids": segments}
     if chunk is not None:
         tokens["chunk"] = positions // chunk
-    return jax.tree.map(lambda array: array[0].tolist(), runs.in_row(tokens, chunk))
+    return jax.tree.map(lambda array: array[0].tolist(), runs.with_row_indices(tokens, chunk))
 
 
 def test_rows_of_runs_get_indices_for_places():
-    got = in_row([4, 5, 6, 0, 4, 5], [7, 7, 7, 0, 2, 2], chunk=2)
+    got = with_row_indices([4, 5, 6, 0, 4, 5], [7, 7, 7, 0, 2, 2], chunk=2)
     assert got["places"] == [0, 1, 2, 3, 4, 5]
     assert got["segment_ids"] == [1, 1, 1, 0, 5, 5]
     # Chunks of two begin at even positions.
@@ -41,7 +41,7 @@ OTHER_ROWS = {
 @pytest.mark.parametrize("name", OTHER_ROWS)
 def test_other_rows_keep_their_numbers(name):
     positions, segments = OTHER_ROWS[name]
-    got = in_row(positions, segments)
+    got = with_row_indices(positions, segments)
     assert (got["places"], got["segment_ids"]) == (positions, segments)
 
 
@@ -65,8 +65,8 @@ def test_neighbours(steps):
     later, earlier = np.zeros((2, 5), int), np.zeros((2, 5), int)
     later[:, : max(5 - steps, 0)] = values[:, steps:]
     earlier[:, steps:] = values[:, : max(5 - steps, 0)]
-    equal(runs.of_next_token(jnp.array(values), steps), later)
-    equal(runs.of_previous_token(jnp.array(values), steps), earlier)
+    equal(runs.next_token_values(jnp.array(values), steps), later)
+    equal(runs.previous_token_values(jnp.array(values), steps), earlier)
     segments = np.array([[1, 1, 1, 0, 0], [3, 3, 2, 2, 2]])
     expected = [
         [n + steps < 5 and s != 0 and row[n + steps] == s for n, s in enumerate(row)]
@@ -77,5 +77,5 @@ def test_neighbours(steps):
 
 def test_runs_that_come_back_are_found():
     rows = np.array([[1, 0, 2, 0, 3], [1, 1, 0, 1, 1], [0, 2, 3, 2, 3], [0, 0, 0, 0, 0]])
-    found = runs.second_runs(rows).astype(int)
+    found = runs.segment_reappears(rows).astype(int)
     equal(found, [[0] * 5, [0, 0, 0, 1, 0], [0, 0, 0, 1, 1], [0] * 5])

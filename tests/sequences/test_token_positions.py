@@ -12,7 +12,7 @@ from compare import equal
 from refused import each_raises
 
 import transformer_embed as te
-from transformer_embed._src.sequences.runs import in_row
+from transformer_embed._src.sequences.runs import with_row_indices
 
 TokenPositions = te.TokenPositions
 
@@ -205,4 +205,4 @@ def test_a_segment_of_two_runs_keeps_its_number():
     """Of tokens that look like three sequences, the first and the last one see each other."""
     segments, zeros = np.array([[3, 2, 3]], np.int32), np.zeros((1, 3), np.int32)
     tokens = {"positions": zeros, "places": zeros, "segment_ids": segments}
-    equal(jax.jit(in_row)(tokens)["segment_ids"], segments)
+    equal(jax.jit(with_row_indices)(tokens)["segment_ids"], segments)

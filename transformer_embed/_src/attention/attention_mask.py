@@ -17,9 +17,9 @@ from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.attention.attention_rule import (
     Fields,
     Window,
-    fields,
     may_attend,
-    whole_fields,
+    rule_fields,
+    whole_rule_fields,
     with_conditions,
 )
 from transformer_embed._src.attention.joined_mask import Mask
@@ -141,8 +141,8 @@ class AttentionMask(Mask):
             why = "the window has no left side, from which sinks are exempt"
             arguments.check_left_out("sinks", self.sinks, why)
         _, keys = self.sides
-        is_tree = keys.ends is not None
-        if is_tree:
+        keys_are_tree = keys.ends is not None
+        if keys_are_tree:
             self._check_options_of_tree()
 
     def _check_options_of_tree(self) -> None:
@@ -200,7 +200,7 @@ class AttentionMask(Mask):
         return self._with_rank(_dense(self))
 
     def _with_rank(self, array: Array) -> Array:
-        """Returns an array [1 or B, ...] without the batch axis if no side has one."""
+        """Drops the batch axis of an array [1, ...] if neither queries nor keys have one."""
         has_batch = any(side.positions.ndim == 2 for side in self.sides)
         return array if has_batch else array[0]
 
@@ -238,17 +238,19 @@ class AttentionMask(Mask):
             If a traced start leaves no room for the shape, the tile is all False.
         """
         shape = arguments.entries("shape", shape, arguments.size, count=2)
-        given = {"query_start": query_start, "key_start": key_start}
-        starts = []
-        for (name, start), length, size in zip(given.items(), self.lengths, shape, strict=True):
+        query_length, key_length = self.lengths
+        query_count, key_count = shape
+        for length, size in ((query_length, query_count), (key_length, key_count)):
             # A symbolic length has no order.
             if not export.is_symbolic_dim(length) and length < size:
                 want = f"a size inside the mask's {self.lengths}"
                 raise arguments.value_error("shape", want, shape)
-            last: Any = length - size
-            inside = f"the mask, for a tile of {shape}"
-            starts.append(arguments.as_indices(name, start, last, inside))
-        return self._with_rank(_tile(self, starts, shape))
+        inside = f"the mask, for a tile of {shape}"
+        last_query_start: Any = query_length - query_count
+        query_start = arguments.as_indices("query_start", query_start, last_query_start, inside)
+        last_key_start: Any = key_length - key_count
+        key_start = arguments.as_indices("key_start", key_start, last_key_start, inside)
+        return self._with_rank(_tile(self, query_start, key_start, shape))
 
     def tile_kinds(self, shape: tuple[int, int]) -> Int8[Array, "*b m n"]:
         """Says of each tile of the mask whether none, some or all of its pairs may attend.
@@ -293,22 +295,22 @@ register_pytree(AttentionMask, "causal", "window", "chunk", "sinks")
 
 
 def _check_sides(queries: TokenPositions, keys: TokenPositions) -> None:
-    """Raises a ValueError unless the queries can attend to the keys."""
-    sides = {"queries": queries, "keys": keys}
+    """Raises a ValueError unless queries and keys have arrays that the rule can compare."""
+
+    def check_given(missing: str, array: Any, given: str, other_array: Any) -> None:
+        """Raises a ValueError if an array is missing and the array of the other side is given."""
+        if array is None and other_array is not None:
+            raise arguments.value_error(missing, f"an array, since {given} is given", None)
+
     # Queries may lack segment ids, because they then see the keys of every segment.
-    for field, side, other in (
-        ("segment_ids", "keys", "queries"),
-        ("block_ids", "keys", "queries"),
-        ("block_ids", "queries", "keys"),
-    ):
-        if getattr(sides[side], field) is None and getattr(sides[other], field) is not None:
-            want = f"an array, since {other}.{field} is given"
-            raise arguments.value_error(f"{side}.{field}", want, None)
-    check_batch_sizes({side: number_of_rows(tokens) for side, tokens in sides.items()})
+    check_given("keys.segment_ids", keys.segment_ids, "queries.segment_ids", queries.segment_ids)
+    check_given("keys.block_ids", keys.block_ids, "queries.block_ids", queries.block_ids)
+    check_given("queries.block_ids", queries.block_ids, "keys.block_ids", keys.block_ids)
+    check_batch_sizes({"queries": number_of_rows(queries), "keys": number_of_rows(keys)})
 
 
 def _limit(name: str, distance: Any) -> int | None:
-    """Converts one side of a window."""
+    """Converts one side of a window to an int of at least 0, or None for no limit."""
     return None if distance is None else arguments.integer(name, distance, at_least=0)
 
 
@@ -320,24 +322,27 @@ _window = functools.partial(
 )
 
 
-def _slice(tokens: Fields, start: Array, size: int) -> Fields:
-    """Returns a run of `size` tokens, from `start` on."""
-    if size == tokens["places"].shape[1]:
+def _slice_tokens(fields: Fields, start: Array, count: int) -> Fields:
+    """Takes the fields of `count` tokens, from the index `start` on."""
+    if count == fields["places"].shape[1]:
         # A kernel for TPUs has no dynamic slice of its values.
-        return tokens
+        return fields
     return jax.tree.map(
-        lambda array: jax.lax.dynamic_slice_in_dim(array, start, size, axis=1), tokens
+        lambda array: jax.lax.dynamic_slice_in_dim(array, start, count, axis=1), fields
     )
 
 
-def _pairs(mask: AttentionMask, queries: Fields, keys: Fields) -> Bool[Array, "b t s"]:
-    """Applies the rule to each pair of a query and a key."""
-    # [b, t, 1] and [b, 1, s].
-    queries = {name: jnp.expand_dims(array, 2) for name, array in queries.items()}
-    queries = with_conditions(queries, mask)
-    keys = {name: jnp.expand_dims(array, 1) for name, array in keys.items()}
-    keys = with_conditions(keys, mask)
-    return may_attend(queries, keys)
+def _mask_of_pairs(
+    mask: AttentionMask, query_fields: Fields, key_fields: Fields
+) -> Bool[Array, "b t s"]:
+    """Applies the rule of a mask to each pair of a query and a key."""
+    # [b, t, 1].
+    query_fields = {name: jnp.expand_dims(array, 2) for name, array in query_fields.items()}
+    query_fields = with_conditions(query_fields, mask)
+    # [b, 1, s].
+    key_fields = {name: jnp.expand_dims(array, 1) for name, array in key_fields.items()}
+    key_fields = with_conditions(key_fields, mask)
+    return may_attend(query_fields, key_fields)
 
 
 # The functions below are compiled even if the caller is not.
@@ -347,24 +352,27 @@ def _pairs(mask: AttentionMask, queries: Fields, keys: Fields) -> Bool[Array, "b
 def _dense(mask: AttentionMask) -> Bool[Array, "b 1 t s"]:
     """Computes the mask of all pairs."""
     # Explicit mesh axes may split the length of the queries, but not the length of the keys.
-    queries, _ = fields(mask)
-    _, keys = whole_fields(mask)
-    # A query that is padding sees no key anyway, because its segment is 0. To look at each query
-    # would give the mask a query axis even if all queries have the same mask.
-    queries["token"] = jnp.ones((1, 1), jnp.int32)
-    return jnp.expand_dims(_pairs(mask, queries, keys), 1)
+    query_fields, _ = rule_fields(mask)
+    _, key_fields = whole_rule_fields(mask)
+    # Here every query counts as a token. A query that is padding sees no key anyway, because its
+    # segment is 0 and a key of segment 0 is padding. If each query were asked, the mask would have
+    # a query axis even where all queries have the same mask.
+    query_fields["zero_at_padding"] = jnp.ones((1, 1), jnp.int32)
+    return jnp.expand_dims(_mask_of_pairs(mask, query_fields, key_fields), 1)
 
 
-@compiled(2)
-def _tile(mask: AttentionMask, starts: list[Array], shape: tuple[int, int]) -> Bool[Array, "b t s"]:
+@compiled(3)
+def _tile(
+    mask: AttentionMask, query_start: Array, key_start: Array, shape: tuple[int, int]
+) -> Bool[Array, "b t s"]:
     """Computes the mask of a rectangle of pairs, which is False if it does not fit."""
-    all_queries, all_keys = whole_fields(mask)
-    query_start, key_start = starts
+    query_fields, key_fields = whole_rule_fields(mask)
+    query_length, key_length = mask.lengths
     query_count, key_count = shape
-    queries = _slice(all_queries, query_start, query_count)
-    keys = _slice(all_keys, key_start, key_count)
-    tile = _pairs(mask, queries, keys)
-    # A dynamic slice moves a run of tokens that does not fit.
-    for start, length, size in zip(starts, mask.lengths, shape, strict=True):
-        tile &= (start >= 0) & (start <= length - size)
+    tile_queries = _slice_tokens(query_fields, query_start, query_count)
+    tile_keys = _slice_tokens(key_fields, key_start, key_count)
+    tile = _mask_of_pairs(mask, tile_queries, tile_keys)
+    # If a start leaves no room for the tile, the dynamic slice takes other tokens.
+    tile &= (query_start >= 0) & (query_start <= query_length - query_count)
+    tile &= (key_start >= 0) & (key_start <= key_length - key_count)
     return tile

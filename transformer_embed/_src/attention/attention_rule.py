@@ -1,6 +1,8 @@
 """States who may attend to whom, once for single pairs and for tiles of pairs.
 
-A tile is a rectangle of queries and keys. A block is some tokens that see each other.
+A tile is a rectangle of queries and keys. A block is some tokens that see each other. A place is
+the number by which a causal mask and a window compare tokens: the position, unless the tokens have
+places of their own.
 
 In shapes, b counts batch rows, t counts queries and s counts keys.
 """
@@ -15,11 +17,11 @@ import numpy as np
 from jaxtyping import Array
 
 from transformer_embed._src.partitioning import with_whole_rows
-from transformer_embed._src.sequences.token_positions import arrays_of
+from transformer_embed._src.sequences.token_positions import batch_arrays
 
-# The reach of a query: how many places before and after its own a query sees; None: no limit.
+# A pair (left, right): how many places before and after its own a query sees. None means no limit.
 Window = tuple[int | None, int | None]
-# What the rule compares, by name.
+# The arrays that the rule compares, by name. See `rule_fields` and `with_conditions`.
 Fields = dict[str, Array]
 
 
@@ -34,83 +36,93 @@ def may_attend(queries: dict[str, Any], keys: dict[str, Any]) -> Any:
         keys: The fields of the keys, from `with_conditions`.
     """
     limits = []
-    if "first" in keys:
-        limits.append(keys["first"] <= queries["places"])
-    if "last" in keys:
-        limits.append(queries["places"] <= keys["last"])
+    if "first_query_place" in keys:
+        limits.append(keys["first_query_place"] <= queries["places"])
+    if "last_query_place" in keys:
+        limits.append(queries["places"] <= keys["last_query_place"])
     if "chunk" in queries:
         limits.append(queries["chunk"] == keys["chunk"])
-    # Blocks only lift limits, and change nothing where there are none.
+    # A block lifts these limits, so without limits it changes nothing.
     if "block_ids" in queries and limits:
-        # Both sides are asked, because an interval of block ids leaves out tokens in no block.
+        # `is_in_block` is asked of both sides: an interval of block ids leaves out the tokens in no
+        # block, so equal intervals do not say that every token is in the block.
         is_in_block = queries["is_in_block"] & keys["is_in_block"]
-        in_one_block = is_in_block & (queries["block_ids"] == keys["block_ids"])
-        limits = [functools.reduce(operator.and_, limits) | in_one_block]
+        in_same_block = is_in_block & (queries["block_ids"] == keys["block_ids"])
+        limits = [functools.reduce(operator.and_, limits) | in_same_block]
     if "segment_ids" in queries:
         limits.append(queries["segment_ids"] == keys["segment_ids"])
-    limits += [side["is_token"] for side in (queries, keys) if "is_token" in side]
+    limits.append(queries["is_token"])
+    limits.append(keys["is_token"])
     return functools.reduce(operator.and_, limits)
 
 
-def fields(mask: Any) -> tuple[Fields, Fields]:
-    """Returns what the rule compares of the queries and of the keys of a mask.
+def rule_fields(mask: Any) -> tuple[Fields, Fields]:
+    """Returns the arrays that the rule compares, for the queries and for the keys of a mask.
 
-    The fields are integers [1 or b, length] of one dtype: `positions`, `places`, `token` (not 0 at
-    tokens), and `segment_ids`, `block_ids`, `ends` and `chunk` if the mask has them.
+    The fields are integers [1 or b, length] of one dtype: `positions`, `places`, `zero_at_padding`
+    (another number at tokens), and `segment_ids`, `block_ids`, `ends` and `chunk` if the mask has
+    them.
     """
-    query_arrays, key_arrays = (arrays_of(side) for side in mask.sides)
+    queries, keys = mask.sides
+    query_arrays = batch_arrays(queries)
+    key_arrays = batch_arrays(keys)
     # Under strict dtype promotion, jax compares no int32 with int64.
-    arrays = [*query_arrays.values(), *key_arrays.values()]
-    dtype = np.result_type(*(array.dtype for array in arrays))
-    queries = _side_fields(query_arrays, mask.chunk, dtype)
-    keys = _side_fields(key_arrays, mask.chunk, dtype)
-    return queries, keys
+    all_arrays = [*query_arrays.values(), *key_arrays.values()]
+    dtype = np.result_type(*(array.dtype for array in all_arrays))
+    query_fields = _side_fields(query_arrays, mask.chunk, dtype)
+    key_fields = _side_fields(key_arrays, mask.chunk, dtype)
+    return query_fields, key_fields
 
 
 def _side_fields(arrays: Fields, chunk: int | None, dtype: Any) -> Fields:
-    """Returns the fields of one side."""
-    tokens = {name: array.astype(dtype) for name, array in arrays.items()}
-    positions = tokens["positions"]
-    token = tokens.get("segment_ids", jnp.ones((1, positions.shape[1]), dtype))
+    """Returns the fields of the queries or of the keys, from their `batch_arrays`."""
+    fields = {name: array.astype(dtype) for name, array in arrays.items()}
+    positions = fields["positions"]
+    # Segment ids are 0 at padding. Without segment ids, every token counts.
+    every_token = jnp.ones((1, positions.shape[1]), dtype)
+    zero_at_padding = fields.get("segment_ids", every_token)
     if chunk is not None:
-        tokens["chunk"] = positions // chunk
-    # Places of their own replace the positions.
-    return {"places": positions, "token": token} | tokens
+        fields["chunk"] = positions // chunk
+    # Tokens with places of their own keep these.
+    return {"places": positions, "zero_at_padding": zero_at_padding, **fields}
 
 
-def whole_fields(mask: Any) -> tuple[Fields, Fields]:
-    """Returns the fields, whole on each device if explicit mesh axes split the length."""
-    return jax.tree.map(with_whole_rows, fields(mask))
+def whole_rule_fields(mask: Any) -> tuple[Fields, Fields]:
+    """Returns `rule_fields`, whole on each device if explicit mesh axes split the length."""
+    return jax.tree.map(with_whole_rows, rule_fields(mask))
 
 
-def with_conditions(tokens: Fields, mask: Any) -> Fields:
-    """Adds to the fields what is true of each token.
+def with_conditions(fields: Fields, mask: Any) -> Fields:
+    """Adds to the fields of a side which tokens count, and which queries see each token as a key.
 
-    A key is seen by the queries in an interval of places, from `first` to `last`. Call this after
-    axes were expanded, because a kernel for TPUs cannot expand the axes of bools.
+    Added are bools `is_token` and `is_in_block`, and the bounds `first_query_place` and
+    `last_query_place`: a key is seen by the queries whose places are from the first bound to the
+    last one. Call this after axes were expanded, because a kernel for TPUs cannot expand the axes
+    of bools.
     """
     left, right = mask.reach
-    conditions = {"is_token": tokens["token"] != 0}
-    if "block_ids" in tokens:
-        conditions["is_in_block"] = tokens["block_ids"] >= 0
+    places = fields["places"]
+    conditions = {"is_token": fields["zero_at_padding"] != 0}
+    if "block_ids" in fields:
+        conditions["is_in_block"] = fields["block_ids"] >= 0
     if right is not None:
-        conditions["first"] = _moved(tokens["places"], -right)
+        conditions["first_query_place"] = _saturating_sum(places, -right)
     if left is not None:
-        last = _moved(tokens["places"], left)
+        last = _saturating_sum(places, left)
         if mask.sinks is not None:
-            is_sink = tokens["positions"] < mask.sinks
+            is_sink = fields["positions"] < mask.sinks
             last = jnp.where(is_sink, jnp.iinfo(last.dtype).max, last)
-        conditions["last"] = last
-    if "ends" in tokens:
-        conditions["last"] = tokens["ends"] - 1
-    return tokens | conditions
+        conditions["last_query_place"] = last
+    if "ends" in fields:
+        conditions["last_query_place"] = fields["ends"] - 1
+    return fields | conditions
 
 
-def _moved(places: Array, distance: int) -> Array:
+def _saturating_sum(places: Array, distance: int) -> Array:
     """Computes `places + distance`, or the end of the dtype if the sum is beyond it."""
     info = jnp.iinfo(places.dtype)
-    # No two places are further apart than this. A step that does not fit the dtype wraps, and the
-    # sum with it wraps back, so the sum is right.
+    # No two places are further apart than the range of the dtype. In the upper half of this range,
+    # `size` wraps as a `step` of the dtype. The sum with the step then wraps back, so it is right.
     size = min(abs(distance), info.max - info.min)
     step = np.array(size).astype(places.dtype)
     if distance < 0:

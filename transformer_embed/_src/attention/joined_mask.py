@@ -13,12 +13,13 @@ from transformer_embed._src.pytrees import register_pytree
 from transformer_embed._src.sequences.token_arrays import check_batch_sizes
 from transformer_embed._src.sequences.token_positions import number_of_rows
 
-# How bools are joined, and the kinds of tiles (0, 1, 2: no pair, some pairs, all pairs).
+# How two masks are joined, as bools or as kinds of tiles (0, 1, 2: no, some or all pairs). The kind
+# of a tile in which both masks have some pairs is 1, though the joined mask may have none or all.
 JOINS = {"&": jnp.minimum, "|": jnp.maximum}
 
 
 class Mask:
-    """A mask that can be joined with another mask."""
+    """Has what every mask has: `&` and `|`, and errors where the array of the mask is wanted."""
 
     def __and__(self, other: Any) -> "JoinedMask":
         """Joins two masks, and allows what both allow."""

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike, DTypeLike
 from transformer_embed._src.compiled import compiled
-from transformer_embed._src.sequences.runs import differs
+from transformer_embed._src.sequences.runs import differs_from
 
 
 def padding_mask(ids: ArrayLike, *, pad_id: int) -> Bool[Array, "..."]:
@@ -31,7 +31,7 @@ def padding_mask(ids: ArrayLike, *, pad_id: int) -> Bool[Array, "..."]:
         >>> te.padding_mask([[101, 7, 102, 0]], pad_id=0).tolist()
         [[True, True, True, False]]
     """
-    return differs(arguments.as_int32("ids", ids), arguments.int32("pad_id", pad_id))
+    return differs_from(arguments.as_int32("ids", ids), arguments.int32("pad_id", pad_id))
 
 
 def causal_mask(length: int) -> Bool[Array, "t t"]:
@@ -120,5 +120,6 @@ _lower_triangle = compiled(0)(functools.partial(jnp.tri, dtype=bool))
 
 @compiled(1, 2)
 def _bias(mask: Bool[Array, "..."], dtype: jnp.dtype, value: float | None) -> Float[Array, "..."]:
+    """Computes `mask_to_bias` from checked arguments."""
     low = jnp.finfo(dtype).min / 2 if value is None else value
     return jnp.where(mask, jnp.zeros((), dtype), jnp.array(low, dtype))

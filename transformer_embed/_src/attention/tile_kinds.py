@@ -3,6 +3,8 @@
 A tile is a rectangle of queries and keys. The pairs of a tile are never compared one by one.
 Instead, each field of the tile's queries and of the tile's keys is summarised by an `Interval`,
 and `may_attend` compares intervals.
+
+In shapes, b counts batch rows, m counts tiles along the queries and n tiles along the keys.
 """
 
 import math
@@ -15,25 +17,25 @@ from jaxtyping import Array, Int8
 from transformer_embed._src.attention.attention_rule import (
     Fields,
     may_attend,
-    whole_fields,
+    whole_rule_fields,
     with_conditions,
 )
 from transformer_embed._src.compiled import compiled
-from transformer_embed._src.sequences.runs import in_row
+from transformer_embed._src.sequences.runs import with_row_indices
 
-# The most steps that the loop of `compute_tile_kinds` takes at once. A step computes the tiles of
-# the same queries.
+# How many steps the loop of `compute_tile_kinds` takes at once, at most. A step computes all tiles
+# of the same queries, in each batch row.
 STEPS_AT_ONCE = 64
 
 
 class Interval(NamedTuple):  # noqa: PLW1641 (no set or dict holds an interval)
-    """Lowest and highest value of a field in a run of tokens.
+    """Holds the lowest and the highest value of a field in a run of tokens.
 
-    The comparison of two intervals is an interval of bools. Here `low` says whether the comparison
-    is true of every pair of tokens, and `high` whether it is true of some pair, as far as the
-    intervals tell.
+    If two intervals are compared, the result is an interval of bools. Its `low` says whether the
+    comparison is true of every pair of tokens. Its `high` says whether the comparison may be true
+    of some pair.
 
-    If all tokens of the run are left out, `low` is above `high`.
+    If no token of the run is counted, `low` is above `high`.
     """
 
     low: Array
@@ -65,9 +67,9 @@ Intervals = dict[str, Interval]
 @compiled(1)
 def compute_tile_kinds(mask: Any, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
     """Computes the kind of each tile. See `AttentionMask.tile_kinds`."""
-    query_fields, key_fields = whole_fields(mask)
+    query_fields, key_fields = whole_rule_fields(mask)
     if mask.keys is None:
-        query_fields = in_row(query_fields, mask.chunk)
+        query_fields = with_row_indices(query_fields, mask.chunk)
         key_fields = query_fields
     query_count, key_count = shape
     # The queries of a tile and the keys of a tile both consist of runs of this many tokens. In
@@ -80,49 +82,53 @@ def compute_tile_kinds(mask: Any, shape: tuple[int, int]) -> Int8[Array, "b m n"
 
     def kinds_of_step(step_intervals: Intervals) -> Int8[Array, "b n"]:
         """Computes the kinds of the tiles of one step."""
-        may = may_attend(step_intervals, key_intervals)
+        pairs_attend = may_attend(step_intervals, key_intervals)
         # 0 if no pair may attend, 1 if some may, 2 if all may.
-        return may.low.astype(jnp.int8) + may.high.astype(jnp.int8)
+        return pairs_attend.low.astype(jnp.int8) + pairs_attend.high.astype(jnp.int8)
 
-    # A step of the loop takes the queries of one row of tiles in each batch row, with bounds
-    # [batch, 1]. The loop is there because XLA does not fuse into a loop. Outside of a loop, XLA
-    # would fuse the intervals into the comparison, and compute the intervals again for each tile.
+    # The queries of one tile are a step of the loop: bounds [b, m] become [m, b, 1]. The loop is
+    # there because XLA does not fuse into a loop. Outside of a loop, XLA would fuse the intervals
+    # into the comparison, and compute the intervals again for each tile.
     steps = jax.tree.map(lambda bound: bound.T[:, :, None], query_intervals)
     step_count = len(steps["places"].low)
     # The batch size divides the number of steps, because for a remainder lax.map would trace the
     # function again.
     batch_size = math.gcd(step_count, STEPS_AT_ONCE)
-    # lax.map cannot join the steps of a batch without rows, so these are taken one by one.
-    is_empty = not all(bound.size for bound in jax.tree.leaves((steps, key_intervals)))
-    kinds = jax.lax.map(kinds_of_step, steps, batch_size=None if is_empty else batch_size)
+    # lax.map cannot batch steps whose arrays are empty, so it takes these one by one.
+    bounds = jax.tree.leaves((steps, key_intervals))
+    if any(bound.size == 0 for bound in bounds):
+        batch_size = None
+    kinds = jax.lax.map(kinds_of_step, steps, batch_size=batch_size)
+    # [m, b, n] becomes [b, m, n].
     return kinds.swapaxes(0, 1)
 
 
 def _run_intervals(fields: Fields, mask: Any, run_length: int) -> Intervals:
-    """Computes the interval of each field in each run of tokens. Padding is left out."""
+    """Computes the interval of each field in each run of `run_length` tokens, without padding."""
     fields = with_conditions(fields, mask)
-    intervals = {}
-    for name, values in fields.items():
-        low = values
-        high = values
-        if values.dtype != bool:
+    # At first, each token is a run.
+    token_intervals = {}
+    for name, field in fields.items():
+        low = field
+        high = field
+        if field.dtype != bool:
             is_counted = fields["is_token"]
             if name == "block_ids":
                 is_counted &= fields["is_in_block"]
-            # A token that is left out must not widen an interval. So the token's low end is the
-            # highest number of the dtype, and the high end is the lowest number.
-            limits = jnp.iinfo(values.dtype)
-            low = jnp.where(is_counted, values, limits.max)
-            high = jnp.where(is_counted, values, limits.min)
-        intervals[name] = Interval(low=low, high=high)
-    return _merged(intervals, run_length)
+            # A token that does not count must not widen an interval. So its low end is the highest
+            # number of the dtype, and its high end is the lowest number.
+            limits = jnp.iinfo(field.dtype)
+            low = jnp.where(is_counted, field, limits.max)
+            high = jnp.where(is_counted, field, limits.min)
+        token_intervals[name] = Interval(low=low, high=high)
+    return _merged(token_intervals, run_length)
 
 
 def _merged(intervals: Intervals, size: int) -> Intervals:
-    """Merges the intervals of every `size` neighbouring runs of tokens into one."""
+    """Merges the intervals of every `size` neighbouring runs of tokens into one interval."""
 
     def grouped(bound: Array) -> Array:
-        """Puts the runs that are merged on an axis of their own."""
+        """Puts the runs that are merged on an axis of their own: [b, merged runs, size]."""
         batch, runs = bound.shape
         return bound.reshape(batch, runs // size, size)
 

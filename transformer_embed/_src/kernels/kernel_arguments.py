@@ -7,7 +7,12 @@ from jaxtyping import Array, Bool
 
 from transformer_embed._src import arguments
 from transformer_embed._src.attention.attention_mask import AttentionMask
-from transformer_embed._src.kernels.row_indices import CAUSAL, EVERYTHING, RowRule, refusal
+from transformer_embed._src.kernels.row_indices import (
+    CAUSAL_REACH,
+    UNLIMITED_REACH,
+    RowRule,
+    refusal,
+)
 
 
 def dot_product_attention_kwargs(
@@ -16,9 +21,11 @@ def dot_product_attention_kwargs(
     """Makes the arguments of `jax.nn.dot_product_attention` that apply a mask without its bools.
 
     Use it for cuDNN's kernel on GPUs (`implementation="cudnn"`), which needs no bool [T, S] with
-    these arguments. The mask may be self-attention, attention to another sequence without a causal
-    mask or a window, or one query a row, as in decoding, to a cache that is filled from the left.
-    cuDNN itself refuses a window that reaches to the right.
+    these arguments. cuDNN itself refuses a window that reaches to the right. The mask may be
+
+    - self-attention;
+    - attention to another sequence, without a causal mask and a window;
+    - decoding: each batch row has one query, which attends to a cache that is filled from the left.
 
     Args:
         mask: The mask, without block ids and chunks.
@@ -53,23 +60,32 @@ def dot_product_attention_kwargs(
     rule = RowRule(
         mask=mask, kernel="jax.nn.dot_product_attention", order=order, batch_size=batch_size
     )
+    # The rule has given the mask a batch axis.
     mask = rule.mask
     rule.check_absent(chunk=mask.chunk)
-    if rule.has_segments or mask.reach != EVERYTHING:
+    if rule.has_segments or mask.reach != UNLIMITED_REACH:
         parts = "segment ids, a causal mask or a window"
         rule.check_order_is_given(parts, ("full", "right"))
     query_count, _ = mask.lengths
     is_decoding = mask.keys is not None and query_count == 1
     if is_decoding:
         return _decoding_kwargs(rule)
+    return _kwargs_of_whole_rows(rule)
+
+
+def _kwargs_of_whole_rows(rule: RowRule) -> dict[str, Any]:
+    """Makes the arguments for rows of several queries, or for self-attention."""
+    mask = rule.mask
     reach = rule.index_reach()
     _, right = reach
     options: dict[str, Any] = {"is_causal": right == 0}
-    if reach not in (CAUSAL, EVERYTHING):
-        # cuDNN refuses a window to the right, which is 0 in a causal one.
+    has_window = reach not in (CAUSAL_REACH, UNLIMITED_REACH)
+    if has_window:
+        # In a causal window, the right side is 0, as cuDNN wants it.
         options["local_window_size"] = rule.bounded_reach()
-    # In these orders, the tokens of a row come first. So their number says which they are.
     if rule.has_segments:
+        # In the orders "full" and "right", the tokens of a row come before its padding. So the
+        # number of tokens says which they are.
         queries, keys = mask.sides
         options["query_seq_lengths"] = rule.number_in_rows(queries.padding_mask)
         is_key = keys.padding_mask if mask.keys is None else _keys_of_first_query(mask)
@@ -85,12 +101,12 @@ def _decoding_kwargs(rule: RowRule) -> dict[str, Any]:
     """
     mask = rule.mask
     left, _ = mask.reach
-    # A window hides the first keys, which a number of keys cannot leave out.
+    # A window hides the first keys of the cache, but a number of keys counts from the first key.
     if left is not None:
         want = f"no limit on the left for a single query in {rule.kernel}"
         raise refusal("window", want, mask.window)
     options: dict[str, Any] = {"is_causal": False}
-    if rule.has_segments or mask.reach != EVERYTHING:
+    if rule.has_segments or mask.reach != UNLIMITED_REACH:
         options["key_value_seq_lengths"] = rule.number_in_rows(_keys_of_first_query(mask))
     return options
 
@@ -98,8 +114,9 @@ def _decoding_kwargs(rule: RowRule) -> dict[str, Any]:
 def _keys_of_first_query(mask: AttentionMask) -> Bool[Array, "b s"]:
     """Returns which keys the first query of each row sees."""
     _, key_count = mask.lengths
-    tile = mask.tile(0, 0, (1, key_count))
-    return tile[:, 0]
+    # [b, 1, s].
+    first_query = mask.tile(0, 0, (1, key_count))
+    return first_query[:, 0]
 
 
 def flash_attention_kwargs(
@@ -166,7 +183,7 @@ def mha_kwargs(
     # The kernel takes one array, for queries and keys alike.
     options = _without_windows(rule, lambda queries, _: queries)
     rule.check_self_attention("segment ids")
-    if batch_size is None and rule.rows == 1:
+    if batch_size is None and rule.row_count == 1:
         want = f"the number of rows of the queries, for {rule.kernel}"
         raise arguments.value_error("batch_size", want, None)
     return options
@@ -180,6 +197,7 @@ def _without_windows(rule: RowRule, make: Callable[[Array, Array], Any]) -> dict
         make: Makes the kernel's segment ids from the ids of queries and of keys.
     """
     reach = rule.index_reach()
-    window = None if reach in (CAUSAL, EVERYTHING) else rule.mask.window
-    rule.check_absent(window=window)
-    return {"causal": reach == CAUSAL, "segment_ids": rule.kernel_segment_ids(make)}
+    has_window = reach not in (CAUSAL_REACH, UNLIMITED_REACH)
+    if has_window:
+        rule.check_absent(window=rule.mask.window)
+    return {"causal": reach == CAUSAL_REACH, "segment_ids": rule.kernel_segment_ids(make)}

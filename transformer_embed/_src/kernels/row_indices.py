@@ -3,8 +3,8 @@
 Fused attention kernels compare only these. They have no argument for positions or block ids.
 
 Of a mask, this file reads `sides` (the queries and the keys), `lengths` (the numbers of queries and
-of keys) and `reach` (how many positions before and after its own a query sees, as (left, right),
-where None means no limit).
+of keys) and `reach`: a pair (left, right), how many places before and after its own a query sees,
+where None means no limit. In shapes, b counts batch rows, t counts queries and s counts keys.
 """
 
 import dataclasses
@@ -13,30 +13,34 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32, Integer
 
-from transformer_embed._src import arguments, conversions
+from transformer_embed._src import arguments
 from transformer_embed._src.attention.attention_mask import AttentionMask
-from transformer_embed._src.compiled import compiled
-from transformer_embed._src.sequences.token_order import ORDERS, check_order
 from transformer_embed._src.sequences.token_positions import TokenPositions
+from transformer_embed._src.tokens.batch import check_batch
 
-WAY_OUT = "; mask.dense() and mask.tile() can express it"
-# The reach of a mask without a window.
-CAUSAL = (None, 0)
-EVERYTHING = (None, None)
+# The layouts of tokens that a caller may declare. `te.kernels` describes them.
+ORDERS = ("full", "right", "packed")
+# The end of an error for a mask that a kernel cannot express.
+OTHER_WAYS = "; mask.dense() and mask.tile() can express it"
+# The reach of a causal mask without a window.
+CAUSAL_REACH = (None, 0)
+# The reach of a mask that is neither causal nor has a window.
+UNLIMITED_REACH = (None, None)
 
 
 def refusal(name: str, want: str, got: Any) -> ValueError:
     """Makes the error for a part of a rule that a kernel cannot express."""
-    return arguments.value_error(name, want, f"{got}{WAY_OUT}")
+    return arguments.value_error(name, want, f"{got}{OTHER_WAYS}")
 
 
 @dataclasses.dataclass(frozen=True)
 class RowRule:
-    """Rule of a mask for a fused kernel, if the tokens lie in the order that the caller declares.
+    """Translates the rule of a mask for a fused kernel, for tokens in the order that is declared.
 
     An error names the part of the rule that the kernel cannot express, or the token that lies in
     another order. Only tokens whose values the host knows are checked.
@@ -44,7 +48,7 @@ class RowRule:
     Args:
         mask: The mask.
         kernel: The name of the kernel, for error messages.
-        order: The layout of the tokens, a name in `ORDERS`. None, if nothing is declared.
+        order: The layout of the tokens, one of `ORDERS`. If None, the caller declares nothing.
         batch_size: The number of batch rows, if the mask was made for one row that is used for
             every batch row.
         q_offset: The index, among the keys, of the first query, if the queries are a part of the
@@ -59,7 +63,7 @@ class RowRule:
 
     def __post_init__(self) -> None:
         """Checks the mask and the options, and gives tokens without a batch axis one."""
-        want = f"a te.AttentionMask, not joined by & or |{WAY_OUT}"
+        want = f"a te.AttentionMask, not joined by & or |{OTHER_WAYS}"
         mask = arguments.instance("mask", self.mask, AttentionMask, want)
         # Kernels take batches. Tokens without a batch axis are used for every batch row.
         mask = jax.tree.map(lambda array: array if array.ndim == 2 else array[None], mask)
@@ -69,16 +73,17 @@ class RowRule:
         last_offset = key_count - query_count
         arguments.convert_fields(
             self,
-            order=functools.partial(arguments.choice, choices=tuple(ORDERS)),
+            order=functools.partial(arguments.choice, choices=ORDERS),
             batch_size=arguments.size,
             q_offset=functools.partial(arguments.integer, at_least=0, at_most=last_offset),
         )
         queries, keys = mask.sides
+        # If the keys have block ids, so have the queries.
         self.check_absent(sinks=mask.sinks, block_ids=queries.block_ids)
-        compares_indices = self.order is not None or mask.reach != EVERYTHING
+        compares_indices = self.order is not None or mask.reach != UNLIMITED_REACH
         if compares_indices:
-            # Tokens with places were taken in another order than the order of the row, so row
-            # indices cannot replace positions.
+            # Tokens with places of their own were put into another order than the order of the row,
+            # or are a tree. So row indices cannot replace their positions.
             self.check_absent(**{"queries.places": queries.places, "keys.places": keys.places})
         if self._is_known_on_host():
             self._check_order()
@@ -86,19 +91,21 @@ class RowRule:
 
     def _is_known_on_host(self) -> bool:
         """Returns whether the host has the values of all tokens, so that it can check them."""
-        # The values of traced tokens are unknown, and other processes may have some of the values.
-        return not any(
-            conversions.is_traced(array) or not getattr(array, "is_fully_addressable", True)
-            for array in jax.tree.leaves(self.mask)
-        )
+        for array in jax.tree.leaves(self.mask):
+            is_traced = isinstance(array, jax.core.Tracer)
+            # Of an array that several processes share, this process may have only some values.
+            if is_traced or not getattr(array, "is_fully_addressable", True):
+                return False
+        return True
 
     def _check_order(self) -> None:
         """Raises unless the tokens lie in the declared order."""
         if self.order is None:
             return
-        # In self-attention, both sides are one object, which is checked once.
-        for tokens in dict.fromkeys(self.mask.sides):
-            check_order(tokens, self.order)
+        queries, keys = self.mask.sides
+        _check_tokens(queries, self.order)
+        if self.mask.keys is not None:
+            _check_tokens(keys, self.order)
 
     def _check_queries_are_keys(self) -> None:
         """Raises unless the queries are the keys from `q_offset` on."""
@@ -106,7 +113,9 @@ class RowRule:
         if start is None:
             return
         queries, keys = self.mask.sides
-        # The arrays are fetched first: inside of `jax.jit`, operations of jax would be traced.
+        query_count, _ = self.mask.lengths
+        # The arrays are compared as arrays of numpy: inside of `jax.jit`, operations of jax would
+        # be traced.
         segment_ids = jax.device_get(queries.segment_ids)
         is_token = True if segment_ids is None else segment_ids != 0
         for name in ("positions", "segment_ids", "places"):
@@ -114,29 +123,42 @@ class RowRule:
             if query_array is None:
                 continue
             key_array = jax.device_get(getattr(keys, name))
-            expected = key_array[..., start : start + query_array.shape[-1]]
-            # Padding may differ, because it sees nothing wherever it is.
+            expected = key_array[..., start : start + query_count]
+            # A query that is padding may differ, because it sees no key wherever it is.
             is_wrong = (query_array != expected) & is_token
             if is_wrong.any():
                 want = f"the {name} of the keys from index {start} on (q_offset)"
                 raise arguments.value_error(f"queries.{name}", want, "other numbers")
 
     def check_absent(self, **parts: Any) -> None:
-        """Raises a ValueError for a part of the rule that the kernel has no argument for."""
+        """Raises a ValueError unless these parts of the rule are None.
+
+        Args:
+            **parts: Parts that the kernel has no argument for, by the names that the error uses.
+        """
         for name, part in parts.items():
             if part is not None:
                 want = f"None for {self.kernel}, which has no argument for it"
                 got = part if isinstance(part, int | tuple) else "an array"
                 raise refusal(name, want, got)
 
-    def check_order_is_given(self, parts: str, choices: tuple[str, ...] = tuple(ORDERS)) -> None:
-        """Raises a ValueError if parts of the rule need an order and none is given."""
+    def check_order_is_given(self, parts: str, choices: tuple[str, ...] = ORDERS) -> None:
+        """Raises a ValueError unless the declared order is one of `choices`.
+
+        Args:
+            parts: The parts of the rule that need an order, in words.
+            choices: The orders that the kernel can use.
+        """
         if self.order not in choices:
             want = f"{' or '.join(map(repr, choices))}, for {parts} in {self.kernel}"
             raise arguments.value_error("order", want, repr(self.order))
 
     def check_self_attention(self, parts: str) -> None:
-        """Raises a ValueError if the keys are another sequence."""
+        """Raises a ValueError if the keys are another sequence than the queries.
+
+        Args:
+            parts: The parts of the rule that need self-attention, in words.
+        """
         if self.mask.keys is not None:
             want = f"None (self-attention) for {parts} in {self.kernel}"
             raise refusal("keys", want, "another sequence")
@@ -148,17 +170,17 @@ class RowRule:
         return keys.segment_ids is not None and self.order != "full"
 
     def index_reach(self) -> tuple[int | None, int | None]:
-        """Returns the mask's reach, if a kernel may apply it to row indices instead of positions.
+        """Returns the reach of the mask, (left, right), as a number of row indices.
 
-        In every order of `ORDERS`, positions rise by one along the tokens of a segment. So
-        differences of positions are differences of row indices there.
+        In every order of `ORDERS`, positions rise by one along the tokens of a segment. So inside a
+        segment, a difference of positions is the same difference of row indices.
 
         Raises:
             ValueError: The rule has a causal mask or a window, and row indices cannot replace its
                 positions.
         """
         reach = self.mask.reach
-        if reach == EVERYTHING:
+        if reach == UNLIMITED_REACH:
             return reach
         parts = "a causal mask or a window, as row indices are compared"
         if self.q_offset is None:
@@ -175,12 +197,14 @@ class RowRule:
     def bounded_reach(self) -> tuple[int, ...]:
         """Returns `index_reach` with a number for each side.
 
-        A side without a limit gets the length of the mask, which no distance reaches.
+        A side without a limit gets the length of the mask, because two tokens are never that far
+        apart.
         """
         length = max(self.mask.lengths)
-        return tuple(
-            length if limit is None else min(limit, length) for limit in self.index_reach()
-        )
+        left, right = self.index_reach()
+        left = length if left is None else min(left, length)
+        right = length if right is None else min(right, length)
+        return left, right
 
     def segment_ids(self) -> list[Integer[Array, "b t"]] | None:
         """Computes ids of queries and of keys that are equal within one segment and chunk.
@@ -194,20 +218,24 @@ class RowRule:
         sides = [TokenPositions(**vars(side)) for side in self.mask.sides]
         # Queries and keys may have different dtypes.
         dtype = np.result_type(*(array.dtype for array in jax.tree.leaves(sides)))
-        ids = [_segments(side, dtype) for side in sides]
+        ids = [_segment_ids_or_ones(side, dtype) for side in sides]
         if self.mask.queries.segment_ids is None:
             # Queries without segments see the tokens of every segment, so all tokens get the id 1.
             ids = [(side_ids != 0).astype(dtype) for side_ids in ids]
-        # Kernels compare int32. Ids of another dtype could wrap as int32, so they are numbered.
-        if chunk is None:
-            return ids if dtype == jnp.int32 else _numbered(ids, ids)
-        return _numbered(ids, [side.positions.astype(dtype) // chunk for side in sides])
+        if chunk is not None:
+            chunks = [side.positions.astype(dtype) // chunk for side in sides]
+            return _number_pairs(ids, chunks)
+        if dtype == jnp.int32:
+            return ids
+        # Kernels compare int32, in which ids of a wider dtype could wrap. So the ids are numbered.
+        return _number_pairs(ids, ids)
 
     @property
-    def rows(self) -> int:
-        """Returns the number of batch rows of the queries: `batch_size`, or the mask's."""
+    def row_count(self) -> int:
+        """Returns the number of batch rows: `batch_size`, or the number that the mask has."""
         counts = {array.shape[0] for array in jax.tree.leaves(self.mask)}
-        # A symbolic dimension of jax.export has no order, so a maximum would fail.
+        # Arrays have one batch row, or all of them the same other number. This is no maximum,
+        # because a symbolic dimension of jax.export has no order.
         rows = next(iter(counts - {1}), 1)
         if self.batch_size is None:
             return rows
@@ -217,20 +245,19 @@ class RowRule:
 
     def broadcast_to_rows(self, array: Array) -> Array:
         """Broadcasts an array [1 or B, ...] to all batch rows."""
-        return jnp.broadcast_to(array, (self.rows, *array.shape[1:]))
+        return jnp.broadcast_to(array, (self.row_count, *array.shape[1:]))
 
     def number_in_rows(self, is_counted: Bool[Array, "b t"]) -> Int32[Array, "b"]:
-        """Counts the tokens of each batch row for which the bool is true."""
+        """Counts the tokens of each batch row for which the bool is true, for every batch row."""
         # Kernels take only int32, and a sum of bools has 64 bits if jax_enable_x64 is on.
         counts = jnp.sum(is_counted, axis=-1, dtype=jnp.int32)
         return self.broadcast_to_rows(counts)
 
     def kernel_segment_ids(self, make: Callable[[Array, Array], Any]) -> Any:
-        """Passes the segment ids of queries and keys to `make`, or returns None if all are equal.
+        """Makes the segment ids in the form that a kernel takes, or None if all ids are equal.
 
         Args:
-            make: Makes what the kernel takes from the ids of the queries and of the keys, which
-                both have all batch rows.
+            make: Makes this form from the ids of the queries [B, T] and of the keys [B, S].
         """
         ids = self.segment_ids()
         if ids is None:
@@ -239,19 +266,26 @@ class RowRule:
         return make(self.broadcast_to_rows(query_ids), self.broadcast_to_rows(key_ids))
 
 
-def _segments(tokens: TokenPositions, dtype: Any) -> Integer[Array, "b t"]:
-    """Returns the segment ids of tokens in this dtype, or ones if there are none."""
+def _check_tokens(tokens: TokenPositions, order: str) -> None:
+    """Raises a ValueError unless tokens whose values are known lie in this order."""
+    # The ids of a batch are no part of a mask. So the check is passed ids that are all right.
+    ids = np.zeros((len(tokens), tokens.positions.shape[1]), np.int32)
+    check_batch(ids, tokens, vocab_size=1, order=order)
+
+
+def _segment_ids_or_ones(tokens: TokenPositions, dtype: Any) -> Integer[Array, "b t"]:
+    """Returns the segment ids of tokens in this dtype; without them, each token is in segment 1."""
     if tokens.segment_ids is None:
         return jnp.ones((1, tokens.positions.shape[1]), dtype)
     return tokens.segment_ids.astype(dtype)
 
 
 # The function is compiled even if the caller is not.
-@compiled()
-def _numbered(segments: list[Array], chunks: list[Array]) -> list[Int32[Array, "b t"]]:
-    """Numbers the pairs of a segment and a chunk, from 1 on.
+@functools.partial(jax.jit, inline=True)
+def _number_pairs(segments: list[Array], chunks: list[Array]) -> list[Int32[Array, "b t"]]:
+    """Numbers the pairs (segment, chunk) of each batch row from 1 on, and gives padding 0.
 
-    Equal pairs get equal numbers, whichever tokens have them. Padding gets 0.
+    Tokens get equal numbers if they have equal pairs, also if one is a query and the other a key.
 
     Args:
         segments: The segment ids of the queries and of the keys.
@@ -264,12 +298,12 @@ def _numbered(segments: list[Array], chunks: list[Array]) -> list[Int32[Array, "
     ]
     # Queries and keys are numbered together, because apart, one pair could get two numbers.
     batch = max(map(len, side_pairs))
-    pairs = jnp.concatenate(
-        [jnp.broadcast_to(side, (batch, *side.shape[1:])) for side in side_pairs], axis=1
-    )
+    batch_pairs = [jnp.broadcast_to(side, (batch, *side.shape[1:])) for side in side_pairs]
+    pairs = jnp.concatenate(batch_pairs, axis=1)
     unique = functools.partial(jnp.unique, axis=0, size=pairs.shape[1], return_inverse=True)
-    _, indices = jax.vmap(unique)(pairs)
+    _, numbers_from_0 = jax.vmap(unique)(pairs)
     is_padding = pairs[..., 0] == 0
-    numbers = jnp.where(is_padding, 0, indices.astype(jnp.int32) + 1)
-    query_count = segments[0].shape[1]
+    numbers = jnp.where(is_padding, 0, numbers_from_0.astype(jnp.int32) + 1)
+    query_segments, _ = segments
+    query_count = query_segments.shape[1]
     return [numbers[:, :query_count], numbers[:, query_count:]]

@@ -4,9 +4,11 @@ A tile is a rectangle of queries and keys, which a kernel computes at one time. 
 block.
 
 In shapes, b counts batch rows and h counts heads. A mask has r x s tiles, and the grid of a kernel
-has i x j steps.
+has i x j steps. Along one axis of its grid, a kernel steps over those tiles alone that a query may
+reach, so there may be fewer steps than tiles. An array of the kernel says which tile a step loads.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +18,7 @@ from jaxtyping import Array, Bool, Integer
 
 from transformer_embed._src import arguments
 from transformer_embed._src.attention.attention_mask import AttentionMask
-from transformer_embed._src.compiled import compiled
-from transformer_embed._src.kernels.row_indices import EVERYTHING, RowRule
+from transformer_embed._src.kernels.row_indices import UNLIMITED_REACH, RowRule
 
 # The bytes of scalar memory of one core, from TPU v4 to v6e.
 SCALAR_MEMORY = 2**20
@@ -111,7 +112,7 @@ def splash_kernels(
         batch_size=batch_size,
         q_offset=q_offset,
     )
-    heads = index_masks(rule, num_heads)
+    head_masks = index_masks(rule, num_heads)
     segment_ids = splash_segment_ids(rule)
     q_seq_shards = arguments.size("q_seq_shards", q_seq_shards)
     head_shards = arguments.size("head_shards", head_shards)
@@ -123,18 +124,31 @@ def splash_kernels(
         _check_memory(rule, sizes)
     # Inside jit too, the arrays of a kernel are known.
     with jax.ensure_compile_time_eval():
-        kernel = make(heads, head_shards=head_shards, q_seq_shards=q_seq_shards, **options)
-    # jax has no public name for the class of its kernels. A kernel shows the arrays by which it
-    # skips tiles, for the forward pass and for the gradients of queries and of keys. If one kernel
-    # computes both gradients, there is no array for queries alone.
+        kernel = make(head_masks, head_shards=head_shards, q_seq_shards=q_seq_shards, **options)
+    return _kernels_of_rows(rule, kernel, sizes, q_seq_shards), segment_ids
+
+
+def _kernels_of_rows(rule: RowRule, kernel: Any, sizes: Any, q_seq_shards: int) -> Any:
+    """Makes a kernel for each batch row, which skips tiles, from jax's kernel for row indices.
+
+    A kernel shows the arrays by which it skips tiles, for the forward pass and for the gradients of
+    queries (dq) and of keys (dkv). If one kernel computes both gradients, there are no arrays for
+    queries alone.
+
+    Args:
+        rule: The rule of the mask.
+        kernel: The kernel, which is the same for all batch rows.
+        sizes: The block sizes of the kernel.
+        q_seq_shards: The number of devices that the queries are split over.
+    """
     forward_tile = sizes.block_q, sizes.block_kv
     forward = _skipping(rule, kernel.fwd_mask_info, forward_tile)
     query_tile = sizes.block_q_dq, sizes.block_kv_dq
     query_gradient = _skipping(rule, kernel.dq_mask_info, query_tile)
     key_tile = sizes.block_q_dkv, sizes.block_kv_dkv
     key_gradient = _skipping_queries(rule, q_seq_shards, kernel.dkv_mask_info, key_tile)
-    made = type(kernel)(forward, query_gradient, key_gradient, **kernel.kwargs)
-    return made, segment_ids
+    # jax has no public name for the class of its kernels.
+    return type(kernel)(forward, query_gradient, key_gradient, **kernel.kwargs)
 
 
 def index_masks(rule: RowRule, num_heads: int) -> Any:
@@ -146,7 +160,7 @@ def index_masks(rule: RowRule, num_heads: int) -> Any:
     num_heads = arguments.size("num_heads", num_heads)
     lengths = rule.mask.lengths
     reach = rule.index_reach()
-    if reach == EVERYTHING:
+    if reach == UNLIMITED_REACH:
         mask = splash.FullMask(lengths)
     else:
         mask = IndexMask(lengths, reach, rule.q_offset or 0)
@@ -161,15 +175,16 @@ def splash_segment_ids(rule: RowRule) -> Any:
 
 
 def _check_memory(rule: RowRule, sizes: Any) -> None:
-    """Raises a ValueError if a TPU cannot hold the numbers of the tiles that queries reach.
+    """Raises a ValueError if a TPU's scalar memory cannot hold a number for each tile that runs.
 
     jax would find that out too, but only after minutes in which it describes the tiles. Each tile
     takes four bytes if there are many.
     """
-    queries, keys = rule.mask.lengths
+    query_count, key_count = rule.mask.lengths
+    left, right = rule.bounded_reach()
     # The keys that the queries of one tile see.
-    seen_keys = min(sum(rule.bounded_reach()) + sizes.block_q, keys)
-    tile_count = (queries // sizes.block_q) * (seen_keys // sizes.block_kv)
+    seen_keys = min(left + right + sizes.block_q, key_count)
+    tile_count = (query_count // sizes.block_q) * (seen_keys // sizes.block_kv)
     used = 4 * tile_count
     if used > SCALAR_MEMORY:
         want = f"blocks whose numbers fit into a TPU's scalar memory, {SCALAR_MEMORY} bytes"
@@ -180,67 +195,85 @@ def _skipping(rule: RowRule, info: Any, tile: tuple[int, int]) -> Any:
     """Makes the arrays by which each batch row's kernel skips tiles of keys.
 
     The arrays are not a public interface of jax. This was tried with jax 0.9 to 0.12. In step i, j
-    of its grid, a kernel runs unless `info.block_mask` is 0, and loads the keys of column
-    `info.data_next` of the tiles, for the queries of row i.
+    of its grid, a kernel loads the keys of the tile in row i and column `info.data_next[i, j]`. It
+    computes nothing in this step if `info.block_mask[i, j]` is 0.
 
     Args:
         rule: The rule of the mask.
-        info: The arrays for all batch rows. If None, there is nothing to skip.
+        info: The arrays of jax's kernel, which are the same for all batch rows. If None, there is
+            nothing to skip.
         tile: The numbers of queries and of keys of a tile.
     """
     if info is None:
         return None
-    steps = _steps_of_rows(1, info.data_next, info.block_mask, _may_run(rule, tile))
+    must_run = _tiles_that_must_run(rule, tile)
+    steps = _steps_of_rows(1, info.data_next, info.block_mask, must_run)
     return _info_of_rows(rule, info, loaded_tile=steps.loaded_tile, runs=steps.runs)
 
 
 def _skipping_queries(rule: RowRule, shards: int, info: Any, tile: tuple[int, int]) -> Any:
     """Makes the arrays by which each batch row's kernel skips tiles of queries.
 
-    This is for the gradients of keys. In the grid of that kernel, a step loads the queries of
-    one row of the tiles, for the keys of column j. The row is counted from the first row of its
-    shard.
+    This is for the gradients of keys. In step i, j of its grid, that kernel loads the queries of
+    the tile in row `info.data_next[i, j]` and column j. The row is counted from the first row of
+    the device's shard.
+
+    Args:
+        rule: The rule of the mask.
+        shards: The number of devices that the queries are split over.
+        info: The arrays of jax's kernel, which are the same for all batch rows. If None, there is
+            nothing to skip.
+        tile: The numbers of queries and of keys of a tile.
     """
     if info is None:
         return None
 
     def swapped(array: Array) -> Array:
-        """Swaps queries and keys."""
-        # The tiles that are loaded come last, as in `_skipping`.
+        """Swaps the axes of queries and keys, so that the tiles that are loaded are on the last."""
         return array.swapaxes(-1, -2)
 
-    may_run = swapped(_may_run(rule, tile))
-    steps = _steps_of_rows(shards, swapped(info.data_next), swapped(info.block_mask), may_run)
+    must_run = swapped(_tiles_that_must_run(rule, tile))
+    steps = _steps_of_rows(shards, swapped(info.data_next), swapped(info.block_mask), must_run)
+    # The kernel takes the axes in the first order.
     loaded_tile = swapped(steps.loaded_tile)
     return _info_of_rows(rule, info, loaded_tile=loaded_tile, runs=swapped(steps.runs))
 
 
 def _info_of_rows(rule: RowRule, info: Any, *, loaded_tile: Array, runs: Array) -> Any:
-    """Gives the arrays of a kernel a batch axis, and puts these two into them."""
+    """Gives the arrays of a kernel a batch axis, with two arrays of each batch row among them.
+
+    Args:
+        rule: The rule of the mask.
+        info: The arrays of jax's kernel.
+        loaded_tile: The tile that each step loads, [1 or b, h, i, j].
+        runs: Whether each step runs, [1 or b, h, i, j].
+    """
     loaded_tile = rule.broadcast_to_rows(loaded_tile)
     runs = rule.broadcast_to_rows(runs)
     batch = jax.tree.map(lambda array: rule.broadcast_to_rows(array[None]), info)
     return batch._replace(data_next=loaded_tile, block_mask=runs)
 
 
-def _may_run(rule: RowRule, tile: tuple[int, int]) -> Bool[Array, "b r s"]:
-    """Returns which tiles of each batch row must run: tiles with a pair, and one of each row."""
-    return (rule.mask.tile_kinds(tile) != 0) | _on_diagonal(rule, tile)
+def _tiles_that_must_run(rule: RowRule, tile: tuple[int, int]) -> Bool[Array, "b r s"]:
+    """Returns which tiles of each batch row must run: tiles with a pair, and one of each row r."""
+    has_pair = rule.mask.tile_kinds(tile) != 0
+    return has_pair | _on_diagonal(rule, tile)
 
 
 def _on_diagonal(rule: RowRule, tile: tuple[int, int]) -> Bool[np.ndarray, "r s"]:
     """Returns the tiles that always run, one for the queries of each row of tiles.
 
-    If all these queries are padding, no tile has a pair, and a softmax over no keys
-    at all would make the outputs NaN.
+    If all these queries are padding, no tile has a pair, and a softmax over no keys at all would
+    make the outputs NaN.
     """
     query_count, key_count = rule.mask.lengths
     tile_queries, tile_keys = tile
-    queries = np.arange(0, query_count, tile_queries)[:, None]
-    keys = np.arange(0, key_count, tile_keys)
+    # The first query of each row of tiles, [r, 1], and the first key of each column, [s].
+    first_queries = np.arange(0, query_count, tile_queries)[:, None]
+    first_keys = np.arange(0, key_count, tile_keys)
     # There may be more queries than keys.
-    queries = np.minimum(queries + (rule.q_offset or 0), keys[-1])
-    return queries // tile_keys == keys // tile_keys
+    own_keys = np.minimum(first_queries + (rule.q_offset or 0), first_keys[-1])
+    return own_keys // tile_keys == first_keys // tile_keys
 
 
 class _Steps(NamedTuple):
@@ -253,12 +286,12 @@ class _Steps(NamedTuple):
 
 
 # The function is compiled even if the caller is not.
-@compiled(0)
+@functools.partial(jax.jit, inline=True, static_argnums=0)
 def _steps_of_rows(
     shards: int,
     loaded_tile: Integer[Array, "h i j"],
     runs: Integer[Array, "h i j"],
-    may_run: Bool[Array, "b r s"],
+    must_run: Bool[Array, "b r s"],
 ) -> _Steps:
     """Computes what each step loads and whether it runs, for each batch row.
 
@@ -266,21 +299,23 @@ def _steps_of_rows(
         shards: The number of devices that the tiles that are loaded are split over.
         loaded_tile: The tile that each step loads, as in `_Steps`.
         runs: Whether each step runs if all tiles have pairs, as in `_Steps`.
-        may_run: Which tiles must run, counted from the first tile of all.
+        must_run: Which tiles must run, counted from the first tile of all.
     """
     step_count = loaded_tile.shape[2]
-    shard_of_column = np.arange(step_count) // (step_count // shards)
-    first_of_shard = shard_of_column * (may_run.shape[2] // shards)
+    shard_of_step = np.arange(step_count) // (step_count // shards)
+    first_tile_of_shard = shard_of_step * (must_run.shape[2] // shards)
     # Of the tiles that a step loads, `loaded_tile` counts from the first tile of the shard, and
-    # `may_run` from the first tile of all.
-    tile = loaded_tile + first_of_shard.astype(np.int32)
-    has_pair = jnp.take_along_axis(may_run[:, None], tile[None], axis=3)
-    runs = jnp.where(has_pair, runs, 0)
-    # A step that runs nothing loads what the next running step needs, so that nothing is loaded
-    # for the idle step alone.
+    # `must_run` from the first tile of all.
+    tile = loaded_tile + first_tile_of_shard.astype(np.int32)
+    step_must_run = jnp.take_along_axis(must_run[:, None], tile[None], axis=3)
+    runs = jnp.where(step_must_run, runs, 0)
+    # A step that does not run loads what the next running step needs, so that nothing is loaded
+    # for the idle step alone. The steps follow each other row by row: [b, h, i * j].
     is_running = runs.reshape(*runs.shape[:2], -1) > 0
     steps = jnp.arange(is_running.shape[2], dtype=jnp.int32)
-    next_running = jax.lax.cummin(jnp.where(is_running, steps, steps[-1]), axis=2, reverse=True)
+    # After the last running step, the steps load what the last step of all loads.
+    running_or_last = jnp.where(is_running, steps, steps[-1])
+    next_running = jax.lax.cummin(running_or_last, axis=2, reverse=True)
     flat_tiles = jnp.broadcast_to(loaded_tile, runs.shape).reshape(is_running.shape)
     flat_tiles = jnp.take_along_axis(flat_tiles, next_running, axis=2)
     return _Steps(loaded_tile=flat_tiles.reshape(runs.shape), runs=runs)

@@ -11,11 +11,12 @@ from jaxtyping import Bool
 
 
 class IndexMask(splash.LocalMask):
-    """Allows differences of row indices inside a window, as its parent does, with few arrays.
+    """Allows the pairs whose row indices differ by no more than a window allows.
 
-    The parent makes the bools of every tile, which are 1.7e10 at 131072 tokens. But a tile depends
-    only on the difference of its first query and its first key. All tiles inside the window are
-    alike, and so are all tiles beyond the window.
+    `splash.LocalMask` allows the same pairs, but makes the bools of every tile, which are 1.7e10 at
+    131072 tokens. Here, equal tiles are one array: a tile depends only on the difference of its
+    first query and its first key. All tiles inside the window are alike, and so are all tiles
+    beyond the window.
     """
 
     def __getitem__(self, tile: tuple[slice, slice]) -> Bool[np.ndarray, "t s"]:
@@ -37,8 +38,8 @@ class IndexMask(splash.LocalMask):
         left, right = self.window_size
         left = no_limit if left is None else left
         right = no_limit if right is None else right
-        # In a tile, r - c is above -columns and below rows. Bounds beyond these are clamped, so
-        # that all tiles inside the window share one array.
+        # In a tile, r - c is above -columns and below rows. So bounds that are clamped to these two
+        # allow the same pairs, and all tiles inside the window get the same bounds.
         low = min(max(-right - first_difference, -columns), rows)
         high = min(max(left - first_difference, -columns), rows)
         return _allowed_differences(rows, columns, low, high)
@@ -46,6 +47,6 @@ class IndexMask(splash.LocalMask):
 
 @functools.lru_cache(maxsize=16)
 def _allowed_differences(rows: int, columns: int, low: int, high: int) -> Bool[np.ndarray, "t s"]:
-    """Returns whether the row index minus the column index is from low to high."""
+    """Returns a tile of bools: whether the row index minus the column index is from low to high."""
     difference = np.arange(rows)[:, None] - np.arange(columns)
     return (low <= difference) & (difference <= high)

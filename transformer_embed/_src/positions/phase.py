@@ -4,9 +4,8 @@ An angle `position * frequency` matters only modulo one turn, so it is kept as a
 of a turn in 64-bit fixed point, held in two uint32 words (high, low). A frequency is held in turns
 per unit of position, as three words (whole turns, high, low), which are computed with arbitrary
 precision while tracing. The integer product of position and frequency wraps modulo one turn by
-itself. The phase of a 32-bit position
-has an error of at most the position times 2**-65 turns, whereas a float32 product loses one bit of
-the angle each time the position doubles.
+itself. The phase of a 32-bit position has an error of at most the position times 2**-65 turns. A
+float32 product would lose one bit of the angle each time the position doubles.
 
 The sine of a phase is computed in two steps. The nearest quarter turn says which polynomial and
 which sign to use, and the rest, at most an eighth of a turn, goes into the polynomial.
@@ -46,7 +45,7 @@ Real = Float32[Array, "..."]
 class _Phase(NamedTuple):
     """Holds a fraction of a turn, `high * 2**-32 + low * 2**-64`."""
 
-    high: Word
+    high: Any
     low: Word
 
 
@@ -80,7 +79,7 @@ def _as_float32(name: str, array: np.ndarray) -> np.ndarray:
     """Rounds float64 to float32, or raises a ValueError if that would change an integer."""
     with np.errstate(over="ignore"):
         narrow = array.astype(np.float32)
-    # Only from 2**24 on does float32 skip integers.
+    # Below 2**24, float32 holds every integer, and rounds only fractions.
     is_changed = (np.abs(array) >= 2**24) & (narrow != array)
     if is_changed.any():
         want = "floats that float32 holds (pass large positions as integers)"
@@ -98,7 +97,7 @@ def geometric_frequencies(
 
     The numbers are decimals in an array of objects, so numpy multiplies them one by one.
     """
-    # The constants of a frequency are part of the program.
+    # Each frequency is a constant of the compiled program, so a huge number of them is a mistake.
     arguments.integer("number of frequencies", count, at_most=2**23)
     with decimal.localcontext(PRECISION):
         ratio = Decimal(1)
@@ -111,15 +110,15 @@ def geometric_frequencies(
         return np.multiply.accumulate(factors)
 
 
-def units(frequencies: np.ndarray) -> tuple[int, ...]:
-    """Converts frequencies from radians per unit of position to multiples of 2**-64 turns.
+def in_turn_units(frequencies: np.ndarray) -> tuple[int, ...]:
+    """Converts frequencies from radians per unit of position to units of 2**-64 turns.
 
     Raises:
         ValueError: A frequency is 2**32 turns or more.
     """
     with decimal.localcontext(PRECISION):
         turns = [frequency / (2 * PI) for frequency in frequencies]
-        # An infinite frequency has no integer, so it becomes one that is refused below.
+        # 2**32 turns are refused below. An infinite frequency has no integer, so it becomes this.
         integers = [round(min(number, 2**32) * 2**64) for number in turns]
     if max(integers, default=0) >= 2**96:
         raise arguments.value_error(
@@ -130,11 +129,15 @@ def units(frequencies: np.ndarray) -> tuple[int, ...]:
     return tuple(integers)
 
 
-def words(units: Sequence[int] | np.ndarray) -> Words:
-    """Splits frequencies in units of 2**-64 turns into words: whole turns, high, low."""
+def in_words(units: Sequence[int] | np.ndarray) -> Words:
+    """Splits frequencies in units of 2**-64 turns into words of 32 bits: whole turns, high, low."""
     integers = np.array(units, object)
-    shifts = (64, 32, 0)
-    return tuple((integers >> shift & 0xFFFFFFFF).astype(np.uint32) for shift in shifts)
+
+    def word_above(bit: int) -> np.ndarray:
+        """Returns the 32 bits from this bit upwards."""
+        return (integers >> bit & 0xFFFFFFFF).astype(np.uint32)
+
+    return word_above(64), word_above(32), word_above(0)
 
 
 def sinusoid(
@@ -170,38 +173,50 @@ def sinusoid(
         sine = _sine_at_float(narrow, frequencies, quarters)
     else:
         narrow = positions if dtype == jnp.uint32 else positions.astype(jnp.int32)
-        # Whole turns of a frequency change no phase at an integer.
+        # At an integer position, the whole turns of a frequency add whole turns to the angle.
         _, high, low = frequencies
         sine = _sine_of_phase(_multiply(narrow, high, low), quarters)
     if dtype.itemsize < 8:
         return sine
-    # 2**64 - 1 would wrap to -1 and back.
-    fits = positions < 2**31 if dtype == jnp.uint64 else narrow.astype(dtype) == positions
-    if is_float:
-        fits |= jnp.abs(positions) < 2**24
-    return nan_where(~fits, sine)
+    return nan_where(~_is_held(positions, narrow), sine)
+
+
+def _is_held(positions: Shaped[Array, "... #d"], narrow: Shaped[Array, "... #d"]) -> Array:
+    """Returns which 64-bit positions are right in 32 bits. Fractions may be rounded."""
+    dtype = positions.dtype
+    if dtype == jnp.uint64:
+        # A comparison with `narrow` would miss 2**64 - 1, which wraps to -1 and back.
+        return positions < 2**31
+    is_held = narrow.astype(dtype) == positions
+    if jnp.issubdtype(dtype, jnp.floating):
+        # Below 2**24, float32 holds every integer, and rounds only fractions.
+        is_held |= jnp.abs(positions) < 2**24
+    return is_held
 
 
 def multiply_high(a: Whole, b: Array | np.ndarray | np.uint32) -> Word:
     """Computes the upper 32 bits of the product of an int32 or uint32 `a` and a uint32 `b`.
 
-    Both are split into halves of 16 bits, and the upper bits are summed from the four products of
-    two halves, with the carries: `a_low * b_low` counts 1, the two mixed products count 2**16, and
-    `a_high * b_high` counts 2**32.
+    Both numbers are split into halves of 16 bits: a = a_high * 2**16 + a_low. So the product is
+
+        a_high * b_high * 2**32 + (a_high * b_low + a_low * b_high) * 2**16 + a_low * b_low
+
+    and each product of two halves fits 32 bits.
     """
     a_low = (a & 0xFFFF).astype(jnp.uint32)
     a_high = (a >> 16).astype(jnp.uint32)
     b_low = b & 0xFFFF
     b_high = b >> 16
+    # The sum of one mixed product and the carry of the lowest product, in units of 2**16.
     middle = a_high * b_low + (a_low * b_low >> 16)
-    # If `a` is negative, so is `middle`: a signed shift keeps its sign.
+    # If `a` is negative, `middle` is negative too. A signed shift keeps the sign.
     middle_high = (middle.astype(a.dtype) >> 16).astype(jnp.uint32)
     return a_high * b_high + middle_high + (a_low * b_high + (middle & 0xFFFF) >> 16)
 
 
-def _multiply(number: Whole, high, low) -> _Phase:
+def _multiply(number: Whole, high: Any, low: Any) -> _Phase:
     """Multiplies an int32 or uint32 by a fraction of a turn in two words, modulo one turn."""
-    # Products wrap, which drops whole turns.
+    # A product of words that wraps loses whole turns.
     word = number.astype(jnp.uint32)
     return _Phase(high=word * high + multiply_high(number, low), low=word * low)
 
@@ -210,7 +225,8 @@ def _multiply(number: Whole, high, low) -> _Phase:
 def _sine_at_float(positions: Real, frequencies: Words, quarters: Quarters) -> Real:
     """Computes `sinusoid` at float32 positions."""
     magnitude = jnp.abs(positions)
-    # sin(-angle + quarter) is sin(angle + half a turn - quarter).
+    # The sine of -angle + quarters is the sine of angle + half a turn - quarters, and two quarters
+    # are half a turn.
     quarters = jnp.where(positions < 0, np.uint32(2) - quarters, quarters)
     sine = _sine_of_phase(_float_phase(magnitude, frequencies), quarters)
     return nan_where(~(magnitude < 2.0**31), sine)
@@ -221,9 +237,9 @@ def _sine_at_float_jvp(primals: Any, tangents: Any) -> tuple[Real, Real]:
     """Computes the derivative with respect to the positions."""
     positions, frequencies, quarters = primals
     turns, high, low = jax.tree.map(lambda word: word.astype(jnp.float32), frequencies)
-    radians = 2 * np.pi * (turns + (high * 2**-32 + low * 2**-64))
+    radians_per_unit = 2 * np.pi * (turns + (high * 2**-32 + low * 2**-64))
     # The derivative of the sine is the cosine, which is the sine a quarter turn on.
-    slope = radians * _sine_at_float(positions, frequencies, quarters + np.uint32(1))
+    slope = radians_per_unit * _sine_at_float(positions, frequencies, quarters + np.uint32(1))
     position_tangent, *_ = tangents
     return _sine_at_float(*primals), slope * position_tangent
 
@@ -231,30 +247,37 @@ def _sine_at_float_jvp(primals: Any, tangents: Any) -> tuple[Real, Real]:
 def _float_phase(magnitude: Real, frequencies: Words) -> _Phase:
     """Computes the phase of |position|, from the words of its whole part and of its fraction.
 
-    The magnitude is `integer + first * 2**-32 + second * 2**-64`, of which each word is multiplied
-    by each word of the frequency.
+    The magnitude is `integer + first * 2**-32 + second * 2**-64`, where first and second are words
+    of the fraction, and the frequency is `turns + high * 2**-32 + low * 2**-64`. The phase is the
+    sum of the products of two words, but whole turns and what is below 2**-64 turns are left out.
     """
     integer = jnp.floor(magnitude)
     # These steps are exact, because a float32 has 24 bits and scaling by a power of two rounds
     # nothing.
-    rest = (magnitude - integer) * 2.0**32
-    first = jnp.floor(rest)
-    second = (rest - first) * 2.0**32
+    scaled_fraction = (magnitude - integer) * 2.0**32
+    first = jnp.floor(scaled_fraction)
+    second = (scaled_fraction - first) * 2.0**32
     first = first.astype(jnp.uint32)
     second = second.astype(jnp.uint32)
     turns, high, low = frequencies
-    phase = _multiply(integer.astype(jnp.uint32), high, low)
-    # What lies above a turn or below 2**-64 turns is left out.
-    for product_high, product_low in (
-        _multiply(first, turns, high),
-        (0, multiply_high(first, low)),
-        (multiply_high(second, turns), second * turns + multiply_high(second, high)),
-    ):
-        low_sum = phase.low + product_low
-        # A sum that wraps is smaller than each of its terms.
-        carry = (low_sum < phase.low).astype(jnp.uint32)
-        phase = _Phase(high=phase.high + product_high + carry, low=low_sum)
-    return phase
+    # The products of the integer with turns are whole turns.
+    integer_phase = _multiply(integer.astype(jnp.uint32), high, low)
+    first_phase = _multiply(first, turns, high)
+    # Of the product of first and low, only the upper word is above 2**-64 turns. The same holds for
+    # the product of second and high.
+    first_low_phase = _Phase(high=0, low=multiply_high(first, low))
+    second_high = multiply_high(second, turns)
+    second_low = second * turns + multiply_high(second, high)
+    second_phase = _Phase(high=second_high, low=second_low)
+    return _add(_add(_add(integer_phase, first_phase), first_low_phase), second_phase)
+
+
+def _add(phase: _Phase, other: _Phase) -> _Phase:
+    """Adds two phases, modulo one turn."""
+    low_sum = phase.low + other.low
+    # A sum that wraps is smaller than each of its terms.
+    carry = (low_sum < phase.low).astype(jnp.uint32)
+    return _Phase(high=phase.high + other.high + carry, low=low_sum)
 
 
 # 2 * pi / 2**32 in two parts. The first has 12 bits, so that its product with a 12-bit integer is
@@ -270,45 +293,55 @@ _SINE = np.array([-0.166666506826, 0.00833197923594, -0.000194956950035], np.flo
 _COSINE = np.array([0.0416666468913, -0.00138873685337, 2.44385524356e-5], np.float32)
 
 
-# An eighth of a turn is added to a phase. Its top two bits then say which quarter turn is nearest
-# (the sign of the sine there, and whether the quarter is odd); the other bits are the distance from
-# that quarter turn, plus an eighth.
-_SIGN, _IS_ODD, _REST = np.uint32(1 << 31), np.uint32(1 << 30), np.uint32((1 << 30) - 1)
-_EIGHTH = np.uint32(1 << 29)
+# An eighth of a turn is added to the high word of a phase. The two top bits of the sum then say
+# which quarter turn is nearest: whether the sine is negative there, and whether the quarter turn is
+# odd. The other bits are the distance from that quarter turn, plus an eighth of a turn.
+_SIGN_BIT = np.uint32(1 << 31)
+_ODD_BIT = np.uint32(1 << 30)
+_DISTANCE_BITS = np.uint32((1 << 30) - 1)
+_EIGHTH_TURN = np.uint32(1 << 29)
 
 
 def _sine_of_phase(phase: _Phase, quarters: Quarters) -> Real:
-    """Computes the sine of a phase plus some quarter turns, by one polynomial.
+    """Computes the sine of a phase plus some quarter turns.
 
-    Near an even quarter turn it is the polynomial of the sine, and else of the cosine.
+    Near an even quarter turn, this is the polynomial of the sine of the distance from it. Near an
+    odd quarter turn, it is the polynomial of the cosine of the distance.
     """
-    shifted = phase.high + ((quarters << 30) + _EIGHTH)
-    is_sine = shifted & _IS_ODD == 0
-    angle, residue = _radians((shifted & _REST).astype(jnp.int32) - (1 << 29), phase.low)
+    shifted = phase.high + ((quarters << 30) + _EIGHTH_TURN)
+    is_even = shifted & _ODD_BIT == 0
+    distance = (shifted & _DISTANCE_BITS).astype(jnp.int32) - (1 << 29)
+    angle, angle_error = _radians(distance, phase.low)
     square = angle * angle
-    # The first two terms of the cosine, and the rounding error of their sum.
+    # 1 - angle**2 / 2, the first two terms of the cosine, and the rounding error of this.
     half = 0.5 * square
-    leading = 1.0 - half
-    lost = (1.0 - leading) - half
-    choose = functools.partial(jnp.where, is_sine)
-    # The sum of `first` and `last` is the angle, or 1 - angle**2 / 2, with its rounding error.
-    first = choose(angle, leading)
-    last = choose(residue, lost - angle * residue)
+    cosine_start = 1.0 - half
+    start_error = (1.0 - cosine_start) - half
+    # Each term of the sine or of the cosine, whichever is computed.
+    choose = functools.partial(jnp.where, is_even)
+    leading = choose(angle, cosine_start)
+    leading_error = choose(angle_error, start_error - angle * angle_error)
+    # The remaining terms: angle**3 * S(angle**2), or angle**4 * C(angle**2).
     factor = choose(angle, square) * square
     c_0, c_1, c_2 = map(choose, _SINE, _COSINE)
-    value = first + (factor * ((c_2 * square + c_1) * square + c_0) + last)
-    # The top bit says whether the sine is negative here, so it flips the sign bit.
-    bits = jax.lax.bitcast_convert_type(value, jnp.uint32) ^ (shifted & _SIGN)
+    remaining = factor * ((c_2 * square + c_1) * square + c_0)
+    value = leading + (remaining + leading_error)
+    # The sign bit of the float is flipped where the sine is negative.
+    bits = jax.lax.bitcast_convert_type(value, jnp.uint32) ^ (shifted & _SIGN_BIT)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _radians(rest: Whole, low: Word) -> tuple[Real, Real]:
-    """Returns `rest * 2**-32 + low * 2**-64` turns in radians, and the rounding error of that."""
-    # |rest| is at most 2**29; the nearest multiple of 2**18 has 12 bits above its zeros.
-    coarse = rest + (1 << 17) & -(1 << 18)
+def _radians(distance: Whole, low: Word) -> tuple[Real, Real]:
+    """Returns an angle in radians, and its rounding error.
+
+    The angle is `distance * 2**-32 + low * 2**-64` turns, and `distance` is from -2**29 to 2**29.
+    The product with `_RADIANS_FIRST` is exact for the multiple of 2**18 that is nearest to the
+    distance, because this multiple has 12 bits above its zeros.
+    """
+    coarse = distance + (1 << 17) & -(1 << 18)
     # A CPU converts a signed 24-bit integer to float32 exactly, in one instruction.
     below = (low >> 8).astype(jnp.int32).astype(jnp.float32)
-    fine = (rest - coarse).astype(jnp.float32) + below * np.float32(2**-24)
+    fine = (distance - coarse).astype(jnp.float32) + below * np.float32(2**-24)
     coarse = coarse.astype(jnp.float32)
     exact = coarse * _RADIANS_FIRST
     small = coarse * _RADIANS_SECOND + fine * _RADIANS

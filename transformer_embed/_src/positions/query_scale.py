@@ -57,8 +57,8 @@ def _scale(
     positions: Integer[Array, "..."], beta: float, length: int, offset: int
 ) -> Float[Array, "..."]:
     """Computes `query_scale` on a device."""
-    # The sum is unsigned, because the last position of int32 and the offset are more than int32
-    # holds.
+    # An unsigned dtype also holds the sum of the last position of int32 and the offset.
     dtype = jnp.uint64 if positions.dtype.itemsize == 8 else jnp.uint32
-    steps = (jnp.maximum(positions, 0).astype(dtype) + offset) // length
+    counted_positions = jnp.maximum(positions, 0).astype(dtype)
+    steps = (counted_positions + offset) // length
     return 1 + jnp.float32(beta) * jax.lax.log1p(steps.astype(jnp.float32))

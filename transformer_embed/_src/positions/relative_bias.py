@@ -1,4 +1,7 @@
-"""Computes position biases, which are added to attention logits: ALiBi's bias and T5's buckets."""
+"""Computes position biases, which are added to attention logits: ALiBi's bias and T5's buckets.
+
+In shapes, b counts batch rows, h heads, t queries and s keys.
+"""
 
 import bisect
 import functools
@@ -80,7 +83,7 @@ def alibi_bias(
         causal: Whether a mask hides the keys after the query. Set True for a decoder. Set False for
             an encoder (or MPT without a causal mask): keys after the query then count by their
             distance, like keys before the query. There is no default, as in `AttentionMask`.
-        max_bias: As in `alibi_slopes`.
+        max_bias: The last slope is 2 ** -max_bias, above 0 and at most 126.
         dtype: The dtype of the result.
 
     Returns:
@@ -104,12 +107,13 @@ def alibi_bias(
     Source:
         Press et al., "Train Short, Test Long" (2022), section 3, https://arxiv.org/abs/2108.12409
     """
-    return _alibi(
-        *comparable_arrays(query_positions=query_positions, key_positions=key_positions).values(),
-        _slopes(num_heads, max_bias),
-        arguments.flag("causal", causal),
-        arguments.result_dtype(dtype),
-    )
+    positions = comparable_arrays(query_positions=query_positions, key_positions=key_positions)
+    slopes = _slopes(num_heads, max_bias)
+    causal = arguments.flag("causal", causal)
+    dtype = arguments.result_dtype(dtype)
+    queries = positions["query_positions"]
+    keys = positions["key_positions"]
+    return _alibi(queries, keys, slopes, causal, dtype)
 
 
 def relative_position_buckets(
@@ -167,38 +171,47 @@ def relative_position_buckets(
     """
     causal = arguments.flag("causal", causal)
     num_buckets = arguments.integer("num_buckets", num_buckets, at_least=2 if causal else 4)
-    each_way = num_buckets if causal else num_buckets // 2
-    max_distance = arguments.int32("max_distance", max_distance, at_least=each_way // 2 + 1)
-    return _buckets(
-        *comparable_arrays(query_positions=query_positions, key_positions=key_positions).values(),
-        each_way,
-        _bucket_starts(each_way, max_distance),
-        causal,
-    )
+    # A causal mask leaves one direction, and all buckets are for it.
+    direction_buckets = num_buckets if causal else num_buckets // 2
+    lowest = direction_buckets // 2 + 1
+    max_distance = arguments.int32("max_distance", max_distance, at_least=lowest)
+    positions = comparable_arrays(query_positions=query_positions, key_positions=key_positions)
+    queries = positions["query_positions"]
+    keys = positions["key_positions"]
+    bucket_starts = _bucket_starts(direction_buckets, max_distance)
+    return _buckets(queries, keys, direction_buckets, bucket_starts, causal)
 
 
 @functools.lru_cache(maxsize=64)
-def _bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
-    """Returns the first distance of each bucket past e = buckets // 2."""
-    # A bucket j starts at the least n with (n / e) ** (buckets - e) >= (max_distance / e) ** j.
-    exact = buckets // 2
-    steps = buckets - exact
-    powers = (max_distance**j * exact ** (steps - j) for j in range(1, steps))
-    return tuple(
-        bisect.bisect_left(range(max_distance), power, key=lambda n: n**steps) for power in powers
-    )
+def _bucket_starts(direction_buckets: int, max_distance: int) -> tuple[int, ...]:
+    """Returns the first distance of each bucket past e = direction_buckets // 2."""
+    # The buckets below `exact`, the e of the formula, hold one distance each.
+    exact = direction_buckets // 2
+    steps = direction_buckets - exact
+    starts = []
+    for j in range(1, steps):
+        # Bucket e + j starts at the least n with (n / e) ** steps >= (max_distance / e) ** j. Both
+        # sides times e ** steps are integers.
+        power = max_distance**j * exact ** (steps - j)
+        start = bisect.bisect_left(range(max_distance), power, key=lambda n: n**steps)
+        starts.append(start)
+    return tuple(starts)
 
 
 def _slopes(num_heads: int, max_bias: float) -> tuple[float, ...]:
-    """Computes the formula of `alibi_slopes`, in Python's floats."""
+    """Checks the arguments of `alibi_slopes`, and computes its formula in Python's floats."""
     want = "a number above 0, at most 126"
     max_bias = arguments.real(
         "max_bias", max_bias, lowest=math.nextafter(0, 1), highest=126, want=want
     )
     num_heads = arguments.size("num_heads", num_heads)
+    # The largest power of two up to the number of heads.
     power = 2 ** (num_heads.bit_length() - 1)
-    heads = [*range(1, power + 1), *(i + 0.5 for i in range(num_heads - power))]
-    return tuple(2.0 ** (-max_bias * head / power) for head in heads)
+    # Slope number n is 2 ** (-max_bias * n / power). The first, third, fifth, ... slope of twice as
+    # many heads have the numbers 0.5, 1.5, 2.5, ...
+    first_numbers = [i + 1 for i in range(power)]
+    other_numbers = [i + 0.5 for i in range(num_heads - power)]
+    return tuple(2.0 ** (-max_bias * number / power) for number in first_numbers + other_numbers)
 
 
 # The functions below are compiled even if the caller is not.
@@ -214,47 +227,58 @@ def _alibi(
 ) -> Float[Array, "*b h t s"]:
     """Computes `alibi_bias` from slopes."""
     wide = conversions.compute_dtype(dtype)
-    factors = np.array(slopes, wide).reshape(*[1] * (queries.ndim - 1), -1, 1, 1)
-    after, distance = _after_and_distance(queries, keys)
-    far = distance.astype(wide)
-    # 0 - 0 is 0, whereas -(0) would be -0.
-    relative = jnp.where(after, far, 0 - far) if causal else 0 - far
+    # [h, 1, 1], with an axis of 1 in front if there is a batch axis.
+    head_slopes = np.array(slopes, wide).reshape(*[1] * (queries.ndim - 1), -1, 1, 1)
+    is_after, distance = _is_after_and_distance(queries, keys)
+    distance = distance.astype(wide)
+    # 0 - 0 is 0, but -(0) would be -0.
+    relative = jnp.where(is_after, distance, 0 - distance) if causal else 0 - distance
     quarter = float(jnp.finfo(dtype).max) / 4
-    return jnp.clip(factors * jnp.expand_dims(relative, -3), -quarter, quarter).astype(dtype)
+    bias = head_slopes * jnp.expand_dims(relative, -3)
+    return jnp.clip(bias, -quarter, quarter).astype(dtype)
 
 
 @compiled(2, 3, 4)
 def _buckets(
     queries: Integer[Array, "*q t"],
     keys: Integer[Array, "*k s"],
-    each_way: int,
-    starts: tuple[int, ...],
+    direction_buckets: int,
+    bucket_starts: tuple[int, ...],
     causal: bool,
 ) -> Int32[Array, "*b t s"]:
-    """Computes `relative_position_buckets` from the first distance of each bucket."""
-    after, distance = _after_and_distance(queries, keys)
+    """Computes `relative_position_buckets` from the first distance of each bucket.
+
+    Args:
+        queries: The positions of the queries.
+        keys: The positions of the keys.
+        direction_buckets: The number of buckets for keys on one side of the query.
+        bucket_starts: The first distance of each bucket past `direction_buckets // 2`.
+        causal: Whether all buckets are for keys at or before the query.
+    """
+    is_after, distance = _is_after_and_distance(queries, keys)
     if causal:
-        distance = jnp.where(after, 0, distance)
-    # The sum is unrolled, with one comparison for each start. For a reduction, XLA would make an
-    # array [b, t, s, starts].
-    past = ((distance >= start).astype(jnp.int32) for start in starts)
-    exact = each_way // 2
-    # Kernels for TPUs have no minimum of unsigned integers. With `< exact`, the compiler would turn
-    # the selection into a minimum.
-    near = jnp.where(distance < exact + 1, distance, exact).astype(jnp.int32)
-    buckets = sum(past, start=near)
-    return buckets if causal else buckets + jnp.where(after, each_way, 0)
+        distance = jnp.where(is_after, 0, distance)
+    # The buckets below `exact` hold one distance each.
+    exact = direction_buckets // 2
+    # The minimum of the distance and `exact`. Kernels for TPUs have no minimum of unsigned
+    # integers, and with `< exact` the compiler would turn the selection into such a minimum.
+    buckets = jnp.where(distance < exact + 1, distance, exact).astype(jnp.int32)
+    # Each start that the distance has reached adds a bucket. The sum is unrolled: for a reduction,
+    # XLA would make an array [b, t, s, starts].
+    for start in bucket_starts:
+        buckets = buckets + (distance >= start).astype(jnp.int32)
+    return buckets if causal else buckets + jnp.where(is_after, direction_buckets, 0)
 
 
-def _after_and_distance(
+def _is_after_and_distance(
     queries: Integer[Array, "*q t"], keys: Integer[Array, "*k s"]
 ) -> tuple[Bool[Array, "*b t s"], UInt[Array, "*b t s"]]:
-    """Returns whether each key is after the query, and the distance between both."""
-    # The distance of two signed integers fits the unsigned dtype of their width.
+    """Returns, for each query and key, whether the key is after the query, and their distance."""
     dtype = np.promote_types(queries.dtype, keys.dtype)
     queries = queries.astype(dtype)[..., :, None]
     keys = keys.astype(dtype)[..., None, :]
+    is_after = keys > queries
+    # A difference of signed integers may wrap, but the distance fits the unsigned dtype.
     unsigned = np.dtype(f"u{dtype}")
-    after = keys > queries
     difference = keys.astype(unsigned) - queries.astype(unsigned)
-    return after, jnp.where(after, difference, -difference)
+    return is_after, jnp.where(is_after, difference, -difference)

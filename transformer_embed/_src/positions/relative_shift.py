@@ -72,7 +72,8 @@ def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Arra
         num_keys = arguments.size("num_keys", num_keys)
     # Symbolic sizes have no order, and are assumed to fit.
     is_symbolic = any(map(export.is_symbolic_dim, (queries, columns, num_keys)))
-    if not is_symbolic and not num_keys <= columns <= max(num_keys + queries - 1, num_keys):
+    # No queries have as many columns as one query.
+    if not is_symbolic and not num_keys <= columns <= num_keys + max(queries - 1, 0):
         want = f"{num_keys} to {num_keys + queries - 1} columns for {num_keys} keys"
         raise arguments.value_error("logits", want, f"shape {list(logits.shape)}")
     return _shifted(logits, num_keys)
@@ -81,15 +82,28 @@ def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Arra
 # The function is compiled even if the caller is not.
 @compiled(1)
 def _shifted(logits: Float[Array, "*b t r"], num_keys: int) -> Float[Array, "*b t s"]:
+    """Computes `relative_shift` by reshaping, so that nothing has to be gathered.
+
+    For example, of two queries and two keys with columns a b and c d, the rows are padded to
+
+        a b - -
+        c d - -
+
+    and the flat array a b - - c d - -, read from the index 1 on in rows of 3, is
+
+        b - -
+        c d -
+
+    whose first two columns are the result.
+    """
     logits = with_whole_rows(with_whole_rows(logits, -1), -2)
     *batch, queries, columns = logits.shape
     width = num_keys + queries
     padding = [(0, 0)] * (logits.ndim - 1) + [(0, width - columns)]
     padded = jnp.pad(logits, padding, constant_values=-jnp.inf)
-    # In the flat array, one row after the other, a step to the next row is `width` and the shift is
-    # one less for each row. So rows that are one shorter begin at the right columns, and nothing
-    # has to be gathered.
     flat = padded.reshape(*batch, queries * width)
+    # Query t begins at column queries - 1 - t, which is one column earlier for each query. So its
+    # row begins one entry less than `width` after the row before it.
     start = max(queries - 1, 0)
-    flat = flat[..., start : start + queries * (width - 1)]
-    return flat.reshape(*batch, queries, width - 1)[..., :num_keys]
+    shifted = flat[..., start : start + queries * (width - 1)]
+    return shifted.reshape(*batch, queries, width - 1)[..., :num_keys]

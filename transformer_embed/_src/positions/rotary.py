@@ -128,8 +128,9 @@ def apply_rotary(
         "positions", points.shape[:-1], x.shape[:-2], tokens, with_length=True
     )
     base = arguments.positive("base", base)
-    frequencies = _frequencies(paired_dim, rotary_dim // 2, base, scaling)
-    return _rotated(x, points, layout, frequencies.units, frequencies.attention_factor, axes)
+    rotating_pairs = rotary_dim // 2
+    frequencies = _frequencies(paired_dim, rotating_pairs, base, scaling)
+    return _rotate(x, points, layout, frequencies.units, frequencies.attention_factor, axes)
 
 
 def permute_rotary_weights(
@@ -180,7 +181,7 @@ def permute_rotary_weights(
     rotary_dim = _checked_rotary_dim(rotary_dim, head_dim)
     source = arguments.choice("source", source, ROTARY_LAYOUTS)
     target = arguments.choice("target", target, ROTARY_LAYOUTS)
-    return _permuted(array, num_heads, rotary_dim, source, target)
+    return _permute(array, num_heads, rotary_dim, source, target)
 
 
 def _check_axes(axes: tuple[int, ...], pairs: int, shape: tuple[int, ...]) -> None:
@@ -192,7 +193,7 @@ def _check_axes(axes: tuple[int, ...], pairs: int, shape: tuple[int, ...]) -> No
 
 
 @compiled(2, 3, 4, 5)
-def _rotated(
+def _rotate(
     x: Float[Array, "... t h d"],
     positions: Array,
     layout: str,
@@ -206,69 +207,96 @@ def _rotated(
         x: The heads.
         positions: The positions, [..., length, axes].
         layout: Which channels form a pair.
-        units: The frequency of each pair, in `phase.units`.
+        units: The frequency of each pair, in `phase.in_turn_units`.
         attention_factor: The factor of cosines and sines.
         pair_axes: The axis of each pair, or () if there is only one axis.
     """
-    # Users may disable jax's rank promotion, so positions and axes get the rank of x.
-    positions = jnp.expand_dims(positions, (*range(x.ndim - positions.ndim - 1), -2))
-    axis_of_pair = np.expand_dims(pair_axes, tuple(range(x.ndim - 1)))
-    position, *others = jnp.split(positions, positions.shape[-1], -1)
-    for axis, other in enumerate(others, 1):
-        position = jnp.where(axis_of_pair == axis, other, position)
-    # A cosine is the sine a quarter turn on.
-    cosine, sine = np.array([1, 0], np.uint32)
-    frequencies = phase.words(units)
-    waves = [phase.sinusoid(position, frequencies, quarters) for quarters in (cosine, sine)]
-    # Otherwise a CPU would compute the phases again for each head.
-    waves = computed_once(np.float32(attention_factor) * jnp.stack(waves))
+    # Users may disable jax's rank promotion, so positions get the rank of x: an axis for the heads,
+    # and leading axes. [..., length, 1, axes].
+    leading_axes = range(x.ndim - positions.ndim - 1)
+    positions = jnp.expand_dims(positions, (*leading_axes, -2))
+    pair_positions = _positions_of_pairs(positions, pair_axes)
+    cosines_and_sines = _cosines_and_sines(pair_positions, units, attention_factor)
     wide = conversions.compute_dtype(x.dtype)
-    cos = waves[0].astype(wide)
-    sin = waves[1].astype(wide)
+    cosines = cosines_and_sines[0].astype(wide)
+    sines = cosines_and_sines[1].astype(wide)
     # A TPU splits and joins 16-bit arrays directly, so x is widened after the split. Widening first
     # would take extra passes over memory.
     paired_dim = 2 * len(units)
-    first, second = _split_pairs(x[..., :paired_dim], layout)
-    first = first.astype(wide)
-    second = second.astype(wide)
-    pairs = [first * cos - second * sin, second * cos + first * sin]
-    rotated = _join_pairs([half.astype(x.dtype) for half in pairs], layout)
+    first_channels, second_channels = _split_pairs(x[..., :paired_dim], layout)
+    first_channels = first_channels.astype(wide)
+    second_channels = second_channels.astype(wide)
+    new_first = first_channels * cosines - second_channels * sines
+    new_second = second_channels * cosines + first_channels * sines
+    rotated = _join_pairs([new_first.astype(x.dtype), new_second.astype(x.dtype)], layout)
     return jnp.concatenate([rotated, x[..., paired_dim:]], -1)
 
 
+def _positions_of_pairs(
+    positions: Shaped[Array, "... t 1 a"], pair_axes: tuple[int, ...]
+) -> Shaped[Array, "... t 1 #p"]:
+    """Chooses, for each of p pairs, the position on the axis of the pair.
+
+    If there is only one axis, all pairs share its position, and the last size is 1.
+    """
+    axis_of_pair = np.expand_dims(pair_axes, tuple(range(positions.ndim - 1)))
+    pair_positions, *other_axes = jnp.split(positions, positions.shape[-1], -1)
+    for axis, axis_positions in enumerate(other_axes, 1):
+        pair_positions = jnp.where(axis_of_pair == axis, axis_positions, pair_positions)
+    return pair_positions
+
+
+def _cosines_and_sines(
+    pair_positions: Shaped[Array, "... t 1 #p"], units: tuple[int, ...], attention_factor: float
+) -> Float[Array, "2 ... t 1 p"]:
+    """Computes the cosines, then the sines, of the angles of pairs, times the attention factor."""
+    frequencies = phase.in_words(units)
+    # A cosine is the sine a quarter turn on.
+    cosine_quarters, sine_quarters = np.array([1, 0], np.uint32)
+    cosines = phase.sinusoid(pair_positions, frequencies, cosine_quarters)
+    sines = phase.sinusoid(pair_positions, frequencies, sine_quarters)
+    # If a CPU fused them into the rotation, it would compute them again for each head.
+    return computed_once(np.float32(attention_factor) * jnp.stack([cosines, sines]))
+
+
 @compiled(1, 2, 3, 4)
-def _permuted(
+def _permute(
     weights: Shaped[Array, "... hd"], num_heads: int, rotary_dim: int, source: str, target: str
 ) -> Shaped[Array, "... hd"]:
     """Reorders the first `rotary_dim` channels of each head."""
-    # The last size is not -1, because it cannot be told from empty weights.
+    # `reshape` cannot compute a size of -1 if the weights are empty.
     head_dim = weights.shape[-1] // num_heads
     heads = weights.reshape(*weights.shape[:-1], num_heads, head_dim)
-    pairs = _join_pairs(_split_pairs(heads[..., :rotary_dim], source), target)
-    return jnp.concatenate([pairs, heads[..., rotary_dim:]], -1).reshape(weights.shape)
+    pairs = _split_pairs(heads[..., :rotary_dim], source)
+    permuted = _join_pairs(pairs, target)
+    all_channels = jnp.concatenate([permuted, heads[..., rotary_dim:]], -1)
+    return all_channels.reshape(weights.shape)
 
 
 def _split_pairs(x: Shaped[Array, "... d"], layout: str) -> list[Shaped[Array, "... p"]]:
-    """Returns the first and the second channel of each pair."""
+    """Returns the first channels of all p pairs, and the second channels of all pairs."""
     if layout == "half":
         return jnp.split(x, 2, -1)
-    # Before jax 0.10 a strided index is a gather, which fails under explicit mesh axes. In a head
-    # without channels, the start 1 would be past the end.
-    starts = (0, min(1, x.shape[-1]))
-    return [jax.lax.slice_in_dim(x, start, None, stride=2, axis=-1) for start in starts]
+    # This is `x[..., 0::2]` and `x[..., 1::2]`. Before jax 0.10 a strided index is a gather, which
+    # fails under explicit mesh axes. In a head without channels, the start 1 would be past the end.
+    first = jax.lax.slice_in_dim(x, 0, None, stride=2, axis=-1)
+    second = jax.lax.slice_in_dim(x, min(1, x.shape[-1]), None, stride=2, axis=-1)
+    return [first, second]
 
 
 def _join_pairs(pairs: list[Shaped[Array, "... p"]], layout: str) -> Shaped[Array, "... d"]:
-    """Puts the first and the second channel of each pair where the layout has them."""
+    """Joins the first and the second channels of all pairs, in the order of the layout."""
     if layout == "half":
         return jnp.concatenate(pairs, -1)
-    return jax.lax.collapse(jnp.stack(pairs, -1), pairs[0].ndim - 1)
+    # [..., p, 2] becomes [..., d].
+    side_by_side = jnp.stack(pairs, -1)
+    return jax.lax.collapse(side_by_side, side_by_side.ndim - 2)
 
 
 class _Frequencies(NamedTuple):
     """Holds the frequencies of a rotation."""
 
-    # One number for each pair, in `phase.units`.
+    # One number for each pair, in `phase.in_turn_units`.
     units: tuple[int, ...]
     # The factor of cosines and sines.
     attention_factor: float
@@ -280,12 +308,13 @@ def _frequencies(
 ) -> _Frequencies:
     """Computes the frequency of each pair, of which the first `rotating_pairs` rotate.
 
-    Two scalings that scale alike give equal results, so they share their compiled functions.
+    `_rotate` is compiled for these numbers and not for the scaling. So two scalings that give equal
+    numbers share a compiled program.
     """
     frequencies, attention_factor = scaled_frequencies(scaling, paired_dim, base)
     # A frequency of 0 rotates nothing.
     frequencies[rotating_pairs:] = 0
-    return _Frequencies(units=phase.units(frequencies), attention_factor=attention_factor)
+    return _Frequencies(units=phase.in_turn_units(frequencies), attention_factor=attention_factor)
 
 
 def _checked_rotary_dim(rotary_dim: int | None, head_dim: int) -> int:

@@ -36,8 +36,9 @@ _CONVERTERS = dict.fromkeys(_POSITIVE, arguments.positive) | {
 
 
 class _Scaling:
-    """Has what `scaled_frequencies` needs of a scaling."""
+    """Is the parent of all scalings. A scaling also has a method `_scaled`."""
 
+    # What a scaling without a field of this name has.
     attention_factor: float | None = None
 
     def __post_init__(self) -> None:
@@ -79,7 +80,7 @@ class LinearScaling(_Scaling):
     factor: float
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """Scales decimals of `phase.geometric_frequencies`, which have this base."""
+        """Scales the frequencies of pairs, decimals that were computed from this base."""
         return frequencies / Decimal(self.factor)
 
 
@@ -115,7 +116,7 @@ class NTKScaling(_Scaling):
     alpha: float
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """Scales decimals of `phase.geometric_frequencies`, which have this base."""
+        """Scales the frequencies of pairs, decimals that were computed from this base."""
         # (base * alpha ** (d / (d - 2))) ** (-2i / d)
         #     = base ** (-2i / d) * alpha ** (-i / (d / 2 - 1))
         pairs = len(frequencies)
@@ -196,19 +197,19 @@ class YarnScaling(_Scaling):
             raise arguments.value_error("beta_fast", want, self.beta_fast)
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """Scales decimals of `phase.geometric_frequencies`, which have this base."""
+        """Scales the frequencies of pairs, decimals that were computed from this base."""
         base = arguments.real("base", base, lowest=math.nextafter(1, 2), want="a number above 1")
         dim = 2 * len(frequencies)
         log_base = Decimal(base).ln()
 
-        def index(turns: float) -> Decimal:
+        def index_with_turns(turns: float) -> Decimal:
             """Computes the index of the frequency that makes so many turns."""
             angle = 2 * phase.PI * Decimal(turns)
             return dim * (self.original_length / angle).ln() / (2 * log_base)
 
-        # The ends of the ramp.
-        low = index(self.beta_fast)
-        high = index(self.beta_slow)
+        # The ramp rises from 0 at the index `low` to 1 at the index `high`.
+        low = index_with_turns(self.beta_fast)
+        high = index_with_turns(self.beta_slow)
         if self.truncate:
             low = low.to_integral_value(decimal.ROUND_FLOOR)
             high = high.to_integral_value(decimal.ROUND_CEILING)
@@ -217,15 +218,16 @@ class YarnScaling(_Scaling):
         # A ramp without a width would divide by zero, so YaRN's code and transformers widen it.
         if low == high:
             high += Decimal("0.001")
-        ramp = (np.arange(dim // 2, dtype=object) - low) / (high - low)
+        indices = np.arange(dim // 2, dtype=object)
+        ramp = (indices - low) / (high - low)
         return _blended(frequencies, ramp, self.factor)
 
     def _usual_attention_factor(self) -> float:
         """Computes m(mscale) / m(mscale_all_dim), as in the docstring of the class."""
         # A factor below 1 counts as 1.
-        log = max(Decimal(self.factor).ln(), Decimal(0)) / 10
-        numerator = Decimal(self.mscale) * log + 1
-        denominator = Decimal(self.mscale_all_dim) * log + 1
+        log_factor = max(Decimal(self.factor).ln(), Decimal(0))
+        numerator = Decimal(self.mscale) * (log_factor / 10) + 1
+        denominator = Decimal(self.mscale_all_dim) * (log_factor / 10) + 1
         return float(numerator / denominator)
 
 
@@ -276,12 +278,14 @@ class Llama3Scaling(_Scaling):
         arguments.real("high_freq_factor", self.high_freq_factor, lowest=lowest, want=want)
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """Scales decimals of `phase.geometric_frequencies`, which have this base."""
+        """Scales the frequencies of pairs, decimals that were computed from this base."""
         low = Decimal(self.low_freq_factor)
         high = Decimal(self.high_freq_factor)
         turns = self.original_length * frequencies / (2 * phase.PI)
-        # Equal bounds have no width to divide by. A tiny width makes the blend a step.
-        width = high - low or Decimal("1e-20")
+        width = high - low
+        if width == 0:
+            # Equal bounds have no width to divide by. A tiny width makes the blend a step.
+            width = Decimal("1e-20")
         # The formula's s is (turns - low) / width, and this is 1 - s.
         divided_share = (high - turns) / width
         return _blended(frequencies, divided_share, self.factor)
@@ -340,7 +344,7 @@ class LongRopeScaling(_Scaling):
     attention_factor: float | None = None
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """Scales decimals of `phase.geometric_frequencies`, which have this base."""
+        """Scales the frequencies of pairs, decimals that were computed from this base."""
         name = "long_factor" if self.length > self.original_length else "short_factor"
         factors = getattr(self, name)
         what = "half as many numbers as rotated channels"
@@ -350,17 +354,24 @@ class LongRopeScaling(_Scaling):
     def _usual_attention_factor(self) -> float:
         """Computes sqrt(1 + ln(factor) / ln(original_length))."""
         # A factor below 1 counts as 1.
-        log = max(Decimal(self.factor).ln(), Decimal(0))
-        return float((1 + log / Decimal(self.original_length).ln()).sqrt())
+        log_factor = max(Decimal(self.factor).ln(), Decimal(0))
+        log_length = Decimal(self.original_length).ln()
+        return float((1 + log_factor / log_length).sqrt())
 
 
 Scaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling | LongRopeScaling
 
 
 def scaled_frequencies(scaling: Scaling | None, dim: int, base: float) -> tuple[np.ndarray, float]:
-    """Computes the frequencies of an even number of channels, and the factor of cosines and sines.
+    """Computes the frequency of each pair of channels, and the factor of cosines and sines.
 
-    The frequencies are decimals, in radians per unit of position.
+    Args:
+        scaling: How the frequencies are changed. If None, they stay as they are.
+        dim: The number of channels, an even number.
+        base: The base of the frequencies.
+
+    Returns:
+        The frequencies as `dim // 2` decimals, in radians per unit of position, and the factor.
     """
     frequencies = phase.geometric_frequencies(dim // 2, base, dim / 2)
     if scaling is None:

@@ -27,7 +27,7 @@ from transformer_embed._src.sequences.token_arrays import check_last_position
 _reals = functools.partial(arguments.entries, convert=arguments.real)
 # A field of this name has the same meaning in every scheme.
 _CONVERTERS = SINUSOID_CONVERTERS | {
-    # Python ints, because sums with a narrow numpy integer would wrap.
+    # These become Python ints, because sums with a narrow numpy integer would wrap.
     "start": arguments.int32,
     "at_padding": arguments.int32,
     "pad_id": arguments.int32,
@@ -108,11 +108,12 @@ class PositionScheme:
 
     def _check_length(self, length: int) -> None:
         """Raises a ValueError if a row of this length has more tokens than there are positions."""
-        if self.max_len is not None and length > self.max_len - self.start:
+        if self.max_len is not None:
             most = self.max_len - self.start
-            name = type(self).__name__
-            want = f"at most {most} tokens in a row, the positions of {name} (max_len)"
-            raise arguments.value_error("ids or x", want, length)
+            if length > most:
+                name = type(self).__name__
+                want = f"at most {most} tokens in a row, the positions of {name} (max_len)"
+                raise arguments.value_error("ids or x", want, length)
         check_last_position("start", self.start, length)
 
     def encoding(self, positions: Any, d_model: int) -> Float[Array, "... d"]:

@@ -177,12 +177,12 @@ class Sinusoids:
 
 
 def as_grid(shape: Sequence[int], axes: Sequence[int] | None) -> tuple[tuple[int, ...], ...]:
-    """Returns the points along each axis of a grid, and the axes in the order of their channels."""
+    """Checks a grid, and returns the length of each axis, and the axes in the order of channels."""
     lengths = arguments.entries("shape", shape, arguments.size)
     arguments.size("shape: its number of points", math.prod(lengths))
     all_axes = tuple(range(len(lengths)))
-    order = all_axes if axes is None else axes
-    order = arguments.entries("axes", order, arguments.integer)
+    axes_or_all = all_axes if axes is None else axes
+    order = arguments.entries("axes", axes_or_all, arguments.integer)
     if not lengths or sorted(order) != list(all_axes):
         want = f"a permutation of the axes of shape {lengths}, at least one"
         raise arguments.value_error("axes", want, axes)
@@ -205,6 +205,7 @@ def as_coordinates(
 class Channels(NamedTuple):
     """Says what each channel computes: `sin(position * frequency + quarter * pi / 2)`."""
 
+    # The words of the frequency of each channel.
     frequencies: phase.Words
     # 0 for a sine, 1 for a cosine, which is the sine a quarter turn on.
     quarters: np.ndarray
@@ -217,26 +218,29 @@ def channels(options: Sinusoids, d_model: int) -> Channels:
     Raises:
         ValueError: The options make no encoding of d_model channels.
     """
-    units = np.array(phase.units(_pair_frequencies(options, d_model)), object)
+    pair_frequencies = _pair_frequencies(options, d_model)
+    pair_units = np.array(phase.in_turn_units(pair_frequencies), object)
+    # The two rows are the sines and the cosines, and the columns are the pairs.
     is_cosine_first = options.layout == "cos_sin"
-    quarters = np.array([[1], [0]] if is_cosine_first else [[0], [1]], np.uint32)
-    # Rows are the sines and the cosines, and columns are the pairs. Reading column by column ("F")
-    # puts the two of a pair side by side.
+    quarters_of_rows = [[1], [0]] if is_cosine_first else [[0], [1]]
+    row_quarters = np.array(quarters_of_rows, np.uint32)
+    # Reading column by column ("F") puts the sine and the cosine of a pair side by side.
     order = "F" if options.layout == "interleaved" else "C"
 
-    def per_channel(values: np.ndarray) -> np.ndarray:
-        """Returns a value for each channel, of values that broadcast to [2, pairs]."""
-        two_of_each_pair = np.broadcast_to(values, (2, len(units)))
-        flat = two_of_each_pair.ravel(order)
+    def spread_to_channels(numbers: np.ndarray) -> np.ndarray:
+        """Returns the number of each channel, from numbers that broadcast to [2, pairs]."""
+        rows = np.broadcast_to(numbers, (2, len(pair_units)))
         # With odd="zero", the last channel has the frequency 0, and is the sine of 0.
-        return np.pad(flat, (0, 1))[:d_model]
+        with_one_more = np.pad(rows.ravel(order), (0, 1))
+        return with_one_more[:d_model]
 
-    frequencies = phase.words(per_channel(units))
-    return Channels(frequencies=frequencies, quarters=per_channel(quarters))
+    frequencies = phase.in_words(spread_to_channels(pair_units))
+    return Channels(frequencies=frequencies, quarters=spread_to_channels(row_quarters))
 
 
 def _pair_frequencies(options: Sinusoids, d_model: int) -> np.ndarray:
     """Computes the frequency of each pair of a sine and a cosine, as decimals."""
+    # The number of channels in the exponents.
     width = d_model + d_model % 2 if options.odd == "round_up" else d_model
     pairs = d_model // 2 if options.odd == "zero" else (d_model + 1) // 2
     if options.shift is None:
@@ -251,7 +255,13 @@ def _pair_frequencies(options: Sinusoids, d_model: int) -> np.ndarray:
 
 
 def part_width(d_model: int, axes: int, odd: str) -> int:
-    """Returns the number of channels of each axis of a grid, before they are cut to d_model."""
+    """Returns the number of channels of each axis of a grid, before they are cut to d_model.
+
+    Args:
+        d_model: The number of channels of all axes together.
+        axes: The number of axes.
+        odd: How channels are split over axes. See `SinusoidalGrid`.
+    """
     if odd == "round_up":
         return 2 * math.ceil(d_model / (2 * axes))
     if odd == "zero":
@@ -268,8 +278,8 @@ def part_width(d_model: int, axes: int, odd: str) -> int:
 @compiled(1, 2, 3)
 def encode(positions: Array, d_model: int, options: Sinusoids, dtype: Any) -> Vectors:
     """Computes the encodings of positions [...]."""
-    made = channels(options, d_model)
-    encoding = phase.sinusoid(positions[..., None], made.frequencies, made.quarters)
+    frequencies, quarters = channels(options, d_model)
+    encoding = phase.sinusoid(positions[..., None], frequencies, quarters)
     return encoding.astype(dtype)
 
 
@@ -292,13 +302,15 @@ def encode_grid(
         d_model: The number of channels.
         options: The options of one part.
     """
+    # The index of each point along each axis, and then the coordinate there.
     indices = jnp.unravel_index(points, lengths)
     positions = indices
     if coordinates is not None:
         positions = [array[index] for array, index in zip(coordinates, indices, strict=True)]
     width = part_width(d_model, len(lengths), options.odd)
-    parts = [encode(positions[axis], width, options, np.float32) for axis in axes]
-    encoding = jnp.concatenate(parts, -1)[..., :d_model]
+    axis_encodings = [encode(positions[axis], width, options, np.float32) for axis in axes]
+    encoding = jnp.concatenate(axis_encodings, -1)[..., :d_model]
+    # With odd="zero", the last channels are zeros.
     missing_channels = d_model - encoding.shape[-1]
     padding = [(0, 0)] * (encoding.ndim - 1) + [(0, missing_channels)]
     is_inside = (points >= 0) & (points < math.prod(lengths))

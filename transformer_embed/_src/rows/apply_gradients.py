@@ -8,7 +8,7 @@ their place. XLA drops the results that are not used, so a block costs what its 
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -92,47 +92,49 @@ def apply_gradients(
     grads = as_arrays("grads", grads)
     params = as_arrays("params", params)
     state = as_arrays("state", state)
-    # shard_map takes sharded arrays only as arguments, so arrays are leaves of the step.
+    # shard_map takes sharded arrays only as arguments of its function. So the arrays among the
+    # extra arguments are leaves of the step. The others are a part of the step's function.
     extra_leaves, extra_treedef = jax.tree.flatten(extra_args)
     extra_arrays = {n: leaf for n, leaf in enumerate(extra_leaves) if isinstance(leaf, jax.Array)}
-    trees, treedef = jax.tree.flatten((grads, params, state, extra_arrays), is_leaf=is_gradient)
+    step_trees = (grads, params, state, extra_arrays)
+    numbered_leaves, treedef = jax.tree.flatten(step_trees, is_leaf=is_gradient)
     check_shapes("params", grads, params)
-    leaves = dict(enumerate(trees))
+    leaves = dict(enumerate(numbered_leaves))
     tables = row_check.find_tables(optimizer.init, treedef, leaves)
 
     def with_extra_arrays(arrays: dict[int, Any]) -> dict[str, Any]:
-        all_leaves = dict(enumerate(extra_leaves)) | arrays
+        """Returns the extra arguments, with these arrays in the places of `extra_arrays`."""
+        all_leaves = dict(enumerate(extra_leaves))
+        all_leaves.update(arrays)
         return jax.tree.unflatten(extra_treedef, all_leaves.values())
 
     step = functools.partial(_optimizer_step, optimizer.update, with_extra_arrays, treedef)
     row_check.check(step, leaves, tables, optimizer.update)
     new_leaves = update_tables(step, leaves, tables)
-    after = _StepTrees(*jax.tree.unflatten(treedef, new_leaves.values()))
-    return after.params, after.state
-
-
-class _StepTrees(NamedTuple):
-    """Holds the trees whose leaves a step takes and returns."""
-
-    grads: Tree
-    params: Tree
-    state: Tree
-    extra_arrays: dict[int, Any]
+    _, new_params, new_state, _ = jax.tree.unflatten(treedef, new_leaves.values())
+    return new_params, new_state
 
 
 def _optimizer_step(
     update: Callable, with_extra_arrays: Callable, treedef: Any, leaves: Leaves
 ) -> Leaves:
-    """Returns the leaves after a step; the gradients and the extra arrays stay as they are."""
+    """Returns the leaves after a step. The gradients and the extra arrays stay as they are.
+
+    Args:
+        update: The function `update` of the optimizer.
+        with_extra_arrays: Makes the extra arguments of `update` from the arrays among them.
+        treedef: The structure of (gradients, parameters, state, extra arrays).
+        leaves: The leaves before the step.
+    """
     # optax is slow to load, and only training needs it.
     import optax  # noqa: PLC0415
 
-    before = _StepTrees(*jax.tree.unflatten(treedef, leaves.values()))
-    extra_args = with_extra_arrays(before.extra_arrays)
-    updates, state = update(before.grads, before.state, before.params, **extra_args)
-    params = optax.apply_updates(before.params, updates)
-    after = before.grads, params, state, before.extra_arrays
-    new_leaves, new_treedef = jax.tree.flatten(after, is_leaf=is_gradient)
+    grads, params, state, extra_arrays = jax.tree.unflatten(treedef, leaves.values())
+    extra_args = with_extra_arrays(extra_arrays)
+    updates, new_state = update(grads, state, params, **extra_args)
+    new_params = optax.apply_updates(params, updates)
+    new_trees = (grads, new_params, new_state, extra_arrays)
+    new_leaves, new_treedef = jax.tree.flatten(new_trees, is_leaf=is_gradient)
     if new_treedef != treedef:
         raise TypeError("updates and state do not have the structure of parameters and state")
     return dict(enumerate(new_leaves))

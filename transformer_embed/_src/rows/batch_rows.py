@@ -36,16 +36,22 @@ class BatchRows(NamedTuple):
     rows: Array
 
     def seen(self, rows: Float[Array, "k d"]) -> SeenRows:
-        """Returns the rows that a loss sees."""
+        """Returns the rows that a loss sees, from the values that they have in the loss."""
         return SeenRows(row_indices=self.row_indices, values=rows)
 
     def gradient(self, sums: Float[Array, "k d"]) -> RowGradient:
-        """Returns the gradient of the table, from the gradient of the rows."""
+        """Returns the gradient of the table.
+
+        Args:
+            sums: The gradients of the rows. Each is summed over the ids that read the row.
+        """
         num_rows = len(self.table)
+        # A step with this gradient must wait until the rows are read. Then XLA can write new rows
+        # into a donated table without a copy.
         row_indices = known_after_reading(self.row_indices, self.rows)
-        # If devices with different batches share the table, the gradients of all devices are
-        # summed. For a shared array, `jax.grad` inserts this sum. But here each device has the
-        # gradients of other rows, so equal rows are found and their gradients summed.
+        # If devices with different batches share the table, the gradients of all devices must be
+        # summed. `jax.grad` would insert this sum for an array that is the same on all devices. But
+        # here each device has read other rows, so the sum must match them by their indices.
         batch_axes = varying_axes(sums) - varying_axes(self.table)
         if batch_axes:
             axis_names = tuple(sorted(batch_axes))

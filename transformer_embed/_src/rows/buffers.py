@@ -20,49 +20,56 @@ class BufferSizes(NamedTuple):
     """Holds the sizes of the buffers of one device.
 
     Args:
-        sent: How many ids the device can send to each owner.
-        received: How many distinct ids the device can receive, as an owner.
+        most_sent: How many ids the device can send to each owner.
+        most_received: How many distinct ids the device can receive, as an owner.
     """
 
-    sent: int
-    received: int
+    most_sent: int
+    most_received: int
 
 
 @functools.lru_cache
-def plan_buffers(asked: int, owners: int, shard: int, devices: int, capacity: float) -> BufferSizes:
+def plan_buffers(
+    most_asked: int, owners: int, shard_rows: int, devices: int, capacity: float
+) -> BufferSizes:
     """Chooses the sizes of the buffers of each device.
 
     Args:
-        asked: The most distinct rows that a device asks for.
+        most_asked: The most distinct rows that a device asks for.
         owners: The number of devices that hold different rows.
-        shard: The number of rows of each owner.
+        shard_rows: The number of rows of each owner.
         devices: The number of devices that ask.
         capacity: How many times the mean of a batch without repeats a buffer has room for, at
             least.
     """
     share = 1 / owners
-    # Each device fills a buffer for each owner and one with what it receives.
-    checks = devices * (owners + 1)
-    # No device asks for more rows than there are, and no owner has more rows than its shard.
-    most_sent = min(asked, shard)
-    sent = min(_room(asked, share, checks, capacity), most_sent)
-    sent = -(-sent // TILE) * TILE
-    most_received = min(owners * sent, shard)
-    received = min(_room(asked * owners, share, checks, capacity), most_received)
-    return BufferSizes(sent=sent, received=received)
+    # Each device fills a buffer for each owner, and one with what it receives.
+    buffers = devices * (owners + 1)
+    # An owner cannot be asked for more rows than its shard has.
+    send_room = _room(most_asked, share, buffers, capacity)
+    most_sent = min(send_room, most_asked, shard_rows)
+    # Rounded up to whole tiles.
+    most_sent = -(-most_sent // TILE) * TILE
+    receive_room = _room(most_asked * owners, share, buffers, capacity)
+    most_received = min(receive_room, owners * most_sent, shard_rows)
+    return BufferSizes(most_sent=most_sent, most_received=most_received)
 
 
-def _room(trials: int, share: float, checks: int, capacity: float) -> int:
-    """Returns the room that `trials` ids exceed seldom enough; at least `capacity` times the mean.
+def _room(trials: int, share: float, buffers: int, capacity: float) -> int:
+    """Chooses the room of a buffer, in which each of `trials` ids needs room by chance.
 
-    Each id goes this way with probability `share`. Seldom enough is a probability of at most
-    OVERFLOW_PROBABILITY / checks.
+    Args:
+        trials: The number of ids.
+        share: The probability with which an id goes into this buffer.
+        buffers: The number of buffers that together may overflow with OVERFLOW_PROBABILITY.
+        capacity: The room is at least this number times the mean number of ids that go there.
     """
     # scipy is slow to load, and only an exchange needs it.
     from scipy.special import bdtrc  # noqa: PLC0415
 
     mean = trials * share
     room = math.ceil(max(mean, 1, min(capacity * mean, trials)))
-    while room < trials and bdtrc(room, trials, share) > OVERFLOW_PROBABILITY / checks:
+    # bdtrc is the probability that more ids go there than there is room.
+    while room < trials and bdtrc(room, trials, share) > OVERFLOW_PROBABILITY / buffers:
         room += 1
     return room

@@ -47,7 +47,7 @@ def pmean(grads: Tree, axis_name: Any) -> Tree:
         >>> row_indices[0].tolist(), values[0].tolist()
         ([1, 3, 5, 9], [0.5, 1.0, 0.5, 0.0])
     """
-    # The sum of ones is known while tracing, so nothing is sent.
+    # jax knows this sum while tracing, so nothing is sent.
     devices = jax.lax.psum(1, axis_name)
 
     def mean(leaf: Any) -> Any:

@@ -21,27 +21,27 @@ BLOCK = 1024
 
 
 class SummedRows(NamedTuple):
-    """Distinct row indices, ascending and padded, and the sum of the rows of each."""
+    """Holds distinct row indices, ascending and padded, and the sum of the rows of each index."""
 
     row_indices: Int32[Array, "m"]
     sums: Float[Array, "m d"]
 
 
 def as_max_rows(bound: int | None) -> int:
-    """Returns a bound on distinct ids, or for None a bound that int32 ids never reach."""
+    """Checks a bound on distinct ids. If it is None, returns a bound that ids never exceed."""
     return 2**31 if bound is None else arguments.integer("max_rows", bound, at_least=1)
 
 
 def most_distinct(count: int, num_rows: int, max_rows: int) -> int:
-    """Returns how many rows so many ids can ask for at most, but at least 1."""
+    """Returns how many distinct rows `count` ids can ask for at most, but at least 1."""
     return max(1, min(count, num_rows, max_rows))
 
 
 def distinct_rows(indices: Int32[Array, "..."], num_rows: int, max_rows: int) -> Int32[Array, "k"]:
-    """Returns the smallest distinct indices of those inside the table, ascending, then padding.
+    """Returns the distinct indices inside the table, at most `max_rows`, ascending, then padding.
 
-    Padding consists of distinct numbers of num_rows or above. If there is more than one block,
-    padding fills the last one.
+    If there are more, the largest ones are left out. Padding counts from num_rows on. If there is
+    more than one block, padding fills the last block.
     """
     count = most_distinct(indices.size, num_rows, max_rows)
     room = count if count <= BLOCK else -(-count // BLOCK) * BLOCK
@@ -49,9 +49,10 @@ def distinct_rows(indices: Int32[Array, "..."], num_rows: int, max_rows: int) ->
 
 
 def distinct_ascending(values: Int32[Array, "..."], size: int, room: int) -> Int32[Array, "k"]:
-    """Returns the `room` smallest distinct values below `size`, ascending, then padding.
+    """Returns the distinct values below `size`, at most `room` of them, ascending, then padding.
 
-    Padding counts from `size` on. If there are more such values, the largest ones are left out.
+    If there are more, the largest ones are left out. Padding counts from `size` on. For example,
+    the values 7 2 7 9 with size 8 and room 4 give 2 7 10 11.
     """
     if size + room > 2**31 - 1:
         # Padding counts from `size` on, and would wrap as int32.
@@ -60,7 +61,7 @@ def distinct_ascending(values: Int32[Array, "..."], size: int, room: int) -> Int
     ordered = jnp.sort(values.reshape(-1))
     is_first = jnp.concatenate([jnp.ones_like(ordered[:1], bool), ordered[1:] != ordered[:-1]])
     is_distinct = is_first & (ordered < size)
-    # Repeats, and values of `size` or above, go past the end and are dropped.
+    # Repeats and values of `size` or above get a slot past the end, so they are dropped.
     slots = jnp.where(is_distinct, jnp.cumsum(is_distinct, dtype=jnp.int32) - 1, room)
     padding = jnp.arange(size, size + room, dtype=jnp.int32)
     return padding.at[slots].set(ordered, mode="drop")
@@ -69,30 +70,34 @@ def distinct_ascending(values: Int32[Array, "..."], size: int, room: int) -> Int
 def count_below(
     ascending: Int32[Array, "k"], values: Integer[Array | np.ndarray, "..."]
 ) -> Int32[Array, "..."]:
-    """Counts how many of the ascending numbers are below each value."""
-    # This is a binary search. jnp.searchsorted fails if explicit mesh axes split the values.
+    """Counts how many of the ascending numbers are below each value.
+
+    This is a binary search. jnp.searchsorted fails if explicit mesh axes split the values.
+    """
     size = len(ascending)
     count = jnp.zeros_like(values)
+    # The bits of the counts are found one by one, the highest bit first.
     for bit in reversed(range(size.bit_length())):
-        further = count + 2**bit
-        is_below = read_each(ascending, jnp.minimum(further, size) - 1) < values
-        count = jnp.where((further <= size) & is_below, further, count)
+        larger_count = count + 2**bit
+        last_counted = read_each(ascending, jnp.minimum(larger_count, size) - 1)
+        is_below = last_counted < values
+        count = jnp.where((larger_count <= size) & is_below, larger_count, count)
     return count
 
 
 def read_each(values: Int32[Array, "k"], slots: Int32[Array, "..."]) -> Int32[Array, "..."]:
-    """Returns `values[slots]`; under explicit mesh axes, it is split as the slots are."""
+    """Returns `values[slots]`. Under explicit mesh axes, the result is split as the slots are."""
     sharding = jax.typeof(slots).sharding
     out_sharding = sharding if is_explicit(sharding.mesh) else None
     return values.at[slots].get(out_sharding=out_sharding)
 
 
 def find_each(ascending: Int32[Array, "k"], values: Int32[Array, "..."]) -> Int32[Array, "..."]:
-    """Returns the place of each value among the ascending numbers, or k for any other value."""
+    """Returns the index of each value in the ascending numbers, or k if they lack the value."""
     size = len(ascending)
-    place = count_below(ascending, values)
-    is_found = read_each(ascending, jnp.minimum(place, size - 1)) == values
-    return jnp.where(is_found, place, size)
+    index = count_below(ascending, values)
+    is_found = read_each(ascending, jnp.minimum(index, size - 1)) == values
+    return jnp.where(is_found, index, size)
 
 
 def sum_rows(
@@ -103,8 +108,12 @@ def sum_rows(
 ) -> SummedRows:
     """Sums the rows of equal indices.
 
-    The result has all distinct numbers of `all_indices` that are below `num_rows`. They include the
-    indices of these rows.
+    Args:
+        indices: The index of each row.
+        rows: The rows.
+        num_rows: The number of rows of the table. Larger indices are padding.
+        all_indices: The indices that the result has, once each. They include `indices`. An index
+            without a row gets a sum of zeros.
     """
     distinct = distinct_ascending(all_indices, num_rows, min(all_indices.size, num_rows))
     sums = sum_by_index(rows, find_each(distinct, indices), len(distinct))
@@ -116,19 +125,21 @@ def sum_over_devices(
 ) -> SummedRows:
     """Sums the rows of equal indices over the devices along mapped axes."""
     devices = jax.lax.psum(1, axis_name)
-    # Every device learns the indices of all devices from a sum, because shard_map knows that a sum
-    # is equal on all of them.
-    lists = jnp.zeros([devices, indices.size], jnp.int32)
-    own_list = lists.at[jax.lax.axis_index(axis_name)].set(indices)
-    all_indices = jax.lax.psum(own_list, axis_name)
-    own = sum_rows(indices, rows, num_rows, all_indices)
-    return SummedRows(row_indices=own.row_indices, sums=jax.lax.psum(own.sums, axis_name))
+    # Every device learns the indices of all devices from a sum: each device fills one row of an
+    # array of zeros. An all_gather would do as well, but shard_map knows only of a sum that it is
+    # equal on all devices.
+    zeros = jnp.zeros([devices, indices.size], jnp.int32)
+    own_row = zeros.at[jax.lax.axis_index(axis_name)].set(indices)
+    all_indices = jax.lax.psum(own_row, axis_name)
+    own_sums = sum_rows(indices, rows, num_rows, all_indices)
+    sums = jax.lax.psum(own_sums.sums, axis_name)
+    return SummedRows(row_indices=own_sums.row_indices, sums=sums)
 
 
 def sum_by_index(
     rows: Float[Array, "n d"], index: Int32[Array, "n"], count: int
 ) -> Float[Array, "m d"]:
-    """Sums the rows of each index below `count`.
+    """Sums the rows of each index below `count`, and drops rows with other indices.
 
     This is the transpose of `read_or_zero`, which chooses how to sum on a GPU.
     """

@@ -17,8 +17,8 @@ does not fit, the answer is NaN, and the gradient of the row is dropped.
 The shard of a device is a range of row indices, so ascending indices are grouped by owner. Each
 list of indices ascends, and numbers past the end of the table are padding.
 
-Letters of shapes: v rows of the table, d columns, k rows that devices ask for, n rows that owners
-have for them.
+Letters of shapes: v rows of the table, d columns, s rows of a shard, k rows that devices ask for, n
+rows that owners are asked for.
 """
 
 import functools
@@ -60,12 +60,13 @@ class Exchange(NamedTuple):
     Args:
         mesh: The devices.
         owners: The mesh axes that the rows of the table are split over.
-        replicas: The other mesh axes that ids are split over.
+        replicas: The other mesh axes that ids are split over. Devices along these axes have the
+            same shard of the table.
         id_axes: The mesh axes of each dimension of ids.
         num_rows: The number of rows of the table.
-        asked: How many rows a device asks for at most.
-        sent: How many of them it can ask of each owner.
-        received: How many distinct rows an owner can be asked for.
+        most_asked: How many rows a device can ask for in all.
+        most_sent: How many rows a device can ask of each owner.
+        most_received: How many distinct rows an owner can be asked for by all devices.
     """
 
     mesh: Any
@@ -73,13 +74,13 @@ class Exchange(NamedTuple):
     replicas: Axes
     id_axes: tuple[Axes, ...]
     num_rows: int
-    asked: int
-    sent: int
-    received: int
+    most_asked: int
+    most_sent: int
+    most_received: int
 
     @property
     def devices(self) -> PartitionSpec:
-        """How an array is split if each device has a part of its own."""
+        """How an array is split if each device has its own part: over owners, then replicas."""
         return PartitionSpec((*self.owners, *self.replicas))
 
     def all_to_all(self, buffer: Array) -> Array:
@@ -111,17 +112,18 @@ def plan_exchange(
         raise arguments.value_error("ids", want, f"an array split over {all_axes}")
     num_owners = devices_along(mesh, owners)
     devices = devices_along(mesh, all_axes)
-    asked = most_distinct(count // devices, num_rows, max_rows)
-    sizes = plan_buffers(asked, num_owners, num_rows // num_owners, devices, capacity)
+    most_asked = most_distinct(count // devices, num_rows, max_rows)
+    shard_rows = num_rows // num_owners
+    sizes = plan_buffers(most_asked, num_owners, shard_rows, devices, capacity)
     return Exchange(
         mesh=mesh,
         owners=owners,
         replicas=tuple(axis for axis in all_axes if axis not in owners),
         id_axes=tuple(id_axes),
         num_rows=num_rows,
-        asked=asked,
-        sent=sizes.sent,
-        received=sizes.received,
+        most_asked=most_asked,
+        most_sent=sizes.most_sent,
+        most_received=sizes.most_received,
     )
 
 
@@ -129,12 +131,13 @@ class Requests(NamedTuple):
     """Holds what each device asks for, and what it is asked for; split over all devices.
 
     Args:
-        row_indices: The rows that the device asks for, as far as they find room; ascending and
-            padded.
-        owned_indices: The rows of its shard that the device is asked for; ascending and padded.
-        rows: The values of these rows, in float32 or wider.
-        slots: For each request that the device received, which of its rows it asks for.
-        is_lost: For each request, whether it found no room among these rows.
+        row_indices: The indices of the rows that the device asks for, as far as they find room;
+            ascending and padded.
+        owned_indices: The indices of the rows that the device is asked for, as far as they find
+            room; ascending and padded. The device owns these rows.
+        rows: The values of the rows of `owned_indices`, in float32 or wider.
+        slots: For each request that the device received, where in `owned_indices` its row is.
+        is_lost: For each request that the device received, whether its row found no room there.
     """
 
     row_indices: Int32[Array, "k"]
@@ -170,15 +173,20 @@ class ExchangedRows(NamedTuple):
         return SeenRows(row_indices=requests.row_indices, values=answers)
 
     def gradient(self, sums: Float[Array, "n d"]) -> RowGradient:
-        """Returns the gradient of the table: on each device, of the rows of its shard."""
+        """Returns the gradient of the table: each device has the gradients of its shard's rows.
+
+        Args:
+            sums: The gradients of `rows`. Each is the sum over the devices that asked for the row.
+        """
         row_indices = self.requests.owned_indices
         plan = self.exchange
         if plan.replicas:
-            own = functools.partial(
+            # Several devices have the same shard, and each was asked by other devices.
+            sum_over_replicas = functools.partial(
                 sum_over_devices, num_rows=plan.num_rows, axis_name=plan.replicas
             )
             out_specs = PartitionSpec(plan.owners)
-            sum_replicas = on_each_device(plan.mesh, own, plan.devices, out_specs)
+            sum_replicas = on_each_device(plan.mesh, sum_over_replicas, plan.devices, out_specs)
             row_indices, sums = sum_replicas(row_indices, sums)
         values = sums.astype(self.table.dtype)
         return RowGradient(row_indices=row_indices, values=values, num_rows=plan.num_rows)
@@ -197,8 +205,8 @@ def exchange_rows(
     """
     table_type = jax.typeof(table)
     if table_type.sharding.mesh.manual_axes:
-        # Each device along these axes would return a gradient of its own for the same row, and
-        # nothing would sum them.
+        # Each device along the axes of the shard_map would return a gradient of its own for the
+        # same row, and nothing would sum these gradients.
         want = "None, because the call is inside of a shard_map over some of the mesh axes"
         raise arguments.value_error("capacity", want, capacity)
     exchange = plan_exchange(table_type, typed_axes(indices), indices.size, max_rows, capacity)
@@ -215,26 +223,32 @@ def _ask_owners(
     """Sends the row indices of each device to the owners, which read their rows."""
     num_rows = exchange.num_rows
 
-    def ask(shard, indices):
+    def ask(shard: Float[Array, "s d"], indices: Int32[Array, "..."]) -> Requests:
         """Asks the owners for the rows that this device reads, and reads those it is asked for."""
-        distinct = distinct_ascending(indices, num_rows, exchange.asked)
-        bounds = jnp.arange(0, num_rows + 1, len(shard), dtype=jnp.int32)
-        slots = _slots_of_owners(distinct, bounds, exchange.sent)
+        distinct = distinct_ascending(indices, num_rows, exchange.most_asked)
+        # The shard of owner i has the rows from shard_starts[i] to shard_starts[i + 1].
+        shard_starts = jnp.arange(0, num_rows + 1, len(shard), dtype=jnp.int32)
+        # The buffer has a block of `most_sent` requests for each owner. Unused requests ask for
+        # num_rows, which is no row.
+        slots = _slots_by_range(distinct, shard_starts, exchange.most_sent)
         sent = distinct.at[slots].get(mode="fill", fill_value=num_rows)
-        # The rest of an owner's part repeats the index before it, so that all of them ascend.
-        row_indices = jax.lax.cummax(jnp.where(slots < exchange.asked, sent, -1))
+        # An unused request gets the index before it, so that the row indices ascend.
+        row_indices = jax.lax.cummax(jnp.where(slots < exchange.most_asked, sent, -1))
         received = exchange.all_to_all(sent)
-        owned_indices = distinct_ascending(received, num_rows, exchange.received)
+        owned_indices = distinct_ascending(received, num_rows, exchange.most_received)
         # Padding lies past the shard and reads zeros.
         first_row = first_index(exchange.owners, len(shard))
         rows = shard.at[owned_indices - first_row].get(
             mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True
         )
         owned_slots = find_each(owned_indices, received)
-        is_lost = (owned_slots == exchange.received) & (received < num_rows)
+        is_lost = (owned_slots == exchange.most_received) & (received < num_rows)
+        # A step with this gradient must wait until the rows are read. Then XLA can write new rows
+        # into a donated table without a copy.
+        owned_indices = known_after_reading(owned_indices, rows)
         return Requests(
             row_indices=row_indices,
-            owned_indices=known_after_reading(owned_indices, rows),
+            owned_indices=owned_indices,
             rows=rows,
             slots=owned_slots,
             is_lost=is_lost,
@@ -244,28 +258,40 @@ def _ask_owners(
     return on_each_device(exchange.mesh, ask, in_specs, exchange.devices)(table, indices)
 
 
-def _slots_of_owners(
+def _slots_by_range(
     ascending: Int32[Array, "n"], bounds: Int32[Array, "m"], room: int
 ) -> Int32[Array, "k"]:
-    """Returns the places of the numbers between each two bounds, as many as there is room.
+    """Groups ascending numbers by ranges, and returns the index of each number in its group.
 
-    A place that is left is n, past the end.
+    Each range, from a bound to the next one, gets `room` slots, and further numbers are left out. A
+    slot without a number holds n, which is past the end. For example, the numbers 1 2 5 7 with the
+    bounds 0 4 8 and room 3 give 0 1 4 2 3 4.
     """
     starts = count_below(ascending, bounds)
-    places = starts[:-1, None] + jnp.arange(room, dtype=jnp.int32)[None]
-    return jnp.where(places < starts[1:, None], places, len(ascending)).reshape(-1)
+    # [m - 1, room].
+    slots = starts[:-1, None] + jnp.arange(room, dtype=jnp.int32)[None]
+    range_ends = starts[1:, None]
+    return jnp.where(slots < range_ends, slots, len(ascending)).reshape(-1)
 
 
 @compiled(0)
 def _answer(
     exchange: Exchange, slots: Array, is_lost: Array, rows: Float[Array, "n d"]
 ) -> Float[Array, "k d"]:
-    """Returns, on each device, the rows that it asks for, from the rows of all shards."""
+    """Returns, on each device, the rows that it asks for, from the rows of all shards.
 
-    def answer(slots, is_lost, rows):
+    Args:
+        exchange: The plan.
+        slots: As in `Requests`.
+        is_lost: As in `Requests`. The answer to a request that is lost is NaN.
+        rows: The rows of the shards, as in `Requests`.
+    """
+
+    def answer_requests(slots: Array, is_lost: Array, rows: Array) -> Array:
+        """Sends the rows that this device was asked for, and returns the rows it asked for."""
         answers = read_or_zero(rows, slots.astype(jnp.uint32))
         nan = np.array(np.nan, rows.dtype)
         return exchange.all_to_all(jnp.where(is_lost[:, None], nan, answers))
 
-    run = on_each_device(exchange.mesh, answer, exchange.devices, exchange.devices)
-    return run(slots, is_lost, rows)
+    answer = on_each_device(exchange.mesh, answer_requests, exchange.devices, exchange.devices)
+    return answer(slots, is_lost, rows)

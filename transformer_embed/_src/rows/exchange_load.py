@@ -87,34 +87,47 @@ def exchange_load(
 
 
 def _counted(plan: Exchange, indices: np.ndarray) -> dict[str, Any]:
-    """Counts what the devices ask for with these row indices, [devices, n]."""
+    """Counts what the devices ask for with these row indices, [devices, n].
+
+    A request is one number, `device * num_rows + row`, of the device that asks and of the row.
+    """
     devices = np.arange(len(indices))[:, None]
-    # A device and a row that it asks for are one number, device * num_rows + row.
-    asked = np.unique(devices * plan.num_rows + indices)
-    shard = plan.num_rows // devices_along(plan.mesh, plan.owners)
-    within_bound = _first_of_each(asked, plan.num_rows, plan.asked)
-    sent = _first_of_each(within_bound, shard, plan.sent)
-    received = _rows_by_owner(plan, sent)
-    dropped = len(asked) - len(sent) + np.maximum(received - plan.received, 0).sum()
-    return {"rows": _rows_by_owner(plan, asked), "dropped": int(dropped)}
+    requests = np.unique(devices * plan.num_rows + indices)
+    # A device asks for its first rows up to a bound, and for the first ones of each owner.
+    within_bound = _first_of_each_range(requests, plan.num_rows, plan.most_asked)
+    shard_rows = plan.num_rows // devices_along(plan.mesh, plan.owners)
+    sent = _first_of_each_range(within_bound, shard_rows, plan.most_sent)
+    not_sent = len(requests) - len(sent)
+    received = _count_rows_by_owner(plan, sent)
+    not_received = np.maximum(received - plan.most_received, 0).sum()
+    rows = _count_rows_by_owner(plan, requests)
+    return {"rows": rows, "dropped": int(not_sent + not_received)}
 
 
-def _rows_by_owner(plan: Exchange, requests: np.ndarray) -> np.ndarray:
-    """Counts the distinct rows that each device is asked for, [size of each axis of the batch]."""
+def _count_rows_by_owner(plan: Exchange, requests: np.ndarray) -> np.ndarray:
+    """Counts the distinct rows that each device is asked for, [size of each axis of the batch].
+
+    A request is the number `device * num_rows + row`, as in `_counted`.
+    """
     (axes,) = plan.id_axes
-    shape = [plan.mesh.shape[axis] for axis in axes]
+    mesh_shape = [plan.mesh.shape[axis] for axis in axes]
     owner_shape = [plan.mesh.shape[axis] for axis in plan.owners]
-    shard = plan.num_rows // devices_along(plan.mesh, plan.owners)
-    device, row = divmod(requests, plan.num_rows)
+    shard_rows = plan.num_rows // devices_along(plan.mesh, plan.owners)
+    devices, rows = np.divmod(requests, plan.num_rows)
     # An owner has the coordinates of the device that asks, except along the axes of the rows.
-    coordinates = dict(zip(axes, np.unravel_index(device, shape), strict=True))
-    coordinates |= zip(plan.owners, np.unravel_index(row // shard, owner_shape), strict=True)
-    owner = np.ravel_multi_index([*coordinates.values()], shape)
-    distinct = np.unique(owner * plan.num_rows + row)
-    return np.bincount(distinct // plan.num_rows, minlength=math.prod(shape)).reshape(shape)
+    coordinates = dict(zip(axes, np.unravel_index(devices, mesh_shape), strict=True))
+    owner_coordinates = np.unravel_index(rows // shard_rows, owner_shape)
+    coordinates.update(zip(plan.owners, owner_coordinates, strict=True))
+    owners = np.ravel_multi_index([*coordinates.values()], mesh_shape)
+    # A row that several devices ask of one owner counts once.
+    distinct = np.unique(owners * plan.num_rows + rows)
+    counts = np.bincount(distinct // plan.num_rows, minlength=math.prod(mesh_shape))
+    return counts.reshape(mesh_shape)
 
 
-def _first_of_each(ascending: np.ndarray, length: int, most: int) -> np.ndarray:
-    """Takes the first `most` numbers in each range of this length."""
+def _first_of_each_range(ascending: np.ndarray, length: int, most: int) -> np.ndarray:
+    """Takes the first `most` numbers in each range 0..length-1, length..2*length-1, ..."""
     ranges = ascending // length
-    return ascending[np.arange(len(ranges)) - ranges.searchsorted(ranges) < most]
+    first_index_of_range = ranges.searchsorted(ranges)
+    index_in_range = np.arange(len(ranges)) - first_index_of_range
+    return ascending[index_in_range < most]

@@ -23,8 +23,8 @@ from transformer_embed._src.tables.row_order import RowOrder, nearest_rows
 from transformer_embed._src.tables.stand_in import StandIn
 from transformer_embed._src.tokens.lookup import lookup
 
-# How many marks stand beside some rows of a table. With more of them, fewer functions of a row's
-# place keep them all alike.
+# The number of marks. The more marks there are, the fewer functions of a row's place give all of
+# them the same result.
 MARKS = 8
 
 
@@ -108,18 +108,20 @@ def new_marks(width: int, dtype: Any) -> Float[np.ndarray, "m d"]:
     """Makes the marks of rows, as numpy arrays because `jax_debug_nans` lets those pass."""
     # The equal rows are tiny, so that noise of any usual size makes them differ. Their squares and
     # inverses are still normal numbers.
-    unit = 2.0 ** (jnp.finfo(dtype).minexp // 2)
-    return np.repeat([[np.nan], *[[unit]] * (MARKS - 1)], width, axis=1).astype(dtype)
+    tiny = 2.0 ** (jnp.finfo(dtype).minexp // 2)
+    marks = np.full((MARKS, width), tiny)
+    marks[0] = np.nan
+    return marks.astype(dtype)
 
 
 def are_unmixed(marks: Float[Array, "m d"]) -> Bool[Array, ""]:
     """Returns whether the first mark is still NaN, and the others are still finite and equal."""
-    # Each function keeps the rank of arrays, since users may disable jax's rank promotion.
-    first = marks[1:2]
+    # This is a slice, [1, d], since users may disable jax's rank promotion.
+    first_equal_mark = marks[1:2]
     # A compiler may compute the rows of one array in two ways, which round differently.
-    tolerance = 4 * jnp.finfo(marks.dtype).eps * jnp.abs(first)
+    tolerance = 4 * jnp.finfo(marks.dtype).eps * jnp.abs(first_equal_mark)
     # If a number is NaN or infinite, its difference is NaN, which is not within the tolerance.
-    are_equal = jnp.abs(marks[1:] - first) <= tolerance
+    are_equal = jnp.abs(marks[1:] - first_equal_mark) <= tolerance
     return jnp.all(jnp.isnan(marks[0])) & jnp.all(are_equal)
 
 
@@ -139,16 +141,17 @@ def _read_seen_rows(
     If the rows are split over devices, each device looks up its own wanted rows in its own rows.
     """
     row_axes, _ = typed_axes(values)
-    axes_of_dimensions = typed_axes(wanted)
     if not row_axes:
         return find_rows(row_indices, values, wanted)
-    id_axes = sum(axes_of_dimensions, ())
+    # The mesh axes of each dimension of the wanted rows.
+    wanted_axes = typed_axes(wanted)
+    id_axes = sum(wanted_axes, ())
     if {*id_axes} != {*row_axes}:
         want = f"split over {row_axes}, as the ids of the step whose rows are exchanged"
         raise arguments.value_error("ids", want, f"an array split over {id_axes}")
     row_spec = PartitionSpec(row_axes)
-    id_spec = PartitionSpec(*axes_of_dimensions)
-    out_spec = PartitionSpec(*axes_of_dimensions, ())
+    id_spec = PartitionSpec(*wanted_axes)
+    out_spec = PartitionSpec(*wanted_axes, ())
     mesh = jax.typeof(values).sharding.mesh
     read = on_each_device(mesh, find_rows, (row_spec, row_spec, id_spec), out_spec)
     return read(row_indices, values, wanted)

@@ -1,12 +1,14 @@
 """Proves that an optimizer updates each row of a table from that row alone.
 
-The step is traced with a prime in the place of each table's number of rows; nothing is computed.
-Each row of a value must be computed from the same row of other values, and from values that all
-rows share (see `row_rules`). Then the step on a block of rows gives the same rows as a step on the
-whole table, unless the optimizer computes with the number of rows, or chooses by it.
+The step is traced, and nothing is computed. For the trace, each table gets a prime number of rows
+that no other array has as a size. So in the traced program, an axis of this size is an axis of the
+table's rows. Each row of a value must be computed from the same row of other values, and from
+values that all rows share (see `row_rules`). Then the step on a block of rows gives the same rows
+as a step on the whole table, unless the optimizer computes with the number of rows, or chooses by
+it.
 
 The proof does not say that rows without a gradient stay as they are. Adam passes, although its
-dense step moves such rows: a row-wise step is lazy.
+dense step changes such rows, and a row-wise step leaves them.
 """
 
 import re
@@ -30,12 +32,13 @@ ADVICE = (
     "Train the table densely, or keep that transformation off it with optax.multi_transform. "
     "To clip by a global norm, clip the gradients before the step"
 )
-# Finds the name of a transformation in the qualified name of a function inside it.
+# Finds the name of a transformation in the qualified name of a function inside it: `scale_by_adam`
+# in `scale_by_adam.<locals>.update_fn`.
 UPDATE = re.compile(r"(?:^|\.)(\w+)(?:\.<locals>)?\.update\w*(?:\.|$)")
 
 
 def find_tables(init: Callable, treedef: Any, leaves: Leaves) -> list[TableStep]:
-    """Finds the tables of a step.
+    """Finds the tables of a step. Raises a ValueError for a state that no row-wise step can have.
 
     Args:
         init: The function of the optimizer that makes a state.
@@ -43,35 +46,45 @@ def find_tables(init: Callable, treedef: Any, leaves: Leaves) -> list[TableStep]
         leaves: The leaves of these.
     """
 
-    def trace(function: Callable, shapes: Any) -> Any:
+    def result_shapes(function: Callable, shapes: Any) -> Any:
+        """Traces a function, and returns the shapes of its results."""
         return _traced(function, shapes, init).results
 
-    tables = tables_of_step(init, trace, treedef, leaves)
+    tables = tables_of_step(init, result_shapes, treedef, leaves)
     grads_treedef, _, state_treedef, _ = treedef.children()
-    _check_no_sums(state_treedef, 2 * grads_treedef.num_leaves, tables)
+    # The leaves of the state come after the gradients and as many parameters.
+    first_state_leaf = 2 * grads_treedef.num_leaves
+    _refuse_apply_every(state_treedef, first_state_leaf, tables)
     return tables
 
 
-def _check_no_sums(state_treedef: Any, first: int, tables: Sequence[TableStep]) -> None:
-    """Raises a ValueError for `optax.apply_every`, which applies its sums in some steps only.
+def _refuse_apply_every(
+    state_treedef: Any, first_state_leaf: int, tables: Sequence[TableStep]
+) -> None:
+    """Raises a ValueError if `optax.apply_every` sums the gradients of a table.
+
+    It applies its sums in some steps only.
 
     Args:
         state_treedef: The structure of the state.
-        first: The number of the first leaf of the state.
-        tables: The tables, whose sums are refused.
+        first_state_leaf: The number of the first leaf of the state.
+        tables: The tables.
     """
     # optax is slow to load, and only training needs it.
     import optax  # noqa: PLC0415
 
-    def is_sum(node):
+    def is_apply_every(node: Any) -> bool:
         return isinstance(node, optax.ApplyEvery)
 
-    numbers = state_treedef.unflatten(range(first, first + state_treedef.num_leaves))
-    nodes = jax.tree.leaves(numbers, is_leaf=is_sum)
-    sums = {*jax.tree.leaves([*filter(is_sum, nodes)])}
-    if any(not sums.isdisjoint(table.leaves) for table in tables):
-        reason = "a row without a gradient would miss the step in which its sum is applied"
-        raise _refusal(reason, optax.apply_every)
+    # The state, with the number of each leaf in the place of the leaf.
+    leaf_numbers = range(first_state_leaf, first_state_leaf + state_treedef.num_leaves)
+    numbered_state = state_treedef.unflatten(leaf_numbers)
+    nodes = jax.tree.leaves(numbered_state, is_leaf=is_apply_every)
+    sum_leaves = {*jax.tree.leaves([node for node in nodes if is_apply_every(node)])}
+    for table in tables:
+        if not sum_leaves.isdisjoint(table.leaves):
+            reason = "a row without a gradient would miss the step in which its sum is applied"
+            raise _refusal(reason, optax.apply_every)
 
 
 def check(
@@ -86,27 +99,29 @@ def check(
         tables: The tables, as `find_tables` returns them.
         update: The optimizer's function, to name in an error.
     """
-    sizes = {table.prime: len(leaves[table.parameter]) for table in tables}
-    before = with_primes(leaves, tables)
-    traced = _traced(step, before, update)
-    for call in _equations(traced.program):
-        reason = why_rows_mix(call.equation, {*sizes})
+    # The number of rows of each table, by the prime that takes its place in the trace.
+    row_counts = {table.prime: len(leaves[table.parameter]) for table in tables}
+    old_shapes = with_primes(leaves, tables)
+    traced = _traced(step, old_shapes, update)
+    for located in _equations(traced.program):
+        reason = why_rows_mix(located.equation, {*row_counts})
         if reason:
-            raise _refusal(reason, update, call.sources)
+            raise _refusal(reason, update, located.sources)
 
     def described(array: Any) -> str:
         """Describes an array as the user knows it, with the number of rows for the prime."""
-        return f"{array.dtype}{[sizes.get(size, size) for size in array.shape]}"
+        shape = [row_counts.get(size, size) for size in array.shape]
+        return f"{array.dtype}{shape}"
 
-    for n, new in traced.results.items():
-        old = before[n]
-        has_rows = not sizes.keys().isdisjoint(old.shape + new.shape)
+    for number, new in traced.results.items():
+        old = old_shapes[number]
+        has_rows = not row_counts.keys().isdisjoint(old.shape + new.shape)
         if has_rows and (new.shape, new.dtype) != (old.shape, old.dtype):
             raise _refusal(f"{described(old)} becomes {described(new)}", update)
 
 
-class _Call(NamedTuple):
-    """Holds an equation of a program, and where the calls that lead to it were written."""
+class _LocatedEquation(NamedTuple):
+    """Holds an equation of a program, and where it and the calls that lead to it were written."""
 
     equation: Any
     sources: tuple
@@ -119,19 +134,19 @@ class _Traced(NamedTuple):
     results: Any
 
 
-def _equations(program: Any, sources: tuple = ()) -> Iterator[_Call]:
-    """Lists all equations, the ones of inner programs first."""
-    # Called programs may be without their constants.
+def _equations(program: Any, sources: tuple = ()) -> Iterator[_LocatedEquation]:
+    """Lists all equations, the equations of called programs before the call."""
+    # A called program may be a Jaxpr, without constants, or a ClosedJaxpr that holds one.
     for equation in getattr(program, "jaxpr", program).eqns:
-        stack = (*sources, equation.source_info)
+        equation_sources = (*sources, equation.source_info)
         for param in jax.tree.leaves(equation.params):
             if isinstance(param, ClosedJaxpr | Jaxpr):
-                yield from _equations(param, stack)
-        yield _Call(equation=equation, sources=stack)
+                yield from _equations(param, equation_sources)
+        yield _LocatedEquation(equation=equation, sources=equation_sources)
 
 
 def _traced(function: Callable, shapes: Any, blamed: Callable) -> _Traced:
-    """Traces a function of arrays of these shapes; an error names `blamed`."""
+    """Traces a function of arrays of these shapes. An error names the function `blamed`."""
     try:
         program, results = jax.make_jaxpr(function, return_shape=True)(shapes)
     except Exception as error:

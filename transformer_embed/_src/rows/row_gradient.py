@@ -1,4 +1,4 @@
-"""The gradient of some rows of a large table, as a leaf of a gradient tree.
+"""Holds the gradient of some rows of a large table, in the place of the table's gradient.
 
 Letters of shapes: k rows with a gradient, d columns of the table.
 """
@@ -19,8 +19,8 @@ from transformer_embed._src.partitioning import on_each_device, typed_axes
 from transformer_embed._src.rows.distinct_ids import sum_rows
 from transformer_embed._src.rows.fingerprint import fingerprint, fits, or_nan
 
-# What a gradient is whose row indices belong to a trace that is over.
-LEFT = (
+# How an error describes a gradient whose row indices belong to a trace that is over.
+LEFT_TRACE = (
     "one that left its jit or vmap (call te.rows.value_and_grad and te.rows.apply_gradients in one "
     "jit, or return its row_indices and values)"
 )
@@ -116,7 +116,8 @@ class RowGradient(SomeRows):
     num_rows: int
     fingerprint: Any = dataclasses.field(default=None, init=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        """Converts and checks the arrays, and makes the fingerprint."""
         arguments.convert_fields(
             self,
             row_indices=arguments.as_int32,
@@ -142,8 +143,9 @@ class RowGradient(SomeRows):
             raise arguments.type_error("grads", want, type(other).__name__)
 
         def sum_both(indices: list[Array], values: list[Array]) -> tuple[Array, Array]:
-            both = jnp.concatenate(indices)
-            return sum_rows(both, jnp.concatenate(values), self.num_rows, both)
+            """Sums the rows of equal indices of both gradients."""
+            all_indices = jnp.concatenate(indices)
+            return sum_rows(all_indices, jnp.concatenate(values), self.num_rows, all_indices)
 
         # The sum gets a fingerprint of its own, which would hide that something mixed these rows.
         values = [self.trusted_values(), other.trusted_values()]
@@ -163,6 +165,7 @@ class RowGradient(SomeRows):
         self.check()
 
         def trusted(indices: Array, values: Array, scaled: Array) -> Array:
+            """Compares the rows of one device with the fingerprint of these rows."""
             return or_nan(fits(indices, values, scaled), values)
 
         return self._on_shards(trusted)(*self.arrays)
@@ -174,7 +177,9 @@ class RowGradient(SomeRows):
             try:
                 jnp.negative(self.row_indices)
             except jax.errors.UnexpectedTracerError as error:
-                raise arguments.type_error("grads", "a RowGradient of this jit", LEFT) from error
+                raise arguments.type_error(
+                    "grads", "a RowGradient of this jit", LEFT_TRACE
+                ) from error
         shape = self.values.shape
         is_right = self.values.ndim == 2 and shape[:1] == self.row_indices.shape
         want = f"{[*self.row_indices.shape, 'd']}, a row for each row index"
@@ -182,11 +187,11 @@ class RowGradient(SomeRows):
 
     @property
     def owners(self) -> PartitionSpec:
-        """How indices and values are split, if each device has those of its own shard."""
+        """How indices and values are split, if each device has the gradients of its own shard."""
         return PartitionSpec(*typed_axes(self.row_indices))
 
     def _on_shards(self, function: Callable) -> Callable:
-        """Returns a function of the rows that runs on each device that has rows of its own."""
+        """Returns a function of the rows, which runs on each device if each has its own rows."""
         if not any(self.owners):
             return function
         mesh = jax.typeof(self.row_indices).sharding.mesh
@@ -194,7 +199,7 @@ class RowGradient(SomeRows):
 
 
 class _StaticIndices:
-    """Row indices as static data of a pytree.
+    """Holds row indices as static data of a pytree.
 
     Two are equal if they are the same array or, outside of jit, have the same values.
     """
@@ -205,12 +210,12 @@ class _StaticIndices:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _StaticIndices):
             return False
-        indices = _known_values(self.indices)
-        others = _known_values(other.indices)
-        if indices is None or others is None:
-            # Traced indices have no values, but those of one batch are one object.
+        own_values = _known_values(self.indices)
+        other_values = _known_values(other.indices)
+        if own_values is None or other_values is None:
+            # Traced indices have no values, but the indices of one batch are one object.
             return self.indices is other.indices
-        return np.array_equal(indices, others)
+        return np.array_equal(own_values, other_values)
 
     def __hash__(self) -> int:
         # Equal indices need equal hashes, and traced indices have no values to make a hash of.
@@ -240,6 +245,7 @@ def is_gradient(leaf: Any) -> bool:
 
 
 def _flatten(gradient: RowGradient) -> tuple[tuple[Any, Any], tuple]:
+    """Returns the leaves of a gradient, which functions of a tree see, and its static data."""
     leaves = gradient.values, gradient.fingerprint
     return leaves, (_StaticIndices(gradient.row_indices), gradient.num_rows)
 

@@ -1,4 +1,4 @@
-"""The rules by which one equation of a traced program keeps the rows of a table apart.
+"""States the rules by which one equation of a traced program keeps the rows of a table apart.
 
 In the traced program, the number of rows is a prime that no other array has as a size. So an axis
 of rows is an axis whose size is one of the primes.
@@ -42,26 +42,32 @@ TAKE = _names_in("gather slice")
 
 
 def why_rows_mix(equation: Any, primes: set[int]) -> str | None:
-    """Returns why an equation may make a row from other rows, or None if it keeps rows apart."""
+    """Returns why an equation may make a row from other rows, or None if it keeps rows apart.
+
+    Args:
+        equation: An equation of a traced program.
+        primes: The numbers of rows of all tables in the program.
+    """
     name = equation.primitive.name
     if name in CALLS:
         return None
-    # The sizes of the axes of rows, for each operand and result that has some.
-    operands = {_row_axes(variable, primes) for variable in equation.invars} - {()}
-    results = {_row_axes(variable, primes) for variable in equation.outvars}
-    if not operands:
-        return _why_places_matter(equation, primes, has_rows=bool(results - {()}))
+    # The different axes of rows among the operands, and among the results. () means none.
+    operand_axes = {_row_axes(variable, primes) for variable in equation.invars} - {()}
+    result_axes = {_row_axes(variable, primes) for variable in equation.outvars}
+    if not operand_axes:
+        return _why_places_matter(equation, primes, has_rows=any(result_axes))
     if name not in KEEP_ROWS_APART:
         return f"{name} is not known to keep rows apart"
-    has_other_axes = len(operands | results) > 1
+    # An operand has the rows of another table, or a result has lost its axis of rows.
+    has_other_axes = len(operand_axes | result_axes) > 1
     takes_some_rows = name in TAKE and not _takes_of_every_row(equation, primes)
-    if has_other_axes or takes_some_rows or _moves_rows(equation, *operands):
+    if has_other_axes or takes_some_rows or _moves_rows(equation, *operand_axes):
         return f"{name} over the rows"
     return None
 
 
 def _row_axes(variable: Any, primes: set[int]) -> tuple[int, ...]:
-    """Returns the sizes of those axes of a variable that are axes of rows."""
+    """Returns the sizes of those axes of a variable that are axes of rows, () for none."""
     return tuple(size for size in variable.aval.shape if size in primes)
 
 
@@ -69,11 +75,12 @@ def _why_places_matter(equation: Any, primes: set[int], *, has_rows: bool) -> st
     """Returns why an equation without rows among its operands may tell rows apart, or None."""
     name = equation.primitive.name
     # A broadcast gives every row the same value.
-    is_alike = name == "broadcast_in_dim"
+    are_rows_alike = name == "broadcast_in_dim"
     if name == "iota":
-        size = equation.outvars[0].aval.shape[equation.params["dimension"]]
-        is_alike = size not in primes
-    if has_rows and not is_alike:
+        (result,) = equation.outvars
+        counted_size = result.aval.shape[equation.params["dimension"]]
+        are_rows_alike = counted_size not in primes
+    if has_rows and not are_rows_alike:
         return f"{name} tells rows apart by their place in the table"
     return None
 
@@ -85,25 +92,28 @@ def _takes_of_every_row(equation: Any, primes: set[int]) -> bool:
     """
     shape = equation.invars[0].aval.shape
     params = equation.params
+    # A gather has the sizes of its windows and the axes that it indexes. A slice has neither.
     window = params.get("slice_sizes", equation.outvars[0].aval.shape)
     indexed_axes = getattr(params.get("dimension_numbers"), "start_index_map", ())
-    return all(
-        size == part and axis not in indexed_axes
-        for axis, (size, part) in enumerate(zip(shape, window, strict=True))
-        if {size, part} & primes
-    )
+    for axis, (size, window_size) in enumerate(zip(shape, window, strict=True)):
+        is_row_axis = size in primes or window_size in primes
+        takes_all = size == window_size and axis not in indexed_axes
+        if is_row_axis and not takes_all:
+            return False
+    return True
 
 
 def _moves_rows(equation: Any, row_axes: tuple[int, ...]) -> bool:
-    """Returns whether an equation is a reshape that may move rows.
+    """Returns whether an equation is a reshape that may move entries from row to row.
 
-    A row stays if as many entries come before it.
+    It does not if the axes before the axis of rows have as many entries before and after it.
     """
     if equation.primitive.name != "reshape":
         return False
     prime = row_axes[0]
     shape = equation.invars[0].aval.shape
     new_shape = equation.outvars[0].aval.shape
-    before = math.prod(shape[: shape.index(prime)])
-    new_before = math.prod(new_shape[: new_shape.index(prime)])
-    return bool(equation.params["dimensions"]) or before != new_before
+    leading_size = math.prod(shape[: shape.index(prime)])
+    new_leading_size = math.prod(new_shape[: new_shape.index(prime)])
+    # A reshape with `dimensions` transposes first.
+    return bool(equation.params["dimensions"]) or leading_size != new_leading_size

@@ -1,7 +1,7 @@
-"""The tables of an optimizer's step, among the leaves of everything that the step takes.
+"""Finds the tables of an optimizer's step, among the leaves of everything that the step takes.
 
-The leaves of (gradients, parameters, state, other arguments) are numbered in this order. A dict
-{number: array} has them, so that some can be replaced by rows of a table.
+The leaves of (gradients, parameters, state, other arguments) are numbered in this order, and held
+in a dict {number: array}. There, some rows of a table can be put in the place of the table.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from transformer_embed._src.rows.row_gradient import is_gradient
 from transformer_embed._src.rows.trees import check_shapes
 
 Leaves = dict[int, Any]
-# Sizes of arrays are seldom larger, so a prime above it is the size of nothing else.
+# The primes are above this number, because few arrays that an optimizer makes have a larger size.
 LARGE = 2**16
 
 
@@ -47,61 +47,77 @@ class TableStep(NamedTuple):
         return self.arrays[0]
 
 
-def with_rows(leaves: Leaves, sizes: Sequence[tuple[TableStep, int]]) -> Leaves:
-    """Replaces each array of a table by the shape that it has with so many rows."""
-    shapes = {
-        n: jax.ShapeDtypeStruct((size, *leaves[n].shape[1:]), leaves[n].dtype)
-        for table, size in sizes
-        for n in table.leaves
-    }
-    return leaves | shapes
+def with_block_shapes(leaves: Leaves, tables: Sequence[TableStep]) -> Leaves:
+    """Replaces each array of a table by the shape that it has with the rows of a block."""
+    shapes = dict(leaves)
+    for table in tables:
+        shapes.update(_shapes_with_rows(leaves, table, table.block_size))
+    return shapes
 
 
 def with_primes(leaves: Leaves, tables: Sequence[TableStep]) -> Leaves:
     """Replaces each array of a table by the shape that it has with a prime number of rows."""
-    return with_rows(leaves, [(table, table.prime) for table in tables])
+    shapes = dict(leaves)
+    for table in tables:
+        shapes.update(_shapes_with_rows(leaves, table, table.prime))
+    return shapes
+
+
+def _shapes_with_rows(leaves: Leaves, table: TableStep, row_count: int) -> Leaves:
+    """Returns, for each array of a table, the shape that it would have with so many rows."""
+    shapes = {}
+    for number in table.leaves:
+        leaf = leaves[number]
+        shapes[number] = jax.ShapeDtypeStruct((row_count, *leaf.shape[1:]), leaf.dtype)
+    return shapes
 
 
 def tables_of_step(
-    init: Callable, trace: Callable, treedef: Any, leaves: Leaves
+    init: Callable, result_shapes: Callable, treedef: Any, leaves: Leaves
 ) -> list[TableStep]:
     """Finds the tables of a step, and the state that each has.
 
     Args:
         init: The function of the optimizer that makes a state.
-        trace: Returns the shapes of the results of a function, or raises an error that names the
-            optimizer.
+        result_shapes: Returns the shapes of the results of a function, or raises an error that
+            names the optimizer.
         treedef: The structure of (gradients, parameters, state, other arguments).
         leaves: The leaves of these.
     """
     grads_treedef, *_ = treedef.children()
-    count = grads_treedef.num_leaves
-    tables = _without_state(count, leaves)
+    parameter_count = grads_treedef.num_leaves
+    tables = _tables_without_state(parameter_count, leaves)
     _, params, state, _ = treedef.unflatten(leaves.values())
     check_shapes("state", jax.eval_shape(init, params), state)
-    # The state of a table is what has as many rows as the table, whatever their number is.
+    # If the table has a prime number of rows, the arrays of its state have this number of rows too.
     _, primed_params, _, _ = treedef.unflatten(with_primes(leaves, tables).values())
-    primed_state = trace(init, primed_params)
-    for n, leaf in enumerate(jax.tree.leaves(primed_state), 2 * count):
+    primed_state = result_shapes(init, primed_params)
+    # The leaves of the state come after the gradients and as many parameters.
+    for number, leaf in enumerate(jax.tree.leaves(primed_state), 2 * parameter_count):
         for table in tables:
             if leaf.shape[:1] == (table.prime,):
-                table.arrays.append(n)
+                table.arrays.append(number)
     return tables
 
 
-def _without_state(count: int, leaves: Leaves) -> list[TableStep]:
-    """Finds the tables among the first `count` leaves, which are gradients."""
-    sizes = sum((leaf.shape for leaf in leaves.values()), (LARGE,))
+def _tables_without_state(parameter_count: int, leaves: Leaves) -> list[TableStep]:
+    """Finds the tables of a step by their gradients, which are the first leaves."""
+    sizes = [LARGE]
+    for leaf in leaves.values():
+        sizes.extend(leaf.shape)
     primes = filter(is_prime, itertools.count(max(sizes) + 1))
     tables = []
-    for n in range(count):
-        gradient = leaves[n]
+    for number in range(parameter_count):
+        gradient = leaves[number]
         if is_gradient(gradient):
             gradient.check()
             block_size = most_distinct(len(gradient.row_indices), gradient.num_rows, BLOCK)
             # The parameters are numbered after the gradients, and have the same structure.
             table = TableStep(
-                gradient=n, arrays=[count + n], prime=next(primes), block_size=block_size
+                gradient=number,
+                arrays=[parameter_count + number],
+                prime=next(primes),
+                block_size=block_size,
             )
             tables.append(table)
     return tables

@@ -39,7 +39,7 @@ class TableIds(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Holds parameters, and says of which tables a function sees only the rows of a batch.
+    """Holds parameters, and what a batch reads of some tables among them.
 
     Args:
         parameters: All parameters, by their names.
@@ -62,15 +62,18 @@ class Tables(NamedTuple):
         - `reads` has the `BatchRows` or `ExchangedRows` of each table, by the name of the table.
         """
         reads = {name: self._read(name) for name in self.ids}
-        values = self.parameters | {name: read.rows for name, read in reads.items()}
+        values = dict(self.parameters)
+        for name, read in reads.items():
+            values[name] = read.rows
+        view = functools.partial(self._view, reads)
         try:
-            return function(values, functools.partial(self._view, reads), reads)
+            return function(values, view, reads)
         except Exception as error:
             error.add_note(NOTE.format(", ".join(self.ids)))
             raise
 
     def unflatten(self, values: Mapping[str, Any]) -> Tree:
-        """Makes a tree like the parameters from values by name, which jax may have sorted."""
+        """Makes a tree like the parameters from values by name, in any order of the names."""
         return self.treedef.unflatten([values[name] for name in self.parameters])
 
     def _read(self, name: str) -> BatchRows | ExchangedRows:
@@ -79,13 +82,19 @@ class Tables(NamedTuple):
         table_ids = self.ids[name]
         check_on_mesh("ids", table_ids.ids, *typed_axes(table))
         indices = nearest_rows(table_ids.ids, len(table), table_ids.order)
-        # A capacity asks for an exchange, but a small table may be whole on each device.
-        if self.capacity is None or not any(typed_axes(table)):
+        # With a capacity, rows are exchanged, but a small table may be whole on each device.
+        is_split = any(typed_axes(table))
+        if self.capacity is None or not is_split:
             return read_batch_rows(table, indices, table_ids.max_rows)
         return exchange_rows(table, indices, table_ids.max_rows, self.capacity)
 
     def _view(self, reads: Mapping, values: Mapping[str, Any]) -> Tree:
-        """Makes the parameters that a loss sees: a stand-in for each table, which has its rows."""
+        """Makes the parameters that a loss sees, with `GatheredRows` in the place of each table.
+
+        Args:
+            reads: The `BatchRows` or `ExchangedRows` of each table, by the name of the table.
+            values: The parameters by name, with the rows of the batch for each table.
+        """
         stand_ins = {}
         for name, read in reads.items():
             table = self.parameters[name]
@@ -120,43 +129,49 @@ def tables_in(
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves
     }
     ids = _by_path("ids", parameters, ids)
-    bounds = _bounds(parameters, ids, max_rows)
+    bounds = _max_rows_by_path(parameters, ids, max_rows)
     config = arguments.instance("config", config, EmbedderConfig | None, "an EmbedderConfig")
-    tables = {name: as_table(name, parameters[name]) for name in ids}
+    tables = {path: as_table(path, parameters[path]) for path in ids}
     if capacity is not None:
         capacity = arguments.positive("capacity", capacity)
         _check_any_is_split(tables)
-    table_ids = {
-        name: TableIds(
-            ids=_as_ids(array),
-            max_rows=as_max_rows(bounds[name]),
-            order=_row_order(tables[name], config),
+    table_ids = {}
+    for path, table in tables.items():
+        table_ids[path] = TableIds(
+            ids=_as_ids(ids[path]),
+            max_rows=as_max_rows(bounds[path]),
+            order=_row_order(table, config),
         )
-        for name, array in ids.items()
-    }
-    return Tables(parameters=parameters | tables, treedef=treedef, ids=table_ids, capacity=capacity)
+    parameters.update(tables)
+    return Tables(parameters=parameters, treedef=treedef, ids=table_ids, capacity=capacity)
 
 
-def _bounds(
+def _max_rows_by_path(
     parameters: Mapping[str, Any],
     ids: Mapping[str, Any],
     max_rows: int | Mapping[str, int] | None,
 ) -> dict[str, Any]:
-    """Returns the bound on distinct ids of each table in `ids`, None where the user gives none."""
+    """Returns the bound on distinct ids of each table in `ids`, None where the user gives none.
+
+    Args:
+        parameters: All parameters, by their paths.
+        ids: The ids of each table, by the path of the table.
+        max_rows: One bound for all tables, or a bound for some tables.
+    """
     if not isinstance(max_rows, Mapping):
         return dict.fromkeys(ids, max_rows)
     bounds = _by_path("max_rows", parameters, max_rows)
-    for name in bounds:
-        if name not in ids:
-            raise arguments.value_error("max_rows", "bounds of tables in ids", name)
-    return {name: bounds.get(name) for name in ids}
+    for path in bounds:
+        if path not in ids:
+            raise arguments.value_error("max_rows", "bounds of tables in ids", path)
+    return {path: bounds.get(path) for path in ids}
 
 
 def _row_order(table: jax.Array, config: EmbedderConfig | None) -> RowOrder | None:
     """Returns which row of a table holds which id.
 
-    The token table of the config has the config's order, and is known by its number of rows. In
-    other tables, such as positions, token types or a second vocabulary, row i holds id i.
+    A table with the number of rows of the config is the config's token table, and has the config's
+    order. In other tables, such as positions, token types or a second vocabulary, row i holds id i.
     """
     if config is None or len(table) != config.rows:
         return None
@@ -174,9 +189,10 @@ def _check_any_is_split(tables: Mapping[str, jax.Array]) -> None:
 
 
 def _as_ids(array: Any) -> jax.Array:
-    """Returns the ids of a table as int32; a ValueError if their number is not known."""
+    """Returns the ids of a table as int32, or raises a ValueError if a size of them is symbolic."""
     ids = arguments.as_int32("ids", array)
-    if not all(isinstance(size, int) for size in np.shape(ids)):
+    are_sizes_known = all(isinstance(size, int) for size in np.shape(ids))
+    if not are_sizes_known:
         want = "a size known while tracing: te.rows reads as many table rows"
         raise arguments.value_error("ids", want, f"symbolic shape {[*np.shape(ids)]}")
     return ids
@@ -185,26 +201,33 @@ def _as_ids(array: Any) -> jax.Array:
 def _by_path(
     argument: str, parameters: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns a user's values of tables by the paths of the tables.
+    """Returns a user's dict, with the path of a table in the place of each name.
 
-    A user names a table by its path in the parameters, or by an end that only this path has.
+    A user names a table by its path in the parameters, or by an end that only this path has. If two
+    names are of one table, this is a ValueError.
+
+    Args:
+        argument: The name of the user's argument, for errors.
+        parameters: All parameters, by their paths.
+        values: What the user gives for some tables, by name.
     """
     values = arguments.instance(argument, values, Mapping, "a dict by the names of tables")
-    names: dict[str, str] = {}
+    name_of_path: dict[str, str] = {}
     for name in values:
         path = _path_of(argument, name, parameters)
-        first_name = names.setdefault(path, name)
+        first_name = name_of_path.setdefault(path, name)
         if first_name != name:
             got = f"{first_name} and {name}"
             raise arguments.value_error(argument, f"one name of {path}", got)
-    return {path: values[name] for path, name in names.items()}
+    return {path: values[name] for path, name in name_of_path.items()}
 
 
 def _path_of(argument: str, name: str, parameters: Mapping[str, Any]) -> str:
-    """Returns the path of the one parameter that a user names."""
+    """Returns the path of the one parameter that a user names, or raises a ValueError."""
     paths = arguments.paths_of(name, parameters)
-    if len(paths) != 1:
-        tables = paths or [path for path, leaf in parameters.items() if leaf.ndim == 2]
-        want = f"one of {', '.join(tables)}, or an end that only one of them has"
-        raise arguments.value_error(argument, want, name)
-    return paths[0]
+    if len(paths) == 1:
+        return paths[0]
+    # If no path fits, the error lists all tables.
+    tables = paths or [path for path, leaf in parameters.items() if leaf.ndim == 2]
+    want = f"one of {', '.join(tables)}, or an end that only one of them has"
+    raise arguments.value_error(argument, want, name)

@@ -13,9 +13,10 @@ Tree = Any
 
 
 def as_arrays(name: str, tree: Tree) -> Any:
-    """Returns a tree with jax arrays as leaves; the tree of `grads` may have row gradients too."""
+    """Returns a tree with jax arrays as leaves; a tree called "grads" keeps its row gradients."""
 
     def convert(path: Any, leaf: Any) -> Any:
+        """Converts a leaf to a jax array, or raises a TypeError that names its path."""
         if name == "grads" and is_gradient(leaf):
             return leaf
         full_name = name + jax.tree_util.keystr(path)

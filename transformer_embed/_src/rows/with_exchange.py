@@ -56,9 +56,11 @@ def with_exchange(
     def exchanging(params: Tree, *args: Any, **kwargs: Any) -> Any:
         tables = tables_in(params, ids, config, max_rows, capacity)
 
-        def call(values: Any, view: Callable, _: Any) -> Any:
+        # The arguments are described in `Tables.with_rows`.
+        def call_with_rows(values: Mapping, view: Callable, _: Mapping) -> Any:
+            """Calls the function with the rows of each table in the place of the table."""
             return function(view(values), *args, **kwargs)
 
-        return tables.with_rows(call)
+        return tables.with_rows(call_with_rows)
 
     return exchanging

@@ -1,6 +1,7 @@
 """Writes tokens into a cache: positions, keys and values go into the same slots.
 
-In the comments, b counts batch rows, t counts new tokens and s counts slots of the cache.
+A slot is the place of one token in a batch row of the cache. In shapes, b counts batch rows and t
+counts new tokens.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from transformer_embed._src import arguments, conversions
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.partitioning import split_like, with_whole_rows
-from transformer_embed._src.sequences.token_positions import TokenPositions, arrays_of
+from transformer_embed._src.sequences.token_positions import TokenPositions, batch_arrays
 
 # What a cache with these arrays holds for new tokens that lack them. (For `places` it holds their
 # positions.)
@@ -89,39 +90,40 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
     if _has_batch(cache):
         leaves = jax.tree.leaves((cache, new))
         if not all(isinstance(leaf, jax.Array) for leaf in leaves):
-            # Numbers on the host are checked before they are narrowed.
+            # The compiled function would narrow numbers of the host without a check.
             cache = _as_arrays("cache", cache)
             new = _as_arrays("new", new)
-        return _written(cache, new, slot)
-    # One batch row is written as a batch of one.
+        return _write(cache, new, slot)
+    # A cache without a batch axis is written as a batch of one row.
     row_cache = _as_arrays("cache", cache, add_batch=True)
     row_new = _as_arrays("new", new, add_batch=True)
     row_slot = slot[None] if slot.ndim == 1 else slot
-    written = _written(row_cache, row_new, row_slot)
-    return jax.tree.map(lambda array: array[0], written)
+    cache_and_is_written = _write(row_cache, row_new, row_slot)
+    return jax.tree.map(lambda array: array[0], cache_and_is_written)
 
 
-def _is_tokens(part: Any) -> bool:
-    """Returns whether a part of a cache is token positions."""
-    return isinstance(part, TokenPositions)
+def _is_tokens(subtree: Any) -> bool:
+    """Returns whether a subtree of a cache is token positions."""
+    return isinstance(subtree, TokenPositions)
 
 
 def _has_batch(cache: Any) -> bool:
-    """Returns whether the token positions of a cache have a batch axis, if it has any."""
-    parts = jax.tree.leaves(cache, is_leaf=_is_tokens)
-    return not any(_is_tokens(part) and np.ndim(part.positions) == 1 for part in parts)
+    """Returns False if a tree has token positions without a batch axis, and True otherwise."""
+    subtrees = jax.tree.leaves(cache, is_leaf=_is_tokens)
+    return not any(_is_tokens(tree) and np.ndim(tree.positions) == 1 for tree in subtrees)
 
 
 def _as_slots(slot: ArrayLike, cache: Any) -> Int32[Array, "..."]:
     """Converts slots to int32. Slots on the host are inside the cache, or -1."""
     if isinstance(slot, jax.Array):
         return arguments.as_int32("slot", slot)
+    # All arrays of a cache have the same slots, so the first array says how many there are.
     shape = np.shape(next(iter(jax.tree.leaves(cache)), 0))
-    axis = 1 if _has_batch(cache) else 0
+    slot_axis = 1 if _has_batch(cache) else 0
     last = 2**31 - 1
-    # A number of slots that is not known here, or a cache without slots, is left to `_written`.
-    if len(shape) > axis and isinstance(shape[axis], int):
-        last = shape[axis] - 1
+    # A symbolic number of slots has no order. An array without slots is refused by `_write`.
+    if len(shape) > slot_axis and isinstance(shape[slot_axis], int):
+        last = shape[slot_axis] - 1
     integers = arguments.as_integers("slot", slot, -1, last, "the cache, or -1 to write nothing")
     return arguments.as_int32("slot", integers)
 
@@ -129,12 +131,12 @@ def _as_slots(slot: ArrayLike, cache: Any) -> Int32[Array, "..."]:
 def _as_arrays(name: str, tree: Any, *, add_batch: bool = False) -> Any:
     """Converts a tree to jax arrays, and gives them a batch axis of 1 if asked to."""
 
-    def converted(path: Any, part: Any) -> Any:
-        """Converts one part of the tree."""
-        if _is_tokens(part):
-            # These have a batch axis in any case.
-            return TokenPositions(**arrays_of(part))
-        array = arguments.as_array(name + jax.tree_util.keystr(path), part)
+    def converted(path: Any, leaf: Any) -> Any:
+        """Converts an array of the tree, or token positions."""
+        if _is_tokens(leaf):
+            # `batch_arrays` adds a batch axis where there is none.
+            return TokenPositions(**batch_arrays(leaf))
+        array = arguments.as_array(name + jax.tree_util.keystr(path), leaf)
         array = conversions.on_device(array)
         return array[None] if add_batch else array
 
@@ -143,29 +145,31 @@ def _as_arrays(name: str, tree: Any, *, add_batch: bool = False) -> Any:
 
 # The function is compiled even if the caller is not, and so are its checks of shapes.
 @compiled()
-def _written(cache: Any, new: Any, slot: Int32[Array, "..."]) -> tuple[Any, Bool[Array, "b t"]]:
+def _write(cache: Any, new: Any, slot: Int32[Array, "..."]) -> tuple[Any, Bool[Array, "b t"]]:
     """Writes new tokens, and returns the cache and which tokens were written."""
     new_has_batch = _has_batch(new)
-    # Trees that differ are refused below, where their paths are compared.
+    # If the trees differ, `_checked_sizes` raises an error that names their paths.
     if _structure(cache) == _structure(new):
-        new = jax.tree.map(_completed, new, cache, is_leaf=_is_tokens)
+        new = jax.tree.map(_fitted_to_cache, new, cache, is_leaf=_is_tokens)
         cache = jax.tree.map(_with_full_dtypes, cache, is_leaf=_is_tokens)
-    held_arrays = _arrays_by_path("cache", cache)
+    cache_arrays = _arrays_by_path("cache", cache)
     new_arrays = _arrays_by_path("new", new)
-    sizes = _checked_sizes(held_arrays, new_arrays, slot)
+    sizes = _checked_sizes(cache_arrays, new_arrays, slot)
     if not new_has_batch:
-        _check_one_meaning(slot, sizes)
-    target = _target_of(slot, sizes)
+        _check_slot_is_unambiguous(slot, sizes)
+    target = _find_target_slots(slot, sizes)
 
-    def write(held: Array, added: Array) -> Array:
-        whole = with_whole_rows(held, 1)
-        added = jnp.broadcast_to(added, (sizes.batch, *added.shape[1:]))
-        added = split_like(with_whole_rows(added, 1), whole)
+    def write_array(cache_array: Array, new_array: Array) -> Array:
+        """Writes the new tokens into one array of the cache."""
+        # Under explicit mesh axes, a scatter needs the slots of a batch row on one device.
+        whole = with_whole_rows(cache_array, 1)
+        new_array = jnp.broadcast_to(new_array, (sizes.batch, *new_array.shape[1:]))
+        new_array = split_like(with_whole_rows(new_array, 1), whole)
         slots = split_like(with_whole_rows(target.slots, 1), whole)
-        write_row = jax.vmap(lambda row, added, slots: row.at[slots].set(added, mode="drop"))
-        return split_like(write_row(whole, added, slots), held)
+        write_rows = jax.vmap(lambda row, new_row, slots: row.at[slots].set(new_row, mode="drop"))
+        return split_like(write_rows(whole, new_array, slots), cache_array)
 
-    written = map(write, held_arrays.values(), new_arrays.values())
+    written = map(write_array, cache_arrays.values(), new_arrays.values())
     return jax.tree.unflatten(jax.tree.structure(cache), written), target.is_written
 
 
@@ -174,32 +178,37 @@ def _structure(tree: Any) -> Any:
     return jax.tree.structure(tree, is_leaf=_is_tokens)
 
 
-def _with_full_dtypes(part: Any) -> Any:
-    """Makes token positions anew: `jax.tree.map` may have narrowed their arrays."""
-    return TokenPositions(**arrays_of(part)) if _is_tokens(part) else part
+def _with_full_dtypes(leaf: Any) -> Any:
+    """Returns token positions with int32 or wider arrays, which `jax.tree.map` may have narrowed.
+
+    Any other leaf stays as it is.
+    """
+    return TokenPositions(**batch_arrays(leaf)) if _is_tokens(leaf) else leaf
 
 
-def _completed(new: Any, held: Any) -> Any:
-    """Gives new token positions the arrays and the dtypes of the cache's token positions."""
+def _fitted_to_cache(new: Any, held: Any) -> Any:
+    """Gives new token positions the arrays and the dtypes of the token positions of the cache.
+
+    Any other leaf stays as it is.
+    """
     if not (_is_tokens(new) and _is_tokens(held)):
         return new
-    arrays = arrays_of(new)
-    held_arrays = arrays_of(held)
-    defaults = {"places": arrays["positions"]}
+    arrays = batch_arrays(new)
+    positions = arrays["positions"]
+    defaults = {"places": positions}
     for name, number in VALUES_IF_ABSENT.items():
-        defaults[name] = jnp.full_like(arrays["positions"], number)
-    for name, held_array in held_arrays.items():
+        defaults[name] = jnp.full_like(positions, number)
+    for name, held_array in batch_arrays(held).items():
         if name not in arrays and name in defaults:
             arrays[name] = defaults[name]
         if name in arrays:
-            is_int32 = held_array.dtype == jnp.int32
-            # Numbers beyond int32 become one of its ends, and do not wrap.
-            arrays[name] = (
-                arguments.as_int32("new", arrays[name])
-                if is_int32
-                else arrays[name].astype(held_array.dtype)
-            )
+            arrays[name] = _as_dtype(arrays[name], held_array.dtype)
     return TokenPositions(**arrays)
+
+
+def _as_dtype(array: Array, dtype: Any) -> Array:
+    """Converts integers to int32, with numbers beyond int32 as its ends, or to a wider dtype."""
+    return arguments.as_int32("new", array) if dtype == jnp.int32 else array.astype(dtype)
 
 
 class _Sizes(NamedTuple):
@@ -213,7 +222,7 @@ class _Sizes(NamedTuple):
     length: Any
 
 
-class _Target(NamedTuple):
+class _TargetSlots(NamedTuple):
     """Says where the new tokens go."""
 
     # The slot of each token. It is past the end of the cache if the token is not written.
@@ -221,7 +230,7 @@ class _Target(NamedTuple):
     is_written: Bool[Array, "b t"]
 
 
-def _target_of(slot: Int32[Array, "..."], sizes: _Sizes) -> _Target:
+def _find_target_slots(slot: Int32[Array, "..."], sizes: _Sizes) -> _TargetSlots:
     """Computes the slot of each token, and whether it is written.
 
     Args:
@@ -233,33 +242,36 @@ def _target_of(slot: Int32[Array, "..."], sizes: _Sizes) -> _Target:
     if has_slot_of_each_token:
         slots = jnp.broadcast_to(slot, (sizes.batch, sizes.length))
         is_written = (slots >= 0) & (slots < sizes.slot_count)
-        # Two tokens of a row may have one slot, as in a ring, and the later one is kept.
+        # In a ring, several tokens of a row may have the same slot. The last of them is written.
         if sizes.length != 1:
             is_written &= _is_last_of_slot(slots, sizes.slot_count)
     else:
         first = jnp.broadcast_to(slot, sizes.batch)[:, None]
         slots = first + jnp.arange(sizes.length, dtype=jnp.int32)[None]
-        # If the first token of a batch row is before the cache, no token of the row is written.
+        # If the first slot of a batch row is negative, no token of the row is written.
         is_written = (first >= 0) & (slots < sizes.slot_count)
-    # A scatter drops only indices past the end. The index -1 would be the last slot.
+    # The scatter drops indices past the end, but would write index -1 into the last slot.
     slots = jnp.where(is_written, slots, sizes.slot_count)
-    return _Target(slots=slots, is_written=is_written)
+    return _TargetSlots(slots=slots, is_written=is_written)
 
 
 def _is_last_of_slot(slots: Int32[Array, "b t"], slot_count: int) -> Bool[Array, "b t"]:
     """Returns whether no later token of the batch row has the same slot."""
     index = jnp.arange(slots.shape[1], dtype=jnp.int32)
-    no_token = jnp.full(slot_count, -1, jnp.int32)
+    no_tokens = jnp.full(slot_count, -1, jnp.int32)
 
-    def last_token(slots: Array) -> Array:
-        """Returns the last token in the slot of each token, for one batch row."""
-        return no_token.at[slots].max(index, mode="drop")[slots]
+    def last_index_in_slot(row_slots: Array) -> Array:
+        """Returns, for each token of a batch row, the index of the last token in its slot."""
+        last_indices = no_tokens.at[row_slots].max(index, mode="drop")
+        return last_indices[row_slots]
 
-    return jax.vmap(last_token)(jnp.where(slots < 0, slot_count, slots)) == index[None]
+    # The scatter drops indices past the end, but would count index -1 for the last slot.
+    slots_or_end = jnp.where(slots < 0, slot_count, slots)
+    return jax.vmap(last_index_in_slot)(slots_or_end) == index[None]
 
 
 def _arrays_by_path(name: str, tree: Any) -> dict[str, Array]:
-    """Returns the arrays of a tree by their paths. Each has an axis for the batch and one more."""
+    """Returns the arrays of a tree by their paths, or raises if one has fewer than two axes."""
     arrays = {}
     for path, array in jax.tree.leaves_with_path(tree):
         key = jax.tree_util.keystr(path)
@@ -269,30 +281,39 @@ def _arrays_by_path(name: str, tree: Any) -> dict[str, Array]:
 
 
 def _checked_sizes(
-    held_arrays: dict[str, Array], new_arrays: dict[str, Array], slot: Array
+    cache_arrays: dict[str, Array], new_arrays: dict[str, Array], slot: Array
 ) -> _Sizes:
-    """Returns the sizes of a cache and of new tokens, or raises if arrays do not fit them."""
-    if not held_arrays or held_arrays.keys() != new_arrays.keys():
-        want = f"the arrays of the cache, {', '.join(held_arrays)}"
+    """Returns the sizes of a cache and of new tokens, or raises if an array has other sizes."""
+    if not cache_arrays or cache_arrays.keys() != new_arrays.keys():
+        want = f"the arrays of the cache, {', '.join(cache_arrays)}"
         raise arguments.value_error("new", want, ", ".join(new_arrays) or "none")
-    batch, slots = next(iter(held_arrays.values())).shape[:2]
+    batch, slot_count = next(iter(cache_arrays.values())).shape[:2]
     length = next(iter(new_arrays.values())).shape[1]
     # A symbolic length is assumed to fit.
-    is_symbolic = export.is_symbolic_dim(length - slots)
-    if slot.ndim < 2 and not is_symbolic and length > slots:
-        want = f"at most {slots} tokens, as the cache, or a slot for each token (a ring)"
+    is_symbolic = export.is_symbolic_dim(length - slot_count)
+    if slot.ndim < 2 and not is_symbolic and length > slot_count:
+        want = f"at most {slot_count} tokens, as the cache, or a slot for each token (a ring)"
         raise arguments.value_error("new", want, length)
-    for path, held in held_arrays.items():
-        trailing = held.shape[2:]
-        _check_layout(f"cache{path}", held, held.dtype, (batch, slots, *trailing))
-        _check_layout(f"new{path}", new_arrays[path], held.dtype, (batch, length, *trailing), 1)
+    for path, cache_array in cache_arrays.items():
+        dtype = cache_array.dtype
+        # The axes behind the slots, such as heads and channels.
+        other_axes = cache_array.shape[2:]
+        cache_shape = (slot_count, *other_axes)
+        _check_layout(f"cache{path}", cache_array, dtype, [batch], cache_shape)
+        # One row of new tokens is written into every batch row.
+        new_shape = (length, *other_axes)
+        _check_layout(f"new{path}", new_arrays[path], dtype, [batch, 1], new_shape)
     fits = slot.shape in ((), (batch,), (1, length), (batch, length))
     arguments.check_shape("slot", slot.shape, fits, f"[], [{batch}] or [{batch}, {length}]")
-    return _Sizes(batch=batch, slot_count=slots, length=length)
+    return _Sizes(batch=batch, slot_count=slot_count, length=length)
 
 
-def _check_one_meaning(slot: Array, sizes: _Sizes) -> None:
-    """Raises if the slots of tokens [length] may be those of batch rows or of tokens."""
+def _check_slot_is_unambiguous(slot: Array, sizes: _Sizes) -> None:
+    """Raises a ValueError if `slot` may have a number for each batch row, or for each token.
+
+    This is for new tokens without a batch axis. With a batch axis, the slots of tokens have one
+    too.
+    """
     if slot.shape == (sizes.length,) and sizes.length == sizes.batch and sizes.batch != 1:
         want = (
             f"shape [1, {sizes.length}] for a slot of each token, or new tokens with a batch axis "
@@ -302,12 +323,21 @@ def _check_one_meaning(slot: Array, sizes: _Sizes) -> None:
 
 
 def _check_layout(
-    name: str, array: Array, dtype: Any, shape: tuple[Any, ...], *other_batches: int
+    name: str, array: Array, dtype: Any, batch_sizes: list[Any], row_shape: tuple[Any, ...]
 ) -> None:
-    """Raises unless an array has this dtype and shape, or another of these batch sizes."""
-    batches = dict.fromkeys((shape[0], *other_batches))
-    fits = array.shape[0] in batches and array.shape[1:] == shape[1:] and array.dtype == dtype
-    if not fits:
-        sizes = ", ".join([" or ".join(map(str, batches)), *map(str, shape[1:])])
+    """Raises a ValueError unless an array has this dtype, one of these batch sizes and this shape.
+
+    Args:
+        name: The name of the array, for the error.
+        array: The array.
+        dtype: The dtype.
+        batch_sizes: The sizes that the first axis may have.
+        row_shape: The sizes of the other axes.
+    """
+    fits_batch = array.shape[0] in batch_sizes
+    if not fits_batch or array.shape[1:] != row_shape or array.dtype != dtype:
+        # A batch of 1 is named once.
+        different_sizes = dict.fromkeys(map(str, batch_sizes))
+        sizes = ", ".join([" or ".join(different_sizes), *map(str, row_shape)])
         got = f"{array.dtype}{list(array.shape)}"
         raise arguments.value_error(name, f"{dtype}[{sizes}]", got)

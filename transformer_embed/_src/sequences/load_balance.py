@@ -55,10 +55,11 @@ def load_balanced_order(
         raise arguments.value_error("length", f"a multiple of {divisor}", length)
     index = np.arange(length, dtype=np.int32)
     if kind == "cyclic":
-        # Round by round, each device gets one stripe.
+        # In each round, every device gets one stripe: [rounds, devices, stripe].
         rounds = index.reshape(-1, devices, stripe)
         return rounds.swapaxes(0, 1).ravel()
+    # Device i gets stripe i from the start and stripe i from the end: [devices, 2, stripe].
     stripes = index.reshape(2 * devices, -1)
     from_start = stripes[:devices]
-    from_end = stripes[: devices - 1 : -1]
+    from_end = stripes[::-1][:devices]
     return np.stack([from_start, from_end], axis=1).ravel()

@@ -1,10 +1,8 @@
-"""Runs of tokens in a batch row, and the neighbours of a token.
+"""Works with runs of tokens in a batch row, and with the neighbours of a token.
 
-A run is a number of tokens next to each other that have the same segment id. In shapes, b counts
-batch rows and t counts the tokens of a row.
+A run is a number of tokens next to each other that have the same segment id, which is not 0: 0 is
+padding. In shapes, b counts batch rows and t counts the tokens of a row.
 """
-
-import operator
 
 import jax
 import jax.numpy as jnp
@@ -15,139 +13,178 @@ from transformer_embed._src.compiled import compiled
 from transformer_embed._src.partitioning import with_whole_rows
 
 
-def second_runs(segment_ids: np.ndarray) -> np.ndarray:
-    """Finds, on the host, where a run begins whose segment id an earlier run of the row has.
+def segment_reappears(segment_ids: np.ndarray) -> np.ndarray:
+    """Finds, on the host, each token that begins a run whose segment id an earlier run has.
 
     Returns:
-        bool [b, t], True = such a run begins.
+        bool [b, t], True = the token begins such a run. For the row [7, 7, 0, 8, 7], it is True at
+        the last token alone.
     """
-    begins_again = np.zeros(segment_ids.shape, bool)
-    for row, row_begins_again in zip(segment_ids, begins_again, strict=True):
-        begins = (row != 0) & (np.diff(row, prepend=0) != 0)
-        starts = np.flatnonzero(begins)
-        _, first_runs = np.unique(row[starts], return_index=True)
-        row_begins_again[np.delete(starts, first_runs)] = True
-    return begins_again
+    reappears = np.zeros(segment_ids.shape, bool)
+    for row, row_reappears in zip(segment_ids, reappears, strict=True):
+        begins_run = (row != 0) & (np.diff(row, prepend=0) != 0)
+        run_starts = np.flatnonzero(begins_run)
+        # The number, among the runs, of the first run of each segment.
+        _, first_runs = np.unique(row[run_starts], return_index=True)
+        later_starts = np.delete(run_starts, first_runs)
+        row_reappears[later_starts] = True
+    return reappears
 
 
-def in_row(tokens: dict[str, Array], chunk: int | None = None) -> dict[str, Array]:
-    """Replaces places, segments and chunks by row indices, where both mean the same.
+def with_row_indices(tokens: dict[str, Array], chunk: int | None = None) -> dict[str, Array]:
+    """Replaces places, segments and chunks by row indices, in batch rows where both mean the same.
 
-    That is so in the batch rows in which each segment is one run, and positions rise by one, from
-    the same first position in each run. There, tokens of a segment are as far apart in position as
-    in the row. The name of a segment or of a chunk becomes the index of its first token. So all of
-    these numbers rise along the row, and the closest pair of two blocks decides whether some pair
-    may attend. The other batch rows stay as they are.
+    That is so if each segment is one run, and positions rise by one, from the same first position
+    in each run. There, tokens of a segment are as far apart in position as in the row. The place of
+    a token becomes its index in the row. The number of a segment or of a chunk becomes the index of
+    its first token (for a segment, plus 1, because 0 is padding). For example, two segments of two
+    tokens get
+
+        positions 0 1 0 1  ->  places      0 1 2 3
+        segments  7 7 5 5  ->  segment_ids 1 1 3 3
+
+    So all of these numbers rise along the row, and intervals of them say exactly which tiles of a
+    mask have a pair. The other batch rows stay as they are.
 
     Args:
-        tokens: The fields of the tokens by name, as in `attention_rule.fields`.
+        tokens: The fields of the tokens by name, as in `attention_rule.rule_fields`.
         chunk: The length of a chunk. If None, there are no chunks.
     """
     if "segment_ids" not in tokens or "ends" in tokens:
         return tokens
     positions = tokens["positions"]
     segments = tokens["segment_ids"]
-    begins = _begins(segments)
-    before = of_previous_token(positions)
+    begins_run = _begins_run(segments)
+    previous = previous_token_values(positions)
     highest = jnp.iinfo(positions.dtype).max
-    first = positions.min(1, keepdims=True, where=begins, initial=highest)
-    # The second comparison finds positions that wrap.
-    rises = (positions - 1 == before) & (positions > before)
-    goes_on = jnp.where(begins, positions == first, rises)
-    is_in_row = (goes_on | (segments == 0)).all(1) & _is_once(segments, begins)
+    # The lowest first position of the runs of each batch row, [b, 1].
+    first = positions.min(1, keepdims=True, where=begins_run, initial=highest)
+    # The second comparison is for positions that wrap.
+    rises = (positions - 1 == previous) & (positions > previous)
+    is_as_counted = jnp.where(begins_run, positions == first, rises) | (segments == 0)
+    can_replace = is_as_counted.all(1) & _each_segment_is_one_run(segments, begins_run)
 
     index = jnp.arange(positions.shape[1], dtype=positions.dtype)[None]
-    # For each token, the number of tokens of its run before it. 0 is the name of padding, so the
-    # names of segments begin at 1.
+    # For each token, the number of tokens of its run before it.
     index_in_run = positions - first
-    segment_names = jnp.where(segments != 0, index - index_in_run + 1, 0)
-    row_fields = {"places": index, "segment_ids": segment_names}
+    segment_numbers = jnp.where(segments != 0, index - index_in_run + 1, 0)
+    row_fields = {"places": index, "segment_ids": segment_numbers}
     if chunk is not None:
-        # A chunk may begin before the run of its tokens.
+        # If a chunk begins before the run, the chunk's first token is the first token of the run.
         index_in_chunk = positions - chunk * tokens["chunk"]
         row_fields["chunk"] = index - jnp.minimum(index_in_run, index_in_chunk)
-    chosen = {
-        name: jnp.where(is_in_row[:, None], array.astype(tokens[name].dtype), tokens[name])
-        for name, array in row_fields.items()
-    }
-    return tokens | chosen
+    replaced = dict(tokens)
+    for name, row_field in row_fields.items():
+        field = tokens[name]
+        replaced[name] = jnp.where(can_replace[:, None], row_field.astype(field.dtype), field)
+    return replaced
 
 
-def _begins(segments: Integer[Array, "b t"]) -> Bool[Array, "b t"]:
+def _begins_run(segments: Integer[Array, "b t"]) -> Bool[Array, "b t"]:
     """Returns which tokens begin a run."""
-    return (segments != 0) & (segments != of_previous_token(segments))
+    return (segments != 0) & (segments != previous_token_values(segments))
 
 
-def _rises(segments: Integer[Array, "b t"], begins: Bool[Array, "b t"]) -> Bool[Array, "b"]:
-    """Returns in which batch rows segment ids rise along one run of tokens, as they mostly do."""
-    before = of_previous_token(segments)
-    return (begins & ((before == 0) | (segments < before))).sum(1) <= 1
+def _segment_ids_rise(
+    segments: Integer[Array, "b t"], begins_run: Bool[Array, "b t"]
+) -> Bool[Array, "b"]:
+    """Returns in which batch rows segment ids rise from run to run, without padding between runs.
+
+    Most batches are so. Padding may be before the first run and after the last one.
+    """
+    previous = previous_token_values(segments)
+    # The first run of a row always begins so, after padding or at the start of the row.
+    begins_lower = begins_run & ((previous == 0) | (segments < previous))
+    return begins_lower.sum(1) <= 1
 
 
-def _is_once(segments: Integer[Array, "b t"], begins: Bool[Array, "b t"]) -> Bool[Array, "b"]:
+def _each_segment_is_one_run(
+    segments: Integer[Array, "b t"], begins_run: Bool[Array, "b t"]
+) -> Bool[Array, "b"]:
     """Returns in which batch rows each segment is one run."""
-    rises = _rises(segments, begins)
+    ids_rise = _segment_ids_rise(segments, begins_run)
 
-    def by_sorting() -> Array:
-        return begins.sum(1) == _begins(jnp.sort(segments, axis=1)).sum(1)
+    def found_by_sorting() -> Array:
+        """Compares the number of runs with the number of different segments."""
+        run_count = begins_run.sum(1)
+        begins_segment = _begins_run(jnp.sort(segments, axis=1))
+        return run_count == begins_segment.sum(1)
 
     # Segment ids that rise need no sorting.
-    return jax.lax.cond(rises.all(), lambda: rises, by_sorting)
+    return jax.lax.cond(ids_rise.all(), lambda: ids_rise, found_by_sorting)
 
 
 # The functions below are compiled even if the caller is not.
 
 
-differs = compiled(1)(operator.ne)
+@compiled(1)
+def differs_from(array: Shaped[Array, "..."], number: int) -> Bool[Array, "..."]:
+    """Returns where an array is not this number."""
+    return array != number
 
 
 @compiled(1)
 def has_next_token(segment_ids: Integer[Array, "... t"], steps: int = 1) -> Bool[Array, "... t"]:
-    """Returns whether the token so many steps later belongs to the same sequence; 0 is padding."""
-    return (segment_ids != 0) & (of_next_token(segment_ids, steps) == segment_ids)
+    """Returns whether the token `steps` later belongs to the same sequence. Padding gets False."""
+    return (segment_ids != 0) & (next_token_values(segment_ids, steps) == segment_ids)
 
 
 # The two functions below do not pad one side and cut the other. XLA gave wrong values for that,
 # before jax 0.10, if the array was split over devices.
 
 
-def of_next_token(values: Shaped[Array, "... t"], steps: int = 1) -> Shaped[Array, "... t"]:
-    """Moves values to the left: each token gets the value so many steps later, or 0 at the end."""
+def next_token_values(values: Shaped[Array, "... t"], steps: int = 1) -> Shaped[Array, "... t"]:
+    """Gives each token the value of the token `steps` later in the row, or 0 at the row's end.
+
+    For example, [1, 2, 3] becomes [2, 3, 0].
+    """
     values = with_whole_rows(values)
     return jnp.concatenate([values[..., steps:], jnp.zeros_like(values[..., :steps])], axis=-1)
 
 
-def of_previous_token(values: Shaped[Array, "... t"], steps: int = 1) -> Shaped[Array, "... t"]:
-    """Moves values to the right: each token gets the value so many steps before, or 0 at first."""
+def previous_token_values(values: Shaped[Array, "... t"], steps: int = 1) -> Shaped[Array, "... t"]:
+    """Gives each token the value of the token `steps` earlier in the row, or 0 at the row's start.
+
+    For example, [1, 2, 3] becomes [0, 1, 2].
+    """
     values = with_whole_rows(values)
     return jnp.concatenate([jnp.zeros_like(values[..., :steps]), values[..., :-steps]], axis=-1)
 
 
-def count_since(count: Int32[Array, "n t"], begins: Bool[Array, "b t"]) -> Int32[Array, "b t"]:
-    """Restarts a count that rises along a row at each token that begins something."""
-    return count - jax.lax.cummax(jnp.where(begins, count, 0), axis=1)
+def restarted_count(count: Int32[Array, "n t"], begins: Bool[Array, "b t"]) -> Int32[Array, "b t"]:
+    """Restarts a count that rises along a row, from 0 at each token that begins something.
+
+    For example, the count [3, 4, 5, 6] that begins again at index 2 becomes [3, 4, 0, 1].
+    """
+    count_at_last_begin = jax.lax.cummax(jnp.where(begins, count, 0), axis=1)
+    return count - count_at_last_begin
 
 
 def index_in_run(ids: Integer[Array, "b t"]) -> Int32[Array, "b t"]:
-    """Returns, for each token, the number of tokens of its run before it."""
+    """Returns, for each token, the number of tokens of its run before it. A run may be of zeros."""
     index = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
-    return count_since(index, ids != of_previous_token(ids))
+    return restarted_count(index, ids != previous_token_values(ids))
 
 
 def index_in_segment(segments: Integer[Array, "b t"]) -> Int32[Array, "b t"]:
     """Returns, for each token, the number of tokens of its segment before it in the batch row."""
 
-    def index_in_row(segments: Integer[Array, "t"]) -> Int32[Array, "t"]:
+    def row_index_by_sorting(row: Integer[Array, "t"]) -> Int32[Array, "t"]:
+        """Computes the indices of one batch row, in any order of the segments."""
         # If tokens are sorted by segment, each segment is one run, and keeps its order.
-        order = jnp.argsort(segments, stable=True)
-        sorted_index = index_in_run(segments[order][None])[0]
+        order = jnp.argsort(row, stable=True)
+        sorted_index = index_in_run(row[order][None])[0]
         return jnp.zeros_like(sorted_index).at[order].set(sorted_index)
 
-    # Segment ids that rise need no sorting, because each segment is one run.
-    rises = _rises(segments, _begins(segments)).all()
-    return jax.lax.cond(
-        rises, lambda: index_in_run(segments), lambda: jax.vmap(index_in_row)(segments)
-    )
+    def index_by_sorting() -> Int32[Array, "b t"]:
+        return jax.vmap(row_index_by_sorting)(segments)
+
+    def index_without_sorting() -> Int32[Array, "b t"]:
+        return index_in_run(segments)
+
+    # If segment ids rise, each segment is one run, and nothing needs sorting.
+    ids_rise = _segment_ids_rise(segments, _begins_run(segments)).all()
+    return jax.lax.cond(ids_rise, index_without_sorting, index_by_sorting)
 
 
 @compiled(1, 2)
@@ -155,7 +192,7 @@ def positions_of_tokens(
     is_token: Bool[Array, "... t"], start: int, at_padding: int
 ) -> Int32[Array, "... t"]:
     """Counts the tokens before each token, from `start` on. Padding gets `at_padding`."""
-    is_token_in_row = with_whole_rows(is_token).astype(jnp.int32)
-    number = jnp.cumsum(is_token_in_row, axis=-1, dtype=jnp.int32)
-    # The sum counts the token itself.
-    return jnp.where(is_token, number + (start - 1), at_padding)
+    ones = with_whole_rows(is_token).astype(jnp.int32)
+    # The tokens up to each token, which is counted too.
+    token_count = jnp.cumsum(ones, axis=-1, dtype=jnp.int32)
+    return jnp.where(is_token, token_count + (start - 1), at_padding)

@@ -1,13 +1,13 @@
 """Makes the inputs of a decoder from its labels: the labels, one token to the right."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int32, Integer
+from jaxtyping import Array, Bool, Int32, Integer
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.partitioning import split_like
-from transformer_embed._src.sequences.runs import of_previous_token
+from transformer_embed._src.sequences.runs import previous_token_values
 from transformer_embed._src.sequences.token_positions import as_comparable
 
 
@@ -61,24 +61,27 @@ def shift_right(
 
 @compiled(1)
 def _shifted(ids: Int32[Array, "... t"], first_id: int) -> Int32[Array, "... t"]:
-    """Shifts ids, and puts the start id first."""
+    """Shifts the ids of each batch row to the right, and puts `first_id` at the row's start."""
     is_first = jnp.arange(ids.shape[-1], dtype=jnp.int32) == 0
     is_first = jnp.broadcast_to(is_first, ids.shape)
-    return jnp.where(is_first, first_id, of_previous_token(ids))
+    return jnp.where(is_first, first_id, previous_token_values(ids))
 
 
 @compiled(2)
 def _shifted_in_segments(
     ids: Int32[Array, "... t"], segment_ids: Integer[Array, "..."], first_id: int
 ) -> Int32[Array, "... t"]:
-    """Shifts ids inside each segment, and puts the start id first in each."""
-    previous_ids = of_previous_token(ids)
-    # The token before the first one of a batch row counts as padding.
-    is_first = segment_ids != of_previous_token(segment_ids)
+    """Shifts ids inside each segment, and puts `first_id` at the start of each segment."""
+    previous_ids = previous_token_values(ids)
+
+    def for_each_id(condition: Bool[Array, "..."]) -> Bool[Array, "... t"]:
+        """Broadcasts a condition to the ids, and splits it over devices as the shifted ids are."""
+        return split_like(jnp.broadcast_to(condition, ids.shape), previous_ids)
+
+    # The token before the first token of a batch row counts as padding, with the segment 0.
+    is_first = segment_ids != previous_token_values(segment_ids)
     is_padding = segment_ids == 0
-    is_first, is_padding = (
-        split_like(jnp.broadcast_to(array, ids.shape), previous_ids)
-        for array in (is_first, is_padding)
-    )
+    is_first = for_each_id(is_first)
+    is_padding = for_each_id(is_padding)
     shifted = jnp.where(is_first, first_id, previous_ids)
     return jnp.where(is_padding, split_like(ids, previous_ids), shifted)

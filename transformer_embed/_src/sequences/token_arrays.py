@@ -4,7 +4,6 @@ All of them are signed integers, [length] or [batch, length]. Arrays [length] ar
 batch row, so a batch of 1 fits any other.
 """
 
-import functools
 from typing import Any
 
 from jax import export
@@ -13,13 +12,17 @@ from jaxtyping import Array, Integer
 from transformer_embed._src import arguments, conversions
 from transformer_embed._src.array_types import ArrayLike
 
-# Some loaders count documents from 0, and have -1 at padding. The range says that this is wrong.
-as_segment_ids = functools.partial(
-    arguments.as_integers, lowest=0, what="int32, where 0 is padding"
-)
+
+def as_segment_ids(name: str, value: ArrayLike) -> Any:
+    """Converts segment ids to int32, or raises a ValueError if one on the host is negative.
+
+    The message says that 0 is padding, because some loaders number documents from 0 and mark
+    padding by -1.
+    """
+    return arguments.as_integers(name, value, lowest=0, what="int32, where 0 is padding")
 
 
-def segment_ids_or_values(value: ArrayLike) -> Any:
+def checked_segment_ids(value: ArrayLike) -> Any:
     """Converts segment ids to int32. Those on the host stay there, and are at least 0.
 
     Raises:
@@ -36,17 +39,18 @@ def segment_ids_or_values(value: ArrayLike) -> Any:
         )
         raise arguments.type_error("segment_ids", want, array.dtype)
     # numpy makes an empty list an array of floats, so the list itself is converted.
-    return as_segment_ids("segment_ids", value if array.size == 0 else array)
+    integers = value if array.size == 0 else array
+    return as_segment_ids("segment_ids", integers)
 
 
 def as_comparable(name: str, value: ArrayLike) -> Integer[Array, "..."]:
-    """Converts integers to int32, so that they can be compared.
+    """Converts positions, segment ids and the like to a signed dtype that compares them rightly.
 
-    A jax array of a wider dtype stays as it is, because clamped or wrapped numbers would compare
-    wrongly.
+    This is int32. A jax array of a wider signed dtype stays as it is, because clamped or wrapped
+    numbers would compare wrongly.
     """
     if name == "segment_ids":
-        integers = segment_ids_or_values(value)
+        integers = checked_segment_ids(value)
     else:
         integers = arguments.as_integers(name, value)
     return as_signed(name, integers)
@@ -55,7 +59,7 @@ def as_comparable(name: str, value: ArrayLike) -> Integer[Array, "..."]:
 def as_signed(name: str, integers: Any) -> Integer[Array, "..."]:
     """Puts integers on a device, or raises a TypeError if they are unsigned.
 
-    Unsigned integers may be beyond int32.
+    `arguments.as_integers` leaves only those integers unsigned that int32 may not hold.
     """
     if integers.dtype.kind != "i":
         raise arguments.type_error(name, "a signed integer dtype", integers.dtype)
@@ -64,15 +68,16 @@ def as_signed(name: str, integers: Any) -> Integer[Array, "..."]:
 
 def as_batch(name: str, array: Any) -> Any:
     """Returns an array [length] or [batch, length] as [1 or batch, length]."""
-    is_right = array.ndim in (1, 2)
-    arguments.check_shape(name, array.shape, is_right, "[length] or [batch, length]")
+    has_valid_rank = array.ndim in (1, 2)
+    arguments.check_shape(name, array.shape, has_valid_rank, "[length] or [batch, length]")
     return array if array.ndim == 2 else array[None]
 
 
 def comparable_arrays(**values: ArrayLike) -> dict[str, Integer[Array, "*b t"]]:
-    """Converts arrays by `as_comparable`, and gives all of them the same number of axes.
+    """Converts each array by `as_comparable`, and gives all of them the same number of axes.
 
-    They are [length] if all of them are given so, or else [1 or batch, length].
+    If all arrays are given as [length], so are the results. Otherwise all of them are
+    [1 or batch, length].
     """
     arrays = {name: as_comparable(name, value) for name, value in values.items()}
     # Outside of jit, an axis that is added and dropped again takes half a millisecond.

@@ -1,4 +1,7 @@
-"""Checks, on the host, the layout of tokens that you declare to fused kernels."""
+"""Checks, on the host, the layout of tokens that you declare to fused kernels.
+
+In shapes, b counts batch rows and t counts the tokens of a row.
+"""
 
 from typing import NamedTuple
 
@@ -6,11 +9,11 @@ import numpy as np
 from jaxtyping import Bool, Integer
 
 from transformer_embed._src import arguments
-from transformer_embed._src.sequences.runs import second_runs
-from transformer_embed._src.sequences.token_positions import TokenPositions, arrays_of
+from transformer_embed._src.sequences.runs import segment_reappears
+from transformer_embed._src.sequences.token_positions import TokenPositions, batch_arrays
 
-# Rows in one of these orders are also in the orders below it.
-ORDERS = {
+# What tokens in each order look like, in words. Rows in an order are in each order below it, too.
+WANTED_LAYOUTS = {
     "full": "one sequence a row, without padding",
     "right": "one sequence a row, then padding",
     "packed": "each sequence in one run of tokens",
@@ -26,10 +29,13 @@ class HostTokens(NamedTuple):
 
 def tokens_on_host(tokens: TokenPositions) -> HostTokens:
     """Reads the positions and the segment ids of tokens, which must not be traced."""
-    arrays = {"segment_ids": np.ones((1, 1), int)} | arrays_of(tokens)
+    arrays = batch_arrays(tokens)
     positions = arguments.on_host("tokens", arrays["positions"])
-    segment_ids = arguments.on_host("tokens", arrays["segment_ids"])
-    return HostTokens(*np.broadcast_arrays(positions, segment_ids))
+    # Without segment ids, each token is in segment 1.
+    device_segments = arrays.get("segment_ids", np.ones((1, 1), int))
+    segment_ids = arguments.on_host("tokens", device_segments)
+    positions, segment_ids = np.broadcast_arrays(positions, segment_ids)
+    return HostTokens(positions=positions, segment_ids=segment_ids)
 
 
 def check_order(tokens: TokenPositions, order: str) -> None:
@@ -37,26 +43,26 @@ def check_order(tokens: TokenPositions, order: str) -> None:
 
     In every order, positions rise by one from token to token of a sequence.
     """
-    want = ORDERS[arguments.choice("order", order, tuple(ORDERS))]
+    wanted_order = WANTED_LAYOUTS[arguments.choice("order", order, tuple(WANTED_LAYOUTS))]
     positions, segments = tokens_on_host(tokens)
     is_token = segments != 0
-    begins = is_token & (np.diff(segments, prepend=0) != 0)
-    is_wrong = second_runs(segments)
+    begins_run = is_token & (np.diff(segments, prepend=0) != 0)
+    is_wrong = segment_reappears(segments)
     if order != "packed":
-        # The sequence of a row begins at the first token of the row.
-        is_wrong[:, 1:] |= begins[:, 1:]
+        # The only sequence of a row begins at index 0, so no other token may begin a run.
+        is_wrong[:, 1:] |= begins_run[:, 1:]
     if order == "full":
         is_wrong |= ~is_token
-    _check_nowhere(is_wrong, want, "another order")
+    _refuse_first(is_wrong, wanted_order, "another order")
     # In 64 bits, a difference of positions does not wrap.
     steps = np.diff(positions.astype(np.int64), prepend=0)
-    jumps = is_token & ~begins & (steps != 1)
-    want = "positions that rise by one from token to token of a sequence"
-    _check_nowhere(jumps, want, "another one")
+    is_jump = is_token & ~begins_run & (steps != 1)
+    wanted_steps = "positions that rise by one from token to token of a sequence"
+    _refuse_first(is_jump, wanted_steps, "another one")
 
 
-def _check_nowhere(is_wrong: Bool[np.ndarray, "b t"], want: str, got: str) -> None:
-    """Raises a ValueError that names the first wrong place, if there is one."""
+def _refuse_first(is_wrong: Bool[np.ndarray, "b t"], want: str, got: str) -> None:
+    """Raises a ValueError that names the first index at which tokens are wrong, if there is one."""
     if is_wrong.any():
         first = np.argwhere(is_wrong)[0].tolist()
         raise arguments.value_error("tokens", want, f"{got} at {first}")

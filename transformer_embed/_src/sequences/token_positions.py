@@ -1,4 +1,4 @@
-"""The position and the segment of each token of a batch, in one object."""
+"""Holds the position and the segment of each token of a batch, in one object."""
 
 import dataclasses
 import functools
@@ -22,14 +22,19 @@ from transformer_embed._src.sequences.counting import (
     counted_from_positions,
     counted_from_segments,
 )
-from transformer_embed._src.sequences.runs import differs, has_next_token, in_row, second_runs
+from transformer_embed._src.sequences.runs import (
+    differs_from,
+    has_next_token,
+    segment_reappears,
+    with_row_indices,
+)
 from transformer_embed._src.sequences.token_arrays import (
     as_batch,
     as_comparable,
     as_signed,
     check_last_position,
+    checked_segment_ids,
     comparable_arrays,
-    segment_ids_or_values,
 )
 from transformer_embed._src.sequences.trees import check_parents, tree_arrays
 
@@ -96,7 +101,9 @@ class TokenPositions:
 
     def __post_init__(self):
         """Converts and checks the arrays."""
-        arrays = comparable_arrays(**{"positions": self.positions} | _given(self))
+        # Positions go first, even if they are None, which is refused like any other wrong value.
+        given = {"positions": self.positions, **_given_arrays(self)}
+        arrays = comparable_arrays(**given)
         length = arrays["positions"].shape[-1]
         for name, array in arrays.items():
             arguments.check_same(name, "the length of positions", array.shape[-1], length)
@@ -105,7 +112,7 @@ class TokenPositions:
     @property
     def padding_mask(self) -> Bool[Array, "*b t"]:
         """Returns which tokens are no padding: bool [length] or [batch, length], True = a token."""
-        return differs(segments_of(self), 0)
+        return differs_from(segment_ids_or_ones(self), 0)
 
     @property
     def next_token_mask(self) -> Bool[Array, "*b t"]:
@@ -121,7 +128,7 @@ class TokenPositions:
         if self.places is not None:
             want = "None, for tokens in the order of their row (shift the labels before)"
             raise arguments.value_error("places", want, "an array")
-        return has_next_token(segments_of(self))
+        return has_next_token(segment_ids_or_ones(self))
 
     def __jax_array__(self) -> Array:
         """Raises a TypeError, because the arrays are meant."""
@@ -135,7 +142,7 @@ class TokenPositions:
 
     def __repr__(self) -> str:
         """Shows the arrays that are given."""
-        arrays = [f"{name}={_shown(array)}" for name, array in _given(self).items()]
+        arrays = [f"{name}={_shown(array)}" for name, array in _given_arrays(self).items()]
         return f"TokenPositions({', '.join(arrays)})"
 
     def __len__(self) -> int:
@@ -148,18 +155,22 @@ class TokenPositions:
         `tokens[2:4]` has some batch rows, and `tokens[:, 2:6]` some tokens of each. If the tokens
         are [length], `tokens[2:6]` has some of them.
         """
-        parts = index if isinstance(index, tuple) else (index,)
-        tokens = as_made(self)
+        slices = index if isinstance(index, tuple) else (index,)
+        are_slices = all(isinstance(entry, slice) for entry in slices)
+        tokens = converted_again(self)
         rank = tokens.positions.ndim
-        if len(parts) > rank or not all(isinstance(part, slice) for part in parts):
+        if len(slices) > rank or not are_slices:
             want = "one slice, of tokens" if rank == 1 else "slices of batch rows and of tokens"
             raise arguments.value_error("index", want, index)
         if rank == 1:
-            return jax.tree.map(lambda array: array[parts], tokens)
+            return jax.tree.map(lambda array: array[slices], tokens)
         rows = number_of_rows(tokens)
-        return jax.tree.map(
-            lambda array: jnp.broadcast_to(array, (rows, array.shape[1]))[parts], tokens
-        )
+
+        def sliced(array: Array) -> Array:
+            """Slices an array [1 or batch, length], which is first given every batch row."""
+            return jnp.broadcast_to(array, (rows, array.shape[1]))[slices]
+
+        return jax.tree.map(sliced, tokens)
 
     def take(self, order: ArrayLike) -> "TokenPositions":
         """Puts the tokens of each batch row in another order, such as `load_balanced_order`.
@@ -192,10 +203,11 @@ class TokenPositions:
             - On a device, an index outside the row gives padding, or the token at position 0 if the
               tokens have no segment ids.
         """
-        arrays = arrays_of(self)
+        arrays = batch_arrays(self)
         last = arrays["positions"].shape[1] - 1
         order = arguments.as_indices("order", order, last, "the row", "number")
-        return _with_rank(self.positions.ndim, TokenPositions(**_taken(arrays, order)))
+        taken = TokenPositions(**_taken(arrays, order))
+        return _with_rank(taken, self.positions.ndim)
 
     def with_block_ids(self, block_ids: ArrayLike) -> "TokenPositions":
         """Returns the same tokens in numbered blocks, such as a prefix or the patches of an image.
@@ -218,7 +230,7 @@ class TokenPositions:
             >>> te.AttentionMask(tokens, causal=True).dense()[0, 0].astype(int).tolist()
             [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
         """
-        return TokenPositions(**_given(as_made(self)) | {"block_ids": block_ids})
+        return dataclasses.replace(converted_again(self), block_ids=block_ids)
 
     def clear(self, where: ArrayLike) -> "TokenPositions":
         """Empties slots of a cache, in whole batch rows or slot by slot.
@@ -248,15 +260,18 @@ class TokenPositions:
             >>> slots.clear([[False, True, True, True]] * 2).padding_mask.sum(1).tolist()
             [1, 1]
         """
-        tokens = as_made(self)
+        tokens = converted_again(self)
         where = arguments.as_mask("where", where, "clear")
         if tokens.segment_ids is None:
             raise arguments.value_error("segment_ids", "an array (0 is an empty slot)", None)
-        slots = tokens.positions.shape[-1]
-        batch = () if tokens.positions.ndim == 1 else (number_of_rows(tokens),)
-        fits = where.shape in (batch, (*batch, slots))
-        arguments.check_shape("where", where.shape, fits, f"{[*batch]} or {[*batch, slots]}")
-        where = where if where.ndim > len(batch) else where[..., None]
+        row_shape = () if tokens.positions.ndim == 1 else (number_of_rows(tokens),)
+        slot_shape = (*row_shape, tokens.positions.shape[-1])
+        fits = where.shape in (row_shape, slot_shape)
+        arguments.check_shape("where", where.shape, fits, f"{[*row_shape]} or {[*slot_shape]}")
+        is_about_rows = where.ndim == len(row_shape)
+        if is_about_rows:
+            # A last axis of 1 clears all slots of a batch row.
+            where = where[..., None]
         return dataclasses.replace(tokens, segment_ids=_cleared(tokens.segment_ids, where))
 
     @classmethod
@@ -345,7 +360,8 @@ class TokenPositions:
         at_padding = arguments.int32("at_padding", at_padding)
         check_last_position("start", start, rows.shape[1])
         counted = counted_from_ids(rows, pad_id, end_id, start, at_padding)
-        return _with_rank(ids.ndim, cls(**counted._asdict()))
+        tokens = cls(counted.positions, segment_ids=counted.segment_ids)
+        return _with_rank(tokens, ids.ndim)
 
     @classmethod
     def from_mask(cls, mask: ArrayLike, *, start: int = 0, at_padding: int = 0) -> "TokenPositions":
@@ -357,8 +373,8 @@ class TokenPositions:
 
         Args:
             mask: Bools, [length] or [batch, length], True = a token.
-            start: The position of the first token, as in `from_ids`.
-            at_padding: The position of padding, as in `from_ids`.
+            start: The position of the first token. RoBERTa and OPT take 2.
+            at_padding: The position of padding. RoBERTa and OPT take 1.
 
         Returns:
             TokenPositions of the shape of `mask`. The tokens of a batch row are segment 1.
@@ -383,7 +399,8 @@ class TokenPositions:
         start = arguments.int32("start", start)
         at_padding = arguments.int32("at_padding", at_padding)
         check_last_position("start", start, mask.shape[-1])
-        return cls(**counted_from_mask(mask, start, at_padding)._asdict())
+        counted = counted_from_mask(mask, start, at_padding)
+        return cls(counted.positions, segment_ids=counted.segment_ids)
 
     @classmethod
     def from_positions(cls, positions: ArrayLike) -> "TokenPositions":
@@ -407,7 +424,8 @@ class TokenPositions:
         """
         positions = as_comparable("positions", positions)
         counted = counted_from_positions(as_batch("positions", positions))
-        return _with_rank(positions.ndim, cls(**counted._asdict()))
+        tokens = cls(counted.positions, segment_ids=counted.segment_ids)
+        return _with_rank(tokens, positions.ndim)
 
     @classmethod
     def from_lengths(
@@ -449,7 +467,8 @@ class TokenPositions:
         axes = () if is_one_row else ("batch",)
         lengths = arguments.as_indices("lengths", lengths, length, "the padded length", *axes)
         padding_side = arguments.choice("padding_side", padding_side, ("right", "left"))
-        return cls(**counted_from_lengths(lengths, length, padding_side)._asdict())
+        counted = counted_from_lengths(lengths, length, padding_side)
+        return cls(counted.positions, segment_ids=counted.segment_ids)
 
     @classmethod
     def from_segment_ids(cls, segment_ids: ArrayLike) -> "TokenPositions":
@@ -486,12 +505,14 @@ class TokenPositions:
         Source:
             Raffel et al., "T5" (2020), section 3.5.2, https://arxiv.org/abs/1910.10683
         """
-        integers = segment_ids_or_values(segment_ids)
-        rows = as_batch("segment_ids", as_signed("segment_ids", integers))
+        integers = checked_segment_ids(segment_ids)
+        on_device = as_signed("segment_ids", integers)
+        rows = as_batch("segment_ids", on_device)
         if isinstance(integers, np.ndarray):
-            _check_one_run_each(integers)
+            _check_no_segment_reappears(integers)
         counted = counted_from_segments(rows)
-        return _with_rank(integers.ndim, cls(**counted._asdict()))
+        tokens = cls(counted.positions, segment_ids=counted.segment_ids)
+        return _with_rank(tokens, integers.ndim)
 
     @classmethod
     def from_parents(cls, parents: ArrayLike, *, offset: ArrayLike = 0) -> "TokenPositions":
@@ -536,13 +557,17 @@ class TokenPositions:
         """
         parents = arguments.as_array("parents", parents)
         rows = as_batch("parents", parents)
-        integers = arguments.as_integers("parents", rows, -2, rows.shape[1] - 1, "the row")
+        length = rows.shape[1]
+        integers = arguments.as_integers("parents", rows, -2, length - 1, "the row")
         if isinstance(integers, np.ndarray):
             check_parents(integers)
-        # The end of a tree is one past its last place.
-        offset = _as_offset(offset, rows.shape[1] + 1)
-        tokens = cls(**tree_arrays(arguments.as_int32("parents", integers), offset))
-        return _with_rank(max(parents.ndim, 1 + offset.ndim), tokens)
+        # `ends` are one past the last place of a tree, so they need one number more than places.
+        offset = _as_offset(offset, length + 1)
+        parent_rows = arguments.as_int32("parents", integers)
+        tokens = cls(**tree_arrays(parent_rows, offset))
+        has_batch = parents.ndim == 2 or offset.ndim == 1
+        rank = 2 if has_batch else 1
+        return _with_rank(tokens, rank)
 
     @classmethod
     def from_offset(cls, offset: ArrayLike, length: int) -> "TokenPositions":
@@ -577,50 +602,54 @@ class TokenPositions:
         """
         length = arguments.length("length", length)
         counted = counted_from_offset(_as_offset(offset, length), length)
-        return cls(**counted._asdict())
+        return cls(counted.positions, segment_ids=counted.segment_ids)
 
 
 register_pytree(TokenPositions)
 
 
-def arrays_of(tokens: TokenPositions) -> dict[str, Any]:
-    """Returns the arrays of tokens by name, without those that are None, as [1 or b, t]."""
-    arrays = _given(as_made(tokens))
+def batch_arrays(tokens: TokenPositions) -> dict[str, Any]:
+    """Returns the arrays of tokens that are not None, by name, each as [1 or batch, length]."""
+    arrays = _given_arrays(converted_again(tokens))
     return {name: array if array.ndim == 2 else array[None] for name, array in arrays.items()}
 
 
-def _given(tokens: TokenPositions) -> dict[str, Any]:
-    """Returns the fields that are not None."""
+def _given_arrays(tokens: TokenPositions) -> dict[str, Any]:
+    """Returns the arrays of tokens that are not None, by name and in the order of the fields."""
     return {name: array for name, array in vars(tokens).items() if array is not None}
 
 
-def as_made(tokens: TokenPositions) -> TokenPositions:
-    """Makes the tokens anew, so that their arrays have the dtypes that the class gives them.
+def converted_again(tokens: TokenPositions) -> TokenPositions:
+    """Makes the tokens from their arrays again, which converts and checks the arrays.
 
-    `jax.tree.map` may have made the arrays of a shorter dtype, in which indices and names of
-    segments would wrap.
+    `jax.tree.map` makes tokens without this conversion. So their arrays may have a shorter dtype
+    than int32, in which sums of positions and numbers of segments would wrap.
     """
     return TokenPositions(**vars(tokens))
 
 
-def _check_one_run_each(segment_ids: np.ndarray) -> None:
+def _check_no_segment_reappears(segment_ids: np.ndarray) -> None:
     """Raises a ValueError if a segment id on the host has two runs of tokens in one batch row."""
-    reappears_in_row = second_runs(np.atleast_2d(segment_ids)).any(1)
-    if reappears_in_row.any():
+    rows = np.atleast_2d(segment_ids)
+    row_is_wrong = segment_reappears(rows).any(axis=1)
+    if row_is_wrong.any():
         want = (
             "one run of tokens for each number (te.TokenPositions.from_mask takes a mask with gaps)"
         )
-        got = f"two runs of one in row {reappears_in_row.argmax()}"
+        got = f"two runs of one in row {row_is_wrong.argmax()}"
         raise arguments.value_error("segment_ids", want, got)
 
 
-def _with_rank(rank: int, tokens: TokenPositions) -> TokenPositions:
-    """Returns tokens [1, length] as [length] if the rank is 1."""
+def _with_rank(tokens: TokenPositions, rank: int) -> TokenPositions:
+    """Returns tokens [1, length] as [length] if the rank is 1, and other tokens as they are."""
     return tokens if rank == 2 else jax.tree.map(lambda array: array[0], tokens)
 
 
 def _as_offset(offset: ArrayLike, length: Any) -> Array:
-    """Converts first positions. Those on the host leave room for so many positions in int32."""
+    """Converts the offsets of `length` positions each to a device array, [] or [batch].
+
+    An offset on the host from which `length` positions would leave int32 is a ValueError.
+    """
     integers = arguments.as_integers("offset", offset)
     array = as_signed("offset", integers)
     arguments.check_shape("offset", array.shape, array.ndim < 2, "[] or [batch]")
@@ -630,11 +659,12 @@ def _as_offset(offset: ArrayLike, length: Any) -> Array:
 
 
 def _shown(array: Any) -> str:
+    """Returns the dtype and the shape of an array, such as "int32[2, 5]", for a repr."""
     return f"{array.dtype}{list(array.shape)}" if hasattr(array, "dtype") else repr(array)
 
 
-def segments_of(tokens: TokenPositions) -> Array:
-    """Returns the segment ids of tokens, or ones if there are none."""
+def segment_ids_or_ones(tokens: TokenPositions) -> Array:
+    """Returns the segment ids of tokens; without segment ids, each token is in segment 1."""
     return jnp.ones_like(tokens.positions) if tokens.segment_ids is None else tokens.segment_ids
 
 
@@ -648,7 +678,8 @@ def number_of_rows(tree: Any) -> Any:
     """Returns the number of batch rows of tokens or of a mask, 1 for tokens [length]."""
     arrays = jax.tree.leaves(tree)
     counts = {array.shape[0] for array in arrays if getattr(array, "ndim", 0) == 2}
-    # A symbolic dimension of jax.export has no order, so a maximum would fail.
+    # Arrays have one batch row, or all of them the same other number. This is no maximum, because
+    # a symbolic dimension of jax.export has no order.
     return next(iter(counts - {1}), 1)
 
 
@@ -659,14 +690,18 @@ def number_of_rows(tree: Any) -> Any:
 def _cleared(
     segments: Integer[Array, "*n t"], where: Bool[Array, "*b #t"]
 ) -> Integer[Array, "*b t"]:
+    """Returns the segment ids with 0, which is padding, where slots are cleared."""
     return jnp.where(split_like(where, segments), 0, segments)
 
 
 @compiled()
-def _taken(tokens: dict[str, Array], order: Int32[Array, "n"]) -> dict[str, Array]:
-    tokens = jax.tree.map(with_whole_rows, tokens)
-    if "places" not in tokens:
-        # In rows without segments, positions are places.
-        tokens = in_row(tokens | {"places": tokens["positions"]})
+def _taken(arrays: dict[str, Array], order: Int32[Array, "n"]) -> dict[str, Array]:
+    """Returns the arrays of `batch_arrays` in another order of the tokens, with their places."""
+    arrays = jax.tree.map(with_whole_rows, arrays)
+    if "places" not in arrays:
+        # Places are row indices where these may replace positions, and elsewhere positions.
+        arrays["places"] = arrays["positions"]
+        arrays = with_row_indices(arrays)
+    # An index outside the row takes zeros, and the segment 0 is padding.
     take = functools.partial(jnp.take, indices=order, axis=1, mode="fill", fill_value=0)
-    return jax.tree.map(take, tokens)
+    return jax.tree.map(take, arrays)

@@ -1,5 +1,9 @@
 """Makes trees of tokens, in which each token sees its ancestors: drafts, answers to one prompt.
 
+A path goes from a token to its parent, to the parent's parent and so on, up to a root. Places
+number the tokens in depth-first order, so the subtree of a token is a range of places: it begins at
+the token's own place, and its end is one past its last place.
+
 In shapes, b counts batch rows, t counts the tokens of a row, a counts the answers to a prompt and
 n = t + 1.
 """
@@ -18,7 +22,7 @@ from transformer_embed._src.compiled import compiled
 from transformer_embed._src.partitioning import with_whole_rows
 from transformer_embed._src.sequences.runs import index_in_run
 
-# What stands for the parent of padding.
+# The number that padding has in place of a parent.
 PADDING = -2
 
 
@@ -62,11 +66,13 @@ def shared_prefix_parents(
     answers = arguments.as_indices("answer_lengths", answer, length, "the row", "batch", "answers")
     want = "rows as prefix_lengths"
     arguments.check_same("answer_lengths", want, answers.shape[0], prefixes.shape[0])
-    # Inside jit, arrays that are made of lengths on the host are traced. So the lengths themselves
-    # are looked at.
-    if isinstance(prefix, np.ndarray) and isinstance(answer, np.ndarray):
-        longest = int((prefix + answer.sum(1)).max(initial=0))
-        if not export.is_symbolic_dim(length) and longest > length:
+    # Inside jit, `prefixes` and `answers` are traced even if the lengths are on the host. So this
+    # check reads the lengths from before the conversion.
+    are_on_host = isinstance(prefix, np.ndarray) and isinstance(answer, np.ndarray)
+    if are_on_host and not export.is_symbolic_dim(length):
+        row_lengths = prefix + answer.sum(axis=1)
+        longest = int(row_lengths.max(initial=0))
+        if longest > length:
             raise arguments.value_error("length", f"at least {longest}, the longest row", length)
     return _shared_prefix_parents(prefixes, answers, length)
 
@@ -74,12 +80,15 @@ def shared_prefix_parents(
 def check_parents(parents: np.ndarray) -> None:
     """Raises a ValueError if batch rows on the host have a cycle, or padding for a parent."""
     rows = np.arange(len(parents))[:, None]
-    if np.any((parents >= 0) & (parents[rows, parents] == PADDING)):
+    # A negative parent reads another token's parent here, which `parents >= 0` leaves out.
+    grandparents = parents[rows, parents]
+    if np.any((parents >= 0) & (grandparents == PADDING)):
         raise arguments.value_error("parents", "trees of tokens", "padding for a parent")
-    # Each step doubles the distance of the ancestor that is known.
+    # The ancestors are 1, 2, 4, ... steps above each token. A path that has ended is negative.
     ancestors = parents
     for _ in range(parents.shape[1].bit_length()):
         ancestors = np.where(ancestors < 0, ancestors, ancestors[rows, ancestors])
+    # Only a cycle has a path that is longer than the row.
     if (ancestors >= 0).any():
         raise arguments.value_error("parents", "trees of tokens", "a cycle")
 
@@ -93,13 +102,15 @@ def _shared_prefix_parents(
 ) -> Int32[Array, "b t"]:
     """Computes `shared_prefix_parents` from lengths on a device."""
     index = jnp.arange(length, dtype=jnp.int32)[None]
-    lengths = jnp.concatenate([prefixes[:, None], answers], axis=1)
-    ends = jnp.cumsum(lengths, axis=1, dtype=jnp.int32)
-    is_start = (index[:, None] == ends[:, :-1, None]).any(1)
-    parents = jnp.where(is_start, prefixes[:, None] - 1, index - 1)
+    # A row has 1 + a texts, one after the other: the prompt and the answers.
+    text_lengths = jnp.concatenate([prefixes[:, None], answers], axis=1)
+    text_ends = jnp.cumsum(text_lengths, axis=1, dtype=jnp.int32)
+    # An answer starts where the text before it ends. [b, a, t], reduced to [b, t].
+    starts_answer = (index[:, None] == text_ends[:, :-1, None]).any(1)
+    parents = jnp.where(starts_answer, prefixes[:, None] - 1, index - 1)
     # A device cannot refuse a negative length: the whole row becomes padding.
-    is_valid = (lengths >= 0).all(axis=1, keepdims=True)
-    return jnp.where(is_valid & (index < ends[:, -1:]), parents, PADDING)
+    is_valid = (text_lengths >= 0).all(axis=1, keepdims=True)
+    return jnp.where(is_valid & (index < text_ends[:, -1:]), parents, PADDING)
 
 
 @compiled()
@@ -111,24 +122,25 @@ def tree_arrays(
     Returns:
         `positions`, the number of ancestors; `segment_ids`, 1 at tokens and 0 at padding; `places`,
         the index in depth-first order; and `ends`, one past the last place of the token's subtree.
-        The offset is added to all but the segment ids, so one tree may give several rows. Padding
-        keeps its place and its end, because its segment id alone hides it.
+        The offset is added to all of them but the segment ids, so one tree with several offsets
+        gives several batch rows. Padding has a place and an end too, which have no meaning, because
+        the segment id 0 hides padding.
     """
-    # The tree of a token may be anywhere in its row.
+    # A parent may be anywhere in the row, also in the part of the row that another device has.
     parents = with_whole_rows(parents)
     parent_or_root = _parent_or_root(parents)
     # The ones are made here, because inside vmap they would be one row for all batch rows, which
     # explicit mesh axes do not split.
     ones = jnp.ones_like(parent_or_root)
-    trees = jax.vmap(_tree_of_row)(parent_or_root, ones)
+    trees = jax.vmap(_trees_of_row)(parent_or_root, ones)
 
-    def from_offset(array: Array) -> Array:
+    def plus_offset(array: Array) -> Array:
         """Adds the offset of each batch row."""
         return array + offset.reshape(-1, 1)
 
-    positions = from_offset(trees.depths)
-    places = from_offset(trees.places)
-    ends = from_offset(trees.ends)
+    positions = plus_offset(trees.depths)
+    places = plus_offset(trees.places)
+    ends = plus_offset(trees.ends)
     is_token = (trees.has_root & (parents > PADDING)).astype(jnp.int32)
     is_token = jnp.broadcast_to(is_token, positions.shape)
     return {
@@ -151,18 +163,20 @@ def _parent_or_root(parents: Int32[Array, "b t"]) -> Int32[Array, "b n"]:
     # A device cannot refuse a parent that is outside the row or padding. A token with such a parent
     # becomes its own parent, so its path has no end, as in a cycle.
     is_inside = (parents >= PADDING) & (parents < length)
-    # The added token has no parent to read yet. "clip" reads another token's, which `parents >= 0`
-    # leaves out.
+    has_parent = parents >= 0
+    # The index `length` of the added token is past the end of `parents`. So a root reads the parent
+    # of the last token ("clip"), which `has_parent` leaves out.
     read_rows = jax.vmap(lambda row, index: row.at[index].get(mode="clip"))
-    has_padding_above = (parents >= 0) & (read_rows(parents, parent_or_root) == PADDING)
+    grandparents = read_rows(parents, parent_or_root)
+    has_padding_above = has_parent & (grandparents == PADDING)
     parent_or_root = jnp.where(is_inside & ~has_padding_above, parent_or_root, index)
     return jnp.pad(parent_or_root, ((0, 0), (0, 1)), constant_values=length)
 
 
-class _Tree(NamedTuple):
+class _Trees(NamedTuple):
     """Holds the trees of one batch row, token by token."""
 
-    # Whether the path from the token upwards ends.
+    # Whether the path of the token ends at a root. It does not if it leads into a cycle.
     has_root: Bool[Array, "t"] | bool
     # The number of ancestors.
     depths: Int32[Array, "t"]
@@ -172,7 +186,7 @@ class _Tree(NamedTuple):
     ends: Int32[Array, "t"]
 
 
-def _tree_of_row(parent_or_root: Int32[Array, "n"], ones: Int32[Array, "n"]) -> _Tree:
+def _trees_of_row(parent_or_root: Int32[Array, "n"], ones: Int32[Array, "n"]) -> _Trees:
     """Computes the trees of one batch row.
 
     Args:
@@ -181,49 +195,96 @@ def _tree_of_row(parent_or_root: Int32[Array, "n"], ones: Int32[Array, "n"]) -> 
     """
     length = parent_or_root.shape[0] - 1
     index = jnp.arange(length + 1, dtype=jnp.int32)
-    is_token = index < length
-    # Any length of jax.export has fewer than 2**31 tokens.
-    steps = 31 if export.is_symbolic_dim(length) else length.bit_length()
-
-    def sum_over_paths(values: Array) -> tuple[Array, Array]:
-        """Sums values over each token and its ancestors, and finds where their paths end.
-
-        A step doubles the length of the paths.
-        """
-
-        def double(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            """Doubles the length of the paths that are summed."""
-            sums, ancestors = carry
-            return sums + sums[ancestors], ancestors[ancestors]
-
-        return jax.lax.fori_loop(0, steps, double, (jnp.where(is_token, values, 0), parent_or_root))
-
-    def double_subtrees(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Adds the sizes of subtrees to an ancestor, twice as far up in each step."""
-        sizes, ancestors = carry
-        sizes = sizes.at[ancestors].add(jnp.where(is_token, sizes, 0))
-        return sizes, ancestors[ancestors]
-
-    sizes, _ = jax.lax.fori_loop(0, steps, double_subtrees, (ones, parent_or_root))
-    # The offset of a token is the number of places from its parent to the token: 1, and the sizes
-    # of the siblings before it. In the order of their parents, siblings are neighbours. Sums
-    # over all sizes may wrap int32, but not their differences, which are at most the length.
-    order = jnp.argsort(parent_or_root[:length], stable=True)
-    sizes_before = jnp.cumsum(sizes[order], dtype=jnp.int32) - sizes[order]
-    # The first sibling of each token. jnp.searchsorted would fail if explicit mesh axes split the
-    # batch rows.
-    first_sibling = index[:length] - index_in_run(parent_or_root[order][None])[0]
-    # The added token has the offset 0.
-    offsets = jnp.zeros_like(parent_or_root)
-    offsets = offsets.at[order].set(sizes_before - sizes_before[first_sibling] + 1)
-    # A token's place is the sum of the offsets from the root to it.
-    places, _ = sum_over_paths(offsets)
-    depths, path_ends = sum_over_paths(ones)
-    places = places[:length] - 1
-    depths = depths[:length] - 1
-    return _Tree(
-        has_root=path_ends[:length] == length,
+    # False for the added token alone.
+    is_in_row = index < length
+    subtree_sizes = _subtree_sizes(parent_or_root, is_in_row, ones)
+    steps_down = _steps_from_parents(parent_or_root, index, subtree_sizes)
+    # A token's place is the sum of the steps from the root down to the token.
+    place_sums = _sum_over_paths(steps_down, parent_or_root, is_in_row)
+    # A sum of ones counts the token itself, too.
+    token_counts = _sum_over_paths(ones, parent_or_root, is_in_row)
+    # The step from the added token to the first root is 1, and places begin at 0.
+    places = place_sums.sums[:length] - 1
+    depths = token_counts.sums[:length] - 1
+    return _Trees(
+        has_root=token_counts.path_ends[:length] == length,
         depths=depths,
         places=places,
-        ends=places + sizes[:length],
+        ends=places + subtree_sizes[:length],
     )
+
+
+def _number_of_doublings(length: Any) -> int:
+    """Returns how often a path must be doubled to be longer than any path of so many tokens."""
+    # A length is symbolic inside jax.export. Whatever it will be, it is below 2**31.
+    return 31 if export.is_symbolic_dim(length) else length.bit_length()
+
+
+class _PathSums(NamedTuple):
+    """Holds sums over paths, and where the paths end."""
+
+    sums: Int32[Array, "n"]
+    # The index of the added token for a path that ends.
+    path_ends: Int32[Array, "n"]
+
+
+def _sum_over_paths(
+    values: Int32[Array, "n"], parent_or_root: Int32[Array, "n"], is_in_row: Bool[Array, "n"]
+) -> _PathSums:
+    """Sums the values of each token and of all its ancestors. The added token counts 0."""
+
+    def double_paths(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Doubles the length of the paths that are summed.
+
+        `sums` has the sum of 1, 2, 4, ... tokens from each token upwards, and `ancestors` has the
+        token above these.
+        """
+        sums, ancestors = carry
+        return sums + sums[ancestors], ancestors[ancestors]
+
+    steps = _number_of_doublings(values.shape[0] - 1)
+    start = jnp.where(is_in_row, values, 0), parent_or_root
+    sums, path_ends = jax.lax.fori_loop(0, steps, double_paths, start)
+    return _PathSums(sums=sums, path_ends=path_ends)
+
+
+def _subtree_sizes(
+    parent_or_root: Int32[Array, "n"], is_in_row: Bool[Array, "n"], ones: Int32[Array, "n"]
+) -> Int32[Array, "n"]:
+    """Counts the tokens of each token's subtree, with the token itself."""
+
+    def double_depths(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Doubles the depth to which subtrees are counted.
+
+        `sizes` counts the tokens less than 1, 2, 4, ... levels below each token. Each token adds
+        its size to its ancestor so many levels above.
+        """
+        sizes, ancestors = carry
+        sizes = sizes.at[ancestors].add(jnp.where(is_in_row, sizes, 0))
+        return sizes, ancestors[ancestors]
+
+    steps = _number_of_doublings(ones.shape[0] - 1)
+    sizes, _ = jax.lax.fori_loop(0, steps, double_depths, (ones, parent_or_root))
+    return sizes
+
+
+def _steps_from_parents(
+    parent_or_root: Int32[Array, "n"], index: Int32[Array, "n"], subtree_sizes: Int32[Array, "n"]
+) -> Int32[Array, "n"]:
+    """Computes how many places each token is after its parent. The added token gets 0.
+
+    This is 1 for the first child. For another child, it is 1 and the sizes of the subtrees of the
+    siblings before it.
+    """
+    length = index.shape[0] - 1
+    # If tokens are sorted by their parents, siblings are neighbours.
+    order = jnp.argsort(parent_or_root[:length], stable=True)
+    # For each sorted token, the sum of the sizes of all sorted tokens before it. The sums may wrap
+    # int32, but not the differences between siblings, which are at most the length.
+    sizes_before = jnp.cumsum(subtree_sizes[order], dtype=jnp.int32) - subtree_sizes[order]
+    # Siblings are a run of equal parents, and the first sibling is the run's first token.
+    # jnp.searchsorted would fail if explicit mesh axes split the batch rows.
+    first_sibling = index[:length] - index_in_run(parent_or_root[order][None])[0]
+    steps_down = jnp.zeros_like(parent_or_root)
+    sorted_steps = sizes_before - sizes_before[first_sibling] + 1
+    return steps_down.at[order].set(sorted_steps)

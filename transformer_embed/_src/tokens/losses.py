@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.partitioning import reshard, split_like
-from transformer_embed._src.sequences.runs import of_previous_token
+from transformer_embed._src.sequences.runs import previous_token_values
 from transformer_embed._src.sequences.token_positions import as_comparable
 from transformer_embed._src.tokens.loss_arithmetic import Loss
 from transformer_embed._src.tokens.loss_sums import sum_of_losses
@@ -206,7 +206,7 @@ def _value_of_each_token(
     values = tuple(split_like(value, is_token) for value in values)
     if loss.shift:
         # A value moves from the token that predicts a label to the label.
-        shift_back = along_length(of_previous_token, loss.shift)
+        shift_back = along_length(previous_token_values, loss.shift)
         values, weights = jax.tree.map(shift_back, (values, weights))
     if not loss.of_candidates:
         values, weights = jax.tree.map(lambda array: array[..., 0], (values, weights))

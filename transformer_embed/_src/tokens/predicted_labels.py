@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool
 from transformer_embed._src import conversions
 from transformer_embed._src.compiled import nan_where
 from transformer_embed._src.partitioning import split_like
-from transformer_embed._src.sequences.runs import has_next_token, of_next_token
+from transformer_embed._src.sequences.runs import has_next_token, next_token_values
 from transformer_embed._src.tokens.loss_arithmetic import Loss
 from transformer_embed._src.tokens.output_layer import OutputLayer, Pair
 from transformer_embed._src.tokens.token_data import DEFAULTS, Settings, TokenData
@@ -53,7 +53,7 @@ def predicted_labels(
     if loss.shift:
         is_counted = _without_last_tokens(loss, batch, output, is_counted)
         # A value moves from the label to the token that predicts the label.
-        shift = along_length(of_next_token, loss.shift)
+        shift = along_length(next_token_values, loss.shift)
         batch = jax.tree.map(shift, batch._replace(segment_ids=None))
     labels = batch.labels
     if labels is not None and output.pad_id is not None:
@@ -130,7 +130,7 @@ def along_length(function: Callable, steps: int) -> Callable:
     """Makes a function that shifts values [..., length, c] by some steps along the length.
 
     Args:
-        function: A function of [..., length] and the steps, such as `of_next_token`.
+        function: A function of [..., length] and the steps, such as `next_token_values`.
         steps: How many tokens ahead, or back.
     """
     return lambda array: function(array.swapaxes(-1, -2), steps).swapaxes(-1, -2)
