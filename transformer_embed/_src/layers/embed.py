@@ -17,7 +17,7 @@ from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.positions.phase import as_positions
 from transformer_embed._src.positions.schemes import PositionScheme
 from transformer_embed._src.tokens.dropout import dropout
-from transformer_embed._src.tokens.lookup import Reading, as_table, lookup, read_table
+from transformer_embed._src.tokens.lookup import LookupOptions, as_table, lookup, read_table
 from transformer_embed._src.tokens.output_layer import OutputLayer
 
 
@@ -78,23 +78,23 @@ class TokenRows(NamedTuple):
 def token_rows(config: EmbedderConfig, leaves: Any, ids: Ids) -> TokenRows:
     """Looks up the rows of ids, and scales them."""
     table = as_table("token_embedding/embeddings", leaves["embeddings"])
-    reading = Reading(
+    options = LookupOptions(
         pad_id=config.pad_id,
         out_of_range=config.out_of_range,
         lookup_style=config.lookup_style,
         order=config.row_order,
     )
-    rows = read_table(table, ids, reading)
+    rows = read_table(table, ids, options)
     return TokenRows(scaled=conversions.widened(rows) * config.factor, table_dtype=table.dtype)
 
 
 def type_rows(config: EmbedderConfig, leaves: Any, types: Ids) -> Float[Array, "... d"]:
     """Looks up the rows of token types."""
     table = as_table("token_type_embedding/embeddings", leaves["embeddings"])
-    reading = Reading(
+    options = LookupOptions(
         pad_id=None, out_of_range=config.out_of_range, lookup_style=config.lookup_style
     )
-    return read_table(table, types, reading)
+    return read_table(table, types, options)
 
 
 def encode_positions(

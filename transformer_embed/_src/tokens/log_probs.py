@@ -33,7 +33,7 @@ from transformer_embed._src.tokens.row_logits import (
 )
 from transformer_embed._src.tokens.token_data import TokenData
 
-# The exponential of a shifted logit below this number is 0, in float64 too.
+# The exponential of this number is 0, in float64 too.
 SHIFTED_FLOOR = -1e4
 
 
@@ -139,29 +139,31 @@ def linear_log_probs(
 
 @dataclasses.dataclass(frozen=True)
 class LogProbs(Loss):
-    """Negative log-probability of each of a token's labels."""
+    """Computes the negative log-probability of each label, which is the loss of the label."""
 
     with_entropy: bool = False
 
     def returned(self, values: tuple[Array, ...], weights: Array) -> Any:
         """Returns the log-probabilities, and with `with_entropy` also the entropies."""
-        losses, *entropies = values
+        losses = values[0]
         # A difference is taken, because the negative of 0 would be -0.
         log_probs = 0 - losses
         if self.of_candidates:
             log_probs = jnp.where(weights == 0, -jnp.inf, log_probs)
-            # All candidates of a token share one entropy.
-            entropies = [entropy[..., 0] for entropy in entropies]
-        return (log_probs, *entropies) if entropies else log_probs
+        if not self.with_entropy:
+            return log_probs
+        entropies = values[1]
+        # All candidates of a token share one entropy.
+        return log_probs, entropies[..., 0] if self.of_candidates else entropies
 
     def values_from_logits(self, split, logits, labels, settings) -> tuple[TokenValues, ...]:
         """Computes the losses, and with `with_entropy` also the entropies.
 
-        With logits z, the maximum m of z, `total = sum(exp(z - m))` and
-        `mean = sum(exp(z - m) * (z - m)) / total`, the loss of a label is
-        `log(total) - (z - m)[label]`, and its gradient with respect to z is `exp(z - m) / total`,
-        minus 1 in the column of the label. The entropy is `log(total) - mean`, and its gradient is
-        `exp(z - m) * (mean - (z - m)) / total`.
+        With logits z, the maximum m of z, and `total = sum(exp(z - m))`, the loss of a label is
+
+            log(total) - (z - m)[label]
+
+        and its gradient with respect to z is `exp(z - m) / total`, minus 1 in the label's column.
         """
         (chunk,) = logits
         exponentials = jnp.exp(chunk.shifted)
@@ -169,12 +171,14 @@ class LogProbs(Loss):
         sums = token_sums(split, chunk, columns, row_shares=None)
         total = sums.total
         if self.of_candidates:
-            # The candidates of a token share this array, so the columns are subtracted apart.
+            # The candidates of a token share these gradients, so the 1 in the column of each
+            # candidate is left to `subtracted_columns`.
             gradients = exponentials
             subtracted_columns = columns
         else:
-            # A single label's column is subtracted here. If it were subtracted apart, a GPU would
-            # write an array that is 0 except for one column, and add that array in another pass.
+            # The 1 in the column of the single label is subtracted here, times the total. If it
+            # were left to `subtracted_columns`, a GPU would write an array that is 0 except for
+            # one column, and add that array in another pass.
             gradients = change_column(exponentials, columns, lambda old: old - total, is_last=False)
             subtracted_columns = None
         losses = TokenValues(
@@ -190,12 +194,17 @@ class LogProbs(Loss):
     def _entropy(
         self, split: OutputSplit, chunk: ChunkLogits, exponentials: Array, total: Array
     ) -> TokenValues:
-        """Computes the entropy of each token."""
-        # The floor makes the product of a banned id 0, and not 0 times infinity.
+        """Computes the entropy of each token's prediction, `log(total) - mean`.
+
+        `mean` is the mean of the shifted logits, weighted by the probabilities. The gradient with
+        respect to the logits is `exponentials * (mean - shifted) / total`.
+        """
+        # At a banned id, the floor makes the product 0. Without the floor, it would be NaN, as 0
+        # times infinity.
         products = exponentials * jnp.maximum(chunk.shifted, SHIFTED_FLOOR)
         mean = split.sum_over_vocabulary(products) / total
-        # This is not computed as `exponentials * (mean - shifted)`: the second factor is huge at
-        # padding, and would overflow in a second derivative.
+        # The difference is multiplied out, because `mean - shifted` is huge at padding, and would
+        # overflow in a second derivative.
         gradients = exponentials * mean - products
         return TokenValues(
             values=jnp.log(total) - mean, scaled_gradients=(gradients,), gradient_scale=total
@@ -257,7 +266,7 @@ def linear_top_k(
 
 @dataclasses.dataclass(frozen=True)
 class TopK(Loss):
-    """Log-probabilities and ids of the k most probable ids of a token."""
+    """Finds the k most probable ids of each token, with their log-probabilities."""
 
     has_gradients: ClassVar[bool] = False
 
@@ -268,38 +277,42 @@ class TopK(Loss):
     ) -> tuple[Float[Array, "t k"], Int32[Array, "t k"]]:
         """Computes the log-probabilities and ids of a chunk.
 
-        The k highest shifted logits are found on each device, then among those of all devices.
-        A log-probability is the shifted logit minus the logarithm of the total.
+        The ids with the highest shifted logits are found on each device, then among those of all
+        devices. A log-probability is the shifted logit minus the logarithm of the total.
         """
         (layer,) = layers
-        vocabulary_axes = layer.split.vocabulary
+        mesh_axes = layer.split.vocabulary_mesh_axes
         chunk = chunk_logits(layer, temperature=None)
-        total = jax.lax.psum(chunk.total, vocabulary_axes)
-        # A banned id may be returned, if k is large, but padding never. So banned ids rank above
-        # padding: their shifted logits of -inf become the lowest finite number until the ids are
-        # chosen.
+        total = jax.lax.psum(chunk.total, mesh_axes)
+        # If k is large, banned ids may be returned, but padding must not. So banned ids have to
+        # rank above padding. Until the ids are chosen, the shifted logit of a banned id is the
+        # lowest finite number, and the shifted logit of padding is -inf.
         lowest = jnp.finfo(total.dtype).min
         ranked = jnp.where(chunk.is_inside, jnp.maximum(chunk.shifted, lowest), -jnp.inf)
-        count_here = min(self.k, ranked.shape[1])
-        shifted, columns = jax.lax.top_k(ranked, count_here)
+        count_of_device = min(self.k, ranked.shape[1])
+        shifted, columns = jax.lax.top_k(ranked, count_of_device)
         ids = columns.astype(jnp.int32) + chunk.first_id
-        if vocabulary_axes:
-            shifted, ids = _best_of_all_devices(self.k, vocabulary_axes, shifted, ids)
+        if mesh_axes:
+            shifted, ids = _best_of_all_devices(self.k, mesh_axes, shifted, ids)
         is_banned = shifted == lowest
         log_probs = jnp.where(is_banned, -jnp.inf, shifted) - jnp.log(total)
         return log_probs, ids
 
 
 def _best_of_all_devices(
-    k: int, vocabulary_axes: Axes, values: Float[Array, "t n"], ids: Int32[Array, "t n"]
+    k: int, mesh_axes: Axes, values: Float[Array, "t n"], ids: Int32[Array, "t n"]
 ) -> tuple[Float[Array, "t k"], Int32[Array, "t k"]]:
-    """Finds the k highest values of each token among the values of all devices."""
-    # The first axis is tokens, which stay apart.
-    axes = [(), vocabulary_axes]
-    # The values are gathered in the order of the shards, so of the ids: `top_k` finds the first of
-    # equal values, and so the lowest id.
-    values, best = jax.lax.top_k(all_gather(values, axes), k)
-    ids = jnp.take_along_axis(all_gather(ids, axes), best, axis=1)
+    """Finds the k highest values of each token among the n values of each device.
+
+    Of equal values, the value with the lowest id comes first. `top_k` finds the first of equal
+    values, and the gathered values are in the order of the devices' shards, so of the ids.
+    """
+    # The n values of a token are gathered, and the tokens are not.
+    gathered_axes = [(), mesh_axes]
+    all_values = all_gather(values, gathered_axes)
+    all_ids = all_gather(ids, gathered_axes)
+    best_values, best = jax.lax.top_k(all_values, k)
+    best_ids = jnp.take_along_axis(all_ids, best, axis=1)
     # The arrays are equal on all devices, but the types do not say so. A maximum over the devices
     # changes the types and no value.
-    return jax.lax.pmax((values, ids), vocabulary_axes)
+    return jax.lax.pmax((best_values, best_ids), mesh_axes)
