@@ -1,4 +1,4 @@
-"""Describes an input layer and its output layer; the description is checked once."""
+"""Defines the configs that describe an input layer and its output layer."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from transformer_embed._src.positions.schemes import PositionScheme, Sinusoidal
 from transformer_embed._src.tables.row_order import RowOrder
 from transformer_embed._src.tokens.lookup import LOOKUP_STYLES, OUT_OF_RANGE
 
-# The `scale` that is the square root of the width.
+# The value of `scale` that means the square root of the table's width.
 SQRT_D_MODEL = "sqrt_d_model"
 
 
@@ -62,22 +62,22 @@ class OutputConfig:
 
 
 def as_token_scale(name: str, value: Any) -> float | str:
-    """Returns a number above 0, or the word for the square root of the width."""
-    if value is None or isinstance(value, str):
-        if value != SQRT_D_MODEL:
-            want = f"a number above 0 (1.0 leaves rows as they are) or {SQRT_D_MODEL!r}"
-            raise arguments.value_error(name, want, repr(value))
-        return SQRT_D_MODEL
-    return arguments.positive(name, value)
+    """Checks the `scale` of tokens: `SQRT_D_MODEL`, or a number above 0, which becomes a float."""
+    if value is not None and not isinstance(value, str):
+        return arguments.positive(name, value)
+    if value != SQRT_D_MODEL:
+        want = f"a number above 0 (1.0 leaves rows as they are) or {SQRT_D_MODEL!r}"
+        raise arguments.value_error(name, want, repr(value))
+    return SQRT_D_MODEL
 
 
 class Stddevs(NamedTuple):
     """Holds the standard deviations of the initial values of tables.
 
     Args:
-        tokens: For the token table.
-        added: For learned positions and token types, which are added to tokens.
-        output: For a table that the output layer has of its own.
+        tokens: The deviation of the token table.
+        added: The deviation of learned positions and token types, which are added to tokens.
+        output: The deviation of the table of an untied output layer.
     """
 
     tokens: float
@@ -198,15 +198,19 @@ class EmbedderConfig:
         )
         want = "te.OutputConfig(...), or None"
         arguments.instance("output", self.output, OutputConfig | None, want)
-        # A scheme is checked against the width, so this comes after the conversions.
+        # A scheme is checked against the width, so this comes after the width is converted.
         if self.scheme is not None:
-            want = "a PositionScheme, such as te.Learned(max_len=512), or None"
-            arguments.instance("scheme", self.scheme, PositionScheme, want)
-            self.scheme.check(self.table_width)
-            has_pad_id = self.scheme.pad_id is not None or self.pad_id is not None
-            if self.scheme.at_padding is not None and not has_pad_id:
-                want = "the id of padding, since the scheme's at_padding is set"
-                raise arguments.value_error("pad_id", want, "None")
+            self._check_scheme(self.scheme)
+
+    def _check_scheme(self, scheme: PositionScheme) -> None:
+        """Raises an error unless the scheme fits the width and the `pad_id` of this config."""
+        want = "a PositionScheme, such as te.Learned(max_len=512), or None"
+        arguments.instance("scheme", scheme, PositionScheme, want)
+        scheme.check(self.table_width)
+        has_pad_id = scheme.pad_id is not None or self.pad_id is not None
+        if scheme.at_padding is not None and not has_pad_id:
+            want = "the id of padding, since the scheme's at_padding is set"
+            raise arguments.value_error("pad_id", want, "None")
 
     @property
     def table_width(self) -> int:
@@ -215,17 +219,18 @@ class EmbedderConfig:
 
     @property
     def rows(self) -> int:
-        """The number of rows of the token tables."""
-        return -(-self.vocab_size // self.row_multiple) * self.row_multiple
+        """The number of rows of the token tables: `vocab_size`, rounded up to `row_multiple`."""
+        multiples = -(-self.vocab_size // self.row_multiple)
+        return multiples * self.row_multiple
 
     @property
     def row_order(self) -> RowOrder | None:
         """Which row of the token table holds which id.
 
-        If None, row i holds id i, and there are no other rows.
+        It is None if row i holds id i, and there are no other rows.
         """
-        has_default_order = self.rows == self.vocab_size and not self.spread
-        if has_default_order:
+        has_row_for_each_id = self.rows == self.vocab_size
+        if has_row_for_each_id and not self.spread:
             return None
         return RowOrder(vocab_size=self.vocab_size, is_spread=self.spread)
 
@@ -236,35 +241,42 @@ class EmbedderConfig:
 
     @property
     def stddevs(self) -> Stddevs:
-        """The standard deviations of the initial values of tables; see `init_stddev`."""
+        """The standard deviations of the initial values of tables.
+
+        If `init_stddev` is None, these are the values that its edge case describes. The halves were
+        compared with other values in training; see "Initial values" on the page Performance.
+        """
         if self.init_stddev is not None:
             return Stddevs(tokens=self.init_stddev, added=self.init_stddev, output=self.init_stddev)
         output = self.output or OutputConfig(tied=False)
-        # If x has unit variance, a table of this size makes logits of unit variance.
+        # If x has unit variance, a table of this deviation makes logits of unit variance.
         unit_logit_stddev = 1 / (output.scale * math.sqrt(self.table_width))
-        # Training compared the halves in this function with other values; see "Initial values" on
-        # the page Performance. Token vectors, which are rows times the factor, start with 1/2.
-        tokens = 0.5 / self.factor
+        # A token vector is a table row times the factor, and starts with the deviation 1/2.
+        token_stddev = 0.5 / self.factor
         if output.tied:
             # The table makes logits too, which start with at most unit variance.
-            tokens = min(tokens, unit_logit_stddev, self._largest_tied_stddev(output))
-        # Learned positions and token types are added to token vectors, and start half as large.
-        added = self.factor * tokens / 2
-        # The logits of a separate output table start with the standard deviation 1/2.
-        return Stddevs(tokens=tokens, added=added, output=unit_logit_stddev / 2)
+            largest_stddev = self._largest_tied_stddev(output)
+            token_stddev = min(token_stddev, unit_logit_stddev, largest_stddev)
+        # Learned positions and token types start half as large as the token vectors that they are
+        # added to.
+        token_vector_stddev = self.factor * token_stddev
+        added_stddev = token_vector_stddev / 2
+        # The logits of an untied output layer start with the deviation 1/2.
+        output_stddev = unit_logit_stddev / 2
+        return Stddevs(tokens=token_stddev, added=added_stddev, output=output_stddev)
 
     def _largest_tied_stddev(self, output: OutputConfig) -> float:
-        """Returns the bound below which a token does not predict itself in a tied model.
+        """Returns the deviation up to which a token does not predict itself in a tied model.
 
-        The own logit of a token is the product of its vector with its own table row. In a tied
-        model both come from the same row, so this logit grows with the width, but other logits grow
-        only with the root of the width.
+        The own logit of a token is the product of its vector with its table row. In a tied model,
+        the vector is a multiple of the row, so the own logit grows with the width, but other logits
+        grow only with the root of the width.
         """
-        own_factor = output.scale * self.table_width
+        scaled_width = output.scale * self.table_width
         if self.layer_norm_eps is not None:
-            # Behind a norm, a token's own logit is output.scale * width * tokens / sqrt(2), which
-            # this bound keeps below 6.
-            return 8 / own_factor
-        # Beside noise of size 1, a token's own logit is at most
-        # output.scale * factor * width * tokens**2, which this bound keeps below 4.
-        return 2 / math.sqrt(own_factor * self.factor)
+            # After a norm, the own logit is `scaled_width * stddev / sqrt(2)`. The bound keeps it
+            # below 6.
+            return 8 / scaled_width
+        # Without a norm, the own logit is at most `scaled_width * factor * stddev**2` beside noise
+        # of size 1. The bound keeps it at 4 at most.
+        return 2 / math.sqrt(scaled_width * self.factor)
