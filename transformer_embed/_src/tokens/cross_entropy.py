@@ -5,7 +5,7 @@ Shapes are written with these letters:
     t  tokens of a chunk
     r  table rows on this device
 
-A vocabulary id is banned if the bias of the table row is -inf: the id is never predicted.
+A vocabulary id is banned if the bias of the table row is -inf. Such an id is never predicted.
 """
 
 import dataclasses
@@ -203,12 +203,12 @@ def linear_cross_entropy(
 
 @dataclasses.dataclass(frozen=True)
 class CrossEntropy(Loss):
-    """Computes the cross-entropy of the predictions of each token with its label."""
+    """Computes the cross-entropy of each token's prediction with the label."""
 
     with_metrics: bool = False
 
     def returned(self, values: tuple[Array, ...], weights: Array) -> Any:
-        """Returns the losses, and `LossMetrics` if they are asked for."""
+        """Returns the losses, and with `with_metrics` also `LossMetrics`."""
         if not self.with_metrics:
             (losses,) = values
             return losses
@@ -248,15 +248,15 @@ class CrossEntropy(Loss):
             z_losses = settings.z_loss * log_z**2
             losses += z_losses
             z_loss_gradient = log_z**2
+        gradients = _scaled_gradients(exponentials, columns, scale, smoothing, row_shares)
+        setting_gradients = TokenSettings(
+            label_smoothing=smoothing_gradient, z_loss=z_loss_gradient
+        )
         loss_values = TokenValues(
             values=losses,
-            scaled_gradients=(
-                _scaled_gradients(exponentials, columns, scale, smoothing, row_shares),
-            ),
+            scaled_gradients=(gradients,),
             gradient_scale=scale,
-            setting_gradients=TokenSettings(
-                label_smoothing=smoothing_gradient, z_loss=z_loss_gradient
-            ),
+            setting_gradients=setting_gradients,
         )
         if not self.with_metrics:
             return (loss_values,)
@@ -268,7 +268,7 @@ class CrossEntropy(Loss):
 def _losses_without_z_loss(
     log_total: Float[Array, "t 1"], sums: TokenSums, smoothing: Float[Array, "t 1"] | None
 ) -> Float[Array, "t 1"]:
-    """Computes `log(total)` minus the mean of the shifted logits, weighted by the targets."""
+    """Computes `log(total) - sum(p * (z - m))`, in the letters of `values_from_logits`."""
     if smoothing is None:
         return log_total - sums.label_logit
     return log_total - (1.0 - smoothing) * sums.label_logit - smoothing * sums.mean_logit
@@ -281,10 +281,7 @@ def _scaled_gradients(
     smoothing: Float[Array, "t 1"] | None,
     row_shares: Float[Array, "1 r"] | None,
 ) -> Float[Array, "t r"]:
-    """Computes `exponentials - scale * targets`, the gradients of losses times their scale.
-
-    The targets are those of `CrossEntropy.values_from_logits`.
-    """
+    """Computes `exp(z - m) - scale * p`, in the letters of `CrossEntropy.values_from_logits`."""
     if smoothing is None or row_shares is None:
         return change_column(exponentials, columns, lambda old: old - scale, is_last=True)
     label_target = 1.0 - smoothing

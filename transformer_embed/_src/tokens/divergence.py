@@ -59,7 +59,8 @@ def linear_divergence(
 
     Args:
         x: The student's hidden vectors of the last layer, [..., d], of a floating dtype.
-        output: The student's output layer, as in `linear_cross_entropy`.
+        output: The student's output layer: an `OutputLayer`, as `Embedder.output` returns it, or a
+            table [vocab_size, d] if there is no bias, softcap, scale or `pad_id`.
         teacher_x: The teacher's hidden vectors of the same tokens, [..., any width]. They and the
             teacher's layer have gradients too. If you do not differentiate them, this costs
             nothing.
@@ -69,27 +70,42 @@ def linear_divergence(
         kind: `"forward"`, `"reverse"` or `"js"`.
         beta: The share of the teacher in the mixture of `"js"`, a Python number above 0 and below
             1. If None, 0.5.
-        temperature: The number that divides the logits of both layers, as in `linear_log_probs`.
-            The divergence is not multiplied by the square of the temperature.
-        mask: Which tokens are counted (True), as in `linear_cross_entropy`. There are no labels
-            here, so the mask alone leaves out padding: with `shift`, pass `ids != pad_id`.
-        weights, segment_ids: As in `linear_cross_entropy`.
-        shift: How many tokens ahead each token predicts, as in `linear_cross_entropy`. There are no
-            labels here, so `shift` changes only whose mask and weight are used: the mask and the
-            weight at t belong to the token that predicts the token at t. With `reduction="none"`,
-            the divergence of this prediction is at t too.
-        reduction, chunk_size: As in `linear_cross_entropy`.
+        temperature: The number that divides the logits of both layers, above 0 and at most 1e36. It
+            is a number, or a floating array that broadcasts to the tokens, such as [batch, 1]. An
+            array may be traced and gets a gradient. The divergence is not multiplied by the square
+            of the temperature.
+        mask: Which tokens are counted (True), a bool array that broadcasts to the tokens. There are
+            no labels here, so the mask alone leaves out padding: with `shift`, pass
+            `ids != pad_id`. If None, all tokens are counted.
+        weights: A factor for the divergence of each token, a floating array that broadcasts to the
+            tokens. Set it if some tokens matter more than others. If None, all factors are 1.
+        shift: How many tokens ahead each token predicts, a Python int. Pass 1 (or True) for a
+            language model. There are no labels here, so `shift` changes only whose mask and weight
+            are used: the mask and the weight at t belong to the token that predicts the token at t.
+            With `reduction="none"`, the divergence of this prediction is at t too.
+        segment_ids: The document of each token, integers [length], or with more axes that broadcast
+            to the tokens. Pass the ids of your `TokenPositions` if batch rows are packed and
+            `shift` is set. Then tokens that would predict a token of another document are not
+            counted. Id 0 is padding. If None, each batch row is one document.
+        reduction: How the divergences are joined. `"mean"` divides their sum by the sum of the
+            weights of the counted tokens. `"sum"` returns the sum. `"none"` returns the divergence
+            of each token, times its weight.
+        chunk_size: The largest number of tokens in a chunk. Set a smaller one to save memory. If
+            None, it is chosen as in `linear_cross_entropy`, for the logits of both layers together.
 
     Returns:
-        The divergence, a scalar, or with `reduction="none"` an array [...], as
-        `linear_cross_entropy` returns it. Near equality it is accurate to 1e-9, but differences of
-        `log_softmax` are off by 2e-7.
+        The divergence, a scalar in float32 (in float64 if an x or a table is). With
+        `reduction="none"`, an array [...]. If both predictions are nearly equal, the divergence is
+        accurate to 1e-9, but differences of `log_softmax` would be off by 2e-7.
 
     Raises:
-        TypeError: As for `linear_cross_entropy`.
-        ValueError: As for `linear_cross_entropy`; or the layers differ in `vocab_size` or in
-            `pad_id`; or the rows of their tables are split over different mesh axes; or `beta` is
-            given without `kind="js"`.
+        TypeError: an argument has another dtype or type; or a table holds only some of its rows, as
+            a tied table does inside `te.rows.value_and_grad`.
+        ValueError: the layers differ in `vocab_size` or in `pad_id`; the rows of their tables are
+            split over different mesh axes; `beta` is given without `kind="js"`; another argument is
+            out of its range; shapes do not fit together; `segment_ids` is given without `shift`; x
+            has a symbolic size; or the columns of a table are split over a number of devices that
+            does not divide the number of table rows.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -262,9 +278,9 @@ def _log_ratio(
     # Where both are 0, `zeros` is 0 too. A constant 0 is not written instead, because jax would
     # make an array [t, r] of it, and would keep that array outside of the loop over chunks.
     zeros = student_probs
-    # If both layers ban an id, its shifted logits are -inf, and the difference would be NaN. The
-    # second `where` would replace the NaN, but jax_debug_nans with jax_disable_jit would stop at
-    # it. So the first `where` replaces the operand before.
+    # If both layers ban an id, both shifted logits are -inf, and the difference would be NaN. The
+    # second `where` replaces the NaN, but jax_debug_nans with jax_disable_jit would stop before
+    # that. So the first `where` replaces the operand too.
     teacher_shifted = jnp.where(are_both_zero, zeros, teacher.shifted)
     log_ratio = student.shifted - teacher_shifted - log_ratio_of_totals
     return jnp.where(are_both_zero, zeros, log_ratio)
@@ -317,10 +333,10 @@ def _mixture(both: Probabilities, beta: float) -> Mixture:
     change = jnp.where(
         is_student_larger, beta * (teacher - student), (1 - beta) * (student - teacher)
     )
-    # Where both probabilities are tiny, the change is divided by 1. (The derivative of the quotient
-    # divides by the square of the divisor, and the square of a tiny number would be 0.) The ratio
-    # of such an id is then wrong by a factor of 1 / min(beta, 1 - beta) at most, and its terms of
-    # the sum are below 1e-18.
+    # If both probabilities are tiny, the change is divided by 1, because the derivative of the
+    # quotient divides by the square of the divisor, and the square of a tiny number would be 0. The
+    # ratio of such an id is then wrong by a factor of 1 / min(beta, 1 - beta) at most. This does
+    # not matter, because the terms of this id in the sum are below 1e-18.
     is_tiny = larger < jnp.finfo(larger.dtype).tiny ** 0.5
     divisor = jnp.where(is_tiny, 1, larger)
     log_mixture_over_larger = jnp.log1p(change / divisor)
@@ -361,7 +377,7 @@ def _kullback_leibler(
     additional parts `b - a` sum to 0. They make each term at least 0, so that no digits cancel in
     the sum where a and b are nearly equal.
     """
-    # Where w is large, exp(w) could overflow, so b is read in place of `a * exp(w)`. `where`
+    # If w is large, exp(w) could overflow, so b takes the place of `a * exp(w)`. `jnp.where`
     # computes both formulas for each id, and the formula that is not chosen gets the harmless
     # number a in place of w.
     is_small = log_b_over_a < 1

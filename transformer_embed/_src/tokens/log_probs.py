@@ -7,7 +7,7 @@ Shapes are written with these letters:
     v  table rows on this device
     d  channels of x
 
-A vocabulary id is banned if its logit is -inf, because the bias says so: it is never predicted.
+A vocabulary id is banned if the bias of the table row is -inf. Such an id has a probability of 0.
 """
 
 import dataclasses
@@ -59,19 +59,30 @@ def linear_log_probs(
 
     Args:
         x: The hidden vectors of the last layer, [..., d], of a floating dtype.
-        output: The output layer, as in `linear_cross_entropy`.
+        output: The output layer: an `OutputLayer`, as `Embedder.output` returns it, or a table
+            [vocab_size, d] if there is no bias, softcap, scale or `pad_id`. Labels equal to the
+            layer's `pad_id` are not counted.
         labels: The ids whose log-probabilities you want, [...], of any integer dtype. With `shift`,
             pass the ids of the text. To compare k candidates at each token, pass [..., k], such as
             the choices of a question or a teacher's `linear_top_k`. All candidates of a token share
             one pass over the vocabulary.
-        shift, segment_ids, chunk_size: As in `linear_cross_entropy`.
+        shift: How many tokens ahead the label of each token stands, a Python int. Pass 1 (or True)
+            for a language model, so that token t predicts `labels[..., t + 1]`. Pass 0 if you
+            shifted the labels yourself.
+        segment_ids: The document of each token, integers [length], or with more axes that broadcast
+            to the tokens. Pass the ids of your `TokenPositions` if batch rows are packed and
+            `shift` is set. Then no token predicts a label of another document. Id 0 is padding. If
+            None, each batch row is one document.
+        chunk_size: The largest number of tokens in a chunk. Set a smaller one to save memory. If
+            None, it is chosen as in `linear_cross_entropy`.
         temperature: The number that divides the logits, above 0 and at most 1e36. Pass the
             temperature at which the text was sampled. It is a number, or a floating array that
             broadcasts to the tokens, such as [batch, 1]. An array may be traced and gets a
             gradient. With `shift`, the temperature at t belongs to `labels[..., t]`, like a mask.
-        mask: Which labels are counted (True), as in `linear_cross_entropy`. Set it to leave out the
-            prompt. For candidates it broadcasts to [..., k], so pass `mask[..., None]` if you have
-            one bool per token.
+        mask: Which labels are counted (True), a bool array that broadcasts to the labels' shape.
+            Set it to leave out the prompt. For one bool per batch row, pass `mask[:, None]`. For
+            one bool per token and k candidates, pass `mask[..., None]`. If None, all labels are
+            counted.
         with_entropy: Whether to return the entropy of each prediction too.
 
     Returns:
@@ -81,8 +92,12 @@ def linear_log_probs(
         prediction of `labels[..., t]`.
 
     Raises:
-        TypeError: As for `linear_cross_entropy`, or `with_entropy` is not a Python bool.
-        ValueError: As for `linear_cross_entropy`, or a number `temperature` is not above 0.
+        TypeError: an argument has another dtype or type; or the table holds only some of its rows,
+            as a tied table does inside `te.rows.value_and_grad`.
+        ValueError: a number `temperature` is not above 0, or another argument is out of its range;
+            shapes do not fit together; `segment_ids` is given without `shift`; the labels have a
+            symbolic size; or the columns of the table are split over a number of devices that does
+            not divide the number of table rows.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -199,8 +214,7 @@ class LogProbs(Loss):
         `mean` is the mean of the shifted logits, weighted by the probabilities. The gradient with
         respect to the logits is `exponentials * (mean - shifted) / total`.
         """
-        # At a banned id, the floor makes the product 0. Without the floor, it would be NaN, as 0
-        # times infinity.
+        # At a banned id, the floor makes the product 0. Otherwise 0 times infinity would be NaN.
         products = exponentials * jnp.maximum(chunk.shifted, SHIFTED_FLOOR)
         mean = split.sum_over_vocabulary(products) / total
         # The difference is multiplied out, because `mean - shifted` is huge at padding, and would
@@ -226,11 +240,13 @@ def linear_top_k(
     k ids of each token.
 
     Args:
-        x: Hidden states [..., d], a floating dtype.
-        output: The output layer, as in `linear_cross_entropy`. Its `pad_id`, and rows that only
-            fill a shard, are never returned.
+        x: The hidden vectors of the last layer, [..., d], of a floating dtype.
+        output: The output layer: an `OutputLayer`, as `Embedder.output` returns it, or a table
+            [vocab_size, d] if there is no bias, softcap, scale or `pad_id`. The layer's `pad_id`,
+            and rows that only fill a shard, are never returned.
         k: How many ids to return, a Python int from 1 to the number of ids that may be predicted.
-        chunk_size: As in `linear_cross_entropy`.
+        chunk_size: The largest number of tokens in a chunk. Set a smaller one to save memory. If
+            None, it is chosen as in `linear_cross_entropy`.
 
     Returns:
         A pair of arrays: log-probabilities [..., k], highest first, in float32 (float64 if x or the
@@ -240,8 +256,10 @@ def linear_top_k(
         The result has no gradient. If you need one, pass the ids to `linear_log_probs`.
 
     Raises:
-        TypeError: As for `linear_logits`, or k is not a Python int.
-        ValueError: As for `linear_logits`, or k is out of its range, or x has a symbolic size.
+        TypeError: x does not have a floating dtype of 16 bits or more; or k is not a Python int.
+        ValueError: k is out of its range; x has a symbolic size; the width of the table differs
+            from the width of x; or the columns of the table are split over a number of devices that
+            does not divide the number of rows.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -277,8 +295,9 @@ class TopK(Loss):
     ) -> tuple[Float[Array, "t k"], Int32[Array, "t k"]]:
         """Computes the log-probabilities and ids of a chunk.
 
-        The ids with the highest shifted logits are found on each device, then among those of all
-        devices. A log-probability is the shifted logit minus the logarithm of the total.
+        Each device finds the ids with the highest shifted logits among its rows. Then the devices
+        exchange these ids and logits, and find the best of all. A log-probability is the shifted
+        logit minus the logarithm of the total.
         """
         (layer,) = layers
         mesh_axes = layer.split.vocabulary_mesh_axes

@@ -133,9 +133,10 @@ def read_table(table: Any, ids: Ids, options: LookupOptions) -> Vectors:
     all_id_axes = set(sum(id_axes, ()))
     if all_id_axes.isdisjoint(column_axes):
         return _read_local_columns(table, ids, options)
-    # A mesh axis splits both the ids and the columns, but it may split only one dimension of the
-    # result. While rows are read, it splits the columns: each device gets the ids of all devices
-    # along the axis, and reads some columns of their rows. Afterwards it splits the ids again.
+    # Some mesh axes split both the ids and the columns, but an axis may split only one dimension of
+    # the result. While rows are read, these axes split only the columns. So each device gets the
+    # ids of all devices along these axes, and reads some columns of the rows of all these ids.
+    # Afterwards the axes split the ids again, and the columns become whole along these axes.
     gathered_id_axes = [tuple(axis for axis in axes if axis not in column_axes) for axes in id_axes]
     ids = reshard(ids, NamedSharding(mesh, PartitionSpec(*gathered_id_axes)))
     rows = _read_local_columns(table, ids, options)
@@ -205,7 +206,7 @@ def _gather_jvp(
 ) -> tuple[Vectors, Any]:
     """Computes the rows, and the tangents of the rows by reading the tangents of the table.
 
-    This read is linear, so its transpose is the gradient of the table; see `read_or_zero`.
+    This read is linear, so jax transposes it to get the gradient of the table (see `read_or_zero`).
     """
     table, ids = primals
     table_tangent, _ = tangents

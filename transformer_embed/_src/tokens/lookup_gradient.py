@@ -83,8 +83,8 @@ def read_from_shards(
         index: The rows to read.
     """
     # Along a mesh axis that splits both the rows and the index, devices have different places, and
-    # each device must read from its shard for the places of all of them. So the index is
-    # all-gathered, and a reduce-scatter adds the rows and gives each device its own places.
+    # each shard must be read for the places of all these devices. So the index is all-gathered, and
+    # a reduce-scatter adds the rows and returns to each device the rows of the device's places.
     shared_axes = [tuple(axis for axis in axes if axis in row_axes) for axes in index_axes]
     # Along a mesh axis that splits the rows alone, all devices have the same places, so a sum over
     # the devices is enough.
@@ -143,9 +143,9 @@ def _read_each_row_once(table: TableArray, index: Index) -> Vectors:
     # starts a run, because `prepend` puts a different number before it.
     is_run_start = jnp.diff(ordered_index, prepend=ordered_index[:1] + 1) != 0
     is_run_end = jnp.roll(is_run_start, -1)
-    # Only the last place of each run reads a row. Each other place gets an index of its own past
-    # the end of the table, and reads zeros. So no two indices are equal, as `unique_indices`
-    # promises, and the transpose needs no atomic additions.
+    # Only the last place of each run reads a row. All other places read zeros, each at a different
+    # index past the end of the table. So all indices differ, as `unique_indices` promises, and the
+    # transpose needs no atomic additions.
     past_the_end = row_count + jnp.arange(place_count, dtype=jnp.uint32)
     reads_row = is_run_end & (ordered_index < row_count)
     unique_index = jnp.where(reads_row, ordered_index, past_the_end)

@@ -10,7 +10,7 @@ Shapes are written with these letters:
     v  table rows on this device
     c  labels of a token: 1, or the number of candidate labels
 
-A vocabulary id is banned if the bias of the table row is -inf: the id is never predicted.
+A vocabulary id is banned if the bias of the table row is -inf. Such an id is never predicted.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class TokenValues(NamedTuple):
 
     Args:
         values: The values, [t, c].
-        scaled_gradients: One array [t, v] for each layer. All c values of a token share its row of
+        scaled_gradients: One array [t, v] for each layer. The c values of a token share a row of
             the array. The tuple is empty if the values have no gradients.
         gradient_scale: A number, or [t, 1].
         subtracted_columns: The column of each label, [t, c], which is out of range if another
@@ -135,10 +135,10 @@ def values_and_logits(
     values = loss.values_from_logits(split, logits, labels, settings)
     if temperature is None:
         return values, logits
-    # The logits z are divided by the temperature T, so dz/dT is -z / T, and the derivative of a
-    # value is its derivative in the direction z, divided by -T. A common shift of a token's logits
-    # changes no value, so the shifted logits may be the direction. The logit of a banned id counts
-    # as 0, because the product of its gradient, 0, with infinity would be NaN.
+    # The logits z are divided by the temperature T, so dz/dT is -z / T. Thus the derivative of a
+    # value with respect to T is the derivative in the direction z, divided by -T. A common shift of
+    # a token's logits changes no value, so the shifted logits may be the direction. The direction
+    # is 0 at a banned id, where the gradient is 0 too, because 0 times infinity would be NaN.
     directions = [jnp.where(jnp.isneginf(chunk.shifted), 0, chunk.shifted) for chunk in logits]
 
     def with_temperature_gradient(token_values: TokenValues) -> TokenValues:

@@ -96,7 +96,7 @@ def sum_of_losses(loss: Loss, token_data: TokenData, layers: Layers) -> tuple[Ar
 
 @functools.partial(sum_of_losses.defjvp, symbolic_zeros=True)
 def _sum_jvp(loss: Loss, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    """Computes the sums, and the tangent of the first sum; the other sums have a tangent of 0.
+    """Computes the sums, the tangent of the first sum, and tangents of 0 for the other sums.
 
     The tangent is the sum of the products of gradients and tangents of all arrays. It is linear in
     the tangents, so the backward pass only scales the gradients that are known already. If a
@@ -212,8 +212,8 @@ def _layer_gradients(
 
     Args:
         layer: The layer, with the x of the chunk.
-        product_gradients: The gradients with respect to the products of x and the rows, before
-            each token's gradients are multiplied by its factor.
+        product_gradients: The gradients with respect to the products of x and the rows, before the
+            gradients of each token are multiplied by the factor of the token.
         token_factors: The factor of each token, [t, 1].
     """
     table_letters = layer.split.table_letters

@@ -137,7 +137,7 @@ def _logit_tangents(
 ) -> Float[Array, "t v"]:
     """Computes the tangents of the logits from the tangents of a layer's arrays.
 
-    The tangents of the table are those of `wide_rows`, which get the gradient in place of `table`.
+    The tangents of the rows are in `wide_rows`, which get the gradient in place of `table`.
     """
     dtype = gradient_dtype(layer)
     equation = f"td,{layer.split.table_letters}->tv"

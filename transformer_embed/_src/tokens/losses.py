@@ -79,9 +79,10 @@ CONVERTERS: dict[str, Callable] = {
     "z_loss": functools.partial(_as_setting, arguments.not_negative),
 }
 
-# Arguments that may be None.
+# Arguments that may be None. For all others, the converter raises an error.
 OPTIONAL = ("mask", "weights", "segment_ids")
-# Arguments with a number for each token. The others have one for each label.
+# Arguments that broadcast to the tokens. All others broadcast to the labels, which have one axis
+# more if they are candidates.
 TOKEN_ARGUMENTS = ("weights", "segment_ids", *TokenSettings._fields)
 
 
@@ -105,7 +106,10 @@ def compute(loss: Loss, layers: tuple[Pair, ...], **token_arguments: ArrayLike |
         arguments.check_left_out("segment_ids", arrays.get("segment_ids"), "shift is 0")
 
     def with_label_axis(name: str) -> Array | None:
-        """Makes an argument [..., 1] or [..., c], with one axis more than the tokens."""
+        """Checks that an argument broadcasts, and gives it one axis more than the tokens have.
+
+        The last axis of the result is 1, or the number of candidates.
+        """
         array = arrays.get(name)
         if array is None:
             return None
@@ -117,11 +121,11 @@ def compute(loss: Loss, layers: tuple[Pair, ...], **token_arguments: ArrayLike |
             owner = "the labels"
         with_length = name == "segment_ids"
         arguments.check_broadcasts(name, array.shape, shape, owner, with_length=with_length)
-        # The axes of size 1 that the array gets, in front and at the end, as numbers of the
-        # result's axes. There is none at the end if the labels are candidates, whose axis is there.
-        leading_axes = range(len(shape) - array.ndim)
-        label_axis = range(len(shape), len(token_shape) + 1)
-        return jnp.expand_dims(array, (*leading_axes, *label_axis))
+        # The array gets axes of size 1 in front, until it has the rank of `shape`. Then it gets an
+        # axis at the end, unless the last axis of `shape` counts candidates.
+        axes_in_front = range(len(shape) - array.ndim)
+        axes_at_end = range(len(shape), len(token_shape) + 1)
+        return jnp.expand_dims(array, (*axes_in_front, *axes_at_end))
 
     settings = {name: with_label_axis(name) for name in TokenSettings._fields}
     batch = Batch(
@@ -241,9 +245,10 @@ def _split_over_mesh(
     """
 
     def without_unused(x):
-        """Replaces x by 0 at tokens without a counted label, so it has no effect, even if NaN.
+        """Replaces x by 0 where x must not have an effect, even if x is NaN.
 
-        If a token has counted labels, but no weight, only an x that is not finite is replaced.
+        This is so at tokens without a counted label. At tokens whose counted labels all have a
+        weight of 0, x is replaced if x is infinite or NaN.
         """
         is_finite = jnp.isfinite(x).all(-1, keepdims=True)
         is_used = (token_data.weights != 0) | (is_counted & is_finite)

@@ -175,7 +175,7 @@ def linear_logits(
 
 
 class Pair(NamedTuple):
-    """Holds hidden vectors, and the output layer that computes their logits."""
+    """Holds hidden vectors, and the output layer for them."""
 
     x: Array
     output: OutputLayer
@@ -188,8 +188,8 @@ def as_output_layer(x: ArrayLike, output: OutputLayer | ArrayLike, prefix: str =
     """
     x = arguments.as_floats(f"{prefix}x", x)
     if isinstance(output, OutputLayer):
-        # The layer is made again, so that its leaves are checked: a function of trees may have
-        # replaced them.
+        # A function of trees may have replaced the leaves. So the layer is made again, which checks
+        # the leaves.
         output = OutputLayer(**vars(output))
     else:
         output = OutputLayer(as_table(f"{prefix}output", output))

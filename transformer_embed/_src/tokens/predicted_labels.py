@@ -81,9 +81,10 @@ def _dtype_of_sums(layers: tuple[Pair, ...]) -> Any:
 
 
 def _token_data(batch: Batch, is_counted: Bool[Array, "... c"], dtype: Any) -> TokenData:
-    """Makes the arrays of the predicting tokens, with values for what is not counted.
+    """Makes the arrays of the predicting tokens, in which labels that are not counted do no harm.
 
-    A label that is not counted becomes -1, and the weight of this label becomes 0.
+    A label that is not counted becomes -1 and gets a weight of 0. `_valid_setting` says what the
+    settings become. `dtype` is the dtype of the weights.
     """
     weights = jnp.ones((), dtype) if batch.weights is None else batch.weights
     weights = jnp.where(is_counted, weights, 0)
@@ -114,10 +115,11 @@ def _broadcast_to_tokens(batch: Batch, is_token: Bool[Array, "... 1"], dtype: An
 def _without_last_tokens(
     loss: Loss, batch: Batch, output: OutputLayer, is_counted: Bool[Array, "... 1"]
 ) -> Bool[Array, "... c"]:
-    """Leaves out the last tokens of each document, which predict no label of it, and padding.
+    """Leaves out padding, and the last tokens of each document, which predict no label of it.
 
-    The labels of `batch` are not shifted yet, so each token's own id says whether it is padding.
-    But candidates are not the ids of the text, so with candidates padding is not left out.
+    The labels of `batch` are not shifted yet. So the label of each token is the token's own id,
+    which says whether the token is padding. Only if the labels are candidates, which are not the
+    ids of the text, padding stays.
     """
     segment_ids = batch.segment_ids
     if segment_ids is None:

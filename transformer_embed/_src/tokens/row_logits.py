@@ -4,9 +4,11 @@ Shapes are written with these letters:
 
     t  tokens of a chunk
     r  table rows on this device
-    c  labels of a token: 1, or the number of candidates
+    c  labels of a token: 1, or the number of candidate labels
 
-A vocabulary id is banned if the bias of the table row is -inf: the id is never predicted.
+Two kinds of table rows are never predicted. A row is outside if it holds the `pad_id`, or only pads
+the vocabulary. The logit of an outside row is a very low finite number. A row is banned if its bias
+is -inf. The logit of a banned row is -inf.
 """
 
 import functools
@@ -31,14 +33,13 @@ class RowLogits(NamedTuple):
     """Holds the logits [..., rows] of tokens for the rows of a device, without a factor.
 
     Args:
-        unscaled: The logits without the factor, in float32 or wider, also for rows that are not
-            inside.
+        unscaled: The logits without the factor, in float32 or wider. Outside rows have the product
+            with x here, like all others.
         factor: The softcap, or the scale if there is no softcap. The logits are
             `factor * unscaled`.
         ids: The id of each row, [..., rows] with leading axes of size 1.
-        is_inside: Whether each row may be predicted, in the shape of `ids`. It is False at the
-            `pad_id`, and at rows that only pad the vocabulary. If all rows may be predicted, it is
-            the Python value True, which costs no pass over the logits.
+        is_inside: False at outside rows, in the shape of `ids`. If no row is outside, this is the
+            Python value True, which costs no pass over the logits.
     """
 
     unscaled: Array
@@ -48,7 +49,7 @@ class RowLogits(NamedTuple):
 
 
 def row_logits(layer: LayerArrays) -> RowLogits:
-    """Computes the logits of x for the device's whole rows: products plus bias, and the softcap."""
+    """Computes the logits of x for the whole rows of a device, from products, bias and softcap."""
     split = layer.split
     x = layer.x
     table = layer.table
@@ -93,7 +94,7 @@ def _biased_and_capped(
         return products, split.scale
     capped = jnp.tanh(split.scale * products / split.softcap)
     if bias is not None:
-        # The cap would make the logit of a banned id finite, so the id could be predicted.
+        # The cap would make the logit of a banned row finite, so the id could be predicted.
         capped = jnp.where(bias == -jnp.inf, bias, capped)
     return capped, split.softcap
 
@@ -103,17 +104,16 @@ class ChunkLogits(NamedTuple):
 
     Args:
         factor: The factor of the logits, a number or [t, 1].
-        logits: The logits without the factor, [t, r]. They are finite and very low at rows that are
-            never predicted.
+        logits: The logits without the factor, [t, r], with a very low number at outside rows.
         top: The largest of each token's `logits` on all devices, [t, 1].
-        shifted: `factor * (logits - top)`, [t, r], which is -inf at banned ids.
+        shifted: `factor * (logits - top)`, [t, r], which is -inf at banned rows.
         total: The sum of the exponentials of `shifted` on this device, [t, 1].
         slope, slope_factor: The derivative of `factor * logits` with respect to the products of x
             and the rows is `slope * slope_factor`. The slope is a number or [t, r], and
             `slope_factor` is a number or [t, 1].
         ids: The id of each row, [1, r].
-        is_inside: Whether each row may be predicted, as in `RowLogits`.
-        is_banned: Whether the bias of each row is -inf, [1, r]. None if the layer has no bias.
+        is_inside: False at outside rows, as in `RowLogits`.
+        is_banned: True at banned rows, [1, r]. None if the layer has no bias.
     """
 
     factor: float | Array
@@ -129,7 +129,7 @@ class ChunkLogits(NamedTuple):
 
     @property
     def first_id(self) -> Int32[Array, ""]:
-        """The id of this device's first row, and so of the first column of its logits."""
+        """The id of the first row on this device, and so of the first column of the logits."""
         return self.ids[0, 0]
 
 
@@ -145,8 +145,8 @@ def chunk_logits(layer: LayerArrays, temperature: Any) -> ChunkLogits:
     if temperature is not None:
         factor = factor / temperature
         slope_factor = slope_factor / temperature
-    lowest = _lowest_logit(rows.unscaled.dtype, factor)
-    logits = _low_outside(layer, rows, lowest)
+    outside_logit = _outside_logit(rows.unscaled.dtype, factor)
+    logits = _replace_outside_logits(layer.split, rows, outside_logit)
     top, total = _top_and_total(split, factor, logits)
     is_banned = None
     if layer.bias is not None:
@@ -156,9 +156,9 @@ def chunk_logits(layer: LayerArrays, temperature: Any) -> ChunkLogits:
     # logits again, reads the logits only once.
     top, total = checkpoint_name((top, total), KEPT_NAME)
     slope = _slope_of_cap(split, rows)
-    # The difference is taken before the factor, because XLA may compute `factor * logits - top`
-    # with a single rounding. As `top` itself is rounded, the largest logit would then differ from
-    # it, and its shifted logit would not be 0.
+    # The difference is taken before the product. If `top` were `(factor * logits).max()`, and the
+    # shifted logits were `factor * logits - top`, XLA might round this expression only once. But
+    # `top` is rounded after the product, so the shifted logit of the largest logit would not be 0.
     shifted = times(factor, logits - top)
     return ChunkLogits(
         factor=factor,
@@ -174,11 +174,11 @@ def chunk_logits(layer: LayerArrays, temperature: Any) -> ChunkLogits:
     )
 
 
-def _lowest_logit(dtype: Any, factor: float | Array) -> float | Array:
-    """Returns the logit, without the factor, of rows that are never predicted.
+def _outside_logit(dtype: Any, factor: float | Array) -> float | Array:
+    """Returns the logit of outside rows, without the factor.
 
-    Its exponential is 0, and it is finite, also times the factor. So the loss of a token that does
-    not count, whose label may be padding, is finite, and vanishes if the token's weight is 0.
+    The logit is so low that the probability is 0, and is finite, also times the factor. So the loss
+    of a token whose label is padding is finite, and vanishes because the weight of the token is 0.
     """
     if isinstance(factor, jax.Array):
         # With the power of two, derivatives with respect to the temperature are finite too.
@@ -189,9 +189,9 @@ def _lowest_logit(dtype: Any, factor: float | Array) -> float | Array:
 
 
 def _slope_of_cap(split: OutputSplit, rows: RowLogits) -> float | Array:
-    """Computes `slope` of `ChunkLogits`: the derivative of the softcap's tanh, or 1 without a cap.
+    """Computes `slope` of `ChunkLogits`, which is 1, or the derivative of the softcap's tanh.
 
-    The derivative is `1 - tanh**2`. At a banned id, `unscaled` is -inf and the derivative is 0.
+    The derivative is `1 - tanh**2`. At a banned row, `unscaled` is -inf and the derivative is 0.
     """
     if split.softcap is None:
         return 1.0
@@ -199,22 +199,26 @@ def _slope_of_cap(split: OutputSplit, rows: RowLogits) -> float | Array:
     return 1 - jnp.square(finite_tanh)
 
 
-def _low_outside(layer: LayerArrays, rows: RowLogits, lowest: Any) -> Float[Array, "t r"]:
-    """Returns the logits without the factor, with `lowest` at rows that are never predicted."""
-    split = layer.split
+def _replace_outside_logits(
+    split: OutputSplit, rows: RowLogits, outside_logit: Any
+) -> Float[Array, "t r"]:
+    """Returns `rows.unscaled` with `outside_logit` at outside rows."""
     has_whole_vocabulary = split.mesh.empty and rows.unscaled.shape[-1] == split.vocab_size
     if split.pad_id is None or not has_whole_vocabulary:
-        return jnp.where(rows.is_inside, rows.unscaled, lowest)
-    # Only the column of the `pad_id` is changed, if it is inside the vocabulary.
+        return jnp.where(rows.is_inside, rows.unscaled, outside_logit)
+    # Only the row of the `pad_id` can be outside. Its column is the `pad_id`.
     pad_column = jnp.array([[split.pad_id]], jnp.int32)
-    low_like = functools.partial(jnp.full_like, fill_value=lowest)
-    return change_column(rows.unscaled, pad_column, low_like, is_last=True)
+    outside_like = functools.partial(jnp.full_like, fill_value=outside_logit)
+    return change_column(rows.unscaled, pad_column, outside_like, is_last=True)
 
 
 def _top_and_total(
     split: OutputSplit, factor: float | Array, logits: Float[Array, "t r"]
 ) -> tuple[Float[Array, "t 1"], Float[Array, "t 1"]]:
-    """Computes `top` and `total` of `ChunkLogits`: the largest logit, and the exponentials' sum."""
+    """Computes `top` and `total` of `ChunkLogits`, the largest logit and the sum of exponentials.
+
+    On a GPU, this takes one pass over the logits if it can, and otherwise two.
+    """
 
     def in_two_passes(logits):
         # The loss does not depend on the number that is subtracted, so its gradient is left out.
@@ -226,8 +230,8 @@ def _top_and_total(
         return top, total
 
     # Second derivatives differentiate this function, and inside a shard_map, jax cannot
-    # differentiate the reduction of `in_one_pass`. That function also takes no factor that is an
-    # array.
+    # differentiate the reduction of `in_one_pass`. And `in_one_pass` needs a factor that is a
+    # number.
     is_in_shard_map = split.vocabulary_mesh_axes or varying_axes(logits)
     if is_in_shard_map or isinstance(factor, jax.Array):
         return in_two_passes(logits)
@@ -238,10 +242,10 @@ def _top_and_total(
 def _finite_if_all_banned(
     split: OutputSplit, top: Float[Array, "t 1"], total: Float[Array, "t 1"]
 ) -> tuple[Float[Array, "t 1"], Float[Array, "t 1"]]:
-    """Makes `top` and `total` finite where the bias bans every id, so that all logits are -inf.
+    """Changes `top` and `total` of tokens whose logits are all -inf, because all rows are banned.
 
-    There, a CPU would subtract infinity from infinity. With a finite top and a total of 1, every
-    loss is infinite on all platforms, and its gradients are finite.
+    For these, a CPU would subtract infinity from infinity. With a finite top and a total of 1, each
+    loss is infinite on all platforms, and the gradients are finite.
     """
     lowest = jnp.finfo(top.dtype).min
     is_all_banned = top <= lowest
@@ -274,7 +278,7 @@ def in_one_pass(
         ratio = jnp.exp(factor * (lower_top - higher_top))
         return higher_top, total_of_higher + ratio * total_of_lower
 
-    # The logits of banned ids become finite, because the difference of two infinities is NaN.
+    # The logits of banned rows become finite, because the difference of two infinities is NaN.
     logits = jnp.clip(logits, lowest, -lowest)
     # A part of one logit has the total 1. The ones are computed from the logits, because jax
     # differentiates a reduction only if every operand has a derivative.
@@ -288,7 +292,7 @@ def in_one_pass(
 def times(factor: float | Array, logits: Float[Array, "t n"]) -> Float[Array, "t n"]:
     """Multiplies logits by a factor above 0.
 
-    At a banned id, whose logit is -inf, the derivative with respect to the factor is 0.
+    At a banned row, whose logit is -inf, the derivative with respect to the factor is 0.
     """
     if not isinstance(factor, jax.Array):
         return factor * logits
@@ -376,8 +380,8 @@ def token_sums(
     elif isinstance(chunk.factor, jax.Array):
         label_logit = label_from_logits()
     else:
-        # A CPU would write all shifted logits only to read those of labels. A TPU takes less time
-        # to write the shifted logits than to compute the exponentials again.
+        # A CPU would write all shifted logits only to read a few. A TPU takes less time to write
+        # the shifted logits than to compute the exponentials again.
         label_logit = jax.lax.platform_dependent(cpu=label_from_logits, default=label_from_shifted)
     on_this_device = TokenSums(total=chunk.total, label_logit=label_logit, mean_logit=mean_logit)
     # A single all-reduce adds the three arrays over devices.
