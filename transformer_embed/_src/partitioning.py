@@ -24,7 +24,7 @@ def spec_axes(spec: PartitionSpec, ndim: int) -> list[Axes]:
     """
     missing_dimensions = ndim - len(spec)
     names_of_dimensions = (*spec, *[None] * missing_dimensions)
-    # A name is a leaf itself, a tuple has its names as leaves, and None has no leaves.
+    # The leaves of a tuple are its names, the leaf of a name is the name, and None has no leaf.
     return [tuple(jax.tree.leaves(names)) for names in names_of_dimensions]
 
 
@@ -91,9 +91,9 @@ def on_each_device(mesh: Any, function: Callable, in_specs: Any, out_specs: Any)
                 "jax 0.10 or newer, to read arrays that it splits, inside a shard_map over others"
             )
             raise arguments.value_error("mesh", want, jax.__version__)
-        # A shard_map inside another one keeps arrays for its gradient, and jax gives a wrong spec
-        # to those that are not arguments. A checkpoint keeps only arguments. The first checkpoint
-        # serves first derivatives, and the second one serves second derivatives.
+        # A shard_map inside another one keeps arrays for the backward pass, and jax gives a wrong
+        # spec to an array that is not an argument. A checkpoint keeps only arguments. Two
+        # checkpoints are needed, one for first and one for second derivatives.
         function = jax.checkpoint(jax.checkpoint(function))
     return jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=free
@@ -196,7 +196,7 @@ def reshard(array: Array, sharding: NamedSharding) -> Array:
 
 
 def split_like(array: Array, other: Array) -> Array:
-    """Splits the leading dimensions of an array over explicit mesh axes like those of another.
+    """Splits the leading dimensions of an array over explicit mesh axes as another array is split.
 
     A dimension of size 1, which broadcasts to the size of the other array, stays whole.
     """
@@ -217,9 +217,9 @@ def all_gather(array: Array, axes_of_dimensions: Sequence[Axes]) -> Array:
 
 
 def reduce_scatter(array: Array, axes_of_dimensions: Sequence[Axes]) -> Array:
-    """Sums, inside shard_map, over the mesh axes of each dimension; each device keeps its block.
+    """Sums, inside shard_map, over the mesh axes of each dimension, and splits the dimension.
 
-    This is the transpose of `all_gather`.
+    Each device gets one block of the sum. This is the transpose of `all_gather`.
     """
     for dimension, axes in enumerate(axes_of_dimensions):
         if axes:

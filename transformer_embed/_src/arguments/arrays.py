@@ -111,9 +111,9 @@ def as_integers(
 ) -> jax.Array | np.ndarray:
     """Converts integers to int32, and checks the range of those on the host.
 
-    The values of a jax array are not checked, and an array of a wider dtype stays as it is. (Call
-    `as_int32` on the result to convert it too.) Otherwise a ValueError names the first integer
-    outside the range, and its index.
+    The values of a jax array are not checked, and a jax array of a wider dtype stays as it is.
+    (`as_int32` converts such an array too.) For values on the host, a ValueError names the first
+    integer outside the range, and the index.
 
     Args:
         name: The argument, for errors.
@@ -135,7 +135,7 @@ def as_integers(
 
 
 def as_int32(name: str, value: ArrayLike) -> jax.Array:
-    """Converts integers to int32; those outside int32 become the lowest or highest int32."""
+    """Converts integers to int32. An integer outside becomes the lowest or the highest int32."""
     if is_int32(value):
         return value
     array = _any_integers(name, value)
@@ -172,7 +172,7 @@ def as_indices(name: str, value: ArrayLike, highest: int, what: str, *axes: str)
 
 
 def _any_integers(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
-    """Converts integers to an array of their dtype, or of int32 if they have one byte or less."""
+    """Converts integers to an array, and keeps the dtype unless it has one byte or less."""
     array = as_array(name, value)
     # numpy makes an empty list float64.
     is_empty_list = array.size == 0 and isinstance(value, list | tuple)

@@ -1,4 +1,4 @@
-"""Defines the configs that describe an input layer and its output layer."""
+"""Defines the configs that describe an input layer and an output layer."""
 
 import dataclasses
 import functools
@@ -21,13 +21,13 @@ SQRT_D_MODEL = "sqrt_d_model"
 class OutputConfig:
     """Describes an output layer, for `EmbedderConfig` and `TokenEmbedding`.
 
-    Set it as their `output`. Then `Embedder.output`, and the method `output` of the modules, make
-    an `OutputLayer` from it, with the `pad_id` of the config. Pass that to a loss or to
+    Pass it as `output` to one of these. Then `Embedder.output`, or the method `output` of a module,
+    makes an `OutputLayer` from it, with the `pad_id` of the config. Pass that layer to a loss or to
     `linear_logits`.
 
     Args:
-        tied: Whether the output layer uses the token table. If False, it has a table of its own,
-            the parameter `output_embeddings`, with the shape of the token table.
+        tied: Whether the output layer uses the token table. If False, the output layer has another
+            table, the parameter `output_embeddings`, with the shape of the token table.
         bias: Whether a number is added to the logit of each id. The numbers are the parameter
             `output_bias`, [vocab_size], or more if `row_multiple` adds rows.
         softcap, scale: How logits are bounded and scaled. See `OutputLayer`.
@@ -243,8 +243,9 @@ class EmbedderConfig:
     def stddevs(self) -> Stddevs:
         """The standard deviations of the initial values of tables.
 
-        If `init_stddev` is None, these are the values that its edge case describes. The halves were
-        compared with other values in training; see "Initial values" on the page Performance.
+        If `init_stddev` is None, they are computed as the edge cases of the class describe. The
+        halves were compared with other values in training. (See "Initial values" on the page
+        Performance.)
         """
         if self.init_stddev is not None:
             return Stddevs(tokens=self.init_stddev, added=self.init_stddev, output=self.init_stddev)
@@ -268,9 +269,9 @@ class EmbedderConfig:
     def _largest_tied_stddev(self, output: OutputConfig) -> float:
         """Returns the deviation up to which a token does not predict itself in a tied model.
 
-        The own logit of a token is the product of its vector with its table row. In a tied model,
-        the vector is a multiple of the row, so the own logit grows with the width, but other logits
-        grow only with the root of the width.
+        The own logit of a token is the product of the token's vector with the token's table row. In
+        a tied model, the vector is a multiple of the row, so the own logit grows with the width,
+        but other logits grow only with the root of the width.
         """
         scaled_width = output.scale * self.table_width
         if self.layer_norm_eps is not None:

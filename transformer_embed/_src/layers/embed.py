@@ -1,7 +1,6 @@
 """Computes the input layer and makes the output layer, as pure functions of config and parameters.
 
-A parameter tree has the parameters of each module by the module's name. In this file, `leaves` are
-the parameters of one module, by their names.
+In this file, `params` is {name of a module: leaves}, and `leaves` is {name of a parameter: array}.
 
 Shapes are written with these letters:
 
@@ -37,7 +36,7 @@ def embed(
     positions: ArrayLike | None,
     token_types: ArrayLike | None,
 ) -> Float[Array, "... t e"]:
-    """Computes the input layer of a config; see `Embedder.apply`.
+    """Computes the input layer of a config, for the arguments of `Embedder.apply`.
 
     The sum of tokens, positions and token types is computed in float32 or wider, and is rounded
     once to the dtype of the result.
@@ -70,7 +69,10 @@ def embed(
 
 
 def as_token_types(config: EmbedderConfig, token_types: ArrayLike | None) -> Any:
-    """Converts token types to int32. They are None if the config has no token types."""
+    """Converts token types to int32.
+
+    Raises a ValueError if the config needs token types and gets None, or the other way round.
+    """
     are_given = token_types is not None
     are_needed = config.num_token_types is not None
     if are_given != are_needed:
@@ -100,7 +102,7 @@ def token_rows(config: EmbedderConfig, leaves: Any, ids: Ids) -> TokenRows:
 
 
 def type_rows(config: EmbedderConfig, leaves: Any, type_ids: Ids) -> Float[Array, "... d"]:
-    """Looks up the rows of token types. They have no padding, and are not scaled."""
+    """Looks up the rows of token types. No type is padding, and the rows are not scaled."""
     table = as_table("token_type_embedding/embeddings", leaves["embeddings"])
     options = LookupOptions(
         pad_id=None, out_of_range=config.out_of_range, lookup_style=config.lookup_style
@@ -214,12 +216,15 @@ def output_layer(config: EmbedderConfig, leaves: Any) -> OutputLayer:
     if not output.tied:
         table_name = "output_embeddings"
         table = leaves["output_embeddings"]
-    bias = arguments.as_floats("output_bias", leaves["output_bias"]) if output.bias else None
+    bias = None
+    if output.bias:
+        bias = arguments.as_floats("output_bias", leaves["output_bias"])
+    has_padding_rows = config.rows != config.vocab_size
     return OutputLayer(
         as_table(table_name, table),
         bias,
         softcap=output.softcap,
         scale=output.scale,
         pad_id=config.pad_id,
-        vocab_size=None if config.rows == config.vocab_size else config.vocab_size,
+        vocab_size=config.vocab_size if has_padding_rows else None,
     )

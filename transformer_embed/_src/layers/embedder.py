@@ -102,8 +102,8 @@ class Embedder:
         arguments.instance("params", params, Mapping, TREE)
         params = arguments.native_leaves("params", params)
         is_training = arguments.flag("is_training", is_training)
-        # If no key is needed, `rng` is dropped, so that calls with and without a key share one
-        # compiled program.
+        # A key that is not needed is dropped, so that an evaluation has the same compiled program
+        # with a key as with None.
         needs_key = is_training and self.config.dropout_rate > 0
         rng = arguments.as_key(rng) if needs_key and rng is not None else None
         # Ids are converted before jit, so that all integer dtypes share one trace.
@@ -117,7 +117,8 @@ class Embedder:
         """Returns the output layer that `config.output` describes, for `linear_logits` and losses.
 
         Args:
-            params: The parameters, as for `apply`.
+            params: The parameters, as `init` makes them, or the parameters of a whole model that
+                holds one such layer.
 
         Raises:
             ValueError: the config has no output layer; or params do not hold one layer of it.
@@ -126,10 +127,10 @@ class Embedder:
         return output_layer(self.config, leaves)
 
 
-# Without jit, each operation of each initializer would be a small program of its own.
+# This is compiled, because otherwise each operation of each initializer would be a small program.
 @functools.partial(jax.jit, static_argnums=0)
 def _init(config: EmbedderConfig, rng: Array) -> Params:
-    """Makes the parameters of an input layer and its output layer."""
+    """Makes the parameters of an input layer and an output layer."""
     # These ids are only an example, because no parameter depends on the ids.
     ids = jnp.zeros([1, 1], jnp.int32)
     token_types = None if config.num_token_types is None else ids

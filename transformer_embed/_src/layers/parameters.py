@@ -97,8 +97,8 @@ def layer_paths(name: str, config: EmbedderConfig, params: Params) -> dict[str, 
     shapes of the config. `name` is the argument that the error names.
     """
     root = table_path(name, params, "token_embedding").removesuffix("token_embedding")
-    # The modules of a layer have the same parent as its token table. A model may have modules with
-    # the same names under another parent, also deeper below this parent.
+    # The modules of a layer have the same parent as the token table. A model may have modules with
+    # the same names under other parents, also deeper below this parent.
     paths = {module_name(path): path for path in params if path == root + module_name(path)}
     expected_shapes = _expected_shapes(config)
     found_shapes = _leaf_shapes({module: params[path] for module, path in paths.items()})
@@ -116,12 +116,12 @@ def table_path(name: str, params: Params, module: str) -> str:
     Raises a ValueError, which names the argument `name`, unless there is exactly one.
     """
     check_params(name, params)
+    paths = []
     # The paths are sorted, so that an error does not depend on the order of the tree.
-    paths = [
-        path
-        for path, leaves in sorted(params.items())
-        if module_name(path) == module and "embeddings" in leaves
-    ]
+    for path in sorted(params):
+        has_table = "embeddings" in params[path]
+        if module_name(path) == module and has_table:
+            paths.append(path)
     if len(paths) > 1:
         want = f"one {module} with embeddings (of a model with several, pass the modules of one)"
         raise arguments.value_error(name, want, " and ".join(paths))

@@ -115,7 +115,7 @@ class PositionalEncoding(hk.Module):
             if depends_on_padding:
                 want = "an array, since x does not show what is padding"
                 raise arguments.value_error("positions", want, "None")
-            # Only the shape of the ids matters here, so a channel of x takes their place.
+            # Without padding, only the shape of the ids matters, so a channel of x can replace ids.
             positions = self.scheme.positions(x[..., 0])
         total = add_encoding(x, self.encoding(positions), "x's tokens").astype(x.dtype)
         rng = dropout_key(is_training, self.dropout_rate)

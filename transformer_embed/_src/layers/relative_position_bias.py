@@ -35,7 +35,8 @@ class RelativePositionBias(hk.Module):
         name: The name of the module.
 
     Raises:
-        ValueError: num_heads is below 1; or, in a call, as `relative_position_buckets`.
+        ValueError: num_heads is below 1. A call of the module raises the errors of
+            `relative_position_buckets` for the other arguments and for the positions.
 
     Example:
         >>> import haiku as hk, jax
@@ -81,7 +82,7 @@ class RelativePositionBias(hk.Module):
     ) -> Float[Array, "*b h t s"]:
         """Returns the bias of `dtype`, [B or 1, num_heads, T, S].
 
-        If neither positions have a batch axis, the bias is [num_heads, T, S].
+        If neither the queries nor the keys have a batch axis, the bias is [num_heads, T, S].
 
         Args:
             query_positions: The positions of the queries, [T] or [B, T].

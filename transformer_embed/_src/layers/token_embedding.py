@@ -116,10 +116,10 @@ class TokenEmbedding(hk.Module):
         name: str | None = None,
     ):
         super().__init__(name=name)
-        matrix = None
         if embedding_matrix is not None:
             arguments.check_left_out("w_init", w_init, "embedding_matrix has the initial values")
-            matrix = as_table("embedding_matrix", embedding_matrix)
+            embedding_matrix = as_table("embedding_matrix", embedding_matrix)
+        matrix: Any = embedding_matrix
         width = _width(d_model, embed_dim)
         # A config checks and converts the arguments, most of which it has too.
         self.config = EmbedderConfig(
@@ -178,9 +178,9 @@ def _parameters(
 
 
 def _width(d_model: int | None, embed_dim: int | None) -> int | None:
-    """Returns the width, which the user may give by two names, or None if it is not given.
+    """Returns the width, which has two names. It is None if the user passes neither.
 
-    Raises a ValueError if the two contradict each other.
+    Raises a ValueError if the user passes two different widths.
     """
     if d_model is not None and embed_dim is not None:
         arguments.check_same("embed_dim", "another name for d_model", embed_dim, d_model)

@@ -130,9 +130,11 @@ class TransformerEmbedding(hk.Module):
 
 
 class _ParameterModule(hk.Module):
-    """Reads parameters as `module[name]`. It is a module only to give them its path in the tree.
+    """Reads parameters as `module[name]`, and gives them the path of this module in the tree.
 
-    The arguments are those of `ModuleParameters`, and the name of the module.
+    Args:
+        parameters, initial: The arguments of `ModuleParameters`.
+        name: The name of the module.
     """
 
     def __init__(self, parameters: Parameters, initial: Any, name: str):
@@ -140,7 +142,7 @@ class _ParameterModule(hk.Module):
         self._leaves = ModuleParameters(parameters, initial)
 
     def __getitem__(self, name: str) -> Any:
-        # Haiku gives parameters the path of this module inside its methods, such as `__call__`.
+        # In a method of a module such as `__call__`, Haiku gives parameters the path of the module.
         return self(name)
 
     def __call__(self, name: str) -> Any:
