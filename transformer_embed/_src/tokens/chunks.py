@@ -50,7 +50,7 @@ def number_of_chunks(loss: Loss, layers: Layers) -> int:
     if loss.chunk_size is not None:
         return _quotient_rounded_up(token_count, loss.chunk_size)
     bytes_of_token = sum(_bytes_of_token_logits(layer) for layer in layers)
-    # A vocabulary of a symbolic size is treated as a large one, of which no logits fit the budget.
+    # A vocabulary of a symbolic size is treated like a large one, with logits beyond the budget.
     is_symbolic = export.is_symbolic_dim(bytes_of_token)
     fitting_tokens = 0 if is_symbolic else LOGITS_BUDGET // max(bytes_of_token, 1)
     chunk_size = _chosen_chunk_size(token_count, fitting_tokens, width)
@@ -165,8 +165,8 @@ def scan_chunks(
         values of tokens [t, c] become [..., c].
     """
     layers = tuple(_with_whole_rows(layer) for layer in layers)
-    # Types say along which mesh axes an array varies. All arrays get the axes of all others, so
-    # that gradients are summed over devices once after the loop, and not in each step.
+    # Types say along which mesh axes an array varies. The arrays of layers get the axes of all
+    # arrays, so that gradients are summed over devices once after the loop, and not in each step.
     axes_of_arrays = map(varying_axes, jax.tree.leaves((token_data, layers)))
     all_axes = frozenset().union(*axes_of_arrays)
     layers = jax.tree.map(lambda array: varying(array, all_axes), layers)
@@ -194,9 +194,10 @@ def scan_chunks(
 
 
 def _with_whole_rows(layer: LayerArrays) -> LayerArrays:
-    """Makes the layer that the steps take: `table` and `wide_rows` are the device's whole rows.
+    """Makes the layer that the steps take, with the whole rows of the device.
 
-    The bias and `wide_rows` are in the dtype of sums.
+    `table` has the rows in the dtype of the user's table. `wide_rows`, the same rows, and the bias
+    are in the dtype of sums.
     """
     table = layer.split.to_rows(layer.table)
     dtype = conversions.compute_dtype(layer.x.dtype, table.dtype)
@@ -206,5 +207,5 @@ def _with_whole_rows(layer: LayerArrays) -> LayerArrays:
 
 
 def layer_specs(layers: Layers) -> Layers:
-    """Returns how the arrays of each layer are split over the mesh."""
+    """Returns how the arrays of each layer are split over the mesh, as `OutputSplit.specs`."""
     return tuple(layer.split.specs() for layer in layers)

@@ -330,8 +330,8 @@ def _best_of_all_devices(
     gathered_axes = [(), mesh_axes]
     all_values = all_gather(values, gathered_axes)
     all_ids = all_gather(ids, gathered_axes)
-    best_values, best = jax.lax.top_k(all_values, k)
-    best_ids = jnp.take_along_axis(all_ids, best, axis=1)
+    best_values, best_columns = jax.lax.top_k(all_values, k)
+    best_ids = jnp.take_along_axis(all_ids, best_columns, axis=1)
     # The arrays are equal on all devices, but the types do not say so. A maximum over the devices
     # changes the types and no value.
     return jax.lax.pmax((best_values, best_ids), mesh_axes)

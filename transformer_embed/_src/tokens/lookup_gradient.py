@@ -155,8 +155,7 @@ def _read_each_row_once(table: TableArray, index: Index) -> Vectors:
     sum_runs = functools.partial(_sum_runs, is_run_start)
     copy_to_run = jax.linear_transpose(sum_runs, rows_at_run_ends)
     (ordered_rows,) = copy_to_run(rows_at_run_ends)
-    # The places return to the order of the index. An addition to zeros does that, because jax
-    # transposes it to a read.
+    # The rows return to the order of the index: row n belongs to the place `order[n]`.
     zeros = jnp.zeros_like(ordered_rows)
     rows = zeros.at[order].add(ordered_rows, mode="promise_in_bounds", unique_indices=True)
     return rows.reshape(*index.shape, table.shape[1])

@@ -35,7 +35,7 @@ from transformer_embed._src.tokens.loss_arithmetic import (
     gradient_dtype,
     values_and_logits,
 )
-from transformer_embed._src.tokens.output_split import LayerArrays, Layers
+from transformer_embed._src.tokens.output_split import LayerArrays, Layers, OutputSplit
 from transformer_embed._src.tokens.token_data import (
     TokenData,
     TokenSettings,
@@ -130,23 +130,11 @@ def _sums_and_gradients(loss: Loss, token_data: TokenData, layers: Layers) -> Su
         # are added over the devices with other rows.
         sums, table_gradients = jax.lax.psum((sums, table_gradients), first_split.batch_mesh_axes)
         x_gradients = jax.lax.psum(chunk_results.xs, first_split.vocabulary_mesh_axes)
-        layer_gradients = []
-        for split, x_gradient, table_gradient in zip(
-            splits, x_gradients, table_gradients, strict=True
-        ):
-            gradients = LayerArrays(
-                x=x_gradient,
-                table=split.to_columns(table_gradient.rows),
-                bias=table_gradient.bias,
-                wide_rows=None,
-                split=split,
-            )
-            layer_gradients.append(gradients)
         return SumsAndGradients(
             sums=sums,
             settings=chunk_results.settings,
             weights=chunk_results.weights,
-            layers=tuple(layer_gradients),
+            layers=tuple(map(_as_layer_arrays, splits, x_gradients, table_gradients)),
         )
 
     specs = layer_specs(layers)
@@ -158,6 +146,22 @@ def _sums_and_gradients(loss: Loss, token_data: TokenData, layers: Layers) -> Su
     return run(token_data, layers)
 
 
+def _as_layer_arrays(
+    split: OutputSplit, x_gradient: Array, table_gradients: TableGradients
+) -> LayerArrays:
+    """Makes the gradients of a layer, each in the field of its array.
+
+    The gradient of the rows, which are whole, is split over devices like the table.
+    """
+    return LayerArrays(
+        x=x_gradient,
+        table=split.to_columns(table_gradients.rows),
+        bias=table_gradients.bias,
+        wide_rows=None,
+        split=split,
+    )
+
+
 def _zero_gradients(layer: LayerArrays) -> TableGradients:
     """Returns the gradients of a layer's table and bias before the first chunk: zeros."""
     rows = jnp.zeros_like(layer.wide_rows)
@@ -167,14 +171,14 @@ def _zero_gradients(layer: LayerArrays) -> TableGradients:
 
 def _add_chunk(
     loss: Loss,
-    tables: tuple[TableGradients, ...],
+    table_gradients: tuple[TableGradients, ...],
     token_data: TokenData,
     layers: Layers,
     _is_only_chunk: bool,
 ) -> tuple[tuple[TableGradients, ...], ChunkResults]:
     """Adds a chunk's part to the gradients of all tables, and computes the chunk's results.
 
-    This is a step of `scan_chunks`.
+    This is a step of `scan_chunks`, whose carry is `table_gradients`.
     """
     values, logits = values_and_logits(loss, token_data.labels, token_data.settings, layers)
     losses, *further_values = values
@@ -186,26 +190,26 @@ def _add_chunk(
         lambda gradient: weighted(gradient, loss_weights), losses.setting_gradients
     )
     x_gradients = []
-    chunk_tables = []
+    table_parts = []
     for layer, chunk, scaled_gradients in zip(layers, logits, losses.scaled_gradients, strict=True):
         # By the chain rule, the gradient of a loss with respect to the products of x and the rows
         # is `product_gradients * token_factors`.
         product_gradients = scaled_gradients * chunk.slope
         token_factors = jnp.asarray(chunk.slope_factor / losses.gradient_scale, loss_weights.dtype)
         token_factors = weighted(token_factors, loss_weights)
-        x_gradient, table_gradients = _layer_gradients(layer, product_gradients, token_factors)
+        x_gradient, table_part = _chunk_gradients(layer, product_gradients, token_factors)
         x_gradients.append(x_gradient)
-        chunk_tables.append(table_gradients)
+        table_parts.append(table_part)
     # The loss is the derivative of the weighted loss with respect to the weight.
     weight_gradients = finite_if_unused(losses.values, loss_weights)
     results = ChunkResults(
         sums=sums, settings=setting_gradients, weights=weight_gradients, xs=tuple(x_gradients)
     )
-    next_tables = jax.tree.map(operator.add, tables, tuple(chunk_tables))
-    return next_tables, results
+    next_gradients = jax.tree.map(operator.add, table_gradients, tuple(table_parts))
+    return next_gradients, results
 
 
-def _layer_gradients(
+def _chunk_gradients(
     layer: LayerArrays, product_gradients: Float[Array, "t v"], token_factors: Any
 ) -> tuple[Float[Array, "t d"], TableGradients]:
     """Computes the gradient of a chunk's x, and the chunk's part of the table's gradients.

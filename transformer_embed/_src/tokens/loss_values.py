@@ -113,7 +113,11 @@ def _values_from_arrays(
 def _values_from_arrays_jvp(
     loss: Loss, primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[Any, Any]:
-    """Computes the values of a chunk, and the tangents of these values from their gradients."""
+    """Computes the values of a chunk, and the tangents of these values.
+
+    This is the derivative rule of `_values_from_arrays`. A tangent is the product of the gradients,
+    which the loss computes itself, with the tangents of logits and settings.
+    """
     labels, settings, layers = primals
     _, setting_tangents, layer_tangents = tangents
     values, logits = values_and_logits(loss, labels, settings, layers)
