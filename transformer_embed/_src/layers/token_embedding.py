@@ -116,10 +116,7 @@ class TokenEmbedding(hk.Module):
         name: str | None = None,
     ):
         super().__init__(name=name)
-        if embedding_matrix is not None:
-            arguments.check_left_out("w_init", w_init, "embedding_matrix has the initial values")
-            embedding_matrix = as_table("embedding_matrix", embedding_matrix)
-        matrix: Any = embedding_matrix
+        matrix = _as_matrix(embedding_matrix, w_init)
         width = _width(d_model, embed_dim)
         # A config checks and converts the arguments, most of which it has too.
         self.config = EmbedderConfig(
@@ -175,6 +172,14 @@ def _parameters(
         init = functools.partial(_table_of_rows, matrix, config)
     parameters["embeddings"] = table._replace(init=init)
     return parameters
+
+
+def _as_matrix(embedding_matrix: ArrayLike | None, w_init: Initializer | None) -> Array | None:
+    """Converts the matrix of initial values. Raises a ValueError if there is a `w_init` too."""
+    if embedding_matrix is None:
+        return None
+    arguments.check_left_out("w_init", w_init, "embedding_matrix has the initial values")
+    return as_table("embedding_matrix", embedding_matrix)
 
 
 def _width(d_model: int | None, embed_dim: int | None) -> int | None:
