@@ -1,7 +1,8 @@
 """Says which table row holds which id.
 
 A table may have more rows than ids, so that the devices of a mesh divide the rows evenly. And the
-rows may be in another order than the ids, so that each device of a mesh has as many frequent ids.
+rows may be in another order than the ids, so that all devices of a mesh have about the same number
+of frequent ids.
 """
 
 import math
@@ -19,9 +20,9 @@ PARTS_PER_STEP = 2531
 
 
 class RowOrder(NamedTuple):
-    """Says which row holds which id, in a table of padding rows or of rows in another order.
+    """Says which row holds which id, in a table with padding rows or with rows in another order.
 
-    It is static: jax compares two of them by value.
+    It is static, and jax compares two of them by value.
 
     Args:
         vocab_size: The number of ids. The table may have more rows, which are padding.

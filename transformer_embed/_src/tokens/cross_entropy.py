@@ -216,7 +216,13 @@ class CrossEntropy(Loss):
         metrics = LossMetrics(accuracy=accuracy, z_loss=z_loss, log_z=log_z, weight=weights)
         return losses, jax.lax.stop_gradient(metrics)
 
-    def values_from_logits(self, split, logits, labels, settings) -> tuple[TokenValues, ...]:
+    def values_from_logits(
+        self,
+        split: OutputSplit,
+        logits: tuple[ChunkLogits, ...],
+        labels: Int32[Array, "t 1"],
+        settings: TokenSettings,
+    ) -> tuple[TokenValues, ...]:
         """Computes the losses, and with `with_metrics` also accuracy, z-loss and log_z.
 
         With logits z, their maximum m, targets p that sum to 1, `total = sum(exp(z - m))` and

@@ -7,7 +7,7 @@ Shapes are written with these letters:
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from transformer_embed._src.tokens.losses import compute
 from transformer_embed._src.tokens.output_layer import OutputLayer, Pair, as_output_layer
 from transformer_embed._src.tokens.output_split import OutputSplit
 from transformer_embed._src.tokens.row_logits import ChunkLogits
+from transformer_embed._src.tokens.token_data import TokenSettings
 
 KINDS = ("forward", "reverse", "js")
 
@@ -185,7 +186,13 @@ class Divergence(Loss):
     kind: str = "forward"
     beta: float = 0.5
 
-    def values_from_logits(self, split, logits, labels, settings) -> tuple[TokenValues, ...]:
+    def values_from_logits(
+        self,
+        split: OutputSplit,
+        logits: tuple[ChunkLogits, ...],
+        labels: Any,
+        settings: TokenSettings,
+    ) -> tuple[TokenValues, ...]:
         """Computes the divergences, and their gradients for both layers."""
         student_logits, teacher_logits = logits
         probs = _probabilities(split, student_logits, teacher_logits)

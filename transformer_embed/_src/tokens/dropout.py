@@ -90,11 +90,11 @@ def _drop_elements(
     return mask.astype(x.dtype) * x / keep_rate
 
 
-def _keep_mask(key, keep_rate, shape) -> Bool[Array, "..."]:
-    """Computes `jax.random.bernoulli(key, keep_rate, shape)`.
+def _keep_mask(key: Array, keep_rate: float, shape: tuple[int, ...]) -> Bool[Array, "..."]:
+    """Computes `jax.random.bernoulli(key, keep_rate, shape)`, which is True for kept elements.
 
-    On a CPU, each element computes its own random bits in registers, if jax would compute the same
-    bits by its default generator.
+    If jax would use the default generator, a CPU computes the same random bits in registers, each
+    element for itself.
     """
     from_jax = functools.partial(jax.random.bernoulli, p=keep_rate, shape=shape)
     config: Any = jax.config

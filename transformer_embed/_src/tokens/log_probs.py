@@ -31,7 +31,7 @@ from transformer_embed._src.tokens.row_logits import (
     columns_of_ids,
     token_sums,
 )
-from transformer_embed._src.tokens.token_data import TokenData
+from transformer_embed._src.tokens.token_data import TokenData, TokenSettings
 
 # The exponential of this number is 0, in float64 too.
 SHIFTED_FLOOR = -1e4
@@ -171,7 +171,13 @@ class LogProbs(Loss):
         # All candidates of a token share one entropy.
         return log_probs, entropies[..., 0] if self.of_candidates else entropies
 
-    def values_from_logits(self, split, logits, labels, settings) -> tuple[TokenValues, ...]:
+    def values_from_logits(
+        self,
+        split: OutputSplit,
+        logits: tuple[ChunkLogits, ...],
+        labels: Int32[Array, "t k"],
+        settings: TokenSettings,
+    ) -> tuple[TokenValues, ...]:
         """Computes the losses, and with `with_entropy` also the entropies.
 
         With logits z, the maximum m of z, and `total = sum(exp(z - m))`, the loss of a label is

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments, conversions
 from transformer_embed._src.tokens.output_split import LayerArrays, Layers, OutputSplit
@@ -102,7 +102,7 @@ class Loss:
         self,
         split: OutputSplit,
         logits: tuple[ChunkLogits, ...],
-        labels: Int32[Array, "t c"] | None,
+        labels: Any,
         settings: TokenSettings,
     ) -> tuple[TokenValues, ...]:
         """Computes values of the tokens of a chunk. The first of them are the losses.
@@ -110,7 +110,7 @@ class Loss:
         Args:
             split: How the first layer is split.
             logits: The logits of each layer.
-            labels: The labels of the chunk's tokens.
+            labels: The labels of the tokens, int32 [t, c]. None for a loss without labels.
             settings: The settings of the chunk's tokens.
         """
         raise NotImplementedError

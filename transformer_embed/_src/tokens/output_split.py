@@ -83,20 +83,20 @@ class OutputSplit(NamedTuple):
         return jax.lax.psum(sums, self.vocabulary_mesh_axes)
 
     def to_rows(self, shard: Array) -> Array:
-        """Exchanges a device's shard of a table for whole rows, inside shard_map."""
+        """Exchanges, inside shard_map, a device's columns of many rows for all columns of some.
+
+        If the columns of the table are not split, the rows are whole already.
+        """
         columns_axis = 1 - self.vocab_axis
         return self._exchange(shard, split_axis=self.vocab_axis, join_axis=columns_axis)
 
     def to_columns(self, rows: Array) -> Array:
-        """Exchanges whole rows for the device's shard of the table, inside shard_map."""
+        """Undoes `to_rows`, for an array like the whole rows, such as their gradient."""
         columns_axis = 1 - self.vocab_axis
         return self._exchange(rows, split_axis=columns_axis, join_axis=self.vocab_axis)
 
     def _exchange(self, array: Array, split_axis: int, join_axis: int) -> Array:
-        """Splits one array axis over the devices along `column_axes`, and joins the other axis.
-
-        If the columns of the table are not split, the array is returned as it is.
-        """
+        """Splits one array axis over the devices along `column_axes`, and joins the other axis."""
         if not self.column_axes:
             return array
         return jax.lax.all_to_all(array, self.column_axes, split_axis, join_axis, tiled=True)
