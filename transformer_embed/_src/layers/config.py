@@ -99,15 +99,15 @@ class EmbedderConfig:
         scheme: How positions are encoded: `Sinusoidal(...)`, `SinusoidalGrid(...)`,
             `Learned(max_len=...)`, or another `PositionScheme`. If None, no positions are added.
         dropout_rate: The rate of dropout after the sum, in [0, 1). Vaswani et al. (2017) use 0.1.
-        pad_id: The id of padding. Its token vector is zeros (see `TokenEmbedding`), it is never
-            predicted, and positions count from the first token of each batch row. Padding has a
-            position too, which the mask hides (see the scheme's `at_padding`). Set it only to an id
-            that does not occur in a text. If your texts are padded with the id that ends them,
-            leave it out, and make positions and masks with `TokenPositions.from_lengths`. If None,
-            no id is padding.
-        scale: A number above 0 that token rows are multiplied by, or "sqrt_d_model" for the square
-            root of their width. (This is d_model unless `embedding_width` is set.) 1.0 leaves them
-            as they are.
+        pad_id: The id of padding. The vector of padding is zeros (see `TokenEmbedding`), padding is
+            never predicted, and positions count from the first token of each batch row. Padding has
+            a position too (see the scheme's `at_padding`), so your attention mask must hide
+            padding. Pass only an id that does not occur in a text. If your texts are padded with
+            the id that ends a text, leave `pad_id` out, and make positions and masks with
+            `TokenPositions.from_lengths`. If None, no id is padding.
+        scale: A number above 0 that table rows of tokens are multiplied by, or "sqrt_d_model" for
+            the square root of the width of the table. (The width is d_model unless
+            `embedding_width` is set.) 1.0 leaves the rows as they are.
         num_token_types: The number of token types. BERT has 2, the segments A and B. If None, the
             model has none.
         layer_norm_eps: The epsilon of a layer norm over the sum. BERT has 1e-12. If None, there is
@@ -126,17 +126,18 @@ class EmbedderConfig:
         init_stddev: The standard deviation of the initial values of all tables, a number above 0.
             BERT, GPT-2 and Llama have 0.02 (`initializer_range`). If None, each table has a value
             with which training starts well; see "Edge cases".
-        row_multiple: The token tables have a number of rows that is a multiple of it, so that the
-            devices of a mesh divide them. 128 fits most meshes. The rows past the vocabulary are
-            never read nor predicted, and get no gradient. But they count in statistics of a whole
-            table: for 129 ids in 256 rows, `optax.clip_by_block_rms` lets through updates that are
-            1.41 times as large. A step of adafactor is 0.71 times as large if the added rows are
-            zeros, as in loaded and resized tables. Keep such transformations off padded tables.
-        spread: Whether the rows of neighbouring ids lie far apart in the token table. Low ids are
-            usually the frequent ones, so a mesh that splits the rows then has as many frequent ids
-            on each device. The order does not depend on the mesh. It mixes best if row_multiple is
-            a power of two of at least the number of devices, up to 4096. A tied output layer needs
-            False.
+        row_multiple: The token tables get a number of rows that is a multiple of this number. Set
+            it so that the devices of a mesh divide the rows evenly; 128 fits most meshes. The rows
+            past the vocabulary are never read or predicted, and get no gradient. But they count in
+            statistics of a whole table, so do not apply transformations with such statistics to
+            padded tables. For example, for 129 ids in 256 rows, `optax.clip_by_block_rms` lets
+            through updates that are 1.41 times as large. A step of adafactor is 0.71 times as large
+            if the added rows are zeros, as in loaded and resized tables.
+        spread: Whether the rows of neighbouring ids are far apart in the token table. Set it if a
+            mesh splits the rows. Low ids are usually the frequent ones, so with True each device
+            has about the same number of frequent ids. The order does not depend on the mesh, so a
+            checkpoint fits all meshes. The ids are spread best if `row_multiple` is a power of two,
+            from the number of devices to 4096. A tied output layer needs False.
 
     Raises:
         ValueError: a field is out of range.
@@ -147,16 +148,16 @@ class EmbedderConfig:
         'interleaved'
 
     Edge cases:
-        - If init_stddev is None, token vectors start with standard deviation 1/2. For the factor m
-          of `scale`, the rows of the token table then have s = 1 / (2 * m). If the output layer is
-          tied, s is at most 1 / (o * sqrt(w)) and 2 / sqrt(o * w * m), or 8 / (o * w) with a layer
-          norm, for the factor o of `output.scale` and w = table_width. With this bound, a token
-          does not predict itself, and the first loss is about log(vocab_size). Learned positions
-          and token types have m * s / 2, and an output layer's own table has 1 / (2 * o * sqrt(w)).
-          The page Performance has measurements.
-        - With a pad_id, each batch row has positions of its own, so on a CPU, evaluation with
-          sinusoids takes 1.2 to 1.8 times as long. If padding is on the right,
-          `positions=np.arange(length)` avoids this and gives tokens the same positions.
+        - If `init_stddev` is None, token vectors start with the standard deviation 1/2. Let m be
+          the factor of `scale`, o the factor `output.scale`, and w the width of the tables. Then
+          the token table has the standard deviation s = 1 / (2 * m). If the output layer is tied, s
+          is also at most 1 / (o * sqrt(w)), and at most 2 / sqrt(o * w * m), or 8 / (o * w) with a
+          layer norm. With these bounds, a token does not predict itself, and the first loss is
+          about log(vocab_size). Learned positions and token types have m * s / 2. The table of an
+          untied output layer has 1 / (2 * o * sqrt(w)). The page Performance has measurements.
+        - With a `pad_id`, positions differ between batch rows, so on a CPU, evaluation with
+          sinusoids takes 1.2 to 1.8 times as long. If padding is on the right, pass
+          `positions=np.arange(length)`: this is faster, and gives tokens the same positions.
     """
 
     vocab_size: int

@@ -105,11 +105,12 @@ def _sum_jvp(loss: Loss, primals: Sequence[Any], tangents: Sequence[Any]) -> tup
     token_data, layers = primals
     token_tangents, layer_tangents = tangents
     result = _sums_and_gradients(loss, token_data, layers)
-    total, *others = result.sums
+    total, *other_sums = result.sums
     gradients = (result.settings, result.weights, result.layers)
     array_tangents = (token_tangents.settings, token_tangents.weights, layer_tangents)
     tangent = add_products(jnp.zeros_like(total), gradients, array_tangents, reduce=jnp.sum)
-    return (total, *others), (tangent, *map(jnp.zeros_like, others))
+    other_tangents = [jnp.zeros_like(other_sum) for other_sum in other_sums]
+    return tuple(result.sums), (tangent, *other_tangents)
 
 
 def _sums_and_gradients(loss: Loss, token_data: TokenData, layers: Layers) -> SumsAndGradients:
