@@ -42,9 +42,9 @@ def convert_fields(instance: Any, **converters: Callable[[str, Any], Any]) -> No
             set_fields(instance, **{name: convert(name, value)})
 
 
-def instance(name: str, value: Any, types: Any, want: str) -> Any:
-    """Returns the value if it is of one of these types. `want` says what they are in the error."""
-    if not isinstance(value, types):
+def instance(name: str, value: Any, kinds: Any, want: str) -> Any:
+    """Returns the value if its type is one of `kinds`, which `want` describes in the error."""
+    if not isinstance(value, kinds):
         raise type_error(name, want, describe(value))
     return value
 
