@@ -715,8 +715,8 @@ def test_products_with_the_hessian_keep_the_memory_of_chunks():
 
 
 SPLIT = output_split.OutputSplit(
-    vocab_size=1, softcap=None, scale=1.0, pad_id=None, vocab_axis=0, mesh=None, rows=(),
-    columns=(), tokens=(),
+    vocab_size=1, softcap=None, scale=1.0, pad_id=None, vocab_axis=0, mesh=None, row_axes=(),
+    column_axes=(), token_axes=(),
 )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
-"""Names the types of arguments: `ArrayLike` and `DTypeLike` of `jax.typing`, and nested lists.
+"""Names the types of arguments and of common arrays.
 
-When the program runs, both are classes, because `help` shows a class by its name, and a union by
-all of its members.
+`ArrayLike` is the union `jax.typing.ArrayLike`, or nested lists of its members. `DTypeLike` is the
+union `jax.typing.DTypeLike`. Type checkers read these unions. When the program runs, both names are
+classes, because `help` shows a class by its name, but a union by all of its members.
 """
 
 from collections.abc import Sequence
@@ -13,8 +14,8 @@ from jaxtyping import Array, Float, Int32
 
 __all__ = ["ArrayLike", "DTypeLike"]
 
-# The shapes that many functions take or return: an id for each token, a vector for each token, and
-# a table with v rows of d columns.
+# Arrays that many functions take or return: an id for each token, a vector for each token, and a
+# table of v rows and d columns.
 Ids = Int32[Array, "..."]
 Vectors = Float[Array, "... d"]
 TableArray = Float[Array, "v d"]
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
 
     ArrayLike: TypeAlias = "jax.typing.ArrayLike | Sequence[ArrayLike]"
 else:
-
-    class _Arrays(type):
+    # With these types of the two classes, `isinstance(value, ArrayLike)` works.
+    class _ArrayLikeType(type):
         def __instancecheck__(cls, value: Any) -> bool:
             return isinstance(value, (jax.Array, *get_args(jax.typing.ArrayLike)))
 
-    class _DTypes(type):
+    class _DTypeLikeType(type):
         def __instancecheck__(cls, value: Any) -> bool:
             return isinstance(value, str | type | np.dtype) or hasattr(value, "dtype")
 
-    ArrayLike = _Arrays("ArrayLike", (), {"__module__": "jax.typing"})
-    DTypeLike = _DTypes("DTypeLike", (), {"__module__": "jax.typing"})
+    ArrayLike = _ArrayLikeType("ArrayLike", (), {"__module__": "jax.typing"})
+    DTypeLike = _DTypeLikeType("DTypeLike", (), {"__module__": "jax.typing"})

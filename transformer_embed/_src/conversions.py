@@ -1,4 +1,4 @@
-"""Converts arrays, and checks nothing."""
+"""Converts arrays without checks."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 def compute_dtype(*dtypes: Any) -> jnp.dtype:
     """Returns the dtype to compute in: float32, or float64 if one of the dtypes is float64."""
-    # jnp.promote_types raises under strict promotion.
+    # `jnp.promote_types` is not called, because it raises an error under strict promotion.
     return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
 
 
 def widened(array: Any) -> Any:
-    """Casts an array to the dtype to compute in."""
+    """Casts a floating array to the dtype to compute in, float32 or float64."""
     return array.astype(compute_dtype(array.dtype))
 
 
@@ -31,5 +31,6 @@ def unwrapped(value: Any) -> Any:
 
 
 def on_device(array: Any) -> jax.Array:
-    """Returns a jax array. A jax array stays as it is: `jnp.asarray` would take 10 microseconds."""
+    """Converts an array to a jax array."""
+    # For an array that is a jax array already, `jnp.asarray` would take 10 microseconds.
     return array if isinstance(array, jax.Array) else jnp.asarray(array)

@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -10,33 +9,37 @@ from jax import export
 
 
 def register_pytree(cls: type, *static: str) -> None:
-    """Makes a dataclass a pytree with these static fields, for jax.export too.
+    """Makes a dataclass a pytree, for `jax.export` too.
 
-    `jax.tree_util.register_dataclass` would call the class to make an instance of new leaves, and
-    so check them. But jax also puts shapes, shardings or None into leaves, so here they are not
-    checked. In a file of jax.export, the static fields are literals of Python.
+    `static` are the names of the static fields. The other fields are the leaves.
+
+    `jax.tree_util.register_dataclass` is not used, because it would call the class to make an
+    instance of new leaves. The class checks its fields, but jax also puts shapes, shardings or None
+    into leaves. In a file of `jax.export`, the static fields are written as Python literals.
     """
-    fields = tuple(field.name for field in dataclasses.fields(cls) if field.name not in static)
+    leaf_names = tuple(field.name for field in dataclasses.fields(cls) if field.name not in static)
 
     def flatten(instance: Any) -> tuple[Any, Any]:
-        field_value = functools.partial(getattr, instance)
-        return tuple(map(field_value, fields)), tuple(map(field_value, static))
+        leaves = tuple(getattr(instance, name) for name in leaf_names)
+        static_values = tuple(getattr(instance, name) for name in static)
+        return leaves, static_values
 
     def flatten_with_keys(instance: Any) -> tuple[Any, Any]:
-        leaves, auxiliary = flatten(instance)
-        keys = map(jax.tree_util.GetAttrKey, fields)
-        return tuple(zip(keys, leaves, strict=True)), auxiliary
+        leaves, static_values = flatten(instance)
+        keys = map(jax.tree_util.GetAttrKey, leaf_names)
+        return tuple(zip(keys, leaves, strict=True)), static_values
 
-    def unflatten(auxiliary: tuple[Any, ...], leaves: Any) -> Any:
+    def unflatten(static_values: tuple[Any, ...], leaves: Any) -> Any:
         instance = object.__new__(cls)
-        instance.__dict__.update(zip(fields + static, (*leaves, *auxiliary), strict=True))
+        instance.__dict__.update(zip(leaf_names, leaves, strict=True))
+        instance.__dict__.update(zip(static, static_values, strict=True))
         return instance
 
-    # Without the last argument, jax would make keys in every flattening and drop them.
+    # If `flatten` were not passed too, jax would make keys in every flattening and drop them.
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
     export.register_pytree_node_serialization(
         cls,
         serialized_name=f"transformer_embed.{cls.__name__}",
-        serialize_auxdata=lambda auxiliary: repr(auxiliary).encode(),
+        serialize_auxdata=lambda static_values: repr(static_values).encode(),
         deserialize_auxdata=lambda text: ast.literal_eval(text.decode()),
     )

@@ -21,34 +21,37 @@ def check_known(name: str, array: Any) -> None:
 
 
 def on_host(name: str, array: jax.Array | np.ndarray) -> np.ndarray:
-    """Returns the values of an array that is not traced."""
+    """Returns the values of an array as a numpy array.
+
+    Raises an error for a traced array, and for one that is split over several processes.
+    """
     check_known(name, array)
     if isinstance(array, jax.Array):
-        is_here = array.is_fully_addressable or array.is_fully_replicated
-        if not is_here:
-            # jax's error would not name the argument.
+        has_all_values = array.is_fully_addressable or array.is_fully_replicated
+        if not has_all_values:
+            # jax would raise an error too, but that would not name the argument.
             want = "values that this process has (each checks its own part of a batch)"
             raise value_error(name, want, "an array of several processes")
     return jax.device_get(array)
 
 
 def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndarray:
-    """Returns a jax array as it is, and anything else as a numpy array of its own width.
+    """Returns a jax array as it is, and anything else as a numpy array with numpy's dtype.
 
-    The numpy array is always a copy, since jax may share its memory and read it after the caller
-    has changed it. The array is in the byte order of this machine, because jax reads the bytes of
-    another order as they are at shapes that it has seen.
+    The numpy array is always a copy, because jax may share the memory of a numpy array, and read it
+    after the caller has changed it. The copy is in the byte order of this machine: if jax has a
+    compiled program for the shape already, it reads bytes of another order as they are.
     """
     value = unwrapped(value)
     if isinstance(value, jax.Array):
         return value
     if _has_mask(value):
-        # numpy would drop the mask.
+        # The conversion would drop the mask.
         raise type_error(name, "an array without a mask", "a masked array")
     try:
         array = np.asarray(value)
     except (ValueError, jax.errors.TracerArrayConversionError) as error:
-        # jit takes a list apart into scalars.
+        # This is a list of unequal lengths, or a list under jit, which jit made a list of scalars.
         want = "one array (jnp.stack makes it of a list), or nested lists of equal lengths"
         raise type_error(name, want, f"a {type(value).__name__}") from error
     if array.dtype == object:
@@ -57,17 +60,20 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
 
 
 def native_leaves(name: str, tree: Any) -> Any:
-    """Returns a tree of parameters whose numpy arrays jit reads right.
+    """Applies `native` to each leaf of a tree of parameters.
 
-    jit drops the mask of a masked array, and reads the bytes of another byte order as they are at
-    shapes that it has seen. The other leaves stay as they are.
+    Call it before the tree is passed to a compiled function, because jit would drop the mask of a
+    masked array, and could misread the bytes of another byte order.
     """
-    # Most trees have jax arrays alone, and this takes a microsecond of each call.
-    if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree)):
+    # Most trees have jax arrays alone. For these, the test takes a microsecond.
+    has_numpy_leaves = any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree))
+    if not has_numpy_leaves:
         return tree
-    leaves, treedef = jax.tree.flatten(tree)
-    names = (name + jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree))
-    return treedef.unflatten(map(native, names, leaves))
+
+    def native_leaf(path: Any, leaf: Any) -> Any:
+        return native(name + jax.tree_util.keystr(path), leaf)
+
+    return jax.tree.map_with_path(native_leaf, tree)
 
 
 def native(name: str, leaf: Any) -> Any:
@@ -86,12 +92,12 @@ def _has_mask(value: Any) -> bool:
     """Returns whether a value is a masked array, or a list or other sequence that holds one."""
     if isinstance(value, np.ndarray):
         return isinstance(value, np.ma.MaskedArray)
-    # A list, a tuple, a deque and the like are collections with an order. (Not a dtype, which has
-    # items and a length, but no iterator.)
-    is_sequence = isinstance(value, Collection) and hasattr(type(value), "__getitem__")
-    if not is_sequence or isinstance(value, str | bytes | jax.Array | Mapping):
+    # This is True for lists, tuples, deques and the like. It is False for a dtype, which has items
+    # and a length, but no iterator.
+    has_ordered_items = isinstance(value, Collection) and hasattr(type(value), "__getitem__")
+    if not has_ordered_items or isinstance(value, str | bytes | jax.Array | Mapping):
         return False
-    # The types are compared first, because a list may have a million numbers.
+    # A list may have a million numbers, and to compare types is faster than to call a function.
     has_numbers_alone = {*map(type, value)} <= {bool, int, float}
     return not has_numbers_alone and any(map(_has_mask, value))
 
@@ -103,16 +109,17 @@ def as_integers(
     highest: int = 2**31 - 1,
     what: str = "int32",
 ) -> jax.Array | np.ndarray:
-    """Returns integers as int32, but a wider jax array as it is.
+    """Converts integers to int32, and checks the range of those on the host.
 
-    Values on the host are inside the range: a ValueError names the first one outside, and its
-    index.
+    The values of a jax array are not checked, and a jax array of a wider dtype stays as it is.
+    (`as_int32` converts such an array too.) For values on the host, a ValueError names the first
+    integer outside the range, and the index.
 
     Args:
-        name: The argument.
+        name: The argument, for errors.
         value: The integers.
-        lowest, highest: The range.
-        what: What the range is, in words.
+        lowest, highest: The range, with both ends.
+        what: What the range is, in words, for errors.
     """
     if is_int32(value):
         return value
@@ -128,56 +135,67 @@ def as_integers(
 
 
 def as_int32(name: str, value: ArrayLike) -> jax.Array:
-    """Returns integers as int32; those outside become its lowest or highest value."""
+    """Converts integers to int32. An integer outside becomes the lowest or the highest int32."""
     if is_int32(value):
         return value
     array = _any_integers(name, value)
     if not np.can_cast(array.dtype, np.int32):
-        # Neither end may be outside the array's own dtype.
+        # The bounds must be numbers of the array's dtype, and an unsigned dtype begins at 0.
         lowest = array.dtype.type(max(jnp.iinfo(array.dtype).min, -(2**31)))
         highest = array.dtype.type(2**31 - 1)
         if isinstance(array, jax.Array):
-            # device_put is called by name, for users may forbid jax to move numbers by itself.
+            # `device_put` is called because users may forbid jax to move numbers to a device by
+            # itself.
             lowest, highest = jax.device_put((lowest, highest))
         array = array.clip(lowest, highest)
-    # A weak int32 is converted too, because it would be traced again.
+    # A weakly typed int32 is converted too, because compiled functions would be traced again for
+    # it.
     return jnp.asarray(array, jnp.int32)
 
 
 def as_indices(name: str, value: ArrayLike, highest: int, what: str, *axes: str) -> jax.Array:
-    """Returns integers with these axes, as int32; those on the host are inside 0..highest.
+    """Converts indices to int32, and checks those on the host, which must be inside 0..highest.
 
-    A symbolic `highest` of jax.export is assumed to be high enough.
+    Args:
+        name: The argument, for errors.
+        value: The indices.
+        highest: The highest index. A symbolic size of `jax.export` counts as high enough.
+        what: What the range is, in words, for errors.
+        *axes: The names of the axes that the indices must have, such as "batch", "length".
     """
-    highest = min(highest, 2**31 - 1) if isinstance(highest, int) else 2**31 - 1
+    is_symbolic = not isinstance(highest, int)
+    highest_int32 = 2**31 - 1
+    highest = highest_int32 if is_symbolic else min(highest, highest_int32)
     array = as_int32(name, as_integers(name, value, 0, highest, what))
     check_shape(name, array.shape, array.ndim == len(axes), f"[{', '.join(axes)}]")
     return array
 
 
 def _any_integers(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
-    """Returns integers of any width."""
+    """Converts integers to an array, and keeps the dtype unless it has one byte or less."""
     array = as_array(name, value)
     # numpy makes an empty list float64.
-    if array.size == 0 and isinstance(value, list | tuple):
+    is_empty_list = array.size == 0 and isinstance(value, list | tuple)
+    if is_empty_list:
         return array.astype(np.int32)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise type_error(name, "an integer dtype", array.dtype)
-    # numpy cannot compare integers of 2 and 4 bits.
+    # numpy cannot compare integers of 2 and 4 bits, whose itemsize is 1 too.
     return array.astype(np.int32) if array.dtype.itemsize == 1 else array
 
 
-# Comparing with `jnp.int32`, a type, takes a microsecond of each decoded token.
+# A comparison of a dtype with `jnp.int32`, which is a type, would add a microsecond to each token
+# of decoding.
 _INT32 = np.dtype(np.int32)
 
 
 def is_int32(value: Any) -> TypeGuard[jax.Array]:
-    """Returns whether a value needs no conversion to int32."""
+    """Returns whether a value is a jax array that needs no conversion to int32."""
     return isinstance(value, jax.Array) and value.dtype == _INT32 and not value.weak_type
 
 
 def as_mask(name: str, value: ArrayLike, is_true: str = "may attend") -> jax.Array:
-    """Returns a bool array; `is_true` says in an error what True means."""
+    """Converts a mask to a bool array. `is_true` says in an error what True means."""
     array = as_array(name, value)
     if array.dtype != jnp.bool_:
         raise type_error(name, f"a bool array, True = {is_true}", array.dtype)
@@ -185,7 +203,7 @@ def as_mask(name: str, value: ArrayLike, is_true: str = "may attend") -> jax.Arr
 
 
 def as_floats(name: str, value: ArrayLike) -> jax.Array:
-    """Returns a floating jax array of 16 bits or more."""
+    """Converts floating numbers of 16 bits or more to a jax array."""
     array = as_array(name, value)
     if not is_floating(array.dtype):
         raise type_error(name, "a floating dtype of 16 to 64 bits", array.dtype)

@@ -8,29 +8,30 @@ import numpy as np
 
 from transformer_embed._src.conversions import is_traced
 
-# The most letters of a name, of what was wanted, and of what was passed.
-LONGEST = 800
+# The largest number of characters of each of the three parts of a message.
+LONGEST_PART = 800
 
 
 def shown(value: Any) -> str:
-    """Returns somebody else's text for a terminal, without the middle if the text is long.
+    """Returns text that is safe to print, without the middle if the text is long.
 
-    A control code in a name of a file could clear the screen, or forge a line of output.
+    The text may come from somebody else, such as the name of a file. A control code in it could
+    clear the screen, or forge a line of output.
     """
     text = str(value)
-    if len(text) > LONGEST:
-        half = LONGEST // 2
+    if len(text) > LONGEST_PART:
+        half = LONGEST_PART // 2
         text = f"{text[:half]}...{text[-half:]}"
     return text if text.isprintable() else repr(text)[1:-1]
 
 
 def wanted(name: Any, want: str, got: Any) -> str:
-    """Writes the message of every error of this package."""
+    """Writes the message of every error of this package: "name: wanted want, got got"."""
     return f"{shown(name)}: wanted {shown(want)}, got {shown(got)}"
 
 
 def value_error(name: Any, want: str, got: Any) -> ValueError:
-    """Makes an error for a value that is out of range or does not fit the others."""
+    """Makes an error for a value that is out of range, or does not fit other arguments."""
     return ValueError(wanted(name, want, got))
 
 

@@ -1,4 +1,4 @@
-"""Checks shapes, and arguments beside each other."""
+"""Checks shapes, and whether arguments fit each other."""
 
 from typing import Any
 
@@ -21,8 +21,8 @@ def check_broadcasts(
         name: The argument that has the shape.
         shape: The shape.
         target: The shape to broadcast to.
-        other: What has the target's shape, in words.
-        with_length: Whether the last axis must also have the size of the target's, if it has one.
+        other: What has the shape `target`, in words.
+        with_length: Whether the last axis of the shape must exist, and must not broadcast.
     """
     try:
         fits = jnp.broadcast_shapes(shape, target) == target
@@ -36,18 +36,21 @@ def check_broadcasts(
 
 
 def check_shape(name: str, shape: tuple[int, ...], is_right: bool, want: str) -> None:
-    """Raises a ValueError that shows a shape, unless the shape is right."""
+    """Raises a ValueError that shows a shape, unless `is_right` says that the shape is right."""
     if not is_right:
         raise value_error(name, f"shape {want}", f"shape {list(shape)}")
 
 
 def check_left_out(name: str, value: Any, why: str) -> None:
-    """Raises a ValueError if an argument is given."""
+    """Raises a ValueError unless an argument is None. `why` says in the error why it must be."""
     if value is not None:
         raise value_error(name, f"None, since {why}", describe(value))
 
 
 def check_same(name: str, what: str, size: Any, expected: Any) -> None:
-    """Raises a ValueError unless two sizes are equal."""
+    """Raises a ValueError unless a size, a shape or another value of `name` is the expected one.
+
+    `what` says in the error what is expected, such as "the size of embedding_matrix".
+    """
     if size != expected:
         raise value_error(name, f"{what}, {expected}", size)

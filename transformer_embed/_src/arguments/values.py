@@ -1,4 +1,7 @@
-"""Checks Python values, which are known while tracing."""
+"""Checks Python values, which are known while tracing.
+
+`name` is always the argument that an error names.
+"""
 
 import dataclasses
 import functools
@@ -25,20 +28,22 @@ def set_fields(instance: Any, **values: Any) -> None:
 
 
 def convert_fields(instance: Any, **converters: Callable[[str, Any], Any]) -> None:
-    """Converts fields of a frozen dataclass, which calls this in its `__post_init__`.
+    """Checks and converts fields of a frozen dataclass, in the `__post_init__` of the dataclass.
 
-    A field that is None stays None if that is the default.
+    The converter of a field is called as `converter(name, value)`. A field that is None stays None
+    if None is the default.
     """
     for field in dataclasses.fields(instance):
         name = field.name
         value = getattr(instance, name)
         is_left_out = value is None and field.default is None
         if name in converters and not is_left_out:
-            set_fields(instance, **{name: converters[name](name, value)})
+            convert = converters[name]
+            set_fields(instance, **{name: convert(name, value)})
 
 
 def instance(name: str, value: Any, kinds: Any, want: str) -> Any:
-    """Returns a value of one of these types."""
+    """Returns the value if its type is one of `kinds`, which `want` describes in the error."""
     if not isinstance(value, kinds):
         raise type_error(name, want, describe(value))
     return value
@@ -47,10 +52,10 @@ def instance(name: str, value: Any, kinds: Any, want: str) -> Any:
 def integer(
     name: str, value: Any, *, at_least: float = -math.inf, at_most: float = math.inf
 ) -> int:
-    """Returns a Python int that is known while tracing."""
+    """Returns a Python int that is known while tracing, after a check of the bounds."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise type_error(name, "a Python int", describe(value))
-    # A numpy integer would wrap in sums.
+    # A numpy integer is converted, because it would overflow in sums.
     number = int(value)
     if number < at_least:
         raise value_error(name, f"an int of at least {at_least}", number)
@@ -61,8 +66,8 @@ def integer(
 
 # Returns the size of an axis.
 size = functools.partial(integer, at_least=1, at_most=2**31 - 1)
-# Returns an id or a position. The two ends of int32 are left out, because `as_int32` gives them to
-# values outside too.
+# Returns an id or a position. The lowest and the highest int32 are refused, because `as_int32`
+# returns them for integers outside int32.
 int32 = functools.partial(integer, at_least=-(2**31) + 1, at_most=2**31 - 2)
 
 
@@ -81,20 +86,23 @@ def real(
     highest: float = sys.float_info.max,
     want: str = "a finite number",
 ) -> float:
-    """Returns a Python float that is known while tracing, inside bounds that `want` describes."""
+    """Returns a Python float that is known while tracing, after a check of the bounds.
+
+    `want` describes the bounds in the error.
+    """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise type_error(name, "a Python number", describe(value))
-    # An int may be larger than all floats.
+    # An int is compared as it is, because it may be larger than all floats.
     number = value if isinstance(value, int) else float(value)
-    # The test asks what is inside, for NaN is neither inside nor outside.
+    # For NaN, all comparisons are False, so the condition must be what is allowed.
     if not lowest <= number <= highest:
         raise value_error(name, want, value)
     return float(number)
 
 
 _TINY = float(np.finfo(np.float32).tiny)
-# Programs compute in float32, and compilers multiply by the inverse of a divisor. Both must be
-# normal numbers there, for others are flushed to 0.
+# Programs compute in float32, and compilers multiply by the inverse in place of a division. So both
+# the number and the inverse must be normal numbers of float32, because smaller ones become 0.
 positive = functools.partial(
     real,
     lowest=_TINY,
@@ -124,29 +132,31 @@ def entries(
     form: str | None = None,
     **options: Any,
 ) -> tuple[Any, ...]:
-    """Returns several values in order, each converted.
+    """Checks and converts the entries of a sequence, and returns them as a tuple.
 
     Args:
         name: The argument.
-        value: A sequence.
-        convert: Called as `convert(name of the entry, entry, **options)`.
-        count: How many values there must be. If None, any number.
-        form: What was wanted, in words. If None, it is a sequence of `count` values.
+        value: The sequence, or an array with an axis.
+        convert: Called as `convert("name[n]", entry, **options)` for entry n.
+        count: How many entries there must be. If None, any number.
+        form: What is wanted, in words, for the error. If None, it is a sequence of `count` values.
         **options: Further arguments for `convert`.
     """
+    is_text = isinstance(value, str | bytes)
+    is_scalar_array = getattr(value, "ndim", 1) == 0
     is_sequence = isinstance(value, Sequence | np.ndarray | jax.Array)
-    is_sequence &= not isinstance(value, str | bytes) and getattr(value, "ndim", 1) > 0
-    if not is_sequence or count not in (None, len(value)):
+    has_entries = is_sequence and not is_text and not is_scalar_array
+    if not has_entries or count not in (None, len(value)):
         want = "a sequence" if count is None else f"a sequence of {count} values"
         raise type_error(name, form or want, describe(value))
     return tuple(convert(f"{name}[{n}]", entry, **options) for n, entry in enumerate(value))
 
 
 def choice(name: str, value: Any, choices: Sequence[str]) -> str:
-    """Returns one of a few words."""
+    """Returns the value if it is one of the choices."""
     if not isinstance(value, str) or value not in choices:
         raise value_error(name, f"one of {', '.join(map(repr, choices))}", reprlib.repr(value))
-    # numpy's str_ would show in the repr of a config.
+    # A `numpy.str_` is converted, because the type would show in the repr of a config.
     return str(value)
 
 
@@ -154,45 +164,49 @@ def floating_dtype(name: str, dtype: Any) -> jnp.dtype:
     """Returns a floating dtype of 16 to 64 bits."""
     want = "a floating dtype of 16 to 64 bits"
     try:
-        found = jnp.dtype(dtype)
+        converted = jnp.dtype(dtype)
     except (TypeError, ValueError) as error:
         raise type_error(name, want, describe(dtype)) from error
-    # numpy takes None for float64, and an array for its dtype.
+    # `jnp.dtype` converts None to float64, and an array to the dtype of the array.
     is_dtype = dtype is not None and not isinstance(dtype, jax.Array | np.ndarray)
-    if not is_dtype or not is_floating(found):
-        raise type_error(name, want, found)
-    return found
+    if not is_dtype or not is_floating(converted):
+        raise type_error(name, want, converted)
+    return converted
 
 
 def is_floating(dtype: Any) -> bool:
     """Returns whether a dtype is floating, with 16 to 64 bits."""
-    # Floats of 8 and 4 bits lack the NaN or the zero that results may need.
+    # Floats of 8 and 4 bits are refused, because some of them have no NaN or no zero, which results
+    # may need.
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize in (2, 4, 8)
 
 
 def result_dtype(dtype: Any) -> jnp.dtype:
-    """Returns a `floating_dtype` that jax has.
+    """Returns a `floating_dtype` that jax can compute in.
 
     If x64 is off, float64 becomes float32, with jax's warning.
     """
     dtype = floating_dtype("dtype", dtype)
     if jax.dtypes.canonicalize_dtype(dtype) == dtype:
         return dtype
-    # jax warns when an array is made. Making one takes longer than all other checks of a call.
+    # jax warns when it makes an array. An array is made only here, because that takes longer than
+    # all other checks of a call.
     return jnp.zeros(0, dtype).dtype
 
 
 def paths_of(name: Any, paths: Collection[str]) -> list[str]:
-    """Returns the paths of parameters that have a name, which may leave out how a path begins.
+    """Returns the paths that a name means: the path itself, or all paths that end in "/name".
 
-    There are several if the name is the end of several paths.
+    For "embed/w", it returns ["embed/w"] if there is this path, or else such as ["model/embed/w"].
     """
-    # A whole path goes first, because it may also be the end of a longer one.
-    return [name] if name in paths else [path for path in paths if path.endswith(f"/{name}")]
+    # A name that is a whole path means only this path, also if a longer path ends in it.
+    if name in paths:
+        return [name]
+    return [path for path in paths if path.endswith(f"/{name}")]
 
 
 def as_key(rng: Any) -> jax.Array:
-    """Returns one typed key, made from a typed key or a raw one."""
+    """Returns a single typed key, as `jax.random.key` makes it. An old uint32 key is converted."""
     rng = unwrapped(rng)
     want = "one key of jax.random.key or jax.random.PRNGKey"
     instance("rng", rng, jax.Array | np.ndarray, want)
@@ -201,9 +215,10 @@ def as_key(rng: Any) -> jax.Array:
     elif rng.dtype == np.uint32:
         key = jax.random.wrap_key_data(rng)
     else:
-        # Integers are probably ids, since a key and ids stand side by side in many calls.
-        ids = " (ids are the argument after rng)" if jnp.issubdtype(rng.dtype, jnp.integer) else ""
-        raise type_error("rng", want, describe(rng) + ids)
+        # Integers are probably ids, which are the argument next to the key in many calls.
+        are_ids = jnp.issubdtype(rng.dtype, jnp.integer)
+        advice = " (ids are the argument after rng)" if are_ids else ""
+        raise type_error("rng", want, describe(rng) + advice)
     if key.shape != ():
         raise type_error("rng", want, describe(rng))
     return key

@@ -1,4 +1,4 @@
-"""Describes an input layer and its output layer; the description is checked once."""
+"""Defines the configs that describe an input layer and an output layer."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from transformer_embed._src.positions.schemes import PositionScheme, Sinusoidal
 from transformer_embed._src.tables.row_order import RowOrder
 from transformer_embed._src.tokens.lookup import LOOKUP_STYLES, OUT_OF_RANGE
 
-# The `scale` that is the square root of the width.
+# The value of `scale` that means the square root of the table's width.
 SQRT_D_MODEL = "sqrt_d_model"
 
 
@@ -21,13 +21,13 @@ SQRT_D_MODEL = "sqrt_d_model"
 class OutputConfig:
     """Describes an output layer, for `EmbedderConfig` and `TokenEmbedding`.
 
-    Set it as their `output`. Then `Embedder.output`, and the method `output` of the modules, make
-    an `OutputLayer` from it, with the `pad_id` of the config. Pass that to a loss or to
+    Pass it as `output` to one of these. Then `Embedder.output`, or the method `output` of a module,
+    makes an `OutputLayer` from it, with the `pad_id` of the config. Pass that layer to a loss or to
     `linear_logits`.
 
     Args:
-        tied: Whether the output layer uses the token table. If False, it has a table of its own,
-            the parameter `output_embeddings`, with the shape of the token table.
+        tied: Whether the output layer uses the token table. If False, the output layer has another
+            table, the parameter `output_embeddings`, with the shape of the token table.
         bias: Whether a number is added to the logit of each id. The numbers are the parameter
             `output_bias`, [vocab_size], or more if `row_multiple` adds rows.
         softcap, scale: How logits are bounded and scaled. See `OutputLayer`.
@@ -62,22 +62,22 @@ class OutputConfig:
 
 
 def as_token_scale(name: str, value: Any) -> float | str:
-    """Returns a number above 0, or the word for the square root of the width."""
-    if value is None or isinstance(value, str):
-        if value != SQRT_D_MODEL:
-            want = f"a number above 0 (1.0 leaves rows as they are) or {SQRT_D_MODEL!r}"
-            raise arguments.value_error(name, want, repr(value))
-        return SQRT_D_MODEL
-    return arguments.positive(name, value)
+    """Checks the `scale` of tokens: `SQRT_D_MODEL`, or a number above 0, which becomes a float."""
+    if value is not None and not isinstance(value, str):
+        return arguments.positive(name, value)
+    if value != SQRT_D_MODEL:
+        want = f"a number above 0 (1.0 leaves rows as they are) or {SQRT_D_MODEL!r}"
+        raise arguments.value_error(name, want, repr(value))
+    return SQRT_D_MODEL
 
 
 class Stddevs(NamedTuple):
     """Holds the standard deviations of the initial values of tables.
 
     Args:
-        tokens: For the token table.
-        added: For learned positions and token types, which are added to tokens.
-        output: For a table that the output layer has of its own.
+        tokens: The deviation of the token table.
+        added: The deviation of learned positions and token types, which are added to tokens.
+        output: The deviation of the table of an untied output layer.
     """
 
     tokens: float
@@ -99,15 +99,15 @@ class EmbedderConfig:
         scheme: How positions are encoded: `Sinusoidal(...)`, `SinusoidalGrid(...)`,
             `Learned(max_len=...)`, or another `PositionScheme`. If None, no positions are added.
         dropout_rate: The rate of dropout after the sum, in [0, 1). Vaswani et al. (2017) use 0.1.
-        pad_id: The id of padding. Its token vector is zeros (see `TokenEmbedding`), it is never
-            predicted, and positions count from the first token of each batch row. Padding has a
-            position too, which the mask hides (see the scheme's `at_padding`). Set it only to an id
-            that does not occur in a text. If your texts are padded with the id that ends them,
-            leave it out, and make positions and masks with `TokenPositions.from_lengths`. If None,
-            no id is padding.
-        scale: A number above 0 that token rows are multiplied by, or "sqrt_d_model" for the square
-            root of their width. (This is d_model unless `embedding_width` is set.) 1.0 leaves them
-            as they are.
+        pad_id: The id of padding. The vector of padding is zeros (see `TokenEmbedding`), padding is
+            never predicted, and positions count from the first token of each batch row. Padding has
+            a position too (see the scheme's `at_padding`), so your attention mask must hide
+            padding. Pass only an id that does not occur in a text. If your texts are padded with
+            the id that ends a text, leave `pad_id` out, and make positions and masks with
+            `TokenPositions.from_lengths`. If None, no id is padding.
+        scale: A number above 0 that table rows of tokens are multiplied by, or "sqrt_d_model" for
+            the square root of the width of the table. (The width is d_model unless
+            `embedding_width` is set.) 1.0 leaves the rows as they are.
         num_token_types: The number of token types. BERT has 2, the segments A and B. If None, the
             model has none.
         layer_norm_eps: The epsilon of a layer norm over the sum. BERT has 1e-12. If None, there is
@@ -126,17 +126,18 @@ class EmbedderConfig:
         init_stddev: The standard deviation of the initial values of all tables, a number above 0.
             BERT, GPT-2 and Llama have 0.02 (`initializer_range`). If None, each table has a value
             with which training starts well; see "Edge cases".
-        row_multiple: The token tables have a number of rows that is a multiple of it, so that the
-            devices of a mesh divide them. 128 fits most meshes. The rows past the vocabulary are
-            never read nor predicted, and get no gradient. But they count in statistics of a whole
-            table: for 129 ids in 256 rows, `optax.clip_by_block_rms` lets through updates that are
-            1.41 times as large. A step of adafactor is 0.71 times as large if the added rows are
-            zeros, as in loaded and resized tables. Keep such transformations off padded tables.
-        spread: Whether the rows of neighbouring ids lie far apart in the token table. Low ids are
-            usually the frequent ones, so a mesh that splits the rows then has as many frequent ids
-            on each device. The order does not depend on the mesh. It mixes best if row_multiple is
-            a power of two of at least the number of devices, up to 4096. A tied output layer needs
-            False.
+        row_multiple: The token tables get a number of rows that is a multiple of this number. Set
+            it so that the devices of a mesh divide the rows evenly; 128 fits most meshes. The rows
+            past the vocabulary are never read or predicted, and get no gradient. But they count in
+            statistics of a whole table, so do not apply transformations with such statistics to
+            padded tables. For example, for 129 ids in 256 rows, `optax.clip_by_block_rms` lets
+            through updates that are 1.41 times as large. A step of adafactor is 0.71 times as large
+            if the added rows are zeros, as in loaded and resized tables.
+        spread: Whether the rows of neighbouring ids are far apart in the token table. Set it if a
+            mesh splits the rows. Low ids are usually the frequent ones, so with True each device
+            has about the same number of frequent ids. The order does not depend on the mesh, so a
+            checkpoint fits all meshes. The ids are spread best if `row_multiple` is a power of two,
+            from the number of devices to 4096. A tied output layer needs False.
 
     Raises:
         ValueError: a field is out of range.
@@ -147,16 +148,16 @@ class EmbedderConfig:
         'interleaved'
 
     Edge cases:
-        - If init_stddev is None, token vectors start with standard deviation 1/2. For the factor m
-          of `scale`, the rows of the token table then have s = 1 / (2 * m). If the output layer is
-          tied, s is at most 1 / (o * sqrt(w)) and 2 / sqrt(o * w * m), or 8 / (o * w) with a layer
-          norm, for the factor o of `output.scale` and w = table_width. With this bound, a token
-          does not predict itself, and the first loss is about log(vocab_size). Learned positions
-          and token types have m * s / 2, and an output layer's own table has 1 / (2 * o * sqrt(w)).
-          The page Performance has measurements.
-        - With a pad_id, each batch row has positions of its own, so on a CPU, evaluation with
-          sinusoids takes 1.2 to 1.8 times as long. If padding is on the right,
-          `positions=np.arange(length)` avoids this and gives tokens the same positions.
+        - If `init_stddev` is None, token vectors start with the standard deviation 1/2. Let m be
+          the factor of `scale`, o the factor `output.scale`, and w the width of the tables. Then
+          the token table has the standard deviation s = 1 / (2 * m). If the output layer is tied, s
+          is also at most 1 / (o * sqrt(w)), and at most 2 / sqrt(o * w * m), or 8 / (o * w) with a
+          layer norm. With these bounds, a token does not predict itself, and the first loss is
+          about log(vocab_size). Learned positions and token types have m * s / 2. The table of an
+          untied output layer has 1 / (2 * o * sqrt(w)). The page Performance has measurements.
+        - With a `pad_id`, positions differ between batch rows, so on a CPU, evaluation with
+          sinusoids takes 1.2 to 1.8 times as long. If padding is on the right, pass
+          `positions=np.arange(length)`: this is faster, and gives tokens the same positions.
     """
 
     vocab_size: int
@@ -198,15 +199,19 @@ class EmbedderConfig:
         )
         want = "te.OutputConfig(...), or None"
         arguments.instance("output", self.output, OutputConfig | None, want)
-        # A scheme is checked against the width, so this comes after the conversions.
+        # A scheme is checked against the width, so this comes after the width is converted.
         if self.scheme is not None:
-            want = "a PositionScheme, such as te.Learned(max_len=512), or None"
-            arguments.instance("scheme", self.scheme, PositionScheme, want)
-            self.scheme.check(self.table_width)
-            has_pad_id = self.scheme.pad_id is not None or self.pad_id is not None
-            if self.scheme.at_padding is not None and not has_pad_id:
-                want = "the id of padding, since the scheme's at_padding is set"
-                raise arguments.value_error("pad_id", want, "None")
+            self._check_scheme(self.scheme)
+
+    def _check_scheme(self, scheme: PositionScheme) -> None:
+        """Raises an error unless the scheme fits the width and the `pad_id` of this config."""
+        want = "a PositionScheme, such as te.Learned(max_len=512), or None"
+        arguments.instance("scheme", scheme, PositionScheme, want)
+        scheme.check(self.table_width)
+        has_pad_id = scheme.pad_id is not None or self.pad_id is not None
+        if scheme.at_padding is not None and not has_pad_id:
+            want = "the id of padding, since the scheme's at_padding is set"
+            raise arguments.value_error("pad_id", want, "None")
 
     @property
     def table_width(self) -> int:
@@ -215,17 +220,18 @@ class EmbedderConfig:
 
     @property
     def rows(self) -> int:
-        """The number of rows of the token tables."""
-        return -(-self.vocab_size // self.row_multiple) * self.row_multiple
+        """The number of rows of the token tables: `vocab_size`, rounded up to `row_multiple`."""
+        multiples = -(-self.vocab_size // self.row_multiple)
+        return multiples * self.row_multiple
 
     @property
     def row_order(self) -> RowOrder | None:
         """Which row of the token table holds which id.
 
-        If None, row i holds id i, and there are no other rows.
+        It is None if row i holds id i, and there are no other rows.
         """
-        has_default_order = self.rows == self.vocab_size and not self.spread
-        if has_default_order:
+        has_row_for_each_id = self.rows == self.vocab_size
+        if has_row_for_each_id and not self.spread:
             return None
         return RowOrder(vocab_size=self.vocab_size, is_spread=self.spread)
 
@@ -236,35 +242,43 @@ class EmbedderConfig:
 
     @property
     def stddevs(self) -> Stddevs:
-        """The standard deviations of the initial values of tables; see `init_stddev`."""
+        """The standard deviations of the initial values of tables.
+
+        If `init_stddev` is None, they are computed as the edge cases of the class describe. The
+        halves were compared with other values in training. (See "Initial values" on the page
+        Performance.)
+        """
         if self.init_stddev is not None:
             return Stddevs(tokens=self.init_stddev, added=self.init_stddev, output=self.init_stddev)
         output = self.output or OutputConfig(tied=False)
-        # If x has unit variance, a table of this size makes logits of unit variance.
+        # If x has unit variance, a table of this deviation makes logits of unit variance.
         unit_logit_stddev = 1 / (output.scale * math.sqrt(self.table_width))
-        # Training compared the halves in this function with other values; see "Initial values" on
-        # the page Performance. Token vectors, which are rows times the factor, start with 1/2.
-        tokens = 0.5 / self.factor
+        # A token vector is a table row times the factor, and starts with the deviation 1/2.
+        token_stddev = 0.5 / self.factor
         if output.tied:
             # The table makes logits too, which start with at most unit variance.
-            tokens = min(tokens, unit_logit_stddev, self._largest_tied_stddev(output))
-        # Learned positions and token types are added to token vectors, and start half as large.
-        added = self.factor * tokens / 2
-        # The logits of a separate output table start with the standard deviation 1/2.
-        return Stddevs(tokens=tokens, added=added, output=unit_logit_stddev / 2)
+            largest_stddev = self._largest_tied_stddev(output)
+            token_stddev = min(token_stddev, unit_logit_stddev, largest_stddev)
+        # Learned positions and token types start half as large as the token vectors that they are
+        # added to.
+        token_vector_stddev = self.factor * token_stddev
+        added_stddev = token_vector_stddev / 2
+        # The logits of an untied output layer start with the deviation 1/2.
+        output_stddev = unit_logit_stddev / 2
+        return Stddevs(tokens=token_stddev, added=added_stddev, output=output_stddev)
 
     def _largest_tied_stddev(self, output: OutputConfig) -> float:
-        """Returns the bound below which a token does not predict itself in a tied model.
+        """Returns the deviation up to which a token does not predict itself in a tied model.
 
-        The own logit of a token is the product of its vector with its own table row. In a tied
-        model both come from the same row, so this logit grows with the width, but other logits grow
-        only with the root of the width.
+        The own logit of a token is the product of the token's vector with the token's table row. In
+        a tied model, the vector is a multiple of the row, so the own logit grows with the width,
+        but other logits grow only with the root of the width.
         """
-        own_factor = output.scale * self.table_width
+        scaled_width = output.scale * self.table_width
         if self.layer_norm_eps is not None:
-            # Behind a norm, a token's own logit is output.scale * width * tokens / sqrt(2), which
-            # this bound keeps below 6.
-            return 8 / own_factor
-        # Beside noise of size 1, a token's own logit is at most
-        # output.scale * factor * width * tokens**2, which this bound keeps below 4.
-        return 2 / math.sqrt(own_factor * self.factor)
+            # After a norm, the own logit is `scaled_width * stddev / sqrt(2)`. The bound keeps it
+            # below 6.
+            return 8 / scaled_width
+        # Without a norm, the own logit is at most `scaled_width * factor * stddev**2` beside noise
+        # of size 1. The bound keeps it at 4 at most.
+        return 2 / math.sqrt(scaled_width * self.factor)

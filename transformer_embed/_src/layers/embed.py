@@ -1,6 +1,12 @@
-"""The input layer and its output layer as pure functions of a config and parameters.
+"""Computes the input layer and makes the output layer, as pure functions of config and parameters.
 
-Letters of shapes: t tokens, d channels, e channels of the result.
+In this file, `params` is {name of a module: leaves}, and `leaves` is {name of a parameter: array}.
+
+Shapes are written with these letters:
+
+    t  tokens
+    d  channels of the tables
+    e  channels of the result, which differ from d if the config has an `embedding_width`
 """
 
 from collections.abc import Mapping
@@ -17,7 +23,7 @@ from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.positions.phase import as_positions
 from transformer_embed._src.positions.schemes import PositionScheme
 from transformer_embed._src.tokens.dropout import dropout
-from transformer_embed._src.tokens.lookup import Reading, as_table, lookup, read_table
+from transformer_embed._src.tokens.lookup import LookupOptions, as_table, lookup, read_table
 from transformer_embed._src.tokens.output_layer import OutputLayer
 
 
@@ -30,9 +36,10 @@ def embed(
     positions: ArrayLike | None,
     token_types: ArrayLike | None,
 ) -> Float[Array, "... t e"]:
-    """Computes the input layer of a config; see `Embedder.apply`.
+    """Computes the input layer of a config, for the arguments of `Embedder.apply`.
 
-    `params` are the parameters of each module, by the name of the module.
+    The sum of tokens, positions and token types is computed in float32 or wider, and is rounded
+    once to the dtype of the result.
     """
     ids = arguments.as_int32("ids", ids)
     if ids.ndim == 0:
@@ -42,30 +49,36 @@ def embed(
     if config.scheme is not None:
         if positions is None:
             positions = config.scheme.positions(ids, config.pad_id)
-        learned = params.get("learned_positional_encoding")
+        learned_leaves = params.get("learned_positional_encoding")
         encoding = encode_positions(
-            config.scheme, learned, positions, config.table_width, config.out_of_range
+            config.scheme, learned_leaves, positions, config.table_width, config.out_of_range
         )
         total = add_encoding(total, encoding, "the ids")
-    types = as_token_types(config, token_types)
-    if types is not None:
-        arguments.check_broadcasts("token_types", types.shape, ids.shape, with_length=True)
-        total = wide_sum(total, type_rows(config, params["token_type_embedding"], types))
+    type_ids = as_token_types(config, token_types)
+    if type_ids is not None:
+        arguments.check_broadcasts("token_types", type_ids.shape, ids.shape, with_length=True)
+        total = wide_sum(total, type_rows(config, params["token_type_embedding"], type_ids))
     if config.layer_norm_eps is not None:
         total = layer_norm(total, params["layer_norm"], config.layer_norm_eps)
     dtype = tokens.table_dtype if config.dtype is None else config.dtype
     x = apply_dropout(total.astype(dtype), config.dropout_rate, is_training, rng)
     if config.embedding_width is None:
         return x
-    return linear(x.astype(tokens.table_dtype), params["widen"]).astype(dtype)
+    widened_x = linear(x.astype(tokens.table_dtype), params["widen"])
+    return widened_x.astype(dtype)
 
 
 def as_token_types(config: EmbedderConfig, token_types: ArrayLike | None) -> Any:
-    """Returns the token types as int32, or None if neither the config nor the caller has any."""
-    if (token_types is None) != (config.num_token_types is None):
+    """Converts token types to int32.
+
+    Raises a ValueError if the config needs token types and gets None, or the other way round.
+    """
+    are_given = token_types is not None
+    are_needed = config.num_token_types is not None
+    if are_given != are_needed:
         want = "an array if num_token_types is set, otherwise None"
         raise arguments.value_error("token_types", want, arguments.describe(token_types))
-    return None if token_types is None else arguments.as_int32("token_types", token_types)
+    return arguments.as_int32("token_types", token_types) if are_given else None
 
 
 class TokenRows(NamedTuple):
@@ -76,31 +89,34 @@ class TokenRows(NamedTuple):
 
 
 def token_rows(config: EmbedderConfig, leaves: Any, ids: Ids) -> TokenRows:
-    """Looks up the rows of ids, and scales them."""
+    """Looks up the rows of ids, and multiplies them by the factor of the config."""
     table = as_table("token_embedding/embeddings", leaves["embeddings"])
-    reading = Reading(
+    options = LookupOptions(
         pad_id=config.pad_id,
         out_of_range=config.out_of_range,
         lookup_style=config.lookup_style,
         order=config.row_order,
     )
-    rows = read_table(table, ids, reading)
+    rows = read_table(table, ids, options)
     return TokenRows(scaled=conversions.widened(rows) * config.factor, table_dtype=table.dtype)
 
 
-def type_rows(config: EmbedderConfig, leaves: Any, types: Ids) -> Float[Array, "... d"]:
-    """Looks up the rows of token types."""
+def type_rows(config: EmbedderConfig, leaves: Any, type_ids: Ids) -> Float[Array, "... d"]:
+    """Looks up the rows of token types. No type is padding, and the rows are not scaled."""
     table = as_table("token_type_embedding/embeddings", leaves["embeddings"])
-    reading = Reading(
+    options = LookupOptions(
         pad_id=None, out_of_range=config.out_of_range, lookup_style=config.lookup_style
     )
-    return read_table(table, types, reading)
+    return read_table(table, type_ids, options)
 
 
 def encode_positions(
     scheme: PositionScheme, leaves: Any, positions: ArrayLike, width: int, out_of_range: str
 ) -> Float[Array, "... d"]:
-    """Encodes positions in float32 or wider; learned encodings are rows of a table."""
+    """Encodes positions [...] as vectors [..., width], in float32 or wider.
+
+    If the scheme is learned, the vectors are rows of the table in `leaves`.
+    """
     if not scheme.is_learned:
         return scheme.encoding(as_positions("positions", positions), width)
     table = as_table("learned_positional_encoding/embeddings", leaves["embeddings"])
@@ -109,22 +125,25 @@ def encode_positions(
 
 
 def add_encoding(
-    x: Float[Array, "... t d"], encoding: Float[Array, "... d"], tokens: str
+    x: Float[Array, "... t d"], encoding: Float[Array, "... d"], tokens_name: str
 ) -> Float[Array, "... t d"]:
-    """Adds the encodings of positions to x; `tokens` says in an error what has the positions."""
+    """Adds the encodings of positions to x.
+
+    `tokens_name` says in an error what the positions must fit, such as "the ids".
+    """
     arguments.check_broadcasts(
-        "positions", encoding.shape[:-1], x.shape[:-1], tokens, with_length=True
+        "positions", encoding.shape[:-1], x.shape[:-1], tokens_name, with_length=True
     )
-    # An encoding that only one batch row uses is computed once anyway.
-    if encoding.ndim == 2 and any(size != 1 for size in x.shape[:-2]):
+    is_shared_by_batch_rows = encoding.ndim == 2 and any(size != 1 for size in x.shape[:-2])
+    if is_shared_by_batch_rows:
         encoding = computed_once(encoding)
     return wide_sum(x, encoding)
 
 
 def wide_sum(x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Adds two arrays in float32 or wider; y may have fewer axes."""
+    """Adds two arrays in float32 or wider. y may have fewer axes, and broadcasts to x."""
     wide_dtype = conversions.compute_dtype(x.dtype, y.dtype)
-    # y gets the rank of x, since users may disable jax's rank promotion.
+    # y gets the rank of x, because users may disable jax's rank promotion.
     y = jax.lax.expand_dims(y, range(x.ndim - y.ndim))
     return x.astype(wide_dtype) + y.astype(wide_dtype)
 
@@ -133,25 +152,32 @@ def layer_norm(x: Float[Array, "... d"], leaves: Any, eps: float) -> Float[Array
     """Normalises each vector to mean 0 and variance 1, then scales and shifts it."""
     mean = jnp.mean(x, -1, keepdims=True)
     variance = jnp.var(x, -1, keepdims=True)
-    scale = broadcast("layer_norm/scale", leaves["scale"], x) * jax.lax.rsqrt(variance + eps)
-    return scale * (x - mean) + broadcast("layer_norm/offset", leaves["offset"], x)
+    scale = broadcast_parameter("layer_norm/scale", leaves["scale"], x)
+    inverse_stddev = jax.lax.rsqrt(variance + eps)
+    scaled = scale * inverse_stddev * (x - mean)
+    return scaled + broadcast_parameter("layer_norm/offset", leaves["offset"], x)
 
 
 def linear(x: Float[Array, "... d"], leaves: Any) -> Float[Array, "... e"]:
-    """Multiplies by weights, and adds an offset."""
-    x = x @ arguments.as_floats("widen/w", leaves["w"])
-    return x + broadcast("widen/b", leaves["b"], x)
+    """Multiplies x by the weights `w`, and adds the offset `b`."""
+    products = x @ arguments.as_floats("widen/w", leaves["w"])
+    return products + broadcast_parameter("widen/b", leaves["b"], products)
 
 
-def broadcast(name: str, vector: ArrayLike, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-    """Returns a vector in the shape and dtype of x, since users may disable jax's promotion."""
+def broadcast_parameter(
+    name: str, vector: ArrayLike, x: Float[Array, "... d"]
+) -> Float[Array, "... d"]:
+    """Gives a parameter [d] the shape and dtype of x, as users may disable jax's promotion."""
     return jnp.broadcast_to(arguments.as_floats(name, vector).astype(x.dtype), x.shape)
 
 
 def apply_dropout(
     x: Float[Array, "..."], rate: float, is_training: bool, rng: Array | None
 ) -> Float[Array, "..."]:
-    """Applies dropout in training, if there is any."""
+    """Applies dropout to x in training, unless the rate is 0.
+
+    Raises a ValueError if dropout needs a key and there is none.
+    """
     if not is_training or rate == 0:
         return x
     if rng is None:
@@ -170,7 +196,11 @@ def check_spread(name: str, config: EmbedderConfig) -> None:
 
 
 def output_layer(config: EmbedderConfig, leaves: Any) -> OutputLayer:
-    """Makes the output layer of a config, from the parameters of the module of its token table."""
+    """Makes the output layer of a config.
+
+    `leaves` are the parameters of the module `token_embedding`: the token table, and what an output
+    layer adds to it.
+    """
     output = config.output
     if output is None:
         want = (
@@ -179,18 +209,22 @@ def output_layer(config: EmbedderConfig, leaves: Any) -> OutputLayer:
         )
         raise arguments.value_error("output", want, "None")
     check_spread("spread", config)
-    # An untied model, too, has a table of tokens, which Haiku makes when it is read.
-    name = "embeddings"
+    # The token table is read in an untied model too, because Haiku makes a parameter when it is
+    # read.
+    table_name = "embeddings"
     table = leaves["embeddings"]
     if not output.tied:
-        name = "output_embeddings"
+        table_name = "output_embeddings"
         table = leaves["output_embeddings"]
-    bias = arguments.as_floats("output_bias", leaves["output_bias"]) if output.bias else None
+    bias = None
+    if output.bias:
+        bias = arguments.as_floats("output_bias", leaves["output_bias"])
+    has_padding_rows = config.rows != config.vocab_size
     return OutputLayer(
-        as_table(name, table),
+        as_table(table_name, table),
         bias,
         softcap=output.softcap,
         scale=output.scale,
         pad_id=config.pad_id,
-        vocab_size=None if config.rows == config.vocab_size else config.vocab_size,
+        vocab_size=config.vocab_size if has_padding_rows else None,
     )

@@ -22,7 +22,7 @@ from transformer_embed._src.tokens.output_layer import OutputLayer
 
 @dataclasses.dataclass(frozen=True)
 class Embedder:
-    """The pure, compiled functions of the input layer that a config describes.
+    """Holds the pure, compiled functions of the input layer that a config describes.
 
     Use it if you write your model without Haiku, or want to embed ids outside of a model. The
     parameters are a Haiku tree, as the modules make them, so both read the same checkpoints.
@@ -102,11 +102,11 @@ class Embedder:
         arguments.instance("params", params, Mapping, TREE)
         params = arguments.native_leaves("params", params)
         is_training = arguments.flag("is_training", is_training)
-        # A key that is not used is left out, so that evaluation is one program with and without it.
-        is_random = is_training and self.config.dropout_rate > 0 and rng is not None
-        rng = arguments.as_key(rng) if is_random else None
-        # Ids are converted before jit, so that host values are range-checked, and all integer
-        # dtypes share one trace.
+        # A key that is not needed is dropped, so that an evaluation has the same compiled program
+        # with a key as with None.
+        needs_key = is_training and self.config.dropout_rate > 0
+        rng = arguments.as_key(rng) if needs_key and rng is not None else None
+        # Ids are converted before jit, so that all integer dtypes share one trace.
         ids = arguments.as_int32("ids", ids)
         if positions is not None:
             positions = as_positions("positions", positions)
@@ -117,7 +117,8 @@ class Embedder:
         """Returns the output layer that `config.output` describes, for `linear_logits` and losses.
 
         Args:
-            params: The parameters, as for `apply`.
+            params: The parameters, as `init` makes them, or the parameters of a whole model that
+                holds one such layer.
 
         Raises:
             ValueError: the config has no output layer; or params do not hold one layer of it.
@@ -126,11 +127,11 @@ class Embedder:
         return output_layer(self.config, leaves)
 
 
-# Without jit, each small program of random numbers would run on its own.
+# This is compiled, because otherwise each operation of each initializer would be a small program.
 @functools.partial(jax.jit, static_argnums=0)
 def _init(config: EmbedderConfig, rng: Array) -> Params:
-    """Makes the parameters of an input layer and its output layer."""
-    # The values of the ids do not matter, since no shape of a parameter depends on them.
+    """Makes the parameters of an input layer and an output layer."""
+    # These ids are only an example, because no parameter depends on the ids.
     ids = jnp.zeros([1, 1], jnp.int32)
     token_types = None if config.num_token_types is None else ids
 
@@ -147,5 +148,9 @@ def _init(config: EmbedderConfig, rng: Array) -> Params:
 # jax compares a static config by value, so equal configs share a program.
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _apply(config: EmbedderConfig, params: Params, *inputs: Any) -> Array:
-    """Computes `embed` with the parameters of the layer, found in a whole model's tree."""
-    return embed(config, layer_of("params", config, params), *inputs)
+    """Computes `embed` with the parameters of the layer, found in a whole model's tree.
+
+    `inputs` are ids, is_training, rng, positions and token types.
+    """
+    layer_params = layer_of("params", config, params)
+    return embed(config, layer_params, *inputs)

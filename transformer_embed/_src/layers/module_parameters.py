@@ -1,4 +1,4 @@
-"""The parameters of an input and an output layer: their shapes, and how Haiku makes them."""
+"""Describes the parameters of an input and an output layer, and has Haiku make them."""
 
 import functools
 import math
@@ -15,19 +15,19 @@ Initializer = hk.initializers.Initializer
 
 
 class Parameter(NamedTuple):
-    """Holds what `hk.get_parameter` takes besides a name."""
+    """Holds the arguments of `hk.get_parameter` that describe a parameter, without the name."""
 
     shape: tuple[int, ...]
     dtype: Any
     init: Initializer
 
 
-# The parameters of one module, by their names.
+# The descriptions of the parameters of one module, by the names of the parameters.
 Parameters = dict[str, Parameter]
 
 
 def table_parameter(rows: int, width: int, dtype: Any, stddev: float) -> Parameter:
-    """Describes a table, whose initial values are normal numbers."""
+    """Describes a table whose initial values are normal numbers."""
     init = hk.initializers.RandomNormal(stddev)
     return Parameter(shape=(rows, width), dtype=dtype, init=init)
 
@@ -42,8 +42,8 @@ def parameters_of(config: EmbedderConfig) -> dict[str, Parameters]:
         positions = table_parameter(config.scheme.max_len, width, dtype, added_stddev)
         modules["learned_positional_encoding"] = {"embeddings": positions}
     if config.num_token_types is not None:
-        types = table_parameter(config.num_token_types, width, dtype, added_stddev)
-        modules["token_type_embedding"] = {"embeddings": types}
+        token_types = table_parameter(config.num_token_types, width, dtype, added_stddev)
+        modules["token_type_embedding"] = {"embeddings": token_types}
     if config.layer_norm_eps is not None:
         norm_dtype = conversions.compute_dtype(dtype)
         modules["layer_norm"] = {
@@ -51,7 +51,7 @@ def parameters_of(config: EmbedderConfig) -> dict[str, Parameters]:
             "offset": Parameter(shape=(width,), dtype=norm_dtype, init=jnp.zeros),
         }
     if config.embedding_width is not None:
-        # The initializer of hk.Linear, which keeps the variance of what it multiplies.
+        # hk.Linear has this initializer too. It keeps the variance of x.
         weights_init = hk.initializers.TruncatedNormal(1 / math.sqrt(width))
         modules["widen"] = {
             "w": Parameter(shape=(width, config.d_model), dtype=dtype, init=weights_init),
@@ -61,7 +61,7 @@ def parameters_of(config: EmbedderConfig) -> dict[str, Parameters]:
 
 
 def _token_parameters(config: EmbedderConfig) -> Parameters:
-    """Describes the token table, and what the output layer has besides this table."""
+    """Describes the token table, and the parameters that the output layer adds to it."""
     width = config.table_width
     dtype = config.param_dtype
     stddevs = config.stddevs
@@ -75,13 +75,13 @@ def _token_parameters(config: EmbedderConfig) -> Parameters:
 
 
 class ModuleParameters:
-    """Gives the parameters of the Haiku module that is running, and makes them when they are read.
+    """Reads the parameters of the Haiku module that is running, as `parameters[name]`.
 
-    This is a class and not a method of a module, because a mixed-precision policy casts what the
-    methods of modules return.
+    Haiku makes a parameter when it is read for the first time. This is a class and not a method of
+    a module, because a mixed-precision policy casts what the methods of modules return.
 
     Args:
-        parameters: The parameters that the module has.
+        parameters: The descriptions of the module's parameters.
         initial: The initial value of each parameter. If None, the initializers make the values.
     """
 
@@ -93,12 +93,12 @@ class ModuleParameters:
         parameter = self._parameters[name]
         init = parameter.init
         if self._initial is not None:
-            init = functools.partial(_as_dtype, self._initial[name])
+            init = functools.partial(_initial_value, self._initial[name])
         return hk.get_parameter(name, parameter.shape, parameter.dtype, init)
 
 
-def _as_dtype(value: Any, _: Any, dtype: Any) -> Any:
-    """Acts as an initializer that returns a value, whatever shape is asked for."""
+def _initial_value(value: Any, _shape: Any, dtype: Any) -> Any:
+    """Acts as an initializer: returns a value that was given, in the dtype of the parameter."""
     return jnp.asarray(arguments.as_array("initial_params", value), dtype)
 
 
@@ -111,7 +111,10 @@ def as_initializer(w_init: Initializer | None, default: Initializer) -> Initiali
 
 
 def dropout_key(is_training: bool, rate: float) -> Any:
-    """Returns Haiku's next key if dropout needs one, or None if Haiku has no key."""
-    # hk.next_rng_key would raise an error that does not say how to evaluate.
-    is_random = arguments.flag("is_training", is_training) and rate > 0
-    return hk.maybe_next_rng_key() if is_random else None
+    """Returns Haiku's next key if dropout needs one. It is None if Haiku has no key.
+
+    In that case, `apply_dropout` raises an error that says how to evaluate. The error of
+    `hk.next_rng_key` would not say this.
+    """
+    needs_key = arguments.flag("is_training", is_training) and rate > 0
+    return hk.maybe_next_rng_key() if needs_key else None

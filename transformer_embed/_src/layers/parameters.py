@@ -9,10 +9,11 @@ from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.module_parameters import parameters_of
 
+# A Haiku parameter tree: {path of a module: {name of a parameter: array}}.
 Params = Mapping[str, Mapping[str, Any]]
-
+# What errors call such a tree.
 TREE = "a Haiku parameter tree, a dict of dicts"
-# The modules of the layer have this path in the parameters that `Embedder.init` makes.
+# How the paths of the layer's modules begin in the parameters that `Embedder.init` makes.
 ROOT = "transformer_embedding/~/"
 
 
@@ -81,40 +82,46 @@ def find_parameters(params: Params, config: EmbedderConfig) -> LayerParameters:
 
 
 def layer_of(name: str, config: EmbedderConfig, params: Params) -> Params:
-    """Returns the parameters of a config's layer by the names of its modules."""
+    """Returns the parameters of a config's layer: {name of a module: its parameters}.
+
+    `name` is the argument that an error names, as in `layer_paths`.
+    """
     module_paths = layer_paths(name, config, params)
     return {module: params[path] for module, path in module_paths.items()}
 
 
 def layer_paths(name: str, config: EmbedderConfig, params: Params) -> dict[str, str]:
-    """Finds the path of each module of a config's layer, by the name of the module.
+    """Finds the modules of a config's layer in a tree: {name of a module: path in the tree}.
 
     Raises a ValueError unless the tree has one such layer, whose parameters have the names and the
     shapes of the config. `name` is the argument that the error names.
     """
     root = table_path(name, params, "token_embedding").removesuffix("token_embedding")
-    # The modules of a layer stand beside its token table. A model may have other modules with the
-    # same names elsewhere, also further inside of the layer's own path.
+    # The modules of a layer have the same parent as the token table. A model may have modules with
+    # the same names under other parents, also deeper below this parent.
     paths = {module_name(path): path for path in params if path == root + module_name(path)}
-    wanted_shapes = _shapes_of(config)
+    expected_shapes = _expected_shapes(config)
     found_shapes = _leaf_shapes({module: params[path] for module, path in paths.items()})
-    if wanted_shapes != found_shapes:
-        missing = dict(sorted(wanted_shapes.items() - found_shapes.items()))
-        others = dict(sorted(found_shapes.items() - wanted_shapes.items()))
-        want = str(missing or "no others")
-        raise arguments.value_error(name, want, others or "none of them")
+    if expected_shapes != found_shapes:
+        missing_shapes = dict(sorted(expected_shapes.items() - found_shapes.items()))
+        other_shapes = dict(sorted(found_shapes.items() - expected_shapes.items()))
+        want = str(missing_shapes or "no others")
+        raise arguments.value_error(name, want, other_shapes or "none of them")
     return paths
 
 
 def table_path(name: str, params: Params, module: str) -> str:
-    """Finds the path of the one module of this name that has a table, at any depth of a tree."""
+    """Finds the path of the module that has this name and a table, at any depth of a tree.
+
+    Raises a ValueError, which names the argument `name`, unless there is exactly one.
+    """
     check_params(name, params)
+    paths = []
     # The paths are sorted, so that an error does not depend on the order of the tree.
-    paths = [
-        path
-        for path, leaves in sorted(params.items())
-        if module_name(path) == module and "embeddings" in leaves
-    ]
+    for path in sorted(params):
+        has_table = "embeddings" in params[path]
+        if module_name(path) == module and has_table:
+            paths.append(path)
     if len(paths) > 1:
         want = f"one {module} with embeddings (of a model with several, pass the modules of one)"
         raise arguments.value_error(name, want, " and ".join(paths))
@@ -133,22 +140,27 @@ def check_params(name: str, params: Any) -> None:
 
 
 def module_name(path: str) -> str:
-    """Returns the name of a module without the modules that it is in."""
+    """Returns the last part of a module's path, "token_embedding" of "input/~/token_embedding"."""
     return path.rsplit("/", 1)[-1]
 
 
-# The shapes are kept, because each loss that is not compiled asks for them.
+# The shapes are cached, because each loss that is not compiled asks for them.
 @functools.lru_cache(maxsize=64)
-def _shapes_of(config: EmbedderConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a config's parameters, as `_leaf_shapes` does."""
+def _expected_shapes(config: EmbedderConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a config's parameters, in the form of `_leaf_shapes`."""
     return _leaf_shapes(parameters_of(config))
 
 
 def _leaf_shapes(modules: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the shape of each parameter, by module and name; None for a leaf without a shape."""
-    return {path: getattr(leaf, "shape", None) for path, leaf in leaves_by_path(modules).items()}
+    """Returns the shape of each parameter: {"module/name": shape}, None for a leaf without one."""
+    leaves = leaves_by_path(modules)
+    return {path: getattr(leaf, "shape", None) for path, leaf in leaves.items()}
 
 
 def leaves_by_path(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the leaves of a tree of modules, by their paths."""
-    return {f"{module}/{name}": leaf for module in tree for name, leaf in tree[module].items()}
+    """Returns the leaves of a tree of modules: {"module/name": leaf}."""
+    leaves = {}
+    for module, module_leaves in tree.items():
+        for name, leaf in module_leaves.items():
+            leaves[f"{module}/{name}"] = leaf
+    return leaves

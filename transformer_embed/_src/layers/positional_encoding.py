@@ -71,8 +71,8 @@ class PositionalEncoding(hk.Module):
         # The name of the module depends on the scheme, so the scheme is checked first.
         want = "a PositionScheme, such as te.Sinusoidal()"
         arguments.instance("scheme", scheme, PositionScheme, want)
-        usual = "learned_positional_encoding" if scheme.is_learned else "positional_encoding"
-        super().__init__(name=name or usual)
+        default_name = "learned_positional_encoding" if scheme.is_learned else "positional_encoding"
+        super().__init__(name=name or default_name)
         if not scheme.is_learned:
             arguments.check_left_out("w_init", w_init, "the scheme has no parameters")
         self.scheme = scheme
@@ -105,13 +105,17 @@ class PositionalEncoding(hk.Module):
             [..., length, d_model] of the dtype of x.
         """
         x = arguments.as_floats("x", x)
-        is_right = x.ndim > 1 and x.shape[-1] == self.d_model
+        has_expected_shape = x.ndim > 1 and x.shape[-1] == self.d_model
         want = f"[..., length, d_model = {self.d_model}]"
-        arguments.check_shape("x", x.shape, is_right, want)
+        arguments.check_shape("x", x.shape, has_expected_shape, want)
         if positions is None:
-            if (self.scheme.pad_id, self.scheme.at_padding) != (None, None):
+            depends_on_padding = (
+                self.scheme.pad_id is not None or self.scheme.at_padding is not None
+            )
+            if depends_on_padding:
                 want = "an array, since x does not show what is padding"
                 raise arguments.value_error("positions", want, "None")
+            # Without padding, only the shape of the ids matters, so a channel of x can replace ids.
             positions = self.scheme.positions(x[..., 0])
         total = add_encoding(x, self.encoding(positions), "x's tokens").astype(x.dtype)
         rng = dropout_key(is_training, self.dropout_rate)

@@ -14,7 +14,7 @@ from transformer_embed._src.tokens.lookup import as_table, lookup
 
 
 class RelativePositionBias(hk.Module):
-    """T5's learned bias of attention logits: a number for each head and bucket of distances.
+    """Computes T5's learned bias of attention logits: a number for each head and distance bucket.
 
     Add the result to the attention logits. The numbers are the parameter `embeddings`,
     [num_buckets, num_heads], as in transformers; T5X has the transpose. T5 shares one module
@@ -35,7 +35,8 @@ class RelativePositionBias(hk.Module):
         name: The name of the module.
 
     Raises:
-        ValueError: num_heads is below 1; or, in a call, as `relative_position_buckets`.
+        ValueError: num_heads is below 1. A call of the module raises the errors of
+            `relative_position_buckets` for the other arguments and for the positions.
 
     Example:
         >>> import haiku as hk, jax
@@ -65,8 +66,8 @@ class RelativePositionBias(hk.Module):
     ):
         super().__init__(name=name)
         self.num_heads = arguments.size("num_heads", num_heads)
-        # `relative_position_buckets` checks these in each call.
-        self.buckets = {
+        # These arguments of `relative_position_buckets` are checked in each call.
+        self.bucket_options = {
             "num_buckets": num_buckets,
             "max_distance": max_distance,
             "causal": causal,
@@ -81,16 +82,18 @@ class RelativePositionBias(hk.Module):
     ) -> Float[Array, "*b h t s"]:
         """Returns the bias of `dtype`, [B or 1, num_heads, T, S].
 
-        If neither positions have a batch axis, the bias is [num_heads, T, S].
+        If neither the queries nor the keys have a batch axis, the bias is [num_heads, T, S].
 
         Args:
             query_positions: The positions of the queries, [T] or [B, T].
             key_positions: The positions of the keys, [S] or [B, S].
         """
-        buckets = relative_position_buckets(query_positions, key_positions, **self.buckets)
-        shape = self.buckets["num_buckets"], self.num_heads
-        rows: Any = hk.get_parameter("embeddings", shape, self.param_dtype, self.w_init)
-        table = as_table(f"{self.name}/embeddings", rows)
-        # A bucket is never out of range, and "clip" skips the check.
-        bias = jnp.moveaxis(lookup(table, buckets, out_of_range="clip"), -1, -3)
+        options = self.bucket_options
+        buckets = relative_position_buckets(query_positions, key_positions, **options)
+        shape = (options["num_buckets"], self.num_heads)
+        parameter: Any = hk.get_parameter("embeddings", shape, self.param_dtype, self.w_init)
+        table = as_table(f"{self.name}/embeddings", parameter)
+        # A bucket is never out of range, so the check of "nan" would be in vain.
+        heads_last = lookup(table, buckets, out_of_range="clip")  # [..., T, S, num_heads]
+        bias = jnp.moveaxis(heads_last, -1, -3)
         return bias if self.dtype is None else bias.astype(self.dtype)

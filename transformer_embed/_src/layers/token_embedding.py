@@ -1,4 +1,4 @@
-"""Token ids as rows of a table, and the output layer over it."""
+"""Embeds token ids as rows of a table, as a module that has an output layer too."""
 
 import functools
 from collections.abc import Sequence
@@ -116,19 +116,17 @@ class TokenEmbedding(hk.Module):
         name: str | None = None,
     ):
         super().__init__(name=name)
-        matrix = None
-        if embedding_matrix is not None:
-            arguments.check_left_out("w_init", w_init, "embedding_matrix has the initial values")
-            matrix = as_table("embedding_matrix", embedding_matrix)
+        matrix = _as_matrix(embedding_matrix, w_init)
+        width = _width(d_model, embed_dim)
         # A config checks and converts the arguments, most of which it has too.
         self.config = EmbedderConfig(
-            vocab_size=_one_size("vocab_size", vocab_size, matrix, axis=0),
-            d_model=_one_size("d_model", _width(d_model, embed_dim), matrix, axis=1),
+            vocab_size=_size_or_matrix_size("vocab_size", vocab_size, matrix, axis=0),
+            d_model=_size_or_matrix_size("d_model", width, matrix, axis=1),
             scheme=None,
             scale=scale,
             pad_id=pad_id,
             out_of_range=out_of_range,
-            lookup_style=_as_word(lookup_style),
+            lookup_style=_from_haiku_style(lookup_style),
             param_dtype=param_dtype,
             row_multiple=row_multiple,
             spread=spread,
@@ -162,25 +160,43 @@ class TokenEmbedding(hk.Module):
 def _parameters(
     config: EmbedderConfig, w_init: Initializer | None, matrix: Array | None
 ) -> Parameters:
-    """Describes the parameters of the module, with the initial values of the table."""
+    """Describes the parameters of the module, with the user's initial values of the table.
+
+    These are `w_init` or the rows of `matrix`. If both are None, the config decides.
+    """
     parameters = parameters_of(config)["token_embedding"]
     table = parameters["embeddings"]
     if matrix is None:
         init = as_initializer(w_init, table.init)
     else:
         init = functools.partial(_table_of_rows, matrix, config)
-    return parameters | {"embeddings": table._replace(init=init)}
+    parameters["embeddings"] = table._replace(init=init)
+    return parameters
+
+
+def _as_matrix(embedding_matrix: ArrayLike | None, w_init: Initializer | None) -> Array | None:
+    """Converts the matrix of initial values. Raises a ValueError if there is a `w_init` too."""
+    if embedding_matrix is None:
+        return None
+    arguments.check_left_out("w_init", w_init, "embedding_matrix has the initial values")
+    return as_table("embedding_matrix", embedding_matrix)
 
 
 def _width(d_model: int | None, embed_dim: int | None) -> int | None:
-    """Returns the width, for which Haiku has another name, or None if the user gives neither."""
+    """Returns the width, which has two names. It is None if the user passes neither.
+
+    Raises a ValueError if the user passes two different widths.
+    """
     if d_model is not None and embed_dim is not None:
         arguments.check_same("embed_dim", "another name for d_model", embed_dim, d_model)
     return embed_dim if d_model is None else d_model
 
 
-def _one_size(name: str, size: int | None, matrix: Array | None, *, axis: int) -> Any:
-    """Returns a size of the table, which may be left out if there is a matrix of initial values."""
+def _size_or_matrix_size(name: str, size: int | None, matrix: Array | None, *, axis: int) -> Any:
+    """Returns a size of the table, which the user may leave out if there is a matrix.
+
+    Raises a ValueError if the size contradicts the matrix.
+    """
     if matrix is None:
         return size
     if size is not None:
@@ -188,20 +204,26 @@ def _one_size(name: str, size: int | None, matrix: Array | None, *, axis: int) -
     return matrix.shape[axis]
 
 
-def _as_word(lookup_style: Any) -> Any:
-    """Returns our word for a lookup style of Haiku, and any other value as it is."""
+def _from_haiku_style(lookup_style: Any) -> Any:
+    """Returns the package's word for a lookup style of Haiku, and any other value as it is."""
     words = {"ARRAY_INDEX": "gather", "ONE_HOT": "one_hot"}
     if isinstance(lookup_style, hk.EmbedLookupStyle):
         return words[lookup_style.name]
-    return words.get(lookup_style, lookup_style) if isinstance(lookup_style, str) else lookup_style
+    if isinstance(lookup_style, str):
+        return words.get(lookup_style, lookup_style)
+    return lookup_style
 
 
 def _table_of_rows(
     rows: Float[Array, "n d"], config: EmbedderConfig, shape: Sequence[int], dtype: Any
 ) -> Float[Array, "v d"]:
-    """Acts as an initializer: returns a table with these rows in the order of a config."""
+    """Acts as an initializer: returns a table with the row of id i, `rows[i]`, where it belongs.
+
+    Table rows without an id are zeros.
+    """
+    rows = rows.astype(dtype)
     if config.row_order is None:
-        return rows.astype(dtype)
+        return rows
     ids = np.arange(config.vocab_size, dtype=np.int32)
-    table = jnp.zeros(shape, dtype)
-    return table.at[nearest_rows(ids, config.rows, config.row_order)].set(rows.astype(dtype))
+    row_indices = nearest_rows(ids, config.rows, config.row_order)
+    return jnp.zeros(shape, dtype).at[row_indices].set(rows)

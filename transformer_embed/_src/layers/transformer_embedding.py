@@ -1,4 +1,4 @@
-"""Embeds ids by the whole input layer as one module."""
+"""Embeds ids by a module that is the whole input layer."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from transformer_embed._src.tokens.output_layer import OutputLayer
 
 
 class TransformerEmbedding(hk.Module):
-    """The input layer of a Transformer: tokens, positions, token types, layer norm and dropout.
+    """Computes the input layer of a Transformer: tokens, positions, token types, norm and dropout.
 
     Use it as the first layer of your model. The sum and the norm are computed in float32 and
     rounded once to `config.dtype`, then dropout is applied. If the tables are narrower than
@@ -78,13 +78,13 @@ class TransformerEmbedding(hk.Module):
         super().__init__(name=name)
         want = "an EmbedderConfig, such as te.EmbedderConfig(vocab_size=256, d_model=64)"
         self.config = arguments.instance("config", config, EmbedderConfig, want)
-        initial = {}
+        initial_by_module = {}
         if initial_params is not None:
-            initial = layer_of("initial_params", config, initial_params)
-        self._modules = {
-            module_name: _Module(parameters, initial.get(module_name), module_name)
-            for module_name, parameters in parameters_of(config).items()
-        }
+            initial_by_module = layer_of("initial_params", config, initial_params)
+        self._modules = {}
+        for module_name, parameters in parameters_of(config).items():
+            initial = initial_by_module.get(module_name)
+            self._modules[module_name] = _ParameterModule(parameters, initial, module_name)
 
     def __call__(
         self,
@@ -129,14 +129,20 @@ class TransformerEmbedding(hk.Module):
         return output_layer(self.config, self._modules["token_embedding"])
 
 
-class _Module(hk.Module):
-    """A module that only gives parameters the path that they have in the tree."""
+class _ParameterModule(hk.Module):
+    """Reads parameters as `module[name]`, and gives them the path of this module in the tree.
+
+    Args:
+        parameters, initial: The arguments of `ModuleParameters`.
+        name: The name of the module.
+    """
 
     def __init__(self, parameters: Parameters, initial: Any, name: str):
         super().__init__(name=name)
         self._leaves = ModuleParameters(parameters, initial)
 
     def __getitem__(self, name: str) -> Any:
+        # In a method of a module such as `__call__`, Haiku gives parameters the path of the module.
         return self(name)
 
     def __call__(self, name: str) -> Any:

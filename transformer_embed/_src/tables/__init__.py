@@ -1,1 +1,1 @@
-"""What belongs to a table besides its array: the order of its rows, and what may replace it."""
+"""Says what belongs to a table besides the array: the order of rows, and what may replace it."""

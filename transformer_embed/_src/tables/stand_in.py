@@ -1,4 +1,4 @@
-"""Replaces a table inside of a loss that is differentiated by some rows of the table."""
+"""Defines what replaces a table in a row-wise step, which has only some rows of the table."""
 
 from typing import Any, NoReturn
 
@@ -10,13 +10,14 @@ from transformer_embed._src.tables.row_order import RowOrder
 
 
 class StandIn(np.lib.mixins.NDArrayOperatorsMixin):
-    """Some rows of a table, in the place of the table, which `lookup` can read.
+    """Takes the place of a table, and holds only some rows of the table, which `lookup` can read.
 
-    It has the `shape` and the `dtype` of the table, so that `hk.get_parameter` accepts it. Any
-    other use as an array is a TypeError.
+    `te.rows` puts it among the parameters while a loss runs. It has the `shape` and the `dtype` of
+    the table, so that `hk.get_parameter` accepts it. Any other use as an array raises a TypeError.
+    A subclass has the rows.
     """
 
-    # The shape of the table, [rows, d], and the dtype of its rows.
+    # The shape of the whole table, [rows, d], and the dtype of the rows.
     shape: Any
     dtype: Any
     # The name of the parameter, for error messages.
@@ -30,10 +31,12 @@ class StandIn(np.lib.mixins.NDArrayOperatorsMixin):
         raise NotImplementedError
 
     def _raise_not_an_array(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises the error of every other use."""
         want = "to be read by te.lookup or te.TokenEmbedding alone, since te.rows has its ids"
         raise _NotAnArrayError(arguments.wanted(self.name, want, "another use of its rows"))
 
-    # Operators and numpy's functions, numpy.asarray, jax's functions, and indexing call these.
+    # In this order, these are called by operators and numpy's functions, by numpy.asarray, by jax's
+    # functions, and by indexing.
     __array_ufunc__ = __array__ = __jax_array__ = __getitem__ = _raise_not_an_array
     # Python calls this for attributes that only an array has: `T`, `at`, `astype`, ...
     __getattr__ = _raise_not_an_array

@@ -76,35 +76,40 @@ def check_batch(
             raise arguments.value_error("tokens", "the tokens of ids, to check their order", None)
         return
     check_token_positions("tokens", tokens)
-    positions, segments = tokens_on_host(tokens)
-    batch_size = number_of_rows(tokens)
+    positions, segment_ids = tokens_on_host(tokens)
+    row_count = number_of_rows(tokens)
     length = positions.shape[1]
     id_rows = np.atleast_2d(host_ids)
     # If there is one batch row of tokens, it describes every batch row of ids.
-    expected_batch_size = len(id_rows) if batch_size == 1 else batch_size
-    expected_shape = [expected_batch_size, length]
+    expected_row_count = len(id_rows) if row_count == 1 else row_count
+    expected_shape = [expected_row_count, length]
     arguments.check_same("ids", "the shape of tokens", [*id_rows.shape], expected_shape)
-    as_segment_ids("segment_ids", segments)
+    # This raises an error if an id is negative.
+    as_segment_ids("segment_ids", segment_ids)
     if pad_id is not None:
-        _check_padding(id_rows, segments, pad_id)
+        _check_padding(id_rows, segment_ids, pad_id)
     if order is not None:
         check_order(tokens, order)
 
 
-def _check_padding(id_rows: np.ndarray, segments: np.ndarray, pad_id: int) -> None:
-    """Raises an error unless the `pad_id` stands at padding and nowhere else."""
-    is_pad = id_rows == pad_id
-    wrong_places = np.argwhere(is_pad != (segments == 0))
+def _check_padding(id_rows: np.ndarray, segment_ids: np.ndarray, pad_id: int) -> None:
+    """Raises an error unless the `pad_id` is at padding, whose segment id is 0, and only there."""
+    has_pad_id = id_rows == pad_id
+    is_padding = segment_ids == 0
+    wrong_places = np.argwhere(has_pad_id != is_padding)
     if len(wrong_places):
-        row, place = wrong_places[0].tolist()
-        kind = "a token" if is_pad[row, place] else "padding"
+        row, column = wrong_places[0].tolist()
+        place = "a token" if has_pad_id[row, column] else "padding"
         want = f"pad_id, {pad_id}, at padding and nowhere else"
-        got = f"{id_rows[row, place]} at [{row}, {place}], {kind}"
+        got = f"{id_rows[row, column]} at [{row}, {column}], {place}"
         raise arguments.value_error("ids", want, got)
 
 
 def _checked_ids(ids: ArrayLike, vocab_size: int, pad_id: int | None) -> np.ndarray:
-    """Returns the ids on the host. Each of them is inside the vocabulary, or the `pad_id`."""
+    """Returns the ids on the host, as int32, after a check that they are in range.
+
+    Each id must be inside the vocabulary, or be the `pad_id`.
+    """
     last_id = vocab_size - 1
     array = arguments.as_array("ids", ids)
     if isinstance(array, jax.Array):
@@ -112,15 +117,15 @@ def _checked_ids(ids: ArrayLike, vocab_size: int, pad_id: int | None) -> np.ndar
     if array.size == 0:
         # numpy makes an empty list float64, so the list itself is converted.
         return np.asarray(arguments.as_integers("ids", ids))
-    is_pad = np.zeros(array.shape, bool)
-    what = "the vocabulary"
-    if pad_id is not None and not 0 <= pad_id <= last_id:
-        is_pad = _is_equal(array, pad_id)
-        what = f"the vocabulary, or pad_id, {pad_id}"
-    # An id of the vocabulary takes the place of padding for this check alone.
-    without_padding = np.where(is_pad, np.zeros_like(array), array)
-    checked = arguments.as_integers("ids", without_padding, 0, last_id, what)
-    return np.where(is_pad, np.int32(pad_id or 0), checked)
+    if pad_id is None or 0 <= pad_id <= last_id:
+        checked_ids = arguments.as_integers("ids", array, 0, last_id, "the vocabulary")
+        return np.asarray(checked_ids)
+    # The `pad_id` is outside the vocabulary. For the check alone, id 0 takes its place.
+    is_padding = _is_equal(array, pad_id)
+    without_padding = np.where(is_padding, np.zeros_like(array), array)
+    range_name = f"the vocabulary, or pad_id, {pad_id}"
+    checked_ids = arguments.as_integers("ids", without_padding, 0, last_id, range_name)
+    return np.where(is_padding, np.int32(pad_id), checked_ids)
 
 
 def _is_equal(array: np.ndarray, number: int) -> np.ndarray:

@@ -4,6 +4,8 @@ Shapes are written with these letters:
 
     t  tokens of a chunk
     r  table rows on this device
+
+A vocabulary id is banned if the bias of the table row is -inf. Such an id is never predicted.
 """
 
 import dataclasses
@@ -27,7 +29,7 @@ from transformer_embed._src.tokens.row_logits import (
     columns_of_ids,
     token_sums,
 )
-from transformer_embed._src.tokens.token_data import Settings
+from transformer_embed._src.tokens.token_data import TokenSettings
 
 
 class LossMetrics(NamedTuple):
@@ -201,27 +203,38 @@ def linear_cross_entropy(
 
 @dataclasses.dataclass(frozen=True)
 class CrossEntropy(Loss):
-    """Computes the cross-entropy of the predictions of a token with the label of the token."""
+    """Computes the cross-entropy of each token's prediction with the label."""
 
     with_metrics: bool = False
 
     def returned(self, values: tuple[Array, ...], weights: Array) -> Any:
-        """Returns the losses, and `LossMetrics` if they are asked for."""
-        losses, *metrics = values
+        """Returns the losses, and with `with_metrics` also `LossMetrics`."""
         if not self.with_metrics:
+            (losses,) = values
             return losses
-        accuracy, z_loss, log_z, weight = jax.lax.stop_gradient([*metrics, weights])
-        return losses, LossMetrics(accuracy=accuracy, z_loss=z_loss, log_z=log_z, weight=weight)
+        losses, accuracy, z_loss, log_z = values
+        metrics = LossMetrics(accuracy=accuracy, z_loss=z_loss, log_z=log_z, weight=weights)
+        return losses, jax.lax.stop_gradient(metrics)
 
-    def values_from_logits(self, split, logits, labels, settings) -> tuple[TokenValues, ...]:
-        """Computes the losses, and the other values that are asked for.
+    def values_from_logits(
+        self,
+        split: OutputSplit,
+        logits: tuple[ChunkLogits, ...],
+        labels: Int32[Array, "t 1"],
+        settings: TokenSettings,
+    ) -> tuple[TokenValues, ...]:
+        """Computes the losses, and with `with_metrics` also accuracy, z-loss and log_z.
 
         With logits z, their maximum m, targets p that sum to 1, `total = sum(exp(z - m))` and
-        `log_z = log(total) + m`, the loss is `log(total) - sum(p * (z - m)) + z_loss * log_z**2`.
-        Its gradient with respect to z is `(exp(z - m) - scale * p) / scale`, with
-        `scale = total / (1 + 2 * z_loss * log_z)`.
+        `log_z = log(total) + m`, the loss of a token is
 
-        The target of the label is `1 - smoothing`, plus the share of smoothing that each row has.
+            log(total) - sum(p * (z - m)) + z_loss * log_z**2
+
+        and its gradient with respect to z is
+
+            (exp(z - m) - scale * p) / scale,  with  scale = total / (1 + 2 * z_loss * log_z)
+
+        The target p of each row is `smoothing * row_share`, and `1 - smoothing` more at the label.
         """
         (chunk,) = logits
         smoothing = settings.label_smoothing
@@ -231,47 +244,65 @@ class CrossEntropy(Loss):
         sums = token_sums(split, chunk, columns, row_shares)
         log_total = jnp.log(sums.total)
         log_z = log_total + chunk.factor * chunk.top
-        setting_gradients = Settings()
-        if smoothing is None:
-            label_target = 1.0
-            losses = log_total - sums.label_logit
-        else:
-            label_target = 1.0 - smoothing
-            losses = log_total - label_target * sums.label_logit - smoothing * sums.mean_logit
-            setting_gradients = Settings(label_smoothing=_smoothing_gradient(sums))
+        losses = _losses_without_z_loss(log_total, sums, smoothing)
+        smoothing_gradient = None if smoothing is None else _smoothing_gradient(sums)
         z_losses = jnp.zeros_like(log_z)
+        z_loss_gradient = None
         scale = sums.total
         if settings.z_loss is not None:
             scale = sums.total / _log_z_derivative(settings.z_loss, log_z)
             z_losses = settings.z_loss * log_z**2
             losses += z_losses
-            setting_gradients = setting_gradients._replace(z_loss=log_z**2)
-        gradients = change_column(
-            exponentials,
-            columns,
-            lambda old: old - label_target * scale,
-            is_last=smoothing is None,
+            z_loss_gradient = log_z**2
+        gradients = _scaled_gradients(exponentials, columns, scale, smoothing, row_shares)
+        setting_gradients = TokenSettings(
+            label_smoothing=smoothing_gradient, z_loss=z_loss_gradient
         )
-        if smoothing is not None:
-            gradients -= smoothing * scale * row_shares
-        value = TokenValues(
+        loss_values = TokenValues(
             values=losses,
             scaled_gradients=(gradients,),
             gradient_scale=scale,
             setting_gradients=setting_gradients,
         )
         if not self.with_metrics:
-            return (value,)
-        is_right = _predicted(split, chunk) == labels
+            return (loss_values,)
+        is_right = _most_probable_id(split, chunk) == labels
         accuracy = is_right.astype(log_z.dtype)
-        return value, TokenValues(accuracy), TokenValues(z_losses), TokenValues(log_z)
+        return loss_values, TokenValues(accuracy), TokenValues(z_losses), TokenValues(log_z)
+
+
+def _losses_without_z_loss(
+    log_total: Float[Array, "t 1"], sums: TokenSums, smoothing: Float[Array, "t 1"] | None
+) -> Float[Array, "t 1"]:
+    """Computes `log(total) - sum(p * (z - m))`, in the letters of `values_from_logits`."""
+    if smoothing is None:
+        return log_total - sums.label_logit
+    return log_total - (1.0 - smoothing) * sums.label_logit - smoothing * sums.mean_logit
+
+
+def _scaled_gradients(
+    exponentials: Float[Array, "t r"],
+    columns: Int32[Array, "t 1"],
+    scale: Float[Array, "t 1"],
+    smoothing: Float[Array, "t 1"] | None,
+    row_shares: Float[Array, "1 r"] | None,
+) -> Float[Array, "t r"]:
+    """Computes `exp(z - m) - scale * p`, in the letters of `CrossEntropy.values_from_logits`."""
+    if smoothing is None or row_shares is None:
+        return change_column(exponentials, columns, lambda old: old - scale, is_last=True)
+    label_target = 1.0 - smoothing
+    gradients = change_column(
+        exponentials, columns, lambda old: old - label_target * scale, is_last=False
+    )
+    return gradients - smoothing * scale * row_shares
 
 
 def _smoothing_gradient(sums: TokenSums) -> Float[Array, "t 1"]:
-    """Computes the gradient of a loss with respect to the smoothing of its label.
+    """Computes the gradient of a loss with respect to the label smoothing.
 
-    It is the logit that loses a share of the target, minus the mean logit that gains it. If the
-    label is banned, the gradient counts as 0, because it would be infinite.
+    More smoothing moves the target from the label to all rows alike. So the gradient is the logit
+    of the label minus the mean logit. If the label is banned, the gradient counts as 0, because it
+    would be infinite.
     """
     is_banned = jnp.isneginf(sums.label_logit)
     return jnp.where(is_banned, 0, sums.label_logit - sums.mean_logit)
@@ -282,23 +313,25 @@ def _log_z_derivative(
 ) -> Float[Array, "t 1"]:
     """Computes the derivative of `log_z + z_loss * log_z**2` with respect to log_z.
 
-    It is never 0, because the total is divided by it.
+    A derivative of 0 is replaced by a tiny number, because the caller divides by it.
     """
     derivative = 1 + 2 * z_loss * log_z
     return jnp.where(derivative == 0, jnp.finfo(derivative.dtype).eps, derivative)
 
 
-def _predicted(split: OutputSplit, chunk: ChunkLogits) -> Int32[Array, "t 1"]:
-    """Returns the lowest id whose logit is the largest."""
-    outside = jnp.iinfo(jnp.int32).max
-    ids = jnp.where(chunk.logits == chunk.top, chunk.ids, outside).min(-1, keepdims=True)
-    return jax.lax.pmin(ids, split.vocabulary) if split.vocabulary else ids
+def _most_probable_id(split: OutputSplit, chunk: ChunkLogits) -> Int32[Array, "t 1"]:
+    """Returns the lowest id whose logit is the largest, on all devices."""
+    above_all_ids = jnp.iinfo(jnp.int32).max
+    candidates = jnp.where(chunk.logits == chunk.top, chunk.ids, above_all_ids)
+    ids = candidates.min(-1, keepdims=True)
+    mesh_axes = split.vocabulary_mesh_axes
+    return jax.lax.pmin(ids, mesh_axes) if mesh_axes else ids
 
 
 def _row_shares(split: OutputSplit, chunk: ChunkLogits) -> Float[Array, "1 r"]:
-    """Returns the share of each row in the mean over all rows that may be predicted."""
+    """Returns `1 / V` for the V rows, of all devices, that may be predicted, and 0 for others."""
     is_possible = jnp.broadcast_to(chunk.is_inside, chunk.ids.shape)
     if chunk.is_banned is not None:
         is_possible &= ~chunk.is_banned
-    count = jax.lax.psum(is_possible.sum(), split.vocabulary).astype(chunk.logits.dtype)
+    count = jax.lax.psum(is_possible.sum(), split.vocabulary_mesh_axes).astype(chunk.logits.dtype)
     return jnp.where(is_possible, 1 / jnp.maximum(count, 1), 0)

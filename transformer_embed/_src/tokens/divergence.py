@@ -7,7 +7,7 @@ Shapes are written with these letters:
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from transformer_embed._src.tokens.losses import compute
 from transformer_embed._src.tokens.output_layer import OutputLayer, Pair, as_output_layer
 from transformer_embed._src.tokens.output_split import OutputSplit
 from transformer_embed._src.tokens.row_logits import ChunkLogits
+from transformer_embed._src.tokens.token_data import TokenSettings
 
 KINDS = ("forward", "reverse", "js")
 
@@ -59,7 +60,8 @@ def linear_divergence(
 
     Args:
         x: The student's hidden vectors of the last layer, [..., d], of a floating dtype.
-        output: The student's output layer, as in `linear_cross_entropy`.
+        output: The student's output layer: an `OutputLayer`, as `Embedder.output` returns it, or a
+            table [vocab_size, d] if there is no bias, softcap, scale or `pad_id`.
         teacher_x: The teacher's hidden vectors of the same tokens, [..., any width]. They and the
             teacher's layer have gradients too. If you do not differentiate them, this costs
             nothing.
@@ -69,27 +71,42 @@ def linear_divergence(
         kind: `"forward"`, `"reverse"` or `"js"`.
         beta: The share of the teacher in the mixture of `"js"`, a Python number above 0 and below
             1. If None, 0.5.
-        temperature: The number that divides the logits of both layers, as in `linear_log_probs`.
-            The divergence is not multiplied by the square of the temperature.
-        mask: Which tokens are counted (True), as in `linear_cross_entropy`. There are no labels
-            here, so the mask alone leaves out padding: with `shift`, pass `ids != pad_id`.
-        weights, segment_ids: As in `linear_cross_entropy`.
-        shift: How many tokens ahead each token predicts, as in `linear_cross_entropy`. There are no
-            labels here, so `shift` changes only whose mask and weight are used: the mask and the
-            weight at t belong to the token that predicts the token at t. With `reduction="none"`,
-            the divergence of this prediction is at t too.
-        reduction, chunk_size: As in `linear_cross_entropy`.
+        temperature: The number that divides the logits of both layers, above 0 and at most 1e36. It
+            is a number, or a floating array that broadcasts to the tokens, such as [batch, 1]. An
+            array may be traced and gets a gradient. The divergence is not multiplied by the square
+            of the temperature.
+        mask: Which tokens are counted (True), a bool array that broadcasts to the tokens. There are
+            no labels here, so the mask alone leaves out padding: with `shift`, pass
+            `ids != pad_id`. If None, all tokens are counted.
+        weights: A factor for the divergence of each token, a floating array that broadcasts to the
+            tokens. Set it if some tokens matter more than others. If None, all factors are 1.
+        shift: How many tokens ahead each token predicts, a Python int. Pass 1 (or True) for a
+            language model. There are no labels here, so `shift` changes only whose mask and weight
+            are used: the mask and the weight at t belong to the token that predicts the token at t.
+            With `reduction="none"`, the divergence of this prediction is at t too.
+        segment_ids: The document of each token, integers [length], or with more axes that broadcast
+            to the tokens. Pass the ids of your `TokenPositions` if batch rows are packed and
+            `shift` is set. Then tokens that would predict a token of another document are not
+            counted. Id 0 is padding. If None, each batch row is one document.
+        reduction: How the divergences are joined. `"mean"` divides their sum by the sum of the
+            weights of the counted tokens. `"sum"` returns the sum. `"none"` returns the divergence
+            of each token, times its weight.
+        chunk_size: The largest number of tokens in a chunk. Set a smaller one to save memory. If
+            None, it is chosen as in `linear_cross_entropy`, for the logits of both layers together.
 
     Returns:
-        The divergence, a scalar, or with `reduction="none"` an array [...], as
-        `linear_cross_entropy` returns it. Near equality it is accurate to 1e-9, but differences of
-        `log_softmax` are off by 2e-7.
+        The divergence, a scalar in float32 (in float64 if an x or a table is). With
+        `reduction="none"`, an array [...]. If both predictions are nearly equal, the divergence is
+        accurate to 1e-9, but differences of `log_softmax` would be off by 2e-7.
 
     Raises:
-        TypeError: As for `linear_cross_entropy`.
-        ValueError: As for `linear_cross_entropy`; or the layers differ in `vocab_size` or in
-            `pad_id`; or the rows of their tables are split over different mesh axes; or `beta` is
-            given without `kind="js"`.
+        TypeError: an argument has another dtype or type; or a table holds only some of its rows, as
+            a tied table does inside `te.rows.value_and_grad`.
+        ValueError: the layers differ in `vocab_size` or in `pad_id`; the rows of their tables are
+            split over different mesh axes; `beta` is given without `kind="js"`; another argument is
+            out of its range; shapes do not fit together; `segment_ids` is given without `shift`; x
+            has a symbolic size; or the columns of a table are split over a number of devices that
+            does not divide the number of table rows.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -150,7 +167,7 @@ def _with_equal_row_counts(student: Pair, teacher: Pair) -> tuple[Pair, Pair]:
 
 
 def _with_row_count(pair: Pair, row_count: int) -> Pair:
-    """Adds rows of zeros to a table, up to a number of rows."""
+    """Adds rows of zeros to the end of a table, up to a number of rows."""
     output = pair.output
     added_rows = row_count - output.row_count
     table_padding = [(0, 0), (0, 0)]
@@ -169,53 +186,63 @@ class Divergence(Loss):
     kind: str = "forward"
     beta: float = 0.5
 
-    def values_from_logits(self, split, logits, labels, settings) -> tuple[TokenValues, ...]:
+    def values_from_logits(
+        self,
+        split: OutputSplit,
+        logits: tuple[ChunkLogits, ...],
+        labels: Any,
+        settings: TokenSettings,
+    ) -> tuple[TokenValues, ...]:
         """Computes the divergences, and their gradients for both layers."""
         student_logits, teacher_logits = logits
         probs = _probabilities(split, student_logits, teacher_logits)
         if self.kind == "js":
             return (self._jensen_shannon(split, probs),)
+        log_ratio = probs.log_student_over_teacher
         if self.kind == "forward":
-            result = _kullback_leibler(split, probs.teacher, probs.student, probs.log_ratio)
-            gradients = (result.gradients_of_b, result.gradients_of_a)
+            divergence = _kullback_leibler(split, probs.teacher, probs.student, log_ratio)
+            gradients = (divergence.gradients_of_b, divergence.gradients_of_a)
         else:
-            result = _kullback_leibler(split, probs.student, probs.teacher, -probs.log_ratio)
-            gradients = (result.gradients_of_a, result.gradients_of_b)
-        return (TokenValues(values=result.values, scaled_gradients=gradients),)
+            divergence = _kullback_leibler(split, probs.student, probs.teacher, -log_ratio)
+            gradients = (divergence.gradients_of_a, divergence.gradients_of_b)
+        return (TokenValues(values=divergence.values, scaled_gradients=gradients),)
 
     def _jensen_shannon(self, split: OutputSplit, probs: "Probabilities") -> TokenValues:
         """Computes the divergences of both layers from their mixture, and adds them."""
         beta = self.beta
-        mixture = _mixture(probs.student, probs.teacher, probs.log_ratio, beta)
-        teacher = _kullback_leibler(split, probs.teacher, mixture.probs, mixture.log_over_teacher)
-        student = _kullback_leibler(split, probs.student, mixture.probs, mixture.log_over_student)
+        mixture = _mixture(probs, beta)
+        teacher = _kullback_leibler(
+            split, probs.teacher, mixture.probs, mixture.log_mixture_over_teacher
+        )
+        student = _kullback_leibler(
+            split, probs.student, mixture.probs, mixture.log_mixture_over_student
+        )
         values = beta * teacher.values + (1 - beta) * student.values
-        # The derivatives of the two divergences with respect to the mixture sum to 0, so only the
-        # gradients of a are used.
+        # The derivatives of the two divergences with respect to the mixture, which are the
+        # gradients of b, sum to 0. So only the gradients of a are used.
         student_gradients = (1 - beta) * student.gradients_of_a
         teacher_gradients = beta * teacher.gradients_of_a
         return TokenValues(values=values, scaled_gradients=(student_gradients, teacher_gradients))
 
 
 class Probabilities(NamedTuple):
-    """Holds the probabilities [t, r] of both layers.
+    """Holds the probabilities [t, r] of the ids, as both layers predict them.
 
     Args:
-        student, teacher: The probabilities of the ids.
-        log_ratio: The logarithm of student / teacher, 0 where both are 0.
+        student, teacher: The probabilities.
+        log_student_over_teacher: `log(student / teacher)`, 0 where both are 0.
     """
 
     student: Array
     teacher: Array
-    log_ratio: Array
+    log_student_over_teacher: Array
 
 
 def _probabilities(split: OutputSplit, student: ChunkLogits, teacher: ChunkLogits) -> Probabilities:
     """Computes the probabilities of both layers, and the logarithm of their ratio.
 
     A probability is `exp(shifted) / total`, for the shifted logits of `ChunkLogits` and the total
-    of these exponentials over the vocabulary. So the logarithm of the ratio is the difference of
-    the shifted logits minus the logarithm of `student_total / teacher_total`.
+    of these exponentials over the vocabulary.
     """
     student_exps = jnp.exp(student.shifted)
     teacher_exps = jnp.exp(teacher.shifted)
@@ -224,30 +251,46 @@ def _probabilities(split: OutputSplit, student: ChunkLogits, teacher: ChunkLogit
     )
     log_ratio_of_totals = _log_ratio_of_totals(student_total, teacher_total, difference)
 
-    def divided():
+    def from_exponentials():
         return student_exps / student_total, teacher_exps / teacher_total
 
     def from_logits():
         # A GPU would write the exponentials and read them again, which takes longer than to compute
         # them again.
-        return tuple(
-            jnp.exp(chunk.shifted - jnp.log(total))
-            for chunk, total in ((student, student_total), (teacher, teacher_total))
-        )
+        student_probs = jnp.exp(student.shifted - jnp.log(student_total))
+        teacher_probs = jnp.exp(teacher.shifted - jnp.log(teacher_total))
+        return student_probs, teacher_probs
 
-    student_probs, teacher_probs = jax.lax.platform_dependent(cpu=divided, default=from_logits)
+    student_probs, teacher_probs = jax.lax.platform_dependent(
+        cpu=from_exponentials, default=from_logits
+    )
+    log_ratio = _log_ratio(student, teacher, student_probs, teacher_probs, log_ratio_of_totals)
+    return Probabilities(
+        student=student_probs, teacher=teacher_probs, log_student_over_teacher=log_ratio
+    )
+
+
+def _log_ratio(
+    student: ChunkLogits,
+    teacher: ChunkLogits,
+    student_probs: Float[Array, "t r"],
+    teacher_probs: Float[Array, "t r"],
+    log_ratio_of_totals: Float[Array, "t 1"],
+) -> Float[Array, "t r"]:
+    """Computes `log(student_probs / teacher_probs)`, and 0 where both are 0.
+
+    It is the difference of the shifted logits, minus `log(student_total / teacher_total)`.
+    """
     are_both_zero = (student_probs == 0) & (teacher_probs == 0)
-    # The zeros that replace something below are read from an array that is 0 there, and are not
-    # written as 0: jax would make an array [t, r] of a constant, and take it out of the loop over
-    # chunks.
+    # Where both are 0, `zeros` is 0 too. A constant 0 is not written instead, because jax would
+    # make an array [t, r] of it, and would keep that array outside of the loop over chunks.
     zeros = student_probs
-    # Two banned ids have shifted logits of -inf, whose difference would be NaN. The second
-    # `where` below replaces it, but jax_debug_nans with jax_disable_jit would stop at the NaN, so
-    # the first `where` replaces the operand.
+    # If both layers ban an id, both shifted logits are -inf, and the difference would be NaN. The
+    # second `where` replaces the NaN, but jax_debug_nans with jax_disable_jit would stop before
+    # that. So the first `where` replaces the operand too.
     teacher_shifted = jnp.where(are_both_zero, zeros, teacher.shifted)
-    difference_of_logits = student.shifted - teacher_shifted
-    log_ratio = jnp.where(are_both_zero, zeros, difference_of_logits - log_ratio_of_totals)
-    return Probabilities(student=student_probs, teacher=teacher_probs, log_ratio=log_ratio)
+    log_ratio = student.shifted - teacher_shifted - log_ratio_of_totals
+    return jnp.where(are_both_zero, zeros, log_ratio)
 
 
 def _log_ratio_of_totals(
@@ -257,55 +300,61 @@ def _log_ratio_of_totals(
 ) -> Float[Array, "t 1"]:
     """Computes `log(student_total / teacher_total)`, accurately if the totals are nearly equal.
 
-    `difference` is the sum of the differences of the exponentials. It is more accurate than the
-    difference of the totals, whose first digits cancel.
+    `difference` is `student_total - teacher_total`, as the sum of the differences of the
+    exponentials. This sum is more accurate than a difference of the totals, whose first digits
+    would cancel.
     """
     is_near = jnp.abs(difference) < teacher_total / 2
     # Where the totals are not near, log1p gets a 0, because its argument could be -1 or below.
-    log_ratio_if_near = jnp.log1p(jnp.where(is_near, difference / teacher_total, 0))
-    return jnp.where(is_near, log_ratio_if_near, jnp.log(student_total) - jnp.log(teacher_total))
+    relative_difference = jnp.where(is_near, difference / teacher_total, 0)
+    log_ratio_if_near = jnp.log1p(relative_difference)
+    log_ratio_if_far = jnp.log(student_total) - jnp.log(teacher_total)
+    return jnp.where(is_near, log_ratio_if_near, log_ratio_if_far)
 
 
 class Mixture(NamedTuple):
-    """Holds the mixture of two predictions.
+    """Holds the mixture of the student's and the teacher's predictions.
 
     Args:
         probs: The probabilities of the mixture, [t, r].
-        log_over_student, log_over_teacher: The logarithms of the ratio of the mixture to each.
+        log_mixture_over_student: `log(probs / student)`, [t, r].
+        log_mixture_over_teacher: `log(probs / teacher)`, [t, r].
     """
 
     probs: Array
-    log_over_student: Array
-    log_over_teacher: Array
+    log_mixture_over_student: Array
+    log_mixture_over_teacher: Array
 
 
-def _mixture(
-    student: Float[Array, "t r"],
-    teacher: Float[Array, "t r"],
-    log_ratio: Float[Array, "t r"],
-    beta: float,
-) -> Mixture:
+def _mixture(both: Probabilities, beta: float) -> Mixture:
     """Computes the mixture `beta * teacher + (1 - beta) * student`.
 
-    It is computed as a change of the larger probability, so no digits are lost where both
+    It is computed as the larger probability plus a change, so no digits are lost where both
     probabilities are nearly equal.
     """
+    student = both.student
+    teacher = both.teacher
+    log_ratio = both.log_student_over_teacher
     is_student_larger = log_ratio > 0
     larger = jnp.where(is_student_larger, student, teacher)
     change = jnp.where(
         is_student_larger, beta * (teacher - student), (1 - beta) * (student - teacher)
     )
-    # The derivative of the quotient divides by the square of the divisor, which would underflow to
-    # 0 for a smaller probability. With a divisor of 1, the ratio of such an id is wrong by a factor
-    # of 1 / min(beta, 1 - beta) at most, and its terms of the sum are below 1e-18.
-    is_negligible = larger < jnp.finfo(larger.dtype).tiny ** 0.5
-    log_over_larger = jnp.log1p(change / jnp.where(is_negligible, 1, larger))
-    log_over_student = jnp.where(is_student_larger, log_over_larger, log_over_larger - log_ratio)
-    log_over_teacher = jnp.where(is_student_larger, log_over_larger + log_ratio, log_over_larger)
+    # If both probabilities are tiny, the change is divided by 1, because the derivative of the
+    # quotient divides by the square of the divisor, and the square of a tiny number would be 0. The
+    # ratio of such an id is then wrong by a factor of 1 / min(beta, 1 - beta) at most. This does
+    # not matter, because the terms of this id in the sum are below 1e-18.
+    is_tiny = larger < jnp.finfo(larger.dtype).tiny ** 0.5
+    divisor = jnp.where(is_tiny, 1, larger)
+    log_mixture_over_larger = jnp.log1p(change / divisor)
     return Mixture(
         probs=larger + change,
-        log_over_student=log_over_student,
-        log_over_teacher=log_over_teacher,
+        log_mixture_over_student=jnp.where(
+            is_student_larger, log_mixture_over_larger, log_mixture_over_larger - log_ratio
+        ),
+        log_mixture_over_teacher=jnp.where(
+            is_student_larger, log_mixture_over_larger + log_ratio, log_mixture_over_larger
+        ),
     )
 
 
@@ -327,29 +376,30 @@ def _kullback_leibler(
     split: OutputSplit,
     a: Float[Array, "t r"],
     b: Float[Array, "t r"],
-    log_ratio: Float[Array, "t r"],
+    log_b_over_a: Float[Array, "t r"],
 ) -> KullbackLeibler:
     """Sums `a * log(a / b)` over the vocabulary, for probabilities a and b.
 
-    With `w = log_ratio = log(b / a)`, it sums `a * (exp(w) - 1 - w)`, which is
-    `a * log(a / b) + (b - a)`. The parts `b - a` sum to 0, so they change no sum, and they make
-    each term at least 0: where a and b are nearly equal, no digits cancel.
+    With `w = log(b / a)`, it sums `a * (exp(w) - 1 - w)`, which is `a * log(a / b) + (b - a)`. The
+    additional parts `b - a` sum to 0. They make each term at least 0, so that no digits cancel in
+    the sum where a and b are nearly equal.
     """
-    # A large w could overflow in exp(w), so there `a * exp(w)` is b itself. Each branch gets a
-    # harmless number, a, where the other branch is chosen.
-    is_small = log_ratio < 1
-    small_ratio = jnp.where(is_small, log_ratio, a)
-    large_ratio = jnp.where(is_small | (a == 0), a, log_ratio)
-    terms = jnp.where(
-        is_small, a * (jnp.expm1(small_ratio) - small_ratio), b - a * (1 + large_ratio)
-    )
+    # If w is large, exp(w) could overflow, so b takes the place of `a * exp(w)`. `jnp.where`
+    # computes both formulas for each id, and the formula that is not chosen gets the harmless
+    # number a in place of w.
+    is_small = log_b_over_a < 1
+    small_w = jnp.where(is_small, log_b_over_a, a)
+    large_w = jnp.where(is_small | (a == 0), a, log_b_over_a)
+    terms = jnp.where(is_small, a * (jnp.expm1(small_w) - small_w), b - a * (1 + large_w))
     # Where a is 0, the term is b, also if w is infinite.
     values = split.sum_over_vocabulary(jnp.where(a == 0, b, terms))
-    # The gradient of a is `a * (log(a / b) - values)`. It is set to 0 where a is 0, whatever w is,
-    # and where the sum is infinite. (`b - b` is a 0 that is no constant, as in `_probabilities`.)
+    # The gradient of a is `a * (log(a / b) - values)`. It is 0 where a is 0, whatever w is, and is
+    # set to 0 where the sum is infinite.
     is_infinite = jnp.isposinf(values)
-    log_a_over_b = jnp.where(a == 0, a, -log_ratio)
+    log_a_over_b = jnp.where(a == 0, a, -log_b_over_a)
     finite_values = jnp.where(is_infinite, 0, values)
     gradients_of_a = a * (log_a_over_b - finite_values)
-    gradients_of_a = jnp.where(is_infinite, b - b, gradients_of_a)
+    # This is 0, but no constant, for the reason in `_log_ratio`.
+    zeros = b - b
+    gradients_of_a = jnp.where(is_infinite, zeros, gradients_of_a)
     return KullbackLeibler(values=values, gradients_of_a=gradients_of_a, gradients_of_b=b - a)

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,54 +83,70 @@ def _drop_elements(
     It is compiled for eager callers too, so that jax counts the key as used. `jax_debug_key_reuse`
     checks that.
     """
-    # The order of these steps is the order in hk.dropout. If the product came after the quotient,
-    # the result would be rounded otherwise, and if the mask were broadcast after its conversion,
-    # zeros could have another sign.
+    # The steps are in the order of hk.dropout, so that the results are equal bit for bit. If the
+    # product came after the quotient, it would be rounded in another way. If the mask were
+    # converted before it is broadcast, zeros could have another sign.
     mask = jnp.broadcast_to(_keep_mask(key, keep_rate, mask_shape), x.shape)
     return mask.astype(x.dtype) * x / keep_rate
 
 
-def _keep_mask(key, keep_rate, shape) -> Bool[Array, "..."]:
-    """Computes `jax.random.bernoulli(key, keep_rate, shape)`."""
+def _keep_mask(key: Array, keep_rate: float, shape: tuple[int, ...]) -> Bool[Array, "..."]:
+    """Computes `jax.random.bernoulli(key, keep_rate, shape)`, which is True for kept elements.
+
+    If jax would use the default generator, a CPU computes the same random bits in registers, each
+    element for itself.
+    """
     from_jax = functools.partial(jax.random.bernoulli, p=keep_rate, shape=shape)
-    draws_32_bits = jnp.result_type(float) == jnp.float32
-    partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
-    counts_elements = partitionable and str(jax.random.key_impl(key)) == "threefry2x32"
-    # jax counts elements in 64 bits. Only the lower 32 bits are computed here.
-    is_small = all(isinstance(size, int) for size in shape) and math.prod(shape) < 2**32
-    if not (is_small and draws_32_bits and counts_elements):
+    config: Any = jax.config
+    is_threefry = str(jax.random.key_impl(key)) == "threefry2x32"
+    # If this holds, jax makes the bits of an element from the key and the element's index alone.
+    counts_elements = config.jax_threefry_partitionable and is_threefry
+    # The uniform numbers that jax compares with the rate have 32 bits, unless x64 is on.
+    uses_32_bits = jnp.result_type(float) == jnp.float32
+    # jax counts elements in 64 bits, but here the upper 32 bits of the index are taken as 0.
+    has_known_size = all(isinstance(size, int) for size in shape)
+    is_small = has_known_size and math.prod(shape) < 2**32
+    if not (is_small and uses_32_bits and counts_elements):
         return from_jax(key)
 
     def in_registers(key):
-        words = jax.random.key_data(key)
+        key_words = jax.random.key_data(key)
         # The index of each element in the flattened array.
         counters = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
-        first_word, second_word = _threefry(words[0], words[1], counters)
-        # An element is kept where a uniform number is below keep_rate. The number has 23 random
-        # bits, n / 2**23, so the integer n is compared with keep_rate * 2**23. jax compares with
-        # keep_rate in float32, so keep_rate is rounded to float32 first.
+        first_word, second_word = _threefry(key_words[0], key_words[1], counters)
+        random_bits = first_word ^ second_word
+        # jax keeps an element if a uniform number n / 2**23, made of the upper 23 bits, is below
+        # keep_rate in float32. So the integer n is compared with keep_rate * 2**23, and keep_rate
+        # is rounded to float32 first.
         threshold = math.ceil(float(np.float32(keep_rate)) * 2**23)
-        return (first_word ^ second_word) >> 9 < np.uint32(threshold)
+        return random_bits >> 9 < np.uint32(threshold)
 
     return jax.lax.platform_dependent(key, cpu=in_registers, default=from_jax)
 
 
+# The bits by which the rounds of threefry-2x32 rotate a word, for even and for odd groups of
+# rounds, and the constant of the third word of a key. Both are in the paper.
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_KEY_CONSTANT = np.uint32(0x1BD11BDA)
 
 
 def _threefry(
     key_0: Array, key_1: Array, counters: UInt32[Array, "..."]
 ) -> tuple[UInt32[Array, "..."], UInt32[Array, "..."]]:
-    """Computes the two random words of each counter, whose upper word is 0."""
-    keys = (key_0, key_1, key_0 ^ key_1 ^ np.uint32(0x1BD11BDA))
-    x_0 = key_0
-    x_1 = counters + key_1
-    # There are five groups of four rounds. Each group ends with the next two of the three words of
-    # the key.
+    """Computes the two random words of each counter by threefry-2x32.
+
+    A counter has two words. The upper word is 0, and `counters` are the lower words.
+    """
+    keys = (key_0, key_1, key_0 ^ key_1 ^ _KEY_CONSTANT)
+    word_0 = key_0
+    word_1 = counters + key_1
+    # There are five groups of four rounds. After each group, the next two of the three words of the
+    # key are added, and the number of the group.
     for group in range(5):
         for rotation in _ROTATIONS[group % 2]:
-            x_0 = x_0 + x_1
-            x_1 = (x_1 << rotation | x_1 >> 32 - rotation) ^ x_0
-        x_0 = x_0 + keys[(group + 1) % 3]
-        x_1 = x_1 + keys[(group + 2) % 3] + np.uint32(group + 1)
-    return x_0, x_1
+            word_0 = word_0 + word_1
+            rotated = word_1 << rotation | word_1 >> 32 - rotation
+            word_1 = rotated ^ word_0
+        word_0 = word_0 + keys[(group + 1) % 3]
+        word_1 = word_1 + keys[(group + 2) % 3] + np.uint32(group + 1)
+    return word_0, word_1

@@ -7,7 +7,7 @@ Shapes are written with these letters:
     v  table rows on this device
     d  channels of x
 
-A vocabulary id is banned if its logit is -inf, because the bias says so: it is never predicted.
+A vocabulary id is banned if the bias of the table row is -inf. Such an id has a probability of 0.
 """
 
 import dataclasses
@@ -31,9 +31,9 @@ from transformer_embed._src.tokens.row_logits import (
     columns_of_ids,
     token_sums,
 )
-from transformer_embed._src.tokens.token_data import TokenData
+from transformer_embed._src.tokens.token_data import TokenData, TokenSettings
 
-# The exponential of a shifted logit below this number is 0, in float64 too.
+# The exponential of this number is 0, in float64 too.
 SHIFTED_FLOOR = -1e4
 
 
@@ -59,19 +59,30 @@ def linear_log_probs(
 
     Args:
         x: The hidden vectors of the last layer, [..., d], of a floating dtype.
-        output: The output layer, as in `linear_cross_entropy`.
+        output: The output layer: an `OutputLayer`, as `Embedder.output` returns it, or a table
+            [vocab_size, d] if there is no bias, softcap, scale or `pad_id`. Labels equal to the
+            layer's `pad_id` are not counted.
         labels: The ids whose log-probabilities you want, [...], of any integer dtype. With `shift`,
             pass the ids of the text. To compare k candidates at each token, pass [..., k], such as
             the choices of a question or a teacher's `linear_top_k`. All candidates of a token share
             one pass over the vocabulary.
-        shift, segment_ids, chunk_size: As in `linear_cross_entropy`.
+        shift: How many tokens ahead the label of each token stands, a Python int. Pass 1 (or True)
+            for a language model, so that token t predicts `labels[..., t + 1]`. Pass 0 if you
+            shifted the labels yourself.
+        segment_ids: The document of each token, integers [length], or with more axes that broadcast
+            to the tokens. Pass the ids of your `TokenPositions` if batch rows are packed and
+            `shift` is set. Then no token predicts a label of another document. Id 0 is padding. If
+            None, each batch row is one document.
+        chunk_size: The largest number of tokens in a chunk. Set a smaller one to save memory. If
+            None, it is chosen as in `linear_cross_entropy`.
         temperature: The number that divides the logits, above 0 and at most 1e36. Pass the
             temperature at which the text was sampled. It is a number, or a floating array that
             broadcasts to the tokens, such as [batch, 1]. An array may be traced and gets a
             gradient. With `shift`, the temperature at t belongs to `labels[..., t]`, like a mask.
-        mask: Which labels are counted (True), as in `linear_cross_entropy`. Set it to leave out the
-            prompt. For candidates it broadcasts to [..., k], so pass `mask[..., None]` if you have
-            one bool per token.
+        mask: Which labels are counted (True), a bool array that broadcasts to the labels' shape.
+            Set it to leave out the prompt. For one bool per batch row, pass `mask[:, None]`. For
+            one bool per token and k candidates, pass `mask[..., None]`. If None, all labels are
+            counted.
         with_entropy: Whether to return the entropy of each prediction too.
 
     Returns:
@@ -81,8 +92,12 @@ def linear_log_probs(
         prediction of `labels[..., t]`.
 
     Raises:
-        TypeError: As for `linear_cross_entropy`, or `with_entropy` is not a Python bool.
-        ValueError: As for `linear_cross_entropy`, or a number `temperature` is not above 0.
+        TypeError: an argument has another dtype or type; or the table holds only some of its rows,
+            as a tied table does inside `te.rows.value_and_grad`.
+        ValueError: a number `temperature` is not above 0, or another argument is out of its range;
+            shapes do not fit together; `segment_ids` is given without `shift`; the labels have a
+            symbolic size; or the columns of the table are split over a number of devices that does
+            not divide the number of table rows.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -139,29 +154,37 @@ def linear_log_probs(
 
 @dataclasses.dataclass(frozen=True)
 class LogProbs(Loss):
-    """Negative log-probability of each of a token's labels."""
+    """Computes the negative log-probability of each label, which is the loss of the label."""
 
     with_entropy: bool = False
 
     def returned(self, values: tuple[Array, ...], weights: Array) -> Any:
         """Returns the log-probabilities, and with `with_entropy` also the entropies."""
-        losses, *entropies = values
+        losses = values[0]
         # A difference is taken, because the negative of 0 would be -0.
         log_probs = 0 - losses
         if self.of_candidates:
             log_probs = jnp.where(weights == 0, -jnp.inf, log_probs)
-            # All candidates of a token share one entropy.
-            entropies = [entropy[..., 0] for entropy in entropies]
-        return (log_probs, *entropies) if entropies else log_probs
+        if not self.with_entropy:
+            return log_probs
+        entropies = values[1]
+        # All candidates of a token share one entropy.
+        return log_probs, entropies[..., 0] if self.of_candidates else entropies
 
-    def values_from_logits(self, split, logits, labels, settings) -> tuple[TokenValues, ...]:
+    def values_from_logits(
+        self,
+        split: OutputSplit,
+        logits: tuple[ChunkLogits, ...],
+        labels: Int32[Array, "t k"],
+        settings: TokenSettings,
+    ) -> tuple[TokenValues, ...]:
         """Computes the losses, and with `with_entropy` also the entropies.
 
-        With logits z, the maximum m of z, `total = sum(exp(z - m))` and
-        `mean = sum(exp(z - m) * (z - m)) / total`, the loss of a label is
-        `log(total) - (z - m)[label]`, and its gradient with respect to z is `exp(z - m) / total`,
-        minus 1 in the column of the label. The entropy is `log(total) - mean`, and its gradient is
-        `exp(z - m) * (mean - (z - m)) / total`.
+        With logits z, the maximum m of z, and `total = sum(exp(z - m))`, the loss of a label is
+
+            log(total) - (z - m)[label]
+
+        and its gradient with respect to z is `exp(z - m) / total`, minus 1 in the label's column.
         """
         (chunk,) = logits
         exponentials = jnp.exp(chunk.shifted)
@@ -169,12 +192,14 @@ class LogProbs(Loss):
         sums = token_sums(split, chunk, columns, row_shares=None)
         total = sums.total
         if self.of_candidates:
-            # The candidates of a token share this array, so the columns are subtracted apart.
+            # The candidates of a token share these gradients, so the 1 in the column of each
+            # candidate is left to `subtracted_columns`.
             gradients = exponentials
             subtracted_columns = columns
         else:
-            # A single label's column is subtracted here. If it were subtracted apart, a GPU would
-            # write an array that is 0 except for one column, and add that array in another pass.
+            # The 1 in the column of the single label is subtracted here, times the total. If it
+            # were left to `subtracted_columns`, a GPU would write an array that is 0 except for
+            # one column, and add that array in another pass.
             gradients = change_column(exponentials, columns, lambda old: old - total, is_last=False)
             subtracted_columns = None
         losses = TokenValues(
@@ -190,12 +215,16 @@ class LogProbs(Loss):
     def _entropy(
         self, split: OutputSplit, chunk: ChunkLogits, exponentials: Array, total: Array
     ) -> TokenValues:
-        """Computes the entropy of each token."""
-        # The floor makes the product of a banned id 0, and not 0 times infinity.
+        """Computes the entropy of each token's prediction, `log(total) - mean`.
+
+        `mean` is the mean of the shifted logits, weighted by the probabilities. The gradient with
+        respect to the logits is `exponentials * (mean - shifted) / total`.
+        """
+        # At a banned id, the floor makes the product 0. Otherwise 0 times infinity would be NaN.
         products = exponentials * jnp.maximum(chunk.shifted, SHIFTED_FLOOR)
         mean = split.sum_over_vocabulary(products) / total
-        # This is not computed as `exponentials * (mean - shifted)`: the second factor is huge at
-        # padding, and would overflow in a second derivative.
+        # The difference is multiplied out, because `mean - shifted` is huge at padding, and would
+        # overflow in a second derivative.
         gradients = exponentials * mean - products
         return TokenValues(
             values=jnp.log(total) - mean, scaled_gradients=(gradients,), gradient_scale=total
@@ -217,11 +246,13 @@ def linear_top_k(
     k ids of each token.
 
     Args:
-        x: Hidden states [..., d], a floating dtype.
-        output: The output layer, as in `linear_cross_entropy`. Its `pad_id`, and rows that only
-            fill a shard, are never returned.
+        x: The hidden vectors of the last layer, [..., d], of a floating dtype.
+        output: The output layer: an `OutputLayer`, as `Embedder.output` returns it, or a table
+            [vocab_size, d] if there is no bias, softcap, scale or `pad_id`. The layer's `pad_id`,
+            and rows that only fill a shard, are never returned.
         k: How many ids to return, a Python int from 1 to the number of ids that may be predicted.
-        chunk_size: As in `linear_cross_entropy`.
+        chunk_size: The largest number of tokens in a chunk. Set a smaller one to save memory. If
+            None, it is chosen as in `linear_cross_entropy`.
 
     Returns:
         A pair of arrays: log-probabilities [..., k], highest first, in float32 (float64 if x or the
@@ -231,8 +262,10 @@ def linear_top_k(
         The result has no gradient. If you need one, pass the ids to `linear_log_probs`.
 
     Raises:
-        TypeError: As for `linear_logits`, or k is not a Python int.
-        ValueError: As for `linear_logits`, or k is out of its range, or x has a symbolic size.
+        TypeError: x does not have a floating dtype of 16 bits or more; or k is not a Python int.
+        ValueError: k is out of its range; x has a symbolic size; the width of the table differs
+            from the width of x; or the columns of the table are split over a number of devices that
+            does not divide the number of rows.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -257,7 +290,7 @@ def linear_top_k(
 
 @dataclasses.dataclass(frozen=True)
 class TopK(Loss):
-    """Log-probabilities and ids of the k most probable ids of a token."""
+    """Finds the k most probable ids of each token, with their log-probabilities."""
 
     has_gradients: ClassVar[bool] = False
 
@@ -268,38 +301,43 @@ class TopK(Loss):
     ) -> tuple[Float[Array, "t k"], Int32[Array, "t k"]]:
         """Computes the log-probabilities and ids of a chunk.
 
-        The k highest shifted logits are found on each device, then among those of all devices.
-        A log-probability is the shifted logit minus the logarithm of the total.
+        Each device finds the ids with the highest shifted logits among its rows. Then the devices
+        exchange these ids and logits, and find the best of all. A log-probability is the shifted
+        logit minus the logarithm of the total.
         """
         (layer,) = layers
-        vocabulary_axes = layer.split.vocabulary
+        mesh_axes = layer.split.vocabulary_mesh_axes
         chunk = chunk_logits(layer, temperature=None)
-        total = jax.lax.psum(chunk.total, vocabulary_axes)
-        # A banned id may be returned, if k is large, but padding never. So banned ids rank above
-        # padding: their shifted logits of -inf become the lowest finite number until the ids are
-        # chosen.
+        total = jax.lax.psum(chunk.total, mesh_axes)
+        # If k is large, banned ids may be returned, but padding must not. So banned ids have to
+        # rank above padding. Until the ids are chosen, the shifted logit of a banned id is the
+        # lowest finite number, and the shifted logit of padding is -inf.
         lowest = jnp.finfo(total.dtype).min
         ranked = jnp.where(chunk.is_inside, jnp.maximum(chunk.shifted, lowest), -jnp.inf)
-        count_here = min(self.k, ranked.shape[1])
-        shifted, columns = jax.lax.top_k(ranked, count_here)
+        count_of_device = min(self.k, ranked.shape[1])
+        shifted, columns = jax.lax.top_k(ranked, count_of_device)
         ids = columns.astype(jnp.int32) + chunk.first_id
-        if vocabulary_axes:
-            shifted, ids = _best_of_all_devices(self.k, vocabulary_axes, shifted, ids)
+        if mesh_axes:
+            shifted, ids = _best_of_all_devices(self.k, mesh_axes, shifted, ids)
         is_banned = shifted == lowest
         log_probs = jnp.where(is_banned, -jnp.inf, shifted) - jnp.log(total)
         return log_probs, ids
 
 
 def _best_of_all_devices(
-    k: int, vocabulary_axes: Axes, values: Float[Array, "t n"], ids: Int32[Array, "t n"]
+    k: int, mesh_axes: Axes, values: Float[Array, "t n"], ids: Int32[Array, "t n"]
 ) -> tuple[Float[Array, "t k"], Int32[Array, "t k"]]:
-    """Finds the k highest values of each token among the values of all devices."""
-    # The first axis is tokens, which stay apart.
-    axes = [(), vocabulary_axes]
-    # The values are gathered in the order of the shards, so of the ids: `top_k` finds the first of
-    # equal values, and so the lowest id.
-    values, best = jax.lax.top_k(all_gather(values, axes), k)
-    ids = jnp.take_along_axis(all_gather(ids, axes), best, axis=1)
+    """Finds the k highest values of each token among the n values of each device.
+
+    Of equal values, the value with the lowest id comes first. `top_k` finds the first of equal
+    values, and the gathered values are in the order of the devices' shards, so of the ids.
+    """
+    # The n values of a token are gathered, and the tokens are not.
+    gathered_axes = [(), mesh_axes]
+    all_values = all_gather(values, gathered_axes)
+    all_ids = all_gather(ids, gathered_axes)
+    best_values, best_columns = jax.lax.top_k(all_values, k)
+    best_ids = jnp.take_along_axis(all_ids, best_columns, axis=1)
     # The arrays are equal on all devices, but the types do not say so. A maximum over the devices
     # changes the types and no value.
-    return jax.lax.pmax((values, ids), vocabulary_axes)
+    return jax.lax.pmax((best_values, best_ids), mesh_axes)

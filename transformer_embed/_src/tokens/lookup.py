@@ -29,12 +29,12 @@ OUT_OF_RANGE = ("nan", "clip", "zero")
 LOOKUP_STYLES = ("gather", "one_hot")
 
 
-class Reading(NamedTuple):
-    """How rows are read, which is static.
+class LookupOptions(NamedTuple):
+    """Holds the options of a lookup, which are static.
 
     Args:
         pad_id, out_of_range, lookup_style: As in `lookup`.
-        order: Which row holds which id. If None, row i holds id i.
+        order: Which table row holds which id. If None, row i holds id i.
     """
 
     pad_id: int | None
@@ -43,7 +43,7 @@ class Reading(NamedTuple):
     order: RowOrder | None = None
 
     def vocab_size(self, table: Any) -> Any:
-        """Returns the number of ids that have a row."""
+        """Returns the number of ids that have a table row; the table may have more rows."""
         return table.shape[0] if self.order is None else self.order.vocab_size
 
 
@@ -103,8 +103,8 @@ def lookup(
     arguments.choice("lookup_style", lookup_style, LOOKUP_STYLES)
     pad_id = None if pad_id is None else arguments.int32("pad_id", pad_id)
     ids = arguments.as_int32("ids", ids)
-    reading = Reading(pad_id=pad_id, out_of_range=out_of_range, lookup_style=lookup_style)
-    return read_table(as_table("table", table), ids, reading)
+    options = LookupOptions(pad_id=pad_id, out_of_range=out_of_range, lookup_style=lookup_style)
+    return read_table(as_table("table", table), ids, options)
 
 
 def as_table(name: str, table: ArrayLike | StandIn) -> Any:
@@ -115,104 +115,122 @@ def as_table(name: str, table: ArrayLike | StandIn) -> Any:
     if isinstance(table, StandIn):
         return table
     array = arguments.as_floats(name, table)
-    is_right = array.ndim == 2 and array.shape[0] != 0
-    arguments.check_shape(name, array.shape, is_right, "[vocab_size, d] with at least one row")
+    is_table = array.ndim == 2 and array.shape[0] != 0
+    arguments.check_shape(name, array.shape, is_table, "[vocab_size, d] with at least one row")
     return array
 
 
 @compiled(2)
-def read_table(table: Any, ids: Ids, reading: Reading) -> Vectors:
+def read_table(table: Any, ids: Ids, options: LookupOptions) -> Vectors:
     """Computes `lookup` of checked arguments. It is compiled for eager callers too."""
-    sharding = jax.typeof(ids).sharding
-    # The last leaf of a `StandIn` has the table's columns.
-    columns = typed_axes(jax.tree.leaves(table)[-1])[1]
+    mesh = jax.typeof(ids).sharding.mesh
+    # The last leaf of a `StandIn` has the columns of the table too.
+    _, column_axes = typed_axes(jax.tree.leaves(table)[-1])
     if not isinstance(table, StandIn):
-        check_on_mesh("ids", ids, typed_axes(table)[0])
+        row_axes, _ = typed_axes(table)
+        check_on_mesh("ids", ids, row_axes)
     id_axes = typed_axes(ids)
-    batch_axes = set(sum(id_axes, ()))
-    if batch_axes.isdisjoint(columns):
-        return _read_local_columns(table, ids, reading)
-    # No mesh axis may split two dimensions of the result. So along the axes of the columns, each
-    # device gets the ids of all devices, and reads its own columns of their rows.
-    gathered_axes = [tuple(axis for axis in axes if axis not in columns) for axes in id_axes]
-    ids = reshard(ids, NamedSharding(sharding.mesh, PartitionSpec(*gathered_axes)))
-    rows = _read_local_columns(table, ids, reading)
-    column_axes = tuple(axis for axis in columns if axis not in batch_axes)
-    return reshard(rows, NamedSharding(sharding.mesh, PartitionSpec(*id_axes, column_axes)))
+    all_id_axes = set(sum(id_axes, ()))
+    if all_id_axes.isdisjoint(column_axes):
+        return _read_local_columns(table, ids, options)
+    # Some mesh axes split both the ids and the columns, but an axis may split only one dimension of
+    # the result. While rows are read, these axes split only the columns. So each device gets the
+    # ids of all devices along these axes, and reads some columns of the rows of all these ids.
+    # Afterwards the axes split the ids again, and the columns become whole along these axes.
+    gathered_id_axes = [tuple(axis for axis in axes if axis not in column_axes) for axes in id_axes]
+    ids = reshard(ids, NamedSharding(mesh, PartitionSpec(*gathered_id_axes)))
+    rows = _read_local_columns(table, ids, options)
+    result_column_axes = tuple(axis for axis in column_axes if axis not in all_id_axes)
+    return reshard(rows, NamedSharding(mesh, PartitionSpec(*id_axes, result_column_axes)))
 
 
-def _read_local_columns(table: Any, ids: Ids, reading: Reading) -> Vectors:
+def _read_local_columns(table: Any, ids: Ids, options: LookupOptions) -> Vectors:
     """Computes `read_table` for ids that the mesh axes of the table's columns do not split."""
     if isinstance(table, StandIn):
-        rows = table.gather_rows(ids, reading.order)
-    elif reading.lookup_style == "gather":
-        return _gather(table, ids, reading)
+        rows = table.gather_rows(ids, options.order)
+    elif options.lookup_style == "gather":
+        return _gather(table, ids, options)
     else:
-        # The product is computed at full precision, so that it returns the row itself.
-        wide = conversions.widened(table)
-        index = nearest_rows(ids, table.shape[0], reading.order)
-        one_hot = jax.nn.one_hot(index, table.shape[0], dtype=wide.dtype)
-        rows = jnp.matmul(one_hot, wide, precision=jax.lax.Precision.HIGHEST).astype(table.dtype)
-    return _replace_special_rows(rows, table, ids, reading)
+        rows = _multiply_one_hot(table, ids, options)
+    return _replace_special_rows(rows, table, ids, options)
 
 
-def _replace_special_rows(rows: Vectors, table: Any, ids: Ids, reading: Reading) -> Vectors:
+def _multiply_one_hot(table: TableArray, ids: Ids, options: LookupOptions) -> Vectors:
+    """Reads rows by a product of a one-hot matrix with the table.
+
+    The product is computed at full precision, so that it returns each row as it is in the table.
+    """
+    wide_table = conversions.widened(table)
+    index = nearest_rows(ids, table.shape[0], options.order)
+    one_hot = jax.nn.one_hot(index, table.shape[0], dtype=wide_table.dtype)
+    rows = jnp.matmul(one_hot, wide_table, precision=jax.lax.Precision.HIGHEST)
+    return rows.astype(table.dtype)
+
+
+def _replace_special_rows(rows: Vectors, table: Any, ids: Ids, options: LookupOptions) -> Vectors:
     """Replaces rows by NaN or zeros at ids out of range, and by zeros at padding."""
-    if reading.out_of_range != "clip":
+    if options.out_of_range != "clip":
         # As uint32, a negative id is above any vocabulary, so one comparison finds ids beyond both
         # ends.
-        outside = ids.astype(jnp.uint32) >= reading.vocab_size(table)
-        if reading.out_of_range == "nan":
-            rows = nan_where(outside, rows)
+        is_outside = ids.astype(jnp.uint32) >= options.vocab_size(table)
+        if options.out_of_range == "nan":
+            rows = nan_where(is_outside, rows)
         else:
-            rows = jnp.where(outside[..., None], 0, rows)
-    if reading.pad_id is not None:
-        rows = jnp.where((ids == reading.pad_id)[..., None], 0, rows)
+            rows = jnp.where(is_outside[..., None], 0, rows)
+    if options.pad_id is not None:
+        is_padding = ids == options.pad_id
+        rows = jnp.where(is_padding[..., None], 0, rows)
     return rows
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _gather(table: TableArray, ids: Ids, reading: Reading) -> Vectors:
-    """Computes `lookup` in an array, by a gather."""
-    order = reading.order
+def _gather(table: TableArray, ids: Ids, options: LookupOptions) -> Vectors:
+    """Computes `lookup` in an array, by a gather. `_gather_jvp` has the derivative."""
+    order = options.order
     if is_explicit(jax.typeof(ids).sharding.mesh):
-        rows = read_or_zero(table, nearest_rows(ids, table.shape[0], order).astype(jnp.uint32))
+        index = nearest_rows(ids, table.shape[0], order)
+        rows = read_or_zero(table, index.astype(jnp.uint32))
     else:
         # XLA's gather clips the index itself, so the ids are not clipped before.
         index = ids if order is None else nearest_rows(ids, table.shape[0], order)
         rows = jnp.take(table, index, axis=0, mode="clip")
-    rows = _replace_special_rows(rows, table, ids, reading)
-    # If there are no ids, jax forgets along which axes of an enclosing shard_map the rows vary.
+    rows = _replace_special_rows(rows, table, ids, options)
+    # If there are no ids, jax forgets along which axes of an enclosing shard_map the rows vary, so
+    # the type is set here.
     return varying(rows, varying_axes(table) | varying_axes(ids))
 
 
 @_gather.defjvp
 def _gather_jvp(
-    reading: Reading, primals: Sequence[Any], tangents: Sequence[Any]
+    options: LookupOptions, primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[Vectors, Any]:
-    """Computes the rows, and the tangents of the rows by a read that is linear in the table."""
+    """Computes the rows, and the tangents of the rows by reading the tangents of the table.
+
+    This read is linear, so jax transposes it to get the gradient of the table (see `read_or_zero`).
+    """
     table, ids = primals
     table_tangent, _ = tangents
-    index = _gradient_index(table, ids, reading)
-    return _gather(table, ids, reading), read_or_zero(table_tangent, index)
+    index = _gradient_index(table, ids, options)
+    return _gather(table, ids, options), read_or_zero(table_tangent, index)
 
 
-def _gradient_index(table: TableArray, ids: Ids, reading: Reading) -> Array:
-    """Returns the row that gets the gradient of each id, or an index past the end.
+def _gradient_index(table: TableArray, ids: Ids, options: LookupOptions) -> Array:
+    """Returns the table row that gets the gradient of each id.
 
-    An index past the end reads zeros as a tangent, and its gradient is dropped.
+    If no row gets the gradient, which is so for padding and for ids that return NaN or zeros, the
+    index is past the end of the table. Then `read_or_zero` reads zeros, and drops the gradient.
     """
-    order = reading.order
-    is_clipped = reading.out_of_range == "clip"
+    order = options.order
+    is_clipped = options.out_of_range == "clip"
     past_the_end = np.uint32(2**32 - 1)
     if order is None and not is_clipped:
-        # As uint32, a negative id is past the end too.
+        # The row is the id. As uint32, a negative id is past the end too.
         index = ids.astype(jnp.uint32)
     else:
         index = nearest_rows(ids, table.shape[0], order).astype(jnp.uint32)
         if not is_clipped:
-            is_inside = ids.astype(jnp.uint32) < reading.vocab_size(table)
+            is_inside = ids.astype(jnp.uint32) < options.vocab_size(table)
             index = jnp.where(is_inside, index, past_the_end)
-    if reading.pad_id is not None:
-        index = jnp.where(ids == reading.pad_id, past_the_end, index)
+    if options.pad_id is not None:
+        index = jnp.where(ids == options.pad_id, past_the_end, index)
     return index

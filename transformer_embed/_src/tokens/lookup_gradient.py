@@ -1,7 +1,7 @@
 """Reads rows of a table, and sums the gradients of a row that is read several times.
 
-A place is an element of the index: it reads one row. The gradient of the table is the transpose of
-the read, because the read is linear in the table.
+A read is linear in the table, so jax transposes it to get the gradient of the table. Here, a place
+is an element of the index. It reads one row, and several places may read the same row.
 
 Shapes are written with these letters:
 
@@ -38,28 +38,28 @@ Index = UInt32[jax.Array, "..."]
 def read_or_zero(table: TableArray, index: Index) -> Vectors:
     """Returns `table[index]`, and zeros for an index past the end.
 
-    The function is linear in the table, and the transpose is the gradient of the table.
-
-    The transpose drops rows whose index is past the end, so the gradient needs no mask of the size
-    of all rows that are read. It sums the repeats of a row in float32 or wider, because a sum in 16
-    bits stops growing after some 256 of them. XLA fuses the conversion into the read, so no float32
-    copy of the table exists.
+    The transpose of this function, which is the gradient of the table, drops the gradient of an
+    index past the end, so callers need no mask of the size of all rows that are read. It sums the
+    gradients of a row in float32 or wider, because a sum in 16 bits stops growing after some 256
+    equal numbers. XLA fuses the conversion into the read, so no float32 copy of the table exists.
     """
     mesh = jax.typeof(index).sharding.mesh
     index_axes = typed_axes(index)
     row_axes, column_axes = typed_axes(table)
-    if any((row_axes, column_axes, *index_axes)):
+    is_split = any((row_axes, column_axes, *index_axes))
+    if is_split:
         return read_from_shards(mesh, row_axes, column_axes, index_axes, table, index)
     # The transpose sums the gradients of a row in this dtype.
     wide_table = conversions.widened(table)
     if not _can_sort_index(table, index):
-        return _read_each_repeat(wide_table, index).astype(table.dtype)
-    # Without a checkpoint, the forward pass would sort the index and keep arrays of the rows' size.
+        return _read_for_each_place(wide_table, index).astype(table.dtype)
+    # Without a checkpoint, the forward pass would sort the index, and would keep arrays as large as
+    # all rows that are read.
     read_once = jax.checkpoint(_read_each_row_once)
-    values = jax.lax.platform_dependent(
-        wide_table, index, cuda=read_once, rocm=read_once, default=_read_each_repeat
+    rows = jax.lax.platform_dependent(
+        wide_table, index, cuda=read_once, rocm=read_once, default=_read_for_each_place
     )
-    return values.astype(table.dtype)
+    return rows.astype(table.dtype)
 
 
 def read_from_shards(
@@ -82,20 +82,21 @@ def read_from_shards(
         table: The table.
         index: The rows to read.
     """
-    # If a mesh axis splits both the rows and the index, each device reads for the places of all
-    # devices along it. So the index is all-gathered, and a reduce-scatter gives each device the
-    # sums for its own places.
+    # Along a mesh axis that splits both the rows and the index, devices have different places, and
+    # each shard must be read for the places of all these devices. So the index is all-gathered, and
+    # a reduce-scatter adds the rows and returns to each device the rows of the device's places.
     shared_axes = [tuple(axis for axis in axes if axis in row_axes) for axes in index_axes]
-    # If a mesh axis splits the rows alone, all devices along it have the same places, and each of
-    # them gets the sums.
-    summed_axes = tuple(axis for axis in row_axes if axis not in sum(index_axes, ()))
+    # Along a mesh axis that splits the rows alone, all devices have the same places, so a sum over
+    # the devices is enough.
+    all_index_axes = sum(index_axes, ())
+    summed_axes = tuple(axis for axis in row_axes if axis not in all_index_axes)
 
     def read(shard, index):
-        # The difference is unsigned, so an index before the shard is past the end too.
+        # The difference is unsigned, so a row before the shard has an index past the end too.
         first_row = jnp.uint32(first_index(row_axes, len(shard)))
         shard_index = all_gather(index, shared_axes) - first_row
-        values = read_or_zero(shard, shard_index).astype(table.dtype)
-        return reduce_scatter(jax.lax.psum(values, summed_axes), shared_axes)
+        rows_or_zeros = read_or_zero(shard, shard_index).astype(table.dtype)
+        return reduce_scatter(jax.lax.psum(rows_or_zeros, summed_axes), shared_axes)
 
     in_specs = (PartitionSpec(row_axes, column_axes), PartitionSpec(*index_axes))
     out_spec = PartitionSpec(*index_axes, column_axes)
@@ -103,8 +104,8 @@ def read_from_shards(
     return read_all(conversions.widened(table), index)
 
 
-def _read_each_repeat(table: TableArray, index: Index) -> Vectors:
-    """Reads rows, as often as the index has them.
+def _read_for_each_place(table: TableArray, index: Index) -> Vectors:
+    """Reads a row for each place, also if several places read the same row.
 
     The transpose is a scatter-add, which a GPU computes by atomic additions.
     """
@@ -114,12 +115,13 @@ def _read_each_repeat(table: TableArray, index: Index) -> Vectors:
 def _can_sort_index(table: TableArray, index: Index) -> bool:
     """Returns whether `_read_each_row_once` may sort the index.
 
-    This is so if the compiler does not split the batch over devices later. If it did, a sort would
-    gather the whole batch on each device.
+    It may if sizes are known and not 0, and if the compiler does not split the batch over devices
+    later. If the compiler did, a sort would gather the whole batch on each device.
     """
-    # A symbolic size is not an int, and an empty array has no runs.
-    if not all(isinstance(size, int) and size for size in (index.size, table.size)):
-        return False
+    for size in (index.size, table.size):
+        is_symbolic = not isinstance(size, int)
+        if is_symbolic or size == 0:
+            return False
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return jax.device_count() == 1
@@ -127,52 +129,56 @@ def _can_sort_index(table: TableArray, index: Index) -> bool:
 
 
 def _read_each_row_once(table: TableArray, index: Index) -> Vectors:
-    """Reads each row once, and copies it to all places that want it.
+    """Reads each row once, and copies it to all places that read it.
 
     The transpose sums the gradients of all places of a row, and writes each sum once. It sorts the
     places by row, so on a GPU the sums are the same from run to run, and the time does not depend
     on how often a row is read.
     """
     row_count = table.shape[0]
-    size = index.size
+    place_count = index.size
     order = jnp.argsort(index.reshape(-1), stable=True)
-    ordered = index.reshape(-1)[order]
-    # A run is the places of one row, which are neighbours in this order. The first place starts a
-    # run, because `prepend` puts a number before it that differs from its own.
-    is_start = jnp.diff(ordered, prepend=ordered[:1] + 1) != 0
-    is_end = jnp.roll(is_start, -1)
-    # Only the last place of a run reads a row. The other places read past the end of the table,
-    # each at another index. So no two indices are equal, as `unique_indices` promises, and the
+    ordered_index = index.reshape(-1)[order]
+    # A run is all places of one row, which are neighbours in this order. The first place of all
+    # starts a run, because `prepend` puts a different number before it.
+    is_run_start = jnp.diff(ordered_index, prepend=ordered_index[:1] + 1) != 0
+    is_run_end = jnp.roll(is_run_start, -1)
+    # Only the last place of each run reads a row. All other places read zeros, each at a different
+    # index past the end of the table. So all indices differ, as `unique_indices` promises, and the
     # transpose needs no atomic additions.
-    past_the_end = row_count + jnp.arange(size, dtype=jnp.uint32)
-    unique_ends = jnp.where(is_end & (ordered < row_count), ordered, past_the_end)
-    end_rows = table.at[unique_ends].get(mode="fill", fill_value=0, unique_indices=True)
+    past_the_end = row_count + jnp.arange(place_count, dtype=jnp.uint32)
+    reads_row = is_run_end & (ordered_index < row_count)
+    unique_index = jnp.where(reads_row, ordered_index, past_the_end)
+    rows_at_run_ends = table.at[unique_index].get(mode="fill", fill_value=0, unique_indices=True)
     # This copies the row from the last place of a run to all places of the run. The copy is written
     # as the transpose of a sum over the run, so the transpose of the copy is that sum.
-    sum_runs = functools.partial(_sum_runs, is_start)
-    (run_rows,) = jax.linear_transpose(sum_runs, end_rows)(end_rows)
-    zeros = jnp.zeros_like(run_rows)
-    rows = zeros.at[order].add(run_rows, mode="promise_in_bounds", unique_indices=True)
+    sum_runs = functools.partial(_sum_runs, is_run_start)
+    copy_to_run = jax.linear_transpose(sum_runs, rows_at_run_ends)
+    (ordered_rows,) = copy_to_run(rows_at_run_ends)
+    # The rows return to the order of the index: row n belongs to the place `order[n]`.
+    zeros = jnp.zeros_like(ordered_rows)
+    rows = zeros.at[order].add(ordered_rows, mode="promise_in_bounds", unique_indices=True)
     return rows.reshape(*index.shape, table.shape[1])
 
 
 def _sum_runs(
-    is_start: Bool[jax.Array, "n"], rows: Float[jax.Array, "n d"]
+    is_run_start: Bool[jax.Array, "n"], rows: Float[jax.Array, "n d"]
 ) -> Float[jax.Array, "n d"]:
     """Computes the cumulative sums of rows, which start anew where a run starts.
 
-    `is_start` says which rows start a run. The last sum of a run is the sum over the run.
+    So the last sum of a run is the sum over the run. For runs of 2 and 1 rows a, b, c, the sums are
+    a, a + b, c.
     """
 
     def join(left, right):
-        """Joins (has_start, total) of two parts that follow each other."""
-        left_has_start, left_total = left
-        right_has_start, right_total = right
-        starts_anew = jax.lax.broadcast_in_dim(right_has_start, right_total.shape, (0, 1))
-        # Functions of jax.numpy are not used here: each call is traced and transposed separately,
-        # which took most of the tracing time of a step.
-        total = jax.lax.select(starts_anew, right_total, jax.lax.add(left_total, right_total))
-        return jax.lax.bitwise_or(left_has_start, right_has_start), total
+        """Joins two parts that follow each other: (has a run start, sum since the last start)."""
+        left_has_start, left_sum = left
+        right_has_start, right_sum = right
+        starts_anew = jax.lax.broadcast_in_dim(right_has_start, right_sum.shape, (0, 1))
+        # Functions of jax.lax are called, because each call of a jax.numpy function is traced and
+        # transposed separately, which took most of the tracing time of a step.
+        joined_sum = jax.lax.select(starts_anew, right_sum, jax.lax.add(left_sum, right_sum))
+        return jax.lax.bitwise_or(left_has_start, right_has_start), joined_sum
 
-    _, totals = jax.lax.associative_scan(join, (is_start[:, None], rows))
-    return totals
+    _, sums = jax.lax.associative_scan(join, (is_run_start[:, None], rows))
+    return sums

@@ -8,9 +8,9 @@ Shapes are written with these letters:
 
     t  tokens of a chunk
     v  table rows on this device
-    c  labels of a token: 1, or the number of candidates
+    c  labels of a token: 1, or the number of candidate labels
 
-A vocabulary id is banned if the bias of the table row is -inf: the id is never predicted.
+A vocabulary id is banned if the bias of the table row is -inf. Such an id is never predicted.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from transformer_embed._src import arguments, conversions
 from transformer_embed._src.tokens.output_split import LayerArrays, Layers, OutputSplit
 from transformer_embed._src.tokens.row_logits import ChunkLogits, chunk_logits, values_in_columns
-from transformer_embed._src.tokens.token_data import Settings, TokenData
+from transformer_embed._src.tokens.token_data import TokenData, TokenSettings
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -39,27 +39,28 @@ class TokenValues(NamedTuple):
 
         d values[i, j] / d z[i] = scaled_gradients[i] / gradient_scale[i]
 
-    and 1 less in the column `subtracted_columns[i, j]`, if columns are given. The division is not
-    done for each logit, because it would be one more pass over the logits. Gradients are finite
-    where a value is infinite, so they vanish if the token has the weight 0.
+    If `subtracted_columns` are given, the gradient is 1 less in the column
+    `subtracted_columns[i, j]`. The gradients are not stored divided, because the division of each
+    logit would be one more pass over the logits. Gradients are finite also where a value is
+    infinite, so they vanish if the token has a weight of 0.
 
     Args:
-        values: [t, c].
-        scaled_gradients: An array [t, v] for each layer. All c values of a token share one row.
-            Empty, if the values have no gradients.
+        values: The values, [t, c].
+        scaled_gradients: One array [t, v] for each layer. The c values of a token share a row of
+            the array. The tuple is empty if the values have no gradients.
         gradient_scale: A number, or [t, 1].
         subtracted_columns: The column of each label, [t, c], which is out of range if another
-            device holds it. Only values of a single layer have columns. If None, the
-            `scaled_gradients` are whole.
-        setting_gradients: The gradients with respect to the settings, [t, c]. The gradient with
-            respect to the temperature may be left out, because it follows from the others.
+            device holds it. Only values of a single layer may have columns. If None, nothing is
+            subtracted.
+        setting_gradients: The gradients with respect to the settings, [t, c]. `values_and_logits`
+            adds the gradient with respect to the temperature.
     """
 
     values: Array
     scaled_gradients: tuple[Array, ...] = ()
     gradient_scale: float | Array = 1.0
     subtracted_columns: Array | None = None
-    setting_gradients: Settings = Settings()
+    setting_gradients: TokenSettings = TokenSettings()
 
 
 def as_steps(name: str, shift: Any) -> int:
@@ -72,6 +73,9 @@ def as_steps(name: str, shift: Any) -> int:
 class Loss:
     """Holds the static settings of a loss, and its arithmetic for a chunk of tokens.
 
+    A loss with gradients defines `values_from_logits`, and a loss without gradients defines
+    `values_of_chunk`.
+
     Args:
         shift: How far ahead each token predicts, in tokens.
         chunk_size: The largest number of tokens in a chunk. If None, it is chosen.
@@ -79,8 +83,6 @@ class Loss:
         of_candidates: Whether a token has several labels or values, on an additional axis.
     """
 
-    # If True, `loss_values.py` computes the values by `values_from_logits`, and their gradients. If
-    # False, it computes them by `values_of_chunk`.
     has_gradients: ClassVar[bool] = True
 
     shift: int = 0
@@ -100,15 +102,15 @@ class Loss:
         self,
         split: OutputSplit,
         logits: tuple[ChunkLogits, ...],
-        labels: Int32[Array, "t c"] | None,
-        settings: Settings,
+        labels: Any,
+        settings: TokenSettings,
     ) -> tuple[TokenValues, ...]:
-        """Computes the losses of a chunk on a device, and further values.
+        """Computes values of the tokens of a chunk. The first of them are the losses.
 
         Args:
             split: How the first layer is split.
             logits: The logits of each layer.
-            labels: The labels of the chunk's tokens.
+            labels: The labels of the tokens, int32 [t, c]. None for a loss without labels.
             settings: The settings of the chunk's tokens.
         """
         raise NotImplementedError
@@ -119,76 +121,85 @@ class Loss:
 
     def returned(self, values: tuple[Array, ...], weights: Array) -> Any:
         """Makes the result of the public function from the reduced values and the weights."""
-        first, *others = values
-        return values if others else first
+        has_one_value = len(values) == 1
+        return values[0] if has_one_value else values
 
 
 def values_and_logits(
-    loss: Loss, labels: Any, settings: Settings, layers: Layers
+    loss: Loss, labels: Any, settings: TokenSettings, layers: Layers
 ) -> tuple[tuple[TokenValues, ...], tuple[ChunkLogits, ...]]:
-    """Computes the values of a chunk, and the logits of each layer."""
+    """Computes the values of a chunk, with all gradients, and the logits of each layer."""
     split = layers[0].split
     temperature = settings.temperature
     logits = tuple(chunk_logits(layer, temperature) for layer in layers)
     values = loss.values_from_logits(split, logits, labels, settings)
     if temperature is None:
         return values, logits
-    # The logits are divided by the temperature, so a derivative with respect to the temperature is
-    # the derivative in the direction of the logits, divided by -temperature. The shifted logits
-    # take the place of the logits here: this is right because a common shift of a token's logits
-    # changes no value. The logit of a banned id counts as 0, because 0 times infinity would be NaN.
-    finite_shifted_logits = [
-        jnp.where(jnp.isneginf(chunk.shifted), 0, chunk.shifted) for chunk in logits
-    ]
+    # The logits z are divided by the temperature T, so dz/dT is -z / T. Thus the derivative of a
+    # value with respect to T is the derivative in the direction z, divided by -T. A common shift of
+    # a token's logits changes no value, so the shifted logits may be the direction. The direction
+    # is 0 at a banned id, where the gradient is 0 too, because 0 times infinity would be NaN.
+    directions = [jnp.where(jnp.isneginf(chunk.shifted), 0, chunk.shifted) for chunk in logits]
 
-    def with_temperature(value: TokenValues) -> TokenValues:
-        """Adds the gradient with respect to the temperature."""
-        along_logits = directional_derivative(split, value, finite_shifted_logits)
-        gradients = value.setting_gradients._replace(temperature=along_logits / -temperature)
-        return value._replace(setting_gradients=gradients)
+    def with_temperature_gradient(token_values: TokenValues) -> TokenValues:
+        along_logits = directional_derivative(split, token_values, directions)
+        gradients = token_values.setting_gradients._replace(temperature=along_logits / -temperature)
+        return token_values._replace(setting_gradients=gradients)
 
-    return tuple(map(with_temperature, values)), logits
+    return tuple(with_temperature_gradient(token_values) for token_values in values), logits
 
 
 def directional_derivative(
-    split: OutputSplit, value: TokenValues, directions: Sequence[Array]
+    split: OutputSplit, token_values: TokenValues, directions: Sequence[Array]
 ) -> Float[Array, "t c"]:
-    """Computes how fast the values of a chunk change if the logits move in a direction.
+    """Computes how fast the values of tokens change if their logits change in a direction.
 
-    This is the sum over layers and columns of `gradient * direction`, with the gradients that
-    `TokenValues` describes. `directions` has an array [t, v] for each layer.
+    It is the sum of `gradient * direction` over the columns of all layers, with the gradients that
+    `TokenValues` describes.
+
+    Args:
+        split: How the first layer is split.
+        token_values: The values, and their gradients.
+        directions: The direction of the logits of each layer, [t, v].
     """
-    total = jnp.zeros_like(value.values)
-    # Values without gradients have no scaled_gradients, so their derivative stays 0.
-    for gradients, direction in zip(value.scaled_gradients, directions, strict=False):
-        total += split.sum_over_vocabulary(gradients * direction) / value.gradient_scale
-    if value.subtracted_columns is not None:
-        # The gradient is 1 less in these columns. Such values have one layer, so one direction.
-        subtracted = values_in_columns(value.subtracted_columns, directions[0])
-        total -= jax.lax.psum(subtracted, split.vocabulary)
+    total = jnp.zeros_like(token_values.values)
+    if not token_values.scaled_gradients:
+        return total
+    for gradients, direction in zip(token_values.scaled_gradients, directions, strict=True):
+        products = gradients * direction
+        total += split.sum_over_vocabulary(products) / token_values.gradient_scale
+    if token_values.subtracted_columns is not None:
+        # The gradient is 1 less in these columns, and the values have a single layer.
+        (direction,) = directions
+        subtracted = values_in_columns(token_values.subtracted_columns, direction)
+        total -= jax.lax.psum(subtracted, split.vocabulary_mesh_axes)
     return total
 
 
 def gradient_dtype(layer: LayerArrays) -> Any:
-    """Returns the dtype in which gradients of logits are multiplied.
+    """Returns the dtype in which gradients of logits are multiplied with x and the table.
 
-    It is bfloat16 if x and the table are both in bfloat16. Float16 would lose small gradients.
+    It is bfloat16 if x and the table are both in bfloat16, and otherwise float32 or float64. In
+    float16, small gradients would become 0.
     """
-    dtypes = layer.x.dtype, layer.table.dtype
-    is_bfloat16 = all(dtype == jnp.bfloat16 for dtype in dtypes)
-    return jnp.dtype(jnp.bfloat16) if is_bfloat16 else conversions.compute_dtype(*dtypes)
+    x_dtype = layer.x.dtype
+    table_dtype = layer.table.dtype
+    if x_dtype == jnp.bfloat16 and table_dtype == jnp.bfloat16:
+        return jnp.dtype(jnp.bfloat16)
+    return conversions.compute_dtype(x_dtype, table_dtype)
 
 
 def add_products(
     total: Array, gradients: Any, tangents: Any, reduce: Callable | None = None
 ) -> Array:
-    """Adds the products of gradients and tangents, leaf by leaf.
+    """Adds the product of each gradient with its tangent to a total.
 
     Args:
         total: The array that the products are added to.
-        gradients: A tree of arrays, or None where an array has no gradient.
-        tangents: A tree with as many leaves, or None or `SymbolicZero` where there is no tangent.
-        reduce: A function of each product, whose result is added. If None, the product is added.
+        gradients: A tree of arrays, with None where an array has no gradient.
+        tangents: A tree with as many leaves, with None or `SymbolicZero` where there is no tangent.
+        reduce: A function of a product, such as `jnp.sum`, whose result is added in place of the
+            product. If None, the product itself is added.
     """
 
     def leaves(tree):

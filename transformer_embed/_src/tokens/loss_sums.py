@@ -1,18 +1,19 @@
 """Computes the sum of a loss over all tokens, with its gradients, one chunk of tokens at a time.
 
-A `scan` over the chunks carries the gradients of each table [rows, d] and bias [rows]. The step of
-a chunk computes the logits [chunk, rows], then the losses and the gradients of the logits. From
+A `scan` over the chunks carries the sums of the gradients of each table [v, d] and bias [v]. The
+step of a chunk computes the logits [t, v], then the losses and the gradients of the logits. From
 these the step computes the gradient of the chunk's x, and adds to the gradients of the tables. Then
 the logits are freed. So all gradients are known after the forward pass.
 
-On a mesh, at the end, the gradient of x is summed over the devices that have the same tokens. The
-gradient of the rows is summed over the parts of the batch, and returns to the columns of the table.
+On a mesh, the gradient of x is summed over the devices that have the same tokens, after the last
+chunk. The gradient of the rows is summed over the devices that have the same rows, and is split
+like the table again.
 
 Shapes are written with these letters:
 
     t  tokens of a chunk
     v  table rows on this device
-    c  labels of a token: 1, or the number of candidates
+    c  labels of a token: 1, or the number of candidate labels
     d  channels of x
 """
 
@@ -34,10 +35,10 @@ from transformer_embed._src.tokens.loss_arithmetic import (
     gradient_dtype,
     values_and_logits,
 )
-from transformer_embed._src.tokens.output_split import LayerArrays, Layers
+from transformer_embed._src.tokens.output_split import LayerArrays, Layers, OutputSplit
 from transformer_embed._src.tokens.token_data import (
-    Settings,
     TokenData,
+    TokenSettings,
     finite_if_unused,
     weighted,
     weights_or_nan,
@@ -45,37 +46,37 @@ from transformer_embed._src.tokens.token_data import (
 
 
 class TableGradients(NamedTuple):
-    """Gradients of the rows [v, d] and of the bias [v] of a layer, summed over chunks."""
+    """Holds the gradients of the rows [v, d] and of the bias [v] of a layer."""
 
     rows: Array
     bias: Array | None
 
 
 class ChunkResults(NamedTuple):
-    """Results of a step of `sum_of_losses` that belong to one chunk.
+    """Holds what a step of `sum_of_losses` computes for one chunk alone.
 
     Args:
-        sums: The sum of each kind of value, times the weights.
-        settings: Gradients with respect to the settings, [t, c].
-        weights: Gradients with respect to the weights, [t, c].
+        sums: The sum over the chunk of the weighted losses, and of each further value.
+        settings: The gradients with respect to the settings, [t, c].
+        weights: The gradients with respect to the weights, [t, c].
         xs: The gradient with respect to the x of each layer, [t, d].
     """
 
     sums: list[Array]
-    settings: Settings
+    settings: TokenSettings
     weights: Array
     xs: tuple[Array, ...]
 
 
 class SumsAndGradients(NamedTuple):
-    """Sums over all tokens, and the gradients of the first sum.
+    """Holds sums over all tokens, and the gradients of the first sum.
 
     Args:
-        sums: The sum of each kind of value, times the weights.
+        sums: The sum of the weighted losses, and of each further value.
         settings: The gradients with respect to the settings.
         weights: The gradients with respect to the weights.
-        layers: The gradients with respect to the arrays of each layer. The gradient of the rows is
-            the `table` of a layer.
+        layers: The gradients with respect to the arrays of each layer, in the fields of these
+            arrays.
     """
 
     sums: Any
@@ -95,19 +96,21 @@ def sum_of_losses(loss: Loss, token_data: TokenData, layers: Layers) -> tuple[Ar
 
 @functools.partial(sum_of_losses.defjvp, symbolic_zeros=True)
 def _sum_jvp(loss: Loss, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    """Computes the sums, and the tangents of the sums.
+    """Computes the sums, the tangent of the first sum, and tangents of 0 for the other sums.
 
-    A tangent is linear in the tangents of the arrays, with the gradients as coefficients. So the
-    transpose only scales the gradients. Lowering drops the computation of unused gradients.
+    The tangent is the sum of the products of gradients and tangents of all arrays. It is linear in
+    the tangents, so the backward pass only scales the gradients that are known already. If a
+    gradient is not used, lowering drops the computation.
     """
     token_data, layers = primals
     token_tangents, layer_tangents = tangents
     result = _sums_and_gradients(loss, token_data, layers)
-    total, *others = result.sums
+    total, *other_sums = result.sums
     gradients = (result.settings, result.weights, result.layers)
     array_tangents = (token_tangents.settings, token_tangents.weights, layer_tangents)
     tangent = add_products(jnp.zeros_like(total), gradients, array_tangents, reduce=jnp.sum)
-    return (total, *others), (tangent, *map(jnp.zeros_like, others))
+    other_tangents = [jnp.zeros_like(other_sum) for other_sum in other_sums]
+    return tuple(result.sums), (tangent, *other_tangents)
 
 
 def _sums_and_gradients(loss: Loss, token_data: TokenData, layers: Layers) -> SumsAndGradients:
@@ -116,29 +119,23 @@ def _sums_and_gradients(loss: Loss, token_data: TokenData, layers: Layers) -> Su
     first_split = splits[0]
 
     def zero_gradients(layers):
-        return tuple(map(_zero_gradients, layers))
+        return tuple(_zero_gradients(layer) for layer in layers)
 
     def on_device(token_data, layers):
         """Runs the chunks of a device, then adds the results over devices."""
         step = functools.partial(_add_chunk, loss)
-        tables, chunks = scan_chunks(loss, step, zero_gradients, token_data, layers)
-        sums = tuple(map(jnp.sum, chunks.sums))
-        # Sums and gradients of tables are added over the parts of the batch. Gradients of x are
-        # added over the parts of the vocabulary.
-        sums, tables = jax.lax.psum((sums, tables), first_split.batch_axes)
-        xs = jax.lax.psum(chunks.xs, first_split.vocabulary)
-        layer_gradients = tuple(
-            LayerArrays(
-                x=x,
-                table=split.to_columns(table.rows),
-                bias=table.bias,
-                sum_rows=None,
-                split=split,
-            )
-            for split, x, table in zip(splits, xs, tables, strict=True)
-        )
+        table_gradients, chunk_results = scan_chunks(loss, step, zero_gradients, token_data, layers)
+        # Each of these arrays has a number for each chunk.
+        sums = tuple(jnp.sum(sums_of_chunks) for sums_of_chunks in chunk_results.sums)
+        # Sums and gradients of tables are added over the devices with other tokens. Gradients of x
+        # are added over the devices with other rows.
+        sums, table_gradients = jax.lax.psum((sums, table_gradients), first_split.batch_mesh_axes)
+        x_gradients = jax.lax.psum(chunk_results.xs, first_split.vocabulary_mesh_axes)
         return SumsAndGradients(
-            sums=sums, settings=chunks.settings, weights=chunks.weights, layers=layer_gradients
+            sums=sums,
+            settings=chunk_results.settings,
+            weights=chunk_results.weights,
+            layers=tuple(map(_as_layer_arrays, splits, x_gradients, table_gradients)),
         )
 
     specs = layer_specs(layers)
@@ -150,65 +147,90 @@ def _sums_and_gradients(loss: Loss, token_data: TokenData, layers: Layers) -> Su
     return run(token_data, layers)
 
 
+def _as_layer_arrays(
+    split: OutputSplit, x_gradient: Array, table_gradients: TableGradients
+) -> LayerArrays:
+    """Makes the gradients of a layer, each in the field of its array.
+
+    The gradient of the rows, which are whole, is split over devices like the table.
+    """
+    return LayerArrays(
+        x=x_gradient,
+        table=split.to_columns(table_gradients.rows),
+        bias=table_gradients.bias,
+        wide_rows=None,
+        split=split,
+    )
+
+
 def _zero_gradients(layer: LayerArrays) -> TableGradients:
-    """Returns the gradients of a layer before the first chunk."""
-    rows = jnp.zeros_like(layer.sum_rows)
+    """Returns the gradients of a layer's table and bias before the first chunk: zeros."""
+    rows = jnp.zeros_like(layer.wide_rows)
     bias = None if layer.bias is None else jnp.zeros_like(layer.bias)
     return TableGradients(rows=rows, bias=bias)
 
 
 def _add_chunk(
     loss: Loss,
-    tables: tuple[TableGradients, ...],
+    table_gradients: tuple[TableGradients, ...],
     token_data: TokenData,
     layers: Layers,
     _is_only_chunk: bool,
 ) -> tuple[tuple[TableGradients, ...], ChunkResults]:
-    """Adds a chunk's part to the gradients of all tables, and computes the chunk's results."""
-    weights = token_data.weights
+    """Adds a chunk's part to the gradients of all tables, and computes the chunk's results.
+
+    This is a step of `scan_chunks`, whose carry is `table_gradients`.
+    """
     values, logits = values_and_logits(loss, token_data.labels, token_data.settings, layers)
-    losses, *others = values
+    losses, *further_values = values
     loss_weights = weights_or_nan(layers[0].split, token_data)
     sums = [jnp.sum(weighted(losses.values, loss_weights))]
-    sums += [jnp.sum(weighted(value.values, weights)) for value in others]
+    for further_value in further_values:
+        sums.append(jnp.sum(weighted(further_value.values, token_data.weights)))
     setting_gradients = jax.tree.map(
         lambda gradient: weighted(gradient, loss_weights), losses.setting_gradients
     )
     x_gradients = []
-    chunk_tables = []
-    for layer, chunk, gradients in zip(layers, logits, losses.scaled_gradients, strict=True):
-        product_gradients = gradients * chunk.slope
+    table_parts = []
+    for layer, chunk, scaled_gradients in zip(layers, logits, losses.scaled_gradients, strict=True):
+        # By the chain rule, the gradient of a loss with respect to the products of x and the rows
+        # is `product_gradients * token_factors`.
+        product_gradients = scaled_gradients * chunk.slope
         token_factors = jnp.asarray(chunk.slope_factor / losses.gradient_scale, loss_weights.dtype)
-        factors = weighted(token_factors, loss_weights)
-        x_gradient, table_gradients = _layer_gradients(layer, product_gradients, factors)
+        token_factors = weighted(token_factors, loss_weights)
+        x_gradient, table_part = _chunk_gradients(layer, product_gradients, token_factors)
         x_gradients.append(x_gradient)
-        chunk_tables.append(table_gradients)
+        table_parts.append(table_part)
+    # The loss is the derivative of the weighted loss with respect to the weight.
     weight_gradients = finite_if_unused(losses.values, loss_weights)
     results = ChunkResults(
         sums=sums, settings=setting_gradients, weights=weight_gradients, xs=tuple(x_gradients)
     )
-    return jax.tree.map(operator.add, tables, tuple(chunk_tables)), results
+    next_gradients = jax.tree.map(operator.add, table_gradients, tuple(table_parts))
+    return next_gradients, results
 
 
-def _layer_gradients(
-    layer: LayerArrays, product_gradients: Float[Array, "t v"], factors: Any
+def _chunk_gradients(
+    layer: LayerArrays, product_gradients: Float[Array, "t v"], token_factors: Any
 ) -> tuple[Float[Array, "t d"], TableGradients]:
     """Computes the gradient of a chunk's x, and the chunk's part of the table's gradients.
 
     Args:
         layer: The layer, with the x of the chunk.
-        product_gradients: The gradients with respect to the products of x and the rows, without
-            the factors.
-        factors: What the gradients of each token are to be multiplied by, [t, 1].
+        product_gradients: The gradients with respect to the products of x and the rows, before the
+            gradients of each token are multiplied by the factor of the token.
+        token_factors: The factor of each token, [t, 1].
     """
     table_letters = layer.split.table_letters
-    multiply = functools.partial(jnp.einsum, preferred_element_type=factors.dtype)
+    multiply = functools.partial(jnp.einsum, preferred_element_type=token_factors.dtype)
     dtype = gradient_dtype(layer)
-    if dtype != factors.dtype:
+    if dtype != token_factors.dtype:
         # The gradients are rounded once, as autodiff rounds the gradient of a narrow product.
-        product_gradients = (product_gradients * factors).astype(dtype)
-        factors = 1.0
-    scaled_x = factors * layer.x.astype(dtype)
+        product_gradients = (product_gradients * token_factors).astype(dtype)
+        token_factors = 1.0
+    # The factors multiply x [t, d], because a product with the gradients [t, v] would be one more
+    # pass over an array of the size of the logits.
+    scaled_x = token_factors * layer.x.astype(dtype)
     # The operands are in the order of the result's axes, so that the result is not transposed.
     if layer.split.vocab_axis == 0:
         rows_gradient = multiply("tv,td->vd", product_gradients, scaled_x)
@@ -216,9 +238,10 @@ def _layer_gradients(
         rows_gradient = multiply("td,tv->dv", scaled_x, product_gradients)
     bias_gradient = None
     if layer.bias is not None:
-        # The sum over tokens is a product with eight equal columns, because a TPU takes as long for
-        # a plain sum as for a product with all of x.
-        columns = jnp.broadcast_to(jnp.asarray(factors, dtype), (len(product_gradients), 8))
-        bias_gradient = multiply("tv,tc->vc", product_gradients, columns)[:, 0]
-    x_gradient = factors * multiply(f"tv,{table_letters}->td", product_gradients, layer.table)
+        # The sum over tokens is computed as a product with eight equal columns, of which one is
+        # read, because a TPU takes as long for a plain sum as for a product with all of x.
+        columns = jnp.broadcast_to(jnp.asarray(token_factors, dtype), (len(product_gradients), 8))
+        equal_sums = multiply("tv,tc->vc", product_gradients, columns)
+        bias_gradient = equal_sums[:, 0]
+    x_gradient = token_factors * multiply(f"tv,{table_letters}->td", product_gradients, layer.table)
     return x_gradient, TableGradients(rows=rows_gradient, bias=bias_gradient)

@@ -12,7 +12,7 @@ Shapes are written with these letters:
 
     t  tokens of a chunk
     v  table rows on this device
-    c  labels of a token: 1, or the number of candidates
+    c  labels of a token: 1, or the number of candidate labels
     d  channels of x
 """
 
@@ -37,12 +37,18 @@ from transformer_embed._src.tokens.loss_arithmetic import (
 )
 from transformer_embed._src.tokens.output_split import LayerArrays, Layers
 from transformer_embed._src.tokens.row_logits import KEPT_NAME, ChunkLogits
-from transformer_embed._src.tokens.token_data import Settings, TokenData, weighted, weights_or_nan
+from transformer_embed._src.tokens.token_data import (
+    TokenData,
+    TokenSettings,
+    weighted,
+    weights_or_nan,
+)
 
-# Wraps a function of a static loss and arrays. The backward pass computes the function again,
-# except for what has the name that the policy keeps. In a loop, XLA cannot merge the second
-# computation with the first, so barriers against merging would only cost time.
-_again_in_backward: Any = functools.partial(
+# A checkpoint of a function whose first argument, the loss, is static. The backward pass computes
+# the function again, but reads the arrays with the name `KEPT_NAME`. `prevent_cse` would add
+# barriers that keep XLA from merging the second computation with the first. In a loop, XLA cannot
+# merge them anyway, so the barriers would only cost time.
+_checkpoint: Any = functools.partial(
     jax.checkpoint,
     prevent_cse=False,
     static_argnums=0,
@@ -51,15 +57,20 @@ _again_in_backward: Any = functools.partial(
 
 
 def map_chunks(loss: Loss, token_data: TokenData, layers: Layers) -> tuple[Array, ...]:
-    """Computes the values of each token, [..., c], times the weight of the token."""
+    """Computes the values of each token, [..., c], times the weight of the token.
+
+    The first array has the losses. If the loss has no gradients, weights are not multiplied.
+    """
 
     def no_carry(layers):
         return None
 
     def step(carry, token_data, layers, is_only_chunk):
         if loss.has_gradients:
-            return carry, _values_of_chunk(loss, token_data, layers, is_only_chunk)
-        return carry, loss.values_of_chunk(token_data, layers)
+            values = _values_of_chunk(loss, token_data, layers, is_only_chunk)
+        else:
+            values = loss.values_of_chunk(token_data, layers)
+        return carry, values
 
     def on_device(token_data, layers):
         _, values = scan_chunks(loss, step, no_carry, token_data, layers)
@@ -76,33 +87,37 @@ def _values_of_chunk(
     loss: Loss, token_data: TokenData, layers: Layers, is_only_chunk: bool
 ) -> tuple[Array, ...]:
     """Computes the values of a chunk, times the weights of the tokens."""
-    from_arrays = _values_from_arrays
+    compute_values = _values_from_arrays
     if not is_only_chunk:
-        from_arrays = _again_in_backward(_values_from_arrays)
+        compute_values = _checkpoint(_values_from_arrays)
     # The weights are multiplied outside of the checkpoint. If they were multiplied inside, the
     # backward pass would compute the losses again for the gradient of the product.
-    losses, *others = from_arrays(loss, token_data.labels, token_data.settings, layers)
+    losses, *further_values = compute_values(loss, token_data.labels, token_data.settings, layers)
     losses = weighted(losses, weights_or_nan(layers[0].split, token_data))
-    # Other values belong to a token and not to one label.
+    # A further value, such as an entropy, belongs to a token and not to one of its labels.
     token_weights = token_data.weights.max(-1, keepdims=True)
-    others = [weighted(values, token_weights) for values in others]
-    return losses, *others
+    further_values = [weighted(values, token_weights) for values in further_values]
+    return losses, *further_values
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _values_from_arrays(
-    loss: Loss, labels: Any, settings: Settings, layers: Layers
+    loss: Loss, labels: Any, settings: TokenSettings, layers: Layers
 ) -> tuple[Array, ...]:
     """Computes the values of a chunk, without weights."""
     values, _ = values_and_logits(loss, labels, settings, layers)
-    return tuple(value.values for value in values)
+    return tuple(token_values.values for token_values in values)
 
 
 @functools.partial(_values_from_arrays.defjvp, symbolic_zeros=True)
 def _values_from_arrays_jvp(
     loss: Loss, primals: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[Any, Any]:
-    """Computes the values of a chunk, and the tangents of these values from their gradients."""
+    """Computes the values of a chunk, and the tangents of these values.
+
+    This is the derivative rule of `_values_from_arrays`. A tangent is the product of the gradients,
+    which the loss computes itself, with the tangents of logits and settings.
+    """
     labels, settings, layers = primals
     _, setting_tangents, layer_tangents = tangents
     values, logits = values_and_logits(loss, labels, settings, layers)
@@ -112,25 +127,31 @@ def _values_from_arrays_jvp(
     ]
     split = layers[0].split
 
-    def tangent_of(value: TokenValues) -> Array:
-        along_logits = directional_derivative(split, value, logit_tangents)
-        return add_products(along_logits, value.setting_gradients, setting_tangents)
+    def tangent_of(token_values: TokenValues) -> Array:
+        along_logits = directional_derivative(split, token_values, logit_tangents)
+        return add_products(along_logits, token_values.setting_gradients, setting_tangents)
 
-    return tuple(value.values for value in values), tuple(map(tangent_of, values))
+    primals_out = tuple(token_values.values for token_values in values)
+    tangents_out = tuple(tangent_of(token_values) for token_values in values)
+    return primals_out, tangents_out
 
 
 def _logit_tangents(
     logits: ChunkLogits, layer: LayerArrays, tangents: LayerArrays
 ) -> Float[Array, "t v"]:
-    """Computes the tangents of the logits from the tangents of a layer's arrays."""
+    """Computes the tangents of the logits from the tangents of a layer's arrays.
+
+    The tangents of the rows are in `wide_rows`, which get the gradient in place of `table`.
+    """
     dtype = gradient_dtype(layer)
     equation = f"td,{layer.split.table_letters}->tv"
     multiply = functools.partial(jnp.einsum, equation, preferred_element_type=dtype)
+    # The tangents of the products of x and the rows, plus the bias.
     total = jnp.zeros_like(logits.shifted)
     if not isinstance(tangents.x, SymbolicZero):
         total += multiply(tangents.x, layer.table).astype(total.dtype)
-    if not isinstance(tangents.sum_rows, SymbolicZero):
-        total += multiply(layer.x, tangents.sum_rows.astype(dtype)).astype(total.dtype)
+    if not isinstance(tangents.wide_rows, SymbolicZero):
+        total += multiply(layer.x, tangents.wide_rows.astype(dtype)).astype(total.dtype)
     if not isinstance(tangents.bias, SymbolicZero | None):
         total += tangents.bias[None]
     return total * (logits.slope * logits.slope_factor)

@@ -28,22 +28,25 @@ from transformer_embed._src.tokens.predicted_labels import (
     along_length,
     predicted_labels,
 )
-from transformer_embed._src.tokens.token_data import DEFAULTS, Settings, TokenData
+from transformer_embed._src.tokens.token_data import DEFAULT_SETTINGS, TokenData, TokenSettings
 
 
 def _as_setting(check: Callable, name: str, value: Any) -> Array | None:
-    """Converts a setting to an array that may be traced, or to None if it has its default value."""
+    """Converts a setting to an array, or to None if it is a number with the default value.
+
+    `check(name, number)` checks a number. The numbers of an array are checked by `IS_IN_RANGE`.
+    """
     if not isinstance(value, numbers.Real | np.floating):
         return arguments.as_floats(name, value)
     number = check(name, value)
-    if number == getattr(DEFAULTS, name):
+    if number == getattr(DEFAULT_SETTINGS, name):
         return None
-    # The number is moved by name, because users may forbid jax to move numbers to a device.
+    # `device_put` is called because users may forbid jax to move numbers to a device by itself.
     return jax.device_put(number)
 
 
 def as_labels(name: str, labels: ArrayLike) -> Array:
-    """Converts labels to int32. An error for floats says how one-hot labels become ids."""
+    """Converts labels to int32. The error for floats tells how to make ids of one-hot labels."""
     if arguments.is_int32(labels):
         return labels
     array = arguments.as_array(name, labels)
@@ -62,6 +65,8 @@ _as_temperature = functools.partial(
     want=f"a number above 0, {_SMALLEST_NORMAL:.3g} to {HIGHEST_TEMPERATURE:.3g}",
 )
 
+# For each argument of a loss, a function of the argument's name and value that checks the value and
+# converts it to an array.
 CONVERTERS: dict[str, Callable] = {
     "labels": as_labels,
     "mask": functools.partial(
@@ -74,10 +79,11 @@ CONVERTERS: dict[str, Callable] = {
     "z_loss": functools.partial(_as_setting, arguments.not_negative),
 }
 
-# Arguments that may be None.
+# Arguments that may be None. For all others, the converter raises an error.
 OPTIONAL = ("mask", "weights", "segment_ids")
-# Arguments with a number for each token. The others have one for each label.
-TOKEN_ARGUMENTS = ("weights", "segment_ids", *Settings._fields)
+# Arguments that broadcast to the tokens. All others broadcast to the labels, which have one axis
+# more if they are candidates.
+TOKEN_ARGUMENTS = ("weights", "segment_ids", *TokenSettings._fields)
 
 
 def compute(loss: Loss, layers: tuple[Pair, ...], **token_arguments: ArrayLike | None) -> Any:
@@ -100,7 +106,10 @@ def compute(loss: Loss, layers: tuple[Pair, ...], **token_arguments: ArrayLike |
         arguments.check_left_out("segment_ids", arrays.get("segment_ids"), "shift is 0")
 
     def with_label_axis(name: str) -> Array | None:
-        """Makes an argument [..., 1] or [..., c], which broadcasts to the labels [..., c]."""
+        """Checks that an argument broadcasts, and gives it one axis more than the tokens have.
+
+        The last axis of the result is 1, or the number of candidates.
+        """
         array = arrays.get(name)
         if array is None:
             return None
@@ -112,17 +121,19 @@ def compute(loss: Loss, layers: tuple[Pair, ...], **token_arguments: ArrayLike |
             owner = "the labels"
         with_length = name == "segment_ids"
         arguments.check_broadcasts(name, array.shape, shape, owner, with_length=with_length)
-        leading_axes = range(len(shape) - array.ndim)
-        label_axis = range(len(shape), len(token_shape) + 1)
-        return jnp.expand_dims(array, (*leading_axes, *label_axis))
+        # The array gets axes of size 1 in front, until it has the rank of `shape`. Then it gets an
+        # axis at the end, unless the last axis of `shape` counts candidates.
+        axes_in_front = range(len(shape) - array.ndim)
+        axes_at_end = range(len(shape), len(token_shape) + 1)
+        return jnp.expand_dims(array, (*axes_in_front, *axes_at_end))
 
-    settings = Settings(*map(with_label_axis, Settings._fields))
+    settings = {name: with_label_axis(name) for name in TokenSettings._fields}
     batch = Batch(
         labels=with_label_axis("labels"),
         mask=with_label_axis("mask"),
         weights=with_label_axis("weights"),
         segment_ids=with_label_axis("segment_ids"),
-        settings=settings,
+        settings=TokenSettings(**settings),
     )
     return _compute(loss, layers, batch)
 
@@ -132,24 +143,27 @@ def _checked_label_shape(
 ) -> tuple[Any, ...]:
     """Returns the shape of labels: the tokens' shape, and one axis more for candidates.
 
-    Raises an error unless the labels have this shape, and the loss can take tokens of their shape.
+    Raises an error unless the labels have this shape, and the loss accepts such tokens. A loss
+    without labels is checked for the shape of x alone.
     """
     if labels is None:
         _check_token_shape("x", token_shape, loss.shift)
         return token_shape
     label_shape = token_shape
     if loss.of_candidates:
-        candidates = labels.shape[len(token_shape) :]
-        label_shape += candidates[:1]
+        axes_after_tokens = labels.shape[len(token_shape) :]
+        label_shape += axes_after_tokens[:1]
     _check_label_shape(labels.shape, label_shape, len(token_shape))
     _check_token_shape("labels", token_shape, loss.shift)
     return label_shape
 
 
-def _check_label_shape(shape: tuple[int, ...], wanted: tuple[int, ...], token_ndim: int) -> None:
-    """Raises an error unless labels have the wanted shape."""
-    if shape != wanted:
-        want = f"x's shape without its last axis, {wanted}"
+def _check_label_shape(
+    shape: tuple[int, ...], expected_shape: tuple[int, ...], token_ndim: int
+) -> None:
+    """Raises an error unless labels have the expected shape."""
+    if shape != expected_shape:
+        want = f"x's shape without its last axis, {expected_shape}"
         if len(shape) == token_ndim + 1:
             want += " (labels.argmax(-1) makes ids of one-hot labels)"
         raise arguments.value_error("labels", want, shape)
@@ -158,7 +172,7 @@ def _check_label_shape(shape: tuple[int, ...], wanted: tuple[int, ...], token_nd
 def _check_token_shape(name: str, shape: tuple[Any, ...], shift: int) -> None:
     """Raises an error if a size is not known while tracing, or if no token predicts a label.
 
-    The tokens are cut into chunks, and the number of chunks must be known while tracing.
+    The sizes must be known because they say how many chunks the tokens are cut into.
     """
     has_known_sizes = not any(map(export.is_symbolic_dim, shape))
     arguments.check_shape(name, shape, has_known_sizes, "of known sizes, as chunks need")
@@ -179,18 +193,18 @@ def _compute(loss: Loss, layers: tuple[Pair, ...], batch: Batch) -> Any:
     is_token = _true_like_tokens(layers[0].x)
     token_data, is_counted = predicted_labels(loss, layers, batch, is_token)
     if loss.reduction == "none":
-        return _value_of_each_token(loss, layers, token_data, is_counted, is_token)
+        return _result_of_each_token(loss, layers, token_data, is_counted, is_token)
     total_weight = jnp.sum(token_data.weights)
     if loss.reduction == "mean":
         # If no label is counted, the weights are divided by 1, because 0 / 0 is NaN.
         divisor = jnp.where(total_weight == 0, 1, total_weight)
         token_data = token_data._replace(weights=token_data.weights / divisor)
-    token_data, device_layers = _on_devices(layers, token_data, is_counted)
-    sums = sum_of_losses(loss, token_data, device_layers)
+    token_data, layer_arrays = _split_over_mesh(layers, token_data, is_counted)
+    sums = sum_of_losses(loss, token_data, layer_arrays)
     return loss.returned(sums, total_weight)
 
 
-def _value_of_each_token(
+def _result_of_each_token(
     loss: Loss,
     layers: tuple[Pair, ...],
     token_data: TokenData,
@@ -199,45 +213,57 @@ def _value_of_each_token(
 ) -> Any:
     """Computes the result of a loss that is not reduced over the tokens."""
     weights = token_data.weights
-    token_data, device_layers = _on_devices(layers, token_data, is_counted)
-    values = map_chunks(loss, token_data, device_layers)
-    # The values are split like x again, also over axes of the table, along which the tokens were
-    # gathered.
-    values = tuple(split_like(value, is_token) for value in values)
+    token_data, layer_arrays = _split_over_mesh(layers, token_data, is_counted)
+    values = map_chunks(loss, token_data, layer_arrays)
+    # While logits are computed, tokens are not split over the mesh axes of the table. Now the
+    # values are split like x again.
+    values = tuple(split_like(array, is_token) for array in values)
     if loss.shift:
-        # A value moves from the token that predicts a label to the label.
-        shift_back = along_length(previous_token_values, loss.shift)
-        values, weights = jax.tree.map(shift_back, (values, weights))
+        move_to_label = along_length(previous_token_values, loss.shift)
+        values, weights = jax.tree.map(move_to_label, (values, weights))
     if not loss.of_candidates:
+        # The last axis, of size 1, is dropped.
         values, weights = jax.tree.map(lambda array: array[..., 0], (values, weights))
     return loss.returned(values, weights)
 
 
 def _true_like_tokens(x: Float[Array, "... d"]) -> Bool[Array, "..."]:
-    """Returns True for each token.
+    """Returns True for each token, in an array that explicit mesh axes split like the tokens of x.
 
-    The result is computed from x, so that explicit mesh axes split it as they split the tokens of
-    x. Only the shape and the sharding of x are read, not its values.
+    It is computed from an array like x, because jax derives the sharding. The values of x are not
+    read.
     """
     return ~jnp.zeros_like(x, bool).any(-1)
 
 
-def _on_devices(
+def _split_over_mesh(
     layers: tuple[Pair, ...], token_data: TokenData, is_counted: Bool[Array, "... c"]
 ) -> tuple[TokenData, Layers]:
-    """Splits the arrays of tokens and of layers over the mesh, as the losses take them."""
+    """Splits the arrays of tokens and of layers over the mesh, as `OutputSplit` describes.
+
+    Raises an error if the student and the teacher would be split in different ways.
+    """
 
     def without_unused(x):
-        """Replaces by 0 the x of tokens that have no weight, if it could make logits infinite."""
+        """Replaces x by 0 where x must not have an effect, even if x is NaN.
+
+        This is so at tokens without a counted label. At tokens whose counted labels all have a
+        weight of 0, x is replaced if x is infinite or NaN.
+        """
         is_finite = jnp.isfinite(x).all(-1, keepdims=True)
         is_used = (token_data.weights != 0) | (is_counted & is_finite)
         return jnp.where(is_used.any(-1, keepdims=True), x, 0)
 
-    device_layers = tuple(split_output(without_unused(pair.x), pair.output) for pair in layers)
-    first, *others = (layer.split for layer in device_layers)
-    for split in others:
+    layer_arrays = tuple(split_output(without_unused(pair.x), pair.output) for pair in layers)
+    split = layer_arrays[0].split
+    for teacher_arrays in layer_arrays[1:]:
+        teacher_split = teacher_arrays.split
         want = "a table with rows split over the mesh axes of output's"
-        arguments.check_same("teacher_output", want, split.vocabulary, first.vocabulary)
-        arguments.check_same("teacher_x", "tokens split as x's", split.tokens, first.tokens)
-    sharding = NamedSharding(first.mesh, first.specs().x)
-    return jax.tree.map(lambda array: reshard(array, sharding), token_data), device_layers
+        arguments.check_same(
+            "teacher_output", want, teacher_split.vocabulary_mesh_axes, split.vocabulary_mesh_axes
+        )
+        want = "tokens split as x's"
+        arguments.check_same("teacher_x", want, teacher_split.token_axes, split.token_axes)
+    sharding = NamedSharding(split.mesh, split.specs().x)
+    token_data = jax.tree.map(lambda array: reshard(array, sharding), token_data)
+    return token_data, layer_arrays

@@ -97,11 +97,11 @@ class OutputLayer:
             pad_id=arguments.int32,
             vocab_axis=functools.partial(arguments.integer, at_least=0, at_most=1),
         )
-        number = functools.partial(arguments.integer, at_least=1, at_most=self.row_count)
-        arguments.convert_fields(self, vocab_size=number)
+        as_vocab_size = functools.partial(arguments.integer, at_least=1, at_most=self.row_count)
+        arguments.convert_fields(self, vocab_size=as_vocab_size)
         if self.bias is not None:
-            rows = (self.row_count,)
-            arguments.check_same("bias", "a number for each row", self.bias.shape, rows)
+            bias_shape = (self.row_count,)
+            arguments.check_same("bias", "a number for each row", self.bias.shape, bias_shape)
 
     @property
     def row_count(self) -> Any:
@@ -118,12 +118,12 @@ register_pytree(OutputLayer, "softcap", "scale", "pad_id", "vocab_size", "vocab_
 
 
 def _as_whole_table(name: str, table: ArrayLike) -> TableArray:
-    """Converts a table, and refuses one that holds only some of its rows."""
-    array = as_table(name, table)
-    if isinstance(array, StandIn):
+    """Converts a table, and raises an error for a `StandIn`, which holds only some of the rows."""
+    table_or_stand_in = as_table(name, table)
+    if isinstance(table_or_stand_in, StandIn):
         want = "a whole table, trained densely, since the output layer is tied to it"
-        raise arguments.type_error(name, want, f"some of the rows of {array.name}")
-    return array
+        raise arguments.type_error(name, want, f"some of the rows of {table_or_stand_in.name}")
+    return table_or_stand_in
 
 
 def linear_logits(
@@ -167,32 +167,38 @@ def linear_logits(
         [0.0, 1.0]
     """
     want = "a PartitionSpec, a NamedSharding, or None"
-    kinds = NamedSharding | PartitionSpec | None
-    arguments.instance("out_sharding", out_sharding, kinds, want)
-    logits = _logits(*as_output_layer(x, output))
+    sharding_types = NamedSharding | PartitionSpec | None
+    arguments.instance("out_sharding", out_sharding, sharding_types, want)
+    pair = as_output_layer(x, output)
+    logits = _logits(pair.x, pair.output)
     return logits if out_sharding is None else jax.sharding.reshard(logits, out_sharding)
 
 
 class Pair(NamedTuple):
-    """Hidden vectors, and the output layer that they meet."""
+    """Holds hidden vectors, and the output layer for them."""
 
     x: Array
     output: OutputLayer
 
 
 def as_output_layer(x: ArrayLike, output: OutputLayer | ArrayLike, prefix: str = "") -> Pair:
-    """Converts and checks the arguments of `linear_logits`, whose names have this prefix."""
+    """Checks and converts x and an output layer, or a table in place of the layer.
+
+    In errors, the names of the arguments are `x` and `output`, after the prefix.
+    """
     x = arguments.as_floats(f"{prefix}x", x)
     if isinstance(output, OutputLayer):
-        # The layer is made again, because a function of trees may have replaced its leaves.
+        # A function of trees may have replaced the leaves. So the layer is made again, which checks
+        # the leaves.
         output = OutputLayer(**vars(output))
     else:
         output = OutputLayer(as_table(f"{prefix}output", output))
     width = output.table.shape[1 - output.vocab_axis]
     want = "a last axis of the width d of the table [vocab_size, d]"
+    looks_transposed = x.shape[-1:] == output.table.shape[:1]
     if output.vocab_axis == 1:
         want = "a last axis of the width d of the table [d, vocab_size]"
-    elif x.shape[-1:] == output.table.shape[:1]:
+    elif looks_transposed:
         want += " (te.OutputLayer takes [d, vocab_size] with vocab_axis=1)"
     arguments.check_same(f"{prefix}x", want, x.shape[-1:], (width,))
     return Pair(x=x, output=output)
@@ -204,12 +210,16 @@ def _logits(x: Float[Array, "... d"], output: OutputLayer) -> Float[Array, "... 
     layer = split_output(x, output)
     split = layer.split
 
-    def multiply(layer):
+    def logits_of_device(layer):
         rows = split.to_rows(layer.table)
-        computed = row_logits(dataclasses.replace(layer, table=rows))
-        logits = computed.factor * computed.unscaled
-        # A bias that you add to half of the lowest number does not overflow to -inf.
-        return jnp.where(computed.is_inside, logits, jnp.finfo(logits.dtype).min / 2)
+        row_layer = dataclasses.replace(layer, table=rows)
+        result = row_logits(row_layer)
+        logits = result.factor * result.unscaled
+        # The logit of padding is half of the lowest number, so that it does not overflow to -inf if
+        # a user adds a bias to it.
+        padding_logit = jnp.finfo(logits.dtype).min / 2
+        return jnp.where(result.is_inside, logits, padding_logit)
 
-    logits_spec = PartitionSpec(*split.tokens, split.vocabulary)
-    return on_each_device(split.mesh, multiply, (split.specs(),), logits_spec)(layer)
+    logits_spec = PartitionSpec(*split.token_axes, split.vocabulary_mesh_axes)
+    compute = on_each_device(split.mesh, logits_of_device, (split.specs(),), logits_spec)
+    return compute(layer)

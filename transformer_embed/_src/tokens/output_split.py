@@ -21,17 +21,19 @@ from transformer_embed._src.partitioning import (
 class OutputSplit(NamedTuple):
     """Holds what is static in an output layer, and how the layer is split over a mesh.
 
-    Each device receives tokens and whole rows. To get the tokens, x is all-gathered over the mesh
-    axes that split its channels or the table. To get whole rows, if the table's columns are split,
-    an all-to-all splits its rows instead.
+    Each device computes the logits of some tokens for some whole rows of the table. To get the
+    tokens, x is all-gathered over the mesh axes that split the channels of x or the table. If the
+    columns of the table are split, each device has a part of every row. Then an all-to-all over the
+    same mesh axes exchanges these parts for whole rows.
 
     Args:
         vocab_size: The number of ids.
         softcap, scale, pad_id, vocab_axis: As in the output layer.
         mesh: The devices. A mesh without axes is one device.
-        rows: The mesh axes that split the table's rows.
-        columns: The mesh axes that split the table's columns.
-        tokens: For each dimension of the tokens, the mesh axes that still split it on a device.
+        row_axes: The mesh axes that split the rows of the user's table.
+        column_axes: The mesh axes that split the columns of the user's table.
+        token_axes: For each dimension of the tokens, the mesh axes that split it while logits are
+            computed.
     """
 
     vocab_size: Any
@@ -40,76 +42,86 @@ class OutputSplit(NamedTuple):
     pad_id: int | None
     vocab_axis: int
     mesh: Any
-    rows: Axes
-    columns: Axes
-    tokens: tuple[Axes, ...]
+    row_axes: Axes
+    column_axes: Axes
+    token_axes: tuple[Axes, ...]
 
     @property
-    def vocabulary(self) -> Axes:
-        """The axes that split the vocabulary, once columns are exchanged for rows."""
-        return (*self.rows, *self.columns)
+    def vocabulary_mesh_axes(self) -> Axes:
+        """The mesh axes along which devices have different rows while logits are computed."""
+        return (*self.row_axes, *self.column_axes)
 
     @property
-    def batch_axes(self) -> Axes:
-        """The axes that split the tokens."""
-        return sum(self.tokens, ())
+    def batch_mesh_axes(self) -> Axes:
+        """The mesh axes along which devices have different tokens while logits are computed."""
+        return sum(self.token_axes, ())
 
     @property
     def table_letters(self) -> str:
-        """The axes of the table for `jnp.einsum`: v is rows, d is columns."""
+        """The letters of the table's dimensions for `jnp.einsum`: v is rows, d is columns."""
         return "dv" if self.vocab_axis == 1 else "vd"
 
     def specs(self) -> "LayerArrays":
-        """Returns how the arrays of a layer are split."""
-        table_axes = [self.rows, self.columns]
+        """Returns the `PartitionSpec` of each array of a layer, in a record of the layer's form."""
+        table_axes = [self.row_axes, self.column_axes]
         if self.vocab_axis == 1:
             table_axes.reverse()
         return LayerArrays(
-            x=PartitionSpec(*self.tokens),
+            x=PartitionSpec(*self.token_axes),
             table=PartitionSpec(*table_axes),
-            bias=PartitionSpec(self.vocabulary),
-            sum_rows=PartitionSpec(),
+            bias=PartitionSpec(self.vocabulary_mesh_axes),
+            wide_rows=PartitionSpec(),
             split=self,
         )
 
     def sum_over_vocabulary(self, values: Any) -> Any:
-        """Sums values [t, rows] of each device over the whole vocabulary, to [t, 1]."""
+        """Sums values [t, rows] of each device over the whole vocabulary, to [t, 1].
+
+        `values` is an array, or a tree of arrays, which a single all-reduce adds over devices.
+        """
         sums = jax.tree.map(lambda array: array.sum(-1, keepdims=True), values)
-        return jax.lax.psum(sums, self.vocabulary)
+        return jax.lax.psum(sums, self.vocabulary_mesh_axes)
 
     def to_rows(self, shard: Array) -> Array:
-        """Exchanges a device's shard of a table for whole rows, inside shard_map."""
-        return self._exchange(shard, self.vocab_axis, 1 - self.vocab_axis)
+        """Exchanges, inside shard_map, a device's columns of many rows for all columns of some.
+
+        If the columns of the table are not split, the rows are whole already.
+        """
+        columns_axis = 1 - self.vocab_axis
+        return self._exchange(shard, split_axis=self.vocab_axis, join_axis=columns_axis)
 
     def to_columns(self, rows: Array) -> Array:
-        """Exchanges whole rows for the device's shard of the table, inside shard_map."""
-        return self._exchange(rows, 1 - self.vocab_axis, self.vocab_axis)
+        """Undoes `to_rows`, for an array like the whole rows, such as their gradient."""
+        columns_axis = 1 - self.vocab_axis
+        return self._exchange(rows, split_axis=columns_axis, join_axis=self.vocab_axis)
 
     def _exchange(self, array: Array, split_axis: int, join_axis: int) -> Array:
-        """Splits one axis over the devices that split the columns, and joins the other axis."""
-        if not self.columns:
+        """Splits one array axis over the devices along `column_axes`, and joins the other axis."""
+        if not self.column_axes:
             return array
-        return jax.lax.all_to_all(array, self.columns, split_axis, join_axis, tiled=True)
+        return jax.lax.all_to_all(array, self.column_axes, split_axis, join_axis, tiled=True)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerArrays:
-    """Tokens, and the arrays of the output layer that they meet.
+    """Holds the arrays of an output layer, and the x that is multiplied with the table.
 
     Args:
         x: The hidden vectors of the tokens.
-        table: The rows, or a shard of them. On a device, inside an engine, whole rows.
+        table: The user's table, or a device's shard of it. In the step of a chunk, the whole rows
+            of the device.
         bias: A number for each row, or None.
-        sum_rows: On a device, the whole rows in the dtype of sums. These rows get the gradient in
-            place of the table, so that it is summed over the chunks in that dtype. None elsewhere.
+        wide_rows: In the step of a chunk, the rows of `table` in the dtype of sums. They get the
+            gradient in place of `table`, so that gradients are summed over the chunks in that
+            dtype. None outside of a step.
         split: How the arrays are split.
     """
 
     x: Any
     table: Any
     bias: Any
-    sum_rows: Any
+    wide_rows: Any
     split: OutputSplit = dataclasses.field(metadata={"static": True})
 
 
@@ -118,7 +130,7 @@ Layers = tuple[LayerArrays, ...]
 
 
 def split_output(x: Float[Array, "... d"], output: Any) -> LayerArrays:
-    """Splits the arrays of x and an `OutputLayer` as functions on devices take them.
+    """Splits x and the arrays of an `OutputLayer` over the mesh, as the devices compute logits.
 
     Explicit mesh axes are found in the types of the arrays. Over automatic axes, jax splits arrays
     as it chooses.
@@ -127,19 +139,20 @@ def split_output(x: Float[Array, "... d"], output: Any) -> LayerArrays:
     bias = output.bias
     x_axes = typed_axes(x)
     table_axes = typed_axes(table)
-    rows = table_axes[output.vocab_axis]
-    columns = table_axes[1 - output.vocab_axis]
-    check_on_mesh("x", x, rows, columns)
-    is_split = any((*x_axes, rows, columns))
+    row_axes = table_axes[output.vocab_axis]
+    column_axes = table_axes[1 - output.vocab_axis]
+    check_on_mesh("x", x, row_axes, column_axes)
+    is_split = any((*x_axes, row_axes, column_axes))
     mesh = jax.typeof(x).sharding.mesh if is_split else AbstractMesh((), ())
-    if output.row_count % devices_along(mesh, columns):
-        want = f"rows that the devices along its columns' {columns} divide (see row_multiple)"
+    if output.row_count % devices_along(mesh, column_axes):
+        want = f"rows that the devices along its columns' {column_axes} divide (see row_multiple)"
         raise arguments.value_error("table", want, f"{output.row_count} rows")
-    # An axis that splits the table does not split the tokens: no axis may split both dimensions of
-    # the logits.
+    # No mesh axis may split both dimensions of the logits, the tokens and the rows. So the tokens
+    # are split only over those axes that do not split the table.
+    axes_of_table = (*row_axes, *column_axes)
+    axes_of_tokens = x_axes[: x.ndim - 1]
     token_axes = tuple(
-        tuple(axis for axis in axes if axis not in (*rows, *columns))
-        for axes in x_axes[: x.ndim - 1]
+        tuple(axis for axis in axes if axis not in axes_of_table) for axes in axes_of_tokens
     )
     split = OutputSplit(
         vocab_size=output.size,
@@ -148,12 +161,12 @@ def split_output(x: Float[Array, "... d"], output: Any) -> LayerArrays:
         pad_id=output.pad_id,
         vocab_axis=output.vocab_axis,
         mesh=mesh,
-        rows=rows,
-        columns=columns,
-        tokens=token_axes,
+        row_axes=row_axes,
+        column_axes=column_axes,
+        token_axes=token_axes,
     )
     specs = split.specs()
     if bias is not None:
         bias = reshard(on_every_device(bias), NamedSharding(mesh, specs.bias))
     x = reshard(x, NamedSharding(mesh, specs.x))
-    return LayerArrays(x=x, table=table, bias=bias, sum_rows=None, split=split)
+    return LayerArrays(x=x, table=table, bias=bias, wide_rows=None, split=split)

@@ -1,6 +1,6 @@
 """Finds which label each token predicts, and which labels are counted.
 
-Shapes are written with one letter: c is 1, or the number of candidates of a token.
+Shapes are written with one letter: c is 1, or the number of candidate labels of a token.
 """
 
 from collections.abc import Callable
@@ -16,68 +16,93 @@ from transformer_embed._src.partitioning import split_like
 from transformer_embed._src.sequences.runs import has_next_token, next_token_values
 from transformer_embed._src.tokens.loss_arithmetic import Loss
 from transformer_embed._src.tokens.output_layer import OutputLayer, Pair
-from transformer_embed._src.tokens.token_data import DEFAULTS, Settings, TokenData
+from transformer_embed._src.tokens.token_data import DEFAULT_SETTINGS, TokenData, TokenSettings
 
-# At a larger temperature, the lowest float32 number, which is the logit of padding, would keep a
-# probability above 0.
+# The logit of padding is about the lowest float32 number. Divided by a larger temperature, it would
+# be so near to 0 that padding had a probability above 0.
 HIGHEST_TEMPERATURE = 1e36
-# Whether each number of a setting is in range. An array may be known only when the program runs, so
-# numbers that are out of range become NaN.
+# For each setting, a function that says which numbers of an array are in range.
 IS_IN_RANGE: dict[str, Callable] = {
-    "temperature": lambda value: (value > 0) & (value <= HIGHEST_TEMPERATURE),
-    "label_smoothing": lambda value: (value >= 0) & (value < 1),
-    "z_loss": lambda value: value >= 0,
+    "temperature": lambda numbers: (numbers > 0) & (numbers <= HIGHEST_TEMPERATURE),
+    "label_smoothing": lambda numbers: (numbers >= 0) & (numbers < 1),
+    "z_loss": lambda numbers: numbers >= 0,
 }
 
 
 class Batch(NamedTuple):
-    """Holds arrays of a batch, [..., 1] or [..., c], that broadcast to the labels [..., c]."""
+    """Holds the user's arrays of a batch, [..., 1] or [..., c], that broadcast to [..., c]."""
 
     labels: Any = None
     mask: Any = None
     weights: Any = None
     segment_ids: Any = None
-    settings: Settings = Settings()
+    settings: TokenSettings = TokenSettings()
 
 
 def predicted_labels(
     loss: Loss, layers: tuple[Pair, ...], batch: Batch, is_token: Bool[Array, "..."]
 ) -> tuple[TokenData, Bool[Array, "... c"]]:
-    """Finds what each token predicts, and which labels are counted."""
+    """Finds what each token predicts, and which labels are counted.
+
+    With a shift, the label of token t is `labels[..., t + shift]`, and the mask, weight and
+    settings belong to this label too.
+
+    Args:
+        loss: The loss, which has the shift.
+        layers: The x and the output layer: one pair, or the student's and the teacher's.
+        batch: The user's arrays, before the shift.
+        is_token: True for each token, split over the mesh like the tokens of x.
+
+    Returns:
+        The arrays that belong to the predicting tokens, and which of their labels are counted.
+    """
     output = layers[0].output
-    dtypes = [array.dtype for pair in layers for array in (pair.x, pair.output.table)]
-    dtype = conversions.compute_dtype(*dtypes)
+    dtype = _dtype_of_sums(layers)
     batch = jax.tree.map(lambda array: split_like(array, is_token), batch)
     is_counted = is_token[..., None]
     batch = _broadcast_to_tokens(batch, is_counted, dtype)
     if loss.shift:
         is_counted = _without_last_tokens(loss, batch, output, is_counted)
-        # A value moves from the label to the token that predicts the label.
-        shift = along_length(next_token_values, loss.shift)
-        batch = jax.tree.map(shift, batch._replace(segment_ids=None))
-    labels = batch.labels
-    if labels is not None and output.pad_id is not None:
-        is_counted &= labels != output.pad_id
+        move_to_predicting_token = along_length(next_token_values, loss.shift)
+        batch = jax.tree.map(move_to_predicting_token, batch._replace(segment_ids=None))
+    if batch.labels is not None and output.pad_id is not None:
+        is_counted &= batch.labels != output.pad_id
     if batch.mask is not None:
         is_counted &= batch.mask
+    return _token_data(batch, is_counted, dtype), is_counted
+
+
+def _dtype_of_sums(layers: tuple[Pair, ...]) -> Any:
+    """Returns float32, or float64 if an x or a table is."""
+    dtypes = []
+    for pair in layers:
+        dtypes += [pair.x.dtype, pair.output.table.dtype]
+    return conversions.compute_dtype(*dtypes)
+
+
+def _token_data(batch: Batch, is_counted: Bool[Array, "... c"], dtype: Any) -> TokenData:
+    """Makes the arrays of the predicting tokens, in which labels that are not counted do no harm.
+
+    A label that is not counted becomes -1 and gets a weight of 0. `_valid_setting` says what the
+    settings become. `dtype` is the dtype of the weights.
+    """
     weights = jnp.ones((), dtype) if batch.weights is None else batch.weights
     weights = jnp.where(is_counted, weights, 0)
-    # No row has an id of -1. So a label that is not counted has a finite loss, and the gradient of
-    # an infinite logit is not taken.
-    labels = None if labels is None else jnp.where(is_counted, labels, -1)
+    # No table row has an id of -1. So the loss of a label that is not counted is finite, and the
+    # gradient of an infinite logit is not taken.
+    labels = None if batch.labels is None else jnp.where(is_counted, batch.labels, -1)
     valid_settings = {
         name: _valid_setting(name, setting, is_counted, weights)
         for name, setting in batch.settings._asdict().items()
     }
-    token_data = TokenData(labels=labels, settings=Settings(**valid_settings), weights=weights)
-    return token_data, is_counted
+    return TokenData(labels=labels, settings=TokenSettings(**valid_settings), weights=weights)
 
 
 def _broadcast_to_tokens(batch: Batch, is_token: Bool[Array, "... 1"], dtype: Any) -> Batch:
     """Gives the mask, the weights and the settings a value for each token, as a shift needs.
 
-    Numbers are converted to the dtype of sums before they are broadcast. So their gradients, which
-    are sums over tokens, are computed in that dtype.
+    Numbers are converted to the dtype of sums before they are broadcast. So the gradient of a
+    number, which is a sum over tokens, is computed in that dtype.
     """
     zeros = jnp.zeros_like(is_token, dtype)
     weights, settings = jax.tree.map(
@@ -90,9 +115,11 @@ def _broadcast_to_tokens(batch: Batch, is_token: Bool[Array, "... 1"], dtype: An
 def _without_last_tokens(
     loss: Loss, batch: Batch, output: OutputLayer, is_counted: Bool[Array, "... 1"]
 ) -> Bool[Array, "... c"]:
-    """Leaves out the tokens that predict no label of their own document, and padding.
+    """Leaves out padding, and the last tokens of each document, which predict no label of it.
 
-    Candidates are not the text itself, so they do not say which tokens are padding.
+    The labels of `batch` are not shifted yet. So the label of each token is the token's own id,
+    which says whether the token is padding. Only if the labels are candidates, which are not the
+    ids of the text, padding stays.
     """
     segment_ids = batch.segment_ids
     if segment_ids is None:
@@ -104,7 +131,7 @@ def _without_last_tokens(
 
 
 def _is_padding(labels: Array, output: OutputLayer) -> Array:
-    """Returns which tokens are padding, as their own labels say.
+    """Returns which tokens are padding, for labels that are the tokens' own ids.
 
     A `pad_id` outside the vocabulary only marks labels, so no token is padding then.
     """
@@ -114,23 +141,30 @@ def _is_padding(labels: Array, output: OutputLayer) -> Array:
 def _valid_setting(
     name: str, setting: Array | None, is_counted: Array, weights: Array
 ) -> Array | None:
-    """Replaces the numbers of a setting that are out of range.
+    """Replaces the numbers of a setting that are out of range, or that no label needs.
 
-    A number becomes NaN if a loss of its token has a weight. It becomes the default if no label of
-    its token is counted, or if no label has a weight.
+    A number that is out of range becomes NaN if a label of its token has a weight. (An array may be
+    known only when the program runs, so no error can be raised.) Otherwise it becomes the default,
+    like the number of a token without a counted label.
     """
     if setting is None:
         return None
     is_used = (weights != 0).any(-1, keepdims=True)
     is_valid = is_counted.any(-1, keepdims=True) & IS_IN_RANGE[name](setting)
-    return nan_where(~is_valid & is_used, jnp.where(is_valid, setting, getattr(DEFAULTS, name)))
+    default = getattr(DEFAULT_SETTINGS, name)
+    return nan_where(~is_valid & is_used, jnp.where(is_valid, setting, default))
 
 
 def along_length(function: Callable, steps: int) -> Callable:
-    """Makes a function that shifts values [..., length, c] by some steps along the length.
+    """Makes a function that shifts arrays [..., length, c] by some steps along the length.
 
     Args:
-        function: A function of [..., length] and the steps, such as `next_token_values`.
+        function: `next_token_values` or `previous_token_values`, which shift arrays [..., length].
         steps: How many tokens ahead, or back.
     """
-    return lambda array: function(array.swapaxes(-1, -2), steps).swapaxes(-1, -2)
+
+    def shift(array: Array) -> Array:
+        length_last = array.swapaxes(-1, -2)
+        return function(length_last, steps).swapaxes(-1, -2)
+
+    return shift

@@ -4,9 +4,11 @@ Shapes are written with these letters:
 
     t  tokens of a chunk
     r  table rows on this device
-    c  labels of a token: 1, or the number of candidates
+    c  labels of a token: 1, or the number of candidate labels
 
-A vocabulary id is banned if the bias of the table row is -inf: the id is never predicted.
+Two kinds of table rows are never predicted. A row is outside if it holds the `pad_id`, or only pads
+the vocabulary. The logit of an outside row is a very low finite number. A row is banned if its bias
+is -inf. The logit of a banned row is -inf.
 """
 
 import functools
@@ -23,20 +25,21 @@ from transformer_embed._src.compiled import change_column
 from transformer_embed._src.partitioning import devices_along, first_index, varying_axes
 from transformer_embed._src.tokens.output_split import LayerArrays, OutputSplit
 
-# The checkpoint of a chunk keeps the arrays that have this name.
+# The name of the arrays that the checkpoint of a chunk keeps for the backward pass.
 KEPT_NAME = "token_data"
 
 
 class RowLogits(NamedTuple):
-    """Logits of tokens for whole rows, without a factor.
+    """Holds the logits [..., rows] of tokens for the rows of a device, without a factor.
 
     Args:
-        unscaled: [..., rows] in float32 or wider, for rows that are not inside too.
-        factor: The softcap, or else the scale. The logits are `factor * unscaled`.
+        unscaled: The logits without the factor, in float32 or wider. Outside rows have the product
+            with x here, like all others.
+        factor: The softcap, or the scale if there is no softcap. The logits are
+            `factor * unscaled`.
         ids: The id of each row, [..., rows] with leading axes of size 1.
-        is_inside: Whether each row may be predicted, in the shape of `ids`. False at the `pad_id`,
-            and at rows that only pad the vocabulary. A plain True says that all rows are inside,
-            which costs no pass over the logits.
+        is_inside: False at outside rows, in the shape of `ids`. If no row is outside, this is the
+            Python value True, which costs no pass over the logits.
     """
 
     unscaled: Array
@@ -46,7 +49,7 @@ class RowLogits(NamedTuple):
 
 
 def row_logits(layer: LayerArrays) -> RowLogits:
-    """Computes the logits of gathered x for whole rows."""
+    """Computes the logits of x for the whole rows of a device, from products, bias and softcap."""
     split = layer.split
     x = layer.x
     table = layer.table
@@ -66,10 +69,11 @@ def row_logits(layer: LayerArrays) -> RowLogits:
         bias = jnp.expand_dims(bias.astype(dtype), token_axes)
     unscaled, factor = _biased_and_capped(split, products, bias)
     row_count = table.shape[split.vocab_axis]
-    first_id = first_index(split.vocabulary, row_count)
+    first_id = first_index(split.vocabulary_mesh_axes, row_count)
     ids = first_id + jnp.arange(row_count, dtype=jnp.int32)
     ids = jnp.expand_dims(ids, token_axes)
-    has_padding_rows = devices_along(split.mesh, split.vocabulary) * row_count > split.vocab_size
+    row_count_of_all_devices = devices_along(split.mesh, split.vocabulary_mesh_axes) * row_count
+    has_padding_rows = row_count_of_all_devices > split.vocab_size
     is_inside = ids < split.vocab_size if has_padding_rows else True
     if split.pad_id is not None:
         is_inside &= ids != split.pad_id
@@ -79,10 +83,10 @@ def row_logits(layer: LayerArrays) -> RowLogits:
 def _biased_and_capped(
     split: OutputSplit, products: Float[Array, "... n"], bias: Array | None
 ) -> tuple[Float[Array, "... n"], float]:
-    """Makes logits of products and biases [..., n].
+    """Adds the bias to the products [..., n], and applies the softcap.
 
     Returns:
-        The logits without a factor, and the factor.
+        The `unscaled` logits and the `factor` of `RowLogits`.
     """
     if bias is not None:
         products += bias
@@ -90,26 +94,26 @@ def _biased_and_capped(
         return products, split.scale
     capped = jnp.tanh(split.scale * products / split.softcap)
     if bias is not None:
-        # The cap would make the logit of a banned id finite, so the id could be predicted.
+        # The cap would make the logit of a banned row finite, so the id could be predicted.
         capped = jnp.where(bias == -jnp.inf, bias, capped)
     return capped, split.softcap
 
 
 class ChunkLogits(NamedTuple):
-    """Logits [t, r] of a chunk of tokens.
+    """Holds the logits [t, r] of a chunk of tokens, which are `factor * logits`.
 
     Args:
-        factor: What the logits are to be multiplied by. A number, or [t, 1].
-        logits: The logits without the factor. They are low at rows that are not predicted.
+        factor: The factor of the logits, a number or [t, 1].
+        logits: The logits without the factor, [t, r], with a very low number at outside rows.
         top: The largest of each token's `logits` on all devices, [t, 1].
-        shifted: `factor * (logits - top)`, which is -inf at banned ids.
+        shifted: `factor * (logits - top)`, [t, r], which is -inf at banned rows.
         total: The sum of the exponentials of `shifted` on this device, [t, 1].
-        slope: The derivative of the logits with respect to the products of x and the rows, but for
-            `slope_factor`. A number, or [t, r].
-        slope_factor: What the slope is to be multiplied by. A number, or [t, 1].
-        ids, is_inside: As in `RowLogits`.
-        is_banned: Whether the bias of each row is -inf, in the shape of `ids`. None, if the layer
-            has no bias.
+        slope, slope_factor: The derivative of `factor * logits` with respect to the products of x
+            and the rows is `slope * slope_factor`. The slope is a number or [t, r], and
+            `slope_factor` is a number or [t, 1].
+        ids: The id of each row, [1, r].
+        is_inside: False at outside rows, as in `RowLogits`.
+        is_banned: True at banned rows, [1, r]. None if the layer has no bias.
     """
 
     factor: float | Array
@@ -125,27 +129,24 @@ class ChunkLogits(NamedTuple):
 
     @property
     def first_id(self) -> Int32[Array, ""]:
-        """The id of this device's first row, and so of the first column of its logits."""
+        """The id of the first row on this device, and so of the first column of the logits."""
         return self.ids[0, 0]
 
 
 def chunk_logits(layer: LayerArrays, temperature: Any) -> ChunkLogits:
-    """Computes the logits of a chunk, as differences from the largest of each token."""
+    """Computes the logits of a chunk, and each token's largest logit and sum of exponentials.
+
+    `temperature` divides the logits, [t, 1]. If None, it is 1.
+    """
     split = layer.split
     rows = row_logits(layer)
     factor = rows.factor
     slope_factor = split.scale
-    largest_factor = max(factor, 1)
     if temperature is not None:
         factor = factor / temperature
         slope_factor = slope_factor / temperature
-        # The power of two leaves room for derivatives with respect to the temperature, which are
-        # then finite too.
-        largest_factor = jnp.clip(2.0**32 * jax.lax.stop_gradient(factor), 1, 2.0**92)
-    # The low logit is finite, also times the factor. So the loss of a token that does not count,
-    # whose label may be padding, is finite and vanishes with the weight 0.
-    lowest = float(jnp.finfo(rows.unscaled.dtype).min) / (2 * largest_factor)
-    logits = _low_outside(layer, rows, lowest)
+    outside_logit = _outside_logit(rows.unscaled.dtype, factor)
+    logits = _replace_outside_logits(layer.split, rows, outside_logit)
     top, total = _top_and_total(split, factor, logits)
     is_banned = None
     if layer.bias is not None:
@@ -155,9 +156,9 @@ def chunk_logits(layer: LayerArrays, temperature: Any) -> ChunkLogits:
     # logits again, reads the logits only once.
     top, total = checkpoint_name((top, total), KEPT_NAME)
     slope = _slope_of_cap(split, rows)
-    # Differences of logits have a rounding error that does not grow with the logits. The factor
-    # comes last: XLA may round `factor * logits - top` only once, and then the difference is not 0
-    # where it should be, because top is rounded.
+    # The difference is taken before the product. If `top` were `(factor * logits).max()`, and the
+    # shifted logits were `factor * logits - top`, XLA might round this expression only once. But
+    # `top` is rounded after the product, so the shifted logit of the largest logit would not be 0.
     shifted = times(factor, logits - top)
     return ChunkLogits(
         factor=factor,
@@ -173,45 +174,66 @@ def chunk_logits(layer: LayerArrays, temperature: Any) -> ChunkLogits:
     )
 
 
-def _slope_of_cap(split: OutputSplit, rows: RowLogits) -> float | Array:
-    """Computes `slope` of `ChunkLogits`: the derivative of tanh, which is `1 - tanh**2`.
+def _outside_logit(dtype: Any, factor: float | Array) -> float | Array:
+    """Returns the logit of outside rows, without the factor.
 
-    At a banned id, where `unscaled` is -inf, the derivative is 0.
+    The logit is so low that the probability is 0, and is finite, also times the factor. So the loss
+    of a token whose label is padding is finite, and vanishes because the weight of the token is 0.
+    """
+    if isinstance(factor, jax.Array):
+        # With the power of two, derivatives with respect to the temperature are finite too.
+        largest_factor = jnp.clip(2.0**32 * jax.lax.stop_gradient(factor), 1, 2.0**92)
+    else:
+        largest_factor = max(factor, 1)
+    return float(jnp.finfo(dtype).min) / (2 * largest_factor)
+
+
+def _slope_of_cap(split: OutputSplit, rows: RowLogits) -> float | Array:
+    """Computes `slope` of `ChunkLogits`, which is 1, or the derivative of the softcap's tanh.
+
+    The derivative is `1 - tanh**2`. At a banned row, `unscaled` is -inf and the derivative is 0.
     """
     if split.softcap is None:
         return 1.0
-    return 1 - jnp.square(jnp.maximum(rows.unscaled, -1))
+    finite_tanh = jnp.maximum(rows.unscaled, -1)
+    return 1 - jnp.square(finite_tanh)
 
 
-def _low_outside(layer: LayerArrays, rows: RowLogits, lowest: Any) -> Float[Array, "t r"]:
-    """Sets the logits of rows that are not inside to the lowest value."""
-    split = layer.split
+def _replace_outside_logits(
+    split: OutputSplit, rows: RowLogits, outside_logit: Any
+) -> Float[Array, "t r"]:
+    """Returns `rows.unscaled` with `outside_logit` at outside rows."""
     has_whole_vocabulary = split.mesh.empty and rows.unscaled.shape[-1] == split.vocab_size
     if split.pad_id is None or not has_whole_vocabulary:
-        return jnp.where(rows.is_inside, rows.unscaled, lowest)
-    # Only the column of the `pad_id` is outside.
+        return jnp.where(rows.is_inside, rows.unscaled, outside_logit)
+    # Only the row of the `pad_id` can be outside. Its column is the `pad_id`.
     pad_column = jnp.array([[split.pad_id]], jnp.int32)
-    low_like = functools.partial(jnp.full_like, fill_value=lowest)
-    return change_column(rows.unscaled, pad_column, low_like, is_last=True)
+    outside_like = functools.partial(jnp.full_like, fill_value=outside_logit)
+    return change_column(rows.unscaled, pad_column, outside_like, is_last=True)
 
 
 def _top_and_total(
     split: OutputSplit, factor: float | Array, logits: Float[Array, "t r"]
 ) -> tuple[Float[Array, "t 1"], Float[Array, "t 1"]]:
-    """Computes `top` and `total` of `ChunkLogits`."""
+    """Computes `top` and `total` of `ChunkLogits`, the largest logit and the sum of exponentials.
+
+    On a GPU, this takes one pass over the logits if it can, and otherwise two.
+    """
 
     def in_two_passes(logits):
-        # The number that is subtracted has no effect on the loss, so its gradient is left out.
+        # The loss does not depend on the number that is subtracted, so its gradient is left out.
         top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
-        # The condition is for a user's shard_map, in which jax refuses a maximum over no axes.
-        if split.vocabulary:
-            top = jax.lax.pmax(top, split.vocabulary)
+        # Inside a user's shard_map, jax refuses a maximum over no axes.
+        if split.vocabulary_mesh_axes:
+            top = jax.lax.pmax(top, split.vocabulary_mesh_axes)
         total = jnp.exp(times(factor, logits - top)).sum(-1, keepdims=True)
         return top, total
 
-    # Second derivatives differentiate this function. Inside a shard_map, jax cannot differentiate
-    # the reduction that takes one pass.
-    if split.vocabulary or varying_axes(logits) or isinstance(factor, jax.Array):
+    # Second derivatives differentiate this function, and inside a shard_map, jax cannot
+    # differentiate the reduction of `in_one_pass`. And `in_one_pass` needs a factor that is a
+    # number.
+    is_in_shard_map = split.vocabulary_mesh_axes or varying_axes(logits)
+    if is_in_shard_map or isinstance(factor, jax.Array):
         return in_two_passes(logits)
     one_pass = functools.partial(in_one_pass, factor)
     return jax.lax.platform_dependent(logits, cuda=one_pass, default=in_two_passes)
@@ -220,16 +242,16 @@ def _top_and_total(
 def _finite_if_all_banned(
     split: OutputSplit, top: Float[Array, "t 1"], total: Float[Array, "t 1"]
 ) -> tuple[Float[Array, "t 1"], Float[Array, "t 1"]]:
-    """Replaces `top` and `total` if the bias bans every id.
+    """Changes `top` and `total` of tokens whose logits are all -inf, because all rows are banned.
 
-    Then all logits are -inf, and a CPU would subtract infinity from infinity. With a finite top and
-    a total of 1, every loss is infinite on all platforms, and its gradients are finite.
+    For these, a CPU would subtract infinity from infinity. With a finite top and a total of 1, each
+    loss is infinite on all platforms, and the gradients are finite.
     """
     lowest = jnp.finfo(top.dtype).min
     is_all_banned = top <= lowest
-    # The totals of the devices are added.
-    total_here = 1 / devices_along(split.mesh, split.vocabulary)
-    return jnp.maximum(top, lowest), jnp.where(is_all_banned, total_here, total)
+    # The totals of the devices will be added, so each device gets a share of 1.
+    total_of_device = 1 / devices_along(split.mesh, split.vocabulary_mesh_axes)
+    return jnp.maximum(top, lowest), jnp.where(is_all_banned, total_of_device, total)
 
 
 def in_one_pass(
@@ -237,39 +259,40 @@ def in_one_pass(
 ) -> tuple[Float[Array, "t 1"], Float[Array, "t 1"]]:
     """Computes the largest logit of each token, and the sum of `exp(factor * (logits - largest))`.
 
-    A GPU takes as long as it needs to read the logits. This function reads the logits once. A
+    On a GPU, the time is the time to read the logits. This function reads the logits once, but a
     function that finds the largest logit first would read them twice.
     """
     lowest = jnp.finfo(logits.dtype).min
 
-    def join(one, other):
-        """Joins (top, total) of two parts of a row; the lower part's total is scaled down."""
-        one_top, one_total = one
-        other_top, other_total = other
-        is_higher = one_top > other_top
-        total_of_higher = jnp.where(is_higher, one_total, other_total)
-        total_of_lower = jnp.where(is_higher, other_total, one_total)
-        # The tops are selected by the same condition as the totals. So if the tops are equal, all
-        # derivatives are those of the same operand.
-        higher_top = jnp.where(is_higher, one_top, other_top)
-        lower_top = jnp.where(is_higher, other_top, one_top)
+    def join(left, right):
+        """Joins (top, total) of two parts of a row. The total of the lower part is scaled down."""
+        left_top, left_total = left
+        right_top, right_total = right
+        is_left_higher = left_top > right_top
+        total_of_higher = jnp.where(is_left_higher, left_total, right_total)
+        total_of_lower = jnp.where(is_left_higher, right_total, left_total)
+        # The tops are selected by the same condition as the totals (and not by a maximum), so that
+        # their derivatives belong to the same part, also if the tops are equal.
+        higher_top = jnp.where(is_left_higher, left_top, right_top)
+        lower_top = jnp.where(is_left_higher, right_top, left_top)
         ratio = jnp.exp(factor * (lower_top - higher_top))
         return higher_top, total_of_higher + ratio * total_of_lower
 
-    # The logits of banned ids become finite, because the difference of two infinities is NaN.
+    # The logits of banned rows become finite, because the difference of two infinities is NaN.
     logits = jnp.clip(logits, lowest, -lowest)
-    # The total of a single logit is 1. The ones are computed from the logits, because jax
+    # A part of one logit has the total 1. The ones are computed from the logits, because jax
     # differentiates a reduction only if every operand has a derivative.
     totals = 1 + 0 * logits
-    first_top, first_total = np.array([lowest, 0], logits.dtype)
-    top, total = jax.lax.reduce((logits, totals), (first_top, first_total), join, (1,))
+    # An empty part, which the reduction begins with.
+    initial_top, initial_total = np.array([lowest, 0], logits.dtype)
+    top, total = jax.lax.reduce((logits, totals), (initial_top, initial_total), join, (1,))
     return top[:, None], total[:, None]
 
 
 def times(factor: float | Array, logits: Float[Array, "t n"]) -> Float[Array, "t n"]:
     """Multiplies logits by a factor above 0.
 
-    At a banned id, the derivative with respect to the factor is 0 and not infinite.
+    At a banned row, whose logit is -inf, the derivative with respect to the factor is 0.
     """
     if not isinstance(factor, jax.Array):
         return factor * logits
@@ -281,23 +304,23 @@ def times(factor: float | Array, logits: Float[Array, "t n"]) -> Float[Array, "t
 def values_in_columns(
     columns: Int32[Array, "t c"], values: Float[Array, "t r"], shift: float | Array = 0.0
 ) -> Float[Array, "t c"]:
-    """Reads the values of each token in some columns, minus the shift of the token.
+    """Returns `values[i, columns[i, j]] - shift[i]` for token i, and 0 for a column out of range.
 
-    A column that another device holds reads as 0.
+    A column is out of range if another device holds it, so a sum over the devices is the value.
     """
     last = values.shape[1] - 1
     index = jnp.clip(columns, 0, last)
-    # If each token reads one column, no two gradients are added in one place. A GPU that is told so
-    # does not add atomically.
+    # If each token reads a single column, the gradient adds to each place once. If jax is told so,
+    # a GPU does without atomic additions.
     is_unique = columns.shape[1] == 1
 
     def read(row, row_index):
         return row.at[row_index].get(mode="promise_in_bounds", unique_indices=is_unique)
 
     # The tokens are an axis of `vmap` and not an index, because a mesh may split them.
-    found = jax.vmap(read)(values, index)
-    is_here = (columns >= 0) & (columns <= last)
-    return jnp.where(is_here, found - shift, 0)
+    read_values = jax.vmap(read)(values, index)
+    is_on_this_device = (columns >= 0) & (columns <= last)
+    return jnp.where(is_on_this_device, read_values - shift, 0)
 
 
 def columns_of_ids(chunk: ChunkLogits, ids: Any) -> Int32[Array, "t c"]:
@@ -309,11 +332,12 @@ def columns_of_ids(chunk: ChunkLogits, ids: Any) -> Int32[Array, "t c"]:
 
 
 class TokenSums(NamedTuple):
-    """Sums over the whole vocabulary for each token, equal on all devices.
+    """Holds the sums of each token over the whole vocabulary, which are equal on all devices.
 
     Args:
         total: [t, 1], the sum of the exponentials of the shifted logits.
-        label_logit: [t, c], the shifted logit of each label.
+        label_logit: [t, c], the shifted logit of each label. (It is a sum because the device that
+            holds the label has its logit, and the other devices have 0.)
         mean_logit: [t, 1], the mean of the shifted logits over the rows that may be predicted. It
             is None if labels are not smoothed.
     """
@@ -338,6 +362,7 @@ def token_sums(
         row_shares: The share of each row in the mean that smooths the labels, [1, r]. None if
             labels are not smoothed.
     """
+    # Both functions compute the shifted logit of each label, from different arrays.
     label_from_shifted = functools.partial(values_in_columns, columns, chunk.shifted)
 
     def label_from_logits():
@@ -349,15 +374,15 @@ def token_sums(
         if chunk.is_banned is not None:
             finite = jnp.where(chunk.is_banned, 0, finite)
         mean_logit = (finite * row_shares).sum(-1, keepdims=True)
-        # The mean needs the shifted logits anyway, so the label's is read from them. If it were
-        # read from `logits`, both arrays would be kept.
+        # The mean needs the shifted logits anyway, so the label's logit is read from them. If it
+        # were read from `logits`, both arrays would have to be kept.
         label_logit = label_from_shifted()
     elif isinstance(chunk.factor, jax.Array):
         label_logit = label_from_logits()
     else:
-        # A CPU would write all shifted logits only to read the label's. A TPU takes less time to
-        # write the shifted logits than to compute the exponentials again.
+        # A CPU would write all shifted logits only to read a few. A TPU takes less time to write
+        # the shifted logits than to compute the exponentials again.
         label_logit = jax.lax.platform_dependent(cpu=label_from_logits, default=label_from_shifted)
     on_this_device = TokenSums(total=chunk.total, label_logit=label_logit, mean_logit=mean_logit)
     # A single all-reduce adds the three arrays over devices.
-    return jax.lax.psum(on_this_device, split.vocabulary)
+    return jax.lax.psum(on_this_device, split.vocabulary_mesh_axes)

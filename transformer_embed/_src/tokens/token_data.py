@@ -1,4 +1,7 @@
-"""Records of what belongs to tokens, and the weights of their losses."""
+"""Holds the arrays of tokens that a loss needs: labels, settings and weights.
+
+Shapes are written with one letter: c is 1, or the number of candidate labels of a token.
+"""
 
 from typing import Any, NamedTuple
 
@@ -9,10 +12,10 @@ from transformer_embed._src.compiled import nan_where
 from transformer_embed._src.tokens.output_split import OutputSplit
 
 
-class Settings(NamedTuple):
-    """Holds settings of a loss that have gradients: a number [..., 1] for each token.
+class TokenSettings(NamedTuple):
+    """Holds the settings of a loss that have gradients: for each, one number per token, [..., 1].
 
-    A setting of None has its default value.
+    None stands for the default value, so that a loss can leave out the arithmetic.
     """
 
     temperature: Any = None
@@ -20,40 +23,37 @@ class Settings(NamedTuple):
     z_loss: Any = None
 
 
-DEFAULTS = Settings(temperature=1.0, label_smoothing=0.0, z_loss=0.0)
+DEFAULT_SETTINGS = TokenSettings(temperature=1.0, label_smoothing=0.0, z_loss=0.0)
 
 
 class TokenData(NamedTuple):
     """Holds arrays that belong to tokens.
 
     Args:
-        labels: int32 [..., c]. None for a loss without labels.
+        labels: The ids that each token predicts, int32 [..., c]. None for a loss without labels.
         settings: The settings of each token.
-        weights: [..., c], 0 where a label is not counted. For a mean, each weight is divided by the
-            sum of all weights.
+        weights: The factor of the loss of each label, [..., c], 0 where a label is not counted. For
+            a mean over tokens, each weight is already divided by the sum of all weights.
     """
 
     labels: Any
-    settings: Settings
+    settings: TokenSettings
     weights: Any
 
 
-# The data of a place without a token. The settings are the defaults, because a temperature of 0
-# would be a factor of infinity. Even with a weight of 0, that would be NaN in the gradient of the
-# whole table.
-NO_TOKEN = TokenData(labels=-1, settings=DEFAULTS, weights=0.0)
+# What fills a place without a token. The weight is 0, so the place adds nothing to a loss. The
+# settings are the defaults, because a temperature of 0 would make infinite logits, which would be
+# NaN in the gradient of the whole table in spite of the weight 0.
+NO_TOKEN = TokenData(labels=-1, settings=DEFAULT_SETTINGS, weights=0.0)
 
 
 def weighted(losses: Float[Array, "..."], weights: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Multiplies losses by weights.
-
-    The product is 0 where a weight is 0, also if the loss is infinite or NaN.
-    """
+    """Multiplies losses by weights, with 0 where a weight is 0, also if the loss is not finite."""
     return finite_if_unused(losses, weights) * weights
 
 
 def finite_if_unused(losses: Float[Array, "..."], weights: Float[Array, "..."]) -> Array:
-    """Sets to 0 the losses that are infinite or NaN and have no weight."""
+    """Replaces a loss by 0 where it is infinite or NaN and has a weight of 0."""
     is_unused = weights == 0
     return jnp.where(is_unused & ~jnp.isfinite(losses), 0, losses)
 
@@ -61,12 +61,12 @@ def finite_if_unused(losses: Float[Array, "..."], weights: Float[Array, "..."]) 
 def weights_or_nan(split: OutputSplit, token_data: TokenData) -> Float[Array, "..."]:
     """Returns the weights, with NaN where a counted label is outside the vocabulary.
 
-    NaN as a weight makes the loss and all gradients NaN.
+    NaN as a weight makes the loss and all gradients NaN, so the user notices the wrong label.
     """
     labels = token_data.labels
     weights = token_data.weights
     if labels is None:
         return weights
-    # As uint32, a negative label is above the vocabulary.
+    # As uint32, a negative label is a large number, so one comparison finds it too.
     is_outside = jnp.asarray(labels).astype(jnp.uint32) >= split.vocab_size
     return nan_where(is_outside & (weights != 0), weights)
