@@ -115,7 +115,7 @@ def resize(
     if grids is not None or _number_of_positions(config) != _number_of_positions(new_config):
         layout = _layout(config, new_config, grids)
         path = paths[_module(POSITIONS)]
-        table = jnp.asarray(resized[path]["embeddings"])
+        table = _as_jax_array(f"{path}/embeddings", resized[path]["embeddings"])
         if keep_positions:
             table = _extended(table, layout, rng)
         else:
@@ -128,6 +128,14 @@ def resize(
 def _module(parameter: str) -> str:
     """Returns the path of a parameter's module."""
     return parameter.rpartition("/")[0]
+
+
+def _as_jax_array(parameter: str, table: Any) -> Array:
+    """Returns a table as a jax array; a jax array stays where it is.
+
+    A masked array is refused, because jax would drop the mask.
+    """
+    return jnp.asarray(arguments.native(f"params: {parameter}", table))
 
 
 def _check_spread(new_config: EmbedderConfig) -> None:
@@ -169,7 +177,7 @@ def _with_other_rows(
     sharding = getattr(table, "sharding", None)
     is_on_mesh = isinstance(sharding, NamedSharding) and sharding.num_devices > 1
     library = np if is_on_mesh else jnp
-    rows: Any = gathered(path, table) if is_on_mesh else jnp.asarray(table)
+    rows: Any = gathered(path, table) if is_on_mesh else _as_jax_array(path, table)
     rows_by_id = rows[_rows_of_ids(path, config)]
     new_rows = _sampled(rows_by_id, new_config.vocab_size - config.vocab_size, rng, salt)
     # The last row is zeros, which padding takes.

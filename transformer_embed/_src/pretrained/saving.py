@@ -207,7 +207,11 @@ def _arrays_by_tensor(leaves: Mapping[str, Any], names: Mapping[str, Any]) -> di
         raise arguments.value_error("names", want, [*names.values()])
     arrays = {}
     for path, place in places.items():
-        array = gathered(path, conversions.unwrapped(leaves[path]))
+        leaf = conversions.unwrapped(leaves[path])
+        if isinstance(leaf, list | tuple):
+            # Masked arrays in a list are refused, because numpy would drop the masks.
+            leaf = arguments.as_array(path, leaf)
+        array = gathered(path, leaf)
         if place.is_transposed:
             array = array.T
         if place.name.endswith(LOGITS_BIAS):
