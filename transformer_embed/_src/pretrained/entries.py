@@ -120,6 +120,8 @@ ENTRIES: dict[str, Entry] = {
     "rope_local_base_freq": Entry(arguments.positive, is_loud=True, within="sliding_window"),
     "sliding_rotary_factor": Entry(arguments.positive, is_loud=True, within="sliding_window"),
     "sliding_rope_scaling": Entry(_unchecked, is_loud=True, within="sliding_window"),
+    # The rotation of layers that see averages of tokens.
+    "compress_rope_theta": Entry(arguments.positive, is_loud=True),
     # Rotations of single layers.
     "layer_rope_theta": Entry(_bases, is_loud=True),
     "no_rope_layers": Entry(_integers, is_loud=True),
@@ -134,6 +136,7 @@ ENTRIES: dict[str, Entry] = {
     "mlp_layer_types": Entry(_kinds),
     "per_layer_config": Entry(_objects_by_layer),
     "attn_layer_indices": Entry(_integers),
+    "compress_ratios": Entry(_integers),
     "cross_attention_layers": Entry(_integers),
     "first_k_dense_replace": Entry(arguments.integer),
     "sliding_window": Entry(arguments.integer),

@@ -85,10 +85,9 @@ def _given(file: Published) -> dict[str, Any]:
     unread = _without_nulls(file, in_file.unread, settings.unread)
     _check_unread(file, unread)
     values = settings.values
-    for names in rope.ENTRIES_OF_KINDS.values():
-        if values.get(names.scaling):
-            in_scaling = in_file.values.get(names.scaling) or {}
-            values[names.scaling] = rope.merged(in_scaling, values[names.scaling])
+    for entry in rope.ENTRIES_OF_SCALINGS:
+        if values.get(entry):
+            values[entry] = rope.merged(in_file.values.get(entry) or {}, values[entry])
     # What settings say inside a scaling goes before what config.json says beside it.
     length = values.get("rope_scaling", {}).get(rope.ORIGINAL)
     if length is not None:

@@ -13,7 +13,7 @@ from transformer_embed._src.pretrained.entries import ENTRIES, ENTRY_OF_ALIAS
 # Entries that no type reads, and that change the input or the output layer of some model: switches
 # of published code, and what types that are not known say of positions, rotations, scales, tables.
 LOUD = (
-    "alibi altup_correct_scale asm cla_share_factor compress_rope_parameters compress_rope_theta "
+    "alibi altup_correct_scale asm cla_share_factor compress_rope_parameters "
     "emb_layer_norm_after emb_layer_norm_before emb_pdrop embd_pdrop embed_dropout "
     "embed_positions embedding_dropout embedding_fraction embedding_scale "
     "embeddings_scale_by_sqrt_dim extra_pos_embeddings has_relative_attention_bias laurel_rank "
@@ -38,7 +38,7 @@ IN_FILES = (
     "anyres_vit_two_views attention_head_dim attn_impl attn_implementation attn_output_gate "
     "attn_type_list auto_map aux_loss_alpha bad_words_ids begin_suppress_tokens "
     "bias_dropout_fusion block_configs cache_implementation class_num classif_dropout "
-    "classifier_activation compress_ratios cross_attention_hidden_size decoder_start_token_id "
+    "classifier_activation cross_attention_hidden_size decoder_start_token_id "
     "dense_list dense_seq_output dflash_config directionality down_scale_factor draft_vocab_size "
     "eagle_config emb_pooler eod_token_id ep_size expert_dtype expert_intermediate_size "
     "experts_per_token fc_norm feed_forward_type finetuning_task for_llm_compressor "

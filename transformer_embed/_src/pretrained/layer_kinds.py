@@ -1,12 +1,14 @@
 """The kind of each layer: from the list in config.json, or by the rule that the entries choose."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from transformer_embed._src import arguments
 from transformer_embed._src.pretrained.entries import Options
 from transformer_embed._src.pretrained.model_type import (
     CHUNKED,
+    COMPRESSED,
+    COMPRESSED_SPARSE,
     CROSS,
     FULL,
     INDEXED,
@@ -32,6 +34,8 @@ RENAMED: Mapping[Any, str] = {
     0: FULL,
     1: SLIDING,
 }
+# DeepSeek V4's own files list, for each layer, of how many tokens its averages are.
+KINDS_OF_RATIOS = {0: SLIDING, 4: COMPRESSED_SPARSE, 128: COMPRESSED}
 # Kinds of layers that rotate nothing.
 UNROTATED = (LINEAR, CROSS, "conv", "moe", "mlp")
 KNOWN = (FULL, SLIDING, CHUNKED, INDEXED, *UNROTATED)
@@ -42,6 +46,8 @@ def kinds_of_layers(row: ModelType, values: Options, count: int) -> list[str]:
     listed = values["layer_types"]
     if listed is not None:
         return _listed(row, listed)
+    if values["compress_ratios"]:
+        return _kinds_of_ratios(values["compress_ratios"], count)
     if not row.kinds:
         return []
     numbers_of_second_kind = _rule(row, values)(row, values, count)
@@ -64,6 +70,23 @@ def _listed(row: ModelType, names: Collection[Any]) -> list[str]:
     return kinds
 
 
+def _kinds_of_ratios(ratios: Sequence[int], count: int) -> list[str]:
+    """Returns the kinds of DeepSeek V4's layers.
+
+    The list may have more ratios than the model has layers. The last ones are then about layers
+    that predict further tokens.
+    """
+    if len(ratios) < count:
+        arguments.check_same("compress_ratios", "a value for each layer", len(ratios), count)
+    kinds = []
+    for ratio in ratios[:count]:
+        if ratio not in KINDS_OF_RATIOS:
+            known = ", ".join(map(str, KINDS_OF_RATIOS))
+            raise arguments.value_error("compress_ratios", f"some of {known}", ratio)
+        kinds.append(KINDS_OF_RATIOS[ratio])
+    return kinds
+
+
 # --- The rules. Each returns the numbers of the layers that are of the row's second kind.
 
 Rule = Callable[[ModelType, Options, int], Collection[int]]
@@ -73,6 +96,8 @@ def _rule(row: ModelType, values: Options) -> Rule:
     """Returns the rule that the entries choose."""
     if _indices(row, values) is not None:
         return _at_indices
+    if COMPRESSED in row.kinds:
+        return _odd_from_the_third
     has_windows = has_window(values)
     if values["sliding_window_pattern"] and (has_windows or row.rotates != WINDOWLESS):
         return _every_nth
@@ -100,6 +125,11 @@ def _every_nth(row: ModelType, values: Options, count: int) -> Collection[int]:
         period = len(period)
     period = arguments.integer("sliding_window_pattern", period, at_least=1)
     return range(row.phase % period, count, period)
+
+
+def _odd_from_the_third(row: ModelType, values: Options, count: int) -> Collection[int]:
+    """Takes the layers 3, 5, 7 and so on, as transformers does for DeepSeek V4."""
+    return range(3, count, 2)
 
 
 def _where_rotated(_: ModelType, values: Options, count: int) -> Collection[int]:

@@ -12,6 +12,8 @@ from transformer_embed._src.pretrained.layer_kinds import UNROTATED, kinds_of_la
 from transformer_embed._src.pretrained.layer_parts import STACKS
 from transformer_embed._src.pretrained.model_type import (
     CHUNKED,
+    COMPRESSED,
+    COMPRESSED_SPARSE,
     FULL,
     SLIDING,
     WINDOWLESS,
@@ -28,6 +30,8 @@ ENTRIES_OF_LISTS = {
     "no_rope_layers": "no_rope_layers",
     "mlp_layer_types": "mlp_layer_types",
 }
+# Kinds of layers with a window.
+WINDOWED = (SLIDING, COMPRESSED, COMPRESSED_SPARSE)
 # Anyone may have written a file, so a number of layers in it has a limit.
 MOST_LAYERS = 1024
 
@@ -41,9 +45,11 @@ class Layer:
             "sliding_attention", "linear_attention" and so on.
         rotary: The keyword arguments of `apply_rotary`. If None, the layer does not rotate. With
             `pair_axes` (Qwen-VL), positions have three axes, time, height and width, which are
-            equal for text.
+            equal for text. In models with `qk_rope_head_dim` (DeepSeek), pass only the channels
+            that rotate to `apply_rotary`: the last ones of each head, as many as this entry says.
         mask: The keyword arguments of `AttentionMask`: `causal`, and `window` or `chunk` if the
-            layer has one.
+            layer has one. It is about single tokens: in DeepSeek V4, the two kinds of layers with
+            "compressed" in their names see averages of earlier tokens besides.
         query_scale: The keyword arguments of `query_scale`. If None, queries are not scaled by
             their positions.
         image_blocks: Where the tokens of one image see each other, before and after their own
@@ -164,7 +170,7 @@ def _mask(row: ModelType, values: Options, kind: str) -> dict[str, Any]:
     """Returns the arguments of `AttentionMask` for a layer."""
     is_causal = _is_causal(row, values, kind)
     mask: dict[str, Any] = {"causal": is_causal}
-    if kind == SLIDING:
+    if kind in WINDOWED:
         width = _window_width(row, values, kind)
         if width:
             # A causal window counts the query's own token, and one of both sides does not.

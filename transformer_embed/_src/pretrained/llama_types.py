@@ -4,6 +4,8 @@ from transformer_embed._src.pretrained.entries import REQUIRED
 from transformer_embed._src.pretrained.model_type import (
     ANYWHERE,
     CHUNKED,
+    COMPRESSED,
+    COMPRESSED_SPARSE,
     CONSECUTIVE,
     FULL,
     HEAD_DIM,
@@ -257,6 +259,22 @@ LLAMA_ROWS = {
         llama_4_scaling_beta=None,
         rope_scaling=REQUIRED,
         rope_theta=REQUIRED,
+    ),
+    # Most layers see averages of tokens besides tokens, so nothing is said of the attention. These
+    # layers have a rotation of their own.
+    "deepseek_v4": LLAMA.but(
+        attention="",
+        tokens="embed_tokens embed",
+        head="lm_head head",
+        rotary="interleaved",
+        kinds=(COMPRESSED, COMPRESSED_SPARSE),
+        no_effect="rope_interleave partial_rotary_factor",
+        compress_ratios=None,
+        compress_rope_theta=160_000.0,
+        # YaRN counts from here if the scaling names no length.
+        max_position_embeddings=1_048_576,
+        sliding_rope_scaling=None,
+        sliding_window=128,
     ),
     "cohere": LLAMA.but(
         rotary="interleaved", logit_scale=0.0625, rope_theta=500_000.0, tie_word_embeddings=True

@@ -28,6 +28,9 @@ from transformer_embed._src.pretrained.layer_parts import (
 # Kinds of layers, as config.json's `layer_types` names them.
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 INDEXED, LINEAR, CROSS = "indexed_attention", "linear_attention", "cross_attention"
+# In DeepSeek V4, the layers of these two kinds see a window, and averages of the tokens before it.
+COMPRESSED = "heavily_compressed_attention"
+COMPRESSED_SPARSE = "compressed_sparse_attention"
 # For `rotates`: only sliding layers rotate, but all layers do in a model without a window.
 WINDOWLESS = "windowless"
 # For `sections`: how pairs of channels are shared out to time, height and width.

@@ -10,6 +10,7 @@ from transformer_embed._src.pretrained.model_type import CONSECUTIVE, FULL, SLID
 
 BETA = "llama_4_scaling_beta"
 LOCAL = "rope_local_base_freq"
+COMPRESSED_BASE = "compress_rope_theta"
 ORIGINAL = "original_max_position_embeddings"
 PROPORTIONAL = "proportional"
 
@@ -32,22 +33,34 @@ class RotationEntries(NamedTuple):
     scaling: str
 
 
-ENTRIES_OF_KINDS = {
-    FULL: RotationEntries(
-        base="rope_theta",
-        share="partial_rotary_factor",
-        sections="mrope_section",
-        growth=BETA,
-        scaling="rope_scaling",
-    ),
-    SLIDING: RotationEntries(
-        base=LOCAL,
-        share="sliding_rotary_factor",
-        sections="",
-        growth="",
-        scaling="sliding_rope_scaling",
-    ),
-}
+# The rotation of all layers, or of the full ones if the sliding ones have another.
+USUAL = RotationEntries(
+    base="rope_theta",
+    share="partial_rotary_factor",
+    sections="mrope_section",
+    growth=BETA,
+    scaling="rope_scaling",
+)
+# The rotation of the sliding layers of Gemma 3 and others.
+OF_SLIDING = RotationEntries(
+    base=LOCAL,
+    share="sliding_rotary_factor",
+    sections="",
+    growth="",
+    scaling="sliding_rope_scaling",
+)
+# The rotation of DeepSeek V4's layers that see averages of tokens, and of its sliding layers. One
+# object for both scales the first alone.
+OF_COMPRESSED = RotationEntries(
+    base=COMPRESSED_BASE, share="", sections="", growth="", scaling="rope_scaling"
+)
+OF_UNCOMPRESSED = RotationEntries(
+    base="rope_theta", share="", sections="", growth="", scaling="sliding_rope_scaling"
+)
+# The entries that have a scaling.
+ENTRIES_OF_SCALINGS = ("rope_scaling", "sliding_rope_scaling")
+# The names of DeepSeek V4's rotations in `rope_parameters`.
+MAIN, COMPRESS = "main", "compress"
 # The class of each rope_type. Sections for images ("mrope") are not a scaling.
 SCALINGS = {
     "default": None,
@@ -75,8 +88,7 @@ MOST_CHANNELS = 8192
 
 def rotation(row: ModelType, values: Options, kind: str) -> dict[str, Any]:
     """Returns the arguments of `apply_rotary` for a kind of layers."""
-    is_local = kind == SLIDING and LOCAL in row.entries
-    names = ENTRIES_OF_KINDS[SLIDING if is_local else FULL]
+    names = _entries_of_kind(row, kind)
     in_scaling = values[names.scaling] or {}
     rotary_dim = _rotary_dim(values, names.share)
     is_proportional = in_scaling.get("rope_type") == PROPORTIONAL
@@ -93,6 +105,13 @@ def rotation(row: ModelType, values: Options, kind: str) -> dict[str, Any]:
     return {name: value for name, value in arguments_of_rotary.items() if value is not None}
 
 
+def _entries_of_kind(row: ModelType, kind: str) -> RotationEntries:
+    """Returns the entries for the rotation of a kind of layers."""
+    if COMPRESSED_BASE in row.entries:
+        return OF_UNCOMPRESSED if kind == SLIDING else OF_COMPRESSED
+    return OF_SLIDING if kind == SLIDING and LOCAL in row.entries else USUAL
+
+
 def _layout(row: ModelType, values: Options) -> str:
     """Returns the layout, which an entry may say."""
     if row.rotary not in values:
@@ -102,7 +121,7 @@ def _layout(row: ModelType, values: Options) -> str:
 
 def _rotary_dim(values: Options, share: str) -> int | None:
     """Returns the number of a head's channels that rotate, or None for all."""
-    if values["rotary_dim"] is not None or values[share] in (None, 1):
+    if values["rotary_dim"] is not None or values.get(share) in (None, 1):
         return values["rotary_dim"]
     channels = head_dim(values) or count("num_attention_heads", None)
     # Rounded down: the share of MiMo V2 Flash is 0.334.
@@ -215,26 +234,59 @@ def flat(row: ModelType, entries: Options) -> dict[str, Any]:
     source = "rope_parameters"
     objects: dict[str, Any] = {}
     if source in entries:
-        objects = _objects_of_kinds(row, source, result.pop(source))
-    for kind, names in ENTRIES_OF_KINDS.items():
+        objects = _objects_of_rotations(row, source, result.pop(source))
+    for rotation_name, names in _rotations(row).items():
         beside = result.pop(names.scaling, None)
-        if beside or (names.scaling in entries and kind not in objects):
-            result |= _taken_apart(row, kind, names.scaling, beside)
-        elif kind in objects:
-            result |= _taken_apart(row, kind, source, objects[kind])
+        if beside or (names.scaling in entries and rotation_name not in objects):
+            if rotation_name == COMPRESS:
+                beside = _as_compressed(names.scaling, beside)
+            result |= _taken_apart(row, names, names.scaling, beside)
+        elif rotation_name in objects:
+            result |= _taken_apart(row, names, source, objects[rotation_name])
     return result
 
 
-def _objects_of_kinds(row: ModelType, source: str, value: Any) -> dict[str, Any]:
-    """Returns the object of each kind of layers, which is one object for most types."""
-    if LOCAL not in row.entries:
+def _rotations(row: ModelType) -> dict[str, RotationEntries]:
+    """Returns the entries of each rotation of a type, by its name in `rope_parameters`.
+
+    The only rotation of a type has no name there. It is under "full_attention".
+    """
+    if COMPRESSED_BASE in row.entries:
+        return {MAIN: OF_UNCOMPRESSED, COMPRESS: OF_COMPRESSED}
+    if LOCAL in row.entries:
+        return {FULL: USUAL, SLIDING: OF_SLIDING}
+    return {FULL: USUAL}
+
+
+def _objects_of_rotations(row: ModelType, source: str, value: Any) -> dict[str, Any]:
+    """Returns the object of each rotation, by the names of `_rotations`."""
+    names = [*_rotations(row)]
+    if len(names) == 1:
         return {FULL: value}
-    # Sliding layers have a base of their own, and each kind of layers an object.
     objects = _object(source, value)
-    if objects.keys() - ENTRIES_OF_KINDS:
-        want = f"an object with the entries {FULL} and {SLIDING}"
+    if COMPRESS in names:
+        if not {MAIN, COMPRESS} & objects.keys():
+            return {COMPRESS: _as_compressed(source, objects)}
+        # transformers may leave entries of one object beside the two.
+        objects = {name: item for name, item in objects.items() if name in names}
+    unnamed = objects.keys() - {*names}
+    if unnamed or (COMPRESS in names and len(objects) < len(names)):
+        want = f"an object with the entries {' and '.join(names)}"
         raise arguments.value_error(source, want, objects)
     return {**objects}
+
+
+def _as_compressed(source: str, value: Any) -> dict[str, Any]:
+    """Returns DeepSeek V4's object for both rotations, as the one of the compressed layers.
+
+    As in transformers, the base is not read inside of it, and YaRN multiplies no cosines by a
+    factor unless the object names one.
+    """
+    entries = dict(_object(source, value))
+    without_base = {name: item for name, item in entries.items() if name != "rope_theta"}
+    if "yarn" in (entries.get("rope_type"), entries.get("type")):
+        without_base.setdefault("attention_factor", 1.0)
+    return without_base
 
 
 def _object(name: str, value: Any) -> Options:
@@ -242,14 +294,13 @@ def _object(name: str, value: Any) -> Options:
     return arguments.instance(name, value, Mapping | None, "an object") or {}
 
 
-def _taken_apart(row: ModelType, kind: str, source: str, value: Any) -> dict[str, Any]:
+def _taken_apart(row: ModelType, names: RotationEntries, source: str, value: Any) -> dict[str, Any]:
     """Returns the base and the like of an object, its scaling, and what is not known in it."""
-    names = ENTRIES_OF_KINDS[kind]
     rest = {key: item for key, item in _object(source, value).items() if item is not None}
     _rename_old(source, rest)
     entries = {}
     # An object names its base and so on as full layers do.
-    for name, inside in zip(names, ENTRIES_OF_KINDS[FULL], strict=True):
+    for name, inside in zip(names, USUAL, strict=True):
         if name and name != names.scaling and inside in rest:
             entries[name] = rest.pop(inside)
     allowed = [*NAMES_IN_SCALING, "alpha"] if row.has_alpha else NAMES_IN_SCALING
