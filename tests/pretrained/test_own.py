@@ -150,6 +150,7 @@ UNSAVED = {
     "saved(layers=[Layer('x', None, {})])": "ValueError: layers[0].mask: ...missing 1 required keyword-only argument: 'causal'",
     "saved(layers=[Layer('x', None, {'causal': True}, {'beta': 1.0})])": "ValueError: layers[0].query_scale: query_scale() missing 1 required keyword-only argument: 'length'",
     "saved(layers=[Layer('x', None, {'causal': True}, image_blocks='near')])": "ValueError: layers[0].image_blocks: wanted one of 'anywhere', 'in window', got 'near'",
+    "saved(layers=[Layer('x', None, {'causal': True}, attention={'num_heads': MASKED})])": "TypeError: layers and bias: wanted an array without a mask",
     "saved(bias={'num_heads': 2, 'causal': True, 'max_bias': 200.0})": "ValueError: bias: max_bias: ... got 200",
     "saved(bias={'num_heads': 10**9})": "ValueError: bias: num_heads: wanted an int of at most 8192, got 1000000000",
     "saved(PARAMS | BIAS_TABLE, bias=BUCKETS | {'max_distance': 0})": "ValueError: bias: max_distance: ... got 0",

@@ -165,8 +165,11 @@ def encoded(value: Any) -> Any:
         return dict(value)
     if isinstance(value, np.dtype):
         return value.name
-    # A number or an array of numpy, or a fraction.
-    return value.tolist() if isinstance(value, np.generic | np.ndarray) else float(value)
+    if isinstance(value, np.ndarray):
+        # `tolist` would write null for what a mask hides.
+        return arguments.native("layers and bias", value).tolist()
+    # A number of numpy, or a fraction.
+    return value.item() if isinstance(value, np.generic) else float(value)
 
 
 def decoded(entries: dict[str, Any]) -> Any:
