@@ -52,6 +52,7 @@ def open_published(
     path: pathlib.Path,
     whole: Options,
     tensors: Tensors,
+    *,
     settings: Options | None,
     stack: str | None,
     length: int | None,
