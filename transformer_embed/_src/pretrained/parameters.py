@@ -26,7 +26,7 @@ from transformer_embed._src.pretrained.layer_parts import (
     WIDEN,
 )
 from transformer_embed._src.pretrained.layers import Layer
-from transformer_embed._src.pretrained.tensors import Tensors, empty_array
+from transformer_embed._src.pretrained.tensors import Tensors, aligned_zeros
 
 # Parameters that are [in, out].
 LINEAR_WEIGHTS = (WIDEN, PER_LAYER_WEIGHTS)
@@ -194,7 +194,7 @@ def _read_part(
     shape = tuple(len(range(size)[part]) for size, part in zip(spec.shape, index, strict=True))
     dtype = tensors.dtype(tensor.name)
     # Rows that `row_multiple` adds are not in the file, and stay zeros.
-    array = empty_array(shape, dtype)
+    array = aligned_zeros(shape, dtype)
     if len(index) == 2:
         rows, columns = index[::-1] if tensor.is_transposed else index
         as_stored = array.T if tensor.is_transposed else array
