@@ -68,7 +68,7 @@ def read(row: ModelType, entries: Options) -> ReadEntries:
             values[entry] = next((value for value in candidates if value is not None), None)
     if row.rotary:
         # The checks are of entries at the top level.
-        values = rope.flat(row, values)
+        values = rope.without_objects(row, values)
     known = row.names_of_entries()
     unread |= {entry: values.pop(entry) for entry in [*values] if entry not in known}
     for entry, value in values.items():
