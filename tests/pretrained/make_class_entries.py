@@ -78,7 +78,7 @@ def made_defaults():
         # The fields of the class, because an object of the class has computed values instead.
         config_class = type(configuration_auto.CONFIG_MAPPING[class_type]().get_text_config())
         pairs = []
-        for name, names in attention.NAMES.items():
+        for name, names in attention.NAMES_OF_ENTRIES.items():
             values = [getattr(config_class, alias, None) for alias in names.split()]
             value = next((value for value in values if isinstance(value, int | float)), None)
             if value:
