@@ -45,7 +45,7 @@ def made():
         found = class_entries(model_type)
         # MPT and DBRX say some entries there.
         names |= found.keys() | found.get("attn_config", {}).keys()
-    names -= {*entries.ENTRIES, *entries.ENTRY_OF_ALIAS, *known_entries.LOUD.split()}
+    names -= {*entries.ENTRIES, *entries.ENTRY_OF_NAME, *known_entries.LOUD.split()}
     lines = textwrap.wrap(" ".join(sorted(names)), 92)
     quoted = [f'    "{line} "' for line in lines[:-1]] + [f'    "{lines[-1]}"']
     return TEXT.format(version=transformers.__version__, names="\n".join(quoted))

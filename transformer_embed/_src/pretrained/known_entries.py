@@ -8,7 +8,7 @@ out. If nobody knows it, the caller gets a warning.
 from typing import Any
 
 from transformer_embed._src.pretrained.class_entries import CLASS_ENTRIES
-from transformer_embed._src.pretrained.entries import ENTRIES, ENTRY_OF_ALIAS
+from transformer_embed._src.pretrained.entries import ENTRIES, ENTRY_OF_NAME
 
 # Entries that no type reads, and that change the input or the output layer of some model: switches
 # of published code, and what types that are not known say of positions, rotations, scales, tables.
@@ -77,12 +77,12 @@ IN_FILES = (
 IN_ROTATIONS = ("max_position_embeddings", "finetuned", "attn_factor")
 
 _LOUD = frozenset(LOUD.split())
-_KNOWN = frozenset((*ENTRY_OF_ALIAS, *ENTRIES, *_LOUD, *CLASS_ENTRIES.split(), *IN_FILES.split()))
+_KNOWN = frozenset((*ENTRY_OF_NAME, *ENTRIES, *_LOUD, *CLASS_ENTRIES.split(), *IN_FILES.split()))
 
 
 def is_loud(entry: str) -> bool:
     """Returns whether an entry that is not read may change the input or the output layer."""
-    name = ENTRY_OF_ALIAS.get(entry, entry)
+    name = ENTRY_OF_NAME.get(entry, entry)
     return entry in _LOUD or (name in ENTRIES and ENTRIES[name].is_loud)
 
 
@@ -92,5 +92,10 @@ def is_known(entry: str) -> bool:
 
 
 def changes_nothing(value: Any) -> bool:
-    """Returns whether a value switches its entry off: a factor of 1 does, and True does not."""
-    return not value or value == "absolute" or (value == 1 and value is not True)
+    """Returns whether a value switches its entry off, in any model.
+
+    These are null, 0, False, an empty value, a factor of 1 (but not True, which equals 1), and
+    "absolute", the usual value of `position_embedding_type`.
+    """
+    is_factor_of_1 = value == 1 and value is not True
+    return not value or is_factor_of_1 or value == "absolute"
