@@ -11,7 +11,12 @@ from jax.sharding import NamedSharding
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.pretrained.description import describe_config, describe_published
-from transformer_embed._src.pretrained.files import as_path, check_mappings, read_json
+from transformer_embed._src.pretrained.files import (
+    as_path,
+    check_mappings,
+    read_json,
+    read_json_if_there,
+)
 from transformer_embed._src.pretrained.layer_parts import OFFSETS
 from transformer_embed._src.pretrained.own_files import METADATA, describe_own
 from transformer_embed._src.pretrained.parameters import (
@@ -129,14 +134,7 @@ def load_embedder(
     tensors = open_tensors(path)
     describes_itself = METADATA in tensors.metadata
     if config is not None or describes_itself:
-        _check_left_out(
-            # Empty settings, and a multiple of 1, ask for nothing, so they are no mistake.
-            settings=settings or None,
-            row_multiple=None if row_multiple == 1 else row_multiple,
-            length=length,
-            stack=stack,
-            part=part,
-        )
+        _check_left_out(settings, row_multiple, length=length, stack=stack, part=part)
     if config is not None and names is not None:
         named = _describe_named(config, names)
         described = named.described
@@ -147,7 +145,7 @@ def load_embedder(
         may_lack = ()
     else:
         config_path = tensors.path.parent / "config.json"
-        entries = read_json(config_path) if config_path.exists() else {}
+        entries = read_json_if_there(config_path)
         published = open_published(
             config_path, entries, tensors, settings=settings, stack=stack, length=length, part=part
         )
@@ -155,21 +153,31 @@ def load_embedder(
         may_lack = OFFSETS
     # The shape and the dtype of each parameter, by its path.
     specs = check_tensors(tensors, described, may_lack)
-    shardings_by_path = full_paths(shardings or {}, specs, "shardings")
-    for parameter, sharding in shardings_by_path.items():
-        arguments.instance(f"shardings: {parameter}", sharding, NamedSharding, "a NamedSharding")
+    shardings_by_path = _shardings_by_path(shardings or {}, specs)
     params = read_parameters(tensors, described, specs, shardings_by_path)
     return described._replace(params=params)
 
 
-def _check_left_out(**options: Any) -> None:
-    """Raises a ValueError for an option that is not None.
+def _check_left_out(settings: Mapping[str, Any] | None, row_multiple: int, **options: Any) -> None:
+    """Raises a ValueError for an option of `load_embedder` that says anything.
 
-    It is for the options of `load_embedder` that a file of `save_embedder` answers by itself, or
-    that a config and names answer.
+    A file of `save_embedder` describes itself, and so do a config and names.
     """
+    # Empty settings, and a multiple of 1, ask for nothing, so they are no mistake.
+    options["settings"] = settings or None
+    options["row_multiple"] = None if row_multiple == 1 else row_multiple
     for name, value in options.items():
         arguments.check_left_out(name, value, "names or metadata say what it would")
+
+
+def _shardings_by_path(
+    shardings: Mapping[str, NamedSharding], paths: Collection[str]
+) -> dict[str, NamedSharding]:
+    """Returns the shardings of parameters by their whole paths, which are some of `paths`."""
+    shardings_by_path = full_paths(shardings, paths, "shardings")
+    for path, sharding in shardings_by_path.items():
+        arguments.instance(f"shardings: {path}", sharding, NamedSharding, "a NamedSharding")
+    return shardings_by_path
 
 
 def _with_row_multiple(described: PretrainedInput, row_multiple: int) -> PretrainedInput:

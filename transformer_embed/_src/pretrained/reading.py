@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import DTypeLike
-from transformer_embed._src.pretrained.files import call_with_named_errors, read_json
+from transformer_embed._src.pretrained.files import call_with_named_errors, read_json_if_there
 from transformer_embed._src.pretrained.layer_parts import STACKS
 from transformer_embed._src.pretrained.model_type import ModelType
 from transformer_embed._src.pretrained.parameters import TRANSPOSED
@@ -241,7 +241,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """
     tensors = open_tensors(path)
     config_path = tensors.path.parent / "config.json"
-    entries = read_json(config_path) if config_path.exists() else {}
+    entries = read_json_if_there(config_path)
     text_entries = entries.get("text_config")
     model_type = entries.get("model_type")
     if isinstance(text_entries, Mapping):
