@@ -18,7 +18,7 @@ XGLM = SEQ2SEQ.but(tokens="embed_tokens", unread="pad_token_id")
 MPT = ModelType(
     tokens="wte",
     has_alibi=True,
-    # It has no other positions.
+    # MPT has no positions but ALiBi, whatever these two entries say.
     no_effect="learned_pos_emb alibi",
 )
 BLOOM = ModelType(

@@ -1,8 +1,8 @@
 """What is known of an entry of config.json that a model type does not read.
 
-It is one of three things. If it is known to concern the input or output layer of other models, it
-is refused, unless its value changes nothing. If it is known to concern something else, it is left
-out. If nobody knows it, the caller gets a warning.
+There are three cases. An entry that changes the input or output layer of other models is refused,
+except if the value changes nothing. An entry that is about something else is left out. For an entry
+that is not known, the caller gets a warning.
 """
 
 from typing import Any

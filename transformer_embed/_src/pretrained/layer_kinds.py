@@ -34,7 +34,7 @@ RENAMED: Mapping[Any, str] = {
     0: FULL,
     1: SLIDING,
 }
-# DeepSeek V4's own files list, for each layer, of how many tokens its averages are.
+# DeepSeek V4's files list a number for each layer: how many tokens the layer averages. 0 is none.
 KINDS_OF_RATIOS = {0: SLIDING, 4: COMPRESSED_SPARSE, 128: COMPRESSED}
 # Kinds of layers that rotate nothing.
 UNROTATED = (LINEAR, CROSS, "conv", "moe", "mlp")

@@ -54,9 +54,10 @@ class Layer:
         query_scale: The keyword arguments of `query_scale`. If None, queries are not scaled by
             their positions.
         image_blocks: Where the tokens of one image see each other, before and after their own
-            place (Gemma 3 and 4). "anywhere": at any distance. "in window": as far as `mask` has
-            its window, whose left side holds for them too. If None, images are masked like text.
-            The page "Published models" has the mask that follows from it.
+            place (Gemma 3 and 4). "anywhere": at any distance. "in window": a token sees earlier
+            tokens of the image only inside the window of `mask`, and later ones at any distance. If
+            None, images are masked like text. The page "Published models" shows how to make the
+            mask.
         attention: What attention needs besides: `num_heads`, `num_kv_heads`, `head_dim`, and the
             `scale` of the logits; `softcap`, if there is one; and `sinks`, which is True if the
             model has a learned sink for each head (gpt-oss). If None, it is not known, or the layer
@@ -85,7 +86,7 @@ def layers_of(row: ModelType, values: Options, count: int) -> tuple[Layer, ...]:
     """
     if values["num_hidden_layers"] and not row.has_stacks:
         count = values["num_hidden_layers"]
-    # If the number is not known, nobody could say how the layers rotate.
+    # A model that rotates needs a number, since `layers` says how each layer rotates.
     at_least = 1 if row.rotary else 0
     arguments.integer("num_hidden_layers", count, at_least=at_least, at_most=MOST_LAYERS)
     for name in ENTRY_OF_LIST:
