@@ -102,13 +102,17 @@ def run(args: argparse.Namespace) -> None:
         # The first model is written before the others are trained, which takes as long again.
         if out and name == args.positions[0]:
             pretrained.save_embedder(out, language_model.config(name), trained.params)
-        size = sum(leaf.size for leaf in jax.tree.leaves(trained.params))
-        scores = [f"{score:.2f}" for score in trained.bits_per_byte]
-        # A dash stands for texts that are longer than the model has positions for.
-        scores += ["-"] * (len(lengths) - len(scores))
-        print(_row(name, f"{size:,}", scores), flush=True)
+        print(_row_of_model(name, trained.params, trained.bits_per_byte, len(lengths)), flush=True)
     if out:
         print(f"\nThe model with {args.positions[0]} positions is in {args.out}.")
+
+
+def _row_of_model(name: str, params: Any, bits: Sequence[float], columns: int) -> str:
+    """Returns the line of a trained model, with dashes for texts that it has no positions for."""
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    scores = [f"{score:.2f}" for score in bits]
+    scores += ["-"] * (columns - len(scores))
+    return _row(name, f"{size:,}", scores)
 
 
 def _row(name: str, size: str, bits: Sequence[str]) -> str:
