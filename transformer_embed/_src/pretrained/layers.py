@@ -39,7 +39,10 @@ MOST_LAYERS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A layer of a published model.
+    """Describes a layer of a published model, as `found.layers` of `load_embedder` has it.
+
+    Read it to build the layers of the model. If you save an input layer of your own model with
+    `save_embedder`, make one for each layer, so that whoever loads the file can build them too.
 
     Args:
         type: The kind, as config.json's `layer_types` names it: "full_attention",
@@ -63,6 +66,17 @@ class Layer:
             model has a learned sink for each head (gpt-oss). If None, it is not known, or the layer
             has no attention.
         norm_eps: The epsilon of the norms, or None if it is not known.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> mask = {"causal": True, "window": (1, 0)}
+        >>> layer = te.pretrained.Layer("sliding_attention", rotary={"base": 1e6}, mask=mask)
+        >>> tokens = te.TokenPositions.from_offset(0, 3)
+        >>> te.AttentionMask(tokens, **layer.mask).dense().astype(int).tolist()[0]
+        [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+        >>> te.apply_rotary(jnp.ones([3, 2, 8]), tokens.positions, **layer.rotary).shape
+        (3, 2, 8)
     """
 
     type: str
