@@ -187,7 +187,7 @@ def page(reasons):
     rows = "\n".join(f"| `{name}` | {reason} |" for name, reason in reasons.items() if reason)
     return f"""# Optimizers for row-wise training
 
-This page is for you if you train a table [row-wise](glossary.md#tables-and-output-layers) (`te.rows`, see notebook [05 Big tables](05_big_tables.ipynb)) and want to know which optimizer you can use. It has every optimizer and every transformation of optax {optax.__version__}.
+This page is for you if you train a table [row-wise](glossary.md#tables-and-output-layers) (`te.rows`, see notebook [05 Big tables](05_big_tables.ipynb)) and want to know which optimizer you can use. The page lists every optimizer and every transformation of optax {optax.__version__}.
 
 A row-wise step runs the optimizer on the table rows of the batch only. The result is right only if the optimizer updates each table row from that row alone. So `te.rows.apply_gradients` tries to prove this for your optimizer while jax traces the step. If the proof fails, `te.rows.apply_gradients` raises a ValueError that names the transformation. It also proves this for combinations (`optax.chain`, `optax.multi_transform`, masks, schedules, injected hyperparameters).
 
@@ -195,7 +195,7 @@ The proof does not mean that a row-wise step equals a dense step. Row-wise train
 
 **Your own transformations.** The proof does not look at values that all table rows share, such as a step count. So do not use these two kinds of transformations on tables, because the proof lets them pass:
 
-- A transformation that sums gradients, and applies the sum in some steps only. If a row has no gradient in such a step, the row misses the sum. (optax has `apply_every`, which `te.rows.apply_gradients` refuses by its name. A schedule may be 0 for some steps.)
+- A transformation that sums gradients, and applies the sum in some steps only. If a row has no gradient in such a step, the row misses the sum. An example is `apply_every` of optax, which `te.rows.apply_gradients` therefore refuses by its name. (A learning rate that is 0 in some steps is allowed.)
 - A transformation that computes with the number of table rows, or chooses by this number. In a row-wise step, the transformation gets blocks of at most 1024 rows instead of the whole table.
 
 ## You can use these
@@ -206,9 +206,9 @@ The optimizer that you pass to `te.rows.apply_gradients` can be made of these fu
 
 ## You cannot use these
 
-If you want one of these functions of optax, you have two ways: train the table densely, or apply the function to the other parameters only, with `optax.multi_transform`.
+If you want one of these functions of optax, you have two ways: train the table densely, or use `optax.multi_transform` to apply the function to all parameters except the table.
 
-If you want to clip by the global norm, there is a third way. Clip the gradients before the step: `grads, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())`. Then pass these gradients to `te.rows.apply_gradients`. The norm is the same as with dense gradients.
+If you want to clip by the global norm, there is a third way: clip the gradients before the step, by `grads, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())`. Then pass these gradients to `te.rows.apply_gradients`. The norm is the same as with dense gradients.
 
 The second column is from the error message. It says which transformation is refused, and which operation of this transformation may mix table rows.
 
