@@ -173,9 +173,7 @@ def read_page():
     can, rest = PAGE.read_text(encoding="utf-8").split("## You cannot use these")
     table, unknown = rest.split("### Not checked")
     name = re.compile(r"`([\w.]+)`[,.]")
-    # The sentence before the list of names ends with the first empty line.
-    _, _, names = can.split("## You can use these\n")[1].strip().partition("\n\n")
-    reasons = dict.fromkeys(name.findall(names))
+    reasons = dict.fromkeys(name.findall(can.split("## You can use these")[1]))
     reasons |= dict(re.findall(r"^\| `([\w.]+)` \| (.*) \|$", table, re.MULTILINE))
     return reasons | dict.fromkeys(name.findall(unknown), "")
 
@@ -200,9 +198,7 @@ The proof does not mean that a row-wise step equals a dense step. Row-wise train
 
 ## You can use these
 
-The optimizer that you pass to `te.rows.apply_gradients` can be made of these functions of optax. A name that begins with `contrib.` is in `optax.contrib`.
-
-{can}.
+You can make the optimizer that you pass to `te.rows.apply_gradients` from these functions of optax and of the module `optax.contrib` in it: {can}.
 
 ## You cannot use these
 
@@ -218,9 +214,7 @@ The second column is from the error message. It says which transformation is ref
 
 ### Not checked
 
-For the two lists above, a test calls each function with simple arguments, such as a learning rate of 0.1. With such arguments, jax cannot trace the following functions. So this page does not say whether you can use them. Some need the loss function, the gradients of each example, or parameters in a special form.
-
-{unknown}.
+For the two lists above, a test calls each function with simple arguments, such as a learning rate of 0.1. With such arguments, jax cannot trace some functions, because they need the loss function, the gradients of each example, or parameters in a special form, or for a similar reason. So this page does not say whether you can use {unknown}.
 """
 
 
