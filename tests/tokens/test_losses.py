@@ -312,6 +312,7 @@ def test_without_tokens_nothing_is_found_and_nothing_moves(function, x):
     equal(jax.grad(total, 2)(function, x, TABLE), 0)
 
 
+@pytest.mark.slow
 @every
 def test_without_tokens_each_function_can_be_mapped_and_run_without_jit(function):
     x, tables = jnp.zeros((5, 3, 0, WIDTH)), jnp.asarray(normal(1, 5, VOCAB, WIDTH))
@@ -547,10 +548,8 @@ TRANSPOSED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "split"),
-    [pytest.param(*case, marks=[pytest.mark.slow] * (case[1] is not None)) for case in TRANSPOSED],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "split"), few(TRANSPOSED, 6))
 def test_a_transposed_table_gives_the_values_and_gradients_of_the_table(name, split):
     """`w` of an hk.Linear, of which the last columns are padding, on one device or split."""
     function = OF_TABLE[name]
