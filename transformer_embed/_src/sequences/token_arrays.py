@@ -23,11 +23,11 @@ def as_segment_ids(name: str, value: ArrayLike) -> Any:
 
 
 def checked_segment_ids(value: ArrayLike) -> Any:
-    """Converts segment ids to int32. Those on the host stay there, and are at least 0.
+    """Converts segment ids to int32, or keeps a wider jax array. An array on the host stays there.
 
     Raises:
-        TypeError: The segment ids are bools, for which the message names another constructor, or
-            they are no integers.
+        TypeError: The segment ids are not integers. If they are bools, the message names the
+            constructor that takes a bool mask.
         ValueError: A segment id on the host is negative or outside int32.
     """
     if arguments.is_int32(value):
@@ -44,10 +44,10 @@ def checked_segment_ids(value: ArrayLike) -> Any:
 
 
 def as_comparable(name: str, value: ArrayLike) -> Integer[Array, "..."]:
-    """Converts positions, segment ids and the like to a signed dtype that compares them rightly.
+    """Converts positions, segment ids and the like to int32.
 
-    This is int32. A jax array of a wider signed dtype stays as it is, because clamped or wrapped
-    numbers would compare wrongly.
+    A jax array of a wider signed dtype stays as it is, because numbers that are clamped or wrapped
+    to int32 would compare wrongly.
     """
     if name == "segment_ids":
         integers = checked_segment_ids(value)
