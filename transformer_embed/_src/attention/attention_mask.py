@@ -121,8 +121,8 @@ class AttentionMask(Mask):
 
     def __post_init__(self) -> None:
         """Checks the tokens and the options, and converts the options."""
-        # In self-attention, `keys` is None. So kernels that compare row indices know that query i
-        # is key i.
+        # In self-attention, `keys` is None even if the user passes the queries twice. From this,
+        # kernels that compare row indices know that query i is key i.
         if self.keys is self.queries:
             arguments.set_fields(self, keys=None)
         check_token_positions("queries", self.queries)
@@ -148,8 +148,8 @@ class AttentionMask(Mask):
     def _check_options_of_tree(self) -> None:
         """Raises a ValueError unless the options are possible for keys of a tree.
 
-        The places of a tree are in depth-first order, so a number of places is no number of
-        ancestors.
+        The places of a tree are in depth-first order. So a window, which counts places, would not
+        count ancestors.
         """
         if not self.causal:
             raise arguments.value_error("causal", "True, for keys of a tree", False)
@@ -351,12 +351,13 @@ def _mask_of_pairs(
 @compiled()
 def _dense(mask: AttentionMask) -> Bool[Array, "b 1 t s"]:
     """Computes the mask of all pairs."""
-    # Explicit mesh axes may split the length of the queries, but not the length of the keys.
+    # Explicit mesh axes may split the length of the queries. Each query needs all keys, so the
+    # length of the keys is made whole on each device.
     query_fields, _ = rule_fields(mask)
     _, key_fields = whole_rule_fields(mask)
-    # Here every query counts as a token. A query that is padding sees no key anyway, because its
-    # segment is 0 and a key of segment 0 is padding. If each query were asked, the mask would have
-    # a query axis even where all queries have the same mask.
+    # Here every query counts as a token. A query that is padding sees no key anyway, because it is
+    # in segment 0, and every key in segment 0 is padding. If each query were checked for padding,
+    # the mask would have a query axis even where all queries have the same mask.
     query_fields["zero_at_padding"] = jnp.ones((1, 1), jnp.int32)
     return jnp.expand_dims(_mask_of_pairs(mask, query_fields, key_fields), 1)
 
@@ -365,14 +366,16 @@ def _dense(mask: AttentionMask) -> Bool[Array, "b 1 t s"]:
 def _tile(
     mask: AttentionMask, query_start: Array, key_start: Array, shape: tuple[int, int]
 ) -> Bool[Array, "b t s"]:
-    """Computes the mask of a rectangle of pairs, which is False if it does not fit."""
+    """Computes the mask of a rectangle of pairs. It is all False for a start outside the mask."""
+    # A rectangle may be anywhere in the rows, so each device needs whole rows.
     query_fields, key_fields = whole_rule_fields(mask)
     query_length, key_length = mask.lengths
     query_count, key_count = shape
     tile_queries = _slice_tokens(query_fields, query_start, query_count)
     tile_keys = _slice_tokens(key_fields, key_start, key_count)
     tile = _mask_of_pairs(mask, tile_queries, tile_keys)
-    # If a start leaves no room for the tile, the dynamic slice takes other tokens.
+    # If a start leaves no room for the rectangle, the dynamic slice moves the start, and so takes
+    # other tokens than the caller asked for.
     tile &= (query_start >= 0) & (query_start <= query_length - query_count)
     tile &= (key_start >= 0) & (key_start <= key_length - key_count)
     return tile
