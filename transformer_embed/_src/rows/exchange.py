@@ -80,7 +80,7 @@ class Exchange(NamedTuple):
 
     @property
     def devices(self) -> PartitionSpec:
-        """How an array is split if each device has its own part: over owners, then replicas."""
+        """The spec of an array of which each device has one part: over owners, then replicas."""
         return PartitionSpec((*self.owners, *self.replicas))
 
     def all_to_all(self, buffer: Array) -> Array:
@@ -98,7 +98,7 @@ def plan_exchange(
         id_axes: The mesh axes of each dimension of ids.
         count: The number of ids of all devices.
         max_rows: A bound on the distinct rows that a device asks for.
-        capacity: The room of buffers; see `plan_buffers`.
+        capacity: A factor for the size of buffers; see `plan_buffers`.
     """
     num_rows = table.shape[0]
     mesh = table.sharding.mesh
@@ -131,13 +131,14 @@ class Requests(NamedTuple):
     """Holds what each device asks for, and what it is asked for; split over all devices.
 
     Args:
-        row_indices: The indices of the rows that the device asks for, as far as they find room;
-            ascending and padded.
-        owned_indices: The indices of the rows that the device is asked for, as far as they find
-            room; ascending and padded. The device owns these rows.
+        row_indices: The indices of the rows that the device asks for, ascending and padded. Indices
+            that do not fit into the buffer of the owner are left out.
+        owned_indices: The indices of the rows that the device is asked for, ascending and padded.
+            The device owns these rows. Indices that do not fit are left out.
         rows: The values of the rows of `owned_indices`, in float32 or wider.
-        slots: For each request that the device received, where in `owned_indices` its row is.
-        is_lost: For each request that the device received, whether its row found no room there.
+        slots: For each request that the device received, the index in `owned_indices` of the row.
+        is_lost: For each request that the device received, whether the row was left out of
+            `owned_indices`.
     """
 
     row_indices: Int32[Array, "k"]
@@ -201,7 +202,7 @@ def exchange_rows(
         table: The table, split over explicit mesh axes.
         indices: The rows that the batch reads.
         max_rows: A bound on the distinct rows that a device asks for.
-        capacity: The room of buffers; see `plan_buffers`.
+        capacity: A factor for the size of buffers; see `plan_buffers`.
     """
     table_type = jax.typeof(table)
     if table_type.sharding.mesh.manual_axes:
@@ -228,15 +229,15 @@ def _ask_owners(
         distinct = distinct_ascending(indices, num_rows, exchange.most_asked)
         # The shard of owner i has the rows from shard_starts[i] to shard_starts[i + 1].
         shard_starts = jnp.arange(0, num_rows + 1, len(shard), dtype=jnp.int32)
-        # The buffer has a block of `most_sent` requests for each owner. Unused requests ask for
-        # num_rows, which is no row.
+        # The buffer has `most_sent` requests for each owner, one owner after the other. Unused
+        # requests ask for num_rows, which is no row.
         slots = _slots_by_range(distinct, shard_starts, exchange.most_sent)
         sent = distinct.at[slots].get(mode="fill", fill_value=num_rows)
         # An unused request gets the index before it, so that the row indices ascend.
         row_indices = jax.lax.cummax(jnp.where(slots < exchange.most_asked, sent, -1))
         received = exchange.all_to_all(sent)
         owned_indices = distinct_ascending(received, num_rows, exchange.most_received)
-        # Padding lies past the shard and reads zeros.
+        # Padding is past the end of the shard, and reads zeros.
         first_row = first_index(exchange.owners, len(shard))
         rows = shard.at[owned_indices - first_row].get(
             mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True
@@ -259,17 +260,18 @@ def _ask_owners(
 
 
 def _slots_by_range(
-    ascending: Int32[Array, "n"], bounds: Int32[Array, "m"], room: int
+    ascending: Int32[Array, "n"], bounds: Int32[Array, "m"], slots_per_range: int
 ) -> Int32[Array, "k"]:
-    """Groups ascending numbers by ranges, and returns the index of each number in its group.
+    """Groups n ascending numbers by the range that they are in, and returns the index of each.
 
-    Each range, from a bound to the next one, gets `room` slots, and further numbers are left out. A
-    slot without a number holds n, which is past the end. For example, the numbers 1 2 5 7 with the
-    bounds 0 4 8 and room 3 give 0 1 4 2 3 4.
+    A range goes from one of the m bounds to the next. Each range gets `slots_per_range` entries of
+    the result, and further numbers of the range are left out. An entry without a number is n, which
+    is past the end. For example, the numbers 1 2 5 7, with the bounds 0 4 8 and 3 slots per range,
+    give 0 1 4 for the first range, and 2 3 4 for the second.
     """
     starts = count_below(ascending, bounds)
-    # [m - 1, room].
-    slots = starts[:-1, None] + jnp.arange(room, dtype=jnp.int32)[None]
+    # [m - 1, slots_per_range].
+    slots = starts[:-1, None] + jnp.arange(slots_per_range, dtype=jnp.int32)[None]
     range_ends = starts[1:, None]
     return jnp.where(slots < range_ends, slots, len(ascending)).reshape(-1)
 

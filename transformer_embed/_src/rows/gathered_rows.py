@@ -97,7 +97,7 @@ class GatheredRows(SomeRows, StandIn):
             want = "its rows in their places"
             raise arguments.type_error(self.name, want, f"{len(self.values)} of them")
         # If something changed the marks, the indices of all rows become -1. No lookup asks for row
-        # -1, so each of them reads NaN.
+        # -1, so every lookup reads NaN.
         row_indices = jnp.where(are_unmixed(jnp.asarray(self.marks)), self.row_indices, -1)
         wanted_rows = nearest_rows(ids, self.num_rows, order)
         rows = _read_seen_rows(row_indices, self.values, wanted_rows)
@@ -118,7 +118,8 @@ def are_unmixed(marks: Float[Array, "m d"]) -> Bool[Array, ""]:
     """Returns whether the first mark is still NaN, and the others are still finite and equal."""
     # This is a slice, [1, d], since users may disable jax's rank promotion.
     first_equal_mark = marks[1:2]
-    # A compiler may compute the rows of one array in two ways, which round differently.
+    # Equal rows may differ by rounding after a function, because a compiler may compute the rows of
+    # one array in two ways.
     tolerance = 4 * jnp.finfo(marks.dtype).eps * jnp.abs(first_equal_mark)
     # If a number is NaN or infinite, its difference is NaN, which is not within the tolerance.
     are_equal = jnp.abs(marks[1:] - first_equal_mark) <= tolerance
@@ -136,7 +137,7 @@ def as_keys(row_indices: Int32[Array, "k"]) -> Key[Array, "k"]:
 def _read_seen_rows(
     row_indices: Int32[Array, "k"], values: Float[Array, "n d"], wanted: Int32[Array, "..."]
 ) -> Float[Array, "... d"]:
-    """Looks up each wanted row, as `find_rows` does.
+    """Returns each wanted row, or NaN for a row that is not among the ascending `row_indices`.
 
     If the rows are split over devices, each device looks up its own wanted rows in its own rows.
     """

@@ -125,7 +125,8 @@ class RowGradient(SomeRows):
             num_rows=arguments.size,
         )
         self.check()
-        # If each device has the rows of its own shard, indices ascend on each device alone.
+        # If each device has the rows of its own shard, the indices ascend on each device, but not
+        # over all devices, so they are not checked.
         indices = None if any(self.owners) else _known_values(self.row_indices)
         if indices is not None:
             # As int32, the difference of two indices may wrap.
@@ -147,7 +148,8 @@ class RowGradient(SomeRows):
             all_indices = jnp.concatenate(indices)
             return sum_rows(all_indices, jnp.concatenate(values), self.num_rows, all_indices)
 
-        # The sum gets a fingerprint of its own, which would hide that something mixed these rows.
+        # The sum gets a new fingerprint. That would hide it if something has mixed these rows, so
+        # they are checked by the old fingerprints first.
         values = [self.trusted_values(), other.trusted_values()]
         indices = [self.row_indices, other.row_indices]
         sum_indices, sums = self._on_shards(sum_both)(indices, values)
@@ -187,7 +189,10 @@ class RowGradient(SomeRows):
 
     @property
     def owners(self) -> PartitionSpec:
-        """How indices and values are split, if each device has the gradients of its own shard."""
+        """The mesh axes that indices and values are split over.
+
+        There are none unless each device has the gradients of its own shard.
+        """
         return PartitionSpec(*typed_axes(self.row_indices))
 
     def _on_shards(self, function: Callable) -> Callable:
@@ -234,7 +239,7 @@ def _known_values(indices: Int32[Array, "k"]) -> np.ndarray | None:
     """Returns the values of indices, or None if they are traced."""
     if conversions.is_traced(indices):
         return None
-    # A transfer guard is meant for the transfers of the model, not for the ones of a check.
+    # A user's transfer guard is meant for the transfers of the model, not for this check.
     with jax.transfer_guard("allow"):
         return np.asarray(indices)
 

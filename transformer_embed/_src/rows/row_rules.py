@@ -72,7 +72,10 @@ def _row_axes(variable: Any, primes: set[int]) -> tuple[int, ...]:
 
 
 def _why_places_matter(equation: Any, primes: set[int], *, has_rows: bool) -> str | None:
-    """Returns why an equation without rows among its operands may tell rows apart, or None."""
+    """Returns why an equation may give rows different values by their place, or None if it cannot.
+
+    This is for an equation whose operands have no axis of rows.
+    """
     name = equation.primitive.name
     # A broadcast gives every row the same value.
     are_rows_alike = name == "broadcast_in_dim"
@@ -106,7 +109,8 @@ def _takes_of_every_row(equation: Any, primes: set[int]) -> bool:
 def _moves_rows(equation: Any, row_axes: tuple[int, ...]) -> bool:
     """Returns whether an equation is a reshape that may move entries from row to row.
 
-    It does not if the axes before the axis of rows have as many entries before and after it.
+    Rows keep apart if the axes before the axis of rows have the same number of entries before the
+    reshape as after it.
     """
     if equation.primitive.name != "reshape":
         return False
