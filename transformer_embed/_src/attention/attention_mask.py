@@ -34,7 +34,8 @@ from transformer_embed._src.sequences.token_positions import (
 )
 
 
-# Not compared by its fields: equality of arrays is an array, which has no truth value.
+# Two masks are not compared by their fields (`eq=False`), because `==` of two arrays is an array,
+# which is neither true nor false.
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionMask(Mask):
     """Says who may attend to whom in an attention layer, by a rule of size O(length).
@@ -297,12 +298,12 @@ register_pytree(AttentionMask, "causal", "window", "chunk", "sinks")
 def _check_sides(queries: TokenPositions, keys: TokenPositions) -> None:
     """Raises a ValueError unless queries and keys have arrays that the rule can compare."""
 
-    def check_given(missing: str, array: Any, given: str, other_array: Any) -> None:
-        """Raises a ValueError if an array is missing and the array of the other side is given."""
-        if array is None and other_array is not None:
-            raise arguments.value_error(missing, f"an array, since {given} is given", None)
+    def check_given(name: str, own_array: Any, other_name: str, other_array: Any) -> None:
+        """Raises a ValueError if one side lacks an array that the other side has."""
+        if own_array is None and other_array is not None:
+            raise arguments.value_error(name, f"an array, since {other_name} is given", None)
 
-    # Queries may lack segment ids, because they then see the keys of every segment.
+    # Queries may lack segment ids. They then see the keys of every segment.
     check_given("keys.segment_ids", keys.segment_ids, "queries.segment_ids", queries.segment_ids)
     check_given("keys.block_ids", keys.block_ids, "queries.block_ids", queries.block_ids)
     check_given("queries.block_ids", queries.block_ids, "keys.block_ids", keys.block_ids)
@@ -325,7 +326,7 @@ _window = functools.partial(
 def _slice_tokens(fields: Fields, start: Array, count: int) -> Fields:
     """Takes the fields of `count` tokens, from the index `start` on."""
     if count == fields["places"].shape[1]:
-        # A kernel for TPUs has no dynamic slice of its values.
+        # Kernels for TPUs cannot slice arrays dynamically, so a slice of all tokens is left out.
         return fields
     return jax.tree.map(
         lambda array: jax.lax.dynamic_slice_in_dim(array, start, count, axis=1), fields
@@ -336,10 +337,9 @@ def _mask_of_pairs(
     mask: AttentionMask, query_fields: Fields, key_fields: Fields
 ) -> Bool[Array, "b t s"]:
     """Applies the rule of a mask to each pair of a query and a key."""
-    # [b, t, 1].
+    # The fields of the queries become [b, t, 1], and the fields of the keys [b, 1, s].
     query_fields = {name: jnp.expand_dims(array, 2) for name, array in query_fields.items()}
     query_fields = with_conditions(query_fields, mask)
-    # [b, 1, s].
     key_fields = {name: jnp.expand_dims(array, 1) for name, array in key_fields.items()}
     key_fields = with_conditions(key_fields, mask)
     return may_attend(query_fields, key_fields)

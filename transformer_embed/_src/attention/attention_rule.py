@@ -43,10 +43,11 @@ def may_attend(queries: dict[str, Any], keys: dict[str, Any]) -> Any:
         limits.append(queries["places"] <= keys["last_query_place"])
     if "chunk" in queries:
         limits.append(queries["chunk"] == keys["chunk"])
-    # A block lifts these limits, so without limits it changes nothing.
+    # Tokens of one block are exempt from the limits above. If there is no limit, blocks have no
+    # effect.
     if "block_ids" in queries and limits:
-        # `is_in_block` is asked of both sides: an interval of block ids leaves out the tokens in no
-        # block, so equal intervals do not say that every token is in the block.
+        # Both tokens must be in a block. For tiles, equal intervals of block ids do not say this,
+        # because an interval leaves out the tokens that are in no block.
         is_in_block = queries["is_in_block"] & keys["is_in_block"]
         in_same_block = is_in_block & (queries["block_ids"] == keys["block_ids"])
         limits = [functools.reduce(operator.and_, limits) | in_same_block]

@@ -31,9 +31,8 @@ STEPS_AT_ONCE = 64
 class Interval(NamedTuple):  # noqa: PLW1641 (no set or dict holds an interval)
     """Holds the lowest and the highest value of a field in a run of tokens.
 
-    If two intervals are compared, the result is an interval of bools. Its `low` says whether the
-    comparison is true of every pair of tokens. Its `high` says whether the comparison may be true
-    of some pair.
+    A comparison of two intervals gives an interval of bools. `low` then says whether the comparison
+    is true of every pair of tokens, and `high` whether it may be true of some pair.
 
     If no token of the run is counted, `low` is above `high`.
     """

@@ -259,7 +259,10 @@ def _info_of_rows(rule: RowRule, info: Any, *, loaded_tile: Array, runs: Array) 
 
 
 def _tiles_that_must_run(rule: RowRule, tile: tuple[int, int]) -> Bool[Array, "b r s"]:
-    """Returns which tiles of each batch row must run: tiles with a pair, and one of each row r."""
+    """Returns which tiles of each batch row must run.
+
+    These are the tiles with a pair, and one tile in each row r of tiles.
+    """
     has_pair = rule.mask.tile_kinds(tile) != 0
     return has_pair | _on_diagonal(rule, tile)
 

@@ -201,7 +201,7 @@ def _bucket_starts(direction_buckets: int, max_distance: int) -> tuple[int, ...]
 
 
 def _slopes(num_heads: int, max_bias: float) -> tuple[float, ...]:
-    """Checks the arguments of `alibi_slopes`, and computes its formula in Python's floats."""
+    """Checks the arguments of `alibi_slopes`, and computes the slopes as Python floats."""
     want = "a number above 0, at most 126"
     max_bias = arguments.real(
         "max_bias", max_bias, lowest=math.nextafter(0, 1), highest=126, want=want
@@ -278,7 +278,7 @@ def _buckets(
 def _is_after_and_distance(
     queries: Integer[Array, "*q t"], keys: Integer[Array, "*k s"]
 ) -> tuple[Bool[Array, "*b t s"], UInt[Array, "*b t s"]]:
-    """Returns, for each query and key, whether the key is after the query, and their distance."""
+    """Returns whether each key is after each query, and the distance between key and query."""
     dtype = np.promote_types(queries.dtype, keys.dtype)
     queries = queries.astype(dtype)[..., :, None]
     keys = keys.astype(dtype)[..., None, :]

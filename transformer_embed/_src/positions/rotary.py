@@ -204,7 +204,9 @@ def _rotate(
     attention_factor: float,
     pair_axes: tuple[int, ...],
 ) -> Float[Array, "... t h d"]:
-    """Rotates the first pairs of x, each by its frequency and by the position on its axis.
+    """Rotates the first channels of x, and leaves the other channels as they are.
+
+    The angle of a pair of channels is the frequency of the pair times the position on one axis.
 
     Args:
         x: The heads.
@@ -253,7 +255,10 @@ def _positions_of_pairs(
 def _cosines_and_sines(
     pair_positions: Shaped[Array, "... t 1 #p"], units: tuple[int, ...], attention_factor: float
 ) -> Float[Array, "2 ... t 1 p"]:
-    """Computes the cosines, then the sines, of the angles of pairs, times the attention factor."""
+    """Computes the cosines (index 0) and the sines (1) of the angles of p pairs.
+
+    Both are multiplied by the attention factor.
+    """
     frequencies = phase.in_words(units)
     # A cosine is the sine a quarter turn on.
     cosine_quarters, sine_quarters = np.array([1, 0], np.uint32)
@@ -323,7 +328,11 @@ def _frequencies(
 
 
 def _checked_rotary_dim(rotary_dim: int | None, head_dim: int) -> int:
-    """Returns how many channels are rotated, an even number."""
+    """Returns how many channels are rotated: `rotary_dim`, or `head_dim` if that is None.
+
+    Raises:
+        ValueError: `rotary_dim` is below 2 or above `head_dim`, or the returned number is odd.
+    """
     if rotary_dim is None:
         return check_even("head_dim", head_dim)
     dim = arguments.integer("rotary_dim", rotary_dim, at_least=2, at_most=head_dim)

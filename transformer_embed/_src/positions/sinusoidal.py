@@ -234,7 +234,7 @@ def channels(options: Sinusoids, d_model: int) -> Channels:
     order = "F" if options.layout == "interleaved" else "C"
 
     def spread_to_channels(numbers: np.ndarray) -> np.ndarray:
-        """Returns the number of each channel, from numbers that broadcast to [2, pairs]."""
+        """Orders numbers that broadcast to [2, pairs] by channel, and returns them as [d_model]."""
         rows = np.broadcast_to(numbers, (2, len(pair_units)))
         # With odd="zero", the last channel has the frequency 0, and is the sine of 0.
         with_one_more = np.pad(rows.ravel(order), (0, 1))
@@ -285,7 +285,7 @@ def part_width(d_model: int, axes: int, odd: str) -> int:
 
 @compiled(1, 2, 3)
 def encode(positions: Array, d_model: int, options: Sinusoids, dtype: Any) -> Vectors:
-    """Computes the encodings of positions [...]."""
+    """Computes `sinusoidal_encoding` for checked options, [..., d_model]."""
     frequencies, quarters = channels(options, d_model)
     encoding = phase.sinusoid(positions[..., None], frequencies, quarters)
     return encoding.astype(dtype)

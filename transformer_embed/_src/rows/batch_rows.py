@@ -36,7 +36,7 @@ class BatchRows(NamedTuple):
     rows: Array
 
     def seen(self, rows: Float[Array, "k d"]) -> SeenRows:
-        """Returns the rows that a loss sees, from the values that they have in the loss."""
+        """Returns the rows that a loss sees, with these values in the place of `self.rows`."""
         return SeenRows(row_indices=self.row_indices, values=rows)
 
     def gradient(self, sums: Float[Array, "k d"]) -> RowGradient:

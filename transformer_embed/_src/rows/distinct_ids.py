@@ -33,7 +33,7 @@ def as_max_rows(bound: int | None) -> int:
 
 
 def most_distinct(count: int, num_rows: int, max_rows: int) -> int:
-    """Returns how many distinct rows `count` ids can ask for at most, but at least 1."""
+    """Returns the largest number of distinct rows that `count` ids can ask for, but at least 1."""
     return max(1, min(count, num_rows, max_rows))
 
 

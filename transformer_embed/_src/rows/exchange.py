@@ -55,7 +55,9 @@ from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 
 
 class Exchange(NamedTuple):
-    """Says who asks whom for rows, and how many. It is static.
+    """Says which devices ask which others for rows of a table, and for how many at most.
+
+    It is static, so a function can be compiled for it.
 
     Args:
         mesh: The devices.
@@ -91,7 +93,7 @@ class Exchange(NamedTuple):
 def plan_exchange(
     table: Any, id_axes: Sequence[Axes], count: int, max_rows: int, capacity: float
 ) -> Exchange:
-    """Plans how rows of a table are exchanged for `count` ids, as the table's sharding says.
+    """Plans an exchange of rows from the sharding of a table and from the number of ids.
 
     Args:
         table: An array, or its shape, dtype and sharding.
@@ -174,7 +176,7 @@ class ExchangedRows(NamedTuple):
         return SeenRows(row_indices=requests.row_indices, values=answers)
 
     def gradient(self, sums: Float[Array, "n d"]) -> RowGradient:
-        """Returns the gradient of the table: each device has the gradients of its shard's rows.
+        """Returns the gradient of the table. Each device holds the gradients of rows of one shard.
 
         Args:
             sums: The gradients of `rows`. Each is the sum over the devices that asked for the row.
@@ -196,7 +198,7 @@ class ExchangedRows(NamedTuple):
 def exchange_rows(
     table: Float[Array, "v d"], indices: Int32[Array, "..."], max_rows: int, capacity: float
 ) -> ExchangedRows:
-    """Reads, for each device, the distinct rows of its part of the batch from their owners.
+    """Reads the distinct rows that each device needs for a part of the batch, from their owners.
 
     Args:
         table: The table, split over explicit mesh axes.
@@ -225,7 +227,7 @@ def _ask_owners(
     num_rows = exchange.num_rows
 
     def ask(shard: Float[Array, "s d"], indices: Int32[Array, "..."]) -> Requests:
-        """Asks the owners for the rows that this device reads, and reads those it is asked for."""
+        """Asks the owners for rows, and reads the rows that other devices ask this device for."""
         distinct = distinct_ascending(indices, num_rows, exchange.most_asked)
         # The shard of owner i has the rows from shard_starts[i] to shard_starts[i + 1].
         shard_starts = jnp.arange(0, num_rows + 1, len(shard), dtype=jnp.int32)
@@ -290,7 +292,7 @@ def _answer(
     """
 
     def answer_requests(slots: Array, is_lost: Array, rows: Array) -> Array:
-        """Sends the rows that this device was asked for, and returns the rows it asked for."""
+        """Sends the rows that other devices asked for, and returns the rows that they send back."""
         answers = read_or_zero(rows, slots.astype(jnp.uint32))
         nan = np.array(np.nan, rows.dtype)
         return exchange.all_to_all(jnp.where(is_lost[:, None], nan, answers))

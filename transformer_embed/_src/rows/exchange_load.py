@@ -73,11 +73,13 @@ def exchange_load(
     array = arguments.on_host("ids", arguments.as_int32("ids", ids))
     mesh = table.sharding.mesh
     axes = mesh.axis_names if batch_axes is None else batch_axes
-    if not isinstance(axes, tuple) or not {*axes} <= {*mesh.axis_names}:
+    are_axes_of_mesh = isinstance(axes, tuple) and {*axes} <= {*mesh.axis_names}
+    if not are_axes_of_mesh:
         want = f"a tuple of axes of the mesh, {mesh.axis_names}, or None"
         raise arguments.value_error("batch_axes", want, repr(batch_axes))
     devices = devices_along(mesh, axes)
-    if not array.ndim or array.shape[0] % devices:
+    has_equal_parts = array.ndim > 0 and array.shape[0] % devices == 0
+    if not has_equal_parts:
         want = f"a first dimension that {devices} devices divide"
         raise arguments.value_error("ids", want, f"shape {list(array.shape)}")
     capacity = arguments.positive("capacity", capacity)
@@ -93,7 +95,8 @@ def _counted(plan: Exchange, indices: np.ndarray) -> dict[str, Any]:
     """
     devices = np.arange(len(indices))[:, None]
     requests = np.unique(devices * plan.num_rows + indices)
-    # A device asks for its first rows up to a bound, and for the first ones of each owner.
+    # Each device asks for no more than `most_asked` rows, the lowest ones, and of these, for no
+    # more than `most_sent` rows of each owner.
     within_bound = _first_of_each_range(requests, plan.num_rows, plan.most_asked)
     shard_rows = plan.num_rows // devices_along(plan.mesh, plan.owners)
     sent = _first_of_each_range(within_bound, shard_rows, plan.most_sent)
@@ -126,7 +129,7 @@ def _count_rows_by_owner(plan: Exchange, requests: np.ndarray) -> np.ndarray:
 
 
 def _first_of_each_range(ascending: np.ndarray, length: int, most: int) -> np.ndarray:
-    """Takes the first `most` numbers in each range 0..length-1, length..2*length-1, ..."""
+    """Keeps at most `most` numbers, the lowest ones, of each range 0..length-1, length.., ..."""
     ranges = ascending // length
     first_index_of_range = ranges.searchsorted(ranges)
     index_in_range = np.arange(len(ranges)) - first_index_of_range

@@ -196,7 +196,7 @@ class RowGradient(SomeRows):
         return PartitionSpec(*typed_axes(self.row_indices))
 
     def _on_shards(self, function: Callable) -> Callable:
-        """Returns a function of the rows, which runs on each device if each has its own rows."""
+        """Makes a function of the arrays run on each device, if each device has rows of its own."""
         if not any(self.owners):
             return function
         mesh = jax.typeof(self.row_indices).sharding.mesh
@@ -256,7 +256,7 @@ def _flatten(gradient: RowGradient) -> tuple[tuple[Any, Any], tuple]:
 
 
 def _unflatten(static: tuple, leaves: Sequence[Any]) -> RowGradient:
-    """Makes the gradient as it was, without checks, because jax puts anything into leaves."""
+    """Makes a gradient from its leaves, without checks, because jax puts any object into leaves."""
     static_indices, num_rows = static
     values, scaled = leaves
     gradient = object.__new__(RowGradient)

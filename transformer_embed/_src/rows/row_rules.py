@@ -29,15 +29,15 @@ KEEP_ROWS_APART = _names_in(
     squeeze stack stop_gradient sub tan tanh transpose unstack xor zeta
     """
 )
-# These compute nothing themselves. They are calls of other programs, by the names that jax has
-# given them since 0.6, and a barrier.
+# Equations that compute nothing themselves: calls of other programs, by the names that jax has used
+# since 0.6, and a barrier.
 CALLS = _names_in(
     """
     checkpoint closed_call core_call core_closed_call custom_jvp_call custom_vjp_call
     custom_vjp_call_jaxpr jit optimization_barrier pjit remat remat2
     """
 )
-# These take a window of their first operand.
+# Equations that take a window of their first operand.
 TAKE = _names_in("gather slice")
 
 

@@ -25,7 +25,7 @@ NOTE = (
 
 
 class TableIds(NamedTuple):
-    """Holds what a batch reads of one table.
+    """Holds the ids that a batch looks up in one table.
 
     Args:
         ids: The ids, of any shape.
@@ -44,7 +44,7 @@ class Tables(NamedTuple):
     Args:
         parameters: All parameters, by their names.
         treedef: The structure of the parameters.
-        ids: What the batch reads of each table, by the name of the table.
+        ids: The ids that the batch looks up in each table, by the name of the table.
         capacity: A factor for the size of the buffers in which devices exchange rows, or None if
             they exchange no rows. See `value_and_grad`.
     """
@@ -203,10 +203,10 @@ def _as_ids(given_ids: Any) -> jax.Array:
 def _by_path(
     argument: str, parameters: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns a user's dict, with the path of a table in the place of each name.
+    """Returns a user's dict, with the whole path of a table in the place of each name.
 
-    A user names a table by its path in the parameters, or by an end that only this path has. If two
-    names are of one table, this is a ValueError.
+    A user names a table by the path of the parameter, or by an end that only this path has. Two
+    names of one table are a ValueError.
 
     Args:
         argument: The name of the user's argument, for errors.

@@ -104,7 +104,7 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
 
 
 def _is_tokens(subtree: Any) -> bool:
-    """Returns whether a subtree of a cache is token positions."""
+    """Returns whether a subtree of a cache is a `TokenPositions`."""
     return isinstance(subtree, TokenPositions)
 
 
@@ -134,10 +134,10 @@ def _as_slots(slot: ArrayLike, cache: Any) -> Int32[Array, "..."]:
 
 
 def _as_arrays(name: str, tree: Any, *, add_batch: bool = False) -> Any:
-    """Converts a tree to jax arrays, and gives them a batch axis of 1 if asked to."""
+    """Converts the arrays of a tree to jax arrays; `add_batch` puts a batch axis of 1 in front."""
 
     def converted(path: Any, leaf: Any) -> Any:
-        """Converts an array of the tree, or token positions."""
+        """Converts one array of the tree, or all arrays of token positions."""
         if _is_tokens(leaf):
             # `batch_arrays` adds a batch axis where there is none.
             return TokenPositions(**batch_arrays(leaf))
@@ -189,7 +189,7 @@ def _write_row(
 
 
 def _structure(tree: Any) -> Any:
-    """Returns the structure of a tree, in which token positions are leaves."""
+    """Returns the structure of a tree, in which each `TokenPositions` is one leaf."""
     return jax.tree.structure(tree, is_leaf=_is_tokens)
 
 
@@ -248,9 +248,9 @@ class _Sizes(NamedTuple):
 
 
 class _TargetSlots(NamedTuple):
-    """Says where the new tokens go."""
+    """Says into which slot each new token goes, and whether the token is written."""
 
-    # The slot of each token. It is past the end of the cache if the token is not written.
+    # The slot of each token. If the token is not written, the slot is past the end of the cache.
     slots: Int32[Array, "b t"]
     is_written: Bool[Array, "b t"]
 

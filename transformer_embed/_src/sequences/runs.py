@@ -14,7 +14,7 @@ from transformer_embed._src.partitioning import with_whole_rows
 
 
 def segment_reappears(segment_ids: np.ndarray) -> np.ndarray:
-    """Finds, on the host, each token that begins a run whose segment id an earlier run has.
+    """Finds, on the host, each token that begins the second or a later run of a segment id.
 
     Returns:
         bool [b, t], True = the token begins such a run. For the row [7, 7, 0, 8, 7], it is True at
@@ -92,10 +92,11 @@ def _segment_ids_rise(
 ) -> Bool[Array, "b"]:
     """Returns in which batch rows segment ids rise from run to run, without padding between runs.
 
-    Most batches are so. Padding may be before the first run and after the last one.
+    Most batches have only such rows. Padding may be before the first run and after the last one.
     """
     previous = previous_token_values(segments)
-    # The first run of a row always begins so, after padding or at the start of the row.
+    # The first run of a row is always counted here, because the token before it is padding or is
+    # missing. So a second token that is counted shows a row without this order.
     begins_lower = begins_run & ((previous == 0) | (segments < previous))
     return begins_lower.sum(1) <= 1
 

@@ -74,10 +74,10 @@ def as_batch(name: str, array: Any) -> Any:
 
 
 def comparable_arrays(**values: ArrayLike) -> dict[str, Integer[Array, "*b t"]]:
-    """Converts each array by `as_comparable`, and gives all of them the same number of axes.
+    """Converts positions, segment ids and the like to int32 arrays with the same number of axes.
 
-    If all arrays are given as [length], so are the results. Otherwise all of them are
-    [1 or batch, length].
+    Each array is converted by `as_comparable`, which keeps wider dtypes. If all arrays are
+    [length], the results are [length], too. Otherwise all results are [1 or batch, length].
     """
     arrays = {name: as_comparable(name, value) for name, value in values.items()}
     # Outside of jit, an axis that is added and dropped again takes half a millisecond.

@@ -134,9 +134,9 @@ def tree_arrays(
     ones = jnp.ones_like(parents_with_root)
     trees = jax.vmap(_trees_of_row)(parents_with_root, ones)
 
-    def plus_offset(array: Array) -> Array:
-        """Adds the offset of each batch row."""
-        return array + offset.reshape(-1, 1)
+    def plus_offset(row_numbers: Array) -> Array:
+        """Adds to the numbers of each batch row the offset of the row."""
+        return row_numbers + offset.reshape(-1, 1)
 
     positions = plus_offset(trees.depths)
     places = plus_offset(trees.places)
@@ -216,7 +216,7 @@ def _trees_of_row(parents_with_root: Int32[Array, "n"], ones: Int32[Array, "n"])
 
 
 def _number_of_doublings(length: Any) -> int:
-    """Returns how often a path must be doubled to be longer than any path of so many tokens."""
+    """Returns how often a path of 1 token must be doubled to be longer than `length` tokens."""
     # A length is symbolic inside jax.export. Whatever it will be, it is below 2**31.
     return 31 if export.is_symbolic_dim(length) else length.bit_length()
 
