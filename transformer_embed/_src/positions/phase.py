@@ -225,11 +225,11 @@ def multiply_high(a: Whole, b: Array | np.ndarray | np.uint32) -> Word:
     return a_high * b_high + middle_high + ((a_low * b_high + (middle & 0xFFFF)) >> 16)
 
 
-def _multiply(number: Whole, high: Any, low: Any) -> _Phase:
+def _multiply(integer: Whole, high: Any, low: Any) -> _Phase:
     """Multiplies an int32 or uint32 by a fraction of a turn in two words, modulo one turn."""
     # The product with the high word may wrap, which takes away whole turns.
-    word = number.astype(jnp.uint32)
-    return _Phase(high=word * high + multiply_high(number, low), low=word * low)
+    word = integer.astype(jnp.uint32)
+    return _Phase(high=word * high + multiply_high(integer, low), low=word * low)
 
 
 @jax.custom_jvp

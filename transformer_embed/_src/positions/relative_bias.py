@@ -74,7 +74,7 @@ def alibi_bias(
     that is constant over the keys, so the bias of one query can be used for all queries:
     `query_positions=[0]` gives `slopes * key`, the bias of Bloom and Falcon (which computes it in
     bfloat16), and `query_positions=[length - 1]` gives the bias of MPT and Keras. A bias that is
-    not causal cannot be shared so.
+    not causal cannot be shared by all queries.
 
     Args:
         query_positions: Integers, [T] or [B, T].

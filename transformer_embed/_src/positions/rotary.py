@@ -274,7 +274,7 @@ def _permute(
     weights: Shaped[Array, "... hd"], num_heads: int, rotary_dim: int, source: str, target: str
 ) -> Shaped[Array, "... hd"]:
     """Reorders the first `rotary_dim` channels of each head."""
-    # `reshape` cannot compute a size of -1 if the weights are empty.
+    # `head_dim` is computed, because `reshape` cannot find the size of -1 if the weights are empty.
     head_dim = weights.shape[-1] // num_heads
     heads = weights.reshape(*weights.shape[:-1], num_heads, head_dim)
     pairs = _split_pairs(heads[..., :rotary_dim], source)
@@ -339,8 +339,9 @@ def _checked_rotary_dim(rotary_dim: int | None, head_dim: int) -> int:
     return check_even("rotary_dim", dim)
 
 
-def check_even(name: str, value: int) -> int:
-    """Returns a number of channels that are paired, or raises a ValueError if it is odd."""
-    if value % 2:
-        raise arguments.value_error(name, "an even number of channels, to make pairs", value)
-    return value
+def check_even(name: str, channel_count: int) -> int:
+    """Returns a number of channels that form pairs, or raises a ValueError if it is odd."""
+    if channel_count % 2:
+        want = "an even number of channels, to make pairs"
+        raise arguments.value_error(name, want, channel_count)
+    return channel_count

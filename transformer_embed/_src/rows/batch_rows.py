@@ -50,8 +50,8 @@ class BatchRows(NamedTuple):
         # into a donated table without a copy.
         row_indices = known_after_reading(self.row_indices, self.rows)
         # If devices with different batches share the table, the gradients of all devices must be
-        # summed. `jax.grad` would insert this sum for an array that is the same on all devices. But
-        # here each device has read other rows, so the sum must match them by their indices.
+        # summed. For an array that is the same on all devices, `jax.grad` inserts this sum. Here,
+        # each device has read different rows, so the sum must add the rows of equal indices.
         batch_axes = varying_axes(sums) - varying_axes(self.table)
         if batch_axes:
             axis_names = tuple(sorted(batch_axes))

@@ -118,8 +118,8 @@ def sum_rows(
         indices: The index of each row.
         rows: The rows.
         num_rows: The number of rows of the table. Larger indices are padding.
-        all_indices: The indices that the result has, once each. They include `indices`. An index
-            without a row gets a sum of zeros.
+        all_indices: The indices that the result has, with or without repeats, all of `indices`
+            among them. An index without a row gets a sum of zeros.
     """
     distinct = distinct_ascending(all_indices, num_rows, min(all_indices.size, num_rows))
     sums = sum_by_index(rows, find_each(distinct, indices), len(distinct))

@@ -86,7 +86,10 @@ class Exchange(NamedTuple):
         return PartitionSpec((*self.owners, *self.replicas))
 
     def all_to_all(self, buffer: Array) -> Array:
-        """Inside shard_map, sends each owner its block of a buffer, and returns received blocks."""
+        """Sends one block of a buffer to each owner, and returns the blocks that the owners send.
+
+        Call it inside shard_map, where the buffer is an array of this device.
+        """
         return jax.lax.all_to_all(buffer, self.owners, split_axis=0, concat_axis=0, tiled=True)
 
 
@@ -184,7 +187,8 @@ class ExchangedRows(NamedTuple):
         row_indices = self.requests.owned_indices
         plan = self.exchange
         if plan.replicas:
-            # Several devices have the same shard, and each was asked by other devices.
+            # Several devices have the same shard. Different devices have asked each of them, so the
+            # gradients are summed.
             sum_over_replicas = functools.partial(
                 sum_over_devices, num_rows=plan.num_rows, axis_name=plan.replicas
             )

@@ -93,6 +93,7 @@ class GatheredRows(SomeRows, StandIn):
         if order != self.order:
             want = "to be read by a layer of the config that te.rows has, which pads or spreads it"
             raise arguments.value_error(self.name, want, "te.lookup, or a layer of another config")
+        # A function that changes the number of rows changes the number of marks, too.
         if len(self.marks) != MARKS:
             want = "its rows in their places"
             raise arguments.type_error(self.name, want, f"{len(self.values)} of them")

@@ -43,7 +43,7 @@ def find_tables(init: Callable, treedef: Any, leaves: Leaves) -> list[TableStep]
     Args:
         init: The function of the optimizer that makes a state.
         treedef: The structure of (gradients, parameters, state, other arguments).
-        leaves: The leaves of these.
+        leaves: The leaves of all of them, by number.
     """
 
     def result_shapes(function: Callable, shapes: Any) -> Any:
@@ -101,7 +101,7 @@ def check(
         tables: The tables, as `find_tables` returns them.
         update: The optimizer's function, to name in an error.
     """
-    # The number of rows of each table, by the prime that takes its place in the trace.
+    # The number of rows of each table, by the prime that replaces this number in the trace.
     row_counts = {table.prime: len(leaves[table.parameter]) for table in tables}
     old_shapes = with_primes(leaves, tables)
     traced = _traced(step, old_shapes, update)

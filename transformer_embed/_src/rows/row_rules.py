@@ -58,12 +58,14 @@ def why_rows_mix(equation: Any, primes: set[int]) -> str | None:
         return _why_places_matter(equation, primes, has_rows=any(result_axes))
     if name not in KEEP_ROWS_APART:
         return f"{name} is not known to keep rows apart"
-    # An operand has the rows of another table, or a result has lost its axis of rows.
-    has_other_axes = len(operand_axes | result_axes) > 1
-    takes_some_rows = name in TAKE and not _takes_of_every_row(equation, primes)
-    if has_other_axes or takes_some_rows or _moves_rows(equation, *operand_axes):
-        return f"{name} over the rows"
-    return None
+    mixes_rows = f"{name} over the rows"
+    # If the axes differ, an operand has the rows of another table, or a result has lost its axis.
+    if len(operand_axes | result_axes) > 1:
+        return mixes_rows
+    if name in TAKE and not _takes_of_every_row(equation, primes):
+        return mixes_rows
+    (row_axes,) = operand_axes
+    return mixes_rows if _moves_rows(equation, row_axes) else None
 
 
 def _row_axes(variable: Any, primes: set[int]) -> tuple[int, ...]:

@@ -82,7 +82,7 @@ def tables_of_step(
         result_shapes: Returns the shapes of the results of a function, or raises an error that
             names the optimizer.
         treedef: The structure of (gradients, parameters, state, other arguments).
-        leaves: The leaves of these.
+        leaves: The leaves of all of them, by number.
     """
     grads_treedef, *_ = treedef.children()
     parameter_count = grads_treedef.num_leaves

@@ -57,8 +57,8 @@ class Tables(NamedTuple):
     def with_rows(self, function: Callable) -> Any:
         """Reads the rows of the batch, and returns `function(values, view, reads)`.
 
-        - `values` are the parameters by their names. The value of a table is the rows of the batch,
-          so you can differentiate with respect to them.
+        - `values` are the parameters by their names. In the place of each table are the rows that
+          the batch reads, so you can differentiate with respect to these rows.
         - `view(values)` makes the tree of parameters that a loss sees.
         - `reads` has the `BatchRows` or `ExchangedRows` of each table, by the name of the table.
         """

@@ -39,8 +39,8 @@ def update_tables(step: Callable, leaves: Leaves, tables: Sequence[TableStep]) -
         tables: The tables, as `row_check.find_tables` returns them.
     """
     block_shapes = with_block_shapes(leaves, tables)
-    # The first call of the step updates everything that is not a table. For this call, the arrays
-    # of tables are blocks of zeros, whose new rows are not used.
+    # The first call of the step updates everything that is not a table. In this call, blocks of
+    # zeros replace the arrays of tables. What the step makes of the zeros is not used.
     shared = dict(leaves)
     for table in tables:
         for number in table.leaves:
