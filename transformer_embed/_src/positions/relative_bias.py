@@ -88,10 +88,10 @@ def alibi_bias(
 
     Returns:
         [B or 1, num_heads, T, S] of `dtype`, or [num_heads, T, S] if neither side has a batch
-        axis. Distances are exact integers for any two positions;
-        the product is computed in float32 (relative error below 1.8e-7) and rounded once. Values
-        are limited to a quarter of the dtype's largest number, which matters only in float16
-        (16376): after adding `mask_to_bias`, nothing overflows and masked keys stay masked.
+        axis. Distances are exact integers for any two positions. The product is computed in float32
+        (relative error below 1.8e-7) and rounded once. The bias is limited to a quarter of the
+        dtype's largest number. So if you add `mask_to_bias`, nothing overflows, and masked keys
+        stay masked. The limit matters only in float16, where it is 16376.
 
     Raises:
         TypeError: Positions are not integers that `TokenPositions` takes, `causal` is not a Python

@@ -89,9 +89,14 @@ def exchange_load(
 
 
 def _counted(plan: Exchange, indices: np.ndarray) -> dict[str, Any]:
-    """Counts what the devices ask for with these row indices, [devices, n].
+    """Counts the rows that each device is asked for, and the requests that do not fit.
 
-    A request is one number, `device * num_rows + row`, of the device that asks and of the row.
+    A request is held as one number, `device * num_rows + row`, for the device that asks and the row
+    that it asks for.
+
+    Args:
+        plan: The plan of the exchange.
+        indices: The row indices that each device reads, [devices, n].
     """
     devices = np.arange(len(indices))[:, None]
     requests = np.unique(devices * plan.num_rows + indices)
@@ -108,21 +113,27 @@ def _counted(plan: Exchange, indices: np.ndarray) -> dict[str, Any]:
 
 
 def _count_rows_by_owner(plan: Exchange, requests: np.ndarray) -> np.ndarray:
-    """Counts the distinct rows that each device is asked for, [size of each axis of the batch].
+    """Counts the distinct rows that each device is asked for.
 
-    A request is the number `device * num_rows + row`, as in `_counted`.
+    Args:
+        plan: The plan of the exchange.
+        requests: The numbers `device * num_rows + row`, as in `_counted`.
+
+    Returns:
+        int64, with one axis for each mesh axis that the batch is split over.
     """
     (axes,) = plan.id_axes
     mesh_shape = [plan.mesh.shape[axis] for axis in axes]
     owner_shape = [plan.mesh.shape[axis] for axis in plan.owners]
     shard_rows = plan.num_rows // devices_along(plan.mesh, plan.owners)
     devices, rows = np.divmod(requests, plan.num_rows)
-    # An owner has the coordinates of the device that asks, except along the axes of the rows.
+    # Along the mesh axes that do not split the rows, a device asks owners with its own coordinates.
+    # Along the axes that split the rows, the row says which owner is asked.
     coordinates = dict(zip(axes, np.unravel_index(devices, mesh_shape), strict=True))
     owner_coordinates = np.unravel_index(rows // shard_rows, owner_shape)
     coordinates.update(zip(plan.owners, owner_coordinates, strict=True))
     owners = np.ravel_multi_index([*coordinates.values()], mesh_shape)
-    # A row that several devices ask of one owner counts once.
+    # If several devices ask an owner for the same row, the row counts once.
     distinct = np.unique(owners * plan.num_rows + rows)
     counts = np.bincount(distinct // plan.num_rows, minlength=math.prod(mesh_shape))
     return counts.reshape(mesh_shape)

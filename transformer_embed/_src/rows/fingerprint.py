@@ -1,4 +1,4 @@
-"""A few numbers beside the gradient of some rows that show if something mixed or changed the rows.
+"""Makes a few numbers beside the gradient of some rows, which show if something mixed the rows.
 
 You may scale a gradient as a whole, cast it, or average it over devices that have the same rows.
 All other functions of a gradient would give other updates than for the dense gradient, because they
@@ -112,9 +112,9 @@ def _powers(row_indices: Int32[Array, "k"]) -> Float[Array, "1 m"]:
     words = _mixed(row_indices.astype(jnp.uint32) + numbers * np.uint32(0x9E3779B9))
     index_hash = jnp.sum(words, dtype=jnp.uint32)
     digits = (index_hash >> np.arange(0, BITS * DIGITS, BITS, dtype=np.uint32)) % 2**BITS
-    # The first power, of the digit 0, is the unit of the others. The bits of the floats are written
-    # (an exponent plus 127, above 23 bits of the fraction), because exp2 is not exact on every
-    # device.
+    # A power with the digit 0 comes first, as the unit of the others. The powers are made from the
+    # bits of float32 (the exponent plus 127, then 23 bits of the fraction), because exp2 is not
+    # exact on every device.
     exponents = jnp.pad(digits, (1, 0)) + np.uint32(127 + LOWEST)
     return jax.lax.bitcast_convert_type(exponents << np.uint32(23), jnp.float32)[None]
 
@@ -127,8 +127,8 @@ def _sample(values: Float[Array, "k d"]) -> Float[Array, "r d"]:
 
 def _signed_sums(sample: Float[Array, "r d"]) -> Float[Array, "s"]:
     """Adds all values of a sample SUMS times, each time with other signs."""
-    # Each value has a word, which is a hash of the value's row and column. Sum i takes its signs
-    # from bit i of the words.
+    # Each value gets a word, a hash of the row and the column of the value. In sum i, bit i of the
+    # word says whether the value is negated.
     rows = jax.lax.broadcasted_iota(jnp.uint32, sample.shape, 0)
     columns = jax.lax.broadcasted_iota(jnp.uint32, sample.shape, 1)
     words = _mixed(rows * np.uint32(0x9E3779B9) + columns * np.uint32(0x85EBCA77) + np.uint32(1))

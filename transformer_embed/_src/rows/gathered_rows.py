@@ -42,13 +42,18 @@ class GatheredRows(SomeRows, StandIn):
     example, a model with a tied output layer also multiplies by the table, so every row of the
     table has a gradient, and you must train the table densely.
 
-    A function of the leaves of this object sees only the rows of the batch. If the function treats
-    each row by itself, whatever its place, the result is right for the table. Any other function
-    raises an error or makes the lookup read NaN. The `keys` are not numbers. The `marks` are a row
-    of NaN and some equal rows: every norm, mean or maximum of all rows is NaN, and makes all marks
-    NaN. Noise, and a factor that depends on the place of a row, make equal rows differ. Two kinds
-    of functions pass unseen. Some results depend on no number: sizes, counts, and comparisons with
-    NaN. Others change only rows behind the places that the marks have.
+    A function of all parameters, such as a norm, sees only the rows of the batch. If the function
+    treats each row by itself, wherever the row is in the array, the result is right for the table.
+    Any other function raises an error, or makes the lookup read NaN:
+
+    - The `keys` are not numbers, so a function that computes with them raises an error.
+    - The `marks` are a row of NaN and some equal rows. Every norm, mean or maximum of all rows is
+      NaN, and a function that uses it makes all marks NaN. Noise, or a factor that depends on the
+      index of a row, makes equal rows differ.
+
+    Two kinds of functions are not noticed: functions whose result does not depend on the numbers
+    (sizes, counts, comparisons with NaN), and functions that change only rows with an index of
+    `MARKS` or above.
 
     Args:
         keys: The indices of the rows, [k], as `as_keys` makes them from int32. The indices ascend

@@ -27,7 +27,10 @@ LEFT_TRACE = (
 
 
 class SomeRows:
-    """Some rows of a table, or their gradient, with the shape and the dtype of the table."""
+    """Is the parent of classes that hold some rows of a table, or the gradient of these rows.
+
+    The `shape` and the `dtype` are the shape and the dtype of the table.
+    """
 
     values: Any
     num_rows: int
@@ -72,8 +75,9 @@ class RowGradient(SomeRows):
     - To return a gradient from jit, return its `row_indices` and `values`, and make a new
       `RowGradient` from them. The indices belong to the trace that made them.
 
-    The tiny numbers, the `fingerprint`, show if something else changed the gradient, because it saw
-    only some rows of the table. Then `apply_gradients` writes NaN into these rows. For example,
+    The tiny numbers, the `fingerprint`, show if any other function changed the gradient. Its result
+    may be wrong, because the function saw only some rows of the table, so `apply_gradients` writes
+    NaN into these rows. For example,
     `jax.lax.pmean` over devices with different batches mixes rows, and `optax.clip_by_block_rms`
     scales the values by the size of some rows. Functions of each number, such as a sign or
     `optax.clip`, end in NaN too: put them into the optimizer.
