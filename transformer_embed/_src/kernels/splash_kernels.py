@@ -148,7 +148,7 @@ def _kernels_of_rows(rule: RowRule, kernel: Any, sizes: Any, q_seq_shards: int) 
     query_gradient = _skipping(rule, kernel.dq_mask_info, query_tile)
     key_tile = sizes.block_q_dkv, sizes.block_kv_dkv
     key_gradient = _skipping_queries(rule, q_seq_shards, kernel.dkv_mask_info, key_tile)
-    # jax has no public name for the class of its kernels.
+    # The class is taken from the kernel, because jax has no public name for this class.
     return type(kernel)(forward, query_gradient, key_gradient, **kernel.kwargs)
 
 

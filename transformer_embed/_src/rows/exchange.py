@@ -1,4 +1,4 @@
-"""Exchanges rows: what devices send to the owners of rows, and what they get from them.
+"""Exchanges rows of a table between the devices that read them and the devices that have them.
 
 The rows of the table are split over devices. The owner of a row is the device whose shard has the
 row. Each device asks the owners for the rows that its part of the batch reads, and sends them the
@@ -10,9 +10,9 @@ gradients of those rows:
     gradients of these rows     - all-to-all --->  one gradient for each row, repeats summed,
                                                    for the shard's own update
 
-A loss is differentiated with respect to the rows of the shards, so jax finds the last step as the
-transpose of the one before it. Buffers have a fixed size (see `buffers`). If the index of a row
-does not fit, the answer is NaN, and the gradient of the row is dropped.
+A loss is differentiated with respect to the rows of the shards. So jax makes the last of these
+steps, which is the transpose of the second step. Buffers have a fixed size (see `buffers`). If a
+row index does not fit, the device gets NaN for the row, and the gradient of the row is dropped.
 
 The shard of a device is a range of row indices, so ascending indices are grouped by owner. Each
 list of indices ascends, and numbers past the end of the table are padding.

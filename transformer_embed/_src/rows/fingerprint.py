@@ -99,8 +99,8 @@ def fits(
 def or_nan(is_right: Bool[Array, ""], values: Float[Array, "k d"]) -> Float[Array, "k d"]:
     """Returns the values if they are right, and otherwise NaN in the place of each nonzero value.
 
-    Zeros stay, because a step that is skipped multiplies a gradient and its fingerprint by 0. Such
-    a fingerprint fits nothing, but the gradient is right.
+    Zeros stay, because a step that is skipped multiplies a gradient and the fingerprint by 0. A
+    fingerprint of zeros fits no gradient, but the gradient of zeros is right.
     """
     return nan_where(~is_right & (values != 0), values)
 

@@ -202,7 +202,7 @@ def _trees_of_row(parents_with_root: Int32[Array, "n"], ones: Int32[Array, "n"])
     steps_down = _steps_from_parents(parents_with_root, index, subtree_sizes)
     # A token's place is the sum of the steps from the root down to the token.
     place_sums = _sum_over_paths(steps_down, parents_with_root, is_in_row)
-    # A sum of ones counts the token itself, too.
+    # A sum of ones over a path counts the ancestors and the token itself.
     token_counts = _sum_over_paths(ones, parents_with_root, is_in_row)
     # The step from the added root to the first root is 1, and places begin at 0.
     places = place_sums.sums[:length] - 1
@@ -235,10 +235,10 @@ def _sum_over_paths(
     """Sums, for each token, the values of the token and of all ancestors but the added root."""
 
     def double_paths(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Doubles the length of the paths that are summed.
+        """Doubles the number of tokens that are summed.
 
-        `sums` has the sum of 1, 2, 4, ... tokens from each token upwards, and `ancestors` has the
-        token above these.
+        After i steps, `sums` has the sum of 2**i tokens, from each token upwards, and `ancestors`
+        has the index of the token 2**i levels above each token.
         """
         sums, ancestors = carry
         return sums + sums[ancestors], ancestors[ancestors]
@@ -255,10 +255,11 @@ def _subtree_sizes(
     """Counts the tokens of the subtree of each token, including the token itself."""
 
     def double_depths(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Doubles the depth to which subtrees are counted.
+        """Doubles the number of levels that are counted in each subtree.
 
-        `sizes` counts the tokens less than 1, 2, 4, ... levels below each token. Each token adds
-        its size to its ancestor so many levels above.
+        After i steps, `sizes` counts the tokens that are less than 2**i levels below each token,
+        and `ancestors` has the index of the token 2**i levels above. Each token adds its size to
+        the size of that ancestor.
         """
         sizes, ancestors = carry
         sizes = sizes.at[ancestors].add(jnp.where(is_in_row, sizes, 0))
