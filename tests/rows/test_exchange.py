@@ -43,7 +43,7 @@ def row_step(optimizer, capacity=1.0):
 @pytest.mark.parametrize(("trials", "share"), [(16384, 1 / 256), (16384, 1 / 4096), (10, 1 / 2)])
 def test_buffers_are_the_smallest_with_the_stated_probability(trials, share):
     checks = 100_000
-    room = buffers._room(trials, share, checks, 1.0)
+    room = buffers._buffer_size(trials, share, checks, 1.0)
 
     def beyond(count):
         with mpmath.workprec(200):

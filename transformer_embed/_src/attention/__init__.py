@@ -1,1 +1,1 @@
-"""Says which tokens attend to which, by the rule of a mask, in each of its forms."""
+"""Says which tokens attend to which: by a rule, as an array of bools, and for tiles."""

@@ -34,7 +34,8 @@ from transformer_embed._src.sequences.token_positions import (
 )
 
 
-# Not compared by its fields: equality of arrays is an array, which has no truth value.
+# Two masks are not compared by their fields (`eq=False`), because `==` of two arrays is an array,
+# which is neither true nor false.
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionMask(Mask):
     """Says who may attend to whom in an attention layer, by a rule of size O(length).
@@ -121,8 +122,8 @@ class AttentionMask(Mask):
 
     def __post_init__(self) -> None:
         """Checks the tokens and the options, and converts the options."""
-        # In self-attention, `keys` is None. So kernels that compare row indices know that query i
-        # is key i.
+        # In self-attention, `keys` is None even if the user passes the queries twice. From this,
+        # kernels that compare row indices know that query i is key i.
         if self.keys is self.queries:
             arguments.set_fields(self, keys=None)
         check_token_positions("queries", self.queries)
@@ -148,8 +149,8 @@ class AttentionMask(Mask):
     def _check_options_of_tree(self) -> None:
         """Raises a ValueError unless the options are possible for keys of a tree.
 
-        The places of a tree are in depth-first order, so a number of places is no number of
-        ancestors.
+        The places of a tree are in depth-first order. So a window, which counts places, would not
+        count ancestors.
         """
         if not self.causal:
             raise arguments.value_error("causal", "True, for keys of a tree", False)
@@ -297,12 +298,12 @@ register_pytree(AttentionMask, "causal", "window", "chunk", "sinks")
 def _check_sides(queries: TokenPositions, keys: TokenPositions) -> None:
     """Raises a ValueError unless queries and keys have arrays that the rule can compare."""
 
-    def check_given(missing: str, array: Any, given: str, other_array: Any) -> None:
-        """Raises a ValueError if an array is missing and the array of the other side is given."""
-        if array is None and other_array is not None:
-            raise arguments.value_error(missing, f"an array, since {given} is given", None)
+    def check_given(name: str, own_array: Any, other_name: str, other_array: Any) -> None:
+        """Raises a ValueError if one side lacks an array that the other side has."""
+        if own_array is None and other_array is not None:
+            raise arguments.value_error(name, f"an array, since {other_name} is given", None)
 
-    # Queries may lack segment ids, because they then see the keys of every segment.
+    # Queries may lack segment ids. They then see the keys of every segment.
     check_given("keys.segment_ids", keys.segment_ids, "queries.segment_ids", queries.segment_ids)
     check_given("keys.block_ids", keys.block_ids, "queries.block_ids", queries.block_ids)
     check_given("queries.block_ids", queries.block_ids, "keys.block_ids", keys.block_ids)
@@ -325,7 +326,7 @@ _window = functools.partial(
 def _slice_tokens(fields: Fields, start: Array, count: int) -> Fields:
     """Takes the fields of `count` tokens, from the index `start` on."""
     if count == fields["places"].shape[1]:
-        # A kernel for TPUs has no dynamic slice of its values.
+        # Kernels for TPUs cannot slice arrays dynamically, so a slice of all tokens is left out.
         return fields
     return jax.tree.map(
         lambda array: jax.lax.dynamic_slice_in_dim(array, start, count, axis=1), fields
@@ -336,10 +337,9 @@ def _mask_of_pairs(
     mask: AttentionMask, query_fields: Fields, key_fields: Fields
 ) -> Bool[Array, "b t s"]:
     """Applies the rule of a mask to each pair of a query and a key."""
-    # [b, t, 1].
+    # The fields of the queries become [b, t, 1], and the fields of the keys [b, 1, s].
     query_fields = {name: jnp.expand_dims(array, 2) for name, array in query_fields.items()}
     query_fields = with_conditions(query_fields, mask)
-    # [b, 1, s].
     key_fields = {name: jnp.expand_dims(array, 1) for name, array in key_fields.items()}
     key_fields = with_conditions(key_fields, mask)
     return may_attend(query_fields, key_fields)
@@ -351,12 +351,13 @@ def _mask_of_pairs(
 @compiled()
 def _dense(mask: AttentionMask) -> Bool[Array, "b 1 t s"]:
     """Computes the mask of all pairs."""
-    # Explicit mesh axes may split the length of the queries, but not the length of the keys.
+    # Explicit mesh axes may split the length of the queries. Each query needs all keys, so the
+    # length of the keys is made whole on each device.
     query_fields, _ = rule_fields(mask)
     _, key_fields = whole_rule_fields(mask)
-    # Here every query counts as a token. A query that is padding sees no key anyway, because its
-    # segment is 0 and a key of segment 0 is padding. If each query were asked, the mask would have
-    # a query axis even where all queries have the same mask.
+    # Here every query counts as a token. A query that is padding sees no key anyway, because it is
+    # in segment 0, and every key in segment 0 is padding. If each query were checked for padding,
+    # the mask would have a query axis even where all queries have the same mask.
     query_fields["zero_at_padding"] = jnp.ones((1, 1), jnp.int32)
     return jnp.expand_dims(_mask_of_pairs(mask, query_fields, key_fields), 1)
 
@@ -365,14 +366,16 @@ def _dense(mask: AttentionMask) -> Bool[Array, "b 1 t s"]:
 def _tile(
     mask: AttentionMask, query_start: Array, key_start: Array, shape: tuple[int, int]
 ) -> Bool[Array, "b t s"]:
-    """Computes the mask of a rectangle of pairs, which is False if it does not fit."""
+    """Computes the mask of a rectangle of pairs. It is all False for a start outside the mask."""
+    # A rectangle may be anywhere in the rows, so each device needs whole rows.
     query_fields, key_fields = whole_rule_fields(mask)
     query_length, key_length = mask.lengths
     query_count, key_count = shape
     tile_queries = _slice_tokens(query_fields, query_start, query_count)
     tile_keys = _slice_tokens(key_fields, key_start, key_count)
     tile = _mask_of_pairs(mask, tile_queries, tile_keys)
-    # If a start leaves no room for the tile, the dynamic slice takes other tokens.
+    # If a start leaves no room for the rectangle, the dynamic slice moves the start, and so takes
+    # other tokens than the caller asked for.
     tile &= (query_start >= 0) & (query_start <= query_length - query_count)
     tile &= (key_start >= 0) & (key_start <= key_length - key_count)
     return tile

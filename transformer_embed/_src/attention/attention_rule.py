@@ -28,8 +28,9 @@ Fields = dict[str, Array]
 def may_attend(queries: dict[str, Any], keys: dict[str, Any]) -> Any:
     """Computes whether queries may attend to keys, from fields that broadcast against each other.
 
-    This is the only place that states the rule. The fields are arrays, or, for tiles, all of them
-    are `Interval`s, and so is the result. The rule needs only the operators that both have.
+    This is the only place that states the rule. For single pairs, the fields and the result are
+    arrays. For tiles, all of them are `Interval`s (see `tile_kinds`). So the rule uses only
+    operators that arrays and intervals have.
 
     Args:
         queries: The fields of the queries, from `with_conditions`.
@@ -42,10 +43,11 @@ def may_attend(queries: dict[str, Any], keys: dict[str, Any]) -> Any:
         limits.append(queries["places"] <= keys["last_query_place"])
     if "chunk" in queries:
         limits.append(queries["chunk"] == keys["chunk"])
-    # A block lifts these limits, so without limits it changes nothing.
+    # Tokens of one block are exempt from the limits above. If there is no limit, blocks have no
+    # effect.
     if "block_ids" in queries and limits:
-        # `is_in_block` is asked of both sides: an interval of block ids leaves out the tokens in no
-        # block, so equal intervals do not say that every token is in the block.
+        # Both tokens must be in a block. For tiles, equal intervals of block ids do not say this,
+        # because an interval leaves out the tokens that are in no block.
         is_in_block = queries["is_in_block"] & keys["is_in_block"]
         in_same_block = is_in_block & (queries["block_ids"] == keys["block_ids"])
         limits = [functools.reduce(operator.and_, limits) | in_same_block]
@@ -57,11 +59,13 @@ def may_attend(queries: dict[str, Any], keys: dict[str, Any]) -> Any:
 
 
 def rule_fields(mask: Any) -> tuple[Fields, Fields]:
-    """Returns the arrays that the rule compares, for the queries and for the keys of a mask.
+    """Returns the arrays that the rule compares, by name, for the queries and for the keys.
 
-    The fields are integers [1 or b, length] of one dtype: `positions`, `places`, `zero_at_padding`
-    (another number at tokens), and `segment_ids`, `block_ids`, `ends` and `chunk` if the mask has
-    them.
+    All of them are integers [1 or b, length] of one dtype:
+
+    - `positions` and `places`;
+    - `zero_at_padding`, which is 0 at padding and another number at tokens;
+    - `segment_ids`, `block_ids`, `ends` and `chunk`, if the mask has them.
     """
     queries, keys = mask.sides
     query_arrays = batch_arrays(queries)
@@ -75,7 +79,13 @@ def rule_fields(mask: Any) -> tuple[Fields, Fields]:
 
 
 def _side_fields(arrays: Fields, chunk: int | None, dtype: Any) -> Fields:
-    """Returns the fields of the queries or of the keys, from their `batch_arrays`."""
+    """Returns the fields of the queries or of the keys, as in `rule_fields`.
+
+    Args:
+        arrays: The `batch_arrays` of the queries or of the keys.
+        chunk: The length of a chunk, or None.
+        dtype: The dtype of all fields.
+    """
     fields = {name: array.astype(dtype) for name, array in arrays.items()}
     positions = fields["positions"]
     # Segment ids are 0 at padding. Without segment ids, every token counts.
@@ -83,22 +93,32 @@ def _side_fields(arrays: Fields, chunk: int | None, dtype: Any) -> Fields:
     zero_at_padding = fields.get("segment_ids", every_token)
     if chunk is not None:
         fields["chunk"] = positions // chunk
-    # Tokens with places of their own keep these.
+    # If the tokens have places of their own, these are among the fields, and replace the positions.
     return {"places": positions, "zero_at_padding": zero_at_padding, **fields}
 
 
 def whole_rule_fields(mask: Any) -> tuple[Fields, Fields]:
-    """Returns `rule_fields`, whole on each device if explicit mesh axes split the length."""
+    """Returns the arrays of `rule_fields`, each with the whole length on every device.
+
+    Only explicit mesh axes can split the length, so without them this is `rule_fields`.
+    """
     return jax.tree.map(with_whole_rows, rule_fields(mask))
 
 
 def with_conditions(fields: Fields, mask: Any) -> Fields:
-    """Adds to the fields of a side which tokens count, and which queries see each token as a key.
+    """Adds which tokens count, and which queries see each token if the token is a key.
 
-    Added are bools `is_token` and `is_in_block`, and the bounds `first_query_place` and
-    `last_query_place`: a key is seen by the queries whose places are from the first bound to the
-    last one. Call this after axes were expanded, because a kernel for TPUs cannot expand the axes
-    of bools.
+    The result has the fields, and
+
+    - bools `is_token` and `is_in_block`;
+    - the bounds `first_query_place` and `last_query_place`: the queries whose places are from the
+      first bound to the last bound see the key. Where there is no limit, the bound is left out.
+
+    Call this after axes were expanded, because a kernel for TPUs cannot expand the axes of bools.
+
+    Args:
+        fields: The fields of the queries or of the keys, from `rule_fields`.
+        mask: The mask, of which the options are read.
     """
     left, right = mask.reach
     places = fields["places"]
@@ -121,8 +141,9 @@ def with_conditions(fields: Fields, mask: Any) -> Fields:
 def _saturating_sum(places: Array, distance: int) -> Array:
     """Computes `places + distance`, or the end of the dtype if the sum is beyond it."""
     info = jnp.iinfo(places.dtype)
-    # No two places are further apart than the range of the dtype. In the upper half of this range,
-    # `size` wraps as a `step` of the dtype. The sum with the step then wraps back, so it is right.
+    # No two places are further apart than the range of the dtype. If `size` is in the upper half of
+    # this range, it wraps to a negative `step`. Then the sum with the step wraps back, so the sum
+    # is right.
     size = min(abs(distance), info.max - info.min)
     step = np.array(size).astype(places.dtype)
     if distance < 0:

@@ -36,9 +36,9 @@ class Mask:
         raise arguments.type_error(type(self).__name__, want, "a condition")
 
     def __jax_array__(self) -> Array:
-        """Raises a TypeError, because the array must be asked for."""
-        # Public functions, jax and numpy ask for this if they are passed the mask itself. To make
-        # the array unasked would hide that it takes a bool for each pair.
+        """Raises a TypeError that names `mask.dense()`, which makes the array."""
+        # Public functions, jax and numpy call this if they are passed the mask itself. If it made
+        # the array, users would not notice that the array has a bool for each pair.
         want = "its array, mask.dense()"
         raise arguments.type_error(type(self).__name__, want, "the mask")
 
@@ -56,7 +56,7 @@ class JoinedMask(Mask):
     join: str
 
     def __post_init__(self) -> None:
-        """Checks that the other is a mask of as many queries and keys."""
+        """Checks that the second mask is a mask, with as many queries and keys as the first."""
         arguments.instance("mask", self.second, Mask, "a te.AttentionMask, to join with another")
         want = "the queries and keys of the other mask"
         arguments.check_same("mask", want, self.second.lengths, self.first.lengths)
@@ -69,19 +69,22 @@ class JoinedMask(Mask):
         return self.first.lengths
 
     def dense(self) -> Bool[Array, "*b 1 t s"]:
-        """See `AttentionMask.dense`."""
+        """Makes the joined mask as an array. See `AttentionMask.dense`."""
         return self._joined(self.first.dense(), self.second.dense())
 
     def tile(
         self, query_start: ArrayLike, key_start: ArrayLike, shape: tuple[int, int]
     ) -> Bool[Array, "*b t s"]:
-        """See `AttentionMask.tile`."""
+        """Makes a rectangle of the joined mask. See `AttentionMask.tile`."""
         first = self.first.tile(query_start, key_start, shape)
         second = self.second.tile(query_start, key_start, shape)
         return self._joined(first, second)
 
     def tile_kinds(self, shape: tuple[int, int]) -> Int8[Array, "*b m n"]:
-        """See `AttentionMask.tile_kinds`. Here, any tile may get a 1 in place of 0 or 2."""
+        """Says of each tile whether no, some or all pairs may attend: 0, 1 or 2.
+
+        Unlike in `AttentionMask.tile_kinds`, any tile may get a 1 in place of 0 or 2.
+        """
         return self._joined(self.first.tile_kinds(shape), self.second.tile_kinds(shape))
 
     def _joined(self, first: Array, second: Array) -> Array:

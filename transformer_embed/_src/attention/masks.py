@@ -108,7 +108,8 @@ def mask_to_bias(
         value = arguments.real("value", value)
         lowest = float(jnp.finfo(dtype).min)
         # The rounded value is compared with 0, because a bias that is rounded to 0 masks nothing.
-        if not lowest <= value or not float(np.asarray(value).astype(dtype)) < 0:
+        is_valid = lowest <= value and float(np.asarray(value).astype(dtype)) < 0
+        if not is_valid:
             want = f"a number below 0 that {dtype} holds, at least {lowest:g}"
             raise arguments.value_error("value", want, f"{value:g}")
     return _bias(arguments.as_mask("mask", mask), dtype, value)

@@ -31,9 +31,8 @@ STEPS_AT_ONCE = 64
 class Interval(NamedTuple):  # noqa: PLW1641 (no set or dict holds an interval)
     """Holds the lowest and the highest value of a field in a run of tokens.
 
-    If two intervals are compared, the result is an interval of bools. Its `low` says whether the
-    comparison is true of every pair of tokens. Its `high` says whether the comparison may be true
-    of some pair.
+    A comparison of two intervals gives an interval of bools. `low` then says whether the comparison
+    is true of every pair of tokens, and `high` whether it may be true of some pair.
 
     If no token of the run is counted, `low` is above `high`.
     """
@@ -66,13 +65,18 @@ Intervals = dict[str, Interval]
 # The function is compiled even if the caller is not.
 @compiled(1)
 def compute_tile_kinds(mask: Any, shape: tuple[int, int]) -> Int8[Array, "b m n"]:
-    """Computes the kind of each tile. See `AttentionMask.tile_kinds`."""
+    """Computes the kind of each tile: 0, 1 or 2 if no, some or all pairs of the tile may attend.
+
+    Args:
+        mask: An `AttentionMask`.
+        shape: The numbers of queries and of keys of a tile.
+    """
     query_fields, key_fields = whole_rule_fields(mask)
     if mask.keys is None:
         query_fields = with_row_indices(query_fields, mask.chunk)
         key_fields = query_fields
     query_count, key_count = shape
-    # The queries of a tile and the keys of a tile both consist of runs of this many tokens. In
+    # The queries of a tile consist of runs of this many tokens, and so do the keys. In
     # self-attention, XLA computes the intervals of the runs once, for queries and keys together.
     run_length = math.gcd(query_count, key_count)
     query_runs = _run_intervals(query_fields, mask, run_length)
@@ -86,15 +90,15 @@ def compute_tile_kinds(mask: Any, shape: tuple[int, int]) -> Int8[Array, "b m n"
         # 0 if no pair may attend, 1 if some may, 2 if all may.
         return pairs_attend.low.astype(jnp.int8) + pairs_attend.high.astype(jnp.int8)
 
-    # The queries of one tile are a step of the loop: bounds [b, m] become [m, b, 1]. The loop is
-    # there because XLA does not fuse into a loop. Outside of a loop, XLA would fuse the intervals
-    # into the comparison, and compute the intervals again for each tile.
+    # One step of the loop takes the queries of one tile: bounds [b, m] become [m, b, 1]. Outside of
+    # a loop, XLA would fuse the intervals into the comparison, and compute the intervals again for
+    # each tile. XLA does not fuse into a loop.
     steps = jax.tree.map(lambda bound: bound.T[:, :, None], query_intervals)
     step_count = len(steps["places"].low)
     # The batch size divides the number of steps, because for a remainder lax.map would trace the
     # function again.
     batch_size = math.gcd(step_count, STEPS_AT_ONCE)
-    # lax.map cannot batch steps whose arrays are empty, so it takes these one by one.
+    # lax.map cannot batch steps if an array is empty, so it then takes the steps one by one.
     bounds = jax.tree.leaves((steps, key_intervals))
     if any(bound.size == 0 for bound in bounds):
         batch_size = None

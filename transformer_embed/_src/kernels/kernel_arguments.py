@@ -74,7 +74,7 @@ def dot_product_attention_kwargs(
 
 
 def _kwargs_of_whole_rows(rule: RowRule) -> dict[str, Any]:
-    """Makes the arguments for rows of several queries, or for self-attention."""
+    """Makes the arguments for self-attention, or for several queries and another sequence."""
     mask = rule.mask
     reach = rule.index_reach()
     _, right = reach
@@ -94,10 +94,10 @@ def _kwargs_of_whole_rows(rule: RowRule) -> dict[str, Any]:
 
 
 def _decoding_kwargs(rule: RowRule) -> dict[str, Any]:
-    """Makes the arguments for one query a row, which attends to a cache.
+    """Makes the arguments for a mask with a single query in each batch row, and a cache as keys.
 
-    The kernel is told how many keys the query sees, because `is_causal` would align the query with
-    the first key.
+    They tell the kernel how many keys the query sees. `is_causal` cannot be used, because it would
+    put the query at the place of the first key.
     """
     mask = rule.mask
     left, _ = mask.reach

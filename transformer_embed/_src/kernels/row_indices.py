@@ -1,6 +1,7 @@
 """Translates the rule of a mask into row indices and segment ids.
 
-Fused attention kernels compare only these. They have no argument for positions or block ids.
+Fused attention kernels compare only row indices and segment ids. They have no argument for
+positions or block ids.
 
 Of a mask, this file reads `sides` (the queries and the keys), `lengths` (the numbers of queries and
 of keys) and `reach`: a pair (left, right), how many places before and after its own a query sees,
@@ -34,7 +35,10 @@ UNLIMITED_REACH = (None, None)
 
 
 def refusal(name: str, want: str, got: Any) -> ValueError:
-    """Makes the error for a part of a rule that a kernel cannot express."""
+    """Makes the error for a part of a rule that a kernel cannot express.
+
+    The error ends with `OTHER_WAYS`, the ways of a mask that can express every rule.
+    """
     return arguments.value_error(name, want, f"{got}{OTHER_WAYS}")
 
 
@@ -82,8 +86,8 @@ class RowRule:
         self.check_absent(sinks=mask.sinks, block_ids=queries.block_ids)
         compares_indices = self.order is not None or mask.reach != UNLIMITED_REACH
         if compares_indices:
-            # Tokens with places of their own were put into another order than the order of the row,
-            # or are a tree. So row indices cannot replace their positions.
+            # If tokens have places of their own, they are a tree, or `take` has changed the order
+            # of the row. So row indices cannot replace positions.
             self.check_absent(**{"queries.places": queries.places, "keys.places": keys.places})
         if self._is_known_on_host():
             self._check_order()
@@ -93,7 +97,7 @@ class RowRule:
         """Returns whether the host has the values of all tokens, so that it can check them."""
         for array in jax.tree.leaves(self.mask):
             is_traced = isinstance(array, jax.core.Tracer)
-            # Of an array that several processes share, this process may have only some values.
+            # If several processes share an array, this process may have only some of the values.
             if is_traced or not getattr(array, "is_fully_addressable", True):
                 return False
         return True
@@ -214,9 +218,9 @@ class RowRule:
         chunk = self.mask.chunk
         if not self.has_segments and chunk is None:
             return None
-        # `jax.tree.map` may have narrowed the arrays, and a new object has full dtypes.
+        # `jax.tree.map` may have narrowed the arrays. A new object converts them to int32 or wider.
         sides = [TokenPositions(**vars(side)) for side in self.mask.sides]
-        # Queries and keys may have different dtypes.
+        # Queries and keys may have different dtypes, so both get the wider one.
         dtype = np.result_type(*(array.dtype for array in jax.tree.leaves(sides)))
         ids = [_segment_ids_or_ones(side, dtype) for side in sides]
         if self.mask.queries.segment_ids is None:
@@ -227,15 +231,16 @@ class RowRule:
             return _number_pairs(ids, chunks)
         if dtype == jnp.int32:
             return ids
-        # Kernels compare int32, in which ids of a wider dtype could wrap. So the ids are numbered.
+        # Kernels compare int32, in which ids of a wider dtype could wrap. So the different ids are
+        # numbered.
         return _number_pairs(ids, ids)
 
     @property
     def row_count(self) -> int:
         """Returns the number of batch rows: `batch_size`, or the number that the mask has."""
         counts = {array.shape[0] for array in jax.tree.leaves(self.mask)}
-        # Arrays have one batch row, or all of them the same other number. This is no maximum,
-        # because a symbolic dimension of jax.export has no order.
+        # Each array has one batch row, or the same other number of batch rows as the others. This
+        # is no maximum, because a symbolic dimension of jax.export has no order.
         rows = next(iter(counts - {1}), 1)
         if self.batch_size is None:
             return rows
@@ -248,7 +253,7 @@ class RowRule:
         return jnp.broadcast_to(array, (self.row_count, *array.shape[1:]))
 
     def number_in_rows(self, is_counted: Bool[Array, "b t"]) -> Int32[Array, "b"]:
-        """Counts the tokens of each batch row for which the bool is true, for every batch row."""
+        """Counts, for every batch row, the tokens for which `is_counted` is true."""
         # Kernels take only int32, and a sum of bools has 64 bits if jax_enable_x64 is on.
         counts = jnp.sum(is_counted, axis=-1, dtype=jnp.int32)
         return self.broadcast_to_rows(counts)
@@ -268,7 +273,8 @@ class RowRule:
 
 def _check_tokens(tokens: TokenPositions, order: str) -> None:
     """Raises a ValueError unless tokens whose values are known lie in this order."""
-    # The ids of a batch are no part of a mask. So the check is passed ids that are all right.
+    # `check_batch` also checks the ids of a batch, which a mask does not have. So it is passed
+    # zeros, which are valid ids.
     ids = np.zeros((len(tokens), tokens.positions.shape[1]), np.int32)
     check_batch(ids, tokens, vocab_size=1, order=order)
 
@@ -296,7 +302,8 @@ def _number_pairs(segments: list[Array], chunks: list[Array]) -> list[Int32[Arra
         jnp.stack(jnp.broadcast_arrays(side_segments, side_chunks), axis=2)
         for side_segments, side_chunks in zip(segments, chunks, strict=True)
     ]
-    # Queries and keys are numbered together, because apart, one pair could get two numbers.
+    # Queries and keys are numbered together. If they were numbered separately, a pair could get one
+    # number as a query and another number as a key.
     batch = max(map(len, side_pairs))
     batch_pairs = [jnp.broadcast_to(side, (batch, *side.shape[1:])) for side in side_pairs]
     pairs = jnp.concatenate(batch_pairs, axis=1)

@@ -122,18 +122,19 @@ def splash_kernels(
     # The interpreter has no scalar memory.
     if not options.get("interpret"):
         _check_memory(rule, sizes)
-    # Inside jit too, the arrays of a kernel are known.
+    # The arrays of a kernel must be known while tracing, also inside `jax.jit`.
     with jax.ensure_compile_time_eval():
         kernel = make(head_masks, head_shards=head_shards, q_seq_shards=q_seq_shards, **options)
     return _kernels_of_rows(rule, kernel, sizes, q_seq_shards), segment_ids
 
 
 def _kernels_of_rows(rule: RowRule, kernel: Any, sizes: Any, q_seq_shards: int) -> Any:
-    """Makes a kernel for each batch row, which skips tiles, from jax's kernel for row indices.
+    """Makes a kernel for each batch row, from one kernel of jax that all batch rows would share.
 
-    A kernel shows the arrays by which it skips tiles, for the forward pass and for the gradients of
-    queries (dq) and of keys (dkv). If one kernel computes both gradients, there are no arrays for
-    queries alone.
+    jax's kernel skips only the tiles that the causal mask or the window hides. The kernel of a
+    batch row also skips the tiles without a pair in that row. A kernel has arrays that say which
+    tiles it skips: one set for the forward pass, and one each for the gradients of queries (dq) and
+    of keys (dkv). If one kernel computes both gradients, there is no set for queries alone.
 
     Args:
         rule: The rule of the mask.
@@ -147,7 +148,7 @@ def _kernels_of_rows(rule: RowRule, kernel: Any, sizes: Any, q_seq_shards: int) 
     query_gradient = _skipping(rule, kernel.dq_mask_info, query_tile)
     key_tile = sizes.block_q_dkv, sizes.block_kv_dkv
     key_gradient = _skipping_queries(rule, q_seq_shards, kernel.dkv_mask_info, key_tile)
-    # jax has no public name for the class of its kernels.
+    # The class is taken from the kernel, because jax has no public name for this class.
     return type(kernel)(forward, query_gradient, key_gradient, **kernel.kwargs)
 
 
@@ -177,8 +178,8 @@ def splash_segment_ids(rule: RowRule) -> Any:
 def _check_memory(rule: RowRule, sizes: Any) -> None:
     """Raises a ValueError if a TPU's scalar memory cannot hold a number for each tile that runs.
 
-    jax would find that out too, but only after minutes in which it describes the tiles. Each tile
-    takes four bytes if there are many.
+    jax would raise an error too, but only after it has described all tiles, which takes minutes.
+    If there are many tiles, each of them takes four bytes.
     """
     query_count, key_count = rule.mask.lengths
     left, right = rule.bounded_reach()
@@ -234,13 +235,16 @@ def _skipping_queries(rule: RowRule, shards: int, info: Any, tile: tuple[int, in
 
     must_run = swapped(_tiles_that_must_run(rule, tile))
     steps = _steps_of_rows(shards, swapped(info.data_next), swapped(info.block_mask), must_run)
-    # The kernel takes the axes in the first order.
+    # The kernel takes the axes in their first order, so they are swapped back.
     loaded_tile = swapped(steps.loaded_tile)
     return _info_of_rows(rule, info, loaded_tile=loaded_tile, runs=swapped(steps.runs))
 
 
 def _info_of_rows(rule: RowRule, info: Any, *, loaded_tile: Array, runs: Array) -> Any:
-    """Gives the arrays of a kernel a batch axis, with two arrays of each batch row among them.
+    """Makes the arrays of a kernel for every batch row, with a batch axis in front.
+
+    The two arrays that are passed replace arrays of jax's kernel. The others are the same in every
+    batch row.
 
     Args:
         rule: The rule of the mask.
@@ -255,7 +259,10 @@ def _info_of_rows(rule: RowRule, info: Any, *, loaded_tile: Array, runs: Array) 
 
 
 def _tiles_that_must_run(rule: RowRule, tile: tuple[int, int]) -> Bool[Array, "b r s"]:
-    """Returns which tiles of each batch row must run: tiles with a pair, and one of each row r."""
+    """Returns which tiles of each batch row must run.
+
+    These are the tiles with a pair, and one tile in each row r of tiles.
+    """
     has_pair = rule.mask.tile_kinds(tile) != 0
     return has_pair | _on_diagonal(rule, tile)
 
@@ -271,7 +278,7 @@ def _on_diagonal(rule: RowRule, tile: tuple[int, int]) -> Bool[np.ndarray, "r s"
     # The first query of each row of tiles, [r, 1], and the first key of each column, [s].
     first_queries = np.arange(0, query_count, tile_queries)[:, None]
     first_keys = np.arange(0, key_count, tile_keys)
-    # There may be more queries than keys.
+    # If there are more queries than keys, the last queries get the last tile of keys.
     own_keys = np.minimum(first_queries + (rule.q_offset or 0), first_keys[-1])
     return own_keys // tile_keys == first_keys // tile_keys
 

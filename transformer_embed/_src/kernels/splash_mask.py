@@ -47,6 +47,6 @@ class IndexMask(splash.LocalMask):
 
 @functools.lru_cache(maxsize=16)
 def _allowed_differences(rows: int, columns: int, low: int, high: int) -> Bool[np.ndarray, "t s"]:
-    """Returns a tile of bools: whether the row index minus the column index is from low to high."""
+    """Makes a tile of bools, True where row index minus column index is from low to high."""
     difference = np.arange(rows)[:, None] - np.arange(columns)
     return (low <= difference) & (difference <= high)

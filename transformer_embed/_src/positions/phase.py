@@ -50,15 +50,18 @@ class _Phase(NamedTuple):
 
 
 def as_positions(name: str, value: ArrayLike) -> Array | np.ndarray:
-    """Converts positions to int32 or float32, so that positions of all dtypes share a trace.
+    """Converts positions to int32 or float32, so that most dtypes share one compiled program.
 
-    Arrays on the host stay there, because a compiled function takes them faster than a result of
-    `jnp.asarray`. Integers of uint32 on the host that int32 does not hold keep their dtype, as do
-    jax arrays of 64 bits.
+    An array on the host stays there, because a compiled function takes it faster than a result of
+    `jnp.asarray`. These arrays keep their dtype:
+
+    - uint32 on the host, if a number is 2**31 or more;
+    - jax arrays of uint32, int64, uint64 or float64, because the numbers in them may be traced.
 
     Raises:
         TypeError: The positions are neither integers nor float32 or float64.
-        ValueError: Positions on the host do not fit.
+        ValueError: On the host, an integer is outside int32 (and the dtype is not uint32), or
+            rounding float64 to float32 would change an integer.
     """
     if arguments.is_int32(value):
         return value
@@ -95,7 +98,9 @@ def geometric_frequencies(
 ) -> np.ndarray:
     """Computes `frequency_scale * base ** (-i / denominator)` for i in 0..count-1, to 75 digits.
 
-    The numbers are decimals in an array of objects, so numpy multiplies them one by one.
+    Returns:
+        An array of `decimal.Decimal`, [count], of dtype object. numpy computes with the numbers one
+        by one.
     """
     # Each frequency is a constant of the compiled program, so a huge number of them is a mistake.
     arguments.integer("number of frequencies", count, at_most=2**23)
@@ -118,7 +123,8 @@ def in_turn_units(frequencies: np.ndarray) -> tuple[int, ...]:
     """
     with decimal.localcontext(PRECISION):
         turns = [frequency / (2 * PI) for frequency in frequencies]
-        # 2**32 turns are refused below. An infinite frequency has no integer, so it becomes this.
+        # An infinite frequency cannot be rounded to an integer. So frequencies of 2**32 turns or
+        # more are limited to 2**32 turns, and refused below.
         integers = [round(min(number, 2**32) * 2**64) for number in turns]
     if max(integers, default=0) >= 2**96:
         raise arguments.value_error(
@@ -135,7 +141,7 @@ def in_words(units: Sequence[int] | np.ndarray) -> Words:
 
     def word_above(bit: int) -> np.ndarray:
         """Returns the 32 bits from this bit upwards."""
-        return (integers >> bit & 0xFFFFFFFF).astype(np.uint32)
+        return ((integers >> bit) & 0xFFFFFFFF).astype(np.uint32)
 
     return word_above(64), word_above(32), word_above(0)
 
@@ -156,7 +162,7 @@ def sinusoid(
 
     Edge cases:
         - The error against the exact sine of the exact angle is at most 6.0e-8 at every int32 and
-          uint32 position. It is so too at float32 positions below 2**24 in magnitude, as long as no
+          uint32 position. The same holds at float32 positions below 2**24 in magnitude if no
           frequency exceeds 1000 radians.
         - The result is NaN at a 64-bit integer outside int32, at an integer in float64 that float32
           does not hold, and at a floating position that is not finite or has a magnitude of 2**31
@@ -182,7 +188,12 @@ def sinusoid(
 
 
 def _is_held(positions: Shaped[Array, "... #d"], narrow: Shaped[Array, "... #d"]) -> Array:
-    """Returns which 64-bit positions are right in 32 bits. Fractions may be rounded."""
+    """Returns which 64-bit positions are right in 32 bits. A fraction may be rounded.
+
+    Args:
+        positions: Positions of an integer dtype of 64 bits, or of float64.
+        narrow: The same positions, converted to 32 bits.
+    """
     dtype = positions.dtype
     if dtype == jnp.uint64:
         # A comparison with `narrow` would miss 2**64 - 1, which wraps to -1 and back.
@@ -208,17 +219,17 @@ def multiply_high(a: Whole, b: Array | np.ndarray | np.uint32) -> Word:
     b_low = b & 0xFFFF
     b_high = b >> 16
     # The sum of one mixed product and the carry of the lowest product, in units of 2**16.
-    middle = a_high * b_low + (a_low * b_low >> 16)
+    middle = a_high * b_low + ((a_low * b_low) >> 16)
     # If `a` is negative, `middle` is negative too. A signed shift keeps the sign.
     middle_high = (middle.astype(a.dtype) >> 16).astype(jnp.uint32)
-    return a_high * b_high + middle_high + (a_low * b_high + (middle & 0xFFFF) >> 16)
+    return a_high * b_high + middle_high + ((a_low * b_high + (middle & 0xFFFF)) >> 16)
 
 
-def _multiply(number: Whole, high: Any, low: Any) -> _Phase:
+def _multiply(integer: Whole, high: Any, low: Any) -> _Phase:
     """Multiplies an int32 or uint32 by a fraction of a turn in two words, modulo one turn."""
-    # A product of words that wraps loses whole turns.
-    word = number.astype(jnp.uint32)
-    return _Phase(high=word * high + multiply_high(number, low), low=word * low)
+    # The product with the high word may wrap, which takes away whole turns.
+    word = integer.astype(jnp.uint32)
+    return _Phase(high=word * high + multiply_high(integer, low), low=word * low)
 
 
 @jax.custom_jvp
@@ -234,7 +245,7 @@ def _sine_at_float(positions: Real, frequencies: Words, quarters: Quarters) -> R
 
 @_sine_at_float.defjvp
 def _sine_at_float_jvp(primals: Any, tangents: Any) -> tuple[Real, Real]:
-    """Computes the derivative with respect to the positions."""
+    """Computes the sine, and how the sine changes along the tangent of the positions."""
     positions, frequencies, quarters = primals
     turns, high, low = jax.tree.map(lambda word: word.astype(jnp.float32), frequencies)
     radians_per_unit = 2 * np.pi * (turns + (high * 2**-32 + low * 2**-64))
@@ -305,15 +316,15 @@ _EIGHTH_TURN = np.uint32(1 << 29)
 def _sine_of_phase(phase: _Phase, quarters: Quarters) -> Real:
     """Computes the sine of a phase plus some quarter turns.
 
-    Near an even quarter turn, this is the polynomial of the sine of the distance from it. Near an
-    odd quarter turn, it is the polynomial of the cosine of the distance.
+    If the nearest quarter turn is even, the sine is computed by the polynomial of the sine, from
+    the distance to that quarter turn. If it is odd, the polynomial of the cosine is used.
     """
     shifted = phase.high + ((quarters << 30) + _EIGHTH_TURN)
-    is_even = shifted & _ODD_BIT == 0
+    is_even = (shifted & _ODD_BIT) == 0
     distance = (shifted & _DISTANCE_BITS).astype(jnp.int32) - (1 << 29)
     angle, angle_error = _radians(distance, phase.low)
     square = angle * angle
-    # 1 - angle**2 / 2, the first two terms of the cosine, and the rounding error of this.
+    # The first two terms of the cosine, 1 - angle**2 / 2, and the rounding error of their sum.
     half = 0.5 * square
     cosine_start = 1.0 - half
     start_error = (1.0 - cosine_start) - half
@@ -338,7 +349,7 @@ def _radians(distance: Whole, low: Word) -> tuple[Real, Real]:
     The product with `_RADIANS_FIRST` is exact for the multiple of 2**18 that is nearest to the
     distance, because this multiple has 12 bits above its zeros.
     """
-    coarse = distance + (1 << 17) & -(1 << 18)
+    coarse = (distance + (1 << 17)) & -(1 << 18)
     # A CPU converts a signed 24-bit integer to float32 exactly, in one instruction.
     below = (low >> 8).astype(jnp.int32).astype(jnp.float32)
     fine = (distance - coarse).astype(jnp.float32) + below * np.float32(2**-24)

@@ -74,7 +74,7 @@ def alibi_bias(
     that is constant over the keys, so the bias of one query can be used for all queries:
     `query_positions=[0]` gives `slopes * key`, the bias of Bloom and Falcon (which computes it in
     bfloat16), and `query_positions=[length - 1]` gives the bias of MPT and Keras. A bias that is
-    not causal cannot be shared so.
+    not causal cannot be shared by all queries.
 
     Args:
         query_positions: Integers, [T] or [B, T].
@@ -88,10 +88,10 @@ def alibi_bias(
 
     Returns:
         [B or 1, num_heads, T, S] of `dtype`, or [num_heads, T, S] if neither side has a batch
-        axis. Distances are exact integers for any two positions;
-        the product is computed in float32 (relative error below 1.8e-7) and rounded once. Values
-        are limited to a quarter of the dtype's largest number, which matters only in float16
-        (16376): after adding `mask_to_bias`, nothing overflows and masked keys stay masked.
+        axis. Distances are exact integers for any two positions. The product is computed in float32
+        (relative error below 1.8e-7) and rounded once. The bias is limited to a quarter of the
+        dtype's largest number. So if you add `mask_to_bias`, nothing overflows, and masked keys
+        stay masked. The limit matters only in float16, where it is 16376.
 
     Raises:
         TypeError: Positions are not integers that `TokenPositions` takes, `causal` is not a Python
@@ -166,8 +166,8 @@ def relative_position_buckets(
 
     Source:
         Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
-        Transformer" (2020), section 2.1, https://arxiv.org/abs/1910.10683; the formula is that of
-        its code, Mesh TensorFlow.
+        Transformer" (2020), section 2.1, https://arxiv.org/abs/1910.10683; the formula is from its
+        code, Mesh TensorFlow.
     """
     causal = arguments.flag("causal", causal)
     num_buckets = arguments.integer("num_buckets", num_buckets, at_least=2 if causal else 4)
@@ -184,8 +184,10 @@ def relative_position_buckets(
 
 @functools.lru_cache(maxsize=64)
 def _bucket_starts(direction_buckets: int, max_distance: int) -> tuple[int, ...]:
-    """Returns the first distance of each bucket past e = direction_buckets // 2."""
-    # The buckets below `exact`, the e of the formula, hold one distance each.
+    """Returns the first distance of the buckets e + 1, e + 2, ..., for e = direction_buckets // 2.
+
+    The letters are the letters of the formula in `relative_position_buckets`.
+    """
     exact = direction_buckets // 2
     steps = direction_buckets - exact
     starts = []
@@ -199,7 +201,7 @@ def _bucket_starts(direction_buckets: int, max_distance: int) -> tuple[int, ...]
 
 
 def _slopes(num_heads: int, max_bias: float) -> tuple[float, ...]:
-    """Checks the arguments of `alibi_slopes`, and computes its formula in Python's floats."""
+    """Checks the arguments of `alibi_slopes`, and computes the slopes as Python floats."""
     want = "a number above 0, at most 126"
     max_bias = arguments.real(
         "max_bias", max_bias, lowest=math.nextafter(0, 1), highest=126, want=want
@@ -225,13 +227,13 @@ def _alibi(
     causal: bool,
     dtype: jnp.dtype,
 ) -> Float[Array, "*b h t s"]:
-    """Computes `alibi_bias` from slopes."""
+    """Computes `alibi_bias` from checked arguments and the slope of each head."""
     wide = conversions.compute_dtype(dtype)
     # [h, 1, 1], with an axis of 1 in front if there is a batch axis.
     head_slopes = np.array(slopes, wide).reshape(*[1] * (queries.ndim - 1), -1, 1, 1)
     is_after, distance = _is_after_and_distance(queries, keys)
     distance = distance.astype(wide)
-    # 0 - 0 is 0, but -(0) would be -0.
+    # The distance 0 must give 0: `0 - distance` does, but `-distance` would give -0.
     relative = jnp.where(is_after, distance, 0 - distance) if causal else 0 - distance
     quarter = float(jnp.finfo(dtype).max) / 4
     bias = head_slopes * jnp.expand_dims(relative, -3)
@@ -246,22 +248,25 @@ def _buckets(
     bucket_starts: tuple[int, ...],
     causal: bool,
 ) -> Int32[Array, "*b t s"]:
-    """Computes `relative_position_buckets` from the first distance of each bucket.
+    """Computes the bucket of each pair of a query and a key, as in `relative_position_buckets`.
+
+    The buckets below e = `direction_buckets // 2` hold one distance each, and bucket e begins at
+    distance e.
 
     Args:
         queries: The positions of the queries.
         keys: The positions of the keys.
         direction_buckets: The number of buckets for keys on one side of the query.
-        bucket_starts: The first distance of each bucket past `direction_buckets // 2`.
+        bucket_starts: The first distance of the buckets e + 1, e + 2, ...
         causal: Whether all buckets are for keys at or before the query.
     """
     is_after, distance = _is_after_and_distance(queries, keys)
     if causal:
         distance = jnp.where(is_after, 0, distance)
-    # The buckets below `exact` hold one distance each.
     exact = direction_buckets // 2
-    # The minimum of the distance and `exact`. Kernels for TPUs have no minimum of unsigned
-    # integers, and with `< exact` the compiler would turn the selection into such a minimum.
+    # This is the minimum of the distance and `exact`. `distance < exact` would give the same
+    # numbers, but the compiler would turn that selection into a minimum of unsigned integers, which
+    # kernels for TPUs do not have.
     buckets = jnp.where(distance < exact + 1, distance, exact).astype(jnp.int32)
     # Each start that the distance has reached adds a bucket. The sum is unrolled: for a reduction,
     # XLA would make an array [b, t, s, starts].
@@ -273,7 +278,7 @@ def _buckets(
 def _is_after_and_distance(
     queries: Integer[Array, "*q t"], keys: Integer[Array, "*k s"]
 ) -> tuple[Bool[Array, "*b t s"], UInt[Array, "*b t s"]]:
-    """Returns, for each query and key, whether the key is after the query, and their distance."""
+    """Returns whether each key is after each query, and the distance between key and query."""
     dtype = np.promote_types(queries.dtype, keys.dtype)
     queries = queries.astype(dtype)[..., :, None]
     keys = keys.astype(dtype)[..., None, :]

@@ -72,10 +72,12 @@ def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Arra
         num_keys = arguments.size("num_keys", num_keys)
     # Symbolic sizes have no order, and are assumed to fit.
     is_symbolic = any(map(export.is_symbolic_dim, (queries, columns, num_keys)))
-    # No queries have as many columns as one query.
-    if not is_symbolic and not num_keys <= columns <= num_keys + max(queries - 1, 0):
-        want = f"{num_keys} to {num_keys + queries - 1} columns for {num_keys} keys"
-        raise arguments.value_error("logits", want, f"shape {list(logits.shape)}")
+    if not is_symbolic:
+        # Logits of no queries may have as many columns as logits of one query.
+        most_columns = num_keys + max(queries - 1, 0)
+        if not num_keys <= columns <= most_columns:
+            want = f"{num_keys} to {num_keys + queries - 1} columns for {num_keys} keys"
+            raise arguments.value_error("logits", want, f"shape {list(logits.shape)}")
     return _shifted(logits, num_keys)
 
 
@@ -102,8 +104,8 @@ def _shifted(logits: Float[Array, "*b t r"], num_keys: int) -> Float[Array, "*b 
     padding = [(0, 0)] * (logits.ndim - 1) + [(0, width - columns)]
     padded = jnp.pad(logits, padding, constant_values=-jnp.inf)
     flat = padded.reshape(*batch, queries * width)
-    # Query t begins at column queries - 1 - t, which is one column earlier for each query. So its
-    # row begins one entry less than `width` after the row before it.
+    # The result of query t begins at column queries - 1 - t, one column earlier than the result of
+    # the query before. So in the flat array, each result begins `width - 1` entries after the last.
     start = max(queries - 1, 0)
     shifted = flat[..., start : start + queries * (width - 1)]
     return shifted.reshape(*batch, queries, width - 1)[..., :num_keys]

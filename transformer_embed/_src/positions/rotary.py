@@ -77,9 +77,10 @@ def apply_rotary(
     Raises:
         TypeError: x does not have a floating dtype of 16 bits or more; or positions are neither
             integers nor float32.
-        ValueError: shapes or `pair_axes` do not fit together; an odd number of channels must be
-            paired; an argument is out of its range; a host position is outside int32 (and uint32);
-            or `base` and `scaling` make a frequency of 2**32 turns per position or more.
+        ValueError: shapes or `pair_axes` do not fit together; the number of channels that form
+            pairs is odd; an argument is out of its range; a position on the host is outside int32
+            (uint32 arrays are accepted whole); or `base` and `scaling` make a frequency of 2**32
+            full turns per position or more.
 
     Example:
         >>> import jax.numpy as jnp
@@ -140,8 +141,9 @@ def permute_rotary_weights(
 
     Use it to load weights that were trained in one layout into code that rotates in another. If you
     permute the weights and rotate in the target layout, queries and keys have the same dot products
-    as before. Permute the projections of queries and of keys, and the scale of a norm between
-    projection and rotation. Leave the projection of values as it is.
+    as before. Permute the projections of queries and of keys. If there is a norm between a
+    projection and the rotation, permute the scale of the norm, too. Leave the projection of values
+    as it is.
 
     Args:
         weights: The weights or biases, [..., num_heads * head_dim], of any dtype. The output
@@ -153,15 +155,16 @@ def permute_rotary_weights(
             `apply_rotary`.
         target: The layout to convert them to.
         rotary_dim: How many channels of each head, from the first, form pairs. If None, all of them
-            do, which is also right for `apply_rotary(..., partial="proportional")`.
+            do. That is also right for models that you run with `partial="proportional"`, because
+            there, too, all channels of a head form pairs.
 
     Returns:
         The permuted array, of the weights' shape and dtype.
 
     Raises:
         TypeError: `num_heads` or `rotary_dim` is not a Python int.
-        ValueError: The last axis is not a multiple of `num_heads`, an odd number of channels must
-            be paired, or a layout is unknown.
+        ValueError: The last axis is not a multiple of `num_heads`, the number of channels that form
+            pairs is odd, or a layout is unknown.
 
     Example:
         >>> import transformer_embed as te
@@ -201,7 +204,9 @@ def _rotate(
     attention_factor: float,
     pair_axes: tuple[int, ...],
 ) -> Float[Array, "... t h d"]:
-    """Rotates the first pairs of x, each by its frequency and by the position on its axis.
+    """Rotates the first channels of x, and leaves the other channels as they are.
+
+    The angle of a pair of channels is the frequency of the pair times the position on one axis.
 
     Args:
         x: The heads.
@@ -220,8 +225,9 @@ def _rotate(
     wide = conversions.compute_dtype(x.dtype)
     cosines = cosines_and_sines[0].astype(wide)
     sines = cosines_and_sines[1].astype(wide)
-    # A TPU splits and joins 16-bit arrays directly, so x is widened after the split. Widening first
-    # would take extra passes over memory.
+    # x is widened after it is split, and the results are narrowed before they are joined. A TPU
+    # splits and joins 16-bit arrays directly, and the other order would take extra passes over
+    # memory.
     paired_dim = 2 * len(units)
     first_channels, second_channels = _split_pairs(x[..., :paired_dim], layout)
     first_channels = first_channels.astype(wide)
@@ -249,13 +255,17 @@ def _positions_of_pairs(
 def _cosines_and_sines(
     pair_positions: Shaped[Array, "... t 1 #p"], units: tuple[int, ...], attention_factor: float
 ) -> Float[Array, "2 ... t 1 p"]:
-    """Computes the cosines, then the sines, of the angles of pairs, times the attention factor."""
+    """Computes the cosines (index 0) and the sines (1) of the angles of p pairs.
+
+    Both are multiplied by the attention factor.
+    """
     frequencies = phase.in_words(units)
     # A cosine is the sine a quarter turn on.
     cosine_quarters, sine_quarters = np.array([1, 0], np.uint32)
     cosines = phase.sinusoid(pair_positions, frequencies, cosine_quarters)
     sines = phase.sinusoid(pair_positions, frequencies, sine_quarters)
-    # If a CPU fused them into the rotation, it would compute them again for each head.
+    # On a CPU, XLA would fuse the cosines and sines into the rotation, and compute them again for
+    # each head.
     return computed_once(np.float32(attention_factor) * jnp.stack([cosines, sines]))
 
 
@@ -264,7 +274,7 @@ def _permute(
     weights: Shaped[Array, "... hd"], num_heads: int, rotary_dim: int, source: str, target: str
 ) -> Shaped[Array, "... hd"]:
     """Reorders the first `rotary_dim` channels of each head."""
-    # `reshape` cannot compute a size of -1 if the weights are empty.
+    # `head_dim` is computed, because `reshape` cannot find the size of -1 if the weights are empty.
     head_dim = weights.shape[-1] // num_heads
     heads = weights.reshape(*weights.shape[:-1], num_heads, head_dim)
     pairs = _split_pairs(heads[..., :rotary_dim], source)
@@ -318,15 +328,20 @@ def _frequencies(
 
 
 def _checked_rotary_dim(rotary_dim: int | None, head_dim: int) -> int:
-    """Returns how many channels are rotated, an even number."""
+    """Returns how many channels are rotated: `rotary_dim`, or `head_dim` if that is None.
+
+    Raises:
+        ValueError: `rotary_dim` is below 2 or above `head_dim`, or the returned number is odd.
+    """
     if rotary_dim is None:
         return check_even("head_dim", head_dim)
     dim = arguments.integer("rotary_dim", rotary_dim, at_least=2, at_most=head_dim)
     return check_even("rotary_dim", dim)
 
 
-def check_even(name: str, value: int) -> int:
-    """Returns a number of channels that are paired, or raises a ValueError if it is odd."""
-    if value % 2:
-        raise arguments.value_error(name, "an even number of channels, to make pairs", value)
-    return value
+def check_even(name: str, channel_count: int) -> int:
+    """Returns a number of channels that form pairs, or raises a ValueError if it is odd."""
+    if channel_count % 2:
+        want = "an even number of channels, to make pairs"
+        raise arguments.value_error(name, want, channel_count)
+    return channel_count

@@ -13,7 +13,7 @@ from transformer_embed._src import arguments
 from transformer_embed._src.positions import phase
 
 _factors = functools.partial(arguments.entries, convert=arguments.positive)
-# A field of this name has the same meaning in every scaling.
+# The fields that must be above 0, in every scaling that has such a field.
 _POSITIVE = (
     "factor",
     "alpha",
@@ -23,6 +23,7 @@ _POSITIVE = (
     "high_freq_factor",
     "attention_factor",
 )
+# Converts and checks the fields of all scalings, by their names.
 _CONVERTERS = dict.fromkeys(_POSITIVE, arguments.positive) | {
     "short_factor": _factors,
     "long_factor": _factors,
@@ -36,17 +37,23 @@ _CONVERTERS = dict.fromkeys(_POSITIVE, arguments.positive) | {
 
 
 class _Scaling:
-    """Is the parent of all scalings. A scaling also has a method `_scaled`."""
+    """Is the parent of all scalings.
 
-    # What a scaling without a field of this name has.
+    A scaling also has a method `_scaled(frequencies, base)`, which returns the scaled frequencies.
+    These and the frequencies are arrays of `decimal.Decimal`, one for each pair of channels. The
+    base is the number that the frequencies were computed from.
+    """
+
+    # The factor of cosines and sines. Some scalings have a field of this name, which replaces this
+    # None.
     attention_factor: float | None = None
 
     def __post_init__(self) -> None:
         """Converts and checks the fields."""
         arguments.convert_fields(self, **_CONVERTERS)
 
-    def _usual_attention_factor(self) -> float:
-        """Computes the factor of cosines and sines if `attention_factor` is None."""
+    def _formula_attention_factor(self) -> float:
+        """Computes the attention factor that holds if the field `attention_factor` is None."""
         return 1.0
 
 
@@ -80,7 +87,7 @@ class LinearScaling(_Scaling):
     factor: float
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """Scales the frequencies of pairs, decimals that were computed from this base."""
+        """Divides the frequency of each pair of channels by the factor."""
         return frequencies / Decimal(self.factor)
 
 
@@ -116,7 +123,7 @@ class NTKScaling(_Scaling):
     alpha: float
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """Scales the frequencies of pairs, decimals that were computed from this base."""
+        """Changes the frequency of each pair of channels as a larger base would."""
         # (base * alpha ** (d / (d - 2))) ** (-2i / d)
         #     = base ** (-2i / d) * alpha ** (-i / (d / 2 - 1))
         pairs = len(frequencies)
@@ -197,17 +204,22 @@ class YarnScaling(_Scaling):
             raise arguments.value_error("beta_fast", want, self.beta_fast)
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """Scales the frequencies of pairs, decimals that were computed from this base."""
+        """Divides low frequencies by the factor, as the docstring of the class says."""
         base = arguments.real("base", base, lowest=math.nextafter(1, 2), want="a number above 1")
         dim = 2 * len(frequencies)
         log_base = Decimal(base).ln()
 
         def index_with_turns(turns: float) -> Decimal:
-            """Computes the index of the frequency that makes so many turns."""
-            angle = 2 * phase.PI * Decimal(turns)
-            return dim * (self.original_length / angle).ln() / (2 * log_base)
+            """Computes which frequency makes so many turns over the trained length, as an index.
 
-        # The ramp rises from 0 at the index `low` to 1 at the index `high`.
+            The index i need not be an integer. It solves
+            original_length * base ** (-2i / dim) = 2 * pi * turns.
+            """
+            angle = 2 * phase.PI * Decimal(turns)
+            log_ratio = (self.original_length / angle).ln()
+            return dim * log_ratio / (2 * log_base)
+
+        # The share of the divided frequency is a ramp, from 0 at the index `low` to 1 at `high`.
         low = index_with_turns(self.beta_fast)
         high = index_with_turns(self.beta_slow)
         if self.truncate:
@@ -220,9 +232,9 @@ class YarnScaling(_Scaling):
             high += Decimal("0.001")
         indices = np.arange(dim // 2, dtype=object)
         ramp = (indices - low) / (high - low)
-        return _blended(frequencies, ramp, self.factor)
+        return _partly_divided(frequencies, self.factor, divided_share=ramp)
 
-    def _usual_attention_factor(self) -> float:
+    def _formula_attention_factor(self) -> float:
         """Computes m(mscale) / m(mscale_all_dim), as in the docstring of the class."""
         # A factor below 1 counts as 1.
         log_factor = max(Decimal(self.factor).ln(), Decimal(0))
@@ -278,7 +290,7 @@ class Llama3Scaling(_Scaling):
         arguments.real("high_freq_factor", self.high_freq_factor, lowest=lowest, want=want)
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """Scales the frequencies of pairs, decimals that were computed from this base."""
+        """Divides low frequencies by the factor, as the docstring of the class says."""
         low = Decimal(self.low_freq_factor)
         high = Decimal(self.high_freq_factor)
         turns = self.original_length * frequencies / (2 * phase.PI)
@@ -288,7 +300,7 @@ class Llama3Scaling(_Scaling):
             width = Decimal("1e-20")
         # The formula's s is (turns - low) / width, and this is 1 - s.
         divided_share = (high - turns) / width
-        return _blended(frequencies, divided_share, self.factor)
+        return _partly_divided(frequencies, self.factor, divided_share=divided_share)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,14 +356,14 @@ class LongRopeScaling(_Scaling):
     attention_factor: float | None = None
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """Scales the frequencies of pairs, decimals that were computed from this base."""
+        """Divides the frequency of each pair of channels by the factor of the pair."""
         name = "long_factor" if self.length > self.original_length else "short_factor"
         factors = getattr(self, name)
         what = "half as many numbers as rotated channels"
         arguments.check_same(name, what, len(factors), len(frequencies))
         return frequencies / [Decimal(factor) for factor in factors]
 
-    def _usual_attention_factor(self) -> float:
+    def _formula_attention_factor(self) -> float:
         """Computes sqrt(1 + ln(factor) / ln(original_length))."""
         # A factor below 1 counts as 1.
         log_factor = max(Decimal(self.factor).ln(), Decimal(0))
@@ -371,26 +383,32 @@ def scaled_frequencies(scaling: Scaling | None, dim: int, base: float) -> tuple[
         base: The base of the frequencies.
 
     Returns:
-        The frequencies as `dim // 2` decimals, in radians per unit of position, and the factor.
+        The frequencies in radians per unit of position, an array of `dim // 2` numbers of the type
+        `decimal.Decimal`, and the factor.
     """
-    frequencies = phase.geometric_frequencies(dim // 2, base, dim / 2)
+    # Frequency i is base ** (-i / (dim / 2)).
+    frequencies = phase.geometric_frequencies(dim // 2, base, denominator=dim / 2)
     if scaling is None:
         return frequencies, 1.0
     with decimal.localcontext(phase.PRECISION):
         attention_factor = scaling.attention_factor
         if attention_factor is None:
-            usual = scaling._usual_attention_factor()
-            attention_factor = arguments.positive("attention factor", usual)
+            formula_factor = scaling._formula_attention_factor()
+            attention_factor = arguments.positive("attention factor", formula_factor)
         return scaling._scaled(frequencies, base), attention_factor
 
 
-def _blended(frequencies: np.ndarray, divided_share: np.ndarray, factor: float) -> np.ndarray:
-    """Blends each frequency with itself divided by `factor`.
+def _partly_divided(
+    frequencies: np.ndarray, factor: float, *, divided_share: np.ndarray
+) -> np.ndarray:
+    """Divides each frequency by `factor` fully (share 1), not at all (share 0), or in part.
 
     Args:
         frequencies: The frequencies.
-        divided_share: The share of the divided frequency, which is clipped to [0, 1].
         factor: The divisor.
+        divided_share: The share of the divided frequency in the result. The rest is the frequency
+            itself. Shares outside [0, 1] are clipped.
     """
     divided_share = np.clip(divided_share, 0, 1)
-    return frequencies * (divided_share / Decimal(factor) + 1 - divided_share)
+    multipliers = divided_share / Decimal(factor) + 1 - divided_share
+    return frequencies * multipliers

@@ -27,7 +27,8 @@ from transformer_embed._src.sequences.token_arrays import check_last_position
 _reals = functools.partial(arguments.entries, convert=arguments.real)
 # A field of this name has the same meaning in every scheme.
 _CONVERTERS = SINUSOID_CONVERTERS | {
-    # These become Python ints, because sums with a narrow numpy integer would wrap.
+    # The three converters below make Python ints, because sums with a narrow numpy integer would
+    # wrap.
     "start": arguments.int32,
     "at_padding": arguments.int32,
     "pad_id": arguments.int32,

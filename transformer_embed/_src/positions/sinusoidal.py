@@ -50,13 +50,14 @@ def sinusoidal_encoding(
         layout: The order of the channels. `"interleaved"` has the sine and the cosine of each
             frequency side by side. `"sin_cos"` has all sines, then all cosines. `"cos_sin"` has all
             cosines, then all sines.
-        shift: A number s to subtract from the denominator of the exponents, such as 1 for
-            tensor2tensor. Frequency i is then base ** (-i / (d_model // 2 - s)). If None, it is
-            base ** (-2i / d_model).
-        odd: What an odd d_model means. `"truncate"` puts d_model itself into the exponents, and
-            leaves out the last cosine (in `"cos_sin"`, the last sine). `"round_up"` makes the
-            encoding for d_model + 1 and drops its last channel. `"zero"` makes d_model // 2 pairs,
-            and a last channel of zeros.
+        shift: A number s, for which frequency i is base ** (-i / (d_model // 2 - s)). Pass 1 for
+            tensor2tensor. If None, frequency i is base ** (-2i / d_model).
+        odd: What to do if d_model is odd.
+
+            - `"truncate"` keeps the odd d_model in the formula above, and leaves out the last
+              cosine (in `"cos_sin"`, the last sine).
+            - `"round_up"` makes the encoding for d_model + 1, and drops the last channel.
+            - `"zero"` makes d_model // 2 pairs of a sine and a cosine, and a last channel of zeros.
         frequency_scale: A number above 0 that multiplies every frequency.
         dtype: The dtype of the result. The encoding is computed in float32 and rounded once.
 
@@ -68,8 +69,9 @@ def sinusoidal_encoding(
         TypeError: Positions are neither integers nor float32; `d_model` is not a Python int; or
             `dtype` is not a floating dtype.
         ValueError: `layout` or `odd` is unknown; `base` or `frequency_scale` is not above 0, or
-            makes a frequency of 2**32 turns per position or more; `shift` is d_model // 2 or more;
-            or a position on the host is outside int32 (and uint32).
+            makes a frequency of 2**32 full turns per position or more; `shift` is d_model // 2 or
+            more; a position on the host is outside int32 (uint32 arrays are accepted whole); or
+            float64 on the host holds an integer that float32 does not hold.
 
     Example:
         >>> import transformer_embed as te
@@ -81,8 +83,8 @@ def sinusoidal_encoding(
     Edge cases:
         - In float32, the absolute error is at most 6.0e-8 at every int32 and uint32 position, and
           at float32 positions below 2**24 in magnitude if frequency_scale is at most 1000.
-        - float64 positions are rounded to float32. If that would change an integer, it is an error
-          on the host and gives NaN on a device.
+        - float64 positions are rounded to float32. If this changes an integer, which can happen
+          above 2**24, positions on the host raise an error, and jax arrays get NaN.
         - The encoding is NaN at a 64-bit jax integer outside int32, and at a float position that is
           not finite or is 2**31 or more in magnitude.
 
@@ -177,7 +179,11 @@ class Sinusoids:
 
 
 def as_grid(shape: Sequence[int], axes: Sequence[int] | None) -> tuple[tuple[int, ...], ...]:
-    """Checks a grid, and returns the length of each axis, and the axes in the order of channels."""
+    """Checks the shape and the axes of a `SinusoidalGrid`.
+
+    Returns:
+        The length of each axis, and the axes in the order in which the channels encode them.
+    """
     lengths = arguments.entries("shape", shape, arguments.size)
     arguments.size("shape: its number of points", math.prod(lengths))
     all_axes = tuple(range(len(lengths)))
@@ -228,7 +234,7 @@ def channels(options: Sinusoids, d_model: int) -> Channels:
     order = "F" if options.layout == "interleaved" else "C"
 
     def spread_to_channels(numbers: np.ndarray) -> np.ndarray:
-        """Returns the number of each channel, from numbers that broadcast to [2, pairs]."""
+        """Orders numbers that broadcast to [2, pairs] by channel, and returns them as [d_model]."""
         rows = np.broadcast_to(numbers, (2, len(pair_units)))
         # With odd="zero", the last channel has the frequency 0, and is the sine of 0.
         with_one_more = np.pad(rows.ravel(order), (0, 1))
@@ -239,9 +245,11 @@ def channels(options: Sinusoids, d_model: int) -> Channels:
 
 
 def _pair_frequencies(options: Sinusoids, d_model: int) -> np.ndarray:
-    """Computes the frequency of each pair of a sine and a cosine, as decimals."""
-    # The number of channels in the exponents.
-    width = d_model + d_model % 2 if options.odd == "round_up" else d_model
+    """Computes the frequency of each pair of a sine and a cosine, as an array of `Decimal`."""
+    # The d_model of the formula.
+    width = d_model
+    if options.odd == "round_up":
+        width = d_model + d_model % 2
     pairs = d_model // 2 if options.odd == "zero" else (d_model + 1) // 2
     if options.shift is None:
         denominator = Decimal(width) / 2
@@ -277,7 +285,7 @@ def part_width(d_model: int, axes: int, odd: str) -> int:
 
 @compiled(1, 2, 3)
 def encode(positions: Array, d_model: int, options: Sinusoids, dtype: Any) -> Vectors:
-    """Computes the encodings of positions [...]."""
+    """Computes `sinusoidal_encoding` for checked options, [..., d_model]."""
     frequencies, quarters = channels(options, d_model)
     encoding = phase.sinusoid(positions[..., None], frequencies, quarters)
     return encoding.astype(dtype)
@@ -292,18 +300,19 @@ def encode_grid(
     d_model: int,
     options: Sinusoids,
 ) -> Vectors:
-    """Computes the encodings of points of a grid, which are numbered in row-major order.
+    """Computes the encodings of points of a grid. A point outside the grid gets NaN.
 
     Args:
-        points: The numbers of the points, int32 [...].
+        points: The number of each point in row-major order, int32 [...].
         coordinates: The coordinates along each axis. If None, they are 0, 1, 2, ...
         lengths: The number of points along each axis.
         axes: The axis that each part of the channels encodes.
         d_model: The number of channels.
         options: The options of one part.
     """
-    # The index of each point along each axis, and then the coordinate there.
+    # The index of each point along each axis.
     indices = jnp.unravel_index(points, lengths)
+    # The coordinate of each point along each axis.
     positions = indices
     if coordinates is not None:
         positions = [array[index] for array, index in zip(coordinates, indices, strict=True)]

@@ -1,9 +1,9 @@
 """Updates only the rows of tables that have a gradient, by one step of an optimizer.
 
-`optimizer.update` is called once for everything that is not a table, with zeros in the place of the
-tables' rows, and once in the loop over the blocks of each table, with the rows of the block in
-their place. XLA drops the results that are not used, so a block costs what its rows cost.
-`row_check` makes sure beforehand that this gives the rows of the dense step.
+`optimizer.update` is called once for everything that is not a table. In this call, blocks of zeros
+replace the tables. Then a loop over the blocks of each table calls it again, with the rows of one
+block in the place of the zeros. XLA drops the results that are not used, so a block costs no more
+than its rows. `row_check` makes sure beforehand that this gives the rows of the dense step.
 """
 
 import functools
@@ -92,8 +92,9 @@ def apply_gradients(
     grads = as_arrays("grads", grads)
     params = as_arrays("params", params)
     state = as_arrays("state", state)
-    # shard_map takes sharded arrays only as arguments of its function. So the arrays among the
-    # extra arguments are leaves of the step. The others are a part of the step's function.
+    # Inside shard_map, a function can use sharded arrays only if they are its arguments. So the
+    # arrays among the extra arguments are leaves that the step takes. All other extra arguments are
+    # fixed in the function.
     extra_leaves, extra_treedef = jax.tree.flatten(extra_args)
     extra_arrays = {n: leaf for n, leaf in enumerate(extra_leaves) if isinstance(leaf, jax.Array)}
     step_trees = (grads, params, state, extra_arrays)

@@ -16,7 +16,7 @@ from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 
 
 class SeenRows(NamedTuple):
-    """Holds the rows that a loss sees on each device, and their indices, ascending and padded."""
+    """Holds the rows that a loss sees on each device, and the row indices, ascending and padded."""
 
     row_indices: Int32[Array, "k"]
     values: Float[Array, "k d"]
@@ -36,7 +36,7 @@ class BatchRows(NamedTuple):
     rows: Array
 
     def seen(self, rows: Float[Array, "k d"]) -> SeenRows:
-        """Returns the rows that a loss sees, from the values that they have in the loss."""
+        """Returns the rows that a loss sees, with these values in the place of `self.rows`."""
         return SeenRows(row_indices=self.row_indices, values=rows)
 
     def gradient(self, sums: Float[Array, "k d"]) -> RowGradient:
@@ -50,8 +50,8 @@ class BatchRows(NamedTuple):
         # into a donated table without a copy.
         row_indices = known_after_reading(self.row_indices, self.rows)
         # If devices with different batches share the table, the gradients of all devices must be
-        # summed. `jax.grad` would insert this sum for an array that is the same on all devices. But
-        # here each device has read other rows, so the sum must match them by their indices.
+        # summed. For an array that is the same on all devices, `jax.grad` inserts this sum. Here,
+        # each device has read different rows, so the sum must add the rows of equal indices.
         batch_axes = varying_axes(sums) - varying_axes(self.table)
         if batch_axes:
             axis_names = tuple(sorted(batch_axes))
@@ -62,13 +62,19 @@ class BatchRows(NamedTuple):
 def read_batch_rows(
     table: Float[Array, "v d"], indices: Int32[Array, "..."], max_rows: int
 ) -> BatchRows:
-    """Reads the distinct rows of the whole batch, on every device."""
+    """Reads the distinct rows that the whole batch needs, on every device.
+
+    Args:
+        table: The table.
+        indices: The row index of each id of the batch.
+        max_rows: A bound on the number of distinct rows. Rows with higher indices are left out.
+    """
     row_indices = distinct_rows(on_every_device(indices), len(table), max_rows)
-    # One tuple of mesh axes for each dimension of the table: the table is split if any has one.
+    # A tuple of explicit mesh axes for each dimension, () for a dimension that is not split.
     is_split = any(typed_axes(table))
     if is_split:
-        # A row that a device does not have is zero there, and the devices add their rows. Padding
-        # reads zeros.
+        # Each device reads zeros for the rows that it does not have, and the devices add what they
+        # read. Padding reads zeros.
         rows = read_or_zero(table, row_indices.astype(jnp.uint32))
     else:
         # Padding reads the last row.

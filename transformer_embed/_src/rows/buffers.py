@@ -1,10 +1,11 @@
-"""Chooses the size of the buffers of an exchange of rows, on the host while a step is traced.
+"""Chooses the size of the buffers in which devices send each other rows of a table.
 
-Buffers overflow in less than one step in 1e9, if each device draws its ids independently and the
-owners of the ids are evenly spread (see `row_order`). Of n ids, each goes to an owner with
-probability p, so the number that go there is binomial, and more than r go there with the
-probability `sum(C(n, k) p**k (1 - p)**(n - k) for k > r)`. The probabilities of all buffers of all
-devices together must stay below 1e-9.
+This runs on the host while a step is traced. The owner of a row is the device that has the row (see
+`exchange`). Buffers overflow in less than one step in 1e9, if the ids of each device are sampled
+independently and all owners are equally likely (see `row_order`). Of n ids, each goes to an owner
+with probability p, so the number of ids that go there is binomial, and more than r ids go there
+with the probability `sum(C(n, k) p**k (1 - p)**(n - k) for k > r)`. The sum of the probabilities of
+all buffers of all devices must stay below 1e-9.
 """
 
 import functools
@@ -39,37 +40,41 @@ def plan_buffers(
         owners: The number of devices that hold different rows.
         shard_rows: The number of rows of each owner.
         devices: The number of devices that ask.
-        capacity: How many times the mean of a batch without repeats a buffer has room for, at
-            least.
+        capacity: A factor. Each buffer holds at least this factor times the mean number of ids that
+            a batch without repeats puts into it.
     """
     share = 1 / owners
-    # Each device fills a buffer for each owner, and one with what it receives.
-    buffers = devices * (owners + 1)
+    # Each device has one buffer for each owner, and one buffer for what it receives.
+    buffer_count = devices * (owners + 1)
+    send_size = _buffer_size(most_asked, share, buffer_count, capacity)
     # An owner cannot be asked for more rows than its shard has.
-    send_room = _room(most_asked, share, buffers, capacity)
-    most_sent = min(send_room, most_asked, shard_rows)
+    most_sent = min(send_size, most_asked, shard_rows)
     # Rounded up to whole tiles.
     most_sent = -(-most_sent // TILE) * TILE
-    receive_room = _room(most_asked * owners, share, buffers, capacity)
-    most_received = min(receive_room, owners * most_sent, shard_rows)
+    receive_size = _buffer_size(most_asked * owners, share, buffer_count, capacity)
+    most_received = min(receive_size, owners * most_sent, shard_rows)
     return BufferSizes(most_sent=most_sent, most_received=most_received)
 
 
-def _room(trials: int, share: float, buffers: int, capacity: float) -> int:
-    """Chooses the room of a buffer, in which each of `trials` ids needs room by chance.
+def _buffer_size(id_count: int, share: float, buffer_count: int, capacity: float) -> int:
+    """Chooses how many ids a buffer holds, if each of `id_count` ids may go into the buffer.
 
     Args:
-        trials: The number of ids.
+        id_count: The number of ids, of which the buffer gets a random number.
         share: The probability with which an id goes into this buffer.
-        buffers: The number of buffers that together may overflow with OVERFLOW_PROBABILITY.
-        capacity: The room is at least this number times the mean number of ids that go there.
+        buffer_count: The number of buffers. The probability that any of them overflows is at most
+            OVERFLOW_PROBABILITY.
+        capacity: A factor. The buffer holds at least this factor times the mean number of ids that
+            go into it, or all ids.
     """
     # scipy is slow to load, and only an exchange needs it.
     from scipy.special import bdtrc  # noqa: PLC0415
 
-    mean = trials * share
-    room = math.ceil(max(mean, 1, min(capacity * mean, trials)))
-    # bdtrc is the probability that more ids go there than there is room.
-    while room < trials and bdtrc(room, trials, share) > OVERFLOW_PROBABILITY / buffers:
-        room += 1
-    return room
+    mean = id_count * share
+    size_by_capacity = min(capacity * mean, id_count)
+    size = math.ceil(max(mean, 1, size_by_capacity))
+    most_overflow = OVERFLOW_PROBABILITY / buffer_count
+    # bdtrc is the probability that more than `size` ids go into the buffer.
+    while size < id_count and bdtrc(size, id_count, share) > most_overflow:
+        size += 1
+    return size

@@ -57,7 +57,8 @@ def pmean(grads: Tree, axis_name: Any) -> Tree:
         if any(leaf.owners):
             want = "rows that every device has"
             raise arguments.type_error("grads", want, "those that devices exchanged")
-        # The mean gets a fingerprint of its own, which would hide that something mixed these rows.
+        # The mean gets a new fingerprint. That would hide it if something has mixed these rows, so
+        # they are checked by the old fingerprint first.
         values = leaf.trusted_values()
         summed = sum_over_devices(leaf.row_indices, values, leaf.num_rows, axis_name)
         return RowGradient(

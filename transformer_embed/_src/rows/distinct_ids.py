@@ -16,7 +16,7 @@ from transformer_embed._src import arguments
 from transformer_embed._src.partitioning import is_explicit
 from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 
-# This many rows are updated at a time: a block stays in the processor's cache.
+# This many rows, a block, are updated at a time, so that a block stays in the processor's cache.
 BLOCK = 1024
 
 
@@ -33,37 +33,43 @@ def as_max_rows(bound: int | None) -> int:
 
 
 def most_distinct(count: int, num_rows: int, max_rows: int) -> int:
-    """Returns how many distinct rows `count` ids can ask for at most, but at least 1."""
+    """Returns the largest number of distinct rows that `count` ids can ask for, but at least 1."""
     return max(1, min(count, num_rows, max_rows))
 
 
 def distinct_rows(indices: Int32[Array, "..."], num_rows: int, max_rows: int) -> Int32[Array, "k"]:
-    """Returns the distinct indices inside the table, at most `max_rows`, ascending, then padding.
+    """Returns the distinct indices below `num_rows`, ascending, then padding.
 
-    If there are more, the largest ones are left out. Padding counts from num_rows on. If there is
-    more than one block, padding fills the last block.
+    If there are more than `max_rows` of them, the largest ones are left out. The padding is
+    `num_rows` or above. If there is more than one block, padding fills the last block.
     """
     count = most_distinct(indices.size, num_rows, max_rows)
-    room = count if count <= BLOCK else -(-count // BLOCK) * BLOCK
-    return distinct_ascending(indices, num_rows, room)
+    length = count
+    if count > BLOCK:
+        block_count = -(-count // BLOCK)
+        length = block_count * BLOCK
+    return distinct_ascending(indices, num_rows, length)
 
 
-def distinct_ascending(values: Int32[Array, "..."], size: int, room: int) -> Int32[Array, "k"]:
-    """Returns the distinct values below `size`, at most `room` of them, ascending, then padding.
+def distinct_ascending(
+    indices: Int32[Array, "..."], num_rows: int, length: int
+) -> Int32[Array, "k"]:
+    """Returns `length` numbers: the distinct indices below `num_rows`, ascending, then padding.
 
-    If there are more, the largest ones are left out. Padding counts from `size` on. For example,
-    the values 7 2 7 9 with size 8 and room 4 give 2 7 10 11.
+    If there are more than `length` of them, the largest ones are left out. The padding is
+    `num_rows` or above, and ascends. For example, the indices 7 2 7 9 with 8 rows and length 4 give
+    2 7 10 11.
     """
-    if size + room > 2**31 - 1:
-        # Padding counts from `size` on, and would wrap as int32.
-        most = f"at most {2**31 - 1 - room} rows, to take {room} of them"
-        raise arguments.value_error("table", most, size)
-    ordered = jnp.sort(values.reshape(-1))
+    if num_rows + length > 2**31 - 1:
+        # The last number of the padding would wrap as int32.
+        most = f"at most {2**31 - 1 - length} rows, to take {length} of them"
+        raise arguments.value_error("table", most, num_rows)
+    ordered = jnp.sort(indices.reshape(-1))
     is_first = jnp.concatenate([jnp.ones_like(ordered[:1], bool), ordered[1:] != ordered[:-1]])
-    is_distinct = is_first & (ordered < size)
-    # Repeats and values of `size` or above get a slot past the end, so they are dropped.
-    slots = jnp.where(is_distinct, jnp.cumsum(is_distinct, dtype=jnp.int32) - 1, room)
-    padding = jnp.arange(size, size + room, dtype=jnp.int32)
+    is_distinct = is_first & (ordered < num_rows)
+    # Repeats, and indices of `num_rows` or above, get a slot past the end, so they are dropped.
+    slots = jnp.where(is_distinct, jnp.cumsum(is_distinct, dtype=jnp.int32) - 1, length)
+    padding = jnp.arange(num_rows, num_rows + length, dtype=jnp.int32)
     return padding.at[slots].set(ordered, mode="drop")
 
 
@@ -86,14 +92,14 @@ def count_below(
 
 
 def read_each(values: Int32[Array, "k"], slots: Int32[Array, "..."]) -> Int32[Array, "..."]:
-    """Returns `values[slots]`. Under explicit mesh axes, the result is split as the slots are."""
+    """Returns `values[slots]`, split over explicit mesh axes as the slots are, if there are any."""
     sharding = jax.typeof(slots).sharding
     out_sharding = sharding if is_explicit(sharding.mesh) else None
     return values.at[slots].get(out_sharding=out_sharding)
 
 
 def find_each(ascending: Int32[Array, "k"], values: Int32[Array, "..."]) -> Int32[Array, "..."]:
-    """Returns the index of each value in the ascending numbers, or k if they lack the value."""
+    """Returns the index of each value among k ascending numbers, or k if the value is not there."""
     size = len(ascending)
     index = count_below(ascending, values)
     is_found = read_each(ascending, jnp.minimum(index, size - 1)) == values
@@ -112,8 +118,8 @@ def sum_rows(
         indices: The index of each row.
         rows: The rows.
         num_rows: The number of rows of the table. Larger indices are padding.
-        all_indices: The indices that the result has, once each. They include `indices`. An index
-            without a row gets a sum of zeros.
+        all_indices: The indices that the result has, with or without repeats, all of `indices`
+            among them. An index without a row gets a sum of zeros.
     """
     distinct = distinct_ascending(all_indices, num_rows, min(all_indices.size, num_rows))
     sums = sum_by_index(rows, find_each(distinct, indices), len(distinct))
@@ -126,8 +132,8 @@ def sum_over_devices(
     """Sums the rows of equal indices over the devices along mapped axes."""
     devices = jax.lax.psum(1, axis_name)
     # Every device learns the indices of all devices from a sum: each device fills one row of an
-    # array of zeros. An all_gather would do as well, but shard_map knows only of a sum that it is
-    # equal on all devices.
+    # array of zeros. An all_gather would give the same array, but shard_map knows only of a sum
+    # that the result is equal on all devices.
     zeros = jnp.zeros([devices, indices.size], jnp.int32)
     own_row = zeros.at[jax.lax.axis_index(axis_name)].set(indices)
     all_indices = jax.lax.psum(own_row, axis_name)

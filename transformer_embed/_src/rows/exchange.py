@@ -1,4 +1,4 @@
-"""Exchanges rows: what devices send to the owners of rows, and what they get from them.
+"""Exchanges rows of a table between the devices that read them and the devices that have them.
 
 The rows of the table are split over devices. The owner of a row is the device whose shard has the
 row. Each device asks the owners for the rows that its part of the batch reads, and sends them the
@@ -10,9 +10,9 @@ gradients of those rows:
     gradients of these rows     - all-to-all --->  one gradient for each row, repeats summed,
                                                    for the shard's own update
 
-A loss is differentiated with respect to the rows of the shards, so jax finds the last step as the
-transpose of the one before it. Buffers have a fixed size (see `buffers`). If the index of a row
-does not fit, the answer is NaN, and the gradient of the row is dropped.
+A loss is differentiated with respect to the rows of the shards. So jax makes the last of these
+steps, which is the transpose of the second step. Buffers have a fixed size (see `buffers`). If a
+row index does not fit, the device gets NaN for the row, and the gradient of the row is dropped.
 
 The shard of a device is a range of row indices, so ascending indices are grouped by owner. Each
 list of indices ascends, and numbers past the end of the table are padding.
@@ -55,7 +55,9 @@ from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 
 
 class Exchange(NamedTuple):
-    """Says who asks whom for rows, and how many. It is static.
+    """Says which devices ask which others for rows of a table, and for how many at most.
+
+    It is static, so a function can be compiled for it.
 
     Args:
         mesh: The devices.
@@ -80,25 +82,28 @@ class Exchange(NamedTuple):
 
     @property
     def devices(self) -> PartitionSpec:
-        """How an array is split if each device has its own part: over owners, then replicas."""
+        """The spec of an array of which each device has one part: over owners, then replicas."""
         return PartitionSpec((*self.owners, *self.replicas))
 
     def all_to_all(self, buffer: Array) -> Array:
-        """Inside shard_map, sends each owner its block of a buffer, and returns received blocks."""
+        """Sends one block of a buffer to each owner, and returns the blocks that the owners send.
+
+        Call it inside shard_map, where the buffer is an array of this device.
+        """
         return jax.lax.all_to_all(buffer, self.owners, split_axis=0, concat_axis=0, tiled=True)
 
 
 def plan_exchange(
     table: Any, id_axes: Sequence[Axes], count: int, max_rows: int, capacity: float
 ) -> Exchange:
-    """Plans how rows of a table are exchanged for `count` ids, as the table's sharding says.
+    """Plans an exchange of rows from the sharding of a table and from the number of ids.
 
     Args:
         table: An array, or its shape, dtype and sharding.
         id_axes: The mesh axes of each dimension of ids.
         count: The number of ids of all devices.
         max_rows: A bound on the distinct rows that a device asks for.
-        capacity: The room of buffers; see `plan_buffers`.
+        capacity: A factor for the size of buffers; see `plan_buffers`.
     """
     num_rows = table.shape[0]
     mesh = table.sharding.mesh
@@ -131,13 +136,14 @@ class Requests(NamedTuple):
     """Holds what each device asks for, and what it is asked for; split over all devices.
 
     Args:
-        row_indices: The indices of the rows that the device asks for, as far as they find room;
-            ascending and padded.
-        owned_indices: The indices of the rows that the device is asked for, as far as they find
-            room; ascending and padded. The device owns these rows.
+        row_indices: The indices of the rows that the device asks for, ascending and padded. Indices
+            that do not fit into the buffer of the owner are left out.
+        owned_indices: The indices of the rows that the device is asked for, ascending and padded.
+            The device owns these rows. Indices that do not fit are left out.
         rows: The values of the rows of `owned_indices`, in float32 or wider.
-        slots: For each request that the device received, where in `owned_indices` its row is.
-        is_lost: For each request that the device received, whether its row found no room there.
+        slots: For each request that the device received, the index in `owned_indices` of the row.
+        is_lost: For each request that the device received, whether the row was left out of
+            `owned_indices`.
     """
 
     row_indices: Int32[Array, "k"]
@@ -173,7 +179,7 @@ class ExchangedRows(NamedTuple):
         return SeenRows(row_indices=requests.row_indices, values=answers)
 
     def gradient(self, sums: Float[Array, "n d"]) -> RowGradient:
-        """Returns the gradient of the table: each device has the gradients of its shard's rows.
+        """Returns the gradient of the table. Each device holds the gradients of rows of one shard.
 
         Args:
             sums: The gradients of `rows`. Each is the sum over the devices that asked for the row.
@@ -181,7 +187,8 @@ class ExchangedRows(NamedTuple):
         row_indices = self.requests.owned_indices
         plan = self.exchange
         if plan.replicas:
-            # Several devices have the same shard, and each was asked by other devices.
+            # Several devices have the same shard. Different devices have asked each of them, so the
+            # gradients are summed.
             sum_over_replicas = functools.partial(
                 sum_over_devices, num_rows=plan.num_rows, axis_name=plan.replicas
             )
@@ -195,13 +202,13 @@ class ExchangedRows(NamedTuple):
 def exchange_rows(
     table: Float[Array, "v d"], indices: Int32[Array, "..."], max_rows: int, capacity: float
 ) -> ExchangedRows:
-    """Reads, for each device, the distinct rows of its part of the batch from their owners.
+    """Reads the distinct rows that each device needs for a part of the batch, from their owners.
 
     Args:
         table: The table, split over explicit mesh axes.
         indices: The rows that the batch reads.
         max_rows: A bound on the distinct rows that a device asks for.
-        capacity: The room of buffers; see `plan_buffers`.
+        capacity: A factor for the size of buffers; see `plan_buffers`.
     """
     table_type = jax.typeof(table)
     if table_type.sharding.mesh.manual_axes:
@@ -224,19 +231,19 @@ def _ask_owners(
     num_rows = exchange.num_rows
 
     def ask(shard: Float[Array, "s d"], indices: Int32[Array, "..."]) -> Requests:
-        """Asks the owners for the rows that this device reads, and reads those it is asked for."""
+        """Asks the owners for rows, and reads the rows that other devices ask this device for."""
         distinct = distinct_ascending(indices, num_rows, exchange.most_asked)
         # The shard of owner i has the rows from shard_starts[i] to shard_starts[i + 1].
         shard_starts = jnp.arange(0, num_rows + 1, len(shard), dtype=jnp.int32)
-        # The buffer has a block of `most_sent` requests for each owner. Unused requests ask for
-        # num_rows, which is no row.
+        # The buffer has `most_sent` requests for each owner, one owner after the other. Unused
+        # requests ask for num_rows, which is no row.
         slots = _slots_by_range(distinct, shard_starts, exchange.most_sent)
         sent = distinct.at[slots].get(mode="fill", fill_value=num_rows)
         # An unused request gets the index before it, so that the row indices ascend.
         row_indices = jax.lax.cummax(jnp.where(slots < exchange.most_asked, sent, -1))
         received = exchange.all_to_all(sent)
         owned_indices = distinct_ascending(received, num_rows, exchange.most_received)
-        # Padding lies past the shard and reads zeros.
+        # Padding is past the end of the shard, and reads zeros.
         first_row = first_index(exchange.owners, len(shard))
         rows = shard.at[owned_indices - first_row].get(
             mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True
@@ -259,17 +266,18 @@ def _ask_owners(
 
 
 def _slots_by_range(
-    ascending: Int32[Array, "n"], bounds: Int32[Array, "m"], room: int
+    ascending: Int32[Array, "n"], bounds: Int32[Array, "m"], slots_per_range: int
 ) -> Int32[Array, "k"]:
-    """Groups ascending numbers by ranges, and returns the index of each number in its group.
+    """Groups n ascending numbers by the range that they are in, and returns the index of each.
 
-    Each range, from a bound to the next one, gets `room` slots, and further numbers are left out. A
-    slot without a number holds n, which is past the end. For example, the numbers 1 2 5 7 with the
-    bounds 0 4 8 and room 3 give 0 1 4 2 3 4.
+    A range goes from one of the m bounds to the next. Each range gets `slots_per_range` entries of
+    the result, and further numbers of the range are left out. An entry without a number is n, which
+    is past the end. For example, the numbers 1 2 5 7, with the bounds 0 4 8 and 3 slots per range,
+    give 0 1 4 for the first range, and 2 3 4 for the second.
     """
     starts = count_below(ascending, bounds)
-    # [m - 1, room].
-    slots = starts[:-1, None] + jnp.arange(room, dtype=jnp.int32)[None]
+    # [m - 1, slots_per_range].
+    slots = starts[:-1, None] + jnp.arange(slots_per_range, dtype=jnp.int32)[None]
     range_ends = starts[1:, None]
     return jnp.where(slots < range_ends, slots, len(ascending)).reshape(-1)
 
@@ -288,7 +296,7 @@ def _answer(
     """
 
     def answer_requests(slots: Array, is_lost: Array, rows: Array) -> Array:
-        """Sends the rows that this device was asked for, and returns the rows it asked for."""
+        """Sends the rows that other devices asked for, and returns the rows that they send back."""
         answers = read_or_zero(rows, slots.astype(jnp.uint32))
         nan = np.array(np.nan, rows.dtype)
         return exchange.all_to_all(jnp.where(is_lost[:, None], nan, answers))

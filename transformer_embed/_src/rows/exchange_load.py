@@ -73,11 +73,13 @@ def exchange_load(
     array = arguments.on_host("ids", arguments.as_int32("ids", ids))
     mesh = table.sharding.mesh
     axes = mesh.axis_names if batch_axes is None else batch_axes
-    if not isinstance(axes, tuple) or not {*axes} <= {*mesh.axis_names}:
+    are_axes_of_mesh = isinstance(axes, tuple) and {*axes} <= {*mesh.axis_names}
+    if not are_axes_of_mesh:
         want = f"a tuple of axes of the mesh, {mesh.axis_names}, or None"
         raise arguments.value_error("batch_axes", want, repr(batch_axes))
     devices = devices_along(mesh, axes)
-    if not array.ndim or array.shape[0] % devices:
+    has_equal_parts = array.ndim > 0 and array.shape[0] % devices == 0
+    if not has_equal_parts:
         want = f"a first dimension that {devices} devices divide"
         raise arguments.value_error("ids", want, f"shape {list(array.shape)}")
     capacity = arguments.positive("capacity", capacity)
@@ -87,13 +89,19 @@ def exchange_load(
 
 
 def _counted(plan: Exchange, indices: np.ndarray) -> dict[str, Any]:
-    """Counts what the devices ask for with these row indices, [devices, n].
+    """Counts the rows that each device is asked for, and the requests that do not fit.
 
-    A request is one number, `device * num_rows + row`, of the device that asks and of the row.
+    A request is held as one number, `device * num_rows + row`, for the device that asks and the row
+    that it asks for.
+
+    Args:
+        plan: The plan of the exchange.
+        indices: The row indices that each device reads, [devices, n].
     """
     devices = np.arange(len(indices))[:, None]
     requests = np.unique(devices * plan.num_rows + indices)
-    # A device asks for its first rows up to a bound, and for the first ones of each owner.
+    # Each device asks for no more than `most_asked` rows, the lowest ones, and of these, for no
+    # more than `most_sent` rows of each owner.
     within_bound = _first_of_each_range(requests, plan.num_rows, plan.most_asked)
     shard_rows = plan.num_rows // devices_along(plan.mesh, plan.owners)
     sent = _first_of_each_range(within_bound, shard_rows, plan.most_sent)
@@ -105,28 +113,34 @@ def _counted(plan: Exchange, indices: np.ndarray) -> dict[str, Any]:
 
 
 def _count_rows_by_owner(plan: Exchange, requests: np.ndarray) -> np.ndarray:
-    """Counts the distinct rows that each device is asked for, [size of each axis of the batch].
+    """Counts the distinct rows that each device is asked for.
 
-    A request is the number `device * num_rows + row`, as in `_counted`.
+    Args:
+        plan: The plan of the exchange.
+        requests: The numbers `device * num_rows + row`, as in `_counted`.
+
+    Returns:
+        int64, with one axis for each mesh axis that the batch is split over.
     """
     (axes,) = plan.id_axes
     mesh_shape = [plan.mesh.shape[axis] for axis in axes]
     owner_shape = [plan.mesh.shape[axis] for axis in plan.owners]
     shard_rows = plan.num_rows // devices_along(plan.mesh, plan.owners)
     devices, rows = np.divmod(requests, plan.num_rows)
-    # An owner has the coordinates of the device that asks, except along the axes of the rows.
+    # Along the mesh axes that do not split the rows, a device asks owners with its own coordinates.
+    # Along the axes that split the rows, the row says which owner is asked.
     coordinates = dict(zip(axes, np.unravel_index(devices, mesh_shape), strict=True))
     owner_coordinates = np.unravel_index(rows // shard_rows, owner_shape)
     coordinates.update(zip(plan.owners, owner_coordinates, strict=True))
     owners = np.ravel_multi_index([*coordinates.values()], mesh_shape)
-    # A row that several devices ask of one owner counts once.
+    # If several devices ask an owner for the same row, the row counts once.
     distinct = np.unique(owners * plan.num_rows + rows)
     counts = np.bincount(distinct // plan.num_rows, minlength=math.prod(mesh_shape))
     return counts.reshape(mesh_shape)
 
 
 def _first_of_each_range(ascending: np.ndarray, length: int, most: int) -> np.ndarray:
-    """Takes the first `most` numbers in each range 0..length-1, length..2*length-1, ..."""
+    """Keeps at most `most` numbers, the lowest ones, of each range 0..length-1, length.., ..."""
     ranges = ascending // length
     first_index_of_range = ranges.searchsorted(ranges)
     index_in_range = np.arange(len(ranges)) - first_index_of_range

@@ -1,4 +1,4 @@
-"""A few numbers beside the gradient of some rows that show if something mixed or changed the rows.
+"""Makes a few numbers beside the gradient of some rows, which show if something mixed the rows.
 
 You may scale a gradient as a whole, cast it, or average it over devices that have the same rows.
 All other functions of a gradient would give other updates than for the dense gradient, because they
@@ -85,8 +85,9 @@ def fits(
     relative_values = sample / unit
     relative_sums = scaled[0, power_count:] / SUM_FACTOR / unit
     difference = jnp.abs(relative_sums - _signed_sums(relative_values))
-    # Values of 16 bits are multiples of a smallest number, and small sums become 0 in float32. So
-    # a value below some 1e-26 may be lost, and so may the sum of all values by this much.
+    # Two kinds of numbers may have been rounded to 0: values below the smallest number of a 16-bit
+    # dtype, and sums that are too small for float32 (of values below some 1e-26). So the sum of all
+    # values may be wrong by this much.
     smallest_value = float(jnp.finfo(values.dtype).smallest_subnormal)
     smallest_sum = float(np.finfo(np.float32).tiny) / SUM_FACTOR
     lost = max(smallest_value, smallest_sum) * sample.size**0.5
@@ -96,23 +97,24 @@ def fits(
 
 
 def or_nan(is_right: Bool[Array, ""], values: Float[Array, "k d"]) -> Float[Array, "k d"]:
-    """Returns the values, with NaN in the place of every value but zeros unless they are right.
+    """Returns the values if they are right, and otherwise NaN in the place of each nonzero value.
 
-    Zeros stay, because a step that is skipped multiplies a gradient and its fingerprint by 0. Such
-    a fingerprint fits nothing, but the gradient is right.
+    Zeros stay, because a step that is skipped multiplies a gradient and the fingerprint by 0. A
+    fingerprint of zeros fits no gradient, but the gradient of zeros is right.
     """
     return nan_where(~is_right & (values != 0), values)
 
 
 def _powers(row_indices: Int32[Array, "k"]) -> Float[Array, "1 m"]:
     """Makes powers of two in float32 from a hash of the row indices."""
-    places = jnp.arange(row_indices.size, dtype=jnp.uint32)
-    words = _mixed(row_indices.astype(jnp.uint32) + places * np.uint32(0x9E3779B9))
+    # The hash of an index also depends on where the index is in the array.
+    numbers = jnp.arange(row_indices.size, dtype=jnp.uint32)
+    words = _mixed(row_indices.astype(jnp.uint32) + numbers * np.uint32(0x9E3779B9))
     index_hash = jnp.sum(words, dtype=jnp.uint32)
     digits = (index_hash >> np.arange(0, BITS * DIGITS, BITS, dtype=np.uint32)) % 2**BITS
-    # The first power, of the digit 0, is the unit of the others. The bits of the floats are written
-    # (an exponent plus 127, above 23 bits of the fraction), because exp2 is not exact on every
-    # device.
+    # A power with the digit 0 comes first, as the unit of the others. The powers are made from the
+    # bits of float32 (the exponent plus 127, then 23 bits of the fraction), because exp2 is not
+    # exact on every device.
     exponents = jnp.pad(digits, (1, 0)) + np.uint32(127 + LOWEST)
     return jax.lax.bitcast_convert_type(exponents << np.uint32(23), jnp.float32)[None]
 
@@ -125,8 +127,8 @@ def _sample(values: Float[Array, "k d"]) -> Float[Array, "r d"]:
 
 def _signed_sums(sample: Float[Array, "r d"]) -> Float[Array, "s"]:
     """Adds all values of a sample SUMS times, each time with other signs."""
-    # Each value has a word, which is a hash of the value's row and column. Sum i takes its signs
-    # from bit i of the words.
+    # Each value gets a word, a hash of the row and the column of the value. In sum i, bit i of the
+    # word says whether the value is negated.
     rows = jax.lax.broadcasted_iota(jnp.uint32, sample.shape, 0)
     columns = jax.lax.broadcasted_iota(jnp.uint32, sample.shape, 1)
     words = _mixed(rows * np.uint32(0x9E3779B9) + columns * np.uint32(0x85EBCA77) + np.uint32(1))
@@ -137,7 +139,7 @@ def _signed_sums(sample: Float[Array, "r d"]) -> Float[Array, "s"]:
 
 
 def _mixed(words: Any) -> Any:
-    """Mixes the bits of each word by the last steps of MurmurHash3: all bits change all others."""
+    """Mixes the bits of each word by the last steps of MurmurHash3, so each bit can change all."""
     words = (words ^ (words >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     words = (words ^ (words >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     return words ^ (words >> np.uint32(16))

@@ -42,13 +42,18 @@ class GatheredRows(SomeRows, StandIn):
     example, a model with a tied output layer also multiplies by the table, so every row of the
     table has a gradient, and you must train the table densely.
 
-    A function of the leaves of this object sees only the rows of the batch. If the function treats
-    each row by itself, whatever its place, the result is right for the table. Any other function
-    raises an error or makes the lookup read NaN. The `keys` are not numbers. The `marks` are a row
-    of NaN and some equal rows: every norm, mean or maximum of all rows is NaN, and makes all marks
-    NaN. Noise, and a factor that depends on the place of a row, make equal rows differ. Two kinds
-    of functions pass unseen. Some results depend on no number: sizes, counts, and comparisons with
-    NaN. Others change only rows behind the places that the marks have.
+    A function of all parameters, such as a norm, sees only the rows of the batch. If the function
+    treats each row by itself, wherever the row is in the array, the result is right for the table.
+    Any other function raises an error, or makes the lookup read NaN:
+
+    - The `keys` are not numbers, so a function that computes with them raises an error.
+    - The `marks` are a row of NaN and some equal rows. Every norm, mean or maximum of all rows is
+      NaN, and a function that uses it makes all marks NaN. Noise, or a factor that depends on the
+      index of a row, makes equal rows differ.
+
+    Two kinds of functions are not noticed: functions whose result does not depend on the numbers
+    (sizes, counts, comparisons with NaN), and functions that change only rows with an index of
+    `MARKS` or above.
 
     Args:
         keys: The indices of the rows, [k], as `as_keys` makes them from int32. The indices ascend
@@ -93,11 +98,12 @@ class GatheredRows(SomeRows, StandIn):
         if order != self.order:
             want = "to be read by a layer of the config that te.rows has, which pads or spreads it"
             raise arguments.value_error(self.name, want, "te.lookup, or a layer of another config")
+        # A function that changes the number of rows changes the number of marks, too.
         if len(self.marks) != MARKS:
             want = "its rows in their places"
             raise arguments.type_error(self.name, want, f"{len(self.values)} of them")
         # If something changed the marks, the indices of all rows become -1. No lookup asks for row
-        # -1, so each of them reads NaN.
+        # -1, so every lookup reads NaN.
         row_indices = jnp.where(are_unmixed(jnp.asarray(self.marks)), self.row_indices, -1)
         wanted_rows = nearest_rows(ids, self.num_rows, order)
         rows = _read_seen_rows(row_indices, self.values, wanted_rows)
@@ -118,7 +124,8 @@ def are_unmixed(marks: Float[Array, "m d"]) -> Bool[Array, ""]:
     """Returns whether the first mark is still NaN, and the others are still finite and equal."""
     # This is a slice, [1, d], since users may disable jax's rank promotion.
     first_equal_mark = marks[1:2]
-    # A compiler may compute the rows of one array in two ways, which round differently.
+    # Equal rows may differ by rounding after a function, because a compiler may compute the rows of
+    # one array in two ways.
     tolerance = 4 * jnp.finfo(marks.dtype).eps * jnp.abs(first_equal_mark)
     # If a number is NaN or infinite, its difference is NaN, which is not within the tolerance.
     are_equal = jnp.abs(marks[1:] - first_equal_mark) <= tolerance
@@ -136,7 +143,7 @@ def as_keys(row_indices: Int32[Array, "k"]) -> Key[Array, "k"]:
 def _read_seen_rows(
     row_indices: Int32[Array, "k"], values: Float[Array, "n d"], wanted: Int32[Array, "..."]
 ) -> Float[Array, "... d"]:
-    """Looks up each wanted row, as `find_rows` does.
+    """Returns each wanted row, or NaN for a row that is not among the ascending `row_indices`.
 
     If the rows are split over devices, each device looks up its own wanted rows in its own rows.
     """

@@ -43,7 +43,7 @@ def find_tables(init: Callable, treedef: Any, leaves: Leaves) -> list[TableStep]
     Args:
         init: The function of the optimizer that makes a state.
         treedef: The structure of (gradients, parameters, state, other arguments).
-        leaves: The leaves of these.
+        leaves: The leaves of all of them, by number.
     """
 
     def result_shapes(function: Callable, shapes: Any) -> Any:
@@ -63,7 +63,7 @@ def _refuse_apply_every(
 ) -> None:
     """Raises a ValueError if `optax.apply_every` sums the gradients of a table.
 
-    It applies its sums in some steps only.
+    That transformation adds up the gradients, and applies the sums only in every k-th step.
 
     Args:
         state_treedef: The structure of the state.
@@ -74,13 +74,15 @@ def _refuse_apply_every(
     import optax  # noqa: PLC0415
 
     def is_apply_every(node: Any) -> bool:
+        """Returns whether a part of the state belongs to `optax.apply_every`."""
         return isinstance(node, optax.ApplyEvery)
 
     # The state, with the number of each leaf in the place of the leaf.
     leaf_numbers = range(first_state_leaf, first_state_leaf + state_treedef.num_leaves)
     numbered_state = state_treedef.unflatten(leaf_numbers)
     nodes = jax.tree.leaves(numbered_state, is_leaf=is_apply_every)
-    sum_leaves = {*jax.tree.leaves([node for node in nodes if is_apply_every(node)])}
+    apply_every_nodes = [node for node in nodes if is_apply_every(node)]
+    sum_leaves = set(jax.tree.leaves(apply_every_nodes))
     for table in tables:
         if not sum_leaves.isdisjoint(table.leaves):
             reason = "a row without a gradient would miss the step in which its sum is applied"
@@ -99,7 +101,7 @@ def check(
         tables: The tables, as `find_tables` returns them.
         update: The optimizer's function, to name in an error.
     """
-    # The number of rows of each table, by the prime that takes its place in the trace.
+    # The number of rows of each table, by the prime that replaces this number in the trace.
     row_counts = {table.prime: len(leaves[table.parameter]) for table in tables}
     old_shapes = with_primes(leaves, tables)
     traced = _traced(step, old_shapes, update)
@@ -170,7 +172,11 @@ def _refusal(reason: str, function: Callable, sources: Sequence[Any] = ()) -> Va
 
 
 def _transformations(sources: Sequence[Any]) -> Iterator[str]:
-    """Lists the transformations that wrote an equation, from where the calls around it stand."""
+    """Lists the transformations in whose functions an equation was written, innermost first.
+
+    Args:
+        sources: Where the equation, and each call that leads to the equation, was written.
+    """
     for source in sources:
         # The innermost call comes first. The frames from this folder on are not the optimizer's.
         frames = source.traceback.raw_frames()[0] if source.traceback else ()

@@ -27,7 +27,10 @@ LEFT_TRACE = (
 
 
 class SomeRows:
-    """Some rows of a table, or their gradient, with the shape and the dtype of the table."""
+    """Is the parent of classes that hold some rows of a table, or the gradient of these rows.
+
+    The `shape` and the `dtype` are the shape and the dtype of the table.
+    """
 
     values: Any
     num_rows: int
@@ -72,8 +75,9 @@ class RowGradient(SomeRows):
     - To return a gradient from jit, return its `row_indices` and `values`, and make a new
       `RowGradient` from them. The indices belong to the trace that made them.
 
-    The tiny numbers, the `fingerprint`, show if something else changed the gradient, because it saw
-    only some rows of the table. Then `apply_gradients` writes NaN into these rows. For example,
+    The tiny numbers, the `fingerprint`, show if any other function changed the gradient. Its result
+    may be wrong, because the function saw only some rows of the table, so `apply_gradients` writes
+    NaN into these rows. For example,
     `jax.lax.pmean` over devices with different batches mixes rows, and `optax.clip_by_block_rms`
     scales the values by the size of some rows. Functions of each number, such as a sign or
     `optax.clip`, end in NaN too: put them into the optimizer.
@@ -125,7 +129,8 @@ class RowGradient(SomeRows):
             num_rows=arguments.size,
         )
         self.check()
-        # If each device has the rows of its own shard, indices ascend on each device alone.
+        # If each device has the rows of its own shard, the indices ascend on each device, but not
+        # over all devices, so they are not checked.
         indices = None if any(self.owners) else _known_values(self.row_indices)
         if indices is not None:
             # As int32, the difference of two indices may wrap.
@@ -147,7 +152,8 @@ class RowGradient(SomeRows):
             all_indices = jnp.concatenate(indices)
             return sum_rows(all_indices, jnp.concatenate(values), self.num_rows, all_indices)
 
-        # The sum gets a fingerprint of its own, which would hide that something mixed these rows.
+        # The sum gets a new fingerprint. That would hide it if something has mixed these rows, so
+        # they are checked by the old fingerprints first.
         values = [self.trusted_values(), other.trusted_values()]
         indices = [self.row_indices, other.row_indices]
         sum_indices, sums = self._on_shards(sum_both)(indices, values)
@@ -187,11 +193,14 @@ class RowGradient(SomeRows):
 
     @property
     def owners(self) -> PartitionSpec:
-        """How indices and values are split, if each device has the gradients of its own shard."""
+        """The mesh axes that indices and values are split over.
+
+        There are none unless each device has the gradients of its own shard.
+        """
         return PartitionSpec(*typed_axes(self.row_indices))
 
     def _on_shards(self, function: Callable) -> Callable:
-        """Returns a function of the rows, which runs on each device if each has its own rows."""
+        """Makes a function of the arrays run on each device, if each device has rows of its own."""
         if not any(self.owners):
             return function
         mesh = jax.typeof(self.row_indices).sharding.mesh
@@ -234,7 +243,7 @@ def _known_values(indices: Int32[Array, "k"]) -> np.ndarray | None:
     """Returns the values of indices, or None if they are traced."""
     if conversions.is_traced(indices):
         return None
-    # A transfer guard is meant for the transfers of the model, not for the ones of a check.
+    # A user's transfer guard is meant for the transfers of the model, not for this check.
     with jax.transfer_guard("allow"):
         return np.asarray(indices)
 
@@ -251,7 +260,7 @@ def _flatten(gradient: RowGradient) -> tuple[tuple[Any, Any], tuple]:
 
 
 def _unflatten(static: tuple, leaves: Sequence[Any]) -> RowGradient:
-    """Makes the gradient as it was, without checks, because jax puts anything into leaves."""
+    """Makes a gradient from its leaves, without checks, because jax puts any object into leaves."""
     static_indices, num_rows = static
     values, scaled = leaves
     gradient = object.__new__(RowGradient)

@@ -29,15 +29,15 @@ KEEP_ROWS_APART = _names_in(
     squeeze stack stop_gradient sub tan tanh transpose unstack xor zeta
     """
 )
-# These compute nothing themselves. They are calls of other programs, by the names that jax has
-# given them since 0.6, and a barrier.
+# Equations that compute nothing themselves: calls of other programs, by the names that jax has used
+# since 0.6, and a barrier.
 CALLS = _names_in(
     """
     checkpoint closed_call core_call core_closed_call custom_jvp_call custom_vjp_call
     custom_vjp_call_jaxpr jit optimization_barrier pjit remat remat2
     """
 )
-# These take a window of their first operand.
+# Equations that take a window of their first operand.
 TAKE = _names_in("gather slice")
 
 
@@ -58,12 +58,14 @@ def why_rows_mix(equation: Any, primes: set[int]) -> str | None:
         return _why_places_matter(equation, primes, has_rows=any(result_axes))
     if name not in KEEP_ROWS_APART:
         return f"{name} is not known to keep rows apart"
-    # An operand has the rows of another table, or a result has lost its axis of rows.
-    has_other_axes = len(operand_axes | result_axes) > 1
-    takes_some_rows = name in TAKE and not _takes_of_every_row(equation, primes)
-    if has_other_axes or takes_some_rows or _moves_rows(equation, *operand_axes):
-        return f"{name} over the rows"
-    return None
+    mixes_rows = f"{name} over the rows"
+    # If the axes differ, an operand has the rows of another table, or a result has lost its axis.
+    if len(operand_axes | result_axes) > 1:
+        return mixes_rows
+    if name in TAKE and not _takes_of_every_row(equation, primes):
+        return mixes_rows
+    (row_axes,) = operand_axes
+    return mixes_rows if _moves_rows(equation, row_axes) else None
 
 
 def _row_axes(variable: Any, primes: set[int]) -> tuple[int, ...]:
@@ -72,7 +74,10 @@ def _row_axes(variable: Any, primes: set[int]) -> tuple[int, ...]:
 
 
 def _why_places_matter(equation: Any, primes: set[int], *, has_rows: bool) -> str | None:
-    """Returns why an equation without rows among its operands may tell rows apart, or None."""
+    """Returns why an equation may give rows different values by their place, or None if it cannot.
+
+    This is for an equation whose operands have no axis of rows.
+    """
     name = equation.primitive.name
     # A broadcast gives every row the same value.
     are_rows_alike = name == "broadcast_in_dim"
@@ -106,7 +111,8 @@ def _takes_of_every_row(equation: Any, primes: set[int]) -> bool:
 def _moves_rows(equation: Any, row_axes: tuple[int, ...]) -> bool:
     """Returns whether an equation is a reshape that may move entries from row to row.
 
-    It does not if the axes before the axis of rows have as many entries before and after it.
+    Rows keep apart if the axes before the axis of rows have the same number of entries before the
+    reshape as after it.
     """
     if equation.primitive.name != "reshape":
         return False

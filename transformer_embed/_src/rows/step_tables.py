@@ -1,7 +1,7 @@
 """Finds the tables of an optimizer's step, among the leaves of everything that the step takes.
 
 The leaves of (gradients, parameters, state, other arguments) are numbered in this order, and held
-in a dict {number: array}. There, some rows of a table can be put in the place of the table.
+in a dict {number: array}. In this dict, some rows of a table can take the place of the table.
 """
 
 import itertools
@@ -48,7 +48,7 @@ class TableStep(NamedTuple):
 
 
 def with_block_shapes(leaves: Leaves, tables: Sequence[TableStep]) -> Leaves:
-    """Replaces each array of a table by the shape that it has with the rows of a block."""
+    """Replaces each array of a table by the shape that it would have with `block_size` rows."""
     shapes = dict(leaves)
     for table in tables:
         shapes.update(_shapes_with_rows(leaves, table, table.block_size))
@@ -56,7 +56,7 @@ def with_block_shapes(leaves: Leaves, tables: Sequence[TableStep]) -> Leaves:
 
 
 def with_primes(leaves: Leaves, tables: Sequence[TableStep]) -> Leaves:
-    """Replaces each array of a table by the shape that it has with a prime number of rows."""
+    """Replaces each array of a table by the shape that it would have with `prime` rows."""
     shapes = dict(leaves)
     for table in tables:
         shapes.update(_shapes_with_rows(leaves, table, table.prime))
@@ -82,7 +82,7 @@ def tables_of_step(
         result_shapes: Returns the shapes of the results of a function, or raises an error that
             names the optimizer.
         treedef: The structure of (gradients, parameters, state, other arguments).
-        leaves: The leaves of these.
+        leaves: The leaves of all of them, by number.
     """
     grads_treedef, *_ = treedef.children()
     parameter_count = grads_treedef.num_leaves

@@ -25,7 +25,7 @@ NOTE = (
 
 
 class TableIds(NamedTuple):
-    """Holds what a batch reads of one table.
+    """Holds the ids that a batch looks up in one table.
 
     Args:
         ids: The ids, of any shape.
@@ -44,8 +44,9 @@ class Tables(NamedTuple):
     Args:
         parameters: All parameters, by their names.
         treedef: The structure of the parameters.
-        ids: What the batch reads of each table, by the name of the table.
-        capacity: The room of buffers, or None if devices exchange no rows; see `value_and_grad`.
+        ids: The ids that the batch looks up in each table, by the name of the table.
+        capacity: A factor for the size of the buffers in which devices exchange rows, or None if
+            they exchange no rows. See `value_and_grad`.
     """
 
     parameters: dict[str, Any]
@@ -56,8 +57,8 @@ class Tables(NamedTuple):
     def with_rows(self, function: Callable) -> Any:
         """Reads the rows of the batch, and returns `function(values, view, reads)`.
 
-        - `values` are the parameters by their names. The value of a table is the rows of the batch,
-          so you can differentiate with respect to them.
+        - `values` are the parameters by their names. In the place of each table are the rows that
+          the batch reads, so you can differentiate with respect to these rows.
         - `view(values)` makes the tree of parameters that a loss sees.
         - `reads` has the `BatchRows` or `ExchangedRows` of each table, by the name of the table.
         """
@@ -82,7 +83,8 @@ class Tables(NamedTuple):
         table_ids = self.ids[name]
         check_on_mesh("ids", table_ids.ids, *typed_axes(table))
         indices = nearest_rows(table_ids.ids, len(table), table_ids.order)
-        # With a capacity, rows are exchanged, but a small table may be whole on each device.
+        # With a capacity, devices exchange the rows of tables that are split. A small table may be
+        # whole on each device even then.
         is_split = any(typed_axes(table))
         if self.capacity is None or not is_split:
             return read_batch_rows(table, indices, table_ids.max_rows)
@@ -188,9 +190,9 @@ def _check_any_is_split(tables: Mapping[str, jax.Array]) -> None:
     raise arguments.value_error("capacity", want, "none")
 
 
-def _as_ids(array: Any) -> jax.Array:
-    """Returns the ids of a table as int32, or raises a ValueError if a size of them is symbolic."""
-    ids = arguments.as_int32("ids", array)
+def _as_ids(given_ids: Any) -> jax.Array:
+    """Converts the ids of a table to int32, or raises a ValueError if their shape is symbolic."""
+    ids = arguments.as_int32("ids", given_ids)
     are_sizes_known = all(isinstance(size, int) for size in np.shape(ids))
     if not are_sizes_known:
         want = "a size known while tracing: te.rows reads as many table rows"
@@ -201,10 +203,10 @@ def _as_ids(array: Any) -> jax.Array:
 def _by_path(
     argument: str, parameters: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns a user's dict, with the path of a table in the place of each name.
+    """Returns a user's dict, with the whole path of a table in the place of each name.
 
-    A user names a table by its path in the parameters, or by an end that only this path has. If two
-    names are of one table, this is a ValueError.
+    A user names a table by the path of the parameter, or by an end that only this path has. Two
+    names of one table are a ValueError.
 
     Args:
         argument: The name of the user's argument, for errors.

@@ -1,4 +1,4 @@
-"""Checks of trees of parameters, gradients and states."""
+"""Checks and converts trees of parameters, gradients and states."""
 
 import functools
 from typing import Any
@@ -13,7 +13,10 @@ Tree = Any
 
 
 def as_arrays(name: str, tree: Tree) -> Any:
-    """Returns a tree with jax arrays as leaves; a tree called "grads" keeps its row gradients."""
+    """Converts the leaves of a tree to jax arrays.
+
+    If the tree is called "grads", a `RowGradient` in it stays as it is.
+    """
 
     def convert(path: Any, leaf: Any) -> Any:
         """Converts a leaf to a jax array, or raises a TypeError that names its path."""
@@ -30,7 +33,7 @@ def as_arrays(name: str, tree: Tree) -> Any:
 
 
 def check_shapes(name: str, expected: Tree, tree: Tree) -> None:
-    """Raises a ValueError unless two trees are alike, with leaves of the same paths and shapes."""
+    """Raises a ValueError unless two trees have one structure, and leaves of the same shapes."""
     expected_shapes = _shape_texts(expected)
     found_shapes = _shape_texts(tree)
     missing = sorted(expected_shapes - found_shapes)

@@ -1,6 +1,7 @@
 """Updates the rows of tables in place, one block of rows at a time, on each device that has rows.
 
-Letters of shapes: k rows with a gradient, d columns of the table, c columns of one device.
+Letters of shapes: v rows of the table, k rows with a gradient, d columns of the table, c columns of
+one device.
 """
 
 import functools
@@ -38,8 +39,8 @@ def update_tables(step: Callable, leaves: Leaves, tables: Sequence[TableStep]) -
         tables: The tables, as `row_check.find_tables` returns them.
     """
     block_shapes = with_block_shapes(leaves, tables)
-    # The first call of the step updates everything that is not a table. For this call, the arrays
-    # of tables are blocks of zeros, whose new rows are not used.
+    # The first call of the step updates everything that is not a table. In this call, blocks of
+    # zeros replace the arrays of tables. What the step makes of the zeros is not used.
     shared = dict(leaves)
     for table in tables:
         for number in table.leaves:
@@ -56,8 +57,8 @@ def update_tables(step: Callable, leaves: Leaves, tables: Sequence[TableStep]) -
         is_split = any(typed_axes(arrays[0]))
         if is_split:
             update = _on_shards(step, table, arrays, gradient.owners)
-            # Under automatic axes, shard_map would do this itself. XLA drops the all-gather of an
-            # array that is not used.
+            # The step needs whole arrays on each device. Under automatic axes, shard_map would
+            # gather them itself. XLA drops the all-gather of an array that is not used.
             shared = jax.tree.map(on_every_device, shared)
             if not any(gradient.owners):
                 gradient_arrays = jax.tree.map(on_every_device, gradient_arrays)
@@ -94,15 +95,16 @@ def _on_shards(
             whole[number] = all_gather(leaves[number], ((), column_axes))
         new_leaves = dict(step(whole))
         for number in split_leaves:
-            new_rows = new_leaves[number]
-            new_leaves[number] = _own_columns(new_rows, leaves[number], column_axes)
+            width = leaves[number].shape[1]
+            new_leaves[number] = _own_columns(new_leaves[number], width, column_axes)
         return new_leaves
 
     def update_shard(
         shared: Leaves, gradient: GradientArrays, arrays: Sequence[Array]
     ) -> list[Array]:
         """Updates the rows of this device's shard."""
-        # Counted from here, row indices of other shards are negative or past the end.
+        # Row indices are counted from the first row of the shard. So the indices of rows of other
+        # shards are negative or past the end, and are dropped.
         first_row = first_index(row_axes, len(arrays[0]))
         return _update_in_blocks(step_on_whole_rows, table, shared, gradient, arrays, first_row)
 
@@ -111,26 +113,36 @@ def _on_shards(
 
 
 def _checked_spec(table: Array, state: Array) -> PartitionSpec:
-    """Returns how a table or its state is split: as the table, in the dimensions that both have.
+    """Returns the PartitionSpec that an array of the optimizer's state must have.
+
+    A dimension of the state that is as long as the same dimension of the table is split over the
+    same mesh axes. Any other dimension is whole, such as the columns of a state with one number for
+    each row.
+
+    Args:
+        table: The table, [v, d].
+        state: An array of the state that belongs to the table, such as momenta, or the table
+            itself.
 
     Raises:
-        ValueError: The state is split in another way, so a device would lack the state of its rows.
+        ValueError: The state is split in another way, so a device would lack the state of some of
+            the rows that it has.
     """
-    state_axes: list[Axes] = [()] * state.ndim
-    dimensions = zip(typed_axes(table), table.shape, state.shape, strict=False)
-    for dimension, (table_axes, table_size, state_size) in enumerate(dimensions):
-        if table_size == state_size:
-            state_axes[dimension] = table_axes
-    spec = PartitionSpec(*state_axes)
-    if typed_axes(state) != state_axes:
+    # A tuple of mesh axes for each dimension, () for a whole dimension.
+    table_axes = typed_axes(table)
+    wanted_axes: list[Axes] = [()] * state.ndim
+    for dimension in range(min(table.ndim, state.ndim)):
+        if state.shape[dimension] == table.shape[dimension]:
+            wanted_axes[dimension] = table_axes[dimension]
+    spec = PartitionSpec(*wanted_axes)
+    if typed_axes(state) != wanted_axes:
         want = f"{list(state.shape)} split as its table, {spec} (jax.device_put)"
         raise arguments.value_error("state", want, jax.typeof(state).sharding.spec)
     return spec
 
 
-def _own_columns(rows: Float[Array, "k d"], own: Float[Array, "k c"], column_axes: Axes) -> Array:
-    """Returns the columns of whole rows that this device holds, as many as `own` has."""
-    width = own.shape[1]
+def _own_columns(rows: Float[Array, "k d"], width: int, column_axes: Axes) -> Array:
+    """Returns the `width` columns that this device holds of whole rows."""
     first_column = first_index(column_axes, width)
     return jax.lax.dynamic_slice_in_dim(rows, first_column, width, axis=1)
 
@@ -170,7 +182,8 @@ def _update_in_blocks(
         block_indices, block_values = (
             jax.lax.dynamic_slice_in_dim(array, i * block_size, block_size) for array in blocks
         )
-        # The values become NaN here, block by block, where that costs no pass over all rows.
+        # If the fingerprint does not fit, the values become NaN here, block by block. This costs no
+        # pass over all rows.
         block_gradient = or_nan(fits_fingerprint, block_values)
         return _update_rows(step, table, leaves, arrays, block_indices, block_gradient)
 
@@ -219,7 +232,8 @@ def _in_whole_blocks(
 ) -> _Blocks:
     """Adds padding that fills the last block: row indices past the end, with zeros."""
     padding_count = -len(row_indices) % block_size
-    # `_write` says that indices ascend and are distinct, so padding counts on from the last index.
+    # `_write` promises XLA that indices ascend and are distinct. So the padding counts on from the
+    # last index, and is past the end of the table.
     first_padding = jnp.maximum(row_indices[-1] + 1, num_rows)
     padding = first_padding + jnp.arange(padding_count, dtype=jnp.int32)
     return _Blocks(

@@ -52,10 +52,11 @@ def value_and_grad(
             exchanged: every device gets the distinct rows of the whole batch. If it is a number
             above 0, each device gets the rows of its own part of the batch from the devices that
             own them, and sends their gradients back. Then explicit mesh axes must split the rows of
-            a table, and must split its ids over these axes too. The buffers have room for ids whose
-            owners are evenly spread (see `EmbedderConfig.spread`), and for at least `capacity`
-            times the mean of a batch without repeats. For such ids, 1.0 is enough. Ids that do not
-            fit read as NaN; `exchange_load` counts them.
+            a table, and must split its ids over these axes too. A buffer holds the ids that go to
+            one owner. It is large enough if the owners are evenly spread over the ids (see
+            `EmbedderConfig.spread`), and holds at least `capacity` times the mean number of ids of
+            a batch without repeats. So for evenly spread ids, 1.0 is enough. Ids that do not fit
+            read as NaN. Call `exchange_load` to count them.
 
     Returns:
         A function that you call like the loss. It returns (value, gradients), or ((value, aux),

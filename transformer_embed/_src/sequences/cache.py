@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Int32, Shaped
 
 from transformer_embed._src import arguments, conversions
 from transformer_embed._src.array_types import ArrayLike
@@ -18,8 +18,9 @@ from transformer_embed._src.compiled import compiled
 from transformer_embed._src.partitioning import split_like, with_whole_rows
 from transformer_embed._src.sequences.token_positions import TokenPositions, batch_arrays
 
-# What a cache with these arrays holds for new tokens that lack them. (For `places` it holds their
-# positions.)
+# If new tokens lack one of these arrays and the cache has it, their slots are filled with this
+# number: no later token is hidden, and the tokens are in no block. Missing `places` are filled with
+# the positions of the tokens.
 VALUES_IF_ABSENT = {"ends": 2**31 - 1, "block_ids": -1}
 
 
@@ -57,10 +58,10 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
 
     Raises:
         TypeError: `slot` does not hold integers.
-        ValueError: The trees differ, or arrays in their dtypes or shapes; `slot` has another shape,
-            or on the host one is outside the cache and not -1; there are more new tokens than
-            slots, and not a slot for each token; or slots of tokens without a batch axis may also
-            be those of batch rows.
+        ValueError: The trees, or the dtypes or shapes of their arrays, do not fit each other;
+            `slot` has another shape; a slot on the host is outside the cache and not -1; there are
+            more new tokens than slots, and `slot` does not say where each token goes; or the new
+            tokens have no batch axis, and `slot` [n] may be about n batch rows or about n tokens.
 
     Example:
         >>> import jax.numpy as jnp
@@ -103,25 +104,29 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
 
 
 def _is_tokens(subtree: Any) -> bool:
-    """Returns whether a subtree of a cache is token positions."""
+    """Returns whether a subtree of a cache is a `TokenPositions`."""
     return isinstance(subtree, TokenPositions)
 
 
 def _has_batch(cache: Any) -> bool:
     """Returns False if a tree has token positions without a batch axis, and True otherwise."""
-    subtrees = jax.tree.leaves(cache, is_leaf=_is_tokens)
-    return not any(_is_tokens(tree) and np.ndim(tree.positions) == 1 for tree in subtrees)
+    for subtree in jax.tree.leaves(cache, is_leaf=_is_tokens):
+        if _is_tokens(subtree) and np.ndim(subtree.positions) == 1:
+            return False
+    return True
 
 
 def _as_slots(slot: ArrayLike, cache: Any) -> Int32[Array, "..."]:
-    """Converts slots to int32. Slots on the host are inside the cache, or -1."""
+    """Converts slots to int32. A slot on the host must be inside the cache, or -1."""
     if isinstance(slot, jax.Array):
         return arguments.as_int32("slot", slot)
-    # All arrays of a cache have the same slots, so the first array says how many there are.
-    shape = np.shape(next(iter(jax.tree.leaves(cache)), 0))
+    arrays = jax.tree.leaves(cache)
+    # All arrays of a cache have the same slots, so the first array says how many there are. If
+    # there is no array, or none with an axis of slots, `_write` raises an error.
+    shape = np.shape(arrays[0]) if arrays else ()
     slot_axis = 1 if _has_batch(cache) else 0
     last = 2**31 - 1
-    # A symbolic number of slots has no order. An array without slots is refused by `_write`.
+    # A symbolic number of slots cannot be compared with a slot.
     if len(shape) > slot_axis and isinstance(shape[slot_axis], int):
         last = shape[slot_axis] - 1
     integers = arguments.as_integers("slot", slot, -1, last, "the cache, or -1 to write nothing")
@@ -129,10 +134,10 @@ def _as_slots(slot: ArrayLike, cache: Any) -> Int32[Array, "..."]:
 
 
 def _as_arrays(name: str, tree: Any, *, add_batch: bool = False) -> Any:
-    """Converts a tree to jax arrays, and gives them a batch axis of 1 if asked to."""
+    """Converts the arrays of a tree to jax arrays; `add_batch` puts a batch axis of 1 in front."""
 
     def converted(path: Any, leaf: Any) -> Any:
-        """Converts an array of the tree, or token positions."""
+        """Converts one array of the tree, or all arrays of token positions."""
         if _is_tokens(leaf):
             # `batch_arrays` adds a batch axis where there is none.
             return TokenPositions(**batch_arrays(leaf))
@@ -146,50 +151,65 @@ def _as_arrays(name: str, tree: Any, *, add_batch: bool = False) -> Any:
 # The function is compiled even if the caller is not, and so are its checks of shapes.
 @compiled()
 def _write(cache: Any, new: Any, slot: Int32[Array, "..."]) -> tuple[Any, Bool[Array, "b t"]]:
-    """Writes new tokens, and returns the cache and which tokens were written."""
+    """Computes `write_cache` for a cache whose arrays have a batch axis."""
     new_has_batch = _has_batch(new)
-    # If the trees differ, `_checked_sizes` raises an error that names their paths.
     if _structure(cache) == _structure(new):
-        new = jax.tree.map(_fitted_to_cache, new, cache, is_leaf=_is_tokens)
-        cache = jax.tree.map(_with_full_dtypes, cache, is_leaf=_is_tokens)
+        new = jax.tree.map(_with_arrays_of_cache, new, cache, is_leaf=_is_tokens)
+        cache = jax.tree.map(_widened_to_int32, cache, is_leaf=_is_tokens)
     cache_arrays = _arrays_by_path("cache", cache)
     new_arrays = _arrays_by_path("new", new)
+    # If the structures of cache and new tokens differ, so do the paths of their arrays. Then
+    # `_checked_sizes` raises an error that names these paths.
     sizes = _checked_sizes(cache_arrays, new_arrays, slot)
     if not new_has_batch:
         _check_slot_is_unambiguous(slot, sizes)
     target = _find_target_slots(slot, sizes)
 
     def write_array(cache_array: Array, new_array: Array) -> Array:
-        """Writes the new tokens into one array of the cache."""
-        # Under explicit mesh axes, a scatter needs the slots of a batch row on one device.
-        whole = with_whole_rows(cache_array, 1)
-        new_array = jnp.broadcast_to(new_array, (sizes.batch, *new_array.shape[1:]))
-        new_array = split_like(with_whole_rows(new_array, 1), whole)
-        slots = split_like(with_whole_rows(target.slots, 1), whole)
-        write_rows = jax.vmap(lambda row, new_row, slots: row.at[slots].set(new_row, mode="drop"))
-        return split_like(write_rows(whole, new_array, slots), cache_array)
+        """Writes the new tokens into one array of the cache, [b, slots, ...]."""
+        # Under explicit mesh axes, a scatter needs all slots of a batch row on one device.
+        whole_rows = with_whole_rows(cache_array, 1)
+        # If there is one row of new tokens, every batch row gets a copy.
+        new_rows = jnp.broadcast_to(new_array, (sizes.batch, *new_array.shape[1:]))
+        # The new tokens and their slots are split over devices as the cache is.
+        new_rows = split_like(with_whole_rows(new_rows, 1), whole_rows)
+        row_slots = split_like(with_whole_rows(target.slots, 1), whole_rows)
+        written_rows = jax.vmap(_write_row)(whole_rows, new_rows, row_slots)
+        return split_like(written_rows, cache_array)
 
     written = map(write_array, cache_arrays.values(), new_arrays.values())
     return jax.tree.unflatten(jax.tree.structure(cache), written), target.is_written
 
 
+def _write_row(
+    cache_row: Shaped[Array, "n ..."], new_row: Shaped[Array, "t ..."], slots: Int32[Array, "t"]
+) -> Shaped[Array, "n ..."]:
+    """Writes the new tokens of one batch row, except tokens whose slot is past the end."""
+    return cache_row.at[slots].set(new_row, mode="drop")
+
+
 def _structure(tree: Any) -> Any:
-    """Returns the structure of a tree, in which token positions are leaves."""
+    """Returns the structure of a tree, in which each `TokenPositions` is one leaf."""
     return jax.tree.structure(tree, is_leaf=_is_tokens)
 
 
-def _with_full_dtypes(leaf: Any) -> Any:
-    """Returns token positions with int32 or wider arrays, which `jax.tree.map` may have narrowed.
+def _widened_to_int32(leaf: Any) -> Any:
+    """Converts the arrays of token positions to int32, unless they are wider.
 
-    Any other leaf stays as it is.
+    A user may have narrowed them by `jax.tree.map`. Any other leaf stays as it is.
     """
     return TokenPositions(**batch_arrays(leaf)) if _is_tokens(leaf) else leaf
 
 
-def _fitted_to_cache(new: Any, held: Any) -> Any:
-    """Gives new token positions the arrays and the dtypes of the token positions of the cache.
+def _with_arrays_of_cache(new: Any, held: Any) -> Any:
+    """Gives new token positions the same arrays as the cache has, in the same dtypes.
 
-    Any other leaf stays as it is.
+    Arrays that the new tokens lack are made as `VALUES_IF_ABSENT` says. Any other leaf than token
+    positions stays as it is.
+
+    Args:
+        new: A leaf of the new tokens.
+        held: The same leaf of the cache.
     """
     if not (_is_tokens(new) and _is_tokens(held)):
         return new
@@ -202,13 +222,18 @@ def _fitted_to_cache(new: Any, held: Any) -> Any:
         if name not in arrays and name in defaults:
             arrays[name] = defaults[name]
         if name in arrays:
-            arrays[name] = _as_dtype(arrays[name], held_array.dtype)
+            arrays[name] = _as_dtype_of_cache(arrays[name], held_array.dtype)
     return TokenPositions(**arrays)
 
 
-def _as_dtype(array: Array, dtype: Any) -> Array:
-    """Converts integers to int32, with numbers beyond int32 as its ends, or to a wider dtype."""
-    return arguments.as_int32("new", array) if dtype == jnp.int32 else array.astype(dtype)
+def _as_dtype_of_cache(integers: Array, cache_dtype: Any) -> Array:
+    """Converts integers to the dtype of the cache, int32 or wider.
+
+    Numbers beyond int32 become the lowest or the highest int32.
+    """
+    if cache_dtype == jnp.int32:
+        return arguments.as_int32("new", integers)
+    return integers.astype(cache_dtype)
 
 
 class _Sizes(NamedTuple):
@@ -223,9 +248,9 @@ class _Sizes(NamedTuple):
 
 
 class _TargetSlots(NamedTuple):
-    """Says where the new tokens go."""
+    """Says into which slot each new token goes, and whether the token is written."""
 
-    # The slot of each token. It is past the end of the cache if the token is not written.
+    # The slot of each token. If the token is not written, the slot is past the end of the cache.
     slots: Int32[Array, "b t"]
     is_written: Bool[Array, "b t"]
 
@@ -242,7 +267,8 @@ def _find_target_slots(slot: Int32[Array, "..."], sizes: _Sizes) -> _TargetSlots
     if has_slot_of_each_token:
         slots = jnp.broadcast_to(slot, (sizes.batch, sizes.length))
         is_written = (slots >= 0) & (slots < sizes.slot_count)
-        # In a ring, several tokens of a row may have the same slot. The last of them is written.
+        # In a cache that is used as a ring, a long prompt has several tokens for one slot. Only the
+        # last of these tokens is written.
         if sizes.length != 1:
             is_written &= _is_last_of_slot(slots, sizes.slot_count)
     else:
@@ -283,7 +309,13 @@ def _arrays_by_path(name: str, tree: Any) -> dict[str, Array]:
 def _checked_sizes(
     cache_arrays: dict[str, Array], new_arrays: dict[str, Array], slot: Array
 ) -> _Sizes:
-    """Returns the sizes of a cache and of new tokens, or raises if an array has other sizes."""
+    """Returns the sizes of a cache and of new tokens, or raises a ValueError if they do not fit.
+
+    Args:
+        cache_arrays: The arrays of the cache, by their paths.
+        new_arrays: The arrays of the new tokens, by their paths.
+        slot: The slots, in one of the shapes that `write_cache` takes.
+    """
     if not cache_arrays or cache_arrays.keys() != new_arrays.keys():
         want = f"the arrays of the cache, {', '.join(cache_arrays)}"
         raise arguments.value_error("new", want, ", ".join(new_arrays) or "none")
@@ -291,7 +323,8 @@ def _checked_sizes(
     length = next(iter(new_arrays.values())).shape[1]
     # A symbolic length is assumed to fit.
     is_symbolic = export.is_symbolic_dim(length - slot_count)
-    if slot.ndim < 2 and not is_symbolic and length > slot_count:
+    is_too_long = not is_symbolic and length > slot_count
+    if is_too_long and slot.ndim < 2:
         want = f"at most {slot_count} tokens, as the cache, or a slot for each token (a ring)"
         raise arguments.value_error("new", want, length)
     for path, cache_array in cache_arrays.items():
@@ -309,12 +342,14 @@ def _checked_sizes(
 
 
 def _check_slot_is_unambiguous(slot: Array, sizes: _Sizes) -> None:
-    """Raises a ValueError if `slot` may have a number for each batch row, or for each token.
+    """Raises a ValueError if `slot` [n] may be about n batch rows, or about n tokens.
 
-    This is for new tokens without a batch axis. With a batch axis, the slots of tokens have one
-    too.
+    This can happen only if the new tokens have no batch axis. If they have one, the slots of tokens
+    have a batch axis too.
     """
-    if slot.shape == (sizes.length,) and sizes.length == sizes.batch and sizes.batch != 1:
+    fits_tokens = slot.shape == (sizes.length,)
+    fits_rows = slot.shape == (sizes.batch,)
+    if fits_tokens and fits_rows and sizes.batch != 1:
         want = (
             f"shape [1, {sizes.length}] for a slot of each token, or new tokens with a batch axis "
             "for a slot of each batch row"
@@ -328,16 +363,19 @@ def _check_layout(
     """Raises a ValueError unless an array has this dtype, one of these batch sizes and this shape.
 
     Args:
-        name: The name of the array, for the error.
-        array: The array.
-        dtype: The dtype.
+        name: The path of the array, for the error.
+        array: An array of the cache or of the new tokens.
+        dtype: The dtype that the array of the cache has.
         batch_sizes: The sizes that the first axis may have.
-        row_shape: The sizes of the other axes.
+        row_shape: The sizes that the other axes must have.
     """
-    fits_batch = array.shape[0] in batch_sizes
-    if not fits_batch or array.shape[1:] != row_shape or array.dtype != dtype:
-        # A batch of 1 is named once.
-        different_sizes = dict.fromkeys(map(str, batch_sizes))
-        sizes = ", ".join([" or ".join(different_sizes), *map(str, row_shape)])
-        got = f"{array.dtype}{list(array.shape)}"
-        raise arguments.value_error(name, f"{dtype}[{sizes}]", got)
+    batch_size, *sizes_of_row = array.shape
+    has_right_shape = batch_size in batch_sizes and tuple(sizes_of_row) == row_shape
+    if has_right_shape and array.dtype == dtype:
+        return
+    # If the two possible batch sizes are equal, the error names the size once.
+    different_sizes = dict.fromkeys(str(size) for size in batch_sizes)
+    wanted_sizes = [" or ".join(different_sizes)]
+    wanted_sizes.extend(str(size) for size in row_shape)
+    want = f"{dtype}[{', '.join(wanted_sizes)}]"
+    raise arguments.value_error(name, want, f"{array.dtype}{list(array.shape)}")

@@ -14,7 +14,7 @@ from transformer_embed._src.partitioning import with_whole_rows
 
 
 def segment_reappears(segment_ids: np.ndarray) -> np.ndarray:
-    """Finds, on the host, each token that begins a run whose segment id an earlier run has.
+    """Finds, on the host, each token that begins the second or a later run of a segment id.
 
     Returns:
         bool [b, t], True = the token begins such a run. For the row [7, 7, 0, 8, 7], it is True at
@@ -32,22 +32,24 @@ def segment_reappears(segment_ids: np.ndarray) -> np.ndarray:
 
 
 def with_row_indices(tokens: dict[str, Array], chunk: int | None = None) -> dict[str, Array]:
-    """Replaces places, segments and chunks by row indices, in batch rows where both mean the same.
+    """Replaces places, segment ids and chunks by row indices, in batch rows where masks stay equal.
 
-    That is so if each segment is one run, and positions rise by one, from the same first position
-    in each run. There, tokens of a segment are as far apart in position as in the row. The place of
-    a token becomes its index in the row. The number of a segment or of a chunk becomes the index of
-    its first token (for a segment, plus 1, because 0 is padding). For example, two segments of two
-    tokens get
+    These are the batch rows in which each segment is one run, and in which positions rise by one,
+    from the same first position in each run. In such a row, two tokens of a segment are as far
+    apart in position as in the row. All other batch rows stay as they are.
+
+    The place of a token becomes its index in the row. The number of a segment or of a chunk becomes
+    the index of its first token (for a segment, plus 1, because 0 is padding). For example, two
+    segments of two tokens get
 
         positions 0 1 0 1  ->  places      0 1 2 3
         segments  7 7 5 5  ->  segment_ids 1 1 3 3
 
     So all of these numbers rise along the row, and intervals of them say exactly which tiles of a
-    mask have a pair. The other batch rows stay as they are.
+    mask have a pair.
 
     Args:
-        tokens: The fields of the tokens by name, as in `attention_rule.rule_fields`.
+        tokens: The arrays of the tokens by name, as in `attention_rule.rule_fields`.
         chunk: The length of a chunk. If None, there are no chunks.
     """
     if "segment_ids" not in tokens or "ends" in tokens:
@@ -59,7 +61,7 @@ def with_row_indices(tokens: dict[str, Array], chunk: int | None = None) -> dict
     highest = jnp.iinfo(positions.dtype).max
     # The lowest first position of the runs of each batch row, [b, 1].
     first = positions.min(1, keepdims=True, where=begins_run, initial=highest)
-    # The second comparison is for positions that wrap.
+    # The second comparison is false where `positions - 1` wraps.
     rises = (positions - 1 == previous) & (positions > previous)
     is_as_counted = jnp.where(begins_run, positions == first, rises) | (segments == 0)
     can_replace = is_as_counted.all(1) & _each_segment_is_one_run(segments, begins_run)
@@ -90,10 +92,11 @@ def _segment_ids_rise(
 ) -> Bool[Array, "b"]:
     """Returns in which batch rows segment ids rise from run to run, without padding between runs.
 
-    Most batches are so. Padding may be before the first run and after the last one.
+    Most batches have only such rows. Padding may be before the first run and after the last one.
     """
     previous = previous_token_values(segments)
-    # The first run of a row always begins so, after padding or at the start of the row.
+    # The first run of a row is always counted here, because the token before it is padding or is
+    # missing. So a second token that is counted shows a row without this order.
     begins_lower = begins_run & ((previous == 0) | (segments < previous))
     return begins_lower.sum(1) <= 1
 
@@ -118,9 +121,9 @@ def _each_segment_is_one_run(
 
 
 @compiled(1)
-def differs_from(array: Shaped[Array, "..."], number: int) -> Bool[Array, "..."]:
-    """Returns where an array is not this number."""
-    return array != number
+def differs_from(integers: Shaped[Array, "..."], number: int) -> Bool[Array, "..."]:
+    """Returns which of the integers are not this number, such as ids that are not padding."""
+    return integers != number
 
 
 @compiled(1)
@@ -129,8 +132,9 @@ def has_next_token(segment_ids: Integer[Array, "... t"], steps: int = 1) -> Bool
     return (segment_ids != 0) & (next_token_values(segment_ids, steps) == segment_ids)
 
 
-# The two functions below do not pad one side and cut the other. XLA gave wrong values for that,
-# before jax 0.10, if the array was split over devices.
+# The two functions below cut one end of each row, and then join zeros to the other end. Before jax
+# 0.10, XLA gave wrong values for a pad at one end and a cut at the other, if the array was split
+# over devices.
 
 
 def next_token_values(values: Shaped[Array, "... t"], steps: int = 1) -> Shaped[Array, "... t"]:
@@ -152,7 +156,7 @@ def previous_token_values(values: Shaped[Array, "... t"], steps: int = 1) -> Sha
 
 
 def restarted_count(count: Int32[Array, "n t"], begins: Bool[Array, "b t"]) -> Int32[Array, "b t"]:
-    """Restarts a count that rises along a row, from 0 at each token that begins something.
+    """Restarts a rising count from 0 at each token for which `begins` is true.
 
     For example, the count [3, 4, 5, 6] that begins again at index 2 becomes [3, 4, 0, 1].
     """
@@ -161,7 +165,10 @@ def restarted_count(count: Int32[Array, "n t"], begins: Bool[Array, "b t"]) -> I
 
 
 def index_in_run(ids: Integer[Array, "b t"]) -> Int32[Array, "b t"]:
-    """Returns, for each token, the number of tokens of its run before it. A run may be of zeros."""
+    """Returns, for each token, the number of tokens of its run before it.
+
+    Here, zeros make a run like all other ids. For example, 7 7 0 0 0 gives 0 1 0 1 2.
+    """
     index = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
     return restarted_count(index, ids != previous_token_values(ids))
 
@@ -177,9 +184,11 @@ def index_in_segment(segments: Integer[Array, "b t"]) -> Int32[Array, "b t"]:
         return jnp.zeros_like(sorted_index).at[order].set(sorted_index)
 
     def index_by_sorting() -> Int32[Array, "b t"]:
+        """Computes the indices of all batch rows, in any order of the segments."""
         return jax.vmap(row_index_by_sorting)(segments)
 
     def index_without_sorting() -> Int32[Array, "b t"]:
+        """Computes the indices of all batch rows, if each segment is one run."""
         return index_in_run(segments)
 
     # If segment ids rise, each segment is one run, and nothing needs sorting.

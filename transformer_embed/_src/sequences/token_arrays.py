@@ -23,11 +23,11 @@ def as_segment_ids(name: str, value: ArrayLike) -> Any:
 
 
 def checked_segment_ids(value: ArrayLike) -> Any:
-    """Converts segment ids to int32. Those on the host stay there, and are at least 0.
+    """Converts segment ids to int32, or keeps a wider jax array. An array on the host stays there.
 
     Raises:
-        TypeError: The segment ids are bools, for which the message names another constructor, or
-            they are no integers.
+        TypeError: The segment ids are not integers. If they are bools, the message names the
+            constructor that takes a bool mask.
         ValueError: A segment id on the host is negative or outside int32.
     """
     if arguments.is_int32(value):
@@ -44,10 +44,10 @@ def checked_segment_ids(value: ArrayLike) -> Any:
 
 
 def as_comparable(name: str, value: ArrayLike) -> Integer[Array, "..."]:
-    """Converts positions, segment ids and the like to a signed dtype that compares them rightly.
+    """Converts positions, segment ids and the like to int32.
 
-    This is int32. A jax array of a wider signed dtype stays as it is, because clamped or wrapped
-    numbers would compare wrongly.
+    A jax array of a wider signed dtype stays as it is, because numbers that are clamped or wrapped
+    to int32 would compare wrongly.
     """
     if name == "segment_ids":
         integers = checked_segment_ids(value)
@@ -74,10 +74,10 @@ def as_batch(name: str, array: Any) -> Any:
 
 
 def comparable_arrays(**values: ArrayLike) -> dict[str, Integer[Array, "*b t"]]:
-    """Converts each array by `as_comparable`, and gives all of them the same number of axes.
+    """Converts positions, segment ids and the like to int32 arrays with the same number of axes.
 
-    If all arrays are given as [length], so are the results. Otherwise all of them are
-    [1 or batch, length].
+    Each array is converted by `as_comparable`, which keeps wider dtypes. If all arrays are
+    [length], the results are [length], too. Otherwise all results are [1 or batch, length].
     """
     arrays = {name: as_comparable(name, value) for name, value in values.items()}
     # Outside of jit, an axis that is added and dropped again takes half a millisecond.

@@ -12,7 +12,8 @@ from transformer_embed._src import arguments
 from transformer_embed._src.sequences.runs import segment_reappears
 from transformer_embed._src.sequences.token_positions import TokenPositions, batch_arrays
 
-# What tokens in each order look like, in words. Rows in an order are in each order below it, too.
+# What tokens in each order look like, in words. A row in one of these orders is in all orders below
+# that order, too.
 WANTED_LAYOUTS = {
     "full": "one sequence a row, without padding",
     "right": "one sequence a row, then padding",

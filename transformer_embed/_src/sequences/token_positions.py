@@ -131,13 +131,13 @@ class TokenPositions:
         return has_next_token(segment_ids_or_ones(self))
 
     def __jax_array__(self) -> Array:
-        """Raises a TypeError, because the arrays are meant."""
-        # Public functions, jax and numpy ask for this if they are passed the tokens themselves.
+        """Raises a TypeError, because tokens are several arrays, of which the user means one."""
+        # Public functions, jax and numpy call this if they are passed the tokens themselves.
         want = "one of its arrays, tokens.positions, tokens.segment_ids or tokens.padding_mask"
         raise arguments.type_error(type(self).__name__, want, "the tokens")
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
-        """Raises a TypeError, because the arrays are meant."""
+        """Raises a TypeError, as `__jax_array__` does."""
         return np.asarray(self.__jax_array__())
 
     def __repr__(self) -> str:
@@ -678,8 +678,8 @@ def number_of_rows(tree: Any) -> Any:
     """Returns the number of batch rows of tokens or of a mask, 1 for tokens [length]."""
     arrays = jax.tree.leaves(tree)
     counts = {array.shape[0] for array in arrays if getattr(array, "ndim", 0) == 2}
-    # Arrays have one batch row, or all of them the same other number. This is no maximum, because
-    # a symbolic dimension of jax.export has no order.
+    # Each array has one batch row, or the same other number of batch rows as the others. This is no
+    # maximum, because a symbolic dimension of jax.export has no order.
     return next(iter(counts - {1}), 1)
 
 
@@ -699,9 +699,10 @@ def _taken(arrays: dict[str, Array], order: Int32[Array, "n"]) -> dict[str, Arra
     """Returns the arrays of `batch_arrays` in another order of the tokens, with their places."""
     arrays = jax.tree.map(with_whole_rows, arrays)
     if "places" not in arrays:
-        # Places are row indices where these may replace positions, and elsewhere positions.
+        # In batch rows whose positions row indices can replace (see `with_row_indices`), the places
+        # become row indices. In other batch rows, they are the positions.
         arrays["places"] = arrays["positions"]
         arrays = with_row_indices(arrays)
-    # An index outside the row takes zeros, and the segment 0 is padding.
+    # For an index outside the row, each array gets a 0, and the segment id 0 means padding.
     take = functools.partial(jnp.take, indices=order, axis=1, mode="fill", fill_value=0)
     return jax.tree.map(take, arrays)

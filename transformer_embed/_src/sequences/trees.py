@@ -5,7 +5,7 @@ number the tokens in depth-first order, so the subtree of a token is a range of 
 the token's own place, and its end is one past its last place.
 
 In shapes, b counts batch rows, t counts the tokens of a row, a counts the answers to a prompt and
-n = t + 1.
+n = t + 1: a root is added after the tokens of a row, as the parent of all roots.
 """
 
 from typing import Any, NamedTuple
@@ -128,15 +128,15 @@ def tree_arrays(
     """
     # A parent may be anywhere in the row, also in the part of the row that another device has.
     parents = with_whole_rows(parents)
-    parent_or_root = _parent_or_root(parents)
-    # The ones are made here, because inside vmap they would be one row for all batch rows, which
-    # explicit mesh axes do not split.
-    ones = jnp.ones_like(parent_or_root)
-    trees = jax.vmap(_trees_of_row)(parent_or_root, ones)
+    parents_with_root = _with_added_root(parents)
+    # The ones are made here, for all batch rows. Made inside vmap, they would be one row for all
+    # batch rows, and explicit mesh axes would not split this row as they split the parents.
+    ones = jnp.ones_like(parents_with_root)
+    trees = jax.vmap(_trees_of_row)(parents_with_root, ones)
 
-    def plus_offset(array: Array) -> Array:
-        """Adds the offset of each batch row."""
-        return array + offset.reshape(-1, 1)
+    def plus_offset(row_numbers: Array) -> Array:
+        """Adds to the numbers of each batch row the offset of the row."""
+        return row_numbers + offset.reshape(-1, 1)
 
     positions = plus_offset(trees.depths)
     places = plus_offset(trees.places)
@@ -151,26 +151,27 @@ def tree_arrays(
     }
 
 
-def _parent_or_root(parents: Int32[Array, "b t"]) -> Int32[Array, "b n"]:
-    """Returns the parent of each token, and adds one token that is the parent of all roots.
+def _with_added_root(parents: Int32[Array, "b t"]) -> Int32[Array, "b n"]:
+    """Adds a root to each batch row, after the last token, as the parent of all other roots.
 
-    The added token has the index `length`, and is its own parent. It makes the roots siblings, and
-    ends every path.
+    The added root has the index `length`, and is its own parent. It makes the other roots siblings,
+    and every path that is not in a cycle ends there. For example, the parents -1 0 -1 become
+    3 0 3 3.
     """
     length = parents.shape[1]
     index = jnp.arange(length, dtype=jnp.int32)[None]
-    parent_or_root = jnp.where(parents < 0, length, parents)
+    parent_or_added = jnp.where(parents < 0, length, parents)
     # A device cannot refuse a parent that is outside the row or padding. A token with such a parent
     # becomes its own parent, so its path has no end, as in a cycle.
     is_inside = (parents >= PADDING) & (parents < length)
     has_parent = parents >= 0
-    # The index `length` of the added token is past the end of `parents`. So a root reads the parent
-    # of the last token ("clip"), which `has_parent` leaves out.
+    # The index `length` of the added root is past the end of `parents`. So for a root, "clip" reads
+    # the parent of the last token, and `has_parent` leaves this number out.
     read_rows = jax.vmap(lambda row, index: row.at[index].get(mode="clip"))
-    grandparents = read_rows(parents, parent_or_root)
-    has_padding_above = has_parent & (grandparents == PADDING)
-    parent_or_root = jnp.where(is_inside & ~has_padding_above, parent_or_root, index)
-    return jnp.pad(parent_or_root, ((0, 0), (0, 1)), constant_values=length)
+    grandparents = read_rows(parents, parent_or_added)
+    is_parent_padding = has_parent & (grandparents == PADDING)
+    valid_parents = jnp.where(is_inside & ~is_parent_padding, parent_or_added, index)
+    return jnp.pad(valid_parents, ((0, 0), (0, 1)), constant_values=length)
 
 
 class _Trees(NamedTuple):
@@ -186,24 +187,24 @@ class _Trees(NamedTuple):
     ends: Int32[Array, "t"]
 
 
-def _trees_of_row(parent_or_root: Int32[Array, "n"], ones: Int32[Array, "n"]) -> _Trees:
+def _trees_of_row(parents_with_root: Int32[Array, "n"], ones: Int32[Array, "n"]) -> _Trees:
     """Computes the trees of one batch row.
 
     Args:
-        parent_or_root: A row of `_parent_or_root`.
-        ones: As many ones.
+        parents_with_root: A row of `_with_added_root`.
+        ones: A one for each token, and for the added root.
     """
-    length = parent_or_root.shape[0] - 1
+    length = parents_with_root.shape[0] - 1
     index = jnp.arange(length + 1, dtype=jnp.int32)
-    # False for the added token alone.
+    # False for the added root alone.
     is_in_row = index < length
-    subtree_sizes = _subtree_sizes(parent_or_root, is_in_row, ones)
-    steps_down = _steps_from_parents(parent_or_root, index, subtree_sizes)
+    subtree_sizes = _subtree_sizes(parents_with_root, is_in_row, ones)
+    steps_down = _steps_from_parents(parents_with_root, index, subtree_sizes)
     # A token's place is the sum of the steps from the root down to the token.
-    place_sums = _sum_over_paths(steps_down, parent_or_root, is_in_row)
-    # A sum of ones counts the token itself, too.
-    token_counts = _sum_over_paths(ones, parent_or_root, is_in_row)
-    # The step from the added token to the first root is 1, and places begin at 0.
+    place_sums = _sum_over_paths(steps_down, parents_with_root, is_in_row)
+    # A sum of ones over a path counts the ancestors and the token itself.
+    token_counts = _sum_over_paths(ones, parents_with_root, is_in_row)
+    # The step from the added root to the first root is 1, and places begin at 0.
     places = place_sums.sums[:length] - 1
     depths = token_counts.sums[:length] - 1
     return _Trees(
@@ -215,7 +216,7 @@ def _trees_of_row(parent_or_root: Int32[Array, "n"], ones: Int32[Array, "n"]) ->
 
 
 def _number_of_doublings(length: Any) -> int:
-    """Returns how often a path must be doubled to be longer than any path of so many tokens."""
+    """Returns how often a path of 1 token must be doubled to be longer than `length` tokens."""
     # A length is symbolic inside jax.export. Whatever it will be, it is below 2**31.
     return 31 if export.is_symbolic_dim(length) else length.bit_length()
 
@@ -224,67 +225,72 @@ class _PathSums(NamedTuple):
     """Holds sums over paths, and where the paths end."""
 
     sums: Int32[Array, "n"]
-    # The index of the added token for a path that ends.
+    # The index of the added root, for each path that ends there, and another index in a cycle.
     path_ends: Int32[Array, "n"]
 
 
 def _sum_over_paths(
-    values: Int32[Array, "n"], parent_or_root: Int32[Array, "n"], is_in_row: Bool[Array, "n"]
+    values: Int32[Array, "n"], parents_with_root: Int32[Array, "n"], is_in_row: Bool[Array, "n"]
 ) -> _PathSums:
-    """Sums the values of each token and of all its ancestors. The added token counts 0."""
+    """Sums, for each token, the values of the token and of all ancestors but the added root."""
 
     def double_paths(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Doubles the length of the paths that are summed.
+        """Doubles the number of tokens that are summed.
 
-        `sums` has the sum of 1, 2, 4, ... tokens from each token upwards, and `ancestors` has the
-        token above these.
+        After i steps, `sums` has the sum of 2**i tokens, from each token upwards, and `ancestors`
+        has the index of the token 2**i levels above each token.
         """
         sums, ancestors = carry
         return sums + sums[ancestors], ancestors[ancestors]
 
     steps = _number_of_doublings(values.shape[0] - 1)
-    start = jnp.where(is_in_row, values, 0), parent_or_root
+    start = jnp.where(is_in_row, values, 0), parents_with_root
     sums, path_ends = jax.lax.fori_loop(0, steps, double_paths, start)
     return _PathSums(sums=sums, path_ends=path_ends)
 
 
 def _subtree_sizes(
-    parent_or_root: Int32[Array, "n"], is_in_row: Bool[Array, "n"], ones: Int32[Array, "n"]
+    parents_with_root: Int32[Array, "n"], is_in_row: Bool[Array, "n"], ones: Int32[Array, "n"]
 ) -> Int32[Array, "n"]:
-    """Counts the tokens of each token's subtree, with the token itself."""
+    """Counts the tokens of the subtree of each token, including the token itself."""
 
     def double_depths(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Doubles the depth to which subtrees are counted.
+        """Doubles the number of levels that are counted in each subtree.
 
-        `sizes` counts the tokens less than 1, 2, 4, ... levels below each token. Each token adds
-        its size to its ancestor so many levels above.
+        After i steps, `sizes` counts the tokens that are less than 2**i levels below each token,
+        and `ancestors` has the index of the token 2**i levels above. Each token adds its size to
+        the size of that ancestor.
         """
         sizes, ancestors = carry
         sizes = sizes.at[ancestors].add(jnp.where(is_in_row, sizes, 0))
         return sizes, ancestors[ancestors]
 
     steps = _number_of_doublings(ones.shape[0] - 1)
-    sizes, _ = jax.lax.fori_loop(0, steps, double_depths, (ones, parent_or_root))
+    sizes, _ = jax.lax.fori_loop(0, steps, double_depths, (ones, parents_with_root))
     return sizes
 
 
 def _steps_from_parents(
-    parent_or_root: Int32[Array, "n"], index: Int32[Array, "n"], subtree_sizes: Int32[Array, "n"]
+    parents_with_root: Int32[Array, "n"], index: Int32[Array, "n"], subtree_sizes: Int32[Array, "n"]
 ) -> Int32[Array, "n"]:
-    """Computes how many places each token is after its parent. The added token gets 0.
+    """Computes how many places each token is after its parent, in depth-first order.
 
-    This is 1 for the first child. For another child, it is 1 and the sizes of the subtrees of the
-    siblings before it.
+    This is 1 for the first child. For another child, it is 1 plus the sizes of the subtrees of the
+    siblings before this child. The last of the n numbers is for the added root, and is 0.
     """
     length = index.shape[0] - 1
     # If tokens are sorted by their parents, siblings are neighbours.
-    order = jnp.argsort(parent_or_root[:length], stable=True)
-    # For each sorted token, the sum of the sizes of all sorted tokens before it. The sums may wrap
-    # int32, but not the differences between siblings, which are at most the length.
+    order = jnp.argsort(parents_with_root[:length], stable=True)
+    # For each sorted token, the sum of the subtree sizes of all sorted tokens before it. In long
+    # rows of deep trees, this sum may wrap as int32. A difference of two sums is right even then,
+    # if it is at most the length, as between siblings.
     sizes_before = jnp.cumsum(subtree_sizes[order], dtype=jnp.int32) - subtree_sizes[order]
-    # Siblings are a run of equal parents, and the first sibling is the run's first token.
-    # jnp.searchsorted would fail if explicit mesh axes split the batch rows.
-    first_sibling = index[:length] - index_in_run(parent_or_root[order][None])[0]
-    steps_down = jnp.zeros_like(parent_or_root)
+    # After sorting, siblings are a run of equal parents, and the first sibling begins the run.
+    # (jnp.searchsorted could find the begin of each run, but fails if explicit mesh axes split the
+    # batch rows.)
+    sorted_index = index[:length]
+    siblings_before = index_in_run(parents_with_root[order][None])[0]
+    first_sibling = sorted_index - siblings_before
+    steps_down = jnp.zeros_like(parents_with_root)
     sorted_steps = sizes_before - sizes_before[first_sibling] + 1
     return steps_down.at[order].set(sorted_steps)
