@@ -67,7 +67,10 @@ def axes_of_kind(mesh: Any, *kinds: AxisType) -> Axes:
 
 
 def restricted(sharding: NamedSharding, axes: Axes) -> NamedSharding:
-    """Returns the sharding without mesh axes other than these, so dimensions may become whole."""
+    """Returns the sharding over these mesh axes alone.
+
+    A dimension that only other axes split becomes whole.
+    """
     axes_of_dimensions = spec_axes(sharding.spec, 0)
     spec = (tuple(axis for axis in names if axis in axes) for names in axes_of_dimensions)
     return NamedSharding(sharding.mesh, PartitionSpec(*spec))

@@ -36,7 +36,10 @@ def check_broadcasts(
 
 
 def check_shape(name: str, shape: tuple[int, ...], is_right: bool, want: str) -> None:
-    """Raises a ValueError that shows a shape, unless `is_right` says that the shape is right."""
+    """Raises a ValueError that shows a shape, unless `is_right` says that the shape is right.
+
+    In the error, `want` describes the right shape.
+    """
     if not is_right:
         raise value_error(name, f"shape {want}", f"shape {list(shape)}")
 
@@ -47,10 +50,11 @@ def check_left_out(name: str, value: Any, why: str) -> None:
         raise value_error(name, f"None, since {why}", describe(value))
 
 
-def check_same(name: str, what: str, size: Any, expected: Any) -> None:
-    """Raises a ValueError unless a size, a shape or another value of `name` is the expected one.
+def check_same(name: str, what: str, found: Any, expected: Any) -> None:
+    """Raises a ValueError unless `found` equals `expected`.
 
-    `what` says in the error what is expected, such as "the size of embedding_matrix".
+    Both are a size, a shape or another property of the argument `name`. `what` says in the error
+    what is expected, such as "the size of embedding_matrix".
     """
-    if size != expected:
-        raise value_error(name, f"{what}, {expected}", size)
+    if found != expected:
+        raise value_error(name, f"{what}, {expected}", found)

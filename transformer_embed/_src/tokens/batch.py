@@ -133,7 +133,8 @@ def _is_equal(array: np.ndarray, number: int) -> np.ndarray:
 
     numpy cannot compare integers of 2 and 4 bits with such an integer.
     """
-    is_integer = jnp.issubdtype(array.dtype, jnp.integer)
-    if is_integer and jnp.iinfo(array.dtype).min <= number <= jnp.iinfo(array.dtype).max:
-        return array == number
+    if jnp.issubdtype(array.dtype, jnp.integer):
+        limits = jnp.iinfo(array.dtype)
+        if limits.min <= number <= limits.max:
+            return array == number
     return np.zeros(array.shape, bool)

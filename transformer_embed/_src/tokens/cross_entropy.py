@@ -289,10 +289,10 @@ def _scaled_gradients(
 ) -> Float[Array, "t r"]:
     """Computes `exp(z - m) - scale * p`, in the letters of `CrossEntropy.values_from_logits`."""
     if smoothing is None or row_shares is None:
-        return change_column(exponentials, columns, lambda old: old - scale, is_last=True)
+        return change_column(exponentials, columns, lambda old: old - scale, is_last_change=True)
     label_target = 1.0 - smoothing
     gradients = change_column(
-        exponentials, columns, lambda old: old - label_target * scale, is_last=False
+        exponentials, columns, lambda old: old - label_target * scale, is_last_change=False
     )
     return gradients - smoothing * scale * row_shares
 

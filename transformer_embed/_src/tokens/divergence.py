@@ -133,7 +133,7 @@ def linear_divergence(
     _check_pairs(student, teacher)
     if arguments.choice("kind", kind, KINDS) != "js":
         arguments.check_left_out("beta", beta, "kind is not 'js'")
-    beta = 0.5 if beta is None else arguments.part("beta", beta)
+    beta = 0.5 if beta is None else arguments.share("beta", beta)
     loss = Divergence(shift=shift, chunk_size=chunk_size, reduction=reduction, kind=kind, beta=beta)
     return compute(
         loss,
@@ -378,28 +378,36 @@ def _kullback_leibler(
     b: Float[Array, "t r"],
     log_b_over_a: Float[Array, "t r"],
 ) -> KullbackLeibler:
-    """Sums `a * log(a / b)` over the vocabulary, for probabilities a and b.
+    """Sums `a * log(a / b)` over the vocabulary, for probabilities a and b, with the gradients.
 
-    With `w = log(b / a)`, it sums `a * (exp(w) - 1 - w)`, which is `a * log(a / b) + (b - a)`. The
-    additional parts `b - a` sum to 0. They make each term at least 0, so that no digits cancel in
-    the sum where a and b are nearly equal.
+    The sum has the term `a * log(a / b) + (b - a)` for each id. The differences `b - a` sum to 0.
+    They make each term at least 0, so that no digits cancel in the sum if a and b are nearly equal.
+    With `w = log(b / a)`, which is `log_b_over_a`, the term is `a * (exp(w) - 1 - w)`. It is
+    computed as
+
+        b                       if a is 0, because w may be infinite
+        a * (expm1(w) - w)      if w < 1, because it is accurate for w near 0
+        b - a * (1 + w)         otherwise, because exp(w) could overflow
+
+    For example, a = 0.5 and b = 0.25 give w = -0.69 and the term 0.097. This is
+    0.5 * log(2) - 0.25.
     """
-    # If w is large, exp(w) could overflow, so b takes the place of `a * exp(w)`. `jnp.where`
-    # computes both formulas for each id, and the formula that is not chosen gets the harmless
-    # number a in place of w.
+    # `jnp.where` computes all formulas for each id. A formula that is not used for an id gets the
+    # harmless number a in place of w.
     is_small = log_b_over_a < 1
     small_w = jnp.where(is_small, log_b_over_a, a)
     large_w = jnp.where(is_small | (a == 0), a, log_b_over_a)
     terms = jnp.where(is_small, a * (jnp.expm1(small_w) - small_w), b - a * (1 + large_w))
-    # Where a is 0, the term is b, also if w is infinite.
     values = split.sum_over_vocabulary(jnp.where(a == 0, b, terms))
-    # The gradient of a is `a * (log(a / b) - values)`. It is 0 where a is 0, whatever w is, and is
-    # set to 0 where the sum is infinite.
+    # The gradient with respect to the logits of a is `a * (log(a / b) - values)`. Where a is 0, the
+    # logarithm may be infinite, so a takes its place. Where the sum is infinite, the gradient is
+    # set to 0.
     is_infinite = jnp.isposinf(values)
     log_a_over_b = jnp.where(a == 0, a, -log_b_over_a)
     finite_values = jnp.where(is_infinite, 0, values)
     gradients_of_a = a * (log_a_over_b - finite_values)
-    # This is 0, but no constant, for the reason in `_log_ratio`.
+    # `zeros` is computed, because jax would make an array [t, r] of a constant 0, and would keep
+    # that array outside of the loop over chunks.
     zeros = b - b
     gradients_of_a = jnp.where(is_infinite, zeros, gradients_of_a)
     return KullbackLeibler(values=values, gradients_of_a=gradients_of_a, gradients_of_b=b - a)

@@ -1,4 +1,4 @@
-"""The arithmetic of a loss for one chunk of tokens.
+"""Defines the arithmetic of a loss for a chunk of tokens, a part of the batch.
 
 A `Loss` computes, from the logits of a chunk, values of the tokens and the gradients of these
 values. Two engines run it over all chunks: `loss_sums.py` for one sum over all tokens, and
@@ -78,7 +78,7 @@ class Loss:
 
     Args:
         shift: How far ahead each token predicts, in tokens.
-        chunk_size: The largest number of tokens in a chunk. If None, it is chosen.
+        chunk_size: The largest number of tokens in a chunk. If None, `number_of_chunks` chooses.
         reduction: How the losses of tokens are reduced.
         of_candidates: Whether a token has several labels or values, on an additional axis.
     """
@@ -120,7 +120,10 @@ class Loss:
         raise NotImplementedError
 
     def returned(self, values: tuple[Array, ...], weights: Array) -> Any:
-        """Makes the result of the public function from the reduced values and the weights."""
+        """Returns the result of the public function.
+
+        `values` and `weights` are sums over the tokens, or arrays if nothing is reduced.
+        """
         has_one_value = len(values) == 1
         return values[0] if has_one_value else values
 

@@ -83,9 +83,10 @@ class OutputSplit(NamedTuple):
         return jax.lax.psum(sums, self.vocabulary_mesh_axes)
 
     def to_rows(self, shard: Array) -> Array:
-        """Exchanges, inside shard_map, a device's columns of many rows for all columns of some.
+        """Returns, inside shard_map, whole rows in exchange for a device's part of more rows.
 
-        If the columns of the table are not split, the rows are whole already.
+        For a table of 8 columns that 2 devices split, [6, 4] becomes [3, 8]. If the columns of the
+        table are not split, the rows are whole already.
         """
         columns_axis = 1 - self.vocab_axis
         return self._exchange(shard, split_axis=self.vocab_axis, join_axis=columns_axis)
@@ -151,9 +152,9 @@ def split_output(x: Float[Array, "... d"], output: Any) -> LayerArrays:
     # are split only over those axes that do not split the table.
     axes_of_table = (*row_axes, *column_axes)
     axes_of_tokens = x_axes[: x.ndim - 1]
-    token_axes = tuple(
-        tuple(axis for axis in axes if axis not in axes_of_table) for axes in axes_of_tokens
-    )
+    token_axes = []
+    for axes in axes_of_tokens:
+        token_axes.append(tuple(axis for axis in axes if axis not in axes_of_table))
     split = OutputSplit(
         vocab_size=output.size,
         softcap=output.softcap,
@@ -163,7 +164,7 @@ def split_output(x: Float[Array, "... d"], output: Any) -> LayerArrays:
         mesh=mesh,
         row_axes=row_axes,
         column_axes=column_axes,
-        token_axes=token_axes,
+        token_axes=tuple(token_axes),
     )
     specs = split.specs()
     if bias is not None:

@@ -49,7 +49,7 @@ def predicted_labels(
 
     Args:
         loss: The loss, which has the shift.
-        layers: The x and the output layer: one pair, or the student's and the teacher's.
+        layers: An x and an output layer, once, or for a student and a teacher.
         batch: The user's arrays, before the shift.
         is_token: True for each token, split over the mesh like the tokens of x.
 
@@ -115,11 +115,11 @@ def _broadcast_to_tokens(batch: Batch, is_token: Bool[Array, "... 1"], dtype: An
 def _without_last_tokens(
     loss: Loss, batch: Batch, output: OutputLayer, is_counted: Bool[Array, "... 1"]
 ) -> Bool[Array, "... c"]:
-    """Leaves out padding, and the last tokens of each document, which predict no label of it.
+    """Returns `is_counted`, but False at padding and at the last tokens of each document.
 
-    The labels of `batch` are not shifted yet. So the label of each token is the token's own id,
-    which says whether the token is padding. Only if the labels are candidates, which are not the
-    ids of the text, padding stays.
+    With a shift of k, the last k tokens of a document predict no label of the document. The labels
+    of `batch` are not shifted yet, so the label of a token is the token's own id, and shows whether
+    the token is padding. Candidates are no ids of the text, so they do not show it.
     """
     segment_ids = batch.segment_ids
     if segment_ids is None:
@@ -143,14 +143,18 @@ def _valid_setting(
 ) -> Array | None:
     """Replaces the numbers of a setting that are out of range, or that no label needs.
 
-    A number that is out of range becomes NaN if a label of its token has a weight. (An array may be
-    known only when the program runs, so no error can be raised.) Otherwise it becomes the default,
-    like the number of a token without a counted label.
+    A token has one number of the setting.
+
+    - If no label of the token is counted, the number becomes the default.
+    - If the number is out of range and a label has a weight other than 0, the number becomes NaN.
+      (An array may be known only when the program runs, so no error can be raised.)
+    - If the number is out of range and all weights are 0, the number becomes the default.
     """
     if setting is None:
         return None
     is_used = (weights != 0).any(-1, keepdims=True)
-    is_valid = is_counted.any(-1, keepdims=True) & IS_IN_RANGE[name](setting)
+    has_counted_label = is_counted.any(-1, keepdims=True)
+    is_valid = has_counted_label & IS_IN_RANGE[name](setting)
     default = getattr(DEFAULT_SETTINGS, name)
     return nan_where(~is_valid & is_used, jnp.where(is_valid, setting, default))
 

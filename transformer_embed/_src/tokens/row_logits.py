@@ -181,7 +181,8 @@ def _outside_logit(dtype: Any, factor: float | Array) -> float | Array:
     of a token whose label is padding is finite, and vanishes because the weight of the token is 0.
     """
     if isinstance(factor, jax.Array):
-        # With the power of two, derivatives with respect to the temperature are finite too.
+        # The derivative with respect to the temperature is the logit times the square of the
+        # factor, so the logit must stay far from the largest number. The power of two sees to that.
         largest_factor = jnp.clip(2.0**32 * jax.lax.stop_gradient(factor), 1, 2.0**92)
     else:
         largest_factor = max(factor, 1)
@@ -209,7 +210,7 @@ def _replace_outside_logits(
     # Only the row of the `pad_id` can be outside. Its column is the `pad_id`.
     pad_column = jnp.array([[split.pad_id]], jnp.int32)
     outside_like = functools.partial(jnp.full_like, fill_value=outside_logit)
-    return change_column(rows.unscaled, pad_column, outside_like, is_last=True)
+    return change_column(rows.unscaled, pad_column, outside_like, is_last_change=True)
 
 
 def _top_and_total(
@@ -359,8 +360,8 @@ def token_sums(
         split: How the layer is split.
         chunk: The logits of the tokens.
         columns: The columns of the labels, as `columns_of_ids` returns them.
-        row_shares: The share of each row in the mean that smooths the labels, [1, r]. None if
-            labels are not smoothed.
+        row_shares: The weight of each row in the mean logit, [1, r], which is 0 if the row is never
+            predicted. None if labels are not smoothed, because only smoothing needs the mean.
     """
     # Both functions compute the shifted logit of each label, from different arrays.
     label_from_shifted = functools.partial(values_in_columns, columns, chunk.shifted)
