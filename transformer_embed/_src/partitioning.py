@@ -150,7 +150,7 @@ def gathered(name: str, array: Any) -> np.ndarray:
     arguments.check_known(name, array)
     is_split_over_processes = isinstance(array, jax.Array) and not array.is_fully_addressable
     if is_split_over_processes:
-        # This module is slow to load, and only several processes need it.
+        # `multihost_utils` is slow to load, and only programs of several processes need it.
         from jax.experimental import multihost_utils  # noqa: PLC0415
 
         return multihost_utils.process_allgather(array, tiled=True)

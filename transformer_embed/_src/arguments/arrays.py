@@ -52,7 +52,8 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
     try:
         array = np.asarray(value)
     except (ValueError, jax.errors.TracerArrayConversionError) as error:
-        # This is a list of unequal lengths, or a list under jit, which jit made a list of scalars.
+        # The value is a list of lists that differ in length, or a list that jax.jit has made a list
+        # of traced scalars.
         want = "one array (jnp.stack makes it of a list), or nested lists of equal lengths"
         raise type_error(name, want, f"a {type(value).__name__}") from error
     if array.dtype == object:
@@ -94,8 +95,8 @@ def _has_mask(value: Any) -> bool:
     """Returns whether a value is a masked array, or a list or other sequence that holds one."""
     if isinstance(value, np.ndarray):
         return isinstance(value, np.ma.MaskedArray)
-    # This is True for lists, tuples, deques and the like. It is False for a dtype, which has items
-    # and a length, but no iterator.
+    # `has_ordered_items` is True for lists, tuples, deques and the like. It is False for a dtype,
+    # which has items and a length, but no iterator.
     has_ordered_items = isinstance(value, Collection) and hasattr(type(value), "__getitem__")
     if not has_ordered_items or isinstance(value, str | bytes | jax.Array | Mapping):
         return False

@@ -226,9 +226,9 @@ class EmbedderConfig:
 
     @property
     def row_order(self) -> RowOrder | None:
-        """Which row of the token table holds which id.
+        """Which row of the token table holds which id, or None if row i holds id i.
 
-        It is None if row i holds id i, and there are no other rows.
+        If the table has more rows than ids, the order is not None.
         """
         has_row_for_each_id = self.rows == self.vocab_size
         if has_row_for_each_id and not self.spread:

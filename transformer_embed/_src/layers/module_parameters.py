@@ -97,9 +97,9 @@ class ModuleParameters:
         return hk.get_parameter(name, parameter.shape, parameter.dtype, init)
 
 
-def _initial_value(value: Any, _shape: Any, dtype: Any) -> Any:
-    """Acts as an initializer: returns a value that was given, in the dtype of the parameter."""
-    return jnp.asarray(arguments.as_array("initial_params", value), dtype)
+def _initial_value(initial: Any, _shape: Any, dtype: Any) -> Any:
+    """Acts as an initializer that returns the user's array, in the dtype of the parameter."""
+    return jnp.asarray(arguments.as_array("initial_params", initial), dtype)
 
 
 def as_initializer(w_init: Initializer | None, default: Initializer) -> Initializer:

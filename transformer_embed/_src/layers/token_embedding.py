@@ -217,9 +217,9 @@ def _from_haiku_style(lookup_style: Any) -> Any:
 def _table_of_rows(
     rows: Float[Array, "n d"], config: EmbedderConfig, shape: Sequence[int], dtype: Any
 ) -> Float[Array, "v d"]:
-    """Acts as an initializer: returns a table with the row of id i, `rows[i]`, where it belongs.
+    """Acts as an initializer that returns a table in which the row of id i is `rows[i]`.
 
-    Table rows without an id are zeros.
+    `config.row_order` says where the row of an id is. Table rows without an id are zeros.
     """
     rows = rows.astype(dtype)
     if config.row_order is None:

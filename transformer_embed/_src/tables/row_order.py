@@ -22,7 +22,7 @@ PARTS_PER_STEP = 2531
 class RowOrder(NamedTuple):
     """Says which row holds which id, in a table with padding rows or with rows in another order.
 
-    It is static, and jax compares two of them by value.
+    A `RowOrder` is static in compiled functions, and jax compares two of them by value.
 
     Args:
         vocab_size: The number of ids. The table may have more rows, which are padding.

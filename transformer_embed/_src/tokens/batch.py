@@ -84,7 +84,7 @@ def check_batch(
     expected_row_count = len(id_rows) if row_count == 1 else row_count
     expected_shape = [expected_row_count, length]
     arguments.check_same("ids", "the shape of tokens", [*id_rows.shape], expected_shape)
-    # This raises an error if an id is negative.
+    # `as_segment_ids` raises an error if a segment id is negative.
     as_segment_ids("segment_ids", segment_ids)
     if pad_id is not None:
         _check_padding(id_rows, segment_ids, pad_id)

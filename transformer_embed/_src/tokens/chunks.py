@@ -69,6 +69,13 @@ def _bytes_of_token_logits(layer: LayerArrays) -> Any:
 def _chosen_chunk_size(token_count: int, fitting_tokens: int, width: int) -> int:
     """Chooses how many tokens a chunk has, if the logits of `fitting_tokens` fit the budget.
 
+    With d for `width`, or for `LARGEST_CHUNK` if that is smaller, the number is
+
+    - all tokens, if all fit;
+    - otherwise `fitting_tokens / BUDGET_PARTS`, if this is d or more;
+    - otherwise 2 d, if so many fit (but at most `LARGEST_CHUNK`);
+    - otherwise d.
+
     `BUDGET_PARTS` and `LARGEST_CHUNK` say why.
     """
     if token_count <= fitting_tokens:
@@ -154,9 +161,10 @@ def scan_chunks(
 
     Args:
         loss: The loss, which says how many chunks there are.
-        step: `step(carry, token_data, layers, is_only_chunk)`, for one chunk. The layers have the x
-            of the chunk, and whole rows. It returns the next carry and the chunk's results.
-        start: `start(layers)`, the first carry.
+        step: A function of one chunk, called as `step(carry, token_data, layers, is_only_chunk)`.
+            The layers have the x of the chunk, and whole rows. The function returns the next carry
+            and the results of the chunk.
+        start: A function that returns the first carry, called as `start(layers)`.
         token_data: What belongs to the tokens of the device.
         layers: The layers on the device.
 

@@ -3,7 +3,7 @@
 Shapes are written with these letters:
 
     t  tokens of a chunk
-    r  table rows on this device
+    v  table rows on this device
 
 A vocabulary id is banned if the bias of the table row is -inf. Such an id is never predicted.
 """
@@ -33,7 +33,7 @@ from transformer_embed._src.tokens.token_data import TokenSettings
 
 
 class LossMetrics(NamedTuple):
-    """Numbers to log beside a loss, which are reduced like the loss and have no gradients.
+    """Holds the numbers to log beside a loss, which are reduced like the loss, without gradients.
 
     To join micro-batches, compute sums with `reduction="sum"`, add the fields of the batches, then
     divide by `weight`.
@@ -281,12 +281,12 @@ def _losses_without_z_loss(
 
 
 def _scaled_gradients(
-    exponentials: Float[Array, "t r"],
+    exponentials: Float[Array, "t v"],
     columns: Int32[Array, "t 1"],
     scale: Float[Array, "t 1"],
     smoothing: Float[Array, "t 1"] | None,
-    row_shares: Float[Array, "1 r"] | None,
-) -> Float[Array, "t r"]:
+    row_shares: Float[Array, "1 v"] | None,
+) -> Float[Array, "t v"]:
     """Computes `exp(z - m) - scale * p`, in the letters of `CrossEntropy.values_from_logits`."""
     if smoothing is None or row_shares is None:
         return change_column(exponentials, columns, lambda old: old - scale, is_last_change=True)
@@ -328,7 +328,7 @@ def _most_probable_id(split: OutputSplit, chunk: ChunkLogits) -> Int32[Array, "t
     return jax.lax.pmin(ids, mesh_axes) if mesh_axes else ids
 
 
-def _row_shares(split: OutputSplit, chunk: ChunkLogits) -> Float[Array, "1 r"]:
+def _row_shares(split: OutputSplit, chunk: ChunkLogits) -> Float[Array, "1 v"]:
     """Returns `1 / V` for the V rows, of all devices, that may be predicted, and 0 for others."""
     is_possible = jnp.broadcast_to(chunk.is_inside, chunk.ids.shape)
     if chunk.is_banned is not None:

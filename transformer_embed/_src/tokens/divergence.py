@@ -3,7 +3,7 @@
 Shapes are written with these letters:
 
     t  tokens of a chunk
-    r  table rows on this device
+    v  table rows on this device
 """
 
 import dataclasses
@@ -226,7 +226,7 @@ class Divergence(Loss):
 
 
 class Probabilities(NamedTuple):
-    """Holds the probabilities [t, r] of the ids, as both layers predict them.
+    """Holds the probabilities [t, v] of the ids, as both layers predict them.
 
     Args:
         student, teacher: The probabilities.
@@ -273,17 +273,18 @@ def _probabilities(split: OutputSplit, student: ChunkLogits, teacher: ChunkLogit
 def _log_ratio(
     student: ChunkLogits,
     teacher: ChunkLogits,
-    student_probs: Float[Array, "t r"],
-    teacher_probs: Float[Array, "t r"],
+    student_probs: Float[Array, "t v"],
+    teacher_probs: Float[Array, "t v"],
     log_ratio_of_totals: Float[Array, "t 1"],
-) -> Float[Array, "t r"]:
+) -> Float[Array, "t v"]:
     """Computes `log(student_probs / teacher_probs)`, and 0 where both are 0.
 
-    It is the difference of the shifted logits, minus `log(student_total / teacher_total)`.
+    The logarithm is the difference of the shifted logits, minus `log_ratio_of_totals`, which is
+    `log(student_total / teacher_total)`.
     """
     are_both_zero = (student_probs == 0) & (teacher_probs == 0)
     # Where both are 0, `zeros` is 0 too. A constant 0 is not written instead, because jax would
-    # make an array [t, r] of it, and would keep that array outside of the loop over chunks.
+    # make an array [t, v] of it, and would keep that array outside of the loop over chunks.
     zeros = student_probs
     # If both layers ban an id, both shifted logits are -inf, and the difference would be NaN. The
     # second `where` replaces the NaN, but jax_debug_nans with jax_disable_jit would stop before
@@ -316,9 +317,9 @@ class Mixture(NamedTuple):
     """Holds the mixture of the student's and the teacher's predictions.
 
     Args:
-        probs: The probabilities of the mixture, [t, r].
-        log_mixture_over_student: `log(probs / student)`, [t, r].
-        log_mixture_over_teacher: `log(probs / teacher)`, [t, r].
+        probs: The probabilities of the mixture, [t, v].
+        log_mixture_over_student: `log(probs / student)`, [t, v].
+        log_mixture_over_teacher: `log(probs / teacher)`, [t, v].
     """
 
     probs: Array
@@ -329,8 +330,8 @@ class Mixture(NamedTuple):
 def _mixture(both: Probabilities, beta: float) -> Mixture:
     """Computes the mixture `beta * teacher + (1 - beta) * student`.
 
-    It is computed as the larger probability plus a change, so no digits are lost where both
-    probabilities are nearly equal.
+    The mixture is computed as the larger probability plus a change, so no digits are lost where
+    both probabilities are nearly equal.
     """
     student = both.student
     teacher = both.teacher
@@ -364,7 +365,7 @@ class KullbackLeibler(NamedTuple):
     Args:
         values: The sums of `a * log(a / b)`, [t, 1].
         gradients_of_a, gradients_of_b: The gradients with respect to the logits of a and of b,
-            [t, r].
+            [t, v].
     """
 
     values: Array
@@ -374,9 +375,9 @@ class KullbackLeibler(NamedTuple):
 
 def _kullback_leibler(
     split: OutputSplit,
-    a: Float[Array, "t r"],
-    b: Float[Array, "t r"],
-    log_b_over_a: Float[Array, "t r"],
+    a: Float[Array, "t v"],
+    b: Float[Array, "t v"],
+    log_b_over_a: Float[Array, "t v"],
 ) -> KullbackLeibler:
     """Sums `a * log(a / b)` over the vocabulary, for probabilities a and b, with the gradients.
 
@@ -406,7 +407,7 @@ def _kullback_leibler(
     log_a_over_b = jnp.where(a == 0, a, -log_b_over_a)
     finite_values = jnp.where(is_infinite, 0, values)
     gradients_of_a = a * (log_a_over_b - finite_values)
-    # `zeros` is computed, because jax would make an array [t, r] of a constant 0, and would keep
+    # `zeros` is computed, because jax would make an array [t, v] of a constant 0, and would keep
     # that array outside of the loop over chunks.
     zeros = b - b
     gradients_of_a = jnp.where(is_infinite, zeros, gradients_of_a)

@@ -80,8 +80,8 @@ def _drop_elements(
 ) -> Float[Array, "..."]:
     """Applies dropout to x.
 
-    It is compiled for eager callers too, so that jax counts the key as used. `jax_debug_key_reuse`
-    checks that.
+    The function is compiled for eager callers too, so that jax counts the key as used.
+    `jax_debug_key_reuse` checks that.
     """
     # The steps are in the order of hk.dropout, so that the results are equal bit for bit. If the
     # product came after the quotient, it would be rounded in another way. If the mask were

@@ -152,8 +152,8 @@ def _read_each_row_once(table: TableArray, index: Index) -> Vectors:
     reads_row = is_run_end & (ordered_index < row_count)
     unique_index = jnp.where(reads_row, ordered_index, past_the_end)
     rows_at_run_ends = table.at[unique_index].get(mode="fill", fill_value=0, unique_indices=True)
-    # This copies the row from the last place of a run to all places of the run. The copy is written
-    # as the transpose of a sum over the run, so the transpose of the copy is that sum.
+    # `copy_to_run` copies the row at the last place of a run to all places of the run. The copy is
+    # written as the transpose of a sum over the run, so the transpose of the copy is that sum.
     sum_runs = functools.partial(_sum_runs, is_run_start)
     copy_to_run = jax.linear_transpose(sum_runs, rows_at_run_ends)
     (ordered_rows,) = copy_to_run(rows_at_run_ends)

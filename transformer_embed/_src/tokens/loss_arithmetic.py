@@ -157,8 +157,8 @@ def directional_derivative(
 ) -> Float[Array, "t c"]:
     """Computes how fast the values of tokens change if their logits change in a direction.
 
-    It is the sum of `gradient * direction` over the columns of all layers, with the gradients that
-    `TokenValues` describes.
+    The result is the sum of `gradient * direction` over the columns of all layers, with the
+    gradients that `TokenValues` describes.
 
     Args:
         split: How the first layer is split.
@@ -182,8 +182,8 @@ def directional_derivative(
 def gradient_dtype(layer: LayerArrays) -> Any:
     """Returns the dtype in which gradients of logits are multiplied with x and the table.
 
-    It is bfloat16 if x and the table are both in bfloat16, and otherwise float32 or float64. In
-    float16, small gradients would become 0.
+    The dtype is bfloat16 if x and the table are both in bfloat16, and otherwise float32 or float64.
+    In float16, small gradients would become 0.
     """
     x_dtype = layer.x.dtype
     table_dtype = layer.table.dtype

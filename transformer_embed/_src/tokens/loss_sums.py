@@ -87,9 +87,9 @@ class SumsAndGradients(NamedTuple):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def sum_of_losses(loss: Loss, token_data: TokenData, layers: Layers) -> tuple[Array, ...]:
-    """Sums the values of `loss.values_from_logits` times weights over all tokens.
+    """Sums the losses of all tokens times weights, and each further value of the loss.
 
-    Only the first sum has gradients.
+    Only the sum of the losses, which is the first, has gradients.
     """
     return _sums_and_gradients(loss, token_data, layers).sums
 
@@ -150,9 +150,10 @@ def _sums_and_gradients(loss: Loss, token_data: TokenData, layers: Layers) -> Su
 def _as_layer_arrays(
     split: OutputSplit, x_gradient: Array, table_gradients: TableGradients
 ) -> LayerArrays:
-    """Makes the gradients of a layer, each in the field of its array.
+    """Returns the gradients of a layer as a `LayerArrays`, whose field x has the gradient of x.
 
-    The gradient of the rows, which are whole, is split over devices like the table.
+    `table` and `bias` have the gradients of the table and of the bias. The gradient of the whole
+    rows is exchanged for a gradient that is split over devices like the table.
     """
     return LayerArrays(
         x=x_gradient,
