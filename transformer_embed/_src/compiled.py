@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 
 def compiled(*static: int) -> Callable[..., Callable]:
-    """Returns a decorator that compiles a function, with the arguments at these places static.
+    """Returns a decorator that compiles a function. `static` are the indices of static arguments.
 
     Without the decorator, a caller outside of jit would run one small program for each operation.
     If the caller is compiled too, the function becomes a part of the caller's program.
@@ -94,7 +94,7 @@ def computed_once(rows: Float[Array, "n ..."]) -> Float[Array, "n ..."]:
 
 
 def nan_where(is_wrong: Bool[Array, "..."], values: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns the values, with NaN where they are wrong.
+    """Returns the values, with NaN where `is_wrong` is True.
 
     Args:
         is_wrong: True where a value, or a vector of values, becomes NaN. The axes are the first

@@ -220,9 +220,10 @@ def all_gather(array: Array, axes_of_dimensions: Sequence[Axes]) -> Array:
 
 
 def reduce_scatter(array: Array, axes_of_dimensions: Sequence[Axes]) -> Array:
-    """Sums, inside shard_map, over the mesh axes of each dimension, and splits the dimension.
+    """Returns, inside shard_map, this device's block of the sum of the devices' arrays.
 
-    Each device gets one block of the sum. This is the transpose of `all_gather`.
+    The sum is over the mesh axes of all dimensions. Each dimension of the sum is split over the
+    mesh axes of this dimension. So the function is the transpose of `all_gather`.
     """
     for dimension, axes in enumerate(axes_of_dimensions):
         if axes:

@@ -45,7 +45,7 @@ def check_shape(name: str, shape: tuple[int, ...], is_right: bool, want: str) ->
 
 
 def check_left_out(name: str, value: Any, why: str) -> None:
-    """Raises a ValueError unless an argument is None. `why` says in the error why it must be."""
+    """Raises a ValueError if an argument is given. `why` says in the error why it must be None."""
     if value is not None:
         raise value_error(name, f"None, since {why}", describe(value))
 

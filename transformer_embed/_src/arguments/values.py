@@ -126,7 +126,7 @@ rate = functools.partial(real, lowest=0, highest=_BELOW_1, want="a number in [0,
 
 
 def flag(name: str, value: Any) -> bool:
-    """Returns a Python bool that is known while tracing."""
+    """Returns a Python bool, after a check that the value is a bool and is not traced."""
     want = "a Python bool (bound by functools.partial, or static under jit)"
     return bool(instance(name, value, bool | np.bool_, want))
 
@@ -163,7 +163,7 @@ def entries(
 
 
 def choice(name: str, value: Any, choices: Sequence[str]) -> str:
-    """Returns the value if it is one of the choices."""
+    """Returns a string, after a check that it is one of the choices."""
     if not isinstance(value, str) or value not in choices:
         listed_choices = ", ".join(map(repr, choices))
         raise value_error(name, f"one of {listed_choices}", reprlib.repr(value))
@@ -172,7 +172,7 @@ def choice(name: str, value: Any, choices: Sequence[str]) -> str:
 
 
 def floating_dtype(name: str, dtype: Any) -> jnp.dtype:
-    """Returns a floating dtype of 16 to 64 bits."""
+    """Returns a dtype, after a check that the dtype is floating and has 16 to 64 bits."""
     want = "a floating dtype of 16 to 64 bits"
     try:
         converted = jnp.dtype(dtype)

@@ -62,7 +62,7 @@ class OutputConfig:
 
 
 def as_token_scale(name: str, value: Any) -> float | str:
-    """Checks the `scale` of tokens: `SQRT_D_MODEL`, or a number above 0, which becomes a float."""
+    """Checks the `scale` of token rows, and returns a float above 0 or `SQRT_D_MODEL`."""
     if value is not None and not isinstance(value, str):
         return arguments.positive(name, value)
     if value != SQRT_D_MODEL:

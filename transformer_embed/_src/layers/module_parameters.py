@@ -111,9 +111,9 @@ def as_initializer(w_init: Initializer | None, default: Initializer) -> Initiali
 
 
 def dropout_key(is_training: bool, rate: float) -> Any:
-    """Returns Haiku's next key if dropout needs one. It is None if Haiku has no key.
+    """Returns Haiku's next key if dropout needs one, or None if Haiku has no key.
 
-    In that case, `apply_dropout` raises an error that says how to evaluate. The error of
+    If Haiku has none, `apply_dropout` raises an error that says how to evaluate. The error of
     `hk.next_rng_key` would not say this.
     """
     needs_key = arguments.flag("is_training", is_training) and rate > 0

@@ -152,7 +152,7 @@ def module_name(path: str) -> str:
 # The shapes are cached, because each loss that is not compiled asks for them.
 @functools.lru_cache(maxsize=64)
 def _expected_shapes(config: EmbedderConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a config's parameters, in the form of `_leaf_shapes`."""
+    """Returns the shape of each parameter of a config: {"module/name": shape}."""
     return _leaf_shapes(parameters_of(config))
 
 

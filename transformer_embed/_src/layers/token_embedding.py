@@ -183,7 +183,7 @@ def _as_matrix(embedding_matrix: ArrayLike | None, w_init: Initializer | None) -
 
 
 def _width(d_model: int | None, embed_dim: int | None) -> int | None:
-    """Returns the width, which has two names. It is None if the user passes neither.
+    """Returns the width that the user passes by one of two names, or None.
 
     Raises a ValueError if the user passes two different widths.
     """

@@ -31,7 +31,7 @@ class StandIn(np.lib.mixins.NDArrayOperatorsMixin):
         raise NotImplementedError
 
     def _raise_not_an_array(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises the error of every other use."""
+        """Raises the error for every use other than a lookup."""
         want = "to be read by te.lookup or te.TokenEmbedding alone, since te.rows has its ids"
         raise _NotAnArrayError(arguments.wanted(self.name, want, "another use of its rows"))
 

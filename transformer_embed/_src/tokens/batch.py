@@ -93,7 +93,7 @@ def check_batch(
 
 
 def _check_padding(id_rows: np.ndarray, segment_ids: np.ndarray, pad_id: int) -> None:
-    """Raises an error unless the `pad_id` is at padding, whose segment id is 0, and only there."""
+    """Raises an error unless an id equals `pad_id` exactly where the segment id is 0 (padding)."""
     has_pad_id = id_rows == pad_id
     is_padding = segment_ids == 0
     wrong_places = np.argwhere(has_pad_id != is_padding)

@@ -89,9 +89,9 @@ def _chosen_chunk_size(token_count: int, fitting_tokens: int, width: int) -> int
 
 
 def _count_without_copy(token_count: int, count: int) -> int:
-    """Finds the lowest number from `count` to below `2 * count` that divides the tokens.
+    """Returns the lowest number from `count` to below `2 * count` that divides `token_count`.
 
-    If there is none, it returns the count.
+    If no such number divides `token_count`, the count is returned.
     """
     for larger_count in range(count, 2 * count):
         if token_count % larger_count == 0:
@@ -202,7 +202,7 @@ def scan_chunks(
 
 
 def _with_whole_rows(layer: LayerArrays) -> LayerArrays:
-    """Makes the layer that the steps take, with the whole rows of the device.
+    """Returns the layer that the steps of `scan_chunks` take, with the whole rows of the device.
 
     `table` has the rows in the dtype of the user's table. `wide_rows`, the same rows, and the bias
     are in the dtype of sums.
@@ -215,5 +215,5 @@ def _with_whole_rows(layer: LayerArrays) -> LayerArrays:
 
 
 def layer_specs(layers: Layers) -> Layers:
-    """Returns how the arrays of each layer are split over the mesh, as `OutputSplit.specs`."""
+    """Returns a `LayerArrays` for each layer that has a `PartitionSpec` in place of each array."""
     return tuple(layer.split.specs() for layer in layers)

@@ -274,7 +274,12 @@ class CrossEntropy(Loss):
 def _losses_without_z_loss(
     log_total: Float[Array, "t 1"], sums: TokenSums, smoothing: Float[Array, "t 1"] | None
 ) -> Float[Array, "t 1"]:
-    """Computes `log(total) - sum(p * (z - m))`, in the letters of `values_from_logits`."""
+    """Computes the cross-entropy of each token, `log(total) - sum(p * (z - m))`.
+
+    z are the logits, and m is the largest logit. If labels are not smoothed, the target p is 1 at
+    the label and 0 elsewhere. Otherwise it is `1 - smoothing` at the label, plus `smoothing` spread
+    evenly over all rows that may be predicted.
+    """
     if smoothing is None:
         return log_total - sums.label_logit
     return log_total - (1.0 - smoothing) * sums.label_logit - smoothing * sums.mean_logit
@@ -287,7 +292,11 @@ def _scaled_gradients(
     smoothing: Float[Array, "t 1"] | None,
     row_shares: Float[Array, "1 v"] | None,
 ) -> Float[Array, "t v"]:
-    """Computes `exp(z - m) - scale * p`, in the letters of `CrossEntropy.values_from_logits`."""
+    """Computes `exp(z - m) - scale * p`, the gradients with respect to the logits times `scale`.
+
+    `exponentials` are `exp(z - m)` for logits z and the largest logit m of each token. The target p
+    is `smoothing * row_shares`, and `1 - smoothing` more in the column of the label.
+    """
     if smoothing is None or row_shares is None:
         return change_column(exponentials, columns, lambda old: old - scale, is_last_change=True)
     label_target = 1.0 - smoothing
@@ -329,7 +338,7 @@ def _most_probable_id(split: OutputSplit, chunk: ChunkLogits) -> Int32[Array, "t
 
 
 def _row_shares(split: OutputSplit, chunk: ChunkLogits) -> Float[Array, "1 v"]:
-    """Returns `1 / V` for the V rows, of all devices, that may be predicted, and 0 for others."""
+    """Returns 1 / V for each row that may be predicted, if there are V on all devices, else 0."""
     is_possible = jnp.broadcast_to(chunk.is_inside, chunk.ids.shape)
     if chunk.is_banned is not None:
         is_possible &= ~chunk.is_banned

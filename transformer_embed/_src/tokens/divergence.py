@@ -208,7 +208,7 @@ class Divergence(Loss):
         return (TokenValues(values=divergence.values, scaled_gradients=gradients),)
 
     def _jensen_shannon(self, split: OutputSplit, probs: "Probabilities") -> TokenValues:
-        """Computes the divergences of both layers from their mixture, and adds them."""
+        """Adds the weighted divergences of both predictions from the mixture."""
         beta = self.beta
         mixture = _mixture(probs, beta)
         teacher = _kullback_leibler(
@@ -360,7 +360,7 @@ def _mixture(both: Probabilities, beta: float) -> Mixture:
 
 
 class KullbackLeibler(NamedTuple):
-    """Holds the divergence of b from a, and its gradients.
+    """Holds the divergence of probabilities b from probabilities a, with the gradients.
 
     Args:
         values: The sums of `a * log(a / b)`, [t, 1].

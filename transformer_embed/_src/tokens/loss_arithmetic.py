@@ -64,7 +64,7 @@ class TokenValues(NamedTuple):
 
 
 def as_steps(name: str, shift: Any) -> int:
-    """Converts a shift to a number of tokens. True is 1."""
+    """Converts a shift to a number of tokens. True becomes 1."""
     steps = int(shift) if isinstance(shift, bool | np.bool_) else shift
     return arguments.integer(name, steps, at_least=0)
 

@@ -69,14 +69,13 @@ class ChunkResults(NamedTuple):
 
 
 class SumsAndGradients(NamedTuple):
-    """Holds sums over all tokens, and the gradients of the first sum.
+    """Holds the sum of all losses, the gradients of this sum, and the sums of further values.
 
     Args:
-        sums: The sum of the weighted losses, and of each further value.
+        sums: The sum of the weighted losses, then the sum of each further value.
         settings: The gradients with respect to the settings.
         weights: The gradients with respect to the weights.
-        layers: The gradients with respect to the arrays of each layer, in the fields of these
-            arrays.
+        layers: For each layer, a `LayerArrays` that has a gradient in place of each array.
     """
 
     sums: Any
@@ -150,10 +149,10 @@ def _sums_and_gradients(loss: Loss, token_data: TokenData, layers: Layers) -> Su
 def _as_layer_arrays(
     split: OutputSplit, x_gradient: Array, table_gradients: TableGradients
 ) -> LayerArrays:
-    """Returns the gradients of a layer as a `LayerArrays`, whose field x has the gradient of x.
+    """Returns a `LayerArrays` that has a gradient in place of each array.
 
-    `table` and `bias` have the gradients of the table and of the bias. The gradient of the whole
-    rows is exchanged for a gradient that is split over devices like the table.
+    The gradient of the whole rows is exchanged for a gradient that is split over devices like the
+    table.
     """
     return LayerArrays(
         x=x_gradient,

@@ -19,7 +19,7 @@ from transformer_embed._src.partitioning import (
 
 
 class OutputSplit(NamedTuple):
-    """Holds what is static in an output layer, and how the layer is split over a mesh.
+    """Holds the static settings of an output layer, and how the layer is split over a mesh.
 
     Each device computes the logits of some tokens for some whole rows of the table. To get the
     tokens, x is all-gathered over the mesh axes that split the channels of x or the table. If the
@@ -62,7 +62,7 @@ class OutputSplit(NamedTuple):
         return "dv" if self.vocab_axis == 1 else "vd"
 
     def specs(self) -> "LayerArrays":
-        """Returns the `PartitionSpec` of each array of a layer, in a record of the layer's form."""
+        """Returns a `LayerArrays` that has a `PartitionSpec` in place of each array."""
         table_axes = [self.row_axes, self.column_axes]
         if self.vocab_axis == 1:
             table_axes.reverse()
@@ -92,7 +92,7 @@ class OutputSplit(NamedTuple):
         return self._exchange(shard, split_axis=self.vocab_axis, join_axis=columns_axis)
 
     def to_columns(self, rows: Array) -> Array:
-        """Undoes `to_rows`, for an array like the whole rows, such as their gradient."""
+        """Undoes `to_rows`, for the whole rows or for the gradient of the whole rows."""
         columns_axis = 1 - self.vocab_axis
         return self._exchange(rows, split_axis=columns_axis, join_axis=self.vocab_axis)
 

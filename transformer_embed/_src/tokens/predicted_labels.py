@@ -73,7 +73,7 @@ def predicted_labels(
 
 
 def _dtype_of_sums(layers: tuple[Pair, ...]) -> Any:
-    """Returns float32, or float64 if an x or a table is."""
+    """Returns the dtype of weights and sums: float64 if an x or a table has it, else float32."""
     dtypes = []
     for pair in layers:
         dtypes += [pair.x.dtype, pair.output.table.dtype]
@@ -81,10 +81,10 @@ def _dtype_of_sums(layers: tuple[Pair, ...]) -> Any:
 
 
 def _token_data(batch: Batch, is_counted: Bool[Array, "... c"], dtype: Any) -> TokenData:
-    """Makes the arrays of the predicting tokens, in which labels that are not counted do no harm.
+    """Makes the arrays of the predicting tokens from a batch that is shifted already.
 
-    A label that is not counted becomes -1 and gets a weight of 0. `_valid_setting` says what the
-    settings become. `dtype` is the dtype of the weights.
+    A label that is not counted becomes -1 and gets a weight of 0. A setting that no counted label
+    needs becomes the default. `dtype` is the dtype of the weights.
     """
     weights = jnp.ones((), dtype) if batch.weights is None else batch.weights
     weights = jnp.where(is_counted, weights, 0)
@@ -99,7 +99,7 @@ def _token_data(batch: Batch, is_counted: Bool[Array, "... c"], dtype: Any) -> T
 
 
 def _broadcast_to_tokens(batch: Batch, is_token: Bool[Array, "... 1"], dtype: Any) -> Batch:
-    """Gives the mask, the weights and the settings a value for each token, as a shift needs.
+    """Broadcasts the mask, the weights and the settings to all tokens, because a shift needs this.
 
     Numbers are converted to the dtype of sums before they are broadcast. So the gradient of a
     number, which is a sum over tokens, is computed in that dtype.
