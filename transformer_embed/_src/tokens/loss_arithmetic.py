@@ -33,7 +33,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 class TokenValues(NamedTuple):
-    """Holds values [t, c] of the tokens of a chunk, such as losses, and their gradients.
+    """Holds values [t, c] of the tokens of a chunk, such as losses, with the gradients.
 
     For a layer with logits z [t, v], the gradient of the values of token i is
 
@@ -155,7 +155,7 @@ def values_and_logits(
 def directional_derivative(
     split: OutputSplit, token_values: TokenValues, directions: Sequence[Array]
 ) -> Float[Array, "t c"]:
-    """Computes how fast the values of tokens change if their logits change in a direction.
+    """Computes how fast the values of tokens change if the logits change in a direction.
 
     The result is the sum of `gradient * direction` over the columns of all layers, with the
     gradients that `TokenValues` describes.

@@ -100,42 +100,11 @@ def compute(loss: Loss, layers: tuple[Pair, ...], **token_arguments: ArrayLike |
         is_left_out = argument is None and name in OPTIONAL
         if not is_left_out:
             arrays[name] = CONVERTERS[name](name, argument)
-    labels = arrays.get("labels")
     token_shape = layers[0].x.shape[:-1]
-    label_shape = _checked_label_shape(loss, token_shape, labels)
+    label_shape = _checked_label_shape(loss, token_shape, arrays.get("labels"))
     if not loss.shift:
         arguments.check_left_out("segment_ids", arrays.get("segment_ids"), "shift is 0")
-
-    def with_label_axis(name: str) -> Array | None:
-        """Returns an argument with axes as in [*tokens, labels of a token], after a check.
-
-        Raises an error unless the argument broadcasts to the tokens or to the labels. For tokens
-        [batch, length]:
-
-            labels              argument                 result
-            [batch, length]     labels                   [batch, length, 1]
-            [batch, length]     weights [length]         [1, length, 1]
-            [batch, length, k]  labels                   [batch, length, k]
-            [batch, length, k]  temperature [batch, 1]   [batch, 1, 1]
-            [batch, length, k]  mask [k]                 [1, 1, k]
-        """
-        array = arrays.get(name)
-        if array is None:
-            return None
-        if name in TOKEN_ARGUMENTS or labels is None:
-            shape = token_shape
-            owner = "the tokens"
-        else:
-            shape = label_shape
-            owner = "the labels"
-        with_length = name == "segment_ids"
-        arguments.check_broadcasts(name, array.shape, shape, owner, with_length=with_length)
-        # The array gets as many axes of size 1 in front as `shape` has more axes. If `shape` is the
-        # shape of the tokens, the array gets an axis at the end too.
-        axes_in_front = range(len(shape) - array.ndim)
-        axes_at_end = range(len(shape), len(token_shape) + 1)
-        return jnp.expand_dims(array, (*axes_in_front, *axes_at_end))
-
+    with_label_axis = functools.partial(_with_label_axis, arrays, token_shape, label_shape)
     settings = {name: with_label_axis(name) for name in TokenSettings._fields}
     batch = Batch(
         labels=with_label_axis("labels"),
@@ -145,6 +114,45 @@ def compute(loss: Loss, layers: tuple[Pair, ...], **token_arguments: ArrayLike |
         settings=TokenSettings(**settings),
     )
     return _compute(loss, layers, batch)
+
+
+def _with_label_axis(
+    arrays: dict[str, Array], token_shape: tuple[Any, ...], label_shape: tuple[Any, ...], name: str
+) -> Array | None:
+    """Returns an argument with axes as in [*tokens, labels of a token], or None if it is left out.
+
+    Raises an error unless the argument broadcasts to the tokens or to the labels. For tokens
+    [batch, length]:
+
+        labels              argument                 result
+        [batch, length]     labels                   [batch, length, 1]
+        [batch, length]     weights [length]         [1, length, 1]
+        [batch, length, k]  labels                   [batch, length, k]
+        [batch, length, k]  temperature [batch, 1]   [batch, 1, 1]
+        [batch, length, k]  mask [k]                 [1, 1, k]
+
+    Args:
+        arrays: The converted arguments, by their names.
+        token_shape: The shape of the tokens.
+        label_shape: The shape of the labels. If the loss has no labels, the shape of the tokens.
+        name: The argument.
+    """
+    array = arrays.get(name)
+    if array is None:
+        return None
+    if name in TOKEN_ARGUMENTS or "labels" not in arrays:
+        shape = token_shape
+        owner = "the tokens"
+    else:
+        shape = label_shape
+        owner = "the labels"
+    with_length = name == "segment_ids"
+    arguments.check_broadcasts(name, array.shape, shape, owner, with_length=with_length)
+    # The array gets as many axes of size 1 in front as `shape` has more axes. If `shape` is the
+    # shape of the tokens, the array gets an axis at the end too.
+    axes_in_front = range(len(shape) - array.ndim)
+    axes_at_end = range(len(shape), len(token_shape) + 1)
+    return jnp.expand_dims(array, (*axes_in_front, *axes_at_end))
 
 
 def _checked_label_shape(
@@ -253,18 +261,7 @@ def _split_over_mesh(
 
     Raises an error if the student and the teacher would be split in different ways.
     """
-
-    def without_unused(x):
-        """Replaces x by 0 at tokens where x must not have an effect.
-
-        - If no label of a token is counted, x is replaced.
-        - If all counted labels of a token have a weight of 0, x is replaced if it is infinite or
-          NaN.
-        """
-        is_finite = jnp.isfinite(x).all(-1, keepdims=True)
-        is_used = (token_data.weights != 0) | (is_counted & is_finite)
-        return jnp.where(is_used.any(-1, keepdims=True), x, 0)
-
+    without_unused = functools.partial(_without_unused, token_data.weights, is_counted)
     layer_arrays = tuple(split_output(without_unused(pair.x), pair.output) for pair in layers)
     split = layer_arrays[0].split
     for teacher_arrays in layer_arrays[1:]:
@@ -278,3 +275,16 @@ def _split_over_mesh(
     sharding = NamedSharding(split.mesh, split.specs().x)
     token_data = jax.tree.map(lambda array: reshard(array, sharding), token_data)
     return token_data, layer_arrays
+
+
+def _without_unused(
+    weights: Float[Array, "... c"], is_counted: Bool[Array, "... c"], x: Float[Array, "... d"]
+) -> Float[Array, "... d"]:
+    """Replaces x by 0 at tokens where x must not have an effect.
+
+    - If no label of a token is counted, x is replaced.
+    - If all counted labels of a token have a weight of 0, x is replaced if it is infinite or NaN.
+    """
+    is_finite = jnp.isfinite(x).all(-1, keepdims=True)
+    is_used = (weights != 0) | (is_counted & is_finite)
+    return jnp.where(is_used.any(-1, keepdims=True), x, 0)

@@ -222,7 +222,8 @@ def _top_and_total(
     """
 
     def in_two_passes(logits):
-        # The loss does not depend on the number that is subtracted, so its gradient is left out.
+        # The loss does not depend on the number that is subtracted from the logits, so the gradient
+        # of this number is left out.
         top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
         # Inside a user's shard_map, jax refuses a maximum over no axes.
         if split.vocabulary_mesh_axes:
