@@ -142,7 +142,7 @@ class TokenEmbedding(hk.Module):
 
     @property
     def embeddings(self) -> Float[Array, "v d"]:
-        """The table, [vocab_size, d_model], before it is scaled; `row_multiple` may add rows."""
+        """The table before it is scaled, [vocab_size, d_model] and the rows of `row_multiple`."""
         return self._leaves["embeddings"]
 
     def __call__(self, ids: ArrayLike) -> Float[Array, "... d"]:

@@ -33,10 +33,7 @@ LOGITS_BUDGET = 2**28
 # Otherwise the logits of a chunk take the budget divided by this number. A step may have three
 # arrays of that size, which then fit into the 128 MiB of a TPU's fast memory.
 BUDGET_PARTS = 6
-# Each step also reads and writes the gradient [v, d] of the table. In a chunk of fewer than d
-# tokens, that would take longer than the logits [t, v]. So such a chunk gets 2 d tokens if the
-# logits of so many fit the budget, or else d tokens. No device gets faster with chunks larger than
-# this number of tokens.
+# No device gets faster with chunks of more tokens than this.
 LARGEST_CHUNK = 2048
 # If the logits of a token have more bytes than this for each channel of x, the time for a copy of x
 # can be neglected.
@@ -69,18 +66,18 @@ def _bytes_of_token_logits(layer: LayerArrays) -> Any:
 def _chosen_chunk_size(token_count: int, fitting_tokens: int, width: int) -> int:
     """Chooses how many tokens a chunk has, if the logits of `fitting_tokens` fit the budget.
 
-    With d for `width`, or for `LARGEST_CHUNK` if that is smaller, the number is
+    Let d be `width`, or `LARGEST_CHUNK` if that is smaller. The number is
 
-    - all tokens, if all fit;
-    - otherwise `fitting_tokens / BUDGET_PARTS`, if this is d or more;
-    - otherwise 2 d, if so many fit (but at most `LARGEST_CHUNK`);
+    - all tokens, if all fit,
+    - otherwise `fitting_tokens / BUDGET_PARTS`, if this is d or more,
+    - otherwise 2 d (but at most `LARGEST_CHUNK`), if so many fit,
     - otherwise d.
-
-    `BUDGET_PARTS` and `LARGEST_CHUNK` say why.
     """
     if token_count <= fitting_tokens:
         return token_count
     size = fitting_tokens // BUDGET_PARTS
+    # Each step also reads and writes the gradient [v, d] of the table. In a chunk of fewer than d
+    # tokens, this would take longer than the logits [t, v].
     smallest_size = min(width, LARGEST_CHUNK)
     if size >= smallest_size:
         return size

@@ -55,8 +55,8 @@ def read_or_zero(table: TableArray, index: Index) -> Vectors:
     wide_table = conversions.widened(table)
     if not _can_sort_index(table, index):
         return _read_with_repeats(wide_table, index).astype(table.dtype)
-    # `_read_each_row_once` sorts the index. The checkpoint makes the backward pass do this. Without
-    # it, the forward pass would sort, and would keep arrays as large as all rows that are read.
+    # `_read_each_row_once` sorts the index. The checkpoint leaves the sort to the backward pass.
+    # Otherwise the forward pass would sort, and keep arrays as large as all rows that are read.
     read_once = jax.checkpoint(_read_each_row_once)
     rows = jax.lax.platform_dependent(
         wide_table, index, cuda=read_once, rocm=read_once, default=_read_with_repeats

@@ -40,9 +40,9 @@ class TokenValues(NamedTuple):
         d values[i, j] / d z[i] = scaled_gradients[i] / gradient_scale[i]
 
     If `subtracted_columns` are given, the gradient is 1 less in the column
-    `subtracted_columns[i, j]`. The gradients are not stored divided, because the division of each
-    logit would be one more pass over the logits. Gradients are finite also where a value is
-    infinite, so they vanish if the token has a weight of 0.
+    `subtracted_columns[i, j]`. The gradients are not divided by the scale here, because a division
+    would be one more pass over the logits. Gradients are finite even where a value is infinite, so
+    a weight of 0 makes them 0.
 
     Args:
         values: The values, [t, c].

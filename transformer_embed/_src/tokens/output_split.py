@@ -29,7 +29,7 @@ class OutputSplit(NamedTuple):
     Args:
         vocab_size: The number of ids.
         softcap, scale, pad_id, vocab_axis: As in the output layer.
-        mesh: The devices. A mesh without axes is one device.
+        mesh: The mesh of devices. A mesh without axes is one device.
         row_axes: The mesh axes that split the rows of the user's table.
         column_axes: The mesh axes that split the columns of the user's table.
         token_axes: For each dimension of the tokens, the mesh axes that split it while logits are
