@@ -3,6 +3,7 @@
 See `load_embedder` for how far embeddings are from the original model's.
 """
 
+from transformer_embed._src.pretrained.layers import Layer
 from transformer_embed._src.pretrained.loading import load_config, load_embedder
 from transformer_embed._src.pretrained.model_type import ModelType
 from transformer_embed._src.pretrained.parameters import PretrainedInput
@@ -13,6 +14,7 @@ from transformer_embed._src.pretrained.saving import save_embedder, save_into
 
 __all__ = [
     "Checkpoint",
+    "Layer",
     "ModelType",
     "PretrainedInput",
     "TensorFacts",

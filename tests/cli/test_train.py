@@ -83,8 +83,10 @@ def test_a_seed_decides_the_model_and_its_figures(prints, trained, text_file, tm
     assert [*params.parent.iterdir()] == [params]
     equal(te.pretrained.load_embedder(again).params, found.params)
     assert "te.EmbedderConfig(vocab_size=256, d_model=128)" in prints(f"inspect {params}").out
-    other, _ = language_model.train(text_file.read_bytes(), "sinusoidal", steps=20, seed=1)
-    assert np.not_equal(found.params[MODULE]["embeddings"], other[MODULE]["embeddings"]).any()
+    trained = language_model.train(text_file.read_bytes(), "sinusoidal", steps=20, seed=1)
+    assert np.not_equal(
+        found.params[MODULE]["embeddings"], trained.params[MODULE]["embeddings"]
+    ).any()
 
 
 # --- The model.
@@ -197,7 +199,7 @@ def test_the_first_model_is_saved_and_its_scores_are_out_before_the_second_is_tr
 
     def record(text, name, **options):
         seen.append((name, out.exists(), pipe.buffer.getvalue().splitlines()[-1].split()[0]))
-        return params, [2.0, 2.0, 2.0]
+        return language_model.TrainedModel(params=params, bits_per_byte=[2.0, 2.0, 2.0])
 
     monkeypatch.setattr(language_model, "train", record)
     with contextlib.redirect_stdout(pipe):

@@ -336,3 +336,19 @@ NOT_FLOATS = {
 
 def test_parameters_that_are_not_floats_are_named():
     each_raises(NOT_FLOATS, globals())
+
+
+@pytest.mark.parametrize(("out_of_range", "row"), [("nan", np.nan), ("clip", 2.0), ("zero", 0.0)])
+def test_a_learned_position_past_the_table_is_read_as_the_config_says(out_of_range, row):
+    config = te.EmbedderConfig(
+        9, 4, te.Learned(max_len=3), scale=1.0, out_of_range=out_of_range, output=None
+    )
+    embedder = te.Embedder(config)
+    positions_table = np.arange(3, dtype=np.float32)[:, None] * np.ones(4, np.float32)
+    params = {
+        path: {"embeddings": positions_table if "learned" in path else np.zeros((9, 4), np.float32)}
+        for path in embedder.init(jax.random.key(0))
+    }
+    positions = np.array([[2, 3]])
+    found = embedder.apply(params, None, [[1, 1]], is_training=False, positions=positions)
+    equal(found[0, :, 0], [2.0, row])

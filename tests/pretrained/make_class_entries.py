@@ -45,7 +45,7 @@ def made():
         found = class_entries(model_type)
         # MPT and DBRX say some entries there.
         names |= found.keys() | found.get("attn_config", {}).keys()
-    names -= {*entries.ENTRIES, *entries.ENTRY_OF_ALIAS, *known_entries.LOUD.split()}
+    names -= {*entries.ENTRIES, *entries.ENTRY_OF_NAME, *known_entries.LOUD.split()}
     lines = textwrap.wrap(" ".join(sorted(names)), 92)
     quoted = [f'    "{line} "' for line in lines[:-1]] + [f'    "{lines[-1]}"']
     return TEXT.format(version=transformers.__version__, names="\n".join(quoted))
@@ -78,7 +78,7 @@ def made_defaults():
         # The fields of the class, because an object of the class has computed values instead.
         config_class = type(configuration_auto.CONFIG_MAPPING[class_type]().get_text_config())
         pairs = []
-        for name, names in attention.NAMES.items():
+        for name, names in attention.NAMES_OF_ENTRIES.items():
             values = [getattr(config_class, alias, None) for alias in names.split()]
             value = next((value for value in values if isinstance(value, int | float)), None)
             if value:

@@ -295,6 +295,8 @@ def record_rotations(model):
                 given += [options[key] for key in ("q", "k", "xq", "xk") if key in options]
                 found = plain(*arguments, **options)
                 pairs = zip(given, found if isinstance(found, tuple) else (found,), strict=False)
+                if plain.__module__.endswith("deepseek_v4"):
+                    pairs = last_channels(*given, found)
                 for before, after in pairs:
                     if torch.is_tensor(before) and before.ndim == 4 and before.shape == after.shape:
                         ROTATIONS.append((LAYER[0], before.numpy(), after.detach().numpy()))
@@ -302,6 +304,21 @@ def record_rotations(model):
 
             wrapped.plain = function
             setattr(module, label, wrapped)
+
+
+def last_channels(before, cos, sin, after):
+    """The channels of DeepSeek V4's queries and keys that rotate, before and after.
+
+    It also rotates averages of tokens, which are fewer, and rotates outputs of attention back.
+    """
+    if before.shape[2] != LENGTH:
+        return []
+    # The second position is 1, whose sine is above 0.
+    is_back = sin[0, 1, 0] < 0
+    if is_back:
+        return []
+    channels = 2 * cos.shape[-1]
+    return [(before[..., -channels:], after[..., -channels:])]
 
 
 def seen_by(model):

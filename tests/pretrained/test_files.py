@@ -161,14 +161,14 @@ def test_only_shards_that_are_needed_are_opened(name):
 
 
 def test_only_parameters_are_read_and_each_is_copied_once(monkeypatch):
-    made, addresses = parameters.empty_array, []
+    made, addresses = parameters.aligned_zeros, []
 
-    def empty_array(*args):
+    def aligned_zeros(*args):
         array = made(*args)
         addresses.append(array.ctypes.data)
         return array
 
-    monkeypatch.setattr(parameters, "empty_array", empty_array)
+    monkeypatch.setattr(parameters, "aligned_zeros", aligned_zeros)
     found = load("bert with a head")
     assert len(addresses) == len(found.names) == 5
     leaves = jax.tree.leaves(found.params)

@@ -4,7 +4,7 @@ of them."""
 import pytest
 from checkpoints import golden
 from compare import near
-from refused import refused
+from refused import each_raises, refused
 
 import transformer_embed as te
 from transformer_embed._src.positions.rotary_scaling import scaled_frequencies
@@ -13,6 +13,7 @@ CONFIGS = golden("hub_configs.json")["configs"]
 FACTS = golden("hub_facts.json")["cases"]
 # In the library, float32 numbers and their powers.
 FREQUENCY = 2e-6
+V4 = golden("deepseek_v4.json")["cases"]
 
 
 def assert_rotates(options, said):
@@ -67,3 +68,34 @@ def test_a_published_config_is_read_as_the_library_reads_it(repository):
 def test_model_whose_own_code_differs_is_refused(repository, message):
     with refused(ValueError, message):
         te.pretrained.load_config(CONFIGS[repository])
+
+
+@pytest.mark.parametrize("case", V4, ids=[case["name"] for case in V4])
+def test_layers_of_deepseek_v4_rotate_by_their_kind(case):
+    """The sliding layers by one base, and the layers that see averages by another and a scaling."""
+    entries = {"model_type": "deepseek_v4", "vocab_size": 12, "hidden_size": 16} | case["config"]
+    found = te.pretrained.load_config(entries)
+    assert [layer.type for layer in found.layers] == case["types"]
+    for layer in found.layers:
+        name = "main" if layer.type == "sliding_attention" else "compress"
+        assert layer.rotary["layout"] == "interleaved"
+        assert_rotates(layer.rotary, case["rotations"][name])
+        assert layer.mask == {"causal": True, "window": (case["window"] - 1, 0)}
+
+
+V4_LAYERS = {
+    "model_type": "deepseek_v4",
+    "vocab_size": 12,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+}
+V4_REFUSED = {
+    "te.pretrained.load_config(V4_LAYERS | {'compress_ratios': [4, 0]})": "ValueError: ... compress_ratios: wanted a value for each layer, 3, got 2",
+    "te.pretrained.load_config(V4_LAYERS | {'compress_ratios': [4, 0, 8]})": "ValueError: ... compress_ratios: wanted some of 0, 4, 128, got 8",
+    "te.pretrained.load_config(V4_LAYERS | {'rope_parameters': {'main': {'rope_theta': 5.0}}})": "ValueError: ... rope_parameters: wanted an object with the entries main and compress, got ",
+    "te.pretrained.load_config({**V4_LAYERS, 'model_type': 'llama', 'compress_rope_theta': 5.0})": "ValueError: ... is not read ... got compress_rope_theta: 5.0",
+}  # fmt: skip
+
+
+def test_odd_layers_of_deepseek_v4_are_refused():
+    each_raises(V4_REFUSED, globals())

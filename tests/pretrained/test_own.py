@@ -136,6 +136,7 @@ def beside(value, **options):
 
 GATHERED = {"embeddings": GatheredRows(jnp.array([1]), None, jnp.ones([1, 6]), "table", 7)}
 DTYPES = "ValueError: ...x.safetensors: a/b: wanted F32 or BF16 or F16, got"
+MASKED = np.ma.masked_array(np.ones(2, np.float32), [True, False])
 UNSAVED = {
     "saved(layers=[5])": "TypeError: layers[0]: wanted a Layer, got int 5",
     # What the functions of the package would refuse.
@@ -149,6 +150,7 @@ UNSAVED = {
     "saved(layers=[Layer('x', None, {})])": "ValueError: layers[0].mask: ...missing 1 required keyword-only argument: 'causal'",
     "saved(layers=[Layer('x', None, {'causal': True}, {'beta': 1.0})])": "ValueError: layers[0].query_scale: query_scale() missing 1 required keyword-only argument: 'length'",
     "saved(layers=[Layer('x', None, {'causal': True}, image_blocks='near')])": "ValueError: layers[0].image_blocks: wanted one of 'anywhere', 'in window', got 'near'",
+    "saved(layers=[Layer('x', None, {'causal': True}, attention={'num_heads': MASKED})])": "TypeError: layers and bias: wanted an array without a mask",
     "saved(bias={'num_heads': 2, 'causal': True, 'max_bias': 200.0})": "ValueError: bias: max_bias: ... got 200",
     "saved(bias={'num_heads': 10**9})": "ValueError: bias: num_heads: wanted an int of at most 8192, got 1000000000",
     "saved(PARAMS | BIAS_TABLE, bias=BUCKETS | {'max_distance': 0})": "ValueError: bias: max_distance: ... got 0",
@@ -162,6 +164,8 @@ UNSAVED = {
     "saved(PARAMS | {'a': {'b/c': np.ones(1)}})": "ValueError: params: wanted names without a slash, got 'b/c'",
     "beside([1.0])": f"{DTYPES} F64[1]",
     "beside(jnp.ones(1, 'float8_e4m3fn'))": DTYPES,
+    "beside(MASKED)": "TypeError: a/b: wanted an array without a mask, got a masked array",
+    "beside([MASKED, MASKED])": "TypeError: a/b: wanted an array without a mask, got a masked array",
     "saved({f'{ROOT}token_embedding': GATHERED})": "_NotAnArrayError: table: wanted to be read by te.lookup or te.TokenEmbedding alone, ",
     "saved(config=te.EmbedderConfig(7, 6, te.Learned(8)))": "ValueError: params: wanted {'learned_positional_encoding/embeddings': (8, 6)}, got none of them",
     "saved(config=te.EmbedderConfig(8, 6))": "ValueError: params: wanted {'token_embedding/embeddings': (8, 6)}, got {'token_embedding/embeddings': (7, 6)}",

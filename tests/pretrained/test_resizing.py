@@ -112,6 +112,14 @@ def test_a_table_on_a_mesh_keeps_its_sharding():
 
 
 LONGER = te.Learned(9)
+
+
+def masked(module, **fields):
+    """With a masked array for a table."""
+    table = np.ma.masked_array(PARAMS[module]["embeddings"])
+    return changed(PARAMS | {module: {**PARAMS[module], "embeddings": table}}, **fields)
+
+
 REFUSED = {
     "te.pretrained.resize(PARAMS, CONFIG, 14)": "TypeError: new_config: ... got int 14",
     "changed(d_model=8)": "ValueError: new_config: params: ... got {'learned_positional_encoding/embeddings': (4, 4), ...",
@@ -133,6 +141,10 @@ REFUSED = {
     "changed(scheme=LONGER, keep_positions=1)": "TypeError: keep_positions: ... got int 1",
     "changed(scheme=LONGER, keep_positions=True, grids=((2, 2), (3, 3)))": "ValueError: grids: wanted None, since keep_positions adds rows at the end, got tuple",
     "changed(scheme=LONGER, grids=(2, 2))": "TypeError: grids[0]: ... got int 2",
+    "masked(TOKENS, vocab_size=9)": f"TypeError: params: {TOKENS}/embeddings: wanted an array without a mask, got a masked array",
+    "masked(TOKENS, row_multiple=8)": f"TypeError: params: {TOKENS}/embeddings: wanted an array without a mask",
+    "masked(POSITIONS, scheme=LONGER)": f"TypeError: params: {POSITIONS}/embeddings: wanted an array without a mask",
+    "masked(POSITIONS, scheme=LONGER, keep_positions=True, rng=KEY)": f"TypeError: params: {POSITIONS}/embeddings: wanted an array without a mask",
     "on_a_mesh(vocab_size=14)": "ValueError: params: transformer_embedding/~/token_embedding/embeddings: ... row_multiple), got 14",
 }  # fmt: skip
 

@@ -28,7 +28,7 @@ ROTATED = [
     for name in TYPES
     if "rope_theta" in kind_of(CASES[name]).names_of_entries() and "phi3" not in name
 ]
-ROPE = {"rope_parameters", rope.ORIGINAL}.union(*rope.ENTRIES_OF_KINDS.values()) - {""}
+ROPE = {"rope_parameters", rope.ORIGINAL}.union(rope.USUAL, rope.OF_SLIDING) - {""}
 FULL, SLIDING = model_type.FULL, model_type.SLIDING
 
 
@@ -66,7 +66,7 @@ def written(parts, names, is_new):
     parts = {name: value for name, value in parts.items() if name in names}
     if not is_new or "rope_scaling" not in parts:
         return {names[name][0]: value for name, value in parts.items()}
-    inside = {key: parts[key] for key in rope.ENTRIES_OF_KINDS[FULL][:2] if key in parts}
+    inside = {key: parts[key] for key in rope.USUAL[:2] if key in parts}
     inside |= parts["rope_scaling"]
     if "rope_local_base_freq" not in names:
         return {"rope_parameters": inside}

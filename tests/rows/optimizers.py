@@ -1,5 +1,5 @@
-"""Every transformation and optimizer that optax exports, made with plain arguments, and the page
-that lists which can train by rows.
+"""Every transformation and optimizer that optax exports, made with simple arguments, and the page
+that lists which of them can be used for row-wise training.
 
 Usage: python tests/rows/optimizers.py writes notebooks/rows_optimizers.md;
     `test_optimizers.py` checks it.
@@ -170,10 +170,10 @@ def reason(message):
 
 def read_page():
     """The reason for each optimizer, from the page."""
-    can, rest = PAGE.read_text(encoding="utf-8").split("## These cannot")
+    can, rest = PAGE.read_text(encoding="utf-8").split("## You cannot use these")
     table, unknown = rest.split("### Not checked")
     name = re.compile(r"`([\w.]+)`[,.]")
-    reasons = dict.fromkeys(name.findall(can.split("## These can")[1]))
+    reasons = dict.fromkeys(name.findall(can.split("## You can use these")[1]))
     reasons |= dict(re.findall(r"^\| `([\w.]+)` \| (.*) \|$", table, re.MULTILINE))
     return reasons | dict.fromkeys(name.findall(unknown), "")
 
@@ -183,30 +183,30 @@ def page(reasons):
     names = {kind: [f"`{n}`" for n, r in reasons.items() if r == kind] for kind in (None, "")}
     can, unknown = (", ".join(each) for each in names.values())
     rows = "\n".join(f"| `{name}` | {reason} |" for name, reason in reasons.items() if reason)
-    return f"""# Optimizers that train by rows
+    return f"""# Optimizers for row-wise training
 
-This page is for you if you train a table [row-wise](glossary.md#tables-and-output-layers) (`te.rows`, see notebook [05 Big tables](05_big_tables.ipynb)) and want to know which optimizer you can use. It lists every transformation and optimizer of optax {optax.__version__}, each made with plain arguments.
+This page is for you if you train a table [row-wise](glossary.md#tables-and-output-layers) (`te.rows`, see notebook [05 Big tables](05_big_tables.ipynb)) and want to know which optimizer you can use. The page lists every optimizer and every transformation of optax {optax.__version__}.
 
-A row-wise step runs the optimizer on the table rows of the batch only. This is right only if the optimizer updates each row from that row alone. So `te.rows.apply_gradients` checks the optimizer while jax traces the step. If it cannot prove this, it raises a ValueError that names the transformation. Combinations (`optax.chain`, `optax.multi_transform`, masks, schedules, injected hyperparameters) are checked in the same way.
+A row-wise step runs the optimizer on the table rows of the batch only. The result is right only if the optimizer updates each table row from that row alone. So `te.rows.apply_gradients` tries to prove this for your optimizer while jax traces the step. If the proof fails, `te.rows.apply_gradients` raises a ValueError that names the transformation. It also proves this for combinations (`optax.chain`, `optax.multi_transform`, masks, schedules, injected hyperparameters).
 
-The proof does not say that a row-wise step equals a dense step. Row-wise training is [lazy](glossary.md#tables-and-output-layers): if a table row has no gradient, the row and its optimizer state stay as they are. If an output layer uses the table, every row has a gradient, so train such a table densely.
+The proof does not mean that a row-wise step equals a dense step. Row-wise training is [lazy](glossary.md#tables-and-output-layers): if a table row has no gradient, the row and its optimizer state stay as they are. If an output layer uses the table, every row has a gradient, so train the table densely.
 
-**Your own transformations.** The proof does not look at values that all rows share, such as a step count. Do not use two kinds of transformations on tables:
+**Your own transformations.** The proof does not look at values that all table rows share, such as a step count. So do not use these two kinds of transformations on tables, because the proof lets them pass:
 
-- A transformation that sums gradients, and applies the sum in some steps only. If a row has no gradient in such a step, it misses the sum. (optax has `apply_every`, which is refused by its name. A schedule may be 0 for some steps.)
-- A transformation that computes with the number of table rows, or chooses by it. In a row-wise step it gets blocks of at most 1024 rows instead of the whole table.
+- A transformation that sums gradients, and applies the sum in some steps only. If a row has no gradient in such a step, the row misses the sum. An example is `apply_every` of optax, which `te.rows.apply_gradients` therefore refuses by its name. (A learning rate that is 0 in some steps is allowed.)
+- A transformation that computes with the number of table rows, or chooses by this number. In a row-wise step, the transformation gets blocks of at most 1024 rows instead of the whole table.
 
-## These can train by rows
+## You can use these
 
-{can}.
+You can make the optimizer that you pass to `te.rows.apply_gradients` from these functions of optax and of the module `optax.contrib` in it: {can}.
 
-## These cannot
+## You cannot use these
 
-If you want one of these, you have two ways: train the table densely, or apply the transformation to the other parameters only, with `optax.multi_transform`.
+If you want one of these functions of optax, you have two ways: train the table densely, or use `optax.multi_transform` to apply the function to all parameters except the table.
 
-To clip by a global norm, clip the gradients before the step: `grads, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())`. Then call `te.rows.apply_gradients` with these gradients. The norm is the same as with dense gradients.
+If you want to clip by the global norm, there is a third way: clip the gradients before the step, by `grads, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())`. Then pass these gradients to `te.rows.apply_gradients`. The norm is the same as with dense gradients.
 
-The second column is from the error message. It names the transformation and the operation that may mix rows.
+The second column is from the error message. It says which transformation is refused, and which operation of this transformation may mix table rows.
 
 | optimizer | why |
 | --- | --- |
@@ -214,9 +214,7 @@ The second column is from the error message. It names the transformation and the
 
 ### Not checked
 
-With the plain arguments of this page, `te.rows.apply_gradients` cannot trace these, so the page does not say whether they can train by rows. Some of them need the loss function, the gradients of each example, or parameters in a special form.
-
-{unknown}.
+For the two lists above, a test calls each function with simple arguments, such as a learning rate of 0.1. With such arguments, jax cannot trace some functions, because they need the loss function, the gradients of each example, or parameters in a special form, or for a similar reason. So this page does not say whether you can use {unknown}.
 """
 
 

@@ -129,7 +129,7 @@ def test_load_adds_the_rows_that_each_owner_drops(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("narrow", ["sent", "received"])
+@pytest.mark.parametrize("narrow", ["most_sent", "most_received"])
 def test_rows_that_do_not_fit_are_nan_and_counted(narrow, monkeypatch):
     def plan(*arguments):
         return plan_buffers(*arguments)._replace(**{narrow: 8})
@@ -150,7 +150,7 @@ def test_rows_that_do_not_fit_are_nan_and_counted(narrow, monkeypatch):
     assert (is_lost.sum(axis=1) == 10).all()
     # The owner counts each row once.
     load = te.rows.exchange_load(table, ids, capacity=16.0)
-    assert load["dropped"] == {"sent": 8 * 10, "received": 10}[narrow]
+    assert load["dropped"] == {"most_sent": 8 * 10, "most_received": 10}[narrow]
     equal(load["rows"].reshape(-1), np.where(np.arange(8) == 2, 18, 0))
     expected = np.zeros_like(TABLE)
     np.add.at(expected, ids[~is_lost], 1)

@@ -13,7 +13,7 @@ from refused import each_raises
 from steps import add
 
 import transformer_embed as te
-from transformer_embed._src.rows.distinct_ids import count_below
+from transformer_embed._src.rows.distinct_ids import count_below, distinct_ascending
 from transformer_embed._src.rows.gathered_rows import GatheredRows, as_keys, new_marks
 
 IDS = np.array([1, 3, 3, 4])
@@ -28,6 +28,12 @@ def test_binary_search_counts_the_numbers_below(length):
     ascending, values = np.int32([2 * n for n in range(length)]), np.arange(-1, 2 * length + 1)
     counts = count_below(jnp.asarray(ascending), jnp.asarray(values, jnp.int32))
     equal(counts, np.searchsorted(ascending, values))
+
+
+def test_distinct_ids_ascend_and_are_followed_by_numbers_past_the_table():
+    """Values past the table are dropped, whichever they are."""
+    found = distinct_ascending(jnp.array([5, 9, 2, 7, 2, 6]), 6, 4)
+    assert found.tolist() == [2, 5, 8, 9]
 
 
 def test_rows_look_like_the_table():

@@ -5,7 +5,7 @@ import pytest
 from jax import P
 from layouts import HAS_NESTED_MAPS
 
-# Those of the page "Optimizers that train by rows" take any; these differ in their state.
+# `test_optimizers.py` tries every optimizer of optax; these differ in the state that they keep.
 OPTIMIZERS = [
     "optax.sgd(0.1)",
     "optax.sgd(0.1, momentum=0.9, nesterov=True)",

@@ -80,6 +80,8 @@ def test_a_mask_with_gaps_is_one_sequence():
             tokens = T.from_mask(ids != 0, **options)
             equal(tokens, T.from_ids(ids, pad_id=0, **options))
             equal(jax.jit(functools.partial(T.from_mask, **options))(ids != 0), tokens)
+    tokens = T.from_mask([[False, True, False, True]], start=2, at_padding=1)
+    equal(tokens.positions, [[1, 2, 1, 3]])
     assert T.from_mask(np.zeros((2, 0), bool)).positions.shape == (2, 0)
 
 

@@ -295,6 +295,8 @@ def test_log_probs_among_kept_ids_equal_a_dense_softmax_over_them(function):
 def test_of_equal_ids_the_lower_one_is_first_and_no_gradient_is_left():
     table = np.float32([[0], [1], [2], [1], [2], [2]])
     assert te.linear_top_k([1.0], table, 5)[1].tolist() == [2, 4, 5, 1, 3]
+    accuracy = lambda label: te.linear_cross_entropy([1.0], table, label, with_metrics=True)[1][0]
+    assert [accuracy(label) for label in (2, 4, 5)] == [1, 0, 0]
     of_x = jax.grad(lambda x: te.linear_top_k(x, table, 2)[0].sum())(jnp.ones(1))
     equal(of_x, 0)
 
@@ -488,6 +490,33 @@ def test_a_softcap_keeps_bans_and_their_gradients_finite():
     want = jax.value_and_grad(functools.partial(loss, whole), (0, 1, 2))(X, TABLE, BANS)
     found = jax.value_and_grad(chunked, (0, 1, 2))(X, TABLE, BANS)
     near(found, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_logit_far_below_the_largest_is_not_a_ban():
+    log_probs, ids = te.linear_top_k([1.0], np.float32([[0], [-2e30]]), 2)
+    near(log_probs, [0, -2e30], rtol=ERROR)
+    assert ids.tolist() == [0, 1]
+
+
+def test_an_entropy_counts_if_any_candidate_does():
+    labels = np.stack([LABELS, LABELS, LABELS], -1)
+    mask = np.array([False, True, False])
+    options = {"with_entropy": True, "mask": np.broadcast_to(mask, labels.shape)}
+    found, entropies = te.linear_log_probs(X, TABLE, labels, **options)
+    near(entropies, te.linear_log_probs(X, TABLE, LABELS, with_entropy=True)[1], rtol=ERROR)
+    assert np.isfinite(found).all((0, 1)).tolist() == mask.tolist()
+
+
+def test_an_infinite_divergence_has_finite_gradients():
+    """The teacher predicts ids that the student bans."""
+
+    def loss(x, teacher_x):
+        student = te.OutputLayer(TABLE, BANS)
+        return te.linear_divergence(x, student, teacher_x, TEACHER, reduction="none").sum()
+
+    value, gradients = jax.value_and_grad(loss, (0, 1))(X, TEACHER_X)
+    assert value == np.inf
+    assert all(np.isfinite(gradient).all() for gradient in gradients)
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, 2e36, np.inf, np.nan])

@@ -26,17 +26,21 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 DrawnScaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling | LongRopeScaling
-# The names of the rows, and the names of the columns.
-Tokens = tuple[Sequence[str] | None, Sequence[str] | None]
+# The names of the rows, and the names of the columns; None for numbers.
+AxisNames = tuple[Sequence[str] | None, Sequence[str] | None]
+# The tones of a mask.
 HIDDEN, SOME, ALLOWED = "#E6E6E6", "#6BAED6", "#0B3C5D"
-# Blue, vermilion, bluish green and black from Okabe and Ito's colour-blind-safe palette.
+# The markers and colours of the pairs: blue, vermilion, bluish green and black from Okabe and Ito's
+# palette, which colour-blind people can tell apart.
 STYLES = (("o", "#0072B2"), ("s", "#D55E00"), ("^", "#009E73"), ("D", "#000000"))
+# A matrix with more rows or columns than this has no lines between its cells.
 MOST_CELLS_WITH_LINES = 64
-# `mask_to_bias` adds half of the lowest number of a dtype, and another bias may add a quarter. In
-# float16, this number remains. The softmax of such a low logit is 0 in any dtype.
+# A bias of this or less hides a key. `mask_to_bias` adds half of the lowest number of a dtype, and
+# another bias may take a quarter off: in float16, this number remains. The softmax of such a low
+# logit is 0 in any dtype.
 HIDING_BIAS = -16376
-# A legend that would cover the picture goes beside it.
-BESIDE: Any = {
+# The options of a legend beside the picture, since one inside would cover the picture.
+LEGEND_BESIDE: Any = {
     "loc": "upper left",
     "bbox_to_anchor": (1.02, 1),
     "borderaxespad": 0,
@@ -81,9 +85,10 @@ def plot_encoding(
         The picture of Alammar, "The Illustrated Transformer" (2018),
         https://jalammar.github.io/illustrated-transformer/
     """
-    values = _matrix("encoding", encoding)
-    image = _image(ax, values, ("position (tokens)", "channel"), (tokens, None), aspect="auto")
-    return _signed(image, "value", limit)
+    values = _as_matrix("encoding", encoding)
+    axis_labels = ("position (tokens)", "channel")
+    image = _draw_matrix(ax, values, axis_labels, (tokens, None), aspect="auto")
+    return _add_colour_bar(image, "value", limit)
 
 
 def plot_mask(
@@ -132,16 +137,16 @@ def plot_mask(
     else:
         tones = {"hidden": HIDDEN, "may attend": ALLOWED}
         mask = arguments.as_mask("mask", mask)
-    # Each value is the index of its tone. Interpolation would mix them.
+    # Each value of the mask is the index of its tone. Interpolation would mix tones.
     colors = matplotlib("colors").ListedColormap(list(tones.values()))
     options = {"cmap": colors, "vmin": 0, "vmax": len(tones) - 1, "interpolation": "nearest"}
-    names = (query_tokens, key_tokens)
-    image = _queries_and_keys(ax, _matrix("mask", mask), names, **options)
-    patches = [
-        matplotlib("patches").Patch(facecolor=tone, edgecolor="grey", label=label)
-        for label, tone in reversed(tones.items())
-    ]
-    image.axes.legend(handles=patches, **BESIDE)
+    values = _as_matrix("mask", mask)
+    image = _draw_queries_and_keys(ax, values, (query_tokens, key_tokens), **options)
+    make_patch = matplotlib("patches").Patch
+    patches = []
+    for label, tone in reversed(tones.items()):
+        patches.append(make_patch(facecolor=tone, edgecolor="grey", label=label))
+    image.axes.legend(handles=patches, **LEGEND_BESIDE)
     return image.axes
 
 
@@ -157,25 +162,28 @@ def plot_rotary(
 
     Use it to see how fast each pair of channels turns, with a base or a scaling.
 
-    `apply_rotary` rotates the point (1, 0) in the pair of the innermost circle, (2, 0) in the next
-    pair, and so on; the radii only keep the circles apart. The first pair rotates fastest and is
-    innermost.
+    The circles are drawn for up to four pairs. The first pair, which rotates fastest, has the
+    innermost circle. Each dot is what `apply_rotary` makes of the same point, (1, 0) on the
+    innermost circle, (2, 0) on the next one and so on, at another position. The radii mean
+    nothing: they only keep the circles apart.
 
     Args:
         positions: The positions, [length], integers or float32.
         head_dim: The channels of a head, even.
         ax: The Axes to draw on. If None, a new pyplot figure is made.
-        base: As in `apply_rotary`.
-        scaling: As in `apply_rotary`. An attention factor moves the dots off their circles.
+        base: The base of the rotation's frequencies, as `apply_rotary` takes it.
+        scaling: The scaling of the frequencies for long texts, as `apply_rotary` takes it. A
+            scaling with an attention factor moves the dots off their circles.
 
     Returns:
-        The Axes, with the first channel of a pair across and its second channel up, and a legend
-        of the pairs: four, from the first, an eighth of the head apart. The first six dots of the
-        innermost circle are labelled with their positions.
+        The Axes, with the first channel of a pair across and the second channel up, and a legend of
+        the pairs: from the first pair on, four pairs that are an eighth of the head apart. The
+        first six dots of the innermost circle are labelled with their positions.
 
     Raises:
-        TypeError: as `apply_rotary`.
-        ValueError: as `apply_rotary`.
+        TypeError: positions are traced, or are not integers or floats; head_dim is not a Python
+            int; or another argument has a type that `apply_rotary` refuses.
+        ValueError: head_dim is odd, or `apply_rotary` refuses base or scaling.
 
     Example:
         >>> import transformer_embed as te
@@ -187,30 +195,29 @@ def plot_rotary(
         Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), figure 1,
         https://arxiv.org/abs/2104.09864
     """
-    array = arguments.as_array("positions", positions)
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        raise arguments.type_error("positions", "numbers", array)
-    points = np.atleast_1d(arguments.on_host("positions", array))
+    position_array = arguments.as_array("positions", positions)
+    if jnp.issubdtype(position_array.dtype, jax.dtypes.prng_key):
+        raise arguments.type_error("positions", "numbers", position_array)
+    drawn_positions = np.atleast_1d(arguments.on_host("positions", position_array))
     head_dim = arguments.size("head_dim", head_dim)
     half = head_dim // 2
+    # Channels `pair` and `pair + half` are a pair in the layout "half".
     pairs = range(0, half, max(1, half // 8))[:4]
-    # The point (radius, 0) in each pair of channels.
-    x = np.zeros([len(points), 1, head_dim], np.float32)
-    x[..., pairs] = range(1, len(pairs) + 1)
-    rotated = np.asarray(apply_rotary(x, points, base=base, scaling=scaling))[:, 0]
-    ax = _axes(ax)
+    # In the pair of the circle of radius r, each head [position, 1, channel] has the point (r, 0).
+    heads = np.zeros([len(drawn_positions), 1, head_dim], np.float32)
+    heads[..., pairs] = range(1, len(pairs) + 1)
+    rotated_heads = apply_rotary(heads, drawn_positions, base=base, scaling=scaling)
+    rotated = np.asarray(rotated_heads)[:, 0]
+    ax = _axes_or_new(ax)
     ax.set(xlabel="first channel of the pair", ylabel="second channel of the pair")
     ax.set(aspect="equal", xmargin=0.1, ymargin=0.1)
-    circle = matplotlib("patches").Circle
     for radius, pair in enumerate(pairs, 1):
-        ax.add_patch(circle((0, 0), radius, fill=False, color="0.8", zorder=0))
-        marker, color = STYLES[radius - 1]
-        style = {"marker": marker, "color": color, "linestyle": "", "markersize": 3.5}
-        ax.plot(rotated[:, pair], rotated[:, pair + half], label=f"pair {pair}", **style)
+        _draw_circle(ax, radius, rotated[:, [pair, pair + half]], f"pair {pair}")
     title = "A circle for each pair;\nradii keep them apart.\nNumbers: positions."
-    ax.legend(title=title, **BESIDE)
-    # The first pair rotates by a radian at each position: a seventh number would lie on the first.
-    _number(ax, points[:6], rotated[:, [0, half]])
+    ax.legend(title=title, **LEGEND_BESIDE)
+    # The first pair turns by a radian at each position, and 6 radians are almost a full turn. So a
+    # seventh number would lie on the first.
+    _write_positions(ax, drawn_positions[:6], rotated[:6, [0, half]])
     return ax
 
 
@@ -239,7 +246,8 @@ def plot_bias(
 
     Raises:
         TypeError: bias is traced.
-        ValueError: as `plot_mask`.
+        ValueError: bias is not one matrix or is empty; there is not one token for each row or
+            column.
 
     Example:
         >>> import jax.numpy as jnp
@@ -253,31 +261,39 @@ def plot_bias(
     Source:
         Press et al., "Train Short, Test Long" (2022), figure 3, https://arxiv.org/abs/2108.12409
     """
-    values = _matrix("bias", bias)
-    shown = np.ma.masked_where(~(values > HIDING_BIAS), values)
-    image = _queries_and_keys(ax, shown, (query_tokens, key_tokens))
-    return _signed(image, "added to the logit")
+    values = _as_matrix("bias", bias)
+    # NaN compares as False, so cells that are NaN are masked too.
+    is_shown = values > HIDING_BIAS
+    shown_values = np.ma.masked_where(~is_shown, values)
+    image = _draw_queries_and_keys(ax, shown_values, (query_tokens, key_tokens))
+    return _add_colour_bar(image, "added to the logit")
 
 
 def matplotlib(module: str) -> Any:
-    """Returns a module of matplotlib, which is slow to load, and need not be installed."""
+    """Returns a module of matplotlib, such as "colors".
+
+    It is imported at the first call, because matplotlib is slow to load and need not be installed.
+    """
     try:
         return importlib.import_module(f"matplotlib.{module}")
     except ImportError as error:
         raise ImportError(f"{error}; pip install '.[plots]' installs it") from error
 
 
-def _axes(ax: "Axes | None") -> "Axes":
-    """Returns the Axes to draw on."""
+def _axes_or_new(ax: "Axes | None") -> "Axes":
+    """Returns the Axes that the caller passed, or the Axes of a new figure of pyplot."""
     if ax is not None:
         return ax
-    # pyplot chooses a backend; a given Axes already has one.
+    # pyplot is loaded only here, because it chooses a backend, which a given Axes has already.
     _, new_ax = matplotlib("pyplot").subplots(layout="constrained")
     return new_ax
 
 
-def _matrix(name: str, array: ArrayLike) -> Float64[np.ndarray, "rows columns"]:
-    """Returns a matrix that is not empty, without leading axes of length 1."""
+def _as_matrix(name: str, array: ArrayLike) -> Float64[np.ndarray, "rows columns"]:
+    """Returns an array as a matrix of float64, without leading axes of length 1.
+
+    Raises a ValueError if the array is empty or has several matrices.
+    """
     values = np.asarray(arguments.on_host(name, arguments.as_array(name, array)), np.float64)
     if values.ndim < 2 or not values.size or math.prod(values.shape[:-2]) > 1:
         want = "a matrix that is not empty (choose one by an index, such as x[0])"
@@ -285,61 +301,98 @@ def _matrix(name: str, array: ArrayLike) -> Float64[np.ndarray, "rows columns"]:
     return values.reshape(values.shape[-2:])
 
 
-def _number(ax: "Axes", positions: Any, points: np.ndarray) -> None:
-    """Writes numbers of positions outwards of their points."""
-    for position, point in zip(positions, points, strict=False):
+def _draw_circle(ax: "Axes", radius: int, points: np.ndarray, label: str) -> None:
+    """Draws a circle around the origin, and points [n, 2] in the style of the circle."""
+    circle = matplotlib("patches").Circle((0, 0), radius, fill=False, color="0.8", zorder=0)
+    ax.add_patch(circle)
+    marker, color = STYLES[radius - 1]
+    style = {"marker": marker, "color": color, "linestyle": "", "markersize": 3.5}
+    ax.plot(points[:, 0], points[:, 1], label=label, **style)
+
+
+def _write_positions(ax: "Axes", positions: np.ndarray, points: np.ndarray) -> None:
+    """Writes the number of each position beside its point [n, 2], away from the origin."""
+    for position, point in zip(positions, points, strict=True):
         number = f"{position:g}"
-        # In points: a letter is about 6 wide, and a dot 4.
-        outwards = point * (5 + 3 * len(number))
-        text = ax.annotate(number, point, outwards, textcoords="offset points", fontsize="small")
+        # The distance is in printer's points, of which a digit is about 6 wide and a dot 4.
+        distance = 5 + 3 * len(number)
+        offset = point * distance
+        text = ax.annotate(number, point, offset, textcoords="offset points", fontsize="small")
         text.set(ha="center", va="center")
 
 
-def _image(
-    ax: Any, values: np.ndarray, labels: tuple[str, str], tokens: Tokens, **options: Any
+def _draw_matrix(
+    ax: "Axes | None",
+    values: np.ndarray,
+    axis_labels: tuple[str, str],
+    names: AxisNames,
+    **options: Any,
 ) -> "AxesImage":
-    """Draws a matrix with labels and names of its rows and columns; without names, numbers."""
-    ax = _axes(ax)
+    """Draws a matrix; cells that are NaN or masked are hatched.
+
+    Args:
+        ax: The Axes to draw on, or None for a new figure.
+        values: The matrix.
+        axis_labels: The label of the vertical axis, and the label of the horizontal one.
+        names: The names of the rows and of the columns; None for numbers.
+        **options: The options of `imshow`.
+    """
+    ax = _axes_or_new(ax)
     image = ax.imshow(values, **options)
-    # The patch behind the image is seen where the matrix has no value.
+    # Where the matrix has no value, the patch behind the image is seen.
     ax.patch.set(hatch="////", edgecolor="0.75", linewidth=0)
-    sides = zip((ax.yaxis, ax.xaxis), labels, values.shape, tokens, (0, 90), strict=True)
-    for axis, label, size, names, rotation in sides:
-        axis.set_label_text(label)
-        # A matrix with few rows would get ticks between them.
-        axis.set_major_locator(matplotlib("ticker").MaxNLocator(integer=True, min_n_ticks=1))
-        if names is not None:
-            named = arguments.entries("tokens", names, lambda _, token: token)
-            arguments.check_same("tokens", f"a name for each {label}", len(named), size)
-            # "$x$" is a token, not a formula.
-            axis.set_ticks(range(size), named, parse_math=False, rotation=rotation)
+    row_count, column_count = values.shape
+    row_names, column_names = names
+    row_label, column_label = axis_labels
+    _label_axis(ax.yaxis, row_label, row_count, row_names, rotation=0)
+    _label_axis(ax.xaxis, column_label, column_count, column_names, rotation=90)
     return image
 
 
-def _queries_and_keys(
-    ax: "Axes | None", values: np.ndarray, tokens: Tokens, **options: Any
+def _label_axis(
+    axis: Any, label: str, count: int, names: Sequence[str] | None, rotation: int
+) -> None:
+    """Labels an axis of a picture, and the ticks of its rows or columns with names or numbers."""
+    axis.set_label_text(label)
+    # A matrix with few rows would get ticks between them.
+    axis.set_major_locator(matplotlib("ticker").MaxNLocator(integer=True, min_n_ticks=1))
+    if names is None:
+        return
+    # This accepts any sequence, of anything that has a text.
+    checked_names = arguments.entries("tokens", names, lambda _, token: token)
+    arguments.check_same("tokens", f"a name for each {label}", len(checked_names), count)
+    # "$x$" is a token, not a formula.
+    axis.set_ticks(range(count), checked_names, parse_math=False, rotation=rotation)
+
+
+def _draw_queries_and_keys(
+    ax: "Axes | None", values: np.ndarray, names: AxisNames, **options: Any
 ) -> "AxesImage":
     """Draws a matrix [T, S], with lines between the cells if they are few."""
-    labels = ("query (token that attends)", "key (token attended to)")
-    image = _image(ax, values, labels, tokens, **options)
+    axis_labels = ("query (token that attends)", "key (token attended to)")
+    image = _draw_matrix(ax, values, axis_labels, names, **options)
     queries, keys = values.shape
     if max(queries, keys) <= MOST_CELLS_WITH_LINES:
         line = {"color": "white", "linewidth": 1}
+        # The centre of the first cell is at 0, so its edges are at -0.5 and 0.5.
         image.axes.hlines(np.arange(1, queries) - 0.5, -0.5, keys - 0.5, **line)
         image.axes.vlines(np.arange(1, keys) - 0.5, -0.5, queries - 0.5, **line)
     return image
 
 
-def _signed(image: Any, label: str, limit: float | None = None) -> "Axes":
-    """Returns the Axes of an image, with a colour bar for values from -limit to limit."""
+def _add_colour_bar(image: Any, label: str, limit: float | None = None) -> "Axes":
+    """Colours an image from blue at -limit to red at limit, and returns its Axes with a colour bar.
+
+    If the limit is None, it is the largest magnitude in the image.
+    """
     if limit is None:
-        # If all values are zeros, or there is no value, the colours need a range all the same.
-        most = np.abs(image.get_array()).max() or 1.0
+        # If all values are zeros, or all are masked, the colours need a range all the same.
+        highest = np.abs(image.get_array()).max() or 1.0
         extend = "neither"
     else:
         # Values may lie beyond the limit, so the ends of the bar are arrows.
-        most = arguments.positive("limit", limit)
+        highest = arguments.positive("limit", limit)
         extend = "both"
-    image.set(cmap="RdBu_r", clim=(-most, most))
+    image.set(cmap="RdBu_r", clim=(-highest, highest))
     image.axes.figure.colorbar(image, label=label, extend=extend)
     return image.axes

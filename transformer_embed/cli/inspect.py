@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _read(args: argparse.Namespace) -> pretrained.PretrainedInput:
-    """Returns the input layer of a checkpoint or of a config.json, which the flags may describe."""
+    """Returns the input layer of the checkpoint or the config.json that the arguments name."""
     settings = {}
     if args.settings is not None:
         settings = _read_settings(pathlib.Path(args.settings).expanduser())
@@ -114,25 +114,28 @@ def _read_settings(path: pathlib.Path) -> dict[str, Any]:
 
 def _print_parameters(found: pretrained.PretrainedInput) -> None:
     """Prints each parameter of the layer, and how many a whole model has beside it."""
-    names = found.names or {}
-    own = {name for name in names if name.startswith(LAYER)}
-    for name in sorted(own):
-        module, _, leaf = name.rpartition("/")
+    tensor_names = found.names or {}
+    layer_paths = [path for path in tensor_names if path.startswith(LAYER)]
+    for path in sorted(layer_paths):
+        module, _, leaf = path.rpartition("/")
         array = found.params[module][leaf]
-        print(f"{shown(name)}\n  {array.dtype}{list(array.shape)}, from {shown(names[name])}")
-    if len(own) < len(names):
-        print(f"beside the layer\n  {len(names) - len(own)} parameters")
+        tensor_name = shown(tensor_names[path])
+        print(f"{shown(path)}\n  {array.dtype}{list(array.shape)}, from {tensor_name}")
+    others = len(tensor_names) - len(layer_paths)
+    if others:
+        print(f"beside the layer\n  {others} parameters")
 
 
 def _print_layers(found: pretrained.PretrainedInput) -> None:
-    """Prints the rotation and the mask of the layers, of equal ones once."""
-    # A mapping has no hash, and an array in it no truth value, so equal layers have equal texts.
-    numbers_of_text = collections.defaultdict(list)
-    for number, layer in enumerate(found.layers):
-        numbers_of_text[repr(layer)].append(number)
-    for numbers in numbers_of_text.values():
-        layer = found.layers[numbers[0]]
-        print(f"{shown(layer.type)}, in layers {', '.join(map(str, numbers))}")
+    """Prints the rotation and the mask of the layers, once for all layers that are equal."""
+    # Layers are compared by their texts. They cannot be keys themselves, because they hold
+    # dictionaries, and arrays inside have no truth value for ==.
+    indices_by_text = collections.defaultdict(list)
+    for index, layer in enumerate(found.layers):
+        indices_by_text[repr(layer)].append(index)
+    for indices in indices_by_text.values():
+        layer = found.layers[indices[0]]
+        print(f"{shown(layer.type)}, in layers {', '.join(map(str, indices))}")
         if layer.rotary is not None:
             print(f"  apply_rotary(x, positions, {_arguments(layer.rotary)})")
         if layer.query_scale is not None:
@@ -141,17 +144,20 @@ def _print_layers(found: pretrained.PretrainedInput) -> None:
 
 
 def _code(value: Any) -> str:
-    """Returns code that makes a value, after `import transformer_embed as te`."""
-    # The repr of a dtype is code of numpy.
+    """Returns code that makes a value, after `import transformer_embed as te`.
+
+    Fields of a config that have their defaults are left out.
+    """
+    # The repr of a dtype, "dtype('float32')", would need numpy. Its name does as well.
     if isinstance(value, np.dtype):
         return repr(value.name)
     if not dataclasses.is_dataclass(value):
         return repr(value)
-    options = {
-        field.name: getattr(value, field.name)
-        for field in dataclasses.fields(value)
-        if getattr(value, field.name) != field.default
-    }
+    options = {}
+    for field in dataclasses.fields(value):
+        field_value = getattr(value, field.name)
+        if field_value != field.default:
+            options[field.name] = field_value
     return f"te.{type(value).__name__}({_arguments(options)})"
 
 

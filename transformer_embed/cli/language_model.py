@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import haiku as hk
 import jax
@@ -20,7 +21,7 @@ D_MODEL = 128
 NUM_HEADS = 4
 NUM_LAYERS = 2
 CONTEXT = 128
-# These two are for each device.
+# The texts in a training batch, and the tokens in a batch that is scored, for each device.
 BATCH_SIZE = 4
 EVALUATION_TOKENS = 8192
 PEAK_LEARNING_RATE = 5e-3
@@ -62,7 +63,7 @@ def next_byte_logits(positions: str, ids: UInt8[Array, "b t"]) -> Float[Array, "
 
 
 def _attention(positions: str, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-    """Runs causal attention, which some positions change."""
+    """Runs causal attention; rotary positions turn queries and keys, and ALiBi adds a bias."""
     tokens = te.TokenPositions.from_offset(0, x.shape[1])
     heads = (*x.shape[:2], NUM_HEADS, D_MODEL // NUM_HEADS)
     query, key, value = (
@@ -80,19 +81,65 @@ def _attention(positions: str, x: Float[Array, "b t d"]) -> Float[Array, "b t d"
     return hk.Linear(D_MODEL, name="attended")(attended.reshape(x.shape))
 
 
-def train(text: bytes, positions: str, *, steps: int, seed: int) -> tuple[ModelParams, list[float]]:
-    """Trains on a text but its end; equal arguments give equal results on one machine.
+class TrainedModel(NamedTuple):
+    """A trained model, and how well it predicts the held-out end of the text.
 
-    Returns the parameters, and bits per byte of held-out texts of LENGTHS, as far as the model has
-    positions for such texts.
+    Args:
+        params: The parameters, as `model` takes them.
+        bits_per_byte: The score for texts of each of LENGTHS, as far as the model has positions for
+            such texts. Lower is better.
     """
-    training, held_out = split(text)
-    windows = _windows(training, CONTEXT)
+
+    params: ModelParams
+    bits_per_byte: list[float]
+
+
+def train(text: bytes, positions: str, *, steps: int, seed: int) -> TrainedModel:
+    """Trains on a text except its end, and scores the model on the end.
+
+    Equal arguments give equal results on one machine.
+    """
+    training_ids, held_out_ids = split(text)
     mesh = Mesh(jax.devices(), ("data",))
     over_devices = NamedSharding(mesh, PartitionSpec("data"))
-    bits, optimizer = jax.jit(functools.partial(_bits, positions)), _optimizer(steps)
+    # Compiled once for each shape of windows, and used for training and for scoring.
+    bits = jax.jit(functools.partial(_bits, positions))
+    params = _trained_params(training_ids, positions, bits, over_devices, steps, seed)
+    # Learned positions end with the lengths that were trained.
+    lengths = LENGTHS[:1] if positions == "learned" else LENGTHS
+    scores = []
+    with _bar(len(lengths), f"{positions}, scoring", "length", 1) as bar:
+        for length in lengths:
+            bits_of_model = functools.partial(bits, params)
+            scores.append(_score(bits_of_model, held_out_ids, over_devices, length))
+            bar.update()
+    return TrainedModel(params=params, bits_per_byte=scores)
+
+
+def _trained_params(
+    ids: np.ndarray,
+    positions: str,
+    bits: Callable,
+    over_devices: NamedSharding,
+    steps: int,
+    seed: int,
+) -> ModelParams:
+    """Returns the parameters after training on random windows of a text.
+
+    Args:
+        ids: The bytes of the text.
+        positions: The positions of the model.
+        bits: `_bits` for these positions, compiled.
+        over_devices: The sharding of batches; parameters are whole on each device of the mesh.
+        steps: The number of training steps.
+        seed: The seed of the first parameters and of the batches.
+    """
+    windows = _windows(ids, CONTEXT)
+    optimizer = _optimizer(steps)
     step = _step_of(bits, optimizer)
-    batch_size, rng = BATCH_SIZE * mesh.size, np.random.default_rng(seed)
+    mesh = over_devices.mesh
+    batch_size = BATCH_SIZE * mesh.size
+    rng = np.random.default_rng(seed)
     with _bar(steps, f"{positions}, compiling", " tokens", batch_size * CONTEXT) as bar:
         params = model(positions).init(jax.random.key(seed), jnp.zeros([1, CONTEXT], jnp.uint8))
         params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
@@ -104,24 +151,24 @@ def train(text: bytes, positions: str, *, steps: int, seed: int) -> tuple[ModelP
                 bar.set_description(f"{positions}, training", refresh=False)
                 bar.set_postfix_str(f"loss={float(loss):.2f}", refresh=False)
             bar.update()
-    lengths = LENGTHS[:1] if positions == "learned" else LENGTHS
-    score = functools.partial(_score, functools.partial(bits, params), held_out, over_devices)
-    with _bar(len(lengths), f"{positions}, scoring", "length", 1) as bar:
-        scores = []
-        for length in lengths:
-            scores.append(score(length))
-            bar.update()
-    return params, scores
+    return params
 
 
 def _bar(total: int, name: str, unit: str, size: int) -> tqdm:
-    """Returns a progress bar, which is hidden unless stderr is a terminal."""
+    """Returns a progress bar, which is hidden unless stderr is a terminal.
+
+    Args:
+        total: The number of updates.
+        name: What the bar begins with.
+        unit: What an update is, in words.
+        size: How many units an update is.
+    """
     options = {"unit": unit, "unit_scale": size, "bar_format": BAR, "leave": False}
     return tqdm(total=total, desc=name, ncols=79, disable=None, **options)
 
 
 def _step_of(bits: Callable, optimizer: optax.GradientTransformation) -> Callable:
-    """Returns the compiled training step."""
+    """Returns the compiled training step, for `bits` as `_bits` makes it."""
 
     # The new parameters and state take the memory of the old ones.
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -142,14 +189,19 @@ def model(positions: str) -> hk.Transformed:
 def _score(bits: Callable, text: np.ndarray, over_devices: NamedSharding, length: int) -> float:
     """Returns bits per byte of a text that is read in windows of this length.
 
-    Each byte is scored once, except the first one and a remainder shorter than a window.
+    Each byte is scored once, except the first one and a remainder shorter than a window. `bits`
+    takes windows [b, length + 1], and returns the bits per byte of each.
     """
-    pieces = _windows(text, length)[::length]
-    size = EVALUATION_TOKENS // length * over_devices.num_devices
-    # All batches have one shape, so that it compiles once: pieces come again in the last one.
-    batches = np.resize(pieces, (-(-len(pieces) // size), size, length + 1))
-    found = [bits(jax.device_put(batch, over_devices)) for batch in batches]
-    return float(np.concatenate(found)[: len(pieces)].mean(dtype=np.float64))
+    # Windows at each multiple of the length: a window's last byte is the next window's first.
+    windows = _windows(text, length)[::length]
+    batch_size = EVALUATION_TOKENS // length * over_devices.num_devices
+    batch_count = math.ceil(len(windows) / batch_size)
+    # All batches have one shape, so that `bits` compiles once. The last batch is filled up with the
+    # first windows, whose second scores are left out.
+    batches = np.resize(windows, (batch_count, batch_size, length + 1))
+    scores_of_batches = [bits(jax.device_put(batch, over_devices)) for batch in batches]
+    scores = np.concatenate(scores_of_batches)[: len(windows)]
+    return float(scores.mean(dtype=np.float64))
 
 
 def _bits(positions: str, params: ModelParams, windows: UInt8[Array, "b t"]) -> Float[Array, "b"]:
@@ -161,9 +213,9 @@ def _bits(positions: str, params: ModelParams, windows: UInt8[Array, "b t"]) -> 
 
 def split(text: bytes) -> tuple[np.ndarray, np.ndarray]:
     """Splits a text of at least SHORTEST_TEXT bytes into bytes to train on and a held-out end."""
-    held_out = max(LENGTHS[-1] + 1, int(len(text) * HELD_OUT))
+    held_out_size = max(LENGTHS[-1] + 1, int(len(text) * HELD_OUT))
     ids = np.frombuffer(text, np.uint8)
-    return ids[:-held_out], ids[-held_out:]
+    return ids[:-held_out_size], ids[-held_out_size:]
 
 
 def _optimizer(steps: int) -> optax.GradientTransformation:
@@ -178,5 +230,8 @@ def _optimizer(steps: int) -> optax.GradientTransformation:
 
 
 def _windows(ids: np.ndarray, length: int) -> np.ndarray:
-    """Returns a view [starts, length + 1]: at each start, a text and the byte after it."""
+    """Returns all windows of a text as a view [starts, length + 1], without a copy.
+
+    The row at a start has `length` bytes from there on, and the byte after them.
+    """
     return np.lib.stride_tricks.sliding_window_view(ids, length + 1)

@@ -64,18 +64,22 @@ def add_to(commands: Any) -> None:
 
 
 def _names(text: str) -> list[str]:
-    """Returns the names in a list with commas, each of which may stand there once."""
+    """Returns the names in a list with commas; an unknown or a repeated name is an error."""
     names = text.split(",")
-    if len({*names} & {*POSITION_NAMES}) < len(names):
+    known_names = {*names} & {*POSITION_NAMES}
+    if len(known_names) < len(names):
         raise argparse.ArgumentTypeError(f"wanted some of {','.join(POSITION_NAMES)}, got {text!r}")
     return names
 
 
 def run(args: argparse.Namespace) -> None:
-    """Prints each model's scores when they are known and, with --out, writes the first model."""
+    """Trains and scores a model for each of the positions, and prints a row of the table for each.
+
+    With --out, writes the first model.
+    """
     arguments.size("--steps", args.steps)
     arguments.integer("--seed", args.seed, at_least=0, at_most=2**31 - 1)
-    # An empty name is a mistake, not the absence of one.
+    # An empty name is refused by `_writable`: it is not the same as no --out.
     out = None if args.out is None else _writable(args.out)
     source = _source(args.files)
     # optax is slow to load, so arguments and files are checked first.
@@ -94,26 +98,33 @@ def run(args: argparse.Namespace) -> None:
         if not sys.stderr.isatty():
             # A progress bar is for a terminal. Elsewhere a line says what takes so long.
             print(f"{name}: training for {args.steps} steps", file=sys.stderr, flush=True)
-        params, bits = language_model.train(source.text, name, steps=args.steps, seed=args.seed)
+        trained = language_model.train(source.text, name, steps=args.steps, seed=args.seed)
         # The first model is written before the others are trained, which takes as long again.
         if out and name == args.positions[0]:
-            pretrained.save_embedder(out, language_model.config(name), params)
-        size = sum(leaf.size for leaf in jax.tree.leaves(params))
-        scores = [f"{score:.2f}" for score in bits]
-        # The model has no positions for longer texts.
-        scores += ["-"] * (len(lengths) - len(bits))
-        print(_row(name, f"{size:,}", scores), flush=True)
+            pretrained.save_embedder(out, language_model.config(name), trained.params)
+        print(_row_of_model(name, trained.params, trained.bits_per_byte, len(lengths)), flush=True)
     if out:
         print(f"\nThe model with {args.positions[0]} positions is in {args.out}.")
 
 
+def _row_of_model(name: str, params: Any, bits: Sequence[float], columns: int) -> str:
+    """Returns the line of a trained model, with dashes for texts that it has no positions for."""
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    scores = [f"{score:.2f}" for score in bits]
+    scores += ["-"] * (columns - len(scores))
+    return _row(name, f"{size:,}", scores)
+
+
 def _row(name: str, size: str, bits: Sequence[str]) -> str:
-    """Returns a line of the table."""
+    """Returns a line of the table, with a column for each score."""
     return f"{name:<22}{size:>12}" + "".join(f"{score:>14}" for score in bits)
 
 
 def _writable(name: str) -> pathlib.Path:
-    """Returns the path of a file to write, tried at once: a model that cannot be saved is lost."""
+    """Returns the path of the file for the model, or raises an error if it cannot be written.
+
+    A file is written there before the training, because a model that cannot be saved is lost.
+    """
     path = pathlib.Path(name).expanduser()
     if path.suffix.lower() != ".safetensors":
         raise ValueError(f"--out: wanted a name that ends in .safetensors, got {name!r}")
@@ -144,7 +155,7 @@ def _source(files: Sequence[str]) -> Source:
 
 
 def _library() -> Source:
-    """Returns the top-level modules of the standard library in sorted order."""
+    """Returns the source of the standard library's top-level modules, in sorted order."""
     folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))[:LIBRARY_BYTES]
     if not text:

@@ -9,14 +9,15 @@ from transformer_embed._src.pretrained.entries import ALIASES, Options
 from transformer_embed._src.pretrained.model_type import (
     FULL,
     HEAD_DIM,
+    LINEAR,
     MULTIPLIER,
     QUERY_SCALAR,
     UNSCALED,
     ModelType,
 )
 
-# The names that the entries of attention have in config.json.
-NAMES = {
+# The names that each entry of attention may have in config.json. The first that is there counts.
+NAMES_OF_ENTRIES = {
     "num_attention_heads": f"num_attention_heads {ALIASES['num_attention_heads']}",
     "num_key_value_heads": "num_key_value_heads",
     "head_dim": "head_dim",
@@ -29,15 +30,15 @@ NAMES = {
     "attention_k_eq_v": "attention_k_eq_v",
 }
 
-NAMES_OF_ATTENTION = frozenset(" ".join(NAMES.values()).split())
+NAMES_OF_ATTENTION = frozenset(" ".join(NAMES_OF_ENTRIES.values()).split())
 
 
 class AttentionFacts(NamedTuple):
-    """The attention of a layer, for `Layer`.
+    """What config.json says of the attention and the norms of one layer.
 
     Args:
-        attention: See `Layer`.
-        norm_eps: See `Layer`.
+        attention: The heads, the scale and so on, as `Layer.attention` has them; or None.
+        norm_eps: The epsilon of the norms; or None.
     """
 
     attention: Mapping[str, Any] | None
@@ -45,7 +46,9 @@ class AttentionFacts(NamedTuple):
 
 
 def attention_entries(row: ModelType, entries: Options, *, has_defaults: bool) -> dict[str, Any]:
-    """Returns the entries of attention; an entry that is no number counts as missing.
+    """Returns the entries of attention, by the keys of `NAMES_OF_ENTRIES`.
+
+    An entry that config.json has, but not as a number above 0, is None in the result.
 
     Args:
         row: The row of the model type.
@@ -53,51 +56,58 @@ def attention_entries(row: ModelType, entries: Options, *, has_defaults: bool) -
         has_defaults: Whether a missing entry has the default of transformers, because config.json
             names this type.
     """
-    found = _defaults(row.name) if has_defaults else {}
-    for name, names in NAMES.items():
-        given = [entries[alias] for alias in names.split() if alias in entries]
-        if given:
-            is_number = isinstance(given[0], int | float) and given[0] > 0
-            found[name] = given[0] if is_number else None
-    return found
+    attention = _defaults(row.name) if has_defaults else {}
+    for entry, names in NAMES_OF_ENTRIES.items():
+        name = next((name for name in names.split() if name in entries), None)
+        if name is not None:
+            value = entries[name]
+            is_number = isinstance(value, int | float) and value > 0
+            attention[entry] = value if is_number else None
+    return attention
 
 
 def _defaults(model_type: str) -> dict[str, Any]:
-    """Returns the defaults of a type, which the table has as "name=value"."""
+    """Returns the defaults of a type, or {} if the table has no line for the type.
+
+    A line is "llama num_attention_heads=32 norm_eps=1e-06".
+    """
     for line in ATTENTION_DEFAULTS.splitlines():
         name, *pairs = line.split()
         if name == model_type:
-            return {entry: json.loads(value) for entry, _, value in map(_parts, pairs)}
+            defaults = {}
+            for pair in pairs:
+                entry, _, value = pair.partition("=")
+                defaults[entry] = json.loads(value)
+            return defaults
     return {}
 
 
-def _parts(pair: str) -> tuple[str, str, str]:
-    """Returns the entry, the sign and the value of a pair."""
-    return pair.partition("=")
-
-
-def attention_facts(row: ModelType, values: Options, own: Options, kind: str) -> AttentionFacts:
-    """Returns the facts of a layer.
+def attention_facts(
+    row: ModelType, values: Options, layer_object: Options, kind: str
+) -> AttentionFacts:
+    """Returns what is known of the attention and the norms of a layer.
 
     Args:
         row: The row of the model type.
-        values: The values of all entries, those of attention under the key "attention".
-        own: What an object of config.json says for this layer alone.
+        values: The values of all entries for this layer. The entries of attention are under the key
+            "attention".
+        layer_object: The layer's object in `per_layer_config`, or {}.
         kind: The kind of the layer.
     """
+    if not row.attention:
+        return AttentionFacts(attention=None, norm_eps=None)
     entries = values["attention"]
+    norm_eps = entries.get("norm_eps")
     heads = entries.get("num_attention_heads")
-    norm_eps = entries.get("norm_eps") if row.attention else None
-    if not row.attention or not heads or not kind.endswith("_attention") or kind.startswith("lin"):
+    has_heads = kind.endswith("_attention") and kind != LINEAR
+    if not heads or not has_heads:
         return AttentionFacts(attention=None, norm_eps=norm_eps)
-    head_dim = own.get("head_dim") or entries.get("head_dim") or values["hidden_size"] // heads
-    if kind == FULL and values["global_head_dim"]:
-        head_dim = values["head_dim"]
+    head_dim = _head_dim(entries, values, layer_object, kind)
     if not head_dim:
         return AttentionFacts(attention=None, norm_eps=norm_eps)
     attention: dict[str, Any] = {
         "num_heads": heads,
-        "num_kv_heads": _kv_heads(entries, own, kind) or heads,
+        "num_kv_heads": _kv_heads(entries, layer_object, kind) or heads,
         "head_dim": head_dim,
         "scale": _scale(row, entries, head_dim),
     }
@@ -108,18 +118,30 @@ def attention_facts(row: ModelType, values: Options, own: Options, kind: str) ->
     return AttentionFacts(attention=attention, norm_eps=norm_eps)
 
 
-def _kv_heads(entries: Options, own: Options, kind: str) -> int | None:
-    """Returns the number of key-value heads, which full layers of Gemma 4 may have of their own."""
-    if own.get("num_key_value_heads"):
-        return own["num_key_value_heads"]
+def _head_dim(entries: Options, values: Options, layer_object: Options, kind: str) -> int | None:
+    """Returns the number of a head's channels; full layers of Gemma 4 have wider heads."""
+    if kind == FULL and values["global_head_dim"]:
+        # This is the layer's own value, see `layers._values_of_layer`.
+        return values["head_dim"]
+    in_entries = layer_object.get("head_dim") or entries.get("head_dim")
+    return in_entries or values["hidden_size"] // entries["num_attention_heads"]
+
+
+def _kv_heads(entries: Options, layer_object: Options, kind: str) -> int | None:
+    """Returns the number of key-value heads, or None if there are as many as heads.
+
+    Full layers of Gemma 4 may have another number than the other layers.
+    """
+    if layer_object.get("num_key_value_heads"):
+        return layer_object["num_key_value_heads"]
     if kind == FULL and entries.get("attention_k_eq_v"):
-        of_full = entries.get("num_global_key_value_heads")
-        return of_full or entries.get("num_key_value_heads")
+        in_full_layers = entries.get("num_global_key_value_heads")
+        return in_full_layers or entries.get("num_key_value_heads")
     return entries.get("num_key_value_heads")
 
 
 def _scale(row: ModelType, entries: Options, head_dim: int) -> float | None:
-    """Returns the factor of the attention logits, or None if config.json does not say it."""
+    """Returns the factor of the attention logits, or None if config.json does not say any."""
     if row.attention == HEAD_DIM:
         return head_dim**-0.5
     if row.attention == UNSCALED:

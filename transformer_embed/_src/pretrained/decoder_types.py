@@ -18,7 +18,7 @@ XGLM = SEQ2SEQ.but(tokens="embed_tokens", unread="pad_token_id")
 MPT = ModelType(
     tokens="wte",
     has_alibi=True,
-    # It has no other positions.
+    # MPT has no positions but ALiBi, whatever these two entries say.
     no_effect="learned_pos_emb alibi",
 )
 BLOOM = ModelType(
@@ -55,14 +55,4 @@ DECODER_ROWS = {
     "nemotron_h": MAMBA.but(kinds=(), tie_word_embeddings=False),
     "jamba": MAMBA.but(tokens="embed_tokens", kinds=(), tie_word_embeddings=False),
     "kimi_linear": MAMBA.but(tokens="embed_tokens", kinds=(), tie_word_embeddings=False),
-    # A layer also sees averages of other tokens, which no mask says.
-    "deepseek_v4": MAMBA.but(
-        tokens="embed_tokens embed",
-        head="lm_head head",
-        kinds=(),
-        unread="layer_types",
-        no_effect="rope_theta compress_rope_theta rope_scaling rope_parameters "
-        "compress_rope_parameters rope_interleave partial_rotary_factor",
-        tie_word_embeddings=False,
-    ),
 }

@@ -32,31 +32,35 @@ from transformer_embed._src.pretrained.recognition import (
     recognised,
     tensors_beside_head,
 )
-from transformer_embed._src.pretrained.tensors import DTYPES
 
 
 def describe_published(file: Published) -> PretrainedInput:
-    """Returns all but the parameters of a published model."""
+    """Returns the input layer of a published checkpoint, without its parameters.
+
+    Warns:
+        UserWarning: config.json has entries that are not known.
+    """
     tensors = file.tensors
     values = entry_values(file)
     model = recognised(file, is_tied=values["tie_word_embeddings"] is True)
-    others = tensors_beside_head(file, model)
+    beside_head = tensors_beside_head(file, model)
+    # The name of each parameter's tensor, by the parameter's path.
     names = model.names
-    table = names.get(OUTPUT_TABLE)
-    # As in transformers, two tables that differ are not tied, whatever config.json says.
-    if table and values["tie_word_embeddings"] and tensors.are_equal(table, names[TOKENS]):
+    # A tied output layer may be stored as a copy of the token table, which is not read twice. As in
+    # transformers, tables that differ are not tied, whatever config.json says.
+    may_be_copy = OUTPUT_TABLE in names and values["tie_word_embeddings"]
+    if may_be_copy and tensors.are_equal(names[OUTPUT_TABLE], names[TOKENS]):
         del names[OUTPUT_TABLE]
-    infos = {name: tensors.entry(tensor) for name, tensor in names.items()}
-    shapes = {name: (1, 1, *info.shape)[-2:] for name, info in infos.items()}
+    shapes = {path: _as_matrix(tensors.entry(name).shape) for path, name in names.items()}
     stack = file.side if file.row.has_stacks else ""
-    depth = number_of_layers(tensors, model.prefix + stack)
-    dtype = DTYPES[infos[TOKENS].dtype]
+    layer_count = number_of_layers(tensors, model.prefix + stack)
+    dtype = tensors.dtype(names[TOKENS])
     pretrained = call_with_named_errors(
-        f"settings and {file.place}", _described, file, values, shapes, dtype, depth
+        f"settings and {file.place}", _described, file, values, shapes, dtype, layer_count
     )
-    if others and pretrained.config.output is not None:
+    if beside_head and pretrained.config.output is not None:
         config = dataclasses.replace(pretrained.config, output=None)
-        reason = f"{file.outer} may compute its logits by {others[0]} too"
+        reason = f"{file.outer} may compute its logits by {beside_head[0]} too"
         pretrained = pretrained._replace(config=config, no_output=reason)
     if pretrained.config.output is None:
         # The tensors of an output layer that cannot be described are not read.
@@ -66,32 +70,48 @@ def describe_published(file: Published) -> PretrainedInput:
 
 
 def describe_config(file: Published) -> PretrainedInput:
-    """Returns all that a config.json says, for tensors that are not there."""
+    """Returns the input layer that a config.json describes, without any tensors.
+
+    Warns:
+        UserWarning: config.json has entries that are not known.
+    """
     values = entry_values(file)
     entries = file.entries
     dtype = entries.get("dtype") or entries.get("torch_dtype") or "float32"
 
     def described() -> PretrainedInput:
-        depth = count("num_hidden_layers", _depth(file, values))
-        return _described(file, values, _shapes(file.row, values), dtype, depth)
+        """Returns the layer; errors here are about entries of settings or config.json."""
+        layer_count = count("num_hidden_layers", _layer_count_in_config(file, values))
+        shapes = _shapes_in_config(file.row, values)
+        return _described(file, values, shapes, dtype, layer_count)
 
     return call_with_named_errors(f"settings and {file.place}", described)
 
 
-def _depth(file: Published, values: Options) -> Any:
+def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Returns the last two axes of a shape; (1, n) for a vector of length n."""
+    rows, columns = (1, 1, *shape)[-2:]
+    return rows, columns
+
+
+def _layer_count_in_config(file: Published, values: Options) -> Any:
     """Returns the number of layers that a config.json says, of the stack that is read."""
-    of_stack = file.entries.get(f"{file.side}_layers") or file.entries.get(
-        f"num_{file.side}_layers"
-    )
-    return of_stack or values["num_hidden_layers"] or len(values["layer_types"] or ())
+    # BART has "encoder_layers", and T5 has "num_decoder_layers".
+    in_stack = file.entries.get(f"{file.side}_layers")
+    in_stack = in_stack or file.entries.get(f"num_{file.side}_layers")
+    return in_stack or values["num_hidden_layers"] or len(values["layer_types"] or ())
 
 
-def _shapes(row: ModelType, values: Options) -> dict[str, tuple[int, int]]:
-    """Returns the shapes of the parameters, as config.json says them."""
+def _shapes_in_config(row: ModelType, values: Options) -> dict[str, tuple[int, int]]:
+    """Returns the shape of each parameter, as config.json says it; (1, n) for a vector.
+
+    Whether there is an output bias is not known, so it has no shape.
+    """
     may_lack = tuple(row.may_lack.split())
     width = "embedding_size" if row.widen else "hidden_size"
-    # The entry that has the number of rows of each parameter. The norm is a vector.
-    entries_of_rows = {
+    # The entry that has the number of rows of each parameter. A norm has no rows, and its shape is
+    # not used: it only says that there is a norm.
+    entry_of_rows = {
         TOKENS: _vocabulary(values),
         POSITIONS: "max_position_embeddings",
         TOKEN_TYPES: "type_vocab_size",
@@ -101,7 +121,7 @@ def _shapes(row: ModelType, values: Options) -> dict[str, tuple[int, int]]:
         OUTPUT_TABLE: _vocabulary(values),
     }
     shapes = {}
-    for name, entry in entries_of_rows.items():
+    for name, entry in entry_of_rows.items():
         part, _ = TENSORS[name]
         if not getattr(row, part) or values[entry] == 0:
             continue
@@ -118,18 +138,29 @@ def _shapes(row: ModelType, values: Options) -> dict[str, tuple[int, int]]:
 
 
 def _vocabulary(values: Options) -> str:
-    """Returns the entry that has the size of the vocabulary, of which a decoder may have one."""
-    has_own = values["side"] == STACKS[1] and values["decoder_vocab_size"]
-    return "decoder_vocab_size" if has_own else "vocab_size"
+    """Returns the name of the entry that has the size of the vocabulary.
+
+    A decoder may have another vocabulary than the encoder (Marian).
+    """
+    is_decoder = values["side"] == STACKS[1]
+    return "decoder_vocab_size" if is_decoder and values["decoder_vocab_size"] else "vocab_size"
 
 
 # --- Parts of the layer.
 
 
 def _described(
-    file: Published, values: Options, shapes: Shapes, dtype: Any, depth: int
+    file: Published, values: Options, shapes: Shapes, dtype: Any, layer_count: int
 ) -> PretrainedInput:
-    """Returns the layer that the values of all entries and the tensors describe."""
+    """Returns the input layer, without the parameters and the names of their tensors.
+
+    Args:
+        file: The files of the model.
+        values: The values of all entries.
+        shapes: The shape of each parameter, by its path; (1, n) for a vector.
+        dtype: The dtype of the token table.
+        layer_count: The number of layers that have tensors.
+    """
     row = file.row
     if values["token_dropout"]:
         want = (
@@ -137,11 +168,16 @@ def _described(
             "those of <mask> by 0"
         )
         raise arguments.value_error("token_dropout", want, True)
-    rows, width = shapes[TOKENS]
-    d_model, _ = shapes.get(WIDEN, (width, rows))
-    types, _ = shapes.get(TOKEN_TYPES, (0, width))
-    sizes = {"hidden_size": d_model, "embedding_size": width, "type_vocab_size": types}
-    sizes[_vocabulary(values)] = rows
+    rows, table_width = shapes[TOKENS]
+    # The linear layer after the table is [d_model, table_width] in the file.
+    d_model = shapes[WIDEN][0] if WIDEN in shapes else table_width
+    token_types = shapes[TOKEN_TYPES][0] if TOKEN_TYPES in shapes else 0
+    sizes = {
+        "hidden_size": d_model,
+        "embedding_size": table_width,
+        "type_vocab_size": token_types,
+        _vocabulary(values): rows,
+    }
     _check_sizes(values, sizes)
     output = find_output_layer(file, values, shapes)
     config = EmbedderConfig(
@@ -150,16 +186,16 @@ def _described(
         scheme=_scheme(row, values, shapes),
         scale=_scale(row, values),
         dropout_rate=values["dropout"],
-        num_token_types=types or None,
+        num_token_types=token_types or None,
         layer_norm_eps=values["layer_norm_eps"] if NORM_SCALE in shapes else None,
-        embedding_width=width if WIDEN in shapes else None,
+        embedding_width=table_width if WIDEN in shapes else None,
         output=output.config,
         param_dtype=dtype,
     )
     return PretrainedInput(
         config=config,
         params={},
-        layers=layers_of(row, {**values, **sizes}, depth),
+        layers=layers_of(row, {**values, **sizes}, layer_count),
         bias=_bias(row, values, shapes),
         no_output=output.reason,
     )
@@ -174,15 +210,17 @@ def _check_sizes(values: Options, sizes: Mapping[str, int]) -> None:
 
 
 def _scale(row: ModelType, values: Options) -> Any:
-    """Returns the scale of the tokens, which older files only say to be there or not."""
+    """Returns the scale of the tokens, as `EmbedderConfig` takes it."""
+    # The row has the scale, or the name of the entry that has it.
     scale = values.get(row.scale, row.scale)
+    # A bool says whether there is a scale, which is then the usual one.
     if isinstance(scale, bool):
         return "sqrt_d_model" if scale else 1.0
     return scale
 
 
 def _scheme(row: ModelType, values: Options, shapes: Shapes) -> PositionScheme | None:
-    """Returns the position scheme."""
+    """Returns the position scheme, or None if no positions are added to tokens."""
     if row.sinusoids is None and POSITIONS not in shapes:
         return None
     start = row.start
@@ -195,8 +233,8 @@ def _scheme(row: ModelType, values: Options, shapes: Shapes) -> PositionScheme |
     if row.sinusoids is not None:
         return dataclasses.replace(row.sinusoids, **options)
     max_len = values["max_position_embeddings"]
-    # RoBERTa counts from its padding id, and config.json counts all rows of the table. The
-    # config.json of OPT leaves out the rows before the first position.
+    # If positions start after the padding id (RoBERTa), config.json counts all rows of the table.
+    # If they start at a fixed number (OPT), config.json leaves out the rows before the start.
     if max_len is not None and not isinstance(row.start, str):
         max_len += row.start
     # A table of another size than config.json says is refused later, by its shape.
@@ -205,15 +243,15 @@ def _scheme(row: ModelType, values: Options, shapes: Shapes) -> PositionScheme |
 
 
 def _bias(row: ModelType, values: Options, shapes: Shapes) -> Options | None:
-    """Returns the arguments of `alibi_bias` or `RelativePositionBias`."""
+    """Returns the keyword arguments of `alibi_bias` or `RelativePositionBias`, or None."""
     if row.has_alibi:
         heads = count("num_attention_heads", values["num_attention_heads"])
         return {"num_heads": heads, "causal": True, "max_bias": values["alibi_bias_max"]}
     if BIAS not in shapes:
         return None
     buckets, heads = shapes[BIAS]
-    # Entries go before shapes, so that a tensor which disagrees is refused. T5's encoder looks
-    # both ways.
+    # Where config.json has a size, this size is returned: `check_tensors` then refuses a tensor of
+    # another shape. T5's decoder is causal, and T5's encoder is not.
     return {
         "num_heads": values["num_attention_heads"] or heads,
         "num_buckets": values["relative_attention_num_buckets"] or buckets,

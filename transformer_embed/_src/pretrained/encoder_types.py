@@ -15,19 +15,19 @@ BERT = ModelType(
 ROBERTA = BERT.but(start="pad_token_id", pad_token_id=1)
 DEBERTA = BERT.but(
     may_lack="learned_positional_encoding/embeddings token_type_embedding/embeddings",
-    # Each layer's attention reads its table of relative positions.
+    # These entries are about the relative positions that attention reads in each layer.
     no_effect="relative_attention position_biased_input position_buckets norm_rel_ebd",
 )
 MPNET = ROBERTA.but(token_types="", bias="encoder.relative_attention_bias", unread="pad_token_id")
 DISTILBERT = BERT.but(
     token_types="",
-    # Its config.json has no epsilon.
+    # DistilBERT's config.json has no epsilon.
     unread="layer_norm_eps",
     no_effect="tie_weights_ sinusoidal_pos_embds",
 )
 BERT_WITH_HEAD = BERT.but(token_types="", no_output="")
 ROTARY_BERT = BERT.but(positions="", rotary="half", no_effect="position_embedding_type")
-# ESM-2. transformers does not drop its embeddings, and keeps zeros at padding.
+# ESM-2. In transformers, its embeddings have no dropout, and are zeros at padding.
 ESM = BERT.but(
     positions="",
     token_types="",
@@ -46,7 +46,8 @@ XLM = ModelType(
 ).but(dropout=0.1)
 XLNET = ModelType(
     tokens="word_embedding",
-    # Its attention adds sinusoids of distances. The mask_emb is what a query is to predict.
+    # XLNet's attention adds sinusoids of distances. mask_emb is the vector of a query for a token
+    # that is to be predicted.
     no_effect="mask_emb untie_r",
 ).but(dropout=0.1)
 CLIP = ModelType(
@@ -59,7 +60,7 @@ MODERNBERT = ModelType(
     norm="embeddings.norm",
     rotary="half",
     may_lack="layer_norm/offset",
-    # Published files say of it what their own training code called these positions.
+    # Published files have the name that the training code of a model has for rotary positions.
     no_effect="position_embedding_type",
     no_output="a dense layer and a norm come before it",
 ).but(local_attention=128, tie_word_embeddings=False)
@@ -81,7 +82,7 @@ ENCODER_ROWS = {
     "markuplm": BERT,
     "tapas": BERT,
     "flava_text_model": BERT.but(dropout=0.0),
-    # Some layers are sparse, or some tokens see all, so nothing is said of the layers.
+    # BigBird has sparse layers, and tokens that see all others, so nothing is said of the layers.
     "big_bird": BERT.but(scale="rescale_embeddings", kinds=()),
     "roberta": ROBERTA,
     "xlm-roberta": ROBERTA,
@@ -91,7 +92,7 @@ ENCODER_ROWS = {
     "xmod": ROBERTA,
     "roberta-prelayernorm": ROBERTA,
     "clap_text_model": ROBERTA,
-    # Its padding has the id 0.
+    # The padding of LiLT has the id 0.
     "lilt": BERT.but(pad_token_id=0, start="pad_token_id"),
     "altclip_text_model": ROBERTA.but(layer_norm_eps=1e-05),
     "bridgetower_text_model": ROBERTA.but(layer_norm_eps=1e-05),
@@ -99,7 +100,7 @@ ENCODER_ROWS = {
     "longformer": ROBERTA.but(kinds=()),
     "xlm-roberta-xl": BERT.but(norm="", pad_token_id=1, start="pad_token_id"),
     "megatron-bert": BERT.but(norm=""),
-    # Its caller says whether it is a decoder.
+    # The caller of BLIP says whether the text model is a decoder.
     "blip_text_model": BERT.but(token_types="", dropout=0.0, kinds=(), unread="is_decoder"),
     "albert": BERT.but(widen="encoder.embedding_hidden_mapping_in", dropout=0.0),
     "rembert": BERT.but(
@@ -111,10 +112,10 @@ ENCODER_ROWS = {
     "deberta-v2": DEBERTA.but(layer_norm_eps=1e-07),
     "mpnet": MPNET,
     "distilbert": DISTILBERT,
-    # No dense layer stands before their output layers.
+    # The output layers of these two types have no dense layer before them.
     "bert-generation": BERT_WITH_HEAD,
     "git": BERT_WITH_HEAD.but(is_causal=True, tie_word_embeddings=False),
-    # Encoders that rotate heads. The type new is of Alibaba's own code of GTE.
+    # Encoders that rotate heads. "new" is the type of GTE in Alibaba's own code.
     "nomic_bert": ROTARY_BERT.but(
         norm="emb_ln",
         dropout=0.0,

@@ -11,12 +11,13 @@ Check = Callable[[str, Any], Any]
 
 
 class _Required:
-    """The default of an entry that config.json or settings must say."""
+    """The class of `REQUIRED`."""
 
     def __repr__(self) -> str:
         return "REQUIRED"
 
 
+# Stands for the default of an entry that has none: config.json or settings must say the value.
 REQUIRED: Any = _Required()
 
 count: Check = functools.partial(arguments.integer, at_least=1)
@@ -27,38 +28,46 @@ _integers: Check = functools.partial(arguments.entries, convert=arguments.intege
 _bases: Check = functools.partial(arguments.entries, convert=arguments.not_negative)
 
 
-def _kinds(name: str, value: Any) -> tuple[Any, ...]:
-    """Returns a name for each layer: Nemotron-H writes letters, and MiMo 0 or 1."""
-    names = [*value] if isinstance(value, str) else value
-    check = functools.partial(arguments.instance, kinds=str | int, want="a kind of layers")
-    return arguments.entries(name, names, check)
+def _kinds_of_layers(name: str, value: Any) -> tuple[Any, ...]:
+    """Returns the kind of each layer: a name, or 0 or 1 (MiMo).
+
+    Nemotron-H writes a text with a letter for each layer, such as "M*M".
+    """
+    kinds = [*value] if isinstance(value, str) else value
+    check_kind = functools.partial(arguments.instance, kinds=str | int, want="a kind of layers")
+    return arguments.entries(name, kinds, check_kind)
 
 
 def _objects_by_layer(name: str, value: Any) -> dict[int, Options]:
-    """Returns an object for each layer that has one."""
+    """Returns the object of each layer that has one, by the index of the layer.
+
+    In JSON, the index is a text: {"3": {"head_dim": 64}}.
+    """
     arguments.instance(name, value, Mapping, "an object")
-    return {
-        int(layer): arguments.instance(f"{name}: {layer}", entries, Mapping, "an object")
-        for layer, entries in value.items()
-    }
+    objects = {}
+    for index, layer_object in value.items():
+        arguments.instance(f"{name}: {index}", layer_object, Mapping, "an object")
+        objects[int(index)] = layer_object
+    return objects
 
 
 def _unchecked(_: str, value: Any) -> Any:
-    """Returns the value, which is checked where it is used."""
+    """Returns the value as it is, because it is checked where it is used."""
     return value
 
 
 class Entry(NamedTuple):
-    """An entry of config.json.
+    """What is true of an entry of config.json in all model types.
 
     Args:
-        check: Returns the value, converted, or raises an error that names the entry.
-        default: The default of transformers, where most types have the same. None if tensors say
-            the value, or if the entry then says nothing; config.json may say null.
+        check: A function of the entry's name and value. It returns the value, converted, or raises
+            an error that names the entry.
+        default: The default that most types have in transformers. None if the tensors say the
+            value, or if an entry that is left out says nothing. config.json may then say null.
         is_loud: Whether a model type that does not read the entry refuses it.
-        is_harmless: Whether the entry leaves the embeddings as they are, so that a missing one has
-            its default even if config.json does not name the model type.
-        within: The entry without which this one says nothing.
+        is_harmless: Whether the entry changes no embeddings. Such an entry has its default even if
+            config.json does not name the model type.
+        within: Another entry. Without that entry, this one says nothing.
     """
 
     check: Check
@@ -120,6 +129,8 @@ ENTRIES: dict[str, Entry] = {
     "rope_local_base_freq": Entry(arguments.positive, is_loud=True, within="sliding_window"),
     "sliding_rotary_factor": Entry(arguments.positive, is_loud=True, within="sliding_window"),
     "sliding_rope_scaling": Entry(_unchecked, is_loud=True, within="sliding_window"),
+    # The rotation of layers that see averages of tokens.
+    "compress_rope_theta": Entry(arguments.positive, is_loud=True),
     # Rotations of single layers.
     "layer_rope_theta": Entry(_bases, is_loud=True),
     "no_rope_layers": Entry(_integers, is_loud=True),
@@ -130,10 +141,11 @@ ENTRIES: dict[str, Entry] = {
     "floor_scale": Entry(count, default=8192, is_loud=True),
     "attn_temperature_tuning": Entry(_unchecked, default=True),
     # Kinds of layers, and their masks.
-    "layer_types": Entry(_kinds),
-    "mlp_layer_types": Entry(_kinds),
+    "layer_types": Entry(_kinds_of_layers),
+    "mlp_layer_types": Entry(_kinds_of_layers),
     "per_layer_config": Entry(_objects_by_layer),
     "attn_layer_indices": Entry(_integers),
+    "compress_ratios": Entry(_integers),
     "cross_attention_layers": Entry(_integers),
     "first_k_dense_replace": Entry(arguments.integer),
     "sliding_window": Entry(arguments.integer),
@@ -151,7 +163,7 @@ ENTRY_DEFAULTS = {
     name: entry.default for name, entry in ENTRIES.items() if entry.default is not None
 }
 
-# Other names of an entry, in any model.
+# Other names that an entry has in some files.
 ALIASES = {
     "num_hidden_layers": "n_layer n_layers num_layers",
     "hidden_size": "n_embd d_model dim emb_dim n_embed",
@@ -171,6 +183,7 @@ ALIASES = {
     "tie_word_embeddings": "tie_embedding",
     "final_logit_softcapping": "logits_soft_cap",
 }
-ENTRY_OF_ALIAS = {
-    alias: entry for entry, aliases in ALIASES.items() for alias in (entry, *aliases.split())
+# The entry that each name is of; an entry's own name is one of its names.
+ENTRY_OF_NAME = {
+    name: entry for entry, aliases in ALIASES.items() for name in (entry, *aliases.split())
 }

@@ -13,11 +13,11 @@ from transformer_embed._src.pretrained.published import Published
 
 
 class ReadEntries(NamedTuple):
-    """What a type reads of a config.json or of settings.
+    """What a model type reads of a config.json, or of settings.
 
     Args:
-        values: The checked values, by the entries' own names.
-        unread: The other entries, as they are.
+        values: The checked values of the entries that are read, by the names in `ENTRIES`.
+        unread: The other entries, as they are, by the names that they have there.
     """
 
     values: dict[str, Any]
@@ -25,7 +25,11 @@ class ReadEntries(NamedTuple):
 
 
 def entry_values(file: Published) -> dict[str, Any]:
-    """Returns the values of all entries of the table; None means nothing.
+    """Returns the values of all entries in `ENTRIES`, and three more.
+
+    Settings go before config.json, and config.json before defaults. None is the value of an entry
+    that says nothing. The three more are the "length" of the longest text, the "side" (the stack
+    that is read), and the entries of "attention".
 
     Raises:
         ValueError: an entry is wrong, missing, or refused; settings have an entry that is not read.
@@ -34,70 +38,83 @@ def entry_values(file: Published) -> dict[str, Any]:
         UserWarning: config.json has entries that are not known.
     """
     row = file.row
-    given = _given(file)
-    values = {entry: row.default(entry) for entry in ENTRIES} | given
-    # If config.json does not name this type, its defaults may be another model's.
-    if file.model_type == row.name:
-        may_be_missing = {*ENTRIES}
-    else:
-        may_be_missing = {name for name, entry in ENTRIES.items() if entry.is_harmless}
-    missing = [
-        names[0]
-        for entry, names in row.names_of_entries().items()
-        if values[entry] is REQUIRED
-        or (entry not in given and entry not in may_be_missing and values[entry] is not None)
-    ]
-    if missing:
-        names = ", ".join(sorted(missing))
-        want = f"{names} of {row.name}, from settings or a config.json of that model_type"
-        raise arguments.value_error(file.path, want, f"model_type {file.model_type!r} there")
+    given = _given_values(file)
+    defaults = {entry: row.default(entry) for entry in ENTRIES}
+    values = defaults | given
+    _check_not_missing(file, values, given)
     attention = attention_entries(
         row, {**file.entries, **file.settings}, has_defaults=file.model_type == row.name
     )
-    return values | {"length": file.length, "side": file.side, "attention": attention}
+    return {**values, "length": file.length, "side": file.side, "attention": attention}
+
+
+def _check_not_missing(file: Published, values: Options, given: Options) -> None:
+    """Raises a ValueError if an entry is neither given nor has a default that is sure.
+
+    The defaults of the row are sure if config.json names this type. Otherwise the file may be of
+    another type, with other defaults, so only harmless entries have theirs.
+    """
+    row = file.row
+    missing = []
+    for entry, names in row.names_of_entries().items():
+        default_is_sure = file.model_type == row.name or ENTRIES[entry].is_harmless
+        has_unsure_default = (
+            entry not in given and not default_is_sure and values[entry] is not None
+        )
+        if values[entry] is REQUIRED or has_unsure_default:
+            missing.append(names[0])
+    if missing:
+        listed = ", ".join(sorted(missing))
+        want = f"{listed} of {row.name}, from settings or a config.json of that model_type"
+        raise arguments.value_error(file.path, want, f"model_type {file.model_type!r} there")
 
 
 def read(row: ModelType, entries: Options) -> ReadEntries:
-    """Returns the checked values of a config.json or of settings, and what is not read."""
+    """Returns what a model type reads of the entries of a config.json or of settings."""
+    names_of_entries = row.names_of_entries()
     unread = {**entries}
     values = {}
-    for entry, names in row.names_of_entries().items():
-        candidates = [unread.pop(name) for name in names if name in unread]
-        if candidates:
-            # The model's own name goes first; null does not hide another name's value.
-            values[entry] = next((value for value in candidates if value is not None), None)
+    for entry, names in names_of_entries.items():
+        values_of_names = [unread.pop(name) for name in names if name in unread]
+        if values_of_names:
+            # The first name goes before the others, but a null there does not hide their value.
+            values[entry] = next((value for value in values_of_names if value is not None), None)
     if row.rotary:
-        # The checks are of entries at the top level.
-        values = rope.flat(row, values)
-    known = row.names_of_entries()
-    unread |= {entry: values.pop(entry) for entry in [*values] if entry not in known}
+        # The checks below are of entries at the top level.
+        values = rope.without_objects(row, values)
+    for entry in [*values]:
+        if entry not in names_of_entries:
+            unread[entry] = values.pop(entry)
     for entry, value in values.items():
+        # null is a value of an entry without a default.
         if value is not None or entry in ENTRY_DEFAULTS:
             values[entry] = ENTRIES[entry].check(entry, value)
-    return ReadEntries(values, unread)
+    return ReadEntries(values=values, unread=unread)
 
 
-def _given(file: Published) -> dict[str, Any]:
-    """Returns the values that are given; settings go before config.json."""
+def _given_values(file: Published) -> dict[str, Any]:
+    """Returns the values that settings or config.json have; settings go before config.json."""
     row = file.row
     in_file = call_with_named_errors(file.place, read, row, file.entries)
     settings = call_with_named_errors("settings", read, row, file.settings)
-    unread = _without_nulls(file, in_file.unread, settings.unread)
+    unread = _unread_but_for_nulls(file, in_file.unread, settings.unread)
     _check_unread(file, unread)
     values = settings.values
-    for names in rope.ENTRIES_OF_KINDS.values():
-        if values.get(names.scaling):
-            in_scaling = in_file.values.get(names.scaling) or {}
-            values[names.scaling] = rope.merged(in_scaling, values[names.scaling])
-    # What settings say inside a scaling goes before what config.json says beside it.
-    length = values.get("rope_scaling", {}).get(rope.ORIGINAL)
-    if length is not None:
-        values.setdefault(rope.ORIGINAL, length)
+    for entry in rope.ENTRIES_OF_SCALINGS:
+        if values.get(entry):
+            values[entry] = rope.merged(in_file.values.get(entry) or {}, values[entry])
+    # A trained length inside the scaling of settings goes before one beside the scaling of
+    # config.json.
+    trained_length = values.get("rope_scaling", {}).get(rope.ORIGINAL)
+    if trained_length is not None:
+        values.setdefault(rope.ORIGINAL, trained_length)
     return in_file.values | values
 
 
-def _without_nulls(file: Published, unread: Options, unread_settings: Options) -> dict[str, Any]:
-    """Returns the unread entries of config.json without those that settings say are null.
+def _unread_but_for_nulls(
+    file: Published, unread: Options, unread_settings: Options
+) -> dict[str, Any]:
+    """Returns the unread entries of config.json, without the ones for which settings have None.
 
     Raises:
         ValueError: settings have an entry that is not read, and that config.json does not have.
@@ -108,7 +125,8 @@ def _without_nulls(file: Published, unread: Options, unread_settings: Options) -
     for name, value in unread_settings.items():
         is_taken_away = value is None and left.pop(name, None) is not None
         is_of_attention = row.attention != "" and name in NAMES_OF_ATTENTION
-        if not is_taken_away and not is_of_attention and not row.has_no_effect(name):
+        is_useful = is_taken_away or is_of_attention or row.has_no_effect(name)
+        if not is_useful:
             unknown.append(name)
     if unknown:
         reads = ", ".join(names[0] for names in row.names_of_entries().values())

@@ -35,10 +35,14 @@ def existing_path(value: Any) -> pathlib.Path:
 def call_with_named_errors(
     name: Any, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Returns the result of a function; errors become a ValueError that starts with the name."""
+    """Returns what a function returns; an error becomes a ValueError that starts with the name.
+
+    The name says where the arguments came from, such as the path of a file.
+    """
     try:
         return function(*args, **kwargs)
-    # JSON may nest deeper than Python calls, and has infinities, which no int has.
+    # A RecursionError comes from JSON that nests deeper than Python's calls, and an ArithmeticError
+    # from an infinity in JSON, which cannot become an int.
     except (ArithmeticError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{arguments.shown(name)}: {arguments.shown(error)}") from error
 
@@ -62,3 +66,8 @@ def parse(
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """Returns the JSON object in a file; raises a ValueError if the file holds anything else."""
     return parse(path, path.read_bytes())
+
+
+def read_json_if_there(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the JSON object in a file, or {} if there is no such file."""
+    return read_json(path) if path.exists() else {}

@@ -1,19 +1,19 @@
 """What is known of an entry of config.json that a model type does not read.
 
-It is one of three things. If it is known to concern the input or output layer of other models, it
-is refused, unless its value changes nothing. If it is known to concern something else, it is left
-out. If nobody knows it, the caller gets a warning.
+There are three cases. An entry that changes the input or output layer of other models is refused,
+except if the value changes nothing. An entry that is about something else is left out. For an entry
+that is not known, the caller gets a warning.
 """
 
 from typing import Any
 
 from transformer_embed._src.pretrained.class_entries import CLASS_ENTRIES
-from transformer_embed._src.pretrained.entries import ENTRIES, ENTRY_OF_ALIAS
+from transformer_embed._src.pretrained.entries import ENTRIES, ENTRY_OF_NAME
 
 # Entries that no type reads, and that change the input or the output layer of some model: switches
 # of published code, and what types that are not known say of positions, rotations, scales, tables.
 LOUD = (
-    "alibi altup_correct_scale asm cla_share_factor compress_rope_parameters compress_rope_theta "
+    "alibi altup_correct_scale asm cla_share_factor compress_rope_parameters "
     "emb_layer_norm_after emb_layer_norm_before emb_pdrop embd_pdrop embed_dropout "
     "embed_positions embedding_dropout embedding_fraction embedding_scale "
     "embeddings_scale_by_sqrt_dim extra_pos_embeddings has_relative_attention_bias laurel_rank "
@@ -38,7 +38,7 @@ IN_FILES = (
     "anyres_vit_two_views attention_head_dim attn_impl attn_implementation attn_output_gate "
     "attn_type_list auto_map aux_loss_alpha bad_words_ids begin_suppress_tokens "
     "bias_dropout_fusion block_configs cache_implementation class_num classif_dropout "
-    "classifier_activation compress_ratios cross_attention_hidden_size decoder_start_token_id "
+    "classifier_activation cross_attention_hidden_size decoder_start_token_id "
     "dense_list dense_seq_output dflash_config directionality down_scale_factor draft_vocab_size "
     "eagle_config emb_pooler eod_token_id ep_size expert_dtype expert_intermediate_size "
     "experts_per_token fc_norm feed_forward_type finetuning_task for_llm_compressor "
@@ -77,12 +77,12 @@ IN_FILES = (
 IN_ROTATIONS = ("max_position_embeddings", "finetuned", "attn_factor")
 
 _LOUD = frozenset(LOUD.split())
-_KNOWN = frozenset((*ENTRY_OF_ALIAS, *ENTRIES, *_LOUD, *CLASS_ENTRIES.split(), *IN_FILES.split()))
+_KNOWN = frozenset((*ENTRY_OF_NAME, *ENTRIES, *_LOUD, *CLASS_ENTRIES.split(), *IN_FILES.split()))
 
 
 def is_loud(entry: str) -> bool:
     """Returns whether an entry that is not read may change the input or the output layer."""
-    name = ENTRY_OF_ALIAS.get(entry, entry)
+    name = ENTRY_OF_NAME.get(entry, entry)
     return entry in _LOUD or (name in ENTRIES and ENTRIES[name].is_loud)
 
 
@@ -92,5 +92,10 @@ def is_known(entry: str) -> bool:
 
 
 def changes_nothing(value: Any) -> bool:
-    """Returns whether a value switches its entry off: a factor of 1 does, and True does not."""
-    return not value or value == "absolute" or (value == 1 and value is not True)
+    """Returns whether a value switches its entry off, in any model.
+
+    These are null, 0, False, an empty value, a factor of 1 (but not True, which equals 1), and
+    "absolute", the usual value of `position_embedding_type`.
+    """
+    is_factor_of_1 = value == 1 and value is not True
+    return not value or is_factor_of_1 or value == "absolute"

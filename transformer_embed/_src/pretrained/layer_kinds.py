@@ -1,12 +1,14 @@
 """The kind of each layer: from the list in config.json, or by the rule that the entries choose."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from transformer_embed._src import arguments
 from transformer_embed._src.pretrained.entries import Options
 from transformer_embed._src.pretrained.model_type import (
     CHUNKED,
+    COMPRESSED,
+    COMPRESSED_SPARSE,
     CROSS,
     FULL,
     INDEXED,
@@ -16,7 +18,7 @@ from transformer_embed._src.pretrained.model_type import (
     ModelType,
 )
 
-# Names of older files, by those of today.
+# The kinds of layers by the names that they have in older files.
 RENAMED: Mapping[Any, str] = {
     "attention": FULL,
     "global": FULL,
@@ -32,23 +34,36 @@ RENAMED: Mapping[Any, str] = {
     0: FULL,
     1: SLIDING,
 }
+# DeepSeek V4's files list a number for each layer: how many tokens the layer averages. 0 is none.
+KINDS_OF_RATIOS = {0: SLIDING, 4: COMPRESSED_SPARSE, 128: COMPRESSED}
 # Kinds of layers that rotate nothing.
 UNROTATED = (LINEAR, CROSS, "conv", "moe", "mlp")
 KNOWN = (FULL, SLIDING, CHUNKED, INDEXED, *UNROTATED)
 
 
 def kinds_of_layers(row: ModelType, values: Options, count: int) -> list[str]:
-    """Returns the kind of each layer, or an empty list if the kinds are not known."""
-    listed = values["layer_types"]
-    if listed is not None:
-        return _listed(row, listed)
+    """Returns the kind of each layer, or an empty list if the kinds are not known.
+
+    A list in config.json says the kinds. Otherwise a rule says which layers are of the second kind
+    of the row, and all others are of the first kind.
+    """
+    if values["layer_types"] is not None:
+        return _kinds_of_names(row, values["layer_types"])
+    if values["compress_ratios"]:
+        return _kinds_of_ratios(values["compress_ratios"], count)
     if not row.kinds:
         return []
-    numbers_of_second_kind = _rule(row, values)(row, values, count)
-    cross = values["cross_attention_layers"] or ()
-    first, second = row.kinds[0], row.kinds[-1]
-    kinds = [second if number in numbers_of_second_kind else first for number in range(count)]
-    return [CROSS if number in cross else kind for number, kind in enumerate(kinds)]
+    rule = _rule(row, values)
+    indices_of_second_kind = rule(row, values, count)
+    indices_of_cross_attention = values["cross_attention_layers"] or ()
+    first_kind, second_kind = row.kinds[0], row.kinds[-1]
+    kinds = []
+    for index in range(count):
+        if index in indices_of_cross_attention:
+            kinds.append(CROSS)
+        else:
+            kinds.append(second_kind if index in indices_of_second_kind else first_kind)
+    return kinds
 
 
 def has_window(values: Options) -> bool:
@@ -56,15 +71,32 @@ def has_window(values: Options) -> bool:
     return bool(values["sliding_window"]) and values["use_sliding_window"] is not False
 
 
-def _listed(row: ModelType, names: Collection[Any]) -> list[str]:
-    """Returns the kinds that config.json lists, under their names of today."""
+def _kinds_of_names(row: ModelType, names: Collection[Any]) -> list[str]:
+    """Returns the kinds that config.json lists, under the names that kinds have today."""
     kinds = [RENAMED.get(name, name) for name in names]
     for kind in {*kinds} - {*KNOWN, *row.kinds}:
         raise arguments.value_error("layer_types", f"some of {', '.join(KNOWN)}", kind)
     return kinds
 
 
-# --- The rules. Each returns the numbers of the layers that are of the row's second kind.
+def _kinds_of_ratios(ratios: Sequence[int], count: int) -> list[str]:
+    """Returns the kinds of DeepSeek V4's layers.
+
+    The list may have more ratios than the model has layers. The last ones are then about layers
+    that predict further tokens.
+    """
+    if len(ratios) < count:
+        arguments.check_same("compress_ratios", "a value for each layer", len(ratios), count)
+    kinds = []
+    for ratio in ratios[:count]:
+        if ratio not in KINDS_OF_RATIOS:
+            known = ", ".join(map(str, KINDS_OF_RATIOS))
+            raise arguments.value_error("compress_ratios", f"some of {known}", ratio)
+        kinds.append(KINDS_OF_RATIOS[ratio])
+    return kinds
+
+
+# --- The rules. Each returns the indices of the layers that are of the row's second kind.
 
 Rule = Callable[[ModelType, Options, int], Collection[int]]
 
@@ -73,28 +105,37 @@ def _rule(row: ModelType, values: Options) -> Rule:
     """Returns the rule that the entries choose."""
     if _indices(row, values) is not None:
         return _at_indices
+    if COMPRESSED in row.kinds:
+        return _every_other_from_3
     has_windows = has_window(values)
     if values["sliding_window_pattern"] and (has_windows or row.rotates != WINDOWLESS):
         return _every_nth
-    # Llama 4 has chunks where it rotates, SmolLM 3 windows where it does not.
+    # The second kind of Llama 4 is chunks, in layers that rotate. The second kind of SmolLM 3 is
+    # full attention, in layers that rotate; the others have windows.
     if values["no_rope_layer_interval"] and (has_windows or CHUNKED in row.kinds):
         return _where_rotated
-    return _lowest_without_window
+    return _all_or_lowest
 
 
 def _indices(row: ModelType, values: Options) -> Any:
-    """Returns the numbers that config.json lists; null is Bamba's default, too."""
+    """Returns the indices of layers that config.json lists, or None if it lists none.
+
+    If config.json says null, the row's default counts, which is an empty list for Bamba.
+    """
     indices = values["attn_layer_indices"]
     return row.default("attn_layer_indices") if indices is None else indices
 
 
 def _at_indices(row: ModelType, values: Options, _: int) -> Collection[int]:
-    """Takes the layers whose numbers are listed (Bamba, LFM 2)."""
+    """Takes the layers whose indices are listed (Bamba, LFM 2)."""
     return _indices(row, values)
 
 
 def _every_nth(row: ModelType, values: Options, count: int) -> Collection[int]:
-    """Takes every nth layer (Gemma, Cohere 2); EXAONE 4 writes a period out: LLLG."""
+    """Takes every nth layer (Gemma, Cohere 2).
+
+    The entry says n as a number, or as a text with a letter for each layer: EXAONE 4 has "LLLG".
+    """
     period = values["sliding_window_pattern"]
     if isinstance(period, str):
         period = len(period)
@@ -102,11 +143,19 @@ def _every_nth(row: ModelType, values: Options, count: int) -> Collection[int]:
     return range(row.phase % period, count, period)
 
 
+def _every_other_from_3(_row: ModelType, _values: Options, count: int) -> Collection[int]:
+    """Takes the layers 3, 5, 7 and so on, as transformers does for DeepSeek V4."""
+    return range(3, count, 2)
+
+
 def _where_rotated(_: ModelType, values: Options, count: int) -> Collection[int]:
     """Takes the layers that rotate."""
-    return [number for number in range(count) if values["no_rope_layers"][number]]
+    return [index for index in range(count) if values["no_rope_layers"][index]]
 
 
-def _lowest_without_window(_: ModelType, values: Options, count: int) -> Collection[int]:
-    """Takes all layers if there is no window, or the lowest ones, which have none in Qwen 2."""
-    return range((values["max_window_layers"] or 0) if has_window(values) else count)
+def _all_or_lowest(_: ModelType, values: Options, count: int) -> Collection[int]:
+    """Takes all layers if the model has no window.
+
+    If it has one, the lowest layers are taken, as many as Qwen 2 says: these have no window.
+    """
+    return range(values["max_window_layers"] or 0) if has_window(values) else range(count)

@@ -24,11 +24,11 @@ HEADS = (
     "lm_head.decoder lm_head output embed_out output_projection decoder.output_projection proj_out "
     "lm_loss pred_layer.proj"
 )
-# The bias of BART and similar models, [1, vocab_size], lies beside their stacks.
+# The tensor of the output bias of BART and similar models, [1, vocab_size]. It has no module.
 LOGITS_BIAS = "final_logits_bias"
 
-# For each parameter, its part and the names that its tensor may have, with {} for a module of the
-# part. In older files of BERT, a norm has gamma and beta.
+# For each parameter: the field of `ModelType` that has the modules of its part, and the names that
+# its tensor may have, with {} for such a module. In older files of BERT, a norm has gamma and beta.
 TENSORS = {
     TOKENS: ("tokens", "{}.weight"),
     POSITIONS: ("positions", "{}.weight"),
@@ -44,7 +44,8 @@ TENSORS = {
     OUTPUT_TABLE: ("head", "{}.weight"),
     OUTPUT_BIAS: ("head", "{}.bias " + LOGITS_BIAS),
 }
-# The entries that describe a part, or that another entry needs.
+# The entries that all types with a part read, by the field of `ModelType` that says the part; and
+# the entries that are read wherever another entry is read, by that entry.
 READS = {
     "tokens": "vocab_size hidden_size tie_word_embeddings num_hidden_layers layer_types "
     "per_layer_config is_causal",

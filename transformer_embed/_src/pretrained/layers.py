@@ -12,49 +12,71 @@ from transformer_embed._src.pretrained.layer_kinds import UNROTATED, kinds_of_la
 from transformer_embed._src.pretrained.layer_parts import STACKS
 from transformer_embed._src.pretrained.model_type import (
     CHUNKED,
+    COMPRESSED,
+    COMPRESSED_SPARSE,
     FULL,
     SLIDING,
     WINDOWLESS,
     ModelType,
 )
 
-# What an object for one layer may say, besides sizes that tensors have.
+# The entries of one layer's object in `per_layer_config` that are read here, and the entries that
+# are only sizes of the layer's tensors.
 OWN_ENTRIES = ("head_dim", "sliding_window")
 SIZES = ("num_key_value_heads", "intermediate_size")
-# Lists with a value for each layer, and the entry that the value is for.
-ENTRIES_OF_LISTS = {
+# The entries that are lists with a value for each layer, and the entry that such a value is for.
+ENTRY_OF_LIST = {
     "layer_types": "layer_types",
     "layer_rope_theta": "rope_theta",
     "no_rope_layers": "no_rope_layers",
     "mlp_layer_types": "mlp_layer_types",
 }
+# Kinds of layers with a window.
+WINDOWED = (SLIDING, COMPRESSED, COMPRESSED_SPARSE)
 # Anyone may have written a file, so a number of layers in it has a limit.
 MOST_LAYERS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A layer of a published model.
+    """Describes a layer of a published model, as `found.layers` of `load_embedder` has it.
+
+    Read it to build the layers of the model. If you save an input layer of your own model with
+    `save_embedder`, make one for each layer, so that whoever loads the file can build them too.
 
     Args:
         type: The kind, as config.json's `layer_types` names it: "full_attention",
             "sliding_attention", "linear_attention" and so on.
         rotary: The keyword arguments of `apply_rotary`. If None, the layer does not rotate. With
             `pair_axes` (Qwen-VL), positions have three axes, time, height and width, which are
-            equal for text.
+            equal for text. In models with `qk_rope_head_dim` (DeepSeek), pass only the channels
+            that rotate to `apply_rotary`: the last ones of each head, as many as this entry says.
         mask: The keyword arguments of `AttentionMask`: `causal`, and `window` or `chunk` if the
-            layer has one.
+            layer has one. It is about single tokens: in DeepSeek V4, the two kinds of layers with
+            "compressed" in their names see averages of earlier tokens besides.
         query_scale: The keyword arguments of `query_scale`. If None, queries are not scaled by
             their positions.
         image_blocks: Where the tokens of one image see each other, before and after their own
-            place (Gemma 3 and 4). "anywhere": at any distance. "in window": as far as `mask` has
-            its window, whose left side holds for them too. If None, images are masked like text.
-            The page "Published models" has the mask that follows from it.
+            place (Gemma 3 and 4). "anywhere": at any distance. "in window": a token sees earlier
+            tokens of the image only inside the window of `mask`, and later ones at any distance. If
+            None, images are masked like text. The page "Published models" shows how to make the
+            mask.
         attention: What attention needs besides: `num_heads`, `num_kv_heads`, `head_dim`, and the
             `scale` of the logits; `softcap`, if there is one; and `sinks`, which is True if the
             model has a learned sink for each head (gpt-oss). If None, it is not known, or the layer
             has no attention.
         norm_eps: The epsilon of the norms, or None if it is not known.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import transformer_embed as te
+        >>> mask = {"causal": True, "window": (1, 0)}
+        >>> layer = te.pretrained.Layer("sliding_attention", rotary={"base": 1e6}, mask=mask)
+        >>> tokens = te.TokenPositions.from_offset(0, 3)
+        >>> te.AttentionMask(tokens, **layer.mask).dense().astype(int).tolist()[0]
+        [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+        >>> te.apply_rotary(jnp.ones([3, 2, 8]), tokens.positions, **layer.rotary).shape
+        (3, 2, 8)
     """
 
     type: str
@@ -67,107 +89,130 @@ class Layer:
 
 
 def layers_of(row: ModelType, values: Options, count: int) -> tuple[Layer, ...]:
-    """Returns the layers of a model whose tensors are of `count` layers.
+    """Returns the layers of a model, or none if the kinds of the layers are not known.
 
-    The number of layers in config.json goes before the number in the tensors: a file may have a
-    layer that predicts further tokens, or one layer that is used several times.
+    Args:
+        row: The row of the model type.
+        values: The values of all entries.
+        count: The number of layers that have tensors. If config.json says another number, its
+            number counts: a file may have a layer more, which predicts further tokens, or one layer
+            that is used several times.
     """
     if values["num_hidden_layers"] and not row.has_stacks:
         count = values["num_hidden_layers"]
-    least = 1 if row.rotary else 0
-    arguments.integer("num_hidden_layers", count, at_least=least, at_most=MOST_LAYERS)
-    for name in ENTRIES_OF_LISTS:
+    # A model that rotates needs a number, since `layers` says how each layer rotates.
+    at_least = 1 if row.rotary else 0
+    arguments.integer("num_hidden_layers", count, at_least=at_least, at_most=MOST_LAYERS)
+    for name in ENTRY_OF_LIST:
         if values[name]:
             arguments.check_same(name, "a value for each layer", len(values[name]), count)
     values = dict(values)
     interval = values["no_rope_layer_interval"]
     if interval and not values["no_rope_layers"]:
-        values["no_rope_layers"] = [number % interval != 0 for number in range(1, count + 1)]
-    values["layer_types"] = kinds_of_layers(row, values, count)
-    return tuple(
-        _layer(row, values, number, kind) for number, kind in enumerate(values["layer_types"])
-    )
+        # Every layer rotates but each `interval`th. (The list has True for a layer that rotates.)
+        values["no_rope_layers"] = [(index + 1) % interval != 0 for index in range(count)]
+    kinds = kinds_of_layers(row, values, count)
+    values["layer_types"] = kinds
+    return tuple(_layer(row, values, index, kind) for index, kind in enumerate(kinds))
 
 
-def _layer(row: ModelType, values: Options, number: int, kind: str) -> Layer:
-    """Returns one layer."""
-    in_lists = {
-        entry: values[name][number] for name, entry in ENTRIES_OF_LISTS.items() if values[name]
-    }
-    values = {**values, **in_lists}
-    values |= _own_entries(values, number, kind)
-    rotates = _rotates(row, values, number, kind)
+def _layer(row: ModelType, values: Options, index: int, kind: str) -> Layer:
+    """Returns the layer of this index, which is of this kind."""
+    per_layer_config = values["per_layer_config"] or {}
+    layer_object = per_layer_config.get(index, {})
+    values = _values_of_layer(values, layer_object, index, kind)
+    rotates = _rotates(row, values, index, kind)
     mask = _mask(row, values, kind)
-    own = (values["per_layer_config"] or {}).get(number, {})
-    facts = attention_facts(row, values, own, kind)
+    facts = attention_facts(row, values, layer_object, kind)
     return Layer(
         type=kind,
         rotary=rope.rotation(row, values, kind) if rotates else None,
         mask=mask,
         query_scale=_query_scale(values, rotates),
+        # Without a causal mask, the tokens of an image see each other like all tokens.
         image_blocks=_image_blocks(row, values, kind) if mask["causal"] else None,
         attention=facts.attention,
         norm_eps=facts.norm_eps,
     )
 
 
-def _own_entries(values: Options, number: int, kind: str) -> dict[str, Any]:
-    """Returns the entries that a layer has of its own."""
-    by_layer = values["per_layer_config"]
-    own = {}
-    if by_layer is None and kind == FULL and values["global_head_dim"]:
-        own["head_dim"] = values["global_head_dim"]
-    entries = (by_layer or {}).get(number, {})
-    unread = [*entries.keys() - {*OWN_ENTRIES, *SIZES}]
-    if unread:
-        want = f"no entries but {', '.join((*OWN_ENTRIES, *SIZES))}"
-        raise arguments.value_error(f"per_layer_config: {number}", want, unread)
+def _values_of_layer(
+    values: Options, layer_object: Options, index: int, kind: str
+) -> dict[str, Any]:
+    """Returns the values of all entries for one layer.
+
+    A list with a value for each layer is replaced by the layer's own value: `no_rope_layers` is
+    then 0 or 1, and `layer_rope_theta` is read as `rope_theta`. Entries of `layer_object`, the
+    layer's object in `per_layer_config`, go before all others.
+    """
+    layer_values = dict(values)
+    for name, entry in ENTRY_OF_LIST.items():
+        if values[name]:
+            layer_values[entry] = values[name][index]
+    if values["per_layer_config"] is None and kind == FULL and values["global_head_dim"]:
+        layer_values["head_dim"] = values["global_head_dim"]
+    known = (*OWN_ENTRIES, *SIZES)
+    unknown = [*layer_object.keys() - {*known}]
+    if unknown:
+        want = f"no entries but {', '.join(known)}"
+        raise arguments.value_error(f"per_layer_config: {index}", want, unknown)
     for name in OWN_ENTRIES:
-        if name in entries:
-            own[name] = ENTRIES[name].check(name, entries[name])
-    return own
+        if name in layer_object:
+            layer_values[name] = ENTRIES[name].check(name, layer_object[name])
+    return layer_values
 
 
-def _rotates(row: ModelType, values: Options, number: int, kind: str) -> bool:
-    """Returns whether a layer rotates its heads."""
-    # Granite's hybrids say whether they rotate at all, and a base of 0 that a layer does not.
-    is_rotary = row.rotary and values["position_embedding_type"] == "rope" and values["rope_theta"]
-    if not is_rotary or kind in UNROTATED:
+def _rotates(row: ModelType, values: Options, index: int, kind: str) -> bool:
+    """Returns whether a layer rotates its heads; `values` are the layer's own."""
+    if not row.rotary or kind in UNROTATED:
+        return False
+    # Granite's hybrids may say "nope" there, and a base of 0 says that this layer does not rotate.
+    if values["position_embedding_type"] != "rope" or not values["rope_theta"]:
         return False
     if values["no_rope_layer_interval"]:
         return bool(values["no_rope_layers"])
     if not row.rotates or kind == SLIDING:
         return True
+    return _rotates_with_full_attention(row, values, index)
+
+
+def _rotates_with_full_attention(row: ModelType, values: Options, index: int) -> bool:
+    """Returns whether a full layer rotates, of a model that rotates in sliding layers."""
     # EXAONE 4 rotates in all layers if it has no window.
     if row.rotates == WINDOWLESS:
         return values["sliding_window"] is None
-    # The first layers of Cohere 2's MoE may be dense. These rotate with full attention too.
+    # In Cohere 2's MoE, a layer with a dense MLP rotates with full attention too. The entry says
+    # the kind of this layer's MLP, or else the first layers are dense.
     kind_of_mlp = values["mlp_layer_types"]
     if kind_of_mlp:
         return kind_of_mlp == "dense"
-    return number < (values["first_k_dense_replace"] or 0)
+    return index < (values["first_k_dense_replace"] or 0)
 
 
 def _query_scale(values: Options, rotates: bool) -> dict[str, Any] | None:
-    """Returns the arguments of `query_scale`, which Llama 4 has in layers that do not rotate."""
+    """Returns the keyword arguments of `query_scale`, or None if queries do not grow.
+
+    Ministral 3 and Mistral 4 scale queries in all layers, and Llama 4 in layers without a rotation.
+    """
     beta = values[rope.BETA]
     if beta:
-        in_scaling = (values["rope_scaling"] or {}).get(rope.ORIGINAL)
-        length = in_scaling or values[rope.ORIGINAL] or values["max_position_embeddings"]
-        return {"beta": beta, "length": length}
+        scaling = values["rope_scaling"] or {}
+        trained_length = scaling.get(rope.ORIGINAL) or values[rope.ORIGINAL]
+        return {"beta": beta, "length": trained_length or values["max_position_embeddings"]}
     if values["attn_scale"] and values["attn_temperature_tuning"] and not rotates:
         return {"beta": values["attn_scale"], "length": values["floor_scale"], "offset": 1}
     return None
 
 
 def _mask(row: ModelType, values: Options, kind: str) -> dict[str, Any]:
-    """Returns the arguments of `AttentionMask` for a layer."""
+    """Returns the keyword arguments of `AttentionMask` for a layer."""
     is_causal = _is_causal(row, values, kind)
     mask: dict[str, Any] = {"causal": is_causal}
-    if kind == SLIDING:
+    if kind in WINDOWED:
         width = _window_width(row, values, kind)
         if width:
-            # A causal window counts the query's own token, and one of both sides does not.
+            # The width of a causal window counts the query's own token. The width of a window to
+            # both sides counts the tokens of one side.
             mask["window"] = (width - 1, 0) if is_causal else (width, width)
     if kind == CHUNKED:
         mask["chunk"] = values["attention_chunk_size"]
@@ -175,7 +220,7 @@ def _mask(row: ModelType, values: Options, kind: str) -> dict[str, Any]:
 
 
 def _image_blocks(row: ModelType, values: Options, kind: str) -> str | None:
-    """Returns where the tokens of one image see each other."""
+    """Returns where the tokens of one image see each other, as `Layer.image_blocks`."""
     if row.has_vision_switch and values["use_bidirectional_attention"] != "vision":
         return None
     return dict(row.image_blocks).get(kind)
@@ -183,7 +228,7 @@ def _image_blocks(row: ModelType, values: Options, kind: str) -> str | None:
 
 def _is_causal(row: ModelType, values: Options, kind: str) -> bool:
     """Returns whether a token of a layer sees only the tokens before it."""
-    # Gemma 4 says "all", or "vision", which concerns images alone.
+    # Gemma 4 says "all"; or "vision", which is about images alone, so text stays causal.
     if values["use_bidirectional_attention"] in (True, "all"):
         return False
     is_causal = bool(row.is_causal or values["is_decoder"])
@@ -194,7 +239,12 @@ def _is_causal(row: ModelType, values: Options, kind: str) -> bool:
 
 
 def _window_width(row: ModelType, values: Options, kind: str) -> int | None:
-    """Returns the tokens in a window, the query's own among them if the window is causal."""
+    """Returns the width of a window, or None if there is no window.
+
+    If the layer is causal, this is the number of tokens in the window, with the query's own token.
+    Otherwise it is the number of tokens on each side of the query.
+    """
+    # ModernBERT's entry counts the tokens of both sides.
     if values["local_attention"]:
         return values["local_attention"] // 2
     if values["sliding_window_size"]:
@@ -203,8 +253,8 @@ def _window_width(row: ModelType, values: Options, kind: str) -> int | None:
     if width is None and "sliding_window" not in row.names_of_entries():
         want = f"{FULL}, since a model {row.name} has no windows"
         raise arguments.value_error("layer_types", want, kind)
-    both_sides = values["use_bidirectional_attention"]
-    if width and both_sides in (True, "all"):
-        # The windows of Gemma 4 have their last token.
-        return width // 2 + (both_sides == "all")
+    bidirectional = values["use_bidirectional_attention"]
+    if width and bidirectional in (True, "all"):
+        # Gemma's entry counts the tokens of both sides. Gemma 4 sees one token more on each side.
+        return width // 2 + 1 if bidirectional == "all" else width // 2
     return width

@@ -4,6 +4,8 @@ from transformer_embed._src.pretrained.entries import REQUIRED
 from transformer_embed._src.pretrained.model_type import (
     ANYWHERE,
     CHUNKED,
+    COMPRESSED,
+    COMPRESSED_SPARSE,
     CONSECUTIVE,
     FULL,
     HEAD_DIM,
@@ -24,7 +26,7 @@ from transformer_embed._src.pretrained.model_type import (
 LLAMA = ModelType(tokens="embed_tokens", rotary="half", attention=HEAD_DIM).but(
     tie_word_embeddings=False
 )
-# Multi-head latent attention has two head sizes, so nothing is said of it.
+# Multi-head latent attention has two head sizes, so nothing is said of the attention.
 LATENT = LLAMA.but(attention="")
 WHOLE_LLAMA = LLAMA.but(no_effect="max_position_embeddings partial_rotary_factor")
 QWEN2_VL = LLAMA.but(
@@ -51,17 +53,17 @@ GEMMA3 = GEMMA.but(
 )
 GEMMA4 = GEMMA.but(
     attention=UNSCALED,
-    # Full layers are causal for images, too.
+    # Only sliding layers are listed, because full layers are causal for images, too.
     image_blocks=((SLIDING, IN_WINDOW),),
     has_vision_switch=True,
     per_layer="per_layer",
-    # Large models have no inputs of layers.
+    # Large Gemma 4 models have no inputs of layers.
     may_lack="per_layer_inputs/embeddings per_layer_inputs/w per_layer_inputs/scale",
     rope_local_base_freq=10_000.0,
     head_dim=256,
     # Full layers have wider heads.
     global_head_dim=512,
-    # The default rotation has a scaling.
+    # These are required, because the type's default rotation has a scaling.
     rope_scaling=REQUIRED,
     rope_theta=REQUIRED,
     partial_rotary_factor=0.25,
@@ -141,10 +143,11 @@ LLAMA_ROWS = {
     ),
     # In the types that follow, transformers reads the share of the channels that rotate.
     #
-    # Layers may share keys and values.
+    # cla_share_factor says how many layers share keys and values.
     "hunyuan_v1_dense": LLAMA.but(has_alpha=True, no_effect="cla_share_factor"),
     "hunyuan_v1_moe": LLAMA.but(has_alpha=True, no_effect="cla_share_factor"),
-    # Each channel of a pair may have an axis of its own for images.
+    # For images, the two channels of a pair may have different axes, which is no rotation. The
+    # sections change nothing for text.
     "hunyuan_vl": LLAMA.but(
         has_alpha=True, no_effect="mrope_section xdrope_section", tie_word_embeddings=True
     ),
@@ -235,7 +238,7 @@ LLAMA_ROWS = {
     "glm": LLAMA.but(rotary="interleaved", head_dim=128, partial_rotary_factor=0.5),
     "glm4": LLAMA.but(rotary="interleaved", head_dim=128, partial_rotary_factor=0.5),
     "glm_moe_dsa": LATENT.but(rotary="rope_interleave", kinds=(INDEXED,)),
-    # Queries and keys are both scaled, so nothing is said of its attention.
+    # Both queries and keys are scaled, so nothing is said of the attention.
     "openai_privacy_filter": LLAMA.but(
         attention="",
         rotary="interleaved",
@@ -250,13 +253,30 @@ LLAMA_ROWS = {
     "kimi_k2": LATENT.but(rotary="rope_interleave"),
     "sarvam_mla": LATENT.but(rotary="rope_interleave"),
     "youtu": LATENT.but(rotary="rope_interleave", tie_word_embeddings=True),
-    # The channels that rotate are a head of their own.
+    # The channels that rotate are a part of a head with its own size, so all channels of this part
+    # rotate.
     "mistral4": LATENT.but(
         rotary="rope_interleave",
         no_effect="max_position_embeddings partial_rotary_factor",
         llama_4_scaling_beta=None,
         rope_scaling=REQUIRED,
         rope_theta=REQUIRED,
+    ),
+    # Most layers see averages of tokens besides tokens, so nothing is said of the attention. These
+    # layers have a rotation of their own.
+    "deepseek_v4": LLAMA.but(
+        attention="",
+        tokens="embed_tokens embed",
+        head="lm_head head",
+        rotary="interleaved",
+        kinds=(COMPRESSED, COMPRESSED_SPARSE),
+        no_effect="rope_interleave partial_rotary_factor",
+        compress_ratios=None,
+        compress_rope_theta=160_000.0,
+        # This is the trained length for YaRN, if the scaling has none.
+        max_position_embeddings=1_048_576,
+        sliding_rope_scaling=None,
+        sliding_window=128,
     ),
     "cohere": LLAMA.but(
         rotary="interleaved", logit_scale=0.0625, rope_theta=500_000.0, tie_word_embeddings=True
@@ -270,7 +290,7 @@ LLAMA_ROWS = {
         sliding_window_pattern=4,
         tie_word_embeddings=True,
     ),
-    # The first layers may be dense, and dense layers rotate with full attention too.
+    # The first layers of Cohere 2's MoE may be dense. Dense layers rotate with full attention too.
     "cohere2_moe": LLAMA.but(
         rotary="interleaved",
         rotates=SLIDING,
@@ -280,7 +300,7 @@ LLAMA_ROWS = {
         layer_types=REQUIRED,
         tie_word_embeddings=True,
     ),
-    # It rotates in sliding layers, or in all if there is no window.
+    # EXAONE 4 rotates in sliding layers, or in all layers if there is no window.
     "exaone4": LLAMA.but(rotates=WINDOWLESS, sliding_window=4096, sliding_window_pattern=4),
     "exaone4_5_text": LLAMA.but(rotates=WINDOWLESS, sliding_window=4096, sliding_window_pattern=4),
     "exaone_moe": LLAMA.but(rotates=WINDOWLESS, sliding_window=4096, sliding_window_pattern=4),
@@ -291,7 +311,7 @@ LLAMA_ROWS = {
     "lara_mini": LLAMA.but(
         rotates=SLIDING, sliding_window=512, layer_types=REQUIRED, tie_word_embeddings=True
     ),
-    # It has windows where it does not rotate.
+    # SmolLM 3 has windows in the layers that do not rotate.
     "smollm3": LLAMA.but(
         no_rope_layer_interval=4,
         rope_theta=2_000_000.0,
@@ -299,7 +319,7 @@ LLAMA_ROWS = {
         use_sliding_window=False,
         tie_word_embeddings=True,
     ),
-    # It has chunks where it rotates.
+    # Llama 4 has chunks in the layers that rotate.
     "llama4": LLAMA.but(
         rotary="interleaved",
         kinds=(FULL, CHUNKED),
@@ -325,7 +345,7 @@ LLAMA_ROWS = {
     "mellum": LLAMA.but(
         kinds=(FULL,), rope_local_base_freq=10_000.0, rope_theta=500_000.0, sliding_window=1024
     ),
-    # The sliding layers have a base of their own, as Gemma 3 and others have.
+    # The sliding layers of MiMo have a base and a share of their own.
     "mimo_v2_flash": LLAMA.but(
         attention="",
         sliding_window_size=None,
@@ -383,7 +403,7 @@ LLAMA_ROWS = {
     "minicpm3": LATENT.but(
         scale="scale_emb", no_effect="mup_denominator", tie_word_embeddings=True, dim_model_base=256
     ),
-    # transformers reads the share, and not the rotary_dim beside it.
+    # For Phi, transformers reads partial_rotary_factor, and not the rotary_dim beside it.
     "phi": LLAMA.but(dropout=0.0, no_effect="rotary_dim", partial_rotary_factor=0.5),
     "glm4_moe": LLAMA.but(partial_rotary_factor=0.5),
     "nemotron": LLAMA.but(partial_rotary_factor=0.5),
@@ -470,7 +490,8 @@ LLAMA_ROWS = {
     ),
     "gemma3": GEMMA3,
     "gemma3_text": GEMMA3,
-    # What the layers do to several hidden vectors has names of scales and ranks.
+    # Gemma 3n keeps several hidden vectors of each token. These two entries are about what layers
+    # do to the vectors.
     "gemma3n_text": GEMMA.but(
         attention=UNSCALED,
         per_layer="per_layer",

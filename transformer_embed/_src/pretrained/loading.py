@@ -11,7 +11,12 @@ from jax.sharding import NamedSharding
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.pretrained.description import describe_config, describe_published
-from transformer_embed._src.pretrained.files import as_path, check_mappings, read_json
+from transformer_embed._src.pretrained.files import (
+    as_path,
+    check_mappings,
+    read_json,
+    read_json_if_there,
+)
 from transformer_embed._src.pretrained.layer_parts import OFFSETS
 from transformer_embed._src.pretrained.own_files import METADATA, describe_own
 from transformer_embed._src.pretrained.parameters import (
@@ -52,33 +57,37 @@ def load_embedder(
     Args:
         path: A safetensors file, an index file (`model.safetensors.index.json`) beside its shards,
             or a folder that holds `model.safetensors` or that index file.
-        stack: `"encoder"` or `"decoder"`, for models with both. If None, the encoder. A stack's own
-            table takes precedence over a shared one.
+        stack: `"encoder"` or `"decoder"`, for models with both. If None, the encoder. If the file
+            has a token table of this stack and a shared one, the stack's own table is read.
         settings: Entries of `config.json`, such as {"model_type": "bert"}. They override the
-            entries of the checkpoint's config.json, which may be missing: entries that change the
-            embeddings are then required. The entries of a rotation's scaling override one by one,
-            unless they name another type. None for an entry that is not read says that it means
-            nothing. A file of `save_embedder` takes no settings.
+            entries of the checkpoint's config.json. If the checkpoint has no config.json, you must
+            pass all entries that change the embeddings. The entries of a rotation's scaling
+            override one by one, unless settings name another type of scaling. If config.json has an
+            entry that is refused, but that means nothing in your model, pass None for this entry. A
+            file of `save_embedder` takes no settings.
         config: With `names`, the config of any other model, such as one from a tutorial.
-        names: The tensor name for each parameter of `Embedder(config).init`. A path may be
-            shortened to a suffix that no other parameter has ("token_embedding/embeddings"). If a
-            name ends with "kernel" or "w", a linear layer lies [in, out], as in Flax and Haiku;
-            otherwise it lies [out, in], as in PyTorch. ".T" after any name says that the tensor is
-            the parameter's transpose. None instead of a name gives zeros, for models without an
-            offset in the layer norm or in the linear layer of `embedding_width`. Leading axes of 1
-            are dropped.
+        names: The tensor name for each parameter of `Embedder(config).init`. A parameter's path may
+            be shortened to a suffix that no other parameter has ("token_embedding/embeddings"). If
+            the tensor name of a linear layer ends with "kernel" or "w", the tensor is read as
+            [in, out], as Flax and Haiku store it; otherwise as [out, in], as PyTorch stores it. If
+            you add ".T" to any name, the tensor is transposed. None instead of a name gives zeros:
+            use it for models without an offset in the layer norm, or in the linear layer of
+            `embedding_width`. Leading axes of length 1 are dropped.
         length: The number of tokens of the longest text that the model will read. You need it if
             the rotation depends on it (LongRoPE, as in Phi-3's 128k models, and dynamic NTK).
         part: The object in config.json that describes the part to load, for a model of several
-            parts, such as "decoder" or "thinker_config.text_config". If None, the `text_config`, if
-            there is one. If several parts have tensors of the same names, the tensors are read that
-            begin with the part's name ("decoder.", "thinker.").
-        shardings: How parameters are split over a mesh, by paths that may be shortened as for
-            names: {"token_embedding/embeddings": NamedSharding(mesh, P("data"))}. Each device's
-            part is read from the file on its own, so no device holds the whole table. The other
-            parameters are whole on each device of the mesh. If None, all are on the default device.
+            parts, such as "decoder" or "thinker_config.text_config". If None, the object
+            `text_config` is used, or all of config.json if there is no such object. If several
+            parts have tensors of the same names, the tensors are read that begin with the part's
+            name ("decoder.", "thinker.").
+        shardings: How parameters are split over a mesh, by their paths:
+            {"token_embedding/embeddings": NamedSharding(mesh, P("data"))}. A path may be shortened
+            to a suffix that no other parameter has. Each device's part is read from the file on its
+            own, so no device holds the whole table. The parameters that you leave out are whole on
+            each device of the mesh. If None, all parameters are on the default device.
         row_multiple: The `row_multiple` of the returned config: tables get rows of zeros at the
-            end, so that the devices of a mesh can share them. A config of names has its own.
+            end, so that the devices of a mesh can share them. If you pass a config, set its
+            `row_multiple` instead.
 
     Returns:
         A `PretrainedInput`. Parameters have the dtypes of their tensors, `config.param_dtype` is
@@ -95,8 +104,8 @@ def load_embedder(
             input or output layer.
 
     Warns:
-        UserWarning: an adapter of peft lies in the folder, which was not read; config.json has
-            entries that nobody knows; or the model around a text model is of an unknown type.
+        UserWarning: the folder has an adapter of peft, which is not read; config.json has entries
+            that are not known; or the model around a text model is of an unknown type.
 
     Example:
         >>> import pathlib, tempfile
@@ -115,68 +124,97 @@ def load_embedder(
     Edge cases:
         - Embeddings in float32 agree with transformers to 5 units in the last place of the
           largest value, or to 8 if a linear layer follows a norm.
-        - Each tensor is copied once, into its final place: peak memory is at most 1.05 times the
-          size of large tables.
+        - Each tensor is copied once, to the memory of the returned array. So peak memory is at most
+          1.05 times the size of large tables.
         - No code in the file is run.
     """
     check_mappings(settings=settings, names=names, shardings=shardings)
     if (config is None) != (names is None):
         raise arguments.value_error("config and names", "both or neither", "one of them")
     tensors = open_tensors(path)
-    is_own = METADATA in tensors.metadata
-    if config is not None or is_own:
-        # Empty settings, and a multiple of 1, say nothing.
-        _check_left_out(
-            settings=settings or None,
-            length=length,
-            stack=stack,
-            part=part,
-            row_multiple=None if row_multiple == 1 else row_multiple,
-        )
-    may_lack: Collection[str] = OFFSETS
+    describes_itself = METADATA in tensors.metadata
+    if config is not None or describes_itself:
+        _check_left_out(settings, row_multiple, length=length, stack=stack, part=part)
     if config is not None and names is not None:
-        named = _named(config, names)
-        pretrained, may_lack = named.pretrained, named.may_lack
-    elif is_own:
-        # In a file that says what it has, a missing offset is damage.
-        pretrained, may_lack = describe_own(tensors), ()
+        named = _describe_named(config, names)
+        described = named.described
+        may_lack: Collection[str] = named.may_lack
+    elif describes_itself:
+        described = describe_own(tensors)
+        # `save_embedder` writes all offsets, so a file without one is damaged.
+        may_lack = ()
     else:
-        beside = tensors.path.parent / "config.json"
-        whole = read_json(beside) if beside.exists() else {}
-        pretrained = describe_published(
-            open_published(beside, whole, tensors, settings, stack, length, part)
+        config_path = tensors.path.parent / "config.json"
+        entries = read_json_if_there(config_path)
+        published = open_published(
+            config_path, entries, tensors, settings=settings, stack=stack, length=length, part=part
         )
-        padded = dataclasses.replace(pretrained.config, row_multiple=row_multiple)
-        pretrained = pretrained._replace(config=padded)
-    specs = check_tensors(tensors, pretrained, may_lack)
-    split = full_paths(shardings or {}, specs, "shardings")
-    for name, sharding in split.items():
-        arguments.instance(f"shardings: {name}", sharding, NamedSharding, "a NamedSharding")
-    return pretrained._replace(params=read_parameters(tensors, pretrained, specs, split))
+        described = _with_row_multiple(describe_published(published), row_multiple)
+        may_lack = OFFSETS
+    # The shape and the dtype of each parameter, by its path.
+    specs = check_tensors(tensors, described, may_lack)
+    shardings_by_path = _shardings_by_path(shardings or {}, specs)
+    params = read_parameters(tensors, described, specs, shardings_by_path)
+    return described._replace(params=params)
 
 
-def _check_left_out(**options: Any) -> None:
-    """Raises a ValueError for an option of a file that needs none."""
+def _check_left_out(settings: Mapping[str, Any] | None, row_multiple: int, **options: Any) -> None:
+    """Raises a ValueError for an option of `load_embedder` that says anything.
+
+    A file of `save_embedder` describes itself, and so do a config and names.
+    """
+    # Empty settings, and a multiple of 1, ask for nothing, so they are no mistake.
+    options["settings"] = settings or None
+    options["row_multiple"] = None if row_multiple == 1 else row_multiple
     for name, value in options.items():
         arguments.check_left_out(name, value, "names or metadata say what it would")
 
 
-class NamedInput(NamedTuple):
-    """An input layer by names, and the parameters that need no tensor."""
+def _shardings_by_path(
+    shardings: Mapping[str, NamedSharding], paths: Collection[str]
+) -> dict[str, NamedSharding]:
+    """Returns the shardings of parameters by their whole paths, which are some of `paths`."""
+    shardings_by_path = full_paths(shardings, paths, "shardings")
+    for path, sharding in shardings_by_path.items():
+        arguments.instance(f"shardings: {path}", sharding, NamedSharding, "a NamedSharding")
+    return shardings_by_path
 
-    pretrained: PretrainedInput
+
+def _with_row_multiple(described: PretrainedInput, row_multiple: int) -> PretrainedInput:
+    """Returns the input layer with this `row_multiple` in its config."""
+    config = dataclasses.replace(described.config, row_multiple=row_multiple)
+    return described._replace(config=config)
+
+
+class NamedInput(NamedTuple):
+    """An input layer that the caller described, and the parameters that are zeros without a tensor.
+
+    Args:
+        described: The input layer without its parameters.
+        may_lack: The paths of the parameters that may have no tensor.
+    """
+
+    described: PretrainedInput
     may_lack: Collection[str]
 
 
-def _named(config: Any, names: Mapping[str, str]) -> NamedInput:
-    """Returns the input layer whose tensors have these names."""
-    if arguments.instance("config", config, EmbedderConfig, "an EmbedderConfig").spread:
+def _describe_named(config: EmbedderConfig, names: Mapping[str, str | None]) -> NamedInput:
+    """Returns the input layer whose tensors have these names; an offset may have None for a name.
+
+    Each parameter that `names` has may lack a tensor. A parameter that `names` leaves out is
+    refused by `check_tensors`.
+    """
+    arguments.instance("config", config, EmbedderConfig, "an EmbedderConfig")
+    if config.spread:
         raise arguments.value_error("config.spread", "False; te.pretrained.resize spreads", True)
-    paths = full_paths(names, shapes_of(config))
-    # None stands for an offset of zeros; for another parameter, no tensor has this name.
-    with_tensor = {path: name for path, name in paths.items() if name or path not in OFFSETS}
-    pretrained = PretrainedInput(config=config, params={}, names=with_tensor)
-    return NamedInput(pretrained=pretrained, may_lack=paths)
+    names_by_path = full_paths(names, shapes_of(config))
+    names_of_tensors = {}
+    for path, tensor_name in names_by_path.items():
+        # None is a wrong name for any parameter but an offset, so it is kept: no tensor has it.
+        if tensor_name or path not in OFFSETS:
+            names_of_tensors[path] = tensor_name
+    described = PretrainedInput(config=config, params={}, names=names_of_tensors)
+    return NamedInput(described=described, may_lack=names_by_path)
 
 
 def load_config(
@@ -196,18 +234,27 @@ def load_config(
 
     Args:
         source: A config.json, a folder that holds one, or its entries.
-        stack: As for `load_embedder`.
-        settings: As for `load_embedder`.
-        length: As for `load_embedder`.
-        part: As for `load_embedder`.
+        stack: `"encoder"` or `"decoder"`, for models with both. If None, the encoder.
+        settings: Entries that override the ones of config.json, such as {"vocab_size": 50304}. If
+            config.json has an entry that is refused, but that means nothing in your model, pass
+            None for this entry.
+        length: The number of tokens of the longest text that the model will read. You need it if
+            the rotation depends on it (LongRoPE, as in Phi-3's 128k models, and dynamic NTK).
+        part: The object in config.json that describes the part, for a model of several parts, such
+            as "decoder" or "thinker_config.text_config". If None, the object `text_config` is used,
+            or all of config.json if there is no such object.
 
     Returns:
         A `PretrainedInput` as from `load_embedder`, with params {} and names None.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: as for `load_embedder`; or config.json does not say which tables there are
-            (DeBERTa, TrOCR).
+        ValueError: the model is not known; settings are missing, invalid, or not read by the model;
+            or config.json does not say which tables there are (DeBERTa, TrOCR).
+
+    Warns:
+        UserWarning: config.json has entries that are not known; or the model around a text model is
+            of an unknown type.
 
     Example:
         >>> import transformer_embed as te
@@ -217,10 +264,16 @@ def load_config(
         {'base': 10000.0, 'layout': 'half'}
     """
     check_mappings(settings=settings)
-    path = pathlib.Path("config.json")
-    if not isinstance(source, Mapping):
+    if isinstance(source, Mapping):
+        entries: Mapping[str, Any] = source
+        # Errors name this path.
+        config_path = pathlib.Path("config.json")
+    else:
         path = as_path(source)
-        path = path / "config.json" if path.is_dir() else path
-        source = read_json(path)
-    tensors = Tensors(path=path, files={}, metadata={}, header=lambda _: Header({}, {}))
-    return describe_config(open_published(path, source, tensors, settings, stack, length, part))
+        config_path = path / "config.json" if path.is_dir() else path
+        entries = read_json(config_path)
+    no_tensors = Tensors(path=config_path, files={}, metadata={}, header=lambda _: Header({}, {}))
+    published = open_published(
+        config_path, entries, no_tensors, settings=settings, stack=stack, length=length, part=part
+    )
+    return describe_config(published)

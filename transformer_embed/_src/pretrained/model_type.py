@@ -9,7 +9,7 @@ from transformer_embed._src.pretrained.entries import (
     ALIASES,
     ENTRIES,
     ENTRY_DEFAULTS,
-    ENTRY_OF_ALIAS,
+    ENTRY_OF_NAME,
 )
 from transformer_embed._src.pretrained.known_entries import (
     IN_ROTATIONS,
@@ -28,15 +28,21 @@ from transformer_embed._src.pretrained.layer_parts import (
 # Kinds of layers, as config.json's `layer_types` names them.
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 INDEXED, LINEAR, CROSS = "indexed_attention", "linear_attention", "cross_attention"
-# For `rotates`: only sliding layers rotate, but all layers do in a model without a window.
+# In DeepSeek V4, the layers of these two kinds see a window, and averages of the tokens before it.
+COMPRESSED = "heavily_compressed_attention"
+COMPRESSED_SPARSE = "compressed_sparse_attention"
+# A value of `ModelType.rotates`: only sliding layers rotate, but all layers do in a model without a
+# window.
 WINDOWLESS = "windowless"
-# For `sections`: how pairs of channels are shared out to time, height and width.
+# Values of `ModelType.sections`: time, height and width have consecutive pairs of channels, or they
+# take turns.
 CONSECUTIVE, IN_TURNS = "consecutive", "in turns"
 
-# For `image_blocks`: the tokens of one image see each other at any distance, or inside a window.
+# Values of `ModelType.image_blocks`: the tokens of one image see each other at any distance, or
+# inside a window.
 ANYWHERE, IN_WINDOW = "anywhere", "in window"
 
-# For `attention`: what divides or multiplies the logits.
+# Values of `ModelType.attention`: what divides or multiplies the logits of attention.
 HEAD_DIM, QUERY_SCALAR = "head_dim", "query_pre_attn_scalar"
 MULTIPLIER, UNSCALED = "attention_multiplier", "unscaled"
 
@@ -59,46 +65,51 @@ class ModelType(NamedTuple):
     Args:
         name: The type, as config.json's `model_type` names it.
         tokens: The module of the token table; if there are several, the first that is in the file.
-        positions: The module of learned positions, likewise. If empty, there are none.
-        token_types: The module of token types, likewise.
-        norm: The module of the layer norm, likewise.
-        widen: The module of the linear layer after the table, likewise.
-        bias: The module of the relative position bias, likewise.
-        per_layer: What the names of the three modules of the inputs of layers share.
+        positions: The module of the table of learned positions, or several names of which the first
+            that is in the file counts. If empty, there is no such table.
+        token_types: The module of the table of token types, in the same form.
+        norm: The module of the layer norm, in the same form.
+        widen: The module of the linear layer after the table, in the same form.
+        bias: The module of the relative position bias, in the same form.
+        per_layer: What the names of the three modules of the inputs of layers share (Gemma 3n).
         may_lack: Parameters whose tensors may be missing, by the ends of their paths.
-        start: The first position; or the entry that has the id of padding, from which positions
-            start one higher. If that id is known, padding is at the position before the first;
-            otherwise it is counted like tokens.
-        sinusoids: The scheme without what `start` says. If None, positions are learned.
-        scale: The scale of the tokens, as for `EmbedderConfig`, or the entry that has it.
-        rotary: The layout, as for `apply_rotary`, or the entry that says whether it is interleaved.
-            If empty, nothing is rotated.
-        kinds: The two kinds of layers among which the entries choose if config.json has no list
-            (see layer_kinds.py); or the kind of all layers. If empty, the kinds are not known.
-        phase: The number of the first layer of the second kind, where every nth is of that kind. If
-            below 0, it counts from the nth.
-        rotates: Which layers rotate. SLIDING: the sliding ones; WINDOWLESS: these, or all layers of
-            a model without a window; if empty, all.
+        start: The first position, a number. Or the name of the entry that has the id of padding:
+            the first position is then this id + 1. If the id of padding is known, padding is at the
+            position before the first one. If not, padding is counted like tokens.
+        sinusoids: The scheme of sinusoidal positions, without the fields that `start` says. If
+            None, positions are learned.
+        scale: The scale of the tokens, as `EmbedderConfig` takes it, or the entry that has it.
+        rotary: The layout, as `apply_rotary` takes it, or the entry that says whether channels are
+            interleaved. If empty, no layer rotates.
+        kinds: The two kinds of layers between which a rule in layer_kinds.py chooses if config.json
+            has no list; or the kind of all layers. If empty, the kinds are not known.
+        phase: The index of the first layer of the second kind, if every nth layer is of that kind.
+            -1 is the nth layer.
+        rotates: Which layers rotate. SLIDING: the sliding ones. WINDOWLESS: the sliding ones, or
+            all layers of a model without a window. If empty, all layers.
         is_causal: Whether a token sees only the tokens before it.
         image_blocks: Where the tokens of one image see each other: pairs of a kind of layers, and
             ANYWHERE or IN_WINDOW, as in `Layer.image_blocks`.
-        has_vision_switch: Whether they do so only if the entry use_bidirectional_attention is
-            "vision".
+        has_vision_switch: Whether `image_blocks` counts only if the entry
+            use_bidirectional_attention is "vision".
         sections: How pairs of channels are shared out to time, height and width: CONSECUTIVE or
             IN_TURNS.
-        attention: How attention scales its logits: HEAD_DIM, by the root of the head size;
-            QUERY_SCALAR, by the root of the entry query_pre_attn_scalar; MULTIPLIER, by the entry
-            attention_multiplier; or UNSCALED. If empty, nothing is said of the attention.
+        attention: How attention scales its logits. HEAD_DIM: divided by the root of the head size.
+            QUERY_SCALAR: divided by the root of the entry query_pre_attn_scalar. MULTIPLIER:
+            multiplied by the entry attention_multiplier. UNSCALED: not at all. If empty, nothing is
+            said of the attention.
         has_sinks: Whether attention has a learned sink for each head.
         has_alpha: Whether the scaling "dynamic" may have the alpha of `NTKScaling`.
         has_alibi: Whether attention is biased by `alibi_bias`.
-        entries: The entries that the type reads, with their defaults: those that its parts
-            (`READS`) and the other fields do not name, and those whose default is not the usual
-            one (`ENTRY_DEFAULTS`).
-        unread: Entries of the parts that the type does not read; they have their defaults.
-        no_effect: Entries that change nothing in this type, although they would in another.
-        aliases: "entry: names" that only this type has, which take precedence.
-        head: The modules that may be the output layer.
+        entries: Entries that the type reads, with their defaults. Two sorts are left out: the
+            entries that all types with a part read (see `READS` in layer_parts.py), if they have
+            the usual default, and the entries that other fields of the row name.
+        unread: Entries that types with these parts read, but this type does not. They have their
+            defaults.
+        no_effect: Entries that change nothing in this type, although they would in another type.
+        aliases: The names that an entry has in this type alone, as "entry: names". They go before
+            the entry's other names.
+        head: The modules that may be the output layer. The first that is in the file counts.
         has_conv1d: Whether the weights of linear layers lie [in, out], as in GPT-2.
         no_output: Why an `OutputConfig` cannot say the output layer. If empty, it can.
 
@@ -141,9 +152,16 @@ class ModelType(NamedTuple):
     no_output: str = ""
 
     def but(self, **changes: Any) -> "ModelType":
-        """Returns this row with other fields, and other entries with their defaults."""
-        fields = {name: changes.pop(name) for name in [*changes] if name in self._fields}
-        return self._replace(**fields, entries={**self.entries, **changes})
+        """Returns this row with changes: of fields, or else of entries with their defaults.
+
+        `LLAMA.but(is_causal=False, rope_theta=5.0)` changes a field and the default of an entry.
+        """
+        fields = {}
+        entries = dict(self.entries)
+        for name, value in changes.items():
+            changed = fields if name in self._fields else entries
+            changed[name] = value
+        return self._replace(**fields, entries=entries)
 
     @property
     def has_stacks(self) -> bool:
@@ -159,88 +177,102 @@ class ModelType(NamedTuple):
         return self.tokens.format(stack=stack).split()
 
     def names_of_entries(self) -> dict[str, tuple[str, ...]]:
-        """Returns the entries that are read, each with its names; the first that is given counts.
+        """Returns the entries that this type reads, each with the names that it may have.
 
-        A name that only this type has goes before the entry's own, and other models' names after.
+        If a file has several of the names, the first one counts. The order is: the names that only
+        this type has, the entry's own name, and the names in other models.
         """
-        reads = {self.start, self.scale, self.rotary, *self.entries}
-        for part, entries in READS.items():
-            if part in self.entries or getattr(self, part, None):
-                reads |= {*entries.split()}
-        reads -= {*self.unread.split()}
-        entry_with_names, _, own_names = self.aliases.partition(": ")
+        # Values of these fields that name no entry, such as a number, do no harm here.
+        entries_read = {self.start, self.scale, self.rotary, *self.entries}
+        for part, entries_of_part in READS.items():
+            has_part = part in self.entries or getattr(self, part, None)
+            if has_part:
+                entries_read |= {*entries_of_part.split()}
+        entries_read -= {*self.unread.split()}
+        entry_with_own_names, _, own_names = self.aliases.partition(": ")
         names = {}
+        # In the order of the table, so that messages have a fixed order.
         for entry in ENTRIES:
-            if entry in reads:
-                first = own_names.split() if entry == entry_with_names else []
-                names[entry] = (*first, entry, *ALIASES.get(entry, "").split())
+            if entry in entries_read:
+                first_names = own_names.split() if entry == entry_with_own_names else []
+                names[entry] = (*first_names, entry, *ALIASES.get(entry, "").split())
         return names
 
     def has_no_effect(self, entry: str) -> bool:
         """Returns whether the row says that an entry changes nothing.
 
-        An entry inside an object is named after it, such as "rope_scaling: interleaved".
+        An entry inside an object is named after the object, such as "rope_scaling: interleaved".
         """
-        return entry.rpartition(" ")[2] in self.no_effect.split()
+        _, _, name = entry.rpartition(" ")
+        return name in self.no_effect.split()
 
     def status(self, entry: str, value: Any) -> EntryStatus:
-        """Returns what an entry with this value is to the type."""
+        """Returns whether the type reads an entry, and if not, what is known of it."""
         if any(entry in names for names in self.names_of_entries().values()):
             return EntryStatus.READ
-        if self.has_no_effect(entry) or changes_nothing(value) or self._is_elsewhere(entry, value):
+        if self.has_no_effect(entry) or changes_nothing(value) or self._says_nothing(entry, value):
             return EntryStatus.OF_NO_CONCERN
         if self._is_refused(entry):
             return EntryStatus.REFUSED
         return EntryStatus.OF_NO_CONCERN if is_known(entry) else EntryStatus.UNKNOWN
 
-    def _is_elsewhere(self, entry: str, value: Any) -> bool:
-        """Returns whether an entry that others refuse describes what this type does not have."""
-        rotation, _, inside = entry.rpartition(": ")
-        if rotation:
-            return inside in IN_ROTATIONS
-        name = ENTRY_OF_ALIAS.get(entry, entry)
-        # A rotation of heads needs no other positions.
+    def _says_nothing(self, entry: str, value: Any) -> bool:
+        """Returns whether an entry says nothing new of this type, although it may of others."""
+        object_name, _, name_inside = entry.rpartition(": ")
+        if object_name:
+            return name_inside in IN_ROTATIONS
+        name = ENTRY_OF_NAME.get(entry, entry)
+        # The row says already that heads rotate.
         if name == "position_embedding_type":
             return value == "rope" and self.rotary != ""
-        within = ENTRIES[name].within if name in ENTRIES else ""
-        return within != "" and within not in self.names_of_entries()
+        # A window's rotation says nothing of a type without windows.
+        needed_entry = ENTRIES[name].within if name in ENTRIES else ""
+        return needed_entry != "" and needed_entry not in self.names_of_entries()
 
     def _is_refused(self, entry: str) -> bool:
         """Returns whether an entry that is not read may change the input or the output layer."""
-        # All that is inside the object of a rotation concerns it.
+        # Whatever is inside the object of a rotation may change the rotation.
         if ": " in entry:
             return True
-        # The other layers have norms too, so an epsilon is this layer's only if it has a norm.
-        if ENTRY_OF_ALIAS.get(entry) == "layer_norm_eps":
+        # All models have norms in their layers. An epsilon concerns the input layer only if the
+        # input layer has a norm.
+        if ENTRY_OF_NAME.get(entry) == "layer_norm_eps":
             return self.norm != ""
         return is_loud(entry)
 
     def tensors(self, files: Collection[str], stack: str, prefix: str) -> dict[str, str]:
-        """Returns the tensor of each parameter below a prefix, or {} if a needed one is missing.
+        """Returns the name of each parameter's tensor, by the path of the parameter.
 
-        The tensors of the output layer are below the prefix too, or further out: a model of images
-        has its head in its text model or around it.
+        The result is {} if a tensor that this type needs is missing.
+
+        Args:
+            files: The names of all tensors in the checkpoint.
+            stack: The stack that is read, "encoder" or "decoder".
+            prefix: How the names of the input layer's tensors begin. The names of the output layer
+                may begin with a shorter prefix, because the head of a model for images is in its
+                text model, or beside the text model.
         """
         names = {}
-        prefixes_of_head = outer_prefixes(prefix)
         may_lack = (*self.may_lack.split(), OUTPUT_TABLE, OUTPUT_BIAS)
         for parameter, (part, ends) in TENSORS.items():
             modules = getattr(self, part).format(stack=stack).split()
-            known = [
+            prefixes = outer_prefixes(prefix) if part == "head" else [prefix]
+            possible_names = (
                 start + end.format(module)
-                for start in (prefixes_of_head if part == "head" else [prefix])
+                for start in prefixes
                 for module in modules
                 for end in ends.split()
-            ]
-            tensor = next((name for name in known if name in files), None)
-            if tensor is not None:
-                names[parameter] = tensor
+            )
+            name = next((name for name in possible_names if name in files), None)
+            if name is not None:
+                names[parameter] = name
             elif modules and not parameter.endswith(may_lack):
                 return {}
         return names
 
 
 def outer_prefixes(prefix: str) -> list[str]:
-    """Returns a prefix and the shorter ones around it, down to the empty one."""
-    parts = prefix.split(".")
-    return [".".join([*parts[:count], ""]) for count in reversed(range(len(parts)))]
+    """Returns a prefix and the shorter ones: ["a.b.", "a.", ""] for "a.b."."""
+    modules = prefix.split(".")[:-1]
+    counts = range(len(modules), -1, -1)
+    return ["".join(f"{module}." for module in modules[:count]) for count in counts]

@@ -32,7 +32,7 @@ STEPS = {
         "format_utils.dcp_to_torch_save(folder, 'pytorch_model.bin'), and load that file with "
         "torch.load(weights_only=True) to save it with safetensors.torch.save_file"
     ),
-    # The second half is of Orbax and T5X.
+    # The second half of this pattern matches files of Orbax and T5X.
     r"\.(h5|msgpack|pth?|npz|ckpt(\.(index|meta|data-\S+))?)$|"
     r"(^|/)(_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt|\.zarray)$": (
         "restore it with the library that reads it and save it as safetensors, or put its arrays "
@@ -43,7 +43,10 @@ STEPS = {
 
 
 def step_for(*names: str) -> str:
-    """Returns a file that is not read and what to do with it, or nothing for unknown ones."""
+    """Returns the first of these names of files that is known, and what to do with that file.
+
+    If no name is known, the result is "".
+    """
     for pattern, step in STEPS.items():
         for name in names:
             if re.search(pattern, name):

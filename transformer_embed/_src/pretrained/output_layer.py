@@ -10,16 +10,17 @@ from transformer_embed._src.pretrained.layer_parts import OUTPUT_BIAS, OUTPUT_TA
 from transformer_embed._src.pretrained.published import Published
 from transformer_embed._src.pretrained.registry import SCALED_WITHIN, UNSCALED_WITHIN
 
-# The last two axes of each tensor; the first is 1 for a vector.
+# The shape of each parameter's tensor, by the parameter's path. A vector has the shape (1, n), and
+# leading axes are left out.
 Shapes = Mapping[str, tuple[int, int]]
 
 
 class FoundOutput(NamedTuple):
-    """An output layer.
+    """The output layer of a published model, or why there is none.
 
     Args:
-        config: The output layer, or None.
-        reason: Why `config` is None, or None.
+        config: The output layer; or None.
+        reason: Why `config` is None, in words. If there is a config, None.
     """
 
     config: OutputConfig | None
@@ -34,7 +35,7 @@ def find_output_layer(file: Published, values: Options, shapes: Shapes) -> Found
 
 
 def _config(file: Published, values: Options, shapes: Shapes) -> OutputConfig:
-    """Returns the output layer as the text model has it, or the model around it."""
+    """Returns the output layer, as the text model or the model around it computes the logits."""
     output = OutputConfig(tied=_is_tied(values, shapes), bias=OUTPUT_BIAS in shapes)
     # A model around a text model may leave out what the text model does to its logits.
     if file.outer in UNSCALED_WITHIN.split():
@@ -66,29 +67,34 @@ def _why_missing(
     """Returns why there is no output layer, or None if there is one."""
     row = file.row
     rows, width = shapes[TOKENS]
-    is_the_decoders = not output.tied or values["share_encoder_decoder_embeddings"] is False
-    # An `OutputConfig` has the vocabulary and the width of the table.
-    fitting = {OUTPUT_TABLE: (rows, width), OUTPUT_BIAS: (1, rows)}
-    wrong = [name for name, shape in fitting.items() if shapes.get(name, shape) != shape]
+    is_of_decoder = not output.tied or values["share_encoder_decoder_embeddings"] is False
+    # An `OutputConfig` has the vocabulary and the width of the token table.
+    needed_shapes = {OUTPUT_TABLE: (rows, width), OUTPUT_BIAS: (1, rows)}
+    misfits = [name for name, shape in needed_shapes.items() if shapes.get(name, shape) != shape]
     reason = None
     if row.no_output:
         reason = row.no_output
-    elif row.has_stacks and file.side == STACKS[0] and is_the_decoders:
+    elif row.has_stacks and file.side == STACKS[0] and is_of_decoder:
         reason = f"it is the decoder's, which stack={STACKS[1]!r} loads"
     elif not output.tied and OUTPUT_TABLE not in shapes:
-        # GPTQ has other tensors in its place.
+        # A model that GPTQ quantized has tensors of other names in place of the output table.
         reason = (
             "the file has no lm_head.weight (dequantize a quantized model first), and it is not "
             "tied to the table"
         )
-    elif wrong:
-        reason = f"its shape is {list(shapes[wrong[0]])}, not {list(fitting[wrong[0]])}"
+    elif misfits:
+        misfit = misfits[0]
+        reason = f"its shape is {list(shapes[misfit])}, not {list(needed_shapes[misfit])}"
     elif _may_differ_outside(file, output):
         reason = f"{file.outer} may leave out the scale and softcap of its text model"
     return reason
 
 
 def _may_differ_outside(file: Published, output: OutputConfig) -> bool:
-    """Returns whether it is not known that the model around a text model scales its logits too."""
-    is_scaled = output.scale != 1 or output.softcap is not None
-    return file.outer is not None and is_scaled and file.outer not in SCALED_WITHIN.split()
+    """Returns whether the model around a text model may compute other logits than this layer.
+
+    This is so if the text model scales or bounds its logits, and the outer model is not one that is
+    known to do the same.
+    """
+    changes_logits = output.scale != 1 or output.softcap is not None
+    return file.outer is not None and changes_logits and file.outer not in SCALED_WITHIN.split()

@@ -48,7 +48,7 @@ CHANNELS = 64
 
 
 def describe_own(tensors: Tensors) -> PretrainedInput:
-    """Returns the layer that `save_embedder` described in the metadata."""
+    """Returns the layer that `save_embedder` described in the metadata, without its parameters."""
     entries = parse(f"{tensors.path}: {METADATA}", tensors.metadata[METADATA], decoded)
     pretrained = call_with_named_errors(tensors.path, PretrainedInput, **entries)
     pretrained = pretrained._replace(bias=_with_causal(pretrained.bias))
@@ -63,29 +63,31 @@ def _with_causal(bias: Any) -> Any:
     """
     if not isinstance(bias, Mapping) or "causal" in bias:
         return bias
-    return {**bias, "causal": "num_buckets" not in bias}
+    is_alibi = "num_buckets" not in bias
+    return {**bias, "causal": is_alibi}
 
 
 def check_described(found: PretrainedInput) -> None:
-    """Raises an error unless all but the parameters can be used as the functions use it.
+    """Checks that the functions of this package take the arguments that a description has for them.
 
     Raises:
-        TypeError: a value is of another type.
+        TypeError: a field is of another type.
         ValueError: a function refuses its arguments.
     """
     arguments.instance("config", found.config, EmbedderConfig, "an EmbedderConfig")
     check_mappings(bias=found.bias, names=found.names)
     arguments.entries("layers", found.layers, arguments.instance, kinds=Layer, want="a Layer")
     arguments.instance("no_output", found.no_output, str | None, "a sentence, or None")
-    checked = set()
-    for number, layer in enumerate(found.layers):
-        # A mapping has no hash, so equal layers are told by their texts.
+    checked_texts = set()
+    for index, layer in enumerate(found.layers):
+        # Equal layers are checked once. They are compared by their texts, because a layer holds
+        # dictionaries, which no set takes.
         text = repr(layer)
-        if text not in checked:
-            _check_layer(f"layers[{number}]", layer)
-            checked.add(text)
+        if text not in checked_texts:
+            _check_layer(f"layers[{index}]", layer)
+            checked_texts.add(text)
     if found.bias is not None:
-        _try("bias", _use_bias, dict(found.bias))
+        _try("bias", _make_bias, dict(found.bias))
 
 
 def _check_layer(name: str, layer: Layer) -> None:
@@ -94,50 +96,54 @@ def _check_layer(name: str, layer: Layer) -> None:
     for field in ("rotary", "mask", "query_scale", "attention"):
         check_mappings(**{f"{name}.{field}": getattr(layer, field)})
     if layer.rotary is not None:
-        _try(f"{name}.rotary", _use_rotary, dict(layer.rotary))
-    _try(f"{name}.mask", _use_mask, dict(layer.mask))
+        _try(f"{name}.rotary", _rotate_head, dict(layer.rotary))
+    _try(f"{name}.mask", _make_mask, dict(layer.mask))
     if layer.query_scale is not None:
-        _try(f"{name}.query_scale", _use_query_scale, dict(layer.query_scale))
+        _try(f"{name}.query_scale", _make_query_scale, dict(layer.query_scale))
     if layer.image_blocks is not None:
         arguments.choice(f"{name}.image_blocks", layer.image_blocks, (ANYWHERE, IN_WINDOW))
     if layer.norm_eps is not None:
         arguments.positive(f"{name}.norm_eps", layer.norm_eps)
 
 
-def _try(name: str, use: Callable[[dict[str, Any]], Any], options: dict[str, Any]) -> None:
-    """Calls a function with keyword arguments on shapes alone; errors start with the name."""
-    call_with_named_errors(name, jax.eval_shape, lambda: use(options))
+def _try(name: str, function: Callable[[dict[str, Any]], Any], options: dict[str, Any]) -> None:
+    """Calls a function with options, on shapes alone; an error starts with the name."""
+    call_with_named_errors(name, jax.eval_shape, lambda: function(options))
 
 
-def _use_rotary(options: dict[str, Any]) -> Any:
-    """Rotates one head."""
+def _rotate_head(options: dict[str, Any]) -> Any:
+    """Rotates one head, which has as many channels as the options need."""
     scaling: Any = options.get("scaling")
     pair_axes = options.get("pair_axes")
     channels = options.get("rotary_dim") or CHANNELS
-    if options.get("rotary_dim") is None and pair_axes is not None:
-        channels = 2 * len(pair_axes)
-    if options.get("rotary_dim") is None and hasattr(scaling, "short_factor"):
-        channels = 2 * len(scaling.short_factor)
-    # Memory is taken for each channel.
+    if options.get("rotary_dim") is None:
+        # Axes, and the factors of LongRoPE, have a value for each pair of channels.
+        if hasattr(scaling, "short_factor"):
+            channels = 2 * len(scaling.short_factor)
+        elif pair_axes is not None:
+            channels = 2 * len(pair_axes)
+    # The number has a limit, because memory is taken for each channel.
     channels = arguments.integer("rotary_dim", channels, at_least=1, at_most=MOST_CHANNELS)
     head = np.zeros((1, 1, channels), np.float32)
+    # With several axes, a position has a number for each axis.
     axes = () if pair_axes is None else (1 + max(pair_axes, default=0),)
-    return apply_rotary(head, np.zeros((1, *axes), np.int32), **options)
+    positions = np.zeros((1, *axes), np.int32)
+    return apply_rotary(head, positions, **options)
 
 
-def _use_mask(options: dict[str, Any]) -> Any:
+def _make_mask(options: dict[str, Any]) -> Any:
     """Makes the mask of one token."""
     return AttentionMask(TokenPositions.from_offset(0, 1), **options).dense()
 
 
-def _use_query_scale(options: dict[str, Any]) -> Any:
-    """Scales the query of one token."""
+def _make_query_scale(options: dict[str, Any]) -> Any:
+    """Computes the factor of one query."""
     return query_scale([0], **options)
 
 
-def _use_bias(options: dict[str, Any]) -> Any:
+def _make_bias(options: dict[str, Any]) -> Any:
     """Computes the bias of one pair of tokens."""
-    # Memory is taken for each head.
+    # The number has a limit, because memory is taken for each head.
     arguments.integer("num_heads", options.get("num_heads"), at_least=1, at_most=MOST_CHANNELS)
     if "num_buckets" not in options:
         return alibi_bias([0], [0], **options)
@@ -145,37 +151,46 @@ def _use_bias(options: dict[str, Any]) -> Any:
     return bias.init(jax.random.key(0))
 
 
-def _kinds() -> dict[str, Callable]:
-    """Returns the classes that a file may name; it can make no other object.
+def _stored_classes() -> dict[str, Callable]:
+    """Returns the classes whose objects a file may have, by their names.
 
-    A scheme may be your own.
+    A file can make no other object. The subclasses of `PositionScheme` are asked for at each call,
+    because a user may have defined one.
     """
-    schemes, scalings = PositionScheme.__subclasses__(), SCALING_CLASSES
-    return {
-        kind.__name__: kind for kind in (EmbedderConfig, OutputConfig, Layer, *schemes, *scalings)
-    }
+    schemes = PositionScheme.__subclasses__()
+    classes = (EmbedderConfig, OutputConfig, Layer, *schemes, *SCALING_CLASSES)
+    return {stored_class.__name__: stored_class for stored_class in classes}
 
 
 def encoded(value: Any) -> Any:
-    """Returns a value for JSON, which does not have its type: a class has its name and fields."""
-    kind = type(value).__name__
-    if kind in _kinds():
-        return {KIND: kind} | vars(value)
+    """Returns a value that JSON has a form for, for one that JSON has no form for.
+
+    An object becomes its fields and the name of its class: {"kind": "Learned", "max_len": 8}.
+    """
+    class_name = type(value).__name__
+    if class_name in _stored_classes():
+        return {KIND: class_name, **vars(value)}
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, np.dtype):
         return value.name
-    # A number or an array of numpy, or a fraction.
-    return value.tolist() if isinstance(value, np.generic | np.ndarray) else float(value)
+    if isinstance(value, np.ndarray):
+        # `tolist` would write null for what a mask hides.
+        return arguments.native("layers and bias", value).tolist()
+    # A number of numpy, or a fraction.
+    return value.item() if isinstance(value, np.generic) else float(value)
 
 
 def decoded(entries: dict[str, Any]) -> Any:
-    """Returns an object with tuples for lists, or an instance of the class that it names."""
+    """Returns what a JSON object stands for: an object of the class that it names, or itself.
+
+    Lists inside become tuples, since `encoded` wrote tuples as lists.
+    """
     for name, value in entries.items():
-        # JSON has no tuples, which configurations and `pair_axes` are compared by.
         if isinstance(value, list):
             entries[name] = tuple(value)
     if KIND not in entries:
         return entries
-    kinds = _kinds()
-    return kinds[arguments.choice(KIND, entries.pop(KIND), tuple(kinds))](**entries)
+    classes = _stored_classes()
+    class_name = arguments.choice(KIND, entries.pop(KIND), tuple(classes))
+    return classes[class_name](**entries)

@@ -26,12 +26,13 @@ from transformer_embed._src.pretrained.layer_parts import (
     WIDEN,
 )
 from transformer_embed._src.pretrained.layers import Layer
-from transformer_embed._src.pretrained.tensors import Tensors, empty_array
+from transformer_embed._src.pretrained.tensors import Tensors, aligned_zeros
 
-# Parameters that are [in, out].
+# The parameters of linear layers, which this package has as [in, out].
 LINEAR_WEIGHTS = (WIDEN, PER_LAYER_WEIGHTS)
+# What the caller adds to the name of a tensor to have its transpose.
 TRANSPOSED = ".T"
-# A shape and a dtype for each parameter, by its path.
+# The shape and the dtype of each parameter (`jax.ShapeDtypeStruct`), by its path.
 Specs = dict[str, Any]
 
 
@@ -76,7 +77,10 @@ class PretrainedInput(NamedTuple):
 
 
 def shapes_of(config: EmbedderConfig, bias: Options | None = None) -> Specs:
-    """Returns the shape and dtype of each parameter, by its path."""
+    """Returns the shape and the dtype of each parameter of an input layer, by its path.
+
+    With the arguments of T5's bias, the table of biases is among the parameters.
+    """
     modules: Any = dict(jax.eval_shape(Embedder(config).init, jax.random.key(0)))
     if bias is not None and "num_buckets" in bias:
         module, _, name = BIAS.rpartition("/")
@@ -88,40 +92,55 @@ def shapes_of(config: EmbedderConfig, bias: Options | None = None) -> Specs:
 def full_paths(
     names: Mapping[Any, Any], paths: Collection[str], what: str = "names"
 ) -> dict[str, Any]:
-    """Returns a mapping with full paths; a key is a path, or a suffix of exactly one path."""
-    full = {}
+    """Returns a mapping whose keys are whole paths.
+
+    Args:
+        names: The mapping. A key is a path, or a suffix that exactly one path has.
+        paths: The paths of all parameters.
+        what: What the mapping is, for errors.
+    """
+    by_path = {}
     for name, value in names.items():
-        matches = arguments.paths_of(name, paths)
-        if len(matches) != 1 or matches[0] in full:
+        paths_of_name = arguments.paths_of(name, paths)
+        if len(paths_of_name) != 1 or paths_of_name[0] in by_path:
             among = ", ".join(paths)
             want = f"a parameter's path, or a suffix that only one path has, among {among}"
             raise arguments.value_error(what, want, repr(name))
-        full[matches[0]] = value
-    return full
+        by_path[paths_of_name[0]] = value
+    return by_path
 
 
 class StoredTensor(NamedTuple):
-    """Where a parameter is: the name of its tensor, and whether the tensor is its transpose."""
+    """Where a parameter is stored.
+
+    Args:
+        name: The name of the tensor.
+        is_transposed: Whether the tensor is the transpose of the parameter.
+    """
 
     name: str
     is_transposed: bool
 
 
 def stored(parameter: str, tensor: str) -> StoredTensor:
-    """Returns the tensor of a parameter, whose name says how it lies.
+    """Returns where a parameter is stored, if the caller or a model type names this tensor.
 
-    Weights of PyTorch are [out, in], as a table is. Kernels of Flax and weights of Haiku are
-    [in, out], as this package's own linear layers are. A ".T" at the end says that any other tensor
-    is the parameter's transpose.
+    The name says whether the tensor is the parameter's transpose. A name with ".T" at the end says
+    so itself. Otherwise the names of kernels in Flax and of weights in Haiku end with "kernel" or
+    "w", and these tensors are [in, out]. All other tensors are [out, in], as in PyTorch. This
+    package has linear layers as [in, out], and tables as [rows, width], which is [out, in] for an
+    output layer.
     """
     if tensor.endswith(TRANSPOSED):
-        return StoredTensor(tensor.removesuffix(TRANSPOSED), is_transposed=True)
+        return StoredTensor(name=tensor.removesuffix(TRANSPOSED), is_transposed=True)
     if tensor == parameter:
-        return StoredTensor(tensor, is_transposed=False)
+        # `save_embedder` stored the parameter as it is.
+        return StoredTensor(name=tensor, is_transposed=False)
     is_in_out = re.search(r"\b(kernel|w)$", tensor) is not None
     if parameter == OUTPUT_TABLE:
-        return StoredTensor(tensor, is_transposed=is_in_out)
-    return StoredTensor(tensor, is_transposed=parameter in LINEAR_WEIGHTS and not is_in_out)
+        return StoredTensor(name=tensor, is_transposed=is_in_out)
+    is_linear = parameter in LINEAR_WEIGHTS
+    return StoredTensor(name=tensor, is_transposed=is_linear and not is_in_out)
 
 
 def check_tensors(
@@ -129,9 +148,17 @@ def check_tensors(
     pretrained: PretrainedInput,
     may_lack: Collection[str] = (),
 ) -> Specs:
-    """Returns the parameters, or raises a ValueError unless each has a tensor of its shape.
+    """Returns the shape and the dtype of each parameter that is to be read.
 
-    A parameter beside the layer of the config has the shape that is stored.
+    A parameter beside the layer, in a file of a whole model, has the shape that is stored.
+
+    Args:
+        tensors: The tensors of the file.
+        pretrained: The description of the layer, and the tensor of each parameter.
+        may_lack: The paths of the parameters that may have no tensor.
+
+    Raises:
+        ValueError: a parameter has no tensor, or a tensor of another shape.
     """
     config = pretrained.config
     specs = shapes_of(config, pretrained.bias)
@@ -143,17 +170,20 @@ def check_tensors(
     for parameter, name in names.items():
         tensor = stored(parameter, str(name))
         entry = tensors.entry(tensor.name)
+        # A slice with this step turns a shape into the transpose's shape, if there is a transpose.
         step = -1 if tensor.is_transposed else 1
-        beside = jax.ShapeDtypeStruct(entry.shape[::step], config.param_dtype)
-        whole_shape = specs.setdefault(parameter, beside).shape
-        shapes = [whole_shape[::step]]
+        if parameter not in specs:
+            specs[parameter] = jax.ShapeDtypeStruct(entry.shape[::step], config.param_dtype)
+        shape = specs[parameter].shape
+        shapes_in_file = [shape[::step]]
         if parameter in (TOKENS, OUTPUT_TABLE, OUTPUT_BIAS):
-            # The file lacks the rows of zeros that `row_multiple` adds.
-            shapes.append((config.vocab_size, *whole_shape[1:])[::step])
-        # Leading axes of 1 are dropped.
-        ones = (1,) * (len(entry.shape) - len(whole_shape))
-        if entry.shape not in [ones + shape for shape in shapes]:
-            want = f"shape {list(shapes[0])}, as the configuration says"
+            # The file may lack the rows of zeros that `row_multiple` adds.
+            shape_without_padding = (config.vocab_size, *shape[1:])
+            shapes_in_file.append(shape_without_padding[::step])
+        # A tensor may have more axes of length 1 at the front.
+        leading_ones = (1,) * (len(entry.shape) - len(shape))
+        if entry.shape not in [leading_ones + shape_in_file for shape_in_file in shapes_in_file]:
+            want = f"shape {list(shapes_in_file[0])}, as the configuration says"
             raise arguments.value_error(f"{tensors.path}: {tensor.name}", want, entry)
     return specs
 
@@ -163,8 +193,12 @@ def read_parameters(
 ) -> Params:
     """Returns the parameters, with zeros for a parameter without a tensor.
 
-    Each device's part of a split parameter is read on its own. If any parameter is split, the
-    others are whole on each device of its mesh.
+    Args:
+        tensors: The tensors of the file.
+        pretrained: The description of the layer, and the tensor of each parameter.
+        specs: The shape and the dtype of each parameter, from `check_tensors`.
+        shardings: The shardings of parameters, by their paths. Each device's part is then read on
+            its own. If there are any, the other parameters are whole on each device of the mesh.
     """
     params: dict[str, dict[str, Array]] = {}
     names = pretrained.names or {}
@@ -187,14 +221,24 @@ def read_parameters(
 def _read_part(
     tensors: Tensors, path: str, name: Any, spec: Any, index: tuple[slice, ...]
 ) -> np.ndarray:
-    """Returns a part of a parameter; of a parameter with rows, nothing else is read."""
+    """Returns the part of a parameter that has this index.
+
+    Args:
+        tensors: The tensors of the file.
+        path: The path of the parameter.
+        name: The name of its tensor, or None for zeros.
+        spec: The shape and the dtype of the whole parameter.
+        index: A slice for each axis. Of a matrix, only the rows of the slice are read.
+    """
     if name is None:
         return np.broadcast_to(np.zeros((), spec.dtype), spec.shape)[index]
     tensor = stored(path, name)
-    shape = tuple(len(range(size)[part]) for size, part in zip(spec.shape, index, strict=True))
+    part_shape = tuple(
+        len(range(size)[axis_slice]) for size, axis_slice in zip(spec.shape, index, strict=True)
+    )
     dtype = tensors.dtype(tensor.name)
     # Rows that `row_multiple` adds are not in the file, and stay zeros.
-    array = empty_array(shape, dtype)
+    array = aligned_zeros(part_shape, dtype)
     if len(index) == 2:
         rows, columns = index[::-1] if tensor.is_transposed else index
         as_stored = array.T if tensor.is_transposed else array

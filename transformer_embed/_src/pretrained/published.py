@@ -18,16 +18,19 @@ class Published(NamedTuple):
 
     Args:
         tensors: The tensors of the checkpoint.
-        side: The stack that is read.
-        prefix: How the names of the tensors of the part that was asked for may begin.
+        side: The stack that is read, "encoder" or "decoder". It is "encoder" for a model of one
+            stack, too.
+        prefix: How the names of the tensors begin that the caller's `part` has. If there is no
+            part, "".
         path: The path of config.json.
-        entries: The entries of config.json, of the text model.
-        settings: The entries of the caller, which go first, without the type.
-        model_type: The type of the text model, as config.json says.
-        row: What the registry says of the type in settings, or else of `model_type`.
-        outer: The type of the whole model, if the text model is a part of it.
-        part: The path of the part that the caller chose, or None.
-        length: The length of the longest text, or None if it was not said.
+        entries: The entries of config.json for the text model.
+        settings: The caller's `settings`, without the type. They go before `entries`.
+        model_type: The type of the text model in config.json, or None.
+        row: The row of the type in `settings`, or else of `model_type`.
+        outer: The type of the model around the text model. If the text model is the whole model,
+            None.
+        part: The caller's `part`, or None.
+        length: The caller's `length`, or None.
     """
 
     tensors: Tensors
@@ -44,7 +47,7 @@ class Published(NamedTuple):
 
     @property
     def place(self) -> str:
-        """What an error about entries of config.json is to blame."""
+        """Where the entries are, for errors: the path of config.json, and the type of the model."""
         return f"{self.path}, for a model {self.row.name}"
 
 
@@ -52,12 +55,22 @@ def open_published(
     path: pathlib.Path,
     whole: Options,
     tensors: Tensors,
+    *,
     settings: Options | None,
     stack: str | None,
     length: int | None,
     part: str | None,
 ) -> Published:
-    """Returns a model's tensors, with the entries of its config.json.
+    """Returns the files of a published model, with the row of the model's type.
+
+    Args:
+        path: The path of config.json, for errors.
+        whole: All entries of config.json; or {} if there is none.
+        tensors: The tensors of the checkpoint.
+        settings: The entries of the caller.
+        stack: The stack that the caller chose, or None.
+        length: The length of the longest text, or None.
+        part: The part that the caller chose, or None.
 
     Raises:
         ValueError: the model type is not known, or the part is not there.
@@ -66,11 +79,13 @@ def open_published(
         UserWarning: the model around the text model is of an unknown type.
     """
     side = arguments.choice("stack", STACKS[0] if stack is None else stack, STACKS)
-    outside, text = _part(path, whole, part)
-    model_type = text.get("model_type") or outside.get("model_type")
-    outer = None if text is outside else str(outside.get("model_type"))
+    outer_entries, text_entries = _part(path, whole, part)
+    model_type = text_entries.get("model_type") or outer_entries.get("model_type")
+    is_whole_model = text_entries is outer_entries
+    outer = None if is_whole_model else str(outer_entries.get("model_type"))
     settings = dict(settings or {})
-    row = _known_row(path, settings.pop("model_type", None) or model_type, tensors)
+    type_in_settings = settings.pop("model_type", None)
+    row = _known_row(path, type_in_settings or model_type, tensors)
     if not row.has_stacks:
         arguments.check_left_out("stack", stack, f"{row.name} has one stack")
     if part is None and outer is not None and not is_known_outside(outer):
@@ -85,7 +100,7 @@ def open_published(
         side=side,
         prefix=_prefix_of_part(part),
         path=path,
-        entries=_text_entries(outside, text, outer),
+        entries=_joined_entries(outer_entries, text_entries, outer),
         settings=settings,
         model_type=model_type,
         row=row,
@@ -109,50 +124,62 @@ def _known_row(path: pathlib.Path, model_type: Any, tensors: Tensors) -> ModelTy
     raise arguments.value_error("model_type", want, got)
 
 
-# Neither the name of a table nor its config.json says how its tokens are scaled, so no call is
-# made ready.
+# The advice for a model of an unknown type. It is no call with all arguments, because neither the
+# name of a table nor config.json says how tokens are scaled.
 BY_HAND = "load any table with config and names"
 
 
 def _prefix_of_part(part: str | None) -> str:
-    """Returns how names of the part's tensors may begin.
+    """Returns how the names of a part's tensors may begin.
 
-    The thinker_config of Qwen 2.5-Omni describes tensors that begin with "thinker.".
+    This is "thinker." for "thinker_config.text_config", and "" for None.
     """
     if not part:
         return ""
-    return part.partition(".")[0].removesuffix("_config") + "."
+    outermost, _, _ = part.partition(".")
+    return outermost.removesuffix("_config") + "."
 
 
 def _part(path: pathlib.Path, whole: Options, part: str | None) -> tuple[Options, Options]:
-    """Returns the entries of the model around a text model, and the text model's entries.
+    """Returns the entries of the model around a text model, and the entries of the text model.
 
-    They are the same if the text model is the whole model. An empty `text_config` says nothing.
+    If the text model is the whole model, both are the same object. This is so if config.json has no
+    `text_config`, or an empty one.
+
+    Args:
+        path: The path of config.json, for errors.
+        whole: All entries of config.json.
+        part: The path of the text model's object, such as "thinker_config.text_config"; or None.
     """
     if part is None:
-        text = whole.get("text_config")
-        return whole, text if text and isinstance(text, Mapping) else whole
-    outside, entries = whole, whole
+        text_config = whole.get("text_config")
+        if text_config and isinstance(text_config, Mapping):
+            return whole, text_config
+        return whole, whole
+    outer_entries = whole
+    entries: Any = whole
     for name in part.split("."):
-        outside, entries = entries, entries.get(name)
+        outer_entries = entries
+        entries = outer_entries.get(name)
         if not isinstance(entries, Mapping):
-            parts = [name for name, value in outside.items() if isinstance(value, Mapping)]
+            parts = [key for key, value in outer_entries.items() if isinstance(value, Mapping)]
             raise arguments.value_error(f"part {part!r}", f"of {path}, one of {parts}", repr(name))
-    return outside, entries
+    return outer_entries, entries
 
 
-def _text_entries(outside: Options, text: Options, outer: str | None) -> Options:
-    """Returns the text model's entries, and what the model around it says of it."""
-    entries = dict(text)
-    is_tied = outside.get("tie_word_embeddings")
+def _joined_entries(outer_entries: Options, text_entries: Options, outer: str | None) -> Options:
+    """Returns the entries of the text model, with those of the outer model that concern it."""
+    entries = dict(text_entries)
+    is_tied = outer_entries.get("tie_word_embeddings")
     if isinstance(is_tied, bool):
-        # The output layer is the whole model's.
+        # The output layer is a part of the outer model.
         entries["tie_word_embeddings"] = is_tied
     attention = entries.get("attn_config")
     if isinstance(attention, Mapping):
-        # MPT and DBRX say some entries there; what stands outside goes first.
+        # MPT and DBRX have some entries in this object. Entries beside the object go before them.
         entries = {**attention, **entries}
     if outer == "paligemma":
-        # Its caller says where a prompt ends, within which tokens see all.
+        # In PaliGemma, the tokens of a prompt see each other, and only the caller knows where the
+        # prompt ends. So the masks are causal, whatever the entry says.
         entries["use_bidirectional_attention"] = None
     return entries

@@ -12,11 +12,12 @@ from jaxtyping import Array
 
 from transformer_embed._src import arguments
 from transformer_embed._src.array_types import DTypeLike
-from transformer_embed._src.pretrained.files import call_with_named_errors, read_json
+from transformer_embed._src.pretrained.files import call_with_named_errors, read_json_if_there
+from transformer_embed._src.pretrained.layer_parts import STACKS
 from transformer_embed._src.pretrained.model_type import ModelType
 from transformer_embed._src.pretrained.parameters import TRANSPOSED
 from transformer_embed._src.pretrained.registry import row_of
-from transformer_embed._src.pretrained.tensors import Tensors, dtype_of, empty_array, open_tensors
+from transformer_embed._src.pretrained.tensors import Tensors, aligned_zeros, dtype_of, open_tensors
 
 
 class TensorFacts(NamedTuple):
@@ -25,10 +26,11 @@ class TensorFacts(NamedTuple):
     Args:
         shape: The shape in the file.
         dtype: The dtype in the file.
-        is_transposed: True if the tensor is the weight of a linear layer that lies [out, in], as in
-            PyTorch: the `w` of `hk.Linear` is the transpose, which you read by the name with ".T"
-            at the end. False if it lies [in, out] (Flax, Haiku, and the layers of GPT-2). None if
-            it is no weight of a linear layer, as far as its name and the model's type say.
+        is_transposed: Whether the tensor is the transpose of the `w` that `hk.Linear` takes. True
+            if it is a linear layer's weight, stored as [out, in], as PyTorch does: add ".T" to the
+            name to read the `w`. False if the weight is stored as [in, out] (Flax, Haiku, and the
+            layers of GPT-2). None if it is no weight of a linear layer, or if the tensor's name and
+            the type of the model do not say.
 
     Example:
         >>> import transformer_embed as te
@@ -91,23 +93,24 @@ class Checkpoint:
         shardings: Mapping[str, NamedSharding] | None = None,
         dtype: DTypeLike | None = None,
     ) -> dict[str, Array]:
-        """Reads tensors, each device its own part.
+        """Reads tensors from the file, straight to the devices that need them.
 
         Args:
-            names: The names of tensors, as the files have them. With ".T" at the end of a name, the
+            names: The names of tensors, as the files have them. If you add ".T" to a name, the
                 transpose of the tensor is read.
-            shardings: How tensors are split over a mesh, by the same names. A tensor that is left
-                out is on the default device. Only the rows that a device needs are read for it.
-            dtype: The dtype of all arrays. If None, each has the dtype of its tensor. Values are
-                cast in pieces, so no second copy is made.
+            shardings: How tensors are split over a mesh, by the same names. For each device, only
+                the rows that the device needs are read. A tensor that you leave out is on the
+                default device.
+            dtype: The dtype of all arrays. If None, each array has the dtype of its tensor. Values
+                are cast in pieces, so no second copy of a tensor is made.
 
         Returns:
             The arrays, by the same names.
 
         Raises:
             TypeError: an argument is of another type.
-            ValueError: there is no such tensor; it is not whole; the devices do not divide it; or
-                it has 64 bits, which jax would narrow (pass a dtype).
+            ValueError: there is no such tensor; a tensor is not whole; the devices do not divide a
+                tensor; or a tensor has 64 bits, which jax would narrow (pass a dtype).
         """
         if isinstance(names, str):
             raise arguments.type_error("names", "a sequence of names", repr(names))
@@ -119,82 +122,101 @@ class Checkpoint:
         return {name: self._read(name, shardings.get(name), dtype) for name in names}
 
     def _read(self, name: str, sharding: NamedSharding | None, dtype: DTypeLike | None) -> Array:
-        """Returns one tensor."""
+        """Returns one tensor, or its transpose if ".T" was added to the name."""
+        # A tensor's own name may end with ".T" too.
         is_transposed = name.endswith(TRANSPOSED) and name not in self._tensors.files
-        stored_name = name.removesuffix(TRANSPOSED) if is_transposed else name
-        entry = self._tensors.any_entry(stored_name)
-        wanted = dtype_of(entry) if dtype is None else jnp.dtype(dtype)
-        if jax.dtypes.canonicalize_dtype(wanted) != wanted:
+        tensor_name = name.removesuffix(TRANSPOSED) if is_transposed else name
+        entry = self._tensors.any_entry(tensor_name)
+        array_dtype = dtype_of(entry) if dtype is None else jnp.dtype(dtype)
+        if jax.dtypes.canonicalize_dtype(array_dtype) != array_dtype:
             want = "a dtype that jax has (or x64 turned on)"
-            raise arguments.value_error(f"dtype of {name}", want, wanted)
-        shape = entry.shape[::-1] if is_transposed else entry.shape
+            raise arguments.value_error(f"dtype of {name}", want, array_dtype)
+        array_shape = entry.shape[::-1] if is_transposed else entry.shape
 
         def read_part(index: tuple[slice, ...]) -> np.ndarray:
-            return _read_part(self._tensors, stored_name, entry.shape, wanted, index, is_transposed)
+            """Returns the part of the array that has this index."""
+            return _read_part(self._tensors, tensor_name, array_dtype, index, is_transposed)
 
         if sharding is None:
+            whole = (slice(None),) * len(array_shape)
             # Unlike jnp.asarray, this makes no copy on a CPU.
-            return jax.device_put(read_part((slice(None),) * len(shape)))
-        make: Any = jax.make_array_from_callback
-        return call_with_named_errors(f"shardings: {name}", make, shape, sharding, read_part)
+            return jax.device_put(read_part(whole))
+        make_array: Any = jax.make_array_from_callback
+        return call_with_named_errors(
+            f"shardings: {name}", make_array, array_shape, sharding, read_part
+        )
 
 
 def _read_part(
-    tensors: Tensors,
-    name: str,
-    stored_shape: tuple[int, ...],
-    dtype: np.dtype,
-    index: tuple[slice, ...],
-    is_transposed: bool,
+    tensors: Tensors, name: str, dtype: np.dtype, index: tuple[slice, ...], is_transposed: bool
 ) -> np.ndarray:
-    """Returns a part of a tensor or of its transpose."""
-    stored_index = index[::-1] if is_transposed else index
-    if len(stored_shape) == 2:
-        rows, columns = stored_index
-        sizes = [
-            len(range(size)[part]) for size, part in zip(stored_shape, stored_index, strict=True)
-        ]
-        array = empty_array(tuple(sizes[::-1] if is_transposed else sizes), dtype)
-        tensors.read_into(array.T if is_transposed else array, name, rows, columns)
-        return array
-    # A tensor with other axes is read whole, with its last axis for columns.
-    array = empty_array(stored_shape, dtype)
-    width = stored_shape[-1] if stored_shape else 1
-    tensors.read_into(array.reshape(-1, width), name)
-    whole = array.T if is_transposed else array
-    # With an ellipsis, a part of an array without axes is an array, too.
-    return whole[(*index, ...)]
+    """Returns the part of a tensor that has this index, or the part of the tensor's transpose."""
+    shape = tensors.any_entry(name).shape
+    if len(shape) == 2:
+        return _read_part_of_matrix(tensors, name, dtype, index, is_transposed)
+    # A tensor with more or fewer axes is read whole, in rows of its last axis.
+    whole = aligned_zeros(shape, dtype)
+    width = shape[-1] if shape else 1
+    tensors.read_into(whole.reshape(-1, width), name)
+    array = whole.T if is_transposed else whole
+    # The ellipsis makes an array of a part without axes, too.
+    return array[(*index, ...)]
+
+
+def _read_part_of_matrix(
+    tensors: Tensors, name: str, dtype: np.dtype, index: tuple[slice, ...], is_transposed: bool
+) -> np.ndarray:
+    """Reads only the rows that the part needs, and returns the part."""
+    # An index of the transpose has the slice of the tensor's columns first.
+    row_slice, column_slice = index[::-1] if is_transposed else index
+    row_count, column_count = tensors.any_entry(name).shape
+    rows = len(range(row_count)[row_slice])
+    columns = len(range(column_count)[column_slice])
+    if is_transposed:
+        part = aligned_zeros((columns, rows), dtype)
+        # Each row of the tensor is written to a column, so the transpose takes no second copy.
+        tensors.read_into(part.T, name, row_slice, column_slice)
+        return part
+    part = aligned_zeros((rows, columns), dtype)
+    tensors.read_into(part, name, row_slice, column_slice)
+    return part
 
 
 def _is_transposed(name: str, shape: tuple[int, ...], row: ModelType | None) -> bool | None:
-    """Returns whether a linear layer lies [out, in]; None: it is none, or that is not known."""
+    """Returns whether a tensor is the weight of a linear layer that is stored as [out, in].
+
+    None if it is no weight of a linear layer, or if the name and the model's type do not say.
+    """
     module, _, leaf = name.rpartition(".")
     if len(shape) != 2:
         return None
     if leaf in ("kernel", "w"):
         return False
-    if leaf != "weight" or row is None:
-        return None
-    tables = f"{row.tokens} {row.positions} {row.token_types} {row.bias} {row.head}"
-    is_table = any(
-        f".{module}".endswith(f".{table}")
-        for stack in ("encoder", "decoder")
-        for table in tables.format(stack=stack).split()
-    )
-    if is_table:
+    if leaf != "weight" or row is None or _is_table(module, row):
         return None
     return not row.has_conv1d
+
+
+def _is_table(module: str, row: ModelType) -> bool:
+    """Returns whether a module of a model of this type is a table, and not a linear layer."""
+    modules_of_tables = f"{row.tokens} {row.positions} {row.token_types} {row.bias} {row.head}"
+    for stack in STACKS:
+        for table in modules_of_tables.format(stack=stack).split():
+            if f".{module}".endswith(f".{table}"):
+                return True
+    return False
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Opens a checkpoint, of which you can then read any tensor.
 
     Use it after `load_embedder` to load the layers of the same model: each tensor is read when you
-    ask for it, straight to the devices that need it. A shard is opened when one of its tensors is
-    asked for.
+    ask for it, straight to the devices that need it. A shard is opened when you ask for one of its
+    tensors.
 
     Args:
-        path: As for `load_embedder`.
+        path: A safetensors file, an index file (`model.safetensors.index.json`) beside its shards,
+            or a folder that holds `model.safetensors` or that index file.
 
     Returns:
         A `Checkpoint`, whose `names` lists the tensors. `facts(name)` has a tensor's shape and
@@ -218,8 +240,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         (4, 8)
     """
     tensors = open_tensors(path)
-    beside = tensors.path.parent / "config.json"
-    entries = read_json(beside) if beside.exists() else {}
-    text = entries.get("text_config")
-    inner = text.get("model_type") if isinstance(text, Mapping) else None
-    return Checkpoint(tensors, row_of(inner or entries.get("model_type")))
+    config_path = tensors.path.parent / "config.json"
+    entries = read_json_if_there(config_path)
+    text_entries = entries.get("text_config")
+    model_type = entries.get("model_type")
+    if isinstance(text_entries, Mapping):
+        model_type = text_entries.get("model_type") or model_type
+    return Checkpoint(tensors, row_of(model_type))

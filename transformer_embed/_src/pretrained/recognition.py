@@ -11,9 +11,10 @@ from transformer_embed._src.pretrained.published import BY_HAND, Published
 from transformer_embed._src.pretrained.registry import is_known_outside
 from transformer_embed._src.pretrained.tensors import Tensors
 
-# A tensor that may belong to the input layer: beside the token table, outside of numbered layers,
-# with a name of positions or embeddings; or a bias of T5 that is not the first layer's. Buffers,
-# second streams, and what only attention or the end of the model reads do not belong to it.
+# Matches the name of a tensor that may belong to the input layer, without the prefix of the token
+# table: outside of numbered layers, with a name of positions or embeddings; or T5's bias in another
+# layer than the first. The second part leaves out buffers, tensors for images and other inputs, and
+# tensors that only attention or the end of the model reads.
 BESIDE_TABLE = re.compile(
     r".*\.(Local)?SelfAttention\.relative|"
     r"(?!.*(\b\d+\b|_ids$|inv_freq|entity|visual|vision|image|audio|patch_|embed_global|"
@@ -21,12 +22,13 @@ BESIDE_TABLE = re.compile(
     r"(embeddings\.|((encoder|decoder)\.)?[^.]*"
     r"(emb|pos_|posit|rel_|relative|token_type|wte|wpe|project_in))"
 )
-# What peft adds to a module outside of numbered layers.
+# Matches a name with what peft adds to a module outside of numbered layers.
 ADAPTED = re.compile(
     r"((?!\d+\.)[^.]+\.)*(base_layer|lora_\w+|modules_to_save|original_module|token_adapter|"
     r"prompt_encoder)\."
 )
-# A tensor of a numbered layer: the modules before the number, but for the last one.
+# Matches the name of a tensor in a numbered layer, such as "model.layers.0.q.weight". The group is
+# what comes before the list of layers: "model.".
 IN_LAYER = re.compile(r"(\D*?)[^.]+\.\d+\.")
 
 
@@ -35,7 +37,7 @@ class Recognised(NamedTuple):
 
     Args:
         prefix: How the names of the model's tensors begin.
-        names: The tensor of each parameter.
+        names: The name of each parameter's tensor, by the parameter's path.
     """
 
     prefix: str
@@ -43,46 +45,51 @@ class Recognised(NamedTuple):
 
 
 def recognised(file: Published, *, is_tied: bool) -> Recognised:
-    """Returns the tensors of a model.
+    """Returns the tensors of the input and the output layer of a model.
 
-    A tied model may keep its table under the name of the output layer alone. The table is then in
-    this tensor, and the output layer has none of its own.
+    If a tied model has its table under the name of the output layer alone, this tensor is the token
+    table, and the output layer has no tensor.
 
     Raises:
         ValueError: there is no such model in the file, or more than one; or its input layer has
             tensors that are not read.
     """
     tensors = file.tensors
-    for name in filter(ADAPTED.match, sorted(tensors.files)):
-        raise arguments.value_error(tensors.path, "a whole model", f"{name}, of {ADAPTER}")
-    matches = _matches(file)
+    for name in sorted(tensors.files):
+        if ADAPTED.match(name):
+            raise arguments.value_error(tensors.path, "a whole model", f"{name}, of {ADAPTER}")
+    matches = _names_by_prefix(file)
     if not matches and is_tied and not file.row.has_stacks:
-        matches = _matches_by_head(file)
+        matches = _names_by_prefix_of_head(file)
     if len(matches) != 1:
         raise _not_one_model(file, matches)
     ((prefix, names),) = matches.items()
     # An index may name an output table that no shard has, because it is the token table.
     if is_tied and OUTPUT_TABLE in names and not tensors.is_stored(names[OUTPUT_TABLE]):
         del names[OUTPUT_TABLE]
-    # A quantized model, which has scales beside its tensors, is refused for its dtypes first.
+    # `entry` refuses the dtypes of a quantized model. This comes before `_check_read`, which would
+    # refuse the model for its scales.
     for tensor in names.values():
         tensors.entry(tensor)
     _check_read(file, prefix, {*names.values()})
-    return Recognised(prefix, names)
+    return Recognised(prefix=prefix, names=names)
 
 
-def _matches(file: Published) -> dict[str, dict[str, str]]:
-    """Returns the tensors below each prefix that has all that a model of this type needs."""
-    # Several names of a table may have one prefix.
-    prefixes = {
-        name.removesuffix(end)
-        for end in _tables(file)
-        for name in file.tensors.files
-        if f".{name}".endswith(f".{end}")
-    }
-    of_part = {prefix for prefix in prefixes if prefix.startswith(file.prefix)}
-    prefixes = of_part or prefixes
-    # A layer that predicts further tokens, as DeepSeek V3 has, has the table once more.
+def _names_by_prefix(file: Published) -> dict[str, dict[str, str]]:
+    """Returns the names of the parameters' tensors, by the prefix that these names have.
+
+    There is an entry for each prefix below which the file has all tensors that a model of this type
+    needs: none, if the file has another model; several, if it has several models.
+    """
+    # A set, because a file may have several of the names of a table below one prefix.
+    prefixes = set()
+    for table in _names_of_table(file):
+        for name in file.tensors.files:
+            if f".{name}".endswith(f".{table}"):
+                prefixes.add(name.removesuffix(table))
+    prefixes_of_part = {prefix for prefix in prefixes if prefix.startswith(file.prefix)}
+    prefixes = prefixes_of_part or prefixes
+    # DeepSeek V3 has a copy of the table in a numbered layer, which predicts further tokens.
     outside_layers = {prefix for prefix in prefixes if not re.search(r"\b\d+\.", prefix)}
     matches = {}
     for prefix in sorted(outside_layers or prefixes):
@@ -92,25 +99,28 @@ def _matches(file: Published) -> dict[str, dict[str, str]]:
     return matches
 
 
-def _matches_by_head(file: Published) -> dict[str, dict[str, str]]:
-    """Returns the tensors of a tied model whose table is under the head's name."""
-    table = file.row.tokens.split()[0]
-    # The numbered layers lie where the table would, or one stack below it.
-    stack = table.removesuffix(table.rpartition(".")[2])
-    prefixes = {
-        found[1].removesuffix(stack) for found in map(IN_LAYER.match, file.tensors.files) if found
-    }
+def _names_by_prefix_of_head(file: Published) -> dict[str, dict[str, str]]:
+    """Returns what `_names_by_prefix` does, if the token table is under the head's name alone."""
+    table_module = file.row.tokens.split()[0]
+    # The names of the numbered layers say the prefix. They begin as the table's name would, with
+    # the stack that the table is in: "decoder." for "decoder.embed_tokens".
+    stack = table_module.removesuffix(table_module.rpartition(".")[2])
+    prefixes = set()
+    for name in file.tensors.files:
+        in_layer = IN_LAYER.match(name)
+        if in_layer:
+            prefixes.add(in_layer[1].removesuffix(stack))
     for prefix in (*sorted(prefixes), ""):
-        files = {*file.tensors.files, f"{prefix}{table}.weight"}
-        names = file.row.tensors(files, file.side, prefix)
+        files_with_table = {*file.tensors.files, f"{prefix}{table_module}.weight"}
+        names = file.row.tensors(files_with_table, file.side, prefix)
         if OUTPUT_TABLE in names:
             names[TOKENS] = names.pop(OUTPUT_TABLE)
             return {prefix: names}
     return {}
 
 
-def _tables(file: Published) -> list[str]:
-    """Returns the tensors that may be the token table, below a prefix."""
+def _names_of_table(file: Published) -> list[str]:
+    """Returns the names that the tensor of the token table may have, without a prefix."""
     return [f"{module}.weight" for module in file.row.table_modules(file.side)]
 
 
@@ -122,55 +132,62 @@ def _not_one_model(file: Published, matches: Mapping[str, Mapping[str, str]]) ->
     if matches:
         got = f"those under {[*matches]} (`part` chooses)"
         return arguments.value_error(tensors.path, want, got)
-    tables = _tables(file)
-    has_table = any(f".{name}".endswith(f".{end}") for end in tables for name in tensors.files)
+    tables = _names_of_table(file)
+    has_table = any(f".{name}".endswith(f".{table}") for table in tables for name in tensors.files)
     missing = "" if has_table else f" ({tables[0]} is missing)"
     return arguments.value_error(tensors.path, want, tensors.listed() + missing)
 
 
-def _check_read(file: Published, prefix: str, read: set[str]) -> None:
-    """Raises a ValueError for a tensor of the input layer that this type does not have."""
+def _check_read(file: Published, prefix: str, names_read: set[str]) -> None:
+    """Raises a ValueError for a tensor of the input layer that is not among `names_read`."""
     row, tensors = file.row, file.tensors
-    left_out = {*row.no_effect.split()}
-    # A stack has the other one beside it.
-    first_module = row.tokens.format(stack=file.side).partition(".")[0]
+    ignored_modules = {*row.no_effect.split()}
+    # The tensors of the other stack are beside the ones of this stack.
+    first_module, _, _ = row.tokens.format(stack=file.side).partition(".")
     if first_module in STACKS:
-        left_out |= {*STACKS} - {first_module}
-    for name in sorted({*tensors.files} - read):
+        ignored_modules |= {*STACKS} - {first_module}
+    for name in sorted({*tensors.files} - names_read):
         below = name.removeprefix(prefix)
-        is_own = name.startswith(prefix) and not left_out & {*below.split(".")}
-        if is_own and BESIDE_TABLE.match(below):
+        is_ignored = not name.startswith(prefix) or ignored_modules & {*below.split(".")}
+        if not is_ignored and BESIDE_TABLE.match(below):
             want = f"an input layer like that of {row.name}, or {BY_HAND}"
             raise arguments.value_error(tensors.path, want, f"also {name}, which is not read")
 
 
-def number_of_layers(tensors: Tensors, start: str) -> int:
-    """Returns how many numbered layers a checkpoint has below the start of a name."""
-    pattern = re.compile(rf"{re.escape(start)}\D*?\b(\d+)\.")
-    numbers = [int(found[1]) for found in map(pattern.match, tensors.files) if found]
-    return 1 + max(numbers, default=-1)
+def number_of_layers(tensors: Tensors, prefix: str) -> int:
+    """Returns how many numbered layers have tensors whose names begin with the prefix.
+
+    Layers count from 0, so this is one more than the highest number.
+    """
+    first_number = re.compile(rf"{re.escape(prefix)}\D*?\b(\d+)\.")
+    highest = -1
+    for name in tensors.files:
+        match = first_number.match(name)
+        if match:
+            highest = max(highest, int(match[1]))
+    return highest + 1
 
 
 def tensors_beside_head(file: Published, model: Recognised) -> list[str]:
-    """Returns the tensors around the text model, if the model around it is of an unknown type.
+    """Returns the names of the tensors beside the head, if the outer model's type is not known.
 
-    A drafter, for example, has the text model of its target, but computes the input of the first
-    layer and the logits with tensors of its own, which are beside the head.
+    The outer model is the one around a text model. A drafter, for example, has the text model of
+    its target, but computes the input of the first layer and the logits with tensors of its own.
 
     Raises:
-        ValueError: there are some, and the caller did not name the part that is to be read.
+        ValueError: there are such tensors, and the caller did not name the part to read.
     """
     if file.outer is None or is_known_outside(file.outer):
         return []
-    level = _level_of_head(file, model.names)
-    # The text model is in one of the modules at this level.
-    own_module = model.prefix.removeprefix(level).partition(".")[0]
-    if not model.prefix.startswith(level) or not own_module:
+    prefix_of_head = _prefix_of_head(file, model.names)
+    # The head is beside the module that has the text model: "model" for "model.embed_tokens".
+    text_module, _, _ = model.prefix.removeprefix(prefix_of_head).partition(".")
+    if not model.prefix.startswith(prefix_of_head) or not text_module:
         return []
     others = []
     for name in sorted({*file.tensors.files} - {*model.names.values()}):
-        module = name.removeprefix(level).partition(".")[0]
-        if name.startswith(level) and module != own_module:
+        module, _, _ = name.removeprefix(prefix_of_head).partition(".")
+        if name.startswith(prefix_of_head) and module != text_module:
             others.append(name)
     if others and file.part is None:
         want = (
@@ -181,8 +198,11 @@ def tensors_beside_head(file: Published, model: Recognised) -> list[str]:
     return others
 
 
-def _level_of_head(file: Published, names: Mapping[str, str]) -> str:
-    """Returns the prefix of the head; a head that is left out would be outside of all parts."""
+def _prefix_of_head(file: Published, names: Mapping[str, str]) -> str:
+    """Returns how the name of the head's tensor begins: "" for "lm_head.weight".
+
+    A tied head may have no tensor. It would be outside of all modules, so its prefix is "".
+    """
     head = names.get(OUTPUT_TABLE, "")
     for module in file.row.head.split():
         if head.endswith(f"{module}.weight"):

@@ -22,19 +22,19 @@ ROWS: dict[str, ModelType] = (
     | llama_types.LLAMA_ROWS
 )
 
-# Models around a text model that scale and bound its logits as it does alone, and that do not.
+# Models around a text model that scale and bound logits as the text model alone does.
 SCALED_WITHIN = (
     "paligemma gemma3n gemma4 gemma4_unified granite_docling granite4_vision "
     "hyperclovax_vision_v2 blip-2 instructblip instructblipvideo"
 )
+# Models around a text model that do not scale or bound logits, although the text model alone does.
 UNSCALED_WITHIN = (
     "aya_vision cohere2_vision gemma3 granite_speech granite_speech_plus idefics2 idefics3 "
     "internvl llava llava_next llava_next_video llava_onevision mistral3 smolvlm video_llava "
     "vipllava"
 )
-
-
-# Models around a text model whose logits were not compared, or are its own without a scale.
+# Other known models around a text model. Their logits were not compared, or the text model neither
+# scales nor bounds logits.
 OTHERS_AROUND = (
     "aimv2 align altclip apertus1p5 aria audioflamingo3 blip bridgetower chinese_clip clap clip "
     "clipseg cosmos3_edge cosmos3_omni deepseek_vl deepseek_vl_hybrid embedding_gemma2 emu3 "
@@ -49,16 +49,16 @@ OTHERS_AROUND = (
 
 
 def is_known_outside(model_type: str) -> bool:
-    """Returns whether a whole model of this type was compared with its text model.
+    """Returns whether a model of this type, around a text model, is known.
 
-    A config.json that does not name the type ("None") says nothing against it.
+    "None" is what a config.json without a type has. It counts as known.
     """
     known = {*SCALED_WITHIN.split(), *UNSCALED_WITHIN.split(), *OTHERS_AROUND.split()}
     return model_type in known or model_type in ROWS or model_type == str(None)
 
 
 def row_of(model_type: Any) -> ModelType | None:
-    """Returns the row of config.json's model_type, or None for an unknown one."""
+    """Returns the row of a model type, or None if the type is not known or is no text."""
     if not isinstance(model_type, str) or model_type not in ROWS:
         return None
     return ROWS[model_type]._replace(name=model_type)

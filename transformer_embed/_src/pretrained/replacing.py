@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import os
 import pathlib
 import secrets
@@ -18,54 +19,81 @@ NAMES_OF_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def replace_tensors(tensors: Tensors, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes the files of a checkpoint anew, with other arrays for some tensors.
+    """Writes the files of a checkpoint anew, with these arrays for the tensors of the same names.
 
-    A single file is renamed into its place. New shards get names of their own, so that the new
-    index file, which is renamed into its place, switches all of them at once.
+    A copy of a replaced tensor under another name, as of a tied output layer, is replaced too. At
+    any time, the checkpoint is the whole old one or the whole new one.
     """
-    arrays = dict(arrays) | _tied_copies(tensors, arrays)
-    files = {tensors.files[name] for name in arrays}
-    if not tensors.path.name.endswith(".json"):
-        with replaced(tensors.path, functools.partial(_write, tensors, tensors.path, arrays)):
-            return
-    new_names = {file: f"{file.stem}-{secrets.token_hex(4)}{file.suffix}" for file in files}
-    written: list[pathlib.Path] = []
+    all_arrays = {**arrays, **_tied_copies(tensors, arrays)}
+    if tensors.path.name.endswith(".json"):
+        _replace_shards(tensors, all_arrays)
+    else:
+        write = functools.partial(_write, tensors, tensors.path, all_arrays)
+        with replaced(tensors.path, write):
+            # The new file takes its place when this block ends.
+            pass
+
+
+def _replace_shards(tensors: Tensors, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes the shards that have these tensors under new names, and then a new index file.
+
+    The new index file switches all shards at once, because it is renamed to the path of the old
+    one. Then the old shards are deleted. If anything fails before, the new shards are deleted.
+    """
+    old_shards = {tensors.files[name] for name in arrays}
+    new_shards: dict[pathlib.Path, pathlib.Path] = {}
     try:
-        for file, name in new_names.items():
-            written.append(file.with_name(name))
-            with replaced(written[-1], functools.partial(_write, tensors, file, arrays)):
+        for old_shard in old_shards:
+            new_name = f"{old_shard.stem}-{secrets.token_hex(4)}{old_shard.suffix}"
+            new_shards[old_shard] = old_shard.with_name(new_name)
+            write = functools.partial(_write, tensors, old_shard, arrays)
+            with replaced(new_shards[old_shard], write):
                 pass
         index = read_json(tensors.path)
-        for tensor, file in tensors.files.items():
-            index["weight_map"][tensor] = new_names.get(file, file.name)
+        for tensor, old_shard in tensors.files.items():
+            index["weight_map"][tensor] = new_shards.get(old_shard, old_shard).name
         text = json.dumps(index, indent=2).encode()
         with replaced(tensors.path, lambda file: file.write(text)):
             pass
+    # Ctrl-C must not leave new shards behind either.
     except BaseException:
-        for path in written:
-            path.unlink(missing_ok=True)
+        for new_shard in new_shards.values():
+            new_shard.unlink(missing_ok=True)
         raise
-    for file in files:
-        file.unlink(missing_ok=True)
+    for old_shard in old_shards:
+        old_shard.unlink(missing_ok=True)
 
 
 def _tied_copies(tensors: Tensors, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns arrays for tensors that are equal to a replaced one, as a tied output layer is."""
+    """Returns the new arrays of tensors that are equal to a tensor that is replaced.
+
+    A tied model may store its table under the name of its output layer too. Only matrices are
+    compared, because vectors, such as those of norms, may be equal by chance.
+    """
     copies = {}
     for name, array in arrays.items():
         entry = tensors.entry(name)
-        for other in tensors.files.keys() - arrays.keys():
-            if not tensors.is_stored(other) or len(entry.shape) != 2:
+        if len(entry.shape) != 2:
+            continue
+        for other_name in tensors.files.keys() - arrays.keys():
+            if not tensors.is_stored(other_name):
                 continue
-            info = tensors.any_entry(other)
-            is_alike = (info.dtype, info.shape) == (entry.dtype, entry.shape)
-            if is_alike and tensors.are_equal(name, other):
-                copies[other] = array
+            other_entry = tensors.any_entry(other_name)
+            # This is compared first, since `are_equal` refuses tensors of other dtypes.
+            is_alike = (other_entry.dtype, other_entry.shape) == (entry.dtype, entry.shape)
+            if is_alike and tensors.are_equal(name, other_name):
+                copies[other_name] = array
     return copies
 
 
-class Part(NamedTuple):
-    """A tensor of a file that is written: as it was, or replaced."""
+class TensorToWrite(NamedTuple):
+    """A tensor of a file that is written.
+
+    Args:
+        name: The name of the tensor.
+        entry: The tensor's entry in the old file.
+        array: The array that replaces the tensor. If None, the tensor is copied from the old file.
+    """
 
     name: str
     entry: TensorInfo
@@ -85,40 +113,56 @@ class Part(NamedTuple):
 def _write(
     tensors: Tensors, path: pathlib.Path, arrays: Mapping[str, np.ndarray], file: BinaryIO
 ) -> None:
-    """Writes one file of a checkpoint, with its other tensors as they are."""
+    """Writes a new version of one file of a checkpoint, whose other tensors are copied.
+
+    Args:
+        tensors: The old checkpoint.
+        path: The old file.
+        arrays: The arrays that replace tensors, by the tensors' names.
+        file: The new file.
+    """
     metadata = tensors.header(path).metadata
-    parts = _parts(tensors, path, arrays)
+    tensors_to_write = _tensors_to_write(tensors, path, arrays)
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    for part in parts:
-        offsets = [end, end + part.size]
-        shape = list(part.entry.shape)
-        header[part.name] = {"dtype": part.dtype, "shape": shape, "data_offsets": offsets}
-        end += part.size
+    # The offsets of bytes count from the end of the header.
+    start = 0
+    for tensor in tensors_to_write:
+        stop = start + tensor.size
+        header[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.entry.shape),
+            "data_offsets": [start, stop],
+        }
+        start = stop
     text = json.dumps(header, separators=(",", ":")).encode()
-    # The header is padded, so that the bytes of tensors are aligned.
-    text = text.ljust(-(-len(text) // 8) * 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    for part in parts:
-        if part.array is not None:
-            file.write(part.array.tobytes())
+    # Spaces make the header a multiple of 8 bytes, so that the bytes of tensors are aligned.
+    padded_size = math.ceil(len(text) / 8) * 8
+    file.write(padded_size.to_bytes(8, "little") + text.ljust(padded_size))
+    for tensor in tensors_to_write:
+        if tensor.array is not None:
+            file.write(tensor.array.tobytes())
         else:
-            for piece in pieces(part.entry):
+            for piece in pieces(tensor.entry):
                 file.write(piece)
     os.fsync(file.fileno())
 
 
-def _parts(tensors: Tensors, path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> list[Part]:
+def _tensors_to_write(
+    tensors: Tensors, path: pathlib.Path, arrays: Mapping[str, np.ndarray]
+) -> list[TensorToWrite]:
     """Returns the tensors of a file, in the order of their bytes."""
-    entries, metadata = tensors.header(path)
-    # Several names of one tensor (safetensors.torch.save_model) have the same place.
-    names_by_place: dict[tuple[int, int], list[str]] = {}
-    for name, entry in entries.items():
-        names_by_place.setdefault((entry.start, entry.stop), []).append(name)
-    parts = []
-    for _, names in sorted(names_by_place.items()):
-        # The name that the metadata do not explain is the one in the file.
-        kept = next(name for name in names if metadata.get(name) not in names)
+    header = tensors.header(path)
+    # If a tensor has several names (see `tensors._header`), all of them have the same bytes.
+    names_by_bytes: dict[tuple[int, int], list[str]] = {}
+    for name, entry in header.entries.items():
+        names_by_bytes.setdefault((entry.start, entry.stop), []).append(name)
+    tensors_to_write = []
+    for first_and_last_byte in sorted(names_by_bytes):
+        names = names_by_bytes[first_and_last_byte]
+        # The metadata map each other name to the name that the tensor is stored under.
+        stored_name = next(name for name in names if header.metadata.get(name) not in names)
         array = next((arrays[name] for name in names if name in arrays), None)
-        parts.append(Part(name=kept, entry=entries[kept], array=array))
-    return parts
+        tensors_to_write.append(
+            TensorToWrite(name=stored_name, entry=header.entries[stored_name], array=array)
+        )
+    return tensors_to_write

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,8 +33,8 @@ def resize(
 
     Use it to add tokens to a vocabulary, to train on longer texts or larger images, or to pad a
     table so that the devices of a mesh can share it. new_config may differ in `vocab_size`,
-    `row_multiple`, `spread` and the `max_len` of `Learned` positions, and in what changes no
-    parameter's shape. All other tables are returned as they are, in their own dtypes.
+    `row_multiple`, `spread`, the `max_len` of `Learned` positions, and all fields that change no
+    parameter's shape. Tables that need no other rows are returned as they are.
 
     Ids are added or removed at the end of the vocabulary, and the parameters of an output layer
     change with the table. New rows are sampled from a normal distribution with the mean and the
@@ -47,8 +47,8 @@ def resize(
 
     Args:
         params: A Haiku parameter tree with the parameters of config, as `Embedder.init` makes it,
-            or of a whole model. A token table that lies on several devices keeps its sharding; its
-            rows pass through the host of each process.
+            or of a whole model. A token table that lies on several devices keeps its sharding. Each
+            process then needs room for the whole table on its host.
         config: The config that the parameters fit.
         new_config: The config that the returned parameters will fit, such as
             `dataclasses.replace(config, vocab_size=300)`.
@@ -101,33 +101,44 @@ def resize(
         Positions: Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021), section 3.2,
         https://arxiv.org/abs/2010.11929
     """
-    for name, value in {"config": config, "new_config": new_config}.items():
-        arguments.instance(name, value, EmbedderConfig, "an EmbedderConfig")
+    arguments.instance("config", config, EmbedderConfig, "an EmbedderConfig")
+    arguments.instance("new_config", new_config, EmbedderConfig, "an EmbedderConfig")
     arguments.flag("keep_positions", keep_positions)
     if keep_positions:
         arguments.check_left_out("grids", grids, "keep_positions adds rows at the end")
-    paths = find_parameters(params, config).paths
+    module_paths = find_parameters(params, config).paths
     _check_spread(new_config)
     resized = {**params}
-    if _row_numbers(config) != _row_numbers(new_config):
-        path = paths[_module(TOKENS)]
+    if _rows_of_tokens(config) != _rows_of_tokens(new_config):
+        path = module_paths[_module(TOKENS)]
         resized[path] = _resized_token_tables(path, resized[path], config, new_config, rng)
     if grids is not None or _number_of_positions(config) != _number_of_positions(new_config):
         layout = _layout(config, new_config, grids)
-        path = paths[_module(POSITIONS)]
-        table = jnp.asarray(resized[path]["embeddings"])
+        path = module_paths[_module(POSITIONS)]
+        table = _as_jax_array(f"{path}/embeddings", resized[path]["embeddings"])
         if keep_positions:
-            table = _extended(table, layout, rng)
+            new_table = _with_rows_at_end(table, layout, rng)
         else:
-            table = _interpolated(table, layout, "linear" if grids is None else "bicubic")
-        resized[path] = {"embeddings": table}
+            method = "linear" if grids is None else "bicubic"
+            new_table = _interpolated(table, layout, method)
+        resized[path] = {"embeddings": new_table}
+    # This raises an error if the configs differ in anything else that changes a shape.
     call_with_named_errors("new_config", find_parameters, resized, new_config)
     return resized
 
 
 def _module(parameter: str) -> str:
-    """Returns the path of a parameter's module."""
-    return parameter.rpartition("/")[0]
+    """Returns the path of a parameter's module: "a/b" for "a/b/embeddings"."""
+    module, _, _ = parameter.rpartition("/")
+    return module
+
+
+def _as_jax_array(parameter: str, table: Any) -> Array:
+    """Returns a table as a jax array; a jax array stays on its devices.
+
+    A masked array is refused, because jax would drop the mask.
+    """
+    return jnp.asarray(arguments.native(f"params: {parameter}", table))
 
 
 def _check_spread(new_config: EmbedderConfig) -> None:
@@ -137,26 +148,32 @@ def _check_spread(new_config: EmbedderConfig) -> None:
         raise arguments.value_error("new_config.spread", want, True)
 
 
-# --- The tables of tokens.
+# --- The tables of tokens: the token table, and the table and the bias of an output layer.
 
 
-def _row_numbers(config: EmbedderConfig) -> tuple[int, int, bool]:
-    """Returns what says which row of the token tables an id has."""
+def _rows_of_tokens(config: EmbedderConfig) -> tuple[int, int, bool]:
+    """Returns the fields of a config that say in which row of the tables each id is."""
     return config.vocab_size, config.rows, config.spread
 
 
 def _resized_token_tables(
-    path: str, tables: Any, config: EmbedderConfig, new_config: EmbedderConfig, rng: Array | None
+    module_path: str,
+    tables: Mapping[str, Any],
+    config: EmbedderConfig,
+    new_config: EmbedderConfig,
+    rng: Array | None,
 ) -> dict[str, Any]:
-    """Returns the parameters with a row for each id."""
-    # Sorted, because a table's number chooses its random rows, and a dict may have any order.
-    return {
-        name: _with_other_rows(f"{path}/{name}", table, config, new_config, rng, number)
-        for number, (name, table) in enumerate(sorted(tables.items()))
-    }
+    """Returns the tables of tokens, by their names, in the rows of the new config."""
+    resized = {}
+    # The number of a table chooses its random rows. The names are sorted, so that the number does
+    # not depend on the order of the dict.
+    for number, name in enumerate(sorted(tables)):
+        path = f"{module_path}/{name}"
+        resized[name] = _in_new_rows(path, tables[name], config, new_config, rng, number)
+    return resized
 
 
-def _with_other_rows(
+def _in_new_rows(
     path: str,
     table: Any,
     config: EmbedderConfig,
@@ -164,45 +181,60 @@ def _with_other_rows(
     rng: Array | None,
     salt: int,
 ) -> Any:
-    """Returns a parameter with a row for each id, in the rows of another config."""
-    # One device may have no room for what lies on many, so those rows stay on the host.
-    sharding = getattr(table, "sharding", None)
+    """Returns a table whose rows are where the new config has them.
+
+    Rows of new ids are sampled, and rows that are only padding are zeros. `salt` is a number that
+    differs between tables, so that they get different random rows.
+    """
+    # One device may have no room for a table that lies on many, so such a table is resized on the
+    # host.
+    sharding: Any = getattr(table, "sharding", None)
     is_on_mesh = isinstance(sharding, NamedSharding) and sharding.num_devices > 1
     library = np if is_on_mesh else jnp
-    rows: Any = gathered(path, table) if is_on_mesh else jnp.asarray(table)
-    rows_by_id = rows[_rows_of_ids(path, config)]
-    new_rows = _sampled(rows_by_id, new_config.vocab_size - config.vocab_size, rng, salt)
-    # The last row is zeros, which padding takes.
-    zeros = library.zeros((1, *rows.shape[1:]), rows.dtype)
-    ids = np.full(new_config.rows, -1)
-    ids[_rows_of_ids(path, new_config)] = np.arange(new_config.vocab_size)
-    resized: Any = library.concatenate([rows_by_id, new_rows, zeros])[ids]
+    rows: Any = gathered(path, table) if is_on_mesh else _as_jax_array(path, table)
+    # [vocab_size, ...]: in the order of the ids.
+    rows_of_ids = rows[_row_of_each_id(path, config)]
+    sampled_rows = _sampled(rows_of_ids, new_config.vocab_size - config.vocab_size, rng, salt)
+    row_of_zeros = library.zeros((1, *rows.shape[1:]), rows.dtype)
+    sources: Any = library.concatenate([rows_of_ids, sampled_rows, row_of_zeros])
+    # Each row of the new table takes the row of its id from the sources. A row without an id takes
+    # the last one, which is zeros.
+    source_of_row = np.full(new_config.rows, -1)
+    source_of_row[_row_of_each_id(path, new_config)] = np.arange(new_config.vocab_size)
+    resized = sources[source_of_row]
     return _on_mesh(path, resized, sharding) if is_on_mesh else resized
 
 
 def _sampled(rows: Any, count: int, rng: Array | None, salt: int) -> Any:
-    """Returns new rows with the mean and the standard deviation of each channel of the others."""
+    """Returns `count` new rows, sampled with the mean and the deviation of each channel of `rows`.
+
+    If the count is 0 or less, there are none. `salt` is folded into the key.
+    """
     if count <= 0:
         return rows[:0]
     if rng is None:
         raise arguments.value_error("rng", f"a key, to draw {count} new rows", "None")
-    # NumPy sums 16-bit rows in 16 bits: the mean of 4096 ones of bfloat16 is 0.0625.
-    wide = conversions.widened(rows)
-    # Without the salt, all tables would get rows of the same random numbers.
+    # NumPy sums 16-bit rows in 16 bits: the mean of 4096 ones of bfloat16 would be 0.0625.
+    wide_rows = conversions.widened(rows)
     key = jax.random.fold_in(arguments.as_key(rng), salt)
-    normal = jax.random.normal(key, (count, *rows.shape[1:]), wide.dtype)
-    mean = wide.mean(0, keepdims=True)
-    stddev = wide.std(0, keepdims=True)
+    normal = jax.random.normal(key, (count, *rows.shape[1:]), wide_rows.dtype)
+    mean = wide_rows.mean(0, keepdims=True)
+    stddev = wide_rows.std(0, keepdims=True)
     return (mean + stddev * normal).astype(rows.dtype)
 
 
-def _rows_of_ids(path: str, config: EmbedderConfig) -> np.ndarray:
-    """Returns the row of each id; only the token table may be spread."""
-    order = config.row_order if path.endswith("/embeddings") else None
-    return nearest_rows(np.arange(config.vocab_size, dtype=np.int32), config.rows, order)
+def _row_of_each_id(path: str, config: EmbedderConfig) -> np.ndarray:
+    """Returns the number of the row of each id, [vocab_size], in the table at this path.
+
+    Only the token table may be spread. In other tables, the row of an id has the id's number.
+    """
+    is_token_table = path.endswith("/embeddings")
+    row_order = config.row_order if is_token_table else None
+    ids = np.arange(config.vocab_size, dtype=np.int32)
+    return nearest_rows(ids, config.rows, row_order)
 
 
-def _on_mesh(path: str, rows: np.ndarray, sharding: Any) -> Array:
+def _on_mesh(path: str, rows: np.ndarray, sharding: NamedSharding) -> Array:
     """Returns rows of the host, on the devices of a mesh."""
     try:
         sharding.shard_shape(rows.shape)
@@ -215,20 +247,20 @@ def _on_mesh(path: str, rows: np.ndarray, sharding: Any) -> Array:
 
 # --- The table of positions.
 
-# The random numbers of new positions differ from the numbers of each token table.
+# The salt of new positions differs from the numbers of all token tables.
 POSITION_SALT = 1000
 
 
 class GridLayout(NamedTuple):
-    """Where the positions of a table lie.
+    """The grid that the rows of a table of positions are the points of, in row-major order.
 
     Args:
-        first: The number of rows before the grid.
-        shape: The old shape of the grid; a line has one axis.
-        new_shape: The new shape.
+        rows_before: The number of rows before the grid, which do not change.
+        shape: The old shape of the grid. Positions on a line are a grid of one axis.
+        new_shape: The new shape of the grid, with as many axes.
     """
 
-    first: int
+    rows_before: int
     shape: tuple[int, ...]
     new_shape: tuple[int, ...]
 
@@ -240,40 +272,48 @@ def _number_of_positions(config: EmbedderConfig) -> int | None:
 
 
 def _layout(config: EmbedderConfig, new_config: EmbedderConfig, grids: Any) -> GridLayout:
-    """Returns where the positions of both configs lie."""
+    """Returns the grids of both configs, or lines if `grids` is None."""
     size = arguments.size("config.scheme.max_len", _number_of_positions(config))
     new_size = arguments.size("new_config.scheme.max_len", _number_of_positions(new_config))
     if grids is None:
-        first = getattr(config.scheme, "start", 0)
-        new_first = getattr(new_config.scheme, "start", 0)
+        start = getattr(config.scheme, "start", 0)
+        new_start = getattr(new_config.scheme, "start", 0)
         name = "new_config.scheme.start"
-        arguments.check_same(name, "as in config", new_first, first)
-        return GridLayout(first=first, shape=(size - first,), new_shape=(new_size - first,))
-    shapes = functools.partial(arguments.entries, convert=arguments.size)
-    shape, new_shape = arguments.entries("grids", grids, shapes, count=2)
-    first = size - math.prod(shape)
-    if first < 0 or first != new_size - math.prod(new_shape) or len(shape) != len(new_shape):
+        arguments.check_same(name, "as in config", new_start, start)
+        return GridLayout(rows_before=start, shape=(size - start,), new_shape=(new_size - start,))
+    as_shape = functools.partial(arguments.entries, convert=arguments.size)
+    shape, new_shape = arguments.entries("grids", grids, as_shape, count=2)
+    rows_before = size - math.prod(shape)
+    new_rows_before = new_size - math.prod(new_shape)
+    if rows_before < 0 or rows_before != new_rows_before or len(shape) != len(new_shape):
         want = (
             f"shapes of as many axes, of all but the first few of {size} and {new_size} positions"
         )
         raise arguments.value_error("grids", want, (shape, new_shape))
-    return GridLayout(first=first, shape=shape, new_shape=new_shape)
+    return GridLayout(rows_before=rows_before, shape=shape, new_shape=new_shape)
 
 
 def _interpolated(table: Array, layout: GridLayout, method: str) -> Array:
-    """Returns the table of positions with a grid of another shape after the first rows."""
+    """Returns a table of positions whose grid has the new shape.
+
+    `method` is the one of `jax.image.resize`.
+    """
     table = on_every_device(table)
     width = table.shape[1]
-    # jax.image.resize rounds its weights to the dtype of what it resizes.
-    grid = conversions.widened(table[layout.first :]).reshape(*layout.shape, width)
-    resized = jax.image.resize(grid, (*layout.new_shape, width), method).reshape(-1, width)
-    return jnp.concatenate([table[: layout.first], resized.astype(table.dtype)])
+    rows_before = table[: layout.rows_before]
+    rows_of_grid = table[layout.rows_before :]
+    # `jax.image.resize` rounds its weights to the dtype of the grid, so 16-bit grids are widened.
+    grid = conversions.widened(rows_of_grid).reshape(*layout.shape, width)
+    new_grid = jax.image.resize(grid, (*layout.new_shape, width), method)
+    new_rows_of_grid = new_grid.reshape(-1, width).astype(table.dtype)
+    return jnp.concatenate([rows_before, new_rows_of_grid])
 
 
-def _extended(table: Array, layout: GridLayout, rng: Array | None) -> Array:
-    """Returns the table of positions with fewer rows, or with sampled rows at the end."""
+def _with_rows_at_end(table: Array, layout: GridLayout, rng: Array | None) -> Array:
+    """Returns a table of positions on a line, which is cut, or has sampled rows at the end."""
     table = on_every_device(table)
-    (new_size,) = layout.new_shape
-    rows = layout.first + new_size
-    sampled = _sampled(table[layout.first :], rows - len(table), rng, POSITION_SALT)
-    return jnp.concatenate([table[:rows], sampled])
+    (new_length,) = layout.new_shape
+    new_size = layout.rows_before + new_length
+    rows_of_line = table[layout.rows_before :]
+    sampled_rows = _sampled(rows_of_line, new_size - len(table), rng, POSITION_SALT)
+    return jnp.concatenate([table[:new_size], sampled_rows])

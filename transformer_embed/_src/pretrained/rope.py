@@ -10,19 +10,20 @@ from transformer_embed._src.pretrained.model_type import CONSECUTIVE, FULL, SLID
 
 BETA = "llama_4_scaling_beta"
 LOCAL = "rope_local_base_freq"
+COMPRESSED_BASE = "compress_rope_theta"
 ORIGINAL = "original_max_position_embeddings"
 PROPORTIONAL = "proportional"
 
 
 class RotationEntries(NamedTuple):
-    """The entries of config.json for the rotation of one kind of layers; "": there is none.
+    """The names of the entries of config.json for one rotation; "" if there is no such entry.
 
     Args:
         base: The entry that has the base.
-        share: The entry that has the share of the channels that rotate.
-        sections: The entry that has the numbers of pairs of each axis.
-        growth: The entry that has the growth of queries.
-        scaling: The entry that has the scaling.
+        share: The entry that has the share of a head's channels that rotate, such as 0.5.
+        sections: The entry that has the number of channel pairs of each axis of positions.
+        growth: The entry that has the growth of queries with their positions (see `query_scale`).
+        scaling: The entry that has the scaling, an object.
     """
 
     base: str
@@ -32,23 +33,36 @@ class RotationEntries(NamedTuple):
     scaling: str
 
 
-ENTRIES_OF_KINDS = {
-    FULL: RotationEntries(
-        base="rope_theta",
-        share="partial_rotary_factor",
-        sections="mrope_section",
-        growth=BETA,
-        scaling="rope_scaling",
-    ),
-    SLIDING: RotationEntries(
-        base=LOCAL,
-        share="sliding_rotary_factor",
-        sections="",
-        growth="",
-        scaling="sliding_rope_scaling",
-    ),
-}
-# The class of each rope_type. Sections for images ("mrope") are not a scaling.
+# The rotation of all layers, or of the full ones if the sliding ones have another.
+USUAL = RotationEntries(
+    base="rope_theta",
+    share="partial_rotary_factor",
+    sections="mrope_section",
+    growth=BETA,
+    scaling="rope_scaling",
+)
+# The rotation of the sliding layers of Gemma 3 and others.
+OF_SLIDING = RotationEntries(
+    base=LOCAL,
+    share="sliding_rotary_factor",
+    sections="",
+    growth="",
+    scaling="sliding_rope_scaling",
+)
+# The two rotations of DeepSeek V4: of the layers that see averages of tokens, and of the sliding
+# layers. A `rope_scaling` scales the first one alone.
+OF_COMPRESSED = RotationEntries(
+    base=COMPRESSED_BASE, share="", sections="", growth="", scaling="rope_scaling"
+)
+OF_UNCOMPRESSED = RotationEntries(
+    base="rope_theta", share="", sections="", growth="", scaling="sliding_rope_scaling"
+)
+# The entries that have a scaling.
+ENTRIES_OF_SCALINGS = ("rope_scaling", "sliding_rope_scaling")
+# The names of DeepSeek V4's rotations in `rope_parameters`.
+MAIN, COMPRESS = "main", "compress"
+# The class of the scaling of each rope_type. None is no scaling: "mrope" only says that there are
+# sections for images.
 SCALINGS = {
     "default": None,
     "linear": rotary_scaling.LinearScaling,
@@ -61,7 +75,7 @@ SCALINGS = {
     "xdrope": rotary_scaling.NTKScaling,
     "mrope": None,
 }
-# What an object for a rotation may say of its scaling.
+# The entries that the object of a rotation may have for the scaling.
 NAMES_IN_SCALING = (
     "rope_type factor low_freq_factor high_freq_factor short_factor long_factor beta_fast "
     f"beta_slow truncate mscale mscale_all_dim attention_factor {ORIGINAL}"
@@ -74,38 +88,54 @@ MOST_CHANNELS = 8192
 
 
 def rotation(row: ModelType, values: Options, kind: str) -> dict[str, Any]:
-    """Returns the arguments of `apply_rotary` for a kind of layers."""
-    is_local = kind == SLIDING and LOCAL in row.entries
-    names = ENTRIES_OF_KINDS[SLIDING if is_local else FULL]
+    """Returns the keyword arguments of `apply_rotary` for a kind of layers.
+
+    Arguments that are not needed are left out, so that `apply_rotary` uses its defaults.
+    """
+    names = _entries_of_kind(row, kind)
     in_scaling = values[names.scaling] or {}
     rotary_dim = _rotary_dim(values, names.share)
     is_proportional = in_scaling.get("rope_type") == PROPORTIONAL
-    dim = rotary_dim or head_dim(values)
+    rotated_channels = rotary_dim or head_dim(values)
     arguments_of_rotary = {
-        # If sliding layers have no base of their own, they have the base of the full ones.
+        # Sliding layers without a base of their own rotate by the base of the full layers.
         "base": values[names.base] or values["rope_theta"],
         "layout": _layout(row, values),
         "scaling": scaling(in_scaling, values),
-        "pair_axes": _pair_axes(row, values["mrope_section"], dim),
+        "pair_axes": _pair_axes(row, values["mrope_section"], rotated_channels),
         "partial": PROPORTIONAL if is_proportional and rotary_dim else None,
         "rotary_dim": rotary_dim,
     }
     return {name: value for name, value in arguments_of_rotary.items() if value is not None}
 
 
+def _entries_of_kind(row: ModelType, kind: str) -> RotationEntries:
+    """Returns the names of the entries for the rotation of a kind of layers."""
+    if COMPRESSED_BASE in row.entries:
+        return OF_UNCOMPRESSED if kind == SLIDING else OF_COMPRESSED
+    return OF_SLIDING if kind == SLIDING and LOCAL in row.entries else USUAL
+
+
 def _layout(row: ModelType, values: Options) -> str:
-    """Returns the layout, which an entry may say."""
-    if row.rotary not in values:
+    """Returns the layout: the row names it, or an entry that says whether it is interleaved."""
+    is_name_of_entry = row.rotary in values
+    if not is_name_of_entry:
         return row.rotary
     return "interleaved" if values[row.rotary] else "half"
 
 
 def _rotary_dim(values: Options, share: str) -> int | None:
-    """Returns the number of a head's channels that rotate, or None for all."""
-    if values["rotary_dim"] is not None or values[share] in (None, 1):
+    """Returns the number of a head's channels that rotate, or None if all rotate.
+
+    `share` is the entry that has the share of the channels. The entry rotary_dim goes before it.
+    """
+    if values["rotary_dim"] is not None or values.get(share) in (None, 1):
         return values["rotary_dim"]
-    channels = head_dim(values) or count("num_attention_heads", None)
-    # Rounded down: the share of MiMo V2 Flash is 0.334.
+    channels = head_dim(values)
+    if not channels:
+        # This raises the error that num_attention_heads is missing.
+        channels = count("num_attention_heads", None)
+    # The product is rounded down, because MiMo V2 Flash has a share of 0.334.
     return arguments.integer(share, int(channels * values[share]), at_most=channels)
 
 
@@ -118,23 +148,29 @@ def head_dim(values: Options) -> int | None:
 
 
 def _pair_axes(
-    row: ModelType, sections: tuple[int, ...] | None, dim: int | None
+    row: ModelType, sections: tuple[int, ...] | None, rotated_channels: int | None
 ) -> tuple[int, ...] | None:
-    """Returns the axis that rotates each pair, from the number of pairs that each axis rotates."""
+    """Returns, for each channel pair, the axis of the positions that rotates the pair.
+
+    The axes are 0 for time, 1 for height and 2 for width. `sections` has the number of pairs of
+    each axis. With sections (2, 1, 1), consecutive axes are (0, 0, 1, 2), and axes in turns are
+    (0, 1, 2, 0). If `sections` is None, positions have one axis, and the result is None.
+    """
     if sections is None:
         return None
     # The sum is checked first, because memory is taken for each pair.
     sum_of_sections = arguments.integer(
         "mrope_section: its sum", sum(sections), at_most=MOST_CHANNELS
     )
+    pair_axes: list[int] = []
     if row.sections == CONSECUTIVE:
-        return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
-    # The axes take turns. When the turns of an axis have ended, the first axis takes its place.
-    # There are as many pairs as the head has.
-    pairs = dim // 2 if dim else sum_of_sections
-    pair_axes = []
+        for axis, pairs_of_axis in enumerate(sections):
+            pair_axes += [axis] * pairs_of_axis
+        return tuple(pair_axes)
+    pairs = rotated_channels // 2 if rotated_channels else sum_of_sections
     for pair in range(pairs):
         turn, axis = divmod(pair, len(sections))
+        # When an axis has had all of its pairs, its turns go to the first axis.
         pair_axes.append(axis if turn < sections[axis] else 0)
     return tuple(pair_axes)
 
@@ -143,19 +179,24 @@ def _pair_axes(
 
 
 def scaling(entries: Options, values: Options) -> rotary_scaling.Scaling | None:
-    """Returns the scaling that the entries of an object describe."""
+    """Returns the scaling of a rotation.
+
+    Args:
+        entries: The entries of the object that config.json has for the scaling.
+        values: The values of all entries at the top level of config.json.
+    """
     if not entries:
         return None
     rope_type = arguments.choice(
         "rope_scaling: rope_type", entries.get("rope_type"), tuple(SCALINGS)
     )
-    # A fixed alpha, as HunYuan has, leaves nothing dynamic.
-    scaling_class: Any = SCALINGS[rope_type]
-    if entries.get("alpha"):
-        scaling_class = rotary_scaling.NTKScaling
-    if scaling_class is None or (rope_type == PROPORTIONAL and entries.get("factor", 1) == 1):
+    # HunYuan has a fixed alpha, so its scaling does not depend on the length of the text.
+    has_alpha = bool(entries.get("alpha"))
+    scaling_class: Any = rotary_scaling.NTKScaling if has_alpha else SCALINGS[rope_type]
+    scales_nothing = rope_type == PROPORTIONAL and entries.get("factor", 1) == 1
+    if scaling_class is None or scales_nothing:
         return None
-    is_dynamic = rope_type == "dynamic" and not entries.get("alpha")
+    is_dynamic = rope_type == "dynamic" and not has_alpha
     fields = scaling_class.__dataclass_fields__
     options = dict(entries)
     if is_dynamic or "original_length" in fields:
@@ -164,37 +205,45 @@ def scaling(entries: Options, values: Options) -> rotary_scaling.Scaling | None:
         options["length"] = arguments.integer("length", values["length"], at_least=0)
     if is_dynamic:
         options["alpha"] = _dynamic_alpha(options)
-    # transformers uses these two only if both are given.
+    # transformers reads these two entries only if config.json has both.
     if not (options.get("mscale") and options.get("mscale_all_dim")):
         options |= {"mscale": 1.0, "mscale_all_dim": 0.0}
+    # The options that are no fields of this class are left out.
     return scaling_class(**{name: options[name] for name in fields if name in options})
 
 
 def _original_length(rope_type: str, entries: Options, values: Options) -> dict[str, Any]:
-    """Returns the trained length, and the factor if it follows from the length."""
+    """Returns the length that the model was trained on, as the field `original_length`.
+
+    If the entries of YaRN or LongRoPE have no factor, the result has the field `factor` too: the
+    longest length, divided by the trained one.
+    """
     longest = values["max_position_embeddings"]
-    original = values[ORIGINAL] or entries.get(ORIGINAL) or longest
+    original_length = values[ORIGINAL] or entries.get(ORIGINAL) or longest
     if rope_type == "dynamic":
-        # Dynamic scaling counts from the model's own length.
-        original = longest
-    length = arguments.integer(ORIGINAL, original, at_least=1)
-    options: dict[str, Any] = {"original_length": length}
+        # Dynamic scaling begins beyond the longest length of the model.
+        original_length = longest
+    original_length = arguments.integer(ORIGINAL, original_length, at_least=1)
+    options: dict[str, Any] = {"original_length": original_length}
     if rope_type in ("yarn", "longrope") and "factor" not in entries:
-        options["factor"] = (longest or 0) / length
+        options["factor"] = (longest or 0) / original_length
     return options
 
 
 def _dynamic_alpha(options: Options) -> float:
-    """Returns the alpha of the current length."""
+    """Returns the alpha that dynamic NTK scaling has for the current length.
+
+    It is 1 up to the original length, and grows by `factor` for each further original length.
+    """
     factor = arguments.positive("factor", options.get("factor"))
     times_longer = max(options["length"] / options["original_length"], 1)
     return factor * times_longer - (factor - 1)
 
 
 def merged(in_file: Options, settings: Options) -> dict[str, Any]:
-    """Returns the entries of a scaling; those of settings go before those of the file.
+    """Returns the entries of a scaling, of which settings override the ones of config.json.
 
-    A scaling of another type takes none from the file.
+    If settings name another type of scaling, no entry of config.json is kept.
     """
     is_same_type = settings.get("rope_type") in (None, in_file.get("rope_type"))
     return {**in_file, **settings} if is_same_type else {**settings}
@@ -203,38 +252,86 @@ def merged(in_file: Options, settings: Options) -> dict[str, Any]:
 # --- Objects for rotations, as entries at the top level.
 
 
-def flat(row: ModelType, entries: Options) -> dict[str, Any]:
-    """Returns the entries without objects: what an object holds is at the top level.
+def without_objects(row: ModelType, entries: Options) -> dict[str, Any]:
+    """Returns the entries of a config.json or of settings, without objects for rotations.
 
-    So `settings=` can replace the file's entries whichever form each of the two uses. Within one
-    source, as in transformers, entries inside `rope_parameters` take precedence over those beside
-    it, and `rope_scaling` over `rope_parameters`. An entry that is not known inside an object is
+    What such an object holds is then beside the other entries: {"rope_parameters": {"rope_type":
+    "linear", "factor": 2, "rope_theta": 5}} becomes {"rope_theta": 5, "rope_scaling": {"rope_type":
+    "linear", "factor": 2}}. So settings can override the entries of config.json, whichever form
+    each of the two has.
+
+    As in transformers, an entry inside `rope_parameters` goes before one beside it, and
+    `rope_scaling` goes before `rope_parameters`. If an entry inside an object is not known, it is
     named after the object ("rope_scaling: beta").
     """
     result = dict(entries)
     source = "rope_parameters"
     objects: dict[str, Any] = {}
     if source in entries:
-        objects = _objects_of_kinds(row, source, result.pop(source))
-    for kind, names in ENTRIES_OF_KINDS.items():
-        beside = result.pop(names.scaling, None)
-        if beside or (names.scaling in entries and kind not in objects):
-            result |= _taken_apart(row, kind, names.scaling, beside)
-        elif kind in objects:
-            result |= _taken_apart(row, kind, source, objects[kind])
+        objects = _objects_of_rotations(row, source, result.pop(source))
+    for rotation_name, names in _rotations(row).items():
+        scaling_object = result.pop(names.scaling, None)
+        has_no_other = names.scaling in entries and rotation_name not in objects
+        if scaling_object or has_no_other:
+            if rotation_name == COMPRESS:
+                scaling_object = _as_compressed(names.scaling, scaling_object)
+            result |= _taken_apart(row, names, names.scaling, scaling_object)
+        elif rotation_name in objects:
+            result |= _taken_apart(row, names, source, objects[rotation_name])
     return result
 
 
-def _objects_of_kinds(row: ModelType, source: str, value: Any) -> dict[str, Any]:
-    """Returns the object of each kind of layers, which is one object for most types."""
-    if LOCAL not in row.entries:
+def _rotations(row: ModelType) -> dict[str, RotationEntries]:
+    """Returns the names of the entries for each rotation that a model of this type has.
+
+    The keys are the names that the rotations have in `rope_parameters`. If there is only one
+    rotation, it has no name there, and its key is "full_attention".
+    """
+    if COMPRESSED_BASE in row.entries:
+        return {MAIN: OF_UNCOMPRESSED, COMPRESS: OF_COMPRESSED}
+    if LOCAL in row.entries:
+        return {FULL: USUAL, SLIDING: OF_SLIDING}
+    return {FULL: USUAL}
+
+
+def _objects_of_rotations(row: ModelType, source: str, value: Any) -> dict[str, Any]:
+    """Returns the object of each rotation in `rope_parameters`, by the keys of `_rotations`.
+
+    Args:
+        row: The row of the model type.
+        source: The name of the entry, for errors.
+        value: The value of the entry.
+    """
+    names = [*_rotations(row)]
+    if len(names) == 1:
         return {FULL: value}
-    # Sliding layers have a base of their own, and each kind of layers an object.
-    objects = _object(source, value)
-    if objects.keys() - ENTRIES_OF_KINDS:
-        want = f"an object with the entries {FULL} and {SLIDING}"
+    objects = dict(_object(source, value))
+    if COMPRESS in names:
+        if MAIN not in objects and COMPRESS not in objects:
+            return {COMPRESS: _as_compressed(source, objects)}
+        # transformers may leave entries of one object beside the two objects.
+        objects = {name: item for name, item in objects.items() if name in names}
+        is_right = len(objects) == len(names)
+    else:
+        # A rotation without an object has the defaults.
+        is_right = objects.keys() <= {*names}
+    if not is_right:
+        want = f"an object with the entries {' and '.join(names)}"
         raise arguments.value_error(source, want, objects)
-    return {**objects}
+    return objects
+
+
+def _as_compressed(source: str, value: Any) -> dict[str, Any]:
+    """Returns DeepSeek V4's object for both rotations, as the one of the compressed layers.
+
+    As in transformers, the base is not read inside of it, and YaRN multiplies no cosines by a
+    factor unless the object names one.
+    """
+    entries = dict(_object(source, value))
+    without_base = {name: item for name, item in entries.items() if name != "rope_theta"}
+    if "yarn" in (entries.get("rope_type"), entries.get("type")):
+        without_base.setdefault("attention_factor", 1.0)
+    return without_base
 
 
 def _object(name: str, value: Any) -> Options:
@@ -242,37 +339,49 @@ def _object(name: str, value: Any) -> Options:
     return arguments.instance(name, value, Mapping | None, "an object") or {}
 
 
-def _taken_apart(row: ModelType, kind: str, source: str, value: Any) -> dict[str, Any]:
-    """Returns the base and the like of an object, its scaling, and what is not known in it."""
-    names = ENTRIES_OF_KINDS[kind]
-    rest = {key: item for key, item in _object(source, value).items() if item is not None}
-    _rename_old(source, rest)
-    entries = {}
-    # An object names its base and so on as full layers do.
-    for name, inside in zip(names, ENTRIES_OF_KINDS[FULL], strict=True):
-        if name and name != names.scaling and inside in rest:
-            entries[name] = rest.pop(inside)
-    allowed = [*NAMES_IN_SCALING, "alpha"] if row.has_alpha else NAMES_IN_SCALING
-    in_scaling = {key: rest.pop(key) for key in allowed if key in rest}
-    # A base or a share alone leaves the scaling of another source as it is.
+def _taken_apart(row: ModelType, names: RotationEntries, source: str, value: Any) -> dict[str, Any]:
+    """Returns the entries of the object of one rotation, for the top level.
+
+    These are the base, the share and so on under `names`, an object of the scaling alone, and the
+    entries that are not known, named after the object.
+
+    Args:
+        row: The row of the model type.
+        names: The names that the entries get at the top level.
+        source: The name of the object, for errors and for entries that are not known.
+        value: The object, or None.
+    """
+    unread = {key: item for key, item in _object(source, value).items() if item is not None}
+    _rename_old(source, unread)
+    entries: dict[str, Any] = {}
+    # Inside an object, an entry has its usual name: the base of any rotation is "rope_theta".
+    for name, usual_name in zip(names, USUAL, strict=True):
+        if name and name != names.scaling and usual_name in unread:
+            entries[name] = unread.pop(usual_name)
+    names_in_scaling = [*NAMES_IN_SCALING, "alpha"] if row.has_alpha else NAMES_IN_SCALING
+    in_scaling = {key: unread.pop(key) for key in names_in_scaling if key in unread}
+    # If the object says only a base or a share, the scaling of another source stays as it is.
     if in_scaling or not entries:
         entries[names.scaling] = in_scaling
-    return entries | {f"{source}: {key}": item for key, item in rest.items()}
+    for key, item in unread.items():
+        entries[f"{source}: {key}"] = item
+    return entries
 
 
-def _rename_old(source: str, inside: dict[str, Any]) -> None:
-    """Gives the entries of an object the names of today."""
+def _rename_old(source: str, entries: dict[str, Any]) -> None:
+    """Gives the entries of a rotation's object the names of today, in place."""
     # The oldest files call the type "type".
-    if "type" in inside:
-        inside.setdefault("rope_type", inside.pop("type"))
-    # Early files of Phi-3 call LongRoPE su, or yarn.
-    if inside.get("rope_type") in ("su", "yarn") and "short_factor" in inside:
-        inside["rope_type"] = "longrope"
-    # Phi-MoE has an attention factor up to the trained length, and one beyond it.
-    near = inside.pop("short_mscale", None)
-    far = inside.pop("long_mscale", None)
+    if "type" in entries:
+        entries.setdefault("rope_type", entries.pop("type"))
+    # Early files of Phi-3 call LongRoPE "su" or "yarn".
+    if entries.get("rope_type") in ("su", "yarn") and "short_factor" in entries:
+        entries["rope_type"] = "longrope"
+    # Phi-MoE has an attention factor for texts up to the trained length, and one for longer texts.
+    # `LongRopeScaling` has one for both.
+    near = entries.pop("short_mscale", None)
+    far = entries.pop("long_mscale", None)
     if near != far:
         want = "equal short_mscale, long_mscale"
         raise arguments.value_error(source, want, (near, far))
     if near is not None:
-        inside["attention_factor"] = near
+        entries["attention_factor"] = near

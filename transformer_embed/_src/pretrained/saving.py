@@ -1,6 +1,7 @@
 """`save_embedder` and `save_into`, which write files whole or not at all."""
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -35,7 +36,7 @@ from transformer_embed._src.pretrained.parameters import (
     stored,
 )
 from transformer_embed._src.pretrained.replacing import replace_tensors
-from transformer_embed._src.pretrained.tensors import DTYPES, open_tensors
+from transformer_embed._src.pretrained.tensors import DTYPES, Tensors, open_tensors
 from transformer_embed._src.pretrained.writing import written
 
 
@@ -50,32 +51,36 @@ def save_embedder(
 ) -> None:
     """Writes a safetensors file that `load_embedder` reads back bit for bit.
 
-    Use it for a layer that you trained, because the file says what the layer is. The file is
-    written whole or not at all. The configuration is stored in its metadata. With the
-    names that `load_embedder` returned, other libraries find the tensors under their original
-    names. The checks of `load_embedder` run before anything is written. A replaced file keeps its
-    permissions. If parameters lie on the devices of several
-    processes, all must call it: each gathers them, the first one writes, and the others wait.
+    Use it for a layer that you trained: the file holds the configuration too, in its metadata, so
+    you can load it without a config.json. If you pass the names that `load_embedder` returned,
+    other libraries find the tensors under their original names.
+
+    The file is written whole or not at all, after the checks that `load_embedder` makes. A replaced
+    file keeps its permissions. If parameters lie on the devices of several processes, call this in
+    all processes: each process gathers the parameters, the first one writes, and the others wait.
 
     Args:
         path: The file to write or replace.
         config: The config of the layer, as for `Embedder`.
         params: A Haiku parameter tree with one layer of the config, at any path, as in a whole
-            model, with arrays of float32, bfloat16 or float16. The layer, and T5's table if `bias`
-            has buckets, are written with the paths of `load_embedder`, and other parameters with
-            their own paths.
-        layers: See `PretrainedInput`.
-        bias: See `PretrainedInput`.
-        names: A tensor name for each parameter; see `load_embedder` for shortened paths. Parameters
-            that are left out keep their own names.
-        no_output: See `PretrainedInput`.
+            model, with arrays of float32, bfloat16 or float16. The parameters of the layer, and
+            T5's table of biases if `bias` has `num_buckets`, are written under the paths that
+            `load_embedder` gives them. Other parameters are written under their own paths.
+        layers: The facts of each layer, as `load_embedder` returned them, to be read back.
+        bias: The keyword arguments of `RelativePositionBias` or `alibi_bias`, as `load_embedder`
+            returned them, to be read back.
+        names: A tensor name for each parameter, by the parameter's path, which may be shortened to
+            a suffix that no other parameter has. A parameter that is left out is written under its
+            path.
+        no_output: Why the config has no output layer, as `load_embedder` returned it, to be read
+            back.
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: params do not hold one layer of the config (of a model with several input
+        ValueError: params do not hold one layer of the config (if your model has several input
             layers, pass the modules of one); a name is used twice or cannot be stored; a dtype is
-            not supported; the functions of this package refuse what layers or bias say; the path is
-            a folder, a pipe or a device.
+            not supported; `apply_rotary`, `AttentionMask` or another function refuses the arguments
+            that layers or bias have for it; the path is a folder, a pipe or a device.
 
     Example:
         >>> import pathlib, tempfile
@@ -96,18 +101,22 @@ def save_embedder(
     )
     check_described(pretrained)
     leaves = leaves_by_path(_with_own_paths(config, params, bias))
-    slashed = [name for group in params.values() for name in group if "/" in name]
-    if slashed:
-        raise arguments.value_error("params", "names without a slash", repr(slashed[0]))
-    tensor_names = {path: path for path in leaves} | full_paths(names or {}, leaves)
+    # A leaf's path has its module before the last slash.
+    leaf_names = [name for module_leaves in params.values() for name in module_leaves]
+    for name in leaf_names:
+        if "/" in name:
+            raise arguments.value_error("params", "names without a slash", repr(name))
+    # A parameter without a name of its own is stored under its path.
+    own_names = {leaf_path: leaf_path for leaf_path in leaves}
+    tensor_names = own_names | full_paths(names or {}, leaves)
     arrays = _arrays_by_tensor(leaves, tensor_names)
     pretrained = pretrained._replace(layers=[*layers], names=tensor_names)
-    texts = {METADATA: json.dumps(pretrained._asdict(), default=encoded)}
-    path = as_path(path).resolve()
+    metadata = {"format": "pt", METADATA: json.dumps(pretrained._asdict(), default=encoded)}
+    file_path = as_path(path).resolve()
 
     def write() -> None:
-        # What is written can be loaded.
-        with written(path, arrays, {"format": "pt"} | texts) as tensors:
+        """Writes the file, and keeps it if `load_embedder` would take it."""
+        with written(file_path, arrays, metadata) as tensors:
             check_tensors(tensors, describe_own(tensors))
 
     _by_one_process(params, write)
@@ -158,83 +167,111 @@ def save_into(
     if config.spread:
         raise arguments.value_error("config.spread", "False; te.pretrained.resize changes it", True)
     tensors = open_tensors(path)
+    # T5's table of biases is one of the parameters if it has a name.
     bias = {"num_buckets": None} if BIAS in names else None
     leaves = leaves_by_path(_with_own_paths(config, params, bias))
     tensor_names = full_paths(names, leaves)
-    with_rows = (TOKENS, OUTPUT_TABLE, OUTPUT_BIAS)
-    leaves = {
-        # The file lacks the rows of zeros that `row_multiple` adds.
-        name: leaves[name][: config.vocab_size] if name in with_rows else leaves[name]
-        for name in tensor_names
-    }
-    arrays = _arrays_by_tensor(leaves, tensor_names)
-    for name, array in arrays.items():
-        entry = tensors.entry(name)
-        arguments.check_same(
-            f"params: {name}: its size", "as in the file", array.size, _size(entry)
-        )
-        if array.dtype not in DTYPES.values():
-            raise arguments.value_error(f"params: {name}", " or ".join(DTYPES), array.dtype)
-        arrays[name] = array.reshape(entry.shape)
+    saved_leaves = {}
+    for parameter in tensor_names:
+        leaf = leaves[parameter]
+        if parameter in (TOKENS, OUTPUT_TABLE, OUTPUT_BIAS):
+            # The file lacks the rows of zeros that `row_multiple` adds.
+            leaf = leaf[: config.vocab_size]
+        saved_leaves[parameter] = leaf
+    arrays = _arrays_by_tensor(saved_leaves, tensor_names)
+    for tensor_name, array in arrays.items():
+        arrays[tensor_name] = _as_in_file(tensors, tensor_name, array)
     _by_one_process(params, lambda: replace_tensors(tensors, arrays))
 
 
-def _size(entry: Any) -> int:
-    """Returns the number of values in a tensor."""
-    return int(np.prod(entry.shape, dtype=np.int64))
+def _as_in_file(tensors: Tensors, tensor_name: str, array: np.ndarray) -> np.ndarray:
+    """Returns an array in the shape of the tensor that it replaces.
+
+    Raises a ValueError if the array has more or fewer values, or a dtype of no parameter. Shapes
+    may differ in axes of length 1.
+    """
+    shape = tensors.entry(tensor_name).shape
+    name = f"params: {tensor_name}"
+    arguments.check_same(f"{name}: its size", "as in the file", array.size, math.prod(shape))
+    if array.dtype not in DTYPES.values():
+        raise arguments.value_error(name, " or ".join(DTYPES), array.dtype)
+    return array.reshape(shape)
 
 
 def _by_one_process(params: Params, write: Callable[[], None]) -> None:
-    """Writes in the first process; if several hold the parameters, the others wait."""
+    """Calls `write` in one process.
+
+    If the parameters lie on devices of several processes, the first process writes, and the others
+    wait until it has. Otherwise the process that calls this writes.
+    """
     leaves = jax.tree.leaves(params)
-    is_shared = not all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves)
+    # An array of numpy is in this process, and has no such attribute.
+    is_here = [getattr(leaf, "is_fully_addressable", True) for leaf in leaves]
+    is_shared = False in is_here
     if not is_shared or jax.process_index() == 0:
         write()
     if is_shared:
-        # Slow to load, and only several processes need it.
+        # This module is slow to load, and only several processes need it.
         from jax.experimental import multihost_utils  # noqa: PLC0415
 
         multihost_utils.sync_global_devices("save_embedder")
 
 
 def _arrays_by_tensor(leaves: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Returns the arrays of a file: each parameter under its tensor's name, as that tensor lies."""
-    places = {path: stored(path, name) for path, name in names.items() if isinstance(name, str)}
-    # The header keeps its metadata under this name.
-    tensors = {place.name for place in places.values()} - {"__metadata__"}
-    if len(tensors) < len(leaves):
+    """Returns the array of each tensor that is to be written, by the tensor's name.
+
+    Args:
+        leaves: The parameters, by their paths.
+        names: The name of each parameter's tensor, by the same paths. The name says whether the
+            tensor is the parameter's transpose (see `stored`).
+    """
+    stored_tensors = {
+        path: stored(path, name) for path, name in names.items() if isinstance(name, str)
+    }
+    # The header of a safetensors file keeps its metadata under this name.
+    free_names = {tensor.name for tensor in stored_tensors.values()} - {"__metadata__"}
+    if len(free_names) < len(leaves):
         want = "a tensor's name of its own for each parameter, other than '__metadata__'"
         raise arguments.value_error("names", want, [*names.values()])
     arrays = {}
-    for path, place in places.items():
-        array = gathered(path, conversions.unwrapped(leaves[path]))
-        if place.is_transposed:
+    for path, tensor in stored_tensors.items():
+        leaf = conversions.unwrapped(leaves[path])
+        if isinstance(leaf, list | tuple):
+            # Masked arrays in a list are refused, because numpy would drop the masks.
+            leaf = arguments.as_array(path, leaf)
+        array = gathered(path, leaf)
+        if tensor.is_transposed:
             array = array.T
-        if place.name.endswith(LOGITS_BIAS):
-            # The bias of BART has an axis of 1 before its own.
+        if tensor.name.endswith(LOGITS_BIAS):
+            # The bias of BART is [1, vocab_size] in the file.
             array = array[None]
-        # The bytes of an array are written as they lie.
-        arrays[place.name] = np.asarray(array, order="C")
+        # The bytes are written in the order in which they lie, so a transpose is copied.
+        arrays[tensor.name] = np.asarray(array, order="C")
     return arrays
 
 
 def _with_own_paths(config: EmbedderConfig, params: Params, bias: Options | None) -> Params:
-    """Returns the tree, with the layer's modules under the paths that `load_embedder` gives."""
+    """Returns the tree, with the layer's modules under the paths that `load_embedder` gives.
+
+    If `bias` has "num_buckets", T5's table of biases is moved to its path as well. Other modules
+    stay where they are.
+    """
+    # From the path of a module in params to the path that `load_embedder` gives.
     own_paths = {path: own for own, path in find_parameters(params, config).paths.items()}
     if bias is not None and "num_buckets" in bias:
-        module = BIAS.rpartition("/")[0]
-        own_paths[_bias_path(params, module)] = module
+        bias_module, _, _ = BIAS.rpartition("/")
+        own_paths[_path_of_bias_table(params, bias_module)] = bias_module
     return {own_paths.get(path, path): leaves for path, leaves in params.items()}
 
 
-def _bias_path(params: Params, module: str) -> str:
-    """Returns the path of the one module with the table of a position bias."""
-    paths = [
-        path
-        for path, leaves in sorted(params.items())
-        if path.rpartition("/")[2] == module and "embeddings" in leaves
-    ]
+def _path_of_bias_table(params: Params, bias_module: str) -> str:
+    """Returns the path of the only module of this name that has a table, inside any modules."""
+    paths = []
+    for path, leaves in sorted(params.items()):
+        _, _, module = path.rpartition("/")
+        if module == bias_module and "embeddings" in leaves:
+            paths.append(path)
     if len(paths) != 1:
         got = " and ".join(paths) or f"none among {sorted(params)}"
-        raise arguments.value_error("params", f"one {module} with embeddings", got)
+        raise arguments.value_error("params", f"one {bias_module} with embeddings", got)
     return paths[0]

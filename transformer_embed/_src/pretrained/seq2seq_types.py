@@ -9,7 +9,8 @@ from transformer_embed._src.pretrained.model_type import ModelType
 OLD_ENTRIES = "normalize_embedding static_position_embeddings extra_pos_embeddings embed_positions"
 FAIRSEQ = Sinusoidal(layout="sin_cos", shift=1, odd="zero")
 SEQ2SEQ = ModelType(
-    # A stack's own table comes first: if the two are not tied, the shared one is not used.
+    # A stack's own table comes first. If a file has it and a shared table that differs, the model
+    # uses the stack's own one.
     tokens="{stack}.embed_tokens shared",
     scale="scale_embedding",
     no_effect=OLD_ENTRIES,
@@ -17,11 +18,11 @@ SEQ2SEQ = ModelType(
 BART = SEQ2SEQ.but(
     positions="{stack}.embed_positions",
     norm="{stack}.layernorm_embedding",
-    # Its config.json has no epsilon.
+    # The config.json of BART has no epsilon.
     layer_norm_eps=1e-5,
     unread="layer_norm_eps",
 )
-# Its decoder adds positions after the norm.
+# The decoder adds positions after the norm, so only the encoder is described.
 BLENDERBOT_SMALL = BART.but(
     tokens="encoder.embed_tokens shared",
     positions="encoder.embed_positions",
@@ -31,12 +32,12 @@ T5 = ModelType(
     tokens="{stack}.embed_tokens shared",
     bias="{stack}.block.0.layer.0.SelfAttention.relative_attention_bias "
     "{stack}.block.0.layer.0.LocalSelfAttention.relative_attention_bias",
-    # A tied output layer of T5 divides by the root of d_model; the one of mT5 does not.
+    # A tied output layer of T5 divides logits by the root of d_model. In mT5 it does not.
 ).but(dropout=0.1, scale_decoder_outputs=True)
-# The parameters of one stack, a decoder.
+# Types of which only the decoder has tokens.
 DECODER = SEQ2SEQ.but(tokens="decoder.embed_tokens", positions="decoder.embed_positions")
 WHISPER = DECODER.but(
-    # Its config.json has this entry, which the decoder does not read.
+    # Whisper's config.json has scale_embedding, which the decoder does not read.
     scale=False,
     no_effect="scale_embedding",
 )
@@ -77,7 +78,7 @@ SEQ2SEQ_ROWS = {
     "plbart": BART.but(start=2, scale_embedding=True),
     "led": BART.but(kinds=()),
     "blenderbot": BART.but(norm=""),
-    # It has a norm that it does not apply.
+    # The file has the tensors of a norm that the model does not apply.
     "bigbird_pegasus": BART.but(
         norm="", kinds=(), no_effect=f"{OLD_ENTRIES} layernorm_embedding", scale_embedding=True
     ),

@@ -44,7 +44,15 @@ MOST_FILES = 1000
 
 
 class TensorInfo(NamedTuple):
-    """A tensor's entry in the header; its bytes are from `start` to `stop` of the file."""
+    """A tensor's entry in the header of a file.
+
+    Args:
+        file: The file that the tensor is in.
+        dtype: The dtype, as safetensors names it.
+        shape: The shape.
+        start: The number of the tensor's first byte, counted from the start of the file.
+        stop: The number after the last byte.
+    """
 
     file: pathlib.Path
     dtype: str
@@ -57,7 +65,12 @@ class TensorInfo(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What the header of a file says: the entries of its tensors, and its metadata."""
+    """What the header of a file says.
+
+    Args:
+        entries: The entry of each tensor, by name.
+        metadata: The texts that were saved with the file, by name.
+    """
 
     entries: Mapping[str, TensorInfo]
     metadata: Mapping[str, str]
@@ -70,7 +83,8 @@ class Tensors(NamedTuple):
         path: The file, or the index file of shards.
         files: The file of each tensor.
         metadata: The metadata of the file.
-        header: Returns the header of a file. A shard is opened when one of its tensors is needed.
+        header: A function that returns the header of a file. It opens a shard when one of the
+            shard's tensors is needed, and keeps the header.
     """
 
     path: pathlib.Path
@@ -114,27 +128,31 @@ class Tensors(NamedTuple):
         return DTYPES[self.entry(name).dtype]
 
     def is_stored(self, name: str) -> bool:
-        """Returns whether a file holds this tensor; an index may name one that none has."""
+        """Returns whether a file holds this tensor, which an index file may name without that."""
         file = self.files.get(name)
         return file is not None and name in self.header(file).entries
 
     def are_equal(self, name: str, other: str) -> bool:
         """Returns whether two tensors have the same dtype, shape and bytes."""
-        first, second = self.entry(name), self.entry(other)
-        if (first.dtype, first.shape) != (second.dtype, second.shape):
+        entry = self.entry(name)
+        other_entry = self.entry(other)
+        if (entry.dtype, entry.shape) != (other_entry.dtype, other_entry.shape):
             return False
-        pairs = zip(pieces(first), pieces(second), strict=True)
-        return all(piece == other_piece for piece, other_piece in pairs)
+        pairs_of_pieces = zip(pieces(entry), pieces(other_entry), strict=True)
+        return all(piece == other_piece for piece, other_piece in pairs_of_pieces)
 
     def read(
         self, name: str, rows: slice = slice(None), columns: slice = slice(None)
     ) -> np.ndarray:
-        """Returns a copy of a tensor, or of a part, of two axes; the last one has the columns."""
+        """Returns a copy of a tensor, or of some of its rows and columns, [rows, columns].
+
+        The last axis has the columns, and all other axes together have the rows: a tensor
+        [2, 3, 5] is read as [6, 5], and a vector [5] as [1, 5].
+        """
         entry = self.any_entry(name)
-        width = entry.shape[-1] if entry.shape else 1
-        start, stop, _ = rows.indices(math.prod(entry.shape) // width)
-        shape = stop - start, len(range(width)[columns])
-        array = empty_array(shape, dtype_of(entry))
+        row_count, width = _as_matrix(entry.shape)
+        shape = (len(range(row_count)[rows]), len(range(width)[columns]))
+        array = aligned_zeros(shape, dtype_of(entry))
         self.read_into(array, name, rows, columns)
         return array
 
@@ -145,38 +163,47 @@ class Tensors(NamedTuple):
         rows: slice = slice(None),
         columns: slice = slice(None),
     ) -> None:
-        """Writes a tensor, or a part, into an array of two axes, which may have another dtype.
+        """Writes a tensor, or some of its rows and columns, into an array [rows, columns].
 
-        The array may have strides, so a transpose is written without a second copy.
+        Rows and columns are counted as in `read`. The array may have another dtype, and it may be a
+        view with strides: if you pass the transpose of an array, the tensor's transpose is written
+        to that array without a second copy.
         """
         entry = self.any_entry(name)
         dtype = dtype_of(entry)
-        width = entry.shape[-1] if entry.shape else 1
-        start, stop, _ = rows.indices(math.prod(entry.shape) // width)
+        row_count, width = _as_matrix(entry.shape)
+        first_row, end_row, _ = rows.indices(row_count)
         row_bytes = width * dtype.itemsize
         rows_of_piece = max(1, PIECE_BYTES // row_bytes)
-        wanted = entry._replace(
-            start=entry.start + start * row_bytes, stop=entry.start + stop * row_bytes
+        bytes_of_rows = entry._replace(
+            start=entry.start + first_row * row_bytes, stop=entry.start + end_row * row_bytes
         )
-        first = 0
-        for piece in pieces(wanted, rows_of_piece * row_bytes):
+        written = 0
+        for piece in pieces(bytes_of_rows, rows_of_piece * row_bytes):
             whole_rows = np.frombuffer(piece, dtype).reshape(-1, width)
-            array[first : first + len(whole_rows)] = whole_rows[:, columns]
-            first += len(whole_rows)
+            array[written : written + len(whole_rows)] = whole_rows[:, columns]
+            written += len(whole_rows)
 
     def listed(self) -> str:
         """Returns a few names of tensors for a message."""
         return listed(self.files)
 
 
-def empty_array(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Returns an array of zeros that jax does not copy again on a CPU.
+def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Returns the number of rows and of columns of a tensor whose last axis has the columns."""
+    width = shape[-1] if shape else 1
+    return math.prod(shape) // width, width
 
-    It starts at a page boundary, which jax needs for that. It avoids the huge pages that numpy asks
-    for, which are slow to get on a busy machine. Pages that nobody writes take no memory.
+
+def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Returns an array of zeros that `jax.device_put` does not copy on a CPU.
+
+    For this, jax needs an array that starts at a page boundary. The array's memory is not in the
+    huge pages that numpy asks for, because they are slow to get on a busy machine. Pages that
+    nobody writes take no memory.
     """
     size = math.prod(shape)
-    # No mapping has a size of 0.
+    # A mapping cannot have a size of 0, so an empty array takes 1 byte.
     buffer = mmap.mmap(-1, max(size * dtype.itemsize, 1))
     return np.frombuffer(buffer, dtype, size).reshape(shape)
 
@@ -191,12 +218,21 @@ def dtype_of(entry: TensorInfo) -> np.dtype:
 
 def listed(names: Iterable[str]) -> str:
     """Returns a few names of tensors for a message; names outside numbered layers come first."""
-    names = sorted(names, key=lambda name: (re.search(r"\b\d+\b", name) is not None, name))
-    return f"{len(names)} tensors: {', '.join(names[:4])}"
+
+    def in_layer_then_name(name: str) -> tuple[bool, str]:
+        """Returns what to sort by: "h.0.w" is in a numbered layer, and "wte.weight" is not."""
+        return re.search(r"\b\d+\b", name) is not None, name
+
+    first_names = sorted(names, key=in_layer_then_name)
+    return f"{len(first_names)} tensors: {', '.join(first_names[:4])}"
 
 
 def pieces(entry: TensorInfo, size: int | None = None) -> Iterator[bytes]:
-    """Yields some bytes of a tensor at a time; the file is not mapped, to save memory."""
+    """Yields the bytes of a tensor, `size` or fewer at a time.
+
+    The file is not mapped into memory, because the pages of a mapping would count as memory.
+    """
+    # The default is read at each call, so that tests can make it small.
     size = PIECE_BYTES if size is None else size
     with open(entry.file, "rb") as file:
         file.seek(entry.start)
@@ -244,7 +280,8 @@ def _shards(path: pathlib.Path) -> dict[str, pathlib.Path]:
         want = "a weight_map from tensors to files"
         raise arguments.value_error(path, want, repr(files))
     # Thousands of tensors are in a few files, so each file is checked once.
-    for name in {*map(str, files.values())}:
+    file_names = {str(name) for name in files.values()}
+    for name in file_names:
         # Links are followed: a cache of the hub has links to files elsewhere.
         if pathlib.Path(name).name != name or "\0" in name:
             raise arguments.value_error(path, "shards in its folder", repr(name))
@@ -256,7 +293,7 @@ def _header(path: pathlib.Path) -> Header:
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415 (slow to load)
 
     try:
-        # It checks the header, and that the file is whole.
+        # Opening checks the header, and that the file is whole.
         with safe_open(path, framework="numpy"):
             pass
     except SafetensorError as error:
@@ -265,14 +302,18 @@ def _header(path: pathlib.Path) -> Header:
         step = POINTER if is_pointer else step_for(path.name.removesuffix(".safetensors"))
         got = step or f"one that cannot be read ({error})"
         raise arguments.value_error(path, "a whole safetensors file", got) from error
+    # The file begins with the header's size, in 8 bytes. The header is JSON.
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
     metadata = header.pop("__metadata__", None) or {}
     entries = {name: _info(path, 8 + size, entry) for name, entry in header.items()}
-    # safetensors.torch.save_model keeps one of several names, and says the others here.
-    others = {name: entries[kept] for name, kept in metadata.items() if kept in entries}
-    return Header(entries=others | entries, metadata=metadata)
+    # If a tensor has several names, safetensors.torch.save_model stores it under one of them. For
+    # each other name, the metadata say the name that was kept.
+    entries_of_other_names = {
+        name: entries[kept_name] for name, kept_name in metadata.items() if kept_name in entries
+    }
+    return Header(entries=entries_of_other_names | entries, metadata=metadata)
 
 
 def _info(path: pathlib.Path, first_byte: int, entry: Mapping[str, Any]) -> TensorInfo:

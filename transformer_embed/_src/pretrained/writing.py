@@ -20,42 +20,55 @@ from transformer_embed._src.pretrained.tensors import Tensors, open_tensors
 def written(
     path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: dict[str, str]
 ) -> Iterator[Tensors]:
-    """Yields what is written to a safetensors file, which is whole, or not there if you raise."""
+    """Writes a safetensors file, and yields its tensors before the file takes its place.
+
+    If the caller's block raises an error, the file is not kept, and an old file at the path stays.
+    """
     from safetensors.numpy import save  # noqa: PLC0415 (slow to load)
 
     def write(file: BinaryIO) -> None:
+        """Writes the whole file."""
         file.write(_with_sorted_metadata(save({**arrays}, metadata)))
 
     with replaced(path, write) as temporary:
-        # Errors name the path.
+        # Errors are to name the path that the caller knows, and not the temporary file.
         yield open_tensors(temporary)._replace(path=path)
 
 
 @contextlib.contextmanager
 def replaced(path: pathlib.Path, write: Callable[[BinaryIO], Any]) -> Iterator[pathlib.Path]:
-    """Yields a temporary file that was written, which takes the path's place unless you raise.
+    """Writes a temporary file, and renames it to the path after the caller's block.
 
-    The temporary file is renamed at the end, so that the path always has a whole file. A replaced
-    file keeps its mode.
+    So there is a whole file at the path at any time. If the caller's block raises an error, the
+    temporary file is deleted. A file that is replaced keeps its mode.
+
+    Args:
+        path: The path, where a file may be.
+        write: A function that writes to the open file.
+
+    Yields:
+        The path of the temporary file.
     """
     exists = path.exists()
     if exists and not path.is_file():
         got = f"a folder, a pipe or a device, {path}"
         raise arguments.value_error("path", "a regular file", got)
-    # A new file has the mode of any new file: what the umask leaves of this.
+    # The umask takes bits of this mode away, as for any new file.
     mode = stat.S_IMODE(path.stat().st_mode) if exists else 0o666
-    # In the same folder: a file of another file system cannot be renamed to the path.
+    # The temporary file is in the same folder, because a file of another file system cannot be
+    # renamed to the path.
     temporary = path.parent / f".transformer_embed-{secrets.token_hex(8)}.tmp"
-    # A private file's replacement must not be readable by others, not even while it is written.
+    # The file has its mode from the start, so that others cannot read what replaces a private file.
     try:
         with open(temporary, "xb", opener=functools.partial(os.open, mode=mode)) as file:
             if exists:
-                # The umask took bits away that the replaced file has.
+                # The replaced file may have bits that the umask took away.
                 temporary.chmod(mode)
             write(file)
             file.flush()
             yield temporary
-            # The data first: after a crash, the new name must not have an empty file.
+            # The data must be on the disk before the new name is: otherwise, after a crash, there
+            # could be an empty file at the path.
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
@@ -63,8 +76,12 @@ def replaced(path: pathlib.Path, write: Callable[[BinaryIO], Any]) -> Iterator[p
 
 
 def _with_sorted_metadata(data: bytes) -> bytes:
-    """Returns a file with sorted metadata, so that equal arguments write equal files."""
-    end = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:end])
+    """Returns the bytes of a safetensors file whose header is sorted.
+
+    So equal arguments of `save_embedder` write equal files. The header keeps its size.
+    """
+    header_size = int.from_bytes(data[:8], "little")
+    header_end = 8 + header_size
+    header = json.loads(data[8:header_end])
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
-    return data[:8] + text.encode().ljust(end - 8) + data[end:]
+    return data[:8] + text.encode().ljust(header_size) + data[header_end:]

@@ -42,7 +42,7 @@ def apply_gradients(
     in place, so the cost follows the batch.
 
     The function first traces the optimizer, once under jit, to prove that each row is updated from
-    that row alone. The page "Optimizers that train by rows" lists which optimizers pass. The proof
+    that row alone. The page "Optimizers for row-wise training" lists which ones pass. The proof
     does not mean that the step equals the dense one: Adam passes, although its dense step also
     moves rows without a gradient. To clip by a global norm, clip the gradients first.
 
