@@ -84,8 +84,8 @@ def check_batch(
     expected_row_count = len(id_rows) if row_count == 1 else row_count
     expected_shape = [expected_row_count, length]
     arguments.check_same("ids", "the shape of tokens", [*id_rows.shape], expected_shape)
-    # `as_segment_ids` raises an error if a segment id is negative. With x64, a segment id beyond int32
-    # is right, so such ids are clipped before the check.
+    # `as_segment_ids` raises an error if a segment id is negative. With x64, a segment id beyond
+    # int32 is right, so such ids are clipped before the check.
     as_segment_ids("segment_ids", segment_ids.clip(max=2**31 - 1))
     if pad_id is not None:
         _check_padding(id_rows, segment_ids, pad_id)
