@@ -181,8 +181,8 @@ def _outside_logit(dtype: Any, factor: float | Array) -> float | Array:
     of a token whose label is padding is finite, and vanishes because the weight of the token is 0.
     """
     if isinstance(factor, jax.Array):
-        # The derivative with respect to the temperature is the logit times the square of the
-        # factor, so the logit must stay far from the largest number. The power of two sees to that.
+        # The derivative with respect to the temperature divides the logit by the temperature once
+        # more. The power of two leaves room for this, so the derivative is finite too.
         largest_factor = jnp.clip(2.0**32 * jax.lax.stop_gradient(factor), 1, 2.0**92)
     else:
         largest_factor = max(factor, 1)
