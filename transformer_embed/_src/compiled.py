@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 
 def compiled(*static: int) -> Callable[..., Callable]:
-    """Returns a decorator that compiles a function, with the arguments at these places static.
+    """Returns a decorator that compiles a function. `static` are the indices of static arguments.
 
     Without the decorator, a caller outside of jit would run one small program for each operation.
     If the caller is compiled too, the function becomes a part of the caller's program.
@@ -23,26 +23,31 @@ def compiled(*static: int) -> Callable[..., Callable]:
 
 
 def change_column(
-    values: Float[Array, "t r"], columns: Int32[Array, "#t 1"], change: Callable, *, is_last: bool
+    values: Float[Array, "t r"],
+    columns: Int32[Array, "#t 1"],
+    change: Callable,
+    *,
+    is_last_change: bool,
 ) -> Float[Array, "t r"]:
     """Changes the value in one column of each row. A column out of range changes nothing.
 
-    On a CPU, only these values are written, which avoids an extra pass over memory that would take
-    5 percent of a loss's time. Other devices fuse the change with another pass, and so does a CPU
-    if another change follows.
+    Most devices fuse the change with another pass over the values. On a CPU, the last change of an
+    array would be a separate pass, which takes 5 percent of the time of a loss. So a CPU writes
+    only the changed values if the change is the last one.
 
     Args:
         values: The values, with t rows and r columns.
         columns: The column to change in each row.
         change: A function that computes new values from old ones, such as `lambda old: old - 1`.
-        is_last: Whether the result is not changed again.
+        is_last_change: Whether the caller uses the result as it is. Pass False if the caller then
+            multiplies or adds to all of the result.
     """
 
     def in_one_pass() -> Array:
         is_changed = jnp.arange(values.shape[1], dtype=jnp.int32)[None] == columns
         return jnp.where(is_changed, change(values), values)
 
-    if not is_last:
+    if not is_last_change:
         return in_one_pass()
 
     def in_place() -> Array:
@@ -57,14 +62,16 @@ def change_column(
 
 
 def known_after_reading(ids: Int32[Array, "k"], rows: Float[Array, "n d"]) -> Int32[Array, "k"]:
-    """Returns the same ids, but their use must wait until the rows are computed.
+    """Returns the same ids, as an array that is known only when the rows are computed.
 
-    The rows are read from a donated table, and the ids say which rows are written to. Without this,
-    XLA copies the table, because a row might be overwritten before it is read.
+    The rows are read from a donated table, and later the ids say which rows are written to. If the
+    ids were known before, XLA would copy the table, because a row might be overwritten before it is
+    read.
     """
-    # The sum is made to depend on the rows by adding 0. This is the integer half of 0 or 1, which
-    # XLA does not simplify. (XLA drops a `jax.lax.optimization_barrier` too early.) All columns of
-    # a row are read, because explicit mesh axes may split the columns.
+    # The returned sum depends on the rows, because the number 0 that is added is computed from the
+    # rows, as the integer half of 0 or 1. XLA does not simplify this half. (XLA drops a
+    # `jax.lax.optimization_barrier` too early.) All columns of a row are read, because explicit
+    # mesh axes may split the columns.
     has_nan = jnp.isnan(rows[:1]).any()
     zero = has_nan.astype(jnp.int32) >> 1
     return ids + zero
@@ -87,10 +94,11 @@ def computed_once(rows: Float[Array, "n ..."]) -> Float[Array, "n ..."]:
 
 
 def nan_where(is_wrong: Bool[Array, "..."], values: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns the values, with NaN where they are wrong.
+    """Returns the values, with NaN where `is_wrong` is True.
 
     Args:
-        is_wrong: Whether values are wrong, with the leading axes of the values.
+        is_wrong: True where a value, or a vector of values, becomes NaN. The axes are the first
+            axes of `values`.
         values: The values.
     """
     nan: Any = np.array(np.nan, values.dtype)

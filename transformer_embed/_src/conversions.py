@@ -14,7 +14,7 @@ def compute_dtype(*dtypes: Any) -> jnp.dtype:
 
 
 def widened(array: Any) -> Any:
-    """Casts a floating array to the dtype to compute in, float32 or float64."""
+    """Casts a floating array to float32, but leaves an array of float64 as it is."""
     return array.astype(compute_dtype(array.dtype))
 
 

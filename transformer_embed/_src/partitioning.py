@@ -67,7 +67,10 @@ def axes_of_kind(mesh: Any, *kinds: AxisType) -> Axes:
 
 
 def restricted(sharding: NamedSharding, axes: Axes) -> NamedSharding:
-    """Returns the sharding without mesh axes other than these, so dimensions may become whole."""
+    """Returns the sharding over these mesh axes alone.
+
+    A dimension that only other axes split becomes whole.
+    """
     axes_of_dimensions = spec_axes(sharding.spec, 0)
     spec = (tuple(axis for axis in names if axis in axes) for names in axes_of_dimensions)
     return NamedSharding(sharding.mesh, PartitionSpec(*spec))
@@ -147,7 +150,7 @@ def gathered(name: str, array: Any) -> np.ndarray:
     arguments.check_known(name, array)
     is_split_over_processes = isinstance(array, jax.Array) and not array.is_fully_addressable
     if is_split_over_processes:
-        # This module is slow to load, and only several processes need it.
+        # `multihost_utils` is slow to load, and only programs of several processes need it.
         from jax.experimental import multihost_utils  # noqa: PLC0415
 
         return multihost_utils.process_allgather(array, tiled=True)
@@ -217,9 +220,10 @@ def all_gather(array: Array, axes_of_dimensions: Sequence[Axes]) -> Array:
 
 
 def reduce_scatter(array: Array, axes_of_dimensions: Sequence[Axes]) -> Array:
-    """Sums, inside shard_map, over the mesh axes of each dimension, and splits the dimension.
+    """Returns, inside shard_map, this device's block of the sum of the devices' arrays.
 
-    Each device gets one block of the sum. This is the transpose of `all_gather`.
+    The sum is over the mesh axes of all dimensions. Each dimension of the sum is split over the
+    mesh axes of this dimension. So the function is the transpose of `all_gather`.
     """
     for dimension, axes in enumerate(axes_of_dimensions):
         if axes:

@@ -15,7 +15,7 @@ from transformer_embed._src.conversions import is_traced, on_device, unwrapped
 
 
 def check_known(name: str, array: Any) -> None:
-    """Raises a TypeError for a traced array, before its values are read."""
+    """Raises a TypeError if an array is traced, because then nobody can read the values yet."""
     if is_traced(array):
         raise type_error(name, "values on the host, outside of jit", describe(array))
 
@@ -29,7 +29,7 @@ def on_host(name: str, array: jax.Array | np.ndarray) -> np.ndarray:
     if isinstance(array, jax.Array):
         has_all_values = array.is_fully_addressable or array.is_fully_replicated
         if not has_all_values:
-            # jax would raise an error too, but that would not name the argument.
+            # jax would raise an error too, but an error that does not name the argument.
             want = "values that this process has (each checks its own part of a batch)"
             raise value_error(name, want, "an array of several processes")
     return jax.device_get(array)
@@ -38,9 +38,10 @@ def on_host(name: str, array: jax.Array | np.ndarray) -> np.ndarray:
 def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndarray:
     """Returns a jax array as it is, and anything else as a numpy array with numpy's dtype.
 
-    The numpy array is always a copy, because jax may share the memory of a numpy array, and read it
-    after the caller has changed it. The copy is in the byte order of this machine: if jax has a
-    compiled program for the shape already, it reads bytes of another order as they are.
+    The numpy array is always a copy, because jax may share the memory of a numpy array, and read
+    the memory after the caller has changed it. The copy is in the byte order of this machine. In
+    another byte order, jax would misread the numbers if a program for the shape is already
+    compiled.
     """
     value = unwrapped(value)
     if isinstance(value, jax.Array):
@@ -51,7 +52,8 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
     try:
         array = np.asarray(value)
     except (ValueError, jax.errors.TracerArrayConversionError) as error:
-        # This is a list of unequal lengths, or a list under jit, which jit made a list of scalars.
+        # The value is a list of lists that differ in length, or a list that jax.jit has made a list
+        # of traced scalars.
         want = "one array (jnp.stack makes it of a list), or nested lists of equal lengths"
         raise type_error(name, want, f"a {type(value).__name__}") from error
     if array.dtype == object:
@@ -60,10 +62,11 @@ def as_array(name: str, value: ArrayLike | Sequence[Any]) -> jax.Array | np.ndar
 
 
 def native_leaves(name: str, tree: Any) -> Any:
-    """Applies `native` to each leaf of a tree of parameters.
+    """Returns a tree of parameters with all numpy arrays in the byte order of this machine.
 
-    Call it before the tree is passed to a compiled function, because jit would drop the mask of a
-    masked array, and could misread the bytes of another byte order.
+    A masked array is a TypeError that names the path of the leaf. Call this function before the
+    tree is passed to a compiled function, because `jax.jit` would drop the mask of a masked array,
+    and could misread the bytes of another byte order.
     """
     # Most trees have jax arrays alone. For these, the test takes a microsecond.
     has_numpy_leaves = any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(tree))
@@ -79,7 +82,7 @@ def native_leaves(name: str, tree: Any) -> Any:
 def native(name: str, leaf: Any) -> Any:
     """Returns a numpy array in the byte order of this machine, and any other value as it is.
 
-    A masked array is a TypeError.
+    Raises a TypeError for a masked array.
     """
     if not isinstance(leaf, np.ndarray):
         return leaf
@@ -92,14 +95,17 @@ def _has_mask(value: Any) -> bool:
     """Returns whether a value is a masked array, or a list or other sequence that holds one."""
     if isinstance(value, np.ndarray):
         return isinstance(value, np.ma.MaskedArray)
-    # This is True for lists, tuples, deques and the like. It is False for a dtype, which has items
-    # and a length, but no iterator.
+    # `has_ordered_items` is True for lists, tuples, deques and the like. It is False for a dtype,
+    # which has items and a length, but no iterator.
     has_ordered_items = isinstance(value, Collection) and hasattr(type(value), "__getitem__")
     if not has_ordered_items or isinstance(value, str | bytes | jax.Array | Mapping):
         return False
-    # A list may have a million numbers, and to compare types is faster than to call a function.
-    has_numbers_alone = {*map(type, value)} <= {bool, int, float}
-    return not has_numbers_alone and any(map(_has_mask, value))
+    # A list may have a million numbers. A set of the types takes less time than a call of this
+    # function for each number.
+    item_types = set(map(type, value))
+    if item_types <= {bool, int, float}:
+        return False
+    return any(map(_has_mask, value))
 
 
 def as_integers(
@@ -109,11 +115,11 @@ def as_integers(
     highest: int = 2**31 - 1,
     what: str = "int32",
 ) -> jax.Array | np.ndarray:
-    """Converts integers to int32, and checks the range of those on the host.
+    """Converts integers to int32, after a check that integers on the host are in a range.
 
-    The values of a jax array are not checked, and a jax array of a wider dtype stays as it is.
-    (`as_int32` converts such an array too.) For values on the host, a ValueError names the first
-    integer outside the range, and the index.
+    The ValueError names the first integer outside the range, and the index of this integer. The
+    values of a jax array are not checked. A jax array of a dtype that int32 does not contain, such
+    as uint32, keeps the dtype. (`as_int32` converts such an array too.)
 
     Args:
         name: The argument, for errors.
@@ -135,7 +141,7 @@ def as_integers(
 
 
 def as_int32(name: str, value: ArrayLike) -> jax.Array:
-    """Converts integers to int32. An integer outside becomes the lowest or the highest int32."""
+    """Converts integers to int32, and clips integers outside int32 to the nearest end."""
     if is_int32(value):
         return value
     array = _any_integers(name, value)
@@ -154,7 +160,9 @@ def as_int32(name: str, value: ArrayLike) -> jax.Array:
 
 
 def as_indices(name: str, value: ArrayLike, highest: int, what: str, *axes: str) -> jax.Array:
-    """Converts indices to int32, and checks those on the host, which must be inside 0..highest.
+    """Converts indices to an int32 jax array, after a check that those on the host are in range.
+
+    The range is 0 to `highest`.
 
     Args:
         name: The argument, for errors.
@@ -172,7 +180,10 @@ def as_indices(name: str, value: ArrayLike, highest: int, what: str, *axes: str)
 
 
 def _any_integers(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
-    """Converts integers to an array, and keeps the dtype unless it has one byte or less."""
+    """Converts integers to an array, of int32 if they have 8 bits or less.
+
+    Wider integers keep the dtype. Raises a TypeError for an array of another kind of numbers.
+    """
     array = as_array(name, value)
     # numpy makes an empty list float64.
     is_empty_list = array.size == 0 and isinstance(value, list | tuple)

@@ -36,21 +36,25 @@ def check_broadcasts(
 
 
 def check_shape(name: str, shape: tuple[int, ...], is_right: bool, want: str) -> None:
-    """Raises a ValueError that shows a shape, unless `is_right` says that the shape is right."""
+    """Raises a ValueError that shows a shape, unless `is_right` says that the shape is right.
+
+    In the error, `want` describes the right shape.
+    """
     if not is_right:
         raise value_error(name, f"shape {want}", f"shape {list(shape)}")
 
 
 def check_left_out(name: str, value: Any, why: str) -> None:
-    """Raises a ValueError unless an argument is None. `why` says in the error why it must be."""
+    """Raises a ValueError if an argument is given. `why` says in the error why it must be None."""
     if value is not None:
         raise value_error(name, f"None, since {why}", describe(value))
 
 
-def check_same(name: str, what: str, size: Any, expected: Any) -> None:
-    """Raises a ValueError unless a size, a shape or another value of `name` is the expected one.
+def check_same(name: str, what: str, found: Any, expected: Any) -> None:
+    """Raises a ValueError unless `found` equals `expected`.
 
-    `what` says in the error what is expected, such as "the size of embedding_matrix".
+    Both are a size, a shape or another property of the argument `name`. `what` says in the error
+    what is expected, such as "the size of embedding_matrix".
     """
-    if size != expected:
-        raise value_error(name, f"{what}, {expected}", size)
+    if found != expected:
+        raise value_error(name, f"{what}, {expected}", found)

@@ -30,8 +30,8 @@ def set_fields(instance: Any, **values: Any) -> None:
 def convert_fields(instance: Any, **converters: Callable[[str, Any], Any]) -> None:
     """Checks and converts fields of a frozen dataclass, in the `__post_init__` of the dataclass.
 
-    The converter of a field is called as `converter(name, value)`. A field that is None stays None
-    if None is the default.
+    The converter of a field is called as `converter(name, value)`. If a field is None, and
+    None is the default, the field is left as it is.
     """
     for field in dataclasses.fields(instance):
         name = field.name
@@ -43,7 +43,10 @@ def convert_fields(instance: Any, **converters: Callable[[str, Any], Any]) -> No
 
 
 def instance(name: str, value: Any, kinds: Any, want: str) -> Any:
-    """Returns the value if its type is one of `kinds`, which `want` describes in the error."""
+    """Returns a value of one of these types, and raises a TypeError for a value of another type.
+
+    `want` describes the types in the error.
+    """
     if not isinstance(value, kinds):
         raise type_error(name, want, describe(value))
     return value
@@ -72,7 +75,10 @@ int32 = functools.partial(integer, at_least=-(2**31) + 1, at_most=2**31 - 2)
 
 
 def length(name: str, value: Any, *, at_most: int = 2**31) -> Any:
-    """Returns a number of int32 positions 0, 1, ..., or a symbolic dimension of jax.export."""
+    """Returns how many positions 0, 1, ... there are: an int, or a symbolic size of `jax.export`.
+
+    The largest number is 2**31, because the positions are int32.
+    """
     if export.is_symbolic_dim(value):
         return value
     return integer(name, value, at_least=0, at_most=at_most)
@@ -111,14 +117,16 @@ positive = functools.partial(
 )
 not_negative = functools.partial(real, lowest=0, want="a finite number of at least 0")
 _BELOW_1 = math.nextafter(1, 0)
-part = functools.partial(
+# Returns a share of a whole, such as the share of one part in a mixture of two.
+share = functools.partial(
     real, lowest=math.nextafter(0, 1), highest=_BELOW_1, want="a number above 0 and below 1"
 )
+# Returns a rate, such as the rate of dropout.
 rate = functools.partial(real, lowest=0, highest=_BELOW_1, want="a number in [0, 1)")
 
 
 def flag(name: str, value: Any) -> bool:
-    """Returns a Python bool that is known while tracing."""
+    """Returns a Python bool, after a check that the value is a bool and is not traced."""
     want = "a Python bool (bound by functools.partial, or static under jit)"
     return bool(instance(name, value, bool | np.bool_, want))
 
@@ -145,23 +153,26 @@ def entries(
     is_text = isinstance(value, str | bytes)
     is_scalar_array = getattr(value, "ndim", 1) == 0
     is_sequence = isinstance(value, Sequence | np.ndarray | jax.Array)
-    has_entries = is_sequence and not is_text and not is_scalar_array
-    if not has_entries or count not in (None, len(value)):
+    is_as_wanted = is_sequence and not is_text and not is_scalar_array
+    if is_as_wanted and count is not None:
+        is_as_wanted = len(value) == count
+    if not is_as_wanted:
         want = "a sequence" if count is None else f"a sequence of {count} values"
         raise type_error(name, form or want, describe(value))
     return tuple(convert(f"{name}[{n}]", entry, **options) for n, entry in enumerate(value))
 
 
 def choice(name: str, value: Any, choices: Sequence[str]) -> str:
-    """Returns the value if it is one of the choices."""
+    """Returns a string, after a check that it is one of the choices."""
     if not isinstance(value, str) or value not in choices:
-        raise value_error(name, f"one of {', '.join(map(repr, choices))}", reprlib.repr(value))
+        listed_choices = ", ".join(map(repr, choices))
+        raise value_error(name, f"one of {listed_choices}", reprlib.repr(value))
     # A `numpy.str_` is converted, because the type would show in the repr of a config.
     return str(value)
 
 
 def floating_dtype(name: str, dtype: Any) -> jnp.dtype:
-    """Returns a floating dtype of 16 to 64 bits."""
+    """Returns a dtype, after a check that the dtype is floating and has 16 to 64 bits."""
     want = "a floating dtype of 16 to 64 bits"
     try:
         converted = jnp.dtype(dtype)
@@ -182,15 +193,15 @@ def is_floating(dtype: Any) -> bool:
 
 
 def result_dtype(dtype: Any) -> jnp.dtype:
-    """Returns a `floating_dtype` that jax can compute in.
+    """Converts a floating dtype of 16 to 64 bits to one that jax can compute in.
 
-    If x64 is off, float64 becomes float32, with jax's warning.
+    If x64 is off, float64 becomes float32, and jax warns.
     """
     dtype = floating_dtype("dtype", dtype)
     if jax.dtypes.canonicalize_dtype(dtype) == dtype:
         return dtype
-    # jax warns when it makes an array. An array is made only here, because that takes longer than
-    # all other checks of a call.
+    # jax warns when it makes an array of this dtype. To make an array takes longer than all other
+    # checks of a call, so none is made for other dtypes.
     return jnp.zeros(0, dtype).dtype
 
 

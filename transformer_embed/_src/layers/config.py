@@ -62,7 +62,7 @@ class OutputConfig:
 
 
 def as_token_scale(name: str, value: Any) -> float | str:
-    """Checks the `scale` of tokens: `SQRT_D_MODEL`, or a number above 0, which becomes a float."""
+    """Checks the `scale` of token rows, and returns a float above 0 or `SQRT_D_MODEL`."""
     if value is not None and not isinstance(value, str):
         return arguments.positive(name, value)
     if value != SQRT_D_MODEL:
@@ -226,9 +226,9 @@ class EmbedderConfig:
 
     @property
     def row_order(self) -> RowOrder | None:
-        """Which row of the token table holds which id.
+        """Which row of the token table holds which id, or None if row i holds id i.
 
-        It is None if row i holds id i, and there are no other rows.
+        If the table has more rows than ids, the order is not None.
         """
         has_row_for_each_id = self.rows == self.vocab_size
         if has_row_for_each_id and not self.spread:

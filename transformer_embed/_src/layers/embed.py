@@ -189,7 +189,7 @@ def apply_dropout(
 
 
 def check_spread(name: str, config: EmbedderConfig) -> None:
-    """Raises a ValueError if the rows of a tied output layer are spread."""
+    """Raises a ValueError if a config has both `spread` and a tied output layer."""
     if config.spread and config.output is not None and config.output.tied:
         want = "False for a tied output layer (or output=None, or te.OutputConfig(tied=False))"
         raise arguments.value_error(name, want, True)

@@ -54,7 +54,7 @@ class Embedder:
         arguments.instance("config", self.config, EmbedderConfig, "an EmbedderConfig")
 
     def init(self, rng: Array) -> Params:
-        """Returns initial parameters, a Haiku parameter tree, which follow from the key rng."""
+        """Returns initial parameters, a Haiku parameter tree. Equal keys give equal parameters."""
         return _init(self.config, arguments.as_key(rng))
 
     def apply(
@@ -69,7 +69,7 @@ class Embedder:
     ) -> Float[Array, "... t d"]:
         """Embeds ids [..., length] as vectors [..., length, d_model].
 
-        It takes lists, numpy arrays and jax arrays. It works inside `jax.jit`, `jax.grad`,
+        You can pass lists, numpy arrays and jax arrays. `apply` works inside `jax.jit`, `jax.grad`,
         `jax.export` (with symbolic shapes too; learned positions bound the length) and `jax.vmap`.
         For `jax.vmap`, bind keyword arguments with `functools.partial`, because vmap would map
         them. It is traced once for each shape and value of is_training. A new offset in
@@ -127,7 +127,7 @@ class Embedder:
         return output_layer(self.config, leaves)
 
 
-# This is compiled, because otherwise each operation of each initializer would be a small program.
+# `_init` is compiled, because otherwise each operation of each initializer would be a program.
 @functools.partial(jax.jit, static_argnums=0)
 def _init(config: EmbedderConfig, rng: Array) -> Params:
     """Makes the parameters of an input layer and an output layer."""
@@ -139,7 +139,7 @@ def _init(config: EmbedderConfig, rng: Array) -> Params:
         layer = TransformerEmbedding(config)
         layer(ids, is_training=False, token_types=token_types)
         if config.output is not None:
-            # This reads the parameters of the output layer, so that Haiku makes them.
+            # `output` reads the parameters of the output layer, so Haiku makes these parameters.
             layer.output()
 
     return hk.transform(call_layer).init(rng)

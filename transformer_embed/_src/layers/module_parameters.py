@@ -97,9 +97,9 @@ class ModuleParameters:
         return hk.get_parameter(name, parameter.shape, parameter.dtype, init)
 
 
-def _initial_value(value: Any, _shape: Any, dtype: Any) -> Any:
-    """Acts as an initializer: returns a value that was given, in the dtype of the parameter."""
-    return jnp.asarray(arguments.as_array("initial_params", value), dtype)
+def _initial_value(initial: Any, _shape: Any, dtype: Any) -> Any:
+    """Acts as an initializer that returns the user's array, in the dtype of the parameter."""
+    return jnp.asarray(arguments.as_array("initial_params", initial), dtype)
 
 
 def as_initializer(w_init: Initializer | None, default: Initializer) -> Initializer:
@@ -111,9 +111,9 @@ def as_initializer(w_init: Initializer | None, default: Initializer) -> Initiali
 
 
 def dropout_key(is_training: bool, rate: float) -> Any:
-    """Returns Haiku's next key if dropout needs one. It is None if Haiku has no key.
+    """Returns Haiku's next key if dropout needs one, or None if Haiku has no key.
 
-    In that case, `apply_dropout` raises an error that says how to evaluate. The error of
+    If Haiku has none, `apply_dropout` raises an error that says how to evaluate. The error of
     `hk.next_rng_key` would not say this.
     """
     needs_key = arguments.flag("is_training", is_training) and rate > 0

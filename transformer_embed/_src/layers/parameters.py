@@ -99,14 +99,19 @@ def layer_paths(name: str, config: EmbedderConfig, params: Params) -> dict[str, 
     root = table_path(name, params, "token_embedding").removesuffix("token_embedding")
     # The modules of a layer have the same parent as the token table. A model may have modules with
     # the same names under other parents, also deeper below this parent.
-    paths = {module_name(path): path for path in params if path == root + module_name(path)}
+    paths = {}
+    for path in params:
+        module = module_name(path)
+        if path == root + module:
+            paths[module] = path
     expected_shapes = _expected_shapes(config)
     found_shapes = _leaf_shapes({module: params[path] for module, path in paths.items()})
     if expected_shapes != found_shapes:
         missing_shapes = dict(sorted(expected_shapes.items() - found_shapes.items()))
         other_shapes = dict(sorted(found_shapes.items() - expected_shapes.items()))
         want = str(missing_shapes or "no others")
-        raise arguments.value_error(name, want, other_shapes or "none of them")
+        got = other_shapes or "none of them"
+        raise arguments.value_error(name, want, got)
     return paths
 
 
@@ -147,7 +152,7 @@ def module_name(path: str) -> str:
 # The shapes are cached, because each loss that is not compiled asks for them.
 @functools.lru_cache(maxsize=64)
 def _expected_shapes(config: EmbedderConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a config's parameters, in the form of `_leaf_shapes`."""
+    """Returns the shape of each parameter of a config: {"module/name": shape}."""
     return _leaf_shapes(parameters_of(config))
 
 

@@ -83,9 +83,9 @@ class PositionalEncoding(hk.Module):
         param_dtype = arguments.floating_dtype("param_dtype", param_dtype)
         self._leaves = None
         if scheme.is_learned:
-            positions = table_parameter(scheme.max_len, self.d_model, param_dtype, 0.02)
-            init = as_initializer(w_init, positions.init)
-            self._leaves = ModuleParameters({"embeddings": positions._replace(init=init)})
+            table = table_parameter(scheme.max_len, self.d_model, param_dtype, stddev=0.02)
+            init = as_initializer(w_init, table.init)
+            self._leaves = ModuleParameters({"embeddings": table._replace(init=init)})
 
     def __call__(
         self, x: ArrayLike, *, is_training: bool, positions: ArrayLike | None = None

@@ -66,7 +66,7 @@ class RelativePositionBias(hk.Module):
     ):
         super().__init__(name=name)
         self.num_heads = arguments.size("num_heads", num_heads)
-        # These arguments of `relative_position_buckets` are checked in each call.
+        # `relative_position_buckets` checks these arguments, each time the module is called.
         self.bucket_options = {
             "num_buckets": num_buckets,
             "max_distance": max_distance,

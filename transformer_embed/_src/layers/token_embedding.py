@@ -142,7 +142,7 @@ class TokenEmbedding(hk.Module):
 
     @property
     def embeddings(self) -> Float[Array, "v d"]:
-        """The table, [vocab_size, d_model], before it is scaled; `row_multiple` may add rows."""
+        """The table before it is scaled, [vocab_size, d_model] and the rows of `row_multiple`."""
         return self._leaves["embeddings"]
 
     def __call__(self, ids: ArrayLike) -> Float[Array, "... d"]:
@@ -183,7 +183,7 @@ def _as_matrix(embedding_matrix: ArrayLike | None, w_init: Initializer | None) -
 
 
 def _width(d_model: int | None, embed_dim: int | None) -> int | None:
-    """Returns the width, which has two names. It is None if the user passes neither.
+    """Returns the width that the user passes by one of two names, or None.
 
     Raises a ValueError if the user passes two different widths.
     """
@@ -217,9 +217,9 @@ def _from_haiku_style(lookup_style: Any) -> Any:
 def _table_of_rows(
     rows: Float[Array, "n d"], config: EmbedderConfig, shape: Sequence[int], dtype: Any
 ) -> Float[Array, "v d"]:
-    """Acts as an initializer: returns a table with the row of id i, `rows[i]`, where it belongs.
+    """Acts as an initializer that returns a table in which the row of id i is `rows[i]`.
 
-    Table rows without an id are zeros.
+    `config.row_order` says where the row of an id is. Table rows without an id are zeros.
     """
     rows = rows.astype(dtype)
     if config.row_order is None:

@@ -142,7 +142,8 @@ class _ParameterModule(hk.Module):
         self._leaves = ModuleParameters(parameters, initial)
 
     def __getitem__(self, name: str) -> Any:
-        # In a method of a module such as `__call__`, Haiku gives parameters the path of the module.
+        # Haiku gives parameters the path of a module only inside `__call__` and the methods without
+        # underscores around the name.
         return self(name)
 
     def __call__(self, name: str) -> Any:

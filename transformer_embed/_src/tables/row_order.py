@@ -22,7 +22,7 @@ PARTS_PER_STEP = 2531
 class RowOrder(NamedTuple):
     """Says which row holds which id, in a table with padding rows or with rows in another order.
 
-    It is static, and jax compares two of them by value.
+    A `RowOrder` is static in compiled functions, and jax compares two of them by value.
 
     Args:
         vocab_size: The number of ids. The table may have more rows, which are padding.
@@ -49,17 +49,25 @@ def nearest_rows(ids: Any, num_rows: int, order: RowOrder | None) -> Any:
 
 
 def _spread_rows(ids: Any, num_rows: int) -> Any:
-    """Returns the row of each id in a spread table: a different row for each id below `num_rows`.
+    """Returns the row of each id in a table where neighbouring ids have rows that are far apart.
 
-    The ids are dealt to the parts of the table like cards. In each turn, every part gets one id,
-    which goes to the row of this turn in the part.
+    Different ids below `num_rows` get different rows. The table is divided into parts of equal
+    size. The ids are dealt to the parts like cards to players: in each turn, every part gets one
+    id, for the row of this turn in the part.
+
+    For example, a table of 12 rows has 4 parts of 3 rows. In turn 0, the ids 0 to 3 get the rows 0,
+    9, 6 and 3, the first rows of the parts 0, 3, 2 and 1. In turn 1, the ids 4 to 7 get the rows
+    10, 7, 4 and 1, the second rows of the parts 3, 2, 1 and 0.
     """
     part_count = math.gcd(num_rows, MOST_PARTS)
     rows_per_part = num_rows // part_count
     turn = ids // part_count
-    # The step is odd, and the number of parts is a power of two. So the multiples of the step reach
-    # every part once in a turn, and the product may overflow uint32 without an effect on the
-    # remainder.
-    step = PARTS_PER_STEP * part_count // MOST_PARTS | 1
-    part = (ids + turn).astype("uint32") * np.uint32(step) % np.uint32(part_count)
+    # The part of id i + 1 is `step` parts after the part of id i, modulo the number of parts. This
+    # number is a power of two and the step is odd, so every part gets one id in each turn.
+    step_if_even = (PARTS_PER_STEP * part_count) // MOST_PARTS
+    step = step_if_even | 1
+    # If the turn were not added, the first ids of all turns would be in part 0.
+    step_count = (ids + turn).astype("uint32")
+    # The product may wrap uint32. The number of parts divides 2**32, so the remainder is right.
+    part = (step_count * np.uint32(step)) % np.uint32(part_count)
     return part.astype("int32") * rows_per_part + turn

@@ -31,16 +31,16 @@ class StandIn(np.lib.mixins.NDArrayOperatorsMixin):
         raise NotImplementedError
 
     def _raise_not_an_array(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises the error of every other use."""
+        """Raises the error for every use other than a lookup."""
         want = "to be read by te.lookup or te.TokenEmbedding alone, since te.rows has its ids"
         raise _NotAnArrayError(arguments.wanted(self.name, want, "another use of its rows"))
 
-    # In this order, these are called by operators and numpy's functions, by numpy.asarray, by jax's
-    # functions, and by indexing.
+    # Operators and numpy's functions call the first of these, numpy.asarray calls the second, jax's
+    # functions call the third, and indexing calls the last.
     __array_ufunc__ = __array__ = __jax_array__ = __getitem__ = _raise_not_an_array
     # Python calls this for attributes that only an array has: `T`, `at`, `astype`, ...
     __getattr__ = _raise_not_an_array
 
 
 class _NotAnArrayError(TypeError, AttributeError):
-    """An error that is also an AttributeError, so that hasattr returns False."""
+    """Says that a table was used as an array. It is an AttributeError for the sake of `hasattr`."""

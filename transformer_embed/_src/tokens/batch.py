@@ -84,7 +84,8 @@ def check_batch(
     expected_row_count = len(id_rows) if row_count == 1 else row_count
     expected_shape = [expected_row_count, length]
     arguments.check_same("ids", "the shape of tokens", [*id_rows.shape], expected_shape)
-    # This raises an error if an id is negative. With x64, an id may be beyond int32, which is right.
+    # `as_segment_ids` raises an error if a segment id is negative. With x64, a segment id beyond
+    # int32 is right, so such ids are clipped before the check.
     as_segment_ids("segment_ids", segment_ids.clip(max=2**31 - 1))
     if pad_id is not None:
         _check_padding(id_rows, segment_ids, pad_id)
@@ -93,7 +94,7 @@ def check_batch(
 
 
 def _check_padding(id_rows: np.ndarray, segment_ids: np.ndarray, pad_id: int) -> None:
-    """Raises an error unless the `pad_id` is at padding, whose segment id is 0, and only there."""
+    """Raises an error unless an id equals `pad_id` exactly where the segment id is 0 (padding)."""
     has_pad_id = id_rows == pad_id
     is_padding = segment_ids == 0
     wrong_places = np.argwhere(has_pad_id != is_padding)
@@ -133,7 +134,8 @@ def _is_equal(array: np.ndarray, number: int) -> np.ndarray:
 
     numpy cannot compare integers of 2 and 4 bits with such an integer.
     """
-    is_integer = jnp.issubdtype(array.dtype, jnp.integer)
-    if is_integer and jnp.iinfo(array.dtype).min <= number <= jnp.iinfo(array.dtype).max:
-        return array == number
+    if jnp.issubdtype(array.dtype, jnp.integer):
+        limits = jnp.iinfo(array.dtype)
+        if limits.min <= number <= limits.max:
+            return array == number
     return np.zeros(array.shape, bool)

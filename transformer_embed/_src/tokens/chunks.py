@@ -33,10 +33,7 @@ LOGITS_BUDGET = 2**28
 # Otherwise the logits of a chunk take the budget divided by this number. A step may have three
 # arrays of that size, which then fit into the 128 MiB of a TPU's fast memory.
 BUDGET_PARTS = 6
-# Each step also reads and writes the gradient [v, d] of the table. In a chunk of fewer than d
-# tokens, that would take longer than the logits [t, v]. So such a chunk gets 2 d tokens if the
-# logits of so many fit the budget, or else d tokens. No device gets faster with chunks larger than
-# this number of tokens.
+# No device gets faster with chunks of more tokens than this.
 LARGEST_CHUNK = 2048
 # If the logits of a token have more bytes than this for each channel of x, the time for a copy of x
 # can be neglected.
@@ -69,11 +66,18 @@ def _bytes_of_token_logits(layer: LayerArrays) -> Any:
 def _chosen_chunk_size(token_count: int, fitting_tokens: int, width: int) -> int:
     """Chooses how many tokens a chunk has, if the logits of `fitting_tokens` fit the budget.
 
-    `BUDGET_PARTS` and `LARGEST_CHUNK` say why.
+    Let d be `width`, or `LARGEST_CHUNK` if that is smaller. The number is
+
+    - all tokens, if all fit,
+    - otherwise `fitting_tokens / BUDGET_PARTS`, if this is d or more,
+    - otherwise 2 d (but at most `LARGEST_CHUNK`), if so many fit,
+    - otherwise d.
     """
     if token_count <= fitting_tokens:
         return token_count
     size = fitting_tokens // BUDGET_PARTS
+    # Each step also reads and writes the gradient [v, d] of the table. In a chunk of fewer than d
+    # tokens, this would take longer than the logits [t, v].
     smallest_size = min(width, LARGEST_CHUNK)
     if size >= smallest_size:
         return size
@@ -82,9 +86,9 @@ def _chosen_chunk_size(token_count: int, fitting_tokens: int, width: int) -> int
 
 
 def _count_without_copy(token_count: int, count: int) -> int:
-    """Finds the lowest number from `count` to below `2 * count` that divides the tokens.
+    """Returns the lowest number from `count` to below `2 * count` that divides `token_count`.
 
-    If there is none, it returns the count.
+    If no such number divides `token_count`, the count is returned.
     """
     for larger_count in range(count, 2 * count):
         if token_count % larger_count == 0:
@@ -154,9 +158,10 @@ def scan_chunks(
 
     Args:
         loss: The loss, which says how many chunks there are.
-        step: `step(carry, token_data, layers, is_only_chunk)`, for one chunk. The layers have the x
-            of the chunk, and whole rows. It returns the next carry and the chunk's results.
-        start: `start(layers)`, the first carry.
+        step: A function of one chunk, called as `step(carry, token_data, layers, is_only_chunk)`.
+            The layers have the x of the chunk, and whole rows. The function returns the next carry
+            and the results of the chunk.
+        start: A function that returns the first carry, called as `start(layers)`.
         token_data: What belongs to the tokens of the device.
         layers: The layers on the device.
 
@@ -194,7 +199,7 @@ def scan_chunks(
 
 
 def _with_whole_rows(layer: LayerArrays) -> LayerArrays:
-    """Makes the layer that the steps take, with the whole rows of the device.
+    """Returns the layer that the steps of `scan_chunks` take, with the whole rows of the device.
 
     `table` has the rows in the dtype of the user's table. `wide_rows`, the same rows, and the bias
     are in the dtype of sums.
@@ -207,5 +212,5 @@ def _with_whole_rows(layer: LayerArrays) -> LayerArrays:
 
 
 def layer_specs(layers: Layers) -> Layers:
-    """Returns how the arrays of each layer are split over the mesh, as `OutputSplit.specs`."""
+    """Returns a `LayerArrays` for each layer that has a `PartitionSpec` in place of each array."""
     return tuple(layer.split.specs() for layer in layers)

@@ -3,7 +3,7 @@
 Shapes are written with these letters:
 
     t  tokens of a chunk
-    r  table rows on this device
+    v  table rows on this device
 
 A vocabulary id is banned if the bias of the table row is -inf. Such an id is never predicted.
 """
@@ -33,7 +33,7 @@ from transformer_embed._src.tokens.token_data import TokenSettings
 
 
 class LossMetrics(NamedTuple):
-    """Numbers to log beside a loss, which are reduced like the loss and have no gradients.
+    """Holds the numbers to log beside a loss, which are reduced like the loss, without gradients.
 
     To join micro-batches, compute sums with `reduction="sum"`, add the fields of the batches, then
     divide by `weight`.
@@ -274,25 +274,34 @@ class CrossEntropy(Loss):
 def _losses_without_z_loss(
     log_total: Float[Array, "t 1"], sums: TokenSums, smoothing: Float[Array, "t 1"] | None
 ) -> Float[Array, "t 1"]:
-    """Computes `log(total) - sum(p * (z - m))`, in the letters of `values_from_logits`."""
+    """Computes the cross-entropy of each token, `log(total) - sum(p * (z - m))`.
+
+    z are the logits, and m is the largest logit. If labels are not smoothed, the target p is 1 at
+    the label and 0 elsewhere. Otherwise it is `1 - smoothing` at the label, plus `smoothing` spread
+    evenly over all rows that may be predicted.
+    """
     if smoothing is None:
         return log_total - sums.label_logit
     return log_total - (1.0 - smoothing) * sums.label_logit - smoothing * sums.mean_logit
 
 
 def _scaled_gradients(
-    exponentials: Float[Array, "t r"],
+    exponentials: Float[Array, "t v"],
     columns: Int32[Array, "t 1"],
     scale: Float[Array, "t 1"],
     smoothing: Float[Array, "t 1"] | None,
-    row_shares: Float[Array, "1 r"] | None,
-) -> Float[Array, "t r"]:
-    """Computes `exp(z - m) - scale * p`, in the letters of `CrossEntropy.values_from_logits`."""
+    row_shares: Float[Array, "1 v"] | None,
+) -> Float[Array, "t v"]:
+    """Computes `exp(z - m) - scale * p`, the gradients with respect to the logits times `scale`.
+
+    `exponentials` are `exp(z - m)` for logits z and the largest logit m of each token. The target p
+    is `smoothing * row_shares`, and `1 - smoothing` more in the column of the label.
+    """
     if smoothing is None or row_shares is None:
-        return change_column(exponentials, columns, lambda old: old - scale, is_last=True)
+        return change_column(exponentials, columns, lambda old: old - scale, is_last_change=True)
     label_target = 1.0 - smoothing
     gradients = change_column(
-        exponentials, columns, lambda old: old - label_target * scale, is_last=False
+        exponentials, columns, lambda old: old - label_target * scale, is_last_change=False
     )
     return gradients - smoothing * scale * row_shares
 
@@ -328,8 +337,8 @@ def _most_probable_id(split: OutputSplit, chunk: ChunkLogits) -> Int32[Array, "t
     return jax.lax.pmin(ids, mesh_axes) if mesh_axes else ids
 
 
-def _row_shares(split: OutputSplit, chunk: ChunkLogits) -> Float[Array, "1 r"]:
-    """Returns `1 / V` for the V rows, of all devices, that may be predicted, and 0 for others."""
+def _row_shares(split: OutputSplit, chunk: ChunkLogits) -> Float[Array, "1 v"]:
+    """Returns 1 / V for each row that may be predicted, if there are V on all devices, else 0."""
     is_possible = jnp.broadcast_to(chunk.is_inside, chunk.ids.shape)
     if chunk.is_banned is not None:
         is_possible &= ~chunk.is_banned

@@ -3,7 +3,7 @@
 Shapes are written with these letters:
 
     t  tokens of a chunk
-    r  table rows on this device
+    v  table rows on this device
 """
 
 import dataclasses
@@ -133,7 +133,7 @@ def linear_divergence(
     _check_pairs(student, teacher)
     if arguments.choice("kind", kind, KINDS) != "js":
         arguments.check_left_out("beta", beta, "kind is not 'js'")
-    beta = 0.5 if beta is None else arguments.part("beta", beta)
+    beta = 0.5 if beta is None else arguments.share("beta", beta)
     loss = Divergence(shift=shift, chunk_size=chunk_size, reduction=reduction, kind=kind, beta=beta)
     return compute(
         loss,
@@ -208,7 +208,7 @@ class Divergence(Loss):
         return (TokenValues(values=divergence.values, scaled_gradients=gradients),)
 
     def _jensen_shannon(self, split: OutputSplit, probs: "Probabilities") -> TokenValues:
-        """Computes the divergences of both layers from their mixture, and adds them."""
+        """Adds the weighted divergences of both predictions from the mixture."""
         beta = self.beta
         mixture = _mixture(probs, beta)
         teacher = _kullback_leibler(
@@ -226,7 +226,7 @@ class Divergence(Loss):
 
 
 class Probabilities(NamedTuple):
-    """Holds the probabilities [t, r] of the ids, as both layers predict them.
+    """Holds the probabilities [t, v] of the ids, as both layers predict them.
 
     Args:
         student, teacher: The probabilities.
@@ -273,17 +273,18 @@ def _probabilities(split: OutputSplit, student: ChunkLogits, teacher: ChunkLogit
 def _log_ratio(
     student: ChunkLogits,
     teacher: ChunkLogits,
-    student_probs: Float[Array, "t r"],
-    teacher_probs: Float[Array, "t r"],
+    student_probs: Float[Array, "t v"],
+    teacher_probs: Float[Array, "t v"],
     log_ratio_of_totals: Float[Array, "t 1"],
-) -> Float[Array, "t r"]:
+) -> Float[Array, "t v"]:
     """Computes `log(student_probs / teacher_probs)`, and 0 where both are 0.
 
-    It is the difference of the shifted logits, minus `log(student_total / teacher_total)`.
+    The logarithm is the difference of the shifted logits, minus `log_ratio_of_totals`, which is
+    `log(student_total / teacher_total)`.
     """
     are_both_zero = (student_probs == 0) & (teacher_probs == 0)
     # Where both are 0, `zeros` is 0 too. A constant 0 is not written instead, because jax would
-    # make an array [t, r] of it, and would keep that array outside of the loop over chunks.
+    # make an array [t, v] of it, and would keep that array outside of the loop over chunks.
     zeros = student_probs
     # If both layers ban an id, both shifted logits are -inf, and the difference would be NaN. The
     # second `where` replaces the NaN, but jax_debug_nans with jax_disable_jit would stop before
@@ -316,9 +317,9 @@ class Mixture(NamedTuple):
     """Holds the mixture of the student's and the teacher's predictions.
 
     Args:
-        probs: The probabilities of the mixture, [t, r].
-        log_mixture_over_student: `log(probs / student)`, [t, r].
-        log_mixture_over_teacher: `log(probs / teacher)`, [t, r].
+        probs: The probabilities of the mixture, [t, v].
+        log_mixture_over_student: `log(probs / student)`, [t, v].
+        log_mixture_over_teacher: `log(probs / teacher)`, [t, v].
     """
 
     probs: Array
@@ -329,8 +330,8 @@ class Mixture(NamedTuple):
 def _mixture(both: Probabilities, beta: float) -> Mixture:
     """Computes the mixture `beta * teacher + (1 - beta) * student`.
 
-    It is computed as the larger probability plus a change, so no digits are lost where both
-    probabilities are nearly equal.
+    The mixture is computed as the larger probability plus a change, so no digits are lost where
+    both probabilities are nearly equal.
     """
     student = both.student
     teacher = both.teacher
@@ -359,12 +360,12 @@ def _mixture(both: Probabilities, beta: float) -> Mixture:
 
 
 class KullbackLeibler(NamedTuple):
-    """Holds the divergence of b from a, and its gradients.
+    """Holds the divergence of probabilities b from probabilities a, with the gradients.
 
     Args:
         values: The sums of `a * log(a / b)`, [t, 1].
         gradients_of_a, gradients_of_b: The gradients with respect to the logits of a and of b,
-            [t, r].
+            [t, v].
     """
 
     values: Array
@@ -374,32 +375,40 @@ class KullbackLeibler(NamedTuple):
 
 def _kullback_leibler(
     split: OutputSplit,
-    a: Float[Array, "t r"],
-    b: Float[Array, "t r"],
-    log_b_over_a: Float[Array, "t r"],
+    a: Float[Array, "t v"],
+    b: Float[Array, "t v"],
+    log_b_over_a: Float[Array, "t v"],
 ) -> KullbackLeibler:
-    """Sums `a * log(a / b)` over the vocabulary, for probabilities a and b.
+    """Sums `a * log(a / b)` over the vocabulary, for probabilities a and b, with the gradients.
 
-    With `w = log(b / a)`, it sums `a * (exp(w) - 1 - w)`, which is `a * log(a / b) + (b - a)`. The
-    additional parts `b - a` sum to 0. They make each term at least 0, so that no digits cancel in
-    the sum where a and b are nearly equal.
+    The sum has the term `a * log(a / b) + (b - a)` for each id. The differences `b - a` sum to 0.
+    They make each term at least 0, so that no digits cancel in the sum if a and b are nearly equal.
+    With `w = log(b / a)`, which is `log_b_over_a`, the term is `a * (exp(w) - 1 - w)`. It is
+    computed as
+
+        b                       if a is 0, because w may be infinite
+        a * (expm1(w) - w)      if w < 1, because it is accurate for w near 0
+        b - a * (1 + w)         otherwise, because exp(w) could overflow
+
+    For example, a = 0.5 and b = 0.25 give w = -0.69 and the term 0.097. This is
+    0.5 * log(2) - 0.25.
     """
-    # If w is large, exp(w) could overflow, so b takes the place of `a * exp(w)`. `jnp.where`
-    # computes both formulas for each id, and the formula that is not chosen gets the harmless
-    # number a in place of w.
+    # `jnp.where` computes all formulas for each id. A formula that is not used for an id gets the
+    # harmless number a in place of w.
     is_small = log_b_over_a < 1
     small_w = jnp.where(is_small, log_b_over_a, a)
     large_w = jnp.where(is_small | (a == 0), a, log_b_over_a)
     terms = jnp.where(is_small, a * (jnp.expm1(small_w) - small_w), b - a * (1 + large_w))
-    # Where a is 0, the term is b, also if w is infinite.
     values = split.sum_over_vocabulary(jnp.where(a == 0, b, terms))
-    # The gradient of a is `a * (log(a / b) - values)`. It is 0 where a is 0, whatever w is, and is
-    # set to 0 where the sum is infinite.
+    # The gradient with respect to the logits of a is `a * (log(a / b) - values)`. Where a is 0, the
+    # logarithm may be infinite, so a takes its place. Where the sum is infinite, the gradient is
+    # set to 0.
     is_infinite = jnp.isposinf(values)
     log_a_over_b = jnp.where(a == 0, a, -log_b_over_a)
     finite_values = jnp.where(is_infinite, 0, values)
     gradients_of_a = a * (log_a_over_b - finite_values)
-    # This is 0, but no constant, for the reason in `_log_ratio`.
+    # `zeros` is computed, because jax would make an array [t, v] of a constant 0, and would keep
+    # that array outside of the loop over chunks.
     zeros = b - b
     gradients_of_a = jnp.where(is_infinite, zeros, gradients_of_a)
     return KullbackLeibler(values=values, gradients_of_a=gradients_of_a, gradients_of_b=b - a)

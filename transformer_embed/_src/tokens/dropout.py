@@ -80,8 +80,8 @@ def _drop_elements(
 ) -> Float[Array, "..."]:
     """Applies dropout to x.
 
-    It is compiled for eager callers too, so that jax counts the key as used. `jax_debug_key_reuse`
-    checks that.
+    The function is compiled for eager callers too, so that jax counts the key as used.
+    `jax_debug_key_reuse` checks that.
     """
     # The steps are in the order of hk.dropout, so that the results are equal bit for bit. If the
     # product came after the quotient, it would be rounded in another way. If the mask were
@@ -106,7 +106,8 @@ def _keep_mask(key: Array, keep_rate: float, shape: tuple[int, ...]) -> Bool[Arr
     # jax counts elements in 64 bits, but here the upper 32 bits of the index are taken as 0.
     has_known_size = all(isinstance(size, int) for size in shape)
     is_small = has_known_size and math.prod(shape) < 2**32
-    if not (is_small and uses_32_bits and counts_elements):
+    can_compute_same_bits = counts_elements and uses_32_bits and is_small
+    if not can_compute_same_bits:
         return from_jax(key)
 
     def in_registers(key):
@@ -119,7 +120,8 @@ def _keep_mask(key: Array, keep_rate: float, shape: tuple[int, ...]) -> Bool[Arr
         # keep_rate in float32. So the integer n is compared with keep_rate * 2**23, and keep_rate
         # is rounded to float32 first.
         threshold = math.ceil(float(np.float32(keep_rate)) * 2**23)
-        return random_bits >> 9 < np.uint32(threshold)
+        upper_23_bits = random_bits >> 9
+        return upper_23_bits < np.uint32(threshold)
 
     return jax.lax.platform_dependent(key, cpu=in_registers, default=from_jax)
 
@@ -145,7 +147,7 @@ def _threefry(
     for group in range(5):
         for rotation in _ROTATIONS[group % 2]:
             word_0 = word_0 + word_1
-            rotated = word_1 << rotation | word_1 >> 32 - rotation
+            rotated = (word_1 << rotation) | (word_1 >> (32 - rotation))
             word_1 = rotated ^ word_0
         word_0 = word_0 + keys[(group + 1) % 3]
         word_1 = word_1 + keys[(group + 2) % 3] + np.uint32(group + 1)

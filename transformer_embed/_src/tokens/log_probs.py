@@ -185,6 +185,7 @@ class LogProbs(Loss):
             log(total) - (z - m)[label]
 
         and its gradient with respect to z is `exp(z - m) / total`, minus 1 in the label's column.
+        The gradients are stored times the total (see `TokenValues`).
         """
         (chunk,) = logits
         exponentials = jnp.exp(chunk.shifted)
@@ -192,19 +193,21 @@ class LogProbs(Loss):
         sums = token_sums(split, chunk, columns, row_shares=None)
         total = sums.total
         if self.of_candidates:
-            # The candidates of a token share these gradients, so the 1 in the column of each
-            # candidate is left to `subtracted_columns`.
-            gradients = exponentials
+            # All candidates of a token share a row of `scaled_gradients`. So the 1 is not
+            # subtracted here, but `subtracted_columns` names the column of each candidate.
+            scaled_gradients = exponentials
             subtracted_columns = columns
         else:
-            # The 1 in the column of the single label is subtracted here, times the total. If it
-            # were left to `subtracted_columns`, a GPU would write an array that is 0 except for
-            # one column, and add that array in another pass.
-            gradients = change_column(exponentials, columns, lambda old: old - total, is_last=False)
+            # The 1 of the only label is subtracted here. Times the total, it is the total. With
+            # `subtracted_columns`, a GPU would write an array that is 0 except for the label's
+            # column, and add that array in another pass.
+            scaled_gradients = change_column(
+                exponentials, columns, lambda old: old - total, is_last_change=False
+            )
             subtracted_columns = None
         losses = TokenValues(
             values=jnp.log(total) - sums.label_logit,
-            scaled_gradients=(gradients,),
+            scaled_gradients=(scaled_gradients,),
             gradient_scale=total,
             subtracted_columns=subtracted_columns,
         )

@@ -122,7 +122,7 @@ def as_table(name: str, table: ArrayLike | StandIn) -> Any:
 
 @compiled(2)
 def read_table(table: Any, ids: Ids, options: LookupOptions) -> Vectors:
-    """Computes `lookup` of checked arguments. It is compiled for eager callers too."""
+    """Computes `lookup` of checked arguments, as one program for eager callers too."""
     mesh = jax.typeof(ids).sharding.mesh
     # The last leaf of a `StandIn` has the columns of the table too.
     _, column_axes = typed_axes(jax.tree.leaves(table)[-1])
@@ -145,7 +145,7 @@ def read_table(table: Any, ids: Ids, options: LookupOptions) -> Vectors:
 
 
 def _read_local_columns(table: Any, ids: Ids, options: LookupOptions) -> Vectors:
-    """Computes `read_table` for ids that the mesh axes of the table's columns do not split."""
+    """Computes `read_table` if no mesh axis splits both the ids and the columns of the table."""
     if isinstance(table, StandIn):
         rows = table.gather_rows(ids, options.order)
     elif options.lookup_style == "gather":

@@ -1,7 +1,8 @@
 """Reads rows of a table, and sums the gradients of a row that is read several times.
 
-A read is linear in the table, so jax transposes it to get the gradient of the table. Here, a place
-is an element of the index. It reads one row, and several places may read the same row.
+A read is linear in the table, so jax transposes the read to get the gradient of the table. Here, a
+place is an element of the index. Each place reads one row, and several places may read the same
+row.
 
 Shapes are written with these letters:
 
@@ -36,12 +37,11 @@ Index = UInt32[jax.Array, "..."]
 
 @jax.jit
 def read_or_zero(table: TableArray, index: Index) -> Vectors:
-    """Returns `table[index]`, and zeros for an index past the end.
+    """Returns `table[index]`, and zeros where the index is past the end of the table.
 
-    The transpose of this function, which is the gradient of the table, drops the gradient of an
-    index past the end, so callers need no mask of the size of all rows that are read. It sums the
-    gradients of a row in float32 or wider, because a sum in 16 bits stops growing after some 256
-    equal numbers. XLA fuses the conversion into the read, so no float32 copy of the table exists.
+    jax computes the gradient of the table by the transpose of this function. The transpose drops
+    gradients where the index is past the end. So for an id that must not change the table, a caller
+    passes such an index, and needs no mask of the size of all rows that are read.
     """
     mesh = jax.typeof(index).sharding.mesh
     index_axes = typed_axes(index)
@@ -49,15 +49,17 @@ def read_or_zero(table: TableArray, index: Index) -> Vectors:
     is_split = any((row_axes, column_axes, *index_axes))
     if is_split:
         return read_from_shards(mesh, row_axes, column_axes, index_axes, table, index)
-    # The transpose sums the gradients of a row in this dtype.
+    # The transpose sums the gradients of a row in the dtype of `wide_table`, float32 or wider,
+    # because a sum in 16 bits stops growing after some 256 equal numbers. XLA fuses the conversion
+    # into the read, so no float32 copy of the table exists.
     wide_table = conversions.widened(table)
     if not _can_sort_index(table, index):
-        return _read_for_each_place(wide_table, index).astype(table.dtype)
-    # Without a checkpoint, the forward pass would sort the index, and would keep arrays as large as
-    # all rows that are read.
+        return _read_with_repeats(wide_table, index).astype(table.dtype)
+    # `_read_each_row_once` sorts the index. The checkpoint leaves the sort to the backward pass.
+    # Otherwise the forward pass would sort, and keep arrays as large as all rows that are read.
     read_once = jax.checkpoint(_read_each_row_once)
     rows = jax.lax.platform_dependent(
-        wide_table, index, cuda=read_once, rocm=read_once, default=_read_for_each_place
+        wide_table, index, cuda=read_once, rocm=read_once, default=_read_with_repeats
     )
     return rows.astype(table.dtype)
 
@@ -104,8 +106,8 @@ def read_from_shards(
     return read_all(conversions.widened(table), index)
 
 
-def _read_for_each_place(table: TableArray, index: Index) -> Vectors:
-    """Reads a row for each place, also if several places read the same row.
+def _read_with_repeats(table: TableArray, index: Index) -> Vectors:
+    """Reads the row of each element of the index, so a row may be read several times.
 
     The transpose is a scatter-add, which a GPU computes by atomic additions.
     """
@@ -115,8 +117,8 @@ def _read_for_each_place(table: TableArray, index: Index) -> Vectors:
 def _can_sort_index(table: TableArray, index: Index) -> bool:
     """Returns whether `_read_each_row_once` may sort the index.
 
-    It may if sizes are known and not 0, and if the compiler does not split the batch over devices
-    later. If the compiler did, a sort would gather the whole batch on each device.
+    The sizes must be known and not 0. And the compiler must not split the batch over devices later,
+    because a sort would then gather the whole batch on each device.
     """
     for size in (index.size, table.size):
         is_symbolic = not isinstance(size, int)
@@ -150,8 +152,8 @@ def _read_each_row_once(table: TableArray, index: Index) -> Vectors:
     reads_row = is_run_end & (ordered_index < row_count)
     unique_index = jnp.where(reads_row, ordered_index, past_the_end)
     rows_at_run_ends = table.at[unique_index].get(mode="fill", fill_value=0, unique_indices=True)
-    # This copies the row from the last place of a run to all places of the run. The copy is written
-    # as the transpose of a sum over the run, so the transpose of the copy is that sum.
+    # `copy_to_run` copies the row at the last place of a run to all places of the run. The copy is
+    # written as the transpose of a sum over the run, so the transpose of the copy is that sum.
     sum_runs = functools.partial(_sum_runs, is_run_start)
     copy_to_run = jax.linear_transpose(sum_runs, rows_at_run_ends)
     (ordered_rows,) = copy_to_run(rows_at_run_ends)

@@ -1,4 +1,4 @@
-"""The arithmetic of a loss for one chunk of tokens.
+"""Defines the arithmetic of a loss for a chunk of tokens, a part of the batch.
 
 A `Loss` computes, from the logits of a chunk, values of the tokens and the gradients of these
 values. Two engines run it over all chunks: `loss_sums.py` for one sum over all tokens, and
@@ -33,16 +33,16 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 class TokenValues(NamedTuple):
-    """Holds values [t, c] of the tokens of a chunk, such as losses, and their gradients.
+    """Holds values [t, c] of the tokens of a chunk, such as losses, with the gradients.
 
     For a layer with logits z [t, v], the gradient of the values of token i is
 
         d values[i, j] / d z[i] = scaled_gradients[i] / gradient_scale[i]
 
     If `subtracted_columns` are given, the gradient is 1 less in the column
-    `subtracted_columns[i, j]`. The gradients are not stored divided, because the division of each
-    logit would be one more pass over the logits. Gradients are finite also where a value is
-    infinite, so they vanish if the token has a weight of 0.
+    `subtracted_columns[i, j]`. The gradients are not divided by the scale here, because a division
+    would be one more pass over the logits. Gradients are finite even where a value is infinite, so
+    a weight of 0 makes them 0.
 
     Args:
         values: The values, [t, c].
@@ -64,7 +64,7 @@ class TokenValues(NamedTuple):
 
 
 def as_steps(name: str, shift: Any) -> int:
-    """Converts a shift to a number of tokens. True is 1."""
+    """Converts a shift to a number of tokens. True becomes 1."""
     steps = int(shift) if isinstance(shift, bool | np.bool_) else shift
     return arguments.integer(name, steps, at_least=0)
 
@@ -78,7 +78,7 @@ class Loss:
 
     Args:
         shift: How far ahead each token predicts, in tokens.
-        chunk_size: The largest number of tokens in a chunk. If None, it is chosen.
+        chunk_size: The largest number of tokens in a chunk. If None, `number_of_chunks` chooses.
         reduction: How the losses of tokens are reduced.
         of_candidates: Whether a token has several labels or values, on an additional axis.
     """
@@ -120,7 +120,10 @@ class Loss:
         raise NotImplementedError
 
     def returned(self, values: tuple[Array, ...], weights: Array) -> Any:
-        """Makes the result of the public function from the reduced values and the weights."""
+        """Returns the result of the public function.
+
+        `values` and `weights` are sums over the tokens, or arrays if nothing is reduced.
+        """
         has_one_value = len(values) == 1
         return values[0] if has_one_value else values
 
@@ -152,10 +155,10 @@ def values_and_logits(
 def directional_derivative(
     split: OutputSplit, token_values: TokenValues, directions: Sequence[Array]
 ) -> Float[Array, "t c"]:
-    """Computes how fast the values of tokens change if their logits change in a direction.
+    """Computes how fast the values of tokens change if the logits change in a direction.
 
-    It is the sum of `gradient * direction` over the columns of all layers, with the gradients that
-    `TokenValues` describes.
+    The result is the sum of `gradient * direction` over the columns of all layers, with the
+    gradients that `TokenValues` describes.
 
     Args:
         split: How the first layer is split.
@@ -179,8 +182,8 @@ def directional_derivative(
 def gradient_dtype(layer: LayerArrays) -> Any:
     """Returns the dtype in which gradients of logits are multiplied with x and the table.
 
-    It is bfloat16 if x and the table are both in bfloat16, and otherwise float32 or float64. In
-    float16, small gradients would become 0.
+    The dtype is bfloat16 if x and the table are both in bfloat16, and otherwise float32 or float64.
+    In float16, small gradients would become 0.
     """
     x_dtype = layer.x.dtype
     table_dtype = layer.table.dtype

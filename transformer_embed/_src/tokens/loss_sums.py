@@ -69,14 +69,13 @@ class ChunkResults(NamedTuple):
 
 
 class SumsAndGradients(NamedTuple):
-    """Holds sums over all tokens, and the gradients of the first sum.
+    """Holds the sum of all losses, the gradients of this sum, and the sums of further values.
 
     Args:
-        sums: The sum of the weighted losses, and of each further value.
+        sums: The sum of the weighted losses, then the sum of each further value.
         settings: The gradients with respect to the settings.
         weights: The gradients with respect to the weights.
-        layers: The gradients with respect to the arrays of each layer, in the fields of these
-            arrays.
+        layers: For each layer, a `LayerArrays` that has a gradient in place of each array.
     """
 
     sums: Any
@@ -87,9 +86,9 @@ class SumsAndGradients(NamedTuple):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def sum_of_losses(loss: Loss, token_data: TokenData, layers: Layers) -> tuple[Array, ...]:
-    """Sums the values of `loss.values_from_logits` times weights over all tokens.
+    """Sums the losses of all tokens times weights, and each further value of the loss.
 
-    Only the first sum has gradients.
+    Only the sum of the losses, which is the first, has gradients.
     """
     return _sums_and_gradients(loss, token_data, layers).sums
 
@@ -150,9 +149,10 @@ def _sums_and_gradients(loss: Loss, token_data: TokenData, layers: Layers) -> Su
 def _as_layer_arrays(
     split: OutputSplit, x_gradient: Array, table_gradients: TableGradients
 ) -> LayerArrays:
-    """Makes the gradients of a layer, each in the field of its array.
+    """Returns a `LayerArrays` that has a gradient in place of each array.
 
-    The gradient of the rows, which are whole, is split over devices like the table.
+    The gradient of the whole rows is exchanged for a gradient that is split over devices like the
+    table.
     """
     return LayerArrays(
         x=x_gradient,

@@ -57,7 +57,7 @@ _checkpoint: Any = functools.partial(
 
 
 def map_chunks(loss: Loss, token_data: TokenData, layers: Layers) -> tuple[Array, ...]:
-    """Computes the values of each token, [..., c], times the weight of the token.
+    """Computes the losses and further values of all tokens, [..., c] each, times the weights.
 
     The first array has the losses. If the loss has no gradients, weights are not multiplied.
     """
@@ -86,7 +86,7 @@ def map_chunks(loss: Loss, token_data: TokenData, layers: Layers) -> tuple[Array
 def _values_of_chunk(
     loss: Loss, token_data: TokenData, layers: Layers, is_only_chunk: bool
 ) -> tuple[Array, ...]:
-    """Computes the values of a chunk, times the weights of the tokens."""
+    """Computes the losses and further values of a chunk, times the weights of the tokens."""
     compute_values = _values_from_arrays
     if not is_only_chunk:
         compute_values = _checkpoint(_values_from_arrays)
@@ -104,7 +104,7 @@ def _values_of_chunk(
 def _values_from_arrays(
     loss: Loss, labels: Any, settings: TokenSettings, layers: Layers
 ) -> tuple[Array, ...]:
-    """Computes the values of a chunk, without weights."""
+    """Computes the losses and further values of a chunk, without weights."""
     values, _ = values_and_logits(loss, labels, settings, layers)
     return tuple(token_values.values for token_values in values)
 

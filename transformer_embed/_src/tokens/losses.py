@@ -91,42 +91,20 @@ def compute(loss: Loss, layers: tuple[Pair, ...], **token_arguments: ArrayLike |
 
     Args:
         loss: The loss and its static settings.
-        layers: The x and the output layer: one pair, or the student's and the teacher's.
-        token_arguments: The arguments of the public function with a value for each token or label.
+        layers: An x and an output layer, once, or for a student and a teacher.
+        token_arguments: The arguments of the public function that have a value for each token or
+            each label, by their names.
     """
-    arrays = {
-        name: CONVERTERS[name](name, value)
-        for name, value in token_arguments.items()
-        if value is not None or name not in OPTIONAL
-    }
-    labels = arrays.get("labels")
+    arrays = {}
+    for name, argument in token_arguments.items():
+        is_left_out = argument is None and name in OPTIONAL
+        if not is_left_out:
+            arrays[name] = CONVERTERS[name](name, argument)
     token_shape = layers[0].x.shape[:-1]
-    label_shape = _checked_label_shape(loss, token_shape, labels)
+    label_shape = _checked_label_shape(loss, token_shape, arrays.get("labels"))
     if not loss.shift:
         arguments.check_left_out("segment_ids", arrays.get("segment_ids"), "shift is 0")
-
-    def with_label_axis(name: str) -> Array | None:
-        """Checks that an argument broadcasts, and gives it one axis more than the tokens have.
-
-        The last axis of the result is 1, or the number of candidates.
-        """
-        array = arrays.get(name)
-        if array is None:
-            return None
-        if name in TOKEN_ARGUMENTS or labels is None:
-            shape = token_shape
-            owner = "the tokens"
-        else:
-            shape = label_shape
-            owner = "the labels"
-        with_length = name == "segment_ids"
-        arguments.check_broadcasts(name, array.shape, shape, owner, with_length=with_length)
-        # The array gets axes of size 1 in front, until it has the rank of `shape`. Then it gets an
-        # axis at the end, unless the last axis of `shape` counts candidates.
-        axes_in_front = range(len(shape) - array.ndim)
-        axes_at_end = range(len(shape), len(token_shape) + 1)
-        return jnp.expand_dims(array, (*axes_in_front, *axes_at_end))
-
+    with_label_axis = functools.partial(_with_label_axis, arrays, token_shape, label_shape)
     settings = {name: with_label_axis(name) for name in TokenSettings._fields}
     batch = Batch(
         labels=with_label_axis("labels"),
@@ -138,21 +116,61 @@ def compute(loss: Loss, layers: tuple[Pair, ...], **token_arguments: ArrayLike |
     return _compute(loss, layers, batch)
 
 
+def _with_label_axis(
+    arrays: dict[str, Array], token_shape: tuple[Any, ...], label_shape: tuple[Any, ...], name: str
+) -> Array | None:
+    """Returns an argument with axes as in [*tokens, labels of a token], or None if it is left out.
+
+    Raises an error unless the argument broadcasts to the tokens or to the labels. For tokens
+    [batch, length]:
+
+        labels              argument                 result
+        [batch, length]     labels                   [batch, length, 1]
+        [batch, length]     weights [length]         [1, length, 1]
+        [batch, length, k]  labels                   [batch, length, k]
+        [batch, length, k]  temperature [batch, 1]   [batch, 1, 1]
+        [batch, length, k]  mask [k]                 [1, 1, k]
+
+    Args:
+        arrays: The converted arguments, by their names.
+        token_shape: The shape of the tokens.
+        label_shape: The shape of the labels. If the loss has no labels, the shape of the tokens.
+        name: The argument.
+    """
+    array = arrays.get(name)
+    if array is None:
+        return None
+    if name in TOKEN_ARGUMENTS or "labels" not in arrays:
+        shape = token_shape
+        owner = "the tokens"
+    else:
+        shape = label_shape
+        owner = "the labels"
+    with_length = name == "segment_ids"
+    arguments.check_broadcasts(name, array.shape, shape, owner, with_length=with_length)
+    # The array gets as many axes of size 1 in front as `shape` has more axes. If `shape` is the
+    # shape of the tokens, the array gets an axis at the end too.
+    axes_in_front = range(len(shape) - array.ndim)
+    axes_at_end = range(len(shape), len(token_shape) + 1)
+    return jnp.expand_dims(array, (*axes_in_front, *axes_at_end))
+
+
 def _checked_label_shape(
     loss: Loss, token_shape: tuple[Any, ...], labels: Array | None
 ) -> tuple[Any, ...]:
-    """Returns the shape of labels: the tokens' shape, and one axis more for candidates.
+    """Returns the shape that labels must have, after a check of the labels and of the tokens.
 
-    Raises an error unless the labels have this shape, and the loss accepts such tokens. A loss
-    without labels is checked for the shape of x alone.
+    This is the shape of the tokens. If each token has several candidate labels, one more axis
+    counts these candidates. If there are no labels, only the shape of x is checked.
     """
     if labels is None:
         _check_token_shape("x", token_shape, loss.shift)
         return token_shape
     label_shape = token_shape
     if loss.of_candidates:
-        axes_after_tokens = labels.shape[len(token_shape) :]
-        label_shape += axes_after_tokens[:1]
+        # The labels themselves say how many candidates a token has.
+        candidate_count = labels.shape[len(token_shape)]
+        label_shape = (*token_shape, candidate_count)
     _check_label_shape(labels.shape, label_shape, len(token_shape))
     _check_token_shape("labels", token_shape, loss.shift)
     return label_shape
@@ -230,8 +248,8 @@ def _result_of_each_token(
 def _true_like_tokens(x: Float[Array, "... d"]) -> Bool[Array, "..."]:
     """Returns True for each token, in an array that explicit mesh axes split like the tokens of x.
 
-    It is computed from an array like x, because jax derives the sharding. The values of x are not
-    read.
+    The array is computed from another one like x, because jax then derives the sharding. The values
+    of x are not read.
     """
     return ~jnp.zeros_like(x, bool).any(-1)
 
@@ -243,17 +261,7 @@ def _split_over_mesh(
 
     Raises an error if the student and the teacher would be split in different ways.
     """
-
-    def without_unused(x):
-        """Replaces x by 0 where x must not have an effect, even if x is NaN.
-
-        This is so at tokens without a counted label. At tokens whose counted labels all have a
-        weight of 0, x is replaced if x is infinite or NaN.
-        """
-        is_finite = jnp.isfinite(x).all(-1, keepdims=True)
-        is_used = (token_data.weights != 0) | (is_counted & is_finite)
-        return jnp.where(is_used.any(-1, keepdims=True), x, 0)
-
+    without_unused = functools.partial(_without_unused, token_data.weights, is_counted)
     layer_arrays = tuple(split_output(without_unused(pair.x), pair.output) for pair in layers)
     split = layer_arrays[0].split
     for teacher_arrays in layer_arrays[1:]:
@@ -267,3 +275,16 @@ def _split_over_mesh(
     sharding = NamedSharding(split.mesh, split.specs().x)
     token_data = jax.tree.map(lambda array: reshard(array, sharding), token_data)
     return token_data, layer_arrays
+
+
+def _without_unused(
+    weights: Float[Array, "... c"], is_counted: Bool[Array, "... c"], x: Float[Array, "... d"]
+) -> Float[Array, "... d"]:
+    """Replaces x by 0 at tokens where x must not have an effect.
+
+    - If no label of a token is counted, x is replaced.
+    - If all counted labels of a token have a weight of 0, x is replaced if it is infinite or NaN.
+    """
+    is_finite = jnp.isfinite(x).all(-1, keepdims=True)
+    is_used = (weights != 0) | (is_counted & is_finite)
+    return jnp.where(is_used.any(-1, keepdims=True), x, 0)

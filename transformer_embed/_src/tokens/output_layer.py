@@ -22,7 +22,7 @@ from transformer_embed._src.tokens.row_logits import row_logits
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OutputLayer:
-    """A layer that computes logits: the products of hidden states with every row of a table.
+    """Holds an output layer, which multiplies hidden vectors with every table row to get logits.
 
     Make one to pass your table, together with its bias and settings, to the losses and to
     `linear_logits`. For a tied layer, pass the embedding table. If you have an `Embedder`, a

@@ -19,7 +19,7 @@ from transformer_embed._src.partitioning import (
 
 
 class OutputSplit(NamedTuple):
-    """Holds what is static in an output layer, and how the layer is split over a mesh.
+    """Holds the static settings of an output layer, and how the layer is split over a mesh.
 
     Each device computes the logits of some tokens for some whole rows of the table. To get the
     tokens, x is all-gathered over the mesh axes that split the channels of x or the table. If the
@@ -29,7 +29,7 @@ class OutputSplit(NamedTuple):
     Args:
         vocab_size: The number of ids.
         softcap, scale, pad_id, vocab_axis: As in the output layer.
-        mesh: The devices. A mesh without axes is one device.
+        mesh: The mesh of devices. A mesh without axes is one device.
         row_axes: The mesh axes that split the rows of the user's table.
         column_axes: The mesh axes that split the columns of the user's table.
         token_axes: For each dimension of the tokens, the mesh axes that split it while logits are
@@ -62,7 +62,7 @@ class OutputSplit(NamedTuple):
         return "dv" if self.vocab_axis == 1 else "vd"
 
     def specs(self) -> "LayerArrays":
-        """Returns the `PartitionSpec` of each array of a layer, in a record of the layer's form."""
+        """Returns a `LayerArrays` that has a `PartitionSpec` in place of each array."""
         table_axes = [self.row_axes, self.column_axes]
         if self.vocab_axis == 1:
             table_axes.reverse()
@@ -83,15 +83,16 @@ class OutputSplit(NamedTuple):
         return jax.lax.psum(sums, self.vocabulary_mesh_axes)
 
     def to_rows(self, shard: Array) -> Array:
-        """Exchanges, inside shard_map, a device's columns of many rows for all columns of some.
+        """Returns, inside shard_map, whole rows in exchange for a device's part of more rows.
 
-        If the columns of the table are not split, the rows are whole already.
+        For a table of 8 columns that 2 devices split, [6, 4] becomes [3, 8]. If the columns of the
+        table are not split, the rows are whole already.
         """
         columns_axis = 1 - self.vocab_axis
         return self._exchange(shard, split_axis=self.vocab_axis, join_axis=columns_axis)
 
     def to_columns(self, rows: Array) -> Array:
-        """Undoes `to_rows`, for an array like the whole rows, such as their gradient."""
+        """Undoes `to_rows`, for the whole rows or for the gradient of the whole rows."""
         columns_axis = 1 - self.vocab_axis
         return self._exchange(rows, split_axis=columns_axis, join_axis=self.vocab_axis)
 
@@ -151,9 +152,9 @@ def split_output(x: Float[Array, "... d"], output: Any) -> LayerArrays:
     # are split only over those axes that do not split the table.
     axes_of_table = (*row_axes, *column_axes)
     axes_of_tokens = x_axes[: x.ndim - 1]
-    token_axes = tuple(
-        tuple(axis for axis in axes if axis not in axes_of_table) for axes in axes_of_tokens
-    )
+    token_axes = []
+    for axes in axes_of_tokens:
+        token_axes.append(tuple(axis for axis in axes if axis not in axes_of_table))
     split = OutputSplit(
         vocab_size=output.size,
         softcap=output.softcap,
@@ -163,7 +164,7 @@ def split_output(x: Float[Array, "... d"], output: Any) -> LayerArrays:
         mesh=mesh,
         row_axes=row_axes,
         column_axes=column_axes,
-        token_axes=token_axes,
+        token_axes=tuple(token_axes),
     )
     specs = split.specs()
     if bias is not None:

@@ -49,7 +49,7 @@ def predicted_labels(
 
     Args:
         loss: The loss, which has the shift.
-        layers: The x and the output layer: one pair, or the student's and the teacher's.
+        layers: An x and an output layer, once, or for a student and a teacher.
         batch: The user's arrays, before the shift.
         is_token: True for each token, split over the mesh like the tokens of x.
 
@@ -73,7 +73,7 @@ def predicted_labels(
 
 
 def _dtype_of_sums(layers: tuple[Pair, ...]) -> Any:
-    """Returns float32, or float64 if an x or a table is."""
+    """Returns the dtype of weights and sums: float64 if an x or a table has it, else float32."""
     dtypes = []
     for pair in layers:
         dtypes += [pair.x.dtype, pair.output.table.dtype]
@@ -81,10 +81,10 @@ def _dtype_of_sums(layers: tuple[Pair, ...]) -> Any:
 
 
 def _token_data(batch: Batch, is_counted: Bool[Array, "... c"], dtype: Any) -> TokenData:
-    """Makes the arrays of the predicting tokens, in which labels that are not counted do no harm.
+    """Makes the arrays of the predicting tokens from a batch that is shifted already.
 
-    A label that is not counted becomes -1 and gets a weight of 0. `_valid_setting` says what the
-    settings become. `dtype` is the dtype of the weights.
+    A label that is not counted becomes -1 and gets a weight of 0. A setting that no counted label
+    needs becomes the default. `dtype` is the dtype of the weights.
     """
     weights = jnp.ones((), dtype) if batch.weights is None else batch.weights
     weights = jnp.where(is_counted, weights, 0)
@@ -99,7 +99,7 @@ def _token_data(batch: Batch, is_counted: Bool[Array, "... c"], dtype: Any) -> T
 
 
 def _broadcast_to_tokens(batch: Batch, is_token: Bool[Array, "... 1"], dtype: Any) -> Batch:
-    """Gives the mask, the weights and the settings a value for each token, as a shift needs.
+    """Broadcasts the mask, the weights and the settings to all tokens, because a shift needs this.
 
     Numbers are converted to the dtype of sums before they are broadcast. So the gradient of a
     number, which is a sum over tokens, is computed in that dtype.
@@ -115,11 +115,11 @@ def _broadcast_to_tokens(batch: Batch, is_token: Bool[Array, "... 1"], dtype: An
 def _without_last_tokens(
     loss: Loss, batch: Batch, output: OutputLayer, is_counted: Bool[Array, "... 1"]
 ) -> Bool[Array, "... c"]:
-    """Leaves out padding, and the last tokens of each document, which predict no label of it.
+    """Returns `is_counted`, but False at padding and at the last tokens of each document.
 
-    The labels of `batch` are not shifted yet. So the label of each token is the token's own id,
-    which says whether the token is padding. Only if the labels are candidates, which are not the
-    ids of the text, padding stays.
+    With a shift of k, the last k tokens of a document predict no label of the document. The labels
+    of `batch` are not shifted yet, so the label of a token is the token's own id, and shows whether
+    the token is padding. Candidates are no ids of the text, so they do not show it.
     """
     segment_ids = batch.segment_ids
     if segment_ids is None:
@@ -143,14 +143,18 @@ def _valid_setting(
 ) -> Array | None:
     """Replaces the numbers of a setting that are out of range, or that no label needs.
 
-    A number that is out of range becomes NaN if a label of its token has a weight. (An array may be
-    known only when the program runs, so no error can be raised.) Otherwise it becomes the default,
-    like the number of a token without a counted label.
+    A token has one number of the setting.
+
+    - If no label of the token is counted, the number becomes the default.
+    - If the number is out of range and a label has a weight other than 0, the number becomes NaN.
+      (An array may be known only when the program runs, so no error can be raised.)
+    - If the number is out of range and all weights are 0, the number becomes the default.
     """
     if setting is None:
         return None
     is_used = (weights != 0).any(-1, keepdims=True)
-    is_valid = is_counted.any(-1, keepdims=True) & IS_IN_RANGE[name](setting)
+    has_counted_label = is_counted.any(-1, keepdims=True)
+    is_valid = has_counted_label & IS_IN_RANGE[name](setting)
     default = getattr(DEFAULT_SETTINGS, name)
     return nan_where(~is_valid & is_used, jnp.where(is_valid, setting, default))
 

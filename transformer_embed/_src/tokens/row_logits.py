@@ -3,7 +3,7 @@
 Shapes are written with these letters:
 
     t  tokens of a chunk
-    r  table rows on this device
+    v  table rows on this device
     c  labels of a token: 1, or the number of candidate labels
 
 Two kinds of table rows are never predicted. A row is outside if it holds the `pad_id`, or only pads
@@ -55,8 +55,8 @@ def row_logits(layer: LayerArrays) -> RowLogits:
     table = layer.table
     bias = layer.bias
     dtype = conversions.compute_dtype(x.dtype, table.dtype)
-    # If both have one narrow dtype, they are multiplied as they are, so that no wide copy of the
-    # table exists.
+    # If x and the table have the same narrow dtype, both are multiplied as they are, so that no
+    # wide copy of the table exists.
     if x.dtype != table.dtype:
         x = x.astype(dtype)
         table = table.astype(dtype)
@@ -100,20 +100,20 @@ def _biased_and_capped(
 
 
 class ChunkLogits(NamedTuple):
-    """Holds the logits [t, r] of a chunk of tokens, which are `factor * logits`.
+    """Holds the logits [t, v] of a chunk of tokens, which are `factor * logits`.
 
     Args:
         factor: The factor of the logits, a number or [t, 1].
-        logits: The logits without the factor, [t, r], with a very low number at outside rows.
+        logits: The logits without the factor, [t, v], with a very low number at outside rows.
         top: The largest of each token's `logits` on all devices, [t, 1].
-        shifted: `factor * (logits - top)`, [t, r], which is -inf at banned rows.
+        shifted: `factor * (logits - top)`, [t, v], which is -inf at banned rows.
         total: The sum of the exponentials of `shifted` on this device, [t, 1].
         slope, slope_factor: The derivative of `factor * logits` with respect to the products of x
-            and the rows is `slope * slope_factor`. The slope is a number or [t, r], and
+            and the rows is `slope * slope_factor`. The slope is a number or [t, v], and
             `slope_factor` is a number or [t, 1].
-        ids: The id of each row, [1, r].
+        ids: The id of each row, [1, v].
         is_inside: False at outside rows, as in `RowLogits`.
-        is_banned: True at banned rows, [1, r]. None if the layer has no bias.
+        is_banned: True at banned rows, [1, v]. None if the layer has no bias.
     """
 
     factor: float | Array
@@ -181,7 +181,8 @@ def _outside_logit(dtype: Any, factor: float | Array) -> float | Array:
     of a token whose label is padding is finite, and vanishes because the weight of the token is 0.
     """
     if isinstance(factor, jax.Array):
-        # With the power of two, derivatives with respect to the temperature are finite too.
+        # The derivative with respect to the temperature divides the logit by the temperature once
+        # more. The power of two leaves room for this, so the derivative is finite too.
         largest_factor = jnp.clip(2.0**32 * jax.lax.stop_gradient(factor), 1, 2.0**92)
     else:
         largest_factor = max(factor, 1)
@@ -201,7 +202,7 @@ def _slope_of_cap(split: OutputSplit, rows: RowLogits) -> float | Array:
 
 def _replace_outside_logits(
     split: OutputSplit, rows: RowLogits, outside_logit: Any
-) -> Float[Array, "t r"]:
+) -> Float[Array, "t v"]:
     """Returns `rows.unscaled` with `outside_logit` at outside rows."""
     has_whole_vocabulary = split.mesh.empty and rows.unscaled.shape[-1] == split.vocab_size
     if split.pad_id is None or not has_whole_vocabulary:
@@ -209,11 +210,11 @@ def _replace_outside_logits(
     # Only the row of the `pad_id` can be outside. Its column is the `pad_id`.
     pad_column = jnp.array([[split.pad_id]], jnp.int32)
     outside_like = functools.partial(jnp.full_like, fill_value=outside_logit)
-    return change_column(rows.unscaled, pad_column, outside_like, is_last=True)
+    return change_column(rows.unscaled, pad_column, outside_like, is_last_change=True)
 
 
 def _top_and_total(
-    split: OutputSplit, factor: float | Array, logits: Float[Array, "t r"]
+    split: OutputSplit, factor: float | Array, logits: Float[Array, "t v"]
 ) -> tuple[Float[Array, "t 1"], Float[Array, "t 1"]]:
     """Computes `top` and `total` of `ChunkLogits`, the largest logit and the sum of exponentials.
 
@@ -221,7 +222,8 @@ def _top_and_total(
     """
 
     def in_two_passes(logits):
-        # The loss does not depend on the number that is subtracted, so its gradient is left out.
+        # The loss does not depend on the number that is subtracted from the logits, so the gradient
+        # of this number is left out.
         top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
         # Inside a user's shard_map, jax refuses a maximum over no axes.
         if split.vocabulary_mesh_axes:
@@ -255,7 +257,7 @@ def _finite_if_all_banned(
 
 
 def in_one_pass(
-    factor: float, logits: Float[Array, "t r"]
+    factor: float, logits: Float[Array, "t v"]
 ) -> tuple[Float[Array, "t 1"], Float[Array, "t 1"]]:
     """Computes the largest logit of each token, and the sum of `exp(factor * (logits - largest))`.
 
@@ -302,7 +304,7 @@ def times(factor: float | Array, logits: Float[Array, "t n"]) -> Float[Array, "t
 
 
 def values_in_columns(
-    columns: Int32[Array, "t c"], values: Float[Array, "t r"], shift: float | Array = 0.0
+    columns: Int32[Array, "t c"], values: Float[Array, "t v"], shift: float | Array = 0.0
 ) -> Float[Array, "t c"]:
     """Returns `values[i, columns[i, j]] - shift[i]` for token i, and 0 for a column out of range.
 
@@ -359,8 +361,8 @@ def token_sums(
         split: How the layer is split.
         chunk: The logits of the tokens.
         columns: The columns of the labels, as `columns_of_ids` returns them.
-        row_shares: The share of each row in the mean that smooths the labels, [1, r]. None if
-            labels are not smoothed.
+        row_shares: The weight of each row in the mean logit, [1, v], which is 0 if the row is never
+            predicted. None if labels are not smoothed, because only smoothing needs the mean.
     """
     # Both functions compute the shifted logit of each label, from different arrays.
     label_from_shifted = functools.partial(values_in_columns, columns, chunk.shifted)

@@ -27,7 +27,7 @@ DEFAULT_SETTINGS = TokenSettings(temperature=1.0, label_smoothing=0.0, z_loss=0.
 
 
 class TokenData(NamedTuple):
-    """Holds arrays that belong to tokens.
+    """Holds the labels, the settings and the weights of tokens.
 
     Args:
         labels: The ids that each token predicts, int32 [..., c]. None for a loss without labels.
@@ -48,12 +48,12 @@ NO_TOKEN = TokenData(labels=-1, settings=DEFAULT_SETTINGS, weights=0.0)
 
 
 def weighted(losses: Float[Array, "..."], weights: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Multiplies losses by weights, with 0 where a weight is 0, also if the loss is not finite."""
+    """Multiplies losses by weights. A weight of 0 gives 0, even if the loss is infinite or NaN."""
     return finite_if_unused(losses, weights) * weights
 
 
 def finite_if_unused(losses: Float[Array, "..."], weights: Float[Array, "..."]) -> Array:
-    """Replaces a loss by 0 where it is infinite or NaN and has a weight of 0."""
+    """Returns the losses, with 0 where a loss is infinite or NaN and the weight is 0."""
     is_unused = weights == 0
     return jnp.where(is_unused & ~jnp.isfinite(losses), 0, losses)
 
