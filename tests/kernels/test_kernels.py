@@ -86,6 +86,11 @@ def test_arguments_that_change_nothing_are_left_out():
         assert (options["is_causal"], options["local_window_size"]) == (True, (5, 0))
 
 
+def test_queries_without_segments_see_the_chunks_of_every_segment():
+    mask = AttentionMask(TokenPositions(FULL.positions), RIGHT, causal=False, chunk=50)
+    assert_mask(mask_of_flash(mask, "right"), mask)
+
+
 @pytest.mark.slow
 def test_segment_ids_of_64_bits():
     with jax.enable_x64():
@@ -295,6 +300,7 @@ WITH_KEYS = AttentionMask(SECOND_HALF, PACKED, causal=True)
 splash_of = functools.partial(te.kernels.splash_kernels, num_heads=HEADS, order="packed")
 kernels = functools.partial(splash_of, AttentionMask(PACKED, causal=True))
 WRONG = {
+    'te.kernels.dot_product_attention_kwargs(AttentionMask(TokenPositions([3]), TokenPositions(np.arange(8)), causal=True, window=(0, 0)), order="full")': "ValueError: window: wanted no limit on the left for a single query",
     "kernels(is_mqa='a')": "TypeError: is_mqa: wanted a Python bool ..., got str 'a'",
     'te.kernels.flash_attention_kwargs(CAUSAL, order="right", batch_size=3)': "ValueError: batch_size: ... 2 rows, got 3",
     'te.kernels.mha_kwargs(AttentionMask(TokenPositions(np.arange(4)), causal=True), order="full")': "ValueError: batch_size: ... got None",

@@ -65,7 +65,6 @@ def test_output_layer_follows_the_config_in_every_module_and_trains_all_but_padd
         equal(leaf[0], 0)
 
 
-@pytest.mark.slow
 def test_padding_is_never_predicted():
     """Not by argmax, by samples, by the loss's normaliser, by smoothing; whatever its row holds, nor
     rows past the vocabulary."""

@@ -1,7 +1,6 @@
 """Replaces a large table by the rows that a batch reads, in the parameters that a loss sees.
 
-Letters of shapes: k rows that a device sees, n rows before each device has its own, d columns, m
-marks.
+Letters of shapes: k rows that a loss sees, d columns, m marks.
 """
 
 import dataclasses
@@ -141,7 +140,7 @@ def as_keys(row_indices: Int32[Array, "k"]) -> Key[Array, "k"]:
 
 
 def _read_seen_rows(
-    row_indices: Int32[Array, "k"], values: Float[Array, "n d"], wanted: Int32[Array, "..."]
+    row_indices: Int32[Array, "k"], values: Float[Array, "k d"], wanted: Int32[Array, "..."]
 ) -> Float[Array, "... d"]:
     """Returns each wanted row, or NaN for a row that is not among the ascending `row_indices`.
 
@@ -165,7 +164,7 @@ def _read_seen_rows(
 
 
 def find_rows(
-    row_indices: Int32[Array, "k"], values: Float[Array, "n d"], wanted: Int32[Array, "..."]
+    row_indices: Int32[Array, "k"], values: Float[Array, "k d"], wanted: Int32[Array, "..."]
 ) -> Float[Array, "... d"]:
     """Looks up each wanted row, or NaN for a row that is not among the ascending `row_indices`."""
     # `find_each` would also say which rows are missing. But XLA would fuse the search into both
