@@ -148,7 +148,7 @@ def test_advice_of_each_message_loads_the_model():
     small = {"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4}
     loud = [name for name in (*ENTRIES, *known_entries.LOUD.split()) if known_entries.is_loud(name)]
     for model_type in ("bert", "llama", "gpt2", "gemma2", "mpt", "bart"):
-        row = registry.row_of(model_type)
+        row = registry.model_type_or_none(model_type)
         entries = small | {"model_type": model_type, "max_position_embeddings": 8}
         entries |= {"type_vocab_size": 2}
         unread = [name for name in loud if row.status(name, "x") is EntryStatus.REFUSED]
@@ -227,8 +227,8 @@ def test_a_long_list_is_refused_at_once_and_shortly():
 def test_entries_without_an_effect_would_be_refused():
     """Otherwise a row need not list them."""
     inside_a_scaling = {"max_position_embeddings", "interleaved"}
-    for name in registry.ROWS:
-        row = registry.row_of(name)
+    for name in registry.MODEL_TYPES:
+        row = registry.model_type_or_none(name)
         bare = row._replace(no_effect="")
         for entry in set(row.no_effect.split()) - inside_a_scaling:
             status = bare.status(entry, "x")
@@ -238,7 +238,7 @@ def test_entries_without_an_effect_would_be_refused():
 def test_published_files_are_not_refused():
     """What they say besides is known to mean nothing."""
     for model_type, entries in golden("config_entries.json").items():
-        row = registry.row_of(model_type)
+        row = registry.model_type_or_none(model_type)
         unread = entry_values.read(row, entries).unread
         status = {row.status(name, value) for name, value in unread.items()}
         assert status <= {EntryStatus.OF_NO_CONCERN}, model_type

@@ -12,7 +12,7 @@ import numpy as np
 
 from transformer_embed import pretrained
 from transformer_embed._src.arguments import shown, value_error
-from transformer_embed.cli.model_types import print_row
+from transformer_embed.cli.model_types import print_model_type
 
 # Where `load_embedder` puts the parameters of the layer, and of a position bias.
 LAYER = ("transformer_embedding/~/", "relative_position_bias/", "per_layer_inputs/")
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
     if args.checkpoint is None:
         if args.model_type is None:
             raise value_error("inspect", "a CHECKPOINT, or --model-type", "neither")
-        print_row(pretrained.find_model_type(args.model_type))
+        print_model_type(pretrained.find_model_type(args.model_type))
         return
     found = _read(args)
     print(f"layer\n  te.TransformerEmbedding({_code(found.config)})")

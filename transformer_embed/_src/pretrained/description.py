@@ -52,7 +52,7 @@ def describe_published(file: Published) -> PretrainedInput:
     if may_be_copy and tensors.are_equal(names[OUTPUT_TABLE], names[TOKENS]):
         del names[OUTPUT_TABLE]
     shapes = {path: _as_matrix(tensors.entry(name).shape) for path, name in names.items()}
-    stack = file.side if file.row.has_stacks else ""
+    stack = file.side if file.model_type.has_stacks else ""
     layer_count = number_of_layers(tensors, model.prefix + stack)
     dtype = tensors.dtype(names[TOKENS])
     pretrained = call_with_named_errors(
@@ -82,7 +82,7 @@ def describe_config(file: Published) -> PretrainedInput:
     def described() -> PretrainedInput:
         """Returns the layer; errors here are about entries of settings or config.json."""
         layer_count = count("num_hidden_layers", _layer_count_in_config(file, values))
-        shapes = _shapes_in_config(file.row, values)
+        shapes = _shapes_in_config(file.model_type, values)
         return _described(file, values, shapes, dtype, layer_count)
 
     return call_with_named_errors(f"settings and {file.place}", described)
@@ -102,13 +102,13 @@ def _layer_count_in_config(file: Published, values: Options) -> Any:
     return in_stack or values["num_hidden_layers"] or len(values["layer_types"] or ())
 
 
-def _shapes_in_config(row: ModelType, values: Options) -> dict[str, tuple[int, int]]:
+def _shapes_in_config(model_type: ModelType, values: Options) -> dict[str, tuple[int, int]]:
     """Returns the shape of each parameter, as config.json says it; (1, n) for a vector.
 
     Whether there is an output bias is not known, so it has no shape.
     """
-    may_lack = tuple(row.may_lack.split())
-    width = "embedding_size" if row.widen else "hidden_size"
+    may_lack = tuple(model_type.may_lack.split())
+    width = "embedding_size" if model_type.widen else "hidden_size"
     # The entry that has the number of rows of each parameter. A norm has no rows, and its shape is
     # not used: it only says that there is a norm.
     entry_of_rows = {
@@ -123,11 +123,11 @@ def _shapes_in_config(row: ModelType, values: Options) -> dict[str, tuple[int, i
     shapes = {}
     for name, entry in entry_of_rows.items():
         part, _ = TENSORS[name]
-        if not getattr(row, part) or values[entry] == 0:
+        if not getattr(model_type, part) or values[entry] == 0:
             continue
         if name in (POSITIONS, NORM_SCALE) and name.endswith(may_lack):
             want = f"a checkpoint, since config.json does not say whether it has {name}"
-            raise arguments.value_error(row.name, want, "none")
+            raise arguments.value_error(model_type.name, want, "none")
         columns = "num_attention_heads" if name == BIAS else width
         shapes[name] = count(entry, values[entry]), count(columns, values[columns])
     if values["tie_word_embeddings"]:
@@ -161,7 +161,7 @@ def _described(
         dtype: The dtype of the token table.
         layer_count: The number of layers that have tensors.
     """
-    row = file.row
+    model_type = file.model_type
     if values["token_dropout"]:
         want = (
             "False, and embeddings multiplied by 0.88 / (1 - the share of <mask> in their row), "
@@ -183,8 +183,8 @@ def _described(
     config = EmbedderConfig(
         rows,
         d_model,
-        scheme=_scheme(row, values, shapes),
-        scale=_scale(row, values),
+        scheme=_scheme(model_type, values, shapes),
+        scale=_scale(model_type, values),
         dropout_rate=values["dropout"],
         num_token_types=token_types or None,
         layer_norm_eps=values["layer_norm_eps"] if NORM_SCALE in shapes else None,
@@ -195,8 +195,8 @@ def _described(
     return PretrainedInput(
         config=config,
         params={},
-        layers=layers_of(row, {**values, **sizes}, layer_count),
-        bias=_bias(row, values, shapes),
+        layers=layers_of(model_type, {**values, **sizes}, layer_count),
+        bias=_bias(model_type, values, shapes),
         no_output=output.reason,
     )
 
@@ -209,42 +209,42 @@ def _check_sizes(values: Options, sizes: Mapping[str, int]) -> None:
             raise arguments.value_error(name, want, values[name])
 
 
-def _scale(row: ModelType, values: Options) -> Any:
+def _scale(model_type: ModelType, values: Options) -> Any:
     """Returns the scale of the tokens, as `EmbedderConfig` takes it."""
     # The row has the scale, or the name of the entry that has it.
-    scale = values.get(row.scale, row.scale)
+    scale = values.get(model_type.scale, model_type.scale)
     # A bool says whether there is a scale, which is then the usual one.
     if isinstance(scale, bool):
         return "sqrt_d_model" if scale else 1.0
     return scale
 
 
-def _scheme(row: ModelType, values: Options, shapes: Shapes) -> PositionScheme | None:
+def _scheme(model_type: ModelType, values: Options, shapes: Shapes) -> PositionScheme | None:
     """Returns the position scheme, or None if no positions are added to tokens."""
-    if row.sinusoids is None and POSITIONS not in shapes:
+    if model_type.sinusoids is None and POSITIONS not in shapes:
         return None
-    start = row.start
+    start = model_type.start
     if isinstance(start, str):
         start = arguments.integer(start, values[start]) + 1
     pad_id = values["pad_token_id"]
     options: dict[str, Any] = {"start": start}
     if pad_id is not None:
         options |= {"at_padding": start - 1, "pad_id": pad_id}
-    if row.sinusoids is not None:
-        return dataclasses.replace(row.sinusoids, **options)
+    if model_type.sinusoids is not None:
+        return dataclasses.replace(model_type.sinusoids, **options)
     max_len = values["max_position_embeddings"]
     # If positions start after the padding id (RoBERTa), config.json counts all rows of the table.
     # If they start at a fixed number (OPT), config.json leaves out the rows before the start.
-    if max_len is not None and not isinstance(row.start, str):
-        max_len += row.start
+    if max_len is not None and not isinstance(model_type.start, str):
+        max_len += model_type.start
     # A table of another size than config.json says is refused later, by its shape.
     rows_of_table, _ = shapes[POSITIONS]
     return Learned(max_len or rows_of_table, **options)
 
 
-def _bias(row: ModelType, values: Options, shapes: Shapes) -> Options | None:
+def _bias(model_type: ModelType, values: Options, shapes: Shapes) -> Options | None:
     """Returns the keyword arguments of `alibi_bias` or `RelativePositionBias`, or None."""
-    if row.has_alibi:
+    if model_type.has_alibi:
         heads = count("num_attention_heads", values["num_attention_heads"])
         return {"num_heads": heads, "causal": True, "max_bias": values["alibi_bias_max"]}
     if BIAS not in shapes:

@@ -37,13 +37,15 @@ def entry_values(file: Published) -> dict[str, Any]:
     Warns:
         UserWarning: config.json has entries that are not known.
     """
-    row = file.row
+    model_type = file.model_type
     given = _given_values(file)
-    defaults = {entry: row.default(entry) for entry in ENTRIES}
+    defaults = {entry: model_type.default(entry) for entry in ENTRIES}
     values = defaults | given
     _check_not_missing(file, values, given)
     attention = attention_entries(
-        row, {**file.entries, **file.settings}, has_defaults=file.model_type == row.name
+        model_type,
+        {**file.entries, **file.settings},
+        has_defaults=file.type_in_config == model_type.name,
     )
     return {**values, "length": file.length, "side": file.side, "attention": attention}
 
@@ -51,13 +53,13 @@ def entry_values(file: Published) -> dict[str, Any]:
 def _check_not_missing(file: Published, values: Options, given: Options) -> None:
     """Raises a ValueError if an entry is neither given nor has a default that is sure.
 
-    The defaults of the row are sure if config.json names this type. Otherwise the file may be of
+    The defaults of the type are sure if config.json names this type. Otherwise the file may be of
     another type, with other defaults, so only harmless entries have theirs.
     """
-    row = file.row
+    model_type = file.model_type
     missing = []
-    for entry, names in row.names_of_entries().items():
-        default_is_sure = file.model_type == row.name or ENTRIES[entry].is_harmless
+    for entry, names in model_type.names_of_entries().items():
+        default_is_sure = file.type_in_config == model_type.name or ENTRIES[entry].is_harmless
         has_unsure_default = (
             entry not in given and not default_is_sure and values[entry] is not None
         )
@@ -65,13 +67,13 @@ def _check_not_missing(file: Published, values: Options, given: Options) -> None
             missing.append(names[0])
     if missing:
         listed = ", ".join(sorted(missing))
-        want = f"{listed} of {row.name}, from settings or a config.json of that model_type"
-        raise arguments.value_error(file.path, want, f"model_type {file.model_type!r} there")
+        want = f"{listed} of {model_type.name}, from settings or a config.json of that model_type"
+        raise arguments.value_error(file.path, want, f"model_type {file.type_in_config!r} there")
 
 
-def read(row: ModelType, entries: Options) -> ReadEntries:
+def read(model_type: ModelType, entries: Options) -> ReadEntries:
     """Returns what a model type reads of the entries of a config.json or of settings."""
-    names_of_entries = row.names_of_entries()
+    names_of_entries = model_type.names_of_entries()
     unread = {**entries}
     values = {}
     for entry, names in names_of_entries.items():
@@ -79,9 +81,9 @@ def read(row: ModelType, entries: Options) -> ReadEntries:
         if values_of_names:
             # The first name goes before the others, but a null there does not hide their value.
             values[entry] = next((value for value in values_of_names if value is not None), None)
-    if row.rotary:
+    if model_type.rotary:
         # The checks below are of entries at the top level.
-        values = rope.without_objects(row, values)
+        values = rope.without_objects(model_type, values)
     for entry in [*values]:
         if entry not in names_of_entries:
             unread[entry] = values.pop(entry)
@@ -94,9 +96,9 @@ def read(row: ModelType, entries: Options) -> ReadEntries:
 
 def _given_values(file: Published) -> dict[str, Any]:
     """Returns the values that settings or config.json have; settings go before config.json."""
-    row = file.row
-    in_file = call_with_named_errors(file.place, read, row, file.entries)
-    settings = call_with_named_errors("settings", read, row, file.settings)
+    model_type = file.model_type
+    in_file = call_with_named_errors(file.place, read, model_type, file.entries)
+    settings = call_with_named_errors("settings", read, model_type, file.settings)
     unread = _unread_but_for_nulls(file, in_file.unread, settings.unread)
     _check_unread(file, unread)
     values = settings.values
@@ -119,25 +121,25 @@ def _unread_but_for_nulls(
     Raises:
         ValueError: settings have an entry that is not read, and that config.json does not have.
     """
-    row = file.row
+    model_type = file.model_type
     left = dict(unread)
     unknown = []
     for name, value in unread_settings.items():
         is_taken_away = value is None and left.pop(name, None) is not None
-        is_of_attention = row.attention != "" and name in NAMES_OF_ATTENTION
-        is_useful = is_taken_away or is_of_attention or row.has_no_effect(name)
+        is_of_attention = model_type.attention != "" and name in NAMES_OF_ATTENTION
+        is_useful = is_taken_away or is_of_attention or model_type.has_no_effect(name)
         if not is_useful:
             unknown.append(name)
     if unknown:
-        reads = ", ".join(names[0] for names in row.names_of_entries().values())
-        want = f"entries that a model {row.name} reads ({reads})"
+        reads = ", ".join(names[0] for names in model_type.names_of_entries().values())
+        want = f"entries that a model {model_type.name} reads ({reads})"
         raise arguments.value_error("settings", want, ", ".join(map(repr, unknown)))
     return left
 
 
 def _check_unread(file: Published, unread: Options) -> None:
     """Raises a ValueError for entries that are refused, and warns of those that are not known."""
-    status = {name: file.row.status(name, value) for name, value in unread.items()}
+    status = {name: file.model_type.status(name, value) for name, value in unread.items()}
     refused = [name for name in unread if status[name] is EntryStatus.REFUSED]
     unknown = [name for name in unread if status[name] is EntryStatus.UNKNOWN]
     if refused:

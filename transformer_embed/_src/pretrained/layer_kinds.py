@@ -41,22 +41,22 @@ UNROTATED = (LINEAR, CROSS, "conv", "moe", "mlp")
 KNOWN = (FULL, SLIDING, CHUNKED, INDEXED, *UNROTATED)
 
 
-def kinds_of_layers(row: ModelType, values: Options, count: int) -> list[str]:
+def kinds_of_layers(model_type: ModelType, values: Options, count: int) -> list[str]:
     """Returns the kind of each layer, or an empty list if the kinds are not known.
 
     A list in config.json says the kinds. Otherwise a rule says which layers are of the second kind
     of the row, and all others are of the first kind.
     """
     if values["layer_types"] is not None:
-        return _kinds_of_names(row, values["layer_types"])
+        return _kinds_of_names(model_type, values["layer_types"])
     if values["compress_ratios"]:
         return _kinds_of_ratios(values["compress_ratios"], count)
-    if not row.kinds:
+    if not model_type.kinds:
         return []
-    rule = _rule(row, values)
-    indices_of_second_kind = rule(row, values, count)
+    rule = _rule(model_type, values)
+    indices_of_second_kind = rule(model_type, values, count)
     indices_of_cross_attention = values["cross_attention_layers"] or ()
-    first_kind, second_kind = row.kinds[0], row.kinds[-1]
+    first_kind, second_kind = model_type.kinds[0], model_type.kinds[-1]
     kinds = []
     for index in range(count):
         if index in indices_of_cross_attention:
@@ -71,10 +71,10 @@ def has_window(values: Options) -> bool:
     return bool(values["sliding_window"]) and values["use_sliding_window"] is not False
 
 
-def _kinds_of_names(row: ModelType, names: Collection[Any]) -> list[str]:
+def _kinds_of_names(model_type: ModelType, names: Collection[Any]) -> list[str]:
     """Returns the kinds that config.json lists, under the names that kinds have today."""
     kinds = [RENAMED.get(name, name) for name in names]
-    for kind in {*kinds} - {*KNOWN, *row.kinds}:
+    for kind in {*kinds} - {*KNOWN, *model_type.kinds}:
         raise arguments.value_error("layer_types", f"some of {', '.join(KNOWN)}", kind)
     return kinds
 
@@ -101,37 +101,37 @@ def _kinds_of_ratios(ratios: Sequence[int], count: int) -> list[str]:
 Rule = Callable[[ModelType, Options, int], Collection[int]]
 
 
-def _rule(row: ModelType, values: Options) -> Rule:
+def _rule(model_type: ModelType, values: Options) -> Rule:
     """Returns the rule that the entries choose."""
-    if _indices(row, values) is not None:
+    if _indices(model_type, values) is not None:
         return _at_indices
-    if COMPRESSED in row.kinds:
+    if COMPRESSED in model_type.kinds:
         return _every_other_from_3
     has_windows = has_window(values)
-    if values["sliding_window_pattern"] and (has_windows or row.rotates != WINDOWLESS):
+    if values["sliding_window_pattern"] and (has_windows or model_type.rotates != WINDOWLESS):
         return _every_nth
     # The second kind of Llama 4 is chunks, in layers that rotate. The second kind of SmolLM 3 is
     # full attention, in layers that rotate; the others have windows.
-    if values["no_rope_layer_interval"] and (has_windows or CHUNKED in row.kinds):
+    if values["no_rope_layer_interval"] and (has_windows or CHUNKED in model_type.kinds):
         return _where_rotated
     return _all_or_lowest
 
 
-def _indices(row: ModelType, values: Options) -> Any:
+def _indices(model_type: ModelType, values: Options) -> Any:
     """Returns the indices of layers that config.json lists, or None if it lists none.
 
-    If config.json says null, the row's default counts, which is an empty list for Bamba.
+    If config.json says null, the type's default counts, which is an empty list for Bamba.
     """
     indices = values["attn_layer_indices"]
-    return row.default("attn_layer_indices") if indices is None else indices
+    return model_type.default("attn_layer_indices") if indices is None else indices
 
 
-def _at_indices(row: ModelType, values: Options, _: int) -> Collection[int]:
+def _at_indices(model_type: ModelType, values: Options, _: int) -> Collection[int]:
     """Takes the layers whose indices are listed (Bamba, LFM 2)."""
-    return _indices(row, values)
+    return _indices(model_type, values)
 
 
-def _every_nth(row: ModelType, values: Options, count: int) -> Collection[int]:
+def _every_nth(model_type: ModelType, values: Options, count: int) -> Collection[int]:
     """Takes every nth layer (Gemma, Cohere 2).
 
     The entry says n as a number, or as a text with a letter for each layer: EXAONE 4 has "LLLG".
@@ -140,10 +140,10 @@ def _every_nth(row: ModelType, values: Options, count: int) -> Collection[int]:
     if isinstance(period, str):
         period = len(period)
     period = arguments.integer("sliding_window_pattern", period, at_least=1)
-    return range(row.phase % period, count, period)
+    return range(model_type.phase % period, count, period)
 
 
-def _every_other_from_3(_row: ModelType, _values: Options, count: int) -> Collection[int]:
+def _every_other_from_3(_model_type: ModelType, _values: Options, count: int) -> Collection[int]:
     """Takes the layers 3, 5, 7 and so on, as transformers does for DeepSeek V4."""
     return range(3, count, 2)
 

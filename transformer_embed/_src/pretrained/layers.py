@@ -88,20 +88,20 @@ class Layer:
     norm_eps: float | None = None
 
 
-def layers_of(row: ModelType, values: Options, count: int) -> tuple[Layer, ...]:
+def layers_of(model_type: ModelType, values: Options, count: int) -> tuple[Layer, ...]:
     """Returns the layers of a model, or none if the kinds of the layers are not known.
 
     Args:
-        row: The row of the model type.
+        model_type: What is known of the model type.
         values: The values of all entries.
         count: The number of layers that have tensors. If config.json says another number, its
             number counts: a file may have a layer more, which predicts further tokens, or one layer
             that is used several times.
     """
-    if values["num_hidden_layers"] and not row.has_stacks:
+    if values["num_hidden_layers"] and not model_type.has_stacks:
         count = values["num_hidden_layers"]
     # A model that rotates needs a number, since `layers` says how each layer rotates.
-    at_least = 1 if row.rotary else 0
+    at_least = 1 if model_type.rotary else 0
     arguments.integer("num_hidden_layers", count, at_least=at_least, at_most=MOST_LAYERS)
     for name in ENTRY_OF_LIST:
         if values[name]:
@@ -111,26 +111,26 @@ def layers_of(row: ModelType, values: Options, count: int) -> tuple[Layer, ...]:
     if interval and not values["no_rope_layers"]:
         # Every layer rotates but each `interval`th. (The list has True for a layer that rotates.)
         values["no_rope_layers"] = [(index + 1) % interval != 0 for index in range(count)]
-    kinds = kinds_of_layers(row, values, count)
+    kinds = kinds_of_layers(model_type, values, count)
     values["layer_types"] = kinds
-    return tuple(_layer(row, values, index, kind) for index, kind in enumerate(kinds))
+    return tuple(_layer(model_type, values, index, kind) for index, kind in enumerate(kinds))
 
 
-def _layer(row: ModelType, values: Options, index: int, kind: str) -> Layer:
+def _layer(model_type: ModelType, values: Options, index: int, kind: str) -> Layer:
     """Returns the layer of this index, which is of this kind."""
     per_layer_config = values["per_layer_config"] or {}
     layer_object = per_layer_config.get(index, {})
     values = _values_of_layer(values, layer_object, index, kind)
-    rotates = _rotates(row, values, index, kind)
-    mask = _mask(row, values, kind)
-    facts = attention_facts(row, values, layer_object, kind)
+    rotates = _rotates(model_type, values, index, kind)
+    mask = _mask(model_type, values, kind)
+    facts = attention_facts(model_type, values, layer_object, kind)
     return Layer(
         type=kind,
-        rotary=rope.rotation(row, values, kind) if rotates else None,
+        rotary=rope.rotation(model_type, values, kind) if rotates else None,
         mask=mask,
         query_scale=_query_scale(values, rotates),
         # Without a causal mask, the tokens of an image see each other like all tokens.
-        image_blocks=_image_blocks(row, values, kind) if mask["causal"] else None,
+        image_blocks=_image_blocks(model_type, values, kind) if mask["causal"] else None,
         attention=facts.attention,
         norm_eps=facts.norm_eps,
     )
@@ -162,24 +162,24 @@ def _values_of_layer(
     return layer_values
 
 
-def _rotates(row: ModelType, values: Options, index: int, kind: str) -> bool:
+def _rotates(model_type: ModelType, values: Options, index: int, kind: str) -> bool:
     """Returns whether a layer rotates its heads; `values` are the layer's own."""
-    if not row.rotary or kind in UNROTATED:
+    if not model_type.rotary or kind in UNROTATED:
         return False
     # Granite's hybrids may say "nope" there, and a base of 0 says that this layer does not rotate.
     if values["position_embedding_type"] != "rope" or not values["rope_theta"]:
         return False
     if values["no_rope_layer_interval"]:
         return bool(values["no_rope_layers"])
-    if not row.rotates or kind == SLIDING:
+    if not model_type.rotates or kind == SLIDING:
         return True
-    return _rotates_with_full_attention(row, values, index)
+    return _rotates_with_full_attention(model_type, values, index)
 
 
-def _rotates_with_full_attention(row: ModelType, values: Options, index: int) -> bool:
+def _rotates_with_full_attention(model_type: ModelType, values: Options, index: int) -> bool:
     """Returns whether a full layer rotates, of a model that rotates in sliding layers."""
     # EXAONE 4 rotates in all layers if it has no window.
-    if row.rotates == WINDOWLESS:
+    if model_type.rotates == WINDOWLESS:
         return values["sliding_window"] is None
     # In Cohere 2's MoE, a layer with a dense MLP rotates with full attention too. The entry says
     # the kind of this layer's MLP, or else the first layers are dense.
@@ -204,12 +204,12 @@ def _query_scale(values: Options, rotates: bool) -> dict[str, Any] | None:
     return None
 
 
-def _mask(row: ModelType, values: Options, kind: str) -> dict[str, Any]:
+def _mask(model_type: ModelType, values: Options, kind: str) -> dict[str, Any]:
     """Returns the keyword arguments of `AttentionMask` for a layer."""
-    is_causal = _is_causal(row, values, kind)
+    is_causal = _is_causal(model_type, values, kind)
     mask: dict[str, Any] = {"causal": is_causal}
     if kind in WINDOWED:
-        width = _window_width(row, values, kind)
+        width = _window_width(model_type, values, kind)
         if width:
             # The width of a causal window counts the query's own token. The width of a window to
             # both sides counts the tokens of one side.
@@ -219,26 +219,26 @@ def _mask(row: ModelType, values: Options, kind: str) -> dict[str, Any]:
     return mask
 
 
-def _image_blocks(row: ModelType, values: Options, kind: str) -> str | None:
+def _image_blocks(model_type: ModelType, values: Options, kind: str) -> str | None:
     """Returns where the tokens of one image see each other, as `Layer.image_blocks`."""
-    if row.has_vision_switch and values["use_bidirectional_attention"] != "vision":
+    if model_type.has_vision_switch and values["use_bidirectional_attention"] != "vision":
         return None
-    return dict(row.image_blocks).get(kind)
+    return dict(model_type.image_blocks).get(kind)
 
 
-def _is_causal(row: ModelType, values: Options, kind: str) -> bool:
+def _is_causal(model_type: ModelType, values: Options, kind: str) -> bool:
     """Returns whether a token of a layer sees only the tokens before it."""
     # Gemma 4 says "all"; or "vision", which is about images alone, so text stays causal.
     if values["use_bidirectional_attention"] in (True, "all"):
         return False
-    is_causal = bool(row.is_causal or values["is_decoder"])
-    if row.has_stacks:
+    is_causal = bool(model_type.is_causal or values["is_decoder"])
+    if model_type.has_stacks:
         is_causal = values["side"] == STACKS[1]
     # transformers does not ask whether chunks are causal.
     return is_causal and (values["is_causal"] is not False or kind == CHUNKED)
 
 
-def _window_width(row: ModelType, values: Options, kind: str) -> int | None:
+def _window_width(model_type: ModelType, values: Options, kind: str) -> int | None:
     """Returns the width of a window, or None if there is no window.
 
     If the layer is causal, this is the number of tokens in the window, with the query's own token.
@@ -250,8 +250,8 @@ def _window_width(row: ModelType, values: Options, kind: str) -> int | None:
     if values["sliding_window_size"]:
         return values["sliding_window_size"] + 1
     width = values["sliding_window"]
-    if width is None and "sliding_window" not in row.names_of_entries():
-        want = f"{FULL}, since a model {row.name} has no windows"
+    if width is None and "sliding_window" not in model_type.names_of_entries():
+        want = f"{FULL}, since a model {model_type.name} has no windows"
         raise arguments.value_error("layer_types", want, kind)
     bidirectional = values["use_bidirectional_attention"]
     if width and bidirectional in (True, "all"):

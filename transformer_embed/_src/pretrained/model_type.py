@@ -1,4 +1,4 @@
-"""`ModelType`: a row of the registry, which says everything that is true of one model type."""
+"""`ModelType`: all that is known of one type of published models, such as "llama"."""
 
 import enum
 from collections.abc import Collection, Mapping
@@ -103,7 +103,7 @@ class ModelType(NamedTuple):
         has_alibi: Whether attention is biased by `alibi_bias`.
         entries: Entries that the type reads, with their defaults. Two sorts are left out: the
             entries that all types with a part read (see `READS` in layer_parts.py), if they have
-            the usual default, and the entries that other fields of the row name.
+            the usual default, and the entries that other fields name.
         unread: Entries that types with these parts read, but this type does not. They have their
             defaults.
         no_effect: Entries that change nothing in this type, although they would in another type.
@@ -152,7 +152,7 @@ class ModelType(NamedTuple):
     no_output: str = ""
 
     def but(self, **changes: Any) -> "ModelType":
-        """Returns this row with changes: of fields, or else of entries with their defaults.
+        """Returns this type with changes: of fields, or else of entries with their defaults.
 
         `LLAMA.but(is_causal=False, rope_theta=5.0)` changes a field and the default of an entry.
         """
@@ -199,7 +199,7 @@ class ModelType(NamedTuple):
         return names
 
     def has_no_effect(self, entry: str) -> bool:
-        """Returns whether the row says that an entry changes nothing.
+        """Returns whether this type says, in `no_effect`, that an entry changes nothing.
 
         An entry inside an object is named after the object, such as "rope_scaling: interleaved".
         """
@@ -222,7 +222,7 @@ class ModelType(NamedTuple):
         if object_name:
             return name_inside in IN_ROTATIONS
         name = ENTRY_OF_NAME.get(entry, entry)
-        # The row says already that heads rotate.
+        # This type says already that heads rotate.
         if name == "position_embedding_type":
             return value == "rope" and self.rotary != ""
         # A window's rotation says nothing of a type without windows.

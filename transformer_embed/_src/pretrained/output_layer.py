@@ -65,16 +65,16 @@ def _why_missing(
     file: Published, values: Options, shapes: Shapes, output: OutputConfig
 ) -> str | None:
     """Returns why there is no output layer, or None if there is one."""
-    row = file.row
+    model_type = file.model_type
     rows, width = shapes[TOKENS]
     is_of_decoder = not output.tied or values["share_encoder_decoder_embeddings"] is False
     # An `OutputConfig` has the vocabulary and the width of the token table.
     needed_shapes = {OUTPUT_TABLE: (rows, width), OUTPUT_BIAS: (1, rows)}
     misfits = [name for name, shape in needed_shapes.items() if shapes.get(name, shape) != shape]
     reason = None
-    if row.no_output:
-        reason = row.no_output
-    elif row.has_stacks and file.side == STACKS[0] and is_of_decoder:
+    if model_type.no_output:
+        reason = model_type.no_output
+    elif model_type.has_stacks and file.side == STACKS[0] and is_of_decoder:
         reason = f"it is the decoder's, which stack={STACKS[1]!r} loads"
     elif not output.tied and OUTPUT_TABLE not in shapes:
         # A model that GPTQ quantized has tensors of other names in place of the output table.

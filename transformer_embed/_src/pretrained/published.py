@@ -9,7 +9,7 @@ from transformer_embed._src import arguments
 from transformer_embed._src.pretrained.entries import Options
 from transformer_embed._src.pretrained.layer_parts import STACKS
 from transformer_embed._src.pretrained.model_type import ModelType
-from transformer_embed._src.pretrained.registry import is_known_outside, row_of
+from transformer_embed._src.pretrained.registry import is_known_outside, model_type_or_none
 from transformer_embed._src.pretrained.tensors import Tensors
 
 
@@ -25,8 +25,8 @@ class Published(NamedTuple):
         path: The path of config.json.
         entries: The entries of config.json for the text model.
         settings: The caller's `settings`, without the type. They go before `entries`.
-        model_type: The type of the text model in config.json, or None.
-        row: The row of the type in `settings`, or else of `model_type`.
+        type_in_config: The `model_type` of the text model in config.json, or None.
+        model_type: What is known of the type that `settings` name, or else of `type_in_config`.
         outer: The type of the model around the text model. If the text model is the whole model,
             None.
         part: The caller's `part`, or None.
@@ -39,8 +39,8 @@ class Published(NamedTuple):
     path: pathlib.Path
     entries: Options
     settings: Options
-    model_type: Any
-    row: ModelType
+    type_in_config: Any
+    model_type: ModelType
     outer: str | None
     part: str | None
     length: int | None
@@ -48,7 +48,7 @@ class Published(NamedTuple):
     @property
     def place(self) -> str:
         """Where the entries are, for errors: the path of config.json, and the type of the model."""
-        return f"{self.path}, for a model {self.row.name}"
+        return f"{self.path}, for a model {self.model_type.name}"
 
 
 def open_published(
@@ -61,7 +61,7 @@ def open_published(
     length: int | None,
     part: str | None,
 ) -> Published:
-    """Returns the files of a published model, with the row of the model's type.
+    """Returns the files of a published model, and what is known of the model type.
 
     Args:
         path: The path of config.json, for errors.
@@ -80,18 +80,18 @@ def open_published(
     """
     side = arguments.choice("stack", STACKS[0] if stack is None else stack, STACKS)
     outer_entries, text_entries = _part(path, whole, part)
-    model_type = text_entries.get("model_type") or outer_entries.get("model_type")
+    type_in_config = text_entries.get("model_type") or outer_entries.get("model_type")
     is_whole_model = text_entries is outer_entries
     outer = None if is_whole_model else str(outer_entries.get("model_type"))
     settings = dict(settings or {})
     type_in_settings = settings.pop("model_type", None)
-    row = _known_row(path, type_in_settings or model_type, tensors)
-    if not row.has_stacks:
-        arguments.check_left_out("stack", stack, f"{row.name} has one stack")
+    model_type = _known_model_type(path, type_in_settings or type_in_config, tensors)
+    if not model_type.has_stacks:
+        arguments.check_left_out("stack", stack, f"{model_type.name} has one stack")
     if part is None and outer is not None and not is_known_outside(outer):
         message = (
             f"{path}: the model type {outer!r} is not known, so what was read is its text_config, "
-            f"a model {row.name} (part='text_config' says that this is meant)"
+            f"a model {model_type.name} (part='text_config' says that this is meant)"
         )
         # The line that is shown is the caller's of load_embedder or load_config.
         warnings.warn(message, stacklevel=3)
@@ -102,25 +102,25 @@ def open_published(
         path=path,
         entries=_joined_entries(outer_entries, text_entries, outer),
         settings=settings,
+        type_in_config=type_in_config,
         model_type=model_type,
-        row=row,
         outer=outer,
         part=part,
         length=length,
     )
 
 
-def _known_row(path: pathlib.Path, model_type: Any, tensors: Tensors) -> ModelType:
-    """Returns the row of a type, or raises an error that says how to load an unknown one."""
-    row = row_of(model_type)
-    if row is not None:
-        return row
+def _known_model_type(path: pathlib.Path, type_name: Any, tensors: Tensors) -> ModelType:
+    """Returns a known type, or raises an error that says how to load a model of an unknown one."""
+    model_type = model_type_or_none(type_name)
+    if model_type is not None:
+        return model_type
     want = f"the type of a known model, from settings or {path}"
     if not tensors.files:
         # `load_config` takes no names, because it reads no tensors.
         step = "make an EmbedderConfig yourself"
-        raise arguments.value_error("model_type", want, f"{model_type!r}; {step}")
-    got = f"{model_type!r}; {BY_HAND} ({tensors.listed()})"
+        raise arguments.value_error("model_type", want, f"{type_name!r}; {step}")
+    got = f"{type_name!r}; {BY_HAND} ({tensors.listed()})"
     raise arguments.value_error("model_type", want, got)
 
 

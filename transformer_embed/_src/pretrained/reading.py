@@ -16,7 +16,7 @@ from transformer_embed._src.pretrained.files import call_with_named_errors, read
 from transformer_embed._src.pretrained.layer_parts import STACKS
 from transformer_embed._src.pretrained.model_type import ModelType
 from transformer_embed._src.pretrained.parameters import TRANSPOSED
-from transformer_embed._src.pretrained.registry import row_of
+from transformer_embed._src.pretrained.registry import model_type_or_none
 from transformer_embed._src.pretrained.tensors import Tensors, aligned_zeros, dtype_of, open_tensors
 
 
@@ -62,9 +62,9 @@ class Checkpoint:
         (8,)
     """
 
-    def __init__(self, tensors: Tensors, row: ModelType | None):
+    def __init__(self, tensors: Tensors, model_type: ModelType | None):
         self._tensors = tensors
-        self._row = row
+        self._model_type = model_type
         self.names: Sequence[str] = sorted(tensors.files)
 
     def __repr__(self) -> str:
@@ -83,7 +83,7 @@ class Checkpoint:
         return TensorFacts(
             shape=entry.shape,
             dtype=dtype_of(entry),
-            is_transposed=_is_transposed(name, entry.shape, self._row),
+            is_transposed=_is_transposed(name, entry.shape, self._model_type),
         )
 
     def read(
@@ -182,7 +182,7 @@ def _read_part_of_matrix(
     return part
 
 
-def _is_transposed(name: str, shape: tuple[int, ...], row: ModelType | None) -> bool | None:
+def _is_transposed(name: str, shape: tuple[int, ...], model_type: ModelType | None) -> bool | None:
     """Returns whether a tensor is the weight of a linear layer that is stored as [out, in].
 
     None if it is no weight of a linear layer, or if the name and the model's type do not say.
@@ -192,14 +192,22 @@ def _is_transposed(name: str, shape: tuple[int, ...], row: ModelType | None) -> 
         return None
     if leaf in ("kernel", "w"):
         return False
-    if leaf != "weight" or row is None or _is_table(module, row):
+    if leaf != "weight" or model_type is None or _is_table(module, model_type):
         return None
-    return not row.has_conv1d
+    return not model_type.has_conv1d
 
 
-def _is_table(module: str, row: ModelType) -> bool:
+def _is_table(module: str, model_type: ModelType) -> bool:
     """Returns whether a module of a model of this type is a table, and not a linear layer."""
-    modules_of_tables = f"{row.tokens} {row.positions} {row.token_types} {row.bias} {row.head}"
+    modules_of_tables = " ".join(
+        [
+            model_type.tokens,
+            model_type.positions,
+            model_type.token_types,
+            model_type.bias,
+            model_type.head,
+        ]
+    )
     for stack in STACKS:
         for table in modules_of_tables.format(stack=stack).split():
             if f".{module}".endswith(f".{table}"):
@@ -243,7 +251,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     config_path = tensors.path.parent / "config.json"
     entries = read_json_if_there(config_path)
     text_entries = entries.get("text_config")
-    model_type = entries.get("model_type")
+    type_name = entries.get("model_type")
     if isinstance(text_entries, Mapping):
-        model_type = text_entries.get("model_type") or model_type
-    return Checkpoint(tensors, row_of(model_type))
+        type_name = text_entries.get("model_type") or type_name
+    return Checkpoint(tensors, model_type_or_none(type_name))

@@ -59,7 +59,7 @@ def recognised(file: Published, *, is_tied: bool) -> Recognised:
         if ADAPTED.match(name):
             raise arguments.value_error(tensors.path, "a whole model", f"{name}, of {ADAPTER}")
     matches = _names_by_prefix(file)
-    if not matches and is_tied and not file.row.has_stacks:
+    if not matches and is_tied and not file.model_type.has_stacks:
         matches = _names_by_prefix_of_head(file)
     if len(matches) != 1:
         raise _not_one_model(file, matches)
@@ -93,7 +93,7 @@ def _names_by_prefix(file: Published) -> dict[str, dict[str, str]]:
     outside_layers = {prefix for prefix in prefixes if not re.search(r"\b\d+\.", prefix)}
     matches = {}
     for prefix in sorted(outside_layers or prefixes):
-        names = file.row.tensors(file.tensors.files, file.side, prefix)
+        names = file.model_type.tensors(file.tensors.files, file.side, prefix)
         if names:
             matches[prefix] = names
     return matches
@@ -101,7 +101,7 @@ def _names_by_prefix(file: Published) -> dict[str, dict[str, str]]:
 
 def _names_by_prefix_of_head(file: Published) -> dict[str, dict[str, str]]:
     """Returns what `_names_by_prefix` does, if the token table is under the head's name alone."""
-    table_module = file.row.tokens.split()[0]
+    table_module = file.model_type.tokens.split()[0]
     # The names of the numbered layers say the prefix. They begin as the table's name would, with
     # the stack that the table is in: "decoder." for "decoder.embed_tokens".
     stack = table_module.removesuffix(table_module.rpartition(".")[2])
@@ -112,7 +112,7 @@ def _names_by_prefix_of_head(file: Published) -> dict[str, dict[str, str]]:
             prefixes.add(in_layer[1].removesuffix(stack))
     for prefix in (*sorted(prefixes), ""):
         files_with_table = {*file.tensors.files, f"{prefix}{table_module}.weight"}
-        names = file.row.tensors(files_with_table, file.side, prefix)
+        names = file.model_type.tensors(files_with_table, file.side, prefix)
         if OUTPUT_TABLE in names:
             names[TOKENS] = names.pop(OUTPUT_TABLE)
             return {prefix: names}
@@ -121,14 +121,14 @@ def _names_by_prefix_of_head(file: Published) -> dict[str, dict[str, str]]:
 
 def _names_of_table(file: Published) -> list[str]:
     """Returns the names that the tensor of the token table may have, without a prefix."""
-    return [f"{module}.weight" for module in file.row.table_modules(file.side)]
+    return [f"{module}.weight" for module in file.model_type.table_modules(file.side)]
 
 
 def _not_one_model(file: Published, matches: Mapping[str, Mapping[str, str]]) -> ValueError:
     """Returns the error for a file with no model of this type, or with several."""
-    row, tensors = file.row, file.tensors
-    side = f" (its {file.side}; `stack` says which)" if row.has_stacks else ""
-    want = f"the tensors of one model {row.name}{side}, or {BY_HAND}"
+    model_type, tensors = file.model_type, file.tensors
+    side = f" (its {file.side}; `stack` says which)" if model_type.has_stacks else ""
+    want = f"the tensors of one model {model_type.name}{side}, or {BY_HAND}"
     if matches:
         got = f"those under {[*matches]} (`part` chooses)"
         return arguments.value_error(tensors.path, want, got)
@@ -140,17 +140,17 @@ def _not_one_model(file: Published, matches: Mapping[str, Mapping[str, str]]) ->
 
 def _check_read(file: Published, prefix: str, names_read: set[str]) -> None:
     """Raises a ValueError for a tensor of the input layer that is not among `names_read`."""
-    row, tensors = file.row, file.tensors
-    ignored_modules = {*row.no_effect.split()}
+    model_type, tensors = file.model_type, file.tensors
+    ignored_modules = {*model_type.no_effect.split()}
     # The tensors of the other stack are beside the ones of this stack.
-    first_module, _, _ = row.tokens.format(stack=file.side).partition(".")
+    first_module, _, _ = model_type.tokens.format(stack=file.side).partition(".")
     if first_module in STACKS:
         ignored_modules |= {*STACKS} - {first_module}
     for name in sorted({*tensors.files} - names_read):
         below = name.removeprefix(prefix)
         is_ignored = not name.startswith(prefix) or ignored_modules & {*below.split(".")}
         if not is_ignored and BESIDE_TABLE.match(below):
-            want = f"an input layer like that of {row.name}, or {BY_HAND}"
+            want = f"an input layer like that of {model_type.name}, or {BY_HAND}"
             raise arguments.value_error(tensors.path, want, f"also {name}, which is not read")
 
 
@@ -191,7 +191,8 @@ def tensors_beside_head(file: Published, model: Recognised) -> list[str]:
             others.append(name)
     if others and file.part is None:
         want = (
-            f"a known model around {file.row.name} (part='text_config' reads the text model alone)"
+            f"a known model around {file.model_type.name} "
+            "(part='text_config' reads the text model alone)"
         )
         got = f"{file.outer!r}, with {others[0]} beside the output layer"
         raise arguments.value_error(file.path, want, got)
@@ -204,7 +205,7 @@ def _prefix_of_head(file: Published, names: Mapping[str, str]) -> str:
     A tied head may have no tensor. It would be outside of all modules, so its prefix is "".
     """
     head = names.get(OUTPUT_TABLE, "")
-    for module in file.row.head.split():
+    for module in file.model_type.head.split():
         if head.endswith(f"{module}.weight"):
             return head.removesuffix(f"{module}.weight")
     return ""

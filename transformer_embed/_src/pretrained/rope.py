@@ -87,12 +87,12 @@ MOST_CHANNELS = 8192
 # --- The rotation of a layer.
 
 
-def rotation(row: ModelType, values: Options, kind: str) -> dict[str, Any]:
+def rotation(model_type: ModelType, values: Options, kind: str) -> dict[str, Any]:
     """Returns the keyword arguments of `apply_rotary` for a kind of layers.
 
     Arguments that are not needed are left out, so that `apply_rotary` uses its defaults.
     """
-    names = _entries_of_kind(row, kind)
+    names = _entries_of_kind(model_type, kind)
     in_scaling = values[names.scaling] or {}
     rotary_dim = _rotary_dim(values, names.share)
     is_proportional = in_scaling.get("rope_type") == PROPORTIONAL
@@ -100,28 +100,28 @@ def rotation(row: ModelType, values: Options, kind: str) -> dict[str, Any]:
     arguments_of_rotary = {
         # Sliding layers without a base of their own rotate by the base of the full layers.
         "base": values[names.base] or values["rope_theta"],
-        "layout": _layout(row, values),
+        "layout": _layout(model_type, values),
         "scaling": scaling(in_scaling, values),
-        "pair_axes": _pair_axes(row, values["mrope_section"], rotated_channels),
+        "pair_axes": _pair_axes(model_type, values["mrope_section"], rotated_channels),
         "partial": PROPORTIONAL if is_proportional and rotary_dim else None,
         "rotary_dim": rotary_dim,
     }
     return {name: value for name, value in arguments_of_rotary.items() if value is not None}
 
 
-def _entries_of_kind(row: ModelType, kind: str) -> RotationEntries:
+def _entries_of_kind(model_type: ModelType, kind: str) -> RotationEntries:
     """Returns the names of the entries for the rotation of a kind of layers."""
-    if COMPRESSED_BASE in row.entries:
+    if COMPRESSED_BASE in model_type.entries:
         return OF_UNCOMPRESSED if kind == SLIDING else OF_COMPRESSED
-    return OF_SLIDING if kind == SLIDING and LOCAL in row.entries else USUAL
+    return OF_SLIDING if kind == SLIDING and LOCAL in model_type.entries else USUAL
 
 
-def _layout(row: ModelType, values: Options) -> str:
+def _layout(model_type: ModelType, values: Options) -> str:
     """Returns the layout: the row names it, or an entry that says whether it is interleaved."""
-    is_name_of_entry = row.rotary in values
+    is_name_of_entry = model_type.rotary in values
     if not is_name_of_entry:
-        return row.rotary
-    return "interleaved" if values[row.rotary] else "half"
+        return model_type.rotary
+    return "interleaved" if values[model_type.rotary] else "half"
 
 
 def _rotary_dim(values: Options, share: str) -> int | None:
@@ -148,7 +148,7 @@ def head_dim(values: Options) -> int | None:
 
 
 def _pair_axes(
-    row: ModelType, sections: tuple[int, ...] | None, rotated_channels: int | None
+    model_type: ModelType, sections: tuple[int, ...] | None, rotated_channels: int | None
 ) -> tuple[int, ...] | None:
     """Returns, for each channel pair, the axis of the positions that rotates the pair.
 
@@ -163,7 +163,7 @@ def _pair_axes(
         "mrope_section: its sum", sum(sections), at_most=MOST_CHANNELS
     )
     pair_axes: list[int] = []
-    if row.sections == CONSECUTIVE:
+    if model_type.sections == CONSECUTIVE:
         for axis, pairs_of_axis in enumerate(sections):
             pair_axes += [axis] * pairs_of_axis
         return tuple(pair_axes)
@@ -252,7 +252,7 @@ def merged(in_file: Options, settings: Options) -> dict[str, Any]:
 # --- Objects for rotations, as entries at the top level.
 
 
-def without_objects(row: ModelType, entries: Options) -> dict[str, Any]:
+def without_objects(model_type: ModelType, entries: Options) -> dict[str, Any]:
     """Returns the entries of a config.json or of settings, without objects for rotations.
 
     What such an object holds is then beside the other entries: {"rope_parameters": {"rope_type":
@@ -268,41 +268,41 @@ def without_objects(row: ModelType, entries: Options) -> dict[str, Any]:
     source = "rope_parameters"
     objects: dict[str, Any] = {}
     if source in entries:
-        objects = _objects_of_rotations(row, source, result.pop(source))
-    for rotation_name, names in _rotations(row).items():
+        objects = _objects_of_rotations(model_type, source, result.pop(source))
+    for rotation_name, names in _rotations(model_type).items():
         scaling_object = result.pop(names.scaling, None)
         has_no_other = names.scaling in entries and rotation_name not in objects
         if scaling_object or has_no_other:
             if rotation_name == COMPRESS:
                 scaling_object = _as_compressed(names.scaling, scaling_object)
-            result |= _taken_apart(row, names, names.scaling, scaling_object)
+            result |= _taken_apart(model_type, names, names.scaling, scaling_object)
         elif rotation_name in objects:
-            result |= _taken_apart(row, names, source, objects[rotation_name])
+            result |= _taken_apart(model_type, names, source, objects[rotation_name])
     return result
 
 
-def _rotations(row: ModelType) -> dict[str, RotationEntries]:
+def _rotations(model_type: ModelType) -> dict[str, RotationEntries]:
     """Returns the names of the entries for each rotation that a model of this type has.
 
     The keys are the names that the rotations have in `rope_parameters`. If there is only one
     rotation, it has no name there, and its key is "full_attention".
     """
-    if COMPRESSED_BASE in row.entries:
+    if COMPRESSED_BASE in model_type.entries:
         return {MAIN: OF_UNCOMPRESSED, COMPRESS: OF_COMPRESSED}
-    if LOCAL in row.entries:
+    if LOCAL in model_type.entries:
         return {FULL: USUAL, SLIDING: OF_SLIDING}
     return {FULL: USUAL}
 
 
-def _objects_of_rotations(row: ModelType, source: str, value: Any) -> dict[str, Any]:
+def _objects_of_rotations(model_type: ModelType, source: str, value: Any) -> dict[str, Any]:
     """Returns the object of each rotation in `rope_parameters`, by the keys of `_rotations`.
 
     Args:
-        row: The row of the model type.
+        model_type: What is known of the model type.
         source: The name of the entry, for errors.
         value: The value of the entry.
     """
-    names = [*_rotations(row)]
+    names = [*_rotations(model_type)]
     if len(names) == 1:
         return {FULL: value}
     objects = dict(_object(source, value))
@@ -339,14 +339,16 @@ def _object(name: str, value: Any) -> Options:
     return arguments.instance(name, value, Mapping | None, "an object") or {}
 
 
-def _taken_apart(row: ModelType, names: RotationEntries, source: str, value: Any) -> dict[str, Any]:
+def _taken_apart(
+    model_type: ModelType, names: RotationEntries, source: str, value: Any
+) -> dict[str, Any]:
     """Returns the entries of the object of one rotation, for the top level.
 
     These are the base, the share and so on under `names`, an object of the scaling alone, and the
     entries that are not known, named after the object.
 
     Args:
-        row: The row of the model type.
+        model_type: What is known of the model type.
         names: The names that the entries get at the top level.
         source: The name of the object, for errors and for entries that are not known.
         value: The object, or None.
@@ -358,7 +360,7 @@ def _taken_apart(row: ModelType, names: RotationEntries, source: str, value: Any
     for name, usual_name in zip(names, USUAL, strict=True):
         if name and name != names.scaling and usual_name in unread:
             entries[name] = unread.pop(usual_name)
-    names_in_scaling = [*NAMES_IN_SCALING, "alpha"] if row.has_alpha else NAMES_IN_SCALING
+    names_in_scaling = [*NAMES_IN_SCALING, "alpha"] if model_type.has_alpha else NAMES_IN_SCALING
     in_scaling = {key: unread.pop(key) for key in names_in_scaling if key in unread}
     # If the object says only a base or a share, the scaling of another source stays as it is.
     if in_scaling or not entries:
