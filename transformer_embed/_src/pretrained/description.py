@@ -1,4 +1,8 @@
-"""What config.json and tensors say together: the description of a published model's layer."""
+"""What config.json and tensors say together: the description of a published model's layer.
+
+In this file, `values` has the checked value of each entry of config.json, by the names in `ENTRIES`
+(see `entry_values`), and `shapes` has the shape of each parameter, by the parameter's path.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -28,8 +32,8 @@ from transformer_embed._src.pretrained.output_layer import Shapes, find_output_l
 from transformer_embed._src.pretrained.parameters import PretrainedInput
 from transformer_embed._src.pretrained.published import Published
 from transformer_embed._src.pretrained.recognition import (
+    find_layer_tensors,
     number_of_layers,
-    recognised,
     tensors_beside_head,
 )
 
@@ -38,11 +42,11 @@ def describe_published(file: Published) -> PretrainedInput:
     """Returns the input layer of a published checkpoint, without its parameters.
 
     Warns:
-        UserWarning: config.json has entries that are not known.
+        UserWarning: config.json has entries that are not known. (`entry_values` warns.)
     """
     tensors = file.tensors
     values = entry_values(file)
-    model = recognised(file, is_tied=values["tie_word_embeddings"] is True)
+    model = find_layer_tensors(file, is_tied=values["tie_word_embeddings"] is True)
     beside_head = tensors_beside_head(file, model)
     # The name of each parameter's tensor, by the parameter's path.
     names = model.names
@@ -56,7 +60,7 @@ def describe_published(file: Published) -> PretrainedInput:
     layer_count = number_of_layers(tensors, model.prefix + stack)
     dtype = tensors.dtype(names[TOKENS])
     pretrained = call_with_named_errors(
-        f"settings and {file.place}", _described, file, values, shapes, dtype, layer_count
+        f"settings and {file.where}", _describe, file, values, shapes, dtype, layer_count
     )
     if beside_head and pretrained.config.output is not None:
         config = dataclasses.replace(pretrained.config, output=None)
@@ -73,19 +77,21 @@ def describe_config(file: Published) -> PretrainedInput:
     """Returns the input layer that a config.json describes, without any tensors.
 
     Warns:
-        UserWarning: config.json has entries that are not known.
+        UserWarning: config.json has entries that are not known. (`entry_values` warns.)
     """
     values = entry_values(file)
-    entries = file.entries
-    dtype = entries.get("dtype") or entries.get("torch_dtype") or "float32"
+    # An error in this call is about an entry of settings or of config.json, so it names both.
+    return call_with_named_errors(
+        f"settings and {file.where}", _describe_without_tensors, file, values
+    )
 
-    def described() -> PretrainedInput:
-        """Returns the layer; errors here are about entries of settings or config.json."""
-        layer_count = count("num_hidden_layers", _layer_count_in_config(file, values))
-        shapes = _shapes_in_config(file.model_type, values)
-        return _described(file, values, shapes, dtype, layer_count)
 
-    return call_with_named_errors(f"settings and {file.place}", described)
+def _describe_without_tensors(file: Published, values: Options) -> PretrainedInput:
+    """Returns the input layer whose sizes and dtype are the ones that config.json says."""
+    dtype = file.entries.get("dtype") or file.entries.get("torch_dtype") or "float32"
+    layer_count = count("num_hidden_layers", _layer_count_in_config(file, values))
+    shapes = _shapes_in_config(file.model_type, values)
+    return _describe(file, values, shapes, dtype, layer_count)
 
 
 def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -109,9 +115,9 @@ def _shapes_in_config(model_type: ModelType, values: Options) -> dict[str, tuple
     """
     may_lack = tuple(model_type.may_lack.split())
     width = "embedding_size" if model_type.widen else "hidden_size"
-    # The entry that has the number of rows of each parameter. A norm has no rows, and its shape is
-    # not used: it only says that there is a norm.
-    entry_of_rows = {
+    # For each parameter, the entry that has the parameter's number of table rows. A norm has no
+    # rows. Its shape only says that there is a norm.
+    entry_with_row_count = {
         TOKENS: _vocabulary(values),
         POSITIONS: "max_position_embeddings",
         TOKEN_TYPES: "type_vocab_size",
@@ -121,9 +127,10 @@ def _shapes_in_config(model_type: ModelType, values: Options) -> dict[str, tuple
         OUTPUT_TABLE: _vocabulary(values),
     }
     shapes = {}
-    for name, entry in entry_of_rows.items():
+    for name, entry in entry_with_row_count.items():
         part, _ = TENSORS[name]
-        if not getattr(model_type, part) or values[entry] == 0:
+        type_has_part = bool(getattr(model_type, part))
+        if not type_has_part or values[entry] == 0:
             continue
         if name in (POSITIONS, NORM_SCALE) and name.endswith(may_lack):
             want = f"a checkpoint, since config.json does not say whether it has {name}"
@@ -149,7 +156,7 @@ def _vocabulary(values: Options) -> str:
 # --- Parts of the layer.
 
 
-def _described(
+def _describe(
     file: Published, values: Options, shapes: Shapes, dtype: Any, layer_count: int
 ) -> PretrainedInput:
     """Returns the input layer, without the parameters and the names of their tensors.
@@ -211,9 +218,9 @@ def _check_sizes(values: Options, sizes: Mapping[str, int]) -> None:
 
 def _scale(model_type: ModelType, values: Options) -> Any:
     """Returns the scale of the tokens, as `EmbedderConfig` takes it."""
-    # The row has the scale, or the name of the entry that has it.
+    # `model_type.scale` is the scale, or the name of the entry that has the scale.
     scale = values.get(model_type.scale, model_type.scale)
-    # A bool says whether there is a scale, which is then the usual one.
+    # A bool says whether tokens are scaled by the usual factor.
     if isinstance(scale, bool):
         return "sqrt_d_model" if scale else 1.0
     return scale
@@ -223,21 +230,26 @@ def _scheme(model_type: ModelType, values: Options, shapes: Shapes) -> PositionS
     """Returns the position scheme, or None if no positions are added to tokens."""
     if model_type.sinusoids is None and POSITIONS not in shapes:
         return None
-    start = model_type.start
-    if isinstance(start, str):
-        start = arguments.integer(start, values[start]) + 1
+    max_len = values["max_position_embeddings"]
+    if isinstance(model_type.start, str):
+        # `start` is the name of the entry that has the id of padding. Positions start after this
+        # id (RoBERTa), and config.json counts all rows of the table of positions.
+        entry_with_padding_id = model_type.start
+        padding_id = arguments.integer(entry_with_padding_id, values[entry_with_padding_id])
+        first_position = padding_id + 1
+    else:
+        # Positions start at a fixed number (OPT), and config.json leaves out the rows before it.
+        first_position = model_type.start
+        max_len = None if max_len is None else max_len + first_position
+    options: dict[str, Any] = {"start": first_position}
     pad_id = values["pad_token_id"]
-    options: dict[str, Any] = {"start": start}
     if pad_id is not None:
-        options |= {"at_padding": start - 1, "pad_id": pad_id}
+        # Padding tokens have the position before the first one.
+        options["at_padding"] = first_position - 1
+        options["pad_id"] = pad_id
     if model_type.sinusoids is not None:
         return dataclasses.replace(model_type.sinusoids, **options)
-    max_len = values["max_position_embeddings"]
-    # If positions start after the padding id (RoBERTa), config.json counts all rows of the table.
-    # If they start at a fixed number (OPT), config.json leaves out the rows before the start.
-    if max_len is not None and not isinstance(model_type.start, str):
-        max_len += model_type.start
-    # A table of another size than config.json says is refused later, by its shape.
+    # If config.json and the table differ in size, `check_tensors` later refuses the table.
     rows_of_table, _ = shapes[POSITIONS]
     return Learned(max_len or rows_of_table, **options)
 
@@ -250,8 +262,8 @@ def _bias(model_type: ModelType, values: Options, shapes: Shapes) -> Options | N
     if BIAS not in shapes:
         return None
     buckets, heads = shapes[BIAS]
-    # Where config.json has a size, this size is returned: `check_tensors` then refuses a tensor of
-    # another shape. T5's decoder is causal, and T5's encoder is not.
+    # If config.json has a size, this size is returned, so `check_tensors` refuses a tensor of
+    # another shape. T5's decoder is causal, and T5's encoder is bidirectional.
     return {
         "num_heads": values["num_attention_heads"] or heads,
         "num_buckets": values["relative_attention_num_buckets"] or buckets,

@@ -1,4 +1,7 @@
-"""The values of the entries of config.json: of settings, of the file, and defaults."""
+"""The value of each entry of config.json: from settings, from the file, or a default.
+
+An entry has one name here, a key of `ENTRIES`, although files may have other names for it.
+"""
 
 import warnings
 from typing import Any, NamedTuple
@@ -25,11 +28,11 @@ class ReadEntries(NamedTuple):
 
 
 def entry_values(file: Published) -> dict[str, Any]:
-    """Returns the values of all entries in `ENTRIES`, and three more.
+    """Returns the checked value of each entry in `ENTRIES`, by name, and three more values.
 
-    Settings go before config.json, and config.json before defaults. None is the value of an entry
-    that says nothing. The three more are the "length" of the longest text, the "side" (the stack
-    that is read), and the entries of "attention".
+    Settings go before config.json, and config.json before defaults. The value is None if an entry
+    is left out and has no default. The three more are the "length" of the longest text, the "side"
+    (the stack that is read), and "attention", a dict of the entries that are about attention.
 
     Raises:
         ValueError: an entry is wrong, missing, or refused; settings have an entry that is not read.
@@ -51,19 +54,17 @@ def entry_values(file: Published) -> dict[str, Any]:
 
 
 def _check_not_missing(file: Published, values: Options, given: Options) -> None:
-    """Raises a ValueError if an entry is neither given nor has a default that is sure.
+    """Raises a ValueError if an entry is left out and its default may be wrong for this file.
 
-    The defaults of the type are sure if config.json names this type. Otherwise the file may be of
-    another type, with other defaults, so only harmless entries have theirs.
+    The defaults of a type are right if config.json names this type. Otherwise the file may be of
+    another type, with other defaults, so only entries that change no embeddings have a default.
     """
     model_type = file.model_type
     missing = []
     for entry, names in model_type.names_of_entries().items():
-        default_is_sure = file.type_in_config == model_type.name or ENTRIES[entry].is_harmless
-        has_unsure_default = (
-            entry not in given and not default_is_sure and values[entry] is not None
-        )
-        if values[entry] is REQUIRED or has_unsure_default:
+        default_is_right = file.type_in_config == model_type.name or ENTRIES[entry].is_harmless
+        uses_default = entry not in given and values[entry] is not None
+        if values[entry] is REQUIRED or (uses_default and not default_is_right):
             missing.append(names[0])
     if missing:
         listed = ", ".join(sorted(missing))
@@ -71,7 +72,7 @@ def _check_not_missing(file: Published, values: Options, given: Options) -> None
         raise arguments.value_error(file.path, want, f"model_type {file.type_in_config!r} there")
 
 
-def read(model_type: ModelType, entries: Options) -> ReadEntries:
+def read_entries(model_type: ModelType, entries: Options) -> ReadEntries:
     """Returns what a model type reads of the entries of a config.json or of settings."""
     names_of_entries = model_type.names_of_entries()
     unread = {**entries}
@@ -82,44 +83,54 @@ def read(model_type: ModelType, entries: Options) -> ReadEntries:
             # The first name goes before the others, but a null there does not hide their value.
             values[entry] = next((value for value in values_of_names if value is not None), None)
     if model_type.rotary:
-        # The checks below are of entries at the top level.
-        values = rope.without_objects(model_type, values)
+        # The checks below are for entries at the top level.
+        values = rope.flatten_rotations(model_type, values)
     for entry in [*values]:
         if entry not in names_of_entries:
             unread[entry] = values.pop(entry)
     for entry, value in values.items():
-        # null is a value of an entry without a default.
+        # If an entry has no default, null says the same as leaving the entry out.
         if value is not None or entry in ENTRY_DEFAULTS:
             values[entry] = ENTRIES[entry].check(entry, value)
     return ReadEntries(values=values, unread=unread)
 
 
 def _given_values(file: Published) -> dict[str, Any]:
-    """Returns the values that settings or config.json have; settings go before config.json."""
+    """Returns the values that settings or config.json have, without any defaults.
+
+    Settings go before config.json. Entries that are not read are refused, or the caller is warned.
+    """
     model_type = file.model_type
-    in_file = call_with_named_errors(file.place, read, model_type, file.entries)
-    settings = call_with_named_errors("settings", read, model_type, file.settings)
-    unread = _unread_but_for_nulls(file, in_file.unread, settings.unread)
+    in_file = call_with_named_errors(file.where, read_entries, model_type, file.entries)
+    settings = call_with_named_errors("settings", read_entries, model_type, file.settings)
+    unread = _unread_after_settings(file, in_file.unread, settings.unread)
     _check_unread(file, unread)
-    values = settings.values
+    values_of_settings = settings.values
     for entry in rope.ENTRIES_OF_SCALINGS:
-        if values.get(entry):
-            values[entry] = rope.merged(in_file.values.get(entry) or {}, values[entry])
-    # A trained length inside the scaling of settings goes before one beside the scaling of
-    # config.json.
-    trained_length = values.get("rope_scaling", {}).get(rope.ORIGINAL)
+        if values_of_settings.get(entry):
+            scaling_in_file = in_file.values.get(entry) or {}
+            scaling_in_settings = values_of_settings[entry]
+            values_of_settings[entry] = rope.merge_scalings(scaling_in_file, scaling_in_settings)
+    # A trained length inside the scaling of settings goes before a trained length at the top level
+    # of config.json.
+    trained_length = values_of_settings.get("rope_scaling", {}).get(rope.TRAINED_LENGTH)
     if trained_length is not None:
-        values.setdefault(rope.ORIGINAL, trained_length)
-    return in_file.values | values
+        values_of_settings.setdefault(rope.TRAINED_LENGTH, trained_length)
+    return in_file.values | values_of_settings
 
 
-def _unread_but_for_nulls(
+def _unread_after_settings(
     file: Published, unread: Options, unread_settings: Options
 ) -> dict[str, Any]:
-    """Returns the unread entries of config.json, without the ones for which settings have None.
+    """Returns the unread entries of config.json that settings do not take away with a None.
+
+    Args:
+        file: The files of the model.
+        unread: The entries of config.json that the model type does not read.
+        unread_settings: The entries of settings that the model type does not read.
 
     Raises:
-        ValueError: settings have an entry that is not read, and that config.json does not have.
+        ValueError: an entry of settings has no effect.
     """
     model_type = file.model_type
     left = dict(unread)
@@ -142,17 +153,18 @@ def _check_unread(file: Published, unread: Options) -> None:
     status = {name: file.model_type.status(name, value) for name, value in unread.items()}
     refused = [name for name in unread if status[name] is EntryStatus.REFUSED]
     unknown = [name for name in unread if status[name] is EntryStatus.UNKNOWN]
+    # In settings, None for an entry takes this entry of config.json away.
     if refused:
         want = (
-            "no entry that concerns the layer and is not read (if they mean nothing here: "
+            "only entries that can be read (to ignore the others, if they mean nothing here: "
             f"settings={dict.fromkeys(refused)})"
         )
         got = ", ".join(f"{name}: {unread[name]!r}" for name in refused)
-        raise arguments.value_error(file.place, want, got)
+        raise arguments.value_error(file.where, want, got)
     if unknown:
         message = (
-            f"{file.place}: entries that are not known were not read: {', '.join(unknown)} "
+            f"{file.where}: entries that are not known were not read: {', '.join(unknown)} "
             f"(if they mean nothing here: settings={dict.fromkeys(unknown)})"
         )
-        # The line that is shown is the caller's of load_embedder or load_config.
+        # The warning shows the line that called load_embedder or load_config.
         warnings.warn(arguments.shown(message), stacklevel=6)

@@ -1,4 +1,8 @@
-"""The layers of a published model: the kind of each, its rotation and its mask."""
+"""The layers of a published model: the kind, the rotation and the mask of each layer.
+
+In this file, `values` has the checked value of each entry of config.json, by the names in `ENTRIES`
+(see `entry_values`). The kind of a layer is a name such as "sliding_attention".
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -20,9 +24,9 @@ from transformer_embed._src.pretrained.model_type import (
     ModelType,
 )
 
-# The entries of one layer's object in `per_layer_config` that are read here, and the entries that
-# are only sizes of the layer's tensors.
-OWN_ENTRIES = ("head_dim", "sliding_window")
+# The entries of one layer's object in `per_layer_config`: the entries that are read here, and the
+# entries that are only sizes of the layer's tensors.
+READ_FROM_OBJECT = ("head_dim", "sliding_window")
 SIZES = ("num_key_value_heads", "intermediate_size")
 # The entries that are lists with a value for each layer, and the entry that such a value is for.
 ENTRY_OF_LIST = {
@@ -100,7 +104,7 @@ def layers_of(model_type: ModelType, values: Options, count: int) -> tuple[Layer
     """
     if values["num_hidden_layers"] and not model_type.has_stacks:
         count = values["num_hidden_layers"]
-    # A model that rotates needs a number, since `layers` says how each layer rotates.
+    # `layers` says how each layer rotates, so a model with rotations needs at least one layer.
     at_least = 1 if model_type.rotary else 0
     arguments.integer("num_hidden_layers", count, at_least=at_least, at_most=MOST_LAYERS)
     for name in ENTRY_OF_LIST:
@@ -109,7 +113,7 @@ def layers_of(model_type: ModelType, values: Options, count: int) -> tuple[Layer
     values = dict(values)
     interval = values["no_rope_layer_interval"]
     if interval and not values["no_rope_layers"]:
-        # Every layer rotates but each `interval`th. (The list has True for a layer that rotates.)
+        # Every layer rotates except each `interval`th. The list has True for a layer that rotates.
         values["no_rope_layers"] = [(index + 1) % interval != 0 for index in range(count)]
     kinds = kinds_of_layers(model_type, values, count)
     values["layer_types"] = kinds
@@ -126,7 +130,7 @@ def _layer(model_type: ModelType, values: Options, index: int, kind: str) -> Lay
     facts = attention_facts(model_type, values, layer_object, kind)
     return Layer(
         type=kind,
-        rotary=rope.rotation(model_type, values, kind) if rotates else None,
+        rotary=rope.rotary_arguments(model_type, values, kind) if rotates else None,
         mask=mask,
         query_scale=_query_scale(values, rotates),
         # Without a causal mask, the tokens of an image see each other like all tokens.
@@ -141,7 +145,7 @@ def _values_of_layer(
 ) -> dict[str, Any]:
     """Returns the values of all entries for one layer.
 
-    A list with a value for each layer is replaced by the layer's own value: `no_rope_layers` is
+    A list with a value for each layer is replaced by the value for this layer: `no_rope_layers` is
     then 0 or 1, and `layer_rope_theta` is read as `rope_theta`. Entries of `layer_object`, the
     layer's object in `per_layer_config`, go before all others.
     """
@@ -151,54 +155,67 @@ def _values_of_layer(
             layer_values[entry] = values[name][index]
     if values["per_layer_config"] is None and kind == FULL and values["global_head_dim"]:
         layer_values["head_dim"] = values["global_head_dim"]
-    known = (*OWN_ENTRIES, *SIZES)
+    known = (*READ_FROM_OBJECT, *SIZES)
     unknown = [*layer_object.keys() - {*known}]
     if unknown:
         want = f"no entries but {', '.join(known)}"
         raise arguments.value_error(f"per_layer_config: {index}", want, unknown)
-    for name in OWN_ENTRIES:
+    for name in READ_FROM_OBJECT:
         if name in layer_object:
             layer_values[name] = ENTRIES[name].check(name, layer_object[name])
     return layer_values
 
 
 def _rotates(model_type: ModelType, values: Options, index: int, kind: str) -> bool:
-    """Returns whether a layer rotates its heads; `values` are the layer's own."""
-    if not model_type.rotary or kind in UNROTATED:
+    """Returns whether a layer uses rotary embeddings.
+
+    Args:
+        model_type: What is known of the model type.
+        values: The values of all entries for this layer alone (see `_values_of_layer`).
+        index: The index of the layer.
+        kind: The kind of the layer.
+    """
+    model_has_rotations = model_type.rotary != ""
+    if not model_has_rotations or kind in UNROTATED:
         return False
-    # Granite's hybrids may say "nope" there, and a base of 0 says that this layer does not rotate.
-    if values["position_embedding_type"] != "rope" or not values["rope_theta"]:
+    # Granite's hybrids have "nope" here if no layer rotates.
+    if values["position_embedding_type"] != "rope":
+        return False
+    # A base of 0 in the list `layer_rope_theta` says that this layer does not rotate.
+    if not values["rope_theta"]:
         return False
     if values["no_rope_layer_interval"]:
+        # In spite of its name, the entry is 1 (true) for a layer that rotates.
         return bool(values["no_rope_layers"])
-    if not model_type.rotates or kind == SLIDING:
+    all_kinds_rotate = model_type.rotates == ""
+    if all_kinds_rotate or kind == SLIDING:
         return True
     return _rotates_with_full_attention(model_type, values, index)
 
 
 def _rotates_with_full_attention(model_type: ModelType, values: Options, index: int) -> bool:
-    """Returns whether a full layer rotates, of a model that rotates in sliding layers."""
+    """Returns whether a full-attention layer rotates in a model whose sliding layers rotate."""
     # EXAONE 4 rotates in all layers if it has no window.
     if model_type.rotates == WINDOWLESS:
         return values["sliding_window"] is None
-    # In Cohere 2's MoE, a layer with a dense MLP rotates with full attention too. The entry says
-    # the kind of this layer's MLP, or else the first layers are dense.
-    kind_of_mlp = values["mlp_layer_types"]
-    if kind_of_mlp:
-        return kind_of_mlp == "dense"
-    return index < (values["first_k_dense_replace"] or 0)
+    # In Cohere 2's MoE, a full-attention layer rotates if its MLP is dense. If config.json has no
+    # list of the MLPs, the first layers are dense, and an entry says how many.
+    kind_of_this_mlp = values["mlp_layer_types"]
+    if kind_of_this_mlp:
+        return kind_of_this_mlp == "dense"
+    dense_layers = values["first_k_dense_replace"] or 0
+    return index < dense_layers
 
 
 def _query_scale(values: Options, rotates: bool) -> dict[str, Any] | None:
-    """Returns the keyword arguments of `query_scale`, or None if queries do not grow.
-
-    Ministral 3 and Mistral 4 scale queries in all layers, and Llama 4 in layers without a rotation.
-    """
+    """Returns the keyword arguments of `query_scale`, or None if queries are not scaled."""
+    # Ministral 3 and Mistral 4 scale the queries of all layers.
     beta = values[rope.BETA]
     if beta:
-        scaling = values["rope_scaling"] or {}
-        trained_length = scaling.get(rope.ORIGINAL) or values[rope.ORIGINAL]
+        scaling_object = values["rope_scaling"] or {}
+        trained_length = scaling_object.get(rope.TRAINED_LENGTH) or values[rope.TRAINED_LENGTH]
         return {"beta": beta, "length": trained_length or values["max_position_embeddings"]}
+    # Llama 4 scales the queries of layers that do not rotate, unless an entry turns this off.
     if values["attn_scale"] and values["attn_temperature_tuning"] and not rotates:
         return {"beta": values["attn_scale"], "length": values["floor_scale"], "offset": 1}
     return None

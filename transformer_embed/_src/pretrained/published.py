@@ -20,15 +20,15 @@ class Published(NamedTuple):
         tensors: The tensors of the checkpoint.
         side: The stack that is read, "encoder" or "decoder". It is "encoder" for a model of one
             stack, too.
-        prefix: How the names of the tensors begin that the caller's `part` has. If there is no
-            part, "".
+        prefix: How the tensor names of the caller's `part` begin, such as "thinker.". If there is
+            no part, "".
         path: The path of config.json.
         entries: The entries of config.json for the text model.
         settings: The caller's `settings`, without the type. They go before `entries`.
         type_in_config: The `model_type` of the text model in config.json, or None.
         model_type: What is known of the type that `settings` name, or else of `type_in_config`.
-        outer: The type of the model around the text model. If the text model is the whole model,
-            None.
+        outer: The type of the model around the text model, such as "llava". If the text model is
+            the whole model, None.
         part: The caller's `part`, or None.
         length: The caller's `length`, or None.
     """
@@ -46,7 +46,7 @@ class Published(NamedTuple):
     length: int | None
 
     @property
-    def place(self) -> str:
+    def where(self) -> str:
         """Where the entries are, for errors: the path of config.json, and the type of the model."""
         return f"{self.path}, for a model {self.model_type.name}"
 
@@ -79,7 +79,7 @@ def open_published(
         UserWarning: the model around the text model is of an unknown type.
     """
     side = arguments.choice("stack", STACKS[0] if stack is None else stack, STACKS)
-    outer_entries, text_entries = _part(path, whole, part)
+    outer_entries, text_entries = _outer_and_text_entries(path, whole, part)
     type_in_config = text_entries.get("model_type") or outer_entries.get("model_type")
     is_whole_model = text_entries is outer_entries
     outer = None if is_whole_model else str(outer_entries.get("model_type"))
@@ -93,7 +93,7 @@ def open_published(
             f"{path}: the model type {outer!r} is not known, so what was read is its text_config, "
             f"a model {model_type.name} (part='text_config' says that this is meant)"
         )
-        # The line that is shown is the caller's of load_embedder or load_config.
+        # The warning shows the line that called load_embedder or load_config.
         warnings.warn(message, stacklevel=3)
     return Published(
         tensors=tensors,
@@ -140,16 +140,19 @@ def _prefix_of_part(part: str | None) -> str:
     return outermost.removesuffix("_config") + "."
 
 
-def _part(path: pathlib.Path, whole: Options, part: str | None) -> tuple[Options, Options]:
-    """Returns the entries of the model around a text model, and the entries of the text model.
+def _outer_and_text_entries(
+    path: pathlib.Path, whole: Options, part: str | None
+) -> tuple[Options, Options]:
+    """Returns two dicts: the entries of the model around a text model, and the text model's own.
 
-    If the text model is the whole model, both are the same object. This is so if config.json has no
-    `text_config`, or an empty one.
+    If config.json has no `text_config`, or an empty one, the text model is the whole model. Both
+    results are then the same dict, `whole`.
 
     Args:
         path: The path of config.json, for errors.
         whole: All entries of config.json.
-        part: The path of the text model's object, such as "thinker_config.text_config"; or None.
+        part: The path of the JSON object with the text model's entries, such as
+            "thinker_config.text_config". If None, `text_config` is read.
     """
     if part is None:
         text_config = whole.get("text_config")
@@ -157,14 +160,14 @@ def _part(path: pathlib.Path, whole: Options, part: str | None) -> tuple[Options
             return whole, text_config
         return whole, whole
     outer_entries = whole
-    entries: Any = whole
+    text_entries: Any = whole
     for name in part.split("."):
-        outer_entries = entries
-        entries = outer_entries.get(name)
-        if not isinstance(entries, Mapping):
+        outer_entries = text_entries
+        text_entries = outer_entries.get(name)
+        if not isinstance(text_entries, Mapping):
             parts = [key for key, value in outer_entries.items() if isinstance(value, Mapping)]
             raise arguments.value_error(f"part {part!r}", f"of {path}, one of {parts}", repr(name))
-    return outer_entries, entries
+    return outer_entries, text_entries
 
 
 def _joined_entries(outer_entries: Options, text_entries: Options, outer: str | None) -> Options:

@@ -79,7 +79,7 @@ class Checkpoint:
         Raises:
             ValueError: there is no such tensor, or it is not whole.
         """
-        entry = self._tensors.any_entry(name)
+        entry = self._tensors.entry_of_any_dtype(name)
         return TensorFacts(
             shape=entry.shape,
             dtype=dtype_of(entry),
@@ -126,7 +126,7 @@ class Checkpoint:
         # A tensor's own name may end with ".T" too.
         is_transposed = name.endswith(TRANSPOSED) and name not in self._tensors.files
         tensor_name = name.removesuffix(TRANSPOSED) if is_transposed else name
-        entry = self._tensors.any_entry(tensor_name)
+        entry = self._tensors.entry_of_any_dtype(tensor_name)
         array_dtype = dtype_of(entry) if dtype is None else jnp.dtype(dtype)
         if jax.dtypes.canonicalize_dtype(array_dtype) != array_dtype:
             want = "a dtype that jax has (or x64 turned on)"
@@ -151,7 +151,7 @@ def _read_part(
     tensors: Tensors, name: str, dtype: np.dtype, index: tuple[slice, ...], is_transposed: bool
 ) -> np.ndarray:
     """Returns the part of a tensor that has this index, or the part of the tensor's transpose."""
-    shape = tensors.any_entry(name).shape
+    shape = tensors.entry_of_any_dtype(name).shape
     if len(shape) == 2:
         return _read_part_of_matrix(tensors, name, dtype, index, is_transposed)
     # A tensor with more or fewer axes is read whole, in rows of its last axis.
@@ -169,7 +169,7 @@ def _read_part_of_matrix(
     """Reads only the rows that the part needs, and returns the part."""
     # An index of the transpose has the slice of the tensor's columns first.
     row_slice, column_slice = index[::-1] if is_transposed else index
-    row_count, column_count = tensors.any_entry(name).shape
+    row_count, column_count = tensors.entry_of_any_dtype(name).shape
     rows = len(range(row_count)[row_slice])
     columns = len(range(column_count)[column_slice])
     if is_transposed:

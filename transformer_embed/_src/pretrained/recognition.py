@@ -22,8 +22,9 @@ BESIDE_TABLE = re.compile(
     r"(embeddings\.|((encoder|decoder)\.)?[^.]*"
     r"(emb|pos_|posit|rel_|relative|token_type|wte|wpe|project_in))"
 )
-# Matches a name with what peft adds to a module outside of numbered layers.
-ADAPTED = re.compile(
+# Matches the name of a tensor that peft added outside of numbered layers, such as
+# "model.embed_tokens.lora_A.weight". An adapter may then change the input or the output layer.
+PEFT_TENSOR = re.compile(
     r"((?!\d+\.)[^.]+\.)*(base_layer|lora_\w+|modules_to_save|original_module|token_adapter|"
     r"prompt_encoder)\."
 )
@@ -32,7 +33,7 @@ ADAPTED = re.compile(
 IN_LAYER = re.compile(r"(\D*?)[^.]+\.\d+\.")
 
 
-class Recognised(NamedTuple):
+class LayerTensors(NamedTuple):
     """The tensors of a model's input and output layer.
 
     Args:
@@ -44,11 +45,15 @@ class Recognised(NamedTuple):
     names: dict[str, str]
 
 
-def recognised(file: Published, *, is_tied: bool) -> Recognised:
-    """Returns the tensors of the input and the output layer of a model.
+def find_layer_tensors(file: Published, *, is_tied: bool) -> LayerTensors:
+    """Finds the tensors of the input layer and the output layer of a model.
 
-    If a tied model has its table under the name of the output layer alone, this tensor is the token
-    table, and the output layer has no tensor.
+    A tied model may store its one table under the name of the output layer only. This tensor is
+    then returned as the token table.
+
+    Args:
+        file: The files of the model.
+        is_tied: Whether config.json says that the output layer uses the token table.
 
     Raises:
         ValueError: there is no such model in the file, or more than one; or its input layer has
@@ -56,32 +61,34 @@ def recognised(file: Published, *, is_tied: bool) -> Recognised:
     """
     tensors = file.tensors
     for name in sorted(tensors.files):
-        if ADAPTED.match(name):
+        if PEFT_TENSOR.match(name):
             raise arguments.value_error(tensors.path, "a whole model", f"{name}, of {ADAPTER}")
     matches = _names_by_prefix(file)
-    if not matches and is_tied and not file.model_type.has_stacks:
+    has_one_stack = not file.model_type.has_stacks
+    if not matches and is_tied and has_one_stack:
         matches = _names_by_prefix_of_head(file)
     if len(matches) != 1:
         raise _not_one_model(file, matches)
     ((prefix, names),) = matches.items()
-    # An index may name an output table that no shard has, because it is the token table.
+    # The index file of a tied model may name an output table that no shard has.
     if is_tied and OUTPUT_TABLE in names and not tensors.is_stored(names[OUTPUT_TABLE]):
         del names[OUTPUT_TABLE]
-    # `entry` refuses the dtypes of a quantized model. This comes before `_check_read`, which would
-    # refuse the model for its scales.
-    for tensor in names.values():
-        tensors.entry(tensor)
-    _check_read(file, prefix, {*names.values()})
-    return Recognised(prefix=prefix, names=names)
+    # The dtypes of a quantized model are refused first, because this error says what to do. After
+    # that, `_check_all_read` would refuse the model for the tensors of its quantization scales.
+    for name in names.values():
+        tensors.check_dtype(name)
+    _check_all_read(file, prefix, {*names.values()})
+    return LayerTensors(prefix=prefix, names=names)
 
 
 def _names_by_prefix(file: Published) -> dict[str, dict[str, str]]:
-    """Returns the names of the parameters' tensors, by the prefix that these names have.
+    """Returns the tensor name of each parameter, for each model of this type in the file.
 
-    There is an entry for each prefix below which the file has all tensors that a model of this type
-    needs: none, if the file has another model; several, if it has several models.
+    The key of a model is the prefix of its tensor names, such as "model." for
+    "model.embed_tokens.weight". The result is empty if no prefix has all tensors that this type
+    needs.
     """
-    # A set, because a file may have several of the names of a table below one prefix.
+    # This is a set, because a file may have a table under several names below one prefix.
     prefixes = set()
     for table in _names_of_table(file):
         for name in file.tensors.files:
@@ -100,10 +107,13 @@ def _names_by_prefix(file: Published) -> dict[str, dict[str, str]]:
 
 
 def _names_by_prefix_of_head(file: Published) -> dict[str, dict[str, str]]:
-    """Returns what `_names_by_prefix` does, if the token table is under the head's name alone."""
+    """Returns the tensor names as `_names_by_prefix` does, with the head's tensor as token table.
+
+    The head is the output layer. A tied model may have its one table under the head's name.
+    """
     table_module = file.model_type.tokens.split()[0]
-    # The names of the numbered layers say the prefix. They begin as the table's name would, with
-    # the stack that the table is in: "decoder." for "decoder.embed_tokens".
+    # The names of the numbered layers say the prefix. After the prefix comes the stack, as in the
+    # name of the table: "decoder." for "decoder.embed_tokens".
     stack = table_module.removesuffix(table_module.rpartition(".")[2])
     prefixes = set()
     for name in file.tensors.files:
@@ -138,8 +148,8 @@ def _not_one_model(file: Published, matches: Mapping[str, Mapping[str, str]]) ->
     return arguments.value_error(tensors.path, want, tensors.listed() + missing)
 
 
-def _check_read(file: Published, prefix: str, names_read: set[str]) -> None:
-    """Raises a ValueError for a tensor of the input layer that is not among `names_read`."""
+def _check_all_read(file: Published, prefix: str, names_read: set[str]) -> None:
+    """Raises a ValueError if a tensor of the input layer is not among `names_read`."""
     model_type, tensors = file.model_type, file.tensors
     ignored_modules = {*model_type.no_effect.split()}
     # The tensors of the other stack are beside the ones of this stack.
@@ -168,11 +178,13 @@ def number_of_layers(tensors: Tensors, prefix: str) -> int:
     return highest + 1
 
 
-def tensors_beside_head(file: Published, model: Recognised) -> list[str]:
-    """Returns the names of the tensors beside the head, if the outer model's type is not known.
+def tensors_beside_head(file: Published, model: LayerTensors) -> list[str]:
+    """Returns the names of tensors with which an unknown outer model may compute its logits.
 
     The outer model is the one around a text model. A drafter, for example, has the text model of
     its target, but computes the input of the first layer and the logits with tensors of its own.
+    These tensors are beside the head, the output layer. If the outer model's type is known, or
+    there is no outer model, the result is empty.
 
     Raises:
         ValueError: there are such tensors, and the caller did not name the part to read.
@@ -184,19 +196,19 @@ def tensors_beside_head(file: Published, model: Recognised) -> list[str]:
     text_module, _, _ = model.prefix.removeprefix(prefix_of_head).partition(".")
     if not model.prefix.startswith(prefix_of_head) or not text_module:
         return []
-    others = []
+    names_beside_head = []
     for name in sorted({*file.tensors.files} - {*model.names.values()}):
         module, _, _ = name.removeprefix(prefix_of_head).partition(".")
         if name.startswith(prefix_of_head) and module != text_module:
-            others.append(name)
-    if others and file.part is None:
+            names_beside_head.append(name)
+    if names_beside_head and file.part is None:
         want = (
             f"a known model around {file.model_type.name} "
             "(part='text_config' reads the text model alone)"
         )
-        got = f"{file.outer!r}, with {others[0]} beside the output layer"
+        got = f"{file.outer!r}, with {names_beside_head[0]} beside the output layer"
         raise arguments.value_error(file.path, want, got)
-    return others
+    return names_beside_head
 
 
 def _prefix_of_head(file: Published, names: Mapping[str, str]) -> str:

@@ -78,7 +78,7 @@ def _tied_copies(tensors: Tensors, arrays: Mapping[str, np.ndarray]) -> dict[str
         for other_name in tensors.files.keys() - arrays.keys():
             if not tensors.is_stored(other_name):
                 continue
-            other_entry = tensors.any_entry(other_name)
+            other_entry = tensors.entry_of_any_dtype(other_name)
             # This is compared first, since `are_equal` refuses tensors of other dtypes.
             is_alike = (other_entry.dtype, other_entry.shape) == (entry.dtype, entry.shape)
             if is_alike and tensors.are_equal(name, other_name):

@@ -27,7 +27,7 @@ from transformer_embed._src.pretrained.own_files import (
     METADATA,
     check_described,
     describe_own,
-    encoded,
+    encode,
 )
 from transformer_embed._src.pretrained.parameters import (
     PretrainedInput,
@@ -111,7 +111,7 @@ def save_embedder(
     tensor_names = own_names | full_paths(names or {}, leaves)
     arrays = _arrays_by_tensor(leaves, tensor_names)
     pretrained = pretrained._replace(layers=[*layers], names=tensor_names)
-    metadata = {"format": "pt", METADATA: json.dumps(pretrained._asdict(), default=encoded)}
+    metadata = {"format": "pt", METADATA: json.dumps(pretrained._asdict(), default=encode)}
     file_path = as_path(path).resolve()
 
     def write() -> None:
