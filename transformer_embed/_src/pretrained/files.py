@@ -56,7 +56,13 @@ def check_mappings(**values: Any) -> None:
 def parse(
     name: Any, text: str | bytes, decode: Callable[[dict[str, Any]], Any] | None = None
 ) -> dict[str, Any]:
-    """Returns a JSON object, each inner one decoded; raises a ValueError for any other text."""
+    """Returns the JSON object that a text holds, or raises a ValueError for any other text.
+
+    Args:
+        name: Where the text came from, for errors.
+        text: The text.
+        decode: A function that replaces each JSON object, the innermost ones first.
+    """
     value = call_with_named_errors(f"{name}, as JSON", json.loads, text, object_hook=decode)
     if not isinstance(value, dict):
         raise arguments.value_error(name, "a JSON object", type(value).__name__)

@@ -123,11 +123,12 @@ class Checkpoint:
 
     def _read(self, name: str, sharding: NamedSharding | None, dtype: DTypeLike | None) -> Array:
         """Returns one tensor, or its transpose if ".T" was added to the name."""
-        # A tensor's own name may end with ".T" too.
+        # The name of a tensor in the file may itself end with ".T".
         is_transposed = name.endswith(TRANSPOSED) and name not in self._tensors.files
         tensor_name = name.removesuffix(TRANSPOSED) if is_transposed else name
         entry = self._tensors.entry_of_any_dtype(tensor_name)
         array_dtype = dtype_of(entry) if dtype is None else jnp.dtype(dtype)
+        # Without x64, jax would silently make float32 of float64, and int32 of int64.
         if jax.dtypes.canonicalize_dtype(array_dtype) != array_dtype:
             want = "a dtype that jax has (or x64 turned on)"
             raise arguments.value_error(f"dtype of {name}", want, array_dtype)
@@ -150,7 +151,10 @@ class Checkpoint:
 def _read_part(
     tensors: Tensors, name: str, dtype: np.dtype, index: tuple[slice, ...], is_transposed: bool
 ) -> np.ndarray:
-    """Returns the part of a tensor that has this index, or the part of the tensor's transpose."""
+    """Returns the part of a tensor that has this index, or this part of the tensor's transpose.
+
+    The index has a slice for each axis.
+    """
     shape = tensors.entry_of_any_dtype(name).shape
     if len(shape) == 2:
         return _read_part_of_matrix(tensors, name, dtype, index, is_transposed)
@@ -159,15 +163,18 @@ def _read_part(
     width = shape[-1] if shape else 1
     tensors.read_into(whole.reshape(-1, width), name)
     array = whole.T if is_transposed else whole
-    # The ellipsis makes an array of a part without axes, too.
+    # With the ellipsis, numpy returns an array even if the tensor has no axes, and not a number.
     return array[(*index, ...)]
 
 
 def _read_part_of_matrix(
     tensors: Tensors, name: str, dtype: np.dtype, index: tuple[slice, ...], is_transposed: bool
 ) -> np.ndarray:
-    """Reads only the rows that the part needs, and returns the part."""
-    # An index of the transpose has the slice of the tensor's columns first.
+    """Returns a part of a matrix, or of the transpose; only the rows that it needs are read.
+
+    The index has a slice for each axis of the result. If `is_transposed`, this is (columns of the
+    tensor, rows of the tensor).
+    """
     row_slice, column_slice = index[::-1] if is_transposed else index
     row_count, column_count = tensors.entry_of_any_dtype(name).shape
     rows = len(range(row_count)[row_slice])
@@ -183,9 +190,10 @@ def _read_part_of_matrix(
 
 
 def _is_transposed(name: str, shape: tuple[int, ...], model_type: ModelType | None) -> bool | None:
-    """Returns whether a tensor is the weight of a linear layer that is stored as [out, in].
+    """Returns whether a linear layer's weight is stored as [out, in].
 
-    None if it is no weight of a linear layer, or if the name and the model's type do not say.
+    The result is None if the tensor is no weight of a linear layer, or if neither its name nor the
+    model type says how it is stored.
     """
     module, _, leaf = name.rpartition(".")
     if len(shape) != 2:
