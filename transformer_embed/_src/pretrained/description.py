@@ -38,33 +38,33 @@ from transformer_embed._src.pretrained.recognition import (
 )
 
 
-def describe_published(file: Published) -> PretrainedInput:
+def describe_published(published: Published) -> PretrainedInput:
     """Returns the input layer of a published checkpoint, without its parameters.
 
     Warns:
         UserWarning: config.json has entries that are not known. (`entry_values` warns.)
     """
-    tensors = file.tensors
-    values = entry_values(file)
-    model = find_layer_tensors(file, is_tied=values["tie_word_embeddings"] is True)
-    beside_head = tensors_beside_head(file, model)
+    tensors = published.tensors
+    values = entry_values(published)
+    layer_tensors = find_layer_tensors(published, is_tied=values["tie_word_embeddings"] is True)
+    beside_head = tensors_beside_head(published, layer_tensors)
     # The name of each parameter's tensor, by the parameter's path.
-    names = model.names
+    names = layer_tensors.names
     # A tied output layer may be stored as a copy of the token table, which is not read twice. As in
     # transformers, tables that differ are not tied, whatever config.json says.
     may_be_copy = OUTPUT_TABLE in names and values["tie_word_embeddings"]
     if may_be_copy and tensors.are_equal(names[OUTPUT_TABLE], names[TOKENS]):
         del names[OUTPUT_TABLE]
     shapes = {path: _as_matrix(tensors.entry(name).shape) for path, name in names.items()}
-    stack = file.side if file.model_type.has_stacks else ""
-    layer_count = number_of_layers(tensors, model.prefix + stack)
+    module_of_stack = published.stack if published.model_type.has_stacks else ""
+    layer_count = number_of_layers(tensors, layer_tensors.prefix + module_of_stack)
     dtype = tensors.dtype(names[TOKENS])
     pretrained = call_with_named_errors(
-        f"settings and {file.where}", _describe, file, values, shapes, dtype, layer_count
+        f"settings and {published.where}", _describe, published, values, shapes, dtype, layer_count
     )
     if beside_head and pretrained.config.output is not None:
         config = dataclasses.replace(pretrained.config, output=None)
-        reason = f"{file.outer} may compute its logits by {beside_head[0]} too"
+        reason = f"{published.outer_type} may compute its logits by {beside_head[0]} too"
         pretrained = pretrained._replace(config=config, no_output=reason)
     if pretrained.config.output is None:
         # The tensors of an output layer that cannot be described are not read.
@@ -73,25 +73,25 @@ def describe_published(file: Published) -> PretrainedInput:
     return pretrained._replace(names=names)
 
 
-def describe_config(file: Published) -> PretrainedInput:
+def describe_config(published: Published) -> PretrainedInput:
     """Returns the input layer that a config.json describes, without any tensors.
 
     Warns:
         UserWarning: config.json has entries that are not known. (`entry_values` warns.)
     """
-    values = entry_values(file)
+    values = entry_values(published)
     # An error in this call is about an entry of settings or of config.json, so it names both.
     return call_with_named_errors(
-        f"settings and {file.where}", _describe_without_tensors, file, values
+        f"settings and {published.where}", _describe_without_tensors, published, values
     )
 
 
-def _describe_without_tensors(file: Published, values: Options) -> PretrainedInput:
+def _describe_without_tensors(published: Published, values: Options) -> PretrainedInput:
     """Returns the input layer whose sizes and dtype are the ones that config.json says."""
-    dtype = file.entries.get("dtype") or file.entries.get("torch_dtype") or "float32"
-    layer_count = count("num_hidden_layers", _layer_count_in_config(file, values))
-    shapes = _shapes_in_config(file.model_type, values)
-    return _describe(file, values, shapes, dtype, layer_count)
+    dtype = published.entries.get("dtype") or published.entries.get("torch_dtype") or "float32"
+    layer_count = count("num_hidden_layers", _layer_count_in_config(published, values))
+    shapes = _shapes_in_config(published.model_type, values)
+    return _describe(published, values, shapes, dtype, layer_count)
 
 
 def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -100,11 +100,11 @@ def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     return rows, columns
 
 
-def _layer_count_in_config(file: Published, values: Options) -> Any:
+def _layer_count_in_config(published: Published, values: Options) -> Any:
     """Returns the number of layers that a config.json says, of the stack that is read."""
     # BART has "encoder_layers", and T5 has "num_decoder_layers".
-    in_stack = file.entries.get(f"{file.side}_layers")
-    in_stack = in_stack or file.entries.get(f"num_{file.side}_layers")
+    in_stack = published.entries.get(f"{published.stack}_layers")
+    in_stack = in_stack or published.entries.get(f"num_{published.stack}_layers")
     return in_stack or values["num_hidden_layers"] or len(values["layer_types"] or ())
 
 
@@ -149,7 +149,7 @@ def _vocabulary(values: Options) -> str:
 
     A decoder may have another vocabulary than the encoder (Marian).
     """
-    is_decoder = values["side"] == STACKS[1]
+    is_decoder = values["stack"] == STACKS[1]
     return "decoder_vocab_size" if is_decoder and values["decoder_vocab_size"] else "vocab_size"
 
 
@@ -157,18 +157,18 @@ def _vocabulary(values: Options) -> str:
 
 
 def _describe(
-    file: Published, values: Options, shapes: Shapes, dtype: Any, layer_count: int
+    published: Published, values: Options, shapes: Shapes, dtype: Any, layer_count: int
 ) -> PretrainedInput:
     """Returns the input layer, without the parameters and the names of their tensors.
 
     Args:
-        file: The files of the model.
+        published: The files of the model, and what is known of its type.
         values: The values of all entries.
         shapes: The shape of each parameter, by its path; (1, n) for a vector.
         dtype: The dtype of the token table.
         layer_count: The number of layers that have tensors.
     """
-    model_type = file.model_type
+    model_type = published.model_type
     if values["token_dropout"]:
         want = (
             "False, and embeddings multiplied by 0.88 / (1 - the share of <mask> in their row), "
@@ -186,7 +186,7 @@ def _describe(
         _vocabulary(values): rows,
     }
     _check_sizes(values, sizes)
-    output = find_output_layer(file, values, shapes)
+    output = find_output_layer(published, values, shapes)
     config = EmbedderConfig(
         rows,
         d_model,
@@ -268,5 +268,5 @@ def _bias(model_type: ModelType, values: Options, shapes: Shapes) -> Options | N
         "num_heads": values["num_attention_heads"] or heads,
         "num_buckets": values["relative_attention_num_buckets"] or buckets,
         "max_distance": values["relative_attention_max_distance"],
-        "causal": values["side"] == STACKS[1],
+        "causal": values["stack"] == STACKS[1],
     }

@@ -27,12 +27,12 @@ class ReadEntries(NamedTuple):
     unread: dict[str, Any]
 
 
-def entry_values(file: Published) -> dict[str, Any]:
+def entry_values(published: Published) -> dict[str, Any]:
     """Returns the checked value of each entry in `ENTRIES`, by name, and three more values.
 
     Settings go before config.json, and config.json before defaults. The value is None if an entry
-    is left out and has no default. The three more are the "length" of the longest text, the "side"
-    (the stack that is read), and "attention", a dict of the entries that are about attention.
+    is left out and has no default. The three more are the "length" of the longest text, the "stack"
+    that is read, and "attention", a dict of the entries that are about attention.
 
     Raises:
         ValueError: an entry is wrong, missing, or refused; settings have an entry that is not read.
@@ -40,36 +40,37 @@ def entry_values(file: Published) -> dict[str, Any]:
     Warns:
         UserWarning: config.json has entries that are not known.
     """
-    model_type = file.model_type
-    given = _given_values(file)
+    model_type = published.model_type
+    given = _given_values(published)
     defaults = {entry: model_type.default(entry) for entry in ENTRIES}
     values = defaults | given
-    _check_not_missing(file, values, given)
+    _check_not_missing(published, values, given)
     attention = attention_entries(
         model_type,
-        {**file.entries, **file.settings},
-        has_defaults=file.type_in_config == model_type.name,
+        {**published.entries, **published.settings},
+        has_defaults=published.type_in_config == model_type.name,
     )
-    return {**values, "length": file.length, "side": file.side, "attention": attention}
+    return {**values, "length": published.length, "stack": published.stack, "attention": attention}
 
 
-def _check_not_missing(file: Published, values: Options, given: Options) -> None:
+def _check_not_missing(published: Published, values: Options, given: Options) -> None:
     """Raises a ValueError if an entry is left out and its default may be wrong for this file.
 
     The defaults of a type are right if config.json names this type. Otherwise the file may be of
     another type, with other defaults, so only entries that change no embeddings have a default.
     """
-    model_type = file.model_type
+    model_type = published.model_type
     missing = []
     for entry, names in model_type.names_of_entries().items():
-        default_is_right = file.type_in_config == model_type.name or ENTRIES[entry].is_harmless
+        default_is_right = published.type_in_config == model_type.name or ENTRIES[entry].is_harmless
         uses_default = entry not in given and values[entry] is not None
         if values[entry] is REQUIRED or (uses_default and not default_is_right):
             missing.append(names[0])
     if missing:
         listed = ", ".join(sorted(missing))
         want = f"{listed} of {model_type.name}, from settings or a config.json of that model_type"
-        raise arguments.value_error(file.path, want, f"model_type {file.type_in_config!r} there")
+        got = f"model_type {published.type_in_config!r} there"
+        raise arguments.value_error(published.path, want, got)
 
 
 def read_entries(model_type: ModelType, entries: Options) -> ReadEntries:
@@ -95,16 +96,16 @@ def read_entries(model_type: ModelType, entries: Options) -> ReadEntries:
     return ReadEntries(values=values, unread=unread)
 
 
-def _given_values(file: Published) -> dict[str, Any]:
+def _given_values(published: Published) -> dict[str, Any]:
     """Returns the values that settings or config.json have, without any defaults.
 
     Settings go before config.json. Entries that are not read are refused, or the caller is warned.
     """
-    model_type = file.model_type
-    in_file = call_with_named_errors(file.where, read_entries, model_type, file.entries)
-    settings = call_with_named_errors("settings", read_entries, model_type, file.settings)
-    unread = _unread_after_settings(file, in_file.unread, settings.unread)
-    _check_unread(file, unread)
+    model_type = published.model_type
+    in_file = call_with_named_errors(published.where, read_entries, model_type, published.entries)
+    settings = call_with_named_errors("settings", read_entries, model_type, published.settings)
+    unread = _unread_after_settings(published, in_file.unread, settings.unread)
+    _check_unread(published, unread)
     values_of_settings = settings.values
     for entry in rope.ENTRIES_OF_SCALINGS:
         if values_of_settings.get(entry):
@@ -120,19 +121,19 @@ def _given_values(file: Published) -> dict[str, Any]:
 
 
 def _unread_after_settings(
-    file: Published, unread: Options, unread_settings: Options
+    published: Published, unread: Options, unread_settings: Options
 ) -> dict[str, Any]:
     """Returns the unread entries of config.json that settings do not take away with a None.
 
     Args:
-        file: The files of the model.
+        published: The files of the model, and what is known of its type.
         unread: The entries of config.json that the model type does not read.
         unread_settings: The entries of settings that the model type does not read.
 
     Raises:
         ValueError: an entry of settings has no effect.
     """
-    model_type = file.model_type
+    model_type = published.model_type
     left = dict(unread)
     unknown = []
     for name, value in unread_settings.items():
@@ -148,9 +149,9 @@ def _unread_after_settings(
     return left
 
 
-def _check_unread(file: Published, unread: Options) -> None:
+def _check_unread(published: Published, unread: Options) -> None:
     """Raises a ValueError for entries that are refused, and warns of those that are not known."""
-    status = {name: file.model_type.status(name, value) for name, value in unread.items()}
+    status = {name: published.model_type.status(name, value) for name, value in unread.items()}
     refused = [name for name in unread if status[name] is EntryStatus.REFUSED]
     unknown = [name for name in unread if status[name] is EntryStatus.UNKNOWN]
     # In settings, None for an entry takes this entry of config.json away.
@@ -160,10 +161,10 @@ def _check_unread(file: Published, unread: Options) -> None:
             f"settings={dict.fromkeys(refused)})"
         )
         got = ", ".join(f"{name}: {unread[name]!r}" for name in refused)
-        raise arguments.value_error(file.where, want, got)
+        raise arguments.value_error(published.where, want, got)
     if unknown:
         message = (
-            f"{file.where}: entries that are not known were not read: {', '.join(unknown)} "
+            f"{published.where}: entries that are not known were not read: {', '.join(unknown)} "
             f"(if they mean nothing here: settings={dict.fromkeys(unknown)})"
         )
         # The warning shows the line that called load_embedder or load_config.

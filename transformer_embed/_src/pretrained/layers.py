@@ -250,7 +250,7 @@ def _is_causal(model_type: ModelType, values: Options, kind: str) -> bool:
         return False
     is_causal = bool(model_type.is_causal or values["is_decoder"])
     if model_type.has_stacks:
-        is_causal = values["side"] == STACKS[1]
+        is_causal = values["stack"] == STACKS[1]
     # transformers does not ask whether chunks are causal.
     return is_causal and (values["is_causal"] is not False or kind == CHUNKED)
 

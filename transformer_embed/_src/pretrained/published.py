@@ -9,7 +9,7 @@ from transformer_embed._src import arguments
 from transformer_embed._src.pretrained.entries import Options
 from transformer_embed._src.pretrained.layer_parts import STACKS
 from transformer_embed._src.pretrained.model_type import ModelType
-from transformer_embed._src.pretrained.registry import is_known_outside, model_type_or_none
+from transformer_embed._src.pretrained.registry import is_known_outer_type, model_type_or_none
 from transformer_embed._src.pretrained.tensors import Tensors
 
 
@@ -18,7 +18,7 @@ class Published(NamedTuple):
 
     Args:
         tensors: The tensors of the checkpoint.
-        side: The stack that is read, "encoder" or "decoder". It is "encoder" for a model of one
+        stack: The stack that is read, "encoder" or "decoder". It is "encoder" for a model of one
             stack, too.
         prefix: How the tensor names of the caller's `part` begin, such as "thinker.". If there is
             no part, "".
@@ -27,21 +27,21 @@ class Published(NamedTuple):
         settings: The caller's `settings`, without the type. They go before `entries`.
         type_in_config: The `model_type` of the text model in config.json, or None.
         model_type: What is known of the type that `settings` name, or else of `type_in_config`.
-        outer: The type of the model around the text model, such as "llava". If the text model is
-            the whole model, None.
+        outer_type: The type of the model around the text model, such as "llava". If the text model
+            is the whole model, None.
         part: The caller's `part`, or None.
         length: The caller's `length`, or None.
     """
 
     tensors: Tensors
-    side: str
+    stack: str
     prefix: str
     path: pathlib.Path
     entries: Options
     settings: Options
     type_in_config: Any
     model_type: ModelType
-    outer: str | None
+    outer_type: str | None
     part: str | None
     length: int | None
 
@@ -78,33 +78,33 @@ def open_published(
     Warns:
         UserWarning: the model around the text model is of an unknown type.
     """
-    side = arguments.choice("stack", STACKS[0] if stack is None else stack, STACKS)
+    stack_to_read = arguments.choice("stack", STACKS[0] if stack is None else stack, STACKS)
     outer_entries, text_entries = _outer_and_text_entries(path, whole, part)
     type_in_config = text_entries.get("model_type") or outer_entries.get("model_type")
     is_whole_model = text_entries is outer_entries
-    outer = None if is_whole_model else str(outer_entries.get("model_type"))
+    outer_type = None if is_whole_model else str(outer_entries.get("model_type"))
     settings = dict(settings or {})
     type_in_settings = settings.pop("model_type", None)
     model_type = _known_model_type(path, type_in_settings or type_in_config, tensors)
     if not model_type.has_stacks:
         arguments.check_left_out("stack", stack, f"{model_type.name} has one stack")
-    if part is None and outer is not None and not is_known_outside(outer):
+    if part is None and outer_type is not None and not is_known_outer_type(outer_type):
         message = (
-            f"{path}: the model type {outer!r} is not known, so what was read is its text_config, "
-            f"a model {model_type.name} (part='text_config' says that this is meant)"
+            f"{path}: the model type {outer_type!r} is not known, so what was read is its "
+            f"text_config, a model {model_type.name} (part='text_config' says that this is meant)"
         )
         # The warning shows the line that called load_embedder or load_config.
         warnings.warn(message, stacklevel=3)
     return Published(
         tensors=tensors,
-        side=side,
+        stack=stack_to_read,
         prefix=_prefix_of_part(part),
         path=path,
-        entries=_joined_entries(outer_entries, text_entries, outer),
+        entries=_joined_entries(outer_entries, text_entries, outer_type),
         settings=settings,
         type_in_config=type_in_config,
         model_type=model_type,
-        outer=outer,
+        outer_type=outer_type,
         part=part,
         length=length,
     )
@@ -170,7 +170,9 @@ def _outer_and_text_entries(
     return outer_entries, text_entries
 
 
-def _joined_entries(outer_entries: Options, text_entries: Options, outer: str | None) -> Options:
+def _joined_entries(
+    outer_entries: Options, text_entries: Options, outer_type: str | None
+) -> Options:
     """Returns the entries of the text model, with those of the outer model that concern it."""
     entries = dict(text_entries)
     is_tied = outer_entries.get("tie_word_embeddings")
@@ -181,7 +183,7 @@ def _joined_entries(outer_entries: Options, text_entries: Options, outer: str | 
     if isinstance(attention, Mapping):
         # MPT and DBRX have some entries in this object. Entries beside the object go before them.
         entries = {**attention, **entries}
-    if outer == "paligemma":
+    if outer_type == "paligemma":
         # In PaliGemma, the tokens of a prompt see each other, and only the caller knows where the
         # prompt ends. So the masks are causal, whatever the entry says.
         entries["use_bidirectional_attention"] = None

@@ -8,7 +8,7 @@ from transformer_embed._src import arguments
 from transformer_embed._src.pretrained.layer_parts import OUTPUT_TABLE, STACKS, TOKENS
 from transformer_embed._src.pretrained.other_formats import ADAPTER
 from transformer_embed._src.pretrained.published import BY_HAND, Published
-from transformer_embed._src.pretrained.registry import is_known_outside
+from transformer_embed._src.pretrained.registry import is_known_outer_type
 from transformer_embed._src.pretrained.tensors import Tensors
 
 # Matches the name of a tensor that may belong to the input layer, without the prefix of the token
@@ -45,30 +45,30 @@ class LayerTensors(NamedTuple):
     names: dict[str, str]
 
 
-def find_layer_tensors(file: Published, *, is_tied: bool) -> LayerTensors:
+def find_layer_tensors(published: Published, *, is_tied: bool) -> LayerTensors:
     """Finds the tensors of the input layer and the output layer of a model.
 
     A tied model may store its one table under the name of the output layer only. This tensor is
     then returned as the token table.
 
     Args:
-        file: The files of the model.
+        published: The files of the model, and what is known of its type.
         is_tied: Whether config.json says that the output layer uses the token table.
 
     Raises:
         ValueError: there is no such model in the file, or more than one; or its input layer has
             tensors that are not read.
     """
-    tensors = file.tensors
+    tensors = published.tensors
     for name in sorted(tensors.files):
         if PEFT_TENSOR.match(name):
             raise arguments.value_error(tensors.path, "a whole model", f"{name}, of {ADAPTER}")
-    matches = _names_by_prefix(file)
-    has_one_stack = not file.model_type.has_stacks
+    matches = _names_by_prefix(published)
+    has_one_stack = not published.model_type.has_stacks
     if not matches and is_tied and has_one_stack:
-        matches = _names_by_prefix_of_head(file)
+        matches = _names_by_prefix_of_head(published)
     if len(matches) != 1:
-        raise _not_one_model(file, matches)
+        raise _not_one_model(published, matches)
     ((prefix, names),) = matches.items()
     # The index file of a tied model may name an output table that no shard has.
     if is_tied and OUTPUT_TABLE in names and not tensors.is_stored(names[OUTPUT_TABLE]):
@@ -77,11 +77,11 @@ def find_layer_tensors(file: Published, *, is_tied: bool) -> LayerTensors:
     # that, `_check_all_read` would refuse the model for the tensors of its quantization scales.
     for name in names.values():
         tensors.check_dtype(name)
-    _check_all_read(file, prefix, {*names.values()})
+    _check_all_read(published, prefix, {*names.values()})
     return LayerTensors(prefix=prefix, names=names)
 
 
-def _names_by_prefix(file: Published) -> dict[str, dict[str, str]]:
+def _names_by_prefix(published: Published) -> dict[str, dict[str, str]]:
     """Returns the tensor name of each parameter, for each model of this type in the file.
 
     The key of a model is the prefix of its tensor names, such as "model." for
@@ -90,70 +90,70 @@ def _names_by_prefix(file: Published) -> dict[str, dict[str, str]]:
     """
     # This is a set, because a file may have a table under several names below one prefix.
     prefixes = set()
-    for table in _names_of_table(file):
-        for name in file.tensors.files:
+    for table in _names_of_table(published):
+        for name in published.tensors.files:
             if f".{name}".endswith(f".{table}"):
                 prefixes.add(name.removesuffix(table))
-    prefixes_of_part = {prefix for prefix in prefixes if prefix.startswith(file.prefix)}
+    prefixes_of_part = {prefix for prefix in prefixes if prefix.startswith(published.prefix)}
     prefixes = prefixes_of_part or prefixes
     # DeepSeek V3 has a copy of the table in a numbered layer, which predicts further tokens.
     outside_layers = {prefix for prefix in prefixes if not re.search(r"\b\d+\.", prefix)}
     matches = {}
     for prefix in sorted(outside_layers or prefixes):
-        names = file.model_type.tensors(file.tensors.files, file.side, prefix)
+        names = published.model_type.tensors(published.tensors.files, published.stack, prefix)
         if names:
             matches[prefix] = names
     return matches
 
 
-def _names_by_prefix_of_head(file: Published) -> dict[str, dict[str, str]]:
+def _names_by_prefix_of_head(published: Published) -> dict[str, dict[str, str]]:
     """Returns the tensor names as `_names_by_prefix` does, with the head's tensor as token table.
 
     The head is the output layer. A tied model may have its one table under the head's name.
     """
-    table_module = file.model_type.tokens.split()[0]
+    table_module = published.model_type.tokens.split()[0]
     # The names of the numbered layers say the prefix. After the prefix comes the stack, as in the
     # name of the table: "decoder." for "decoder.embed_tokens".
     stack = table_module.removesuffix(table_module.rpartition(".")[2])
     prefixes = set()
-    for name in file.tensors.files:
+    for name in published.tensors.files:
         in_layer = IN_LAYER.match(name)
         if in_layer:
             prefixes.add(in_layer[1].removesuffix(stack))
     for prefix in (*sorted(prefixes), ""):
-        files_with_table = {*file.tensors.files, f"{prefix}{table_module}.weight"}
-        names = file.model_type.tensors(files_with_table, file.side, prefix)
+        files_with_table = {*published.tensors.files, f"{prefix}{table_module}.weight"}
+        names = published.model_type.tensors(files_with_table, published.stack, prefix)
         if OUTPUT_TABLE in names:
             names[TOKENS] = names.pop(OUTPUT_TABLE)
             return {prefix: names}
     return {}
 
 
-def _names_of_table(file: Published) -> list[str]:
+def _names_of_table(published: Published) -> list[str]:
     """Returns the names that the tensor of the token table may have, without a prefix."""
-    return [f"{module}.weight" for module in file.model_type.table_modules(file.side)]
+    return [f"{module}.weight" for module in published.model_type.table_modules(published.stack)]
 
 
-def _not_one_model(file: Published, matches: Mapping[str, Mapping[str, str]]) -> ValueError:
+def _not_one_model(published: Published, matches: Mapping[str, Mapping[str, str]]) -> ValueError:
     """Returns the error for a file with no model of this type, or with several."""
-    model_type, tensors = file.model_type, file.tensors
-    side = f" (its {file.side}; `stack` says which)" if model_type.has_stacks else ""
-    want = f"the tensors of one model {model_type.name}{side}, or {BY_HAND}"
+    model_type, tensors = published.model_type, published.tensors
+    which_stack = f" (its {published.stack}; `stack` says which)" if model_type.has_stacks else ""
+    want = f"the tensors of one model {model_type.name}{which_stack}, or {BY_HAND}"
     if matches:
         got = f"those under {[*matches]} (`part` chooses)"
         return arguments.value_error(tensors.path, want, got)
-    tables = _names_of_table(file)
+    tables = _names_of_table(published)
     has_table = any(f".{name}".endswith(f".{table}") for table in tables for name in tensors.files)
     missing = "" if has_table else f" ({tables[0]} is missing)"
     return arguments.value_error(tensors.path, want, tensors.listed() + missing)
 
 
-def _check_all_read(file: Published, prefix: str, names_read: set[str]) -> None:
+def _check_all_read(published: Published, prefix: str, names_read: set[str]) -> None:
     """Raises a ValueError if a tensor of the input layer is not among `names_read`."""
-    model_type, tensors = file.model_type, file.tensors
+    model_type, tensors = published.model_type, published.tensors
     ignored_modules = {*model_type.no_effect.split()}
     # The tensors of the other stack are beside the ones of this stack.
-    first_module, _, _ = model_type.tokens.format(stack=file.side).partition(".")
+    first_module, _, _ = model_type.tokens.format(stack=published.stack).partition(".")
     if first_module in STACKS:
         ignored_modules |= {*STACKS} - {first_module}
     for name in sorted({*tensors.files} - names_read):
@@ -178,7 +178,7 @@ def number_of_layers(tensors: Tensors, prefix: str) -> int:
     return highest + 1
 
 
-def tensors_beside_head(file: Published, model: LayerTensors) -> list[str]:
+def tensors_beside_head(published: Published, model: LayerTensors) -> list[str]:
     """Returns the names of tensors with which an unknown outer model may compute its logits.
 
     The outer model is the one around a text model. A drafter, for example, has the text model of
@@ -189,35 +189,35 @@ def tensors_beside_head(file: Published, model: LayerTensors) -> list[str]:
     Raises:
         ValueError: there are such tensors, and the caller did not name the part to read.
     """
-    if file.outer is None or is_known_outside(file.outer):
+    if published.outer_type is None or is_known_outer_type(published.outer_type):
         return []
-    prefix_of_head = _prefix_of_head(file, model.names)
+    prefix_of_head = _prefix_of_head(published, model.names)
     # The head is beside the module that has the text model: "model" for "model.embed_tokens".
     text_module, _, _ = model.prefix.removeprefix(prefix_of_head).partition(".")
     if not model.prefix.startswith(prefix_of_head) or not text_module:
         return []
     names_beside_head = []
-    for name in sorted({*file.tensors.files} - {*model.names.values()}):
+    for name in sorted({*published.tensors.files} - {*model.names.values()}):
         module, _, _ = name.removeprefix(prefix_of_head).partition(".")
         if name.startswith(prefix_of_head) and module != text_module:
             names_beside_head.append(name)
-    if names_beside_head and file.part is None:
+    if names_beside_head and published.part is None:
         want = (
-            f"a known model around {file.model_type.name} "
+            f"a known model around {published.model_type.name} "
             "(part='text_config' reads the text model alone)"
         )
-        got = f"{file.outer!r}, with {names_beside_head[0]} beside the output layer"
-        raise arguments.value_error(file.path, want, got)
+        got = f"{published.outer_type!r}, with {names_beside_head[0]} beside the output layer"
+        raise arguments.value_error(published.path, want, got)
     return names_beside_head
 
 
-def _prefix_of_head(file: Published, names: Mapping[str, str]) -> str:
+def _prefix_of_head(published: Published, names: Mapping[str, str]) -> str:
     """Returns how the name of the head's tensor begins: "" for "lm_head.weight".
 
     A tied head may have no tensor. It would be outside of all modules, so its prefix is "".
     """
     head = names.get(OUTPUT_TABLE, "")
-    for module in file.model_type.head.split():
+    for module in published.model_type.head.split():
         if head.endswith(f"{module}.weight"):
             return head.removesuffix(f"{module}.weight")
     return ""

@@ -48,13 +48,13 @@ OTHERS_AROUND = (
 )
 
 
-def is_known_outside(type_name: str) -> bool:
-    """Returns whether a model of this type, around a text model, is known.
+def is_known_outer_type(type_name: str) -> bool:
+    """Returns whether a type of models around a text model is known.
 
-    "None" is what a config.json without a type has. It counts as known.
+    A config.json without a type has the name "None", which counts as known.
     """
-    known = {*SCALED_WITHIN.split(), *UNSCALED_WITHIN.split(), *OTHERS_AROUND.split()}
-    return type_name in known or type_name in MODEL_TYPES or type_name == str(None)
+    known = {*SCALED_WITHIN.split(), *UNSCALED_WITHIN.split(), *OTHERS_AROUND.split(), str(None)}
+    return type_name in known or type_name in MODEL_TYPES
 
 
 def model_type_or_none(type_name: Any) -> ModelType | None:
