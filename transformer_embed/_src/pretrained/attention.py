@@ -121,34 +121,34 @@ def attention_facts(
 
 
 def _head_dim(entries: Options, values: Options, layer_object: Options, kind: str) -> int | None:
-    """Returns the number of a head's channels; full layers of Gemma 4 have wider heads."""
+    """Returns the number of a head's channels in a layer."""
+    # Full-attention layers of Gemma 4 have wider heads.
     if kind == FULL and values["global_head_dim"]:
-        # This is the layer's own value, see `layers._values_of_layer`.
+        # `layers._values_of_layer` has put the width of these heads here.
         return values["head_dim"]
-    in_entries = layer_object.get("head_dim") or entries.get("head_dim")
-    return in_entries or values["hidden_size"] // entries["num_attention_heads"]
+    head_dim = layer_object.get("head_dim") or entries.get("head_dim")
+    return head_dim or values["hidden_size"] // entries["num_attention_heads"]
 
 
 def _kv_heads(entries: Options, layer_object: Options, kind: str) -> int | None:
-    """Returns the number of key-value heads, or None if there are as many as heads.
-
-    Full layers of Gemma 4 may have another number than the other layers.
-    """
+    """Returns the number of key-value heads, or None if each head has its own keys and values."""
     if layer_object.get("num_key_value_heads"):
         return layer_object["num_key_value_heads"]
+    kv_heads = entries.get("num_key_value_heads")
     if kind == FULL and entries.get("attention_k_eq_v"):
-        in_full_layers = entries.get("num_global_key_value_heads")
-        return in_full_layers or entries.get("num_key_value_heads")
-    return entries.get("num_key_value_heads")
+        # Full-attention layers of Gemma 4 may have another number than the other layers.
+        return entries.get("num_global_key_value_heads") or kv_heads
+    return kv_heads
 
 
 def _scale(model_type: ModelType, entries: Options, head_dim: int) -> float | None:
-    """Returns the factor of the attention logits, or None if config.json does not say any."""
+    """Returns the number that multiplies the logits of attention, or None if it is not known."""
     if model_type.attention == HEAD_DIM:
         return head_dim**-0.5
     if model_type.attention == UNSCALED:
         return 1.0
-    value = entries.get(QUERY_SCALAR if model_type.attention == QUERY_SCALAR else MULTIPLIER)
-    if not value:
-        return None
-    return value**-0.5 if model_type.attention == QUERY_SCALAR else value
+    if model_type.attention == QUERY_SCALAR:
+        query_scalar = entries.get(QUERY_SCALAR)
+        return query_scalar**-0.5 if query_scalar else None
+    # The entry of attention is None, or a number above 0 (see `attention_entries`).
+    return entries.get(MULTIPLIER)

@@ -98,9 +98,9 @@ def layers_of(model_type: ModelType, values: Options, count: int) -> tuple[Layer
     Args:
         model_type: What is known of the model type.
         values: The values of all entries.
-        count: The number of layers that have tensors. If config.json says another number, its
-            number counts: a file may have a layer more, which predicts further tokens, or one layer
-            that is used several times.
+        count: The number of layers that have tensors. The number in config.json goes before it,
+            because a file may have a layer more, which predicts further tokens, or one layer that
+            is used several times.
     """
     if values["num_hidden_layers"] and not model_type.has_stacks:
         count = values["num_hidden_layers"]

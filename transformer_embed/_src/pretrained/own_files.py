@@ -49,7 +49,7 @@ CHANNELS = 64
 
 def describe_own(tensors: Tensors) -> PretrainedInput:
     """Returns the layer that `save_embedder` described in the metadata, without its parameters."""
-    entries = parse(f"{tensors.path}: {METADATA}", tensors.metadata[METADATA], decode)
+    entries = parse(f"{tensors.path}: {METADATA}", tensors.metadata[METADATA], decode_from_json)
     pretrained = call_with_named_errors(tensors.path, PretrainedInput, **entries)
     pretrained = pretrained._replace(bias=_with_causal(pretrained.bias))
     call_with_named_errors(tensors.path, check_described, pretrained)
@@ -171,7 +171,7 @@ def _stored_classes() -> dict[str, Callable]:
     return {stored_class.__name__: stored_class for stored_class in classes}
 
 
-def encode(value: Any) -> Any:
+def encode_for_json(value: Any) -> Any:
     """Converts a value that JSON cannot hold to one that it can, as `default` of `json.dumps`.
 
     An object becomes a dict of its fields and the name of its class: {"kind": "Learned",
@@ -193,8 +193,8 @@ def encode(value: Any) -> Any:
     return float(value)
 
 
-def decode(entries: dict[str, Any]) -> Any:
-    """Converts a JSON object back to what `encode` got: an object of a class, or a dict.
+def decode_from_json(entries: dict[str, Any]) -> Any:
+    """Converts a JSON object back to what `encode_for_json` got: an object of a class, or a dict.
 
     Lists inside become tuples, since JSON has lists for both.
     """

@@ -27,7 +27,7 @@ from transformer_embed._src.pretrained.own_files import (
     METADATA,
     check_described,
     describe_own,
-    encode,
+    encode_for_json,
 )
 from transformer_embed._src.pretrained.parameters import (
     PretrainedInput,
@@ -111,7 +111,7 @@ def save_embedder(
     tensor_names.update(full_paths(names or {}, leaves))
     arrays = _arrays_by_tensor(leaves, tensor_names)
     pretrained = pretrained._replace(layers=[*layers], names=tensor_names)
-    metadata = {"format": "pt", METADATA: json.dumps(pretrained._asdict(), default=encode)}
+    metadata = {"format": "pt", METADATA: json.dumps(pretrained._asdict(), default=encode_for_json)}
     file_path = as_path(path).resolve()
 
     def write() -> None:
