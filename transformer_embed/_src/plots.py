@@ -87,7 +87,9 @@ def plot_encoding(
     """
     values = _as_matrix("encoding", encoding)
     axis_labels = ("position (tokens)", "channel")
-    image = _draw_matrix(ax, values, axis_labels, (tokens, None), aspect="auto")
+    # Positions have names, and channels are numbered.
+    axis_names = (tokens, None)
+    image = _draw_matrix(ax, values, axis_labels, axis_names, aspect="auto")
     return _add_colour_bar(image, "value", limit)
 
 

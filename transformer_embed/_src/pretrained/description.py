@@ -95,7 +95,7 @@ def _describe_without_tensors(published: Published, values: Options) -> Pretrain
 
 
 def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Returns the last two axes of a shape; (1, n) for a vector of length n."""
+    """Returns the last two axes of a shape, or (1, n) for a vector of length n."""
     rows, columns = (1, 1, *shape)[-2:]
     return rows, columns
 
@@ -111,7 +111,7 @@ def _layer_count_in_config(published: Published, values: Options) -> Any:
 def _shapes_in_config(model_type: ModelType, values: Options) -> dict[str, tuple[int, int]]:
     """Returns the shape of each parameter, as config.json says it; (1, n) for a vector.
 
-    Whether there is an output bias is not known, so it has no shape.
+    config.json does not say whether there is an output bias, so the bias is left out.
     """
     may_lack = tuple(model_type.may_lack.split())
     width = "embedding_size" if model_type.widen else "hidden_size"
@@ -139,6 +139,7 @@ def _shapes_in_config(model_type: ModelType, values: Options) -> dict[str, tuple
         shapes[name] = count(entry, values[entry]), count(columns, values[columns])
     if values["tie_word_embeddings"]:
         del shapes[OUTPUT_TABLE]
+    # A type may leave out the linear layer if the table is already as wide as the model.
     if WIDEN.endswith(may_lack) and values[width] == values["hidden_size"]:
         shapes.pop(WIDEN, None)
     return shapes

@@ -81,7 +81,7 @@ def read_entries(model_type: ModelType, entries: Options) -> ReadEntries:
     for entry, names in names_of_entries.items():
         values_of_names = [unread.pop(name) for name in names if name in unread]
         if values_of_names:
-            # The first name goes before the others, but a null there does not hide their value.
+            # The value under the first name counts, unless it is null and another name has a value.
             values[entry] = next((value for value in values_of_names if value is not None), None)
     if model_type.rotary:
         # The checks below are for entries at the top level.
@@ -123,7 +123,7 @@ def _given_values(published: Published) -> dict[str, Any]:
 def _unread_after_settings(
     published: Published, unread: Options, unread_settings: Options
 ) -> dict[str, Any]:
-    """Returns the unread entries of config.json that settings do not take away with a None.
+    """Returns the unread entries of config.json, except the ones for which settings have None.
 
     Args:
         published: The files of the model, and what is known of its type.
@@ -137,6 +137,7 @@ def _unread_after_settings(
     left = dict(unread)
     unknown = []
     for name, value in unread_settings.items():
+        # None in settings takes the entry of config.json away.
         is_taken_away = value is None and left.pop(name, None) is not None
         is_of_attention = model_type.attention != "" and name in NAMES_OF_ATTENTION
         is_useful = is_taken_away or is_of_attention or model_type.has_no_effect(name)

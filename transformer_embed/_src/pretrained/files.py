@@ -48,7 +48,7 @@ def call_with_named_errors(
 
 
 def check_mappings(**values: Any) -> None:
-    """Raises a TypeError unless each value is a mapping, or None."""
+    """Raises a TypeError if one of the values is neither a mapping nor None."""
     for name, value in values.items():
         arguments.instance(name, value, Mapping | None, "a mapping, or None")
 

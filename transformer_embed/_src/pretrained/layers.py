@@ -93,7 +93,7 @@ class Layer:
 
 
 def layers_of(model_type: ModelType, values: Options, count: int) -> tuple[Layer, ...]:
-    """Returns the layers of a model, or none if the kinds of the layers are not known.
+    """Returns the layers of a model, or an empty tuple if the kinds of the layers are not known.
 
     Args:
         model_type: What is known of the model type.
@@ -256,7 +256,7 @@ def _is_causal(model_type: ModelType, values: Options, kind: str) -> bool:
 
 
 def _window_width(model_type: ModelType, values: Options, kind: str) -> int | None:
-    """Returns the width of a window, or None if there is no window.
+    """Returns the width of the window of a layer, or None if the layer has none.
 
     If the layer is causal, this is the number of tokens in the window, with the query's own token.
     Otherwise it is the number of tokens on each side of the query.

@@ -220,7 +220,7 @@ class ModelType(NamedTuple):
         return EntryStatus.OF_NO_CONCERN if is_known(entry) else EntryStatus.UNKNOWN
 
     def _says_nothing(self, entry: str, value: Any) -> bool:
-        """Returns whether an entry is about something that all models, or no models, of this type do."""
+        """Returns whether an entry is about something that all models of this type do, or none."""
         object_name, _, name_inside = entry.rpartition(": ")
         if object_name:
             return name_inside in IN_ROTATIONS

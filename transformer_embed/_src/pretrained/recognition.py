@@ -94,9 +94,11 @@ def _names_by_prefix(published: Published) -> dict[str, dict[str, str]]:
         for name in published.tensors.files:
             if f".{name}".endswith(f".{table}"):
                 prefixes.add(name.removesuffix(table))
+    # If the caller chose a part, the prefixes of this part count, as far as the file has any.
     prefixes_of_part = {prefix for prefix in prefixes if prefix.startswith(published.prefix)}
     prefixes = prefixes_of_part or prefixes
-    # DeepSeek V3 has a copy of the table in a numbered layer, which predicts further tokens.
+    # DeepSeek V3 has a copy of the table in a numbered layer, which predicts further tokens. So
+    # prefixes outside of numbered layers go first.
     outside_layers = {prefix for prefix in prefixes if not re.search(r"\b\d+\.", prefix)}
     matches = {}
     for prefix in sorted(outside_layers or prefixes):
@@ -130,7 +132,7 @@ def _names_by_prefix_of_head(published: Published) -> dict[str, dict[str, str]]:
 
 
 def _names_of_table(published: Published) -> list[str]:
-    """Returns the names that the tensor of the token table may have, without a prefix."""
+    """Returns the names that the token table's tensor may have below the prefix of the model."""
     return [f"{module}.weight" for module in published.model_type.table_modules(published.stack)]
 
 
