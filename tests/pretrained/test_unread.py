@@ -108,7 +108,7 @@ REFUSED = {
     "model('granite_swa', layer_rope_theta=[1e4])": "ValueError: ... layer_rope_theta: wanted a value for each layer, 6, got 1",
     "model('mistral', layer_types=['foo'] * 6)": "ValueError: ... layer_types: wanted some of ... got foo",
     "llama(layer_types=SLIDING)": "ValueError: ... layer_types: wanted full_attention, since a model llama has no windows",
-    "llama(per_layer_config={'3': {'rope_theta': 1e4}})": "ValueError: ... per_layer_config: 3: wanted no entries but head_dim, sliding_window, ... got ['rope_theta']",
+    "llama(per_layer_config={'3': {'rope_theta': 1e4}})": "ValueError: ... per_layer_config: 3: wanted only the entries head_dim, sliding_window, ... got ['rope_theta']",
     "llama(num_hidden_layers=10**12)": "ValueError: ... num_hidden_layers: wanted an int of at most 1024, got 1000",
     "model('phi3', max_position_embeddings=131_072, rope_scaling={'rope_type': 'dynamic', 'factor': 3.0})": "ValueError: ... length: wanted a Python int, got None",
     "llama(num_hidden_layers=None)": "ValueError: ... num_hidden_layers: wanted an int of at least 1, got 0",

@@ -74,7 +74,10 @@ def _check_not_missing(published: Published, values: Options, given: Options) ->
 
 
 def read_entries(model_type: ModelType, entries: Options) -> ReadEntries:
-    """Returns what a model type reads of the entries of a config.json or of settings."""
+    """Checks the entries of a config.json, or of settings, that a model type reads.
+
+    The entries that it does not read are returned apart, unchecked.
+    """
     names_of_entries = model_type.names_of_entries()
     unread = {**entries}
     values = {}
@@ -84,7 +87,7 @@ def read_entries(model_type: ModelType, entries: Options) -> ReadEntries:
             # The value under the first name counts, unless it is null and another name has a value.
             values[entry] = next((value for value in values_of_names if value is not None), None)
     if model_type.rotary:
-        # The checks below are for entries at the top level.
+        # The checks below are for entries at the top level, so objects of rotations come apart.
         values = rope.flatten_rotations(model_type, values)
     for entry in [*values]:
         if entry not in names_of_entries:

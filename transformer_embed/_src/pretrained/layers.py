@@ -121,7 +121,7 @@ def layers_of(model_type: ModelType, values: Options, count: int) -> tuple[Layer
 
 
 def _layer(model_type: ModelType, values: Options, index: int, kind: str) -> Layer:
-    """Returns the layer of this index, which is of this kind."""
+    """Returns the layer of this index and kind; `values` are about the whole model."""
     per_layer_config = values["per_layer_config"] or {}
     layer_object = per_layer_config.get(index, {})
     values = _values_of_layer(values, layer_object, index, kind)
@@ -153,12 +153,13 @@ def _values_of_layer(
     for name, entry in ENTRY_OF_LIST.items():
         if values[name]:
             layer_values[entry] = values[name][index]
+    # Full-attention layers of Gemma 4 have wider heads, unless each layer has an object of its own.
     if values["per_layer_config"] is None and kind == FULL and values["global_head_dim"]:
         layer_values["head_dim"] = values["global_head_dim"]
     known = (*READ_FROM_OBJECT, *SIZES)
     unknown = [*layer_object.keys() - {*known}]
     if unknown:
-        want = f"no entries but {', '.join(known)}"
+        want = f"only the entries {', '.join(known)}"
         raise arguments.value_error(f"per_layer_config: {index}", want, unknown)
     for name in READ_FROM_OBJECT:
         if name in layer_object:
