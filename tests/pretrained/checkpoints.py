@@ -74,7 +74,7 @@ def text_of(case):
 
 
 def kind_of(case):
-    return registry.row_of(case["settings"]["model_type"])
+    return registry.model_type_or_none(case["settings"]["model_type"])
 
 
 def checkpoint(case, *, settings=None, drop=(), change=None):

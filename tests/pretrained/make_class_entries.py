@@ -39,7 +39,7 @@ def class_entries(model_type):
 
 def made():
     """Returns the text of the file."""
-    known = registry.ROWS.keys() & configuration_auto.CONFIG_MAPPING_NAMES.keys()
+    known = registry.MODEL_TYPES.keys() & configuration_auto.CONFIG_MAPPING_NAMES.keys()
     names = set(transformers.GenerationConfig().to_dict())
     for model_type in sorted(known):
         found = class_entries(model_type)
@@ -71,7 +71,7 @@ ATTENTION_DEFAULTS = """\\
 def made_defaults():
     """Returns the text of the file of defaults."""
     lines = []
-    for model_type, row in sorted(registry.ROWS.items()):
+    for model_type, row in sorted(registry.MODEL_TYPES.items()):
         class_type = RENAMED_TYPES.get(model_type, model_type)
         if not row.attention or class_type not in configuration_auto.CONFIG_MAPPING_NAMES:
             continue

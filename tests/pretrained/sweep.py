@@ -702,7 +702,9 @@ def reason_of(message):
     if message.startswith("model_type: wanted "):
         return ""
     message = re.sub(r"^(settings and )?/config.json, for a model \w+: ", "", message)
-    message = re.sub(r"^wanted no entry .* got (\w+): .*", r"it has \1, which is not read", message)
+    message = re.sub(
+        r"^wanted only entries .* got (\w+): .*", r"it has \1, which is not read", message
+    )
     message = re.sub(r"^/\S+: (wanted (?!the tensors).*, got )?", "", message).replace("|", "/")
     return textwrap.shorten(message, 110, placeholder=" ...")
 

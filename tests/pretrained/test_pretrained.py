@@ -189,13 +189,15 @@ def test_every_model_named_is_tested():
     # MiniCPM and new are not in that library, and compute what MiniCPM 3 and GTE do; the others
     # are parts of models.
     unswept = "minicpm new voxtral_realtime_text kimi_k2 exaone4_5_text esm"
-    assert {*registry.ROWS} - tested - {*re.findall(r"`([^`]+)`", page)} == {*unswept.split()}
+    assert {*registry.MODEL_TYPES} - tested - {*re.findall(r"`([^`]+)`", page)} == {
+        *unswept.split()
+    }
 
 
 def test_rows_name_entries_that_are_known():
     """What is neither a field nor an entry is a slip of the pen."""
-    for name in registry.ROWS:
-        row = registry.row_of(name)
+    for name in registry.MODEL_TYPES:
+        row = registry.model_type_or_none(name)
         named = {*row.entries, *row.unread.split(), *row.aliases.split(":")[:1]} - {""}
         assert named <= ENTRIES.keys(), name
         assert not {*row.unread.split()} & row.names_of_entries().keys(), name
@@ -204,8 +206,8 @@ def test_rows_name_entries_that_are_known():
 def test_windows_that_a_row_speaks_of_have_a_width():
     """A row with a period of sliding layers, or with their rotation, says how wide windows are."""
     widths = {"sliding_window", "local_attention", "sliding_window_size"}
-    for name in registry.ROWS:
-        row = registry.row_of(name)
+    for name in registry.MODEL_TYPES:
+        row = registry.model_type_or_none(name)
         if "sliding_attention" in row.kinds and "sliding_window_pattern" in row.entries:
             assert widths & row.entries.keys(), name
 
@@ -218,14 +220,14 @@ def rows_of_contributing(n):
 
 
 def test_a_new_type_is_one_row(monkeypatch):
-    monkeypatch.setattr(registry, "ROWS", rows_of_contributing(0))
+    monkeypatch.setattr(registry, "MODEL_TYPES", rows_of_contributing(0))
     for name, base in (("a_new_type", 1e4), ("another_new_type", 1e6)):
         found = load_table({"model_type": name})
         assert rotary_of(found) == {"base": base, "layout": "half"}
 
 
 def test_a_new_architecture_is_one_row(monkeypatch):
-    monkeypatch.setattr(registry, "ROWS", rows_of_contributing(1))
+    monkeypatch.setattr(registry, "MODEL_TYPES", rows_of_contributing(1))
     entries = {"norm_eps": 0.5, "multiplier": 1.5, "rope_theta": 70.0}
     tensors = {"m.tok.weight": (12, 16), "m.tok_norm.weight": (16,)}
     found = load_table({"model_type": "a_new_architecture"} | entries, **tensors)

@@ -25,10 +25,10 @@ from refused import each_raises, refused
 
 import transformer_embed as te
 from transformer_embed._src.pretrained import layer_parts
-from transformer_embed._src.pretrained.own_files import decoded
+from transformer_embed._src.pretrained.own_files import decode_from_json
 
 
-@pytest.mark.parametrize("case", golden("published_forms.json", object_hook=decoded))
+@pytest.mark.parametrize("case", golden("published_forms.json", object_hook=decode_from_json))
 def test_published_forms_are_read_and_read_back(case):
     """What files of published models say, and which layers, rotations, masks and biases they mean;
     the file says why."""

@@ -28,7 +28,9 @@ ROTATED = [
     for name in TYPES
     if "rope_theta" in kind_of(CASES[name]).names_of_entries() and "phi3" not in name
 ]
-ROPE = {"rope_parameters", rope.ORIGINAL}.union(rope.USUAL, rope.OF_SLIDING) - {""}
+ROPE = {"rope_parameters", rope.TRAINED_LENGTH}.union(
+    rope.USUAL_ROTATION, rope.SLIDING_ROTATION
+) - {""}
 FULL, SLIDING = model_type.FULL, model_type.SLIDING
 
 
@@ -46,8 +48,14 @@ SCALINGS = [
     {"rope_type": "default"},
     {"rope_type": "linear", "factor": 2.5},
     {"rope_type": "dynamic", "factor": 4.0},
-    {"rope_type": "yarn", "factor": 3.0, rope.ORIGINAL: 20, "truncate": False},
-    {"rope_type": "yarn", "factor": 3.0, rope.ORIGINAL: 32, "mscale": 0.5, "mscale_all_dim": 1.0},
+    {"rope_type": "yarn", "factor": 3.0, rope.TRAINED_LENGTH: 20, "truncate": False},
+    {
+        "rope_type": "yarn",
+        "factor": 3.0,
+        rope.TRAINED_LENGTH: 32,
+        "mscale": 0.5,
+        "mscale_all_dim": 1.0,
+    },
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
 ]
 PARTS = {
@@ -66,7 +74,7 @@ def written(parts, names, is_new):
     parts = {name: value for name, value in parts.items() if name in names}
     if not is_new or "rope_scaling" not in parts:
         return {names[name][0]: value for name, value in parts.items()}
-    inside = {key: parts[key] for key in rope.USUAL[:2] if key in parts}
+    inside = {key: parts[key] for key in rope.USUAL_ROTATION[:2] if key in parts}
     inside |= parts["rope_scaling"]
     if "rope_local_base_freq" not in names:
         return {"rope_parameters": inside}
@@ -88,7 +96,9 @@ def test_settings_win_for_both_forms_of_a_rotation(name, in_file, said, is_new_f
     rest = {key: value for key, value in case["settings"].items() if key not in unread}
     both = in_file | said
     if "rope_scaling" in said:
-        both["rope_scaling"] = rope.merged(in_file.get("rope_scaling", {}), said["rope_scaling"])
+        both["rope_scaling"] = rope.merge_scalings(
+            in_file.get("rope_scaling", {}), said["rope_scaling"]
+        )
     expected, reason = found_or_refused(case, rest | written(both, names, is_new=False))
     file, spoken = written(in_file, names, is_new_file), written(said, names, is_new_said)
     found, message = found_or_refused(case, rest | file, spoken)

@@ -61,7 +61,7 @@ def qwen(sections):
 
 
 OF_LLAMA = "ValueError: ... for a model llama: "
-UNREAD = f"{OF_LLAMA}... is not read ... got "
+UNREAD = f"{OF_LLAMA}... only entries that can be read ... got "
 READ = "ValueError: settings: wanted entries that a model ... reads (...), got "
 POSITIVE = "wanted a number above 0 that float32 holds"
 REFUSED = {
@@ -91,7 +91,7 @@ REFUSED = {
     "without('bert', ['layer_norm_eps', 'pad_token_id'], 'roberta', None)": "ValueError: ... wanted layer_norm_eps, pad_token_id of roberta",
     "without('bloom', ['n_head', 'layer_norm_epsilon'], 'bloom', None)": "ValueError: ... wanted layer_norm_eps, num_attention_heads of bloom",
     # Entries of other models.
-    "llama(rotary_value=3, alibi=4)": "ValueError: config.json, for a model llama: wanted no entry that concerns the layer and is not read (if they mean nothing here: settings={'rotary_value': None, 'alibi': None}), got rotary_value: 3, alibi: 4",
+    "llama(rotary_value=3, alibi=4)": "ValueError: config.json, for a model llama: wanted only entries that can be read (to ignore the others, if they mean nothing here: settings={'rotary_value': None, 'alibi': None}), got rotary_value: 3, alibi: 4",
     "llama(rotary_dim=8)": f"{UNREAD}rotary_dim: 8",
     "llama(alibi=True)": f"{UNREAD}alibi: True",
     "llama(embedding_multiplier=2.0)": f"{UNREAD}embedding_multiplier: 2.0",
@@ -108,11 +108,11 @@ REFUSED = {
     "model('granite_swa', layer_rope_theta=[1e4])": "ValueError: ... layer_rope_theta: wanted a value for each layer, 6, got 1",
     "model('mistral', layer_types=['foo'] * 6)": "ValueError: ... layer_types: wanted some of ... got foo",
     "llama(layer_types=SLIDING)": "ValueError: ... layer_types: wanted full_attention, since a model llama has no windows",
-    "llama(per_layer_config={'3': {'rope_theta': 1e4}})": "ValueError: ... per_layer_config: 3: wanted no entries but head_dim, sliding_window, ... got ['rope_theta']",
+    "llama(per_layer_config={'3': {'rope_theta': 1e4}})": "ValueError: ... per_layer_config: 3: wanted only the entries head_dim, sliding_window, ... got ['rope_theta']",
     "llama(num_hidden_layers=10**12)": "ValueError: ... num_hidden_layers: wanted an int of at most 1024, got 1000",
     "model('phi3', max_position_embeddings=131_072, rope_scaling={'rope_type': 'dynamic', 'factor': 3.0})": "ValueError: ... length: wanted a Python int, got None",
     "llama(num_hidden_layers=None)": "ValueError: ... num_hidden_layers: wanted an int of at least 1, got 0",
-    "model('xlm', *XLM, asm=True)": "ValueError: ... is not read ... got asm: True",
+    "model('xlm', *XLM, asm=True)": "ValueError: ... only entries that can be read ... got asm: True",
     "model('esm', 'embeddings.word_embeddings.weight', token_dropout=True)": "ValueError: ... token_dropout: wanted False, and embeddings multiplied by 0.88 / (1 - the share of <mask>",
     "composite(model_type='mllama_text_model', vocab_size=4)": "ValueError: ... vocab_size: wanted 12, as the tensors say (if they are right: settings=... got 4",
 }  # fmt: skip
@@ -148,7 +148,7 @@ def test_advice_of_each_message_loads_the_model():
     small = {"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4}
     loud = [name for name in (*ENTRIES, *known_entries.LOUD.split()) if known_entries.is_loud(name)]
     for model_type in ("bert", "llama", "gpt2", "gemma2", "mpt", "bart"):
-        row = registry.row_of(model_type)
+        row = registry.model_type_or_none(model_type)
         entries = small | {"model_type": model_type, "max_position_embeddings": 8}
         entries |= {"type_vocab_size": 2}
         unread = [name for name in loud if row.status(name, "x") is EntryStatus.REFUSED]
@@ -227,8 +227,8 @@ def test_a_long_list_is_refused_at_once_and_shortly():
 def test_entries_without_an_effect_would_be_refused():
     """Otherwise a row need not list them."""
     inside_a_scaling = {"max_position_embeddings", "interleaved"}
-    for name in registry.ROWS:
-        row = registry.row_of(name)
+    for name in registry.MODEL_TYPES:
+        row = registry.model_type_or_none(name)
         bare = row._replace(no_effect="")
         for entry in set(row.no_effect.split()) - inside_a_scaling:
             status = bare.status(entry, "x")
@@ -238,7 +238,7 @@ def test_entries_without_an_effect_would_be_refused():
 def test_published_files_are_not_refused():
     """What they say besides is known to mean nothing."""
     for model_type, entries in golden("config_entries.json").items():
-        row = registry.row_of(model_type)
-        unread = entry_values.read(row, entries).unread
+        row = registry.model_type_or_none(model_type)
+        unread = entry_values.read_entries(row, entries).unread
         status = {row.status(name, value) for name, value in unread.items()}
         assert status <= {EntryStatus.OF_NO_CONCERN}, model_type

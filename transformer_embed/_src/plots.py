@@ -1,4 +1,4 @@
-"""Pictures of encodings, masks and biases; the public `plots` says how to read them."""
+"""Draws pictures of encodings, masks and biases; the public `plots` says how to read them."""
 
 import importlib
 import math
@@ -35,9 +35,9 @@ HIDDEN, SOME, ALLOWED = "#E6E6E6", "#6BAED6", "#0B3C5D"
 STYLES = (("o", "#0072B2"), ("s", "#D55E00"), ("^", "#009E73"), ("D", "#000000"))
 # A matrix with more rows or columns than this has no lines between its cells.
 MOST_CELLS_WITH_LINES = 64
-# A bias of this or less hides a key. `mask_to_bias` adds half of the lowest number of a dtype, and
-# another bias may take a quarter off: in float16, this number remains. The softmax of such a low
-# logit is 0 in any dtype.
+# A bias of this or less hides a key: the softmax of such a low logit is 0 in any dtype. In float16,
+# `mask_to_bias` adds -32752, half of the lowest number. If another bias adds 16376, a quarter, this
+# number remains.
 HIDING_BIAS = -16376
 # The options of a legend beside the picture, since one inside would cover the picture.
 LEGEND_BESIDE: Any = {
@@ -87,7 +87,9 @@ def plot_encoding(
     """
     values = _as_matrix("encoding", encoding)
     axis_labels = ("position (tokens)", "channel")
-    image = _draw_matrix(ax, values, axis_labels, (tokens, None), aspect="auto")
+    # Positions have names, and channels are numbered.
+    axis_names = (tokens, None)
+    image = _draw_matrix(ax, values, axis_labels, axis_names, aspect="auto")
     return _add_colour_bar(image, "value", limit)
 
 
@@ -328,7 +330,7 @@ def _draw_matrix(
     names: AxisNames,
     **options: Any,
 ) -> "AxesImage":
-    """Draws a matrix; cells that are NaN or masked are hatched.
+    """Draws a matrix, and hatches the cells that are NaN or masked.
 
     Args:
         ax: The Axes to draw on, or None for a new figure.
@@ -339,7 +341,7 @@ def _draw_matrix(
     """
     ax = _axes_or_new(ax)
     image = ax.imshow(values, **options)
-    # Where the matrix has no value, the patch behind the image is seen.
+    # The patch behind the image is seen through cells without a value.
     ax.patch.set(hatch="////", edgecolor="0.75", linewidth=0)
     row_count, column_count = values.shape
     row_names, column_names = names
@@ -352,14 +354,27 @@ def _draw_matrix(
 def _label_axis(
     axis: Any, label: str, count: int, names: Sequence[str] | None, rotation: int
 ) -> None:
-    """Labels an axis of a picture, and the ticks of its rows or columns with names or numbers."""
+    """Labels an axis of a matrix's picture, and labels the ticks with names or numbers.
+
+    Args:
+        axis: The vertical or the horizontal axis of the picture.
+        label: The label of the axis.
+        count: The number of rows or columns along the axis.
+        names: A name for each of them. If None, matplotlib numbers the ticks.
+        rotation: The angle of the names, in degrees.
+    """
     axis.set_label_text(label)
-    # A matrix with few rows would get ticks between them.
+    # For a matrix with few rows, matplotlib would put ticks between the rows.
     axis.set_major_locator(matplotlib("ticker").MaxNLocator(integer=True, min_n_ticks=1))
     if names is None:
         return
-    # This accepts any sequence, of anything that has a text.
-    checked_names = arguments.entries("tokens", names, lambda _, token: token)
+
+    def keep(_: str, name: Any) -> Any:
+        """Returns a name unchanged: it may be any object, because matplotlib shows its `str`."""
+        return name
+
+    # This checks that `names` is a sequence, and not a str.
+    checked_names = arguments.entries("tokens", names, keep)
     arguments.check_same("tokens", f"a name for each {label}", len(checked_names), count)
     # "$x$" is a token, not a formula.
     axis.set_ticks(range(count), checked_names, parse_math=False, rotation=rotation)

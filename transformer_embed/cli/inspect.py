@@ -12,7 +12,7 @@ import numpy as np
 
 from transformer_embed import pretrained
 from transformer_embed._src.arguments import shown, value_error
-from transformer_embed.cli.model_types import print_row
+from transformer_embed.cli.model_types import print_model_type
 
 # Where `load_embedder` puts the parameters of the layer, and of a position bias.
 LAYER = ("transformer_embedding/~/", "relative_position_bias/", "per_layer_inputs/")
@@ -71,10 +71,10 @@ def run(args: argparse.Namespace) -> None:
     if args.checkpoint is None:
         if args.model_type is None:
             raise value_error("inspect", "a CHECKPOINT, or --model-type", "neither")
-        print_row(pretrained.find_model_type(args.model_type))
+        print_model_type(pretrained.find_model_type(args.model_type))
         return
     found = _read(args)
-    print(f"layer\n  te.TransformerEmbedding({_code(found.config)})")
+    print(f"layer\n  te.TransformerEmbedding({_code_for(found.config)})")
     if found.no_output is not None:
         print(f"no output layer\n  {shown(found.no_output)}")
     _print_parameters(found)
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
         call = "alibi_bias(query_positions, key_positions, "
         if "num_buckets" in found.bias:
             call = "RelativePositionBias("
-        print(f"bias\n  {call}{_arguments(found.bias)})")
+        print(f"bias\n  {call}{_code_of_arguments(found.bias)})")
 
 
 def _read(args: argparse.Namespace) -> pretrained.PretrainedInput:
@@ -113,7 +113,8 @@ def _read_settings(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _print_parameters(found: pretrained.PretrainedInput) -> None:
-    """Prints each parameter of the layer, and how many a whole model has beside it."""
+    """Prints each parameter of the layer, and the number of parameters outside of the layer."""
+    # The name of each parameter's tensor, by the parameter's path.
     tensor_names = found.names or {}
     layer_paths = [path for path in tensor_names if path.startswith(LAYER)]
     for path in sorted(layer_paths):
@@ -121,9 +122,9 @@ def _print_parameters(found: pretrained.PretrainedInput) -> None:
         array = found.params[module][leaf]
         tensor_name = shown(tensor_names[path])
         print(f"{shown(path)}\n  {array.dtype}{list(array.shape)}, from {tensor_name}")
-    others = len(tensor_names) - len(layer_paths)
-    if others:
-        print(f"beside the layer\n  {others} parameters")
+    outside_layer = len(tensor_names) - len(layer_paths)
+    if outside_layer:
+        print(f"beside the layer\n  {outside_layer} parameters")
 
 
 def _print_layers(found: pretrained.PretrainedInput) -> None:
@@ -137,13 +138,13 @@ def _print_layers(found: pretrained.PretrainedInput) -> None:
         layer = found.layers[indices[0]]
         print(f"{shown(layer.type)}, in layers {', '.join(map(str, indices))}")
         if layer.rotary is not None:
-            print(f"  apply_rotary(x, positions, {_arguments(layer.rotary)})")
+            print(f"  apply_rotary(x, positions, {_code_of_arguments(layer.rotary)})")
         if layer.query_scale is not None:
-            print(f"  query_scale(positions, {_arguments(layer.query_scale)})")
-        print(f"  AttentionMask(tokens, {_arguments(layer.mask)})")
+            print(f"  query_scale(positions, {_code_of_arguments(layer.query_scale)})")
+        print(f"  AttentionMask(tokens, {_code_of_arguments(layer.mask)})")
 
 
-def _code(value: Any) -> str:
+def _code_for(value: Any) -> str:
     """Returns code that makes a value, after `import transformer_embed as te`.
 
     Fields of a config that have their defaults are left out.
@@ -158,9 +159,9 @@ def _code(value: Any) -> str:
         field_value = getattr(value, field.name)
         if field_value != field.default:
             options[field.name] = field_value
-    return f"te.{type(value).__name__}({_arguments(options)})"
+    return f"te.{type(value).__name__}({_code_of_arguments(options)})"
 
 
-def _arguments(options: Mapping[str, Any]) -> str:
-    """Returns code of keyword arguments."""
-    return ", ".join(f"{name}={_code(value)}" for name, value in options.items())
+def _code_of_arguments(options: Mapping[str, Any]) -> str:
+    """Returns the code of keyword arguments, such as "base=10000.0, layout='half'"."""
+    return ", ".join(f"{name}={_code_for(value)}" for name, value in options.items())

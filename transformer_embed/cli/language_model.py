@@ -25,13 +25,13 @@ CONTEXT = 128
 BATCH_SIZE = 4
 EVALUATION_TOKENS = 8192
 PEAK_LEARNING_RATE = 5e-3
-# The share of the text that is held out.
+# The share of the text that is held out for scoring.
 HELD_OUT = 0.05
 # The lengths of the texts that are scored; the model trains on the first.
 LENGTHS = (CONTEXT, 2 * CONTEXT, 4 * CONTEXT)
 BAR = "{l_bar}{bar}| {elapsed}<{remaining}, {rate_fmt}{postfix}"
 # The progress bar shows the loss of every tenth step, because reading a loss waits for its step.
-STEPS_A_LOSS = 10
+STEPS_BETWEEN_LOSSES = 10
 # The held-out end of the shortest text has one text of each length, and the byte after it.
 SHORTEST_TEXT = math.ceil((LENGTHS[-1] + 1) / HELD_OUT)
 # These positions are added to tokens; the others change attention instead.
@@ -102,41 +102,42 @@ def train(text: bytes, positions: str, *, steps: int, seed: int) -> TrainedModel
     training_ids, held_out_ids = split(text)
     mesh = Mesh(jax.devices(), ("data",))
     over_devices = NamedSharding(mesh, PartitionSpec("data"))
-    # Compiled once for each shape of windows, and used for training and for scoring.
-    bits = jax.jit(functools.partial(_bits, positions))
-    params = _trained_params(training_ids, positions, bits, over_devices, steps, seed)
-    # Learned positions end with the lengths that were trained.
+    # The loss is compiled once for each shape of windows, and used for training and for scoring.
+    compiled_loss = jax.jit(functools.partial(_bits_per_byte, positions))
+    params = _train_params(training_ids, positions, compiled_loss, over_devices, steps, seed)
+    # There are learned positions only up to the length of the training texts.
     lengths = LENGTHS[:1] if positions == "learned" else LENGTHS
     scores = []
     with _bar(len(lengths), f"{positions}, scoring", "length", 1) as bar:
         for length in lengths:
-            bits_of_model = functools.partial(bits, params)
-            scores.append(_score(bits_of_model, held_out_ids, over_devices, length))
+            loss_of_windows = functools.partial(compiled_loss, params)
+            scores.append(_score(loss_of_windows, held_out_ids, over_devices, length))
             bar.update()
     return TrainedModel(params=params, bits_per_byte=scores)
 
 
-def _trained_params(
+def _train_params(
     ids: np.ndarray,
     positions: str,
-    bits: Callable,
+    compiled_loss: Callable,
     over_devices: NamedSharding,
     steps: int,
     seed: int,
 ) -> ModelParams:
-    """Returns the parameters after training on random windows of a text.
+    """Trains a model on random windows of a text, and returns the parameters.
 
     Args:
         ids: The bytes of the text.
-        positions: The positions of the model.
-        bits: `_bits` for these positions, compiled.
+        positions: The name of the kind of positions, such as "rotary".
+        compiled_loss: The loss of each window, in bits per byte, as a function of the parameters
+            and the windows (`_bits_per_byte` for these positions, compiled).
         over_devices: The sharding of batches; parameters are whole on each device of the mesh.
         steps: The number of training steps.
         seed: The seed of the first parameters and of the batches.
     """
     windows = _windows(ids, CONTEXT)
     optimizer = _optimizer(steps)
-    step = _step_of(bits, optimizer)
+    step = _make_step(compiled_loss, optimizer)
     mesh = over_devices.mesh
     batch_size = BATCH_SIZE * mesh.size
     rng = np.random.default_rng(seed)
@@ -147,7 +148,7 @@ def _trained_params(
         for done in range(steps):
             batch = windows[rng.integers(0, len(windows), batch_size)]
             params, state, loss = step(params, state, jax.device_put(batch, over_devices))
-            if done % STEPS_A_LOSS == 0:
+            if done % STEPS_BETWEEN_LOSSES == 0:
                 bar.set_description(f"{positions}, training", refresh=False)
                 bar.set_postfix_str(f"loss={float(loss):.2f}", refresh=False)
             bar.update()
@@ -167,14 +168,19 @@ def _bar(total: int, name: str, unit: str, size: int) -> tqdm:
     return tqdm(total=total, desc=name, ncols=79, disable=None, **options)
 
 
-def _step_of(bits: Callable, optimizer: optax.GradientTransformation) -> Callable:
-    """Returns the compiled training step, for `bits` as `_bits` makes it."""
+def _make_step(compiled_loss: Callable, optimizer: optax.GradientTransformation) -> Callable:
+    """Returns the compiled training step; `_train_params` describes `compiled_loss`."""
 
     # The new parameters and state take the memory of the old ones.
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: ModelParams, state: optax.OptState, batch: UInt8[Array, "b t"]) -> tuple:
         """Returns the new parameters and state, and the loss before the step."""
-        loss, gradient = jax.value_and_grad(lambda params: bits(params, batch).mean())(params)
+
+        def mean_loss(params: ModelParams) -> Float[Array, ""]:
+            """Returns the mean loss of the batch."""
+            return compiled_loss(params, batch).mean()
+
+        loss, gradient = jax.value_and_grad(mean_loss)(params)
         updates, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, updates), state, loss
 
@@ -186,25 +192,31 @@ def model(positions: str) -> hk.Transformed:
     return hk.without_apply_rng(hk.transform(functools.partial(next_byte_logits, positions)))
 
 
-def _score(bits: Callable, text: np.ndarray, over_devices: NamedSharding, length: int) -> float:
+def _score(
+    loss_of_windows: Callable, text: np.ndarray, over_devices: NamedSharding, length: int
+) -> float:
     """Returns bits per byte of a text that is read in windows of this length.
 
-    Each byte is scored once, except the first one and a remainder shorter than a window. `bits`
-    takes windows [b, length + 1], and returns the bits per byte of each.
+    Each byte is scored once, except the first one and a remainder shorter than a window.
+    `loss_of_windows` takes windows [b, length + 1], and returns the bits per byte of each window.
     """
     # Windows at each multiple of the length: a window's last byte is the next window's first.
     windows = _windows(text, length)[::length]
     batch_size = EVALUATION_TOKENS // length * over_devices.num_devices
     batch_count = math.ceil(len(windows) / batch_size)
-    # All batches have one shape, so that `bits` compiles once. The last batch is filled up with the
-    # first windows, whose second scores are left out.
+    # All batches have one shape, so `loss_of_windows` compiles once. The last batch is filled up
+    # with the first windows, and the second scores of these windows are left out.
     batches = np.resize(windows, (batch_count, batch_size, length + 1))
-    scores_of_batches = [bits(jax.device_put(batch, over_devices)) for batch in batches]
+    scores_of_batches = []
+    for batch in batches:
+        scores_of_batches.append(loss_of_windows(jax.device_put(batch, over_devices)))
     scores = np.concatenate(scores_of_batches)[: len(windows)]
     return float(scores.mean(dtype=np.float64))
 
 
-def _bits(positions: str, params: ModelParams, windows: UInt8[Array, "b t"]) -> Float[Array, "b"]:
+def _bits_per_byte(
+    positions: str, params: ModelParams, windows: UInt8[Array, "b t"]
+) -> Float[Array, "b"]:
     """Returns bits per byte of each window, the mean over all bytes except the first."""
     logits = model(positions).apply(params, windows[:, :-1])
     targets = windows[:, 1:].astype(jnp.int32)

@@ -79,9 +79,9 @@ def run(args: argparse.Namespace) -> None:
     """
     arguments.size("--steps", args.steps)
     arguments.integer("--seed", args.seed, at_least=0, at_most=2**31 - 1)
-    # An empty name is refused by `_writable`: it is not the same as no --out.
-    out = None if args.out is None else _writable(args.out)
-    source = _source(args.files)
+    # Only None means that there is no --out: `_checked_out_path` refuses an empty name.
+    out = None if args.out is None else _checked_out_path(args.out)
+    source = _read_source(args.files)
     # optax is slow to load, so arguments and files are checked first.
     from transformer_embed.cli import language_model  # noqa: PLC0415
 
@@ -93,7 +93,10 @@ def run(args: argparse.Namespace) -> None:
     lengths = language_model.LENGTHS
     print(f"text: {source.name}, {len(source.text):,} bytes")
     print(f"\nTrained on texts of {lengths[0]} bytes: bits per byte of texts with")
-    print(_row("positions", "parameters", [f"{length} bytes" for length in lengths]), flush=True)
+    print(
+        _table_line("positions", "parameters", [f"{length} bytes" for length in lengths]),
+        flush=True,
+    )
     for name in args.positions:
         if not sys.stderr.isatty():
             # A progress bar is for a terminal. Elsewhere a line says what takes so long.
@@ -102,28 +105,35 @@ def run(args: argparse.Namespace) -> None:
         # The first model is written before the others are trained, which takes as long again.
         if out and name == args.positions[0]:
             pretrained.save_embedder(out, language_model.config(name), trained.params)
-        print(_row_of_model(name, trained.params, trained.bits_per_byte, len(lengths)), flush=True)
+        print(
+            _table_line_of_model(name, trained.params, trained.bits_per_byte, len(lengths)),
+            flush=True,
+        )
     if out:
         print(f"\nThe model with {args.positions[0]} positions is in {args.out}.")
 
 
-def _row_of_model(name: str, params: Any, bits: Sequence[float], columns: int) -> str:
-    """Returns the line of a trained model, with dashes for texts that it has no positions for."""
+def _table_line_of_model(name: str, params: Any, bits: Sequence[float], columns: int) -> str:
+    """Returns the line of the table for a trained model.
+
+    There is a dash for each length of text for which the model has no positions.
+    """
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     scores = [f"{score:.2f}" for score in bits]
     scores += ["-"] * (columns - len(scores))
-    return _row(name, f"{size:,}", scores)
+    return _table_line(name, f"{size:,}", scores)
 
 
-def _row(name: str, size: str, bits: Sequence[str]) -> str:
+def _table_line(name: str, size: str, bits: Sequence[str]) -> str:
     """Returns a line of the table, with a column for each score."""
     return f"{name:<22}{size:>12}" + "".join(f"{score:>14}" for score in bits)
 
 
-def _writable(name: str) -> pathlib.Path:
-    """Returns the path of the file for the model, or raises an error if it cannot be written.
+def _checked_out_path(name: str) -> pathlib.Path:
+    """Returns the path for --out, or raises an error if no file can be written at this path.
 
-    A file is written there before the training, because a model that cannot be saved is lost.
+    A temporary file is written in the same folder before the training starts, because a trained
+    model that cannot be saved is lost.
     """
     path = pathlib.Path(name).expanduser()
     if path.suffix.lower() != ".safetensors":
@@ -146,15 +156,15 @@ class Source(NamedTuple):
     name: str
 
 
-def _source(files: Sequence[str]) -> Source:
+def _read_source(files: Sequence[str]) -> Source:
     """Returns the text of the files, or of Python's standard library if there are none."""
     if not files:
-        return _library()
+        return _read_library()
     text = b"".join(pathlib.Path(file).read_bytes() for file in files)
     return Source(text=text, name=", ".join(files))
 
 
-def _library() -> Source:
+def _read_library() -> Source:
     """Returns the source of the standard library's top-level modules, in sorted order."""
     folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))[:LIBRARY_BYTES]

@@ -45,18 +45,20 @@ class AttentionFacts(NamedTuple):
     norm_eps: float | None
 
 
-def attention_entries(row: ModelType, entries: Options, *, has_defaults: bool) -> dict[str, Any]:
+def attention_entries(
+    model_type: ModelType, entries: Options, *, has_defaults: bool
+) -> dict[str, Any]:
     """Returns the entries of attention, by the keys of `NAMES_OF_ENTRIES`.
 
     An entry that config.json has, but not as a number above 0, is None in the result.
 
     Args:
-        row: The row of the model type.
+        model_type: What is known of the model type.
         entries: The entries of config.json and of settings.
         has_defaults: Whether a missing entry has the default of transformers, because config.json
             names this type.
     """
-    attention = _defaults(row.name) if has_defaults else {}
+    attention = _defaults(model_type.name) if has_defaults else {}
     for entry, names in NAMES_OF_ENTRIES.items():
         name = next((name for name in names.split() if name in entries), None)
         if name is not None:
@@ -66,14 +68,14 @@ def attention_entries(row: ModelType, entries: Options, *, has_defaults: bool) -
     return attention
 
 
-def _defaults(model_type: str) -> dict[str, Any]:
+def _defaults(type_name: str) -> dict[str, Any]:
     """Returns the defaults of a type, or {} if the table has no line for the type.
 
     A line is "llama num_attention_heads=32 norm_eps=1e-06".
     """
     for line in ATTENTION_DEFAULTS.splitlines():
         name, *pairs = line.split()
-        if name == model_type:
+        if name == type_name:
             defaults = {}
             for pair in pairs:
                 entry, _, value = pair.partition("=")
@@ -83,18 +85,18 @@ def _defaults(model_type: str) -> dict[str, Any]:
 
 
 def attention_facts(
-    row: ModelType, values: Options, layer_object: Options, kind: str
+    model_type: ModelType, values: Options, layer_object: Options, kind: str
 ) -> AttentionFacts:
     """Returns what is known of the attention and the norms of a layer.
 
     Args:
-        row: The row of the model type.
+        model_type: What is known of the model type.
         values: The values of all entries for this layer. The entries of attention are under the key
             "attention".
         layer_object: The layer's object in `per_layer_config`, or {}.
         kind: The kind of the layer.
     """
-    if not row.attention:
+    if not model_type.attention:
         return AttentionFacts(attention=None, norm_eps=None)
     entries = values["attention"]
     norm_eps = entries.get("norm_eps")
@@ -109,44 +111,44 @@ def attention_facts(
         "num_heads": heads,
         "num_kv_heads": _kv_heads(entries, layer_object, kind) or heads,
         "head_dim": head_dim,
-        "scale": _scale(row, entries, head_dim),
+        "scale": _scale(model_type, entries, head_dim),
     }
     if entries.get("attn_logit_softcapping"):
         attention["softcap"] = entries["attn_logit_softcapping"]
-    if row.has_sinks:
+    if model_type.has_sinks:
         attention["sinks"] = True
     return AttentionFacts(attention=attention, norm_eps=norm_eps)
 
 
 def _head_dim(entries: Options, values: Options, layer_object: Options, kind: str) -> int | None:
-    """Returns the number of a head's channels; full layers of Gemma 4 have wider heads."""
+    """Returns the number of a head's channels in a layer."""
+    # Full-attention layers of Gemma 4 have wider heads.
     if kind == FULL and values["global_head_dim"]:
-        # This is the layer's own value, see `layers._values_of_layer`.
+        # `layers._values_of_layer` has put the width of these heads here.
         return values["head_dim"]
-    in_entries = layer_object.get("head_dim") or entries.get("head_dim")
-    return in_entries or values["hidden_size"] // entries["num_attention_heads"]
+    head_dim = layer_object.get("head_dim") or entries.get("head_dim")
+    return head_dim or values["hidden_size"] // entries["num_attention_heads"]
 
 
 def _kv_heads(entries: Options, layer_object: Options, kind: str) -> int | None:
-    """Returns the number of key-value heads, or None if there are as many as heads.
-
-    Full layers of Gemma 4 may have another number than the other layers.
-    """
+    """Returns the number of key-value heads, or None if each head has its own keys and values."""
     if layer_object.get("num_key_value_heads"):
         return layer_object["num_key_value_heads"]
+    kv_heads = entries.get("num_key_value_heads")
     if kind == FULL and entries.get("attention_k_eq_v"):
-        in_full_layers = entries.get("num_global_key_value_heads")
-        return in_full_layers or entries.get("num_key_value_heads")
-    return entries.get("num_key_value_heads")
+        # Full-attention layers of Gemma 4 may have another number than the other layers.
+        return entries.get("num_global_key_value_heads") or kv_heads
+    return kv_heads
 
 
-def _scale(row: ModelType, entries: Options, head_dim: int) -> float | None:
-    """Returns the factor of the attention logits, or None if config.json does not say any."""
-    if row.attention == HEAD_DIM:
+def _scale(model_type: ModelType, entries: Options, head_dim: int) -> float | None:
+    """Returns the number that multiplies the logits of attention, or None if it is not known."""
+    if model_type.attention == HEAD_DIM:
         return head_dim**-0.5
-    if row.attention == UNSCALED:
+    if model_type.attention == UNSCALED:
         return 1.0
-    value = entries.get(QUERY_SCALAR if row.attention == QUERY_SCALAR else MULTIPLIER)
-    if not value:
-        return None
-    return value**-0.5 if row.attention == QUERY_SCALAR else value
+    if model_type.attention == QUERY_SCALAR:
+        query_scalar = entries.get(QUERY_SCALAR)
+        return query_scalar**-0.5 if query_scalar else None
+    # The entry of attention is None, or a number above 0 (see `attention_entries`).
+    return entries.get(MULTIPLIER)

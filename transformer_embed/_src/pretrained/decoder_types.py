@@ -30,9 +30,9 @@ BLOOM = ModelType(
 )
 MAMBA = ModelType(tokens="embeddings", no_effect="rope_theta")
 
-# --- One row per type.
+# --- The types.
 
-DECODER_ROWS = {
+DECODER_TYPES = {
     "gpt2": GPT2,
     "gpt_bigcode": GPT2.but(has_conv1d=False),
     "gpt-sw3": GPT2,

@@ -1,4 +1,8 @@
-"""What config.json and tensors say together: the description of a published model's layer."""
+"""What config.json and tensors say together: the description of a published model's layer.
+
+In this file, `values` has the checked value of each entry of config.json, by the names in `ENTRIES`
+(see `entry_values`), and `shapes` has the shape of each parameter, by the parameter's path.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -28,39 +32,39 @@ from transformer_embed._src.pretrained.output_layer import Shapes, find_output_l
 from transformer_embed._src.pretrained.parameters import PretrainedInput
 from transformer_embed._src.pretrained.published import Published
 from transformer_embed._src.pretrained.recognition import (
+    find_layer_tensors,
     number_of_layers,
-    recognised,
     tensors_beside_head,
 )
 
 
-def describe_published(file: Published) -> PretrainedInput:
+def describe_published(published: Published) -> PretrainedInput:
     """Returns the input layer of a published checkpoint, without its parameters.
 
     Warns:
-        UserWarning: config.json has entries that are not known.
+        UserWarning: config.json has entries that are not known. (`entry_values` warns.)
     """
-    tensors = file.tensors
-    values = entry_values(file)
-    model = recognised(file, is_tied=values["tie_word_embeddings"] is True)
-    beside_head = tensors_beside_head(file, model)
+    tensors = published.tensors
+    values = entry_values(published)
+    layer_tensors = find_layer_tensors(published, is_tied=values["tie_word_embeddings"] is True)
+    beside_head = tensors_beside_head(published, layer_tensors)
     # The name of each parameter's tensor, by the parameter's path.
-    names = model.names
+    names = layer_tensors.names
     # A tied output layer may be stored as a copy of the token table, which is not read twice. As in
     # transformers, tables that differ are not tied, whatever config.json says.
     may_be_copy = OUTPUT_TABLE in names and values["tie_word_embeddings"]
     if may_be_copy and tensors.are_equal(names[OUTPUT_TABLE], names[TOKENS]):
         del names[OUTPUT_TABLE]
     shapes = {path: _as_matrix(tensors.entry(name).shape) for path, name in names.items()}
-    stack = file.side if file.row.has_stacks else ""
-    layer_count = number_of_layers(tensors, model.prefix + stack)
+    module_of_stack = published.stack if published.model_type.has_stacks else ""
+    layer_count = number_of_layers(tensors, layer_tensors.prefix + module_of_stack)
     dtype = tensors.dtype(names[TOKENS])
     pretrained = call_with_named_errors(
-        f"settings and {file.place}", _described, file, values, shapes, dtype, layer_count
+        f"settings and {published.where}", _describe, published, values, shapes, dtype, layer_count
     )
     if beside_head and pretrained.config.output is not None:
         config = dataclasses.replace(pretrained.config, output=None)
-        reason = f"{file.outer} may compute its logits by {beside_head[0]} too"
+        reason = f"{published.outer_type} may compute its logits by {beside_head[0]} too"
         pretrained = pretrained._replace(config=config, no_output=reason)
     if pretrained.config.output is None:
         # The tensors of an output layer that cannot be described are not read.
@@ -69,49 +73,51 @@ def describe_published(file: Published) -> PretrainedInput:
     return pretrained._replace(names=names)
 
 
-def describe_config(file: Published) -> PretrainedInput:
+def describe_config(published: Published) -> PretrainedInput:
     """Returns the input layer that a config.json describes, without any tensors.
 
     Warns:
-        UserWarning: config.json has entries that are not known.
+        UserWarning: config.json has entries that are not known. (`entry_values` warns.)
     """
-    values = entry_values(file)
-    entries = file.entries
-    dtype = entries.get("dtype") or entries.get("torch_dtype") or "float32"
+    values = entry_values(published)
+    # An error in this call is about an entry of settings or of config.json, so it names both.
+    return call_with_named_errors(
+        f"settings and {published.where}", _describe_without_tensors, published, values
+    )
 
-    def described() -> PretrainedInput:
-        """Returns the layer; errors here are about entries of settings or config.json."""
-        layer_count = count("num_hidden_layers", _layer_count_in_config(file, values))
-        shapes = _shapes_in_config(file.row, values)
-        return _described(file, values, shapes, dtype, layer_count)
 
-    return call_with_named_errors(f"settings and {file.place}", described)
+def _describe_without_tensors(published: Published, values: Options) -> PretrainedInput:
+    """Returns the input layer whose sizes and dtype are the ones that config.json says."""
+    dtype = published.entries.get("dtype") or published.entries.get("torch_dtype") or "float32"
+    layer_count = count("num_hidden_layers", _layer_count_in_config(published, values))
+    shapes = _shapes_in_config(published.model_type, values)
+    return _describe(published, values, shapes, dtype, layer_count)
 
 
 def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Returns the last two axes of a shape; (1, n) for a vector of length n."""
+    """Returns the last two axes of a shape, or (1, n) for a vector of length n."""
     rows, columns = (1, 1, *shape)[-2:]
     return rows, columns
 
 
-def _layer_count_in_config(file: Published, values: Options) -> Any:
+def _layer_count_in_config(published: Published, values: Options) -> Any:
     """Returns the number of layers that a config.json says, of the stack that is read."""
     # BART has "encoder_layers", and T5 has "num_decoder_layers".
-    in_stack = file.entries.get(f"{file.side}_layers")
-    in_stack = in_stack or file.entries.get(f"num_{file.side}_layers")
+    in_stack = published.entries.get(f"{published.stack}_layers")
+    in_stack = in_stack or published.entries.get(f"num_{published.stack}_layers")
     return in_stack or values["num_hidden_layers"] or len(values["layer_types"] or ())
 
 
-def _shapes_in_config(row: ModelType, values: Options) -> dict[str, tuple[int, int]]:
+def _shapes_in_config(model_type: ModelType, values: Options) -> dict[str, tuple[int, int]]:
     """Returns the shape of each parameter, as config.json says it; (1, n) for a vector.
 
-    Whether there is an output bias is not known, so it has no shape.
+    config.json does not say whether there is an output bias, so the bias is left out.
     """
-    may_lack = tuple(row.may_lack.split())
-    width = "embedding_size" if row.widen else "hidden_size"
-    # The entry that has the number of rows of each parameter. A norm has no rows, and its shape is
-    # not used: it only says that there is a norm.
-    entry_of_rows = {
+    may_lack = tuple(model_type.may_lack.split())
+    width = "embedding_size" if model_type.widen else "hidden_size"
+    # For each parameter, the entry that has the parameter's number of table rows. A norm has no
+    # rows. Its shape only says that there is a norm.
+    entry_with_row_count = {
         TOKENS: _vocabulary(values),
         POSITIONS: "max_position_embeddings",
         TOKEN_TYPES: "type_vocab_size",
@@ -121,17 +127,19 @@ def _shapes_in_config(row: ModelType, values: Options) -> dict[str, tuple[int, i
         OUTPUT_TABLE: _vocabulary(values),
     }
     shapes = {}
-    for name, entry in entry_of_rows.items():
+    for name, entry in entry_with_row_count.items():
         part, _ = TENSORS[name]
-        if not getattr(row, part) or values[entry] == 0:
+        type_has_part = bool(getattr(model_type, part))
+        if not type_has_part or values[entry] == 0:
             continue
         if name in (POSITIONS, NORM_SCALE) and name.endswith(may_lack):
             want = f"a checkpoint, since config.json does not say whether it has {name}"
-            raise arguments.value_error(row.name, want, "none")
+            raise arguments.value_error(model_type.name, want, "none")
         columns = "num_attention_heads" if name == BIAS else width
         shapes[name] = count(entry, values[entry]), count(columns, values[columns])
     if values["tie_word_embeddings"]:
         del shapes[OUTPUT_TABLE]
+    # A type may leave out the linear layer if the table is already as wide as the model.
     if WIDEN.endswith(may_lack) and values[width] == values["hidden_size"]:
         shapes.pop(WIDEN, None)
     return shapes
@@ -142,26 +150,26 @@ def _vocabulary(values: Options) -> str:
 
     A decoder may have another vocabulary than the encoder (Marian).
     """
-    is_decoder = values["side"] == STACKS[1]
+    is_decoder = values["stack"] == STACKS[1]
     return "decoder_vocab_size" if is_decoder and values["decoder_vocab_size"] else "vocab_size"
 
 
 # --- Parts of the layer.
 
 
-def _described(
-    file: Published, values: Options, shapes: Shapes, dtype: Any, layer_count: int
+def _describe(
+    published: Published, values: Options, shapes: Shapes, dtype: Any, layer_count: int
 ) -> PretrainedInput:
     """Returns the input layer, without the parameters and the names of their tensors.
 
     Args:
-        file: The files of the model.
+        published: The files of the model, and what is known of its type.
         values: The values of all entries.
         shapes: The shape of each parameter, by its path; (1, n) for a vector.
         dtype: The dtype of the token table.
         layer_count: The number of layers that have tensors.
     """
-    row = file.row
+    model_type = published.model_type
     if values["token_dropout"]:
         want = (
             "False, and embeddings multiplied by 0.88 / (1 - the share of <mask> in their row), "
@@ -179,12 +187,12 @@ def _described(
         _vocabulary(values): rows,
     }
     _check_sizes(values, sizes)
-    output = find_output_layer(file, values, shapes)
+    output = find_output_layer(published, values, shapes)
     config = EmbedderConfig(
         rows,
         d_model,
-        scheme=_scheme(row, values, shapes),
-        scale=_scale(row, values),
+        scheme=_scheme(model_type, values, shapes),
+        scale=_scale(model_type, values),
         dropout_rate=values["dropout"],
         num_token_types=token_types or None,
         layer_norm_eps=values["layer_norm_eps"] if NORM_SCALE in shapes else None,
@@ -195,8 +203,8 @@ def _described(
     return PretrainedInput(
         config=config,
         params={},
-        layers=layers_of(row, {**values, **sizes}, layer_count),
-        bias=_bias(row, values, shapes),
+        layers=layers_of(model_type, {**values, **sizes}, layer_count),
+        bias=_bias(model_type, values, shapes),
         no_output=output.reason,
     )
 
@@ -209,52 +217,57 @@ def _check_sizes(values: Options, sizes: Mapping[str, int]) -> None:
             raise arguments.value_error(name, want, values[name])
 
 
-def _scale(row: ModelType, values: Options) -> Any:
+def _scale(model_type: ModelType, values: Options) -> Any:
     """Returns the scale of the tokens, as `EmbedderConfig` takes it."""
-    # The row has the scale, or the name of the entry that has it.
-    scale = values.get(row.scale, row.scale)
-    # A bool says whether there is a scale, which is then the usual one.
+    # `model_type.scale` is the scale, or the name of the entry that has the scale.
+    scale = values.get(model_type.scale, model_type.scale)
+    # A bool says whether tokens are scaled by the usual factor.
     if isinstance(scale, bool):
         return "sqrt_d_model" if scale else 1.0
     return scale
 
 
-def _scheme(row: ModelType, values: Options, shapes: Shapes) -> PositionScheme | None:
+def _scheme(model_type: ModelType, values: Options, shapes: Shapes) -> PositionScheme | None:
     """Returns the position scheme, or None if no positions are added to tokens."""
-    if row.sinusoids is None and POSITIONS not in shapes:
+    if model_type.sinusoids is None and POSITIONS not in shapes:
         return None
-    start = row.start
-    if isinstance(start, str):
-        start = arguments.integer(start, values[start]) + 1
-    pad_id = values["pad_token_id"]
-    options: dict[str, Any] = {"start": start}
-    if pad_id is not None:
-        options |= {"at_padding": start - 1, "pad_id": pad_id}
-    if row.sinusoids is not None:
-        return dataclasses.replace(row.sinusoids, **options)
     max_len = values["max_position_embeddings"]
-    # If positions start after the padding id (RoBERTa), config.json counts all rows of the table.
-    # If they start at a fixed number (OPT), config.json leaves out the rows before the start.
-    if max_len is not None and not isinstance(row.start, str):
-        max_len += row.start
-    # A table of another size than config.json says is refused later, by its shape.
+    if isinstance(model_type.start, str):
+        # `start` is the name of the entry that has the id of padding. Positions start after this
+        # id (RoBERTa), and config.json counts all rows of the table of positions.
+        entry_with_padding_id = model_type.start
+        padding_id = arguments.integer(entry_with_padding_id, values[entry_with_padding_id])
+        first_position = padding_id + 1
+    else:
+        # Positions start at a fixed number (OPT), and config.json leaves out the rows before it.
+        first_position = model_type.start
+        max_len = None if max_len is None else max_len + first_position
+    options: dict[str, Any] = {"start": first_position}
+    pad_id = values["pad_token_id"]
+    if pad_id is not None:
+        # Padding tokens have the position before the first one.
+        options["at_padding"] = first_position - 1
+        options["pad_id"] = pad_id
+    if model_type.sinusoids is not None:
+        return dataclasses.replace(model_type.sinusoids, **options)
+    # If config.json and the table differ in size, `check_tensors` later refuses the table.
     rows_of_table, _ = shapes[POSITIONS]
     return Learned(max_len or rows_of_table, **options)
 
 
-def _bias(row: ModelType, values: Options, shapes: Shapes) -> Options | None:
+def _bias(model_type: ModelType, values: Options, shapes: Shapes) -> Options | None:
     """Returns the keyword arguments of `alibi_bias` or `RelativePositionBias`, or None."""
-    if row.has_alibi:
+    if model_type.has_alibi:
         heads = count("num_attention_heads", values["num_attention_heads"])
         return {"num_heads": heads, "causal": True, "max_bias": values["alibi_bias_max"]}
     if BIAS not in shapes:
         return None
     buckets, heads = shapes[BIAS]
-    # Where config.json has a size, this size is returned: `check_tensors` then refuses a tensor of
-    # another shape. T5's decoder is causal, and T5's encoder is not.
+    # If config.json has a size, this size is returned, so `check_tensors` refuses a tensor of
+    # another shape. T5's decoder is causal, and T5's encoder is bidirectional.
     return {
         "num_heads": values["num_attention_heads"] or heads,
         "num_buckets": values["relative_attention_num_buckets"] or buckets,
         "max_distance": values["relative_attention_max_distance"],
-        "causal": values["side"] == STACKS[1],
+        "causal": values["stack"] == STACKS[1],
     }

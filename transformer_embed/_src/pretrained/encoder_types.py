@@ -65,9 +65,9 @@ MODERNBERT = ModelType(
     no_output="a dense layer and a norm come before it",
 ).but(local_attention=128, tie_word_embeddings=False)
 
-# --- One row per type.
+# --- The types.
 
-ENCODER_ROWS = {
+ENCODER_TYPES = {
     # BERT. In RoBERTa and similar types, positions count from the id of padding.
     "bert": BERT,
     "dpr": BERT,

@@ -1,4 +1,7 @@
-"""The entries of config.json that some model type reads: one row per entry."""
+"""The table of the entries of config.json that some model type reads.
+
+An entry is a name and a value of JSON, such as "vocab_size": 50257.
+"""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -17,7 +20,7 @@ class _Required:
         return "REQUIRED"
 
 
-# Stands for the default of an entry that has none: config.json or settings must say the value.
+# The default of an entry that has no default: config.json or settings must say the value.
 REQUIRED: Any = _Required()
 
 count: Check = functools.partial(arguments.integer, at_least=1)
@@ -29,9 +32,10 @@ _bases: Check = functools.partial(arguments.entries, convert=arguments.not_negat
 
 
 def _kinds_of_layers(name: str, value: Any) -> tuple[Any, ...]:
-    """Returns the kind of each layer: a name, or 0 or 1 (MiMo).
+    """Returns a tuple with the kind of each layer: a name, a letter, or a number.
 
-    Nemotron-H writes a text with a letter for each layer, such as "M*M".
+    Nemotron-H writes a text with a letter for each layer, such as "M*M", and MiMo a list of 0 and 1
+    (`layer_kinds.RENAMED` translates them).
     """
     kinds = [*value] if isinstance(value, str) else value
     check_kind = functools.partial(arguments.instance, kinds=str | int, want="a kind of layers")
@@ -39,9 +43,9 @@ def _kinds_of_layers(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def _objects_by_layer(name: str, value: Any) -> dict[int, Options]:
-    """Returns the object of each layer that has one, by the index of the layer.
+    """Returns the JSON object of each layer that has one, by the layer's index as an int.
 
-    In JSON, the index is a text: {"3": {"head_dim": 64}}.
+    In JSON, the index is a text: {"3": {"head_dim": 64}} becomes {3: {"head_dim": 64}}.
     """
     arguments.instance(name, value, Mapping, "an object")
     objects = {}
@@ -62,12 +66,13 @@ class Entry(NamedTuple):
     Args:
         check: A function of the entry's name and value. It returns the value, converted, or raises
             an error that names the entry.
-        default: The default that most types have in transformers. None if the tensors say the
-            value, or if an entry that is left out says nothing. config.json may then say null.
-        is_loud: Whether a model type that does not read the entry refuses it.
+        default: The default that most types have in transformers. If None, there is no default:
+            the tensors say the value, or the model goes without. config.json may then say null.
+        is_loud: Whether the entry is refused by a model type that does not read it.
         is_harmless: Whether the entry changes no embeddings. Such an entry has its default even if
             config.json does not name the model type.
-        within: Another entry. Without that entry, this one says nothing.
+        within: The name of another entry. A model type that does not read the other entry may
+            ignore this one. If empty, there is no such entry.
     """
 
     check: Check
@@ -183,7 +188,8 @@ ALIASES = {
     "tie_word_embeddings": "tie_embedding",
     "final_logit_softcapping": "logits_soft_cap",
 }
-# The entry that each name is of; an entry's own name is one of its names.
+# The entry that a name in a file means: "n_layer" and "num_hidden_layers" mean the entry
+# "num_hidden_layers". Entries without other names are left out.
 ENTRY_OF_NAME = {
     name: entry for entry, aliases in ALIASES.items() for name in (entry, *aliases.split())
 }

@@ -1,4 +1,7 @@
-"""The values of the entries of config.json: of settings, of the file, and defaults."""
+"""The value of each entry of config.json: from settings, from the file, or a default.
+
+An entry has one name here, a key of `ENTRIES`, although files may have other names for it.
+"""
 
 import warnings
 from typing import Any, NamedTuple
@@ -24,12 +27,12 @@ class ReadEntries(NamedTuple):
     unread: dict[str, Any]
 
 
-def entry_values(file: Published) -> dict[str, Any]:
-    """Returns the values of all entries in `ENTRIES`, and three more.
+def entry_values(published: Published) -> dict[str, Any]:
+    """Returns the checked value of each entry in `ENTRIES`, by name, and three more values.
 
-    Settings go before config.json, and config.json before defaults. None is the value of an entry
-    that says nothing. The three more are the "length" of the longest text, the "side" (the stack
-    that is read), and the entries of "attention".
+    Settings go before config.json, and config.json before defaults. The value is None if an entry
+    is left out and has no default. The three more are the "length" of the longest text, the "stack"
+    that is read, and "attention", a dict of the entries that are about attention.
 
     Raises:
         ValueError: an entry is wrong, missing, or refused; settings have an entry that is not read.
@@ -37,120 +40,136 @@ def entry_values(file: Published) -> dict[str, Any]:
     Warns:
         UserWarning: config.json has entries that are not known.
     """
-    row = file.row
-    given = _given_values(file)
-    defaults = {entry: row.default(entry) for entry in ENTRIES}
+    model_type = published.model_type
+    given = _given_values(published)
+    defaults = {entry: model_type.default(entry) for entry in ENTRIES}
     values = defaults | given
-    _check_not_missing(file, values, given)
+    _check_not_missing(published, values, given)
     attention = attention_entries(
-        row, {**file.entries, **file.settings}, has_defaults=file.model_type == row.name
+        model_type,
+        {**published.entries, **published.settings},
+        has_defaults=published.type_in_config == model_type.name,
     )
-    return {**values, "length": file.length, "side": file.side, "attention": attention}
+    return {**values, "length": published.length, "stack": published.stack, "attention": attention}
 
 
-def _check_not_missing(file: Published, values: Options, given: Options) -> None:
-    """Raises a ValueError if an entry is neither given nor has a default that is sure.
+def _check_not_missing(published: Published, values: Options, given: Options) -> None:
+    """Raises a ValueError if an entry is left out and its default may be wrong for this file.
 
-    The defaults of the row are sure if config.json names this type. Otherwise the file may be of
-    another type, with other defaults, so only harmless entries have theirs.
+    The defaults of a type are right if config.json names this type. Otherwise the file may be of
+    another type, with other defaults, so only entries that change no embeddings have a default.
     """
-    row = file.row
+    model_type = published.model_type
     missing = []
-    for entry, names in row.names_of_entries().items():
-        default_is_sure = file.model_type == row.name or ENTRIES[entry].is_harmless
-        has_unsure_default = (
-            entry not in given and not default_is_sure and values[entry] is not None
-        )
-        if values[entry] is REQUIRED or has_unsure_default:
+    for entry, names in model_type.names_of_entries().items():
+        default_is_right = published.type_in_config == model_type.name or ENTRIES[entry].is_harmless
+        uses_default = entry not in given and values[entry] is not None
+        if values[entry] is REQUIRED or (uses_default and not default_is_right):
             missing.append(names[0])
     if missing:
         listed = ", ".join(sorted(missing))
-        want = f"{listed} of {row.name}, from settings or a config.json of that model_type"
-        raise arguments.value_error(file.path, want, f"model_type {file.model_type!r} there")
+        want = f"{listed} of {model_type.name}, from settings or a config.json of that model_type"
+        got = f"model_type {published.type_in_config!r} there"
+        raise arguments.value_error(published.path, want, got)
 
 
-def read(row: ModelType, entries: Options) -> ReadEntries:
-    """Returns what a model type reads of the entries of a config.json or of settings."""
-    names_of_entries = row.names_of_entries()
+def read_entries(model_type: ModelType, entries: Options) -> ReadEntries:
+    """Checks the entries of a config.json, or of settings, that a model type reads.
+
+    The entries that it does not read are returned apart, unchecked.
+    """
+    names_of_entries = model_type.names_of_entries()
     unread = {**entries}
     values = {}
     for entry, names in names_of_entries.items():
         values_of_names = [unread.pop(name) for name in names if name in unread]
         if values_of_names:
-            # The first name goes before the others, but a null there does not hide their value.
+            # The value under the first name counts, unless it is null and another name has a value.
             values[entry] = next((value for value in values_of_names if value is not None), None)
-    if row.rotary:
-        # The checks below are of entries at the top level.
-        values = rope.without_objects(row, values)
+    if model_type.rotary:
+        # The checks below are for entries at the top level, so objects of rotations come apart.
+        values = rope.flatten_rotations(model_type, values)
     for entry in [*values]:
         if entry not in names_of_entries:
             unread[entry] = values.pop(entry)
     for entry, value in values.items():
-        # null is a value of an entry without a default.
+        # If an entry has no default, null says the same as leaving the entry out.
         if value is not None or entry in ENTRY_DEFAULTS:
             values[entry] = ENTRIES[entry].check(entry, value)
     return ReadEntries(values=values, unread=unread)
 
 
-def _given_values(file: Published) -> dict[str, Any]:
-    """Returns the values that settings or config.json have; settings go before config.json."""
-    row = file.row
-    in_file = call_with_named_errors(file.place, read, row, file.entries)
-    settings = call_with_named_errors("settings", read, row, file.settings)
-    unread = _unread_but_for_nulls(file, in_file.unread, settings.unread)
-    _check_unread(file, unread)
-    values = settings.values
+def _given_values(published: Published) -> dict[str, Any]:
+    """Returns the values that settings or config.json have, without any defaults.
+
+    Settings go before config.json. Entries that are not read are refused, or the caller is warned.
+    """
+    model_type = published.model_type
+    in_file = call_with_named_errors(published.where, read_entries, model_type, published.entries)
+    settings = call_with_named_errors("settings", read_entries, model_type, published.settings)
+    unread = _unread_after_settings(published, in_file.unread, settings.unread)
+    _check_unread(published, unread)
+    values_of_settings = settings.values
     for entry in rope.ENTRIES_OF_SCALINGS:
-        if values.get(entry):
-            values[entry] = rope.merged(in_file.values.get(entry) or {}, values[entry])
-    # A trained length inside the scaling of settings goes before one beside the scaling of
-    # config.json.
-    trained_length = values.get("rope_scaling", {}).get(rope.ORIGINAL)
+        if values_of_settings.get(entry):
+            scaling_in_file = in_file.values.get(entry) or {}
+            scaling_in_settings = values_of_settings[entry]
+            values_of_settings[entry] = rope.merge_scalings(scaling_in_file, scaling_in_settings)
+    # A trained length inside the scaling of settings goes before a trained length at the top level
+    # of config.json.
+    trained_length = values_of_settings.get("rope_scaling", {}).get(rope.TRAINED_LENGTH)
     if trained_length is not None:
-        values.setdefault(rope.ORIGINAL, trained_length)
-    return in_file.values | values
+        values_of_settings.setdefault(rope.TRAINED_LENGTH, trained_length)
+    return in_file.values | values_of_settings
 
 
-def _unread_but_for_nulls(
-    file: Published, unread: Options, unread_settings: Options
+def _unread_after_settings(
+    published: Published, unread: Options, unread_settings: Options
 ) -> dict[str, Any]:
-    """Returns the unread entries of config.json, without the ones for which settings have None.
+    """Returns the unread entries of config.json, except the ones for which settings have None.
+
+    Args:
+        published: The files of the model, and what is known of its type.
+        unread: The entries of config.json that the model type does not read.
+        unread_settings: The entries of settings that the model type does not read.
 
     Raises:
-        ValueError: settings have an entry that is not read, and that config.json does not have.
+        ValueError: an entry of settings has no effect.
     """
-    row = file.row
+    model_type = published.model_type
     left = dict(unread)
     unknown = []
     for name, value in unread_settings.items():
+        # None in settings takes the entry of config.json away.
         is_taken_away = value is None and left.pop(name, None) is not None
-        is_of_attention = row.attention != "" and name in NAMES_OF_ATTENTION
-        is_useful = is_taken_away or is_of_attention or row.has_no_effect(name)
+        is_of_attention = model_type.attention != "" and name in NAMES_OF_ATTENTION
+        is_useful = is_taken_away or is_of_attention or model_type.has_no_effect(name)
         if not is_useful:
             unknown.append(name)
     if unknown:
-        reads = ", ".join(names[0] for names in row.names_of_entries().values())
-        want = f"entries that a model {row.name} reads ({reads})"
+        reads = ", ".join(names[0] for names in model_type.names_of_entries().values())
+        want = f"entries that a model {model_type.name} reads ({reads})"
         raise arguments.value_error("settings", want, ", ".join(map(repr, unknown)))
     return left
 
 
-def _check_unread(file: Published, unread: Options) -> None:
+def _check_unread(published: Published, unread: Options) -> None:
     """Raises a ValueError for entries that are refused, and warns of those that are not known."""
-    status = {name: file.row.status(name, value) for name, value in unread.items()}
+    status = {name: published.model_type.status(name, value) for name, value in unread.items()}
     refused = [name for name in unread if status[name] is EntryStatus.REFUSED]
     unknown = [name for name in unread if status[name] is EntryStatus.UNKNOWN]
+    # In settings, None for an entry takes this entry of config.json away.
     if refused:
         want = (
-            "no entry that concerns the layer and is not read (if they mean nothing here: "
+            "only entries that can be read (to ignore the others, if they mean nothing here: "
             f"settings={dict.fromkeys(refused)})"
         )
         got = ", ".join(f"{name}: {unread[name]!r}" for name in refused)
-        raise arguments.value_error(file.place, want, got)
+        raise arguments.value_error(published.where, want, got)
     if unknown:
         message = (
-            f"{file.place}: entries that are not known were not read: {', '.join(unknown)} "
+            f"{published.where}: entries that are not known were not read: {', '.join(unknown)} "
             f"(if they mean nothing here: settings={dict.fromkeys(unknown)})"
         )
-        # The line that is shown is the caller's of load_embedder or load_config.
+        # The warning shows the line that called load_embedder or load_config.
         warnings.warn(arguments.shown(message), stacklevel=6)

@@ -48,7 +48,7 @@ def call_with_named_errors(
 
 
 def check_mappings(**values: Any) -> None:
-    """Raises a TypeError unless each value is a mapping, or None."""
+    """Raises a TypeError if one of the values is neither a mapping nor None."""
     for name, value in values.items():
         arguments.instance(name, value, Mapping | None, "a mapping, or None")
 
@@ -56,7 +56,13 @@ def check_mappings(**values: Any) -> None:
 def parse(
     name: Any, text: str | bytes, decode: Callable[[dict[str, Any]], Any] | None = None
 ) -> dict[str, Any]:
-    """Returns a JSON object, each inner one decoded; raises a ValueError for any other text."""
+    """Returns the JSON object that a text holds, or raises a ValueError for any other text.
+
+    Args:
+        name: Where the text came from, for errors.
+        text: The text.
+        decode: A function that replaces each JSON object, the innermost ones first.
+    """
     value = call_with_named_errors(f"{name}, as JSON", json.loads, text, object_hook=decode)
     if not isinstance(value, dict):
         raise arguments.value_error(name, "a JSON object", type(value).__name__)

@@ -73,7 +73,7 @@ IN_FILES = (
     "vit_used_rms_norm xla_device"
 )
 
-# What an object for a rotation may hold, and transformers does not read.
+# The entries that the JSON object of a rotation may hold, but that transformers does not read.
 IN_ROTATIONS = ("max_position_embeddings", "finetuned", "attn_factor")
 
 _LOUD = frozenset(LOUD.split())
@@ -87,7 +87,7 @@ def is_loud(entry: str) -> bool:
 
 
 def is_known(entry: str) -> bool:
-    """Returns whether it is known what an entry is about."""
+    """Returns whether an entry is in one of the lists of this package, so no warning is needed."""
     return entry in _KNOWN
 
 

@@ -1,4 +1,8 @@
-"""The kind of each layer: from the list in config.json, or by the rule that the entries choose."""
+"""The kind of each layer: from a list in config.json, or by a rule for the model type.
+
+The kind of a layer is a name, such as "sliding_attention". `values` has the checked value of each
+entry of config.json, by the names in `ENTRIES`.
+"""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -41,28 +45,38 @@ UNROTATED = (LINEAR, CROSS, "conv", "moe", "mlp")
 KNOWN = (FULL, SLIDING, CHUNKED, INDEXED, *UNROTATED)
 
 
-def kinds_of_layers(row: ModelType, values: Options, count: int) -> list[str]:
+def kinds_of_layers(model_type: ModelType, values: Options, count: int) -> list[str]:
     """Returns the kind of each layer, or an empty list if the kinds are not known.
 
-    A list in config.json says the kinds. Otherwise a rule says which layers are of the second kind
-    of the row, and all others are of the first kind.
+    config.json may list the kinds, or DeepSeek V4's ratios, which say the kinds too. Otherwise
+    layers are of the two kinds in `model_type.kinds`: a rule gives the indices of the layers of the
+    second kind, and all others are of the first kind. Layers of cross attention are listed apart.
+
+    Args:
+        model_type: What is known of the model type.
+        values: The values of all entries.
+        count: The number of layers.
     """
     if values["layer_types"] is not None:
-        return _kinds_of_names(row, values["layer_types"])
+        return _kinds_from_names(model_type, values["layer_types"])
     if values["compress_ratios"]:
-        return _kinds_of_ratios(values["compress_ratios"], count)
-    if not row.kinds:
+        return _kinds_from_ratios(values["compress_ratios"], count)
+    if not model_type.kinds:
         return []
-    rule = _rule(row, values)
-    indices_of_second_kind = rule(row, values, count)
+    choose_second_kind = _rule_for(model_type, values)
+    indices_of_second_kind = choose_second_kind(model_type, values, count)
     indices_of_cross_attention = values["cross_attention_layers"] or ()
-    first_kind, second_kind = row.kinds[0], row.kinds[-1]
+    first_kind = model_type.kinds[0]
+    # If all layers are of one kind, it is both the first and the last in `kinds`.
+    second_kind = model_type.kinds[-1]
     kinds = []
     for index in range(count):
         if index in indices_of_cross_attention:
             kinds.append(CROSS)
+        elif index in indices_of_second_kind:
+            kinds.append(second_kind)
         else:
-            kinds.append(second_kind if index in indices_of_second_kind else first_kind)
+            kinds.append(first_kind)
     return kinds
 
 
@@ -71,21 +85,22 @@ def has_window(values: Options) -> bool:
     return bool(values["sliding_window"]) and values["use_sliding_window"] is not False
 
 
-def _kinds_of_names(row: ModelType, names: Collection[Any]) -> list[str]:
+def _kinds_from_names(model_type: ModelType, names: Collection[Any]) -> list[str]:
     """Returns the kinds that config.json lists, under the names that kinds have today."""
     kinds = [RENAMED.get(name, name) for name in names]
-    for kind in {*kinds} - {*KNOWN, *row.kinds}:
+    for kind in {*kinds} - {*KNOWN, *model_type.kinds}:
         raise arguments.value_error("layer_types", f"some of {', '.join(KNOWN)}", kind)
     return kinds
 
 
-def _kinds_of_ratios(ratios: Sequence[int], count: int) -> list[str]:
-    """Returns the kinds of DeepSeek V4's layers.
+def _kinds_from_ratios(ratios: Sequence[int], count: int) -> list[str]:
+    """Returns the kinds of DeepSeek V4's layers; a ratio is how many tokens a layer averages.
 
-    The list may have more ratios than the model has layers. The last ones are then about layers
-    that predict further tokens.
+    If there are more ratios than layers, the last ratios are about layers that predict further
+    tokens, which are not read.
     """
     if len(ratios) < count:
+        # The lengths differ, so this raises an error.
         arguments.check_same("compress_ratios", "a value for each layer", len(ratios), count)
     kinds = []
     for ratio in ratios[:count]:
@@ -96,42 +111,44 @@ def _kinds_of_ratios(ratios: Sequence[int], count: int) -> list[str]:
     return kinds
 
 
-# --- The rules. Each returns the indices of the layers that are of the row's second kind.
+# --- The rules. Each returns the indices of the layers of the second kind in `model_type.kinds`.
 
 Rule = Callable[[ModelType, Options, int], Collection[int]]
 
 
-def _rule(row: ModelType, values: Options) -> Rule:
-    """Returns the rule that the entries choose."""
-    if _indices(row, values) is not None:
+def _rule_for(model_type: ModelType, values: Options) -> Rule:
+    """Returns the rule for a model with these entries."""
+    if _listed_indices(model_type, values) is not None:
         return _at_indices
-    if COMPRESSED in row.kinds:
+    if COMPRESSED in model_type.kinds:
         return _every_other_from_3
     has_windows = has_window(values)
-    if values["sliding_window_pattern"] and (has_windows or row.rotates != WINDOWLESS):
+    # A WINDOWLESS type with a pattern, such as EXAONE 4, has only full layers if it has no window.
+    pattern_counts = has_windows or model_type.rotates != WINDOWLESS
+    if values["sliding_window_pattern"] and pattern_counts:
         return _every_nth
     # The second kind of Llama 4 is chunks, in layers that rotate. The second kind of SmolLM 3 is
     # full attention, in layers that rotate; the others have windows.
-    if values["no_rope_layer_interval"] and (has_windows or CHUNKED in row.kinds):
+    if values["no_rope_layer_interval"] and (has_windows or CHUNKED in model_type.kinds):
         return _where_rotated
     return _all_or_lowest
 
 
-def _indices(row: ModelType, values: Options) -> Any:
+def _listed_indices(model_type: ModelType, values: Options) -> Any:
     """Returns the indices of layers that config.json lists, or None if it lists none.
 
-    If config.json says null, the row's default counts, which is an empty list for Bamba.
+    If config.json says null, the type's default counts, which is an empty list for Bamba.
     """
     indices = values["attn_layer_indices"]
-    return row.default("attn_layer_indices") if indices is None else indices
+    return model_type.default("attn_layer_indices") if indices is None else indices
 
 
-def _at_indices(row: ModelType, values: Options, _: int) -> Collection[int]:
+def _at_indices(model_type: ModelType, values: Options, _: int) -> Collection[int]:
     """Takes the layers whose indices are listed (Bamba, LFM 2)."""
-    return _indices(row, values)
+    return _listed_indices(model_type, values)
 
 
-def _every_nth(row: ModelType, values: Options, count: int) -> Collection[int]:
+def _every_nth(model_type: ModelType, values: Options, count: int) -> Collection[int]:
     """Takes every nth layer (Gemma, Cohere 2).
 
     The entry says n as a number, or as a text with a letter for each layer: EXAONE 4 has "LLLG".
@@ -140,10 +157,10 @@ def _every_nth(row: ModelType, values: Options, count: int) -> Collection[int]:
     if isinstance(period, str):
         period = len(period)
     period = arguments.integer("sliding_window_pattern", period, at_least=1)
-    return range(row.phase % period, count, period)
+    return range(model_type.phase % period, count, period)
 
 
-def _every_other_from_3(_row: ModelType, _values: Options, count: int) -> Collection[int]:
+def _every_other_from_3(_model_type: ModelType, _values: Options, count: int) -> Collection[int]:
     """Takes the layers 3, 5, 7 and so on, as transformers does for DeepSeek V4."""
     return range(3, count, 2)
 
@@ -154,8 +171,10 @@ def _where_rotated(_: ModelType, values: Options, count: int) -> Collection[int]
 
 
 def _all_or_lowest(_: ModelType, values: Options, count: int) -> Collection[int]:
-    """Takes all layers if the model has no window.
+    """Takes all layers if the model has no window, or else the lowest layers, as in Qwen 2.
 
-    If it has one, the lowest layers are taken, as many as Qwen 2 says: these have no window.
+    Qwen 2's entry `max_window_layers` says how many: the layers below this one have no window.
     """
-    return range(values["max_window_layers"] or 0) if has_window(values) else range(count)
+    if not has_window(values):
+        return range(count)
+    return range(values["max_window_layers"] or 0)

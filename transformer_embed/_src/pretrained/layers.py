@@ -1,4 +1,8 @@
-"""The layers of a published model: the kind of each, its rotation and its mask."""
+"""The layers of a published model: the kind, the rotation and the mask of each layer.
+
+In this file, `values` has the checked value of each entry of config.json, by the names in `ENTRIES`
+(see `entry_values`). The kind of a layer is a name such as "sliding_attention".
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -20,9 +24,9 @@ from transformer_embed._src.pretrained.model_type import (
     ModelType,
 )
 
-# The entries of one layer's object in `per_layer_config` that are read here, and the entries that
-# are only sizes of the layer's tensors.
-OWN_ENTRIES = ("head_dim", "sliding_window")
+# The entries of one layer's object in `per_layer_config`: the entries that are read here, and the
+# entries that are only sizes of the layer's tensors.
+READ_FROM_OBJECT = ("head_dim", "sliding_window")
 SIZES = ("num_key_value_heads", "intermediate_size")
 # The entries that are lists with a value for each layer, and the entry that such a value is for.
 ENTRY_OF_LIST = {
@@ -88,20 +92,20 @@ class Layer:
     norm_eps: float | None = None
 
 
-def layers_of(row: ModelType, values: Options, count: int) -> tuple[Layer, ...]:
-    """Returns the layers of a model, or none if the kinds of the layers are not known.
+def layers_of(model_type: ModelType, values: Options, count: int) -> tuple[Layer, ...]:
+    """Returns the layers of a model, or an empty tuple if the kinds of the layers are not known.
 
     Args:
-        row: The row of the model type.
+        model_type: What is known of the model type.
         values: The values of all entries.
-        count: The number of layers that have tensors. If config.json says another number, its
-            number counts: a file may have a layer more, which predicts further tokens, or one layer
-            that is used several times.
+        count: The number of layers that have tensors. The number in config.json goes before it,
+            because a file may have a layer more, which predicts further tokens, or one layer that
+            is used several times.
     """
-    if values["num_hidden_layers"] and not row.has_stacks:
+    if values["num_hidden_layers"] and not model_type.has_stacks:
         count = values["num_hidden_layers"]
-    # A model that rotates needs a number, since `layers` says how each layer rotates.
-    at_least = 1 if row.rotary else 0
+    # `layers` says how each layer rotates, so a model with rotations needs at least one layer.
+    at_least = 1 if model_type.rotary else 0
     arguments.integer("num_hidden_layers", count, at_least=at_least, at_most=MOST_LAYERS)
     for name in ENTRY_OF_LIST:
         if values[name]:
@@ -109,28 +113,28 @@ def layers_of(row: ModelType, values: Options, count: int) -> tuple[Layer, ...]:
     values = dict(values)
     interval = values["no_rope_layer_interval"]
     if interval and not values["no_rope_layers"]:
-        # Every layer rotates but each `interval`th. (The list has True for a layer that rotates.)
+        # Every layer rotates except each `interval`th. The list has True for a layer that rotates.
         values["no_rope_layers"] = [(index + 1) % interval != 0 for index in range(count)]
-    kinds = kinds_of_layers(row, values, count)
+    kinds = kinds_of_layers(model_type, values, count)
     values["layer_types"] = kinds
-    return tuple(_layer(row, values, index, kind) for index, kind in enumerate(kinds))
+    return tuple(_layer(model_type, values, index, kind) for index, kind in enumerate(kinds))
 
 
-def _layer(row: ModelType, values: Options, index: int, kind: str) -> Layer:
-    """Returns the layer of this index, which is of this kind."""
+def _layer(model_type: ModelType, values: Options, index: int, kind: str) -> Layer:
+    """Returns the layer of this index and kind; `values` are about the whole model."""
     per_layer_config = values["per_layer_config"] or {}
     layer_object = per_layer_config.get(index, {})
     values = _values_of_layer(values, layer_object, index, kind)
-    rotates = _rotates(row, values, index, kind)
-    mask = _mask(row, values, kind)
-    facts = attention_facts(row, values, layer_object, kind)
+    rotates = _rotates(model_type, values, index, kind)
+    mask = _mask(model_type, values, kind)
+    facts = attention_facts(model_type, values, layer_object, kind)
     return Layer(
         type=kind,
-        rotary=rope.rotation(row, values, kind) if rotates else None,
+        rotary=rope.rotary_arguments(model_type, values, kind) if rotates else None,
         mask=mask,
         query_scale=_query_scale(values, rotates),
         # Without a causal mask, the tokens of an image see each other like all tokens.
-        image_blocks=_image_blocks(row, values, kind) if mask["causal"] else None,
+        image_blocks=_image_blocks(model_type, values, kind) if mask["causal"] else None,
         attention=facts.attention,
         norm_eps=facts.norm_eps,
     )
@@ -141,7 +145,7 @@ def _values_of_layer(
 ) -> dict[str, Any]:
     """Returns the values of all entries for one layer.
 
-    A list with a value for each layer is replaced by the layer's own value: `no_rope_layers` is
+    A list with a value for each layer is replaced by the value for this layer: `no_rope_layers` is
     then 0 or 1, and `layer_rope_theta` is read as `rope_theta`. Entries of `layer_object`, the
     layer's object in `per_layer_config`, go before all others.
     """
@@ -149,67 +153,81 @@ def _values_of_layer(
     for name, entry in ENTRY_OF_LIST.items():
         if values[name]:
             layer_values[entry] = values[name][index]
+    # Full-attention layers of Gemma 4 have wider heads, unless each layer has an object of its own.
     if values["per_layer_config"] is None and kind == FULL and values["global_head_dim"]:
         layer_values["head_dim"] = values["global_head_dim"]
-    known = (*OWN_ENTRIES, *SIZES)
+    known = (*READ_FROM_OBJECT, *SIZES)
     unknown = [*layer_object.keys() - {*known}]
     if unknown:
-        want = f"no entries but {', '.join(known)}"
+        want = f"only the entries {', '.join(known)}"
         raise arguments.value_error(f"per_layer_config: {index}", want, unknown)
-    for name in OWN_ENTRIES:
+    for name in READ_FROM_OBJECT:
         if name in layer_object:
             layer_values[name] = ENTRIES[name].check(name, layer_object[name])
     return layer_values
 
 
-def _rotates(row: ModelType, values: Options, index: int, kind: str) -> bool:
-    """Returns whether a layer rotates its heads; `values` are the layer's own."""
-    if not row.rotary or kind in UNROTATED:
+def _rotates(model_type: ModelType, values: Options, index: int, kind: str) -> bool:
+    """Returns whether a layer uses rotary embeddings.
+
+    Args:
+        model_type: What is known of the model type.
+        values: The values of all entries for this layer alone (see `_values_of_layer`).
+        index: The index of the layer.
+        kind: The kind of the layer.
+    """
+    model_has_rotations = model_type.rotary != ""
+    if not model_has_rotations or kind in UNROTATED:
         return False
-    # Granite's hybrids may say "nope" there, and a base of 0 says that this layer does not rotate.
-    if values["position_embedding_type"] != "rope" or not values["rope_theta"]:
+    # Granite's hybrids have "nope" here if no layer rotates.
+    if values["position_embedding_type"] != "rope":
+        return False
+    # A base of 0 in the list `layer_rope_theta` says that this layer does not rotate.
+    if not values["rope_theta"]:
         return False
     if values["no_rope_layer_interval"]:
+        # In spite of its name, the entry is 1 (true) for a layer that rotates.
         return bool(values["no_rope_layers"])
-    if not row.rotates or kind == SLIDING:
+    all_kinds_rotate = model_type.rotates == ""
+    if all_kinds_rotate or kind == SLIDING:
         return True
-    return _rotates_with_full_attention(row, values, index)
+    return _rotates_with_full_attention(model_type, values, index)
 
 
-def _rotates_with_full_attention(row: ModelType, values: Options, index: int) -> bool:
-    """Returns whether a full layer rotates, of a model that rotates in sliding layers."""
+def _rotates_with_full_attention(model_type: ModelType, values: Options, index: int) -> bool:
+    """Returns whether a full-attention layer rotates in a model whose sliding layers rotate."""
     # EXAONE 4 rotates in all layers if it has no window.
-    if row.rotates == WINDOWLESS:
+    if model_type.rotates == WINDOWLESS:
         return values["sliding_window"] is None
-    # In Cohere 2's MoE, a layer with a dense MLP rotates with full attention too. The entry says
-    # the kind of this layer's MLP, or else the first layers are dense.
-    kind_of_mlp = values["mlp_layer_types"]
-    if kind_of_mlp:
-        return kind_of_mlp == "dense"
-    return index < (values["first_k_dense_replace"] or 0)
+    # In Cohere 2's MoE, a full-attention layer rotates if its MLP is dense. If config.json has no
+    # list of the MLPs, the first layers are dense, and an entry says how many.
+    kind_of_this_mlp = values["mlp_layer_types"]
+    if kind_of_this_mlp:
+        return kind_of_this_mlp == "dense"
+    dense_layers = values["first_k_dense_replace"] or 0
+    return index < dense_layers
 
 
 def _query_scale(values: Options, rotates: bool) -> dict[str, Any] | None:
-    """Returns the keyword arguments of `query_scale`, or None if queries do not grow.
-
-    Ministral 3 and Mistral 4 scale queries in all layers, and Llama 4 in layers without a rotation.
-    """
+    """Returns the keyword arguments of `query_scale`, or None if queries are not scaled."""
+    # Ministral 3 and Mistral 4 scale the queries of all layers.
     beta = values[rope.BETA]
     if beta:
-        scaling = values["rope_scaling"] or {}
-        trained_length = scaling.get(rope.ORIGINAL) or values[rope.ORIGINAL]
+        scaling_object = values["rope_scaling"] or {}
+        trained_length = scaling_object.get(rope.TRAINED_LENGTH) or values[rope.TRAINED_LENGTH]
         return {"beta": beta, "length": trained_length or values["max_position_embeddings"]}
+    # Llama 4 scales the queries of layers that do not rotate, unless an entry turns this off.
     if values["attn_scale"] and values["attn_temperature_tuning"] and not rotates:
         return {"beta": values["attn_scale"], "length": values["floor_scale"], "offset": 1}
     return None
 
 
-def _mask(row: ModelType, values: Options, kind: str) -> dict[str, Any]:
+def _mask(model_type: ModelType, values: Options, kind: str) -> dict[str, Any]:
     """Returns the keyword arguments of `AttentionMask` for a layer."""
-    is_causal = _is_causal(row, values, kind)
+    is_causal = _is_causal(model_type, values, kind)
     mask: dict[str, Any] = {"causal": is_causal}
     if kind in WINDOWED:
-        width = _window_width(row, values, kind)
+        width = _window_width(model_type, values, kind)
         if width:
             # The width of a causal window counts the query's own token. The width of a window to
             # both sides counts the tokens of one side.
@@ -219,27 +237,27 @@ def _mask(row: ModelType, values: Options, kind: str) -> dict[str, Any]:
     return mask
 
 
-def _image_blocks(row: ModelType, values: Options, kind: str) -> str | None:
+def _image_blocks(model_type: ModelType, values: Options, kind: str) -> str | None:
     """Returns where the tokens of one image see each other, as `Layer.image_blocks`."""
-    if row.has_vision_switch and values["use_bidirectional_attention"] != "vision":
+    if model_type.has_vision_switch and values["use_bidirectional_attention"] != "vision":
         return None
-    return dict(row.image_blocks).get(kind)
+    return dict(model_type.image_blocks).get(kind)
 
 
-def _is_causal(row: ModelType, values: Options, kind: str) -> bool:
+def _is_causal(model_type: ModelType, values: Options, kind: str) -> bool:
     """Returns whether a token of a layer sees only the tokens before it."""
     # Gemma 4 says "all"; or "vision", which is about images alone, so text stays causal.
     if values["use_bidirectional_attention"] in (True, "all"):
         return False
-    is_causal = bool(row.is_causal or values["is_decoder"])
-    if row.has_stacks:
-        is_causal = values["side"] == STACKS[1]
+    is_causal = bool(model_type.is_causal or values["is_decoder"])
+    if model_type.has_stacks:
+        is_causal = values["stack"] == STACKS[1]
     # transformers does not ask whether chunks are causal.
     return is_causal and (values["is_causal"] is not False or kind == CHUNKED)
 
 
-def _window_width(row: ModelType, values: Options, kind: str) -> int | None:
-    """Returns the width of a window, or None if there is no window.
+def _window_width(model_type: ModelType, values: Options, kind: str) -> int | None:
+    """Returns the width of the window of a layer, or None if the layer has none.
 
     If the layer is causal, this is the number of tokens in the window, with the query's own token.
     Otherwise it is the number of tokens on each side of the query.
@@ -250,8 +268,8 @@ def _window_width(row: ModelType, values: Options, kind: str) -> int | None:
     if values["sliding_window_size"]:
         return values["sliding_window_size"] + 1
     width = values["sliding_window"]
-    if width is None and "sliding_window" not in row.names_of_entries():
-        want = f"{FULL}, since a model {row.name} has no windows"
+    if width is None and "sliding_window" not in model_type.names_of_entries():
+        want = f"{FULL}, since a model {model_type.name} has no windows"
         raise arguments.value_error("layer_types", want, kind)
     bidirectional = values["use_bidirectional_attention"]
     if width and bidirectional in (True, "all"):

@@ -72,9 +72,9 @@ GEMMA4 = GEMMA.but(
     layer_types=REQUIRED,
 )
 
-# --- One row per type.
+# --- The types.
 
-LLAMA_ROWS = {
+LLAMA_TYPES = {
     # In these types, transformers ignores the share of the channels that rotate.
     "llama": WHOLE_LLAMA,
     "olmo": WHOLE_LLAMA,

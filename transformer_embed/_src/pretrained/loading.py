@@ -159,11 +159,12 @@ def load_embedder(
 
 
 def _check_left_out(settings: Mapping[str, Any] | None, row_multiple: int, **options: Any) -> None:
-    """Raises a ValueError for an option of `load_embedder` that says anything.
+    """Raises a ValueError for an option of `load_embedder` that could have no effect.
 
-    A file of `save_embedder` describes itself, and so do a config and names.
+    The options describe a published model. A file of `save_embedder` describes itself, and if the
+    caller passes a config and names, they describe the layer.
     """
-    # Empty settings, and a multiple of 1, ask for nothing, so they are no mistake.
+    # Empty settings and a multiple of 1 are the same as leaving the option out.
     options["settings"] = settings or None
     options["row_multiple"] = None if row_multiple == 1 else row_multiple
     for name, value in options.items():
@@ -199,10 +200,10 @@ class NamedInput(NamedTuple):
 
 
 def _describe_named(config: EmbedderConfig, names: Mapping[str, str | None]) -> NamedInput:
-    """Returns the input layer whose tensors have these names; an offset may have None for a name.
+    """Returns the input layer that a config and the names of its tensors describe.
 
-    Each parameter that `names` has may lack a tensor. A parameter that `names` leaves out is
-    refused by `check_tensors`.
+    An offset may have None for a name. A parameter that `names` leaves out is later refused by
+    `check_tensors`.
     """
     arguments.instance("config", config, EmbedderConfig, "an EmbedderConfig")
     if config.spread:
@@ -210,7 +211,8 @@ def _describe_named(config: EmbedderConfig, names: Mapping[str, str | None]) -> 
     names_by_path = full_paths(names, shapes_of(config))
     names_of_tensors = {}
     for path, tensor_name in names_by_path.items():
-        # None is a wrong name for any parameter but an offset, so it is kept: no tensor has it.
+        # An offset whose name is None is left out, and becomes zeros. Any other None is kept, and
+        # `check_tensors` refuses it, because no tensor has this name.
         if tensor_name or path not in OFFSETS:
             names_of_tensors[path] = tensor_name
     described = PretrainedInput(config=config, params={}, names=names_of_tensors)

@@ -1,4 +1,4 @@
-"""`ModelType`: a row of the registry, which says everything that is true of one model type."""
+"""`ModelType`: all that is known of one type of published models, such as "llama"."""
 
 import enum
 from collections.abc import Collection, Mapping
@@ -67,26 +67,28 @@ class ModelType(NamedTuple):
         tokens: The module of the token table; if there are several, the first that is in the file.
         positions: The module of the table of learned positions, or several names of which the first
             that is in the file counts. If empty, there is no such table.
-        token_types: The module of the table of token types, in the same form.
-        norm: The module of the layer norm, in the same form.
-        widen: The module of the linear layer after the table, in the same form.
-        bias: The module of the relative position bias, in the same form.
+        token_types: The module of the table of token types, or several names as in `positions`.
+        norm: The module of the layer norm, or several names.
+        widen: The module of the linear layer after the table, or several names.
+        bias: The module of the relative position bias, or several names.
         per_layer: What the names of the three modules of the inputs of layers share (Gemma 3n).
-        may_lack: Parameters whose tensors may be missing, by the ends of their paths.
-        start: The first position, a number. Or the name of the entry that has the id of padding:
-            the first position is then this id + 1. If the id of padding is known, padding is at the
-            position before the first one. If not, padding is counted like tokens.
+        may_lack: The ends of the paths of the parameters whose tensors may be missing.
+        start: The first position. If this is the name of an entry, the entry has the id of padding,
+            and the first position is this id + 1. Padding has the position before the first one. If
+            the id of padding is not known, padding is counted like tokens.
         sinusoids: The scheme of sinusoidal positions, without the fields that `start` says. If
             None, positions are learned.
-        scale: The scale of the tokens, as `EmbedderConfig` takes it, or the entry that has it.
-        rotary: The layout, as `apply_rotary` takes it, or the entry that says whether channels are
-            interleaved. If empty, no layer rotates.
+        scale: The scale of the tokens, as `EmbedderConfig` takes it, or the name of the entry that
+            has the scale.
+        rotary: The layout of rotary embeddings, as `apply_rotary` takes it, or the name of the
+            entry that says whether pairs of channels are interleaved. If empty, no layer rotates.
         kinds: The two kinds of layers between which a rule in layer_kinds.py chooses if config.json
             has no list; or the kind of all layers. If empty, the kinds are not known.
         phase: The index of the first layer of the second kind, if every nth layer is of that kind.
             -1 is the nth layer.
-        rotates: Which layers rotate. SLIDING: the sliding ones. WINDOWLESS: the sliding ones, or
-            all layers of a model without a window. If empty, all layers.
+        rotates: Which layers use rotary embeddings. If SLIDING, the sliding layers do. If
+            WINDOWLESS, the sliding layers do, or all layers of a model without a window. If empty,
+            all layers do.
         is_causal: Whether a token sees only the tokens before it.
         image_blocks: Where the tokens of one image see each other: pairs of a kind of layers, and
             ANYWHERE or IN_WINDOW, as in `Layer.image_blocks`.
@@ -103,7 +105,7 @@ class ModelType(NamedTuple):
         has_alibi: Whether attention is biased by `alibi_bias`.
         entries: Entries that the type reads, with their defaults. Two sorts are left out: the
             entries that all types with a part read (see `READS` in layer_parts.py), if they have
-            the usual default, and the entries that other fields of the row name.
+            the usual default, and the entries that other fields name.
         unread: Entries that types with these parts read, but this type does not. They have their
             defaults.
         no_effect: Entries that change nothing in this type, although they would in another type.
@@ -152,7 +154,7 @@ class ModelType(NamedTuple):
     no_output: str = ""
 
     def but(self, **changes: Any) -> "ModelType":
-        """Returns this row with changes: of fields, or else of entries with their defaults.
+        """Returns this type with changes: of fields, or else of entries with their defaults.
 
         `LLAMA.but(is_causal=False, rope_theta=5.0)` changes a field and the default of an entry.
         """
@@ -182,7 +184,8 @@ class ModelType(NamedTuple):
         If a file has several of the names, the first one counts. The order is: the names that only
         this type has, the entry's own name, and the names in other models.
         """
-        # Values of these fields that name no entry, such as a number, do no harm here.
+        # A field may have a number in place of a name. The numbers are dropped below, because only
+        # names of `ENTRIES` are returned.
         entries_read = {self.start, self.scale, self.rotary, *self.entries}
         for part, entries_of_part in READS.items():
             has_part = part in self.entries or getattr(self, part, None)
@@ -191,7 +194,7 @@ class ModelType(NamedTuple):
         entries_read -= {*self.unread.split()}
         entry_with_own_names, _, own_names = self.aliases.partition(": ")
         names = {}
-        # In the order of the table, so that messages have a fixed order.
+        # The order is the one of `ENTRIES`, so that messages have a fixed order.
         for entry in ENTRIES:
             if entry in entries_read:
                 first_names = own_names.split() if entry == entry_with_own_names else []
@@ -199,7 +202,7 @@ class ModelType(NamedTuple):
         return names
 
     def has_no_effect(self, entry: str) -> bool:
-        """Returns whether the row says that an entry changes nothing.
+        """Returns whether this type says, in `no_effect`, that an entry changes nothing.
 
         An entry inside an object is named after the object, such as "rope_scaling: interleaved".
         """
@@ -207,7 +210,7 @@ class ModelType(NamedTuple):
         return name in self.no_effect.split()
 
     def status(self, entry: str, value: Any) -> EntryStatus:
-        """Returns whether the type reads an entry, and if not, what is known of it."""
+        """Returns whether the type reads an entry. If not, returns what is known of the entry."""
         if any(entry in names for names in self.names_of_entries().values()):
             return EntryStatus.READ
         if self.has_no_effect(entry) or changes_nothing(value) or self._says_nothing(entry, value):
@@ -217,25 +220,25 @@ class ModelType(NamedTuple):
         return EntryStatus.OF_NO_CONCERN if is_known(entry) else EntryStatus.UNKNOWN
 
     def _says_nothing(self, entry: str, value: Any) -> bool:
-        """Returns whether an entry says nothing new of this type, although it may of others."""
+        """Returns whether an entry is about something that all models of this type do, or none."""
         object_name, _, name_inside = entry.rpartition(": ")
         if object_name:
             return name_inside in IN_ROTATIONS
         name = ENTRY_OF_NAME.get(entry, entry)
-        # The row says already that heads rotate.
+        # This type says already that heads rotate.
         if name == "position_embedding_type":
             return value == "rope" and self.rotary != ""
-        # A window's rotation says nothing of a type without windows.
+        # A rotation of layers with a window says nothing of a type without windows.
         needed_entry = ENTRIES[name].within if name in ENTRIES else ""
         return needed_entry != "" and needed_entry not in self.names_of_entries()
 
     def _is_refused(self, entry: str) -> bool:
         """Returns whether an entry that is not read may change the input or the output layer."""
-        # Whatever is inside the object of a rotation may change the rotation.
+        # An entry inside an object of a rotation ("rope_scaling: beta") may change the rotation.
         if ": " in entry:
             return True
-        # All models have norms in their layers. An epsilon concerns the input layer only if the
-        # input layer has a norm.
+        # The epsilon is about norms, which all models have. It concerns the input layer only if
+        # the input layer has a norm.
         if ENTRY_OF_NAME.get(entry) == "layer_norm_eps":
             return self.norm != ""
         return is_loud(entry)

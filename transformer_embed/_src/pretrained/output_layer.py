@@ -27,18 +27,18 @@ class FoundOutput(NamedTuple):
     reason: str | None
 
 
-def find_output_layer(file: Published, values: Options, shapes: Shapes) -> FoundOutput:
+def find_output_layer(published: Published, values: Options, shapes: Shapes) -> FoundOutput:
     """Returns the output layer that the entries and the shapes of the tensors describe."""
-    output = _config(file, values, shapes)
-    reason = _why_missing(file, values, shapes, output)
+    output = _config(published, values, shapes)
+    reason = _why_missing(published, values, shapes, output)
     return FoundOutput(config=None if reason else output, reason=reason)
 
 
-def _config(file: Published, values: Options, shapes: Shapes) -> OutputConfig:
+def _config(published: Published, values: Options, shapes: Shapes) -> OutputConfig:
     """Returns the output layer, as the text model or the model around it computes the logits."""
     output = OutputConfig(tied=_is_tied(values, shapes), bias=OUTPUT_BIAS in shapes)
     # A model around a text model may leave out what the text model does to its logits.
-    if file.outer in UNSCALED_WITHIN.split():
+    if published.outer_type in UNSCALED_WITHIN.split():
         return output
     softcap = values["final_logit_softcapping"]
     return dataclasses.replace(output, softcap=softcap, scale=_scale(values, shapes))
@@ -50,7 +50,7 @@ def _is_tied(values: Options, shapes: Shapes) -> bool:
 
 
 def _scale(values: Options, shapes: Shapes) -> float:
-    """Returns the factor of the logits."""
+    """Returns the number that multiplies the logits."""
     _, width = shapes[TOKENS]
     if values["dim_model_base"]:
         return values["dim_model_base"] / width
@@ -62,19 +62,20 @@ def _scale(values: Options, shapes: Shapes) -> float:
 
 
 def _why_missing(
-    file: Published, values: Options, shapes: Shapes, output: OutputConfig
+    published: Published, values: Options, shapes: Shapes, output: OutputConfig
 ) -> str | None:
     """Returns why there is no output layer, or None if there is one."""
-    row = file.row
+    model_type = published.model_type
     rows, width = shapes[TOKENS]
+    # The output layer belongs to the decoder alone, unless both stacks share one table.
     is_of_decoder = not output.tied or values["share_encoder_decoder_embeddings"] is False
     # An `OutputConfig` has the vocabulary and the width of the token table.
     needed_shapes = {OUTPUT_TABLE: (rows, width), OUTPUT_BIAS: (1, rows)}
     misfits = [name for name, shape in needed_shapes.items() if shapes.get(name, shape) != shape]
     reason = None
-    if row.no_output:
-        reason = row.no_output
-    elif row.has_stacks and file.side == STACKS[0] and is_of_decoder:
+    if model_type.no_output:
+        reason = model_type.no_output
+    elif model_type.has_stacks and published.stack == STACKS[0] and is_of_decoder:
         reason = f"it is the decoder's, which stack={STACKS[1]!r} loads"
     elif not output.tied and OUTPUT_TABLE not in shapes:
         # A model that GPTQ quantized has tensors of other names in place of the output table.
@@ -85,16 +86,18 @@ def _why_missing(
     elif misfits:
         misfit = misfits[0]
         reason = f"its shape is {list(shapes[misfit])}, not {list(needed_shapes[misfit])}"
-    elif _may_differ_outside(file, output):
-        reason = f"{file.outer} may leave out the scale and softcap of its text model"
+    elif _outer_logits_may_differ(published, output):
+        reason = f"{published.outer_type} may leave out the scale and softcap of its text model"
     return reason
 
 
-def _may_differ_outside(file: Published, output: OutputConfig) -> bool:
+def _outer_logits_may_differ(published: Published, output: OutputConfig) -> bool:
     """Returns whether the model around a text model may compute other logits than this layer.
 
-    This is so if the text model scales or bounds its logits, and the outer model is not one that is
-    known to do the same.
+    This is so if the text model scales or bounds its logits, and it is not known that the outer
+    model does the same.
     """
     changes_logits = output.scale != 1 or output.softcap is not None
-    return file.outer is not None and changes_logits and file.outer not in SCALED_WITHIN.split()
+    if published.outer_type is None or not changes_logits:
+        return False
+    return published.outer_type not in SCALED_WITHIN.split()

@@ -1,7 +1,7 @@
-"""Files that describe themselves: their metadata, and the checks of what these say.
+"""Files of `save_embedder`, which describe themselves: reading and checking the description.
 
-The metadata of such a file is JSON: a config, the layers, a bias, and names. What is read is
-checked by the classes and functions that it is for.
+The description is JSON in the file's metadata: a config, the layers, a bias, and names. Each part
+of it is checked by the class or the function that will get it.
 """
 
 from collections.abc import Callable, Mapping
@@ -49,7 +49,7 @@ CHANNELS = 64
 
 def describe_own(tensors: Tensors) -> PretrainedInput:
     """Returns the layer that `save_embedder` described in the metadata, without its parameters."""
-    entries = parse(f"{tensors.path}: {METADATA}", tensors.metadata[METADATA], decoded)
+    entries = parse(f"{tensors.path}: {METADATA}", tensors.metadata[METADATA], decode_from_json)
     pretrained = call_with_named_errors(tensors.path, PretrainedInput, **entries)
     pretrained = pretrained._replace(bias=_with_causal(pretrained.bias))
     call_with_named_errors(tensors.path, check_described, pretrained)
@@ -68,11 +68,11 @@ def _with_causal(bias: Any) -> Any:
 
 
 def check_described(found: PretrainedInput) -> None:
-    """Checks that the functions of this package take the arguments that a description has for them.
+    """Checks a description: its arguments must be valid for the functions that will get them.
 
     Raises:
-        TypeError: a field is of another type.
-        ValueError: a function refuses its arguments.
+        TypeError: a field of the description has a wrong type.
+        ValueError: a function of this package, such as `apply_rotary`, refuses its arguments.
     """
     arguments.instance("config", found.config, EmbedderConfig, "an EmbedderConfig")
     check_mappings(bias=found.bias, names=found.names)
@@ -81,33 +81,42 @@ def check_described(found: PretrainedInput) -> None:
     checked_texts = set()
     for index, layer in enumerate(found.layers):
         # Equal layers are checked once. They are compared by their texts, because a layer holds
-        # dictionaries, which no set takes.
+        # dictionaries, which are not hashable.
         text = repr(layer)
         if text not in checked_texts:
             _check_layer(f"layers[{index}]", layer)
             checked_texts.add(text)
     if found.bias is not None:
-        _try("bias", _make_bias, dict(found.bias))
+        _call_on_shapes("bias", _make_bias, dict(found.bias))
 
 
 def _check_layer(name: str, layer: Layer) -> None:
-    """Raises an error unless the functions of this package take what a layer says."""
+    """Raises an error if a field of a layer is not valid for the function that will get it.
+
+    `name` is the layer's place in the description, such as "layers[0]", for errors.
+    """
     arguments.instance(f"{name}.type", layer.type, str, "a kind of layers")
     for field in ("rotary", "mask", "query_scale", "attention"):
-        check_mappings(**{f"{name}.{field}": getattr(layer, field)})
+        options = getattr(layer, field)
+        arguments.instance(f"{name}.{field}", options, Mapping | None, "a mapping, or None")
     if layer.rotary is not None:
-        _try(f"{name}.rotary", _rotate_head, dict(layer.rotary))
-    _try(f"{name}.mask", _make_mask, dict(layer.mask))
+        _call_on_shapes(f"{name}.rotary", _rotate_head, dict(layer.rotary))
+    _call_on_shapes(f"{name}.mask", _make_mask, dict(layer.mask))
     if layer.query_scale is not None:
-        _try(f"{name}.query_scale", _make_query_scale, dict(layer.query_scale))
+        _call_on_shapes(f"{name}.query_scale", _make_query_scale, dict(layer.query_scale))
     if layer.image_blocks is not None:
         arguments.choice(f"{name}.image_blocks", layer.image_blocks, (ANYWHERE, IN_WINDOW))
     if layer.norm_eps is not None:
         arguments.positive(f"{name}.norm_eps", layer.norm_eps)
 
 
-def _try(name: str, function: Callable[[dict[str, Any]], Any], options: dict[str, Any]) -> None:
-    """Calls a function with options, on shapes alone; an error starts with the name."""
+def _call_on_shapes(
+    name: str, function: Callable[[dict[str, Any]], Any], options: dict[str, Any]
+) -> None:
+    """Calls a function with options by `jax.eval_shape`, so that only its checks run.
+
+    If the function refuses the options, the error starts with `name`.
+    """
     call_with_named_errors(name, jax.eval_shape, lambda: function(options))
 
 
@@ -117,7 +126,7 @@ def _rotate_head(options: dict[str, Any]) -> Any:
     pair_axes = options.get("pair_axes")
     channels = options.get("rotary_dim") or CHANNELS
     if options.get("rotary_dim") is None:
-        # Axes, and the factors of LongRoPE, have a value for each pair of channels.
+        # Both the factors of LongRoPE and the axes have a value for each pair of channels.
         if hasattr(scaling, "short_factor"):
             channels = 2 * len(scaling.short_factor)
         elif pair_axes is not None:
@@ -125,7 +134,7 @@ def _rotate_head(options: dict[str, Any]) -> Any:
     # The number has a limit, because memory is taken for each channel.
     channels = arguments.integer("rotary_dim", channels, at_least=1, at_most=MOST_CHANNELS)
     head = np.zeros((1, 1, channels), np.float32)
-    # With several axes, a position has a number for each axis.
+    # With several axes, positions are [1, axes]: a position has a number for each axis.
     axes = () if pair_axes is None else (1 + max(pair_axes, default=0),)
     positions = np.zeros((1, *axes), np.int32)
     return apply_rotary(head, positions, **options)
@@ -152,20 +161,21 @@ def _make_bias(options: dict[str, Any]) -> Any:
 
 
 def _stored_classes() -> dict[str, Callable]:
-    """Returns the classes whose objects a file may have, by their names.
+    """Returns the classes whose objects a file may have, by the names of the classes.
 
-    A file can make no other object. The subclasses of `PositionScheme` are asked for at each call,
-    because a user may have defined one.
+    A file can make objects of these classes only. The subclasses of `PositionScheme` are looked up
+    at each call, because a user may have defined one.
     """
     schemes = PositionScheme.__subclasses__()
     classes = (EmbedderConfig, OutputConfig, Layer, *schemes, *SCALING_CLASSES)
     return {stored_class.__name__: stored_class for stored_class in classes}
 
 
-def encoded(value: Any) -> Any:
-    """Returns a value that JSON has a form for, for one that JSON has no form for.
+def encode_for_json(value: Any) -> Any:
+    """Converts a value that JSON cannot hold to one that it can, as `default` of `json.dumps`.
 
-    An object becomes its fields and the name of its class: {"kind": "Learned", "max_len": 8}.
+    An object becomes a dict of its fields and the name of its class: {"kind": "Learned",
+    "max_len": 8}.
     """
     class_name = type(value).__name__
     if class_name in _stored_classes():
@@ -177,14 +187,16 @@ def encoded(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         # `tolist` would write null for what a mask hides.
         return arguments.native("layers and bias", value).tolist()
-    # A number of numpy, or a fraction.
-    return value.item() if isinstance(value, np.generic) else float(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    # This is a fraction, or another number.
+    return float(value)
 
 
-def decoded(entries: dict[str, Any]) -> Any:
-    """Returns what a JSON object stands for: an object of the class that it names, or itself.
+def decode_from_json(entries: dict[str, Any]) -> Any:
+    """Converts a JSON object back to what `encode_for_json` got: an object of a class, or a dict.
 
-    Lists inside become tuples, since `encoded` wrote tuples as lists.
+    Lists inside become tuples, since JSON has lists for both.
     """
     for name, value in entries.items():
         if isinstance(value, list):

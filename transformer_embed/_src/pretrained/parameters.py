@@ -90,14 +90,15 @@ def shapes_of(config: EmbedderConfig, bias: Options | None = None) -> Specs:
 
 
 def full_paths(
-    names: Mapping[Any, Any], paths: Collection[str], what: str = "names"
+    names: Mapping[Any, Any], paths: Collection[str], argument: str = "names"
 ) -> dict[str, Any]:
     """Returns a mapping whose keys are whole paths.
 
     Args:
-        names: The mapping. A key is a path, or a suffix that exactly one path has.
+        names: The mapping, such as {"layer_norm/scale": "norm.weight"}. A key is a path, or a
+            suffix that exactly one path has.
         paths: The paths of all parameters.
-        what: What the mapping is, for errors.
+        argument: The name of the caller's argument that is the mapping, for errors.
     """
     by_path = {}
     for name, value in names.items():
@@ -105,7 +106,7 @@ def full_paths(
         if len(paths_of_name) != 1 or paths_of_name[0] in by_path:
             among = ", ".join(paths)
             want = f"a parameter's path, or a suffix that only one path has, among {among}"
-            raise arguments.value_error(what, want, repr(name))
+            raise arguments.value_error(argument, want, repr(name))
         by_path[paths_of_name[0]] = value
     return by_path
 
@@ -122,14 +123,17 @@ class StoredTensor(NamedTuple):
     is_transposed: bool
 
 
-def stored(parameter: str, tensor: str) -> StoredTensor:
-    """Returns where a parameter is stored, if the caller or a model type names this tensor.
+def find_stored_tensor(parameter: str, tensor: str) -> StoredTensor:
+    """Returns the tensor that a parameter is stored in, and whether it is the transpose.
 
-    The name says whether the tensor is the parameter's transpose. A name with ".T" at the end says
-    so itself. Otherwise the names of kernels in Flax and of weights in Haiku end with "kernel" or
-    "w", and these tensors are [in, out]. All other tensors are [out, in], as in PyTorch. This
-    package has linear layers as [in, out], and tables as [rows, width], which is [out, in] for an
-    output layer.
+    A name that ends with ".T" asks for the transpose. Otherwise the end of the name says how a
+    linear layer is stored: "kernel" (Flax) and "w" (Haiku) are [in, out], and all other names are
+    [out, in], as in PyTorch. In this package, linear layers are [in, out], and tables are
+    [rows, width], which is [out, in] for an output layer.
+
+    Args:
+        parameter: The path of the parameter.
+        tensor: The tensor's name, from the caller or the model type, perhaps with ".T" at the end.
     """
     if tensor.endswith(TRANSPOSED):
         return StoredTensor(name=tensor.removesuffix(TRANSPOSED), is_transposed=True)
@@ -168,9 +172,9 @@ def check_tensors(
         want = f"a tensor for each parameter, also for {', '.join(sorted(missing))}"
         raise arguments.value_error(tensors.path, want, f"only {sorted(names)}")
     for parameter, name in names.items():
-        tensor = stored(parameter, str(name))
+        tensor = find_stored_tensor(parameter, str(name))
         entry = tensors.entry(tensor.name)
-        # A slice with this step turns a shape into the transpose's shape, if there is a transpose.
+        # `shape[::step]` reverses a shape if the tensor is a transpose, and keeps it otherwise.
         step = -1 if tensor.is_transposed else 1
         if parameter not in specs:
             specs[parameter] = jax.ShapeDtypeStruct(entry.shape[::step], config.param_dtype)
@@ -232,7 +236,7 @@ def _read_part(
     """
     if name is None:
         return np.broadcast_to(np.zeros((), spec.dtype), spec.shape)[index]
-    tensor = stored(path, name)
+    tensor = find_stored_tensor(path, name)
     part_shape = tuple(
         len(range(size)[axis_slice]) for size, axis_slice in zip(spec.shape, index, strict=True)
     )

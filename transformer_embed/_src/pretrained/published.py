@@ -9,7 +9,7 @@ from transformer_embed._src import arguments
 from transformer_embed._src.pretrained.entries import Options
 from transformer_embed._src.pretrained.layer_parts import STACKS
 from transformer_embed._src.pretrained.model_type import ModelType
-from transformer_embed._src.pretrained.registry import is_known_outside, row_of
+from transformer_embed._src.pretrained.registry import is_known_outer_type, model_type_or_none
 from transformer_embed._src.pretrained.tensors import Tensors
 
 
@@ -18,37 +18,37 @@ class Published(NamedTuple):
 
     Args:
         tensors: The tensors of the checkpoint.
-        side: The stack that is read, "encoder" or "decoder". It is "encoder" for a model of one
+        stack: The stack that is read, "encoder" or "decoder". It is "encoder" for a model of one
             stack, too.
-        prefix: How the names of the tensors begin that the caller's `part` has. If there is no
-            part, "".
+        prefix: How the tensor names of the caller's `part` begin, such as "thinker.". If there is
+            no part, "".
         path: The path of config.json.
         entries: The entries of config.json for the text model.
         settings: The caller's `settings`, without the type. They go before `entries`.
-        model_type: The type of the text model in config.json, or None.
-        row: The row of the type in `settings`, or else of `model_type`.
-        outer: The type of the model around the text model. If the text model is the whole model,
-            None.
+        type_in_config: The `model_type` of the text model in config.json, or None.
+        model_type: What is known of the type that `settings` name, or else of `type_in_config`.
+        outer_type: The type of the model around the text model, such as "llava". If the text model
+            is the whole model, None.
         part: The caller's `part`, or None.
         length: The caller's `length`, or None.
     """
 
     tensors: Tensors
-    side: str
+    stack: str
     prefix: str
     path: pathlib.Path
     entries: Options
     settings: Options
-    model_type: Any
-    row: ModelType
-    outer: str | None
+    type_in_config: Any
+    model_type: ModelType
+    outer_type: str | None
     part: str | None
     length: int | None
 
     @property
-    def place(self) -> str:
+    def where(self) -> str:
         """Where the entries are, for errors: the path of config.json, and the type of the model."""
-        return f"{self.path}, for a model {self.row.name}"
+        return f"{self.path}, for a model {self.model_type.name}"
 
 
 def open_published(
@@ -61,7 +61,7 @@ def open_published(
     length: int | None,
     part: str | None,
 ) -> Published:
-    """Returns the files of a published model, with the row of the model's type.
+    """Returns the files of a published model, and what is known of the model type.
 
     Args:
         path: The path of config.json, for errors.
@@ -78,49 +78,49 @@ def open_published(
     Warns:
         UserWarning: the model around the text model is of an unknown type.
     """
-    side = arguments.choice("stack", STACKS[0] if stack is None else stack, STACKS)
-    outer_entries, text_entries = _part(path, whole, part)
-    model_type = text_entries.get("model_type") or outer_entries.get("model_type")
+    stack_to_read = arguments.choice("stack", STACKS[0] if stack is None else stack, STACKS)
+    outer_entries, text_entries = _outer_and_text_entries(path, whole, part)
+    type_in_config = text_entries.get("model_type") or outer_entries.get("model_type")
     is_whole_model = text_entries is outer_entries
-    outer = None if is_whole_model else str(outer_entries.get("model_type"))
+    outer_type = None if is_whole_model else str(outer_entries.get("model_type"))
     settings = dict(settings or {})
     type_in_settings = settings.pop("model_type", None)
-    row = _known_row(path, type_in_settings or model_type, tensors)
-    if not row.has_stacks:
-        arguments.check_left_out("stack", stack, f"{row.name} has one stack")
-    if part is None and outer is not None and not is_known_outside(outer):
+    model_type = _known_model_type(path, type_in_settings or type_in_config, tensors)
+    if not model_type.has_stacks:
+        arguments.check_left_out("stack", stack, f"{model_type.name} has one stack")
+    if part is None and outer_type is not None and not is_known_outer_type(outer_type):
         message = (
-            f"{path}: the model type {outer!r} is not known, so what was read is its text_config, "
-            f"a model {row.name} (part='text_config' says that this is meant)"
+            f"{path}: the model type {outer_type!r} is not known, so what was read is its "
+            f"text_config, a model {model_type.name} (part='text_config' says that this is meant)"
         )
-        # The line that is shown is the caller's of load_embedder or load_config.
+        # The warning shows the line that called load_embedder or load_config.
         warnings.warn(message, stacklevel=3)
     return Published(
         tensors=tensors,
-        side=side,
+        stack=stack_to_read,
         prefix=_prefix_of_part(part),
         path=path,
-        entries=_joined_entries(outer_entries, text_entries, outer),
+        entries=_joined_entries(outer_entries, text_entries, outer_type),
         settings=settings,
+        type_in_config=type_in_config,
         model_type=model_type,
-        row=row,
-        outer=outer,
+        outer_type=outer_type,
         part=part,
         length=length,
     )
 
 
-def _known_row(path: pathlib.Path, model_type: Any, tensors: Tensors) -> ModelType:
-    """Returns the row of a type, or raises an error that says how to load an unknown one."""
-    row = row_of(model_type)
-    if row is not None:
-        return row
+def _known_model_type(path: pathlib.Path, type_name: Any, tensors: Tensors) -> ModelType:
+    """Returns a known type, or raises an error that says how to load a model of an unknown one."""
+    model_type = model_type_or_none(type_name)
+    if model_type is not None:
+        return model_type
     want = f"the type of a known model, from settings or {path}"
     if not tensors.files:
         # `load_config` takes no names, because it reads no tensors.
         step = "make an EmbedderConfig yourself"
-        raise arguments.value_error("model_type", want, f"{model_type!r}; {step}")
-    got = f"{model_type!r}; {BY_HAND} ({tensors.listed()})"
+        raise arguments.value_error("model_type", want, f"{type_name!r}; {step}")
+    got = f"{type_name!r}; {BY_HAND} ({tensors.listed()})"
     raise arguments.value_error("model_type", want, got)
 
 
@@ -140,16 +140,19 @@ def _prefix_of_part(part: str | None) -> str:
     return outermost.removesuffix("_config") + "."
 
 
-def _part(path: pathlib.Path, whole: Options, part: str | None) -> tuple[Options, Options]:
-    """Returns the entries of the model around a text model, and the entries of the text model.
+def _outer_and_text_entries(
+    path: pathlib.Path, whole: Options, part: str | None
+) -> tuple[Options, Options]:
+    """Returns two dicts: the entries of the model around a text model, and the text model's own.
 
-    If the text model is the whole model, both are the same object. This is so if config.json has no
-    `text_config`, or an empty one.
+    If config.json has no `text_config`, or an empty one, the text model is the whole model. Both
+    results are then the same dict, `whole`.
 
     Args:
         path: The path of config.json, for errors.
         whole: All entries of config.json.
-        part: The path of the text model's object, such as "thinker_config.text_config"; or None.
+        part: The path of the JSON object with the text model's entries, such as
+            "thinker_config.text_config". If None, `text_config` is read.
     """
     if part is None:
         text_config = whole.get("text_config")
@@ -157,17 +160,19 @@ def _part(path: pathlib.Path, whole: Options, part: str | None) -> tuple[Options
             return whole, text_config
         return whole, whole
     outer_entries = whole
-    entries: Any = whole
+    text_entries: Any = whole
     for name in part.split("."):
-        outer_entries = entries
-        entries = outer_entries.get(name)
-        if not isinstance(entries, Mapping):
+        outer_entries = text_entries
+        text_entries = outer_entries.get(name)
+        if not isinstance(text_entries, Mapping):
             parts = [key for key, value in outer_entries.items() if isinstance(value, Mapping)]
             raise arguments.value_error(f"part {part!r}", f"of {path}, one of {parts}", repr(name))
-    return outer_entries, entries
+    return outer_entries, text_entries
 
 
-def _joined_entries(outer_entries: Options, text_entries: Options, outer: str | None) -> Options:
+def _joined_entries(
+    outer_entries: Options, text_entries: Options, outer_type: str | None
+) -> Options:
     """Returns the entries of the text model, with those of the outer model that concern it."""
     entries = dict(text_entries)
     is_tied = outer_entries.get("tie_word_embeddings")
@@ -178,7 +183,7 @@ def _joined_entries(outer_entries: Options, text_entries: Options, outer: str | 
     if isinstance(attention, Mapping):
         # MPT and DBRX have some entries in this object. Entries beside the object go before them.
         entries = {**attention, **entries}
-    if outer == "paligemma":
+    if outer_type == "paligemma":
         # In PaliGemma, the tokens of a prompt see each other, and only the caller knows where the
         # prompt ends. So the masks are causal, whatever the entry says.
         entries["use_bidirectional_attention"] = None

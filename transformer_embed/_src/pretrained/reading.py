@@ -16,7 +16,7 @@ from transformer_embed._src.pretrained.files import call_with_named_errors, read
 from transformer_embed._src.pretrained.layer_parts import STACKS
 from transformer_embed._src.pretrained.model_type import ModelType
 from transformer_embed._src.pretrained.parameters import TRANSPOSED
-from transformer_embed._src.pretrained.registry import row_of
+from transformer_embed._src.pretrained.registry import model_type_or_none
 from transformer_embed._src.pretrained.tensors import Tensors, aligned_zeros, dtype_of, open_tensors
 
 
@@ -62,9 +62,9 @@ class Checkpoint:
         (8,)
     """
 
-    def __init__(self, tensors: Tensors, row: ModelType | None):
+    def __init__(self, tensors: Tensors, model_type: ModelType | None):
         self._tensors = tensors
-        self._row = row
+        self._model_type = model_type
         self.names: Sequence[str] = sorted(tensors.files)
 
     def __repr__(self) -> str:
@@ -79,11 +79,11 @@ class Checkpoint:
         Raises:
             ValueError: there is no such tensor, or it is not whole.
         """
-        entry = self._tensors.any_entry(name)
+        entry = self._tensors.entry_of_any_dtype(name)
         return TensorFacts(
             shape=entry.shape,
             dtype=dtype_of(entry),
-            is_transposed=_is_transposed(name, entry.shape, self._row),
+            is_transposed=_is_transposed(name, entry.shape, self._model_type),
         )
 
     def read(
@@ -123,11 +123,12 @@ class Checkpoint:
 
     def _read(self, name: str, sharding: NamedSharding | None, dtype: DTypeLike | None) -> Array:
         """Returns one tensor, or its transpose if ".T" was added to the name."""
-        # A tensor's own name may end with ".T" too.
+        # The name of a tensor in the file may itself end with ".T".
         is_transposed = name.endswith(TRANSPOSED) and name not in self._tensors.files
         tensor_name = name.removesuffix(TRANSPOSED) if is_transposed else name
-        entry = self._tensors.any_entry(tensor_name)
+        entry = self._tensors.entry_of_any_dtype(tensor_name)
         array_dtype = dtype_of(entry) if dtype is None else jnp.dtype(dtype)
+        # Without x64, jax would silently make float32 of float64, and int32 of int64.
         if jax.dtypes.canonicalize_dtype(array_dtype) != array_dtype:
             want = "a dtype that jax has (or x64 turned on)"
             raise arguments.value_error(f"dtype of {name}", want, array_dtype)
@@ -150,8 +151,11 @@ class Checkpoint:
 def _read_part(
     tensors: Tensors, name: str, dtype: np.dtype, index: tuple[slice, ...], is_transposed: bool
 ) -> np.ndarray:
-    """Returns the part of a tensor that has this index, or the part of the tensor's transpose."""
-    shape = tensors.any_entry(name).shape
+    """Returns the part of a tensor that has this index, or this part of the tensor's transpose.
+
+    The index has a slice for each axis.
+    """
+    shape = tensors.entry_of_any_dtype(name).shape
     if len(shape) == 2:
         return _read_part_of_matrix(tensors, name, dtype, index, is_transposed)
     # A tensor with more or fewer axes is read whole, in rows of its last axis.
@@ -159,17 +163,20 @@ def _read_part(
     width = shape[-1] if shape else 1
     tensors.read_into(whole.reshape(-1, width), name)
     array = whole.T if is_transposed else whole
-    # The ellipsis makes an array of a part without axes, too.
+    # With the ellipsis, numpy returns an array even if the tensor has no axes, and not a number.
     return array[(*index, ...)]
 
 
 def _read_part_of_matrix(
     tensors: Tensors, name: str, dtype: np.dtype, index: tuple[slice, ...], is_transposed: bool
 ) -> np.ndarray:
-    """Reads only the rows that the part needs, and returns the part."""
-    # An index of the transpose has the slice of the tensor's columns first.
+    """Returns a part of a matrix, or of the transpose; only the rows that it needs are read.
+
+    The index has a slice for each axis of the result. If `is_transposed`, this is (columns of the
+    tensor, rows of the tensor).
+    """
     row_slice, column_slice = index[::-1] if is_transposed else index
-    row_count, column_count = tensors.any_entry(name).shape
+    row_count, column_count = tensors.entry_of_any_dtype(name).shape
     rows = len(range(row_count)[row_slice])
     columns = len(range(column_count)[column_slice])
     if is_transposed:
@@ -182,24 +189,33 @@ def _read_part_of_matrix(
     return part
 
 
-def _is_transposed(name: str, shape: tuple[int, ...], row: ModelType | None) -> bool | None:
-    """Returns whether a tensor is the weight of a linear layer that is stored as [out, in].
+def _is_transposed(name: str, shape: tuple[int, ...], model_type: ModelType | None) -> bool | None:
+    """Returns whether a linear layer's weight is stored as [out, in].
 
-    None if it is no weight of a linear layer, or if the name and the model's type do not say.
+    The result is None if the tensor is no weight of a linear layer, or if neither its name nor the
+    model type says how it is stored.
     """
     module, _, leaf = name.rpartition(".")
     if len(shape) != 2:
         return None
     if leaf in ("kernel", "w"):
         return False
-    if leaf != "weight" or row is None or _is_table(module, row):
+    if leaf != "weight" or model_type is None or _is_table(module, model_type):
         return None
-    return not row.has_conv1d
+    return not model_type.has_conv1d
 
 
-def _is_table(module: str, row: ModelType) -> bool:
+def _is_table(module: str, model_type: ModelType) -> bool:
     """Returns whether a module of a model of this type is a table, and not a linear layer."""
-    modules_of_tables = f"{row.tokens} {row.positions} {row.token_types} {row.bias} {row.head}"
+    modules_of_tables = " ".join(
+        [
+            model_type.tokens,
+            model_type.positions,
+            model_type.token_types,
+            model_type.bias,
+            model_type.head,
+        ]
+    )
     for stack in STACKS:
         for table in modules_of_tables.format(stack=stack).split():
             if f".{module}".endswith(f".{table}"):
@@ -243,7 +259,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     config_path = tensors.path.parent / "config.json"
     entries = read_json_if_there(config_path)
     text_entries = entries.get("text_config")
-    model_type = entries.get("model_type")
+    type_name = entries.get("model_type")
     if isinstance(text_entries, Mapping):
-        model_type = text_entries.get("model_type") or model_type
-    return Checkpoint(tensors, row_of(model_type))
+        type_name = text_entries.get("model_type") or type_name
+    return Checkpoint(tensors, model_type_or_none(type_name))

@@ -8,7 +8,7 @@ from transformer_embed._src import arguments
 from transformer_embed._src.pretrained.layer_parts import OUTPUT_TABLE, STACKS, TOKENS
 from transformer_embed._src.pretrained.other_formats import ADAPTER
 from transformer_embed._src.pretrained.published import BY_HAND, Published
-from transformer_embed._src.pretrained.registry import is_known_outside
+from transformer_embed._src.pretrained.registry import is_known_outer_type
 from transformer_embed._src.pretrained.tensors import Tensors
 
 # Matches the name of a tensor that may belong to the input layer, without the prefix of the token
@@ -22,8 +22,9 @@ BESIDE_TABLE = re.compile(
     r"(embeddings\.|((encoder|decoder)\.)?[^.]*"
     r"(emb|pos_|posit|rel_|relative|token_type|wte|wpe|project_in))"
 )
-# Matches a name with what peft adds to a module outside of numbered layers.
-ADAPTED = re.compile(
+# Matches the name of a tensor that peft added outside of numbered layers, such as
+# "model.embed_tokens.lora_A.weight". An adapter may then change the input or the output layer.
+PEFT_TENSOR = re.compile(
     r"((?!\d+\.)[^.]+\.)*(base_layer|lora_\w+|modules_to_save|original_module|token_adapter|"
     r"prompt_encoder)\."
 )
@@ -32,7 +33,7 @@ ADAPTED = re.compile(
 IN_LAYER = re.compile(r"(\D*?)[^.]+\.\d+\.")
 
 
-class Recognised(NamedTuple):
+class LayerTensors(NamedTuple):
     """The tensors of a model's input and output layer.
 
     Args:
@@ -44,113 +45,124 @@ class Recognised(NamedTuple):
     names: dict[str, str]
 
 
-def recognised(file: Published, *, is_tied: bool) -> Recognised:
-    """Returns the tensors of the input and the output layer of a model.
+def find_layer_tensors(published: Published, *, is_tied: bool) -> LayerTensors:
+    """Finds the tensors of the input layer and the output layer of a model.
 
-    If a tied model has its table under the name of the output layer alone, this tensor is the token
-    table, and the output layer has no tensor.
+    A tied model may store its one table under the name of the output layer only. This tensor is
+    then returned as the token table.
+
+    Args:
+        published: The files of the model, and what is known of its type.
+        is_tied: Whether config.json says that the output layer uses the token table.
 
     Raises:
         ValueError: there is no such model in the file, or more than one; or its input layer has
             tensors that are not read.
     """
-    tensors = file.tensors
+    tensors = published.tensors
     for name in sorted(tensors.files):
-        if ADAPTED.match(name):
+        if PEFT_TENSOR.match(name):
             raise arguments.value_error(tensors.path, "a whole model", f"{name}, of {ADAPTER}")
-    matches = _names_by_prefix(file)
-    if not matches and is_tied and not file.row.has_stacks:
-        matches = _names_by_prefix_of_head(file)
+    matches = _names_by_prefix(published)
+    has_one_stack = not published.model_type.has_stacks
+    if not matches and is_tied and has_one_stack:
+        matches = _names_by_prefix_of_head(published)
     if len(matches) != 1:
-        raise _not_one_model(file, matches)
+        raise _not_one_model(published, matches)
     ((prefix, names),) = matches.items()
-    # An index may name an output table that no shard has, because it is the token table.
+    # The index file of a tied model may name an output table that no shard has.
     if is_tied and OUTPUT_TABLE in names and not tensors.is_stored(names[OUTPUT_TABLE]):
         del names[OUTPUT_TABLE]
-    # `entry` refuses the dtypes of a quantized model. This comes before `_check_read`, which would
-    # refuse the model for its scales.
-    for tensor in names.values():
-        tensors.entry(tensor)
-    _check_read(file, prefix, {*names.values()})
-    return Recognised(prefix=prefix, names=names)
+    # The dtypes of a quantized model are refused first, because this error says what to do. After
+    # that, `_check_all_read` would refuse the model for the tensors of its quantization scales.
+    for name in names.values():
+        tensors.check_dtype(name)
+    _check_all_read(published, prefix, {*names.values()})
+    return LayerTensors(prefix=prefix, names=names)
 
 
-def _names_by_prefix(file: Published) -> dict[str, dict[str, str]]:
-    """Returns the names of the parameters' tensors, by the prefix that these names have.
+def _names_by_prefix(published: Published) -> dict[str, dict[str, str]]:
+    """Returns the tensor name of each parameter, for each model of this type in the file.
 
-    There is an entry for each prefix below which the file has all tensors that a model of this type
-    needs: none, if the file has another model; several, if it has several models.
+    The key of a model is the prefix of its tensor names, such as "model." for
+    "model.embed_tokens.weight". The result is empty if no prefix has all tensors that this type
+    needs.
     """
-    # A set, because a file may have several of the names of a table below one prefix.
+    # This is a set, because a file may have a table under several names below one prefix.
     prefixes = set()
-    for table in _names_of_table(file):
-        for name in file.tensors.files:
+    for table in _names_of_table(published):
+        for name in published.tensors.files:
             if f".{name}".endswith(f".{table}"):
                 prefixes.add(name.removesuffix(table))
-    prefixes_of_part = {prefix for prefix in prefixes if prefix.startswith(file.prefix)}
+    # If the caller chose a part, the prefixes of this part count, as far as the file has any.
+    prefixes_of_part = {prefix for prefix in prefixes if prefix.startswith(published.prefix)}
     prefixes = prefixes_of_part or prefixes
-    # DeepSeek V3 has a copy of the table in a numbered layer, which predicts further tokens.
+    # DeepSeek V3 has a copy of the table in a numbered layer, which predicts further tokens. So
+    # prefixes outside of numbered layers go first.
     outside_layers = {prefix for prefix in prefixes if not re.search(r"\b\d+\.", prefix)}
     matches = {}
     for prefix in sorted(outside_layers or prefixes):
-        names = file.row.tensors(file.tensors.files, file.side, prefix)
+        names = published.model_type.tensors(published.tensors.files, published.stack, prefix)
         if names:
             matches[prefix] = names
     return matches
 
 
-def _names_by_prefix_of_head(file: Published) -> dict[str, dict[str, str]]:
-    """Returns what `_names_by_prefix` does, if the token table is under the head's name alone."""
-    table_module = file.row.tokens.split()[0]
-    # The names of the numbered layers say the prefix. They begin as the table's name would, with
-    # the stack that the table is in: "decoder." for "decoder.embed_tokens".
+def _names_by_prefix_of_head(published: Published) -> dict[str, dict[str, str]]:
+    """Returns the tensor names as `_names_by_prefix` does, with the head's tensor as token table.
+
+    The head is the output layer. A tied model may have its one table under the head's name.
+    """
+    table_module = published.model_type.tokens.split()[0]
+    # The names of the numbered layers say the prefix. After the prefix comes the stack, as in the
+    # name of the table: "decoder." for "decoder.embed_tokens".
     stack = table_module.removesuffix(table_module.rpartition(".")[2])
     prefixes = set()
-    for name in file.tensors.files:
+    for name in published.tensors.files:
         in_layer = IN_LAYER.match(name)
         if in_layer:
             prefixes.add(in_layer[1].removesuffix(stack))
     for prefix in (*sorted(prefixes), ""):
-        files_with_table = {*file.tensors.files, f"{prefix}{table_module}.weight"}
-        names = file.row.tensors(files_with_table, file.side, prefix)
+        files_with_table = {*published.tensors.files, f"{prefix}{table_module}.weight"}
+        names = published.model_type.tensors(files_with_table, published.stack, prefix)
         if OUTPUT_TABLE in names:
             names[TOKENS] = names.pop(OUTPUT_TABLE)
             return {prefix: names}
     return {}
 
 
-def _names_of_table(file: Published) -> list[str]:
-    """Returns the names that the tensor of the token table may have, without a prefix."""
-    return [f"{module}.weight" for module in file.row.table_modules(file.side)]
+def _names_of_table(published: Published) -> list[str]:
+    """Returns the names that the token table's tensor may have below the prefix of the model."""
+    return [f"{module}.weight" for module in published.model_type.table_modules(published.stack)]
 
 
-def _not_one_model(file: Published, matches: Mapping[str, Mapping[str, str]]) -> ValueError:
+def _not_one_model(published: Published, matches: Mapping[str, Mapping[str, str]]) -> ValueError:
     """Returns the error for a file with no model of this type, or with several."""
-    row, tensors = file.row, file.tensors
-    side = f" (its {file.side}; `stack` says which)" if row.has_stacks else ""
-    want = f"the tensors of one model {row.name}{side}, or {BY_HAND}"
+    model_type, tensors = published.model_type, published.tensors
+    which_stack = f" (its {published.stack}; `stack` says which)" if model_type.has_stacks else ""
+    want = f"the tensors of one model {model_type.name}{which_stack}, or {BY_HAND}"
     if matches:
         got = f"those under {[*matches]} (`part` chooses)"
         return arguments.value_error(tensors.path, want, got)
-    tables = _names_of_table(file)
+    tables = _names_of_table(published)
     has_table = any(f".{name}".endswith(f".{table}") for table in tables for name in tensors.files)
     missing = "" if has_table else f" ({tables[0]} is missing)"
     return arguments.value_error(tensors.path, want, tensors.listed() + missing)
 
 
-def _check_read(file: Published, prefix: str, names_read: set[str]) -> None:
-    """Raises a ValueError for a tensor of the input layer that is not among `names_read`."""
-    row, tensors = file.row, file.tensors
-    ignored_modules = {*row.no_effect.split()}
+def _check_all_read(published: Published, prefix: str, names_read: set[str]) -> None:
+    """Raises a ValueError if a tensor of the input layer is not among `names_read`."""
+    model_type, tensors = published.model_type, published.tensors
+    ignored_modules = {*model_type.no_effect.split()}
     # The tensors of the other stack are beside the ones of this stack.
-    first_module, _, _ = row.tokens.format(stack=file.side).partition(".")
+    first_module, _, _ = model_type.tokens.format(stack=published.stack).partition(".")
     if first_module in STACKS:
         ignored_modules |= {*STACKS} - {first_module}
     for name in sorted({*tensors.files} - names_read):
         below = name.removeprefix(prefix)
         is_ignored = not name.startswith(prefix) or ignored_modules & {*below.split(".")}
         if not is_ignored and BESIDE_TABLE.match(below):
-            want = f"an input layer like that of {row.name}, or {BY_HAND}"
+            want = f"an input layer like that of {model_type.name}, or {BY_HAND}"
             raise arguments.value_error(tensors.path, want, f"also {name}, which is not read")
 
 
@@ -168,43 +180,46 @@ def number_of_layers(tensors: Tensors, prefix: str) -> int:
     return highest + 1
 
 
-def tensors_beside_head(file: Published, model: Recognised) -> list[str]:
-    """Returns the names of the tensors beside the head, if the outer model's type is not known.
+def tensors_beside_head(published: Published, model: LayerTensors) -> list[str]:
+    """Returns the names of tensors with which an unknown outer model may compute its logits.
 
     The outer model is the one around a text model. A drafter, for example, has the text model of
     its target, but computes the input of the first layer and the logits with tensors of its own.
+    These tensors are beside the head, the output layer. If the outer model's type is known, or
+    there is no outer model, the result is empty.
 
     Raises:
         ValueError: there are such tensors, and the caller did not name the part to read.
     """
-    if file.outer is None or is_known_outside(file.outer):
+    if published.outer_type is None or is_known_outer_type(published.outer_type):
         return []
-    prefix_of_head = _prefix_of_head(file, model.names)
+    prefix_of_head = _prefix_of_head(published, model.names)
     # The head is beside the module that has the text model: "model" for "model.embed_tokens".
     text_module, _, _ = model.prefix.removeprefix(prefix_of_head).partition(".")
     if not model.prefix.startswith(prefix_of_head) or not text_module:
         return []
-    others = []
-    for name in sorted({*file.tensors.files} - {*model.names.values()}):
+    names_beside_head = []
+    for name in sorted({*published.tensors.files} - {*model.names.values()}):
         module, _, _ = name.removeprefix(prefix_of_head).partition(".")
         if name.startswith(prefix_of_head) and module != text_module:
-            others.append(name)
-    if others and file.part is None:
+            names_beside_head.append(name)
+    if names_beside_head and published.part is None:
         want = (
-            f"a known model around {file.row.name} (part='text_config' reads the text model alone)"
+            f"a known model around {published.model_type.name} "
+            "(part='text_config' reads the text model alone)"
         )
-        got = f"{file.outer!r}, with {others[0]} beside the output layer"
-        raise arguments.value_error(file.path, want, got)
-    return others
+        got = f"{published.outer_type!r}, with {names_beside_head[0]} beside the output layer"
+        raise arguments.value_error(published.path, want, got)
+    return names_beside_head
 
 
-def _prefix_of_head(file: Published, names: Mapping[str, str]) -> str:
+def _prefix_of_head(published: Published, names: Mapping[str, str]) -> str:
     """Returns how the name of the head's tensor begins: "" for "lm_head.weight".
 
     A tied head may have no tensor. It would be outside of all modules, so its prefix is "".
     """
     head = names.get(OUTPUT_TABLE, "")
-    for module in file.row.head.split():
+    for module in published.model_type.head.split():
         if head.endswith(f"{module}.weight"):
             return head.removesuffix(f"{module}.weight")
     return ""

@@ -1,4 +1,4 @@
-"""The registry of published models: a row for each model type, and the models around text models.
+"""The registry of published models: a `ModelType` for each type, and the models around text models.
 
 Types, tensor names and defaults are the ones of transformers.
 """
@@ -15,11 +15,11 @@ from transformer_embed._src.pretrained import (
 )
 from transformer_embed._src.pretrained.model_type import ModelType
 
-ROWS: dict[str, ModelType] = (
-    encoder_types.ENCODER_ROWS
-    | seq2seq_types.SEQ2SEQ_ROWS
-    | decoder_types.DECODER_ROWS
-    | llama_types.LLAMA_ROWS
+MODEL_TYPES: dict[str, ModelType] = (
+    encoder_types.ENCODER_TYPES
+    | seq2seq_types.SEQ2SEQ_TYPES
+    | decoder_types.DECODER_TYPES
+    | llama_types.LLAMA_TYPES
 )
 
 # Models around a text model that scale and bound logits as the text model alone does.
@@ -48,20 +48,20 @@ OTHERS_AROUND = (
 )
 
 
-def is_known_outside(model_type: str) -> bool:
-    """Returns whether a model of this type, around a text model, is known.
+def is_known_outer_type(type_name: str) -> bool:
+    """Returns whether a type of models around a text model is known.
 
-    "None" is what a config.json without a type has. It counts as known.
+    A config.json without a type has the name "None", which counts as known.
     """
-    known = {*SCALED_WITHIN.split(), *UNSCALED_WITHIN.split(), *OTHERS_AROUND.split()}
-    return model_type in known or model_type in ROWS or model_type == str(None)
+    known = {*SCALED_WITHIN.split(), *UNSCALED_WITHIN.split(), *OTHERS_AROUND.split(), str(None)}
+    return type_name in known or type_name in MODEL_TYPES
 
 
-def row_of(model_type: Any) -> ModelType | None:
-    """Returns the row of a model type, or None if the type is not known or is no text."""
-    if not isinstance(model_type, str) or model_type not in ROWS:
+def model_type_or_none(type_name: Any) -> ModelType | None:
+    """Returns what is known of the type with this name; None if there is no such type."""
+    if not isinstance(type_name, str) or type_name not in MODEL_TYPES:
         return None
-    return ROWS[model_type]._replace(name=model_type)
+    return MODEL_TYPES[type_name]._replace(name=type_name)
 
 
 def find_model_type(name: str) -> ModelType:
@@ -86,8 +86,8 @@ def find_model_type(name: str) -> ModelType:
         >>> llama_4.tokens, llama_4.rotary, llama_4.default("rope_theta")
         ('embed_tokens', 'interleaved', 500000.0)
     """
-    row = row_of(name)
-    if row is None:
-        near = difflib.get_close_matches(str(name), ROWS) or [*ROWS][:3]
+    model_type = model_type_or_none(name)
+    if model_type is None:
+        near = difflib.get_close_matches(str(name), MODEL_TYPES) or [*MODEL_TYPES][:3]
         raise arguments.value_error("name", f"a known model type, such as {near[0]!r}", repr(name))
-    return row
+    return model_type

@@ -13,32 +13,33 @@ import numpy as np
 
 from transformer_embed._src.pretrained.files import read_json
 from transformer_embed._src.pretrained.tensors import DTYPES, TensorInfo, Tensors, pieces
-from transformer_embed._src.pretrained.writing import replaced
+from transformer_embed._src.pretrained.writing import replace_file
 
 NAMES_OF_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def replace_tensors(tensors: Tensors, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes the files of a checkpoint anew, with these arrays for the tensors of the same names.
+    """Replaces tensors of a checkpoint by arrays, which are given by the tensors' names.
 
     A copy of a replaced tensor under another name, as of a tied output layer, is replaced too. At
     any time, the checkpoint is the whole old one or the whole new one.
     """
-    all_arrays = {**arrays, **_tied_copies(tensors, arrays)}
+    all_arrays = {**arrays, **_arrays_of_tied_copies(tensors, arrays)}
     if tensors.path.name.endswith(".json"):
         _replace_shards(tensors, all_arrays)
     else:
         write = functools.partial(_write, tensors, tensors.path, all_arrays)
-        with replaced(tensors.path, write):
-            # The new file takes its place when this block ends.
+        with replace_file(tensors.path, write):
+            # The new file replaces the old one when this block ends.
             pass
 
 
 def _replace_shards(tensors: Tensors, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes the shards that have these tensors under new names, and then a new index file.
+    """Writes new shards in place of those that have these tensors, and then a new index file.
 
-    The new index file switches all shards at once, because it is renamed to the path of the old
-    one. Then the old shards are deleted. If anything fails before, the new shards are deleted.
+    The new shards have new names. The new index file is renamed to the path of the old one, which
+    switches all shards at once. Then the old shards are deleted. If anything fails before, the new
+    shards are deleted.
     """
     old_shards = {tensors.files[name] for name in arrays}
     new_shards: dict[pathlib.Path, pathlib.Path] = {}
@@ -47,13 +48,13 @@ def _replace_shards(tensors: Tensors, arrays: Mapping[str, np.ndarray]) -> None:
             new_name = f"{old_shard.stem}-{secrets.token_hex(4)}{old_shard.suffix}"
             new_shards[old_shard] = old_shard.with_name(new_name)
             write = functools.partial(_write, tensors, old_shard, arrays)
-            with replaced(new_shards[old_shard], write):
+            with replace_file(new_shards[old_shard], write):
                 pass
         index = read_json(tensors.path)
         for tensor, old_shard in tensors.files.items():
             index["weight_map"][tensor] = new_shards.get(old_shard, old_shard).name
         text = json.dumps(index, indent=2).encode()
-        with replaced(tensors.path, lambda file: file.write(text)):
+        with replace_file(tensors.path, lambda file: file.write(text)):
             pass
     # Ctrl-C must not leave new shards behind either.
     except BaseException:
@@ -64,7 +65,9 @@ def _replace_shards(tensors: Tensors, arrays: Mapping[str, np.ndarray]) -> None:
         old_shard.unlink(missing_ok=True)
 
 
-def _tied_copies(tensors: Tensors, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _arrays_of_tied_copies(
+    tensors: Tensors, arrays: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
     """Returns the new arrays of tensors that are equal to a tensor that is replaced.
 
     A tied model may store its table under the name of its output layer too. Only matrices are
@@ -78,8 +81,8 @@ def _tied_copies(tensors: Tensors, arrays: Mapping[str, np.ndarray]) -> dict[str
         for other_name in tensors.files.keys() - arrays.keys():
             if not tensors.is_stored(other_name):
                 continue
-            other_entry = tensors.any_entry(other_name)
-            # This is compared first, since `are_equal` refuses tensors of other dtypes.
+            other_entry = tensors.entry_of_any_dtype(other_name)
+            # The dtypes are compared first, since `are_equal` refuses the dtypes of no parameter.
             is_alike = (other_entry.dtype, other_entry.shape) == (entry.dtype, entry.shape)
             if is_alike and tensors.are_equal(name, other_name):
                 copies[other_name] = array
@@ -113,7 +116,7 @@ class TensorToWrite(NamedTuple):
 def _write(
     tensors: Tensors, path: pathlib.Path, arrays: Mapping[str, np.ndarray], file: BinaryIO
 ) -> None:
-    """Writes a new version of one file of a checkpoint, whose other tensors are copied.
+    """Writes a new version of one file of a checkpoint; tensors without a new array are copied.
 
     Args:
         tensors: The old checkpoint.
@@ -159,7 +162,8 @@ def _tensors_to_write(
     tensors_to_write = []
     for first_and_last_byte in sorted(names_by_bytes):
         names = names_by_bytes[first_and_last_byte]
-        # The metadata map each other name to the name that the tensor is stored under.
+        # The metadata map each further name to the name under which the tensor is stored. Only the
+        # latter is in the new header.
         stored_name = next(name for name in names if header.metadata.get(name) not in names)
         array = next((arrays[name] for name in names if name in arrays), None)
         tensors_to_write.append(

@@ -109,18 +109,18 @@ def resize(
     module_paths = find_parameters(params, config).paths
     _check_spread(new_config)
     resized = {**params}
-    if _rows_of_tokens(config) != _rows_of_tokens(new_config):
+    if _fields_about_rows(config) != _fields_about_rows(new_config):
         path = module_paths[_module(TOKENS)]
         resized[path] = _resized_token_tables(path, resized[path], config, new_config, rng)
     if grids is not None or _number_of_positions(config) != _number_of_positions(new_config):
-        layout = _layout(config, new_config, grids)
+        layout = _grid_layout(config, new_config, grids)
         path = module_paths[_module(POSITIONS)]
         table = _as_jax_array(f"{path}/embeddings", resized[path]["embeddings"])
         if keep_positions:
-            new_table = _with_rows_at_end(table, layout, rng)
+            new_table = _cut_or_extend(table, layout, rng)
         else:
             method = "linear" if grids is None else "bicubic"
-            new_table = _interpolated(table, layout, method)
+            new_table = _interpolate(table, layout, method)
         resized[path] = {"embeddings": new_table}
     # This raises an error if the configs differ in anything else that changes a shape.
     call_with_named_errors("new_config", find_parameters, resized, new_config)
@@ -151,8 +151,8 @@ def _check_spread(new_config: EmbedderConfig) -> None:
 # --- The tables of tokens: the token table, and the table and the bias of an output layer.
 
 
-def _rows_of_tokens(config: EmbedderConfig) -> tuple[int, int, bool]:
-    """Returns the fields of a config that say in which row of the tables each id is."""
+def _fields_about_rows(config: EmbedderConfig) -> tuple[int, int, bool]:
+    """Returns the fields of a config that decide in which table row each id is."""
     return config.vocab_size, config.rows, config.spread
 
 
@@ -163,17 +163,17 @@ def _resized_token_tables(
     new_config: EmbedderConfig,
     rng: Array | None,
 ) -> dict[str, Any]:
-    """Returns the tables of tokens, by their names, in the rows of the new config."""
+    """Returns the token tables by name, each with the rows that the new config gives to the ids."""
     resized = {}
-    # The number of a table chooses its random rows. The names are sorted, so that the number does
-    # not depend on the order of the dict.
+    # Each table gets random rows of its own, by a number that is folded into the key. The names are
+    # sorted, so that the number does not depend on the order of the dict.
     for number, name in enumerate(sorted(tables)):
         path = f"{module_path}/{name}"
-        resized[name] = _in_new_rows(path, tables[name], config, new_config, rng, number)
+        resized[name] = _resized_table(path, tables[name], config, new_config, rng, salt=number)
     return resized
 
 
-def _in_new_rows(
+def _resized_table(
     path: str,
     table: Any,
     config: EmbedderConfig,
@@ -181,34 +181,43 @@ def _in_new_rows(
     rng: Array | None,
     salt: int,
 ) -> Any:
-    """Returns a table whose rows are where the new config has them.
+    """Returns a table with its rows moved to the places that the new config gives them.
 
-    Rows of new ids are sampled, and rows that are only padding are zeros. `salt` is a number that
-    differs between tables, so that they get different random rows.
+    Rows of new ids are sampled, and rows that are only padding are zeros. There may be fewer new
+    ids than old ones: the rows of the last ids are then left out.
+
+    Args:
+        path: The path of the table.
+        table: The old table, [config.rows, ...].
+        config: The config that the table fits.
+        new_config: The config that the result will fit, [new_config.rows, ...].
+        rng: A key, or None if there are no new ids.
+        salt: A number that is folded into the key. It differs between tables.
     """
-    # One device may have no room for a table that lies on many, so such a table is resized on the
-    # host.
+    # One device may have no room for a table that is split over many, so such a table is resized on
+    # the host.
     sharding: Any = getattr(table, "sharding", None)
     is_on_mesh = isinstance(sharding, NamedSharding) and sharding.num_devices > 1
     library = np if is_on_mesh else jnp
     rows: Any = gathered(path, table) if is_on_mesh else _as_jax_array(path, table)
-    # [vocab_size, ...]: in the order of the ids.
+    # [vocab_size, ...], in the order of the ids.
     rows_of_ids = rows[_row_of_each_id(path, config)]
-    sampled_rows = _sampled(rows_of_ids, new_config.vocab_size - config.vocab_size, rng, salt)
+    new_ids = new_config.vocab_size - config.vocab_size
+    sampled_rows = _sample_rows(rows_of_ids, new_ids, rng, salt)
     row_of_zeros = library.zeros((1, *rows.shape[1:]), rows.dtype)
     sources: Any = library.concatenate([rows_of_ids, sampled_rows, row_of_zeros])
-    # Each row of the new table takes the row of its id from the sources. A row without an id takes
-    # the last one, which is zeros.
+    # Source i is the row of id i, and the last source is the row of zeros. A new row that has an id
+    # takes the source of this id, and any other new row takes the zeros.
     source_of_row = np.full(new_config.rows, -1)
     source_of_row[_row_of_each_id(path, new_config)] = np.arange(new_config.vocab_size)
     resized = sources[source_of_row]
     return _on_mesh(path, resized, sharding) if is_on_mesh else resized
 
 
-def _sampled(rows: Any, count: int, rng: Array | None, salt: int) -> Any:
-    """Returns `count` new rows, sampled with the mean and the deviation of each channel of `rows`.
+def _sample_rows(rows: Any, count: int, rng: Array | None, salt: int) -> Any:
+    """Samples `count` new rows with the mean and the deviation of each channel of `rows`.
 
-    If the count is 0 or less, there are none. `salt` is folded into the key.
+    If the count is 0 or less, the result has no rows. `salt` is folded into the key.
     """
     if count <= 0:
         return rows[:0]
@@ -224,9 +233,9 @@ def _sampled(rows: Any, count: int, rng: Array | None, salt: int) -> Any:
 
 
 def _row_of_each_id(path: str, config: EmbedderConfig) -> np.ndarray:
-    """Returns the number of the row of each id, [vocab_size], in the table at this path.
+    """Returns the number of the table row of each id, [vocab_size], in the table at this path.
 
-    Only the token table may be spread. In other tables, the row of an id has the id's number.
+    Only the token table may have spread rows. In other tables, id i has row i.
     """
     is_token_table = path.endswith("/embeddings")
     row_order = config.row_order if is_token_table else None
@@ -235,7 +244,7 @@ def _row_of_each_id(path: str, config: EmbedderConfig) -> np.ndarray:
 
 
 def _on_mesh(path: str, rows: np.ndarray, sharding: NamedSharding) -> Array:
-    """Returns rows of the host, on the devices of a mesh."""
+    """Puts a table that is on the host onto the devices of a mesh."""
     try:
         sharding.shard_shape(rows.shape)
     except ValueError as error:
@@ -252,11 +261,13 @@ POSITION_SALT = 1000
 
 
 class GridLayout(NamedTuple):
-    """The grid that the rows of a table of positions are the points of, in row-major order.
+    """The old and the new grid of a table of positions, whose rows are points of the grid.
+
+    The rows are in row-major order. Positions on a line are a grid of one axis.
 
     Args:
         rows_before: The number of rows before the grid, which do not change.
-        shape: The old shape of the grid. Positions on a line are a grid of one axis.
+        shape: The old shape of the grid.
         new_shape: The new shape of the grid, with as many axes.
     """
 
@@ -271,8 +282,11 @@ def _number_of_positions(config: EmbedderConfig) -> int | None:
     return scheme.max_len if scheme is not None and scheme.is_learned else None
 
 
-def _layout(config: EmbedderConfig, new_config: EmbedderConfig, grids: Any) -> GridLayout:
-    """Returns the grids of both configs, or lines if `grids` is None."""
+def _grid_layout(config: EmbedderConfig, new_config: EmbedderConfig, grids: Any) -> GridLayout:
+    """Returns the grids of both configs; if `grids` is None, positions are on a line.
+
+    On a line, the rows before the first position of the scheme are the rows before the grid.
+    """
     size = arguments.size("config.scheme.max_len", _number_of_positions(config))
     new_size = arguments.size("new_config.scheme.max_len", _number_of_positions(new_config))
     if grids is None:
@@ -281,22 +295,24 @@ def _layout(config: EmbedderConfig, new_config: EmbedderConfig, grids: Any) -> G
         name = "new_config.scheme.start"
         arguments.check_same(name, "as in config", new_start, start)
         return GridLayout(rows_before=start, shape=(size - start,), new_shape=(new_size - start,))
-    as_shape = functools.partial(arguments.entries, convert=arguments.size)
-    shape, new_shape = arguments.entries("grids", grids, as_shape, count=2)
+    check_shape = functools.partial(arguments.entries, convert=arguments.size)
+    shape, new_shape = arguments.entries("grids", grids, check_shape, count=2)
     rows_before = size - math.prod(shape)
     new_rows_before = new_size - math.prod(new_shape)
-    if rows_before < 0 or rows_before != new_rows_before or len(shape) != len(new_shape):
+    has_same_axes = len(shape) == len(new_shape)
+    if rows_before < 0 or rows_before != new_rows_before or not has_same_axes:
         want = (
-            f"shapes of as many axes, of all but the first few of {size} and {new_size} positions"
+            "two shapes with the same number of axes, and with the same number of positions before "
+            f"the grid (there are {size} and {new_size} positions in all)"
         )
         raise arguments.value_error("grids", want, (shape, new_shape))
     return GridLayout(rows_before=rows_before, shape=shape, new_shape=new_shape)
 
 
-def _interpolated(table: Array, layout: GridLayout, method: str) -> Array:
-    """Returns a table of positions whose grid has the new shape.
+def _interpolate(table: Array, layout: GridLayout, method: str) -> Array:
+    """Interpolates a table of positions, so that the grid has the new shape.
 
-    `method` is the one of `jax.image.resize`.
+    The rows before the grid do not change. `method` is an argument of `jax.image.resize`.
     """
     table = on_every_device(table)
     width = table.shape[1]
@@ -309,11 +325,11 @@ def _interpolated(table: Array, layout: GridLayout, method: str) -> Array:
     return jnp.concatenate([rows_before, new_rows_of_grid])
 
 
-def _with_rows_at_end(table: Array, layout: GridLayout, rng: Array | None) -> Array:
-    """Returns a table of positions on a line, which is cut, or has sampled rows at the end."""
+def _cut_or_extend(table: Array, layout: GridLayout, rng: Array | None) -> Array:
+    """Cuts a table of positions on a line at the end, or adds sampled rows there."""
     table = on_every_device(table)
     (new_length,) = layout.new_shape
     new_size = layout.rows_before + new_length
     rows_of_line = table[layout.rows_before :]
-    sampled_rows = _sampled(rows_of_line, new_size - len(table), rng, POSITION_SALT)
+    sampled_rows = _sample_rows(rows_of_line, new_size - len(table), rng, POSITION_SALT)
     return jnp.concatenate([table[:new_size], sampled_rows])

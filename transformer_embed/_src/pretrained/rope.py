@@ -1,4 +1,10 @@
-"""The entries of config.json for rotary embeddings, as arguments of `apply_rotary`."""
+"""The entries of config.json for rotary embeddings, as arguments of `apply_rotary`.
+
+A rotation is one way to rotate heads. All layers of a model may share one rotation, or its sliding
+layers have a rotation of their own. config.json describes a rotation by entries at the top level,
+such as "rope_theta", or by a JSON object, such as "rope_parameters". In this file, `values` has
+the checked values of the entries at the top level, and an object is a JSON object.
+"""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -9,9 +15,10 @@ from transformer_embed._src.pretrained.entries import Options, count
 from transformer_embed._src.pretrained.model_type import CONSECUTIVE, FULL, SLIDING, ModelType
 
 BETA = "llama_4_scaling_beta"
-LOCAL = "rope_local_base_freq"
+LOCAL_BASE = "rope_local_base_freq"
 COMPRESSED_BASE = "compress_rope_theta"
-ORIGINAL = "original_max_position_embeddings"
+TRAINED_LENGTH = "original_max_position_embeddings"
+ROPE_PARAMETERS = "rope_parameters"
 PROPORTIONAL = "proportional"
 
 
@@ -34,7 +41,7 @@ class RotationEntries(NamedTuple):
 
 
 # The rotation of all layers, or of the full ones if the sliding ones have another.
-USUAL = RotationEntries(
+USUAL_ROTATION = RotationEntries(
     base="rope_theta",
     share="partial_rotary_factor",
     sections="mrope_section",
@@ -42,8 +49,8 @@ USUAL = RotationEntries(
     scaling="rope_scaling",
 )
 # The rotation of the sliding layers of Gemma 3 and others.
-OF_SLIDING = RotationEntries(
-    base=LOCAL,
+SLIDING_ROTATION = RotationEntries(
+    base=LOCAL_BASE,
     share="sliding_rotary_factor",
     sections="",
     growth="",
@@ -51,15 +58,16 @@ OF_SLIDING = RotationEntries(
 )
 # The two rotations of DeepSeek V4: of the layers that see averages of tokens, and of the sliding
 # layers. A `rope_scaling` scales the first one alone.
-OF_COMPRESSED = RotationEntries(
+COMPRESSED_ROTATION = RotationEntries(
     base=COMPRESSED_BASE, share="", sections="", growth="", scaling="rope_scaling"
 )
-OF_UNCOMPRESSED = RotationEntries(
+UNCOMPRESSED_ROTATION = RotationEntries(
     base="rope_theta", share="", sections="", growth="", scaling="sliding_rope_scaling"
 )
-# The entries that have a scaling.
+# The entries that have the object of a scaling.
 ENTRIES_OF_SCALINGS = ("rope_scaling", "sliding_rope_scaling")
-# The names of DeepSeek V4's rotations in `rope_parameters`.
+# The names that DeepSeek V4's two rotations have in `rope_parameters`. The sliding layers have the
+# "main" rotation, and the layers that see averages of tokens have the "compress" rotation.
 MAIN, COMPRESS = "main", "compress"
 # The class of the scaling of each rope_type. None is no scaling: "mrope" only says that there are
 # sections for images.
@@ -75,10 +83,10 @@ SCALINGS = {
     "xdrope": rotary_scaling.NTKScaling,
     "mrope": None,
 }
-# The entries that the object of a rotation may have for the scaling.
+# The entries of a rotation's object that are about the scaling.
 NAMES_IN_SCALING = (
     "rope_type factor low_freq_factor high_freq_factor short_factor long_factor beta_fast "
-    f"beta_slow truncate mscale mscale_all_dim attention_factor {ORIGINAL}"
+    f"beta_slow truncate mscale mscale_all_dim attention_factor {TRAINED_LENGTH}"
 ).split()
 # Anyone may have written a file, so a number of channels in it has a limit.
 MOST_CHANNELS = 8192
@@ -87,41 +95,49 @@ MOST_CHANNELS = 8192
 # --- The rotation of a layer.
 
 
-def rotation(row: ModelType, values: Options, kind: str) -> dict[str, Any]:
-    """Returns the keyword arguments of `apply_rotary` for a kind of layers.
+def rotary_arguments(model_type: ModelType, values: Options, kind: str) -> dict[str, Any]:
+    """Returns the keyword arguments of `apply_rotary` for a layer.
 
     Arguments that are not needed are left out, so that `apply_rotary` uses its defaults.
+
+    Args:
+        model_type: What is known of the model type.
+        values: The values of all entries for this layer.
+        kind: The kind of the layer, such as "sliding_attention".
     """
-    names = _entries_of_kind(row, kind)
-    in_scaling = values[names.scaling] or {}
+    names = _entries_of_kind(model_type, kind)
+    scaling_object = values[names.scaling] or {}
     rotary_dim = _rotary_dim(values, names.share)
-    is_proportional = in_scaling.get("rope_type") == PROPORTIONAL
+    is_proportional = scaling_object.get("rope_type") == PROPORTIONAL
     rotated_channels = rotary_dim or head_dim(values)
-    arguments_of_rotary = {
+    options = {
         # Sliding layers without a base of their own rotate by the base of the full layers.
         "base": values[names.base] or values["rope_theta"],
-        "layout": _layout(row, values),
-        "scaling": scaling(in_scaling, values),
-        "pair_axes": _pair_axes(row, values["mrope_section"], rotated_channels),
+        "layout": _layout(model_type, values),
+        "scaling": make_scaling(scaling_object, values),
+        "pair_axes": _pair_axes(model_type, values["mrope_section"], rotated_channels),
         "partial": PROPORTIONAL if is_proportional and rotary_dim else None,
         "rotary_dim": rotary_dim,
     }
-    return {name: value for name, value in arguments_of_rotary.items() if value is not None}
+    return {name: value for name, value in options.items() if value is not None}
 
 
-def _entries_of_kind(row: ModelType, kind: str) -> RotationEntries:
-    """Returns the names of the entries for the rotation of a kind of layers."""
-    if COMPRESSED_BASE in row.entries:
-        return OF_UNCOMPRESSED if kind == SLIDING else OF_COMPRESSED
-    return OF_SLIDING if kind == SLIDING and LOCAL in row.entries else USUAL
+def _entries_of_kind(model_type: ModelType, kind: str) -> RotationEntries:
+    """Returns the names of the entries that describe the rotation of this kind of layers."""
+    if COMPRESSED_BASE in model_type.entries:
+        return UNCOMPRESSED_ROTATION if kind == SLIDING else COMPRESSED_ROTATION
+    if kind == SLIDING and LOCAL_BASE in model_type.entries:
+        return SLIDING_ROTATION
+    return USUAL_ROTATION
 
 
-def _layout(row: ModelType, values: Options) -> str:
-    """Returns the layout: the row names it, or an entry that says whether it is interleaved."""
-    is_name_of_entry = row.rotary in values
+def _layout(model_type: ModelType, values: Options) -> str:
+    """Returns the layout of the pairs of channels, "half" or "interleaved"."""
+    # `rotary` is a layout, or the name of the entry that says whether pairs are interleaved.
+    is_name_of_entry = model_type.rotary in values
     if not is_name_of_entry:
-        return row.rotary
-    return "interleaved" if values[row.rotary] else "half"
+        return model_type.rotary
+    return "interleaved" if values[model_type.rotary] else "half"
 
 
 def _rotary_dim(values: Options, share: str) -> int | None:
@@ -148,7 +164,7 @@ def head_dim(values: Options) -> int | None:
 
 
 def _pair_axes(
-    row: ModelType, sections: tuple[int, ...] | None, rotated_channels: int | None
+    model_type: ModelType, sections: tuple[int, ...] | None, rotated_channels: int | None
 ) -> tuple[int, ...] | None:
     """Returns, for each channel pair, the axis of the positions that rotates the pair.
 
@@ -163,7 +179,7 @@ def _pair_axes(
         "mrope_section: its sum", sum(sections), at_most=MOST_CHANNELS
     )
     pair_axes: list[int] = []
-    if row.sections == CONSECUTIVE:
+    if model_type.sections == CONSECUTIVE:
         for axis, pairs_of_axis in enumerate(sections):
             pair_axes += [axis] * pairs_of_axis
         return tuple(pair_axes)
@@ -178,55 +194,65 @@ def _pair_axes(
 # --- Scalings.
 
 
-def scaling(entries: Options, values: Options) -> rotary_scaling.Scaling | None:
-    """Returns the scaling of a rotation.
+def make_scaling(scaling_object: Options, values: Options) -> rotary_scaling.Scaling | None:
+    """Returns the scaling of a rotation, or None if frequencies are not scaled.
 
     Args:
-        entries: The entries of the object that config.json has for the scaling.
-        values: The values of all entries at the top level of config.json.
+        scaling_object: The object of the scaling, with today's names (see `_use_current_names`).
+        values: The values of the entries at the top level of config.json.
     """
-    if not entries:
+    if not scaling_object:
         return None
     rope_type = arguments.choice(
-        "rope_scaling: rope_type", entries.get("rope_type"), tuple(SCALINGS)
+        "rope_scaling: rope_type", scaling_object.get("rope_type"), tuple(SCALINGS)
     )
     # HunYuan has a fixed alpha, so its scaling does not depend on the length of the text.
-    has_alpha = bool(entries.get("alpha"))
+    has_alpha = bool(scaling_object.get("alpha"))
     scaling_class: Any = rotary_scaling.NTKScaling if has_alpha else SCALINGS[rope_type]
-    scales_nothing = rope_type == PROPORTIONAL and entries.get("factor", 1) == 1
-    if scaling_class is None or scales_nothing:
+    # "proportional" is about the share of channels that rotate. It may have a factor besides.
+    has_factor_of_1 = rope_type == PROPORTIONAL and scaling_object.get("factor", 1) == 1
+    if scaling_class is None or has_factor_of_1:
         return None
     is_dynamic = rope_type == "dynamic" and not has_alpha
     fields = scaling_class.__dataclass_fields__
-    options = dict(entries)
+    options = dict(scaling_object)
     if is_dynamic or "original_length" in fields:
-        options |= _original_length(rope_type, entries, values)
+        options |= _original_length(rope_type, scaling_object, values)
     if is_dynamic or "length" in fields:
         options["length"] = arguments.integer("length", values["length"], at_least=0)
     if is_dynamic:
         options["alpha"] = _dynamic_alpha(options)
     # transformers reads these two entries only if config.json has both.
-    if not (options.get("mscale") and options.get("mscale_all_dim")):
+    has_both_scales = options.get("mscale") and options.get("mscale_all_dim")
+    if not has_both_scales:
         options |= {"mscale": 1.0, "mscale_all_dim": 0.0}
     # The options that are no fields of this class are left out.
     return scaling_class(**{name: options[name] for name in fields if name in options})
 
 
-def _original_length(rope_type: str, entries: Options, values: Options) -> dict[str, Any]:
-    """Returns the length that the model was trained on, as the field `original_length`.
+def _original_length(rope_type: str, scaling_object: Options, values: Options) -> dict[str, Any]:
+    """Returns {"original_length": the length of the texts that the model was trained on}.
 
-    If the entries of YaRN or LongRoPE have no factor, the result has the field `factor` too: the
-    longest length, divided by the trained one.
+    YaRN and LongRoPE stretch the trained length to the longest one. If their object has no factor,
+    the result has "factor" too, the longest length divided by the trained one.
+
+    Args:
+        rope_type: The type of the scaling, such as "yarn".
+        scaling_object: The object of the scaling.
+        values: The values of the entries at the top level of config.json.
     """
     longest = values["max_position_embeddings"]
-    original_length = values[ORIGINAL] or entries.get(ORIGINAL) or longest
+    at_top_level = values[TRAINED_LENGTH]
+    in_object = scaling_object.get(TRAINED_LENGTH)
+    trained_length = at_top_level or in_object or longest
     if rope_type == "dynamic":
         # Dynamic scaling begins beyond the longest length of the model.
-        original_length = longest
-    original_length = arguments.integer(ORIGINAL, original_length, at_least=1)
-    options: dict[str, Any] = {"original_length": original_length}
-    if rope_type in ("yarn", "longrope") and "factor" not in entries:
-        options["factor"] = (longest or 0) / original_length
+        trained_length = longest
+    trained_length = arguments.integer(TRAINED_LENGTH, trained_length, at_least=1)
+    options: dict[str, Any] = {"original_length": trained_length}
+    if rope_type in ("yarn", "longrope") and "factor" not in scaling_object:
+        # If the longest length is not known, the scaling's class refuses this factor of 0.
+        options["factor"] = (longest or 0) / trained_length
     return options
 
 
@@ -240,135 +266,146 @@ def _dynamic_alpha(options: Options) -> float:
     return factor * times_longer - (factor - 1)
 
 
-def merged(in_file: Options, settings: Options) -> dict[str, Any]:
-    """Returns the entries of a scaling, of which settings override the ones of config.json.
+def merge_scalings(in_file: Options, in_settings: Options) -> dict[str, Any]:
+    """Merges config.json's object of a scaling with the object in settings, which goes first.
 
-    If settings name another type of scaling, no entry of config.json is kept.
+    If settings name another type of scaling, nothing of config.json's object is kept.
     """
-    is_same_type = settings.get("rope_type") in (None, in_file.get("rope_type"))
-    return {**in_file, **settings} if is_same_type else {**settings}
+    is_same_type = in_settings.get("rope_type") in (None, in_file.get("rope_type"))
+    return {**in_file, **in_settings} if is_same_type else {**in_settings}
 
 
-# --- Objects for rotations, as entries at the top level.
+# --- From objects of rotations to entries at the top level.
 
 
-def without_objects(row: ModelType, entries: Options) -> dict[str, Any]:
-    """Returns the entries of a config.json or of settings, without objects for rotations.
+def flatten_rotations(model_type: ModelType, entries: Options) -> dict[str, Any]:
+    """Moves what the objects of rotations hold to the top level, and returns all entries.
 
-    What such an object holds is then beside the other entries: {"rope_parameters": {"rope_type":
-    "linear", "factor": 2, "rope_theta": 5}} becomes {"rope_theta": 5, "rope_scaling": {"rope_type":
-    "linear", "factor": 2}}. So settings can override the entries of config.json, whichever form
-    each of the two has.
+    {"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 5}} becomes
+    {"rope_theta": 5, "rope_scaling": {"rope_type": "linear", "factor": 2}}: only the scaling stays
+    an object. So settings can override the entries of config.json, whichever form each of the two
+    has.
 
-    As in transformers, an entry inside `rope_parameters` goes before one beside it, and
+    As in transformers, an entry inside `rope_parameters` goes before one at the top level, and
     `rope_scaling` goes before `rope_parameters`. If an entry inside an object is not known, it is
     named after the object ("rope_scaling: beta").
+
+    Args:
+        model_type: What is known of the model type.
+        entries: The entries of config.json, or of settings, by the names in `ENTRIES`.
     """
     result = dict(entries)
-    source = "rope_parameters"
     objects: dict[str, Any] = {}
-    if source in entries:
-        objects = _objects_of_rotations(row, source, result.pop(source))
-    for rotation_name, names in _rotations(row).items():
+    if ROPE_PARAMETERS in entries:
+        objects = _objects_in_rope_parameters(model_type, result.pop(ROPE_PARAMETERS))
+    for rotation_name, names in _entries_by_rotation(model_type).items():
         scaling_object = result.pop(names.scaling, None)
-        has_no_other = names.scaling in entries and rotation_name not in objects
-        if scaling_object or has_no_other:
+        # An empty scaling, or null, is read only if `rope_parameters` does not have the rotation.
+        is_only_source = names.scaling in entries and rotation_name not in objects
+        if scaling_object or is_only_source:
             if rotation_name == COMPRESS:
-                scaling_object = _as_compressed(names.scaling, scaling_object)
-            result |= _taken_apart(row, names, names.scaling, scaling_object)
+                scaling_object = _without_base(names.scaling, scaling_object)
+            result |= _flatten_rotation(model_type, names, names.scaling, scaling_object)
         elif rotation_name in objects:
-            result |= _taken_apart(row, names, source, objects[rotation_name])
+            result |= _flatten_rotation(model_type, names, ROPE_PARAMETERS, objects[rotation_name])
     return result
 
 
-def _rotations(row: ModelType) -> dict[str, RotationEntries]:
+def _entries_by_rotation(model_type: ModelType) -> dict[str, RotationEntries]:
     """Returns the names of the entries for each rotation that a model of this type has.
 
     The keys are the names that the rotations have in `rope_parameters`. If there is only one
     rotation, it has no name there, and its key is "full_attention".
     """
-    if COMPRESSED_BASE in row.entries:
-        return {MAIN: OF_UNCOMPRESSED, COMPRESS: OF_COMPRESSED}
-    if LOCAL in row.entries:
-        return {FULL: USUAL, SLIDING: OF_SLIDING}
-    return {FULL: USUAL}
+    if COMPRESSED_BASE in model_type.entries:
+        return {MAIN: UNCOMPRESSED_ROTATION, COMPRESS: COMPRESSED_ROTATION}
+    if LOCAL_BASE in model_type.entries:
+        return {FULL: USUAL_ROTATION, SLIDING: SLIDING_ROTATION}
+    return {FULL: USUAL_ROTATION}
 
 
-def _objects_of_rotations(row: ModelType, source: str, value: Any) -> dict[str, Any]:
-    """Returns the object of each rotation in `rope_parameters`, by the keys of `_rotations`.
+def _objects_in_rope_parameters(model_type: ModelType, rope_parameters: Any) -> dict[str, Any]:
+    """Returns the object of each rotation that `rope_parameters` has, by the rotation's name.
 
-    Args:
-        row: The row of the model type.
-        source: The name of the entry, for errors.
-        value: The value of the entry.
+    The names are the keys of `_entries_by_rotation`. In a type with one rotation,
+    `rope_parameters` is the object of this rotation itself.
     """
-    names = [*_rotations(row)]
+    names = [*_entries_by_rotation(model_type)]
     if len(names) == 1:
-        return {FULL: value}
-    objects = dict(_object(source, value))
-    if COMPRESS in names:
-        if MAIN not in objects and COMPRESS not in objects:
-            return {COMPRESS: _as_compressed(source, objects)}
-        # transformers may leave entries of one object beside the two objects.
-        objects = {name: item for name, item in objects.items() if name in names}
-        is_right = len(objects) == len(names)
-    else:
-        # A rotation without an object has the defaults.
-        is_right = objects.keys() <= {*names}
-    if not is_right:
-        want = f"an object with the entries {' and '.join(names)}"
-        raise arguments.value_error(source, want, objects)
+        return {FULL: rope_parameters}
+    whole_object = _checked_object(ROPE_PARAMETERS, rope_parameters)
+    objects = {name: item for name, item in whole_object.items() if name in names}
+    want = f"an object with the entries {' and '.join(names)}"
+    if COMPRESS not in names:
+        # A rotation without an object has the defaults, but nothing else may be inside.
+        if len(objects) < len(whole_object):
+            raise arguments.value_error(ROPE_PARAMETERS, want, dict(whole_object))
+        return objects
+    if not objects:
+        # Without the two names, the object is about DeepSeek V4's compressed layers. The sliding
+        # layers then rotate without a scaling.
+        return {COMPRESS: _without_base(ROPE_PARAMETERS, whole_object)}
+    # transformers may leave entries of one of the two objects beside them. These are not read.
+    if len(objects) < len(names):
+        raise arguments.value_error(ROPE_PARAMETERS, want, objects)
     return objects
 
 
-def _as_compressed(source: str, value: Any) -> dict[str, Any]:
-    """Returns DeepSeek V4's object for both rotations, as the one of the compressed layers.
+def _without_base(source: str, rope_object: Any) -> dict[str, Any]:
+    """Returns an object without its base, as transformers reads DeepSeek V4's unnamed object.
 
-    As in transformers, the base is not read inside of it, and YaRN multiplies no cosines by a
-    factor unless the object names one.
+    The object is about the compressed layers, whose base is at the top level. YaRN multiplies no
+    cosines by a factor unless the object names one.
+
+    Args:
+        source: The name of the object, for errors.
+        rope_object: The object, or None.
     """
-    entries = dict(_object(source, value))
-    without_base = {name: item for name, item in entries.items() if name != "rope_theta"}
+    entries = dict(_checked_object(source, rope_object))
+    entries.pop("rope_theta", None)
     if "yarn" in (entries.get("rope_type"), entries.get("type")):
-        without_base.setdefault("attention_factor", 1.0)
-    return without_base
+        entries.setdefault("attention_factor", 1.0)
+    return entries
 
 
-def _object(name: str, value: Any) -> Options:
-    """Returns an object, which is empty for null."""
-    return arguments.instance(name, value, Mapping | None, "an object") or {}
+def _checked_object(name: str, rope_object: Any) -> Options:
+    """Returns a JSON object, which is {} for null, or raises a TypeError for any other value."""
+    return arguments.instance(name, rope_object, Mapping | None, "an object") or {}
 
 
-def _taken_apart(row: ModelType, names: RotationEntries, source: str, value: Any) -> dict[str, Any]:
-    """Returns the entries of the object of one rotation, for the top level.
+def _flatten_rotation(
+    model_type: ModelType, names: RotationEntries, source: str, rope_object: Any
+) -> dict[str, Any]:
+    """Returns what the object of one rotation holds, as entries at the top level.
 
     These are the base, the share and so on under `names`, an object of the scaling alone, and the
     entries that are not known, named after the object.
 
     Args:
-        row: The row of the model type.
+        model_type: What is known of the model type.
         names: The names that the entries get at the top level.
         source: The name of the object, for errors and for entries that are not known.
-        value: The object, or None.
+        rope_object: The object, or None.
     """
-    unread = {key: item for key, item in _object(source, value).items() if item is not None}
-    _rename_old(source, unread)
+    checked_object = _checked_object(source, rope_object)
+    unread = {key: item for key, item in checked_object.items() if item is not None}
+    _use_current_names(source, unread)
     entries: dict[str, Any] = {}
     # Inside an object, an entry has its usual name: the base of any rotation is "rope_theta".
-    for name, usual_name in zip(names, USUAL, strict=True):
+    for name, usual_name in zip(names, USUAL_ROTATION, strict=True):
         if name and name != names.scaling and usual_name in unread:
             entries[name] = unread.pop(usual_name)
-    names_in_scaling = [*NAMES_IN_SCALING, "alpha"] if row.has_alpha else NAMES_IN_SCALING
-    in_scaling = {key: unread.pop(key) for key in names_in_scaling if key in unread}
+    names_in_scaling = [*NAMES_IN_SCALING, "alpha"] if model_type.has_alpha else NAMES_IN_SCALING
+    scaling_object = {key: unread.pop(key) for key in names_in_scaling if key in unread}
     # If the object says only a base or a share, the scaling of another source stays as it is.
-    if in_scaling or not entries:
-        entries[names.scaling] = in_scaling
+    if scaling_object or not entries:
+        entries[names.scaling] = scaling_object
     for key, item in unread.items():
         entries[f"{source}: {key}"] = item
     return entries
 
 
-def _rename_old(source: str, entries: dict[str, Any]) -> None:
+def _use_current_names(source: str, entries: dict[str, Any]) -> None:
     """Gives the entries of a rotation's object the names of today, in place."""
     # The oldest files call the type "type".
     if "type" in entries:
@@ -378,10 +415,10 @@ def _rename_old(source: str, entries: dict[str, Any]) -> None:
         entries["rope_type"] = "longrope"
     # Phi-MoE has an attention factor for texts up to the trained length, and one for longer texts.
     # `LongRopeScaling` has one for both.
-    near = entries.pop("short_mscale", None)
-    far = entries.pop("long_mscale", None)
-    if near != far:
+    factor_of_short_texts = entries.pop("short_mscale", None)
+    factor_of_long_texts = entries.pop("long_mscale", None)
+    if factor_of_short_texts != factor_of_long_texts:
         want = "equal short_mscale, long_mscale"
-        raise arguments.value_error(source, want, (near, far))
-    if near is not None:
-        entries["attention_factor"] = near
+        raise arguments.value_error(source, want, (factor_of_short_texts, factor_of_long_texts))
+    if factor_of_short_texts is not None:
+        entries["attention_factor"] = factor_of_short_texts

@@ -27,17 +27,17 @@ from transformer_embed._src.pretrained.own_files import (
     METADATA,
     check_described,
     describe_own,
-    encoded,
+    encode_for_json,
 )
 from transformer_embed._src.pretrained.parameters import (
     PretrainedInput,
     check_tensors,
+    find_stored_tensor,
     full_paths,
-    stored,
 )
 from transformer_embed._src.pretrained.replacing import replace_tensors
 from transformer_embed._src.pretrained.tensors import DTYPES, Tensors, open_tensors
-from transformer_embed._src.pretrained.writing import written
+from transformer_embed._src.pretrained.writing import write_safetensors
 
 
 def save_embedder(
@@ -100,26 +100,26 @@ def save_embedder(
         config=config, params={}, layers=layers, bias=bias, names=names, no_output=no_output
     )
     check_described(pretrained)
-    leaves = leaves_by_path(_with_own_paths(config, params, bias))
-    # A leaf's path has its module before the last slash.
+    leaves = leaves_by_path(_with_loaded_paths(config, params, bias))
+    # In a path such as "module/leaf", the last slash ends the module, so a leaf has none.
     leaf_names = [name for module_leaves in params.values() for name in module_leaves]
     for name in leaf_names:
         if "/" in name:
             raise arguments.value_error("params", "names without a slash", repr(name))
-    # A parameter without a name of its own is stored under its path.
-    own_names = {leaf_path: leaf_path for leaf_path in leaves}
-    tensor_names = own_names | full_paths(names or {}, leaves)
+    # A parameter for which the caller gives no name is stored under its path.
+    tensor_names: dict[str, Any] = {leaf_path: leaf_path for leaf_path in leaves}
+    tensor_names.update(full_paths(names or {}, leaves))
     arrays = _arrays_by_tensor(leaves, tensor_names)
     pretrained = pretrained._replace(layers=[*layers], names=tensor_names)
-    metadata = {"format": "pt", METADATA: json.dumps(pretrained._asdict(), default=encoded)}
+    metadata = {"format": "pt", METADATA: json.dumps(pretrained._asdict(), default=encode_for_json)}
     file_path = as_path(path).resolve()
 
     def write() -> None:
-        """Writes the file, and keeps it if `load_embedder` would take it."""
-        with written(file_path, arrays, metadata) as tensors:
+        """Writes the file, and keeps it if `load_embedder` could read it."""
+        with write_safetensors(file_path, arrays, metadata) as tensors:
             check_tensors(tensors, describe_own(tensors))
 
-    _by_one_process(params, write)
+    _call_in_one_process(params, write)
 
 
 def save_into(
@@ -169,7 +169,7 @@ def save_into(
     tensors = open_tensors(path)
     # T5's table of biases is one of the parameters if it has a name.
     bias = {"num_buckets": None} if BIAS in names else None
-    leaves = leaves_by_path(_with_own_paths(config, params, bias))
+    leaves = leaves_by_path(_with_loaded_paths(config, params, bias))
     tensor_names = full_paths(names, leaves)
     saved_leaves = {}
     for parameter in tensor_names:
@@ -181,7 +181,7 @@ def save_into(
     arrays = _arrays_by_tensor(saved_leaves, tensor_names)
     for tensor_name, array in arrays.items():
         arrays[tensor_name] = _as_in_file(tensors, tensor_name, array)
-    _by_one_process(params, lambda: replace_tensors(tensors, arrays))
+    _call_in_one_process(params, lambda: replace_tensors(tensors, arrays))
 
 
 def _as_in_file(tensors: Tensors, tensor_name: str, array: np.ndarray) -> np.ndarray:
@@ -198,14 +198,14 @@ def _as_in_file(tensors: Tensors, tensor_name: str, array: np.ndarray) -> np.nda
     return array.reshape(shape)
 
 
-def _by_one_process(params: Params, write: Callable[[], None]) -> None:
+def _call_in_one_process(params: Params, write: Callable[[], None]) -> None:
     """Calls `write` in one process.
 
     If the parameters lie on devices of several processes, the first process writes, and the others
     wait until it has. Otherwise the process that calls this writes.
     """
     leaves = jax.tree.leaves(params)
-    # An array of numpy is in this process, and has no such attribute.
+    # An array of numpy has no such attribute, and is always in this process.
     is_here = [getattr(leaf, "is_fully_addressable", True) for leaf in leaves]
     is_shared = False in is_here
     if not is_shared or jax.process_index() == 0:
@@ -223,10 +223,12 @@ def _arrays_by_tensor(leaves: Mapping[str, Any], names: Mapping[str, Any]) -> di
     Args:
         leaves: The parameters, by their paths.
         names: The name of each parameter's tensor, by the same paths. The name says whether the
-            tensor is the parameter's transpose (see `stored`).
+            tensor is the parameter's transpose (see `find_stored_tensor`).
     """
     stored_tensors = {
-        path: stored(path, name) for path, name in names.items() if isinstance(name, str)
+        path: find_stored_tensor(path, name)
+        for path, name in names.items()
+        if isinstance(name, str)
     }
     # The header of a safetensors file keeps its metadata under this name.
     free_names = {tensor.name for tensor in stored_tensors.values()} - {"__metadata__"}
@@ -250,18 +252,19 @@ def _arrays_by_tensor(leaves: Mapping[str, Any], names: Mapping[str, Any]) -> di
     return arrays
 
 
-def _with_own_paths(config: EmbedderConfig, params: Params, bias: Options | None) -> Params:
-    """Returns the tree, with the layer's modules under the paths that `load_embedder` gives.
+def _with_loaded_paths(config: EmbedderConfig, params: Params, bias: Options | None) -> Params:
+    """Returns the tree, with the layer's modules under the paths that `load_embedder` uses.
 
     If `bias` has "num_buckets", T5's table of biases is moved to its path as well. Other modules
-    stay where they are.
+    keep their paths.
     """
-    # From the path of a module in params to the path that `load_embedder` gives.
-    own_paths = {path: own for own, path in find_parameters(params, config).paths.items()}
+    loaded_path_of_module = {}
+    for loaded_path, path in find_parameters(params, config).paths.items():
+        loaded_path_of_module[path] = loaded_path
     if bias is not None and "num_buckets" in bias:
         bias_module, _, _ = BIAS.rpartition("/")
-        own_paths[_path_of_bias_table(params, bias_module)] = bias_module
-    return {own_paths.get(path, path): leaves for path, leaves in params.items()}
+        loaded_path_of_module[_path_of_bias_table(params, bias_module)] = bias_module
+    return {loaded_path_of_module.get(path, path): leaves for path, leaves in params.items()}
 
 
 def _path_of_bias_table(params: Params, bias_module: str) -> str:

@@ -50,9 +50,9 @@ TROCR = DECODER.but(
 )
 SPEECH_TO_TEXT = DECODER.but(positions="")
 
-# --- One row per type.
+# --- The types.
 
-SEQ2SEQ_ROWS = {
+SEQ2SEQ_TYPES = {
     "marian": SEQ2SEQ.but(sinusoids=Sinusoidal(layout="sin_cos"), decoder_vocab_size=None),
     "pegasus": SEQ2SEQ.but(sinusoids=Sinusoidal(layout="sin_cos"), decoder_vocab_size=None),
     "pegasus_x": SEQ2SEQ.but(

@@ -98,13 +98,17 @@ class Tensors(NamedTuple):
         Raises:
             ValueError: the tensor is not there, is not whole, or has a dtype of no parameter.
         """
-        entry = self.any_entry(name)
+        entry = self.entry_of_any_dtype(name)
         if entry.dtype not in DTYPES:
             got = f"{entry}: convert it first (a quantized model by its dequantize())"
             raise arguments.value_error(f"{self.path}: {name}", " or ".join(DTYPES), got)
         return entry
 
-    def any_entry(self, name: str) -> TensorInfo:
+    def check_dtype(self, name: str) -> None:
+        """Raises a ValueError if a tensor has a dtype of no parameter, as in a quantized model."""
+        self.entry(name)
+
+    def entry_of_any_dtype(self, name: str) -> TensorInfo:
         """Returns the file, dtype and shape of a tensor of any dtype.
 
         Raises:
@@ -128,7 +132,7 @@ class Tensors(NamedTuple):
         return DTYPES[self.entry(name).dtype]
 
     def is_stored(self, name: str) -> bool:
-        """Returns whether a file holds this tensor, which an index file may name without that."""
+        """Returns whether a file holds this tensor; an index file may name a tensor without one."""
         file = self.files.get(name)
         return file is not None and name in self.header(file).entries
 
@@ -149,7 +153,7 @@ class Tensors(NamedTuple):
         The last axis has the columns, and all other axes together have the rows: a tensor
         [2, 3, 5] is read as [6, 5], and a vector [5] as [1, 5].
         """
-        entry = self.any_entry(name)
+        entry = self.entry_of_any_dtype(name)
         row_count, width = _as_matrix(entry.shape)
         shape = (len(range(row_count)[rows]), len(range(width)[columns]))
         array = aligned_zeros(shape, dtype_of(entry))
@@ -169,7 +173,7 @@ class Tensors(NamedTuple):
         view with strides: if you pass the transpose of an array, the tensor's transpose is written
         to that array without a second copy.
         """
-        entry = self.any_entry(name)
+        entry = self.entry_of_any_dtype(name)
         dtype = dtype_of(entry)
         row_count, width = _as_matrix(entry.shape)
         first_row, end_row, _ = rows.indices(row_count)
@@ -178,11 +182,11 @@ class Tensors(NamedTuple):
         bytes_of_rows = entry._replace(
             start=entry.start + first_row * row_bytes, stop=entry.start + end_row * row_bytes
         )
-        written = 0
+        rows_done = 0
         for piece in pieces(bytes_of_rows, rows_of_piece * row_bytes):
             whole_rows = np.frombuffer(piece, dtype).reshape(-1, width)
-            array[written : written + len(whole_rows)] = whole_rows[:, columns]
-            written += len(whole_rows)
+            array[rows_done : rows_done + len(whole_rows)] = whole_rows[:, columns]
+            rows_done += len(whole_rows)
 
     def listed(self) -> str:
         """Returns a few names of tensors for a message."""
@@ -268,7 +272,7 @@ def _file_in_folder(folder: pathlib.Path) -> pathlib.Path:
         got = step_for(*(str(path.relative_to(folder)) for path in below)) or "neither"
         raise arguments.value_error(folder, f"a folder with {WHOLE} or {INDEX}", got)
     for adapter in folder.glob("adapter_model.*"):
-        # The line that is shown is the one that called load_embedder.
+        # The warning shows the line that called load_embedder.
         warnings.warn(f"{adapter} was not read: {ADAPTER}", stacklevel=4)
     return folder / names[0]
 
@@ -282,7 +286,8 @@ def _shards(path: pathlib.Path) -> dict[str, pathlib.Path]:
     # Thousands of tensors are in a few files, so each file is checked once.
     file_names = {str(name) for name in files.values()}
     for name in file_names:
-        # Links are followed: a cache of the hub has links to files elsewhere.
+        # A shard must be in the folder of the index file. It may be a link to a file elsewhere, as
+        # in the cache of the hub.
         if pathlib.Path(name).name != name or "\0" in name:
             raise arguments.value_error(path, "shards in its folder", repr(name))
     return {tensor: path.parent / str(name) for tensor, name in files.items()}

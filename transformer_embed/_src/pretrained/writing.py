@@ -17,12 +17,14 @@ from transformer_embed._src.pretrained.tensors import Tensors, open_tensors
 
 
 @contextlib.contextmanager
-def written(
+def write_safetensors(
     path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: dict[str, str]
 ) -> Iterator[Tensors]:
-    """Writes a safetensors file, and yields its tensors before the file takes its place.
+    """Writes a safetensors file, which the caller can check before it is at the path.
 
-    If the caller's block raises an error, the file is not kept, and an old file at the path stays.
+    The arrays are written to a temporary file. The context manager yields the tensors of this file,
+    and moves the file to the path when the caller's block ends. If the block raises an error, the
+    temporary file is deleted, and an old file at the path stays.
     """
     from safetensors.numpy import save  # noqa: PLC0415 (slow to load)
 
@@ -30,21 +32,22 @@ def written(
         """Writes the whole file."""
         file.write(_with_sorted_metadata(save({**arrays}, metadata)))
 
-    with replaced(path, write) as temporary:
-        # Errors are to name the path that the caller knows, and not the temporary file.
+    with replace_file(path, write) as temporary:
+        # An error should name the path that the caller knows, and not the temporary file.
         yield open_tensors(temporary)._replace(path=path)
 
 
 @contextlib.contextmanager
-def replaced(path: pathlib.Path, write: Callable[[BinaryIO], Any]) -> Iterator[pathlib.Path]:
-    """Writes a temporary file, and renames it to the path after the caller's block.
+def replace_file(path: pathlib.Path, write: Callable[[BinaryIO], Any]) -> Iterator[pathlib.Path]:
+    """Writes a temporary file, and renames it to the path when the caller's block ends.
 
-    So there is a whole file at the path at any time. If the caller's block raises an error, the
-    temporary file is deleted. A file that is replaced keeps its mode.
+    So there is a whole file at the path at any time: the old one in the block, and the new one
+    after it. If the block raises an error, the temporary file is deleted. The new file gets the
+    mode of a file that it replaces.
 
     Args:
         path: The path, where a file may be.
-        write: A function that writes to the open file.
+        write: A function that writes to the open file. It is called before the block begins.
 
     Yields:
         The path of the temporary file.
@@ -58,11 +61,12 @@ def replaced(path: pathlib.Path, write: Callable[[BinaryIO], Any]) -> Iterator[p
     # The temporary file is in the same folder, because a file of another file system cannot be
     # renamed to the path.
     temporary = path.parent / f".transformer_embed-{secrets.token_hex(8)}.tmp"
-    # The file has its mode from the start, so that others cannot read what replaces a private file.
+    # The temporary file gets its mode when it is made. So if it replaces a private file, others can
+    # never read it.
     try:
         with open(temporary, "xb", opener=functools.partial(os.open, mode=mode)) as file:
             if exists:
-                # The replaced file may have bits that the umask took away.
+                # The umask may have taken away bits that the old file has.
                 temporary.chmod(mode)
             write(file)
             file.flush()
