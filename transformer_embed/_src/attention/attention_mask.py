@@ -59,14 +59,15 @@ class AttentionMask(Mask):
     `mask | other` allows the pairs that at least one mask allows. The joined mask has the methods
     `dense`, `tile` and `tile_kinds`, too. To state a rule of your own, make a `TokenPositions` from
     your own integers: a causal mask compares positions, and each mask allows only pairs with equal
-    segment ids. With `|`, the second mask may allow padding and other segments that the first mask
-    hides. To hide them again, write `(mask | other) & AttentionMask(tokens, causal=False)`.
+    segment ids. If you join masks of different tokens by `|`, the second mask may allow pairs that
+    the first mask hides, for example pairs of two documents. To hide these pairs again, write
+    `(mask | other) & AttentionMask(tokens, causal=False)`.
 
-    To translate a mask into the arguments of a kernel of your own, read these attributes, which are
-    all that `te.kernels` reads: the arguments below; `mask.sides`, the pair of the queries and the
-    keys; `mask.lengths`, the numbers of queries and of keys; and `mask.reach`, the pair (left,
-    right) of how far a query sees, which joins `causal` and `window`. From the tokens, read
-    `positions`, `segment_ids`, `block_ids`, `places`, `ends` and `padding_mask`.
+    You can translate a mask into the arguments of a kernel of your own, as `te.kernels` does. The
+    arguments below are attributes of the mask. The mask also has `mask.sides` (the queries and the
+    keys), `mask.lengths` (the numbers of queries and of keys) and `mask.reach`. The reach is a pair
+    (left, right): how far a query sees under `causal` and `window` together. From the queries and
+    the keys, read `positions`, `segment_ids`, `block_ids`, `places`, `ends` and `padding_mask`.
 
     Args:
         queries: The tokens that attend. Queries without segment ids see the keys of every segment.
@@ -203,8 +204,8 @@ class AttentionMask(Mask):
         Edge cases:
             - A query may see no key at all, for example a query at padding. A softmax over -inf
               alone is NaN. `mask_to_bias` avoids this NaN.
-            - Keep NaN and infinite numbers out of masked keys and values, too. Their attention
-              weight is 0, and 0 times NaN is NaN.
+            - Keep NaN and infinite numbers out of masked keys and values, too. The attention weight
+              of a masked key is 0, but 0 times NaN is NaN.
         """
         return self._with_rank(_dense(self))
 
@@ -295,10 +296,11 @@ class AttentionMask(Mask):
             [[1, 0, 0, 0], [2, 1, 0, 0], [0, 0, 1, 0], [0, 0, 2, 1]]
 
         Edge cases:
-            The kinds are exact in two cases: in self-attention of padded or packed rows whose
-            sequences begin at the same position, and for a sequence with its cache. In all other
-            cases, with block ids, or with sinks and a chunk together, some tiles get a 1 where 0 or
-            2 would be exact. A kernel that masks such a tile is still right.
+            The kinds are exact for self-attention of padded or packed rows, if all sequences of a
+            batch row begin at the same position. They are also exact for a sequence with its cache.
+            In all remaining cases, and always with block ids or with sinks and a chunk together, a
+            tile may get a 1 where 0 or 2 would be exact. A kernel that masks such a tile is still
+            right.
         """
         shape = arguments.entries("shape", shape, arguments.size, count=2)
         for side, length, size in zip(("queries", "keys"), self.lengths, shape, strict=True):

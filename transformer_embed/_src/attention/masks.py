@@ -17,7 +17,7 @@ def padding_mask(ids: ArrayLike, *, pad_id: int) -> Bool[Array, "..."]:
 
     Args:
         ids: The ids, of any integer dtype. Shape [..., length].
-        pad_id: The id of padding. It may be any int, for example -1. There is no default.
+        pad_id: The id of padding, any int32, for example -1. There is no default.
 
     Returns:
         bool [..., length]. Each entry is `ids != pad_id`, so True = a token.
@@ -70,8 +70,8 @@ def mask_to_bias(
 
     Add the bias to the attention logits if your attention layer takes no mask. By default the
     negative number is half of the lowest number of the dtype. So you can add a second bias, for
-    example ALiBi's, and the sum stays finite. If a query sees no key, its softmax is even and its
-    gradient is finite, but with -inf both would be NaN.
+    example ALiBi's, and the sum stays finite. The softmax of a query that sees no key is even and
+    has a finite gradient. With -inf, the softmax and the gradient would be NaN.
 
     Args:
         mask: Which pairs may attend. Bools of any shape, True = may attend.

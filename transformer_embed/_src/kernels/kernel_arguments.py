@@ -29,7 +29,7 @@ def dot_product_attention_kwargs(
     - decoding, where each batch row has one query, and its cache is filled from the left.
 
     Args:
-        mask: The mask. It must have neither block ids nor a chunk.
+        mask: The mask, without block ids and without a chunk.
         order: The layout of the tokens. `"full"` means that each batch row is one sequence without
             padding. `"right"` means that each batch row has one sequence, then padding. You may
             pass None if the mask has no segment ids, no causal mask and no window.
@@ -129,8 +129,8 @@ def flash_attention_kwargs(
     """Makes the arguments of Pallas' `flash_attention` on TPUs that apply a mask.
 
     Args:
-        mask: The mask. It must have neither block ids nor a window. If the keys are another
-            sequence, the mask must not be causal.
+        mask: The mask, without block ids and without a window. If the keys are another sequence,
+            the mask must not be causal.
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
             the three words. You may pass None if the mask is not causal.
         batch_size: The number of batch rows, B. Pass it if one row of the mask is used for every
@@ -166,7 +166,7 @@ def mha_kwargs(
     """Makes the arguments of Pallas' `mha` on GPUs that apply a mask.
 
     Args:
-        mask: The mask of self-attention. It must have neither block ids nor a window.
+        mask: The mask of self-attention, without block ids and without a window.
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
             the three words. You may pass None if the mask is not causal.
         batch_size: The number of batch rows, B, because the kernel needs segment ids [B, T]. Pass

@@ -41,12 +41,12 @@ def splash_kernels(
     Use it for long or packed rows on TPUs. Each kernel skips the tiles (some queries times some
     keys) in which no pair may attend, for example a tile whose queries and keys are in different
     documents. A kernel takes one batch row, [heads, T, head_dim], where T is a multiple of the
-    block sizes (128 by default). A kernel takes no bias. It does not scale the queries, so multiply
-    the queries by `head_dim**-0.5`.
+    block sizes (128 by default). A kernel takes no bias and does not scale queries, so multiply the
+    queries by `head_dim**-0.5` yourself.
 
     Args:
-        mask: The mask. It must have no block ids. If the mask has a causal mask or a window, it
-            must be self-attention, or you must pass `q_offset`.
+        mask: The mask, without block ids. A mask that is causal or has a window must be
+            self-attention, or you must pass `q_offset`.
         num_heads: The number of query heads.
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
             the three words. You may pass None if the mask has no causal mask and no window.

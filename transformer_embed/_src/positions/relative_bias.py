@@ -132,8 +132,8 @@ def relative_position_buckets(
     """Computes T5's bucket of the distance between each query and key.
 
     A bucket is the index of a row in a table of biases, which `te.RelativePositionBias` learns. Let
-    m be the number of buckets for each direction. The first e = m // 2 of them have one distance
-    each, and the others have ranges of distances. The bucket of distance n is
+    m be the number of buckets for each direction. The first e = m // 2 buckets have one distance
+    each, and the later buckets have ranges of distances. The bucket of distance n is
 
         n                                                                     if n < e
         min(m - 1, e + floor(log(n / e) / log(max_distance / e) * (m - e)))   otherwise

@@ -14,7 +14,7 @@ def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Arra
     """Moves the logits of relative distances to the keys at these distances.
 
     Use it for attention with relative embeddings (Transformer-XL, XLNet, Music Transformer). In
-    such a layer you multiply each query by the embedding of each distance, which is one matrix
+    these models, you multiply each query by the embedding of each distance, which is one matrix
     product. This function then moves each product to the key at that distance. For T queries, which
     are the last T of the S keys,
 

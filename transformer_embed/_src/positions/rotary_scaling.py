@@ -138,7 +138,7 @@ class YarnScaling(_Scaling):
 
     Use it for models that were published with YaRN, such as gpt-oss and DeepSeek. Their config.json
     has the rope type "yarn". YaRN also multiplies cosines and sines by an attention factor, so the
-    attention scores are multiplied by its square.
+    attention scores are multiplied by the square of this factor.
 
     A frequency is high if it makes many full turns over the trained length. For d rotated channels,
     the frequency that makes n turns has the index
@@ -164,15 +164,16 @@ class YarnScaling(_Scaling):
             is divided by `factor`.
         truncate: Whether the ends of the ramp are rounded to integers, the first end down and the
             second end up. Pass False for gpt-oss.
-        mscale: A number in the formula of the attention factor, at least 0. Pass it if the
-            config.json of your model, such as DeepSeek's, has it.
-        mscale_all_dim: A number in the formula of the attention factor, at least 0. Pass it like
-            `mscale`.
+        mscale: A number in the formula of the attention factor, at least 0. Pass the `mscale` of
+            the model's config.json, if there is one, as in DeepSeek's.
+        mscale_all_dim: A number in the formula of the attention factor, at least 0. Pass the
+            `mscale_all_dim` of the model's config.json, if there is one.
         attention_factor: The attention factor, a number above 0. Pass it if the config.json of your
             model has it. If None, the attention factor is computed by the formula above.
 
     Raises:
-        TypeError: `truncate` is not a Python bool, or another argument is not a number.
+        TypeError: `truncate` is not a Python bool, or one of the numbers is neither a Python number
+            nor a numpy scalar.
         ValueError: An argument is out of its range. `apply_rotary` also raises a ValueError if the
             `base` is at most 1.
 
@@ -318,14 +319,14 @@ class Llama3Scaling(_Scaling):
 class LongRopeScaling(_Scaling):
     """Divides each frequency by a factor of its own, and scales cosines and sines (LongRoPE).
 
-    Use it for Phi-3 and other models whose config.json has the rope type "longrope". If length >
-    original_length, each frequency is divided by its long factor, and otherwise by its short
-    factor. Cosines and sines are multiplied by an attention factor, sqrt(1 + ln(factor) /
-    ln(original_length)). If `factor` is at most 1, the attention factor is 1.
+    Use it for Phi-3 and other models whose config.json has the rope type "longrope". Each frequency
+    has a short and a long factor. If length > original_length, the frequency is divided by the long
+    factor, and otherwise by the short factor. Cosines and sines are multiplied by an attention
+    factor, sqrt(1 + ln(factor) / ln(original_length)). If `factor` is at most 1, the attention
+    factor is 1.
 
-    Choose one length for a text, before you fill a KV cache. Otherwise the cached keys may be
-    rotated with the short factors and the queries with the long factors, and their scores would be
-    wrong.
+    Choose one length for a text, before you fill a KV cache. If keys in the cache are rotated with
+    the short factors and later queries with the long factors, the attention scores are wrong.
 
     Args:
         short_factor: The number that divides each frequency in short texts. For d rotated channels,

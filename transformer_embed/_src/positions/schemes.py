@@ -92,7 +92,7 @@ class PositionScheme:
 
         Args:
             ids: The ids. Shape [length] or [..., length].
-            pad_id: The id of padding in the layer. It is used if the `pad_id` of the scheme is
+            pad_id: The id of padding in the layer, which is used if the `pad_id` of the scheme is
                 None.
 
         Returns:

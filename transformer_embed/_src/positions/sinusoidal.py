@@ -47,9 +47,9 @@ def sinusoidal_encoding(
         d_model: The number of channels, at least 1, even or odd.
         base: The base of the frequencies, above 0. The wavelengths grow from 2 pi towards
             2 pi times the base.
-        layout: The order of the channels. With `"interleaved"`, the sine and the cosine of each
-            frequency are side by side. With `"sin_cos"`, all sines come first, then all cosines.
-            With `"cos_sin"`, all cosines come first, then all sines.
+        layout: The order of the channels. `"interleaved"` puts the sine and the cosine of each
+            frequency side by side. `"sin_cos"` puts all sines first, then all cosines. `"cos_sin"`
+            puts all cosines first, then all sines.
         shift: A number s that changes frequency i to base ** (-i / (d_model // 2 - s)). Pass 1 for
             tensor2tensor. If None, frequency i is base ** (-2i / d_model).
         odd: What to do if d_model is odd.

@@ -45,8 +45,8 @@ def shift_right(
         [[1, 5, 1, 7, 0]]
 
     Source:
-        The shift is from Raffel et al., "T5" (2020), https://arxiv.org/abs/1910.10683. Its code,
-        Mesh TensorFlow, also begins each packed sequence with the first id.
+        The shift is from Raffel et al., "T5" (2020), https://arxiv.org/abs/1910.10683. Mesh
+        TensorFlow, the code of T5, also begins each packed sequence with the first id.
     """
     ids = arguments.as_int32("ids", ids)
     arguments.check_shape("ids", ids.shape, ids.ndim > 0, "[..., length]")

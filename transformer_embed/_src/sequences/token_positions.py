@@ -193,8 +193,7 @@ class TokenPositions:
 
         Returns:
             TokenPositions of shape [number] or [batch, number], with `places`. The segment ids may
-            be other numbers than before, but two tokens have equal numbers only if they are in the
-            same sequence.
+            change, but two tokens have equal segment ids only if they are in the same sequence.
 
         Raises:
             TypeError: `order` does not hold integers.
@@ -211,7 +210,8 @@ class TokenPositions:
               neighbours in the row. Masks with a chunk on packed rows are the exception: more tiles
               get a 1.
             - An index on a device is not checked. An index outside the row gives padding. If the
-              tokens have no segment ids, such an index gives a token at position 0 instead.
+              tokens have no segment ids, an index outside the row gives a token at position 0
+              instead.
         """
         arrays = batch_arrays(self)
         last = arrays["positions"].shape[1] - 1
@@ -227,8 +227,8 @@ class TokenPositions:
                 [length] or [batch, length]. Tokens of the same block and segment attend to each
                 other, even if a causal mask, a window or a chunk would hide some of them. A token
                 with a negative number is in no block. For a prefix, pass
-                `jnp.where(is_prefix, 0, -1)`. To decode with a cache, `block_ids` must also cover
-                the empty slots of the cache: write -1 there.
+                `jnp.where(is_prefix, 0, -1)`. To decode with a cache, `block_ids` must have a
+                number for each slot of the cache. Write -1 for empty slots.
 
         Raises:
             TypeError: `block_ids` does not hold integers, or is a jax array of uint32 or uint64.
@@ -337,7 +337,7 @@ class TokenPositions:
 
         Args:
             ids: The ids, of any integer dtype. Shape [length] or [batch, length].
-            pad_id: The id of padding. It may be any int, for example -1. There is no default.
+            pad_id: The id of padding, any int32, for example -1. There is no default.
             end_id: The id that ends each text. Set it if a batch row holds several texts. The token
                 after an `end_id` begins the next segment, at position `start`. If None, each batch
                 row is one text.
@@ -351,7 +351,8 @@ class TokenPositions:
             set `end_id`, the texts of a batch row are segments 1, 2, ...
 
         Raises:
-            TypeError: `ids` are not integers, or another argument is not a Python int.
+            TypeError: `ids` does not hold integers. `pad_id`, `end_id`, `start` or `at_padding` is
+                not a Python int.
             ValueError: `ids` has a rank other than 1 or 2. `pad_id`, `end_id`, `start` or
                 `at_padding` is outside int32, or `end_id` equals `pad_id`. `start` is so large that
                 a position in a full row would be outside int32.
@@ -399,7 +400,7 @@ class TokenPositions:
             TokenPositions of the shape of `mask`. All tokens of a batch row are in segment 1.
 
         Raises:
-            TypeError: `mask` is not bool, or another argument is not a Python int.
+            TypeError: `mask` is not bool. `start` or `at_padding` is not a Python int.
             ValueError: `mask` has a rank other than 1 or 2, or `start` is so large that a position
                 in a full row would be outside int32.
 
@@ -565,9 +566,10 @@ class TokenPositions:
 
         Raises:
             TypeError: `parents` or `offset` does not hold integers.
-            ValueError: `parents` or `offset` has a shape that is not listed above, or their batch
-                sizes do not fit. A parent on the host is outside the row, is padding, or is in a
-                cycle. An `offset` on the host is so large that a position would be outside int32.
+            ValueError: `parents` or `offset` has a shape that is not listed above, or the batch
+                sizes do not fit each other. A parent on the host is outside the row, is padding, or
+                is in a cycle. An `offset` on the host is so large that a position would be outside
+                int32.
 
         Example:
             >>> import transformer_embed as te
@@ -608,12 +610,12 @@ class TokenPositions:
                 Integers of shape [], or [batch] for a number per batch row. The offset may be
                 traced, so a decoding step compiles only once. If your model counts positions from a
                 number other than 0 (OPT from 2), add that number to the offset.
-            length: The number of new tokens, at least 0. It is 1 in step-by-step decoding.
+            length: The number of new tokens, at least 0. Pass 1 to decode token by token.
 
         Returns:
-            TokenPositions of shape [length] or [batch, length], all in segment 1. If the prompt in
-            your cache ends in another segment, pass its number yourself:
-            `TokenPositions(positions, segment_ids=...)`.
+            TokenPositions of shape [length] or [batch, length], all in segment 1. If the last token
+            in your cache is in segment 2, for example, the new tokens must also be in segment 2:
+            make them by `TokenPositions(positions, segment_ids=...)`.
 
         Raises:
             TypeError: `offset` does not hold integers, or is a jax array of uint32 or uint64.

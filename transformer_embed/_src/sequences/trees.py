@@ -41,8 +41,8 @@ def shared_prefix_parents(
         length: The number of tokens of a row, with padding.
 
     Returns:
-        int32 [batch, length]. The parent of a token is the index in the row of the token that comes
-        before it in its text. The parent of the first token of each answer is the last token of the
+        int32 [batch, length]. The number at a token is the index in the row of the token before it
+        in the same text. The first token of each answer has the index of the last token of the
         prompt. The first token of the prompt has -1, and padding has -2.
 
     Raises:

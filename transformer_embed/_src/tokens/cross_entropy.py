@@ -97,10 +97,10 @@ def linear_cross_entropy(
 
     Args:
         x: The hidden vectors of the last layer, of a floating dtype. Shape [..., d].
-        output: The output layer. Pass an `OutputLayer`, as `Embedder.output` returns it, or a table
-            [vocab_size, d] if there is no bias, softcap, scale or `pad_id`. Labels equal to the
-            layer's `pad_id` are not counted. With `shift`, predictions by padding tokens are not
-            counted either, so you may pad on the left.
+        output: The output layer. Pass an `OutputLayer`, for example from `Embedder.output`, or a
+            table [vocab_size, d] if there is no bias, softcap, scale or `pad_id`. Labels equal to
+            the layer's `pad_id` are not counted. If you set `shift`, predictions that padding makes
+            are not counted either, so you may pad on the left.
         labels: The ids to predict, of any integer dtype. Shape [...], like the tokens of x. If you
             set `shift`, pass the ids of the text. Otherwise `labels[..., t]` is the id that token t
             should predict.
@@ -170,10 +170,11 @@ def linear_cross_entropy(
         - A `pad_id` outside the vocabulary, such as -100, marks labels that are not counted. If you
           also set `shift`, a token with this mark still predicts the next label. So the last token
           of a prompt, marked by -100, predicts the first token of the answer.
-        - If a token predicts no counted label, its x has no effect, even if x is NaN there.
+        - If a token predicts no counted label, the x of this token has no effect, even if it is
+          NaN.
         - Gradients are summed over the chunks in float32 or wider, then cast once. One case is less
-          accurate: with `reduction="none"`, a vocabulary that is split over devices, and x in 16
-          bits, each device rounds its part of the gradient of x before the parts are added.
+          accurate: if `reduction="none"`, devices split the vocabulary and x has 16 bits, each
+          device rounds its part of the gradient of x before the parts are added.
         - If the bias bans every id, the loss is infinite and its gradients are finite.
         - A weight of 0 removes the loss of a label completely, even a loss that is infinite or NaN.
         - If some weights are negative, use `reduction="sum"`, because `"mean"` divides by the sum

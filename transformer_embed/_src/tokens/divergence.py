@@ -60,8 +60,9 @@ def linear_divergence(
 
     Args:
         x: The student's hidden vectors of the last layer, of a floating dtype. Shape [..., d].
-        output: The student's output layer. Pass an `OutputLayer`, as `Embedder.output` returns it,
-            or a table [vocab_size, d] if there is no bias, softcap, scale or `pad_id`.
+        output: The student's output layer. Pass an `OutputLayer`, for example from
+            `Embedder.output`, or a table [vocab_size, d] if there is no bias, softcap, scale or
+            `pad_id`.
         teacher_x: The teacher's hidden vectors of the same tokens, of a floating dtype. Shape [...,
             width], with any width. You can also differentiate in `teacher_x` and `teacher_output`.
             These gradients cost time only if you ask for them.

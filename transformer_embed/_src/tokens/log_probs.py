@@ -59,9 +59,9 @@ def linear_log_probs(
 
     Args:
         x: The hidden vectors of the last layer, of a floating dtype. Shape [..., d].
-        output: The output layer. Pass an `OutputLayer`, as `Embedder.output` returns it, or a table
-            [vocab_size, d] if there is no bias, softcap, scale or `pad_id`. Labels equal to the
-            layer's `pad_id` are not counted.
+        output: The output layer. Pass an `OutputLayer`, for example from `Embedder.output`, or a
+            table [vocab_size, d] if there is no bias, softcap, scale or `pad_id`. Labels equal to
+            the layer's `pad_id` are not counted.
         labels: The ids whose log-probabilities you want, of any integer dtype. Shape [...], like
             the tokens of x. If you set `shift`, pass the ids of the text. To compare k candidates
             at each token, such as the choices of a question or the ids from a teacher's
@@ -257,9 +257,9 @@ def linear_top_k(
 
     Args:
         x: The hidden vectors of the last layer, of a floating dtype. Shape [..., d].
-        output: The output layer. Pass an `OutputLayer`, as `Embedder.output` returns it, or a table
-            [vocab_size, d] if there is no bias, softcap, scale or `pad_id`. The layer's `pad_id`,
-            and rows past `vocab_size`, are never returned.
+        output: The output layer. Pass an `OutputLayer`, for example from `Embedder.output`, or a
+            table [vocab_size, d] if there is no bias, softcap, scale or `pad_id`. The layer's
+            `pad_id`, and rows past `vocab_size`, are never returned.
         k: How many ids to return, a Python int from 1 to the number of ids that may be predicted.
         chunk_size: The largest number of tokens in a chunk, the part of the batch whose logits are
             held at once. Set a smaller number to save memory. If None, a number is chosen as in

@@ -26,8 +26,8 @@ class OutputLayer:
 
     Make an `OutputLayer` to pass your table, with a bias and settings, to the losses and to
     `linear_logits`. If the output layer is tied to the embeddings, pass the embedding table. If you
-    have an `Embedder`, a `TokenEmbedding` or a `TransformerEmbedding`, call its method `output`
-    instead, which makes the output layer of the config.
+    have an `Embedder`, a `TokenEmbedding` or a `TransformerEmbedding`, call the method `output` of
+    this object instead.
 
     With `u = scale * (x @ table.T + bias)`, the logits are u, or `softcap * tanh(u / softcap)`.
 
@@ -141,8 +141,8 @@ def linear_logits(
 
     Args:
         x: The hidden vectors, of a floating dtype. Shape [..., d].
-        output: The output layer: an `OutputLayer`, or a table [vocab_size, d] if there is no bias,
-            softcap, scale or `pad_id`.
+        output: The output layer. Pass an `OutputLayer`, for example from `Embedder.output`, or a
+            table [vocab_size, d] if there is no bias, softcap, scale or `pad_id`.
         out_sharding: How explicit mesh axes split the logits, as in `jnp.einsum`. If None, the
             vocabulary is split over the mesh axes that split the rows of the table, then over those
             that split the columns. Each dimension of tokens is split as in x, over the mesh axes
