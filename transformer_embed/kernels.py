@@ -1,31 +1,35 @@
 """Translates the rule of a mask into the arguments of fused attention kernels.
 
-With these arguments, a kernel needs no bool [T, S]. Each function is for one kernel. It returns
-arguments that mean exactly the rule at every query that sees a key, or raises a ValueError that
-names the part of the rule that the kernel cannot express. Outputs of queries at padding are finite,
-and differ from kernel to kernel. A bias such as ALiBi's is not a part of the rule.
+With these arguments, a kernel needs no bool array [T, S]. Each function is for one kernel. The
+arguments that it returns have the same effect as the mask, at every query that sees a key. If a
+kernel cannot express a part of the mask, the function raises a ValueError that names this part.
+Outputs of queries at padding are finite, and differ from kernel to kernel. A bias, for example
+ALiBi's, is not a part of the mask, so pass it to the kernel yourself.
 
 Kernels compare row indices instead of positions. So for a causal mask or a window, you declare the
 layout of the tokens by `order=`:
 
-- `"full"` means one sequence in each batch row, without padding;
-- `"right"` means one sequence in each batch row, then padding;
-- `"packed"` means any number of sequences, each in one run of tokens, with padding anywhere between
-  them (and so also padding on the left).
+- `"full"` means that each batch row is one sequence without padding;
+- `"right"` means that each batch row has one sequence, then padding;
+- `"packed"` means that each batch row has any number of sequences, one after the other, with
+  padding on the left, between them or on the right.
 
-In each order, positions rise by one from token to token of a sequence. The tokens that
-`TokenPositions.from_lengths`, `from_segment_ids` and `from_offset` make lie in one of these orders.
-`from_ids` and `from_mask` allow padding inside a sequence. Outside of jit, the functions check the
-layout by `te.check_batch`, which also refuses negative segment ids. Inside jit, the values are not
-known, and tokens in another layout give wrong outputs. So check the batches with `te.check_batch`
-in your data pipeline.
+In all three layouts, positions rise by one from token to token of a sequence. If you make tokens by
+`TokenPositions.from_lengths`, `from_segment_ids` or `from_offset`, they are in one of these
+layouts. `from_ids` and `from_mask` also allow padding inside a sequence, which is in none of them.
+Outside of `jax.jit`, the functions check the layout by `te.check_batch`, which also refuses
+negative segment ids. Inside `jax.jit`, the layout is not checked, and tokens that are not in the
+declared layout give wrong outputs. So call `te.check_batch` in your data pipeline.
 
-Tokens without a batch axis are used for every batch row: a kernel's arguments have a batch axis.
+Tokens without a batch axis are used for every batch row, because the arguments of a kernel have a
+batch axis.
 
-In a Pallas kernel of your own for TPUs, `AttentionMask.tile` makes the mask of the tile from the
-positions and segment ids that the kernel has loaded, and `relative_position_buckets` makes the
-buckets. `alibi_bias`, `apply_rotary` and `sinusoidal_encoding` do not compile there, because they
-hold constant arrays: give the kernel `alibi_slopes`, or the encodings and rotated heads, as inputs.
+In a Pallas kernel of your own for TPUs, you can call `relative_position_buckets`, and also
+`AttentionMask.tile`, which makes the mask of a tile from the positions and segment ids that the
+kernel has loaded.
+You cannot call `alibi_bias`, `apply_rotary` and `sinusoidal_encoding` in such a kernel, because
+they hold constant arrays. Instead, pass `alibi_slopes`, the encodings or the rotated heads to the
+kernel as inputs.
 """
 
 from transformer_embed._src.kernels.kernel_arguments import (

@@ -40,9 +40,9 @@ from transformer_embed._src.sequences.token_positions import (
 class AttentionMask(Mask):
     """Says who may attend to whom in an attention layer, by a rule of size O(length).
 
-    You make it from tokens, and pass `mask.dense()` to your attention layer (not the mask itself).
-    For long rows, an attention kernel can use `tile` and `tile_kinds` in place of the whole array,
-    and `te.kernels` translates the rule into the arguments of fused kernels.
+    You make a mask from tokens, and pass `mask.dense()` to your attention layer (not the mask
+    itself). For long rows, an attention kernel can use `tile` and `tile_kinds` in place of the
+    whole array, and `te.kernels` translates the rule into the arguments of fused kernels.
 
     A query at position q may attend to a key at position k if
 
@@ -51,45 +51,52 @@ class AttentionMask(Mask):
          or both are in the same block)
         and both have the same segment id, and the key is a token, not padding
 
-    Terms whose arguments you do not give are left out. The class is a pytree, so it passes through
-    `jit`, `vmap` and `scan`, can be sharded over the batch, and `jax.export` can save it.
+    A term counts only if you pass its argument. For example, without `window` a query sees keys at
+    any distance. The class is a pytree, so it passes through `jit`, `vmap` and `scan`, can be
+    sharded over the batch, and `jax.export` can save it.
 
-    `mask & other` allows the pairs that both masks allow, and `mask | other` allows the pairs that
-    one of them allows. The result has `dense`, `tile` and `tile_kinds`, too. To state a rule of
-    your own, make a mask of your own integers: a causal mask compares positions, and segment ids
-    are compared for equality. Each mask hides the padding and the other segments of its own tokens.
-    So if you join masks of different integers by `|`, one of them may show what the other hides. To
-    keep that hidden, join `& AttentionMask(tokens, causal=False)`.
+    You can join two masks. `mask & other` allows the pairs that both masks allow, and
+    `mask | other` allows the pairs that at least one mask allows. The joined mask has the methods
+    `dense`, `tile` and `tile_kinds`, too. To state a rule of your own, make a `TokenPositions` from
+    your own integers: a causal mask compares positions, and each mask allows only pairs with equal
+    segment ids. If you join masks of different tokens by `|`, the second mask may allow pairs that
+    the first mask hides, for example pairs of two documents. To hide these pairs again, write
+    `(mask | other) & AttentionMask(tokens, causal=False)`.
 
-    To translate a rule into the arguments of a kernel of your own, read the arguments below, and
-    `mask.sides` (the queries and the keys, one object twice if `keys` is None), `mask.lengths` (the
-    numbers of queries and of keys) and `mask.reach` (how many places before and after its own a
-    query sees, None for no limit). Of the tokens, read `positions`, `segment_ids`, `block_ids`,
-    `places`, `ends` and `padding_mask`. `te.kernels` reads nothing else.
+    You can translate a mask into the arguments of a kernel of your own, as `te.kernels` does. The
+    arguments below are attributes of the mask. The mask also has `mask.sides` (the queries and the
+    keys), `mask.lengths` (the numbers of queries and of keys) and `mask.reach`. The reach is a pair
+    (left, right): how far a query sees under `causal` and `window` together. From the queries and
+    the keys, read `positions`, `segment_ids`, `block_ids`, `places`, `ends` and `padding_mask`.
 
     Args:
-        queries: The tokens that attend. If they have no segment ids, they see the tokens of every
-            segment.
-        keys: The tokens that are attended to, such as a cache or another sequence. If None, they
-            are the queries themselves (self-attention).
-        causal: Whether keys after the query are hidden. Set True for a decoder (GPT), and False for
-            an encoder (BERT), in which a query sees keys on both sides. There is no default.
-        window: A pair (left, right), the number of positions before and after its own that a query
-            sees, at least 0, or None for no limit. `(w - 1, 0)` gives the w latest keys, with the
-            query's own key among them, as in transformers.
-        chunk: The length of a chunk, at least 1. A query sees only the keys of its own chunk, with
-            positions 0..chunk-1, chunk..2*chunk-1, ... (Llama 4). Positions from
-            `TokenPositions.from_ids` count chunks from the first token that is not padding, as
-            transformers does.
-        sinks: The number of first positions of each sequence that the left side of a window does
-            not hide, at least 1. The right side of a window and a chunk hide them.
+        queries: The tokens that attend. Queries without segment ids see the keys of every segment.
+        keys: The tokens that are attended to, such as a cache or the source of a translation. If
+            None, the queries are also the keys (self-attention).
+        causal: Whether keys at later positions than the query are hidden. Set True for a decoder
+            (GPT), and False for an encoder (BERT), in which a query sees keys on both sides. There
+            is no default.
+        window: How far a query sees, a pair (left, right) of numbers of positions before and after
+            the query. Each number is at least 0, or None for no limit. For the sliding window of
+            size w in transformers, pass `(w - 1, 0)`: the query sees its own key and the w - 1 keys
+            before it.
+        chunk: The length of a chunk, at least 1 (Llama 4). A chunk is a fixed range of positions.
+            With `chunk=4`, a query at position 5 sees only keys at positions 4 to 7. If padding is
+            on the left, use `TokenPositions.from_ids`, so the first chunk begins at the first
+            token, as in transformers.
+        sinks: The number of positions, from 0, that stay visible to the left of a window, at least
+            1. With `window=(3, 0)` and `sinks=2`, the query at position 9 sees the positions 0, 1
+            and 6 to 9. Pass `sinks` only with a window that has a left limit. The right limit of a
+            window and a chunk hide sinks like other keys.
 
     Raises:
-        TypeError: `queries` or `keys` are not TokenPositions, `causal` is not a Python bool, or a
-            window or a chunk is not a Python int.
-        ValueError: `queries` and `keys` have different numbers of batch rows (1 fits any number),
-            only one of them has block ids, only the queries have segment ids, or a window or a
-            chunk is out of range.
+        TypeError: `queries` or `keys` is not a `TokenPositions`, or `causal` is not a Python bool.
+            `chunk`, `sinks` or a limit of the window is not a Python int.
+        ValueError: The queries and the keys have different numbers of batch rows, both above 1.
+            Only the queries or only the keys have block ids, or only the queries have segment ids.
+            `window`, `chunk` or `sinks` is out of its range, or `sinks` is passed without a left
+            limit of a window. The keys are a tree, and `causal` is False or a window or a chunk is
+            passed.
 
     Example:
         >>> import jax.numpy as jnp
@@ -103,13 +110,13 @@ class AttentionMask(Mask):
         [[1, 1, 1, 0], [1, 1, 0, 0]]
 
     Source:
-        Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3,
-        https://arxiv.org/abs/1706.03762. Windows: Beltagy et al., "Longformer" (2020), section 3.1,
-        https://arxiv.org/abs/2004.05150. Segments: Raffel et al., "T5" (2020), section 3.5.2,
-        https://arxiv.org/abs/1910.10683. Chunks: the block of the fixed pattern of Child et al.,
-        "Generating Long Sequences with Sparse Transformers" (2019), section 4.3,
-        https://arxiv.org/abs/1904.10509. Blocks: the prefix language model of T5, section 3.2.1;
-        numbered blocks (images in text, for example) as in transformers' Gemma 3.
+        The causal mask is from Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3,
+        https://arxiv.org/abs/1706.03762. Windows are from Beltagy et al., "Longformer" (2020),
+        section 3.1, https://arxiv.org/abs/2004.05150. Segments are from Raffel et al., "T5" (2020),
+        section 3.5.2, https://arxiv.org/abs/1910.10683. Chunks are the blocks in the fixed pattern
+        of Child et al., "Generating Long Sequences with Sparse Transformers" (2019), section 4.3,
+        https://arxiv.org/abs/1904.10509. A prefix as a block is from T5, section 3.2.1, and
+        numbered blocks, such as images in a text, are from Gemma 3 in transformers.
     """
 
     queries: TokenPositions
@@ -182,10 +189,11 @@ class AttentionMask(Mask):
         """Makes the mask as an array, in the smallest shape that broadcasts.
 
         Returns:
-            bool [B or 1, 1, T or 1, S], True = may attend, for logits [B, heads, T, S]. The batch
-            axis is 1 if all batch rows have the same mask, and the query axis is 1 if all queries
-            have the same mask. If neither queries nor keys have a batch axis, the mask has none
-            either: bool [1, T or 1, S], for logits [heads, T, S].
+            bool [B or 1, 1, T or 1, S], True = may attend. The array broadcasts to attention logits
+            [B, heads, T, S]. The batch axis is 1 if all batch rows have the same mask, and the
+            query axis is 1 if all queries have the same mask. If the queries and the keys are
+            tokens [length], without a batch axis, the result is bool [1, T or 1, S], for logits
+            [heads, T, S].
 
         Example:
             >>> import transformer_embed as te
@@ -194,9 +202,10 @@ class AttentionMask(Mask):
             [[True, False, False], [True, True, False], [False, True, True]]
 
         Edge cases:
-            - A query may see no key at all. See `mask_to_bias`.
-            - A mask does not protect you from keys or values that are NaN or infinite, because 0
-              times NaN is NaN.
+            - A query may see no key at all, for example a query at padding. A softmax over -inf
+              alone is NaN. `mask_to_bias` avoids this NaN.
+            - Keep NaN and infinite numbers out of masked keys and values, too. The attention weight
+              of a masked key is 0, but 0 times NaN is NaN.
         """
         return self._with_rank(_dense(self))
 
@@ -210,24 +219,27 @@ class AttentionMask(Mask):
     ) -> Bool[Array, "*b t s"]:
         """Makes a rectangle of the mask, without the rest of the mask.
 
-        Use it in a kernel of your own. In a Pallas kernel, make a mask of the positions and segment
-        ids that the kernel has loaded, each [1, size], and ask for the only tile of that mask:
-        `tile(0, 0, (T, S))`.
+        Use it in a kernel of your own. In a Pallas kernel, make a small mask from the positions and
+        segment ids that the kernel has loaded, each of shape [1, size]. The whole small mask is
+        then one tile: `tile(0, 0, (T, S))`.
 
         Args:
-            query_start: The index in the row of the tile's first query, an integer. It may be
+            query_start: The index in the row of the first query of the tile. An integer, which may
+                be traced.
+            key_start: The index in the row of the first key of the tile. An integer, which may be
                 traced.
-            key_start: The index of the first key, an integer. It may be traced.
-            shape: The numbers of queries and of keys, at least 1 each.
+            shape: The number of queries and the number of keys of the tile, at least 1 each.
 
         Returns:
-            bool [B or 1, *shape], or [*shape] without a batch axis, True = may attend. It is
-            `dense()[..., 0, query_start:, key_start:]`, cut to the shape.
+            bool [B or 1, *shape], True = may attend. If the tokens have no batch axis, the result
+            is bool [*shape]. The tile is the part of `dense()[..., 0, :, :]` that begins at
+            `query_start` and `key_start`.
 
         Raises:
-            TypeError: A start is not an integer, or `shape` does not hold two Python ints.
-            ValueError: The tile is larger than the mask, or is not inside the mask and its starts
-                are not traced.
+            TypeError: `query_start` or `key_start` is not an integer, or `shape` does not hold two
+                Python ints.
+            ValueError: The tile is larger than the mask. `query_start` or `key_start` is on the
+                host, and a part of the tile would be outside the mask.
 
         Example:
             >>> import transformer_embed as te
@@ -236,7 +248,8 @@ class AttentionMask(Mask):
             [[True, True, False], [True, True, True]]
 
         Edge cases:
-            If a traced start leaves no room for the shape, the tile is all False.
+            If `query_start` or `key_start` is traced and a part of the tile would be outside the
+            mask, the whole tile is False.
         """
         shape = arguments.entries("shape", shape, arguments.size, count=2)
         query_length, key_length = self.lengths
@@ -256,21 +269,25 @@ class AttentionMask(Mask):
     def tile_kinds(self, shape: tuple[int, int]) -> Int8[Array, "*b m n"]:
         """Says of each tile of the mask whether none, some or all of its pairs may attend.
 
-        Use it in an attention kernel, which can skip the tiles without a pair, and needs no mask
-        in the tiles in which all pairs may attend. Time and memory are O(T + S + number of
+        A tile is a rectangle of the mask: some queries in sequence times some keys in sequence. Use
+        the kinds in an attention kernel: skip the tiles in which no pair may attend, and leave out
+        the mask in the tiles in which all pairs may attend. Time and memory are O(T + S + number of
         tiles).
 
         Args:
-            shape: The numbers of queries and of keys of a tile. They must divide T and S.
+            shape: The number of queries, which must divide T, and the number of keys of a tile,
+                which must divide S.
 
         Returns:
-            int8 [B or 1, T / shape[0], S / shape[1]], or without the batch axis. 0 means that no
-            pair of the tile may attend, so skip the tile. 2 means that all pairs may, so leave
-            out the mask. 1 means that you must mask the tile, for example by `tile`.
+            int8 [B or 1, T / shape[0], S / shape[1]], the kind of each tile. If the tokens have no
+            batch axis, the result has none. 0 means that no pair of the tile may attend, so skip
+            the tile. 2 means that all pairs may attend, so leave out the mask. 1 means that you
+            must mask the tile, for example by `tile`.
 
         Raises:
             TypeError: `shape` does not hold two Python ints.
-            ValueError: `shape` does not divide the lengths of queries and keys.
+            ValueError: `shape[0]` does not divide the number of queries, or `shape[1]` does not
+                divide the number of keys.
 
         Example:
             >>> import transformer_embed as te
@@ -279,10 +296,11 @@ class AttentionMask(Mask):
             [[1, 0, 0, 0], [2, 1, 0, 0], [0, 0, 1, 0], [0, 0, 2, 1]]
 
         Edge cases:
-            The numbers are exact for padded or packed self-attention (with the same first position
-            in each sequence of a batch row), and for a sequence with its cache. With block ids,
-            with both sinks and a chunk, or in other batches, a tile in which no pair or all pairs
-            may attend may also get a 1.
+            The kinds are exact for self-attention of padded or packed rows, if all sequences of a
+            batch row begin at the same position. They are also exact for a sequence with its cache.
+            In all remaining cases, and always with block ids or with sinks and a chunk together, a
+            tile may get a 1 where 0 or 2 would be exact. A kernel that masks such a tile is still
+            right.
         """
         shape = arguments.entries("shape", shape, arguments.size, count=2)
         for side, length, size in zip(("queries", "keys"), self.lengths, shape, strict=True):

@@ -16,11 +16,11 @@ def padding_mask(ids: ArrayLike, *, pad_id: int) -> Bool[Array, "..."]:
     """Says which ids are tokens and not padding.
 
     Args:
-        ids: The ids, [..., length], of any integer dtype.
-        pad_id: The id of padding. It may be any int, for example -1. There is no default.
+        ids: The ids, of any integer dtype. Shape [..., length].
+        pad_id: The id of padding, any int32, for example -1. There is no default.
 
     Returns:
-        bool [..., length]: `ids != pad_id`.
+        bool [..., length]. Each entry is `ids != pad_id`, so True = a token.
 
     Raises:
         TypeError: `ids` are not integers, or `pad_id` is not a Python int.
@@ -37,8 +37,8 @@ def padding_mask(ids: ArrayLike, *, pad_id: int) -> Bool[Array, "..."]:
 def causal_mask(length: int) -> Bool[Array, "t t"]:
     """Makes the look-ahead mask of one whole sequence.
 
-    Each token attends to itself and to the tokens before it. Use `AttentionMask` for anything else:
-    padding, packed rows, or queries at an offset in a cache.
+    Each token attends to itself and to the tokens before it. If you also have padding, packed rows,
+    or queries at an offset in a cache, use `AttentionMask`.
 
     Args:
         length: The number of tokens, T, at least 0 and at most 2**30.
@@ -48,7 +48,7 @@ def causal_mask(length: int) -> Bool[Array, "t t"]:
 
     Raises:
         TypeError: `length` is not a Python int.
-        ValueError: `length` is out of its range.
+        ValueError: `length` is negative, or is above 2**30.
 
     Example:
         >>> import transformer_embed as te
@@ -56,7 +56,7 @@ def causal_mask(length: int) -> Bool[Array, "t t"]:
         [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
 
     Source:
-        Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3,
+        The mask is from Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3,
         https://arxiv.org/abs/1706.03762
     """
     # XLA aborts the process if the number of elements overflows.
@@ -69,23 +69,24 @@ def mask_to_bias(
     """Converts a mask to a bias: 0 if attention is allowed, and a very negative number if not.
 
     Add the bias to the attention logits if your attention layer takes no mask. By default the
-    negative number is half of the dtype's lowest number. So you can add another bias, for example
-    ALiBi's, and the sum does not overflow to -inf. The bias is finite, so a query that sees no key
-    gets an even softmax rather than NaN, in the forward pass and in the gradient.
+    negative number is half of the lowest number of the dtype. So you can add a second bias, for
+    example ALiBi's, and the sum stays finite. The softmax of a query that sees no key is even and
+    has a finite gradient. With -inf, the softmax and the gradient would be NaN.
 
     Args:
-        mask: Bools, [...], True = may attend.
+        mask: Which pairs may attend. Bools of any shape, True = may attend.
         dtype: The floating dtype of the logits.
-        value: The bias of pairs that may not attend, below 0 and finite in the dtype. If None, it
-            is `jnp.finfo(dtype).min / 2`. transformers uses `float(jnp.finfo(dtype).min)`, and T5X
-            and tensor2tensor use -1e9.
+        value: The bias of pairs that may not attend, below 0 and finite in the dtype. Set it to get
+            the same numbers as another project: transformers uses `float(jnp.finfo(dtype).min)`,
+            and T5X and tensor2tensor use -1e9. If None, the bias is `jnp.finfo(dtype).min / 2`.
 
     Returns:
-        [...] of `dtype`, with 0 and the value.
+        An array of `dtype`, in the shape of `mask`: 0 where the mask is True, and `value` where the
+        mask is False.
 
     Raises:
-        TypeError: `mask` is not bool (a bias or 0/1 floats would be read the wrong way round),
-            `dtype` is not a floating dtype, or `value` is not a Python number.
+        TypeError: `mask` is not bool. (A bias is refused because its 0 means "may attend".) `dtype`
+            is not a floating dtype, or `value` is not a Python number.
         ValueError: `value` is not below 0, or is not finite in the dtype.
 
     Example:
@@ -100,8 +101,8 @@ def mask_to_bias(
         If jax_enable_x64 is off, float64 becomes float32, with jax's warning.
 
     Source:
-        The additive form of the mask of Vaswani et al., "Attention Is All You Need" (2017), section
-        3.2.3, https://arxiv.org/abs/1706.03762, with a finite number for its minus infinity.
+        The bias is the mask of Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3,
+        https://arxiv.org/abs/1706.03762, with a finite number in place of minus infinity.
     """
     dtype = arguments.result_dtype(dtype)
     if value is not None:

@@ -20,28 +20,32 @@ def dot_product_attention_kwargs(
 ) -> dict[str, Any]:
     """Makes the arguments of `jax.nn.dot_product_attention` that apply a mask without its bools.
 
-    Use it for cuDNN's kernel on GPUs (`implementation="cudnn"`), which needs no bool [T, S] with
-    these arguments. cuDNN itself refuses a window that reaches to the right. The mask may be
+    Use it for cuDNN's kernel on GPUs (`implementation="cudnn"`), which takes these arguments in
+    place of a bool array [T, S]. cuDNN itself refuses a window that reaches to the right. The mask
+    may be one of these:
 
     - self-attention;
-    - attention to another sequence, without a causal mask and a window;
-    - decoding: each batch row has one query, which attends to a cache that is filled from the left.
+    - attention to the keys of another sequence, without a causal mask and a window;
+    - decoding, where each batch row has one query, and its cache is filled from the left.
 
     Args:
-        mask: The mask, without block ids and chunks.
-        order: The layout of the tokens, `"full"` or `"right"`, see `te.kernels`. It may be None if
-            the mask has neither segment ids nor a causal mask nor a window.
-        batch_size: The number of batch rows, B. Pass it if the mask was made for one row that is
-            used for every batch row. If None, the mask has B rows.
+        mask: The mask, without block ids and without a chunk.
+        order: The layout of the tokens. `"full"` means that each batch row is one sequence without
+            padding. `"right"` means that each batch row has one sequence, then padding. You may
+            pass None if the mask has no segment ids, no causal mask and no window.
+        batch_size: The number of batch rows, B. Pass it if one row of the mask is used for every
+            batch row. If None, the mask must have B rows.
 
     Returns:
-        `is_causal`, and if they are needed `local_window_size`, `query_seq_lengths` and
-        `key_value_seq_lengths` (int32 [B]). With lengths, outputs of queries at padding are 0.
+        A dictionary of keyword arguments. `is_causal` is always in the dictionary.
+        `local_window_size`, and `query_seq_lengths` and `key_value_seq_lengths` (int32 [B]), are in
+        the dictionary if the mask needs them. With these lengths, the outputs of queries at padding
+        are 0.
 
     Raises:
         TypeError: `mask` is not an AttentionMask, or `batch_size` is not a Python int.
-        ValueError: These arguments cannot express a part of the mask, or the tokens are not traced
-            and lie in another order.
+        ValueError: The kernel's arguments cannot express a part of the mask. The tokens are not
+            traced, and are not in the layout `order`.
 
     Example:
         >>> import jax
@@ -125,18 +129,21 @@ def flash_attention_kwargs(
     """Makes the arguments of Pallas' `flash_attention` on TPUs that apply a mask.
 
     Args:
-        mask: The mask, without block ids and a window. Between two sequences, it is not causal.
-        order: The layout of the tokens, see `te.kernels`. It may be None if the mask is not causal.
-        batch_size: The number of batch rows, B. Pass it if the mask was made for one row that is
-            used for every batch row. If None, the mask has B rows.
+        mask: The mask, without block ids and without a window. If the keys are another sequence,
+            the mask must not be causal.
+        order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
+            the three words. You may pass None if the mask is not causal.
+        batch_size: The number of batch rows, B. Pass it if one row of the mask is used for every
+            batch row. If None, the mask must have B rows.
 
     Returns:
-        `causal`, and `segment_ids`: `SegmentIds` int32 [B, T] and [B, S], or None.
+        A dictionary of the keyword arguments `causal` and `segment_ids`. `segment_ids` is a
+        `SegmentIds` of int32 arrays [B, T] and [B, S], or None if there is only one segment.
 
     Raises:
         TypeError: `mask` is not an AttentionMask, or `batch_size` is not a Python int.
-        ValueError: The kernel cannot express a part of the mask, or the tokens are not traced and
-            lie in another order.
+        ValueError: The kernel cannot express a part of the mask. The tokens are not traced, and are
+            not in the layout `order`.
 
     Example:
         >>> import transformer_embed as te
@@ -159,18 +166,20 @@ def mha_kwargs(
     """Makes the arguments of Pallas' `mha` on GPUs that apply a mask.
 
     Args:
-        mask: The mask, which is self-attention without a window and block ids.
-        order: The layout of the tokens, see `te.kernels`. It may be None if the mask is not causal.
-        batch_size: The number of batch rows, B, which the kernel's segment ids must have. If None,
-            the mask has B rows, more than one.
+        mask: The mask of self-attention, without block ids and without a window.
+        order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
+            the three words. You may pass None if the mask is not causal.
+        batch_size: The number of batch rows, B, because the kernel needs segment ids [B, T]. Pass
+            it if the mask has a single row. If None, the mask must have B rows, at least 2.
 
     Returns:
-        `causal`, and `segment_ids`: int32 [B, T], or None.
+        A dictionary of the keyword arguments `causal` and `segment_ids`. `segment_ids` is an int32
+        array [B, T], or None if there is only one segment.
 
     Raises:
         TypeError: `mask` is not an AttentionMask, or `batch_size` is not a Python int.
-        ValueError: The kernel cannot express a part of the mask; the tokens are not traced and lie
-            in another order; or `batch_size` is missing.
+        ValueError: The kernel cannot express a part of the mask. The tokens are not traced, and are
+            not in the layout `order`. `batch_size` is None although the mask has a single row.
 
     Example:
         >>> import transformer_embed as te

@@ -38,44 +38,48 @@ def splash_kernels(
 ) -> tuple[Any, Any]:
     """Makes a splash attention kernel for each batch row, and the segment ids.
 
-    Use it for long or packed rows on TPUs. A kernel does not run a tile in which its batch row
-    allows no pair, for example a tile of two documents. A kernel takes one batch row,
-    [heads, T, head_dim], with T a multiple of its block sizes (128 by default). It takes no bias
-    and does not scale queries, so multiply them by head_dim**-0.5.
+    Use it for long or packed rows on TPUs. Each kernel skips the tiles (some queries times some
+    keys) in which no pair may attend, for example a tile whose queries and keys are in different
+    documents. A kernel takes one batch row, [heads, T, head_dim], where T is a multiple of the
+    block sizes (128 by default). A kernel takes no bias and does not scale queries, so multiply the
+    queries by `head_dim**-0.5` yourself.
 
     Args:
-        mask: The mask, without block ids. With a causal mask or a window, it is self-attention, or
-            needs `q_offset`.
+        mask: The mask, without block ids. A mask that is causal or has a window must be
+            self-attention, or you must pass `q_offset`.
         num_heads: The number of query heads.
-        order: The layout of the tokens, see `te.kernels`. It may be None if the mask has neither a
-            causal mask nor a window.
-        batch_size: The number of batch rows, B. Pass it if the mask was made for one row that is
-            used for every batch row. If None, the mask has B rows.
+        order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
+            the three words. You may pass None if the mask has no causal mask and no window.
+        batch_size: The number of batch rows, B. Pass it if one row of the mask is used for every
+            batch row. If None, the mask must have B rows.
         q_offset: The index, among the keys, of the first query, a Python int. Pass it if the
-            queries are a part of the keys, for example the new tokens of a chunked prefill. It is
-            the `offset` of jax's splash masks. If None, the keys are another sequence, or the
-            queries themselves.
-        is_mqa: Whether the kernel is made by `make_splash_mqa`, and not by `make_splash_mha`.
+            queries are some of the keys. For example, pass 1024 if a cache has 1024 tokens and the
+            queries are the next tokens of the prompt. The argument is the `offset` of jax's splash
+            masks. If None, the keys are the queries, or tokens of another sequence.
+        is_mqa: Whether the kernels are made by `make_splash_mqa`, for keys and values of a single
+            head. If False, they are made by `make_splash_mha`.
         head_shards: The number of devices that the heads are split over.
         q_seq_shards: The number of devices that the queries are split over (context parallelism).
         **options: Options of jax's function, for example `block_sizes`.
 
     Returns:
-        The kernels as one pytree whose arrays have a leading axis for the batch, and the
-        `SegmentIds` int32 [B, T] and [B, S], or None if there is only one segment. Call them in a
-        `jax.vmap` over both. On a mesh, the specs of the kernels for `jax.shard_map` are the specs
-        of one row with an axis for the batch in front:
+        A pair of the kernels and the segment ids. The kernels are one pytree whose arrays have a
+        leading axis for the batch. The segment ids are `SegmentIds` of int32 arrays [B, T] and [B,
+        S], or None if there is only one segment. Call the kernels in a `jax.vmap` over both. On a
+        mesh, make the specs for `jax.shard_map` from the specs of one row, and put the mesh axis of
+        the batch in front:
 
             row = jax.tree.map(lambda array: array[0], kernels)
             specs = row.manual_sharding_spec(NamedSharding(mesh, PartitionSpec("heads", "length")))
             specs = jax.tree.map(lambda spec: PartitionSpec("batch", *spec), specs)
 
     Raises:
-        TypeError: `mask` is not an AttentionMask; `num_heads`, `batch_size`, `q_offset` or a number
-            of shards is not a Python int; or `is_mqa` is not a Python bool.
-        ValueError: Splash attention cannot express a part of the mask; the tokens are not traced
-            and lie in another order, or are not the keys from `q_offset` on; a block size does
-            not divide the length; or the tiles are too many for the scalar memory.
+        TypeError: `mask` is not an AttentionMask, or `is_mqa` is not a Python bool. `num_heads`,
+            `batch_size`, `q_offset` or a number of shards is not a Python int.
+        ValueError: Splash attention cannot express a part of the mask. The tokens are not traced,
+            and are not in the layout `order`, or the queries differ from the keys from `q_offset`
+            on. A block size does not divide the length. The numbers of all tiles do not fit the
+            scalar memory (see below).
 
     Example:
         >>> import jax
@@ -90,16 +94,18 @@ def splash_kernels(
         (1, 1, 256, 128)
 
     Edge cases:
-        - A query that sees no key gets an average of the values, and the kernel makes the gradients
-          of that average S times too large. So drop the outputs of such queries. If a source may be
-          empty, `jnp.where(keys.padding_mask.any(-1)[:, None, None, None], outputs, 0)` does that.
-          A query whose segment has no keys is such a query, too.
-        - A kernel keeps some numbers of each tile in a TPU's scalar memory of 1 MB, so long rows
-          need large tiles: 524,288 tokens without a window need block sizes of 1024.
+        - A query that sees no key gets an average of the values, and the gradients of this average
+          are S times too large. A query sees no key if its segment has no keys, for example if the
+          source of a translation is empty. So drop the outputs of these queries. For empty sources,
+          write `jnp.where(keys.padding_mask.any(-1)[:, None, None, None], outputs, 0)`.
+        - A kernel keeps some numbers of each tile in the scalar memory of a TPU, which has 1 MB. So
+          long rows need large tiles. For example, 524,288 tokens without a window need block sizes
+          of 1024.
 
     Source:
+        The kernel is
         https://github.com/jax-ml/jax/tree/main/jax/experimental/pallas/ops/tpu/splash_attention.
-        Levanter skips tiles of other documents in the same kernel,
+        Levanter also skips the tiles of two documents in this kernel, see
         https://github.com/marin-community/marin/pull/6330.
     """
     # Pallas is imported when it is used, because it takes longer to import than this package.

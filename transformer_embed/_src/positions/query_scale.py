@@ -20,14 +20,17 @@ def query_scale(
     rotate the queries [batch, length, heads, head_dim], multiply them by `scale[..., None, None]`.
 
     Args:
-        positions: Integers. Positions below 0, which padding may have, count as 0.
+        positions: The positions of the queries. Integers of any shape. A negative position, which
+            padding may have, counts as 0.
         beta: How fast the scale grows, at least 0.
-        length: The length that the model was trained on, at least 1. The scale grows in steps of so
-            many tokens.
-        offset: 0 (Ministral 3) or 1 (Llama 4).
+        length: The length that the model was trained on, at least 1. The scale grows in steps:
+            after every `length` positions, it becomes larger.
+        offset: A number that is added to each position, 0 or 1. Pass 0 for Ministral 3 and 1 for
+            Llama 4.
 
     Returns:
-        float32 of the shape of `positions`, to 2 units in the last place.
+        The scales, in float32, of the shape of `positions`. The error is at most 2 units in the
+        last place.
 
     Raises:
         TypeError: `positions` are not integers.
@@ -40,9 +43,9 @@ def query_scale(
         [1.0, 1.0, 1.06931471824646]
 
     Source:
-        Nakanishi, "Scalable-Softmax Is Superior for Attention" (2025),
-        https://arxiv.org/abs/2501.19399, as Llama 4 and Ministral 3 have it in the transformers
-        library.
+        The scale is from Nakanishi, "Scalable-Softmax Is Superior for Attention" (2025),
+        https://arxiv.org/abs/2501.19399, in the form that Llama 4 and Ministral 3 have in
+        transformers.
     """
     beta = arguments.not_negative("beta", beta)
     length = arguments.size("length", length)

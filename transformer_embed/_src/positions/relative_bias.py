@@ -25,16 +25,16 @@ def alibi_slopes(num_heads: int, *, max_bias: float = 8.0) -> Float32[Array, "h"
 
         slopes[i] = 2 ** (-max_bias * (i + 1) / n)
 
-    If not, n is the power of two below num_heads. The slopes of n heads come first, then the first,
-    third, fifth, ... slope of 2n heads.
+    If not, let n be the largest power of two below num_heads. The slopes of n heads come first. The
+    remaining heads get the first, third, fifth, ... slope of 2n heads.
 
     Args:
         num_heads: The number of heads, at least 1.
-        max_bias: The last slope is 2 ** -max_bias. It is above 0 and at most 126 (for which the
-            slope is float32's smallest normal number). MPT and Keras call it `alibi_bias_max`.
+        max_bias: A number above 0 and at most 126. The smallest slope is 2 ** -max_bias. MPT and
+            Keras call this argument `alibi_bias_max`.
 
     Returns:
-        float32 [num_heads], in (0, 1). Each slope is rounded once.
+        The slopes, float32 [num_heads], in (0, 1). Each slope is rounded only once.
 
     Raises:
         TypeError: `num_heads` is not a Python int, or `max_bias` is not a Python number.
@@ -46,9 +46,10 @@ def alibi_slopes(num_heads: int, *, max_bias: float = 8.0) -> Float32[Array, "h"
         [0.0625, 0.00390625, 0.25]
 
     Source:
-        Press et al., "Train Short, Test Long" (2022), section 3, https://arxiv.org/abs/2108.12409;
-        head counts that are not a power of two as in the authors' code. MPT's rule looks different
-        and gives the same slopes in the same order.
+        The slopes are from Press et al., "Train Short, Test Long" (2022), section 3,
+        https://arxiv.org/abs/2108.12409. For head counts that are not a power of two, the rule is
+        from the authors' code. The rule of MPT looks different, but gives the same slopes in the
+        same order.
     """
     return jax.device_put(np.array(_slopes(num_heads, max_bias), np.float32))
 
@@ -70,34 +71,37 @@ def alibi_bias(
     bias is made from positions, so it is right for queries at an offset in a cache, for packed
     sequences and for padding on either side.
 
-    A causal bias is positive for keys after the query, so mask these keys. A softmax ignores a term
-    that is constant over the keys, so the bias of one query can be used for all queries:
-    `query_positions=[0]` gives `slopes * key`, the bias of Bloom and Falcon (which computes it in
-    bfloat16), and `query_positions=[length - 1]` gives the bias of MPT and Keras. A bias that is
-    not causal cannot be shared by all queries.
+    A causal bias is positive for keys after the query, so mask these keys. To save memory, you can
+    compute a causal bias for a single query and use it for all queries, because a softmax ignores a
+    term that is constant over the keys. With `query_positions=[0]` you get `slopes * key`, the bias
+    of Bloom and Falcon (Falcon computes it in bfloat16). With `query_positions=[length - 1]` you
+    get the bias of MPT and Keras. If `causal` is False, compute the bias for every query.
 
     Args:
-        query_positions: Integers, [T] or [B, T].
-        key_positions: Integers, [S] or [B, S].
-        num_heads: The number of heads, as in `alibi_slopes`.
+        query_positions: The positions of the queries. Integers of shape [T] or [B, T].
+        key_positions: The positions of the keys. Integers of shape [S] or [B, S].
+        num_heads: The number of heads, at least 1.
         causal: Whether a mask hides the keys after the query. Set True for a decoder. Set False for
-            an encoder (or MPT without a causal mask): keys after the query then count by their
-            distance, like keys before the query. There is no default, as in `AttentionMask`.
-        max_bias: The last slope is 2 ** -max_bias, above 0 and at most 126.
+            an encoder (or MPT without a causal mask), so that keys after the query get a negative
+            bias, like keys before the query. There is no default.
+        max_bias: A number above 0 and at most 126, from which `alibi_slopes` computes the slopes.
         dtype: The dtype of the result.
 
     Returns:
-        [B or 1, num_heads, T, S] of `dtype`, or [num_heads, T, S] if neither side has a batch
-        axis. Distances are exact integers for any two positions. The product is computed in float32
-        (relative error below 1.8e-7) and rounded once. The bias is limited to a quarter of the
-        dtype's largest number. So if you add `mask_to_bias`, nothing overflows, and masked keys
-        stay masked. The limit matters only in float16, where it is 16376.
+        The bias, of `dtype`. Shape [B or 1, num_heads, T, S], or [num_heads, T, S] if neither the
+        queries nor the keys have a batch axis. Distances are exact integers for any two positions.
+        The product is computed in float32 (relative error below 1.8e-7) and rounded once. The
+        magnitude of the bias is limited to a quarter of the largest number of the dtype, so that
+        the sum with `mask_to_bias` stays finite and masked keys stay masked. You can reach this
+        limit only in float16, where it is 16376.
 
     Raises:
-        TypeError: Positions are not integers that `TokenPositions` takes, `causal` is not a Python
-            bool, or `dtype` is not a floating dtype; and as `alibi_slopes`.
-        ValueError: Positions on the host are outside int32 or have a rank other than 1 or 2, or the
-            numbers of batch rows differ; and as `alibi_slopes`.
+        TypeError: Positions are not integers, or are a jax array of uint32 or uint64. `causal` is
+            not a Python bool, `num_heads` is not a Python int, or `max_bias` is not a Python
+            number. `dtype` is not a floating dtype.
+        ValueError: A position on the host is outside int32, or positions have a rank other than 1
+            or 2. The queries and the keys have different numbers of batch rows. `num_heads` is
+            below 1, or `max_bias` is outside (0, 126].
 
     Example:
         >>> import transformer_embed as te
@@ -105,7 +109,8 @@ def alibi_bias(
         [[[-0.125, -0.0625, 0.0]], [[-0.0078125, -0.00390625, 0.0]]]
 
     Source:
-        Press et al., "Train Short, Test Long" (2022), section 3, https://arxiv.org/abs/2108.12409
+        The bias is from Press et al., "Train Short, Test Long" (2022), section 3,
+        https://arxiv.org/abs/2108.12409
     """
     positions = comparable_arrays(query_positions=query_positions, key_positions=key_positions)
     slopes = _slopes(num_heads, max_bias)
@@ -126,38 +131,40 @@ def relative_position_buckets(
 ) -> Int32[Array, "*b t s"]:
     """Computes T5's bucket of the distance between each query and key.
 
-    A bucket is the row of a table of biases, which `te.RelativePositionBias` learns. With m buckets
-    for each direction, of which the first e = m // 2 hold one distance each, distance n has bucket
+    A bucket is the index of a row in a table of biases, which `te.RelativePositionBias` learns. Let
+    m be the number of buckets for each direction. The first e = m // 2 buckets have one distance
+    each, and the later buckets have ranges of distances. The bucket of distance n is
 
         n                                                                     if n < e
         min(m - 1, e + floor(log(n / e) / log(max_distance / e) * (m - e)))   otherwise
 
-    It is computed in exact integers, because float32 logarithms are one bucket too low at some
-    distances.
+    The bucket is computed in exact integers, because logarithms in float32 would give a bucket that
+    is too low by one at some distances.
 
     Args:
-        query_positions: Integers, [T] or [B, T].
-        key_positions: Integers, [S] or [B, S].
-        num_buckets: The number of rows of the table, at least 4 (2 if causal). If the number is odd
-            and `causal` is False, the last row is unused.
-        max_distance: All distances from this one on share the last bucket. It is larger than the e
-            above.
-        causal: Whether a mask hides the keys after the query. If False (T5's encoder), m is
-            num_buckets // 2: buckets 0..m-1 are for keys at or before the query, and m..2m-1 for
-            keys after the query. If True (T5's decoder), m is num_buckets, and all buckets are for
-            keys at or before the query. Keys after the query get 0. There is no default, as in
-            `AttentionMask`.
+        query_positions: The positions of the queries. Integers of shape [T] or [B, T].
+        key_positions: The positions of the keys. Integers of shape [S] or [B, S].
+        num_buckets: The number of rows of the table. At least 2 if `causal` is True, and at least 4
+            if not. If `causal` is False, pass an even number, because an odd number leaves the last
+            row unused.
+        max_distance: A distance, larger than e. All distances from `max_distance` on are in the
+            last bucket.
+        causal: Whether a mask hides the keys after the query. Set False for T5's encoder. Then m is
+            num_buckets // 2, buckets 0 to m - 1 are for keys at or before the query, and buckets m
+            to 2m - 1 are for keys after the query. Set True for T5's decoder. Then m is
+            num_buckets, all buckets are for keys at or before the query, and keys after the query
+            get bucket 0. There is no default.
 
     Returns:
-        int32 [B or 1, T, S], or [T, S] if neither side has a batch axis, in [0, num_buckets); exact
-        for any two int32 positions.
+        The buckets, int32, in [0, num_buckets). Shape [B or 1, T, S], or [T, S] if neither the
+        queries nor the keys have a batch axis. Buckets are exact for any two int32 positions.
 
     Raises:
-        TypeError: Positions are not integers that `TokenPositions` takes, `num_buckets` or
-            `max_distance` is not a Python int, or `causal` is not a Python bool.
-        ValueError: Positions on the host are outside int32 or have a rank other than 1 or 2; the
-            numbers of batch rows differ; `num_buckets` or `max_distance` is too low; or
-            `max_distance` is 2**31 - 1 or more.
+        TypeError: Positions are not integers, or are a jax array of uint32 or uint64. `num_buckets`
+            or `max_distance` is not a Python int, or `causal` is not a Python bool.
+        ValueError: A position on the host is outside int32, or positions have a rank other than 1
+            or 2. The queries and the keys have different numbers of batch rows. `num_buckets` is
+            too low, or `max_distance` is not between e and 2**31 - 1.
 
     Example:
         >>> import transformer_embed as te
@@ -165,9 +172,9 @@ def relative_position_buckets(
         [[10, 1, 0, 17, 31]]
 
     Source:
-        Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
-        Transformer" (2020), section 2.1, https://arxiv.org/abs/1910.10683; the formula is from its
-        code, Mesh TensorFlow.
+        The buckets are from Raffel et al., "Exploring the Limits of Transfer Learning with a
+        Unified Text-to-Text Transformer" (2020), section 2.1, https://arxiv.org/abs/1910.10683. The
+        formula is from the code of the paper, Mesh TensorFlow.
     """
     causal = arguments.flag("causal", causal)
     num_buckets = arguments.integer("num_buckets", num_buckets, at_least=2 if causal else 4)

@@ -13,31 +13,32 @@ from transformer_embed._src.partitioning import with_whole_rows
 def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Array, "*b t s"]:
     """Moves the logits of relative distances to the keys at these distances.
 
-    Use it for attention with relative embeddings (Transformer-XL, XLNet, Music Transformer). You
-    multiply each query by the embedding of each distance, which is one matrix product, and this
-    function puts each product to its key. With T queries that are the last of S keys,
+    Use it for attention with relative embeddings (Transformer-XL, XLNet, Music Transformer). In
+    these models, you multiply each query by the embedding of each distance, which is one matrix
+    product. This function then moves each product to the key at that distance. For T queries, which
+    are the last T of the S keys,
 
         result[..., t, s] = logits[..., t, s + T - 1 - t]
 
-    so column r of the logits stands for the key that is `r - (S - 1)` tokens after the query. That
-    is 0 for the query's own key, in column S - 1, and negative for the keys before the query.
+    So column S - 1 of the logits is for the query's own key, column S - 2 for the key one token
+    before the query, and column S for the key one token after the query.
 
     Args:
-        logits: Floats, [..., T, R], for example [batch, heads, T, R]. Column 0 is of the largest
-            distance. R is at least S (columns for the query's own key and the keys before it, as in
-            Transformer-XL) and at most S + T - 1 (columns also for the keys after it, as in XLNet).
-        num_keys: The number of keys, S: the queries and the tokens of a memory before them. If
-            None, there are as many keys as columns.
+        logits: The products of the queries and the embeddings of the distances. Floats of shape
+            [..., T, R], for example [batch, heads, T, R]. Column 0 is for the key that is farthest
+            before the query. Pass R = S columns for attention to the past, as in Transformer-XL,
+            and up to S + T - 1 columns if queries also attend to later keys, as in XLNet.
+        num_keys: The number of keys, S. Keys are the tokens of a memory, then the tokens of the
+            queries. If None, S is R, the number of columns.
 
     Returns:
-        [..., T, S], of the dtype of `logits`. A key for which there is no column gets -inf, so with
-        R = S no query attends to a later key. The gradient of each column goes to the pairs of its
-        distance.
+        The logits of the keys, of the dtype of `logits`. Shape [..., T, S]. If `logits` has no
+        column for the distance of a key, the key gets -inf, so with R = S no query attends to a
+        later key. The function is differentiable.
 
     Raises:
-        TypeError: `logits` are not floats, or `num_keys` is not a Python int.
-        ValueError: `logits` have no axes of queries and columns, or R is not between S and
-            S + T - 1.
+        TypeError: `logits` does not hold floats, or `num_keys` is not a Python int.
+        ValueError: `logits` has fewer than two axes, or R is not between S and S + T - 1.
 
     Example:
         >>> import jax.numpy as jnp
@@ -59,8 +60,9 @@ def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Arra
         (1, 1, 2, 4)
 
     Source:
-        Dai et al., "Transformer-XL" (2019), appendix B, https://arxiv.org/abs/1901.02860. Where
-        there is no column, the authors' code leaves a logit of another query, and needs a mask.
+        The shift is from Dai et al., "Transformer-XL" (2019), appendix B,
+        https://arxiv.org/abs/1901.02860. In the authors' code, a key without a column gets a logit
+        of the wrong query, so their code needs a mask.
     """
     logits = arguments.as_floats("logits", logits)
     has_columns = logits.ndim > 1 and logits.shape[-1] > 0

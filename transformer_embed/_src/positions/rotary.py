@@ -47,40 +47,44 @@ def apply_rotary(
     because the angles would add up.
 
     Args:
-        x: The queries or keys, [..., length, heads, head_dim], of a floating dtype. If your heads
-            come before the length, swap these two axes first.
+        x: The queries or keys, of a floating dtype. Shape [..., length, heads, head_dim]. If the
+            heads come before the length in your arrays, swap these two axes first.
         positions: The position of each token, such as `TokenPositions.positions`. Integers of any
-            dtype, or float32, of shape [length], or with more axes that broadcast to the axes of x
-            before the heads. With `pair_axes`, [..., length, axes].
+            dtype, or float32. Shape [length], or a shape that broadcasts to [..., length]. If you
+            set `pair_axes`, add a last axis: [..., length, axes].
         base: The base of the frequencies, above 0, often called theta. Pass the `rope_theta` of a
             published model.
         layout: Which channels form a pair. `"half"` pairs i with i + head_dim // 2. `"interleaved"`
             pairs 2i with 2i + 1. A model must run in the layout that it was trained in. The wrong
             one raises no error.
-        rotary_dim: How many channels of each head are rotated, an even number. Set it for models
-            that rotate a part of the head (GPT-J, GPT-NeoX). If None, all channels are rotated.
-        partial: Which channels `rotary_dim` means. `"first"` rotates the first `rotary_dim`
-            channels, as a head of that size. `"proportional"` (Gemma) pairs the channels of the
-            whole head, has head_dim in the exponents, and rotates the first rotary_dim / 2 pairs.
-        scaling: How frequencies are changed for texts longer than in training: `LinearScaling`,
-            `NTKScaling`, `YarnScaling`, `Llama3Scaling` or `LongRopeScaling`. Pass the one that the
-            model was trained or published with. If None, frequencies stay as they are.
-        pair_axes: Which axis of the positions rotates each pair, one integer from 0 per pair, such
-            as `np.repeat([0, 1, 2], [16, 24, 24])`. Set it only if tokens have several positions,
-            such as time, height and width. It does not change the frequencies. If None, each token
-            has one position.
+        rotary_dim: The number of channels of each head that are rotated, an even number. Set it for
+            models that rotate only a part of the head (GPT-J, GPT-NeoX). If None, all channels are
+            rotated.
+        partial: Which channels are rotated if `rotary_dim` is set. `"first"` rotates the first
+            `rotary_dim` channels, like a head of that size. `"proportional"` (Gemma) pairs the
+            channels of the whole head, uses head_dim in the exponents, and rotates the first
+            rotary_dim / 2 pairs.
+        scaling: How the frequencies are changed for texts that are longer than in training. Pass
+            the scaling that your model was published with: a `LinearScaling`, `NTKScaling`,
+            `YarnScaling`, `Llama3Scaling` or `LongRopeScaling`. If None, the frequencies stay as
+            they are.
+        pair_axes: Which of a token's positions rotates each pair. One integer per pair, an index
+            into the last axis of `positions`. Set it only if each token has several positions, such
+            as time, height and width. For example, `np.repeat([0, 1, 2], [16, 24, 24])` rotates the
+            first 16 pairs by the time. The frequencies stay the same. If None, each token has one
+            position.
 
     Returns:
-        The rotated array, [..., length, heads, head_dim], of x's dtype. It is differentiable in x
-        and in float positions.
+        The rotated array, of the shape and dtype of x. The result is differentiable in x and in
+        float positions.
 
     Raises:
-        TypeError: x does not have a floating dtype of 16 bits or more; or positions are neither
+        TypeError: `x` does not have a floating dtype of 16 bits or more. `positions` are neither
             integers nor float32.
-        ValueError: shapes or `pair_axes` do not fit together; the number of channels that form
-            pairs is odd; an argument is out of its range; a position on the host is outside int32
-            (uint32 arrays are accepted whole); or `base` and `scaling` make a frequency of 2**32
-            full turns per position or more.
+        ValueError: The shapes of `x`, `positions` and `pair_axes` do not fit. The number of
+            channels that form pairs is odd. An argument is out of its range, or a position on the
+            host is outside int32 (a uint32 array may have any uint32). `base` and `scaling` give a
+            frequency of 2**32 full turns per position or more.
 
     Example:
         >>> import jax.numpy as jnp
@@ -93,17 +97,20 @@ def apply_rotary(
         True
 
     Edge cases:
-        - Cosines and sines are wrong by at most 6.0e-8 at every int32 and uint32 position, and at
-          float positions below 2**24 in magnitude if no frequency is above 1000. A scaling with an
-          attention factor multiplies this error by the factor, and adds one float32 rounding.
-        - The rotation is computed in float32 (in float64 if x is) and rounded once to x's dtype.
-        - The rotated channels are NaN at a 64-bit jax integer outside int32, and at a float
-          position that is not finite or is 2**31 or more in magnitude.
+        - The error of cosines and sines is at most 6.0e-8 at every int32 and uint32 position. The
+          error is as small at float positions below 2**24 in magnitude, if no frequency is above
+          1000 radians per position. If a scaling has an attention factor, the error is multiplied
+          by this factor, and one float32 rounding is added.
+        - The rotation is computed in float32, or in float64 if x is float64, and rounded once to
+          the dtype of x.
+        - In two cases, the rotated channels are NaN: at a 64-bit jax integer outside int32, and at
+          a float position that is NaN, infinite, or 2**31 or more in magnitude.
 
     Source:
-        Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), section
-        3.4.2, equation 34, https://arxiv.org/abs/2104.09864. Several axes: Wang et al., "Qwen2-VL"
-        (2024), section 2.1, https://arxiv.org/abs/2409.12191
+        The rotation is from Su et al., "RoFormer: Enhanced Transformer with Rotary Position
+        Embedding" (2021), section 3.4.2, equation 34, https://arxiv.org/abs/2104.09864. The
+        rotation with several axes is from Wang et al., "Qwen2-VL" (2024), section 2.1,
+        https://arxiv.org/abs/2409.12191
     """
     x = arguments.as_floats("x", x)
     arguments.check_shape("x", x.shape, x.ndim >= 3, "[..., length, heads, head_dim]")
@@ -146,25 +153,26 @@ def permute_rotary_weights(
     as it is.
 
     Args:
-        weights: The weights or biases, [..., num_heads * head_dim], of any dtype. The output
-            channels are the last axis, as in hk.Linear. In PyTorch they are the first axis, so
-            transpose these weights.
-        num_heads: The number of heads, at least 1. With grouped queries, pass the number of key
-            heads for the weights of keys.
+        weights: The weights or biases, of any dtype. Shape [..., num_heads * head_dim], with the
+            output channels last, as in `hk.Linear`. In PyTorch, the output channels are the first
+            axis, so transpose weights from PyTorch.
+        num_heads: The number of heads, at least 1. If the model has fewer key heads than query
+            heads, pass the number of key heads for the weights of the keys.
         source: The layout that the weights are in, `"half"` or `"interleaved"`, as in
             `apply_rotary`.
         target: The layout to convert them to.
-        rotary_dim: How many channels of each head, from the first, form pairs. If None, all of them
-            do. That is also right for models that you run with `partial="proportional"`, because
-            there, too, all channels of a head form pairs.
+        rotary_dim: The number of channels of each head, from the first, that form pairs. Pass the
+            `rotary_dim` of `apply_rotary`, but pass None if the model has `partial="proportional"`,
+            because all channels of its heads form pairs. If None, all channels form pairs.
 
     Returns:
-        The permuted array, of the weights' shape and dtype.
+        The permuted array, of the shape and dtype of `weights`.
 
     Raises:
         TypeError: `num_heads` or `rotary_dim` is not a Python int.
-        ValueError: The last axis is not a multiple of `num_heads`, the number of channels that form
-            pairs is odd, or a layout is unknown.
+        ValueError: The size of the last axis is not a multiple of `num_heads`, or the number of
+            channels that form pairs is odd. `source` or `target` is neither `"half"` nor
+            `"interleaved"`.
 
     Example:
         >>> import transformer_embed as te
@@ -173,8 +181,8 @@ def permute_rotary_weights(
         [0, 3, 1, 4, 2, 5]
 
     Source:
-        The conversion of Llama's published checkpoints (interleaved) for the transformers library
-        (half).
+        The transformers library reorders the published weights of Llama (interleaved) in the same
+        way, because it rotates in the layout half.
     """
     array = conversions.on_device(arguments.as_array("weights", weights))
     num_heads = arguments.size("num_heads", num_heads)

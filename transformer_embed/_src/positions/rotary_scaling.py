@@ -62,7 +62,8 @@ class LinearScaling(_Scaling):
     """Divides every frequency by `factor` (position interpolation).
 
     Use it for models that were trained with position interpolation. Their config.json has the rope
-    type "linear". A text that is `factor` times longer then uses the angles of the trained lengths.
+    type "linear". A text that is `factor` times longer than in training then uses only angles that
+    the model has seen.
 
     Args:
         factor: How many times longer the context is than in training, above 0.
@@ -80,8 +81,8 @@ class LinearScaling(_Scaling):
         [[[0.54  0.841]]]
 
     Source:
-        Chen et al., "Extending Context Window of Large Language Models via Positional
-        Interpolation" (2023), section 2.3, https://arxiv.org/abs/2306.15595
+        Position interpolation is from Chen et al., "Extending Context Window of Large Language
+        Models via Positional Interpolation" (2023), section 2.3, https://arxiv.org/abs/2306.15595
     """
 
     factor: float
@@ -95,13 +96,13 @@ class LinearScaling(_Scaling):
 class NTKScaling(_Scaling):
     """Multiplies the base by `alpha ** (d / (d - 2))`, for d rotated channels (NTK-aware scaling).
 
-    Use it to run a model on longer texts than in training. The highest frequency stays as it is,
-    so neighbouring tokens are told apart as before. The lowest frequency is divided by `alpha`.
+    Use it to run a model on texts that are longer than in training. The highest frequency stays as
+    it is, so the model can tell neighbouring tokens apart as before. The lowest frequency is
+    divided by `alpha`.
 
-    In transformers, the rope type "dynamic" sets alpha by the current length:
+    In transformers, the rope type "dynamic" computes alpha from the current length of the text:
     `alpha = max(factor * length / original_length - (factor - 1), 1)`. Do not combine dynamic
-    scaling with a KV cache, because keys that were rotated for one length do not fit queries that
-    are rotated for another.
+    scaling with a KV cache, because the cached keys were rotated with the alpha of a shorter text.
 
     Args:
         alpha: How many times longer the context is than in training, above 0.
@@ -116,8 +117,9 @@ class NTKScaling(_Scaling):
         NTKScaling(alpha=8.0)
 
     Source:
-        bloc97 (2023), as given by Peng et al., "YaRN: Efficient Context Window Extension of Large
-        Language Models" (2023), sections 3.1 and 3.3, https://arxiv.org/abs/2309.00071
+        The scaling is from bloc97 (2023). Its formula is given by Peng et al., "YaRN: Efficient
+        Context Window Extension of Large Language Models" (2023), sections 3.1 and 3.3,
+        https://arxiv.org/abs/2309.00071
     """
 
     alpha: float
@@ -136,38 +138,44 @@ class YarnScaling(_Scaling):
 
     Use it for models that were published with YaRN, such as gpt-oss and DeepSeek. Their config.json
     has the rope type "yarn". YaRN also multiplies cosines and sines by an attention factor, so the
-    attention scores are multiplied by its square.
+    attention scores are multiplied by the square of this factor.
 
-    A frequency is high if it makes many turns over the trained length. The frequency that makes n
-    turns has the index `index(n) = d * ln(original_length / (2 * pi * n)) / (2 * ln(base))`, for d
-    rotated channels. A ramp rises from 0 at max(index(beta_fast), 0) to 1 at
-    min(index(beta_slow), d - 1), and
+    A frequency is high if it makes many full turns over the trained length. For d rotated channels,
+    the frequency that makes n turns has the index
+    `index(n) = d * ln(original_length / (2 * pi * n)) / (2 * ln(base))`. A ramp over the indices
+    rises from 0 at max(index(beta_fast), 0) to 1 at min(index(beta_slow), d - 1). It blends the two
+    frequencies:
 
         frequency[i] = base ** (-2i / d) * (ramp[i] / factor + 1 - ramp[i])
 
-    If both ends of the ramp are equal, it is a step: 0.001 is added to the second end, as in
-    transformers.
+    If both ends of the ramp are equal, the ramp becomes a step, because 0.001 is added to the
+    second end, as in transformers.
 
-    The attention factor is m(mscale) / m(mscale_all_dim), where m(s) = 0.1 * s * ln(factor) + 1. It
-    is 1 for a factor up to 1.
+    The attention factor is m(mscale) / m(mscale_all_dim), where m(s) = 0.1 * s * ln(factor) + 1. If
+    `factor` is at most 1, the attention factor is 1.
 
     Args:
         factor: How many times longer the context is than in training, above 0.
         original_length: The trained length, at least 2.
-        beta_fast: The number of turns from which a frequency is kept; at least beta_slow. If both
-            are equal, as in Kimi K2, nothing or little is blended.
-        beta_slow: The number of turns up to which a frequency is divided by factor; above 0.
-        truncate: Whether the ends of the ramp are rounded outwards to integers. Pass False for
-            gpt-oss.
-        mscale: A number of the formula above, at least 0. The name is DeepSeek's.
-        mscale_all_dim: A number of the formula above, at least 0.
-        attention_factor: A number above 0 that replaces the formula. Pass it if the model's
-            config.json has it. If None, the formula holds.
+        beta_fast: A number of full turns, at least `beta_slow`. A frequency that makes at least
+            this many turns is kept. If `beta_fast` and `beta_slow` are equal, as in Kimi K2, hardly
+            any frequency is blended.
+        beta_slow: A number of full turns, above 0. A frequency that makes at most this many turns
+            is divided by `factor`.
+        truncate: Whether the ends of the ramp are rounded to integers, the first end down and the
+            second end up. Pass False for gpt-oss.
+        mscale: A number in the formula of the attention factor, at least 0. Pass the `mscale` of
+            the model's config.json, if there is one, as in DeepSeek's.
+        mscale_all_dim: A number in the formula of the attention factor, at least 0. Pass the
+            `mscale_all_dim` of the model's config.json, if there is one.
+        attention_factor: The attention factor, a number above 0. Pass it if the config.json of your
+            model has it. If None, the attention factor is computed by the formula above.
 
     Raises:
-        TypeError: An argument is of another type.
-        ValueError: An argument is out of its range; or, when the scaling is applied, the base is
-            not above 1.
+        TypeError: `truncate` is not a Python bool, or one of the numbers is neither a Python number
+            nor a numpy scalar.
+        ValueError: An argument is out of its range. `apply_rotary` also raises a ValueError if the
+            `base` is at most 1.
 
     Example:
         >>> import numpy as np
@@ -178,13 +186,15 @@ class YarnScaling(_Scaling):
         [[[1.347 0.   ]]]
 
     Edge cases:
-        - If one of mscale and mscale_all_dim is missing in a config.json or is 0, transformers uses
-          mscale=1 and mscale_all_dim=0. Pass these if you read the config.json yourself.
+        - If `mscale` or `mscale_all_dim` is missing in a config.json, or is 0, transformers uses
+          mscale=1 and mscale_all_dim=0. If you read the config.json yourself, pass these two
+          numbers in this case.
 
     Source:
-        Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models" (2023),
-        sections 3.2 and 3.4, https://arxiv.org/abs/2309.00071; mscale: DeepSeek-AI, "DeepSeek-V2"
-        (2024), its published code, https://arxiv.org/abs/2405.04434
+        The scaling is from Peng et al., "YaRN: Efficient Context Window Extension of Large Language
+        Models" (2023), sections 3.2 and 3.4, https://arxiv.org/abs/2309.00071. The arguments
+        `mscale` and `mscale_all_dim` are from the published code of DeepSeek-AI, "DeepSeek-V2"
+        (2024), https://arxiv.org/abs/2405.04434
     """
 
     factor: float
@@ -249,22 +259,24 @@ class Llama3Scaling(_Scaling):
 
     Use it for Llama 3.1 and later models whose config.json has the rope type "llama3".
 
-    A frequency f makes `n = original_length * f / (2 * pi)` turns over the trained length, and
-    becomes
+    A frequency f makes `n = original_length * f / (2 * pi)` full turns over the trained length. The
+    scaled frequency is
 
         f * ((1 - s) / factor + s)
         s = (n - low_freq_factor) / (high_freq_factor - low_freq_factor), clipped to [0, 1]
 
     Args:
-        factor: How much low frequencies are divided, above 0. It is 8 in Llama 3.1 and 32 in Llama
-            3.2.
-        low_freq_factor: The number of turns up to which a frequency is divided by factor; above 0.
-        high_freq_factor: The number of turns from which a frequency is kept; at least
-            low_freq_factor. If both are equal, as in Llama 4 Scout, nothing is blended.
+        factor: The number that divides low frequencies, above 0. Pass 8 for Llama 3.1 and 32 for
+            Llama 3.2.
+        low_freq_factor: A number of full turns, above 0. A frequency that makes at most this many
+            turns is divided by `factor`.
+        high_freq_factor: A number of full turns, at least `low_freq_factor`. A frequency that makes
+            at least this many turns is kept. If both numbers are equal, as in Llama 4 Scout, no
+            frequency is blended.
         original_length: The trained length, at least 2.
 
     Raises:
-        TypeError: An argument is of another type.
+        TypeError: An argument is not a number.
         ValueError: An argument is out of its range.
 
     Example:
@@ -273,8 +285,8 @@ class Llama3Scaling(_Scaling):
         Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=8192)
 
     Source:
-        Grattafiori et al., "The Llama 3 Herd of Models" (2024), https://arxiv.org/abs/2407.21783,
-        and `apply_scaling` of its published code.
+        The model is from Grattafiori et al., "The Llama 3 Herd of Models" (2024),
+        https://arxiv.org/abs/2407.21783. The formula is from `apply_scaling` in the published code.
     """
 
     factor: float
@@ -307,29 +319,32 @@ class Llama3Scaling(_Scaling):
 class LongRopeScaling(_Scaling):
     """Divides each frequency by a factor of its own, and scales cosines and sines (LongRoPE).
 
-    Use it for Phi-3 and other models whose config.json has the rope type "longrope". The long
-    factors are used if length > original_length, and the short ones otherwise. Cosines and sines
-    are multiplied by an attention factor, sqrt(1 + ln(factor) / ln(original_length)), which is 1
-    for a factor up to 1.
+    Use it for Phi-3 and other models whose config.json has the rope type "longrope". Each frequency
+    has a short and a long factor. If length > original_length, the frequency is divided by the long
+    factor, and otherwise by the short factor. Cosines and sines are multiplied by an attention
+    factor, sqrt(1 + ln(factor) / ln(original_length)). If `factor` is at most 1, the attention
+    factor is 1.
 
-    Choose the length once for a text, before you fill a KV cache. Keys that were rotated with the
-    short factors do not fit queries rotated with the long ones.
+    Choose one length for a text, before you fill a KV cache. If keys in the cache are rotated with
+    the short factors and later queries with the long factors, the attention scores are wrong.
 
     Args:
-        short_factor: The divisor of each frequency in short texts, d / 2 numbers above 0 for d
-            rotated channels.
-        long_factor: The divisor of each frequency in long texts, d / 2 numbers above 0.
+        short_factor: The number that divides each frequency in short texts. For d rotated channels,
+            pass d / 2 numbers above 0.
+        long_factor: The number that divides each frequency in long texts. For d rotated channels,
+            pass d / 2 numbers above 0.
         factor: How many times longer the context may be than in training, above 0. For Phi-3, pass
             max_position_embeddings / original_max_position_embeddings.
         original_length: The trained length, at least 2.
-        length: The length of your texts, a Python int of at least 0. It cannot be traced.
-        attention_factor: A number above 0 that replaces the formula. Pass it if the model's
-            config.json has it. If None, the formula holds.
+        length: The length of your texts, a Python int of at least 0 that is not traced.
+        attention_factor: The attention factor, a number above 0. Pass it if the config.json of your
+            model has it. If None, the attention factor is computed by the formula above.
 
     Raises:
-        TypeError: An argument is of another type; or length is traced or not a Python int.
-        ValueError: An argument is out of its range; or, when the scaling is applied, the number of
-            factors is not d / 2.
+        TypeError: `length` is traced or is not a Python int. Another argument is not a number or a
+            sequence of numbers.
+        ValueError: An argument is out of its range. `apply_rotary` also raises a ValueError if the
+            number of factors is not d / 2.
 
     Example:
         >>> import numpy as np
@@ -339,13 +354,14 @@ class LongRopeScaling(_Scaling):
         [[[1.19 0.  ]]]
 
     Edge cases:
-        - `apply_rotary` compiles again only if length is on the other side of original_length. A
-          `jax.jit` of yours that has the scaling as a static argument compiles for each length.
+        - If you change only `length`, `apply_rotary` compiles again only when `length` crosses
+          `original_length`. If you pass the scaling to your own `jax.jit` as a static argument,
+          your function is compiled for each length.
 
     Source:
-        Ding et al., "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens" (2024),
-        section 3, https://arxiv.org/abs/2402.13753; the attention factor and the choice by length:
-        Phi-3's published code.
+        The scaling is from Ding et al., "LongRoPE: Extending LLM Context Window Beyond 2 Million
+        Tokens" (2024), section 3, https://arxiv.org/abs/2402.13753. The attention factor, and the
+        choice of the factors by the length, are from Phi-3's published code.
     """
 
     short_factor: Sequence[float]

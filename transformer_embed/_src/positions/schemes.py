@@ -40,19 +40,21 @@ _CONVERTERS = SINUSOID_CONVERTERS | {
 class PositionScheme:
     """Says how an input layer counts and encodes positions, for `EmbedderConfig` and the modules.
 
-    `Sinusoidal`, `SinusoidalGrid` and `Learned` are schemes. To make a scheme of your own, write a
-    subclass that is a frozen dataclass, with the method `encoding` and the fields that the method
-    needs. A field with the name of a field of this package's schemes, such as `start` or `base`, is
-    converted and checked as there. `save_embedder` writes the name of your class, so define the
-    class before you call `load_embedder`.
+    A scheme says which position vectors are added to the token vectors. `Sinusoidal`,
+    `SinusoidalGrid` and `Learned` are schemes. To make a scheme of your own, write a subclass that
+    is a frozen dataclass, with the method `encoding` and the fields that this method needs. If a
+    field of yours has the name of a field of the three schemes, such as `start` or `base`, it is
+    converted and checked in the same way. `save_embedder` writes the name of your class into the
+    file, so define the class before you call `load_embedder`.
 
     Args:
         start: The position of the first token, if you pass no positions.
-        at_padding: The position of padding, which is not counted. If None, it is `start`.
-        pad_id: The id of padding. If None, it is the `pad_id` of the `EmbedderConfig`.
+        at_padding: The position of padding. (Only tokens are counted.) If None, the position of
+            padding is `start`.
+        pad_id: The id of padding. If None, the `pad_id` of the `EmbedderConfig` is used.
         max_len: The number of positions. If None, there is no limit.
-        is_learned: Whether the encodings are the rows of a parameter, [max_len, d_model]. The layer
-            then looks them up, and does not call `encoding`.
+        is_learned: Whether the encodings are the rows of a parameter of shape [max_len, d_model].
+            If True, the layer looks the rows up, and does not call `encoding`.
 
     Example:
         >>> import dataclasses
@@ -89,14 +91,16 @@ class PositionScheme:
         """Counts the positions of ids. A layer calls this if you pass no positions.
 
         Args:
-            ids: The ids, [length] or [..., length].
-            pad_id: The id of padding in the layer, which is used if the scheme has no `pad_id`.
+            ids: The ids. Shape [length] or [..., length].
+            pad_id: The id of padding in the layer, which is used if the `pad_id` of the scheme is
+                None.
 
         Returns:
-            int32 [..., length]. If nothing says which id is padding, int32 [length].
+            The positions, int32 [..., length]. If both `pad_id`s are None, all batch rows have the
+            same positions, and the shape is [length].
 
         Raises:
-            ValueError: There are more ids in a row than positions.
+            ValueError: A batch row has more ids than the scheme has positions.
         """
         length = ids.shape[-1]
         self._check_length(length)
@@ -121,11 +125,11 @@ class PositionScheme:
         """Computes the encodings of positions. A scheme of your own defines this method.
 
         Args:
-            positions: Integers or float32, [...].
+            positions: The positions. Integers or float32, of any shape.
             d_model: The number of channels.
 
         Returns:
-            [..., d_model], of float32 or a wider dtype.
+            The encodings, in float32 or a wider dtype. Shape [..., d_model].
         """
         raise NotImplementedError
 
@@ -137,17 +141,19 @@ class Sinusoidal(PositionScheme, Sinusoids):
     Use it for texts of any length, because it needs no table.
 
     Args:
-        base, layout, shift, odd, frequency_scale: As in `sinusoidal_encoding`.
+        base, layout, shift, odd, frequency_scale: The arguments of `sinusoidal_encoding` with these
+            names.
         start: The position of the first token, if you pass no positions.
-        at_padding: The position of padding, which is not counted. If None, it is `start`.
-        pad_id: The id of padding. If None, it is the `pad_id` of the `EmbedderConfig`. If that is
-            None too, every id is counted.
+        at_padding: The position of padding. (Only tokens are counted.) If None, the position of
+            padding is `start`.
+        pad_id: The id of padding. If None, the `pad_id` of the `EmbedderConfig` is used. If both
+            are None, every id is counted as a token.
 
     Raises:
-        TypeError: `start`, `at_padding` or `pad_id` is not a Python int; and as
-            `sinusoidal_encoding`.
-        ValueError: As in `sinusoidal_encoding`. An option that is wrong only for some d_model is
-            refused when a layer is made.
+        TypeError: `start`, `at_padding` or `pad_id` is not a Python int. An option of
+            `sinusoidal_encoding` has a wrong type.
+        ValueError: An option of `sinusoidal_encoding` is out of its range. If an option is wrong
+            only for the d_model of a layer, the layer raises the error when you make it.
 
     Example:
         >>> import transformer_embed as te
@@ -155,7 +161,7 @@ class Sinusoidal(PositionScheme, Sinusoids):
         10000.0
 
     Source:
-        Vaswani et al., "Attention Is All You Need" (2017), section 3.5,
+        The encoding is from Vaswani et al., "Attention Is All You Need" (2017), section 3.5,
         https://arxiv.org/abs/1706.03762
     """
 
@@ -176,10 +182,11 @@ class Sinusoidal(PositionScheme, Sinusoids):
 class SinusoidalGrid(PositionScheme, Sinusoids):
     """Adds sinusoidal encodings of the points of a grid, for the tokens of an image or a video.
 
-    It is a scheme of `EmbedderConfig` and `PositionalEncoding`. The layer takes flattened patches,
-    [..., h * w, d_model], in row-major order. So position p of a grid (h, w) is the point
-    (p // w, p % w), and a row with fewer patches has the first points. Add a class token after the
-    layer. If you have no layer, call `encoding`, which is a pure function of positions.
+    Use it as the scheme of an `EmbedderConfig` or a `PositionalEncoding`. The layer takes flattened
+    patches, [..., h * w, d_model], in row-major order: position p of a grid (h, w) is the point
+    `(p // w, p % w)`. If a batch row has fewer patches than points, its patches get the first
+    points. If the model has a class token, add the token after the layer. If you have no layer,
+    call `encoding`, which is a pure function of positions.
 
     Each axis gets an equal part of the channels. Part k is the `sinusoidal_encoding` of the
     coordinate along axis axes[k].
@@ -187,16 +194,19 @@ class SinusoidalGrid(PositionScheme, Sinusoids):
     Args:
         shape: The number of points along each axis, a tuple of ints, (height, width) for an image.
             There is at least one axis, and there are at most 2**31 - 1 points.
-        axes: The axis that each part encodes, a permutation of the axes. (1, 0) puts the width
-            first (MAE, diffusers, big_vision). If None, the first axis comes first (tensor2tensor,
-            the positional-encodings package).
-        axis_positions: The coordinates of the points, one sequence of numbers per axis. They are
-            known while tracing, and are kept as tuples of floats. If you have n points along an
-            axis and the model was trained with m, pass `np.arange(n) * m / n` to interpolate. For
-            diffusers, pass `np.arange(n) * base_size / n / interpolation_scale`. If None, they are
-            0, 1, 2, ...
-        base, layout, shift, frequency_scale: As in `sinusoidal_encoding`, for one part. MAE,
-            diffusers and big_vision have `layout="sin_cos"`, big_vision with `shift=1`.
+        axes: Which axis each part of the channels encodes, a permutation of 0, 1, ... Pass (1, 0)
+            to encode the width in the first channels, as in MAE, diffusers and big_vision. If None,
+            the first axis is encoded in the first channels, as in tensor2tensor and the
+            positional-encodings package.
+        axis_positions: The coordinates of the points along each axis, one sequence of numbers per
+            axis. The numbers cannot be traced. Set it to run a model on a grid of a new size. If
+            you have n points along an axis and the model was trained with m points, pass
+            `np.arange(n) * m / n` for this axis. For diffusers, pass
+            `np.arange(n) * base_size / n / interpolation_scale`. If None, the coordinates are 0, 1,
+            2, ...
+        base, layout, shift, frequency_scale: The arguments of `sinusoidal_encoding` with these
+            names, for each part of the channels. Pass `layout="sin_cos"` for MAE, diffusers and
+            big_vision, and for big_vision also `shift=1`.
         odd: How d_model channels are split over n axes. `"truncate"` gives each axis d_model / n
             channels, so d_model must be a multiple of n. `"round_up"` rounds d_model / n up to an
             even number for each axis, and cuts the concatenation to d_model (the
@@ -204,12 +214,13 @@ class SinusoidalGrid(PositionScheme, Sinusoids):
             each axis, and leaves zeros in the last channels (tensor2tensor).
 
     Raises:
-        TypeError: `shape` or `axes` is not a tuple of ints; `axis_positions` are not sequences of
-            Python numbers; and as `sinusoidal_encoding`.
-        ValueError: `shape` is out of range; `axes` is not a permutation; `axis_positions` do not
-            fit the shape; a row has more patches than the grid has points; and as
-            `sinusoidal_encoding`. An option that is wrong only for some d_model is refused when a
-            layer is made.
+        TypeError: `shape` or `axes` is not a tuple of ints, or `axis_positions` does not hold
+            sequences of numbers. An option of `sinusoidal_encoding` has a wrong type.
+        ValueError: `shape` is out of its range, or `axes` is not a permutation. `axis_positions`
+            does not have a number for each point along each axis. A batch row has more patches than
+            the grid has points. An option of `sinusoidal_encoding` is out of its range. If an
+            option is wrong only for the d_model of a layer, the layer raises the error when you
+            make it.
 
     Example:
         >>> import numpy as np
@@ -224,9 +235,9 @@ class SinusoidalGrid(PositionScheme, Sinusoids):
         The encoding of a position outside the grid is NaN.
 
     Source:
-        Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021), appendix D.4,
-        https://arxiv.org/abs/2010.11929; He et al., "Masked Autoencoders Are Scalable Vision
-        Learners" (2022), https://arxiv.org/abs/2111.06377
+        Encodings of two axes are in Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021),
+        appendix D.4, https://arxiv.org/abs/2010.11929. Sinusoids of a grid are used by He et al.,
+        "Masked Autoencoders Are Scalable Vision Learners" (2022), https://arxiv.org/abs/2111.06377
     """
 
     shape: tuple[int, ...]
@@ -267,16 +278,17 @@ class SinusoidalGrid(PositionScheme, Sinusoids):
 class Learned(PositionScheme):
     """Adds a learned vector for each position, as a scheme of `EmbedderConfig`.
 
-    Use it for models with a table of positions, such as BERT and GPT-2. `PositionalEncoding` takes
-    it too.
+    Use it for models with a table of positions, such as BERT and GPT-2. You can also pass this
+    scheme to `PositionalEncoding`.
 
     Args:
-        max_len: The number of positions, at least 1, which is the number of table rows.
-        start: The position of the first token, if you pass no positions. It is 2 in BART, OPT and
+        max_len: The number of positions, at least 1. The table has one row for each position.
+        start: The position of the first token, if you pass no positions. Pass 2 for BART, OPT and
             RoBERTa.
-        at_padding: The position of padding, which is not counted. It is 1 in OPT and RoBERTa. If
-            None, it is `start`.
-        pad_id: The id of padding, as in `Sinusoidal`.
+        at_padding: The position of padding. (Only tokens are counted.) Pass 1 for OPT and RoBERTa.
+            If None, the position of padding is `start`.
+        pad_id: The id of padding. If None, the `pad_id` of the `EmbedderConfig` is used. If both
+            are None, every id is counted as a token.
 
     Raises:
         TypeError: An argument is not a Python int.
@@ -289,8 +301,8 @@ class Learned(PositionScheme):
         2
 
     Source:
-        Gehring et al., "Convolutional Sequence to Sequence Learning" (2017), section 3.1,
-        https://arxiv.org/abs/1705.03122
+        Learned positions are from Gehring et al., "Convolutional Sequence to Sequence Learning"
+        (2017), section 3.1, https://arxiv.org/abs/1705.03122
     """
 
     # Other schemes have a default.

@@ -42,15 +42,15 @@ def sinusoidal_encoding(
     projects" has the arguments that reproduce each project.
 
     Args:
-        positions: Integers of any dtype, or float32 for fractional positions, [...]. They may be
-            traced and negative.
+        positions: The positions, of any shape. Integers of any dtype, or float32 for fractional
+            positions. Positions may be negative, and may be traced.
         d_model: The number of channels, at least 1, even or odd.
         base: The base of the frequencies, above 0. The wavelengths grow from 2 pi towards
             2 pi times the base.
-        layout: The order of the channels. `"interleaved"` has the sine and the cosine of each
-            frequency side by side. `"sin_cos"` has all sines, then all cosines. `"cos_sin"` has all
-            cosines, then all sines.
-        shift: A number s, for which frequency i is base ** (-i / (d_model // 2 - s)). Pass 1 for
+        layout: The order of the channels. `"interleaved"` puts the sine and the cosine of each
+            frequency side by side. `"sin_cos"` puts all sines first, then all cosines. `"cos_sin"`
+            puts all cosines first, then all sines.
+        shift: A number s that changes frequency i to base ** (-i / (d_model // 2 - s)). Pass 1 for
             tensor2tensor. If None, frequency i is base ** (-2i / d_model).
         odd: What to do if d_model is odd.
 
@@ -62,16 +62,16 @@ def sinusoidal_encoding(
         dtype: The dtype of the result. The encoding is computed in float32 and rounded once.
 
     Returns:
-        The encodings, [..., d_model] of `dtype`, in [-1, 1]. They are differentiable in float
-        positions, to any order.
+        The encodings, of `dtype`, in [-1, 1]. Shape [..., d_model]. You can differentiate them in
+        float positions, to any order.
 
     Raises:
-        TypeError: Positions are neither integers nor float32; `d_model` is not a Python int; or
+        TypeError: `positions` are neither integers nor float32. `d_model` is not a Python int, or
             `dtype` is not a floating dtype.
-        ValueError: `layout` or `odd` is unknown; `base` or `frequency_scale` is not above 0, or
-            makes a frequency of 2**32 full turns per position or more; `shift` is d_model // 2 or
-            more; a position on the host is outside int32 (uint32 arrays are accepted whole); or
-            float64 on the host holds an integer that float32 does not hold.
+        ValueError: `layout` or `odd` is not one of the strings above. `base` or `frequency_scale`
+            is not above 0, or gives a frequency of 2**32 full turns per position or more. `shift`
+            is d_model // 2 or more. A position on the host is outside int32 (a uint32 array may
+            have any uint32), or is an integer in float64 that float32 cannot hold.
 
     Example:
         >>> import transformer_embed as te
@@ -81,15 +81,17 @@ def sinusoidal_encoding(
          [ 0.546  0.838  0.421 -0.907]]
 
     Edge cases:
-        - In float32, the absolute error is at most 6.0e-8 at every int32 and uint32 position, and
-          at float32 positions below 2**24 in magnitude if frequency_scale is at most 1000.
-        - float64 positions are rounded to float32. If this changes an integer, which can happen
-          above 2**24, positions on the host raise an error, and jax arrays get NaN.
-        - The encoding is NaN at a 64-bit jax integer outside int32, and at a float position that is
-          not finite or is 2**31 or more in magnitude.
+        - In float32, the absolute error is at most 6.0e-8 at every int32 and uint32 position. The
+          error is as small at float32 positions below 2**24 in magnitude, if `frequency_scale` is
+          at most 1000.
+        - Positions in float64 are rounded to float32, which can change integers above 2**24. If an
+          integer would change, positions on the host raise a ValueError, and the encoding of a jax
+          array is NaN at this position.
+        - In two more cases, the encoding is NaN: at a 64-bit jax integer outside int32, and at a
+          float position that is NaN, infinite, or 2**31 or more in magnitude.
 
     Source:
-        Vaswani et al., "Attention Is All You Need" (2017), section 3.5,
+        The encoding is from Vaswani et al., "Attention Is All You Need" (2017), section 3.5,
         https://arxiv.org/abs/1706.03762
     """
     options = Sinusoids(
@@ -119,15 +121,17 @@ def sinusoidal_table(
 
     Args:
         length: The number of positions, at least 0 and at most 2**31.
-        d_model, base, layout, shift, odd, frequency_scale, dtype: As in `sinusoidal_encoding`.
+        d_model, base, layout, shift, odd, frequency_scale, dtype: The arguments of
+            `sinusoidal_encoding` with these names.
 
     Returns:
-        The table `sinusoidal_encoding(jnp.arange(length), d_model, ...)`, [length, d_model] of
-        `dtype`.
+        The table, of `dtype`. Shape [length, d_model]. Row p is
+        `sinusoidal_encoding(p, d_model, ...)`.
 
     Raises:
-        TypeError: `length` is not a Python int; and as `sinusoidal_encoding`.
-        ValueError: `length` is out of range; and as `sinusoidal_encoding`.
+        TypeError: `length` or `d_model` is not a Python int, or `dtype` is not a floating dtype.
+        ValueError: `length` is out of its range. An option is wrong in a way that
+            `sinusoidal_encoding` lists.
 
     Example:
         >>> import transformer_embed as te
@@ -137,7 +141,7 @@ def sinusoidal_table(
          [0.841 0.54  0.01  1.   ]]
 
     Source:
-        Vaswani et al., "Attention Is All You Need" (2017), section 3.5,
+        The table is from Vaswani et al., "Attention Is All You Need" (2017), section 3.5,
         https://arxiv.org/abs/1706.03762
     """
     length = arguments.length("length", length)

@@ -27,41 +27,49 @@ VALUES_IF_ABSENT = {"ends": 2**31 - 1, "block_ids": -1}
 def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array, "*b t"]]:
     """Writes new tokens into a cache, and says which of them were written.
 
-    A cache is a tree of arrays [batch, slots, ...]: a `TokenPositions`, which says what each slot
-    holds, and the keys and values of any number of layers. All of them are written in one call, so
-    the positions of a slot always fit its key and value. Use it in a decoding loop: write the new
-    tokens, then attend with `AttentionMask(new_tokens, cache_tokens, causal=True)`.
+    A cache keeps the keys and values of earlier tokens. A slot is the place of one token in a batch
+    row of the cache. The cache is a tree of arrays [batch, slots, ...]: a `TokenPositions`, which
+    says what each slot holds, and the keys and values of any number of layers. One call writes all
+    arrays, so the positions in a slot always belong to the key and value in the slot. Use it in a
+    decoding loop: write the new tokens, then attend with
+    `AttentionMask(new_tokens, cache_tokens, causal=True)`.
 
     Args:
-        cache: The tree to write into. Inside `jax.vmap` over batch rows, its arrays have no batch
-            axis.
+        cache: The tree to write into. Inside `jax.vmap` over batch rows, the arrays have the shape
+            [slots, ...].
         new: The tree of the new tokens, with arrays [batch, length, ...]. If the batch of an array
             is 1, the same tokens are written into every batch row of the cache. Token positions
-            without a batch axis are used for every batch row, too. New tokens may lack block ids
-            (they are in no block), or be a plain sequence even if the cache holds a tree.
-        slot: Integers, which say where the new tokens go.
+            without a batch axis are also used for every batch row. If only the cache has block ids,
+            the new tokens are in no block. If only the cache holds a tree, the new tokens are
+            written as a sequence in the order of their positions.
+        slot: Integers that say into which slots the new tokens are written. You can pass the first
+            slot of each batch row, or the slot of each token.
 
-            - [] or [batch]: the slot of the first token of each batch row. The others follow it, as
-              far as there are slots. A batch row with -1 stays as it is.
-            - [1 or batch, length]: the slot of each token. A token with -1 is not written. If
-              several tokens have one slot, the last of them is written.
+            - Shape [] or [batch] gives the slot of the first token of each batch row. The next
+              tokens are written into the next slots. Tokens past the last slot are dropped. A batch
+              row with -1 stays as it is.
+            - Shape [1 or batch, length] gives the slot of each token. A token with -1 is not
+              written. If several tokens have the same slot, the last of these tokens is written.
 
-            If `new` has a batch axis, `jnp.where(new.padding_mask, new.positions % slots, -1)`
-            makes the cache a ring, which also takes a prompt that is longer than the ring. If the
-            new tokens attend to a ring after they are written, the ring needs window + length - 1
-            slots for a window of that many tokens. In a smaller ring, the last new tokens overwrite
-            keys that the first ones should see.
+            A ring is a cache for attention with a window: new tokens overwrite the oldest tokens.
+            To make a ring, pass `jnp.where(new.padding_mask, new.positions % slots, -1)`, where
+            `slots` is the number of slots and `new` has a batch axis. The prompt may then be longer
+            than the ring. If the new tokens attend after the write, a window of w tokens needs
+            `w + length - 1` slots. In a smaller ring, the last new tokens overwrite keys that the
+            first new tokens should see.
 
     Returns:
-        The cache, and bool [batch, length], True = written. A token that was not written does not
-        see itself.
+        A pair. The first entry is the new cache. The second entry is a bool array [batch, length],
+        True = the token was written. A token that was not written cannot attend to itself, because
+        its key is not in the cache.
 
     Raises:
         TypeError: `slot` does not hold integers.
-        ValueError: The trees, or the dtypes or shapes of their arrays, do not fit each other;
-            `slot` has another shape; a slot on the host is outside the cache and not -1; there are
-            more new tokens than slots, and `slot` does not say where each token goes; or the new
-            tokens have no batch axis, and `slot` [n] may be about n batch rows or about n tokens.
+        ValueError: The trees differ in structure, or their arrays differ in dtype or do not fit in
+            shape. `slot` has a shape that is not listed above, or a slot on the host is outside the
+            cache and is not -1. There are more new tokens than slots, although `slot` does not give
+            the slot of each token. The new tokens have no batch axis, and n is both the batch size
+            and the number of tokens, so `slot` [n] has two meanings.
 
     Example:
         >>> import jax.numpy as jnp
@@ -82,10 +90,10 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
         [[4, 5, 2, 3]]
 
     Edge cases:
-        - On a device, no error can be raised for a slot. A token whose slot is outside the cache is
-          not written, and neither is a batch row whose first slot is negative.
-        - If token positions have 64 bits and the cache has 32, numbers beyond int32 are written as
-          the lowest or the highest one.
+        - Slots on a device are not checked. A token whose slot is outside the cache is not written.
+          If the first slot of a batch row is negative, the batch row stays as it is.
+        - If token positions have 64 bits and the cache has 32 bits, a number outside int32 is
+          written as the lowest or the highest int32.
     """
     slot = _as_slots(slot, cache)
     if _has_batch(cache):

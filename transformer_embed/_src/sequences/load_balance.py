@@ -16,24 +16,27 @@ def load_balanced_order(
     labels first, then reorder the tokens.
 
     Args:
-        length: The number of tokens of a row. It is a multiple of twice the number of devices for a
-            zigzag, and of `devices * stripe` for a cyclic order.
+        length: The number of tokens of a row. For a zigzag, the length must be a multiple of
+            `2 * devices`. For a cyclic order, the length must be a multiple of `devices * stripe`.
         devices: The number of devices that share a row, at least 1.
-        kind: How the row, cut into stripes (runs of tokens), is given to the devices. `"zigzag"`
-            gives each device one stripe from the start of the row and the stripe that is as far
-            from the end. It is balanced for one sequence a row. `"cyclic"` deals the stripes to the
-            devices in turn. It is better balanced for packed rows and windows.
-        stripe: The number of tokens of a stripe in the cyclic order. A zigzag ignores it, because
-            it has two stripes for each device.
+        kind: How the stripes of the row are given to the devices. (A stripe is a number of tokens
+            in sequence.) `"zigzag"` gives each device two stripes: one from the first half of the
+            row, and the stripe that is equally far from the end. For 2 devices and stripes 0, 1, 2,
+            3, the devices get stripes 0 and 3, and stripes 1 and 2. Use `"zigzag"` if each row is
+            one sequence. `"cyclic"` gives the stripes to the devices in turn: 0 and 2, and 1 and 3.
+            Use `"cyclic"` for packed rows or windows.
+        stripe: The number of tokens of a stripe in the cyclic order. A zigzag ignores this
+            argument, because a zigzag has two stripes for each device.
 
     Returns:
-        int32 [length], the index in the row of each token, for `TokenPositions.take` and
-        `ids[:, order]`. `np.argsort(order)` restores the order of the row.
+        int32 [length]. Entry i is the index in the row of the token that moves to index i. Pass the
+        array to `TokenPositions.take`, and reorder ids by `ids[:, order]`. `np.argsort(order)`
+        restores the order of the row.
 
     Raises:
         TypeError: `length`, `devices` or `stripe` is not a Python int.
-        ValueError: A number is out of range or does not divide the length, or `kind` is another
-            word.
+        ValueError: `length`, `devices` or `stripe` is below 1, or `length` is not a multiple of the
+            number above. `kind` is neither `"zigzag"` nor `"cyclic"`.
 
     Example:
         >>> import transformer_embed as te
@@ -43,9 +46,9 @@ def load_balanced_order(
         [0, 1, 4, 5, 2, 3, 6, 7]
 
     Source:
-        Zigzag: Zhu, https://github.com/zhuzilin/ring-flash-attention. Cyclic: Brandon et al.,
-        "Striped Attention" (2023), https://arxiv.org/abs/2311.09431, with stripes of
-        more than one token.
+        The zigzag is from Zhu, https://github.com/zhuzilin/ring-flash-attention. The cyclic order
+        is from Brandon et al., "Striped Attention" (2023), https://arxiv.org/abs/2311.09431. Here,
+        a stripe may have more than one token.
     """
     length = arguments.size("length", length)
     devices = arguments.size("devices", devices)

@@ -16,23 +16,25 @@ def shift_right(
 ) -> Int32[Array, "... t"]:
     """Shifts ids one token to the right and puts in a first token.
 
-    Use it for a decoder that predicts all of its labels, as those of T5, BART and Whisper do. Each
-    token then reads the label before it, and the first token of a sequence reads `first_id`.
+    Use it to make the input of a decoder from the labels, as in T5, BART and Whisper. The input at
+    each token is then the label before the token, and the input at the first token of a sequence is
+    `first_id`.
 
     Args:
-        ids: The labels, [..., length], of any integer dtype.
-        first_id: The id that each sequence begins with. T5 takes the id of padding.
-        segment_ids: Integers, [length] or [..., length], for packed or padded batch rows: a
-            different number for each sequence, and 0 at padding. Each run of tokens with one number
-            begins with `first_id`, and padding keeps its id. If None, each batch row is one
-            sequence.
+        ids: The labels, of any integer dtype. Shape [..., length].
+        first_id: The id that each sequence begins with. T5 uses the id of padding.
+        segment_ids: The number of the sequence that each token belongs to, and 0 at padding.
+            Integers of shape [length] or [..., length]. Set it for packed or padded batch rows.
+            Each run of neighbouring tokens with the same number then begins with `first_id`, and
+            padding keeps the id of padding. If None, each batch row is one sequence.
 
     Returns:
-        int32 of the shape of `ids`. The last label of a sequence is predicted, but never read.
+        int32, of the shape of `ids`. The last label of a sequence is not in the result, because no
+        token of the sequence comes after it.
 
     Raises:
         TypeError: `ids` or `segment_ids` does not hold integers, or `first_id` is not a Python int.
-        ValueError: `ids` has no axis; `segment_ids` does not broadcast to the shape of `ids`; or
+        ValueError: `ids` has no axis, or `segment_ids` does not broadcast to the shape of `ids`.
             `first_id` is outside int32.
 
     Example:
@@ -43,8 +45,8 @@ def shift_right(
         [[1, 5, 1, 7, 0]]
 
     Source:
-        Raffel et al., "T5" (2020), https://arxiv.org/abs/1910.10683, as in Mesh TensorFlow. There,
-        packed sequences also restart at the first token.
+        The shift is from Raffel et al., "T5" (2020), https://arxiv.org/abs/1910.10683. Mesh
+        TensorFlow, the code of T5, also begins each packed sequence with the first id.
     """
     ids = arguments.as_int32("ids", ids)
     arguments.check_shape("ids", ids.shape, ids.ndim > 0, "[..., length]")

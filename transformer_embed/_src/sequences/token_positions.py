@@ -43,37 +43,42 @@ from transformer_embed._src.sequences.trees import check_parents, tree_arrays
 class TokenPositions:
     """Says where each token of a batch is: its position, and the sequence that it belongs to.
 
-    You make it from a batch, and make position encodings and attention masks from it. Use one of
-    the constructors (`from_ids`, `from_mask`, `from_lengths`, `from_segment_ids`, `from_offset` and
-    others), inside or outside `jax.jit`, or pass arrays of your own. The class is a pytree, so it
-    passes through `jit`, `vmap` and `scan`, and `jax.export` can save it.
+    Make a `TokenPositions` from a batch, then make position encodings and attention masks from this
+    object. Use one of the constructors (`from_ids`, `from_mask`, `from_lengths`,
+    `from_segment_ids`, `from_offset` and others), inside or outside `jax.jit`, or pass arrays of
+    your own. The class is a pytree, so it passes through `jit`, `vmap` and `scan`, and `jax.export`
+    can save it.
 
-    The tokens keep the shape of what you make them from: arrays [length] give tokens [length], and
-    a mask without a batch axis. Where a batch is needed, tokens [length] are used for every batch
-    row. The object holds nothing but these arrays, so you may slice, stack or reshape a batch by
-    `jax.tree.map`, pad it with zeros, and carry a cache through a `scan`.
+    The tokens have the shape of the arrays that you pass. From arrays [length] you get tokens
+    [length], whose masks have no batch axis. Where a batch is needed, tokens [length] are used for
+    every batch row. The object holds only arrays, so you may slice, stack or reshape a batch by
+    `jax.tree.map`, pad a batch with zeros, and carry a cache through a `scan`.
 
     Args:
-        positions: Integers, [length] or [batch, length], the position of each token in its own
-            sequence.
-        segment_ids: Integers of at least 0, [length] or [batch, length], the number of the sequence
-            that each token belongs to. 0 is padding. If None, each batch row is one sequence
+        positions: The position of each token in its own sequence. Integers of shape [length] or
+            [batch, length].
+        segment_ids: The number of the sequence that each token belongs to. Integers of at least 0,
+            shape [length] or [batch, length]. 0 is padding. If None, each batch row is one sequence
             without padding.
-        block_ids: Integers, [length] or [batch, length], the block of each token. Tokens of one
-            block attend to each other even if a causal mask, a window or a chunk forbids it. A
-            negative number means "in no block". If None, there are no blocks. See `with_block_ids`.
-        places: Integers, [length] or [batch, length], by which a causal mask and a window compare
-            tokens of a sequence. `take` and `from_parents` make them. If None, positions are
-            compared.
-        ends: Integers, [length] or [batch, length], which hide a token of a tree from other
-            branches: under a causal mask, only tokens whose place is before this number see the
-            token. `from_parents` makes them. If None, all later tokens see it.
+        block_ids: The number of the block that each token belongs to. Integers of shape [length] or
+            [batch, length]. A block is a group of tokens that always attend to each other, such as
+            the patches of an image, even if a causal mask, a window or a chunk would hide some of
+            them. A token with a negative number is in no block. If None, there are no blocks. See
+            `with_block_ids`.
+        places: Numbers that replace the positions in a causal mask and a window. Integers of shape
+            [length] or [batch, length]. You seldom set places yourself: `take` and `from_parents`
+            do. In a tree, for example, two branches have the same positions but different places.
+            If None, masks compare positions.
+        ends: Numbers that hide a token of a tree from other branches. Integers of shape [length] or
+            [batch, length]. Under a causal mask, a token with place 3 and end 5 is seen only from
+            the places 3 and 4. You seldom set ends yourself: `from_parents` does. If None, all
+            later tokens see the token.
 
     Raises:
-        TypeError: An array does not hold integers, or is a jax array of unsigned integers of 32
-            bits or more.
-        ValueError: An integer on the host is outside int32, or is a negative segment id; an array
-            has a rank other than 1 or 2; or the shapes do not fit each other.
+        TypeError: An array does not hold integers, or an array is a jax array of uint32 or uint64.
+        ValueError: An integer on the host is outside int32, or a segment id on the host is
+            negative. An array has a rank other than 1 or 2, or the shapes of the arrays do not fit
+            each other.
 
     Example:
         >>> import transformer_embed as te
@@ -86,10 +91,11 @@ class TokenPositions:
         [[0, 0, 1, 1, 0], [1, 0, 0, 0, 0]]
 
     Edge cases:
-        - If one array has a batch axis, all arrays of the object have one, of size 1 where the
-          array was [length].
-        - On a device, no error can be raised for a negative segment id. Tokens with that number are
-          a sequence, so padding marked by -1 is not hidden. `from_segment_ids` makes it padding.
+        - If one array has a batch axis, all arrays of the object get a batch axis. An array
+          [length] becomes [1, length].
+        - Segment ids on a device are not checked. Tokens with a negative segment id form a
+          sequence, so padding that is marked by -1 is not hidden. Use `from_segment_ids`, which
+          turns negative segment ids into padding.
     """
 
     positions: Any
@@ -118,8 +124,9 @@ class TokenPositions:
     def next_token_mask(self) -> Bool[Array, "*b t"]:
         """Returns which tokens are followed by a token of the same sequence, True = followed.
 
-        It is bool [length] or [batch, length]. It is False at padding and at the last token of each
-        sequence. A language model that predicts the next token is trained on the other tokens only:
+        The mask is bool [length] or [batch, length], and is False at padding and at the last token
+        of each sequence. Use the mask to train a language model only on the tokens that have a next
+        token:
 
             labels = jnp.roll(ids, -1, axis=-1)
             output = embedder.output(params)
@@ -175,21 +182,22 @@ class TokenPositions:
     def take(self, order: ArrayLike) -> "TokenPositions":
         """Puts the tokens of each batch row in another order, such as `load_balanced_order`.
 
-        Use it to split long rows over devices. Tokens keep their places in the row, so a mask of
-        all or some of them hides the same pairs as before. Give ids, labels and weights the same
-        order. Shift the labels first, because afterwards the next token of a sequence is no longer
-        beside it.
+        Use it to split long rows over devices. The result stores the old order of the tokens as
+        `places`, so an attention mask allows the same pairs of tokens as before. Give ids, labels
+        and weights the same order. Shift the labels first, because in the new order a token and the
+        next token of its sequence are no longer neighbours.
 
         Args:
-            order: Integers, [number], the index in the row of each token.
+            order: The index in the row of each token of the result. Integers of shape [number]. You
+                may leave out tokens.
 
         Returns:
-            TokenPositions of [number] or [batch, number], with `places`. In batch rows where each
-            sequence is one run of tokens whose positions rise by one, segment ids are new numbers.
+            TokenPositions of shape [number] or [batch, number], with `places`. The segment ids may
+            change, but two tokens have equal segment ids only if they are in the same sequence.
 
         Raises:
             TypeError: `order` does not hold integers.
-            ValueError: `order` has another rank, or an index on the host is outside the row.
+            ValueError: `order` does not have rank 1, or an index on the host is outside the row.
 
         Example:
             >>> import transformer_embed as te
@@ -198,10 +206,12 @@ class TokenPositions:
             ([[0, 2, 1, 0]], [[3, 2, 1, 0]])
 
         Edge cases:
-            - `AttentionMask.tile_kinds` stays as exact as before for tiles of neighbours in the
-              row, except for chunks of packed rows.
-            - On a device, an index outside the row gives padding, or the token at position 0 if the
-              tokens have no segment ids.
+            - `AttentionMask.tile_kinds` is as exact as before if each tile has tokens that were
+              neighbours in the row. Masks with a chunk on packed rows are the exception: more tiles
+              get a 1.
+            - An index on a device is not checked. An index outside the row gives padding. If the
+              tokens have no segment ids, an index outside the row gives a token at position 0
+              instead.
         """
         arrays = batch_arrays(self)
         last = arrays["positions"].shape[1] - 1
@@ -213,16 +223,17 @@ class TokenPositions:
         """Returns the same tokens in numbered blocks, such as a prefix or the patches of an image.
 
         Args:
-            block_ids: Integers, [length] or [batch, length]; a negative number means "in no block".
-                Tokens of one block and segment attend to each other even if a causal mask, a window
-                or a chunk forbids it. A prefix is block 0, with -1 after it:
-                `jnp.where(is_prefix, 0, -1)`. To decode with a cache, give blocks to its empty
-                slots, too: -1.
+            block_ids: The number of the block that each token belongs to. Integers of shape
+                [length] or [batch, length]. Tokens of the same block and segment attend to each
+                other, even if a causal mask, a window or a chunk would hide some of them. A token
+                with a negative number is in no block. For a prefix, pass
+                `jnp.where(is_prefix, 0, -1)`. To decode with a cache, `block_ids` must have a
+                number for each slot of the cache. Write -1 for empty slots.
 
         Raises:
-            TypeError: `block_ids` are not integers that `TokenPositions` takes.
-            ValueError: An integer on the host is outside int32, or the shape does not fit the
-                positions.
+            TypeError: `block_ids` does not hold integers, or is a jax array of uint32 or uint64.
+            ValueError: An integer on the host is outside int32, or the shape of `block_ids` does
+                not fit the shape of the positions.
 
         Example:
             >>> import transformer_embed as te
@@ -235,22 +246,24 @@ class TokenPositions:
     def clear(self, where: ArrayLike) -> "TokenPositions":
         """Empties slots of a cache, in whole batch rows or slot by slot.
 
-        Clear a batch row to use it for a new text. Clear the rejected drafts of a tree, because
-        otherwise later tokens see the drafts that the next write does not reach. Once you have
-        moved the accepted path to the front, call
-        `slots.clear(jnp.arange(num_slots) >= lengths[:, None])`. You need not clear the keys and
-        values, because the mask hides them.
+        Clear a batch row to use the row for a new text. Also clear rejected drafts of speculative
+        decoding, because later tokens would see each draft that the next write does not overwrite.
+        After you have moved the accepted tokens to the first slots, call
+        `slots.clear(jnp.arange(num_slots) >= lengths[:, None])`. Leave keys and values as they are,
+        because the mask hides the keys of empty slots.
 
         Args:
-            where: Bools, True = clear. [batch] is about batch rows and [batch, slots] about slots.
-                For slots without a batch axis, these are [] and [slots].
+            where: What to clear. Bools, True = clear. Pass shape [batch] to clear batch rows, and
+                shape [batch, slots] to clear single slots. If the tokens have no batch axis, pass
+                shape [] or [slots].
 
         Returns:
             TokenPositions of the same shape.
 
         Raises:
             TypeError: `where` is not bool.
-            ValueError: `where` has another shape, or there are no segment ids.
+            ValueError: `where` has neither of the two shapes above, or the tokens have no segment
+                ids.
 
         Example:
             >>> import transformer_embed as te
@@ -283,11 +296,12 @@ class TokenPositions:
             length: The number of slots of a batch row, at least 0.
 
         Returns:
-            TokenPositions of [batch_size, length], all of them padding.
+            TokenPositions of shape [batch_size, length]. All slots are padding, so no query sees
+            them.
 
         Raises:
             TypeError: `batch_size` or `length` is not a Python int.
-            ValueError: `batch_size` or `length` is out of its range.
+            ValueError: `batch_size` is below 1, or `length` is negative.
 
         Example:
             >>> import jax
@@ -318,26 +332,30 @@ class TokenPositions:
     ) -> "TokenPositions":
         """Makes tokens from a padded batch of ids.
 
-        Padding may be on the left, on the right, on both sides or between tokens, and is not
-        counted.
+        Use it if padding has an id of its own. Padding may be on the left, on the right, on both
+        sides or between tokens. Positions count only the tokens.
 
         Args:
-            ids: The ids, [length] or [batch, length], of any integer dtype.
-            pad_id: The id of padding. It may be any int, for example -1. There is no default.
-            end_id: The id that ends each text, for packed texts. The token after it is position
-                `start` of the next segment. If None, each batch row is one text.
-            start: The position of the first token. RoBERTa takes padding_idx + 1 = 2, and OPT 2.
-            at_padding: The position of padding. RoBERTa takes padding_idx = 1, and OPT 1. (BERT
-                counts padding like tokens, so do not pass positions to it.)
+            ids: The ids, of any integer dtype. Shape [length] or [batch, length].
+            pad_id: The id of padding, any int32, for example -1. There is no default.
+            end_id: The id that ends each text. Set it if a batch row holds several texts. The token
+                after an `end_id` begins the next segment, at position `start`. If None, each batch
+                row is one text.
+            start: The position of the first token. Pass 2 for RoBERTa (padding_idx + 1) and for
+                OPT.
+            at_padding: The position of padding. Pass 1 for RoBERTa (padding_idx) and for OPT. (BERT
+                counts padding like tokens, so pass no positions to a BERT layer.)
 
         Returns:
-            TokenPositions of the shape of `ids`. The tokens of a batch row are segment 1, or
-            segments 1, 2, ... with `end_id`.
+            TokenPositions of the shape of `ids`. All tokens of a batch row are in segment 1. If you
+            set `end_id`, the texts of a batch row are segments 1, 2, ...
 
         Raises:
-            TypeError: `ids` are not integers, or another argument is not a Python int.
-            ValueError: `ids` do not have rank 1 or 2; `pad_id` is outside int32, or is `end_id`; or
-                positions counted from `start` would not fit int32.
+            TypeError: `ids` does not hold integers. `pad_id`, `end_id`, `start` or `at_padding` is
+                not a Python int.
+            ValueError: `ids` has a rank other than 1 or 2. `pad_id`, `end_id`, `start` or
+                `at_padding` is outside int32, or `end_id` equals `pad_id`. `start` is so large that
+                a position in a full row would be outside int32.
 
         Example:
             >>> import transformer_embed as te
@@ -348,8 +366,8 @@ class TokenPositions:
             [1, 1, 2, 2]
 
         Source:
-            Liu et al., "RoBERTa" (2019), https://arxiv.org/abs/1907.11692, as in fairseq's
-            make_positions.
+            Positions that skip padding are from Liu et al., "RoBERTa" (2019),
+            https://arxiv.org/abs/1907.11692, whose code is make_positions of fairseq.
         """
         ids = arguments.as_int32("ids", ids)
         rows = as_batch("ids", ids)
@@ -369,20 +387,22 @@ class TokenPositions:
 
         Use it if you have a mask in place of ids, such as the `attention_mask` of a tokenizer of
         transformers: `from_mask(attention_mask != 0)`. Each batch row is one sequence. Padding may
-        be on the left, on the right, on both sides or between tokens, and is not counted.
+        be on the left, on the right, on both sides or between tokens. Positions count only the
+        tokens.
 
         Args:
-            mask: Bools, [length] or [batch, length], True = a token.
-            start: The position of the first token. RoBERTa and OPT take 2.
-            at_padding: The position of padding. RoBERTa and OPT take 1.
+            mask: Which entries are tokens. Bools, True = a token. Shape [length] or [batch,
+                length].
+            start: The position of the first token. Pass 2 for RoBERTa and OPT.
+            at_padding: The position of padding. Pass 1 for RoBERTa and OPT.
 
         Returns:
-            TokenPositions of the shape of `mask`. The tokens of a batch row are segment 1.
+            TokenPositions of the shape of `mask`. All tokens of a batch row are in segment 1.
 
         Raises:
-            TypeError: `mask` is not bool, or another argument is not a Python int.
-            ValueError: `mask` does not have rank 1 or 2, or positions counted from `start` would
-                not fit int32.
+            TypeError: `mask` is not bool. `start` or `at_padding` is not a Python int.
+            ValueError: `mask` has a rank other than 1 or 2, or `start` is so large that a position
+                in a full row would be outside int32.
 
         Example:
             >>> import transformer_embed as te
@@ -407,15 +427,17 @@ class TokenPositions:
         """Makes tokens from the positions of packed sequences without padding.
 
         Args:
-            positions: Integers, [length] or [batch, length], which restart at each sequence. A
-                token that is not one position after the token to its left begins a segment.
+            positions: The position of each token. Integers of shape [length] or [batch, length],
+                which restart at each sequence. If the position of a token is not one more than the
+                position before, the token begins a new segment.
 
         Returns:
             TokenPositions of the shape of `positions`, with segments 1, 2, ...
 
         Raises:
-            TypeError: `positions` are not integers that `TokenPositions` takes.
-            ValueError: `positions` do not have rank 1 or 2, or do not fit int32.
+            TypeError: `positions` does not hold integers, or is a jax array of uint32 or uint64.
+            ValueError: `positions` has a rank other than 1 or 2, or a position on the host is
+                outside int32.
 
         Example:
             >>> import transformer_embed as te
@@ -438,19 +460,21 @@ class TokenPositions:
         """Makes tokens from the lengths of batch rows that are padded to one length.
 
         Args:
-            lengths: Integers from 0 to `length`, [batch], the number of tokens of each batch row.
-                One integer, [], gives tokens without a batch axis.
+            lengths: The number of tokens of each batch row. Integers from 0 to `length`, shape
+                [batch]. If you pass a single integer, the tokens have no batch axis.
             length: The length of the padded rows, at least 0.
-            padding_side: `"right"` or `"left"`.
+            padding_side: The side of the row on which the padding is, `"right"` or `"left"`.
 
         Returns:
-            TokenPositions of [batch, length] or [length], counted from 0. The tokens of a batch row
-            are segment 1. A model that counts from 2 embeds `tokens.positions + 2`.
+            TokenPositions of shape [batch, length] or [length]. Positions are counted from 0, and
+            all tokens of a batch row are in segment 1. If your model counts positions from 2, pass
+            `tokens.positions + 2` to its layer.
 
         Raises:
             TypeError: `lengths` are not integers, or `length` is not a Python int.
-            ValueError: `lengths` have a rank above 1; one of `lengths` on the host is negative or
-                above `length`; `length` is negative; or `padding_side` is another word.
+            ValueError: `lengths` has a rank above 1, or one of `lengths` on the host is negative or
+                above `length`. `length` is negative. `padding_side` is neither `"right"` nor
+                `"left"`.
 
         Example:
             >>> import transformer_embed as te
@@ -459,8 +483,8 @@ class TokenPositions:
             [[0, 0, 1, 1], [0, 1, 1, 1]]
 
         Edge cases:
-            A device cannot raise errors. There, a negative number gives a row of padding, and a
-            number above `length` a row full of tokens.
+            Lengths on a device are not checked. A negative number gives a row of padding, and a
+            number above `length` gives a row full of tokens.
         """
         length = arguments.length("length", length)
         is_one_row = arguments.as_array("lengths", lengths).ndim == 0
@@ -474,23 +498,25 @@ class TokenPositions:
     def from_segment_ids(cls, segment_ids: ArrayLike) -> "TokenPositions":
         """Makes tokens from the segment ids of packed sequences.
 
-        The position of a token is the number of tokens of its sequence before it in the row. For a
-        mask of tokens and padding, which may have gaps, use `from_mask`.
+        Use it if a batch row holds several sequences. The position of a token is the number of
+        tokens of the same sequence to its left. If you have a mask of tokens and padding, use
+        `from_mask`.
 
         Args:
-            segment_ids: Integers, [length] or [batch, length]: 0 is padding, and each sequence has
-                a different positive number. The tokens of a sequence should be contiguous. On the
-                host, a number that reappears later in the row is an error, because it is mostly a
+            segment_ids: The number of the sequence that each token belongs to. Integers of shape
+                [length] or [batch, length]. 0 is padding, and each sequence has a different
+                positive number. Keep the tokens of a sequence together: on the host, a number that
+                returns after a gap, as in [1, 2, 1], is an error, because the cause is usually a
                 mistake of a loader.
 
         Returns:
-            TokenPositions of the shape of `segment_ids`. Each sequence is counted from 0. A model
-            that counts from 2 embeds `tokens.positions + 2`.
+            TokenPositions of the shape of `segment_ids`. Each sequence is counted from 0. If your
+            model counts positions from 2, pass `tokens.positions + 2` to its layer.
 
         Raises:
-            TypeError: `segment_ids` are not integers that `TokenPositions` takes.
-            ValueError: `segment_ids` do not have rank 1 or 2; or on the host, one is negative, does
-                not fit int32, or repeats a number after a gap.
+            TypeError: `segment_ids` does not hold integers, or is a jax array of uint32 or uint64.
+            ValueError: `segment_ids` has a rank other than 1 or 2. A segment id on the host is
+                negative, is outside int32, or returns after a gap.
 
         Example:
             >>> import transformer_embed as te
@@ -498,12 +524,13 @@ class TokenPositions:
             [[0, 1, 2, 0, 1, 0]]
 
         Edge cases:
-            A device cannot raise errors. There, if a number reappears after a gap, counting goes on
-            where it stopped, so under a causal mask no token sees a later one. A negative number is
-            padding. `te.check_batch` finds both in a data pipeline.
+            Segment ids on a device are not checked. If a number returns after a gap, the positions
+            continue where they stopped, so a causal mask still hides all later tokens. A negative
+            number becomes padding. To find both mistakes in a data pipeline, call `te.check_batch`.
 
         Source:
-            Raffel et al., "T5" (2020), section 3.5.2, https://arxiv.org/abs/1910.10683
+            Packing is described by Raffel et al., "T5" (2020), section 3.5.2,
+            https://arxiv.org/abs/1910.10683
         """
         integers = checked_segment_ids(segment_ids)
         on_device = as_signed("segment_ids", integers)
@@ -519,26 +546,30 @@ class TokenPositions:
         """Makes trees of tokens: under a causal mask, a token sees itself and its ancestors.
 
         Use it for the drafts of speculative decoding, and for answers that share a prompt
-        (`shared_prefix_parents`). A token predicts its children, which may not be beside it. So for
-        a loss, without `shift`, give each token the hidden vector of its parent:
-        `jnp.take_along_axis(x, parents[..., None], axis=1)`, with `mask=parents >= 0`.
+        (`shared_prefix_parents`). In a tree, the token that predicts a label is the label's parent,
+        which may be anywhere in the row. So for a loss, leave out `shift`, pass
+        `jnp.take_along_axis(x, parents[..., None], axis=1)` as the hidden vectors, the ids as
+        labels, and `mask=parents >= 0`.
 
         Args:
-            parents: Integers, [length] or [batch, length], the index in the row of each token's
-                parent. The root of a tree has -1. Padding has -2, and so do the empty slots of a
-                cache that trees are written into. Tokens may be in any order.
-            offset: Integers, [] or [batch], the position of roots. Pass the number of tokens in a
-                cache, all of which the roots see. Parents [1, length] are used for every offset.
+            parents: The index in the row of each token's parent. Integers of shape [length] or
+                [batch, length]. Write -1 for the root of a tree, and -2 for padding and for empty
+                slots of a cache. Tokens may be in any order.
+            offset: The position of the roots. Integers of shape [] or [batch]. If the tree
+                continues a cache, pass the number of tokens in the cache, so the roots see all of
+                them. If `parents` has shape [1, length], the same tree is used for every offset.
 
         Returns:
-            TokenPositions of [batch, length], or of [length] if neither array has a batch axis. A
-            position is the number of a token's ancestors, plus `offset`. `places` number the tokens
-            in depth-first order.
+            TokenPositions of shape [batch, length], or [length] if neither array has a batch axis.
+            The position of a token is `offset` plus the number of its ancestors. The `places`
+            number the tokens in depth-first order, from `offset` on.
 
         Raises:
             TypeError: `parents` or `offset` does not hold integers.
-            ValueError: An array has another shape; or on the host, a parent is outside the row, is
-                padding or is in a cycle, or positions from `offset` on would not fit int32.
+            ValueError: `parents` or `offset` has a shape that is not listed above, or the batch
+                sizes do not fit each other. A parent on the host is outside the row, is padding, or
+                is in a cycle. An `offset` on the host is so large that a position would be outside
+                int32.
 
         Example:
             >>> import transformer_embed as te
@@ -549,11 +580,12 @@ class TokenPositions:
             [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
 
         Edge cases:
-            A device cannot raise errors. There, a token is padding if it or one of its ancestors is
-            in a cycle, or has a parent that is outside the row or padding.
+            Parents on a device are not checked. A token becomes padding if its path to the root
+            meets a cycle, padding, or an index outside the row.
 
         Source:
-            Miao et al., "SpecInfer" (2024), https://arxiv.org/abs/2305.09781
+            Attention in a tree of drafts is from Miao et al., "SpecInfer" (2024),
+            https://arxiv.org/abs/2305.09781
         """
         parents = arguments.as_array("parents", parents)
         rows = as_batch("parents", parents)
@@ -574,20 +606,22 @@ class TokenPositions:
         """Makes new tokens that follow the tokens in a cache.
 
         Args:
-            offset: Integers, the position of the first token: [] for one number, or [batch] for a
-                number for each batch row. It may be traced, so decoding at a new offset compiles
-                nothing new. If your model counts from another number (OPT from 2), add it.
-            length: The number of new tokens, at least 0. It is 1 in step-by-step decoding.
+            offset: The position of the first new token, which is the number of tokens before it.
+                Integers of shape [], or [batch] for a number per batch row. The offset may be
+                traced, so a decoding step compiles only once. If your model counts positions from a
+                number other than 0 (OPT from 2), add that number to the offset.
+            length: The number of new tokens, at least 0. Pass 1 to decode token by token.
 
         Returns:
-            TokenPositions of [length] or [batch, length], all in segment 1. A prompt of several
-            segments goes on in its last one: `TokenPositions(positions, segment_ids=...)`.
+            TokenPositions of shape [length] or [batch, length], all in segment 1. If the last token
+            in your cache is in segment 2, for example, the new tokens must also be in segment 2:
+            make them by `TokenPositions(positions, segment_ids=...)`.
 
         Raises:
-            TypeError: `offset` does not hold integers that `TokenPositions` takes, or `length` is
-                not a Python int.
-            ValueError: `offset` has a rank above 1; `length` is negative; or on the host, positions
-                would not fit int32.
+            TypeError: `offset` does not hold integers, or is a jax array of uint32 or uint64.
+                `length` is not a Python int.
+            ValueError: `offset` has a rank above 1, or `length` is negative. An `offset` on the
+                host is so large that a position would be outside int32.
 
         Example:
             >>> import transformer_embed as te
@@ -598,7 +632,8 @@ class TokenPositions:
             [[1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0, 0]]
 
         Edge cases:
-            On a device, tokens past the end of int32 become padding, which no token sees.
+            An offset on a device is not checked. Tokens whose position would be above the largest
+            int32 become padding, which no token sees.
         """
         length = arguments.length("length", length)
         counted = counted_from_offset(_as_offset(offset, length), length)

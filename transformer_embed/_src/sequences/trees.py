@@ -35,20 +35,21 @@ def shared_prefix_parents(
     answer then sees the prompt and itself, as in a row of its own, and the prompt is computed once.
 
     Args:
-        prefix_lengths: Integers of at least 0, [batch], the number of tokens of each prompt.
-        answer_lengths: Integers of at least 0, [batch, answers], the number of tokens of each
-            answer.
-        length: The length of the rows.
+        prefix_lengths: The number of tokens of each prompt. Integers of at least 0, shape [batch].
+        answer_lengths: The number of tokens of each answer. Integers of at least 0, shape [batch,
+            answers].
+        length: The number of tokens of a row, with padding.
 
     Returns:
-        int32 [batch, length], the index of the token before each token in its text. The first token
-        of each answer gets the prompt's last token, the first token of the prompt gets -1, and
-        padding gets -2.
+        int32 [batch, length]. The number at a token is the index in the row of the token before it
+        in the same text. The first token of each answer has the index of the last token of the
+        prompt. The first token of the prompt has -1, and padding has -2.
 
     Raises:
         TypeError: The lengths are not integers, or `length` is not a Python int.
-        ValueError: An array has another shape; or on the host, a length is out of range, or a row
-            is longer than `length`.
+        ValueError: The lengths do not have the shapes above. A length on the host is negative.
+            `length` is out of its range, or the prompt and the answers of a row have more than
+            `length` tokens.
 
     Example:
         >>> import transformer_embed as te
@@ -56,8 +57,8 @@ def shared_prefix_parents(
         [[-1, 0, 1, 2, 1, -2]]
 
     Edge cases:
-        A device cannot raise errors. There, tokens beyond `length` are cut, and a row with a
-        negative length is all padding.
+        Lengths on a device are not checked. Tokens beyond `length` are cut off, and a row with a
+        negative length becomes all padding.
     """
     length = arguments.length("length", length)
     prefix = arguments.as_integers("prefix_lengths", prefix_lengths)

@@ -30,28 +30,29 @@ def check_batch(
     nothing checks that tokens lie in the order that you declared to an attention kernel.
 
     Args:
-        ids: The ids of the batch, [...], of any integer dtype. With `tokens`, they are [length] or
-            [batch, length]. They must not be traced.
-        tokens: The positions and segments of these ids. Pass `tokens` if the shape of `ids`,
-            the place of padding or the order should be checked too. They must not be traced.
+        ids: The ids of the batch, of any integer dtype. Any shape, but [length] or [batch, length]
+            if you pass `tokens`. The ids must not be traced.
+        tokens: The positions and segments of the ids, a `TokenPositions` that is not traced. Pass
+            it to also check the shape of `ids`, the padding and the order.
         vocab_size: The number of ids in the vocabulary, at least 1.
-        pad_id: The id of padding, which may lie outside the vocabulary, such as -100. Pass the
-            `pad_id` of your config. With `tokens`, this id must stand at padding and nowhere else.
-            Elsewhere a loss would leave out a label that `TokenPositions.next_token_mask` counts,
-            and a token that counts as padding would not be trained on. If None, any id of the
-            vocabulary may stand at padding.
-        order: The layout of the tokens, as in `te.kernels`. Pass the order that you declare there.
-            `"full"` means one sequence and no padding in each batch row. `"right"` means one
-            sequence in each batch row, then padding. `"packed"` means any number of sequences, each
-            in one run of tokens, with padding anywhere between them (also on the left). In all
-            three, positions rise by one from token to token of a sequence. If None, any order is
-            accepted.
+        pad_id: The id of padding, which may be outside the vocabulary, such as -100. Pass the
+            `pad_id` of your config. If you also pass `tokens`, every padding entry must have this
+            id, and no token may have it, because a loss would leave out a label with this id. If
+            None, padding may have any id of the vocabulary.
+        order: The layout of the tokens that you declare to a function of `te.kernels`. `"full"`
+            means that each batch row is one sequence without padding. `"right"` means that each
+            batch row has one sequence, then padding. `"packed"` means that each batch row has any
+            number of sequences, one after the other, with padding on the left, between them or on
+            the right. In all three layouts, positions rise by one from token to token of a
+            sequence. If None, any layout is accepted.
 
     Raises:
-        TypeError: ids are not integers; tokens is not a `TokenPositions`; or one of them is traced.
-        ValueError: an id is outside the vocabulary; a segment id is negative; `pad_id` stands
-            inside a sequence, or another id at padding; the tokens lie in another order; ids and
-            tokens differ in shape; or `order` is given without `tokens`.
+        TypeError: `ids` does not hold integers, or `tokens` is not a `TokenPositions`. `ids` or an
+            array of `tokens` is traced.
+        ValueError: An id is neither in the vocabulary nor the `pad_id`, or a segment id is
+            negative. A token of a sequence has the `pad_id`, or a padding entry has an id that
+            differs from the `pad_id`. The tokens are not in the layout `order`, or `ids` and
+            `tokens` differ in shape. `order` is passed without `tokens`.
 
     Example:
         >>> import transformer_embed as te
@@ -64,8 +65,9 @@ def check_batch(
         ValueError: ids: wanted pad_id, 0, at padding and nowhere else, got 0 at [0, 2], a token
 
     Edge cases:
-        - If `tokens` has a single row, it describes every batch row of `ids`.
-        - Positions may start anywhere. Only the steps between them are checked.
+        - If `tokens` has a single batch row, this row describes every batch row of `ids`.
+        - The first position of a sequence may be any number. Only the steps from one position to
+          the next are checked.
     """
     vocab_size = arguments.size("vocab_size", vocab_size)
     if pad_id is not None:

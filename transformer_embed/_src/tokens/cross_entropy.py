@@ -35,16 +35,16 @@ from transformer_embed._src.tokens.token_data import TokenSettings
 class LossMetrics(NamedTuple):
     """Holds the numbers to log beside a loss, which are reduced like the loss, without gradients.
 
-    To join micro-batches, compute sums with `reduction="sum"`, add the fields of the batches, then
-    divide by `weight`.
+    To get the means over several micro-batches, compute sums with `reduction="sum"`, add the fields
+    of all batches, then divide by the sum of the weights.
 
     Args:
         accuracy: The share of labels that equal the most probable id. If several ids are equally
-            probable, the lowest of them is compared.
+            probable, the lowest id counts as the prediction.
         z_loss: The part `z_loss * log_z**2` of the loss.
         log_z: The logarithm of the sum of the exponentials of the logits.
         weight: The sum of the weights of the counted labels. With `reduction="none"`, the weight of
-            each label. If 0, no label was counted, and then the loss is 0 too.
+            each label. A sum of 0 means that no label was counted, so the loss is 0, too.
 
     Example:
         >>> import jax.numpy as jnp
@@ -85,64 +85,68 @@ def linear_cross_entropy(
     """Computes the cross-entropy of an output layer without holding the logits of all tokens.
 
     Use it to train a language model, in place of a loss on `linear_logits`. The logits of a large
-    batch are its largest array, so the loss computes them for one chunk of tokens at a time. "What
-    the loss costs", a section of the reference page, has time and memory.
+    batch are the largest array of the training step, so the loss computes the logits of one chunk
+    of tokens at a time. The section "What the loss costs" of the reference page has the time and
+    the memory.
 
-    Let z be the logits of a token and y its label. The label is compared with the V ids that may be
-    predicted, which are all ids but padding and ids with a bias of -inf. All sums run over these
-    ids. With `log_z = log(sum(exp(z)))` and s for `label_smoothing`, the loss of the token is
+    Let z be the logits of a token, y the label, and V the number of ids that may be predicted.
+    (Padding and ids with a bias of -inf may not be predicted.) All sums run over these V ids. With
+    `log_z = log(sum(exp(z)))` and `s = label_smoothing`, the loss of the token is
 
         log_z - (1 - s) * z[y] - s * sum(z) / V + z_loss * log_z**2
 
     Args:
-        x: The hidden vectors of the last layer, [..., d], of a floating dtype.
-        output: The output layer: an `OutputLayer`, as `Embedder.output` returns it, or a table
-            [vocab_size, d] if there is no bias, softcap, scale or `pad_id`. Labels equal to the
-            layer's `pad_id` are not counted. With `shift`, a token that is padding itself predicts
-            nothing, so you may pad on the left.
-        labels: The ids to predict, [...], of any integer dtype. With `shift`, pass the ids of the
-            text. Without `shift`, `labels[..., t]` is the id that token t should predict.
-        mask: Which labels are counted (True), a bool array that broadcasts to the labels' shape.
-            Set it to train on a part of the text, such as the answers (`labels != -100`, if the
-            other labels are -100). For one bool per batch row, pass `mask[:, None]`. If None, all
-            labels are counted.
-        weights: A factor for the loss of each label, a floating array that broadcasts like `mask`.
-            Set it if some labels matter more than others. If None, all factors are 1.
-        shift: How many tokens ahead the label of each token stands, a Python int. Pass 1 (or True)
-            for a language model. Then token t predicts `labels[..., t + 1]`, with the mask and the
-            weight of that label, and the last token predicts nothing. If a model has heads that
-            predict further ahead, pass k for the head that predicts `labels[..., t + k]`. Pass 0
-            if you shifted the labels yourself.
-        segment_ids: The document of each token, integers [length], or with more axes that broadcast
-            to the tokens. Pass the ids of your `TokenPositions` if batch rows are packed and
-            `shift` is set. Then no token predicts a label of another document. Id 0 is padding; a
-            negative id is a document. If None, each batch row is one document.
-        label_smoothing: The share of each label that is spread evenly over the V ids, in [0, 1). It
-            is a number, or a floating array that broadcasts to the tokens. An array may be traced,
-            for a schedule, and gets a gradient.
-        z_loss: The factor of `log_z**2` in the loss, at least 0, as a number or an array like
-            `label_smoothing`. Set it (PaLM: 1e-4) to keep log_z near 0.
+        x: The hidden vectors of the last layer, of a floating dtype. Shape [..., d].
+        output: The output layer. Pass an `OutputLayer`, for example from `Embedder.output`, or a
+            table [vocab_size, d] if there is no bias, softcap, scale or `pad_id`. Labels equal to
+            the layer's `pad_id` are not counted. If you set `shift`, predictions that padding makes
+            are not counted either, so you may pad on the left.
+        labels: The ids to predict, of any integer dtype. Shape [...], like the tokens of x. If you
+            set `shift`, pass the ids of the text. Otherwise `labels[..., t]` is the id that token t
+            should predict.
+        mask: Which labels are counted. Bools that broadcast to the shape of the labels, True =
+            counted. Set it to train on a part of the text, such as the answers. For example, pass
+            `labels != -100` if all labels outside the answers are -100. For one bool per batch row,
+            pass `mask[:, None]`. If None, all labels are counted.
+        weights: A factor for the loss of each label. Floats that broadcast to the shape of the
+            labels. Set it if some labels matter more than others. If None, all factors are 1.
+        shift: How many tokens ahead each token predicts, a Python int. Pass 1 (or True) for a
+            language model. Then token t predicts `labels[..., t + 1]`, with the mask and the weight
+            of this label, and the last token predicts nothing. For a head that predicts k tokens
+            ahead, pass k. Pass 0 if you shifted the labels yourself.
+        segment_ids: The number of the document that each token belongs to. Integers of shape
+            [length], or of a shape that broadcasts to the tokens. If batch rows are packed and you
+            set `shift`, pass `segment_ids` of your `TokenPositions`. Then the last token of a
+            document does not predict the first token of the next document. 0 is padding, and a
+            negative number is a document like any positive number. If None, each batch row is one
+            document.
+        label_smoothing: The share of each label that is spread evenly over the V ids, in [0, 1).
+            Pass a number, or a floating array that broadcasts to the tokens. An array may be
+            traced, so you can change the share during training, and gets a gradient.
+        z_loss: The factor of `log_z**2` in the loss, at least 0. Pass a number, or an array as for
+            `label_smoothing`. Set it to keep log_z near 0, for example to 1e-4 as in PaLM.
         reduction: How the losses are joined. `"mean"` divides their sum by the sum of the weights
             of the counted labels. `"sum"` returns the sum, which you can add up over batches.
             `"none"` returns the loss of each label, times its weight.
-        with_metrics: Whether to return `LossMetrics` too, for a log.
-        chunk_size: The largest number of tokens in a chunk. Set a smaller one to save memory. If
-            None, all tokens are one chunk if their logits take at most 256 MiB. Otherwise the
-            logits of a chunk take about a sixth of 256 MiB, or more if a chunk would then have
-            fewer than d tokens.
+        with_metrics: Whether `LossMetrics` are returned too. Set True to log them.
+        chunk_size: The largest number of tokens in a chunk, the part of the batch whose logits are
+            held at once. Set a smaller number to save memory. If None, all tokens are one chunk if
+            their logits take at most 256 MiB, and otherwise a number is chosen as "What the loss
+            costs" says.
 
     Returns:
-        The loss, a scalar in float32 (in float64 if x or the table is). With `reduction="none"`, an
-        array [...] that has the loss of `labels[..., t]` at t, also with `shift`. With
-        `with_metrics=True`, the pair of the loss and `LossMetrics`, as
-        `jax.value_and_grad(..., has_aux=True)` expects it.
+        The loss, a scalar in float32, or in float64 if x or the table is float64. With
+        `reduction="none"`, an array [...] whose entry t is the loss of `labels[..., t]`, also if
+        you set `shift`. With `with_metrics=True`, a pair of the loss and `LossMetrics`, so you can
+        call `jax.value_and_grad(..., has_aux=True)`.
 
     Raises:
-        TypeError: an argument has another dtype or type; or the table holds only some of its rows,
-            as a tied table does inside `te.rows.value_and_grad`.
-        ValueError: an argument is out of its range; shapes do not fit together; `segment_ids` is
-            given without `shift`; the labels have a symbolic size; or the columns of the table are
-            split over a number of devices that does not divide the number of table rows.
+        TypeError: An argument has a wrong type or dtype. The table holds only the rows that a batch
+            needs, as the table of a tied layer does inside `te.rows.value_and_grad`.
+        ValueError: An argument is out of its range, or the shapes of the arguments do not fit.
+            `segment_ids` is passed without `shift`. A size of the labels is symbolic (see
+            `jax.export`). The columns of the table are split over n devices, and n does not divide
+            the number of table rows.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -157,31 +161,35 @@ def linear_cross_entropy(
 
     Edge cases:
         - If no label is counted, the loss and its gradients are 0, as if every prediction were
-          right. Log `LossMetrics.weight`, which is 0 then, to notice an inverted mask.
-        - If a counted label is outside the vocabulary, the loss is NaN. So are the gradients of the
-          table and of x at the token that predicts this label.
-        - `pad_id` also removes its id from the predictions. To leave out labels whose id must still
-          be predicted, use `mask`.
-        - If `pad_id` is outside the vocabulary, such as -100, it only marks labels. With `shift`, a
-          token with this mark then still predicts the next label: the last token of a prompt
-          predicts the first token of the answer.
-        - Where a token predicts no counted label, x has no effect, even if it is NaN.
-        - Gradients are summed in float32 or wider over the chunks, then cast once. With
-          `reduction="none"`, if the vocabulary is split over devices and x has 16 bits, each device
-          rounds its part of the gradient of x, and then the parts are added.
+          right. A wrong mask can be the cause, so log `LossMetrics.weight`, which is 0 in this
+          case.
+        - If a counted label is outside the vocabulary, the loss is NaN. The gradient of the table,
+          and the gradient of x at the token that predicts this label, are NaN, too.
+        - The `pad_id` is never predicted. To leave out labels whose id may be predicted elsewhere,
+          use `mask`.
+        - A `pad_id` outside the vocabulary, such as -100, marks labels that are not counted. If you
+          also set `shift`, a token with this mark still predicts the next label. So the last token
+          of a prompt, marked by -100, predicts the first token of the answer.
+        - If a token predicts no counted label, the x of this token has no effect, even if it is
+          NaN.
+        - Gradients are summed over the chunks in float32 or wider, then cast once. One case is less
+          accurate: if `reduction="none"`, devices split the vocabulary and x has 16 bits, each
+          device rounds its part of the gradient of x before the parts are added.
         - If the bias bans every id, the loss is infinite and its gradients are finite.
         - A weight of 0 removes the loss of a label completely, even a loss that is infinite or NaN.
-        - With negative weights, use `"sum"`: `"mean"` divides by a sum that may be 0 or negative.
-        - Where an array `label_smoothing` or `z_loss` is out of range, the loss of a label with a
-          weight other than 0 is NaN.
+        - If some weights are negative, use `reduction="sum"`, because `"mean"` divides by the sum
+          of the weights, which may be 0 or negative.
+        - If you pass `label_smoothing` or `z_loss` as an array, an entry out of range makes the
+          loss of its label NaN. If the weight of the label is 0, the loss stays 0.
         - If x and the table are in bfloat16, the gradients of the logits are rounded to bfloat16
           before they are multiplied, as in a loss on `linear_logits`.
 
     Source:
-        Label smoothing: Szegedy et al., "Rethinking the Inception Architecture" (2016), section 7,
-        https://arxiv.org/abs/1512.00567. z_loss: Chowdhery et al., "PaLM" (2022), section 5,
-        https://arxiv.org/abs/2204.02311. The name and shift: Wijmans et al., "Cut Your Losses in
-        Large-Vocabulary Language Models" (2024), https://arxiv.org/abs/2411.09009
+        Label smoothing is from Szegedy et al., "Rethinking the Inception Architecture" (2016),
+        section 7, https://arxiv.org/abs/1512.00567. The z-loss is from Chowdhery et al., "PaLM"
+        (2022), section 5, https://arxiv.org/abs/2204.02311. The name of the function and `shift`
+        are from Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024),
+        https://arxiv.org/abs/2411.09009
     """
     loss = CrossEntropy(
         shift=shift,

@@ -44,11 +44,11 @@ def linear_divergence(
     """Computes the divergence of a student's predictions from a teacher's predictions.
 
     Use it to distil a teacher into a student. Both models must have the same vocabulary. Like
-    `linear_cross_entropy`, it computes logits for one chunk of tokens at a time, so the logits of a
-    large batch are never held at once, for either layer.
+    `linear_cross_entropy`, the function computes the logits of both layers for one chunk of tokens
+    at a time, so you save memory with a large batch.
 
-    Let s be the probabilities of the student and t the probabilities of the teacher. `kind` says
-    which sum over the ids is the divergence of a token:
+    Let s be the probabilities of the student and t the probabilities of the teacher. The divergence
+    of a token is a sum over the ids, which you choose by `kind`:
 
     - `"forward"`: `sum(t * log(t / s))`. This is the usual distillation: the student learns to
       give probability to every id that the teacher may predict.
@@ -59,54 +59,59 @@ def linear_divergence(
       `m = beta * t + (1 - beta) * s`.
 
     Args:
-        x: The student's hidden vectors of the last layer, [..., d], of a floating dtype.
-        output: The student's output layer: an `OutputLayer`, as `Embedder.output` returns it, or a
-            table [vocab_size, d] if there is no bias, softcap, scale or `pad_id`.
-        teacher_x: The teacher's hidden vectors of the same tokens, [..., any width]. They and the
-            teacher's layer have gradients too. If you do not differentiate them, this costs
-            nothing.
-        teacher_output: The teacher's output layer, with the `vocab_size` and the `pad_id` of
-            `output`. If one table has more rows than the other (another `row_multiple`), the
-            smaller table is copied.
+        x: The student's hidden vectors of the last layer, of a floating dtype. Shape [..., d].
+        output: The student's output layer. Pass an `OutputLayer`, for example from
+            `Embedder.output`, or a table [vocab_size, d] if there is no bias, softcap, scale or
+            `pad_id`.
+        teacher_x: The teacher's hidden vectors of the same tokens, of a floating dtype. Shape [...,
+            width], with any width. You can also differentiate in `teacher_x` and `teacher_output`.
+            These gradients cost time only if you ask for them.
+        teacher_output: The teacher's output layer, with the same `vocab_size` and `pad_id` as
+            `output`. If one of the two tables has more rows, because of a larger `row_multiple` in
+            the config, the smaller table is copied to the larger size.
         kind: `"forward"`, `"reverse"` or `"js"`.
-        beta: The share of the teacher in the mixture of `"js"`, a Python number above 0 and below
-            1. If None, 0.5.
-        temperature: The number that divides the logits of both layers, above 0 and at most 1e36. It
-            is a number, or a floating array that broadcasts to the tokens, such as [batch, 1]. An
-            array may be traced and gets a gradient. The divergence is not multiplied by the square
-            of the temperature.
-        mask: Which tokens are counted (True), a bool array that broadcasts to the tokens. There are
-            no labels here, so the mask alone leaves out padding: with `shift`, pass
+        beta: The share of the teacher in the mixture m, a Python number above 0 and below 1. Set it
+            only for `"js"`. If None, the share is 0.5.
+        temperature: The number that divides the logits of both layers, above 0 and at most 1e36.
+            Pass a number, or a floating array that broadcasts to the tokens, such as [batch, 1]. An
+            array may be traced and gets a gradient. If you want the square of the temperature as a
+            factor, as in Hinton et al., multiply the result by it.
+        mask: Which tokens are counted. Bools that broadcast to the tokens, True = counted. Without
+            labels, only the mask can leave out padding. For example, if you set `shift`, pass
             `ids != pad_id`. If None, all tokens are counted.
-        weights: A factor for the divergence of each token, a floating array that broadcasts to the
-            tokens. Set it if some tokens matter more than others. If None, all factors are 1.
+        weights: A factor for the divergence of each token. Floats that broadcast to the tokens. Set
+            it if some tokens matter more than others. If None, all factors are 1.
         shift: How many tokens ahead each token predicts, a Python int. Pass 1 (or True) for a
-            language model. There are no labels here, so `shift` changes only whose mask and weight
-            are used: the mask and the weight at t belong to the token that predicts the token at t.
-            With `reduction="none"`, the divergence of this prediction is at t too.
-        segment_ids: The document of each token, integers [length], or with more axes that broadcast
-            to the tokens. Pass the ids of your `TokenPositions` if batch rows are packed and
-            `shift` is set. Then tokens that would predict a token of another document are not
-            counted. Id 0 is padding. If None, each batch row is one document.
+            language model, so that you can pass the same mask and weights as for
+            `linear_cross_entropy`: entry t then counts the prediction of token t, which is made
+            from `x[..., t - 1, :]`. With `reduction="none"`, entry t of the result is the
+            divergence of this prediction.
+        segment_ids: The number of the document that each token belongs to. Integers of shape
+            [length], or of a shape that broadcasts to the tokens. If batch rows are packed and you
+            set `shift`, pass `segment_ids` of your `TokenPositions`. Then predictions of the first
+            token of each document are not counted. 0 is padding. If None, each batch row is one
+            document.
         reduction: How the divergences are joined. `"mean"` divides their sum by the sum of the
             weights of the counted tokens. `"sum"` returns the sum. `"none"` returns the divergence
             of each token, times its weight.
-        chunk_size: The largest number of tokens in a chunk. Set a smaller one to save memory. If
-            None, it is chosen as in `linear_cross_entropy`, for the logits of both layers together.
+        chunk_size: The largest number of tokens in a chunk, the part of the batch whose logits are
+            held at once. Set a smaller number to save memory. If None, a number is chosen as in
+            `linear_cross_entropy`, for the logits of both layers together.
 
     Returns:
-        The divergence, a scalar in float32 (in float64 if an x or a table is). With
-        `reduction="none"`, an array [...]. If both predictions are nearly equal, the divergence is
-        accurate to 1e-9, but differences of `log_softmax` would be off by 2e-7.
+        The divergence, a scalar in float32, or in float64 if one of the arrays x, `teacher_x` and
+        the tables is float64. With `reduction="none"`, an array [...]. If both predictions are
+        nearly equal, the error is at most 1e-9. (With differences of `log_softmax`, the error would
+        be 2e-7.)
 
     Raises:
-        TypeError: an argument has another dtype or type; or a table holds only some of its rows, as
-            a tied table does inside `te.rows.value_and_grad`.
-        ValueError: the layers differ in `vocab_size` or in `pad_id`; the rows of their tables are
-            split over different mesh axes; `beta` is given without `kind="js"`; another argument is
-            out of its range; shapes do not fit together; `segment_ids` is given without `shift`; x
-            has a symbolic size; or the columns of a table are split over a number of devices that
-            does not divide the number of table rows.
+        TypeError: An argument has a wrong type or dtype. A table holds only the rows that a batch
+            needs, as the table of a tied layer does inside `te.rows.value_and_grad`.
+        ValueError: The layers differ in `vocab_size` or in `pad_id`, or different mesh axes split
+            the rows of the two tables. An argument is out of its range, or the shapes of the
+            arguments do not fit. `beta` is passed without `kind="js"`, or `segment_ids` without
+            `shift`. A size of `x` is symbolic (see `jax.export`). The columns of a table are split
+            over n devices, and n does not divide the number of table rows.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -119,14 +124,16 @@ def linear_divergence(
         0.0 0.07
 
     Edge cases:
-        - Where one layer bans an id that the other may predict, the divergence is infinite if the
-          sum contains the logarithm of this ratio. The gradients there are finite.
+        - If the bias of one layer bans an id that the second layer may predict, some divergences
+          are infinite. For example, `"forward"` is infinite if the student bans an id that the
+          teacher may predict. The gradients stay finite.
         - If a layer bans every id, the divergence has no meaning, and may be NaN.
 
     Source:
-        Hinton et al., "Distilling the Knowledge in a Neural Network" (2015),
-        https://arxiv.org/abs/1503.02531; Agarwal et al., "On-Policy Distillation of Language
-        Models" (2024), section 2, https://arxiv.org/abs/2306.13649
+        Distillation is from Hinton et al., "Distilling the Knowledge in a Neural Network" (2015),
+        https://arxiv.org/abs/1503.02531. The three divergences are compared by Agarwal et al.,
+        "On-Policy Distillation of Language Models" (2024), section 2,
+        https://arxiv.org/abs/2306.13649
     """
     student = as_output_layer(x, output)
     teacher = as_output_layer(teacher_x, teacher_output, "teacher_")

@@ -23,25 +23,27 @@ def dropout(
     Use it in place of `hk.dropout`. The result equals the result of a compiled `hk.dropout` bit for
     bit on finite x, for every key, because both use the same random bits. On a CPU, `hk.dropout`
     spends most of its time on generating these bits, because JAX runs its generator as a loop over
-    memory. Here, each element computes its own bits in registers (with JAX's default generator and
-    32-bit floats), so you train faster.
+    memory. This function computes the bits of each element in registers, so you train faster. (It
+    needs JAX's default generator and 32-bit floats for that, and otherwise calls JAX.)
 
     Args:
-        rng: A key of `jax.random.key` or `jax.random.PRNGKey`.
+        rng: A random key, from `jax.random.key` or `jax.random.PRNGKey`.
         rate: The probability that an element becomes 0, a Python float in [0, 1). If 0, x is
             returned as it is.
-        x: The array, [...], of a floating dtype.
-        broadcast_dims: The dimensions of x, Python ints, along which one mask is shared. All
-            elements that differ only in their index along these dimensions are kept or zeroed
-            together. Pass `[1]` for x [batch, length, d] to drop whole channels of a sequence.
+        x: The array, of a floating dtype and any shape.
+        broadcast_dims: The dimensions of x along which all elements are kept or zeroed together, a
+            sequence of Python ints. For x [batch, length, d], pass `[1]` to zero a channel at all
+            tokens of a sequence.
 
     Returns:
-        The array after dropout, [...], of x's dtype.
+        The array after dropout, of the shape and dtype of x.
 
     Raises:
-        TypeError: `rate` is traced or not a number; x does not have a floating dtype of 16 bits or
-            more; `rng` is not a PRNG key; or `broadcast_dims` is not a sequence of Python ints.
-        ValueError: `rate` is outside [0, 1), or x has no dimension of that number.
+        TypeError: `rate` is traced, or is not a number. `x` does not have a floating dtype of 16
+            bits or more. `rng` is not a random key, or `broadcast_dims` is not a sequence of Python
+            ints.
+        ValueError: `rate` is outside [0, 1), or `broadcast_dims` names a dimension that x does not
+            have.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -52,15 +54,17 @@ def dropout(
         [[0.0, 0.0, 2.0], [0.0, 0.0, 2.0]]
 
     Edge cases:
-        - A numpy scalar as `rate` counts as a Python float. (`hk.dropout` generates random floats
-          of the scalar's dtype, and returns a wider dtype than x if that dtype is wider.)
-        - A compiled gradient either generates the bits again or keeps a byte for each element, as
-          XLA chooses. Both are equally fast.
+        - A numpy scalar as `rate` counts as a Python float. (`hk.dropout` would use the scalar's
+          dtype for the random floats, and may return a wider dtype than x has.)
+        - To compute a gradient, compiled code needs the mask a second time. XLA chooses whether the
+          bits are generated again or a byte for each element is kept. Both ways are equally fast.
 
     Source:
-        Srivastava et al., "Dropout" (2014), https://jmlr.org/papers/v15/srivastava14a.html. The
-        generator: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011),
-        threefry-2x32 with 20 rounds, counting elements as JAX does.
+        Dropout is from Srivastava et al., "Dropout" (2014),
+        https://jmlr.org/papers/v15/srivastava14a.html. The random bits are from the generator
+        threefry-2x32 of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011). The
+        counter of each element, from which the generator makes the bits, is the same as in
+        `jax.random`.
     """
     rate = arguments.rate("rate", rate)
     x = arguments.as_floats("x", x)

@@ -51,53 +51,58 @@ def linear_log_probs(
 ) -> Float[Array, "..."] | tuple[Float[Array, "..."], Float[Array, "..."]]:
     """Computes the log-probability of each label without holding the logits of all tokens.
 
-    Use it for losses that are functions of log-probabilities, and take gradients through them:
-    ratios of two policies (GRPO, PPO), preferences (DPO), KL terms, multiple choice. Like
-    `linear_cross_entropy`, it computes logits for one chunk of tokens at a time, in the backward
-    pass too. "What the loss costs", a section of the reference page, has time and memory, and what
-    devices exchange.
+    Use it for losses that you compute from log-probabilities: ratios of two policies (GRPO, PPO),
+    preferences (DPO), KL terms or multiple choice. You can take gradients through the result. Like
+    `linear_cross_entropy`, the function computes logits for one chunk of tokens at a time, also in
+    the backward pass. The section "What the loss costs" of the reference page has the time, the
+    memory, and what devices exchange.
 
     Args:
-        x: The hidden vectors of the last layer, [..., d], of a floating dtype.
-        output: The output layer: an `OutputLayer`, as `Embedder.output` returns it, or a table
-            [vocab_size, d] if there is no bias, softcap, scale or `pad_id`. Labels equal to the
-            layer's `pad_id` are not counted.
-        labels: The ids whose log-probabilities you want, [...], of any integer dtype. With `shift`,
-            pass the ids of the text. To compare k candidates at each token, pass [..., k], such as
-            the choices of a question or a teacher's `linear_top_k`. All candidates of a token share
-            one pass over the vocabulary.
-        shift: How many tokens ahead the label of each token stands, a Python int. Pass 1 (or True)
-            for a language model, so that token t predicts `labels[..., t + 1]`. Pass 0 if you
-            shifted the labels yourself.
-        segment_ids: The document of each token, integers [length], or with more axes that broadcast
-            to the tokens. Pass the ids of your `TokenPositions` if batch rows are packed and
-            `shift` is set. Then no token predicts a label of another document. Id 0 is padding. If
-            None, each batch row is one document.
-        chunk_size: The largest number of tokens in a chunk. Set a smaller one to save memory. If
-            None, it is chosen as in `linear_cross_entropy`.
+        x: The hidden vectors of the last layer, of a floating dtype. Shape [..., d].
+        output: The output layer. Pass an `OutputLayer`, for example from `Embedder.output`, or a
+            table [vocab_size, d] if there is no bias, softcap, scale or `pad_id`. Labels equal to
+            the layer's `pad_id` are not counted.
+        labels: The ids whose log-probabilities you want, of any integer dtype. Shape [...], like
+            the tokens of x. If you set `shift`, pass the ids of the text. To compare k candidates
+            at each token, such as the choices of a question or the ids from a teacher's
+            `linear_top_k`, pass shape [..., k]. The logits of a token are computed once for all of
+            its candidates.
         temperature: The number that divides the logits, above 0 and at most 1e36. Pass the
-            temperature at which the text was sampled. It is a number, or a floating array that
+            temperature at which the text was sampled, as a number or as a floating array that
             broadcasts to the tokens, such as [batch, 1]. An array may be traced and gets a
-            gradient. With `shift`, the temperature at t belongs to `labels[..., t]`, like a mask.
-        mask: Which labels are counted (True), a bool array that broadcasts to the labels' shape.
-            Set it to leave out the prompt. For one bool per batch row, pass `mask[:, None]`. For
-            one bool per token and k candidates, pass `mask[..., None]`. If None, all labels are
-            counted.
-        with_entropy: Whether to return the entropy of each prediction too.
+            gradient. Entry t of an array is used to predict `labels[..., t]`, also if you set
+            `shift`.
+        mask: Which labels are counted. Bools that broadcast to the shape of the labels, True =
+            counted. Set it to leave out the prompt. For one bool per batch row, pass
+            `mask[:, None]`. If labels are [..., k] and you have one bool per token, pass
+            `mask[..., None]`. If None, all labels are counted.
+        shift: How many tokens ahead each token predicts, a Python int. Pass 1 (or True) for a
+            language model, so that token t predicts `labels[..., t + 1]`. Pass 0 if you shifted the
+            labels yourself.
+        segment_ids: The number of the document that each token belongs to. Integers of shape
+            [length], or of a shape that broadcasts to the tokens. If batch rows are packed and you
+            set `shift`, pass `segment_ids` of your `TokenPositions`. Then the last token of a
+            document does not predict the first token of the next document. 0 is padding. If None,
+            each batch row is one document.
+        with_entropy: Whether the entropy of each prediction is returned, too.
+        chunk_size: The largest number of tokens in a chunk, the part of the batch whose logits are
+            held at once. Set a smaller number to save memory. If None, a number is chosen as "What
+            the loss costs" says.
 
     Returns:
-        The log-probabilities, [...] or [..., k], in float32 (in float64 if x or the table is). With
-        `shift`, the value at t is for `labels[..., t]`, and token t - shift predicts it. With
-        `with_entropy=True`, a pair whose second array, [...], has at t the entropy, in nats, of the
-        prediction of `labels[..., t]`.
+        The log-probabilities, in the shape of the labels, in float32, or in float64 if x or the
+        table is float64. Entry t is the log-probability of `labels[..., t]`, also if you set
+        `shift`. With `with_entropy=True`, a pair of the log-probabilities and the entropies in
+        nats. The entropies have shape [...], and entry t is the entropy of the prediction of
+        `labels[..., t]`.
 
     Raises:
-        TypeError: an argument has another dtype or type; or the table holds only some of its rows,
-            as a tied table does inside `te.rows.value_and_grad`.
-        ValueError: a number `temperature` is not above 0, or another argument is out of its range;
-            shapes do not fit together; `segment_ids` is given without `shift`; the labels have a
-            symbolic size; or the columns of the table are split over a number of devices that does
-            not divide the number of table rows.
+        TypeError: An argument has a wrong type or dtype. The table holds only the rows that a batch
+            needs, as the table of a tied layer does inside `te.rows.value_and_grad`.
+        ValueError: `temperature` is a number outside the range above, or an argument is out of its
+            range. The shapes of the arguments do not fit, or `segment_ids` is passed without
+            `shift`. A size of the labels is symbolic (see `jax.export`). The columns of the table
+            are split over n devices, and n does not divide the number of table rows.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -118,20 +123,22 @@ def linear_log_probs(
         (1, 3, 2)
 
     Edge cases:
-        - At a label that is not counted, the log-probability and the entropy are 0, and x has no
-          effect. With `shift`, the first labels of each document are not counted.
-        - A candidate that is not counted has -inf in place of 0, so it adds nothing to a sum of
-          probabilities by `jax.nn.logsumexp`.
-        - At a counted label outside the vocabulary, the log-probability is NaN.
-        - Where an array `temperature` is not above 0 or is above 1e36, the results of counted
-          labels are NaN.
+        - The log-probability and the entropy of a label that is not counted are 0, and the x of its
+          prediction has no effect. With `shift=1`, the first label of each document is not counted,
+          because no token predicts it.
+        - If the labels are candidates [..., k], a candidate that is not counted has -inf in place
+          of 0. So the candidate adds nothing to a sum of probabilities by `jax.nn.logsumexp`.
+        - If a counted label is outside the vocabulary, its log-probability is NaN.
+        - If you pass `temperature` as an array, an entry out of range makes the results of its
+          counted labels NaN.
         - If the vocabulary is split over devices and x has 16 bits, each device rounds its part of
-          the gradient of x, and then the parts are added.
+          the gradient of x before the parts are added.
         - If the bias bans every id, all log-probabilities are -inf, and the entropy is 0.
-        - Equal arguments to the same compiled function give equal bits. Other programs may differ
-          by a few units in the last place, because XLA fuses operations differently. The program
-          changes with gradients, inside another function, and with another `chunk_size`, batch
-          shape, mesh or `with_entropy`. So the ratio of a policy to itself is 1 to about 1e-6.
+        - The same compiled program gives equal bits for equal arguments. Two programs may differ by
+          a few units in the last place, because XLA fuses operations differently. A different
+          program is compiled if you take gradients, call the function inside a compiled function,
+          or change `chunk_size`, the batch shape, the mesh or `with_entropy`. So a ratio of a
+          policy to itself may differ from 1 by about 1e-6.
     """
     pair = as_output_layer(x, output)
     ids = as_labels("labels", labels)
@@ -243,32 +250,35 @@ def linear_top_k(
 ) -> tuple[Float[Array, "... k"], Int32[Array, "... k"]]:
     """Finds the k most probable ids of each token, and computes their log-probabilities.
 
-    Use it for the teacher's side of a distillation, for predicted ids (`ids[..., 0]` is the
-    argmax), for beam search, and for sampling from large vocabularies. The logits of a large batch
-    are never held at once. If the vocabulary is split over devices, each device sends k numbers and
-    k ids of each token.
+    Use it for the teacher of a distillation, for predicted ids (`ids[..., 0]` is the argmax), for
+    beam search, and to sample from large vocabularies. Logits are computed for one chunk of tokens
+    at a time. If the vocabulary is split over devices, each device sends only k numbers and k ids
+    for each token.
 
     Args:
-        x: The hidden vectors of the last layer, [..., d], of a floating dtype.
-        output: The output layer: an `OutputLayer`, as `Embedder.output` returns it, or a table
-            [vocab_size, d] if there is no bias, softcap, scale or `pad_id`. The layer's `pad_id`,
-            and rows that only fill a shard, are never returned.
+        x: The hidden vectors of the last layer, of a floating dtype. Shape [..., d].
+        output: The output layer. Pass an `OutputLayer`, for example from `Embedder.output`, or a
+            table [vocab_size, d] if there is no bias, softcap, scale or `pad_id`. The layer's
+            `pad_id`, and rows past `vocab_size`, are never returned.
         k: How many ids to return, a Python int from 1 to the number of ids that may be predicted.
-        chunk_size: The largest number of tokens in a chunk. Set a smaller one to save memory. If
-            None, it is chosen as in `linear_cross_entropy`.
+        chunk_size: The largest number of tokens in a chunk, the part of the batch whose logits are
+            held at once. Set a smaller number to save memory. If None, a number is chosen as in
+            `linear_cross_entropy`.
 
     Returns:
-        A pair of arrays: log-probabilities [..., k], highest first, in float32 (float64 if x or the
-        table is), and ids [..., k] in int32. Among ids with equal log-probabilities, the lower id
-        is first. Banned ids come last, with -inf.
+        A pair of arrays [..., k]. The first has the log-probabilities, highest first, in float32,
+        or in float64 if x or the table is float64. The second has the ids, in int32. Of two ids
+        with equal log-probabilities, the lower id comes first. Ids that the bias bans come last,
+        with -inf.
 
-        The result has no gradient. If you need one, pass the ids to `linear_log_probs`.
+        The result has no gradient. If you need a gradient, pass the ids to `linear_log_probs`.
 
     Raises:
-        TypeError: x does not have a floating dtype of 16 bits or more; or k is not a Python int.
-        ValueError: k is out of its range; x has a symbolic size; the width of the table differs
-            from the width of x; or the columns of the table are split over a number of devices that
-            does not divide the number of rows.
+        TypeError: `x` does not have a floating dtype of 16 bits or more, or `k` is not a Python
+            int.
+        ValueError: `k` is out of its range. A size of `x` is symbolic (see `jax.export`), or the
+            width of the table differs from the width of x. The columns of the table are split over
+            n devices, and n does not divide the number of table rows.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -279,8 +289,8 @@ def linear_top_k(
         [2 3] [-0.8619948 -0.8619948]
 
     Source:
-        Truncated distributions for sampling: Fan et al., "Hierarchical Neural Story Generation"
-        (2018), section 5.4, https://arxiv.org/abs/1805.04833
+        Sampling from the k most probable ids is from Fan et al., "Hierarchical Neural Story
+        Generation" (2018), section 5.4, https://arxiv.org/abs/1805.04833
     """
     pair = jax.lax.stop_gradient(as_output_layer(x, output))
     vocab_size = pair.output.size

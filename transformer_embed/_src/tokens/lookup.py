@@ -61,30 +61,32 @@ def lookup(
     counts negative ids from the end. With NaN you see the mistake in the loss, under `jax.jit` too.
 
     Args:
-        table: The embeddings, [vocab_size, d], of a floating dtype.
-        ids: The ids to look up, [...], of any integer dtype. Negative ids are outside the
+        table: The embeddings, of a floating dtype. Shape [vocab_size, d].
+        ids: The ids to look up, of any integer dtype and any shape. Negative ids are outside the
             vocabulary.
-        pad_id: The id of padding. It returns zeros, whatever the table holds, and its table row
-            gets no gradient. The id may lie outside the vocabulary. If None, no id is padding.
-        out_of_range: What an id outside the vocabulary returns. `"nan"` returns NaN and gives no
-            gradient. `"zero"` returns zeros and gives no gradient. `"clip"` returns the nearest
-            table row, which gets the gradient. Set `"zero"` or `"clip"` if your data has such ids
-            on purpose.
-        lookup_style: How table rows are read. `"gather"` copies them. `"one_hot"` multiplies a
-            matrix of zeros and ones, [..., vocab_size], with the table at full precision. The
-            values are the same. The product costs more for a larger vocabulary, so set
+        pad_id: The id of padding. For this id, zeros are returned in place of the table row, and
+            the table row gets no gradient. The id may be outside the vocabulary. If None, no id is
+            padding.
+        out_of_range: What is returned for an id outside the vocabulary. `"nan"` returns NaN and
+            `"zero"` returns zeros, and no table row gets a gradient. `"clip"` returns the first
+            table row for a negative id and the last one for an id past the end, and this row gets
+            the gradient. Set `"zero"` or `"clip"` if your data has ids outside the vocabulary on
+            purpose.
+        lookup_style: How table rows are read. `"gather"` copies the rows. `"one_hot"` multiplies a
+            matrix of zeros and ones, [..., vocab_size], with the table at full precision. Both
+            styles return the same values. The cost of the product grows with the vocabulary, so set
             `"one_hot"` only for a small vocabulary on a TPU.
 
     Returns:
-        The vectors, [..., d], of the table's dtype. Under explicit mesh axes, the leading axes are
-        split like the ids. The last axis is split like the columns of the table, over those mesh
-        axes that do not split the ids.
+        The vectors, of the table's dtype. Shape [..., d]. If explicit mesh axes split the arrays,
+        the leading axes of the result are split like the ids. The last axis is split like the
+        columns of the table, over the mesh axes that do not already split the ids.
 
     Raises:
-        TypeError: ids are not integers; or the table does not have a floating dtype of 16 bits or
-            more.
-        ValueError: the table does not have rank 2, or has no row; `out_of_range` or `lookup_style`
-            is unknown; or `pad_id` is outside int32.
+        TypeError: `ids` does not hold integers, or `table` does not have a floating dtype of 16
+            bits or more.
+        ValueError: `table` does not have rank 2, or has no row. `out_of_range` or `lookup_style` is
+            not one of the strings above. `pad_id` is outside int32.
 
     Example:
         >>> import jax.numpy as jnp
@@ -94,10 +96,10 @@ def lookup(
         [[3.0, 4.0], [0.0, 0.0], [nan, nan]]
 
     Edge cases:
-        - With `lookup_style="one_hot"`, the table must be finite. If one table row has an infinite
-          number or NaN in a channel, all results are NaN in this channel, because 0 times infinity
-          is NaN.
-        - An id equal to `pad_id` gives zeros even if it lies outside the vocabulary.
+        - With `lookup_style="one_hot"`, all numbers in the table must be finite. If one table row
+          has an infinite number or NaN in a channel, all results are NaN in this channel, because 0
+          times infinity is NaN.
+        - If `pad_id` is outside the vocabulary, this id still gives zeros.
     """
     arguments.choice("out_of_range", out_of_range, OUT_OF_RANGE)
     arguments.choice("lookup_style", lookup_style, LOOKUP_STYLES)

@@ -24,9 +24,10 @@ from transformer_embed._src.tokens.row_logits import row_logits
 class OutputLayer:
     """Holds an output layer, which multiplies hidden vectors with every table row to get logits.
 
-    Make one to pass your table, together with its bias and settings, to the losses and to
-    `linear_logits`. For a tied layer, pass the embedding table. If you have an `Embedder`, a
-    `TokenEmbedding` or a `TransformerEmbedding`, its method `output` makes the layer of its config.
+    Make an `OutputLayer` to pass your table, with a bias and settings, to the losses and to
+    `linear_logits`. If the output layer is tied to the embeddings, pass the embedding table. If you
+    have an `Embedder`, a `TokenEmbedding` or a `TransformerEmbedding`, call the method `output` of
+    this object instead.
 
     With `u = scale * (x @ table.T + bias)`, the logits are u, or `softcap * tanh(u / softcap)`.
 
@@ -34,29 +35,30 @@ class OutputLayer:
     `jax.jit`, `jax.vmap` and `jax.lax.scan`, and its gradient is an `OutputLayer` again.
 
     Args:
-        table: The vectors of the ids, [vocab_size, d], of a floating dtype. With `vocab_axis=1`,
-            [d, vocab_size].
-        bias: A number for each id, [vocab_size], of a floating dtype. An id whose bias is -inf is
-            banned: its logit is -inf, with a softcap too. If None, there is no bias.
-        softcap: The bound on the magnitude of all other logits, a Python number above 0 (Gemma 2:
-            30). If None, there is no bound.
-        scale: The factor of the logits, a Python number above 0 (T5: d**-0.5).
-        pad_id: The id of padding, which is never predicted. Its logit is half of the lowest finite
-            number, so its probability is 0, and its row and bias get no gradient. The id may lie
-            outside the vocabulary. If None, there is no padding.
-        vocab_size: The number of ids. Set it if the table has more rows, for example to divide them
-            among devices. The rows past it are never predicted, like padding. If None, every row
-            is an id.
+        table: The vectors of the ids, of a floating dtype. Shape [vocab_size, d], or [d,
+            vocab_size] if you set `vocab_axis=1`.
+        bias: A number for each id, which is added before the softcap, of a floating dtype. Shape
+            [vocab_size]. Write -inf to ban an id: the logit is then -inf, even with a softcap. If
+            None, there is no bias.
+        softcap: The largest magnitude of the logits of ids that may be predicted. A Python number
+            above 0, such as 30 for Gemma 2. If None, there is no limit.
+        scale: The factor of the logits, a Python number above 0, such as `d**-0.5` for T5.
+        pad_id: The id of padding, which is never predicted. The logit of this id is half of the
+            lowest finite number, so the probability is 0, and the row and the bias of the id get no
+            gradient. The id may be outside the vocabulary. If None, there is no padding.
+        vocab_size: The number of ids. Set it if the table has more rows than ids, for example
+            50,304 rows for 50,257 ids, so that devices get equal parts. The extra rows, at the end,
+            are never predicted. If None, every row is an id.
         vocab_axis: Which axis of the table counts the ids, 0 or 1. Set it to 1 to use the `w` of an
             `hk.Linear`, [d, vocab_size], as it is. The gradient has the shape of the table, and no
             transposed copy is made.
 
     Raises:
-        TypeError: the table or the bias does not have a floating dtype of 16 bits or more; or
-            `softcap` or `scale` is not a Python number.
-        ValueError: the table does not have rank 2; the bias does not have one number for each row;
-            `softcap` or `scale` is not above 0; `vocab_size` is below 1 or above the number of
-            rows; or `vocab_axis` is not 0 or 1.
+        TypeError: `table` or `bias` does not have a floating dtype of 16 bits or more. `softcap` or
+            `scale` is not a Python number.
+        ValueError: `table` does not have rank 2, or `bias` does not have one number for each table
+            row. `softcap` or `scale` is not above 0. `vocab_size` is below 1 or above the number of
+            table rows. `vocab_axis` is neither 0 nor 1.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -72,10 +74,10 @@ class OutputLayer:
         [1.0, 5.0]
 
     Source:
-        Press and Wolf, "Using the Output Embedding to Improve Language Models" (2017),
-        https://arxiv.org/abs/1608.05859; Vaswani et al., "Attention Is All You Need" (2017),
-        section 3.4, https://arxiv.org/abs/1706.03762. The softcap: "Gemma 2" (2024), section 2,
-        https://arxiv.org/abs/2408.00118
+        Tied output layers are from Press and Wolf, "Using the Output Embedding to Improve Language
+        Models" (2017), https://arxiv.org/abs/1608.05859, and are used in Transformers by Vaswani et
+        al., "Attention Is All You Need" (2017), section 3.4, https://arxiv.org/abs/1706.03762. The
+        softcap is from "Gemma 2" (2024), section 2, https://arxiv.org/abs/2408.00118
     """
 
     table: Any
@@ -134,27 +136,27 @@ def linear_logits(
 ) -> Float[Array, "... v"]:
     """Computes the logits of an output layer.
 
-    Use it where you need whole logits, such as for sampling. To train, use `linear_cross_entropy`,
-    which never holds the logits of a whole batch.
+    Use it if you need the logits of all ids, for example to sample. To train, use
+    `linear_cross_entropy`, which holds the logits of only a part of a large batch at a time.
 
     Args:
-        x: The hidden vectors, [..., d], of a floating dtype.
-        output: The output layer: an `OutputLayer`, or a table [vocab_size, d] if there is no bias,
-            softcap, scale or `pad_id`.
+        x: The hidden vectors, of a floating dtype. Shape [..., d].
+        output: The output layer. Pass an `OutputLayer`, for example from `Embedder.output`, or a
+            table [vocab_size, d] if there is no bias, softcap, scale or `pad_id`.
         out_sharding: How explicit mesh axes split the logits, as in `jnp.einsum`. If None, the
-            vocabulary is split over the axes of the table's rows, then over the axes of its
-            columns. Each dimension of tokens is split as in x, over the axes that do not split the
-            table.
+            vocabulary is split over the mesh axes that split the rows of the table, then over those
+            that split the columns. Each dimension of tokens is split as in x, over the mesh axes
+            that do not split the table.
 
     Returns:
-        The logits, [..., rows of the table], summed and returned in float32 (float64 if x or the
-        table is).
+        The logits, in float32, or in float64 if x or the table is float64. Shape [..., number of
+        table rows]. The products are also summed in this dtype.
 
     Raises:
-        TypeError: x does not have a floating dtype of 16 bits or more; or `out_sharding` has
-            another type.
-        ValueError: the width of the table differs from the width of x; or the columns of the table
-            are split over a number of devices that does not divide the number of rows.
+        TypeError: `x` does not have a floating dtype of 16 bits or more, or `out_sharding` is not a
+            sharding that `jnp.einsum` takes.
+        ValueError: The width of the table differs from the width of x. The columns of the table are
+            split over n devices, and n does not divide the number of table rows.
 
     Example:
         >>> import jax, jax.numpy as jnp
