@@ -78,8 +78,8 @@ class Checkpoint:
             name: The name of the tensor, as the file has it.
 
         Raises:
-            ValueError: The checkpoint has no tensor of this name, or the file ends before the
-                tensor does.
+            ValueError: The checkpoint has no tensor of this name, or the tensor is empty, as in
+                files of ZeRO-3.
         """
         entry = self._tensors.entry_of_any_dtype(name)
         return TensorFacts(
@@ -111,10 +111,10 @@ class Checkpoint:
 
         Raises:
             TypeError: `names` is a str, or a value of `shardings` is not a `NamedSharding`.
-            ValueError: The checkpoint has no tensor of one of the names, or a file ends before a
-                tensor does. The number of devices does not divide an axis of a tensor that is split
-                over them. A tensor has a dtype of 64 bits, which jax would narrow to 32 bits. (Pass
-                a `dtype`.)
+            ValueError: The checkpoint has no tensor of one of the names, or a tensor is empty, as
+                in files of ZeRO-3. The number of devices does not divide an axis of a tensor that
+                is split over them. A tensor has a dtype of 64 bits, which jax would narrow to 32
+                bits. (Pass a `dtype`.)
         """
         if isinstance(names, str):
             raise arguments.type_error("names", "a sequence of names", repr(names))

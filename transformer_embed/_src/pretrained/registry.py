@@ -75,7 +75,7 @@ def find_model_type(name: str) -> ModelType:
         name: The type, as config.json's `model_type` names it.
 
     Returns:
-        A `ModelType`.
+        A `ModelType`, which has a field for each of these facts.
 
     Raises:
         ValueError: This package does not know the model type.
