@@ -126,12 +126,13 @@ class PositionalEncoding(hk.Module):
     def encoding(self, positions: ArrayLike) -> Float[Array, "... d"]:
         """Returns the encodings [..., d_model] of positions [...], in float32 or wider.
 
-        Use it for queries that are positions alone, as in models that predict the token at any
-        position from the tokens that they know: there is nothing to add the encodings to. Learned
-        encodings are read from the same table as in a call of the module.
+        Use it for queries that consist only of positions. For example, a model may predict the
+        unknown token at position 7 from known tokens: the query at position 7 has no token vector
+        to which the module could add an encoding. Learned encodings are read from the same table as
+        in a call of the module.
 
         Args:
-            positions: The positions, [...], integers, or float32 for sinusoids.
+            positions: The positions: integers, or float32 for sinusoids. Any shape [...].
 
         Example:
             >>> import haiku as hk, jax

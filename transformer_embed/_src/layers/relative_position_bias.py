@@ -85,8 +85,8 @@ class RelativePositionBias(hk.Module):
         If neither the queries nor the keys have a batch axis, the bias is [num_heads, T, S].
 
         Args:
-            query_positions: The positions of the queries, [T] or [B, T].
-            key_positions: The positions of the keys, [S] or [B, S].
+            query_positions: The positions of the queries, integers. Shape [T] or [B, T].
+            key_positions: The positions of the keys, integers. Shape [S] or [B, S].
         """
         options = self.bucket_options
         buckets = relative_position_buckets(query_positions, key_positions, **options)

@@ -125,7 +125,8 @@ def _optimizer_step(
 
     Args:
         update: The function `update` of the optimizer.
-        with_extra_arrays: Makes the extra arguments of `update` from the arrays among them.
+        with_extra_arrays: Makes the extra arguments of `update` from `extra_arrays`, the arrays
+            among these arguments.
         treedef: The structure of (gradients, parameters, state, extra arrays).
         leaves: The leaves before the step.
     """

@@ -123,7 +123,8 @@ def _count_rows_by_owner(plan: Exchange, requests: np.ndarray) -> np.ndarray:
 
     Args:
         plan: The plan of the exchange.
-        requests: The numbers `device * num_rows + row`, as in `_counted`.
+        requests: The numbers `device * num_rows + row`, for the device that asks and the row that
+            it asks for.
 
     Returns:
         int64, with one axis for each mesh axis that the batch is split over.
