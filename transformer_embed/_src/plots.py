@@ -60,20 +60,20 @@ def plot_encoding(
     Use it to see how an encoding or a table changes from one position to the next.
 
     Args:
-        encoding: An encoding, rows of a table, or their sum, [length, d_model]. Cells that are NaN
-            are hatched.
-        ax: The Axes to draw on. If None, a new pyplot figure is made.
-        tokens: Names for the rows, [length]. If None, the rows are numbered.
-        limit: A number above 0. The colours run from -limit to limit, so you can compare pictures.
-            If None, the largest magnitude.
+        encoding: The vectors, such as an encoding or the rows of a table. Shape [length, d_model].
+            NaN is shown as a hatched cell.
+        ax: The matplotlib Axes to draw on. If None, a new pyplot figure is made.
+        tokens: A name for each of the rows. If None, the rows are numbered.
+        limit: A number above 0. The colours run from -limit to limit, so two pictures with the same
+            limit can be compared. If None, the limit is the largest magnitude in the array.
 
     Returns:
         The Axes, with channel across, position (tokens) down, and a colour bar beside it.
 
     Raises:
-        TypeError: encoding is traced; limit is not a Python number.
-        ValueError: encoding is not a matrix or is empty; there is not one token for each row; limit
-            is not above 0.
+        TypeError: `encoding` is traced, or `limit` is not a Python number.
+        ValueError: `encoding` is not a matrix, or is empty. The number of tokens differs from the
+            number of rows. `limit` is not above 0.
 
     Example:
         >>> import transformer_embed as te
@@ -82,7 +82,7 @@ def plot_encoding(
         ('channel', 'position (tokens)')
 
     Source:
-        The picture of Alammar, "The Illustrated Transformer" (2018),
+        The picture is from Alammar, "The Illustrated Transformer" (2018),
         https://jalammar.github.io/illustrated-transformer/
     """
     values = _as_matrix("encoding", encoding)
@@ -105,22 +105,24 @@ def plot_mask(
     Use it to check a mask before you train with it.
 
     Args:
-        mask: A bool mask [T, S], True = may attend. Axes of length 1 may come first, as
-            `AttentionMask.dense` and `AttentionMask.tile` have them for a batch of one. Index one
-            batch row of a larger batch. An int8 mask, as `AttentionMask.tile_kinds` makes it, is
-            drawn in three tones: tiles in which no pair, some pairs or all pairs may attend.
-        ax: The Axes to draw on. If None, a new pyplot figure is made.
-        query_tokens: Names for the queries, [T]. If None, the queries are numbered.
-        key_tokens: Names for the keys, [S]. If None, the keys are numbered.
+        mask: A bool mask, in which True means that the query may attend to the key. Shape [T, S]
+            for T queries and S keys, or with leading axes of length 1, as `AttentionMask.dense`
+            returns for a batch of one. If the batch is larger, pass the mask of one batch row, such
+            as `mask[0]`. You can also pass the int8 result of `AttentionMask.tile_kinds`. Then a
+            cell is a rectangle of the mask, in one of three tones: no pair, some pairs or all pairs
+            may attend.
+        ax: The matplotlib Axes to draw on. If None, a new pyplot figure is made.
+        query_tokens: A name for each of the T queries. If None, the queries are numbered.
+        key_tokens: A name for each of the S keys. If None, the keys are numbered.
 
     Returns:
         The Axes, with key (token attended to) across, query (token that attends) down, and a legend
         of the two tones beside it.
 
     Raises:
-        TypeError: mask is not bool or int8, or is traced.
-        ValueError: mask is not one matrix or is empty; there is not one token for each row or
-            column.
+        TypeError: `mask` is not bool or int8, or is traced.
+        ValueError: `mask` is empty, or is not one matrix. The number of query tokens differs from
+            the number of rows, or the number of key tokens differs from the number of columns.
 
     Example:
         >>> import transformer_embed as te
@@ -164,28 +166,29 @@ def plot_rotary(
 
     Use it to see how fast each pair of channels turns, with a base or a scaling.
 
-    The circles are drawn for up to four pairs. The first pair, which rotates fastest, has the
-    innermost circle. Each dot is what `apply_rotary` makes of the same point, (1, 0) on the
-    innermost circle, (2, 0) on the next one and so on, at another position. The radii mean
-    nothing: they only keep the circles apart.
+    The picture has a circle for each of up to four pairs of channels. The first pair, which rotates
+    fastest, has the innermost circle. All dots of a circle are the same point, rotated by
+    `apply_rotary` at different positions: the point (1, 0) on the innermost circle, (2, 0) on the
+    next circle, and so on. The radii only keep the circles apart.
 
     Args:
-        positions: The positions, [length], integers or float32.
-        head_dim: The channels of a head, even.
-        ax: The Axes to draw on. If None, a new pyplot figure is made.
+        positions: The positions, integers or float32. Shape [length].
+        head_dim: The number of channels of a head, which is even.
+        ax: The matplotlib Axes to draw on. If None, a new pyplot figure is made.
         base: The base of the rotation's frequencies, as `apply_rotary` takes it.
         scaling: The scaling of the frequencies for long texts, as `apply_rotary` takes it. A
             scaling with an attention factor moves the dots off their circles.
 
     Returns:
-        The Axes, with the first channel of a pair across and the second channel up, and a legend of
-        the pairs: from the first pair on, four pairs that are an eighth of the head apart. The
-        first six dots of the innermost circle are labelled with their positions.
+        The Axes, with the first channel of a pair across and the second channel up. The legend
+        lists the pairs, which are an eighth of the head apart, such as pairs 0, 4, 8 and 12 of a
+        head of 64 channels. The first six dots of the innermost circle are labelled with their
+        positions.
 
     Raises:
-        TypeError: positions are traced, or are not integers or floats; head_dim is not a Python
-            int; or another argument has a type that `apply_rotary` refuses.
-        ValueError: head_dim is odd, or `apply_rotary` refuses base or scaling.
+        TypeError: `positions` are traced, or are neither integers nor floats. `head_dim` is not a
+            Python int. `apply_rotary` refuses the type of `base` or `scaling`.
+        ValueError: `head_dim` is odd, or `apply_rotary` refuses the value of `base` or `scaling`.
 
     Example:
         >>> import transformer_embed as te
@@ -235,21 +238,21 @@ def plot_bias(
     Use it to see what ALiBi or T5's buckets do, or where a mask hides keys.
 
     Args:
-        bias: A bias [T, S], such as one head of the result of `alibi_bias` or
-            `RelativePositionBias`. Axes of length 1 may come first. Masked cells, with -16376 or
-            less, are hatched.
-        ax: The Axes to draw on. If None, a new pyplot figure is made.
-        query_tokens: Names for the queries, [T]. If None, the queries are numbered.
-        key_tokens: Names for the keys, [S]. If None, the keys are numbered.
+        bias: The bias, such as one head of the result of `alibi_bias` or `RelativePositionBias`.
+            Shape [T, S] for T queries and S keys, or with leading axes of length 1. Cells with
+            -16376 or less are hatched, because `mask_to_bias` hides keys by such numbers.
+        ax: The matplotlib Axes to draw on. If None, a new pyplot figure is made.
+        query_tokens: A name for each of the T queries. If None, the queries are numbered.
+        key_tokens: A name for each of the S keys. If None, the keys are numbered.
 
     Returns:
         The Axes, with key (token attended to) across, query (token that attends) down, and a colour
         bar beside it.
 
     Raises:
-        TypeError: bias is traced.
-        ValueError: bias is not one matrix or is empty; there is not one token for each row or
-            column.
+        TypeError: `bias` is traced.
+        ValueError: `bias` is empty, or is not one matrix. The number of query tokens differs from
+            the number of rows, or the number of key tokens differs from the number of columns.
 
     Example:
         >>> import jax.numpy as jnp

@@ -21,19 +21,22 @@ SQRT_D_MODEL = "sqrt_d_model"
 class OutputConfig:
     """Describes an output layer, for `EmbedderConfig` and `TokenEmbedding`.
 
-    Pass it as `output` to one of these. Then `Embedder.output`, or the method `output` of a module,
-    makes an `OutputLayer` from it, with the `pad_id` of the config. Pass that layer to a loss or to
-    `linear_logits`.
+    Pass an `OutputConfig` as the argument `output` of `EmbedderConfig` or `TokenEmbedding`. Then
+    `Embedder.output`, or the method `output` of a module, returns an `OutputLayer`, which you pass
+    to a loss or to `linear_logits`. The `OutputLayer` also has the `pad_id` of the input layer, so
+    padding is never predicted.
 
     Args:
-        tied: Whether the output layer uses the token table. If False, the output layer has another
-            table, the parameter `output_embeddings`, with the shape of the token table.
-        bias: Whether a number is added to the logit of each id. The numbers are the parameter
-            `output_bias`, [vocab_size], or more if `row_multiple` adds rows.
-        softcap, scale: How logits are bounded and scaled. See `OutputLayer`.
+        tied: Whether the output layer uses the token table. If False, the output layer has a table
+            of its own, the parameter `output_embeddings`, in the shape of the token table.
+        bias: Whether a learned number is added to the logit of each id. The numbers are the
+            parameter `output_bias`. Shape [vocab_size], or the number of table rows if
+            `row_multiple` adds rows.
+        softcap, scale: How logits are bounded and scaled. If `softcap` is None, logits are not
+            bounded. `OutputLayer` has the formula.
 
     Raises:
-        ValueError: softcap or scale is not above 0.
+        ValueError: `softcap` or `scale` is not above 0.
 
     Example:
         >>> import transformer_embed as te
@@ -89,32 +92,35 @@ class Stddevs(NamedTuple):
 class EmbedderConfig:
     """Describes an input layer, for `Embedder` and `TransformerEmbedding`.
 
-    You make it once, and the functions and modules that take it need no other settings. It is
-    frozen and hashable, and its fields are checked. Equal configs share their compiled functions.
-    `dataclasses.replace` makes a changed copy.
+    You make a config once, and pass it to all functions and modules of the layer. A config is
+    frozen and hashable, so equal configs share their compiled functions. To change a field, make a
+    copy by `dataclasses.replace`.
 
     Args:
         vocab_size: The number of token ids, at least 1.
         d_model: The width of the result, at least 1.
-        scheme: How positions are encoded: `Sinusoidal(...)`, `SinusoidalGrid(...)`,
-            `Learned(max_len=...)`, or another `PositionScheme`. If None, no positions are added.
-        dropout_rate: The rate of dropout after the sum, in [0, 1). Vaswani et al. (2017) use 0.1.
-        pad_id: The id of padding. The vector of padding is zeros (see `TokenEmbedding`), padding is
-            never predicted, and positions count from the first token of each batch row. Padding has
-            a position too (see the scheme's `at_padding`), so your attention mask must hide
-            padding. Pass only an id that does not occur in a text. If your texts are padded with
-            the id that ends a text, leave `pad_id` out, and make positions and masks with
+        scheme: How positions are encoded. Pass `Sinusoidal(...)`, `SinusoidalGrid(...)`,
+            `Learned(max_len=...)`, or a `PositionScheme` of your own. If None, no positions are
+            added, as in models with rotary embeddings.
+        dropout_rate: The rate of dropout on the sum of tokens, positions and token types, in [0,
+            1). Vaswani et al. (2017) use 0.1.
+        pad_id: The id of padding. The token vector of padding is zeros, padding is never predicted,
+            and positions count from the first token of each batch row. The encoding of a position
+            is added to padding too (see the scheme's `at_padding`), so your attention mask must
+            hide padding. Pass only an id that never occurs inside a text. If your texts are padded
+            with the id that ends a text, leave `pad_id` out, and make positions and masks with
             `TokenPositions.from_lengths`. If None, no id is padding.
-        scale: A number above 0 that table rows of tokens are multiplied by, or "sqrt_d_model" for
-            the square root of the width of the table. (The width is d_model unless
-            `embedding_width` is set.) 1.0 leaves the rows as they are.
+        scale: The factor of the token vectors: a number above 0, or "sqrt_d_model" for the square
+            root of the width of the table. (The width is `embedding_width` if you set this field,
+            and otherwise `d_model`.) 1.0 leaves the table rows as they are.
         num_token_types: The number of token types. BERT has 2, the segments A and B. If None, the
             model has none.
-        layer_norm_eps: The epsilon of a layer norm over the sum. BERT has 1e-12. If None, there is
-            no norm.
-        embedding_width: The width of the tables if it is not d_model, as in ALBERT. Then a linear
-            layer widens the sum. If None, it is d_model.
-        out_of_range: What ids, token types and learned positions outside their table return:
+        layer_norm_eps: The epsilon of a layer norm on the sum of tokens, positions and token types.
+            BERT has 1e-12. If None, there is no norm.
+        embedding_width: The width of the tables, if they are narrower or wider than the model, as
+            in ALBERT. A linear layer then changes the width of the sum to `d_model`. If None, the
+            tables have the width `d_model`.
+        out_of_range: What you get for an id, a token type or a learned position outside its table:
             `"nan"`, `"clip"` or `"zero"`. See `lookup`.
         lookup_style: How rows of ids and token types are read: `"gather"` or `"one_hot"`. See
             `lookup`.
@@ -122,25 +128,31 @@ class EmbedderConfig:
             The parameters of the layer norm are float32.
         dtype: The dtype of the result. If None, it is the dtype of the token table, after a Haiku
             mixed-precision policy has cast it.
-        output: The output layer. If None, there is none, and asking for it raises an error.
+        output: The description of the output layer. If None, there is no output layer, and the
+            method `output` raises an error.
         init_stddev: The standard deviation of the initial values of all tables, a number above 0.
-            BERT, GPT-2 and Llama have 0.02 (`initializer_range`). If None, each table has a value
-            with which training starts well; see "Edge cases".
-        row_multiple: The token tables get a number of rows that is a multiple of this number. Set
-            it so that the devices of a mesh divide the rows evenly; 128 fits most meshes. The rows
-            past the vocabulary are never read or predicted, and get no gradient. But they count in
-            statistics of a whole table, so do not apply transformations with such statistics to
-            padded tables. For example, for 129 ids in 256 rows, `optax.clip_by_block_rms` lets
-            through updates that are 1.41 times as large. A step of adafactor is 0.71 times as large
-            if the added rows are zeros, as in loaded and resized tables.
-        spread: Whether the rows of neighbouring ids are far apart in the token table. Set it if a
-            mesh splits the rows. Low ids are usually the frequent ones, so with True each device
-            has about the same number of frequent ids. The order does not depend on the mesh, so a
-            checkpoint fits all meshes. The ids are spread best if `row_multiple` is a power of two,
-            from the number of devices to 4096. A tied output layer needs False.
+            BERT, GPT-2 and Llama have 0.02 (`initializer_range`). If None, each table has a
+            standard deviation with which training starts well; "Edge cases" has the formulas.
+        row_multiple: A number that divides the number of rows of the token tables. If `vocab_size`
+            is not a multiple, rows are added. For example, 129 ids with `row_multiple=128` get a
+            table of 256 rows. Set it so that the devices of a mesh divide the rows evenly; 128 fits
+            most meshes. The added rows are never read or predicted, and get no gradient. But they
+            count in statistics of a whole table, so do not use an optimizer that computes the mean
+            or the size of a whole table. For example, for 129 ids in 256 rows,
+            `optax.clip_by_block_rms` lets through updates that are 1.41 times as large as for a
+            table of 129 rows. A step of `optax.adafactor` is 0.71 times as large if the added rows
+            are zeros, as in loaded and resized tables.
+        spread: Whether the rows of neighbouring ids are far apart in the token table. Set True if
+            the rows are split over many devices. The frequent ids are usually the lowest ones, so
+            without spreading, the first device holds the rows of most tokens. With True, each
+            device has about the same number of frequent ids. You keep using the same ids. The order
+            of the rows does not depend on the mesh, so a checkpoint fits all meshes. The ids are
+            spread best if `row_multiple` is a power of two, from the number of devices to 4096. A
+            tied output layer needs False.
 
     Raises:
-        ValueError: a field is out of range.
+        ValueError: A field is out of range, the scheme does not fit the width of the tables, or the
+            scheme sets `at_padding` and there is no `pad_id`.
 
     Example:
         >>> import transformer_embed as te
@@ -151,10 +163,11 @@ class EmbedderConfig:
         - If `init_stddev` is None, token vectors start with the standard deviation 1/2. Let m be
           the factor of `scale`, o the factor `output.scale`, and w the width of the tables. Then
           the token table has the standard deviation s = 1 / (2 * m). If the output layer is tied, s
-          is also at most 1 / (o * sqrt(w)), and at most 2 / sqrt(o * w * m), or 8 / (o * w) with a
-          layer norm. With these bounds, a token does not predict itself, and the first loss is
-          about log(vocab_size). Learned positions and token types have m * s / 2. The table of an
-          untied output layer has 1 / (2 * o * sqrt(w)). The page Performance has measurements.
+          has two upper bounds. The first one is 1 / (o * sqrt(w)). The second one is 2 / sqrt(o * w
+          * m), or 8 / (o * w) if there is a layer norm. With these bounds, a token does not predict
+          itself, and the first loss is about log(vocab_size). Learned positions and token types
+          have m * s / 2. The table of an untied output layer has 1 / (2 * o * sqrt(w)). The page
+          Performance has measurements.
         - With a `pad_id`, positions differ between batch rows, so on a CPU, evaluation with
           sinusoids takes 1.2 to 1.8 times as long. If padding is on the right, pass
           `positions=np.arange(length)`: this is faster, and gives tokens the same positions.

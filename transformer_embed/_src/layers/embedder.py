@@ -25,13 +25,14 @@ class Embedder:
     """Holds the pure, compiled functions of the input layer that a config describes.
 
     Use it if you write your model without Haiku, or want to embed ids outside of a model. The
-    parameters are a Haiku tree, as the modules make them, so both read the same checkpoints.
+    parameters are the same Haiku tree that `TransformerEmbedding` makes, so checkpoints of the
+    module fit an `Embedder`, and the other way round.
 
     Args:
         config: The description of the layer.
 
     Raises:
-        TypeError: config is not an EmbedderConfig.
+        TypeError: `config` is not an `EmbedderConfig`.
 
     Example:
         >>> import jax
@@ -45,7 +46,8 @@ class Embedder:
         ()
 
     Source:
-        The design of optax.GradientTransformation, https://github.com/google-deepmind/optax
+        A record of pure functions is the design of `optax.GradientTransformation`,
+        https://github.com/google-deepmind/optax
     """
 
     config: EmbedderConfig
@@ -70,34 +72,37 @@ class Embedder:
         """Embeds ids [..., length] as vectors [..., length, d_model].
 
         You can pass lists, numpy arrays and jax arrays. `apply` works inside `jax.jit`, `jax.grad`,
-        `jax.export` (with symbolic shapes too; learned positions bound the length) and `jax.vmap`.
-        For `jax.vmap`, bind keyword arguments with `functools.partial`, because vmap would map
-        them. It is traced once for each shape and value of is_training. A new offset in
-        `positions`, or a new integer dtype, does not retrace (except for uint32 positions outside
-        int32).
+        `jax.vmap` and `jax.export`. For `jax.vmap`, bind keyword arguments with
+        `functools.partial`, because vmap would map them. For `jax.export`, shapes may be symbolic;
+        if positions are learned, the length is then bounded by the table of positions. `apply` is
+        traced once for each combination of shapes and `is_training`. A new offset in `positions`,
+        or a new integer dtype, causes no new trace, except for uint32 positions outside int32.
 
         Args:
             params: The parameters, as `init` makes them, or the parameters of a whole model that
-                holds one such layer. Parameters with other names must be renamed: see the page
-                "Other parameter names".
-            rng: A key, for training with dropout. If None, dropout cannot be applied, so pass None
-                to evaluate.
-            ids: The ids, [..., length], of any integer dtype.
+                contains one layer of this config. If your parameters have other names, rename them
+                as the page "Other parameter names" shows.
+            rng: A random key, which is needed to train with dropout. Pass None to evaluate.
+            ids: The ids, of any integer dtype. Shape [..., length].
             is_training: A Python bool. True applies dropout.
-            positions: The positions of the ids, [length], or more axes that broadcast to the ids.
-                They are integers, or float32 for sinusoids. Pass positions of your own for packed
-                rows and for steps of decoding. If None, the scheme counts them along each batch
-                row, without padding if the config has a `pad_id`. If the config's scheme is None,
-                positions are accepted and not read.
-            token_types: The token types, integers, [length], or more axes that broadcast to the
-                ids. They are required if num_token_types is set, and otherwise must be None.
+            positions: The positions of the ids: integers, or float32 for sinusoids. Shape [length],
+                or any shape [..., length] that broadcasts to the shape of the ids. Pass positions
+                if a batch row holds several documents, and for the steps of decoding. If None, the
+                scheme counts the tokens of each batch row, from the `start` of the scheme. If the
+                config has a `pad_id`, padding is not counted. If `config.scheme` is None, the layer
+                ignores this argument.
+            token_types: The token types of the ids: integers, such as 0 for segment A of BERT and 1
+                for segment B. Shape [length], or any shape [..., length] that broadcasts to the
+                shape of the ids. Required if the config sets `num_token_types`. Otherwise, pass
+                None.
 
         Raises:
-            TypeError: is_training is traced or not a bool; ids are not integers; or a parameter is
+            TypeError: `is_training` is not a Python bool, `ids` are not integers, or a parameter is
                 a masked array.
-            ValueError: params do not hold one layer of this config; dropout would be applied and
-                rng is None; positions do not end in the length of the ids, or lie outside int32
-                (host values); or token types are missing, or given although the config has none.
+            ValueError: `params` do not contain exactly one layer of this config. `rng` is None, but
+                dropout is to be applied. The last axis of `positions` is not the length of the ids,
+                or positions on the host lie outside int32. The config has `num_token_types` but
+                `token_types` is None, or `token_types` are passed but the config has none.
         """
         arguments.instance("params", params, Mapping, TREE)
         params = arguments.native_leaves("params", params)
@@ -121,7 +126,8 @@ class Embedder:
                 holds one such layer.
 
         Raises:
-            ValueError: the config has no output layer; or params do not hold one layer of it.
+            ValueError: `config.output` is None, or `params` do not contain exactly one layer of
+                this config.
         """
         leaves = layer_of("params", self.config, params)["token_embedding"]
         return output_layer(self.config, leaves)

@@ -32,27 +32,28 @@ class LayerParameters(NamedTuple):
 def find_parameters(params: Params, config: EmbedderConfig) -> LayerParameters:
     """Returns the parameters of an input layer and its output layer, found in a whole model's tree.
 
-    `Embedder` and `te.pretrained` find the layer by themselves, so you can pass them the parameters
-    of a whole model. Use this function if you need the layer's parameters alone: to restore them
-    with Orbax, to train them with another optimizer, or to put changed ones back into the model.
+    Use this function if you need the parameters of the layer alone: to restore them with Orbax, to
+    train them with an optimizer of their own, or to put changed parameters back into the model. You
+    do not need it for `Embedder` and `te.pretrained`, which take the parameters of a whole model.
 
     Args:
-        params: The parameters of a model, as Haiku makes them. The model holds one layer of this
-            config, as `TransformerEmbedding` makes it, inside any modules. The leaves may be
-            arrays, or only their shapes (`jax.ShapeDtypeStruct`), so the result of
-            `jax.eval_shape` and the metadata of an Orbax checkpoint work too.
+        params: The parameters of a model, as Haiku makes them. The model must contain one
+            `TransformerEmbedding` of this config, which may be inside other modules. The leaves may
+            be arrays or shapes (`jax.ShapeDtypeStruct`), so you can also pass the result of
+            `jax.eval_shape` or the metadata of an Orbax checkpoint.
         config: The description of the layer.
 
     Returns:
-        A record with two fields. `params` has the layer's parameters in a tree like
-        `Embedder(config).init` makes, with the same leaves as in the whole tree. `paths` is a dict:
-        {path of a module in that tree: path of the same module in the whole tree}.
+        A record with two fields. `params` is the tree of the layer's parameters, with the paths
+        that `Embedder(config).init` gives them. The leaves are the leaves of the whole model, not
+        copies. `paths` is a dict from the path of each module in `params` to the path of the same
+        module in the whole model.
 
     Raises:
-        TypeError: params are not a dict of dicts; or config is not an EmbedderConfig.
-        ValueError: params do not hold one such layer, with the names and the shapes that the config
-            gives to parameters. If your model has other names, the page "Other parameter names"
-            shows how to rename them.
+        TypeError: `params` are not a dict of dicts, or `config` is not an `EmbedderConfig`.
+        ValueError: `params` contain no layer, or several layers, with the names and shapes of
+            parameters that this config says. If your model has other names, the page "Other
+            parameter names" shows how to rename the parameters.
 
     Example:
         >>> import haiku as hk, jax

@@ -21,27 +21,29 @@ from transformer_embed._src.tokens.lookup import OUT_OF_RANGE
 class PositionalEncoding(hk.Module):
     """Adds the encodings of positions to embeddings, then applies dropout.
 
-    Use it in a model that makes its token vectors itself. Sinusoidal encodings have no parameters.
-    Learned ones are the parameter `embeddings`, [max_len, d_model]. If you need encodings alone,
-    call the method `encoding`.
+    Use it in a model that computes its token vectors without this package. Sinusoidal encodings
+    have no parameters. Learned encodings are the parameter `embeddings`, [max_len, d_model]. If you
+    need the encodings without the sum, call the method `encoding`.
 
     Args:
-        scheme: How positions are encoded: `Sinusoidal(...)`, `SinusoidalGrid(...)`,
-            `Learned(max_len=...)`, or another `PositionScheme`.
+        scheme: How positions are encoded. Pass `Sinusoidal(...)`, `SinusoidalGrid(...)`,
+            `Learned(max_len=...)`, or a `PositionScheme` of your own.
         d_model: The number of channels, at least 1.
         dropout_rate: The rate of dropout, in [0, 1).
-        out_of_range: What learned positions outside the table return: `"nan"`, `"clip"` or
-            `"zero"`. See `lookup`. (A length beyond the table is an error, because it is known
-            while tracing.)
-        w_init: The initializer of learned positions. If None, they are normal numbers with standard
-            deviation 0.02, as in BERT and GPT-2. (`TransformerEmbedding` follows its config.)
+        out_of_range: What you get for a learned position outside the table: `"nan"`, `"clip"` or
+            `"zero"`. See `lookup`. (If you pass no positions, a length beyond the table is an
+            error, because the length is known while tracing.)
+        w_init: The initializer of learned positions. If None, the initial values are normal numbers
+            with standard deviation 0.02, as in BERT and GPT-2. (In `TransformerEmbedding`, the
+            config says the standard deviation.)
         param_dtype: The dtype of learned positions.
         name: The name of the module. If None, it is `learned_positional_encoding` or
             `positional_encoding`.
 
     Raises:
-        ValueError: an argument is out of range; w_init is given for a scheme without parameters; or
-            the module is called with a length beyond the table or grid of the scheme.
+        ValueError: An argument is out of range, or `w_init` is passed for a scheme without
+            parameters. The module is called without positions, and the length of `x` is beyond the
+            table or the grid of the scheme.
 
     Example:
         >>> import haiku as hk, jax.numpy as jnp
@@ -53,8 +55,8 @@ class PositionalEncoding(hk.Module):
 
     Source:
         Vaswani et al., "Attention Is All You Need" (2017), sections 3.5 and 5.4,
-        https://arxiv.org/abs/1706.03762. Learned positions: Gehring et al., "Convolutional Sequence
-        to Sequence Learning" (2017), section 3.1, https://arxiv.org/abs/1705.03122
+        https://arxiv.org/abs/1706.03762. Learned positions are from Gehring et al., "Convolutional
+        Sequence to Sequence Learning" (2017), section 3.1, https://arxiv.org/abs/1705.03122
     """
 
     def __init__(
@@ -93,16 +95,16 @@ class PositionalEncoding(hk.Module):
         """Adds the encodings in float32, rounds once to the dtype of x, then applies dropout.
 
         Args:
-            x: The token vectors, [..., length, d_model], of a floating dtype.
-            is_training: A Python bool. True applies dropout, which needs a key unless dropout_rate
-                is 0.
-            positions: The positions, [length], or more axes that broadcast to the leading axes of
-                x. They are integers, or float32 for sinusoids. If None, they count from the
-                scheme's `start`. A scheme with `pad_id` or `at_padding` requires them, because x
-                does not show what is padding.
+            x: The token vectors, of a floating dtype. Shape [..., length, d_model].
+            is_training: A Python bool. If True, dropout is applied. If also `dropout_rate` is above
+                0, the program needs a random key (`apply(params, key, ...)` of `hk.transform`).
+            positions: The positions: integers, or float32 for sinusoids. Shape [length], or any
+                shape [..., length] that broadcasts to the leading axes of `x`. If None, positions
+                count from the `start` of the scheme. If the scheme has a `pad_id` or `at_padding`,
+                you must pass positions, because `x` does not show which tokens are padding.
 
         Returns:
-            [..., length, d_model] of the dtype of x.
+            The sums, of the dtype of `x`. Shape [..., length, d_model].
         """
         x = arguments.as_floats("x", x)
         has_expected_shape = x.ndim > 1 and x.shape[-1] == self.d_model
@@ -124,12 +126,13 @@ class PositionalEncoding(hk.Module):
     def encoding(self, positions: ArrayLike) -> Float[Array, "... d"]:
         """Returns the encodings [..., d_model] of positions [...], in float32 or wider.
 
-        Use it for queries that are positions alone, as in models that predict the token at any
-        position from the tokens that they know: there is nothing to add the encodings to. Learned
-        encodings are read from the same table as in a call of the module.
+        Use it for queries that consist only of positions. For example, a model may predict the
+        unknown token at position 7 from known tokens: the query at position 7 has no token vector
+        to which the module could add an encoding. Learned encodings are read from the same table as
+        in a call of the module.
 
         Args:
-            positions: The positions, [...], integers, or float32 for sinusoids.
+            positions: The positions: integers, or float32 for sinusoids. Any shape [...].
 
         Example:
             >>> import haiku as hk, jax

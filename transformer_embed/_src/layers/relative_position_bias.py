@@ -17,25 +17,25 @@ class RelativePositionBias(hk.Module):
     """Computes T5's learned bias of attention logits: a number for each head and distance bucket.
 
     Add the result to the attention logits. The numbers are the parameter `embeddings`,
-    [num_buckets, num_heads], as in transformers; T5X has the transpose. T5 shares one module
-    between all layers of a stack, and adds the bias to logits that are not divided by
-    sqrt(head_dim).
+    [num_buckets, num_heads], as in transformers. (T5X stores the transpose.) In T5, all layers of
+    the encoder share one module, and all layers of the decoder share another module. T5 does not
+    divide the logits by sqrt(head_dim).
 
     Args:
         num_heads: The number of attention heads, at least 1.
-        causal: Whether keys after the query share one bucket. Use False in an encoder, and True in
-            a decoder. There is no default. See `relative_position_buckets`.
+        causal: Whether all keys after the query share one bucket. Set False in an encoder, and True
+            in a decoder. There is no default. See `relative_position_buckets`.
         num_buckets, max_distance: How distances are put into buckets. See
             `relative_position_buckets`.
-        w_init: The initializer of the table. If None, it is uniform with variance 1 / fan_avg, as
-            in T5X.
+        w_init: The initializer of the table. If None, the initial values are uniform with variance
+            1 / fan_avg, as in T5X.
         param_dtype: The dtype of the table.
         dtype: The dtype of the result. If None, it is the dtype of the table, after a Haiku
             mixed-precision policy has cast it.
         name: The name of the module.
 
     Raises:
-        ValueError: num_heads is below 1. A call of the module raises the errors of
+        ValueError: `num_heads` is below 1. A call of the module raises the errors of
             `relative_position_buckets` for the other arguments and for the positions.
 
     Example:
@@ -85,8 +85,8 @@ class RelativePositionBias(hk.Module):
         If neither the queries nor the keys have a batch axis, the bias is [num_heads, T, S].
 
         Args:
-            query_positions: The positions of the queries, [T] or [B, T].
-            key_positions: The positions of the keys, [S] or [B, S].
+            query_positions: The positions of the queries, integers. Shape [T] or [B, T].
+            key_positions: The positions of the keys, integers. Shape [S] or [B, S].
         """
         options = self.bucket_options
         buckets = relative_position_buckets(query_positions, key_positions, **options)

@@ -28,9 +28,10 @@ from transformer_embed._src.tokens.output_layer import OutputLayer
 class TokenEmbedding(hk.Module):
     """Embeds token ids as rows of a table times sqrt(d_model), and has an output layer.
 
-    The table is the parameter `embeddings`, [vocab_size, d_model], as in `hk.Embed`, so you can
-    load checkpoints of `hk.Embed`. (`row_multiple` may add rows.) The output layer reads the same
-    table, or the parameters that it adds.
+    Use it in a model that adds positions itself, or in the place of `hk.Embed`. The table is the
+    parameter `embeddings`, [vocab_size, d_model], as in `hk.Embed`, so you can load checkpoints of
+    `hk.Embed`. (`row_multiple` may add rows.) The method `output` returns an output layer, which
+    uses the same table if `output.tied` is True, and otherwise a table of its own.
 
     To replace `hk.Embed` in a program, give the same name and the same initializer, and do not
     scale:
@@ -39,48 +40,51 @@ class TokenEmbedding(hk.Module):
         te.TokenEmbedding(vocab_size, embed_dim=embed_dim, scale=1.0, name="embed",
                           w_init=hk.initializers.TruncatedNormal())
 
-    With `name="embed"`, the parameters keep their names, so old checkpoints fit; Haiku calls a
-    second such module `embed_1`, as before. For the same seed, the initial values are the same. The
-    module has the attributes of `hk.Embed` that programs read: `vocab_size`, `embed_dim`,
-    `embeddings` and `lookup_style`. If you want to keep the module itself,
-    `te.lookup(hk.Embed(vocab_size, embed_dim).embeddings, ids)` keeps the names too, returns NaN
-    for ids outside the vocabulary, and can be trained with `te.rows`.
+    With `name="embed"`, the parameters keep their names, so old checkpoints fit. (Haiku calls a
+    second module of this name `embed_1`, as before.) For the same seed, the initial values are the
+    same as before. The module has the attributes of `hk.Embed` that programs read: `vocab_size`,
+    `embed_dim`, `embeddings` and `lookup_style`. You can also keep `hk.Embed`, and read its table
+    by `te.lookup(hk.Embed(vocab_size, embed_dim).embeddings, ids)`. Then the names of parameters
+    stay the same, an id outside the vocabulary returns NaN, and you can train the table with
+    `te.rows`.
 
     Args:
-        vocab_size: The number of ids, at least 1. It may be left out if there is an
+        vocab_size: The number of ids, at least 1. You may leave it out if you pass an
             `embedding_matrix`.
-        d_model: The width of a table row, at least 1. It may be left out if there is an `embed_dim`
-            or an `embedding_matrix`.
+        d_model: The width of a table row, at least 1. You may leave it out if you pass an
+            `embed_dim` or an `embedding_matrix`.
         embed_dim: Another name for `d_model`, as in `hk.Embed`.
-        embedding_matrix: The initial values of the table, [vocab_size, d_model]. If None, the
+        embedding_matrix: The initial values of the table. Shape [vocab_size, d_model]. If None, the
             initial values are random numbers.
         scale: A number above 0 that table rows are multiplied by, or "sqrt_d_model" for the square
-            root of `d_model`. 1.0 leaves them as they are. The product is computed in float32, so
-            the factor is never rounded to 16 bits.
-        pad_id: The id of padding. It returns zeros and gets no gradient, whatever the initializer
-            or weight decay do to its table row, and it is never predicted. It may lie outside the
-            vocabulary. If None, no id is padding.
-        out_of_range: What an id outside the vocabulary returns: `"nan"`, `"clip"` or `"zero"`. See
-            `lookup`.
+            root of `d_model`. 1.0 leaves the rows as they are. The product is computed in float32,
+            so the factor is never rounded to 16 bits.
+        pad_id: The id of padding. The vector of padding is zeros, and the table row of padding gets
+            no gradient, whatever values the initializer or weight decay give to the row. Padding is
+            never predicted. `pad_id` may lie outside the vocabulary, such as -1. If None, no id is
+            padding.
+        out_of_range: What you get for an id outside the vocabulary: `"nan"`, `"clip"` or `"zero"`.
+            See `lookup`.
         lookup_style: How table rows are read: `"gather"` or `"one_hot"`; see `lookup`. A member of
             `hk.EmbedLookupStyle`, or its name, works too.
-        output: The output layer. See `EmbedderConfig`.
-        init_stddev: The standard deviation of the initial values of the tables. See
-            `EmbedderConfig`.
-        w_init: The initializer of the token table. If None, the initial values are normal numbers,
-            as `init_stddev` says.
+        output: The description of the output layer. If None, there is no output layer, and the
+            method `output` raises an error.
+        init_stddev: The standard deviation of the initial values of the tables. If None,
+            `EmbedderConfig` says which values are used.
+        w_init: The initializer of the token table. If None, the initial values are normal numbers
+            with the standard deviation `init_stddev`.
         param_dtype: The dtype of the parameters.
-        row_multiple, spread: Where rows are in the table, for tables that are split over devices.
-            See `EmbedderConfig`.
+        row_multiple, spread: How many rows the table has, and in which order, so that the rows can
+            be split evenly over devices. See `EmbedderConfig`.
         dtype: The dtype of the result. If None, it is the dtype of the table, after a Haiku
             mixed-precision policy has cast it.
         name: The name of the module.
 
     Raises:
-        TypeError: a size is missing or is not an int; or `embedding_matrix` is not floating.
-        ValueError: a size is below 1; `out_of_range` or `lookup_style` is unknown; `embed_dim` or
-            `embedding_matrix` contradicts another size; or there are both `embedding_matrix` and
-            `w_init`.
+        TypeError: A size is missing, a size is not an int, or `embedding_matrix` is not floating.
+        ValueError: A size is below 1, or two arguments give different sizes, such as `d_model` and
+            `embed_dim`. `out_of_range` or `lookup_style` is not one of the listed values. Both
+            `embedding_matrix` and `w_init` are passed.
 
     Example:
         >>> import haiku as hk, jax
@@ -142,11 +146,11 @@ class TokenEmbedding(hk.Module):
 
     @property
     def embeddings(self) -> Float[Array, "v d"]:
-        """The table before it is scaled, [vocab_size, d_model] and the rows of `row_multiple`."""
+        """The table before it is multiplied by `scale`, [vocab_size, d_model] or more rows."""
         return self._leaves["embeddings"]
 
     def __call__(self, ids: ArrayLike) -> Float[Array, "... d"]:
-        """Embeds ids [...], integers, as [..., d_model] of `dtype`."""
+        """Embeds ids, integers of shape [...], as vectors [..., d_model] of `dtype`."""
         ids = arguments.as_int32("ids", ids)
         rows = token_rows(self.config, self._leaves, ids)
         dtype = rows.table_dtype if self.config.dtype is None else self.config.dtype

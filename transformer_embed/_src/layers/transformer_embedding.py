@@ -22,34 +22,38 @@ from transformer_embed._src.tokens.output_layer import OutputLayer
 class TransformerEmbedding(hk.Module):
     """Computes the input layer of a Transformer: tokens, positions, token types, norm and dropout.
 
-    Use it as the first layer of your model. The sum and the norm are computed in float32 and
-    rounded once to `config.dtype`, then dropout is applied. If the tables are narrower than
-    d_model, a linear layer widens the result at the end.
+    Use it as the first layer of your model. The sum and the layer norm are computed in float32 and
+    rounded once to `config.dtype`. Then dropout is applied. If the config has an `embedding_width`,
+    a linear layer changes the width to `d_model` at the end.
 
-    To use a loaded checkpoint in your own model, start from its parameters, whatever the path of
-    the module:
+    To use a published checkpoint in your own model, load the checkpoint and start from the loaded
+    parameters. The module may have any name and be inside other modules:
 
         found = te.pretrained.load_embedder("checkpoint/")
         # In the function that hk.transform takes:
         embed = te.TransformerEmbedding(found.config, initial_params=found.params)
 
     You can pass the parameters of the whole model to `Embedder`, `save_embedder`,
-    `pretrained.resize` and `find_parameters`, which find the layer in them.
+    `pretrained.resize` and `find_parameters`. These functions find the parameters of this layer in
+    the tree of the model.
 
     Args:
         config: The description of the layer. See `EmbedderConfig`.
-        initial_params: The initial values of the module's parameters. This is a Haiku parameter
-            tree with one layer of this config, at any path: the result of `Embedder.init`, the
-            parameters of a checkpoint, or the parameters of a whole model. Call `init` outside
-            `jax.jit`, because inside it, the values would become constants of the program. If None,
-            the initial values are random, as the config says.
+        initial_params: The initial values of the module's parameters: a Haiku parameter tree that
+            contains one layer of this config, at any path. You can pass the result of
+            `Embedder.init`, the parameters of a checkpoint, or the parameters of a whole model. If
+            you set it, call `init` outside `jax.jit`, because inside `jax.jit` the values would
+            become constants of the compiled program. If None, the initial values are random, with
+            the standard deviations that the config says.
         name: The name of the module.
 
     Raises:
-        TypeError: config is not an EmbedderConfig; or initial_params is not a parameter tree.
-        ValueError: initial_params do not hold exactly one layer of this config, with its names of
-            modules and parameters, and its shapes. The page "Other parameter names" shows how to
-            rename parameters.
+        TypeError: `config` is not an `EmbedderConfig`, or `initial_params` is not a Haiku parameter
+            tree.
+        ValueError: `initial_params` do not contain exactly one layer of this config. The modules
+            and parameters of the layer must have the names that `Embedder.init` gives them, and the
+            shapes that the config says. The page "Other parameter names" shows how to rename
+            parameters.
 
     Example:
         >>> import haiku as hk, jax
@@ -63,9 +67,10 @@ class TransformerEmbedding(hk.Module):
 
     Source:
         Vaswani et al., "Attention Is All You Need" (2017), sections 3.4, 3.5 and 5.4,
-        https://arxiv.org/abs/1706.03762. Token types and norm: Devlin et al., "BERT" (2019),
-        section 3, https://arxiv.org/abs/1810.04805. The narrower tables: Lan et al., "ALBERT"
-        (2020), section 3.1, https://arxiv.org/abs/1909.11942
+        https://arxiv.org/abs/1706.03762. Token types and the layer norm are from Devlin et al.,
+        "BERT" (2019), section 3, https://arxiv.org/abs/1810.04805. Tables that are narrower than
+        the model are from Lan et al., "ALBERT" (2020), section 3.1,
+        https://arxiv.org/abs/1909.11942
     """
 
     def __init__(
@@ -97,19 +102,22 @@ class TransformerEmbedding(hk.Module):
         """Embeds ids [..., length] as vectors [..., length, d_model].
 
         Args:
-            ids: The ids, [..., length], of any integer dtype.
-            is_training: A Python bool. True applies dropout, which needs a key unless dropout_rate
-                is 0.
-            positions: The positions of the ids, [length], or more axes that broadcast to the ids.
-                They are integers, or float32 for sinusoids. Pass positions of your own for packed
-                rows and for steps of decoding. If None, the scheme counts them along each batch
-                row, without padding if the config has a `pad_id`. If the config's scheme is None,
-                positions are accepted and not read.
-            token_types: The token types, integers, [length], or more axes that broadcast to the
-                ids. They are required if num_token_types is set, and otherwise must be None.
+            ids: The ids, of any integer dtype. Shape [..., length].
+            is_training: A Python bool. If True, dropout is applied. If also `dropout_rate` is above
+                0, the program needs a random key (`apply(params, key, ...)` of `hk.transform`).
+            positions: The positions of the ids: integers, or float32 for sinusoids. Shape [length],
+                or any shape [..., length] that broadcasts to the shape of the ids. Pass positions
+                if a batch row holds several documents, and for the steps of decoding. If None, the
+                scheme counts the tokens of each batch row, from the `start` of the scheme. If the
+                config has a `pad_id`, padding is not counted. If `config.scheme` is None, the layer
+                ignores this argument.
+            token_types: The token types of the ids: integers, such as 0 for segment A of BERT and 1
+                for segment B. Shape [length], or any shape [..., length] that broadcasts to the
+                shape of the ids. Required if the config sets `num_token_types`. Otherwise, pass
+                None.
 
         Returns:
-            [..., length, d_model] of `config.dtype`.
+            The vectors, of dtype `config.dtype`. Shape [..., length, d_model].
         """
         return embed(
             self.config,
@@ -124,7 +132,8 @@ class TransformerEmbedding(hk.Module):
     def output(self) -> OutputLayer:
         """Returns the output layer of the config, for `linear_logits` and the losses.
 
-        Their argument x is as wide as the token table.
+        Pass these functions an `x` as wide as the token table: `embedding_width` channels if the
+        config has one, and otherwise `d_model`.
         """
         return output_layer(self.config, self._modules["token_embedding"])
 

@@ -43,33 +43,35 @@ MOST_LAYERS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """Describes a layer of a published model, as `found.layers` of `load_embedder` has it.
+    """Describes one layer of a published model, for the attention that you write yourself.
 
-    Read it to build the layers of the model. If you save an input layer of your own model with
-    `save_embedder`, make one for each layer, so that whoever loads the file can build them too.
+    `load_embedder` returns a sequence of these, `found.layers`. Read the fields to build the layers
+    of the model. If you save the input layer of a model of your own with `save_embedder`, make a
+    `Layer` for each layer, so that everybody who loads the file can build the layers too.
 
     Args:
-        type: The kind, as config.json's `layer_types` names it: "full_attention",
-            "sliding_attention", "linear_attention" and so on.
-        rotary: The keyword arguments of `apply_rotary`. If None, the layer does not rotate. With
-            `pair_axes` (Qwen-VL), positions have three axes, time, height and width, which are
-            equal for text. In models with `qk_rope_head_dim` (DeepSeek), pass only the channels
-            that rotate to `apply_rotary`: the last ones of each head, as many as this entry says.
+        type: The kind of the layer, as the entry `layer_types` of config.json names it:
+            "full_attention", "sliding_attention", "linear_attention" and so on.
+        rotary: The keyword arguments of `apply_rotary`. If None, the layer has no rotary
+            embeddings. If `rotary` has `pair_axes` (Qwen-VL), each token needs three positions:
+            time, height and width. The three positions of a text token are equal. If config.json
+            has `qk_rope_head_dim` (DeepSeek), only so many channels of each head rotate, the last
+            ones. Pass only these channels to `apply_rotary`.
         mask: The keyword arguments of `AttentionMask`: `causal`, and `window` or `chunk` if the
-            layer has one. It is about single tokens: in DeepSeek V4, the two kinds of layers with
-            "compressed" in their names see averages of earlier tokens besides.
-        query_scale: The keyword arguments of `query_scale`. If None, queries are not scaled by
+            layer has one. In DeepSeek V4, layers with "compressed" in their `type` also see
+            averages of earlier tokens, which the mask leaves out.
+        query_scale: The keyword arguments of `te.query_scale`. If None, queries are not scaled by
             their positions.
-        image_blocks: Where the tokens of one image see each other, before and after their own
-            place (Gemma 3 and 4). "anywhere": at any distance. "in window": a token sees earlier
-            tokens of the image only inside the window of `mask`, and later ones at any distance. If
-            None, images are masked like text. The page "Published models" shows how to make the
-            mask.
-        attention: What attention needs besides: `num_heads`, `num_kv_heads`, `head_dim`, and the
-            `scale` of the logits; `softcap`, if there is one; and `sinks`, which is True if the
-            model has a learned sink for each head (gpt-oss). If None, it is not known, or the layer
-            has no attention.
-        norm_eps: The epsilon of the norms, or None if it is not known.
+        image_blocks: Which tokens of the same image a token sees (Gemma 3 and 4). If "anywhere", a
+            token sees all tokens of the image. If "in window", a token sees all later tokens of the
+            image, but earlier tokens of the image only inside the window of `mask`. If None, images
+            are masked like text. The page "Published models" shows how to make the mask.
+        attention: The sizes and factors of the attention, as a dict with `num_heads`,
+            `num_kv_heads`, `head_dim`, and the `scale` of the logits. If the logits are capped, the
+            dict also has `softcap`. If each head has a learned sink (gpt-oss), the dict has
+            `sinks`, which is True. If None, the layer has no attention, or this package does not
+            know the attention.
+        norm_eps: The epsilon of the layer's norms. If None, the epsilon is not known.
 
     Example:
         >>> import jax.numpy as jnp

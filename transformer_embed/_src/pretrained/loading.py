@@ -45,67 +45,72 @@ def load_embedder(
     """Loads the parameters and the configuration of a checkpoint's input layer.
 
     Use it to put the embeddings, the positions and the output layer of a published model into your
-    own model. The type of the model, in `config.json` or in `settings`, says which tensors make the
-    layer, and only these are read. From a file of `save_embedder`, all tensors are read. The page
-    "Published models" lists the types that are known, and how exactly each is reproduced.
+    own model. The `model_type`, in `config.json` or in `settings`, says which tensors belong to the
+    layer, and only these tensors are read. From a file that `save_embedder` wrote, all tensors are
+    read. The page "Published models" lists the model types that this package knows, and says how
+    exactly the embeddings of each model are reproduced.
 
-    If you pass positions to the layer, they are rows of the table of positions. So add
+    The first token of some models has a position above 0, which is `config.scheme.start`. For
+    example, RoBERTa's first token has position 2. If you pass positions to the layer, add
     `config.scheme.start` to positions that count from 0, such as the positions of `TokenPositions`.
-    If the model has token types, pass `token_types`; zeros are what the original model uses if it
-    gets none.
+    If the model has token types, pass `token_types`. Pass zeros if you have none, as the original
+    model does.
 
     Args:
         path: A safetensors file, an index file (`model.safetensors.index.json`) beside its shards,
             or a folder that holds `model.safetensors` or that index file.
-        stack: `"encoder"` or `"decoder"`, for models with both. If None, the encoder. If the file
-            has a token table of this stack and a shared one, the stack's own table is read.
-        settings: Entries of `config.json`, such as {"model_type": "bert"}. They override the
-            entries of the checkpoint's config.json. If the checkpoint has no config.json, you must
-            pass all entries that change the embeddings. The entries of a rotation's scaling
-            override one by one, unless settings name another type of scaling. If config.json has an
-            entry that is refused, but that means nothing in your model, pass None for this entry. A
-            file of `save_embedder` takes no settings.
-        config: With `names`, the config of any other model, such as one from a tutorial.
-        names: The tensor name for each parameter of `Embedder(config).init`. A parameter's path may
-            be shortened to a suffix that no other parameter has ("token_embedding/embeddings"). If
-            the tensor name of a linear layer ends with "kernel" or "w", the tensor is read as
-            [in, out], as Flax and Haiku store it; otherwise as [out, in], as PyTorch stores it. If
-            you add ".T" to any name, the tensor is transposed. None instead of a name gives zeros:
-            use it for models without an offset in the layer norm, or in the linear layer of
-            `embedding_width`. Leading axes of length 1 are dropped.
-        length: The number of tokens of the longest text that the model will read. You need it if
-            the rotation depends on it (LongRoPE, as in Phi-3's 128k models, and dynamic NTK).
-        part: The object in config.json that describes the part to load, for a model of several
-            parts, such as "decoder" or "thinker_config.text_config". If None, the object
-            `text_config` is used, or all of config.json if there is no such object. If several
-            parts have tensors of the same names, the tensors are read that begin with the part's
-            name ("decoder.", "thinker.").
-        shardings: How parameters are split over a mesh, by their paths:
-            {"token_embedding/embeddings": NamedSharding(mesh, P("data"))}. A path may be shortened
-            to a suffix that no other parameter has. Each device's part is read from the file on its
-            own, so no device holds the whole table. The parameters that you leave out are whole on
-            each device of the mesh. If None, all parameters are on the default device.
-        row_multiple: The `row_multiple` of the returned config: tables get rows of zeros at the
-            end, so that the devices of a mesh can share them. If you pass a config, set its
-            `row_multiple` instead.
+        stack: Which part of an encoder-decoder model is read, `"encoder"` or `"decoder"`. If None,
+            the encoder is read. If the file has a token table for this part and a table that both
+            parts share, the table of this part is read.
+        settings: Entries that override the entries of the checkpoint's config.json, such as
+            {"model_type": "bert"}. If the checkpoint has no config.json, you must pass all entries
+            that change the embeddings. If an entry is the scaling of a rotation (`rope_scaling`) of
+            the same type as in config.json, only the numbers that you pass are overridden. If the
+            type differs, the whole scaling of config.json is replaced. If an error refuses an entry
+            that has no effect in your model, pass None for the entry. For a file that
+            `save_embedder` wrote, settings are an error.
+        config: The config of the layer, for a model of a type that this package does not know, such
+            as a model from a tutorial. If you pass `config`, you must pass `names` too.
+        names: The name of the tensor for each parameter of `Embedder(config).init`, as a dict {path
+            of a parameter: name of a tensor}. You may shorten a path to an end that no other
+            parameter has, such as "token_embedding/embeddings". If the name of the tensor of a
+            linear layer ends with "kernel" or "w", the tensor is read as [in, out], as Flax and
+            Haiku store weights. Otherwise the tensor is read as [out, in], as PyTorch stores
+            weights. If you add ".T" to a name, the tensor is transposed. If you pass None in the
+            place of a name, the parameter is zeros. Do this for a model whose layer norm or linear
+            layer (of `embedding_width`) has no offset. Leading axes of length 1 are dropped.
+        length: The number of tokens of the longest text that the model will read. Required if the
+            rotation depends on the length: for LongRoPE, as in Phi-3's 128k models, and for dynamic
+            NTK.
+        part: The part to load of a model of several parts. Pass the name of the object in
+            config.json that describes the part, such as "decoder" or "thinker_config.text_config".
+            If None, the object `text_config` is used, or all of config.json if config.json has no
+            such object. If several parts have tensors of the same names, the tensors are read whose
+            names begin with the name of the part ("decoder.", "thinker.").
+        shardings: How parameters are split over a mesh, as a dict from the path of a parameter:
+            {"token_embedding/embeddings": NamedSharding(mesh, P("data"))}. You may shorten a path
+            to an end that no other parameter has. The part of each device is read from the file
+            separately, so no device holds the whole table. Parameters that you leave out are copied
+            whole to each device of the mesh. If None, all parameters are on the default device.
+        row_multiple: The `row_multiple` of the returned config. Rows of zeros are added to the
+            token tables until this number divides the number of rows, so that you can split the
+            tables over the devices of a mesh. If you pass a `config`, set `config.row_multiple`
+            instead.
 
     Returns:
-        A `PretrainedInput`. Parameters have the dtypes of their tensors, `config.param_dtype` is
-        the dtype of the token table, and `config.dtype` is None. `config.pad_id` is None, because
-        the padding row is read as it is stored. `config.output` is the model's output layer, or
-        None: then `no_output` says why. In a model with two stacks, an untied output layer is the
-        decoder's.
+        A `PretrainedInput`. Each parameter has the dtype of its tensor, `config.param_dtype` is the
+        dtype of the token table, and `config.dtype` is None. `config.pad_id` is None: with a
+        `pad_id`, the vector of padding would be zeros, but the published model uses the stored row.
+        `config.output` is the output layer of the model. If `config.output` is None, `no_output`
+        says why. In an encoder-decoder model, an untied output layer belongs to the decoder.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is damaged or has another format; shapes disagree with the
-            configuration; a dtype is not float32, bfloat16 or float16; the model is not known;
-            settings are missing, invalid, or not read by the model; an adapter of peft changes the
-            input or output layer.
-
-    Warns:
-        UserWarning: the folder has an adapter of peft, which is not read; config.json has entries
-            that are not known; or the model around a text model is of an unknown type.
+        FileNotFoundError: There is no file at the path.
+        ValueError: The file is damaged, the file is not in the safetensors format, or a tensor has
+            a dtype other than float32, bfloat16 or float16. The shape of a tensor disagrees with
+            the config. The model type is not known. An entry of the settings is missing, has a
+            wrong value, or is not read for this model type. An adapter of peft changes the input or
+            the output layer.
 
     Example:
         >>> import pathlib, tempfile
@@ -122,11 +127,15 @@ def load_embedder(
         (1, 3, 4)
 
     Edge cases:
-        - Embeddings in float32 agree with transformers to 5 units in the last place of the
-          largest value, or to 8 if a linear layer follows a norm.
+        - The embeddings in float32 differ from the embeddings in transformers by at most 5 units in
+          the last place of the largest value. If a linear layer follows a layer norm, they differ
+          by at most 8 units.
         - Each tensor is copied once, to the memory of the returned array. So peak memory is at most
           1.05 times the size of large tables.
         - No code in the file is run.
+        - You get a UserWarning in three cases: the folder has an adapter of peft, which is not
+          read; config.json has entries that this package does not know; or the text model belongs
+          to a larger model (such as a model for images and text) of an unknown type.
     """
     check_mappings(settings=settings, names=names, shardings=shardings)
     if (config is None) != (names is None):
@@ -229,34 +238,33 @@ def load_config(
 ) -> PretrainedInput:
     """Returns the configuration of a published model's input layer, without its parameters.
 
-    Use it if you have the parameters from Orbax, Flax or MaxText: put them at the paths and in the
-    shapes of `Embedder(config).init`, and transpose the kernel [width, vocabulary] of an untied
-    output layer. config.json does not say whether an output layer has a bias, so `config.output`
-    has none.
+    Use it if you have the parameters in a checkpoint of Orbax, Flax or MaxText. Put these
+    parameters into a tree with the paths and shapes of `Embedder(config).init`. If the output layer
+    is untied, transpose its kernel [width, vocabulary]. config.json does not say whether an output
+    layer has a bias, so the returned config has an output layer without a bias.
 
     Args:
-        source: A config.json, a folder that holds one, or its entries.
-        stack: `"encoder"` or `"decoder"`, for models with both. If None, the encoder.
-        settings: Entries that override the ones of config.json, such as {"vocab_size": 50304}. If
-            config.json has an entry that is refused, but that means nothing in your model, pass
-            None for this entry.
-        length: The number of tokens of the longest text that the model will read. You need it if
-            the rotation depends on it (LongRoPE, as in Phi-3's 128k models, and dynamic NTK).
-        part: The object in config.json that describes the part, for a model of several parts, such
-            as "decoder" or "thinker_config.text_config". If None, the object `text_config` is used,
-            or all of config.json if there is no such object.
+        source: The path of a config.json, the path of a folder with a config.json, or a dict with
+            the entries of a config.json.
+        stack: Which part of an encoder-decoder model is described, `"encoder"` or `"decoder"`. If
+            None, the encoder.
+        settings: Entries that override the entries of config.json, such as {"vocab_size": 50304}.
+            If an error refuses an entry that has no effect in your model, pass None for the entry.
+        length: The number of tokens of the longest text that the model will read. Required if the
+            rotation depends on the length: for LongRoPE, as in Phi-3's 128k models, and for dynamic
+            NTK.
+        part: The part of a model of several parts. Pass the name of the object in config.json that
+            describes the part, such as "decoder" or "thinker_config.text_config". If None, the
+            object `text_config` is used, or all of config.json if config.json has no such object.
 
     Returns:
-        A `PretrainedInput` as from `load_embedder`, with params {} and names None.
+        A `PretrainedInput`, as `load_embedder` returns it, but `params` is {} and `names` is None.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the model is not known; settings are missing, invalid, or not read by the model;
-            or config.json does not say which tables there are (DeBERTa, TrOCR).
-
-    Warns:
-        UserWarning: config.json has entries that are not known; or the model around a text model is
-            of an unknown type.
+        FileNotFoundError: There is no file at the path.
+        ValueError: The model type is not known. An entry of the settings is missing, has a wrong
+            value, or is not read for this model type. config.json does not say which tables the
+            model has (DeBERTa, TrOCR).
 
     Example:
         >>> import transformer_embed as te
@@ -264,6 +272,11 @@ def load_config(
         >>> found = te.pretrained.load_config(entries | {"num_hidden_layers": 1})
         >>> found.layers[0].rotary
         {'base': 10000.0, 'layout': 'half'}
+
+    Edge cases:
+        - You get a UserWarning if config.json has entries that this package does not know, or if
+          the text model belongs to a larger model (such as a model for images and text) of an
+          unknown type.
     """
     check_mappings(settings=settings)
     if isinstance(source, Mapping):

@@ -57,63 +57,83 @@ class EntryStatus(enum.Enum):
 
 
 class ModelType(NamedTuple):
-    """The input layer, the output layer and the kinds of layers of one model type.
+    """Describes the input layer, the output layer and the kinds of layers of one model type.
 
-    Several names in one string are separated by spaces. Modules are names of the checkpoint's
-    tensors without ".weight", below its prefix. "{stack}" stands for encoder or decoder.
+    A module is the name of a tensor without ".weight", and without the prefix that the names of the
+    checkpoint share. For example, "embed_tokens" is the module of "model.embed_tokens.weight". If a
+    string has several names, they are separated by spaces. "{stack}" in a name stands for "encoder"
+    or "decoder".
 
     Args:
         name: The type, as config.json's `model_type` names it.
-        tokens: The module of the token table; if there are several, the first that is in the file.
-        positions: The module of the table of learned positions, or several names of which the first
-            that is in the file counts. If empty, there is no such table.
-        token_types: The module of the table of token types, or several names as in `positions`.
-        norm: The module of the layer norm, or several names.
-        widen: The module of the linear layer after the table, or several names.
-        bias: The module of the relative position bias, or several names.
-        per_layer: What the names of the three modules of the inputs of layers share (Gemma 3n).
-        may_lack: The ends of the paths of the parameters whose tensors may be missing.
-        start: The first position. If this is the name of an entry, the entry has the id of padding,
-            and the first position is this id + 1. Padding has the position before the first one. If
-            the id of padding is not known, padding is counted like tokens.
-        sinusoids: The scheme of sinusoidal positions, without the fields that `start` says. If
-            None, positions are learned.
-        scale: The scale of the tokens, as `EmbedderConfig` takes it, or the name of the entry that
-            has the scale.
+        tokens: The module of the token table. If the string has several modules, the first module
+            that is in the file counts.
+        positions: The module of the table of learned positions, or several modules, as in `tokens`.
+            If empty, the model has no table of positions.
+        token_types: The module of the table of token types, or several modules, as in `tokens`. If
+            empty, the model has no token types.
+        norm: The module of the layer norm on the sum of the embeddings, or several modules. If
+            empty, the model has no such norm.
+        widen: The module of the linear layer that widens the embeddings (`embedding_width`), or
+            several modules. If empty, the model has no such linear layer.
+        bias: The module of T5's table of position biases, or several modules. If empty, the model
+            has no such table.
+        per_layer: The part that the names of three modules share, which make the further inputs of
+            all layers (Gemma 3n). If empty, layers have no further inputs.
+        may_lack: Which tensors may be missing in a file, as the ends of the paths of their
+            parameters.
+        start: The position of the first token, a number or the name of an entry. If `start` is the
+            name of an entry, the entry has the id of padding, and the first position is this id +
+            1. Padding has the position before the first one. If the id of padding is not known,
+            padding is counted like tokens.
+        sinusoids: The scheme of sinusoidal positions. `start` and the id of padding are filled in
+            from the field `start`. If None, the model has no sinusoidal positions.
+        scale: The scale of the token vectors: True for the square root of their width, False for 1,
+            a number, or the name of the entry that has the scale.
         rotary: The layout of rotary embeddings, as `apply_rotary` takes it, or the name of the
-            entry that says whether pairs of channels are interleaved. If empty, no layer rotates.
-        kinds: The two kinds of layers between which a rule in layer_kinds.py chooses if config.json
-            has no list; or the kind of all layers. If empty, the kinds are not known.
-        phase: The index of the first layer of the second kind, if every nth layer is of that kind.
-            -1 is the nth layer.
-        rotates: Which layers use rotary embeddings. If SLIDING, the sliding layers do. If
-            WINDOWLESS, the sliding layers do, or all layers of a model without a window. If empty,
-            all layers do.
-        is_causal: Whether a token sees only the tokens before it.
-        image_blocks: Where the tokens of one image see each other: pairs of a kind of layers, and
-            ANYWHERE or IN_WINDOW, as in `Layer.image_blocks`.
-        has_vision_switch: Whether `image_blocks` counts only if the entry
-            use_bidirectional_attention is "vision".
-        sections: How pairs of channels are shared out to time, height and width: CONSECUTIVE or
-            IN_TURNS.
-        attention: How attention scales its logits. HEAD_DIM: divided by the root of the head size.
-            QUERY_SCALAR: divided by the root of the entry query_pre_attn_scalar. MULTIPLIER:
-            multiplied by the entry attention_multiplier. UNSCALED: not at all. If empty, nothing is
-            said of the attention.
+            entry that says whether pairs of channels are interleaved. If empty, no layer has rotary
+            embeddings.
+        kinds: The kinds of the layers: one kind for all layers, or two kinds. If config.json has a
+            list of kinds, the list counts. Otherwise, config.json and `phase` say which layers are
+            of the second kind. If empty, the kinds are not known.
+        phase: The index of the first layer of the second kind, if every nth layer is of the second
+            kind. -1 means the nth layer itself. For example, if n is 3, layers 2, 5, 8 and so on
+            are of the second kind.
+        rotates: Which layers use rotary embeddings. If SLIDING, only layers with a sliding window
+            use them. If WINDOWLESS, only layers with a sliding window use them, but in a model
+            without a window, all layers use them. If empty, all layers use them.
+        is_causal: Whether a token sees only itself and the tokens before it.
+        image_blocks: Which tokens of the same image a token sees: pairs (kind of layer, ANYWHERE or
+            IN_WINDOW). `Layer.image_blocks` says what the two words mean.
+        has_vision_switch: Whether `image_blocks` applies only if the entry
+            `use_bidirectional_attention` is "vision".
+        sections: Which pairs of channels are rotated by time, height and width. If CONSECUTIVE, the
+            pairs of each of the three follow each other. If IN_TURNS, the three take turns. If
+            empty, tokens have one position.
+        attention: How attention scales logits. If HEAD_DIM, logits are divided by the root of the
+            head size. If QUERY_SCALAR, logits are divided by the root of the entry
+            `query_pre_attn_scalar`. If MULTIPLIER, logits are multiplied by the entry
+            `attention_multiplier`. If UNSCALED, logits stay as they are. If empty, the scale is not
+            known.
         has_sinks: Whether attention has a learned sink for each head.
-        has_alpha: Whether the scaling "dynamic" may have the alpha of `NTKScaling`.
-        has_alibi: Whether attention is biased by `alibi_bias`.
-        entries: Entries that the type reads, with their defaults. Two sorts are left out: the
-            entries that all types with a part read (see `READS` in layer_parts.py), if they have
-            the usual default, and the entries that other fields name.
-        unread: Entries that types with these parts read, but this type does not. They have their
-            defaults.
-        no_effect: Entries that change nothing in this type, although they would in another type.
-        aliases: The names that an entry has in this type alone, as "entry: names". They go before
-            the entry's other names.
-        head: The modules that may be the output layer. The first that is in the file counts.
-        has_conv1d: Whether the weights of linear layers lie [in, out], as in GPT-2.
-        no_output: Why an `OutputConfig` cannot say the output layer. If empty, it can.
+        has_alpha: Whether a rotary scaling of type "dynamic" may have the entry `alpha`, which
+            `NTKScaling` takes.
+        has_alibi: Whether the model adds `alibi_bias` to the attention logits.
+        entries: Entries of config.json that this type reads, each with the value that counts if
+            config.json leaves the entry out. The method `names_of_entries` lists all entries that
+            the type reads. Some of these are left out here: an entry that all types with the same
+            part of a layer read, if the entry has its usual default, and an entry that another
+            field of this record names.
+        unread: Entries that types with the same parts read, but this type ignores. These entries
+            have their defaults.
+        no_effect: Entries that change nothing in models of this type, although they have an effect
+            in other types.
+        aliases: The names that an entry has only in this type, as "entry: names". If config.json
+            has several names of the entry, these names count first.
+        head: The modules that may be the output layer. The first module that is in the file counts.
+        has_conv1d: Whether the weights of linear layers are stored as [in, out], as in GPT-2.
+        no_output: Why an `OutputConfig` cannot describe the output layer of this type. If empty, an
+            `OutputConfig` describes it.
 
     Example:
         >>> import transformer_embed as te
@@ -154,7 +174,7 @@ class ModelType(NamedTuple):
     no_output: str = ""
 
     def but(self, **changes: Any) -> "ModelType":
-        """Returns this type with changes: of fields, or else of entries with their defaults.
+        """Returns a copy of this type with changed fields, or changed defaults of entries.
 
         `LLAMA.but(is_causal=False, rope_theta=5.0)` changes a field and the default of an entry.
         """

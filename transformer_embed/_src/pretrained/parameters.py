@@ -37,30 +37,29 @@ Specs = dict[str, Any]
 
 
 class PretrainedInput(NamedTuple):
-    """The input layer of a checkpoint, as `load_embedder` returns it.
+    """Holds the input layer of a checkpoint, as `load_embedder` returns it.
 
-    `save_embedder(path, *found)` writes all of it.
+    To save such an input layer, call `save_embedder(path, *found)`.
 
     Args:
         config: The config for `Embedder` and `TransformerEmbedding`.
-        params: The parameters for the `apply` of that embedder. T5's table of biases is under
-            `relative_position_bias`, and what the layers of Gemma 3n and small Gemma 4 models read
-            besides is under `per_layer_inputs` (notebook 08 computes it). From a file of
-            `save_embedder`, params are all that was saved: the other parameters of a whole model
-            are there too, under their own paths.
-        layers: The facts of each layer, for your attention layers. Each has `type`, the kind as
-            config.json's `layer_types` names it; `rotary`, the keyword arguments of `apply_rotary`,
-            or None if it does not rotate; `mask`, the keyword arguments of `AttentionMask`;
-            `query_scale`, the keyword arguments of `query_scale`, or None; `image_blocks`, where
-            the tokens of an image see each other; `attention`, the heads, the scale, the softcap
-            and the sinks, or None if they are not known; and `norm_eps`. With `pair_axes`
-            (Qwen-VL), positions have three axes, time, height and width, which are equal for text.
-            The sequence is empty if the file says neither how many layers there are nor how they
-            rotate, or if they differ in a way that is not known.
+        params: The parameters, for `Embedder(config).apply`. For T5, `params` also has the table of
+            position biases, under `relative_position_bias`. For Gemma 3n and small Gemma 4 models,
+            whose layers read further vectors of the ids, `params` has the tables of these vectors
+            under `per_layer_inputs`, and notebook 08 shows the computation. From a file that
+            `save_embedder` wrote, `params` has all parameters that were saved. If you saved a whole
+            model, the parameters outside the layer have the paths that they had in the model.
+        layers: A `Layer` for each layer of the model, which says what your attention layers need:
+            the arguments of `apply_rotary` and of `AttentionMask`, the numbers of heads, and more.
+            `Layer` describes the fields. The sequence is empty in two cases: the file says neither
+            how many layers the model has nor how the layers rotate, or the layers differ in a way
+            that this package does not know.
         bias: The keyword arguments of `RelativePositionBias` (T5) or `alibi_bias` (Bloom). If None,
-            the model has no bias.
-        names: The name of the tensor that each parameter came from.
-        no_output: Why `config.output` is None, in words. If None, there is an output layer.
+            the model adds no position bias to the attention logits.
+        names: The name of the tensor of each parameter, as a dict {path of a parameter: name of a
+            tensor}.
+        no_output: Why `config.output` is None, as a sentence. If `no_output` is None, the model has
+            an output layer.
 
     Example:
         >>> import transformer_embed as te

@@ -21,16 +21,17 @@ from transformer_embed._src.pretrained.tensors import Tensors, aligned_zeros, dt
 
 
 class TensorFacts(NamedTuple):
-    """What a checkpoint says of a tensor, as `Checkpoint.facts` returns it.
+    """Holds what a checkpoint says of a tensor, as `Checkpoint.facts` returns it.
 
     Args:
-        shape: The shape in the file.
-        dtype: The dtype in the file.
-        is_transposed: Whether the tensor is the transpose of the `w` that `hk.Linear` takes. True
-            if it is a linear layer's weight, stored as [out, in], as PyTorch does: add ".T" to the
-            name to read the `w`. False if the weight is stored as [in, out] (Flax, Haiku, and the
-            layers of GPT-2). None if it is no weight of a linear layer, or if the tensor's name and
-            the type of the model do not say.
+        shape: The shape of the tensor in the file.
+        dtype: The dtype of the tensor in the file.
+        is_transposed: Whether the tensor is the transpose of the `w` that `hk.Linear` takes. If
+            True, the tensor is the weight of a linear layer, stored as [out, in] (PyTorch). To read
+            the `w`, add ".T" to the name of the tensor in `Checkpoint.read`. If False, the weight
+            is stored as [in, out] (Flax, Haiku, and the layers of GPT-2). If None, the tensor is
+            not the weight of a linear layer, or neither the name of the tensor nor the model type
+            says how the weight is stored.
 
     Example:
         >>> import transformer_embed as te
@@ -44,7 +45,7 @@ class TensorFacts(NamedTuple):
 
 
 class Checkpoint:
-    """The tensors of a checkpoint, as `open_checkpoint` returns them.
+    """Reads the tensors of a checkpoint. `open_checkpoint` returns it.
 
     Args:
         names: The names of all tensors, as the files have them.
@@ -77,7 +78,8 @@ class Checkpoint:
             name: The name of the tensor, as the file has it.
 
         Raises:
-            ValueError: there is no such tensor, or it is not whole.
+            ValueError: The checkpoint has no tensor of this name, or the tensor is empty, as in
+                files of ZeRO-3.
         """
         entry = self._tensors.entry_of_any_dtype(name)
         return TensorFacts(
@@ -98,19 +100,21 @@ class Checkpoint:
         Args:
             names: The names of tensors, as the files have them. If you add ".T" to a name, the
                 transpose of the tensor is read.
-            shardings: How tensors are split over a mesh, by the same names. For each device, only
-                the rows that the device needs are read. A tensor that you leave out is on the
-                default device.
+            shardings: How tensors are split over a mesh, as a dict {name: sharding}, with names
+                that are in `names`. For each device, only the rows that the device needs are read.
+                A tensor that you leave out is put on the default device.
             dtype: The dtype of all arrays. If None, each array has the dtype of its tensor. Values
                 are cast in pieces, so no second copy of a tensor is made.
 
         Returns:
-            The arrays, by the same names.
+            The arrays, as a dict {name: array} with the names in `names`.
 
         Raises:
-            TypeError: an argument is of another type.
-            ValueError: there is no such tensor; a tensor is not whole; the devices do not divide a
-                tensor; or a tensor has 64 bits, which jax would narrow (pass a dtype).
+            TypeError: `names` is a str, or a value of `shardings` is not a `NamedSharding`.
+            ValueError: The checkpoint has no tensor of one of the names, or a tensor is empty, as
+                in files of ZeRO-3. The number of devices does not divide an axis of a tensor that
+                is split over them. A tensor has a dtype of 64 bits, which jax would narrow to 32
+                bits. (Pass a `dtype`.)
         """
         if isinstance(names, str):
             raise arguments.type_error("names", "a sequence of names", repr(names))
@@ -224,23 +228,24 @@ def _is_table(module: str, model_type: ModelType) -> bool:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Opens a checkpoint, of which you can then read any tensor.
+    """Opens a checkpoint, so that you can read any of its tensors.
 
-    Use it after `load_embedder` to load the layers of the same model: each tensor is read when you
-    ask for it, straight to the devices that need it. A shard is opened when you ask for one of its
-    tensors.
+    Use it after `load_embedder` to load the other layers of the same model. This function only
+    opens the checkpoint. A tensor is read when you call `read`, and the values go straight to the
+    devices that need them. A shard is opened when you ask for a tensor in it.
 
     Args:
         path: A safetensors file, an index file (`model.safetensors.index.json`) beside its shards,
             or a folder that holds `model.safetensors` or that index file.
 
     Returns:
-        A `Checkpoint`, whose `names` lists the tensors. `facts(name)` has a tensor's shape and
-        dtype, and whether it is the transpose of a Haiku weight; `read(names)` reads tensors.
+        A `Checkpoint`. The attribute `names` lists the names of all tensors. The method
+        `facts(name)` returns the shape and the dtype of a tensor, and whether the tensor is the
+        transpose of a Haiku weight. The method `read(names)` reads tensors.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file is damaged or has another format.
+        FileNotFoundError: There is no file at the path.
+        ValueError: The file is damaged, or is not in the safetensors format.
 
     Example:
         >>> import pathlib, tempfile

@@ -65,7 +65,7 @@ def model_type_or_none(type_name: Any) -> ModelType | None:
 
 
 def find_model_type(name: str) -> ModelType:
-    """Returns what the registry says of a model type.
+    """Returns what this package knows about a type of published models, such as "llama".
 
     Use it to see which tensors and which entries of config.json make the input layer of a
     published model, and which defaults the entries have. `python -m transformer_embed inspect
@@ -75,10 +75,10 @@ def find_model_type(name: str) -> ModelType:
         name: The type, as config.json's `model_type` names it.
 
     Returns:
-        A `ModelType`, whose fields are described there.
+        A `ModelType`, which has a field for each of these facts.
 
     Raises:
-        ValueError: the type is not known.
+        ValueError: This package does not know the model type.
 
     Example:
         >>> import transformer_embed as te

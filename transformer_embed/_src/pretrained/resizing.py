@@ -32,45 +32,54 @@ def resize(
     """Resizes the tables of a trained input layer, so that they fit another config.
 
     Use it to add tokens to a vocabulary, to train on longer texts or larger images, or to pad a
-    table so that the devices of a mesh can share it. new_config may differ in `vocab_size`,
-    `row_multiple`, `spread`, the `max_len` of `Learned` positions, and all fields that change no
-    parameter's shape. Tables that need no other rows are returned as they are.
+    table so that the devices of a mesh divide its rows. `new_config` may differ from `config` in
+    `vocab_size`, `row_multiple`, `spread`, the `max_len` of `Learned` positions, and in all fields
+    that change no shape of a parameter. Tables whose rows stay the same are returned as they are.
 
-    Ids are added or removed at the end of the vocabulary, and the parameters of an output layer
-    change with the table. New rows are sampled from a normal distribution with the mean and the
-    standard deviation of each channel over the old rows. Rows that are only padding are zeros.
+    Ids are added or removed at the end of the vocabulary, in the token table and in the parameters
+    of an output layer. The rows of new ids are sampled from a normal distribution, with the mean
+    and the standard deviation that each channel has in the old rows. Rows that `row_multiple` adds
+    are zeros.
 
     Learned positions are interpolated like an image: each new row is a weighted mean of nearby old
-    rows (`jax.image.resize`, with antialiasing if there are fewer). Rows on a line are interpolated
-    linearly, and rows on a grid by cubic functions, as in timm. With `keep_positions=True`, the old
-    rows stay as they are instead.
+    rows. Positions of texts are interpolated linearly. Positions on a grid (of the patches of an
+    image) are interpolated by cubic functions, as in timm. If there are fewer new rows than old
+    rows, `jax.image.resize` also applies antialiasing. If you set `keep_positions=True`, positions
+    are not interpolated.
 
     Args:
-        params: A Haiku parameter tree with the parameters of config, as `Embedder.init` makes it,
-            or of a whole model. A token table that lies on several devices keeps its sharding. Each
-            process then needs room for the whole table on its host.
+        params: The parameters that fit `config`, as `Embedder.init` makes them, or the parameters
+            of a whole model. A token table that is split over several devices keeps its sharding,
+            but while the table is resized, the host of each process needs memory for the whole
+            table.
         config: The config that the parameters fit.
         new_config: The config that the returned parameters will fit, such as
             `dataclasses.replace(config, vocab_size=300)`.
-        rng: A key, needed if rows are sampled.
-        grids: The old and the new shape of the grid that positions lie on, numbered in row-major
-            order, such as ((14, 14), (24, 24)) for the patches of images. Rows before the grid, as
-            for a class token (ViT, CLIP), do not change. If None, positions are on a line from the
-            scheme's `start` on, and the rows before it do not change.
-        keep_positions: Whether learned positions keep their rows, as in transformers. Rows are
-            added or removed at the end, and new ones are sampled like the rows of new ids. Set it
-            if you train the model on longer texts: its outputs for short texts do not change.
+        rng: A random key. Required if rows are sampled, because there are new ids, or new positions
+            with `keep_positions=True`.
+        grids: The old and the new shape of the grid, if positions are points of a grid. For
+            example, pass ((14, 14), (24, 24)) if images of 14 by 14 patches become images of 24 by
+            24 patches. Positions are numbered in row-major order. Positions before the grid, such
+            as the position of a class token (ViT, CLIP), do not change. If None, positions are on a
+            line that begins at the `start` of the scheme, and the rows before `start` do not
+            change.
+        keep_positions: Whether learned positions keep their rows, as in transformers. If True, rows
+            are added or removed at the end, and new rows are sampled like the rows of new ids. Set
+            True if you train the model on longer texts and its outputs for short texts must stay
+            the same.
 
     Returns:
-        The tree, in which only the resized tables are replaced.
+        A tree like `params`, in which the resized tables are replaced. All other leaves are the
+        leaves of `params`.
 
     Raises:
-        TypeError: config or new_config is not an EmbedderConfig.
-        ValueError: params do not fit config; the result would not fit new_config, or would spread
-            the rows of a tied output layer; rows are sampled and rng is None; devices do not
-            divide the new number of rows; the schemes have another `start`; grids do not have a
-            point for each position, with as many positions before them; or there are grids and
-            keep_positions.
+        TypeError: `config` or `new_config` is not an `EmbedderConfig`.
+        ValueError: `params` do not fit `config`, or the configs differ in a field that cannot be
+            resized, such as `d_model`. `new_config` has both `spread` and a tied output layer. Rows
+            are to be sampled, but `rng` is None. The number of devices does not divide the new
+            number of rows. `grids` is None, and the position schemes of the two configs have
+            different `start`s. The two grids have different numbers of axes or of positions before
+            the grid. Both `grids` and `keep_positions` are set.
 
     Example:
         >>> import dataclasses, jax
@@ -90,16 +99,17 @@ def resize(
         (577, 64)
 
     Edge cases:
-        - Grids are resized as by PyTorch's `interpolate(..., mode="bicubic", antialias=True)`.
-          transformers leaves antialiasing out, with which PyTorch also takes another cubic
-          function: from a grid of 14 by 14 independent normal numbers to 24 by 24, results differ
-          by 0.07 (root mean square). Trained positions are smoother, so they differ by less.
+        - Grids are resized like by PyTorch's `interpolate(..., mode="bicubic", antialias=True)`.
+          transformers sets `antialias=False`, for which PyTorch uses a different cubic function. If
+          a grid of 14 by 14 independent normal numbers is resized to 24 by 24, the two results
+          differ by 0.07 (root mean square). Trained positions are smoother than these numbers, so
+          the two results differ by less.
 
     Source:
-        New rows: Hewitt, "Initializing New Word Embeddings for Pretrained Language Models" (2021),
-        https://nlp.stanford.edu/~johnhew/vocab-expansion.html, with a diagonal covariance.
-        Positions: Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021), section 3.2,
-        https://arxiv.org/abs/2010.11929
+        The distribution of new rows is from Hewitt, "Initializing New Word Embeddings for
+        Pretrained Language Models" (2021), https://nlp.stanford.edu/~johnhew/vocab-expansion.html,
+        but with a diagonal covariance. The interpolation of positions is from Dosovitskiy et al.,
+        "An Image is Worth 16x16 Words" (2021), section 3.2, https://arxiv.org/abs/2010.11929
     """
     arguments.instance("config", config, EmbedderConfig, "an EmbedderConfig")
     arguments.instance("new_config", new_config, EmbedderConfig, "an EmbedderConfig")

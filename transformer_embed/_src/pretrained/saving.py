@@ -51,36 +51,40 @@ def save_embedder(
 ) -> None:
     """Writes a safetensors file that `load_embedder` reads back bit for bit.
 
-    Use it for a layer that you trained: the file holds the configuration too, in its metadata, so
-    you can load it without a config.json. If you pass the names that `load_embedder` returned,
-    other libraries find the tensors under their original names.
+    Use it for a layer that you trained. The metadata of the file hold the config, so you can load
+    the file without a config.json. If you pass the `names` that `load_embedder` returned, the
+    tensors keep the names of the published model, and other libraries can read the file.
 
-    The file is written whole or not at all, after the checks that `load_embedder` makes. A replaced
-    file keeps its permissions. If parameters lie on the devices of several processes, call this in
-    all processes: each process gathers the parameters, the first one writes, and the others wait.
+    The file is checked as `load_embedder` would check it, and is written whole or not at all. A
+    file that is replaced keeps its permissions. If the parameters are split over devices of several
+    processes, call this function in all processes. Each process then gathers the parameters, the
+    first process writes the file, and the other processes wait.
 
     Args:
         path: The file to write or replace.
         config: The config of the layer, as for `Embedder`.
-        params: A Haiku parameter tree with one layer of the config, at any path, as in a whole
-            model, with arrays of float32, bfloat16 or float16. The parameters of the layer, and
-            T5's table of biases if `bias` has `num_buckets`, are written under the paths that
-            `load_embedder` gives them. Other parameters are written under their own paths.
-        layers: The facts of each layer, as `load_embedder` returned them, to be read back.
-        bias: The keyword arguments of `RelativePositionBias` or `alibi_bias`, as `load_embedder`
-            returned them, to be read back.
-        names: A tensor name for each parameter, by the parameter's path, which may be shortened to
-            a suffix that no other parameter has. A parameter that is left out is written under its
-            path.
-        no_output: Why the config has no output layer, as `load_embedder` returned it, to be read
-            back.
+        params: A Haiku parameter tree of float32, bfloat16 or float16 that contains one layer of
+            the config, at any path. You may pass the parameters of a whole model. The parameters of
+            the layer are written under the paths that `Embedder(config).init` gives them. If `bias`
+            has `num_buckets`, T5's table of biases is written under `relative_position_bias`. All
+            other parameters are written under the paths that they have in `params`.
+        layers: A `Layer` for each layer of the model, which `load_embedder` will return again.
+        bias: The keyword arguments of `RelativePositionBias` or `alibi_bias`, which `load_embedder`
+            will return again.
+        names: The names of the tensors in the file, as a dict {path of a parameter: name of a
+            tensor}. You may shorten a path to an end that no other parameter has. The tensor of a
+            parameter that you leave out has the path as its name.
+        no_output: Why the config has no output layer, as a sentence, which `load_embedder` will
+            return again.
 
     Raises:
-        OSError: the file cannot be written.
-        ValueError: params do not hold one layer of the config (if your model has several input
-            layers, pass the modules of one); a name is used twice or cannot be stored; a dtype is
-            not supported; `apply_rotary`, `AttentionMask` or another function refuses the arguments
-            that layers or bias have for it; the path is a folder, a pipe or a device.
+        OSError: The file cannot be written.
+        ValueError: `params` do not contain exactly one layer of the config. (If your model has
+            several input layers, pass the modules of one of them.) Two tensors have the same name,
+            or a name cannot be stored in the file. A parameter has a dtype other than float32,
+            bfloat16 or float16. `layers` or `bias` have arguments that `apply_rotary`,
+            `AttentionMask` or the function of the bias refuses. The path is a folder, a pipe or a
+            device.
 
     Example:
         >>> import pathlib, tempfile
@@ -94,7 +98,7 @@ def save_embedder(
         True
 
     Source:
-        The safetensors format, https://github.com/huggingface/safetensors
+        The file has the safetensors format, https://github.com/huggingface/safetensors
     """
     pretrained = PretrainedInput(
         config=config, params={}, layers=layers, bias=bias, names=names, no_output=no_output
@@ -130,24 +134,27 @@ def save_into(
 ) -> None:
     """Replaces the input and the output layer in an existing checkpoint, and keeps the rest.
 
-    Use it after training the ends of a published model: transformers then loads the whole model
-    with your tables. The checkpoint is changed whole or not at all: if a shard cannot be written,
-    or the program ends early, the old checkpoint is still there. A copy of the table that a tied
-    model stores under the name of its output layer is replaced too.
+    Use it after you trained the input and output layers of a published model. transformers then
+    loads the whole model with your tables. If a shard cannot be written, or if the program ends
+    early, the old checkpoint stays as it was. Some checkpoints with a tied output layer store the
+    token table twice, also under the name of the output layer. Then both copies are replaced.
 
     Args:
-        path: What you passed to `load_embedder`: a file, an index file, or a folder.
+        path: The path that you passed to `load_embedder`: a safetensors file, an index file, or a
+            folder.
         config: The config of the layer, as `load_embedder` returned it.
-        params: A Haiku parameter tree with one layer of the config, at any path, as in a whole
-            model. Rows that `row_multiple` added are left out.
-        names: The tensor name for each parameter, as `load_embedder` returned them. Parameters
-            that are left out are not saved.
+        params: A Haiku parameter tree that contains one layer of the config, at any path. You may
+            pass the parameters of a whole model. Table rows that `row_multiple` added are not
+            written.
+        names: The name of the tensor of each parameter, as `load_embedder` returned them in
+            `found.names`. The tensors of parameters that you leave out stay as they are.
 
     Raises:
-        OSError: a file cannot be written.
-        ValueError: params do not hold one layer of the config; a parameter has another shape than
-            its tensor, since config.json would then be wrong (save a resized layer with
-            `save_embedder`); a dtype is not supported; rows are spread.
+        OSError: A file cannot be written.
+        ValueError: `params` do not contain exactly one layer of the config. A parameter and its
+            tensor have different sizes, so config.json would be wrong. (Save a resized layer with
+            `save_embedder`.) A parameter has a dtype other than float32, bfloat16 or float16, or
+            `config.spread` is True.
 
     Example:
         >>> import json, pathlib, tempfile

@@ -30,39 +30,40 @@ def apply_gradients(
     params: Tree,
     **extra_args: Any,
 ) -> tuple[Tree, Tree]:
-    """Updates parameters by one step of an optimizer, and of each table only rows with a gradient.
+    """Updates parameters by one optimizer step, and in each table only the rows with a gradient.
 
-    Use it with the gradients of `te.rows.value_and_grad`. Only rows with a nonzero gradient are
-    updated, together with their optimizer state. Every other row stays the same bit for bit,
-    including rows that the batch does not read and the padding row; ids out of range change
-    nothing. Parameters whose gradient is not a `RowGradient` are updated by `optimizer.update` and
-    `optax.apply_updates` as usual.
+    Use it with the gradients of `te.rows.value_and_grad`. In each table, only rows with a nonzero
+    gradient are updated, together with their optimizer state. All other table rows stay the same
+    bit for bit. Among these are the rows that the batch does not read, and the row of the `pad_id`.
+    Ids outside the vocabulary change no row. Parameters whose gradient is an ordinary array are
+    updated by `optimizer.update` and `optax.apply_updates` as usual.
 
-    Compile the step with `jax.jit`, and donate params and state. Then tables and state are written
-    in place, so the cost follows the batch.
+    Compile the step with `jax.jit`, and donate `params` and `state`. Then tables and state are
+    written in place, so the cost of a step depends on the size of the batch and not of the tables.
 
-    The function first traces the optimizer, once under jit, to prove that each row is updated from
-    that row alone. The page "Optimizers for row-wise training" lists which ones pass. The proof
-    does not mean that the step equals the dense one: Adam passes, although its dense step also
-    moves rows without a gradient. To clip by a global norm, clip the gradients first.
+    The function first traces the optimizer (only once under `jax.jit`), to prove that each table
+    row is updated from that row alone. The page "Optimizers for row-wise training" lists the
+    optimizers that pass this check. A step may still differ from the dense step of the same
+    optimizer. For example, Adam passes, but a dense step of Adam also moves rows without a
+    gradient. To clip by a global norm, clip the gradients before you call this function.
 
     Args:
         optimizer: The optax optimizer.
-        grads: The gradients that `value_and_grad` returned, scaled as you like. If something else
-            changed them, the rows with a gradient become NaN (see `RowGradient`).
+        grads: The gradients that `value_and_grad` returned. You may scale them. If another function
+            changed a `RowGradient`, the rows with a gradient become NaN (see `RowGradient`).
         state: The state of the optimizer, as `optimizer.init(params)` makes it.
         params: The parameters.
         **extra_args: Further arguments for `optimizer.update`.
 
     Returns:
-        (params, state).
+        The new parameters and the new state, as a tuple (params, state).
 
     Raises:
-        TypeError: the optimizer has no `init` and `update`; params or state do not consist of
-            arrays; or a `RowGradient` left the jit that made it.
-        ValueError: the optimizer may update a row from other rows (the message names the
-            transformation and the reason), or changes the dtype of its state; or the trees do not
-            fit together.
+        TypeError: `optimizer` has no functions `init` and `update`, or a leaf of `params` or
+            `state` is not an array. A `RowGradient` was made inside another `jax.jit`.
+        ValueError: The optimizer may update a table row from other rows; the message names the
+            transformation and the reason. The optimizer changes the dtype of its state. `grads`,
+            `state` and `params` are not trees of the same parameters.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -82,9 +83,10 @@ def apply_gradients(
         [1.  0.8 1.  0.6 1. ] 1.4
 
     Source:
-        Lazy Adam: https://www.tensorflow.org/addons/api_docs/python/tfa/optimizers/LazyAdam;
-        https://docs.pytorch.org/docs/stable/generated/torch.optim.SparseAdam.html. Why the rows:
-        https://github.com/jax-ml/jax/issues/851
+        TensorFlow has a lazy Adam that updates the same rows,
+        https://www.tensorflow.org/addons/api_docs/python/tfa/optimizers/LazyAdam, and so has
+        PyTorch, https://docs.pytorch.org/docs/stable/generated/torch.optim.SparseAdam.html. The
+        need for row gradients in JAX is discussed in https://github.com/jax-ml/jax/issues/851
     """
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         got = type(optimizer).__name__
@@ -123,7 +125,8 @@ def _optimizer_step(
 
     Args:
         update: The function `update` of the optimizer.
-        with_extra_arrays: Makes the extra arguments of `update` from the arrays among them.
+        with_extra_arrays: Makes the extra arguments of `update` from `extra_arrays`, the arrays
+            among these arguments.
         treedef: The structure of (gradients, parameters, state, extra arrays).
         leaves: The leaves before the step.
     """

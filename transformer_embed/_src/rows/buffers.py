@@ -65,7 +65,7 @@ def _buffer_size(id_count: int, share: float, buffer_count: int, capacity: float
         buffer_count: The number of buffers. The probability that any of them overflows is at most
             OVERFLOW_PROBABILITY.
         capacity: A factor. The buffer holds at least this factor times the mean number of ids that
-            go into it, or all ids.
+            go into the buffer. If this is more than `id_count`, the buffer holds all ids.
     """
     # scipy is slow to load, and only an exchange needs it.
     from scipy.special import bdtrc  # noqa: PLC0415

@@ -11,27 +11,30 @@ from transformer_embed._src.rows.trees import Tree
 
 
 def pmean(grads: Tree, axis_name: Any) -> Tree:
-    """Averages gradients over the devices of a mapped axis, where `jax.lax.pmean` would mix rows.
+    """Averages gradients over the devices of a mapped axis, also if their table rows differ.
 
-    `jax.lax.pmean` averages arrays place by place, but devices with different batches have the
-    gradients of different rows. Use this function inside `jax.pmap`, `jax.shard_map` or `jax.vmap`
-    with an `axis_name`. The devices send each other the indices of their rows, and one all-reduce
-    sums the rows.
+    Use this function inside `jax.pmap`, `jax.shard_map` or `jax.vmap` with an `axis_name`. Do not
+    use `jax.lax.pmean` for a `RowGradient`: `jax.lax.pmean` averages the first number of all
+    devices, the second number, and so on, but the first row of one device may belong to another id
+    than the first row of the next device. Here, the devices send each other the indices of their
+    rows, so the gradients of equal rows are averaged.
 
     With `check_vma=True` (the default of `jax.shard_map`), `jax.grad` already sums the gradients of
-    parameters that all devices share, and so does `te.rows.value_and_grad`. So average the loss
-    over the devices there; this mean then changes nothing.
+    parameters that all devices share, and so does `te.rows.value_and_grad`. So in such a
+    `jax.shard_map`, average the loss over the devices, inside the function that is differentiated.
+    Then the gradients are already equal on all devices, and this mean changes nothing.
 
     Args:
         grads: The gradients that `value_and_grad` returned.
         axis_name: The name of the mapped axis, or a tuple of several names.
 
     Returns:
-        The mean of each leaf, the same on all devices. A `RowGradient` has the rows of all devices,
-        at most num_rows.
+        The mean of each leaf, the same on all devices. The mean of a `RowGradient` has the rows of
+        all devices together, and at most `num_rows` rows.
 
     Raises:
-        TypeError: a `RowGradient` has rows that devices exchanged, which is summed already.
+        TypeError: A `RowGradient` was made with a `capacity`, so the devices have already summed
+            the rows.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -24,33 +24,39 @@ def exchange_load(
     capacity: float = 1.0,
     max_rows: int | None = None,
 ) -> dict[str, Any]:
-    """Counts the rows of a table that devices exchange for a batch, and the ids that do not fit.
+    """Counts the rows that each device is asked for in a batch, and the requests that do not fit.
 
-    Use it before you train with a capacity, to see whether one device owns most of the rows that
-    your batches read, and whether the buffers have room. It runs on the host and needs no devices:
-    the mesh may be a `jax.sharding.AbstractMesh`.
+    Use it before you train with a `capacity` of `value_and_grad`. The counts show whether one
+    device owns most of the rows that your batches read, and whether the buffers have enough room.
+    The function runs on the host, and the mesh may be a `jax.sharding.AbstractMesh`, so you can
+    plan for devices that you do not have.
 
     Args:
-        table: The table, [rows, d], an array on a mesh, or a `jax.ShapeDtypeStruct` with its
-            sharding.
-        ids: The ids of all devices, [batch, ...], of any integer dtype, not traced. An id outside
-            the table counts as the nearest row.
-        config: The config of the table, if its rows are spread or padded. If None, row i holds
-            id i.
-        batch_axes: The mesh axes that the first dimension of ids is split over. If None, all axes.
-        capacity: The room of the buffers. See `value_and_grad`.
-        max_rows: A bound on the distinct ids of a device. See `value_and_grad`.
+        table: The table: an array on a mesh, or a `jax.ShapeDtypeStruct` with a sharding. Shape
+            [rows, d].
+        ids: The ids of the whole batch, on all devices together. Shape [batch, ...], of any integer
+            dtype, and not traced. An id outside the table counts as a request for the first or the
+            last row.
+        config: The `EmbedderConfig` of the table. Set it if the config has a `row_multiple` or
+            `spread`. If None, row i holds id i.
+        batch_axes: The names of the mesh axes that the first dimension of `ids` is split over, as a
+            tuple. If None, the dimension is split over all axes of the mesh.
+        capacity: How much room the buffers have, as in `value_and_grad`.
+        max_rows: A bound on the number of distinct ids of each device, as in `value_and_grad`.
 
     Returns:
-        A dict. `rows` is int64, [size of each mesh axis of the batch, ...]: how many rows each
-        device is asked for, whether they fit or not. A row that several devices ask for counts
-        once. `dropped` is the number of requests that do not fit, whose ids read as NaN.
+        A dict with two entries. `rows` says how many rows each device is asked for, including
+        requests that do not fit. It is an int64 array with one axis for each mesh axis in
+        `batch_axes`. A row that several devices ask for counts once. `dropped` is the number of
+        requests that do not fit. In training, `lookup` returns NaN for the ids of these requests.
 
     Raises:
-        TypeError: ids are not integers, or are traced; or max_rows is not an int.
-        ValueError: the table does not lie on a mesh, or its rows cannot be exchanged; the config
-            has another number of rows; the devices do not divide the batch; or capacity or max_rows
-            is out of range.
+        TypeError: `ids` are not integers, `ids` are traced, or `max_rows` is not an int.
+        ValueError: `table` has no sharding over a mesh, the columns of `table` are split, or the
+            rows are not split. The rows are split over a mesh axis that is not in `batch_axes`.
+            `config` has another number of rows than `table`. The number of devices does not divide
+            the batch size. `batch_axes` are not axes of the mesh. `capacity` is not above 0, or
+            `max_rows` is below 1.
 
     Example:
         >>> import jax, numpy as np
@@ -117,7 +123,8 @@ def _count_rows_by_owner(plan: Exchange, requests: np.ndarray) -> np.ndarray:
 
     Args:
         plan: The plan of the exchange.
-        requests: The numbers `device * num_rows + row`, as in `_counted`.
+        requests: The numbers `device * num_rows + row`, for the device that asks and the row that
+            it asks for.
 
     Returns:
         int64, with one axis for each mesh axis that the batch is split over.

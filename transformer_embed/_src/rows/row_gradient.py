@@ -56,43 +56,47 @@ class GradientArrays(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowGradient(SomeRows):
-    """The gradient of some rows of a table [num_rows, d]; all other rows have a gradient of zero.
+    """Holds the gradient of a table [num_rows, d] in which only some rows have a nonzero gradient.
 
-    You get one from `te.rows.value_and_grad` in the place of each table's gradient, and pass it on
-    to `te.rows.apply_gradients`. (`optimizer.update` and `optax.apply_updates` do not take it.) It
-    has the `shape` and the `dtype` of the table, and it is a pytree of `values` and a few tiny
-    numbers. So `jax.tree.map`, `optax.global_norm` and the like see the nonzero numbers of the
-    dense gradient.
+    `te.rows.value_and_grad` returns a `RowGradient` in the place of each table's gradient, and you
+    pass the gradient on to `te.rows.apply_gradients`. (Do not pass a `RowGradient` to
+    `optimizer.update` or `optax.apply_updates`.) A `RowGradient` has the `shape` and the `dtype` of
+    the table. It is a pytree with two leaves: the `values`, and the `fingerprint`, which is a few
+    tiny numbers. So functions like `jax.tree.map` and `optax.global_norm` see the nonzero numbers
+    of the dense gradient.
 
-    You may scale gradients as a whole, cast them, or average them over devices that have the same
-    rows. For everything else there are functions:
+    You may multiply a whole gradient by a number, cast it, or average it over devices that have the
+    same rows. For everything else, use one of these:
 
-    - `+` adds two gradients of different rows of one table. For trees, use `jax.tree.map` with an
-      `is_leaf` that is true of gradients.
+    - `+` adds two gradients of the same table, whose rows may differ. For trees, use `jax.tree.map`
+      with `is_leaf=lambda leaf: isinstance(leaf, te.rows.RowGradient)`.
     - `te.rows.pmean` averages gradients over devices with different batches.
-    - To add the gradients of many batches, scan over the batches inside the loss, because a scan
-      cannot carry a gradient.
-    - To return a gradient from jit, return its `row_indices` and `values`, and make a new
-      `RowGradient` from them. The indices belong to the trace that made them.
+    - To add the gradients of many batches, scan over the batches inside the loss. (`jax.lax.scan`
+      cannot carry a `RowGradient`.)
+    - To return a gradient from `jax.jit`, return `row_indices` and `values`, and make a new
+      `RowGradient` from these arrays outside. (A gradient that was made inside a `jax.jit` can be
+      used only inside this `jax.jit`.)
 
-    The tiny numbers, the `fingerprint`, show if any other function changed the gradient. Its result
-    may be wrong, because the function saw only some rows of the table, so `apply_gradients` writes
-    NaN into these rows. For example,
-    `jax.lax.pmean` over devices with different batches mixes rows, and `optax.clip_by_block_rms`
-    scales the values by the size of some rows. Functions of each number, such as a sign or
-    `optax.clip`, end in NaN too: put them into the optimizer.
+    The `fingerprint` shows whether any other function changed the gradient. Such a function saw
+    only some rows of the table, so its result may be wrong. Therefore `apply_gradients` writes NaN
+    into the rows of a changed gradient. For example, `jax.lax.pmean` over devices with different
+    batches mixes rows, and `optax.clip_by_block_rms` computes the size of a table from some of the
+    rows. A function that changes each number by itself, such as `jnp.sign` or `optax.clip`, also
+    leads to NaN. Put such a function into the optimizer, by `optax.chain`.
 
     Args:
-        row_indices: The table rows that have a gradient, [k] integers, ascending and distinct.
-            Indices of `num_rows` or above are padding. An index is an id, unless the table's
-            `EmbedderConfig` spreads the rows. If devices exchange rows, each device has the indices
-            of its own shard, ascending on that device.
-        values: The gradient of each of these rows, [k, d], with zeros for padding.
+        row_indices: The indices of the table rows that have a gradient. Integers of shape [k],
+            ascending and distinct. An index of `num_rows` or above is padding. Row i is the row of
+            id i, except in a table whose `EmbedderConfig` has `spread=True`. If the gradient was
+            made with a `capacity`, each device has the indices of rows of its own shard, and the
+            indices ascend on each device.
+        values: The gradients of these rows. Shape [k, d], floating. Rows of padding are zeros.
         num_rows: The number of rows of the table.
 
     Raises:
-        TypeError: row_indices are not integers; or values are not floating.
-        ValueError: row_indices do not ascend; or there is not one row of values for each of them.
+        TypeError: `row_indices` are not integers, or `values` are not floating.
+        ValueError: `row_indices` do not ascend, or the number of rows of `values` differs from the
+            number of row indices.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -108,8 +112,8 @@ class RowGradient(SomeRows):
 
     Edge cases:
         - A scale may be as small as 1e-12. A cast to float16 loses the fingerprint.
-        - A change of the values is noticed if one of the first 64 rows has a gradient of at least
-          some 1e-26, and if the change is more than a few percent.
+        - The fingerprint shows a change only if the values change by more than a few percent, and
+          only if one of the first 64 rows has a gradient of at least about 1e-26.
 
     Source:
         TensorFlow's IndexedSlices, https://www.tensorflow.org/api_docs/python/tf/IndexedSlices

@@ -29,51 +29,61 @@ def value_and_grad(
     respect to the first argument. The gradient of a table holds only the rows that the batch reads.
 
     While the loss runs, only `lookup` can read these tables. So leave the tables out of functions
-    of all parameters, such as an L2 norm: "Training by rows", a section of the reference page, says
-    what such functions see. To add the gradients of many batches, or to average them over devices,
-    see the page "Training loops".
+    of all parameters, such as an L2 norm. The section "Training by rows" of the reference page says
+    what a function of all parameters sees. To add the gradients of many batches, or to average them
+    over devices, see the page "Training loops".
 
     Args:
         loss: A function of (params, ...) that returns a scalar, or (scalar, aux). It reads the
             tables in `ids` only by `lookup`, as `TokenEmbedding` does.
-        ids: The ids that the loss looks up, {name: ids}, for each table that is trained row-wise. A
-            name is the path of a parameter, or an end of the path that no other parameter has, such
-            as "token_embedding/embeddings". The ids of a table, [...], are all ids that the loss
-            looks up, including padding and ids outside the vocabulary. Other ids read as NaN. Ids
-            may repeat.
-        config: The `EmbedderConfig` of the token table. Set it if `row_multiple` or `spread` pad or
-            spread the rows of the table.
+        ids: The ids that the loss looks up, as a dict {name of a table: ids}. The dict has an entry
+            for each table of which only the rows in the batch are trained. A name is the path of
+            the parameter, such as "model/token_embedding/embeddings", or the end of a path that
+            only this parameter has, such as "token_embedding/embeddings". The ids have any shape,
+            and may repeat. Pass all ids that the loss looks up in the table, including padding and
+            ids outside the vocabulary. For an id that you leave out, `lookup` returns NaN.
+        config: The `EmbedderConfig` of the token table. Set it if the config has a `row_multiple`
+            or `spread`. If you leave the config out, the lookup of a padded or spread table raises
+            an error.
         has_aux: Whether the loss returns (scalar, aux).
-        max_rows: A bound on the distinct ids of a table in a batch, as an int, or {name: int} for
-            the tables that have a bound. A bound below the number of ids makes the step cheaper. If
-            a batch has more distinct ids, the highest ones read as NaN. With a capacity, it bounds
-            the distinct ids of each device's part of the batch.
-        capacity: How much room the buffers have in which devices exchange rows. If None, nothing is
-            exchanged: every device gets the distinct rows of the whole batch. If it is a number
-            above 0, each device gets the rows of its own part of the batch from the devices that
-            own them, and sends their gradients back. Then explicit mesh axes must split the rows of
-            a table, and must split its ids over these axes too. A buffer holds the ids that go to
-            one owner. It is large enough if the owners are evenly spread over the ids (see
-            `EmbedderConfig.spread`), and holds at least `capacity` times the mean number of ids of
-            a batch without repeats. So for evenly spread ids, 1.0 is enough. Ids that do not fit
-            read as NaN. Call `exchange_load` to count them.
+        max_rows: A bound on the number of distinct ids that a batch looks up in a table. Pass an
+            int for all tables, or a dict {name of a table: int}. A bound below the number of ids
+            makes the step cheaper. For example, a batch of 8192 ids usually has far fewer distinct
+            ids, because words repeat. If a batch has more distinct ids than the bound, `lookup`
+            returns NaN for the ids whose rows come last in the table. If you set `capacity`, the
+            bound is for each device's part of the batch.
+        capacity: Whether devices exchange rows, and how much room the buffers have for that. If
+            None, every device gets the distinct rows of the whole batch. If you pass a number above
+            0, each device asks only for the rows of its own part of the batch. The device that
+            holds a row in its shard, the owner of the row, sends the row, and gets the gradient
+            back. For that, explicit mesh axes must split the rows of the table, and the ids must be
+            split over the same axes. The requests of a device to one owner go into a buffer of
+            fixed size. If all owners are equally likely to be asked (see `EmbedderConfig.spread`),
+            1.0 is enough. Otherwise pass a larger number. For example, with 2.0 a buffer has room
+            for at least twice the mean number of requests of a batch whose ids are all different.
+            For an id that does not fit, `lookup` returns NaN. `exchange_load` counts the ids that
+            do not fit.
 
     Returns:
         A function that you call like the loss. It returns (value, gradients), or ((value, aux),
         gradients). The gradients are a tree like `params`, with a `RowGradient` for each table in
-        `ids`. It has k rows: the number of ids, of the table's rows or max_rows, whichever is
-        smallest (above 1024, rounded up to a multiple of 1024). With a capacity, each device has
-        the gradient of the rows of its own shard, as many as it can be asked for.
+        `ids`. The number k of rows in a `RowGradient` is fixed, so some of the rows may be padding.
+        k is the smallest of three numbers: the number of ids, the number of table rows, and
+        `max_rows`. A number above 1024 is rounded up to a multiple of 1024. If you set `capacity`,
+        each device has the gradients of rows of its own shard, and k is the number of rows that the
+        device can be asked for.
 
     Raises:
-        TypeError: ids are not integers; a table does not have a floating dtype; or the loss uses a
-            table other than by `lookup`.
-        ValueError: no table [vocab_size, d] of `params` has a name in `ids`, or several tables have
-            it; one table has two names; a table with padded or spread rows lacks its config; a
-            max_rows is below 1, or is for a table that is not in `ids`; or the shape of the ids is
-            symbolic. With a capacity: no table in `ids` is split over explicit mesh axes, or the
-            columns of a table are; ids are not split over the axes of the rows; or there is an
-            enclosing shard_map over some of the mesh axes.
+        TypeError: The ids are not integers, a table has a dtype that is not floating, or the loss
+            uses a table in an operation other than `lookup`.
+        ValueError: A name in `ids` fits no parameter or several parameters, or two names fit the
+            same parameter. A named parameter is not a table [vocab_size, d]. A layer of the loss
+            pads or spreads the rows of a table, and `config` is not the config of this layer.
+            `max_rows` is below 1, or names a table that is not in `ids`. The shape of the ids is
+            symbolic. If you set `capacity`, there are four more conditions. `capacity` is not above
+            0, or no table in `ids` is split over explicit mesh axes. The columns of a table are
+            split. The ids are not split over the mesh axes of the table rows. The call is inside a
+            `jax.shard_map` over some of the mesh axes.
 
     Example:
         >>> import jax.numpy as jnp

@@ -19,24 +19,29 @@ def with_exchange(
     capacity: float = 1.0,
     max_rows: int | Mapping[str, int] | None = None,
 ) -> Callable:
-    """Returns a function of parameters whose devices exchange the rows that it looks up.
+    """Returns a function of parameters that reads tables by an exchange of rows between devices.
 
-    Use it to evaluate a model on many devices, or with `jax.grad` to train its tables densely. If
-    explicit mesh axes split the rows of a table, `lookup` alone collects rows from all devices that
-    own some, for the ids of all devices along these axes. In this function, each device asks the
-    owners for the distinct rows of its own part of the batch, so it receives less.
+    Use it to evaluate a model on many devices, or with `jax.grad` to train tables densely. If
+    explicit mesh axes split the rows of a table, an ordinary `lookup` sends each device the rows
+    for the ids of all devices along these axes. In the returned function, each device asks only for
+    the distinct rows of its own part of the batch, so each device receives less. A row is sent by
+    its owner, which is the device that holds the row.
 
     Args:
-        function: A function of (params, ...). It reads the tables in `ids` only by `lookup`.
-        ids, config, capacity, max_rows: What is read, and how much room the buffers have. See
-            `value_and_grad`.
+        function: A function of (params, ...). The function must read the tables that `ids` names
+            only by `lookup`.
+        ids, config, capacity, max_rows: The ids that are looked up in each table, the config of the
+            token table, the room in the buffers, and a bound on the distinct ids of each device.
+            See `value_and_grad`, which takes the same arguments.
 
     Returns:
-        The function, with the same arguments and the same result.
+        A function that has the arguments of `function` and returns the same result.
 
     Raises:
-        TypeError: as in `value_and_grad`.
-        ValueError: as in `value_and_grad`.
+        TypeError: The ids are not integers, a table has a dtype that is not floating, or the
+            function uses a table in an operation other than `lookup`.
+        ValueError: One of the conditions holds that `value_and_grad` lists under ValueError, for a
+            step with a `capacity`.
 
     Example:
         >>> import jax, jax.numpy as jnp
