@@ -197,9 +197,17 @@ def _examples(body: str) -> str:
 
 
 def _items(body: str) -> str:
-    """`name: text` with deeper lines below it, as a list."""
-    items = [_escaped(" ".join(item.split())) for item in re.split(r"\n(?=\S)", body)]
-    return "\n".join(f"- {re.sub(ITEM, _quoted, item)}" for item in items)
+    """`name: text` with deeper lines below it, as a list. A list inside the text stays a list."""
+    lines = []
+    for item in re.split(r"\n(?=\S)", body):
+        first, *others = re.split(r"\n\s*\n|\n(?=\s+- )", item)
+        text = _escaped(" ".join(first.split()))
+        lines.append(f"- {re.sub(ITEM, _quoted, text)}")
+        for other in others:
+            part = _escaped(" ".join(other.split()))
+            # A paragraph after the points needs an empty line before it.
+            lines.append(f"  {part}" if part.startswith("- ") else f"\n  {part}")
+    return "\n".join(lines)
 
 
 def _quoted(name: re.Match) -> str:
