@@ -352,3 +352,15 @@ def test_a_learned_position_past_the_table_is_read_as_the_config_says(out_of_ran
     positions = np.array([[2, 3]])
     found = embedder.apply(params, None, [[1, 1]], is_training=False, positions=positions)
     equal(found[0, :, 0], [2.0, row])
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_an_id_past_the_vocabulary_is_clipped_to_the_last_id_and_not_to_a_row_of_padding(spread):
+    config = te.EmbedderConfig(
+        5, 4, None, out_of_range="clip", row_multiple=8, spread=spread, output=None
+    )
+    embedder = te.Embedder(config)
+    params = embedder.init(jax.random.key(0))
+    found = embedder.apply(params, None, [[4, 5, 7, 100, -3, 0]], is_training=False)[0]
+    equal(found[1:4], np.stack([found[0]] * 3))
+    equal(found[4], found[5])

@@ -9,6 +9,7 @@ from compare import equal, near
 from steps import add
 
 import transformer_embed as te
+from transformer_embed._src.rows import update_tables
 from transformer_embed._src.rows.fingerprint import fingerprint, fits
 
 PARAMS = {"t": np.ones([1000, 2], np.float32), "w": np.ones([3, 2], np.float32)}
@@ -199,3 +200,11 @@ def test_a_step_works_under_vmap_over_seeds():
     expected = np.stack([*map(jax.jit(one), ids)])
     assert (expected != 1).any(axis=2).sum(axis=1).tolist() == [2, 3]
     near(jax.jit(jax.vmap(one))(ids), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_padding_of_a_block_has_indices_above_all_others():
+    """Writes are told that indices ascend and are distinct."""
+    indices = jnp.array([1, 6, 7], jnp.int32)
+    blocks = update_tables._in_whole_blocks(5, 6, indices, jnp.ones((3, 2)))
+    assert blocks.row_indices.tolist() == [1, 6, 7, 8, 9]
+    equal(blocks.values, [[1, 1]] * 3 + [[0, 0]] * 2)
