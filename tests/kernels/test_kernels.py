@@ -87,8 +87,9 @@ def test_arguments_that_change_nothing_are_left_out():
 
 
 def test_queries_without_segments_see_the_chunks_of_every_segment():
-    mask = AttentionMask(TokenPositions(FULL.positions), RIGHT, causal=False, chunk=50)
-    assert_mask(mask_of_flash(mask, "right"), mask)
+    for order, keys in {"right": RIGHT, "packed": PACKED}.items():
+        mask = AttentionMask(TokenPositions(FULL.positions), keys, causal=False, chunk=50)
+        assert_mask(mask_of_flash(mask, order), mask)
 
 
 @pytest.mark.slow

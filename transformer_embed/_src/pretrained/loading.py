@@ -127,9 +127,8 @@ def load_embedder(
         (1, 3, 4)
 
     Edge cases:
-        - The embeddings in float32 differ from the embeddings in transformers by at most 5 units in
-          the last place of the largest value. If a linear layer follows a layer norm, they differ
-          by at most 8 units.
+        - Embeddings in float32 agree with transformers to 5 units in the last place of the largest
+          value. If a linear layer follows a layer norm, they agree to 8 units.
         - Each tensor is copied once, to the memory of the returned array. So peak memory is at most
           1.05 times the size of large tables.
         - No code in the file is run.
