@@ -187,7 +187,12 @@ def check(number, chosen, batch, values, gradients):
     # A rounded tanh near 1 has a derivative of its own, which x multiplies.
     size = 1 + np.nan_to_num(sizes).max(initial=0) + (chosen.size if chosen.softcap else 0)
     error = ERRORS["float64" if chosen.mode == "x64" else "float32"] * size
-    for value, want in zip(values, wanted, strict=True):
+    # A softcap makes large logits equal in float32, so which of them is the largest is open.
+    has_open_accuracy = chosen.with_metrics and chosen.softcap and chosen.size > 1
+    for index, (value, want) in enumerate(zip(values, wanted, strict=True)):
+        # The accuracy comes after the loss.
+        if has_open_accuracy and index == 1:
+            continue
         rtol = error * (1 + (size if chosen.z_loss else 0))
         np.testing.assert_allclose(value, want.real, rtol=rtol, atol=rtol)
     if chosen.function in REDUCED and not np.isfinite(wanted[0].real).all():
