@@ -21,7 +21,8 @@ from meshes import mesh_of
 from refused import each_raises, pattern
 
 import transformer_embed as te
-from transformer_embed._src.kernels import splash_kernels
+from transformer_embed._src.kernels import row_indices, splash_kernels
+from transformer_embed._src.sequences import token_order
 
 # jax 0.12 points to another package for the GPU's kernel.
 with warnings.catch_warnings():
@@ -84,6 +85,10 @@ def test_arguments_that_change_nothing_are_left_out():
         mask = AttentionMask(RIGHT, causal=causal, window=window)
         options = te.kernels.dot_product_attention_kwargs(mask, order="right")
         assert (options["is_causal"], options["local_window_size"]) == (True, (5, 0))
+
+
+def test_orders_of_kernels_are_those_that_check_batch_knows():
+    assert tuple(token_order.WANTED_LAYOUTS) == row_indices.ORDERS
 
 
 def test_queries_without_segments_see_the_chunks_of_every_segment():

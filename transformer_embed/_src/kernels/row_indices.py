@@ -14,12 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32, Integer
 
-from transformer_embed._src import arguments
+from transformer_embed._src import arguments, conversions
 from transformer_embed._src.attention.attention_mask import AttentionMask
 from transformer_embed._src.sequences.token_positions import TokenPositions
 from transformer_embed._src.tokens.batch import check_batch
@@ -96,7 +95,7 @@ class RowRule:
     def _is_known_on_host(self) -> bool:
         """Returns whether the host has the values of all tokens, so that it can check them."""
         for array in jax.tree.leaves(self.mask):
-            is_traced = isinstance(array, jax.core.Tracer)
+            is_traced = conversions.is_traced(array)
             # If several processes share an array, this process may have only some of the values.
             if is_traced or not getattr(array, "is_fully_addressable", True):
                 return False
