@@ -154,8 +154,12 @@ def _logits(given, prefix, at, temperature, pad_id, softcap, scale):
 def oracle(
     function, given, others, *, tokens, shift=0, pad_id=None, softcap=None, scale=1.0, beta=None,
     reduction="none", temperature=1.0, label_smoothing=0.0, z_loss=0.0, sizes=None, dtype="float32",
+    label_advantage=0.0,
 ):  # fmt: skip
-    """The values of a function, as a tuple of complex arrays; adds the largest logits to `sizes`."""
+    """The values of a function, as a tuple of complex arrays; adds the largest logits to `sizes`.
+
+    `label_advantage` is added to the logit of each label before the accuracy is computed.
+    """
     sizes = [] if sizes is None else sizes
     values, is_counted = {}, counted_labels(given, others, tokens, shift, pad_id)
     labels = others.get("labels", np.zeros(tokens))
@@ -180,7 +184,9 @@ def oracle(
         elif function == "cross_entropy":
             s = of("label_smoothing", label_smoothing)[at]
             of_z = of("z_loss", z_loss)[at] * log_z**2
-            is_right = np.where(allowed, z.real, -np.inf).argmax() == y
+            ranked = np.where(allowed, z.real, -np.inf)
+            ranked[np.arange(len(z)) == y] += label_advantage
+            is_right = ranked.argmax() == y
             loss = np.nan
             if 0 <= y < len(z):
                 loss = -(1 - s) * log_p[y] - s * log_p.sum() / allowed.sum() + of_z
