@@ -81,6 +81,11 @@ class Exchange(NamedTuple):
     most_received: int
 
     @property
+    def shard_rows(self) -> int:
+        """The number of table rows that each owner has."""
+        return self.num_rows // devices_along(self.mesh, self.owners)
+
+    @property
     def devices(self) -> PartitionSpec:
         """The spec of an array of which each device has one part: over owners, then replicas."""
         return PartitionSpec((*self.owners, *self.replicas))

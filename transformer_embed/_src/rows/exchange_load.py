@@ -109,8 +109,7 @@ def _counted(plan: Exchange, indices: np.ndarray) -> dict[str, Any]:
     # Each device asks for no more than `most_asked` rows, the lowest ones, and of these, for no
     # more than `most_sent` rows of each owner.
     within_bound = _first_of_each_range(requests, plan.num_rows, plan.most_asked)
-    shard_rows = plan.num_rows // devices_along(plan.mesh, plan.owners)
-    sent = _first_of_each_range(within_bound, shard_rows, plan.most_sent)
+    sent = _first_of_each_range(within_bound, plan.shard_rows, plan.most_sent)
     not_sent = len(requests) - len(sent)
     received = _count_rows_by_owner(plan, sent)
     not_received = np.maximum(received - plan.most_received, 0).sum()
@@ -132,12 +131,11 @@ def _count_rows_by_owner(plan: Exchange, requests: np.ndarray) -> np.ndarray:
     (axes,) = plan.id_axes
     mesh_shape = [plan.mesh.shape[axis] for axis in axes]
     owner_shape = [plan.mesh.shape[axis] for axis in plan.owners]
-    shard_rows = plan.num_rows // devices_along(plan.mesh, plan.owners)
     devices, rows = np.divmod(requests, plan.num_rows)
     # Along the mesh axes that do not split the rows, a device asks owners with its own coordinates.
     # Along the axes that split the rows, the row says which owner is asked.
     coordinates = dict(zip(axes, np.unravel_index(devices, mesh_shape), strict=True))
-    owner_coordinates = np.unravel_index(rows // shard_rows, owner_shape)
+    owner_coordinates = np.unravel_index(rows // plan.shard_rows, owner_shape)
     coordinates.update(zip(plan.owners, owner_coordinates, strict=True))
     owners = np.ravel_multi_index([*coordinates.values()], mesh_shape)
     # If several devices ask an owner for the same row, the row counts once.
