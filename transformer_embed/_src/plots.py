@@ -239,8 +239,9 @@ def plot_bias(
 
     Args:
         bias: The bias, such as one head of the result of `alibi_bias` or `RelativePositionBias`.
-            Shape [T, S] for T queries and S keys, or with leading axes of length 1. Cells with
-            -16376 or less are hatched, because `mask_to_bias` hides keys by such numbers.
+            Shape [T, S] for T queries and S keys, or with leading axes of length 1. In the picture,
+            a cell is hatched if its key is hidden, that is, if its bias is -16376 or less, as
+            `mask_to_bias` makes it.
         ax: The matplotlib Axes to draw on. If None, a new pyplot figure is made.
         query_tokens: A name for each of the T queries. If None, the queries are numbered.
         key_tokens: A name for each of the S keys. If None, the keys are numbered.

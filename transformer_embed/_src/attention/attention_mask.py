@@ -219,9 +219,9 @@ class AttentionMask(Mask):
     ) -> Bool[Array, "*b t s"]:
         """Makes a rectangle of the mask, without the rest of the mask.
 
-        Use it in a kernel of your own. In a Pallas kernel, make a small mask from the positions and
-        segment ids that the kernel has loaded, each of shape [1, size]. The whole small mask is
-        then one tile: `tile(0, 0, (T, S))`.
+        Use it in a kernel of your own. In a Pallas kernel, make an `AttentionMask` of the T queries
+        and S keys that the kernel has loaded, from their positions and segment ids (shapes [1, T]
+        and [1, S]). Call `tile(0, 0, (T, S))` on this mask to get all of it.
 
         Args:
             query_start: The index in the row of the first query of the tile. An integer, which may

@@ -138,10 +138,10 @@ class EmbedderConfig:
             table of 256 rows. Set it so that the devices of a mesh divide the rows evenly; 128 fits
             most meshes. The added rows are never read or predicted, and get no gradient. But they
             count in statistics of a whole table, so do not use an optimizer that computes the mean
-            or the size of a whole table. For example, for 129 ids in 256 rows,
-            `optax.clip_by_block_rms` lets through updates that are 1.41 times as large as for a
-            table of 129 rows. A step of `optax.adafactor` is 0.71 times as large if the added rows
-            are zeros, as in loaded and resized tables.
+            or the size of a whole table. For example, if 129 rows are padded to 256,
+            `optax.clip_by_block_rms` lets through updates 1.41 times as large as without padding. A
+            step of `optax.adafactor` is 0.71 times as large if the added rows are zeros, as in
+            loaded and resized tables.
         spread: Whether the rows of neighbouring ids are far apart in the token table. Set True if
             the rows are split over many devices. The frequent ids are usually the lowest ones, so
             without spreading, the first device holds the rows of most tokens. With True, each

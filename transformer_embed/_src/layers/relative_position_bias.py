@@ -16,10 +16,10 @@ from transformer_embed._src.tokens.lookup import as_table, lookup
 class RelativePositionBias(hk.Module):
     """Computes T5's learned bias of attention logits: a number for each head and distance bucket.
 
-    Add the result to the attention logits. The numbers are the parameter `embeddings`,
-    [num_buckets, num_heads], as in transformers. (T5X stores the transpose.) In T5, all layers of
-    the encoder share one module, and all layers of the decoder share another module. T5 does not
-    divide the logits by sqrt(head_dim).
+    Add the result to the attention logits. The numbers are learned, as the parameter `embeddings`
+    of shape [num_buckets, num_heads]. This is the shape in transformers. (T5X stores the
+    transpose.) In T5, all layers of the encoder share one module, and all layers of the decoder
+    share another module. T5 does not divide the logits by sqrt(head_dim).
 
     Args:
         num_heads: The number of attention heads, at least 1.

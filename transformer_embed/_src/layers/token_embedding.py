@@ -40,13 +40,13 @@ class TokenEmbedding(hk.Module):
         te.TokenEmbedding(vocab_size, embed_dim=embed_dim, scale=1.0, name="embed",
                           w_init=hk.initializers.TruncatedNormal())
 
-    With `name="embed"`, the parameters keep their names, so old checkpoints fit. (Haiku calls a
-    second module of this name `embed_1`, as before.) For the same seed, the initial values are the
-    same as before. The module has the attributes of `hk.Embed` that programs read: `vocab_size`,
-    `embed_dim`, `embeddings` and `lookup_style`. You can also keep `hk.Embed`, and read its table
-    by `te.lookup(hk.Embed(vocab_size, embed_dim).embeddings, ids)`. Then the names of parameters
-    stay the same, an id outside the vocabulary returns NaN, and you can train the table with
-    `te.rows`.
+    `hk.Embed` names its parameters by its class: `embed`, and `embed_1` for a second module. With
+    `name="embed"`, this module has the same names, so old checkpoints fit. For the same seed, the
+    initial values are the same, too. The module has the attributes of `hk.Embed` that programs
+    read: `vocab_size`, `embed_dim`, `embeddings` and `lookup_style`. You can also keep `hk.Embed`,
+    and read its table by `te.lookup(hk.Embed(vocab_size, embed_dim).embeddings, ids)`. Then the
+    names of parameters stay the same, an id outside the vocabulary returns NaN, and you can train
+    the table with `te.rows`.
 
     Args:
         vocab_size: The number of ids, at least 1. You may leave it out if you pass an

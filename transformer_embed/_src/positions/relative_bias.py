@@ -90,10 +90,10 @@ def alibi_bias(
     Returns:
         The bias, of `dtype`. Shape [B or 1, num_heads, T, S], or [num_heads, T, S] if neither the
         queries nor the keys have a batch axis. Distances are exact integers for any two positions.
-        The product is computed in float32 (relative error below 1.8e-7) and rounded once. The
-        magnitude of the bias is limited to a quarter of the largest number of the dtype, so that
-        the sum with `mask_to_bias` stays finite and masked keys stay masked. You can reach this
-        limit only in float16, where it is 16376.
+        The product of a distance and a slope is computed in float32 (relative error below 1.8e-7)
+        and rounded once. The magnitude of the bias is limited to a quarter of the largest number of
+        the dtype, so that the sum with `mask_to_bias` stays finite and masked keys stay masked. You
+        can reach this limit only in float16, where it is 16376.
 
     Raises:
         TypeError: Positions are not integers, or are a jax array of uint32 or uint64. `causal` is
@@ -164,7 +164,8 @@ def relative_position_buckets(
             or `max_distance` is not a Python int, or `causal` is not a Python bool.
         ValueError: A position on the host is outside int32, or positions have a rank other than 1
             or 2. The queries and the keys have different numbers of batch rows. `num_buckets` is
-            too low, or `max_distance` is not between e and 2**31 - 1.
+            too low, or `max_distance` is not above e, the number of buckets with one distance, or
+            is above 2**31 - 1.
 
     Example:
         >>> import transformer_embed as te

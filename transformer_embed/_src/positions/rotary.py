@@ -83,8 +83,8 @@ def apply_rotary(
             integers nor float32.
         ValueError: The shapes of `x`, `positions` and `pair_axes` do not fit. The number of
             channels that form pairs is odd. An argument is out of its range, or a position on the
-            host is outside int32 (a uint32 array may have any uint32). `base` and `scaling` give a
-            frequency of 2**32 full turns per position or more.
+            host is outside int32 and not in a uint32 array. `base` and `scaling` give a frequency
+            of at least 2**32 full turns per position.
 
     Example:
         >>> import jax.numpy as jnp
@@ -161,9 +161,10 @@ def permute_rotary_weights(
         source: The layout that the weights are in, `"half"` or `"interleaved"`, as in
             `apply_rotary`.
         target: The layout to convert them to.
-        rotary_dim: The number of channels of each head, from the first, that form pairs. Pass the
-            `rotary_dim` of `apply_rotary`, but pass None if the model has `partial="proportional"`,
-            because all channels of its heads form pairs. If None, all channels form pairs.
+        rotary_dim: The number of channels of each head, from the first, that `apply_rotary` rotates
+            in pairs. Pass the same number as to `apply_rotary`. If None, all channels form pairs.
+            Pass None also for a model with `partial="proportional"`, because all channels of its
+            heads form pairs.
 
     Returns:
         The permuted array, of the shape and dtype of `weights`.

@@ -322,8 +322,9 @@ class LongRopeScaling(_Scaling):
     Use it for Phi-3 and other models whose config.json has the rope type "longrope". Each frequency
     has a short and a long factor. If length > original_length, the frequency is divided by the long
     factor, and otherwise by the short factor. Cosines and sines are multiplied by an attention
-    factor, sqrt(1 + ln(factor) / ln(original_length)). If `factor` is at most 1, the attention
-    factor is 1.
+    factor. It is sqrt(1 + ln(factor) / ln(original_length)), where the argument `factor` says how
+    much longer the context is than in training. If `factor` is at most 1, the attention factor is
+    1.
 
     Choose one length for a text, before you fill a KV cache. If keys in the cache are rotated with
     the short factors and later queries with the long factors, the attention scores are wrong.

@@ -69,9 +69,9 @@ def sinusoidal_encoding(
         TypeError: `positions` are neither integers nor float32. `d_model` is not a Python int, or
             `dtype` is not a floating dtype.
         ValueError: `layout` or `odd` is not one of the strings above. `base` or `frequency_scale`
-            is not above 0, or gives a frequency of 2**32 full turns per position or more. `shift`
-            is d_model // 2 or more. A position on the host is outside int32 (a uint32 array may
-            have any uint32), or is an integer in float64 that float32 cannot hold.
+            is not above 0, or gives a frequency of at least 2**32 full turns per position. `shift`
+            is d_model // 2 or more. A position on the host is outside int32 and not in a uint32
+            array, or is an integer in float64 that float32 cannot hold.
 
     Example:
         >>> import transformer_embed as te

@@ -252,9 +252,10 @@ def load_config(
         length: The number of tokens of the longest text that the model will read. Required if the
             rotation depends on the length: for LongRoPE, as in Phi-3's 128k models, and for dynamic
             NTK.
-        part: The part of a model of several parts. Pass the name of the object in config.json that
-            describes the part, such as "decoder" or "thinker_config.text_config". If None, the
-            object `text_config` is used, or all of config.json if config.json has no such object.
+        part: Which part to read, if the model has several parts. Pass the name of the object in
+            config.json that describes the part, such as "decoder" or "thinker_config.text_config".
+            If None, the object `text_config` is used, or all of config.json if config.json has no
+            such object.
 
     Returns:
         A `PretrainedInput`, as `load_embedder` returns it, but `params` is {} and `names` is None.

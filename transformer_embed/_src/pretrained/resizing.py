@@ -64,9 +64,10 @@ def resize(
             line that begins at the `start` of the scheme, and the rows before `start` do not
             change.
         keep_positions: Whether learned positions keep their rows, as in transformers. If True, rows
-            are added or removed at the end, and new rows are sampled like the rows of new ids. Set
-            True if you train the model on longer texts and its outputs for short texts must stay
-            the same.
+            are added or removed at the end, and new rows are sampled from a normal distribution
+            with the mean and the standard deviation that each channel has in the old rows. If
+            False, the rows are interpolated. Set True if you train the model on longer texts and
+            its outputs for short texts must stay the same.
 
     Returns:
         A tree like `params`, in which the resized tables are replaced. All other leaves are the

@@ -151,10 +151,10 @@ def save_into(
 
     Raises:
         OSError: A file cannot be written.
-        ValueError: `params` do not contain exactly one layer of the config. A parameter and its
-            tensor have different sizes, so config.json would be wrong. (Save a resized layer with
-            `save_embedder`.) A parameter has a dtype other than float32, bfloat16 or float16, or
-            `config.spread` is True.
+        ValueError: `params` do not contain exactly one layer of the config. A parameter differs in
+            size from the tensor that it replaces in the checkpoint, so config.json would be wrong.
+            (Save a resized layer with `save_embedder`.) A parameter has a dtype other than float32,
+            bfloat16 or float16, or `config.spread` is True.
 
     Example:
         >>> import json, pathlib, tempfile

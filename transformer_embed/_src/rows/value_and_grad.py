@@ -42,9 +42,9 @@ def value_and_grad(
             only this parameter has, such as "token_embedding/embeddings". The ids have any shape,
             and may repeat. Pass all ids that the loss looks up in the table, including padding and
             ids outside the vocabulary. For an id that you leave out, `lookup` returns NaN.
-        config: The `EmbedderConfig` of the token table. Set it if the config has a `row_multiple`
-            or `spread`. If you leave the config out, the lookup of a padded or spread table raises
-            an error.
+        config: The `EmbedderConfig` of the token table. Pass it if its `row_multiple` adds rows to
+            the table, or if its `spread` changes their order. If you leave it out, the lookup in
+            such a table raises an error.
         has_aux: Whether the loss returns (scalar, aux).
         max_rows: A bound on the number of distinct ids that a batch looks up in a table. Pass an
             int for all tables, or a dict {name of a table: int}. A bound below the number of ids

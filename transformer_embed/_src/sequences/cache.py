@@ -48,8 +48,9 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
             - Shape [] or [batch] gives the slot of the first token of each batch row. The next
               tokens are written into the next slots. Tokens past the last slot are dropped. A batch
               row with -1 stays as it is.
-            - Shape [1 or batch, length] gives the slot of each token. A token with -1 is not
-              written. If several tokens have the same slot, the last of these tokens is written.
+            - Shape [1 or batch, length] gives the slot of the cache for each token. A token with -1
+              is not written. If several tokens have the same slot, the last of these tokens is
+              written.
 
             A ring is a cache for attention with a window: new tokens overwrite the oldest tokens.
             To make a ring, pass `jnp.where(new.padding_mask, new.positions % slots, -1)`, where

@@ -16,8 +16,8 @@ def load_balanced_order(
     labels first, then reorder the tokens.
 
     Args:
-        length: The number of tokens of a row. For a zigzag, the length must be a multiple of
-            `2 * devices`. For a cyclic order, the length must be a multiple of `devices * stripe`.
+        length: The number of tokens of a row. With `kind="zigzag"`, a multiple of `2 * devices`.
+            With `kind="cyclic"`, a multiple of `devices * stripe`.
         devices: The number of devices that share a row, at least 1.
         kind: How the stripes of the row are given to the devices. (A stripe is a number of tokens
             in sequence.) `"zigzag"` gives each device two stripes: one from the first half of the

@@ -209,9 +209,8 @@ class TokenPositions:
             - `AttentionMask.tile_kinds` is as exact as before if each tile has tokens that were
               neighbours in the row. Masks with a chunk on packed rows are the exception: more tiles
               get a 1.
-            - An index on a device is not checked. An index outside the row gives padding. If the
-              tokens have no segment ids, an index outside the row gives a token at position 0
-              instead.
+            - An index on a device is not checked. An index outside the row gives padding. Without
+              segment ids nothing can be padding, so such an index gives a token with position 0.
         """
         arrays = batch_arrays(self)
         last = arrays["positions"].shape[1] - 1
@@ -524,9 +523,10 @@ class TokenPositions:
             [[0, 1, 2, 0, 1, 0]]
 
         Edge cases:
-            Segment ids on a device are not checked. If a number returns after a gap, the positions
-            continue where they stopped, so a causal mask still hides all later tokens. A negative
-            number becomes padding. To find both mistakes in a data pipeline, call `te.check_batch`.
+            Segment ids on a device are not checked. If a sequence goes on after another one, as in
+            [1, 2, 1], its positions go on, too: 0, 0, 1. So a causal mask still hides all later
+            tokens. A negative number becomes padding. To find both mistakes in a data pipeline,
+            call `te.check_batch`.
 
         Source:
             Packing is described by Raffel et al., "T5" (2020), section 3.5.2,

@@ -145,8 +145,8 @@ def linear_cross_entropy(
             needs, as the table of a tied layer does inside `te.rows.value_and_grad`.
         ValueError: An argument is out of its range, or the shapes of the arguments do not fit.
             `segment_ids` is passed without `shift`. A size of the labels is symbolic (see
-            `jax.export`). The columns of the table are split over n devices, and n does not divide
-            the number of table rows.
+            `jax.export`). The columns of the table are split over n devices, and the number of
+            table rows is not a multiple of n. (`row_multiple` adds rows for that.)
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -173,8 +173,8 @@ def linear_cross_entropy(
         - If a token predicts no counted label, the x of this token has no effect, even if it is
           NaN.
         - Gradients are summed over the chunks in float32 or wider, then cast once. One case is less
-          accurate: if `reduction="none"`, devices split the vocabulary and x has 16 bits, each
-          device rounds its part of the gradient of x before the parts are added.
+          accurate: `reduction="none"`, with an x of 16 bits and a vocabulary that is split over
+          devices. Then each device rounds its part of the gradient of x before the parts are added.
         - If the bias bans every id, the loss is infinite and its gradients are finite.
         - A weight of 0 removes the loss of a label completely, even a loss that is infinite or NaN.
         - If some weights are negative, use `reduction="sum"`, because `"mean"` divides by the sum

@@ -111,7 +111,8 @@ def linear_divergence(
             the rows of the two tables. An argument is out of its range, or the shapes of the
             arguments do not fit. `beta` is passed without `kind="js"`, or `segment_ids` without
             `shift`. A size of `x` is symbolic (see `jax.export`). The columns of a table are split
-            over n devices, and n does not divide the number of table rows.
+            over n devices, and the number of table rows is not a multiple of n. (`row_multiple`
+            adds rows for that.)
 
     Example:
         >>> import jax, jax.numpy as jnp

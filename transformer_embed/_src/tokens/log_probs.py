@@ -102,7 +102,8 @@ def linear_log_probs(
         ValueError: `temperature` is a number outside the range above, or an argument is out of its
             range. The shapes of the arguments do not fit, or `segment_ids` is passed without
             `shift`. A size of the labels is symbolic (see `jax.export`). The columns of the table
-            are split over n devices, and n does not divide the number of table rows.
+            are split over n devices, and the number of table rows is not a multiple of n.
+            (`row_multiple` adds rows for that.)
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -258,8 +259,8 @@ def linear_top_k(
     Args:
         x: The hidden vectors of the last layer, of a floating dtype. Shape [..., d].
         output: The output layer. Pass an `OutputLayer`, for example from `Embedder.output`, or a
-            table [vocab_size, d] if there is no bias, softcap, scale or `pad_id`. The layer's
-            `pad_id`, and rows past `vocab_size`, are never returned.
+            table [vocab_size, d] if there is no bias, softcap, scale or `pad_id`. The `pad_id` of
+            the layer is never among the returned ids, nor is an id of a padding row.
         k: How many ids to return, a Python int from 1 to the number of ids that may be predicted.
         chunk_size: The largest number of tokens in a chunk, the part of the batch whose logits are
             held at once. Set a smaller number to save memory. If None, a number is chosen as in
@@ -278,7 +279,8 @@ def linear_top_k(
             int.
         ValueError: `k` is out of its range. A size of `x` is symbolic (see `jax.export`), or the
             width of the table differs from the width of x. The columns of the table are split over
-            n devices, and n does not divide the number of table rows.
+            n devices, and the number of table rows is not a multiple of n. (`row_multiple` adds
+            rows for that.)
 
     Example:
         >>> import jax, jax.numpy as jnp

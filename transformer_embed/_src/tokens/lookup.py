@@ -58,7 +58,8 @@ def lookup(
     """Returns the table row of each id, and NaN for ids outside the vocabulary.
 
     Use it in place of `table[ids]`, which returns the last table row for an id past the end and
-    counts negative ids from the end. With NaN you see the mistake in the loss, under `jax.jit` too.
+    counts negative ids from the end. For such ids `lookup` returns NaN, so you see the mistake in
+    the loss, under `jax.jit` too.
 
     Args:
         table: The embeddings, of a floating dtype. Shape [vocab_size, d].

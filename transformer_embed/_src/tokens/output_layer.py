@@ -156,7 +156,8 @@ def linear_logits(
         TypeError: `x` does not have a floating dtype of 16 bits or more, or `out_sharding` is not a
             sharding that `jnp.einsum` takes.
         ValueError: The width of the table differs from the width of x. The columns of the table are
-            split over n devices, and n does not divide the number of table rows.
+            split over n devices, and the number of table rows is not a multiple of n.
+            (`row_multiple` adds rows for that.)
 
     Example:
         >>> import jax, jax.numpy as jnp
