@@ -308,6 +308,9 @@ def _steps_of_rows(
 ) -> _Steps:
     """Computes what each step loads and whether it runs, for each batch row.
 
+    For example, the steps of a grid [2, 3] load the tiles 0 1 2 and 0 1 2. If only the last step of
+    the first line and the second step of the second line run, the steps load 2 2 2 and 1 1 2.
+
     Args:
         shards: The number of devices that the tiles that are loaded are split over.
         loaded_tile: The tile that each step loads, as in `_Steps`.
@@ -315,16 +318,19 @@ def _steps_of_rows(
         must_run: Which tiles must run, counted from the first tile of all.
     """
     step_count = loaded_tile.shape[2]
-    shard_of_step = np.arange(step_count) // (step_count // shards)
-    first_tile_of_shard = shard_of_step * (must_run.shape[2] // shards)
-    # Of the tiles that a step loads, `loaded_tile` counts from the first tile of the shard, and
-    # `must_run` from the first tile of all.
+    steps_per_shard = step_count // shards
+    tiles_per_shard = must_run.shape[2] // shards
+    shard_of_step = np.arange(step_count) // steps_per_shard
+    first_tile_of_shard = shard_of_step * tiles_per_shard
+    # `loaded_tile` counts tiles from the first tile of the shard. `must_run` counts from the first
+    # tile of all shards.
     tile = loaded_tile + first_tile_of_shard.astype(np.int32)
     step_must_run = jnp.take_along_axis(must_run[:, None], tile[None], axis=3)
     runs = jnp.where(step_must_run, runs, 0)
     # A step that does not run loads what the next running step needs, so that nothing is loaded
     # for the idle step alone. The steps follow each other row by row: [b, h, i * j].
-    is_running = runs.reshape(*runs.shape[:2], -1) > 0
+    batch, heads, _, _ = runs.shape
+    is_running = runs.reshape(batch, heads, -1) > 0
     steps = jnp.arange(is_running.shape[2], dtype=jnp.int32)
     # After the last running step, the steps load what the last step of all loads.
     running_or_last = jnp.where(is_running, steps, steps[-1])

@@ -162,13 +162,14 @@ def _as_arrays(name: str, tree: Any, *, add_batch: bool = False) -> Any:
 def _write(cache: Any, new: Any, slot: Int32[Array, "..."]) -> tuple[Any, Bool[Array, "b t"]]:
     """Computes `write_cache` for a cache whose arrays have a batch axis."""
     new_has_batch = _has_batch(new)
-    if _structure(cache) == _structure(new):
+    cache_structure = jax.tree.structure(cache, is_leaf=_is_tokens)
+    new_structure = jax.tree.structure(new, is_leaf=_is_tokens)
+    # If the structures differ, `_checked_sizes` raises an error that names the paths of the arrays.
+    if cache_structure == new_structure:
         new = jax.tree.map(_with_arrays_of_cache, new, cache, is_leaf=_is_tokens)
         cache = jax.tree.map(_widened_to_int32, cache, is_leaf=_is_tokens)
     cache_arrays = _arrays_by_path("cache", cache)
     new_arrays = _arrays_by_path("new", new)
-    # If the structures of cache and new tokens differ, so do the paths of their arrays. Then
-    # `_checked_sizes` raises an error that names these paths.
     sizes = _checked_sizes(cache_arrays, new_arrays, slot)
     if not new_has_batch:
         _check_slot_is_unambiguous(slot, sizes)
@@ -183,23 +184,21 @@ def _write(cache: Any, new: Any, slot: Int32[Array, "..."]) -> tuple[Any, Bool[A
         # The new tokens and their slots are split over devices as the cache is.
         new_rows = split_like(with_whole_rows(new_rows, 1), whole_rows)
         row_slots = split_like(with_whole_rows(target.slots, 1), whole_rows)
-        written_rows = jax.vmap(_write_row)(whole_rows, new_rows, row_slots)
+
+        def write_row(
+            cache_row: Shaped[Array, "n ..."],
+            new_row: Shaped[Array, "t ..."],
+            slots: Int32[Array, "t"],
+        ) -> Shaped[Array, "n ..."]:
+            """Writes the tokens of one batch row, except tokens whose slot is past the end."""
+            return cache_row.at[slots].set(new_row, mode="drop")
+
+        written_rows = jax.vmap(write_row)(whole_rows, new_rows, row_slots)
         return split_like(written_rows, cache_array)
 
-    written = map(write_array, cache_arrays.values(), new_arrays.values())
-    return jax.tree.unflatten(jax.tree.structure(cache), written), target.is_written
-
-
-def _write_row(
-    cache_row: Shaped[Array, "n ..."], new_row: Shaped[Array, "t ..."], slots: Int32[Array, "t"]
-) -> Shaped[Array, "n ..."]:
-    """Writes the new tokens of one batch row, except tokens whose slot is past the end."""
-    return cache_row.at[slots].set(new_row, mode="drop")
-
-
-def _structure(tree: Any) -> Any:
-    """Returns the structure of a tree, in which each `TokenPositions` is one leaf."""
-    return jax.tree.structure(tree, is_leaf=_is_tokens)
+    written_arrays = map(write_array, cache_arrays.values(), new_arrays.values())
+    written_cache = jax.tree.unflatten(jax.tree.structure(cache), written_arrays)
+    return written_cache, target.is_written
 
 
 def _widened_to_int32(leaf: Any) -> Any:
@@ -291,18 +290,22 @@ def _find_target_slots(slot: Int32[Array, "..."], sizes: _Sizes) -> _TargetSlots
 
 
 def _is_last_of_slot(slots: Int32[Array, "b t"], slot_count: int) -> Bool[Array, "b t"]:
-    """Returns whether no later token of the batch row has the same slot."""
+    """Returns whether no later token of the batch row has the same slot.
+
+    For example, of the slots 0 1 2 0, the last three tokens are the last ones of their slots.
+    """
     index = jnp.arange(slots.shape[1], dtype=jnp.int32)
     no_tokens = jnp.full(slot_count, -1, jnp.int32)
 
     def last_index_in_slot(row_slots: Array) -> Array:
         """Returns, for each token of a batch row, the index of the last token in its slot."""
-        last_indices = no_tokens.at[row_slots].max(index, mode="drop")
-        return last_indices[row_slots]
+        last_index_by_slot = no_tokens.at[row_slots].max(index, mode="drop")
+        return last_index_by_slot[row_slots]
 
-    # The scatter drops indices past the end, but would count index -1 for the last slot.
+    # The scatter drops slots past the end, but would take slot -1 for the last slot.
     slots_or_end = jnp.where(slots < 0, slot_count, slots)
-    return jax.vmap(last_index_in_slot)(slots_or_end) == index[None]
+    last_indices = jax.vmap(last_index_in_slot)(slots_or_end)
+    return last_indices == index[None]
 
 
 def _arrays_by_path(name: str, tree: Any) -> dict[str, Array]:
@@ -328,12 +331,17 @@ def _checked_sizes(
     if not cache_arrays or cache_arrays.keys() != new_arrays.keys():
         want = f"the arrays of the cache, {', '.join(cache_arrays)}"
         raise arguments.value_error("new", want, ", ".join(new_arrays) or "none")
-    batch, slot_count = next(iter(cache_arrays.values())).shape[:2]
-    length = next(iter(new_arrays.values())).shape[1]
+    # All arrays of a tree must have the same sizes, so the first array gives them.
+    first_of_cache = next(iter(cache_arrays.values()))
+    first_of_new = next(iter(new_arrays.values()))
+    batch, slot_count = first_of_cache.shape[:2]
+    length = first_of_new.shape[1]
     # A symbolic length is assumed to fit.
     is_symbolic = export.is_symbolic_dim(length - slot_count)
     is_too_long = not is_symbolic and length > slot_count
-    if is_too_long and slot.ndim < 2:
+    # With a slot for each token, several tokens may share a slot (a ring).
+    has_slot_of_each_token = slot.ndim == 2
+    if is_too_long and not has_slot_of_each_token:
         want = f"at most {slot_count} tokens, as the cache, or a slot for each token (a ring)"
         raise arguments.value_error("new", want, length)
     for path, cache_array in cache_arrays.items():
@@ -342,9 +350,10 @@ def _checked_sizes(
         other_axes = cache_array.shape[2:]
         cache_shape = (slot_count, *other_axes)
         _check_layout(f"cache{path}", cache_array, dtype, [batch], cache_shape)
-        # One row of new tokens is written into every batch row.
+        # The new tokens may also have a batch axis of 1: they are then written to every batch row.
+        new_batch_sizes = [batch, 1]
         new_shape = (length, *other_axes)
-        _check_layout(f"new{path}", new_arrays[path], dtype, [batch, 1], new_shape)
+        _check_layout(f"new{path}", new_arrays[path], dtype, new_batch_sizes, new_shape)
     fits = slot.shape in ((), (batch,), (1, length), (batch, length))
     arguments.check_shape("slot", slot.shape, fits, f"[], [{batch}] or [{batch}, {length}]")
     return _Sizes(batch=batch, slot_count=slot_count, length=length)
