@@ -206,8 +206,10 @@ def split_like(array: Array, other: Array) -> Array:
     sharding = jax.typeof(other).sharding
     if not is_explicit(sharding.mesh):
         return array
-    dimensions = zip(array.shape, other.shape, sharding.spec, strict=False)
-    spec = (axes if size == other_size else None for size, other_size, axes in dimensions)
+    spec = []
+    # `zip` stops at the last dimension that both arrays have.
+    for size, other_size, mesh_axes in zip(array.shape, other.shape, sharding.spec, strict=False):
+        spec.append(mesh_axes if size == other_size else None)
     return reshard(array, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
 
 

@@ -238,14 +238,19 @@ def _alibi(
     """Computes `alibi_bias` from checked arguments and the slope of each head."""
     wide = conversions.compute_dtype(dtype)
     # [h, 1, 1], with an axis of 1 in front if there is a batch axis.
-    head_slopes = np.array(slopes, wide).reshape(*[1] * (queries.ndim - 1), -1, 1, 1)
+    batch_axes = [1] * (queries.ndim - 1)
+    head_slopes = np.array(slopes, wide).reshape(*batch_axes, -1, 1, 1)
     is_after, distance = _is_after_and_distance(queries, keys)
     distance = distance.astype(wide)
     # The distance 0 must give 0: `0 - distance` does, but `-distance` would give -0.
-    relative = jnp.where(is_after, distance, 0 - distance) if causal else 0 - distance
-    quarter = float(jnp.finfo(dtype).max) / 4
-    bias = head_slopes * jnp.expand_dims(relative, -3)
-    return jnp.clip(bias, -quarter, quarter).astype(dtype)
+    relative_position = 0 - distance
+    if causal:
+        # A key after the query has a bias above 0, which has no effect, because the mask hides it.
+        relative_position = jnp.where(is_after, distance, relative_position)
+    # A quarter of the largest number, so that logits and bias together stay finite.
+    limit = float(jnp.finfo(dtype).max) / 4
+    bias = head_slopes * jnp.expand_dims(relative_position, -3)
+    return jnp.clip(bias, -limit, limit).astype(dtype)
 
 
 @compiled(2, 3, 4)
