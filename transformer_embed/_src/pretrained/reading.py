@@ -211,19 +211,20 @@ def _is_transposed(name: str, shape: tuple[int, ...], model_type: ModelType | No
 
 def _is_table(module: str, model_type: ModelType) -> bool:
     """Returns whether a module of a model of this type is a table, and not a linear layer."""
-    modules_of_tables = " ".join(
-        [
-            model_type.tokens,
-            model_type.positions,
-            model_type.token_types,
-            model_type.bias,
-            model_type.head,
-        ]
-    )
-    for stack in STACKS:
-        for table in modules_of_tables.format(stack=stack).split():
-            if f".{module}".endswith(f".{table}"):
-                return True
+    # Each of these texts has the names of modules, with spaces between them. In a name, "{stack}"
+    # stands for "encoder" or "decoder".
+    modules_of_tables = [
+        model_type.tokens,
+        model_type.positions,
+        model_type.token_types,
+        model_type.bias,
+        model_type.head,
+    ]
+    for names in modules_of_tables:
+        for stack in STACKS:
+            for table in names.format(stack=stack).split():
+                if f".{module}".endswith(f".{table}"):
+                    return True
     return False
 
 

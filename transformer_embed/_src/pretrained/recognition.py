@@ -144,9 +144,11 @@ def _not_one_model(published: Published, matches: Mapping[str, Mapping[str, str]
     if matches:
         got = f"those under {[*matches]} (`part` chooses)"
         return arguments.value_error(tensors.path, want, got)
-    tables = _names_of_table(published)
-    has_table = any(f".{name}".endswith(f".{table}") for table in tables for name in tensors.files)
-    missing = "" if has_table else f" ({tables[0]} is missing)"
+    names_of_table = _names_of_table(published)
+    # The name of a table is the end of the tensor's name, from a dot on.
+    ends = tuple(f".{name}" for name in names_of_table)
+    has_table = any(f".{name}".endswith(ends) for name in tensors.files)
+    missing = "" if has_table else f" ({names_of_table[0]} is missing)"
     return arguments.value_error(tensors.path, want, tensors.listed() + missing)
 
 

@@ -209,18 +209,26 @@ def _resized_table(
     # the host.
     sharding: Any = getattr(table, "sharding", None)
     is_on_mesh = isinstance(sharding, NamedSharding) and sharding.num_devices > 1
-    library = np if is_on_mesh else jnp
-    rows: Any = gathered(path, table) if is_on_mesh else _as_jax_array(path, table)
+    if is_on_mesh:
+        library: Any = np
+        rows: Any = gathered(path, table)
+    else:
+        library = jnp
+        rows = _as_jax_array(path, table)
     # [vocab_size, ...], in the order of the ids.
     rows_of_ids = rows[_row_of_each_id(path, config)]
-    new_ids = new_config.vocab_size - config.vocab_size
-    sampled_rows = _sample_rows(rows_of_ids, new_ids, rng, salt)
+    new_id_count = new_config.vocab_size - config.vocab_size
+    sampled_rows = _sample_rows(rows_of_ids, new_id_count, rng, salt)
     row_of_zeros = library.zeros((1, *rows.shape[1:]), rows.dtype)
-    sources: Any = library.concatenate([rows_of_ids, sampled_rows, row_of_zeros])
-    # Source i is the row of id i, and the last source is the row of zeros. A new row that has an id
-    # takes the source of this id, and any other new row takes the zeros.
-    source_of_row = np.full(new_config.rows, -1)
-    source_of_row[_row_of_each_id(path, new_config)] = np.arange(new_config.vocab_size)
+    # Source i is the row of id i, and the last source is the row of zeros.
+    sources = library.concatenate([rows_of_ids, sampled_rows, row_of_zeros])
+    # Each new row that has an id takes the source of this id, and any other new row takes the
+    # zeros. For example, if the rows 0, 2 and 1 have the ids 0, 1 and 2, and row 3 is padding, the
+    # sources of the rows are 0, 2, 1 and the last one.
+    last_source = len(sources) - 1
+    source_of_row = np.full(new_config.rows, last_source)
+    row_of_new_id = _row_of_each_id(path, new_config)
+    source_of_row[row_of_new_id] = np.arange(new_config.vocab_size)
     resized = sources[source_of_row]
     return _on_mesh(path, resized, sharding) if is_on_mesh else resized
 
