@@ -284,9 +284,13 @@ def _on_diagonal(rule: RowRule, tile: tuple[int, int]) -> Bool[np.ndarray, "r s"
     # The first query of each row of tiles, [r, 1], and the first key of each column, [s].
     first_queries = np.arange(0, query_count, tile_queries)[:, None]
     first_keys = np.arange(0, key_count, tile_keys)
-    # If there are more queries than keys, the last queries get the last tile of keys.
-    own_keys = np.minimum(first_queries + (rule.q_offset or 0), first_keys[-1])
-    return own_keys // tile_keys == first_keys // tile_keys
+    # A query sees the key of its own index, so the tile with this key is chosen. If there are more
+    # queries than keys, the last queries get the last tile of keys.
+    index_of_first_queries = first_queries + (rule.q_offset or 0)
+    own_keys = np.minimum(index_of_first_queries, first_keys[-1])
+    own_tiles = own_keys // tile_keys
+    every_tile = first_keys // tile_keys
+    return own_tiles == every_tile
 
 
 class _Steps(NamedTuple):

@@ -645,8 +645,10 @@ register_pytree(TokenPositions)
 
 def batch_arrays(tokens: TokenPositions) -> dict[str, Any]:
     """Returns the arrays of tokens that are not None, by name, each as [1 or batch, length]."""
-    arrays = _given_arrays(converted_again(tokens))
-    return {name: array if array.ndim == 2 else array[None] for name, array in arrays.items()}
+    batches = {}
+    for name, array in _given_arrays(converted_again(tokens)).items():
+        batches[name] = array if array.ndim == 2 else array[None]
+    return batches
 
 
 def _given_arrays(tokens: TokenPositions) -> dict[str, Any]:
@@ -677,19 +679,23 @@ def _check_no_segment_reappears(segment_ids: np.ndarray) -> None:
 
 def _with_rank(tokens: TokenPositions, rank: int) -> TokenPositions:
     """Returns tokens [1, length] as [length] if the rank is 1, and other tokens as they are."""
-    return tokens if rank == 2 else jax.tree.map(lambda array: array[0], tokens)
+    if rank == 2:
+        return tokens
+    return jax.tree.map(lambda array: array[0], tokens)
 
 
 def _as_offset(offset: ArrayLike, length: Any) -> Array:
-    """Converts the offsets of `length` positions each to a device array, [] or [batch].
+    """Converts the positions of first tokens to a device array, [] or [batch].
 
-    An offset on the host from which `length` positions would leave int32 is a ValueError.
+    If an offset is on the host, the last of `length` positions from the offset on must be inside
+    int32. Otherwise a ValueError is raised.
     """
     integers = arguments.as_integers("offset", offset)
     array = as_signed("offset", integers)
     arguments.check_shape("offset", array.shape, array.ndim < 2, "[] or [batch]")
     if isinstance(integers, np.ndarray) and integers.size:
-        check_last_position("offset", int(integers.max()), length)
+        highest_offset = int(integers.max())
+        check_last_position("offset", highest_offset, length)
     return array
 
 
@@ -713,9 +719,12 @@ def number_of_rows(tree: Any) -> Any:
     """Returns the number of batch rows of tokens or of a mask, 1 for tokens [length]."""
     arrays = jax.tree.leaves(tree)
     counts = {array.shape[0] for array in arrays if getattr(array, "ndim", 0) == 2}
-    # Each array has one batch row, or the same other number of batch rows as the others. This is no
-    # maximum, because a symbolic dimension of jax.export has no order.
-    return next(iter(counts - {1}), 1)
+    # Each array has one batch row, or as many batch rows as the others. (`max` could not be used,
+    # because a symbolic dimension of jax.export has no order.)
+    for count in counts:
+        if count != 1:
+            return count
+    return 1
 
 
 # The functions below are compiled even if the caller is not.
