@@ -251,11 +251,13 @@ def _is_causal(model_type: ModelType, values: Options, kind: str) -> bool:
     # Gemma 4 says "all"; or "vision", which is about images alone, so text stays causal.
     if values["use_bidirectional_attention"] in (True, "all"):
         return False
-    is_causal = bool(model_type.is_causal or values["is_decoder"])
     if model_type.has_stacks:
-        is_causal = values["stack"] == STACKS[1]
-    # transformers does not ask whether chunks are causal.
-    return is_causal and (values["is_causal"] is not False or kind == CHUNKED)
+        is_decoder = values["stack"] == STACKS[1]
+    else:
+        is_decoder = bool(model_type.is_causal or values["is_decoder"])
+    # The entry "is_causal" may say False, but transformers does not read it for chunks.
+    entry_says_bidirectional = values["is_causal"] is False and kind != CHUNKED
+    return is_decoder and not entry_says_bidirectional
 
 
 def _window_width(model_type: ModelType, values: Options, kind: str) -> int | None:

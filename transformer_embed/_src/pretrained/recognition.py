@@ -138,7 +138,8 @@ def _names_of_table(published: Published) -> list[str]:
 
 def _not_one_model(published: Published, matches: Mapping[str, Mapping[str, str]]) -> ValueError:
     """Returns the error for a file with no model of this type, or with several."""
-    model_type, tensors = published.model_type, published.tensors
+    model_type = published.model_type
+    tensors = published.tensors
     which_stack = f" (its {published.stack}; `stack` says which)" if model_type.has_stacks else ""
     want = f"the tensors of one model {model_type.name}{which_stack}, or {BY_HAND}"
     if matches:
@@ -154,16 +155,20 @@ def _not_one_model(published: Published, matches: Mapping[str, Mapping[str, str]
 
 def _check_all_read(published: Published, prefix: str, names_read: set[str]) -> None:
     """Raises a ValueError if a tensor of the input layer is not among `names_read`."""
-    model_type, tensors = published.model_type, published.tensors
+    model_type = published.model_type
+    tensors = published.tensors
     ignored_modules = {*model_type.no_effect.split()}
     # The tensors of the other stack are beside the ones of this stack.
     first_module, _, _ = model_type.tokens.format(stack=published.stack).partition(".")
     if first_module in STACKS:
         ignored_modules |= {*STACKS} - {first_module}
     for name in sorted({*tensors.files} - names_read):
-        below = name.removeprefix(prefix)
-        is_ignored = not name.startswith(prefix) or ignored_modules & {*below.split(".")}
-        if not is_ignored and BESIDE_TABLE.match(below):
+        if not name.startswith(prefix):
+            continue
+        name_below_prefix = name.removeprefix(prefix)
+        modules = {*name_below_prefix.split(".")}
+        is_ignored = not modules.isdisjoint(ignored_modules)
+        if not is_ignored and BESIDE_TABLE.match(name_below_prefix):
             want = f"an input layer like that of {model_type.name}, or {BY_HAND}"
             raise arguments.value_error(tensors.path, want, f"also {name}, which is not read")
 

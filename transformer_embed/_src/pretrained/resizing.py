@@ -311,9 +311,10 @@ def _grid_layout(config: EmbedderConfig, new_config: EmbedderConfig, grids: Any)
     if grids is None:
         start = getattr(config.scheme, "start", 0)
         new_start = getattr(new_config.scheme, "start", 0)
-        name = "new_config.scheme.start"
-        arguments.check_same(name, "as in config", new_start, start)
-        return GridLayout(rows_before=start, shape=(size - start,), new_shape=(new_size - start,))
+        arguments.check_same("new_config.scheme.start", "as in config", new_start, start)
+        line = (size - start,)
+        new_line = (new_size - start,)
+        return GridLayout(rows_before=start, shape=line, new_shape=new_line)
     check_shape = functools.partial(arguments.entries, convert=arguments.size)
     shape, new_shape = arguments.entries("grids", grids, check_shape, count=2)
     rows_before = size - math.prod(shape)
@@ -339,7 +340,8 @@ def _interpolate(table: Array, layout: GridLayout, method: str) -> Array:
     rows_of_grid = table[layout.rows_before :]
     # `jax.image.resize` rounds its weights to the dtype of the grid, so 16-bit grids are widened.
     grid = conversions.widened(rows_of_grid).reshape(*layout.shape, width)
-    new_grid = jax.image.resize(grid, (*layout.new_shape, width), method)
+    new_grid_shape = (*layout.new_shape, width)
+    new_grid = jax.image.resize(grid, new_grid_shape, method)
     new_rows_of_grid = new_grid.reshape(-1, width).astype(table.dtype)
     return jnp.concatenate([rows_before, new_rows_of_grid])
 

@@ -213,6 +213,7 @@ def make_scaling(scaling_object: Options, values: Options) -> rotary_scaling.Sca
     has_factor_of_1 = rope_type == PROPORTIONAL and scaling_object.get("factor", 1) == 1
     if scaling_class is None or has_factor_of_1:
         return None
+    # Dynamic scaling computes alpha from the trained length and the length of the text.
     is_dynamic = rope_type == "dynamic" and not has_alpha
     fields = scaling_class.__dataclass_fields__
     options = dict(scaling_object)
@@ -259,7 +260,8 @@ def _original_length(rope_type: str, scaling_object: Options, values: Options) -
 def _dynamic_alpha(options: Options) -> float:
     """Returns the alpha that dynamic NTK scaling has for the current length.
 
-    It is 1 up to the original length, and grows by `factor` for each further original length.
+    Alpha is 1 up to the original length, and grows by `factor` for each further original length.
+    For example, with a factor of 4 and three times the original length, alpha is 9.
     """
     factor = arguments.positive("factor", options.get("factor"))
     times_longer = max(options["length"] / options["original_length"], 1)
@@ -334,18 +336,21 @@ def _objects_in_rope_parameters(model_type: ModelType, rope_parameters: Any) -> 
     if len(names) == 1:
         return {FULL: rope_parameters}
     whole_object = _checked_object(ROPE_PARAMETERS, rope_parameters)
-    objects = {name: item for name, item in whole_object.items() if name in names}
+    objects = {name: whole_object[name] for name in whole_object if name in names}
     want = f"an object with the entries {' and '.join(names)}"
-    if COMPRESS not in names:
+    is_deepseek_v4 = COMPRESS in names
+    if not is_deepseek_v4:
         # A rotation without an object has the defaults, but nothing else may be inside.
-        if len(objects) < len(whole_object):
+        has_other_entries = len(objects) < len(whole_object)
+        if has_other_entries:
             raise arguments.value_error(ROPE_PARAMETERS, want, dict(whole_object))
         return objects
     if not objects:
-        # Without the two names, the object is about DeepSeek V4's compressed layers. The sliding
-        # layers then rotate without a scaling.
+        # Without the names of the two rotations, the whole object is about the compressed layers.
+        # The sliding layers then rotate without a scaling.
         return {COMPRESS: _without_base(ROPE_PARAMETERS, whole_object)}
-    # transformers may leave entries of one of the two objects beside them. These are not read.
+    # Either both rotations have an object, or none has. Other entries may be beside the two
+    # objects, because transformers may leave entries of one object there. They are not read.
     if len(objects) < len(names):
         raise arguments.value_error(ROPE_PARAMETERS, want, objects)
     return objects
