@@ -75,8 +75,8 @@ def known_after_reading(ids: Int32[Array, "k"], rows: Float[Array, "n d"]) -> In
     ids were known before, XLA would copy the table, because a row might be overwritten before it is
     read.
     """
-    # The returned sum depends on the rows, because the number 0 that is added is computed from the
-    # rows, as the integer half of 0 or 1. XLA does not simplify this half. (XLA drops a
+    # Here 0 is added to the ids. This 0 is computed from the rows, as 0 >> 1 or 1 >> 1, and XLA does
+    # not notice that both are 0. So the sum is known only after the rows. (XLA drops a
     # `jax.lax.optimization_barrier` too early.) All columns of a row are read, because explicit
     # mesh axes may split the columns.
     has_nan = jnp.isnan(rows[:1]).any()

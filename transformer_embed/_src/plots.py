@@ -209,25 +209,24 @@ def plot_rotary(
     pair_count = head_dim // 2
     step = max(1, pair_count // 8)
     pairs = range(0, pair_count, step)[:4]
-    # There is one head for each position, [position, 1, channel]. Its first pair has the point
-    # (1, 0) in it, the second pair of `pairs` has (2, 0), and so on. In the layout "half", the
-    # first channel of a pair is channel `pair`, and the second is channel `pair + pair_count`.
-    heads = np.zeros([len(drawn_positions), 1, head_dim], np.float32)
+    # The vectors are [position, head, channel]. In the layout "half", the first channel of a pair
+    # is channel `pair`, and the second is channel `pair + pair_count`. So each vector has the point
+    # (1, 0) in the first of the pairs, (2, 0) in the second, and so on.
+    vectors = np.zeros([len(drawn_positions), 1, head_dim], np.float32)
     for radius, pair in enumerate(pairs, 1):
-        heads[..., pair] = radius
-    rotated_heads = np.asarray(apply_rotary(heads, drawn_positions, base=base, scaling=scaling))
-    rotated = rotated_heads[:, 0]
+        vectors[..., pair] = radius
+    rotated = np.asarray(apply_rotary(vectors, drawn_positions, base=base, scaling=scaling))
     ax = _axes_or_new(ax)
     ax.set(xlabel="first channel of the pair", ylabel="second channel of the pair")
     ax.set(aspect="equal", xmargin=0.1, ymargin=0.1)
     for radius, pair in enumerate(pairs, 1):
-        points = rotated[:, [pair, pair + pair_count]]
+        points = rotated[:, 0, [pair, pair + pair_count]]
         _draw_circle(ax, radius, points, f"pair {pair}")
     title = "A circle for each pair;\nradii keep them apart.\nNumbers: positions."
     ax.legend(title=title, **LEGEND_BESIDE)
     # The first pair turns by a radian at each position, and 6 radians are almost a full turn. So a
     # seventh number would lie on the first.
-    points_of_first_pair = rotated[:, [0, pair_count]]
+    points_of_first_pair = rotated[:, 0, [0, pair_count]]
     _write_positions(ax, drawn_positions[:6], points_of_first_pair[:6])
     return ax
 

@@ -312,9 +312,6 @@ def _steps_of_rows(
 ) -> _Steps:
     """Computes what each step loads and whether it runs, for each batch row.
 
-    For example, the steps of a grid [2, 3] load the tiles 0 1 2 and 0 1 2. If only the last step of
-    the first line and the second step of the second line run, the steps load 2 2 2 and 1 1 2.
-
     Args:
         shards: The number of devices that the tiles that are loaded are split over.
         loaded_tile: The tile that each step loads, as in `_Steps`.
@@ -331,14 +328,24 @@ def _steps_of_rows(
     tile = loaded_tile + first_tile_of_shard.astype(np.int32)
     step_must_run = jnp.take_along_axis(must_run[:, None], tile[None], axis=3)
     runs = jnp.where(step_must_run, runs, 0)
-    # A step that does not run loads what the next running step needs, so that nothing is loaded
-    # for the idle step alone. The steps follow each other row by row: [b, h, i * j].
+    return _Steps(loaded_tile=_tile_of_next_running_step(loaded_tile, runs), runs=runs)
+
+
+def _tile_of_next_running_step(
+    loaded_tile: Integer[Array, "h i j"], runs: Integer[Array, "b h i j"]
+) -> Integer[Array, "b h i j"]:
+    """Returns a tile for each step: its own tile if it runs, or the tile of the next running step.
+
+    So nothing is loaded for an idle step alone. The steps of a grid follow each other row by row.
+    For example, if the steps load the tiles 0 1 2 / 0 1 2 and run as 0 0 1 / 0 1 0, the result is
+    2 2 2 / 1 1 2. After the last running step, it is the tile of the last step of all.
+    """
     batch, heads, _, _ = runs.shape
+    # [b, h, steps].
     is_running = runs.reshape(batch, heads, -1) > 0
     steps = jnp.arange(is_running.shape[2], dtype=jnp.int32)
-    # After the last running step, the steps load what the last step of all loads.
     running_or_last = jnp.where(is_running, steps, steps[-1])
     next_running = jax.lax.cummin(running_or_last, axis=2, reverse=True)
-    flat_tiles = jnp.broadcast_to(loaded_tile, runs.shape).reshape(is_running.shape)
-    flat_tiles = jnp.take_along_axis(flat_tiles, next_running, axis=2)
-    return _Steps(loaded_tile=flat_tiles.reshape(runs.shape), runs=runs)
+    tile_of_step = jnp.broadcast_to(loaded_tile, runs.shape).reshape(is_running.shape)
+    next_tile = jnp.take_along_axis(tile_of_step, next_running, axis=2)
+    return next_tile.reshape(runs.shape)

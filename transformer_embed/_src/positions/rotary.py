@@ -340,7 +340,7 @@ class _Frequencies(NamedTuple):
 def _frequencies(
     paired_dim: int, rotating_pairs: int, base: float, scaling: Scaling | None
 ) -> _Frequencies:
-    """Computes the frequency of each pair, of which the first `rotating_pairs` rotate.
+    """Computes the frequency of each pair. Only the first `rotating_pairs` pairs rotate.
 
     `_rotate` is compiled for these numbers and not for the scaling. So two scalings that give equal
     numbers share a compiled program.

@@ -143,10 +143,13 @@ def _layout(model_type: ModelType, values: Options) -> str:
 def _rotary_dim(values: Options, share: str) -> int | None:
     """Returns the number of a head's channels that rotate, or None if all rotate.
 
-    `share` is the entry that has the share of the channels. The entry rotary_dim goes before it.
+    The entry "rotary_dim" may say this number. Otherwise the entry named `share` may say which share
+    of the channels rotates, such as 0.5.
     """
-    if values["rotary_dim"] is not None or values.get(share) in (None, 1):
+    if values["rotary_dim"] is not None:
         return values["rotary_dim"]
+    if values.get(share) in (None, 1):
+        return None
     channels = head_dim(values)
     if not channels:
         # This raises the error that num_attention_heads is missing.

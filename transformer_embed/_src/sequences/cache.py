@@ -99,7 +99,8 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
     slot = _as_slots(slot, cache)
     if _has_batch(cache):
         leaves = jax.tree.leaves((cache, new))
-        if not all(isinstance(leaf, jax.Array) for leaf in leaves):
+        are_on_device = all(isinstance(leaf, jax.Array) for leaf in leaves)
+        if not are_on_device:
             # The compiled function would narrow numbers of the host without a check.
             cache = _as_arrays("cache", cache)
             new = _as_arrays("new", new)
@@ -107,6 +108,7 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
     # A cache without a batch axis is written as a batch of one row.
     row_cache = _as_arrays("cache", cache, add_batch=True)
     row_new = _as_arrays("new", new, add_batch=True)
+    # Slots [length] are about single tokens, so they get a batch axis, too.
     row_slot = slot[None] if slot.ndim == 1 else slot
     cache_and_is_written = _write(row_cache, row_new, row_slot)
     return jax.tree.map(lambda array: array[0], cache_and_is_written)
@@ -174,31 +176,38 @@ def _write(cache: Any, new: Any, slot: Int32[Array, "..."]) -> tuple[Any, Bool[A
     if not new_has_batch:
         _check_slot_is_unambiguous(slot, sizes)
     target = _find_target_slots(slot, sizes)
-
-    def write_array(cache_array: Array, new_array: Array) -> Array:
-        """Writes the new tokens into one array of the cache, [b, slots, ...]."""
-        # Under explicit mesh axes, a scatter needs all slots of a batch row on one device.
-        whole_rows = with_whole_rows(cache_array, 1)
-        # If there is one row of new tokens, every batch row gets a copy.
-        new_rows = jnp.broadcast_to(new_array, (sizes.batch, *new_array.shape[1:]))
-        # The new tokens and their slots are split over devices as the cache is.
-        new_rows = split_like(with_whole_rows(new_rows, 1), whole_rows)
-        row_slots = split_like(with_whole_rows(target.slots, 1), whole_rows)
-
-        def write_row(
-            cache_row: Shaped[Array, "n ..."],
-            new_row: Shaped[Array, "t ..."],
-            slots: Int32[Array, "t"],
-        ) -> Shaped[Array, "n ..."]:
-            """Writes the tokens of one batch row, except tokens whose slot is past the end."""
-            return cache_row.at[slots].set(new_row, mode="drop")
-
-        written_rows = jax.vmap(write_row)(whole_rows, new_rows, row_slots)
-        return split_like(written_rows, cache_array)
-
-    written_arrays = map(write_array, cache_arrays.values(), new_arrays.values())
+    written_arrays = [
+        _write_array(cache_array, new_arrays[path], target.slots)
+        for path, cache_array in cache_arrays.items()
+    ]
     written_cache = jax.tree.unflatten(jax.tree.structure(cache), written_arrays)
     return written_cache, target.is_written
+
+
+def _write_array(
+    cache_array: Shaped[Array, "b n ..."], new_array: Shaped[Array, "_ t ..."], slots: Array
+) -> Shaped[Array, "b n ..."]:
+    """Writes new tokens into one array of a cache of n slots.
+
+    Args:
+        cache_array: The array of the cache.
+        new_array: The same array of the new tokens. If it has one batch row, this row is written to
+            every batch row of the cache.
+        slots: The slot of each new token, int32 [b, t]. A token whose slot is n is not written.
+    """
+    # Under explicit mesh axes, a scatter needs all slots of a batch row on one device.
+    cache_rows = with_whole_rows(cache_array, 1)
+    new_rows = jnp.broadcast_to(new_array, (len(slots), *new_array.shape[1:]))
+    # The new tokens and their slots are split over devices as the cache is.
+    new_rows = split_like(with_whole_rows(new_rows, 1), cache_rows)
+    row_slots = split_like(with_whole_rows(slots, 1), cache_rows)
+
+    def write_row(cache_row: Array, new_row: Array, slots_of_row: Array) -> Array:
+        """Writes the tokens of one batch row, except tokens whose slot is past the end."""
+        return cache_row.at[slots_of_row].set(new_row, mode="drop")
+
+    written_rows = jax.vmap(write_row)(cache_rows, new_rows, row_slots)
+    return split_like(written_rows, cache_array)
 
 
 def _widened_to_int32(leaf: Any) -> Any:
