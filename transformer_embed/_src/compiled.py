@@ -75,8 +75,8 @@ def known_after_reading(ids: Int32[Array, "k"], rows: Float[Array, "n d"]) -> In
     ids were known before, XLA would copy the table, because a row might be overwritten before it is
     read.
     """
-    # Here 0 is added to the ids. This 0 is computed from the rows, as 0 >> 1 or 1 >> 1, and XLA does
-    # not notice that both are 0. So the sum is known only after the rows. (XLA drops a
+    # The result is the ids plus 0. This 0 is computed from the rows, as 0 >> 1 or 1 >> 1, and XLA
+    # does not notice that both are 0. So the result is known only after the rows. (XLA drops a
     # `jax.lax.optimization_barrier` too early.) All columns of a row are read, because explicit
     # mesh axes may split the columns.
     has_nan = jnp.isnan(rows[:1]).any()

@@ -139,8 +139,9 @@ def _kernels_of_rows(rule: RowRule, kernel: Any, sizes: Any, q_seq_shards: int) 
 
     jax's kernel skips only the tiles that the causal mask or the window hides. The kernel of a
     batch row also skips the tiles without a pair in that row. A kernel has arrays that say which
-    tiles it skips: one set for the forward pass, and one each for the gradients of queries (dq) and
-    of keys (dkv). If one kernel computes both gradients, there is no set for queries alone.
+    tiles it skips (jax calls them a MaskInfo): one set for the forward pass, and one each for the
+    gradients of queries (dq) and of keys (dkv). If one kernel computes both gradients, there is no
+    set for queries alone.
 
     Args:
         rule: The rule of the mask.
@@ -149,11 +150,11 @@ def _kernels_of_rows(rule: RowRule, kernel: Any, sizes: Any, q_seq_shards: int) 
         q_seq_shards: The number of devices that the queries are split over.
     """
     forward_tile = sizes.block_q, sizes.block_kv
-    forward = _skipping(rule, kernel.fwd_mask_info, forward_tile)
+    forward = _info_that_skips_keys(rule, kernel.fwd_mask_info, forward_tile)
     query_tile = sizes.block_q_dq, sizes.block_kv_dq
-    query_gradient = _skipping(rule, kernel.dq_mask_info, query_tile)
+    query_gradient = _info_that_skips_keys(rule, kernel.dq_mask_info, query_tile)
     key_tile = sizes.block_q_dkv, sizes.block_kv_dkv
-    key_gradient = _skipping_queries(rule, q_seq_shards, kernel.dkv_mask_info, key_tile)
+    key_gradient = _info_that_skips_queries(rule, q_seq_shards, kernel.dkv_mask_info, key_tile)
     # The class is taken from the kernel, because jax has no public name for this class.
     return type(kernel)(forward, query_gradient, key_gradient, **kernel.kwargs)
 
@@ -198,7 +199,7 @@ def _check_memory(rule: RowRule, sizes: Any) -> None:
         raise arguments.value_error("block_sizes", want, f"{used} bytes (take larger block sizes)")
 
 
-def _skipping(rule: RowRule, info: Any, tile: tuple[int, int]) -> Any:
+def _info_that_skips_keys(rule: RowRule, info: Any, tile: tuple[int, int]) -> Any:
     """Makes the arrays by which each batch row's kernel skips tiles of keys.
 
     The arrays are not a public interface of jax. This was tried with jax 0.9 to 0.12. In step i, j
@@ -215,10 +216,10 @@ def _skipping(rule: RowRule, info: Any, tile: tuple[int, int]) -> Any:
         return None
     must_run = _tiles_that_must_run(rule, tile)
     steps = _steps_of_rows(1, info.data_next, info.block_mask, must_run)
-    return _info_of_rows(rule, info, loaded_tile=steps.loaded_tile, runs=steps.runs)
+    return _info_for_every_row(rule, info, loaded_tile=steps.loaded_tile, runs=steps.runs)
 
 
-def _skipping_queries(rule: RowRule, shards: int, info: Any, tile: tuple[int, int]) -> Any:
+def _info_that_skips_queries(rule: RowRule, shards: int, info: Any, tile: tuple[int, int]) -> Any:
     """Makes the arrays by which each batch row's kernel skips tiles of queries.
 
     This is for the gradients of keys. In step i, j of its grid, that kernel loads the queries of
@@ -243,10 +244,10 @@ def _skipping_queries(rule: RowRule, shards: int, info: Any, tile: tuple[int, in
     steps = _steps_of_rows(shards, swapped(info.data_next), swapped(info.block_mask), must_run)
     # The kernel takes the axes in their first order, so they are swapped back.
     loaded_tile = swapped(steps.loaded_tile)
-    return _info_of_rows(rule, info, loaded_tile=loaded_tile, runs=swapped(steps.runs))
+    return _info_for_every_row(rule, info, loaded_tile=loaded_tile, runs=swapped(steps.runs))
 
 
-def _info_of_rows(rule: RowRule, info: Any, *, loaded_tile: Array, runs: Array) -> Any:
+def _info_for_every_row(rule: RowRule, info: Any, *, loaded_tile: Array, runs: Array) -> Any:
     """Makes the arrays of a kernel for every batch row, with a batch axis in front.
 
     The two arrays that are passed replace arrays of jax's kernel. The others are the same in every

@@ -245,7 +245,7 @@ def _alibi(
     # The distance 0 must give 0: `0 - distance` does, but `-distance` would give -0.
     relative_position = 0 - distance
     if causal:
-        # A key after the query has a bias above 0, which has no effect, because the mask hides it.
+        # A key after the query gets a bias above 0. Callers mask these keys.
         relative_position = jnp.where(is_after, distance, relative_position)
     # A quarter of the largest number, so that logits and bias together stay finite.
     limit = float(jnp.finfo(dtype).max) / 4
@@ -264,7 +264,8 @@ def _buckets(
     """Computes the bucket of each pair of a query and a key, as in `relative_position_buckets`.
 
     The buckets below e = `direction_buckets // 2` hold one distance each, and bucket e begins at
-    distance e.
+    distance e. For example, with 8 buckets for a direction and the starts 5, 7 and 9, the distances
+    3 to 9 are in the buckets 3 4 5 5 6 6 7.
 
     Args:
         queries: The positions of the queries.
@@ -292,6 +293,7 @@ def _is_after_and_distance(
     queries: Integer[Array, "*q t"], keys: Integer[Array, "*k s"]
 ) -> tuple[Bool[Array, "*b t s"], UInt[Array, "*b t s"]]:
     """Returns whether each key is after each query, and the distance between key and query."""
+    # The queries become [..., t, 1], and the keys [..., 1, s].
     dtype = np.promote_types(queries.dtype, keys.dtype)
     queries = queries.astype(dtype)[..., :, None]
     keys = keys.astype(dtype)[..., None, :]

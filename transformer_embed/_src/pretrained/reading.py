@@ -179,13 +179,16 @@ def _read_part_of_matrix(
     The index has a slice for each axis of the result. If `is_transposed`, this is (columns of the
     tensor, rows of the tensor).
     """
-    row_slice, column_slice = index[::-1] if is_transposed else index
     row_count, column_count = tensors.entry_of_any_dtype(name).shape
+    if is_transposed:
+        column_slice, row_slice = index
+    else:
+        row_slice, column_slice = index
     rows = len(range(row_count)[row_slice])
     columns = len(range(column_count)[column_slice])
     if is_transposed:
         part = aligned_zeros((columns, rows), dtype)
-        # Each row of the tensor is written to a column, so the transpose takes no second copy.
+        # Each row of the tensor is written to a column of the part, without a second copy.
         tensors.read_into(part.T, name, row_slice, column_slice)
         return part
     part = aligned_zeros((rows, columns), dtype)

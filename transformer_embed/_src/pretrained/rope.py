@@ -143,8 +143,8 @@ def _layout(model_type: ModelType, values: Options) -> str:
 def _rotary_dim(values: Options, share: str) -> int | None:
     """Returns the number of a head's channels that rotate, or None if all rotate.
 
-    The entry "rotary_dim" may say this number. Otherwise the entry named `share` may say which share
-    of the channels rotates, such as 0.5.
+    The entry "rotary_dim" may say this number. Otherwise the entry named `share` may say which
+    share of the channels rotates, such as 0.5.
     """
     if values["rotary_dim"] is not None:
         return values["rotary_dim"]

@@ -166,7 +166,8 @@ class TokenPositions:
         are_slices = all(isinstance(entry, slice) for entry in slices)
         tokens = converted_again(self)
         rank = tokens.positions.ndim
-        if len(slices) > rank or not are_slices:
+        has_too_many_slices = len(slices) > rank
+        if has_too_many_slices or not are_slices:
             want = "one slice, of tokens" if rank == 1 else "slices of batch rows and of tokens"
             raise arguments.value_error("index", want, index)
         if rank == 1:
@@ -175,7 +176,8 @@ class TokenPositions:
 
         def sliced(array: Array) -> Array:
             """Slices an array [1 or batch, length], which is first given every batch row."""
-            return jnp.broadcast_to(array, (rows, array.shape[1]))[slices]
+            whole_batch = jnp.broadcast_to(array, (rows, array.shape[1]))
+            return whole_batch[slices]
 
         return jax.tree.map(sliced, tokens)
 
@@ -284,7 +286,8 @@ class TokenPositions:
         if is_about_rows:
             # A last axis of 1 clears all slots of a batch row.
             where = where[..., None]
-        return dataclasses.replace(tokens, segment_ids=_cleared(tokens.segment_ids, where))
+        segment_ids = _with_zeros(tokens.segment_ids, where)
+        return dataclasses.replace(tokens, segment_ids=segment_ids)
 
     @classmethod
     def empty(cls, batch_size: int, length: int) -> "TokenPositions":
@@ -731,20 +734,22 @@ def number_of_rows(tree: Any) -> Any:
 
 
 @compiled()
-def _cleared(
+def _with_zeros(
     segments: Integer[Array, "*n t"], where: Bool[Array, "*b #t"]
 ) -> Integer[Array, "*b t"]:
-    """Returns the segment ids with 0, which is padding, where slots are cleared."""
+    """Returns the segment ids with 0, the segment id of padding, where `where` is True."""
     return jnp.where(split_like(where, segments), 0, segments)
 
 
 @compiled()
 def _taken(arrays: dict[str, Array], order: Int32[Array, "n"]) -> dict[str, Array]:
     """Returns the arrays of `batch_arrays` in another order of the tokens, with their places."""
+    # An index of `order` may be anywhere in the row, so each device needs whole rows.
     arrays = jax.tree.map(with_whole_rows, arrays)
     if "places" not in arrays:
-        # In batch rows whose positions row indices can replace (see `with_row_indices`), the places
-        # become row indices. In other batch rows, they are the positions.
+        # The places must rise as before along each sequence. Row indices do so in batch rows that
+        # count their tokens from one position on, and `with_row_indices` chooses them there. In
+        # other batch rows, the places are the positions.
         arrays["places"] = arrays["positions"]
         arrays = with_row_indices(arrays)
     # For an index outside the row, each array gets a 0, and the segment id 0 means padding.
