@@ -128,15 +128,17 @@ def _layer(model_type: ModelType, values: Options, index: int, kind: str) -> Lay
     layer_object = per_layer_config.get(index, {})
     values = _values_of_layer(values, layer_object, index, kind)
     rotates = _rotates(model_type, values, index, kind)
+    rotary = rope.rotary_arguments(model_type, values, kind) if rotates else None
     mask = _mask(model_type, values, kind)
+    # Without a causal mask, the tokens of an image see each other like all tokens.
+    image_blocks = _image_blocks(model_type, values, kind) if mask["causal"] else None
     facts = attention_facts(model_type, values, layer_object, kind)
     return Layer(
         type=kind,
-        rotary=rope.rotary_arguments(model_type, values, kind) if rotates else None,
+        rotary=rotary,
         mask=mask,
         query_scale=_query_scale(values, rotates),
-        # Without a causal mask, the tokens of an image see each other like all tokens.
-        image_blocks=_image_blocks(model_type, values, kind) if mask["causal"] else None,
+        image_blocks=image_blocks,
         attention=facts.attention,
         norm_eps=facts.norm_eps,
     )

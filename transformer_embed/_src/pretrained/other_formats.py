@@ -7,7 +7,7 @@ ADAPTER = "an adapter: merge it, by peft's model.merge_and_unload().save_pretrai
 # What to do with other files, by their names. If a folder has several, the first pattern counts. An
 # index file names all shards, also the shards of a variant such as fp16. In the advice for pickles,
 # each tensor is cloned, because tied tensors share memory, which save_file refuses.
-ADVICE = {
+ADVICE_BY_PATTERN = {
     r"\.safetensors\.index\.": "pass it",
     r"(^|/)adapter_": ADAPTER,
     r"-of-\d+\.safetensors$": "a shard: put the index file of all shards beside it",
@@ -48,7 +48,7 @@ def advice_for(*names: str) -> str:
     For example, "model.gguf" gives "model.gguf: a GGUF file: convert it with ...". If no name is
     known, the result is "".
     """
-    for pattern, advice in ADVICE.items():
+    for pattern, advice in ADVICE_BY_PATTERN.items():
         for name in names:
             if re.search(pattern, name):
                 return f"{name}: {advice}"

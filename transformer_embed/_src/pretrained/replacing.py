@@ -125,7 +125,7 @@ def _write(
         file: The new file.
     """
     tensors_to_write = _tensors_to_write(tensors, path, arrays)
-    header = _header(tensors_to_write, tensors.header(path).metadata)
+    header = _encoded_header(tensors_to_write, tensors.header(path).metadata)
     # The file begins with the size of the header, in 8 bytes.
     file.write(len(header).to_bytes(8, "little"))
     file.write(header)
@@ -138,7 +138,9 @@ def _write(
     os.fsync(file.fileno())
 
 
-def _header(tensors_to_write: Sequence[TensorToWrite], metadata: Mapping[str, str]) -> bytes:
+def _encoded_header(
+    tensors_to_write: Sequence[TensorToWrite], metadata: Mapping[str, str]
+) -> bytes:
     """Returns the header of a file that has these tensors one after the other, as JSON."""
     entries: dict[str, Any] = {}
     if metadata:
