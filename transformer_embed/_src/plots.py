@@ -143,8 +143,9 @@ def plot_mask(
         mask = arguments.as_mask("mask", mask)
     # Each value of the mask (0, 1, and 2 for kinds of tiles) is the index of a tone. Interpolation
     # would mix tones.
-    colors = matplotlib("colors").ListedColormap(list(tones.values()))
-    options = {"cmap": colors, "vmin": 0, "vmax": len(tones) - 1, "interpolation": "nearest"}
+    color_map = matplotlib("colors").ListedColormap(list(tones.values()))
+    last_tone = len(tones) - 1
+    options = {"cmap": color_map, "vmin": 0, "vmax": last_tone, "interpolation": "nearest"}
     values = _as_matrix("mask", mask)
     image = _draw_queries_and_keys(ax, values, (query_tokens, key_tokens), **options)
     make_patch = matplotlib("patches").Patch

@@ -218,10 +218,11 @@ def _slopes(num_heads: int, max_bias: float) -> tuple[float, ...]:
     # The largest power of two up to the number of heads.
     power = 2 ** (num_heads.bit_length() - 1)
     # Slope number n is 2 ** (-max_bias * n / power). The first, third, fifth, ... slope of twice as
-    # many heads have the numbers 0.5, 1.5, 2.5, ...
-    first_numbers = [i + 1 for i in range(power)]
-    other_numbers = [i + 0.5 for i in range(num_heads - power)]
-    return tuple(2.0 ** (-max_bias * number / power) for number in first_numbers + other_numbers)
+    # many heads have the numbers 0.5, 1.5, 2.5, ... For example, six heads have the slopes number
+    # 1, 2, 3, 4, 0.5 and 1.5.
+    numbers = [i + 1.0 for i in range(power)]
+    numbers += [i + 0.5 for i in range(num_heads - power)]
+    return tuple(2.0 ** (-max_bias * number / power) for number in numbers)
 
 
 # The functions below are compiled even if the caller is not.

@@ -116,13 +116,15 @@ def _names_by_prefix_of_head(published: Published) -> dict[str, dict[str, str]]:
     table_module = published.model_type.tokens.split()[0]
     # The names of the numbered layers say the prefix. After the prefix comes the stack, as in the
     # name of the table: "decoder." for "decoder.embed_tokens".
-    stack = table_module.removesuffix(table_module.rpartition(".")[2])
+    stack, dot, _ = table_module.rpartition(".")
     prefixes = set()
     for name in published.tensors.files:
         in_layer = IN_LAYER.match(name)
         if in_layer:
-            prefixes.add(in_layer[1].removesuffix(stack))
+            before_layers = in_layer[1]
+            prefixes.add(before_layers.removesuffix(stack + dot))
     for prefix in (*sorted(prefixes), ""):
+        # The other parameters are found as if the file had a token table under this prefix.
         files_with_table = {*published.tensors.files, f"{prefix}{table_module}.weight"}
         names = published.model_type.tensors(files_with_table, published.stack, prefix)
         if OUTPUT_TABLE in names:

@@ -108,8 +108,9 @@ def rotary_arguments(model_type: ModelType, values: Options, kind: str) -> dict[
     names = _entries_of_kind(model_type, kind)
     scaling_object = values[names.scaling] or {}
     rotary_dim = _rotary_dim(values, names.share)
-    is_proportional = scaling_object.get("rope_type") == PROPORTIONAL
     rotated_channels = rotary_dim or head_dim(values)
+    # This type of scaling says which channels rotate, if not all of them do.
+    is_proportional = scaling_object.get("rope_type") == PROPORTIONAL
     options = {
         # Sliding layers without a base of their own rotate by the base of the full layers.
         "base": values[names.base] or values["rope_theta"],

@@ -218,35 +218,36 @@ def _widened_to_int32(leaf: Any) -> Any:
     return TokenPositions(**batch_arrays(leaf)) if _is_tokens(leaf) else leaf
 
 
-def _with_arrays_of_cache(new: Any, held: Any) -> Any:
+def _with_arrays_of_cache(new: Any, cached: Any) -> Any:
     """Gives new token positions the same arrays as the cache has, in the same dtypes.
 
-    Arrays that the new tokens lack are made as `VALUES_IF_ABSENT` says. Any other leaf than token
-    positions stays as it is.
+    If the new tokens lack an array that the cache has, the places are the positions, and other
+    arrays have the number in `VALUES_IF_ABSENT`. Any other leaf than token positions stays as it
+    is.
 
     Args:
         new: A leaf of the new tokens.
-        held: The same leaf of the cache.
+        cached: The same leaf of the cache.
     """
-    if not (_is_tokens(new) and _is_tokens(held)):
+    if not (_is_tokens(new) and _is_tokens(cached)):
         return new
     arrays = batch_arrays(new)
     positions = arrays["positions"]
     defaults = {"places": positions}
     for name, number in VALUES_IF_ABSENT.items():
         defaults[name] = jnp.full_like(positions, number)
-    for name, held_array in batch_arrays(held).items():
+    for name, cached_array in batch_arrays(cached).items():
         if name not in arrays and name in defaults:
             arrays[name] = defaults[name]
         if name in arrays:
-            arrays[name] = _as_dtype_of_cache(arrays[name], held_array.dtype)
+            arrays[name] = _as_dtype_of_cache(arrays[name], cached_array.dtype)
     return TokenPositions(**arrays)
 
 
 def _as_dtype_of_cache(integers: Array, cache_dtype: Any) -> Array:
     """Converts integers to the dtype of the cache, int32 or wider.
 
-    Numbers beyond int32 become the lowest or the highest int32.
+    If the dtype is int32, numbers beyond int32 become the lowest or the highest int32.
     """
     if cache_dtype == jnp.int32:
         return arguments.as_int32("new", integers)
