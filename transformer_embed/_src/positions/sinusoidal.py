@@ -261,8 +261,12 @@ def channels(options: Sinusoids, d_model: int) -> Channels:
 
 
 def _pair_frequencies(options: Sinusoids, d_model: int) -> np.ndarray:
-    """Computes the frequency of each pair of a sine and a cosine, as an array of `Decimal`."""
-    # The d_model of the formula.
+    """Computes the frequency of each pair of a sine and a cosine, as an array of `Decimal`.
+
+    The frequency of pair i is `frequency_scale * base ** (-i / denominator)`. The denominator is
+    d_model / 2, or d_model // 2 - shift.
+    """
+    # With odd="round_up", the formula is the one for the next even d_model.
     width = d_model
     if options.odd == "round_up":
         width = d_model + d_model % 2
@@ -270,6 +274,7 @@ def _pair_frequencies(options: Sinusoids, d_model: int) -> np.ndarray:
     if options.shift is None:
         denominator = Decimal(width) / 2
     else:
+        # A minus would round to the digits of the current context, which the user may have set.
         denominator = phase.PRECISION.subtract(width // 2, Decimal(options.shift))
     # A single pair has the exponent 0, whatever the denominator is.
     if pairs > 1 and denominator <= 0:

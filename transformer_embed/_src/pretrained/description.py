@@ -144,8 +144,10 @@ def _shapes_in_config(model_type: ModelType, values: Options) -> dict[str, tuple
         if name in (POSITIONS, NORM_SCALE) and name.endswith(may_lack):
             want = f"a checkpoint, since config.json does not say whether it has {name}"
             raise arguments.value_error(model_type.name, want, "none")
-        columns = "num_attention_heads" if name == BIAS else width
-        shapes[name] = count(entry, values[entry]), count(columns, values[columns])
+        rows = count(entry, values[entry])
+        entry_with_columns = "num_attention_heads" if name == BIAS else width
+        columns = count(entry_with_columns, values[entry_with_columns])
+        shapes[name] = rows, columns
     if values["tie_word_embeddings"]:
         del shapes[OUTPUT_TABLE]
     # A type may leave out the linear layer if the table is already as wide as the model.

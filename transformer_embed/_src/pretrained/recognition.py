@@ -69,7 +69,8 @@ def find_layer_tensors(published: Published, *, is_tied: bool) -> LayerTensors:
         matches = _names_by_prefix_of_head(published)
     if len(matches) != 1:
         raise _not_one_model(published, matches)
-    ((prefix, names),) = matches.items()
+    (prefix,) = matches
+    names = matches[prefix]
     # The index file of a tied model may name an output table that no shard has.
     if is_tied and OUTPUT_TABLE in names and not tensors.is_stored(names[OUTPUT_TABLE]):
         del names[OUTPUT_TABLE]

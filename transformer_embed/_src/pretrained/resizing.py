@@ -320,7 +320,8 @@ def _grid_layout(config: EmbedderConfig, new_config: EmbedderConfig, grids: Any)
     rows_before = size - math.prod(shape)
     new_rows_before = new_size - math.prod(new_shape)
     has_same_axes = len(shape) == len(new_shape)
-    if rows_before < 0 or rows_before != new_rows_before or not has_same_axes:
+    has_same_rows_before = rows_before == new_rows_before >= 0
+    if not has_same_axes or not has_same_rows_before:
         want = (
             "two shapes with the same number of axes, and with the same number of positions before "
             f"the grid (there are {size} and {new_size} positions in all)"
