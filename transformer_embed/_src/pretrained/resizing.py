@@ -319,9 +319,9 @@ def _grid_layout(config: EmbedderConfig, new_config: EmbedderConfig, grids: Any)
     shape, new_shape = arguments.entries("grids", grids, check_shape, count=2)
     rows_before = size - math.prod(shape)
     new_rows_before = new_size - math.prod(new_shape)
-    has_same_axes = len(shape) == len(new_shape)
-    has_same_rows_before = rows_before == new_rows_before >= 0
-    if not has_same_axes or not has_same_rows_before:
+    grid_fits = rows_before >= 0
+    grids_are_alike = len(shape) == len(new_shape) and rows_before == new_rows_before
+    if not grid_fits or not grids_are_alike:
         want = (
             "two shapes with the same number of axes, and with the same number of positions before "
             f"the grid (there are {size} and {new_size} positions in all)"
