@@ -51,7 +51,7 @@ class AttentionMask(Mask):
          or both are in the same block)
         and both have the same segment id, and the key is a token, not padding
 
-    A term counts only if you pass its argument. For example, without `window` a query sees keys at
+    A term counts only if you pass the argument. For example, without `window` a query sees keys at
     any distance. The class is a pytree, so it passes through `jit`, `vmap` and `scan`, can be
     sharded over the batch, and `jax.export` can save it.
 
@@ -267,7 +267,7 @@ class AttentionMask(Mask):
         return self._with_rank(_tile(self, query_start, key_start, shape))
 
     def tile_kinds(self, shape: tuple[int, int]) -> Int8[Array, "*b m n"]:
-        """Says of each tile of the mask whether none, some or all of its pairs may attend.
+        """Says of each tile of the mask whether none, some or all of the pairs may attend.
 
         A tile is a rectangle of the mask: some queries in sequence times some keys in sequence. Use
         the kinds in an attention kernel: skip the tiles in which no pair may attend, and leave out

@@ -91,9 +91,9 @@ def linear_divergence(
             set `shift`, pass `segment_ids` of your `TokenPositions`. Then predictions of the first
             token of each document are not counted. 0 is padding. If None, each batch row is one
             document.
-        reduction: How the divergences are joined. `"mean"` divides their sum by the sum of the
-            weights of the counted tokens. `"sum"` returns the sum. `"none"` returns the divergence
-            of each token, times its weight.
+        reduction: How the divergences are joined. `"mean"` divides the sum of the divergences by
+            the sum of the weights of the counted tokens. `"sum"` returns the sum. `"none"` returns
+            the divergence of each token, times the weight of the token.
         chunk_size: The largest number of tokens in a chunk, the part of the batch whose logits are
             held at once. Set a smaller number to save memory. If None, a number is chosen as in
             `linear_cross_entropy`, for the logits of both layers together.
