@@ -296,11 +296,11 @@ class AttentionMask(Mask):
             [[1, 0, 0, 0], [2, 1, 0, 0], [0, 0, 1, 0], [0, 0, 2, 1]]
 
         Edge cases:
-            The kinds are exact for self-attention of padded or packed rows, if all sequences of a
-            batch row begin at the same position. They are also exact for a sequence with its cache.
-            In all remaining cases, and always with block ids or with sinks and a chunk together, a
-            tile may get a 1 where 0 or 2 would be exact. A kernel that masks such a tile is still
-            right.
+            In self-attention of padded or packed rows, the numbers are exact if all sequences of a
+            batch row begin at the same position. They are also exact for one sequence with a cache.
+            Otherwise, a tile may get a 1 (some pairs may attend) although none or all may. This
+            also holds for each mask with block ids, or with both sinks and a chunk. A kernel that
+            masks such a tile is still right.
         """
         shape = arguments.entries("shape", shape, arguments.size, count=2)
         for side, length, size in zip(("queries", "keys"), self.lengths, shape, strict=True):

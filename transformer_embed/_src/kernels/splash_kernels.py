@@ -55,7 +55,8 @@ def splash_kernels(
         q_offset: The index, among the keys, of the first query, a Python int. Pass it if the
             queries are some of the keys. For example, pass 1024 if a cache has 1024 tokens and the
             queries are the next tokens of the prompt. The argument is the `offset` of jax's splash
-            masks. If None, the keys are the queries, or tokens of another sequence.
+            masks. Pass None for self-attention without a cache, and for attention to another
+            sequence.
         is_mqa: Whether the kernels are made by `make_splash_mqa`, for keys and values of a single
             head. If False, they are made by `make_splash_mha`.
         head_shards: The number of devices that the heads are split over.

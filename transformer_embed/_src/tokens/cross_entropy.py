@@ -167,9 +167,10 @@ def linear_cross_entropy(
           and the gradient of x at the token that predicts this label, are NaN, too.
         - The `pad_id` is never predicted. To leave out labels whose id may be predicted elsewhere,
           use `mask`.
-        - A `pad_id` outside the vocabulary, such as -100, marks labels that are not counted. If you
-          also set `shift`, a token with this mark still predicts the next label. So the last token
-          of a prompt, marked by -100, predicts the first token of the answer.
+        - A `pad_id` outside the vocabulary, such as -100, marks labels that are not counted. With
+          `shift`, a token whose own label is -100 still predicts the label after it. So the last
+          token of a prompt predicts the first token of the answer, although all labels of the
+          prompt are -100.
         - The x of a token has an effect only if the token predicts a counted label. Otherwise it
           may even be NaN.
         - Gradients are summed over the chunks in float32 or wider, then cast once. One case is less

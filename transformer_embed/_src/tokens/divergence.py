@@ -76,9 +76,9 @@ def linear_divergence(
             Pass a number, or a floating array that broadcasts to the tokens, such as [batch, 1]. An
             array may be traced and gets a gradient. If you want the square of the temperature as a
             factor, as in Hinton et al., multiply the result by it.
-        mask: Which tokens are counted. Bools that broadcast to the tokens, True = counted. Without
-            labels, only the mask can leave out padding. For example, if you set `shift`, pass
-            `ids != pad_id`. If None, all tokens are counted.
+        mask: Which tokens are counted. Bools that broadcast to the tokens, True = counted. There
+            are no labels here, so only the mask can leave out padding. For example, pass `ids !=
+            pad_id`, with or without `shift`. If None, all tokens are counted.
         weights: A factor for the divergence of each token. Floats that broadcast to the tokens. Set
             it if some tokens matter more than others. If None, all factors are 1.
         shift: How many tokens ahead each token predicts, a Python int. Pass 1 (or True) for a
