@@ -202,6 +202,10 @@ def config_of(model_type, *, is_odd):
     if text.get("head_dim", 0) is None:
         # Neither YaRN in the library nor some of its models expect it.
         text["head_dim"] = text["hidden_size"] // text["num_attention_heads"]
+    text_kind = configuration_auto.CONFIG_MAPPING[text.get("model_type", model_type)]
+    if getattr(text_kind, "attention_multiplier", 1) is None:
+        # The class computed it from its own head size, and computes it again from the small one.
+        text.pop("attention_multiplier")
     return kind.from_dict(small)
 
 

@@ -32,6 +32,27 @@ def test_entries_that_a_config_leaves_out_have_the_defaults_of_its_type():
     assert te.pretrained.load_config(other, settings=settings).layers[0].attention is None
 
 
+def test_a_null_of_config_json_counts_as_in_transformers():
+    small = {"vocab_size": 12, "hidden_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    # The entry of the norm that is not used is null.
+    cohere = {"model_type": "cohere2_moe", "layer_types": ["full_attention"], "rms_norm_eps": None}
+    for given, epsilon in (
+        ({}, 1e-5),
+        ({"layer_norm_eps": 2e-5}, 2e-5),
+        ({"rms_norm_eps": 3e-5}, 3e-5),
+    ):
+        assert te.pretrained.load_config(small | cohere | given).layers[0].norm_eps == epsilon
+    clova = {"model_type": "hyperclovax"}
+    for given, scale in (
+        ({}, 24**-0.5),
+        ({"attention_multiplier": None}, 24**-0.5),
+        ({"attention_multiplier": 0.5}, 0.5),
+    ):
+        assert (
+            te.pretrained.load_config(small | clova | given).layers[0].attention["scale"] == scale
+        )
+
+
 def test_latent_and_linear_attention_are_left_out():
     small = {"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4}
     latent = te.pretrained.load_config(small | {"model_type": "deepseek_v3"})

@@ -179,12 +179,12 @@ def plot_rotary(
         ax: The matplotlib Axes to draw on. If None, a new pyplot figure is made.
         base: The base of the rotation's frequencies, as `apply_rotary` takes it.
         scaling: The scaling of the frequencies for long texts, as `apply_rotary` takes it. A
-            scaling with an attention factor moves the dots off their circles.
+            scaling with an attention factor moves the dots off the circles.
 
     Returns:
         The Axes, with the first channel of a pair across and the second channel up. The legend
         lists the pairs, which are an eighth of the head apart, such as pairs 0, 4, 8 and 12 of a
-        head of 64 channels. The first six dots of the innermost circle are labelled with their
+        head of 64 channels. The first six dots of the innermost circle are labelled with the
         positions.
 
     Raises:

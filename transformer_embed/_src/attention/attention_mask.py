@@ -51,7 +51,7 @@ class AttentionMask(Mask):
          or both are in the same block)
         and both have the same segment id, and the key is a token, not padding
 
-    A term counts only if you pass its argument. For example, without `window` a query sees keys at
+    A term counts only if you pass the argument. For example, without `window` a query sees keys at
     any distance. The class is a pytree, so it passes through `jit`, `vmap` and `scan`, can be
     sharded over the batch, and `jax.export` can save it.
 
@@ -267,7 +267,7 @@ class AttentionMask(Mask):
         return self._with_rank(_tile(self, query_start, key_start, shape))
 
     def tile_kinds(self, shape: tuple[int, int]) -> Int8[Array, "*b m n"]:
-        """Says of each tile of the mask whether none, some or all of its pairs may attend.
+        """Says of each tile of the mask whether none, some or all of the pairs may attend.
 
         A tile is a rectangle of the mask: some queries in sequence times some keys in sequence. Use
         the kinds in an attention kernel: skip the tiles in which no pair may attend, and leave out
@@ -296,11 +296,11 @@ class AttentionMask(Mask):
             [[1, 0, 0, 0], [2, 1, 0, 0], [0, 0, 1, 0], [0, 0, 2, 1]]
 
         Edge cases:
-            The kinds are exact for self-attention of padded or packed rows, if all sequences of a
-            batch row begin at the same position. They are also exact for a sequence with its cache.
-            In all remaining cases, and always with block ids or with sinks and a chunk together, a
-            tile may get a 1 where 0 or 2 would be exact. A kernel that masks such a tile is still
-            right.
+            In self-attention of padded or packed rows, the numbers are exact if all sequences of a
+            batch row begin at the same position. They are also exact for one sequence with a cache.
+            Otherwise, a tile may get a 1 (some pairs may attend) although none or all may. This
+            also holds for each mask with block ids, or with both sinks and a chunk. A kernel that
+            masks such a tile is still right.
         """
         shape = arguments.entries("shape", shape, arguments.size, count=2)
         for side, length, size in zip(("queries", "keys"), self.lengths, shape, strict=True):

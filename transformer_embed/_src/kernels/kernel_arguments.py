@@ -29,10 +29,10 @@ def dot_product_attention_kwargs(
     - decoding, where each batch row has one query, and its cache is filled from the left.
 
     Args:
-        mask: The mask, without block ids and without a chunk.
+        mask: The mask. A mask with block ids or a chunk is refused.
         order: The layout of the tokens. `"full"` means that each batch row is one sequence without
-            padding. `"right"` means that each batch row has one sequence, then padding. You may
-            pass None if the mask has no segment ids, no causal mask and no window.
+            padding. `"right"` means that each batch row has one sequence, then padding. Required if
+            the mask has segment ids, is causal or has a window.
         batch_size: The number of batch rows, B. Pass it if one row of the mask is used for every
             batch row. If None, the mask must have B rows.
 
@@ -129,10 +129,10 @@ def flash_attention_kwargs(
     """Makes the arguments of Pallas' `flash_attention` on TPUs that apply a mask.
 
     Args:
-        mask: The mask, without block ids and without a window. If the keys are another sequence,
-            the mask must not be causal.
+        mask: The mask. A mask with block ids or a window is refused. If the keys are another
+            sequence, the mask must not be causal.
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
-            the three words. You may pass None if the mask is not causal.
+            the three words. Required if the mask is causal.
         batch_size: The number of batch rows, B. Pass it if one row of the mask is used for every
             batch row. If None, the mask must have B rows.
 
@@ -166,9 +166,9 @@ def mha_kwargs(
     """Makes the arguments of Pallas' `mha` on GPUs that apply a mask.
 
     Args:
-        mask: The mask of self-attention, without block ids and without a window.
+        mask: The mask of self-attention. A mask with block ids or a window is refused.
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
-            the three words. You may pass None if the mask is not causal.
+            the three words. Required if the mask is causal.
         batch_size: The number of batch rows, B, because the kernel needs segment ids [B, T]. Pass
             it if the mask has a single row. If None, the mask must have B rows, at least 2.
 

@@ -49,13 +49,14 @@ def splash_kernels(
             self-attention, or you must pass `q_offset`.
         num_heads: The number of query heads.
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
-            the three words. You may pass None if the mask has no causal mask and no window.
+            the three words. Required if the mask is causal or has a window.
         batch_size: The number of batch rows, B. Pass it if one row of the mask is used for every
             batch row. If None, the mask must have B rows.
         q_offset: The index, among the keys, of the first query, a Python int. Pass it if the
             queries are some of the keys. For example, pass 1024 if a cache has 1024 tokens and the
             queries are the next tokens of the prompt. The argument is the `offset` of jax's splash
-            masks. If None, the keys are the queries, or tokens of another sequence.
+            masks. Pass None for self-attention without a cache, and for attention to another
+            sequence.
         is_mqa: Whether the kernels are made by `make_splash_mqa`, for keys and values of a single
             head. If False, they are made by `make_splash_mha`.
         head_shards: The number of devices that the heads are split over.
@@ -95,7 +96,7 @@ def splash_kernels(
 
     Edge cases:
         - A query that sees no key gets an average of the values, and the gradients of this average
-          are S times too large. A query sees no key if its segment has no keys, for example if the
+          are S times too large. A query of a segment without keys sees no key, for example if the
           source of a translation is empty. So drop the outputs of these queries. For empty sources,
           write `jnp.where(keys.padding_mask.any(-1)[:, None, None, None], outputs, 0)`.
         - A kernel keeps some numbers of each tile in the scalar memory of a TPU, which has 1 MB. So

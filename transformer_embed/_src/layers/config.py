@@ -136,9 +136,9 @@ class EmbedderConfig:
         row_multiple: A number that divides the number of rows of the token tables. If `vocab_size`
             is not a multiple, rows are added. For example, 129 ids with `row_multiple=128` get a
             table of 256 rows. Set it so that the devices of a mesh divide the rows evenly; 128 fits
-            most meshes. The added rows are never read or predicted, and get no gradient. But they
-            count in statistics of a whole table, so do not use an optimizer that computes the mean
-            or the size of a whole table. For example, if 129 rows are padded to 256,
+            most meshes. The added rows are never read or predicted, and have gradients of 0. But
+            they count in statistics of a whole table, so do not use an optimizer that computes the
+            mean or the size of a whole table. For example, if 129 rows are padded to 256,
             `optax.clip_by_block_rms` lets through updates 1.41 times as large as without padding. A
             step of `optax.adafactor` is 0.71 times as large if the added rows are zeros, as in
             loaded and resized tables.

@@ -21,7 +21,7 @@ from transformer_embed._src.tokens.lookup import OUT_OF_RANGE
 class PositionalEncoding(hk.Module):
     """Adds the encodings of positions to embeddings, then applies dropout.
 
-    Use it in a model that computes its token vectors without this package. Sinusoidal encodings
+    Use it in a model that computes the token vectors without this package. Sinusoidal encodings
     have no parameters. Learned encodings are the parameter `embeddings`, [max_len, d_model]. If you
     need the encodings without the sum, call the method `encoding`.
 

@@ -82,7 +82,7 @@ class RelativePositionBias(hk.Module):
     ) -> Float[Array, "*b h t s"]:
         """Returns the bias of `dtype`, [B or 1, num_heads, T, S].
 
-        If neither the queries nor the keys have a batch axis, the bias is [num_heads, T, S].
+        If the positions of queries and keys have no batch axis, the bias is [num_heads, T, S].
 
         Args:
             query_positions: The positions of the queries, integers. Shape [T] or [B, T].

@@ -66,7 +66,7 @@ class TokenEmbedding(hk.Module):
         out_of_range: What you get for an id outside the vocabulary: `"nan"`, `"clip"` or `"zero"`.
             See `lookup`.
         lookup_style: How table rows are read: `"gather"` or `"one_hot"`; see `lookup`. A member of
-            `hk.EmbedLookupStyle`, or its name, works too.
+            `hk.EmbedLookupStyle`, or the name of a member, works too.
         output: The description of the output layer. If None, there is no output layer, and the
             method `output` raises an error.
         init_stddev: The standard deviation of the initial values of the tables. If None,

@@ -88,8 +88,8 @@ def alibi_bias(
         dtype: The dtype of the result.
 
     Returns:
-        The bias, of `dtype`. Shape [B or 1, num_heads, T, S], or [num_heads, T, S] if neither the
-        queries nor the keys have a batch axis. Distances are exact integers for any two positions.
+        The bias, of `dtype`. Shape [B or 1, num_heads, T, S], or [num_heads, T, S] if the positions
+        of queries and keys have no batch axis. Distances are exact integers for any two positions.
         The product of a distance and a slope is computed in float32 (relative error below 1.8e-7)
         and rounded once. The magnitude of the bias is limited to a quarter of the largest number of
         the dtype, so that the sum with `mask_to_bias` stays finite and masked keys stay masked. You
@@ -156,8 +156,8 @@ def relative_position_buckets(
             get bucket 0. There is no default.
 
     Returns:
-        The buckets, int32, in [0, num_buckets). Shape [B or 1, T, S], or [T, S] if neither the
-        queries nor the keys have a batch axis. Buckets are exact for any two int32 positions.
+        The buckets, int32, in [0, num_buckets). Shape [B or 1, T, S], or [T, S] if the positions of
+        queries and keys have no batch axis. Buckets are exact for any two int32 positions.
 
     Raises:
         TypeError: Positions are not integers, or are a jax array of uint32 or uint64. `num_buckets`

@@ -20,8 +20,8 @@ def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Arra
 
         result[..., t, s] = logits[..., t, s + T - 1 - t]
 
-    So column S - 1 of the logits is for the query's own key, column S - 2 for the key one token
-    before the query, and column S for the key one token after the query.
+    For S keys, column S - 1 of the logits is for the query's own key, column S - 2 for the key one
+    token before the query, and column S for the key one token after the query.
 
     Args:
         logits: The products of the queries and the embeddings of the distances. Floats of shape

@@ -30,13 +30,13 @@ def apply_rotary(
     scaling: Scaling | None = None,
     pair_axes: Sequence[int] | None = None,
 ) -> Float[Array, "... t h d"]:
-    """Rotates queries or keys by their positions (rotary position embeddings, RoPE).
+    """Rotates queries or keys by positions (rotary position embeddings, RoPE).
 
     Call it on the queries and the keys of every attention layer. Their dot products then depend on
     the difference of the positions only. The page "Conventions of other projects" has the arguments
     for each published model.
 
-    The channels of a head form pairs. Each pair has a frequency, which is its angle per unit of
+    The channels of a head form pairs. Each pair has a frequency, which is the angle per unit of
     position. With the defaults, pair i (from 0 to head_dim // 2 - 1) consists of the channels a = i
     and b = i + head_dim // 2. For `angle = position * base ** (-2i / head_dim)`, they become
 

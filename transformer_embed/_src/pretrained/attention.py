@@ -12,6 +12,7 @@ from transformer_embed._src.pretrained.model_type import (
     HEAD_DIM,
     LINEAR,
     MULTIPLIER,
+    MULTIPLIER_OR_HEAD_DIM,
     QUERY_SCALAR,
     UNSCALED,
     ModelType,
@@ -68,11 +69,14 @@ def attention_entries(
     """
     attention = _defaults(model_type.name) if has_defaults else {}
     for entry, possible_names in NAMES_OF_ENTRIES.items():
-        names = [name for name in possible_names if name in entries]
-        if names:
-            value = entries[names[0]]
-            is_number = isinstance(value, int | float) and value > 0
-            attention[entry] = value if is_number else None
+        values = [entries[name] for name in possible_names if name in entries]
+        if entry == "norm_eps":
+            # Types with two kinds of norms have a null for the kind that they do not use.
+            values = [value for value in values if value is not None]
+        if values:
+            first_value = values[0]
+            is_number = isinstance(first_value, int | float) and first_value > 0
+            attention[entry] = first_value if is_number else None
     return attention
 
 
@@ -159,4 +163,7 @@ def _scale(model_type: ModelType, entries: Options, head_dim: int) -> float | No
         query_scalar = entries.get(QUERY_SCALAR)
         return query_scalar**-0.5 if query_scalar else None
     # The entry of attention is None, or a number above 0 (see `attention_entries`).
-    return entries.get(MULTIPLIER)
+    multiplier = entries.get(MULTIPLIER)
+    if multiplier is None and model_type.attention == MULTIPLIER_OR_HEAD_DIM:
+        return head_dim**-0.5
+    return multiplier

@@ -14,6 +14,7 @@ from transformer_embed._src.pretrained.model_type import (
     INDEXED,
     LINEAR,
     MULTIPLIER,
+    MULTIPLIER_OR_HEAD_DIM,
     QUERY_SCALAR,
     SLIDING,
     UNSCALED,
@@ -453,7 +454,7 @@ LLAMA_TYPES = {
     ),
     "falcon": LLAMA.but(attention="", tokens="word_embeddings", tie_word_embeddings=True),
     "hyperclovax": LLAMA.but(
-        attention=MULTIPLIER,
+        attention=MULTIPLIER_OR_HEAD_DIM,
         scale="embedding_multiplier",
         aliases="logit_scale: lm_head_multiplier logits_scaling",
         logit_scale=1.0,

@@ -84,8 +84,8 @@ def load_embedder(
             NTK.
         part: The part to load of a model of several parts. Pass the name of the object in
             config.json that describes the part, such as "decoder" or "thinker_config.text_config".
-            If None, the object `text_config` is used, or all of config.json if config.json has no
-            such object. If several parts have tensors of the same names, the tensors are read whose
+            If None, the object `text_config` is read if there is one, and otherwise all of
+            config.json. If several parts have tensors of the same names, the tensors are read whose
             names begin with the name of the part ("decoder.", "thinker.").
         shardings: How parameters are split over a mesh, as a dict from the path of a parameter:
             {"token_embedding/embeddings": NamedSharding(mesh, P("data"))}. You may shorten a path
@@ -254,8 +254,8 @@ def load_config(
             NTK.
         part: Which part to read, if the model has several parts. Pass the name of the object in
             config.json that describes the part, such as "decoder" or "thinker_config.text_config".
-            If None, the object `text_config` is used, or all of config.json if config.json has no
-            such object.
+            If None, the object `text_config` is read if there is one, and otherwise all of
+            config.json.
 
     Returns:
         A `PretrainedInput`, as `load_embedder` returns it, but `params` is {} and `names` is None.

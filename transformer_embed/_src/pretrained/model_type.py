@@ -45,6 +45,7 @@ ANYWHERE, IN_WINDOW = "anywhere", "in window"
 # Values of `ModelType.attention`: what divides or multiplies the logits of attention.
 HEAD_DIM, QUERY_SCALAR = "head_dim", "query_pre_attn_scalar"
 MULTIPLIER, UNSCALED = "attention_multiplier", "unscaled"
+MULTIPLIER_OR_HEAD_DIM = "attention_multiplier or head_dim"
 
 
 class EntryStatus(enum.Enum):
@@ -113,8 +114,8 @@ class ModelType(NamedTuple):
         attention: How attention scales logits. If HEAD_DIM, logits are divided by the root of the
             head size. If QUERY_SCALAR, logits are divided by the root of the entry
             `query_pre_attn_scalar`. If MULTIPLIER, logits are multiplied by the entry
-            `attention_multiplier`. If UNSCALED, logits stay as they are. If empty, the scale is not
-            known.
+            `attention_multiplier`. If MULTIPLIER_OR_HEAD_DIM, a file without this entry scales as
+            HEAD_DIM. If UNSCALED, logits stay as they are. If empty, the scale is not known.
         has_sinks: Whether attention has a learned sink for each head.
         has_alpha: Whether a rotary scaling of type "dynamic" may have the entry `alpha`, which
             `NTKScaling` takes.

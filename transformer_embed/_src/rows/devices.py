@@ -16,7 +16,7 @@ def pmean(grads: Tree, axis_name: Any) -> Tree:
     Use this function inside `jax.pmap`, `jax.shard_map` or `jax.vmap` with an `axis_name`. Do not
     use `jax.lax.pmean` for a `RowGradient`: `jax.lax.pmean` averages the first number of all
     devices, the second number, and so on, but the first row of one device may belong to another id
-    than the first row of the next device. Here, the devices send each other the indices of their
+    than the first row of the next device. Here, the devices send each other the indices of the
     rows, so the gradients of equal rows are averaged.
 
     With `check_vma=True` (the default of `jax.shard_map`), `jax.grad` already sums the gradients of

@@ -112,8 +112,8 @@ class RowGradient(SomeRows):
 
     Edge cases:
         - A scale may be as small as 1e-12. A cast to float16 loses the fingerprint.
-        - The fingerprint shows a change only if the values change by more than a few percent, and
-          only if one of the first 64 rows has a gradient of at least about 1e-26.
+        - The fingerprint misses a change of the gradient by less than a few percent. It also misses
+          all changes if none of the first 64 rows has a gradient of about 1e-26 or more.
 
     Source:
         TensorFlow's IndexedSlices, https://www.tensorflow.org/api_docs/python/tf/IndexedSlices

@@ -55,8 +55,8 @@ class TokenPositions:
     `jax.tree.map`, pad a batch with zeros, and carry a cache through a `scan`.
 
     Args:
-        positions: The position of each token in its own sequence. Integers of shape [length] or
-            [batch, length].
+        positions: The position of each token in the sequence. Integers of shape [length] or [batch,
+            length].
         segment_ids: The number of the sequence that each token belongs to. Integers of at least 0,
             shape [length] or [batch, length]. 0 is padding. If None, each batch row is one sequence
             without padding.
@@ -470,7 +470,7 @@ class TokenPositions:
         Returns:
             TokenPositions of shape [batch, length] or [length]. Positions are counted from 0, and
             all tokens of a batch row are in segment 1. If your model counts positions from 2, pass
-            `tokens.positions + 2` to its layer.
+            `tokens.positions + 2` to the layer.
 
         Raises:
             TypeError: `lengths` are not integers, or `length` is not a Python int.
@@ -513,7 +513,7 @@ class TokenPositions:
 
         Returns:
             TokenPositions of the shape of `segment_ids`. Each sequence is counted from 0. If your
-            model counts positions from 2, pass `tokens.positions + 2` to its layer.
+            model counts positions from 2, pass `tokens.positions + 2` to the layer.
 
         Raises:
             TypeError: `segment_ids` does not hold integers, or is a jax array of uint32 or uint64.

@@ -41,9 +41,9 @@ def shared_prefix_parents(
         length: The number of tokens of a row, with padding.
 
     Returns:
-        int32 [batch, length]. The number at a token is the index in the row of the token before it
-        in the same text. The first token of each answer has the index of the last token of the
-        prompt. The first token of the prompt has -1, and padding has -2.
+        int32 [batch, length]. For each token, the index in the row of the previous token of the
+        same text. The first token of each answer has the index of the last token of the prompt. The
+        first token of the prompt has -1, and padding has -2.
 
     Raises:
         TypeError: The lengths are not integers, or `length` is not a Python int.

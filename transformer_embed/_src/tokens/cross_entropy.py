@@ -125,9 +125,9 @@ def linear_cross_entropy(
             traced, so you can change the share during training, and gets a gradient.
         z_loss: The factor of `log_z**2` in the loss, at least 0. Pass a number, or an array as for
             `label_smoothing`. Set it to keep log_z near 0, for example to 1e-4 as in PaLM.
-        reduction: How the losses are joined. `"mean"` divides their sum by the sum of the weights
-            of the counted labels. `"sum"` returns the sum, which you can add up over batches.
-            `"none"` returns the loss of each label, times its weight.
+        reduction: How the losses are joined. `"mean"` divides the sum of the losses by the sum of
+            the weights of the counted labels. `"sum"` returns the sum, which you can add up over
+            batches. `"none"` returns the loss of each label, times the weight of the label.
         with_metrics: Whether `LossMetrics` are returned too. Set True to log them.
         chunk_size: The largest number of tokens in a chunk, the part of the batch whose logits are
             held at once. Set a smaller number to save memory. If None, all tokens are one chunk if
@@ -160,27 +160,28 @@ def linear_cross_entropy(
         [0.0, 0.0]
 
     Edge cases:
-        - If no label is counted, the loss and its gradients are 0, as if every prediction were
+        - If no label is counted, the loss and the gradients are 0, as if every prediction were
           right. A wrong mask can be the cause, so log `LossMetrics.weight`, which is 0 in this
           case.
         - If a counted label is outside the vocabulary, the loss is NaN. The gradient of the table,
           and the gradient of x at the token that predicts this label, are NaN, too.
         - The `pad_id` is never predicted. To leave out labels whose id may be predicted elsewhere,
           use `mask`.
-        - A `pad_id` outside the vocabulary, such as -100, marks labels that are not counted. If you
-          also set `shift`, a token with this mark still predicts the next label. So the last token
-          of a prompt, marked by -100, predicts the first token of the answer.
-        - If a token predicts no counted label, the x of this token has no effect, even if it is
-          NaN.
+        - A `pad_id` outside the vocabulary, such as -100, marks labels that are not counted. With
+          `shift`, a token whose own label is -100 still predicts the label after it. So the last
+          token of a prompt predicts the first token of the answer, although all labels of the
+          prompt are -100.
+        - The x of a token has an effect only if the token predicts a counted label. Otherwise it
+          may even be NaN.
         - Gradients are summed over the chunks in float32 or wider, then cast once. One case is less
           accurate: `reduction="none"`, with an x of 16 bits and a vocabulary that is split over
           devices. Then each device rounds its part of the gradient of x before the parts are added.
-        - If the bias bans every id, the loss is infinite and its gradients are finite.
+        - If the bias bans every id, the loss is infinite and the gradients are finite.
         - A weight of 0 removes the loss of a label completely, even a loss that is infinite or NaN.
         - If some weights are negative, use `reduction="sum"`, because `"mean"` divides by the sum
           of the weights, which may be 0 or negative.
         - If you pass `label_smoothing` or `z_loss` as an array, an entry out of range makes the
-          loss of its label NaN. If the weight of the label is 0, the loss stays 0.
+          loss of this label NaN. If the weight of the label is 0, the loss stays 0.
         - If x and the table are in bfloat16, the gradients of the logits are rounded to bfloat16
           before they are multiplied, as in a loss on `linear_logits`.
 

@@ -76,9 +76,9 @@ def linear_divergence(
             Pass a number, or a floating array that broadcasts to the tokens, such as [batch, 1]. An
             array may be traced and gets a gradient. If you want the square of the temperature as a
             factor, as in Hinton et al., multiply the result by it.
-        mask: Which tokens are counted. Bools that broadcast to the tokens, True = counted. Without
-            labels, only the mask can leave out padding. For example, if you set `shift`, pass
-            `ids != pad_id`. If None, all tokens are counted.
+        mask: Which tokens are counted. Bools that broadcast to the tokens, True = counted. There
+            are no labels here, so only the mask can leave out padding. For example, pass `ids !=
+            pad_id`, with or without `shift`. If None, all tokens are counted.
         weights: A factor for the divergence of each token. Floats that broadcast to the tokens. Set
             it if some tokens matter more than others. If None, all factors are 1.
         shift: How many tokens ahead each token predicts, a Python int. Pass 1 (or True) for a
@@ -91,9 +91,9 @@ def linear_divergence(
             set `shift`, pass `segment_ids` of your `TokenPositions`. Then predictions of the first
             token of each document are not counted. 0 is padding. If None, each batch row is one
             document.
-        reduction: How the divergences are joined. `"mean"` divides their sum by the sum of the
-            weights of the counted tokens. `"sum"` returns the sum. `"none"` returns the divergence
-            of each token, times its weight.
+        reduction: How the divergences are joined. `"mean"` divides the sum of the divergences by
+            the sum of the weights of the counted tokens. `"sum"` returns the sum. `"none"` returns
+            the divergence of each token, times the weight of the token.
         chunk_size: The largest number of tokens in a chunk, the part of the batch whose logits are
             held at once. Set a smaller number to save memory. If None, a number is chosen as in
             `linear_cross_entropy`, for the logits of both layers together.

@@ -65,8 +65,8 @@ def linear_log_probs(
         labels: The ids whose log-probabilities you want, of any integer dtype. Shape [...], like
             the tokens of x. If you set `shift`, pass the ids of the text. To compare k candidates
             at each token, such as the choices of a question or the ids from a teacher's
-            `linear_top_k`, pass shape [..., k]. The logits of a token are computed once for all of
-            its candidates.
+            `linear_top_k`, pass shape [..., k]. The logits of a token are computed once for all
+            candidates of the token.
         temperature: The number that divides the logits, above 0 and at most 1e36. Pass the
             temperature at which the text was sampled, as a number or as a floating array that
             broadcasts to the tokens, such as [batch, 1]. An array may be traced and gets a
@@ -129,7 +129,7 @@ def linear_log_probs(
           because no token predicts it.
         - If the labels are candidates [..., k], a candidate that is not counted has -inf in place
           of 0. So the candidate adds nothing to a sum of probabilities by `jax.nn.logsumexp`.
-        - If a counted label is outside the vocabulary, its log-probability is NaN.
+        - If a counted label is outside the vocabulary, the log-probability is NaN.
         - If you pass `temperature` as an array, an entry out of range makes the results of its
           counted labels NaN.
         - If the vocabulary is split over devices and x has 16 bits, each device rounds its part of

@@ -32,7 +32,7 @@ class OutputLayer:
     With `u = scale * (x @ table.T + bias)`, the logits are u, or `softcap * tanh(u / softcap)`.
 
     The layer is a pytree whose leaves are the table and the bias. So you can pass it through
-    `jax.jit`, `jax.vmap` and `jax.lax.scan`, and its gradient is an `OutputLayer` again.
+    `jax.jit`, `jax.vmap` and `jax.lax.scan`, and the gradient is an `OutputLayer` again.
 
     Args:
         table: The vectors of the ids, of a floating dtype. Shape [vocab_size, d], or [d,
