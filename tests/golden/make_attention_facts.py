@@ -74,7 +74,7 @@ def main():
         layers, eps = facts(model, config)
         entries = json.loads(config.to_json_string(use_diff=False))
         read = {"model_type"}.union(*row.names_of_entries().values())
-        read |= {*" ".join(attention.NAMES_OF_ENTRIES.values()).split()}
+        read |= attention.NAMES_OF_ATTENTION
         entries = {key: entries[key] for key in entries if key in read}
         case = {"config": entries, "layers": layers, "norm_eps": eps}
         lines.append(f"{json.dumps(name)}: {json.dumps(case)}")

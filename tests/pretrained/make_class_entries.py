@@ -79,7 +79,7 @@ def made_defaults():
         config_class = type(configuration_auto.CONFIG_MAPPING[class_type]().get_text_config())
         pairs = []
         for name, names in attention.NAMES_OF_ENTRIES.items():
-            values = [getattr(config_class, alias, None) for alias in names.split()]
+            values = [getattr(config_class, alias, None) for alias in names]
             value = next((value for value in values if isinstance(value, int | float)), None)
             if value:
                 pairs.append(f"{name}={json.dumps(value)}")

@@ -44,19 +44,26 @@ def change_column(
     """
 
     def in_one_pass() -> Array:
-        is_changed = jnp.arange(values.shape[1], dtype=jnp.int32)[None] == columns
+        """Computes every value of the result, from the old value or from the changed one."""
+        every_column = jnp.arange(values.shape[1], dtype=jnp.int32)[None]
+        is_changed = every_column == columns
         return jnp.where(is_changed, change(values), values)
 
     if not is_last_change:
         return in_one_pass()
 
+    def write_in_row(row: Array, column: Array, new_value: Array) -> Array:
+        """Writes a value into one column of one row, unless the column is past the end."""
+        return row.at[column].set(new_value, mode="drop")
+
     def in_place() -> Array:
+        """Writes only the changed values."""
         # As uint32, a negative column is past the end.
-        index = jnp.broadcast_to(columns, (len(values), 1)).astype(jnp.uint32)
-        old_values = jnp.take_along_axis(values, index, axis=1, mode="clip")
+        column_of_row = jnp.broadcast_to(columns, (len(values), 1)).astype(jnp.uint32)
+        old_values = jnp.take_along_axis(values, column_of_row, axis=1, mode="clip")
+        new_values = change(old_values)
         # The rows are an axis of `vmap` and not an index, because a mesh may split them.
-        write = jax.vmap(lambda row, column, new: row.at[column].set(new, mode="drop"))
-        return write(values, index, change(old_values))
+        return jax.vmap(write_in_row)(values, column_of_row, new_values)
 
     return jax.lax.platform_dependent(cpu=in_place, default=in_one_pass)
 
@@ -68,8 +75,8 @@ def known_after_reading(ids: Int32[Array, "k"], rows: Float[Array, "n d"]) -> In
     ids were known before, XLA would copy the table, because a row might be overwritten before it is
     read.
     """
-    # The returned sum depends on the rows, because the number 0 that is added is computed from the
-    # rows, as the integer half of 0 or 1. XLA does not simplify this half. (XLA drops a
+    # The result is the ids plus 0. This 0 is computed from the rows, as 0 >> 1 or 1 >> 1, and XLA
+    # does not notice that both are 0. So the result is known only after the rows. (XLA drops a
     # `jax.lax.optimization_barrier` too early.) All columns of a row are read, because explicit
     # mesh axes may split the columns.
     has_nan = jnp.isnan(rows[:1]).any()
@@ -90,7 +97,12 @@ def computed_once(rows: Float[Array, "n ..."]) -> Float[Array, "n ..."]:
     # No index is out of range. In the default mode, jax would still compare each index with the
     # range, and select NaN.
     gather = functools.partial(jnp.take, indices=every_row, axis=0, mode="clip")
-    return jax.lax.platform_dependent(rows, cpu=gather, default=lambda rows: rows)
+
+    def keep(rows: Array) -> Array:
+        """Returns the rows as they are."""
+        return rows
+
+    return jax.lax.platform_dependent(rows, cpu=gather, default=keep)
 
 
 def nan_where(is_wrong: Bool[Array, "..."], values: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -109,7 +121,8 @@ def nan_where(is_wrong: Bool[Array, "..."], values: Float[Array, "..."]) -> Floa
         # In this mode, jax_debug_nans looks at each constant, and would raise an error for a
         # constant NaN even if no value is wrong. So NaN is made from bits, and only where a value
         # is wrong. In a compiled program, this would cost a TPU a percent.
-        nan_bits = nan.view(f"int{8 * nan.itemsize}")
+        integer_dtype = f"int{8 * nan.itemsize}"
+        nan_bits = nan.view(integer_dtype)
         bits = jnp.where(is_wrong, nan_bits, np.zeros_like(nan_bits))
         nan = jax.lax.bitcast_convert_type(bits, values.dtype)
     return jnp.where(is_wrong, nan, values)

@@ -22,10 +22,14 @@ def spec_axes(spec: PartitionSpec, ndim: int) -> list[Axes]:
     [("data",), (), ("x", "y"), ()]. The list has `ndim` entries, or as many as the spec if it is
     longer.
     """
+    axes_of_dimensions: list[Axes] = []
+    for names in spec:
+        # The leaves of a tuple are its names, the leaf of a name is the name, and None has no leaf.
+        axes_of_dimensions.append(tuple(jax.tree.leaves(names)))
+    # A spec may leave out the last dimensions, which are whole.
     missing_dimensions = ndim - len(spec)
-    names_of_dimensions = (*spec, *[None] * missing_dimensions)
-    # The leaves of a tuple are its names, the leaf of a name is the name, and None has no leaf.
-    return [tuple(jax.tree.leaves(names)) for names in names_of_dimensions]
+    whole: Axes = ()
+    return axes_of_dimensions + [whole] * missing_dimensions
 
 
 def typed_axes(array: Any) -> list[Axes]:
@@ -71,8 +75,10 @@ def restricted(sharding: NamedSharding, axes: Axes) -> NamedSharding:
 
     A dimension that only other axes split becomes whole.
     """
-    axes_of_dimensions = spec_axes(sharding.spec, 0)
-    spec = (tuple(axis for axis in names if axis in axes) for names in axes_of_dimensions)
+    spec = []
+    for mesh_axes in spec_axes(sharding.spec, ndim=len(sharding.spec)):
+        kept_axes = tuple(axis for axis in mesh_axes if axis in axes)
+        spec.append(kept_axes)
     return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
@@ -206,8 +212,10 @@ def split_like(array: Array, other: Array) -> Array:
     sharding = jax.typeof(other).sharding
     if not is_explicit(sharding.mesh):
         return array
-    dimensions = zip(array.shape, other.shape, sharding.spec, strict=False)
-    spec = (axes if size == other_size else None for size, other_size, axes in dimensions)
+    spec = []
+    # `zip` stops at the last dimension that both arrays have.
+    for size, other_size, mesh_axes in zip(array.shape, other.shape, sharding.spec, strict=False):
+        spec.append(mesh_axes if size == other_size else None)
     return reshard(array, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
 
 

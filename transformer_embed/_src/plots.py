@@ -141,9 +141,11 @@ def plot_mask(
     else:
         tones = {"hidden": HIDDEN, "may attend": ALLOWED}
         mask = arguments.as_mask("mask", mask)
-    # Each value of the mask is the index of its tone. Interpolation would mix tones.
-    colors = matplotlib("colors").ListedColormap(list(tones.values()))
-    options = {"cmap": colors, "vmin": 0, "vmax": len(tones) - 1, "interpolation": "nearest"}
+    # Each value of the mask (0, 1, and 2 for kinds of tiles) is the index of a tone. Interpolation
+    # would mix tones.
+    color_map = matplotlib("colors").ListedColormap(list(tones.values()))
+    last_tone = len(tones) - 1
+    options = {"cmap": color_map, "vmin": 0, "vmax": last_tone, "interpolation": "nearest"}
     values = _as_matrix("mask", mask)
     image = _draw_queries_and_keys(ax, values, (query_tokens, key_tokens), **options)
     make_patch = matplotlib("patches").Patch
@@ -205,24 +207,28 @@ def plot_rotary(
         raise arguments.type_error("positions", "numbers", position_array)
     drawn_positions = np.atleast_1d(arguments.on_host("positions", position_array))
     head_dim = arguments.size("head_dim", head_dim)
-    half = head_dim // 2
-    # Channels `pair` and `pair + half` are a pair in the layout "half".
-    pairs = range(0, half, max(1, half // 8))[:4]
-    # In the pair of the circle of radius r, each head [position, 1, channel] has the point (r, 0).
-    heads = np.zeros([len(drawn_positions), 1, head_dim], np.float32)
-    heads[..., pairs] = range(1, len(pairs) + 1)
-    rotated_heads = apply_rotary(heads, drawn_positions, base=base, scaling=scaling)
-    rotated = np.asarray(rotated_heads)[:, 0]
+    pair_count = head_dim // 2
+    step = max(1, pair_count // 8)
+    pairs = range(0, pair_count, step)[:4]
+    # The vectors are [position, head, channel]. In the layout "half", the first channel of a pair
+    # is channel `pair`, and the second is channel `pair + pair_count`. So each vector has the point
+    # (1, 0) in the first of the pairs, (2, 0) in the second, and so on.
+    vectors = np.zeros([len(drawn_positions), 1, head_dim], np.float32)
+    for radius, pair in enumerate(pairs, 1):
+        vectors[..., pair] = radius
+    rotated = np.asarray(apply_rotary(vectors, drawn_positions, base=base, scaling=scaling))
     ax = _axes_or_new(ax)
     ax.set(xlabel="first channel of the pair", ylabel="second channel of the pair")
     ax.set(aspect="equal", xmargin=0.1, ymargin=0.1)
     for radius, pair in enumerate(pairs, 1):
-        _draw_circle(ax, radius, rotated[:, [pair, pair + half]], f"pair {pair}")
+        points = rotated[:, 0, [pair, pair + pair_count]]
+        _draw_circle(ax, radius, points, f"pair {pair}")
     title = "A circle for each pair;\nradii keep them apart.\nNumbers: positions."
     ax.legend(title=title, **LEGEND_BESIDE)
     # The first pair turns by a radian at each position, and 6 radians are almost a full turn. So a
     # seventh number would lie on the first.
-    _write_positions(ax, drawn_positions[:6], rotated[:6, [0, half]])
+    points_of_first_pair = rotated[:, 0, [0, pair_count]]
+    _write_positions(ax, drawn_positions[:6], points_of_first_pair[:6])
     return ax
 
 
@@ -300,20 +306,26 @@ def _as_matrix(name: str, array: ArrayLike) -> Float64[np.ndarray, "rows columns
 
     Raises a ValueError if the array is empty or has several matrices.
     """
-    values = np.asarray(arguments.on_host(name, arguments.as_array(name, array)), np.float64)
-    if values.ndim < 2 or not values.size or math.prod(values.shape[:-2]) > 1:
+    host_array = arguments.on_host(name, arguments.as_array(name, array))
+    values = np.asarray(host_array, np.float64)
+    number_of_matrices = math.prod(values.shape[:-2])
+    if values.ndim < 2 or values.size == 0 or number_of_matrices > 1:
         want = "a matrix that is not empty (choose one by an index, such as x[0])"
         raise arguments.value_error(name, want, f"shape {list(values.shape)}")
-    return values.reshape(values.shape[-2:])
+    matrix_shape = values.shape[-2:]
+    return values.reshape(matrix_shape)
 
 
 def _draw_circle(ax: "Axes", radius: int, points: np.ndarray, label: str) -> None:
     """Draws a circle around the origin, and points [n, 2] in the style of the circle."""
-    circle = matplotlib("patches").Circle((0, 0), radius, fill=False, color="0.8", zorder=0)
+    patches = matplotlib("patches")
+    circle = patches.Circle((0, 0), radius, fill=False, color="0.8", zorder=0)
     ax.add_patch(circle)
+    # The circles have the radii 1, 2, 3, ..., and each has a style of its own.
     marker, color = STYLES[radius - 1]
-    style = {"marker": marker, "color": color, "linestyle": "", "markersize": 3.5}
-    ax.plot(points[:, 0], points[:, 1], label=label, **style)
+    x = points[:, 0]
+    y = points[:, 1]
+    ax.plot(x, y, label=label, marker=marker, color=color, linestyle="", markersize=3.5)
 
 
 def _write_positions(ax: "Axes", positions: np.ndarray, points: np.ndarray) -> None:
@@ -392,10 +404,12 @@ def _draw_queries_and_keys(
     image = _draw_matrix(ax, values, axis_labels, names, **options)
     queries, keys = values.shape
     if max(queries, keys) <= MOST_CELLS_WITH_LINES:
-        line = {"color": "white", "linewidth": 1}
-        # The centre of the first cell is at 0, so its edges are at -0.5 and 0.5.
-        image.axes.hlines(np.arange(1, queries) - 0.5, -0.5, keys - 0.5, **line)
-        image.axes.vlines(np.arange(1, keys) - 0.5, -0.5, queries - 0.5, **line)
+        style = {"color": "white", "linewidth": 1}
+        # The centre of the first cell is at 0, so the edges of the cells are at -0.5, 0.5, ...
+        edges_between_queries = np.arange(1, queries) - 0.5
+        edges_between_keys = np.arange(1, keys) - 0.5
+        image.axes.hlines(edges_between_queries, -0.5, keys - 0.5, **style)
+        image.axes.vlines(edges_between_keys, -0.5, queries - 0.5, **style)
     return image
 
 

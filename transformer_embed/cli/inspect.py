@@ -93,12 +93,18 @@ def _read(args: argparse.Namespace) -> pretrained.PretrainedInput:
         settings = _read_settings(pathlib.Path(args.settings).expanduser())
     if args.model_type is not None:
         settings["model_type"] = args.model_type
-    options = {"stack": args.stack, "length": args.length, "part": args.part}
+    options = {
+        "settings": settings or None,
+        "stack": args.stack,
+        "length": args.length,
+        "part": args.part,
+    }
     path = pathlib.Path(args.checkpoint).expanduser()
+    # A config.json has no tensors. An index file is JSON, too, but it lists files of tensors.
     is_index = path.name.endswith(".index.json")
     if path.suffix == ".json" and not is_index:
-        return pretrained.load_config(path, settings=settings or None, **options)
-    return pretrained.load_embedder(args.checkpoint, settings=settings or None, **options)
+        return pretrained.load_config(path, **options)
+    return pretrained.load_embedder(args.checkpoint, **options)
 
 
 def _read_settings(path: pathlib.Path) -> dict[str, Any]:
@@ -129,14 +135,15 @@ def _print_parameters(found: pretrained.PretrainedInput) -> None:
 
 def _print_layers(found: pretrained.PretrainedInput) -> None:
     """Prints the rotation and the mask of the layers, once for all layers that are equal."""
-    # Layers are compared by their texts. They cannot be keys themselves, because they hold
-    # dictionaries, and arrays inside have no truth value for ==.
+    # The keys are the texts of the layers. A layer itself cannot be a key, because it holds
+    # dictionaries, which are not hashable.
     indices_by_text = collections.defaultdict(list)
     for index, layer in enumerate(found.layers):
         indices_by_text[repr(layer)].append(index)
     for indices in indices_by_text.values():
         layer = found.layers[indices[0]]
-        print(f"{shown(layer.type)}, in layers {', '.join(map(str, indices))}")
+        listed_indices = ", ".join(map(str, indices))
+        print(f"{shown(layer.type)}, in layers {listed_indices}")
         if layer.rotary is not None:
             print(f"  apply_rotary(x, positions, {_code_of_arguments(layer.rotary)})")
         if layer.query_scale is not None:

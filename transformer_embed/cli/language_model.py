@@ -38,7 +38,6 @@ SHORTEST_TEXT = math.ceil((LENGTHS[-1] + 1) / HELD_OUT)
 SCHEMES = {"sinusoidal": te.Sinusoidal(), "learned": te.Learned(CONTEXT)}
 
 ModelParams = Mapping[str, Mapping[str, Array]]
-_norm = functools.partial(hk.LayerNorm, -1, create_scale=True, create_offset=True)
 
 
 def config(positions: str) -> te.EmbedderConfig:
@@ -54,22 +53,33 @@ def next_byte_logits(positions: str, ids: UInt8[Array, "b t"]) -> Float[Array, "
     embed = te.TransformerEmbedding(config(positions))
     x = embed(ids, is_training=False)
     for _ in range(NUM_LAYERS):
-        x = x + _attention(positions, _norm()(x))
+        x = x + _attention(positions, _normalized(x))
+        hidden = hk.Linear(4 * D_MODEL)(_normalized(x))
         # So et al., "Primer" (2021), https://arxiv.org/abs/2109.08668: a squared ReLU learns faster
         # than GELU, and is cheaper on a CPU.
-        hidden = jnp.square(jax.nn.relu(hk.Linear(4 * D_MODEL)(_norm()(x))))
+        hidden = jnp.square(jax.nn.relu(hidden))
         x = x + hk.Linear(D_MODEL)(hidden)
-    return te.linear_logits(_norm()(x), embed.output())
+    return te.linear_logits(_normalized(x), embed.output())
+
+
+def _normalized(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+    """Applies a new layer norm, which has parameters of its own."""
+    return hk.LayerNorm(axis=-1, create_scale=True, create_offset=True)(x)
 
 
 def _attention(positions: str, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
     """Runs causal attention; rotary positions turn queries and keys, and ALiBi adds a bias."""
-    tokens = te.TokenPositions.from_offset(0, x.shape[1])
-    heads = (*x.shape[:2], NUM_HEADS, D_MODEL // NUM_HEADS)
-    query, key, value = (
-        hk.Linear(D_MODEL, with_bias=False, name=name)(x).reshape(heads)
-        for name in ("query", "key", "value")
-    )
+    batch, length, _ = x.shape
+    tokens = te.TokenPositions.from_offset(0, length)
+
+    def project_to_heads(name: str) -> Float[Array, "b t h c"]:
+        """Applies a linear layer of this name, and splits the channels over the heads."""
+        projected = hk.Linear(D_MODEL, with_bias=False, name=name)(x)
+        return projected.reshape(batch, length, NUM_HEADS, D_MODEL // NUM_HEADS)
+
+    query = project_to_heads("query")
+    key = project_to_heads("key")
+    value = project_to_heads("value")
     bias = None
     if positions == "rotary":
         query = te.apply_rotary(query, tokens.positions)
@@ -146,8 +156,9 @@ def _train_params(
         params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
         state = optimizer.init(params)
         for done in range(steps):
-            batch = windows[rng.integers(0, len(windows), batch_size)]
-            params, state, loss = step(params, state, jax.device_put(batch, over_devices))
+            starts = rng.integers(0, len(windows), batch_size)
+            batch = jax.device_put(windows[starts], over_devices)
+            params, state, loss = step(params, state, batch)
             if done % STEPS_BETWEEN_LOSSES == 0:
                 bar.set_description(f"{positions}, training", refresh=False)
                 bar.set_postfix_str(f"loss={float(loss):.2f}", refresh=False)
@@ -181,8 +192,9 @@ def _make_step(compiled_loss: Callable, optimizer: optax.GradientTransformation)
             return compiled_loss(params, batch).mean()
 
         loss, gradient = jax.value_and_grad(mean_loss)(params)
-        updates, state = optimizer.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state, loss
+        updates, new_state = optimizer.update(gradient, state, params)
+        new_params = optax.apply_updates(params, updates)
+        return new_params, new_state, loss
 
     return step
 
@@ -200,9 +212,11 @@ def _score(
     Each byte is scored once, except the first one and a remainder shorter than a window.
     `loss_of_windows` takes windows [b, length + 1], and returns the bits per byte of each window.
     """
-    # Windows at each multiple of the length: a window's last byte is the next window's first.
+    # Windows start at each multiple of the length. They have a byte more than the length, so the
+    # last byte of a window is the first byte of the next one.
     windows = _windows(text, length)[::length]
-    batch_size = EVALUATION_TOKENS // length * over_devices.num_devices
+    windows_per_device = EVALUATION_TOKENS // length
+    batch_size = windows_per_device * over_devices.num_devices
     batch_count = math.ceil(len(windows) / batch_size)
     # All batches have one shape, so `loss_of_windows` compiles once. The last batch is filled up
     # with the first windows, and the second scores of these windows are left out.
@@ -219,8 +233,10 @@ def _bits_per_byte(
 ) -> Float[Array, "b"]:
     """Returns bits per byte of each window, the mean over all bytes except the first."""
     logits = model(positions).apply(params, windows[:, :-1])
-    targets = windows[:, 1:].astype(jnp.int32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean(-1) / math.log(2)
+    next_bytes = windows[:, 1:].astype(jnp.int32)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, next_bytes)
+    # The losses are in nats, and a bit is log(2) nats.
+    return losses.mean(-1) / math.log(2)
 
 
 def split(text: bytes) -> tuple[np.ndarray, np.ndarray]:
@@ -244,6 +260,7 @@ def _optimizer(steps: int) -> optax.GradientTransformation:
 def _windows(ids: np.ndarray, length: int) -> np.ndarray:
     """Returns all windows of a text as a view [starts, length + 1], without a copy.
 
-    The row at a start has `length` bytes from there on, and the byte after them.
+    Row i has `length` bytes from index i on, and the byte after them. For example, the text 5 6 7 8
+    and the length 2 give 5 6 7 and 6 7 8.
     """
     return np.lib.stride_tricks.sliding_window_view(ids, length + 1)

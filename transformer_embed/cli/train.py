@@ -66,6 +66,7 @@ def add_to(commands: Any) -> None:
 def _names(text: str) -> list[str]:
     """Returns the names in a list with commas; an unknown or a repeated name is an error."""
     names = text.split(",")
+    # A set has a repeated name once, so it has fewer names than the list.
     known_names = {*names} & {*POSITION_NAMES}
     if len(known_names) < len(names):
         raise argparse.ArgumentTypeError(f"wanted some of {','.join(POSITION_NAMES)}, got {text!r}")
@@ -93,10 +94,8 @@ def run(args: argparse.Namespace) -> None:
     lengths = language_model.LENGTHS
     print(f"text: {source.name}, {len(source.text):,} bytes")
     print(f"\nTrained on texts of {lengths[0]} bytes: bits per byte of texts with")
-    print(
-        _table_line("positions", "parameters", [f"{length} bytes" for length in lengths]),
-        flush=True,
-    )
+    headings_of_scores = [f"{length} bytes" for length in lengths]
+    print(_table_line("positions", "parameters", headings_of_scores), flush=True)
     for name in args.positions:
         if not sys.stderr.isatty():
             # A progress bar is for a terminal. Elsewhere a line says what takes so long.
@@ -105,28 +104,20 @@ def run(args: argparse.Namespace) -> None:
         # The first model is written before the others are trained, which takes as long again.
         if out and name == args.positions[0]:
             pretrained.save_embedder(out, language_model.config(name), trained.params)
-        print(
-            _table_line_of_model(name, trained.params, trained.bits_per_byte, len(lengths)),
-            flush=True,
-        )
+        scores = [f"{score:.2f}" for score in trained.bits_per_byte]
+        # There is a dash for each length of text for which the model has no positions.
+        scores += ["-"] * (len(lengths) - len(scores))
+        parameter_count = sum(leaf.size for leaf in jax.tree.leaves(trained.params))
+        print(_table_line(name, f"{parameter_count:,}", scores), flush=True)
     if out:
         print(f"\nThe model with {args.positions[0]} positions is in {args.out}.")
 
 
-def _table_line_of_model(name: str, params: Any, bits: Sequence[float], columns: int) -> str:
-    """Returns the line of the table for a trained model.
-
-    There is a dash for each length of text for which the model has no positions.
-    """
-    size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    scores = [f"{score:.2f}" for score in bits]
-    scores += ["-"] * (columns - len(scores))
-    return _table_line(name, f"{size:,}", scores)
-
-
-def _table_line(name: str, size: str, bits: Sequence[str]) -> str:
+def _table_line(name: str, parameters: str, scores: Sequence[str]) -> str:
     """Returns a line of the table, with a column for each score."""
-    return f"{name:<22}{size:>12}" + "".join(f"{score:>14}" for score in bits)
+    columns = [f"{name:<22}", f"{parameters:>12}"]
+    columns += [f"{score:>14}" for score in scores]
+    return "".join(columns)
 
 
 def _checked_out_path(name: str) -> pathlib.Path:
@@ -167,7 +158,8 @@ def _read_source(files: Sequence[str]) -> Source:
 def _read_library() -> Source:
     """Returns the source of the standard library's top-level modules, in sorted order."""
     folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))[:LIBRARY_BYTES]
+    texts = [path.read_bytes() for path in sorted(folder.glob("*.py"))]
+    text = b"".join(texts)[:LIBRARY_BYTES]
     if not text:
         raise ValueError(
             f"{folder} does not hold the source of the standard library; name a FILE to train on"

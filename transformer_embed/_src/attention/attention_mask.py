@@ -254,7 +254,7 @@ class AttentionMask(Mask):
         shape = arguments.entries("shape", shape, arguments.size, count=2)
         query_length, key_length = self.lengths
         query_count, key_count = shape
-        for length, size in ((query_length, query_count), (key_length, key_count)):
+        for length, size in zip(self.lengths, shape, strict=True):
             # A symbolic length has no order.
             if not export.is_symbolic_dim(length) and length < size:
                 want = f"a size inside the mask's {self.lengths}"
@@ -316,15 +316,22 @@ register_pytree(AttentionMask, "causal", "window", "chunk", "sinks")
 def _check_sides(queries: TokenPositions, keys: TokenPositions) -> None:
     """Raises a ValueError unless queries and keys have arrays that the rule can compare."""
 
-    def check_given(name: str, own_array: Any, other_name: str, other_array: Any) -> None:
-        """Raises a ValueError if one side lacks an array that the other side has."""
-        if own_array is None and other_array is not None:
+    arrays = {
+        "queries.segment_ids": queries.segment_ids,
+        "keys.segment_ids": keys.segment_ids,
+        "queries.block_ids": queries.block_ids,
+        "keys.block_ids": keys.block_ids,
+    }
+
+    def check_not_missing(name: str, other_name: str) -> None:
+        """Raises a ValueError if the first array is None, but the other one is not."""
+        if arrays[name] is None and arrays[other_name] is not None:
             raise arguments.value_error(name, f"an array, since {other_name} is given", None)
 
     # Queries may lack segment ids. They then see the keys of every segment.
-    check_given("keys.segment_ids", keys.segment_ids, "queries.segment_ids", queries.segment_ids)
-    check_given("keys.block_ids", keys.block_ids, "queries.block_ids", queries.block_ids)
-    check_given("queries.block_ids", queries.block_ids, "keys.block_ids", keys.block_ids)
+    check_not_missing("keys.segment_ids", "queries.segment_ids")
+    check_not_missing("keys.block_ids", "queries.block_ids")
+    check_not_missing("queries.block_ids", "keys.block_ids")
     check_batch_sizes({"queries": number_of_rows(queries), "keys": number_of_rows(keys)})
 
 
@@ -355,12 +362,16 @@ def _mask_of_pairs(
     mask: AttentionMask, query_fields: Fields, key_fields: Fields
 ) -> Bool[Array, "b t s"]:
     """Applies the rule of a mask to each pair of a query and a key."""
-    # The fields of the queries become [b, t, 1], and the fields of the keys [b, 1, s].
-    query_fields = {name: jnp.expand_dims(array, 2) for name, array in query_fields.items()}
-    query_fields = with_conditions(query_fields, mask)
-    key_fields = {name: jnp.expand_dims(array, 1) for name, array in key_fields.items()}
-    key_fields = with_conditions(key_fields, mask)
-    return may_attend(query_fields, key_fields)
+
+    def with_axis(fields: Fields, axis: int) -> Fields:
+        """Adds an axis of size 1 to each array."""
+        return {name: jnp.expand_dims(array, axis) for name, array in fields.items()}
+
+    # The arrays of the queries become [b, t, 1], and the arrays of the keys [b, 1, s]. So they
+    # broadcast to [b, t, s].
+    queries = with_conditions(with_axis(query_fields, 2), mask)
+    keys = with_conditions(with_axis(key_fields, 1), mask)
+    return may_attend(queries, keys)
 
 
 # The functions below are compiled even if the caller is not.
@@ -377,7 +388,9 @@ def _dense(mask: AttentionMask) -> Bool[Array, "b 1 t s"]:
     # in segment 0, and every key in segment 0 is padding. If each query were checked for padding,
     # the mask would have a query axis even where all queries have the same mask.
     query_fields["zero_at_padding"] = jnp.ones((1, 1), jnp.int32)
-    return jnp.expand_dims(_mask_of_pairs(mask, query_fields, key_fields), 1)
+    pairs = _mask_of_pairs(mask, query_fields, key_fields)
+    # The axis of the heads.
+    return jnp.expand_dims(pairs, 1)
 
 
 @compiled(3)
@@ -393,7 +406,9 @@ def _tile(
     tile_keys = _slice_tokens(key_fields, key_start, key_count)
     tile = _mask_of_pairs(mask, tile_queries, tile_keys)
     # If a start leaves no room for the rectangle, the dynamic slice moves the start, and so takes
-    # other tokens than the caller asked for.
-    tile &= (query_start >= 0) & (query_start <= query_length - query_count)
-    tile &= (key_start >= 0) & (key_start <= key_length - key_count)
+    # other tokens than the caller asked for. In this case the result is False.
+    has_room_for_queries = (query_start >= 0) & (query_start <= query_length - query_count)
+    tile &= has_room_for_queries
+    has_room_for_keys = (key_start >= 0) & (key_start <= key_length - key_count)
+    tile &= has_room_for_keys
     return tile

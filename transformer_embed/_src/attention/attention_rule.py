@@ -139,13 +139,19 @@ def with_conditions(fields: Fields, mask: Any) -> Fields:
 
 
 def _saturating_sum(places: Array, distance: int) -> Array:
-    """Computes `places + distance`, or the end of the dtype if the sum is beyond it."""
-    info = jnp.iinfo(places.dtype)
-    # No two places are further apart than the range of the dtype. If `size` is in the upper half of
-    # this range, it wraps to a negative `step`. Then the sum with the step wraps back, so the sum
-    # is right.
-    size = min(abs(distance), info.max - info.min)
+    """Computes `places + distance`, or the end of the dtype if the sum is beyond it.
+
+    For example, in int8 the places 100 and 120 plus 10 give 110 and 127.
+    """
+    lowest = jnp.iinfo(places.dtype).min
+    highest = jnp.iinfo(places.dtype).max
+    # No two places are further apart than the range of the dtype.
+    size = min(abs(distance), highest - lowest)
+    # A size above `highest` wraps to a negative step here. Adding this step wraps once more, so
+    # the sum is right.
     step = np.array(size).astype(places.dtype)
     if distance < 0:
-        return jnp.maximum(places, info.min + size) - step
-    return jnp.minimum(places, info.max - size) + step
+        places_without_overflow = jnp.maximum(places, lowest + size)
+        return places_without_overflow - step
+    places_without_overflow = jnp.minimum(places, highest - size)
+    return places_without_overflow + step

@@ -60,8 +60,8 @@ class JoinedMask(Mask):
         arguments.instance("mask", self.second, Mask, "a te.AttentionMask, to join with another")
         want = "the queries and keys of the other mask"
         arguments.check_same("mask", want, self.second.lengths, self.first.lengths)
-        counts = {"mask": number_of_rows(self.first), "other": number_of_rows(self.second)}
-        check_batch_sizes(counts)
+        batch_sizes = {"mask": number_of_rows(self.first), "other": number_of_rows(self.second)}
+        check_batch_sizes(batch_sizes)
 
     @property
     def lengths(self) -> tuple[Any, Any]:

@@ -23,16 +23,17 @@ from transformer_embed._src.attention.attention_rule import (
 from transformer_embed._src.compiled import compiled
 from transformer_embed._src.sequences.runs import with_row_indices
 
-# How many steps the loop of `compute_tile_kinds` takes at once, at most. A step computes all tiles
-# of the same queries, in each batch row.
+# How many steps the loop over the tiles takes at once, at most. A step computes all tiles of the
+# same queries, in each batch row.
 STEPS_AT_ONCE = 64
 
 
 class Interval(NamedTuple):  # noqa: PLW1641 (no set or dict holds an interval)
     """Holds the lowest and the highest value of a field in a run of tokens.
 
-    A comparison of two intervals gives an interval of bools. `low` then says whether the comparison
-    is true of every pair of tokens, and `high` whether it may be true of some pair.
+    A comparison of two intervals gives an interval of bools: `low` says whether the comparison is
+    true of every pair of tokens, and `high` says whether it may be true of some pair. For example,
+    of 2 to 4 <= 3 to 9, `low` is False (4 <= 3), and `high` is True (2 <= 9).
 
     If no token of the run is counted, `low` is above `high`.
     """
@@ -71,32 +72,51 @@ def compute_tile_kinds(mask: Any, shape: tuple[int, int]) -> Int8[Array, "b m n"
         mask: An `AttentionMask`.
         shape: The numbers of queries and of keys of a tile.
     """
+    # The numbers that the mask compares (positions, segment ids and so on), token by token.
     query_fields, key_fields = whole_rule_fields(mask)
     if mask.keys is None:
+        # In self-attention, row indices give narrower intervals than positions and segment ids.
         query_fields = with_row_indices(query_fields, mask.chunk)
         key_fields = query_fields
-    query_count, key_count = shape
-    # The queries of a tile consist of runs of this many tokens, and so do the keys. In
-    # self-attention, XLA computes the intervals of the runs once, for queries and keys together.
-    run_length = math.gcd(query_count, key_count)
+    tile_queries, tile_keys = shape
+    # A tile of 6 queries and 4 keys is made of runs of 2 tokens: 3 runs of queries, and 2 runs of
+    # keys. In self-attention, the runs of the queries and of the keys are equal, so XLA computes
+    # their intervals once.
+    run_length = math.gcd(tile_queries, tile_keys)
     query_runs = _run_intervals(query_fields, mask, run_length)
-    query_intervals = _merged(query_runs, query_count // run_length)
+    query_intervals = _merged(query_runs, tile_queries // run_length)
     key_runs = _run_intervals(key_fields, mask, run_length)
-    key_intervals = _merged(key_runs, key_count // run_length)
+    key_intervals = _merged(key_runs, tile_keys // run_length)
+    return _kinds_from_intervals(query_intervals, key_intervals)
 
-    def kinds_of_step(step_intervals: Intervals) -> Int8[Array, "b n"]:
-        """Computes the kinds of the tiles of one step."""
-        pairs_attend = may_attend(step_intervals, key_intervals)
-        # 0 if no pair may attend, 1 if some may, 2 if all may.
-        return pairs_attend.low.astype(jnp.int8) + pairs_attend.high.astype(jnp.int8)
 
-    # One step of the loop takes the queries of one tile: bounds [b, m] become [m, b, 1]. Outside of
-    # a loop, XLA would fuse the intervals into the comparison, and compute the intervals again for
-    # each tile. XLA does not fuse into a loop.
+def _kinds_from_intervals(
+    query_intervals: Intervals, key_intervals: Intervals
+) -> Int8[Array, "b m n"]:
+    """Compares each tile's interval of queries with each tile's interval of keys.
+
+    The comparison is a loop, of which a step takes the queries of one tile and all keys. Without a
+    loop, XLA would fuse the intervals into the comparison, and would compute the intervals again
+    for each tile. XLA does not fuse into a loop.
+
+    Args:
+        query_intervals: The fields of the queries. The bounds are [b, m].
+        key_intervals: The fields of the keys. The bounds are [b, n].
+    """
+
+    def kinds_of_step(step_queries: Intervals) -> Int8[Array, "b n"]:
+        """Compares the queries of one tile, with bounds [b, 1], with all keys."""
+        attend = may_attend(step_queries, key_intervals)
+        all_attend = attend.low.astype(jnp.int8)
+        some_attend = attend.high.astype(jnp.int8)
+        # 0 if no pair may attend, 1 if only some pairs may, 2 if all pairs may.
+        return all_attend + some_attend
+
+    # The loop is over the first axis, so [b, m] becomes [m, b, 1].
     steps = jax.tree.map(lambda bound: bound.T[:, :, None], query_intervals)
     step_count = len(steps["places"].low)
-    # The batch size divides the number of steps, because for a remainder lax.map would trace the
-    # function again.
+    # lax.map runs `batch_size` steps at once. The batch size divides the number of steps, because
+    # lax.map would trace the function a second time for the steps that remain.
     batch_size = math.gcd(step_count, STEPS_AT_ONCE)
     # lax.map cannot batch steps if an array is empty, so it then takes the steps one by one.
     bounds = jax.tree.leaves((steps, key_intervals))

@@ -68,8 +68,13 @@ class RowRule:
         """Checks the mask and the options, and gives tokens without a batch axis one."""
         want = f"a te.AttentionMask, not joined by & or |{OTHER_WAYS}"
         mask = arguments.instance("mask", self.mask, AttentionMask, want)
-        # Kernels take batches. Tokens without a batch axis are used for every batch row.
-        mask = jax.tree.map(lambda array: array if array.ndim == 2 else array[None], mask)
+
+        def with_batch_axis(array: Array) -> Array:
+            """Gives an array without a batch axis one of size 1, which broadcasts to all rows."""
+            return array if array.ndim == 2 else array[None]
+
+        # Kernels take batches.
+        mask = jax.tree.map(with_batch_axis, mask)
         arguments.set_fields(self, mask=mask)
         query_count, key_count = mask.lengths
         # In self-attention, the only offset is 0.
@@ -221,7 +226,13 @@ class RowRule:
         sides = [TokenPositions(**vars(side)) for side in self.mask.sides]
         # Queries and keys may have different dtypes, so both get the wider one.
         dtype = np.result_type(*(array.dtype for array in jax.tree.leaves(sides)))
-        ids = [_segment_ids_or_ones(side, dtype) for side in sides]
+        ids = []
+        for side in sides:
+            if side.segment_ids is None:
+                # Without segment ids, every token is in segment 1.
+                ids.append(jnp.ones((1, side.positions.shape[1]), dtype))
+            else:
+                ids.append(side.segment_ids.astype(dtype))
         if self.mask.queries.segment_ids is None:
             # Queries without segments see the tokens of every segment, so all tokens get the id 1.
             ids = [(side_ids != 0).astype(dtype) for side_ids in ids]
@@ -238,9 +249,12 @@ class RowRule:
     def row_count(self) -> int:
         """Returns the number of batch rows: `batch_size`, or the number that the mask has."""
         counts = {array.shape[0] for array in jax.tree.leaves(self.mask)}
-        # Each array has one batch row, or the same other number of batch rows as the others. This
-        # is no maximum, because a symbolic dimension of jax.export has no order.
-        rows = next(iter(counts - {1}), 1)
+        # Each array has one batch row, or as many batch rows as the mask. (`max` could not be used,
+        # because a symbolic dimension of jax.export has no order.)
+        rows = 1
+        for count in counts:
+            if count != 1:
+                rows = count
         if self.batch_size is None:
             return rows
         if rows not in (1, self.batch_size):
@@ -278,38 +292,39 @@ def _check_tokens(tokens: TokenPositions, order: str) -> None:
     check_batch(ids, tokens, vocab_size=1, order=order)
 
 
-def _segment_ids_or_ones(tokens: TokenPositions, dtype: Any) -> Integer[Array, "b t"]:
-    """Returns the segment ids of tokens in this dtype; without them, each token is in segment 1."""
-    if tokens.segment_ids is None:
-        return jnp.ones((1, tokens.positions.shape[1]), dtype)
-    return tokens.segment_ids.astype(dtype)
-
-
 # The function is compiled even if the caller is not.
 @functools.partial(jax.jit, inline=True)
 def _number_pairs(segments: list[Array], chunks: list[Array]) -> list[Int32[Array, "b t"]]:
     """Numbers the pairs (segment, chunk) of each batch row from 1 on, and gives padding 0.
 
     Tokens get equal numbers if they have equal pairs, also if one is a query and the other a key.
+    So queries and keys are numbered together. For example, for queries with the segments 7 7 and
+    the chunks 0 1, and keys with the segments 7 9 0 and the chunks 1 1 0, the numbers are 2 3 and
+    3 4 0 (the pair of the padding takes the number 1, which no token has).
 
     Args:
         segments: The segment ids of the queries and of the keys.
         chunks: The chunks of the queries and of the keys.
     """
-    # [batch, length, 2], for the queries and for the keys.
-    side_pairs = [
-        jnp.stack(jnp.broadcast_arrays(side_segments, side_chunks), axis=2)
-        for side_segments, side_chunks in zip(segments, chunks, strict=True)
-    ]
-    # Queries and keys are numbered together. If they were numbered separately, a pair could get one
-    # number as a query and another number as a key.
-    batch = max(map(len, side_pairs))
-    batch_pairs = [jnp.broadcast_to(side, (batch, *side.shape[1:])) for side in side_pairs]
-    pairs = jnp.concatenate(batch_pairs, axis=1)
-    unique = functools.partial(jnp.unique, axis=0, size=pairs.shape[1], return_inverse=True)
-    _, numbers_from_0 = jax.vmap(unique)(pairs)
+    pairs_of_sides = []
+    for side_segments, side_chunks in zip(segments, chunks, strict=True):
+        # Segments and chunks have 1 or b batch rows. [1 or b, length, 2].
+        same_shape = jnp.broadcast_arrays(side_segments, side_chunks)
+        pairs_of_sides.append(jnp.stack(same_shape, axis=2))
+    query_pairs, key_pairs = pairs_of_sides
+    # The queries or the keys may have one batch row, which is used for all batch rows.
+    batch = max(len(query_pairs), len(key_pairs))
+    query_pairs = jnp.broadcast_to(query_pairs, (batch, *query_pairs.shape[1:]))
+    key_pairs = jnp.broadcast_to(key_pairs, (batch, *key_pairs.shape[1:]))
+    pairs = jnp.concatenate([query_pairs, key_pairs], axis=1)
+
+    def number_row(row_pairs: Integer[Array, "n 2"]) -> Integer[Array, "n"]:
+        """Returns, for each pair of a batch row, its index in the sorted list of the pairs."""
+        _, pair_indices = jnp.unique(row_pairs, axis=0, size=len(row_pairs), return_inverse=True)
+        return pair_indices
+
+    numbers_from_0 = jax.vmap(number_row)(pairs)
     is_padding = pairs[..., 0] == 0
     numbers = jnp.where(is_padding, 0, numbers_from_0.astype(jnp.int32) + 1)
-    query_segments, _ = segments
-    query_count = query_segments.shape[1]
+    query_count = query_pairs.shape[1]
     return [numbers[:, :query_count], numbers[:, query_count:]]

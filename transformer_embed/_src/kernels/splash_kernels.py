@@ -140,8 +140,9 @@ def _kernels_of_rows(rule: RowRule, kernel: Any, sizes: Any, q_seq_shards: int) 
 
     jax's kernel skips only the tiles that the causal mask or the window hides. The kernel of a
     batch row also skips the tiles without a pair in that row. A kernel has arrays that say which
-    tiles it skips: one set for the forward pass, and one each for the gradients of queries (dq) and
-    of keys (dkv). If one kernel computes both gradients, there is no set for queries alone.
+    tiles it skips (jax calls them a MaskInfo): one set for the forward pass, and one each for the
+    gradients of queries (dq) and of keys (dkv). If one kernel computes both gradients, there is no
+    set for queries alone.
 
     Args:
         rule: The rule of the mask.
@@ -150,11 +151,11 @@ def _kernels_of_rows(rule: RowRule, kernel: Any, sizes: Any, q_seq_shards: int) 
         q_seq_shards: The number of devices that the queries are split over.
     """
     forward_tile = sizes.block_q, sizes.block_kv
-    forward = _skipping(rule, kernel.fwd_mask_info, forward_tile)
+    forward = _info_that_skips_keys(rule, kernel.fwd_mask_info, forward_tile)
     query_tile = sizes.block_q_dq, sizes.block_kv_dq
-    query_gradient = _skipping(rule, kernel.dq_mask_info, query_tile)
+    query_gradient = _info_that_skips_keys(rule, kernel.dq_mask_info, query_tile)
     key_tile = sizes.block_q_dkv, sizes.block_kv_dkv
-    key_gradient = _skipping_queries(rule, q_seq_shards, kernel.dkv_mask_info, key_tile)
+    key_gradient = _info_that_skips_queries(rule, q_seq_shards, kernel.dkv_mask_info, key_tile)
     # The class is taken from the kernel, because jax has no public name for this class.
     return type(kernel)(forward, query_gradient, key_gradient, **kernel.kwargs)
 
@@ -199,7 +200,7 @@ def _check_memory(rule: RowRule, sizes: Any) -> None:
         raise arguments.value_error("block_sizes", want, f"{used} bytes (take larger block sizes)")
 
 
-def _skipping(rule: RowRule, info: Any, tile: tuple[int, int]) -> Any:
+def _info_that_skips_keys(rule: RowRule, info: Any, tile: tuple[int, int]) -> Any:
     """Makes the arrays by which each batch row's kernel skips tiles of keys.
 
     The arrays are not a public interface of jax. This was tried with jax 0.9 to 0.12. In step i, j
@@ -216,10 +217,10 @@ def _skipping(rule: RowRule, info: Any, tile: tuple[int, int]) -> Any:
         return None
     must_run = _tiles_that_must_run(rule, tile)
     steps = _steps_of_rows(1, info.data_next, info.block_mask, must_run)
-    return _info_of_rows(rule, info, loaded_tile=steps.loaded_tile, runs=steps.runs)
+    return _info_for_every_row(rule, info, loaded_tile=steps.loaded_tile, runs=steps.runs)
 
 
-def _skipping_queries(rule: RowRule, shards: int, info: Any, tile: tuple[int, int]) -> Any:
+def _info_that_skips_queries(rule: RowRule, shards: int, info: Any, tile: tuple[int, int]) -> Any:
     """Makes the arrays by which each batch row's kernel skips tiles of queries.
 
     This is for the gradients of keys. In step i, j of its grid, that kernel loads the queries of
@@ -244,10 +245,10 @@ def _skipping_queries(rule: RowRule, shards: int, info: Any, tile: tuple[int, in
     steps = _steps_of_rows(shards, swapped(info.data_next), swapped(info.block_mask), must_run)
     # The kernel takes the axes in their first order, so they are swapped back.
     loaded_tile = swapped(steps.loaded_tile)
-    return _info_of_rows(rule, info, loaded_tile=loaded_tile, runs=swapped(steps.runs))
+    return _info_for_every_row(rule, info, loaded_tile=loaded_tile, runs=swapped(steps.runs))
 
 
-def _info_of_rows(rule: RowRule, info: Any, *, loaded_tile: Array, runs: Array) -> Any:
+def _info_for_every_row(rule: RowRule, info: Any, *, loaded_tile: Array, runs: Array) -> Any:
     """Makes the arrays of a kernel for every batch row, with a batch axis in front.
 
     The two arrays that are passed replace arrays of jax's kernel. The others are the same in every
@@ -285,9 +286,13 @@ def _on_diagonal(rule: RowRule, tile: tuple[int, int]) -> Bool[np.ndarray, "r s"
     # The first query of each row of tiles, [r, 1], and the first key of each column, [s].
     first_queries = np.arange(0, query_count, tile_queries)[:, None]
     first_keys = np.arange(0, key_count, tile_keys)
-    # If there are more queries than keys, the last queries get the last tile of keys.
-    own_keys = np.minimum(first_queries + (rule.q_offset or 0), first_keys[-1])
-    return own_keys // tile_keys == first_keys // tile_keys
+    # A query sees the key of its own index, so the tile with this key is chosen. If there are more
+    # queries than keys, the last queries get the last tile of keys.
+    index_of_first_queries = first_queries + (rule.q_offset or 0)
+    own_keys = np.minimum(index_of_first_queries, first_keys[-1])
+    own_tiles = own_keys // tile_keys
+    every_tile = first_keys // tile_keys
+    return own_tiles == every_tile
 
 
 class _Steps(NamedTuple):
@@ -316,20 +321,33 @@ def _steps_of_rows(
         must_run: Which tiles must run, counted from the first tile of all.
     """
     step_count = loaded_tile.shape[2]
-    shard_of_step = np.arange(step_count) // (step_count // shards)
-    first_tile_of_shard = shard_of_step * (must_run.shape[2] // shards)
-    # Of the tiles that a step loads, `loaded_tile` counts from the first tile of the shard, and
-    # `must_run` from the first tile of all.
+    steps_per_shard = step_count // shards
+    tiles_per_shard = must_run.shape[2] // shards
+    shard_of_step = np.arange(step_count) // steps_per_shard
+    first_tile_of_shard = shard_of_step * tiles_per_shard
+    # `loaded_tile` counts tiles from the first tile of the shard. `must_run` counts from the first
+    # tile of all shards.
     tile = loaded_tile + first_tile_of_shard.astype(np.int32)
     step_must_run = jnp.take_along_axis(must_run[:, None], tile[None], axis=3)
     runs = jnp.where(step_must_run, runs, 0)
-    # A step that does not run loads what the next running step needs, so that nothing is loaded
-    # for the idle step alone. The steps follow each other row by row: [b, h, i * j].
-    is_running = runs.reshape(*runs.shape[:2], -1) > 0
+    return _Steps(loaded_tile=_tile_of_next_running_step(loaded_tile, runs), runs=runs)
+
+
+def _tile_of_next_running_step(
+    loaded_tile: Integer[Array, "h i j"], runs: Integer[Array, "b h i j"]
+) -> Integer[Array, "b h i j"]:
+    """Returns a tile for each step: its own tile if it runs, or the tile of the next running step.
+
+    So nothing is loaded for an idle step alone. The steps of a grid follow each other row by row.
+    For example, if the steps load the tiles 0 1 2 / 0 1 2 and run as 0 0 1 / 0 1 0, the result is
+    2 2 2 / 1 1 2. After the last running step, it is the tile of the last step of all.
+    """
+    batch, heads, _, _ = runs.shape
+    # [b, h, steps].
+    is_running = runs.reshape(batch, heads, -1) > 0
     steps = jnp.arange(is_running.shape[2], dtype=jnp.int32)
-    # After the last running step, the steps load what the last step of all loads.
     running_or_last = jnp.where(is_running, steps, steps[-1])
     next_running = jax.lax.cummin(running_or_last, axis=2, reverse=True)
-    flat_tiles = jnp.broadcast_to(loaded_tile, runs.shape).reshape(is_running.shape)
-    flat_tiles = jnp.take_along_axis(flat_tiles, next_running, axis=2)
-    return _Steps(loaded_tile=flat_tiles.reshape(runs.shape), runs=runs)
+    tile_of_step = jnp.broadcast_to(loaded_tile, runs.shape).reshape(is_running.shape)
+    next_tile = jnp.take_along_axis(tile_of_step, next_running, axis=2)
+    return next_tile.reshape(runs.shape)

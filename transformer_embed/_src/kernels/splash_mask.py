@@ -38,10 +38,17 @@ class IndexMask(splash.LocalMask):
         left, right = self.window_size
         left = no_limit if left is None else left
         right = no_limit if right is None else right
-        # In a tile, r - c is above -columns and below rows. So bounds that are clamped to these two
-        # allow the same pairs, and all tiles inside the window get the same bounds.
-        low = min(max(-right - first_difference, -columns), rows)
-        high = min(max(left - first_difference, -columns), rows)
+
+        def clamped(bound: int) -> int:
+            """Clamps a bound of r - c to the numbers from -columns to rows.
+
+            In a tile, r - c is above -columns and below rows, so the clamped bound allows the same
+            pairs. All tiles inside the window get the same bounds.
+            """
+            return min(max(bound, -columns), rows)
+
+        low = clamped(-right - first_difference)
+        high = clamped(left - first_difference)
         return _allowed_differences(rows, columns, low, high)
 
 

@@ -12,7 +12,6 @@ which sign to use, and the rest, at most an eighth of a turn, goes into the poly
 """
 
 import decimal
-import functools
 from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any, NamedTuple
@@ -55,8 +54,9 @@ def as_positions(name: str, value: ArrayLike) -> Array | np.ndarray:
     An array on the host stays there, because a compiled function takes it faster than a result of
     `jnp.asarray`. These arrays keep their dtype:
 
-    - uint32 on the host, if a number is 2**31 or more;
-    - jax arrays of uint32, int64, uint64 or float64, because the numbers in them may be traced.
+    - a uint32 array on the host with a number of 2**31 or more, which int32 does not hold;
+    - jax arrays of uint32, int64, uint64 or float64. Nobody can check a traced number, and int32 or
+      float32 may not hold it.
 
     Raises:
         TypeError: The positions are neither integers nor float32 or float64.
@@ -66,19 +66,21 @@ def as_positions(name: str, value: ArrayLike) -> Array | np.ndarray:
     if arguments.is_int32(value):
         return value
     array = arguments.as_array(name, value)
+    is_on_host = isinstance(array, np.ndarray)
     if jnp.issubdtype(array.dtype, jnp.integer):
-        is_host_uint32 = isinstance(array, np.ndarray) and array.dtype == np.uint32
-        is_large = is_host_uint32 and array.max(initial=0) >= 2**31
-        return array if is_large else arguments.as_integers(name, array)
+        if is_on_host and array.dtype == np.uint32 and array.max(initial=0) >= 2**31:
+            return array
+        # `as_integers` keeps the dtype of a jax array if int32 does not hold all of the dtype.
+        return arguments.as_integers(name, array)
     if array.dtype not in (np.float32, np.float64):
         want = "an integer dtype, or float32 (16-bit floats skip integers)"
         raise arguments.type_error(name, want, array.dtype)
-    if isinstance(array, jax.Array) or array.dtype == np.float32:
-        return array
-    return _as_float32(name, array)
+    if is_on_host and array.dtype == np.float64:
+        return _rounded_to_float32(name, array)
+    return array
 
 
-def _as_float32(name: str, array: np.ndarray) -> np.ndarray:
+def _rounded_to_float32(name: str, array: np.ndarray) -> np.ndarray:
     """Rounds float64 to float32, or raises a ValueError if that would change an integer."""
     with np.errstate(over="ignore"):
         narrow = array.astype(np.float32)
@@ -136,14 +138,21 @@ def in_turn_units(frequencies: np.ndarray) -> tuple[int, ...]:
 
 
 def in_words(units: Sequence[int] | np.ndarray) -> Words:
-    """Splits frequencies in units of 2**-64 turns into words of 32 bits: whole turns, high, low."""
+    """Splits frequencies in units of 2**-64 turns into words of 32 bits: whole turns, high, low.
+
+    For example, the frequency 3 * 2**64 + 5 * 2**32 + 7 gives the words 3, 5 and 7.
+    """
     integers = np.array(units, object)
 
-    def word_above(bit: int) -> np.ndarray:
-        """Returns the 32 bits from this bit upwards."""
-        return ((integers >> bit) & 0xFFFFFFFF).astype(np.uint32)
+    def word_from_bit(bit: int) -> np.ndarray:
+        """Returns 32 bits, of which this one is the lowest."""
+        shifted = integers >> bit
+        return (shifted & 0xFFFFFFFF).astype(np.uint32)
 
-    return word_above(64), word_above(32), word_above(0)
+    whole_turns = word_from_bit(64)
+    high = word_from_bit(32)
+    low = word_from_bit(0)
+    return whole_turns, high, low
 
 
 def sinusoid(
@@ -188,7 +197,7 @@ def sinusoid(
 
 
 def _is_held(positions: Shaped[Array, "... #d"], narrow: Shaped[Array, "... #d"]) -> Array:
-    """Returns which 64-bit positions are right in 32 bits. A fraction may be rounded.
+    """Returns which 64-bit positions have kept their value in 32 bits. A fraction may be rounded.
 
     Args:
         positions: Positions of an integer dtype of 64 bits, or of float64.
@@ -218,18 +227,22 @@ def multiply_high(a: Whole, b: Array | np.ndarray | np.uint32) -> Word:
     a_high = (a >> 16).astype(jnp.uint32)
     b_low = b & 0xFFFF
     b_high = b >> 16
-    # The sum of one mixed product and the carry of the lowest product, in units of 2**16.
+    # The first mixed product, plus the upper half of the lowest product, in units of 2**16.
     middle = a_high * b_low + ((a_low * b_low) >> 16)
     # If `a` is negative, `middle` is negative too. A signed shift keeps the sign.
     middle_high = (middle.astype(a.dtype) >> 16).astype(jnp.uint32)
-    return a_high * b_high + middle_high + ((a_low * b_high + (middle & 0xFFFF)) >> 16)
+    upper = a_high * b_high + middle_high
+    # The second mixed product, plus what `middle_high` leaves out of the first one.
+    middle_low = a_low * b_high + (middle & 0xFFFF)
+    return upper + (middle_low >> 16)
 
 
 def _multiply(integer: Whole, high: Any, low: Any) -> _Phase:
     """Multiplies an int32 or uint32 by a fraction of a turn in two words, modulo one turn."""
-    # The product with the high word may wrap, which takes away whole turns.
     word = integer.astype(jnp.uint32)
-    return _Phase(high=word * high + multiply_high(integer, low), low=word * low)
+    # `word * high` may wrap, which takes away whole turns.
+    high_of_product = word * high + multiply_high(integer, low)
+    return _Phase(high=high_of_product, low=word * low)
 
 
 @jax.custom_jvp
@@ -245,14 +258,17 @@ def _sine_at_float(positions: Real, frequencies: Words, quarters: Quarters) -> R
 
 @_sine_at_float.defjvp
 def _sine_at_float_jvp(primals: Any, tangents: Any) -> tuple[Real, Real]:
-    """Computes the sine, and how the sine changes along the tangent of the positions."""
+    """Computes the sine, and the tangent of the sine for the tangent of the positions."""
     positions, frequencies, quarters = primals
-    turns, high, low = jax.tree.map(lambda word: word.astype(jnp.float32), frequencies)
-    radians_per_unit = 2 * np.pi * (turns + (high * 2**-32 + low * 2**-64))
-    # The derivative of the sine is the cosine, which is the sine a quarter turn on.
-    slope = radians_per_unit * _sine_at_float(positions, frequencies, quarters + np.uint32(1))
     position_tangent, *_ = tangents
-    return _sine_at_float(*primals), slope * position_tangent
+    turns, high, low = jax.tree.map(lambda word: word.astype(jnp.float32), frequencies)
+    turns_per_unit = turns + (high * 2**-32 + low * 2**-64)
+    radians_per_unit = 2 * np.pi * turns_per_unit
+    # The derivative of the sine is the cosine, which is the sine a quarter turn on.
+    cosine = _sine_at_float(positions, frequencies, quarters + np.uint32(1))
+    derivative = radians_per_unit * cosine
+    sine = _sine_at_float(positions, frequencies, quarters)
+    return sine, derivative * position_tangent
 
 
 def _float_phase(magnitude: Real, frequencies: Words) -> _Phase:
@@ -280,7 +296,9 @@ def _float_phase(magnitude: Real, frequencies: Words) -> _Phase:
     second_high = multiply_high(second, turns)
     second_low = second * turns + multiply_high(second, high)
     second_phase = _Phase(high=second_high, low=second_low)
-    return _add(_add(_add(integer_phase, first_phase), first_low_phase), second_phase)
+    phase = _add(integer_phase, first_phase)
+    phase = _add(phase, first_low_phase)
+    return _add(phase, second_phase)
 
 
 def _add(phase: _Phase, other: _Phase) -> _Phase:
@@ -319,17 +337,22 @@ def _sine_of_phase(phase: _Phase, quarters: Quarters) -> Real:
     If the nearest quarter turn is even, the sine is computed by the polynomial of the sine, from
     the distance to that quarter turn. If it is odd, the polynomial of the cosine is used.
     """
+    # A quarter turn is 2**30 units of the high word.
     shifted = phase.high + ((quarters << 30) + _EIGHTH_TURN)
     is_even = (shifted & _ODD_BIT) == 0
-    distance = (shifted & _DISTANCE_BITS).astype(jnp.int32) - (1 << 29)
+    distance_plus_eighth = (shifted & _DISTANCE_BITS).astype(jnp.int32)
+    distance = distance_plus_eighth - (1 << 29)
     angle, angle_error = _radians(distance, phase.low)
     square = angle * angle
     # The first two terms of the cosine, 1 - angle**2 / 2, and the rounding error of their sum.
     half = 0.5 * square
     cosine_start = 1.0 - half
     start_error = (1.0 - cosine_start) - half
-    # Each term of the sine or of the cosine, whichever is computed.
-    choose = functools.partial(jnp.where, is_even)
+
+    def choose(of_sine: Any, of_cosine: Any) -> Any:
+        """Returns the term of the sine or of the cosine, whichever is computed."""
+        return jnp.where(is_even, of_sine, of_cosine)
+
     leading = choose(angle, cosine_start)
     leading_error = choose(angle_error, start_error - angle * angle_error)
     # The remaining terms: angle**3 * S(angle**2), or angle**4 * C(angle**2).
@@ -338,17 +361,20 @@ def _sine_of_phase(phase: _Phase, quarters: Quarters) -> Real:
     remaining = factor * ((c_2 * square + c_1) * square + c_0)
     value = leading + (remaining + leading_error)
     # The sign bit of the float is flipped where the sine is negative.
-    bits = jax.lax.bitcast_convert_type(value, jnp.uint32) ^ (shifted & _SIGN_BIT)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+    bits = jax.lax.bitcast_convert_type(value, jnp.uint32)
+    signed_bits = bits ^ (shifted & _SIGN_BIT)
+    return jax.lax.bitcast_convert_type(signed_bits, jnp.float32)
 
 
 def _radians(distance: Whole, low: Word) -> tuple[Real, Real]:
     """Returns an angle in radians, and its rounding error.
 
     The angle is `distance * 2**-32 + low * 2**-64` turns, and `distance` is from -2**29 to 2**29.
-    The product with `_RADIANS_FIRST` is exact for the multiple of 2**18 that is nearest to the
-    distance, because this multiple has 12 bits above its zeros.
+    The distance is split into the nearest multiple of 2**18, `coarse`, and the rest, `fine`. The
+    product of `coarse` and `_RADIANS_FIRST` is exact, because `coarse` has 12 bits above its zeros.
+    For example, the distance 2**18 + 5 has the coarse part 2**18 and the fine part 5.
     """
+    # Adding half a step and then clearing the 18 low bits rounds to the nearest multiple.
     coarse = (distance + (1 << 17)) & -(1 << 18)
     # A CPU converts a signed 24-bit integer to float32 exactly, in one instruction.
     below = (low >> 8).astype(jnp.int32).astype(jnp.float32)
@@ -357,4 +383,5 @@ def _radians(distance: Whole, low: Word) -> tuple[Real, Real]:
     exact = coarse * _RADIANS_FIRST
     small = coarse * _RADIANS_SECOND + fine * _RADIANS
     angle = exact + small
-    return angle, (exact - angle) + small
+    rounding_error = (exact - angle) + small
+    return angle, rounding_error

@@ -218,10 +218,11 @@ def _slopes(num_heads: int, max_bias: float) -> tuple[float, ...]:
     # The largest power of two up to the number of heads.
     power = 2 ** (num_heads.bit_length() - 1)
     # Slope number n is 2 ** (-max_bias * n / power). The first, third, fifth, ... slope of twice as
-    # many heads have the numbers 0.5, 1.5, 2.5, ...
-    first_numbers = [i + 1 for i in range(power)]
-    other_numbers = [i + 0.5 for i in range(num_heads - power)]
-    return tuple(2.0 ** (-max_bias * number / power) for number in first_numbers + other_numbers)
+    # many heads have the numbers 0.5, 1.5, 2.5, ... For example, six heads have the slopes number
+    # 1, 2, 3, 4, 0.5 and 1.5.
+    numbers = [i + 1.0 for i in range(power)]
+    numbers += [i + 0.5 for i in range(num_heads - power)]
+    return tuple(2.0 ** (-max_bias * number / power) for number in numbers)
 
 
 # The functions below are compiled even if the caller is not.
@@ -238,14 +239,19 @@ def _alibi(
     """Computes `alibi_bias` from checked arguments and the slope of each head."""
     wide = conversions.compute_dtype(dtype)
     # [h, 1, 1], with an axis of 1 in front if there is a batch axis.
-    head_slopes = np.array(slopes, wide).reshape(*[1] * (queries.ndim - 1), -1, 1, 1)
+    batch_axes = [1] * (queries.ndim - 1)
+    head_slopes = np.array(slopes, wide).reshape(*batch_axes, -1, 1, 1)
     is_after, distance = _is_after_and_distance(queries, keys)
     distance = distance.astype(wide)
     # The distance 0 must give 0: `0 - distance` does, but `-distance` would give -0.
-    relative = jnp.where(is_after, distance, 0 - distance) if causal else 0 - distance
-    quarter = float(jnp.finfo(dtype).max) / 4
-    bias = head_slopes * jnp.expand_dims(relative, -3)
-    return jnp.clip(bias, -quarter, quarter).astype(dtype)
+    relative_position = 0 - distance
+    if causal:
+        # A key after the query gets a bias above 0. Callers mask these keys.
+        relative_position = jnp.where(is_after, distance, relative_position)
+    # A quarter of the largest number, so that logits and bias together stay finite.
+    limit = float(jnp.finfo(dtype).max) / 4
+    bias = head_slopes * jnp.expand_dims(relative_position, -3)
+    return jnp.clip(bias, -limit, limit).astype(dtype)
 
 
 @compiled(2, 3, 4)
@@ -259,7 +265,8 @@ def _buckets(
     """Computes the bucket of each pair of a query and a key, as in `relative_position_buckets`.
 
     The buckets below e = `direction_buckets // 2` hold one distance each, and bucket e begins at
-    distance e.
+    distance e. For example, with 8 buckets for a direction and the starts 5, 7 and 9, the distances
+    3 to 9 are in the buckets 3 4 5 5 6 6 7.
 
     Args:
         queries: The positions of the queries.
@@ -287,6 +294,7 @@ def _is_after_and_distance(
     queries: Integer[Array, "*q t"], keys: Integer[Array, "*k s"]
 ) -> tuple[Bool[Array, "*b t s"], UInt[Array, "*b t s"]]:
     """Returns whether each key is after each query, and the distance between key and query."""
+    # The queries become [..., t, 1], and the keys [..., 1, s].
     dtype = np.promote_types(queries.dtype, keys.dtype)
     queries = queries.astype(dtype)[..., :, None]
     keys = keys.astype(dtype)[..., None, :]

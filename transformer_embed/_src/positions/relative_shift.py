@@ -103,11 +103,14 @@ def _shifted(logits: Float[Array, "*b t r"], num_keys: int) -> Float[Array, "*b 
     logits = with_whole_rows(with_whole_rows(logits, -1), -2)
     *batch, queries, columns = logits.shape
     width = num_keys + queries
-    padding = [(0, 0)] * (logits.ndim - 1) + [(0, width - columns)]
-    padded = jnp.pad(logits, padding, constant_values=-jnp.inf)
+    no_padding = [(0, 0)] * (logits.ndim - 1)
+    padding_of_columns = (0, width - columns)
+    padded = jnp.pad(logits, [*no_padding, padding_of_columns], constant_values=-jnp.inf)
     flat = padded.reshape(*batch, queries * width)
     # The result of query t begins at column queries - 1 - t, one column earlier than the result of
     # the query before. So in the flat array, each result begins `width - 1` entries after the last.
+    step = width - 1
     start = max(queries - 1, 0)
-    shifted = flat[..., start : start + queries * (width - 1)]
-    return shifted.reshape(*batch, queries, width - 1)[..., :num_keys]
+    end = start + queries * step
+    shifted_rows = flat[..., start:end].reshape(*batch, queries, step)
+    return shifted_rows[..., :num_keys]

@@ -124,6 +124,7 @@ def apply_rotary(
         paired_dim = check_even("head_dim", head_dim)
     want = "LinearScaling(...), another scaling of this package, or None"
     arguments.instance("scaling", scaling, Scaling | None, want)
+    # [..., length, axes].
     points = phase.as_positions("positions", positions)
     axes = ()
     if pair_axes is None:
@@ -239,12 +240,14 @@ def _rotate(
     # memory.
     paired_dim = 2 * len(units)
     first_channels, second_channels = _split_pairs(x[..., :paired_dim], layout)
-    first_channels = first_channels.astype(wide)
-    second_channels = second_channels.astype(wide)
-    new_first = first_channels * cosines - second_channels * sines
-    new_second = second_channels * cosines + first_channels * sines
-    rotated = _join_pairs([new_first.astype(x.dtype), new_second.astype(x.dtype)], layout)
-    return jnp.concatenate([rotated, x[..., paired_dim:]], -1)
+    first = first_channels.astype(wide)
+    second = second_channels.astype(wide)
+    rotated_first = first * cosines - second * sines
+    rotated_second = second * cosines + first * sines
+    rotated_pairs = [rotated_first.astype(x.dtype), rotated_second.astype(x.dtype)]
+    rotated_channels = _join_pairs(rotated_pairs, layout)
+    other_channels = x[..., paired_dim:]
+    return jnp.concatenate([rotated_channels, other_channels], -1)
 
 
 def _positions_of_pairs(
@@ -252,12 +255,16 @@ def _positions_of_pairs(
 ) -> Shaped[Array, "... t 1 #p"]:
     """Chooses, for each of p pairs, the position on the axis of the pair.
 
-    If there is only one axis, all pairs share its position, and the last size is 1.
+    For example, a token at the positions (5, 2) and the pair axes (0, 1, 0) give 5 2 5. If there is
+    only one axis, all pairs share its position, and the last size is 1.
     """
-    axis_of_pair = np.expand_dims(pair_axes, tuple(range(positions.ndim - 1)))
-    pair_positions, *other_axes = jnp.split(positions, positions.shape[-1], -1)
-    for axis, axis_positions in enumerate(other_axes, 1):
-        pair_positions = jnp.where(axis_of_pair == axis, axis_positions, pair_positions)
+    leading_axes = tuple(range(positions.ndim - 1))
+    axis_of_pair = np.expand_dims(pair_axes, leading_axes)
+    positions_by_axis = jnp.split(positions, positions.shape[-1], -1)
+    pair_positions = positions_by_axis[0]
+    for axis in range(1, len(positions_by_axis)):
+        is_on_axis = axis_of_pair == axis
+        pair_positions = jnp.where(is_on_axis, positions_by_axis[axis], pair_positions)
     return pair_positions
 
 
@@ -270,12 +277,14 @@ def _cosines_and_sines(
     """
     frequencies = phase.in_words(units)
     # A cosine is the sine a quarter turn on.
-    cosine_quarters, sine_quarters = np.array([1, 0], np.uint32)
-    cosines = phase.sinusoid(pair_positions, frequencies, cosine_quarters)
-    sines = phase.sinusoid(pair_positions, frequencies, sine_quarters)
+    one_quarter = np.array(1, np.uint32)
+    no_quarter = np.array(0, np.uint32)
+    cosines = phase.sinusoid(pair_positions, frequencies, one_quarter)
+    sines = phase.sinusoid(pair_positions, frequencies, no_quarter)
+    scaled = np.float32(attention_factor) * jnp.stack([cosines, sines])
     # On a CPU, XLA would fuse the cosines and sines into the rotation, and compute them again for
     # each head.
-    return computed_once(np.float32(attention_factor) * jnp.stack([cosines, sines]))
+    return computed_once(scaled)
 
 
 @compiled(1, 2, 3, 4)
@@ -287,20 +296,26 @@ def _permute(
     head_dim = weights.shape[-1] // num_heads
     heads = weights.reshape(*weights.shape[:-1], num_heads, head_dim)
     pairs = _split_pairs(heads[..., :rotary_dim], source)
-    permuted = _join_pairs(pairs, target)
-    all_channels = jnp.concatenate([permuted, heads[..., rotary_dim:]], -1)
+    permuted_channels = _join_pairs(pairs, target)
+    other_channels = heads[..., rotary_dim:]
+    all_channels = jnp.concatenate([permuted_channels, other_channels], -1)
     return all_channels.reshape(weights.shape)
 
 
 def _split_pairs(x: Shaped[Array, "... d"], layout: str) -> list[Shaped[Array, "... p"]]:
-    """Returns the first channels of all p pairs, and the second channels of all pairs."""
+    """Returns the first channels of all p pairs, and the second channels of all pairs.
+
+    For example, the channels 0 1 2 3 give 0 1 and 2 3 in the layout "half", and 0 2 and 1 3 in the
+    layout "interleaved".
+    """
     if layout == "half":
         return jnp.split(x, 2, -1)
-    # This is `x[..., 0::2]` and `x[..., 1::2]`. Before jax 0.10 a strided index is a gather, which
-    # fails under explicit mesh axes. In a head without channels, the start 1 would be past the end.
-    first = jax.lax.slice_in_dim(x, 0, None, stride=2, axis=-1)
-    second = jax.lax.slice_in_dim(x, min(1, x.shape[-1]), None, stride=2, axis=-1)
-    return [first, second]
+    # These are `x[..., 0::2]` and `x[..., 1::2]`. Before jax 0.10 a strided index is a gather,
+    # which fails under explicit mesh axes.
+    take_every_second = functools.partial(jax.lax.slice_in_dim, stride=2, axis=-1)
+    # In a head without channels, a start of 1 would be past the end.
+    start_of_second = min(1, x.shape[-1])
+    return [take_every_second(x, 0, None), take_every_second(x, start_of_second, None)]
 
 
 def _join_pairs(pairs: list[Shaped[Array, "... p"]], layout: str) -> Shaped[Array, "... d"]:
@@ -325,7 +340,7 @@ class _Frequencies(NamedTuple):
 def _frequencies(
     paired_dim: int, rotating_pairs: int, base: float, scaling: Scaling | None
 ) -> _Frequencies:
-    """Computes the frequency of each pair, of which the first `rotating_pairs` rotate.
+    """Computes the frequency of each pair. Only the first `rotating_pairs` pairs rotate.
 
     `_rotate` is compiled for these numbers and not for the scaling. So two scalings that give equal
     numbers share a compiled program.

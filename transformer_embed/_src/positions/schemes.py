@@ -109,15 +109,16 @@ class PositionScheme:
         if pad_id is None:
             return jnp.arange(self.start, self.start + length, dtype=jnp.int32)
         at_padding = self.start if self.at_padding is None else self.at_padding
-        return positions_of_tokens(ids != pad_id, self.start, at_padding)
+        is_token = ids != pad_id
+        return positions_of_tokens(is_token, self.start, at_padding)
 
     def _check_length(self, length: int) -> None:
         """Raises a ValueError if a row of this length has more tokens than there are positions."""
         if self.max_len is not None:
-            most = self.max_len - self.start
-            if length > most:
+            most_tokens = self.max_len - self.start
+            if length > most_tokens:
                 name = type(self).__name__
-                want = f"at most {most} tokens in a row, the positions of {name} (max_len)"
+                want = f"at most {most_tokens} tokens in a row, the positions of {name} (max_len)"
                 raise arguments.value_error("ids or x", want, length)
         check_last_position("start", self.start, length)
 

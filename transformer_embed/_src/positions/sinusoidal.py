@@ -202,13 +202,18 @@ def as_grid(shape: Sequence[int], axes: Sequence[int] | None) -> tuple[tuple[int
 def as_coordinates(
     axis_positions: Sequence[ArrayLike] | None, lengths: tuple[int, ...]
 ) -> tuple[Array | np.ndarray, ...] | None:
-    """Returns the coordinates of the points along each axis, or None if they are 0, 1, 2, ..."""
+    """Checks the `axis_positions` of a `SinusoidalGrid`: an array of positions for each axis.
+
+    Returns:
+        The positions along each axis, in int32 or float32. If `axis_positions` is None, the result
+        is None, and the grid counts 0, 1, 2, ... along each axis.
+    """
     if axis_positions is None:
         return None
     coordinates = arguments.entries("axis_positions", axis_positions, phase.as_positions)
     shapes = [list(array.shape) for array in coordinates]
-    expected = [[length] for length in lengths]
-    arguments.check_same("axis_positions", "arrays as long as the axes", shapes, expected)
+    expected_shapes = [[length] for length in lengths]
+    arguments.check_same("axis_positions", "arrays as long as the axes", shapes, expected_shapes)
     return coordinates
 
 
@@ -225,32 +230,43 @@ class Channels(NamedTuple):
 def channels(options: Sinusoids, d_model: int) -> Channels:
     """Computes the frequency of each channel, and which channels are cosines.
 
+    For example, four channels have two pairs of a sine and a cosine, with the frequencies f and g.
+    In the layout "interleaved", the channels are sin f, cos f, sin g, cos g. In the layout
+    "sin_cos", they are sin f, sin g, cos f, cos g.
+
     Raises:
         ValueError: The options make no encoding of d_model channels.
     """
     pair_frequencies = _pair_frequencies(options, d_model)
-    pair_units = np.array(phase.in_turn_units(pair_frequencies), object)
+    pair_units = phase.in_turn_units(pair_frequencies)
     # The two rows are the sines and the cosines, and the columns are the pairs.
+    pairs = len(pair_units)
+    unit_rows = np.array([pair_units, pair_units], object)
+    sine_row = [0] * pairs
+    cosine_row = [1] * pairs
     is_cosine_first = options.layout == "cos_sin"
-    quarters_of_rows = [[1], [0]] if is_cosine_first else [[0], [1]]
-    row_quarters = np.array(quarters_of_rows, np.uint32)
+    rows = [cosine_row, sine_row] if is_cosine_first else [sine_row, cosine_row]
+    quarter_rows = np.array(rows, np.uint32)
     # Reading column by column ("F") puts the sine and the cosine of a pair side by side.
     order = "F" if options.layout == "interleaved" else "C"
 
-    def spread_to_channels(numbers: np.ndarray) -> np.ndarray:
-        """Orders numbers that broadcast to [2, pairs] by channel, and returns them as [d_model]."""
-        rows = np.broadcast_to(numbers, (2, len(pair_units)))
+    def spread_to_channels(rows: np.ndarray) -> np.ndarray:
+        """Puts the numbers of the two rows, [2, pairs], into the order of the channels."""
         # With odd="zero", the last channel has the frequency 0, and is the sine of 0.
         with_one_more = np.pad(rows.ravel(order), (0, 1))
         return with_one_more[:d_model]
 
-    frequencies = phase.in_words(spread_to_channels(pair_units))
-    return Channels(frequencies=frequencies, quarters=spread_to_channels(row_quarters))
+    frequencies = phase.in_words(spread_to_channels(unit_rows))
+    return Channels(frequencies=frequencies, quarters=spread_to_channels(quarter_rows))
 
 
 def _pair_frequencies(options: Sinusoids, d_model: int) -> np.ndarray:
-    """Computes the frequency of each pair of a sine and a cosine, as an array of `Decimal`."""
-    # The d_model of the formula.
+    """Computes the frequency of each pair of a sine and a cosine, as an array of `Decimal`.
+
+    The frequency of pair i is `frequency_scale * base ** (-i / denominator)`. The denominator is
+    d_model / 2, or d_model // 2 - shift.
+    """
+    # With odd="round_up", the formula is the one for the next even d_model.
     width = d_model
     if options.odd == "round_up":
         width = d_model + d_model % 2
@@ -258,6 +274,7 @@ def _pair_frequencies(options: Sinusoids, d_model: int) -> np.ndarray:
     if options.shift is None:
         denominator = Decimal(width) / 2
     else:
+        # A minus would round to the digits of the current context, which the user may have set.
         denominator = phase.PRECISION.subtract(width // 2, Decimal(options.shift))
     # A single pair has the exponent 0, whatever the denominator is.
     if pairs > 1 and denominator <= 0:
@@ -314,17 +331,18 @@ def encode_grid(
         d_model: The number of channels.
         options: The options of one part.
     """
-    # The index of each point along each axis.
-    indices = jnp.unravel_index(points, lengths)
-    # The coordinate of each point along each axis.
-    positions = indices
+    # For each axis, the index of each point along this axis.
+    positions_by_axis = list(jnp.unravel_index(points, lengths))
     if coordinates is not None:
-        positions = [array[index] for array, index in zip(coordinates, indices, strict=True)]
+        for axis, coordinates_of_axis in enumerate(coordinates):
+            positions_by_axis[axis] = coordinates_of_axis[positions_by_axis[axis]]
     width = part_width(d_model, len(lengths), options.odd)
-    axis_encodings = [encode(positions[axis], width, options, np.float32) for axis in axes]
-    encoding = jnp.concatenate(axis_encodings, -1)[..., :d_model]
+    encodings = [encode(positions_by_axis[axis], width, options, np.float32) for axis in axes]
+    encoding = jnp.concatenate(encodings, -1)[..., :d_model]
     # With odd="zero", the last channels are zeros.
     missing_channels = d_model - encoding.shape[-1]
-    padding = [(0, 0)] * (encoding.ndim - 1) + [(0, missing_channels)]
+    no_padding = [(0, 0)] * (encoding.ndim - 1)
     is_inside = (points >= 0) & (points < math.prod(lengths))
-    return nan_where(~is_inside, jnp.pad(encoding, padding))
+    is_outside = ~is_inside
+    padded = jnp.pad(encoding, [*no_padding, (0, missing_channels)])
+    return nan_where(is_outside, padded)

@@ -1,5 +1,6 @@
 """What config.json says of the attention of a layer: heads, scale, softcap, sinks, and the norm."""
 
+import itertools
 import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -19,19 +20,25 @@ from transformer_embed._src.pretrained.model_type import (
 
 # The names that each entry of attention may have in config.json. The first that is there counts.
 NAMES_OF_ENTRIES = {
-    "num_attention_heads": f"num_attention_heads {ALIASES['num_attention_heads']}",
-    "num_key_value_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "query_pre_attn_scalar": "query_pre_attn_scalar",
-    "attention_multiplier": "attention_multiplier",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "norm_eps": "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps norm_epsilon "
-    "layernorm_epsilon",
-    "num_global_key_value_heads": "num_global_key_value_heads",
-    "attention_k_eq_v": "attention_k_eq_v",
+    "num_attention_heads": ("num_attention_heads", *ALIASES["num_attention_heads"].split()),
+    "num_key_value_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "query_pre_attn_scalar": ("query_pre_attn_scalar",),
+    "attention_multiplier": ("attention_multiplier",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "norm_eps": (
+        "rms_norm_eps",
+        "layer_norm_eps",
+        "layer_norm_epsilon",
+        "norm_eps",
+        "norm_epsilon",
+        "layernorm_epsilon",
+    ),
+    "num_global_key_value_heads": ("num_global_key_value_heads",),
+    "attention_k_eq_v": ("attention_k_eq_v",),
 }
 
-NAMES_OF_ATTENTION = frozenset(" ".join(NAMES_OF_ENTRIES.values()).split())
+NAMES_OF_ATTENTION = frozenset(itertools.chain.from_iterable(NAMES_OF_ENTRIES.values()))
 
 
 class AttentionFacts(NamedTuple):
@@ -49,25 +56,27 @@ class AttentionFacts(NamedTuple):
 def attention_entries(
     model_type: ModelType, entries: Options, *, has_defaults: bool
 ) -> dict[str, Any]:
-    """Returns the entries of attention, by the keys of `NAMES_OF_ENTRIES`.
+    """Returns the number of heads, the epsilon of the norms and so on, by one name for each.
 
-    An entry that config.json has, but not as a number above 0, is None in the result.
+    The names in the result are the keys of `NAMES_OF_ENTRIES`. An entry that config.json has, but
+    not as a number above 0, is None in the result.
 
     Args:
         model_type: What is known of the model type.
         entries: The entries of config.json and of settings.
-        has_defaults: Whether a missing entry has the default of transformers, because config.json
-            names this type.
+        has_defaults: Whether an entry that is left out has the default of this type in
+            transformers. Pass False if config.json does not name the type.
     """
     attention = _defaults(model_type.name) if has_defaults else {}
-    for entry, names in NAMES_OF_ENTRIES.items():
-        values = [entries[name] for name in names.split() if name in entries]
+    for entry, possible_names in NAMES_OF_ENTRIES.items():
+        values = [entries[name] for name in possible_names if name in entries]
         if entry == "norm_eps":
             # Types with two kinds of norms have a null for the kind that they do not use.
             values = [value for value in values if value is not None]
         if values:
-            is_number = isinstance(values[0], int | float) and values[0] > 0
-            attention[entry] = values[0] if is_number else None
+            first_value = values[0]
+            is_number = isinstance(first_value, int | float) and first_value > 0
+            attention[entry] = first_value if is_number else None
     return attention
 
 

@@ -46,25 +46,31 @@ def describe_published(published: Published) -> PretrainedInput:
     """
     tensors = published.tensors
     values = entry_values(published)
-    layer_tensors = find_layer_tensors(published, is_tied=values["tie_word_embeddings"] is True)
-    beside_head = tensors_beside_head(published, layer_tensors)
+    is_tied = values["tie_word_embeddings"]
+    layer_tensors = find_layer_tensors(published, is_tied=is_tied is True)
+    # An outer model of an unknown type may compute its logits with these tensors.
+    names_beside_head = tensors_beside_head(published, layer_tensors)
     # The name of each parameter's tensor, by the parameter's path.
     names = layer_tensors.names
     # A tied output layer may be stored as a copy of the token table, which is not read twice. As in
     # transformers, tables that differ are not tied, whatever config.json says.
-    may_be_copy = OUTPUT_TABLE in names and values["tie_word_embeddings"]
+    may_be_copy = is_tied and OUTPUT_TABLE in names
     if may_be_copy and tensors.are_equal(names[OUTPUT_TABLE], names[TOKENS]):
         del names[OUTPUT_TABLE]
     shapes = {path: _as_matrix(tensors.entry(name).shape) for path, name in names.items()}
-    module_of_stack = published.stack if published.model_type.has_stacks else ""
-    layer_count = number_of_layers(tensors, layer_tensors.prefix + module_of_stack)
+    # How the names of the numbered layers begin, such as "model.decoder".
+    prefix_of_layers = layer_tensors.prefix
+    if published.model_type.has_stacks:
+        prefix_of_layers += published.stack
+    layer_count = number_of_layers(tensors, prefix_of_layers)
     dtype = tensors.dtype(names[TOKENS])
+    # An error in this call is about an entry of settings or of config.json, so it names both.
     pretrained = call_with_named_errors(
         f"settings and {published.where}", _describe, published, values, shapes, dtype, layer_count
     )
-    if beside_head and pretrained.config.output is not None:
+    if names_beside_head and pretrained.config.output is not None:
         config = dataclasses.replace(pretrained.config, output=None)
-        reason = f"{published.outer_type} may compute its logits by {beside_head[0]} too"
+        reason = f"{published.outer_type} may compute its logits by {names_beside_head[0]} too"
         pretrained = pretrained._replace(config=config, no_output=reason)
     if pretrained.config.output is None:
         # The tensors of an output layer that cannot be described are not read.
@@ -102,10 +108,13 @@ def _as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
 
 def _layer_count_in_config(published: Published, values: Options) -> Any:
     """Returns the number of layers that a config.json says, of the stack that is read."""
-    # BART has "encoder_layers", and T5 has "num_decoder_layers".
-    in_stack = published.entries.get(f"{published.stack}_layers")
-    in_stack = in_stack or published.entries.get(f"num_{published.stack}_layers")
-    return in_stack or values["num_hidden_layers"] or len(values["layer_types"] or ())
+    # BART has "encoder_layers" and "decoder_layers", and T5 has "num_decoder_layers".
+    entries = published.entries
+    stack = published.stack
+    layers_of_stack = entries.get(f"{stack}_layers") or entries.get(f"num_{stack}_layers")
+    if layers_of_stack:
+        return layers_of_stack
+    return values["num_hidden_layers"] or len(values["layer_types"] or ())
 
 
 def _shapes_in_config(model_type: ModelType, values: Options) -> dict[str, tuple[int, int]]:
@@ -135,8 +144,10 @@ def _shapes_in_config(model_type: ModelType, values: Options) -> dict[str, tuple
         if name in (POSITIONS, NORM_SCALE) and name.endswith(may_lack):
             want = f"a checkpoint, since config.json does not say whether it has {name}"
             raise arguments.value_error(model_type.name, want, "none")
-        columns = "num_attention_heads" if name == BIAS else width
-        shapes[name] = count(entry, values[entry]), count(columns, values[columns])
+        rows = count(entry, values[entry])
+        entry_with_columns = "num_attention_heads" if name == BIAS else width
+        columns = count(entry_with_columns, values[entry_with_columns])
+        shapes[name] = rows, columns
     if values["tie_word_embeddings"]:
         del shapes[OUTPUT_TABLE]
     # A type may leave out the linear layer if the table is already as wide as the model.

@@ -56,15 +56,25 @@ def entry_values(published: Published) -> dict[str, Any]:
 def _check_not_missing(published: Published, values: Options, given: Options) -> None:
     """Raises a ValueError if an entry is left out and its default may be wrong for this file.
 
-    The defaults of a type are right if config.json names this type. Otherwise the file may be of
-    another type, with other defaults, so only entries that change no embeddings have a default.
+    If config.json itself names the model type, the defaults of this type are right. If only
+    settings name the type, config.json may be of another type, with other defaults. Then only
+    entries that change no embeddings may be left out.
+
+    Args:
+        published: The files of the model, and what is known of its type.
+        values: The value of each entry, from settings, from config.json, or the default.
+        given: The values that are from settings or config.json.
     """
     model_type = published.model_type
+    config_names_type = published.type_in_config == model_type.name
     missing = []
     for entry, names in model_type.names_of_entries().items():
-        default_is_right = published.type_in_config == model_type.name or ENTRIES[entry].is_harmless
-        uses_default = entry not in given and values[entry] is not None
-        if values[entry] is REQUIRED or (uses_default and not default_is_right):
+        if entry in given:
+            continue
+        default = values[entry]
+        default_is_right = config_names_type or ENTRIES[entry].is_harmless
+        default_may_be_wrong = default is not None and not default_is_right
+        if default is REQUIRED or default_may_be_wrong:
             missing.append(names[0])
     if missing:
         listed = ", ".join(sorted(missing))
@@ -78,6 +88,7 @@ def read_entries(model_type: ModelType, entries: Options) -> ReadEntries:
 
     The entries that it does not read are returned apart, unchecked.
     """
+    # For each entry, the names that it may have in a file, such as "hidden_size" and "n_embd".
     names_of_entries = model_type.names_of_entries()
     unread = {**entries}
     values = {}
@@ -102,24 +113,29 @@ def read_entries(model_type: ModelType, entries: Options) -> ReadEntries:
 def _given_values(published: Published) -> dict[str, Any]:
     """Returns the values that settings or config.json have, without any defaults.
 
-    Settings go before config.json. Entries that are not read are refused, or the caller is warned.
+    If both have an entry, the value in settings is returned. Raises an error for some of the
+    entries that the model type does not read, and warns of others (see `_check_unread`).
     """
     model_type = published.model_type
     in_file = call_with_named_errors(published.where, read_entries, model_type, published.entries)
-    settings = call_with_named_errors("settings", read_entries, model_type, published.settings)
-    unread = _unread_after_settings(published, in_file.unread, settings.unread)
+    in_settings = call_with_named_errors("settings", read_entries, model_type, published.settings)
+    unread = _unread_after_settings(published, in_file.unread, in_settings.unread)
     _check_unread(published, unread)
-    values_of_settings = settings.values
+    values_of_settings = in_settings.values
+    # The scaling of a rotation is an object. Settings may have only some of the entries of this
+    # object, and the other entries are taken from config.json.
     for entry in rope.ENTRIES_OF_SCALINGS:
-        if values_of_settings.get(entry):
+        scaling_in_settings = values_of_settings.get(entry)
+        if scaling_in_settings:
             scaling_in_file = in_file.values.get(entry) or {}
-            scaling_in_settings = values_of_settings[entry]
             values_of_settings[entry] = rope.merge_scalings(scaling_in_file, scaling_in_settings)
-    # A trained length inside the scaling of settings goes before a trained length at the top level
-    # of config.json.
-    trained_length = values_of_settings.get("rope_scaling", {}).get(rope.TRAINED_LENGTH)
-    if trained_length is not None:
-        values_of_settings.setdefault(rope.TRAINED_LENGTH, trained_length)
+    # The length that the model was trained on may be inside the scaling or at the top level, and
+    # the top level goes first. So if settings have it inside their scaling only, it is copied to
+    # the top level, where it replaces the length of config.json.
+    scaling = values_of_settings.get("rope_scaling", {})
+    trained_length = scaling.get(rope.TRAINED_LENGTH)
+    if trained_length is not None and rope.TRAINED_LENGTH not in values_of_settings:
+        values_of_settings[rope.TRAINED_LENGTH] = trained_length
     return in_file.values | values_of_settings
 
 
@@ -154,10 +170,19 @@ def _unread_after_settings(
 
 
 def _check_unread(published: Published, unread: Options) -> None:
-    """Raises a ValueError for entries that are refused, and warns of those that are not known."""
-    status = {name: published.model_type.status(name, value) for name, value in unread.items()}
-    refused = [name for name in unread if status[name] is EntryStatus.REFUSED]
-    unknown = [name for name in unread if status[name] is EntryStatus.UNKNOWN]
+    """Raises a ValueError for entries that are refused, and warns of those that are not known.
+
+    `unread` has the entries of config.json that the model type does not read. An entry is refused
+    if it may change the input or the output layer.
+    """
+    refused = []
+    unknown = []
+    for name, value in unread.items():
+        status = published.model_type.status(name, value)
+        if status is EntryStatus.REFUSED:
+            refused.append(name)
+        elif status is EntryStatus.UNKNOWN:
+            unknown.append(name)
     # In settings, None for an entry takes this entry of config.json away.
     if refused:
         want = (

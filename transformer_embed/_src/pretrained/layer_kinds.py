@@ -117,19 +117,21 @@ Rule = Callable[[ModelType, Options, int], Collection[int]]
 
 
 def _rule_for(model_type: ModelType, values: Options) -> Rule:
-    """Returns the rule for a model with these entries."""
+    """Returns the rule that says which layers of a model are of the second kind."""
     if _listed_indices(model_type, values) is not None:
         return _at_indices
-    if COMPRESSED in model_type.kinds:
+    is_deepseek_v4 = COMPRESSED in model_type.kinds
+    if is_deepseek_v4:
         return _every_other_from_3
     has_windows = has_window(values)
-    # A WINDOWLESS type with a pattern, such as EXAONE 4, has only full layers if it has no window.
-    pattern_counts = has_windows or model_type.rotates != WINDOWLESS
-    if values["sliding_window_pattern"] and pattern_counts:
+    # If EXAONE 4 has no window, all of its layers are full, so its pattern has no meaning.
+    pattern_has_meaning = has_windows or model_type.rotates != WINDOWLESS
+    if values["sliding_window_pattern"] and pattern_has_meaning:
         return _every_nth
-    # The second kind of Llama 4 is chunks, in layers that rotate. The second kind of SmolLM 3 is
-    # full attention, in layers that rotate; the others have windows.
-    if values["no_rope_layer_interval"] and (has_windows or CHUNKED in model_type.kinds):
+    # In Llama 4, the layers that rotate have chunks. In SmolLM 3, the layers that rotate have full
+    # attention, and the others have windows.
+    has_two_kinds = has_windows or CHUNKED in model_type.kinds
+    if values["no_rope_layer_interval"] and has_two_kinds:
         return _where_rotated
     return _all_or_lowest
 

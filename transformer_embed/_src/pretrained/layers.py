@@ -128,15 +128,17 @@ def _layer(model_type: ModelType, values: Options, index: int, kind: str) -> Lay
     layer_object = per_layer_config.get(index, {})
     values = _values_of_layer(values, layer_object, index, kind)
     rotates = _rotates(model_type, values, index, kind)
+    rotary = rope.rotary_arguments(model_type, values, kind) if rotates else None
     mask = _mask(model_type, values, kind)
+    # Without a causal mask, the tokens of an image see each other like all tokens.
+    image_blocks = _image_blocks(model_type, values, kind) if mask["causal"] else None
     facts = attention_facts(model_type, values, layer_object, kind)
     return Layer(
         type=kind,
-        rotary=rope.rotary_arguments(model_type, values, kind) if rotates else None,
+        rotary=rotary,
         mask=mask,
         query_scale=_query_scale(values, rotates),
-        # Without a causal mask, the tokens of an image see each other like all tokens.
-        image_blocks=_image_blocks(model_type, values, kind) if mask["causal"] else None,
+        image_blocks=image_blocks,
         attention=facts.attention,
         norm_eps=facts.norm_eps,
     )
@@ -251,11 +253,13 @@ def _is_causal(model_type: ModelType, values: Options, kind: str) -> bool:
     # Gemma 4 says "all"; or "vision", which is about images alone, so text stays causal.
     if values["use_bidirectional_attention"] in (True, "all"):
         return False
-    is_causal = bool(model_type.is_causal or values["is_decoder"])
     if model_type.has_stacks:
-        is_causal = values["stack"] == STACKS[1]
-    # transformers does not ask whether chunks are causal.
-    return is_causal and (values["is_causal"] is not False or kind == CHUNKED)
+        is_decoder = values["stack"] == STACKS[1]
+    else:
+        is_decoder = bool(model_type.is_causal or values["is_decoder"])
+    # The entry "is_causal" may say False, but transformers does not read it for chunks.
+    entry_says_bidirectional = values["is_causal"] is False and kind != CHUNKED
+    return is_decoder and not entry_says_bidirectional
 
 
 def _window_width(model_type: ModelType, values: Options, kind: str) -> int | None:

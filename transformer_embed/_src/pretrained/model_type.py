@@ -232,9 +232,11 @@ class ModelType(NamedTuple):
 
     def status(self, entry: str, value: Any) -> EntryStatus:
         """Returns whether the type reads an entry. If not, returns what is known of the entry."""
-        if any(entry in names for names in self.names_of_entries().values()):
-            return EntryStatus.READ
-        if self.has_no_effect(entry) or changes_nothing(value) or self._says_nothing(entry, value):
+        for names in self.names_of_entries().values():
+            if entry in names:
+                return EntryStatus.READ
+        has_no_effect = self.has_no_effect(entry) or changes_nothing(value)
+        if has_no_effect or self._says_nothing(entry, value):
             return EntryStatus.OF_NO_CONCERN
         if self._is_refused(entry):
             return EntryStatus.REFUSED
@@ -276,27 +278,33 @@ class ModelType(NamedTuple):
                 may begin with a shorter prefix, because the head of a model for images is in its
                 text model, or beside the text model.
         """
-        names = {}
+        names_by_parameter = {}
         may_lack = (*self.may_lack.split(), OUTPUT_TABLE, OUTPUT_BIAS)
+        # For each parameter, `part` is the field of this type that has the modules, and `ends` are
+        # the possible ends of the tensor's name, such as "{}.weight".
         for parameter, (part, ends) in TENSORS.items():
             modules = getattr(self, part).format(stack=stack).split()
             prefixes = outer_prefixes(prefix) if part == "head" else [prefix]
-            possible_names = (
-                start + end.format(module)
-                for start in prefixes
-                for module in modules
-                for end in ends.split()
-            )
-            name = next((name for name in possible_names if name in files), None)
-            if name is not None:
-                names[parameter] = name
+            names_in_files = []
+            for start in prefixes:
+                for module in modules:
+                    for end in ends.split():
+                        name = start + end.format(module)
+                        if name in files:
+                            names_in_files.append(name)
+            if names_in_files:
+                names_by_parameter[parameter] = names_in_files[0]
             elif modules and not parameter.endswith(may_lack):
                 return {}
-        return names
+        return names_by_parameter
 
 
 def outer_prefixes(prefix: str) -> list[str]:
     """Returns a prefix and the shorter ones: ["a.b.", "a.", ""] for "a.b."."""
-    modules = prefix.split(".")[:-1]
-    counts = range(len(modules), -1, -1)
-    return ["".join(f"{module}." for module in modules[:count]) for count in counts]
+    prefixes = [prefix]
+    while prefix:
+        # Takes the last module away: "a.b." becomes "a.", and "a." becomes "".
+        outer, dot, _ = prefix.removesuffix(".").rpartition(".")
+        prefix = outer + dot
+        prefixes.append(prefix)
+    return prefixes

@@ -2,12 +2,12 @@
 
 import re
 
-POINTER = "a pointer of git-lfs: fetch it with `git lfs pull`"
+LFS_POINTER = "a pointer of git-lfs: fetch it with `git lfs pull`"
 ADAPTER = "an adapter: merge it, by peft's model.merge_and_unload().save_pretrained(folder)"
 # What to do with other files, by their names. If a folder has several, the first pattern counts. An
-# index file names all shards, also the shards of a variant such as fp16. In the step for pickles,
+# index file names all shards, also the shards of a variant such as fp16. In the advice for pickles,
 # each tensor is cloned, because tied tensors share memory, which save_file refuses.
-STEPS = {
+ADVICE_BY_PATTERN = {
     r"\.safetensors\.index\.": "pass it",
     r"(^|/)adapter_": ADAPTER,
     r"-of-\d+\.safetensors$": "a shard: put the index file of all shards beside it",
@@ -42,13 +42,14 @@ STEPS = {
 }
 
 
-def step_for(*names: str) -> str:
-    """Returns the first of these names of files that is known, and what to do with that file.
+def advice_for(*names: str) -> str:
+    """Returns the first of these file names that is known, and what to do with that file.
 
-    If no name is known, the result is "".
+    For example, "model.gguf" gives "model.gguf: a GGUF file: convert it with ...". If no name is
+    known, the result is "".
     """
-    for pattern, step in STEPS.items():
+    for pattern, advice in ADVICE_BY_PATTERN.items():
         for name in names:
             if re.search(pattern, name):
-                return f"{name}: {step}"
+                return f"{name}: {advice}"
     return ""

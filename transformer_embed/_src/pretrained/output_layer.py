@@ -69,26 +69,24 @@ def _why_missing(
     rows, width = shapes[TOKENS]
     # The output layer belongs to the decoder alone, unless both stacks share one table.
     is_of_decoder = not output.tied or values["share_encoder_decoder_embeddings"] is False
-    # An `OutputConfig` has the vocabulary and the width of the token table.
-    needed_shapes = {OUTPUT_TABLE: (rows, width), OUTPUT_BIAS: (1, rows)}
-    misfits = [name for name, shape in needed_shapes.items() if shapes.get(name, shape) != shape]
-    reason = None
     if model_type.no_output:
-        reason = model_type.no_output
-    elif model_type.has_stacks and published.stack == STACKS[0] and is_of_decoder:
-        reason = f"it is the decoder's, which stack={STACKS[1]!r} loads"
-    elif not output.tied and OUTPUT_TABLE not in shapes:
+        return model_type.no_output
+    if model_type.has_stacks and published.stack == STACKS[0] and is_of_decoder:
+        return f"it is the decoder's, which stack={STACKS[1]!r} loads"
+    if not output.tied and OUTPUT_TABLE not in shapes:
         # A model that GPTQ quantized has tensors of other names in place of the output table.
-        reason = (
+        return (
             "the file has no lm_head.weight (dequantize a quantized model first), and it is not "
             "tied to the table"
         )
-    elif misfits:
-        misfit = misfits[0]
-        reason = f"its shape is {list(shapes[misfit])}, not {list(needed_shapes[misfit])}"
-    elif _outer_logits_may_differ(published, output):
-        reason = f"{published.outer_type} may leave out the scale and softcap of its text model"
-    return reason
+    # An `OutputConfig` has the vocabulary and the width of the token table.
+    needed_shapes = {OUTPUT_TABLE: (rows, width), OUTPUT_BIAS: (1, rows)}
+    for name, needed_shape in needed_shapes.items():
+        if name in shapes and shapes[name] != needed_shape:
+            return f"its shape is {list(shapes[name])}, not {list(needed_shape)}"
+    if _outer_logits_may_differ(published, output):
+        return f"{published.outer_type} may leave out the scale and softcap of its text model"
+    return None
 
 
 def _outer_logits_may_differ(published: Published, output: OutputConfig) -> bool:

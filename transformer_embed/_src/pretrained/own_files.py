@@ -76,6 +76,7 @@ def check_described(found: PretrainedInput) -> None:
     """
     arguments.instance("config", found.config, EmbedderConfig, "an EmbedderConfig")
     check_mappings(bias=found.bias, names=found.names)
+    # `layers` must be a sequence, in which each entry is a Layer.
     arguments.entries("layers", found.layers, arguments.instance, kinds=Layer, want="a Layer")
     arguments.instance("no_output", found.no_output, str | None, "a sentence, or None")
     checked_texts = set()
@@ -134,15 +135,19 @@ def _rotate_head(options: dict[str, Any]) -> Any:
     # The number has a limit, because memory is taken for each channel.
     channels = arguments.integer("rotary_dim", channels, at_least=1, at_most=MOST_CHANNELS)
     head = np.zeros((1, 1, channels), np.float32)
-    # With several axes, positions are [1, axes]: a position has a number for each axis.
-    axes = () if pair_axes is None else (1 + max(pair_axes, default=0),)
-    positions = np.zeros((1, *axes), np.int32)
+    positions_shape = (1,)
+    if pair_axes is not None:
+        # A position has a number for each axis, and axes count from 0.
+        number_of_axes = 1 + max(pair_axes, default=0)
+        positions_shape = (1, number_of_axes)
+    positions = np.zeros(positions_shape, np.int32)
     return apply_rotary(head, positions, **options)
 
 
 def _make_mask(options: dict[str, Any]) -> Any:
     """Makes the mask of one token."""
-    return AttentionMask(TokenPositions.from_offset(0, 1), **options).dense()
+    one_token = TokenPositions.from_offset(0, 1)
+    return AttentionMask(one_token, **options).dense()
 
 
 def _make_query_scale(options: dict[str, Any]) -> Any:
@@ -156,8 +161,13 @@ def _make_bias(options: dict[str, Any]) -> Any:
     arguments.integer("num_heads", options.get("num_heads"), at_least=1, at_most=MOST_CHANNELS)
     if "num_buckets" not in options:
         return alibi_bias([0], [0], **options)
-    bias = hk.transform(lambda: RelativePositionBias(**options)([0], [0]))
-    return bias.init(jax.random.key(0))
+
+    def bias_of_t5() -> Any:
+        """Computes the bias of one pair, in a function that Haiku can transform."""
+        module = RelativePositionBias(**options)
+        return module([0], [0])
+
+    return hk.transform(bias_of_t5).init(jax.random.key(0))
 
 
 def _stored_classes() -> dict[str, Callable]:

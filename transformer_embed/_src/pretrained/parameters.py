@@ -80,11 +80,13 @@ def shapes_of(config: EmbedderConfig, bias: Options | None = None) -> Specs:
 
     With the arguments of T5's bias, the table of biases is among the parameters.
     """
+    # For each module, the shape and dtype of each parameter by name.
     modules: Any = dict(jax.eval_shape(Embedder(config).init, jax.random.key(0)))
+    # Only the bias of T5 has buckets, and with them a table.
     if bias is not None and "num_buckets" in bias:
         module, _, name = BIAS.rpartition("/")
-        shape = bias["num_buckets"], bias.get("num_heads")
-        modules[module] = {name: jax.ShapeDtypeStruct(shape, np.float32)}
+        table_shape = bias["num_buckets"], bias.get("num_heads")
+        modules[module] = {name: jax.ShapeDtypeStruct(table_shape, np.float32)}
     return leaves_by_path(modules)
 
 
@@ -121,6 +123,10 @@ class StoredTensor(NamedTuple):
     name: str
     is_transposed: bool
 
+    def swap_if_transposed(self, sizes: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Returns sizes or slices of the parameter's axes for the axes of the tensor, or back."""
+        return sizes[::-1] if self.is_transposed else sizes
+
 
 def find_stored_tensor(parameter: str, tensor: str) -> StoredTensor:
     """Returns the tensor that a parameter is stored in, and whether it is the transpose.
@@ -153,7 +159,9 @@ def check_tensors(
 ) -> Specs:
     """Returns the shape and the dtype of each parameter that is to be read.
 
-    A parameter beside the layer, in a file of a whole model, has the shape that is stored.
+    For the parameters of the layer, these are the shapes that the config says, and each tensor is
+    checked for this shape. A file of a whole model also has parameters outside the layer. For them,
+    no shape is known, so the result has the shape of the tensor.
 
     Args:
         tensors: The tensors of the file.
@@ -173,20 +181,23 @@ def check_tensors(
     for parameter, name in names.items():
         tensor = find_stored_tensor(parameter, str(name))
         entry = tensors.entry(tensor.name)
-        # `shape[::step]` reverses a shape if the tensor is a transpose, and keeps it otherwise.
-        step = -1 if tensor.is_transposed else 1
         if parameter not in specs:
-            specs[parameter] = jax.ShapeDtypeStruct(entry.shape[::step], config.param_dtype)
+            stored_shape = tensor.swap_if_transposed(entry.shape)
+            specs[parameter] = jax.ShapeDtypeStruct(stored_shape, config.param_dtype)
         shape = specs[parameter].shape
-        shapes_in_file = [shape[::step]]
+        possible_shapes = [shape]
         if parameter in (TOKENS, OUTPUT_TABLE, OUTPUT_BIAS):
             # The file may lack the rows of zeros that `row_multiple` adds.
-            shape_without_padding = (config.vocab_size, *shape[1:])
-            shapes_in_file.append(shape_without_padding[::step])
+            possible_shapes.append((config.vocab_size, *shape[1:]))
         # A tensor may have more axes of length 1 at the front.
         leading_ones = (1,) * (len(entry.shape) - len(shape))
-        if entry.shape not in [leading_ones + shape_in_file for shape_in_file in shapes_in_file]:
-            want = f"shape {list(shapes_in_file[0])}, as the configuration says"
+        shapes_in_file = [
+            leading_ones + tensor.swap_if_transposed(possible_shape)
+            for possible_shape in possible_shapes
+        ]
+        if entry.shape not in shapes_in_file:
+            wanted_shape = list(tensor.swap_if_transposed(shape))
+            want = f"shape {wanted_shape}, as the configuration says"
             raise arguments.value_error(f"{tensors.path}: {tensor.name}", want, entry)
     return specs
 
@@ -205,18 +216,24 @@ def read_parameters(
     """
     params: dict[str, dict[str, Array]] = {}
     names = pretrained.names or {}
-    meshes = [sharding.mesh for sharding in shardings.values()]
-    whole_on_mesh = NamedSharding(meshes[0], P()) if meshes else None
+    default_sharding = None
+    if shardings:
+        first_sharding = next(iter(shardings.values()))
+        default_sharding = NamedSharding(first_sharding.mesh, P())
     for path, spec in specs.items():
-        module, _, leaf = path.rpartition("/")
-        read = functools.partial(_read_part, tensors, path, names.get(path), spec)
-        sharding = shardings.get(path, whole_on_mesh)
+        # A function that reads the part of the parameter that has an index.
+        read_part = functools.partial(_read_part, tensors, path, names.get(path), spec)
+        sharding = shardings.get(path, default_sharding)
         if sharding is None:
+            whole = (slice(None),) * len(spec.shape)
             # Unlike jnp.asarray, this makes no copy on a CPU.
-            array = jax.device_put(read((slice(None),) * len(spec.shape)))
+            array = jax.device_put(read_part(whole))
         else:
-            make = functools.partial(jax.make_array_from_callback, spec.shape, sharding)
-            array = call_with_named_errors(f"shardings: {path}", make, read)
+            make_array: Any = jax.make_array_from_callback
+            array = call_with_named_errors(
+                f"shardings: {path}", make_array, spec.shape, sharding, read_part
+            )
+        module, _, leaf = path.rpartition("/")
         params.setdefault(module, {})[leaf] = array
     return params
 
@@ -231,22 +248,27 @@ def _read_part(
         path: The path of the parameter.
         name: The name of its tensor, or None for zeros.
         spec: The shape and the dtype of the whole parameter.
-        index: A slice for each axis. Of a matrix, only the rows of the slice are read.
+        index: A slice for each axis. If the parameter is a matrix, only the rows of the slice are
+            read.
     """
     if name is None:
-        return np.broadcast_to(np.zeros((), spec.dtype), spec.shape)[index]
+        # All elements of this array are one zero in memory.
+        zeros = np.broadcast_to(np.zeros((), spec.dtype), spec.shape)
+        return zeros[index]
     tensor = find_stored_tensor(path, name)
-    part_shape = tuple(
-        len(range(size)[axis_slice]) for size, axis_slice in zip(spec.shape, index, strict=True)
-    )
-    dtype = tensors.dtype(tensor.name)
+    part_shape = []
+    for size, axis_slice in zip(spec.shape, index, strict=True):
+        indices_in_slice = range(size)[axis_slice]
+        part_shape.append(len(indices_in_slice))
     # Rows that `row_multiple` adds are not in the file, and stay zeros.
-    array = aligned_zeros(part_shape, dtype)
+    part = aligned_zeros(tuple(part_shape), tensors.dtype(tensor.name))
     if len(index) == 2:
-        rows, columns = index[::-1] if tensor.is_transposed else index
-        as_stored = array.T if tensor.is_transposed else array
-        tensors.read_into(as_stored, tensor.name, rows, columns)
+        rows, columns = tensor.swap_if_transposed(index)
+        # The transpose is a view: what is written to it is written to `part`.
+        part_as_stored = part.T if tensor.is_transposed else part
+        tensors.read_into(part_as_stored, tensor.name, rows, columns)
     else:
-        values = tensors.read(tensor.name).reshape(-1)[index]
-        array[: len(values)] = values
-    return array
+        vector = tensors.read(tensor.name).reshape(-1)
+        stored_values = vector[index]
+        part[: len(stored_values)] = stored_values
+    return part

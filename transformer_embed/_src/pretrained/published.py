@@ -166,7 +166,8 @@ def _outer_and_text_entries(
         text_entries = outer_entries.get(name)
         if not isinstance(text_entries, Mapping):
             parts = [key for key, value in outer_entries.items() if isinstance(value, Mapping)]
-            raise arguments.value_error(f"part {part!r}", f"of {path}, one of {parts}", repr(name))
+            want = f"of {path}, one of {parts}"
+            raise arguments.value_error(f"part {part!r}", want, repr(name))
     return outer_entries, text_entries
 
 

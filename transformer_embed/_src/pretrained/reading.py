@@ -179,13 +179,16 @@ def _read_part_of_matrix(
     The index has a slice for each axis of the result. If `is_transposed`, this is (columns of the
     tensor, rows of the tensor).
     """
-    row_slice, column_slice = index[::-1] if is_transposed else index
     row_count, column_count = tensors.entry_of_any_dtype(name).shape
+    if is_transposed:
+        column_slice, row_slice = index
+    else:
+        row_slice, column_slice = index
     rows = len(range(row_count)[row_slice])
     columns = len(range(column_count)[column_slice])
     if is_transposed:
         part = aligned_zeros((columns, rows), dtype)
-        # Each row of the tensor is written to a column, so the transpose takes no second copy.
+        # Each row of the tensor is written to a column of the part, without a second copy.
         tensors.read_into(part.T, name, row_slice, column_slice)
         return part
     part = aligned_zeros((rows, columns), dtype)
@@ -211,19 +214,20 @@ def _is_transposed(name: str, shape: tuple[int, ...], model_type: ModelType | No
 
 def _is_table(module: str, model_type: ModelType) -> bool:
     """Returns whether a module of a model of this type is a table, and not a linear layer."""
-    modules_of_tables = " ".join(
-        [
-            model_type.tokens,
-            model_type.positions,
-            model_type.token_types,
-            model_type.bias,
-            model_type.head,
-        ]
-    )
-    for stack in STACKS:
-        for table in modules_of_tables.format(stack=stack).split():
-            if f".{module}".endswith(f".{table}"):
-                return True
+    # Each of these texts has the names of modules, with spaces between them. In a name, "{stack}"
+    # stands for "encoder" or "decoder".
+    modules_of_tables = [
+        model_type.tokens,
+        model_type.positions,
+        model_type.token_types,
+        model_type.bias,
+        model_type.head,
+    ]
+    for names in modules_of_tables:
+        for stack in STACKS:
+            for table in names.format(stack=stack).split():
+                if f".{module}".endswith(f".{table}"):
+                    return True
     return False
 
 

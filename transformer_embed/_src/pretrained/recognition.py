@@ -69,7 +69,8 @@ def find_layer_tensors(published: Published, *, is_tied: bool) -> LayerTensors:
         matches = _names_by_prefix_of_head(published)
     if len(matches) != 1:
         raise _not_one_model(published, matches)
-    ((prefix, names),) = matches.items()
+    (prefix,) = matches
+    names = matches[prefix]
     # The index file of a tied model may name an output table that no shard has.
     if is_tied and OUTPUT_TABLE in names and not tensors.is_stored(names[OUTPUT_TABLE]):
         del names[OUTPUT_TABLE]
@@ -116,13 +117,15 @@ def _names_by_prefix_of_head(published: Published) -> dict[str, dict[str, str]]:
     table_module = published.model_type.tokens.split()[0]
     # The names of the numbered layers say the prefix. After the prefix comes the stack, as in the
     # name of the table: "decoder." for "decoder.embed_tokens".
-    stack = table_module.removesuffix(table_module.rpartition(".")[2])
+    stack, dot, _ = table_module.rpartition(".")
     prefixes = set()
     for name in published.tensors.files:
         in_layer = IN_LAYER.match(name)
         if in_layer:
-            prefixes.add(in_layer[1].removesuffix(stack))
+            before_layers = in_layer[1]
+            prefixes.add(before_layers.removesuffix(stack + dot))
     for prefix in (*sorted(prefixes), ""):
+        # The other parameters are found as if the file had a token table under this prefix.
         files_with_table = {*published.tensors.files, f"{prefix}{table_module}.weight"}
         names = published.model_type.tensors(files_with_table, published.stack, prefix)
         if OUTPUT_TABLE in names:
@@ -138,30 +141,37 @@ def _names_of_table(published: Published) -> list[str]:
 
 def _not_one_model(published: Published, matches: Mapping[str, Mapping[str, str]]) -> ValueError:
     """Returns the error for a file with no model of this type, or with several."""
-    model_type, tensors = published.model_type, published.tensors
+    model_type = published.model_type
+    tensors = published.tensors
     which_stack = f" (its {published.stack}; `stack` says which)" if model_type.has_stacks else ""
     want = f"the tensors of one model {model_type.name}{which_stack}, or {BY_HAND}"
     if matches:
         got = f"those under {[*matches]} (`part` chooses)"
         return arguments.value_error(tensors.path, want, got)
-    tables = _names_of_table(published)
-    has_table = any(f".{name}".endswith(f".{table}") for table in tables for name in tensors.files)
-    missing = "" if has_table else f" ({tables[0]} is missing)"
+    names_of_table = _names_of_table(published)
+    # The name of a table is the end of the tensor's name, from a dot on.
+    ends = tuple(f".{name}" for name in names_of_table)
+    has_table = any(f".{name}".endswith(ends) for name in tensors.files)
+    missing = "" if has_table else f" ({names_of_table[0]} is missing)"
     return arguments.value_error(tensors.path, want, tensors.listed() + missing)
 
 
 def _check_all_read(published: Published, prefix: str, names_read: set[str]) -> None:
     """Raises a ValueError if a tensor of the input layer is not among `names_read`."""
-    model_type, tensors = published.model_type, published.tensors
+    model_type = published.model_type
+    tensors = published.tensors
     ignored_modules = {*model_type.no_effect.split()}
     # The tensors of the other stack are beside the ones of this stack.
     first_module, _, _ = model_type.tokens.format(stack=published.stack).partition(".")
     if first_module in STACKS:
         ignored_modules |= {*STACKS} - {first_module}
     for name in sorted({*tensors.files} - names_read):
-        below = name.removeprefix(prefix)
-        is_ignored = not name.startswith(prefix) or ignored_modules & {*below.split(".")}
-        if not is_ignored and BESIDE_TABLE.match(below):
+        if not name.startswith(prefix):
+            continue
+        name_below_prefix = name.removeprefix(prefix)
+        modules = {*name_below_prefix.split(".")}
+        is_ignored = not modules.isdisjoint(ignored_modules)
+        if not is_ignored and BESIDE_TABLE.match(name_below_prefix):
             want = f"an input layer like that of {model_type.name}, or {BY_HAND}"
             raise arguments.value_error(tensors.path, want, f"also {name}, which is not read")
 

@@ -53,8 +53,12 @@ def is_known_outer_type(type_name: str) -> bool:
 
     A config.json without a type has the name "None", which counts as known.
     """
-    known = {*SCALED_WITHIN.split(), *UNSCALED_WITHIN.split(), *OTHERS_AROUND.split(), str(None)}
-    return type_name in known or type_name in MODEL_TYPES
+    if type_name == str(None) or type_name in MODEL_TYPES:
+        return True
+    for names in (SCALED_WITHIN, UNSCALED_WITHIN, OTHERS_AROUND):
+        if type_name in names.split():
+            return True
+    return False
 
 
 def model_type_or_none(type_name: Any) -> ModelType | None:

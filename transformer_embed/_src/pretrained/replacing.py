@@ -6,7 +6,7 @@ import math
 import os
 import pathlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -124,23 +124,11 @@ def _write(
         arrays: The arrays that replace tensors, by the tensors' names.
         file: The new file.
     """
-    metadata = tensors.header(path).metadata
     tensors_to_write = _tensors_to_write(tensors, path, arrays)
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    # The offsets of bytes count from the end of the header.
-    start = 0
-    for tensor in tensors_to_write:
-        stop = start + tensor.size
-        header[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.entry.shape),
-            "data_offsets": [start, stop],
-        }
-        start = stop
-    text = json.dumps(header, separators=(",", ":")).encode()
-    # Spaces make the header a multiple of 8 bytes, so that the bytes of tensors are aligned.
-    padded_size = math.ceil(len(text) / 8) * 8
-    file.write(padded_size.to_bytes(8, "little") + text.ljust(padded_size))
+    header = _encoded_header(tensors_to_write, tensors.header(path).metadata)
+    # The file begins with the size of the header, in 8 bytes.
+    file.write(len(header).to_bytes(8, "little"))
+    file.write(header)
     for tensor in tensors_to_write:
         if tensor.array is not None:
             file.write(tensor.array.tobytes())
@@ -148,6 +136,29 @@ def _write(
             for piece in pieces(tensor.entry):
                 file.write(piece)
     os.fsync(file.fileno())
+
+
+def _encoded_header(
+    tensors_to_write: Sequence[TensorToWrite], metadata: Mapping[str, str]
+) -> bytes:
+    """Returns the header of a file that has these tensors one after the other, as JSON."""
+    entries: dict[str, Any] = {}
+    if metadata:
+        entries["__metadata__"] = dict(metadata)
+    # The offsets of bytes count from the end of the header.
+    start = 0
+    for tensor in tensors_to_write:
+        stop = start + tensor.size
+        entries[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.entry.shape),
+            "data_offsets": [start, stop],
+        }
+        start = stop
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    # Spaces make the header a multiple of 8 bytes, so that the bytes of tensors are aligned.
+    padded_size = math.ceil(len(text) / 8) * 8
+    return text.ljust(padded_size)
 
 
 def _tensors_to_write(

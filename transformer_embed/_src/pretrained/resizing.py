@@ -209,18 +209,26 @@ def _resized_table(
     # the host.
     sharding: Any = getattr(table, "sharding", None)
     is_on_mesh = isinstance(sharding, NamedSharding) and sharding.num_devices > 1
-    library = np if is_on_mesh else jnp
-    rows: Any = gathered(path, table) if is_on_mesh else _as_jax_array(path, table)
+    if is_on_mesh:
+        library: Any = np
+        rows: Any = gathered(path, table)
+    else:
+        library = jnp
+        rows = _as_jax_array(path, table)
     # [vocab_size, ...], in the order of the ids.
     rows_of_ids = rows[_row_of_each_id(path, config)]
-    new_ids = new_config.vocab_size - config.vocab_size
-    sampled_rows = _sample_rows(rows_of_ids, new_ids, rng, salt)
+    new_id_count = new_config.vocab_size - config.vocab_size
+    sampled_rows = _sample_rows(rows_of_ids, new_id_count, rng, salt)
     row_of_zeros = library.zeros((1, *rows.shape[1:]), rows.dtype)
-    sources: Any = library.concatenate([rows_of_ids, sampled_rows, row_of_zeros])
-    # Source i is the row of id i, and the last source is the row of zeros. A new row that has an id
-    # takes the source of this id, and any other new row takes the zeros.
-    source_of_row = np.full(new_config.rows, -1)
-    source_of_row[_row_of_each_id(path, new_config)] = np.arange(new_config.vocab_size)
+    # Source i is the row of id i, and the last source is the row of zeros.
+    sources = library.concatenate([rows_of_ids, sampled_rows, row_of_zeros])
+    # Each new row that has an id takes the source of this id, and any other new row takes the
+    # zeros. For example, if the rows 0, 2 and 1 have the ids 0, 1 and 2, and row 3 is padding, the
+    # sources of the rows are 0, 2, 1 and the last one.
+    last_source = len(sources) - 1
+    source_of_row = np.full(new_config.rows, last_source)
+    row_of_new_id = _row_of_each_id(path, new_config)
+    source_of_row[row_of_new_id] = np.arange(new_config.vocab_size)
     resized = sources[source_of_row]
     return _on_mesh(path, resized, sharding) if is_on_mesh else resized
 
@@ -303,15 +311,17 @@ def _grid_layout(config: EmbedderConfig, new_config: EmbedderConfig, grids: Any)
     if grids is None:
         start = getattr(config.scheme, "start", 0)
         new_start = getattr(new_config.scheme, "start", 0)
-        name = "new_config.scheme.start"
-        arguments.check_same(name, "as in config", new_start, start)
-        return GridLayout(rows_before=start, shape=(size - start,), new_shape=(new_size - start,))
+        arguments.check_same("new_config.scheme.start", "as in config", new_start, start)
+        line = (size - start,)
+        new_line = (new_size - start,)
+        return GridLayout(rows_before=start, shape=line, new_shape=new_line)
     check_shape = functools.partial(arguments.entries, convert=arguments.size)
     shape, new_shape = arguments.entries("grids", grids, check_shape, count=2)
     rows_before = size - math.prod(shape)
     new_rows_before = new_size - math.prod(new_shape)
-    has_same_axes = len(shape) == len(new_shape)
-    if rows_before < 0 or rows_before != new_rows_before or not has_same_axes:
+    grid_fits = rows_before >= 0
+    grids_are_alike = len(shape) == len(new_shape) and rows_before == new_rows_before
+    if not grid_fits or not grids_are_alike:
         want = (
             "two shapes with the same number of axes, and with the same number of positions before "
             f"the grid (there are {size} and {new_size} positions in all)"
@@ -331,7 +341,8 @@ def _interpolate(table: Array, layout: GridLayout, method: str) -> Array:
     rows_of_grid = table[layout.rows_before :]
     # `jax.image.resize` rounds its weights to the dtype of the grid, so 16-bit grids are widened.
     grid = conversions.widened(rows_of_grid).reshape(*layout.shape, width)
-    new_grid = jax.image.resize(grid, (*layout.new_shape, width), method)
+    new_grid_shape = (*layout.new_shape, width)
+    new_grid = jax.image.resize(grid, new_grid_shape, method)
     new_rows_of_grid = new_grid.reshape(-1, width).astype(table.dtype)
     return jnp.concatenate([rows_before, new_rows_of_grid])
 

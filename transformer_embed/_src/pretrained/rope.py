@@ -108,8 +108,9 @@ def rotary_arguments(model_type: ModelType, values: Options, kind: str) -> dict[
     names = _entries_of_kind(model_type, kind)
     scaling_object = values[names.scaling] or {}
     rotary_dim = _rotary_dim(values, names.share)
-    is_proportional = scaling_object.get("rope_type") == PROPORTIONAL
     rotated_channels = rotary_dim or head_dim(values)
+    # This type of scaling says which channels rotate, if not all of them do.
+    is_proportional = scaling_object.get("rope_type") == PROPORTIONAL
     options = {
         # Sliding layers without a base of their own rotate by the base of the full layers.
         "base": values[names.base] or values["rope_theta"],
@@ -143,10 +144,13 @@ def _layout(model_type: ModelType, values: Options) -> str:
 def _rotary_dim(values: Options, share: str) -> int | None:
     """Returns the number of a head's channels that rotate, or None if all rotate.
 
-    `share` is the entry that has the share of the channels. The entry rotary_dim goes before it.
+    The entry "rotary_dim" may say this number. Otherwise the entry named `share` may say which
+    share of the channels rotates, such as 0.5.
     """
-    if values["rotary_dim"] is not None or values.get(share) in (None, 1):
+    if values["rotary_dim"] is not None:
         return values["rotary_dim"]
+    if values.get(share) in (None, 1):
+        return None
     channels = head_dim(values)
     if not channels:
         # This raises the error that num_attention_heads is missing.
@@ -213,6 +217,7 @@ def make_scaling(scaling_object: Options, values: Options) -> rotary_scaling.Sca
     has_factor_of_1 = rope_type == PROPORTIONAL and scaling_object.get("factor", 1) == 1
     if scaling_class is None or has_factor_of_1:
         return None
+    # Dynamic scaling computes alpha from the trained length and the length of the text.
     is_dynamic = rope_type == "dynamic" and not has_alpha
     fields = scaling_class.__dataclass_fields__
     options = dict(scaling_object)
@@ -259,7 +264,8 @@ def _original_length(rope_type: str, scaling_object: Options, values: Options) -
 def _dynamic_alpha(options: Options) -> float:
     """Returns the alpha that dynamic NTK scaling has for the current length.
 
-    It is 1 up to the original length, and grows by `factor` for each further original length.
+    Alpha is 1 up to the original length, and grows by `factor` for each further original length.
+    For example, with a factor of 4 and three times the original length, alpha is 9.
     """
     factor = arguments.positive("factor", options.get("factor"))
     times_longer = max(options["length"] / options["original_length"], 1)
@@ -334,18 +340,21 @@ def _objects_in_rope_parameters(model_type: ModelType, rope_parameters: Any) -> 
     if len(names) == 1:
         return {FULL: rope_parameters}
     whole_object = _checked_object(ROPE_PARAMETERS, rope_parameters)
-    objects = {name: item for name, item in whole_object.items() if name in names}
+    objects = {name: whole_object[name] for name in whole_object if name in names}
     want = f"an object with the entries {' and '.join(names)}"
-    if COMPRESS not in names:
+    is_deepseek_v4 = COMPRESS in names
+    if not is_deepseek_v4:
         # A rotation without an object has the defaults, but nothing else may be inside.
-        if len(objects) < len(whole_object):
+        has_other_entries = len(objects) < len(whole_object)
+        if has_other_entries:
             raise arguments.value_error(ROPE_PARAMETERS, want, dict(whole_object))
         return objects
     if not objects:
-        # Without the two names, the object is about DeepSeek V4's compressed layers. The sliding
-        # layers then rotate without a scaling.
+        # Without the names of the two rotations, the whole object is about the compressed layers.
+        # The sliding layers then rotate without a scaling.
         return {COMPRESS: _without_base(ROPE_PARAMETERS, whole_object)}
-    # transformers may leave entries of one of the two objects beside them. These are not read.
+    # Either both rotations have an object, or none has. Other entries may be beside the two
+    # objects, because transformers may leave entries of one object there. They are not read.
     if len(objects) < len(names):
         raise arguments.value_error(ROPE_PARAMETERS, want, objects)
     return objects

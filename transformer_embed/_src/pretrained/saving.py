@@ -106,10 +106,10 @@ def save_embedder(
     check_described(pretrained)
     leaves = leaves_by_path(_with_loaded_paths(config, params, bias))
     # In a path such as "module/leaf", the last slash ends the module, so a leaf has none.
-    leaf_names = [name for module_leaves in params.values() for name in module_leaves]
-    for name in leaf_names:
-        if "/" in name:
-            raise arguments.value_error("params", "names without a slash", repr(name))
+    for module_leaves in params.values():
+        for name in module_leaves:
+            if "/" in name:
+                raise arguments.value_error("params", "names without a slash", repr(name))
     # A parameter for which the caller gives no name is stored under its path.
     tensor_names: dict[str, Any] = {leaf_path: leaf_path for leaf_path in leaves}
     tensor_names.update(full_paths(names or {}, leaves))
@@ -211,10 +211,11 @@ def _call_in_one_process(params: Params, write: Callable[[], None]) -> None:
     If the parameters lie on devices of several processes, the first process writes, and the others
     wait until it has. Otherwise the process that calls this writes.
     """
-    leaves = jax.tree.leaves(params)
-    # An array of numpy has no such attribute, and is always in this process.
-    is_here = [getattr(leaf, "is_fully_addressable", True) for leaf in leaves]
-    is_shared = False in is_here
+    is_shared = False
+    for leaf in jax.tree.leaves(params):
+        # An array of numpy has no such attribute, and is always in this process.
+        if not getattr(leaf, "is_fully_addressable", True):
+            is_shared = True
     if not is_shared or jax.process_index() == 0:
         write()
     if is_shared:
@@ -232,14 +233,14 @@ def _arrays_by_tensor(leaves: Mapping[str, Any], names: Mapping[str, Any]) -> di
         names: The name of each parameter's tensor, by the same paths. The name says whether the
             tensor is the parameter's transpose (see `find_stored_tensor`).
     """
-    stored_tensors = {
-        path: find_stored_tensor(path, name)
-        for path, name in names.items()
-        if isinstance(name, str)
-    }
+    stored_tensors = {}
+    for path, name in names.items():
+        if isinstance(name, str):
+            stored_tensors[path] = find_stored_tensor(path, name)
+    different_names = {tensor.name for tensor in stored_tensors.values()}
     # The header of a safetensors file keeps its metadata under this name.
-    free_names = {tensor.name for tensor in stored_tensors.values()} - {"__metadata__"}
-    if len(free_names) < len(leaves):
+    different_names.discard("__metadata__")
+    if len(different_names) < len(leaves):
         want = "a tensor's name of its own for each parameter, other than '__metadata__'"
         raise arguments.value_error("names", want, [*names.values()])
     arrays = {}
@@ -265,13 +266,15 @@ def _with_loaded_paths(config: EmbedderConfig, params: Params, bias: Options | N
     If `bias` has "num_buckets", T5's table of biases is moved to its path as well. Other modules
     keep their paths.
     """
-    loaded_path_of_module = {}
+    # The new path of each module that is moved, by the path in `params`.
+    new_paths = {}
     for loaded_path, path in find_parameters(params, config).paths.items():
-        loaded_path_of_module[path] = loaded_path
+        new_paths[path] = loaded_path
     if bias is not None and "num_buckets" in bias:
         bias_module, _, _ = BIAS.rpartition("/")
-        loaded_path_of_module[_path_of_bias_table(params, bias_module)] = bias_module
-    return {loaded_path_of_module.get(path, path): leaves for path, leaves in params.items()}
+        path_of_bias = _path_of_bias_table(params, bias_module)
+        new_paths[path_of_bias] = bias_module
+    return {new_paths.get(path, path): leaves for path, leaves in params.items()}
 
 
 def _path_of_bias_table(params: Params, bias_module: str) -> str:

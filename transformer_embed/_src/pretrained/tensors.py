@@ -17,7 +17,7 @@ import numpy as np
 
 from transformer_embed._src import arguments
 from transformer_embed._src.pretrained.files import existing_path, read_json
-from transformer_embed._src.pretrained.other_formats import ADAPTER, POINTER, step_for
+from transformer_embed._src.pretrained.other_formats import ADAPTER, LFS_POINTER, advice_for
 
 # The dtypes of parameters, by their names in safetensors.
 DTYPES = {"F32": jnp.dtype("float32"), "BF16": jnp.dtype("bfloat16"), "F16": jnp.dtype("float16")}
@@ -178,15 +178,17 @@ class Tensors(NamedTuple):
         row_count, width = _as_matrix(entry.shape)
         first_row, end_row, _ = rows.indices(row_count)
         row_bytes = width * dtype.itemsize
-        rows_of_piece = max(1, PIECE_BYTES // row_bytes)
-        bytes_of_rows = entry._replace(
+        entry_of_rows = entry._replace(
             start=entry.start + first_row * row_bytes, stop=entry.start + end_row * row_bytes
         )
-        rows_done = 0
-        for piece in pieces(bytes_of_rows, rows_of_piece * row_bytes):
+        # Each piece has whole rows.
+        rows_of_piece = max(1, PIECE_BYTES // row_bytes)
+        first = 0
+        for piece in pieces(entry_of_rows, rows_of_piece * row_bytes):
             whole_rows = np.frombuffer(piece, dtype).reshape(-1, width)
-            array[rows_done : rows_done + len(whole_rows)] = whole_rows[:, columns]
-            rows_done += len(whole_rows)
+            end = first + len(whole_rows)
+            array[first:end] = whole_rows[:, columns]
+            first = end
 
     def listed(self) -> str:
         """Returns a few names of tensors for a message."""
@@ -268,8 +270,9 @@ def _file_in_folder(folder: pathlib.Path) -> pathlib.Path:
     """Returns the usual file of a folder, or raises an error that says what to do with others."""
     names = [name for name in (WHOLE, INDEX) if (folder / name).exists()]
     if not names:
-        below = itertools.islice(folder.rglob("*"), MOST_FILES)
-        got = step_for(*(str(path.relative_to(folder)) for path in below)) or "neither"
+        files_below = itertools.islice(folder.rglob("*"), MOST_FILES)
+        other_names = [str(path.relative_to(folder)) for path in files_below]
+        got = advice_for(*other_names) or "neither"
         raise arguments.value_error(folder, f"a folder with {WHOLE} or {INDEX}", got)
     for adapter in folder.glob("adapter_model.*"):
         # The warning shows the line that called load_embedder.
@@ -286,9 +289,10 @@ def _shards(path: pathlib.Path) -> dict[str, pathlib.Path]:
     # Thousands of tensors are in a few files, so each file is checked once.
     file_names = {str(name) for name in files.values()}
     for name in file_names:
-        # A shard must be in the folder of the index file. It may be a link to a file elsewhere, as
-        # in the cache of the hub.
-        if pathlib.Path(name).name != name or "\0" in name:
+        # A shard must be in the folder of the index file, so "../a" is refused. The shard may be a
+        # link to a file elsewhere, as in the cache of the hub.
+        is_in_folder = pathlib.Path(name).name == name
+        if not is_in_folder or "\0" in name:
             raise arguments.value_error(path, "shards in its folder", repr(name))
     return {tensor: path.parent / str(name) for tensor, name in files.items()}
 
@@ -302,32 +306,42 @@ def _header(path: pathlib.Path) -> Header:
         with safe_open(path, framework="numpy"):
             pass
     except SafetensorError as error:
-        with open(path, "rb") as file:
-            is_pointer = file.read(7) == b"version"
-        step = POINTER if is_pointer else step_for(path.name.removesuffix(".safetensors"))
-        got = step or f"one that cannot be read ({error})"
+        got = _advice_for_damaged(path) or f"one that cannot be read ({error})"
         raise arguments.value_error(path, "a whole safetensors file", got) from error
-    # The file begins with the header's size, in 8 bytes. The header is JSON.
+    # The file begins with the size of the header, in 8 bytes. Then comes the header, which is JSON.
     with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
+        header_size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(header_size))
     metadata = header.pop("__metadata__", None) or {}
-    entries = {name: _info(path, 8 + size, entry) for name, entry in header.items()}
-    # If a tensor has several names, safetensors.torch.save_model stores it under one of them. For
-    # each other name, the metadata say the name that was kept.
-    entries_of_other_names = {
-        name: entries[kept_name] for name, kept_name in metadata.items() if kept_name in entries
-    }
+    # The offsets of a tensor count from the first byte after the header.
+    header_end = 8 + header_size
+    entries = {}
+    for name, entry in header.items():
+        start, stop = entry["data_offsets"]
+        entries[name] = TensorInfo(
+            file=path,
+            dtype=entry["dtype"],
+            shape=tuple(entry["shape"]),
+            start=header_end + start,
+            stop=header_end + stop,
+        )
+    # If a tensor has several names, safetensors.torch.save_model stores it under one of them. The
+    # metadata then map each other name to the stored name.
+    entries_of_other_names = {}
+    for other_name, stored_name in metadata.items():
+        if stored_name in entries:
+            entries_of_other_names[other_name] = entries[stored_name]
     return Header(entries=entries_of_other_names | entries, metadata=metadata)
 
 
-def _info(path: pathlib.Path, first_byte: int, entry: Mapping[str, Any]) -> TensorInfo:
-    """Returns the entry of a tensor, whose offsets count from the first byte after the header."""
-    start, stop = entry["data_offsets"]
-    return TensorInfo(
-        file=path,
-        dtype=entry["dtype"],
-        shape=tuple(entry["shape"]),
-        start=first_byte + start,
-        stop=first_byte + stop,
-    )
+def _advice_for_damaged(path: pathlib.Path) -> str:
+    """Returns what to do with a file that is no safetensors file, or "" if it is of no known kind.
+
+    Such a file may be the small text file that git-lfs puts in the place of a large file. Or it may
+    be of another format, as "model.bin.safetensors".
+    """
+    with open(path, "rb") as file:
+        # The text of git-lfs begins with this word.
+        if file.read(7) == b"version":
+            return LFS_POINTER
+    return advice_for(path.name.removesuffix(".safetensors"))

@@ -84,8 +84,12 @@ def _with_sorted_metadata(data: bytes) -> bytes:
 
     So equal arguments of `save_embedder` write equal files. The header keeps its size.
     """
-    header_size = int.from_bytes(data[:8], "little")
+    # The file has the size of the header in 8 bytes, then the header, then the tensors.
+    size_bytes = data[:8]
+    header_size = int.from_bytes(size_bytes, "little")
     header_end = 8 + header_size
     header = json.loads(data[8:header_end])
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
-    return data[:8] + text.encode().ljust(header_size) + data[header_end:]
+    # Spaces at the end keep the size.
+    sorted_header = text.encode().ljust(header_size)
+    return size_bytes + sorted_header + data[header_end:]

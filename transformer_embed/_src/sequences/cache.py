@@ -99,7 +99,8 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
     slot = _as_slots(slot, cache)
     if _has_batch(cache):
         leaves = jax.tree.leaves((cache, new))
-        if not all(isinstance(leaf, jax.Array) for leaf in leaves):
+        are_on_device = all(isinstance(leaf, jax.Array) for leaf in leaves)
+        if not are_on_device:
             # The compiled function would narrow numbers of the host without a check.
             cache = _as_arrays("cache", cache)
             new = _as_arrays("new", new)
@@ -107,6 +108,7 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
     # A cache without a batch axis is written as a batch of one row.
     row_cache = _as_arrays("cache", cache, add_batch=True)
     row_new = _as_arrays("new", new, add_batch=True)
+    # Slots [length] are about single tokens, so they get a batch axis, too.
     row_slot = slot[None] if slot.ndim == 1 else slot
     cache_and_is_written = _write(row_cache, row_new, row_slot)
     return jax.tree.map(lambda array: array[0], cache_and_is_written)
@@ -162,44 +164,50 @@ def _as_arrays(name: str, tree: Any, *, add_batch: bool = False) -> Any:
 def _write(cache: Any, new: Any, slot: Int32[Array, "..."]) -> tuple[Any, Bool[Array, "b t"]]:
     """Computes `write_cache` for a cache whose arrays have a batch axis."""
     new_has_batch = _has_batch(new)
-    if _structure(cache) == _structure(new):
+    cache_structure = jax.tree.structure(cache, is_leaf=_is_tokens)
+    new_structure = jax.tree.structure(new, is_leaf=_is_tokens)
+    # If the structures differ, `_checked_sizes` raises an error that names the paths of the arrays.
+    if cache_structure == new_structure:
         new = jax.tree.map(_with_arrays_of_cache, new, cache, is_leaf=_is_tokens)
         cache = jax.tree.map(_widened_to_int32, cache, is_leaf=_is_tokens)
     cache_arrays = _arrays_by_path("cache", cache)
     new_arrays = _arrays_by_path("new", new)
-    # If the structures of cache and new tokens differ, so do the paths of their arrays. Then
-    # `_checked_sizes` raises an error that names these paths.
     sizes = _checked_sizes(cache_arrays, new_arrays, slot)
     if not new_has_batch:
         _check_slot_is_unambiguous(slot, sizes)
     target = _find_target_slots(slot, sizes)
-
-    def write_array(cache_array: Array, new_array: Array) -> Array:
-        """Writes the new tokens into one array of the cache, [b, slots, ...]."""
-        # Under explicit mesh axes, a scatter needs all slots of a batch row on one device.
-        whole_rows = with_whole_rows(cache_array, 1)
-        # If there is one row of new tokens, every batch row gets a copy.
-        new_rows = jnp.broadcast_to(new_array, (sizes.batch, *new_array.shape[1:]))
-        # The new tokens and their slots are split over devices as the cache is.
-        new_rows = split_like(with_whole_rows(new_rows, 1), whole_rows)
-        row_slots = split_like(with_whole_rows(target.slots, 1), whole_rows)
-        written_rows = jax.vmap(_write_row)(whole_rows, new_rows, row_slots)
-        return split_like(written_rows, cache_array)
-
-    written = map(write_array, cache_arrays.values(), new_arrays.values())
-    return jax.tree.unflatten(jax.tree.structure(cache), written), target.is_written
+    written_arrays = [
+        _write_array(cache_array, new_arrays[path], target.slots)
+        for path, cache_array in cache_arrays.items()
+    ]
+    written_cache = jax.tree.unflatten(jax.tree.structure(cache), written_arrays)
+    return written_cache, target.is_written
 
 
-def _write_row(
-    cache_row: Shaped[Array, "n ..."], new_row: Shaped[Array, "t ..."], slots: Int32[Array, "t"]
-) -> Shaped[Array, "n ..."]:
-    """Writes the new tokens of one batch row, except tokens whose slot is past the end."""
-    return cache_row.at[slots].set(new_row, mode="drop")
+def _write_array(
+    cache_array: Shaped[Array, "b n ..."], new_array: Shaped[Array, "_ t ..."], slots: Array
+) -> Shaped[Array, "b n ..."]:
+    """Writes new tokens into one array of a cache of n slots.
 
+    Args:
+        cache_array: The array of the cache.
+        new_array: The same array of the new tokens. If it has one batch row, this row is written to
+            every batch row of the cache.
+        slots: The slot of each new token, int32 [b, t]. A token whose slot is n is not written.
+    """
+    # Under explicit mesh axes, a scatter needs all slots of a batch row on one device.
+    cache_rows = with_whole_rows(cache_array, 1)
+    new_rows = jnp.broadcast_to(new_array, (len(slots), *new_array.shape[1:]))
+    # The new tokens and their slots are split over devices as the cache is.
+    new_rows = split_like(with_whole_rows(new_rows, 1), cache_rows)
+    row_slots = split_like(with_whole_rows(slots, 1), cache_rows)
 
-def _structure(tree: Any) -> Any:
-    """Returns the structure of a tree, in which each `TokenPositions` is one leaf."""
-    return jax.tree.structure(tree, is_leaf=_is_tokens)
+    def write_row(cache_row: Array, new_row: Array, slots_of_row: Array) -> Array:
+        """Writes the tokens of one batch row, except tokens whose slot is past the end."""
+        return cache_row.at[slots_of_row].set(new_row, mode="drop")
+
+    written_rows = jax.vmap(write_row)(cache_rows, new_rows, row_slots)
+    return split_like(written_rows, cache_array)
 
 
 def _widened_to_int32(leaf: Any) -> Any:
@@ -210,35 +218,36 @@ def _widened_to_int32(leaf: Any) -> Any:
     return TokenPositions(**batch_arrays(leaf)) if _is_tokens(leaf) else leaf
 
 
-def _with_arrays_of_cache(new: Any, held: Any) -> Any:
+def _with_arrays_of_cache(new: Any, cached: Any) -> Any:
     """Gives new token positions the same arrays as the cache has, in the same dtypes.
 
-    Arrays that the new tokens lack are made as `VALUES_IF_ABSENT` says. Any other leaf than token
-    positions stays as it is.
+    If the new tokens lack an array that the cache has, the places are the positions, and other
+    arrays have the number in `VALUES_IF_ABSENT`. Any other leaf than token positions stays as it
+    is.
 
     Args:
         new: A leaf of the new tokens.
-        held: The same leaf of the cache.
+        cached: The same leaf of the cache.
     """
-    if not (_is_tokens(new) and _is_tokens(held)):
+    if not (_is_tokens(new) and _is_tokens(cached)):
         return new
     arrays = batch_arrays(new)
     positions = arrays["positions"]
     defaults = {"places": positions}
     for name, number in VALUES_IF_ABSENT.items():
         defaults[name] = jnp.full_like(positions, number)
-    for name, held_array in batch_arrays(held).items():
+    for name, cached_array in batch_arrays(cached).items():
         if name not in arrays and name in defaults:
             arrays[name] = defaults[name]
         if name in arrays:
-            arrays[name] = _as_dtype_of_cache(arrays[name], held_array.dtype)
+            arrays[name] = _as_dtype_of_cache(arrays[name], cached_array.dtype)
     return TokenPositions(**arrays)
 
 
 def _as_dtype_of_cache(integers: Array, cache_dtype: Any) -> Array:
     """Converts integers to the dtype of the cache, int32 or wider.
 
-    Numbers beyond int32 become the lowest or the highest int32.
+    If the dtype is int32, numbers beyond int32 become the lowest or the highest int32.
     """
     if cache_dtype == jnp.int32:
         return arguments.as_int32("new", integers)
@@ -291,18 +300,22 @@ def _find_target_slots(slot: Int32[Array, "..."], sizes: _Sizes) -> _TargetSlots
 
 
 def _is_last_of_slot(slots: Int32[Array, "b t"], slot_count: int) -> Bool[Array, "b t"]:
-    """Returns whether no later token of the batch row has the same slot."""
+    """Returns whether no later token of the batch row has the same slot.
+
+    For example, of the slots 0 1 2 0, the last three tokens are the last ones of their slots.
+    """
     index = jnp.arange(slots.shape[1], dtype=jnp.int32)
     no_tokens = jnp.full(slot_count, -1, jnp.int32)
 
     def last_index_in_slot(row_slots: Array) -> Array:
         """Returns, for each token of a batch row, the index of the last token in its slot."""
-        last_indices = no_tokens.at[row_slots].max(index, mode="drop")
-        return last_indices[row_slots]
+        last_index_by_slot = no_tokens.at[row_slots].max(index, mode="drop")
+        return last_index_by_slot[row_slots]
 
-    # The scatter drops indices past the end, but would count index -1 for the last slot.
+    # The scatter drops slots past the end, but would take slot -1 for the last slot.
     slots_or_end = jnp.where(slots < 0, slot_count, slots)
-    return jax.vmap(last_index_in_slot)(slots_or_end) == index[None]
+    last_indices = jax.vmap(last_index_in_slot)(slots_or_end)
+    return last_indices == index[None]
 
 
 def _arrays_by_path(name: str, tree: Any) -> dict[str, Array]:
@@ -328,12 +341,17 @@ def _checked_sizes(
     if not cache_arrays or cache_arrays.keys() != new_arrays.keys():
         want = f"the arrays of the cache, {', '.join(cache_arrays)}"
         raise arguments.value_error("new", want, ", ".join(new_arrays) or "none")
-    batch, slot_count = next(iter(cache_arrays.values())).shape[:2]
-    length = next(iter(new_arrays.values())).shape[1]
+    # All arrays of a tree must have the same sizes, so the first array gives them.
+    first_of_cache = next(iter(cache_arrays.values()))
+    first_of_new = next(iter(new_arrays.values()))
+    batch, slot_count = first_of_cache.shape[:2]
+    length = first_of_new.shape[1]
     # A symbolic length is assumed to fit.
     is_symbolic = export.is_symbolic_dim(length - slot_count)
     is_too_long = not is_symbolic and length > slot_count
-    if is_too_long and slot.ndim < 2:
+    # With a slot for each token, several tokens may share a slot (a ring).
+    has_slot_of_each_token = slot.ndim == 2
+    if is_too_long and not has_slot_of_each_token:
         want = f"at most {slot_count} tokens, as the cache, or a slot for each token (a ring)"
         raise arguments.value_error("new", want, length)
     for path, cache_array in cache_arrays.items():
@@ -342,9 +360,10 @@ def _checked_sizes(
         other_axes = cache_array.shape[2:]
         cache_shape = (slot_count, *other_axes)
         _check_layout(f"cache{path}", cache_array, dtype, [batch], cache_shape)
-        # One row of new tokens is written into every batch row.
+        # The new tokens may also have a batch axis of 1: they are then written to every batch row.
+        new_batch_sizes = [batch, 1]
         new_shape = (length, *other_axes)
-        _check_layout(f"new{path}", new_arrays[path], dtype, [batch, 1], new_shape)
+        _check_layout(f"new{path}", new_arrays[path], dtype, new_batch_sizes, new_shape)
     fits = slot.shape in ((), (batch,), (1, length), (batch, length))
     arguments.check_shape("slot", slot.shape, fits, f"[], [{batch}] or [{batch}, {length}]")
     return _Sizes(batch=batch, slot_count=slot_count, length=length)

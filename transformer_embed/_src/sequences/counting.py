@@ -47,11 +47,13 @@ def counted_from_ids(
     begins_text = previous_token_values(ids == end_id)
     # Each token is 1 and padding is 0. Under strict dtype promotion, jax subtracts no bool.
     ones = with_whole_rows(is_token).astype(jnp.int32)
-    tokens_before = jnp.cumsum(ones, axis=1, dtype=jnp.int32) - ones
-    positions = restarted_count(tokens_before, begins_text) + start
-    positions = jnp.where(is_token, positions, at_padding)
-    segment_ids = 1 + jnp.cumsum(begins_text, axis=1, dtype=jnp.int32)
-    return Counted(positions=positions, segment_ids=jnp.where(is_token, segment_ids, 0))
+    tokens_up_to_here = jnp.cumsum(ones, axis=1, dtype=jnp.int32)
+    tokens_before = tokens_up_to_here - ones
+    index_in_text = restarted_count(tokens_before, begins_text)
+    positions = jnp.where(is_token, index_in_text + start, at_padding)
+    text_number = 1 + jnp.cumsum(begins_text, axis=1, dtype=jnp.int32)
+    segment_ids = jnp.where(is_token, text_number, 0)
+    return Counted(positions=positions, segment_ids=segment_ids)
 
 
 @compiled()
@@ -69,11 +71,13 @@ def counted_from_positions(positions: Integer[Array, "b t"]) -> Counted:
 @compiled(1, 2)
 def counted_from_lengths(lengths: Int32[Array, "*b"], length: int, padding_side: str) -> Counted:
     """Counts the tokens of batch rows of these lengths, padded on one side."""
-    # The distance of each place from the side on which the tokens are.
+    # How far each index of the row is from the end of the row at which the tokens are.
     distance = jnp.arange(length, dtype=jnp.int32)
-    distance = distance if padding_side == "right" else distance[::-1]
+    if padding_side == "left":
+        distance = distance[::-1]
     # Under strict rank promotion, jax compares no [length] with [batch, 1].
-    distance = distance.reshape(*[1] * lengths.ndim, -1)
+    batch_axes = [1] * lengths.ndim
+    distance = distance.reshape(*batch_axes, -1)
     is_token = distance < lengths[..., None]
     return counted_from_mask(is_token)
 
@@ -90,7 +94,8 @@ def counted_from_segments(segment_ids: Integer[Array, "b t"]) -> Counted:
 @compiled(1)
 def counted_from_offset(offset: Integer[Array, "*b"], length: int) -> Counted:
     """Counts `length` tokens from an offset. Tokens past the end of the dtype become padding."""
-    index = jnp.arange(length, dtype=offset.dtype).reshape(*[1] * offset.ndim, -1)
+    batch_axes = [1] * offset.ndim
+    index = jnp.arange(length, dtype=offset.dtype).reshape(*batch_axes, -1)
     first = offset[..., None]
     # Past the end of the dtype, the sum wraps to a number below `first`.
     fits = first + index >= first

@@ -53,7 +53,9 @@ def load_balanced_order(
     length = arguments.size("length", length)
     devices = arguments.size("devices", devices)
     kind = arguments.choice("kind", kind, ("zigzag", "cyclic"))
-    divisor = 2 * devices if kind == "zigzag" else devices * arguments.size("stripe", stripe)
+    divisor = 2 * devices
+    if kind == "cyclic":
+        divisor = devices * arguments.size("stripe", stripe)
     if length % divisor:
         raise arguments.value_error("length", f"a multiple of {divisor}", length)
     index = np.arange(length, dtype=np.int32)
@@ -64,5 +66,6 @@ def load_balanced_order(
     # Device i gets stripe i from the start and stripe i from the end: [devices, 2, stripe].
     stripes = index.reshape(2 * devices, -1)
     from_start = stripes[:devices]
-    from_end = stripes[::-1][:devices]
+    # The last stripe is the first one here.
+    from_end = np.flip(stripes[devices:], axis=0)
     return np.stack([from_start, from_end], axis=1).ravel()

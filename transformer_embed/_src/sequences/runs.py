@@ -21,13 +21,14 @@ def segment_reappears(segment_ids: np.ndarray) -> np.ndarray:
         the last token alone.
     """
     reappears = np.zeros(segment_ids.shape, bool)
-    for row, row_reappears in zip(segment_ids, reappears, strict=True):
+    for number, row in enumerate(segment_ids):
         begins_run = (row != 0) & (np.diff(row, prepend=0) != 0)
+        # The index of the first token of each run: 0, 3 and 4 in the row above.
         run_starts = np.flatnonzero(begins_run)
-        # The number, among the runs, of the first run of each segment.
+        # Which of the runs are the first ones of their segments: runs 0 and 1.
         _, first_runs = np.unique(row[run_starts], return_index=True)
         later_starts = np.delete(run_starts, first_runs)
-        row_reappears[later_starts] = True
+        reappears[number, later_starts] = True
     return reappears
 
 
@@ -52,23 +53,28 @@ def with_row_indices(tokens: dict[str, Array], chunk: int | None = None) -> dict
         tokens: The arrays of the tokens by name, as in `attention_rule.rule_fields`.
         chunk: The length of a chunk. If None, there are no chunks.
     """
-    if "segment_ids" not in tokens or "ends" in tokens:
+    is_tree = "ends" in tokens
+    if "segment_ids" not in tokens or is_tree:
         return tokens
     positions = tokens["positions"]
     segments = tokens["segment_ids"]
     begins_run = _begins_run(segments)
-    previous = previous_token_values(positions)
+    previous_positions = previous_token_values(positions)
     highest = jnp.iinfo(positions.dtype).max
     # The lowest first position of the runs of each batch row, [b, 1].
-    first = positions.min(1, keepdims=True, where=begins_run, initial=highest)
-    # The second comparison is false where `positions - 1` wraps.
-    rises = (positions - 1 == previous) & (positions > previous)
-    is_as_counted = jnp.where(begins_run, positions == first, rises) | (segments == 0)
-    can_replace = is_as_counted.all(1) & _each_segment_is_one_run(segments, begins_run)
+    lowest_start = positions.min(1, keepdims=True, where=begins_run, initial=highest)
+    # If `positions - 1` wraps, the second comparison is false.
+    rises_by_one = (positions - 1 == previous_positions) & (positions > previous_positions)
+    is_as_counted = jnp.where(begins_run, positions == lowest_start, rises_by_one)
+    is_as_counted |= segments == 0
+    is_row_as_counted = is_as_counted.all(1)
+    can_replace = is_row_as_counted & _each_segment_is_one_run(segments, begins_run)
 
+    # The numbers below are right in the batch rows that `can_replace` says. In the other rows, the
+    # last `jnp.where` leaves them out.
     index = jnp.arange(positions.shape[1], dtype=positions.dtype)[None]
     # For each token, the number of tokens of its run before it.
-    index_in_run = positions - first
+    index_in_run = positions - lowest_start
     segment_numbers = jnp.where(segments != 0, index - index_in_run + 1, 0)
     row_fields = {"places": index, "segment_ids": segment_numbers}
     if chunk is not None:
@@ -78,7 +84,8 @@ def with_row_indices(tokens: dict[str, Array], chunk: int | None = None) -> dict
     replaced = dict(tokens)
     for name, row_field in row_fields.items():
         field = tokens[name]
-        replaced[name] = jnp.where(can_replace[:, None], row_field.astype(field.dtype), field)
+        narrowed = row_field.astype(field.dtype)
+        replaced[name] = jnp.where(can_replace[:, None], narrowed, field)
     return replaced
 
 
@@ -93,28 +100,40 @@ def _segment_ids_rise(
     """Returns in which batch rows segment ids rise from run to run, without padding between runs.
 
     Most batches have only such rows. Padding may be before the first run and after the last one.
+    For example, ids rise in the row 0 1 1 2 0, but not in 1 0 2 and not in 2 1.
     """
     previous = previous_token_values(segments)
-    # The first run of a row is always counted here, because the token before it is padding or is
-    # missing. So a second token that is counted shows a row without this order.
-    begins_lower = begins_run & ((previous == 0) | (segments < previous))
-    return begins_lower.sum(1) <= 1
+    # A run begins out of order if padding or a higher id is before the run. The first run of a row
+    # is always counted as one of these, because zeros come before the row. A second one shows that
+    # the ids do not rise.
+    is_after_padding = previous == 0
+    begins_out_of_order = begins_run & (is_after_padding | (segments < previous))
+    return begins_out_of_order.sum(1) <= 1
 
 
 def _each_segment_is_one_run(
     segments: Integer[Array, "b t"], begins_run: Bool[Array, "b t"]
 ) -> Bool[Array, "b"]:
-    """Returns in which batch rows each segment is one run."""
+    """Returns, for each batch row, whether all tokens of each segment are next to each other.
+
+    For example, this is True for the row 2 2 1 and False for the row 2 1 2.
+    """
     ids_rise = _segment_ids_rise(segments, begins_run)
 
-    def found_by_sorting() -> Array:
+    def all_true() -> Array:
+        """Returns the answer if ids rise in all batch rows: True for each of them."""
+        return ids_rise
+
+    def compare_counts() -> Array:
         """Compares the number of runs with the number of different segments."""
         run_count = begins_run.sum(1)
-        begins_segment = _begins_run(jnp.sort(segments, axis=1))
-        return run_count == begins_segment.sum(1)
+        # After sorting, each segment is one run.
+        sorted_segments = jnp.sort(segments, axis=1)
+        segment_count = _begins_run(sorted_segments).sum(1)
+        return run_count == segment_count
 
-    # Segment ids that rise need no sorting.
-    return jax.lax.cond(ids_rise.all(), lambda: ids_rise, found_by_sorting)
+    # If ids rise from run to run, no id comes a second time, and nothing needs sorting.
+    return jax.lax.cond(ids_rise.all(), all_true, compare_counts)
 
 
 # The functions below are compiled even if the caller is not.
@@ -180,7 +199,9 @@ def index_in_segment(segments: Integer[Array, "b t"]) -> Int32[Array, "b t"]:
         """Computes the indices of one batch row, in any order of the segments."""
         # If tokens are sorted by segment, each segment is one run, and keeps its order.
         order = jnp.argsort(row, stable=True)
-        sorted_index = index_in_run(row[order][None])[0]
+        sorted_row = row[order]
+        sorted_index = index_in_run(sorted_row[None])[0]
+        # Each index goes back to where its token was before sorting.
         return jnp.zeros_like(sorted_index).at[order].set(sorted_index)
 
     def index_by_sorting() -> Int32[Array, "b t"]:

@@ -86,4 +86,6 @@ def _shifted_in_segments(
     is_first = for_each_id(is_first)
     is_padding = for_each_id(is_padding)
     shifted = jnp.where(is_first, first_id, previous_ids)
-    return jnp.where(is_padding, split_like(ids, previous_ids), shifted)
+    # Padding keeps its own id.
+    own_ids = split_like(ids, previous_ids)
+    return jnp.where(is_padding, own_ids, shifted)

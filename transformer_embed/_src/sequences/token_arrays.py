@@ -80,17 +80,23 @@ def comparable_arrays(**values: ArrayLike) -> dict[str, Integer[Array, "*b t"]]:
     [length], the results are [length], too. Otherwise all results are [1 or batch, length].
     """
     arrays = {name: as_comparable(name, value) for name, value in values.items()}
+    has_no_batch = all(array.ndim == 1 for array in arrays.values())
     # Outside of jit, an axis that is added and dropped again takes half a millisecond.
-    if all(array.ndim == 1 for array in arrays.values()):
+    if has_no_batch:
         return arrays
     batches = {name: as_batch(name, array) for name, array in arrays.items()}
-    check_batch_sizes({name: array.shape[0] for name, array in batches.items()})
+    batch_sizes = {name: array.shape[0] for name, array in batches.items()}
+    check_batch_sizes(batch_sizes)
     return batches
 
 
 def check_batch_sizes(sizes: dict[str, Any]) -> None:
-    """Raises a ValueError unless all numbers of batch rows are the same, or 1."""
-    if len({*sizes.values()} - {1}) > 1:
+    """Raises a ValueError unless all numbers of batch rows are the same, or 1.
+
+    `sizes` has the number of batch rows of each argument, by the argument's name.
+    """
+    different_sizes = {*sizes.values()} - {1}
+    if len(different_sizes) > 1:
         want = "the same number of rows, or 1"
         got = " and ".join(map(str, sizes.values()))
         raise arguments.value_error(" and ".join(sizes), want, got)

@@ -33,8 +33,8 @@ def tokens_on_host(tokens: TokenPositions) -> HostTokens:
     arrays = batch_arrays(tokens)
     positions = arguments.on_host("tokens", arrays["positions"])
     # Without segment ids, each token is in segment 1.
-    device_segments = arrays.get("segment_ids", np.ones((1, 1), int))
-    segment_ids = arguments.on_host("tokens", device_segments)
+    one_segment = np.ones((1, 1), int)
+    segment_ids = arguments.on_host("tokens", arrays.get("segment_ids", one_segment))
     positions, segment_ids = np.broadcast_arrays(positions, segment_ids)
     return HostTokens(positions=positions, segment_ids=segment_ids)
 
@@ -44,7 +44,8 @@ def check_order(tokens: TokenPositions, order: str) -> None:
 
     In every order, positions rise by one from token to token of a sequence.
     """
-    wanted_order = WANTED_LAYOUTS[arguments.choice("order", order, tuple(WANTED_LAYOUTS))]
+    order = arguments.choice("order", order, tuple(WANTED_LAYOUTS))
+    wanted_order = WANTED_LAYOUTS[order]
     positions, segments = tokens_on_host(tokens)
     is_token = segments != 0
     begins_run = is_token & (np.diff(segments, prepend=0) != 0)

@@ -166,7 +166,8 @@ class TokenPositions:
         are_slices = all(isinstance(entry, slice) for entry in slices)
         tokens = converted_again(self)
         rank = tokens.positions.ndim
-        if len(slices) > rank or not are_slices:
+        has_too_many_slices = len(slices) > rank
+        if has_too_many_slices or not are_slices:
             want = "one slice, of tokens" if rank == 1 else "slices of batch rows and of tokens"
             raise arguments.value_error("index", want, index)
         if rank == 1:
@@ -175,7 +176,8 @@ class TokenPositions:
 
         def sliced(array: Array) -> Array:
             """Slices an array [1 or batch, length], which is first given every batch row."""
-            return jnp.broadcast_to(array, (rows, array.shape[1]))[slices]
+            whole_batch = jnp.broadcast_to(array, (rows, array.shape[1]))
+            return whole_batch[slices]
 
         return jax.tree.map(sliced, tokens)
 
@@ -284,7 +286,8 @@ class TokenPositions:
         if is_about_rows:
             # A last axis of 1 clears all slots of a batch row.
             where = where[..., None]
-        return dataclasses.replace(tokens, segment_ids=_cleared(tokens.segment_ids, where))
+        segment_ids = _with_zeros(tokens.segment_ids, where)
+        return dataclasses.replace(tokens, segment_ids=segment_ids)
 
     @classmethod
     def empty(cls, batch_size: int, length: int) -> "TokenPositions":
@@ -645,8 +648,10 @@ register_pytree(TokenPositions)
 
 def batch_arrays(tokens: TokenPositions) -> dict[str, Any]:
     """Returns the arrays of tokens that are not None, by name, each as [1 or batch, length]."""
-    arrays = _given_arrays(converted_again(tokens))
-    return {name: array if array.ndim == 2 else array[None] for name, array in arrays.items()}
+    batches = {}
+    for name, array in _given_arrays(converted_again(tokens)).items():
+        batches[name] = array if array.ndim == 2 else array[None]
+    return batches
 
 
 def _given_arrays(tokens: TokenPositions) -> dict[str, Any]:
@@ -677,19 +682,23 @@ def _check_no_segment_reappears(segment_ids: np.ndarray) -> None:
 
 def _with_rank(tokens: TokenPositions, rank: int) -> TokenPositions:
     """Returns tokens [1, length] as [length] if the rank is 1, and other tokens as they are."""
-    return tokens if rank == 2 else jax.tree.map(lambda array: array[0], tokens)
+    if rank == 2:
+        return tokens
+    return jax.tree.map(lambda array: array[0], tokens)
 
 
 def _as_offset(offset: ArrayLike, length: Any) -> Array:
-    """Converts the offsets of `length` positions each to a device array, [] or [batch].
+    """Converts the positions of first tokens to a device array, [] or [batch].
 
-    An offset on the host from which `length` positions would leave int32 is a ValueError.
+    If an offset is on the host, the last of `length` positions from the offset on must be inside
+    int32. Otherwise a ValueError is raised.
     """
     integers = arguments.as_integers("offset", offset)
     array = as_signed("offset", integers)
     arguments.check_shape("offset", array.shape, array.ndim < 2, "[] or [batch]")
     if isinstance(integers, np.ndarray) and integers.size:
-        check_last_position("offset", int(integers.max()), length)
+        highest_offset = int(integers.max())
+        check_last_position("offset", highest_offset, length)
     return array
 
 
@@ -713,29 +722,34 @@ def number_of_rows(tree: Any) -> Any:
     """Returns the number of batch rows of tokens or of a mask, 1 for tokens [length]."""
     arrays = jax.tree.leaves(tree)
     counts = {array.shape[0] for array in arrays if getattr(array, "ndim", 0) == 2}
-    # Each array has one batch row, or the same other number of batch rows as the others. This is no
-    # maximum, because a symbolic dimension of jax.export has no order.
-    return next(iter(counts - {1}), 1)
+    # Each array has one batch row, or as many batch rows as the others. (`max` could not be used,
+    # because a symbolic dimension of jax.export has no order.)
+    for count in counts:
+        if count != 1:
+            return count
+    return 1
 
 
 # The functions below are compiled even if the caller is not.
 
 
 @compiled()
-def _cleared(
+def _with_zeros(
     segments: Integer[Array, "*n t"], where: Bool[Array, "*b #t"]
 ) -> Integer[Array, "*b t"]:
-    """Returns the segment ids with 0, which is padding, where slots are cleared."""
+    """Returns the segment ids with 0, the segment id of padding, where `where` is True."""
     return jnp.where(split_like(where, segments), 0, segments)
 
 
 @compiled()
 def _taken(arrays: dict[str, Array], order: Int32[Array, "n"]) -> dict[str, Array]:
     """Returns the arrays of `batch_arrays` in another order of the tokens, with their places."""
+    # An index of `order` may be anywhere in the row, so each device needs whole rows.
     arrays = jax.tree.map(with_whole_rows, arrays)
     if "places" not in arrays:
-        # In batch rows whose positions row indices can replace (see `with_row_indices`), the places
-        # become row indices. In other batch rows, they are the positions.
+        # The places must rise as before along each sequence. Row indices do so in batch rows that
+        # count their tokens from one position on, and `with_row_indices` chooses them there. In
+        # other batch rows, the places are the positions.
         arrays["places"] = arrays["positions"]
         arrays = with_row_indices(arrays)
     # For an index outside the row, each array gets a 0, and the segment id 0 means padding.

@@ -79,17 +79,25 @@ def shared_prefix_parents(
 
 
 def check_parents(parents: np.ndarray) -> None:
-    """Raises a ValueError if batch rows on the host have a cycle, or padding for a parent."""
-    rows = np.arange(len(parents))[:, None]
-    # A negative parent reads another token's parent here, which `parents >= 0` leaves out.
-    grandparents = parents[rows, parents]
-    if np.any((parents >= 0) & (grandparents == PADDING)):
+    """Raises a ValueError if a parent is padding, or if following the parents leads into a cycle.
+
+    Args:
+        parents: The index of each token's parent, [b, t], on the host. A root has -1, and padding
+            has -2.
+    """
+    has_parent = parents >= 0
+    # For a token without a parent, this reads the first token of the row, which `has_parent` then
+    # leaves out.
+    grandparents = np.take_along_axis(parents, np.maximum(parents, 0), axis=1)
+    if (has_parent & (grandparents == PADDING)).any():
         raise arguments.value_error("parents", "trees of tokens", "padding for a parent")
-    # The ancestors are 1, 2, 4, ... steps above each token. A path that has ended is negative.
+    # `ancestors` has the index of the ancestor 1, 2, 4, ... levels above each token. If there are
+    # fewer levels above the token, the number is negative, and stays as it is.
     ancestors = parents
     for _ in range(parents.shape[1].bit_length()):
-        ancestors = np.where(ancestors < 0, ancestors, ancestors[rows, ancestors])
-    # Only a cycle has a path that is longer than the row.
+        higher_ancestors = np.take_along_axis(ancestors, np.maximum(ancestors, 0), axis=1)
+        ancestors = np.where(ancestors < 0, ancestors, higher_ancestors)
+    # More levels than the row has tokens can only be in a cycle.
     if (ancestors >= 0).any():
         raise arguments.value_error("parents", "trees of tokens", "a cycle")
 
@@ -101,17 +109,26 @@ def check_parents(parents: np.ndarray) -> None:
 def _shared_prefix_parents(
     prefixes: Int32[Array, "b"], answers: Int32[Array, "b a"], length: int
 ) -> Int32[Array, "b t"]:
-    """Computes `shared_prefix_parents` from lengths on a device."""
+    """Computes `shared_prefix_parents` from lengths on a device.
+
+    A row has 1 + a texts, one after the other: the prompt and the answers. For a prompt of 2 tokens
+    and answers of 2 and 1 tokens, the texts end at 2, 4 and 5, so the answers start at 2 and 4.
+    """
     index = jnp.arange(length, dtype=jnp.int32)[None]
-    # A row has 1 + a texts, one after the other: the prompt and the answers.
     text_lengths = jnp.concatenate([prefixes[:, None], answers], axis=1)
     text_ends = jnp.cumsum(text_lengths, axis=1, dtype=jnp.int32)
-    # An answer starts where the text before it ends. [b, a, t], reduced to [b, t].
-    starts_answer = (index[:, None] == text_ends[:, :-1, None]).any(1)
-    parents = jnp.where(starts_answer, prefixes[:, None] - 1, index - 1)
+    # Each token is compared with the start of each answer: [b, a, t], reduced to [b, t].
+    index_of_token = index[:, None]
+    answer_starts = text_ends[:, :-1, None]
+    starts_answer = (index_of_token == answer_starts).any(1)
+    last_of_prompt = prefixes[:, None] - 1
+    previous_token = index - 1
+    parents = jnp.where(starts_answer, last_of_prompt, previous_token)
     # A device cannot refuse a negative length: the whole row becomes padding.
     is_valid = (text_lengths >= 0).all(axis=1, keepdims=True)
-    return jnp.where(is_valid & (index < text_ends[:, -1:]), parents, PADDING)
+    row_end = text_ends[:, -1:]
+    is_token = is_valid & (index < row_end)
+    return jnp.where(is_token, parents, PADDING)
 
 
 @compiled()
@@ -130,8 +147,8 @@ def tree_arrays(
     # A parent may be anywhere in the row, also in the part of the row that another device has.
     parents = with_whole_rows(parents)
     parents_with_root = _with_added_root(parents)
-    # The ones are made here, for all batch rows. Made inside vmap, they would be one row for all
-    # batch rows, and explicit mesh axes would not split this row as they split the parents.
+    # The ones are made for all batch rows, outside of vmap. Inside vmap, they would be one row for
+    # all batch rows, and explicit mesh axes would not split this row as they split the parents.
     ones = jnp.ones_like(parents_with_root)
     trees = jax.vmap(_trees_of_row)(parents_with_root, ones)
 
@@ -155,23 +172,26 @@ def tree_arrays(
 def _with_added_root(parents: Int32[Array, "b t"]) -> Int32[Array, "b n"]:
     """Adds a root to each batch row, after the last token, as the parent of all other roots.
 
-    The added root has the index `length`, and is its own parent. It makes the other roots siblings,
-    and every path that is not in a cycle ends there. For example, the parents -1 0 -1 become
+    The added root has the index t, and is its own parent. It makes the other roots siblings, and
+    every path that is not in a cycle ends at this root. For example, the parents -1 0 -1 become
     3 0 3 3.
+
+    A device cannot refuse a parent that is outside the row or padding. A token with such a parent
+    becomes its own parent, so its path has no end, as in a cycle. For example, the parents -1 9 -2
+    2 become 4 1 4 3 4.
     """
     length = parents.shape[1]
     index = jnp.arange(length, dtype=jnp.int32)[None]
-    parent_or_added = jnp.where(parents < 0, length, parents)
-    # A device cannot refuse a parent that is outside the row or padding. A token with such a parent
-    # becomes its own parent, so its path has no end, as in a cycle.
+    parent_or_added_root = jnp.where(parents < 0, length, parents)
     is_inside = (parents >= PADDING) & (parents < length)
     has_parent = parents >= 0
-    # The index `length` of the added root is past the end of `parents`. So for a root, "clip" reads
-    # the parent of the last token, and `has_parent` leaves this number out.
+    # The added root is not in `parents`: its index is past the end. So for a token without a
+    # parent, "clip" reads the parent of the last token, and `has_parent` leaves this number out.
     read_rows = jax.vmap(lambda row, index: row.at[index].get(mode="clip"))
-    grandparents = read_rows(parents, parent_or_added)
+    grandparents = read_rows(parents, parent_or_added_root)
     is_parent_padding = has_parent & (grandparents == PADDING)
-    valid_parents = jnp.where(is_inside & ~is_parent_padding, parent_or_added, index)
+    is_valid = is_inside & ~is_parent_padding
+    valid_parents = jnp.where(is_valid, parent_or_added_root, index)
     return jnp.pad(valid_parents, ((0, 0), (0, 1)), constant_values=length)
 
 
@@ -233,7 +253,13 @@ class _PathSums(NamedTuple):
 def _sum_over_paths(
     values: Int32[Array, "n"], parents_with_root: Int32[Array, "n"], is_in_row: Bool[Array, "n"]
 ) -> _PathSums:
-    """Sums, for each token, the values of the token and of all ancestors but the added root."""
+    """Sums, for each token, the values of the token and of all ancestors but the added root.
+
+    For example, the tokens 0 to 3 are a chain, with parents_with_root 4 0 1 2 4 and values
+    1 2 3 4 (and any value for the added root). The sums begin as 1 2 3 4 0. One doubling adds the
+    sum of the parent, which gives 1 3 5 7 0. The next one adds the sum of the parent's parent,
+    which gives 1 3 6 10 0.
+    """
 
     def double_paths(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         """Doubles the number of tokens that are summed.
@@ -242,10 +268,13 @@ def _sum_over_paths(
         has the index of the token 2**i levels above each token.
         """
         sums, ancestors = carry
-        return sums + sums[ancestors], ancestors[ancestors]
+        doubled_sums = sums + sums[ancestors]
+        higher_ancestors = ancestors[ancestors]
+        return doubled_sums, higher_ancestors
 
     steps = _number_of_doublings(values.shape[0] - 1)
-    start = jnp.where(is_in_row, values, 0), parents_with_root
+    values_in_row = jnp.where(is_in_row, values, 0)
+    start = values_in_row, parents_with_root
     sums, path_ends = jax.lax.fori_loop(0, steps, double_paths, start)
     return _PathSums(sums=sums, path_ends=path_ends)
 
@@ -253,7 +282,12 @@ def _sum_over_paths(
 def _subtree_sizes(
     parents_with_root: Int32[Array, "n"], is_in_row: Bool[Array, "n"], ones: Int32[Array, "n"]
 ) -> Int32[Array, "n"]:
-    """Counts the tokens of the subtree of each token, including the token itself."""
+    """Counts the tokens of the subtree of each token, including the token itself.
+
+    For example, the tokens 0 to 3 are a chain, with parents_with_root 4 0 1 2 4. The sizes begin as
+    1 1 1 1. Each token adds its size to the size of its parent, which gives 2 2 2 1. Then each adds
+    its size to the size of the parent's parent, which gives 4 3 2 1.
+    """
 
     def double_depths(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         """Doubles the number of levels that are counted in each subtree.
@@ -263,8 +297,10 @@ def _subtree_sizes(
         the size of that ancestor.
         """
         sizes, ancestors = carry
-        sizes = sizes.at[ancestors].add(jnp.where(is_in_row, sizes, 0))
-        return sizes, ancestors[ancestors]
+        sizes_in_row = jnp.where(is_in_row, sizes, 0)
+        doubled_sizes = sizes.at[ancestors].add(sizes_in_row)
+        higher_ancestors = ancestors[ancestors]
+        return doubled_sizes, higher_ancestors
 
     steps = _number_of_doublings(ones.shape[0] - 1)
     sizes, _ = jax.lax.fori_loop(0, steps, double_depths, (ones, parents_with_root))
@@ -277,7 +313,9 @@ def _steps_from_parents(
     """Computes how many places each token is after its parent, in depth-first order.
 
     This is 1 for the first child. For another child, it is 1 plus the sizes of the subtrees of the
-    siblings before this child. The last of the n numbers is for the added root, and is 0.
+    siblings before this child. The last of the n numbers is for the added root, and is 0. For
+    example, a root has the children 1 and 2, and token 3 is a child of token 1. The parents are
+    4 0 0 1 4, the subtree sizes 4 2 1 1, and the steps 1 1 3 1 0.
     """
     length = index.shape[0] - 1
     # If tokens are sorted by their parents, siblings are neighbours.
@@ -286,9 +324,9 @@ def _steps_from_parents(
     # rows of deep trees, this sum may wrap as int32. A difference of two sums is right even then,
     # if it is at most the length, as between siblings.
     sizes_before = jnp.cumsum(subtree_sizes[order], dtype=jnp.int32) - subtree_sizes[order]
-    # After sorting, siblings are a run of equal parents, and the first sibling begins the run.
-    # (jnp.searchsorted could find the begin of each run, but fails if explicit mesh axes split the
-    # batch rows.)
+    # After sorting, siblings are a run of equal parents, so the index in the run counts the
+    # siblings before. (jnp.searchsorted could find the first sibling, too, but fails if explicit
+    # mesh axes split the batch rows.)
     sorted_index = index[:length]
     siblings_before = index_in_run(parents_with_root[order][None])[0]
     first_sibling = sorted_index - siblings_before
