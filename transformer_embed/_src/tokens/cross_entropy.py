@@ -337,18 +337,25 @@ def _log_z_derivative(
 
 
 def _most_probable_id(split: OutputSplit, chunk: ChunkLogits) -> Int32[Array, "t 1"]:
-    """Returns the lowest id whose logit is the largest, on all devices."""
+    """Returns the lowest of the ids that have the largest logit on all devices."""
     above_all_ids = jnp.iinfo(jnp.int32).max
-    candidates = jnp.where(chunk.logits == chunk.top, chunk.ids, above_all_ids)
-    ids = candidates.min(-1, keepdims=True)
+    is_largest = chunk.logits == chunk.top
+    candidates = jnp.where(is_largest, chunk.ids, above_all_ids)
+    lowest_id = candidates.min(-1, keepdims=True)
     mesh_axes = split.vocabulary_mesh_axes
-    return jax.lax.pmin(ids, mesh_axes) if mesh_axes else ids
+    return jax.lax.pmin(lowest_id, mesh_axes) if mesh_axes else lowest_id
 
 
 def _row_shares(split: OutputSplit, chunk: ChunkLogits) -> Float[Array, "1 v"]:
-    """Returns 1 / V for each row that may be predicted, if there are V on all devices, else 0."""
+    """Returns the share of each row in a mean over the rows that may be predicted.
+
+    The share is 1 / V for each of these V rows, counted on all devices, and 0 for other rows.
+    """
     is_possible = jnp.broadcast_to(chunk.is_inside, chunk.ids.shape)
     if chunk.is_banned is not None:
         is_possible &= ~chunk.is_banned
-    count = jax.lax.psum(is_possible.sum(), split.vocabulary_mesh_axes).astype(chunk.logits.dtype)
-    return jnp.where(is_possible, 1 / jnp.maximum(count, 1), 0)
+    count_of_device = is_possible.sum()
+    count = jax.lax.psum(count_of_device, split.vocabulary_mesh_axes)
+    count = count.astype(chunk.logits.dtype)
+    share = 1 / jnp.maximum(count, 1)
+    return jnp.where(is_possible, share, 0)

@@ -326,7 +326,8 @@ class TopK(Loss):
         # rank above padding. Until the ids are chosen, the shifted logit of a banned id is the
         # lowest finite number, and the shifted logit of padding is -inf.
         lowest = jnp.finfo(total.dtype).min
-        ranked = jnp.where(chunk.is_inside, jnp.maximum(chunk.shifted, lowest), -jnp.inf)
+        finite_shifted = jnp.maximum(chunk.shifted, lowest)
+        ranked = jnp.where(chunk.is_inside, finite_shifted, -jnp.inf)
         count_of_device = min(self.k, ranked.shape[1])
         shifted, columns = jax.lax.top_k(ranked, count_of_device)
         ids = columns.astype(jnp.int32) + chunk.first_id
@@ -342,10 +343,17 @@ def _best_of_all_devices(
 ) -> tuple[Float[Array, "t k"], Int32[Array, "t k"]]:
     """Finds the k highest values of each token among the n values of each device.
 
-    Of equal values, the value with the lowest id comes first. `top_k` finds the first of equal
-    values, and the gathered values are in the order of the devices' shards, so of the ids.
+    Of equal values, the value with the lowest id comes first, because `top_k` returns the first of
+    equal values. The gathered values of a device come before the values of the next device, which
+    has higher ids.
+
+    Args:
+        k: How many values to return.
+        mesh_axes: The mesh axes along which devices have different ids.
+        values: The values of this device.
+        ids: The id of each value.
     """
-    # The n values of a token are gathered, and the tokens are not.
+    # The mesh axes to gather along, for each array axis: none for tokens, `mesh_axes` for values.
     gathered_axes = [(), mesh_axes]
     all_values = all_gather(values, gathered_axes)
     all_ids = all_gather(ids, gathered_axes)

@@ -35,13 +35,13 @@ from transformer_embed._src.tokens.loss_arithmetic import (
     gradient_dtype,
     values_and_logits,
 )
-from transformer_embed._src.tokens.output_split import LayerArrays, Layers, OutputSplit
+from transformer_embed._src.tokens.output_split import LayerArrays, Layers
 from transformer_embed._src.tokens.token_data import (
     TokenData,
     TokenSettings,
     finite_if_unused,
+    nan_at_wrong_labels,
     weighted,
-    weights_or_nan,
 )
 
 
@@ -130,11 +130,25 @@ def _sums_and_gradients(loss: Loss, token_data: TokenData, layers: Layers) -> Su
         # are added over the devices with other rows.
         sums, table_gradients = jax.lax.psum((sums, table_gradients), first_split.batch_mesh_axes)
         x_gradients = jax.lax.psum(chunk_results.xs, first_split.vocabulary_mesh_axes)
+        layer_gradients = []
+        for split, x_gradient, gradients in zip(splits, x_gradients, table_gradients, strict=True):
+            # The chunks had the whole rows of the device. If the columns of the user's table are
+            # split, `to_columns` exchanges the gradient of whole rows for the gradient of this
+            # device's columns.
+            table_gradient = split.to_columns(gradients.rows)
+            layer_gradient = LayerArrays(
+                x=x_gradient,
+                table=table_gradient,
+                bias=gradients.bias,
+                wide_rows=None,
+                split=split,
+            )
+            layer_gradients.append(layer_gradient)
         return SumsAndGradients(
             sums=sums,
             settings=chunk_results.settings,
             weights=chunk_results.weights,
-            layers=tuple(map(_as_layer_arrays, splits, x_gradients, table_gradients)),
+            layers=tuple(layer_gradients),
         )
 
     specs = layer_specs(layers)
@@ -144,23 +158,6 @@ def _sums_and_gradients(loss: Loss, token_data: TokenData, layers: Layers) -> Su
     )
     run = on_each_device(first_split.mesh, on_device, (token_spec, specs), out_specs)
     return run(token_data, layers)
-
-
-def _as_layer_arrays(
-    split: OutputSplit, x_gradient: Array, table_gradients: TableGradients
-) -> LayerArrays:
-    """Returns a `LayerArrays` that has a gradient in place of each array.
-
-    The gradient of the whole rows is exchanged for a gradient that is split over devices like the
-    table.
-    """
-    return LayerArrays(
-        x=x_gradient,
-        table=split.to_columns(table_gradients.rows),
-        bias=table_gradients.bias,
-        wide_rows=None,
-        split=split,
-    )
 
 
 def _zero_gradients(layer: LayerArrays) -> TableGradients:
@@ -183,7 +180,8 @@ def _add_chunk(
     """
     values, logits = values_and_logits(loss, token_data.labels, token_data.settings, layers)
     losses, *further_values = values
-    loss_weights = weights_or_nan(layers[0].split, token_data)
+    vocab_size = layers[0].split.vocab_size
+    loss_weights = nan_at_wrong_labels(token_data.weights, token_data.labels, vocab_size)
     sums = [jnp.sum(weighted(losses.values, loss_weights))]
     for further_value in further_values:
         sums.append(jnp.sum(weighted(further_value.values, token_data.weights)))
