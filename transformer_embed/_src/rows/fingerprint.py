@@ -77,7 +77,8 @@ def fits(
     # If the powers were only scaled, all of them have the same factor.
     factors = scaled[:, :power_count] / powers
     factor = factors[0, 0]
-    are_ratios_kept = jnp.all(jnp.abs(factors - factor) <= RATIO_TOLERANCE * jnp.abs(factor))
+    difference_of_factors = jnp.abs(factors - factor)
+    are_ratios_kept = jnp.all(difference_of_factors <= RATIO_TOLERANCE * jnp.abs(factor))
 
     # Values and sums are divided by the largest value first, because squares of small values are 0.
     sample = _sample(values)
@@ -93,7 +94,8 @@ def fits(
     smallest_sum = float(np.finfo(np.float32).tiny) / SUM_FACTOR
     lost = max(smallest_value, smallest_sum) * sample.size**0.5
     norm = jnp.sqrt(jnp.sum(relative_values**2))
-    is_near = difference <= SUM_TOLERANCE * norm + lost / unit
+    tolerance = SUM_TOLERANCE * norm + lost / unit
+    is_near = difference <= tolerance
     return are_ratios_kept & (factor != 0) & jnp.all(is_near)
 
 

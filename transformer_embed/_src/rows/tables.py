@@ -241,6 +241,7 @@ def _path_of(argument: str, name: str, parameters: Mapping[str, Any]) -> str:
     if len(paths) == 1:
         return paths[0]
     # If no path fits, the error lists all tables.
-    tables = paths or [path for path, leaf in parameters.items() if leaf.ndim == 2]
-    want = f"one of {', '.join(tables)}, or an end that only one of them has"
+    if not paths:
+        paths = [path for path, leaf in parameters.items() if leaf.ndim == 2]
+    want = f"one of {', '.join(paths)}, or an end that only one of them has"
     raise arguments.value_error(argument, want, name)

@@ -41,14 +41,14 @@ def update_tables(step: Callable, leaves: Leaves, tables: Sequence[TableStep]) -
     block_shapes = with_block_shapes(leaves, tables)
     # The first call of the step updates everything that is not a table. In this call, blocks of
     # zeros replace the arrays of tables. What the step makes of the zeros is not used.
-    shared = dict(leaves)
+    leaves_with_zeros = dict(leaves)
     for table in tables:
         for number in table.leaves:
-            shared[number] = jnp.zeros_like(block_shapes[number])
-    if any(map(conversions.is_traced, jax.tree.leaves(shared))):
+            leaves_with_zeros[number] = jnp.zeros_like(block_shapes[number])
+    if any(map(conversions.is_traced, jax.tree.leaves(leaves_with_zeros))):
         # The calls for blocks of rows have the same shapes, so they share the trace of this call.
         step = jax.jit(step, inline=True)
-    new_leaves = step(shared)
+    new_leaves = step(leaves_with_zeros)
     for table in tables:
         arrays = [leaves[number] for number in table.arrays]
         gradient = leaves[table.gradient]
@@ -59,11 +59,15 @@ def update_tables(step: Callable, leaves: Leaves, tables: Sequence[TableStep]) -
             update = _on_shards(step, table, arrays, gradient.owners)
             # The step needs whole arrays on each device. Under automatic axes, shard_map would
             # gather them itself. XLA drops the all-gather of an array that is not used.
-            shared = jax.tree.map(on_every_device, shared)
-            if not any(gradient.owners):
+            leaves_with_zeros = jax.tree.map(on_every_device, leaves_with_zeros)
+            # An exchange gives each device the gradients of its own shard. Without an exchange,
+            # each device gets the gradients of all rows.
+            is_exchanged = any(gradient.owners)
+            if not is_exchanged:
                 gradient_arrays = jax.tree.map(on_every_device, gradient_arrays)
-        new_arrays = update(shared, gradient_arrays, arrays)
-        new_leaves.update(zip(table.arrays, new_arrays, strict=True))
+        new_arrays = update(leaves_with_zeros, gradient_arrays, arrays)
+        for number, new_array in zip(table.arrays, new_arrays, strict=True):
+            new_leaves[number] = new_array
     return new_leaves
 
 
@@ -104,13 +108,13 @@ def _on_shards(
         return new_leaves
 
     def update_shard(
-        shared: Leaves, gradient: GradientArrays, arrays: Sequence[Array]
+        leaves: Leaves, gradient: GradientArrays, arrays: Sequence[Array]
     ) -> list[Array]:
         """Updates the rows of this device's shard."""
         # Row indices are counted from the first row of the shard. So the indices of rows of other
         # shards are negative or past the end, and are dropped.
         first_row = first_index(row_axes, len(arrays[0]))
-        return _update_in_blocks(step_on_whole_rows, table, shared, gradient, arrays, first_row)
+        return _update_in_blocks(step_on_whole_rows, table, leaves, gradient, arrays, first_row)
 
     in_specs = PartitionSpec(), owners, specs
     update_shards = on_each_device(mesh, update_shard, in_specs, specs)

@@ -105,9 +105,11 @@ def _sum_jvp(loss: Loss, primals: Sequence[Any], tangents: Sequence[Any]) -> tup
     token_tangents, layer_tangents = tangents
     result = _sums_and_gradients(loss, token_data, layers)
     total, *other_sums = result.sums
+    # Two trees with the same arrays. (Labels are integers, which have no gradients.)
     gradients = (result.settings, result.weights, result.layers)
     array_tangents = (token_tangents.settings, token_tangents.weights, layer_tangents)
-    tangent = add_products(jnp.zeros_like(total), gradients, array_tangents, reduce=jnp.sum)
+    zero = jnp.zeros_like(total)
+    tangent = add_products(zero, gradients, array_tangents, reduce=jnp.sum)
     other_tangents = [jnp.zeros_like(other_sum) for other_sum in other_sums]
     return tuple(result.sums), (tangent, *other_tangents)
 

@@ -184,10 +184,12 @@ def _outside_logit(dtype: Any, factor: float | Array) -> float | Array:
     if isinstance(factor, jax.Array):
         # The derivative with respect to the temperature divides the logit by the temperature once
         # more. The power of two leaves room for this, so the derivative is finite too.
-        largest_factor = jnp.clip(2.0**32 * jax.lax.stop_gradient(factor), 1, 2.0**92)
+        factor_with_room = 2.0**32 * jax.lax.stop_gradient(factor)
+        largest_factor = jnp.clip(factor_with_room, 1, 2.0**92)
     else:
         largest_factor = max(factor, 1)
-    return float(jnp.finfo(dtype).min) / (2 * largest_factor)
+    lowest_number = float(jnp.finfo(dtype).min)
+    return lowest_number / (2 * largest_factor)
 
 
 def _slope_of_cap(split: OutputSplit, rows: RowLogits) -> float | Array:
@@ -319,6 +321,7 @@ def values_in_columns(
     """Returns `values[i, columns[i, j]] - shift[i]` for token i, and 0 for a column out of range.
 
     A column is out of range if another device holds it, so a sum over the devices is the value.
+    For example, the values 5 6 7 of a token, with the columns 2 -1, give 7 0.
     """
     last = values.shape[1] - 1
     index = jnp.clip(columns, 0, last)
