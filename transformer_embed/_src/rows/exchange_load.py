@@ -106,6 +106,7 @@ def _counted(plan: ExchangePlan, indices: np.ndarray) -> dict[str, Any]:
         indices: The row indices that each device reads, [devices, n].
     """
     devices = np.arange(len(indices))[:, None]
+    # A device asks only once for a row that its ids repeat.
     requests = np.unique(devices * plan.num_rows + indices)
     # Each device asks for no more than `most_asked` rows, the lowest ones, and of these, for no
     # more than `most_sent` rows of each owner.
@@ -119,8 +120,9 @@ def _counted(plan: ExchangePlan, indices: np.ndarray) -> dict[str, Any]:
 
 
 def _count_rows_of_each_owner(plan: ExchangePlan, requests: np.ndarray) -> np.ndarray:
-    """Counts the distinct rows that each device is asked for, as the owner of the rows.
+    """Counts the distinct rows that each device is asked for.
 
+    A device asks the owner of a row, which is a device whose shard of the table has the row.
     Devices are numbered along the mesh axes that the batch is split over. For example, a batch and
     a table of 8 rows are split over a mesh (2, 4) with the axes "data" and "model", the batch over
     both and the rows over "model". Device 5 has the coordinates (1, 1). It asks for row 6, which is

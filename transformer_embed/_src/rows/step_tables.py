@@ -77,7 +77,11 @@ def _shapes_with_rows(leaves: Leaves, table: TableStep, row_count: int) -> Leave
 def tables_of_step(
     init: Callable, result_shapes: Callable, treedef: Any, leaves: Leaves
 ) -> list[TableStep]:
-    """Finds the tables of a step, and the state that each has.
+    """Finds the tables of a step, and the arrays of the state that have a row for each table row.
+
+    To find these arrays, the optimizer makes a state for tables with other numbers of rows: each
+    table gets a prime number of rows. An array with this prime as the first size belongs to the
+    table.
 
     Args:
         init: The function of the optimizer that makes a state.
@@ -91,7 +95,6 @@ def tables_of_step(
     tables = _tables_without_state(parameter_count, leaves)
     _, params, state, _ = treedef.unflatten(leaves.values())
     check_shapes("state", jax.eval_shape(init, params), state)
-    # If the table has a prime number of rows, the arrays of its state have this number of rows too.
     _, primed_params, _, _ = treedef.unflatten(with_primes(leaves, tables).values())
     primed_state = result_shapes(init, primed_params)
     # The leaves of the state come after the gradients and as many parameters.

@@ -138,9 +138,11 @@ def tables_in(
         ids, config, max_rows, capacity: As the user passes them to `value_and_grad`.
     """
     leaves, treedef = jax.tree.flatten_with_path(as_arrays("params", params))
-    parameters = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves
-    }
+    # All parameters by their paths, such as "model/embed/w".
+    parameters = {}
+    for keys, leaf in leaves:
+        path = jax.tree_util.keystr(keys, simple=True, separator="/")
+        parameters[path] = leaf
     ids = _by_path("ids", parameters, ids)
     bounds = _max_rows_by_path(parameters, ids, max_rows)
     config = arguments.instance("config", config, EmbedderConfig | None, "an EmbedderConfig")

@@ -252,8 +252,15 @@ class CrossEntropy(Loss):
         sums = token_sums(split, chunk, columns, row_shares)
         log_total = jnp.log(sums.total)
         log_z = log_total + chunk.factor * chunk.top
-        losses = _losses_without_z_loss(log_total, sums, smoothing)
-        smoothing_gradient = None if smoothing is None else _smoothing_gradient(sums)
+        # The losses without the z-loss. `sums` has the shifted logit `z - m` of the label, and the
+        # mean of the shifted logits over the rows that may be predicted.
+        if smoothing is None:
+            losses = log_total - sums.label_logit
+            smoothing_gradient = None
+        else:
+            label_target = 1.0 - smoothing
+            losses = log_total - label_target * sums.label_logit - smoothing * sums.mean_logit
+            smoothing_gradient = _smoothing_gradient(sums)
         z_losses = jnp.zeros_like(log_z)
         z_loss_gradient = None
         scale = sums.total
@@ -279,20 +286,6 @@ class CrossEntropy(Loss):
         return loss_values, TokenValues(accuracy), TokenValues(z_losses), TokenValues(log_z)
 
 
-def _losses_without_z_loss(
-    log_total: Float[Array, "t 1"], sums: TokenSums, smoothing: Float[Array, "t 1"] | None
-) -> Float[Array, "t 1"]:
-    """Computes the cross-entropy of each token, `log(total) - sum(p * (z - m))`.
-
-    z are the logits, and m is the largest logit. If labels are not smoothed, the target p is 1 at
-    the label and 0 elsewhere. Otherwise it is `1 - smoothing` at the label, plus `smoothing` spread
-    evenly over all rows that may be predicted.
-    """
-    if smoothing is None:
-        return log_total - sums.label_logit
-    return log_total - (1.0 - smoothing) * sums.label_logit - smoothing * sums.mean_logit
-
-
 def _scaled_gradients(
     exponentials: Float[Array, "t v"],
     columns: Int32[Array, "t 1"],
@@ -303,7 +296,8 @@ def _scaled_gradients(
     """Computes `exp(z - m) - scale * p`, the gradients with respect to the logits times `scale`.
 
     `exponentials` are `exp(z - m)` for logits z and the largest logit m of each token. The target p
-    is `smoothing * row_shares`, and `1 - smoothing` more in the column of the label.
+    is `smoothing * row_shares`, and `1 - smoothing` more in the column of the label. If labels are
+    not smoothed, `smoothing` and `row_shares` are None, and p is 1 in the column of the label.
     """
     if smoothing is None or row_shares is None:
         return change_column(exponentials, columns, lambda old: old - scale, is_last_change=True)

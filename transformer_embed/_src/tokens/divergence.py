@@ -204,7 +204,11 @@ class Divergence(Loss):
         labels: Any,
         settings: TokenSettings,
     ) -> tuple[TokenValues, ...]:
-        """Computes the divergences, and their gradients for both layers."""
+        """Computes the divergence of each token, with the gradients for both layers.
+
+        `"forward"` is KL(teacher, student), `"reverse"` is KL(student, teacher), and `"js"` is the
+        weighted mean of two divergences from a mixture of both.
+        """
         student_logits, teacher_logits = logits
         probs = _probabilities(split, student_logits, teacher_logits)
         if self.kind == "js":

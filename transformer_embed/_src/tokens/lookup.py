@@ -226,7 +226,9 @@ def _gather_jvp(
     table, ids = primals
     table_tangent, _ = tangents
     index = _gradient_index(table, ids, options)
-    return _gather(table, ids, options), read_or_zero(table_tangent, index)
+    rows = _gather(table, ids, options)
+    row_tangents = read_or_zero(table_tangent, index)
+    return rows, row_tangents
 
 
 def _gradient_index(table: TableArray, ids: Ids, options: LookupOptions) -> Array:

@@ -115,7 +115,11 @@ def _sum_jvp(loss: Loss, primals: Sequence[Any], tangents: Sequence[Any]) -> tup
 
 
 def _sums_and_gradients(loss: Loss, token_data: TokenData, layers: Layers) -> SumsAndGradients:
-    """Computes the sums of all tokens, and the gradients of the first sum."""
+    """Computes the sums of all tokens, and the gradients of the first sum.
+
+    On a mesh, each device runs the chunks of its own tokens, with whole rows of the tables. Then
+    the results of the devices are added.
+    """
     splits = [layer.split for layer in layers]
     first_split = splits[0]
 
@@ -178,7 +182,8 @@ def _add_chunk(
 ) -> tuple[tuple[TableGradients, ...], ChunkResults]:
     """Adds a chunk's part to the gradients of all tables, and computes the chunk's results.
 
-    This is a step of `scan_chunks`, whose carry is `table_gradients`.
+    This is a step of `scan_chunks`. So `token_data` and the x of the layers belong to the tokens of
+    the chunk, the layers have whole rows, and `table_gradients` are the sums over earlier chunks.
     """
     values, logits = values_and_logits(loss, token_data.labels, token_data.settings, layers)
     losses, *further_values = values
