@@ -212,7 +212,7 @@ def _with_whole_rows(layer: LayerArrays) -> LayerArrays:
     `table` has the rows in the dtype of the user's table. `wide_rows`, the same rows, and the bias
     are in the dtype of sums.
     """
-    whole_rows = layer.split.to_rows(layer.table)
+    whole_rows = layer.split.to_whole_rows(layer.table)
     dtype_of_sums = conversions.compute_dtype(layer.x.dtype, whole_rows.dtype)
     wide_rows = whole_rows.astype(dtype_of_sums)
     bias = layer.bias

@@ -26,7 +26,6 @@ from transformer_embed._src.tokens.output_split import OutputSplit
 from transformer_embed._src.tokens.row_logits import (
     ChunkLogits,
     TokenSums,
-    columns_of_ids,
     token_sums,
 )
 from transformer_embed._src.tokens.token_data import TokenSettings
@@ -247,7 +246,9 @@ class CrossEntropy(Loss):
         (chunk,) = logits
         smoothing = settings.label_smoothing
         exponentials = jnp.exp(chunk.shifted)
-        columns = columns_of_ids(chunk, labels)
+        # A device holds the logits of consecutive ids. If another device holds the logit of a
+        # label, the column of the label is out of range here.
+        columns = labels - chunk.first_id
         row_shares = None if smoothing is None else _row_shares(split, chunk)
         sums = token_sums(split, chunk, columns, row_shares)
         log_total = jnp.log(sums.total)

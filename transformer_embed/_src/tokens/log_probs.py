@@ -28,7 +28,6 @@ from transformer_embed._src.tokens.output_split import Layers, OutputSplit
 from transformer_embed._src.tokens.row_logits import (
     ChunkLogits,
     chunk_logits,
-    columns_of_ids,
     token_sums,
 )
 from transformer_embed._src.tokens.token_data import TokenData, TokenSettings
@@ -196,7 +195,9 @@ class LogProbs(Loss):
         """
         (chunk,) = logits
         exponentials = jnp.exp(chunk.shifted)
-        columns = columns_of_ids(chunk, labels)
+        # A device holds the logits of consecutive ids. If another device holds the logit of a
+        # label, the column of the label is out of range here.
+        columns = labels - chunk.first_id
         sums = token_sums(split, chunk, columns, row_shares=None)
         total = sums.total
         if self.of_candidates:

@@ -138,10 +138,9 @@ def _sums_and_gradients(loss: Loss, token_data: TokenData, layers: Layers) -> Su
         x_gradients = jax.lax.psum(chunk_results.xs, first_split.vocabulary_mesh_axes)
         layer_gradients = []
         for split, x_gradient, gradients in zip(splits, x_gradients, table_gradients, strict=True):
-            # The chunks had the whole rows of the device. If the columns of the user's table are
-            # split, `to_columns` exchanges the gradient of whole rows for the gradient of this
-            # device's columns.
-            table_gradient = split.to_columns(gradients.rows)
+            # The chunks had whole rows. But the gradient is split over devices like the user's
+            # table, in which a device may have only some columns.
+            table_gradient = split.to_own_columns(gradients.rows)
             layer_gradient = LayerArrays(
                 x=x_gradient,
                 table=table_gradient,

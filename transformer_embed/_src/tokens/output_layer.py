@@ -214,7 +214,7 @@ def _logits(x: Float[Array, "... d"], output: OutputLayer) -> Float[Array, "... 
 
     def logits_of_device(layer):
         # If the columns of the table are split, the devices exchange parts of rows for whole rows.
-        whole_rows = split.to_rows(layer.table)
+        whole_rows = split.to_whole_rows(layer.table)
         row_layer = dataclasses.replace(layer, table=whole_rows)
         result = row_logits(row_layer)
         logits = result.factor * result.unscaled

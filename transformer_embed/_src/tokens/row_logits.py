@@ -338,14 +338,6 @@ def values_in_columns(
     return jnp.where(is_on_this_device, read_values - shift, 0)
 
 
-def columns_of_ids(chunk: ChunkLogits, ids: Any) -> Int32[Array, "t c"]:
-    """Returns the column of each id among this device's logits.
-
-    The column is out of range if another device holds the id.
-    """
-    return jnp.asarray(ids) - chunk.first_id
-
-
 class TokenSums(NamedTuple):
     """Holds the sums of each token over the whole vocabulary, which are equal on all devices.
 
@@ -373,7 +365,8 @@ def token_sums(
     Args:
         split: How the layer is split.
         chunk: The logits of the tokens.
-        columns: The columns of the labels, as `columns_of_ids` returns them.
+        columns: The column of each label among the logits of this device, which is out of range if
+            another device holds the label.
         row_shares: The weight of each row in the mean logit, [1, v], which is 0 if the row is never
             predicted. None if labels are not smoothed, because only smoothing needs the mean.
     """
