@@ -205,6 +205,6 @@ def test_a_step_works_under_vmap_over_seeds():
 def test_padding_of_a_block_has_indices_above_all_others():
     """Writes are told that indices ascend and are distinct."""
     indices = jnp.array([1, 6, 7], jnp.int32)
-    blocks = update_tables._in_whole_blocks(5, 6, indices, jnp.ones((3, 2)))
-    assert blocks.row_indices.tolist() == [1, 6, 7, 8, 9]
-    equal(blocks.values, [[1, 1]] * 3 + [[0, 0]] * 2)
+    padded_indices, padded_values = update_tables._fill_last_block(indices, jnp.ones((3, 2)), 5, 6)
+    assert padded_indices.tolist() == [1, 6, 7, 8, 9]
+    equal(padded_values, [[1, 1]] * 3 + [[0, 0]] * 2)

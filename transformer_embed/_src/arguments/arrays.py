@@ -134,9 +134,10 @@ def as_integers(
         return array.astype(np.int32) if np.can_cast(array.dtype, np.int32) else array
     is_outside = (array < lowest) | (array > highest)
     if is_outside.any():
-        index = np.argwhere(is_outside)[0].tolist()
+        first_index = np.argwhere(is_outside)[0].tolist()
+        first_outside = array[tuple(first_index)]
         want = f"integers inside {what}, {lowest}..{highest}"
-        raise value_error(name, want, f"{array[tuple(index)]} at index {index}")
+        raise value_error(name, want, f"{first_outside} at index {first_index}")
     return array.astype(np.int32)
 
 
@@ -145,17 +146,19 @@ def as_int32(name: str, value: ArrayLike) -> jax.Array:
     if is_int32(value):
         return value
     array = _any_integers(name, value)
-    if not np.can_cast(array.dtype, np.int32):
+    is_wider_than_int32 = not np.can_cast(array.dtype, np.int32)
+    if is_wider_than_int32:
         # The bounds must be numbers of the array's dtype, and an unsigned dtype begins at 0.
-        lowest = array.dtype.type(max(jnp.iinfo(array.dtype).min, -(2**31)))
-        highest = array.dtype.type(2**31 - 1)
+        as_number_of_dtype = array.dtype.type
+        lowest = as_number_of_dtype(max(jnp.iinfo(array.dtype).min, -(2**31)))
+        highest = as_number_of_dtype(2**31 - 1)
         if isinstance(array, jax.Array):
             # `device_put` is called because users may forbid jax to move numbers to a device by
             # itself.
             lowest, highest = jax.device_put((lowest, highest))
         array = array.clip(lowest, highest)
-    # A weakly typed int32 is converted too, because compiled functions would be traced again for
-    # it.
+    # This also makes a weakly typed int32 an ordinary one. A compiled function would be traced
+    # again for a weak type.
     return jnp.asarray(array, jnp.int32)
 
 
@@ -174,8 +177,10 @@ def as_indices(name: str, value: ArrayLike, highest: int, what: str, *axes: str)
     is_symbolic = not isinstance(highest, int)
     highest_int32 = 2**31 - 1
     highest = highest_int32 if is_symbolic else min(highest, highest_int32)
-    array = as_int32(name, as_integers(name, value, 0, highest, what))
-    check_shape(name, array.shape, array.ndim == len(axes), f"[{', '.join(axes)}]")
+    checked = as_integers(name, value, 0, highest, what)
+    array = as_int32(name, checked)
+    has_all_axes = array.ndim == len(axes)
+    check_shape(name, array.shape, has_all_axes, f"[{', '.join(axes)}]")
     return array
 
 
@@ -185,14 +190,16 @@ def _any_integers(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
     Wider integers keep the dtype. Raises a TypeError for an array of another kind of numbers.
     """
     array = as_array(name, value)
-    # numpy makes an empty list float64.
     is_empty_list = array.size == 0 and isinstance(value, list | tuple)
     if is_empty_list:
+        # numpy has made the list an array of float64.
         return array.astype(np.int32)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise type_error(name, "an integer dtype", array.dtype)
-    # numpy cannot compare integers of 2 and 4 bits, whose itemsize is 1 too.
-    return array.astype(np.int32) if array.dtype.itemsize == 1 else array
+    # numpy cannot compare integers of 2 and 4 bits, whose itemsize is 1 too. So these are
+    # converted, and integers of 8 bits with them.
+    has_itemsize_1 = array.dtype.itemsize == 1
+    return array.astype(np.int32) if has_itemsize_1 else array
 
 
 # A comparison of a dtype with `jnp.int32`, which is a type, would add a microsecond to each token

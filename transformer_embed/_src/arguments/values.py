@@ -39,7 +39,8 @@ def convert_fields(instance: Any, **converters: Callable[[str, Any], Any]) -> No
         is_left_out = value is None and field.default is None
         if name in converters and not is_left_out:
             convert = converters[name]
-            set_fields(instance, **{name: convert(name, value)})
+            converted = convert(name, value)
+            set_fields(instance, **{name: converted})
 
 
 def instance(name: str, value: Any, kinds: Any, want: str) -> Any:

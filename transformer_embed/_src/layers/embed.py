@@ -57,7 +57,8 @@ def embed(
     type_ids = as_token_types(config, token_types)
     if type_ids is not None:
         arguments.check_broadcasts("token_types", type_ids.shape, ids.shape, with_length=True)
-        total = wide_sum(total, type_rows(config, params["token_type_embedding"], type_ids))
+        type_vectors = type_rows(config, params["token_type_embedding"], type_ids)
+        total = wide_sum(total, type_vectors)
     if config.layer_norm_eps is not None:
         total = layer_norm(total, params["layer_norm"], config.layer_norm_eps)
     dtype = tokens.table_dtype if config.dtype is None else config.dtype
@@ -131,11 +132,15 @@ def add_encoding(
 
     `tokens_name` says in an error what the positions must fit, such as "the ids".
     """
+    position_shape = encoding.shape[:-1]
+    token_shape = x.shape[:-1]
     arguments.check_broadcasts(
-        "positions", encoding.shape[:-1], x.shape[:-1], tokens_name, with_length=True
+        "positions", position_shape, token_shape, tokens_name, with_length=True
     )
-    is_shared_by_batch_rows = encoding.ndim == 2 and any(size != 1 for size in x.shape[:-2])
-    if is_shared_by_batch_rows:
+    batch_shape = token_shape[:-1]
+    has_several_batch_rows = any(size != 1 for size in batch_shape)
+    if encoding.ndim == 2 and has_several_batch_rows:
+        # Without this call, a CPU would compute the encoding again for each batch row.
         encoding = computed_once(encoding)
     return wide_sum(x, encoding)
 
@@ -149,26 +154,35 @@ def wide_sum(x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..
 
 
 def layer_norm(x: Float[Array, "... d"], leaves: Any, eps: float) -> Float[Array, "... d"]:
-    """Normalises each vector to mean 0 and variance 1, then scales and shifts it."""
+    """Normalises each vector to mean 0 and variance 1, then scales and shifts it.
+
+    `leaves` are the parameters `scale` and `offset`, a number for each channel.
+    """
     mean = jnp.mean(x, -1, keepdims=True)
     variance = jnp.var(x, -1, keepdims=True)
     scale = broadcast_parameter("layer_norm/scale", leaves["scale"], x)
     inverse_stddev = jax.lax.rsqrt(variance + eps)
     scaled = scale * inverse_stddev * (x - mean)
-    return scaled + broadcast_parameter("layer_norm/offset", leaves["offset"], x)
+    offset = broadcast_parameter("layer_norm/offset", leaves["offset"], x)
+    return scaled + offset
 
 
 def linear(x: Float[Array, "... d"], leaves: Any) -> Float[Array, "... e"]:
     """Multiplies x by the weights `w`, and adds the offset `b`."""
-    products = x @ arguments.as_floats("widen/w", leaves["w"])
+    weights = arguments.as_floats("widen/w", leaves["w"])
+    products = x @ weights
     return products + broadcast_parameter("widen/b", leaves["b"], products)
 
 
 def broadcast_parameter(
     name: str, vector: ArrayLike, x: Float[Array, "... d"]
 ) -> Float[Array, "... d"]:
-    """Gives a parameter [d] the shape and dtype of x, as users may disable jax's promotion."""
-    return jnp.broadcast_to(arguments.as_floats(name, vector).astype(x.dtype), x.shape)
+    """Broadcasts a parameter [d] to the shape of x, in the dtype of x.
+
+    jax would do the same by itself, unless the user disables promotion of ranks and dtypes.
+    """
+    parameter = arguments.as_floats(name, vector).astype(x.dtype)
+    return jnp.broadcast_to(parameter, x.shape)
 
 
 def apply_dropout(

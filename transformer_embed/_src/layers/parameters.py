@@ -76,10 +76,12 @@ def find_parameters(params: Params, config: EmbedderConfig) -> LayerParameters:
     """
     arguments.instance("config", config, EmbedderConfig, "an EmbedderConfig")
     module_paths = layer_paths("params", config, params)
-    return LayerParameters(
-        params={ROOT + module: params[path] for module, path in module_paths.items()},
-        paths={ROOT + module: path for module, path in module_paths.items()},
-    )
+    layer_params = {}
+    paths = {}
+    for module, path in module_paths.items():
+        layer_params[ROOT + module] = params[path]
+        paths[ROOT + module] = path
+    return LayerParameters(params=layer_params, paths=paths)
 
 
 def layer_of(name: str, config: EmbedderConfig, params: Params) -> Params:
@@ -105,8 +107,9 @@ def layer_paths(name: str, config: EmbedderConfig, params: Params) -> dict[str, 
         module = module_name(path)
         if path == root + module:
             paths[module] = path
+    found_modules = {module: params[path] for module, path in paths.items()}
+    found_shapes = _leaf_shapes(found_modules)
     expected_shapes = _expected_shapes(config)
-    found_shapes = _leaf_shapes({module: params[path] for module, path in paths.items()})
     if expected_shapes != found_shapes:
         missing_shapes = dict(sorted(expected_shapes.items() - found_shapes.items()))
         other_shapes = dict(sorted(found_shapes.items() - expected_shapes.items()))

@@ -119,7 +119,9 @@ class PositionalEncoding(hk.Module):
                 raise arguments.value_error("positions", want, "None")
             # Without padding, only the shape of the ids matters, so a channel of x can replace ids.
             positions = self.scheme.positions(x[..., 0])
-        total = add_encoding(x, self.encoding(positions), "x's tokens").astype(x.dtype)
+        encoding = self.encoding(positions)
+        wide_total = add_encoding(x, encoding, "x's tokens")
+        total = wide_total.astype(x.dtype)
         rng = dropout_key(is_training, self.dropout_rate)
         return apply_dropout(total, self.dropout_rate, is_training, rng)
 

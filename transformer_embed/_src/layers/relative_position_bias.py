@@ -66,7 +66,8 @@ class RelativePositionBias(hk.Module):
     ):
         super().__init__(name=name)
         self.num_heads = arguments.size("num_heads", num_heads)
-        # `relative_position_buckets` checks these arguments, each time the module is called.
+        # These arguments are not checked here. `relative_position_buckets` checks them, each time
+        # the module is called.
         self.bucket_options = {
             "num_buckets": num_buckets,
             "max_distance": max_distance,

@@ -229,5 +229,7 @@ def _table_of_rows(
     if config.row_order is None:
         return rows
     ids = np.arange(config.vocab_size, dtype=np.int32)
+    # The table row of each id.
     row_indices = nearest_rows(ids, config.rows, config.row_order)
-    return jnp.zeros(shape, dtype).at[row_indices].set(rows)
+    table = jnp.zeros(shape, dtype)
+    return table.at[row_indices].set(rows)

@@ -105,39 +105,37 @@ def apply_gradients(
     leaves = dict(enumerate(numbered_leaves))
     tables = row_check.find_tables(optimizer.init, treedef, leaves)
 
-    def with_extra_arrays(arrays: dict[int, Any]) -> dict[str, Any]:
-        """Returns the extra arguments, with these arrays in the places of `extra_arrays`."""
+    def update(grads: Tree, state: Tree, params: Tree, extra_arrays: dict[int, Any]) -> Any:
+        """Calls the optimizer, with these arrays in their places among the extra arguments."""
         all_leaves = dict(enumerate(extra_leaves))
-        all_leaves.update(arrays)
-        return jax.tree.unflatten(extra_treedef, all_leaves.values())
+        all_leaves.update(extra_arrays)
+        new_extra_args = jax.tree.unflatten(extra_treedef, all_leaves.values())
+        return optimizer.update(grads, state, params, **new_extra_args)
 
-    step = functools.partial(_optimizer_step, optimizer.update, with_extra_arrays, treedef)
+    step = functools.partial(_optimizer_step, update, treedef)
     row_check.check(step, leaves, tables, optimizer.update)
     new_leaves = update_tables(step, leaves, tables)
     _, new_params, new_state, _ = jax.tree.unflatten(treedef, new_leaves.values())
     return new_params, new_state
 
 
-def _optimizer_step(
-    update: Callable, with_extra_arrays: Callable, treedef: Any, leaves: Leaves
-) -> Leaves:
+def _optimizer_step(update: Callable, treedef: Any, leaves: Leaves) -> Leaves:
     """Returns the leaves after a step. The gradients and the extra arrays stay as they are.
 
     Args:
-        update: The function `update` of the optimizer.
-        with_extra_arrays: Makes the extra arguments of `update` from `extra_arrays`, the arrays
-            among these arguments.
+        update: A function of (gradients, state, parameters, extra arrays) that calls `update` of
+            the optimizer.
         treedef: The structure of (gradients, parameters, state, extra arrays).
-        leaves: The leaves before the step.
+        leaves: The leaves of these four before the step, by number.
     """
     # optax is slow to load, and only training needs it.
     import optax  # noqa: PLC0415
 
     grads, params, state, extra_arrays = jax.tree.unflatten(treedef, leaves.values())
-    extra_args = with_extra_arrays(extra_arrays)
-    updates, new_state = update(grads, state, params, **extra_args)
+    updates, new_state = update(grads, state, params, extra_arrays)
     new_params = optax.apply_updates(params, updates)
     new_trees = (grads, new_params, new_state, extra_arrays)
+    # A gradient may still be a `RowGradient`, which counts as one leaf, as it does before the step.
     new_leaves, new_treedef = jax.tree.flatten(new_trees, is_leaf=is_gradient)
     if new_treedef != treedef:
         raise TypeError("updates and state do not have the structure of parameters and state")

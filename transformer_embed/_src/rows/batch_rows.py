@@ -69,9 +69,11 @@ def read_batch_rows(
         indices: The row index of each id of the batch.
         max_rows: A bound on the number of distinct rows. Rows with higher indices are left out.
     """
-    row_indices = distinct_rows(on_every_device(indices), len(table), max_rows)
-    # A tuple of explicit mesh axes for each dimension, () for a dimension that is not split.
-    is_split = any(typed_axes(table))
+    all_indices = on_every_device(indices)
+    row_indices = distinct_rows(all_indices, len(table), max_rows)
+    # The explicit mesh axes that split the rows and the columns, () for none.
+    row_axes, column_axes = typed_axes(table)
+    is_split = row_axes or column_axes
     if is_split:
         # Each device reads zeros for the rows that it does not have, and the devices add what they
         # read. Padding reads zeros.

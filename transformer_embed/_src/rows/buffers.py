@@ -64,8 +64,8 @@ def _buffer_size(id_count: int, share: float, buffer_count: int, capacity: float
         share: The probability with which an id goes into this buffer.
         buffer_count: The number of buffers. The probability that any of them overflows is at most
             OVERFLOW_PROBABILITY.
-        capacity: A factor. The buffer holds at least this factor times the mean number of ids that
-            go into the buffer. If this is more than `id_count`, the buffer holds all ids.
+        capacity: A factor for the size. The buffer holds at least as many ids as this factor times
+            the mean number of ids that go into it (but never more than `id_count`).
     """
     # scipy is slow to load, and only an exchange needs it.
     from scipy.special import bdtrc  # noqa: PLC0415
@@ -73,6 +73,8 @@ def _buffer_size(id_count: int, share: float, buffer_count: int, capacity: float
     mean = id_count * share
     size_by_capacity = min(capacity * mean, id_count)
     size = math.ceil(max(mean, 1, size_by_capacity))
+    # If each buffer overflows with at most this probability, then any of them overflows with at
+    # most OVERFLOW_PROBABILITY.
     most_overflow = OVERFLOW_PROBABILITY / buffer_count
     # bdtrc is the probability that more than `size` ids go into the buffer.
     while size < id_count and bdtrc(size, id_count, share) > most_overflow:

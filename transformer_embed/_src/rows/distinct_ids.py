@@ -60,17 +60,24 @@ def distinct_ascending(
     `num_rows` or above, and ascends. For example, the indices 7 2 7 9 with 8 rows and length 4 give
     2 7 10 11.
     """
-    if num_rows + length > 2**31 - 1:
+    highest_int32 = 2**31 - 1
+    if num_rows + length > highest_int32:
         # The last number of the padding would wrap as int32.
-        most = f"at most {2**31 - 1 - length} rows, to take {length} of them"
+        most = f"at most {highest_int32 - length} rows, to take {length} of them"
         raise arguments.value_error("table", most, num_rows)
+    # In the example: 2 7 7 9.
     ordered = jnp.sort(indices.reshape(-1))
-    is_first = jnp.concatenate([jnp.ones_like(ordered[:1], bool), ordered[1:] != ordered[:-1]])
-    is_distinct = is_first & (ordered < num_rows)
-    # Repeats, and indices of `num_rows` or above, get a slot past the end, so they are dropped.
-    slots = jnp.where(is_distinct, jnp.cumsum(is_distinct, dtype=jnp.int32) - 1, length)
+    # True for the first of equal indices.
+    true = jnp.ones_like(ordered[:1], bool)
+    is_first = jnp.concatenate([true, ordered[1:] != ordered[:-1]])
+    is_kept = is_first & (ordered < num_rows)
+    # The place of each kept index in the result. All others get a place past the end, so they are
+    # dropped. In the example: 0 1 4 4.
+    place_of_kept = jnp.cumsum(is_kept, dtype=jnp.int32) - 1
+    places = jnp.where(is_kept, place_of_kept, length)
+    # In the example: 8 9 10 11.
     padding = jnp.arange(num_rows, num_rows + length, dtype=jnp.int32)
-    return padding.at[slots].set(ordered, mode="drop")
+    return padding.at[places].set(ordered, mode="drop")
 
 
 def count_below(
@@ -79,15 +86,20 @@ def count_below(
     """Counts how many of the ascending numbers are below each value.
 
     This is a binary search. jnp.searchsorted fails if explicit mesh axes split the values.
+
+    For example, of the numbers 1 2 5 7, three are below 6. The search tries the counts 4 (no, 7 is
+    not below 6), 2 (yes, 2 is below 6) and 3 (yes, 5 is below 6).
     """
     size = len(ascending)
     count = jnp.zeros_like(values)
     # The bits of the counts are found one by one, the highest bit first.
     for bit in reversed(range(size.bit_length())):
         larger_count = count + 2**bit
+        # The count may be as large as this, if the last of so many numbers is below the value.
         last_counted = read_each(ascending, jnp.minimum(larger_count, size) - 1)
         is_below = last_counted < values
-        count = jnp.where((larger_count <= size) & is_below, larger_count, count)
+        is_count_reached = (larger_count <= size) & is_below
+        count = jnp.where(is_count_reached, larger_count, count)
     return count
 
 
@@ -121,20 +133,26 @@ def sum_rows(
         all_indices: The indices that the result has, with or without repeats, all of `indices`
             among them. An index without a row gets a sum of zeros.
     """
-    distinct = distinct_ascending(all_indices, num_rows, min(all_indices.size, num_rows))
-    sums = sum_by_index(rows, find_each(distinct, indices), len(distinct))
+    most_distinct_indices = min(all_indices.size, num_rows)
+    distinct = distinct_ascending(all_indices, num_rows, most_distinct_indices)
+    place_of_row = find_each(distinct, indices)
+    sums = sum_by_index(rows, place_of_row, len(distinct))
     return SummedRows(row_indices=distinct, sums=sums)
 
 
 def sum_over_devices(
     indices: Int32[Array, "k"], rows: Float[Array, "k d"], num_rows: int, axis_name: Any
 ) -> SummedRows:
-    """Sums the rows of equal indices over the devices along mapped axes."""
-    devices = jax.lax.psum(1, axis_name)
+    """Sums the rows of equal indices over the devices along mapped axes.
+
+    First, each device sums its own rows into an array that has the distinct indices of all devices.
+    Then these arrays, which have the same indices in the same order, are added.
+    """
+    device_count = jax.lax.psum(1, axis_name)
     # Every device learns the indices of all devices from a sum: each device fills one row of an
-    # array of zeros. An all_gather would give the same array, but shard_map knows only of a sum
-    # that the result is equal on all devices.
-    zeros = jnp.zeros([devices, indices.size], jnp.int32)
+    # array of zeros. An all_gather would give the same array. But shard_map would not know that the
+    # result is equal on all devices, which it knows of a sum.
+    zeros = jnp.zeros([device_count, indices.size], jnp.int32)
     own_row = zeros.at[jax.lax.axis_index(axis_name)].set(indices)
     all_indices = jax.lax.psum(own_row, axis_name)
     own_sums = sum_rows(indices, rows, num_rows, all_indices)
@@ -147,10 +165,13 @@ def sum_by_index(
 ) -> Float[Array, "m d"]:
     """Sums the rows of each index below `count`, and drops rows with other indices.
 
-    This is the transpose of `read_or_zero`, which chooses how to sum on a GPU.
+    For example, the rows a, b, c with the index 0 2 0 and a count of 2 give a + c and 0.
+
+    jax makes this function from `read_or_zero(table, index)`, as the gradient of the table. So a
+    GPU sums in the way that `read_or_zero` chooses.
     """
-    # Only the type of this array is used. It varies over the mesh as the rows do, so that the
-    # transpose does not sum over devices.
+    # This array has the type of the table. Its values are not used. It varies over the mesh as the
+    # rows do, so that the transpose does not sum over devices.
     like_sums = jnp.broadcast_to(rows[:1], (count, rows.shape[1]))
     read = functools.partial(read_or_zero, index=index.astype(jnp.uint32))
     (sums,) = jax.linear_transpose(read, like_sums)(rows)

@@ -54,15 +54,15 @@ from transformer_embed._src.rows.row_gradient import RowGradient
 from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 
 
-class Exchange(NamedTuple):
+class ExchangePlan(NamedTuple):
     """Says which devices ask which others for rows of a table, and for how many at most.
 
     It is static, so a function can be compiled for it.
 
     Args:
         mesh: The devices.
-        owners: The mesh axes that the rows of the table are split over.
-        replicas: The other mesh axes that ids are split over. Devices along these axes have the
+        owner_axes: The mesh axes that the rows of the table are split over.
+        replica_axes: The other mesh axes that ids are split over. Devices along these axes have the
             same shard of the table.
         id_axes: The mesh axes of each dimension of ids.
         num_rows: The number of rows of the table.
@@ -72,8 +72,8 @@ class Exchange(NamedTuple):
     """
 
     mesh: Any
-    owners: Axes
-    replicas: Axes
+    owner_axes: Axes
+    replica_axes: Axes
     id_axes: tuple[Axes, ...]
     num_rows: int
     most_asked: int
@@ -83,24 +83,24 @@ class Exchange(NamedTuple):
     @property
     def shard_rows(self) -> int:
         """The number of table rows that each owner has."""
-        return self.num_rows // devices_along(self.mesh, self.owners)
+        return self.num_rows // devices_along(self.mesh, self.owner_axes)
 
     @property
-    def devices(self) -> PartitionSpec:
-        """The spec of an array of which each device has one part: over owners, then replicas."""
-        return PartitionSpec((*self.owners, *self.replicas))
+    def device_spec(self) -> PartitionSpec:
+        """The spec of an array whose first dimension has one part for each device."""
+        return PartitionSpec((*self.owner_axes, *self.replica_axes))
 
     def all_to_all(self, buffer: Array) -> Array:
         """Sends one block of a buffer to each owner, and returns the blocks that the owners send.
 
         Call it inside shard_map, where the buffer is an array of this device.
         """
-        return jax.lax.all_to_all(buffer, self.owners, split_axis=0, concat_axis=0, tiled=True)
+        return jax.lax.all_to_all(buffer, self.owner_axes, split_axis=0, concat_axis=0, tiled=True)
 
 
 def plan_exchange(
     table: Any, id_axes: Sequence[Axes], count: int, max_rows: int, capacity: float
-) -> Exchange:
+) -> ExchangePlan:
     """Plans an exchange of rows from the sharding of a table and from the number of ids.
 
     Args:
@@ -112,23 +112,23 @@ def plan_exchange(
     """
     num_rows = table.shape[0]
     mesh = table.sharding.mesh
-    owners, columns = spec_axes(table.sharding.spec, 2)
+    owner_axes, column_axes = spec_axes(table.sharding.spec, 2)
     all_axes = sum(id_axes, ())
-    if columns or not owners:
+    if column_axes or not owner_axes:
         want = "rows over mesh axes and whole columns, to exchange rows"
         raise arguments.value_error("table", want, f"an array split as {table.sharding.spec}")
-    if not {*owners} <= {*all_axes}:
-        want = f"split over the mesh axes of the table's rows, {owners}, to exchange them"
+    if not {*owner_axes} <= {*all_axes}:
+        want = f"split over the mesh axes of the table's rows, {owner_axes}, to exchange them"
         raise arguments.value_error("ids", want, f"an array split over {all_axes}")
-    num_owners = devices_along(mesh, owners)
+    num_owners = devices_along(mesh, owner_axes)
     devices = devices_along(mesh, all_axes)
     most_asked = most_distinct(count // devices, num_rows, max_rows)
     shard_rows = num_rows // num_owners
     sizes = plan_buffers(most_asked, num_owners, shard_rows, devices, capacity)
-    return Exchange(
+    return ExchangePlan(
         mesh=mesh,
-        owners=owners,
-        replicas=tuple(axis for axis in all_axes if axis not in owners),
+        owner_axes=owner_axes,
+        replica_axes=tuple(axis for axis in all_axes if axis not in owner_axes),
         id_axes=tuple(id_axes),
         num_rows=num_rows,
         most_asked=most_asked,
@@ -162,13 +162,13 @@ class ExchangedRows(NamedTuple):
     """Holds the rows of a table that each device reads for its own ids.
 
     Args:
-        exchange: The plan.
+        plan: The plan of the exchange.
         table: The table, [v, d].
         requests: What the devices ask each other for. The loss is differentiated with respect to
             their rows.
     """
 
-    exchange: Exchange
+    plan: ExchangePlan
     table: Array
     requests: Requests
 
@@ -180,7 +180,7 @@ class ExchangedRows(NamedTuple):
     def seen(self, rows: Float[Array, "n d"]) -> SeenRows:
         """Returns the rows that each device sees, from the rows of the shards."""
         requests = self.requests
-        answers = _answer(self.exchange, requests.slots, requests.is_lost, rows)
+        answers = _answer(self.plan, requests.slots, requests.is_lost, rows)
         return SeenRows(row_indices=requests.row_indices, values=answers)
 
     def gradient(self, sums: Float[Array, "n d"]) -> RowGradient:
@@ -190,15 +190,15 @@ class ExchangedRows(NamedTuple):
             sums: The gradients of `rows`. Each is the sum over the devices that asked for the row.
         """
         row_indices = self.requests.owned_indices
-        plan = self.exchange
-        if plan.replicas:
+        plan = self.plan
+        if plan.replica_axes:
             # Several devices have the same shard. Different devices have asked each of them, so the
             # gradients are summed.
-            sum_over_replicas = functools.partial(
-                sum_over_devices, num_rows=plan.num_rows, axis_name=plan.replicas
+            sum_on_device = functools.partial(
+                sum_over_devices, num_rows=plan.num_rows, axis_name=plan.replica_axes
             )
-            out_specs = PartitionSpec(plan.owners)
-            sum_replicas = on_each_device(plan.mesh, sum_over_replicas, plan.devices, out_specs)
+            shard_spec = PartitionSpec(plan.owner_axes)
+            sum_replicas = on_each_device(plan.mesh, sum_on_device, plan.device_spec, shard_spec)
             row_indices, sums = sum_replicas(row_indices, sums)
         values = sums.astype(self.table.dtype)
         return RowGradient(row_indices=row_indices, values=values, num_rows=plan.num_rows)
@@ -221,40 +221,47 @@ def exchange_rows(
         # same row, and nothing would sum these gradients.
         want = "None, because the call is inside of a shard_map over some of the mesh axes"
         raise arguments.value_error("capacity", want, capacity)
-    exchange = plan_exchange(table_type, typed_axes(indices), indices.size, max_rows, capacity)
+    plan = plan_exchange(table_type, typed_axes(indices), indices.size, max_rows, capacity)
     # The table is widened here, so that owners sum the gradients of a row in float32 or wider,
     # before the sum is rounded to a table of 16 bits.
-    requests = _ask_owners(exchange, conversions.widened(table), indices)
-    return ExchangedRows(exchange=exchange, table=table, requests=requests)
+    requests = _ask_owners(plan, conversions.widened(table), indices)
+    return ExchangedRows(plan=plan, table=table, requests=requests)
 
 
 @compiled(0)
 def _ask_owners(
-    exchange: Exchange, table: Float[Array, "v d"], indices: Int32[Array, "..."]
+    plan: ExchangePlan, table: Float[Array, "v d"], indices: Int32[Array, "..."]
 ) -> Requests:
-    """Sends the row indices of each device to the owners, which read their rows."""
-    num_rows = exchange.num_rows
+    """Sends the row indices of each device to the owners, and reads the rows that they ask for.
+
+    `plan` has the mesh axes and the sizes of the buffers.
+    """
+    num_rows = plan.num_rows
 
     def ask(shard: Float[Array, "s d"], indices: Int32[Array, "..."]) -> Requests:
         """Asks the owners for rows, and reads the rows that other devices ask this device for."""
-        distinct = distinct_ascending(indices, num_rows, exchange.most_asked)
+        # The distinct rows that this device reads, ascending, then padding.
+        distinct = distinct_ascending(indices, num_rows, plan.most_asked)
         # The shard of owner i has the rows from shard_starts[i] to shard_starts[i + 1].
         shard_starts = jnp.arange(0, num_rows + 1, len(shard), dtype=jnp.int32)
-        # The buffer has `most_sent` requests for each owner, one owner after the other. Unused
-        # requests ask for num_rows, which is no row.
-        slots = _slots_by_range(distinct, shard_starts, exchange.most_sent)
+        # The buffer `sent` has `most_sent` requests for each owner, one owner after the other.
+        # `slots` says where in `distinct` the row of each request is. An unused request has a slot
+        # past the end, and asks for num_rows, which is no row.
+        slots = _group_by_range(distinct, shard_starts, plan.most_sent)
         sent = distinct.at[slots].get(mode="fill", fill_value=num_rows)
         # An unused request gets the index before it, so that the row indices ascend.
-        row_indices = jax.lax.cummax(jnp.where(slots < exchange.most_asked, sent, -1))
-        received = exchange.all_to_all(sent)
-        owned_indices = distinct_ascending(received, num_rows, exchange.most_received)
+        is_used = slots < plan.most_asked
+        row_indices = jax.lax.cummax(jnp.where(is_used, sent, -1))
+        received = plan.all_to_all(sent)
+        owned_indices = distinct_ascending(received, num_rows, plan.most_received)
         # Padding is past the end of the shard, and reads zeros.
-        first_row = first_index(exchange.owners, len(shard))
+        first_row = first_index(plan.owner_axes, len(shard))
         rows = shard.at[owned_indices - first_row].get(
             mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True
         )
+        # Where each request that came in is in `owned_indices`, or `most_received` if it is not.
         owned_slots = find_each(owned_indices, received)
-        is_lost = (owned_slots == exchange.most_received) & (received < num_rows)
+        is_lost = (owned_slots == plan.most_received) & (received < num_rows)
         # A step with this gradient must wait until the rows are read. Then XLA can write new rows
         # into a donated table without a copy.
         owned_indices = known_after_reading(owned_indices, rows)
@@ -266,11 +273,12 @@ def _ask_owners(
             is_lost=is_lost,
         )
 
-    in_specs = PartitionSpec(exchange.owners), PartitionSpec(*exchange.id_axes)
-    return on_each_device(exchange.mesh, ask, in_specs, exchange.devices)(table, indices)
+    in_specs = PartitionSpec(plan.owner_axes), PartitionSpec(*plan.id_axes)
+    ask_on_each_device = on_each_device(plan.mesh, ask, in_specs, plan.device_spec)
+    return ask_on_each_device(table, indices)
 
 
-def _slots_by_range(
+def _group_by_range(
     ascending: Int32[Array, "n"], bounds: Int32[Array, "m"], slots_per_range: int
 ) -> Int32[Array, "k"]:
     """Groups n ascending numbers by the range that they are in, and returns the index of each.
@@ -280,31 +288,37 @@ def _slots_by_range(
     is past the end. For example, the numbers 1 2 5 7, with the bounds 0 4 8 and 3 slots per range,
     give 0 1 4 for the first range, and 2 3 4 for the second.
     """
-    starts = count_below(ascending, bounds)
-    # [m - 1, slots_per_range].
-    slots = starts[:-1, None] + jnp.arange(slots_per_range, dtype=jnp.int32)[None]
-    range_ends = starts[1:, None]
-    return jnp.where(slots < range_ends, slots, len(ascending)).reshape(-1)
+    # The index of the first number of each range. In the example: 0 2 4.
+    first_indices = count_below(ascending, bounds)
+    range_starts = first_indices[:-1, None]
+    # [m - 1, slots_per_range]. In the example: 0 1 2, and 2 3 4.
+    indices = range_starts + jnp.arange(slots_per_range, dtype=jnp.int32)[None]
+    range_ends = first_indices[1:, None]
+    indices_or_end = jnp.where(indices < range_ends, indices, len(ascending))
+    return indices_or_end.reshape(-1)
 
 
 @compiled(0)
 def _answer(
-    exchange: Exchange, slots: Array, is_lost: Array, rows: Float[Array, "n d"]
+    plan: ExchangePlan, slots: Array, is_lost: Array, rows: Float[Array, "n d"]
 ) -> Float[Array, "k d"]:
     """Returns, on each device, the rows that it asks for, from the rows of all shards.
 
     Args:
-        exchange: The plan.
-        slots: As in `Requests`.
-        is_lost: As in `Requests`. The answer to a request that is lost is NaN.
-        rows: The rows of the shards, as in `Requests`.
+        plan: The plan of the exchange, which has the mesh axes.
+        slots: For each request that a device received, where the row is among `rows`.
+        is_lost: For each of these requests, whether the row is not among `rows`. The answer is then
+            NaN.
+        rows: The rows of its shard that each device was asked for.
     """
 
     def answer_requests(slots: Array, is_lost: Array, rows: Array) -> Array:
         """Sends the rows that other devices asked for, and returns the rows that they send back."""
         answers = read_or_zero(rows, slots.astype(jnp.uint32))
         nan = np.array(np.nan, rows.dtype)
-        return exchange.all_to_all(jnp.where(is_lost[:, None], nan, answers))
+        answers_or_nan = jnp.where(is_lost[:, None], nan, answers)
+        return plan.all_to_all(answers_or_nan)
 
-    answer = on_each_device(exchange.mesh, answer_requests, exchange.devices, exchange.devices)
+    device_spec = plan.device_spec
+    answer = on_each_device(plan.mesh, answer_requests, device_spec, device_spec)
     return answer(slots, is_lost, rows)

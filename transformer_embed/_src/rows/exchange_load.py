@@ -11,7 +11,7 @@ from transformer_embed._src.array_types import ArrayLike
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.partitioning import Axes, devices_along
 from transformer_embed._src.rows.distinct_ids import as_max_rows
-from transformer_embed._src.rows.exchange import Exchange, plan_exchange
+from transformer_embed._src.rows.exchange import ExchangePlan, plan_exchange
 from transformer_embed._src.tables.row_order import nearest_rows
 
 
@@ -91,61 +91,78 @@ def exchange_load(
     capacity = arguments.positive("capacity", capacity)
     plan = plan_exchange(table, [axes], array.size, as_max_rows(max_rows), capacity)
     order = None if config is None else config.row_order
-    return _counted(plan, nearest_rows(array.reshape(devices, -1), plan.num_rows, order))
+    indices = nearest_rows(array.reshape(devices, -1), plan.num_rows, order)
+    return _counted(plan, indices)
 
 
-def _counted(plan: Exchange, indices: np.ndarray) -> dict[str, Any]:
+def _counted(plan: ExchangePlan, indices: np.ndarray) -> dict[str, Any]:
     """Counts the rows that each device is asked for, and the requests that do not fit.
 
     A request is held as one number, `device * num_rows + row`, for the device that asks and the row
     that it asks for.
 
     Args:
-        plan: The plan of the exchange.
+        plan: The plan of the exchange, which has the sizes of the buffers.
         indices: The row indices that each device reads, [devices, n].
     """
     devices = np.arange(len(indices))[:, None]
+    # A device asks only once for a row that its ids repeat.
     requests = np.unique(devices * plan.num_rows + indices)
     # Each device asks for no more than `most_asked` rows, the lowest ones, and of these, for no
     # more than `most_sent` rows of each owner.
     within_bound = _first_of_each_range(requests, plan.num_rows, plan.most_asked)
     sent = _first_of_each_range(within_bound, plan.shard_rows, plan.most_sent)
     not_sent = len(requests) - len(sent)
-    received = _count_rows_by_owner(plan, sent)
+    received = _count_rows_of_each_owner(plan, sent)
     not_received = np.maximum(received - plan.most_received, 0).sum()
-    rows = _count_rows_by_owner(plan, requests)
+    rows = _count_rows_of_each_owner(plan, requests)
     return {"rows": rows, "dropped": int(not_sent + not_received)}
 
 
-def _count_rows_by_owner(plan: Exchange, requests: np.ndarray) -> np.ndarray:
+def _count_rows_of_each_owner(plan: ExchangePlan, requests: np.ndarray) -> np.ndarray:
     """Counts the distinct rows that each device is asked for.
 
+    A device asks the owner of a row, which is a device whose shard of the table has the row.
+    Devices are numbered along the mesh axes that the batch is split over. For example, a batch and
+    a table of 8 rows are split over a mesh (2, 4) with the axes "data" and "model", the batch over
+    both and the rows over "model". Device 5 has the coordinates (1, 1). It asks for row 6, which is
+    in shard 3 of "model". So it asks the device at (1, 3), which is device 7.
+
     Args:
-        plan: The plan of the exchange.
+        plan: The plan of the exchange, which says how the rows and the batch are split.
         requests: The numbers `device * num_rows + row`, for the device that asks and the row that
             it asks for.
 
     Returns:
         int64, with one axis for each mesh axis that the batch is split over.
     """
-    (axes,) = plan.id_axes
-    mesh_shape = [plan.mesh.shape[axis] for axis in axes]
-    owner_shape = [plan.mesh.shape[axis] for axis in plan.owners]
-    devices, rows = np.divmod(requests, plan.num_rows)
-    # Along the mesh axes that do not split the rows, a device asks owners with its own coordinates.
-    # Along the axes that split the rows, the row says which owner is asked.
-    coordinates = dict(zip(axes, np.unravel_index(devices, mesh_shape), strict=True))
-    owner_coordinates = np.unravel_index(rows // plan.shard_rows, owner_shape)
-    coordinates.update(zip(plan.owners, owner_coordinates, strict=True))
-    owners = np.ravel_multi_index([*coordinates.values()], mesh_shape)
+    (batch_axes,) = plan.id_axes
+    mesh_shape = [plan.mesh.shape[axis] for axis in batch_axes]
+    shard_shape = [plan.mesh.shape[axis] for axis in plan.owner_axes]
+    asking_devices, rows = np.divmod(requests, plan.num_rows)
+    asking_coordinates = np.unravel_index(asking_devices, mesh_shape)
+    shard_coordinates = np.unravel_index(rows // plan.shard_rows, shard_shape)
+    # The owner has the coordinates of the asking device, except along the axes that split the rows.
+    # Along these, the row says which shard it is in.
+    owner_coordinates = []
+    for axis, asking_coordinate in zip(batch_axes, asking_coordinates, strict=True):
+        if axis in plan.owner_axes:
+            owner_coordinates.append(shard_coordinates[plan.owner_axes.index(axis)])
+        else:
+            owner_coordinates.append(asking_coordinate)
+    owners = np.ravel_multi_index(owner_coordinates, mesh_shape)
     # If several devices ask an owner for the same row, the row counts once.
-    distinct = np.unique(owners * plan.num_rows + rows)
-    counts = np.bincount(distinct // plan.num_rows, minlength=math.prod(mesh_shape))
+    rows_of_owners = np.unique(owners * plan.num_rows + rows)
+    owner_of_row = rows_of_owners // plan.num_rows
+    counts = np.bincount(owner_of_row, minlength=math.prod(mesh_shape))
     return counts.reshape(mesh_shape)
 
 
 def _first_of_each_range(ascending: np.ndarray, length: int, most: int) -> np.ndarray:
-    """Keeps at most `most` numbers, the lowest ones, of each range 0..length-1, length.., ..."""
+    """Keeps at most `most` numbers, the lowest ones, of each range 0..length-1, length.., ...
+
+    For example, the numbers 1 2 3 5 with length 4 and at most 2 of each range give 1 2 5.
+    """
     ranges = ascending // length
     first_index_of_range = ranges.searchsorted(ranges)
     index_in_range = np.arange(len(ranges)) - first_index_of_range

@@ -56,7 +56,8 @@ def fingerprint(row_indices: Int32[Array, "k"], values: Float[Array, "k d"]) -> 
     It has rank 2, so that functions that reduce the last axis of a table can take it.
     """
     sums = _signed_sums(_sample(values)) * SUM_FACTOR
-    return jnp.concatenate([_powers(row_indices), sums[None].astype(jnp.float32)], axis=1)
+    powers = _powers(row_indices)
+    return jnp.concatenate([powers, sums[None].astype(jnp.float32)], axis=1)
 
 
 @jax.jit
@@ -76,7 +77,8 @@ def fits(
     # If the powers were only scaled, all of them have the same factor.
     factors = scaled[:, :power_count] / powers
     factor = factors[0, 0]
-    are_ratios_kept = jnp.all(jnp.abs(factors - factor) <= RATIO_TOLERANCE * jnp.abs(factor))
+    difference_of_factors = jnp.abs(factors - factor)
+    are_ratios_kept = jnp.all(difference_of_factors <= RATIO_TOLERANCE * jnp.abs(factor))
 
     # Values and sums are divided by the largest value first, because squares of small values are 0.
     sample = _sample(values)
@@ -92,7 +94,8 @@ def fits(
     smallest_sum = float(np.finfo(np.float32).tiny) / SUM_FACTOR
     lost = max(smallest_value, smallest_sum) * sample.size**0.5
     norm = jnp.sqrt(jnp.sum(relative_values**2))
-    is_near = difference <= SUM_TOLERANCE * norm + lost / unit
+    tolerance = SUM_TOLERANCE * norm + lost / unit
+    is_near = difference <= tolerance
     return are_ratios_kept & (factor != 0) & jnp.all(is_near)
 
 
@@ -109,14 +112,20 @@ def _powers(row_indices: Int32[Array, "k"]) -> Float[Array, "1 m"]:
     """Makes powers of two in float32 from a hash of the row indices."""
     # The hash of an index also depends on where the index is in the array.
     numbers = jnp.arange(row_indices.size, dtype=jnp.uint32)
-    words = _mixed(row_indices.astype(jnp.uint32) + numbers * np.uint32(0x9E3779B9))
+    unmixed_words = row_indices.astype(jnp.uint32) + numbers * np.uint32(0x9E3779B9)
+    words = _mixed(unmixed_words)
     index_hash = jnp.sum(words, dtype=jnp.uint32)
-    digits = (index_hash >> np.arange(0, BITS * DIGITS, BITS, dtype=np.uint32)) % 2**BITS
-    # A power with the digit 0 comes first, as the unit of the others. The powers are made from the
-    # bits of float32 (the exponent plus 127, then 23 bits of the fraction), because exp2 is not
-    # exact on every device.
-    exponents = jnp.pad(digits, (1, 0)) + np.uint32(127 + LOWEST)
-    return jax.lax.bitcast_convert_type(exponents << np.uint32(23), jnp.float32)[None]
+    # The hash is cut into DIGITS digits of BITS bits, the lowest bits first.
+    first_bits = np.arange(0, BITS * DIGITS, BITS, dtype=np.uint32)
+    digits = (index_hash >> first_bits) % 2**BITS
+    # A power with the digit 0 comes first, as the unit of the others.
+    all_digits = jnp.pad(digits, (1, 0))
+    # The powers are made from the bits of float32 (the exponent plus 127, then 23 bits of the
+    # fraction), because exp2 is not exact on every device.
+    exponent_bits = all_digits + np.uint32(127 + LOWEST)
+    float_bits = exponent_bits << np.uint32(23)
+    powers = jax.lax.bitcast_convert_type(float_bits, jnp.float32)
+    return powers[None]
 
 
 def _sample(values: Float[Array, "k d"]) -> Float[Array, "r d"]:
@@ -131,9 +140,13 @@ def _signed_sums(sample: Float[Array, "r d"]) -> Float[Array, "s"]:
     # word says whether the value is negated.
     rows = jax.lax.broadcasted_iota(jnp.uint32, sample.shape, 0)
     columns = jax.lax.broadcasted_iota(jnp.uint32, sample.shape, 1)
-    words = _mixed(rows * np.uint32(0x9E3779B9) + columns * np.uint32(0x85EBCA77) + np.uint32(1))
-    # [s, r, d].
-    is_negative = (words[None] >> np.arange(SUMS, dtype=np.uint32)[:, None, None]) % 2 == 1
+    row_words = rows * np.uint32(0x9E3779B9)
+    column_words = columns * np.uint32(0x85EBCA77)
+    words = _mixed(row_words + column_words + np.uint32(1))
+    # Arrays with the axes [s, r, d].
+    bit_of_sum = np.arange(SUMS, dtype=np.uint32)[:, None, None]
+    bits = (words[None] >> bit_of_sum) % 2
+    is_negative = bits == 1
     signed_values = jnp.where(is_negative, -sample[None], sample[None])
     return jnp.sum(signed_values, axis=(1, 2))
 

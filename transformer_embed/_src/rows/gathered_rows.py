@@ -103,7 +103,9 @@ class GatheredRows(SomeRows, StandIn):
             raise arguments.type_error(self.name, want, f"{len(self.values)} of them")
         # If something changed the marks, the indices of all rows become -1. No lookup asks for row
         # -1, so every lookup reads NaN.
-        row_indices = jnp.where(are_unmixed(jnp.asarray(self.marks)), self.row_indices, -1)
+        is_unchanged = are_unmixed(jnp.asarray(self.marks))
+        row_indices = jnp.where(is_unchanged, self.row_indices, -1)
+        # The table row of each id, or of the nearest id for an id out of range.
         wanted_rows = nearest_rows(ids, self.num_rows, order)
         rows = _read_seen_rows(row_indices, self.values, wanted_rows)
         return rows.astype(self.dtype)
@@ -169,7 +171,10 @@ def find_rows(
     """Looks up each wanted row, or NaN for a row that is not among the ascending `row_indices`."""
     # `find_each` would also say which rows are missing. But XLA would fuse the search into both
     # uses of the result, the lookup and the comparison, and so search twice.
-    slots = jnp.minimum(count_below(row_indices, wanted), len(row_indices) - 1)
+    # `count_below` counts the row indices below each wanted row. So it is the slot of the wanted
+    # row, if the row is there.
+    last_slot = len(row_indices) - 1
+    slots = jnp.minimum(count_below(row_indices, wanted), last_slot)
     # The gradient of `lookup` sums the repeats of a row first, and then rounds the sum to 16 bits.
     rows = lookup(values, slots, out_of_range="clip")
     is_missing = read_each(row_indices, slots) != wanted

@@ -166,7 +166,8 @@ def _refusal(reason: str, function: Callable, sources: Sequence[Any] = ()) -> Va
     """
     qualified_name = getattr(function, "__qualname__", type(function).__name__)
     own_name = qualified_name.split(".")[0]
-    got = f"{next(_transformations(sources), own_name)}: {reason}"
+    innermost_name = next(_transformations(sources), own_name)
+    got = f"{innermost_name}: {reason}"
     message = arguments.wanted("optimizer", "each row updated from that row alone", got)
     return ValueError(f"{message}. {ADVICE}.")
 
@@ -178,9 +179,11 @@ def _transformations(sources: Sequence[Any]) -> Iterator[str]:
         sources: Where the equation, and each call that leads to the equation, was written.
     """
     for source in sources:
+        if source.traceback is None:
+            continue
+        codes, _ = source.traceback.raw_frames()
         # The innermost call comes first. The frames from this folder on are not the optimizer's.
-        frames = source.traceback.raw_frames()[0] if source.traceback else ()
-        for code in frames:
+        for code in codes:
             if Path(code.co_filename).parent == Path(__file__).parent:
                 break
             match = UPDATE.search(code.co_qualname)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src import arguments, conversions
 from transformer_embed._src.partitioning import on_each_device, typed_axes
-from transformer_embed._src.rows.distinct_ids import sum_rows
+from transformer_embed._src.rows.distinct_ids import SummedRows, sum_rows
 from transformer_embed._src.rows.fingerprint import fingerprint, fits, or_nan
 
 # How an error describes a gradient whose row indices belong to a trace that is over.
@@ -142,7 +142,8 @@ class RowGradient(SomeRows):
             if (steps <= 0).any():
                 want = "row indices that ascend from 0 or above, each of them once"
                 raise arguments.value_error("row_indices", want, reprlib.repr(indices.tolist()))
-        new_fingerprint = self._on_shards(fingerprint)(self.row_indices, self.values)
+        make_fingerprint = self._on_shards(fingerprint)
+        new_fingerprint = make_fingerprint(self.row_indices, self.values)
         arguments.set_fields(self, fingerprint=new_fingerprint)
 
     def __add__(self, other: "RowGradient") -> "RowGradient":
@@ -151,17 +152,21 @@ class RowGradient(SomeRows):
             want = f"rows of the same table, {list(self.shape)}"
             raise arguments.type_error("grads", want, type(other).__name__)
 
-        def sum_both(indices: list[Array], values: list[Array]) -> tuple[Array, Array]:
+        def sum_both(indices: list[Array], values: list[Array]) -> SummedRows:
             """Sums the rows of equal indices of both gradients."""
             all_indices = jnp.concatenate(indices)
-            return sum_rows(all_indices, jnp.concatenate(values), self.num_rows, all_indices)
+            all_values = jnp.concatenate(values)
+            return sum_rows(all_indices, all_values, self.num_rows, all_indices)
 
         # The sum gets a new fingerprint. That would hide it if something has mixed these rows, so
         # they are checked by the old fingerprints first.
         values = [self.trusted_values(), other.trusted_values()]
         indices = [self.row_indices, other.row_indices]
-        sum_indices, sums = self._on_shards(sum_both)(indices, values)
-        return RowGradient(row_indices=sum_indices, values=sums, num_rows=self.num_rows)
+        sum_on_shards = self._on_shards(sum_both)
+        summed = sum_on_shards(indices, values)
+        return RowGradient(
+            row_indices=summed.row_indices, values=summed.sums, num_rows=self.num_rows
+        )
 
     @property
     def arrays(self) -> GradientArrays:
@@ -174,11 +179,13 @@ class RowGradient(SomeRows):
         """Returns the values, or NaN if the fingerprint does not fit them."""
         self.check()
 
-        def trusted(indices: Array, values: Array, scaled: Array) -> Array:
-            """Compares the rows of one device with the fingerprint of these rows."""
-            return or_nan(fits(indices, values, scaled), values)
+        def trusted(indices: Array, values: Array, old_fingerprint: Array) -> Array:
+            """Returns the values of one device, or NaN if the fingerprint does not fit them."""
+            is_unchanged = fits(indices, values, old_fingerprint)
+            return or_nan(is_unchanged, values)
 
-        return self._on_shards(trusted)(*self.arrays)
+        trusted_on_shards = self._on_shards(trusted)
+        return trusted_on_shards(self.row_indices, self.values, self.fingerprint)
 
     def check(self) -> None:
         """Raises unless the indices belong to this trace, and each has a row of values."""

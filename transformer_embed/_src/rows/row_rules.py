@@ -51,7 +51,8 @@ def why_rows_mix(equation: Any, primes: set[int]) -> str | None:
     name = equation.primitive.name
     if name in CALLS:
         return None
-    # The different axes of rows among the operands, and among the results. () means none.
+    # The primes among the sizes of each operand and of each result, without repeats. An operand
+    # without rows is left out. A result without rows is kept as ().
     operand_axes = {_row_axes(variable, primes) for variable in equation.invars} - {()}
     result_axes = {_row_axes(variable, primes) for variable in equation.outvars}
     if not operand_axes:
@@ -91,9 +92,10 @@ def _why_places_matter(equation: Any, primes: set[int], *, has_rows: bool) -> st
 
 
 def _takes_of_every_row(equation: Any, primes: set[int]) -> bool:
-    """Returns whether a slice or gather takes a part of every row.
+    """Returns whether a slice or gather takes the same part of every row, such as `table[:, :3]`.
 
-    This is so if it takes whole axes of rows, without an index for such an axis.
+    This is so if it takes whole axes of rows, without an index for such an axis. A slice such as
+    `table[:3]` does not, because it takes some of the rows.
     """
     shape = equation.invars[0].aval.shape
     params = equation.params
@@ -112,7 +114,8 @@ def _moves_rows(equation: Any, row_axes: tuple[int, ...]) -> bool:
     """Returns whether an equation is a reshape that may move entries from row to row.
 
     Rows keep apart if the axes before the axis of rows have the same number of entries before the
-    reshape as after it.
+    reshape as after it. For example, with 7 rows, a reshape of [6, 7, 4] to [2, 3, 7, 4] keeps them
+    apart, but a reshape to [2, 7, 12] moves entries.
     """
     if equation.primitive.name != "reshape":
         return False

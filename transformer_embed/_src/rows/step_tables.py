@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from transformer_embed._src.rows.distinct_ids import BLOCK, most_distinct
+from transformer_embed._src.rows.distinct_ids import BLOCK
 from transformer_embed._src.rows.row_gradient import is_gradient
 from transformer_embed._src.rows.trees import check_shapes
 
 Leaves = dict[int, Any]
-# The primes are above this number, because few arrays that an optimizer makes have a larger size.
-LARGE = 2**16
+# An optimizer may make arrays whose sizes are not known before the trace. Few of them are larger
+# than this.
+LARGEST_UNKNOWN_SIZE = 2**16
 
 
 class TableStep(NamedTuple):
@@ -27,7 +28,8 @@ class TableStep(NamedTuple):
         gradient: The number of the leaf that is the gradient of the table.
         arrays: The numbers of the leaves that have a row for each row of the table: the table
             itself, then its state.
-        prime: A number that takes the place of the table's number of rows in the proof.
+        prime: A prime number that takes the place of the table's number of rows, while the step is
+            traced to prove that it updates each row by itself.
         block_size: How many rows are updated at a time.
     """
 
@@ -75,7 +77,11 @@ def _shapes_with_rows(leaves: Leaves, table: TableStep, row_count: int) -> Leave
 def tables_of_step(
     init: Callable, result_shapes: Callable, treedef: Any, leaves: Leaves
 ) -> list[TableStep]:
-    """Finds the tables of a step, and the state that each has.
+    """Finds the tables of a step, and the arrays of the state that have a row for each table row.
+
+    To find these arrays, the optimizer makes a state for tables with other numbers of rows: each
+    table gets a prime number of rows. An array with this prime as the first size belongs to the
+    table.
 
     Args:
         init: The function of the optimizer that makes a state.
@@ -89,7 +95,6 @@ def tables_of_step(
     tables = _tables_without_state(parameter_count, leaves)
     _, params, state, _ = treedef.unflatten(leaves.values())
     check_shapes("state", jax.eval_shape(init, params), state)
-    # If the table has a prime number of rows, the arrays of its state have this number of rows too.
     _, primed_params, _, _ = treedef.unflatten(with_primes(leaves, tables).values())
     primed_state = result_shapes(init, primed_params)
     # The leaves of the state come after the gradients and as many parameters.
@@ -101,18 +106,27 @@ def tables_of_step(
 
 
 def _tables_without_state(parameter_count: int, leaves: Leaves) -> list[TableStep]:
-    """Finds the tables of a step by their gradients, which are the first leaves."""
-    sizes = [LARGE]
+    """Finds the tables of a step by their gradients. The arrays of the state are added later.
+
+    A leaf that is a `RowGradient` is the gradient of a table. The first `parameter_count` leaves
+    are the gradients, and the parameters come next, in the same order.
+    """
+    # In the traced program, a size that is the prime of a table must mean the rows of this table.
+    # So the prime is larger than every size of an array of the step. And because it is a prime, a
+    # reshape cannot make it of two smaller sizes.
+    largest_size = LARGEST_UNKNOWN_SIZE
     for leaf in leaves.values():
-        sizes.extend(leaf.shape)
-    primes = filter(is_prime, itertools.count(max(sizes) + 1))
+        for size in leaf.shape:
+            largest_size = max(largest_size, size)
+    primes = filter(is_prime, itertools.count(largest_size + 1))
     tables = []
     for number in range(parameter_count):
         gradient = leaves[number]
         if is_gradient(gradient):
             gradient.check()
-            block_size = most_distinct(len(gradient.row_indices), gradient.num_rows, BLOCK)
-            # The parameters are numbered after the gradients, and have the same structure.
+            # A block is never larger than all rows of the gradient, or than the table.
+            row_count = min(len(gradient.row_indices), gradient.num_rows)
+            block_size = max(1, min(row_count, BLOCK))
             table = TableStep(
                 gradient=number,
                 arrays=[parameter_count + number],

@@ -1,7 +1,7 @@
 """Finds the tables of which a function sees only some rows, and puts the rows in their place."""
 
-import functools
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,10 @@ NOTE = (
 )
 
 
+# The rows of a table that a batch needs. Each device has the same rows, or the rows of its own ids.
+TableRows = BatchRows | ExchangedRows
+
+
 class TableIds(NamedTuple):
     """Holds the ids that a batch looks up in one table.
 
@@ -39,7 +43,7 @@ class TableIds(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Holds parameters, and what a batch reads of some tables among them.
+    """Holds parameters, and the ids that a batch looks up in some tables among them.
 
     Args:
         parameters: All parameters, by their names.
@@ -54,54 +58,61 @@ class Tables(NamedTuple):
     ids: dict[str, TableIds]
     capacity: float | None
 
-    def with_rows(self, function: Callable) -> Any:
-        """Reads the rows of the batch, and returns `function(values, view, reads)`.
+    def read_rows(self) -> dict[str, TableRows]:
+        """Reads the rows that the batch needs of each table in `ids`, by the name of the table."""
+        return {name: self._read_table(name) for name in self.ids}
 
-        - `values` are the parameters by their names. In the place of each table are the rows that
-          the batch reads, so you can differentiate with respect to these rows.
-        - `view(values)` makes the tree of parameters that a loss sees.
-        - `reads` has the `BatchRows` or `ExchangedRows` of each table, by the name of the table.
+    def replace_tables(self, reads: Mapping[str, TableRows]) -> dict[str, Any]:
+        """Returns the parameters by name, with the rows of the batch in the place of each table.
+
+        A loss is differentiated with respect to these parameters. `reads` is what `read_rows`
+        returned.
         """
-        reads = {name: self._read(name) for name in self.ids}
-        values = dict(self.parameters)
+        parameters = dict(self.parameters)
         for name, read in reads.items():
-            values[name] = read.rows
-        view = functools.partial(self._view, reads)
-        try:
-            return function(values, view, reads)
-        except Exception as error:
-            error.add_note(NOTE.format(", ".join(self.ids)))
-            raise
+            parameters[name] = read.rows
+        return parameters
 
     def unflatten(self, values: Mapping[str, Any]) -> Tree:
         """Makes a tree like the parameters from values by name, in any order of the names."""
         return self.treedef.unflatten([values[name] for name in self.parameters])
 
-    def _read(self, name: str) -> BatchRows | ExchangedRows:
+    @contextlib.contextmanager
+    def note_in_errors(self) -> Iterator[None]:
+        """Adds a note to every error of the user's function, because it sees only some rows."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(NOTE.format(", ".join(self.ids)))
+            raise
+
+    def _read_table(self, name: str) -> TableRows:
         """Reads the rows of a table that the batch needs."""
         table = self.parameters[name]
         table_ids = self.ids[name]
-        check_on_mesh("ids", table_ids.ids, *typed_axes(table))
+        row_axes, column_axes = typed_axes(table)
+        check_on_mesh("ids", table_ids.ids, row_axes, column_axes)
         indices = nearest_rows(table_ids.ids, len(table), table_ids.order)
         # With a capacity, devices exchange the rows of tables that are split. A small table may be
         # whole on each device even then.
-        is_split = any(typed_axes(table))
+        is_split = row_axes or column_axes
         if self.capacity is None or not is_split:
             return read_batch_rows(table, indices, table_ids.max_rows)
         return exchange_rows(table, indices, table_ids.max_rows, self.capacity)
 
-    def _view(self, reads: Mapping, values: Mapping[str, Any]) -> Tree:
-        """Makes the parameters that a loss sees, with `GatheredRows` in the place of each table.
+    def seen_by_loss(self, reads: Mapping[str, TableRows], parameters: Mapping[str, Any]) -> Tree:
+        """Makes the tree of parameters that a loss sees, with `GatheredRows` for each table.
 
         Args:
-            reads: The `BatchRows` or `ExchangedRows` of each table, by the name of the table.
-            values: The parameters by name, with the rows of the batch for each table.
+            reads: What `read_rows` returned.
+            parameters: The parameters by name, with the rows of the batch in the place of each
+                table, as `replace_tables` makes them.
         """
         stand_ins = {}
         for name, read in reads.items():
             table = self.parameters[name]
             num_rows, width = table.shape
-            seen = read.seen(values[name])
+            seen = read.seen(parameters[name])
             stand_ins[name] = GatheredRows(
                 keys=as_keys(seen.row_indices),
                 marks=new_marks(width, table.dtype),
@@ -110,7 +121,7 @@ class Tables(NamedTuple):
                 num_rows=num_rows,
                 order=self.ids[name].order,
             )
-        return self.unflatten({**values, **stand_ins})
+        return self.unflatten({**parameters, **stand_ins})
 
 
 def tables_in(
@@ -127,9 +138,11 @@ def tables_in(
         ids, config, max_rows, capacity: As the user passes them to `value_and_grad`.
     """
     leaves, treedef = jax.tree.flatten_with_path(as_arrays("params", params))
-    parameters = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves
-    }
+    # All parameters by their paths, such as "model/embed/w".
+    parameters = {}
+    for keys, leaf in leaves:
+        path = jax.tree_util.keystr(keys, simple=True, separator="/")
+        parameters[path] = leaf
     ids = _by_path("ids", parameters, ids)
     bounds = _max_rows_by_path(parameters, ids, max_rows)
     config = arguments.instance("config", config, EmbedderConfig | None, "an EmbedderConfig")
@@ -230,6 +243,7 @@ def _path_of(argument: str, name: str, parameters: Mapping[str, Any]) -> str:
     if len(paths) == 1:
         return paths[0]
     # If no path fits, the error lists all tables.
-    tables = paths or [path for path, leaf in parameters.items() if leaf.ndim == 2]
-    want = f"one of {', '.join(tables)}, or an end that only one of them has"
+    if not paths:
+        paths = [path for path, leaf in parameters.items() if leaf.ndim == 2]
+    want = f"one of {', '.join(paths)}, or an end that only one of them has"
     raise arguments.value_error(argument, want, name)

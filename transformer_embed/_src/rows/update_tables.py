@@ -6,7 +6,7 @@ one device.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,14 +41,14 @@ def update_tables(step: Callable, leaves: Leaves, tables: Sequence[TableStep]) -
     block_shapes = with_block_shapes(leaves, tables)
     # The first call of the step updates everything that is not a table. In this call, blocks of
     # zeros replace the arrays of tables. What the step makes of the zeros is not used.
-    shared = dict(leaves)
+    leaves_with_zeros = dict(leaves)
     for table in tables:
         for number in table.leaves:
-            shared[number] = jnp.zeros_like(block_shapes[number])
-    if any(map(conversions.is_traced, jax.tree.leaves(shared))):
+            leaves_with_zeros[number] = jnp.zeros_like(block_shapes[number])
+    if any(map(conversions.is_traced, jax.tree.leaves(leaves_with_zeros))):
         # The calls for blocks of rows have the same shapes, so they share the trace of this call.
         step = jax.jit(step, inline=True)
-    new_leaves = step(shared)
+    new_leaves = step(leaves_with_zeros)
     for table in tables:
         arrays = [leaves[number] for number in table.arrays]
         gradient = leaves[table.gradient]
@@ -59,11 +59,15 @@ def update_tables(step: Callable, leaves: Leaves, tables: Sequence[TableStep]) -
             update = _on_shards(step, table, arrays, gradient.owners)
             # The step needs whole arrays on each device. Under automatic axes, shard_map would
             # gather them itself. XLA drops the all-gather of an array that is not used.
-            shared = jax.tree.map(on_every_device, shared)
-            if not any(gradient.owners):
+            leaves_with_zeros = jax.tree.map(on_every_device, leaves_with_zeros)
+            # An exchange gives each device the gradients of its own shard. Without an exchange,
+            # each device gets the gradients of all rows.
+            is_exchanged = any(gradient.owners)
+            if not is_exchanged:
                 gradient_arrays = jax.tree.map(on_every_device, gradient_arrays)
-        new_arrays = update(shared, gradient_arrays, arrays)
-        new_leaves.update(zip(table.arrays, new_arrays, strict=True))
+        new_arrays = update(leaves_with_zeros, gradient_arrays, arrays)
+        for number, new_array in zip(table.arrays, new_arrays, strict=True):
+            new_leaves[number] = new_array
     return new_leaves
 
 
@@ -77,16 +81,20 @@ def _on_shards(
 
     Args:
         step: The step of the optimizer, as in `update_tables`.
-        table: The table.
+        table: The numbers of the leaves that are the table, its state and its gradient.
         arrays: The table itself, then its state.
-        owners: How the gradient is split, if each device has the gradient of its own shard.
+        owners: The PartitionSpec of the gradient, if each device has the gradient of its own shard.
+            Otherwise it is empty, and each device has the gradients of all rows.
     """
     table_array = arrays[0]
     mesh = jax.typeof(table_array).sharding.mesh
     row_axes, column_axes = typed_axes(table_array)
     specs = [_checked_spec(table_array, array) for array in arrays]
     # The numbers of the leaves whose columns are split.
-    split_leaves = [n for n, spec in zip(table.arrays, specs, strict=True) if any(spec[1:])]
+    split_leaves = []
+    for number, (_, *other_axes) in zip(table.arrays, specs, strict=True):
+        if any(other_axes):
+            split_leaves.append(number)
 
     def step_on_whole_rows(leaves: Leaves) -> Leaves:
         """Calls the step with all columns of the rows, and returns this device's columns."""
@@ -100,16 +108,17 @@ def _on_shards(
         return new_leaves
 
     def update_shard(
-        shared: Leaves, gradient: GradientArrays, arrays: Sequence[Array]
+        leaves: Leaves, gradient: GradientArrays, arrays: Sequence[Array]
     ) -> list[Array]:
         """Updates the rows of this device's shard."""
         # Row indices are counted from the first row of the shard. So the indices of rows of other
         # shards are negative or past the end, and are dropped.
         first_row = first_index(row_axes, len(arrays[0]))
-        return _update_in_blocks(step_on_whole_rows, table, shared, gradient, arrays, first_row)
+        return _update_in_blocks(step_on_whole_rows, table, leaves, gradient, arrays, first_row)
 
     in_specs = PartitionSpec(), owners, specs
-    return compiled()(on_each_device(mesh, update_shard, in_specs, specs))
+    update_shards = on_each_device(mesh, update_shard, in_specs, specs)
+    return compiled()(update_shards)
 
 
 def _checked_spec(table: Array, state: Array) -> PartitionSpec:
@@ -157,37 +166,41 @@ def _update_in_blocks(
 ) -> list[Array]:
     """Returns a table and its state after a step, read and written one block of rows at a time.
 
-    A step on all rows at once would allocate new memory for each array. If the fingerprint does not
-    fit the gradient, each row with a gradient becomes NaN.
+    A block is some consecutive rows of the gradient. A step on all rows at once would allocate new
+    memory for each array. If something has changed the gradient, so that its fingerprint no longer
+    fits the values, each row with a gradient becomes NaN.
 
     Args:
         step: The step of the optimizer, as in `update_tables`.
-        table: The table.
-        leaves: All leaves, with blocks of zeros in the place of tables.
+        table: The numbers of the leaves that are the table, its state and its gradient.
+        leaves: All leaves by number. In the place of the table, its state and its gradient are
+            zeros with as many rows as a block.
         gradient: The arrays of the gradient. Row indices ascend. An index that is no row of
             `arrays` is padding.
         arrays: The table itself, then its state.
         first_row: The row index of the first row of `arrays`.
     """
-    fits_fingerprint = fits(gradient.row_indices, gradient.values, gradient.fingerprint)
+    is_unchanged = fits(gradient.row_indices, gradient.values, gradient.fingerprint)
     row_indices = gradient.row_indices - first_row
-    # A gradient without rows has no block to slice, not even in a loop that does not run.
+    # If the gradient has no rows, there is no block. The loop below would not run, but jax would
+    # still trace the slice of a block, and raise an error.
     if not len(row_indices):
         return list(arrays)
     block_size = len(leaves[table.gradient])
-    blocks = _in_whole_blocks(block_size, len(arrays[0]), row_indices, gradient.values)
+    padded_indices, padded_values = _fill_last_block(
+        row_indices, gradient.values, block_size, num_rows=len(arrays[0])
+    )
 
     def update_block(i: Any, arrays: list[Array]) -> list[Array]:
         """Updates the rows of block i."""
-        block_indices, block_values = (
-            jax.lax.dynamic_slice_in_dim(array, i * block_size, block_size) for array in blocks
-        )
-        # If the fingerprint does not fit, the values become NaN here, block by block. This costs no
-        # pass over all rows.
-        block_gradient = or_nan(fits_fingerprint, block_values)
+        block_indices = jax.lax.dynamic_slice_in_dim(padded_indices, i * block_size, block_size)
+        block_values = jax.lax.dynamic_slice_in_dim(padded_values, i * block_size, block_size)
+        # If something has changed the gradient, the values become NaN here, block by block. This
+        # costs no pass over all rows.
+        block_gradient = or_nan(is_unchanged, block_values)
         return _update_rows(step, table, leaves, arrays, block_indices, block_gradient)
 
-    block_count = len(blocks.row_indices) // block_size
+    block_count = len(padded_indices) // block_size
     if block_count == 1:
         return update_block(0, list(arrays))
     return jax.lax.fori_loop(0, block_count, update_block, list(arrays))
@@ -204,8 +217,17 @@ def _update_rows(
     """Returns a table and its state after a step that changes only the rows of one block.
 
     A row of the block whose gradient is 0 stays as it is.
+
+    Args:
+        step: The step of the optimizer.
+        table: The numbers of the leaves that are the table, its state and its gradient.
+        leaves: All leaves by number.
+        arrays: The table itself, then its state.
+        row_indices: The rows of the block.
+        gradient: The gradient of these rows.
     """
     old_rows = [read_rows(array, row_indices) for array in arrays]
+    # The step gets the rows of the block in the place of the whole arrays.
     before = dict(leaves)
     before[table.gradient] = gradient
     before.update(zip(table.arrays, old_rows, strict=True))
@@ -220,26 +242,22 @@ def _update_rows(
     ]
 
 
-class _Blocks(NamedTuple):
-    """Holds row indices and the gradients of these rows, in whole blocks."""
+def _fill_last_block(
+    row_indices: Int32[Array, "k"], values: Float[Array, "k d"], block_size: int, num_rows: int
+) -> tuple[Int32[Array, "m"], Float[Array, "m d"]]:
+    """Adds padding, so that blocks of `block_size` divide the row indices and their values.
 
-    row_indices: Array
-    values: Array
-
-
-def _in_whole_blocks(
-    block_size: int, num_rows: int, row_indices: Int32[Array, "k"], values: Float[Array, "k d"]
-) -> _Blocks:
-    """Adds padding that fills the last block: row indices past the end, with zeros."""
+    The padding is row indices past the end of the table, with zeros. For example, the indices 1 4
+    in a table of 5 rows, in blocks of 3, become 1 4 5.
+    """
     padding_count = -len(row_indices) % block_size
     # `_write` promises XLA that indices ascend and are distinct. So the padding counts on from the
     # last index, and is past the end of the table.
     first_padding = jnp.maximum(row_indices[-1] + 1, num_rows)
     padding = first_padding + jnp.arange(padding_count, dtype=jnp.int32)
-    return _Blocks(
-        row_indices=jnp.concatenate([row_indices, padding]),
-        values=jnp.pad(values, ((0, padding_count), (0, 0))),
-    )
+    padded_indices = jnp.concatenate([row_indices, padding])
+    padded_values = jnp.pad(values, ((0, padding_count), (0, 0)))
+    return padded_indices, padded_values
 
 
 def _write(array: Array, row_indices: Int32[Array, "k"], rows: Array) -> Array:

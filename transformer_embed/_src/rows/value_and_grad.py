@@ -102,21 +102,18 @@ def value_and_grad(
     @functools.wraps(loss)
     def value_and_row_grads(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
         tables = tables_in(params, ids, config, max_rows, capacity)
+        reads = tables.read_rows()
 
-        # The arguments are described in `Tables.with_rows`.
-        def differentiate(values: Mapping, view: Callable, reads: Mapping) -> tuple[Any, Tree]:
-            """Returns the value of the loss, and the gradients as a tree like the parameters."""
+        def loss_of_rows(parameters: Mapping) -> Any:
+            """Computes the loss from parameters by name, with rows in the place of each table."""
+            return loss(tables.seen_by_loss(reads, parameters), *args, **kwargs)
 
-            def loss_of_values(values: Mapping) -> Any:
-                """Computes the loss from parameters by name, with the rows of each table."""
-                return loss(view(values), *args, **kwargs)
-
-            value, gradients = jax.value_and_grad(loss_of_values, has_aux=has_aux)(values)
-            # Until here, the gradient of a table is an array, of the rows that were read.
+        differentiate = jax.value_and_grad(loss_of_rows, has_aux=has_aux)
+        with tables.note_in_errors():
+            value, gradients = differentiate(tables.replace_tables(reads))
+            # Until here, the gradient of a table is an array: the gradients of the rows.
             for name, read in reads.items():
                 gradients[name] = read.gradient(gradients[name])
             return value, tables.unflatten(gradients)
-
-        return tables.with_rows(differentiate)
 
     return value_and_row_grads

@@ -60,12 +60,9 @@ def with_exchange(
     @functools.wraps(function)
     def exchanging(params: Tree, *args: Any, **kwargs: Any) -> Any:
         tables = tables_in(params, ids, config, max_rows, capacity)
-
-        # The arguments are described in `Tables.with_rows`.
-        def call_with_rows(values: Mapping, view: Callable, _: Mapping) -> Any:
-            """Calls the function with the rows of each table in the place of the table."""
-            return function(view(values), *args, **kwargs)
-
-        return tables.with_rows(call_with_rows)
+        reads = tables.read_rows()
+        parameters = tables.replace_tables(reads)
+        with tables.note_in_errors():
+            return function(tables.seen_by_loss(reads, parameters), *args, **kwargs)
 
     return exchanging

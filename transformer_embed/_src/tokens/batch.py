@@ -123,7 +123,8 @@ def _checked_ids(ids: ArrayLike, vocab_size: int, pad_id: int | None) -> np.ndar
     if pad_id is None or 0 <= pad_id <= last_id:
         checked_ids = arguments.as_integers("ids", array, 0, last_id, "the vocabulary")
         return np.asarray(checked_ids)
-    # The `pad_id` is outside the vocabulary. For the check alone, id 0 takes its place.
+    # The `pad_id` is outside the vocabulary, where the check would refuse it. So the check gets id
+    # 0 in the place of the `pad_id`.
     is_padding = _is_equal(array, pad_id)
     without_padding = np.where(is_padding, np.zeros_like(array), array)
     range_name = f"the vocabulary, or pad_id, {pad_id}"

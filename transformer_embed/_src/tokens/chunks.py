@@ -121,7 +121,8 @@ def cut_into_chunks(count: int, xs: list[Array], token_data: TokenData) -> Chunk
     and no token is sent to another device, as it would be if a chunk were a run of tokens.
 
     If the count does not divide the number of tokens, the last chunks end with a place without a
-    token, which has the data of `NO_TOKEN`. If there are no tokens, each chunk has one such place.
+    token, as the second chunk of the example. Such a place has an x of zeros, and the label,
+    settings and weight of `NO_TOKEN`. If there are no tokens, each chunk has one such place.
     """
     token_count = math.prod(xs[0].shape[:-1])
     chunk_size = max(_quotient_rounded_up(token_count, count), 1)
@@ -138,7 +139,11 @@ def cut_into_chunks(count: int, xs: list[Array], token_data: TokenData) -> Chunk
         places = places.reshape(chunk_size, count, width)
         return places.swapaxes(0, 1)
 
-    cut_data = jax.tree.map(cut, token_data, NO_TOKEN, is_leaf=lambda leaf: leaf is None)
+    def is_left_out(leaf: Any) -> bool:
+        return leaf is None
+
+    # `NO_TOKEN` has the fill of each array.
+    cut_data = jax.tree.map(cut, token_data, NO_TOKEN, is_leaf=is_left_out)
     return Chunks(xs=[cut(x) for x in xs], token_data=cut_data)
 
 
@@ -170,10 +175,12 @@ def scan_chunks(
         values of tokens [t, c] become [..., c].
     """
     layers = tuple(_with_whole_rows(layer) for layer in layers)
-    # Types say along which mesh axes an array varies. The arrays of layers get the axes of all
-    # arrays, so that gradients are summed over devices once after the loop, and not in each step.
-    axes_of_arrays = map(varying_axes, jax.tree.leaves((token_data, layers)))
-    all_axes = frozenset().union(*axes_of_arrays)
+    # Inside shard_map, the type of an array says along which mesh axes the devices have different
+    # values. The arrays of layers get the axes of all arrays here, before the loop. So jax sums
+    # their gradients over devices once after the loop, and not in each step.
+    all_axes = frozenset()
+    for array in jax.tree.leaves((token_data, layers)):
+        all_axes |= varying_axes(array)
     layers = jax.tree.map(lambda array: varying(array, all_axes), layers)
     xs = [layer.x for layer in layers]
     # If there are no tokens, there is still one chunk, with a place without a token, because jax
@@ -201,14 +208,17 @@ def scan_chunks(
 def _with_whole_rows(layer: LayerArrays) -> LayerArrays:
     """Returns the layer that the steps of `scan_chunks` take, with the whole rows of the device.
 
+    If the columns of the table are split, the devices exchange parts of rows for whole rows first.
     `table` has the rows in the dtype of the user's table. `wide_rows`, the same rows, and the bias
     are in the dtype of sums.
     """
-    table = layer.split.to_rows(layer.table)
-    dtype = conversions.compute_dtype(layer.x.dtype, table.dtype)
-    wide_rows = table.astype(dtype)
-    bias = None if layer.bias is None else layer.bias.astype(dtype)
-    return LayerArrays(x=layer.x, table=table, bias=bias, wide_rows=wide_rows, split=layer.split)
+    whole_rows = layer.split.to_whole_rows(layer.table)
+    dtype_of_sums = conversions.compute_dtype(layer.x.dtype, whole_rows.dtype)
+    wide_rows = whole_rows.astype(dtype_of_sums)
+    bias = layer.bias
+    if bias is not None:
+        bias = bias.astype(dtype_of_sums)
+    return dataclasses.replace(layer, table=whole_rows, wide_rows=wide_rows, bias=bias)
 
 
 def layer_specs(layers: Layers) -> Layers:

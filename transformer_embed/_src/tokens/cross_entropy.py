@@ -26,7 +26,6 @@ from transformer_embed._src.tokens.output_split import OutputSplit
 from transformer_embed._src.tokens.row_logits import (
     ChunkLogits,
     TokenSums,
-    columns_of_ids,
     token_sums,
 )
 from transformer_embed._src.tokens.token_data import TokenSettings
@@ -248,13 +247,22 @@ class CrossEntropy(Loss):
         (chunk,) = logits
         smoothing = settings.label_smoothing
         exponentials = jnp.exp(chunk.shifted)
-        columns = columns_of_ids(chunk, labels)
+        # A device holds the logits of consecutive ids. If another device holds the logit of a
+        # label, the column of the label is out of range here.
+        columns = labels - chunk.first_id
         row_shares = None if smoothing is None else _row_shares(split, chunk)
         sums = token_sums(split, chunk, columns, row_shares)
         log_total = jnp.log(sums.total)
         log_z = log_total + chunk.factor * chunk.top
-        losses = _losses_without_z_loss(log_total, sums, smoothing)
-        smoothing_gradient = None if smoothing is None else _smoothing_gradient(sums)
+        # The losses without the z-loss. `sums` has the shifted logit `z - m` of the label, and the
+        # mean of the shifted logits over the rows that may be predicted.
+        if smoothing is None:
+            losses = log_total - sums.label_logit
+            smoothing_gradient = None
+        else:
+            label_target = 1.0 - smoothing
+            losses = log_total - label_target * sums.label_logit - smoothing * sums.mean_logit
+            smoothing_gradient = _smoothing_gradient(sums)
         z_losses = jnp.zeros_like(log_z)
         z_loss_gradient = None
         scale = sums.total
@@ -280,20 +288,6 @@ class CrossEntropy(Loss):
         return loss_values, TokenValues(accuracy), TokenValues(z_losses), TokenValues(log_z)
 
 
-def _losses_without_z_loss(
-    log_total: Float[Array, "t 1"], sums: TokenSums, smoothing: Float[Array, "t 1"] | None
-) -> Float[Array, "t 1"]:
-    """Computes the cross-entropy of each token, `log(total) - sum(p * (z - m))`.
-
-    z are the logits, and m is the largest logit. If labels are not smoothed, the target p is 1 at
-    the label and 0 elsewhere. Otherwise it is `1 - smoothing` at the label, plus `smoothing` spread
-    evenly over all rows that may be predicted.
-    """
-    if smoothing is None:
-        return log_total - sums.label_logit
-    return log_total - (1.0 - smoothing) * sums.label_logit - smoothing * sums.mean_logit
-
-
 def _scaled_gradients(
     exponentials: Float[Array, "t v"],
     columns: Int32[Array, "t 1"],
@@ -304,7 +298,8 @@ def _scaled_gradients(
     """Computes `exp(z - m) - scale * p`, the gradients with respect to the logits times `scale`.
 
     `exponentials` are `exp(z - m)` for logits z and the largest logit m of each token. The target p
-    is `smoothing * row_shares`, and `1 - smoothing` more in the column of the label.
+    is `smoothing * row_shares`, and `1 - smoothing` more in the column of the label. If labels are
+    not smoothed, `smoothing` and `row_shares` are None, and p is 1 in the column of the label.
     """
     if smoothing is None or row_shares is None:
         return change_column(exponentials, columns, lambda old: old - scale, is_last_change=True)
@@ -338,18 +333,25 @@ def _log_z_derivative(
 
 
 def _most_probable_id(split: OutputSplit, chunk: ChunkLogits) -> Int32[Array, "t 1"]:
-    """Returns the lowest id whose logit is the largest, on all devices."""
+    """Returns the lowest of the ids that have the largest logit on all devices."""
     above_all_ids = jnp.iinfo(jnp.int32).max
-    candidates = jnp.where(chunk.logits == chunk.top, chunk.ids, above_all_ids)
-    ids = candidates.min(-1, keepdims=True)
+    is_largest = chunk.logits == chunk.top
+    candidates = jnp.where(is_largest, chunk.ids, above_all_ids)
+    lowest_id = candidates.min(-1, keepdims=True)
     mesh_axes = split.vocabulary_mesh_axes
-    return jax.lax.pmin(ids, mesh_axes) if mesh_axes else ids
+    return jax.lax.pmin(lowest_id, mesh_axes) if mesh_axes else lowest_id
 
 
 def _row_shares(split: OutputSplit, chunk: ChunkLogits) -> Float[Array, "1 v"]:
-    """Returns 1 / V for each row that may be predicted, if there are V on all devices, else 0."""
+    """Returns the share of each row in a mean over the rows that may be predicted.
+
+    The share is 1 / V for each of these V rows, counted on all devices, and 0 for other rows.
+    """
     is_possible = jnp.broadcast_to(chunk.is_inside, chunk.ids.shape)
     if chunk.is_banned is not None:
         is_possible &= ~chunk.is_banned
-    count = jax.lax.psum(is_possible.sum(), split.vocabulary_mesh_axes).astype(chunk.logits.dtype)
-    return jnp.where(is_possible, 1 / jnp.maximum(count, 1), 0)
+    count_of_device = is_possible.sum()
+    count = jax.lax.psum(count_of_device, split.vocabulary_mesh_axes)
+    count = count.astype(chunk.logits.dtype)
+    share = 1 / jnp.maximum(count, 1)
+    return jnp.where(is_possible, share, 0)

@@ -167,10 +167,12 @@ def _check_pairs(student: Pair, teacher: Pair) -> None:
 
 
 def _with_equal_row_counts(student: Pair, teacher: Pair) -> tuple[Pair, Pair]:
-    """Adds rows of zeros to the smaller of two tables, which then split alike over devices."""
-    if student.output.row_count == teacher.output.row_count:
+    """Adds rows of zeros to the smaller of two tables, so that devices split both alike."""
+    student_count = student.output.row_count
+    teacher_count = teacher.output.row_count
+    if student_count == teacher_count:
         return student, teacher
-    row_count = max(student.output.row_count, teacher.output.row_count)
+    row_count = max(student_count, teacher_count)
     return _with_row_count(student, row_count), _with_row_count(teacher, row_count)
 
 
@@ -181,7 +183,9 @@ def _with_row_count(pair: Pair, row_count: int) -> Pair:
     table_padding = [(0, 0), (0, 0)]
     table_padding[output.vocab_axis] = (0, added_rows)
     table = jnp.pad(output.table, table_padding)
-    bias = None if output.bias is None else jnp.pad(output.bias, (0, added_rows))
+    bias = output.bias
+    if bias is not None:
+        bias = jnp.pad(bias, (0, added_rows))
     # The vocab_size is given, so the added rows are never predicted.
     padded = dataclasses.replace(output, table=table, bias=bias, vocab_size=output.size)
     return pair._replace(output=padded)
@@ -201,35 +205,57 @@ class Divergence(Loss):
         labels: Any,
         settings: TokenSettings,
     ) -> tuple[TokenValues, ...]:
-        """Computes the divergences, and their gradients for both layers."""
+        """Computes the divergence of each token, with the gradients for both layers.
+
+        `"forward"` is KL(teacher, student), `"reverse"` is KL(student, teacher), and `"js"` is the
+        weighted mean of two divergences from a mixture of both.
+        """
         student_logits, teacher_logits = logits
         probs = _probabilities(split, student_logits, teacher_logits)
         if self.kind == "js":
             return (self._jensen_shannon(split, probs),)
         log_ratio = probs.log_student_over_teacher
         if self.kind == "forward":
-            divergence = _kullback_leibler(split, probs.teacher, probs.student, log_ratio)
-            gradients = (divergence.gradients_of_b, divergence.gradients_of_a)
+            divergence = _kullback_leibler(
+                split, p=probs.teacher, q=probs.student, log_q_over_p=log_ratio
+            )
+            student_gradients = divergence.gradients_of_q
+            teacher_gradients = divergence.gradients_of_p
         else:
-            divergence = _kullback_leibler(split, probs.student, probs.teacher, -log_ratio)
-            gradients = (divergence.gradients_of_a, divergence.gradients_of_b)
+            divergence = _kullback_leibler(
+                split, p=probs.student, q=probs.teacher, log_q_over_p=-log_ratio
+            )
+            student_gradients = divergence.gradients_of_p
+            teacher_gradients = divergence.gradients_of_q
+        gradients = (student_gradients, teacher_gradients)
         return (TokenValues(values=divergence.values, scaled_gradients=gradients),)
 
     def _jensen_shannon(self, split: OutputSplit, probs: "Probabilities") -> TokenValues:
-        """Adds the weighted divergences of both predictions from the mixture."""
+        """Computes the Jensen-Shannon divergence, with the gradients for both layers.
+
+        With `mixture = beta * teacher + (1 - beta) * student`, it is
+
+            beta * KL(teacher, mixture) + (1 - beta) * KL(student, mixture)
+        """
         beta = self.beta
         mixture = _mixture(probs, beta)
-        teacher = _kullback_leibler(
-            split, probs.teacher, mixture.probs, mixture.log_mixture_over_teacher
+        teacher_part = _kullback_leibler(
+            split,
+            p=probs.teacher,
+            q=mixture.probs,
+            log_q_over_p=mixture.log_mixture_over_teacher,
         )
-        student = _kullback_leibler(
-            split, probs.student, mixture.probs, mixture.log_mixture_over_student
+        student_part = _kullback_leibler(
+            split,
+            p=probs.student,
+            q=mixture.probs,
+            log_q_over_p=mixture.log_mixture_over_student,
         )
-        values = beta * teacher.values + (1 - beta) * student.values
-        # The derivatives of the two divergences with respect to the mixture, which are the
-        # gradients of b, sum to 0. So only the gradients of a are used.
-        student_gradients = (1 - beta) * student.gradients_of_a
-        teacher_gradients = beta * teacher.gradients_of_a
+        values = beta * teacher_part.values + (1 - beta) * student_part.values
+        # Both parts also depend on the mixture q. These two gradients need not be computed, because
+        # they cancel: with the factors beta and 1 - beta, `gradients_of_q` sum to 0.
+        student_gradients = (1 - beta) * student_part.gradients_of_p
+        teacher_gradients = beta * teacher_part.gradients_of_p
         return TokenValues(values=values, scaled_gradients=(student_gradients, teacher_gradients))
 
 
@@ -254,10 +280,10 @@ def _probabilities(split: OutputSplit, student: ChunkLogits, teacher: ChunkLogit
     """
     student_exps = jnp.exp(student.shifted)
     teacher_exps = jnp.exp(teacher.shifted)
-    student_total, teacher_total, difference = split.sum_over_vocabulary(
-        (student_exps, teacher_exps, student_exps - teacher_exps)
-    )
-    log_ratio_of_totals = _log_ratio_of_totals(student_total, teacher_total, difference)
+    exp_differences = student_exps - teacher_exps
+    sums = split.sum_over_vocabulary((student_exps, teacher_exps, exp_differences))
+    student_total, teacher_total, difference_of_totals = sums
+    log_ratio_of_totals = _log_ratio_of_totals(student_total, teacher_total, difference_of_totals)
 
     def from_exponentials():
         return student_exps / student_total, teacher_exps / teacher_total
@@ -368,55 +394,65 @@ def _mixture(both: Probabilities, beta: float) -> Mixture:
 
 
 class KullbackLeibler(NamedTuple):
-    """Holds the divergence of probabilities b from probabilities a, with the gradients.
+    """Holds the Kullback-Leibler divergence KL(p, q) of each token, with the gradients.
 
     Args:
-        values: The sums of `a * log(a / b)`, [t, 1].
-        gradients_of_a, gradients_of_b: The gradients with respect to the logits of a and of b,
-            [t, v].
+        values: The sums of `p * log(p / q)`, [t, 1].
+        gradients_of_p, gradients_of_q: The gradients with respect to the logits whose softmax is p
+            and q, [t, v].
     """
 
     values: Array
-    gradients_of_a: Array
-    gradients_of_b: Array
+    gradients_of_p: Array
+    gradients_of_q: Array
 
 
 def _kullback_leibler(
     split: OutputSplit,
-    a: Float[Array, "t v"],
-    b: Float[Array, "t v"],
-    log_b_over_a: Float[Array, "t v"],
+    *,
+    p: Float[Array, "t v"],
+    q: Float[Array, "t v"],
+    log_q_over_p: Float[Array, "t v"],
 ) -> KullbackLeibler:
-    """Sums `a * log(a / b)` over the vocabulary, for probabilities a and b, with the gradients.
+    """Computes KL(p, q), the sum of `p * log(p / q)` over the vocabulary, with the gradients.
 
-    The sum has the term `a * log(a / b) + (b - a)` for each id. The differences `b - a` sum to 0.
-    They make each term at least 0, so that no digits cancel in the sum if a and b are nearly equal.
-    With `w = log(b / a)`, which is `log_b_over_a`, the term is `a * (exp(w) - 1 - w)`. It is
-    computed as
+    The sum has the term `p * log(p / q) + (q - p)` for each id. The differences `q - p` sum to 0.
+    They make each term at least 0, so that no digits cancel in the sum if p and q are nearly equal.
+    With `w = log(q / p)`, the term is `p * (exp(w) - 1 - w)`. It is computed as
 
-        b                       if a is 0, because w may be infinite
-        a * (expm1(w) - w)      if w < 1, because it is accurate for w near 0
-        b - a * (1 + w)         otherwise, because exp(w) could overflow
+        q                       if p is 0, because w may be infinite
+        p * (expm1(w) - w)      if w < 1, because it is accurate for w near 0
+        q - p * (1 + w)         otherwise, because exp(w) could overflow
 
-    For example, a = 0.5 and b = 0.25 give w = -0.69 and the term 0.097. This is
+    For example, p = 0.5 and q = 0.25 give w = -0.69 and the term 0.097. This is
     0.5 * log(2) - 0.25.
+
+    Args:
+        split: How the first layer is split over devices, which may share the vocabulary.
+        p, q: The probabilities of two predictions.
+        log_q_over_p: `log(q / p)`, as accurate as the caller can compute it.
     """
     # `jnp.where` computes all formulas for each id. A formula that is not used for an id gets the
-    # harmless number a in place of w.
-    is_small = log_b_over_a < 1
-    small_w = jnp.where(is_small, log_b_over_a, a)
-    large_w = jnp.where(is_small | (a == 0), a, log_b_over_a)
-    terms = jnp.where(is_small, a * (jnp.expm1(small_w) - small_w), b - a * (1 + large_w))
-    values = split.sum_over_vocabulary(jnp.where(a == 0, b, terms))
-    # The gradient with respect to the logits of a is `a * (log(a / b) - values)`. Where a is 0, the
-    # logarithm may be infinite, so a takes its place. Where the sum is infinite, the gradient is
-    # set to 0.
+    # harmless number p in place of w.
+    is_small = log_q_over_p < 1
+    small_w = jnp.where(is_small, log_q_over_p, p)
+    large_w = jnp.where(is_small | (p == 0), p, log_q_over_p)
+    terms = jnp.where(is_small, p * (jnp.expm1(small_w) - small_w), q - p * (1 + large_w))
+    terms = jnp.where(p == 0, q, terms)
+    values = split.sum_over_vocabulary(terms)
+    # The gradient with respect to the logits of p is `p * (log(p / q) - values)`. Where p is 0, the
+    # logarithm may be infinite, so the 0 of p replaces the logarithm. Where the sum is infinite,
+    # the gradient is set to 0.
     is_infinite = jnp.isposinf(values)
-    log_a_over_b = jnp.where(a == 0, a, -log_b_over_a)
+    log_p_over_q = jnp.where(p == 0, p, -log_q_over_p)
     finite_values = jnp.where(is_infinite, 0, values)
-    gradients_of_a = a * (log_a_over_b - finite_values)
+    gradients_of_p = p * (log_p_over_q - finite_values)
     # `zeros` is computed, because jax would make an array [t, v] of a constant 0, and would keep
     # that array outside of the loop over chunks.
-    zeros = b - b
-    gradients_of_a = jnp.where(is_infinite, zeros, gradients_of_a)
-    return KullbackLeibler(values=values, gradients_of_a=gradients_of_a, gradients_of_b=b - a)
+    zeros = q - q
+    gradients_of_p = jnp.where(is_infinite, zeros, gradients_of_p)
+    # The gradient with respect to the logits of q.
+    gradients_of_q = q - p
+    return KullbackLeibler(
+        values=values, gradients_of_p=gradients_of_p, gradients_of_q=gradients_of_q
+    )

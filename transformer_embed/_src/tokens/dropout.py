@@ -90,7 +90,8 @@ def _drop_elements(
     # The steps are in the order of hk.dropout, so that the results are equal bit for bit. If the
     # product came after the quotient, it would be rounded in another way. If the mask were
     # converted before it is broadcast, zeros could have another sign.
-    mask = jnp.broadcast_to(_keep_mask(key, keep_rate, mask_shape), x.shape)
+    keep_mask = _keep_mask(key, keep_rate, mask_shape)
+    mask = jnp.broadcast_to(keep_mask, x.shape)
     return mask.astype(x.dtype) * x / keep_rate
 
 
@@ -123,7 +124,8 @@ def _keep_mask(key: Array, keep_rate: float, shape: tuple[int, ...]) -> Bool[Arr
         # jax keeps an element if a uniform number n / 2**23, made of the upper 23 bits, is below
         # keep_rate in float32. So the integer n is compared with keep_rate * 2**23, and keep_rate
         # is rounded to float32 first.
-        threshold = math.ceil(float(np.float32(keep_rate)) * 2**23)
+        rounded_rate = float(np.float32(keep_rate))
+        threshold = math.ceil(rounded_rate * 2**23)
         upper_23_bits = random_bits >> 9
         return upper_23_bits < np.uint32(threshold)
 

@@ -28,7 +28,6 @@ from transformer_embed._src.tokens.output_split import Layers, OutputSplit
 from transformer_embed._src.tokens.row_logits import (
     ChunkLogits,
     chunk_logits,
-    columns_of_ids,
     token_sums,
 )
 from transformer_embed._src.tokens.token_data import TokenData, TokenSettings
@@ -197,7 +196,9 @@ class LogProbs(Loss):
         """
         (chunk,) = logits
         exponentials = jnp.exp(chunk.shifted)
-        columns = columns_of_ids(chunk, labels)
+        # A device holds the logits of consecutive ids. If another device holds the logit of a
+        # label, the column of the label is out of range here.
+        columns = labels - chunk.first_id
         sums = token_sums(split, chunk, columns, row_shares=None)
         total = sums.total
         if self.of_candidates:
@@ -328,7 +329,8 @@ class TopK(Loss):
         # rank above padding. Until the ids are chosen, the shifted logit of a banned id is the
         # lowest finite number, and the shifted logit of padding is -inf.
         lowest = jnp.finfo(total.dtype).min
-        ranked = jnp.where(chunk.is_inside, jnp.maximum(chunk.shifted, lowest), -jnp.inf)
+        finite_shifted = jnp.maximum(chunk.shifted, lowest)
+        ranked = jnp.where(chunk.is_inside, finite_shifted, -jnp.inf)
         count_of_device = min(self.k, ranked.shape[1])
         shifted, columns = jax.lax.top_k(ranked, count_of_device)
         ids = columns.astype(jnp.int32) + chunk.first_id
@@ -344,10 +346,17 @@ def _best_of_all_devices(
 ) -> tuple[Float[Array, "t k"], Int32[Array, "t k"]]:
     """Finds the k highest values of each token among the n values of each device.
 
-    Of equal values, the value with the lowest id comes first. `top_k` finds the first of equal
-    values, and the gathered values are in the order of the devices' shards, so of the ids.
+    Of equal values, the value with the lowest id comes first, because `top_k` returns the first of
+    equal values. The gathered values of a device come before the values of the next device, which
+    has higher ids.
+
+    Args:
+        k: How many values to return.
+        mesh_axes: The mesh axes along which devices have different ids.
+        values: The values of this device.
+        ids: The id of each value.
     """
-    # The n values of a token are gathered, and the tokens are not.
+    # The mesh axes to gather along, for each array axis: none for tokens, `mesh_axes` for values.
     gathered_axes = [(), mesh_axes]
     all_values = all_gather(values, gathered_axes)
     all_ids = all_gather(ids, gathered_axes)

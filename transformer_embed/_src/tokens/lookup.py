@@ -125,13 +125,19 @@ def as_table(name: str, table: ArrayLike | StandIn) -> Any:
 
 @compiled(2)
 def read_table(table: Any, ids: Ids, options: LookupOptions) -> Vectors:
-    """Computes `lookup` of checked arguments, as one program for eager callers too."""
+    """Computes `lookup` of checked arguments, as one program for eager callers too.
+
+    On a mesh, the dimensions of the result are split like the ids and the columns of the table.
+    """
     mesh = jax.typeof(ids).sharding.mesh
-    # The last leaf of a `StandIn` has the columns of the table too.
-    _, column_axes = typed_axes(jax.tree.leaves(table)[-1])
-    if not isinstance(table, StandIn):
-        row_axes, _ = typed_axes(table)
+    if isinstance(table, StandIn):
+        # The last leaf of a `StandIn` holds rows, and has the columns of the table.
+        *_, rows_of_stand_in = jax.tree.leaves(table)
+        _, column_axes = typed_axes(rows_of_stand_in)
+    else:
+        row_axes, column_axes = typed_axes(table)
         check_on_mesh("ids", ids, row_axes)
+    # A tuple of mesh axes for each dimension of the ids.
     id_axes = typed_axes(ids)
     all_id_axes = set(sum(id_axes, ()))
     if all_id_axes.isdisjoint(column_axes):
@@ -140,7 +146,9 @@ def read_table(table: Any, ids: Ids, options: LookupOptions) -> Vectors:
     # the result. While rows are read, these axes split only the columns. So each device gets the
     # ids of all devices along these axes, and reads some columns of the rows of all these ids.
     # Afterwards the axes split the ids again, and the columns become whole along these axes.
-    gathered_id_axes = [tuple(axis for axis in axes if axis not in column_axes) for axes in id_axes]
+    gathered_id_axes = []
+    for axes in id_axes:
+        gathered_id_axes.append(tuple(axis for axis in axes if axis not in column_axes))
     ids = reshard(ids, NamedSharding(mesh, PartitionSpec(*gathered_id_axes)))
     rows = _read_local_columns(table, ids, options)
     result_column_axes = tuple(axis for axis in column_axes if axis not in all_id_axes)
@@ -163,9 +171,11 @@ def _multiply_one_hot(table: TableArray, ids: Ids, options: LookupOptions) -> Ve
 
     The product is computed at full precision, so that it returns each row as it is in the table.
     """
+    num_rows = table.shape[0]
     wide_table = conversions.widened(table)
-    index = nearest_rows(ids, table.shape[0], options.order)
-    one_hot = jax.nn.one_hot(index, table.shape[0], dtype=wide_table.dtype)
+    # The row of each id. An id outside the vocabulary gets the row of the nearest id.
+    index = nearest_rows(ids, num_rows, options.order)
+    one_hot = jax.nn.one_hot(index, num_rows, dtype=wide_table.dtype)
     rows = jnp.matmul(one_hot, wide_table, precision=jax.lax.Precision.HIGHEST)
     return rows.astype(table.dtype)
 
@@ -188,7 +198,10 @@ def _replace_special_rows(rows: Vectors, table: Any, ids: Ids, options: LookupOp
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _gather(table: TableArray, ids: Ids, options: LookupOptions) -> Vectors:
-    """Computes `lookup` in an array, by a gather. `_gather_jvp` has the derivative."""
+    """Computes `lookup` in an array, by a gather. `_gather_jvp` has the derivative.
+
+    An id outside the vocabulary first reads the row of the nearest id, which is then replaced.
+    """
     order = options.order
     if is_explicit(jax.typeof(ids).sharding.mesh):
         index = nearest_rows(ids, table.shape[0], order)
@@ -214,7 +227,9 @@ def _gather_jvp(
     table, ids = primals
     table_tangent, _ = tangents
     index = _gradient_index(table, ids, options)
-    return _gather(table, ids, options), read_or_zero(table_tangent, index)
+    rows = _gather(table, ids, options)
+    row_tangents = read_or_zero(table_tangent, index)
+    return rows, row_tangents
 
 
 def _gradient_index(table: TableArray, ids: Ids, options: LookupOptions) -> Array:

@@ -87,7 +87,9 @@ def read_from_shards(
     # Along a mesh axis that splits both the rows and the index, devices have different places, and
     # each shard must be read for the places of all these devices. So the index is all-gathered, and
     # a reduce-scatter adds the rows and returns to each device the rows of the device's places.
-    shared_axes = [tuple(axis for axis in axes if axis in row_axes) for axes in index_axes]
+    shared_axes = []
+    for axes in index_axes:
+        shared_axes.append(tuple(axis for axis in axes if axis in row_axes))
     # Along a mesh axis that splits the rows alone, all devices have the same places, so a sum over
     # the devices is enough.
     all_index_axes = sum(index_axes, ())
@@ -98,7 +100,8 @@ def read_from_shards(
         first_row = jnp.uint32(first_index(row_axes, len(shard)))
         shard_index = all_gather(index, shared_axes) - first_row
         rows_or_zeros = read_or_zero(shard, shard_index).astype(table.dtype)
-        return reduce_scatter(jax.lax.psum(rows_or_zeros, summed_axes), shared_axes)
+        rows = jax.lax.psum(rows_or_zeros, summed_axes)
+        return reduce_scatter(rows, shared_axes)
 
     in_specs = (PartitionSpec(row_axes, column_axes), PartitionSpec(*index_axes))
     out_spec = PartitionSpec(*index_axes, column_axes)
@@ -136,6 +139,17 @@ def _read_each_row_once(table: TableArray, index: Index) -> Vectors:
     The transpose sums the gradients of all places of a row, and writes each sum once. It sorts the
     places by row, so on a GPU the sums are the same from run to run, and the time does not depend
     on how often a row is read.
+
+    For example, the index 7 2 7 reads rows r7 r2 r7 of a table of 8 rows:
+
+        index               7     2     7
+        ordered_index       2     7     7      a run of one place, and a run of two
+        is_run_start        True  True  False
+        is_run_end          True  False True
+        unique_index        2     9     7      9 is past the end
+        rows_at_run_ends    r2    0     r7
+        ordered_rows        r2    r7    r7
+        rows                r7    r2    r7
     """
     row_count = table.shape[0]
     place_count = index.size
@@ -144,6 +158,8 @@ def _read_each_row_once(table: TableArray, index: Index) -> Vectors:
     # A run is all places of one row, which are neighbours in this order. The first place of all
     # starts a run, because `prepend` puts a different number before it.
     is_run_start = jnp.diff(ordered_index, prepend=ordered_index[:1] + 1) != 0
+    # A run ends where the next place starts a run. The last place of all gets the first value,
+    # which is True.
     is_run_end = jnp.roll(is_run_start, -1)
     # Only the last place of each run reads a row. All other places read zeros, each at a different
     # index past the end of the table. So all indices differ, as `unique_indices` promises, and the
@@ -152,8 +168,9 @@ def _read_each_row_once(table: TableArray, index: Index) -> Vectors:
     reads_row = is_run_end & (ordered_index < row_count)
     unique_index = jnp.where(reads_row, ordered_index, past_the_end)
     rows_at_run_ends = table.at[unique_index].get(mode="fill", fill_value=0, unique_indices=True)
-    # `copy_to_run` copies the row at the last place of a run to all places of the run. The copy is
-    # written as the transpose of a sum over the run, so the transpose of the copy is that sum.
+    # `copy_to_run` copies the row at the last place of a run to all places of the run. To sum over
+    # a run and to copy to a run are transposes of each other. So jax makes the copy from the sum,
+    # and the gradient of the copy is computed by the sum.
     sum_runs = functools.partial(_sum_runs, is_run_start)
     copy_to_run = jax.linear_transpose(sum_runs, rows_at_run_ends)
     (ordered_rows,) = copy_to_run(rows_at_run_ends)

@@ -108,7 +108,7 @@ class Loss:
         """Computes values of the tokens of a chunk. The first of them are the losses.
 
         Args:
-            split: How the first layer is split.
+            split: How the first layer is split over devices.
             logits: The logits of each layer.
             labels: The labels of the tokens, int32 [t, c]. None for a loss without labels.
             settings: The settings of the chunk's tokens.
@@ -131,37 +131,49 @@ class Loss:
 def values_and_logits(
     loss: Loss, labels: Any, settings: TokenSettings, layers: Layers
 ) -> tuple[tuple[TokenValues, ...], tuple[ChunkLogits, ...]]:
-    """Computes the values of a chunk, with all gradients, and the logits of each layer."""
+    """Computes the values of a chunk, with all gradients, and the logits of each layer.
+
+    `loss.values_from_logits` returns all gradients but one. The gradient with respect to the
+    temperature is added here, because it is the same formula for all losses.
+    """
     split = layers[0].split
     temperature = settings.temperature
     logits = tuple(chunk_logits(layer, temperature) for layer in layers)
     values = loss.values_from_logits(split, logits, labels, settings)
     if temperature is None:
         return values, logits
-    # The logits z are divided by the temperature T, so dz/dT is -z / T. Thus the derivative of a
-    # value with respect to T is the derivative in the direction z, divided by -T. A common shift of
-    # a token's logits changes no value, so the shifted logits may be the direction. The direction
-    # is 0 at a banned id, where the gradient is 0 too, because 0 times infinity would be NaN.
-    directions = [jnp.where(jnp.isneginf(chunk.shifted), 0, chunk.shifted) for chunk in logits]
-
-    def with_temperature_gradient(token_values: TokenValues) -> TokenValues:
-        along_logits = directional_derivative(split, token_values, directions)
-        gradients = token_values.setting_gradients._replace(temperature=along_logits / -temperature)
-        return token_values._replace(setting_gradients=gradients)
-
-    return tuple(with_temperature_gradient(token_values) for token_values in values), logits
+    # The logits are z = y / T, for a temperature T and logits y that do not depend on T. So the
+    # derivative of a logit z with respect to T is -z / T. By the chain rule, the derivative of a
+    # value is the sum of `gradient * z` over the vocabulary, divided by -T.
+    # The shifted logits replace z. They are z minus one number for each token, which leaves the sum
+    # as it is, because the gradients of a token sum to 0 in each loss that has a temperature. At a
+    # banned id, 0 replaces -inf, because the gradient there is 0, and 0 times infinity is NaN.
+    directions = []
+    for chunk in logits:
+        is_banned = jnp.isneginf(chunk.shifted)
+        directions.append(jnp.where(is_banned, 0, chunk.shifted))
+    complete_values = []
+    for token_values in values:
+        sums = directional_derivative(split, token_values, directions)
+        temperature_gradient = sums / -temperature
+        setting_gradients = token_values.setting_gradients._replace(
+            temperature=temperature_gradient
+        )
+        complete_values.append(token_values._replace(setting_gradients=setting_gradients))
+    return tuple(complete_values), logits
 
 
 def directional_derivative(
     split: OutputSplit, token_values: TokenValues, directions: Sequence[Array]
 ) -> Float[Array, "t c"]:
-    """Computes how fast the values of tokens change if the logits change in a direction.
+    """Sums `gradient * direction` of each token over the vocabulary and over the layers.
 
-    The result is the sum of `gradient * direction` over the columns of all layers, with the
-    gradients that `TokenValues` describes.
+    The gradients are the derivatives of a value with respect to the logits, as `TokenValues`
+    describes them. So the result says how fast the value changes if the logits change in this
+    direction.
 
     Args:
-        split: How the first layer is split.
+        split: How the first layer is split over devices.
         token_values: The values, and their gradients.
         directions: The direction of the logits of each layer, [t, v].
     """
@@ -172,7 +184,7 @@ def directional_derivative(
         products = gradients * direction
         total += split.sum_over_vocabulary(products) / token_values.gradient_scale
     if token_values.subtracted_columns is not None:
-        # The gradient is 1 less in these columns, and the values have a single layer.
+        # The gradient is 1 less in these columns. Values with such columns have a single layer.
         (direction,) = directions
         subtracted = values_in_columns(token_values.subtracted_columns, direction)
         total -= jax.lax.psum(subtracted, split.vocabulary_mesh_axes)

@@ -35,13 +35,13 @@ from transformer_embed._src.tokens.loss_arithmetic import (
     gradient_dtype,
     values_and_logits,
 )
-from transformer_embed._src.tokens.output_split import LayerArrays, Layers, OutputSplit
+from transformer_embed._src.tokens.output_split import LayerArrays, Layers
 from transformer_embed._src.tokens.token_data import (
     TokenData,
     TokenSettings,
     finite_if_unused,
+    nan_at_wrong_labels,
     weighted,
-    weights_or_nan,
 )
 
 
@@ -105,15 +105,21 @@ def _sum_jvp(loss: Loss, primals: Sequence[Any], tangents: Sequence[Any]) -> tup
     token_tangents, layer_tangents = tangents
     result = _sums_and_gradients(loss, token_data, layers)
     total, *other_sums = result.sums
+    # Two trees with the same arrays. (Labels are integers, which have no gradients.)
     gradients = (result.settings, result.weights, result.layers)
     array_tangents = (token_tangents.settings, token_tangents.weights, layer_tangents)
-    tangent = add_products(jnp.zeros_like(total), gradients, array_tangents, reduce=jnp.sum)
+    zero = jnp.zeros_like(total)
+    tangent = add_products(zero, gradients, array_tangents, reduce=jnp.sum)
     other_tangents = [jnp.zeros_like(other_sum) for other_sum in other_sums]
     return tuple(result.sums), (tangent, *other_tangents)
 
 
 def _sums_and_gradients(loss: Loss, token_data: TokenData, layers: Layers) -> SumsAndGradients:
-    """Computes the sums of all tokens, and the gradients of the first sum."""
+    """Computes the sums of all tokens, and the gradients of the first sum.
+
+    On a mesh, each device runs the chunks of its own tokens, with whole rows of the tables. Then
+    the results of the devices are added.
+    """
     splits = [layer.split for layer in layers]
     first_split = splits[0]
 
@@ -130,11 +136,24 @@ def _sums_and_gradients(loss: Loss, token_data: TokenData, layers: Layers) -> Su
         # are added over the devices with other rows.
         sums, table_gradients = jax.lax.psum((sums, table_gradients), first_split.batch_mesh_axes)
         x_gradients = jax.lax.psum(chunk_results.xs, first_split.vocabulary_mesh_axes)
+        layer_gradients = []
+        for split, x_gradient, gradients in zip(splits, x_gradients, table_gradients, strict=True):
+            # The chunks had whole rows. But the gradient is split over devices like the user's
+            # table, in which a device may have only some columns.
+            table_gradient = split.to_own_columns(gradients.rows)
+            layer_gradient = LayerArrays(
+                x=x_gradient,
+                table=table_gradient,
+                bias=gradients.bias,
+                wide_rows=None,
+                split=split,
+            )
+            layer_gradients.append(layer_gradient)
         return SumsAndGradients(
             sums=sums,
             settings=chunk_results.settings,
             weights=chunk_results.weights,
-            layers=tuple(map(_as_layer_arrays, splits, x_gradients, table_gradients)),
+            layers=tuple(layer_gradients),
         )
 
     specs = layer_specs(layers)
@@ -144,23 +163,6 @@ def _sums_and_gradients(loss: Loss, token_data: TokenData, layers: Layers) -> Su
     )
     run = on_each_device(first_split.mesh, on_device, (token_spec, specs), out_specs)
     return run(token_data, layers)
-
-
-def _as_layer_arrays(
-    split: OutputSplit, x_gradient: Array, table_gradients: TableGradients
-) -> LayerArrays:
-    """Returns a `LayerArrays` that has a gradient in place of each array.
-
-    The gradient of the whole rows is exchanged for a gradient that is split over devices like the
-    table.
-    """
-    return LayerArrays(
-        x=x_gradient,
-        table=split.to_columns(table_gradients.rows),
-        bias=table_gradients.bias,
-        wide_rows=None,
-        split=split,
-    )
 
 
 def _zero_gradients(layer: LayerArrays) -> TableGradients:
@@ -179,11 +181,13 @@ def _add_chunk(
 ) -> tuple[tuple[TableGradients, ...], ChunkResults]:
     """Adds a chunk's part to the gradients of all tables, and computes the chunk's results.
 
-    This is a step of `scan_chunks`, whose carry is `table_gradients`.
+    This is a step of `scan_chunks`. So `token_data` and the x of the layers belong to the tokens of
+    the chunk, the layers have whole rows, and `table_gradients` are the sums over earlier chunks.
     """
     values, logits = values_and_logits(loss, token_data.labels, token_data.settings, layers)
     losses, *further_values = values
-    loss_weights = weights_or_nan(layers[0].split, token_data)
+    vocab_size = layers[0].split.vocab_size
+    loss_weights = nan_at_wrong_labels(token_data.weights, token_data.labels, vocab_size)
     sums = [jnp.sum(weighted(losses.values, loss_weights))]
     for further_value in further_values:
         sums.append(jnp.sum(weighted(further_value.values, token_data.weights)))

@@ -29,7 +29,6 @@ from transformer_embed._src.partitioning import on_each_device
 from transformer_embed._src.tokens.chunks import layer_specs, scan_chunks
 from transformer_embed._src.tokens.loss_arithmetic import (
     Loss,
-    TokenValues,
     add_products,
     directional_derivative,
     gradient_dtype,
@@ -40,8 +39,8 @@ from transformer_embed._src.tokens.row_logits import KEPT_NAME, ChunkLogits
 from transformer_embed._src.tokens.token_data import (
     TokenData,
     TokenSettings,
+    nan_at_wrong_labels,
     weighted,
-    weights_or_nan,
 )
 
 # A checkpoint of a function whose first argument, the loss, is static. The backward pass computes
@@ -57,9 +56,11 @@ _checkpoint: Any = functools.partial(
 
 
 def map_chunks(loss: Loss, token_data: TokenData, layers: Layers) -> tuple[Array, ...]:
-    """Computes the losses and further values of all tokens, [..., c] each, times the weights.
+    """Computes the values of each token, [..., c]: the losses, then further values if any.
 
-    The first array has the losses. If the loss has no gradients, weights are not multiplied.
+    A further value is, for example, the entropy of the token's prediction. All values are
+    multiplied by the weights in `token_data`. Only a loss without gradients, such as `TopK`,
+    returns the values without weights, because its users pass none.
     """
 
     def no_carry(layers):
@@ -86,18 +87,25 @@ def map_chunks(loss: Loss, token_data: TokenData, layers: Layers) -> tuple[Array
 def _values_of_chunk(
     loss: Loss, token_data: TokenData, layers: Layers, is_only_chunk: bool
 ) -> tuple[Array, ...]:
-    """Computes the losses and further values of a chunk, times the weights of the tokens."""
+    """Computes the losses and further values of a chunk, times the weights in `token_data`.
+
+    If the chunk is not the only one, the backward pass computes the logits again.
+    """
     compute_values = _values_from_arrays
     if not is_only_chunk:
         compute_values = _checkpoint(_values_from_arrays)
     # The weights are multiplied outside of the checkpoint. If they were multiplied inside, the
     # backward pass would compute the losses again for the gradient of the product.
     losses, *further_values = compute_values(loss, token_data.labels, token_data.settings, layers)
-    losses = weighted(losses, weights_or_nan(layers[0].split, token_data))
-    # A further value, such as an entropy, belongs to a token and not to one of its labels.
+    vocab_size = layers[0].split.vocab_size
+    loss_weights = nan_at_wrong_labels(token_data.weights, token_data.labels, vocab_size)
+    weighted_losses = weighted(losses, loss_weights)
+    # A further value, such as an entropy, belongs to a token and not to one of its labels. If a
+    # token has several candidate labels, their weights are 0 or 1. So the largest of them is 1 if
+    # any candidate is counted.
     token_weights = token_data.weights.max(-1, keepdims=True)
-    further_values = [weighted(values, token_weights) for values in further_values]
-    return losses, *further_values
+    weighted_values = [weighted(values, token_weights) for values in further_values]
+    return weighted_losses, *weighted_values
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -115,8 +123,9 @@ def _values_from_arrays_jvp(
 ) -> tuple[Any, Any]:
     """Computes the values of a chunk, and the tangents of these values.
 
-    This is the derivative rule of `_values_from_arrays`. A tangent is the product of the gradients,
-    which the loss computes itself, with the tangents of logits and settings.
+    This is the derivative rule of `_values_from_arrays`. A loss computes the gradients of its
+    values itself. The tangent of a value is the sum of `gradient * tangent` over the logits and the
+    settings.
     """
     labels, settings, layers = primals
     _, setting_tangents, layer_tangents = tangents
@@ -126,27 +135,27 @@ def _values_from_arrays_jvp(
         for chunk, layer, layer_tangent in zip(logits, layers, layer_tangents, strict=True)
     ]
     split = layers[0].split
-
-    def tangent_of(token_values: TokenValues) -> Array:
-        along_logits = directional_derivative(split, token_values, logit_tangents)
-        return add_products(along_logits, token_values.setting_gradients, setting_tangents)
-
     primals_out = tuple(token_values.values for token_values in values)
-    tangents_out = tuple(tangent_of(token_values) for token_values in values)
-    return primals_out, tangents_out
+    tangents_out = []
+    for token_values in values:
+        from_logits = directional_derivative(split, token_values, logit_tangents)
+        tangent = add_products(from_logits, token_values.setting_gradients, setting_tangents)
+        tangents_out.append(tangent)
+    return primals_out, tuple(tangents_out)
 
 
 def _logit_tangents(
     logits: ChunkLogits, layer: LayerArrays, tangents: LayerArrays
 ) -> Float[Array, "t v"]:
-    """Computes the tangents of the logits from the tangents of a layer's arrays.
+    """Computes the tangents of the logits from the tangents of x, of the rows and of the bias.
 
-    The tangents of the rows are in `wide_rows`, which get the gradient in place of `table`.
+    `tangents` has the tangent of each array of the layer. The tangent of the rows is in
+    `wide_rows`, which gets the gradient in place of `table`.
     """
     dtype = gradient_dtype(layer)
     equation = f"td,{layer.split.table_letters}->tv"
     multiply = functools.partial(jnp.einsum, equation, preferred_element_type=dtype)
-    # The tangents of the products of x and the rows, plus the bias.
+    # The total is the tangent of `x @ rows.T + bias`.
     total = jnp.zeros_like(logits.shifted)
     if not isinstance(tangents.x, SymbolicZero):
         total += multiply(tangents.x, layer.table).astype(total.dtype)

@@ -207,7 +207,11 @@ def _check_token_shape(name: str, shape: tuple[Any, ...], shift: int) -> None:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _compute(loss: Loss, layers: tuple[Pair, ...], batch: Batch) -> Any:
-    """Computes the result of a loss from converted arguments."""
+    """Computes the result of a loss from converted arguments.
+
+    Label and weights are first moved to the token that predicts the label. Then the arrays are
+    split over the mesh, and one of two engines runs the loss over the chunks of tokens.
+    """
     is_token = _true_like_tokens(layers[0].x)
     token_data, is_counted = predicted_labels(loss, layers, batch, is_token)
     if loss.reduction == "none":
@@ -237,6 +241,7 @@ def _result_of_each_token(
     # values are split like x again.
     values = tuple(split_like(array, is_token) for array in values)
     if loss.shift:
+        # The value of token t becomes entry `t + shift`, which is the place of its label.
         move_to_label = along_length(previous_token_values, loss.shift)
         values, weights = jax.tree.map(move_to_label, (values, weights))
     if not loss.of_candidates:
@@ -261,10 +266,12 @@ def _split_over_mesh(
 
     Raises an error if the student and the teacher would be split in different ways.
     """
-    without_unused = functools.partial(_without_unused, token_data.weights, is_counted)
-    layer_arrays = tuple(split_output(without_unused(pair.x), pair.output) for pair in layers)
-    split = layer_arrays[0].split
-    for teacher_arrays in layer_arrays[1:]:
+    all_layer_arrays = []
+    for pair in layers:
+        used_x = _without_unused(token_data.weights, is_counted, pair.x)
+        all_layer_arrays.append(split_output(used_x, pair.output))
+    split = all_layer_arrays[0].split
+    for teacher_arrays in all_layer_arrays[1:]:
         teacher_split = teacher_arrays.split
         want = "a table with rows split over the mesh axes of output's"
         arguments.check_same(
@@ -274,7 +281,7 @@ def _split_over_mesh(
         arguments.check_same("teacher_x", want, teacher_split.token_axes, split.token_axes)
     sharding = NamedSharding(split.mesh, split.specs().x)
     token_data = jax.tree.map(lambda array: reshard(array, sharding), token_data)
-    return token_data, layer_arrays
+    return token_data, tuple(all_layer_arrays)
 
 
 def _without_unused(
@@ -286,5 +293,6 @@ def _without_unused(
     - If all counted labels of a token have a weight of 0, x is replaced if it is infinite or NaN.
     """
     is_finite = jnp.isfinite(x).all(-1, keepdims=True)
-    is_used = (weights != 0) | (is_counted & is_finite)
-    return jnp.where(is_used.any(-1, keepdims=True), x, 0)
+    is_label_used = (weights != 0) | (is_counted & is_finite)
+    is_token_used = is_label_used.any(-1, keepdims=True)
+    return jnp.where(is_token_used, x, 0)

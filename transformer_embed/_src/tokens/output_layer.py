@@ -214,8 +214,9 @@ def _logits(x: Float[Array, "... d"], output: OutputLayer) -> Float[Array, "... 
     split = layer.split
 
     def logits_of_device(layer):
-        rows = split.to_rows(layer.table)
-        row_layer = dataclasses.replace(layer, table=rows)
+        # If the columns of the table are split, the devices exchange parts of rows for whole rows.
+        whole_rows = split.to_whole_rows(layer.table)
+        row_layer = dataclasses.replace(layer, table=whole_rows)
         result = row_logits(row_layer)
         logits = result.factor * result.unscaled
         # The logit of padding is half of the lowest number, so that it does not overflow to -inf if

@@ -82,7 +82,7 @@ class OutputSplit(NamedTuple):
         sums = jax.tree.map(lambda array: array.sum(-1, keepdims=True), values)
         return jax.lax.psum(sums, self.vocabulary_mesh_axes)
 
-    def to_rows(self, shard: Array) -> Array:
+    def to_whole_rows(self, shard: Array) -> Array:
         """Returns, inside shard_map, whole rows in exchange for a device's part of more rows.
 
         For a table of 8 columns that 2 devices split, [6, 4] becomes [3, 8]. If the columns of the
@@ -91,8 +91,12 @@ class OutputSplit(NamedTuple):
         columns_axis = 1 - self.vocab_axis
         return self._exchange(shard, split_axis=self.vocab_axis, join_axis=columns_axis)
 
-    def to_columns(self, rows: Array) -> Array:
-        """Undoes `to_rows`, for the whole rows or for the gradient of the whole rows."""
+    def to_own_columns(self, rows: Array) -> Array:
+        """Undoes `to_whole_rows`, for the rows or for the gradient of the rows.
+
+        The result is a device's part of more rows: the columns that the device has in the user's
+        table. If the columns are not split, the rows stay as they are.
+        """
         columns_axis = 1 - self.vocab_axis
         return self._exchange(rows, split_axis=columns_axis, join_axis=self.vocab_axis)
 

@@ -63,8 +63,11 @@ def predicted_labels(
     batch = _broadcast_to_tokens(batch, is_counted, dtype)
     if loss.shift:
         is_counted = _without_last_tokens(loss, batch, output, is_counted)
-        move_to_predicting_token = along_length(next_token_values, loss.shift)
-        batch = jax.tree.map(move_to_predicting_token, batch._replace(segment_ids=None))
+        # The segment ids say which labels are counted, which is known now.
+        batch = batch._replace(segment_ids=None)
+        # Entry t becomes entry `t + shift`, which token t predicts.
+        take_next = along_length(next_token_values, loss.shift)
+        batch = jax.tree.map(take_next, batch)
     if batch.labels is not None and output.pad_id is not None:
         is_counted &= batch.labels != output.pad_id
     if batch.mask is not None:
@@ -86,29 +89,36 @@ def _token_data(batch: Batch, is_counted: Bool[Array, "... c"], dtype: Any) -> T
     A label that is not counted becomes -1 and gets a weight of 0. A setting that no counted label
     needs becomes the default. `dtype` is the dtype of the weights.
     """
-    weights = jnp.ones((), dtype) if batch.weights is None else batch.weights
+    weights = batch.weights
+    if weights is None:
+        weights = jnp.ones((), dtype)
     weights = jnp.where(is_counted, weights, 0)
-    # No table row has an id of -1. So the loss of a label that is not counted is finite, and the
-    # gradient of an infinite logit is not taken.
-    labels = None if batch.labels is None else jnp.where(is_counted, batch.labels, -1)
-    valid_settings = {
-        name: _valid_setting(name, setting, is_counted, weights)
-        for name, setting in batch.settings._asdict().items()
-    }
+    labels = batch.labels
+    if labels is not None:
+        # No table row has an id of -1. So the loss of a label that is not counted is finite, and
+        # the gradient of an infinite logit is not taken.
+        labels = jnp.where(is_counted, labels, -1)
+    valid_settings = {}
+    for name, setting in batch.settings._asdict().items():
+        valid_settings[name] = _valid_setting(name, setting, is_counted, weights)
     return TokenData(labels=labels, settings=TokenSettings(**valid_settings), weights=weights)
 
 
 def _broadcast_to_tokens(batch: Batch, is_token: Bool[Array, "... 1"], dtype: Any) -> Batch:
     """Broadcasts the mask, the weights and the settings to all tokens, because a shift needs this.
 
-    Numbers are converted to the dtype of sums before they are broadcast. So the gradient of a
-    number, which is a sum over tokens, is computed in that dtype.
+    Weights and settings are converted to `dtype`, the dtype of sums, before they are broadcast. So
+    the gradient of a setting, which is a sum over tokens, is computed in that dtype.
     """
     zeros = jnp.zeros_like(is_token, dtype)
-    weights, settings = jax.tree.map(
-        lambda array: array.astype(dtype) + zeros, (batch.weights, batch.settings)
-    )
-    mask = None if batch.mask is None else batch.mask & is_token
+
+    def broadcast_floats(array: Array) -> Array:
+        return array.astype(dtype) + zeros
+
+    weights, settings = jax.tree.map(broadcast_floats, (batch.weights, batch.settings))
+    mask = batch.mask
+    if mask is not None:
+        mask &= is_token
     return batch._replace(mask=mask, weights=weights, settings=settings)
 
 
@@ -124,7 +134,9 @@ def _without_last_tokens(
     segment_ids = batch.segment_ids
     if segment_ids is None:
         segment_ids = jnp.ones_like(is_counted, jnp.int32)
-    is_counted &= along_length(has_next_token, loss.shift)(segment_ids)
+    # True where the token that is `shift` tokens ahead has the same segment id.
+    find_same_document = along_length(has_next_token, loss.shift)
+    is_counted &= find_same_document(segment_ids)
     if batch.labels is not None and not loss.of_candidates:
         is_counted &= ~_is_padding(batch.labels, output)
     return is_counted
@@ -154,21 +166,24 @@ def _valid_setting(
         return None
     is_used = (weights != 0).any(-1, keepdims=True)
     has_counted_label = is_counted.any(-1, keepdims=True)
-    is_valid = has_counted_label & IS_IN_RANGE[name](setting)
+    is_in_range = IS_IN_RANGE[name]
+    is_valid = has_counted_label & is_in_range(setting)
+    becomes_nan = ~is_valid & is_used
     default = getattr(DEFAULT_SETTINGS, name)
-    return nan_where(~is_valid & is_used, jnp.where(is_valid, setting, default))
+    return nan_where(becomes_nan, jnp.where(is_valid, setting, default))
 
 
 def along_length(function: Callable, steps: int) -> Callable:
-    """Makes a function that shifts arrays [..., length, c] by some steps along the length.
+    """Makes a function of arrays [..., length, c] from a function of arrays [..., length].
 
     Args:
-        function: `next_token_values` or `previous_token_values`, which shift arrays [..., length].
+        function: Looks some tokens ahead or back along the last axis, such as `next_token_values`.
         steps: How many tokens ahead, or back.
     """
 
-    def shift(array: Array) -> Array:
+    def call_with_length_last(array: Array) -> Array:
         length_last = array.swapaxes(-1, -2)
-        return function(length_last, steps).swapaxes(-1, -2)
+        result = function(length_last, steps)
+        return result.swapaxes(-1, -2)
 
-    return shift
+    return call_with_length_last

@@ -69,11 +69,12 @@ def row_logits(layer: LayerArrays) -> RowLogits:
         bias = jnp.expand_dims(bias.astype(dtype), token_axes)
     unscaled, factor = _biased_and_capped(split, products, bias)
     row_count = table.shape[split.vocab_axis]
+    # Each device has `row_count` rows, and the ids of the rows count on from device to device.
     first_id = first_index(split.vocabulary_mesh_axes, row_count)
     ids = first_id + jnp.arange(row_count, dtype=jnp.int32)
     ids = jnp.expand_dims(ids, token_axes)
-    row_count_of_all_devices = devices_along(split.mesh, split.vocabulary_mesh_axes) * row_count
-    has_padding_rows = row_count_of_all_devices > split.vocab_size
+    device_count = devices_along(split.mesh, split.vocabulary_mesh_axes)
+    has_padding_rows = device_count * row_count > split.vocab_size
     is_inside = ids < split.vocab_size if has_padding_rows else True
     if split.pad_id is not None:
         is_inside &= ids != split.pad_id
@@ -183,10 +184,12 @@ def _outside_logit(dtype: Any, factor: float | Array) -> float | Array:
     if isinstance(factor, jax.Array):
         # The derivative with respect to the temperature divides the logit by the temperature once
         # more. The power of two leaves room for this, so the derivative is finite too.
-        largest_factor = jnp.clip(2.0**32 * jax.lax.stop_gradient(factor), 1, 2.0**92)
+        factor_with_room = 2.0**32 * jax.lax.stop_gradient(factor)
+        largest_factor = jnp.clip(factor_with_room, 1, 2.0**92)
     else:
         largest_factor = max(factor, 1)
-    return float(jnp.finfo(dtype).min) / (2 * largest_factor)
+    lowest_number = float(jnp.finfo(dtype).min)
+    return lowest_number / (2 * largest_factor)
 
 
 def _slope_of_cap(split: OutputSplit, rows: RowLogits) -> float | Array:
@@ -203,11 +206,15 @@ def _slope_of_cap(split: OutputSplit, rows: RowLogits) -> float | Array:
 def _replace_outside_logits(
     split: OutputSplit, rows: RowLogits, outside_logit: Any
 ) -> Float[Array, "t v"]:
-    """Returns `rows.unscaled` with `outside_logit` at outside rows."""
+    """Returns `rows.unscaled` with `outside_logit` at outside rows.
+
+    `split` is how the layer is split over devices. If a device has the whole vocabulary, the column
+    of an id in the logits is the id.
+    """
     has_whole_vocabulary = split.mesh.empty and rows.unscaled.shape[-1] == split.vocab_size
     if split.pad_id is None or not has_whole_vocabulary:
         return jnp.where(rows.is_inside, rows.unscaled, outside_logit)
-    # Only the row of the `pad_id` can be outside. Its column is the `pad_id`.
+    # Only the column of the `pad_id` can be outside, so only this column is written.
     pad_column = jnp.array([[split.pad_id]], jnp.int32)
     outside_like = functools.partial(jnp.full_like, fill_value=outside_logit)
     return change_column(rows.unscaled, pad_column, outside_like, is_last_change=True)
@@ -228,7 +235,8 @@ def _top_and_total(
         # Inside a user's shard_map, jax refuses a maximum over no axes.
         if split.vocabulary_mesh_axes:
             top = jax.lax.pmax(top, split.vocabulary_mesh_axes)
-        total = jnp.exp(times(factor, logits - top)).sum(-1, keepdims=True)
+        shifted = times(factor, logits - top)
+        total = jnp.exp(shifted).sum(-1, keepdims=True)
         return top, total
 
     # Second derivatives differentiate this function, and inside a shard_map, jax cannot
@@ -251,9 +259,11 @@ def _finite_if_all_banned(
     """
     lowest = jnp.finfo(top.dtype).min
     is_all_banned = top <= lowest
+    finite_top = jnp.maximum(top, lowest)
     # The totals of the devices will be added, so each device gets a share of 1.
-    total_of_device = 1 / devices_along(split.mesh, split.vocabulary_mesh_axes)
-    return jnp.maximum(top, lowest), jnp.where(is_all_banned, total_of_device, total)
+    device_count = devices_along(split.mesh, split.vocabulary_mesh_axes)
+    total_of_device = 1 / device_count
+    return finite_top, jnp.where(is_all_banned, total_of_device, total)
 
 
 def in_one_pass(
@@ -266,15 +276,17 @@ def in_one_pass(
     """
     lowest = jnp.finfo(logits.dtype).min
 
+    # A part is some of a token's logits. It is held as (top, total): the largest of these logits,
+    # and the sum of `exp(factor * (logit - top))` over them.
     def join(left, right):
-        """Joins (top, total) of two parts of a row. The total of the lower part is scaled down."""
+        """Joins two parts. The total of the part with the lower top is scaled to the higher top."""
         left_top, left_total = left
         right_top, right_total = right
         is_left_higher = left_top > right_top
         total_of_higher = jnp.where(is_left_higher, left_total, right_total)
         total_of_lower = jnp.where(is_left_higher, right_total, left_total)
-        # The tops are selected by the same condition as the totals (and not by a maximum), so that
-        # their derivatives belong to the same part, also if the tops are equal.
+        # The tops are selected by the same condition as the totals. If a maximum selected the tops,
+        # and the tops were equal, jax would take half of the derivative from each part.
         higher_top = jnp.where(is_left_higher, left_top, right_top)
         lower_top = jnp.where(is_left_higher, right_top, left_top)
         ratio = jnp.exp(factor * (lower_top - higher_top))
@@ -309,6 +321,7 @@ def values_in_columns(
     """Returns `values[i, columns[i, j]] - shift[i]` for token i, and 0 for a column out of range.
 
     A column is out of range if another device holds it, so a sum over the devices is the value.
+    For example, the values 5 6 7 of a token, with the columns 2 -1, give 7 0.
     """
     last = values.shape[1] - 1
     index = jnp.clip(columns, 0, last)
@@ -323,14 +336,6 @@ def values_in_columns(
     read_values = jax.vmap(read)(values, index)
     is_on_this_device = (columns >= 0) & (columns <= last)
     return jnp.where(is_on_this_device, read_values - shift, 0)
-
-
-def columns_of_ids(chunk: ChunkLogits, ids: Any) -> Int32[Array, "t c"]:
-    """Returns the column of each id among this device's logits.
-
-    The column is out of range if another device holds the id.
-    """
-    return jnp.asarray(ids) - chunk.first_id
 
 
 class TokenSums(NamedTuple):
@@ -360,7 +365,8 @@ def token_sums(
     Args:
         split: How the layer is split.
         chunk: The logits of the tokens.
-        columns: The columns of the labels, as `columns_of_ids` returns them.
+        columns: The column of each label among the logits of this device, which is out of range if
+            another device holds the label.
         row_shares: The weight of each row in the mean logit, [1, v], which is 0 if the row is never
             predicted. None if labels are not smoothed, because only smoothing needs the mean.
     """

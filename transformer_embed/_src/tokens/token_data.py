@@ -6,10 +6,9 @@ Shapes are written with one letter: c is 1, or the number of candidate labels of
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from transformer_embed._src.compiled import nan_where
-from transformer_embed._src.tokens.output_split import OutputSplit
 
 
 class TokenSettings(NamedTuple):
@@ -58,15 +57,16 @@ def finite_if_unused(losses: Float[Array, "..."], weights: Float[Array, "..."]) 
     return jnp.where(is_unused & ~jnp.isfinite(losses), 0, losses)
 
 
-def weights_or_nan(split: OutputSplit, token_data: TokenData) -> Float[Array, "..."]:
-    """Returns the weights, with NaN where a counted label is outside the vocabulary.
+def nan_at_wrong_labels(
+    weights: Float[Array, "..."], labels: Int32[Array, "..."] | None, vocab_size: Any
+) -> Float[Array, "..."]:
+    """Returns the weights of labels, with NaN where a label is outside the vocabulary.
 
-    NaN as a weight makes the loss and all gradients NaN, so the user notices the wrong label.
+    NaN as a weight makes the loss and all gradients NaN, so the user notices the wrong label. A
+    weight of 0 stays, because the label is not counted. If `labels` is None, all weights stay.
     """
-    labels = token_data.labels
-    weights = token_data.weights
     if labels is None:
         return weights
     # As uint32, a negative label is a large number, so one comparison finds it too.
-    is_outside = jnp.asarray(labels).astype(jnp.uint32) >= split.vocab_size
+    is_outside = jnp.asarray(labels).astype(jnp.uint32) >= vocab_size
     return nan_where(is_outside & (weights != 0), weights)
