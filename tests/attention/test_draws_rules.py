@@ -62,7 +62,7 @@ SELF = draws.Space(
         "start": ["0, 0", "2, 3"],
     },
     default=20,
-    quick=8,
+    quick=4,
 )
 PROGRAM = """\
 import batches, loops
@@ -156,7 +156,7 @@ CACHES = draws.Space(
         "outside": lambda chosen: [0] + [1] * (chosen["mode"] != "eager"),
     },
     default=12,
-    quick=6,
+    quick=3,
 )
 CACHE_PROGRAM = """\
 import batches, loops, jax.numpy as jnp

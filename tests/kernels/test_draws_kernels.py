@@ -34,7 +34,7 @@ SPACE = draws.Space(
         "mode": ["eager", "jit"],
     },
     default=40,
-    quick=20,
+    quick=14,
 )
 PROGRAM = """\
 import batches, kernel_masks

@@ -68,7 +68,7 @@ SPACE = draws.Space(
         "mode": list(draws.MODES),
     },
     default=20,
-    quick=8,
+    quick=4,
 )
 FIELDS = [
     "pad_id",

@@ -46,6 +46,7 @@ def drawn(config):
     return {name: np.std(leaf) for name, leaf in params.items()}
 
 
+@pytest.mark.slow
 def test_tables_are_drawn_as_the_config_says():
     config = te.EmbedderConfig(
         2000, 1024, te.Learned(500), num_token_types=500, output=te.OutputConfig(tied=False)

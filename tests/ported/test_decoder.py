@@ -10,6 +10,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from compare import near
 from sample import KEY
 
@@ -135,6 +136,7 @@ def decoded(decoder, params, cache):
     return jnp.concatenate(found, axis=1)
 
 
+@pytest.mark.slow
 def test_a_decoder_keeps_its_parameters_logits_cache_and_gradients():
     old, new = (hk.without_apply_rng(hk.transform(loss)) for loss in (old_loss, new_loss))
     params = old.init(KEY, IDS)

@@ -10,6 +10,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from compare import near
 from sample import KEY
 
@@ -81,6 +82,7 @@ def built(module):
     return hk.without_apply_rng(hk.transform(lambda ids: module(name="language_model")(ids)))
 
 
+@pytest.mark.slow
 def test_a_language_model_keeps_its_parameters_values_and_gradients():
     old, new = built(OldModel), built(NewModel)
     params = old.init(KEY, IDS)

@@ -9,6 +9,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from compare import near
 from sample import KEY
 
@@ -108,6 +109,7 @@ def trained(segment, params):
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 
 
+@pytest.mark.slow
 def test_a_model_with_memory_keeps_its_parameters_values_and_gradients():
     init = lambda segment: hk.transform(segment).init(
         KEY, IDS[:, : LENGTH + 1], jnp.zeros([2, MEMORY, WIDTH])

@@ -56,7 +56,7 @@ SPACE = draws.Space(
         "is_saved_again": [False, True],
     },
     default=90,
-    quick=60,
+    quick=30,
 )
 PART = "thinker."
 PROGRAM = """\
@@ -179,6 +179,7 @@ def test_a_model_is_the_same_in_any_form(number):
             assert [table.sharding] == [*drawn.shardings.values()]
 
 
+@pytest.mark.slow
 def test_default_run_meets_every_model_and_form():
     assert draw_coverage.missed_values(SPACE, known=200) == []
 

@@ -218,6 +218,7 @@ def test_exaone_4_5_has_windows(has_list):
     assert [layer.rotary is not None for layer in found.layers] == [True, True, True, False] * 2
 
 
+@pytest.mark.slow
 def test_a_long_list_is_refused_at_once_and_shortly():
     with pytest.raises(ValueError, match="its sum: wanted an int of at most 8192, got 819200000"):
         qwen([8192] * 10**5)

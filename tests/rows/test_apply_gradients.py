@@ -42,6 +42,7 @@ def dense(gradient):
     return table[:1000]
 
 
+@pytest.mark.slow
 def test_sum_scale_and_norm_equal_dense_gradient():
     some, more = rows([1, 3, 1000], 1.0), rows([3, 998, 1001], 3.0)
     both = add(some, more)
@@ -56,6 +57,7 @@ def test_sum_scale_and_norm_equal_dense_gradient():
     equal(same["t"].trusted_values(), 3)
 
 
+@pytest.mark.slow
 def test_a_gradient_without_rows_changes_no_table():
     none = rows([])
     equal(update(none, optimizer=optax.adam(0.1))["t"], PARAMS["t"])
@@ -73,6 +75,7 @@ def test_a_gradient_from_outside_is_a_constant_of_the_program_and_the_next_is_an
         equal(np.flatnonzero(run(PARAMS, rows(ids))["t"][:, 0] != 1), ids)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_known_keeps_ids_that_are_traced():
     """Of a loss that reads no row, vmap traces only the ids."""
 
@@ -84,6 +87,7 @@ def test_a_gradient_that_is_known_keeps_ids_that_are_traced():
         equal(updated, PARAMS["t"])
 
 
+@pytest.mark.slow
 def test_a_fingerprint_fits_its_ids_alone_and_keeps_its_ratios():
     """Also where one of many devices has other ids."""
     ids, values = jnp.array([1, 4, 7, 20, 21]), jnp.ones([5, 3])

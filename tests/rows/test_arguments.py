@@ -212,6 +212,7 @@ OUTSIDE = {
 }
 
 
+@pytest.mark.slow
 def test_errors_name_the_argument_that_cannot_be_exchanged_or_updated():
     # Under eval_shape, nothing that comes before an error is compiled.
     with jax.set_mesh(MESH):

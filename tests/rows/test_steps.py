@@ -70,7 +70,7 @@ SPACE = draws.Space(
         "dtype": dtypes,
     },
     default=13,
-    quick=2,
+    quick=1,
 )
 
 

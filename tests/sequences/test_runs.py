@@ -45,6 +45,7 @@ def test_other_rows_keep_their_numbers(name):
     assert (got["places"], got["segment_ids"]) == (positions, segments)
 
 
+@pytest.mark.slow
 def test_the_index_in_a_segment_counts_its_earlier_tokens():
     random = np.random.default_rng(0)
     for length in (0, 1, 2, 9):

@@ -46,7 +46,7 @@ SPACE = draws.Space(
         "lookup_style": ("gather", "gather", "one_hot"),
     },
     default=26,
-    quick=12,
+    quick=6,
 )
 
 

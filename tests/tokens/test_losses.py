@@ -208,6 +208,7 @@ def test_near_equality_it_is_accurate_and_never_negative(kind):
         near(found, np.maximum(want.real, 0), atol=1e-9, rtol=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [(), ("model",)])
 def test_a_divergence_takes_tables_whose_padding_rows_differ(split):
     """Two models with one vocabulary may have different `row_multiple`s."""
@@ -270,6 +271,7 @@ def kept_from_rows(x, output, kept, is_kept, temperature):
     return jax.nn.log_softmax(jnp.where(is_kept, logits / temperature, -jnp.inf))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [kept_from_log_probs, kept_from_rows])
 def test_log_probs_among_kept_ids_equal_a_dense_softmax_over_them(function):
     """Sampling by top-k or top-p keeps some ids of each token, in sets of different sizes."""
@@ -342,6 +344,7 @@ def test_a_weight_of_0_has_the_derivatives_of_any_weight(loss, reduction):
     near(of_weights(jnp.zeros(SHAPE)), of_weights(jnp.ones(SHAPE)), rtol=ERROR, atol=ERROR)
 
 
+@pytest.mark.slow
 def test_the_one_pass_of_a_gpu_has_second_derivatives_where_logits_are_equal():
     """A head that starts at zero has equal logits for every id."""
     for logits in (np.zeros((2, 7)), np.float64([[1, 2, 2, 2, 0], [3, 1, 3, 3, 3]])):
@@ -382,6 +385,7 @@ def test_candidates_outside_the_vocabulary_are_nan_and_leave_entropies():
     assert not np.signbit(log_probs(mask=MASK & False)).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("platform", "axes"), [("cpu", None), ("cuda", "model")])
 def test_if_all_ids_are_banned_losses_are_infinite_and_gradients_finite(
     monkeypatch, platform, axes
