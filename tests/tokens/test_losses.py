@@ -903,3 +903,15 @@ REFUSED = {
 
 def test_bad_arguments_are_refused():
     each_raises(REFUSED, globals())
+
+
+def test_label_smoothing_is_spread_over_the_ids_that_are_not_banned():
+    x, table = normal(0, 5, 4), normal(1, 7, 4)
+    is_allowed = np.array([True, False, True, True, True, False, True])
+    bias = np.where(is_allowed, 0.0, -np.inf).astype(np.float32)
+    labels = np.array([0, 2, 3, 4, 6])
+    # The number of each label among the allowed ids.
+    labels_of_allowed = np.cumsum(is_allowed)[labels] - 1
+    found = te.linear_cross_entropy(x, te.OutputLayer(table, bias), labels, label_smoothing=0.3)
+    expected = te.linear_cross_entropy(x, table[is_allowed], labels_of_allowed, label_smoothing=0.3)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
