@@ -116,14 +116,14 @@ class RowRule:
             _check_tokens(keys, self.order)
 
     def _check_queries_are_keys(self) -> None:
-        """Raises unless the queries are the keys from `q_offset` on."""
+        """Raises unless the queries have the tokens of the keys from `q_offset` on."""
         start = self.q_offset
         if start is None:
             return
         queries, keys = self.mask.sides
         query_count, _ = self.mask.lengths
-        # The arrays are compared as arrays of numpy: inside of `jax.jit`, operations of jax would
-        # be traced.
+        # The arrays are compared by numpy. Inside of `jax.jit`, operations of jax would be traced,
+        # and could not raise an error.
         segment_ids = jax.device_get(queries.segment_ids)
         is_token = True if segment_ids is None else segment_ids != 0
         for name in ("positions", "segment_ids", "places"):

@@ -250,14 +250,15 @@ def _image_blocks(model_type: ModelType, values: Options, kind: str) -> str | No
 
 def _is_causal(model_type: ModelType, values: Options, kind: str) -> bool:
     """Returns whether a token of a layer sees only the tokens before it."""
-    # Gemma 4 says "all"; or "vision", which is about images alone, so text stays causal.
+    # In Gemma 4, the entry is "all" or "vision". With "vision", text stays causal.
     if values["use_bidirectional_attention"] in (True, "all"):
         return False
     if model_type.has_stacks:
-        is_decoder = values["stack"] == STACKS[1]
+        _, decoder = STACKS
+        is_decoder = values["stack"] == decoder
     else:
         is_decoder = bool(model_type.is_causal or values["is_decoder"])
-    # The entry "is_causal" may say False, but transformers does not read it for chunks.
+    # In layers whose attention is cut into chunks, transformers does not read "is_causal".
     entry_says_bidirectional = values["is_causal"] is False and kind != CHUNKED
     return is_decoder and not entry_says_bidirectional
 

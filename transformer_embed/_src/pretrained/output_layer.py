@@ -64,7 +64,7 @@ def _scale(values: Options, shapes: Shapes) -> float:
 def _why_missing(
     published: Published, values: Options, shapes: Shapes, output: OutputConfig
 ) -> str | None:
-    """Returns why there is no output layer, or None if there is one."""
+    """Returns why the output layer cannot be loaded, or None if it can be loaded."""
     model_type = published.model_type
     rows, width = shapes[TOKENS]
     # The output layer belongs to the decoder alone, unless both stacks share one table.
@@ -74,7 +74,7 @@ def _why_missing(
     if model_type.has_stacks and published.stack == STACKS[0] and is_of_decoder:
         return f"it is the decoder's, which stack={STACKS[1]!r} loads"
     if not output.tied and OUTPUT_TABLE not in shapes:
-        # A model that GPTQ quantized has tensors of other names in place of the output table.
+        # A file that GPTQ quantized has no "lm_head.weight", but tensors of other names.
         return (
             "the file has no lm_head.weight (dequantize a quantized model first), and it is not "
             "tied to the table"

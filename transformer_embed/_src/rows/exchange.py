@@ -302,14 +302,14 @@ def _group_by_range(
 def _answer(
     plan: ExchangePlan, slots: Array, is_lost: Array, rows: Float[Array, "n d"]
 ) -> Float[Array, "k d"]:
-    """Returns, on each device, the rows that it asks for, from the rows of all shards.
+    """Sends each device the rows that it asked for, and returns these rows.
 
     Args:
         plan: The plan of the exchange, which has the mesh axes.
-        slots: For each request that a device received, where the row is among `rows`.
-        is_lost: For each of these requests, whether the row is not among `rows`. The answer is then
-            NaN.
-        rows: The rows of its shard that each device was asked for.
+        slots: For each request that a device received, the index of the answer in `rows`.
+        is_lost: For each of these requests, whether the row is missing in `rows`. The answer is
+            then NaN.
+        rows: On each device, the rows of its shard that other devices asked for.
     """
 
     def answer_requests(slots: Array, is_lost: Array, rows: Array) -> Array:

@@ -66,6 +66,9 @@ def fits(
 ) -> Bool[Array, ""]:
     """Returns whether a fingerprint belongs to a gradient, after both were scaled alike.
 
+    A fingerprint holds the powers of two that `_powers` makes from the row indices, then signed
+    sums of some values, times SUM_FACTOR. A function that scales the gradient scales both.
+
     Args:
         row_indices: The row indices of the gradient.
         values: The scaled values.
@@ -74,7 +77,7 @@ def fits(
     scaled = scaled.astype(jnp.float32)
     powers = _powers(row_indices)
     power_count = powers.shape[1]
-    # If the powers were only scaled, all of them have the same factor.
+    # If the gradient was only scaled, all powers were multiplied by the same factor.
     factors = scaled[:, :power_count] / powers
     factor = factors[0, 0]
     difference_of_factors = jnp.abs(factors - factor)
@@ -87,9 +90,8 @@ def fits(
     relative_values = sample / unit
     relative_sums = scaled[0, power_count:] / SUM_FACTOR / unit
     difference = jnp.abs(relative_sums - _signed_sums(relative_values))
-    # Two kinds of numbers may have been rounded to 0: values below the smallest number of a 16-bit
-    # dtype, and sums that are too small for float32 (of values below some 1e-26). So the sum of all
-    # values may be wrong by this much.
+    # Values below the smallest number of a 16-bit dtype were rounded to 0. So were sums that are
+    # too small for float32. Together, a sum may be wrong by `lost`.
     smallest_value = float(jnp.finfo(values.dtype).smallest_subnormal)
     smallest_sum = float(np.finfo(np.float32).tiny) / SUM_FACTOR
     lost = max(smallest_value, smallest_sum) * sample.size**0.5

@@ -173,7 +173,7 @@ def _refusal(reason: str, function: Callable, sources: Sequence[Any] = ()) -> Va
 
 
 def _transformations(sources: Sequence[Any]) -> Iterator[str]:
-    """Lists the transformations in whose functions an equation was written, innermost first.
+    """Lists the transformations of optax whose code made an equation of a jaxpr, innermost first.
 
     Args:
         sources: Where the equation, and each call that leads to the equation, was written.
@@ -182,7 +182,9 @@ def _transformations(sources: Sequence[Any]) -> Iterator[str]:
         if source.traceback is None:
             continue
         codes, _ = source.traceback.raw_frames()
-        # The innermost call comes first. The frames from this folder on are not the optimizer's.
+        # The innermost call comes first. The first call from this folder called the optimizer, so
+        # all later ones are outside of the optimizer. UPDATE finds the name of a transformation in
+        # the name of its `update` function.
         for code in codes:
             if Path(code.co_filename).parent == Path(__file__).parent:
                 break

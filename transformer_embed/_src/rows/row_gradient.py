@@ -176,7 +176,10 @@ class RowGradient(SomeRows):
         )
 
     def trusted_values(self) -> Float[Array, "k d"]:
-        """Returns the values, or NaN if the fingerprint does not fit them."""
+        """Returns the values, or NaN if the fingerprint does not fit them.
+
+        The fingerprint does not fit if something changed the values other than by scaling them.
+        """
         self.check()
 
         def trusted(indices: Array, values: Array, old_fingerprint: Array) -> Array:

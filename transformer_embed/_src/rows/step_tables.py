@@ -106,14 +106,15 @@ def tables_of_step(
 
 
 def _tables_without_state(parameter_count: int, leaves: Leaves) -> list[TableStep]:
-    """Finds the tables of a step by their gradients. The arrays of the state are added later.
+    """Finds the tables of a step by their gradients, without the optimizer state.
 
-    A leaf that is a `RowGradient` is the gradient of a table. The first `parameter_count` leaves
-    are the gradients, and the parameters come next, in the same order.
+    The caller adds the arrays of the state to `TableStep.arrays`. A leaf that is a `RowGradient` is
+    the gradient of a table. The first `parameter_count` leaves are the gradients, and the
+    parameters come next, in the same order.
     """
-    # In the traced program, a size that is the prime of a table must mean the rows of this table.
-    # So the prime is larger than every size of an array of the step. And because it is a prime, a
-    # reshape cannot make it of two smaller sizes.
+    # The step is traced with a prime in the place of each table's number of rows. Then an axis of
+    # this size has the rows of this table: no other array of the step is as large, and a reshape
+    # cannot make a prime of two smaller sizes.
     largest_size = LARGEST_UNKNOWN_SIZE
     for leaf in leaves.values():
         for size in leaf.shape:

@@ -131,7 +131,7 @@ def tables_in(
     max_rows: int | Mapping[str, int] | None,
     capacity: Any,
 ) -> Tables:
-    """Finds the tables that a user's `ids` name, and checks what belongs to them.
+    """Finds the tables that a user's `ids` name, and checks their ids, bounds and sharding.
 
     Args:
         params: All parameters, a tree.

@@ -81,7 +81,8 @@ def _on_shards(
 
     Args:
         step: The step of the optimizer, as in `update_tables`.
-        table: The numbers of the leaves that are the table, its state and its gradient.
+        table: Which leaves of the step are the table, the state of the table and the gradient, by
+            their numbers in the tree.
         arrays: The table itself, then its state.
         owners: The PartitionSpec of the gradient, if each device has the gradient of its own shard.
             Otherwise it is empty, and each device has the gradients of all rows.

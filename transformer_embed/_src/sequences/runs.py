@@ -97,14 +97,15 @@ def _begins_run(segments: Integer[Array, "b t"]) -> Bool[Array, "b t"]:
 def _segment_ids_rise(
     segments: Integer[Array, "b t"], begins_run: Bool[Array, "b t"]
 ) -> Bool[Array, "b"]:
-    """Returns in which batch rows segment ids rise from run to run, without padding between runs.
+    """Returns for each batch row whether segment ids rise from run to run, with no padding between.
 
-    Most batches have only such rows. Padding may be before the first run and after the last one.
-    For example, ids rise in the row 0 1 1 2 0, but not in 1 0 2 and not in 2 1.
+    A run is a number of neighbouring tokens with the same segment id. Most batches have only such
+    rows. Padding may be before the first run and after the last one. For example, ids rise in the
+    row 0 1 1 2 0, but not in 1 0 2 and not in 2 1.
     """
     previous = previous_token_values(segments)
     # A run begins out of order if padding or a higher id is before the run. The first run of a row
-    # is always counted as one of these, because zeros come before the row. A second one shows that
+    # is always counted, because `previous` has a 0 before the row. If another run is counted too,
     # the ids do not rise.
     is_after_padding = previous == 0
     begins_out_of_order = begins_run & (is_after_padding | (segments < previous))
