@@ -149,10 +149,10 @@ def relative_position_buckets(
             row unused.
         max_distance: A distance, larger than e. All distances from `max_distance` on are in the
             last bucket.
-        causal: Whether a mask hides the keys after the query. Set True for T5's decoder: m is
-            num_buckets, and keys after the query get bucket 0. Set False for T5's encoder: m is
-            num_buckets // 2. Buckets 0 to m - 1 are then for keys at or before the query, and
-            buckets m to 2m - 1 for keys after the query. There is no default.
+        causal: Whether a mask hides the keys after the query. Set True for T5's decoder. Then m is
+            num_buckets, and keys after the query get bucket 0. Set False for T5's encoder. Then m
+            is num_buckets // 2. The first m buckets are for keys at or before the query, and the
+            other m buckets are for keys after the query. There is no default.
 
     Returns:
         The buckets, int32, in [0, num_buckets). Shape [B or 1, T, S], or [T, S] if the positions of

@@ -82,7 +82,7 @@ def load_embedder(
         length: The number of tokens of the longest text that the model will read. Required if the
             rotation depends on the length: for LongRoPE, as in Phi-3's 128k models, and for dynamic
             NTK.
-        part: The part to load of a model of several parts. Pass the name of the object in
+        part: Which part to load, if the model has several parts. Pass the name of the object in
             config.json that describes the part, such as "decoder" or "thinker_config.text_config".
             If None, the object `text_config` is read if there is one, and otherwise all of
             config.json. If several parts have tensors of the same names, the tensors are read whose

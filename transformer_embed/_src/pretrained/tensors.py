@@ -335,7 +335,7 @@ def _header(path: pathlib.Path) -> Header:
 
 
 def _advice_for_damaged(path: pathlib.Path) -> str:
-    """Returns what to do with a file that is no safetensors file, or "" if it is of no known kind.
+    """Returns what to do with a file that is not a safetensors file, or "" for an unknown kind.
 
     Such a file may be the small text file that git-lfs puts in the place of a large file. Or it may
     be of another format, as "model.bin.safetensors".

@@ -246,7 +246,7 @@ def _ask_owners(
         shard_starts = jnp.arange(0, num_rows + 1, len(shard), dtype=jnp.int32)
         # The buffer `sent` has `most_sent` requests for each owner, one owner after the other.
         # `slots` says where in `distinct` the row of each request is. An unused request has a slot
-        # past the end, and asks for num_rows, which is no row.
+        # past the end, and asks for num_rows, which is past all rows.
         slots = _group_by_range(distinct, shard_starts, plan.most_sent)
         sent = distinct.at[slots].get(mode="fill", fill_value=num_rows)
         # An unused request gets the index before it, so that the row indices ascend.

@@ -90,8 +90,9 @@ def fits(
     relative_values = sample / unit
     relative_sums = scaled[0, power_count:] / SUM_FACTOR / unit
     difference = jnp.abs(relative_sums - _signed_sums(relative_values))
-    # Values below the smallest number of a 16-bit dtype were rounded to 0. So were sums that are
-    # too small for float32. Together, a sum may be wrong by `lost`.
+    # Two kinds of numbers may have been rounded to 0: values below the smallest number of a 16-bit
+    # dtype, and sums that are too small for float32, which are sums of values below some 1e-26. So
+    # the sum of the sample may be wrong by `lost`.
     smallest_value = float(jnp.finfo(values.dtype).smallest_subnormal)
     smallest_sum = float(np.finfo(np.float32).tiny) / SUM_FACTOR
     lost = max(smallest_value, smallest_sum) * sample.size**0.5

@@ -183,7 +183,7 @@ def _update_in_blocks(
     """
     is_unchanged = fits(gradient.row_indices, gradient.values, gradient.fingerprint)
     row_indices = gradient.row_indices - first_row
-    # If the gradient has no rows, there is no block. The loop below would not run, but jax would
+    # A gradient without rows has no block. The loop below would not run, but jax would
     # still trace the slice of a block, and raise an error.
     if not len(row_indices):
         return list(arrays)

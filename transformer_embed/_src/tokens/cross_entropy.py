@@ -26,6 +26,7 @@ from transformer_embed._src.tokens.output_split import OutputSplit
 from transformer_embed._src.tokens.row_logits import (
     ChunkLogits,
     TokenSums,
+    columns_of_labels,
     token_sums,
 )
 from transformer_embed._src.tokens.token_data import TokenSettings
@@ -96,10 +97,10 @@ def linear_cross_entropy(
 
     Args:
         x: The hidden vectors of the last layer, of a floating dtype. Shape [..., d].
-        output: The output layer. Pass an `OutputLayer`, for example from `Embedder.output`, or a
-            table [vocab_size, d] if there is no bias, softcap, scale or `pad_id`. Labels equal to
-            the layer's `pad_id` are not counted. If you set `shift`, predictions that padding makes
-            are not counted either, so you may pad on the left.
+        output: The output layer. Pass an `OutputLayer`, for example from `Embedder.output`, or the
+            table [vocab_size, d] of a layer that has only a table. Labels equal to the layer's
+            `pad_id` are not counted. If you set `shift`, predictions that padding makes are not
+            counted either, so you may pad on the left.
         labels: The ids to predict, of any integer dtype. Shape [...], like the tokens of x. If you
             set `shift`, pass the ids of the text. Otherwise `labels[..., t]` is the id that token t
             should predict.
@@ -247,9 +248,7 @@ class CrossEntropy(Loss):
         (chunk,) = logits
         smoothing = settings.label_smoothing
         exponentials = jnp.exp(chunk.shifted)
-        # A device holds the logits of consecutive ids. If another device holds the logit of a
-        # label, the column of the label is out of range here.
-        columns = labels - chunk.first_id
+        columns = columns_of_labels(chunk, labels)
         row_shares = None if smoothing is None else _row_shares(split, chunk)
         sums = token_sums(split, chunk, columns, row_shares)
         log_total = jnp.log(sums.total)

@@ -61,8 +61,7 @@ def linear_divergence(
     Args:
         x: The student's hidden vectors of the last layer, of a floating dtype. Shape [..., d].
         output: The student's output layer. Pass an `OutputLayer`, for example from
-            `Embedder.output`, or a table [vocab_size, d] if there is no bias, softcap, scale or
-            `pad_id`.
+            `Embedder.output`, or the table [vocab_size, d] of a layer that has only a table.
         teacher_x: The teacher's hidden vectors of the same tokens, of a floating dtype. Shape [...,
             width], with any width. You can also differentiate in `teacher_x` and `teacher_output`.
             These gradients cost time only if you ask for them.

@@ -28,6 +28,7 @@ from transformer_embed._src.tokens.output_split import Layers, OutputSplit
 from transformer_embed._src.tokens.row_logits import (
     ChunkLogits,
     chunk_logits,
+    columns_of_labels,
     token_sums,
 )
 from transformer_embed._src.tokens.token_data import TokenData, TokenSettings
@@ -58,9 +59,9 @@ def linear_log_probs(
 
     Args:
         x: The hidden vectors of the last layer, of a floating dtype. Shape [..., d].
-        output: The output layer. Pass an `OutputLayer`, for example from `Embedder.output`, or a
-            table [vocab_size, d] if there is no bias, softcap, scale or `pad_id`. Labels equal to
-            the layer's `pad_id` are not counted.
+        output: The output layer. Pass an `OutputLayer`, for example from `Embedder.output`, or the
+            table [vocab_size, d] of a layer that has only a table. Labels equal to the layer's
+            `pad_id` are not counted.
         labels: The ids whose log-probabilities you want, of any integer dtype. Shape [...], like
             the tokens of x. If you set `shift`, pass the ids of the text. To compare k candidates
             at each token, such as the choices of a question or the ids from a teacher's
@@ -196,9 +197,7 @@ class LogProbs(Loss):
         """
         (chunk,) = logits
         exponentials = jnp.exp(chunk.shifted)
-        # A device holds the logits of consecutive ids. If another device holds the logit of a
-        # label, the column of the label is out of range here.
-        columns = labels - chunk.first_id
+        columns = columns_of_labels(chunk, labels)
         sums = token_sums(split, chunk, columns, row_shares=None)
         total = sums.total
         if self.of_candidates:
@@ -259,9 +258,9 @@ def linear_top_k(
 
     Args:
         x: The hidden vectors of the last layer, of a floating dtype. Shape [..., d].
-        output: The output layer. Pass an `OutputLayer`, for example from `Embedder.output`, or a
-            table [vocab_size, d] if there is no bias, softcap, scale or `pad_id`. The `pad_id` of
-            the layer is never among the returned ids, nor is an id of a padding row.
+        output: The output layer. Pass an `OutputLayer`, for example from `Embedder.output`, or the
+            table [vocab_size, d] of a layer that has only a table. The `pad_id` of the layer is
+            never among the returned ids, nor is an id of a padding row.
         k: How many ids to return, a Python int from 1 to the number of ids that may be predicted.
         chunk_size: The largest number of tokens in a chunk, the part of the batch whose logits are
             held at once. Set a smaller number to save memory. If None, a number is chosen as in

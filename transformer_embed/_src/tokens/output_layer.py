@@ -141,8 +141,8 @@ def linear_logits(
 
     Args:
         x: The hidden vectors, of a floating dtype. Shape [..., d].
-        output: The output layer. Pass an `OutputLayer`, for example from `Embedder.output`, or a
-            table [vocab_size, d] if there is no bias, softcap, scale or `pad_id`.
+        output: The output layer. Pass an `OutputLayer`, for example from `Embedder.output`, or the
+            table [vocab_size, d] of a layer that has only a table.
         out_sharding: How explicit mesh axes split the logits, as in `jnp.einsum`. If None, the
             vocabulary is split over the mesh axes that split the rows of the table, then over those
             that split the columns. Each dimension of tokens is split as in x, over the mesh axes

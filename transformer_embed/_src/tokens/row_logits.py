@@ -338,6 +338,15 @@ def values_in_columns(
     return jnp.where(is_on_this_device, read_values - shift, 0)
 
 
+def columns_of_labels(chunk: ChunkLogits, labels: Int32[Array, "t c"]) -> Int32[Array, "t c"]:
+    """Returns the column of each label among the logits of this device.
+
+    A device holds the logits of consecutive ids. If another device holds the logit of a label, the
+    column is out of range here.
+    """
+    return labels - chunk.first_id
+
+
 class TokenSums(NamedTuple):
     """Holds the sums of each token over the whole vocabulary, which are equal on all devices.
 
@@ -365,8 +374,7 @@ def token_sums(
     Args:
         split: How the layer is split.
         chunk: The logits of the tokens.
-        columns: The column of each label among the logits of this device, which is out of range if
-            another device holds the label.
+        columns: The column of each label, as `columns_of_labels` returns it.
         row_shares: The weight of each row in the mean logit, [1, v], which is 0 if the row is never
             predicted. None if labels are not smoothed, because only smoothing needs the mean.
     """
