@@ -209,4 +209,6 @@ def _stacked(batches):
 
 
 def _unstacked(tree, count):
-    return [jax.tree.map(lambda leaf, n=n: leaf[n], tree) for n in range(count)]
+    """The results of each batch, as NumPy arrays, because jax compiles a program for each slice."""
+    arrays = jax.device_get(tree)
+    return [jax.tree.map(lambda leaf, n=n: leaf[n], arrays) for n in range(count)]

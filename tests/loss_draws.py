@@ -286,17 +286,24 @@ def weighed(value, xp=np):
     return (xp.where(finite, value, 0) * weights.astype(value.dtype)).sum()
 
 
+@jax.jit
+def _weighed_sum(values):
+    return sum(weighed(value, jnp) for value in values)
+
+
 def direction_of(name, array):
     """A direction in which an array may change.
 
     A bias that bans an id stays, and so does a weight of 0, which may hide an infinite loss.
     """
+    # NumPy compiles nothing for the arrays that are known.
+    xp = jnp if isinstance(array, jax.core.Tracer) else np
     seed = [len(name), ord(name[0]), array.size]
     direction = np.random.default_rng(seed).normal(size=array.shape).astype(array.dtype)
-    is_fixed = jnp.isneginf(array)
+    is_fixed = xp.isneginf(array)
     if name == "weights":
         is_fixed |= array == 0
-    return jnp.where(is_fixed, 0, direction)
+    return xp.where(is_fixed, 0, direction)
 
 
 def call(mode, loss, batches, order=1):
@@ -308,7 +315,7 @@ def call(mode, loss, batches, order=1):
     def with_gradients(given, others):
         def total(given):
             values = jax.tree.leaves(loss(given, others))
-            return sum(weighed(value, jnp) for value in values), values
+            return _weighed_sum(values), values
 
         (_, values), gradients = jax.value_and_grad(total, has_aux=True)(given)
         return values, gradients

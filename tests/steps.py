@@ -69,19 +69,25 @@ def expected(seed, config, optimizer, form):
     """The table after each row with a gradient took the dense step, and the losses."""
     table = start(config, seed)
     state, losses = optimizer.init(table), []
+
+    @jax.jit
+    def dense_step(gradient, moved, state, table):
+        """The step of all rows, then the old rows where nothing moved."""
+        updates, new_state = optimizer.update(gradient, state, table)
+        new_table = optax.apply_updates(table, updates)
+
+        def keep(old, new):
+            is_row = moved.reshape(-1, *[1] * (old.ndim - 1)) if old.ndim else True
+            return jnp.where(is_row, new, old)
+
+        return jax.tree.map(keep, (table, state), (new_table, new_state))
+
     for ids, weights in zip(*batches(seed), strict=True):
         count = 1 if form in ("one", "bounded") else 2
         gradient = dense_gradient(config, ids[:count], weights[:count])
         losses.append(np.sum(gradient * np.asarray(table, np.float64)))
-        dense = optimizer.update(jnp.asarray(gradient, table.dtype), state, table)
-        after = optax.apply_updates(table, dense[0]), dense[1]
-        moved = gradient.any(1)
-
-        def keep(old, new, moved=moved):
-            is_row = moved.reshape(-1, *[1] * (old.ndim - 1)) if old.ndim else True
-            return jnp.where(is_row, new, old)
-
-        table, state = jax.tree.map(keep, (table, state), after)
+        narrow_gradient = gradient.astype(table.dtype)
+        table, state = dense_step(narrow_gradient, gradient.any(1), state, table)
     return np.asarray(table, np.float64), losses
 
 

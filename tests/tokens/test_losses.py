@@ -289,7 +289,7 @@ def test_log_probs_among_kept_ids_equal_a_dense_softmax_over_them(function):
             found = jnp.where(is_kept, found, 0)
             return jnp.sin(found).sum(), found
 
-        return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(X, TABLE, BIAS)
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(X, TABLE, BIAS)
 
     near(with_gradients(function), with_gradients(dense), rtol=ERROR, atol=ERROR)
 
@@ -309,9 +309,15 @@ def test_of_equal_ids_the_lower_one_is_first_and_no_gradient_is_left():
 @every
 @pytest.mark.parametrize("x", [X[:0], X[:, :0]], ids=["batch", "length"])
 def test_without_tokens_nothing_is_found_and_nothing_moves(function, x):
-    for found in jax.tree.leaves(function(x, te.OutputLayer(TABLE))):
-        assert found.shape[:2] == x.shape[:2]
-    equal(jax.grad(total, 2)(function, x, TABLE), 0)
+    @jax.jit
+    def with_gradient(table):
+        found = function(x, te.OutputLayer(table))
+        return found, jax.grad(total, 2)(function, x, table)
+
+    found, gradient = with_gradient(TABLE)
+    for array in jax.tree.leaves(found):
+        assert array.shape[:2] == x.shape[:2]
+    equal(gradient, 0)
 
 
 @pytest.mark.slow
@@ -319,12 +325,12 @@ def test_without_tokens_nothing_is_found_and_nothing_moves(function, x):
 def test_without_tokens_each_function_can_be_mapped_and_run_without_jit(function):
     x, tables = jnp.zeros((5, 3, 0, WIDTH)), jnp.asarray(normal(1, 5, VOCAB, WIDTH))
     step = jax.value_and_grad(functools.partial(total, function), (0, 1))
-    values, (of_x, of_table) = jax.vmap(step)(x, tables)
+    values, (of_x, of_table) = jax.jit(jax.vmap(step))(x, tables)
     equal(values, np.zeros(5))
     assert of_x.shape == x.shape
     equal(of_table, np.zeros_like(tables))
     with jax.disable_jit():
-        equal(step(x[0], tables[0]), jax.tree.map(jnp.zeros_like, (values[0], (of_x[0], TABLE))))
+        equal(step(x[0], tables[0]), jax.tree.map(np.zeros_like, (values[0], (of_x[0], TABLE))))
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
@@ -340,8 +346,8 @@ def test_a_weight_of_0_has_the_derivatives_of_any_weight(loss, reduction):
 
         return jnp.vdot(jax.grad(weighted)(X), jnp.cos(X))
 
-    of_weights = jax.grad(slope)
-    near(of_weights(jnp.zeros(SHAPE)), of_weights(jnp.ones(SHAPE)), rtol=ERROR, atol=ERROR)
+    of_weights = jax.jit(jax.grad(slope))
+    near(of_weights(np.zeros(SHAPE)), of_weights(np.ones(SHAPE)), rtol=ERROR, atol=ERROR)
 
 
 @pytest.mark.slow
@@ -359,11 +365,15 @@ def test_the_one_pass_of_a_gpu_has_second_derivatives_where_logits_are_equal():
             top = jax.lax.stop_gradient(top)
             return top, jnp.exp(logits - top).sum(-1, keepdims=True)
 
+        @functools.partial(jax.jit, static_argnums=0)
+        def derivatives(find, logits, direction):
+            gradient = jax.grad(functools.partial(log_sum, find=find))
+            return jax.jvp(gradient, (logits,), (direction,))
+
         with jax.enable_x64():
-            found, want = (
-                jax.jvp(jax.grad(functools.partial(log_sum, find=find)), (logits,), (direction,))
-                for find in (functools.partial(row_logits.in_one_pass, 1.0), in_two)
-            )
+            in_one = functools.partial(row_logits.in_one_pass, 1.0)
+            found = derivatives(in_one, logits, direction)
+            want = derivatives(in_two, logits, direction)
         near(found, want, atol=1e-12)
 
 
@@ -492,8 +502,8 @@ def test_a_softcap_keeps_bans_and_their_gradients_finite():
         found = te.linear_cross_entropy(x, output, LABELS * 0, reduction="sum")
         return found + te.linear_logits(x, output)[..., 0].sum()
 
-    want = jax.value_and_grad(functools.partial(loss, whole), (0, 1, 2))(X, TABLE, BANS)
-    found = jax.value_and_grad(chunked, (0, 1, 2))(X, TABLE, BANS)
+    want = jax.jit(jax.value_and_grad(functools.partial(loss, whole), (0, 1, 2)))(X, TABLE, BANS)
+    found = jax.jit(jax.value_and_grad(chunked, (0, 1, 2)))(X, TABLE, BANS)
     near(found, want, rtol=1e-4, atol=1e-4)
 
 
