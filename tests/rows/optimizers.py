@@ -189,7 +189,7 @@ This page is for you if you train a table [row-wise](glossary.md#tables-and-outp
 
 A row-wise step runs the optimizer on the table rows of the batch only. The result is right only if the optimizer updates each table row from that row alone. So `te.rows.apply_gradients` tries to prove this for your optimizer while jax traces the step, also for combinations (`optax.chain`, `optax.multi_transform`, masks, schedules, injected hyperparameters). If the proof fails, `te.rows.apply_gradients` raises a ValueError that names the transformation.
 
-An optimizer that you can use gives right row-wise steps, but a row-wise step does not equal a dense step. Row-wise training is [lazy](glossary.md#tables-and-output-layers): if a table row has no gradient, the row and its optimizer state stay as they are. If an output layer uses the table, every row has a gradient, so train the table densely.
+Even if `te.rows.apply_gradients` accepts your optimizer, a row-wise step does not equal a dense step. Row-wise training is [lazy](glossary.md#tables-and-output-layers): if a table row has no gradient, the row and its optimizer state stay as they are. If an output layer uses the table, every row has a gradient, so train the table densely.
 
 **Your own transformations.** `te.rows.apply_gradients` checks that an optimizer keeps table rows apart. It does not check what an optimizer does with numbers that all rows share, such as a step count. So two kinds of transformations raise no error, although they are wrong for tables. Do not use them:
 
