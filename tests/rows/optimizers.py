@@ -187,18 +187,18 @@ def page(reasons):
 
 This page is for you if you train a table [row-wise](glossary.md#tables-and-output-layers) (`te.rows`, see notebook [05 Big tables](05_big_tables.ipynb)) and want to know which optimizer you can use. The page lists every optimizer and every transformation of optax {optax.__version__}.
 
-A row-wise step runs the optimizer on the table rows of the batch only. The result is right only if the optimizer updates each table row from that row alone. So `te.rows.apply_gradients` tries to prove this for your optimizer while jax traces the step. If the proof fails, `te.rows.apply_gradients` raises a ValueError that names the transformation. It also proves this for combinations (`optax.chain`, `optax.multi_transform`, masks, schedules, injected hyperparameters).
+A row-wise step runs the optimizer on the table rows of the batch only. The result is right only if the optimizer updates each table row from that row alone. So `te.rows.apply_gradients` tries to prove this for your optimizer while jax traces the step, also for combinations (`optax.chain`, `optax.multi_transform`, masks, schedules, injected hyperparameters). If the proof fails, `te.rows.apply_gradients` raises a ValueError that names the transformation.
 
-The proof does not mean that a row-wise step equals a dense step. Row-wise training is [lazy](glossary.md#tables-and-output-layers): if a table row has no gradient, the row and its optimizer state stay as they are. If an output layer uses the table, every row has a gradient, so train the table densely.
+Even if `te.rows.apply_gradients` accepts your optimizer, a row-wise step does not equal a dense step. Row-wise training is [lazy](glossary.md#tables-and-output-layers): if a table row has no gradient, the row and its optimizer state stay as they are. If an output layer uses the table, every row has a gradient, so train the table densely.
 
-**Your own transformations.** The proof does not look at values that all table rows share, such as a step count. So do not use these two kinds of transformations on tables, because the proof lets them pass:
+**Your own transformations.** `te.rows.apply_gradients` checks that an optimizer keeps table rows apart. It does not check what an optimizer does with numbers that all rows share, such as a step count. So two kinds of transformations raise no error, although they are wrong for tables. Do not use them:
 
-- A transformation that sums gradients, and applies the sum in some steps only. If a row has no gradient in such a step, the row misses the sum. An example is `apply_every` of optax, which `te.rows.apply_gradients` therefore refuses by its name. (A learning rate that is 0 in some steps is allowed.)
-- A transformation that computes with the number of table rows, or chooses by this number. In a row-wise step, the transformation gets blocks of at most 1024 rows instead of the whole table.
+- Some transformations sum gradients, and apply the sum only in some steps, for example in every fourth step. A row that has no gradient in the step that applies the sum misses the sum. An example is `apply_every` of optax, which `te.rows.apply_gradients` refuses by its name. (A learning rate that is 0 in some steps is allowed.)
+- Some transformations compute with the number of rows of the table: they divide by this number, or choose a method by it. In a row-wise step, a transformation gets blocks of at most 1024 rows instead of the whole table, so the number is wrong.
 
 ## You can use these
 
-You can make the optimizer that you pass to `te.rows.apply_gradients` from these functions of optax and of the module `optax.contrib` in it: {can}.
+`te.rows.apply_gradients` takes each optimizer that you build from these functions of optax (names that begin with `contrib` are in `optax.contrib`): {can}.
 
 ## You cannot use these
 
@@ -214,7 +214,7 @@ The second column is from the error message. It says which transformation is ref
 
 ### Not checked
 
-For the two lists above, a test calls each function with simple arguments, such as a learning rate of 0.1. With such arguments, jax cannot trace some functions, because they need the loss function, the gradients of each example, or parameters in a special form, or for a similar reason. So this page does not say whether you can use {unknown}.
+The two lists above come from a test that calls each function of optax with simple arguments, such as a learning rate of 0.1. Some functions cannot be tested in this way, because they need more, for example the loss function, the gradients of each example, or parameters in a special form. So this page does not say whether you can use {unknown}.
 """
 
 
