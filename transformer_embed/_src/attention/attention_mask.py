@@ -19,7 +19,7 @@ from transformer_embed._src.attention.attention_rule import (
     Window,
     may_attend,
     rule_fields,
-    whole_rule_fields,
+    rule_fields_of_whole_rows,
     with_conditions,
 )
 from transformer_embed._src.attention.joined_mask import Mask
@@ -129,8 +129,8 @@ class AttentionMask(Mask):
 
     def __post_init__(self) -> None:
         """Checks the tokens and the options, and converts the options."""
-        # In self-attention, `keys` is None even if the user passes the queries twice. From this,
-        # kernels that compare row indices know that query i is key i.
+        # A user may pass one object as queries and keys. This is self-attention, too, so `keys`
+        # becomes None: kernels that compare row indices then know that query i is key i.
         if self.keys is self.queries:
             arguments.set_fields(self, keys=None)
         check_token_positions("queries", self.queries)
@@ -144,11 +144,12 @@ class AttentionMask(Mask):
             chunk=arguments.size,
             sinks=arguments.size,
         )
-        left, _ = self.reach
-        if left is None:
+        left_limit, _ = self.reach
+        if left_limit is None:
             why = "the window has no left side, from which sinks are exempt"
             arguments.check_left_out("sinks", self.sinks, why)
         _, keys = self.sides
+        # Only tokens of a tree have ends.
         keys_are_tree = keys.ends is not None
         if keys_are_tree:
             self._check_options_of_tree()
@@ -255,15 +256,16 @@ class AttentionMask(Mask):
         query_length, key_length = self.lengths
         query_count, key_count = shape
         for length, size in zip(self.lengths, shape, strict=True):
-            # A symbolic length has no order.
+            # A symbolic length of jax.export cannot be compared with a number.
             if not export.is_symbolic_dim(length) and length < size:
                 want = f"a size inside the mask's {self.lengths}"
                 raise arguments.value_error("shape", want, shape)
-        inside = f"the mask, for a tile of {shape}"
+        # The errors name this range: "query_start: wanted integers inside the mask, for ...".
+        range_name = f"the mask, for a tile of {shape}"
         last_query_start: Any = query_length - query_count
-        query_start = arguments.as_indices("query_start", query_start, last_query_start, inside)
+        query_start = arguments.as_indices("query_start", query_start, last_query_start, range_name)
         last_key_start: Any = key_length - key_count
-        key_start = arguments.as_indices("key_start", key_start, last_key_start, inside)
+        key_start = arguments.as_indices("key_start", key_start, last_key_start, range_name)
         return self._with_rank(_tile(self, query_start, key_start, shape))
 
     def tile_kinds(self, shape: tuple[int, int]) -> Int8[Array, "*b m n"]:
@@ -314,7 +316,7 @@ register_pytree(AttentionMask, "causal", "window", "chunk", "sinks")
 
 
 def _check_sides(queries: TokenPositions, keys: TokenPositions) -> None:
-    """Raises a ValueError unless queries and keys have arrays that the rule can compare."""
+    """Raises a ValueError unless queries and keys have arrays that can be compared."""
 
     arrays = {
         "queries.segment_ids": queries.segment_ids,
@@ -323,15 +325,16 @@ def _check_sides(queries: TokenPositions, keys: TokenPositions) -> None:
         "keys.block_ids": keys.block_ids,
     }
 
-    def check_not_missing(name: str, other_name: str) -> None:
-        """Raises a ValueError if the first array is None, but the other one is not."""
-        if arrays[name] is None and arrays[other_name] is not None:
-            raise arguments.value_error(name, f"an array, since {other_name} is given", None)
+    def check_given_if(given_name: str, name: str) -> None:
+        """Raises a ValueError if the array `given_name` is given, but the array `name` is not."""
+        if arrays[name] is None and arrays[given_name] is not None:
+            raise arguments.value_error(name, f"an array, since {given_name} is given", None)
 
-    # Queries may lack segment ids. They then see the keys of every segment.
-    check_not_missing("keys.segment_ids", "queries.segment_ids")
-    check_not_missing("keys.block_ids", "queries.block_ids")
-    check_not_missing("queries.block_ids", "keys.block_ids")
+    # Queries may lack segment ids, even if the keys have them. These queries see the keys of every
+    # segment.
+    check_given_if("queries.segment_ids", "keys.segment_ids")
+    check_given_if("queries.block_ids", "keys.block_ids")
+    check_given_if("keys.block_ids", "queries.block_ids")
     check_batch_sizes({"queries": number_of_rows(queries), "keys": number_of_rows(keys)})
 
 
@@ -361,7 +364,7 @@ def _slice_tokens(fields: Fields, start: Array, count: int) -> Fields:
 def _mask_of_pairs(
     mask: AttentionMask, query_fields: Fields, key_fields: Fields
 ) -> Bool[Array, "b t s"]:
-    """Applies the rule of a mask to each pair of a query and a key."""
+    """Computes for each pair of a query and a key whether the mask lets the query see the key."""
 
     def with_axis(fields: Fields, axis: int) -> Fields:
         """Adds an axis of size 1 to each array."""
@@ -369,8 +372,11 @@ def _mask_of_pairs(
 
     # The arrays of the queries become [b, t, 1], and the arrays of the keys [b, 1, s]. So they
     # broadcast to [b, t, s].
-    queries = with_conditions(with_axis(query_fields, 2), mask)
-    keys = with_conditions(with_axis(key_fields, 1), mask)
+    query_columns = with_axis(query_fields, 2)
+    key_rows = with_axis(key_fields, 1)
+    # `with_conditions` adds which tokens are no padding, and from which places each key is seen.
+    queries = with_conditions(query_columns, mask)
+    keys = with_conditions(key_rows, mask)
     return may_attend(queries, keys)
 
 
@@ -379,15 +385,15 @@ def _mask_of_pairs(
 
 @compiled()
 def _dense(mask: AttentionMask) -> Bool[Array, "b 1 t s"]:
-    """Computes the mask of all pairs."""
-    # Explicit mesh axes may split the length of the queries. Each query needs all keys, so the
-    # length of the keys is made whole on each device.
+    """Computes the mask of all pairs, with a query axis of 1 if all queries have the same mask."""
+    # Explicit mesh axes may split the queries over devices. Each query needs all keys, so only the
+    # keys are made whole on each device.
     query_fields, _ = rule_fields(mask)
-    _, key_fields = whole_rule_fields(mask)
-    # Here every query counts as a token. A query that is padding sees no key anyway, because it is
-    # in segment 0, and every key in segment 0 is padding. If each query were checked for padding,
-    # the mask would have a query axis even where all queries have the same mask.
-    query_fields["zero_at_padding"] = jnp.ones((1, 1), jnp.int32)
+    _, key_fields = rule_fields_of_whole_rows(mask)
+    # One flag says that every query is a token. A flag for each query would give the mask a query
+    # axis, even if all queries have the same mask. The mask of a query at padding is still all
+    # False: such a query is in segment 0, and all keys in segment 0 are padding.
+    query_fields["token_flags"] = jnp.ones((1, 1), jnp.int32)
     pairs = _mask_of_pairs(mask, query_fields, key_fields)
     # The axis of the heads.
     return jnp.expand_dims(pairs, 1)
@@ -397,9 +403,9 @@ def _dense(mask: AttentionMask) -> Bool[Array, "b 1 t s"]:
 def _tile(
     mask: AttentionMask, query_start: Array, key_start: Array, shape: tuple[int, int]
 ) -> Bool[Array, "b t s"]:
-    """Computes the mask of a rectangle of pairs. It is all False for a start outside the mask."""
+    """Computes the mask of a rectangle of pairs, all False if a part of it is outside the mask."""
     # A rectangle may be anywhere in the rows, so each device needs whole rows.
-    query_fields, key_fields = whole_rule_fields(mask)
+    query_fields, key_fields = rule_fields_of_whole_rows(mask)
     query_length, key_length = mask.lengths
     query_count, key_count = shape
     tile_queries = _slice_tokens(query_fields, query_start, query_count)
