@@ -42,7 +42,7 @@ class AttentionMask(Mask):
 
     You make a mask from tokens, and pass `mask.dense()` to your attention layer (not the mask
     itself). For long rows, an attention kernel can use `tile` and `tile_kinds` in place of the
-    whole array, and `te.kernels` translates the rule into the arguments of fused kernels.
+    whole array, and `te.kernels` translates a mask into the arguments of fused kernels.
 
     A query at position q may attend to a key at position k if
 
@@ -51,23 +51,26 @@ class AttentionMask(Mask):
          or both are in the same block)
         and both have the same segment id, and the key is a token, not padding
 
-    A term counts only if you pass the argument. For example, without `window` a query sees keys at
-    any distance. The class is a pytree, so it passes through `jit`, `vmap` and `scan`, can be
-    sharded over the batch, and `jax.export` can save it.
+    The conditions on `causal`, `window`, `sinks` and `chunk` count only if you set these arguments.
+    For example, without `window` a query sees keys at any distance. The class is a pytree, so it
+    passes through `jit`, `vmap` and `scan`, can be sharded over the batch, and `jax.export` can
+    save it.
 
     You can join two masks. `mask & other` allows the pairs that both masks allow, and
     `mask | other` allows the pairs that at least one mask allows. The joined mask has the methods
     `dense`, `tile` and `tile_kinds`, too. To state a rule of your own, make a `TokenPositions` from
-    your own integers: a causal mask compares positions, and each mask allows only pairs with equal
-    segment ids. If you join masks of different tokens by `|`, the second mask may allow pairs that
-    the first mask hides, for example pairs of two documents. To hide these pairs again, write
-    `(mask | other) & AttentionMask(tokens, causal=False)`.
+    your own integers. For example, if you pass the number of each token's paragraph, from 1 on, as
+    `segment_ids`, a token sees only its own paragraph. If you join masks of different tokens by
+    `|`, the second mask may allow pairs that the first mask hides, for example pairs of two
+    documents. To hide these pairs again, write `(mask | other) & AttentionMask(tokens,
+    causal=False)`.
 
     You can translate a mask into the arguments of a kernel of your own, as `te.kernels` does. The
     arguments below are attributes of the mask. The mask also has `mask.sides` (the queries and the
     keys), `mask.lengths` (the numbers of queries and of keys) and `mask.reach`. The reach is a pair
-    (left, right): how far a query sees under `causal` and `window` together. From the queries and
-    the keys, read `positions`, `segment_ids`, `block_ids`, `places`, `ends` and `padding_mask`.
+    (left, right): how far a query sees under `causal` and `window` together. The queries and the
+    keys have the attributes `positions`, `segment_ids`, `block_ids`, `places`, `ends` and
+    `padding_mask`.
 
     Args:
         queries: The tokens that attend. Queries without segment ids see the keys of every segment.
@@ -80,12 +83,12 @@ class AttentionMask(Mask):
             the query. Each number is at least 0, or None for no limit. For the sliding window of
             size w in transformers, pass `(w - 1, 0)`: the query sees its own key and the w - 1 keys
             before it.
-        chunk: The length of a chunk, at least 1 (Llama 4). A chunk is a fixed range of positions.
-            With `chunk=4`, a query at position 5 sees only keys at positions 4 to 7. If padding is
-            on the left, use `TokenPositions.from_ids`, so the first chunk begins at the first
+        chunk: The length of a chunk, at least 1. A chunk is a fixed range of positions, as in Llama
+            4. With `chunk=4`, a query at position 5 sees only keys at positions 4 to 7. If padding
+            is on the left, use `TokenPositions.from_ids`, so the first chunk begins at the first
             token, as in transformers.
-        sinks: The number of positions, from 0, that stay visible to the left of a window, at least
-            1. With `window=(3, 0)` and `sinks=2`, the query at position 9 sees the positions 0, 1
+        sinks: How many of the first positions stay visible to the left of a window, at least 1.
+            With `window=(3, 0)` and `sinks=2`, the query at position 9 sees the positions 0, 1
             and 6 to 9. Pass `sinks` only with a window that has a left limit. The right limit of a
             window and a chunk hide sinks like other keys.
 
@@ -95,8 +98,8 @@ class AttentionMask(Mask):
         ValueError: The queries and the keys have different numbers of batch rows, both above 1.
             Only the queries or only the keys have block ids, or only the queries have segment ids.
             `window`, `chunk` or `sinks` is out of its range, or `sinks` is passed without a left
-            limit of a window. The keys are a tree, and `causal` is False or a window or a chunk is
-            passed.
+            limit of a window. The keys are a tree (`TokenPositions.from_parents`), and the mask is
+            not causal, has a window or has a chunk.
 
     Example:
         >>> import jax.numpy as jnp
@@ -190,11 +193,11 @@ class AttentionMask(Mask):
         """Makes the mask as an array, in the smallest shape that broadcasts.
 
         Returns:
-            bool [B or 1, 1, T or 1, S], True = may attend. The array broadcasts to attention logits
-            [B, heads, T, S]. The batch axis is 1 if all batch rows have the same mask, and the
-            query axis is 1 if all queries have the same mask. If the queries and the keys are
-            tokens [length], without a batch axis, the result is bool [1, T or 1, S], for logits
-            [heads, T, S].
+            A bool array, True = may attend, which broadcasts to attention logits [B, heads, T, S].
+            The shape is [B or 1, 1, T or 1, S]: the batch axis is 1 if all batch rows have the same
+            mask, and the query axis is 1 if all queries have the same mask. If the queries and the
+            keys are tokens [length], without a batch axis, the result is bool [1, T or 1, S], for
+            logits [heads, T, S].
 
         Example:
             >>> import transformer_embed as te
@@ -220,9 +223,10 @@ class AttentionMask(Mask):
     ) -> Bool[Array, "*b t s"]:
         """Makes a rectangle of the mask, without the rest of the mask.
 
-        Use it in a kernel of your own. In a Pallas kernel, make an `AttentionMask` of the T queries
-        and S keys that the kernel has loaded, from their positions and segment ids (shapes [1, T]
-        and [1, S]). Call `tile(0, 0, (T, S))` on this mask to get all of it.
+        Use it in an attention kernel of your own, which computes some queries and keys at a time.
+        In a Pallas kernel, make an `AttentionMask` of the T queries and S keys that the kernel has
+        loaded, from their positions and segment ids (shapes [1, T] and [1, S]). Then call
+        `tile(0, 0, (T, S))` on this mask to get all of it.
 
         Args:
             query_start: The index in the row of the first query of the tile. An integer, which may
@@ -232,9 +236,10 @@ class AttentionMask(Mask):
             shape: The number of queries and the number of keys of the tile, at least 1 each.
 
         Returns:
-            bool [B or 1, *shape], True = may attend. If the tokens have no batch axis, the result
-            is bool [*shape]. The tile is the part of `dense()[..., 0, :, :]` that begins at
-            `query_start` and `key_start`.
+            bool [B or 1, queries, keys], with the numbers of `shape`. True = may attend. If the
+            tokens have no batch axis, the result has none. The tile is the part of
+            `dense()[..., 0, :, :]` (the 0 drops the axis of the heads) that begins at `query_start`
+            and `key_start`.
 
         Raises:
             TypeError: `query_start` or `key_start` is not an integer, or `shape` does not hold two
@@ -271,10 +276,10 @@ class AttentionMask(Mask):
     def tile_kinds(self, shape: tuple[int, int]) -> Int8[Array, "*b m n"]:
         """Says of each tile of the mask whether none, some or all of the pairs may attend.
 
-        A tile is a rectangle of the mask: some queries in sequence times some keys in sequence. Use
-        the kinds in an attention kernel: skip the tiles in which no pair may attend, and leave out
-        the mask in the tiles in which all pairs may attend. Time and memory are O(T + S + number of
-        tiles).
+        A tile is a rectangle of the mask, such as the queries 0 to 127 and the keys 128 to 255. Use
+        this method in an attention kernel: skip the tiles in which no pair may attend, and leave
+        out the mask in the tiles in which all pairs may attend. Time and memory are O(T + S +
+        number of tiles).
 
         Args:
             shape: The number of queries, which must divide T, and the number of keys of a tile,
@@ -298,11 +303,11 @@ class AttentionMask(Mask):
             [[1, 0, 0, 0], [2, 1, 0, 0], [0, 0, 1, 0], [0, 0, 2, 1]]
 
         Edge cases:
-            In self-attention of padded or packed rows, the numbers are exact if all sequences of a
-            batch row begin at the same position. They are also exact for one sequence with a cache.
-            Otherwise, a tile may get a 1 (some pairs may attend) although none or all may. This
-            also holds for each mask with block ids, or with both sinks and a chunk. A kernel that
-            masks such a tile is still right.
+            Some tiles may get a 1 (some pairs may attend) although no pair or all pairs may attend.
+            A kernel that masks such a tile is still right. There are no such tiles in
+            self-attention of padded or packed rows, if all sequences of a batch row begin at the
+            same position, nor for one sequence with a cache. But a mask with block ids, or with
+            both sinks and a chunk, may have such tiles even then.
         """
         shape = arguments.entries("shape", shape, arguments.size, count=2)
         for side, length, size in zip(("queries", "keys"), self.lengths, shape, strict=True):

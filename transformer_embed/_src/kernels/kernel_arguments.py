@@ -34,7 +34,7 @@ def dot_product_attention_kwargs(
             padding. `"right"` means that each batch row has one sequence, then padding. Required if
             the mask has segment ids, is causal or has a window.
         batch_size: The number of batch rows, B. Pass it if one row of the mask is used for every
-            batch row. If None, the mask must have B rows.
+            batch row. If None, B is the number of rows of the mask.
 
     Returns:
         A dictionary of keyword arguments for `jax.nn.dot_product_attention`. `is_causal` is always
@@ -141,7 +141,7 @@ def flash_attention_kwargs(
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
             the three words. Required if the mask is causal.
         batch_size: The number of batch rows, B. Pass it if one row of the mask is used for every
-            batch row. If None, the mask must have B rows.
+            batch row. If None, B is the number of rows of the mask.
 
     Returns:
         A dictionary of the keyword arguments `causal` and `segment_ids`. `segment_ids` is Pallas'
@@ -177,7 +177,8 @@ def mha_kwargs(
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
             the three words. Required if the mask is causal.
         batch_size: The number of batch rows, B, because the kernel needs segment ids [B, T]. Pass
-            it if the mask has a single row. If None, the mask must have B rows, at least 2.
+            it if the mask has a single row. If None, B is the number of rows of the mask, which
+            must be at least 2.
 
     Returns:
         A dictionary of the keyword arguments `causal` and `segment_ids`. `segment_ids` is an int32

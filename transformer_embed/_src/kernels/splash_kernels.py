@@ -57,7 +57,7 @@ def splash_kernels(
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
             the three words. Required if the mask is causal or has a window.
         batch_size: The number of batch rows, B. Pass it if one row of the mask is used for every
-            batch row. If None, the mask must have B rows.
+            batch row. If None, B is the number of rows of the mask.
         q_offset: The index, among the keys, of the first query, a Python int. Pass it if the tokens
             of the queries are among the tokens of the keys. For example, pass 1024 if a cache has
             1024 tokens and the queries are the next tokens of the prompt. The argument is the
@@ -102,10 +102,11 @@ def splash_kernels(
         (1, 1, 256, 128)
 
     Edge cases:
-        - A query that sees no key gets an average of the values, and the gradients of this average
-          are S times too large. A query of a segment without keys sees no key, for example if the
-          source of a translation is empty. So drop the outputs of these queries. For empty sources,
-          write `jnp.where(keys.padding_mask.any(-1)[:, None, None, None], outputs, 0)`.
+        - The output of a query that sees no key means nothing: it is an average of values, and with
+          S keys, its gradients are S times too large. A query of a segment without keys sees no
+          key, for example if the source of a translation is empty. So drop the outputs of these
+          queries. For empty sources, write `jnp.where(keys.padding_mask.any(-1)[:, None, None,
+          None], outputs, 0)`.
         - A kernel keeps a few numbers for each tile in the scalar memory of a TPU, which has 1 MB.
           Larger tiles are fewer, so take larger `block_sizes` for a longer row. For example,
           524,288 tokens without a window need block sizes of 1024.
