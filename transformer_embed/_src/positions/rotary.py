@@ -63,16 +63,16 @@ def apply_rotary(
             models that rotate only a part of the head (GPT-J, GPT-NeoX). If None, all channels are
             rotated.
         partial: Which channels are rotated if `rotary_dim` is set. `"first"` rotates the first
-            `rotary_dim` channels, like a head of that size. `"proportional"` (Gemma) pairs the
-            channels of the whole head, uses head_dim in the exponents, and rotates the first
-            rotary_dim / 2 pairs.
+            `rotary_dim` channels, like a head of that size. `"proportional"` (Gemma) makes pairs of
+            all channels of the head, with the frequencies of a whole head, and rotates only the
+            first rotary_dim / 2 pairs.
         scaling: How the frequencies are changed for texts that are longer than in training. Pass
             the scaling that your model was published with: a `LinearScaling`, `NTKScaling`,
             `YarnScaling`, `Llama3Scaling` or `LongRopeScaling`. If None, the frequencies stay as
             they are.
-        pair_axes: Which of a token's positions rotates each pair. One integer per pair, an index
-            into the last axis of `positions`. Set it only if each token has several positions, such
-            as time, height and width. For example, `np.repeat([0, 1, 2], [16, 24, 24])` rotates the
+        pair_axes: Which position rotates each pair, if each token has several positions, such as
+            time, height and width. One integer per pair, an index into the last axis of
+            `positions`. For example, `np.repeat([0, 1, 2], [16, 24, 24])` rotates the
             first 16 pairs by the time. The frequencies stay the same. If None, each token has one
             position.
 
@@ -105,8 +105,8 @@ def apply_rotary(
           by this factor, and one float32 rounding is added.
         - The rotation is computed in float32, or in float64 if x is float64, and rounded once to
           the dtype of x.
-        - In two cases, the rotated channels are NaN: at a 64-bit jax integer outside int32, and at
-          a float position that is NaN, infinite, or 2**31 or more in magnitude.
+        - The rotated channels are NaN if the position is an integer outside int32 in a 64-bit jax
+          array, or a float that is NaN, infinite, or 2**31 or more in magnitude.
 
     Source:
         The rotation is from Su et al., "RoFormer: Enhanced Transformer with Rotary Position
@@ -167,10 +167,10 @@ def permute_rotary_weights(
             `"half"` pairs channel i with i + rotary_dim // 2, and `"interleaved"` pairs 2i with
             2i + 1.
         target: The layout to convert them to.
-        rotary_dim: The number of channels of each head, from the first, that `apply_rotary` rotates
-            in pairs. Pass the same number as to `apply_rotary`. If None, all channels form pairs.
-            Pass None also for a model with `partial="proportional"`, because all channels of its
-            heads form pairs.
+        rotary_dim: The argument `rotary_dim` of your calls of `apply_rotary`: the first
+            `rotary_dim` channels of each head form pairs. If None, all channels form pairs. Pass
+            None also for a model with `partial="proportional"`, because all channels of its heads
+            form pairs.
 
     Returns:
         The permuted array, of the shape and dtype of `weights`.

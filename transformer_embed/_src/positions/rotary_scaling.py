@@ -107,8 +107,8 @@ class NTKScaling(_Scaling):
     it is, so the model can tell neighbouring tokens apart as before. The lowest frequency is
     divided by `alpha`.
 
-    In transformers, the rope type "dynamic" computes alpha from the current length of the text:
-    `alpha = max(factor * length / original_length - (factor - 1), 1)`. Do not combine dynamic
+    In transformers, the rope type "dynamic" computes such an `alpha` from the current length of the
+    text: `alpha = max(factor * length / original_length - (factor - 1), 1)`. Do not combine dynamic
     scaling with a KV cache, because the cached keys were rotated with the alpha of a shorter text.
 
     Args:
@@ -283,11 +283,12 @@ class Llama3Scaling(_Scaling):
     Args:
         factor: The number that divides low frequencies, above 0. Pass 8 for Llama 3.1 and 32 for
             Llama 3.2.
-        low_freq_factor: A number of full turns, above 0. A frequency that makes at most this many
-            turns is divided by `factor`.
-        high_freq_factor: A number of full turns, at least `low_freq_factor`. A frequency that makes
-            at least this many turns is kept. If both numbers are equal, as in Llama 4 Scout, no
-            frequency is blended.
+        low_freq_factor: A number of full turns over the trained length, above 0. A frequency that
+            makes at most this many turns is divided by `factor`.
+        high_freq_factor: A number of full turns over the trained length, at least
+            `low_freq_factor`. A frequency that makes at least this many turns stays as it is.
+            Between both numbers of turns, a frequency is divided in part. If both numbers are
+            equal, as in Llama 4 Scout, there is no such frequency.
         original_length: The trained length, at least 2.
 
     Raises:
@@ -346,8 +347,9 @@ class LongRopeScaling(_Scaling):
     `factor` says how much longer the context is than in training. If `factor` is at most 1, the
     attention factor is 1.
 
-    Choose one length for a text, before you fill a KV cache. If keys in the cache are rotated with
-    the short factors and later queries with the long factors, the attention scores are wrong.
+    Choose one `length` for a text, before you fill a KV cache. Otherwise keys in the cache may be
+    rotated with `short_factor` and later queries with `long_factor`, and the attention scores are
+    wrong.
 
     Args:
         short_factor: The number that divides each frequency in short texts. For d rotated channels,

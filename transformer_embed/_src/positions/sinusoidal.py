@@ -70,8 +70,9 @@ def sinusoidal_encoding(
             `dtype` is not a floating dtype.
         ValueError: `layout` or `odd` is not one of the strings above. `base` or `frequency_scale`
             is not above 0, or gives a frequency of at least 2**32 full turns per position. `shift`
-            is d_model // 2 or more. A position on the host is outside int32 and not in a uint32
-            array, or is an integer in float64 that float32 cannot hold.
+            is d_model // 2 or more. An integer position on the host is outside int32 (but uint32
+            arrays may hold any number). A float64 position on the host is an integer that float32
+            cannot hold.
 
     Example:
         >>> import transformer_embed as te
@@ -87,8 +88,8 @@ def sinusoidal_encoding(
         - Positions in float64 are rounded to float32, which can change integers above 2**24. If
           rounding would change an integer, a list or numpy array of positions is refused with a
           ValueError. In a jax array, this position gets the encoding NaN.
-        - In two more cases, the encoding is NaN: at a 64-bit jax integer outside int32, and at a
-          float position that is NaN, infinite, or 2**31 or more in magnitude.
+        - The encoding is also NaN if the position is an integer outside int32 in a 64-bit jax
+          array, or a float that is NaN, infinite, or 2**31 or more in magnitude.
 
     Source:
         The encoding is from Vaswani et al., "Attention Is All You Need" (2017), section 3.5,
