@@ -70,9 +70,9 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
         TypeError: `slot` does not hold integers.
         ValueError: The pytrees differ in structure, or their arrays differ in dtype or do not fit
             in shape. `slot` has a shape that is not listed above, or a slot on the host is outside
-            the cache and is not -1. There are more new tokens than slots, although `slot` does not
-            give the slot of each token. The new tokens have no batch axis, and there are as many
-            new tokens as batch rows, so `slot` of shape [batch] has two meanings.
+            the cache and is not -1. There are more new tokens than slots, which is allowed only if
+            `slot` gives the slot of each token. The new tokens have no batch axis, and there are as
+            many new tokens as batch rows, so `slot` of shape [batch] has two meanings.
 
     Example:
         >>> import jax.numpy as jnp

@@ -24,8 +24,8 @@ def shift_right(
         ids: The labels, of any integer dtype. Shape [..., length].
         first_id: The id that each sequence begins with. T5 uses the id of padding.
         segment_ids: The number of the sequence that each token belongs to, and 0 at padding.
-            Integers of shape [length] or [..., length]. Set it for packed or padded batch rows.
-            Each run of neighbouring tokens with the same number then begins with `first_id`, and
+            Integers of shape [length] or [..., length]. Set it for packed or padded batch rows, so
+            that each run of neighbouring tokens with the same number begins with `first_id`, and
             padding keeps the id of padding. If None, each batch row is one sequence.
 
     Returns:
@@ -46,7 +46,7 @@ def shift_right(
 
     Source:
         The shift is from Raffel et al., "T5" (2020), https://arxiv.org/abs/1910.10683. Mesh
-        TensorFlow, the code of T5, also begins each packed sequence with the first id.
+        TensorFlow, the code of T5, also begins each packed sequence with `first_id`.
     """
     ids = arguments.as_int32("ids", ids)
     arguments.check_shape("ids", ids.shape, ids.ndim > 0, "[..., length]")

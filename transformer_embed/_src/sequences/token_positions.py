@@ -49,10 +49,10 @@ class TokenPositions:
     your own. The class is a pytree, so it passes through `jit`, `vmap` and `scan`, and `jax.export`
     can save it.
 
-    The tokens have the shape of the arrays that you pass. From arrays [length] you get tokens
-    [length], whose masks have no batch axis. Where a batch is needed, tokens [length] are used for
-    every batch row. The object holds only arrays, so you may slice, stack or reshape a batch by
-    `jax.tree.map`, pad a batch with zeros, and carry a cache through a `scan`.
+    The object has the shape of the arrays that you pass. If you pass arrays of shape [length], the
+    masks that you make from the object have no batch axis. Where a batch is needed, such tokens are
+    used for every batch row. The object holds only arrays, so you may slice, stack or reshape a
+    batch by `jax.tree.map`, pad a batch with zeros, and carry a cache through a `scan`.
 
     Args:
         positions: The position of each token in the sequence. Integers of shape [length] or [batch,
@@ -70,9 +70,9 @@ class TokenPositions:
             `from_parents` make them. In a tree, for example, two branches have the same positions
             but different places. If None, masks compare positions.
         ends: Numbers that hide a token of a tree from other branches. Integers of shape [length] or
-            [batch, length]. Under a causal mask, a token with place 3 and end 5 is seen only from
-            the places 3 and 4. You seldom set ends yourself: the method `from_parents` makes them.
-            If None, all later tokens see the token.
+            [batch, length]. Under a causal mask, if the number of a token in `places` is 3 and in
+            `ends` is 5, only tokens with the places 3 and 4 see the token. You seldom set ends
+            yourself: the method `from_parents` makes them. If None, all later tokens see the token.
 
     Raises:
         TypeError: An array does not hold integers, or an array is a jax array of uint32 or uint64.
@@ -208,11 +208,12 @@ class TokenPositions:
             ([[0, 2, 1, 0]], [[3, 2, 1, 0]])
 
         Edge cases:
-            - `AttentionMask.tile_kinds` is as exact as before if each tile has tokens that were
-              neighbours in the row. Masks with a chunk on packed rows are the exception: more tiles
-              get a 1.
-            - An index on a device is not checked. An index outside the row gives padding. Without
-              segment ids nothing can be padding, so such an index gives a token with position 0.
+            - `AttentionMask.tile_kinds` stays as exact as for the old order, if each tile has
+              tokens that were neighbours in the old order. Masks with a chunk on packed rows are
+              the exception: more tiles get the kind 1 (some pairs may attend).
+            - An index on a device is not checked. An index outside the row gives padding. But if
+              the tokens have no segment ids, nothing can be padding, so the index gives a token
+              with position 0.
         """
         arrays = batch_arrays(self)
         last = arrays["positions"].shape[1] - 1
