@@ -377,10 +377,10 @@ def _mask_of_pairs(
 
     # The arrays of the queries become [b, t, 1], and the arrays of the keys [b, 1, s]. So they
     # broadcast to [b, t, s].
-    query_columns = with_axis(query_fields, 2)
-    key_rows = with_axis(key_fields, 1)
     # `with_conditions` adds which tokens are no padding, and from which places each key is seen.
+    query_columns = with_axis(query_fields, 2)
     queries = with_conditions(query_columns, mask)
+    key_rows = with_axis(key_fields, 1)
     keys = with_conditions(key_rows, mask)
     return may_attend(queries, keys)
 

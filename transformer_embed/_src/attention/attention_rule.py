@@ -50,11 +50,11 @@ def may_attend(queries: dict[str, Any], keys: dict[str, Any]) -> Any:
     # Tokens of one block see each other beyond the limits above. If there is no limit, all tokens
     # of a segment see each other anyway, so blocks are left out.
     if "block_ids" in queries and limits:
-        is_within_limits = functools.reduce(operator.and_, limits)
         # Tokens in no block have equal ids, too (such as -1), so `is_in_block` is asked. For a
         # tile, the ids alone could not say it: their interval covers only the tokens in a block.
         are_in_blocks = queries["is_in_block"] & keys["is_in_block"]
         in_same_block = are_in_blocks & (queries["block_ids"] == keys["block_ids"])
+        is_within_limits = functools.reduce(operator.and_, limits)
         conditions = [is_within_limits | in_same_block]
     if "segment_ids" in queries:
         conditions.append(queries["segment_ids"] == keys["segment_ids"])

@@ -253,8 +253,7 @@ def multiply_high(a: Whole, b: Array | np.ndarray | np.uint32) -> Word:
     middle_high = (signed_middle >> 16).astype(jnp.uint32)
     upper = a_high * b_high + middle_high
     # The second mixed product, plus the lower half of `middle`, in units of 2**16.
-    middle_low = middle & 0xFFFF
-    second_middle = a_low * b_high + middle_low
+    second_middle = a_low * b_high + (middle & 0xFFFF)
     return upper + (second_middle >> 16)
 
 
@@ -271,8 +270,9 @@ def _sine_at_float(positions: Real, frequencies: Words, quarters: Quarters) -> R
     """Computes `sinusoid` at float32 positions."""
     magnitude = jnp.abs(positions)
     # sin(-angle + quarters) = sin(angle + half a turn - quarters), and half a turn is 2 quarters.
+    is_negative = positions < 0
     quarters_at_negative = np.uint32(2) - quarters
-    quarters = jnp.where(positions < 0, quarters_at_negative, quarters)
+    quarters = jnp.where(is_negative, quarters_at_negative, quarters)
     phase = _float_phase(magnitude, frequencies)
     sine = _sine_of_phase(phase, quarters)
     # The comparison is also false for NaN.
