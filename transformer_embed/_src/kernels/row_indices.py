@@ -31,7 +31,7 @@ from transformer_embed._src.tokens.batch import check_batch
 # The layouts of tokens that a caller may declare. `te.kernels` describes them.
 ORDERS = ("full", "right", "packed")
 # The end of an error for a mask that a kernel cannot express.
-ADVICE = "; mask.dense() and mask.tile() can express it"
+OTHER_METHODS = "; mask.dense() and mask.tile() can express it"
 # The reach of a causal mask without a window.
 CAUSAL_REACH = (None, 0)
 # The reach of a mask that is neither causal nor has a window.
@@ -41,9 +41,10 @@ UNLIMITED_REACH = (None, None)
 def refusal(name: str, want: str, got: Any) -> ValueError:
     """Makes the error for a part of a rule that a kernel cannot express.
 
-    The error ends with `ADVICE`, which names the methods of a mask that can express every rule.
+    The error ends with `OTHER_METHODS`, which names the methods of a mask that can express every
+    rule.
     """
-    return arguments.value_error(name, want, f"{got}{ADVICE}")
+    return arguments.value_error(name, want, f"{got}{OTHER_METHODS}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ class RowRule:
 
     def __post_init__(self) -> None:
         """Checks the mask and the options, and gives tokens without a batch axis one."""
-        want = f"a te.AttentionMask, not joined by & or |{ADVICE}"
+        want = f"a te.AttentionMask, not joined by & or |{OTHER_METHODS}"
         mask = arguments.instance("mask", self.mask, AttentionMask, want)
 
         def with_batch_axis(array: Array) -> Array:
