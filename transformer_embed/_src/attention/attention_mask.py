@@ -62,8 +62,8 @@ class AttentionMask(Mask):
     your own integers. For example, if you pass the number of each token's paragraph, from 1 on, as
     `segment_ids`, a token sees only its own paragraph. If you join masks of different tokens by
     `|`, the second mask may allow pairs that the first mask hides, for example pairs of two
-    documents. To hide these pairs again, write `(mask | other) & AttentionMask(tokens,
-    causal=False)`.
+    documents. To hide these pairs again, write
+    `(mask | other) & AttentionMask(tokens, causal=False)`.
 
     You can translate a mask into the arguments of a kernel of your own, as `te.kernels` does. The
     arguments below are attributes of the mask. The mask also has `mask.sides` (the queries and the

@@ -46,12 +46,13 @@ def may_attend(queries: dict[str, Any], keys: dict[str, Any]) -> Any:
         limits.append(queries["places"] <= keys["last_seen_from"])
     if "chunk" in queries:
         limits.append(queries["chunk"] == keys["chunk"])
-    conditions = limits
+    conditions = list(limits)
     # Tokens of one block see each other beyond the limits above. If there is no limit, all tokens
     # of a segment see each other anyway, so blocks are left out.
     if "block_ids" in queries and limits:
-        # Tokens in no block have equal ids, too (such as -1), so `is_in_block` is asked. For a
-        # tile, the ids alone could not say it: their interval covers only the tokens in a block.
+        # Two tokens in no block may have equal ids, too (such as -1), so both must be in a block.
+        # For a tile, its interval of ids could not say this, because the interval covers only the
+        # tokens that are in a block.
         are_in_blocks = queries["is_in_block"] & keys["is_in_block"]
         in_same_block = are_in_blocks & (queries["block_ids"] == keys["block_ids"])
         is_within_limits = functools.reduce(operator.and_, limits)
@@ -64,7 +65,7 @@ def may_attend(queries: dict[str, Any], keys: dict[str, Any]) -> Any:
 
 
 def rule_fields(mask: Any) -> tuple[Fields, Fields]:
-    """Returns the fields of the queries, and the fields of the keys, as `AttentionMask` has them.
+    """Returns the fields of the queries, and the fields of the keys, of an `AttentionMask`.
 
     All fields are integers [1 or b, length] of one dtype:
 
@@ -150,8 +151,8 @@ def with_conditions(fields: Fields, mask: Any) -> Fields:
             last_place = jnp.where(is_sink, highest_place, last_place)
         conditions["last_seen_from"] = last_place
     if "ends" in fields:
-        # A token of a tree is seen from its subtree alone. Keys of a tree have no window, so this
-        # replaces no number of keys.
+        # A token of a tree is seen from its subtree alone. (If the keys are a tree, the mask has no
+        # window, so there is no other last place.)
         conditions["last_seen_from"] = fields["ends"] - 1
     return fields | conditions
 

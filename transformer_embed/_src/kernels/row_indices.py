@@ -1,7 +1,7 @@
 """Translates the rule of a mask into row indices and segment ids.
 
-Fused attention kernels compare only row indices and segment ids. They have no argument for
-positions or block ids.
+The rule of a mask says which query may attend to which key. Fused attention kernels compare only
+row indices and segment ids. They have no argument for positions or block ids.
 
 This file reads three attributes of a mask:
 
@@ -79,7 +79,7 @@ class RowRule:
             """Gives an array without a batch axis one of size 1, which broadcasts to all rows."""
             return array if array.ndim == 2 else array[None]
 
-        # Kernels take batches.
+        # Kernels take batches, so all arrays become [1 or b, length].
         mask = jax.tree.map(with_batch_axis, mask)
         arguments.set_fields(self, mask=mask)
         query_count, key_count = mask.lengths
@@ -95,8 +95,8 @@ class RowRule:
         # A mask has block ids for the queries and the keys or for neither, so the check reads one
         # of them.
         self.check_absent(sinks=mask.sinks, block_ids=queries.block_ids)
-        # A causal mask or a window limits how far a query sees. The kernel then compares row
-        # indices.
+        # A caller declares an order because the kernel compares row indices. The kernel also does
+        # so if a causal mask or a window limits how far a query sees.
         compares_row_indices = self.order is not None or mask.reach != UNLIMITED_REACH
         if compares_row_indices:
             # Tokens have an array `places` if they are a tree, or if `take` has put them in another

@@ -105,8 +105,8 @@ def splash_kernels(
         - The output of a query that sees no key means nothing: it is an average of values, and with
           S keys, its gradients are S times too large. A query of a segment without keys sees no
           key, for example if the source of a translation is empty. So drop the outputs of these
-          queries. For empty sources, write `jnp.where(keys.padding_mask.any(-1)[:, None, None,
-          None], outputs, 0)`.
+          queries. For empty sources, write
+          `jnp.where(keys.padding_mask.any(-1)[:, None, None, None], outputs, 0)`.
         - A kernel keeps a few numbers for each tile in the scalar memory of a TPU, which has 1 MB.
           Larger tiles are fewer, so take larger `block_sizes` for a longer row. For example,
           524,288 tokens without a window need block sizes of 1024.

@@ -77,8 +77,8 @@ def alibi_bias(
 
     With `causal=True`, keys after the query get a bias above 0, so mask these keys. To save memory,
     you can compute a causal bias for a single query and use it for all queries, because a softmax
-    ignores a term that is constant over the keys. With `query_positions=[0]` you get `slopes *
-    key`, the bias of Bloom and Falcon (Falcon computes it in bfloat16). With
+    ignores a term that is constant over the keys. With `query_positions=[0]` you get
+    `slopes * key`, the bias of Bloom and Falcon (Falcon computes it in bfloat16). With
     `query_positions=[length - 1]` you get the bias of MPT and Keras. If `causal` is False, compute
     the bias for every query.
 
