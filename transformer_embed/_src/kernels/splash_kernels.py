@@ -176,6 +176,7 @@ def index_masks(rule: RowRule, num_heads: int) -> Any:
 
     num_heads = arguments.size("num_heads", num_heads)
     lengths = rule.mask.lengths
+    # How many row indices before and after its own a query sees, (None, None) for no limits.
     reach = rule.index_reach()
     if reach == UNLIMITED_REACH:
         mask = splash.FullMask(lengths)
@@ -197,8 +198,8 @@ def _check_memory(rule: RowRule, sizes: Any) -> None:
     jax would raise an error too, but only after it has described all tiles, which takes minutes.
     The estimate is four bytes a tile. jax takes fewer if there are few tiles, which always fit.
     """
-    # How many row indices before and after its own a query sees, at most the length.
     query_count, key_count = rule.mask.lengths
+    # How many row indices before and after its own a query sees, at most the length.
     left, right = rule.bounded_reach()
     # The number of keys that the queries of one tile see.
     seen_keys = min(left + right + sizes.block_q, key_count)
@@ -225,8 +226,9 @@ def _info_that_skips_keys(rule: RowRule, info: Any, tile: tuple[int, int]) -> An
     if info is None:
         return None
     must_run = _tiles_that_must_run(rule, tile)
+    # All keys are on each device, so the tiles of keys are in one shard.
     steps = _steps_of_rows(1, info.data_next, info.block_mask, must_run)
-    return _info_for_every_row(rule, info, loaded_tile=steps.loaded_tile, runs=steps.runs)
+    return _info_for_every_row(rule, info, steps.loaded_tile, steps.block_mask)
 
 
 def _info_that_skips_queries(rule: RowRule, shards: int, info: Any, tile: tuple[int, int]) -> Any:
@@ -257,11 +259,11 @@ def _info_that_skips_queries(rule: RowRule, shards: int, info: Any, tile: tuple[
     block_mask = transposed(info.block_mask)
     steps = _steps_of_rows(shards, data_next, block_mask, must_run)
     loaded_tile = transposed(steps.loaded_tile)
-    runs = transposed(steps.runs)
-    return _info_for_every_row(rule, info, loaded_tile=loaded_tile, runs=runs)
+    block_mask = transposed(steps.block_mask)
+    return _info_for_every_row(rule, info, loaded_tile, block_mask)
 
 
-def _info_for_every_row(rule: RowRule, info: Any, *, loaded_tile: Array, runs: Array) -> Any:
+def _info_for_every_row(rule: RowRule, info: Any, loaded_tile: Array, block_mask: Array) -> Any:
     """Makes the arrays of a kernel for every batch row, with a batch axis in front.
 
     The two arrays that are passed replace arrays of jax's kernel. The others are the same in every
@@ -271,24 +273,24 @@ def _info_for_every_row(rule: RowRule, info: Any, *, loaded_tile: Array, runs: A
         rule: The rule of the mask.
         info: The arrays of jax's kernel.
         loaded_tile: The tile that each step loads, [1 or b, h, i, j].
-        runs: 0 for each step that does not run, [1 or b, h, i, j].
+        block_mask: 0 for each step that does not run, [1 or b, h, i, j].
     """
     loaded_tile = rule.broadcast_to_rows(loaded_tile)
-    runs = rule.broadcast_to_rows(runs)
+    block_mask = rule.broadcast_to_rows(block_mask)
     batch = jax.tree.map(lambda array: rule.broadcast_to_rows(array[None]), info)
-    return batch._replace(data_next=loaded_tile, block_mask=runs)
+    return batch._replace(data_next=loaded_tile, block_mask=block_mask)
 
 
 def _tiles_that_must_run(rule: RowRule, tile: tuple[int, int]) -> Bool[Array, "b r s"]:
     """Returns which tiles of each batch row must run.
 
-    These are the tiles with a pair, and one tile in each row r of tiles.
+    These are the tiles in which some pair may attend, and one more tile in each row r of tiles.
     """
     has_pair = rule.mask.tile_kinds(tile) != 0
-    return has_pair | _on_diagonal(rule, tile)
+    return has_pair | _tiles_that_always_run(rule, tile)
 
 
-def _on_diagonal(rule: RowRule, tile: tuple[int, int]) -> Bool[np.ndarray, "r s"]:
+def _tiles_that_always_run(rule: RowRule, tile: tuple[int, int]) -> Bool[np.ndarray, "r s"]:
     """Returns one tile in each row of tiles, which runs even if no pair of the tile may attend.
 
     If all queries of a row of tiles are padding, no tile of that row has a pair that may attend.
@@ -312,12 +314,12 @@ def _on_diagonal(rule: RowRule, tile: tuple[int, int]) -> Bool[np.ndarray, "r s"
 class _Steps(NamedTuple):
     """Says what each step of a grid does, for each batch row and head."""
 
-    # The tile that the step loads, counted from the first tile of its shard. (A shard has the tiles
-    # of one device.)
+    # The tile that the step loads, as an index along the row of tiles, counted from the first tile
+    # of its shard. (A shard has the tiles of one device.)
     loaded_tile: Integer[Array, "b h i j"]
     # 0 if the step does not run. Another number means that the step runs, and says whether it needs
     # the mask.
-    runs: Integer[Array, "b h i j"]
+    block_mask: Integer[Array, "b h i j"]
 
 
 # The function is compiled even if the caller is not.
@@ -325,7 +327,7 @@ class _Steps(NamedTuple):
 def _steps_of_rows(
     shards: int,
     loaded_tile: Integer[Array, "h i j"],
-    runs: Integer[Array, "h i j"],
+    block_mask: Integer[Array, "h i j"],
     must_run: Bool[Array, "b r s"],
 ) -> _Steps:
     """Computes what each step loads and whether it runs, for each batch row.
@@ -334,7 +336,7 @@ def _steps_of_rows(
         shards: The number of devices that the tiles along the last axis are split over.
         loaded_tile: The tile that each step of jax's kernel loads, as in `_Steps`: an index of the
             last axis of `must_run`, counted from the first tile of the device's shard.
-        runs: Whether each step of jax's kernel runs, as in `_Steps`.
+        block_mask: Which steps of jax's kernel run, as in `_Steps`.
         must_run: Which tiles must run in each batch row, counted from the first tile of all shards.
     """
     step_count = loaded_tile.shape[2]
@@ -348,28 +350,28 @@ def _steps_of_rows(
     # For each step, whether its tile must run: [b, 1, r, s] at the tiles [1, h, i, j] of the last
     # axis gives [b, h, i, j], as there are as many i as r.
     step_must_run = jnp.take_along_axis(must_run[:, None], tile[None], axis=3)
-    runs = jnp.where(step_must_run, runs, 0)
-    next_tile = _tile_of_next_running_step(loaded_tile, runs)
-    return _Steps(loaded_tile=next_tile, runs=runs)
+    block_mask = jnp.where(step_must_run, block_mask, 0)
+    next_tile = _tile_of_next_running_step(loaded_tile, block_mask)
+    return _Steps(loaded_tile=next_tile, block_mask=block_mask)
 
 
 def _tile_of_next_running_step(
-    loaded_tile: Integer[Array, "h i j"], runs: Integer[Array, "b h i j"]
+    loaded_tile: Integer[Array, "h i j"], block_mask: Integer[Array, "b h i j"]
 ) -> Integer[Array, "b h i j"]:
     """Returns a tile for each step: its own tile if it runs, or the tile of the next running step.
 
-    So a step that does not run loads nothing in vain: it loads what the next running step needs
-    anyway. The steps of a grid follow each other row by row. For example, if the steps load the
-    tiles 0 1 2 / 0 1 2 and run as 0 0 1 / 0 1 0, the result is 2 2 2 / 1 1 2. The steps after the
-    last running step get the tile of the last step of all.
+    So a step that does not run loads what the next running step needs anyway. The steps of a grid
+    follow each other row by row. For example, if the steps load the tiles 0 1 2 / 0 1 2, and the
+    block mask is 0 0 1 / 0 1 0, the result is 2 2 2 / 1 1 2. The steps after the last running step
+    get the tile of the last step of all.
     """
-    batch, heads, _, _ = runs.shape
+    batch, heads, _, _ = block_mask.shape
     # [b, h, steps].
-    is_running = runs.reshape(batch, heads, -1) > 0
+    is_running = block_mask.reshape(batch, heads, -1) > 0
     steps = jnp.arange(is_running.shape[2], dtype=jnp.int32)
     running_or_last = jnp.where(is_running, steps, steps[-1])
     # The next running step is the lowest number from the step itself to the last step.
     next_running = jax.lax.cummin(running_or_last, axis=2, reverse=True)
-    tile_of_step = jnp.broadcast_to(loaded_tile, runs.shape).reshape(is_running.shape)
+    tile_of_step = jnp.broadcast_to(loaded_tile, block_mask.shape).reshape(is_running.shape)
     next_tile = jnp.take_along_axis(tile_of_step, next_running, axis=2)
-    return next_tile.reshape(runs.shape)
+    return next_tile.reshape(block_mask.shape)

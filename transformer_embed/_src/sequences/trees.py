@@ -101,7 +101,7 @@ def check_parents(parents: np.ndarray) -> None:
     if (has_parent & (grandparents == PADDING)).any():
         raise arguments.value_error("parents", "trees of tokens", "padding for a parent")
     # `ancestors` has the index of the ancestor 1, 2, 4, ... levels above each token. If there are
-    # fewer levels above the token, it has -1 or -2, which stays as it is.
+    # fewer levels above the token, the number is -1 or -2, and stays as it is.
     ancestors = parents
     for _ in range(parents.shape[1].bit_length()):
         higher_ancestors = np.take_along_axis(ancestors, np.maximum(ancestors, 0), axis=1)
@@ -149,12 +149,21 @@ def tree_arrays(
 ) -> dict[str, Integer[Array, "b t"]]:
     """Computes the arrays of a `TokenPositions` from the parents of each batch row.
 
+    Args:
+        parents: The index of each token's parent, [b, t] or [1, t], -1 for a root and -2 for
+            padding.
+        offset: The position of the roots, [] or [b]. One tree with several offsets gives several
+            batch rows.
+
     Returns:
-        `positions`, the number of ancestors; `segment_ids`, 1 at tokens and 0 at padding; `places`,
-        the index in depth-first order; and `ends`, one past the last place of the token's subtree.
-        The offset is added to all of them but the segment ids, so one tree with several offsets
-        gives several batch rows. Padding has a place and an end too, which have no meaning, because
-        the segment id 0 hides padding.
+        Four arrays, by name:
+
+        - `positions`, the number of ancestors plus the offset;
+        - `segment_ids`, 1 at tokens and 0 at padding;
+        - `places`, the index in depth-first order plus the offset;
+        - `ends`, one past the last place of the token's subtree.
+
+        The places and ends of padding have no meaning, because the segment id 0 hides padding.
     """
     # A parent may be anywhere in the row, also in the part of the row that another device has.
     parents = with_whole_rows(parents)
@@ -172,8 +181,7 @@ def tree_arrays(
     positions = plus_offset(trees.depths)
     places = plus_offset(trees.places)
     ends = plus_offset(trees.ends)
-    # Padding counts as a root until here, so it is left out by its number, -2. All of this is
-    # about the t tokens of a row: the added root has been cut off.
+    # Until here, padding counts as a root. Its number in `parents`, -2, says that it is padding.
     is_in_tree = trees.has_root & (parents > PADDING)
     is_token = is_in_tree.astype(jnp.int32)
     is_token = jnp.broadcast_to(is_token, positions.shape)
