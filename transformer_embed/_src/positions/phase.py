@@ -61,7 +61,7 @@ def as_positions(name: str, value: ArrayLike) -> Array | np.ndarray:
 
     - a uint32 array on the host with a number of 2**31 or more, which int32 does not hold;
     - jax arrays of uint32, int64, uint64 or float64. Their numbers may be traced, so nobody can
-      check whether int32 or float32 holds them. `sinusoid` returns NaN where it does not.
+      check whether int32 or float32 holds them. `sinusoid` returns NaN for the others.
 
     Raises:
         TypeError: The positions are neither integers nor float32 or float64.
@@ -247,8 +247,8 @@ def multiply_high(a: Whole, b: Array | np.ndarray | np.uint32) -> Word:
     b_high = b >> 16
     # The first mixed product, plus the upper half of the lowest product, in units of 2**16.
     middle = a_high * b_low + ((a_low * b_low) >> 16)
-    # If `a` is a negative int32, the bits of `middle` are a negative int32, too. In the dtype of
-    # `a`, the shift keeps the sign.
+    # If `a` is a negative int32, `middle` may be one, too. In the dtype of `a`, the shift keeps the
+    # sign.
     signed_middle = middle.astype(a.dtype)
     middle_high = (signed_middle >> 16).astype(jnp.uint32)
     upper = a_high * b_high + middle_high
@@ -308,8 +308,8 @@ def _float_phase(magnitude: Real, frequencies: Words) -> _Phase:
         first        2**-32    2**-64    2**-96
         second       2**-64    2**-96    2**-128
 
-    Products in whole turns are left out, because they change no sine. Of products in units of
-    2**-96 turns, only the upper word is kept, which counts 2**-64 turns. The last is left out.
+    The product in whole turns is left out, because it changes no sine. Of the products in units of
+    2**-96 turns, only the upper words are kept, which count 2**-64 turns. The last one is left out.
     """
     integer = jnp.floor(magnitude)
     # These steps are exact, because a float32 has 24 bits and scaling by a power of two rounds
@@ -357,9 +357,9 @@ _COSINE = np.array([0.0416666468913, -0.00138873685337, 2.44385524356e-5], np.fl
 
 # The high word of a phase counts units of 2**-32 turns, so its two top bits say how many quarter
 # turns are below the phase. If an eighth of a turn is added first, the two top bits of the sum say
-# which quarter turn is nearest. The top bit is 1 for the quarter turns 2 and 3, at which the sine
-# has the other sign than at 0 and 1. The second bit is 1 for the odd quarter turns 1 and 3. The
-# other 30 bits are the distance from the nearest quarter turn, plus an eighth of a turn.
+# which quarter turn is nearest. The top bit is 1 for the quarter turns 2 and 3, near which the sign
+# of the polynomial is flipped. The second bit is 1 for the odd quarter turns 1 and 3. The other 30
+# bits are the distance from the nearest quarter turn, plus an eighth of a turn.
 _SIGN_BIT = np.uint32(1 << 31)
 _ODD_BIT = np.uint32(1 << 30)
 _DISTANCE_BITS = np.uint32((1 << 30) - 1)

@@ -199,10 +199,10 @@ def relative_position_buckets(
 
 @functools.lru_cache(maxsize=64)
 def _bucket_starts(direction_buckets: int, max_distance: int) -> tuple[int, ...]:
-    """Returns the first distance of each bucket that is for a range of distances, but the first.
+    """Returns the distance at which each bucket begins, for the buckets e + 1 to m - 1.
 
-    With the letters of the formula in `relative_position_buckets`, these are the buckets e + 1 to
-    m - 1. By the formula, bucket e + j begins at the least distance n with
+    The letters are the letters of the formula in `relative_position_buckets`. By the formula,
+    bucket e + j begins at the least distance n with
 
         log(n / e) / log(max_distance / e) * (m - e) >= j
         (n / e) ** (m - e) >= (max_distance / e) ** j
