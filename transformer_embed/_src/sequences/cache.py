@@ -142,7 +142,7 @@ def _as_slots(slot: ArrayLike, cache: Any) -> Int32[Array, "..."]:
     slot_axis = 1 if _has_batch(cache) else 0
     last = 2**31 - 1
     # In jax.export, the number of slots may be symbolic, and cannot be compared with a slot. Then
-    # any slot up to the largest int32 is taken.
+    # every slot up to the largest int32 is allowed.
     if len(shape) > slot_axis and isinstance(shape[slot_axis], int):
         last = shape[slot_axis] - 1
     integers = arguments.as_integers("slot", slot, -1, last, "the cache, or -1 to write nothing")

@@ -48,8 +48,8 @@ def load_balanced_order(
     Source:
         The order "zigzag" is from Zhu, https://github.com/zhuzilin/ring-flash-attention. The order
         "cyclic" is from Brandon et al., "Striped Attention" (2023),
-        https://arxiv.org/abs/2311.09431. They give the devices one token at a time. Here, a device
-        may get several tokens at a time.
+        https://arxiv.org/abs/2311.09431. In the paper, a device gets one token at a time. Here,
+        a device may get several.
     """
     length = arguments.size("length", length)
     devices = arguments.size("devices", devices)

@@ -555,7 +555,7 @@ class TokenPositions:
         (`shared_prefix_parents`). In a tree, a token is predicted from its parent, which may be
         anywhere in the row. So compute a loss like this, without `shift`:
 
-            # For each token, the hidden vector of its parent.
+            # For each token, the hidden vector of its parent: [batch, length, d_model].
             parent_x = jnp.take_along_axis(x, parents[..., None], axis=1)
             loss = te.linear_cross_entropy(parent_x, output, ids, mask=parents >= 0)
 
