@@ -38,10 +38,9 @@ def dot_product_attention_kwargs(
 
     Returns:
         A dictionary of keyword arguments for `jax.nn.dot_product_attention`. `is_causal` is always
-        in the dictionary.
-        `local_window_size`, and `query_seq_lengths` and `key_value_seq_lengths` (int32 [B]), are in
-        the dictionary if the mask needs them. With these lengths, the outputs of queries at padding
-        are 0.
+        in the dictionary. `local_window_size`, and `query_seq_lengths` and `key_value_seq_lengths`
+        (int32 [B]), are in the dictionary if the mask needs them. With these lengths, the outputs
+        of queries at padding are 0.
 
     Raises:
         TypeError: `mask` is not an AttentionMask, or `batch_size` is not a Python int.
