@@ -44,7 +44,7 @@ class AttentionMask(Mask):
     itself). For long rows, an attention kernel can use `tile` and `tile_kinds` in place of the
     whole array, and `te.kernels` translates a mask into the arguments of fused kernels.
 
-    A query at position q may attend to a key at position k if
+    With `window=(left, right)`, a query at position q may attend to a key at position k if
 
         (k <= q if causal, and k <= q + right, and (q - left <= k or k < sinks),
          and q // chunk == k // chunk,
@@ -223,10 +223,10 @@ class AttentionMask(Mask):
     ) -> Bool[Array, "*b t s"]:
         """Makes a rectangle of the mask, without the rest of the mask.
 
-        Use it in an attention kernel of your own, which computes some queries and keys at a time.
-        In a Pallas kernel, make an `AttentionMask` of the T queries and S keys that the kernel has
-        loaded, from their positions and segment ids (shapes [1, T] and [1, S]). Then call
-        `tile(0, 0, (T, S))` on this mask to get all of it.
+        Use this method in an attention kernel of your own, which computes some queries and keys at
+        a time. In a Pallas kernel, make an `AttentionMask` of the T queries and S keys that the
+        kernel has loaded, from their positions and segment ids (shapes [1, T] and [1, S]). Then
+        call `tile(0, 0, (T, S))` on this mask to get all of it.
 
         Args:
             query_start: The index in the row of the first query of the tile. An integer, which may

@@ -58,7 +58,7 @@ def apply_rotary(
             published model.
         layout: Which channels form a pair. `"half"` pairs i with i + head_dim // 2. `"interleaved"`
             pairs 2i with 2i + 1. A model must run in the layout that it was trained in. The wrong
-            one raises no error.
+            layout raises no error, but gives wrong attention scores.
         rotary_dim: The number of channels of each head that are rotated, an even number. Set it for
             models that rotate only a part of the head (GPT-J, GPT-NeoX). If None, all channels are
             rotated.

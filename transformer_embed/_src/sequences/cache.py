@@ -38,9 +38,9 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
     Args:
         cache: The pytree to write into. Inside `jax.vmap` over batch rows, the arrays have the
             shape [slots, ...].
-        new: The pytree of the new tokens, with arrays [batch, length, ...]. If the batch of an
-            array is 1, the same tokens are written into every batch row of the cache. Token
-            positions without a batch axis are also used for every batch row. If only the cache has
+        new: The pytree of the new tokens, with arrays [batch, length, ...]. If an array has a
+            single batch row, it is written into every batch row of the cache. Token positions
+            without a batch axis are also used for every batch row. If only the cache has
             `block_ids`, the new tokens are in no block. If only the cache has tokens of
             `TokenPositions.from_parents`, the new tokens are written as a sequence in the order of
             their positions.

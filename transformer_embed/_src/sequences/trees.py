@@ -34,7 +34,7 @@ PADDING = -2
 def shared_prefix_parents(
     prefix_lengths: ArrayLike, answer_lengths: ArrayLike, length: int
 ) -> Int32[Array, "b t"]:
-    """Computes the parents of rows that hold one prompt, several answers to it, then padding.
+    """Computes each token's parent, in rows of one prompt, several answers to it, and padding.
 
     Use it with `TokenPositions.from_parents` if you train on several answers to a prompt. Each
     answer then sees the prompt and itself, as if each answer were in another batch row with its own
