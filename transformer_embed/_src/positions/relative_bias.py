@@ -153,8 +153,8 @@ def relative_position_buckets(
         num_buckets: The number of rows of the table. At least 2 if `causal` is True, and at least 4
             if not. If `causal` is False, pass an even number, because an odd number leaves the last
             row unused.
-        max_distance: A distance, larger than e. All distances from `max_distance` on are in the
-            last bucket.
+        max_distance: A distance, larger than e, the number of buckets for one distance each. All
+            distances from `max_distance` on are in the last bucket.
         causal: Whether a mask hides the keys after the query. Set True for T5's decoder. All
             buckets are then for keys at or before the query (m = num_buckets), and keys after the
             query get bucket 0. Set False for T5's encoder. The first half of the buckets is then

@@ -49,7 +49,7 @@ class PositionScheme:
 
     Args:
         start: The position of the first token, if you pass no positions.
-        at_padding: The position of padding. (Only tokens are counted.) If None, the position of
+        at_padding: The position of all padding, which is not counted. If None, the position of
             padding is `start`.
         pad_id: The id of padding. If None, the `pad_id` of the `EmbedderConfig` is used.
         max_len: The number of positions. If None, there is no limit.
@@ -145,7 +145,7 @@ class Sinusoidal(PositionScheme, Sinusoids):
         base, layout, shift, odd, frequency_scale: The arguments of `sinusoidal_encoding` with these
             names.
         start: The position of the first token, if you pass no positions.
-        at_padding: The position of padding. (Only tokens are counted.) If None, the position of
+        at_padding: The position of all padding, which is not counted. If None, the position of
             padding is `start`.
         pad_id: The id of padding. If None, the `pad_id` of the `EmbedderConfig` is used. If both
             are None, every id is counted as a token.
@@ -287,7 +287,7 @@ class Learned(PositionScheme):
         max_len: The number of positions, at least 1. The table has one row for each position.
         start: The position of the first token, if you pass no positions. Pass 2 for BART, OPT and
             RoBERTa.
-        at_padding: The position of padding. (Only tokens are counted.) Pass 1 for OPT and RoBERTa.
+        at_padding: The position of all padding, which is not counted. Pass 1 for OPT and RoBERTa.
             If None, the position of padding is `start`.
         pad_id: The id of padding. If None, the `pad_id` of the `EmbedderConfig` is used. If both
             are None, every id is counted as a token.

@@ -117,7 +117,7 @@ class TokenPositions:
 
     @property
     def padding_mask(self) -> Bool[Array, "*b t"]:
-        """Returns which tokens are no padding: bool [length] or [batch, length], True = a token."""
+        """Returns what is a token and not padding: bool [length] or [batch, length]."""
         return differs_from(segment_ids_or_ones(self), 0)
 
     @property
@@ -351,8 +351,8 @@ class TokenPositions:
                 layer uses these positions if you pass none.)
 
         Returns:
-            TokenPositions of the shape of `ids`. All tokens of a batch row are in segment 1. If you
-            set `end_id`, the texts of a batch row are segments 1, 2, ...
+            TokenPositions of the shape of `ids`. If you set `end_id`, the texts of a batch row are
+            segments 1, 2, ... Otherwise, all tokens of a batch row are in segment 1.
 
         Raises:
             TypeError: `ids` does not hold integers. `pad_id`, `end_id`, `start` or `at_padding` is
@@ -371,7 +371,7 @@ class TokenPositions:
 
         Source:
             Positions that skip padding are from Liu et al., "RoBERTa" (2019),
-            https://arxiv.org/abs/1907.11692, whose code is make_positions of fairseq.
+            https://arxiv.org/abs/1907.11692. Their code is the function make_positions of fairseq.
         """
         ids = arguments.as_int32("ids", ids)
         rows = as_batch("ids", ids)
