@@ -1,7 +1,7 @@
-"""Translates the rule of a mask into the arguments of fused attention kernels.
+"""Translates a mask into the arguments of fused attention kernels.
 
 With these arguments, a kernel needs no bool array [T, S]. Each function is for one kernel. The
-arguments that it returns have the same effect as the mask, at every query that sees a key. If a
+arguments that it returns have the same effect as the mask, except for queries that see no key. If a
 kernel cannot express a part of the mask, the function raises a ValueError that names this part.
 Outputs of queries at padding are finite, and differ from kernel to kernel. A bias, for example
 ALiBi's, is not a part of the mask, so pass it to the kernel yourself.
@@ -24,9 +24,8 @@ declared layout give wrong outputs. So call `te.check_batch` in your data pipeli
 Tokens without a batch axis are used for every batch row, because the arguments of a kernel have a
 batch axis.
 
-In a Pallas kernel of your own for TPUs, you can call `relative_position_buckets`, and also
-`AttentionMask.tile`, which makes the mask of a tile from the positions and segment ids that the
-kernel has loaded.
+In a Pallas kernel of your own for TPUs, you can call `relative_position_buckets` and
+`AttentionMask.tile`. The latter makes the mask of the queries and keys that the kernel has loaded.
 You cannot call `alibi_bias`, `apply_rotary` and `sinusoidal_encoding` in such a kernel, because
 they hold constant arrays. Instead, pass `alibi_slopes`, the encodings or the rotated heads to the
 kernel as inputs.

@@ -26,7 +26,9 @@ sinusoid = jax.jit(of_channels)
 def of_frequencies(frequencies):
     """A sine and a cosine of each."""
     quarters = np.array([0, 1] * len(frequencies), np.uint32)
-    return phase.in_words(phase.in_turn_units([f for f in frequencies for _ in range(2)])), quarters
+    channel_frequencies = [f for f in frequencies for _ in range(2)]
+    integers = phase.as_fixed_point(channel_frequencies, "base")
+    return phase.words_of_fixed_point(integers), quarters
 
 
 def constants(pairs, base=10_000.0):
@@ -109,7 +111,7 @@ def test_the_phase_of_a_float_is_the_exact_product():
     ).astype(np.float32)
     units = [1, 2**32 - 1, 2**64 - 1, 2**63 + 2**31, *map(int, random.integers(1, 2**62, 20))]
     for unit in units:
-        words = phase.in_words([unit])
+        words = phase.words_of_fixed_point([unit])
         got = phase._float_phase(jnp.asarray(magnitudes)[:, None], words)
         whole = [int(high) << 32 | int(low) for high, low in zip(*map(np.ravel, got), strict=True)]
         for magnitude, number in zip(magnitudes.tolist(), whole, strict=True):

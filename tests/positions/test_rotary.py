@@ -139,6 +139,7 @@ REFUSED = {
     "rotate(rotary_dim=0)": "ValueError: rotary_dim: ... 2, got 0",
     "rotate(rotary_dim=10)": "ValueError: rotary_dim: ... 8, got 10",
     "rotate(base=0)": "ValueError: base: ... got 0",
+    "rotate(base=1e-30)": "ValueError: base and scaling: ... turns per position, got 3.16e+22 radians",
     "rotate(base=1, scaling=YARN)": "ValueError: base: ... 1, got 1.0",
     "rotate(scaling=2.0)": "TypeError: scaling: ... got float 2.0",
     "rotate(scaling=LONG, rotary_dim=4)": "ValueError: long_factor: ... 2, got 4",

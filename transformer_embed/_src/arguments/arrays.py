@@ -92,7 +92,7 @@ def native(name: str, leaf: Any) -> Any:
 
 
 def _has_mask(value: Any) -> bool:
-    """Returns whether a value is a masked array, or a list or other sequence that holds one."""
+    """Returns whether a value is a masked array of numpy, or a sequence that holds one."""
     if isinstance(value, np.ndarray):
         return isinstance(value, np.ma.MaskedArray)
     # `has_ordered_items` is True for lists, tuples, deques and the like. It is False for a dtype,
@@ -115,11 +115,12 @@ def as_integers(
     highest: int = 2**31 - 1,
     what: str = "int32",
 ) -> jax.Array | np.ndarray:
-    """Converts integers to int32, after a check that integers on the host are in a range.
+    """Converts integers to int32, after a check that they are in a range.
 
-    The ValueError names the first integer outside the range, and the index of this integer. The
-    values of a jax array are not checked. A jax array of a dtype that int32 does not contain, such
-    as uint32, keeps the dtype. (`as_int32` converts such an array too.)
+    The ValueError names the first integer outside the range, and the index of this integer. Lists
+    and numpy arrays are checked, and stay on the host as numpy arrays. The values of a jax array
+    are not checked. If its dtype has numbers outside int32, such as uint32, the array stays as it
+    is. (`as_int32` converts such an array too.)
 
     Args:
         name: The argument, for errors.
@@ -131,7 +132,9 @@ def as_integers(
         return value
     array = _any_integers(name, value)
     if isinstance(array, jax.Array):
-        return array.astype(np.int32) if np.can_cast(array.dtype, np.int32) else array
+        # Whether int32 has all numbers of the dtype.
+        is_part_of_int32 = np.can_cast(array.dtype, np.int32)
+        return array.astype(np.int32) if is_part_of_int32 else array
     is_outside = (array < lowest) | (array > highest)
     if is_outside.any():
         first_index = np.argwhere(is_outside)[0].tolist()
@@ -196,8 +199,8 @@ def _any_integers(name: str, value: ArrayLike) -> jax.Array | np.ndarray:
         return array.astype(np.int32)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise type_error(name, "an integer dtype", array.dtype)
-    # numpy cannot compare integers of 2 and 4 bits, whose itemsize is 1 too. So these are
-    # converted, and integers of 8 bits with them.
+    # Integers of 2, 4 and 8 bits have an itemsize of 1 byte. They are converted, because numpy
+    # cannot compare integers of 2 and 4 bits.
     has_itemsize_1 = array.dtype.itemsize == 1
     return array.astype(np.int32) if has_itemsize_1 else array
 

@@ -22,7 +22,8 @@ def check_broadcasts(
         shape: The shape.
         target: The shape to broadcast to.
         other: What has the shape `target`, in words.
-        with_length: Whether the last axis of the shape must exist, and must not broadcast.
+        with_length: Whether the shape must end in the last size of the target. If False, the last
+            size may also be 1, or the shape may be [].
     """
     try:
         fits = jnp.broadcast_shapes(shape, target) == target

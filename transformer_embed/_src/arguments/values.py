@@ -101,7 +101,7 @@ def real(
         raise type_error(name, "a Python number", describe(value))
     # An int is compared as it is, because it may be larger than all floats.
     number = value if isinstance(value, int) else float(value)
-    # For NaN, all comparisons are False, so the condition must be what is allowed.
+    # For NaN, all comparisons are False. So the condition says what is allowed, and NaN is refused.
     if not lowest <= number <= highest:
         raise value_error(name, want, value)
     return float(number)

@@ -19,7 +19,7 @@ from transformer_embed._src.attention.attention_rule import (
     Window,
     may_attend,
     rule_fields,
-    whole_rule_fields,
+    rule_fields_of_whole_rows,
     with_conditions,
 )
 from transformer_embed._src.attention.joined_mask import Mask
@@ -42,32 +42,35 @@ class AttentionMask(Mask):
 
     You make a mask from tokens, and pass `mask.dense()` to your attention layer (not the mask
     itself). For long rows, an attention kernel can use `tile` and `tile_kinds` in place of the
-    whole array, and `te.kernels` translates the rule into the arguments of fused kernels.
+    whole array, and `te.kernels` translates a mask into the arguments of fused kernels.
 
-    A query at position q may attend to a key at position k if
+    With `window=(left, right)`, a query at position q may attend to a key at position k if
 
         (k <= q if causal, and k <= q + right, and (q - left <= k or k < sinks),
          and q // chunk == k // chunk,
          or both are in the same block)
         and both have the same segment id, and the key is a token, not padding
 
-    A term counts only if you pass the argument. For example, without `window` a query sees keys at
-    any distance. The class is a pytree, so it passes through `jit`, `vmap` and `scan`, can be
-    sharded over the batch, and `jax.export` can save it.
+    The conditions on `causal`, `window`, `sinks` and `chunk` count only if you set these arguments.
+    For example, without `window` a query sees keys at any distance. The class is a pytree, so it
+    passes through `jit`, `vmap` and `scan`, can be sharded over the batch, and `jax.export` can
+    save it.
 
     You can join two masks. `mask & other` allows the pairs that both masks allow, and
     `mask | other` allows the pairs that at least one mask allows. The joined mask has the methods
     `dense`, `tile` and `tile_kinds`, too. To state a rule of your own, make a `TokenPositions` from
-    your own integers: a causal mask compares positions, and each mask allows only pairs with equal
-    segment ids. If you join masks of different tokens by `|`, the second mask may allow pairs that
-    the first mask hides, for example pairs of two documents. To hide these pairs again, write
+    your own integers. For example, if you pass the number of each token's paragraph, from 1 on, as
+    `segment_ids`, a token sees only its own paragraph. If you join masks of different tokens by
+    `|`, the second mask may allow pairs that the first mask hides, for example pairs of two
+    documents. To hide these pairs again, write
     `(mask | other) & AttentionMask(tokens, causal=False)`.
 
     You can translate a mask into the arguments of a kernel of your own, as `te.kernels` does. The
     arguments below are attributes of the mask. The mask also has `mask.sides` (the queries and the
     keys), `mask.lengths` (the numbers of queries and of keys) and `mask.reach`. The reach is a pair
-    (left, right): how far a query sees under `causal` and `window` together. From the queries and
-    the keys, read `positions`, `segment_ids`, `block_ids`, `places`, `ends` and `padding_mask`.
+    (left, right): how far a query sees under `causal` and `window` together. The queries and the
+    keys have the attributes `positions`, `segment_ids`, `block_ids`, `places`, `ends` and
+    `padding_mask`.
 
     Args:
         queries: The tokens that attend. Queries without segment ids see the keys of every segment.
@@ -80,12 +83,12 @@ class AttentionMask(Mask):
             the query. Each number is at least 0, or None for no limit. For the sliding window of
             size w in transformers, pass `(w - 1, 0)`: the query sees its own key and the w - 1 keys
             before it.
-        chunk: The length of a chunk, at least 1 (Llama 4). A chunk is a fixed range of positions.
-            With `chunk=4`, a query at position 5 sees only keys at positions 4 to 7. If padding is
-            on the left, use `TokenPositions.from_ids`, so the first chunk begins at the first
+        chunk: The length of a chunk, at least 1. A chunk is a fixed range of positions, as in Llama
+            4. With `chunk=4`, a query at position 5 sees only keys at positions 4 to 7. If padding
+            is on the left, use `TokenPositions.from_ids`, so the first chunk begins at the first
             token, as in transformers.
-        sinks: The number of positions, from 0, that stay visible to the left of a window, at least
-            1. With `window=(3, 0)` and `sinks=2`, the query at position 9 sees the positions 0, 1
+        sinks: How many of the first positions stay visible to the left of a window, at least 1.
+            With `window=(3, 0)` and `sinks=2`, the query at position 9 sees the positions 0, 1
             and 6 to 9. Pass `sinks` only with a window that has a left limit. The right limit of a
             window and a chunk hide sinks like other keys.
 
@@ -95,8 +98,8 @@ class AttentionMask(Mask):
         ValueError: The queries and the keys have different numbers of batch rows, both above 1.
             Only the queries or only the keys have block ids, or only the queries have segment ids.
             `window`, `chunk` or `sinks` is out of its range, or `sinks` is passed without a left
-            limit of a window. The keys are a tree, and `causal` is False or a window or a chunk is
-            passed.
+            limit of a window. The keys are a tree (`TokenPositions.from_parents`), and the mask is
+            not causal, has a window or has a chunk.
 
     Example:
         >>> import jax.numpy as jnp
@@ -129,8 +132,8 @@ class AttentionMask(Mask):
 
     def __post_init__(self) -> None:
         """Checks the tokens and the options, and converts the options."""
-        # In self-attention, `keys` is None even if the user passes the queries twice. From this,
-        # kernels that compare row indices know that query i is key i.
+        # A user may pass one object as queries and keys. This is self-attention, too, so `keys`
+        # becomes None: kernels that compare row indices then know that query i is key i.
         if self.keys is self.queries:
             arguments.set_fields(self, keys=None)
         check_token_positions("queries", self.queries)
@@ -144,11 +147,12 @@ class AttentionMask(Mask):
             chunk=arguments.size,
             sinks=arguments.size,
         )
-        left, _ = self.reach
-        if left is None:
+        left_limit, _ = self.reach
+        if left_limit is None:
             why = "the window has no left side, from which sinks are exempt"
             arguments.check_left_out("sinks", self.sinks, why)
         _, keys = self.sides
+        # Only tokens of a tree have ends.
         keys_are_tree = keys.ends is not None
         if keys_are_tree:
             self._check_options_of_tree()
@@ -189,11 +193,11 @@ class AttentionMask(Mask):
         """Makes the mask as an array, in the smallest shape that broadcasts.
 
         Returns:
-            bool [B or 1, 1, T or 1, S], True = may attend. The array broadcasts to attention logits
-            [B, heads, T, S]. The batch axis is 1 if all batch rows have the same mask, and the
-            query axis is 1 if all queries have the same mask. If the queries and the keys are
-            tokens [length], without a batch axis, the result is bool [1, T or 1, S], for logits
-            [heads, T, S].
+            A bool array, True = may attend, which broadcasts to attention logits [B, heads, T, S].
+            The shape is [B or 1, 1, T or 1, S]: the batch axis is 1 if all batch rows have the same
+            mask, and the query axis is 1 if all queries have the same mask. If the queries and the
+            keys are tokens [length], without a batch axis, the result is bool [1, T or 1, S], for
+            logits [heads, T, S].
 
         Example:
             >>> import transformer_embed as te
@@ -219,9 +223,10 @@ class AttentionMask(Mask):
     ) -> Bool[Array, "*b t s"]:
         """Makes a rectangle of the mask, without the rest of the mask.
 
-        Use it in a kernel of your own. In a Pallas kernel, make an `AttentionMask` of the T queries
-        and S keys that the kernel has loaded, from their positions and segment ids (shapes [1, T]
-        and [1, S]). Call `tile(0, 0, (T, S))` on this mask to get all of it.
+        Use this method in an attention kernel of your own, which computes some queries and keys at
+        a time. In a Pallas kernel, make an `AttentionMask` of the T queries and S keys that the
+        kernel has loaded, from their positions and segment ids (shapes [1, T] and [1, S]). Then
+        call `tile(0, 0, (T, S))` on this mask to get all of it.
 
         Args:
             query_start: The index in the row of the first query of the tile. An integer, which may
@@ -231,9 +236,10 @@ class AttentionMask(Mask):
             shape: The number of queries and the number of keys of the tile, at least 1 each.
 
         Returns:
-            bool [B or 1, *shape], True = may attend. If the tokens have no batch axis, the result
-            is bool [*shape]. The tile is the part of `dense()[..., 0, :, :]` that begins at
-            `query_start` and `key_start`.
+            bool [B or 1, queries, keys], with the numbers of `shape`. True = may attend. If the
+            tokens have no batch axis, the result has none. The tile is the part of
+            `dense()[..., 0, :, :]` (the 0 drops the axis of the heads) that begins at `query_start`
+            and `key_start`.
 
         Raises:
             TypeError: `query_start` or `key_start` is not an integer, or `shape` does not hold two
@@ -255,24 +261,25 @@ class AttentionMask(Mask):
         query_length, key_length = self.lengths
         query_count, key_count = shape
         for length, size in zip(self.lengths, shape, strict=True):
-            # A symbolic length has no order.
+            # A symbolic length of jax.export cannot be compared with a number.
             if not export.is_symbolic_dim(length) and length < size:
                 want = f"a size inside the mask's {self.lengths}"
                 raise arguments.value_error("shape", want, shape)
-        inside = f"the mask, for a tile of {shape}"
+        # The errors name this range: "query_start: wanted integers inside the mask, for ...".
+        range_name = f"the mask, for a tile of {shape}"
         last_query_start: Any = query_length - query_count
-        query_start = arguments.as_indices("query_start", query_start, last_query_start, inside)
+        query_start = arguments.as_indices("query_start", query_start, last_query_start, range_name)
         last_key_start: Any = key_length - key_count
-        key_start = arguments.as_indices("key_start", key_start, last_key_start, inside)
+        key_start = arguments.as_indices("key_start", key_start, last_key_start, range_name)
         return self._with_rank(_tile(self, query_start, key_start, shape))
 
     def tile_kinds(self, shape: tuple[int, int]) -> Int8[Array, "*b m n"]:
         """Says of each tile of the mask whether none, some or all of the pairs may attend.
 
-        A tile is a rectangle of the mask: some queries in sequence times some keys in sequence. Use
-        the kinds in an attention kernel: skip the tiles in which no pair may attend, and leave out
-        the mask in the tiles in which all pairs may attend. Time and memory are O(T + S + number of
-        tiles).
+        A tile is a rectangle of the mask, such as the queries 0 to 127 and the keys 128 to 255. Use
+        this method in an attention kernel: skip the tiles in which no pair may attend, and leave
+        out the mask in the tiles in which all pairs may attend. Time and memory are O(T + S +
+        number of tiles).
 
         Args:
             shape: The number of queries, which must divide T, and the number of keys of a tile,
@@ -296,11 +303,11 @@ class AttentionMask(Mask):
             [[1, 0, 0, 0], [2, 1, 0, 0], [0, 0, 1, 0], [0, 0, 2, 1]]
 
         Edge cases:
-            In self-attention of padded or packed rows, the numbers are exact if all sequences of a
-            batch row begin at the same position. They are also exact for one sequence with a cache.
-            Otherwise, a tile may get a 1 (some pairs may attend) although none or all may. This
-            also holds for each mask with block ids, or with both sinks and a chunk. A kernel that
-            masks such a tile is still right.
+            Some tiles may get a 1 (some pairs may attend) although no pair or all pairs may attend.
+            A kernel that masks such a tile is still right. There are no such tiles in
+            self-attention of padded or packed rows, if all sequences of a batch row begin at the
+            same position, nor for one sequence with a cache. But a mask with block ids, or with
+            both sinks and a chunk, may have such tiles even then.
         """
         shape = arguments.entries("shape", shape, arguments.size, count=2)
         for side, length, size in zip(("queries", "keys"), self.lengths, shape, strict=True):
@@ -314,7 +321,7 @@ register_pytree(AttentionMask, "causal", "window", "chunk", "sinks")
 
 
 def _check_sides(queries: TokenPositions, keys: TokenPositions) -> None:
-    """Raises a ValueError unless queries and keys have arrays that the rule can compare."""
+    """Raises a ValueError unless queries and keys have arrays that can be compared."""
 
     arrays = {
         "queries.segment_ids": queries.segment_ids,
@@ -323,15 +330,16 @@ def _check_sides(queries: TokenPositions, keys: TokenPositions) -> None:
         "keys.block_ids": keys.block_ids,
     }
 
-    def check_not_missing(name: str, other_name: str) -> None:
-        """Raises a ValueError if the first array is None, but the other one is not."""
-        if arrays[name] is None and arrays[other_name] is not None:
-            raise arguments.value_error(name, f"an array, since {other_name} is given", None)
+    def check_given_if(given_name: str, name: str) -> None:
+        """Raises a ValueError if the array `given_name` is given, but the array `name` is not."""
+        if arrays[name] is None and arrays[given_name] is not None:
+            raise arguments.value_error(name, f"an array, since {given_name} is given", None)
 
-    # Queries may lack segment ids. They then see the keys of every segment.
-    check_not_missing("keys.segment_ids", "queries.segment_ids")
-    check_not_missing("keys.block_ids", "queries.block_ids")
-    check_not_missing("queries.block_ids", "keys.block_ids")
+    # Queries may lack segment ids, even if the keys have them. These queries see the keys of every
+    # segment.
+    check_given_if("queries.segment_ids", "keys.segment_ids")
+    check_given_if("queries.block_ids", "keys.block_ids")
+    check_given_if("keys.block_ids", "queries.block_ids")
     check_batch_sizes({"queries": number_of_rows(queries), "keys": number_of_rows(keys)})
 
 
@@ -361,7 +369,7 @@ def _slice_tokens(fields: Fields, start: Array, count: int) -> Fields:
 def _mask_of_pairs(
     mask: AttentionMask, query_fields: Fields, key_fields: Fields
 ) -> Bool[Array, "b t s"]:
-    """Applies the rule of a mask to each pair of a query and a key."""
+    """Computes for each pair of a query and a key whether the mask lets the query see the key."""
 
     def with_axis(fields: Fields, axis: int) -> Fields:
         """Adds an axis of size 1 to each array."""
@@ -369,8 +377,11 @@ def _mask_of_pairs(
 
     # The arrays of the queries become [b, t, 1], and the arrays of the keys [b, 1, s]. So they
     # broadcast to [b, t, s].
-    queries = with_conditions(with_axis(query_fields, 2), mask)
-    keys = with_conditions(with_axis(key_fields, 1), mask)
+    # `with_conditions` adds which tokens are no padding, and from which places each key is seen.
+    query_columns = with_axis(query_fields, 2)
+    queries = with_conditions(query_columns, mask)
+    key_rows = with_axis(key_fields, 1)
+    keys = with_conditions(key_rows, mask)
     return may_attend(queries, keys)
 
 
@@ -379,15 +390,15 @@ def _mask_of_pairs(
 
 @compiled()
 def _dense(mask: AttentionMask) -> Bool[Array, "b 1 t s"]:
-    """Computes the mask of all pairs."""
-    # Explicit mesh axes may split the length of the queries. Each query needs all keys, so the
-    # length of the keys is made whole on each device.
+    """Computes the mask of all pairs, with a query axis of 1 if all queries have the same mask."""
+    # Explicit mesh axes may split the queries over devices. Each query needs all keys, so only the
+    # keys are made whole on each device.
     query_fields, _ = rule_fields(mask)
-    _, key_fields = whole_rule_fields(mask)
-    # Here every query counts as a token. A query that is padding sees no key anyway, because it is
-    # in segment 0, and every key in segment 0 is padding. If each query were checked for padding,
-    # the mask would have a query axis even where all queries have the same mask.
-    query_fields["zero_at_padding"] = jnp.ones((1, 1), jnp.int32)
+    _, key_fields = rule_fields_of_whole_rows(mask)
+    # One flag says that every query is a token. A flag for each query would give the mask a query
+    # axis, even if all queries have the same mask. The mask of a query at padding is still all
+    # False: such a query is in segment 0, and all keys in segment 0 are padding.
+    query_fields["token_flags"] = jnp.ones((1, 1), jnp.int32)
     pairs = _mask_of_pairs(mask, query_fields, key_fields)
     # The axis of the heads.
     return jnp.expand_dims(pairs, 1)
@@ -397,9 +408,9 @@ def _dense(mask: AttentionMask) -> Bool[Array, "b 1 t s"]:
 def _tile(
     mask: AttentionMask, query_start: Array, key_start: Array, shape: tuple[int, int]
 ) -> Bool[Array, "b t s"]:
-    """Computes the mask of a rectangle of pairs. It is all False for a start outside the mask."""
+    """Computes the mask of a rectangle of pairs, all False if a part of it is outside the mask."""
     # A rectangle may be anywhere in the rows, so each device needs whole rows.
-    query_fields, key_fields = whole_rule_fields(mask)
+    query_fields, key_fields = rule_fields_of_whole_rows(mask)
     query_length, key_length = mask.lengths
     query_count, key_count = shape
     tile_queries = _slice_tokens(query_fields, query_start, query_count)

@@ -70,8 +70,8 @@ def mask_to_bias(
 
     Add the bias to the attention logits if your attention layer takes no mask. By default the
     negative number is half of the lowest number of the dtype. So you can add a second bias, for
-    example ALiBi's, and the sum stays finite. The softmax of a query that sees no key is even and
-    has a finite gradient. With -inf, the softmax and the gradient would be NaN.
+    example ALiBi's, and the sum stays finite. A query that sees no key gets equal attention weights
+    for all keys, with a finite gradient. With -inf, the softmax and the gradient would be NaN.
 
     Args:
         mask: Which pairs may attend. Bools of any shape, True = may attend.
@@ -85,8 +85,9 @@ def mask_to_bias(
         mask is False.
 
     Raises:
-        TypeError: `mask` is not bool. (A bias is refused because its 0 means "may attend".) `dtype`
-            is not a floating dtype, or `value` is not a Python number.
+        TypeError: `mask` is not bool. (A bias is refused: its 0 means "may attend", but as a bool 0
+            means "may not attend".) `dtype` is not a floating dtype, or `value` is not a Python
+            number.
         ValueError: `value` is not below 0, or is not finite in the dtype.
 
     Example:

@@ -2,7 +2,8 @@
 
 A tile is a rectangle of queries and keys. The pairs of a tile are never compared one by one.
 Instead, each field of the tile's queries and of the tile's keys is summarised by an `Interval`,
-and `may_attend` compares intervals.
+such as "positions 4 to 7", and `may_attend` compares intervals. A field is an array with one number
+for each token, such as the positions or the segment ids (see `attention_rule`).
 
 In shapes, b counts batch rows, m counts tiles along the queries and n tiles along the keys.
 """
@@ -17,7 +18,7 @@ from jaxtyping import Array, Int8
 from transformer_embed._src.attention.attention_rule import (
     Fields,
     may_attend,
-    whole_rule_fields,
+    rule_fields_of_whole_rows,
     with_conditions,
 )
 from transformer_embed._src.compiled import compiled
@@ -73,15 +74,17 @@ def compute_tile_kinds(mask: Any, shape: tuple[int, int]) -> Int8[Array, "b m n"
         shape: The numbers of queries and of keys of a tile.
     """
     # The numbers that the mask compares (positions, segment ids and so on), token by token.
-    query_fields, key_fields = whole_rule_fields(mask)
+    query_fields, key_fields = rule_fields_of_whole_rows(mask)
     if mask.keys is None:
-        # In self-attention, row indices give narrower intervals than positions and segment ids.
+        # In batch rows where the mask stays the same, row indices replace positions and segment
+        # ids. Row indices rise along the row, so the lowest and the highest index of a tile say
+        # more than its lowest and highest position, and fewer tiles get a 1.
         query_fields = with_row_indices(query_fields, mask.chunk)
         key_fields = query_fields
     tile_queries, tile_keys = shape
-    # A tile of 6 queries and 4 keys is made of runs of 2 tokens: 3 runs of queries, and 2 runs of
-    # keys. In self-attention, the runs of the queries and of the keys are equal, so XLA computes
-    # their intervals once.
+    # The intervals are computed for short runs of tokens, and then merged. A tile of 6 queries and
+    # 4 keys, for example, has 3 runs of 2 queries and 2 runs of 2 keys. In self-attention, the runs
+    # of the queries are also the runs of the keys, so XLA computes the intervals of runs once.
     run_length = math.gcd(tile_queries, tile_keys)
     query_runs = _run_intervals(query_fields, mask, run_length)
     query_intervals = _merged(query_runs, tile_queries // run_length)
@@ -106,6 +109,7 @@ def _kinds_from_intervals(
 
     def kinds_of_step(step_queries: Intervals) -> Int8[Array, "b n"]:
         """Compares the queries of one tile, with bounds [b, 1], with all keys."""
+        # An interval of bools: whether all pairs of a tile may attend, and whether some may.
         attend = may_attend(step_queries, key_intervals)
         all_attend = attend.low.astype(jnp.int8)
         some_attend = attend.high.astype(jnp.int8)
@@ -114,6 +118,7 @@ def _kinds_from_intervals(
 
     # The loop is over the first axis, so [b, m] becomes [m, b, 1].
     steps = jax.tree.map(lambda bound: bound.T[:, :, None], query_intervals)
+    # All bounds have the same first axis, so any of them says the number of steps.
     step_count = len(steps["places"].low)
     # lax.map runs `batch_size` steps at once. The batch size divides the number of steps, because
     # lax.map would trace the function a second time for the steps that remain.
@@ -128,7 +133,12 @@ def _kinds_from_intervals(
 
 
 def _run_intervals(fields: Fields, mask: Any, run_length: int) -> Intervals:
-    """Computes the interval of each field in each run of `run_length` tokens, without padding."""
+    """Computes the interval of each field in each run of `run_length` tokens.
+
+    Padding is left out. Tokens that are in no block are left out of the intervals of block ids.
+    """
+    # This adds the bools `is_token` and, if there are block ids, `is_in_block`, and the places from
+    # which each key is seen.
     fields = with_conditions(fields, mask)
     # At first, each token is a run.
     token_intervals = {}

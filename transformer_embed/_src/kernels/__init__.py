@@ -1,1 +1,1 @@
-"""Translates the rule of a mask into the arguments of fused kernels."""
+"""Translates a mask into the arguments of fused attention kernels."""

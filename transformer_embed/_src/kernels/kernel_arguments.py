@@ -18,7 +18,7 @@ from transformer_embed._src.kernels.row_indices import (
 def dot_product_attention_kwargs(
     mask: AttentionMask, *, order: str | None = None, batch_size: int | None = None
 ) -> dict[str, Any]:
-    """Makes the arguments of `jax.nn.dot_product_attention` that apply a mask without its bools.
+    """Makes arguments of `jax.nn.dot_product_attention` that apply a mask without a bool array.
 
     Use it for cuDNN's kernel on GPUs (`implementation="cudnn"`), which takes these arguments in
     place of a bool array [T, S]. cuDNN itself refuses a window that reaches to the right. The mask
@@ -34,18 +34,18 @@ def dot_product_attention_kwargs(
             padding. `"right"` means that each batch row has one sequence, then padding. Required if
             the mask has segment ids, is causal or has a window.
         batch_size: The number of batch rows, B. Pass it if one row of the mask is used for every
-            batch row. If None, the mask must have B rows.
+            batch row. If None, B is the number of rows of the mask.
 
     Returns:
-        A dictionary of keyword arguments. `is_causal` is always in the dictionary.
-        `local_window_size`, and `query_seq_lengths` and `key_value_seq_lengths` (int32 [B]), are in
-        the dictionary if the mask needs them. With these lengths, the outputs of queries at padding
-        are 0.
+        A dictionary of keyword arguments for `jax.nn.dot_product_attention`. `is_causal` is always
+        in the dictionary. `local_window_size`, and `query_seq_lengths` and `key_value_seq_lengths`
+        (int32 [B]), are in the dictionary if the mask needs them. With these lengths, the outputs
+        of queries at padding are 0.
 
     Raises:
         TypeError: `mask` is not an AttentionMask, or `batch_size` is not a Python int.
-        ValueError: The kernel's arguments cannot express a part of the mask. The tokens are not
-            traced, and are not in the layout `order`.
+        ValueError: The kernel's arguments cannot express a part of the mask, or tokens that are
+            known on the host are not in the layout `order`.
 
     Example:
         >>> import jax
@@ -67,7 +67,9 @@ def dot_product_attention_kwargs(
     # The rule has given the mask a batch axis.
     mask = rule.mask
     rule.check_absent(chunk=mask.chunk)
-    if rule.has_segments or mask.reach != UNLIMITED_REACH:
+    # The reach is how far a query sees. It is limited by a causal mask or a window.
+    is_limited = mask.reach != UNLIMITED_REACH
+    if rule.has_segments or is_limited:
         parts = "segment ids, a causal mask or a window"
         rule.check_order_is_given(parts, ("full", "right"))
     query_count, _ = mask.lengths
@@ -78,8 +80,9 @@ def dot_product_attention_kwargs(
 
 
 def _kwargs_of_whole_rows(rule: RowRule) -> dict[str, Any]:
-    """Makes the arguments for self-attention, or for several queries and another sequence."""
+    """Makes the arguments for self-attention, or for several queries that see another sequence."""
     mask = rule.mask
+    # How many row indices before and after its own a query sees: (left, right).
     reach = rule.index_reach()
     _, right = reach
     options: dict[str, Any] = {"is_causal": right == 0}
@@ -88,10 +91,12 @@ def _kwargs_of_whole_rows(rule: RowRule) -> dict[str, Any]:
         # In a causal window, the right side is 0, as cuDNN wants it.
         options["local_window_size"] = rule.bounded_reach()
     if rule.has_segments:
-        # In the orders "full" and "right", the tokens of a row come before its padding. So the
-        # number of tokens says which they are.
+        # In the order "right", the tokens of a row come before the padding. So the number of tokens
+        # says which entries are tokens.
         queries, keys = mask.sides
         options["query_seq_lengths"] = rule.number_in_rows(queries.padding_mask)
+        # Keys of another sequence are refused with a causal mask or a window. So all queries of a
+        # batch row see the same keys as the first one.
         is_key = keys.padding_mask if mask.keys is None else _keys_of_first_query(mask)
         options["key_value_seq_lengths"] = rule.number_in_rows(is_key)
     return options
@@ -100,13 +105,14 @@ def _kwargs_of_whole_rows(rule: RowRule) -> dict[str, Any]:
 def _decoding_kwargs(rule: RowRule) -> dict[str, Any]:
     """Makes the arguments for a mask with a single query in each batch row, and a cache as keys.
 
-    They tell the kernel how many keys the query sees. `is_causal` cannot be used, because it would
-    put the query at the place of the first key.
+    They tell the kernel how many keys the query sees. `is_causal` cannot be used, because the
+    kernel would take the query for the token of the first key.
     """
     mask = rule.mask
-    left, _ = mask.reach
-    # A window hides the first keys of the cache, but a number of keys counts from the first key.
-    if left is not None:
+    left_limit, _ = mask.reach
+    # The kernel takes only a number of keys, counted from the first key. So it cannot hide the
+    # first keys, as a window would.
+    if left_limit is not None:
         want = f"no limit on the left for a single query in {rule.kernel}"
         raise refusal("window", want, mask.window)
     options: dict[str, Any] = {"is_causal": False}
@@ -116,7 +122,7 @@ def _decoding_kwargs(rule: RowRule) -> dict[str, Any]:
 
 
 def _keys_of_first_query(mask: AttentionMask) -> Bool[Array, "b s"]:
-    """Returns which keys the first query of each row sees."""
+    """Returns which keys the first query of each batch row sees."""
     _, key_count = mask.lengths
     # [b, 1, s].
     first_query = mask.tile(0, 0, (1, key_count))
@@ -129,21 +135,21 @@ def flash_attention_kwargs(
     """Makes the arguments of Pallas' `flash_attention` on TPUs that apply a mask.
 
     Args:
-        mask: The mask. A mask with block ids or a window is refused. If the keys are another
-            sequence, the mask must not be causal.
+        mask: The mask. A mask with block ids or a window is refused. If the keys are not the
+            queries' own sequence, the mask must not be causal.
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
             the three words. Required if the mask is causal.
         batch_size: The number of batch rows, B. Pass it if one row of the mask is used for every
-            batch row. If None, the mask must have B rows.
+            batch row. If None, B is the number of rows of the mask.
 
     Returns:
-        A dictionary of the keyword arguments `causal` and `segment_ids`. `segment_ids` is a
+        A dictionary of the keyword arguments `causal` and `segment_ids`. `segment_ids` is Pallas'
         `SegmentIds` of int32 arrays [B, T] and [B, S], or None if there is only one segment.
 
     Raises:
         TypeError: `mask` is not an AttentionMask, or `batch_size` is not a Python int.
-        ValueError: The kernel cannot express a part of the mask. The tokens are not traced, and are
-            not in the layout `order`.
+        ValueError: The kernel cannot express a part of the mask, or tokens that are known on the
+            host are not in the layout `order`.
 
     Example:
         >>> import transformer_embed as te
@@ -170,7 +176,8 @@ def mha_kwargs(
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
             the three words. Required if the mask is causal.
         batch_size: The number of batch rows, B, because the kernel needs segment ids [B, T]. Pass
-            it if the mask has a single row. If None, the mask must have B rows, at least 2.
+            it if the mask has a single row. If None, B is the number of rows of the mask, which
+            must be at least 2.
 
     Returns:
         A dictionary of the keyword arguments `causal` and `segment_ids`. `segment_ids` is an int32
@@ -178,8 +185,9 @@ def mha_kwargs(
 
     Raises:
         TypeError: `mask` is not an AttentionMask, or `batch_size` is not a Python int.
-        ValueError: The kernel cannot express a part of the mask. The tokens are not traced, and are
-            not in the layout `order`. `batch_size` is None although the mask has a single row.
+        ValueError: The kernel cannot express a part of the mask, or tokens that are known on the
+            host are not in the layout `order`. `batch_size` is None although the mask has a single
+            row.
 
     Example:
         >>> import transformer_embed as te
@@ -188,9 +196,13 @@ def mha_kwargs(
         >>> te.kernels.mha_kwargs(mask, order="right")["segment_ids"].tolist()
         [[1, 1, 1, 0], [1, 1, 0, 0]]
     """
+
+    def ids_of_queries(query_ids: Array, _: Array) -> Array:
+        """Makes the segment ids of the kernel: one array, for queries and keys alike."""
+        return query_ids
+
     rule = RowRule(mask=mask, kernel="Pallas' mha", order=order, batch_size=batch_size)
-    # The kernel takes one array, for queries and keys alike.
-    options = _without_windows(rule, lambda queries, _: queries)
+    options = _without_windows(rule, ids_of_queries)
     rule.check_self_attention("segment ids")
     if batch_size is None and rule.row_count == 1:
         want = f"the number of rows of the queries, for {rule.kernel}"
@@ -205,6 +217,7 @@ def _without_windows(rule: RowRule, make: Callable[[Array, Array], Any]) -> dict
         rule: The rule of the mask.
         make: Makes the kernel's segment ids from the ids of queries and of keys.
     """
+    # How many row indices before and after its own a query sees: (left, right).
     reach = rule.index_reach()
     has_window = reach not in (CAUSAL_REACH, UNLIMITED_REACH)
     if has_window:

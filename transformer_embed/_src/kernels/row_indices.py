@@ -1,11 +1,16 @@
 """Translates the rule of a mask into row indices and segment ids.
 
-Fused attention kernels compare only row indices and segment ids. They have no argument for
-positions or block ids.
+The rule of a mask says which query may attend to which key. Fused attention kernels compare only
+row indices and segment ids. They have no argument for positions or block ids.
 
-Of a mask, this file reads `sides` (the queries and the keys), `lengths` (the numbers of queries and
-of keys) and `reach`: a pair (left, right), how many places before and after its own a query sees,
-where None means no limit. In shapes, b counts batch rows, t counts queries and s counts keys.
+This file reads three attributes of a mask:
+
+- `sides`: the queries and the keys;
+- `lengths`: the numbers of queries and of keys;
+- `reach`: a pair (left, right), how many positions before and after its own a query sees. None
+  means no limit. A causal mask has the right side 0.
+
+In shapes, b counts batch rows, t counts queries and s counts keys.
 """
 
 import dataclasses
@@ -26,7 +31,7 @@ from transformer_embed._src.tokens.batch import check_batch
 # The layouts of tokens that a caller may declare. `te.kernels` describes them.
 ORDERS = ("full", "right", "packed")
 # The end of an error for a mask that a kernel cannot express.
-OTHER_WAYS = "; mask.dense() and mask.tile() can express it"
+OTHER_METHODS = "; mask.dense() and mask.tile() can express it"
 # The reach of a causal mask without a window.
 CAUSAL_REACH = (None, 0)
 # The reach of a mask that is neither causal nor has a window.
@@ -36,9 +41,10 @@ UNLIMITED_REACH = (None, None)
 def refusal(name: str, want: str, got: Any) -> ValueError:
     """Makes the error for a part of a rule that a kernel cannot express.
 
-    The error ends with `OTHER_WAYS`, the ways of a mask that can express every rule.
+    The error ends with `OTHER_METHODS`, which names the methods of a mask that can express every
+    rule.
     """
-    return arguments.value_error(name, want, f"{got}{OTHER_WAYS}")
+    return arguments.value_error(name, want, f"{got}{OTHER_METHODS}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,14 +72,14 @@ class RowRule:
 
     def __post_init__(self) -> None:
         """Checks the mask and the options, and gives tokens without a batch axis one."""
-        want = f"a te.AttentionMask, not joined by & or |{OTHER_WAYS}"
+        want = f"a te.AttentionMask, not joined by & or |{OTHER_METHODS}"
         mask = arguments.instance("mask", self.mask, AttentionMask, want)
 
         def with_batch_axis(array: Array) -> Array:
             """Gives an array without a batch axis one of size 1, which broadcasts to all rows."""
             return array if array.ndim == 2 else array[None]
 
-        # Kernels take batches.
+        # Kernels take batches, so all arrays become [1 or b, length].
         mask = jax.tree.map(with_batch_axis, mask)
         arguments.set_fields(self, mask=mask)
         query_count, key_count = mask.lengths
@@ -86,12 +92,15 @@ class RowRule:
             q_offset=functools.partial(arguments.integer, at_least=0, at_most=last_offset),
         )
         queries, keys = mask.sides
-        # If the keys have block ids, so have the queries.
+        # A mask has block ids for the queries and the keys or for neither, so the check reads one
+        # of them.
         self.check_absent(sinks=mask.sinks, block_ids=queries.block_ids)
-        compares_indices = self.order is not None or mask.reach != UNLIMITED_REACH
-        if compares_indices:
-            # If tokens have places of their own, they are a tree, or `take` has changed the order
-            # of the row. So row indices cannot replace positions.
+        # A caller declares an order because the kernel compares row indices. The kernel also does
+        # so if a causal mask or a window limits how far a query sees.
+        compares_row_indices = self.order is not None or mask.reach != UNLIMITED_REACH
+        if compares_row_indices:
+            # Tokens have an array `places` if they are a tree, or if `take` has put them in another
+            # order. In both cases, row indices cannot replace positions.
             self.check_absent(**{"queries.places": queries.places, "keys.places": keys.places})
         if self._is_known_on_host():
             self._check_order()
@@ -126,13 +135,14 @@ class RowRule:
         # and could not raise an error.
         segment_ids = jax.device_get(queries.segment_ids)
         is_token = True if segment_ids is None else segment_ids != 0
+        # `places` are the numbers that replace positions in masks. Most tokens have none.
         for name in ("positions", "segment_ids", "places"):
             query_array = jax.device_get(getattr(queries, name))
             if query_array is None:
                 continue
             key_array = jax.device_get(getattr(keys, name))
             expected = key_array[..., start : start + query_count]
-            # A query that is padding may differ, because it sees no key wherever it is.
+            # A query at padding may have other numbers than the key, because it sees no key.
             is_wrong = (query_array != expected) & is_token
             if is_wrong.any():
                 want = f"the {name} of the keys from index {start} on (q_offset)"
@@ -178,9 +188,10 @@ class RowRule:
         return keys.segment_ids is not None and self.order != "full"
 
     def index_reach(self) -> tuple[int | None, int | None]:
-        """Returns the reach of the mask, (left, right), as a number of row indices.
+        """Returns how many row indices before and after its own a query sees: (left, right).
 
-        In every order of `ORDERS`, positions rise by one along the tokens of a segment. So inside a
+        None means no limit. The numbers are the ones of `mask.reach`, which counts positions: in
+        every order of `ORDERS`, positions rise by one along the tokens of a segment. So inside a
         segment, a difference of positions is the same difference of row indices.
 
         Raises:
@@ -190,15 +201,16 @@ class RowRule:
         reach = self.mask.reach
         if reach == UNLIMITED_REACH:
             return reach
-        parts = "a causal mask or a window, as row indices are compared"
+        # The part of the mask that needs the checks below, for their errors.
+        limited_part = "a causal mask or a window, as row indices are compared"
         if self.q_offset is None:
-            self.check_self_attention(parts)
-        self.check_order_is_given(parts)
-        # Queries without segments see the keys of every segment by position. Row indices cannot
-        # replace these positions, because each segment counts positions of its own.
+            self.check_self_attention(limited_part)
+        self.check_order_is_given(limited_part)
+        # Queries without segment ids see the keys of every segment by position. Row indices cannot
+        # replace these positions, because positions begin again in each segment.
         sees_every_segment = self.has_segments and self.mask.queries.segment_ids is None
         if self.order == "packed" and sees_every_segment:
-            want = f"the segment ids of the keys, for {parts} in {self.kernel}"
+            want = f"the segment ids of the keys, for {limited_part} in {self.kernel}"
             raise refusal("queries.segment_ids", want, None)
         return reach
 
@@ -215,14 +227,15 @@ class RowRule:
         return left, right
 
     def segment_ids(self) -> list[Integer[Array, "b t"]] | None:
-        """Computes ids of queries and of keys that are equal within one segment and chunk.
+        """Computes ids of queries [b, t] and of keys [b, s], for a kernel that compares such ids.
 
-        Padding has the id 0. Returns None if all ids are equal.
+        A query and a key have equal ids if they are in the same segment and the same chunk. Padding
+        has the id 0. Returns None if all ids are equal.
         """
         chunk = self.mask.chunk
         if not self.has_segments and chunk is None:
             return None
-        # `jax.tree.map` may have narrowed the arrays. A new object converts them to int32 or wider.
+        # `jax.tree.map` may have made arrays of 8 or 16 bits. A new object converts these to int32.
         sides = [TokenPositions(**vars(side)) for side in self.mask.sides]
         # Queries and keys may have different dtypes, so both get the wider one.
         dtype = np.result_type(*(array.dtype for array in jax.tree.leaves(sides)))
@@ -234,15 +247,17 @@ class RowRule:
             else:
                 ids.append(side.segment_ids.astype(dtype))
         if self.mask.queries.segment_ids is None:
-            # Queries without segments see the tokens of every segment, so all tokens get the id 1.
+            # Queries without segment ids see the tokens of every segment. So all tokens get the id
+            # 1, and padding keeps the id 0.
             ids = [(side_ids != 0).astype(dtype) for side_ids in ids]
         if chunk is not None:
+            # Each pair (segment, chunk) gets a number of its own.
             chunks = [side.positions.astype(dtype) // chunk for side in sides]
             return _number_pairs(ids, chunks)
         if dtype == jnp.int32:
             return ids
-        # Kernels compare int32, in which ids of a wider dtype could wrap. So the different ids are
-        # numbered.
+        # Kernels compare int32, in which ids of a wider dtype could wrap. So each id gets a number
+        # from 1 on, and padding keeps 0.
         return _number_pairs(ids, ids)
 
     @property
@@ -308,7 +323,8 @@ def _number_pairs(segments: list[Array], chunks: list[Array]) -> list[Int32[Arra
     """
     pairs_of_sides = []
     for side_segments, side_chunks in zip(segments, chunks, strict=True):
-        # Segments and chunks have 1 or b batch rows. [1 or b, length, 2].
+        # Segments and chunks have 1 or b batch rows each. The stacked pairs are
+        # [1 or b, length, 2].
         same_shape = jnp.broadcast_arrays(side_segments, side_chunks)
         pairs_of_sides.append(jnp.stack(same_shape, axis=2))
     query_pairs, key_pairs = pairs_of_sides

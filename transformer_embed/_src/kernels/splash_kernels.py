@@ -1,11 +1,17 @@
 """Makes splash attention kernels for TPUs from a mask, which skip tiles without a pair.
 
 A tile is a rectangle of queries and keys, which a kernel computes at one time. jax calls it a
-block.
+block. The tiles of a mask are in rows of tiles (the same queries) and columns of tiles (the same
+keys).
+
+A kernel computes tiles step by step. In each step it loads one tile, and either computes the tile
+(the step runs) or skips it. For one row of tiles, the kernel has steps only for the tiles that the
+causal mask or the window leaves, so there may be fewer steps than tiles. An array of the kernel
+says which tile each step loads. jax calls the arrays of a kernel a MaskInfo, which has the fields
+`data_next` (the tile that each step loads) and `block_mask` (whether each step runs).
 
 In shapes, b counts batch rows and h counts heads. A mask has r x s tiles, and the grid of a kernel
-has i x j steps. Along one axis of its grid, a kernel steps over those tiles alone that a query may
-reach, so there may be fewer steps than tiles. An array of the kernel says which tile a step loads.
+has i x j steps.
 """
 
 import functools
@@ -38,11 +44,11 @@ def splash_kernels(
 ) -> tuple[Any, Any]:
     """Makes a splash attention kernel for each batch row, and the segment ids.
 
-    Use it for long or packed rows on TPUs. Each kernel skips the tiles (some queries times some
-    keys) in which no pair may attend, for example a tile whose queries and keys are in different
-    documents. A kernel takes one batch row, [heads, T, head_dim], where T is a multiple of the
-    block sizes (128 by default). A kernel takes no bias and does not scale queries, so multiply the
-    queries by `head_dim**-0.5` yourself.
+    Use it for long or packed rows on TPUs. Each kernel skips the tiles in which no pair may attend,
+    for example a tile whose queries and keys are in different documents. (A tile is a rectangle of
+    the mask, such as the queries 0 to 127 and the keys 128 to 255.) A kernel takes one batch row,
+    [heads, T, head_dim], where T is a multiple of the block sizes (128 by default). A kernel takes
+    no bias and does not scale queries, so multiply the queries by `head_dim**-0.5` yourself.
 
     Args:
         mask: The mask, without block ids. A mask that is causal or has a window must be
@@ -51,12 +57,12 @@ def splash_kernels(
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
             the three words. Required if the mask is causal or has a window.
         batch_size: The number of batch rows, B. Pass it if one row of the mask is used for every
-            batch row. If None, the mask must have B rows.
-        q_offset: The index, among the keys, of the first query, a Python int. Pass it if the
-            queries are some of the keys. For example, pass 1024 if a cache has 1024 tokens and the
-            queries are the next tokens of the prompt. The argument is the `offset` of jax's splash
-            masks. Pass None for self-attention without a cache, and for attention to another
-            sequence.
+            batch row. If None, B is the number of rows of the mask.
+        q_offset: The index, among the keys, of the first query, a Python int. Pass it if the tokens
+            of the queries are among the tokens of the keys. For example, pass 1024 if a cache has
+            1024 tokens and the queries are the next tokens of the prompt. The argument is the
+            `offset` of jax's masks for splash attention. Pass None for self-attention without a
+            cache, and for attention to another sequence.
         is_mqa: Whether the kernels are made by `make_splash_mqa`, for keys and values of a single
             head. If False, they are made by `make_splash_mha`.
         head_shards: The number of devices that the heads are split over.
@@ -67,8 +73,8 @@ def splash_kernels(
         A pair of the kernels and the segment ids. The kernels are one pytree whose arrays have a
         leading axis for the batch. The segment ids are `SegmentIds` of int32 arrays [B, T] and [B,
         S], or None if there is only one segment. Call the kernels in a `jax.vmap` over both. On a
-        mesh, make the specs for `jax.shard_map` from the specs of one row, and put the mesh axis of
-        the batch in front:
+        mesh, make the specs of the kernels for `jax.shard_map` in two steps: take the specs of the
+        kernel of one batch row, and put the mesh axis of the batch in front of each:
 
             row = jax.tree.map(lambda array: array[0], kernels)
             specs = row.manual_sharding_spec(NamedSharding(mesh, PartitionSpec("heads", "length")))
@@ -77,10 +83,10 @@ def splash_kernels(
     Raises:
         TypeError: `mask` is not an AttentionMask, or `is_mqa` is not a Python bool. `num_heads`,
             `batch_size`, `q_offset` or a number of shards is not a Python int.
-        ValueError: Splash attention cannot express a part of the mask. The tokens are not traced,
-            and are not in the layout `order`, or the queries differ from the keys from `q_offset`
-            on. A block size does not divide the length. The numbers of all tiles do not fit the
-            scalar memory (see below).
+        ValueError: Splash attention cannot express a part of the mask. A block size does not divide
+            the length, or the kernel needs more scalar memory than a TPU has (see below). Tokens
+            that are known on the host are not in the layout `order`, or the queries are other
+            tokens than the keys at index `q_offset` and after.
 
     Example:
         >>> import jax
@@ -89,19 +95,21 @@ def splash_kernels(
         >>> mask = te.AttentionMask(tokens, causal=True)
         >>> options = {"order": "packed", "interpret": True}
         >>> kernels, segment_ids = te.kernels.splash_kernels(mask, 1, **options)
-        >>> attend = jax.vmap(lambda kernel, *rows: kernel(*rows[:3], segment_ids=rows[3]))
+        >>> def attend(kernel, queries, keys, values, ids):  # of one batch row
+        ...     return kernel(queries, keys, values, segment_ids=ids)
         >>> heads = jax.random.normal(jax.random.key(0), [1, 1, 256, 128])  # batch, heads, ..
-        >>> attend(kernels, heads, heads, heads, segment_ids).shape
+        >>> jax.vmap(attend)(kernels, heads, heads, heads, segment_ids).shape
         (1, 1, 256, 128)
 
     Edge cases:
-        - A query that sees no key gets an average of the values, and the gradients of this average
-          are S times too large. A query of a segment without keys sees no key, for example if the
-          source of a translation is empty. So drop the outputs of these queries. For empty sources,
-          write `jnp.where(keys.padding_mask.any(-1)[:, None, None, None], outputs, 0)`.
-        - A kernel keeps some numbers of each tile in the scalar memory of a TPU, which has 1 MB. So
-          long rows need large tiles. For example, 524,288 tokens without a window need block sizes
-          of 1024.
+        - The output of a query that sees no key means nothing: it is an average of values, and with
+          S keys, its gradients are S times too large. A query of a segment without keys sees no
+          key, for example if the source of a translation is empty. So drop the outputs of these
+          queries. For empty sources, write
+          `jnp.where(keys.padding_mask.any(-1)[:, None, None, None], outputs, 0)`.
+        - A kernel keeps a few numbers for each tile in the scalar memory of a TPU, which has 1 MB.
+          Larger tiles are fewer, so take larger `block_sizes` for a longer row. For example,
+          524,288 tokens without a window need block sizes of 1024.
 
     Source:
         The kernel is
@@ -129,7 +137,7 @@ def splash_kernels(
     # The interpreter has no scalar memory.
     if not options.get("interpret"):
         _check_memory(rule, sizes)
-    # The arrays of a kernel must be known while tracing, also inside `jax.jit`.
+    # Inside `jax.jit` too, the arrays of the kernel must be numbers and not tracers.
     with jax.ensure_compile_time_eval():
         kernel = make(head_masks, head_shards=head_shards, q_seq_shards=q_seq_shards, **options)
     return _kernels_of_rows(rule, kernel, sizes, q_seq_shards), segment_ids
@@ -139,10 +147,10 @@ def _kernels_of_rows(rule: RowRule, kernel: Any, sizes: Any, q_seq_shards: int) 
     """Makes a kernel for each batch row, from one kernel of jax that all batch rows would share.
 
     jax's kernel skips only the tiles that the causal mask or the window hides. The kernel of a
-    batch row also skips the tiles without a pair in that row. A kernel has arrays that say which
-    tiles it skips (jax calls them a MaskInfo): one set for the forward pass, and one each for the
-    gradients of queries (dq) and of keys (dkv). If one kernel computes both gradients, there is no
-    set for queries alone.
+    batch row also skips the tiles in which no pair of this batch row may attend. A kernel has
+    arrays that say which tiles it skips (a MaskInfo): one set for the forward pass, and one each
+    for the gradients of queries (dq) and of keys (dkv). If one kernel computes both gradients, the
+    set for dq is None.
 
     Args:
         rule: The rule of the mask.
@@ -168,6 +176,7 @@ def index_masks(rule: RowRule, num_heads: int) -> Any:
 
     num_heads = arguments.size("num_heads", num_heads)
     lengths = rule.mask.lengths
+    # How many row indices before and after its own a query sees, (None, None) for no limits.
     reach = rule.index_reach()
     if reach == UNLIMITED_REACH:
         mask = splash.FullMask(lengths)
@@ -187,11 +196,12 @@ def _check_memory(rule: RowRule, sizes: Any) -> None:
     """Raises a ValueError if a TPU's scalar memory cannot hold a number for each tile that runs.
 
     jax would raise an error too, but only after it has described all tiles, which takes minutes.
-    If there are many tiles, each of them takes four bytes.
+    The estimate is four bytes a tile. jax takes fewer if there are few tiles, which always fit.
     """
     query_count, key_count = rule.mask.lengths
+    # How many row indices before and after its own a query sees, at most the length.
     left, right = rule.bounded_reach()
-    # The keys that the queries of one tile see.
+    # The number of keys that the queries of one tile see.
     seen_keys = min(left + right + sizes.block_q, key_count)
     tile_count = (query_count // sizes.block_q) * (seen_keys // sizes.block_kv)
     used = 4 * tile_count
@@ -203,9 +213,9 @@ def _check_memory(rule: RowRule, sizes: Any) -> None:
 def _info_that_skips_keys(rule: RowRule, info: Any, tile: tuple[int, int]) -> Any:
     """Makes the arrays by which each batch row's kernel skips tiles of keys.
 
-    The arrays are not a public interface of jax. This was tried with jax 0.9 to 0.12. In step i, j
-    of its grid, a kernel loads the keys of the tile in row i and column `info.data_next[i, j]`. It
-    computes nothing in this step if `info.block_mask[i, j]` is 0.
+    The arrays are not a public interface of jax. This was tried with jax 0.9 to 0.12. The steps
+    [i, j] of a kernel are for the tiles in row i: step [i, j] loads the keys of the tile in row i
+    and column `info.data_next[i, j]`. It computes nothing if `info.block_mask[i, j]` is 0.
 
     Args:
         rule: The rule of the mask.
@@ -216,16 +226,17 @@ def _info_that_skips_keys(rule: RowRule, info: Any, tile: tuple[int, int]) -> An
     if info is None:
         return None
     must_run = _tiles_that_must_run(rule, tile)
+    # All keys are on each device, so the tiles of keys are in one shard.
     steps = _steps_of_rows(1, info.data_next, info.block_mask, must_run)
-    return _info_for_every_row(rule, info, loaded_tile=steps.loaded_tile, runs=steps.runs)
+    return _info_for_every_row(rule, info, steps.loaded_tile, steps.block_mask)
 
 
 def _info_that_skips_queries(rule: RowRule, shards: int, info: Any, tile: tuple[int, int]) -> Any:
     """Makes the arrays by which each batch row's kernel skips tiles of queries.
 
-    This is for the gradients of keys. In step i, j of its grid, that kernel loads the queries of
-    the tile in row `info.data_next[i, j]` and column j. The row is counted from the first row of
-    the device's shard.
+    This is for the gradients of keys. The steps [i, j] of that kernel are for the tiles in column
+    j: step [i, j] loads the queries of the tile in row `info.data_next[i, j]` and column j. If the
+    queries are split over devices, each device counts the rows from 0.
 
     Args:
         rule: The rule of the mask.
@@ -237,18 +248,22 @@ def _info_that_skips_queries(rule: RowRule, shards: int, info: Any, tile: tuple[
     if info is None:
         return None
 
-    def swapped(array: Array) -> Array:
-        """Swaps the axes of queries and keys, so that the tiles that are loaded are on the last."""
+    def transposed(array: Array) -> Array:
+        """Swaps the last two axes: queries and keys of tiles, or i and j of steps."""
         return array.swapaxes(-1, -2)
 
-    must_run = swapped(_tiles_that_must_run(rule, tile))
-    steps = _steps_of_rows(shards, swapped(info.data_next), swapped(info.block_mask), must_run)
-    # The kernel takes the axes in their first order, so they are swapped back.
-    loaded_tile = swapped(steps.loaded_tile)
-    return _info_for_every_row(rule, info, loaded_tile=loaded_tile, runs=swapped(steps.runs))
+    # `_steps_of_rows` takes the steps of a row one after the other. Here the steps of a column
+    # belong together, so all arrays are transposed, and the results are transposed back.
+    must_run = transposed(_tiles_that_must_run(rule, tile))
+    data_next = transposed(info.data_next)
+    block_mask = transposed(info.block_mask)
+    steps = _steps_of_rows(shards, data_next, block_mask, must_run)
+    loaded_tile = transposed(steps.loaded_tile)
+    block_mask = transposed(steps.block_mask)
+    return _info_for_every_row(rule, info, loaded_tile, block_mask)
 
 
-def _info_for_every_row(rule: RowRule, info: Any, *, loaded_tile: Array, runs: Array) -> Any:
+def _info_for_every_row(rule: RowRule, info: Any, loaded_tile: Array, block_mask: Array) -> Any:
     """Makes the arrays of a kernel for every batch row, with a batch axis in front.
 
     The two arrays that are passed replace arrays of jax's kernel. The others are the same in every
@@ -258,36 +273,37 @@ def _info_for_every_row(rule: RowRule, info: Any, *, loaded_tile: Array, runs: A
         rule: The rule of the mask.
         info: The arrays of jax's kernel.
         loaded_tile: The tile that each step loads, [1 or b, h, i, j].
-        runs: Whether each step runs, [1 or b, h, i, j].
+        block_mask: 0 for each step that does not run, [1 or b, h, i, j].
     """
     loaded_tile = rule.broadcast_to_rows(loaded_tile)
-    runs = rule.broadcast_to_rows(runs)
+    block_mask = rule.broadcast_to_rows(block_mask)
     batch = jax.tree.map(lambda array: rule.broadcast_to_rows(array[None]), info)
-    return batch._replace(data_next=loaded_tile, block_mask=runs)
+    return batch._replace(data_next=loaded_tile, block_mask=block_mask)
 
 
 def _tiles_that_must_run(rule: RowRule, tile: tuple[int, int]) -> Bool[Array, "b r s"]:
     """Returns which tiles of each batch row must run.
 
-    These are the tiles with a pair, and one tile in each row r of tiles.
+    These are the tiles in which some pair may attend, and one more tile in each row r of tiles.
     """
     has_pair = rule.mask.tile_kinds(tile) != 0
-    return has_pair | _on_diagonal(rule, tile)
+    return has_pair | _tiles_that_always_run(rule, tile)
 
 
-def _on_diagonal(rule: RowRule, tile: tuple[int, int]) -> Bool[np.ndarray, "r s"]:
-    """Returns the tiles that always run, one for the queries of each row of tiles.
+def _tiles_that_always_run(rule: RowRule, tile: tuple[int, int]) -> Bool[np.ndarray, "r s"]:
+    """Returns one tile in each row of tiles, which runs even if no pair of the tile may attend.
 
-    If all these queries are padding, no tile has a pair, and a softmax over no keys at all would
-    make the outputs NaN.
+    If all queries of a row of tiles are padding, no tile of that row has a pair that may attend.
+    Without a tile that runs, their softmax would have no keys at all, and the outputs would be NaN.
     """
     query_count, key_count = rule.mask.lengths
     tile_queries, tile_keys = tile
     # The first query of each row of tiles, [r, 1], and the first key of each column, [s].
     first_queries = np.arange(0, query_count, tile_queries)[:, None]
     first_keys = np.arange(0, key_count, tile_keys)
-    # A query sees the key of its own index, so the tile with this key is chosen. If there are more
-    # queries than keys, the last queries get the last tile of keys.
+    # The tile is the one with the key that is the first query itself. If the queries are a part of
+    # the keys, `q_offset` is the index of query 0 among the keys. If there are more queries than
+    # keys, the last queries get the last tile of keys.
     index_of_first_queries = first_queries + (rule.q_offset or 0)
     own_keys = np.minimum(index_of_first_queries, first_keys[-1])
     own_tiles = own_keys // tile_keys
@@ -298,10 +314,12 @@ def _on_diagonal(rule: RowRule, tile: tuple[int, int]) -> Bool[np.ndarray, "r s"
 class _Steps(NamedTuple):
     """Says what each step of a grid does, for each batch row and head."""
 
-    # The tile that the step loads, counted from the first tile of its shard.
+    # The tile that the step loads, as an index along the row of tiles, counted from the first tile
+    # of its shard. (A shard has the tiles of one device.)
     loaded_tile: Integer[Array, "b h i j"]
-    # 0 if the step does not run. Other numbers say whether it needs the mask.
-    runs: Integer[Array, "b h i j"]
+    # 0 if the step does not run. Another number means that the step runs, and says whether it needs
+    # the mask.
+    block_mask: Integer[Array, "b h i j"]
 
 
 # The function is compiled even if the caller is not.
@@ -309,16 +327,17 @@ class _Steps(NamedTuple):
 def _steps_of_rows(
     shards: int,
     loaded_tile: Integer[Array, "h i j"],
-    runs: Integer[Array, "h i j"],
+    block_mask: Integer[Array, "h i j"],
     must_run: Bool[Array, "b r s"],
 ) -> _Steps:
     """Computes what each step loads and whether it runs, for each batch row.
 
     Args:
-        shards: The number of devices that the tiles that are loaded are split over.
-        loaded_tile: The tile that each step loads, as in `_Steps`.
-        runs: Whether each step runs if all tiles have pairs, as in `_Steps`.
-        must_run: Which tiles must run, counted from the first tile of all.
+        shards: The number of devices that the tiles along the last axis are split over.
+        loaded_tile: The tile that each step of jax's kernel loads, as in `_Steps`: an index of the
+            last axis of `must_run`, counted from the first tile of the device's shard.
+        block_mask: Which steps of jax's kernel run, as in `_Steps`.
+        must_run: Which tiles must run in each batch row, counted from the first tile of all shards.
     """
     step_count = loaded_tile.shape[2]
     steps_per_shard = step_count // shards
@@ -328,26 +347,31 @@ def _steps_of_rows(
     # `loaded_tile` counts tiles from the first tile of the shard. `must_run` counts from the first
     # tile of all shards.
     tile = loaded_tile + first_tile_of_shard.astype(np.int32)
+    # For each step, whether its tile must run: [b, 1, r, s] at the tiles [1, h, i, j] of the last
+    # axis gives [b, h, i, j], as there are as many i as r.
     step_must_run = jnp.take_along_axis(must_run[:, None], tile[None], axis=3)
-    runs = jnp.where(step_must_run, runs, 0)
-    return _Steps(loaded_tile=_tile_of_next_running_step(loaded_tile, runs), runs=runs)
+    block_mask = jnp.where(step_must_run, block_mask, 0)
+    next_tile = _tile_of_next_running_step(loaded_tile, block_mask)
+    return _Steps(loaded_tile=next_tile, block_mask=block_mask)
 
 
 def _tile_of_next_running_step(
-    loaded_tile: Integer[Array, "h i j"], runs: Integer[Array, "b h i j"]
+    loaded_tile: Integer[Array, "h i j"], block_mask: Integer[Array, "b h i j"]
 ) -> Integer[Array, "b h i j"]:
     """Returns a tile for each step: its own tile if it runs, or the tile of the next running step.
 
-    So nothing is loaded for an idle step alone. The steps of a grid follow each other row by row.
-    For example, if the steps load the tiles 0 1 2 / 0 1 2 and run as 0 0 1 / 0 1 0, the result is
-    2 2 2 / 1 1 2. After the last running step, it is the tile of the last step of all.
+    So a step that does not run loads what the next running step needs anyway. The steps of a grid
+    follow each other row by row. For example, if the steps load the tiles 0 1 2 / 0 1 2, and the
+    block mask is 0 0 1 / 0 1 0, the result is 2 2 2 / 1 1 2. The steps after the last running step
+    get the tile of the last step of all.
     """
-    batch, heads, _, _ = runs.shape
+    batch, heads, _, _ = block_mask.shape
     # [b, h, steps].
-    is_running = runs.reshape(batch, heads, -1) > 0
+    is_running = block_mask.reshape(batch, heads, -1) > 0
     steps = jnp.arange(is_running.shape[2], dtype=jnp.int32)
     running_or_last = jnp.where(is_running, steps, steps[-1])
+    # The next running step is the lowest number from the step itself to the last step.
     next_running = jax.lax.cummin(running_or_last, axis=2, reverse=True)
-    tile_of_step = jnp.broadcast_to(loaded_tile, runs.shape).reshape(is_running.shape)
+    tile_of_step = jnp.broadcast_to(loaded_tile, block_mask.shape).reshape(is_running.shape)
     next_tile = jnp.take_along_axis(tile_of_step, next_running, axis=2)
-    return next_tile.reshape(runs.shape)
+    return next_tile.reshape(block_mask.shape)

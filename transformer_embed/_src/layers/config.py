@@ -21,10 +21,10 @@ SQRT_D_MODEL = "sqrt_d_model"
 class OutputConfig:
     """Describes an output layer, for `EmbedderConfig` and `TokenEmbedding`.
 
-    Pass an `OutputConfig` as the argument `output` of `EmbedderConfig` or `TokenEmbedding`. Then
-    `Embedder.output`, or the method `output` of a module, returns an `OutputLayer`, which you pass
-    to a loss or to `linear_logits`. The `OutputLayer` also has the `pad_id` of the input layer, so
-    padding is never predicted.
+    Pass an `OutputConfig` as the argument `output` of `EmbedderConfig` or `TokenEmbedding`. The
+    method `output` of the `Embedder` or of the module then returns an `OutputLayer`. Pass the
+    `OutputLayer` to a loss or to `linear_logits`. The `OutputLayer` also has the `pad_id` of the
+    input layer, so padding is never predicted.
 
     Args:
         tied: Whether the output layer uses the token table. If False, the output layer has a table
@@ -104,12 +104,12 @@ class EmbedderConfig:
             added, as in models with rotary embeddings.
         dropout_rate: The rate of dropout on the sum of tokens, positions and token types, in [0,
             1). Vaswani et al. (2017) use 0.1.
-        pad_id: The id of padding. The token vector of padding is zeros, padding is never predicted,
-            and positions count from the first token of each batch row. The encoding of a position
-            is added to padding too (see the scheme's `at_padding`), so your attention mask must
-            hide padding. Pass only an id that never occurs inside a text. If your texts are padded
-            with the id that ends a text, leave `pad_id` out, and make positions and masks with
-            `TokenPositions.from_lengths`. If None, no id is padding.
+        pad_id: The id of padding. Padding is never predicted, and positions count from the first
+            token of each batch row. The token vector of padding is zeros, but the encoding of a
+            position is added to the zeros (see `at_padding` of the scheme). So your attention mask
+            must hide padding. Pass only an id that never occurs inside a text. If your texts are
+            padded with the id that ends a text, leave `pad_id` out, and make positions and masks
+            with `TokenPositions.from_lengths`. If None, no id is padding.
         scale: The factor of the token vectors: a number above 0, or "sqrt_d_model" for the square
             root of the width of the table. (The width is `embedding_width` if you set this field,
             and otherwise `d_model`.) 1.0 leaves the table rows as they are.
@@ -118,8 +118,9 @@ class EmbedderConfig:
         layer_norm_eps: The epsilon of a layer norm on the sum of tokens, positions and token types.
             BERT has 1e-12. If None, there is no norm.
         embedding_width: The width of the tables, if they are narrower or wider than the model, as
-            in ALBERT. A linear layer then changes the width of the sum to `d_model`. If None, the
-            tables have the width `d_model`.
+            in ALBERT. The sum of tokens, positions and token types then has this width, and a
+            linear layer changes the width to `d_model`. If None, the tables have the width
+            `d_model`.
         out_of_range: What you get for an id, a token type or a learned position outside its table:
             `"nan"`, `"clip"` or `"zero"`. See `lookup`.
         lookup_style: How rows of ids and token types are read: `"gather"` or `"one_hot"`. See
@@ -147,12 +148,12 @@ class EmbedderConfig:
             without spreading, the first device holds the rows of most tokens. With True, each
             device has about the same number of frequent ids. You keep using the same ids. The order
             of the rows does not depend on the mesh, so a checkpoint fits all meshes. The ids are
-            spread best if `row_multiple` is a power of two, from the number of devices to 4096. A
-            tied output layer needs False.
+            spread best if `row_multiple` is a power of two that is at least the number of devices
+            and at most 4096. A tied output layer needs False.
 
     Raises:
-        ValueError: A field is out of range, the scheme does not fit the width of the tables, or the
-            scheme sets `at_padding` and there is no `pad_id`.
+        ValueError: A field is out of range, the position scheme does not fit the width of the
+            tables, or the position scheme sets `at_padding` and there is no `pad_id`.
 
     Example:
         >>> import transformer_embed as te
@@ -258,15 +259,16 @@ class EmbedderConfig:
         """The standard deviations of the initial values of tables.
 
         If `init_stddev` is None, they are computed as the edge cases of the class describe. The
-        halves were compared with other values in training. (See "Initial values" on the page
-        Performance.)
+        factors 1/2 in this method were compared with other factors in training. (See "Initial
+        values" on the page Performance.)
         """
         if self.init_stddev is not None:
             return Stddevs(tokens=self.init_stddev, added=self.init_stddev, output=self.init_stddev)
         output = self.output or OutputConfig(tied=False)
         # If x has unit variance, a table of this deviation makes logits of unit variance.
         unit_logit_stddev = 1 / (output.scale * math.sqrt(self.table_width))
-        # A token vector is a table row times the factor, and starts with the deviation 1/2.
+        # A token vector is a table row times the factor, and shall start with the deviation 1/2. So
+        # the table row starts with 1/2 divided by the factor.
         token_stddev = 0.5 / self.factor
         if output.tied:
             # The table makes logits too, which start with at most unit variance.

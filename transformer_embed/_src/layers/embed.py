@@ -45,6 +45,8 @@ def embed(
     if ids.ndim == 0:
         raise arguments.value_error("ids", "shape [..., length]", "shape []")
     tokens = token_rows(config, params["token_embedding"], ids)
+    # The table rows of the ids times the factor of the config, in float32 or wider. Positions and
+    # token types are added below.
     total = tokens.scaled
     if config.scheme is not None:
         if positions is None:
@@ -222,6 +224,7 @@ def output_layer(config: EmbedderConfig, leaves: Any) -> OutputLayer:
             "te.OutputLayer takes other weights)"
         )
         raise arguments.value_error("output", want, "None")
+    # `spread` changes the order of the table rows, which a tied output layer does not allow.
     check_spread("spread", config)
     # The token table is read in an untied model too, because Haiku makes a parameter when it is
     # read.
@@ -233,6 +236,7 @@ def output_layer(config: EmbedderConfig, leaves: Any) -> OutputLayer:
     bias = None
     if output.bias:
         bias = arguments.as_floats("output_bias", leaves["output_bias"])
+    # `row_multiple` may give the table more rows than there are ids. These must not be predicted.
     has_padding_rows = config.rows != config.vocab_size
     return OutputLayer(
         as_table(table_name, table),

@@ -75,8 +75,9 @@ class Embedder:
         `jax.vmap` and `jax.export`. For `jax.vmap`, bind keyword arguments with
         `functools.partial`, because vmap would map them. For `jax.export`, shapes may be symbolic;
         if positions are learned, the length is then bounded by the table of positions. `apply` is
-        traced once for each combination of shapes and `is_training`. A new offset in `positions`,
-        or a new integer dtype, causes no new trace, except for uint32 positions outside int32.
+        traced once for each combination of shapes and `is_training`. Other numbers in `positions`,
+        such as a new offset, cause no new trace. Other integer dtypes cause none either, but for
+        one exception: a uint32 array with positions outside int32.
 
         Args:
             params: The parameters, as `init` makes them, or the parameters of a whole model that
@@ -88,8 +89,8 @@ class Embedder:
             positions: The positions of the ids: integers, or float32 for sinusoids. Shape [length],
                 or any shape [..., length] that broadcasts to the shape of the ids. Pass positions
                 if a batch row holds several documents, and for the steps of decoding. If None, the
-                scheme counts the tokens of each batch row, from the `start` of the scheme. If the
-                config has a `pad_id`, padding is not counted. If `config.scheme` is None, the layer
+                tokens of each batch row are counted from `config.scheme.start` on. If the config
+                has a `pad_id`, padding is not counted. If `config.scheme` is None, the layer
                 ignores this argument.
             token_types: The token types of the ids: integers, such as 0 for segment A of BERT and 1
                 for segment B. Shape [length], or any shape [..., length] that broadcasts to the
@@ -110,7 +111,10 @@ class Embedder:
         # A key that is not needed is dropped, so that an evaluation has the same compiled program
         # with a key as with None.
         needs_key = is_training and self.config.dropout_rate > 0
-        rng = arguments.as_key(rng) if needs_key and rng is not None else None
+        if not needs_key:
+            rng = None
+        if rng is not None:
+            rng = arguments.as_key(rng)
         # Ids are converted before jit, so that all integer dtypes share one trace.
         ids = arguments.as_int32("ids", ids)
         if positions is not None:

@@ -36,6 +36,7 @@ def parameters_of(config: EmbedderConfig) -> dict[str, Parameters]:
     """Describes the parameters of a config's input and output layer, by the names of modules."""
     width = config.table_width
     dtype = config.param_dtype
+    # The standard deviation of positions and token types, which are added to token vectors.
     added_stddev = config.stddevs.added
     modules = {"token_embedding": _token_parameters(config)}
     if config.scheme is not None and config.scheme.is_learned:

@@ -51,8 +51,8 @@ def find_parameters(params: Params, config: EmbedderConfig) -> LayerParameters:
 
     Raises:
         TypeError: `params` are not a dict of dicts, or `config` is not an `EmbedderConfig`.
-        ValueError: `params` contain no layer, or several layers, with the names and shapes of
-            parameters that this config says. If your model has other names, the page "Other
+        ValueError: `params` contain no layer, or several layers, that fit this config in the names
+            and shapes of their parameters. If your model has other names, the page "Other
             parameter names" shows how to rename the parameters.
 
     Example:
@@ -100,8 +100,8 @@ def layer_paths(name: str, config: EmbedderConfig, params: Params) -> dict[str, 
     shapes of the config. `name` is the argument that the error names.
     """
     root = table_path(name, params, "token_embedding").removesuffix("token_embedding")
-    # The modules of a layer have the same parent as the token table. A model may have modules with
-    # the same names under other parents, also deeper below this parent.
+    # The modules of a layer have the same parent as the token table. Modules of the same names
+    # under any other parent, such as "root/inner/layer_norm", belong to other parts of the model.
     paths = {}
     for path in params:
         module = module_name(path)
@@ -111,6 +111,8 @@ def layer_paths(name: str, config: EmbedderConfig, params: Params) -> dict[str, 
     found_shapes = _leaf_shapes(found_modules)
     expected_shapes = _expected_shapes(config)
     if expected_shapes != found_shapes:
+        # The error says which parameters are missing, and which ones are there instead: "wanted
+        # {'token_embedding/embeddings': (8, 4)}, got none of them".
         missing_shapes = dict(sorted(expected_shapes.items() - found_shapes.items()))
         other_shapes = dict(sorted(found_shapes.items() - expected_shapes.items()))
         want = str(missing_shapes or "no others")

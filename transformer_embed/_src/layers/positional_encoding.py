@@ -23,7 +23,7 @@ class PositionalEncoding(hk.Module):
 
     Use it in a model that computes the token vectors without this package. Sinusoidal encodings
     have no parameters. Learned encodings are the parameter `embeddings`, [max_len, d_model]. If you
-    need the encodings without the sum, call the method `encoding`.
+    need the encodings alone, not added to embeddings, call the method `encoding`.
 
     Args:
         scheme: How positions are encoded. Pass `Sinusoidal(...)`, `SinusoidalGrid(...)`,
@@ -83,11 +83,13 @@ class PositionalEncoding(hk.Module):
         self.dropout_rate = arguments.rate("dropout_rate", dropout_rate)
         self.out_of_range = arguments.choice("out_of_range", out_of_range, OUT_OF_RANGE)
         param_dtype = arguments.floating_dtype("param_dtype", param_dtype)
-        self._leaves = None
+        # What reads the parameter `embeddings`, if there is one.
+        self._learned_parameters = None
         if scheme.is_learned:
             table = table_parameter(scheme.max_len, self.d_model, param_dtype, stddev=0.02)
             init = as_initializer(w_init, table.init)
-            self._leaves = ModuleParameters({"embeddings": table._replace(init=init)})
+            table = table._replace(init=init)
+            self._learned_parameters = ModuleParameters({"embeddings": table})
 
     def __call__(
         self, x: ArrayLike, *, is_training: bool, positions: ArrayLike | None = None
@@ -117,7 +119,8 @@ class PositionalEncoding(hk.Module):
             if depends_on_padding:
                 want = "an array, since x does not show what is padding"
                 raise arguments.value_error("positions", want, "None")
-            # Without padding, only the shape of the ids matters, so a channel of x can replace ids.
+            # Without padding, the scheme reads only the shape of the ids, [..., length]. The first
+            # channel of x has this shape.
             positions = self.scheme.positions(x[..., 0])
         encoding = self.encoding(positions)
         wide_total = add_encoding(x, encoding, "x's tokens")
@@ -150,5 +153,5 @@ class PositionalEncoding(hk.Module):
             ((2, 8), (2, 5, 8))
         """
         return encode_positions(
-            self.scheme, self._leaves, positions, self.d_model, self.out_of_range
+            self.scheme, self._learned_parameters, positions, self.d_model, self.out_of_range
         )

@@ -94,7 +94,7 @@ class RelativePositionBias(hk.Module):
         shape = (options["num_buckets"], self.num_heads)
         parameter: Any = hk.get_parameter("embeddings", shape, self.param_dtype, self.w_init)
         table = as_table(f"{self.name}/embeddings", parameter)
-        # A bucket is never out of range, so the check of "nan" would be in vain.
+        # A bucket is never out of range, so out_of_range="nan" would only cost time.
         heads_last = lookup(table, buckets, out_of_range="clip")  # [..., T, S, num_heads]
         bias = jnp.moveaxis(heads_last, -1, -3)
         return bias if self.dtype is None else bias.astype(self.dtype)

@@ -122,7 +122,7 @@ class TokenEmbedding(hk.Module):
         super().__init__(name=name)
         matrix = _as_matrix(embedding_matrix, w_init)
         width = _width(d_model, embed_dim)
-        # A config checks and converts the arguments, most of which it has too.
+        # Most arguments are also fields of `EmbedderConfig`, which checks and converts them.
         self.config = EmbedderConfig(
             vocab_size=_size_or_matrix_size("vocab_size", vocab_size, matrix, axis=0),
             d_model=_size_or_matrix_size("d_model", width, matrix, axis=1),
@@ -142,23 +142,25 @@ class TokenEmbedding(hk.Module):
         self.vocab_size = self.config.vocab_size
         self.embed_dim = self.config.d_model
         self.lookup_style = lookup_style
-        self._leaves = ModuleParameters(_parameters(self.config, w_init, matrix))
+        # This makes and reads the token table, and the parameters of the output layer.
+        parameters = _parameters(self.config, w_init, matrix)
+        self._module_parameters = ModuleParameters(parameters)
 
     @property
     def embeddings(self) -> Float[Array, "v d"]:
         """The table before it is multiplied by `scale`, [vocab_size, d_model] or more rows."""
-        return self._leaves["embeddings"]
+        return self._module_parameters["embeddings"]
 
     def __call__(self, ids: ArrayLike) -> Float[Array, "... d"]:
         """Embeds ids, integers of shape [...], as vectors [..., d_model] of `dtype`."""
         ids = arguments.as_int32("ids", ids)
-        rows = token_rows(self.config, self._leaves, ids)
+        rows = token_rows(self.config, self._module_parameters, ids)
         dtype = rows.table_dtype if self.config.dtype is None else self.config.dtype
         return rows.scaled.astype(dtype)
 
     def output(self) -> OutputLayer:
         """Returns the output layer of the config, for `linear_logits` and the losses."""
-        return output_layer(self.config, self._leaves)
+        return output_layer(self.config, self._module_parameters)
 
 
 def _parameters(
@@ -221,15 +223,16 @@ def _from_haiku_style(lookup_style: Any) -> Any:
 def _table_of_rows(
     rows: Float[Array, "n d"], config: EmbedderConfig, shape: Sequence[int], dtype: Any
 ) -> Float[Array, "v d"]:
-    """Acts as an initializer that returns a table in which the row of id i is `rows[i]`.
+    """Makes a table in which the row of id i is `rows[i]`, as the initializer of a parameter.
 
-    `config.row_order` says where the row of an id is. Table rows without an id are zeros.
+    `config.row_order` says which row an id has. Table rows without an id are zeros.
     """
     rows = rows.astype(dtype)
     if config.row_order is None:
         return rows
     ids = np.arange(config.vocab_size, dtype=np.int32)
-    # The table row of each id.
+    # The index of the table row of each id. (For ids outside the vocabulary, which do not occur
+    # here, `nearest_rows` returns the row of the nearest id.)
     row_indices = nearest_rows(ids, config.rows, config.row_order)
     table = jnp.zeros(shape, dtype)
     return table.at[row_indices].set(rows)

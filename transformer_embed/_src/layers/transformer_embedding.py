@@ -22,9 +22,10 @@ from transformer_embed._src.tokens.output_layer import OutputLayer
 class TransformerEmbedding(hk.Module):
     """Computes the input layer of a Transformer: tokens, positions, token types, norm and dropout.
 
-    Use it as the first layer of your model. The sum and the layer norm are computed in float32 and
-    rounded once to `config.dtype`. Then dropout is applied. If the config has an `embedding_width`,
-    a linear layer changes the width to `d_model` at the end.
+    Use it as the first layer of your model. The sum of tokens, positions and token types, and the
+    layer norm, are computed in float32 and rounded once to `config.dtype`. Then dropout is applied.
+    If the config has an `embedding_width`, a linear layer changes the width to `d_model` at the
+    end.
 
     To use a published checkpoint in your own model, load the checkpoint and start from the loaded
     parameters. The module may have any name and be inside other modules:
@@ -83,6 +84,7 @@ class TransformerEmbedding(hk.Module):
         super().__init__(name=name)
         want = "an EmbedderConfig, such as te.EmbedderConfig(vocab_size=256, d_model=64)"
         self.config = arguments.instance("config", config, EmbedderConfig, want)
+        # The initial parameters of each module, by the name of the module.
         initial_by_module = {}
         if initial_params is not None:
             initial_by_module = layer_of("initial_params", config, initial_params)
@@ -108,8 +110,8 @@ class TransformerEmbedding(hk.Module):
             positions: The positions of the ids: integers, or float32 for sinusoids. Shape [length],
                 or any shape [..., length] that broadcasts to the shape of the ids. Pass positions
                 if a batch row holds several documents, and for the steps of decoding. If None, the
-                scheme counts the tokens of each batch row, from the `start` of the scheme. If the
-                config has a `pad_id`, padding is not counted. If `config.scheme` is None, the layer
+                tokens of each batch row are counted from `config.scheme.start` on. If the config
+                has a `pad_id`, padding is not counted. If `config.scheme` is None, the layer
                 ignores this argument.
             token_types: The token types of the ids: integers, such as 0 for segment A of BERT and 1
                 for segment B. Shape [length], or any shape [..., length] that broadcasts to the
@@ -148,7 +150,7 @@ class _ParameterModule(hk.Module):
 
     def __init__(self, parameters: Parameters, initial: Any, name: str):
         super().__init__(name=name)
-        self._leaves = ModuleParameters(parameters, initial)
+        self._module_parameters = ModuleParameters(parameters, initial)
 
     def __getitem__(self, name: str) -> Any:
         # Haiku gives parameters the path of a module only inside `__call__` and the methods without
@@ -156,4 +158,4 @@ class _ParameterModule(hk.Module):
         return self(name)
 
     def __call__(self, name: str) -> Any:
-        return self._leaves[name]
+        return self._module_parameters[name]

@@ -1,14 +1,18 @@
 """Computes sines of `position * frequency` that are exact at any position.
 
 An angle `position * frequency` matters only modulo one turn, so it is kept as a *phase*: a fraction
-of a turn in 64-bit fixed point, held in two uint32 words (high, low). A frequency is held in turns
-per unit of position, as three words (whole turns, high, low), which are computed with arbitrary
+of a turn in 64-bit fixed point, held in two uint32 words (high, low). The phase is
+`high * 2**-32 + low * 2**-64` turns. A frequency is held in turns per unit of position, as three
+words (turns, high, low), where `turns` counts whole turns. These words are computed with arbitrary
 precision while tracing. The integer product of position and frequency wraps modulo one turn by
 itself. The phase of a 32-bit position has an error of at most the position times 2**-65 turns. A
 float32 product would lose one bit of the angle each time the position doubles.
 
 The sine of a phase is computed in two steps. The nearest quarter turn says which polynomial and
 which sign to use, and the rest, at most an eighth of a turn, goes into the polynomial.
+
+A function argument `quarters` says how many quarter turns are added to an angle: 0 gives the sine
+of the angle, and 1 gives the cosine, which is the sine a quarter turn on.
 """
 
 import decimal
@@ -31,11 +35,12 @@ PI = Decimal(
 # A frequency beyond the largest decimal becomes infinite.
 PRECISION = decimal.Context(prec=80, traps=[decimal.InvalidOperation, decimal.DivisionByZero])
 
-# An array of words; a phase has a high and a low one.
+# An array of words of 32 bits, one for each position or channel.
 Word = UInt32[Array, "..."]
-# The frequency of each channel in turns per unit of position: whole turns, high, low.
+# The frequency of each channel, turns + high * 2**-32 + low * 2**-64 turns per unit of position.
+# The tuple holds the arrays of words (turns, high, low).
 Words = tuple[Array | np.ndarray, ...]
-# 0 for a sine and 1 for a cosine, which is the sine a quarter turn on.
+# The number of quarter turns that are added to an angle: 0 for a sine, 1 for a cosine.
 Quarters = Array | np.ndarray
 Whole = Integer[Array, "..."]
 Real = Float32[Array, "..."]
@@ -55,8 +60,8 @@ def as_positions(name: str, value: ArrayLike) -> Array | np.ndarray:
     `jnp.asarray`. These arrays keep their dtype:
 
     - a uint32 array on the host with a number of 2**31 or more, which int32 does not hold;
-    - jax arrays of uint32, int64, uint64 or float64. Nobody can check a traced number, and int32 or
-      float32 may not hold it.
+    - jax arrays of uint32, int64, uint64 or float64. Their numbers may be traced, so nobody can
+      check whether int32 or float32 holds them. `sinusoid` returns NaN for the others.
 
     Raises:
         TypeError: The positions are neither integers nor float32 or float64.
@@ -77,6 +82,7 @@ def as_positions(name: str, value: ArrayLike) -> Array | np.ndarray:
         raise arguments.type_error(name, want, array.dtype)
     if is_on_host and array.dtype == np.float64:
         return _rounded_to_float32(name, array)
+    # This is float32, or a float64 jax array.
     return array
 
 
@@ -113,12 +119,19 @@ def geometric_frequencies(
             ratio = (-Decimal(base).ln() / Decimal(denominator)).exp()
         # The running product of scale, ratio, ratio, ... has the frequencies.
         factors = np.full(count, ratio)
+        # This is a slice, because there may be no frequency.
         factors[:1] = Decimal(frequency_scale)
         return np.multiply.accumulate(factors)
 
 
-def in_turn_units(frequencies: np.ndarray) -> tuple[int, ...]:
-    """Converts frequencies from radians per unit of position to units of 2**-64 turns.
+def as_fixed_point(frequencies: np.ndarray, set_by: str) -> tuple[int, ...]:
+    """Converts frequencies from radians per unit of position to integers, in units of 2**-64 turns.
+
+    For example, the frequency pi is half a turn, and gives 2**63.
+
+    Args:
+        frequencies: The frequencies, of the type `decimal.Decimal`.
+        set_by: The arguments that set the frequencies, for the error.
 
     Raises:
         ValueError: A frequency is 2**32 turns or more.
@@ -127,32 +140,31 @@ def in_turn_units(frequencies: np.ndarray) -> tuple[int, ...]:
         turns = [frequency / (2 * PI) for frequency in frequencies]
         # An infinite frequency cannot be rounded to an integer. So frequencies of 2**32 turns or
         # more are limited to 2**32 turns, and refused below.
-        integers = [round(min(number, 2**32) * 2**64) for number in turns]
+        limited_turns = [min(number, Decimal(2**32)) for number in turns]
+        integers = [round(number * 2**64) for number in limited_turns]
+    # 2**32 turns are 2**96 units of 2**-64 turns.
     if max(integers, default=0) >= 2**96:
-        raise arguments.value_error(
-            "base and frequency_scale",
-            "frequencies below 2**32 turns per position",
-            f"{max(frequencies):.3g} radians",
-        )
+        want = "frequencies below 2**32 turns per position"
+        raise arguments.value_error(set_by, want, f"{max(frequencies):.3g} radians")
     return tuple(integers)
 
 
-def in_words(units: Sequence[int] | np.ndarray) -> Words:
-    """Splits frequencies in units of 2**-64 turns into words of 32 bits: whole turns, high, low.
+def words_of_fixed_point(integers: Sequence[int] | np.ndarray) -> Words:
+    """Splits frequencies of `as_fixed_point` into words of 32 bits: whole turns, high, low.
 
     For example, the frequency 3 * 2**64 + 5 * 2**32 + 7 gives the words 3, 5 and 7.
     """
-    integers = np.array(units, object)
+    integers = np.array(integers, object)
 
     def word_from_bit(bit: int) -> np.ndarray:
         """Returns 32 bits, of which this one is the lowest."""
         shifted = integers >> bit
         return (shifted & 0xFFFFFFFF).astype(np.uint32)
 
-    whole_turns = word_from_bit(64)
+    turns = word_from_bit(64)
     high = word_from_bit(32)
     low = word_from_bit(0)
-    return whole_turns, high, low
+    return turns, high, low
 
 
 def sinusoid(
@@ -163,7 +175,7 @@ def sinusoid(
     Args:
         positions: Positions of any integer dtype, float32 or float64, [..., 1], or [..., d] with a
             position for each channel.
-        frequencies: The words of the frequency of each channel, [d] each.
+        frequencies: The frequency of each channel, from `words_of_fixed_point`: three arrays [d].
         quarters: 0 for a sine and 1 for a cosine, uint32 [d], or one for all channels.
 
     Returns:
@@ -188,30 +200,36 @@ def sinusoid(
         sine = _sine_at_float(narrow, frequencies, quarters)
     else:
         narrow = positions if dtype == jnp.uint32 else positions.astype(jnp.int32)
-        # At an integer position, the whole turns of a frequency add whole turns to the angle.
+        # The product of an integer position and whole turns is a number of whole turns, which
+        # changes no sine. So the whole turns of the frequencies are left out.
         _, high, low = frequencies
-        sine = _sine_of_phase(_multiply(narrow, high, low), quarters)
+        phase_of_position = _multiply(narrow, high, low)
+        sine = _sine_of_phase(phase_of_position, quarters)
     if dtype.itemsize < 8:
         return sine
-    return nan_where(~_is_held(positions, narrow), sine)
+    is_wrong = ~_fits_32_bits(positions, narrow)
+    return nan_where(is_wrong, sine)
 
 
-def _is_held(positions: Shaped[Array, "... #d"], narrow: Shaped[Array, "... #d"]) -> Array:
-    """Returns which 64-bit positions have kept their value in 32 bits. A fraction may be rounded.
+def _fits_32_bits(positions: Shaped[Array, "... #d"], narrow: Shaped[Array, "... #d"]) -> Array:
+    """Returns which 64-bit positions were converted to 32 bits without an error.
+
+    Rounding a fraction below 2**24 is no error.
 
     Args:
         positions: Positions of an integer dtype of 64 bits, or of float64.
-        narrow: The same positions, converted to 32 bits.
+        narrow: The same positions, converted to int32 or float32.
     """
     dtype = positions.dtype
     if dtype == jnp.uint64:
-        # A comparison with `narrow` would miss 2**64 - 1, which wraps to -1 and back.
+        # A comparison with `narrow` would miss 2**64 - 1: it becomes -1 in int32, and 2**64 - 1
+        # again in uint64.
         return positions < 2**31
-    is_held = narrow.astype(dtype) == positions
+    fits = narrow.astype(dtype) == positions
     if jnp.issubdtype(dtype, jnp.floating):
         # Below 2**24, float32 holds every integer, and rounds only fractions.
-        is_held |= jnp.abs(positions) < 2**24
-    return is_held
+        fits |= jnp.abs(positions) < 2**24
+    return fits
 
 
 def multiply_high(a: Whole, b: Array | np.ndarray | np.uint32) -> Word:
@@ -229,16 +247,18 @@ def multiply_high(a: Whole, b: Array | np.ndarray | np.uint32) -> Word:
     b_high = b >> 16
     # The first mixed product, plus the upper half of the lowest product, in units of 2**16.
     middle = a_high * b_low + ((a_low * b_low) >> 16)
-    # If `a` is negative, `middle` is negative too. A signed shift keeps the sign.
-    middle_high = (middle.astype(a.dtype) >> 16).astype(jnp.uint32)
+    # If `a` is a negative int32, `middle` may be one, too. In the dtype of `a`, the shift keeps the
+    # sign.
+    signed_middle = middle.astype(a.dtype)
+    middle_high = (signed_middle >> 16).astype(jnp.uint32)
     upper = a_high * b_high + middle_high
-    # The second mixed product, plus what `middle_high` leaves out of the first one.
-    middle_low = a_low * b_high + (middle & 0xFFFF)
-    return upper + (middle_low >> 16)
+    # The second mixed product, plus the lower half of `middle`, in units of 2**16.
+    second_middle = a_low * b_high + (middle & 0xFFFF)
+    return upper + (second_middle >> 16)
 
 
 def _multiply(integer: Whole, high: Any, low: Any) -> _Phase:
-    """Multiplies an int32 or uint32 by a fraction of a turn in two words, modulo one turn."""
+    """Multiplies an int32 or uint32 by `high * 2**-32 + low * 2**-64` turns, modulo one turn."""
     word = integer.astype(jnp.uint32)
     # `word * high` may wrap, which takes away whole turns.
     high_of_product = word * high + multiply_high(integer, low)
@@ -249,11 +269,15 @@ def _multiply(integer: Whole, high: Any, low: Any) -> _Phase:
 def _sine_at_float(positions: Real, frequencies: Words, quarters: Quarters) -> Real:
     """Computes `sinusoid` at float32 positions."""
     magnitude = jnp.abs(positions)
-    # The sine of -angle + quarters is the sine of angle + half a turn - quarters, and two quarters
-    # are half a turn.
-    quarters = jnp.where(positions < 0, np.uint32(2) - quarters, quarters)
-    sine = _sine_of_phase(_float_phase(magnitude, frequencies), quarters)
-    return nan_where(~(magnitude < 2.0**31), sine)
+    # sin(-angle + quarters) = sin(angle + half a turn - quarters), and half a turn is 2 quarters.
+    is_negative = positions < 0
+    quarters_at_negative = np.uint32(2) - quarters
+    quarters = jnp.where(is_negative, quarters_at_negative, quarters)
+    phase = _float_phase(magnitude, frequencies)
+    sine = _sine_of_phase(phase, quarters)
+    # The comparison is also false for NaN.
+    is_valid = magnitude < 2.0**31
+    return nan_where(~is_valid, sine)
 
 
 @_sine_at_float.defjvp
@@ -261,6 +285,7 @@ def _sine_at_float_jvp(primals: Any, tangents: Any) -> tuple[Real, Real]:
     """Computes the sine, and the tangent of the sine for the tangent of the positions."""
     positions, frequencies, quarters = primals
     position_tangent, *_ = tangents
+    # A frequency is turns + high * 2**-32 + low * 2**-64 turns per unit of position.
     turns, high, low = jax.tree.map(lambda word: word.astype(jnp.float32), frequencies)
     turns_per_unit = turns + (high * 2**-32 + low * 2**-64)
     radians_per_unit = 2 * np.pi * turns_per_unit
@@ -272,11 +297,19 @@ def _sine_at_float_jvp(primals: Any, tangents: Any) -> tuple[Real, Real]:
 
 
 def _float_phase(magnitude: Real, frequencies: Words) -> _Phase:
-    """Computes the phase of |position|, from the words of its whole part and of its fraction.
+    """Computes the phase of |position| * frequency, from the products of their words.
 
     The magnitude is `integer + first * 2**-32 + second * 2**-64`, where first and second are words
-    of the fraction, and the frequency is `turns + high * 2**-32 + low * 2**-64`. The phase is the
-    sum of the products of two words, but whole turns and what is below 2**-64 turns are left out.
+    of the fraction, and the frequency is `turns + high * 2**-32 + low * 2**-64` turns. The nine
+    products of two words have these units, in turns:
+
+                     turns     high      low
+        integer      1         2**-32    2**-64
+        first        2**-32    2**-64    2**-96
+        second       2**-64    2**-96    2**-128
+
+    The product in whole turns is left out, because it changes no sine. Of the products in units of
+    2**-96 turns, only the upper words are kept, which count 2**-64 turns. The last one is left out.
     """
     integer = jnp.floor(magnitude)
     # These steps are exact, because a float32 has 24 bits and scaling by a power of two rounds
@@ -287,12 +320,12 @@ def _float_phase(magnitude: Real, frequencies: Words) -> _Phase:
     first = first.astype(jnp.uint32)
     second = second.astype(jnp.uint32)
     turns, high, low = frequencies
-    # The products of the integer with turns are whole turns.
     integer_phase = _multiply(integer.astype(jnp.uint32), high, low)
+    # The products of first with turns and high are the same, 2**32 times smaller.
     first_phase = _multiply(first, turns, high)
-    # Of the product of first and low, only the upper word is above 2**-64 turns. The same holds for
-    # the product of second and high.
     first_low_phase = _Phase(high=0, low=multiply_high(first, low))
+    # The product of second and turns has an upper and a lower word. The sum of lower words may
+    # wrap, which loses 2**-32 turns, far less than the rounding of float32.
     second_high = multiply_high(second, turns)
     second_low = second * turns + multiply_high(second, high)
     second_phase = _Phase(high=second_high, low=second_low)
@@ -322,9 +355,11 @@ _SINE = np.array([-0.166666506826, 0.00833197923594, -0.000194956950035], np.flo
 _COSINE = np.array([0.0416666468913, -0.00138873685337, 2.44385524356e-5], np.float32)
 
 
-# An eighth of a turn is added to the high word of a phase. The two top bits of the sum then say
-# which quarter turn is nearest: whether the sine is negative there, and whether the quarter turn is
-# odd. The other bits are the distance from that quarter turn, plus an eighth of a turn.
+# The high word of a phase counts units of 2**-32 turns, so its two top bits say how many quarter
+# turns are below the phase. If an eighth of a turn is added first, the two top bits of the sum say
+# which quarter turn is nearest. The top bit is 1 for the quarter turns 2 and 3, near which the sign
+# of the polynomial is flipped. The second bit is 1 for the odd quarter turns 1 and 3. The other 30
+# bits are the distance from the nearest quarter turn, plus an eighth of a turn.
 _SIGN_BIT = np.uint32(1 << 31)
 _ODD_BIT = np.uint32(1 << 30)
 _DISTANCE_BITS = np.uint32((1 << 30) - 1)
@@ -334,13 +369,15 @@ _EIGHTH_TURN = np.uint32(1 << 29)
 def _sine_of_phase(phase: _Phase, quarters: Quarters) -> Real:
     """Computes the sine of a phase plus some quarter turns.
 
-    If the nearest quarter turn is even, the sine is computed by the polynomial of the sine, from
-    the distance to that quarter turn. If it is odd, the polynomial of the cosine is used.
+    If the quarter turn that is nearest to the sum is even, the sine is the polynomial of the sine,
+    at the distance from that quarter turn. If it is odd, the polynomial of the cosine is used.
     """
-    # A quarter turn is 2**30 units of the high word.
+    # A quarter turn is 2**30 units of the high word. The eighth of a turn makes the two top bits
+    # say the nearest quarter turn.
     shifted = phase.high + ((quarters << 30) + _EIGHTH_TURN)
     is_even = (shifted & _ODD_BIT) == 0
     distance_plus_eighth = (shifted & _DISTANCE_BITS).astype(jnp.int32)
+    # From an eighth of a turn before the nearest quarter turn to an eighth after it.
     distance = distance_plus_eighth - (1 << 29)
     angle, angle_error = _radians(distance, phase.low)
     square = angle * angle
@@ -354,7 +391,10 @@ def _sine_of_phase(phase: _Phase, quarters: Quarters) -> Real:
         return jnp.where(is_even, of_sine, of_cosine)
 
     leading = choose(angle, cosine_start)
-    leading_error = choose(angle_error, start_error - angle * angle_error)
+    # The true angle is angle + angle_error. Its cosine is less by sin(angle) * angle_error, and the
+    # sine of the angle is about the angle.
+    cosine_error = start_error - angle * angle_error
+    leading_error = choose(angle_error, cosine_error)
     # The remaining terms: angle**3 * S(angle**2), or angle**4 * C(angle**2).
     factor = choose(angle, square) * square
     c_0, c_1, c_2 = map(choose, _SINE, _COSINE)
@@ -367,21 +407,22 @@ def _sine_of_phase(phase: _Phase, quarters: Quarters) -> Real:
 
 
 def _radians(distance: Whole, low: Word) -> tuple[Real, Real]:
-    """Returns an angle in radians, and its rounding error.
+    """Returns an angle in radians, and the true angle minus the returned one.
 
-    The angle is `distance * 2**-32 + low * 2**-64` turns, and `distance` is from -2**29 to 2**29.
-    The distance is split into the nearest multiple of 2**18, `coarse`, and the rest, `fine`. The
-    product of `coarse` and `_RADIANS_FIRST` is exact, because `coarse` has 12 bits above its zeros.
-    For example, the distance 2**18 + 5 has the coarse part 2**18 and the fine part 5.
+    The true angle is `distance * 2**-32 + low * 2**-64` turns, and `distance` is from -2**29 to
+    2**29. The distance is split into the nearest multiple of 2**18, `coarse`, and the rest, `fine`.
+    The product of `coarse` and `_RADIANS_FIRST` is exact, because both have 12 bits above their
+    zeros. For example, the distance 2**18 + 5 has the coarse part 2**18 and the fine part 5.
     """
     # Adding half a step and then clearing the 18 low bits rounds to the nearest multiple.
     coarse = (distance + (1 << 17)) & -(1 << 18)
-    # A CPU converts a signed 24-bit integer to float32 exactly, in one instruction.
-    below = (low >> 8).astype(jnp.int32).astype(jnp.float32)
-    fine = (distance - coarse).astype(jnp.float32) + below * np.float32(2**-24)
+    # In units of 2**-32 turns, `low` is the fraction low * 2**-32. The upper 24 bits of `low` are
+    # enough, and a CPU converts a signed 24-bit integer to float32 exactly, in one instruction.
+    upper_bits = (low >> 8).astype(jnp.int32).astype(jnp.float32)
+    fine = (distance - coarse).astype(jnp.float32) + upper_bits * np.float32(2**-24)
     coarse = coarse.astype(jnp.float32)
-    exact = coarse * _RADIANS_FIRST
-    small = coarse * _RADIANS_SECOND + fine * _RADIANS
-    angle = exact + small
-    rounding_error = (exact - angle) + small
+    exact_product = coarse * _RADIANS_FIRST
+    small_products = coarse * _RADIANS_SECOND + fine * _RADIANS
+    angle = exact_product + small_products
+    rounding_error = (exact_product - angle) + small_products
     return angle, rounding_error

@@ -12,7 +12,7 @@ from transformer_embed._src.compiled import compiled
 def query_scale(
     positions: ArrayLike, *, beta: float, length: int, offset: int = 0
 ) -> Float[Array, "..."]:
-    """Computes the factor of each query by which attention stays sharp in long texts.
+    """Computes a factor for each query, which keeps attention sharp in long texts.
 
         scale[...] = 1 + beta * log(1 + (positions[...] + offset) // length)
 

@@ -25,8 +25,9 @@ def alibi_slopes(num_heads: int, *, max_bias: float = 8.0) -> Float32[Array, "h"
 
         slopes[i] = 2 ** (-max_bias * (i + 1) / n)
 
-    If not, let n be the largest power of two below num_heads. The slopes of n heads come first. The
-    remaining heads get the first, third, fifth, ... slope of 2n heads.
+    If num_heads is not a power of two, let n be the largest power of two below num_heads. The first
+    n heads get the slopes of n heads. The remaining heads get the first, third, fifth, ... slope of
+    2n heads.
 
     Args:
         num_heads: The number of heads, at least 1.
@@ -65,17 +66,21 @@ def alibi_bias(
 ) -> Float[Array, "*b h t s"]:
     """Computes ALiBi's bias: each head's slope times the distance of the key from the query.
 
+    For a causal mask, the bias of query t and key s in head h is
+
         bias[..., h, t, s] = slopes[h] * (key_positions[..., s] - query_positions[..., t])
 
-    or, if not causal, `-slopes[h] * abs(key_positions[..., s] - query_positions[..., t])`. The
-    bias is made from positions, so it is right for queries at an offset in a cache, for packed
-    sequences and for padding on either side.
+    With `causal=False`, the bias is
+    `-slopes[h] * abs(key_positions[..., s] - query_positions[..., t])`. The bias is made from
+    positions, so it is right for queries at an offset in a cache, for packed sequences and for
+    padding on either side.
 
-    A causal bias is positive for keys after the query, so mask these keys. To save memory, you can
-    compute a causal bias for a single query and use it for all queries, because a softmax ignores a
-    term that is constant over the keys. With `query_positions=[0]` you get `slopes * key`, the bias
-    of Bloom and Falcon (Falcon computes it in bfloat16). With `query_positions=[length - 1]` you
-    get the bias of MPT and Keras. If `causal` is False, compute the bias for every query.
+    With `causal=True`, keys after the query get a bias above 0, so mask these keys. To save memory,
+    you can compute a causal bias for a single query and use it for all queries, because a softmax
+    ignores a term that is constant over the keys. With `query_positions=[0]` you get
+    `slopes * key`, the bias of Bloom and Falcon (Falcon computes it in bfloat16). With
+    `query_positions=[length - 1]` you get the bias of MPT and Keras. If `causal` is False, compute
+    the bias for every query.
 
     Args:
         query_positions: The positions of the queries. Integers of shape [T] or [B, T].
@@ -90,10 +95,10 @@ def alibi_bias(
     Returns:
         The bias, of `dtype`. Shape [B or 1, num_heads, T, S], or [num_heads, T, S] if the positions
         of queries and keys have no batch axis. Distances are exact integers for any two positions.
-        The product of a distance and a slope is computed in float32 (relative error below 1.8e-7)
-        and rounded once. The magnitude of the bias is limited to a quarter of the largest number of
-        the dtype, so that the sum with `mask_to_bias` stays finite and masked keys stay masked. You
-        can reach this limit only in float16, where it is 16376.
+        The product of a distance and the slope of a head is computed in float32 (relative error
+        below 1.8e-7) and rounded once. The magnitude of the bias is limited to a quarter of the
+        largest number of the dtype, so that the sum with `mask_to_bias` stays finite and masked
+        keys stay masked. You can reach this limit only in float16, where it is 16376.
 
     Raises:
         TypeError: Positions are not integers, or are a jax array of uint32 or uint64. `causal` is
@@ -132,8 +137,9 @@ def relative_position_buckets(
     """Computes T5's bucket of the distance between each query and key.
 
     A bucket is the index of a row in a table of biases, which `te.RelativePositionBias` learns. Let
-    m be the number of buckets for each direction. The first e = m // 2 buckets have one distance
-    each, and the later buckets have ranges of distances. The bucket of distance n is
+    m be the number of buckets for each direction (keys before the query, or after it). Each of the
+    first e = m // 2 buckets is for one distance, and each later bucket is for a range of distances.
+    The bucket of distance n is
 
         n                                                                     if n < e
         min(m - 1, e + floor(log(n / e) / log(max_distance / e) * (m - e)))   otherwise
@@ -147,12 +153,13 @@ def relative_position_buckets(
         num_buckets: The number of rows of the table. At least 2 if `causal` is True, and at least 4
             if not. If `causal` is False, pass an even number, because an odd number leaves the last
             row unused.
-        max_distance: A distance, larger than e. All distances from `max_distance` on are in the
-            last bucket.
-        causal: Whether a mask hides the keys after the query. Set True for T5's decoder. Then m is
-            num_buckets, and keys after the query get bucket 0. Set False for T5's encoder. Then m
-            is num_buckets // 2. The first m buckets are for keys at or before the query, and the
-            other m buckets are for keys after the query. There is no default.
+        max_distance: A distance, larger than e, the number of buckets for one distance each. All
+            distances from `max_distance` on are in the last bucket.
+        causal: Whether a mask hides the keys after the query. Set True for T5's decoder. All
+            buckets are then for keys at or before the query (m = num_buckets), and keys after the
+            query get bucket 0. Set False for T5's encoder. The first half of the buckets is then
+            for keys at or before the query, and the other half for keys after the query (m =
+            num_buckets // 2). There is no default.
 
     Returns:
         The buckets, int32, in [0, num_buckets). Shape [B or 1, T, S], or [T, S] if the positions of
@@ -163,8 +170,8 @@ def relative_position_buckets(
             or `max_distance` is not a Python int, or `causal` is not a Python bool.
         ValueError: A position on the host is outside int32, or positions have a rank other than 1
             or 2. The queries and the keys have different numbers of batch rows. `num_buckets` is
-            too low, or `max_distance` is not above e, the number of buckets with one distance, or
-            is above 2**31 - 1.
+            too low. `max_distance` is too low (at most e, the number of buckets that are for one
+            distance each) or too high (above int32).
 
     Example:
         >>> import transformer_embed as te
@@ -178,10 +185,11 @@ def relative_position_buckets(
     """
     causal = arguments.flag("causal", causal)
     num_buckets = arguments.integer("num_buckets", num_buckets, at_least=2 if causal else 4)
-    # A causal mask leaves one direction, and all buckets are for it.
+    # A causal mask leaves one direction, and all buckets are for it. This is m in the formula.
     direction_buckets = num_buckets if causal else num_buckets // 2
-    lowest = direction_buckets // 2 + 1
-    max_distance = arguments.int32("max_distance", max_distance, at_least=lowest)
+    # This is e in the formula, the number of buckets with one distance.
+    exact_buckets = direction_buckets // 2
+    max_distance = arguments.int32("max_distance", max_distance, at_least=exact_buckets + 1)
     positions = comparable_arrays(query_positions=query_positions, key_positions=key_positions)
     queries = positions["query_positions"]
     keys = positions["key_positions"]
@@ -191,18 +199,30 @@ def relative_position_buckets(
 
 @functools.lru_cache(maxsize=64)
 def _bucket_starts(direction_buckets: int, max_distance: int) -> tuple[int, ...]:
-    """Returns the first distance of the buckets e + 1, e + 2, ..., for e = direction_buckets // 2.
+    """Returns the distance at which each bucket begins, for the buckets e + 1 to m - 1.
 
-    The letters are the letters of the formula in `relative_position_buckets`.
+    The letters are the letters of the formula in `relative_position_buckets`. By the formula,
+    bucket e + j begins at the least distance n with
+
+        log(n / e) / log(max_distance / e) * (m - e) >= j
+        (n / e) ** (m - e) >= (max_distance / e) ** j
+        n ** (m - e) >= max_distance ** j * e ** (m - e - j)
+
+    where the last line has only integers.
+
+    Args:
+        direction_buckets: The number m of buckets for each direction.
+        max_distance: A distance from which on all distances are in the last bucket.
     """
-    exact = direction_buckets // 2
-    steps = direction_buckets - exact
+    exact_buckets = direction_buckets // 2
+    range_buckets = direction_buckets - exact_buckets
     starts = []
-    for j in range(1, steps):
-        # Bucket e + j starts at the least n with (n / e) ** steps >= (max_distance / e) ** j. Both
-        # sides times e ** steps are integers.
-        power = max_distance**j * exact ** (steps - j)
-        start = bisect.bisect_left(range(max_distance), power, key=lambda n: n**steps)
+    for j in range(1, range_buckets):
+        least_power = max_distance**j * exact_buckets ** (range_buckets - j)
+        # The power rises with the distance, so bisection finds the least distance.
+        start = bisect.bisect_left(
+            range(max_distance), least_power, key=lambda distance: distance**range_buckets
+        )
         starts.append(start)
     return tuple(starts)
 
@@ -216,9 +236,9 @@ def _slopes(num_heads: int, max_bias: float) -> tuple[float, ...]:
     num_heads = arguments.size("num_heads", num_heads)
     # The largest power of two up to the number of heads.
     power = 2 ** (num_heads.bit_length() - 1)
-    # Slope number n is 2 ** (-max_bias * n / power). The first, third, fifth, ... slope of twice as
-    # many heads have the numbers 0.5, 1.5, 2.5, ... For example, six heads have the slopes number
-    # 1, 2, 3, 4, 0.5 and 1.5.
+    # Slope number n is 2 ** (-max_bias * n / power). With twice as many heads, every second slope
+    # is new, and these slopes have the numbers 0.5, 1.5, 2.5, ... For example, six heads have the
+    # slopes number 1, 2, 3, 4, 0.5 and 1.5.
     numbers = [i + 1.0 for i in range(power)]
     numbers += [i + 0.5 for i in range(num_heads - power)]
     return tuple(2.0 ** (-max_bias * number / power) for number in numbers)
@@ -245,7 +265,8 @@ def _alibi(
     # The distance 0 must give 0: `0 - distance` does, but `-distance` would give -0.
     relative_position = 0 - distance
     if causal:
-        # A key after the query gets a bias above 0. Callers mask these keys.
+        # The position of the key minus the position of the query, which is above 0 for a key after
+        # the query. Callers mask these keys.
         relative_position = jnp.where(is_after, distance, relative_position)
     # A quarter of the largest number, so that logits and bias together stay finite.
     limit = float(jnp.finfo(dtype).max) / 4
@@ -277,11 +298,12 @@ def _buckets(
     is_after, distance = _is_after_and_distance(queries, keys)
     if causal:
         distance = jnp.where(is_after, 0, distance)
-    exact = direction_buckets // 2
-    # This is the minimum of the distance and `exact`. `distance < exact` would give the same
-    # numbers, but the compiler would turn that selection into a minimum of unsigned integers, which
-    # kernels for TPUs do not have.
-    buckets = jnp.where(distance < exact + 1, distance, exact).astype(jnp.int32)
+    exact_buckets = direction_buckets // 2
+    # This is the minimum of the distance and `exact_buckets`. The condition is not
+    # `distance < exact_buckets`, because the compiler would turn such a selection into a minimum of
+    # unsigned integers, which kernels for TPUs do not have. The numbers are the same.
+    has_own_bucket = distance < exact_buckets + 1
+    buckets = jnp.where(has_own_bucket, distance, exact_buckets).astype(jnp.int32)
     # Each start that the distance has reached adds a bucket. The sum is unrolled: for a reduction,
     # XLA would make an array [b, t, s, starts].
     for start in bucket_starts:
@@ -298,7 +320,10 @@ def _is_after_and_distance(
     queries = queries.astype(dtype)[..., :, None]
     keys = keys.astype(dtype)[..., None, :]
     is_after = keys > queries
-    # A difference of signed integers may wrap, but the distance fits the unsigned dtype.
+    # A difference of signed integers may wrap, but the distance fits the unsigned dtype. An
+    # unsigned difference wraps if the key is before the query, and its negative wraps back: for
+    # the key 2 and the query 5 in 8 bits, the difference is 253, and -253 is the distance 3.
     unsigned = np.dtype(f"u{dtype}")
     difference = keys.astype(unsigned) - queries.astype(unsigned)
-    return is_after, jnp.where(is_after, difference, -difference)
+    distance = jnp.where(is_after, difference, -difference)
+    return is_after, distance

@@ -15,26 +15,27 @@ def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Arra
 
     Use it for attention with relative embeddings (Transformer-XL, XLNet, Music Transformer). In
     these models, you multiply each query by the embedding of each distance, which is one matrix
-    product. This function then moves each product to the key at that distance. For T queries, which
-    are the last T of the S keys,
+    product. This function then moves each product to the key at that distance. If the T queries are
+    the last T of the S keys, the result is
 
         result[..., t, s] = logits[..., t, s + T - 1 - t]
 
-    For S keys, column S - 1 of the logits is for the query's own key, column S - 2 for the key one
-    token before the query, and column S for the key one token after the query.
+    So column S - 2 of the logits is for the key one token before the query, column S - 1 for the
+    query's own key, and column S for the key one token after the query.
 
     Args:
         logits: The products of the queries and the embeddings of the distances. Floats of shape
-            [..., T, R], for example [batch, heads, T, R]. Column 0 is for the key that is farthest
-            before the query. Pass R = S columns for attention to the past, as in Transformer-XL,
-            and up to S + T - 1 columns if queries also attend to later keys, as in XLNet.
+            [..., T, R], for example [batch, heads, T, R]. R is the number of distances, which go
+            from the largest distance before the query to the largest after it. Pass R = S distances
+            for attention to the past, as in Transformer-XL. Pass up to S + T - 1 distances if
+            queries also attend to later keys, as in XLNet.
         num_keys: The number of keys, S. Keys are the tokens of a memory, then the tokens of the
-            queries. If None, S is R, the number of columns.
+            queries. If None, S is R, the number of distances in `logits`.
 
     Returns:
-        The logits of the keys, of the dtype of `logits`. Shape [..., T, S]. If `logits` has no
-        column for the distance of a key, the key gets -inf, so with R = S no query attends to a
-        later key. The function is differentiable.
+        The logits of the keys, of the dtype of `logits`. Shape [..., T, S]. A key gets -inf if
+        `logits` has no column for the distance of the key. With R = S distances, there are no
+        columns for later keys, so no query attends to a later key. The function is differentiable.
 
     Raises:
         TypeError: `logits` does not hold floats, or `num_keys` is not a Python int.
@@ -61,8 +62,8 @@ def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Arra
 
     Source:
         The shift is from Dai et al., "Transformer-XL" (2019), appendix B,
-        https://arxiv.org/abs/1901.02860. In the authors' code, a key without a column gets a logit
-        of the wrong query, so their code needs a mask.
+        https://arxiv.org/abs/1901.02860. In the authors' code, a later key gets a logit of another
+        query, so their code needs a mask.
     """
     logits = arguments.as_floats("logits", logits)
     has_columns = logits.ndim > 1 and logits.shape[-1] > 0
@@ -72,10 +73,11 @@ def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Arra
         num_keys = columns
     elif not export.is_symbolic_dim(num_keys):
         num_keys = arguments.size("num_keys", num_keys)
-    # Symbolic sizes have no order, and are assumed to fit.
+    # Symbolic sizes of jax.export cannot be compared, and are assumed to fit.
     is_symbolic = any(map(export.is_symbolic_dim, (queries, columns, num_keys)))
     if not is_symbolic:
-        # Logits of no queries may have as many columns as logits of one query.
+        # The most columns are num_keys + queries - 1. An array without queries may have as many
+        # columns as there are keys.
         most_columns = num_keys + max(queries - 1, 0)
         if not num_keys <= columns <= most_columns:
             want = f"{num_keys} to {num_keys + queries - 1} columns for {num_keys} keys"
@@ -100,7 +102,10 @@ def _shifted(logits: Float[Array, "*b t r"], num_keys: int) -> Float[Array, "*b 
 
     whose first two columns are the result.
     """
-    logits = with_whole_rows(with_whole_rows(logits, -1), -2)
+    # Explicit mesh axes may split the columns or the queries over devices, but reshaping both needs
+    # them whole.
+    whole_columns = with_whole_rows(logits, -1)
+    logits = with_whole_rows(whole_columns, -2)
     *batch, queries, columns = logits.shape
     width = num_keys + queries
     no_padding = [(0, 0)] * (logits.ndim - 1)

@@ -38,7 +38,8 @@ def apply_rotary(
 
     The channels of a head form pairs. Each pair has a frequency, which is the angle per unit of
     position. With the defaults, pair i (from 0 to head_dim // 2 - 1) consists of the channels a = i
-    and b = i + head_dim // 2. For `angle = position * base ** (-2i / head_dim)`, they become
+    and b = i + head_dim // 2. With `angle = position * base ** (-2i / head_dim)`, the channels a
+    and b become
 
         x[..., a] * cos(angle) - x[..., b] * sin(angle)
         x[..., b] * cos(angle) + x[..., a] * sin(angle)
@@ -50,27 +51,28 @@ def apply_rotary(
         x: The queries or keys, of a floating dtype. Shape [..., length, heads, head_dim]. If the
             heads come before the length in your arrays, swap these two axes first.
         positions: The position of each token, such as `TokenPositions.positions`. Integers of any
-            dtype, or float32. Shape [length], or a shape that broadcasts to [..., length]. If you
-            set `pair_axes`, add a last axis: [..., length, axes].
+            dtype, or float32. Shape [length], or a shape that broadcasts to the first axes of x,
+            [..., length], such as [batch, length]. If you set `pair_axes`, add a last axis:
+            [..., length, axes].
         base: The base of the frequencies, above 0, often called theta. Pass the `rope_theta` of a
             published model.
         layout: Which channels form a pair. `"half"` pairs i with i + head_dim // 2. `"interleaved"`
             pairs 2i with 2i + 1. A model must run in the layout that it was trained in. The wrong
-            one raises no error.
+            layout raises no error, but gives wrong attention scores.
         rotary_dim: The number of channels of each head that are rotated, an even number. Set it for
             models that rotate only a part of the head (GPT-J, GPT-NeoX). If None, all channels are
             rotated.
         partial: Which channels are rotated if `rotary_dim` is set. `"first"` rotates the first
-            `rotary_dim` channels, like a head of that size. `"proportional"` (Gemma) pairs the
-            channels of the whole head, uses head_dim in the exponents, and rotates the first
-            rotary_dim / 2 pairs.
+            `rotary_dim` channels, like a head of that size. `"proportional"` (Gemma) makes pairs of
+            all channels of the head, with the frequencies of a whole head, and rotates only the
+            first rotary_dim / 2 pairs.
         scaling: How the frequencies are changed for texts that are longer than in training. Pass
             the scaling that your model was published with: a `LinearScaling`, `NTKScaling`,
             `YarnScaling`, `Llama3Scaling` or `LongRopeScaling`. If None, the frequencies stay as
             they are.
-        pair_axes: Which of a token's positions rotates each pair. One integer per pair, an index
-            into the last axis of `positions`. Set it only if each token has several positions, such
-            as time, height and width. For example, `np.repeat([0, 1, 2], [16, 24, 24])` rotates the
+        pair_axes: Which position rotates each pair, if each token has several positions, such as
+            time, height and width. One integer per pair, an index into the last axis of
+            `positions`. For example, `np.repeat([0, 1, 2], [16, 24, 24])` rotates the
             first 16 pairs by the time. The frequencies stay the same. If None, each token has one
             position.
 
@@ -103,8 +105,8 @@ def apply_rotary(
           by this factor, and one float32 rounding is added.
         - The rotation is computed in float32, or in float64 if x is float64, and rounded once to
           the dtype of x.
-        - In two cases, the rotated channels are NaN: at a 64-bit jax integer outside int32, and at
-          a float position that is NaN, infinite, or 2**31 or more in magnitude.
+        - The rotated channels are NaN if the position is an integer outside int32 in a 64-bit jax
+          array, or a float that is NaN, infinite, or 2**31 or more in magnitude.
 
     Source:
         The rotation is from Su et al., "RoFormer: Enhanced Transformer with Rotary Position
@@ -118,28 +120,30 @@ def apply_rotary(
     layout = arguments.choice("layout", layout, ROTARY_LAYOUTS)
     rotary_dim = _checked_rotary_dim(rotary_dim, head_dim)
     partial = arguments.choice("partial", partial, PARTIAL)
-    # The channels that are paired, of which some may have the frequency 0.
+    # The number of channels that form pairs. With partial="proportional", all channels do, and the
+    # pairs after the first `rotary_dim / 2` get the frequency 0.
     paired_dim = rotary_dim
     if partial == "proportional":
         paired_dim = check_even("head_dim", head_dim)
     want = "LinearScaling(...), another scaling of this package, or None"
     arguments.instance("scaling", scaling, Scaling | None, want)
-    # [..., length, axes].
-    points = phase.as_positions("positions", positions)
-    axes = ()
+    positions = phase.as_positions("positions", positions)
     if pair_axes is None:
-        points = points[..., None]
+        axes = ()
+        positions = positions[..., None]
     else:
         axes = arguments.entries("pair_axes", pair_axes, arguments.integer, at_least=0)
-        _check_axes(axes, paired_dim // 2, points.shape)
+        _check_axes(axes, paired_dim // 2, positions.shape)
+    # Now the positions are [..., length, axes].
     tokens = "x's tokens (x: [..., length, heads, head_dim])"
     arguments.check_broadcasts(
-        "positions", points.shape[:-1], x.shape[:-2], tokens, with_length=True
+        "positions", positions.shape[:-1], x.shape[:-2], tokens, with_length=True
     )
     base = arguments.positive("base", base)
     rotating_pairs = rotary_dim // 2
     frequencies = _frequencies(paired_dim, rotating_pairs, base, scaling)
-    return _rotate(x, points, layout, frequencies.units, frequencies.attention_factor, axes)
+    attention_factor = frequencies.attention_factor
+    return _rotate(x, positions, layout, frequencies.fixed_point, attention_factor, axes)
 
 
 def permute_rotary_weights(
@@ -159,13 +163,14 @@ def permute_rotary_weights(
             axis, so transpose weights from PyTorch.
         num_heads: The number of heads, at least 1. If the model has fewer key heads than query
             heads, pass the number of key heads for the weights of the keys.
-        source: The layout that the weights are in, `"half"` or `"interleaved"`, as in
-            `apply_rotary`.
+        source: The layout that the weights are in, the `layout` argument of `apply_rotary`.
+            `"half"` pairs channel i with i + rotary_dim // 2, and `"interleaved"` pairs 2i with
+            2i + 1.
         target: The layout to convert them to.
-        rotary_dim: The number of channels of each head, from the first, that `apply_rotary` rotates
-            in pairs. Pass the same number as to `apply_rotary`. If None, all channels form pairs.
-            Pass None also for a model with `partial="proportional"`, because all channels of its
-            heads form pairs.
+        rotary_dim: The argument `rotary_dim` of your calls of `apply_rotary`: the first
+            `rotary_dim` channels of each head form pairs. If None, all channels form pairs. Pass
+            None also for a model with `partial="proportional"`, because all channels of its heads
+            form pairs.
 
     Returns:
         The permuted array, of the shape and dtype of `weights`.
@@ -210,7 +215,7 @@ def _rotate(
     x: Float[Array, "... t h d"],
     positions: Array,
     layout: str,
-    units: tuple[int, ...],
+    fixed_point_frequencies: tuple[int, ...],
     attention_factor: float,
     pair_axes: tuple[int, ...],
 ) -> Float[Array, "... t h d"]:
@@ -222,8 +227,8 @@ def _rotate(
         x: The heads.
         positions: The positions, [..., length, axes].
         layout: Which channels form a pair.
-        units: The frequency of each pair, in `phase.in_turn_units`.
-        attention_factor: The factor of cosines and sines.
+        fixed_point_frequencies: The frequency of each pair, an integer in units of 2**-64 turns.
+        attention_factor: The number that multiplies cosines and sines.
         pair_axes: The axis of each pair, or () if there is only one axis.
     """
     # Users may disable jax's rank promotion, so positions get the rank of x: an axis for the heads,
@@ -231,14 +236,16 @@ def _rotate(
     leading_axes = range(x.ndim - positions.ndim - 1)
     positions = jnp.expand_dims(positions, (*leading_axes, -2))
     pair_positions = _positions_of_pairs(positions, pair_axes)
-    cosines_and_sines = _cosines_and_sines(pair_positions, units, attention_factor)
+    cosines_and_sines = _cosines_and_sines(
+        pair_positions, fixed_point_frequencies, attention_factor
+    )
     wide = conversions.compute_dtype(x.dtype)
     cosines = cosines_and_sines[0].astype(wide)
     sines = cosines_and_sines[1].astype(wide)
     # x is widened after it is split, and the results are narrowed before they are joined. A TPU
     # splits and joins 16-bit arrays directly, and the other order would take extra passes over
     # memory.
-    paired_dim = 2 * len(units)
+    paired_dim = 2 * len(fixed_point_frequencies)
     first_channels, second_channels = _split_pairs(x[..., :paired_dim], layout)
     first = first_channels.astype(wide)
     second = second_channels.astype(wide)
@@ -253,11 +260,12 @@ def _rotate(
 def _positions_of_pairs(
     positions: Shaped[Array, "... t 1 a"], pair_axes: tuple[int, ...]
 ) -> Shaped[Array, "... t 1 #p"]:
-    """Chooses, for each of p pairs, the position on the axis of the pair.
+    """Chooses, for each of p pairs of channels, the position on the axis of the pair.
 
     For example, a token at the positions (5, 2) and the pair axes (0, 1, 0) give 5 2 5. If there is
     only one axis, all pairs share its position, and the last size is 1.
     """
+    # The axes of the pairs, [p], get the rank of the positions: [1, ..., 1, p].
     leading_axes = tuple(range(positions.ndim - 1))
     axis_of_pair = np.expand_dims(pair_axes, leading_axes)
     positions_by_axis = jnp.split(positions, positions.shape[-1], -1)
@@ -269,14 +277,18 @@ def _positions_of_pairs(
 
 
 def _cosines_and_sines(
-    pair_positions: Shaped[Array, "... t 1 #p"], units: tuple[int, ...], attention_factor: float
+    pair_positions: Shaped[Array, "... t 1 #p"],
+    fixed_point_frequencies: tuple[int, ...],
+    attention_factor: float,
 ) -> Float[Array, "2 ... t 1 p"]:
-    """Computes the cosines (index 0) and the sines (1) of the angles of p pairs.
+    """Computes the cosines (index 0) and the sines (1) of the angles of p pairs of channels.
 
-    Both are multiplied by the attention factor.
+    The angle is the position times the frequency. Cosines and sines are multiplied by the attention
+    factor.
     """
-    frequencies = phase.in_words(units)
-    # A cosine is the sine a quarter turn on.
+    # `sinusoid` takes each frequency as three words of 32 bits, and the number of quarter turns
+    # that are added to an angle. A cosine is the sine one quarter turn on.
+    frequencies = phase.words_of_fixed_point(fixed_point_frequencies)
     one_quarter = np.array(1, np.uint32)
     no_quarter = np.array(0, np.uint32)
     cosines = phase.sinusoid(pair_positions, frequencies, one_quarter)
@@ -289,14 +301,18 @@ def _cosines_and_sines(
 
 @compiled(1, 2, 3, 4)
 def _permute(
-    weights: Shaped[Array, "... hd"], num_heads: int, rotary_dim: int, source: str, target: str
+    weights: Shaped[Array, "... hd"],
+    num_heads: int,
+    rotary_dim: int,
+    source_layout: str,
+    target_layout: str,
 ) -> Shaped[Array, "... hd"]:
-    """Reorders the first `rotary_dim` channels of each head."""
+    """Reorders the first `rotary_dim` channels of each head from one layout to another."""
     # `head_dim` is computed, because `reshape` cannot find the size of -1 if the weights are empty.
     head_dim = weights.shape[-1] // num_heads
     heads = weights.reshape(*weights.shape[:-1], num_heads, head_dim)
-    pairs = _split_pairs(heads[..., :rotary_dim], source)
-    permuted_channels = _join_pairs(pairs, target)
+    pairs = _split_pairs(heads[..., :rotary_dim], source_layout)
+    permuted_channels = _join_pairs(pairs, target_layout)
     other_channels = heads[..., rotary_dim:]
     all_channels = jnp.concatenate([permuted_channels, other_channels], -1)
     return all_channels.reshape(weights.shape)
@@ -330,9 +346,9 @@ def _join_pairs(pairs: list[Shaped[Array, "... p"]], layout: str) -> Shaped[Arra
 class _Frequencies(NamedTuple):
     """Holds the frequencies of a rotation."""
 
-    # One number for each pair, in `phase.in_turn_units`.
-    units: tuple[int, ...]
-    # The factor of cosines and sines.
+    # An integer for each pair, in units of 2**-64 turns, from `phase.as_fixed_point`.
+    fixed_point: tuple[int, ...]
+    # The number that multiplies cosines and sines.
     attention_factor: float
 
 
@@ -348,7 +364,8 @@ def _frequencies(
     frequencies, attention_factor = scaled_frequencies(scaling, paired_dim, base)
     # A frequency of 0 rotates nothing.
     frequencies[rotating_pairs:] = 0
-    return _Frequencies(units=phase.in_turn_units(frequencies), attention_factor=attention_factor)
+    fixed_point = phase.as_fixed_point(frequencies, "base and scaling")
+    return _Frequencies(fixed_point=fixed_point, attention_factor=attention_factor)
 
 
 def _checked_rotary_dim(rotary_dim: int | None, head_dim: int) -> int:

@@ -1,4 +1,8 @@
-"""Scales rotary frequencies by the published formulas, in arbitrary precision."""
+"""Scales rotary frequencies by the published formulas, in arbitrary precision.
+
+The scaled frequencies let a model read texts that are longer than in training. Some scalings also
+have an *attention factor*, a number that multiplies all cosines and sines of the rotation.
+"""
 
 import dataclasses
 import decimal
@@ -44,8 +48,8 @@ class _Scaling:
     base is the number that the frequencies were computed from.
     """
 
-    # The factor of cosines and sines. Some scalings have a field of this name, which replaces this
-    # None.
+    # The number that multiplies cosines and sines. Some scalings have a field of this name, which
+    # replaces this None. If it is None, `_formula_attention_factor` computes the number.
     attention_factor: float | None = None
 
     def __post_init__(self) -> None:
@@ -53,7 +57,10 @@ class _Scaling:
         arguments.convert_fields(self, **_CONVERTERS)
 
     def _formula_attention_factor(self) -> float:
-        """Computes the attention factor that holds if the field `attention_factor` is None."""
+        """Computes the attention factor if the field `attention_factor` is None.
+
+        This 1 is for scalings that leave cosines and sines as they are.
+        """
         return 1.0
 
 
@@ -100,8 +107,8 @@ class NTKScaling(_Scaling):
     it is, so the model can tell neighbouring tokens apart as before. The lowest frequency is
     divided by `alpha`.
 
-    In transformers, the rope type "dynamic" computes alpha from the current length of the text:
-    `alpha = max(factor * length / original_length - (factor - 1), 1)`. Do not combine dynamic
+    In transformers, the rope type "dynamic" computes such an `alpha` from the current length of the
+    text: `alpha = max(factor * length / original_length - (factor - 1), 1)`. Do not combine dynamic
     scaling with a KV cache, because the cached keys were rotated with the alpha of a shorter text.
 
     Args:
@@ -117,15 +124,16 @@ class NTKScaling(_Scaling):
         NTKScaling(alpha=8.0)
 
     Source:
-        The scaling is from bloc97 (2023). Its formula is given by Peng et al., "YaRN: Efficient
-        Context Window Extension of Large Language Models" (2023), sections 3.1 and 3.3,
-        https://arxiv.org/abs/2309.00071
+        The scaling was proposed by bloc97 on Reddit (2023). The formula is given by Peng et
+        al., "YaRN: Efficient Context Window Extension of Large Language Models" (2023), sections
+        3.1 and 3.3, https://arxiv.org/abs/2309.00071
     """
 
     alpha: float
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         """Changes the frequency of each pair of channels as a larger base would."""
+        # Frequency i of the larger base is the old frequency i times a power of alpha:
         # (base * alpha ** (d / (d - 2))) ** (-2i / d)
         #     = base ** (-2i / d) * alpha ** (-i / (d / 2 - 1))
         pairs = len(frequencies)
@@ -141,35 +149,39 @@ class YarnScaling(_Scaling):
     attention scores are multiplied by the square of this factor.
 
     A frequency is high if it makes many full turns over the trained length. For d rotated channels,
-    the frequency that makes n turns has the index
+    frequency i is base ** (-2i / d), so high frequencies have low indices. The frequency that makes
+    n turns has the index
     `index(n) = d * ln(original_length / (2 * pi * n)) / (2 * ln(base))`. A ramp over the indices
-    rises from 0 at max(index(beta_fast), 0) to 1 at min(index(beta_slow), d - 1). It blends the two
-    frequencies:
+    rises from 0 at max(index(beta_fast), 0) to 1 at min(index(beta_slow), d - 1). The scaled
+    frequency is the whole frequency where the ramp is 0, the divided one where the ramp is 1, and a
+    blend of both between:
 
-        frequency[i] = base ** (-2i / d) * (ramp[i] / factor + 1 - ramp[i])
+        frequency[i] = base ** (-2i / d) * (1 - ramp[i] + ramp[i] / factor)
 
     If both ends of the ramp are equal, the ramp becomes a step, because 0.001 is added to the
     second end, as in transformers.
 
-    The attention factor is m(mscale) / m(mscale_all_dim), where m(s) = 0.1 * s * ln(factor) + 1. If
-    `factor` is at most 1, the attention factor is 1.
+    The attention factor multiplies cosines and sines. By default it is
+    m(mscale) / m(mscale_all_dim), where m(s) = 0.1 * s * ln(factor) + 1. If `factor` is at most 1,
+    the attention factor is 1.
 
     Args:
         factor: How many times longer the context is than in training, above 0.
         original_length: The trained length, at least 2.
-        beta_fast: A number of full turns, at least `beta_slow`. A frequency that makes at least
-            this many turns is kept. If `beta_fast` and `beta_slow` are equal, as in Kimi K2, hardly
-            any frequency is blended.
-        beta_slow: A number of full turns, above 0. A frequency that makes at most this many turns
-            is divided by `factor`.
+        beta_fast: A number of full turns over the trained length, at least `beta_slow`. A frequency
+            that makes at least this many turns is kept. Between `beta_slow` and `beta_fast` turns,
+            a frequency is divided in part. If both are equal, as in Kimi K2, this is true of hardly
+            any frequency.
+        beta_slow: A number of full turns over the trained length, above 0. A frequency that makes
+            at most this many turns is divided by `factor`.
         truncate: Whether the ends of the ramp are rounded to integers, the first end down and the
             second end up. Pass False for gpt-oss.
         mscale: A number in the formula of the attention factor, at least 0. Pass the `mscale` of
             the model's config.json, if there is one, as in DeepSeek's.
         mscale_all_dim: A number in the formula of the attention factor, at least 0. Pass the
             `mscale_all_dim` of the model's config.json, if there is one.
-        attention_factor: The attention factor, a number above 0. Pass it if the config.json of your
-            model has it. If None, the attention factor is computed by the formula above.
+        attention_factor: The number that multiplies cosines and sines, above 0. Pass it if the
+            config.json of your model has it. If None, the number is computed by the formula above.
 
     Raises:
         TypeError: `truncate` is not a Python bool, or one of the numbers is neither a Python number
@@ -214,34 +226,37 @@ class YarnScaling(_Scaling):
             raise arguments.value_error("beta_fast", want, self.beta_fast)
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """Divides low frequencies by the factor, as the docstring of the class says."""
+        """Divides low frequencies by the factor, keeps high ones, and blends those between."""
         base = arguments.real("base", base, lowest=math.nextafter(1, 2), want="a number above 1")
         dim = 2 * len(frequencies)
         log_base = Decimal(base).ln()
 
         def index_with_turns(turns: float) -> Decimal:
-            """Computes which frequency makes so many turns over the trained length, as an index.
+            """Computes the index of the frequency that makes so many turns in the trained length.
 
-            The index i need not be an integer. It solves
-            original_length * base ** (-2i / dim) = 2 * pi * turns.
+            Frequency i is base ** (-2i / dim), so the index solves
+            original_length * base ** (-2i / dim) = 2 * pi * turns. It need not be an integer.
             """
             angle = 2 * phase.PI * Decimal(turns)
             log_ratio = (self.original_length / angle).ln()
             return dim * log_ratio / (2 * log_base)
 
-        # The share of the divided frequency is a ramp, from 0 at the index `low` to 1 at `high`.
-        low = index_with_turns(self.beta_fast)
-        high = index_with_turns(self.beta_slow)
+        # The ramp is the share of the divided frequency. It rises from 0 at the first index, whose
+        # frequency makes `beta_fast` turns, to 1 at the last index, with `beta_slow` turns.
+        first = index_with_turns(self.beta_fast)
+        last = index_with_turns(self.beta_slow)
         if self.truncate:
-            low = low.to_integral_value(decimal.ROUND_FLOOR)
-            high = high.to_integral_value(decimal.ROUND_CEILING)
-        low = max(low, Decimal(0))
-        high = min(high, Decimal(dim - 1))
+            first = first.to_integral_value(decimal.ROUND_FLOOR)
+            last = last.to_integral_value(decimal.ROUND_CEILING)
+        first = max(first, Decimal(0))
+        # YaRN's code and transformers limit the last index to dim - 1, although there are only
+        # dim / 2 frequencies.
+        last = min(last, Decimal(dim - 1))
         # A ramp without a width would divide by zero, so YaRN's code and transformers widen it.
-        if low == high:
-            high += Decimal("0.001")
+        if first == last:
+            last += Decimal("0.001")
         indices = np.arange(dim // 2, dtype=object)
-        ramp = (indices - low) / (high - low)
+        ramp = (indices - first) / (last - first)
         return _partly_divided(frequencies, self.factor, divided_share=ramp)
 
     def _formula_attention_factor(self) -> float:
@@ -268,11 +283,12 @@ class Llama3Scaling(_Scaling):
     Args:
         factor: The number that divides low frequencies, above 0. Pass 8 for Llama 3.1 and 32 for
             Llama 3.2.
-        low_freq_factor: A number of full turns, above 0. A frequency that makes at most this many
-            turns is divided by `factor`.
-        high_freq_factor: A number of full turns, at least `low_freq_factor`. A frequency that makes
-            at least this many turns is kept. If both numbers are equal, as in Llama 4 Scout, no
-            frequency is blended.
+        low_freq_factor: A number of full turns over the trained length, above 0. A frequency that
+            makes at most this many turns is divided by `factor`.
+        high_freq_factor: A number of full turns over the trained length, at least
+            `low_freq_factor`. A frequency that makes at least this many turns stays as it is.
+            Between both numbers of turns, a frequency is divided in part. If both numbers are
+            equal, as in Llama 4 Scout, there is no such frequency.
         original_length: The trained length, at least 2.
 
     Raises:
@@ -302,15 +318,20 @@ class Llama3Scaling(_Scaling):
         arguments.real("high_freq_factor", self.high_freq_factor, lowest=lowest, want=want)
 
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        """Divides low frequencies by the factor, as the docstring of the class says."""
+        """Divides low frequencies by the factor, keeps high ones, and blends those between.
+
+        A frequency that makes at most `low_freq_factor` turns over the trained length is divided
+        fully, and one that makes at least `high_freq_factor` turns is kept.
+        """
         low = Decimal(self.low_freq_factor)
         high = Decimal(self.high_freq_factor)
         turns = self.original_length * frequencies / (2 * phase.PI)
         width = high - low
         if width == 0:
-            # Equal bounds have no width to divide by. A tiny width makes the blend a step.
+            # Equal bounds have no width to divide by. With a tiny width, the share of all other
+            # numbers of turns is far outside [0, 1], and is clipped to 0 or 1.
             width = Decimal("1e-20")
-        # The formula's s is (turns - low) / width, and this is 1 - s.
+        # The share falls from 1 at `low` turns to 0 at `high` turns.
         divided_share = (high - turns) / width
         return _partly_divided(frequencies, self.factor, divided_share=divided_share)
 
@@ -322,12 +343,13 @@ class LongRopeScaling(_Scaling):
     Use it for Phi-3 and other models whose config.json has the rope type "longrope". Each frequency
     has a short and a long factor. If length > original_length, the frequency is divided by the long
     factor, and otherwise by the short factor. Cosines and sines are multiplied by an attention
-    factor. It is sqrt(1 + ln(factor) / ln(original_length)), where the argument `factor` says how
-    much longer the context is than in training. If `factor` is at most 1, the attention factor is
-    1.
+    factor. The attention factor is sqrt(1 + ln(factor) / ln(original_length)), where the argument
+    `factor` says how much longer the context is than in training. If `factor` is at most 1, the
+    attention factor is 1.
 
-    Choose one length for a text, before you fill a KV cache. If keys in the cache are rotated with
-    the short factors and later queries with the long factors, the attention scores are wrong.
+    Choose one `length` for a text, before you fill a KV cache. Otherwise keys in the cache may be
+    rotated with `short_factor` and later queries with `long_factor`, and the attention scores are
+    wrong.
 
     Args:
         short_factor: The number that divides each frequency in short texts. For d rotated channels,
@@ -338,8 +360,8 @@ class LongRopeScaling(_Scaling):
             max_position_embeddings / original_max_position_embeddings.
         original_length: The trained length, at least 2.
         length: The length of your texts, a Python int of at least 0 that is not traced.
-        attention_factor: The attention factor, a number above 0. Pass it if the config.json of your
-            model has it. If None, the attention factor is computed by the formula above.
+        attention_factor: The number that multiplies cosines and sines, above 0. Pass it if the
+            config.json of your model has it. If None, the number is computed by the formula above.
 
     Raises:
         TypeError: `length` is traced or is not a Python int. Another argument is not a number or a
@@ -355,14 +377,15 @@ class LongRopeScaling(_Scaling):
         [[[1.19 0.  ]]]
 
     Edge cases:
-        - If you change only `length`, `apply_rotary` compiles again only when `length` crosses
-          `original_length`. If you pass the scaling to your own `jax.jit` as a static argument,
-          your function is compiled for each length.
+        - All lengths up to `original_length` share one compiled program of `apply_rotary`, and all
+          longer ones share another. But if you pass the scaling to your own `jax.jit` as a static
+          argument, your function is compiled again for each length.
 
     Source:
         The scaling is from Ding et al., "LongRoPE: Extending LLM Context Window Beyond 2 Million
-        Tokens" (2024), section 3, https://arxiv.org/abs/2402.13753. The attention factor, and the
-        choice of the factors by the length, are from Phi-3's published code.
+        Tokens" (2024), section 3, https://arxiv.org/abs/2402.13753. The attention factor (the
+        number that multiplies cosines and sines), and the choice between short and long factors by
+        the length, are from Phi-3's published code.
     """
 
     short_factor: Sequence[float]
@@ -392,7 +415,9 @@ Scaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling | LongRopeSca
 
 
 def scaled_frequencies(scaling: Scaling | None, dim: int, base: float) -> tuple[np.ndarray, float]:
-    """Computes the frequency of each pair of channels, and the factor of cosines and sines.
+    """Computes the frequency of each pair of channels, and the attention factor.
+
+    The attention factor multiplies all cosines and sines of the rotation.
 
     Args:
         scaling: How the frequencies are changed. If None, they stay as they are.
@@ -401,7 +426,7 @@ def scaled_frequencies(scaling: Scaling | None, dim: int, base: float) -> tuple[
 
     Returns:
         The frequencies in radians per unit of position, an array of `dim // 2` numbers of the type
-        `decimal.Decimal`, and the factor.
+        `decimal.Decimal`, and the attention factor.
     """
     # Frequency i is base ** (-i / (dim / 2)).
     frequencies = phase.geometric_frequencies(dim // 2, base, denominator=dim / 2)
@@ -412,7 +437,8 @@ def scaled_frequencies(scaling: Scaling | None, dim: int, base: float) -> tuple[
         if attention_factor is None:
             formula_factor = scaling._formula_attention_factor()
             attention_factor = arguments.positive("attention factor", formula_factor)
-        return scaling._scaled(frequencies, base), attention_factor
+        scaled = scaling._scaled(frequencies, base)
+        return scaled, attention_factor
 
 
 def _partly_divided(

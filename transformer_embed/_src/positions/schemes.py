@@ -49,7 +49,7 @@ class PositionScheme:
 
     Args:
         start: The position of the first token, if you pass no positions.
-        at_padding: The position of padding. (Only tokens are counted.) If None, the position of
+        at_padding: The position of all padding, which is not counted. If None, the position of
             padding is `start`.
         pad_id: The id of padding. If None, the `pad_id` of the `EmbedderConfig` is used.
         max_len: The number of positions. If None, there is no limit.
@@ -108,9 +108,9 @@ class PositionScheme:
             pad_id = self.pad_id
         if pad_id is None:
             return jnp.arange(self.start, self.start + length, dtype=jnp.int32)
-        at_padding = self.start if self.at_padding is None else self.at_padding
+        position_of_padding = self.start if self.at_padding is None else self.at_padding
         is_token = ids != pad_id
-        return positions_of_tokens(is_token, self.start, at_padding)
+        return positions_of_tokens(is_token, self.start, position_of_padding)
 
     def _check_length(self, length: int) -> None:
         """Raises a ValueError if a row of this length has more tokens than there are positions."""
@@ -145,7 +145,7 @@ class Sinusoidal(PositionScheme, Sinusoids):
         base, layout, shift, odd, frequency_scale: The arguments of `sinusoidal_encoding` with these
             names.
         start: The position of the first token, if you pass no positions.
-        at_padding: The position of padding. (Only tokens are counted.) If None, the position of
+        at_padding: The position of all padding, which is not counted. If None, the position of
             padding is `start`.
         pad_id: The id of padding. If None, the `pad_id` of the `EmbedderConfig` is used. If both
             are None, every id is counted as a token.
@@ -153,8 +153,8 @@ class Sinusoidal(PositionScheme, Sinusoids):
     Raises:
         TypeError: `start`, `at_padding` or `pad_id` is not a Python int. An option of
             `sinusoidal_encoding` has a wrong type.
-        ValueError: An option of `sinusoidal_encoding` is out of its range. If an option is wrong
-            only for the d_model of a layer, the layer raises the error when you make it.
+        ValueError: An option of `sinusoidal_encoding` is out of its range. If an option does not
+            fit the `d_model` of a layer, the error is raised when you make the layer.
 
     Example:
         >>> import transformer_embed as te
@@ -185,9 +185,9 @@ class SinusoidalGrid(PositionScheme, Sinusoids):
 
     Use it as the scheme of an `EmbedderConfig` or a `PositionalEncoding`. The layer takes flattened
     patches, [..., h * w, d_model], in row-major order: position p of a grid (h, w) is the point
-    `(p // w, p % w)`. If a batch row has fewer patches than points, its patches get the first
-    points. If the model has a class token, add the token after the layer. If you have no layer,
-    call `encoding`, which is a pure function of positions.
+    `(p // w, p % w)`. If a batch row has n patches, and there are more points, the patches get the
+    points 0 to n - 1. If the model has a class token, add the token after the layer. If you have no
+    layer, call `encoding`, which is a pure function of positions.
 
     Each axis gets an equal part of the channels. Part k is the `sinusoidal_encoding` of the
     coordinate along axis axes[k].
@@ -195,22 +195,23 @@ class SinusoidalGrid(PositionScheme, Sinusoids):
     Args:
         shape: The number of points along each axis, a tuple of ints, (height, width) for an image.
             There is at least one axis, and there are at most 2**31 - 1 points.
-        axes: Which axis each part of the channels encodes, a permutation of 0, 1, ... Pass (1, 0)
-            to encode the width in the first channels, as in MAE, diffusers and big_vision. If None,
-            the first axis is encoded in the first channels, as in tensor2tensor and the
+        axes: The order in which the parts of the channels encode the axes, a permutation of 0, 1,
+            ... For an image, (0, 1) encodes the height in the first half of the channels and the
+            width in the second half. Pass (1, 0) for MAE, diffusers and big_vision, which encode
+            the width first. If None, the order is 0, 1, ..., as in tensor2tensor and the
             positional-encodings package.
         axis_positions: The coordinates of the points along each axis, one sequence of numbers per
             axis. The numbers cannot be traced. Set it to run a model on a grid of a new size. If
             you have n points along an axis and the model was trained with m points, pass
             `np.arange(n) * m / n` for this axis. For diffusers, pass
-            `np.arange(n) * base_size / n / interpolation_scale`. If None, the coordinates are 0, 1,
-            2, ...
+            `np.arange(n) * base_size / n / interpolation_scale`, with these two attributes of the
+            model's `PatchEmbed`. If None, the coordinates are 0, 1, 2, ...
         base, layout, shift, frequency_scale: The arguments of `sinusoidal_encoding` with these
-            names, for each part of the channels. Pass `layout="sin_cos"` for MAE, diffusers and
-            big_vision, and for big_vision also `shift=1`.
+            names. All parts of the channels get the same ones. Pass `layout="sin_cos"` for MAE,
+            diffusers and big_vision, and for big_vision also `shift=1`.
         odd: How d_model channels are split over n axes. `"truncate"` gives each axis d_model / n
             channels, so d_model must be a multiple of n. `"round_up"` rounds d_model / n up to an
-            even number for each axis, and cuts the concatenation to d_model (the
+            even number for each axis, and leaves out the last channels beyond d_model (the
             positional-encodings package). `"zero"` rounds d_model / n down to an even number for
             each axis, and leaves zeros in the last channels (tensor2tensor).
 
@@ -220,8 +221,8 @@ class SinusoidalGrid(PositionScheme, Sinusoids):
         ValueError: `shape` is out of its range, or `axes` is not a permutation. `axis_positions`
             does not have a number for each point along each axis. A batch row has more patches than
             the grid has points. An option of `sinusoidal_encoding` is out of its range. If an
-            option is wrong only for the d_model of a layer, the layer raises the error when you
-            make it.
+            option does not fit the `d_model` of a layer, the error is raised when you make the
+            layer.
 
     Example:
         >>> import numpy as np
@@ -286,7 +287,7 @@ class Learned(PositionScheme):
         max_len: The number of positions, at least 1. The table has one row for each position.
         start: The position of the first token, if you pass no positions. Pass 2 for BART, OPT and
             RoBERTa.
-        at_padding: The position of padding. (Only tokens are counted.) Pass 1 for OPT and RoBERTa.
+        at_padding: The position of all padding, which is not counted. Pass 1 for OPT and RoBERTa.
             If None, the position of padding is `start`.
         pad_id: The id of padding. If None, the `pad_id` of the `EmbedderConfig` is used. If both
             are None, every id is counted as a token.

@@ -70,8 +70,9 @@ def sinusoidal_encoding(
             `dtype` is not a floating dtype.
         ValueError: `layout` or `odd` is not one of the strings above. `base` or `frequency_scale`
             is not above 0, or gives a frequency of at least 2**32 full turns per position. `shift`
-            is d_model // 2 or more. A position on the host is outside int32 and not in a uint32
-            array, or is an integer in float64 that float32 cannot hold.
+            is d_model // 2 or more. An integer position on the host is outside int32 (but uint32
+            arrays may hold any number). A float64 position on the host is an integer that float32
+            cannot hold.
 
     Example:
         >>> import transformer_embed as te
@@ -84,11 +85,11 @@ def sinusoidal_encoding(
         - In float32, the absolute error is at most 6.0e-8 at every int32 and uint32 position. The
           error is as small at float32 positions below 2**24 in magnitude, if `frequency_scale` is
           at most 1000.
-        - Positions in float64 are rounded to float32, which can change integers above 2**24. If an
-          integer would change, positions on the host raise a ValueError, and the encoding of a jax
-          array is NaN at this position.
-        - In two more cases, the encoding is NaN: at a 64-bit jax integer outside int32, and at a
-          float position that is NaN, infinite, or 2**31 or more in magnitude.
+        - Positions in float64 are rounded to float32, which can change integers above 2**24. If
+          rounding would change an integer, a list or numpy array of positions is refused with a
+          ValueError. In a jax array, this position gets the encoding NaN.
+        - The encoding is also NaN if the position is an integer outside int32 in a 64-bit jax
+          array, or a float that is NaN, infinite, or 2**31 or more in magnitude.
 
     Source:
         The encoding is from Vaswani et al., "Attention Is All You Need" (2017), section 3.5,
@@ -220,9 +221,9 @@ def as_coordinates(
 class Channels(NamedTuple):
     """Says what each channel computes: `sin(position * frequency + quarter * pi / 2)`."""
 
-    # The words of the frequency of each channel.
+    # The frequency of each channel as three words: whole turns, high, low (see `phase`).
     frequencies: phase.Words
-    # 0 for a sine, 1 for a cosine, which is the sine a quarter turn on.
+    # How many quarter turns are added: 0 for a sine, 1 for a cosine.
     quarters: np.ndarray
 
 
@@ -238,10 +239,13 @@ def channels(options: Sinusoids, d_model: int) -> Channels:
         ValueError: The options make no encoding of d_model channels.
     """
     pair_frequencies = _pair_frequencies(options, d_model)
-    pair_units = phase.in_turn_units(pair_frequencies)
-    # The two rows are the sines and the cosines, and the columns are the pairs.
-    pairs = len(pair_units)
-    unit_rows = np.array([pair_units, pair_units], object)
+    # An integer for each pair, in units of 2**-64 turns.
+    fixed_point = phase.as_fixed_point(pair_frequencies, "base and frequency_scale")
+    # The two rows are the sines and the cosines, and the columns are the pairs. A sine and a cosine
+    # of a pair have the same frequency.
+    pairs = len(fixed_point)
+    frequency_rows = np.array([fixed_point, fixed_point], object)
+    # No quarter turn is added for a sine, and one for a cosine.
     sine_row = [0] * pairs
     cosine_row = [1] * pairs
     is_cosine_first = options.layout == "cos_sin"
@@ -252,11 +256,13 @@ def channels(options: Sinusoids, d_model: int) -> Channels:
 
     def spread_to_channels(rows: np.ndarray) -> np.ndarray:
         """Puts the numbers of the two rows, [2, pairs], into the order of the channels."""
-        # With odd="zero", the last channel has the frequency 0, and is the sine of 0.
-        with_one_more = np.pad(rows.ravel(order), (0, 1))
-        return with_one_more[:d_model]
+        in_order_of_channels = rows.ravel(order)
+        # With odd="zero", an odd d_model has a last channel with the sine of the frequency 0. So a
+        # 0 is added, and cut off in all other cases.
+        with_zero = np.pad(in_order_of_channels, (0, 1))
+        return with_zero[:d_model]
 
-    frequencies = phase.in_words(spread_to_channels(unit_rows))
+    frequencies = phase.words_of_fixed_point(spread_to_channels(frequency_rows))
     return Channels(frequencies=frequencies, quarters=spread_to_channels(quarter_rows))
 
 
@@ -270,11 +276,15 @@ def _pair_frequencies(options: Sinusoids, d_model: int) -> np.ndarray:
     width = d_model
     if options.odd == "round_up":
         width = d_model + d_model % 2
-    pairs = d_model // 2 if options.odd == "zero" else (d_model + 1) // 2
+    # An odd d_model has a last channel without a partner. It is half of one more pair, or is 0.
+    pairs = (d_model + 1) // 2
+    if options.odd == "zero":
+        pairs = d_model // 2
     if options.shift is None:
         denominator = Decimal(width) / 2
     else:
-        # A minus would round to the digits of the current context, which the user may have set.
+        # The operator - of decimals would round to the user's decimal context, which may have few
+        # digits.
         denominator = phase.PRECISION.subtract(width // 2, Decimal(options.shift))
     # A single pair has the exponent 0, whatever the denominator is.
     if pairs > 1 and denominator <= 0:
@@ -327,7 +337,8 @@ def encode_grid(
         points: The number of each point in row-major order, int32 [...].
         coordinates: The coordinates along each axis. If None, they are 0, 1, 2, ...
         lengths: The number of points along each axis.
-        axes: The axis that each part of the channels encodes.
+        axes: The axis of each part of the channels. (1, 0) means that the first half of the
+            channels encodes the position along axis 1.
         d_model: The number of channels.
         options: The options of one part.
     """
@@ -339,10 +350,10 @@ def encode_grid(
     width = part_width(d_model, len(lengths), options.odd)
     encodings = [encode(positions_by_axis[axis], width, options, np.float32) for axis in axes]
     encoding = jnp.concatenate(encodings, -1)[..., :d_model]
-    # With odd="zero", the last channels are zeros.
-    missing_channels = d_model - encoding.shape[-1]
-    no_padding = [(0, 0)] * (encoding.ndim - 1)
     is_inside = (points >= 0) & (points < math.prod(lengths))
     is_outside = ~is_inside
-    padded = jnp.pad(encoding, [*no_padding, (0, missing_channels)])
-    return nan_where(is_outside, padded)
+    # With odd="zero", the parts may have fewer channels than d_model. Then zeros are added.
+    missing_channels = d_model - encoding.shape[-1]
+    no_padding = [(0, 0)] * (encoding.ndim - 1)
+    with_all_channels = jnp.pad(encoding, [*no_padding, (0, missing_channels)])
+    return nan_where(is_outside, with_all_channels)

@@ -18,9 +18,10 @@ from transformer_embed._src.compiled import compiled
 from transformer_embed._src.partitioning import split_like, with_whole_rows
 from transformer_embed._src.sequences.token_positions import TokenPositions, batch_arrays
 
-# If new tokens lack one of these arrays and the cache has it, their slots are filled with this
-# number: no later token is hidden, and the tokens are in no block. Missing `places` are filled with
-# the positions of the tokens.
+# If the cache has one of these arrays and the new tokens do not, the array is filled with this
+# number in the slots of the new tokens. The number in `ends` means that all later tokens see the
+# token, and the number in `block_ids` that the token is in no block. A missing array `places` is
+# filled with the positions of the tokens.
 VALUES_IF_ABSENT = {"ends": 2**31 - 1, "block_ids": -1}
 
 
@@ -28,36 +29,37 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
     """Writes new tokens into a cache, and says which of them were written.
 
     A cache keeps the keys and values of earlier tokens. A slot is the place of one token in a batch
-    row of the cache. The cache is a tree of arrays [batch, slots, ...]: a `TokenPositions`, which
-    says what each slot holds, and the keys and values of any number of layers. One call writes all
-    arrays, so the positions in a slot always belong to the key and value in the slot. Use it in a
-    decoding loop: write the new tokens, then attend with
+    row of the cache. The cache is a pytree of arrays [batch, slots, ...]. It has a `TokenPositions`
+    that says which token is in each slot, and the keys and values of any number of layers. One call
+    writes all arrays, so the positions in a slot always belong to the key and value in the slot.
+    Use it in a decoding loop: write the new tokens, then attend with
     `AttentionMask(new_tokens, cache_tokens, causal=True)`.
 
     Args:
-        cache: The tree to write into. Inside `jax.vmap` over batch rows, the arrays have the shape
-            [slots, ...].
-        new: The tree of the new tokens, with arrays [batch, length, ...]. If the batch of an array
-            is 1, the same tokens are written into every batch row of the cache. Token positions
-            without a batch axis are also used for every batch row. If only the cache has block ids,
-            the new tokens are in no block. If only the cache holds a tree, the new tokens are
-            written as a sequence in the order of their positions.
+        cache: The pytree to write into. Inside `jax.vmap` over batch rows, the arrays have the
+            shape [slots, ...].
+        new: The pytree of the new tokens, with arrays [batch, length, ...]. If an array has a
+            single batch row, it is written into every batch row of the cache. Token positions
+            without a batch axis are also used for every batch row. If only the cache has
+            `block_ids`, the new tokens are in no block. If only the cache has tokens of
+            `TokenPositions.from_parents`, the new tokens are written as a sequence in the order of
+            their positions.
         slot: Integers that say into which slots the new tokens are written. You can pass the first
             slot of each batch row, or the slot of each token.
 
-            - Shape [] or [batch] gives the slot of the first token of each batch row. The next
-              tokens are written into the next slots. Tokens past the last slot are dropped. A batch
-              row with -1 stays as it is.
-            - Shape [1 or batch, length] gives the slot of the cache for each token. A token with -1
-              is not written. If several tokens have the same slot, the last of these tokens is
+            - Pass integers of shape [] or [batch] for the slot of the first token of each batch
+              row. The next tokens are written into the next slots. Tokens past the last slot are
+              dropped. A batch row with -1 stays as it is.
+            - Pass integers of shape [1 or batch, length] for the slot of each token. A token with
+              -1 is not written. If several tokens have the same slot, the last of these tokens is
               written.
 
             A ring is a cache for attention with a window: new tokens overwrite the oldest tokens.
-            To make a ring, pass `jnp.where(new.padding_mask, new.positions % slots, -1)`, where
-            `slots` is the number of slots and `new` has a batch axis. The prompt may then be longer
-            than the ring. If the new tokens attend after the write, a window of w tokens needs
-            `w + length - 1` slots. In a smaller ring, the last new tokens overwrite keys that the
-            first new tokens should see.
+            For a ring of n slots, pass `jnp.where(tokens.padding_mask, tokens.positions % n, -1)`,
+            where `tokens` is the `TokenPositions` of the new tokens, with a batch axis. The prompt
+            may then be longer than the ring. If you write the new tokens first and then attend, a
+            window of w tokens needs `w + length - 1` slots for `length` new tokens. In a smaller
+            ring, the last new tokens overwrite keys that the first new tokens should see.
 
     Returns:
         A pair. The first entry is the new cache. The second entry is a bool array [batch, length],
@@ -66,11 +68,11 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
 
     Raises:
         TypeError: `slot` does not hold integers.
-        ValueError: The trees differ in structure, or their arrays differ in dtype or do not fit in
-            shape. `slot` has a shape that is not listed above, or a slot on the host is outside the
-            cache and is not -1. There are more new tokens than slots, although `slot` does not give
-            the slot of each token. The new tokens have no batch axis, and n is both the batch size
-            and the number of tokens, so `slot` [n] has two meanings.
+        ValueError: The pytrees differ in structure, or their arrays differ in dtype or do not fit
+            in shape. `slot` has a shape that is not listed above, or a slot on the host is outside
+            the cache and is not -1. There are more new tokens than slots, which is allowed only if
+            `slot` gives the slot of each token. The new tokens have no batch axis, and there are as
+            many new tokens as batch rows, so `slot` of shape [batch] has two meanings.
 
     Example:
         >>> import jax.numpy as jnp
@@ -78,8 +80,10 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
         >>> cache = te.TokenPositions.empty(2, 4), jnp.zeros([2, 4, 1, 8])
         >>> tokens = te.TokenPositions.from_offset(0, 3)
         >>> (slots, keys), written = te.write_cache(cache, (tokens, jnp.ones([1, 3, 1, 8])), [0, 2])
-        >>> slots.positions.tolist(), written.astype(int).tolist()
-        ([[0, 1, 2, 0], [0, 0, 0, 1]], [[1, 1, 1], [1, 1, 0]])
+        >>> slots.positions.tolist()
+        [[0, 1, 2, 0], [0, 0, 0, 1]]
+        >>> written.astype(int).tolist()  # the last token of row 1 is past the last slot
+        [[1, 1, 1], [1, 1, 0]]
         >>> keys[:, :, 0, 0].tolist()
         [[1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0]]
 
@@ -137,7 +141,8 @@ def _as_slots(slot: ArrayLike, cache: Any) -> Int32[Array, "..."]:
     shape = np.shape(arrays[0]) if arrays else ()
     slot_axis = 1 if _has_batch(cache) else 0
     last = 2**31 - 1
-    # A symbolic number of slots cannot be compared with a slot.
+    # In jax.export, the number of slots may be symbolic, and cannot be compared with a slot. Then
+    # every slot up to the largest int32 is allowed.
     if len(shape) > slot_axis and isinstance(shape[slot_axis], int):
         last = shape[slot_axis] - 1
     integers = arguments.as_integers("slot", slot, -1, last, "the cache, or -1 to write nothing")
@@ -150,7 +155,8 @@ def _as_arrays(name: str, tree: Any, *, add_batch: bool = False) -> Any:
     def converted(path: Any, leaf: Any) -> Any:
         """Converts one array of the tree, or all arrays of token positions."""
         if _is_tokens(leaf):
-            # `batch_arrays` adds a batch axis where there is none.
+            # `batch_arrays` adds a batch axis where there is none, also without `add_batch`: tokens
+            # without a batch axis are used for every batch row.
             return TokenPositions(**batch_arrays(leaf))
         array = arguments.as_array(name + jax.tree_util.keystr(path), leaf)
         array = conversions.on_device(array)
@@ -166,8 +172,10 @@ def _write(cache: Any, new: Any, slot: Int32[Array, "..."]) -> tuple[Any, Bool[A
     new_has_batch = _has_batch(new)
     cache_structure = jax.tree.structure(cache, is_leaf=_is_tokens)
     new_structure = jax.tree.structure(new, is_leaf=_is_tokens)
-    # If the structures differ, `_checked_sizes` raises an error that names the paths of the arrays.
+    # If the structures differ, nothing is converted, and `_checked_sizes` below raises an error
+    # that names the paths of the arrays.
     if cache_structure == new_structure:
+        # Each `TokenPositions` of the new tokens gets the same arrays as the one of the cache.
         new = jax.tree.map(_with_arrays_of_cache, new, cache, is_leaf=_is_tokens)
         cache = jax.tree.map(_widened_to_int32, cache, is_leaf=_is_tokens)
     cache_arrays = _arrays_by_path("cache", cache)
@@ -195,7 +203,8 @@ def _write_array(
             every batch row of the cache.
         slots: The slot of each new token, int32 [b, t]. A token whose slot is n is not written.
     """
-    # Under explicit mesh axes, a scatter needs all slots of a batch row on one device.
+    # Axis 1 counts slots or tokens. Explicit mesh axes may split it over devices, but a scatter
+    # needs all slots of a batch row on one device.
     cache_rows = with_whole_rows(cache_array, 1)
     new_rows = jnp.broadcast_to(new_array, (len(slots), *new_array.shape[1:]))
     # The new tokens and their slots are split over devices as the cache is.
@@ -221,9 +230,9 @@ def _widened_to_int32(leaf: Any) -> Any:
 def _with_arrays_of_cache(new: Any, cached: Any) -> Any:
     """Gives new token positions the same arrays as the cache has, in the same dtypes.
 
-    If the new tokens lack an array that the cache has, the places are the positions, and other
-    arrays have the number in `VALUES_IF_ABSENT`. Any other leaf than token positions stays as it
-    is.
+    If the cache has `places` and the new tokens do not, the positions of the new tokens are used. A
+    missing array `ends` or `block_ids` is filled with its number in `VALUES_IF_ABSENT`. Any other
+    leaf than token positions stays as it is.
 
     Args:
         new: A leaf of the new tokens.
@@ -310,6 +319,8 @@ def _is_last_of_slot(slots: Int32[Array, "b t"], slot_count: int) -> Bool[Array,
     def last_index_in_slot(row_slots: Array) -> Array:
         """Returns, for each token of a batch row, the index of the last token in its slot."""
         last_index_by_slot = no_tokens.at[row_slots].max(index, mode="drop")
+        # A slot past the end reads the number of the last slot. The caller does not write its token
+        # anyway.
         return last_index_by_slot[row_slots]
 
     # The scatter drops slots past the end, but would take slot -1 for the last slot.
@@ -346,7 +357,8 @@ def _checked_sizes(
     first_of_new = next(iter(new_arrays.values()))
     batch, slot_count = first_of_cache.shape[:2]
     length = first_of_new.shape[1]
-    # A symbolic length is assumed to fit.
+    # In jax.export, both numbers may be symbolic, and then the difference is. Symbolic numbers are
+    # assumed to fit.
     is_symbolic = export.is_symbolic_dim(length - slot_count)
     is_too_long = not is_symbolic and length > slot_count
     # With a slot for each token, several tokens may share a slot (a ring).
@@ -401,7 +413,8 @@ def _check_layout(
     has_right_shape = batch_size in batch_sizes and tuple(sizes_of_row) == row_shape
     if has_right_shape and array.dtype == dtype:
         return
-    # If the two possible batch sizes are equal, the error names the size once.
+    # If the two possible batch sizes are equal, the error names the size once. (A dictionary drops
+    # the second one and keeps the order.)
     different_sizes = dict.fromkeys(str(size) for size in batch_sizes)
     wanted_sizes = [" or ".join(different_sizes)]
     wanted_sizes.extend(str(size) for size in row_shape)

@@ -45,10 +45,12 @@ def counted_from_ids(
         return counted_from_mask(is_token, start, at_padding)
     # A text begins after the end of another one.
     begins_text = previous_token_values(ids == end_id)
-    # Each token is 1 and padding is 0. Under strict dtype promotion, jax subtracts no bool.
+    # Explicit mesh axes may split a row over devices, but the sum needs the whole row. Each token
+    # is 1 and padding is 0, as integers: under strict dtype promotion, jax subtracts no bool.
     ones = with_whole_rows(is_token).astype(jnp.int32)
     tokens_up_to_here = jnp.cumsum(ones, axis=1, dtype=jnp.int32)
     tokens_before = tokens_up_to_here - ones
+    # The count minus the count at the begin of the text: 0 at the first token of each text.
     index_in_text = restarted_count(tokens_before, begins_text)
     positions = jnp.where(is_token, index_in_text + start, at_padding)
     text_number = 1 + jnp.cumsum(begins_text, axis=1, dtype=jnp.int32)
@@ -71,7 +73,7 @@ def counted_from_positions(positions: Integer[Array, "b t"]) -> Counted:
 @compiled(1, 2)
 def counted_from_lengths(lengths: Int32[Array, "*b"], length: int, padding_side: str) -> Counted:
     """Counts the tokens of batch rows of these lengths, padded on one side."""
-    # How far each index of the row is from the end of the row at which the tokens are.
+    # The distance of each index of the row from the side on which the tokens are.
     distance = jnp.arange(length, dtype=jnp.int32)
     if padding_side == "left":
         distance = distance[::-1]

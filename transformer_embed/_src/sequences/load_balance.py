@@ -19,19 +19,19 @@ def load_balanced_order(
         length: The number of tokens of a row. With `kind="zigzag"`, a multiple of `2 * devices`.
             With `kind="cyclic"`, a multiple of `devices * stripe`.
         devices: The number of devices that share a row, at least 1.
-        kind: How the stripes of the row are given to the devices. (A stripe is a number of tokens
-            in sequence.) `"zigzag"` gives each device two stripes: one from the first half of the
-            row, and the stripe that is equally far from the end. For 2 devices and stripes 0, 1, 2,
-            3, the devices get stripes 0 and 3, and stripes 1 and 2. Use `"zigzag"` if each row is
-            one sequence. `"cyclic"` gives the stripes to the devices in turn: 0 and 2, and 1 and 3.
-            Use `"cyclic"` for packed rows or windows.
-        stripe: The number of tokens of a stripe in the cyclic order. A zigzag ignores this
-            argument, because a zigzag has two stripes for each device.
+        kind: How the stripes of the row are given to the devices. (A stripe is some tokens that are
+            next to each other.) `"zigzag"` gives each device two stripes: one from the first half
+            of the row, and the stripe that is equally far from the end. For 2 devices and stripes
+            0, 1, 2, 3, the devices get stripes 0 and 3, and stripes 1 and 2. Use `"zigzag"` if each
+            row is one sequence. `"cyclic"` gives the stripes to the devices in turn: 0 and 2, and 1
+            and 3. Use `"cyclic"` for packed rows or windows.
+        stripe: The number of tokens that a device gets at a time with `kind="cyclic"`. With
+            `kind="zigzag"` it has no effect, because a row then has two stripes for each device.
 
     Returns:
-        int32 [length]. Entry i is the index in the row of the token that moves to index i. Pass the
-        array to `TokenPositions.take`, and reorder ids by `ids[:, order]`. `np.argsort(order)`
-        restores the order of the row.
+        int32 [length]. The token at index `order[i]` moves to index i. Pass the array to
+        `TokenPositions.take`, and reorder ids by `ids[:, order]`. `np.argsort(order)` restores the
+        order of the row.
 
     Raises:
         TypeError: `length`, `devices` or `stripe` is not a Python int.
@@ -46,9 +46,10 @@ def load_balanced_order(
         [0, 1, 4, 5, 2, 3, 6, 7]
 
     Source:
-        The zigzag is from Zhu, https://github.com/zhuzilin/ring-flash-attention. The cyclic order
-        is from Brandon et al., "Striped Attention" (2023), https://arxiv.org/abs/2311.09431. Here,
-        a stripe may have more than one token.
+        The order "zigzag" is from Zhu, https://github.com/zhuzilin/ring-flash-attention. The order
+        "cyclic" is from Brandon et al., "Striped Attention" (2023),
+        https://arxiv.org/abs/2311.09431. In the paper, a device gets one token at a time. Here,
+        a device may get several.
     """
     length = arguments.size("length", length)
     devices = arguments.size("devices", devices)

@@ -33,11 +33,12 @@ def segment_reappears(segment_ids: np.ndarray) -> np.ndarray:
 
 
 def with_row_indices(tokens: dict[str, Array], chunk: int | None = None) -> dict[str, Array]:
-    """Replaces places, segment ids and chunks by row indices, in batch rows where masks stay equal.
+    """Replaces places, segment ids and chunks by row indices, where no mask changes by it.
 
-    These are the batch rows in which each segment is one run, and in which positions rise by one,
-    from the same first position in each run. In such a row, two tokens of a segment are as far
-    apart in position as in the row. All other batch rows stay as they are.
+    A place is the number by which a causal mask and a window compare tokens, usually the position.
+    A batch row is changed if each segment is one run of tokens, and positions rise by one in each
+    run, from the same first position. In such a row, two tokens of a segment are as many positions
+    apart as they are row indices apart. All other batch rows stay as they are.
 
     The place of a token becomes its index in the row. The number of a segment or of a chunk becomes
     the index of its first token (for a segment, plus 1, because 0 is padding). For example, two
@@ -50,7 +51,8 @@ def with_row_indices(tokens: dict[str, Array], chunk: int | None = None) -> dict
     mask have a pair.
 
     Args:
-        tokens: The arrays of the tokens by name, as in `attention_rule.rule_fields`.
+        tokens: The arrays of the tokens by name, [1 or b, t]: `positions` and `places`, and
+            `segment_ids`, `ends` and `chunk` if there are any (see `attention_rule.rule_fields`).
         chunk: The length of a chunk. If None, there are no chunks.
     """
     is_tree = "ends" in tokens
@@ -63,23 +65,29 @@ def with_row_indices(tokens: dict[str, Array], chunk: int | None = None) -> dict
     highest = jnp.iinfo(positions.dtype).max
     # The lowest first position of the runs of each batch row, [b, 1].
     lowest_start = positions.min(1, keepdims=True, where=begins_run, initial=highest)
-    # If `positions - 1` wraps, the second comparison is false.
+    # The second comparison is for a position at the lowest number of the dtype: `positions - 1`
+    # then wraps to the highest number, which the previous position may have.
     rises_by_one = (positions - 1 == previous_positions) & (positions > previous_positions)
-    is_as_counted = jnp.where(begins_run, positions == lowest_start, rises_by_one)
-    is_as_counted |= segments == 0
-    is_row_as_counted = is_as_counted.all(1)
-    can_replace = is_row_as_counted & _each_segment_is_one_run(segments, begins_run)
+    has_expected_position = jnp.where(begins_run, positions == lowest_start, rises_by_one)
+    # Padding may have any position.
+    has_expected_position |= segments == 0
+    positions_count_tokens = has_expected_position.all(1)
+    can_replace = positions_count_tokens & _each_segment_is_one_run(segments, begins_run)
 
-    # The numbers below are right in the batch rows that `can_replace` says. In the other rows, the
-    # last `jnp.where` leaves them out.
+    # The numbers below are right only in the batch rows in which `can_replace` is True. In the
+    # other rows, the last `jnp.where` keeps the old numbers.
     index = jnp.arange(positions.shape[1], dtype=positions.dtype)[None]
     # For each token, the number of tokens of its run before it.
     index_in_run = positions - lowest_start
+    # The index of the first token of the run, plus 1. Padding keeps 0.
     segment_numbers = jnp.where(segments != 0, index - index_in_run + 1, 0)
     row_fields = {"places": index, "segment_ids": segment_numbers}
     if chunk is not None:
-        # If a chunk begins before the run, the chunk's first token is the first token of the run.
+        # `tokens["chunk"]` is the number of each token's chunk, so this is the distance from the
+        # first position of the chunk.
         index_in_chunk = positions - chunk * tokens["chunk"]
+        # If the first position of the chunk is before the run, the chunk's first token in the row
+        # is the first token of the run.
         row_fields["chunk"] = index - jnp.minimum(index_in_run, index_in_chunk)
     replaced = dict(tokens)
     for name, row_field in row_fields.items():
@@ -201,6 +209,7 @@ def index_in_segment(segments: Integer[Array, "b t"]) -> Int32[Array, "b t"]:
         # If tokens are sorted by segment, each segment is one run, and keeps its order.
         order = jnp.argsort(row, stable=True)
         sorted_row = row[order]
+        # `index_in_run` takes a batch, here of one row.
         sorted_index = index_in_run(sorted_row[None])[0]
         # Each index goes back to where its token was before sorting.
         return jnp.zeros_like(sorted_index).at[order].set(sorted_index)

@@ -14,7 +14,7 @@ from transformer_embed._src.sequences.token_positions import as_comparable
 def shift_right(
     ids: ArrayLike, first_id: int, *, segment_ids: ArrayLike | None = None
 ) -> Int32[Array, "... t"]:
-    """Shifts ids one token to the right and puts in a first token.
+    """Shifts ids one token to the right, so that `first_id` comes first.
 
     Use it to make the input of a decoder from the labels, as in T5, BART and Whisper. The input at
     each token is then the label before the token, and the input at the first token of a sequence is
@@ -24,8 +24,8 @@ def shift_right(
         ids: The labels, of any integer dtype. Shape [..., length].
         first_id: The id that each sequence begins with. T5 uses the id of padding.
         segment_ids: The number of the sequence that each token belongs to, and 0 at padding.
-            Integers of shape [length] or [..., length]. Set it for packed or padded batch rows.
-            Each run of neighbouring tokens with the same number then begins with `first_id`, and
+            Integers of shape [length] or [..., length]. Set it for packed or padded batch rows, so
+            that each run of neighbouring tokens with the same number begins with `first_id`, and
             padding keeps the id of padding. If None, each batch row is one sequence.
 
     Returns:
@@ -46,7 +46,7 @@ def shift_right(
 
     Source:
         The shift is from Raffel et al., "T5" (2020), https://arxiv.org/abs/1910.10683. Mesh
-        TensorFlow, the code of T5, also begins each packed sequence with the first id.
+        TensorFlow, the code of T5, also begins each packed sequence with `first_id`.
     """
     ids = arguments.as_int32("ids", ids)
     arguments.check_shape("ids", ids.shape, ids.ndim > 0, "[..., length]")
@@ -77,7 +77,10 @@ def _shifted_in_segments(
     previous_ids = previous_token_values(ids)
 
     def for_each_id(condition: Bool[Array, "..."]) -> Bool[Array, "... t"]:
-        """Broadcasts a condition to the ids, and splits it over devices as the shifted ids are."""
+        """Broadcasts a condition to the ids, and splits it over devices as the shifted ids are.
+
+        Explicit mesh axes must split all arrays of a `jnp.where` in the same way.
+        """
         return split_like(jnp.broadcast_to(condition, ids.shape), previous_ids)
 
     # The token before the first token of a batch row counts as padding, with the segment 0.
@@ -86,6 +89,6 @@ def _shifted_in_segments(
     is_first = for_each_id(is_first)
     is_padding = for_each_id(is_padding)
     shifted = jnp.where(is_first, first_id, previous_ids)
-    # Padding keeps its own id.
+    # Padding keeps its own id. The ids, too, must be split over devices as the shifted ids are.
     own_ids = split_like(ids, previous_ids)
     return jnp.where(is_padding, own_ids, shifted)

@@ -38,8 +38,10 @@ def checked_segment_ids(value: ArrayLike) -> Any:
             "integers, a number for each sequence (te.TokenPositions.from_mask takes a bool mask)"
         )
         raise arguments.type_error("segment_ids", want, array.dtype)
-    # numpy makes an empty list an array of floats, so the list itself is converted.
+    # numpy makes an empty list an array of floats, which would be refused. So the list itself is
+    # passed on.
     integers = value if array.size == 0 else array
+    # This converts to int32, and refuses negative numbers.
     return as_segment_ids("segment_ids", integers)
 
 

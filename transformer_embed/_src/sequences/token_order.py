@@ -43,12 +43,19 @@ def check_order(tokens: TokenPositions, order: str) -> None:
     """Raises unless the tokens of each batch row, which are not traced, lie in this order.
 
     In every order, positions rise by one from token to token of a sequence.
+
+    Args:
+        tokens: The tokens.
+        order: "full" (one sequence a row, without padding), "right" (one sequence a row, then
+            padding) or "packed" (each sequence in one run of tokens).
     """
     order = arguments.choice("order", order, tuple(WANTED_LAYOUTS))
     wanted_order = WANTED_LAYOUTS[order]
     positions, segments = tokens_on_host(tokens)
     is_token = segments != 0
-    begins_run = is_token & (np.diff(segments, prepend=0) != 0)
+    # A token begins a run if the token before it has another segment id.
+    has_other_segment = np.diff(segments, prepend=0) != 0
+    begins_run = is_token & has_other_segment
     is_wrong = segment_reappears(segments)
     if order != "packed":
         # The only sequence of a row begins at index 0, so no other token may begin a run.
@@ -60,11 +67,12 @@ def check_order(tokens: TokenPositions, order: str) -> None:
     steps = np.diff(positions.astype(np.int64), prepend=0)
     is_jump = is_token & ~begins_run & (steps != 1)
     wanted_steps = "positions that rise by one from token to token of a sequence"
+    # The error says "got another one at [row, index]".
     _refuse_first(is_jump, wanted_steps, "another one")
 
 
 def _refuse_first(is_wrong: Bool[np.ndarray, "b t"], want: str, got: str) -> None:
-    """Raises a ValueError that names the first index at which tokens are wrong, if there is one."""
+    """Raises a ValueError if a token is wrong. The error names the index of the first wrong one."""
     if is_wrong.any():
         first = np.argwhere(is_wrong)[0].tolist()
         raise arguments.value_error("tokens", want, f"{got} at {first}")

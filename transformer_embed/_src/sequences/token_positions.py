@@ -49,10 +49,10 @@ class TokenPositions:
     your own. The class is a pytree, so it passes through `jit`, `vmap` and `scan`, and `jax.export`
     can save it.
 
-    The tokens have the shape of the arrays that you pass. From arrays [length] you get tokens
-    [length], whose masks have no batch axis. Where a batch is needed, tokens [length] are used for
-    every batch row. The object holds only arrays, so you may slice, stack or reshape a batch by
-    `jax.tree.map`, pad a batch with zeros, and carry a cache through a `scan`.
+    The object has the shape of the arrays that you pass. If you pass arrays of shape [length], the
+    masks that you make from the object have no batch axis. Where a batch is needed, such tokens are
+    used for every batch row. The object holds only arrays, so you may slice, stack or reshape a
+    batch by `jax.tree.map`, pad a batch with zeros, and carry a cache through a `scan`.
 
     Args:
         positions: The position of each token in the sequence. Integers of shape [length] or [batch,
@@ -66,13 +66,13 @@ class TokenPositions:
             them. A token with a negative number is in no block. If None, there are no blocks. See
             `with_block_ids`.
         places: Numbers that replace the positions in a causal mask and a window. Integers of shape
-            [length] or [batch, length]. You seldom set places yourself: `take` and `from_parents`
-            do. In a tree, for example, two branches have the same positions but different places.
-            If None, masks compare positions.
+            [length] or [batch, length]. You seldom set places yourself: the methods `take` and
+            `from_parents` make them. In a tree, for example, two branches have the same positions
+            but different places. If None, masks compare positions.
         ends: Numbers that hide a token of a tree from other branches. Integers of shape [length] or
-            [batch, length]. Under a causal mask, a token with place 3 and end 5 is seen only from
-            the places 3 and 4. You seldom set ends yourself: `from_parents` does. If None, all
-            later tokens see the token.
+            [batch, length]. Under a causal mask, if the number of a token in `places` is 3 and in
+            `ends` is 5, only tokens with the places 3 and 4 see the token. You seldom set ends
+            yourself: the method `from_parents` makes them. If None, all later tokens see the token.
 
     Raises:
         TypeError: An array does not hold integers, or an array is a jax array of uint32 or uint64.
@@ -93,9 +93,9 @@ class TokenPositions:
     Edge cases:
         - If one array has a batch axis, all arrays of the object get a batch axis. An array
           [length] becomes [1, length].
-        - Segment ids on a device are not checked. Tokens with a negative segment id form a
-          sequence, so padding that is marked by -1 is not hidden. Use `from_segment_ids`, which
-          turns negative segment ids into padding.
+        - Segment ids on a device are not checked. If you mark padding by -1, it counts as a
+          sequence of its own and is not hidden. Use `from_segment_ids`, which turns negative
+          segment ids into padding.
     """
 
     positions: Any
@@ -117,7 +117,7 @@ class TokenPositions:
 
     @property
     def padding_mask(self) -> Bool[Array, "*b t"]:
-        """Returns which tokens are no padding: bool [length] or [batch, length], True = a token."""
+        """Returns what is a token and not padding: bool [length] or [batch, length]."""
         return differs_from(segment_ids_or_ones(self), 0)
 
     @property
@@ -164,7 +164,7 @@ class TokenPositions:
         """
         slices = index if isinstance(index, tuple) else (index,)
         are_slices = all(isinstance(entry, slice) for entry in slices)
-        tokens = converted_again(self)
+        tokens = with_converted_arrays(self)
         rank = tokens.positions.ndim
         has_too_many_slices = len(slices) > rank
         if has_too_many_slices or not are_slices:
@@ -175,7 +175,7 @@ class TokenPositions:
         rows = number_of_rows(tokens)
 
         def sliced(array: Array) -> Array:
-            """Slices an array [1 or batch, length], which is first given every batch row."""
+            """Broadcasts an array [1 or batch, length] to all batch rows, then slices it."""
             whole_batch = jnp.broadcast_to(array, (rows, array.shape[1]))
             return whole_batch[slices]
 
@@ -190,12 +190,12 @@ class TokenPositions:
         next token of its sequence are no longer neighbours.
 
         Args:
-            order: The index in the row of each token of the result. Integers of shape [number]. You
-                may leave out tokens.
+            order: For each token of the result, its index in the old row. Integers of shape [n],
+                where n is the new number of tokens: you may leave out tokens.
 
         Returns:
-            TokenPositions of shape [number] or [batch, number], with `places`. The segment ids may
-            change, but two tokens have equal segment ids only if they are in the same sequence.
+            TokenPositions of shape [n] or [batch, n], with `places`. Sequences may get new segment
+            ids, and two different sequences of a batch row never share a segment id.
 
         Raises:
             TypeError: `order` does not hold integers.
@@ -208,11 +208,12 @@ class TokenPositions:
             ([[0, 2, 1, 0]], [[3, 2, 1, 0]])
 
         Edge cases:
-            - `AttentionMask.tile_kinds` is as exact as before if each tile has tokens that were
-              neighbours in the row. Masks with a chunk on packed rows are the exception: more tiles
-              get a 1.
-            - An index on a device is not checked. An index outside the row gives padding. Without
-              segment ids nothing can be padding, so such an index gives a token with position 0.
+            - `AttentionMask.tile_kinds` stays as exact as for the old order, if each tile has
+              tokens that were neighbours in the old order. Masks with a chunk on packed rows are
+              the exception: more tiles get the kind 1 (some pairs may attend).
+            - An index on a device is not checked. An index outside the row gives padding. But if
+              the tokens have no segment ids, nothing can be padding, so the index gives a token
+              with position 0.
         """
         arrays = batch_arrays(self)
         last = arrays["positions"].shape[1] - 1
@@ -242,13 +243,13 @@ class TokenPositions:
             >>> te.AttentionMask(tokens, causal=True).dense()[0, 0].astype(int).tolist()
             [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
         """
-        return dataclasses.replace(converted_again(self), block_ids=block_ids)
+        return dataclasses.replace(with_converted_arrays(self), block_ids=block_ids)
 
     def clear(self, where: ArrayLike) -> "TokenPositions":
         """Empties slots of a cache, in whole batch rows or slot by slot.
 
         Clear a batch row to use the row for a new text. Also clear rejected drafts of speculative
-        decoding, because later tokens would see each draft that the next write does not overwrite.
+        decoding. Otherwise later tokens see the drafts that the next write does not overwrite.
         After you have moved the accepted tokens to the first slots, call
         `slots.clear(jnp.arange(num_slots) >= lengths[:, None])`. Leave keys and values as they are,
         because the mask hides the keys of empty slots.
@@ -274,7 +275,7 @@ class TokenPositions:
             >>> slots.clear([[False, True, True, True]] * 2).padding_mask.sum(1).tolist()
             [1, 1]
         """
-        tokens = converted_again(self)
+        tokens = with_converted_arrays(self)
         where = arguments.as_mask("where", where, "clear")
         if tokens.segment_ids is None:
             raise arguments.value_error("segment_ids", "an array (0 is an empty slot)", None)
@@ -345,19 +346,20 @@ class TokenPositions:
                 row is one text.
             start: The position of the first token. Pass 2 for RoBERTa (padding_idx + 1) and for
                 OPT.
-            at_padding: The position of padding. Pass 1 for RoBERTa (padding_idx) and for OPT. (BERT
-                counts padding like tokens, so pass no positions to a BERT layer.)
+            at_padding: The position of padding. Pass 1 for RoBERTa (padding_idx) and for OPT. (In
+                BERT, padding also counts, so a token's position is its index in the row. A BERT
+                layer uses these positions if you pass none.)
 
         Returns:
-            TokenPositions of the shape of `ids`. All tokens of a batch row are in segment 1. If you
-            set `end_id`, the texts of a batch row are segments 1, 2, ...
+            TokenPositions of the shape of `ids`. If you set `end_id`, the texts of a batch row are
+            segments 1, 2, ... Otherwise, all tokens of a batch row are in segment 1.
 
         Raises:
             TypeError: `ids` does not hold integers. `pad_id`, `end_id`, `start` or `at_padding` is
                 not a Python int.
             ValueError: `ids` has a rank other than 1 or 2. `pad_id`, `end_id`, `start` or
                 `at_padding` is outside int32, or `end_id` equals `pad_id`. `start` is so large that
-                a position in a full row would be outside int32.
+                the last position of a row without padding would be outside int32.
 
         Example:
             >>> import transformer_embed as te
@@ -369,7 +371,7 @@ class TokenPositions:
 
         Source:
             Positions that skip padding are from Liu et al., "RoBERTa" (2019),
-            https://arxiv.org/abs/1907.11692, whose code is make_positions of fairseq.
+            https://arxiv.org/abs/1907.11692. Their code is the function make_positions of fairseq.
         """
         ids = arguments.as_int32("ids", ids)
         rows = as_batch("ids", ids)
@@ -403,8 +405,8 @@ class TokenPositions:
 
         Raises:
             TypeError: `mask` is not bool. `start` or `at_padding` is not a Python int.
-            ValueError: `mask` has a rank other than 1 or 2, or `start` is so large that a position
-                in a full row would be outside int32.
+            ValueError: `mask` has a rank other than 1 or 2, or `start` is so large that the last
+                position of a row without padding would be outside int32.
 
         Example:
             >>> import transformer_embed as te
@@ -474,9 +476,9 @@ class TokenPositions:
 
         Raises:
             TypeError: `lengths` are not integers, or `length` is not a Python int.
-            ValueError: `lengths` has a rank above 1, or one of `lengths` on the host is negative or
-                above `length`. `length` is negative. `padding_side` is neither `"right"` nor
-                `"left"`.
+            ValueError: `lengths` has a rank above 1, or a number in `lengths` on the host is
+                negative or above the padded `length`. `length` is negative. `padding_side` is
+                neither `"right"` nor `"left"`.
 
         Example:
             >>> import transformer_embed as te
@@ -490,6 +492,7 @@ class TokenPositions:
         """
         length = arguments.length("length", length)
         is_one_row = arguments.as_array("lengths", lengths).ndim == 0
+        # The names of the axes that `lengths` must have: none, or one of batch rows.
         axes = () if is_one_row else ("batch",)
         lengths = arguments.as_indices("lengths", lengths, length, "the padded length", *axes)
         padding_side = arguments.choice("padding_side", padding_side, ("right", "left"))
@@ -518,7 +521,7 @@ class TokenPositions:
         Raises:
             TypeError: `segment_ids` does not hold integers, or is a jax array of uint32 or uint64.
             ValueError: `segment_ids` has a rank other than 1 or 2. A segment id on the host is
-                negative, is outside int32, or returns after a gap.
+                negative, is outside int32, or returns after a gap (1 in [1, 2, 1]).
 
         Example:
             >>> import transformer_embed as te
@@ -549,23 +552,26 @@ class TokenPositions:
         """Makes trees of tokens: under a causal mask, a token sees itself and its ancestors.
 
         Use it for the drafts of speculative decoding, and for answers that share a prompt
-        (`shared_prefix_parents`). In a tree, the token that predicts a label is the label's parent,
-        which may be anywhere in the row. So for a loss, leave out `shift`, pass
-        `jnp.take_along_axis(x, parents[..., None], axis=1)` as the hidden vectors, the ids as
-        labels, and `mask=parents >= 0`.
+        (`shared_prefix_parents`). In a tree, a token is predicted from its parent, which may be
+        anywhere in the row. So compute a loss like this, without `shift`:
+
+            # For each token, the hidden vector of its parent: [batch, length, d_model].
+            parent_x = jnp.take_along_axis(x, parents[..., None], axis=1)
+            loss = te.linear_cross_entropy(parent_x, output, ids, mask=parents >= 0)
 
         Args:
-            parents: The index in the row of each token's parent. Integers of shape [length] or
-                [batch, length]. Write -1 for the root of a tree, and -2 for padding and for empty
-                slots of a cache. Tokens may be in any order.
+            parents: For each token, the index of its parent in the row. Integers of shape [length]
+                or [batch, length]. Write -1 for the root of a tree, and -2 for padding and for
+                empty slots of a cache. Tokens may be in any order.
             offset: The position of the roots. Integers of shape [] or [batch]. If the tree
                 continues a cache, pass the number of tokens in the cache, so the roots see all of
-                them. If `parents` has shape [1, length], the same tree is used for every offset.
+                them. With `parents` of shape [length] or [1, length] and an offset of shape
+                [batch], every batch row has the same tree.
 
         Returns:
             TokenPositions of shape [batch, length], or [length] if neither array has a batch axis.
-            The position of a token is `offset` plus the number of its ancestors. The `places`
-            number the tokens in depth-first order, from `offset` on.
+            The position of a token is `offset` plus the number of its ancestors. The `places` count
+            the tokens in depth-first order, beginning at `offset`.
 
         Raises:
             TypeError: `parents` or `offset` does not hold integers.
@@ -596,7 +602,8 @@ class TokenPositions:
         integers = arguments.as_integers("parents", rows, -2, length - 1, "the row")
         if isinstance(integers, np.ndarray):
             check_parents(integers)
-        # `ends` are one past the last place of a tree, so they need one number more than places.
+        # The places are at most offset + length - 1. The ends are one past a place, so one number
+        # more must be inside int32.
         offset = _as_offset(offset, length + 1)
         parent_rows = arguments.as_int32("parents", integers)
         tokens = cls(**tree_arrays(parent_rows, offset))
@@ -649,7 +656,7 @@ register_pytree(TokenPositions)
 def batch_arrays(tokens: TokenPositions) -> dict[str, Any]:
     """Returns the arrays of tokens that are not None, by name, each as [1 or batch, length]."""
     batches = {}
-    for name, array in _given_arrays(converted_again(tokens)).items():
+    for name, array in _given_arrays(with_converted_arrays(tokens)).items():
         batches[name] = array if array.ndim == 2 else array[None]
     return batches
 
@@ -659,11 +666,12 @@ def _given_arrays(tokens: TokenPositions) -> dict[str, Any]:
     return {name: array for name, array in vars(tokens).items() if array is not None}
 
 
-def converted_again(tokens: TokenPositions) -> TokenPositions:
-    """Makes the tokens from their arrays again, which converts and checks the arrays.
+def with_converted_arrays(tokens: TokenPositions) -> TokenPositions:
+    """Returns the same tokens with arrays of int32 or wider, which are checked, too.
 
-    `jax.tree.map` makes tokens without this conversion. So their arrays may have a shorter dtype
-    than int32, in which sums of positions and numbers of segments would wrap.
+    A user may have made the tokens by `jax.tree.map`, which converts and checks nothing. So their
+    arrays may have a dtype of 8 or 16 bits, in which sums of positions and numbers of segments
+    would wrap.
     """
     return TokenPositions(**vars(tokens))
 
@@ -743,14 +751,21 @@ def _with_zeros(
 
 @compiled()
 def _taken(arrays: dict[str, Array], order: Int32[Array, "n"]) -> dict[str, Array]:
-    """Returns the arrays of `batch_arrays` in another order of the tokens, with their places."""
+    """Returns the arrays of tokens in another order, with `places`.
+
+    Args:
+        arrays: The arrays of the tokens, from `batch_arrays`.
+        order: For each token of the result, its index in the old row.
+    """
     # An index of `order` may be anywhere in the row, so each device needs whole rows.
     arrays = jax.tree.map(with_whole_rows, arrays)
     if "places" not in arrays:
-        # The places must rise as before along each sequence. Row indices do so in batch rows that
-        # count their tokens from one position on, and `with_row_indices` chooses them there. In
-        # other batch rows, the places are the positions.
+        # In the new order, a causal mask and a window compare places. So the places must say which
+        # token of a sequence comes first, and how far apart two tokens are, as positions do.
         arrays["places"] = arrays["positions"]
+        # Where positions count the tokens of each sequence, this replaces the places by the indices
+        # in the old row. A tile with old neighbours then has a narrow range of places, so
+        # `AttentionMask.tile_kinds` stays exact.
         arrays = with_row_indices(arrays)
     # For an index outside the row, each array gets a 0, and the segment id 0 means padding.
     take = functools.partial(jnp.take, indices=order, axis=1, mode="fill", fill_value=0)
