@@ -88,8 +88,8 @@ class RowGradient(SomeRows):
         row_indices: The indices of the table rows that have a gradient. Integers of shape [k],
             ascending and distinct. An index of `num_rows` or above is padding. Row i is the row of
             id i, except in a table whose `EmbedderConfig` has `spread=True`. If the gradient was
-            made with a `capacity`, each device has the indices of rows of its own shard, and the
-            indices ascend on each device.
+            made with a `capacity`, the indices are split over the devices like the table: each
+            device has the indices of its own table rows, in ascending order.
         values: The gradients of these rows. Shape [k, d], floating. Rows of padding are zeros.
         num_rows: The number of rows of the table.
 
@@ -134,14 +134,10 @@ class RowGradient(SomeRows):
         )
         self.check()
         # If each device has the rows of its own shard, the indices ascend on each device, but not
-        # over all devices, so they are not checked.
-        indices = None if any(self.owners) else _known_values(self.row_indices)
-        if indices is not None:
-            # As int32, the difference of two indices may wrap.
-            steps = np.diff(indices.astype(np.int64), prepend=-1)
-            if (steps <= 0).any():
-                want = "row indices that ascend from 0 or above, each of them once"
-                raise arguments.value_error("row_indices", want, reprlib.repr(indices.tolist()))
+        # from one device to the next, so they are not checked.
+        if not self.is_split:
+            _check_ascending(self.row_indices)
+        # If each device has the rows of its own shard, each device makes a fingerprint of its rows.
         make_fingerprint = self._on_shards(fingerprint)
         new_fingerprint = make_fingerprint(self.row_indices, self.values)
         arguments.set_fields(self, fingerprint=new_fingerprint)
@@ -158,8 +154,9 @@ class RowGradient(SomeRows):
             all_values = jnp.concatenate(values)
             return sum_rows(all_indices, all_values, self.num_rows, all_indices)
 
-        # The sum gets a new fingerprint. That would hide it if something has mixed these rows, so
-        # they are checked by the old fingerprints first.
+        # The sum gets a new fingerprint, which is a checksum of its rows. If something has mixed
+        # the rows of a gradient, the new fingerprint would hide this. So the old fingerprints are
+        # checked first: `trusted_values` are NaN if the fingerprint does not fit.
         values = [self.trusted_values(), other.trusted_values()]
         indices = [self.row_indices, other.row_indices]
         sum_on_shards = self._on_shards(sum_both)
@@ -178,7 +175,8 @@ class RowGradient(SomeRows):
     def trusted_values(self) -> Float[Array, "k d"]:
         """Returns the values, or NaN if the fingerprint does not fit them.
 
-        The fingerprint does not fit if something changed the values other than by scaling them.
+        The fingerprint does not fit if something changed the values other than by scaling them. If
+        each device has the rows of its own shard, each device checks its rows.
         """
         self.check()
 
@@ -193,7 +191,8 @@ class RowGradient(SomeRows):
     def check(self) -> None:
         """Raises unless the indices belong to this trace, and each has a row of values."""
         if conversions.is_traced(self.row_indices):
-            # jax raises an error as soon as a value of a trace that is over is used.
+            # If the indices are from a trace that is over, jax raises an error as soon as they are
+            # used. Here they are used only for that, and the result is dropped.
             try:
                 jnp.negative(self.row_indices)
             except jax.errors.UnexpectedTracerError as error:
@@ -206,19 +205,28 @@ class RowGradient(SomeRows):
         arguments.check_shape("values", shape, is_right, want)
 
     @property
-    def owners(self) -> PartitionSpec:
-        """The mesh axes that indices and values are split over.
+    def spec(self) -> PartitionSpec:
+        """How explicit mesh axes split the rows of the gradient.
 
-        There are none unless each device has the gradients of its own shard.
+        They do so only if each device has the gradients of its own shard of the table, as with a
+        `capacity`.
         """
         return PartitionSpec(*typed_axes(self.row_indices))
 
+    @property
+    def is_split(self) -> bool:
+        """Whether each device has the gradients of its own shard, as with a `capacity`."""
+        return any(self.spec)
+
     def _on_shards(self, function: Callable) -> Callable:
-        """Makes a function of the arrays run on each device, if each device has rows of its own."""
-        if not any(self.owners):
+        """Makes a function of the gradient's arrays run on each device's rows.
+
+        If all devices have the same rows, the function itself is returned.
+        """
+        if not self.is_split:
             return function
         mesh = jax.typeof(self.row_indices).sharding.mesh
-        return on_each_device(mesh, function, self.owners, self.owners)
+        return on_each_device(mesh, function, in_specs=self.spec, out_specs=self.spec)
 
 
 class _StaticIndices:
@@ -262,8 +270,20 @@ def _known_values(indices: Int32[Array, "k"]) -> np.ndarray | None:
         return np.asarray(indices)
 
 
+def _check_ascending(row_indices: Int32[Array, "k"]) -> None:
+    """Raises a ValueError if row indices are negative or do not ascend. Traced ones pass."""
+    indices = _known_values(row_indices)
+    if indices is None:
+        return
+    # As int32, the difference of two indices may wrap.
+    steps = np.diff(indices.astype(np.int64), prepend=-1)
+    if (steps <= 0).any():
+        want = "row indices that ascend from 0 or above, each of them once"
+        raise arguments.value_error("row_indices", want, reprlib.repr(indices.tolist()))
+
+
 def is_gradient(leaf: Any) -> bool:
-    """Returns whether a leaf of a tree is the gradient of some rows of a table."""
+    """Returns whether a leaf of a tree is a `RowGradient`, the gradient of some table rows."""
     return isinstance(leaf, RowGradient)
 
 
@@ -274,16 +294,20 @@ def _flatten(gradient: RowGradient) -> tuple[tuple[Any, Any], tuple]:
 
 
 def _unflatten(static: tuple, leaves: Sequence[Any]) -> RowGradient:
-    """Makes a gradient from its leaves, without checks, because jax puts any object into leaves."""
+    """Makes a gradient from its leaves, without checks, because jax puts any object into leaves.
+
+    `leaves` and `static` are what `_flatten` returns. `jax.tree.map` may have scaled the leaves.
+    """
     static_indices, num_rows = static
-    values, scaled = leaves
+    row_indices = static_indices.indices
+    values, fingerprint_leaf = leaves
     gradient = object.__new__(RowGradient)
     arguments.set_fields(
         gradient,
-        row_indices=static_indices.indices,
+        row_indices=row_indices,
         values=values,
         num_rows=num_rows,
-        fingerprint=scaled,
+        fingerprint=fingerprint_leaf,
     )
     return gradient
 
