@@ -280,8 +280,9 @@ def _ask_owners(
         # For each received request, the index of its row among `owned_indices`. If the row is not
         # there, the index is `most_received`, which is past the end.
         answer_index = find_each(owned_indices, received)
+        is_not_there = answer_index == plan.most_received
         is_request = received < num_rows
-        has_no_answer = (answer_index == plan.most_received) & is_request
+        has_no_answer = is_not_there & is_request
         # The optimizer will write new rows at these indices into the table, in place if the table
         # is donated. XLA can do so without a copy only if the rows are read before. So the indices
         # are made known only after the reading.

@@ -27,9 +27,9 @@ def exchange_load(
     """Counts the rows that each device is asked for in a batch, and the requests that do not fit.
 
     Use it before you train with a `capacity` of `value_and_grad`. The counts show whether one
-    device owns most of the rows that your batches read, and whether the buffers have enough room.
-    The function runs on the host, and the mesh may be a `jax.sharding.AbstractMesh`, so you can
-    plan for devices that you do not have.
+    device owns most of the rows that your batches read, and whether the buffers have enough room
+    for the requests. The function runs on the host, and the mesh may be a
+    `jax.sharding.AbstractMesh`, so you can plan for devices that you do not have.
 
     Args:
         table: The table: an array on a mesh, or a `jax.ShapeDtypeStruct` with a sharding. Shape

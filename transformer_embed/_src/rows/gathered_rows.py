@@ -53,9 +53,12 @@ class GatheredRows(SomeRows, StandIn):
       NaN, and a function that uses it makes all marks NaN. Noise, or a factor that depends on the
       index of a row, makes equal rows differ.
 
-    Two kinds of functions are not noticed: functions whose result does not depend on the numbers
-    (sizes, counts, comparisons with NaN), and functions that change only rows with an index of
-    `MARKS` or above.
+    Two kinds of wrong functions are not noticed:
+
+    - Some results do not depend on the marks. Examples are sizes, counts, comparisons, and
+      functions that skip NaN, such as `jnp.nansum`.
+    - Some functions leave the marks as they are, because they change only rows with an index of
+      `MARKS` or above.
 
     Args:
         keys: The indices of the rows, [k], as `as_keys` makes them from int32. The indices ascend.

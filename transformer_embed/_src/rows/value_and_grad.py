@@ -28,20 +28,20 @@ def value_and_grad(
     not the size of the vocabulary. Like `jax.value_and_grad`, it differentiates the loss with
     respect to the first argument. The gradient of a table holds only the rows that the batch reads.
 
-    While the loss runs, only `lookup` can read these tables. So leave the tables out of functions
-    of all parameters, such as an L2 norm. The section "Training by rows" of the reference page says
-    what a function of all parameters sees. To add the gradients of many batches, or to average them
-    over devices, see the page "Training loops".
+    While the loss runs, only `lookup` can read these tables. So do not pass the tables to a
+    function of all parameters, such as an L2 norm. The section "Training by rows" of the reference
+    page says what such a function would see. To add the gradients of many batches, or to average
+    them over devices, see the page "Training loops".
 
     Args:
         loss: A function of (params, ...) that returns a scalar, or (scalar, aux). It must read the
             tables that `ids` names only with `lookup`, as `TokenEmbedding` does.
-        ids: The ids that the loss looks up, as a dict {name of a table: ids}. The dict has an entry
-            for each table of which only the rows in the batch are trained. A name is the path of
-            the parameter, such as "model/token_embedding/embeddings", or the end of a path that
-            only this parameter has, such as "token_embedding/embeddings". The ids have any shape,
-            and may repeat. Pass all ids that the loss looks up in the table, including padding and
-            ids outside the vocabulary. For an id that you leave out, `lookup` returns NaN.
+        ids: The ids that the loss looks up, as a dict {name of a table: ids}. Add an entry for each
+            table that you want to train by rows. A name is the path of the parameter, such as
+            "model/token_embedding/embeddings", or the end of a path that only this parameter has,
+            such as "token_embedding/embeddings". The ids have any shape, and may repeat. Pass all
+            ids that the loss looks up in the table, including padding and ids outside the
+            vocabulary. For an id that you leave out, `lookup` returns NaN.
         config: The `EmbedderConfig` of the token table. Pass it if its `row_multiple` adds rows to
             the table, or if its `spread` changes their order. If you leave it out, the lookup in
             such a table raises an error.
@@ -70,9 +70,9 @@ def value_and_grad(
         `ids`. The number k of rows in a `RowGradient` is fixed, so some of the rows may be padding.
         Padding has an index past the end of the table, such as 12 in the example, whose table has
         10 rows. k is the smallest of three numbers: the number of ids, the number of table rows,
-        and `max_rows`. A number above 1024 is rounded up to a multiple of 1024. If you set
+        and `max_rows`. If k is above 1024, it is rounded up to a multiple of 1024. If you set
         `capacity`, each device has the gradients of rows of its own shard, and k is the number of
-        rows that the device can be asked for.
+        rows that the devices can ask the device for.
 
     Raises:
         TypeError: The ids are not integers, or a table has a dtype that is not floating. The loss

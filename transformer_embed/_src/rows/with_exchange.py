@@ -22,10 +22,10 @@ def with_exchange(
     """Returns a function of parameters that reads tables by an exchange of rows between devices.
 
     Use it to evaluate a model on many devices, or with `jax.grad` to train tables densely. If
-    explicit mesh axes split the rows of a table, an ordinary `lookup` sends each device the rows
-    for the ids of all devices along these axes. In the returned function, each device asks only for
-    the distinct rows of its own part of the batch, so each device receives less. A row is sent by
-    its owner, which is the device that holds the row.
+    explicit mesh axes split the rows of a table, in an ordinary `lookup` each device receives the
+    rows of all ids, also of the ids of the other devices along these axes. In the returned
+    function, each device asks only for the distinct rows of its own part of the batch, so each
+    device receives less. A row is sent by its owner, which is a device that holds the row.
 
     Args:
         function: A function of (params, ...). The function must read the tables that `ids` names

@@ -35,8 +35,9 @@ from transformer_embed._src.tokens.token_data import TokenSettings
 class LossMetrics(NamedTuple):
     """Holds the numbers to log beside a loss, which are reduced like the loss, without gradients.
 
-    To get the means over several micro-batches, compute sums with `reduction="sum"`, add the fields
-    of all batches, then divide by the sum of the weights.
+    To get the means over several micro-batches, call the loss with `reduction="sum"`. Add the
+    metrics of all batches, field by field. Then divide by the field `weight`, which is the sum of
+    the weights.
 
     Args:
         accuracy: The share of labels that equal the most probable id. If several ids are equally
@@ -91,7 +92,7 @@ def linear_cross_entropy(
 
     Let z be the logits of a token, y the label, and V the number of ids that may be predicted.
     (Padding and ids with a bias of -inf may not be predicted.) All sums run over these V ids. With
-    `log_z = log(sum(exp(z)))` and `s = label_smoothing`, the loss of the token is
+    `log_z = log(sum(exp(z)))` and `s = label_smoothing`, the loss of the token is this:
 
         log_z - (1 - s) * z[y] - s * sum(z) / V + z_loss * log_z**2
 
@@ -132,8 +133,8 @@ def linear_cross_entropy(
         with_metrics: Whether `LossMetrics` are returned too. Set True to log them.
         chunk_size: The largest number of tokens in a chunk, the part of the batch whose logits are
             held at once. Set a smaller number to save memory. If None, all tokens are one chunk if
-            their logits take at most 256 MiB, and otherwise a number is chosen as "What the loss
-            costs" says.
+            their logits take at most 256 MiB. Otherwise a number is chosen, as the section "What
+            the loss costs" of the reference page says.
 
     Returns:
         The loss, a scalar in float32, or in float64 if x or the table is float64. With

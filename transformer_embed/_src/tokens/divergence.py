@@ -48,7 +48,7 @@ def linear_divergence(
     at a time, so you save memory with a large batch.
 
     Let s be the probabilities of the student and t the probabilities of the teacher. The divergence
-    of a token is a sum over the ids, which you choose by `kind`:
+    of a token is a sum over the ids. You choose the formula by `kind`:
 
     - `"forward"`: `sum(t * log(t / s))`, for the teacher's t and the student's s. This is the usual
       distillation: the student learns to give probability to every id that the teacher may predict.
@@ -63,11 +63,11 @@ def linear_divergence(
         output: The student's output layer. Pass an `OutputLayer`, for example from
             `Embedder.output`, or the table [vocab_size, d] of a layer that has only a table.
         teacher_x: The teacher's hidden vectors of the same tokens, of a floating dtype. Shape [...,
-            width], with any width. You can also differentiate in `teacher_x` and `teacher_output`.
-            These gradients cost time only if you ask for them.
+            width], with any width. You can also differentiate with respect to `teacher_x` and
+            `teacher_output`. These gradients cost time only if you ask for them.
         teacher_output: The teacher's output layer, with the same `vocab_size` and `pad_id` as
             `output`. If one of the two tables has more rows, because of a larger `row_multiple` in
-            the config, the smaller table is copied to the larger size.
+            the config, a copy of the smaller table gets as many rows.
         kind: `"forward"`, `"reverse"` or `"js"`.
         beta: The share of the teacher in the mixture m, a Python number above 0 and below 1. Set it
             only for `"js"`. If None, the share is 0.5.
@@ -78,8 +78,9 @@ def linear_divergence(
         mask: Which tokens are counted. Bools that broadcast to the tokens, True = counted. There
             are no labels here, so only the mask can leave out padding. For example, pass `ids !=
             pad_id`, with or without `shift`. If None, all tokens are counted.
-        weights: A factor for the divergence of each token. Floats that broadcast to the tokens. Set
-            it if some tokens matter more than others. If None, all factors are 1.
+        weights: A factor for each token's divergence between student and teacher. Floats that
+            broadcast to the tokens. Set it if some tokens matter more than others. If None, all
+            factors are 1.
         shift: How many tokens ahead each token predicts, a Python int. Pass 1 (or True) for a
             language model. Then you can pass the same mask and weights as for
             `linear_cross_entropy`. Entry t of these arrays is for the prediction of token t, which

@@ -87,15 +87,15 @@ def linear_log_probs(
             each batch row is one document.
         with_entropy: Whether the entropy of each prediction is returned, too.
         chunk_size: The largest number of tokens in a chunk, the part of the batch whose logits are
-            held at once. Set a smaller number to save memory. If None, a number is chosen as "What
-            the loss costs" says.
+            held at once. Set a smaller number to save memory. If None, a number is chosen, as the
+            section "What the loss costs" of the reference page says.
 
     Returns:
         The log-probabilities, in the shape of the labels, in float32, or in float64 if x or the
         table is float64. Entry t is the log-probability of `labels[..., t]`, with or without
         `shift`. With `with_entropy=True`, a pair of the log-probabilities and the entropies in
-        nats. The entropies have shape [...], and entry t is the entropy of the prediction of
-        `labels[..., t]`.
+        nats. The entropies have the shape of the tokens, and entry t is the entropy of the
+        prediction of `labels[..., t]`.
 
     Raises:
         TypeError: An argument has a wrong type or dtype. The call is inside the loss of
@@ -127,9 +127,9 @@ def linear_log_probs(
         (1, 3, 2)
 
     Edge cases:
-        - The log-probability and the entropy of a label that is not counted are 0, and the x of its
-          prediction has no effect. With `shift=1`, the first label of each document is not counted,
-          because no token predicts it.
+        - The log-probability and the entropy of a label that is not counted are 0, and the hidden
+          vector that predicts the label has no effect. With `shift=1`, the first label of each
+          document is not counted, because no token predicts it.
         - If you pass several candidate ids for each token, labels [..., k], a candidate that is not
           counted gets -inf as its log-probability. (A single label that is not counted gets 0.) So
           the candidate adds nothing to a sum of probabilities by `jax.nn.logsumexp`.
@@ -277,8 +277,8 @@ def linear_top_k(
     Returns:
         A pair of arrays [..., k]. The first has the log-probabilities, highest first, in float32,
         or in float64 if x or the table is float64. The second has the ids, in int32. Of two ids
-        with equal log-probabilities, the lower id comes first. Ids that the bias bans come last,
-        with -inf.
+        with equal log-probabilities, the lower id comes first. Ids for which the layer's bias is
+        -inf come last, with -inf.
 
         The result has no gradient. If you need a gradient, pass the ids to `linear_log_probs`.
 

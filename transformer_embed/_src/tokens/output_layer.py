@@ -45,8 +45,9 @@ class OutputLayer:
             no limit.
         scale: The factor of the logits, a Python number above 0, such as `d**-0.5` for T5.
         pad_id: The id of padding, which is never predicted. The logit of this id is half of the
-            lowest finite number, so the probability is 0, and the row and the bias of the id get no
-            gradient. The id may be outside the vocabulary. If None, there is no padding.
+            lowest finite number of its dtype, about -1.7e38 in float32. So the probability is 0,
+            and the row and the bias of the id get no gradient. The id may be outside the
+            vocabulary. If None, there is no padding.
         vocab_size: The number of ids. Set it if the table has more rows than ids, for example
             50,304 rows for 50,257 ids, so that devices get equal parts. The extra rows, at the end,
             are never predicted. If None, every row is an id.
