@@ -310,8 +310,10 @@ def _group_by_range(
 
     A range goes from one of the m bounds to the next. Each range gets `slots_per_range` entries of
     the result, and further numbers of the range are left out. An unused entry is n, an index past
-    the end. For example, the numbers 1 2 5 7, with the bounds 0 4 8 and 3 slots per range, give 0 1
-    4 for the first range (the numbers 1 and 2), and 2 3 4 for the second (5 and 7).
+    the end.
+
+    For example, take the numbers 1 2 5 7, the bounds 0 4 8, and 3 slots per range. The first range
+    has the numbers 1 and 2, and gets the indices 0 1 4. The second range gets 2 3 4.
     """
     # The index of the first number of each range, which is how many numbers are below the range. In
     # the example: 0 2 4.

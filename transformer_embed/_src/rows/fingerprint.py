@@ -103,7 +103,8 @@ def fits(
     difference = jnp.abs(relative_sums - _signed_sums(relative_values))
     # `lost` is how far a sum may be off because numbers were rounded to 0. A value becomes 0 if it
     # is below the smallest number of its dtype, such as float16. A sum becomes 0 if it is too small
-    # for float32 after the product with SUM_FACTOR. (The sum of values below some 1e-26 is.)
+    # for float32 after the product with SUM_FACTOR. (The sum of values below some 1e-26 is.) The
+    # errors of n values with random signs add up to about sqrt(n) of them.
     smallest_value = float(jnp.finfo(values.dtype).smallest_subnormal)
     smallest_sum = float(np.finfo(np.float32).tiny) / SUM_FACTOR
     lost = max(smallest_value, smallest_sum) * sample.size**0.5

@@ -58,7 +58,7 @@ def why_rows_mix(equation: Any, row_counts: set[int]) -> str | None:
     # For a table of 7 rows, a variable [7, 4] has the row counts (7,), and a variable [4] has ().
     counts_of_operands = {_row_counts_in(variable, row_counts) for variable in equation.invars}
     counts_of_results = {_row_counts_in(variable, row_counts) for variable in equation.outvars}
-    # An operand without rows may have any effect on all rows alike.
+    # All rows share an operand without rows, so it cannot make one row depend on another.
     counts_of_operands.discard(())
     if not counts_of_operands:
         has_new_rows = any(counts_of_results)

@@ -39,10 +39,10 @@ class TokenValues(NamedTuple):
 
         d values[i, j] / d z[i] = undivided_gradients[i] / gradient_divisor[i]
 
-    If `subtracted_columns` are given, the gradient is 1 less in the column `subtracted_columns[i,
-    j]`. The gradients are not divided here, because a division would be one more pass over the
-    logits. The users of `TokenValues` divide a number of each token instead. Gradients are finite
-    even where a value is infinite, so a weight of 0 makes them 0.
+    If `subtracted_columns` are given, the gradient is 1 less in the column
+    `subtracted_columns[i, j]`. The gradients are not divided here, because a division would be one
+    more pass over the logits. The users of `TokenValues` divide a number of each token instead.
+    Gradients are finite even where a value is infinite, so a weight of 0 makes them 0.
 
     Args:
         values: The values, [t, c].

@@ -218,9 +218,10 @@ def _add_chunk(
     gradients_of_layers = losses.undivided_gradients
     for layer, chunk, undivided in zip(layers, logits, gradients_of_layers, strict=True):
         # The gradient of a loss with respect to the logits is `undivided / divisor`. The derivative
-        # of the logits with respect to the products of x and the rows is `cap_slope *
-        # product_factor`. So the gradient with respect to the products is `undivided * cap_slope`,
-        # an array [t, v], times `product_factor / divisor * weight`, one number for each token.
+        # of the logits with respect to the products of x and the rows is
+        # `cap_slope * product_factor`. So the gradient with respect to the products is
+        # `undivided * cap_slope`, an array [t, v], times `product_factor / divisor * weight`, one
+        # number for each token.
         product_gradients = undivided * chunk.cap_slope
         token_factors = chunk.product_factor / losses.gradient_divisor
         token_factors = weighted(jnp.asarray(token_factors, loss_weights.dtype), loss_weights)
@@ -245,8 +246,8 @@ def _chunk_gradients(
 ) -> tuple[Float[Array, "t d"], TableGradients]:
     """Computes the gradient of a chunk's x, and the chunk's part of the table's gradients.
 
-    The gradient with respect to the products of x and the rows is `product_gradients *
-    token_factors`.
+    The gradient with respect to the products of x and the rows is
+    `product_gradients * token_factors`.
 
     Args:
         layer: The layer, with the x of the chunk.
@@ -258,8 +259,9 @@ def _chunk_gradients(
     multiply = functools.partial(jnp.einsum, preferred_element_type=token_factors.dtype)
     dtype = gradient_dtype(layer)
     if dtype != token_factors.dtype:
-        # x and the table are in bfloat16. The gradients are rounded to bfloat16 once, with their
-        # factors, as autodiff rounds the gradient of such a product. So no factor is left.
+        # The gradients of this layer are computed in a narrower dtype, such as bfloat16. They are
+        # rounded once, with their factors, as autodiff rounds the gradient of a narrow product. So
+        # no factor is left.
         product_gradients = (product_gradients * token_factors).astype(dtype)
         token_factors = 1.0
     # The factors multiply x [t, d], because a product with the gradients [t, v] would be one more

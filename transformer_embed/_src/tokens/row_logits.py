@@ -36,9 +36,8 @@ class RowLogits(NamedTuple):
     """Holds the logits [..., rows] of tokens for the rows of a device, as `factor * unscaled`.
 
     Args:
-        unscaled: The logits without the factor, in float32 or wider. Rows that are never predicted
-            (of the `pad_id`, or beyond the vocabulary) have the product with x here, like all
-            others.
+        unscaled: The logits without the factor, in float32 or wider. The rows of the `pad_id` and
+            beyond the vocabulary are computed like all others here.
         factor: The softcap, or the scale if there is no softcap. The logits are
             `factor * unscaled`.
         ids: The id of each row, [..., rows] with leading axes of size 1.
@@ -120,13 +119,13 @@ class ChunkLogits(NamedTuple):
         unscaled: The logits without the factor, [t, v]. A very low number at outside rows, and -inf
             at banned rows.
         largest: The largest of each token's `unscaled` on all devices, [t, 1].
-        relative_logits: The logits minus the largest logit of the token, `factor * (unscaled -
-            largest)`, [t, v].
+        relative_logits: The logits minus the largest logit of the token,
+            `factor * (unscaled - largest)`, [t, v].
         total: The sum of the exponentials of `relative_logits` on this device, [t, 1].
         cap_slope: The derivative of the softcap, 1.0 or [t, v].
         product_factor: The scale divided by the temperature, a number or [t, 1]. The derivative of
-            the logits with respect to the products of x and the rows is `cap_slope *
-            product_factor`.
+            the logits with respect to the products of x and the rows is
+            `cap_slope * product_factor`.
         ids: The id of each row, [1, v].
         is_inside: False at outside rows, as in `RowLogits`.
         is_banned: True at banned rows, [1, v]. None if the layer has no bias.
@@ -181,8 +180,8 @@ def chunk_logits(layer: LayerArrays, temperature: Any) -> ChunkLogits:
     cap_slope = _cap_slope(split, rows)
     # The difference is computed before the product, so that the largest logit minus itself is 0.
     # The other order, `factor * unscaled - factor * largest`, may give another number than 0,
-    # because XLA may compute `factor * unscaled` without rounding it, but has rounded `factor *
-    # largest`.
+    # because XLA may compute `factor * unscaled` without rounding it, but has rounded
+    # `factor * largest`.
     relative_logits = times(factor, unscaled - largest)
     return ChunkLogits(
         factor=factor,
