@@ -138,8 +138,8 @@ def _checked_spec(table: Array, state: Array) -> PartitionSpec:
     """Returns the PartitionSpec that an array of the optimizer's state must have.
 
     A dimension of the state that is as long as the same dimension of the table must be split over
-    the same mesh axes. Any other dimension must be whole, which means not split. For example, a
-    state with one number for each row has such a dimension, of size 1.
+    the same mesh axes. Any other dimension must be whole, which means not split. For example, the
+    second dimension of a state [v, 1], which has one number for each row, must be whole.
 
     Args:
         table: The table, [v, d].

@@ -203,6 +203,7 @@ def scan_chunks(
     token_shape = xs[0].shape[:-1]
 
     def step_of_chunk(carry, chunk: Chunks):
+        """Calls the step with layers that have the x of this chunk."""
         chunk_layers = tuple(
             dataclasses.replace(layer, x=chunk_x)
             for layer, chunk_x in zip(layers, chunk.xs, strict=True)
@@ -210,6 +211,7 @@ def scan_chunks(
         return step(carry, chunk.token_data, chunk_layers, is_only_chunk)
 
     def join(array):
+        """Joins the results of all chunks, which the scan has put on the first axis."""
         # A scalar of each chunk has become [chunks], and stays so.
         has_scalars = array.ndim == 1
         return array if has_scalars else _join_chunks(array, token_shape)

@@ -116,11 +116,11 @@ def linear_cross_entropy(
             of this label, and the last token predicts nothing. For a head that predicts k tokens
             ahead, pass k. Pass 0 if you shifted the labels yourself.
         segment_ids: The number of the document that each token belongs to. Integers of shape
-            [length], or of a shape that broadcasts to the tokens. If batch rows are packed and you
-            set `shift`, pass `segment_ids` of your `TokenPositions`. Then the last token of a
-            document does not predict the first token of the next document. 0 is padding, and a
-            negative number is a document like any positive number. If None, each batch row is one
-            document.
+            [length], or of a shape that broadcasts to the tokens. If a batch row holds several
+            documents and you set `shift`, pass `segment_ids` of your `TokenPositions`. Then the
+            last token of a document does not predict the first token of the next document. 0 is
+            padding, and a negative number is a document like any positive number. If None, each
+            batch row is one document.
         label_smoothing: The share of each label that is spread evenly over the V ids, in [0, 1).
             Pass a number, or a floating array that broadcasts to the tokens. An array gets a
             gradient. It may be traced, so you can change the share during training.

@@ -293,9 +293,11 @@ def _probabilities(split: OutputSplit, student: ChunkLogits, teacher: ChunkLogit
     log_ratio_of_totals = _log_ratio_of_totals(student_total, teacher_total, difference_of_totals)
 
     def from_exponentials():
+        """Divides the exponentials, which are known already, by the totals."""
         return student_exps / student_total, teacher_exps / teacher_total
 
     def from_logits():
+        """Computes the exponentials a second time, of logits from which log(total) is subtracted."""
         # `from_exponentials` would make a GPU write all exponentials to memory and read them again.
         # To compute the exponentials a second time takes less time.
         student_probs = jnp.exp(student.relative_logits - jnp.log(student_total))

@@ -81,10 +81,10 @@ def linear_log_probs(
             language model, so that token t predicts `labels[..., t + 1]`. Pass 0 if you shifted the
             labels yourself.
         segment_ids: The number of the document that each token belongs to. Integers of shape
-            [length], or of a shape that broadcasts to the tokens. If batch rows are packed and you
-            set `shift`, pass `segment_ids` of your `TokenPositions`. Then the last token of a
-            document does not predict the first token of the next document. 0 is padding. If None,
-            each batch row is one document.
+            [length], or of a shape that broadcasts to the tokens. If a batch row holds several
+            documents and you set `shift`, pass `segment_ids` of your `TokenPositions`. Then the
+            last token of a document does not predict the first token of the next document. 0 is
+            padding. If None, each batch row is one document.
         with_entropy: Whether the entropy of each prediction is returned, too.
         chunk_size: The largest number of tokens in a chunk, the part of the batch whose logits are
             held at once. Set a smaller number to save memory. If None, a number is chosen, as the

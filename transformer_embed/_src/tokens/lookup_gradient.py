@@ -58,9 +58,9 @@ def read_or_zero(table: TableArray, index: Index) -> Vectors:
     wide_table = conversions.widened(table)
     if not _can_sort_index(table, index):
         return _read_with_repeats(wide_table, index).astype(table.dtype)
-    # On a GPU, `_read_each_row_once` has a faster gradient, which sorts the index. With a
-    # checkpoint, only the backward pass sorts. Without it, the forward pass would sort too, and
-    # keep arrays as large as all rows that are read.
+    # On a GPU, `_read_each_row_once` gives gradients that are the same from run to run. For that,
+    # it sorts the index. With a checkpoint, only the backward pass sorts. Without it, the forward
+    # pass would sort too, and keep arrays as large as all rows that are read.
     read_once = jax.checkpoint(_read_each_row_once)
     rows = jax.lax.platform_dependent(
         wide_table, index, cuda=read_once, rocm=read_once, default=_read_with_repeats

@@ -64,9 +64,11 @@ def map_chunks(loss: Loss, token_data: TokenData, layers: Layers) -> tuple[Array
     """
 
     def no_carry(layers):
+        """Returns the carry of the scan: chunks leave nothing to the next chunk."""
         return None
 
     def step(carry, token_data, layers, is_only_chunk):
+        """Computes the values of one chunk."""
         if loss.has_gradients:
             values = _values_of_chunk(loss, token_data, layers, is_only_chunk)
         else:
@@ -74,6 +76,7 @@ def map_chunks(loss: Loss, token_data: TokenData, layers: Layers) -> tuple[Array
         return carry, values
 
     def on_device(token_data, layers):
+        """Computes the values of this device's tokens."""
         _, values = scan_chunks(
             step=step,
             start=no_carry,

@@ -108,7 +108,7 @@ def compute(loss: Loss, layers: tuple[Pair, ...], **token_arguments: ArrayLike |
     if not loss.shift:
         arguments.check_left_out("segment_ids", arrays.get("segment_ids"), "shift is 0")
     with_label_axis = functools.partial(_with_label_axis, arrays, token_shape, label_shape)
-    # The numbers of a token that the loss depends on smoothly, such as the temperature.
+    # The temperature, the label smoothing and the z-loss, None for those that are left out.
     settings = {name: with_label_axis(name) for name in TokenSettings._fields}
     batch = Batch(
         labels=with_label_axis("labels"),
@@ -288,8 +288,8 @@ def _split_over_mesh(
         arguments.check_same("teacher_output", want, teacher_table_axes, table_axes)
         want = "tokens split as x's"
         arguments.check_same("teacher_x", want, teacher_split.token_axes, first_split.token_axes)
-    # The spec of x, [*tokens, d], names only the axes of the tokens, so it fits arrays [*tokens,
-    # c].
+    # The arrays of tokens are split like x. Its spec names only the mesh axes of the tokens,
+    # because the last axis is whole.
     token_sharding = NamedSharding(first_split.mesh, first_split.specs().x)
     token_data = jax.tree.map(lambda array: reshard(array, token_sharding), token_data)
     return token_data, tuple(all_layer_arrays)

@@ -260,6 +260,7 @@ def _largest_and_total(
     """
 
     def in_two_passes(unscaled):
+        """Finds the largest number of each token, then reads all numbers again to sum."""
         # A loss stays the same if a number is subtracted from all logits of a token. So the
         # derivatives that the largest logit would add cancel, and are left out.
         largest = jax.lax.stop_gradient(unscaled.max(-1, keepdims=True))
@@ -367,6 +368,7 @@ def values_in_columns(
     is_unique = columns.shape[1] == 1
 
     def read(row, row_index):
+        """Reads the values of one token in some columns."""
         return row.at[row_index].get(mode="promise_in_bounds", unique_indices=is_unique)
 
     # `vmap` runs over the tokens, so that no index counts them. If a mesh splits the tokens, such
@@ -421,6 +423,7 @@ def token_sums(
     read_label_logit = functools.partial(values_in_columns, columns, chunk.relative_logits)
 
     def compute_label_logit():
+        """Computes `factor * (unscaled - largest)` for the labels alone."""
         differences = values_in_columns(columns, chunk.unscaled, subtracted=chunk.largest)
         return times(chunk.factor, differences)
 
