@@ -95,8 +95,9 @@ def count_below(
     # The bits of the counts are found one by one, the highest bit first.
     for bit in reversed(range(size.bit_length())):
         larger_count = count + 2**bit
-        # At least `larger_count` numbers are below the value if the last of so many numbers is. A
-        # count above the number of numbers reads the last number instead, and is refused below.
+        # At least `larger_count` numbers are below the value if the number at the index
+        # `larger_count - 1` is. A count above `size` is impossible. It reads the last number
+        # instead, and is refused.
         last_index = jnp.minimum(larger_count, size) - 1
         is_below = read_each(ascending, last_index) < values
         is_count_reached = (larger_count <= size) & is_below

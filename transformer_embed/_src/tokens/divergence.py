@@ -297,7 +297,7 @@ def _probabilities(split: OutputSplit, student: ChunkLogits, teacher: ChunkLogit
         return student_exps / student_total, teacher_exps / teacher_total
 
     def from_logits():
-        """Computes the exponentials a second time, of logits from which log(total) is subtracted."""
+        """Computes the exponentials a second time, of `relative_logits - log(total)`."""
         # `from_exponentials` would make a GPU write all exponentials to memory and read them again.
         # To compute the exponentials a second time takes less time.
         student_probs = jnp.exp(student.relative_logits - jnp.log(student_total))

@@ -63,8 +63,8 @@ def map_chunks(loss: Loss, token_data: TokenData, layers: Layers) -> tuple[Array
     weights, so its values are returned as they are.
     """
 
+    # The scan has no carry, because chunks leave nothing to the next chunk.
     def no_carry(layers):
-        """Returns the carry of the scan: chunks leave nothing to the next chunk."""
         return None
 
     def step(carry, token_data, layers, is_only_chunk):
