@@ -62,15 +62,15 @@ class Tables(NamedTuple):
         """Reads the rows that the batch needs of each table in `ids`, by the name of the table."""
         return {name: self._read_table(name) for name in self.ids}
 
-    def replace_tables(self, reads: Mapping[str, TableRows]) -> dict[str, Any]:
+    def parameters_with_rows(self, rows_of_tables: Mapping[str, TableRows]) -> dict[str, Any]:
         """Returns the parameters by name, with the rows of the batch in the place of each table.
 
-        A loss is differentiated with respect to these parameters. `reads` is what `read_rows`
-        returned.
+        A loss is differentiated with respect to these parameters. `rows_of_tables` is what
+        `read_rows` returned.
         """
         parameters = dict(self.parameters)
-        for name, read in reads.items():
-            parameters[name] = read.rows
+        for name, table_rows in rows_of_tables.items():
+            parameters[name] = table_rows.rows
         return parameters
 
     def unflatten(self, values: Mapping[str, Any]) -> Tree:
@@ -100,7 +100,9 @@ class Tables(NamedTuple):
             return exchange_rows(table, indices, table_ids.max_rows, self.capacity)
         return read_batch_rows(table, indices, table_ids.max_rows)
 
-    def seen_by_loss(self, reads: Mapping[str, TableRows], parameters: Mapping[str, Any]) -> Tree:
+    def tree_for_loss(
+        self, rows_of_tables: Mapping[str, TableRows], parameters: Mapping[str, Any]
+    ) -> Tree:
         """Makes the tree of parameters that a loss sees, with `GatheredRows` for each table.
 
         `GatheredRows` hold the rows and their indices, and `lookup` reads them like the table. The
@@ -109,16 +111,17 @@ class Tables(NamedTuple):
         parameters mixed the rows.
 
         Args:
-            reads: What `read_rows` returned.
+            rows_of_tables: For each table, the rows that the batch reads, as `read_rows` returns
+                them.
             parameters: The parameters by name, with the rows of the batch in the place of each
-                table, as `replace_tables` makes them.
+                table, as `parameters_with_rows` makes them.
         """
         seen_parameters = dict(parameters)
-        for name, read in reads.items():
+        for name, table_rows in rows_of_tables.items():
             table = self.parameters[name]
             num_rows, width = table.shape
             # The rows that this device sees. If devices exchange rows, they do it here.
-            seen_rows = read.seen(parameters[name])
+            seen_rows = table_rows.seen(parameters[name])
             seen_parameters[name] = GatheredRows(
                 keys=as_keys(seen_rows.row_indices),
                 marks=new_marks(width, table.dtype),

@@ -105,15 +105,15 @@ def value_and_grad(
         """Computes the loss, and its gradients with a `RowGradient` for each table in `ids`."""
         tables = tables_in(params, ids, config, max_rows, capacity)
         # For each table, an object with the rows that the batch reads.
-        reads = tables.read_rows()
+        rows_of_tables = tables.read_rows()
         # A dict of all parameters by name, in which arrays of these rows replace the tables. The
         # loss is differentiated with respect to these arrays.
-        parameters = tables.replace_tables(reads)
+        parameters = tables.parameters_with_rows(rows_of_tables)
 
         def loss_of_rows(parameters: Mapping) -> Any:
             """Computes the loss from parameters by name, with rows in the place of each table."""
             # A tree like `params`, in which objects that only `lookup` can read replace the tables.
-            params_of_loss = tables.seen_by_loss(reads, parameters)
+            params_of_loss = tables.tree_for_loss(rows_of_tables, parameters)
             return loss(params_of_loss, *args, **kwargs)
 
         differentiate = jax.value_and_grad(loss_of_rows, has_aux=has_aux)
@@ -121,8 +121,8 @@ def value_and_grad(
         with tables.note_in_errors():
             value, gradients = differentiate(parameters)
             # Until here, the gradient of a table is an array: the gradients of the rows.
-            for name, read in reads.items():
-                gradients[name] = read.gradient(gradients[name])
+            for name, table_rows in rows_of_tables.items():
+                gradients[name] = table_rows.gradient(gradients[name])
             return value, tables.unflatten(gradients)
 
     return value_and_row_grads

@@ -66,11 +66,11 @@ def with_exchange(
         """Calls the function with parameters in which rows of the batch replace each table."""
         tables = tables_in(params, ids, config, max_rows, capacity)
         # For each table, an object with the rows that the batch reads.
-        reads = tables.read_rows()
-        parameters = tables.replace_tables(reads)
+        rows_of_tables = tables.read_rows()
+        parameters = tables.parameters_with_rows(rows_of_tables)
         with tables.note_in_errors():
             # A tree like `params`, in which objects that only `lookup` can read replace the tables.
-            params_with_rows = tables.seen_by_loss(reads, parameters)
+            params_with_rows = tables.tree_for_loss(rows_of_tables, parameters)
             return function(params_with_rows, *args, **kwargs)
 
     return exchanging
