@@ -97,8 +97,9 @@ def on_each_device(mesh: Any, function: Callable, in_specs: Any, out_specs: Any)
     The shard_map is over the free axes of the mesh, which are all axes except those of an enclosing
     shard_map. If there are no free axes, the function itself is returned.
 
-    jax knows from its type along which mesh axes an array differs between devices. If all devices
-    share an argument, jax sums the gradient of the argument over the devices.
+    The type of an array says along which mesh axes the array differs between devices, also along
+    the axes of an enclosing shard_map. So if devices share an argument, jax sums the gradient of
+    the argument over these devices, and over no others.
 
     Args:
         mesh: The mesh.
@@ -117,11 +118,11 @@ def on_each_device(mesh: Any, function: Callable, in_specs: Any, out_specs: Any)
             want = "jax 0.10 or newer, to read split arrays inside a shard_map over other mesh axes"
             raise arguments.value_error("mesh", want, jax.__version__)
         # A shard_map inside another one keeps arrays for the backward pass, and jax gives a wrong
-        # spec to an array that is not an argument. A checkpoint keeps only the arguments, so these
-        # arrays are computed again. The inner checkpoint is for first derivatives, and the outer
-        # one is for second derivatives.
-        once_differentiable = jax.checkpoint(function)
-        function = jax.checkpoint(once_differentiable)
+        # spec to an array that is not an argument. A checkpoint keeps only the arguments, and the
+        # backward pass computes the other arrays again. First derivatives need one checkpoint, and
+        # second derivatives need two.
+        with_one_checkpoint = jax.checkpoint(function)
+        function = jax.checkpoint(with_one_checkpoint)
     return jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=free
     )

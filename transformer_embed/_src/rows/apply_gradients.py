@@ -2,8 +2,8 @@
 
 `optimizer.update` is called once for everything that is not a table. In this call, blocks of zeros
 replace the tables. Then a loop over the blocks of each table calls it again, with the rows of one
-block in the place of the zeros. XLA drops the results that are not used, so a block costs no more
-than its rows. `row_check` makes sure beforehand that this gives the rows of the dense step.
+block in the place of the zeros. XLA drops the results that are not used, so each call computes only
+the rows of its block. `row_check` makes sure beforehand that this gives the rows of the dense step.
 """
 
 import functools

@@ -2,10 +2,10 @@
 
 This runs on the host while a step is traced. The owner of a row is the device that has the row (see
 `exchange`). Buffers overflow in less than one step in 1e9, if the ids of each device are sampled
-independently and all owners are equally likely (see `row_order`). Of n ids, each goes to an owner
-with probability p, so the number of ids that go there is binomial, and more than r ids go there
-with the probability `sum(C(n, k) p**k (1 - p)**(n - k) for k > r)`. The sum of the probabilities of
-all buffers of all devices must stay below 1e-9.
+independently and all owners are equally likely (see `row_order`). Each of n ids goes to an owner
+with probability p, so the number of ids that go there is binomial. The probability that more than r
+ids go there is `sum(C(n, k) p**k (1 - p)**(n - k) for k > r)`. The sum of the probabilities of all
+buffers of all devices must stay below 1e-9.
 """
 
 import functools

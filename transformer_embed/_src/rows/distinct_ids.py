@@ -135,7 +135,7 @@ def sum_rows(
         all_indices: The indices that the result has, with or without repeats, all of `indices`
             among them. An index without a row gets a sum of zeros.
     """
-    # There are no more distinct rows than indices, and no more than the table has.
+    # There are at most as many distinct rows as indices, and at most as many as the table has.
     length = min(all_indices.size, num_rows)
     distinct = distinct_ascending(all_indices, num_rows, length)
     place_of_row = find_each(distinct, indices)

@@ -117,7 +117,7 @@ def _counted(plan: ExchangePlan, indices: np.ndarray) -> dict[str, Any]:
     requests = np.unique(devices * plan.num_rows + indices)
     # Each device asks for at most `most_asked` rows, and drops the highest ones beyond that.
     within_bound = _first_of_each_range(requests, plan.num_rows, plan.most_asked)
-    # Of these rows, each device asks each owner for at most `most_sent`.
+    # Then each device asks each owner for at most `most_sent` of these rows.
     sent = _first_of_each_range(within_bound, plan.shard_rows, plan.most_sent)
     not_sent = len(requests) - len(sent)
     received = _count_rows_of_each_owner(plan, sent)

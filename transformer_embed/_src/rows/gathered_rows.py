@@ -191,9 +191,9 @@ def find_rows(
 
     For example, the row indices 2 5 9 with the values a b c, and the wanted rows 9 4, give c NaN.
     """
-    # If a wanted row is there, its place among `row_indices` is the number of indices below it. In
-    # the example: 2 1. (`find_each` also finds places, and says which rows are missing. But XLA
-    # would fuse it into both of its uses, the lookup and the comparison, and so search twice.)
+    # If a wanted row is there, the number of row indices below it is its place among them. In the
+    # example: 2 1. (`find_each` also finds places, and says which rows are missing. But XLA would
+    # fuse the search into the lookup and also into the comparison, and so search twice.)
     last_place = len(row_indices) - 1
     places = jnp.minimum(count_below(row_indices, wanted), last_place)
     # `lookup` and not an index is used for the sake of the gradient of `values`: it sums the

@@ -210,8 +210,8 @@ class RowGradient(SomeRows):
     def spec(self) -> PartitionSpec:
         """How explicit mesh axes split the rows of the gradient.
 
-        They do so only if each device has the gradients of its own shard of the table, as with a
-        `capacity`.
+        With a `capacity`, the rows are split like the rows of the table, so each device has the
+        gradients of its own table rows. Otherwise all devices have all rows.
         """
         return PartitionSpec(*typed_axes(self.row_indices))
 

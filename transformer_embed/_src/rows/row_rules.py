@@ -15,8 +15,8 @@ def _names_in(text: str) -> frozenset[str]:
 
 
 # Each row of the results is computed from the same row of the operands, if every result has an axis
-# of rows. Nothing else has the size of this axis, so an equation that takes away an axis of rows
-# and makes a new one cannot go unseen. (A reshape may move rows: see `_moves_rows`.)
+# of rows. Only rows have the size of this axis, so it is noticed if an equation takes away an axis
+# of rows, and if it makes a new one. (A reshape may move rows: see `_reshape_moves_rows`.)
 KEEP_ROWS_APART = _names_in(
     """
     abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh bessel_i0e bessel_i1e
@@ -58,7 +58,7 @@ def why_rows_mix(equation: Any, row_counts: set[int]) -> str | None:
     # For a table of 7 rows, a variable [7, 4] has the row counts (7,), and a variable [4] has ().
     counts_of_operands = {_row_counts_in(variable, row_counts) for variable in equation.invars}
     counts_of_results = {_row_counts_in(variable, row_counts) for variable in equation.outvars}
-    # All rows share an operand without rows, so it cannot make one row depend on another.
+    # An operand without rows is the same for all rows, so it may be used for each of them.
     counts_of_operands.discard(())
     if not counts_of_operands:
         has_new_rows = any(counts_of_results)

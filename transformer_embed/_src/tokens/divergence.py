@@ -463,8 +463,8 @@ def _kullback_leibler(
     log_p_over_q = jnp.where(p == 0, p, -w)
     finite_values = jnp.where(is_infinite, 0, values)
     gradients_of_p = p * (log_p_over_q - finite_values)
-    # Zeros are computed by `q - q`. Of a constant 0, jax would make an array [t, v], and would keep
-    # the array outside of the loop over chunks.
+    # Zeros are computed by `q - q`. For a constant 0, jax would make an array [t, v], and would
+    # keep the array outside of the loop over chunks.
     zeros = q - q
     gradients_of_p = jnp.where(is_infinite, zeros, gradients_of_p)
     # The gradient with respect to the logits of q.
