@@ -211,9 +211,9 @@ def _outside_logit(dtype: Any, factor: float | Array) -> float | Array:
     """
     if isinstance(factor, jax.Array):
         # The derivative with respect to the temperature divides the logit by the temperature once
-        # more, which may be a tiny number. It stays finite because the logit is 2**32 times nearer
-        # to 0 than the factor alone needs. With the bound of 2**92, the logit is still about -2**35
-        # in float32.
+        # more, and the temperature may be tiny. So the logit is 2**32 times nearer to 0 than the
+        # factor alone needs, and the derivative stays finite. Because of the bound 2**92, the logit
+        # is still -2**35 or lower in float32.
         factor_with_room = 2.0**32 * jax.lax.stop_gradient(factor)
         largest_factor = jnp.clip(factor_with_room, 1, 2.0**92)
     else:
@@ -261,8 +261,8 @@ def _largest_and_total(
 
     def in_two_passes(unscaled):
         """Finds the largest number of each token, then reads all numbers again to sum."""
-        # A loss stays the same if a number is subtracted from all logits of a token. So the
-        # derivatives that the largest logit would add cancel, and are left out.
+        # A loss is the same whichever number is subtracted from the logits here. So the derivatives
+        # of this number would cancel in the end, and are left out.
         largest = jax.lax.stop_gradient(unscaled.max(-1, keepdims=True))
         # Inside a user's shard_map, jax refuses a maximum over no axes.
         if split.vocabulary_mesh_axes:
@@ -314,7 +314,7 @@ def in_one_pass(
     # A part is some of a token's numbers. It is held as (largest, total): the largest of these
     # numbers, and the sum of `exp(factor * (number - largest))` over them.
     def join(left, right):
-        """Joins two parts, for the largest number of both."""
+        """Joins two parts to one, which has the larger of both largest numbers."""
         left_largest, left_total = left
         right_largest, right_total = right
         is_left_higher = left_largest > right_largest
