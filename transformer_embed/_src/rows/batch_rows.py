@@ -52,9 +52,8 @@ class BatchRows(NamedTuple):
         row_indices = known_after_reading(self.row_indices, self.rows)
         # If devices with different batches share the table, the gradients of all devices must be
         # summed. For an array that is the same on all devices, `jax.grad` inserts this sum. Here,
-        # each device has read different rows, so the sum must add the rows of equal indices. The
-        # mesh axes of a user's shard_map along which the gradients differ, but the table is the
-        # same:
+        # each device has read different rows, so the sum must add the rows of equal indices. It is
+        # over the mesh axes along which the gradients differ, but the table is the same.
         batch_axes = varying_axes(sums) - varying_axes(self.table)
         if batch_axes:
             axis_names = tuple(sorted(batch_axes))

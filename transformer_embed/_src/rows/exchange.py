@@ -185,7 +185,10 @@ class ExchangedRows(NamedTuple):
         return self.requests.rows
 
     def seen(self, rows: Float[Array, "n d"]) -> SeenRows:
-        """Returns the rows that each device sees, from the rows of the shards."""
+        """Sends each device the rows that it asked for, and returns them with their indices.
+
+        `rows` are the rows that each owner was asked for, in the place of `self.rows`.
+        """
         requests = self.requests
         answers = _answer(self.plan, requests.answer_index, requests.has_no_answer, rows)
         return SeenRows(row_indices=requests.row_indices, values=answers)

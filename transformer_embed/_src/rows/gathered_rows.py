@@ -135,7 +135,7 @@ def new_marks(width: int, dtype: Any) -> Float[np.ndarray, "m d"]:
 
 
 def are_marks_kept(marks: Float[Array, "m d"]) -> Bool[Array, ""]:
-    """Returns whether the first mark is still a row of NaN, and the others are finite and equal.
+    """Returns whether the first mark is still a row of NaN, and all others are finite and equal.
 
     A function that treats each row by itself, such as a product with 2, keeps the marks like that.
     """

@@ -197,8 +197,8 @@ def _sum_runs(
 ) -> Float[jax.Array, "n d"]:
     """Computes the cumulative sums of rows, which start anew where a run starts.
 
-    So the last sum of a run is the sum over the run. For runs of 2 and 1 rows a, b, c, the sums are
-    a, a + b, c.
+    So the last sum of a run is the sum over the run. For example, the rows a, b, c in a run of two
+    and a run of one give a, a + b, c.
     """
 
     def join(left, right):
