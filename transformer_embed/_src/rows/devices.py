@@ -11,13 +11,13 @@ from transformer_embed._src.rows.trees import Tree
 
 
 def pmean(grads: Tree, axis_name: Any) -> Tree:
-    """Averages gradients over the devices of a mapped axis, also if their table rows differ.
+    """Averages gradients over the devices of a mapped axis, even if they read different table rows.
 
     Use this function inside `jax.pmap`, `jax.shard_map` or `jax.vmap` with an `axis_name`. Do not
-    use `jax.lax.pmean` for a `RowGradient`: `jax.lax.pmean` averages the first number of all
-    devices, the second number, and so on, but the first row of one device may belong to another id
-    than the first row of the next device. Here, the devices send each other the indices of the
-    rows, so the gradients of equal rows are averaged.
+    use `jax.lax.pmean` for a `RowGradient`. It would average the first row of all devices, then the
+    second row, and so on. But the first row of one device may belong to another id than the first
+    row of the next device. In `te.rows.pmean`, the devices send each other the indices of the rows,
+    so the gradients of equal rows are averaged.
 
     With `check_vma=True` (the default of `jax.shard_map`), `jax.grad` already sums the gradients of
     parameters that all devices share, and so does `te.rows.value_and_grad`. So in such a

@@ -66,8 +66,8 @@ class RowGradient(SomeRows):
     nonzero rows of the dense gradient. (They see the fingerprint too, but its numbers are so small
     that a norm stays the same.)
 
-    You may multiply a whole gradient by a number, cast it, or average it over devices that have the
-    same rows. For everything else, use one of these:
+    You may multiply a whole gradient by a number, cast it, or average it over devices whose
+    gradients have the same row indices. For everything else, use one of these:
 
     - `+` adds two gradients of the same table, whose rows may differ. For trees, use `jax.tree.map`
       with `is_leaf=lambda leaf: isinstance(leaf, te.rows.RowGradient)`.

@@ -388,8 +388,9 @@ def _mixture(both: Probabilities, beta: float) -> Mixture:
     # probabilities are so tiny that this square would be 0, the divisor is 1.
     is_tiny = larger < jnp.finfo(larger.dtype).tiny ** 0.5
     divisor = jnp.where(is_tiny, 1, larger)
-    # With the divisor 1, the ratio is wrong by a factor of 1 / min(beta, 1 - beta) at most. This
-    # does not matter, because the terms of such an id in the sum are below 1e-18.
+    # With the divisor 1, the ratio of the mixture to `larger` becomes 1. It is then wrong by a
+    # factor of 1 / min(beta, 1 - beta) at most. This does not matter, because the terms of such an
+    # id in the sum are below 1e-18.
     log_mixture_over_larger = jnp.log1p(change / divisor)
     probs = larger + change
     # The larger probability is the student's or the teacher's. For the other one, the logarithm of
