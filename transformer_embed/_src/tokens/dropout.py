@@ -123,8 +123,8 @@ def _keep_mask(key: Array, keep_rate: float, shape: tuple[int, ...]) -> Bool[Arr
         first_word, second_word = _threefry(key_words[0], key_words[1], counters)
         random_bits = first_word ^ second_word
         # Let n be the integer in the upper 23 bits. jax keeps an element if n / 2**23 is below
-        # keep_rate, as float32 numbers. Here the integers are compared: n is below keep_rate *
-        # 2**23 exactly if n is below this number rounded up.
+        # keep_rate, as float32 numbers. Here integers are compared: n is below `keep_rate * 2**23`
+        # exactly if n is below this number rounded up.
         upper_23_bits = random_bits >> 9
         rounded_rate = float(np.float32(keep_rate))
         threshold = math.ceil(rounded_rate * 2**23)

@@ -145,11 +145,12 @@ def values_and_logits(
         return values, logits
     # The logits are z = y / T, for a temperature T and logits y that do not depend on T. So the
     # derivative of a logit z with respect to T is -z / T. By the chain rule, the derivative of a
-    # value is the sum of `gradient * z` over the vocabulary, divided by -T. The sum is computed
-    # with relative logits in place of z. They are z minus the largest logit m of the token. This
-    # gives the same sum, because in each loss that has a temperature, the gradients of a token sum
-    # to 0, and so do their products with m. At a banned id, 0 replaces -inf, because the gradient
-    # there is 0, and 0 times infinity is NaN.
+    # value is the sum of `gradient * z` over the vocabulary, divided by -T.
+
+    # The sum is computed with relative logits in place of z, which are z minus the largest logit m
+    # of the token. This gives the same sum, because in each loss that has a temperature, the
+    # gradients of a token sum to 0, and so do their products with m. At a banned id, 0 replaces
+    # -inf, because the gradient there is 0, and 0 times infinity is NaN.
     finite_logits = []
     for chunk in logits:
         is_banned = jnp.isneginf(chunk.relative_logits)
