@@ -33,7 +33,7 @@ INTERNAL = {
     "EmbedderConfig": "row_order factor stddevs",
     "OutputLayer": "size",
     "PositionalEncoding": "encoding",
-    "RowGradient": "parts trusted_values check owners",
+    "RowGradient": "arrays trusted_values check spec is_split",
 }
 ITEM = re.compile(r"^((?:\\\*)*\w+(?:, \w+)*): ")
 WIDTH = 100

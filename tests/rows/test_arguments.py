@@ -192,8 +192,8 @@ on = functools.partial(put, MESH)
 TABLE_ON, IDS_ON = on(LARGE, "model"), on(IDS, BOTH)
 ON_MESH = {
     'by_rows(on(LARGE, None, "model"), IDS_ON)': "ValueError: table: ... to exchange rows, got an array split as",
-    'by_rows(on(LARGE, BOTH), on(IDS, "data"))': "ValueError: ids: wanted split over the mesh axes of the table's rows, ('data', 'model'), to exch",
-    "of_others(TABLE_ON, IDS_ON)": "ValueError: ids: wanted split over ('model', 'data'), as the ids of the step whose rows are ex",
+    'by_rows(on(LARGE, BOTH), on(IDS, "data"))': "ValueError: ids: wanted an array split over the mesh axes of the table's rows, ('data', 'model')",
+    "of_others(TABLE_ON, IDS_ON)": "ValueError: ids: wanted an array split over ('model', 'data'), like the ids that te.rows got, got",
     "inside(TABLE_ON, IDS_ON)": "ValueError: capacity: wanted None, because the call is inside of a shard_map over some of the mesh axes, got 1.0",
     "of_whole_state(TABLE_ON, IDS_ON)": "ValueError: state: wanted [304, 8] split as its table, ... (jax.device_put), got",
     "mean(TABLE_ON, IDS_ON)": "TypeError: grads: wanted rows that every device has, got those that devices exchanged",
@@ -250,7 +250,7 @@ def test_the_config_of_a_table_says_the_order_of_its_rows():
 
 ORDERS = [
     (0.0, None, r"^config: wanted the EmbedderConfig of transformer_embedding.*: pass config= to"),
-    (1.0, SPREAD.config, r"^transformer_embedding/.*: wanted to be read by a layer of the config"),
+    (1.0, SPREAD.config, r"^transformer_embedding/.*: wanted a lookup by the layer whose config"),
 ]
 
 

@@ -76,7 +76,7 @@ OTHER_USES = {
     'train(lambda ids: hk.Embed(6, 3, name="embed")(ids))': "_NotAnArrayError: embed/embeddings: wanted to be read by te",
     "of_leaves(jnp.tanh)": "TypeError: ...In the loss, the rows of the batch replace t: only lookup",
     "of_leaves(jnp.sum)": "TypeError: ...In the loss, the rows of the batch replace t: only lookup",
-    "of_leaves(lambda x: x[:1])": "TypeError: t: wanted its rows in their places, got 1 of them",
+    "of_leaves(lambda x: x[:1])": "TypeError: t: wanted all of its rows, in their order, got 1 of them",
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from meshes import AUTO, EXPLICIT, mesh_of, put
 from refused import each_raises
 
 import transformer_embed as te
-from transformer_embed._src.tokens import chunks, loss_arithmetic, output_split, row_logits
+from transformer_embed._src.tokens import chunks, output_split, row_logits
 
 # What is promised of values and gradients of magnitude 1; float32 sums of some 100 terms are within
 # 100 * 2**-24 = 6e-6.
@@ -770,8 +770,7 @@ def test_a_chunk_has_all_tokens_whose_logits_fit_or_a_sixth_or_enough_for_the_ta
         (8192, 151_936, 2048, None, 4), (9, 1000, 4, 2, 5), (0, 5, 4, None, 0),
     ):  # fmt: skip
         layer = output_split.LayerArrays(of(tokens, width), None, None, of(words, width), SPLIT)
-        of_size = loss_arithmetic.Loss(chunk_size=chunk_size)
-        assert chunks.number_of_chunks(of_size, (layer,)) == count
+        assert chunks.number_of_chunks(chunk_size, (layer,)) == count
 
 
 @pytest.mark.slow
@@ -833,7 +832,7 @@ def test_tables_that_do_not_fit_their_mesh_are_refused():
             "split": split,
             "odd": put(mesh, MESH_TABLE[:13], None, "a"),
         }
-        want = "ValueError: teacher_output: wanted a table with rows split over the mesh axes of output's, "
+        want = "ValueError: teacher_output: wanted a table split over the same mesh axes as the table of output, "
         each_raises(
             {
                 "te.linear_divergence(X, split, X, whole)": want + "('a',), got ()",

@@ -31,9 +31,9 @@ def change_column(
 ) -> Float[Array, "t r"]:
     """Changes the value in one column of each row. A column out of range changes nothing.
 
-    Most devices fuse the change with another pass over the values. On a CPU, the last change of an
-    array would be a separate pass, which takes 5 percent of the time of a loss. So a CPU writes
-    only the changed values if the change is the last one.
+    Most devices fuse the change with another pass over the values. On a CPU, if no other operation
+    on all of the values follows, the change would be a pass of its own, which takes 5 percent of
+    the time of a loss. So in this case, a CPU writes only the changed values.
 
     Args:
         values: The values, with t rows and r columns.
@@ -62,7 +62,8 @@ def change_column(
         column_of_row = jnp.broadcast_to(columns, (len(values), 1)).astype(jnp.uint32)
         old_values = jnp.take_along_axis(values, column_of_row, axis=1, mode="clip")
         new_values = change(old_values)
-        # The rows are an axis of `vmap` and not an index, because a mesh may split them.
+        # `vmap` runs over the rows, so that no index counts them. If a mesh splits the rows, such
+        # an index would reach over the parts of all devices.
         return jax.vmap(write_in_row)(values, column_of_row, new_values)
 
     return jax.lax.platform_dependent(cpu=in_place, default=in_one_pass)
@@ -109,8 +110,8 @@ def nan_where(is_wrong: Bool[Array, "..."], values: Float[Array, "..."]) -> Floa
     """Returns the values, with NaN where `is_wrong` is True.
 
     Args:
-        is_wrong: True where a value, or a vector of values, becomes NaN. The axes are the first
-            axes of `values`.
+        is_wrong: True where a value, or a vector of values, becomes NaN. The shape is the first
+            part of the shape of `values`, such as [t] for values [t, d].
         values: The values.
     """
     nan: Any = np.array(np.nan, values.dtype)
@@ -119,8 +120,9 @@ def nan_where(is_wrong: Bool[Array, "..."], values: Float[Array, "..."]) -> Floa
     config: Any = jax.config
     if config.jax_disable_jit:
         # In this mode, jax_debug_nans looks at each constant, and would raise an error for a
-        # constant NaN even if no value is wrong. So NaN is made from bits, and only where a value
-        # is wrong. In a compiled program, this would cost a TPU a percent.
+        # constant NaN even if no value is wrong. So `nan` becomes an array that is NaN only where a
+        # value is wrong, and 0 elsewhere. It is made from the bits of NaN, as integers. A compiled
+        # program does without this, which would take one percent of the time on a TPU.
         integer_dtype = f"int{8 * nan.itemsize}"
         nan_bits = nan.view(integer_dtype)
         bits = jnp.where(is_wrong, nan_bits, np.zeros_like(nan_bits))

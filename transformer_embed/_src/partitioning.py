@@ -1,5 +1,6 @@
 """Says over which mesh axes arrays are split, and sends parts of arrays between devices."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -38,6 +39,14 @@ def typed_axes(array: Any) -> list[Axes]:
     A dimension that is whole, or split over automatic axes, has ().
     """
     return spec_axes(jax.typeof(array).sharding.spec, array.ndim)
+
+
+def joined_axes(axes_of_dimensions: Iterable[Axes]) -> Axes:
+    """Returns the mesh axes of all dimensions in one tuple.
+
+    The axes ("data",), () and ("x", "y") of three dimensions become ("data", "x", "y").
+    """
+    return tuple(itertools.chain.from_iterable(axes_of_dimensions))
 
 
 def check_on_mesh(name: str, array: Any, *table_axes: Axes) -> None:
@@ -83,11 +92,20 @@ def restricted(sharding: NamedSharding, axes: Axes) -> NamedSharding:
 
 
 def on_each_device(mesh: Any, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """Returns the `jax.shard_map` of a function over the free axes of a mesh.
+    """Makes a function run on each device of a mesh, by `jax.shard_map`.
 
-    If the mesh has no free axes, the function itself is returned. Types say along which axes an
-    array varies, including the axes of an enclosing shard_map. So jax sums gradients over devices
-    where an array is shared, and nowhere else.
+    The shard_map is over the free axes of the mesh, which are all axes except those of an enclosing
+    shard_map. If there are no free axes, the function itself is returned.
+
+    The type of an array says along which mesh axes the array differs between devices, also along
+    the axes of an enclosing shard_map. So if devices share an argument, jax sums the gradient of
+    the argument over these devices, and over no others.
+
+    Args:
+        mesh: The mesh.
+        function: A function of the parts of the arrays that one device has.
+        in_specs: The specs of the arguments, as in `jax.shard_map`.
+        out_specs: The specs of the results.
     """
     free = frozenset(free_axes(mesh))
     if not free:
@@ -95,15 +113,16 @@ def on_each_device(mesh: Any, function: Callable, in_specs: Any, out_specs: Any)
     is_inside_shard_map = len(free) < len(mesh.axis_names)
     if is_inside_shard_map:
         if jax.__version_info__ < (0, 10):
-            # The programs of older versions do not compile, or wait for each other without an end.
-            want = (
-                "jax 0.10 or newer, to read arrays that it splits, inside a shard_map over others"
-            )
+            # Older versions make programs that do not compile, or whose devices wait for each other
+            # without an end.
+            want = "jax 0.10 or newer, to read split arrays inside a shard_map over other mesh axes"
             raise arguments.value_error("mesh", want, jax.__version__)
         # A shard_map inside another one keeps arrays for the backward pass, and jax gives a wrong
-        # spec to an array that is not an argument. A checkpoint keeps only arguments. Two
-        # checkpoints are needed, one for first and one for second derivatives.
-        function = jax.checkpoint(jax.checkpoint(function))
+        # spec to an array that is not an argument. A checkpoint keeps only the arguments, and the
+        # backward pass computes the other arrays again. First derivatives need one checkpoint, and
+        # second derivatives need two.
+        with_one_checkpoint = jax.checkpoint(function)
+        function = jax.checkpoint(with_one_checkpoint)
     return jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=free
     )
@@ -188,7 +207,8 @@ def with_whole_rows(array: Array, axis: int = -1) -> Array:
 def reshard(array: Array, sharding: NamedSharding) -> Array:
     """Returns the array with this sharding, which may have automatic and explicit mesh axes.
 
-    If the mesh has no free axes, the array is returned as it is.
+    If the mesh has no axes, or only the axes of an enclosing shard_map, the array is returned as it
+    is, because nothing can split it.
     """
     mesh = sharding.mesh
     if not free_axes(mesh):

@@ -2,8 +2,8 @@
 
 `optimizer.update` is called once for everything that is not a table. In this call, blocks of zeros
 replace the tables. Then a loop over the blocks of each table calls it again, with the rows of one
-block in the place of the zeros. XLA drops the results that are not used, so a block costs no more
-than its rows. `row_check` makes sure beforehand that this gives the rows of the dense step.
+block in the place of the zeros. XLA drops the results that are not used, so each call computes only
+the rows of its block. `row_check` makes sure beforehand that this gives the rows of the dense step.
 """
 
 import functools
@@ -49,8 +49,8 @@ def apply_gradients(
 
     Args:
         optimizer: The optax optimizer.
-        grads: The gradients that `value_and_grad` returned. You may scale them. If another function
-            changed a `RowGradient`, the rows with a gradient become NaN (see `RowGradient`).
+        grads: The gradients that `value_and_grad` returned. You may scale them. If you change a
+            `RowGradient` in any other way, its table rows become NaN (see `RowGradient`).
         state: The state of the optimizer, as `optimizer.init(params)` makes it.
         params: The parameters.
         **extra_args: Further arguments for `optimizer.update`.
@@ -60,7 +60,8 @@ def apply_gradients(
 
     Raises:
         TypeError: `optimizer` has no functions `init` and `update`, or a leaf of `params` or
-            `state` is not an array. A `RowGradient` was made inside another `jax.jit`.
+            `state` is not an array. A `RowGradient` was made inside a `jax.jit`, and this call is
+            outside of it.
         ValueError: The optimizer may update a table row from other rows; the message names the
             transformation and the reason. The optimizer changes the dtype of its state. `grads`,
             `state` and `params` are not trees of the same parameters.
@@ -94,22 +95,29 @@ def apply_gradients(
     grads = as_arrays("grads", grads)
     params = as_arrays("params", params)
     state = as_arrays("state", state)
-    # Inside shard_map, a function can use sharded arrays only if they are its arguments. So the
-    # arrays among the extra arguments are leaves that the step takes. All other extra arguments are
-    # fixed in the function.
+    # `update_tables` may call the step inside a shard_map, where a function can use sharded arrays
+    # only if they are its arguments. So the arrays among the extra arguments become arguments of
+    # the step. All other extra arguments are fixed in `update` below.
     extra_leaves, extra_treedef = jax.tree.flatten(extra_args)
-    extra_arrays = {n: leaf for n, leaf in enumerate(extra_leaves) if isinstance(leaf, jax.Array)}
+    # The arrays, by their numbers among the leaves of the extra arguments.
+    extra_arrays = {}
+    for number, leaf in enumerate(extra_leaves):
+        if isinstance(leaf, jax.Array):
+            extra_arrays[number] = leaf
     step_trees = (grads, params, state, extra_arrays)
     numbered_leaves, treedef = jax.tree.flatten(step_trees, is_leaf=is_gradient)
     check_shapes("params", grads, params)
     leaves = dict(enumerate(numbered_leaves))
+    # The tables are the parameters whose gradient is a `RowGradient`. `init` shows which arrays of
+    # the state belong to them.
     tables = row_check.find_tables(optimizer.init, treedef, leaves)
 
     def update(grads: Tree, state: Tree, params: Tree, extra_arrays: dict[int, Any]) -> Any:
-        """Calls the optimizer, with these arrays in their places among the extra arguments."""
-        all_leaves = dict(enumerate(extra_leaves))
-        all_leaves.update(extra_arrays)
-        new_extra_args = jax.tree.unflatten(extra_treedef, all_leaves.values())
+        """Calls the optimizer, with these arrays in the place of the user's extra arrays."""
+        new_leaves = list(extra_leaves)
+        for number, array in extra_arrays.items():
+            new_leaves[number] = array
+        new_extra_args = jax.tree.unflatten(extra_treedef, new_leaves)
         return optimizer.update(grads, state, params, **new_extra_args)
 
     step = functools.partial(_optimizer_step, update, treedef)
@@ -120,13 +128,14 @@ def apply_gradients(
 
 
 def _optimizer_step(update: Callable, treedef: Any, leaves: Leaves) -> Leaves:
-    """Returns the leaves after a step. The gradients and the extra arrays stay as they are.
+    """Returns all leaves after a step. The gradients and the extra arrays stay as they are.
 
     Args:
-        update: A function of (gradients, state, parameters, extra arrays) that calls `update` of
-            the optimizer.
-        treedef: The structure of (gradients, parameters, state, extra arrays).
-        leaves: The leaves of these four before the step, by number.
+        update: The optimizer's `update`, a function of the trees (gradients, state, parameters,
+            extra arrays).
+        treedef: The structure of the leaves, which are in another order than the arguments of
+            `update`: (gradients, parameters, state, extra arrays).
+        leaves: The leaves before the step, as a dict {number of the leaf: leaf}.
     """
     # optax is slow to load, and only training needs it.
     import optax  # noqa: PLC0415

@@ -46,12 +46,14 @@ class BatchRows(NamedTuple):
             sums: The gradients of the rows. Each is summed over the ids that read the row.
         """
         num_rows = len(self.table)
-        # A step with this gradient must wait until the rows are read. Then XLA can write new rows
-        # into a donated table without a copy.
+        # The optimizer will write new rows at these indices into the table, in place if the table
+        # is donated. XLA can do so without a copy only if the rows are read before. So the indices
+        # are made known only after the reading.
         row_indices = known_after_reading(self.row_indices, self.rows)
         # If devices with different batches share the table, the gradients of all devices must be
         # summed. For an array that is the same on all devices, `jax.grad` inserts this sum. Here,
-        # each device has read different rows, so the sum must add the rows of equal indices.
+        # each device has read different rows, so the sum must add the rows of equal indices. It is
+        # over the mesh axes along which the gradients differ, but the table is the same.
         batch_axes = varying_axes(sums) - varying_axes(self.table)
         if batch_axes:
             axis_names = tuple(sorted(batch_axes))
@@ -75,8 +77,9 @@ def read_batch_rows(
     row_axes, column_axes = typed_axes(table)
     is_split = row_axes or column_axes
     if is_split:
-        # Each device reads zeros for the rows that it does not have, and the devices add what they
-        # read. Padding reads zeros.
+        # In `read_or_zero`, each device reads zeros for the rows that it does not have, and the
+        # devices add what they read. Padding, which is past the end, reads zeros. `read_or_zero`
+        # takes uint32.
         rows = read_or_zero(table, row_indices.astype(jnp.uint32))
     else:
         # Padding reads the last row.

@@ -2,10 +2,10 @@
 
 This runs on the host while a step is traced. The owner of a row is the device that has the row (see
 `exchange`). Buffers overflow in less than one step in 1e9, if the ids of each device are sampled
-independently and all owners are equally likely (see `row_order`). Of n ids, each goes to an owner
-with probability p, so the number of ids that go there is binomial, and more than r ids go there
-with the probability `sum(C(n, k) p**k (1 - p)**(n - k) for k > r)`. The sum of the probabilities of
-all buffers of all devices must stay below 1e-9.
+independently and all owners are equally likely (see `row_order`). Each of n ids goes to an owner
+with probability p, so the number of ids that go there is binomial. The probability that more than r
+ids go there is `sum(C(n, k) p**k (1 - p)**(n - k) for k > r)`. The sum of the probabilities of all
+buffers of all devices must stay below 1e-9.
 """
 
 import functools
@@ -40,18 +40,22 @@ def plan_buffers(
         owners: The number of devices that hold different rows.
         shard_rows: The number of rows of each owner.
         devices: The number of devices that ask.
-        capacity: A factor. Each buffer holds at least this factor times the mean number of ids that
-            a batch without repeats puts into it.
+        capacity: A factor for the sizes. With 2.0, a buffer has room for at least twice the ids
+            that it gets on average, if all ids of a batch are different.
     """
+    # The probability that an id goes to one given owner.
     share = 1 / owners
     # Each device has one buffer for each owner, and one buffer for what it receives.
     buffer_count = devices * (owners + 1)
     send_size = _buffer_size(most_asked, share, buffer_count, capacity)
     # An owner cannot be asked for more rows than its shard has.
     most_sent = min(send_size, most_asked, shard_rows)
-    # Rounded up to whole tiles.
+    # Rounded up to whole tiles of a TPU, which have TILE rows.
     most_sent = -(-most_sent // TILE) * TILE
+    # An owner receives requests from as many devices as there are owners. Each of these devices has
+    # up to `most_asked` ids, and each id goes to this owner with the same probability.
     receive_size = _buffer_size(most_asked * owners, share, buffer_count, capacity)
+    # An owner cannot receive more than is sent to it, or more distinct ids than its shard has rows.
     most_received = min(receive_size, owners * most_sent, shard_rows)
     return BufferSizes(most_sent=most_sent, most_received=most_received)
 

@@ -11,30 +11,31 @@ from transformer_embed._src.rows.trees import Tree
 
 
 def pmean(grads: Tree, axis_name: Any) -> Tree:
-    """Averages gradients over the devices of a mapped axis, also if their table rows differ.
+    """Averages gradients over the devices of a mapped axis, even if they read different table rows.
 
     Use this function inside `jax.pmap`, `jax.shard_map` or `jax.vmap` with an `axis_name`. Do not
-    use `jax.lax.pmean` for a `RowGradient`: `jax.lax.pmean` averages the first number of all
-    devices, the second number, and so on, but the first row of one device may belong to another id
-    than the first row of the next device. Here, the devices send each other the indices of the
-    rows, so the gradients of equal rows are averaged.
+    use `jax.lax.pmean` for a `RowGradient`. It would average the first row of all devices, then the
+    second row, and so on. But the first row of one device may belong to another id than the first
+    row of the next device. In `te.rows.pmean`, the devices send each other the indices of the rows,
+    so the gradients of equal rows are averaged.
 
     With `check_vma=True` (the default of `jax.shard_map`), `jax.grad` already sums the gradients of
     parameters that all devices share, and so does `te.rows.value_and_grad`. So in such a
     `jax.shard_map`, average the loss over the devices, inside the function that is differentiated.
-    Then the gradients are already equal on all devices, and this mean changes nothing.
+    Then the gradients are equal on all devices, and you do not need `te.rows.pmean`.
 
     Args:
         grads: The gradients that `value_and_grad` returned.
         axis_name: The name of the mapped axis, or a tuple of several names.
 
     Returns:
-        The mean of each leaf, the same on all devices. The mean of a `RowGradient` has the rows of
-        all devices together, and at most `num_rows` rows.
+        The mean of each leaf, the same on all devices. The mean of a `RowGradient` has every table
+        row that has a gradient on some device, once. After these rows comes padding, such as index
+        9 in the example, whose table has 6 rows.
 
     Raises:
-        TypeError: A `RowGradient` was made with a `capacity`, so the devices have already summed
-            the rows.
+        TypeError: A `RowGradient` was made with a `capacity`, so `value_and_grad` has already
+            summed the gradients of the devices.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -51,22 +52,23 @@ def pmean(grads: Tree, axis_name: Any) -> Tree:
         ([1, 3, 5, 9], [0.5, 1.0, 0.5, 0.0])
     """
     # jax knows this sum while tracing, so nothing is sent.
-    devices = jax.lax.psum(1, axis_name)
+    device_count = jax.lax.psum(1, axis_name)
 
     def mean(leaf: Any) -> Any:
-        """Averages a gradient, of whole parameters or of rows, over the devices."""
+        """Averages the gradient of a whole parameter, or of some table rows, over the devices."""
         if not is_gradient(leaf):
             return jax.lax.pmean(leaf, axis_name)
-        if any(leaf.owners):
+        if leaf.is_split:
             want = "rows that every device has"
             raise arguments.type_error("grads", want, "those that devices exchanged")
-        # The mean gets a new fingerprint. That would hide it if something has mixed these rows, so
-        # they are checked by the old fingerprint first.
+        # A `RowGradient` stores a checksum of its rows, the fingerprint, and the mean gets a new
+        # one. If a function of the user has mixed the rows, the new fingerprint would hide this. So
+        # the old one is checked first: `trusted_values` are NaN if it does not fit.
         values = leaf.trusted_values()
         summed = sum_over_devices(leaf.row_indices, values, leaf.num_rows, axis_name)
         return RowGradient(
             row_indices=summed.row_indices,
-            values=summed.sums / devices,
+            values=summed.sums / device_count,
             num_rows=leaf.num_rows,
         )
 

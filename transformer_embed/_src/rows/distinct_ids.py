@@ -95,19 +95,21 @@ def count_below(
     # The bits of the counts are found one by one, the highest bit first.
     for bit in reversed(range(size.bit_length())):
         larger_count = count + 2**bit
-        # The count may be as large as this, if the last of so many numbers is below the value.
-        last_counted = read_each(ascending, jnp.minimum(larger_count, size) - 1)
-        is_below = last_counted < values
+        # At least `larger_count` numbers are below the value if the number at the index
+        # `larger_count - 1` is. A count above `size` is impossible. It reads the last number
+        # instead, and is refused.
+        last_index = jnp.minimum(larger_count, size) - 1
+        is_below = read_each(ascending, last_index) < values
         is_count_reached = (larger_count <= size) & is_below
         count = jnp.where(is_count_reached, larger_count, count)
     return count
 
 
-def read_each(values: Int32[Array, "k"], slots: Int32[Array, "..."]) -> Int32[Array, "..."]:
-    """Returns `values[slots]`, split over explicit mesh axes as the slots are, if there are any."""
-    sharding = jax.typeof(slots).sharding
+def read_each(values: Int32[Array, "k"], index: Int32[Array, "..."]) -> Int32[Array, "..."]:
+    """Returns `values[index]`, split over explicit mesh axes as the index is, if there are any."""
+    sharding = jax.typeof(index).sharding
     out_sharding = sharding if is_explicit(sharding.mesh) else None
-    return values.at[slots].get(out_sharding=out_sharding)
+    return values.at[index].get(out_sharding=out_sharding)
 
 
 def find_each(ascending: Int32[Array, "k"], values: Int32[Array, "..."]) -> Int32[Array, "..."]:
@@ -133,8 +135,9 @@ def sum_rows(
         all_indices: The indices that the result has, with or without repeats, all of `indices`
             among them. An index without a row gets a sum of zeros.
     """
-    most_distinct_indices = min(all_indices.size, num_rows)
-    distinct = distinct_ascending(all_indices, num_rows, most_distinct_indices)
+    # There are at most as many distinct rows as indices, and at most as many as the table has.
+    length = min(all_indices.size, num_rows)
+    distinct = distinct_ascending(all_indices, num_rows, length)
     place_of_row = find_each(distinct, indices)
     sums = sum_by_index(rows, place_of_row, len(distinct))
     return SummedRows(row_indices=distinct, sums=sums)
@@ -150,8 +153,8 @@ def sum_over_devices(
     """
     device_count = jax.lax.psum(1, axis_name)
     # Every device learns the indices of all devices from a sum: each device fills one row of an
-    # array of zeros. An all_gather would give the same array. But shard_map would not know that the
-    # result is equal on all devices, which it knows of a sum.
+    # array of zeros. An all_gather would give the same array. But only for a sum does shard_map
+    # know that the result is equal on all devices.
     zeros = jnp.zeros([device_count, indices.size], jnp.int32)
     own_row = zeros.at[jax.lax.axis_index(axis_name)].set(indices)
     all_indices = jax.lax.psum(own_row, axis_name)

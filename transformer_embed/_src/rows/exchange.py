@@ -1,6 +1,6 @@
 """Exchanges rows of a table between the devices that read them and the devices that have them.
 
-The rows of the table are split over devices. The owner of a row is the device whose shard has the
+The rows of the table are split over devices. The owner of a row is a device whose shard has the
 row. Each device asks the owners for the rows that its part of the batch reads, and sends them the
 gradients of those rows:
 
@@ -37,6 +37,7 @@ from transformer_embed._src.partitioning import (
     Axes,
     devices_along,
     first_index,
+    joined_axes,
     on_each_device,
     spec_axes,
     typed_axes,
@@ -57,7 +58,8 @@ from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 class ExchangePlan(NamedTuple):
     """Says which devices ask which others for rows of a table, and for how many at most.
 
-    It is static, so a function can be compiled for it.
+    The owner of a row is a device whose shard of the table has the row. The plan is static, so a
+    function can be compiled for it.
 
     Args:
         mesh: The devices.
@@ -99,36 +101,41 @@ class ExchangePlan(NamedTuple):
 
 
 def plan_exchange(
-    table: Any, id_axes: Sequence[Axes], count: int, max_rows: int, capacity: float
+    table: Any, id_axes: Sequence[Axes], id_count: int, max_rows: int, capacity: float
 ) -> ExchangePlan:
     """Plans an exchange of rows from the sharding of a table and from the number of ids.
 
     Args:
         table: An array, or its shape, dtype and sharding.
         id_axes: The mesh axes of each dimension of ids.
-        count: The number of ids of all devices.
+        id_count: The number of ids of all devices.
         max_rows: A bound on the distinct rows that a device asks for.
-        capacity: A factor for the size of buffers; see `plan_buffers`.
+        capacity: A factor for the size of the buffers in which devices send requests and rows. With
+            2.0, a buffer has room for at least twice the mean number of requests of a batch whose
+            ids are all different.
     """
     num_rows = table.shape[0]
     mesh = table.sharding.mesh
     owner_axes, column_axes = spec_axes(table.sharding.spec, 2)
-    all_axes = sum(id_axes, ())
+    all_id_axes = joined_axes(id_axes)
     if column_axes or not owner_axes:
-        want = "rows over mesh axes and whole columns, to exchange rows"
+        want = "rows split over mesh axes, and columns that are not split, to exchange rows"
         raise arguments.value_error("table", want, f"an array split as {table.sharding.spec}")
-    if not {*owner_axes} <= {*all_axes}:
-        want = f"split over the mesh axes of the table's rows, {owner_axes}, to exchange them"
-        raise arguments.value_error("ids", want, f"an array split over {all_axes}")
+    if not {*owner_axes} <= {*all_id_axes}:
+        want = f"an array split over the mesh axes of the table's rows, {owner_axes}"
+        got = f"an array split over {all_id_axes}"
+        raise arguments.value_error("ids", want, got)
     num_owners = devices_along(mesh, owner_axes)
-    devices = devices_along(mesh, all_axes)
-    most_asked = most_distinct(count // devices, num_rows, max_rows)
+    device_count = devices_along(mesh, all_id_axes)
+    # A device asks once for each distinct row of its own part of the ids.
+    ids_of_device = id_count // device_count
+    most_asked = most_distinct(ids_of_device, num_rows, max_rows)
     shard_rows = num_rows // num_owners
-    sizes = plan_buffers(most_asked, num_owners, shard_rows, devices, capacity)
+    sizes = plan_buffers(most_asked, num_owners, shard_rows, device_count, capacity)
     return ExchangePlan(
         mesh=mesh,
         owner_axes=owner_axes,
-        replica_axes=tuple(axis for axis in all_axes if axis not in owner_axes),
+        replica_axes=tuple(axis for axis in all_id_axes if axis not in owner_axes),
         id_axes=tuple(id_axes),
         num_rows=num_rows,
         most_asked=most_asked,
@@ -146,16 +153,16 @@ class Requests(NamedTuple):
         owned_indices: The indices of the rows that the device is asked for, ascending and padded.
             The device owns these rows. Indices that do not fit are left out.
         rows: The values of the rows of `owned_indices`, in float32 or wider.
-        slots: For each request that the device received, the index in `owned_indices` of the row.
-        is_lost: For each request that the device received, whether the row was left out of
-            `owned_indices`.
+        answer_index: For each request that the device received, which of `rows` is the answer.
+        has_no_answer: For each request that the device received, whether the row was left out of
+            `owned_indices`, because too many rows were asked for.
     """
 
     row_indices: Int32[Array, "k"]
     owned_indices: Int32[Array, "n"]
     rows: Float[Array, "n d"]
-    slots: Array
-    is_lost: Array
+    answer_index: Array
+    has_no_answer: Array
 
 
 class ExchangedRows(NamedTuple):
@@ -178,9 +185,12 @@ class ExchangedRows(NamedTuple):
         return self.requests.rows
 
     def seen(self, rows: Float[Array, "n d"]) -> SeenRows:
-        """Returns the rows that each device sees, from the rows of the shards."""
+        """Sends each device the rows that it asked for, and returns them with their indices.
+
+        `rows` are the rows that each owner was asked for, in the place of `self.rows`.
+        """
         requests = self.requests
-        answers = _answer(self.plan, requests.slots, requests.is_lost, rows)
+        answers = _answer(self.plan, requests.answer_index, requests.has_no_answer, rows)
         return SeenRows(row_indices=requests.row_indices, values=answers)
 
     def gradient(self, sums: Float[Array, "n d"]) -> RowGradient:
@@ -192,14 +202,17 @@ class ExchangedRows(NamedTuple):
         row_indices = self.requests.owned_indices
         plan = self.plan
         if plan.replica_axes:
-            # Several devices have the same shard. Different devices have asked each of them, so the
-            # gradients are summed.
+            # Along these mesh axes, several devices have a copy of the same shard. Each copy was
+            # read by other devices, and has only the gradients of these. So the gradients of all
+            # copies are summed.
             sum_on_device = functools.partial(
                 sum_over_devices, num_rows=plan.num_rows, axis_name=plan.replica_axes
             )
             shard_spec = PartitionSpec(plan.owner_axes)
-            sum_replicas = on_each_device(plan.mesh, sum_on_device, plan.device_spec, shard_spec)
-            row_indices, sums = sum_replicas(row_indices, sums)
+            sum_over_copies = on_each_device(
+                plan.mesh, sum_on_device, in_specs=plan.device_spec, out_specs=shard_spec
+            )
+            row_indices, sums = sum_over_copies(row_indices, sums)
         values = sums.astype(self.table.dtype)
         return RowGradient(row_indices=row_indices, values=values, num_rows=plan.num_rows)
 
@@ -213,12 +226,12 @@ def exchange_rows(
         table: The table, split over explicit mesh axes.
         indices: The rows that the batch reads.
         max_rows: A bound on the distinct rows that a device asks for.
-        capacity: A factor for the size of buffers; see `plan_buffers`.
+        capacity: A factor for the size of buffers, as in `plan_exchange`.
     """
     table_type = jax.typeof(table)
     if table_type.sharding.mesh.manual_axes:
-        # Each device along the axes of the shard_map would return a gradient of its own for the
-        # same row, and nothing would sum these gradients.
+        # An exchange inside a user's shard_map is refused. Each device along the axes of that
+        # shard_map would return another gradient for the same row, and nothing would sum them.
         want = "None, because the call is inside of a shard_map over some of the mesh axes"
         raise arguments.value_error("capacity", want, capacity)
     plan = plan_exchange(table_type, typed_axes(indices), indices.size, max_rows, capacity)
@@ -232,9 +245,15 @@ def exchange_rows(
 def _ask_owners(
     plan: ExchangePlan, table: Float[Array, "v d"], indices: Int32[Array, "..."]
 ) -> Requests:
-    """Sends the row indices of each device to the owners, and reads the rows that they ask for.
+    """Sends the row indices of each device to the owners, which read the rows from their shards.
 
-    `plan` has the mesh axes and the sizes of the buffers.
+    The owner of a row is a device whose shard has the row. The rows are not sent back here (see
+    `_answer`).
+
+    Args:
+        plan: The mesh axes and the sizes of the buffers.
+        table: The table, [v, d].
+        indices: The rows that the batch reads.
     """
     num_rows = plan.num_rows
 
@@ -244,51 +263,63 @@ def _ask_owners(
         distinct = distinct_ascending(indices, num_rows, plan.most_asked)
         # The shard of owner i has the rows from shard_starts[i] to shard_starts[i + 1].
         shard_starts = jnp.arange(0, num_rows + 1, len(shard), dtype=jnp.int32)
-        # The buffer `sent` has `most_sent` requests for each owner, one owner after the other.
-        # `slots` says where in `distinct` the row of each request is. An unused request has a slot
-        # past the end, and asks for num_rows, which is past all rows.
-        slots = _group_by_range(distinct, shard_starts, plan.most_sent)
-        sent = distinct.at[slots].get(mode="fill", fill_value=num_rows)
-        # An unused request gets the index before it, so that the row indices ascend.
-        is_used = slots < plan.most_asked
+        # The buffer `sent` has room for `most_sent` requests to each owner, one owner after the
+        # other. Each request is the index of a row. An unused request is num_rows, which is past
+        # all rows.
+        index_in_distinct = _group_by_range(distinct, shard_starts, plan.most_sent)
+        sent = distinct.at[index_in_distinct].get(mode="fill", fill_value=num_rows)
+        # The row of each request, for the lookup, which needs ascending row indices. So an unused
+        # request repeats the row before it, or is -1 if there is none.
+        is_used = index_in_distinct < plan.most_asked
         row_indices = jax.lax.cummax(jnp.where(is_used, sent, -1))
         received = plan.all_to_all(sent)
+        # The distinct rows that other devices ask this device for, ascending, then padding.
         owned_indices = distinct_ascending(received, num_rows, plan.most_received)
         # Padding is past the end of the shard, and reads zeros.
         first_row = first_index(plan.owner_axes, len(shard))
         rows = shard.at[owned_indices - first_row].get(
             mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True
         )
-        # Where each request that came in is in `owned_indices`, or `most_received` if it is not.
-        owned_slots = find_each(owned_indices, received)
-        is_lost = (owned_slots == plan.most_received) & (received < num_rows)
-        # A step with this gradient must wait until the rows are read. Then XLA can write new rows
-        # into a donated table without a copy.
+        # For each received request, the index of its row among `owned_indices`. If the row is not
+        # there, the index is `most_received`, which is past the end.
+        answer_index = find_each(owned_indices, received)
+        is_not_there = answer_index == plan.most_received
+        is_request = received < num_rows
+        has_no_answer = is_not_there & is_request
+        # The optimizer will write new rows at these indices into the table, in place if the table
+        # is donated. XLA can do so without a copy only if the rows are read before. So the indices
+        # are made known only after the reading.
         owned_indices = known_after_reading(owned_indices, rows)
         return Requests(
             row_indices=row_indices,
             owned_indices=owned_indices,
             rows=rows,
-            slots=owned_slots,
-            is_lost=is_lost,
+            answer_index=answer_index,
+            has_no_answer=has_no_answer,
         )
 
-    in_specs = PartitionSpec(plan.owner_axes), PartitionSpec(*plan.id_axes)
-    ask_on_each_device = on_each_device(plan.mesh, ask, in_specs, plan.device_spec)
+    table_spec = PartitionSpec(plan.owner_axes)
+    id_spec = PartitionSpec(*plan.id_axes)
+    ask_on_each_device = on_each_device(
+        plan.mesh, ask, in_specs=(table_spec, id_spec), out_specs=plan.device_spec
+    )
     return ask_on_each_device(table, indices)
 
 
 def _group_by_range(
     ascending: Int32[Array, "n"], bounds: Int32[Array, "m"], slots_per_range: int
 ) -> Int32[Array, "k"]:
-    """Groups n ascending numbers by the range that they are in, and returns the index of each.
+    """Groups n ascending numbers by ranges, and returns the indices of the numbers of each range.
 
     A range goes from one of the m bounds to the next. Each range gets `slots_per_range` entries of
-    the result, and further numbers of the range are left out. An entry without a number is n, which
-    is past the end. For example, the numbers 1 2 5 7, with the bounds 0 4 8 and 3 slots per range,
-    give 0 1 4 for the first range, and 2 3 4 for the second.
+    the result, and further numbers of the range are left out. An unused entry is n, an index past
+    the end.
+
+    For example, take the numbers 1 2 5 7, the bounds 0 4 8, and 3 slots per range. The first range
+    has the numbers 1 and 2, and gets the indices 0 1 4. The second range gets 2 3 4.
     """
-    # The index of the first number of each range. In the example: 0 2 4.
+    # The index of the first number of each range, which is how many numbers are below the range. In
+    # the example: 0 2 4.
     first_indices = count_below(ascending, bounds)
     range_starts = first_indices[:-1, None]
     # [m - 1, slots_per_range]. In the example: 0 1 2, and 2 3 4.
@@ -300,25 +331,27 @@ def _group_by_range(
 
 @compiled(0)
 def _answer(
-    plan: ExchangePlan, slots: Array, is_lost: Array, rows: Float[Array, "n d"]
+    plan: ExchangePlan, answer_index: Array, has_no_answer: Array, rows: Float[Array, "n d"]
 ) -> Float[Array, "k d"]:
     """Sends each device the rows that it asked for, and returns these rows.
 
     Args:
         plan: The plan of the exchange, which has the mesh axes.
-        slots: For each request that a device received, the index of the answer in `rows`.
-        is_lost: For each of these requests, whether the row is missing in `rows`. The answer is
-            then NaN.
+        answer_index: For each request that a device received, the index of the answer in `rows`.
+        has_no_answer: For each of these requests, whether the row is missing in `rows`. The answer
+            is then NaN.
         rows: On each device, the rows of its shard that other devices asked for.
     """
 
-    def answer_requests(slots: Array, is_lost: Array, rows: Array) -> Array:
-        """Sends the rows that other devices asked for, and returns the rows that they send back."""
-        answers = read_or_zero(rows, slots.astype(jnp.uint32))
+    def exchange_answers(answer_index: Array, has_no_answer: Array, rows: Array) -> Array:
+        """Answers the requests of other devices, and returns their answers to this device."""
+        # `read_or_zero` takes uint32. For an index past the end, it reads zeros.
+        answers = read_or_zero(rows, answer_index.astype(jnp.uint32))
         nan = np.array(np.nan, rows.dtype)
-        answers_or_nan = jnp.where(is_lost[:, None], nan, answers)
+        answers_or_nan = jnp.where(has_no_answer[:, None], nan, answers)
         return plan.all_to_all(answers_or_nan)
 
-    device_spec = plan.device_spec
-    answer = on_each_device(plan.mesh, answer_requests, device_spec, device_spec)
-    return answer(slots, is_lost, rows)
+    exchange_on_each_device = on_each_device(
+        plan.mesh, exchange_answers, in_specs=plan.device_spec, out_specs=plan.device_spec
+    )
+    return exchange_on_each_device(answer_index, has_no_answer, rows)

@@ -27,9 +27,9 @@ def exchange_load(
     """Counts the rows that each device is asked for in a batch, and the requests that do not fit.
 
     Use it before you train with a `capacity` of `value_and_grad`. The counts show whether one
-    device owns most of the rows that your batches read, and whether the buffers have enough room.
-    The function runs on the host, and the mesh may be a `jax.sharding.AbstractMesh`, so you can
-    plan for devices that you do not have.
+    device owns most of the rows that your batches read, and whether the buffers have enough room
+    for the requests. The function runs on the host, and the mesh may be a
+    `jax.sharding.AbstractMesh`, so you can plan for devices that you do not have.
 
     Args:
         table: The table: an array on a mesh, or a `jax.ShapeDtypeStruct` with a sharding. Shape
@@ -45,15 +45,16 @@ def exchange_load(
         max_rows: A bound on the number of distinct ids of each device, as in `value_and_grad`.
 
     Returns:
-        A dict with two entries. `rows` says how many rows each device is asked for, including
-        requests that do not fit. It is an int64 array with one axis for each mesh axis in
-        `batch_axes`. A row that several devices ask for counts once. `dropped` is the number of
-        requests that do not fit. In training, `lookup` returns NaN for the ids of these requests.
+        A dict with two entries. `rows` says how many distinct rows each device is asked for. A row
+        that several devices ask for counts once, and rows whose requests do not fit are counted
+        too. `rows` is an int64 array with one axis for each mesh axis in `batch_axes`. `dropped` is
+        the number of requests that do not fit into the buffers. In training, `lookup` returns NaN
+        for the ids of these requests.
 
     Raises:
         TypeError: `ids` are not integers, `ids` are traced, or `max_rows` is not an int.
-        ValueError: `table` has no sharding over a mesh, the columns of `table` are split, or the
-            rows are not split. The rows are split over a mesh axis that is not in `batch_axes`.
+        ValueError: `table` has no sharding over a mesh. The rows of `table` are not split over the
+            mesh, or the columns are. A mesh axis that splits the rows is not in `batch_axes`.
             `config` has another number of rows than `table`. The number of devices does not divide
             the batch size. `batch_axes` are not axes of the mesh. `capacity` is not above 0, or
             `max_rows` is below 1.
@@ -83,23 +84,29 @@ def exchange_load(
     if not are_axes_of_mesh:
         want = f"a tuple of axes of the mesh, {mesh.axis_names}, or None"
         raise arguments.value_error("batch_axes", want, repr(batch_axes))
-    devices = devices_along(mesh, axes)
-    has_equal_parts = array.ndim > 0 and array.shape[0] % devices == 0
+    device_count = devices_along(mesh, axes)
+    has_equal_parts = array.ndim > 0 and array.shape[0] % device_count == 0
     if not has_equal_parts:
-        want = f"a first dimension that {devices} devices divide"
+        want = f"a first dimension that {device_count} devices divide"
         raise arguments.value_error("ids", want, f"shape {list(array.shape)}")
     capacity = arguments.positive("capacity", capacity)
-    plan = plan_exchange(table, [axes], array.size, as_max_rows(max_rows), capacity)
+    # All axes split the first dimension of the ids.
+    id_axes = [axes]
+    plan = plan_exchange(table, id_axes, array.size, as_max_rows(max_rows), capacity)
     order = None if config is None else config.row_order
-    indices = nearest_rows(array.reshape(devices, -1), plan.num_rows, order)
+    ids_of_devices = array.reshape(device_count, -1)
+    indices = nearest_rows(ids_of_devices, plan.num_rows, order)
     return _counted(plan, indices)
 
 
 def _counted(plan: ExchangePlan, indices: np.ndarray) -> dict[str, Any]:
     """Counts the rows that each device is asked for, and the requests that do not fit.
 
-    A request is held as one number, `device * num_rows + row`, for the device that asks and the row
-    that it asks for.
+    The owner of a row is the device that is asked for the row. A request is held as one number,
+    `device * num_rows + row`, for the device that asks and the row that it asks for. So all
+    requests of a device are in one range of `num_rows` numbers. And all requests of a device to one
+    owner are in one range of `shard_rows` numbers, because each owner has that many consecutive
+    rows.
 
     Args:
         plan: The plan of the exchange, which has the sizes of the buffers.
@@ -108,9 +115,9 @@ def _counted(plan: ExchangePlan, indices: np.ndarray) -> dict[str, Any]:
     devices = np.arange(len(indices))[:, None]
     # A device asks only once for a row that its ids repeat.
     requests = np.unique(devices * plan.num_rows + indices)
-    # Each device asks for no more than `most_asked` rows, the lowest ones, and of these, for no
-    # more than `most_sent` rows of each owner.
+    # Each device asks for at most `most_asked` rows, and drops the highest ones beyond that.
     within_bound = _first_of_each_range(requests, plan.num_rows, plan.most_asked)
+    # Then each device asks each owner for at most `most_sent` of these rows.
     sent = _first_of_each_range(within_bound, plan.shard_rows, plan.most_sent)
     not_sent = len(requests) - len(sent)
     received = _count_rows_of_each_owner(plan, sent)
@@ -123,10 +130,12 @@ def _count_rows_of_each_owner(plan: ExchangePlan, requests: np.ndarray) -> np.nd
     """Counts the distinct rows that each device is asked for.
 
     A device asks the owner of a row, which is a device whose shard of the table has the row.
-    Devices are numbered along the mesh axes that the batch is split over. For example, a batch and
-    a table of 8 rows are split over a mesh (2, 4) with the axes "data" and "model", the batch over
-    both and the rows over "model". Device 5 has the coordinates (1, 1). It asks for row 6, which is
-    in shard 3 of "model". So it asks the device at (1, 3), which is device 7.
+    Devices are numbered along the mesh axes that the batch is split over.
+
+    For example, a mesh has the axes "data" of size 2 and "model" of size 4. The batch is split over
+    both axes, so device 5 is at the coordinates (1, 1). The 8 rows of a table are split over
+    "model", so each shard has 2 rows. Now device 5 asks for row 6. This row is in shard 3, because
+    6 // 2 = 3, so the owner is at the coordinates (1, 3). This is device 1 * 4 + 3 = 7.
 
     Args:
         plan: The plan of the exchange, which says how the rows and the batch are split.
@@ -138,22 +147,22 @@ def _count_rows_of_each_owner(plan: ExchangePlan, requests: np.ndarray) -> np.nd
     """
     (batch_axes,) = plan.id_axes
     mesh_shape = [plan.mesh.shape[axis] for axis in batch_axes]
-    shard_shape = [plan.mesh.shape[axis] for axis in plan.owner_axes]
+    owner_mesh_shape = [plan.mesh.shape[axis] for axis in plan.owner_axes]
     asking_devices, rows = np.divmod(requests, plan.num_rows)
+    # For each mesh axis, the coordinate of each request's device along this axis.
     asking_coordinates = np.unravel_index(asking_devices, mesh_shape)
-    shard_coordinates = np.unravel_index(rows // plan.shard_rows, shard_shape)
+    shards = rows // plan.shard_rows
+    shard_coordinates = np.unravel_index(shards, owner_mesh_shape)
     # The owner has the coordinates of the asking device, except along the axes that split the rows.
-    # Along these, the row says which shard it is in.
-    owner_coordinates = []
-    for axis, asking_coordinate in zip(batch_axes, asking_coordinates, strict=True):
-        if axis in plan.owner_axes:
-            owner_coordinates.append(shard_coordinates[plan.owner_axes.index(axis)])
-        else:
-            owner_coordinates.append(asking_coordinate)
+    # Along these, it has the coordinates of the shard.
+    coordinates = dict(zip(batch_axes, asking_coordinates, strict=True))
+    coordinates.update(zip(plan.owner_axes, shard_coordinates, strict=True))
+    owner_coordinates = [coordinates[axis] for axis in batch_axes]
     owners = np.ravel_multi_index(owner_coordinates, mesh_shape)
-    # If several devices ask an owner for the same row, the row counts once.
-    rows_of_owners = np.unique(owners * plan.num_rows + rows)
-    owner_of_row = rows_of_owners // plan.num_rows
+    # If several devices ask an owner for the same row, the row counts once. So the pairs of an
+    # owner and a row are made distinct, each as one number.
+    distinct_pairs = np.unique(owners * plan.num_rows + rows)
+    owner_of_row = distinct_pairs // plan.num_rows
     counts = np.bincount(owner_of_row, minlength=math.prod(mesh_shape))
     return counts.reshape(mesh_shape)
 

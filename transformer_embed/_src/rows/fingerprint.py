@@ -48,12 +48,17 @@ SUM_FACTOR = 2.0**-40
 # value by up to 2**-9 of itself.
 SUM_TOLERANCE = 2.0**-5
 
+# The row and the column of a value are multiplied by these odd numbers, then added and hashed. Such
+# large factors make the sums of neighbouring rows and columns different.
+ROW_FACTOR = np.uint32(0x9E3779B9)
+COLUMN_FACTOR = np.uint32(0x85EBCA77)
+
 
 @jax.jit
 def fingerprint(row_indices: Int32[Array, "k"], values: Float[Array, "k d"]) -> Float[Array, "1 m"]:
-    """Makes the fingerprint of a gradient, in float32.
+    """Makes the fingerprint of a gradient, in float32: powers of two, then signed sums of values.
 
-    It has rank 2, so that functions that reduce the last axis of a table can take it.
+    The fingerprint has rank 2, so that functions that reduce the last axis of a table can take it.
     """
     sums = _signed_sums(_sample(values)) * SUM_FACTOR
     powers = _powers(row_indices)
@@ -64,35 +69,42 @@ def fingerprint(row_indices: Int32[Array, "k"], values: Float[Array, "k d"]) -> 
 def fits(
     row_indices: Int32[Array, "k"], values: Float[Array, "k d"], scaled: Float[Array, "1 m"]
 ) -> Bool[Array, ""]:
-    """Returns whether a fingerprint belongs to a gradient, after both were scaled alike.
+    """Returns whether a fingerprint belongs to a gradient, if both may have been scaled since.
 
-    A fingerprint holds the powers of two that `_powers` makes from the row indices, then signed
-    sums of some values, times SUM_FACTOR. A function that scales the gradient scales both.
+    A function that only scales a gradient multiplies the values and the fingerprint by the same
+    number. So the fingerprint fits if two conditions hold:
+
+    - The first numbers of the fingerprint are the powers of two that `_powers` makes from the row
+      indices, all multiplied by one number.
+    - The last numbers are the signed sums of the first rows of `values`, times SUM_FACTOR.
 
     Args:
         row_indices: The row indices of the gradient.
-        values: The scaled values.
-        scaled: The scaled fingerprint.
+        values: The values of the gradient, as they are now.
+        scaled: The fingerprint, as it is now.
     """
     scaled = scaled.astype(jnp.float32)
     powers = _powers(row_indices)
     power_count = powers.shape[1]
-    # If the gradient was only scaled, all powers were multiplied by the same factor.
+    # The number by which each power was multiplied. All of these must be equal.
     factors = scaled[:, :power_count] / powers
     factor = factors[0, 0]
     difference_of_factors = jnp.abs(factors - factor)
     are_ratios_kept = jnp.all(difference_of_factors <= RATIO_TOLERANCE * jnp.abs(factor))
 
-    # Values and sums are divided by the largest value first, because squares of small values are 0.
+    # The sums in the fingerprint are compared with new sums of the values. Both are scaled by the
+    # same number, so the comparison does not need that number. Both are divided by the largest
+    # value first, because squares of small values are 0.
     sample = _sample(values)
     largest = jnp.max(jnp.abs(sample), initial=0)
     unit = jnp.where(largest > 0, largest, 1)
     relative_values = sample / unit
     relative_sums = scaled[0, power_count:] / SUM_FACTOR / unit
     difference = jnp.abs(relative_sums - _signed_sums(relative_values))
-    # Two kinds of numbers may have been rounded to 0: values below the smallest number of a 16-bit
-    # dtype, and sums that are too small for float32, which are sums of values below some 1e-26. So
-    # the sum of the sample may be wrong by `lost`.
+    # `lost` is how far a sum may be off because numbers were rounded to 0. A value becomes 0 if it
+    # is below the smallest number of its dtype, such as float16. A sum becomes 0 if it is too small
+    # for float32 after the product with SUM_FACTOR. (The sum of values below some 1e-26 is.) The
+    # errors of n values with random signs add up to about sqrt(n) of them.
     smallest_value = float(jnp.finfo(values.dtype).smallest_subnormal)
     smallest_sum = float(np.finfo(np.float32).tiny) / SUM_FACTOR
     lost = max(smallest_value, smallest_sum) * sample.size**0.5
@@ -112,19 +124,23 @@ def or_nan(is_right: Bool[Array, ""], values: Float[Array, "k d"]) -> Float[Arra
 
 
 def _powers(row_indices: Int32[Array, "k"]) -> Float[Array, "1 m"]:
-    """Makes powers of two in float32 from a hash of the row indices."""
+    """Makes powers of two in float32 from a hash of the row indices.
+
+    Gradients of different rows get different powers (nearly always), so a mean of their
+    fingerprints has other ratios between the powers. The first power is always 2**LOWEST.
+    """
     # The hash of an index also depends on where the index is in the array.
     numbers = jnp.arange(row_indices.size, dtype=jnp.uint32)
-    unmixed_words = row_indices.astype(jnp.uint32) + numbers * np.uint32(0x9E3779B9)
-    words = _mixed(unmixed_words)
-    index_hash = jnp.sum(words, dtype=jnp.uint32)
+    words = row_indices.astype(jnp.uint32) + numbers * ROW_FACTOR
+    index_hash = jnp.sum(_hashed(words), dtype=jnp.uint32)
     # The hash is cut into DIGITS digits of BITS bits, the lowest bits first.
     first_bits = np.arange(0, BITS * DIGITS, BITS, dtype=np.uint32)
     digits = (index_hash >> first_bits) % 2**BITS
-    # A power with the digit 0 comes first, as the unit of the others.
+    # A digit of 0 is put first. Its power is known, so a scaled power shows the factor at once.
     all_digits = jnp.pad(digits, (1, 0))
-    # The powers are made from the bits of float32 (the exponent plus 127, then 23 bits of the
-    # fraction), because exp2 is not exact on every device.
+    # The power of a digit is 2**(LOWEST + digit). It is made from the bits of float32, because exp2
+    # is not exact on every device. These bits are the exponent plus 127, then 23 bits of the
+    # fraction, which are 0.
     exponent_bits = all_digits + np.uint32(127 + LOWEST)
     float_bits = exponent_bits << np.uint32(23)
     powers = jax.lax.bitcast_convert_type(float_bits, jnp.float32)
@@ -139,13 +155,14 @@ def _sample(values: Float[Array, "k d"]) -> Float[Array, "r d"]:
 
 def _signed_sums(sample: Float[Array, "r d"]) -> Float[Array, "s"]:
     """Adds all values of a sample SUMS times, each time with other signs."""
-    # Each value gets a word, a hash of the row and the column of the value. In sum i, bit i of the
-    # word says whether the value is negated.
+    # Each value gets a word of 32 bits, a hash of the row and the column of the value. In sum i,
+    # bit i of the word says whether the value is negated.
     rows = jax.lax.broadcasted_iota(jnp.uint32, sample.shape, 0)
     columns = jax.lax.broadcasted_iota(jnp.uint32, sample.shape, 1)
-    row_words = rows * np.uint32(0x9E3779B9)
-    column_words = columns * np.uint32(0x85EBCA77)
-    words = _mixed(row_words + column_words + np.uint32(1))
+    row_words = rows * ROW_FACTOR
+    column_words = columns * COLUMN_FACTOR
+    # The 1 is added because the hash of 0 is 0.
+    words = _hashed(row_words + column_words + np.uint32(1))
     # Arrays with the axes [s, r, d].
     bit_of_sum = np.arange(SUMS, dtype=np.uint32)[:, None, None]
     bits = (words[None] >> bit_of_sum) % 2
@@ -154,8 +171,11 @@ def _signed_sums(sample: Float[Array, "r d"]) -> Float[Array, "s"]:
     return jnp.sum(signed_values, axis=(1, 2))
 
 
-def _mixed(words: Any) -> Any:
-    """Mixes the bits of each word by the last steps of MurmurHash3, so each bit can change all."""
+def _hashed(words: Any) -> Any:
+    """Hashes each uint32, so that each bit of a word can change all bits of the result.
+
+    These are the last steps of MurmurHash3, with the same constants.
+    """
     words = (words ^ (words >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     words = (words ^ (words >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     return words ^ (words >> np.uint32(16))

@@ -1,5 +1,8 @@
 """Replaces a large table by the rows that a batch reads, in the parameters that a loss sees.
 
+The rows come with marks, which are a few rows of known values. A function of all parameters that
+would be wrong for some of the rows changes the marks too, and then every lookup reads NaN.
+
 Letters of shapes: k rows that a loss sees, d columns, m marks.
 """
 
@@ -15,15 +18,15 @@ from jaxtyping import Array, Bool, Float, Int32, Key
 
 from transformer_embed._src import arguments
 from transformer_embed._src.compiled import nan_where
-from transformer_embed._src.partitioning import on_each_device, typed_axes
+from transformer_embed._src.partitioning import joined_axes, on_each_device, typed_axes
 from transformer_embed._src.rows.distinct_ids import count_below, read_each
 from transformer_embed._src.rows.row_gradient import SomeRows
 from transformer_embed._src.tables.row_order import RowOrder, nearest_rows
 from transformer_embed._src.tables.stand_in import StandIn
 from transformer_embed._src.tokens.lookup import lookup
 
-# The number of marks. The more marks there are, the fewer functions of a row's place give all of
-# them the same result.
+# The number of marks. With more marks, fewer functions of a row's index give all marks the same
+# result.
 MARKS = 8
 
 
@@ -50,13 +53,17 @@ class GatheredRows(SomeRows, StandIn):
       NaN, and a function that uses it makes all marks NaN. Noise, or a factor that depends on the
       index of a row, makes equal rows differ.
 
-    Two kinds of functions are not noticed: functions whose result does not depend on the numbers
-    (sizes, counts, comparisons with NaN), and functions that change only rows with an index of
-    `MARKS` or above.
+    Two kinds of wrong functions are not noticed:
+
+    - Some results do not depend on the marks. Examples are sizes, counts, comparisons, and
+      functions that skip NaN, such as `jnp.nansum`.
+    - Some functions leave the marks as they are, because they change only rows with an index of
+      `MARKS` or above.
 
     Args:
-        keys: The indices of the rows, [k], as `as_keys` makes them from int32. The indices ascend
-            and are distinct. Indices of num_rows or above are padding.
+        keys: The indices of the rows, [k], as `as_keys` makes them from int32. The indices ascend.
+            If an index repeats, the lookup reads the first of the rows with this index. Negative
+            indices, and indices of num_rows or above, are padding.
         marks: A row of NaN and equal rows, [m, d], as `new_marks` makes them in the table's dtype.
         values: The rows, [k, d].
         name: The name of the parameter, for error messages.
@@ -90,21 +97,27 @@ class GatheredRows(SomeRows, StandIn):
 
         An id without a row here reads as NaN. An id out of range reads the first or the last row of
         the table.
+
+        Args:
+            ids: The ids.
+            order: Which row of the table holds which id, by the config of the layer that calls. It
+                must be `self.order`, which is by the config that te.rows has.
         """
         if self.order is None and order is not None:
             want = f"the EmbedderConfig of {self.name}, whose rows are padded or spread"
             raise arguments.value_error("config", f"{want}: pass config= to te.rows", "None")
         if order != self.order:
-            want = "to be read by a layer of the config that te.rows has, which pads or spreads it"
+            want = "a lookup by the layer whose config te.rows has, which orders the rows"
             raise arguments.value_error(self.name, want, "te.lookup, or a layer of another config")
-        # A function that changes the number of rows changes the number of marks, too.
+        # The marks are rows of known values, an array beside `values`. A function of all parameters
+        # that slices or joins rows does the same to the marks, so their number changes.
         if len(self.marks) != MARKS:
-            want = "its rows in their places"
+            want = "all of its rows, in their order"
             raise arguments.type_error(self.name, want, f"{len(self.values)} of them")
-        # If something changed the marks, the indices of all rows become -1. No lookup asks for row
-        # -1, so every lookup reads NaN.
-        is_unchanged = are_unmixed(jnp.asarray(self.marks))
-        row_indices = jnp.where(is_unchanged, self.row_indices, -1)
+        # If a function changed the values of the marks so that they show mixed rows, the index of
+        # every row becomes -1. No lookup asks for row -1, so every lookup reads NaN.
+        are_kept = are_marks_kept(jnp.asarray(self.marks))
+        row_indices = jnp.where(are_kept, self.row_indices, -1)
         # The table row of each id, or of the nearest id for an id out of range.
         wanted_rows = nearest_rows(ids, self.num_rows, order)
         rows = _read_seen_rows(row_indices, self.values, wanted_rows)
@@ -121,8 +134,11 @@ def new_marks(width: int, dtype: Any) -> Float[np.ndarray, "m d"]:
     return marks.astype(dtype)
 
 
-def are_unmixed(marks: Float[Array, "m d"]) -> Bool[Array, ""]:
-    """Returns whether the first mark is still NaN, and the others are still finite and equal."""
+def are_marks_kept(marks: Float[Array, "m d"]) -> Bool[Array, ""]:
+    """Returns whether the first mark is still a row of NaN, and all others are finite and equal.
+
+    A function that treats each row by itself, such as a product with 2, keeps the marks like that.
+    """
     # This is a slice, [1, d], since users may disable jax's rank promotion.
     first_equal_mark = marks[1:2]
     # Equal rows may differ by rounding after a function, because a compiler may compute the rows of
@@ -153,29 +169,35 @@ def _read_seen_rows(
         return find_rows(row_indices, values, wanted)
     # The mesh axes of each dimension of the wanted rows.
     wanted_axes = typed_axes(wanted)
-    id_axes = sum(wanted_axes, ())
-    if {*id_axes} != {*row_axes}:
-        want = f"split over {row_axes}, as the ids of the step whose rows are exchanged"
-        raise arguments.value_error("ids", want, f"an array split over {id_axes}")
+    all_wanted_axes = joined_axes(wanted_axes)
+    if {*all_wanted_axes} != {*row_axes}:
+        want = f"an array split over {row_axes}, like the ids that te.rows got"
+        raise arguments.value_error("ids", want, f"an array split over {all_wanted_axes}")
     row_spec = PartitionSpec(row_axes)
     id_spec = PartitionSpec(*wanted_axes)
+    # The columns of the result are whole.
     out_spec = PartitionSpec(*wanted_axes, ())
     mesh = jax.typeof(values).sharding.mesh
-    read = on_each_device(mesh, find_rows, (row_spec, row_spec, id_spec), out_spec)
-    return read(row_indices, values, wanted)
+    find_on_each_device = on_each_device(
+        mesh, find_rows, in_specs=(row_spec, row_spec, id_spec), out_specs=out_spec
+    )
+    return find_on_each_device(row_indices, values, wanted)
 
 
 def find_rows(
     row_indices: Int32[Array, "k"], values: Float[Array, "k d"], wanted: Int32[Array, "..."]
 ) -> Float[Array, "... d"]:
-    """Looks up each wanted row, or NaN for a row that is not among the ascending `row_indices`."""
-    # `find_each` would also say which rows are missing. But XLA would fuse the search into both
-    # uses of the result, the lookup and the comparison, and so search twice.
-    # `count_below` counts the row indices below each wanted row. So it is the slot of the wanted
-    # row, if the row is there.
-    last_slot = len(row_indices) - 1
-    slots = jnp.minimum(count_below(row_indices, wanted), last_slot)
-    # The gradient of `lookup` sums the repeats of a row first, and then rounds the sum to 16 bits.
-    rows = lookup(values, slots, out_of_range="clip")
-    is_missing = read_each(row_indices, slots) != wanted
+    """Looks up each wanted row, or NaN for a row that is not among the ascending `row_indices`.
+
+    For example, the row indices 2 5 9 with the values a b c, and the wanted rows 9 4, give c NaN.
+    """
+    # If a wanted row is there, the number of row indices below it is its place among them. In the
+    # example: 2 1. (`find_each` also finds places, and says which rows are missing. But XLA would
+    # fuse the search into the lookup and also into the comparison, and so search twice.)
+    last_place = len(row_indices) - 1
+    places = jnp.minimum(count_below(row_indices, wanted), last_place)
+    # `lookup` and not an index is used for the sake of the gradient of `values`: it sums the
+    # gradients of a row that is read several times before it rounds to 16 bits.
+    rows = lookup(values, places, out_of_range="clip")
+    is_missing = read_each(row_indices, places) != wanted
     return nan_where(is_missing, rows)

@@ -1,11 +1,11 @@
 """Proves that an optimizer updates each row of a table from that row alone.
 
-The step is traced, and nothing is computed. For the trace, each table gets a prime number of rows
-that no other array has as a size. So in the traced program, an axis of this size is an axis of the
-table's rows. Each row of a value must be computed from the same row of other values, and from
-values that all rows share (see `row_rules`). Then the step on a block of rows gives the same rows
-as a step on the whole table, unless the optimizer computes with the number of rows, or chooses by
-it.
+The step is traced, and nothing is computed. A table is a parameter of which only some rows have a
+gradient. For the trace, each table gets a prime number of rows that no other array has as a size.
+So in the traced program, an axis of this size is an axis of the table's rows. Each row of a value
+must be computed from the same row of other values, and from values that all rows share (see
+`row_rules`). Then the step on a block of rows gives the same rows as a step on the whole table,
+unless the optimizer computes with the number of rows, or chooses by it.
 
 The proof does not say that rows without a gradient stay as they are. Adam passes, although its
 dense step changes such rows, and a row-wise step leaves them.
@@ -38,7 +38,9 @@ UPDATE = re.compile(r"(?:^|\.)(\w+)(?:\.<locals>)?\.update\w*(?:\.|$)")
 
 
 def find_tables(init: Callable, treedef: Any, leaves: Leaves) -> list[TableStep]:
-    """Finds the tables of a step. Raises a ValueError for a state that no row-wise step can have.
+    """Finds the tables of a step, which are the parameters of which only some rows have a gradient.
+
+    Raises a ValueError for a state that no row-wise step can have.
 
     Args:
         init: The function of the optimizer that makes a state.
@@ -46,14 +48,16 @@ def find_tables(init: Callable, treedef: Any, leaves: Leaves) -> list[TableStep]
         leaves: The leaves of all of them, by number.
     """
 
-    def result_shapes(function: Callable, shapes: Any) -> Any:
-        """Traces a function, and returns the shapes of its results."""
-        return _traced(function, shapes, init).results
+    def shapes_of_state(param_shapes: Any) -> Any:
+        """Returns the shapes of the state that `init` makes for parameters of these shapes."""
+        traced = _traced(init, param_shapes, blamed=init)
+        return traced.results
 
-    tables = tables_of_step(init, result_shapes, treedef, leaves)
+    tables = tables_of_step(init, shapes_of_state, treedef, leaves)
+    # The leaves are numbered in this order. There are as many parameters as gradients.
     grads_treedef, _, state_treedef, _ = treedef.children()
-    # The leaves of the state come after the gradients and as many parameters.
-    first_state_leaf = 2 * grads_treedef.num_leaves
+    parameter_count = grads_treedef.num_leaves
+    first_state_leaf = parameter_count + parameter_count
     _refuse_apply_every(state_treedef, first_state_leaf, tables)
     return tables
 
@@ -63,7 +67,8 @@ def _refuse_apply_every(
 ) -> None:
     """Raises a ValueError if `optax.apply_every` sums the gradients of a table.
 
-    That transformation adds up the gradients, and applies the sums only in every k-th step.
+    That transformation adds up the gradients in its state, and applies the sums only in every k-th
+    step. So it is refused if its state has an array that belongs to a table.
 
     Args:
         state_treedef: The structure of the state.
@@ -77,14 +82,16 @@ def _refuse_apply_every(
         """Returns whether a part of the state belongs to `optax.apply_every`."""
         return isinstance(node, optax.ApplyEvery)
 
-    # The state, with the number of each leaf in the place of the leaf.
+    # A tree like the state, which holds the number of each leaf in the place of the leaf.
     leaf_numbers = range(first_state_leaf, first_state_leaf + state_treedef.num_leaves)
-    numbered_state = state_treedef.unflatten(leaf_numbers)
-    nodes = jax.tree.leaves(numbered_state, is_leaf=is_apply_every)
+    tree_of_numbers = state_treedef.unflatten(leaf_numbers)
+    nodes = jax.tree.leaves(tree_of_numbers, is_leaf=is_apply_every)
     apply_every_nodes = [node for node in nodes if is_apply_every(node)]
-    sum_leaves = set(jax.tree.leaves(apply_every_nodes))
+    # The numbers of the leaves that are sums of gradients.
+    summed_leaves = set(jax.tree.leaves(apply_every_nodes))
     for table in tables:
-        if not sum_leaves.isdisjoint(table.leaves):
+        # `table.leaves` are the numbers of the leaves that belong to the table.
+        if not summed_leaves.isdisjoint(table.leaves):
             reason = "a row without a gradient would miss the step in which its sum is applied"
             raise _refusal(reason, optax.apply_every)
 
@@ -94,6 +101,9 @@ def check(
 ) -> None:
     """Raises a ValueError unless a step computes each row of a table from that row alone.
 
+    The step is traced with a prime in the place of each table's number of rows. The primes are
+    sizes that no other array has, so the trace shows which axes are rows of a table.
+
     Args:
         step: A function from all leaves, with an array for each gradient, to all leaves after the
             step.
@@ -101,24 +111,27 @@ def check(
         tables: The tables, as `find_tables` returns them.
         update: The optimizer's function, to name in an error.
     """
-    # The number of rows of each table, by the prime that replaces this number in the trace.
-    row_counts = {table.prime: len(leaves[table.parameter]) for table in tables}
+    # The real number of rows of each table, by the prime that replaces this number in the trace.
+    real_row_counts = {table.prime: len(leaves[table.parameter]) for table in tables}
+    primes = set(real_row_counts)
     old_shapes = with_primes(leaves, tables)
-    traced = _traced(step, old_shapes, update)
+    traced = _traced(step, old_shapes, blamed=update)
     for located in _equations(traced.program):
-        reason = why_rows_mix(located.equation, {*row_counts})
+        reason = why_rows_mix(located.equation, row_counts=primes)
         if reason:
             raise _refusal(reason, update, located.sources)
 
     def described(array: Any) -> str:
         """Describes an array as the user knows it, with the number of rows for the prime."""
-        shape = [row_counts.get(size, size) for size in array.shape]
+        shape = [real_row_counts.get(size, size) for size in array.shape]
         return f"{array.dtype}{shape}"
 
+    # Blocks of rows are written into the old arrays, so the step must keep shapes and dtypes.
     for number, new in traced.results.items():
         old = old_shapes[number]
-        has_rows = not row_counts.keys().isdisjoint(old.shape + new.shape)
-        if has_rows and (new.shape, new.dtype) != (old.shape, old.dtype):
+        has_rows = any(size in primes for size in (*old.shape, *new.shape))
+        is_changed = (new.shape, new.dtype) != (old.shape, old.dtype)
+        if has_rows and is_changed:
             raise _refusal(f"{described(old)} becomes {described(new)}", update)
 
 
@@ -173,7 +186,10 @@ def _refusal(reason: str, function: Callable, sources: Sequence[Any] = ()) -> Va
 
 
 def _transformations(sources: Sequence[Any]) -> Iterator[str]:
-    """Lists the transformations of optax whose code made an equation of a jaxpr, innermost first.
+    """Lists the transformations of optax that wrote an equation, the innermost one first.
+
+    For example, `optax.chain` calls `scale_by_adam`, and `scale_by_adam` computes a square. For the
+    equation of the square, this lists "scale_by_adam", then "chain".
 
     Args:
         sources: Where the equation, and each call that leads to the equation, was written.
@@ -182,12 +198,13 @@ def _transformations(sources: Sequence[Any]) -> Iterator[str]:
         if source.traceback is None:
             continue
         codes, _ = source.traceback.raw_frames()
-        # The innermost call comes first. The first call from this folder called the optimizer, so
-        # all later ones are outside of the optimizer. UPDATE finds the name of a transformation in
-        # the name of its `update` function.
+        # The functions that were running, the innermost first. The functions up to the first one of
+        # this folder belong to the optimizer, because this folder calls the optimizer.
         for code in codes:
-            if Path(code.co_filename).parent == Path(__file__).parent:
+            is_in_this_folder = Path(code.co_filename).parent == Path(__file__).parent
+            if is_in_this_folder:
                 break
+            # The name of an `update` function starts with the name of its transformation.
             match = UPDATE.search(code.co_qualname)
             if match:
                 yield match[1]

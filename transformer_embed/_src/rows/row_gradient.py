@@ -61,12 +61,13 @@ class RowGradient(SomeRows):
     `te.rows.value_and_grad` returns a `RowGradient` in the place of each table's gradient, and you
     pass the gradient on to `te.rows.apply_gradients`. (Do not pass a `RowGradient` to
     `optimizer.update` or `optax.apply_updates`.) A `RowGradient` has the `shape` and the `dtype` of
-    the table. It is a pytree with two leaves: the `values`, and the `fingerprint`, which is a few
-    tiny numbers. So functions like `jax.tree.map` and `optax.global_norm` see the nonzero numbers
-    of the dense gradient.
+    the table. It is a pytree with two leaves: the `values`, and the `fingerprint`, a checksum of
+    the rows. So functions like `jax.tree.map` and `optax.global_norm` see the values, which are the
+    nonzero rows of the dense gradient. (They see the fingerprint too, but its numbers are so small
+    that a norm stays the same.)
 
-    You may multiply a whole gradient by a number, cast it, or average it over devices that have the
-    same rows. For everything else, use one of these:
+    You may multiply a whole gradient by a number, cast it, or average it over devices whose
+    gradients have the same row indices. For everything else, use one of these:
 
     - `+` adds two gradients of the same table, whose rows may differ. For trees, use `jax.tree.map`
       with `is_leaf=lambda leaf: isinstance(leaf, te.rows.RowGradient)`.
@@ -77,19 +78,19 @@ class RowGradient(SomeRows):
       `RowGradient` from these arrays outside. (A gradient that was made inside a `jax.jit` can be
       used only inside this `jax.jit`.)
 
-    The `fingerprint` shows whether any other function changed the gradient. Such a function saw
-    only some rows of the table, so its result may be wrong. Therefore `apply_gradients` writes NaN
-    into the rows of a changed gradient. For example, `jax.lax.pmean` over devices with different
-    batches mixes rows, and `optax.clip_by_block_rms` computes the size of a table from some of the
-    rows. A function that changes each number by itself, such as `jnp.sign` or `optax.clip`, also
-    leads to NaN. Put such a function into the optimizer, by `optax.chain`.
+    If you change a gradient in any other way, the `fingerprint` no longer fits the values. Then
+    `apply_gradients` writes NaN into the table rows of this gradient, because your function saw
+    only some rows of the table, and its result may be wrong. For example, `jax.lax.pmean` over
+    devices with different batches mixes rows, and `optax.clip_by_block_rms` computes the size of a
+    table from some of the rows. A function that changes each number by itself, such as `jnp.sign`
+    or `optax.clip`, also leads to NaN. Put such a function into the optimizer, by `optax.chain`.
 
     Args:
         row_indices: The indices of the table rows that have a gradient. Integers of shape [k],
             ascending and distinct. An index of `num_rows` or above is padding. Row i is the row of
             id i, except in a table whose `EmbedderConfig` has `spread=True`. If the gradient was
-            made with a `capacity`, each device has the indices of rows of its own shard, and the
-            indices ascend on each device.
+            made with a `capacity`, the indices are split over the devices like the table: each
+            device has the indices of its own table rows, in ascending order.
         values: The gradients of these rows. Shape [k, d], floating. Rows of padding are zeros.
         num_rows: The number of rows of the table.
 
@@ -112,8 +113,9 @@ class RowGradient(SomeRows):
 
     Edge cases:
         - A scale may be as small as 1e-12. A cast to float16 loses the fingerprint.
-        - The fingerprint misses a change of the gradient by less than a few percent. It also misses
-          all changes if none of the first 64 rows has a gradient of about 1e-26 or more.
+        - The fingerprint, the checksum of the rows, misses a change of the gradient by less than a
+          few percent. It also misses all changes if none of the first 64 rows has a gradient of
+          about 1e-26 or more.
 
     Source:
         TensorFlow's IndexedSlices, https://www.tensorflow.org/api_docs/python/tf/IndexedSlices
@@ -134,14 +136,10 @@ class RowGradient(SomeRows):
         )
         self.check()
         # If each device has the rows of its own shard, the indices ascend on each device, but not
-        # over all devices, so they are not checked.
-        indices = None if any(self.owners) else _known_values(self.row_indices)
-        if indices is not None:
-            # As int32, the difference of two indices may wrap.
-            steps = np.diff(indices.astype(np.int64), prepend=-1)
-            if (steps <= 0).any():
-                want = "row indices that ascend from 0 or above, each of them once"
-                raise arguments.value_error("row_indices", want, reprlib.repr(indices.tolist()))
+        # from one device to the next, so they are not checked.
+        if not self.is_split:
+            _check_ascending(self.row_indices)
+        # If each device has the rows of its own shard, each device makes a fingerprint of its rows.
         make_fingerprint = self._on_shards(fingerprint)
         new_fingerprint = make_fingerprint(self.row_indices, self.values)
         arguments.set_fields(self, fingerprint=new_fingerprint)
@@ -158,8 +156,9 @@ class RowGradient(SomeRows):
             all_values = jnp.concatenate(values)
             return sum_rows(all_indices, all_values, self.num_rows, all_indices)
 
-        # The sum gets a new fingerprint. That would hide it if something has mixed these rows, so
-        # they are checked by the old fingerprints first.
+        # The sum gets a new fingerprint, which is a checksum of its rows. If something has mixed
+        # the rows of a gradient, the new fingerprint would hide this. So the old fingerprints are
+        # checked first: `trusted_values` are NaN if the fingerprint does not fit.
         values = [self.trusted_values(), other.trusted_values()]
         indices = [self.row_indices, other.row_indices]
         sum_on_shards = self._on_shards(sum_both)
@@ -178,7 +177,8 @@ class RowGradient(SomeRows):
     def trusted_values(self) -> Float[Array, "k d"]:
         """Returns the values, or NaN if the fingerprint does not fit them.
 
-        The fingerprint does not fit if something changed the values other than by scaling them.
+        The fingerprint does not fit if something changed the values other than by scaling them. If
+        each device has the rows of its own shard, each device checks its rows.
         """
         self.check()
 
@@ -193,7 +193,8 @@ class RowGradient(SomeRows):
     def check(self) -> None:
         """Raises unless the indices belong to this trace, and each has a row of values."""
         if conversions.is_traced(self.row_indices):
-            # jax raises an error as soon as a value of a trace that is over is used.
+            # If the indices are from a trace that is over, jax raises an error as soon as they are
+            # used. Here they are used only for that, and the result is dropped.
             try:
                 jnp.negative(self.row_indices)
             except jax.errors.UnexpectedTracerError as error:
@@ -206,19 +207,28 @@ class RowGradient(SomeRows):
         arguments.check_shape("values", shape, is_right, want)
 
     @property
-    def owners(self) -> PartitionSpec:
-        """The mesh axes that indices and values are split over.
+    def spec(self) -> PartitionSpec:
+        """How explicit mesh axes split the rows of the gradient.
 
-        There are none unless each device has the gradients of its own shard.
+        With a `capacity`, the rows are split like the rows of the table, so each device has the
+        gradients of its own table rows. Otherwise all devices have all rows.
         """
         return PartitionSpec(*typed_axes(self.row_indices))
 
+    @property
+    def is_split(self) -> bool:
+        """Whether each device has the gradients of its own shard, as with a `capacity`."""
+        return any(self.spec)
+
     def _on_shards(self, function: Callable) -> Callable:
-        """Makes a function of the arrays run on each device, if each device has rows of its own."""
-        if not any(self.owners):
+        """Makes a function of the gradient's arrays run on each device's rows.
+
+        If all devices have the same rows, the function itself is returned.
+        """
+        if not self.is_split:
             return function
         mesh = jax.typeof(self.row_indices).sharding.mesh
-        return on_each_device(mesh, function, self.owners, self.owners)
+        return on_each_device(mesh, function, in_specs=self.spec, out_specs=self.spec)
 
 
 class _StaticIndices:
@@ -262,8 +272,20 @@ def _known_values(indices: Int32[Array, "k"]) -> np.ndarray | None:
         return np.asarray(indices)
 
 
+def _check_ascending(row_indices: Int32[Array, "k"]) -> None:
+    """Raises a ValueError if row indices are negative or do not ascend. Traced ones pass."""
+    indices = _known_values(row_indices)
+    if indices is None:
+        return
+    # As int32, the difference of two indices may wrap.
+    steps = np.diff(indices.astype(np.int64), prepend=-1)
+    if (steps <= 0).any():
+        want = "row indices that ascend from 0 or above, each of them once"
+        raise arguments.value_error("row_indices", want, reprlib.repr(indices.tolist()))
+
+
 def is_gradient(leaf: Any) -> bool:
-    """Returns whether a leaf of a tree is the gradient of some rows of a table."""
+    """Returns whether a leaf of a tree is a `RowGradient`, the gradient of some table rows."""
     return isinstance(leaf, RowGradient)
 
 
@@ -274,16 +296,20 @@ def _flatten(gradient: RowGradient) -> tuple[tuple[Any, Any], tuple]:
 
 
 def _unflatten(static: tuple, leaves: Sequence[Any]) -> RowGradient:
-    """Makes a gradient from its leaves, without checks, because jax puts any object into leaves."""
+    """Makes a gradient from its leaves, without checks, because jax puts any object into leaves.
+
+    `leaves` and `static` are what `_flatten` returns. `jax.tree.map` may have scaled the leaves.
+    """
     static_indices, num_rows = static
-    values, scaled = leaves
+    row_indices = static_indices.indices
+    values, fingerprint_leaf = leaves
     gradient = object.__new__(RowGradient)
     arguments.set_fields(
         gradient,
-        row_indices=static_indices.indices,
+        row_indices=row_indices,
         values=values,
         num_rows=num_rows,
-        fingerprint=scaled,
+        fingerprint=fingerprint_leaf,
     )
     return gradient
 

@@ -1,7 +1,8 @@
 """States the rules by which one equation of a traced program keeps the rows of a table apart.
 
-In the traced program, the number of rows is a prime that no other array has as a size. So an axis
-of rows is an axis whose size is one of the primes.
+A row of the result must be computed from the same row of the operands. In the traced program, the
+number of rows of each table is a prime number that no other axis has as its size. So an axis of
+this size is an axis of the rows of that table.
 """
 
 import math
@@ -14,8 +15,8 @@ def _names_in(text: str) -> frozenset[str]:
 
 
 # Each row of the results is computed from the same row of the operands, if every result has an axis
-# of rows. Nothing else has the size of this axis, so an equation that takes away an axis of rows
-# and makes a new one cannot go unseen. (A reshape may move rows: see `_moves_rows`.)
+# of rows. Only rows have the size of this axis, so it is noticed if an equation takes away an axis
+# of rows, and if it makes a new one. (A reshape may move rows: see `_reshape_moves_rows`.)
 KEEP_ROWS_APART = _names_in(
     """
     abs acos acosh add add_any and argmax argmin asin asinh atan atan2 atanh bessel_i0e bessel_i1e
@@ -38,91 +39,103 @@ CALLS = _names_in(
     """
 )
 # Equations that take a window of their first operand.
-TAKE = _names_in("gather slice")
+TAKE_A_WINDOW = _names_in("gather slice")
 
 
-def why_rows_mix(equation: Any, primes: set[int]) -> str | None:
+def why_rows_mix(equation: Any, row_counts: set[int]) -> str | None:
     """Returns why an equation may make a row from other rows, or None if it keeps rows apart.
+
+    For example, a sum of a table [7, 4] over the axis of its 7 rows makes one row from all rows.
 
     Args:
         equation: An equation of a traced program.
-        primes: The numbers of rows of all tables in the program.
+        row_counts: The number of rows of each table in the program. In the program, these are
+            primes that no other axis has as its size, so an axis of such a size has table rows.
     """
     name = equation.primitive.name
     if name in CALLS:
         return None
-    # The primes among the sizes of each operand and of each result, without repeats. An operand
-    # without rows is left out. A result without rows is kept as ().
-    operand_axes = {_row_axes(variable, primes) for variable in equation.invars} - {()}
-    result_axes = {_row_axes(variable, primes) for variable in equation.outvars}
-    if not operand_axes:
-        return _why_places_matter(equation, primes, has_rows=any(result_axes))
+    # For a table of 7 rows, a variable [7, 4] has the row counts (7,), and a variable [4] has ().
+    counts_of_operands = {_row_counts_in(variable, row_counts) for variable in equation.invars}
+    counts_of_results = {_row_counts_in(variable, row_counts) for variable in equation.outvars}
+    # An operand without rows is the same for all rows, so it may be used for each of them.
+    counts_of_operands.discard(())
+    if not counts_of_operands:
+        has_new_rows = any(counts_of_results)
+        tells_apart = has_new_rows and not _makes_equal_rows(equation, row_counts)
+        return f"{name} tells rows apart by their place in the table" if tells_apart else None
     if name not in KEEP_ROWS_APART:
         return f"{name} is not known to keep rows apart"
     mixes_rows = f"{name} over the rows"
-    # If the axes differ, an operand has the rows of another table, or a result has lost its axis.
-    if len(operand_axes | result_axes) > 1:
+    # If the row counts differ, then two operands have rows of different tables, or a result has
+    # lost its axis of rows.
+    if len(counts_of_operands | counts_of_results) > 1:
         return mixes_rows
-    if name in TAKE and not _takes_of_every_row(equation, primes):
+    if name in TAKE_A_WINDOW and not _takes_same_part_of_rows(equation, row_counts):
         return mixes_rows
-    (row_axes,) = operand_axes
-    return mixes_rows if _moves_rows(equation, row_axes) else None
+    # All operands with rows have the rows of one table.
+    (same_counts,) = counts_of_operands
+    moves_rows = name == "reshape" and _reshape_moves_rows(equation, row_count=same_counts[0])
+    return mixes_rows if moves_rows else None
 
 
-def _row_axes(variable: Any, primes: set[int]) -> tuple[int, ...]:
+def _row_counts_in(variable: Any, row_counts: set[int]) -> tuple[int, ...]:
     """Returns the sizes of those axes of a variable that are axes of rows, () for none."""
-    return tuple(size for size in variable.aval.shape if size in primes)
+    return tuple(size for size in variable.aval.shape if size in row_counts)
 
 
-def _why_places_matter(equation: Any, primes: set[int], *, has_rows: bool) -> str | None:
-    """Returns why an equation may give rows different values by their place, or None if it cannot.
+def _makes_equal_rows(equation: Any, row_counts: set[int]) -> bool:
+    """Returns whether an equation without rows in its operands gives every row the same value.
 
-    This is for an equation whose operands have no axis of rows.
+    A broadcast does. An iota does if it counts along another axis than the axis of rows.
     """
-    name = equation.primitive.name
-    # A broadcast gives every row the same value.
-    are_rows_alike = name == "broadcast_in_dim"
-    if name == "iota":
+    if equation.primitive.name == "iota":
         (result,) = equation.outvars
-        counted_size = result.aval.shape[equation.params["dimension"]]
-        are_rows_alike = counted_size not in primes
-    if has_rows and not are_rows_alike:
-        return f"{name} tells rows apart by their place in the table"
-    return None
+        counted_axis = equation.params["dimension"]
+        return result.aval.shape[counted_axis] not in row_counts
+    return equation.primitive.name == "broadcast_in_dim"
 
 
-def _takes_of_every_row(equation: Any, primes: set[int]) -> bool:
-    """Returns whether a slice or gather takes the same part of every row, such as `table[:, :3]`.
+def _takes_same_part_of_rows(equation: Any, row_counts: set[int]) -> bool:
+    """Returns whether a slice or gather takes all rows, and the same part of each.
 
-    This is so if it takes whole axes of rows, without an index for such an axis. A slice such as
-    `table[:3]` does not, because it takes some of the rows.
+    For example, `table[:, :3]` takes the first three columns of every row. `table[:3]` takes only
+    three of the rows.
+
+    Args:
+        equation: A slice or a gather.
+        row_counts: The sizes by which an axis of rows is known (see `why_rows_mix`).
     """
-    shape = equation.invars[0].aval.shape
     params = equation.params
-    # A gather has the sizes of its windows and the axes that it indexes. A slice has neither.
-    window = params.get("slice_sizes", equation.outvars[0].aval.shape)
+    shape = equation.invars[0].aval.shape
+    # How much is taken along each axis. A gather has the parameter `slice_sizes`. A slice does not,
+    # but its result has this shape.
+    window_shape = params.get("slice_sizes", equation.outvars[0].aval.shape)
+    # A gather takes its windows at an index along these axes. A slice has no such axes.
     indexed_axes = getattr(params.get("dimension_numbers"), "start_index_map", ())
-    for axis, (size, window_size) in enumerate(zip(shape, window, strict=True)):
-        is_row_axis = size in primes or window_size in primes
-        takes_all = size == window_size and axis not in indexed_axes
-        if is_row_axis and not takes_all:
+    for axis, (size, window_size) in enumerate(zip(shape, window_shape, strict=True)):
+        is_row_axis = size in row_counts or window_size in row_counts
+        takes_whole_axis = size == window_size and axis not in indexed_axes
+        if is_row_axis and not takes_whole_axis:
             return False
     return True
 
 
-def _moves_rows(equation: Any, row_axes: tuple[int, ...]) -> bool:
-    """Returns whether an equation is a reshape that may move entries from row to row.
+def _reshape_moves_rows(equation: Any, row_count: int) -> bool:
+    """Returns whether a reshape may move entries from row to row.
 
     Rows keep apart if the axes before the axis of rows have the same number of entries before the
     reshape as after it. For example, with 7 rows, a reshape of [6, 7, 4] to [2, 3, 7, 4] keeps them
     apart, but a reshape to [2, 7, 12] moves entries.
+
+    Args:
+        equation: A reshape.
+        row_count: The size of the axis of rows, before and after the reshape.
     """
-    if equation.primitive.name != "reshape":
-        return False
-    prime = row_axes[0]
     shape = equation.invars[0].aval.shape
     new_shape = equation.outvars[0].aval.shape
-    leading_size = math.prod(shape[: shape.index(prime)])
-    new_leading_size = math.prod(new_shape[: new_shape.index(prime)])
+    leading_size = math.prod(shape[: shape.index(row_count)])
+    new_leading_size = math.prod(new_shape[: new_shape.index(row_count)])
     # A reshape with `dimensions` transposes first.
-    return bool(equation.params["dimensions"]) or leading_size != new_leading_size
+    transposes_first = bool(equation.params["dimensions"])
+    return transposes_first or leading_size != new_leading_size

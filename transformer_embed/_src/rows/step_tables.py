@@ -75,18 +75,18 @@ def _shapes_with_rows(leaves: Leaves, table: TableStep, row_count: int) -> Leave
 
 
 def tables_of_step(
-    init: Callable, result_shapes: Callable, treedef: Any, leaves: Leaves
+    init: Callable, shapes_of_state: Callable, treedef: Any, leaves: Leaves
 ) -> list[TableStep]:
     """Finds the tables of a step, and the arrays of the state that have a row for each table row.
 
-    To find these arrays, the optimizer makes a state for tables with other numbers of rows: each
-    table gets a prime number of rows. An array with this prime as the first size belongs to the
-    table.
+    A table is a parameter whose gradient is a `RowGradient`. To find the arrays of the state, each
+    table gets a prime number of rows, and the optimizer says which shapes the state would have. An
+    array of the state that has this prime as the first size belongs to the table.
 
     Args:
         init: The function of the optimizer that makes a state.
-        result_shapes: Returns the shapes of the results of a function, or raises an error that
-            names the optimizer.
+        shapes_of_state: Returns the shapes of the state for the shapes of the parameters, or raises
+            an error that names the optimizer.
         treedef: The structure of (gradients, parameters, state, other arguments).
         leaves: The leaves of all of them, by number.
     """
@@ -94,11 +94,15 @@ def tables_of_step(
     parameter_count = grads_treedef.num_leaves
     tables = _tables_without_state(parameter_count, leaves)
     _, params, state, _ = treedef.unflatten(leaves.values())
-    check_shapes("state", jax.eval_shape(init, params), state)
-    _, primed_params, _, _ = treedef.unflatten(with_primes(leaves, tables).values())
-    primed_state = result_shapes(init, primed_params)
-    # The leaves of the state come after the gradients and as many parameters.
-    for number, leaf in enumerate(jax.tree.leaves(primed_state), 2 * parameter_count):
+    expected_state = jax.eval_shape(init, params)
+    check_shapes("state", expected_state, state)
+    shapes = with_primes(leaves, tables)
+    _, param_shapes, _, _ = treedef.unflatten(shapes.values())
+    state_shapes = jax.tree.leaves(shapes_of_state(param_shapes))
+    # Leaves are numbered in the order of gradients, parameters and state, and there are as many
+    # parameters as gradients.
+    first_state_leaf = 2 * parameter_count
+    for number, leaf in enumerate(state_shapes, start=first_state_leaf):
         for table in tables:
             if leaf.shape[:1] == (table.prime,):
                 table.arrays.append(number)
@@ -112,9 +116,9 @@ def _tables_without_state(parameter_count: int, leaves: Leaves) -> list[TableSte
     the gradient of a table. The first `parameter_count` leaves are the gradients, and the
     parameters come next, in the same order.
     """
-    # The step is traced with a prime in the place of each table's number of rows. Then an axis of
-    # this size has the rows of this table: no other array of the step is as large, and a reshape
-    # cannot make a prime of two smaller sizes.
+    # The step is traced with a prime in the place of each table's number of rows. An axis of this
+    # size can only be the rows of this table: the prime is larger than all other sizes, and it is
+    # no product of smaller sizes, which a reshape could make.
     largest_size = LARGEST_UNKNOWN_SIZE
     for leaf in leaves.values():
         for size in leaf.shape:
@@ -125,12 +129,14 @@ def _tables_without_state(parameter_count: int, leaves: Leaves) -> list[TableSte
         gradient = leaves[number]
         if is_gradient(gradient):
             gradient.check()
-            # A block is never larger than all rows of the gradient, or than the table.
+            # The step will update BLOCK rows of the table at a time, or all rows of the gradient if
+            # there are fewer.
             row_count = min(len(gradient.row_indices), gradient.num_rows)
             block_size = max(1, min(row_count, BLOCK))
+            parameter = parameter_count + number
             table = TableStep(
                 gradient=number,
-                arrays=[parameter_count + number],
+                arrays=[parameter],
                 prime=next(primes),
                 block_size=block_size,
             )

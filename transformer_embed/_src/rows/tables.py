@@ -62,15 +62,15 @@ class Tables(NamedTuple):
         """Reads the rows that the batch needs of each table in `ids`, by the name of the table."""
         return {name: self._read_table(name) for name in self.ids}
 
-    def replace_tables(self, reads: Mapping[str, TableRows]) -> dict[str, Any]:
+    def parameters_with_rows(self, rows_of_tables: Mapping[str, TableRows]) -> dict[str, Any]:
         """Returns the parameters by name, with the rows of the batch in the place of each table.
 
-        A loss is differentiated with respect to these parameters. `reads` is what `read_rows`
-        returned.
+        A loss is differentiated with respect to these parameters. `rows_of_tables` is what
+        `read_rows` returned.
         """
         parameters = dict(self.parameters)
-        for name, read in reads.items():
-            parameters[name] = read.rows
+        for name, table_rows in rows_of_tables.items():
+            parameters[name] = table_rows.rows
         return parameters
 
     def unflatten(self, values: Mapping[str, Any]) -> Tree:
@@ -93,35 +93,44 @@ class Tables(NamedTuple):
         row_axes, column_axes = typed_axes(table)
         check_on_mesh("ids", table_ids.ids, row_axes, column_axes)
         indices = nearest_rows(table_ids.ids, len(table), table_ids.order)
-        # With a capacity, devices exchange the rows of tables that are split. A small table may be
-        # whole on each device even then.
+        # If the user set a `capacity`, devices exchange the rows of each table that is split over
+        # them. Another table in `ids` may be so small that it is whole on each device.
         is_split = row_axes or column_axes
-        if self.capacity is None or not is_split:
-            return read_batch_rows(table, indices, table_ids.max_rows)
-        return exchange_rows(table, indices, table_ids.max_rows, self.capacity)
+        if self.capacity is not None and is_split:
+            return exchange_rows(table, indices, table_ids.max_rows, self.capacity)
+        return read_batch_rows(table, indices, table_ids.max_rows)
 
-    def seen_by_loss(self, reads: Mapping[str, TableRows], parameters: Mapping[str, Any]) -> Tree:
+    def tree_for_loss(
+        self, rows_of_tables: Mapping[str, TableRows], parameters: Mapping[str, Any]
+    ) -> Tree:
         """Makes the tree of parameters that a loss sees, with `GatheredRows` for each table.
 
+        `GatheredRows` hold the rows and their indices, and `lookup` reads them like the table. The
+        indices are held as `keys`, which are random keys of jax, so that no function can compute
+        with them. `marks` are a few rows of known values, which show whether a function of all
+        parameters mixed the rows.
+
         Args:
-            reads: What `read_rows` returned.
+            rows_of_tables: For each table, the rows that the batch reads, as `read_rows` returns
+                them.
             parameters: The parameters by name, with the rows of the batch in the place of each
-                table, as `replace_tables` makes them.
+                table, as `parameters_with_rows` makes them.
         """
-        stand_ins = {}
-        for name, read in reads.items():
+        seen_parameters = dict(parameters)
+        for name, table_rows in rows_of_tables.items():
             table = self.parameters[name]
             num_rows, width = table.shape
-            seen = read.seen(parameters[name])
-            stand_ins[name] = GatheredRows(
-                keys=as_keys(seen.row_indices),
+            # The rows that this device sees. If devices exchange rows, they do it here.
+            seen_rows = table_rows.seen(parameters[name])
+            seen_parameters[name] = GatheredRows(
+                keys=as_keys(seen_rows.row_indices),
                 marks=new_marks(width, table.dtype),
-                values=seen.values,
+                values=seen_rows.values,
                 name=name,
                 num_rows=num_rows,
                 order=self.ids[name].order,
             )
-        return self.unflatten({**parameters, **stand_ins})
+        return self.unflatten(seen_parameters)
 
 
 def tables_in(
@@ -143,9 +152,11 @@ def tables_in(
     for keys, leaf in leaves:
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
         parameters[path] = leaf
+    # A user may name a table by the end of its path. From here on, the names are whole paths.
     ids = _by_path("ids", parameters, ids)
     bounds = _max_rows_by_path(parameters, ids, max_rows)
     config = arguments.instance("config", config, EmbedderConfig | None, "an EmbedderConfig")
+    # The parameters that `ids` name, after a check that they are floating and have rank 2.
     tables = {path: as_table(path, parameters[path]) for path in ids}
     if capacity is not None:
         capacity = arguments.positive("capacity", capacity)
@@ -166,7 +177,7 @@ def _max_rows_by_path(
     ids: Mapping[str, Any],
     max_rows: int | Mapping[str, int] | None,
 ) -> dict[str, Any]:
-    """Returns the bound on distinct ids of each table in `ids`, None where the user gives none.
+    """Returns, for each table in `ids`, the user's bound on the distinct ids of a batch, or None.
 
     Args:
         parameters: All parameters, by their paths.
@@ -230,10 +241,10 @@ def _by_path(
     name_of_path: dict[str, str] = {}
     for name in values:
         path = _path_of(argument, name, parameters)
-        first_name = name_of_path.setdefault(path, name)
-        if first_name != name:
-            got = f"{first_name} and {name}"
+        if path in name_of_path:
+            got = f"{name_of_path[path]} and {name}"
             raise arguments.value_error(argument, f"one name of {path}", got)
+        name_of_path[path] = name
     return {path: values[name] for path, name in name_of_path.items()}
 
 

@@ -13,19 +13,26 @@ Tree = Any
 
 
 def as_arrays(name: str, tree: Tree) -> Any:
-    """Converts the leaves of a tree to jax arrays.
+    """Converts the leaves of a user's argument, such as the parameters, to jax arrays.
 
-    If the tree is called "grads", a `RowGradient` in it stays as it is.
+    The argument `grads` may have leaves that are `RowGradient`s, the gradients of some table rows.
+    These stay as they are. In other arguments, they raise an error.
+
+    Args:
+        name: The name of the argument, such as "params", "state" or "grads".
+        tree: The argument.
     """
+    may_have_row_gradients = name == "grads"
 
     def convert(path: Any, leaf: Any) -> Any:
         """Converts a leaf to a jax array, or raises a TypeError that names its path."""
-        if name == "grads" and is_gradient(leaf):
+        if may_have_row_gradients and is_gradient(leaf):
             return leaf
         full_name = name + jax.tree_util.keystr(path)
-        native = arguments.native(full_name, leaf)
+        # A numpy array gets the byte order of this machine. A masked array raises an error.
+        native_leaf = arguments.native(full_name, leaf)
         try:
-            return conversions.on_device(native)
+            return conversions.on_device(native_leaf)
         except (TypeError, ValueError, OverflowError) as error:
             raise arguments.type_error(full_name, "an array", arguments.describe(leaf)) from error
 
@@ -33,14 +40,18 @@ def as_arrays(name: str, tree: Tree) -> Any:
 
 
 def check_shapes(name: str, expected: Tree, tree: Tree) -> None:
-    """Raises a ValueError unless two trees have one structure, and leaves of the same shapes."""
+    """Raises a ValueError unless two trees have one structure, and leaves of the same shapes.
+
+    A `RowGradient` counts as one leaf, with the shape of its table.
+    """
     expected_shapes = _shape_texts(expected)
     found_shapes = _shape_texts(tree)
     missing = sorted(expected_shapes - found_shapes)
     unknown = sorted(found_shapes - expected_shapes)
     if missing or unknown:
-        want = ", ".join(missing) or "no others"
-        got = ", ".join(unknown) or "none of them"
+        # Only one of the two lists may be empty.
+        want = ", ".join(missing) if missing else "no others"
+        got = ", ".join(unknown) if unknown else "none of them"
         raise arguments.value_error(name, want, got)
     expected_structure = jax.tree.structure(expected, is_leaf=is_gradient)
     structure = jax.tree.structure(tree, is_leaf=is_gradient)

@@ -38,9 +38,10 @@ def update_tables(step: Callable, leaves: Leaves, tables: Sequence[TableStep]) -
         leaves: The leaves before the step.
         tables: The tables, as `row_check.find_tables` returns them.
     """
+    # The first call of the step updates everything that is not a table. Zeros replace the arrays of
+    # tables in this call: the table, its state and its gradient become arrays with as many rows as
+    # a block, the rows that are updated at a time. What the step makes of the zeros is not used.
     block_shapes = with_block_shapes(leaves, tables)
-    # The first call of the step updates everything that is not a table. In this call, blocks of
-    # zeros replace the arrays of tables. What the step makes of the zeros is not used.
     leaves_with_zeros = dict(leaves)
     for table in tables:
         for number in table.leaves:
@@ -50,42 +51,44 @@ def update_tables(step: Callable, leaves: Leaves, tables: Sequence[TableStep]) -
         step = jax.jit(step, inline=True)
     new_leaves = step(leaves_with_zeros)
     for table in tables:
+        # The table itself, then its state.
         arrays = [leaves[number] for number in table.arrays]
         gradient = leaves[table.gradient]
         gradient_arrays = gradient.arrays
-        update = functools.partial(_update_in_blocks, step, table)
-        is_split = any(typed_axes(arrays[0]))
-        if is_split:
-            update = _on_shards(step, table, arrays, gradient.owners)
-            # The step needs whole arrays on each device. Under automatic axes, shard_map would
+        is_table_split = any(typed_axes(arrays[0]))
+        if is_table_split:
+            update_rows = _on_shards(step, table, arrays, gradient.spec)
+            # Each device calls the step with whole arrays. Under automatic axes, shard_map would
             # gather them itself. XLA drops the all-gather of an array that is not used.
             leaves_with_zeros = jax.tree.map(on_every_device, leaves_with_zeros)
-            # An exchange gives each device the gradients of its own shard. Without an exchange,
-            # each device gets the gradients of all rows.
-            is_exchanged = any(gradient.owners)
-            if not is_exchanged:
+            # If the gradient is split, each device has the gradients of its own shard already.
+            # Otherwise each device gets the gradients of all rows.
+            if not gradient.is_split:
                 gradient_arrays = jax.tree.map(on_every_device, gradient_arrays)
-        new_arrays = update(leaves_with_zeros, gradient_arrays, arrays)
+        else:
+            update_rows = functools.partial(_update_in_blocks, step, table)
+        new_arrays = update_rows(leaves_with_zeros, gradient_arrays, arrays)
         for number, new_array in zip(table.arrays, new_arrays, strict=True):
             new_leaves[number] = new_array
     return new_leaves
 
 
 def _on_shards(
-    step: Callable, table: TableStep, arrays: Sequence[Array], owners: PartitionSpec
+    step: Callable, table: TableStep, arrays: Sequence[Array], gradient_spec: PartitionSpec
 ) -> Callable:
     """Makes `_update_in_blocks` run on each device, for its own shard of a table and of its state.
 
-    If the columns of a table are split, the devices send each other the columns of the rows that
-    are updated. They send nothing else.
+    The result is a function of (all leaves, the arrays of the gradient, the arrays of the table)
+    that returns the new arrays of the table. If the columns of a table are split, the devices send
+    each other the columns of the rows that are updated. They send nothing else.
 
     Args:
         step: The step of the optimizer, as in `update_tables`.
         table: Which leaves of the step are the table, the state of the table and the gradient, by
             their numbers in the tree.
         arrays: The table itself, then its state.
-        owners: The PartitionSpec of the gradient, if each device has the gradient of its own shard.
-            Otherwise it is empty, and each device has the gradients of all rows.
+        gradient_spec: The PartitionSpec of the gradient, if each device has the gradients of its
+            own shard. Otherwise it is empty, and each device has the gradients of all rows.
     """
     table_array = arrays[0]
     mesh = jax.typeof(table_array).sharding.mesh
@@ -97,15 +100,20 @@ def _on_shards(
         if any(other_axes):
             split_leaves.append(number)
 
+    # The mesh axes that split the rows and the columns of what `step_on_whole_rows` gathers. A
+    # block of rows is not split by rows.
+    block_axes = [(), column_axes]
+
     def step_on_whole_rows(leaves: Leaves) -> Leaves:
         """Calls the step with all columns of the rows, and returns this device's columns."""
-        whole = dict(leaves)
+        whole_leaves = dict(leaves)
         for number in split_leaves:
-            whole[number] = all_gather(leaves[number], ((), column_axes))
-        new_leaves = dict(step(whole))
+            whole_leaves[number] = all_gather(leaves[number], block_axes)
+        new_leaves = dict(step(whole_leaves))
         for number in split_leaves:
-            width = leaves[number].shape[1]
-            new_leaves[number] = _own_columns(new_leaves[number], width, column_axes)
+            width_on_device = leaves[number].shape[1]
+            whole_rows = new_leaves[number]
+            new_leaves[number] = _own_columns(whole_rows, width_on_device, column_axes)
         return new_leaves
 
     def update_shard(
@@ -117,17 +125,21 @@ def _on_shards(
         first_row = first_index(row_axes, len(arrays[0]))
         return _update_in_blocks(step_on_whole_rows, table, leaves, gradient, arrays, first_row)
 
-    in_specs = PartitionSpec(), owners, specs
-    update_shards = on_each_device(mesh, update_shard, in_specs, specs)
-    return compiled()(update_shards)
+    leaf_spec = PartitionSpec()
+    update_on_each_device = on_each_device(
+        mesh, update_shard, in_specs=(leaf_spec, gradient_spec, specs), out_specs=specs
+    )
+    # Compiled, so that a caller outside of `jax.jit` does not run many small programs.
+    as_one_program = compiled()
+    return as_one_program(update_on_each_device)
 
 
 def _checked_spec(table: Array, state: Array) -> PartitionSpec:
     """Returns the PartitionSpec that an array of the optimizer's state must have.
 
-    A dimension of the state that is as long as the same dimension of the table is split over the
-    same mesh axes. Any other dimension is whole, such as the columns of a state with one number for
-    each row.
+    A dimension of the state that is as long as the same dimension of the table must be split over
+    the same mesh axes. Any other dimension must be whole, which means not split. For example, the
+    second dimension of a state [v, 1], which has one number for each row, must be whole.
 
     Args:
         table: The table, [v, d].
@@ -174,19 +186,21 @@ def _update_in_blocks(
     Args:
         step: The step of the optimizer, as in `update_tables`.
         table: The numbers of the leaves that are the table, its state and its gradient.
-        leaves: All leaves by number. In the place of the table, its state and its gradient are
-            zeros with as many rows as a block.
+        leaves: All leaves by number. But the leaves that are the table, its state and its gradient
+            are arrays of zeros, with as many rows as a block.
         gradient: The arrays of the gradient. Row indices ascend. An index that is no row of
             `arrays` is padding.
         arrays: The table itself, then its state.
         first_row: The row index of the first row of `arrays`.
     """
+    # The fingerprint is a checksum, which `value_and_grad` made of the gradient.
     is_unchanged = fits(gradient.row_indices, gradient.values, gradient.fingerprint)
     row_indices = gradient.row_indices - first_row
     # A gradient without rows has no block. The loop below would not run, but jax would
     # still trace the slice of a block, and raise an error.
     if not len(row_indices):
         return list(arrays)
+    # The zeros in the place of the gradient have as many rows as a block.
     block_size = len(leaves[table.gradient])
     padded_indices, padded_values = _fill_last_block(
         row_indices, gradient.values, block_size, num_rows=len(arrays[0])
@@ -234,7 +248,8 @@ def _update_rows(
     before.update(zip(table.arrays, old_rows, strict=True))
     after = step(before)
     has_gradient = jnp.any(gradient != 0, axis=-1)
-    # The state may have one number for each row, and vmap takes arrays of any rank.
+    # An array of the state may have one number for each row in place of d columns. `vmap` chooses
+    # row by row, so it takes arrays of any rank.
     choose_rows = jax.vmap(jnp.where)
     new_rows = [choose_rows(has_gradient, after[n], before[n]) for n in table.arrays]
     return [
@@ -252,8 +267,8 @@ def _fill_last_block(
     in a table of 5 rows, in blocks of 3, become 1 4 5.
     """
     padding_count = -len(row_indices) % block_size
-    # `_write` promises XLA that indices ascend and are distinct. So the padding counts on from the
-    # last index, and is past the end of the table.
+    # `_write` promises XLA that indices ascend and are distinct. So the padding starts after the
+    # last index, and also after the last row of the table.
     first_padding = jnp.maximum(row_indices[-1] + 1, num_rows)
     padding = first_padding + jnp.arange(padding_count, dtype=jnp.int32)
     padded_indices = jnp.concatenate([row_indices, padding])

@@ -28,54 +28,55 @@ def value_and_grad(
     not the size of the vocabulary. Like `jax.value_and_grad`, it differentiates the loss with
     respect to the first argument. The gradient of a table holds only the rows that the batch reads.
 
-    While the loss runs, only `lookup` can read these tables. So leave the tables out of functions
-    of all parameters, such as an L2 norm. The section "Training by rows" of the reference page says
-    what a function of all parameters sees. To add the gradients of many batches, or to average them
-    over devices, see the page "Training loops".
+    While the loss runs, only `lookup` can read these tables. So do not pass the tables to a
+    function of all parameters, such as an L2 norm. The section "Training by rows" of the reference
+    page says what such a function would see. To add the gradients of many batches, or to average
+    them over devices, see the page "Training loops".
 
     Args:
-        loss: A function of (params, ...) that returns a scalar, or (scalar, aux). It reads the
-            tables in `ids` only by `lookup`, as `TokenEmbedding` does.
-        ids: The ids that the loss looks up, as a dict {name of a table: ids}. The dict has an entry
-            for each table of which only the rows in the batch are trained. A name is the path of
-            the parameter, such as "model/token_embedding/embeddings", or the end of a path that
-            only this parameter has, such as "token_embedding/embeddings". The ids have any shape,
-            and may repeat. Pass all ids that the loss looks up in the table, including padding and
-            ids outside the vocabulary. For an id that you leave out, `lookup` returns NaN.
+        loss: A function of (params, ...) that returns a scalar, or (scalar, aux). It must read the
+            tables that `ids` names only with `lookup`, as `TokenEmbedding` does.
+        ids: The ids that the loss looks up, as a dict {name of a table: ids}. Add an entry for each
+            table that you want to train by rows. A name is the path of the parameter, such as
+            "model/token_embedding/embeddings", or the end of a path that only this parameter has,
+            such as "token_embedding/embeddings". The ids have any shape, and may repeat. Pass all
+            ids that the loss looks up in the table, including padding and ids outside the
+            vocabulary. For an id that you leave out, `lookup` returns NaN.
         config: The `EmbedderConfig` of the token table. Pass it if its `row_multiple` adds rows to
             the table, or if its `spread` changes their order. If you leave it out, the lookup in
             such a table raises an error.
         has_aux: Whether the loss returns (scalar, aux).
         max_rows: A bound on the number of distinct ids that a batch looks up in a table. Pass an
-            int for all tables, or a dict {name of a table: int}. A bound below the number of ids
-            makes the step cheaper. For example, a batch of 8192 ids usually has far fewer distinct
-            ids, because words repeat. If a batch has more distinct ids than the bound, `lookup`
-            returns NaN for the ids whose rows come last in the table. If you set `capacity`, the
-            bound is for each device's part of the batch.
-        capacity: Whether devices exchange rows, and how much room the buffers have for that. If
-            None, every device gets the distinct rows of the whole batch. If you pass a number above
-            0, each device asks only for the rows of its own part of the batch. The device that
-            holds a row in its shard, the owner of the row, sends the row, and gets the gradient
-            back. For that, explicit mesh axes must split the rows of the table, and the ids must be
-            split over the same axes. The requests of a device to one owner go into a buffer of
-            fixed size. If all owners are equally likely to be asked (see `EmbedderConfig.spread`),
-            1.0 is enough. Otherwise pass a larger number. For example, with 2.0 a buffer has room
-            for at least twice the mean number of requests of a batch whose ids are all different.
-            For an id that does not fit, `lookup` returns NaN. `exchange_load` counts the ids that
-            do not fit.
+            int for all tables, or a dict {name of a table: int}. A bound below the size of the
+            batch makes the step cheaper. For example, a batch of 8192 ids usually has far fewer
+            distinct ids, because words repeat. If a batch has more distinct ids than the bound,
+            `lookup` returns NaN for the ids whose rows come last in the table. If you set
+            `capacity`, the bound is for each device's part of the batch.
+        capacity: How much room the buffers have in which devices exchange table rows. If None,
+            nothing is exchanged, and every device gets the distinct rows of the whole batch. If you
+            pass a number above 0, each device asks only for the rows of its own part of the batch.
+            The device that holds a row in its shard, the owner of the row, sends the row, and gets
+            the gradient back. For that, explicit mesh axes must split the rows of the table, and
+            the ids must be split over the same axes. The requests of a device to one owner go into
+            a buffer of fixed size. If all owners are equally likely to be asked (see
+            `EmbedderConfig.spread`), 1.0 is enough. Otherwise pass a larger number. For example,
+            with 2.0 a buffer has room for at least twice the mean number of requests of a batch
+            whose ids are all different. For an id that does not fit, `lookup` returns NaN.
+            `exchange_load` counts the ids that do not fit.
 
     Returns:
         A function that you call like the loss. It returns (value, gradients), or ((value, aux),
         gradients). The gradients are a tree like `params`, with a `RowGradient` for each table in
         `ids`. The number k of rows in a `RowGradient` is fixed, so some of the rows may be padding.
-        k is the smallest of three numbers: the number of ids, the number of table rows, and
-        `max_rows`. A number above 1024 is rounded up to a multiple of 1024. If you set `capacity`,
-        each device has the gradients of rows of its own shard, and k is the number of rows that the
-        device can be asked for.
+        Padding has an index past the end of the table, such as 12 in the example, whose table has
+        10 rows. k is the smallest of three numbers: the number of ids, the number of table rows,
+        and `max_rows`. If k is above 1024, it is rounded up to a multiple of 1024. If you set
+        `capacity`, each device has the gradients of rows of its own shard, and k is the number of
+        rows that the devices can ask the device for.
 
     Raises:
-        TypeError: The ids are not integers, a table has a dtype that is not floating, or the loss
-            uses a table in an operation other than `lookup`.
+        TypeError: The ids are not integers, or a table has a dtype that is not floating. The loss
+            uses a table that `ids` names in an operation other than `lookup`.
         ValueError: A name in `ids` fits no parameter or several parameters, or two names fit the
             same parameter. A named parameter is not a table [vocab_size, d]. A layer of the loss
             pads or spreads the rows of a table, and `config` is not the config of this layer.
@@ -101,19 +102,27 @@ def value_and_grad(
 
     @functools.wraps(loss)
     def value_and_row_grads(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
+        """Computes the loss, and its gradients with a `RowGradient` for each table in `ids`."""
         tables = tables_in(params, ids, config, max_rows, capacity)
-        reads = tables.read_rows()
+        # For each table, an object with the rows that the batch reads.
+        rows_of_tables = tables.read_rows()
+        # A dict of all parameters by name, in which arrays of these rows replace the tables. The
+        # loss is differentiated with respect to these arrays.
+        parameters = tables.parameters_with_rows(rows_of_tables)
 
         def loss_of_rows(parameters: Mapping) -> Any:
             """Computes the loss from parameters by name, with rows in the place of each table."""
-            return loss(tables.seen_by_loss(reads, parameters), *args, **kwargs)
+            # A tree like `params`, in which objects that only `lookup` can read replace the tables.
+            params_of_loss = tables.tree_for_loss(rows_of_tables, parameters)
+            return loss(params_of_loss, *args, **kwargs)
 
         differentiate = jax.value_and_grad(loss_of_rows, has_aux=has_aux)
+        # An error of the loss gets a note, which says that the loss sees only some rows.
         with tables.note_in_errors():
-            value, gradients = differentiate(tables.replace_tables(reads))
+            value, gradients = differentiate(parameters)
             # Until here, the gradient of a table is an array: the gradients of the rows.
-            for name, read in reads.items():
-                gradients[name] = read.gradient(gradients[name])
+            for name, table_rows in rows_of_tables.items():
+                gradients[name] = table_rows.gradient(gradients[name])
             return value, tables.unflatten(gradients)
 
     return value_and_row_grads

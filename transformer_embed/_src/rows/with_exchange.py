@@ -22,26 +22,30 @@ def with_exchange(
     """Returns a function of parameters that reads tables by an exchange of rows between devices.
 
     Use it to evaluate a model on many devices, or with `jax.grad` to train tables densely. If
-    explicit mesh axes split the rows of a table, an ordinary `lookup` sends each device the rows
-    for the ids of all devices along these axes. In the returned function, each device asks only for
-    the distinct rows of its own part of the batch, so each device receives less. A row is sent by
-    its owner, which is the device that holds the row.
+    explicit mesh axes split the rows of a table, in an ordinary `lookup` each device receives the
+    rows of all ids, also of the ids of the other devices along these axes. In the returned
+    function, each device asks only for the distinct rows of its own part of the batch, so each
+    device receives less. A row is sent by its owner, which is a device that holds the row.
 
     Args:
         function: A function of (params, ...). The function must read the tables that `ids` names
             only by `lookup`.
-        ids, config, capacity, max_rows: The ids that are looked up in each table, the config of the
-            token table, the room in the buffers, and a bound on the distinct ids of each device.
-            See `value_and_grad`, which takes the same arguments.
+        ids: The ids that the function looks up, as a dict {name of a table: ids}. This and the next
+            arguments are as in `value_and_grad`.
+        config: The `EmbedderConfig` of the token table, if it pads or spreads the table rows.
+        capacity: How much room the buffers have in which devices exchange rows. 1.0 is enough if
+            all devices are equally likely to be asked for rows.
+        max_rows: A bound on the number of distinct ids that each device looks up in a table. If
+            None, there is no bound.
 
     Returns:
         A function that has the arguments of `function` and returns the same result.
 
     Raises:
-        TypeError: The ids are not integers, a table has a dtype that is not floating, or the
-            function uses a table in an operation other than `lookup`.
-        ValueError: One of the conditions holds that `value_and_grad` lists under ValueError, for a
-            step with a `capacity`.
+        TypeError: The ids are not integers, or a table has a dtype that is not floating. `function`
+            uses a table that `ids` names in an operation other than `lookup`.
+        ValueError: `value_and_grad` with a `capacity` would raise a ValueError for the same
+            arguments, for example because the rows of no table are split.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -59,10 +63,14 @@ def with_exchange(
 
     @functools.wraps(function)
     def exchanging(params: Tree, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function with parameters in which rows of the batch replace each table."""
         tables = tables_in(params, ids, config, max_rows, capacity)
-        reads = tables.read_rows()
-        parameters = tables.replace_tables(reads)
+        # For each table, an object with the rows that the batch reads.
+        rows_of_tables = tables.read_rows()
+        parameters = tables.parameters_with_rows(rows_of_tables)
         with tables.note_in_errors():
-            return function(tables.seen_by_loss(reads, parameters), *args, **kwargs)
+            # A tree like `params`, in which objects that only `lookup` can read replace the tables.
+            params_with_rows = tables.tree_for_loss(rows_of_tables, parameters)
+            return function(params_with_rows, *args, **kwargs)
 
     return exchanging

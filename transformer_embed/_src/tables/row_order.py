@@ -13,10 +13,10 @@ import numpy as np
 # A spread table is divided into equal parts, at most this many, and neighbouring ids are in
 # different parts.
 MOST_PARTS = 4096
-# In a table of that many parts, the part of id i + 1 is this many parts after the part of id i,
-# modulo the number of parts. This is the number of parts divided by the golden ratio, so that
-# neighbouring ids, and the multiples of any number, are on different devices of a mesh of any size.
-PARTS_PER_STEP = 2531
+# In a table of MOST_PARTS parts, the part of id i + 1 is this many parts after the part of id i,
+# modulo the number of parts. This is MOST_PARTS divided by the golden ratio, so that neighbouring
+# ids, and the multiples of any number, are on different devices of a mesh of any size.
+STEP_OF_MOST_PARTS = 2531
 
 
 class RowOrder(NamedTuple):
@@ -55,19 +55,23 @@ def _spread_rows(ids: Any, num_rows: int) -> Any:
     size. The ids are dealt to the parts like cards to players: in each turn, every part gets one
     id, for the row of this turn in the part.
 
-    For example, a table of 12 rows has 4 parts of 3 rows. In turn 0, the ids 0 to 3 get the rows 0,
-    9, 6 and 3, the first rows of the parts 0, 3, 2 and 1. In turn 1, the ids 4 to 7 get the rows
-    10, 7, 4 and 1, the second rows of the parts 3, 2, 1 and 0.
+    For example, a table of 12 rows has 4 parts of 3 rows, and the next id is always 3 parts
+    further, modulo 4. In turn 0, the ids 0 to 3 are in the parts 0, 3, 2 and 1. They get the first
+    rows of these parts: 0, 9, 6 and 3. Turn 1 starts one step later. Its ids 4 to 7 are in the
+    parts 3, 2, 1 and 0. They get the second rows of these parts: 10, 7, 4 and 1.
     """
     part_count = math.gcd(num_rows, MOST_PARTS)
     rows_per_part = num_rows // part_count
     turn = ids // part_count
-    # The part of id i + 1 is `step` parts after the part of id i, modulo the number of parts. This
-    # number is a power of two and the step is odd, so every part gets one id in each turn.
-    step_if_even = (PARTS_PER_STEP * part_count) // MOST_PARTS
-    step = step_if_even | 1
-    # If the turn were not added, the first ids of all turns would be in part 0.
-    step_count = (ids + turn).astype("uint32")
-    # The product may wrap uint32. The number of parts divides 2**32, so the remainder is right.
-    part = (step_count * np.uint32(step)) % np.uint32(part_count)
+    # The part of id i + 1 is `step` parts after the part of id i, modulo the number of parts. The
+    # number of parts is a power of two, and the step is made odd, so every part gets one id in each
+    # turn.
+    scaled_step = (STEP_OF_MOST_PARTS * part_count) // MOST_PARTS
+    step = scaled_step | 1
+    # How many steps the part of each id is after part 0. Each turn is one step longer than it has
+    # ids, because otherwise the first id of every turn would be in part 0.
+    steps_from_part_0 = (ids + turn).astype("uint32")
+    # If the product is too large for uint32, a multiple of 2**32 is lost. The number of parts
+    # divides 2**32, so the remainder is right.
+    part = (steps_from_part_0 * np.uint32(step)) % np.uint32(part_count)
     return part.astype("int32") * rows_per_part + turn

@@ -36,9 +36,10 @@ def check_batch(
             it to also check the shape of `ids`, the padding and the order.
         vocab_size: The number of ids in the vocabulary, at least 1.
         pad_id: The id of padding, which may be outside the vocabulary, such as -100. Pass the
-            `pad_id` of your config. If you also pass `tokens`, every padding entry must have this
-            id, and no token may have it, because a loss would leave out a label with this id. If
-            None, padding may have any id of the vocabulary.
+            `pad_id` of your config. If you also pass `tokens`, the ids are compared with the
+            padding of `tokens`: all padding must have the `pad_id`, and no other token may have it.
+            (A loss would leave out such a token.) If None, padding may have any id of the
+            vocabulary.
         order: The layout of the tokens that you declare to a function of `te.kernels`. `"full"`
             means that each batch row is one sequence without padding. `"right"` means that each
             batch row has one sequence, then padding. `"packed"` means that each batch row has any
@@ -50,9 +51,9 @@ def check_batch(
         TypeError: `ids` does not hold integers, or `tokens` is not a `TokenPositions`. `ids` or an
             array of `tokens` is traced.
         ValueError: An id is neither in the vocabulary nor the `pad_id`, or a segment id is
-            negative. A token of a sequence has the `pad_id`, or a padding entry has an id that
-            differs from the `pad_id`. The tokens are not in the layout `order`, or `ids` and
-            `tokens` differ in shape. `order` is passed without `tokens`.
+            negative. The `pad_id` is at a place that is not padding, or padding has another id. The
+            tokens are not in the layout `order`, or `ids` and `tokens` differ in shape. `order` is
+            passed without `tokens`.
 
     Example:
         >>> import transformer_embed as te
@@ -86,8 +87,8 @@ def check_batch(
     expected_row_count = len(id_rows) if row_count == 1 else row_count
     expected_shape = [expected_row_count, length]
     arguments.check_same("ids", "the shape of tokens", [*id_rows.shape], expected_shape)
-    # `as_segment_ids` raises an error if a segment id is negative. With x64, a segment id beyond
-    # int32 is right, so such ids are clipped before the check.
+    # `as_segment_ids` raises an error if a segment id is negative or beyond int32. With x64, a
+    # segment id may be beyond int32, so such ids are clipped before the check.
     as_segment_ids("segment_ids", segment_ids.clip(max=2**31 - 1))
     if pad_id is not None:
         _check_padding(id_rows, segment_ids, pad_id)
@@ -118,13 +119,14 @@ def _checked_ids(ids: ArrayLike, vocab_size: int, pad_id: int | None) -> np.ndar
     if isinstance(array, jax.Array):
         array = arguments.on_host("ids", array)
     if array.size == 0:
-        # numpy makes an empty list float64, so the list itself is converted.
+        # `ids` is converted and not `array`. For an empty list, `array` is float64 and would be
+        # refused.
         return np.asarray(arguments.as_integers("ids", ids))
     if pad_id is None or 0 <= pad_id <= last_id:
         checked_ids = arguments.as_integers("ids", array, 0, last_id, "the vocabulary")
         return np.asarray(checked_ids)
     # The `pad_id` is outside the vocabulary, where the check would refuse it. So the check gets id
-    # 0 in the place of the `pad_id`.
+    # 0 in the place of the `pad_id`. (`array == pad_id` fails for ids of a narrow dtype.)
     is_padding = _is_equal(array, pad_id)
     without_padding = np.where(is_padding, np.zeros_like(array), array)
     range_name = f"the vocabulary, or pad_id, {pad_id}"

@@ -24,7 +24,6 @@ from jaxtyping import Array
 
 from transformer_embed._src import conversions
 from transformer_embed._src.partitioning import varying, varying_axes
-from transformer_embed._src.tokens.loss_arithmetic import Loss
 from transformer_embed._src.tokens.output_split import LayerArrays, Layers
 from transformer_embed._src.tokens.token_data import NO_TOKEN, TokenData
 
@@ -40,19 +39,23 @@ LARGEST_CHUNK = 2048
 CHEAP_COPY_BYTES = 64
 
 
-def number_of_chunks(loss: Loss, layers: Layers) -> int:
-    """Chooses how many chunks the tokens of a device are cut into."""
+def number_of_chunks(chunk_size: int | None, layers: Layers) -> int:
+    """Returns how many chunks the tokens of a device are cut into.
+
+    `chunk_size` is the user's largest number of tokens in a chunk. If None, a number is chosen.
+    """
     *token_shape, width = layers[0].x.shape
     token_count = math.prod(token_shape)
-    if loss.chunk_size is not None:
-        return _quotient_rounded_up(token_count, loss.chunk_size)
+    if chunk_size is not None:
+        return _quotient_rounded_up(token_count, chunk_size)
     bytes_of_token = sum(_bytes_of_token_logits(layer) for layer in layers)
     # A vocabulary of a symbolic size is treated like a large one, with logits beyond the budget.
     is_symbolic = export.is_symbolic_dim(bytes_of_token)
     fitting_tokens = 0 if is_symbolic else LOGITS_BUDGET // max(bytes_of_token, 1)
-    chunk_size = _chosen_chunk_size(token_count, fitting_tokens, width)
-    count = _quotient_rounded_up(token_count, max(chunk_size, 1))
-    # If the count does not divide the number of tokens, x is copied to add places without a token.
+    chosen_size = _chosen_chunk_size(token_count, fitting_tokens, width)
+    count = _quotient_rounded_up(token_count, max(chosen_size, 1))
+    # If the count does not divide the number of tokens, x is padded, which copies it. If a token
+    # has many more logits than channels, the copy takes little time next to the logits.
     is_copy_cheap = is_symbolic or bytes_of_token > CHEAP_COPY_BYTES * width
     return count if is_copy_cheap else _count_without_copy(token_count, count)
 
@@ -66,21 +69,22 @@ def _bytes_of_token_logits(layer: LayerArrays) -> Any:
 def _chosen_chunk_size(token_count: int, fitting_tokens: int, width: int) -> int:
     """Chooses how many tokens a chunk has, if the logits of `fitting_tokens` fit the budget.
 
-    Let d be `width`, or `LARGEST_CHUNK` if that is smaller. The number is
+    The sizes `smallest_size` and `larger_size` are the width d of x and twice d, but both at most
+    `LARGEST_CHUNK`. The result is
 
-    - all tokens, if all fit,
-    - otherwise `fitting_tokens / BUDGET_PARTS`, if this is d or more,
-    - otherwise 2 d (but at most `LARGEST_CHUNK`), if so many fit,
-    - otherwise d.
+    - all tokens, if the logits of all fit the budget,
+    - otherwise a sixth of the tokens that fit (`BUDGET_PARTS`), if this is `smallest_size` or more,
+    - otherwise `larger_size`, if the logits of so many tokens fit,
+    - otherwise `smallest_size`.
     """
     if token_count <= fitting_tokens:
         return token_count
-    size = fitting_tokens // BUDGET_PARTS
+    part_of_fitting = fitting_tokens // BUDGET_PARTS
     # Each step also reads and writes the gradient [v, d] of the table. In a chunk of fewer than d
     # tokens, this would take longer than the logits [t, v].
     smallest_size = min(width, LARGEST_CHUNK)
-    if size >= smallest_size:
-        return size
+    if part_of_fitting >= smallest_size:
+        return part_of_fitting
     larger_size = min(2 * width, LARGEST_CHUNK)
     return larger_size if larger_size <= fitting_tokens else smallest_size
 
@@ -116,13 +120,15 @@ class Chunks(NamedTuple):
 def cut_into_chunks(count: int, xs: list[Array], token_data: TokenData) -> Chunks:
     """Cuts the arrays [..., c] of all tokens into chunks.
 
-    Token i is in chunk `i % count`, so of 5 tokens in 2 chunks, the chunks have the tokens 0, 2, 4
-    and 1, 3. If a mesh splits the batch over devices, each device then has a part of each chunk,
-    and no token is sent to another device, as it would be if a chunk were a run of tokens.
+    Token i is in chunk `i % count`. For example, 5 tokens in 2 chunks are cut into the tokens 0, 2,
+    4 and the tokens 1, 3. If a mesh splits the batch over devices, each device has a part of each
+    chunk, so no token is sent to another device. (If the first chunk had the tokens 0, 1, 2, it
+    would be on the first devices alone.)
 
-    If the count does not divide the number of tokens, the last chunks end with a place without a
-    token, as the second chunk of the example. Such a place has an x of zeros, and the label,
-    settings and weight of `NO_TOKEN`. If there are no tokens, each chunk has one such place.
+    All chunks have the same length. If the count does not divide the number of tokens, the last
+    chunks end with a place without a token, as the second chunk of the example. Such a place has an
+    x of zeros, and the label, settings and weight of `NO_TOKEN`. If there are no tokens, each chunk
+    has one such place.
     """
     token_count = math.prod(xs[0].shape[:-1])
     chunk_size = max(_quotient_rounded_up(token_count, count), 1)
@@ -135,14 +141,14 @@ def cut_into_chunks(count: int, xs: list[Array], token_data: TokenData) -> Chunk
         width = array.shape[-1]
         tokens = array.reshape(token_count, width)
         places = jnp.pad(tokens, ((0, added_places), (0, 0)), constant_values=fill)
-        # Now the first axis is the place in a chunk, and the second axis is the chunk.
-        places = places.reshape(chunk_size, count, width)
-        return places.swapaxes(0, 1)
+        # The axes are [place in a chunk, chunk, c].
+        places_by_chunk = places.reshape(chunk_size, count, width)
+        return places_by_chunk.swapaxes(0, 1)
 
     def is_left_out(leaf: Any) -> bool:
         return leaf is None
 
-    # `NO_TOKEN` has the fill of each array.
+    # `NO_TOKEN` is a tree like `token_data` that has the fill of each array. An array may be None.
     cut_data = jax.tree.map(cut, token_data, NO_TOKEN, is_leaf=is_left_out)
     return Chunks(xs=[cut(x) for x in xs], token_data=cut_data)
 
@@ -157,27 +163,34 @@ def _join_chunks(array: Array, token_shape: tuple[int, ...]) -> Array:
 
 
 def scan_chunks(
-    loss: Loss, step: Callable, start: Callable, token_data: TokenData, layers: Layers
+    *,
+    step: Callable,
+    start: Callable,
+    token_data: TokenData,
+    layers: Layers,
+    chunk_size: int | None,
 ) -> tuple[Any, Any]:
     """Runs a step for each chunk of a device's tokens, by `jax.lax.scan`.
 
     Args:
-        loss: The loss, which says how many chunks there are.
         step: A function of one chunk, called as `step(carry, token_data, layers, is_only_chunk)`.
             The layers have the x of the chunk, and whole rows. The function returns the next carry
             and the results of the chunk.
         start: A function that returns the first carry, called as `start(layers)`.
         token_data: What belongs to the tokens of the device.
         layers: The layers on the device.
+        chunk_size: The largest number of tokens in a chunk. If None, a number is chosen.
 
     Returns:
         The last carry, and the results of all chunks: a scalar of each chunk becomes [chunks], and
         values of tokens [t, c] become [..., c].
     """
+    # If a device has only some columns of the table, it first gets all columns of fewer rows.
     layers = tuple(_with_whole_rows(layer) for layer in layers)
     # Inside shard_map, the type of an array says along which mesh axes the devices have different
-    # values. The arrays of layers get the axes of all arrays here, before the loop. So jax sums
-    # their gradients over devices once after the loop, and not in each step.
+    # values. jax sums the gradient of an array over the other axes, at the place where the array
+    # meets arrays that differ. Here, before the loop, the types of the layers get the axes of all
+    # arrays. So jax sums their gradients once after the loop, and not in each step.
     all_axes = frozenset()
     for array in jax.tree.leaves((token_data, layers)):
         all_axes |= varying_axes(array)
@@ -185,11 +198,12 @@ def scan_chunks(
     xs = [layer.x for layer in layers]
     # If there are no tokens, there is still one chunk, with a place without a token, because jax
     # does not batch the derivatives of a loop of no steps.
-    count = max(number_of_chunks(loss, layers), 1)
+    count = max(number_of_chunks(chunk_size, layers), 1)
     is_only_chunk = count == 1
     token_shape = xs[0].shape[:-1]
 
     def step_of_chunk(carry, chunk: Chunks):
+        """Calls the step with layers that have the x of this chunk."""
         chunk_layers = tuple(
             dataclasses.replace(layer, x=chunk_x)
             for layer, chunk_x in zip(layers, chunk.xs, strict=True)
@@ -197,8 +211,10 @@ def scan_chunks(
         return step(carry, chunk.token_data, chunk_layers, is_only_chunk)
 
     def join(array):
-        is_scalar_of_chunk = array.ndim == 1
-        return array if is_scalar_of_chunk else _join_chunks(array, token_shape)
+        """Joins the results of all chunks, which the scan has put on the first axis."""
+        # A scalar of each chunk has become [chunks], and stays so.
+        has_scalars = array.ndim == 1
+        return array if has_scalars else _join_chunks(array, token_shape)
 
     chunks = cut_into_chunks(count, xs, token_data)
     carry, results = jax.lax.scan(step_of_chunk, start(layers), chunks)

@@ -35,8 +35,9 @@ from transformer_embed._src.tokens.token_data import TokenSettings
 class LossMetrics(NamedTuple):
     """Holds the numbers to log beside a loss, which are reduced like the loss, without gradients.
 
-    To get the means over several micro-batches, compute sums with `reduction="sum"`, add the fields
-    of all batches, then divide by the sum of the weights.
+    To get the means over several micro-batches, call the loss with `reduction="sum"`. Add the
+    metrics of all batches, field by field. Then divide by the field `weight`, which is the sum of
+    the weights.
 
     Args:
         accuracy: The share of labels that equal the most probable id. If several ids are equally
@@ -91,7 +92,7 @@ def linear_cross_entropy(
 
     Let z be the logits of a token, y the label, and V the number of ids that may be predicted.
     (Padding and ids with a bias of -inf may not be predicted.) All sums run over these V ids. With
-    `log_z = log(sum(exp(z)))` and `s = label_smoothing`, the loss of the token is
+    `log_z = log(sum(exp(z)))` and `s = label_smoothing`, the loss of the token is this:
 
         log_z - (1 - s) * z[y] - s * sum(z) / V + z_loss * log_z**2
 
@@ -99,8 +100,8 @@ def linear_cross_entropy(
         x: The hidden vectors of the last layer, of a floating dtype. Shape [..., d].
         output: The output layer. Pass an `OutputLayer`, for example from `Embedder.output`, or the
             table [vocab_size, d] of a layer that has only a table. Labels equal to the layer's
-            `pad_id` are not counted. If you set `shift`, predictions that padding makes are not
-            counted either, so you may pad on the left.
+            `pad_id` are not counted. If you set `shift`, a label that comes after padding is not
+            counted either, because a padding token would predict it. So you may pad on the left.
         labels: The ids to predict, of any integer dtype. Shape [...], like the tokens of x. If you
             set `shift`, pass the ids of the text. Otherwise `labels[..., t]` is the id that token t
             should predict.
@@ -115,38 +116,41 @@ def linear_cross_entropy(
             of this label, and the last token predicts nothing. For a head that predicts k tokens
             ahead, pass k. Pass 0 if you shifted the labels yourself.
         segment_ids: The number of the document that each token belongs to. Integers of shape
-            [length], or of a shape that broadcasts to the tokens. If batch rows are packed and you
-            set `shift`, pass `segment_ids` of your `TokenPositions`. Then the last token of a
-            document does not predict the first token of the next document. 0 is padding, and a
-            negative number is a document like any positive number. If None, each batch row is one
-            document.
+            [length], or of a shape that broadcasts to the tokens. If a batch row holds several
+            documents and you set `shift`, pass `segment_ids` of your `TokenPositions`. Then the
+            last token of a document does not predict the first token of the next document. 0 is
+            padding, and a negative number is a document like any positive number. If None, each
+            batch row is one document.
         label_smoothing: The share of each label that is spread evenly over the V ids, in [0, 1).
-            Pass a number, or a floating array that broadcasts to the tokens. An array may be
-            traced, so you can change the share during training, and gets a gradient.
-        z_loss: The factor of `log_z**2` in the loss, at least 0. Pass a number, or an array as for
-            `label_smoothing`. Set it to keep log_z near 0, for example to 1e-4 as in PaLM.
+            Pass a number, or a floating array that broadcasts to the tokens. An array gets a
+            gradient. It may be traced, so you can change the share during training.
+        z_loss: The factor of `log_z**2` in the loss, at least 0, where log_z is
+            `log(sum(exp(logits)))`. Pass a number, or a floating array that broadcasts to the
+            tokens. Set it to keep log_z near 0, for example to 1e-4 as in PaLM.
         reduction: How the losses are joined. `"mean"` divides the sum of the losses by the sum of
             the weights of the counted labels. `"sum"` returns the sum, which you can add up over
             batches. `"none"` returns the loss of each label, times the weight of the label.
         with_metrics: Whether `LossMetrics` are returned too. Set True to log them.
         chunk_size: The largest number of tokens in a chunk, the part of the batch whose logits are
             held at once. Set a smaller number to save memory. If None, all tokens are one chunk if
-            their logits take at most 256 MiB, and otherwise a number is chosen as "What the loss
-            costs" says.
+            their logits take at most 256 MiB. Otherwise a number is chosen, as the section "What
+            the loss costs" of the reference page says.
 
     Returns:
         The loss, a scalar in float32, or in float64 if x or the table is float64. With
-        `reduction="none"`, an array [...] whose entry t is the loss of `labels[..., t]`, also if
-        you set `shift`. With `with_metrics=True`, a pair of the loss and `LossMetrics`, so you can
-        call `jax.value_and_grad(..., has_aux=True)`.
+        `reduction="none"`, an array in the shape of `labels`. Entry t is the loss of
+        `labels[..., t]`, with or without `shift`. With `with_metrics=True`, a pair of the loss and
+        `LossMetrics`, so you can call `jax.value_and_grad(..., has_aux=True)`.
 
     Raises:
-        TypeError: An argument has a wrong type or dtype. The table holds only the rows that a batch
-            needs, as the table of a tied layer does inside `te.rows.value_and_grad`.
+        TypeError: An argument has a wrong type or dtype. The call is inside the loss of
+            `te.rows.value_and_grad`, and the output layer uses a table that `ids` names. (The loss
+            then has only some of the table's rows, but the logits need all rows.)
         ValueError: An argument is out of its range, or the shapes of the arguments do not fit.
             `segment_ids` is passed without `shift`. A size of the labels is symbolic (see
             `jax.export`). The columns of the table are split over n devices, and the number of
-            table rows is not a multiple of n. (`row_multiple` adds rows for that.)
+            table rows is not a multiple of n, so the devices cannot exchange columns for equal
+            numbers of whole rows. (`row_multiple` adds rows for that.)
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -247,14 +251,14 @@ class CrossEntropy(Loss):
         """
         (chunk,) = logits
         smoothing = settings.label_smoothing
-        exponentials = jnp.exp(chunk.shifted)
+        exponentials = jnp.exp(chunk.relative_logits)
         columns = columns_of_labels(chunk, labels)
         row_shares = None if smoothing is None else _row_shares(split, chunk)
         sums = token_sums(split, chunk, columns, row_shares)
         log_total = jnp.log(sums.total)
-        log_z = log_total + chunk.factor * chunk.top
-        # The losses without the z-loss. `sums` has the shifted logit `z - m` of the label, and the
-        # mean of the shifted logits over the rows that may be predicted.
+        log_z = log_total + chunk.largest_logit
+        # The losses without the z-loss. `sums` has the relative logit `z - m` of the label, and the
+        # mean of the relative logits over the rows that may be predicted.
         if smoothing is None:
             losses = log_total - sums.label_logit
             smoothing_gradient = None
@@ -264,20 +268,21 @@ class CrossEntropy(Loss):
             smoothing_gradient = _smoothing_gradient(sums)
         z_losses = jnp.zeros_like(log_z)
         z_loss_gradient = None
+        # The `scale` of the formula above, in which the divisor is 1 if there is no z-loss.
         scale = sums.total
         if settings.z_loss is not None:
             scale = sums.total / _log_z_derivative(settings.z_loss, log_z)
             z_losses = settings.z_loss * log_z**2
             losses += z_losses
             z_loss_gradient = log_z**2
-        gradients = _scaled_gradients(exponentials, columns, scale, smoothing, row_shares)
+        gradients = _undivided_gradients(exponentials, columns, scale, smoothing, row_shares)
         setting_gradients = TokenSettings(
             label_smoothing=smoothing_gradient, z_loss=z_loss_gradient
         )
         loss_values = TokenValues(
             values=losses,
-            scaled_gradients=(gradients,),
-            gradient_scale=scale,
+            undivided_gradients=(gradients,),
+            gradient_divisor=scale,
             setting_gradients=setting_gradients,
         )
         if not self.with_metrics:
@@ -287,22 +292,24 @@ class CrossEntropy(Loss):
         return loss_values, TokenValues(accuracy), TokenValues(z_losses), TokenValues(log_z)
 
 
-def _scaled_gradients(
+def _undivided_gradients(
     exponentials: Float[Array, "t v"],
     columns: Int32[Array, "t 1"],
     scale: Float[Array, "t 1"],
     smoothing: Float[Array, "t 1"] | None,
     row_shares: Float[Array, "1 v"] | None,
 ) -> Float[Array, "t v"]:
-    """Computes `exp(z - m) - scale * p`, the gradients with respect to the logits times `scale`.
+    """Computes `exp(z - m) - scale * p`, which is `scale` times the gradient of each loss.
 
-    `exponentials` are `exp(z - m)` for logits z and the largest logit m of each token. The target p
-    is `smoothing * row_shares`, and `1 - smoothing` more in the column of the label. If labels are
-    not smoothed, `smoothing` and `row_shares` are None, and p is 1 in the column of the label.
+    The gradients are with respect to the logits. `exponentials` are `exp(z - m)` for logits z and
+    the largest logit m of each token. The target p is `smoothing * row_shares`, and `1 - smoothing`
+    more in the column of the label. If labels are not smoothed, `smoothing` and `row_shares` are
+    None, and p is 1 in the column of the label.
     """
     if smoothing is None or row_shares is None:
         return change_column(exponentials, columns, lambda old: old - scale, is_last_change=True)
     label_target = 1.0 - smoothing
+    # The subtraction below changes all columns again, so this is not the last change.
     gradients = change_column(
         exponentials, columns, lambda old: old - label_target * scale, is_last_change=False
     )
@@ -334,7 +341,7 @@ def _log_z_derivative(
 def _most_probable_id(split: OutputSplit, chunk: ChunkLogits) -> Int32[Array, "t 1"]:
     """Returns the lowest of the ids that have the largest logit on all devices."""
     above_all_ids = jnp.iinfo(jnp.int32).max
-    is_largest = chunk.logits == chunk.top
+    is_largest = chunk.unscaled == chunk.largest
     candidates = jnp.where(is_largest, chunk.ids, above_all_ids)
     lowest_id = candidates.min(-1, keepdims=True)
     mesh_axes = split.vocabulary_mesh_axes
@@ -351,6 +358,6 @@ def _row_shares(split: OutputSplit, chunk: ChunkLogits) -> Float[Array, "1 v"]:
         is_possible &= ~chunk.is_banned
     count_of_device = is_possible.sum()
     count = jax.lax.psum(count_of_device, split.vocabulary_mesh_axes)
-    count = count.astype(chunk.logits.dtype)
+    count = count.astype(chunk.unscaled.dtype)
     share = 1 / jnp.maximum(count, 1)
     return jnp.where(is_possible, share, 0)

@@ -48,10 +48,10 @@ def linear_divergence(
     at a time, so you save memory with a large batch.
 
     Let s be the probabilities of the student and t the probabilities of the teacher. The divergence
-    of a token is a sum over the ids, which you choose by `kind`:
+    of a token is a sum over the ids. You choose the formula by `kind`:
 
-    - `"forward"`: `sum(t * log(t / s))`. This is the usual distillation: the student learns to
-      give probability to every id that the teacher may predict.
+    - `"forward"`: `sum(t * log(t / s))`, for the teacher's t and the student's s. This is the usual
+      distillation: the student learns to give probability to every id that the teacher may predict.
     - `"reverse"`: `sum(s * log(s / t))`, for text that the student sampled. The student learns to
       predict only ids that the teacher finds probable.
     - `"js"`: the Jensen-Shannon divergence,
@@ -63,11 +63,11 @@ def linear_divergence(
         output: The student's output layer. Pass an `OutputLayer`, for example from
             `Embedder.output`, or the table [vocab_size, d] of a layer that has only a table.
         teacher_x: The teacher's hidden vectors of the same tokens, of a floating dtype. Shape [...,
-            width], with any width. You can also differentiate in `teacher_x` and `teacher_output`.
-            These gradients cost time only if you ask for them.
+            width], with any width. You can also differentiate with respect to `teacher_x` and
+            `teacher_output`. These gradients cost time only if you ask for them.
         teacher_output: The teacher's output layer, with the same `vocab_size` and `pad_id` as
             `output`. If one of the two tables has more rows, because of a larger `row_multiple` in
-            the config, the smaller table is copied to the larger size.
+            the config, a copy of the smaller table gets as many rows.
         kind: `"forward"`, `"reverse"` or `"js"`.
         beta: The share of the teacher in the mixture m, a Python number above 0 and below 1. Set it
             only for `"js"`. If None, the share is 0.5.
@@ -76,42 +76,45 @@ def linear_divergence(
             array may be traced and gets a gradient. If you want the square of the temperature as a
             factor, as in Hinton et al., multiply the result by it.
         mask: Which tokens are counted. Bools that broadcast to the tokens, True = counted. There
-            are no labels here, so only the mask can leave out padding. For example, pass `ids !=
-            pad_id`, with or without `shift`. If None, all tokens are counted.
-        weights: A factor for the divergence of each token. Floats that broadcast to the tokens. Set
-            it if some tokens matter more than others. If None, all factors are 1.
+            are no labels here, so only the mask can leave out padding. For example, pass
+            `ids != pad_id`, with or without `shift`. If None, all tokens are counted.
+        weights: A factor for each token's divergence between student and teacher. Floats that
+            broadcast to the tokens. Set it if some tokens matter more than others. If None, all
+            factors are 1.
         shift: How many tokens ahead each token predicts, a Python int. Pass 1 (or True) for a
-            language model, so that you can pass the same mask and weights as for
-            `linear_cross_entropy`: entry t then counts the prediction of token t, which is made
-            from `x[..., t - 1, :]`. With `reduction="none"`, entry t of the result is the
+            language model. Then you can pass the same mask and weights as for
+            `linear_cross_entropy`. Entry t of these arrays is for the prediction of token t, which
+            is made from `x[..., t - 1, :]`. With `reduction="none"`, entry t of the result is the
             divergence of this prediction.
         segment_ids: The number of the document that each token belongs to. Integers of shape
-            [length], or of a shape that broadcasts to the tokens. If batch rows are packed and you
-            set `shift`, pass `segment_ids` of your `TokenPositions`. Then predictions of the first
-            token of each document are not counted. 0 is padding. If None, each batch row is one
-            document.
+            [length], or of a shape that broadcasts to the tokens. If a batch row holds several
+            documents and you set `shift`, pass `segment_ids` of your `TokenPositions`. Then
+            predictions of the first token of each document are not counted. 0 is padding. If None,
+            each batch row is one document.
         reduction: How the divergences are joined. `"mean"` divides the sum of the divergences by
             the sum of the weights of the counted tokens. `"sum"` returns the sum. `"none"` returns
             the divergence of each token, times the weight of the token.
         chunk_size: The largest number of tokens in a chunk, the part of the batch whose logits are
             held at once. Set a smaller number to save memory. If None, a number is chosen as in
-            `linear_cross_entropy`, for the logits of both layers together.
+            `linear_cross_entropy`, for the logits of the student and the teacher together.
 
     Returns:
         The divergence, a scalar in float32, or in float64 if one of the arrays x, `teacher_x` and
-        the tables is float64. With `reduction="none"`, an array [...]. If both predictions are
-        nearly equal, the error is at most 1e-9. (With differences of `log_softmax`, the error would
-        be 2e-7.)
+        the tables is float64. With `reduction="none"`, an array in the shape of the tokens. If both
+        predictions are nearly equal, the error is at most 1e-9. (With differences of `log_softmax`,
+        the error would be 2e-7.)
 
     Raises:
-        TypeError: An argument has a wrong type or dtype. A table holds only the rows that a batch
-            needs, as the table of a tied layer does inside `te.rows.value_and_grad`.
+        TypeError: An argument has a wrong type or dtype. The call is inside the loss of
+            `te.rows.value_and_grad`, and an output layer uses a table that `ids` names. (The loss
+            then has only some of the table's rows, but the logits need all rows.)
         ValueError: The layers differ in `vocab_size` or in `pad_id`, or different mesh axes split
             the rows of the two tables. An argument is out of its range, or the shapes of the
             arguments do not fit. `beta` is passed without `kind="js"`, or `segment_ids` without
             `shift`. A size of `x` is symbolic (see `jax.export`). The columns of a table are split
-            over n devices, and the number of table rows is not a multiple of n. (`row_multiple`
-            adds rows for that.)
+            over n devices, and the number of table rows is not a multiple of n, so the devices
+            cannot exchange columns for equal numbers of whole rows. (`row_multiple` adds rows for
+            that.)
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -124,9 +127,9 @@ def linear_divergence(
         0.0 0.07
 
     Edge cases:
-        - If the bias of one layer bans an id that the second layer may predict, some divergences
-          are infinite. For example, `"forward"` is infinite if the student bans an id that the
-          teacher may predict. The gradients stay finite.
+        - If the bias of one layer bans an id that the other layer may predict, some divergences are
+          infinite. For example, `"forward"` is infinite if the student bans an id that the teacher
+          may predict. The gradients stay finite.
         - If a layer bans every id, the divergence has no meaning, and may be NaN.
 
     Source:
@@ -207,7 +210,9 @@ class Divergence(Loss):
         """Computes the divergence of each token, with the gradients for both layers.
 
         `"forward"` is KL(teacher, student), `"reverse"` is KL(student, teacher), and `"js"` is the
-        weighted mean of two divergences from a mixture of both.
+        weighted mean of two divergences from a mixture of both. A divergence has no labels. The
+        temperature, its only setting, is in the logits already. The result has one entry, because
+        other losses also return further values.
         """
         student_logits, teacher_logits = logits
         probs = _probabilities(split, student_logits, teacher_logits)
@@ -227,7 +232,7 @@ class Divergence(Loss):
             student_gradients = divergence.gradients_of_p
             teacher_gradients = divergence.gradients_of_q
         gradients = (student_gradients, teacher_gradients)
-        return (TokenValues(values=divergence.values, scaled_gradients=gradients),)
+        return (TokenValues(values=divergence.values, undivided_gradients=gradients),)
 
     def _jensen_shannon(self, split: OutputSplit, probs: "Probabilities") -> TokenValues:
         """Computes the Jensen-Shannon divergence, with the gradients for both layers.
@@ -251,11 +256,12 @@ class Divergence(Loss):
             log_q_over_p=mixture.log_mixture_over_student,
         )
         values = beta * teacher_part.values + (1 - beta) * student_part.values
-        # Both parts also depend on the mixture q. These two gradients need not be computed, because
-        # they cancel: with the factors beta and 1 - beta, `gradients_of_q` sum to 0.
+        # Both parts also depend on the logits through the mixture q. But these gradients cancel:
+        # `beta * (q - teacher) + (1 - beta) * (q - student)` is `q - q`. So they are left out.
         student_gradients = (1 - beta) * student_part.gradients_of_p
         teacher_gradients = beta * teacher_part.gradients_of_p
-        return TokenValues(values=values, scaled_gradients=(student_gradients, teacher_gradients))
+        gradients = (student_gradients, teacher_gradients)
+        return TokenValues(values=values, undivided_gradients=gradients)
 
 
 class Probabilities(NamedTuple):
@@ -274,24 +280,28 @@ class Probabilities(NamedTuple):
 def _probabilities(split: OutputSplit, student: ChunkLogits, teacher: ChunkLogits) -> Probabilities:
     """Computes the probabilities of both layers, and the logarithm of their ratio.
 
-    A probability is `exp(shifted) / total`, for the shifted logits of `ChunkLogits` and the total
-    of these exponentials over the vocabulary.
+    A probability is `exp(relative_logits) / total`. The total is the sum of these exponentials over
+    the vocabulary, which may be split over devices.
     """
-    student_exps = jnp.exp(student.shifted)
-    teacher_exps = jnp.exp(teacher.shifted)
+    student_exps = jnp.exp(student.relative_logits)
+    teacher_exps = jnp.exp(teacher.relative_logits)
+    # The sum of these differences is more accurate than the difference of both totals, if the
+    # totals are nearly equal.
     exp_differences = student_exps - teacher_exps
     sums = split.sum_over_vocabulary((student_exps, teacher_exps, exp_differences))
     student_total, teacher_total, difference_of_totals = sums
     log_ratio_of_totals = _log_ratio_of_totals(student_total, teacher_total, difference_of_totals)
 
     def from_exponentials():
+        """Divides the exponentials, which are known already, by the totals."""
         return student_exps / student_total, teacher_exps / teacher_total
 
     def from_logits():
-        # A GPU would write the exponentials and read them again, which takes longer than to compute
-        # them again.
-        student_probs = jnp.exp(student.shifted - jnp.log(student_total))
-        teacher_probs = jnp.exp(teacher.shifted - jnp.log(teacher_total))
+        """Computes the exponentials a second time, of `relative_logits - log(total)`."""
+        # `from_exponentials` would make a GPU write all exponentials to memory and read them again.
+        # To compute the exponentials a second time takes less time.
+        student_probs = jnp.exp(student.relative_logits - jnp.log(student_total))
+        teacher_probs = jnp.exp(teacher.relative_logits - jnp.log(teacher_total))
         return student_probs, teacher_probs
 
     student_probs, teacher_probs = jax.lax.platform_dependent(
@@ -312,19 +322,19 @@ def _log_ratio(
 ) -> Float[Array, "t v"]:
     """Computes `log(student_probs / teacher_probs)`, and 0 where both are 0.
 
-    The logarithm is the difference of the shifted logits, minus `log_ratio_of_totals`, which is
+    The logarithm is the difference of the relative logits, minus `log_ratio_of_totals`, which is
     `log(student_total / teacher_total)`.
     """
     are_both_zero = (student_probs == 0) & (teacher_probs == 0)
-    # Where both are 0, `zeros` is 0 too. A constant 0 is not written instead, because jax would
-    # make an array [t, v] of it, and would keep that array outside of the loop over chunks.
-    zeros = student_probs
-    # If both layers ban an id, both shifted logits are -inf, and the difference would be NaN. The
-    # second `where` replaces the NaN, but jax_debug_nans with jax_disable_jit would stop before
-    # that. So the first `where` replaces the operand too.
-    teacher_shifted = jnp.where(are_both_zero, zeros, teacher.shifted)
-    log_ratio = student.shifted - teacher_shifted - log_ratio_of_totals
-    return jnp.where(are_both_zero, zeros, log_ratio)
+    # A zero for the ids whose probabilities are both 0, read from one of them. For a constant 0,
+    # jax would make an array [t, v], and would keep the array outside of the loop over chunks.
+    zeros_where_both = student_probs
+    # If both layers ban an id, both relative logits are -inf, and their difference is NaN. The last
+    # line replaces this result. But jax_debug_nans with jax_disable_jit stops at any NaN, so the
+    # teacher's -inf is replaced too, before the difference.
+    teacher_logits = jnp.where(are_both_zero, zeros_where_both, teacher.relative_logits)
+    log_ratio = student.relative_logits - teacher_logits - log_ratio_of_totals
+    return jnp.where(are_both_zero, zeros_where_both, log_ratio)
 
 
 def _log_ratio_of_totals(
@@ -374,21 +384,27 @@ def _mixture(both: Probabilities, beta: float) -> Mixture:
     change = jnp.where(
         is_student_larger, beta * (teacher - student), (1 - beta) * (student - teacher)
     )
-    # If both probabilities are tiny, the change is divided by 1, because the derivative of the
-    # quotient divides by the square of the divisor, and the square of a tiny number would be 0. The
-    # ratio of such an id is then wrong by a factor of 1 / min(beta, 1 - beta) at most. This does
-    # not matter, because the terms of this id in the sum are below 1e-18.
+    # The derivative of the quotient `change / larger` divides by the square of `larger`. If both
+    # probabilities are so tiny that this square would be 0, the divisor is 1.
     is_tiny = larger < jnp.finfo(larger.dtype).tiny ** 0.5
     divisor = jnp.where(is_tiny, 1, larger)
+    # With the divisor 1, the ratio of the mixture to `larger` becomes 1. It is then wrong by a
+    # factor of 1 / min(beta, 1 - beta) at most. This does not matter, because the terms of such an
+    # id in the sum are below 1e-18.
     log_mixture_over_larger = jnp.log1p(change / divisor)
+    probs = larger + change
+    # The larger probability is the student's or the teacher's. For the other one, the logarithm of
+    # student / teacher is subtracted or added: m / student = (m / teacher) / (student / teacher).
+    log_mixture_over_student = jnp.where(
+        is_student_larger, log_mixture_over_larger, log_mixture_over_larger - log_ratio
+    )
+    log_mixture_over_teacher = jnp.where(
+        is_student_larger, log_mixture_over_larger + log_ratio, log_mixture_over_larger
+    )
     return Mixture(
-        probs=larger + change,
-        log_mixture_over_student=jnp.where(
-            is_student_larger, log_mixture_over_larger, log_mixture_over_larger - log_ratio
-        ),
-        log_mixture_over_teacher=jnp.where(
-            is_student_larger, log_mixture_over_larger + log_ratio, log_mixture_over_larger
-        ),
+        probs=probs,
+        log_mixture_over_student=log_mixture_over_student,
+        log_mixture_over_teacher=log_mixture_over_teacher,
     )
 
 
@@ -415,9 +431,10 @@ def _kullback_leibler(
 ) -> KullbackLeibler:
     """Computes KL(p, q), the sum of `p * log(p / q)` over the vocabulary, with the gradients.
 
-    The sum has the term `p * log(p / q) + (q - p)` for each id. The differences `q - p` sum to 0.
-    They make each term at least 0, so that no digits cancel in the sum if p and q are nearly equal.
-    With `w = log(q / p)`, the term is `p * (exp(w) - 1 - w)`. It is computed as
+    The sum has the term `p * log(p / q) + (q - p)` for each id. The differences `q - p` sum to 0,
+    so they do not change the sum. With them, no term is negative, so no digits cancel in the sum if
+    p and q are nearly equal. With `w = log(q / p)`, the term is `p * (exp(w) - 1 - w)`. It is
+    computed as
 
         q                       if p is 0, because w may be infinite
         p * (expm1(w) - w)      if w < 1, because it is accurate for w near 0
@@ -431,23 +448,24 @@ def _kullback_leibler(
         p, q: The probabilities of two predictions.
         log_q_over_p: `log(q / p)`, as accurate as the caller can compute it.
     """
-    # `jnp.where` computes all formulas for each id. A formula that is not used for an id gets the
-    # harmless number p in place of w.
-    is_small = log_q_over_p < 1
-    small_w = jnp.where(is_small, log_q_over_p, p)
-    large_w = jnp.where(is_small | (p == 0), p, log_q_over_p)
+    # `jnp.where` computes all formulas for each id, and w may be infinite or large. So if an id
+    # does not use a formula, the formula gets p, a number from 0 to 1, in place of w.
+    w = log_q_over_p
+    is_small = w < 1
+    small_w = jnp.where(is_small, w, p)
+    large_w = jnp.where(is_small | (p == 0), p, w)
     terms = jnp.where(is_small, p * (jnp.expm1(small_w) - small_w), q - p * (1 + large_w))
     terms = jnp.where(p == 0, q, terms)
     values = split.sum_over_vocabulary(terms)
-    # The gradient with respect to the logits of p is `p * (log(p / q) - values)`. Where p is 0, the
-    # logarithm may be infinite, so the 0 of p replaces the logarithm. Where the sum is infinite,
+    # The gradient with respect to the logits of p is `p * (log(p / q) - values)`. If p is 0, the
+    # logarithm may be infinite, so 0 replaces it, which here is p itself. If the sum is infinite,
     # the gradient is set to 0.
     is_infinite = jnp.isposinf(values)
-    log_p_over_q = jnp.where(p == 0, p, -log_q_over_p)
+    log_p_over_q = jnp.where(p == 0, p, -w)
     finite_values = jnp.where(is_infinite, 0, values)
     gradients_of_p = p * (log_p_over_q - finite_values)
-    # `zeros` is computed, because jax would make an array [t, v] of a constant 0, and would keep
-    # that array outside of the loop over chunks.
+    # Zeros are computed by `q - q`. For a constant 0, jax would make an array [t, v], and would
+    # keep the array outside of the loop over chunks.
     zeros = q - q
     gradients_of_p = jnp.where(is_infinite, zeros, gradients_of_p)
     # The gradient with respect to the logits of q.

@@ -56,15 +56,15 @@ def dropout(
     Edge cases:
         - A numpy scalar as `rate` counts as a Python float. (`hk.dropout` would use the scalar's
           dtype for the random floats, and may return a wider dtype than x has.)
-        - To compute a gradient, compiled code needs the mask a second time. XLA chooses whether the
-          bits are generated again or a byte for each element is kept. Both ways are equally fast.
+        - The gradient needs to know again which elements were zeroed. XLA chooses whether compiled
+          code generates the random bits a second time, or keeps a byte for each element. Both ways
+          are equally fast.
 
     Source:
         Dropout is from Srivastava et al., "Dropout" (2014),
         https://jmlr.org/papers/v15/srivastava14a.html. The random bits are from the generator
         threefry-2x32 of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011). The
-        counter of each element, from which the generator makes the bits, is the same as in
-        `jax.random`.
+        bits are the same as in `jax.random`.
     """
     rate = arguments.rate("rate", rate)
     x = arguments.as_floats("x", x)
@@ -98,8 +98,8 @@ def _drop_elements(
 def _keep_mask(key: Array, keep_rate: float, shape: tuple[int, ...]) -> Bool[Array, "..."]:
     """Computes `jax.random.bernoulli(key, keep_rate, shape)`, which is True for kept elements.
 
-    If jax would use the default generator, a CPU computes the same random bits in registers, each
-    element for itself.
+    If jax would use the default generator, a CPU computes the same random bits here. It computes
+    the bits of each element by themselves, in registers, without writing other arrays to memory.
     """
     from_jax = functools.partial(jax.random.bernoulli, p=keep_rate, shape=shape)
     config: Any = jax.config
@@ -116,17 +116,18 @@ def _keep_mask(key: Array, keep_rate: float, shape: tuple[int, ...]) -> Bool[Arr
         return from_jax(key)
 
     def in_registers(key):
+        """Computes the mask by arithmetic of each element alone, which XLA fuses into one loop."""
         key_words = jax.random.key_data(key)
         # The index of each element in the flattened array.
         counters = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
         first_word, second_word = _threefry(key_words[0], key_words[1], counters)
         random_bits = first_word ^ second_word
-        # jax keeps an element if a uniform number n / 2**23, made of the upper 23 bits, is below
-        # keep_rate in float32. So the integer n is compared with keep_rate * 2**23, and keep_rate
-        # is rounded to float32 first.
+        # Let n be the integer in the upper 23 bits. jax keeps an element if n / 2**23 is below
+        # keep_rate, as float32 numbers. Here integers are compared: n is below `keep_rate * 2**23`
+        # exactly if n is below this number rounded up.
+        upper_23_bits = random_bits >> 9
         rounded_rate = float(np.float32(keep_rate))
         threshold = math.ceil(rounded_rate * 2**23)
-        upper_23_bits = random_bits >> 9
         return upper_23_bits < np.uint32(threshold)
 
     return jax.lax.platform_dependent(key, cpu=in_registers, default=from_jax)
@@ -146,6 +147,7 @@ def _threefry(
     A counter has two words. The upper word is 0, and `counters` are the lower words.
     """
     keys = (key_0, key_1, key_0 ^ key_1 ^ _KEY_CONSTANT)
+    # The words of the counter plus the words of the key. The upper word of the counter is 0.
     word_0 = key_0
     word_1 = counters + key_1
     # There are five groups of four rounds. After each group, the next two of the three words of the

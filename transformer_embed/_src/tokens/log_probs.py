@@ -34,7 +34,7 @@ from transformer_embed._src.tokens.row_logits import (
 from transformer_embed._src.tokens.token_data import TokenData, TokenSettings
 
 # The exponential of this number is 0, in float64 too.
-SHIFTED_FLOOR = -1e4
+RELATIVE_LOGIT_FLOOR = -1e4
 
 
 def linear_log_probs(
@@ -63,14 +63,15 @@ def linear_log_probs(
             table [vocab_size, d] of a layer that has only a table. Labels equal to the layer's
             `pad_id` are not counted.
         labels: The ids whose log-probabilities you want, of any integer dtype. Shape [...], like
-            the tokens of x. If you set `shift`, pass the ids of the text. To compare k candidates
-            at each token, such as the choices of a question or the ids from a teacher's
-            `linear_top_k`, pass shape [..., k]. The logits of a token are computed once for all
-            candidates of the token.
+            the tokens of x. If you set `shift`, pass the ids of the text. Otherwise
+            `labels[..., t]` is the id whose log-probability token t predicts. To compare k
+            candidate ids at each token, such as the choices of a question or the ids from a
+            teacher's `linear_top_k`, pass shape [..., k]. The logits of a token are computed once
+            for all candidates of the token.
         temperature: The number that divides the logits, above 0 and at most 1e36. Pass the
             temperature at which the text was sampled, as a number or as a floating array that
             broadcasts to the tokens, such as [batch, 1]. An array may be traced and gets a
-            gradient. Entry t of an array is used to predict `labels[..., t]`, also if you set
+            gradient. Entry t of an array is used to predict `labels[..., t]`, with or without
             `shift`.
         mask: Which labels are counted. Bools that broadcast to the shape of the labels, True =
             counted. Set it to leave out the prompt. For one bool per batch row, pass
@@ -80,30 +81,32 @@ def linear_log_probs(
             language model, so that token t predicts `labels[..., t + 1]`. Pass 0 if you shifted the
             labels yourself.
         segment_ids: The number of the document that each token belongs to. Integers of shape
-            [length], or of a shape that broadcasts to the tokens. If batch rows are packed and you
-            set `shift`, pass `segment_ids` of your `TokenPositions`. Then the last token of a
-            document does not predict the first token of the next document. 0 is padding. If None,
-            each batch row is one document.
+            [length], or of a shape that broadcasts to the tokens. If a batch row holds several
+            documents and you set `shift`, pass `segment_ids` of your `TokenPositions`. Then the
+            last token of a document does not predict the first token of the next document. 0 is
+            padding. If None, each batch row is one document.
         with_entropy: Whether the entropy of each prediction is returned, too.
         chunk_size: The largest number of tokens in a chunk, the part of the batch whose logits are
-            held at once. Set a smaller number to save memory. If None, a number is chosen as "What
-            the loss costs" says.
+            held at once. Set a smaller number to save memory. If None, a number is chosen, as the
+            section "What the loss costs" of the reference page says.
 
     Returns:
         The log-probabilities, in the shape of the labels, in float32, or in float64 if x or the
-        table is float64. Entry t is the log-probability of `labels[..., t]`, also if you set
+        table is float64. Entry t is the log-probability of `labels[..., t]`, with or without
         `shift`. With `with_entropy=True`, a pair of the log-probabilities and the entropies in
-        nats. The entropies have shape [...], and entry t is the entropy of the prediction of
-        `labels[..., t]`.
+        nats. The entropies have the shape of the tokens, and entry t is the entropy of the
+        prediction of `labels[..., t]`.
 
     Raises:
-        TypeError: An argument has a wrong type or dtype. The table holds only the rows that a batch
-            needs, as the table of a tied layer does inside `te.rows.value_and_grad`.
+        TypeError: An argument has a wrong type or dtype. The call is inside the loss of
+            `te.rows.value_and_grad`, and the output layer uses a table that `ids` names. (The loss
+            then has only some of the table's rows, but the logits need all rows.)
         ValueError: `temperature` is a number outside the range above, or an argument is out of its
             range. The shapes of the arguments do not fit, or `segment_ids` is passed without
             `shift`. A size of the labels is symbolic (see `jax.export`). The columns of the table
-            are split over n devices, and the number of table rows is not a multiple of n.
-            (`row_multiple` adds rows for that.)
+            are split over n devices, and the number of table rows is not a multiple of n, so the
+            devices cannot exchange columns for equal numbers of whole rows. (`row_multiple` adds
+            rows for that.)
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -124,11 +127,12 @@ def linear_log_probs(
         (1, 3, 2)
 
     Edge cases:
-        - The log-probability and the entropy of a label that is not counted are 0, and the x of its
-          prediction has no effect. With `shift=1`, the first label of each document is not counted,
-          because no token predicts it.
-        - If the labels are candidates [..., k], a candidate that is not counted has -inf in place
-          of 0. So the candidate adds nothing to a sum of probabilities by `jax.nn.logsumexp`.
+        - The log-probability and the entropy of a label that is not counted are 0, and the hidden
+          vector that predicts the label has no effect. With `shift=1`, the first label of each
+          document is not counted, because no token predicts it.
+        - If you pass several candidate ids for each token, labels [..., k], a candidate that is not
+          counted gets -inf as its log-probability. (A single label that is not counted gets 0.) So
+          the candidate adds nothing to a sum of probabilities by `jax.nn.logsumexp`.
         - If a counted label is outside the vocabulary, the log-probability is NaN.
         - If you pass `temperature` as an array, an entry out of range makes the results of its
           counted labels NaN.
@@ -138,8 +142,9 @@ def linear_log_probs(
         - The same compiled program gives equal bits for equal arguments. Two programs may differ by
           a few units in the last place, because XLA fuses operations differently. A different
           program is compiled if you take gradients, call the function inside a compiled function,
-          or change `chunk_size`, the batch shape, the mesh or `with_entropy`. So a ratio of a
-          policy to itself may differ from 1 by about 1e-6.
+          or change `chunk_size`, the batch shape, the mesh or `with_entropy`. So if you compute the
+          log-probabilities of one policy by two programs, the ratio of the probabilities may differ
+          from 1 by about 1e-6.
     """
     pair = as_output_layer(x, output)
     ids = as_labels("labels", labels)
@@ -172,6 +177,7 @@ class LogProbs(Loss):
         # A difference is taken, because the negative of 0 would be -0.
         log_probs = 0 - losses
         if self.of_candidates:
+            # A candidate that is not counted has a weight of 0. Its probability counts as 0.
             log_probs = jnp.where(weights == 0, -jnp.inf, log_probs)
         if not self.with_entropy:
             return log_probs
@@ -193,30 +199,30 @@ class LogProbs(Loss):
             log(total) - (z - m)[label]
 
         and its gradient with respect to z is `exp(z - m) / total`, minus 1 in the label's column.
-        The gradients are stored times the total (see `TokenValues`).
+        Here the gradients are stored times the total. The division comes later (see `TokenValues`).
         """
         (chunk,) = logits
-        exponentials = jnp.exp(chunk.shifted)
+        exponentials = jnp.exp(chunk.relative_logits)
         columns = columns_of_labels(chunk, labels)
         sums = token_sums(split, chunk, columns, row_shares=None)
         total = sums.total
         if self.of_candidates:
-            # All candidates of a token share a row of `scaled_gradients`. So the 1 is not
-            # subtracted here, but `subtracted_columns` names the column of each candidate.
-            scaled_gradients = exponentials
+            # Each candidate has a gradient with a 1 less in another column. All of these share the
+            # array of exponentials, and `subtracted_columns` says where the 1 will be subtracted.
+            undivided_gradients = exponentials
             subtracted_columns = columns
         else:
-            # The 1 of the only label is subtracted here. Times the total, it is the total. With
-            # `subtracted_columns`, a GPU would write an array that is 0 except for the label's
-            # column, and add that array in another pass.
-            scaled_gradients = change_column(
+            # The 1 of the only label is subtracted here. The gradients are stored times the total,
+            # so the 1 becomes the total. `subtracted_columns` would be slower: a GPU would write an
+            # array that is 0 except for the label's column, and add it in another pass.
+            undivided_gradients = change_column(
                 exponentials, columns, lambda old: old - total, is_last_change=False
             )
             subtracted_columns = None
         losses = TokenValues(
             values=jnp.log(total) - sums.label_logit,
-            scaled_gradients=(scaled_gradients,),
-            gradient_scale=total,
+            undivided_gradients=(undivided_gradients,),
+            gradient_divisor=total,
             subtracted_columns=subtracted_columns,
         )
         if not self.with_entropy:
@@ -228,17 +234,19 @@ class LogProbs(Loss):
     ) -> TokenValues:
         """Computes the entropy of each token's prediction, `log(total) - mean`.
 
-        `mean` is the mean of the shifted logits, weighted by the probabilities. The gradient with
-        respect to the logits is `exponentials * (mean - shifted) / total`.
+        `mean` is the mean of the relative logits, weighted by the probabilities. The gradient with
+        respect to the logits is `exponentials * (mean - relative_logits) / total`.
         """
-        # At a banned id, the floor makes the product 0. Otherwise 0 times infinity would be NaN.
-        products = exponentials * jnp.maximum(chunk.shifted, SHIFTED_FLOOR)
+        # At a banned id, the exponential is 0 and the relative logit is -inf. The floor makes the
+        # product 0, because 0 times infinity would be NaN.
+        products = exponentials * jnp.maximum(chunk.relative_logits, RELATIVE_LOGIT_FLOOR)
         mean = split.sum_over_vocabulary(products) / total
-        # The difference is multiplied out, because `mean - shifted` is huge at padding, and would
-        # overflow in a second derivative.
+        # The formula is `exponentials * (mean - relative_logits)`. The product of each term is
+        # taken alone, because the difference is huge at padding, and would overflow in a second
+        # derivative. The division by the total comes later (see `TokenValues`).
         gradients = exponentials * mean - products
         return TokenValues(
-            values=jnp.log(total) - mean, scaled_gradients=(gradients,), gradient_scale=total
+            values=jnp.log(total) - mean, undivided_gradients=(gradients,), gradient_divisor=total
         )
 
 
@@ -259,8 +267,8 @@ def linear_top_k(
     Args:
         x: The hidden vectors of the last layer, of a floating dtype. Shape [..., d].
         output: The output layer. Pass an `OutputLayer`, for example from `Embedder.output`, or the
-            table [vocab_size, d] of a layer that has only a table. The `pad_id` of the layer is
-            never among the returned ids, nor is an id of a padding row.
+            table [vocab_size, d] of a layer that has only a table. The returned ids are below the
+            `vocab_size` of the layer and differ from its `pad_id`.
         k: How many ids to return, a Python int from 1 to the number of ids that may be predicted.
         chunk_size: The largest number of tokens in a chunk, the part of the batch whose logits are
             held at once. Set a smaller number to save memory. If None, a number is chosen as in
@@ -269,8 +277,8 @@ def linear_top_k(
     Returns:
         A pair of arrays [..., k]. The first has the log-probabilities, highest first, in float32,
         or in float64 if x or the table is float64. The second has the ids, in int32. Of two ids
-        with equal log-probabilities, the lower id comes first. Ids that the bias bans come last,
-        with -inf.
+        with equal log-probabilities, the lower id comes first. Ids for which the layer's bias is
+        -inf come last, with -inf.
 
         The result has no gradient. If you need a gradient, pass the ids to `linear_log_probs`.
 
@@ -279,8 +287,8 @@ def linear_top_k(
             int.
         ValueError: `k` is out of its range. A size of `x` is symbolic (see `jax.export`), or the
             width of the table differs from the width of x. The columns of the table are split over
-            n devices, and the number of table rows is not a multiple of n. (`row_multiple` adds
-            rows for that.)
+            n devices, and the number of table rows is not a multiple of n, so the devices cannot
+            exchange columns for equal numbers of whole rows. (`row_multiple` adds rows for that.)
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -299,6 +307,7 @@ def linear_top_k(
     pad_id = pair.output.pad_id
     has_pad_row = pad_id is not None and 0 <= pad_id < vocab_size
     k = arguments.integer("k", k, at_least=1, at_most=vocab_size - has_pad_row)
+    # The k ids of a token are on an axis of their own, like candidate labels.
     loss = TopK(chunk_size=chunk_size, of_candidates=True, k=k)
     return compute(loss, (pair,))
 
@@ -316,27 +325,27 @@ class TopK(Loss):
     ) -> tuple[Float[Array, "t k"], Int32[Array, "t k"]]:
         """Computes the log-probabilities and ids of a chunk.
 
-        Each device finds the ids with the highest shifted logits among its rows. Then the devices
-        exchange these ids and logits, and find the best of all. A log-probability is the shifted
+        Each device finds the ids with the highest relative logits among its rows. Then the devices
+        exchange these ids and logits, and find the best of all. A log-probability is the relative
         logit minus the logarithm of the total.
         """
         (layer,) = layers
         mesh_axes = layer.split.vocabulary_mesh_axes
         chunk = chunk_logits(layer, temperature=None)
         total = jax.lax.psum(chunk.total, mesh_axes)
-        # If k is large, banned ids may be returned, but padding must not. So banned ids have to
-        # rank above padding. Until the ids are chosen, the shifted logit of a banned id is the
-        # lowest finite number, and the shifted logit of padding is -inf.
+        # The relative logit of a banned id, whose bias is -inf, is -inf. If k is large, banned ids
+        # may be returned, but padding must not. So for the ranking, banned ids get the lowest
+        # finite number, and padding gets -inf, which is below.
         lowest = jnp.finfo(total.dtype).min
-        finite_shifted = jnp.maximum(chunk.shifted, lowest)
-        ranked = jnp.where(chunk.is_inside, finite_shifted, -jnp.inf)
-        count_of_device = min(self.k, ranked.shape[1])
-        shifted, columns = jax.lax.top_k(ranked, count_of_device)
+        finite_logits = jnp.maximum(chunk.relative_logits, lowest)
+        ranked_logits = jnp.where(chunk.is_inside, finite_logits, -jnp.inf)
+        count_of_device = min(self.k, ranked_logits.shape[1])
+        best_logits, columns = jax.lax.top_k(ranked_logits, count_of_device)
         ids = columns.astype(jnp.int32) + chunk.first_id
         if mesh_axes:
-            shifted, ids = _best_of_all_devices(self.k, mesh_axes, shifted, ids)
-        is_banned = shifted == lowest
-        log_probs = jnp.where(is_banned, -jnp.inf, shifted) - jnp.log(total)
+            best_logits, ids = _best_of_all_devices(self.k, mesh_axes, best_logits, ids)
+        is_banned = best_logits == lowest
+        log_probs = jnp.where(is_banned, -jnp.inf, best_logits) - jnp.log(total)
         return log_probs, ids
 
 
@@ -355,7 +364,7 @@ def _best_of_all_devices(
         values: The values of this device.
         ids: The id of each value.
     """
-    # The mesh axes to gather along, for each array axis: none for tokens, `mesh_axes` for values.
+    # The arrays are [t, n]. Their first axis is not gathered. The second one is, over `mesh_axes`.
     gathered_axes = [(), mesh_axes]
     all_values = all_gather(values, gathered_axes)
     all_ids = all_gather(ids, gathered_axes)

@@ -16,6 +16,7 @@ from transformer_embed._src.compiled import compiled, nan_where
 from transformer_embed._src.partitioning import (
     check_on_mesh,
     is_explicit,
+    joined_axes,
     reshard,
     typed_axes,
     varying,
@@ -81,7 +82,8 @@ def lookup(
     Returns:
         The vectors, of the table's dtype. Shape [..., d]. If explicit mesh axes split the arrays,
         the leading axes of the result are split like the ids. The last axis is split like the
-        columns of the table, over the mesh axes that do not already split the ids.
+        columns of the table. (A mesh axis that splits both the ids and the columns splits only the
+        leading axes of the result.)
 
     Raises:
         TypeError: `ids` does not hold integers, or `table` does not have a floating dtype of 16
@@ -111,7 +113,11 @@ def lookup(
 
 
 def as_table(name: str, table: ArrayLike | StandIn) -> Any:
-    """Converts a table to a floating array [vocab_size, d]. A `StandIn` is returned as it is."""
+    """Converts a table to a floating array [vocab_size, d].
+
+    A `StandIn` is returned as it is. It holds some rows of a table inside the loss of
+    `te.rows.value_and_grad`, and has the table's place there.
+    """
     if not isinstance(table, StandIn):
         # A wrapper such as nnx.Param may hold a `StandIn`.
         table = conversions.unwrapped(table)
@@ -128,6 +134,7 @@ def read_table(table: Any, ids: Ids, options: LookupOptions) -> Vectors:
     """Computes `lookup` of checked arguments, as one program for eager callers too.
 
     On a mesh, the dimensions of the result are split like the ids and the columns of the table.
+    `table` is an array, or a `StandIn` that holds some rows of a table.
     """
     mesh = jax.typeof(ids).sharding.mesh
     if isinstance(table, StandIn):
@@ -139,13 +146,14 @@ def read_table(table: Any, ids: Ids, options: LookupOptions) -> Vectors:
         check_on_mesh("ids", ids, row_axes)
     # A tuple of mesh axes for each dimension of the ids.
     id_axes = typed_axes(ids)
-    all_id_axes = set(sum(id_axes, ()))
-    if all_id_axes.isdisjoint(column_axes):
+    all_id_axes = joined_axes(id_axes)
+    if set(all_id_axes).isdisjoint(column_axes):
         return _read_local_columns(table, ids, options)
     # Some mesh axes split both the ids and the columns, but an axis may split only one dimension of
-    # the result. While rows are read, these axes split only the columns. So each device gets the
-    # ids of all devices along these axes, and reads some columns of the rows of all these ids.
-    # Afterwards the axes split the ids again, and the columns become whole along these axes.
+    # an array. For example, "x" splits the ids [batch] and the columns of a table [rows, d]. First,
+    # the ids are all-gathered over "x", and each device reads its own columns for all ids, so "x"
+    # splits the columns of the result [batch, d]. Then the result is resharded, so that "x" splits
+    # the batch, and each device has all columns for its own ids.
     gathered_id_axes = []
     for axes in id_axes:
         gathered_id_axes.append(tuple(axis for axis in axes if axis not in column_axes))
@@ -185,7 +193,8 @@ def _replace_special_rows(rows: Vectors, table: Any, ids: Ids, options: LookupOp
     if options.out_of_range != "clip":
         # As uint32, a negative id is above any vocabulary, so one comparison finds ids beyond both
         # ends.
-        is_outside = ids.astype(jnp.uint32) >= options.vocab_size(table)
+        vocab_size = options.vocab_size(table)
+        is_outside = ids.astype(jnp.uint32) >= vocab_size
         if options.out_of_range == "nan":
             rows = nan_where(is_outside, rows)
         else:
@@ -202,17 +211,22 @@ def _gather(table: TableArray, ids: Ids, options: LookupOptions) -> Vectors:
 
     An id outside the vocabulary first reads the row of the nearest id, which is then replaced.
     """
+    num_rows = table.shape[0]
+    # Which row holds which id. None if row i holds id i.
     order = options.order
     if is_explicit(jax.typeof(ids).sharding.mesh):
-        index = nearest_rows(ids, table.shape[0], order)
+        # The devices of the mesh may have different rows. `read_or_zero` reads from all of them.
+        index = nearest_rows(ids, num_rows, order)
         rows = read_or_zero(table, index.astype(jnp.uint32))
+    elif order is None:
+        # The row is the id. In this mode, XLA clips an id out of range to the nearest row.
+        rows = jnp.take(table, ids, axis=0, mode="clip")
     else:
-        # XLA's gather clips the index itself, so the ids are not clipped before.
-        index = ids if order is None else nearest_rows(ids, table.shape[0], order)
+        index = nearest_rows(ids, num_rows, order)
         rows = jnp.take(table, index, axis=0, mode="clip")
     rows = _replace_special_rows(rows, table, ids, options)
-    # If there are no ids, jax forgets along which axes of an enclosing shard_map the rows vary, so
-    # the type is set here.
+    # Inside a user's shard_map, the type of the rows must say along which mesh axes they differ
+    # between devices. If there are no ids, jax loses this, so the type is set here.
     return varying(rows, varying_axes(table) | varying_axes(ids))
 
 
@@ -238,6 +252,7 @@ def _gradient_index(table: TableArray, ids: Ids, options: LookupOptions) -> Arra
     If no row gets the gradient, which is so for padding and for ids that return NaN or zeros, the
     index is past the end of the table. Then `read_or_zero` reads zeros, and drops the gradient.
     """
+    # Which row holds which id. None if row i holds id i.
     order = options.order
     is_clipped = options.out_of_range == "clip"
     past_the_end = np.uint32(2**32 - 1)
@@ -245,6 +260,8 @@ def _gradient_index(table: TableArray, ids: Ids, options: LookupOptions) -> Arra
         # The row is the id. As uint32, a negative id is past the end too.
         index = ids.astype(jnp.uint32)
     else:
+        # The row of each id. For an id outside the vocabulary, the row of the nearest id, which
+        # gets the gradient only if `out_of_range` is "clip".
         index = nearest_rows(ids, table.shape[0], order).astype(jnp.uint32)
         if not is_clipped:
             is_inside = ids.astype(jnp.uint32) < options.vocab_size(table)

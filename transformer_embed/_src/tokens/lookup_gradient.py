@@ -26,6 +26,7 @@ from transformer_embed._src.partitioning import (
     Axes,
     all_gather,
     first_index,
+    joined_axes,
     on_each_device,
     reduce_scatter,
     typed_axes,
@@ -40,10 +41,12 @@ def read_or_zero(table: TableArray, index: Index) -> Vectors:
     """Returns `table[index]`, and zeros where the index is past the end of the table.
 
     jax computes the gradient of the table by the transpose of this function. The transpose drops
-    gradients where the index is past the end. So for an id that must not change the table, a caller
-    passes such an index, and needs no mask of the size of all rows that are read.
+    the gradients of elements whose index is past the end. So if some ids must not change the table,
+    pass an index past the end for them. This is cheaper than to multiply the gradients of all
+    elements, [..., d], by a mask.
     """
     mesh = jax.typeof(index).sharding.mesh
+    # The explicit mesh axes that split each dimension, () for none.
     index_axes = typed_axes(index)
     row_axes, column_axes = typed_axes(table)
     is_split = any((row_axes, column_axes, *index_axes))
@@ -55,8 +58,9 @@ def read_or_zero(table: TableArray, index: Index) -> Vectors:
     wide_table = conversions.widened(table)
     if not _can_sort_index(table, index):
         return _read_with_repeats(wide_table, index).astype(table.dtype)
-    # `_read_each_row_once` sorts the index. The checkpoint leaves the sort to the backward pass.
-    # Otherwise the forward pass would sort, and keep arrays as large as all rows that are read.
+    # On a GPU, `_read_each_row_once` gives gradients that are the same from run to run. For that,
+    # it sorts the index. With a checkpoint, only the backward pass sorts. Without it, the forward
+    # pass would sort too, and keep arrays as large as all rows that are read.
     read_once = jax.checkpoint(_read_each_row_once)
     rows = jax.lax.platform_dependent(
         wide_table, index, cuda=read_once, rocm=read_once, default=_read_with_repeats
@@ -74,8 +78,8 @@ def read_from_shards(
 ) -> Vectors:
     """Computes `read_or_zero` in a table that is split over a mesh.
 
-    Each device looks up the whole index in its own shard. A row of another device reads as zeros,
-    so the sum over the devices is the row.
+    An element of the index is called a place. It reads one row. Each device looks up places in its
+    own shard. A row of another device reads as zeros, so the sum over the devices is the row.
 
     Args:
         mesh: The devices.
@@ -84,29 +88,35 @@ def read_from_shards(
         table: The table.
         index: The rows to read.
     """
-    # Along a mesh axis that splits both the rows and the index, devices have different places, and
-    # each shard must be read for the places of all these devices. So the index is all-gathered, and
-    # a reduce-scatter adds the rows and returns to each device the rows of the device's places.
+    # Some mesh axes split both the rows and the index. Along these axes, each shard must be read
+    # for the places of all devices. So the index is all-gathered over them. Afterwards a
+    # reduce-scatter adds the rows of the devices, and returns to each device the rows of its own
+    # places.
     shared_axes = []
     for axes in index_axes:
         shared_axes.append(tuple(axis for axis in axes if axis in row_axes))
-    # Along a mesh axis that splits the rows alone, all devices have the same places, so a sum over
-    # the devices is enough.
-    all_index_axes = sum(index_axes, ())
+    # Other mesh axes split only the rows. Along these axes, all devices have the same places, so a
+    # sum over the devices is enough.
+    all_index_axes = joined_axes(index_axes)
     summed_axes = tuple(axis for axis in row_axes if axis not in all_index_axes)
 
     def read(shard, index):
-        # The difference is unsigned, so a row before the shard has an index past the end too.
+        """Reads the rows of this device's places from all shards."""
+        # The index of a place into the shard. A row after the shard is past the end. So is a row
+        # before the shard, because the difference is unsigned and wraps to a large number.
         first_row = jnp.uint32(first_index(row_axes, len(shard)))
         shard_index = all_gather(index, shared_axes) - first_row
         rows_or_zeros = read_or_zero(shard, shard_index).astype(table.dtype)
         rows = jax.lax.psum(rows_or_zeros, summed_axes)
         return reduce_scatter(rows, shared_axes)
 
-    in_specs = (PartitionSpec(row_axes, column_axes), PartitionSpec(*index_axes))
-    out_spec = PartitionSpec(*index_axes, column_axes)
-    read_all = on_each_device(mesh, read, in_specs, out_spec)
-    return read_all(conversions.widened(table), index)
+    table_spec = PartitionSpec(row_axes, column_axes)
+    index_spec = PartitionSpec(*index_axes)
+    row_spec = PartitionSpec(*index_axes, column_axes)
+    read_on_each_device = on_each_device(
+        mesh, read, in_specs=(table_spec, index_spec), out_specs=row_spec
+    )
+    return read_on_each_device(conversions.widened(table), index)
 
 
 def _read_with_repeats(table: TableArray, index: Index) -> Vectors:
@@ -155,22 +165,24 @@ def _read_each_row_once(table: TableArray, index: Index) -> Vectors:
     place_count = index.size
     order = jnp.argsort(index.reshape(-1), stable=True)
     ordered_index = index.reshape(-1)[order]
-    # A run is all places of one row, which are neighbours in this order. The first place of all
-    # starts a run, because `prepend` puts a different number before it.
-    is_run_start = jnp.diff(ordered_index, prepend=ordered_index[:1] + 1) != 0
+    # A run is all places of one row, which are neighbours in this order. A run starts where the row
+    # differs from the row before. The first place starts a run, so another number is put before it.
+    other_than_first = ordered_index[:1] + 1
+    is_run_start = jnp.diff(ordered_index, prepend=other_than_first) != 0
     # A run ends where the next place starts a run. The last place of all gets the first value,
     # which is True.
     is_run_end = jnp.roll(is_run_start, -1)
-    # Only the last place of each run reads a row. All other places read zeros, each at a different
-    # index past the end of the table. So all indices differ, as `unique_indices` promises, and the
-    # transpose needs no atomic additions.
+    # Only the last place of each run reads a row. All other places read zeros: place i of n reads
+    # row `row_count + i`, which is past the end of the table. (In the example, place 1 reads row
+    # 9.) So all indices differ, as `unique_indices` promises, and the transpose needs no atomic
+    # additions.
     past_the_end = row_count + jnp.arange(place_count, dtype=jnp.uint32)
     reads_row = is_run_end & (ordered_index < row_count)
     unique_index = jnp.where(reads_row, ordered_index, past_the_end)
     rows_at_run_ends = table.at[unique_index].get(mode="fill", fill_value=0, unique_indices=True)
-    # `copy_to_run` copies the row at the last place of a run to all places of the run. To sum over
-    # a run and to copy to a run are transposes of each other. So jax makes the copy from the sum,
-    # and the gradient of the copy is computed by the sum.
+    # `sum_runs` adds all places of a run, and puts the sum at the last place of the run. Its
+    # transpose does the reverse: it copies the row at the last place of a run to all places of the
+    # run. jax makes this copy from the sum, so the gradient of the copy is computed by the sum.
     sum_runs = functools.partial(_sum_runs, is_run_start)
     copy_to_run = jax.linear_transpose(sum_runs, rows_at_run_ends)
     (ordered_rows,) = copy_to_run(rows_at_run_ends)
@@ -185,14 +197,15 @@ def _sum_runs(
 ) -> Float[jax.Array, "n d"]:
     """Computes the cumulative sums of rows, which start anew where a run starts.
 
-    So the last sum of a run is the sum over the run. For runs of 2 and 1 rows a, b, c, the sums are
-    a, a + b, c.
+    So the last sum of a run is the sum over the run. For example, the rows a, b, c in a run of two
+    and a run of one give a, a + b, c.
     """
 
     def join(left, right):
         """Joins two parts that follow each other: (has a run start, sum since the last start)."""
         left_has_start, left_sum = left
         right_has_start, right_sum = right
+        # The flags are [n, 1], and the sums are [n, d].
         starts_anew = jax.lax.broadcast_in_dim(right_has_start, right_sum.shape, (0, 1))
         # Functions of jax.lax are called, because each call of a jax.numpy function is traced and
         # transposed separately, which took most of the tracing time of a step.

@@ -37,28 +37,29 @@ class TokenValues(NamedTuple):
 
     For a layer with logits z [t, v], the gradient of the values of token i is
 
-        d values[i, j] / d z[i] = scaled_gradients[i] / gradient_scale[i]
+        d values[i, j] / d z[i] = undivided_gradients[i] / gradient_divisor[i]
 
     If `subtracted_columns` are given, the gradient is 1 less in the column
-    `subtracted_columns[i, j]`. The gradients are not divided by the scale here, because a division
-    would be one more pass over the logits. Gradients are finite even where a value is infinite, so
-    a weight of 0 makes them 0.
+    `subtracted_columns[i, j]`. The gradients are not divided here, because a division would be one
+    more pass over the logits. The users of `TokenValues` divide a number of each token instead.
+    Gradients are finite even where a value is infinite, so a weight of 0 makes them 0.
 
     Args:
         values: The values, [t, c].
-        scaled_gradients: One array [t, v] for each layer. The c values of a token share a row of
+        undivided_gradients: One array [t, v] for each layer. The c values of a token share a row of
             the array. The tuple is empty if the values have no gradients.
-        gradient_scale: A number, or [t, 1].
+        gradient_divisor: A number, or [t, 1].
         subtracted_columns: The column of each label, [t, c], which is out of range if another
             device holds it. Only values of a single layer may have columns. If None, nothing is
             subtracted.
-        setting_gradients: The gradients with respect to the settings, [t, c]. `values_and_logits`
-            adds the gradient with respect to the temperature.
+        setting_gradients: The gradients with respect to the settings, which are the temperature,
+            the label smoothing and the z-loss, [t, c]. `values_and_logits` adds the gradient with
+            respect to the temperature.
     """
 
     values: Array
-    scaled_gradients: tuple[Array, ...] = ()
-    gradient_scale: float | Array = 1.0
+    undivided_gradients: tuple[Array, ...] = ()
+    gradient_divisor: float | Array = 1.0
     subtracted_columns: Array | None = None
     setting_gradients: TokenSettings = TokenSettings()
 
@@ -145,17 +146,20 @@ def values_and_logits(
     # The logits are z = y / T, for a temperature T and logits y that do not depend on T. So the
     # derivative of a logit z with respect to T is -z / T. By the chain rule, the derivative of a
     # value is the sum of `gradient * z` over the vocabulary, divided by -T.
-    # The shifted logits replace z. They are z minus one number for each token, which leaves the sum
-    # as it is, because the gradients of a token sum to 0 in each loss that has a temperature. At a
-    # banned id, 0 replaces -inf, because the gradient there is 0, and 0 times infinity is NaN.
-    directions = []
+
+    # The sum is computed with relative logits in place of z, which are z minus the largest logit m
+    # of the token. This gives the same sum, because in each loss that has a temperature, the
+    # gradients of a token sum to 0, and so do their products with m. At a banned id, 0 replaces
+    # -inf, because the gradient there is 0, and 0 times infinity is NaN.
+    finite_logits = []
     for chunk in logits:
-        is_banned = jnp.isneginf(chunk.shifted)
-        directions.append(jnp.where(is_banned, 0, chunk.shifted))
+        is_banned = jnp.isneginf(chunk.relative_logits)
+        finite_logits.append(jnp.where(is_banned, 0, chunk.relative_logits))
     complete_values = []
     for token_values in values:
-        sums = directional_derivative(split, token_values, directions)
-        temperature_gradient = sums / -temperature
+        # The sum of `gradient * z` over the vocabulary.
+        sum_of_products = directional_derivative(split, token_values, directions=finite_logits)
+        temperature_gradient = sum_of_products / -temperature
         setting_gradients = token_values.setting_gradients._replace(
             temperature=temperature_gradient
         )
@@ -178,13 +182,14 @@ def directional_derivative(
         directions: The direction of the logits of each layer, [t, v].
     """
     total = jnp.zeros_like(token_values.values)
-    if not token_values.scaled_gradients:
+    if not token_values.undivided_gradients:
         return total
-    for gradients, direction in zip(token_values.scaled_gradients, directions, strict=True):
+    for gradients, direction in zip(token_values.undivided_gradients, directions, strict=True):
         products = gradients * direction
-        total += split.sum_over_vocabulary(products) / token_values.gradient_scale
+        total += split.sum_over_vocabulary(products) / token_values.gradient_divisor
     if token_values.subtracted_columns is not None:
-        # The gradient is 1 less in these columns. Values with such columns have a single layer.
+        # The stored gradients leave out a -1 in the column of each label (as `LogProbs` does for
+        # candidates). So the direction in these columns is subtracted. Such values have one layer.
         (direction,) = directions
         subtracted = values_in_columns(token_values.subtracted_columns, direction)
         total -= jax.lax.psum(subtracted, split.vocabulary_mesh_axes)

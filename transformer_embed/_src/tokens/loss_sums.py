@@ -57,15 +57,16 @@ class ChunkResults(NamedTuple):
 
     Args:
         sums: The sum over the chunk of the weighted losses, and of each further value.
-        settings: The gradients with respect to the settings, [t, c].
-        weights: The gradients with respect to the weights, [t, c].
-        xs: The gradient with respect to the x of each layer, [t, d].
+        setting_gradients: The gradients with respect to the temperature, the label smoothing and
+            the z-loss of each token, [t, c].
+        weight_gradients: The gradients with respect to the weights, [t, c].
+        x_gradients: The gradient with respect to the x of each layer, [t, d].
     """
 
     sums: list[Array]
-    settings: TokenSettings
-    weights: Array
-    xs: tuple[Array, ...]
+    setting_gradients: TokenSettings
+    weight_gradients: Array
+    x_gradients: tuple[Array, ...]
 
 
 class SumsAndGradients(NamedTuple):
@@ -73,15 +74,16 @@ class SumsAndGradients(NamedTuple):
 
     Args:
         sums: The sum of the weighted losses, then the sum of each further value.
-        settings: The gradients with respect to the settings.
-        weights: The gradients with respect to the weights.
-        layers: For each layer, a `LayerArrays` that has a gradient in place of each array.
+        setting_gradients: The gradients with respect to the temperature, the label smoothing and
+            the z-loss of each token.
+        weight_gradients: The gradients with respect to the weights.
+        layer_gradients: For each layer, a `LayerArrays` that has a gradient in place of each array.
     """
 
     sums: Any
-    settings: Any
-    weights: Any
-    layers: Any
+    setting_gradients: Any
+    weight_gradients: Any
+    layer_gradients: Any
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -98,15 +100,15 @@ def _sum_jvp(loss: Loss, primals: Sequence[Any], tangents: Sequence[Any]) -> tup
     """Computes the sums, the tangent of the first sum, and tangents of 0 for the other sums.
 
     The tangent is the sum of the products of gradients and tangents of all arrays. It is linear in
-    the tangents, so the backward pass only scales the gradients that are known already. If a
-    gradient is not used, lowering drops the computation.
+    the tangents, so the backward pass only scales the gradients that are known already. If an array
+    has no tangent, its gradient is not used, so the compiled program does not compute it.
     """
     token_data, layers = primals
     token_tangents, layer_tangents = tangents
     result = _sums_and_gradients(loss, token_data, layers)
     total, *other_sums = result.sums
     # Two trees with the same arrays. (Labels are integers, which have no gradients.)
-    gradients = (result.settings, result.weights, result.layers)
+    gradients = (result.setting_gradients, result.weight_gradients, result.layer_gradients)
     array_tangents = (token_tangents.settings, token_tangents.weights, layer_tangents)
     zero = jnp.zeros_like(total)
     tangent = add_products(zero, gradients, array_tangents, reduce=jnp.sum)
@@ -117,10 +119,11 @@ def _sum_jvp(loss: Loss, primals: Sequence[Any], tangents: Sequence[Any]) -> tup
 def _sums_and_gradients(loss: Loss, token_data: TokenData, layers: Layers) -> SumsAndGradients:
     """Computes the sums of all tokens, and the gradients of the first sum.
 
-    On a mesh, each device runs the chunks of its own tokens, with whole rows of the tables. Then
-    the results of the devices are added.
+    On a mesh, each device computes the logits of its own tokens for its own rows of the tables, one
+    chunk of tokens after the other. Then the results of the devices are added.
     """
     splits = [layer.split for layer in layers]
+    # All layers are split over the same mesh axes.
     first_split = splits[0]
 
     def zero_gradients(layers):
@@ -128,41 +131,55 @@ def _sums_and_gradients(loss: Loss, token_data: TokenData, layers: Layers) -> Su
 
     def on_device(token_data, layers):
         """Runs the chunks of a device, then adds the results over devices."""
-        step = functools.partial(_add_chunk, loss)
-        table_gradients, chunk_results = scan_chunks(loss, step, zero_gradients, token_data, layers)
+        table_gradients, chunk_results = scan_chunks(
+            step=functools.partial(_add_chunk, loss),
+            start=zero_gradients,
+            token_data=token_data,
+            layers=layers,
+            chunk_size=loss.chunk_size,
+        )
         # Each of these arrays has a number for each chunk.
         sums = tuple(jnp.sum(sums_of_chunks) for sums_of_chunks in chunk_results.sums)
-        # Sums and gradients of tables are added over the devices with other tokens. Gradients of x
-        # are added over the devices with other rows.
+        # A device has the sums of its own tokens, and their part of the gradients of its table
+        # rows. So both are added over the devices that have other tokens.
         sums, table_gradients = jax.lax.psum((sums, table_gradients), first_split.batch_mesh_axes)
-        x_gradients = jax.lax.psum(chunk_results.xs, first_split.vocabulary_mesh_axes)
+        # A device has the part of the gradient of x that comes from its own table rows. So the
+        # parts are added over the devices that have other table rows.
+        x_gradients = jax.lax.psum(chunk_results.x_gradients, first_split.vocabulary_mesh_axes)
         layer_gradients = []
         for split, x_gradient, gradients in zip(splits, x_gradients, table_gradients, strict=True):
-            # The chunks had whole rows. But the gradient is split over devices like the user's
-            # table, in which a device may have only some columns.
+            # A device has the gradients of whole rows. But the user's table may be split over its
+            # columns, and its gradient is split in the same way.
             table_gradient = split.to_own_columns(gradients.rows)
             layer_gradient = LayerArrays(
                 x=x_gradient,
                 table=table_gradient,
                 bias=gradients.bias,
+                # These rows exist only while chunks run.
                 wide_rows=None,
                 split=split,
             )
             layer_gradients.append(layer_gradient)
         return SumsAndGradients(
             sums=sums,
-            settings=chunk_results.settings,
-            weights=chunk_results.weights,
-            layers=tuple(layer_gradients),
+            setting_gradients=chunk_results.setting_gradients,
+            weight_gradients=chunk_results.weight_gradients,
+            layer_gradients=tuple(layer_gradients),
         )
 
     specs = layer_specs(layers)
+    # The arrays of tokens are split like the tokens of x. The sums are the same on all devices.
     token_spec = specs[0].x
     out_specs = SumsAndGradients(
-        sums=PartitionSpec(), settings=token_spec, weights=token_spec, layers=specs
+        sums=PartitionSpec(),
+        setting_gradients=token_spec,
+        weight_gradients=token_spec,
+        layer_gradients=specs,
     )
-    run = on_each_device(first_split.mesh, on_device, (token_spec, specs), out_specs)
-    return run(token_data, layers)
+    run_on_each_device = on_each_device(
+        first_split.mesh, on_device, in_specs=(token_spec, specs), out_specs=out_specs
+    )
+    return run_on_each_device(token_data, layers)
 
 
 def _zero_gradients(layer: LayerArrays) -> TableGradients:
@@ -184,9 +201,11 @@ def _add_chunk(
     This is a step of `scan_chunks`. So `token_data` and the x of the layers belong to the tokens of
     the chunk, the layers have whole rows, and `table_gradients` are the sums over earlier chunks.
     """
+    # The losses, then further values such as the accuracy, with their gradients.
     values, logits = values_and_logits(loss, token_data.labels, token_data.settings, layers)
     losses, *further_values = values
     vocab_size = layers[0].split.vocab_size
+    # The weight of a label outside the vocabulary becomes NaN, so that the loss becomes NaN.
     loss_weights = nan_at_wrong_labels(token_data.weights, token_data.labels, vocab_size)
     sums = [jnp.sum(weighted(losses.values, loss_weights))]
     for further_value in further_values:
@@ -196,19 +215,27 @@ def _add_chunk(
     )
     x_gradients = []
     table_parts = []
-    for layer, chunk, scaled_gradients in zip(layers, logits, losses.scaled_gradients, strict=True):
-        # By the chain rule, the gradient of a loss with respect to the products of x and the rows
-        # is `product_gradients * token_factors`.
-        product_gradients = scaled_gradients * chunk.slope
-        token_factors = jnp.asarray(chunk.slope_factor / losses.gradient_scale, loss_weights.dtype)
-        token_factors = weighted(token_factors, loss_weights)
+    gradients_of_layers = losses.undivided_gradients
+    for layer, chunk, undivided in zip(layers, logits, gradients_of_layers, strict=True):
+        # The gradient of a loss with respect to the logits is `undivided / divisor`. The derivative
+        # of the logits with respect to the products of x and the rows is
+        # `cap_slope * product_factor`. So the gradient with respect to the products is
+        # `undivided * cap_slope`, an array [t, v], times `product_factor / divisor * weight`, one
+        # number for each token.
+        product_gradients = undivided * chunk.cap_slope
+        token_factors = chunk.product_factor / losses.gradient_divisor
+        token_factors = weighted(jnp.asarray(token_factors, loss_weights.dtype), loss_weights)
         x_gradient, table_part = _chunk_gradients(layer, product_gradients, token_factors)
         x_gradients.append(x_gradient)
         table_parts.append(table_part)
-    # The loss is the derivative of the weighted loss with respect to the weight.
+    # The derivative of `weight * loss` with respect to the weight is the loss. If the weight is 0,
+    # a loss that is infinite or NaN counts as 0.
     weight_gradients = finite_if_unused(losses.values, loss_weights)
     results = ChunkResults(
-        sums=sums, settings=setting_gradients, weights=weight_gradients, xs=tuple(x_gradients)
+        sums=sums,
+        setting_gradients=setting_gradients,
+        weight_gradients=weight_gradients,
+        x_gradients=tuple(x_gradients),
     )
     next_gradients = jax.tree.map(operator.add, table_gradients, tuple(table_parts))
     return next_gradients, results
@@ -219,17 +246,22 @@ def _chunk_gradients(
 ) -> tuple[Float[Array, "t d"], TableGradients]:
     """Computes the gradient of a chunk's x, and the chunk's part of the table's gradients.
 
+    The gradient with respect to the products of x and the rows is
+    `product_gradients * token_factors`.
+
     Args:
         layer: The layer, with the x of the chunk.
-        product_gradients: The gradients with respect to the products of x and the rows, before the
-            gradients of each token are multiplied by the factor of the token.
-        token_factors: The factor of each token, [t, 1].
+        product_gradients: The gradients without the factors of the tokens, [t, v].
+        token_factors: The factor of each token, [t, 1], in the dtype of sums.
     """
+    # The letters of the table's axes, "vd" for a table [v, d], or "dv".
     table_letters = layer.split.table_letters
     multiply = functools.partial(jnp.einsum, preferred_element_type=token_factors.dtype)
     dtype = gradient_dtype(layer)
     if dtype != token_factors.dtype:
-        # The gradients are rounded once, as autodiff rounds the gradient of a narrow product.
+        # The gradients of this layer are computed in a narrower dtype, such as bfloat16. They are
+        # rounded once, with their factors, as autodiff rounds the gradient of a narrow product. So
+        # no factor is left.
         product_gradients = (product_gradients * token_factors).astype(dtype)
         token_factors = 1.0
     # The factors multiply x [t, d], because a product with the gradients [t, v] would be one more
@@ -242,8 +274,9 @@ def _chunk_gradients(
         rows_gradient = multiply("td,tv->dv", scaled_x, product_gradients)
     bias_gradient = None
     if layer.bias is not None:
-        # The sum over tokens is computed as a product with eight equal columns, of which one is
-        # read, because a TPU takes as long for a plain sum as for a product with all of x.
+        # The gradient of the bias is the sum over tokens of `product_gradients * token_factors`. A
+        # TPU takes as long for a plain sum as for a product with all of x. So the sum is computed
+        # as a product with eight equal columns of factors, [t, 8], of which one result is read.
         columns = jnp.broadcast_to(jnp.asarray(token_factors, dtype), (len(product_gradients), 8))
         equal_sums = multiply("tv,tc->vc", product_gradients, columns)
         bias_gradient = equal_sums[:, 0]

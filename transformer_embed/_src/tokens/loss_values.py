@@ -58,15 +58,17 @@ _checkpoint: Any = functools.partial(
 def map_chunks(loss: Loss, token_data: TokenData, layers: Layers) -> tuple[Array, ...]:
     """Computes the values of each token, [..., c]: the losses, then further values if any.
 
-    A further value is, for example, the entropy of the token's prediction. All values are
-    multiplied by the weights in `token_data`. Only a loss without gradients, such as `TopK`,
-    returns the values without weights, because its users pass none.
+    A further value is, for example, the entropy of the token's prediction. The values are
+    multiplied by the weights in `token_data`. But a loss without gradients, such as `TopK`, has no
+    weights, so its values are returned as they are.
     """
 
+    # The scan has no carry, because chunks leave nothing to the next chunk.
     def no_carry(layers):
         return None
 
     def step(carry, token_data, layers, is_only_chunk):
+        """Computes the values of one chunk."""
         if loss.has_gradients:
             values = _values_of_chunk(loss, token_data, layers, is_only_chunk)
         else:
@@ -74,14 +76,24 @@ def map_chunks(loss: Loss, token_data: TokenData, layers: Layers) -> tuple[Array
         return carry, values
 
     def on_device(token_data, layers):
-        _, values = scan_chunks(loss, step, no_carry, token_data, layers)
+        """Computes the values of this device's tokens."""
+        _, values = scan_chunks(
+            step=step,
+            start=no_carry,
+            token_data=token_data,
+            layers=layers,
+            chunk_size=loss.chunk_size,
+        )
         return values
 
     mesh = layers[0].split.mesh
     specs = layer_specs(layers)
+    # The arrays of tokens, and the values, are split like the tokens of x.
     token_spec = specs[0].x
-    run = on_each_device(mesh, on_device, (token_spec, specs), token_spec)
-    return run(token_data, layers)
+    run_on_each_device = on_each_device(
+        mesh, on_device, in_specs=(token_spec, specs), out_specs=token_spec
+    )
+    return run_on_each_device(token_data, layers)
 
 
 def _values_of_chunk(
@@ -94,15 +106,15 @@ def _values_of_chunk(
     compute_values = _values_from_arrays
     if not is_only_chunk:
         compute_values = _checkpoint(_values_from_arrays)
-    # The weights are multiplied outside of the checkpoint. If they were multiplied inside, the
-    # backward pass would compute the losses again for the gradient of the product.
+    # The product with the weights is computed outside of the checkpoint. Its gradient needs the
+    # losses, which are kept here. Inside, the backward pass would have to compute them again.
     losses, *further_values = compute_values(loss, token_data.labels, token_data.settings, layers)
     vocab_size = layers[0].split.vocab_size
     loss_weights = nan_at_wrong_labels(token_data.weights, token_data.labels, vocab_size)
     weighted_losses = weighted(losses, loss_weights)
-    # A further value, such as an entropy, belongs to a token and not to one of its labels. If a
-    # token has several candidate labels, their weights are 0 or 1. So the largest of them is 1 if
-    # any candidate is counted.
+    # A further value, such as an entropy, belongs to a token and not to one of its labels, so it
+    # needs one weight for each token. If a token has several candidate labels, their weights are 0
+    # or 1, and the largest of them is 1 if at least one candidate is counted.
     token_weights = token_data.weights.max(-1, keepdims=True)
     weighted_values = [weighted(values, token_weights) for values in further_values]
     return weighted_losses, *weighted_values
@@ -125,7 +137,7 @@ def _values_from_arrays_jvp(
 
     This is the derivative rule of `_values_from_arrays`. A loss computes the gradients of its
     values itself. The tangent of a value is the sum of `gradient * tangent` over the logits and the
-    settings.
+    settings, which are the temperature, the label smoothing and the z-loss.
     """
     labels, settings, layers = primals
     _, setting_tangents, layer_tangents = tangents
@@ -149,18 +161,26 @@ def _logit_tangents(
 ) -> Float[Array, "t v"]:
     """Computes the tangents of the logits from the tangents of x, of the rows and of the bias.
 
-    `tangents` has the tangent of each array of the layer. The tangent of the rows is in
-    `wide_rows`, which gets the gradient in place of `table`.
+    The logits are `factor * unscaled`, a function of the products `x @ rows.T + bias`.
+
+    Args:
+        logits: The logits, and the slope of the softcap.
+        layer: The layer, which has the rows of the table twice: `table` in the table's dtype, and
+            `wide_rows` in float32 or wider. Gradients and tangents belong to `wide_rows`.
+        tangents: The tangent of each array of the layer, or a `SymbolicZero`.
     """
     dtype = gradient_dtype(layer)
     equation = f"td,{layer.split.table_letters}->tv"
     multiply = functools.partial(jnp.einsum, equation, preferred_element_type=dtype)
     # The total is the tangent of `x @ rows.T + bias`.
-    total = jnp.zeros_like(logits.shifted)
+    total = jnp.zeros_like(logits.relative_logits)
     if not isinstance(tangents.x, SymbolicZero):
         total += multiply(tangents.x, layer.table).astype(total.dtype)
     if not isinstance(tangents.wide_rows, SymbolicZero):
         total += multiply(layer.x, tangents.wide_rows.astype(dtype)).astype(total.dtype)
-    if not isinstance(tangents.bias, SymbolicZero | None):
+    # None if the layer has no bias.
+    has_bias_tangent = not isinstance(tangents.bias, SymbolicZero | None)
+    if has_bias_tangent:
         total += tangents.bias[None]
-    return total * (logits.slope * logits.slope_factor)
+    # By the chain rule, with the derivative of the logits with respect to the products.
+    return total * (logits.cap_slope * logits.product_factor)

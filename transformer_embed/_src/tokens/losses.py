@@ -89,8 +89,11 @@ TOKEN_ARGUMENTS = ("weights", "segment_ids", *TokenSettings._fields)
 def compute(loss: Loss, layers: tuple[Pair, ...], **token_arguments: ArrayLike | None) -> Any:
     """Computes a loss from a user's arguments: checks and converts them, then runs `_compute`.
 
+    Labels have shape [*tokens], or [*tokens, k] for k candidate labels of each token. Here, every
+    array of a token gets the label axis: a last axis of size 1, or of size k for labels.
+
     Args:
-        loss: The loss and its static settings.
+        loss: The loss and its static options, such as the shift.
         layers: An x and an output layer, once, or for a student and a teacher.
         token_arguments: The arguments of the public function that have a value for each token or
             each label, by their names.
@@ -105,6 +108,7 @@ def compute(loss: Loss, layers: tuple[Pair, ...], **token_arguments: ArrayLike |
     if not loss.shift:
         arguments.check_left_out("segment_ids", arrays.get("segment_ids"), "shift is 0")
     with_label_axis = functools.partial(_with_label_axis, arrays, token_shape, label_shape)
+    # The temperature, the label smoothing and the z-loss, None for those that are left out.
     settings = {name: with_label_axis(name) for name in TokenSettings._fields}
     batch = Batch(
         labels=with_label_axis("labels"),
@@ -148,10 +152,11 @@ def _with_label_axis(
         owner = "the labels"
     with_length = name == "segment_ids"
     arguments.check_broadcasts(name, array.shape, shape, owner, with_length=with_length)
-    # The array gets as many axes of size 1 in front as `shape` has more axes. If `shape` is the
-    # shape of the tokens, the array gets an axis at the end too.
+    # Axes of size 1 are added in front until the array has the rank of `shape`. If `shape` is the
+    # shape of the tokens, one more axis is added at the end, for the labels of a token.
     axes_in_front = range(len(shape) - array.ndim)
-    axes_at_end = range(len(shape), len(token_shape) + 1)
+    rank_of_result = len(token_shape) + 1
+    axes_at_end = range(len(shape), rank_of_result)
     return jnp.expand_dims(array, (*axes_in_front, *axes_at_end))
 
 
@@ -160,31 +165,25 @@ def _checked_label_shape(
 ) -> tuple[Any, ...]:
     """Returns the shape that labels must have, after a check of the labels and of the tokens.
 
-    This is the shape of the tokens. If each token has several candidate labels, one more axis
-    counts these candidates. If there are no labels, only the shape of x is checked.
+    This is the shape of the tokens, such as [batch, length]. If each token has k candidate labels,
+    it is [batch, length, k]. If there are no labels, only the shape of x is checked.
     """
     if labels is None:
         _check_token_shape("x", token_shape, loss.shift)
         return token_shape
-    label_shape = token_shape
+    expected_shape = token_shape
     if loss.of_candidates:
-        # The labels themselves say how many candidates a token has.
+        # The axis after the tokens has the candidates. The labels themselves say how many.
         candidate_count = labels.shape[len(token_shape)]
-        label_shape = (*token_shape, candidate_count)
-    _check_label_shape(labels.shape, label_shape, len(token_shape))
-    _check_token_shape("labels", token_shape, loss.shift)
-    return label_shape
-
-
-def _check_label_shape(
-    shape: tuple[int, ...], expected_shape: tuple[int, ...], token_ndim: int
-) -> None:
-    """Raises an error unless labels have the expected shape."""
-    if shape != expected_shape:
+        expected_shape = (*token_shape, candidate_count)
+    if labels.shape != expected_shape:
         want = f"x's shape without its last axis, {expected_shape}"
-        if len(shape) == token_ndim + 1:
+        looks_one_hot = labels.ndim == len(token_shape) + 1
+        if looks_one_hot:
             want += " (labels.argmax(-1) makes ids of one-hot labels)"
-        raise arguments.value_error("labels", want, shape)
+        raise arguments.value_error("labels", want, labels.shape)
+    _check_token_shape("labels", token_shape, loss.shift)
+    return expected_shape
 
 
 def _check_token_shape(name: str, shape: tuple[Any, ...], shift: int) -> None:
@@ -209,10 +208,13 @@ def _check_token_shape(name: str, shape: tuple[Any, ...], shift: int) -> None:
 def _compute(loss: Loss, layers: tuple[Pair, ...], batch: Batch) -> Any:
     """Computes the result of a loss from converted arguments.
 
-    Label and weights are first moved to the token that predicts the label. Then the arrays are
-    split over the mesh, and one of two engines runs the loss over the chunks of tokens.
+    With a shift, labels and weights are first moved to the tokens that predict the labels. Then the
+    arrays are split over the mesh. If the losses are reduced, `sum_of_losses` runs the loss over
+    the chunks of tokens, and otherwise `map_chunks` does, for the loss of each token.
     """
+    # True for each token, in an array that is split over the mesh like the tokens.
     is_token = _true_like_tokens(layers[0].x)
+    # `token_data` has the labels, the weights and the settings of the tokens that predict.
     token_data, is_counted = predicted_labels(loss, layers, batch, is_token)
     if loss.reduction == "none":
         return _result_of_each_token(loss, layers, token_data, is_counted, is_token)
@@ -233,19 +235,25 @@ def _result_of_each_token(
     is_counted: Bool[Array, "... c"],
     is_token: Bool[Array, "..."],
 ) -> Any:
-    """Computes the result of a loss that is not reduced over the tokens."""
+    """Computes the result of a loss that is not reduced over the tokens.
+
+    `token_data` and `is_counted` have the labels at the tokens that predict these labels. The
+    result has the value of each label at the place of the label. `is_token` is split over the mesh
+    like the tokens of x.
+    """
     weights = token_data.weights
     token_data, layer_arrays = _split_over_mesh(layers, token_data, is_counted)
     values = map_chunks(loss, token_data, layer_arrays)
     # While logits are computed, tokens are not split over the mesh axes of the table. Now the
-    # values are split like x again.
+    # values are split like the tokens of x again.
     values = tuple(split_like(array, is_token) for array in values)
     if loss.shift:
-        # The value of token t becomes entry `t + shift`, which is the place of its label.
+        # The value of token t belongs to the label at `t + shift`. So entry i of the result is the
+        # value of token `i - shift`, a previous token.
         move_to_label = along_length(previous_token_values, loss.shift)
         values, weights = jax.tree.map(move_to_label, (values, weights))
     if not loss.of_candidates:
-        # The last axis, of size 1, is dropped.
+        # Each token has one label, so the last axis, of size 1, is dropped.
         values, weights = jax.tree.map(lambda array: array[..., 0], (values, weights))
     return loss.returned(values, weights)
 
@@ -268,19 +276,22 @@ def _split_over_mesh(
     """
     all_layer_arrays = []
     for pair in layers:
+        # A token that predicts nothing gets an x of 0, so that a NaN in its x has no effect.
         used_x = _without_unused(token_data.weights, is_counted, pair.x)
         all_layer_arrays.append(split_output(used_x, pair.output))
-    split = all_layer_arrays[0].split
+    first_split = all_layer_arrays[0].split
     for teacher_arrays in all_layer_arrays[1:]:
         teacher_split = teacher_arrays.split
-        want = "a table with rows split over the mesh axes of output's"
-        arguments.check_same(
-            "teacher_output", want, teacher_split.vocabulary_mesh_axes, split.vocabulary_mesh_axes
-        )
+        table_axes = first_split.vocabulary_mesh_axes
+        want = "a table split over the same mesh axes as the table of output"
+        teacher_table_axes = teacher_split.vocabulary_mesh_axes
+        arguments.check_same("teacher_output", want, teacher_table_axes, table_axes)
         want = "tokens split as x's"
-        arguments.check_same("teacher_x", want, teacher_split.token_axes, split.token_axes)
-    sharding = NamedSharding(split.mesh, split.specs().x)
-    token_data = jax.tree.map(lambda array: reshard(array, sharding), token_data)
+        arguments.check_same("teacher_x", want, teacher_split.token_axes, first_split.token_axes)
+    # The arrays of tokens are split like x. Its spec names only the mesh axes of the tokens,
+    # because the last axis is whole.
+    token_sharding = NamedSharding(first_split.mesh, first_split.specs().x)
+    token_data = jax.tree.map(lambda array: reshard(array, token_sharding), token_data)
     return token_data, tuple(all_layer_arrays)
 
 

@@ -37,15 +37,17 @@ class OutputLayer:
     Args:
         table: The vectors of the ids, of a floating dtype. Shape [vocab_size, d], or [d,
             vocab_size] if you set `vocab_axis=1`.
-        bias: A number for each id, which is added before the softcap, of a floating dtype. Shape
-            [vocab_size]. Write -inf to ban an id: the logit is then -inf, even with a softcap. If
-            None, there is no bias.
-        softcap: The largest magnitude of the logits of ids that may be predicted. A Python number
-            above 0, such as 30 for Gemma 2. If None, there is no limit.
+        bias: A number for each id, of a floating dtype. Shape [vocab_size]. It is added before the
+            softcap. Write -inf to ban an id: the logit is then -inf, even with a softcap. If None,
+            there is no bias.
+        softcap: The limit of the logits: all logits of ids that may be predicted are between
+            -softcap and softcap. A Python number above 0, such as 30 for Gemma 2. If None, there is
+            no limit.
         scale: The factor of the logits, a Python number above 0, such as `d**-0.5` for T5.
         pad_id: The id of padding, which is never predicted. The logit of this id is half of the
-            lowest finite number, so the probability is 0, and the row and the bias of the id get no
-            gradient. The id may be outside the vocabulary. If None, there is no padding.
+            lowest finite number of its dtype, about -1.7e38 in float32. So the probability is 0,
+            and the row and the bias of the id get no gradient. The id may be outside the
+            vocabulary. If None, there is no padding.
         vocab_size: The number of ids. Set it if the table has more rows than ids, for example
             50,304 rows for 50,257 ids, so that devices get equal parts. The extra rows, at the end,
             are never predicted. If None, every row is an id.
@@ -75,9 +77,10 @@ class OutputLayer:
 
     Source:
         Tied output layers are from Press and Wolf, "Using the Output Embedding to Improve Language
-        Models" (2017), https://arxiv.org/abs/1608.05859, and are used in Transformers by Vaswani et
-        al., "Attention Is All You Need" (2017), section 3.4, https://arxiv.org/abs/1706.03762. The
-        softcap is from "Gemma 2" (2024), section 2, https://arxiv.org/abs/2408.00118
+        Models" (2017), https://arxiv.org/abs/1608.05859. Transformers with a tied output layer are
+        from Vaswani et al., "Attention Is All You Need" (2017), section 3.4,
+        https://arxiv.org/abs/1706.03762. The softcap is from "Gemma 2" (2024), section 2,
+        https://arxiv.org/abs/2408.00118
     """
 
     table: Any
@@ -90,6 +93,7 @@ class OutputLayer:
     vocab_axis: int = 0
 
     def __post_init__(self):
+        """Converts and checks the fields."""
         arguments.convert_fields(
             self,
             table=_as_whole_table,
@@ -144,9 +148,9 @@ def linear_logits(
         output: The output layer. Pass an `OutputLayer`, for example from `Embedder.output`, or the
             table [vocab_size, d] of a layer that has only a table.
         out_sharding: How explicit mesh axes split the logits, as in `jnp.einsum`. If None, the
-            vocabulary is split over the mesh axes that split the rows of the table, then over those
-            that split the columns. Each dimension of tokens is split as in x, over the mesh axes
-            that do not split the table.
+            vocabulary is split over all mesh axes that split the table. For example, for a table
+            split as `P("x", "y")`, the vocabulary is split over ("x", "y"). Each dimension of
+            tokens is split as in x, over the mesh axes that do not split the table.
 
     Returns:
         The logits, in float32, or in float64 if x or the table is float64. Shape [..., number of
@@ -156,8 +160,9 @@ def linear_logits(
         TypeError: `x` does not have a floating dtype of 16 bits or more, or `out_sharding` is not a
             sharding that `jnp.einsum` takes.
         ValueError: The width of the table differs from the width of x. The columns of the table are
-            split over n devices, and the number of table rows is not a multiple of n.
-            (`row_multiple` adds rows for that.)
+            split over n devices, and the number of table rows is not a multiple of n, so the
+            devices cannot exchange columns for equal numbers of whole rows. (`row_multiple` adds
+            rows for that.)
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -191,13 +196,14 @@ def as_output_layer(x: ArrayLike, output: OutputLayer | ArrayLike, prefix: str =
     """
     x = arguments.as_floats(f"{prefix}x", x)
     if isinstance(output, OutputLayer):
-        # A function of trees may have replaced the leaves. So the layer is made again, which checks
-        # the leaves.
+        # The layer is a pytree, so `jax.tree.map` may have replaced its arrays without a check. A
+        # new layer of the same fields checks them.
         output = OutputLayer(**vars(output))
     else:
         output = OutputLayer(as_table(f"{prefix}output", output))
     width = output.table.shape[1 - output.vocab_axis]
     want = "a last axis of the width d of the table [vocab_size, d]"
+    # The width of x is the first size of the table, where a table [vocab_size, d] has the last.
     looks_transposed = x.shape[-1:] == output.table.shape[:1]
     if output.vocab_axis == 1:
         want = "a last axis of the width d of the table [d, vocab_size]"
@@ -214,9 +220,11 @@ def _logits(x: Float[Array, "... d"], output: OutputLayer) -> Float[Array, "... 
     split = layer.split
 
     def logits_of_device(layer):
+        """Computes the logits of this device's tokens for this device's table rows."""
         # If the columns of the table are split, the devices exchange parts of rows for whole rows.
         whole_rows = split.to_whole_rows(layer.table)
         row_layer = dataclasses.replace(layer, table=whole_rows)
+        # The logits come as a factor, the scale or the softcap, and an array without the factor.
         result = row_logits(row_layer)
         logits = result.factor * result.unscaled
         # The logit of padding is half of the lowest number, so that it does not overflow to -inf if
@@ -225,5 +233,7 @@ def _logits(x: Float[Array, "... d"], output: OutputLayer) -> Float[Array, "... 
         return jnp.where(result.is_inside, logits, padding_logit)
 
     logits_spec = PartitionSpec(*split.token_axes, split.vocabulary_mesh_axes)
-    compute = on_each_device(split.mesh, logits_of_device, (split.specs(),), logits_spec)
-    return compute(layer)
+    compute_on_each_device = on_each_device(
+        split.mesh, logits_of_device, in_specs=(split.specs(),), out_specs=logits_spec
+    )
+    return compute_on_each_device(layer)

@@ -12,6 +12,7 @@ from transformer_embed._src.partitioning import (
     Axes,
     check_on_mesh,
     devices_along,
+    joined_axes,
     on_every_device,
     reshard,
     typed_axes,
@@ -54,7 +55,7 @@ class OutputSplit(NamedTuple):
     @property
     def batch_mesh_axes(self) -> Axes:
         """The mesh axes along which devices have different tokens while logits are computed."""
-        return sum(self.token_axes, ())
+        return joined_axes(self.token_axes)
 
     @property
     def table_letters(self) -> str:
@@ -70,6 +71,7 @@ class OutputSplit(NamedTuple):
             x=PartitionSpec(*self.token_axes),
             table=PartitionSpec(*table_axes),
             bias=PartitionSpec(self.vocabulary_mesh_axes),
+            # These rows are None except in the step of a chunk, on one device.
             wide_rows=PartitionSpec(),
             split=self,
         )
@@ -149,11 +151,14 @@ def split_output(x: Float[Array, "... d"], output: Any) -> LayerArrays:
     check_on_mesh("x", x, row_axes, column_axes)
     is_split = any((*x_axes, row_axes, column_axes))
     mesh = jax.typeof(x).sharding.mesh if is_split else AbstractMesh((), ())
-    if output.row_count % devices_along(mesh, column_axes):
-        want = f"rows that the devices along its columns' {column_axes} divide (see row_multiple)"
+    # Devices that split the columns exchange their parts of all rows for whole rows, so each of
+    # them gets an equal number of rows.
+    device_count = devices_along(mesh, column_axes)
+    if output.row_count % device_count:
+        want = f"a multiple of {device_count} rows, as devices split the columns (see row_multiple)"
         raise arguments.value_error("table", want, f"{output.row_count} rows")
-    # No mesh axis may split both dimensions of the logits, the tokens and the rows. So the tokens
-    # are split only over those axes that do not split the table.
+    # The logits are [tokens, rows], and a mesh axis may split only one of their dimensions. All
+    # axes of the table split the rows. So the tokens are split only over the other axes.
     axes_of_table = (*row_axes, *column_axes)
     axes_of_tokens = x_axes[: x.ndim - 1]
     token_axes = []
@@ -174,4 +179,5 @@ def split_output(x: Float[Array, "... d"], output: Any) -> LayerArrays:
     if bias is not None:
         bias = reshard(on_every_device(bias), NamedSharding(mesh, specs.bias))
     x = reshard(x, NamedSharding(mesh, specs.x))
+    # `wide_rows` are made later, for the step of a chunk.
     return LayerArrays(x=x, table=table, bias=bias, wide_rows=None, split=split)

@@ -62,10 +62,12 @@ def predicted_labels(
     is_counted = is_token[..., None]
     batch = _broadcast_to_tokens(batch, is_counted, dtype)
     if loss.shift:
+        # False at tokens that predict no label of their document.
         is_counted = _without_last_tokens(loss, batch, output, is_counted)
-        # The segment ids say which labels are counted, which is known now.
+        # The segment ids are not needed any more.
         batch = batch._replace(segment_ids=None)
-        # Entry t becomes entry `t + shift`, which token t predicts.
+        # Token t predicts the label at `t + shift`. So entry t of each array becomes the old entry
+        # `t + shift`.
         take_next = along_length(next_token_values, loss.shift)
         batch = jax.tree.map(take_next, batch)
     if batch.labels is not None and output.pad_id is not None:
@@ -86,8 +88,9 @@ def _dtype_of_sums(layers: tuple[Pair, ...]) -> Any:
 def _token_data(batch: Batch, is_counted: Bool[Array, "... c"], dtype: Any) -> TokenData:
     """Makes the arrays of the predicting tokens from a batch that is shifted already.
 
-    A label that is not counted becomes -1 and gets a weight of 0. A setting that no counted label
-    needs becomes the default. `dtype` is the dtype of the weights.
+    A label that is not counted becomes -1 and gets a weight of 0. The settings are the temperature,
+    the label smoothing and the z-loss of each token. If no label of a token is counted, they become
+    the defaults. `dtype` is the dtype of the weights.
     """
     weights = batch.weights
     if weights is None:
@@ -95,8 +98,8 @@ def _token_data(batch: Batch, is_counted: Bool[Array, "... c"], dtype: Any) -> T
     weights = jnp.where(is_counted, weights, 0)
     labels = batch.labels
     if labels is not None:
-        # No table row has an id of -1. So the loss of a label that is not counted is finite, and
-        # the gradient of an infinite logit is not taken.
+        # No table row has the id -1, so the loss of the label -1 is finite, without a logit of the
+        # label. Such a logit could be infinite, and its gradient NaN.
         labels = jnp.where(is_counted, labels, -1)
     valid_settings = {}
     for name, setting in batch.settings._asdict().items():
@@ -105,7 +108,7 @@ def _token_data(batch: Batch, is_counted: Bool[Array, "... c"], dtype: Any) -> T
 
 
 def _broadcast_to_tokens(batch: Batch, is_token: Bool[Array, "... 1"], dtype: Any) -> Batch:
-    """Broadcasts the mask, the weights and the settings to all tokens, because a shift needs this.
+    """Broadcasts the mask, the weights and the settings to all tokens, so that they can be shifted.
 
     Weights and settings are converted to `dtype`, the dtype of sums, before they are broadcast. So
     the gradient of a setting, which is a sum over tokens, is computed in that dtype.
@@ -129,14 +132,16 @@ def _without_last_tokens(
 
     With a shift of k, the last k tokens of a document predict no label of the document. The labels
     of `batch` are not shifted yet, so the label of a token is the token's own id, and shows whether
-    the token is padding. Candidates are no ids of the text, so they do not show it.
+    the token is padding. But if each token has several candidate labels, these are not ids of the
+    text, so they do not show which tokens are padding.
     """
     segment_ids = batch.segment_ids
     if segment_ids is None:
         segment_ids = jnp.ones_like(is_counted, jnp.int32)
-    # True where the token that is `shift` tokens ahead has the same segment id.
-    find_same_document = along_length(has_next_token, loss.shift)
-    is_counted &= find_same_document(segment_ids)
+    # True if the token that is `shift` tokens ahead has the same segment id. `has_next_token` takes
+    # arrays [..., length], and `along_length` makes it take arrays [..., length, 1].
+    has_label_in_document = along_length(has_next_token, loss.shift)
+    is_counted &= has_label_in_document(segment_ids)
     if batch.labels is not None and not loss.of_candidates:
         is_counted &= ~_is_padding(batch.labels, output)
     return is_counted
@@ -155,7 +160,8 @@ def _valid_setting(
 ) -> Array | None:
     """Replaces the numbers of a setting that are out of range, or that no label needs.
 
-    A token has one number of the setting.
+    A setting, such as the temperature, has one number for each token. A label that is not counted
+    has a weight of 0.
 
     - If no label of the token is counted, the number becomes the default.
     - If the number is out of range and a label has a weight other than 0, the number becomes NaN.
@@ -168,6 +174,7 @@ def _valid_setting(
     has_counted_label = is_counted.any(-1, keepdims=True)
     is_in_range = IS_IN_RANGE[name]
     is_valid = has_counted_label & is_in_range(setting)
+    # If a label has a weight other than 0, the label is counted. So the number is out of range.
     becomes_nan = ~is_valid & is_used
     default = getattr(DEFAULT_SETTINGS, name)
     return nan_where(becomes_nan, jnp.where(is_valid, setting, default))

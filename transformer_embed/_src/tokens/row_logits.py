@@ -9,6 +9,9 @@ Shapes are written with these letters:
 Two kinds of table rows are never predicted. A row is outside if it holds the `pad_id`, or only pads
 the vocabulary. The logit of an outside row is a very low finite number. A row is banned if its bias
 is -inf. The logit of a banned row is -inf.
+
+Logits are held without their last factor, as `unscaled`. The factor is the scale or the softcap,
+divided by the temperature. The relative logits of a token are its logits minus its largest logit.
 """
 
 import functools
@@ -30,16 +33,17 @@ KEPT_NAME = "token_data"
 
 
 class RowLogits(NamedTuple):
-    """Holds the logits [..., rows] of tokens for the rows of a device, without a factor.
+    """Holds the logits [..., rows] of tokens for the rows of a device, as `factor * unscaled`.
 
     Args:
-        unscaled: The logits without the factor, in float32 or wider. Outside rows have the product
-            with x here, like all others.
+        unscaled: The logits without the factor, in float32 or wider. The rows of the `pad_id` and
+            beyond the vocabulary are computed like all others here.
         factor: The softcap, or the scale if there is no softcap. The logits are
             `factor * unscaled`.
         ids: The id of each row, [..., rows] with leading axes of size 1.
-        is_inside: False at outside rows, in the shape of `ids`. If no row is outside, this is the
-            Python value True, which costs no pass over the logits.
+        is_inside: False at the rows of the `pad_id` and beyond the vocabulary, in the shape of
+            `ids`. If the device has no such row, this is the Python value True, which costs no pass
+            over the logits.
     """
 
     unscaled: Array
@@ -49,7 +53,10 @@ class RowLogits(NamedTuple):
 
 
 def row_logits(layer: LayerArrays) -> RowLogits:
-    """Computes the logits of x for the whole rows of a device, from products, bias and softcap."""
+    """Computes the logits of x for the table rows of a device.
+
+    The table must have all columns of these rows. The logits are `factor * unscaled` of the result.
+    """
     split = layer.split
     x = layer.x
     table = layer.table
@@ -67,6 +74,7 @@ def row_logits(layer: LayerArrays) -> RowLogits:
     token_axes = range(x.ndim - 1)
     if bias is not None:
         bias = jnp.expand_dims(bias.astype(dtype), token_axes)
+    # The product of both is `scale * (products + bias)`, or the softcap of this.
     unscaled, factor = _biased_and_capped(split, products, bias)
     row_count = table.shape[split.vocab_axis]
     # Each device has `row_count` rows, and the ids of the rows count on from device to device.
@@ -75,7 +83,9 @@ def row_logits(layer: LayerArrays) -> RowLogits:
     ids = jnp.expand_dims(ids, token_axes)
     device_count = devices_along(split.mesh, split.vocabulary_mesh_axes)
     has_padding_rows = device_count * row_count > split.vocab_size
-    is_inside = ids < split.vocab_size if has_padding_rows else True
+    is_inside: Any = True
+    if has_padding_rows:
+        is_inside = ids < split.vocab_size
     if split.pad_id is not None:
         is_inside &= ids != split.pad_id
     return RowLogits(unscaled=unscaled, factor=factor, ids=ids, is_inside=is_inside)
@@ -87,7 +97,8 @@ def _biased_and_capped(
     """Adds the bias to the products [..., n], and applies the softcap.
 
     Returns:
-        The `unscaled` logits and the `factor` of `RowLogits`.
+        The logits without a factor, and the factor. The logits are the product of both. For
+        example, with a softcap of 30, the first is between -1 and 1, and the second is 30.
     """
     if bias is not None:
         products += bias
@@ -101,32 +112,40 @@ def _biased_and_capped(
 
 
 class ChunkLogits(NamedTuple):
-    """Holds the logits [t, v] of a chunk of tokens, which are `factor * logits`.
+    """Holds the logits [t, v] of a chunk of tokens, which are `factor * unscaled`.
 
     Args:
-        factor: The factor of the logits, a number or [t, 1].
-        logits: The logits without the factor, [t, v], with a very low number at outside rows.
-        top: The largest of each token's `logits` on all devices, [t, 1].
-        shifted: `factor * (logits - top)`, [t, v], which is -inf at banned rows.
-        total: The sum of the exponentials of `shifted` on this device, [t, 1].
-        slope, slope_factor: The derivative of `factor * logits` with respect to the products of x
-            and the rows is `slope * slope_factor`. The slope is a number or [t, v], and
-            `slope_factor` is a number or [t, 1].
+        factor: The factor of the logits, a number, or [t, 1] if there is a temperature.
+        unscaled: The logits without the factor, [t, v]. A very low number at outside rows, and -inf
+            at banned rows.
+        largest: The largest of each token's `unscaled` on all devices, [t, 1].
+        relative_logits: The logits minus the largest logit of the token,
+            `factor * (unscaled - largest)`, [t, v].
+        total: The sum of the exponentials of `relative_logits` on this device, [t, 1].
+        cap_slope: The derivative of the softcap, 1.0 or [t, v].
+        product_factor: The scale divided by the temperature, a number or [t, 1]. The derivative of
+            the logits with respect to the products of x and the rows is
+            `cap_slope * product_factor`.
         ids: The id of each row, [1, v].
         is_inside: False at outside rows, as in `RowLogits`.
         is_banned: True at banned rows, [1, v]. None if the layer has no bias.
     """
 
     factor: float | Array
-    logits: Array
-    top: Array
-    shifted: Array
+    unscaled: Array
+    largest: Array
+    relative_logits: Array
     total: Array
-    slope: float | Array
-    slope_factor: float | Array
+    cap_slope: float | Array
+    product_factor: float | Array
     ids: Array
     is_inside: Array | bool
     is_banned: Array | None
+
+    @property
+    def largest_logit(self) -> Float[Array, "t 1"]:
+        """The largest logit of each token on all devices."""
+        return self.factor * self.largest
 
     @property
     def first_id(self) -> Int32[Array, ""]:
@@ -142,33 +161,36 @@ def chunk_logits(layer: LayerArrays, temperature: Any) -> ChunkLogits:
     split = layer.split
     rows = row_logits(layer)
     factor = rows.factor
-    slope_factor = split.scale
+    # The factor of the products of x and the rows. If there is no softcap, it equals `factor`.
+    product_factor = split.scale
     if temperature is not None:
         factor = factor / temperature
-        slope_factor = slope_factor / temperature
+        product_factor = product_factor / temperature
+    # The rows of the `pad_id` and beyond the vocabulary get a very low logit.
     outside_logit = _outside_logit(rows.unscaled.dtype, factor)
-    logits = _replace_outside_logits(layer.split, rows, outside_logit)
-    top, total = _top_and_total(split, factor, logits)
+    unscaled = _replace_outside_logits(layer.split, rows, outside_logit)
+    largest, total = _largest_and_total(split, factor, unscaled)
     is_banned = None
     if layer.bias is not None:
         is_banned = layer.bias[None] == -jnp.inf
-        top, total = _finite_if_all_banned(split, top, total)
+        largest, total = _finite_if_all_banned(split, largest, total)
     # The checkpoint of a chunk keeps these two arrays. So the backward pass, which computes the
     # logits again, reads the logits only once.
-    top, total = checkpoint_name((top, total), KEPT_NAME)
-    slope = _slope_of_cap(split, rows)
-    # The difference is taken before the product. If `top` were `(factor * logits).max()`, and the
-    # shifted logits were `factor * logits - top`, XLA might round this expression only once. But
-    # `top` is rounded after the product, so the shifted logit of the largest logit would not be 0.
-    shifted = times(factor, logits - top)
+    largest, total = checkpoint_name((largest, total), KEPT_NAME)
+    cap_slope = _cap_slope(split, rows)
+    # The difference is computed before the product, so that the largest logit minus itself is 0.
+    # The other order, `factor * unscaled - factor * largest`, may give another number than 0,
+    # because XLA may compute `factor * unscaled` without rounding it, but has rounded
+    # `factor * largest`.
+    relative_logits = times(factor, unscaled - largest)
     return ChunkLogits(
         factor=factor,
-        logits=logits,
-        top=top,
-        shifted=shifted,
+        unscaled=unscaled,
+        largest=largest,
+        relative_logits=relative_logits,
         total=total,
-        slope=slope,
-        slope_factor=slope_factor,
+        cap_slope=cap_slope,
+        product_factor=product_factor,
         ids=rows.ids,
         is_inside=rows.is_inside,
         is_banned=is_banned,
@@ -176,14 +198,22 @@ def chunk_logits(layer: LayerArrays, temperature: Any) -> ChunkLogits:
 
 
 def _outside_logit(dtype: Any, factor: float | Array) -> float | Array:
-    """Returns the logit of outside rows, without the factor.
+    """Returns the logit, without the factor, of the rows of the `pad_id` and beyond the vocabulary.
 
-    The logit is so low that the probability is 0, and is finite, also times the factor. So the loss
-    of a token whose label is padding is finite, and vanishes because the weight of the token is 0.
+    The logit is so low that the probability is 0. It is finite, and so is its product with the
+    factor. So the loss of a token whose label is padding is finite, and vanishes because the weight
+    of the token is 0.
+
+    Args:
+        dtype: The dtype of the logits.
+        factor: The factor by which the result will be multiplied, a number, or [t, 1] if there is a
+            temperature.
     """
     if isinstance(factor, jax.Array):
         # The derivative with respect to the temperature divides the logit by the temperature once
-        # more. The power of two leaves room for this, so the derivative is finite too.
+        # more, and the temperature may be tiny. So the logit is 2**32 times nearer to 0 than the
+        # factor alone needs, and the derivative stays finite. Because of the bound 2**92, the logit
+        # is still -2**35 or lower in float32.
         factor_with_room = 2.0**32 * jax.lax.stop_gradient(factor)
         largest_factor = jnp.clip(factor_with_room, 1, 2.0**92)
     else:
@@ -192,8 +222,8 @@ def _outside_logit(dtype: Any, factor: float | Array) -> float | Array:
     return lowest_number / (2 * largest_factor)
 
 
-def _slope_of_cap(split: OutputSplit, rows: RowLogits) -> float | Array:
-    """Computes `slope` of `ChunkLogits`, which is 1, or the derivative of the softcap's tanh.
+def _cap_slope(split: OutputSplit, rows: RowLogits) -> float | Array:
+    """Computes the derivative of the softcap's tanh, or 1.0 if there is no softcap.
 
     The derivative is `1 - tanh**2`. At a banned row, `unscaled` is -inf and the derivative is 0.
     """
@@ -206,101 +236,108 @@ def _slope_of_cap(split: OutputSplit, rows: RowLogits) -> float | Array:
 def _replace_outside_logits(
     split: OutputSplit, rows: RowLogits, outside_logit: Any
 ) -> Float[Array, "t v"]:
-    """Returns `rows.unscaled` with `outside_logit` at outside rows.
+    """Returns `rows.unscaled` with `outside_logit` at the rows of the `pad_id` and of no id.
 
-    `split` is how the layer is split over devices. If a device has the whole vocabulary, the column
-    of an id in the logits is the id.
+    `split` is how the layer is split over devices.
     """
-    has_whole_vocabulary = split.mesh.empty and rows.unscaled.shape[-1] == split.vocab_size
-    if split.pad_id is None or not has_whole_vocabulary:
+    has_exactly_all_ids = split.mesh.empty and rows.unscaled.shape[-1] == split.vocab_size
+    if split.pad_id is None or not has_exactly_all_ids:
         return jnp.where(rows.is_inside, rows.unscaled, outside_logit)
-    # Only the column of the `pad_id` can be outside, so only this column is written.
+    # This device has a row for each id and no further rows, so column i of the logits belongs to id
+    # i. Only the column of the `pad_id` changes, which a CPU can write in place.
     pad_column = jnp.array([[split.pad_id]], jnp.int32)
     outside_like = functools.partial(jnp.full_like, fill_value=outside_logit)
     return change_column(rows.unscaled, pad_column, outside_like, is_last_change=True)
 
 
-def _top_and_total(
-    split: OutputSplit, factor: float | Array, logits: Float[Array, "t v"]
+def _largest_and_total(
+    split: OutputSplit, factor: float | Array, unscaled: Float[Array, "t v"]
 ) -> tuple[Float[Array, "t 1"], Float[Array, "t 1"]]:
-    """Computes `top` and `total` of `ChunkLogits`, the largest logit and the sum of exponentials.
+    """Computes the largest logit of each token, without the factor, and the sum of exponentials.
 
-    On a GPU, this takes one pass over the logits if it can, and otherwise two.
+    The results are `largest` and `total` of `ChunkLogits`, for the logits `factor * unscaled`. On a
+    GPU, this takes one pass over the logits if it can, and otherwise two.
     """
 
-    def in_two_passes(logits):
-        # The loss does not depend on the number that is subtracted from the logits, so the gradient
-        # of this number is left out.
-        top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+    def in_two_passes(unscaled):
+        """Finds the largest number of each token, then reads all numbers again to sum."""
+        # A loss is the same whichever number is subtracted from the logits here. So the derivatives
+        # of this number would cancel in the end, and are left out.
+        largest = jax.lax.stop_gradient(unscaled.max(-1, keepdims=True))
         # Inside a user's shard_map, jax refuses a maximum over no axes.
         if split.vocabulary_mesh_axes:
-            top = jax.lax.pmax(top, split.vocabulary_mesh_axes)
-        shifted = times(factor, logits - top)
-        total = jnp.exp(shifted).sum(-1, keepdims=True)
-        return top, total
+            largest = jax.lax.pmax(largest, split.vocabulary_mesh_axes)
+        relative_logits = times(factor, unscaled - largest)
+        total = jnp.exp(relative_logits).sum(-1, keepdims=True)
+        return largest, total
 
-    # Second derivatives differentiate this function, and inside a shard_map, jax cannot
-    # differentiate the reduction of `in_one_pass`. And `in_one_pass` needs a factor that is a
-    # number.
-    is_in_shard_map = split.vocabulary_mesh_axes or varying_axes(logits)
+    # `in_one_pass` cannot be used in two cases. Inside a shard_map, jax cannot differentiate its
+    # reduction, which second derivatives need. And with a temperature, the factor is an array, but
+    # `in_one_pass` takes a number.
+    is_in_shard_map = split.vocabulary_mesh_axes or varying_axes(unscaled)
     if is_in_shard_map or isinstance(factor, jax.Array):
-        return in_two_passes(logits)
+        return in_two_passes(unscaled)
     one_pass = functools.partial(in_one_pass, factor)
-    return jax.lax.platform_dependent(logits, cuda=one_pass, default=in_two_passes)
+    return jax.lax.platform_dependent(unscaled, cuda=one_pass, default=in_two_passes)
 
 
 def _finite_if_all_banned(
-    split: OutputSplit, top: Float[Array, "t 1"], total: Float[Array, "t 1"]
+    split: OutputSplit, largest: Float[Array, "t 1"], total: Float[Array, "t 1"]
 ) -> tuple[Float[Array, "t 1"], Float[Array, "t 1"]]:
-    """Changes `top` and `total` of tokens whose logits are all -inf, because all rows are banned.
+    """Returns a finite `largest`, and a `total` of 1, for tokens whose rows are all banned.
 
-    For these, a CPU would subtract infinity from infinity. With a finite top and a total of 1, each
-    loss is infinite on all platforms, and the gradients are finite.
+    All logits of such a token are -inf, and so is the largest, so a CPU would subtract infinity
+    from infinity. With a finite largest logit and a total of 1 over all devices, the loss is
+    infinite on all platforms, and the gradients are finite. Other tokens keep their numbers.
     """
-    lowest = jnp.finfo(top.dtype).min
-    is_all_banned = top <= lowest
-    finite_top = jnp.maximum(top, lowest)
+    lowest = jnp.finfo(largest.dtype).min
+    is_all_banned = largest <= lowest
+    finite_largest = jnp.maximum(largest, lowest)
     # The totals of the devices will be added, so each device gets a share of 1.
     device_count = devices_along(split.mesh, split.vocabulary_mesh_axes)
     total_of_device = 1 / device_count
-    return finite_top, jnp.where(is_all_banned, total_of_device, total)
+    return finite_largest, jnp.where(is_all_banned, total_of_device, total)
 
 
 def in_one_pass(
-    factor: float, logits: Float[Array, "t v"]
+    factor: float, unscaled: Float[Array, "t v"]
 ) -> tuple[Float[Array, "t 1"], Float[Array, "t 1"]]:
-    """Computes the largest logit of each token, and the sum of `exp(factor * (logits - largest))`.
+    """Finds the largest number of each token, and sums `exp(factor * (unscaled - largest))`.
 
     On a GPU, the time is the time to read the logits. This function reads the logits once, but a
     function that finds the largest logit first would read them twice.
-    """
-    lowest = jnp.finfo(logits.dtype).min
 
-    # A part is some of a token's logits. It is held as (top, total): the largest of these logits,
-    # and the sum of `exp(factor * (logit - top))` over them.
+    For example, the numbers 1 2 4 with the factor 1 give 4 and exp(-3) + exp(-2) + 1.
+    """
+    lowest = jnp.finfo(unscaled.dtype).min
+
+    # A part is some of a token's numbers. It is held as (largest, total): the largest of these
+    # numbers, and the sum of `exp(factor * (number - largest))` over them.
     def join(left, right):
-        """Joins two parts. The total of the part with the lower top is scaled to the higher top."""
-        left_top, left_total = left
-        right_top, right_total = right
-        is_left_higher = left_top > right_top
+        """Joins two parts to one, which has the larger of both largest numbers."""
+        left_largest, left_total = left
+        right_largest, right_total = right
+        is_left_higher = left_largest > right_largest
         total_of_higher = jnp.where(is_left_higher, left_total, right_total)
         total_of_lower = jnp.where(is_left_higher, right_total, left_total)
-        # The tops are selected by the same condition as the totals. If a maximum selected the tops,
-        # and the tops were equal, jax would take half of the derivative from each part.
-        higher_top = jnp.where(is_left_higher, left_top, right_top)
-        lower_top = jnp.where(is_left_higher, right_top, left_top)
-        ratio = jnp.exp(factor * (lower_top - higher_top))
-        return higher_top, total_of_higher + ratio * total_of_lower
+        # `jnp.maximum` would find the same number. But if both numbers are equal, jax takes half of
+        # its derivative from each part, whereas the totals are taken from one part.
+        higher = jnp.where(is_left_higher, left_largest, right_largest)
+        lower = jnp.where(is_left_higher, right_largest, left_largest)
+        # The exponentials of the other part were relative to `lower`, and become relative to
+        # `higher`.
+        ratio = jnp.exp(factor * (lower - higher))
+        return higher, total_of_higher + ratio * total_of_lower
 
-    # The logits of banned rows become finite, because the difference of two infinities is NaN.
-    logits = jnp.clip(logits, lowest, -lowest)
-    # A part of one logit has the total 1. The ones are computed from the logits, because jax
-    # differentiates a reduction only if every operand has a derivative.
-    totals = 1 + 0 * logits
+    # The numbers of banned rows become finite, because the difference of two infinities is NaN.
+    unscaled = jnp.clip(unscaled, lowest, -lowest)
+    # Each number is a part of its own, whose total is exp(0) = 1. The ones are computed from the
+    # numbers, because jax differentiates a reduction only if every operand has a derivative.
+    totals = 1 + 0 * unscaled
     # An empty part, which the reduction begins with.
-    initial_top, initial_total = np.array([lowest, 0], logits.dtype)
-    top, total = jax.lax.reduce((logits, totals), (initial_top, initial_total), join, (1,))
-    return top[:, None], total[:, None]
+    empty_part = np.array([lowest, 0], unscaled.dtype)
+    largest, total = jax.lax.reduce((unscaled, totals), tuple(empty_part), join, (1,))
+    return largest[:, None], total[:, None]
 
 
 def times(factor: float | Array, logits: Float[Array, "t n"]) -> Float[Array, "t n"]:
@@ -316,12 +353,13 @@ def times(factor: float | Array, logits: Float[Array, "t n"]) -> Float[Array, "t
 
 
 def values_in_columns(
-    columns: Int32[Array, "t c"], values: Float[Array, "t v"], shift: float | Array = 0.0
+    columns: Int32[Array, "t c"], values: Float[Array, "t v"], subtracted: float | Array = 0.0
 ) -> Float[Array, "t c"]:
-    """Returns `values[i, columns[i, j]] - shift[i]` for token i, and 0 for a column out of range.
+    """Returns `values[i, columns[i, j]] - subtracted[i]` for token i, and 0 for no such column.
 
-    A column is out of range if another device holds it, so a sum over the devices is the value.
-    For example, the values 5 6 7 of a token, with the columns 2 -1, give 7 0.
+    If the vocabulary is split, a column that another device holds is out of range here, and gives
+    0. So the sum over the devices is the value. For example, the values 5 6 7 of a token, with the
+    columns 2 -1, give 7 0.
     """
     last = values.shape[1] - 1
     index = jnp.clip(columns, 0, last)
@@ -330,12 +368,14 @@ def values_in_columns(
     is_unique = columns.shape[1] == 1
 
     def read(row, row_index):
+        """Reads the values of one token in some columns."""
         return row.at[row_index].get(mode="promise_in_bounds", unique_indices=is_unique)
 
-    # The tokens are an axis of `vmap` and not an index, because a mesh may split them.
+    # `vmap` runs over the tokens, so that no index counts them. If a mesh splits the tokens, such
+    # an index would reach over the parts of all devices.
     read_values = jax.vmap(read)(values, index)
     is_on_this_device = (columns >= 0) & (columns <= last)
-    return jnp.where(is_on_this_device, read_values - shift, 0)
+    return jnp.where(is_on_this_device, read_values - subtracted, 0)
 
 
 def columns_of_labels(chunk: ChunkLogits, labels: Int32[Array, "t c"]) -> Int32[Array, "t c"]:
@@ -351,10 +391,10 @@ class TokenSums(NamedTuple):
     """Holds the sums of each token over the whole vocabulary, which are equal on all devices.
 
     Args:
-        total: [t, 1], the sum of the exponentials of the shifted logits.
-        label_logit: [t, c], the shifted logit of each label. (It is a sum because the device that
+        total: [t, 1], the sum of the exponentials of the relative logits.
+        label_logit: [t, c], the relative logit of each label. (It is a sum because the device that
             holds the label has its logit, and the other devices have 0.)
-        mean_logit: [t, 1], the mean of the shifted logits over the rows that may be predicted. It
+        mean_logit: [t, 1], the mean of the relative logits over the rows that may be predicted. It
             is None if labels are not smoothed.
     """
 
@@ -378,27 +418,31 @@ def token_sums(
         row_shares: The weight of each row in the mean logit, [1, v], which is 0 if the row is never
             predicted. None if labels are not smoothed, because only smoothing needs the mean.
     """
-    # Both functions compute the shifted logit of each label, from different arrays.
-    label_from_shifted = functools.partial(values_in_columns, columns, chunk.shifted)
+    # Two functions compute the relative logit of each label, [t, c]. One reads it from the relative
+    # logits, and the other computes it from the unscaled logit of the label.
+    read_label_logit = functools.partial(values_in_columns, columns, chunk.relative_logits)
 
-    def label_from_logits():
-        return times(chunk.factor, values_in_columns(columns, chunk.logits, chunk.top))
+    def compute_label_logit():
+        """Computes `factor * (unscaled - largest)` for the labels alone."""
+        differences = values_in_columns(columns, chunk.unscaled, subtracted=chunk.largest)
+        return times(chunk.factor, differences)
 
     mean_logit = None
     if row_shares is not None:
-        finite = chunk.shifted
+        finite = chunk.relative_logits
         if chunk.is_banned is not None:
             finite = jnp.where(chunk.is_banned, 0, finite)
         mean_logit = (finite * row_shares).sum(-1, keepdims=True)
-        # The mean needs the shifted logits anyway, so the label's logit is read from them. If it
-        # were read from `logits`, both arrays would have to be kept.
-        label_logit = label_from_shifted()
+        # The mean needs the relative logits anyway, so the label's logit is read from them. If it
+        # were computed from `unscaled`, both arrays would have to be kept.
+        label_logit = read_label_logit()
     elif isinstance(chunk.factor, jax.Array):
-        label_logit = label_from_logits()
+        # With a temperature, each token has its own factor. Then all platforms compute the logit.
+        label_logit = compute_label_logit()
     else:
-        # A CPU would write all shifted logits only to read a few. A TPU takes less time to write
-        # the shifted logits than to compute the exponentials again.
-        label_logit = jax.lax.platform_dependent(cpu=label_from_logits, default=label_from_shifted)
+        # A CPU would write all relative logits to memory only to read the few of the labels. A TPU
+        # writes them in less time than it would take to compute their exponentials again.
+        label_logit = jax.lax.platform_dependent(cpu=compute_label_logit, default=read_label_logit)
     on_this_device = TokenSums(total=chunk.total, label_logit=label_logit, mean_logit=mean_logit)
     # A single all-reduce adds the three arrays over devices.
     return jax.lax.psum(on_this_device, split.vocabulary_mesh_axes)
