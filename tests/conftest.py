@@ -10,6 +10,7 @@ JAX_DISABLE_MOST_OPTIMIZATIONS=0.
 Compiled programs are kept in .jax_cache, so that the next run compiles only what changed.
 """
 
+import collections
 import gc
 import importlib.metadata
 import os
@@ -65,6 +66,7 @@ def pytest_addoption(parser):
         default=cases.CHOICE,
         help="which cases of long lists to run: few (the same in each run), a number (others), all",
     )
+    parser.addoption("--first", type=int, help="how many cases of each test function to run (all)")
     parser.addoption(
         "--draws", help="how many draws of each space to run (2000), or which of them (500:1000)"
     )
@@ -117,15 +119,33 @@ def pytest_runtest_setup(item):
         pytest.skip("needs a GPU")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Marks what only its own command runs as slow.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config, items):
+    """Marks what only its own command runs as slow, and keeps the first cases of each function.
 
     `-m "not slow"` replaces the expression in pyproject.toml, and must leave out the same tests.
     """
     for item in items:
         if {"documentation", "gate", "gpu"} & {mark.name for mark in item.iter_markers()}:
             item.add_marker("slow")
+    # Here, pytest leaves out the tests of other marks.
+    result = yield
+    most_cases = config.getoption("first")
+    if most_cases is not None:
+        items[:] = first_cases(items, most_cases)
+    return result
+
+
+def first_cases(items, most_cases):
+    """Returns the tests without those cases of a function that come after `most_cases` others."""
+    counts = collections.Counter()
+    kept = []
+    for item in items:
+        function, _, _ = item.nodeid.partition("[")
+        counts[function] += 1
+        if counts[function] <= most_cases:
+            kept.append(item)
+    return kept
 
 
 def pytest_collection_finish():
