@@ -29,10 +29,13 @@ def gallery():
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_trains_and_is_evaluated(name):
+def test_a_program_trains_and_is_evaluated(name, monkeypatch):
     program, layers = importlib.import_module(name), importlib.import_module("layers")
+    # A few of the held-out numbers show that the evaluation runs.
+    numbers = importlib.import_module("number_words")
+    monkeypatch.setattr(numbers, "HELD_OUT", numbers.HELD_OUT[:64])
     next_batch = importlib.import_module(name.removesuffix("_plain")).next_batch
-    params, losses, _ = layers.run(*program.setup(20), next_batch=next_batch, steps=12)
+    params, losses, _ = layers.run(*program.setup(20), next_batch=next_batch, steps=6)
     assert np.isfinite(losses).all()
     assert np.isfinite(program.held_out(params))
     assert len((GALLERY / f"{name}.py").read_text(encoding="utf-8").splitlines()) <= MOST_LINES
