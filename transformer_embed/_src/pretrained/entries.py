@@ -71,15 +71,15 @@ class Entry(NamedTuple):
         is_loud: Whether the entry is refused by a model type that does not read it.
         is_harmless: Whether the entry changes no embeddings. Such an entry has its default even if
             config.json does not name the model type.
-        within: The name of another entry. A model type that does not read the other entry may
-            ignore this one. If empty, there is no such entry.
+        only_with: The name of another entry, such as "sliding_window". A model type that does not
+            read the other entry may ignore this one. If empty, there is no such entry.
     """
 
     check: Check
     default: Any = None
     is_loud: bool = False
     is_harmless: bool = False
-    within: str = ""
+    only_with: str = ""
 
 
 ENTRIES: dict[str, Entry] = {
@@ -131,9 +131,9 @@ ENTRIES: dict[str, Entry] = {
     "rope_interleave": Entry(arguments.flag, default=True, is_loud=True),
     "mrope_section": Entry(_sections, is_loud=True),
     # Rotations of layers with a window, which concern no model without windows.
-    "rope_local_base_freq": Entry(arguments.positive, is_loud=True, within="sliding_window"),
-    "sliding_rotary_factor": Entry(arguments.positive, is_loud=True, within="sliding_window"),
-    "sliding_rope_scaling": Entry(_unchecked, is_loud=True, within="sliding_window"),
+    "rope_local_base_freq": Entry(arguments.positive, is_loud=True, only_with="sliding_window"),
+    "sliding_rotary_factor": Entry(arguments.positive, is_loud=True, only_with="sliding_window"),
+    "sliding_rope_scaling": Entry(_unchecked, is_loud=True, only_with="sliding_window"),
     # The rotation of layers that see averages of tokens.
     "compress_rope_theta": Entry(arguments.positive, is_loud=True),
     # Rotations of single layers.

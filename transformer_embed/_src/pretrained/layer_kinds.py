@@ -18,7 +18,7 @@ from transformer_embed._src.pretrained.model_type import (
     INDEXED,
     LINEAR,
     SLIDING,
-    WINDOWLESS,
+    SLIDING_OR_ALL,
     ModelType,
 )
 
@@ -125,7 +125,7 @@ def _rule_for(model_type: ModelType, values: Options) -> Rule:
         return _every_other_from_3
     has_windows = has_window(values)
     # If EXAONE 4 has no window, all of its layers are full, so its pattern has no meaning.
-    pattern_has_meaning = has_windows or model_type.rotates != WINDOWLESS
+    pattern_has_meaning = has_windows or model_type.rotates != SLIDING_OR_ALL
     if values["sliding_window_pattern"] and pattern_has_meaning:
         return _every_nth
     # In Llama 4, the layers that rotate have chunks. In SmolLM 3, the layers that rotate have full

@@ -27,8 +27,9 @@ HEADS = (
 # The tensor of the output bias of BART and similar models, [1, vocab_size]. It has no module.
 LOGITS_BIAS = "final_logits_bias"
 
-# For each parameter: the field of `ModelType` that has the modules of its part, and the names that
-# its tensor may have, with {} for such a module. In older files of BERT, a norm has gamma and beta.
+# For each parameter: the field of `ModelType` that has the parameter's modules, and the names that
+# the parameter's tensor may have, with {} for a module. For example, with the module "ln", the name
+# "{}.weight" is "ln.weight". In older files of BERT, a norm has gamma and beta.
 TENSORS = {
     TOKENS: ("tokens", "{}.weight"),
     POSITIONS: ("positions", "{}.weight"),
@@ -44,8 +45,9 @@ TENSORS = {
     OUTPUT_TABLE: ("head", "{}.weight"),
     OUTPUT_BIAS: ("head", "{}.bias " + LOGITS_BIAS),
 }
-# The entries that all types with a part read, by the field of `ModelType` that says the part; and
-# the entries that are read wherever another entry is read, by that entry.
+# The entries that come with a field of `ModelType`, or with another entry. For example, each type
+# whose field `positions` is not empty reads "max_position_embeddings", and each type that has
+# "attn_scale" in its field `entries` also reads "floor_scale".
 READS = {
     "tokens": "vocab_size hidden_size tie_word_embeddings num_hidden_layers layer_types "
     "per_layer_config is_causal",

@@ -20,7 +20,7 @@ from transformer_embed._src.pretrained.model_type import (
     COMPRESSED_SPARSE,
     FULL,
     SLIDING,
-    WINDOWLESS,
+    SLIDING_OR_ALL,
     ModelType,
 )
 
@@ -201,7 +201,7 @@ def _rotates(model_type: ModelType, values: Options, index: int, kind: str) -> b
 def _rotates_with_full_attention(model_type: ModelType, values: Options, index: int) -> bool:
     """Returns whether a full-attention layer rotates in a model whose sliding layers rotate."""
     # EXAONE 4 rotates in all layers if it has no window.
-    if model_type.rotates == WINDOWLESS:
+    if model_type.rotates == SLIDING_OR_ALL:
         return values["sliding_window"] is None
     # In Cohere 2's MoE, a full-attention layer rotates if its MLP is dense. If config.json has no
     # list of the MLPs, the first layers are dense, and an entry says how many.

@@ -17,8 +17,8 @@ from transformer_embed._src.pretrained.model_type import (
     MULTIPLIER_OR_HEAD_DIM,
     QUERY_SCALAR,
     SLIDING,
+    SLIDING_OR_ALL,
     UNSCALED,
-    WINDOWLESS,
     ModelType,
 )
 
@@ -302,9 +302,11 @@ LLAMA_TYPES = {
         tie_word_embeddings=True,
     ),
     # EXAONE 4 rotates in sliding layers, or in all layers if there is no window.
-    "exaone4": LLAMA.but(rotates=WINDOWLESS, sliding_window=4096, sliding_window_pattern=4),
-    "exaone4_5_text": LLAMA.but(rotates=WINDOWLESS, sliding_window=4096, sliding_window_pattern=4),
-    "exaone_moe": LLAMA.but(rotates=WINDOWLESS, sliding_window=4096, sliding_window_pattern=4),
+    "exaone4": LLAMA.but(rotates=SLIDING_OR_ALL, sliding_window=4096, sliding_window_pattern=4),
+    "exaone4_5_text": LLAMA.but(
+        rotates=SLIDING_OR_ALL, sliding_window=4096, sliding_window_pattern=4
+    ),
+    "exaone_moe": LLAMA.but(rotates=SLIDING_OR_ALL, sliding_window=4096, sliding_window_pattern=4),
     "afmoe": LLAMA.but(
         scale="mup_enabled", rotates=SLIDING, sliding_window=1024, sliding_window_pattern=4
     ),
