@@ -34,7 +34,7 @@ from transformer_embed._src.pretrained.published import Published
 from transformer_embed._src.pretrained.recognition import (
     find_layer_tensors,
     number_of_layers,
-    tensors_beside_head,
+    tensors_beside_text_model,
 )
 
 
@@ -47,18 +47,20 @@ def describe_published(published: Published) -> PretrainedInput:
     tensors = published.tensors
     values = entry_values(published)
     is_tied = values["tie_word_embeddings"]
-    layer_tensors = find_layer_tensors(published, is_tied=is_tied is True)
-    # An outer model of an unknown type may compute its logits with these tensors.
-    names_beside_head = tensors_beside_head(published, layer_tensors)
+    layer_tensors = find_layer_tensors(published, is_tied=is_tied)
+    # If a model of an unknown type is around the text model, it may compute its logits with tensors
+    # of its own. Otherwise this list is empty.
+    outer_tensors = tensors_beside_text_model(published, layer_tensors)
     # The name of each parameter's tensor, by the parameter's path.
     names = layer_tensors.names
-    # A tied output layer may be stored as a copy of the token table, which is not read twice. As in
-    # transformers, tables that differ are not tied, whatever config.json says.
-    may_be_copy = is_tied and OUTPUT_TABLE in names
-    if may_be_copy and tensors.are_equal(names[OUTPUT_TABLE], names[TOKENS]):
+    # A tied model may store a copy of its table for the output layer. The copy is not read. If the
+    # two tables differ, they are not tied, whatever config.json says. This is as in transformers.
+    has_two_tables = OUTPUT_TABLE in names
+    if is_tied and has_two_tables and tensors.are_equal(names[OUTPUT_TABLE], names[TOKENS]):
         del names[OUTPUT_TABLE]
     shapes = {path: _as_matrix(tensors.entry(name).shape) for path, name in names.items()}
-    # How the names of the numbered layers begin, such as "model.decoder".
+    # How the names of the numbered layers begin, such as "model.", or "model.decoder" for the
+    # decoder of an encoder-decoder model.
     prefix_of_layers = layer_tensors.prefix
     if published.model_type.has_stacks:
         prefix_of_layers += published.stack
@@ -68,9 +70,9 @@ def describe_published(published: Published) -> PretrainedInput:
     pretrained = call_with_named_errors(
         f"settings and {published.where}", _describe, published, values, shapes, dtype, layer_count
     )
-    if names_beside_head and pretrained.config.output is not None:
+    if outer_tensors and pretrained.config.output is not None:
         config = dataclasses.replace(pretrained.config, output=None)
-        reason = f"{published.outer_type} may compute its logits by {names_beside_head[0]} too"
+        reason = f"{published.outer_type} may compute its logits by {outer_tensors[0]} too"
         pretrained = pretrained._replace(config=config, no_output=reason)
     if pretrained.config.output is None:
         # The tensors of an output layer that cannot be described are not read.

@@ -349,6 +349,14 @@ def _first_name_in(
     return None
 
 
+def ends_with_parts(name: str, end: str) -> bool:
+    """Returns whether a tensor's name ends with whole parts, which dots separate.
+
+    "model.wte.weight" and "wte.weight" end with "wte.weight", but "model.my_wte.weight" does not.
+    """
+    return f".{name}".endswith(f".{end}")
+
+
 def outer_prefixes(prefix: str) -> list[str]:
     """Returns a prefix and the shorter ones: ["a.b.", "a.", ""] for "a.b."."""
     prefixes = [prefix]
