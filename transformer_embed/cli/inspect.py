@@ -87,7 +87,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _read(args: argparse.Namespace) -> pretrained.PretrainedInput:
-    """Returns the input layer of the checkpoint or the config.json that the arguments name."""
+    """Returns the input layer of the checkpoint or the config.json that the arguments name.
+
+    The options of the command, such as --stack, are passed on to `load_embedder` or `load_config`.
+    """
     settings = {}
     if args.settings is not None:
         settings = _read_settings(pathlib.Path(args.settings).expanduser())
@@ -156,7 +159,7 @@ def _code_for(value: Any) -> str:
 
     Fields of a config that have their defaults are left out.
     """
-    # The repr of a dtype, "dtype('float32')", would need numpy. Its name does as well.
+    # The repr of a dtype, "dtype('float32')", would need numpy. The name, "float32", needs nothing.
     if isinstance(value, np.dtype):
         return repr(value.name)
     if not dataclasses.is_dataclass(value):

@@ -107,7 +107,8 @@ class TrainedModel(NamedTuple):
 def train(text: bytes, positions: str, *, steps: int, seed: int) -> TrainedModel:
     """Trains on a text except its end, and scores the model on the end.
 
-    Equal arguments give equal results on one machine.
+    The model is trained and scored on windows: runs of bytes of one length, as `_windows` makes
+    them. Equal arguments give equal results on one machine.
     """
     training_ids, held_out_ids = split(text)
     mesh = Mesh(jax.devices(), ("data",))
@@ -118,7 +119,7 @@ def train(text: bytes, positions: str, *, steps: int, seed: int) -> TrainedModel
     # There are learned positions only up to the length of the training texts.
     lengths = LENGTHS[:1] if positions == "learned" else LENGTHS
     scores = []
-    with _bar(len(lengths), f"{positions}, scoring", "length", 1) as bar:
+    with _bar(len(lengths), f"{positions}, scoring", unit="length", size=1) as bar:
         for length in lengths:
             loss_of_windows = functools.partial(compiled_loss, params)
             scores.append(_score(loss_of_windows, held_out_ids, over_devices, length))
@@ -218,8 +219,9 @@ def _score(
     windows_per_device = EVALUATION_TOKENS // length
     batch_size = windows_per_device * over_devices.num_devices
     batch_count = math.ceil(len(windows) / batch_size)
-    # All batches have one shape, so `loss_of_windows` compiles once. The last batch is filled up
-    # with the first windows, and the second scores of these windows are left out.
+    # All batches have one shape, so `loss_of_windows` compiles once. To fill the last batch,
+    # `np.resize` starts again from the first window. The scores of these repeated windows come
+    # last, and are left out below.
     batches = np.resize(windows, (batch_count, batch_size, length + 1))
     scores_of_batches = []
     for batch in batches:

@@ -101,7 +101,8 @@ def run(args: argparse.Namespace) -> None:
             # A progress bar is for a terminal. Elsewhere a line says what takes so long.
             print(f"{name}: training for {args.steps} steps", file=sys.stderr, flush=True)
         trained = language_model.train(source.text, name, steps=args.steps, seed=args.seed)
-        # The first model is written before the others are trained, which takes as long again.
+        # The first model is written before the others are trained, so that it is in the file even
+        # if a later training is stopped.
         if out and name == args.positions[0]:
             pretrained.save_embedder(out, language_model.config(name), trained.params)
         scores = [f"{score:.2f}" for score in trained.bits_per_byte]

@@ -86,19 +86,19 @@ class ModelType(NamedTuple):
             If empty, layers have no extra input.
         may_lack: Which parameters may have no tensor in a file, as the ends of their paths, such as
             "layer_norm/offset". If there are several, spaces are between them.
-        start: The position of the first token, a number or the name of an entry. If `start` is the
-            name of an entry, the entry has the id of padding, and the first position is this id +
-            1. Padding has the position before the first one. If the id of padding is not known,
-            padding is counted like tokens.
+        start: The position of the first token, as a number. Or the name of the config.json entry
+            that has the id of padding: then the position of the first token is this id + 1. Padding
+            has the position before the first one. If the id of padding is not known, padding is
+            counted like tokens.
         sinusoids: The scheme of sinusoidal positions. Its fields `start` and `pad_id` are filled in
             later, because they differ between models: the field `start` above says the first
             position, and config.json says the id of padding. If None, the model has no sinusoidal
             positions.
         scale: The scale of the token vectors: True for the square root of their width, False for 1,
-            a number, or the name of the entry of config.json that has the scale.
-        rotary: The layout of rotary embeddings, as `apply_rotary` takes it, or the name of the
-            entry that says whether pairs of channels are interleaved. If empty, no layer has rotary
-            embeddings.
+            a number, or the name of the config.json entry that has the scale.
+        rotary: The layout of rotary embeddings, as `apply_rotary` takes it. Or the name of the
+            config.json entry that says whether pairs of channels are interleaved. If empty, no
+            layer has rotary embeddings.
         kinds: The kinds of the layers: one kind for all layers, or two kinds, such as
             ("sliding_attention", "full_attention"). If config.json lists the kind of each layer,
             the list is used instead. Otherwise, entries of config.json, with `phase`, say which
@@ -140,9 +140,9 @@ class ModelType(NamedTuple):
             defaults are used. For several entries, spaces are between the names.
         no_effect: Entries that change nothing in models of this type, although they have an effect
             in other types. For several entries, spaces are between the names.
-        aliases: One entry, and the names that only files of this type have for it, such as
-            "logit_scale: lm_head_multiplier logits_scaling". If config.json has several names of
-            the entry, these names go first.
+        aliases: One entry of config.json, and the other names that only files of this model type
+            have for it, such as "logit_scale: lm_head_multiplier logits_scaling". If config.json
+            has several names of the entry, these names go first. If empty, there are no such names.
         head: The modules that may be the output layer. The first module that is in the file counts.
         has_conv1d: Whether the weights of linear layers are stored as [in, out], as in GPT-2.
         no_output: Why an `OutputConfig` cannot describe the output layer of this type. If empty, an

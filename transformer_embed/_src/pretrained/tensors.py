@@ -123,6 +123,7 @@ class Tensors(NamedTuple):
             want = f"a tensor {name}, which {self.path.name} says is there"
             raise arguments.value_error(file, want, listed(entries))
         if 0 in entry.shape:
+            # DeepSpeed's ZeRO stage 3 splits each parameter, and may save an empty tensor for it.
             got = f"{entry}, as ZeRO-3 leaves it: gather the model by its zero_to_fp32.py"
             raise arguments.value_error(f"{self.path}: {name}", "a whole tensor", got)
         return entry
@@ -178,16 +179,18 @@ class Tensors(NamedTuple):
         row_count, width = _as_matrix(entry.shape)
         first_row, end_row, _ = rows.indices(row_count)
         row_bytes = width * dtype.itemsize
+        # The bytes of the rows that are read, as if these rows were a tensor of their own.
         entry_of_rows = entry._replace(
             start=entry.start + first_row * row_bytes, stop=entry.start + end_row * row_bytes
         )
-        # Each piece has whole rows.
-        rows_of_piece = max(1, PIECE_BYTES // row_bytes)
+        # Each piece has whole rows, and at least one.
+        rows_in_piece = max(1, PIECE_BYTES // row_bytes)
+        piece_bytes = rows_in_piece * row_bytes
         first = 0
-        for piece in pieces(entry_of_rows, rows_of_piece * row_bytes):
-            whole_rows = np.frombuffer(piece, dtype).reshape(-1, width)
-            end = first + len(whole_rows)
-            array[first:end] = whole_rows[:, columns]
+        for piece in pieces(entry_of_rows, piece_bytes):
+            rows_of_piece = np.frombuffer(piece, dtype).reshape(-1, width)
+            end = first + len(rows_of_piece)
+            array[first:end] = rows_of_piece[:, columns]
             first = end
 
     def listed(self) -> str:
@@ -267,7 +270,10 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
 
 
 def _file_in_folder(folder: pathlib.Path) -> pathlib.Path:
-    """Returns the usual file of a folder, or raises an error that says what to do with others."""
+    """Returns the safetensors file of a folder, or else the index file of its shards.
+
+    If the folder has neither, the error says what to do with a file of another format.
+    """
     names = [name for name in (WHOLE, INDEX) if (folder / name).exists()]
     if not names:
         files_below = itertools.islice(folder.rglob("*"), MOST_FILES)
@@ -331,7 +337,9 @@ def _header(path: pathlib.Path) -> Header:
     for other_name, stored_name in metadata.items():
         if stored_name in entries:
             entries_of_other_names[other_name] = entries[stored_name]
-    return Header(entries=entries_of_other_names | entries, metadata=metadata)
+    # If a name has an entry of its own in the header, this entry is used.
+    all_entries = {**entries_of_other_names, **entries}
+    return Header(entries=all_entries, metadata=metadata)
 
 
 def _advice_for_damaged(path: pathlib.Path) -> str:
