@@ -30,9 +30,9 @@ class ReadEntries(NamedTuple):
 def entry_values(published: Published) -> dict[str, Any]:
     """Returns the checked value of each entry in `ENTRIES`, by name, and three more values.
 
-    Settings go before config.json, and config.json before defaults. The value is None if an entry
-    is left out and has no default. The three more are the "length" of the longest text, the "stack"
-    that is read, and "attention", a dict of the entries that are about attention.
+    Settings override config.json, and config.json overrides defaults. If an entry is left out and
+    has no default, the value is None. The three more values are the "length" of the longest text,
+    the "stack" that is read, and "attention", a dict of the entries that are about attention.
 
     Raises:
         ValueError: an entry is wrong, missing, or refused; settings have an entry that is not read.
@@ -96,7 +96,7 @@ def read_entries(model_type: ModelType, entries: Options) -> ReadEntries:
     for entry, names in names_of_entries.items():
         values_of_names = [unread.pop(name) for name in names if name in unread]
         if values_of_names:
-            # The value under the first name counts, unless it is null and another name has a value.
+            # The first value that is not null is used. If all are null, the result is None.
             values[entry] = next((value for value in values_of_names if value is not None), None)
     if model_type.rotary:
         # The checks below are for entries at the top level of config.json. So the objects of

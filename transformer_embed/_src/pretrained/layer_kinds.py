@@ -146,7 +146,7 @@ def _rule_for(model_type: ModelType, values: Options) -> Rule:
 def _listed_indices(model_type: ModelType, values: Options) -> Any:
     """Returns the indices of layers that config.json lists, or None if it lists none.
 
-    If config.json says null, the type's default counts, which is an empty list for Bamba.
+    If config.json says null, the type's default is used, which is an empty list for Bamba.
     """
     indices = values["attn_layer_indices"]
     return model_type.default("attn_layer_indices") if indices is None else indices

@@ -69,7 +69,7 @@ class ModelType(NamedTuple):
     Args:
         name: The type, as config.json's `model_type` names it.
         tokens: The module of the token table. If the string has several modules, the first module
-            that is in the file counts.
+            that is in the file is used.
         positions: The module of the table of learned positions, or several modules, as in `tokens`.
             If empty, the model has no table of positions.
         token_types: The module of the table of token types, or several modules, as in `tokens`. If
@@ -142,8 +142,10 @@ class ModelType(NamedTuple):
             in other types. For several entries, spaces are between the names.
         aliases: One entry of config.json, and the other names that only files of this model type
             have for it, such as "logit_scale: lm_head_multiplier logits_scaling". If config.json
-            has several names of the entry, these names go first. If empty, there are no such names.
-        head: The modules that may be the output layer. The first module that is in the file counts.
+            has several names of the entry, the first of these names is used. If empty, there are no
+            such names.
+        head: The modules that may be the output layer. The first module that is in the file is
+            used.
         has_conv1d: Whether the weights of linear layers are stored as [in, out], as in GPT-2.
         no_output: Why an `OutputConfig` cannot describe the output layer of this type. If empty, an
             `OutputConfig` describes it.

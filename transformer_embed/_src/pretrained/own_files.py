@@ -94,7 +94,7 @@ def check_described(found: PretrainedInput) -> None:
 def _check_layer(name: str, layer: Layer) -> None:
     """Raises an error if a field of a layer is not valid for the function that will get it.
 
-    `name` is the layer's place in the description, such as "layers[0]", for errors.
+    `name` is the name of the layer for errors, such as "layers[0]".
     """
     arguments.instance(f"{name}.type", layer.type, str, "a kind of layers")
     for field in ("rotary", "mask", "query_scale", "attention"):

@@ -91,8 +91,8 @@ def open_published(
         arguments.check_left_out("stack", stack, f"{model_type.name} has one stack")
     if part is None and outer_type is not None and not is_known_outer_type(outer_type):
         message = (
-            f"{path}: the model type {outer_type!r} is not known, so what was read is its "
-            f"text_config, a model {model_type.name} (part='text_config' says that this is meant)"
+            f"{path}: the model type {outer_type!r} is not known, so only its text_config was "
+            f"read, a model {model_type.name} (if this is what you want: part='text_config')"
         )
         # The warning shows the line that called load_embedder or load_config.
         warnings.warn(message, stacklevel=3)

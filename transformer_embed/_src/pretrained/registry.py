@@ -51,7 +51,8 @@ OTHERS_AROUND = (
 def is_known_outer_type(type_name: str) -> bool:
     """Returns whether a type of models around a text model is known.
 
-    A config.json without a type has the name "None", which counts as known.
+    If the model around the text model has no type in config.json, `type_name` is "None". The result
+    is then True.
     """
     if type_name == str(None) or type_name in MODEL_TYPES:
         return True

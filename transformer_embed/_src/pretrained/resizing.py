@@ -244,7 +244,7 @@ def _resized_table(
 
 
 def _sample_rows(rows: Any, count: int, rng: Array | None, salt: int) -> Any:
-    """Samples `count` new rows with the mean and the deviation of each channel of `rows`.
+    """Samples `count` new rows. Each channel has its mean and standard deviation in `rows`.
 
     If the count is 0 or less, the result has no rows. `salt` is folded into the key.
     """

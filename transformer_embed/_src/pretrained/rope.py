@@ -294,7 +294,7 @@ def _dynamic_alpha(options: Options) -> float:
 
 
 def merge_scalings(in_file: Options, in_settings: Options) -> dict[str, Any]:
-    """Merges config.json's object of a scaling with the object in settings, which goes first.
+    """Merges config.json's object of a scaling with the object in settings, which overrides it.
 
     If settings name another type of scaling, nothing of config.json's object is kept.
     """
@@ -313,8 +313,8 @@ def flatten_rotations(model_type: ModelType, entries: Options) -> dict[str, Any]
     an object. So settings can override the entries of config.json, whichever form each of the two
     has.
 
-    As in transformers, an entry inside `rope_parameters` goes before one at the top level, and
-    `rope_scaling` goes before `rope_parameters`. If an entry inside an object is not known, it is
+    As in transformers, an entry inside `rope_parameters` overrides an entry at the top level, and
+    `rope_scaling` overrides `rope_parameters`. If an entry inside an object is not known, it is
     named after the object ("rope_scaling: beta").
 
     Args:
@@ -331,7 +331,7 @@ def flatten_rotations(model_type: ModelType, entries: Options) -> dict[str, Any]
         scaling_entry = entry_names.scaling
         scaling_object = result.pop(scaling_entry, None)
         is_in_rope_parameters = rotation_name in objects
-        # A scaling goes before `rope_parameters`, unless the scaling is null or empty.
+        # A scaling overrides `rope_parameters`, unless the scaling is null or empty.
         if scaling_object or (scaling_entry in entries and not is_in_rope_parameters):
             source = scaling_entry
             rope_object = scaling_object
@@ -460,7 +460,7 @@ def _flatten_rotation(
 
 
 def _use_current_names(source: str, entries: dict[str, Any]) -> None:
-    """Renames the entries in the object of a rotation that older files name otherwise, in place."""
+    """Renames entries that have an old name in the object of a rotation. Changes `entries`."""
     # The oldest files call the type "type".
     if "type" in entries:
         entries.setdefault("rope_type", entries.pop("type"))
