@@ -124,6 +124,7 @@ def _shapes_in_config(model_type: ModelType, values: Options) -> dict[str, tuple
 
     config.json does not say whether there is an output bias, so the bias is left out.
     """
+    # The entry that has the width of the tables. A linear layer may widen their rows.
     width_entry = "embedding_size" if model_type.widen else "hidden_size"
     vocabulary_entry = _entry_of_vocabulary(values)
     # For each matrix: the entry that has the number of rows, and the entry that has the number of

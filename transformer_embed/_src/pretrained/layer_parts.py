@@ -1,4 +1,7 @@
-"""The parts of an input layer: their parameters, tensors, and entries of config.json."""
+"""The parts of an input layer: their parameters, tensors, and entries of config.json.
+
+A constant such as `TOKENS` is the path of a parameter, as `find_parameters` names it.
+"""
 
 from transformer_embed._src.layers.parameters import ROOT
 
@@ -16,8 +19,9 @@ PER_LAYER_TABLE = "per_layer_inputs/embeddings"
 PER_LAYER_WEIGHTS = "per_layer_inputs/w"
 PER_LAYER_SCALE = "per_layer_inputs/scale"
 
-# Parameters that a published model may lack; zeros are equivalent.
+# Parameters that a published model may lack: biases, which are then zeros.
 OFFSETS = (NORM_OFFSET, WIDEN_OFFSET)
+# The stacks of layers of an encoder-decoder model.
 STACKS = ("encoder", "decoder")
 # Modules that may be the output layer.
 HEADS = (

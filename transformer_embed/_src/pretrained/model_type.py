@@ -106,26 +106,25 @@ class ModelType(NamedTuple):
         phase: The index of the first layer of the second kind, if every nth layer is of the second
             kind. -1 means index n - 1. For example, if n is 3 and `phase` is -1, layers 2, 5, 8 and
             so on are of the second kind.
-        rotates: Which layers use rotary embeddings. If SLIDING, only layers with a sliding window
-            use them. If SLIDING_OR_ALL, it depends on the model: if some layers have a sliding
-            window, only these layers use rotary embeddings, and if no layer has one, all layers do.
-            If empty, all layers use them.
+        rotates: Which layers use rotary embeddings. If "sliding_attention", only layers with a
+            sliding window use them. If "sliding or all", it depends on the model: if some layers
+            have a sliding window, only these layers use rotary embeddings, and if no layer has one,
+            all layers do. If empty, all layers use them.
         is_causal: Whether a token sees only itself and the tokens before it.
-        image_blocks: Which tokens of the same image a token sees: pairs (kind of layer, ANYWHERE or
-            IN_WINDOW). `Layer.image_blocks` says what the two words mean.
+        image_blocks: Which tokens of the same image a token sees, as pairs of a kind of layers and
+            a value of `Layer.image_blocks`, such as ("sliding_attention", "in window").
         has_vision_switch: Whether `image_blocks` applies only if the entry
             `use_bidirectional_attention` is "vision".
-        sections: Which pairs of channels are rotated by time, height and width. If CONSECUTIVE, the
-            first pairs are rotated by time, the next ones by height, and the last ones by width. If
-            IN_TURNS, the first pair is rotated by time, the second by height, the third by width,
-            the fourth by time again, and so on. If empty, tokens have one position.
-        attention: How attention scales logits. If HEAD_DIM, logits are divided by the root of the
-            head size. If QUERY_SCALAR, logits are divided by the root of the entry
-            `query_pre_attn_scalar`. If MULTIPLIER, logits are multiplied by the entry
-            `attention_multiplier`. If MULTIPLIER_OR_HEAD_DIM, logits are multiplied by the entry
-            `attention_multiplier` if config.json has this entry, and otherwise divided by the root
-            of the head size. If UNSCALED, logits stay as they are. If empty, the scale is not
-            known.
+        sections: Which pairs of channels are rotated by time, height and width. If "consecutive",
+            the first pairs are rotated by time, the next ones by height, and the last ones by
+            width. If "in turns", the first pair is rotated by time, the second by height, the third
+            by width, the fourth by time again, and so on. If empty, tokens have one position.
+        attention: How attention scales logits. If "head_dim", logits are divided by the root of the
+            head size. If "query_pre_attn_scalar", logits are divided by the root of the entry of
+            this name. If "attention_multiplier", logits are multiplied by the entry of this name.
+            If "attention_multiplier or head_dim", logits are multiplied by this entry if
+            config.json has it, and otherwise divided by the root of the head size. If "unscaled",
+            logits stay as they are. If empty, the scale is not known.
         has_sinks: Whether attention has a learned sink for each head.
         has_alpha: Whether a rotary scaling of type "dynamic" may have the entry `alpha`, which
             `NTKScaling` takes.

@@ -19,10 +19,12 @@ from transformer_embed._src.pretrained.published import ADVICE_FOR_UNKNOWN_TYPE,
 from transformer_embed._src.pretrained.registry import is_known_outer_type
 from transformer_embed._src.pretrained.tensors import Tensors
 
-# Matches the name of a tensor that may belong to the input layer, without the prefix of the token
-# table: outside of numbered layers, with a name of positions or embeddings; or T5's bias in another
-# layer than the first. The second part leaves out buffers, tensors for images and other inputs, and
-# tensors that only attention or the end of the model reads.
+# Matches the name of a tensor, without the prefix of the model, that may belong to the input layer.
+# There are two cases. The first line is T5's table of position biases in another layer than the
+# first. The other lines are tensors outside of numbered layers whose names speak of embeddings or
+# positions, such as "encoder.pos_emb.weight". The part in "(?!...)" leaves out numbered layers,
+# buffers, tensors for images and other inputs, and tensors that only attention or the end of the
+# model reads.
 BESIDE_TABLE = re.compile(
     r".*\.(Local)?SelfAttention\.relative|"
     r"(?!.*(\b\d+\b|_ids$|inv_freq|entity|visual|vision|image|audio|patch_|embed_global|"
@@ -64,7 +66,7 @@ def find_layer_tensors(published: Published, *, is_tied: bool) -> LayerTensors:
         is_tied: Whether config.json says that the output layer uses the token table.
 
     Raises:
-        ValueError: there is no such model in the file, or more than one; or its input layer has
+        ValueError: there is no such model in the file, or there are several. The input layer has
             tensors that are not read.
     """
     tensors = published.tensors

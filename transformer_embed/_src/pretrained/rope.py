@@ -27,11 +27,14 @@ class RotationEntries(NamedTuple):
     """The names of the entries of config.json for one rotation; "" if there is no such entry.
 
     Args:
-        base: The entry that has the base.
-        share: The entry that has the share of a head's channels that rotate, such as 0.5.
-        sections: The entry that has the number of channel pairs of each axis of positions.
-        growth: The entry that has the growth of queries with their positions (see `query_scale`).
-        scaling: The entry that has the scaling, an object.
+        base: The name of the entry that has the base.
+        share: The name of the entry that has the share of a head's channels that rotate, such as
+            0.5.
+        sections: The name of the entry that has the number of channel pairs of each axis of
+            positions.
+        growth: The name of the entry that says how much queries grow with their positions (the
+            `beta` of `query_scale`).
+        scaling: The name of the entry that has the scaling, an object.
     """
 
     base: str
@@ -107,8 +110,8 @@ def rotary_arguments(model_type: ModelType, values: Options, kind: str) -> dict[
         values: The values of all entries for this layer.
         kind: The kind of the layer, such as "sliding_attention".
     """
-    # `entry_names.base` is the name of the entry that has the base of this kind of layers, and so
-    # on.
+    # For example, `entry_names.base` is "rope_theta" for most layers, and "rope_local_base_freq"
+    # for the sliding layers of Gemma 3.
     entry_names = _entries_of_kind(model_type, kind)
     scaling_object = values[entry_names.scaling] or {}
     rotary_dim = _rotary_dim(values, entry_names.share)
@@ -310,8 +313,8 @@ def flatten_rotations(model_type: ModelType, entries: Options) -> dict[str, Any]
 
     {"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 5}} becomes
     {"rope_theta": 5, "rope_scaling": {"rope_type": "linear", "factor": 2}}: only the scaling stays
-    an object. So settings can override the entries of config.json, whichever form each of the two
-    has.
+    an object. Both config.json and settings are brought into this form, so that an entry of
+    settings can override an entry of config.json.
 
     As in transformers, an entry inside `rope_parameters` overrides an entry at the top level, and
     `rope_scaling` overrides `rope_parameters`. If an entry inside an object is not known, it is
