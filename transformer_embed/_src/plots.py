@@ -208,6 +208,7 @@ def plot_rotary(
     drawn_positions = np.atleast_1d(arguments.on_host("positions", position_array))
     head_dim = arguments.size("head_dim", head_dim)
     pair_count = head_dim // 2
+    # Of 32 pairs, the pairs 0, 4, 8 and 12 are drawn. Of 6 pairs, the pairs 0, 1, 2 and 3 are.
     step = max(1, pair_count // 8)
     pairs = range(0, pair_count, step)[:4]
     # The vectors are [position, head, channel]. In the layout "half", the first channel of a pair

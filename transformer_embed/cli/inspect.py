@@ -144,7 +144,9 @@ def _print_layers(found: pretrained.PretrainedInput) -> None:
     for index, layer in enumerate(found.layers):
         indices_by_text[repr(layer)].append(index)
     for indices in indices_by_text.values():
-        layer = found.layers[indices[0]]
+        # All layers with these indices are equal.
+        first_index, *_ = indices
+        layer = found.layers[first_index]
         listed_indices = ", ".join(map(str, indices))
         print(f"{shown(layer.type)}, in layers {listed_indices}")
         if layer.rotary is not None:

@@ -96,6 +96,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"\nTrained on texts of {lengths[0]} bytes: bits per byte of texts with")
     headings_of_scores = [f"{length} bytes" for length in lengths]
     print(_table_line("positions", "parameters", headings_of_scores), flush=True)
+    first_name, *_ = args.positions
     for name in args.positions:
         if not sys.stderr.isatty():
             # A progress bar is for a terminal. Elsewhere a line says what takes so long.
@@ -103,7 +104,7 @@ def run(args: argparse.Namespace) -> None:
         trained = language_model.train(source.text, name, steps=args.steps, seed=args.seed)
         # The first model is written before the others are trained, so that it is in the file even
         # if a later training is stopped.
-        if out and name == args.positions[0]:
+        if out and name == first_name:
             pretrained.save_embedder(out, language_model.config(name), trained.params)
         scores = [f"{score:.2f}" for score in trained.bits_per_byte]
         # There is a dash for each length of text for which the model has no positions.
@@ -111,7 +112,7 @@ def run(args: argparse.Namespace) -> None:
         parameter_count = sum(leaf.size for leaf in jax.tree.leaves(trained.params))
         print(_table_line(name, f"{parameter_count:,}", scores), flush=True)
     if out:
-        print(f"\nThe model with {args.positions[0]} positions is in {args.out}.")
+        print(f"\nThe model with {first_name} positions is in {args.out}.")
 
 
 def _table_line(name: str, parameters: str, scores: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.positions.schemes import Learned, PositionScheme
-from transformer_embed._src.pretrained.entries import Options, count
+from transformer_embed._src.pretrained.entries import Options, check_count
 from transformer_embed._src.pretrained.entry_values import entry_values
 from transformer_embed._src.pretrained.files import call_with_named_errors
 from transformer_embed._src.pretrained.layer_parts import (
@@ -97,7 +97,7 @@ def describe_config(published: Published) -> PretrainedInput:
 def _describe_without_tensors(published: Published, values: Options) -> PretrainedInput:
     """Returns the input layer whose sizes and dtype are the ones that config.json says."""
     dtype = published.entries.get("dtype") or published.entries.get("torch_dtype") or "float32"
-    layer_count = count("num_hidden_layers", _layer_count_in_config(published, values))
+    layer_count = check_count("num_hidden_layers", _layer_count_in_config(published, values))
     shapes = _shapes_in_config(published.model_type, values)
     return _describe(published, values, shapes, dtype, layer_count)
 
@@ -143,8 +143,8 @@ def _shapes_in_config(model_type: ModelType, values: Options) -> dict[str, tuple
             continue
         if parameter == POSITIONS:
             _check_not_optional(model_type, parameter)
-        rows = count(rows_entry, values[rows_entry])
-        columns = count(columns_entry, values[columns_entry])
+        rows = check_count(rows_entry, values[rows_entry])
+        columns = check_count(columns_entry, values[columns_entry])
         shapes[parameter] = rows, columns
     if _type_has(model_type, NORM_SCALE):
         _check_not_optional(model_type, NORM_SCALE)
@@ -303,7 +303,7 @@ def _scheme(model_type: ModelType, values: Options, shapes: Shapes) -> PositionS
 def _bias(model_type: ModelType, values: Options, shapes: Shapes) -> Options | None:
     """Returns the keyword arguments of `alibi_bias` or `RelativePositionBias`, or None."""
     if model_type.has_alibi:
-        heads = count("num_attention_heads", values["num_attention_heads"])
+        heads = check_count("num_attention_heads", values["num_attention_heads"])
         return {"num_heads": heads, "causal": True, "max_bias": values["alibi_bias_max"]}
     if BIAS not in shapes:
         return None

@@ -251,10 +251,12 @@ def _mask(model_type: ModelType, values: Options, kind: str) -> dict[str, Any]:
     mask: dict[str, Any] = {"causal": is_causal}
     if kind in WINDOWED:
         width = _window_width(model_type, values, kind)
-        if width:
-            # The width of a causal window counts the query's own token. The width of a window to
-            # both sides counts the tokens of one side.
-            mask["window"] = (width - 1, 0) if is_causal else (width, width)
+        if width and is_causal:
+            # The width counts the query's own token, and a window of `AttentionMask` does not.
+            mask["window"] = (width - 1, 0)
+        elif width:
+            # The width is the number of tokens on each side.
+            mask["window"] = (width, width)
     if kind == CHUNKED:
         mask["chunk"] = values["attention_chunk_size"]
     return mask

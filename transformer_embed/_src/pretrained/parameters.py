@@ -103,12 +103,16 @@ def full_paths(
     """
     by_path = {}
     for name, value in names.items():
+        # The path itself, or the paths that end with this name.
         paths_of_name = arguments.paths_of(name, paths)
-        if len(paths_of_name) != 1 or paths_of_name[0] in by_path:
+        is_one_path = len(paths_of_name) == 1
+        is_named_once = by_path.keys().isdisjoint(paths_of_name)
+        if not is_one_path or not is_named_once:
             among = ", ".join(paths)
             want = f"a parameter's path, or a suffix that only one path has, among {among}"
             raise arguments.value_error(argument, want, repr(name))
-        by_path[paths_of_name[0]] = value
+        (path,) = paths_of_name
+        by_path[path] = value
     return by_path
 
 

@@ -79,7 +79,8 @@ def open_published(
     Warns:
         UserWarning: the model around the text model is of an unknown type.
     """
-    stack_to_read = arguments.choice("stack", STACKS[0] if stack is None else stack, STACKS)
+    encoder, _ = STACKS
+    stack_to_read = encoder if stack is None else arguments.choice("stack", stack, STACKS)
     outer_entries, text_entries = _outer_and_text_entries(path, whole, part)
     type_in_config = text_entries.get("model_type") or outer_entries.get("model_type")
     is_whole_model = text_entries is outer_entries

@@ -187,14 +187,14 @@ def _read_part_of_matrix(
         column_slice, row_slice = index
     else:
         row_slice, column_slice = index
-    rows = len(range(row_count)[row_slice])
-    columns = len(range(column_count)[column_slice])
+    rows = range(row_count)[row_slice]
+    columns = range(column_count)[column_slice]
     if is_transposed:
-        part = aligned_zeros((columns, rows), dtype)
+        part = aligned_zeros((len(columns), len(rows)), dtype)
         # Each row of the tensor is written to a column of the part, without a second copy.
         tensors.read_into(part.T, name, row_slice, column_slice)
         return part
-    part = aligned_zeros((rows, columns), dtype)
+    part = aligned_zeros((len(rows), len(columns)), dtype)
     tensors.read_into(part, name, row_slice, column_slice)
     return part
 

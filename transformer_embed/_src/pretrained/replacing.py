@@ -181,6 +181,7 @@ def _tensors_to_write(
         # The metadata map each name to the stored name, except the stored name itself. Only the
         # stored name is in the new header.
         stored_name = next(name for name in names if header.metadata.get(name) not in names)
+        # The new array may be under any of the names. If there is none, the tensor is copied.
         array = next((arrays[name] for name in names if name in arrays), None)
         tensors_to_write.append(
             TensorToWrite(name=stored_name, entry=header.entries[stored_name], array=array)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from transformer_embed._src import arguments
 from transformer_embed._src.positions import rotary_scaling
-from transformer_embed._src.pretrained.entries import Options, count
+from transformer_embed._src.pretrained.entries import Options, check_count
 from transformer_embed._src.pretrained.model_type import CONSECUTIVE, FULL, SLIDING, ModelType
 
 BETA = "llama_4_scaling_beta"
@@ -162,8 +162,8 @@ def _rotary_dim(values: Options, share: str) -> int | None:
         return None
     channels = head_dim(values)
     if not channels:
-        # The number of heads is missing, so `count` raises an error here, which names this entry.
-        channels = count("num_attention_heads", None)
+        # The number of heads is missing, so this raises an error that names the entry.
+        channels = check_count("num_attention_heads", None)
     # The product is rounded down, because MiMo V2 Flash has a share of 0.334.
     return arguments.integer(share, int(channels * values[share]), at_most=channels)
 
@@ -172,7 +172,7 @@ def head_dim(values: Options) -> int | None:
     """Returns the number of a head's channels, or None if the entries do not say it."""
     if values["head_dim"] or values["num_attention_heads"] is None:
         return values["head_dim"]
-    heads = count("num_attention_heads", values["num_attention_heads"])
+    heads = check_count("num_attention_heads", values["num_attention_heads"])
     return values["hidden_size"] // heads
 
 
@@ -201,7 +201,8 @@ def _pair_axes(
     for pair in range(pair_count):
         turn, axis = divmod(pair, len(sections))
         # When an axis has had all of its pairs, its turns go to the first axis.
-        pair_axes.append(axis if turn < sections[axis] else 0)
+        axis_has_pairs_left = turn < sections[axis]
+        pair_axes.append(axis if axis_has_pairs_left else 0)
     return tuple(pair_axes)
 
 

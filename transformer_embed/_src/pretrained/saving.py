@@ -199,8 +199,8 @@ def save_into(
 def _as_in_file(tensors: Tensors, tensor_name: str, array: np.ndarray) -> np.ndarray:
     """Returns an array in the shape of the tensor that it replaces.
 
-    Raises a ValueError if the array has more or fewer values, or a dtype of no parameter. Shapes
-    may differ in axes of length 1.
+    The shape of the array may differ from the tensor's shape in axes of length 1. Raises a
+    ValueError if the array has more or fewer values, or a dtype that no parameter can have.
     """
     shape = tensors.entry(tensor_name).shape
     name = f"params: {tensor_name}"
@@ -213,8 +213,9 @@ def _as_in_file(tensors: Tensors, tensor_name: str, array: np.ndarray) -> np.nda
 def _call_in_one_process(params: Params, write: Callable[[], None]) -> None:
     """Calls `write` in one process.
 
-    If the parameters lie on devices of several processes, the first process writes, and the others
-    wait until it has. Otherwise the process that calls this writes.
+    If the parameters are on devices of several processes, all of these processes call this
+    function. The first process then writes, and the others wait for it. Otherwise the process that
+    calls this function writes.
     """
     is_shared = False
     for leaf in jax.tree.leaves(params):

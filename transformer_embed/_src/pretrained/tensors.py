@@ -48,10 +48,10 @@ class TensorInfo(NamedTuple):
 
     Args:
         file: The file that the tensor is in.
-        dtype: The dtype, as safetensors names it.
+        dtype: The dtype, as safetensors names it, such as "BF16".
         shape: The shape.
         start: The number of the tensor's first byte, counted from the start of the file.
-        stop: The number after the last byte.
+        stop: The number of the last byte + 1.
     """
 
     file: pathlib.Path
@@ -96,7 +96,8 @@ class Tensors(NamedTuple):
         """Returns the file, dtype and shape of a parameter's tensor.
 
         Raises:
-            ValueError: the tensor is not there, is not whole, or has a dtype of no parameter.
+            ValueError: the tensor is not there, is not whole, or has a dtype that no parameter can
+                have, such as "I8".
         """
         entry = self.entry_of_any_dtype(name)
         if entry.dtype not in DTYPES:
@@ -105,7 +106,8 @@ class Tensors(NamedTuple):
         return entry
 
     def check_dtype(self, name: str) -> None:
-        """Raises a ValueError if a tensor has a dtype of no parameter, as in a quantized model."""
+        """Raises a ValueError for a dtype that no parameter can have, as in a quantized model."""
+        # This raises the error.
         self.entry(name)
 
     def entry_of_any_dtype(self, name: str) -> TensorInfo:
@@ -156,7 +158,9 @@ class Tensors(NamedTuple):
         """
         entry = self.entry_of_any_dtype(name)
         row_count, width = _as_matrix(entry.shape)
-        shape = (len(range(row_count)[rows]), len(range(width)[columns]))
+        rows_to_read = range(row_count)[rows]
+        columns_to_read = range(width)[columns]
+        shape = (len(rows_to_read), len(columns_to_read))
         array = aligned_zeros(shape, dtype_of(entry))
         self.read_into(array, name, rows, columns)
         return array
