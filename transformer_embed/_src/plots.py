@@ -299,7 +299,8 @@ def _axes_or_new(ax: "Axes | None") -> "Axes":
     """Returns the Axes that the caller passed, or the Axes of a new figure of pyplot."""
     if ax is not None:
         return ax
-    # pyplot is loaded only here, because it chooses a backend, which a given Axes has already.
+    # pyplot is loaded only here, because loading it chooses a backend for all figures. Axes that
+    # the caller passes have a backend already.
     _, new_ax = matplotlib("pyplot").subplots(layout="constrained")
     return new_ax
 
@@ -307,7 +308,7 @@ def _axes_or_new(ax: "Axes | None") -> "Axes":
 def _as_matrix(name: str, array: ArrayLike) -> Float64[np.ndarray, "rows columns"]:
     """Returns an array as a matrix of float64, without leading axes of length 1.
 
-    Raises a ValueError if the array is empty or has several matrices.
+    Raises a ValueError if the array is empty, or if its leading axes have more than one matrix.
     """
     host_array = arguments.on_host(name, arguments.as_array(name, array))
     values = np.asarray(host_array, np.float64)

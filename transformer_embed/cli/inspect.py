@@ -14,7 +14,8 @@ from transformer_embed import pretrained
 from transformer_embed._src.arguments import shown, value_error
 from transformer_embed.cli.model_types import print_model_type
 
-# Where `load_embedder` puts the parameters of the layer, and of a position bias.
+# How the paths of parameters begin that `load_embedder` returns for the layer: the embeddings and
+# the output layer, T5's position bias, and the extra inputs of Gemma's layers.
 LAYER = ("transformer_embedding/~/", "relative_position_bias/", "per_layer_inputs/")
 
 

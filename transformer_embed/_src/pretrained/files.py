@@ -35,9 +35,9 @@ def existing_path(value: Any) -> pathlib.Path:
 def call_with_named_errors(
     name: Any, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Returns what a function returns; an error becomes a ValueError that starts with the name.
+    """Calls a function. If it raises an error, raises a ValueError that starts with `name`.
 
-    The name says where the arguments came from, such as the path of a file.
+    `name` says where the arguments came from, such as the path of a file.
     """
     try:
         return function(*args, **kwargs)

@@ -41,14 +41,18 @@ from transformer_embed._src.sequences.token_positions import TokenPositions
 # The entry of a file's metadata that has all but the parameters.
 METADATA = "transformer_embed"
 SCALING_CLASSES = (LinearScaling, NTKScaling, YarnScaling, Llama3Scaling, LongRopeScaling)
-# The entry of an object that has the name of its class.
+# The JSON of an object has the name of the object's class under this key.
 KIND = "kind"
-# The channels of a head for which a rotation is tried, if nothing says how many it needs.
+# The number of channels of the head on which rotary options are tried, if the options do not say
+# how many channels they need.
 CHANNELS = 64
 
 
 def describe_own(tensors: Tensors) -> PretrainedInput:
-    """Returns the layer that `save_embedder` described in the metadata, without its parameters."""
+    """Returns the layer that `save_embedder` described in the metadata, without parameters.
+
+    Raises a ValueError if the description is damaged.
+    """
     entries = parse(f"{tensors.path}: {METADATA}", tensors.metadata[METADATA], decode_from_json)
     pretrained = call_with_named_errors(tensors.path, PretrainedInput, **entries)
     pretrained = pretrained._replace(bias=_with_causal(pretrained.bias))
@@ -68,7 +72,7 @@ def _with_causal(bias: Any) -> Any:
 
 
 def check_described(found: PretrainedInput) -> None:
-    """Checks a description: its arguments must be valid for the functions that will get them.
+    """Checks that the arguments in a description are valid for the functions that will get them.
 
     Raises:
         TypeError: a field of the description has a wrong type.
@@ -190,10 +194,10 @@ def _stored_classes() -> dict[str, Callable]:
 
 
 def encode_for_json(value: Any) -> Any:
-    """Converts a value that JSON cannot hold to one that it can, as `default` of `json.dumps`.
+    """Converts a value that JSON cannot hold to a value that JSON can hold.
 
-    An object becomes a dict of its fields and the name of its class: {"kind": "Learned",
-    "max_len": 8}.
+    `json.dumps` calls this function, its argument `default`. An object becomes a dict of its fields
+    and the name of its class: {"kind": "Learned", "max_len": 8}.
     """
     class_name = type(value).__name__
     if class_name in _stored_classes():
@@ -209,7 +213,7 @@ def encode_for_json(value: Any) -> Any:
         return native_array.tolist()
     if isinstance(value, np.generic):
         return value.item()
-    # This is a fraction, or another number.
+    # Any other value must be a number, such as a `fractions.Fraction`.
     return float(value)
 
 

@@ -230,9 +230,10 @@ def read_parameters(
     """
     params: dict[str, dict[str, Array]] = {}
     names = pretrained.names or {}
+    # The sharding of a parameter that is not in `shardings`.
     default_sharding = None
     if shardings:
-        first_sharding = next(iter(shardings.values()))
+        first_sharding, *_ = shardings.values()
         default_sharding = NamedSharding(first_sharding.mesh, P())
     for path, spec in specs.items():
         # `read_part(index)` reads the part of the parameter that a slice for each axis selects.
@@ -255,7 +256,7 @@ def read_parameters(
 def _read_part(
     tensors: Tensors, path: str, name: Any, spec: Any, index: tuple[slice, ...]
 ) -> np.ndarray:
-    """Returns the part of a parameter that has this index.
+    """Returns the part of a parameter that an index selects.
 
     Args:
         tensors: The tensors of the file.
@@ -285,6 +286,7 @@ def _read_part(
         tensors.read_into(part_as_stored, tensor.name, rows, columns)
     else:
         vector = tensors.read(tensor.name).reshape(-1)
+        # A vector, such as an output bias, may also lack the last values in the file.
         stored_values = vector[index]
         part[: len(stored_values)] = stored_values
     return part

@@ -42,8 +42,8 @@ def replace_file(path: pathlib.Path, write: Callable[[BinaryIO], Any]) -> Iterat
     """Writes a temporary file, and renames it to the path when the block of a `with` ends.
 
     So there is a whole file at the path at any time: the old one in the block, and the new one
-    after it. If the block raises an error, the temporary file is deleted. The new file gets the
-    mode of a file that it replaces.
+    after it. If the block raises an error, the temporary file is deleted. If the new file replaces
+    an old one, it gets the mode of the old one (its permissions).
 
     Args:
         path: The path, where a file may be.
