@@ -1,4 +1,4 @@
-"""Draws pictures of encodings, masks and biases; the public `plots` says how to read them."""
+"""Draws pictures of encodings, masks and biases. The public `plots` says how to read them."""
 
 import importlib
 import math
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 DrawnScaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling | LongRopeScaling
-# The names of the rows, and the names of the columns; None for numbers.
+# The names of the rows, and the names of the columns. None means that they are numbered.
 AxisNames = tuple[Sequence[str] | None, Sequence[str] | None]
 # The tones of a mask.
 HIDDEN, SOME, ALLOWED = "#E6E6E6", "#6BAED6", "#0B3C5D"
@@ -325,7 +325,7 @@ def _draw_circle(ax: "Axes", radius: int, points: np.ndarray, label: str) -> Non
     patches = matplotlib("patches")
     circle = patches.Circle((0, 0), radius, fill=False, color="0.8", zorder=0)
     ax.add_patch(circle)
-    # The circles have the radii 1, 2, 3, ..., and each has a style of its own.
+    # The circles have the radii 1, 2, 3 and 4, and different styles.
     marker, color = STYLES[radius - 1]
     x = points[:, 0]
     y = points[:, 1]
@@ -356,7 +356,8 @@ def _draw_matrix(
         ax: The Axes to draw on, or None for a new figure.
         values: The matrix.
         axis_labels: The label of the vertical axis, and the label of the horizontal one.
-        names: The names of the rows and of the columns; None for numbers.
+        names: The names of the rows, and the names of the columns. If one of them is None, the rows
+            or the columns are numbered.
         **options: The options of `imshow`.
     """
     ax = _axes_or_new(ax)

@@ -64,7 +64,7 @@ def add_to(commands: Any) -> None:
 
 
 def _names(text: str) -> list[str]:
-    """Returns the names in a list with commas; an unknown or a repeated name is an error."""
+    """Returns the names in a list with commas. Refuses an unknown or a repeated name."""
     names = text.split(",")
     # A set has a repeated name once, so it has fewer names than the list.
     known_names = {*names} & {*POSITION_NAMES}

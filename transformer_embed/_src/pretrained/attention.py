@@ -45,8 +45,9 @@ class AttentionFacts(NamedTuple):
     """What config.json says of the attention and the norms of one layer.
 
     Args:
-        attention: The heads, the scale and so on, as `Layer.attention` has them; or None.
-        norm_eps: The epsilon of the norms; or None.
+        attention: The heads, the scale and so on, as `Layer.attention` has them. If None, the layer
+            has no attention, or the attention is not known.
+        norm_eps: The epsilon of the norms. If None, the epsilon is not known.
     """
 
     attention: Mapping[str, Any] | None

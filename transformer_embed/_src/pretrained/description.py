@@ -48,8 +48,8 @@ def describe_published(published: Published) -> PretrainedInput:
     values = entry_values(published)
     is_tied = values["tie_word_embeddings"]
     layer_tensors = find_layer_tensors(published, is_tied=is_tied)
-    # If a model of an unknown type is around the text model, it may compute its logits with tensors
-    # of its own. Otherwise this list is empty.
+    # If a model of an unknown type is around the text model, it may compute its logits with these
+    # tensors. Otherwise this list is empty.
     outer_tensors = tensors_beside_text_model(published, layer_tensors)
     # The name of each parameter's tensor, by the parameter's path.
     names = layer_tensors.names
@@ -95,7 +95,7 @@ def describe_config(published: Published) -> PretrainedInput:
 
 
 def _describe_without_tensors(published: Published, values: Options) -> PretrainedInput:
-    """Returns the input layer whose sizes and dtype are the ones that config.json says."""
+    """Returns the input layer, with the sizes and the dtype that config.json says."""
     dtype = published.entries.get("dtype") or published.entries.get("torch_dtype") or "float32"
     layer_count = check_count("num_hidden_layers", _layer_count_in_config(published, values))
     shapes = _shapes_in_config(published.model_type, values)
@@ -120,9 +120,10 @@ def _layer_count_in_config(published: Published, values: Options) -> Any:
 
 
 def _shapes_in_config(model_type: ModelType, values: Options) -> dict[str, tuple[int, int]]:
-    """Returns the shape of each parameter, as config.json says it; (1, n) for a vector.
+    """Returns the shape of each parameter, as config.json says it.
 
-    config.json does not say whether there is an output bias, so the bias is left out.
+    A vector of length n has the shape (1, n). config.json does not say whether there is an output
+    bias, so the bias is left out.
     """
     # The entry that has the width of the tables. A linear layer may widen their rows.
     width_entry = "embedding_size" if model_type.widen else "hidden_size"
@@ -203,7 +204,8 @@ def _describe(
     Args:
         published: The files of the model, and what is known of its type.
         values: The values of all entries.
-        shapes: The shape of each parameter, by its path; (1, n) for a vector.
+        shapes: The shape of each parameter, by the path of the parameter. A vector of length n has
+            the shape (1, n).
         dtype: The dtype of the token table.
         layer_count: The number of layers that have tensors.
     """

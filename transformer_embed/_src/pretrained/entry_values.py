@@ -35,7 +35,7 @@ def entry_values(published: Published) -> dict[str, Any]:
     the "stack" that is read, and "attention", a dict of the entries that are about attention.
 
     Raises:
-        ValueError: an entry is wrong, missing, or refused; settings have an entry that is not read.
+        ValueError: an entry is wrong, missing, or refused. Settings have an entry that is not read.
 
     Warns:
         UserWarning: config.json has entries that are not known.
@@ -147,7 +147,7 @@ def _given_values(published: Published) -> dict[str, Any]:
 def _unread_after_settings(
     published: Published, unread: Options, unread_settings: Options
 ) -> dict[str, Any]:
-    """Returns the unread entries of config.json, except the ones for which settings have None.
+    """Returns the unread entries of config.json, except entries that are None in settings.
 
     For example, settings {"alibi": None} remove the entry "alibi" of config.json.
 

@@ -16,7 +16,7 @@ NO_FILE = (
 
 
 def as_path(value: Any) -> pathlib.Path:
-    """Returns a path; a first ~ is the user's home."""
+    """Returns a path. A "~" at the beginning is replaced by the user's home."""
     arguments.instance("path", value, str | os.PathLike, "a str or another path")
     text = os.fsdecode(value)
     if "\0" in text:
@@ -70,7 +70,7 @@ def parse(
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """Returns the JSON object in a file; raises a ValueError if the file holds anything else."""
+    """Returns the JSON object in a file, or raises a ValueError if the file holds another value."""
     return parse(path, path.read_bytes())
 
 

@@ -229,7 +229,7 @@ def _describe_named(config: EmbedderConfig, names: Mapping[str, str | None]) -> 
         if not is_left_out:
             names_of_tensors[path] = tensor_name
     described = PretrainedInput(config=config, params={}, names=names_of_tensors)
-    # All parameters that the caller named may lack a tensor: only the offsets above do.
+    # `may_lack` may have all named parameters, because only the offsets above have no tensor.
     return NamedInput(described=described, may_lack=names_by_path)
 
 

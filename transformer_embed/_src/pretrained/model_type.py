@@ -231,7 +231,7 @@ class ModelType(NamedTuple):
         # `aliases` is empty, or such as "logit_scale: lm_head_multiplier logits_scaling".
         entry_with_aliases, _, aliases_of_type = self.aliases.partition(": ")
         names = {}
-        # The order is the one of `ENTRIES`, so that messages have a fixed order.
+        # The result has the order of `ENTRIES`, so that messages have a fixed order.
         for entry in ENTRIES:
             if entry in entries_read:
                 first_names = aliases_of_type.split() if entry == entry_with_aliases else []

@@ -19,7 +19,7 @@ class FoundOutput(NamedTuple):
     """The output layer of a published model, or why there is none.
 
     Args:
-        config: The output layer; or None.
+        config: The output layer. If None, there is none that an `OutputConfig` can describe.
         reason: Why `config` is None, in words. If there is a config, None.
     """
 

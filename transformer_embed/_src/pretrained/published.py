@@ -65,7 +65,7 @@ def open_published(
 
     Args:
         path: The path of config.json, for errors.
-        whole: All entries of config.json; or {} if there is none.
+        whole: All entries of config.json, or {} if there is no config.json.
         tensors: The tensors of the checkpoint.
         settings: The entries that override the entries of config.json, such as {"vocab_size": 9}.
         stack: The stack of an encoder-decoder model that the caller chose, or None.

@@ -177,7 +177,7 @@ def _read_part(
 def _read_part_of_matrix(
     tensors: Tensors, name: str, dtype: np.dtype, index: tuple[slice, ...], is_transposed: bool
 ) -> np.ndarray:
-    """Returns a part of a matrix, or of the transpose; only the rows that it needs are read.
+    """Returns a part of a matrix, or of the transpose. Reads only the rows that the part needs.
 
     `index` has a slice for each axis of the result. If `is_transposed`, the first slice selects
     columns of the tensor, and the second slice selects rows.

@@ -1,6 +1,6 @@
 """The registry of published models: a `ModelType` for each type, and the models around text models.
 
-Types, tensor names and defaults are the ones of transformers.
+The names of types and tensors, and the defaults of entries, are as in transformers.
 """
 
 import difflib
@@ -63,7 +63,7 @@ def is_known_outer_type(type_name: str) -> bool:
 
 
 def model_type_or_none(type_name: Any) -> ModelType | None:
-    """Returns what is known of the type with this name; None if there is no such type."""
+    """Returns what is known of the type with this name, or None if there is no such type."""
     if not isinstance(type_name, str) or type_name not in MODEL_TYPES:
         return None
     return MODEL_TYPES[type_name]._replace(name=type_name)

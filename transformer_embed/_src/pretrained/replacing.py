@@ -121,7 +121,7 @@ class TensorToWrite(NamedTuple):
 def _write(
     tensors: Tensors, path: pathlib.Path, arrays: Mapping[str, np.ndarray], file: BinaryIO
 ) -> None:
-    """Writes a new version of one file of a checkpoint; tensors without a new array are copied.
+    """Writes a new version of one file of a checkpoint. Copies tensors without a new array.
 
     Args:
         tensors: The old checkpoint.

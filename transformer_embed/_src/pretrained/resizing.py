@@ -32,9 +32,10 @@ def resize(
     """Resizes the tables of a trained input layer, so that they fit another config.
 
     Use it to add tokens to a vocabulary, to train on longer texts or larger images, or to pad a
-    table so that the number of devices divides the number of rows. `new_config` may differ in
-    `vocab_size`, `row_multiple`, `spread`, the `max_len` of `Learned` positions, and in all fields
-    that change no shape of a parameter. Tables whose rows stay the same are returned as they are.
+    table so that the number of devices divides the number of rows. `new_config` may differ from
+    `config` in `vocab_size`, `row_multiple`, `spread`, the `max_len` of `Learned` positions, and in
+    all fields that change no shape of a parameter. Tables whose rows stay the same are returned as
+    they are.
 
     Ids are added or removed at the end of the vocabulary, in the token table and in the parameters
     of an output layer. The rows of new ids are sampled from a normal distribution. In each channel,
@@ -148,7 +149,7 @@ def _module_of(parameter: str) -> str:
 
 
 def _as_jax_array(parameter: str, table: Any) -> Array:
-    """Returns a table as a jax array; a jax array stays on its devices.
+    """Returns a table as a jax array. If the table is one already, it stays on its devices.
 
     A masked array is refused, because jax would drop the mask.
     """
@@ -183,7 +184,7 @@ def _resized_token_tables(
 ) -> dict[str, Any]:
     """Returns the token tables by name, each with its rows in the order of the new config.
 
-    `tables` has the token table, and the table and the bias of an untied output layer, if any.
+    `tables` has the token table, and the table and the bias of the output layer if it has them.
     """
     resized = {}
     # Each table gets random rows of its own, by a number that is folded into the key. The names are
@@ -312,7 +313,7 @@ def _number_of_positions(config: EmbedderConfig) -> int | None:
 
 
 def _old_and_new_grid(config: EmbedderConfig, new_config: EmbedderConfig, grids: Any) -> GridLayout:
-    """Returns the old and the new grid; if `grids` is None, these are two lines.
+    """Returns the old and the new grid. If `grids` is None, these are two lines.
 
     A table for a class token and 14 * 14 patches has 1 row before the grid and the shape (14, 14).
     A line of 512 positions that starts at row 2 has 2 rows before the grid and the shape (512,).

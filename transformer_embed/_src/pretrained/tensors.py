@@ -135,7 +135,10 @@ class Tensors(NamedTuple):
         return DTYPES[self.entry(name).dtype]
 
     def is_stored(self, name: str) -> bool:
-        """Returns whether a file holds this tensor; an index file may name a tensor without one."""
+        """Returns whether a file holds this tensor.
+
+        An index file may name a tensor that its shards do not hold.
+        """
         file = self.files.get(name)
         return file is not None and name in self.header(file).entries
 
@@ -230,7 +233,7 @@ def dtype_of(entry: TensorInfo) -> np.dtype:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Returns a few names of tensors for a message; names outside numbered layers come first."""
+    """Returns a few names of tensors for a message. Names outside numbered layers come first."""
 
     def in_layer_then_name(name: str) -> tuple[bool, str]:
         """Returns what to sort by: "h.0.w" is in a numbered layer, and "wte.weight" is not."""
