@@ -38,6 +38,7 @@ NAMES_OF_ENTRIES = {
     "attention_k_eq_v": ("attention_k_eq_v",),
 }
 
+# All of these names.
 NAMES_OF_ATTENTION = frozenset(itertools.chain.from_iterable(NAMES_OF_ENTRIES.values()))
 
 

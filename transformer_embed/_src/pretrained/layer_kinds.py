@@ -153,14 +153,16 @@ def _listed_indices(model_type: ModelType, values: Options) -> Any:
 
 
 def _at_indices(model_type: ModelType, values: Options, _: int) -> Collection[int]:
-    """Takes the layers whose indices are listed (Bamba, LFM 2)."""
+    """Returns the indices of layers that config.json lists (Bamba, LFM 2)."""
     return _listed_indices(model_type, values)
 
 
 def _every_nth(model_type: ModelType, values: Options, count: int) -> Collection[int]:
-    """Takes every nth layer (Gemma, Cohere 2).
+    """Returns the index of every nth layer (Gemma, Cohere 2).
 
-    The entry says n as a number, or as a text with a letter for each layer: EXAONE 4 has "LLLG".
+    The entry says n as a number, or as a text with a letter for each of n layers: EXAONE 4 has
+    "LLLG". With n = 4, the indices are 3, 7, 11 and so on, or 0, 4, 8 and so on if
+    `model_type.phase` is 0.
     """
     period = values["sliding_window_pattern"]
     if isinstance(period, str):
@@ -170,12 +172,12 @@ def _every_nth(model_type: ModelType, values: Options, count: int) -> Collection
 
 
 def _every_other_from_3(_model_type: ModelType, _values: Options, count: int) -> Collection[int]:
-    """Takes the layers 3, 5, 7 and so on, as transformers does for DeepSeek V4."""
+    """Returns the indices 3, 5, 7 and so on, as transformers does for DeepSeek V4."""
     return range(3, count, 2)
 
 
 def _that_rotate(_: ModelType, values: Options, count: int) -> Collection[int]:
-    """Takes the layers that rotate.
+    """Returns the indices of the layers that rotate.
 
     In spite of its name, `no_rope_layers` has 1 for a layer that rotates, and 0 for another layer.
     """
@@ -183,8 +185,9 @@ def _that_rotate(_: ModelType, values: Options, count: int) -> Collection[int]:
 
 
 def _without_window(_: ModelType, values: Options, count: int) -> Collection[int]:
-    """Takes the layers without a window: the lowest ones, or all if the model has no window.
+    """Returns the indices of the layers without a window.
 
+    These are the lowest layers, or all layers if the model has no window.
     Qwen 2's entry `max_window_layers` says how many lowest layers have no window.
     """
     if not has_window(values):

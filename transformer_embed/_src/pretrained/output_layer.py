@@ -84,7 +84,8 @@ def _why_missing(
             "the file has no lm_head.weight (dequantize a quantized model first), and it is not "
             "tied to the table"
         )
-    # An `OutputConfig` has the vocabulary and the width of the token table.
+    # An `OutputConfig` can only describe an output layer with the vocabulary and the width of the
+    # token table.
     needed_shapes = {OUTPUT_TABLE: (rows, width), OUTPUT_BIAS: (1, rows)}
     for name, needed_shape in needed_shapes.items():
         if name in shapes and shapes[name] != needed_shape:
