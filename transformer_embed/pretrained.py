@@ -1,6 +1,6 @@
 """Input layers of published checkpoints: load them, save them and resize their tables.
 
-See `load_embedder` for how far embeddings are from the original model's.
+The docstring of `load_embedder` says how exactly the embeddings of a model are reproduced.
 """
 
 from transformer_embed._src.pretrained.layers import Layer

@@ -108,9 +108,7 @@ def test_an_index_may_name_a_tied_head_that_no_shard_has():
 SMALL_LLAMA = {"model_type": "llama", "vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 1}
 DRAFTER = {"model_type": "a_drafter", "text_config": SMALL_LLAMA}
 OWN_TENSORS = {"pre_projection.weight": (4, 4), "masked_embedding.centroids.weight": (4, 4)}
-UNKNOWN = (
-    "the model type 'a_drafter' is not known, so what was read is its text_config, a model llama"
-)
+UNKNOWN = "the model type 'a_drafter' is not known, so only its text_config was read, a model llama"
 
 
 def test_a_text_model_inside_an_unknown_model_is_read_with_a_warning():

@@ -1,4 +1,4 @@
-"""Draws pictures of encodings, masks and biases; the public `plots` says how to read them."""
+"""Draws pictures of encodings, masks and biases. The public `plots` says how to read them."""
 
 import importlib
 import math
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 DrawnScaling = LinearScaling | NTKScaling | YarnScaling | Llama3Scaling | LongRopeScaling
-# The names of the rows, and the names of the columns; None for numbers.
+# The names of the rows, and the names of the columns. None means that they are numbered.
 AxisNames = tuple[Sequence[str] | None, Sequence[str] | None]
 # The tones of a mask.
 HIDDEN, SOME, ALLOWED = "#E6E6E6", "#6BAED6", "#0B3C5D"
@@ -108,9 +108,9 @@ def plot_mask(
         mask: A bool mask, in which True means that the query may attend to the key. Shape [T, S]
             for T queries and S keys, or with leading axes of length 1, as `AttentionMask.dense`
             returns for a batch of one. If the batch is larger, pass the mask of one batch row, such
-            as `mask[0]`. You can also pass the int8 result of `AttentionMask.tile_kinds`. Then a
-            cell is a rectangle of the mask, in one of three tones: no pair, some pairs or all pairs
-            may attend.
+            as `mask[0]`. You can also pass the int8 result of `AttentionMask.tile_kinds`. The
+            picture then has a cell for each tile, a rectangle of the mask. The tone of a cell says
+            whether no pair, some pairs or all pairs of the tile may attend.
         ax: The matplotlib Axes to draw on. If None, a new pyplot figure is made.
         query_tokens: A name for each of the T queries. If None, the queries are numbered.
         key_tokens: A name for each of the S keys. If None, the keys are numbered.
@@ -169,23 +169,23 @@ def plot_rotary(
     Use it to see how fast each pair of channels turns, with a base or a scaling.
 
     The picture has a circle for each of up to four pairs of channels. The first pair, which rotates
-    fastest, has the innermost circle. All dots of a circle are the same point, rotated by
-    `apply_rotary` at different positions: the point (1, 0) on the innermost circle, (2, 0) on the
-    next circle, and so on. The radii only keep the circles apart.
+    fastest, has the innermost circle. Each circle has a dot for each position. The dots of the
+    innermost circle are the point (1, 0), rotated by `apply_rotary` at each position. The next
+    circle has the point (2, 0), and so on. The radii only keep the circles apart.
 
     Args:
         positions: The positions, integers or float32. Shape [length].
         head_dim: The number of channels of a head, which is even.
         ax: The matplotlib Axes to draw on. If None, a new pyplot figure is made.
         base: The base of the rotation's frequencies, as `apply_rotary` takes it.
-        scaling: The scaling of the frequencies for long texts, as `apply_rotary` takes it. A
-            scaling with an attention factor moves the dots off the circles.
+        scaling: The scaling of the frequencies for long texts, as `apply_rotary` takes it. If the
+            scaling has an attention factor, the rotated points are also multiplied by this factor,
+            so the dots in the picture are not on the circles.
 
     Returns:
-        The Axes, with the first channel of a pair across and the second channel up. The legend
-        lists the pairs, which are an eighth of the head apart, such as pairs 0, 4, 8 and 12 of a
-        head of 64 channels. The first six dots of the innermost circle are labelled with the
-        positions.
+        The Axes of matplotlib, with the first channel of a pair across and the second channel up.
+        The legend lists the pairs, for example 0, 4, 8 and 12 of the 32 pairs of a head of 64
+        channels. The first six dots of the innermost circle are labelled with the positions.
 
     Raises:
         TypeError: `positions` are traced, or are neither integers nor floats. `head_dim` is not a
@@ -208,11 +208,13 @@ def plot_rotary(
     drawn_positions = np.atleast_1d(arguments.on_host("positions", position_array))
     head_dim = arguments.size("head_dim", head_dim)
     pair_count = head_dim // 2
+    # Of 32 pairs, the pairs 0, 4, 8 and 12 are drawn. Of 6 pairs, the pairs 0, 1, 2 and 3 are.
     step = max(1, pair_count // 8)
     pairs = range(0, pair_count, step)[:4]
     # The vectors are [position, head, channel]. In the layout "half", the first channel of a pair
-    # is channel `pair`, and the second is channel `pair + pair_count`. So each vector has the point
-    # (1, 0) in the first of the pairs, (2, 0) in the second, and so on.
+    # is channel `pair`, and the second is channel `pair + pair_count`. The loop below sets the
+    # first channels to 1, 2, 3 and 4, and the second channels stay 0. So the first drawn pair of
+    # each vector is the point (1, 0), the second drawn pair is (2, 0), and so on.
     vectors = np.zeros([len(drawn_positions), 1, head_dim], np.float32)
     for radius, pair in enumerate(pairs, 1):
         vectors[..., pair] = radius
@@ -245,9 +247,10 @@ def plot_bias(
 
     Args:
         bias: The bias, such as one head of the result of `alibi_bias` or `RelativePositionBias`.
-            Shape [T, S] for T queries and S keys, or with leading axes of length 1. In the picture,
-            a cell is hatched if its key is hidden, that is, if its bias is -16376 or less, as
-            `mask_to_bias` makes it.
+            Shape [T, S] for T queries and S keys, or with leading axes of length 1. If you added
+            the result of `mask_to_bias`, the cells of hidden keys are hatched in the picture. A
+            cell counts as hidden if its bias is -16376 or less: after the softmax, the weight of
+            such a key is 0.
         ax: The matplotlib Axes to draw on. If None, a new pyplot figure is made.
         query_tokens: A name for each of the T queries. If None, the queries are numbered.
         key_tokens: A name for each of the S keys. If None, the keys are numbered.
@@ -296,7 +299,8 @@ def _axes_or_new(ax: "Axes | None") -> "Axes":
     """Returns the Axes that the caller passed, or the Axes of a new figure of pyplot."""
     if ax is not None:
         return ax
-    # pyplot is loaded only here, because it chooses a backend, which a given Axes has already.
+    # pyplot is loaded only here, because loading it chooses a backend for all figures. Axes that
+    # the caller passes have a backend already.
     _, new_ax = matplotlib("pyplot").subplots(layout="constrained")
     return new_ax
 
@@ -304,7 +308,7 @@ def _axes_or_new(ax: "Axes | None") -> "Axes":
 def _as_matrix(name: str, array: ArrayLike) -> Float64[np.ndarray, "rows columns"]:
     """Returns an array as a matrix of float64, without leading axes of length 1.
 
-    Raises a ValueError if the array is empty or has several matrices.
+    Raises a ValueError if the array is empty, or if its leading axes have more than one matrix.
     """
     host_array = arguments.on_host(name, arguments.as_array(name, array))
     values = np.asarray(host_array, np.float64)
@@ -321,7 +325,7 @@ def _draw_circle(ax: "Axes", radius: int, points: np.ndarray, label: str) -> Non
     patches = matplotlib("patches")
     circle = patches.Circle((0, 0), radius, fill=False, color="0.8", zorder=0)
     ax.add_patch(circle)
-    # The circles have the radii 1, 2, 3, ..., and each has a style of its own.
+    # The circles have the radii 1, 2, 3 and 4, and different styles.
     marker, color = STYLES[radius - 1]
     x = points[:, 0]
     y = points[:, 1]
@@ -352,12 +356,13 @@ def _draw_matrix(
         ax: The Axes to draw on, or None for a new figure.
         values: The matrix.
         axis_labels: The label of the vertical axis, and the label of the horizontal one.
-        names: The names of the rows and of the columns; None for numbers.
+        names: The names of the rows, and the names of the columns. If one of them is None, the rows
+            or the columns are numbered.
         **options: The options of `imshow`.
     """
     ax = _axes_or_new(ax)
     image = ax.imshow(values, **options)
-    # The patch behind the image is seen through cells without a value.
+    # Cells without a value are transparent, so the hatched background of the Axes shows there.
     ax.patch.set(hatch="////", edgecolor="0.75", linewidth=0)
     row_count, column_count = values.shape
     row_names, column_names = names
@@ -385,12 +390,13 @@ def _label_axis(
     if names is None:
         return
 
-    def keep(_: str, name: Any) -> Any:
+    def accept_any(_: str, name: Any) -> Any:
         """Returns a name unchanged: it may be any object, because matplotlib shows its `str`."""
         return name
 
-    # This checks that `names` is a sequence, and not a str.
-    checked_names = arguments.entries("tokens", names, keep)
+    # This raises an error if `names` is a str or no sequence. `entries` also wants a function that
+    # checks each name. Callers pass the names as arguments that end with "tokens".
+    checked_names = arguments.entries("tokens", names, accept_any)
     arguments.check_same("tokens", f"a name for each {label}", len(checked_names), count)
     # "$x$" is a token, not a formula.
     axis.set_ticks(range(count), checked_names, parse_math=False, rotation=rotation)

@@ -14,7 +14,8 @@ from transformer_embed import pretrained
 from transformer_embed._src.arguments import shown, value_error
 from transformer_embed.cli.model_types import print_model_type
 
-# Where `load_embedder` puts the parameters of the layer, and of a position bias.
+# How the paths of parameters begin that `load_embedder` returns for the layer: the embeddings and
+# the output layer, T5's position bias, and the extra inputs of Gemma's layers.
 LAYER = ("transformer_embedding/~/", "relative_position_bias/", "per_layer_inputs/")
 
 
@@ -87,7 +88,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _read(args: argparse.Namespace) -> pretrained.PretrainedInput:
-    """Returns the input layer of the checkpoint or the config.json that the arguments name."""
+    """Returns the input layer of the checkpoint or the config.json that the arguments name.
+
+    The options of the command, such as --stack, are passed on to `load_embedder` or `load_config`.
+    """
     settings = {}
     if args.settings is not None:
         settings = _read_settings(pathlib.Path(args.settings).expanduser())
@@ -141,7 +145,9 @@ def _print_layers(found: pretrained.PretrainedInput) -> None:
     for index, layer in enumerate(found.layers):
         indices_by_text[repr(layer)].append(index)
     for indices in indices_by_text.values():
-        layer = found.layers[indices[0]]
+        # All layers with these indices are equal.
+        first_index, *_ = indices
+        layer = found.layers[first_index]
         listed_indices = ", ".join(map(str, indices))
         print(f"{shown(layer.type)}, in layers {listed_indices}")
         if layer.rotary is not None:
@@ -156,7 +162,7 @@ def _code_for(value: Any) -> str:
 
     Fields of a config that have their defaults are left out.
     """
-    # The repr of a dtype, "dtype('float32')", would need numpy. Its name does as well.
+    # The repr of a dtype, "dtype('float32')", would need numpy. The name, "float32", needs nothing.
     if isinstance(value, np.dtype):
         return repr(value.name)
     if not dataclasses.is_dataclass(value):

@@ -27,14 +27,14 @@ EVALUATION_TOKENS = 8192
 PEAK_LEARNING_RATE = 5e-3
 # The share of the text that is held out for scoring.
 HELD_OUT = 0.05
-# The lengths of the texts that are scored; the model trains on the first.
+# The lengths of the texts that are scored. The model trains on texts of the first length.
 LENGTHS = (CONTEXT, 2 * CONTEXT, 4 * CONTEXT)
 BAR = "{l_bar}{bar}| {elapsed}<{remaining}, {rate_fmt}{postfix}"
 # The progress bar shows the loss of every tenth step, because reading a loss waits for its step.
 STEPS_BETWEEN_LOSSES = 10
 # The held-out end of the shortest text has one text of each length, and the byte after it.
 SHORTEST_TEXT = math.ceil((LENGTHS[-1] + 1) / HELD_OUT)
-# These positions are added to tokens; the others change attention instead.
+# These positions are added to tokens. The other kinds of positions change attention instead.
 SCHEMES = {"sinusoidal": te.Sinusoidal(), "learned": te.Learned(CONTEXT)}
 
 ModelParams = Mapping[str, Mapping[str, Array]]
@@ -68,7 +68,7 @@ def _normalized(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
 
 
 def _attention(positions: str, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-    """Runs causal attention; rotary positions turn queries and keys, and ALiBi adds a bias."""
+    """Runs causal attention. Rotary positions turn queries and keys, and ALiBi adds a bias."""
     batch, length, _ = x.shape
     tokens = te.TokenPositions.from_offset(0, length)
 
@@ -107,7 +107,8 @@ class TrainedModel(NamedTuple):
 def train(text: bytes, positions: str, *, steps: int, seed: int) -> TrainedModel:
     """Trains on a text except its end, and scores the model on the end.
 
-    Equal arguments give equal results on one machine.
+    The model is trained and scored on windows: runs of bytes of one length, as `_windows` makes
+    them. Equal arguments give equal results on one machine.
     """
     training_ids, held_out_ids = split(text)
     mesh = Mesh(jax.devices(), ("data",))
@@ -118,7 +119,7 @@ def train(text: bytes, positions: str, *, steps: int, seed: int) -> TrainedModel
     # There are learned positions only up to the length of the training texts.
     lengths = LENGTHS[:1] if positions == "learned" else LENGTHS
     scores = []
-    with _bar(len(lengths), f"{positions}, scoring", "length", 1) as bar:
+    with _bar(len(lengths), f"{positions}, scoring", unit="length", size=1) as bar:
         for length in lengths:
             loss_of_windows = functools.partial(compiled_loss, params)
             scores.append(_score(loss_of_windows, held_out_ids, over_devices, length))
@@ -141,7 +142,7 @@ def _train_params(
         positions: The name of the kind of positions, such as "rotary".
         compiled_loss: The loss of each window, in bits per byte, as a function of the parameters
             and the windows (`_bits_per_byte` for these positions, compiled).
-        over_devices: The sharding of batches; parameters are whole on each device of the mesh.
+        over_devices: The sharding of batches. Parameters are whole on each device of the mesh.
         steps: The number of training steps.
         seed: The seed of the first parameters and of the batches.
     """
@@ -218,8 +219,9 @@ def _score(
     windows_per_device = EVALUATION_TOKENS // length
     batch_size = windows_per_device * over_devices.num_devices
     batch_count = math.ceil(len(windows) / batch_size)
-    # All batches have one shape, so `loss_of_windows` compiles once. The last batch is filled up
-    # with the first windows, and the second scores of these windows are left out.
+    # All batches have one shape, so `loss_of_windows` compiles once. To fill the last batch,
+    # `np.resize` starts again from the first window. The scores of these repeated windows come
+    # last, and are left out below.
     batches = np.resize(windows, (batch_count, batch_size, length + 1))
     scores_of_batches = []
     for batch in batches:

@@ -2,7 +2,8 @@
 
 from transformer_embed import pretrained
 
-# Fields that have a heading of their own, or are parts of what such a heading shows.
+# Fields that are not in the printed list of fields: `name` and `no_effect` have headings, and the
+# list of entries shows what the other fields say.
 PRINTED_SEPARATELY = ("name", "entries", "unread", "no_effect", "aliases")
 
 

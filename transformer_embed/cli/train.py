@@ -64,7 +64,7 @@ def add_to(commands: Any) -> None:
 
 
 def _names(text: str) -> list[str]:
-    """Returns the names in a list with commas; an unknown or a repeated name is an error."""
+    """Returns the names in a list with commas. Refuses an unknown or a repeated name."""
     names = text.split(",")
     # A set has a repeated name once, so it has fewer names than the list.
     known_names = {*names} & {*POSITION_NAMES}
@@ -96,13 +96,15 @@ def run(args: argparse.Namespace) -> None:
     print(f"\nTrained on texts of {lengths[0]} bytes: bits per byte of texts with")
     headings_of_scores = [f"{length} bytes" for length in lengths]
     print(_table_line("positions", "parameters", headings_of_scores), flush=True)
+    first_name, *_ = args.positions
     for name in args.positions:
         if not sys.stderr.isatty():
             # A progress bar is for a terminal. Elsewhere a line says what takes so long.
             print(f"{name}: training for {args.steps} steps", file=sys.stderr, flush=True)
         trained = language_model.train(source.text, name, steps=args.steps, seed=args.seed)
-        # The first model is written before the others are trained, which takes as long again.
-        if out and name == args.positions[0]:
+        # The first model is written before the others are trained, so that it is in the file even
+        # if a later training is stopped.
+        if out and name == first_name:
             pretrained.save_embedder(out, language_model.config(name), trained.params)
         scores = [f"{score:.2f}" for score in trained.bits_per_byte]
         # There is a dash for each length of text for which the model has no positions.
@@ -110,7 +112,7 @@ def run(args: argparse.Namespace) -> None:
         parameter_count = sum(leaf.size for leaf in jax.tree.leaves(trained.params))
         print(_table_line(name, f"{parameter_count:,}", scores), flush=True)
     if out:
-        print(f"\nThe model with {args.positions[0]} positions is in {args.out}.")
+        print(f"\nThe model with {first_name} positions is in {args.out}.")
 
 
 def _table_line(name: str, parameters: str, scores: Sequence[str]) -> str:

@@ -11,14 +11,14 @@ from transformer_embed._src.pretrained.model_type import (
     FULL,
     HEAD_DIM,
     LINEAR,
-    MULTIPLIER,
     MULTIPLIER_OR_HEAD_DIM,
     QUERY_SCALAR,
     UNSCALED,
     ModelType,
 )
 
-# The names that each entry of attention may have in config.json. The first that is there counts.
+# The names that each entry of attention may have in config.json. If a file has several of the names
+# of an entry, the first of them is read.
 NAMES_OF_ENTRIES = {
     "num_attention_heads": ("num_attention_heads", *ALIASES["num_attention_heads"].split()),
     "num_key_value_heads": ("num_key_value_heads",),
@@ -38,6 +38,7 @@ NAMES_OF_ENTRIES = {
     "attention_k_eq_v": ("attention_k_eq_v",),
 }
 
+# All of these names.
 NAMES_OF_ATTENTION = frozenset(itertools.chain.from_iterable(NAMES_OF_ENTRIES.values()))
 
 
@@ -45,8 +46,9 @@ class AttentionFacts(NamedTuple):
     """What config.json says of the attention and the norms of one layer.
 
     Args:
-        attention: The heads, the scale and so on, as `Layer.attention` has them; or None.
-        norm_eps: The epsilon of the norms; or None.
+        attention: The heads, the scale and so on, as `Layer.attention` has them. If None, the layer
+            has no attention, or the attention is not known.
+        norm_eps: The epsilon of the norms. If None, the epsilon is not known.
     """
 
     attention: Mapping[str, Any] | None
@@ -56,10 +58,10 @@ class AttentionFacts(NamedTuple):
 def attention_entries(
     model_type: ModelType, entries: Options, *, has_defaults: bool
 ) -> dict[str, Any]:
-    """Returns the number of heads, the epsilon of the norms and so on, by one name for each.
+    """Returns the entries of attention, such as the number of heads, each under one fixed name.
 
-    The names in the result are the keys of `NAMES_OF_ENTRIES`. An entry that config.json has, but
-    not as a number above 0, is None in the result.
+    The names in the result are the keys of `NAMES_OF_ENTRIES`: the entry "n_head" of a file becomes
+    "num_attention_heads". If the value of an entry is not a number above 0, the result has None.
 
     Args:
         model_type: What is known of the model type.
@@ -106,15 +108,16 @@ def attention_facts(
         values: The values of all entries for this layer. The entries of attention are under the key
             "attention".
         layer_object: The layer's object in `per_layer_config`, or {}.
-        kind: The kind of the layer.
+        kind: The kind of the layer, such as "full_attention" or "moe".
     """
     if not model_type.attention:
         return AttentionFacts(attention=None, norm_eps=None)
     entries = values["attention"]
     norm_eps = entries.get("norm_eps")
     heads = entries.get("num_attention_heads")
-    has_heads = kind.endswith("_attention") and kind != LINEAR
-    if not heads or not has_heads:
+    # These heads are the heads of softmax attention. "linear_attention" has other heads.
+    is_softmax_attention = kind.endswith("_attention") and kind != LINEAR
+    if not heads or not is_softmax_attention:
         return AttentionFacts(attention=None, norm_eps=norm_eps)
     head_dim = _head_dim(entries, values, layer_object, kind)
     if not head_dim:
@@ -159,11 +162,11 @@ def _scale(model_type: ModelType, entries: Options, head_dim: int) -> float | No
         return head_dim**-0.5
     if model_type.attention == UNSCALED:
         return 1.0
+    # In `entries`, a value is None or a number above 0 (see `attention_entries`).
     if model_type.attention == QUERY_SCALAR:
-        query_scalar = entries.get(QUERY_SCALAR)
+        query_scalar = entries.get("query_pre_attn_scalar")
         return query_scalar**-0.5 if query_scalar else None
-    # The entry of attention is None, or a number above 0 (see `attention_entries`).
-    multiplier = entries.get(MULTIPLIER)
+    multiplier = entries.get("attention_multiplier")
     if multiplier is None and model_type.attention == MULTIPLIER_OR_HEAD_DIM:
         return head_dim**-0.5
     return multiplier

@@ -11,7 +11,7 @@ from typing import Any
 from transformer_embed._src import arguments
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.positions.schemes import Learned, PositionScheme
-from transformer_embed._src.pretrained.entries import Options, count
+from transformer_embed._src.pretrained.entries import Options, check_count
 from transformer_embed._src.pretrained.entry_values import entry_values
 from transformer_embed._src.pretrained.files import call_with_named_errors
 from transformer_embed._src.pretrained.layer_parts import (
@@ -34,7 +34,7 @@ from transformer_embed._src.pretrained.published import Published
 from transformer_embed._src.pretrained.recognition import (
     find_layer_tensors,
     number_of_layers,
-    tensors_beside_head,
+    tensors_beside_text_model,
 )
 
 
@@ -47,18 +47,20 @@ def describe_published(published: Published) -> PretrainedInput:
     tensors = published.tensors
     values = entry_values(published)
     is_tied = values["tie_word_embeddings"]
-    layer_tensors = find_layer_tensors(published, is_tied=is_tied is True)
-    # An outer model of an unknown type may compute its logits with these tensors.
-    names_beside_head = tensors_beside_head(published, layer_tensors)
+    layer_tensors = find_layer_tensors(published, is_tied=is_tied)
+    # If a model of an unknown type is around the text model, it may compute its logits with these
+    # tensors. Otherwise this list is empty.
+    outer_tensors = tensors_beside_text_model(published, layer_tensors)
     # The name of each parameter's tensor, by the parameter's path.
     names = layer_tensors.names
-    # A tied output layer may be stored as a copy of the token table, which is not read twice. As in
-    # transformers, tables that differ are not tied, whatever config.json says.
-    may_be_copy = is_tied and OUTPUT_TABLE in names
-    if may_be_copy and tensors.are_equal(names[OUTPUT_TABLE], names[TOKENS]):
+    # A tied model may store a copy of its table for the output layer. The copy is not read. If the
+    # two tables differ, they are not tied, whatever config.json says. This is as in transformers.
+    has_two_tables = OUTPUT_TABLE in names
+    if is_tied and has_two_tables and tensors.are_equal(names[OUTPUT_TABLE], names[TOKENS]):
         del names[OUTPUT_TABLE]
     shapes = {path: _as_matrix(tensors.entry(name).shape) for path, name in names.items()}
-    # How the names of the numbered layers begin, such as "model.decoder".
+    # How the names of the numbered layers begin, such as "model.", or "model.decoder" for the
+    # decoder of an encoder-decoder model.
     prefix_of_layers = layer_tensors.prefix
     if published.model_type.has_stacks:
         prefix_of_layers += published.stack
@@ -68,9 +70,9 @@ def describe_published(published: Published) -> PretrainedInput:
     pretrained = call_with_named_errors(
         f"settings and {published.where}", _describe, published, values, shapes, dtype, layer_count
     )
-    if names_beside_head and pretrained.config.output is not None:
+    if outer_tensors and pretrained.config.output is not None:
         config = dataclasses.replace(pretrained.config, output=None)
-        reason = f"{published.outer_type} may compute its logits by {names_beside_head[0]} too"
+        reason = f"{published.outer_type} may compute its logits by {outer_tensors[0]} too"
         pretrained = pretrained._replace(config=config, no_output=reason)
     if pretrained.config.output is None:
         # The tensors of an output layer that cannot be described are not read.
@@ -93,9 +95,9 @@ def describe_config(published: Published) -> PretrainedInput:
 
 
 def _describe_without_tensors(published: Published, values: Options) -> PretrainedInput:
-    """Returns the input layer whose sizes and dtype are the ones that config.json says."""
+    """Returns the input layer, with the sizes and the dtype that config.json says."""
     dtype = published.entries.get("dtype") or published.entries.get("torch_dtype") or "float32"
-    layer_count = count("num_hidden_layers", _layer_count_in_config(published, values))
+    layer_count = check_count("num_hidden_layers", _layer_count_in_config(published, values))
     shapes = _shapes_in_config(published.model_type, values)
     return _describe(published, values, shapes, dtype, layer_count)
 
@@ -118,51 +120,77 @@ def _layer_count_in_config(published: Published, values: Options) -> Any:
 
 
 def _shapes_in_config(model_type: ModelType, values: Options) -> dict[str, tuple[int, int]]:
-    """Returns the shape of each parameter, as config.json says it; (1, n) for a vector.
+    """Returns the shape of each parameter, as config.json says it.
 
-    config.json does not say whether there is an output bias, so the bias is left out.
+    A vector of length n has the shape (1, n). config.json does not say whether there is an output
+    bias, so the bias is left out.
     """
-    may_lack = tuple(model_type.may_lack.split())
-    width = "embedding_size" if model_type.widen else "hidden_size"
-    # For each parameter, the entry that has the parameter's number of table rows. A norm has no
-    # rows. Its shape only says that there is a norm.
-    entry_with_row_count = {
-        TOKENS: _vocabulary(values),
-        POSITIONS: "max_position_embeddings",
-        TOKEN_TYPES: "type_vocab_size",
-        NORM_SCALE: width,
-        WIDEN: "hidden_size",
-        BIAS: "relative_attention_num_buckets",
-        OUTPUT_TABLE: _vocabulary(values),
+    # The entry that has the width of the tables. A linear layer may widen their rows.
+    width_entry = "embedding_size" if model_type.widen else "hidden_size"
+    vocabulary_entry = _entry_of_vocabulary(values)
+    # For each matrix: the entry that has the number of rows, and the entry that has the number of
+    # columns.
+    entries_of_shapes = {
+        TOKENS: (vocabulary_entry, width_entry),
+        POSITIONS: ("max_position_embeddings", width_entry),
+        TOKEN_TYPES: ("type_vocab_size", width_entry),
+        WIDEN: ("hidden_size", width_entry),
+        BIAS: ("relative_attention_num_buckets", "num_attention_heads"),
+        OUTPUT_TABLE: (vocabulary_entry, width_entry),
     }
     shapes = {}
-    for name, entry in entry_with_row_count.items():
-        part, _ = TENSORS[name]
-        type_has_part = bool(getattr(model_type, part))
-        if not type_has_part or values[entry] == 0:
+    for parameter, (rows_entry, columns_entry) in entries_of_shapes.items():
+        if not _type_has(model_type, parameter) or values[rows_entry] == 0:
             continue
-        if name in (POSITIONS, NORM_SCALE) and name.endswith(may_lack):
-            want = f"a checkpoint, since config.json does not say whether it has {name}"
-            raise arguments.value_error(model_type.name, want, "none")
-        rows = count(entry, values[entry])
-        entry_with_columns = "num_attention_heads" if name == BIAS else width
-        columns = count(entry_with_columns, values[entry_with_columns])
-        shapes[name] = rows, columns
+        if parameter == POSITIONS:
+            _check_not_optional(model_type, parameter)
+        rows = check_count(rows_entry, values[rows_entry])
+        columns = check_count(columns_entry, values[columns_entry])
+        shapes[parameter] = rows, columns
+    if _type_has(model_type, NORM_SCALE):
+        _check_not_optional(model_type, NORM_SCALE)
+        _, width = shapes[TOKENS]
+        shapes[NORM_SCALE] = 1, width
     if values["tie_word_embeddings"]:
         del shapes[OUTPUT_TABLE]
     # A type may leave out the linear layer if the table is already as wide as the model.
-    if WIDEN.endswith(may_lack) and values[width] == values["hidden_size"]:
+    table_is_wide_enough = values[width_entry] == values["hidden_size"]
+    if _is_optional(model_type, WIDEN) and table_is_wide_enough:
         shapes.pop(WIDEN, None)
     return shapes
 
 
-def _vocabulary(values: Options) -> str:
+def _type_has(model_type: ModelType, parameter: str) -> bool:
+    """Returns whether models of a type have a parameter, at least in some files."""
+    # The field of the type that has the modules of the parameter, such as "positions".
+    field, _ = TENSORS[parameter]
+    return getattr(model_type, field) != ""
+
+
+def _is_optional(model_type: ModelType, parameter: str) -> bool:
+    """Returns whether some models of a type have a parameter, and others do not."""
+    ends_of_optional_paths = tuple(model_type.may_lack.split())
+    return parameter.endswith(ends_of_optional_paths)
+
+
+def _check_not_optional(model_type: ModelType, parameter: str) -> None:
+    """Raises a ValueError for a parameter that only some models of a type have.
+
+    Only the tensors of a checkpoint say whether such a model has the parameter.
+    """
+    if _is_optional(model_type, parameter):
+        want = f"a checkpoint, since config.json does not say whether it has {parameter}"
+        raise arguments.value_error(model_type.name, want, "none")
+
+
+def _entry_of_vocabulary(values: Options) -> str:
     """Returns the name of the entry that has the size of the vocabulary.
 
     A decoder may have another vocabulary than the encoder (Marian).
     """
-    is_decoder = values["stack"] == STACKS[1]
-    return "decoder_vocab_size" if is_decoder and values["decoder_vocab_size"] else "vocab_size"
+    _, decoder = STACKS
+    has_own_vocabulary = values["stack"] == decoder and values["decoder_vocab_size"]
+    return "decoder_vocab_size" if has_own_vocabulary else "vocab_size"
 
 
 # --- Parts of the layer.
@@ -176,27 +204,34 @@ def _describe(
     Args:
         published: The files of the model, and what is known of its type.
         values: The values of all entries.
-        shapes: The shape of each parameter, by its path; (1, n) for a vector.
+        shapes: The shape of each parameter, by the path of the parameter. A vector of length n has
+            the shape (1, n).
         dtype: The dtype of the token table.
         layer_count: The number of layers that have tensors.
     """
     model_type = published.model_type
     if values["token_dropout"]:
-        want = (
-            "False, and embeddings multiplied by 0.88 / (1 - the share of <mask> in their row), "
+        # An input layer of this package does not do this, so the message says how to do it (ESM).
+        instead = (
+            "embeddings multiplied by 0.88 / (1 - the share of <mask> in their row), "
             "those of <mask> by 0"
         )
-        raise arguments.value_error("token_dropout", want, True)
+        raise arguments.value_error("token_dropout", f"False, and {instead}", True)
     rows, table_width = shapes[TOKENS]
-    # The linear layer after the table is [d_model, table_width] in the file.
-    d_model = shapes[WIDEN][0] if WIDEN in shapes else table_width
-    token_types = shapes[TOKEN_TYPES][0] if TOKEN_TYPES in shapes else 0
+    # If a linear layer widens the vectors of the table, its tensor is [d_model, table_width].
+    d_model = table_width
+    if WIDEN in shapes:
+        d_model, _ = shapes[WIDEN]
+    token_types = 0
+    if TOKEN_TYPES in shapes:
+        token_types, _ = shapes[TOKEN_TYPES]
     sizes = {
         "hidden_size": d_model,
         "embedding_size": table_width,
         "type_vocab_size": token_types,
-        _vocabulary(values): rows,
     }
+    vocabulary_entry = _entry_of_vocabulary(values)
+    sizes[vocabulary_entry] = rows
     _check_sizes(values, sizes)
     output = find_output_layer(published, values, shapes)
     config = EmbedderConfig(
@@ -250,7 +285,8 @@ def _scheme(model_type: ModelType, values: Options, shapes: Shapes) -> PositionS
         padding_id = arguments.integer(entry_with_padding_id, values[entry_with_padding_id])
         first_position = padding_id + 1
     else:
-        # Positions start at a fixed number (OPT), and config.json leaves out the rows before it.
+        # Positions start at a fixed number (OPT has 2). `max_position_embeddings` does not count
+        # the table rows before this number, so they are added.
         first_position = model_type.start
         max_len = None if max_len is None else max_len + first_position
     options: dict[str, Any] = {"start": first_position}
@@ -269,16 +305,17 @@ def _scheme(model_type: ModelType, values: Options, shapes: Shapes) -> PositionS
 def _bias(model_type: ModelType, values: Options, shapes: Shapes) -> Options | None:
     """Returns the keyword arguments of `alibi_bias` or `RelativePositionBias`, or None."""
     if model_type.has_alibi:
-        heads = count("num_attention_heads", values["num_attention_heads"])
+        heads = check_count("num_attention_heads", values["num_attention_heads"])
         return {"num_heads": heads, "causal": True, "max_bias": values["alibi_bias_max"]}
     if BIAS not in shapes:
         return None
     buckets, heads = shapes[BIAS]
-    # If config.json has a size, this size is returned, so `check_tensors` refuses a tensor of
-    # another shape. T5's decoder is causal, and T5's encoder is bidirectional.
+    _, decoder = STACKS
+    # A size in config.json goes before the shape of the tensor, so that `check_tensors` finds a
+    # tensor of another shape. T5's decoder is causal, and T5's encoder is bidirectional.
     return {
         "num_heads": values["num_attention_heads"] or heads,
         "num_buckets": values["relative_attention_num_buckets"] or buckets,
         "max_distance": values["relative_attention_max_distance"],
-        "causal": values["stack"] == STACKS[1],
+        "causal": values["stack"] == decoder,
     }

@@ -60,7 +60,8 @@ MODERNBERT = ModelType(
     norm="embeddings.norm",
     rotary="half",
     may_lack="layer_norm/offset",
-    # Published files have the name that the training code of a model has for rotary positions.
+    # Published files have names for rotary positions here that only the code that trained the model
+    # knows.
     no_effect="position_embedding_type",
     no_output="a dense layer and a norm come before it",
 ).but(local_attention=128, tie_word_embeddings=False)
@@ -68,7 +69,7 @@ MODERNBERT = ModelType(
 # --- The types.
 
 ENCODER_TYPES = {
-    # BERT. In RoBERTa and similar types, positions count from the id of padding.
+    # BERT. In RoBERTa and similar types, the first position is the id of padding + 1.
     "bert": BERT,
     "dpr": BERT,
     "ernie": BERT,
@@ -82,7 +83,7 @@ ENCODER_TYPES = {
     "markuplm": BERT,
     "tapas": BERT,
     "flava_text_model": BERT.but(dropout=0.0),
-    # BigBird has sparse layers, and tokens that see all others, so nothing is said of the layers.
+    # BigBird has sparse layers, and tokens that see all others, so its layers are not described.
     "big_bird": BERT.but(scale="rescale_embeddings", kinds=()),
     "roberta": ROBERTA,
     "xlm-roberta": ROBERTA,
@@ -127,7 +128,7 @@ ENCODER_TYPES = {
     "gte": ROTARY_BERT.but(may_lack="token_type_embedding/embeddings", rope_theta=160_000.0),
     "new": ROTARY_BERT.but(may_lack="token_type_embedding/embeddings"),
     "jina_embeddings_v3": ROTARY_BERT.but(norm="emb_ln", rope_theta=20_000.0, layer_norm_eps=1e-05),
-    # The embed_positions are the sinusoids that rotate heads.
+    # The tensor "embed_positions" has the sinusoids that rotate heads.
     "roformer": ROTARY_BERT.but(
         widen="embeddings_project",
         may_lack="widen/w widen/b",

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from transformer_embed._src import arguments
 
 Options = Mapping[str, Any]
+# A function of an entry's name and value, which returns the value or raises an error.
 Check = Callable[[str, Any], Any]
 
 
@@ -23,7 +24,8 @@ class _Required:
 # The default of an entry that has no default: config.json or settings must say the value.
 REQUIRED: Any = _Required()
 
-count: Check = functools.partial(arguments.integer, at_least=1)
+check_count: Check = functools.partial(arguments.integer, at_least=1)
+# These three checks are for lists of numbers.
 _sections: Check = functools.partial(
     arguments.entries, convert=functools.partial(arguments.integer, at_least=0)
 )
@@ -71,30 +73,30 @@ class Entry(NamedTuple):
         is_loud: Whether the entry is refused by a model type that does not read it.
         is_harmless: Whether the entry changes no embeddings. Such an entry has its default even if
             config.json does not name the model type.
-        within: The name of another entry. A model type that does not read the other entry may
-            ignore this one. If empty, there is no such entry.
+        only_with: The name of another entry, such as "sliding_window". A model type that does not
+            read the other entry may ignore this one. If empty, there is no such entry.
     """
 
     check: Check
     default: Any = None
     is_loud: bool = False
     is_harmless: bool = False
-    within: str = ""
+    only_with: str = ""
 
 
 ENTRIES: dict[str, Entry] = {
     # Sizes.
-    "vocab_size": Entry(count),
-    "decoder_vocab_size": Entry(count),
-    "hidden_size": Entry(count),
-    "embedding_size": Entry(count),
+    "vocab_size": Entry(check_count),
+    "decoder_vocab_size": Entry(check_count),
+    "hidden_size": Entry(check_count),
+    "embedding_size": Entry(check_count),
     "type_vocab_size": Entry(arguments.integer),
-    "num_hidden_layers": Entry(count),
-    "num_attention_heads": Entry(count),
-    "head_dim": Entry(count),
-    "global_head_dim": Entry(count),
+    "num_hidden_layers": Entry(check_count),
+    "num_attention_heads": Entry(check_count),
+    "head_dim": Entry(check_count),
+    "global_head_dim": Entry(check_count),
     # Positions, token types and the norm of the input layer.
-    "max_position_embeddings": Entry(count),
+    "max_position_embeddings": Entry(check_count),
     "position_embedding_type": Entry(_unchecked, default="rope", is_loud=True),
     "pad_token_id": Entry(arguments.integer),
     "layer_norm_eps": Entry(arguments.positive, default=1e-12),
@@ -114,36 +116,36 @@ ENTRIES: dict[str, Entry] = {
     "scale_decoder_outputs": Entry(arguments.flag, default=False, is_loud=True, is_harmless=True),
     "logit_scale": Entry(arguments.positive, default=1.0, is_loud=True, is_harmless=True),
     "logits_scaling": Entry(arguments.positive, default=1.0, is_loud=True, is_harmless=True),
-    "dim_model_base": Entry(count),
+    "dim_model_base": Entry(check_count),
     "final_logit_softcapping": Entry(arguments.positive, is_loud=True),
     # Biases of attention.
     "alibi_bias_max": Entry(arguments.positive, default=8.0, is_loud=True),
-    "relative_attention_num_buckets": Entry(count, is_loud=True),
+    "relative_attention_num_buckets": Entry(check_count, is_loud=True),
     "relative_attention_max_distance": Entry(arguments.integer, default=128, is_loud=True),
     # Rotations.
     "rope_theta": Entry(arguments.positive, default=10_000.0, is_loud=True),
     "rope_scaling": Entry(_unchecked, is_loud=True),
     "rope_parameters": Entry(_unchecked, is_loud=True),
-    "original_max_position_embeddings": Entry(count, is_loud=True),
+    "original_max_position_embeddings": Entry(check_count, is_loud=True),
     "partial_rotary_factor": Entry(arguments.positive, default=1.0, is_loud=True),
-    "rotary_dim": Entry(count, is_loud=True),
+    "rotary_dim": Entry(check_count, is_loud=True),
     "rotary_emb_interleaved": Entry(arguments.flag, default=False, is_loud=True),
     "rope_interleave": Entry(arguments.flag, default=True, is_loud=True),
     "mrope_section": Entry(_sections, is_loud=True),
     # Rotations of layers with a window, which concern no model without windows.
-    "rope_local_base_freq": Entry(arguments.positive, is_loud=True, within="sliding_window"),
-    "sliding_rotary_factor": Entry(arguments.positive, is_loud=True, within="sliding_window"),
-    "sliding_rope_scaling": Entry(_unchecked, is_loud=True, within="sliding_window"),
+    "rope_local_base_freq": Entry(arguments.positive, is_loud=True, only_with="sliding_window"),
+    "sliding_rotary_factor": Entry(arguments.positive, is_loud=True, only_with="sliding_window"),
+    "sliding_rope_scaling": Entry(_unchecked, is_loud=True, only_with="sliding_window"),
     # The rotation of layers that see averages of tokens.
     "compress_rope_theta": Entry(arguments.positive, is_loud=True),
     # Rotations of single layers.
     "layer_rope_theta": Entry(_bases, is_loud=True),
     "no_rope_layers": Entry(_integers, is_loud=True),
-    "no_rope_layer_interval": Entry(count, is_loud=True),
+    "no_rope_layer_interval": Entry(check_count, is_loud=True),
     # The growth of queries with their positions. A growth of 0 is none.
     "llama_4_scaling_beta": Entry(arguments.not_negative, is_loud=True),
     "attn_scale": Entry(arguments.positive),
-    "floor_scale": Entry(count, default=8192, is_loud=True),
+    "floor_scale": Entry(check_count, default=8192, is_loud=True),
     "attn_temperature_tuning": Entry(_unchecked, default=True),
     # Kinds of layers, and their masks.
     "layer_types": Entry(_kinds_of_layers),
@@ -155,11 +157,11 @@ ENTRIES: dict[str, Entry] = {
     "first_k_dense_replace": Entry(arguments.integer),
     "sliding_window": Entry(arguments.integer),
     "use_sliding_window": Entry(arguments.flag),
-    "max_window_layers": Entry(count),
+    "max_window_layers": Entry(check_count),
     "sliding_window_pattern": Entry(_unchecked),
-    "sliding_window_size": Entry(count),
-    "local_attention": Entry(count),
-    "attention_chunk_size": Entry(count),
+    "sliding_window_size": Entry(check_count),
+    "local_attention": Entry(check_count),
+    "attention_chunk_size": Entry(check_count),
     "is_decoder": Entry(arguments.flag),
     "is_causal": Entry(arguments.flag),
     "use_bidirectional_attention": Entry(_unchecked),

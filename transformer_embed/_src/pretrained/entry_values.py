@@ -30,12 +30,12 @@ class ReadEntries(NamedTuple):
 def entry_values(published: Published) -> dict[str, Any]:
     """Returns the checked value of each entry in `ENTRIES`, by name, and three more values.
 
-    Settings go before config.json, and config.json before defaults. The value is None if an entry
-    is left out and has no default. The three more are the "length" of the longest text, the "stack"
-    that is read, and "attention", a dict of the entries that are about attention.
+    Settings override config.json, and config.json overrides defaults. If an entry is left out and
+    has no default, the value is None. The three more values are the "length" of the longest text,
+    the "stack" that is read, and "attention", a dict of the entries that are about attention.
 
     Raises:
-        ValueError: an entry is wrong, missing, or refused; settings have an entry that is not read.
+        ValueError: an entry is wrong, missing, or refused. Settings have an entry that is not read.
 
     Warns:
         UserWarning: config.json has entries that are not known.
@@ -45,11 +45,11 @@ def entry_values(published: Published) -> dict[str, Any]:
     defaults = {entry: model_type.default(entry) for entry in ENTRIES}
     values = defaults | given
     _check_not_missing(published, values, given)
-    attention = attention_entries(
-        model_type,
-        {**published.entries, **published.settings},
-        has_defaults=published.type_in_config == model_type.name,
-    )
+    # If only settings name the model type, config.json may be of another type, which has other
+    # defaults for its attention. So the defaults of attention are not used then.
+    config_names_type = published.type_in_config == model_type.name
+    entries = {**published.entries, **published.settings}
+    attention = attention_entries(model_type, entries, has_defaults=config_names_type)
     return {**values, "length": published.length, "stack": published.stack, "attention": attention}
 
 
@@ -57,8 +57,8 @@ def _check_not_missing(published: Published, values: Options, given: Options) ->
     """Raises a ValueError if an entry is left out and its default may be wrong for this file.
 
     If config.json itself names the model type, the defaults of this type are right. If only
-    settings name the type, config.json may be of another type, with other defaults. Then only
-    entries that change no embeddings may be left out.
+    settings name the type, config.json may be of another type, with other defaults. Then an entry
+    may be left out only if it is harmless, that is, if it changes no embeddings, such as "dropout".
 
     Args:
         published: The files of the model, and what is known of its type.
@@ -72,9 +72,10 @@ def _check_not_missing(published: Published, values: Options, given: Options) ->
         if entry in given:
             continue
         default = values[entry]
+        has_no_default = default is None
         default_is_right = config_names_type or ENTRIES[entry].is_harmless
-        default_may_be_wrong = default is not None and not default_is_right
-        if default is REQUIRED or default_may_be_wrong:
+        may_be_left_out = has_no_default or default_is_right
+        if default is REQUIRED or not may_be_left_out:
             missing.append(names[0])
     if missing:
         listed = ", ".join(sorted(missing))
@@ -95,16 +96,18 @@ def read_entries(model_type: ModelType, entries: Options) -> ReadEntries:
     for entry, names in names_of_entries.items():
         values_of_names = [unread.pop(name) for name in names if name in unread]
         if values_of_names:
-            # The value under the first name counts, unless it is null and another name has a value.
+            # The first value that is not null is used. If all are null, the result is None.
             values[entry] = next((value for value in values_of_names if value is not None), None)
     if model_type.rotary:
-        # The checks below are for entries at the top level, so objects of rotations come apart.
+        # The checks below are for entries at the top level of config.json. So the objects of
+        # rotations, such as "rope_parameters", are first split into entries at the top level.
         values = rope.flatten_rotations(model_type, values)
     for entry in [*values]:
         if entry not in names_of_entries:
             unread[entry] = values.pop(entry)
     for entry, value in values.items():
-        # If an entry has no default, null says the same as leaving the entry out.
+        # If an entry has no default, null says the same as leaving the entry out, and is not
+        # checked. If the entry has a default, the check refuses null.
         if value is not None or entry in ENTRY_DEFAULTS:
             values[entry] = ENTRIES[entry].check(entry, value)
     return ReadEntries(values=values, unread=unread)
@@ -117,24 +120,26 @@ def _given_values(published: Published) -> dict[str, Any]:
     entries that the model type does not read, and warns of others (see `_check_unread`).
     """
     model_type = published.model_type
+    # An error names the source of the wrong entry: config.json, or settings.
     in_file = call_with_named_errors(published.where, read_entries, model_type, published.entries)
     in_settings = call_with_named_errors("settings", read_entries, model_type, published.settings)
     unread = _unread_after_settings(published, in_file.unread, in_settings.unread)
     _check_unread(published, unread)
     values_of_settings = in_settings.values
-    # The scaling of a rotation is an object. Settings may have only some of the entries of this
-    # object, and the other entries are taken from config.json.
+    # The scaling of a rotation, such as "rope_scaling", is an object. Settings may have only some
+    # of the entries of this object, and the other entries are taken from config.json.
     for entry in rope.ENTRIES_OF_SCALINGS:
         scaling_in_settings = values_of_settings.get(entry)
         if scaling_in_settings:
             scaling_in_file = in_file.values.get(entry) or {}
             values_of_settings[entry] = rope.merge_scalings(scaling_in_file, scaling_in_settings)
-    # The length that the model was trained on may be inside the scaling or at the top level, and
-    # the top level goes first. So if settings have it inside their scaling only, it is copied to
-    # the top level, where it replaces the length of config.json.
-    scaling = values_of_settings.get("rope_scaling", {})
-    trained_length = scaling.get(rope.TRAINED_LENGTH)
-    if trained_length is not None and rope.TRAINED_LENGTH not in values_of_settings:
+    # The trained length may be inside "rope_scaling", or beside it at the top level. If both have
+    # it, the one at the top level is used. So if settings have it inside only, it is copied to the
+    # top level, because config.json may have another length there.
+    scaling_in_settings = values_of_settings.get("rope_scaling", {})
+    trained_length = scaling_in_settings.get(rope.TRAINED_LENGTH)
+    has_length_at_top_level = rope.TRAINED_LENGTH in values_of_settings
+    if trained_length is not None and not has_length_at_top_level:
         values_of_settings[rope.TRAINED_LENGTH] = trained_length
     return in_file.values | values_of_settings
 
@@ -142,7 +147,9 @@ def _given_values(published: Published) -> dict[str, Any]:
 def _unread_after_settings(
     published: Published, unread: Options, unread_settings: Options
 ) -> dict[str, Any]:
-    """Returns the unread entries of config.json, except the ones for which settings have None.
+    """Returns the unread entries of config.json, except entries that are None in settings.
+
+    For example, settings {"alibi": None} remove the entry "alibi" of config.json.
 
     Args:
         published: The files of the model, and what is known of its type.
@@ -154,18 +161,22 @@ def _unread_after_settings(
     """
     model_type = published.model_type
     left = dict(unread)
-    unknown = []
+    wrong_names = []
     for name, value in unread_settings.items():
-        # None in settings takes the entry of config.json away.
-        is_taken_away = value is None and left.pop(name, None) is not None
-        is_of_attention = model_type.attention != "" and name in NAMES_OF_ATTENTION
-        is_useful = is_taken_away or is_of_attention or model_type.has_no_effect(name)
-        if not is_useful:
-            unknown.append(name)
-    if unknown:
-        reads = ", ".join(names[0] for names in model_type.names_of_entries().values())
-        want = f"entries that a model {model_type.name} reads ({reads})"
-        raise arguments.value_error("settings", want, ", ".join(map(repr, unknown)))
+        if value is None and left.get(name) is not None:
+            del left[name]
+            continue
+        # `attention_entries` reads entries of attention, if the attention of this type is known.
+        is_read_as_attention = model_type.attention != "" and name in NAMES_OF_ATTENTION
+        # An entry that is known to change nothing in models of this type is allowed.
+        is_known_to_do_nothing = model_type.has_no_effect(name)
+        if not is_read_as_attention and not is_known_to_do_nothing:
+            wrong_names.append(name)
+    if wrong_names:
+        # The first of the names that each entry may have, such as "hidden_size".
+        names_read = [names[0] for names in model_type.names_of_entries().values()]
+        want = f"entries that a model {model_type.name} reads ({', '.join(names_read)})"
+        raise arguments.value_error("settings", want, ", ".join(map(repr, wrong_names)))
     return left
 
 
@@ -183,7 +194,8 @@ def _check_unread(published: Published, unread: Options) -> None:
             refused.append(name)
         elif status is EntryStatus.UNKNOWN:
             unknown.append(name)
-    # In settings, None for an entry takes this entry of config.json away.
+    # Both messages show the settings that remove these entries of config.json. For example, the
+    # settings {"alibi": None} remove the entry "alibi".
     if refused:
         want = (
             "only entries that can be read (to ignore the others, if they mean nothing here: "

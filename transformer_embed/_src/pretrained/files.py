@@ -16,7 +16,7 @@ NO_FILE = (
 
 
 def as_path(value: Any) -> pathlib.Path:
-    """Returns a path; a first ~ is the user's home."""
+    """Returns a path. A "~" at the beginning is replaced by the user's home."""
     arguments.instance("path", value, str | os.PathLike, "a str or another path")
     text = os.fsdecode(value)
     if "\0" in text:
@@ -35,9 +35,9 @@ def existing_path(value: Any) -> pathlib.Path:
 def call_with_named_errors(
     name: Any, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Returns what a function returns; an error becomes a ValueError that starts with the name.
+    """Calls a function. If it raises an error, raises a ValueError that starts with `name`.
 
-    The name says where the arguments came from, such as the path of a file.
+    `name` says where the arguments came from, such as the path of a file.
     """
     try:
         return function(*args, **kwargs)
@@ -70,7 +70,7 @@ def parse(
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """Returns the JSON object in a file; raises a ValueError if the file holds anything else."""
+    """Returns the JSON object in a file, or raises a ValueError if the file holds another value."""
     return parse(path, path.read_bytes())
 
 

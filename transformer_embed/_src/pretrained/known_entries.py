@@ -10,8 +10,9 @@ from typing import Any
 from transformer_embed._src.pretrained.class_entries import CLASS_ENTRIES
 from transformer_embed._src.pretrained.entries import ENTRIES, ENTRY_OF_NAME
 
-# Entries that no type reads, and that change the input or the output layer of some model: switches
-# of published code, and what types that are not known say of positions, rotations, scales, tables.
+# Entries that no known type reads, and that change the input or the output layer of some model: the
+# switches of published code, and the entries of unknown types for positions, rotations, scales and
+# tables.
 LOUD = (
     "alibi altup_correct_scale asm cla_share_factor compress_rope_parameters "
     "emb_layer_norm_after emb_layer_norm_before emb_pdrop embd_pdrop embed_dropout "
@@ -74,7 +75,7 @@ IN_FILES = (
 )
 
 # The entries that the JSON object of a rotation may hold, but that transformers does not read.
-IN_ROTATIONS = ("max_position_embeddings", "finetuned", "attn_factor")
+UNREAD_IN_ROTATIONS = ("max_position_embeddings", "finetuned", "attn_factor")
 
 _LOUD = frozenset(LOUD.split())
 _KNOWN = frozenset((*ENTRY_OF_NAME, *ENTRIES, *_LOUD, *CLASS_ENTRIES.split(), *IN_FILES.split()))

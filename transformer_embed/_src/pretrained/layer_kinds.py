@@ -18,7 +18,7 @@ from transformer_embed._src.pretrained.model_type import (
     INDEXED,
     LINEAR,
     SLIDING,
-    WINDOWLESS,
+    SLIDING_OR_ALL,
     ModelType,
 )
 
@@ -38,7 +38,8 @@ RENAMED: Mapping[Any, str] = {
     0: FULL,
     1: SLIDING,
 }
-# DeepSeek V4's files list a number for each layer: how many tokens the layer averages. 0 is none.
+# DeepSeek V4's files list a ratio for each layer: how many tokens the layer joins in one average. A
+# layer with the ratio 0 has no averages.
 KINDS_OF_RATIOS = {0: SLIDING, 4: COMPRESSED_SPARSE, 128: COMPRESSED}
 # Kinds of layers that rotate nothing.
 UNROTATED = (LINEAR, CROSS, "conv", "moe", "mlp")
@@ -48,9 +49,10 @@ KNOWN = (FULL, SLIDING, CHUNKED, INDEXED, *UNROTATED)
 def kinds_of_layers(model_type: ModelType, values: Options, count: int) -> list[str]:
     """Returns the kind of each layer, or an empty list if the kinds are not known.
 
-    config.json may list the kinds, or DeepSeek V4's ratios, which say the kinds too. Otherwise
-    layers are of the two kinds in `model_type.kinds`: a rule gives the indices of the layers of the
-    second kind, and all others are of the first kind. Layers of cross attention are listed apart.
+    config.json may list the kinds. For DeepSeek V4, it may list a ratio for each layer, which says
+    the kind of the layer (see `KINDS_OF_RATIOS`). Otherwise layers are of the two kinds in
+    `model_type.kinds`: a rule gives the indices of the layers of the second kind, and all others
+    are of the first kind. Layers of cross attention have a list of their own.
 
     Args:
         model_type: What is known of the model type.
@@ -94,13 +96,15 @@ def _kinds_from_names(model_type: ModelType, names: Collection[Any]) -> list[str
 
 
 def _kinds_from_ratios(ratios: Sequence[int], count: int) -> list[str]:
-    """Returns the kinds of DeepSeek V4's layers; a ratio is how many tokens a layer averages.
+    """Returns the kind of each of DeepSeek V4's layers, from the layers' ratios.
 
-    If there are more ratios than layers, the last ratios are about layers that predict further
-    tokens, which are not read.
+    The ratios (0, 4, 128) give "sliding_attention", "compressed_sparse_attention" and
+    "heavily_compressed_attention". Files may have more ratios than layers. The last ratios are then
+    about extra layers, which predict the tokens after the next one. These layers are not read.
     """
-    if len(ratios) < count:
-        # The lengths differ, so this raises an error.
+    has_ratio_for_each_layer = len(ratios) >= count
+    if not has_ratio_for_each_layer:
+        # This raises the error that a list has another length than the model has layers.
         arguments.check_same("compress_ratios", "a value for each layer", len(ratios), count)
     kinds = []
     for ratio in ratios[:count]:
@@ -123,37 +127,42 @@ def _rule_for(model_type: ModelType, values: Options) -> Rule:
     is_deepseek_v4 = COMPRESSED in model_type.kinds
     if is_deepseek_v4:
         return _every_other_from_3
-    has_windows = has_window(values)
-    # If EXAONE 4 has no window, all of its layers are full, so its pattern has no meaning.
-    pattern_has_meaning = has_windows or model_type.rotates != WINDOWLESS
-    if values["sliding_window_pattern"] and pattern_has_meaning:
+    model_has_window = has_window(values)
+    # If EXAONE 4 has no window, all of its layers are full, and its pattern is ignored.
+    is_exaone_4 = model_type.rotates == SLIDING_OR_ALL
+    ignores_pattern = is_exaone_4 and not model_has_window
+    if values["sliding_window_pattern"] and not ignores_pattern:
         return _every_nth
-    # In Llama 4, the layers that rotate have chunks. In SmolLM 3, the layers that rotate have full
-    # attention, and the others have windows.
-    has_two_kinds = has_windows or CHUNKED in model_type.kinds
-    if values["no_rope_layer_interval"] and has_two_kinds:
-        return _where_rotated
-    return _all_or_lowest
+    # In two types, the layers that rotate are of the second kind: in Llama 4, they have chunks and
+    # the others have full attention, and in a SmolLM 3 with a window, they have full attention and
+    # the others have the window.
+    has_chunks = CHUNKED in model_type.kinds
+    kind_depends_on_rotation = values["no_rope_layer_interval"] and (has_chunks or model_has_window)
+    if kind_depends_on_rotation:
+        return _that_rotate
+    return _without_window
 
 
 def _listed_indices(model_type: ModelType, values: Options) -> Any:
     """Returns the indices of layers that config.json lists, or None if it lists none.
 
-    If config.json says null, the type's default counts, which is an empty list for Bamba.
+    If config.json says null, the type's default is used, which is an empty list for Bamba.
     """
     indices = values["attn_layer_indices"]
     return model_type.default("attn_layer_indices") if indices is None else indices
 
 
 def _at_indices(model_type: ModelType, values: Options, _: int) -> Collection[int]:
-    """Takes the layers whose indices are listed (Bamba, LFM 2)."""
+    """Returns the indices of layers that config.json lists (Bamba, LFM 2)."""
     return _listed_indices(model_type, values)
 
 
 def _every_nth(model_type: ModelType, values: Options, count: int) -> Collection[int]:
-    """Takes every nth layer (Gemma, Cohere 2).
+    """Returns the index of every nth layer (Gemma, Cohere 2).
 
-    The entry says n as a number, or as a text with a letter for each layer: EXAONE 4 has "LLLG".
+    The entry says n as a number, or as a text with a letter for each of n layers: EXAONE 4 has
+    "LLLG". With n = 4, the indices are 3, 7, 11 and so on, or 0, 4, 8 and so on if
+    `model_type.phase` is 0.
     """
     period = values["sliding_window_pattern"]
     if isinstance(period, str):
@@ -163,19 +172,23 @@ def _every_nth(model_type: ModelType, values: Options, count: int) -> Collection
 
 
 def _every_other_from_3(_model_type: ModelType, _values: Options, count: int) -> Collection[int]:
-    """Takes the layers 3, 5, 7 and so on, as transformers does for DeepSeek V4."""
+    """Returns the indices 3, 5, 7 and so on, as transformers does for DeepSeek V4."""
     return range(3, count, 2)
 
 
-def _where_rotated(_: ModelType, values: Options, count: int) -> Collection[int]:
-    """Takes the layers that rotate."""
+def _that_rotate(_: ModelType, values: Options, count: int) -> Collection[int]:
+    """Returns the indices of the layers that rotate.
+
+    In spite of its name, `no_rope_layers` has 1 for a layer that rotates, and 0 for another layer.
+    """
     return [index for index in range(count) if values["no_rope_layers"][index]]
 
 
-def _all_or_lowest(_: ModelType, values: Options, count: int) -> Collection[int]:
-    """Takes all layers if the model has no window, or else the lowest layers, as in Qwen 2.
+def _without_window(_: ModelType, values: Options, count: int) -> Collection[int]:
+    """Returns the indices of the layers without a window.
 
-    Qwen 2's entry `max_window_layers` says how many: the layers below this one have no window.
+    These are the lowest layers, or all layers if the model has no window.
+    Qwen 2's entry `max_window_layers` says how many lowest layers have no window.
     """
     if not has_window(values):
         return range(count)

@@ -1,4 +1,7 @@
-"""The parts of an input layer: their parameters, tensors, and entries of config.json."""
+"""The parts of an input layer: their parameters, tensors, and entries of config.json.
+
+A constant such as `TOKENS` is the path of a parameter, as `find_parameters` names it.
+"""
 
 from transformer_embed._src.layers.parameters import ROOT
 
@@ -16,8 +19,9 @@ PER_LAYER_TABLE = "per_layer_inputs/embeddings"
 PER_LAYER_WEIGHTS = "per_layer_inputs/w"
 PER_LAYER_SCALE = "per_layer_inputs/scale"
 
-# Parameters that a published model may lack; zeros are equivalent.
+# Parameters that a published model may lack: biases, which are then zeros.
 OFFSETS = (NORM_OFFSET, WIDEN_OFFSET)
+# The stacks of layers of an encoder-decoder model.
 STACKS = ("encoder", "decoder")
 # Modules that may be the output layer.
 HEADS = (
@@ -27,8 +31,9 @@ HEADS = (
 # The tensor of the output bias of BART and similar models, [1, vocab_size]. It has no module.
 LOGITS_BIAS = "final_logits_bias"
 
-# For each parameter: the field of `ModelType` that has the modules of its part, and the names that
-# its tensor may have, with {} for such a module. In older files of BERT, a norm has gamma and beta.
+# For each parameter: the field of `ModelType` that has the parameter's modules, and the names that
+# the parameter's tensor may have, with {} for a module. For example, with the module "ln", the name
+# "{}.weight" is "ln.weight". In older files of BERT, a norm has gamma and beta.
 TENSORS = {
     TOKENS: ("tokens", "{}.weight"),
     POSITIONS: ("positions", "{}.weight"),
@@ -44,8 +49,9 @@ TENSORS = {
     OUTPUT_TABLE: ("head", "{}.weight"),
     OUTPUT_BIAS: ("head", "{}.bias " + LOGITS_BIAS),
 }
-# The entries that all types with a part read, by the field of `ModelType` that says the part; and
-# the entries that are read wherever another entry is read, by that entry.
+# The entries that come with a field of `ModelType`, or with another entry. For example, each type
+# whose field `positions` is not empty reads "max_position_embeddings", and each type that has
+# "attn_scale" in its field `entries` also reads "floor_scale".
 READS = {
     "tokens": "vocab_size hidden_size tie_word_embeddings num_hidden_layers layer_types "
     "per_layer_config is_causal",

@@ -20,16 +20,18 @@ from transformer_embed._src.pretrained.model_type import (
     COMPRESSED_SPARSE,
     FULL,
     SLIDING,
-    WINDOWLESS,
+    SLIDING_OR_ALL,
     ModelType,
 )
 
-# The entries of one layer's object in `per_layer_config`: the entries that are read here, and the
-# entries that are only sizes of the layer's tensors.
-READ_FROM_OBJECT = ("head_dim", "sliding_window")
-SIZES = ("num_key_value_heads", "intermediate_size")
-# The entries that are lists with a value for each layer, and the entry that such a value is for.
-ENTRY_OF_LIST = {
+# The entries that may be in a layer's object in `per_layer_config`: entries that override the
+# entries of the whole model, and entries that change nothing in this file. (`attention_facts` reads
+# "num_key_value_heads" from the object itself.)
+OVERRIDING_ENTRIES = ("head_dim", "sliding_window")
+OTHER_ENTRIES = ("num_key_value_heads", "intermediate_size")
+# Entries that are lists with a value for each layer, and the entry that gets the value of one
+# layer. For example, value 5 of "layer_rope_theta" is the "rope_theta" of layer 5.
+ENTRY_BY_LIST = {
     "layer_types": "layer_types",
     "layer_rope_theta": "rope_theta",
     "no_rope_layers": "no_rope_layers",
@@ -45,9 +47,10 @@ MOST_LAYERS = 1024
 class Layer:
     """Describes one layer of a published model, for the attention that you write yourself.
 
-    `load_embedder` returns a sequence of these, `found.layers`. Read the fields to build the layers
-    of the model. If you save the input layer of a model of your own with `save_embedder`, make a
-    `Layer` for each layer, so that everybody who loads the file can build the layers too.
+    The result of `load_embedder` has a sequence of these in its field `layers`. Read the fields to
+    build the layers of the model. If you save the input layer of a model of your own with
+    `save_embedder`, make a `Layer` for each layer, so that everybody who loads the file can build
+    the layers too.
 
     Args:
         type: The kind of the layer, as the entry `layer_types` of config.json names it:
@@ -55,8 +58,8 @@ class Layer:
         rotary: The keyword arguments of `apply_rotary`. If None, the layer has no rotary
             embeddings. If `rotary` has `pair_axes` (Qwen-VL), each token needs three positions:
             time, height and width. The three positions of a text token are equal. If config.json
-            has `qk_rope_head_dim` (DeepSeek), only so many channels of each head rotate, the last
-            ones. Pass only these channels to `apply_rotary`.
+            has `qk_rope_head_dim` (DeepSeek), only the last `qk_rope_head_dim` channels of each
+            head rotate. Pass only these channels to `apply_rotary`.
         mask: The keyword arguments of `AttentionMask`: `causal`, and `window` or `chunk` if the
             layer has one. In DeepSeek V4, layers with "compressed" in their `type` also see
             averages of earlier tokens, which the mask leaves out.
@@ -64,8 +67,9 @@ class Layer:
             their positions.
         image_blocks: Which tokens of the same image a token sees (Gemma 3 and 4). If "anywhere", a
             token sees all tokens of the image. If "in window", a token sees all later tokens of the
-            image, but earlier tokens of the image only inside the window of `mask`. If None, images
-            are masked like text. The page "Published models" shows how to make the mask.
+            image, however far away, and earlier tokens of the image as far back as the window of
+            `mask` reaches. If None, images are masked like text. The page "Published models" shows
+            how to make the mask.
         attention: The sizes and factors of the attention, as a dict with `num_heads`,
             `num_kv_heads`, `head_dim`, and the `scale` of the logits. If the logits are capped, the
             dict also has `softcap`. If each head has a learned sink (gpt-oss), the dict has
@@ -100,18 +104,20 @@ def layers_of(model_type: ModelType, values: Options, count: int) -> tuple[Layer
     Args:
         model_type: What is known of the model type.
         values: The values of all entries.
-        count: The number of layers that have tensors. The number in config.json goes before it,
-            because a file may have a layer more, which predicts further tokens, or one layer that
-            is used several times.
+        count: The number of layers that have tensors. If config.json says the number of layers,
+            that number is used instead, because a file may have tensors of one more layer, which
+            predicts further tokens, or tensors of one layer that the model uses several times.
     """
+    # In an encoder-decoder model, `num_hidden_layers` may be about the other stack.
     if values["num_hidden_layers"] and not model_type.has_stacks:
         count = values["num_hidden_layers"]
     # `layers` says how each layer rotates, so a model with rotations needs at least one layer.
     at_least = 1 if model_type.rotary else 0
     arguments.integer("num_hidden_layers", count, at_least=at_least, at_most=MOST_LAYERS)
-    for name in ENTRY_OF_LIST:
-        if values[name]:
-            arguments.check_same(name, "a value for each layer", len(values[name]), count)
+    for list_name in ENTRY_BY_LIST:
+        list_of_layers = values[list_name]
+        if list_of_layers:
+            arguments.check_same(list_name, "a value for each layer", len(list_of_layers), count)
     values = dict(values)
     interval = values["no_rope_layer_interval"]
     if interval and not values["no_rope_layers"]:
@@ -130,7 +136,8 @@ def _layer(model_type: ModelType, values: Options, index: int, kind: str) -> Lay
     rotates = _rotates(model_type, values, index, kind)
     rotary = rope.rotary_arguments(model_type, values, kind) if rotates else None
     mask = _mask(model_type, values, kind)
-    # Without a causal mask, the tokens of an image see each other like all tokens.
+    # Without a causal mask, all tokens see each other, so the tokens of an image need no mask of
+    # their own.
     image_blocks = _image_blocks(model_type, values, kind) if mask["causal"] else None
     facts = attention_facts(model_type, values, layer_object, kind)
     return Layer(
@@ -151,21 +158,22 @@ def _values_of_layer(
 
     A list with a value for each layer is replaced by the value for this layer: `no_rope_layers` is
     then 0 or 1, and `layer_rope_theta` is read as `rope_theta`. Entries of `layer_object`, the
-    layer's object in `per_layer_config`, go before all others.
+    layer's object in `per_layer_config`, override all others.
     """
     layer_values = dict(values)
-    for name, entry in ENTRY_OF_LIST.items():
-        if values[name]:
-            layer_values[entry] = values[name][index]
+    for list_name, entry in ENTRY_BY_LIST.items():
+        list_of_layers = values[list_name]
+        if list_of_layers:
+            layer_values[entry] = list_of_layers[index]
     # Full-attention layers of Gemma 4 have wider heads, unless each layer has an object of its own.
     if values["per_layer_config"] is None and kind == FULL and values["global_head_dim"]:
         layer_values["head_dim"] = values["global_head_dim"]
-    known = (*READ_FROM_OBJECT, *SIZES)
-    unknown = [*layer_object.keys() - {*known}]
-    if unknown:
-        want = f"only the entries {', '.join(known)}"
-        raise arguments.value_error(f"per_layer_config: {index}", want, unknown)
-    for name in READ_FROM_OBJECT:
+    known_names = (*OVERRIDING_ENTRIES, *OTHER_ENTRIES)
+    unknown_names = [*layer_object.keys() - {*known_names}]
+    if unknown_names:
+        want = f"only the entries {', '.join(known_names)}"
+        raise arguments.value_error(f"per_layer_config: {index}", want, unknown_names)
+    for name in OVERRIDING_ENTRIES:
         if name in layer_object:
             layer_values[name] = ENTRIES[name].check(name, layer_object[name])
     return layer_values
@@ -180,18 +188,20 @@ def _rotates(model_type: ModelType, values: Options, index: int, kind: str) -> b
         index: The index of the layer.
         kind: The kind of the layer.
     """
-    model_has_rotations = model_type.rotary != ""
-    if not model_has_rotations or kind in UNROTATED:
+    type_has_rotations = model_type.rotary != ""
+    if not type_has_rotations or kind in UNROTATED:
         return False
-    # Granite's hybrids have "nope" here if no layer rotates.
+    # In Granite models with Mamba layers, this entry is "nope" if no layer rotates.
     if values["position_embedding_type"] != "rope":
         return False
     # A base of 0 in the list `layer_rope_theta` says that this layer does not rotate.
     if not values["rope_theta"]:
         return False
     if values["no_rope_layer_interval"]:
-        # In spite of its name, the entry is 1 (true) for a layer that rotates.
-        return bool(values["no_rope_layers"])
+        # This is the entry of this layer, 0 or 1. In spite of its name, 1 says that it rotates.
+        this_layer_rotates = values["no_rope_layers"]
+        return bool(this_layer_rotates)
+    # The field `rotates` is empty, or says that only sliding layers rotate, with exceptions.
     all_kinds_rotate = model_type.rotates == ""
     if all_kinds_rotate or kind == SLIDING:
         return True
@@ -199,15 +209,20 @@ def _rotates(model_type: ModelType, values: Options, index: int, kind: str) -> b
 
 
 def _rotates_with_full_attention(model_type: ModelType, values: Options, index: int) -> bool:
-    """Returns whether a full-attention layer rotates in a model whose sliding layers rotate."""
+    """Returns whether a full-attention layer rotates in a model whose sliding layers rotate.
+
+    `values` has the values of all entries for this layer alone (see `_values_of_layer`).
+    """
     # EXAONE 4 rotates in all layers if it has no window.
-    if model_type.rotates == WINDOWLESS:
-        return values["sliding_window"] is None
-    # In Cohere 2's MoE, a full-attention layer rotates if its MLP is dense. If config.json has no
-    # list of the MLPs, the first layers are dense, and an entry says how many.
-    kind_of_this_mlp = values["mlp_layer_types"]
-    if kind_of_this_mlp:
-        return kind_of_this_mlp == "dense"
+    if model_type.rotates == SLIDING_OR_ALL:
+        model_has_window = values["sliding_window"] is not None
+        return not model_has_window
+    # In Cohere 2's MoE, a full-attention layer rotates if its MLP is dense. This is the kind of
+    # this layer's MLP, or None if config.json does not list the kinds.
+    kind_of_mlp = values["mlp_layer_types"]
+    if kind_of_mlp:
+        return kind_of_mlp == "dense"
+    # Without a list, the first layers are dense, and this entry says how many.
     dense_layers = values["first_k_dense_replace"] or 0
     return index < dense_layers
 
@@ -217,9 +232,13 @@ def _query_scale(values: Options, rotates: bool) -> dict[str, Any] | None:
     # Ministral 3 and Mistral 4 scale the queries of all layers.
     beta = values[rope.BETA]
     if beta:
+        # The length of the texts that the model was trained on may be in the scaling's object, or
+        # at the top level of config.json. If neither has it, it is the longest length.
         scaling_object = values["rope_scaling"] or {}
-        trained_length = scaling_object.get(rope.TRAINED_LENGTH) or values[rope.TRAINED_LENGTH]
-        return {"beta": beta, "length": trained_length or values["max_position_embeddings"]}
+        in_object = scaling_object.get(rope.TRAINED_LENGTH)
+        at_top_level = values[rope.TRAINED_LENGTH]
+        trained_length = in_object or at_top_level or values["max_position_embeddings"]
+        return {"beta": beta, "length": trained_length}
     # Llama 4 scales the queries of layers that do not rotate, unless an entry turns this off.
     if values["attn_scale"] and values["attn_temperature_tuning"] and not rotates:
         return {"beta": values["attn_scale"], "length": values["floor_scale"], "offset": 1}
@@ -232,10 +251,12 @@ def _mask(model_type: ModelType, values: Options, kind: str) -> dict[str, Any]:
     mask: dict[str, Any] = {"causal": is_causal}
     if kind in WINDOWED:
         width = _window_width(model_type, values, kind)
-        if width:
-            # The width of a causal window counts the query's own token. The width of a window to
-            # both sides counts the tokens of one side.
-            mask["window"] = (width - 1, 0) if is_causal else (width, width)
+        if width and is_causal:
+            # The width counts the query's own token, and a window of `AttentionMask` does not.
+            mask["window"] = (width - 1, 0)
+        elif width:
+            # The width is the number of tokens on each side.
+            mask["window"] = (width, width)
     if kind == CHUNKED:
         mask["chunk"] = values["attention_chunk_size"]
     return mask
@@ -250,7 +271,8 @@ def _image_blocks(model_type: ModelType, values: Options, kind: str) -> str | No
 
 def _is_causal(model_type: ModelType, values: Options, kind: str) -> bool:
     """Returns whether a token of a layer sees only the tokens before it."""
-    # In Gemma 4, the entry is "all" or "vision". With "vision", text stays causal.
+    # In Gemma 4, the entry is "all" or "vision". If it is "vision", only the tokens of an image see
+    # later tokens, and the mask of the layer stays causal. In Gemma 3, the entry is true or false.
     if values["use_bidirectional_attention"] in (True, "all"):
         return False
     if model_type.has_stacks:
@@ -272,6 +294,7 @@ def _window_width(model_type: ModelType, values: Options, kind: str) -> int | No
     # ModernBERT's entry counts the tokens of both sides.
     if values["local_attention"]:
         return values["local_attention"] // 2
+    # MiMo's entry does not count the query's own token.
     if values["sliding_window_size"]:
         return values["sliding_window_size"] + 1
     width = values["sliding_window"]
@@ -279,7 +302,11 @@ def _window_width(model_type: ModelType, values: Options, kind: str) -> int | No
         want = f"{FULL}, since a model {model_type.name} has no windows"
         raise arguments.value_error("layer_types", want, kind)
     bidirectional = values["use_bidirectional_attention"]
-    if width and bidirectional in (True, "all"):
-        # Gemma's entry counts the tokens of both sides. Gemma 4 sees one token more on each side.
-        return width // 2 + 1 if bidirectional == "all" else width // 2
-    return width
+    is_bidirectional = bidirectional in (True, "all")
+    if not width or not is_bidirectional:
+        return width
+    # In bidirectional models of Gemma, the entry counts the tokens of both sides.
+    width_of_a_side = width // 2
+    is_gemma_4 = bidirectional == "all"
+    # Gemma 4 sees one token more on each side than Gemma 3.
+    return width_of_a_side + 1 if is_gemma_4 else width_of_a_side

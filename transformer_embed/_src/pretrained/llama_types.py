@@ -17,8 +17,8 @@ from transformer_embed._src.pretrained.model_type import (
     MULTIPLIER_OR_HEAD_DIM,
     QUERY_SCALAR,
     SLIDING,
+    SLIDING_OR_ALL,
     UNSCALED,
-    WINDOWLESS,
     ModelType,
 )
 
@@ -27,7 +27,7 @@ from transformer_embed._src.pretrained.model_type import (
 LLAMA = ModelType(tokens="embed_tokens", rotary="half", attention=HEAD_DIM).but(
     tie_word_embeddings=False
 )
-# Multi-head latent attention has two head sizes, so nothing is said of the attention.
+# Multi-head latent attention has two head sizes, so the attention is not described.
 LATENT = LLAMA.but(attention="")
 WHOLE_LLAMA = LLAMA.but(no_effect="max_position_embeddings partial_rotary_factor")
 QWEN2_VL = LLAMA.but(
@@ -58,7 +58,7 @@ GEMMA4 = GEMMA.but(
     image_blocks=((SLIDING, IN_WINDOW),),
     has_vision_switch=True,
     per_layer="per_layer",
-    # Large Gemma 4 models have no inputs of layers.
+    # Large Gemma 4 models have no extra inputs for their layers.
     may_lack="per_layer_inputs/embeddings per_layer_inputs/w per_layer_inputs/scale",
     rope_local_base_freq=10_000.0,
     head_dim=256,
@@ -239,7 +239,7 @@ LLAMA_TYPES = {
     "glm": LLAMA.but(rotary="interleaved", head_dim=128, partial_rotary_factor=0.5),
     "glm4": LLAMA.but(rotary="interleaved", head_dim=128, partial_rotary_factor=0.5),
     "glm_moe_dsa": LATENT.but(rotary="rope_interleave", kinds=(INDEXED,)),
-    # Both queries and keys are scaled, so nothing is said of the attention.
+    # Both queries and keys are scaled, so the attention is not described.
     "openai_privacy_filter": LLAMA.but(
         attention="",
         rotary="interleaved",
@@ -263,8 +263,8 @@ LLAMA_TYPES = {
         rope_scaling=REQUIRED,
         rope_theta=REQUIRED,
     ),
-    # Most layers see averages of tokens besides tokens, so nothing is said of the attention. These
-    # layers have a rotation of their own.
+    # Most layers see averages of tokens in addition to tokens, so the attention is not described.
+    # These layers have a rotation of their own.
     "deepseek_v4": LLAMA.but(
         attention="",
         tokens="embed_tokens embed",
@@ -302,9 +302,11 @@ LLAMA_TYPES = {
         tie_word_embeddings=True,
     ),
     # EXAONE 4 rotates in sliding layers, or in all layers if there is no window.
-    "exaone4": LLAMA.but(rotates=WINDOWLESS, sliding_window=4096, sliding_window_pattern=4),
-    "exaone4_5_text": LLAMA.but(rotates=WINDOWLESS, sliding_window=4096, sliding_window_pattern=4),
-    "exaone_moe": LLAMA.but(rotates=WINDOWLESS, sliding_window=4096, sliding_window_pattern=4),
+    "exaone4": LLAMA.but(rotates=SLIDING_OR_ALL, sliding_window=4096, sliding_window_pattern=4),
+    "exaone4_5_text": LLAMA.but(
+        rotates=SLIDING_OR_ALL, sliding_window=4096, sliding_window_pattern=4
+    ),
+    "exaone_moe": LLAMA.but(rotates=SLIDING_OR_ALL, sliding_window=4096, sliding_window_pattern=4),
     "afmoe": LLAMA.but(
         scale="mup_enabled", rotates=SLIDING, sliding_window=1024, sliding_window_pattern=4
     ),

@@ -45,8 +45,8 @@ def load_embedder(
     """Loads the parameters and the configuration of a checkpoint's input layer.
 
     Use it to put the embeddings, the positions and the output layer of a published model into your
-    own model. The `model_type`, in `config.json` or in `settings`, says which tensors belong to the
-    layer, and only these tensors are read. From a file that `save_embedder` wrote, all tensors are
+    own model. The `model_type`, in `config.json` or in `settings`, says which tensors these parts
+    have, and only these tensors are read. From a file that `save_embedder` wrote, all tensors are
     read. The page "Published models" lists the model types that this package knows, and says how
     exactly the embeddings of each model are reproduced.
 
@@ -64,32 +64,32 @@ def load_embedder(
             parts share, the table of this part is read.
         settings: Entries that override the entries of the checkpoint's config.json, such as
             {"model_type": "bert"}. If the checkpoint has no config.json, you must pass all entries
-            that change the embeddings. If an entry is the scaling of a rotation (`rope_scaling`) of
-            the same type as in config.json, only the numbers that you pass are overridden. If the
-            type differs, the whole scaling of config.json is replaced. If an error refuses an entry
-            that has no effect in your model, pass None for the entry. For a file that
-            `save_embedder` wrote, settings are an error.
+            that change the embeddings. If you pass a `rope_scaling`, it overrides single numbers of
+            the `rope_scaling` in config.json, unless you name another `rope_type`: then it replaces
+            the whole `rope_scaling`. If an error names an entry that your model does not use, pass
+            None for it. For a file that `save_embedder` wrote, settings are an error.
         config: The config of the layer, for a model of a type that this package does not know, such
             as a model from a tutorial. If you pass `config`, you must pass `names` too.
         names: The name of the tensor for each parameter of `Embedder(config).init`, as a dict {path
-            of a parameter: name of a tensor}. You may shorten a path to an end that no other
-            parameter has, such as "token_embedding/embeddings". If the name of the tensor of a
-            linear layer ends with "kernel" or "w", the tensor is read as [in, out], as Flax and
-            Haiku store weights. Otherwise the tensor is read as [out, in], as PyTorch stores
-            weights. If you add ".T" to a name, the tensor is transposed. If you pass None in the
-            place of a name, the parameter is zeros. Do this for a model whose layer norm or linear
-            layer (of `embedding_width`) has no offset. Leading axes of length 1 are dropped.
+            of a parameter: name of a tensor}. The end of a path, such as
+            "token_embedding/embeddings", is enough if no other path ends with it. If the name of
+            the tensor of a linear layer ends with "kernel" or "w", the tensor is read as [in, out],
+            as Flax and Haiku store weights. Otherwise the tensor is read as [out, in], as PyTorch
+            stores weights. If you add ".T" to a name, the tensor is transposed. If the layer norm
+            or the linear layer (of `embedding_width`) of your model has no bias, pass None as the
+            name for the parameter "layer_norm/offset" or "widen/b", which is then zeros. Leading
+            axes of length 1 are dropped.
         length: The number of tokens of the longest text that the model will read. Required if the
             rotation depends on the length: for LongRoPE, as in Phi-3's 128k models, and for dynamic
             NTK.
         part: Which part to load, if the model has several parts. Pass the name of the object in
             config.json that describes the part, such as "decoder" or "thinker_config.text_config".
             If None, the object `text_config` is read if there is one, and otherwise all of
-            config.json. If several parts have tensors of the same names, the tensors are read whose
-            names begin with the name of the part ("decoder.", "thinker.").
+            config.json. If the file has a token table for several parts, the table whose name
+            begins with the name of the part ("decoder.", "thinker.") is read.
         shardings: How parameters are split over a mesh, as a dict from the path of a parameter:
-            {"token_embedding/embeddings": NamedSharding(mesh, P("data"))}. You may shorten a path
-            to an end that no other parameter has. The part of each device is read from the file
+            {"token_embedding/embeddings": NamedSharding(mesh, P("data"))}. The end of a path is
+            enough if no other path ends with it. The part of each device is read from the file
             separately, so no device holds the whole table. Parameters that you leave out are copied
             whole to each device of the mesh. If None, all parameters are on the default device.
         row_multiple: The `row_multiple` of the returned config. Rows of zeros are added to the
@@ -128,13 +128,14 @@ def load_embedder(
 
     Edge cases:
         - Embeddings in float32 agree with transformers to 5 units in the last place of the largest
-          value. If a linear layer follows a layer norm, they agree to 8 units.
-        - Each tensor is copied once, to the memory of the returned array. So peak memory is at most
-          1.05 times the size of large tables.
+          value in the embeddings. If a linear layer follows a layer norm, they agree to 8 units.
+        - Each tensor is copied once, to the memory of the returned array. So loading a large table
+          needs at most 1.05 times the memory of the table itself.
         - No code in the file is run.
-        - You get a UserWarning in three cases: the folder has an adapter of peft, which is not
-          read; config.json has entries that this package does not know; or the text model belongs
-          to a larger model (such as a model for images and text) of an unknown type.
+        - You get a UserWarning if the folder has an adapter of peft, because the adapter is not
+          read. You also get one if config.json has entries that this package does not know. A third
+          case is a text model inside a larger model of an unknown type, such as a model for images
+          and text.
     """
     check_mappings(settings=settings, names=names, shardings=shardings)
     if (config is None) != (names is None):
@@ -147,6 +148,7 @@ def load_embedder(
         named = _describe_named(config, names)
         described = named.described
         may_lack: Collection[str] = named.may_lack
+    # The metadata of a file of `save_embedder` describe the layer.
     elif describes_itself:
         described = describe_own(tensors)
         # `save_embedder` writes all offsets, so a file without one is damaged.
@@ -158,6 +160,7 @@ def load_embedder(
             config_path, entries, tensors, settings=settings, stack=stack, length=length, part=part
         )
         described = _with_row_multiple(describe_published(published), row_multiple)
+        # The layer norm or the linear layer of a published model may have no bias.
         may_lack = OFFSETS
     # The shape and the dtype of each parameter, by its path.
     specs = check_tensors(tensors, described, may_lack)
@@ -210,20 +213,23 @@ class NamedInput(NamedTuple):
 def _describe_named(config: EmbedderConfig, names: Mapping[str, str | None]) -> NamedInput:
     """Returns the input layer that a config and the names of its tensors describe.
 
-    An offset may have None for a name. A parameter that `names` leaves out is later refused by
-    `check_tensors`.
+    An offset, the bias of a layer norm or of a linear layer, may have None for a name. A parameter
+    that `names` leaves out is later refused by `check_tensors`.
     """
     arguments.instance("config", config, EmbedderConfig, "an EmbedderConfig")
+    # The rows of a spread table are in another order, which no published file has.
     if config.spread:
         raise arguments.value_error("config.spread", "False; te.pretrained.resize spreads", True)
     names_by_path = full_paths(names, shapes_of(config))
     names_of_tensors = {}
     for path, tensor_name in names_by_path.items():
-        # An offset whose name is None is left out, and becomes zeros. Any other None is kept, and
-        # `check_tensors` refuses it, because no tensor has this name.
-        if tensor_name or path not in OFFSETS:
+        # An offset whose name is None is left out, and becomes zeros. For any other parameter, None
+        # is kept, so that `check_tensors` raises an error: no tensor has this name.
+        is_left_out = path in OFFSETS and not tensor_name
+        if not is_left_out:
             names_of_tensors[path] = tensor_name
     described = PretrainedInput(config=config, params={}, names=names_of_tensors)
+    # `may_lack` may have all named parameters, because only the offsets above have no tensor.
     return NamedInput(described=described, may_lack=names_by_path)
 
 
@@ -237,10 +243,11 @@ def load_config(
 ) -> PretrainedInput:
     """Returns the configuration of a published model's input layer, without its parameters.
 
-    Use it if you have the parameters in a checkpoint of Orbax, Flax or MaxText. Put these
-    parameters into a tree with the paths and shapes of `Embedder(config).init`. If the output layer
-    is untied, transpose its kernel [width, vocabulary]. config.json does not say whether an output
-    layer has a bias, so the returned config has an output layer without a bias.
+    Use it if you have the parameters in a checkpoint of Orbax, Flax or MaxText: this function gives
+    you the config. Put the parameters into a tree with the paths and shapes of
+    `Embedder(config).init`. If the output layer is untied, transpose its kernel
+    [width, vocabulary]. config.json does not say whether an output layer has a bias, so the
+    returned config has an output layer without a bias.
 
     Args:
         source: The path of a config.json, the path of a folder with a config.json, or a dict with
@@ -248,7 +255,7 @@ def load_config(
         stack: Which part of an encoder-decoder model is described, `"encoder"` or `"decoder"`. If
             None, the encoder.
         settings: Entries that override the entries of config.json, such as {"vocab_size": 50304}.
-            If an error refuses an entry that has no effect in your model, pass None for the entry.
+            If an error names an entry that your model does not use, pass None for it.
         length: The number of tokens of the longest text that the model will read. Required if the
             rotation depends on the length: for LongRoPE, as in Phi-3's 128k models, and for dynamic
             NTK.
@@ -274,9 +281,9 @@ def load_config(
         {'base': 10000.0, 'layout': 'half'}
 
     Edge cases:
-        - You get a UserWarning if config.json has entries that this package does not know, or if
-          the text model belongs to a larger model (such as a model for images and text) of an
-          unknown type.
+        - You get a UserWarning if config.json has entries that this package does not know. You also
+          get one for a text model inside a larger model of an unknown type, such as a model for
+          images and text.
     """
     check_mappings(settings=settings)
     if isinstance(source, Mapping):
@@ -287,7 +294,8 @@ def load_config(
         path = as_path(source)
         config_path = path / "config.json" if path.is_dir() else path
         entries = read_json(config_path)
-    no_tensors = Tensors(path=config_path, files={}, metadata={}, header=lambda _: Header({}, {}))
+    no_header = Header(entries={}, metadata={})
+    no_tensors = Tensors(path=config_path, files={}, metadata={}, header=lambda _: no_header)
     published = open_published(
         config_path, entries, no_tensors, settings=settings, stack=stack, length=length, part=part
     )

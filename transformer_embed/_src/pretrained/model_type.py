@@ -1,7 +1,7 @@
 """`ModelType`: all that is known of one type of published models, such as "llama"."""
 
 import enum
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from transformer_embed._src.positions.schemes import Sinusoidal
@@ -12,7 +12,7 @@ from transformer_embed._src.pretrained.entries import (
     ENTRY_OF_NAME,
 )
 from transformer_embed._src.pretrained.known_entries import (
-    IN_ROTATIONS,
+    UNREAD_IN_ROTATIONS,
     changes_nothing,
     is_known,
     is_loud,
@@ -31,11 +31,12 @@ INDEXED, LINEAR, CROSS = "indexed_attention", "linear_attention", "cross_attenti
 # In DeepSeek V4, the layers of these two kinds see a window, and averages of the tokens before it.
 COMPRESSED = "heavily_compressed_attention"
 COMPRESSED_SPARSE = "compressed_sparse_attention"
-# A value of `ModelType.rotates`: only sliding layers rotate, but all layers do in a model without a
-# window.
-WINDOWLESS = "windowless"
-# Values of `ModelType.sections`: time, height and width have consecutive pairs of channels, or they
-# take turns.
+# A value of `ModelType.rotates`: only sliding layers rotate, but if the model has no sliding
+# window, all layers rotate.
+SLIDING_OR_ALL = "sliding or all"
+# Values of `ModelType.sections`. With six channel pairs and equal sections, the pairs belong to
+# time, time, height, height, width and width (CONSECUTIVE), or to time, height, width, time, height
+# and width (IN_TURNS).
 CONSECUTIVE, IN_TURNS = "consecutive", "in turns"
 
 # Values of `ModelType.image_blocks`: the tokens of one image see each other at any distance, or
@@ -61,14 +62,14 @@ class ModelType(NamedTuple):
     """Describes the input layer, the output layer and the kinds of layers of one model type.
 
     A module is the name of a tensor without ".weight", and without the prefix that the names of the
-    checkpoint share. For example, "embed_tokens" is the module of "model.embed_tokens.weight". If a
-    string has several names, they are separated by spaces. "{stack}" in a name stands for "encoder"
-    or "decoder".
+    checkpoint share. For example, "embed_tokens" is the module of "model.embed_tokens.weight". A
+    field for one or more modules, such as `tokens`, is one string, with spaces between the modules.
+    "{stack}" in a module stands for "encoder" or "decoder".
 
     Args:
         name: The type, as config.json's `model_type` names it.
         tokens: The module of the token table. If the string has several modules, the first module
-            that is in the file counts.
+            that is in the file is used.
         positions: The module of the table of learned positions, or several modules, as in `tokens`.
             If empty, the model has no table of positions.
         token_types: The module of the table of token types, or several modules, as in `tokens`. If
@@ -79,59 +80,71 @@ class ModelType(NamedTuple):
             several modules. If empty, the model has no such linear layer.
         bias: The module of T5's table of position biases, or several modules. If empty, the model
             has no such table.
-        per_layer: The part that the names of three modules share, which make the further inputs of
-            all layers (Gemma 3n). If empty, layers have no further inputs.
-        may_lack: Which tensors may be missing in a file, as the ends of the paths of their
-            parameters.
-        start: The position of the first token, a number or the name of an entry. If `start` is the
-            name of an entry, the entry has the id of padding, and the first position is this id +
-            1. Padding has the position before the first one. If the id of padding is not known,
-            padding is counted like tokens.
-        sinusoids: The scheme of sinusoidal positions. `start` and the id of padding are filled in
-            from the field `start`. If None, the model has no sinusoidal positions.
+        per_layer: In Gemma 3n, three modules make an extra input for each layer. This field is the
+            part that the names of the three modules share: "per_layer" for
+            "embed_tokens_per_layer", "per_layer_model_projection" and "per_layer_projection_norm".
+            If empty, layers have no extra input.
+        may_lack: Which parameters may have no tensor in a file, as the ends of their paths, such as
+            "layer_norm/offset". If there are several, spaces are between them.
+        start: The position of the first token, as a number. Or the name of the config.json entry
+            that has the id of padding: then the position of the first token is this id + 1. Padding
+            has the position before the first one. If the id of padding is not known, padding is
+            counted like tokens.
+        sinusoids: The scheme of sinusoidal positions. Its fields `start` and `pad_id` are filled in
+            later, because they differ between models: the field `start` above says the first
+            position, and config.json says the id of padding. If None, the model has no sinusoidal
+            positions.
         scale: The scale of the token vectors: True for the square root of their width, False for 1,
-            a number, or the name of the entry that has the scale.
-        rotary: The layout of rotary embeddings, as `apply_rotary` takes it, or the name of the
-            entry that says whether pairs of channels are interleaved. If empty, no layer has rotary
-            embeddings.
-        kinds: The kinds of the layers: one kind for all layers, or two kinds. If config.json has a
-            list of kinds, the list counts. Otherwise, config.json and `phase` say which layers are
-            of the second kind. If empty, the kinds are not known.
+            a number, or the name of the config.json entry that has the scale.
+        rotary: The layout of rotary embeddings, as `apply_rotary` takes it. Or the name of the
+            config.json entry that says whether pairs of channels are interleaved. If empty, no
+            layer has rotary embeddings.
+        kinds: The kinds of the layers: one kind for all layers, or two kinds, such as
+            ("sliding_attention", "full_attention"). If config.json lists the kind of each layer,
+            the list is used instead. Otherwise, entries of config.json, with `phase`, say which
+            layers are of the second kind. If empty, the kinds are not known.
         phase: The index of the first layer of the second kind, if every nth layer is of the second
-            kind. -1 means the nth layer itself. For example, if n is 3, layers 2, 5, 8 and so on
-            are of the second kind.
-        rotates: Which layers use rotary embeddings. If SLIDING, only layers with a sliding window
-            use them. If WINDOWLESS, only layers with a sliding window use them, but in a model
-            without a window, all layers use them. If empty, all layers use them.
+            kind. -1 means index n - 1. For example, if n is 3 and `phase` is -1, layers 2, 5, 8 and
+            so on are of the second kind.
+        rotates: Which layers use rotary embeddings. If "sliding_attention", only layers with a
+            sliding window use them. If "sliding or all", it depends on the model: if some layers
+            have a sliding window, only these layers use rotary embeddings, and if no layer has one,
+            all layers do. If empty, all layers use them.
         is_causal: Whether a token sees only itself and the tokens before it.
-        image_blocks: Which tokens of the same image a token sees: pairs (kind of layer, ANYWHERE or
-            IN_WINDOW). `Layer.image_blocks` says what the two words mean.
+        image_blocks: Which tokens of the same image a token sees, as pairs of a kind of layers and
+            a value of `Layer.image_blocks`, such as ("sliding_attention", "in window").
         has_vision_switch: Whether `image_blocks` applies only if the entry
             `use_bidirectional_attention` is "vision".
-        sections: Which pairs of channels are rotated by time, height and width. If CONSECUTIVE, the
-            pairs of each of the three follow each other. If IN_TURNS, the three take turns. If
-            empty, tokens have one position.
-        attention: How attention scales logits. If HEAD_DIM, logits are divided by the root of the
-            head size. If QUERY_SCALAR, logits are divided by the root of the entry
-            `query_pre_attn_scalar`. If MULTIPLIER, logits are multiplied by the entry
-            `attention_multiplier`. If MULTIPLIER_OR_HEAD_DIM, a file without this entry scales as
-            HEAD_DIM. If UNSCALED, logits stay as they are. If empty, the scale is not known.
+        sections: Which pairs of channels are rotated by time, height and width. If "consecutive",
+            the first pairs are rotated by time, the next ones by height, and the last ones by
+            width. If "in turns", the first pair is rotated by time, the second by height, the third
+            by width, the fourth by time again, and so on. If empty, tokens have one position.
+        attention: How attention scales logits. If "head_dim", logits are divided by the root of the
+            head size. If "query_pre_attn_scalar", logits are divided by the root of the entry of
+            this name. If "attention_multiplier", logits are multiplied by the entry of this name.
+            If "attention_multiplier or head_dim", logits are multiplied by this entry if
+            config.json has it, and otherwise divided by the root of the head size. If "unscaled",
+            logits stay as they are. If empty, the scale is not known.
         has_sinks: Whether attention has a learned sink for each head.
         has_alpha: Whether a rotary scaling of type "dynamic" may have the entry `alpha`, which
             `NTKScaling` takes.
         has_alibi: Whether the model adds `alibi_bias` to the attention logits.
-        entries: Entries of config.json that this type reads, each with the value that counts if
-            config.json leaves the entry out. The method `names_of_entries` lists all entries that
-            the type reads. Some of these are left out here: an entry that all types with the same
-            part of a layer read, if the entry has its usual default, and an entry that another
-            field of this record names.
-        unread: Entries that types with the same parts read, but this type ignores. These entries
-            have their defaults.
+        entries: Entries of config.json that this type reads, each with the default of this type,
+            which is used if config.json leaves the entry out. This field lists only some of the
+            entries; the method `names_of_entries` lists all. Two kinds are left out here. The first
+            kind is an entry that comes with a part of the layer and has its usual default. For
+            example, all types with rotary embeddings read `rope_theta`. The second kind is an entry
+            that the field `start`, `scale` or `rotary` names.
+        unread: Entries that come with a part of the layer, but that this type ignores. Their
+            defaults are used. For several entries, spaces are between the names.
         no_effect: Entries that change nothing in models of this type, although they have an effect
-            in other types.
-        aliases: The names that an entry has only in this type, as "entry: names". If config.json
-            has several names of the entry, these names count first.
-        head: The modules that may be the output layer. The first module that is in the file counts.
+            in other types. For several entries, spaces are between the names.
+        aliases: One entry of config.json, and the other names that only files of this model type
+            have for it, such as "logit_scale: lm_head_multiplier logits_scaling". If config.json
+            has several names of the entry, the first of these names is used. If empty, there are no
+            such names.
+        head: The modules that may be the output layer. The first module that is in the file is
+            used.
         has_conv1d: Whether the weights of linear layers are stored as [in, out], as in GPT-2.
         no_output: Why an `OutputConfig` cannot describe the output layer of this type. If empty, an
             `OutputConfig` describes it.
@@ -200,26 +213,30 @@ class ModelType(NamedTuple):
         return self.tokens.format(stack=stack).split()
 
     def names_of_entries(self) -> dict[str, tuple[str, ...]]:
-        """Returns the entries that this type reads, each with the names that it may have.
+        """Returns the entries that this type reads, each with the names that it may have in a file.
 
-        If a file has several of the names, the first one counts. The order is: the names that only
-        this type has, the entry's own name, and the names in other models.
+        In this package, an entry of config.json has one name, such as "hidden_size". Some models
+        write the entry under another name, such as "n_embd". If a file has several of the names,
+        the first one is used. The order is: the names in the field `aliases` of this type, the name
+        in this package, and the other names that any model may use.
         """
-        # A field may have a number in place of a name. The numbers are dropped below, because only
-        # names of `ENTRIES` are returned.
+        # `start`, `scale` and `rotary` may hold the name of an entry. If they hold a number or a
+        # layout, the loop over `ENTRIES` below leaves it out.
         entries_read = {self.start, self.scale, self.rotary, *self.entries}
-        for part, entries_of_part in READS.items():
-            has_part = part in self.entries or getattr(self, part, None)
-            if has_part:
-                entries_read |= {*entries_of_part.split()}
+        for field_or_entry, further_entries in READS.items():
+            has_field = bool(getattr(self, field_or_entry, None))
+            if has_field or field_or_entry in self.entries:
+                entries_read |= {*further_entries.split()}
         entries_read -= {*self.unread.split()}
-        entry_with_own_names, _, own_names = self.aliases.partition(": ")
+        # `aliases` is empty, or such as "logit_scale: lm_head_multiplier logits_scaling".
+        entry_with_aliases, _, aliases_of_type = self.aliases.partition(": ")
         names = {}
-        # The order is the one of `ENTRIES`, so that messages have a fixed order.
+        # The result has the order of `ENTRIES`, so that messages have a fixed order.
         for entry in ENTRIES:
             if entry in entries_read:
-                first_names = own_names.split() if entry == entry_with_own_names else []
-                names[entry] = (*first_names, entry, *ALIASES.get(entry, "").split())
+                first_names = aliases_of_type.split() if entry == entry_with_aliases else []
+                last_names = ALIASES.get(entry, "").split()
+                names[entry] = (*first_names, entry, *last_names)
         return names
 
     def has_no_effect(self, entry: str) -> bool:
@@ -231,34 +248,51 @@ class ModelType(NamedTuple):
         return name in self.no_effect.split()
 
     def status(self, entry: str, value: Any) -> EntryStatus:
-        """Returns whether the type reads an entry. If not, returns what is known of the entry."""
+        """Returns whether this type reads an entry. If not, returns what is known of the entry.
+
+        Args:
+            entry: The name of the entry in config.json. An entry inside an object is named after
+                the object, such as "rope_scaling: beta".
+            value: The value of the entry.
+        """
         for names in self.names_of_entries().values():
             if entry in names:
                 return EntryStatus.READ
-        has_no_effect = self.has_no_effect(entry) or changes_nothing(value)
-        if has_no_effect or self._says_nothing(entry, value):
+        # A value such as null or false switches its entry off, in any type.
+        if changes_nothing(value):
+            return EntryStatus.OF_NO_CONCERN
+        if self.has_no_effect(entry) or self._adds_nothing(entry, value):
             return EntryStatus.OF_NO_CONCERN
         if self._is_refused(entry):
             return EntryStatus.REFUSED
         return EntryStatus.OF_NO_CONCERN if is_known(entry) else EntryStatus.UNKNOWN
 
-    def _says_nothing(self, entry: str, value: Any) -> bool:
-        """Returns whether an entry is about something that all models of this type do, or none."""
-        object_name, _, name_inside = entry.rpartition(": ")
+    def _adds_nothing(self, entry: str, value: Any) -> bool:
+        """Returns whether an entry adds nothing to what is known of all models of this type.
+
+        There are three cases, with these examples:
+            - "rope_scaling: finetuned", which transformers does not read.
+            - "position_embedding_type": "rope", if all models of this type rotate heads.
+            - "rope_local_base_freq", which is about layers with a window, if no model of this type
+              has such layers.
+        """
+        object_name, _, name_in_object = entry.rpartition(": ")
         if object_name:
-            return name_inside in IN_ROTATIONS
+            return name_in_object in UNREAD_IN_ROTATIONS
         name = ENTRY_OF_NAME.get(entry, entry)
-        # This type says already that heads rotate.
         if name == "position_embedding_type":
-            return value == "rope" and self.rotary != ""
-        # A rotation of layers with a window says nothing of a type without windows.
-        needed_entry = ENTRIES[name].within if name in ENTRIES else ""
-        return needed_entry != "" and needed_entry not in self.names_of_entries()
+            type_rotates = self.rotary != ""
+            return type_rotates and value == "rope"
+        if name not in ENTRIES or not ENTRIES[name].only_with:
+            return False
+        # This type ignores the entry, unless it reads the entry that this one belongs to.
+        return ENTRIES[name].only_with not in self.names_of_entries()
 
     def _is_refused(self, entry: str) -> bool:
         """Returns whether an entry that is not read may change the input or the output layer."""
-        # An entry inside an object of a rotation ("rope_scaling: beta") may change the rotation.
-        if ": " in entry:
+        is_in_object = ": " in entry
+        if is_in_object:
+            # The object is about a rotation ("rope_scaling: beta"), which the entry may change.
             return True
         # The epsilon is about norms, which all models have. It concerns the input layer only if
         # the input layer has a norm.
@@ -269,34 +303,59 @@ class ModelType(NamedTuple):
     def tensors(self, files: Collection[str], stack: str, prefix: str) -> dict[str, str]:
         """Returns the name of each parameter's tensor, by the path of the parameter.
 
-        The result is {} if a tensor that this type needs is missing.
+        For example, the path "transformer_embedding/~/token_embedding/embeddings" has the name
+        "model.embed_tokens.weight". The result is {} if a tensor that this type needs is missing.
 
         Args:
             files: The names of all tensors in the checkpoint.
             stack: The stack that is read, "encoder" or "decoder".
-            prefix: How the names of the input layer's tensors begin. The names of the output layer
-                may begin with a shorter prefix, because the head of a model for images is in its
-                text model, or beside the text model.
+            prefix: How the names of the input layer's tensors begin, such as
+                "model.language_model.". In a model for images, the output layer may be outside the
+                text model, so its names may begin with a shorter prefix, such as "model." or "".
         """
         names_by_parameter = {}
+        # The ends of the paths of parameters that may have no tensor.
         may_lack = (*self.may_lack.split(), OUTPUT_TABLE, OUTPUT_BIAS)
-        # For each parameter, `part` is the field of this type that has the modules, and `ends` are
-        # the possible ends of the tensor's name, such as "{}.weight".
-        for parameter, (part, ends) in TENSORS.items():
-            modules = getattr(self, part).format(stack=stack).split()
-            prefixes = outer_prefixes(prefix) if part == "head" else [prefix]
-            names_in_files = []
-            for start in prefixes:
-                for module in modules:
-                    for end in ends.split():
-                        name = start + end.format(module)
-                        if name in files:
-                            names_in_files.append(name)
-            if names_in_files:
-                names_by_parameter[parameter] = names_in_files[0]
-            elif modules and not parameter.endswith(may_lack):
+        # `field` is the field of this type that has the modules, such as "tokens", and `patterns`
+        # are the names that the tensor may have for a module, such as "{}.weight {}.gamma".
+        for parameter, (field, patterns) in TENSORS.items():
+            modules = getattr(self, field).format(stack=stack).split()
+            prefixes = outer_prefixes(prefix) if field == "head" else [prefix]
+            name = _first_name_in(files, prefixes, modules, patterns.split())
+            is_needed = modules != [] and not parameter.endswith(may_lack)
+            if name is not None:
+                names_by_parameter[parameter] = name
+            elif is_needed:
                 return {}
         return names_by_parameter
+
+
+def _first_name_in(
+    files: Collection[str],
+    prefixes: Sequence[str],
+    modules: Sequence[str],
+    patterns: Sequence[str],
+) -> str | None:
+    """Returns the first of a tensor's possible names that is in the files, or None.
+
+    The prefix "model.", the module "norm" and the patterns "{}.weight" and "{}.gamma" make the
+    names "model.norm.weight" and "model.norm.gamma".
+    """
+    for prefix in prefixes:
+        for module in modules:
+            for pattern in patterns:
+                name = prefix + pattern.format(module)
+                if name in files:
+                    return name
+    return None
+
+
+def ends_with_parts(name: str, end: str) -> bool:
+    """Returns whether a tensor's name ends with whole parts, which dots separate.
+
+    "model.wte.weight" and "wte.weight" end with "wte.weight", but "model.my_wte.weight" does not.
+    """
+    return f".{name}".endswith(f".{end}")
 
 
 def outer_prefixes(prefix: str) -> list[str]:

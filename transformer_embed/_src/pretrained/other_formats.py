@@ -4,8 +4,9 @@ import re
 
 LFS_POINTER = "a pointer of git-lfs: fetch it with `git lfs pull`"
 ADAPTER = "an adapter: merge it, by peft's model.merge_and_unload().save_pretrained(folder)"
-# What to do with other files, by their names. If a folder has several, the first pattern counts. An
-# index file names all shards, also the shards of a variant such as fp16. In the advice for pickles,
+# What to do with other files. The keys are patterns that match the names of the files. If a folder
+# has several such files, the advice of the first pattern is given. The index file comes first,
+# because it names all shards, also the shards of a variant such as fp16. In the advice for pickles,
 # each tensor is cloned, because tied tensors share memory, which save_file refuses.
 ADVICE_BY_PATTERN = {
     r"\.safetensors\.index\.": "pass it",

@@ -19,7 +19,7 @@ class FoundOutput(NamedTuple):
     """The output layer of a published model, or why there is none.
 
     Args:
-        config: The output layer; or None.
+        config: The output layer. If None, there is none that an `OutputConfig` can describe.
         reason: Why `config` is None, in words. If there is a config, None.
     """
 
@@ -67,19 +67,25 @@ def _why_missing(
     """Returns why the output layer cannot be loaded, or None if it can be loaded."""
     model_type = published.model_type
     rows, width = shapes[TOKENS]
-    # The output layer belongs to the decoder alone, unless both stacks share one table.
-    is_of_decoder = not output.tied or values["share_encoder_decoder_embeddings"] is False
     if model_type.no_output:
+        # This field of the type is a reason, in words.
         return model_type.no_output
-    if model_type.has_stacks and published.stack == STACKS[0] and is_of_decoder:
-        return f"it is the decoder's, which stack={STACKS[1]!r} loads"
+    encoder, decoder = STACKS
+    is_encoder = model_type.has_stacks and published.stack == encoder
+    # The output layer belongs to the decoder. The encoder has it only if the output layer is tied
+    # to a table that both stacks share.
+    stacks_share_table = values["share_encoder_decoder_embeddings"] is not False
+    encoder_has_output = output.tied and stacks_share_table
+    if is_encoder and not encoder_has_output:
+        return f"it is the decoder's, which stack={decoder!r} loads"
     if not output.tied and OUTPUT_TABLE not in shapes:
         # A file that GPTQ quantized has no "lm_head.weight", but tensors of other names.
         return (
             "the file has no lm_head.weight (dequantize a quantized model first), and it is not "
             "tied to the table"
         )
-    # An `OutputConfig` has the vocabulary and the width of the token table.
+    # An `OutputConfig` can only describe an output layer with the vocabulary and the width of the
+    # token table.
     needed_shapes = {OUTPUT_TABLE: (rows, width), OUTPUT_BIAS: (1, rows)}
     for name, needed_shape in needed_shapes.items():
         if name in shapes and shapes[name] != needed_shape:

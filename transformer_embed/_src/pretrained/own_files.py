@@ -41,14 +41,18 @@ from transformer_embed._src.sequences.token_positions import TokenPositions
 # The entry of a file's metadata that has all but the parameters.
 METADATA = "transformer_embed"
 SCALING_CLASSES = (LinearScaling, NTKScaling, YarnScaling, Llama3Scaling, LongRopeScaling)
-# The entry of an object that has the name of its class.
+# The JSON of an object has the name of the object's class under this key.
 KIND = "kind"
-# The channels of a head for which a rotation is tried, if nothing says how many it needs.
+# The number of channels of the head on which rotary options are tried, if the options do not say
+# how many channels they need.
 CHANNELS = 64
 
 
 def describe_own(tensors: Tensors) -> PretrainedInput:
-    """Returns the layer that `save_embedder` described in the metadata, without its parameters."""
+    """Returns the layer that `save_embedder` described in the metadata, without parameters.
+
+    Raises a ValueError if the description is damaged.
+    """
     entries = parse(f"{tensors.path}: {METADATA}", tensors.metadata[METADATA], decode_from_json)
     pretrained = call_with_named_errors(tensors.path, PretrainedInput, **entries)
     pretrained = pretrained._replace(bias=_with_causal(pretrained.bias))
@@ -68,7 +72,7 @@ def _with_causal(bias: Any) -> Any:
 
 
 def check_described(found: PretrainedInput) -> None:
-    """Checks a description: its arguments must be valid for the functions that will get them.
+    """Checks that the arguments in a description are valid for the functions that will get them.
 
     Raises:
         TypeError: a field of the description has a wrong type.
@@ -76,7 +80,7 @@ def check_described(found: PretrainedInput) -> None:
     """
     arguments.instance("config", found.config, EmbedderConfig, "an EmbedderConfig")
     check_mappings(bias=found.bias, names=found.names)
-    # `layers` must be a sequence, in which each entry is a Layer.
+    # `entries` checks that `layers` is a sequence, and `instance` that each element is a Layer.
     arguments.entries("layers", found.layers, arguments.instance, kinds=Layer, want="a Layer")
     arguments.instance("no_output", found.no_output, str | None, "a sentence, or None")
     checked_texts = set()
@@ -88,46 +92,51 @@ def check_described(found: PretrainedInput) -> None:
             _check_layer(f"layers[{index}]", layer)
             checked_texts.add(text)
     if found.bias is not None:
-        _call_on_shapes("bias", _make_bias, dict(found.bias))
+        _check_options("bias", _make_bias, dict(found.bias))
 
 
 def _check_layer(name: str, layer: Layer) -> None:
     """Raises an error if a field of a layer is not valid for the function that will get it.
 
-    `name` is the layer's place in the description, such as "layers[0]", for errors.
+    `name` is the name of the layer for errors, such as "layers[0]".
     """
     arguments.instance(f"{name}.type", layer.type, str, "a kind of layers")
     for field in ("rotary", "mask", "query_scale", "attention"):
         options = getattr(layer, field)
         arguments.instance(f"{name}.{field}", options, Mapping | None, "a mapping, or None")
+    # Each of these functions uses the options as a caller will do, on the smallest input.
     if layer.rotary is not None:
-        _call_on_shapes(f"{name}.rotary", _rotate_head, dict(layer.rotary))
-    _call_on_shapes(f"{name}.mask", _make_mask, dict(layer.mask))
+        _check_options(f"{name}.rotary", _rotate_head, dict(layer.rotary))
+    _check_options(f"{name}.mask", _make_mask, dict(layer.mask))
     if layer.query_scale is not None:
-        _call_on_shapes(f"{name}.query_scale", _make_query_scale, dict(layer.query_scale))
+        _check_options(f"{name}.query_scale", _make_query_scale, dict(layer.query_scale))
     if layer.image_blocks is not None:
         arguments.choice(f"{name}.image_blocks", layer.image_blocks, (ANYWHERE, IN_WINDOW))
     if layer.norm_eps is not None:
         arguments.positive(f"{name}.norm_eps", layer.norm_eps)
 
 
-def _call_on_shapes(
+def _check_options(
     name: str, function: Callable[[dict[str, Any]], Any], options: dict[str, Any]
 ) -> None:
-    """Calls a function with options by `jax.eval_shape`, so that only its checks run.
+    """Raises an error that starts with `name` if a function refuses these options.
 
-    If the function refuses the options, the error starts with `name`.
+    The function is called by `jax.eval_shape`, so that only its checks run. The result is not used.
     """
     call_with_named_errors(name, jax.eval_shape, lambda: function(options))
 
 
 def _rotate_head(options: dict[str, Any]) -> Any:
-    """Rotates one head, which has as many channels as the options need."""
+    """Rotates a head of zeros, so that `apply_rotary` checks the options.
+
+    The head has as many channels as the options need.
+    """
     scaling: Any = options.get("scaling")
     pair_axes = options.get("pair_axes")
     channels = options.get("rotary_dim") or CHANNELS
     if options.get("rotary_dim") is None:
-        # Both the factors of LongRoPE and the axes have a value for each pair of channels.
+        # `short_factor`, of a LongRopeScaling, and `pair_axes` have a value for each pair of
+        # channels.
         if hasattr(scaling, "short_factor"):
             channels = 2 * len(scaling.short_factor)
         elif pair_axes is not None:
@@ -145,18 +154,21 @@ def _rotate_head(options: dict[str, Any]) -> Any:
 
 
 def _make_mask(options: dict[str, Any]) -> Any:
-    """Makes the mask of one token."""
+    """Makes the mask of one token, so that `AttentionMask` checks the options."""
     one_token = TokenPositions.from_offset(0, 1)
     return AttentionMask(one_token, **options).dense()
 
 
 def _make_query_scale(options: dict[str, Any]) -> Any:
-    """Computes the factor of one query."""
+    """Computes the factor of one query, so that `query_scale` checks the options."""
     return query_scale([0], **options)
 
 
 def _make_bias(options: dict[str, Any]) -> Any:
-    """Computes the bias of one pair of tokens."""
+    """Computes the bias of one pair of tokens, so that the function of the bias checks the options.
+
+    The result is not used. For T5, it is the parameters of the bias.
+    """
     # The number has a limit, because memory is taken for each head.
     arguments.integer("num_heads", options.get("num_heads"), at_least=1, at_most=MOST_CHANNELS)
     if "num_buckets" not in options:
@@ -182,10 +194,10 @@ def _stored_classes() -> dict[str, Callable]:
 
 
 def encode_for_json(value: Any) -> Any:
-    """Converts a value that JSON cannot hold to one that it can, as `default` of `json.dumps`.
+    """Converts a value that JSON cannot hold to a value that JSON can hold.
 
-    An object becomes a dict of its fields and the name of its class: {"kind": "Learned",
-    "max_len": 8}.
+    `json.dumps` calls this function, its argument `default`. An object becomes a dict of its fields
+    and the name of its class: {"kind": "Learned", "max_len": 8}.
     """
     class_name = type(value).__name__
     if class_name in _stored_classes():
@@ -195,11 +207,13 @@ def encode_for_json(value: Any) -> Any:
     if isinstance(value, np.dtype):
         return value.name
     if isinstance(value, np.ndarray):
-        # `tolist` would write null for what a mask hides.
-        return arguments.native("layers and bias", value).tolist()
+        # This raises an error for a masked array, because `tolist` would write null for the values
+        # that the mask hides. It also changes the bytes to the order of this machine.
+        native_array = arguments.native("layers and bias", value)
+        return native_array.tolist()
     if isinstance(value, np.generic):
         return value.item()
-    # This is a fraction, or another number.
+    # Any other value must be a number, such as a `fractions.Fraction`.
     return float(value)
 
 

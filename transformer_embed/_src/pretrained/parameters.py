@@ -44,16 +44,16 @@ class PretrainedInput(NamedTuple):
     Args:
         config: The config for `Embedder` and `TransformerEmbedding`.
         params: The parameters, for `Embedder(config).apply`. For T5, `params` also has the table of
-            position biases, under `relative_position_bias`. For Gemma 3n and small Gemma 4 models,
-            whose layers read further vectors of the ids, `params` has the tables of these vectors
-            under `per_layer_inputs`, and notebook 08 shows the computation. From a file that
-            `save_embedder` wrote, `params` has all parameters that were saved. If you saved a whole
-            model, the parameters outside the layer have the paths that they had in the model.
+            position biases, under `relative_position_bias`. In Gemma 3n and small Gemma 4 models,
+            each layer gets an extra vector for each id, from one more table. This table, and the
+            parameters that are needed with it, are under `per_layer_inputs`. Notebook 08 shows how
+            to use them. From a file that `save_embedder` wrote, `params` has all parameters that
+            were saved. If you saved a whole model, the parameters outside the layer have the paths
+            that they had in the model.
         layers: A `Layer` for each layer of the model, which says what your attention layers need:
             the arguments of `apply_rotary` and of `AttentionMask`, the numbers of heads, and more.
-            `Layer` describes the fields. The sequence is empty in two cases: the file says neither
-            how many layers the model has nor how the layers rotate, or the layers differ in a way
-            that this package does not know.
+            `Layer` describes the fields. The sequence is empty if the number of layers is not
+            known, or if the layers differ in a way that this package does not know.
         bias: The keyword arguments of `RelativePositionBias` (T5) or `alibi_bias` (Bloom). If None,
             the model adds no position bias to the attention logits.
         names: The name of the tensor of each parameter, as a dict {path of a parameter: name of a
@@ -103,12 +103,16 @@ def full_paths(
     """
     by_path = {}
     for name, value in names.items():
+        # The path itself, or the paths that end with this name.
         paths_of_name = arguments.paths_of(name, paths)
-        if len(paths_of_name) != 1 or paths_of_name[0] in by_path:
+        is_one_path = len(paths_of_name) == 1
+        is_named_once = by_path.keys().isdisjoint(paths_of_name)
+        if not is_one_path or not is_named_once:
             among = ", ".join(paths)
             want = f"a parameter's path, or a suffix that only one path has, among {among}"
             raise arguments.value_error(argument, want, repr(name))
-        by_path[paths_of_name[0]] = value
+        (path,) = paths_of_name
+        by_path[path] = value
     return by_path
 
 
@@ -124,7 +128,11 @@ class StoredTensor(NamedTuple):
     is_transposed: bool
 
     def swap_if_transposed(self, sizes: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Returns sizes or slices of the parameter's axes for the axes of the tensor, or back."""
+        """Returns sizes or slices in the reversed order if the tensor is the transpose.
+
+        So the shape (2, 3) of the parameter gives the shape (3, 2) of the tensor. The same call
+        also leads from the tensor back to the parameter.
+        """
         return sizes[::-1] if self.is_transposed else sizes
 
 
@@ -145,11 +153,14 @@ def find_stored_tensor(parameter: str, tensor: str) -> StoredTensor:
     if tensor == parameter:
         # `save_embedder` stored the parameter as it is.
         return StoredTensor(name=tensor, is_transposed=False)
-    is_in_out = re.search(r"\b(kernel|w)$", tensor) is not None
+    tensor_is_in_out = re.search(r"\b(kernel|w)$", tensor) is not None
     if parameter == OUTPUT_TABLE:
-        return StoredTensor(name=tensor, is_transposed=is_in_out)
-    is_linear = parameter in LINEAR_WEIGHTS
-    return StoredTensor(name=tensor, is_transposed=is_linear and not is_in_out)
+        # The parameter is [out, in].
+        return StoredTensor(name=tensor, is_transposed=tensor_is_in_out)
+    if parameter in LINEAR_WEIGHTS:
+        # The parameter is [in, out].
+        return StoredTensor(name=tensor, is_transposed=not tensor_is_in_out)
+    return StoredTensor(name=tensor, is_transposed=False)
 
 
 def check_tensors(
@@ -173,32 +184,35 @@ def check_tensors(
     """
     config = pretrained.config
     specs = shapes_of(config, pretrained.bias)
+    # The name of each parameter's tensor, by the parameter's path.
     names = pretrained.names or {}
-    missing = specs.keys() - names.keys() - set(may_lack)
+    parameters_without_tensor = specs.keys() - names.keys()
+    missing = parameters_without_tensor - set(may_lack)
     if missing:
         want = f"a tensor for each parameter, also for {', '.join(sorted(missing))}"
         raise arguments.value_error(tensors.path, want, f"only {sorted(names)}")
     for parameter, name in names.items():
         tensor = find_stored_tensor(parameter, str(name))
-        entry = tensors.entry(tensor.name)
+        # The dtype and the shape that the file says.
+        info = tensors.entry(tensor.name)
         if parameter not in specs:
-            stored_shape = tensor.swap_if_transposed(entry.shape)
-            specs[parameter] = jax.ShapeDtypeStruct(stored_shape, config.param_dtype)
+            # The config says nothing of a parameter outside the layer, so the file says its shape.
+            parameter_shape = tensor.swap_if_transposed(info.shape)
+            specs[parameter] = jax.ShapeDtypeStruct(parameter_shape, config.param_dtype)
         shape = specs[parameter].shape
         possible_shapes = [shape]
         if parameter in (TOKENS, OUTPUT_TABLE, OUTPUT_BIAS):
             # The file may lack the rows of zeros that `row_multiple` adds.
             possible_shapes.append((config.vocab_size, *shape[1:]))
         # A tensor may have more axes of length 1 at the front.
-        leading_ones = (1,) * (len(entry.shape) - len(shape))
-        shapes_in_file = [
-            leading_ones + tensor.swap_if_transposed(possible_shape)
-            for possible_shape in possible_shapes
-        ]
-        if entry.shape not in shapes_in_file:
-            wanted_shape = list(tensor.swap_if_transposed(shape))
-            want = f"shape {wanted_shape}, as the configuration says"
-            raise arguments.value_error(f"{tensors.path}: {tensor.name}", want, entry)
+        leading_ones = (1,) * (len(info.shape) - len(shape))
+        shapes_in_file = []
+        for possible_shape in possible_shapes:
+            shapes_in_file.append(leading_ones + tensor.swap_if_transposed(possible_shape))
+        if info.shape not in shapes_in_file:
+            shape_in_file = list(tensor.swap_if_transposed(shape))
+            want = f"shape {shape_in_file}, as the configuration says"
+            raise arguments.value_error(f"{tensors.path}: {tensor.name}", want, info)
     return specs
 
 
@@ -216,12 +230,13 @@ def read_parameters(
     """
     params: dict[str, dict[str, Array]] = {}
     names = pretrained.names or {}
+    # The sharding of a parameter that is not in `shardings`.
     default_sharding = None
     if shardings:
-        first_sharding = next(iter(shardings.values()))
+        first_sharding, *_ = shardings.values()
         default_sharding = NamedSharding(first_sharding.mesh, P())
     for path, spec in specs.items():
-        # A function that reads the part of the parameter that has an index.
+        # `read_part(index)` reads the part of the parameter that a slice for each axis selects.
         read_part = functools.partial(_read_part, tensors, path, names.get(path), spec)
         sharding = shardings.get(path, default_sharding)
         if sharding is None:
@@ -241,7 +256,7 @@ def read_parameters(
 def _read_part(
     tensors: Tensors, path: str, name: Any, spec: Any, index: tuple[slice, ...]
 ) -> np.ndarray:
-    """Returns the part of a parameter that has this index.
+    """Returns the part of a parameter that an index selects.
 
     Args:
         tensors: The tensors of the file.
@@ -260,15 +275,18 @@ def _read_part(
     for size, axis_slice in zip(spec.shape, index, strict=True):
         indices_in_slice = range(size)[axis_slice]
         part_shape.append(len(indices_in_slice))
-    # Rows that `row_multiple` adds are not in the file, and stay zeros.
+    # The part starts as zeros, because the last rows of a token table may be missing in the file:
+    # if `config.row_multiple` is above 1, the parameter has more rows than the vocabulary has ids.
     part = aligned_zeros(tuple(part_shape), tensors.dtype(tensor.name))
     if len(index) == 2:
+        # If the tensor is the transpose, the second slice selects rows of the tensor.
         rows, columns = tensor.swap_if_transposed(index)
-        # The transpose is a view: what is written to it is written to `part`.
+        # The transpose is a view of the same memory, so `read_into` writes to `part`.
         part_as_stored = part.T if tensor.is_transposed else part
         tensors.read_into(part_as_stored, tensor.name, rows, columns)
     else:
         vector = tensors.read(tensor.name).reshape(-1)
+        # A vector, such as an output bias, may also lack the last values in the file.
         stored_values = vector[index]
         part[: len(stored_values)] = stored_values
     return part

@@ -24,7 +24,7 @@ class Published(NamedTuple):
             no part, "".
         path: The path of config.json.
         entries: The entries of config.json for the text model.
-        settings: The caller's `settings`, without the type. They go before `entries`.
+        settings: The caller's `settings`, without the type. They override `entries`.
         type_in_config: The `model_type` of the text model in config.json, or None.
         model_type: What is known of the type that `settings` name, or else of `type_in_config`.
         outer_type: The type of the model around the text model, such as "llava". If the text model
@@ -65,12 +65,13 @@ def open_published(
 
     Args:
         path: The path of config.json, for errors.
-        whole: All entries of config.json; or {} if there is none.
+        whole: All entries of config.json, or {} if there is no config.json.
         tensors: The tensors of the checkpoint.
-        settings: The entries of the caller.
-        stack: The stack that the caller chose, or None.
+        settings: The entries that override the entries of config.json, such as {"vocab_size": 9}.
+        stack: The stack of an encoder-decoder model that the caller chose, or None.
         length: The length of the longest text, or None.
-        part: The part that the caller chose, or None.
+        part: The path in config.json of the text model that the caller chose, such as
+            "thinker_config.text_config", or None.
 
     Raises:
         ValueError: the model type is not known, or the part is not there.
@@ -78,20 +79,21 @@ def open_published(
     Warns:
         UserWarning: the model around the text model is of an unknown type.
     """
-    stack_to_read = arguments.choice("stack", STACKS[0] if stack is None else stack, STACKS)
+    encoder, _ = STACKS
+    stack_to_read = encoder if stack is None else arguments.choice("stack", stack, STACKS)
     outer_entries, text_entries = _outer_and_text_entries(path, whole, part)
     type_in_config = text_entries.get("model_type") or outer_entries.get("model_type")
     is_whole_model = text_entries is outer_entries
     outer_type = None if is_whole_model else str(outer_entries.get("model_type"))
     settings = dict(settings or {})
-    type_in_settings = settings.pop("model_type", None)
-    model_type = _known_model_type(path, type_in_settings or type_in_config, tensors)
+    type_name = settings.pop("model_type", None) or type_in_config
+    model_type = _known_model_type(path, type_name, tensors)
     if not model_type.has_stacks:
         arguments.check_left_out("stack", stack, f"{model_type.name} has one stack")
     if part is None and outer_type is not None and not is_known_outer_type(outer_type):
         message = (
-            f"{path}: the model type {outer_type!r} is not known, so what was read is its "
-            f"text_config, a model {model_type.name} (part='text_config' says that this is meant)"
+            f"{path}: the model type {outer_type!r} is not known, so only its text_config was "
+            f"read, a model {model_type.name} (if this is what you want: part='text_config')"
         )
         # The warning shows the line that called load_embedder or load_config.
         warnings.warn(message, stacklevel=3)
@@ -117,16 +119,16 @@ def _known_model_type(path: pathlib.Path, type_name: Any, tensors: Tensors) -> M
         return model_type
     want = f"the type of a known model, from settings or {path}"
     if not tensors.files:
-        # `load_config` takes no names, because it reads no tensors.
-        step = "make an EmbedderConfig yourself"
-        raise arguments.value_error("model_type", want, f"{type_name!r}; {step}")
-    got = f"{type_name!r}; {BY_HAND} ({tensors.listed()})"
+        # `load_config` reads no tensors, so the caller cannot name any.
+        got = f"{type_name!r}; make an EmbedderConfig yourself"
+        raise arguments.value_error("model_type", want, got)
+    got = f"{type_name!r}; {ADVICE_FOR_UNKNOWN_TYPE} ({tensors.listed()})"
     raise arguments.value_error("model_type", want, got)
 
 
-# The advice for a model of an unknown type. It is no call with all arguments, because neither the
-# name of a table nor config.json says how tokens are scaled.
-BY_HAND = "load any table with config and names"
+# What to do with a model of an unknown type. This is no call with all arguments, because neither
+# the name of a table nor config.json says how tokens are scaled.
+ADVICE_FOR_UNKNOWN_TYPE = "load any table with config and names"
 
 
 def _prefix_of_part(part: str | None) -> str:
@@ -159,22 +161,23 @@ def _outer_and_text_entries(
         if text_config and isinstance(text_config, Mapping):
             return whole, text_config
         return whole, whole
+    # Each name of the path leads from an object to an object inside it.
     outer_entries = whole
-    text_entries: Any = whole
+    entries: Any = whole
     for name in part.split("."):
-        outer_entries = text_entries
-        text_entries = outer_entries.get(name)
-        if not isinstance(text_entries, Mapping):
+        outer_entries = entries
+        entries = outer_entries.get(name)
+        if not isinstance(entries, Mapping):
             parts = [key for key, value in outer_entries.items() if isinstance(value, Mapping)]
             want = f"of {path}, one of {parts}"
             raise arguments.value_error(f"part {part!r}", want, repr(name))
-    return outer_entries, text_entries
+    return outer_entries, entries
 
 
 def _joined_entries(
     outer_entries: Options, text_entries: Options, outer_type: str | None
 ) -> Options:
-    """Returns the entries of the text model, with those of the outer model that concern it."""
+    """Returns the entries of the text model, with entries of the outer model that concern it."""
     entries = dict(text_entries)
     is_tied = outer_entries.get("tie_word_embeddings")
     if isinstance(is_tied, bool):
@@ -182,7 +185,8 @@ def _joined_entries(
         entries["tie_word_embeddings"] = is_tied
     attention = entries.get("attn_config")
     if isinstance(attention, Mapping):
-        # MPT and DBRX have some entries in this object. Entries beside the object go before them.
+        # MPT and DBRX have some entries in this object. An entry beside the object overrides the
+        # same entry inside.
         entries = {**attention, **entries}
     if outer_type == "paligemma":
         # In PaliGemma, the tokens of a prompt see each other, and only the caller knows where the

@@ -14,7 +14,7 @@ from transformer_embed._src import arguments
 from transformer_embed._src.array_types import DTypeLike
 from transformer_embed._src.pretrained.files import call_with_named_errors, read_json_if_there
 from transformer_embed._src.pretrained.layer_parts import STACKS
-from transformer_embed._src.pretrained.model_type import ModelType
+from transformer_embed._src.pretrained.model_type import ModelType, ends_with_parts
 from transformer_embed._src.pretrained.parameters import TRANSPOSED
 from transformer_embed._src.pretrained.registry import model_type_or_none
 from transformer_embed._src.pretrained.tensors import Tensors, aligned_zeros, dtype_of, open_tensors
@@ -29,9 +29,10 @@ class TensorFacts(NamedTuple):
         is_transposed: Whether the tensor is the transpose of the `w` that `hk.Linear` takes. If
             True, the tensor is the weight of a linear layer, stored as [out, in] (PyTorch). To read
             the `w`, add ".T" to the name of the tensor in `Checkpoint.read`. If False, the weight
-            is stored as [in, out] (Flax, Haiku, and the layers of GPT-2). If None, the tensor is
-            not the weight of a linear layer, or neither the name of the tensor nor the model type
-            says how the weight is stored.
+            is stored as [in, out] (Flax, Haiku, and the layers of GPT-2). None has two meanings.
+            The tensor may be no weight of a linear layer, but a table or a bias, for example. Or
+            the tensor may be such a weight in a model of an unknown type, so that this package does
+            not know how the weight is stored.
 
     Example:
         >>> import transformer_embed as te
@@ -78,8 +79,8 @@ class Checkpoint:
             name: The name of the tensor, as the file has it.
 
         Raises:
-            ValueError: The checkpoint has no tensor of this name, or the tensor is empty, as in
-                files of ZeRO-3.
+            ValueError: The name is not in the checkpoint, or its tensor is empty, as in checkpoints
+                that DeepSpeed saved with ZeRO stage 3.
         """
         entry = self._tensors.entry_of_any_dtype(name)
         return TensorFacts(
@@ -111,10 +112,10 @@ class Checkpoint:
 
         Raises:
             TypeError: `names` is a str, or a value of `shardings` is not a `NamedSharding`.
-            ValueError: The checkpoint has no tensor of one of the names, or a tensor is empty, as
-                in files of ZeRO-3. The number of devices does not divide an axis of a tensor that
-                is split over them. A tensor has a dtype of 64 bits, which jax would narrow to 32
-                bits. (Pass a `dtype`.)
+            ValueError: A name is not in the checkpoint, or its tensor is empty, as in checkpoints
+                that DeepSpeed saved with ZeRO stage 3. The number of devices does not divide an
+                axis of a tensor that is split over them. A tensor has a dtype of 64 bits, which jax
+                would narrow to 32 bits. (Pass a `dtype`.)
         """
         if isinstance(names, str):
             raise arguments.type_error("names", "a sequence of names", repr(names))
@@ -123,9 +124,11 @@ class Checkpoint:
             arguments.instance(f"shardings: {name}", sharding, NamedSharding, "a NamedSharding")
             if name not in names:
                 raise arguments.value_error("shardings", "some of the names", repr(name))
-        return {name: self._read(name, shardings.get(name), dtype) for name in names}
+        return {name: self._read_one(name, shardings.get(name), dtype) for name in names}
 
-    def _read(self, name: str, sharding: NamedSharding | None, dtype: DTypeLike | None) -> Array:
+    def _read_one(
+        self, name: str, sharding: NamedSharding | None, dtype: DTypeLike | None
+    ) -> Array:
         """Returns one tensor, or its transpose if ".T" was added to the name."""
         # The name of a tensor in the file may itself end with ".T".
         is_transposed = name.endswith(TRANSPOSED) and name not in self._tensors.files
@@ -139,7 +142,7 @@ class Checkpoint:
         array_shape = entry.shape[::-1] if is_transposed else entry.shape
 
         def read_part(index: tuple[slice, ...]) -> np.ndarray:
-            """Returns the part of the array that has this index."""
+            """Returns the part of the array that a slice for each axis selects."""
             return _read_part(self._tensors, tensor_name, array_dtype, index, is_transposed)
 
         if sharding is None:
@@ -155,9 +158,9 @@ class Checkpoint:
 def _read_part(
     tensors: Tensors, name: str, dtype: np.dtype, index: tuple[slice, ...], is_transposed: bool
 ) -> np.ndarray:
-    """Returns the part of a tensor that has this index, or this part of the tensor's transpose.
+    """Returns a part of a tensor, or of the tensor's transpose.
 
-    The index has a slice for each axis.
+    `index` has a slice for each axis of the tensor, or of the transpose if `is_transposed`.
     """
     shape = tensors.entry_of_any_dtype(name).shape
     if len(shape) == 2:
@@ -167,31 +170,31 @@ def _read_part(
     width = shape[-1] if shape else 1
     tensors.read_into(whole.reshape(-1, width), name)
     array = whole.T if is_transposed else whole
-    # With the ellipsis, numpy returns an array even if the tensor has no axes, and not a number.
+    # The ellipsis makes numpy return an array, and not a number, for a tensor without axes.
     return array[(*index, ...)]
 
 
 def _read_part_of_matrix(
     tensors: Tensors, name: str, dtype: np.dtype, index: tuple[slice, ...], is_transposed: bool
 ) -> np.ndarray:
-    """Returns a part of a matrix, or of the transpose; only the rows that it needs are read.
+    """Returns a part of a matrix, or of the transpose. Reads only the rows that the part needs.
 
-    The index has a slice for each axis of the result. If `is_transposed`, this is (columns of the
-    tensor, rows of the tensor).
+    `index` has a slice for each axis of the result. If `is_transposed`, the first slice selects
+    columns of the tensor, and the second slice selects rows.
     """
     row_count, column_count = tensors.entry_of_any_dtype(name).shape
     if is_transposed:
         column_slice, row_slice = index
     else:
         row_slice, column_slice = index
-    rows = len(range(row_count)[row_slice])
-    columns = len(range(column_count)[column_slice])
+    rows = range(row_count)[row_slice]
+    columns = range(column_count)[column_slice]
     if is_transposed:
-        part = aligned_zeros((columns, rows), dtype)
+        part = aligned_zeros((len(columns), len(rows)), dtype)
         # Each row of the tensor is written to a column of the part, without a second copy.
         tensors.read_into(part.T, name, row_slice, column_slice)
         return part
-    part = aligned_zeros((rows, columns), dtype)
+    part = aligned_zeros((len(rows), len(columns)), dtype)
     tensors.read_into(part, name, row_slice, column_slice)
     return part
 
@@ -214,8 +217,8 @@ def _is_transposed(name: str, shape: tuple[int, ...], model_type: ModelType | No
 
 def _is_table(module: str, model_type: ModelType) -> bool:
     """Returns whether a module of a model of this type is a table, and not a linear layer."""
-    # Each of these texts has the names of modules, with spaces between them. In a name, "{stack}"
-    # stands for "encoder" or "decoder".
+    # Each of these texts has the modules of one table, with spaces between them. The table of
+    # `bias` is T5's table of position biases. In a module, "{stack}" is "encoder" or "decoder".
     modules_of_tables = [
         model_type.tokens,
         model_type.positions,
@@ -223,10 +226,10 @@ def _is_table(module: str, model_type: ModelType) -> bool:
         model_type.bias,
         model_type.head,
     ]
-    for names in modules_of_tables:
+    for modules in modules_of_tables:
         for stack in STACKS:
-            for table in names.format(stack=stack).split():
-                if f".{module}".endswith(f".{table}"):
+            for module_of_table in modules.format(stack=stack).split():
+                if ends_with_parts(module, module_of_table):
                     return True
     return False
 

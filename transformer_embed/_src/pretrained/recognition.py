@@ -1,4 +1,11 @@
-"""Which tensors of a file are a model's input and output layer, or an error that says why."""
+"""Which tensors of a file are a model's input and output layer, or an error that says why.
+
+The name of a tensor has these parts. In "model.decoder.embed_tokens.weight", "model." is the prefix
+that all names of the model share, and "decoder.embed_tokens" is the module of the token table. In
+"model.decoder.layers.0.fc1.weight", the numbered layer is "layers.0". The head is the output layer.
+In a model around a text model, the head may be outside the text model: "lm_head.weight" is beside
+"model.language_model.embed_tokens.weight".
+"""
 
 import re
 from collections.abc import Mapping
@@ -6,15 +13,18 @@ from typing import NamedTuple
 
 from transformer_embed._src import arguments
 from transformer_embed._src.pretrained.layer_parts import OUTPUT_TABLE, STACKS, TOKENS
+from transformer_embed._src.pretrained.model_type import ends_with_parts
 from transformer_embed._src.pretrained.other_formats import ADAPTER
-from transformer_embed._src.pretrained.published import BY_HAND, Published
+from transformer_embed._src.pretrained.published import ADVICE_FOR_UNKNOWN_TYPE, Published
 from transformer_embed._src.pretrained.registry import is_known_outer_type
 from transformer_embed._src.pretrained.tensors import Tensors
 
-# Matches the name of a tensor that may belong to the input layer, without the prefix of the token
-# table: outside of numbered layers, with a name of positions or embeddings; or T5's bias in another
-# layer than the first. The second part leaves out buffers, tensors for images and other inputs, and
-# tensors that only attention or the end of the model reads.
+# Matches the name of a tensor, without the prefix of the model, that may belong to the input layer.
+# There are two cases. The first line is T5's table of position biases in another layer than the
+# first. The other lines are tensors outside of numbered layers whose names speak of embeddings or
+# positions, such as "encoder.pos_emb.weight". The part in "(?!...)" leaves out numbered layers,
+# buffers, tensors for images and other inputs, and tensors that only attention or the end of the
+# model reads.
 BESIDE_TABLE = re.compile(
     r".*\.(Local)?SelfAttention\.relative|"
     r"(?!.*(\b\d+\b|_ids$|inv_freq|entity|visual|vision|image|audio|patch_|embed_global|"
@@ -28,8 +38,8 @@ PEFT_TENSOR = re.compile(
     r"((?!\d+\.)[^.]+\.)*(base_layer|lora_\w+|modules_to_save|original_module|token_adapter|"
     r"prompt_encoder)\."
 )
-# Matches the name of a tensor in a numbered layer, such as "model.layers.0.q.weight". The group is
-# what comes before the list of layers: "model.".
+# Matches the name of a tensor in a numbered layer, such as "model.decoder.layers.0.q.weight". The
+# group is what comes before the list of layers: "model.decoder.".
 IN_LAYER = re.compile(r"(\D*?)[^.]+\.\d+\.")
 
 
@@ -56,17 +66,18 @@ def find_layer_tensors(published: Published, *, is_tied: bool) -> LayerTensors:
         is_tied: Whether config.json says that the output layer uses the token table.
 
     Raises:
-        ValueError: there is no such model in the file, or more than one; or its input layer has
+        ValueError: there is no such model in the file, or there are several. The input layer has
             tensors that are not read.
     """
     tensors = published.tensors
     for name in sorted(tensors.files):
         if PEFT_TENSOR.match(name):
             raise arguments.value_error(tensors.path, "a whole model", f"{name}, of {ADAPTER}")
+    # For each model of this type in the file: the prefix, and the name of each parameter's tensor.
     matches = _names_by_prefix(published)
-    has_one_stack = not published.model_type.has_stacks
-    if not matches and is_tied and has_one_stack:
-        matches = _names_by_prefix_of_head(published)
+    head_may_be_table = is_tied and not published.model_type.has_stacks
+    if not matches and head_may_be_table:
+        matches = _names_with_head_as_table(published)
     if len(matches) != 1:
         raise _not_one_model(published, matches)
     (prefix,) = matches
@@ -74,8 +85,8 @@ def find_layer_tensors(published: Published, *, is_tied: bool) -> LayerTensors:
     # The index file of a tied model may name an output table that no shard has.
     if is_tied and OUTPUT_TABLE in names and not tensors.is_stored(names[OUTPUT_TABLE]):
         del names[OUTPUT_TABLE]
-    # The dtypes of a quantized model are refused first, because this error says what to do. After
-    # that, `_check_all_read` would refuse the model for the tensors of its quantization scales.
+    # The dtypes are checked before `_check_all_read`. Both checks refuse a quantized model, and the
+    # error about the dtype says what to do.
     for name in names.values():
         tensors.check_dtype(name)
     _check_all_read(published, prefix, {*names.values()})
@@ -91,41 +102,49 @@ def _names_by_prefix(published: Published) -> dict[str, dict[str, str]]:
     """
     # This is a set, because a file may have a table under several names below one prefix.
     prefixes = set()
-    for table in _names_of_table(published):
+    for table_name in _names_of_table(published):
         for name in published.tensors.files:
-            if f".{name}".endswith(f".{table}"):
-                prefixes.add(name.removesuffix(table))
-    # If the caller chose a part, the prefixes of this part count, as far as the file has any.
-    prefixes_of_part = {prefix for prefix in prefixes if prefix.startswith(published.prefix)}
-    prefixes = prefixes_of_part or prefixes
-    # DeepSeek V3 has a copy of the table in a numbered layer, which predicts further tokens. So
-    # prefixes outside of numbered layers go first.
-    outside_layers = {prefix for prefix in prefixes if not re.search(r"\b\d+\.", prefix)}
+            if ends_with_parts(name, table_name):
+                prefixes.add(name.removesuffix(table_name))
+    # If the caller chose a part of the file, only the prefixes in this part are kept, unless there
+    # are none.
+    prefixes_in_part = {prefix for prefix in prefixes if prefix.startswith(published.prefix)}
+    if prefixes_in_part:
+        prefixes = prefixes_in_part
+    # DeepSeek V3 has a copy of the table in a numbered layer ("model.layers.61.embed_tokens") that
+    # predicts further tokens. So prefixes with a number are left out, unless all have one.
+    prefixes_outside_layers = {prefix for prefix in prefixes if not re.search(r"\b\d+\.", prefix)}
+    if prefixes_outside_layers:
+        prefixes = prefixes_outside_layers
     matches = {}
-    for prefix in sorted(outside_layers or prefixes):
+    for prefix in sorted(prefixes):
         names = published.model_type.tensors(published.tensors.files, published.stack, prefix)
         if names:
             matches[prefix] = names
     return matches
 
 
-def _names_by_prefix_of_head(published: Published) -> dict[str, dict[str, str]]:
-    """Returns the tensor names as `_names_by_prefix` does, with the head's tensor as token table.
+def _names_with_head_as_table(published: Published) -> dict[str, dict[str, str]]:
+    """Returns the tensor names of a tied model that stores its one table under the head's name.
 
-    The head is the output layer. A tied model may have its one table under the head's name.
+    The result has at most one model, in the form of `_names_by_prefix`. The token table is missing
+    in the file, so the names of numbered layers say the prefix. For example, if the token table of
+    this type is "decoder.embed_tokens", the tensor "model.decoder.layers.0.fc1.weight" says that
+    the prefix is "model.".
     """
-    table_module = published.model_type.tokens.split()[0]
-    # The names of the numbered layers say the prefix. After the prefix comes the stack, as in the
-    # name of the table: "decoder." for "decoder.embed_tokens".
-    stack, dot, _ = table_module.rpartition(".")
+    # If this type has several names for the table, the first one does: no tensor of it is read.
+    table_module, *_ = published.model_type.tokens.split()
+    # "decoder." for "decoder.embed_tokens", or "" for "embed_tokens".
+    around_table, dot, _ = table_module.rpartition(".")
     prefixes = set()
     for name in published.tensors.files:
-        in_layer = IN_LAYER.match(name)
-        if in_layer:
-            before_layers = in_layer[1]
-            prefixes.add(before_layers.removesuffix(stack + dot))
+        match = IN_LAYER.match(name)
+        if match:
+            before_layers = match[1]
+            prefixes.add(before_layers.removesuffix(around_table + dot))
     for prefix in (*sorted(prefixes), ""):
-        # The other parameters are found as if the file had a token table under this prefix.
+        # `tensors` finds nothing without a token table, so the name of one is added here. Then the
+        # head takes the place of the table.
         files_with_table = {*published.tensors.files, f"{prefix}{table_module}.weight"}
         names = published.model_type.tensors(files_with_table, published.stack, prefix)
         if OUTPUT_TABLE in names:
@@ -135,44 +154,56 @@ def _names_by_prefix_of_head(published: Published) -> dict[str, dict[str, str]]:
 
 
 def _names_of_table(published: Published) -> list[str]:
-    """Returns the names that the token table's tensor may have below the prefix of the model."""
+    """Returns the names of the token table without the prefix, such as "embed_tokens.weight"."""
     return [f"{module}.weight" for module in published.model_type.table_modules(published.stack)]
 
 
 def _not_one_model(published: Published, matches: Mapping[str, Mapping[str, str]]) -> ValueError:
-    """Returns the error for a file with no model of this type, or with several."""
+    """Returns the error for a file with no model of this type, or with several.
+
+    The keys of `matches` are the prefixes of the models.
+    """
     model_type = published.model_type
     tensors = published.tensors
     which_stack = f" (its {published.stack}; `stack` says which)" if model_type.has_stacks else ""
-    want = f"the tensors of one model {model_type.name}{which_stack}, or {BY_HAND}"
+    want = f"the tensors of one model {model_type.name}{which_stack}, or {ADVICE_FOR_UNKNOWN_TYPE}"
     if matches:
-        got = f"those under {[*matches]} (`part` chooses)"
+        prefixes = [*matches]
+        got = f"those under {prefixes} (`part` chooses)"
         return arguments.value_error(tensors.path, want, got)
+    has_table = False
     names_of_table = _names_of_table(published)
-    # The name of a table is the end of the tensor's name, from a dot on.
-    ends = tuple(f".{name}" for name in names_of_table)
-    has_table = any(f".{name}".endswith(ends) for name in tensors.files)
+    for table_name in names_of_table:
+        for name in tensors.files:
+            has_table = has_table or ends_with_parts(name, table_name)
     missing = "" if has_table else f" ({names_of_table[0]} is missing)"
     return arguments.value_error(tensors.path, want, tensors.listed() + missing)
 
 
 def _check_all_read(published: Published, prefix: str, names_read: set[str]) -> None:
-    """Raises a ValueError if a tensor of the input layer is not among `names_read`."""
+    """Raises a ValueError if the input layer seems to have a tensor that is not in `names_read`.
+
+    A tensor seems to belong to the input layer if `BESIDE_TABLE` matches the tensor's name.
+    """
     model_type = published.model_type
     tensors = published.tensors
+    # A tensor is ignored if one of these modules is in the tensor's name.
     ignored_modules = {*model_type.no_effect.split()}
-    # The tensors of the other stack are beside the ones of this stack.
-    first_module, _, _ = model_type.tokens.format(stack=published.stack).partition(".")
-    if first_module in STACKS:
-        ignored_modules |= {*STACKS} - {first_module}
-    for name in sorted({*tensors.files} - names_read):
+    # If the token table is inside a stack, as "decoder.embed_tokens", the tensors of the other
+    # stack, such as "encoder.embed_positions.weight", are ignored.
+    table_module = model_type.tokens.format(stack=published.stack)
+    module_around_table, _, _ = table_module.partition(".")
+    if module_around_table in STACKS:
+        ignored_modules.update(stack for stack in STACKS if stack != module_around_table)
+    unread_names = {*tensors.files} - names_read
+    for name in sorted(unread_names):
         if not name.startswith(prefix):
             continue
         name_below_prefix = name.removeprefix(prefix)
-        modules = {*name_below_prefix.split(".")}
-        is_ignored = not modules.isdisjoint(ignored_modules)
+        modules = name_below_prefix.split(".")
+        is_ignored = not ignored_modules.isdisjoint(modules)
         if not is_ignored and BESIDE_TABLE.match(name_below_prefix):
-            want = f"an input layer like that of {model_type.name}, or {BY_HAND}"
+            want = f"an input layer like that of {model_type.name}, or {ADVICE_FOR_UNKNOWN_TYPE}"
             raise arguments.value_error(tensors.path, want, f"also {name}, which is not read")
 
 
@@ -190,43 +221,52 @@ def number_of_layers(tensors: Tensors, prefix: str) -> int:
     return highest + 1
 
 
-def tensors_beside_head(published: Published, model: LayerTensors) -> list[str]:
-    """Returns the names of tensors with which an unknown outer model may compute its logits.
+def tensors_beside_text_model(published: Published, model: LayerTensors) -> list[str]:
+    """Returns the names of tensors that an unknown outer model has beside its text model.
 
-    The outer model is the one around a text model. A drafter, for example, has the text model of
-    its target, but computes the input of the first layer and the logits with tensors of its own.
-    These tensors are beside the head, the output layer. If the outer model's type is known, or
-    there is no outer model, the result is empty.
+    An outer model is a model around a text model. If the type of the outer model is not known, it
+    may compute its logits with these tensors. For example, a drafter has the tensors
+    "model.embed_tokens.weight" and "lm_head.weight", as its target has, and "fc.weight". The text
+    model is in the module "model", and "lm_head.weight" is the output layer, so the result is
+    ["fc.weight"]. If the type of the outer model is known, or if there is no outer model, the
+    result is empty.
 
     Raises:
         ValueError: there are such tensors, and the caller did not name the part to read.
     """
     if published.outer_type is None or is_known_outer_type(published.outer_type):
         return []
-    prefix_of_head = _prefix_of_head(published, model.names)
-    # The head is beside the module that has the text model: "model" for "model.embed_tokens".
-    text_module, _, _ = model.prefix.removeprefix(prefix_of_head).partition(".")
-    if not model.prefix.startswith(prefix_of_head) or not text_module:
+    # The outer model, with the head and the text model, is below this prefix.
+    outer_prefix = _prefix_of_head(published, model.names)
+    if not model.prefix.startswith(outer_prefix):
         return []
-    names_beside_head = []
-    for name in sorted({*published.tensors.files} - {*model.names.values()}):
-        module, _, _ = name.removeprefix(prefix_of_head).partition(".")
-        if name.startswith(prefix_of_head) and module != text_module:
-            names_beside_head.append(name)
-    if names_beside_head and published.part is None:
+    # The module of the text model: "model" for "model.embed_tokens.weight".
+    text_module, _, _ = model.prefix.removeprefix(outer_prefix).partition(".")
+    if not text_module:
+        return []
+    names_beside = []
+    unread_names = {*published.tensors.files} - {*model.names.values()}
+    for name in sorted(unread_names):
+        if not name.startswith(outer_prefix):
+            continue
+        module, _, _ = name.removeprefix(outer_prefix).partition(".")
+        if module != text_module:
+            names_beside.append(name)
+    if names_beside and published.part is None:
         want = (
             f"a known model around {published.model_type.name} "
             "(part='text_config' reads the text model alone)"
         )
-        got = f"{published.outer_type!r}, with {names_beside_head[0]} beside the output layer"
+        got = f"{published.outer_type!r}, with {names_beside[0]} beside the output layer"
         raise arguments.value_error(published.path, want, got)
-    return names_beside_head
+    return names_beside
 
 
 def _prefix_of_head(published: Published, names: Mapping[str, str]) -> str:
     """Returns how the name of the head's tensor begins: "" for "lm_head.weight".
 
-    A tied head may have no tensor. It would be outside of all modules, so its prefix is "".
+    The head of a tied model may have no tensor. Such a head is taken to be outside of all modules,
+    so the result is "".
     """
     head = names.get(OUTPUT_TABLE, "")
     for module in published.model_type.head.split():

@@ -1,6 +1,6 @@
 """The registry of published models: a `ModelType` for each type, and the models around text models.
 
-Types, tensor names and defaults are the ones of transformers.
+The names of types and tensors, and the defaults of entries, are as in transformers.
 """
 
 import difflib
@@ -51,7 +51,8 @@ OTHERS_AROUND = (
 def is_known_outer_type(type_name: str) -> bool:
     """Returns whether a type of models around a text model is known.
 
-    A config.json without a type has the name "None", which counts as known.
+    If the model around the text model has no type in config.json, `type_name` is "None". The result
+    is then True.
     """
     if type_name == str(None) or type_name in MODEL_TYPES:
         return True
@@ -62,7 +63,7 @@ def is_known_outer_type(type_name: str) -> bool:
 
 
 def model_type_or_none(type_name: Any) -> ModelType | None:
-    """Returns what is known of the type with this name; None if there is no such type."""
+    """Returns what is known of the type with this name, or None if there is no such type."""
     if not isinstance(type_name, str) or type_name not in MODEL_TYPES:
         return None
     return MODEL_TYPES[type_name]._replace(name=type_name)

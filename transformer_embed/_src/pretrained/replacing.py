@@ -19,10 +19,11 @@ NAMES_OF_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def replace_tensors(tensors: Tensors, arrays: Mapping[str, np.ndarray]) -> None:
-    """Replaces tensors of a checkpoint by arrays, which are given by the tensors' names.
+    """Replaces tensors of a checkpoint. `arrays` has the new values, by the names of the tensors.
 
-    A copy of a replaced tensor under another name, as of a tied output layer, is replaced too. At
-    any time, the checkpoint is the whole old one or the whole new one.
+    A tied output layer may be stored as a copy of the token table, under another name. If the table
+    is replaced, such a copy is replaced too. At any time, the checkpoint is the whole old one or
+    the whole new one.
     """
     all_arrays = {**arrays, **_arrays_of_tied_copies(tensors, arrays)}
     if tensors.path.name.endswith(".json"):
@@ -35,7 +36,7 @@ def replace_tensors(tensors: Tensors, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _replace_shards(tensors: Tensors, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes new shards in place of those that have these tensors, and then a new index file.
+    """Writes new shards in place of the shards that have these tensors, and a new index file.
 
     The new shards have new names. The new index file is renamed to the path of the old one, which
     switches all shards at once. Then the old shards are deleted. If anything fails before, the new
@@ -49,12 +50,14 @@ def _replace_shards(tensors: Tensors, arrays: Mapping[str, np.ndarray]) -> None:
             new_shards[old_shard] = old_shard.with_name(new_name)
             write = functools.partial(_write, tensors, old_shard, arrays)
             with replace_file(new_shards[old_shard], write):
+                # The new shard gets its name when this block ends.
                 pass
         index = read_json(tensors.path)
         for tensor, old_shard in tensors.files.items():
             index["weight_map"][tensor] = new_shards.get(old_shard, old_shard).name
         text = json.dumps(index, indent=2).encode()
         with replace_file(tensors.path, lambda file: file.write(text)):
+            # The new index file replaces the old one when this block ends.
             pass
     # Ctrl-C must not leave new shards behind either.
     except BaseException:
@@ -68,25 +71,27 @@ def _replace_shards(tensors: Tensors, arrays: Mapping[str, np.ndarray]) -> None:
 def _arrays_of_tied_copies(
     tensors: Tensors, arrays: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Returns the new arrays of tensors that are equal to a tensor that is replaced.
+    """Finds copies of the replaced tensors in the checkpoint, and returns their new arrays.
 
-    A tied model may store its table under the name of its output layer too. Only matrices are
-    compared, because vectors, such as those of norms, may be equal by chance.
+    A tied model may store its table under the name of its output layer too. The result is then
+    {"lm_head.weight": array}, with the array that replaces the token table. Only matrices are
+    compared, because vectors, such as the scales of norms, may be equal by chance.
     """
-    copies = {}
+    arrays_of_copies = {}
     for name, array in arrays.items():
-        entry = tensors.entry(name)
-        if len(entry.shape) != 2:
+        info = tensors.entry(name)
+        if len(info.shape) != 2:
             continue
         for other_name in tensors.files.keys() - arrays.keys():
             if not tensors.is_stored(other_name):
                 continue
-            other_entry = tensors.entry_of_any_dtype(other_name)
-            # The dtypes are compared first, since `are_equal` refuses the dtypes of no parameter.
-            is_alike = (other_entry.dtype, other_entry.shape) == (entry.dtype, entry.shape)
+            other_info = tensors.entry_of_any_dtype(other_name)
+            # The dtypes are compared first, because `are_equal` raises an error for a dtype that no
+            # parameter can have.
+            is_alike = (other_info.dtype, other_info.shape) == (info.dtype, info.shape)
             if is_alike and tensors.are_equal(name, other_name):
-                copies[other_name] = array
-    return copies
+                arrays_of_copies[other_name] = array
+    return arrays_of_copies
 
 
 class TensorToWrite(NamedTuple):
@@ -116,7 +121,7 @@ class TensorToWrite(NamedTuple):
 def _write(
     tensors: Tensors, path: pathlib.Path, arrays: Mapping[str, np.ndarray], file: BinaryIO
 ) -> None:
-    """Writes a new version of one file of a checkpoint; tensors without a new array are copied.
+    """Writes a new version of one file of a checkpoint. Copies tensors without a new array.
 
     Args:
         tensors: The old checkpoint.
@@ -173,9 +178,10 @@ def _tensors_to_write(
     tensors_to_write = []
     for first_and_last_byte in sorted(names_by_bytes):
         names = names_by_bytes[first_and_last_byte]
-        # The metadata map each further name to the name under which the tensor is stored. Only the
-        # latter is in the new header.
+        # The metadata map each name to the stored name, except the stored name itself. Only the
+        # stored name is in the new header.
         stored_name = next(name for name in names if header.metadata.get(name) not in names)
+        # The new array may be under any of the names. If there is none, the tensor is copied.
         array = next((arrays[name] for name in names if name in arrays), None)
         tensors_to_write.append(
             TensorToWrite(name=stored_name, entry=header.entries[stored_name], array=array)

@@ -32,14 +32,15 @@ def resize(
     """Resizes the tables of a trained input layer, so that they fit another config.
 
     Use it to add tokens to a vocabulary, to train on longer texts or larger images, or to pad a
-    table so that the devices of a mesh divide its rows. `new_config` may differ from `config` in
-    `vocab_size`, `row_multiple`, `spread`, the `max_len` of `Learned` positions, and in all fields
-    that change no shape of a parameter. Tables whose rows stay the same are returned as they are.
+    table so that the number of devices divides the number of rows. `new_config` may differ from
+    `config` in `vocab_size`, `row_multiple`, `spread`, the `max_len` of `Learned` positions, and in
+    all fields that change no shape of a parameter. Tables whose rows stay the same are returned as
+    they are.
 
     Ids are added or removed at the end of the vocabulary, in the token table and in the parameters
-    of an output layer. The rows of new ids are sampled from a normal distribution, with the mean
-    and the standard deviation that each channel has in the old rows. Rows that `row_multiple` adds
-    are zeros.
+    of an output layer. The rows of new ids are sampled from a normal distribution. In each channel,
+    the distribution has the mean and the standard deviation of the old rows. Rows that
+    `row_multiple` adds are zeros.
 
     Learned positions are interpolated like an image: each new row is a weighted mean of nearby old
     rows. Positions of texts are interpolated linearly. Positions on a grid (of the patches of an
@@ -61,11 +62,10 @@ def resize(
             example, pass ((14, 14), (24, 24)) if images of 14 by 14 patches become images of 24 by
             24 patches. Positions are numbered in row-major order. Positions before the grid, such
             as the position of a class token (ViT, CLIP), do not change. If None, positions are on a
-            line that begins at the `start` of the scheme, and the rows before `start` do not
-            change.
+            line, as in texts. The line begins at row `config.scheme.start` of the table, and the
+            rows before this row do not change.
         keep_positions: Whether learned positions keep their rows, as in transformers. If True, rows
-            are added or removed at the end, and new rows are sampled from a normal distribution
-            with the mean and the standard deviation that each channel has in the old rows. If
+            are added or removed at the end, and new rows are sampled as the rows of new ids are. If
             False, the rows are interpolated. Set True if you train the model on longer texts and
             its outputs for short texts must stay the same.
 
@@ -79,8 +79,8 @@ def resize(
             resized, such as `d_model`. `new_config` has both `spread` and a tied output layer. Rows
             are to be sampled, but `rng` is None. The number of devices does not divide the new
             number of rows. `grids` is None, and the position schemes of the two configs have
-            different `start`s. The two grids have different numbers of axes or of positions before
-            the grid. Both `grids` and `keep_positions` are set.
+            different `start`s. The two grids differ in the number of axes, or in the number of
+            positions that come before the grid. Both `grids` and `keep_positions` are set.
 
     Example:
         >>> import dataclasses, jax
@@ -100,7 +100,7 @@ def resize(
         (577, 64)
 
     Edge cases:
-        - Grids are resized like by PyTorch's `interpolate(..., mode="bicubic", antialias=True)`.
+        - Grids are resized as PyTorch's `interpolate(..., mode="bicubic", antialias=True)` does it.
           transformers sets `antialias=False`, for which PyTorch uses a different cubic function. If
           a grid of 14 by 14 independent normal numbers is resized to 24 by 24, the two results
           differ by 0.07 (root mean square). Trained positions are smoother than these numbers, so
@@ -117,15 +117,19 @@ def resize(
     arguments.flag("keep_positions", keep_positions)
     if keep_positions:
         arguments.check_left_out("grids", grids, "keep_positions adds rows at the end")
-    module_paths = find_parameters(params, config).paths
-    _check_spread(new_config)
+    # The path of each module in `params`, by the path that the module has in an `Embedder`.
+    paths_in_params = find_parameters(params, config).paths
+    _check_not_spread_and_tied(new_config)
     resized = {**params}
-    if _fields_about_rows(config) != _fields_about_rows(new_config):
-        path = module_paths[_module(TOKENS)]
+    rows_change = _fields_about_rows(config) != _fields_about_rows(new_config)
+    if rows_change:
+        path = paths_in_params[_module_of(TOKENS)]
         resized[path] = _resized_token_tables(path, resized[path], config, new_config, rng)
-    if grids is not None or _number_of_positions(config) != _number_of_positions(new_config):
-        layout = _grid_layout(config, new_config, grids)
-        path = module_paths[_module(POSITIONS)]
+    positions_change = _number_of_positions(config) != _number_of_positions(new_config)
+    # Two grids may have equally many points, and differ in shape.
+    if positions_change or grids is not None:
+        layout = _old_and_new_grid(config, new_config, grids)
+        path = paths_in_params[_module_of(POSITIONS)]
         table = _as_jax_array(f"{path}/embeddings", resized[path]["embeddings"])
         if keep_positions:
             new_table = _cut_or_extend(table, layout, rng)
@@ -138,22 +142,26 @@ def resize(
     return resized
 
 
-def _module(parameter: str) -> str:
+def _module_of(parameter: str) -> str:
     """Returns the path of a parameter's module: "a/b" for "a/b/embeddings"."""
     module, _, _ = parameter.rpartition("/")
     return module
 
 
 def _as_jax_array(parameter: str, table: Any) -> Array:
-    """Returns a table as a jax array; a jax array stays on its devices.
+    """Returns a table as a jax array. If the table is one already, it stays on its devices.
 
     A masked array is refused, because jax would drop the mask.
     """
     return jnp.asarray(arguments.native(f"params: {parameter}", table))
 
 
-def _check_spread(new_config: EmbedderConfig) -> None:
-    """Raises a ValueError if the rows of a tied output layer would be spread."""
+def _check_not_spread_and_tied(new_config: EmbedderConfig) -> None:
+    """Raises a ValueError if the output layer is tied to a token table that is spread.
+
+    A tied output layer needs the rows of the table in the order of the ids, and `spread` puts them
+    in another order.
+    """
     if new_config.spread and new_config.output is not None and new_config.output.tied:
         want = "False for a tied output layer (or output=None, or te.OutputConfig(tied=False))"
         raise arguments.value_error("new_config.spread", want, True)
@@ -174,7 +182,10 @@ def _resized_token_tables(
     new_config: EmbedderConfig,
     rng: Array | None,
 ) -> dict[str, Any]:
-    """Returns the token tables by name, each with the rows that the new config gives to the ids."""
+    """Returns the token tables by name, each with its rows in the order of the new config.
+
+    `tables` has the token table, and the table and the bias of the output layer if it has them.
+    """
     resized = {}
     # Each table gets random rows of its own, by a number that is folded into the key. The names are
     # sorted, so that the number does not depend on the order of the dict.
@@ -192,10 +203,10 @@ def _resized_table(
     rng: Array | None,
     salt: int,
 ) -> Any:
-    """Returns a table with its rows moved to the places that the new config gives them.
+    """Returns a table with its rows in the order of the new config.
 
-    Rows of new ids are sampled, and rows that are only padding are zeros. There may be fewer new
-    ids than old ones: the rows of the last ids are then left out.
+    Rows of new ids are sampled, and rows that have no id are zeros. If the new vocabulary is
+    smaller, the rows of the last ids are left out.
 
     Args:
         path: The path of the table.
@@ -215,26 +226,26 @@ def _resized_table(
     else:
         library = jnp
         rows = _as_jax_array(path, table)
-    # [vocab_size, ...], in the order of the ids.
-    rows_of_ids = rows[_row_of_each_id(path, config)]
+    # Row i of these rows belongs to id i. [config.vocab_size, ...]
+    rows_by_id = rows[_row_of_each_id(path, config)]
+    # If there are no new ids, this number is 0 or negative, and no rows are sampled.
     new_id_count = new_config.vocab_size - config.vocab_size
-    sampled_rows = _sample_rows(rows_of_ids, new_id_count, rng, salt)
-    row_of_zeros = library.zeros((1, *rows.shape[1:]), rows.dtype)
-    # Source i is the row of id i, and the last source is the row of zeros.
-    sources = library.concatenate([rows_of_ids, sampled_rows, row_of_zeros])
-    # Each new row that has an id takes the source of this id, and any other new row takes the
-    # zeros. For example, if the rows 0, 2 and 1 have the ids 0, 1 and 2, and row 3 is padding, the
-    # sources of the rows are 0, 2, 1 and the last one.
-    last_source = len(sources) - 1
-    source_of_row = np.full(new_config.rows, last_source)
-    row_of_new_id = _row_of_each_id(path, new_config)
-    source_of_row[row_of_new_id] = np.arange(new_config.vocab_size)
-    resized = sources[source_of_row]
+    sampled_rows = _sample_rows(rows_by_id, new_id_count, rng, salt)
+    zeros = library.zeros((1, *rows.shape[1:]), rows.dtype)
+    # Row i belongs to id i, also for new ids, and the last row is zeros.
+    rows_by_id_and_zeros = library.concatenate([rows_by_id, sampled_rows, zeros])
+    index_of_zeros = len(rows_by_id_and_zeros) - 1
+    # For each row of the new table, the row that it is copied from: the row of its id, or the
+    # zeros. For example, if the ids 0, 1 and 2 have the table rows 0, 2 and 1, and row 3 has no id,
+    # the table rows 0, 1, 2 and 3 are copied from 0, 2, 1 and `index_of_zeros`.
+    copied_from = np.full(new_config.rows, index_of_zeros)
+    copied_from[_row_of_each_id(path, new_config)] = np.arange(new_config.vocab_size)
+    resized = rows_by_id_and_zeros[copied_from]
     return _on_mesh(path, resized, sharding) if is_on_mesh else resized
 
 
 def _sample_rows(rows: Any, count: int, rng: Array | None, salt: int) -> Any:
-    """Samples `count` new rows with the mean and the deviation of each channel of `rows`.
+    """Samples `count` new rows. Each channel has its mean and standard deviation in `rows`.
 
     If the count is 0 or less, the result has no rows. `salt` is folded into the key.
     """
@@ -301,30 +312,34 @@ def _number_of_positions(config: EmbedderConfig) -> int | None:
     return scheme.max_len if scheme is not None and scheme.is_learned else None
 
 
-def _grid_layout(config: EmbedderConfig, new_config: EmbedderConfig, grids: Any) -> GridLayout:
-    """Returns the grids of both configs; if `grids` is None, positions are on a line.
+def _old_and_new_grid(config: EmbedderConfig, new_config: EmbedderConfig, grids: Any) -> GridLayout:
+    """Returns the old and the new grid. If `grids` is None, these are two lines.
 
-    On a line, the rows before the first position of the scheme are the rows before the grid.
+    A table for a class token and 14 * 14 patches has 1 row before the grid and the shape (14, 14).
+    A line of 512 positions that starts at row 2 has 2 rows before the grid and the shape (512,).
     """
-    size = arguments.size("config.scheme.max_len", _number_of_positions(config))
-    new_size = arguments.size("new_config.scheme.max_len", _number_of_positions(new_config))
+    # An error names the field if one of the configs has no learned positions.
+    table_rows = arguments.size("config.scheme.max_len", _number_of_positions(config))
+    new_table_rows = arguments.size("new_config.scheme.max_len", _number_of_positions(new_config))
     if grids is None:
         start = getattr(config.scheme, "start", 0)
         new_start = getattr(new_config.scheme, "start", 0)
         arguments.check_same("new_config.scheme.start", "as in config", new_start, start)
-        line = (size - start,)
-        new_line = (new_size - start,)
+        line = (table_rows - start,)
+        new_line = (new_table_rows - start,)
         return GridLayout(rows_before=start, shape=line, new_shape=new_line)
+    # `grids` has two shapes, and each shape is a sequence of sizes.
     check_shape = functools.partial(arguments.entries, convert=arguments.size)
     shape, new_shape = arguments.entries("grids", grids, check_shape, count=2)
-    rows_before = size - math.prod(shape)
-    new_rows_before = new_size - math.prod(new_shape)
-    grid_fits = rows_before >= 0
-    grids_are_alike = len(shape) == len(new_shape) and rows_before == new_rows_before
-    if not grid_fits or not grids_are_alike:
+    rows_before = table_rows - math.prod(shape)
+    new_rows_before = new_table_rows - math.prod(new_shape)
+    grid_fits_table = rows_before >= 0
+    have_same_axes = len(shape) == len(new_shape)
+    have_same_rows_before = rows_before == new_rows_before
+    if not (grid_fits_table and have_same_axes and have_same_rows_before):
         want = (
             "two shapes with the same number of axes, and with the same number of positions before "
-            f"the grid (there are {size} and {new_size} positions in all)"
+            f"the grid (there are {table_rows} and {new_table_rows} positions in all)"
         )
         raise arguments.value_error("grids", want, (shape, new_shape))
     return GridLayout(rows_before=rows_before, shape=shape, new_shape=new_shape)

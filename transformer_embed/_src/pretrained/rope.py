@@ -2,8 +2,9 @@
 
 A rotation is one way to rotate heads. All layers of a model may share one rotation, or its sliding
 layers have a rotation of their own. config.json describes a rotation by entries at the top level,
-such as "rope_theta", or by a JSON object, such as "rope_parameters". In this file, `values` has
-the checked values of the entries at the top level, and an object is a JSON object.
+such as "rope_theta", or by a JSON object, such as "rope_parameters". (An entry at the top level is
+in config.json itself, and not in an object inside it.) In this file, `values` has the checked
+values of the entries at the top level, and an object is a JSON object.
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 from transformer_embed._src import arguments
 from transformer_embed._src.positions import rotary_scaling
-from transformer_embed._src.pretrained.entries import Options, count
+from transformer_embed._src.pretrained.entries import Options, check_count
 from transformer_embed._src.pretrained.model_type import CONSECUTIVE, FULL, SLIDING, ModelType
 
 BETA = "llama_4_scaling_beta"
@@ -26,11 +27,14 @@ class RotationEntries(NamedTuple):
     """The names of the entries of config.json for one rotation; "" if there is no such entry.
 
     Args:
-        base: The entry that has the base.
-        share: The entry that has the share of a head's channels that rotate, such as 0.5.
-        sections: The entry that has the number of channel pairs of each axis of positions.
-        growth: The entry that has the growth of queries with their positions (see `query_scale`).
-        scaling: The entry that has the scaling, an object.
+        base: The name of the entry that has the base.
+        share: The name of the entry that has the share of a head's channels that rotate, such as
+            0.5.
+        sections: The name of the entry that has the number of channel pairs of each axis of
+            positions.
+        growth: The name of the entry that says how much queries grow with their positions (the
+            `beta` of `query_scale`).
+        scaling: The name of the entry that has the scaling, an object.
     """
 
     base: str
@@ -40,7 +44,8 @@ class RotationEntries(NamedTuple):
     scaling: str
 
 
-# The rotation of all layers, or of the full ones if the sliding ones have another.
+# The rotation of all layers. If sliding layers have a rotation of their own, it is the rotation of
+# the other layers.
 USUAL_ROTATION = RotationEntries(
     base="rope_theta",
     share="partial_rotary_factor",
@@ -105,19 +110,23 @@ def rotary_arguments(model_type: ModelType, values: Options, kind: str) -> dict[
         values: The values of all entries for this layer.
         kind: The kind of the layer, such as "sliding_attention".
     """
-    names = _entries_of_kind(model_type, kind)
-    scaling_object = values[names.scaling] or {}
-    rotary_dim = _rotary_dim(values, names.share)
+    # For example, `entry_names.base` is "rope_theta" for most layers, and "rope_local_base_freq"
+    # for the sliding layers of Gemma 3.
+    entry_names = _entries_of_kind(model_type, kind)
+    scaling_object = values[entry_names.scaling] or {}
+    rotary_dim = _rotary_dim(values, entry_names.share)
     rotated_channels = rotary_dim or head_dim(values)
-    # This type of scaling says which channels rotate, if not all of them do.
-    is_proportional = scaling_object.get("rope_type") == PROPORTIONAL
+    # If some channels of a head do not rotate, the type "proportional" of a scaling says which.
+    partial = None
+    if rotary_dim and scaling_object.get("rope_type") == PROPORTIONAL:
+        partial = PROPORTIONAL
     options = {
         # Sliding layers without a base of their own rotate by the base of the full layers.
-        "base": values[names.base] or values["rope_theta"],
+        "base": values[entry_names.base] or values["rope_theta"],
         "layout": _layout(model_type, values),
         "scaling": make_scaling(scaling_object, values),
         "pair_axes": _pair_axes(model_type, values["mrope_section"], rotated_channels),
-        "partial": PROPORTIONAL if is_proportional and rotary_dim else None,
+        "partial": partial,
         "rotary_dim": rotary_dim,
     }
     return {name: value for name, value in options.items() if value is not None}
@@ -153,8 +162,8 @@ def _rotary_dim(values: Options, share: str) -> int | None:
         return None
     channels = head_dim(values)
     if not channels:
-        # This raises the error that num_attention_heads is missing.
-        channels = count("num_attention_heads", None)
+        # The number of heads is missing, so this raises an error that names the entry.
+        channels = check_count("num_attention_heads", None)
     # The product is rounded down, because MiMo V2 Flash has a share of 0.334.
     return arguments.integer(share, int(channels * values[share]), at_most=channels)
 
@@ -163,7 +172,7 @@ def head_dim(values: Options) -> int | None:
     """Returns the number of a head's channels, or None if the entries do not say it."""
     if values["head_dim"] or values["num_attention_heads"] is None:
         return values["head_dim"]
-    heads = count("num_attention_heads", values["num_attention_heads"])
+    heads = check_count("num_attention_heads", values["num_attention_heads"])
     return values["hidden_size"] // heads
 
 
@@ -187,11 +196,13 @@ def _pair_axes(
         for axis, pairs_of_axis in enumerate(sections):
             pair_axes += [axis] * pairs_of_axis
         return tuple(pair_axes)
-    pairs = rotated_channels // 2 if rotated_channels else sum_of_sections
-    for pair in range(pairs):
+    # If config.json does not say the size of a head, there are as many pairs as the sections have.
+    pair_count = rotated_channels // 2 if rotated_channels else sum_of_sections
+    for pair in range(pair_count):
         turn, axis = divmod(pair, len(sections))
         # When an axis has had all of its pairs, its turns go to the first axis.
-        pair_axes.append(axis if turn < sections[axis] else 0)
+        axis_has_pairs_left = turn < sections[axis]
+        pair_axes.append(axis if axis_has_pairs_left else 0)
     return tuple(pair_axes)
 
 
@@ -202,7 +213,8 @@ def make_scaling(scaling_object: Options, values: Options) -> rotary_scaling.Sca
     """Returns the scaling of a rotation, or None if frequencies are not scaled.
 
     Args:
-        scaling_object: The object of the scaling, with today's names (see `_use_current_names`).
+        scaling_object: The object of the scaling. Old names of its entries were already replaced by
+            `_use_current_names`.
         values: The values of the entries at the top level of config.json.
     """
     if not scaling_object:
@@ -210,27 +222,35 @@ def make_scaling(scaling_object: Options, values: Options) -> rotary_scaling.Sca
     rope_type = arguments.choice(
         "rope_scaling: rope_type", scaling_object.get("rope_type"), tuple(SCALINGS)
     )
-    # HunYuan has a fixed alpha, so its scaling does not depend on the length of the text.
+    # HunYuan's files have the `alpha` of NTK scaling, so the scaling does not depend on the length
+    # of the text.
     has_alpha = bool(scaling_object.get("alpha"))
     scaling_class: Any = rotary_scaling.NTKScaling if has_alpha else SCALINGS[rope_type]
-    # "proportional" is about the share of channels that rotate. It may have a factor besides.
-    has_factor_of_1 = rope_type == PROPORTIONAL and scaling_object.get("factor", 1) == 1
-    if scaling_class is None or has_factor_of_1:
+    if scaling_class is None:
         return None
-    # Dynamic scaling computes alpha from the trained length and the length of the text.
-    is_dynamic = rope_type == "dynamic" and not has_alpha
+    # The type "proportional" says which channels rotate. It scales frequencies only if the object
+    # also has a factor other than 1.
+    if rope_type == PROPORTIONAL and scaling_object.get("factor", 1) == 1:
+        return None
+    # Without an `alpha` in the file, dynamic scaling computes it from two lengths: the length of
+    # the longest text for the unscaled model, and the length of the longest text now.
+    computes_alpha = rope_type == "dynamic" and not has_alpha
     fields = scaling_class.__dataclass_fields__
+    needs_original_length = computes_alpha or "original_length" in fields
+    needs_length = computes_alpha or "length" in fields
     options = dict(scaling_object)
-    if is_dynamic or "original_length" in fields:
+    if needs_original_length:
         options |= _original_length(rope_type, scaling_object, values)
-    if is_dynamic or "length" in fields:
+    if needs_length:
         options["length"] = arguments.integer("length", values["length"], at_least=0)
-    if is_dynamic:
+    if computes_alpha:
         options["alpha"] = _dynamic_alpha(options)
-    # transformers reads these two entries only if config.json has both.
+    # transformers uses YaRN's `mscale` and `mscale_all_dim` only if config.json has both of them,
+    # and neither is 0. Otherwise it uses these two defaults.
     has_both_scales = options.get("mscale") and options.get("mscale_all_dim")
     if not has_both_scales:
-        options |= {"mscale": 1.0, "mscale_all_dim": 0.0}
+        options["mscale"] = 1.0
+        options["mscale_all_dim"] = 0.0
     # The options that are no fields of this class are left out.
     return scaling_class(**{name: options[name] for name in fields if name in options})
 
@@ -238,8 +258,10 @@ def make_scaling(scaling_object: Options, values: Options) -> rotary_scaling.Sca
 def _original_length(rope_type: str, scaling_object: Options, values: Options) -> dict[str, Any]:
     """Returns {"original_length": the length of the texts that the model was trained on}.
 
-    YaRN and LongRoPE stretch the trained length to the longest one. If their object has no factor,
-    the result has "factor" too, the longest length divided by the trained one.
+    YaRN and LongRoPE prepare a model for texts of up to `max_position_embeddings` tokens, the
+    longest length. If their object has no factor, the result also has "factor", the longest length
+    divided by the trained one. For example, a model for 16384 tokens that was trained on 4096
+    tokens gives {"original_length": 4096, "factor": 4.0}.
 
     Args:
         rope_type: The type of the scaling, such as "yarn".
@@ -247,12 +269,15 @@ def _original_length(rope_type: str, scaling_object: Options, values: Options) -
         values: The values of the entries at the top level of config.json.
     """
     longest = values["max_position_embeddings"]
-    at_top_level = values[TRAINED_LENGTH]
-    in_object = scaling_object.get(TRAINED_LENGTH)
-    trained_length = at_top_level or in_object or longest
     if rope_type == "dynamic":
-        # Dynamic scaling begins beyond the longest length of the model.
+        # Dynamic scaling starts with texts that are longer than `max_position_embeddings`.
         trained_length = longest
+    else:
+        # The trained length may be at the top level of config.json, or in the scaling's object. If
+        # neither has it, the model was trained on the longest length.
+        at_top_level = values[TRAINED_LENGTH]
+        in_object = scaling_object.get(TRAINED_LENGTH)
+        trained_length = at_top_level or in_object or longest
     trained_length = arguments.integer(TRAINED_LENGTH, trained_length, at_least=1)
     options: dict[str, Any] = {"original_length": trained_length}
     if rope_type in ("yarn", "longrope") and "factor" not in scaling_object:
@@ -273,7 +298,7 @@ def _dynamic_alpha(options: Options) -> float:
 
 
 def merge_scalings(in_file: Options, in_settings: Options) -> dict[str, Any]:
-    """Merges config.json's object of a scaling with the object in settings, which goes first.
+    """Merges config.json's object of a scaling with the object in settings, which overrides it.
 
     If settings name another type of scaling, nothing of config.json's object is kept.
     """
@@ -289,11 +314,11 @@ def flatten_rotations(model_type: ModelType, entries: Options) -> dict[str, Any]
 
     {"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 5}} becomes
     {"rope_theta": 5, "rope_scaling": {"rope_type": "linear", "factor": 2}}: only the scaling stays
-    an object. So settings can override the entries of config.json, whichever form each of the two
-    has.
+    an object. Both config.json and settings are brought into this form, so that an entry of
+    settings can override an entry of config.json.
 
-    As in transformers, an entry inside `rope_parameters` goes before one at the top level, and
-    `rope_scaling` goes before `rope_parameters`. If an entry inside an object is not known, it is
+    As in transformers, an entry inside `rope_parameters` overrides an entry at the top level, and
+    `rope_scaling` overrides `rope_parameters`. If an entry inside an object is not known, it is
     named after the object ("rope_scaling: beta").
 
     Args:
@@ -301,19 +326,28 @@ def flatten_rotations(model_type: ModelType, entries: Options) -> dict[str, Any]
         entries: The entries of config.json, or of settings, by the names in `ENTRIES`.
     """
     result = dict(entries)
+    # The object of each rotation in `rope_parameters`, by the rotation's name.
     objects: dict[str, Any] = {}
     if ROPE_PARAMETERS in entries:
         objects = _objects_in_rope_parameters(model_type, result.pop(ROPE_PARAMETERS))
-    for rotation_name, names in _entries_by_rotation(model_type).items():
-        scaling_object = result.pop(names.scaling, None)
-        # An empty scaling, or null, is read only if `rope_parameters` does not have the rotation.
-        is_only_source = names.scaling in entries and rotation_name not in objects
-        if scaling_object or is_only_source:
+    for rotation_name, entry_names in _entries_by_rotation(model_type).items():
+        # The entry that has the scaling of this rotation, such as "rope_scaling".
+        scaling_entry = entry_names.scaling
+        scaling_object = result.pop(scaling_entry, None)
+        is_in_rope_parameters = rotation_name in objects
+        # A scaling overrides `rope_parameters`, unless the scaling is null or empty.
+        if scaling_object or (scaling_entry in entries and not is_in_rope_parameters):
+            source = scaling_entry
+            rope_object = scaling_object
             if rotation_name == COMPRESS:
-                scaling_object = _without_base(names.scaling, scaling_object)
-            result |= _flatten_rotation(model_type, names, names.scaling, scaling_object)
-        elif rotation_name in objects:
-            result |= _flatten_rotation(model_type, names, ROPE_PARAMETERS, objects[rotation_name])
+                rope_object = _for_compressed_layers(source, scaling_object)
+        elif is_in_rope_parameters:
+            source = ROPE_PARAMETERS
+            rope_object = objects[rotation_name]
+        else:
+            # No object describes this rotation.
+            continue
+        result |= _flatten_rotation(model_type, entry_names, source, rope_object)
     return result
 
 
@@ -342,29 +376,31 @@ def _objects_in_rope_parameters(model_type: ModelType, rope_parameters: Any) -> 
     whole_object = _checked_object(ROPE_PARAMETERS, rope_parameters)
     objects = {name: whole_object[name] for name in whole_object if name in names}
     want = f"an object with the entries {' and '.join(names)}"
+    # Of all types, only DeepSeek V4 has a rotation of this name.
     is_deepseek_v4 = COMPRESS in names
     if not is_deepseek_v4:
-        # A rotation without an object has the defaults, but nothing else may be inside.
+        # A rotation may lack an object, and then has the defaults. No other entry may be inside.
         has_other_entries = len(objects) < len(whole_object)
         if has_other_entries:
             raise arguments.value_error(ROPE_PARAMETERS, want, dict(whole_object))
         return objects
     if not objects:
-        # Without the names of the two rotations, the whole object is about the compressed layers.
-        # The sliding layers then rotate without a scaling.
-        return {COMPRESS: _without_base(ROPE_PARAMETERS, whole_object)}
-    # Either both rotations have an object, or none has. Other entries may be beside the two
-    # objects, because transformers may leave entries of one object there. They are not read.
+        # If no rotation is named, the whole object is about the compressed layers, the ones that
+        # see averages of tokens. The sliding layers then rotate without a scaling.
+        return {COMPRESS: _for_compressed_layers(ROPE_PARAMETERS, whole_object)}
+    # If one rotation is named, the other one must be named too. Further entries beside the two
+    # objects are ignored, because transformers may leave copies of an object's entries there.
     if len(objects) < len(names):
         raise arguments.value_error(ROPE_PARAMETERS, want, objects)
     return objects
 
 
-def _without_base(source: str, rope_object: Any) -> dict[str, Any]:
-    """Returns an object without its base, as transformers reads DeepSeek V4's unnamed object.
+def _for_compressed_layers(source: str, rope_object: Any) -> dict[str, Any]:
+    """Returns an object as transformers reads it for DeepSeek V4's compressed layers.
 
-    The object is about the compressed layers, whose base is at the top level. YaRN multiplies no
-    cosines by a factor unless the object names one.
+    The object gets no base, because the base of these layers is the entry `compress_rope_theta` at
+    the top level of config.json. With YaRN, cosines and sines are multiplied by no factor, unless
+    the object has an `attention_factor`.
 
     Args:
         source: The name of the object, for errors.
@@ -383,16 +419,25 @@ def _checked_object(name: str, rope_object: Any) -> Options:
 
 
 def _flatten_rotation(
-    model_type: ModelType, names: RotationEntries, source: str, rope_object: Any
+    model_type: ModelType, entry_names: RotationEntries, source: str, rope_object: Any
 ) -> dict[str, Any]:
-    """Returns what the object of one rotation holds, as entries at the top level.
+    """Returns the entries in one rotation's object, as entries at the top level of config.json.
 
-    These are the base, the share and so on under `names`, an object of the scaling alone, and the
-    entries that are not known, named after the object.
+    For example, the object "rope_parameters" of sliding layers
+
+        {"rope_theta": 5, "rope_type": "linear", "factor": 2, "beta": 1}
+
+    becomes
+
+        {"rope_local_base_freq": 5, "sliding_rope_scaling": {"rope_type": "linear", "factor": 2},
+         "rope_parameters: beta": 1}
+
+    The base gets the name that `entry_names` says, the scaling stays an object, and an entry that
+    is not known is named after the object.
 
     Args:
         model_type: What is known of the model type.
-        names: The names that the entries get at the top level.
+        entry_names: The names that the entries get at the top level.
         source: The name of the object, for errors and for entries that are not known.
         rope_object: The object, or None.
     """
@@ -400,30 +445,34 @@ def _flatten_rotation(
     unread = {key: item for key, item in checked_object.items() if item is not None}
     _use_current_names(source, unread)
     entries: dict[str, Any] = {}
-    # Inside an object, an entry has its usual name: the base of any rotation is "rope_theta".
-    for name, usual_name in zip(names, USUAL_ROTATION, strict=True):
-        if name and name != names.scaling and usual_name in unread:
-            entries[name] = unread.pop(usual_name)
+    for field in ("base", "share", "sections", "growth"):
+        # The base of any rotation is "rope_theta" inside an object, as in `USUAL_ROTATION`.
+        name_in_object = getattr(USUAL_ROTATION, field)
+        name_at_top_level = getattr(entry_names, field)
+        if name_at_top_level and name_in_object in unread:
+            entries[name_at_top_level] = unread.pop(name_in_object)
     names_in_scaling = [*NAMES_IN_SCALING, "alpha"] if model_type.has_alpha else NAMES_IN_SCALING
     scaling_object = {key: unread.pop(key) for key in names_in_scaling if key in unread}
-    # If the object says only a base or a share, the scaling of another source stays as it is.
-    if scaling_object or not entries:
-        entries[names.scaling] = scaling_object
+    # An object that only has a base, for example, says nothing of a scaling, so the scaling of
+    # another source, such as config.json, stays. An empty object says that there is no scaling.
+    says_nothing_of_scaling = entries and not scaling_object
+    if not says_nothing_of_scaling:
+        entries[entry_names.scaling] = scaling_object
     for key, item in unread.items():
         entries[f"{source}: {key}"] = item
     return entries
 
 
 def _use_current_names(source: str, entries: dict[str, Any]) -> None:
-    """Gives the entries of a rotation's object the names of today, in place."""
+    """Renames entries that have an old name in the object of a rotation. Changes `entries`."""
     # The oldest files call the type "type".
     if "type" in entries:
         entries.setdefault("rope_type", entries.pop("type"))
     # Early files of Phi-3 call LongRoPE "su" or "yarn".
     if entries.get("rope_type") in ("su", "yarn") and "short_factor" in entries:
         entries["rope_type"] = "longrope"
-    # Phi-MoE has an attention factor for texts up to the trained length, and one for longer texts.
-    # `LongRopeScaling` has one for both.
+    # Phi-MoE's files have two attention factors: `short_mscale` for texts up to the trained length,
+    # and `long_mscale` for longer texts. `LongRopeScaling` has one factor, so they must be equal.
     factor_of_short_texts = entries.pop("short_mscale", None)
     factor_of_long_texts = entries.pop("long_mscale", None)
     if factor_of_short_texts != factor_of_long_texts:

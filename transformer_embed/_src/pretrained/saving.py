@@ -13,7 +13,6 @@ from transformer_embed._src import arguments, conversions
 from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.layers.parameters import Params, find_parameters, leaves_by_path
 from transformer_embed._src.partitioning import gathered
-from transformer_embed._src.pretrained.entries import Options
 from transformer_embed._src.pretrained.files import as_path
 from transformer_embed._src.pretrained.layer_parts import (
     BIAS,
@@ -63,28 +62,29 @@ def save_embedder(
     Args:
         path: The file to write or replace.
         config: The config of the layer, as for `Embedder`.
-        params: A Haiku parameter tree of float32, bfloat16 or float16 that contains one layer of
-            the config, at any path. You may pass the parameters of a whole model. The parameters of
-            the layer are written under the paths that `Embedder(config).init` gives them. If `bias`
-            has `num_buckets`, T5's table of biases is written under `relative_position_bias`. All
-            other parameters are written under the paths that they have in `params`.
+        params: A Haiku parameter tree of float32, bfloat16 or float16 that contains one layer that
+            fits the config, at any path. You may pass the parameters of a whole model. The
+            parameters of the layer are written under the paths that `Embedder(config).init` gives
+            them. If `bias` has the arguments of a `RelativePositionBias`, the table of this module
+            is written under `relative_position_bias`. All other parameters are written under the
+            paths that they have in `params`.
         layers: A `Layer` for each layer of the model, which `load_embedder` will return again.
         bias: The keyword arguments of `RelativePositionBias` or `alibi_bias`, which `load_embedder`
             will return again.
         names: The names of the tensors in the file, as a dict {path of a parameter: name of a
-            tensor}. You may shorten a path to an end that no other parameter has. The tensor of a
-            parameter that you leave out has the path as its name.
+            tensor}. The end of a path is enough if no other path ends with it. If you leave out a
+            parameter, its tensor is named like the path.
         no_output: Why the config has no output layer, as a sentence, which `load_embedder` will
             return again.
 
     Raises:
         OSError: The file cannot be written.
-        ValueError: `params` do not contain exactly one layer of the config. (If your model has
-            several input layers, pass the modules of one of them.) Two tensors have the same name,
-            or a name cannot be stored in the file. A parameter has a dtype other than float32,
-            bfloat16 or float16. `layers` or `bias` have arguments that `apply_rotary`,
-            `AttentionMask` or the function of the bias refuses. The path is a folder, a pipe or a
-            device.
+        ValueError: `params` do not contain exactly one layer that fits the config. (If your model
+            has several input layers, pass the modules of one of them.) Two tensors have the same
+            name, or a name cannot be stored in the file. A parameter has a dtype other than
+            float32, bfloat16 or float16. A `Layer` has arguments that `apply_rotary`,
+            `AttentionMask` or `query_scale` refuses. `RelativePositionBias` or `alibi_bias` refuses
+            the arguments in `bias`. The path is a folder, a pipe or a device.
 
     Example:
         >>> import pathlib, tempfile
@@ -104,8 +104,11 @@ def save_embedder(
         config=config, params={}, layers=layers, bias=bias, names=names, no_output=no_output
     )
     check_described(pretrained)
-    leaves = leaves_by_path(_with_loaded_paths(config, params, bias))
-    # In a path such as "module/leaf", the last slash ends the module, so a leaf has none.
+    # The arguments of T5's bias have "num_buckets", and the arguments of `alibi_bias` do not.
+    has_bias_table = bias is not None and "num_buckets" in bias
+    leaves = leaves_by_path(_with_loaded_paths(config, params, has_bias_table=has_bias_table))
+    # The last slash of a path such as "module/leaf" separates the module from the leaf. So the name
+    # of a leaf must have no slash.
     for module_leaves in params.values():
         for name in module_leaves:
             if "/" in name:
@@ -121,7 +124,9 @@ def save_embedder(
     def write() -> None:
         """Writes the file, and keeps it if `load_embedder` could read it."""
         with write_safetensors(file_path, arrays, metadata) as tensors:
-            check_tensors(tensors, describe_own(tensors))
+            # If the description in the file does not fit the tensors, the file is deleted.
+            description = describe_own(tensors)
+            check_tensors(tensors, description)
 
     _call_in_one_process(params, write)
 
@@ -143,18 +148,19 @@ def save_into(
         path: The path that you passed to `load_embedder`: a safetensors file, an index file, or a
             folder.
         config: The config of the layer, as `load_embedder` returned it.
-        params: A Haiku parameter tree that contains one layer of the config, at any path. You may
-            pass the parameters of a whole model. Table rows that `row_multiple` added are not
-            written.
+        params: A Haiku parameter tree that contains one layer that fits the config, at any path.
+            You may pass the parameters of a whole model. Table rows that `row_multiple` added are
+            not written.
         names: The name of the tensor of each parameter, as `load_embedder` returned them in
-            `found.names`. The tensors of parameters that you leave out stay as they are.
+            `found.names`. If you leave out a parameter, its tensor in the checkpoint does not
+            change.
 
     Raises:
         OSError: A file cannot be written.
-        ValueError: `params` do not contain exactly one layer of the config. A parameter differs in
-            size from the tensor that it replaces in the checkpoint, so config.json would be wrong.
-            (Save a resized layer with `save_embedder`.) A parameter has a dtype other than float32,
-            bfloat16 or float16, or `config.spread` is True.
+        ValueError: `params` do not contain exactly one layer that fits the config. A parameter
+            differs in size from the tensor that it replaces in the checkpoint, so config.json would
+            be wrong. (Save a resized layer with `save_embedder`.) A parameter has a dtype other
+            than float32, bfloat16 or float16, or `config.spread` is True.
 
     Example:
         >>> import json, pathlib, tempfile
@@ -174,9 +180,8 @@ def save_into(
     if config.spread:
         raise arguments.value_error("config.spread", "False; te.pretrained.resize changes it", True)
     tensors = open_tensors(path)
-    # T5's table of biases is one of the parameters if it has a name.
-    bias = {"num_buckets": None} if BIAS in names else None
-    leaves = leaves_by_path(_with_loaded_paths(config, params, bias))
+    has_bias_table = BIAS in names
+    leaves = leaves_by_path(_with_loaded_paths(config, params, has_bias_table=has_bias_table))
     tensor_names = full_paths(names, leaves)
     saved_leaves = {}
     for parameter in tensor_names:
@@ -194,8 +199,8 @@ def save_into(
 def _as_in_file(tensors: Tensors, tensor_name: str, array: np.ndarray) -> np.ndarray:
     """Returns an array in the shape of the tensor that it replaces.
 
-    Raises a ValueError if the array has more or fewer values, or a dtype of no parameter. Shapes
-    may differ in axes of length 1.
+    The shape of the array may differ from the tensor's shape in axes of length 1. Raises a
+    ValueError if the array has more or fewer values, or a dtype that no parameter can have.
     """
     shape = tensors.entry(tensor_name).shape
     name = f"params: {tensor_name}"
@@ -208,8 +213,9 @@ def _as_in_file(tensors: Tensors, tensor_name: str, array: np.ndarray) -> np.nda
 def _call_in_one_process(params: Params, write: Callable[[], None]) -> None:
     """Calls `write` in one process.
 
-    If the parameters lie on devices of several processes, the first process writes, and the others
-    wait until it has. Otherwise the process that calls this writes.
+    If the parameters are on devices of several processes, all of these processes call this
+    function. The first process then writes, and the others wait for it. Otherwise the process that
+    calls this function writes.
     """
     is_shared = False
     for leaf in jax.tree.leaves(params):
@@ -237,10 +243,12 @@ def _arrays_by_tensor(leaves: Mapping[str, Any], names: Mapping[str, Any]) -> di
     for path, name in names.items():
         if isinstance(name, str):
             stored_tensors[path] = find_stored_tensor(path, name)
-    different_names = {tensor.name for tensor in stored_tensors.values()}
+    usable_names = {tensor.name for tensor in stored_tensors.values()}
     # The header of a safetensors file keeps its metadata under this name.
-    different_names.discard("__metadata__")
-    if len(different_names) < len(leaves):
+    usable_names.discard("__metadata__")
+    # There are fewer usable names than parameters if a name is missing, is no str, is the name of
+    # two tensors, or is the name of the metadata.
+    if len(usable_names) < len(leaves):
         want = "a tensor's name of its own for each parameter, other than '__metadata__'"
         raise arguments.value_error("names", want, [*names.values()])
     arrays = {}
@@ -249,28 +257,29 @@ def _arrays_by_tensor(leaves: Mapping[str, Any], names: Mapping[str, Any]) -> di
         if isinstance(leaf, list | tuple):
             # Masked arrays in a list are refused, because numpy would drop the masks.
             leaf = arguments.as_array(path, leaf)
+        # The whole array, also if its parts are on several devices.
         array = gathered(path, leaf)
         if tensor.is_transposed:
             array = array.T
         if tensor.name.endswith(LOGITS_BIAS):
             # The bias of BART is [1, vocab_size] in the file.
             array = array[None]
-        # The bytes are written in the order in which they lie, so a transpose is copied.
+        # A file has the bytes of an array row by row. So a transpose, which is a view, is copied.
         arrays[tensor.name] = np.asarray(array, order="C")
     return arrays
 
 
-def _with_loaded_paths(config: EmbedderConfig, params: Params, bias: Options | None) -> Params:
+def _with_loaded_paths(config: EmbedderConfig, params: Params, *, has_bias_table: bool) -> Params:
     """Returns the tree, with the layer's modules under the paths that `load_embedder` uses.
 
-    If `bias` has "num_buckets", T5's table of biases is moved to its path as well. Other modules
+    If `has_bias_table`, T5's table of position biases is moved to its path as well. Other modules
     keep their paths.
     """
-    # The new path of each module that is moved, by the path in `params`.
-    new_paths = {}
-    for loaded_path, path in find_parameters(params, config).paths.items():
-        new_paths[path] = loaded_path
-    if bias is not None and "num_buckets" in bias:
+    # For each module of the layer: the path in an `Embedder`, and the path in `params`.
+    paths_in_params = find_parameters(params, config).paths
+    new_paths = {path: loaded_path for loaded_path, path in paths_in_params.items()}
+    if has_bias_table:
+        # "relative_position_bias" for "relative_position_bias/embeddings".
         bias_module, _, _ = BIAS.rpartition("/")
         path_of_bias = _path_of_bias_table(params, bias_module)
         new_paths[path_of_bias] = bias_module
@@ -278,7 +287,10 @@ def _with_loaded_paths(config: EmbedderConfig, params: Params, bias: Options | N
 
 
 def _path_of_bias_table(params: Params, bias_module: str) -> str:
-    """Returns the path of the only module of this name that has a table, inside any modules."""
+    """Returns the path of the only module of this name that has a table, at any depth.
+
+    For example, "decoder/relative_position_bias" has this name.
+    """
     paths = []
     for path, leaves in sorted(params.items()):
         _, _, module = path.rpartition("/")

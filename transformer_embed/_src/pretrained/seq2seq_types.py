@@ -34,7 +34,7 @@ T5 = ModelType(
     "{stack}.block.0.layer.0.LocalSelfAttention.relative_attention_bias",
     # A tied output layer of T5 divides logits by the root of d_model. In mT5 it does not.
 ).but(dropout=0.1, scale_decoder_outputs=True)
-# Types of which only the decoder has tokens.
+# In these types, only the decoder reads tokens.
 DECODER = SEQ2SEQ.but(tokens="decoder.embed_tokens", positions="decoder.embed_positions")
 WHISPER = DECODER.but(
     # Whisper's config.json has scale_embedding, which the decoder does not read.

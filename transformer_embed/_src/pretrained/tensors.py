@@ -48,10 +48,10 @@ class TensorInfo(NamedTuple):
 
     Args:
         file: The file that the tensor is in.
-        dtype: The dtype, as safetensors names it.
+        dtype: The dtype, as safetensors names it, such as "BF16".
         shape: The shape.
         start: The number of the tensor's first byte, counted from the start of the file.
-        stop: The number after the last byte.
+        stop: The number of the last byte + 1.
     """
 
     file: pathlib.Path
@@ -96,7 +96,8 @@ class Tensors(NamedTuple):
         """Returns the file, dtype and shape of a parameter's tensor.
 
         Raises:
-            ValueError: the tensor is not there, is not whole, or has a dtype of no parameter.
+            ValueError: the tensor is not there, is not whole, or has a dtype that no parameter can
+                have, such as "I8".
         """
         entry = self.entry_of_any_dtype(name)
         if entry.dtype not in DTYPES:
@@ -105,7 +106,8 @@ class Tensors(NamedTuple):
         return entry
 
     def check_dtype(self, name: str) -> None:
-        """Raises a ValueError if a tensor has a dtype of no parameter, as in a quantized model."""
+        """Raises a ValueError for a dtype that no parameter can have, as in a quantized model."""
+        # This raises the error.
         self.entry(name)
 
     def entry_of_any_dtype(self, name: str) -> TensorInfo:
@@ -123,6 +125,7 @@ class Tensors(NamedTuple):
             want = f"a tensor {name}, which {self.path.name} says is there"
             raise arguments.value_error(file, want, listed(entries))
         if 0 in entry.shape:
+            # DeepSpeed's ZeRO stage 3 splits each parameter, and may save an empty tensor for it.
             got = f"{entry}, as ZeRO-3 leaves it: gather the model by its zero_to_fp32.py"
             raise arguments.value_error(f"{self.path}: {name}", "a whole tensor", got)
         return entry
@@ -132,7 +135,10 @@ class Tensors(NamedTuple):
         return DTYPES[self.entry(name).dtype]
 
     def is_stored(self, name: str) -> bool:
-        """Returns whether a file holds this tensor; an index file may name a tensor without one."""
+        """Returns whether a file holds this tensor.
+
+        An index file may name a tensor that its shards do not hold.
+        """
         file = self.files.get(name)
         return file is not None and name in self.header(file).entries
 
@@ -155,7 +161,9 @@ class Tensors(NamedTuple):
         """
         entry = self.entry_of_any_dtype(name)
         row_count, width = _as_matrix(entry.shape)
-        shape = (len(range(row_count)[rows]), len(range(width)[columns]))
+        rows_to_read = range(row_count)[rows]
+        columns_to_read = range(width)[columns]
+        shape = (len(rows_to_read), len(columns_to_read))
         array = aligned_zeros(shape, dtype_of(entry))
         self.read_into(array, name, rows, columns)
         return array
@@ -178,16 +186,18 @@ class Tensors(NamedTuple):
         row_count, width = _as_matrix(entry.shape)
         first_row, end_row, _ = rows.indices(row_count)
         row_bytes = width * dtype.itemsize
+        # The bytes of the rows that are read, as if these rows were a tensor of their own.
         entry_of_rows = entry._replace(
             start=entry.start + first_row * row_bytes, stop=entry.start + end_row * row_bytes
         )
-        # Each piece has whole rows.
-        rows_of_piece = max(1, PIECE_BYTES // row_bytes)
+        # Each piece has whole rows, and at least one.
+        rows_in_piece = max(1, PIECE_BYTES // row_bytes)
+        piece_bytes = rows_in_piece * row_bytes
         first = 0
-        for piece in pieces(entry_of_rows, rows_of_piece * row_bytes):
-            whole_rows = np.frombuffer(piece, dtype).reshape(-1, width)
-            end = first + len(whole_rows)
-            array[first:end] = whole_rows[:, columns]
+        for piece in pieces(entry_of_rows, piece_bytes):
+            rows_of_piece = np.frombuffer(piece, dtype).reshape(-1, width)
+            end = first + len(rows_of_piece)
+            array[first:end] = rows_of_piece[:, columns]
             first = end
 
     def listed(self) -> str:
@@ -223,7 +233,7 @@ def dtype_of(entry: TensorInfo) -> np.dtype:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Returns a few names of tensors for a message; names outside numbered layers come first."""
+    """Returns a few names of tensors for a message. Names outside numbered layers come first."""
 
     def in_layer_then_name(name: str) -> tuple[bool, str]:
         """Returns what to sort by: "h.0.w" is in a numbered layer, and "wte.weight" is not."""
@@ -267,7 +277,10 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
 
 
 def _file_in_folder(folder: pathlib.Path) -> pathlib.Path:
-    """Returns the usual file of a folder, or raises an error that says what to do with others."""
+    """Returns the safetensors file of a folder, or else the index file of its shards.
+
+    If the folder has neither, the error says what to do with a file of another format.
+    """
     names = [name for name in (WHOLE, INDEX) if (folder / name).exists()]
     if not names:
         files_below = itertools.islice(folder.rglob("*"), MOST_FILES)
@@ -331,7 +344,9 @@ def _header(path: pathlib.Path) -> Header:
     for other_name, stored_name in metadata.items():
         if stored_name in entries:
             entries_of_other_names[other_name] = entries[stored_name]
-    return Header(entries=entries_of_other_names | entries, metadata=metadata)
+    # If a name has an entry of its own in the header, this entry is used.
+    all_entries = {**entries_of_other_names, **entries}
+    return Header(entries=all_entries, metadata=metadata)
 
 
 def _advice_for_damaged(path: pathlib.Path) -> str:

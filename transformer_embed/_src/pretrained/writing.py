@@ -22,9 +22,9 @@ def write_safetensors(
 ) -> Iterator[Tensors]:
     """Writes a safetensors file, which the caller can check before it is at the path.
 
-    The arrays are written to a temporary file. The context manager yields the tensors of this file,
-    and moves the file to the path when the caller's block ends. If the block raises an error, the
-    temporary file is deleted, and an old file at the path stays.
+    This is a context manager, for `with`. It writes the arrays to a temporary file, yields the
+    tensors of this file to the block, and moves the file to the path when the block ends. If the
+    block raises an error, the temporary file is deleted, and an old file at the path stays.
     """
     from safetensors.numpy import save  # noqa: PLC0415 (slow to load)
 
@@ -39,11 +39,11 @@ def write_safetensors(
 
 @contextlib.contextmanager
 def replace_file(path: pathlib.Path, write: Callable[[BinaryIO], Any]) -> Iterator[pathlib.Path]:
-    """Writes a temporary file, and renames it to the path when the caller's block ends.
+    """Writes a temporary file, and renames it to the path when the block of a `with` ends.
 
     So there is a whole file at the path at any time: the old one in the block, and the new one
-    after it. If the block raises an error, the temporary file is deleted. The new file gets the
-    mode of a file that it replaces.
+    after it. If the block raises an error, the temporary file is deleted. If the new file replaces
+    an old one, it gets the mode of the old one (its permissions).
 
     Args:
         path: The path, where a file may be.
