@@ -227,7 +227,8 @@ def _resized_table(
         library = jnp
         rows = _as_jax_array(path, table)
     # Row i of these rows belongs to id i. [config.vocab_size, ...]
-    rows_by_id = rows[_row_of_each_id(path, config)]
+    # `take` is one compiled program, and an index in brackets would be several.
+    rows_by_id = rows.take(_row_of_each_id(path, config), axis=0)
     # If there are no new ids, this number is 0 or negative, and no rows are sampled.
     new_id_count = new_config.vocab_size - config.vocab_size
     sampled_rows = _sample_rows(rows_by_id, new_id_count, rng, salt)
@@ -240,7 +241,7 @@ def _resized_table(
     # the table rows 0, 1, 2 and 3 are copied from 0, 2, 1 and `index_of_zeros`.
     copied_from = np.full(new_config.rows, index_of_zeros)
     copied_from[_row_of_each_id(path, new_config)] = np.arange(new_config.vocab_size)
-    resized = rows_by_id_and_zeros[copied_from]
+    resized = rows_by_id_and_zeros.take(copied_from, axis=0)
     return _on_mesh(path, resized, sharding) if is_on_mesh else resized
 
 
