@@ -152,11 +152,11 @@ def relative_position_buckets(
     Args:
         query_positions: The positions of the queries. Integers of shape [T] or [B, T].
         key_positions: The positions of the keys. Integers of shape [S] or [B, S].
-        num_buckets: The number of rows of the table. At least 2 if `causal` is True, and at least 4
-            if not. If `causal` is False, pass an even number, because an odd number leaves the last
-            row unused.
-        max_distance: A distance, larger than e, the number of buckets for one distance each. All
-            distances from `max_distance` on are in the last bucket.
+        num_buckets: The number of rows of the table of biases. At least 2 if `causal` is True, and
+            at least 4 if not. If `causal` is False, pass an even number, because an odd number
+            leaves the last row unused.
+        max_distance: A distance above e, where e is the number of buckets that are for one distance
+            each. All distances from `max_distance` on are in the last bucket.
         causal: Whether your attention mask hides the keys after the query. Set True for T5's
             decoder. All buckets are then for keys at or before the query, and keys after the query
             get bucket 0. In the formula above, m is `num_buckets`. Set False for T5's encoder. The

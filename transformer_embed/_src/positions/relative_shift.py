@@ -49,8 +49,7 @@ def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Arra
         >>> te.relative_shift(logits).tolist()
         [[-2.0, -1.0, 0.0, -inf], [-3.0, -2.0, -1.0, 0.0]]
 
-        The layer of Transformer-XL, where `u` and `v` are learned [heads, head_dim] and `memory`
-        holds what the layer read for the tokens before:
+        The layer of Transformer-XL, with learned biases `u` and `v` of shape [heads, head_dim]:
 
         >>> def attention_logits(queries, keys, distance_keys, u, v):
         ...     content = jnp.einsum("bthd,bshd->bhts", queries + u, keys)

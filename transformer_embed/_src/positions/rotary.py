@@ -189,8 +189,8 @@ def permute_rotary_weights(
         [0, 3, 1, 4, 2, 5]
 
     Source:
-        The transformers library reorders the published weights of Llama (interleaved) in the same
-        way, because it rotates in the layout half.
+        The package transformers reorders the published weights of Llama, which are interleaved, in
+        the same way, because it rotates in the layout "half".
     """
     array = conversions.on_device(arguments.as_array("weights", weights))
     num_heads = arguments.size("num_heads", num_heads)

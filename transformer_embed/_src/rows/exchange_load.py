@@ -26,11 +26,11 @@ def exchange_load(
 ) -> dict[str, Any]:
     """Counts the rows that each device is asked for in a batch, and the requests that do not fit.
 
-    Use it before you train with a `capacity` of `value_and_grad`. Then each device requests rows
-    from the devices that own them, by buffers of fixed size. The counts show whether one device
-    owns most of the rows that your batches read, and whether all requests fit into the buffers. The
-    function needs no devices: the mesh may be a `jax.sharding.AbstractMesh`, so you can plan for
-    devices that you do not have.
+    Use it before you train with a `capacity` of `value_and_grad`. With a `capacity`, each device
+    requests rows from the devices that own them, through buffers of fixed size. The counts show
+    whether one device owns most of the rows that your batches read, and whether all requests fit
+    into the buffers. The function needs no devices: the mesh may be a `jax.sharding.AbstractMesh`,
+    so you can plan for devices that you do not have.
 
     Args:
         table: The table: an array on a mesh, or a `jax.ShapeDtypeStruct` with a sharding. Shape

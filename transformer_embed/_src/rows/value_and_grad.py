@@ -29,10 +29,10 @@ def value_and_grad(
     the loss with respect to the first argument. The gradient of a table holds only the rows that
     the batch reads.
 
-    Inside the loss, only `lookup` can read these tables. So if the loss computes something from all
-    parameters, such as an L2 norm, leave these tables out. The section "Training by rows" of the
-    reference page says what happens otherwise. To add the gradients of many batches, or to average
-    them over devices, see the page "Training loops".
+    Inside the loss, only `lookup` can read the tables that are named in `ids`. So if the loss
+    computes something from all parameters, such as an L2 norm, leave these tables out. The section
+    "Training by rows" of the reference page says what happens otherwise. To add the gradients of
+    many batches, or to average them over devices, see the page "Training loops".
 
     Args:
         loss: A function of (params, ...) that returns a scalar, or (scalar, aux). For the tables
@@ -74,8 +74,8 @@ def value_and_grad(
         Padding has an index past the end of the table, such as 12 in the example, whose table has
         10 rows. k is the smallest of three numbers: the number of ids, the number of table rows,
         and `max_rows`. If k is above 1024, it is rounded up to a multiple of 1024. If you set
-        `capacity`, each device has the gradients of rows of its own shard, and k is the number of
-        rows that the devices can ask the device for.
+        `capacity`, each device has the gradients of rows of its own shard, and k is the largest
+        number of rows that the devices can ask one device for.
 
     Raises:
         TypeError: The ids are not integers, or a table has a dtype that is not floating. The loss
@@ -84,10 +84,10 @@ def value_and_grad(
             same parameter. A named parameter is not a table [vocab_size, d]. A layer of the loss
             pads or spreads the rows of a table, and `config` is not the config of this layer.
             `max_rows` is below 1, or names a table that is not in `ids`. The shape of the ids is
-            symbolic. If you set `capacity`, there are four more conditions. `capacity` is not above
-            0, or no table in `ids` is split over explicit mesh axes. The columns of a table are
-            split. The ids are not split over the mesh axes of the table rows. The call is inside a
-            `jax.shard_map` over some of the mesh axes.
+            symbolic. With a `capacity`, these are errors, too: `capacity` is not above 0, no table
+            in `ids` is split over explicit mesh axes, the columns of a table are split, the ids are
+            not split over the mesh axes of the table rows, or the call is inside a `jax.shard_map`
+            over some of the mesh axes.
 
     Example:
         >>> import jax.numpy as jnp

@@ -119,14 +119,14 @@ def linear_cross_entropy(
             [length], or of a shape that broadcasts to the tokens. If a batch row holds several
             documents and you set `shift`, pass `segment_ids` of your `TokenPositions`. Then the
             last token of a document does not predict the first token of the next document. 0 is
-            padding, and a negative number is a document like any positive number. If None, each
-            batch row is one document.
+            padding, and all other numbers are documents, also negative ones. If None, each batch
+            row is one document.
         label_smoothing: The share of each label that is spread evenly over the V ids, in [0, 1).
             Pass a number, or a floating array that broadcasts to the tokens. An array gets a
             gradient. It may be traced, so you can change the share during training.
         z_loss: The factor of `log_z**2` in the loss, with log_z = `log(sum(exp(logits)))`. At least
-            0. Pass a number, or a floating array that broadcasts to the tokens. Set it to keep
-            log_z near 0, for example to 1e-4 as in PaLM.
+            0. Pass a number, or a floating array that broadcasts to the tokens. Set a small number,
+            such as 1e-4 (PaLM), to keep log_z near 0.
         reduction: How the losses are joined. `"mean"` divides the sum of the losses by the sum of
             the weights of the counted labels. `"sum"` returns the sum, which you can add up over
             batches. `"none"` returns the loss of each label, times the weight of the label.
@@ -174,8 +174,8 @@ def linear_cross_entropy(
           `shift`, a token whose own label is -100 still predicts the label after it. So the last
           token of a prompt predicts the first token of the answer, although all labels of the
           prompt are -100.
-        - The x of a token has an effect only if the token predicts a counted label. Otherwise it
-          may even be NaN.
+        - The x of a token has an effect only if the token predicts a counted label. Otherwise this
+          x may even be NaN.
         - Gradients are summed over the chunks in float32 or wider, then cast once. One case is less
           accurate: `reduction="none"`, with an x of 16 bits and a vocabulary that is split over
           devices. Then each device rounds its part of the gradient of x before the parts are added.

@@ -78,7 +78,7 @@ def linear_divergence(
             factor, as in Hinton et al., multiply the result by it.
         mask: Which tokens are counted. Bools that broadcast to the tokens, True = counted. There
             are no labels here, so only the mask can leave out padding. For example, pass
-            `ids != pad_id`, with or without `shift`. If None, all tokens are counted.
+            `ids != pad_id`, also if you set `shift`. If None, all tokens are counted.
         weights: A factor for each token's divergence between student and teacher. Floats that
             broadcast to the tokens. Set it if some tokens matter more than others. If None, all
             factors are 1.

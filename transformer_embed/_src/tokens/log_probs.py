@@ -279,7 +279,7 @@ def linear_top_k(
         A pair of arrays [..., k]. The first has the log-probabilities, highest first, in float32,
         or in float64 if x or the table is float64. The second has the ids, in int32. Of two ids
         with equal log-probabilities, the lower id comes first. Ids for which the layer's bias is
-        -inf come last, with -inf.
+        -inf come last, with a log-probability of -inf.
 
         The result has no gradient. If you need a gradient, pass the ids to `linear_log_probs`.
 
