@@ -133,8 +133,9 @@ class EmbedderConfig:
         output: The description of the output layer. If None, there is no output layer, and the
             method `output` raises an error.
         init_stddev: The standard deviation of the initial values of all tables, a number above 0.
-            BERT, GPT-2 and Llama have 0.02 (`initializer_range`). If None, each table has a
-            standard deviation with which training starts well; "Edge cases" has the formulas.
+            BERT, GPT-2 and Llama have 0.02 (`initializer_range`). If None, each table has the
+            standard deviation that the formulas in "Edge cases" give, with which training starts
+            well.
         row_multiple: A number that divides the number of rows of the token tables. If `vocab_size`
             is not a multiple, rows are added. For example, 129 ids with `row_multiple=128` get a
             table of 256 rows. Set it so that the devices of a mesh divide the rows evenly; 128 fits

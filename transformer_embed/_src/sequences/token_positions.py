@@ -520,8 +520,8 @@ class TokenPositions:
                 is usually a mistake of a loader.
 
         Returns:
-            TokenPositions of the shape of `segment_ids`. Each sequence is counted from 0. If your
-            model counts positions from 2, pass `tokens.positions + 2` to the layer.
+            TokenPositions of the shape of `segment_ids`. In each sequence, positions are counted
+            from 0. If your model counts positions from 2, pass `tokens.positions + 2` to the layer.
 
         Raises:
             TypeError: `segment_ids` does not hold integers, or is a jax array of uint32 or uint64.

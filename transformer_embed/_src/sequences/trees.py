@@ -47,9 +47,9 @@ def shared_prefix_parents(
         length: The number of tokens of a row, with padding.
 
     Returns:
-        int32 [batch, length]. For each token, where in the row the previous token of the same text
-        is. For the first token of each answer, this is the index of the last token of the prompt.
-        The first token of the prompt has -1, and padding has -2.
+        int32 [batch, length]. For each token, the index in the row of the previous token of the
+        same text. For the first token of each answer, this is the index of the last token of the
+        prompt. The first token of the prompt has -1, and padding has -2.
 
     Raises:
         TypeError: The lengths are not integers, or `length` is not a Python int.
