@@ -26,10 +26,10 @@ Tokens without a batch axis are used for every batch row, because the arguments 
 batch axis.
 
 In a Pallas kernel of your own for TPUs, you can call `relative_position_buckets` and
-`AttentionMask.tile`. The latter makes the mask of the queries and keys that the kernel has loaded.
-You cannot call `alibi_bias`, `apply_rotary` and `sinusoidal_encoding` in such a kernel, because
-they hold constant arrays. Instead, pass `alibi_slopes`, the encodings or the rotated heads to the
-kernel as inputs.
+`AttentionMask.tile`. The method `tile` makes the mask of the queries and keys that the kernel has
+loaded. You cannot call `alibi_bias`, `apply_rotary` and `sinusoidal_encoding` in such a kernel,
+because they hold constant arrays. Instead, pass `alibi_slopes`, the encodings or the rotated heads
+to the kernel as inputs.
 """
 
 from transformer_embed._src.kernels.kernel_arguments import (

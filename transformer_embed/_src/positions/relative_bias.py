@@ -77,11 +77,11 @@ def alibi_bias(
     padding on either side.
 
     With `causal=True`, keys after the query get a bias above 0, so mask these keys. To save memory,
-    you can compute a causal bias for a single query and use it for all queries. At another query,
-    the bias of every key differs by the same number, and a softmax ignores such a number. With
-    `query_positions=[0]` you get `slopes * key`, the bias of Bloom and Falcon (Falcon computes it
-    in bfloat16). With `query_positions=[length - 1]` you get the bias of Keras and of the model
-    MPT. If `causal` is False, compute the bias for every query.
+    you can compute a causal bias for a single query and use it for all queries. For another query,
+    the biases of all keys change by the same number, and a softmax ignores a number that is added
+    to all keys. With `query_positions=[0]` you get `slopes * key`, the bias of Bloom and Falcon
+    (Falcon computes it in bfloat16). With `query_positions=[length - 1]` you get the bias of Keras
+    and of the model MPT. If `causal` is False, compute the bias for every query.
 
     Args:
         query_positions: The positions of the queries. Integers of shape [T] or [B, T].
