@@ -118,13 +118,13 @@ def plot_mask(
 
     Returns:
         The Axes, with key (token attended to) across, query (token that attends) down, and a legend
-        of the two tones beside it.
+        of the tones beside it.
 
     Raises:
         TypeError: `mask` is not bool or int8, or is traced.
-        ValueError: `mask` is empty, has fewer than two axes, or has a leading axis longer than 1.
-            The number of query tokens differs from the number of rows, or the number of key tokens
-            differs from the number of columns.
+        ValueError: `mask` is empty, has fewer than two axes, or has an axis longer than 1 before
+            the last two axes. The number of query tokens differs from the number of rows, or the
+            number of key tokens differs from the number of columns.
 
     Example:
         >>> import transformer_embed as te
@@ -265,9 +265,9 @@ def plot_bias(
 
     Raises:
         TypeError: `bias` is traced.
-        ValueError: `bias` is empty, has fewer than two axes, or has a leading axis longer than 1.
-            The number of query tokens differs from the number of rows, or the number of key tokens
-            differs from the number of columns.
+        ValueError: `bias` is empty, has fewer than two axes, or has an axis longer than 1 before
+            the last two axes. The number of query tokens differs from the number of rows, or the
+            number of key tokens differs from the number of columns.
 
     Example:
         >>> import jax.numpy as jnp

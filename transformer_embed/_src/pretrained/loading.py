@@ -60,8 +60,8 @@ def load_embedder(
         path: A safetensors file, an index file (`model.safetensors.index.json`) beside its shards,
             or a folder that holds `model.safetensors` or that index file.
         stack: Which part of an encoder-decoder model is read, `"encoder"` or `"decoder"`. If None,
-            the encoder is read. A file may have a token table that both parts share, and also a
-            table for the chosen part alone. Then the table for the chosen part is read.
+            the encoder is read. If the file has both a shared token table and a token table for the
+            chosen part, the table for the chosen part is read.
         settings: Entries that override the entries of the checkpoint's config.json, such as
             {"model_type": "bert"}. If the checkpoint has no config.json, pass all entries that
             change the embeddings. A `rope_scaling` without a `rope_type`, or with the same
@@ -70,7 +70,8 @@ def load_embedder(
             names an entry that your model does not use, pass None for this entry. If
             `save_embedder` wrote the file, do not pass settings.
         config: The config of the layer, for a model of a type that this package does not know, such
-            as a model from a tutorial. If you pass `config`, you must pass `names` too.
+            as a model from a tutorial. If you pass `config`, you must pass `names` too. If None,
+            the checkpoint says the config.
         names: The name of the tensor of each parameter of `Embedder(config).init`, as a dict {path
             of a parameter: name of a tensor}. The end of a path, such as
             "token_embedding/embeddings", is enough if no other path ends with it.
@@ -80,8 +81,8 @@ def load_embedder(
               stores weights.
             - If you add ".T" to the name of a tensor, the parameter is the transpose of the tensor.
             - If the layer norm or the linear layer (of `embedding_width`) of your model has no
-              bias, pass None as the name for the parameter "layer_norm/offset" or "widen/b". The
-              parameter is then zeros.
+              bias, pass None as the name for the parameter "layer_norm/offset" or "widen/b". This
+              parameter is filled with zeros.
             - Leading axes of length 1 are dropped. For example, a tensor [1, 512, 64] is read as
               [512, 64].
         length: The number of tokens of the longest text that the model will read. Required for
@@ -91,8 +92,8 @@ def load_embedder(
             object in config.json that describes the part, such as "decoder" or
             "thinker_config.text_config". If None, the object `text_config` is read if there is one,
             and otherwise all of config.json. If several parts have a token table in the file, the
-            table of the chosen part is read. Its tensor has a name that begins with "decoder." or
-            "thinker." in these examples.
+            table of the chosen part is read. In the examples, the name of this table begins with
+            "decoder." or "thinker.".
         shardings: How parameters are split over a mesh, as a dict {path of a parameter: sharding},
             such as {"token_embedding/embeddings": NamedSharding(mesh, P("data"))}. The end of a
             path is enough if no other path ends with it. The part of each device is read from the

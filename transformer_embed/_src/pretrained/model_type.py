@@ -63,9 +63,10 @@ class ModelType(NamedTuple):
 
     A module is a part of the model, such as a table or a norm. The name of a module is the name of
     its tensor without ".weight", and without the prefix that all names of the checkpoint share. For
-    example, "embed_tokens" is the module of the tensor "model.embed_tokens.weight". A field for one
-    or more modules, such as `tokens`, is one string, with spaces between the modules. In a module,
-    "{stack}" stands for "encoder" or "decoder".
+    example, "embed_tokens" is the module of the tensor "model.embed_tokens.weight". A field for
+    several possible modules, such as `tokens`, is one string, with spaces between the modules. The
+    first module that is in the file is used. In a module, "{stack}" stands for "encoder" or
+    "decoder".
 
     Args:
         name: The type, as config.json's `model_type` names it.
@@ -89,8 +90,8 @@ class ModelType(NamedTuple):
             end of its path, such as "layer_norm/offset". The field is one string, with spaces
             between the names.
         start: The position of the first token, as a number, or the name of the config.json entry
-            that has the id of padding. If `start` is such a name, the first token has the position
-            after the id of padding. For example, the id of padding is 1 in RoBERTa, so the first
+            that has the id of padding. If `start` is such a name, the position of the first token
+            is the id of padding + 1. For example, the id of padding is 1 in RoBERTa, so the first
             token has position 2. All padding has the position before the first token. If the id of
             padding is not known, padding is counted like tokens.
         sinusoids: The scheme of sinusoidal positions. If None, the model has no sinusoidal
@@ -113,11 +114,12 @@ class ModelType(NamedTuple):
             ("sliding_attention", "full_attention"), layers 2, 5, 8 and so on have full attention.
         rotates: Which layers use rotary embeddings. If "sliding_attention", the layers with a
             sliding window use them. If "sliding or all", the layers with a sliding window use them,
-            or all layers if no layer has a window. If empty, all layers use them.
+            or all layers if no layer has a window. If empty, all layers use them, except kinds that
+            never rotate, such as "linear_attention".
         is_causal: Whether a token sees only itself and the tokens before it.
         image_blocks: Pairs (kind of layers, value of `Layer.image_blocks`), such as
             (("sliding_attention", "in window"),). The value says which tokens of the same image a
-            token sees in layers of this kind. Layers of a kind without a pair mask images like
+            token sees in layers of this kind. In layers of all other kinds, images are masked like
             text.
         has_vision_switch: Whether `image_blocks` applies only if the config.json entry
             `use_bidirectional_attention` is "vision".
@@ -141,9 +143,9 @@ class ModelType(NamedTuple):
             config.json leaves an entry out, the default is used. The dict has only some of the
             entries, and the method `names_of_entries` returns all of them. The dict leaves out
             entries that the field `start`, `scale` or `rotary` names. It also leaves out entries
-            with the usual default that all types with the same field read. For example, all types
-            whose field `rotary` is set read `rope_theta`, so the dict has `rope_theta` only if the
-            default is not 10000.
+            that all types with the same field read, if they have the usual default. For example,
+            all types whose field `rotary` is set read `rope_theta`, so the dict has `rope_theta`
+            only if the default is not 10000.
         unread: Entries that this type does not read, although similar types do. The default of such
             an entry is used. If config.json has the entry all the same, the method `status` says
             whether that is an error. The field is one string, with spaces between the names.
@@ -263,6 +265,10 @@ class ModelType(NamedTuple):
 
     def status(self, entry: str, value: Any) -> EntryStatus:
         """Returns whether this type reads an entry. If not, returns what is known of the entry.
+
+        The result is READ, OF_NO_CONCERN (the entry changes neither the input nor the output
+        layer), REFUSED (the entry may change one of them, so `load_embedder` raises an error) or
+        UNKNOWN (the entry is in no list of this package, so `load_embedder` warns).
 
         Args:
             entry: The name of the entry in config.json. An entry inside an object is named after
