@@ -306,9 +306,9 @@ def load_config(
         {'base': 10000.0, 'layout': 'half'}
 
     Edge cases:
-        - You get a UserWarning if config.json has entries that this package does not know, and if a
-          text model is inside a larger model of an unknown type, such as a model for images and
-          text.
+        - You get a UserWarning in two cases: if config.json has entries that this package does not
+          know, or if a text model is inside a larger model of an unknown type, such as a model for
+          images and text.
     """
     check_mappings(settings=settings)
     if isinstance(source, Mapping):

@@ -146,9 +146,10 @@ class ModelType(NamedTuple):
             that all types with the same field read, if they have the usual default. For example,
             all types whose field `rotary` is set read `rope_theta`, so the dict has `rope_theta`
             only if the default is not 10000.
-        unread: Entries that this type does not read, although similar types do. The default of such
-            an entry is used. If config.json has the entry all the same, the method `status` says
-            whether that is an error. The field is one string, with spaces between the names.
+        unread: Entries of config.json that this model type does not read, although similar model
+            types do. The default of such an entry is used. If config.json has the entry all the
+            same, the method `status` says whether that is an error. The field is one string, with
+            spaces between the names.
         no_effect: Entries that change nothing in models of this type, although they have an effect
             in other types. A name may also be a module, whose tensors then change nothing. The
             field is one string, with spaces between the names.

@@ -556,7 +556,8 @@ class TokenPositions:
     def from_parents(cls, parents: ArrayLike, *, offset: ArrayLike = 0) -> "TokenPositions":
         """Makes trees of tokens: under a causal mask, a token sees itself and its ancestors.
 
-        Use it if several tokens follow the same token. Examples are the drafts of speculative
+        Use it if the tokens form a tree, so that one token may have several next tokens. Examples
+        are the drafts of speculative
         decoding, and answers that share a prompt (`shared_prefix_parents`). In such a tree, a token
         is predicted from its parent, which may be anywhere in the row. So compute a loss like this,
         without `shift`:
