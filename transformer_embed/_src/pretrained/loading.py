@@ -107,11 +107,11 @@ def load_embedder(
 
     Returns:
         A `PretrainedInput`. Each parameter has the dtype of its tensor, `config.param_dtype` is the
-        dtype of the token table, and `config.dtype` is None. `config.pad_id` is None, because the
-        published model uses the stored row for padding. A `pad_id` would make the vector of padding
-        zeros. `config.output` is the output layer of the model. If `config.output` is None,
-        `no_output` says why. In an encoder-decoder model, an untied output layer belongs to the
-        decoder.
+        dtype of the token table, and `config.dtype` is None. If the file is of a published
+        model, `config.pad_id` is None, because the model uses the stored row for padding. A
+        `pad_id` would make the vector of padding zeros. `config.output` is the output layer of the
+        model. If `config.output` is None, `no_output` says why. In an encoder-decoder model, an
+        untied output layer belongs to the decoder.
 
     Raises:
         FileNotFoundError: There is no file at the path.

@@ -175,7 +175,8 @@ def linear_cross_entropy(
           token of a prompt predicts the first token of the answer, although all labels of the
           prompt are -100.
         - The x of a token has an effect only if the token predicts a counted label. Otherwise this
-          x may even be NaN.
+          x may even be NaN. But the logits of such a token are computed, too. If few labels count,
+          as in a masked language model, gather the tokens that predict them before the loss.
         - Gradients are summed over the chunks in float32 or wider, then cast once. One case is less
           accurate: `reduction="none"`, with an x of 16 bits and a vocabulary that is split over
           devices. Then each device rounds its part of the gradient of x before the parts are added.

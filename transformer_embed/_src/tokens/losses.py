@@ -106,7 +106,8 @@ def compute(loss: Loss, layers: tuple[Pair, ...], **token_arguments: ArrayLike |
     token_shape = layers[0].x.shape[:-1]
     label_shape = _checked_label_shape(loss, token_shape, arrays.get("labels"))
     if not loss.shift:
-        arguments.check_left_out("segment_ids", arrays.get("segment_ids"), "shift is 0")
+        why = "shift is 0 (TokenPositions takes them for positions and masks)"
+        arguments.check_left_out("segment_ids", arrays.get("segment_ids"), why)
     with_label_axis = functools.partial(_with_label_axis, arrays, token_shape, label_shape)
     # The temperature, the label smoothing and the z-loss, None for those that are left out.
     settings = {name: with_label_axis(name) for name in TokenSettings._fields}

@@ -198,6 +198,9 @@ def as_output_layer(x: ArrayLike, output: OutputLayer | ArrayLike, prefix: str =
         # The layer is a pytree, so `jax.tree.map` may have replaced its arrays without a check. A
         # new layer of the same fields checks them.
         output = OutputLayer(**vars(output))
+    elif callable(getattr(output, "output", None)):
+        got = type(output).__name__
+        raise arguments.type_error(f"{prefix}output", "the result of its method `output()`", got)
     else:
         output = OutputLayer(as_table(f"{prefix}output", output))
     width = output.table.shape[1 - output.vocab_axis]
