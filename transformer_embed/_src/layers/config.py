@@ -150,8 +150,8 @@ class EmbedderConfig:
             without spreading, the first device holds the rows of most tokens. With True, each
             device has about the same number of frequent ids. You keep using the same ids. The order
             of the rows does not depend on the mesh, so a checkpoint fits all meshes. For a good
-            spread, set `row_multiple` to a power of two from the number of devices to 4096. A tied
-            output layer needs False.
+            spread, set `row_multiple` to a power of two that is at least the number of devices and
+            at most 4096. A tied output layer needs False.
 
     Raises:
         ValueError: A field is out of range, the position scheme does not fit the width of the

@@ -86,7 +86,8 @@ def apply_rotary(
         ValueError: The shapes of `x`, `positions` and `pair_axes` do not fit. The number of
             channels that form pairs is odd. An argument is out of its range, or a position in a
             list or a numpy array is outside int32. (But an array of uint32 may hold any number.)
-            `base` and `scaling` give a frequency of at least 2**32 full turns per position.
+            `base` and `scaling` make an angle grow by 2**32 full turns or more from one position to
+            the next.
 
     Example:
         >>> import jax.numpy as jnp

@@ -28,10 +28,11 @@ class TensorFacts(NamedTuple):
         dtype: The dtype of the tensor in the file.
         is_transposed: Whether the tensor is the transpose of the `w` that `hk.Linear` takes. If
             True, the tensor is the weight of a linear layer, stored as [out, in] (PyTorch). To read
-            the `w`, add ".T" to the name of the tensor in `Checkpoint.read`. If False, the weight
-            is stored as [in, out] (Flax, Haiku, and the layers of GPT-2). If None, the tensor is
-            not the weight of a linear layer, but a table or a bias, for example. It is also None if
-            this package does not know how the weight is stored, because the model type is unknown.
+            the `w`, put ".T" at the end of the name that you pass to `Checkpoint.read`. If False,
+            the weight is stored as [in, out] (Flax, Haiku, and the layers of GPT-2). If None, the
+            tensor is not the weight of a linear layer, but a table or a bias, for example. It is
+            also None if this package does not know how the weight is stored, because the model type
+            is unknown.
 
     Example:
         >>> import transformer_embed as te

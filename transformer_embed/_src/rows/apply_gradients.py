@@ -86,8 +86,8 @@ def apply_gradients(
         [1.  0.8 1.  0.6 1. ] 1.4
 
     Source:
-        The lazy Adam of TensorFlow and the sparse Adam of PyTorch update the same rows:
-        https://www.tensorflow.org/addons/api_docs/python/tfa/optimizers/LazyAdam,
+        The lazy Adam of TensorFlow and the sparse Adam of PyTorch update the same rows as this
+        function: https://www.tensorflow.org/addons/api_docs/python/tfa/optimizers/LazyAdam,
         https://docs.pytorch.org/docs/stable/generated/torch.optim.SparseAdam.html. The need for row
         gradients in JAX is discussed in https://github.com/jax-ml/jax/issues/851
     """

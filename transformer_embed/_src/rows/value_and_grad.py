@@ -79,7 +79,7 @@ def value_and_grad(
 
     Raises:
         TypeError: The ids are not integers, or a table has a dtype that is not floating. The loss
-            uses a table of `ids` in another operation than `lookup`.
+            reads a table that is named in `ids` by another operation than `lookup`.
         ValueError: A name in `ids` fits no parameter or several parameters, or two names fit the
             same parameter. A named parameter is not a table [vocab_size, d]. A layer of the loss
             pads or spreads the rows of a table, and `config` is not the config of this layer.

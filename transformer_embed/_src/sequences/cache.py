@@ -42,8 +42,8 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
             single batch row, it is written into every batch row of the cache. Token positions
             without a batch axis are also used for every batch row. If only the cache has
             `block_ids`, the new tokens are in no block. If the cache has tokens of a tree
-            (`TokenPositions.from_parents`) and the new tokens are an ordinary sequence, they are
-            written as a sequence in the order of their positions.
+            (`TokenPositions.from_parents`) and the new tokens are an ordinary sequence, the new
+            tokens are written as a sequence, in the order of their positions.
         slot: Integers that say into which slots the new tokens are written. You can pass the first
             slot of each batch row, or the slot of each token.
 
