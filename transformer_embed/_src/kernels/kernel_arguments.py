@@ -26,7 +26,7 @@ def dot_product_attention_kwargs(
 
     - self-attention;
     - attention to the keys of another sequence, without a causal mask and a window;
-    - decoding, where each batch row has one query, and its cache is filled from the left.
+    - decoding, where each batch row has one query, and the cache is filled from the left.
 
     Args:
         mask: The mask. A mask with block ids or a chunk is refused.
@@ -177,7 +177,7 @@ def mha_kwargs(
             the three words. Required if the mask is causal.
         batch_size: The number of batch rows, B, for the segment ids [B, T] that the kernel needs.
             Pass it if the mask has a single row. If None, the mask must have at least 2 rows, and B
-            is their number.
+            is the number of rows of the mask.
 
     Returns:
         A dictionary of the keyword arguments `causal` and `segment_ids`. `segment_ids` is an int32

@@ -93,8 +93,8 @@ class EmbedderConfig:
     """Describes an input layer, for `Embedder` and `TransformerEmbedding`.
 
     You make a config once, and pass it to all functions and modules of the layer. A config is
-    frozen and hashable, so equal configs share their compiled functions. To change a field, make a
-    copy by `dataclasses.replace`.
+    frozen and hashable, so equal configs share compiled functions. To change a field, make a copy
+    by `dataclasses.replace`.
 
     Args:
         vocab_size: The number of token ids, at least 1.
@@ -122,7 +122,7 @@ class EmbedderConfig:
             in ALBERT. The sum of tokens, positions and token types then has this width, and a
             linear layer changes the width to `d_model`. If None, the tables have the width
             `d_model`.
-        out_of_range: What you get for an id, a token type or a learned position outside its table:
+        out_of_range: What you get for an id, a token type or a learned position outside the table:
             `"nan"`, `"clip"` or `"zero"`. See `lookup`.
         lookup_style: How rows of ids and token types are read: `"gather"` or `"one_hot"`. See
             `lookup`.

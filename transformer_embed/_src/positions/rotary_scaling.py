@@ -68,9 +68,9 @@ class _Scaling:
 class LinearScaling(_Scaling):
     """Divides every frequency by `factor` (position interpolation).
 
-    Use it for models that were trained with position interpolation. Their config.json has the rope
-    type "linear". A text that is `factor` times longer than in training then uses only angles that
-    the model has seen.
+    Use it for models that were trained with position interpolation. The config.json of these models
+    has the rope type "linear". A text that is `factor` times longer than in training then uses only
+    angles that the model has seen.
 
     Args:
         factor: How many times longer the context is than in training, above 0.
@@ -144,9 +144,9 @@ class NTKScaling(_Scaling):
 class YarnScaling(_Scaling):
     """Divides low frequencies by `factor`, keeps high ones, and blends those between (YaRN).
 
-    Use it for models that were published with YaRN, such as gpt-oss and DeepSeek. Their config.json
-    has the rope type "yarn". YaRN also multiplies cosines and sines by an attention factor, so the
-    attention scores are multiplied by the square of this factor.
+    Use it for models that were published with YaRN, such as gpt-oss and DeepSeek. The config.json
+    of these models has the rope type "yarn". YaRN also multiplies cosines and sines by an attention
+    factor, so the attention scores are multiplied by the square of this factor.
 
     A frequency is high if it makes many full turns over the trained length. For d rotated channels,
     frequency i is base ** (-2i / d), so high frequencies have low indices. The frequency that makes

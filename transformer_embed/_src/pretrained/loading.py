@@ -76,7 +76,7 @@ def load_embedder(
             entry for each parameter of `Embedder(config).init`. The end of a path, such as
             "token_embedding/embeddings", is enough if no other path ends with it.
 
-            - The tensor of a linear layer is read as [in, out] if its name ends with "kernel" or
+            - The tensor of a linear layer is read as [in, out] if the name ends with "kernel" or
               "w", as Flax and Haiku store weights. Otherwise it is read as [out, in], as PyTorch
               stores weights.
             - If you add ".T" to the name of a tensor, the parameter is the transpose of the tensor.
@@ -118,8 +118,8 @@ def load_embedder(
         ValueError: There are several causes:
 
             - The file is damaged, or is not in the safetensors format.
-            - A tensor has a dtype other than float32, bfloat16 or float16, or its shape disagrees
-              with the config.
+            - A tensor has a dtype other than float32, bfloat16 or float16, or a shape that
+              disagrees with the config.
             - The file has a tensor that may belong to the input layer, but that is not read for
               this model type.
             - The model type is not known.

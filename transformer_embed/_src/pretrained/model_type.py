@@ -99,9 +99,9 @@ class ModelType(NamedTuple):
             positions. The fields `start`, `at_padding` and `pad_id` of the scheme have their
             defaults here. `load_embedder` sets them, from `ModelType.start` and from the id of
             padding in config.json.
-        scale: The factor of the token vectors. If True, the factor is the square root of their
-            width. If False, the factor is 1. `scale` may also be a number, or the name of the
-            config.json entry that has one of these values, such as "scale_embedding".
+        scale: The factor of the token vectors. If True, the factor is the square root of the width
+            of the vectors. If False, the factor is 1. `scale` may also be a number, or the name of
+            the config.json entry that has one of these values, such as "scale_embedding".
         rotary: The layout of rotary embeddings, "half" or "interleaved", as `apply_rotary` takes
             it. `rotary` may also be the name of the config.json entry that chooses the layout: true
             means "interleaved", and false means "half". If empty, no layer has rotary embeddings.

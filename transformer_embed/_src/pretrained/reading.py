@@ -104,8 +104,8 @@ class Checkpoint:
             shardings: How tensors are split over a mesh, as a dict {name: sharding}, with names
                 that are in `names`. For each device, only the rows that the device needs are read.
                 A tensor that you leave out is put on the default device.
-            dtype: The dtype of all arrays. If None, each array has the dtype of its tensor. Values
-                are cast in pieces, so no second copy of a tensor is made.
+            dtype: The dtype of all arrays. If None, each array has the dtype that the tensor has in
+                the file. Values are cast in pieces, so no second copy of a tensor is made.
 
         Returns:
             The arrays, as a dict {name: array} with the names in `names`.

@@ -67,7 +67,7 @@ def resize(
         keep_positions: Whether learned positions keep their rows, as in transformers. If True, rows
             are added or removed at the end, and new rows are sampled in the same way as the rows of
             new ids. If False, the rows are interpolated. Set True if you train the model on longer
-            texts and its outputs for short texts must stay the same.
+            texts and the outputs for short texts must stay the same.
 
     Returns:
         A tree like `params`, in which the resized tables are replaced. All other leaves are the

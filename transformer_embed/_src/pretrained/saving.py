@@ -157,8 +157,8 @@ def save_into(
             You may pass the parameters of a whole model. Table rows that `row_multiple` added are
             not written.
         names: The names of the tensors, as a dict {path of a parameter: name of a tensor}. Pass
-            `found.names`, which `load_embedder` returned. If you leave out a parameter, its tensor
-            in the checkpoint does not change.
+            `found.names`, which `load_embedder` returned. If you leave out a parameter, the tensor
+            of the parameter does not change in the checkpoint.
 
     Raises:
         OSError: A file cannot be written.

@@ -25,7 +25,7 @@ def with_exchange(
     explicit mesh axes split the rows of a table, an ordinary `lookup` sends every device along
     these axes all rows that any of these devices looks up. In the returned function, each device
     asks only for the distinct rows of its own part of the batch, so each device receives fewer
-    rows. A row is sent by its owner, which is a device that holds the row.
+    rows. A row is sent by a device that holds it, the owner of the row.
 
     Args:
         function: A function of (params, ...). For the tables that are named in `ids`, `lookup` must

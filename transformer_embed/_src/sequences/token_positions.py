@@ -376,7 +376,7 @@ class TokenPositions:
 
         Source:
             Positions that skip padding are from Liu et al., "RoBERTa" (2019),
-            https://arxiv.org/abs/1907.11692. Their code is the function make_positions of fairseq.
+            https://arxiv.org/abs/1907.11692. The code is the function make_positions of fairseq.
         """
         ids = arguments.as_int32("ids", ids)
         rows = as_batch("ids", ids)
@@ -509,7 +509,7 @@ class TokenPositions:
         """Makes tokens from the segment ids of packed sequences.
 
         Use it if a batch row holds several sequences. The position of a token is the number of
-        tokens of the same sequence to its left. If you have a mask of tokens and padding, use
+        tokens before it in the same sequence. If you have a mask of tokens and padding, use
         `from_mask`.
 
         Args:
@@ -535,9 +535,9 @@ class TokenPositions:
 
         Edge cases:
             Segment ids in a jax array are not checked. If a sequence returns after another one, as
-            in [1, 2, 1], its positions continue: 0, 0, 1. So a causal mask still hides all later
-            tokens. A negative number becomes padding. To find sequences that return and negative
-            numbers in a data pipeline, call `te.check_batch`.
+            in [1, 2, 1], the positions of the sequence continue: 0, 0, 1. So a causal mask still
+            hides all later tokens. A negative number becomes padding. To find sequences that return
+            and negative numbers in a data pipeline, call `te.check_batch`.
 
         Source:
             Packing is described by Raffel et al., "T5" (2020), section 3.5.2,
@@ -596,8 +596,8 @@ class TokenPositions:
             [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
 
         Edge cases:
-            If `parents` is a jax array, its values are not checked. A token becomes padding if its
-            path to the root meets a cycle, padding, or an index outside the row.
+            If `parents` is a jax array, its values are not checked. A token becomes padding if the
+            path from the token to the root meets a cycle, padding, or an index outside the row.
 
         Source:
             Attention in a tree of drafts is from Miao et al., "SpecInfer" (2024),

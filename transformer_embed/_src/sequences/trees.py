@@ -37,8 +37,8 @@ def shared_prefix_parents(
     """Computes each token's parent, in rows of one prompt, several answers to it, and padding.
 
     Use it with `TokenPositions.from_parents` if you train on several answers to a prompt. Each
-    answer then sees the prompt and itself, as if each answer were in another batch row with its own
-    copy of the prompt. But the prompt is computed only once.
+    answer then sees the prompt and itself, as if each answer were in another batch row with a copy
+    of the prompt. But the prompt is computed only once.
 
     Args:
         prefix_lengths: The number of tokens of each prompt. Integers of at least 0, shape [batch].

@@ -269,7 +269,7 @@ def linear_top_k(
         x: The hidden vectors of the last layer, of a floating dtype. Shape [..., d].
         output: The output layer. Pass an `OutputLayer`, for example from `Embedder.output`, or the
             table [vocab_size, d] of a layer that has only a table. The returned ids are below the
-            `vocab_size` of the layer and differ from its `pad_id`.
+            `vocab_size` of the layer and differ from the `pad_id` of the layer.
         k: How many ids to return, a Python int from 1 to the number of ids that may be predicted.
         chunk_size: The largest number of tokens in a chunk, the part of the batch whose logits are
             held at once. Set a smaller number to save memory. If None, a number is chosen as in
