@@ -213,9 +213,10 @@ def _score(
     Each byte is scored once, except the first one and a remainder shorter than a window.
     `loss_of_windows` takes windows [b, length + 1], and returns the bits per byte of each window.
     """
-    # Windows start at each multiple of the length. They have a byte more than the length, so the
-    # last byte of a window is the first byte of the next one.
-    windows = _windows(text, length)[::length]
+    # All windows of length + 1 bytes, one from each byte of the text on.
+    all_windows = _windows(text, length)
+    # Windows at the multiples of the length. The last byte of each is the first byte of the next.
+    windows = all_windows[::length]
     windows_per_device = EVALUATION_TOKENS // length
     batch_size = windows_per_device * over_devices.num_devices
     batch_count = math.ceil(len(windows) / batch_size)

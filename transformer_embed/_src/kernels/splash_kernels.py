@@ -176,7 +176,8 @@ def index_masks(rule: RowRule, num_heads: int) -> Any:
 
     num_heads = arguments.size("num_heads", num_heads)
     lengths = rule.mask.lengths
-    # How many row indices before and after its own a query sees, (None, None) for no limits.
+    # The numbers of row indices that a query sees before and after its own. (None, None) means that
+    # there is no limit.
     reach = rule.index_reach()
     if reach == UNLIMITED_REACH:
         mask = splash.FullMask(lengths)
@@ -199,7 +200,8 @@ def _check_memory(rule: RowRule, sizes: Any) -> None:
     The estimate is four bytes a tile. jax takes fewer if there are few tiles, which always fit.
     """
     query_count, key_count = rule.mask.lengths
-    # How many row indices before and after its own a query sees, at most the length.
+    # The numbers of row indices that a query sees before and after its own. If there is no limit,
+    # they are the length of the row.
     left, right = rule.bounded_reach()
     # The number of keys that the queries of one tile see.
     seen_keys = min(left + right + sizes.block_q, key_count)
@@ -252,9 +254,11 @@ def _info_that_skips_queries(rule: RowRule, shards: int, info: Any, tile: tuple[
         """Swaps the last two axes: queries and keys of tiles, or i and j of steps."""
         return array.swapaxes(-1, -2)
 
-    # `_steps_of_rows` takes the steps of a row one after the other. Here the steps of a column
-    # belong together, so all arrays are transposed, and the results are transposed back.
+    # `_steps_of_rows` is for kernels that run the steps of a row of tiles one after the other. This
+    # kernel runs the steps of a column one after the other, so all arrays are transposed, and the
+    # results are transposed back.
     must_run = transposed(_tiles_that_must_run(rule, tile))
+    # The tile that each step loads, and 0 for each step that does not run.
     data_next = transposed(info.data_next)
     block_mask = transposed(info.block_mask)
     steps = _steps_of_rows(shards, data_next, block_mask, must_run)
@@ -332,6 +336,10 @@ def _steps_of_rows(
 ) -> _Steps:
     """Computes what each step loads and whether it runs, for each batch row.
 
+    A tile is a rectangle of queries and keys. A step of a kernel loads one tile, and computes its
+    part of the attention if the step runs. Tile [r, s] is in row r and column s of the tiles. Step
+    [i, j] loads a tile of row i.
+
     Args:
         shards: The number of devices that the tiles along the last axis are split over.
         loaded_tile: The tile that each step of jax's kernel loads, as in `_Steps`: an index of the
@@ -345,12 +353,14 @@ def _steps_of_rows(
     shard_of_step = np.arange(step_count) // steps_per_shard
     first_tile_of_shard = shard_of_step * tiles_per_shard
     # `loaded_tile` counts tiles from the first tile of the shard. `must_run` counts from the first
-    # tile of all shards.
+    # tile of all shards, so the number of tiles in the shards before is added.
     tile = loaded_tile + first_tile_of_shard.astype(np.int32)
-    # For each step, whether its tile must run: [b, 1, r, s] at the tiles [1, h, i, j] of the last
-    # axis gives [b, h, i, j], as there are as many i as r.
+    # Whether the tile of each step must run, [b, h, i, j]. Step [i, j] is for row i of tiles, so
+    # row i of `must_run` [b, 1, r, s] is read at the column `tile[h, i, j]`.
     step_must_run = jnp.take_along_axis(must_run[:, None], tile[None], axis=3)
     block_mask = jnp.where(step_must_run, block_mask, 0)
+    # A step that does not run needs no tile. It loads the tile that the next running step needs, so
+    # no time is lost on a tile that nobody reads.
     next_tile = _tile_of_next_running_step(loaded_tile, block_mask)
     return _Steps(loaded_tile=next_tile, block_mask=block_mask)
 

@@ -48,6 +48,7 @@ def embed(
     # The table rows of the ids times the factor of the config, in float32 or wider. Positions and
     # token types are added below.
     total = tokens.scaled
+    # The scheme says how positions are encoded, such as `Learned(512)`.
     if config.scheme is not None:
         if positions is None:
             positions = config.scheme.positions(ids, config.pad_id)
@@ -67,8 +68,9 @@ def embed(
     x = apply_dropout(total.astype(dtype), config.dropout_rate, is_training, rng)
     if config.embedding_width is None:
         return x
-    widened_x = linear(x.astype(tokens.table_dtype), params["widen"])
-    return widened_x.astype(dtype)
+    # A linear layer gives x more channels, [..., t, e].
+    x_with_all_channels = linear(x.astype(tokens.table_dtype), params["widen"])
+    return x_with_all_channels.astype(dtype)
 
 
 def as_token_types(config: EmbedderConfig, token_types: ArrayLike | None) -> Any:

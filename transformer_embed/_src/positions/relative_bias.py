@@ -236,9 +236,10 @@ def _slopes(num_heads: int, max_bias: float) -> tuple[float, ...]:
     num_heads = arguments.size("num_heads", num_heads)
     # The largest power of two up to the number of heads.
     power = 2 ** (num_heads.bit_length() - 1)
-    # Slope number n is 2 ** (-max_bias * n / power). With twice as many heads, every second slope
-    # is new, and these slopes have the numbers 0.5, 1.5, 2.5, ... For example, six heads have the
-    # slopes number 1, 2, 3, 4, 0.5 and 1.5.
+    # Slope number n is 2 ** (-max_bias * n / power), for the numbers 1, 2, ..., power. With twice
+    # as many heads, the slopes would be twice as dense: the numbers 0.5, 1, 1.5, 2, ... Further
+    # heads take the new ones of these, 0.5, 1.5, ... For example, six heads have the slopes number
+    # 1, 2, 3, 4, 0.5 and 1.5.
     numbers = [i + 1.0 for i in range(power)]
     numbers += [i + 0.5 for i in range(num_heads - power)]
     return tuple(2.0 ** (-max_bias * number / power) for number in numbers)

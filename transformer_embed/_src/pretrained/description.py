@@ -140,8 +140,11 @@ def _shapes_in_config(model_type: ModelType, values: Options) -> dict[str, tuple
     }
     shapes = {}
     for parameter, (rows_entry, columns_entry) in entries_of_shapes.items():
+        # A number of rows of 0 says that the model has no such table, for example no token types.
         if not _type_has(model_type, parameter) or values[rows_entry] == 0:
             continue
+        # config.json does not say whether a model has learned positions. So this raises an error if
+        # only some models of the type have them. (The same check of the norm is below.)
         if parameter == POSITIONS:
             _check_not_optional(model_type, parameter)
         rows = check_count(rows_entry, values[rows_entry])
@@ -162,7 +165,8 @@ def _shapes_in_config(model_type: ModelType, values: Options) -> dict[str, tuple
 
 def _type_has(model_type: ModelType, parameter: str) -> bool:
     """Returns whether models of a type have a parameter, at least in some files."""
-    # The field of the type that has the modules of the parameter, such as "positions".
+    # `TENSORS` has the field of the type with the modules of the parameter, such as "positions",
+    # and the names of the tensor in these modules.
     field, _ = TENSORS[parameter]
     return getattr(model_type, field) != ""
 
@@ -188,6 +192,7 @@ def _entry_of_vocabulary(values: Options) -> str:
 
     A decoder may have another vocabulary than the encoder (Marian).
     """
+    # `STACKS` is ("encoder", "decoder").
     _, decoder = STACKS
     has_own_vocabulary = values["stack"] == decoder and values["decoder_vocab_size"]
     return "decoder_vocab_size" if has_own_vocabulary else "vocab_size"
@@ -310,6 +315,7 @@ def _bias(model_type: ModelType, values: Options, shapes: Shapes) -> Options | N
     if BIAS not in shapes:
         return None
     buckets, heads = shapes[BIAS]
+    # `STACKS` is ("encoder", "decoder").
     _, decoder = STACKS
     # A size in config.json goes before the shape of the tensor, so that `check_tensors` finds a
     # tensor of another shape. T5's decoder is causal, and T5's encoder is bidirectional.

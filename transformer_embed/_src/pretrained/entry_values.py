@@ -99,16 +99,20 @@ def read_entries(model_type: ModelType, entries: Options) -> ReadEntries:
             # The first value that is not null is used. If all are null, the result is None.
             values[entry] = next((value for value in values_of_names if value is not None), None)
     if model_type.rotary:
-        # The checks below are for entries at the top level of config.json. So the objects of
-        # rotations, such as "rope_parameters", are first split into entries at the top level.
+        # The checks below are for entries at the top level of config.json. So each object that
+        # describes a rotation, such as "rope_parameters", is first split into entries at the top
+        # level. An entry inside the object that is not known gets a name such as
+        # "rope_parameters: beta".
         values = rope.flatten_rotations(model_type, values)
+    # The entries that were not known inside an object are not read.
     for entry in [*values]:
         if entry not in names_of_entries:
             unread[entry] = values.pop(entry)
     for entry, value in values.items():
-        # If an entry has no default, null says the same as leaving the entry out, and is not
-        # checked. If the entry has a default, the check refuses null.
-        if value is not None or entry in ENTRY_DEFAULTS:
+        has_default = entry in ENTRY_DEFAULTS
+        # Without a default, null says the same as leaving the entry out, so null is not checked.
+        # With a default, null is checked, and the check refuses it.
+        if value is not None or has_default:
             values[entry] = ENTRIES[entry].check(entry, value)
     return ReadEntries(values=values, unread=unread)
 

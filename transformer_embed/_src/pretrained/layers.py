@@ -276,6 +276,7 @@ def _is_causal(model_type: ModelType, values: Options, kind: str) -> bool:
     if values["use_bidirectional_attention"] in (True, "all"):
         return False
     if model_type.has_stacks:
+        # `STACKS` is ("encoder", "decoder").
         _, decoder = STACKS
         is_decoder = values["stack"] == decoder
     else:
@@ -289,7 +290,8 @@ def _window_width(model_type: ModelType, values: Options, kind: str) -> int | No
     """Returns the width of the window of a layer, or None if the layer has none.
 
     If the layer is causal, this is the number of tokens in the window, with the query's own token.
-    Otherwise it is the number of tokens on each side of the query.
+    Otherwise it is the number of tokens on each side of the query. `kind` is the kind of the layer,
+    such as "sliding_attention".
     """
     # ModernBERT's entry counts the tokens of both sides.
     if values["local_attention"]:
@@ -299,6 +301,8 @@ def _window_width(model_type: ModelType, values: Options, kind: str) -> int | No
         return values["sliding_window_size"] + 1
     width = values["sliding_window"]
     if width is None and "sliding_window" not in model_type.names_of_entries():
+        # config.json lists a layer with a window, but models of this type have no windows. They
+        # have layers of the kind "full_attention" (`FULL`).
         want = f"{FULL}, since a model {model_type.name} has no windows"
         raise arguments.value_error("layer_types", want, kind)
     bidirectional = values["use_bidirectional_attention"]

@@ -70,6 +70,7 @@ def _why_missing(
     if model_type.no_output:
         # This field of the type is a reason, in words.
         return model_type.no_output
+    # `STACKS` is ("encoder", "decoder").
     encoder, decoder = STACKS
     is_encoder = model_type.has_stacks and published.stack == encoder
     # The output layer belongs to the decoder. The encoder has it only if the output layer is tied

@@ -80,8 +80,10 @@ def check_described(found: PretrainedInput) -> None:
     """
     arguments.instance("config", found.config, EmbedderConfig, "an EmbedderConfig")
     check_mappings(bias=found.bias, names=found.names)
-    # `entries` checks that `layers` is a sequence, and `instance` that each element is a Layer.
+    # `layers` must be a sequence. For each element, `entries` calls `arguments.instance` with the
+    # keywords that follow, which checks that the element is a Layer.
     arguments.entries("layers", found.layers, arguments.instance, kinds=Layer, want="a Layer")
+    # A sentence that says why the model has no output layer, or None.
     arguments.instance("no_output", found.no_output, str | None, "a sentence, or None")
     checked_texts = set()
     for index, layer in enumerate(found.layers):

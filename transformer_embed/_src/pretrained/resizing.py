@@ -319,17 +319,20 @@ def _old_and_new_grid(config: EmbedderConfig, new_config: EmbedderConfig, grids:
     A table for a class token and 14 * 14 patches has 1 row before the grid and the shape (14, 14).
     A line of 512 positions that starts at row 2 has 2 rows before the grid and the shape (512,).
     """
-    # An error names the field if one of the configs has no learned positions.
+    # If a config has no learned positions, the number is None, which `size` refuses: the error
+    # names the field of this config.
     table_rows = arguments.size("config.scheme.max_len", _number_of_positions(config))
     new_table_rows = arguments.size("new_config.scheme.max_len", _number_of_positions(new_config))
     if grids is None:
         start = getattr(config.scheme, "start", 0)
         new_start = getattr(new_config.scheme, "start", 0)
         arguments.check_same("new_config.scheme.start", "as in config", new_start, start)
+        # A line is a grid with one axis: all positions from `start` on.
         line = (table_rows - start,)
         new_line = (new_table_rows - start,)
         return GridLayout(rows_before=start, shape=line, new_shape=new_line)
-    # `grids` has two shapes, and each shape is a sequence of sizes.
+    # `grids` must be a sequence of two shapes, and `check_shape` checks each of them: a shape must
+    # be a sequence, and each of its entries a size.
     check_shape = functools.partial(arguments.entries, convert=arguments.size)
     shape, new_shape = arguments.entries("grids", grids, check_shape, count=2)
     rows_before = table_rows - math.prod(shape)

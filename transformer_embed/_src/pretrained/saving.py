@@ -275,11 +275,12 @@ def _with_loaded_paths(config: EmbedderConfig, params: Params, *, has_bias_table
     If `has_bias_table`, T5's table of position biases is moved to its path as well. Other modules
     keep their paths.
     """
-    # For each module of the layer: the path in an `Embedder`, and the path in `params`.
+    # For each module of the layer, {path in an `Embedder`: path in `params`}.
     paths_in_params = find_parameters(params, config).paths
+    # The other way round: {path in `params`: path in an `Embedder`}.
     new_paths = {path: loaded_path for loaded_path, path in paths_in_params.items()}
     if has_bias_table:
-        # "relative_position_bias" for "relative_position_bias/embeddings".
+        # `BIAS` is "relative_position_bias/embeddings", so the module is "relative_position_bias".
         bias_module, _, _ = BIAS.rpartition("/")
         path_of_bias = _path_of_bias_table(params, bias_module)
         new_paths[path_of_bias] = bias_module

@@ -95,9 +95,9 @@ def count_below(
     # The bits of the counts are found one by one, the highest bit first.
     for bit in reversed(range(size.bit_length())):
         larger_count = count + 2**bit
-        # At least `larger_count` numbers are below the value if the number at the index
-        # `larger_count - 1` is. A count above `size` is impossible. It reads the last number
-        # instead, and is refused.
+        # If the number at the index `larger_count - 1` is below the value, at least `larger_count`
+        # numbers are below the value. A count above `size` is impossible, and is refused below. Its
+        # index would be past the end, so the last number is read in its place.
         last_index = jnp.minimum(larger_count, size) - 1
         is_below = read_each(ascending, last_index) < values
         is_count_reached = (larger_count <= size) & is_below
@@ -158,7 +158,8 @@ def sum_over_devices(
     zeros = jnp.zeros([device_count, indices.size], jnp.int32)
     own_row = zeros.at[jax.lax.axis_index(axis_name)].set(indices)
     all_indices = jax.lax.psum(own_row, axis_name)
-    own_sums = sum_rows(indices, rows, num_rows, all_indices)
+    # The sums of this device's rows, with a sum of zeros for each index that only others have.
+    own_sums = sum_rows(indices, rows, num_rows, all_indices=all_indices)
     sums = jax.lax.psum(own_sums.sums, axis_name)
     return SummedRows(row_indices=own_sums.row_indices, sums=sums)
 

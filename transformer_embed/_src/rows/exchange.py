@@ -116,6 +116,8 @@ def plan_exchange(
     """
     num_rows = table.shape[0]
     mesh = table.sharding.mesh
+    # The mesh axes that split the rows and the columns. The owner of a row is a device whose shard
+    # has the row, so the owners are the devices along the axes of the rows.
     owner_axes, column_axes = spec_axes(table.sharding.spec, 2)
     all_id_axes = joined_axes(id_axes)
     if column_axes or not owner_axes:
@@ -131,7 +133,9 @@ def plan_exchange(
     ids_of_device = id_count // device_count
     most_asked = most_distinct(ids_of_device, num_rows, max_rows)
     shard_rows = num_rows // num_owners
-    sizes = plan_buffers(most_asked, num_owners, shard_rows, device_count, capacity)
+    # The sizes of the buffers: how many rows a device can ask of each owner (`most_sent`), and how
+    # many distinct rows an owner can be asked for by all devices (`most_received`).
+    buffer_sizes = plan_buffers(most_asked, num_owners, shard_rows, device_count, capacity)
     return ExchangePlan(
         mesh=mesh,
         owner_axes=owner_axes,
@@ -139,8 +143,8 @@ def plan_exchange(
         id_axes=tuple(id_axes),
         num_rows=num_rows,
         most_asked=most_asked,
-        most_sent=sizes.most_sent,
-        most_received=sizes.most_received,
+        most_sent=buffer_sizes.most_sent,
+        most_received=buffer_sizes.most_received,
     )
 
 
@@ -199,12 +203,13 @@ class ExchangedRows(NamedTuple):
         Args:
             sums: The gradients of `rows`. Each is the sum over the devices that asked for the row.
         """
+        # The indices of the rows that each device owns and was asked for.
         row_indices = self.requests.owned_indices
         plan = self.plan
         if plan.replica_axes:
-            # Along these mesh axes, several devices have a copy of the same shard. Each copy was
-            # read by other devices, and has only the gradients of these. So the gradients of all
-            # copies are summed.
+            # Devices along these mesh axes have copies of the same shard, and each copy was read by
+            # different devices. So each copy has only the gradients of its own readers, and the
+            # gradients of all copies are summed.
             sum_on_device = functools.partial(
                 sum_over_devices, num_rows=plan.num_rows, axis_name=plan.replica_axes
             )

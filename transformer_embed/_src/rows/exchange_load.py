@@ -90,8 +90,9 @@ def exchange_load(
         want = f"a first dimension that {device_count} devices divide"
         raise arguments.value_error("ids", want, f"shape {list(array.shape)}")
     capacity = arguments.positive("capacity", capacity)
-    # All axes split the first dimension of the ids.
+    # For each dimension of the ids, the mesh axes that split it. All axes split the first one.
     id_axes = [axes]
+    # The plan has the number of rows of the table, and how many rows devices can ask for.
     plan = plan_exchange(table, id_axes, array.size, as_max_rows(max_rows), capacity)
     order = None if config is None else config.row_order
     ids_of_devices = array.reshape(device_count, -1)
@@ -145,6 +146,7 @@ def _count_rows_of_each_owner(plan: ExchangePlan, requests: np.ndarray) -> np.nd
     Returns:
         int64, with one axis for each mesh axis that the batch is split over.
     """
+    # `id_axes` has the mesh axes of each dimension of the ids. Here the ids have one dimension.
     (batch_axes,) = plan.id_axes
     mesh_shape = [plan.mesh.shape[axis] for axis in batch_axes]
     owner_mesh_shape = [plan.mesh.shape[axis] for axis in plan.owner_axes]

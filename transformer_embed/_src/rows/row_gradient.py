@@ -154,7 +154,8 @@ class RowGradient(SomeRows):
             """Sums the rows of equal indices of both gradients."""
             all_indices = jnp.concatenate(indices)
             all_values = jnp.concatenate(values)
-            return sum_rows(all_indices, all_values, self.num_rows, all_indices)
+            # The last argument says which indices the result has: those of both gradients.
+            return sum_rows(all_indices, all_values, self.num_rows, all_indices=all_indices)
 
         # The sum gets a new fingerprint, which is a checksum of its rows. If something has mixed
         # the rows of a gradient, the new fingerprint would hide this. So the old fingerprints are

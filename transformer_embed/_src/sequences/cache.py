@@ -105,7 +105,8 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
         leaves = jax.tree.leaves((cache, new))
         are_on_device = all(isinstance(leaf, jax.Array) for leaf in leaves)
         if not are_on_device:
-            # The compiled function would narrow numbers of the host without a check.
+            # `_write` is compiled, and jax.jit would narrow an int64 array of numpy to int32
+            # without a check. `_as_arrays` makes jax arrays, and checks those of token positions.
             cache = _as_arrays("cache", cache)
             new = _as_arrays("new", new)
         return _write(cache, new, slot)
@@ -155,8 +156,9 @@ def _as_arrays(name: str, tree: Any, *, add_batch: bool = False) -> Any:
     def converted(path: Any, leaf: Any) -> Any:
         """Converts one array of the tree, or all arrays of token positions."""
         if _is_tokens(leaf):
-            # `batch_arrays` adds a batch axis where there is none, also without `add_batch`: tokens
-            # without a batch axis are used for every batch row.
+            # `batch_arrays` gives the arrays of token positions a batch axis of 1, if they have
+            # none. This does not depend on `add_batch`: token positions without a batch axis are
+            # allowed beside arrays with one, and are used for every batch row.
             return TokenPositions(**batch_arrays(leaf))
         array = arguments.as_array(name + jax.tree_util.keystr(path), leaf)
         array = conversions.on_device(array)
@@ -204,10 +206,11 @@ def _write_array(
         slots: The slot of each new token, int32 [b, t]. A token whose slot is n is not written.
     """
     # Axis 1 counts slots or tokens. Explicit mesh axes may split it over devices, but a scatter
-    # needs all slots of a batch row on one device.
+    # needs all slots of a batch row on one device. So `with_whole_rows` makes axis 1 whole.
     cache_rows = with_whole_rows(cache_array, 1)
     new_rows = jnp.broadcast_to(new_array, (len(slots), *new_array.shape[1:]))
-    # The new tokens and their slots are split over devices as the cache is.
+    # The other axes of the new tokens and of their slots, such as the batch, are split over devices
+    # as the axes of the cache are.
     new_rows = split_like(with_whole_rows(new_rows, 1), cache_rows)
     row_slots = split_like(with_whole_rows(slots, 1), cache_rows)
 
@@ -230,9 +233,10 @@ def _widened_to_int32(leaf: Any) -> Any:
 def _with_arrays_of_cache(new: Any, cached: Any) -> Any:
     """Gives new token positions the same arrays as the cache has, in the same dtypes.
 
-    If the cache has `places` and the new tokens do not, the positions of the new tokens are used. A
-    missing array `ends` or `block_ids` is filled with its number in `VALUES_IF_ABSENT`. Any other
-    leaf than token positions stays as it is.
+    If the cache has `places` (the numbers by which masks compare tokens) and the new tokens do not,
+    the positions of the new tokens are used. A missing array `ends` (of trees) or `block_ids` is
+    filled with its number in `VALUES_IF_ABSENT`. A missing array of segment ids is left out. Any
+    other leaf than token positions stays as it is.
 
     Args:
         new: A leaf of the new tokens.
@@ -248,6 +252,7 @@ def _with_arrays_of_cache(new: Any, cached: Any) -> Any:
     for name, cached_array in batch_arrays(cached).items():
         if name not in arrays and name in defaults:
             arrays[name] = defaults[name]
+        # `_write` reports arrays that are still missing.
         if name in arrays:
             arrays[name] = _as_dtype_of_cache(arrays[name], cached_array.dtype)
     return TokenPositions(**arrays)

@@ -77,7 +77,8 @@ def counted_from_lengths(lengths: Int32[Array, "*b"], length: int, padding_side:
     distance = jnp.arange(length, dtype=jnp.int32)
     if padding_side == "left":
         distance = distance[::-1]
-    # Under strict rank promotion, jax compares no [length] with [batch, 1].
+    # Users may forbid jax to compare arrays of different rank, such as [length] with [batch, 1].
+    # So the distances get as many axes as the lengths and one more.
     batch_axes = [1] * lengths.ndim
     distance = distance.reshape(*batch_axes, -1)
     is_token = distance < lengths[..., None]

@@ -599,11 +599,13 @@ class TokenPositions:
         parents = arguments.as_array("parents", parents)
         rows = as_batch("parents", parents)
         length = rows.shape[1]
+        # The check allows -2 (padding), -1 (a root) and the indices of the row.
         integers = arguments.as_integers("parents", rows, -2, length - 1, "the row")
         if isinstance(integers, np.ndarray):
             check_parents(integers)
-        # The places are at most offset + length - 1. The ends are one past a place, so one number
-        # more must be inside int32.
+        # A place is the index of a token in depth-first order plus the offset, so places are at
+        # most offset + length - 1. The end of a token is one past the last place of its subtree. So
+        # all numbers up to offset + length must be inside int32.
         offset = _as_offset(offset, length + 1)
         parent_rows = arguments.as_int32("parents", integers)
         tokens = cls(**tree_arrays(parent_rows, offset))

@@ -309,7 +309,8 @@ def _undivided_gradients(
     if smoothing is None or row_shares is None:
         return change_column(exponentials, columns, lambda old: old - scale, is_last_change=True)
     label_target = 1.0 - smoothing
-    # The subtraction below changes all columns again, so this is not the last change.
+    # `change_column` must know whether this is the last change of the array. It is not: the
+    # subtraction below changes all columns again.
     gradients = change_column(
         exponentials, columns, lambda old: old - label_target * scale, is_last_change=False
     )

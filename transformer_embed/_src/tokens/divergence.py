@@ -219,13 +219,16 @@ class Divergence(Loss):
         if self.kind == "js":
             return (self._jensen_shannon(split, probs),)
         log_ratio = probs.log_student_over_teacher
+        # A divergence KL(p, q) has gradients with respect to the logits of p and of q.
         if self.kind == "forward":
+            # p is the teacher, and q is the student.
             divergence = _kullback_leibler(
                 split, p=probs.teacher, q=probs.student, log_q_over_p=log_ratio
             )
             student_gradients = divergence.gradients_of_q
             teacher_gradients = divergence.gradients_of_p
         else:
+            # p is the student, and q is the teacher.
             divergence = _kullback_leibler(
                 split, p=probs.student, q=probs.teacher, log_q_over_p=-log_ratio
             )
@@ -285,8 +288,9 @@ def _probabilities(split: OutputSplit, student: ChunkLogits, teacher: ChunkLogit
     """
     student_exps = jnp.exp(student.relative_logits)
     teacher_exps = jnp.exp(teacher.relative_logits)
-    # The sum of these differences is more accurate than the difference of both totals, if the
-    # totals are nearly equal.
+    # The logarithm of the ratio needs the student's total minus the teacher's. If the totals are
+    # nearly equal, the sum of the differences `exp_differences` is more accurate than the
+    # difference of the two sums.
     exp_differences = student_exps - teacher_exps
     sums = split.sum_over_vocabulary((student_exps, teacher_exps, exp_differences))
     student_total, teacher_total, difference_of_totals = sums

@@ -115,8 +115,8 @@ def lookup(
 def as_table(name: str, table: ArrayLike | StandIn) -> Any:
     """Converts a table to a floating array [vocab_size, d].
 
-    A `StandIn` is returned as it is. It holds some rows of a table inside the loss of
-    `te.rows.value_and_grad`, and has the table's place there.
+    A `StandIn` is returned as it is. Inside the loss of `te.rows.value_and_grad`, it replaces the
+    table, and holds some rows of the table.
     """
     if not isinstance(table, StandIn):
         # A wrapper such as nnx.Param may hold a `StandIn`.
@@ -138,7 +138,8 @@ def read_table(table: Any, ids: Ids, options: LookupOptions) -> Vectors:
     """
     mesh = jax.typeof(ids).sharding.mesh
     if isinstance(table, StandIn):
-        # The last leaf of a `StandIn` holds rows, and has the columns of the table.
+        # A `StandIn` has only some rows of the table, but all columns. Its last array holds the
+        # rows, so this array is split over devices as the columns of the table are.
         *_, rows_of_stand_in = jax.tree.leaves(table)
         _, column_axes = typed_axes(rows_of_stand_in)
     else:
@@ -149,11 +150,13 @@ def read_table(table: Any, ids: Ids, options: LookupOptions) -> Vectors:
     all_id_axes = joined_axes(id_axes)
     if set(all_id_axes).isdisjoint(column_axes):
         return _read_local_columns(table, ids, options)
-    # Some mesh axes split both the ids and the columns, but an axis may split only one dimension of
-    # an array. For example, "x" splits the ids [batch] and the columns of a table [rows, d]. First,
-    # the ids are all-gathered over "x", and each device reads its own columns for all ids, so "x"
-    # splits the columns of the result [batch, d]. Then the result is resharded, so that "x" splits
-    # the batch, and each device has all columns for its own ids.
+    # Some mesh axes split both the ids and the columns. But in the result [batch, d], an axis may
+    # split only one of these dimensions. For example, "x" splits the ids [batch] and the columns of
+    # a table [rows, d]:
+    #
+    # 1. The ids are all-gathered over "x", so each device has all ids.
+    # 2. Each device reads its own columns for all ids, so "x" splits the columns of the result.
+    # 3. The result is resharded, so each device has all columns for its own part of the batch.
     gathered_id_axes = []
     for axes in id_axes:
         gathered_id_axes.append(tuple(axis for axis in axes if axis not in column_axes))
@@ -260,8 +263,8 @@ def _gradient_index(table: TableArray, ids: Ids, options: LookupOptions) -> Arra
         # The row is the id. As uint32, a negative id is past the end too.
         index = ids.astype(jnp.uint32)
     else:
-        # The row of each id. For an id outside the vocabulary, the row of the nearest id, which
-        # gets the gradient only if `out_of_range` is "clip".
+        # This is the row of each id. An id outside the vocabulary has the row of the nearest id,
+        # which gets the gradient only if `out_of_range` is "clip".
         index = nearest_rows(ids, table.shape[0], order).astype(jnp.uint32)
         if not is_clipped:
             is_inside = ids.astype(jnp.uint32) < options.vocab_size(table)

@@ -106,15 +106,17 @@ def _values_of_chunk(
     compute_values = _values_from_arrays
     if not is_only_chunk:
         compute_values = _checkpoint(_values_from_arrays)
-    # The product with the weights is computed outside of the checkpoint. Its gradient needs the
-    # losses, which are kept here. Inside, the backward pass would have to compute them again.
+    # The losses are multiplied by the weights outside of the checkpoint. The gradient of this
+    # product needs the losses, and here they are kept. If the product were inside the checkpoint,
+    # the backward pass would compute the losses again for it.
     losses, *further_values = compute_values(loss, token_data.labels, token_data.settings, layers)
     vocab_size = layers[0].split.vocab_size
     loss_weights = nan_at_wrong_labels(token_data.weights, token_data.labels, vocab_size)
     weighted_losses = weighted(losses, loss_weights)
     # A further value, such as an entropy, belongs to a token and not to one of its labels, so it
-    # needs one weight for each token. If a token has several candidate labels, their weights are 0
-    # or 1, and the largest of them is 1 if at least one candidate is counted.
+    # needs one weight for each token. This is the largest weight of the token's labels. With one
+    # label, it is the weight of this label. With several candidate labels, the weights are 0 or 1,
+    # so the largest is 1 if at least one candidate is counted.
     token_weights = token_data.weights.max(-1, keepdims=True)
     weighted_values = [weighted(values, token_weights) for values in further_values]
     return weighted_losses, *weighted_values

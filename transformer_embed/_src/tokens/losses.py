@@ -288,8 +288,8 @@ def _split_over_mesh(
         arguments.check_same("teacher_output", want, teacher_table_axes, table_axes)
         want = "tokens split as x's"
         arguments.check_same("teacher_x", want, teacher_split.token_axes, first_split.token_axes)
-    # The arrays of tokens are split like x. Its spec names only the mesh axes of the tokens,
-    # because the last axis is whole.
+    # The arrays of tokens are split like x [..., d]. No mesh axis splits the channels d, so the
+    # spec of x has mesh axes only for the dimensions of the tokens, and fits arrays [..., c], too.
     token_sharding = NamedSharding(first_split.mesh, first_split.specs().x)
     token_data = jax.tree.map(lambda array: reshard(array, token_sharding), token_data)
     return token_data, tuple(all_layer_arrays)

@@ -174,7 +174,8 @@ def _valid_setting(
     has_counted_label = is_counted.any(-1, keepdims=True)
     is_in_range = IS_IN_RANGE[name]
     is_valid = has_counted_label & is_in_range(setting)
-    # If a label has a weight other than 0, the label is counted. So the number is out of range.
+    # A label with a weight other than 0 is counted, so `is_used` implies `has_counted_label`. So if
+    # the number is used and not valid, it is out of range.
     becomes_nan = ~is_valid & is_used
     default = getattr(DEFAULT_SETTINGS, name)
     return nan_where(becomes_nan, jnp.where(is_valid, setting, default))
