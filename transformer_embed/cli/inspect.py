@@ -74,6 +74,7 @@ def run(args: argparse.Namespace) -> None:
             raise value_error("inspect", "a CHECKPOINT, or --model-type", "neither")
         print_model_type(pretrained.find_model_type(args.model_type))
         return
+    # What `load_embedder` or `load_config` returns for these arguments.
     found = _read(args)
     print(f"layer\n  te.TransformerEmbedding({_code_for(found.config)})")
     # If there is no output layer, `no_output` is a sentence that says why.

@@ -110,8 +110,10 @@ def train(text: bytes, positions: str, *, steps: int, seed: int) -> TrainedModel
     The model is trained and scored on windows: runs of bytes of one length, as `_windows` makes
     them. Equal arguments give equal results on one machine.
     """
+    # All of the text but the end, and the end.
     training_ids, held_out_ids = split(text)
     mesh = Mesh(jax.devices(), ("data",))
+    # Batches are split over all devices.
     over_devices = NamedSharding(mesh, PartitionSpec("data"))
     # The loss is compiled once for each shape of windows, and used for training and for scoring.
     compiled_loss = jax.jit(functools.partial(_bits_per_byte, positions))
@@ -146,6 +148,7 @@ def _train_params(
         steps: The number of training steps.
         seed: The seed of the first parameters and of the batches.
     """
+    # All windows of CONTEXT + 1 bytes, one from each byte of the text on.
     windows = _windows(ids, CONTEXT)
     optimizer = _optimizer(steps)
     step = _make_step(compiled_loss, optimizer)

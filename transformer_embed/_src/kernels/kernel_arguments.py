@@ -109,6 +109,7 @@ def _decoding_kwargs(rule: RowRule) -> dict[str, Any]:
     kernel would take the query for the token of the first key.
     """
     mask = rule.mask
+    # How many places before its own a query sees, None for no limit.
     left_limit, _ = mask.reach
     # The kernel takes only a number of keys, counted from the first key. So it cannot hide the
     # first keys, as a window would.

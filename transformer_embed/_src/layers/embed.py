@@ -95,6 +95,7 @@ class TokenRows(NamedTuple):
 
 def token_rows(config: EmbedderConfig, leaves: Any, ids: Ids) -> TokenRows:
     """Looks up the rows of ids, and multiplies them by the factor of the config."""
+    # The table, checked. Inside a loss of `te.rows`, it may be an object with some of the rows.
     table = as_table("token_embedding/embeddings", leaves["embeddings"])
     options = LookupOptions(
         pad_id=config.pad_id,
@@ -103,6 +104,7 @@ def token_rows(config: EmbedderConfig, leaves: Any, ids: Ids) -> TokenRows:
         order=config.row_order,
     )
     rows = read_table(table, ids, options)
+    # The product is computed in float32 or wider.
     return TokenRows(scaled=conversions.widened(rows) * config.factor, table_dtype=table.dtype)
 
 

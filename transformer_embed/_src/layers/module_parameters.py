@@ -65,6 +65,7 @@ def _token_parameters(config: EmbedderConfig) -> Parameters:
     """Describes the token table, and the parameters that the output layer adds to it."""
     width = config.table_width
     dtype = config.param_dtype
+    # The standard deviations of the initial tables.
     stddevs = config.stddevs
     output = config.output or OutputConfig()
     parameters = {"embeddings": table_parameter(config.rows, width, dtype, stddevs.tokens)}

@@ -45,8 +45,10 @@ def describe_published(published: Published) -> PretrainedInput:
         UserWarning: config.json has entries that are not known. (`entry_values` warns.)
     """
     tensors = published.tensors
+    # The value of each entry of config.json: from settings, from the file, or a default.
     values = entry_values(published)
     is_tied = values["tie_word_embeddings"]
+    # The prefix of the model's tensor names, and the name of each parameter's tensor.
     layer_tensors = find_layer_tensors(published, is_tied=is_tied)
     # If a model of an unknown type is around the text model, it may compute its logits with these
     # tensors. Otherwise this list is empty.
@@ -66,7 +68,8 @@ def describe_published(published: Published) -> PretrainedInput:
         prefix_of_layers += published.stack
     layer_count = number_of_layers(tensors, prefix_of_layers)
     dtype = tensors.dtype(names[TOKENS])
-    # An error in this call is about an entry of settings or of config.json, so it names both.
+    # This calls `_describe` with the arguments after it. An error in the call is about an entry of
+    # settings or of config.json, so it names both.
     pretrained = call_with_named_errors(
         f"settings and {published.where}", _describe, published, values, shapes, dtype, layer_count
     )
@@ -87,8 +90,10 @@ def describe_config(published: Published) -> PretrainedInput:
     Warns:
         UserWarning: config.json has entries that are not known. (`entry_values` warns.)
     """
+    # The value of each entry of config.json: from settings, from the file, or a default.
     values = entry_values(published)
-    # An error in this call is about an entry of settings or of config.json, so it names both.
+    # This calls `_describe_without_tensors` with the arguments after it. An error in the call is
+    # about an entry of settings or of config.json, so it names both.
     return call_with_named_errors(
         f"settings and {published.where}", _describe_without_tensors, published, values
     )
@@ -222,6 +227,7 @@ def _describe(
             "those of <mask> by 0"
         )
         raise arguments.value_error("token_dropout", f"False, and {instead}", True)
+    # `TOKENS` is the path of the token table. All shapes are (rows, columns).
     rows, table_width = shapes[TOKENS]
     # If a linear layer widens the vectors of the table, its tensor is [d_model, table_width].
     d_model = table_width
@@ -235,9 +241,12 @@ def _describe(
         "embedding_size": table_width,
         "type_vocab_size": token_types,
     }
+    # "vocab_size", or "decoder_vocab_size" for a decoder with its own vocabulary.
     vocabulary_entry = _entry_of_vocabulary(values)
     sizes[vocabulary_entry] = rows
+    # This raises an error if an entry of config.json says another size than the tensors.
     _check_sizes(values, sizes)
+    # The output layer, or the reason why there is none.
     output = find_output_layer(published, values, shapes)
     config = EmbedderConfig(
         rows,

@@ -68,6 +68,7 @@ def _check_not_missing(published: Published, values: Options, given: Options) ->
     model_type = published.model_type
     config_names_type = published.type_in_config == model_type.name
     missing = []
+    # For each entry that the type reads, the names that it may have in a file.
     for entry, names in model_type.names_of_entries().items():
         if entry in given:
             continue
@@ -124,7 +125,8 @@ def _given_values(published: Published) -> dict[str, Any]:
     entries that the model type does not read, and warns of others (see `_check_unread`).
     """
     model_type = published.model_type
-    # An error names the source of the wrong entry: config.json, or settings.
+    # `read_entries` is called for the entries of config.json, and then for settings. An error names
+    # the source of the wrong entry: config.json, or settings.
     in_file = call_with_named_errors(published.where, read_entries, model_type, published.entries)
     in_settings = call_with_named_errors("settings", read_entries, model_type, published.settings)
     unread = _unread_after_settings(published, in_file.unread, in_settings.unread)

@@ -123,6 +123,7 @@ Rule = Callable[[ModelType, Options, int], Collection[int]]
 
 def _rule_for(model_type: ModelType, values: Options) -> Rule:
     """Returns the rule that says which layers of a model are of the second kind."""
+    # Some types list the indices of the layers of the second kind in an entry.
     if _listed_indices(model_type, values) is not None:
         return _at_indices
     is_deepseek_v4 = COMPRESSED in model_type.kinds

@@ -125,6 +125,7 @@ def _known_model_type(path: pathlib.Path, type_name: Any, tensors: Tensors) -> M
         # `load_config` reads no tensors, so the caller cannot name any.
         got = f"{type_name!r}; make an EmbedderConfig yourself"
         raise arguments.value_error("model_type", want, got)
+    # The advice is to pass a config and the names of the tensors, so the tensors are listed.
     got = f"{type_name!r}; {ADVICE_FOR_UNKNOWN_TYPE} ({tensors.listed()})"
     raise arguments.value_error("model_type", want, got)
 

@@ -17,7 +17,7 @@ from transformer_embed._src.layers.parameters import Params, find_parameters
 from transformer_embed._src.partitioning import gathered, on_every_device
 from transformer_embed._src.pretrained.files import call_with_named_errors
 from transformer_embed._src.pretrained.layer_parts import POSITIONS, TOKENS
-from transformer_embed._src.tables.row_order import nearest_rows
+from transformer_embed._src.tables.row_order import rows_of_nearest_ids
 
 
 def resize(
@@ -119,16 +119,20 @@ def resize(
         arguments.check_left_out("grids", grids, "keep_positions adds rows at the end")
     # The path of each module in `params`, by the path that the module has in an `Embedder`.
     paths_in_params = find_parameters(params, config).paths
+    # A tied output layer needs the rows of the table in the order of the ids.
     _check_not_spread_and_tied(new_config)
     resized = {**params}
     rows_change = _fields_about_rows(config) != _fields_about_rows(new_config)
     if rows_change:
+        # The module of the token table.
         path = paths_in_params[_module_of(TOKENS)]
         resized[path] = _resized_token_tables(path, resized[path], config, new_config, rng)
     positions_change = _number_of_positions(config) != _number_of_positions(new_config)
     # Two grids may have equally many points, and differ in shape.
     if positions_change or grids is not None:
+        # The number of rows before the grid, and the old and the new shape of the grid.
         layout = _old_and_new_grid(config, new_config, grids)
+        # The module of the learned positions.
         path = paths_in_params[_module_of(POSITIONS)]
         table = _as_jax_array(f"{path}/embeddings", resized[path]["embeddings"])
         if keep_positions:
@@ -137,7 +141,8 @@ def resize(
             method = "linear" if grids is None else "bicubic"
             new_table = _interpolate(table, layout, method)
         resized[path] = {"embeddings": new_table}
-    # This raises an error if the configs differ in anything else that changes a shape.
+    # `find_parameters` checks the shapes of all parameters. So this raises an error, which names
+    # `new_config`, if the configs differ in anything else that changes a shape.
     call_with_named_errors("new_config", find_parameters, resized, new_config)
     return resized
 
@@ -271,7 +276,8 @@ def _row_of_each_id(path: str, config: EmbedderConfig) -> np.ndarray:
     is_token_table = path.endswith("/embeddings")
     row_order = config.row_order if is_token_table else None
     ids = np.arange(config.vocab_size, dtype=np.int32)
-    return nearest_rows(ids, config.rows, row_order)
+    # All of these ids are in the vocabulary, so each gets its own row.
+    return rows_of_nearest_ids(ids, config.rows, row_order)
 
 
 def _on_mesh(path: str, rows: np.ndarray, sharding: NamedSharding) -> Array:

@@ -367,8 +367,10 @@ def _entries_by_rotation(model_type: ModelType) -> dict[str, RotationEntries]:
     The keys are the names that the rotations have in `rope_parameters`. If there is only one
     rotation, it has no name there, and its key is "full_attention".
     """
+    # DeepSeek V4 has one base for its compressed layers, and another for its sliding layers.
     if COMPRESSED_BASE in model_type.entries:
         return {MAIN: UNCOMPRESSED_ROTATION, COMPRESS: COMPRESSED_ROTATION}
+    # Types such as Gemma 3 have another base for sliding layers ("rope_local_base_freq").
     if LOCAL_BASE in model_type.entries:
         return {FULL: USUAL_ROTATION, SLIDING: SLIDING_ROTATION}
     return {FULL: USUAL_ROTATION}
@@ -382,6 +384,7 @@ def _objects_in_rope_parameters(model_type: ModelType, rope_parameters: Any) -> 
     """
     names = [*_entries_by_rotation(model_type)]
     if len(names) == 1:
+        # The key of the only rotation is "full_attention".
         return {FULL: rope_parameters}
     whole_object = _checked_object(ROPE_PARAMETERS, rope_parameters)
     objects = {name: whole_object[name] for name in whole_object if name in names}

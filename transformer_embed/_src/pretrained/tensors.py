@@ -159,6 +159,7 @@ class Tensors(NamedTuple):
         The last axis has the columns, and all other axes together have the rows: a tensor
         [2, 3, 5] is read as [6, 5], and a vector [5] as [1, 5].
         """
+        # The entry of the file's header: the dtype, the shape, and where the bytes are.
         entry = self.entry_of_any_dtype(name)
         row_count, width = _as_matrix(entry.shape)
         rows_to_read = range(row_count)[rows]

@@ -71,13 +71,13 @@ def distinct_ascending(
     true = jnp.ones_like(ordered[:1], bool)
     is_first = jnp.concatenate([true, ordered[1:] != ordered[:-1]])
     is_kept = is_first & (ordered < num_rows)
-    # The place of each kept index in the result. All others get a place past the end, so they are
-    # dropped. In the example: 0 1 4 4.
-    place_of_kept = jnp.cumsum(is_kept, dtype=jnp.int32) - 1
-    places = jnp.where(is_kept, place_of_kept, length)
+    # Where in the result each kept index goes. All others go past the end, so they are dropped. In
+    # the example: 0 1 4 4.
+    number_of_kept = jnp.cumsum(is_kept, dtype=jnp.int32) - 1
+    target = jnp.where(is_kept, number_of_kept, length)
     # In the example: 8 9 10 11.
     padding = jnp.arange(num_rows, num_rows + length, dtype=jnp.int32)
-    return padding.at[places].set(ordered, mode="drop")
+    return padding.at[target].set(ordered, mode="drop")
 
 
 def count_below(
@@ -137,9 +137,11 @@ def sum_rows(
     """
     # There are at most as many distinct rows as indices, and at most as many as the table has.
     length = min(all_indices.size, num_rows)
+    # The distinct indices, ascending, then padding.
     distinct = distinct_ascending(all_indices, num_rows, length)
-    place_of_row = find_each(distinct, indices)
-    sums = sum_by_index(rows, place_of_row, len(distinct))
+    # For each row, where its index is among the distinct ones.
+    index_of_sum = find_each(distinct, indices)
+    sums = sum_by_index(rows, index_of_sum, len(distinct))
     return SummedRows(row_indices=distinct, sums=sums)
 
 

@@ -194,6 +194,8 @@ class ExchangedRows(NamedTuple):
         `rows` are the rows that each owner was asked for, in the place of `self.rows`.
         """
         requests = self.requests
+        # Each owner sends the rows that it was asked for. For each request, `answer_index` says
+        # which of `rows` is the answer, and `has_no_answer` says that there is none.
         answers = _answer(self.plan, requests.answer_index, requests.has_no_answer, rows)
         return SeenRows(row_indices=requests.row_indices, values=answers)
 
@@ -264,7 +266,8 @@ def _ask_owners(
 
     def ask(shard: Float[Array, "s d"], indices: Int32[Array, "..."]) -> Requests:
         """Asks the owners for rows, and reads the rows that other devices ask this device for."""
-        # The distinct rows that this device reads, ascending, then padding.
+        # The distinct rows that this device reads, ascending, then padding. `most_asked` is how
+        # many rows a device can ask for in all.
         distinct = distinct_ascending(indices, num_rows, plan.most_asked)
         # The shard of owner i has the rows from shard_starts[i] to shard_starts[i + 1].
         shard_starts = jnp.arange(0, num_rows + 1, len(shard), dtype=jnp.int32)
@@ -279,8 +282,10 @@ def _ask_owners(
         row_indices = jax.lax.cummax(jnp.where(is_used, sent, -1))
         received = plan.all_to_all(sent)
         # The distinct rows that other devices ask this device for, ascending, then padding.
+        # `most_received` is how many rows an owner can be asked for.
         owned_indices = distinct_ascending(received, num_rows, plan.most_received)
-        # Padding is past the end of the shard, and reads zeros.
+        # The index in the table of this shard's first row. Padding is past the end of the shard,
+        # and reads zeros.
         first_row = first_index(plan.owner_axes, len(shard))
         rows = shard.at[owned_indices - first_row].get(
             mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True
@@ -292,8 +297,8 @@ def _ask_owners(
         is_request = received < num_rows
         has_no_answer = is_not_there & is_request
         # The optimizer will write new rows at these indices into the table, in place if the table
-        # is donated. XLA can do so without a copy only if the rows are read before. So the indices
-        # are made known only after the reading.
+        # is donated. XLA writes without a copy of the table only if all rows are read before. So
+        # `known_after_reading` returns the same indices, but as a result of the read rows.
         owned_indices = known_after_reading(owned_indices, rows)
         return Requests(
             row_indices=row_indices,

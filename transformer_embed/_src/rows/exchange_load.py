@@ -12,7 +12,7 @@ from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.partitioning import Axes, devices_along
 from transformer_embed._src.rows.distinct_ids import as_max_rows
 from transformer_embed._src.rows.exchange import ExchangePlan, plan_exchange
-from transformer_embed._src.tables.row_order import nearest_rows
+from transformer_embed._src.tables.row_order import rows_of_nearest_ids
 
 
 def exchange_load(
@@ -94,9 +94,10 @@ def exchange_load(
     id_axes = [axes]
     # The plan has the number of rows of the table, and how many rows devices can ask for.
     plan = plan_exchange(table, id_axes, array.size, as_max_rows(max_rows), capacity)
+    # Which row of the table holds which id. If None, row i holds id i.
     order = None if config is None else config.row_order
     ids_of_devices = array.reshape(device_count, -1)
-    indices = nearest_rows(ids_of_devices, plan.num_rows, order)
+    indices = rows_of_nearest_ids(ids_of_devices, plan.num_rows, order)
     return _counted(plan, indices)
 
 

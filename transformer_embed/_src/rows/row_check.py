@@ -115,7 +115,9 @@ def check(
     real_row_counts = {table.prime: len(leaves[table.parameter]) for table in tables}
     primes = set(real_row_counts)
     old_shapes = with_primes(leaves, tables)
+    # The program of the step, and the shapes and dtypes of its results.
     traced = _traced(step, old_shapes, blamed=update)
+    # Each equation of the program, and where in the code it was written (`sources`).
     for located in _equations(traced.program):
         reason = why_rows_mix(located.equation, row_counts=primes)
         if reason:

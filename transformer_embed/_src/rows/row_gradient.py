@@ -135,11 +135,12 @@ class RowGradient(SomeRows):
             num_rows=arguments.size,
         )
         self.check()
-        # If each device has the rows of its own shard, the indices ascend on each device, but not
-        # from one device to the next, so they are not checked.
+        # If the gradient is split, each device has the rows of its own shard. The indices ascend on
+        # each device, but not from one device to the next, so they are not checked.
         if not self.is_split:
             _check_ascending(self.row_indices)
-        # If each device has the rows of its own shard, each device makes a fingerprint of its rows.
+        # A fingerprint is a checksum of the rows, by which later code notices if a user's function
+        # has mixed them. If the gradient is split, each device makes a fingerprint of its rows.
         make_fingerprint = self._on_shards(fingerprint)
         new_fingerprint = make_fingerprint(self.row_indices, self.values)
         arguments.set_fields(self, fingerprint=new_fingerprint)

@@ -15,7 +15,7 @@ from transformer_embed._src.rows.distinct_ids import as_max_rows
 from transformer_embed._src.rows.exchange import ExchangedRows, exchange_rows
 from transformer_embed._src.rows.gathered_rows import GatheredRows, as_keys, new_marks
 from transformer_embed._src.rows.trees import Tree, as_arrays
-from transformer_embed._src.tables.row_order import RowOrder, nearest_rows
+from transformer_embed._src.tables.row_order import RowOrder, rows_of_nearest_ids
 from transformer_embed._src.tokens.lookup import as_table
 
 NOTE = (
@@ -96,7 +96,7 @@ class Tables(NamedTuple):
         # The explicit mesh axes that split the rows and the columns of the table, () for none.
         row_axes, column_axes = typed_axes(table)
         check_on_mesh("ids", table_ids.ids, row_axes, column_axes)
-        indices = nearest_rows(table_ids.ids, len(table), table_ids.order)
+        indices = rows_of_nearest_ids(table_ids.ids, len(table), table_ids.order)
         # If the user set a `capacity`, devices exchange the rows of each table that is split over
         # them. Another table in `ids` may be so small that it is whole on each device.
         is_split = row_axes or column_axes

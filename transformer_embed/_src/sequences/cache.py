@@ -182,9 +182,11 @@ def _write(cache: Any, new: Any, slot: Int32[Array, "..."]) -> tuple[Any, Bool[A
         cache = jax.tree.map(_widened_to_int32, cache, is_leaf=_is_tokens)
     cache_arrays = _arrays_by_path("cache", cache)
     new_arrays = _arrays_by_path("new", new)
+    # The numbers of batch rows, of slots and of new tokens.
     sizes = _checked_sizes(cache_arrays, new_arrays, slot)
     if not new_has_batch:
         _check_slot_is_unambiguous(slot, sizes)
+    # The slot of each new token, and whether the token is written.
     target = _find_target_slots(slot, sizes)
     written_arrays = [
         _write_array(cache_array, new_arrays[path], target.slots)
@@ -308,7 +310,8 @@ def _find_target_slots(slot: Int32[Array, "..."], sizes: _Sizes) -> _TargetSlots
         slots = first + jnp.arange(sizes.length, dtype=jnp.int32)[None]
         # If the first slot of a batch row is negative, no token of the row is written.
         is_written = (first >= 0) & (slots < sizes.slot_count)
-    # The scatter drops indices past the end, but would write index -1 into the last slot.
+    # A token that is not written gets the slot past the end of the cache, because the scatter drops
+    # indices past the end. It would write index -1 into the last slot.
     slots = jnp.where(is_written, slots, sizes.slot_count)
     return _TargetSlots(slots=slots, is_written=is_written)
 

@@ -43,7 +43,7 @@ def counted_from_ids(
     is_token = ids != pad_id
     if end_id is None:
         return counted_from_mask(is_token, start, at_padding)
-    # A text begins after the end of another one.
+    # A text begins after the end of another one: the array is shifted by one token to the right.
     begins_text = previous_token_values(ids == end_id)
     # Explicit mesh axes may split a row over devices, but the sum needs the whole row. Each token
     # is 1 and padding is 0, as integers: under strict dtype promotion, jax subtracts no bool.

@@ -109,6 +109,7 @@ class TokenPositions:
         """Converts and checks the arrays."""
         # Positions go first, even if they are None, which is refused like any other wrong value.
         given = {"positions": self.positions, **_given_arrays(self)}
+        # int32 or wider, all [length], or all [1 or batch, length].
         arrays = comparable_arrays(**given)
         length = arrays["positions"].shape[-1]
         for name, array in arrays.items():
@@ -132,6 +133,7 @@ class TokenPositions:
             output = embedder.output(params)
             loss = te.linear_cross_entropy(x, output, labels, mask=batch.next_token_mask)
         """
+        # Tokens have `places` if they are not in the order of their texts: trees, or `take`.
         if self.places is not None:
             want = "None, for tokens in the order of their row (shift the labels before)"
             raise arguments.value_error("places", want, "an array")
@@ -215,8 +217,10 @@ class TokenPositions:
               the tokens have no segment ids, nothing can be padding, so the index gives a token
               with position 0.
         """
+        # The arrays of the tokens, by name, each with a batch axis.
         arrays = batch_arrays(self)
         last = arrays["positions"].shape[1] - 1
+        # An int32 array of one axis, after a check that it has indices inside the row.
         order = arguments.as_indices("order", order, last, "the row", "number")
         taken = TokenPositions(**_taken(arrays, order))
         return _with_rank(taken, self.positions.ndim)
@@ -494,6 +498,7 @@ class TokenPositions:
         is_one_row = arguments.as_array("lengths", lengths).ndim == 0
         # The names of the axes that `lengths` must have: none, or one of batch rows.
         axes = () if is_one_row else ("batch",)
+        # An int32 array with these axes, after a check that lengths on the host are 0 to `length`.
         lengths = arguments.as_indices("lengths", lengths, length, "the padded length", *axes)
         padding_side = arguments.choice("padding_side", padding_side, ("right", "left"))
         counted = counted_from_lengths(lengths, length, padding_side)

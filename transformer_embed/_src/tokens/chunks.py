@@ -63,6 +63,7 @@ def number_of_chunks(chunk_size: int | None, layers: Layers) -> int:
 
 def _bytes_of_token_logits(layer: LayerArrays) -> Any:
     """Returns how many bytes the logits of a token take on a device."""
+    # `wide_rows` are the device's rows of the table, in the dtype of the logits.
     row_count = layer.wide_rows.shape[layer.split.vocab_axis]
     return row_count * layer.wide_rows.dtype.itemsize
 

@@ -251,9 +251,13 @@ class CrossEntropy(Loss):
         """
         (chunk,) = logits
         smoothing = settings.label_smoothing
+        # The relative logits are the logits z minus the largest logit m of each token.
         exponentials = jnp.exp(chunk.relative_logits)
+        # The column of each label, [t, 1], which is out of range if another device has the label.
         columns = columns_of_labels(chunk, labels)
+        # The weight of each row in the mean of the logits, which only smoothing needs.
         row_shares = None if smoothing is None else _row_shares(split, chunk)
+        # For each token, the sum of exponentials, the label's relative logit, and the mean.
         sums = token_sums(split, chunk, columns, row_shares)
         log_total = jnp.log(sums.total)
         log_z = log_total + chunk.largest_logit

@@ -138,6 +138,7 @@ def linear_divergence(
         "On-Policy Distillation of Language Models" (2024), section 2,
         https://arxiv.org/abs/2306.13649
     """
+    # Pairs of x and an `OutputLayer`, checked.
     student = as_output_layer(x, output)
     teacher = as_output_layer(teacher_x, teacher_output, "teacher_")
     _check_pairs(student, teacher)

@@ -204,8 +204,11 @@ class LogProbs(Loss):
         Here the gradients are stored times the total. The division comes later (see `TokenValues`).
         """
         (chunk,) = logits
+        # The relative logits are z - m.
         exponentials = jnp.exp(chunk.relative_logits)
+        # The column of each label, [t, k], which is out of range if another device has the label.
         columns = columns_of_labels(chunk, labels)
+        # For each token, the sum of exponentials and the relative logit of each label.
         sums = token_sums(split, chunk, columns, row_shares=None)
         total = sums.total
         if self.of_candidates:
@@ -344,8 +347,10 @@ class TopK(Loss):
         ranked_logits = jnp.where(chunk.is_inside, finite_logits, -jnp.inf)
         count_of_device = min(self.k, ranked_logits.shape[1])
         best_logits, columns = jax.lax.top_k(ranked_logits, count_of_device)
+        # The device's rows hold the ids from `first_id` on.
         ids = columns.astype(jnp.int32) + chunk.first_id
         if mesh_axes:
+            # The k best of the best ids of all devices.
             best_logits, ids = _best_of_all_devices(self.k, mesh_axes, best_logits, ids)
         is_banned = best_logits == lowest
         log_probs = jnp.where(is_banned, -jnp.inf, best_logits) - jnp.log(total)

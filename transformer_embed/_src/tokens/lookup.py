@@ -22,7 +22,7 @@ from transformer_embed._src.partitioning import (
     varying,
     varying_axes,
 )
-from transformer_embed._src.tables.row_order import RowOrder, nearest_rows
+from transformer_embed._src.tables.row_order import RowOrder, rows_of_nearest_ids
 from transformer_embed._src.tables.stand_in import StandIn
 from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 
@@ -138,11 +138,12 @@ def read_table(table: Any, ids: Ids, options: LookupOptions) -> Vectors:
     """
     mesh = jax.typeof(ids).sharding.mesh
     if isinstance(table, StandIn):
-        # A `StandIn` has only some rows of the table, but all columns. Its last array holds the
-        # rows, so this array is split over devices as the columns of the table are.
+        # A `StandIn` holds some rows of a table in its last array. The columns of this array are
+        # split over the same explicit mesh axes as the columns of the table.
         *_, rows_of_stand_in = jax.tree.leaves(table)
         _, column_axes = typed_axes(rows_of_stand_in)
     else:
+        # The explicit mesh axes that split the rows and the columns of the table, () for none.
         row_axes, column_axes = typed_axes(table)
         check_on_mesh("ids", ids, row_axes)
     # A tuple of mesh axes for each dimension of the ids.
@@ -185,7 +186,7 @@ def _multiply_one_hot(table: TableArray, ids: Ids, options: LookupOptions) -> Ve
     num_rows = table.shape[0]
     wide_table = conversions.widened(table)
     # The row of each id. An id outside the vocabulary gets the row of the nearest id.
-    index = nearest_rows(ids, num_rows, options.order)
+    index = rows_of_nearest_ids(ids, num_rows, options.order)
     one_hot = jax.nn.one_hot(index, num_rows, dtype=wide_table.dtype)
     rows = jnp.matmul(one_hot, wide_table, precision=jax.lax.Precision.HIGHEST)
     return rows.astype(table.dtype)
@@ -219,13 +220,13 @@ def _gather(table: TableArray, ids: Ids, options: LookupOptions) -> Vectors:
     order = options.order
     if is_explicit(jax.typeof(ids).sharding.mesh):
         # The devices of the mesh may have different rows. `read_or_zero` reads from all of them.
-        index = nearest_rows(ids, num_rows, order)
+        index = rows_of_nearest_ids(ids, num_rows, order)
         rows = read_or_zero(table, index.astype(jnp.uint32))
     elif order is None:
         # The row is the id. In this mode, XLA clips an id out of range to the nearest row.
         rows = jnp.take(table, ids, axis=0, mode="clip")
     else:
-        index = nearest_rows(ids, num_rows, order)
+        index = rows_of_nearest_ids(ids, num_rows, order)
         rows = jnp.take(table, index, axis=0, mode="clip")
     rows = _replace_special_rows(rows, table, ids, options)
     # Inside a user's shard_map, the type of the rows must say along which mesh axes they differ
@@ -265,7 +266,7 @@ def _gradient_index(table: TableArray, ids: Ids, options: LookupOptions) -> Arra
     else:
         # This is the row of each id. An id outside the vocabulary has the row of the nearest id,
         # which gets the gradient only if `out_of_range` is "clip".
-        index = nearest_rows(ids, table.shape[0], order).astype(jnp.uint32)
+        index = rows_of_nearest_ids(ids, table.shape[0], order).astype(jnp.uint32)
         if not is_clipped:
             is_inside = ids.astype(jnp.uint32) < options.vocab_size(table)
             index = jnp.where(is_inside, index, past_the_end)

@@ -184,6 +184,7 @@ def _sums_and_gradients(loss: Loss, token_data: TokenData, layers: Layers) -> Su
 
 def _zero_gradients(layer: LayerArrays) -> TableGradients:
     """Returns the gradients of a layer's table and bias before the first chunk: zeros."""
+    # `wide_rows` are the device's rows of the table, in the dtype of sums.
     rows = jnp.zeros_like(layer.wide_rows)
     bias = None if layer.bias is None else jnp.zeros_like(layer.bias)
     return TableGradients(rows=rows, bias=bias)

@@ -143,6 +143,7 @@ def _values_from_arrays_jvp(
     """
     labels, settings, layers = primals
     _, setting_tangents, layer_tangents = tangents
+    # The values with their gradients with respect to logits and settings, and the logits.
     values, logits = values_and_logits(loss, labels, settings, layers)
     logit_tangents = [
         _logit_tangents(chunk, layer, layer_tangent)
@@ -152,7 +153,9 @@ def _values_from_arrays_jvp(
     primals_out = tuple(token_values.values for token_values in values)
     tangents_out = []
     for token_values in values:
+        # How fast the values change with the logits.
         from_logits = directional_derivative(split, token_values, logit_tangents)
+        # For each setting, the product of gradient and tangent is added.
         tangent = add_products(from_logits, token_values.setting_gradients, setting_tangents)
         tangents_out.append(tangent)
     return primals_out, tuple(tangents_out)

@@ -102,11 +102,14 @@ def compute(loss: Loss, layers: tuple[Pair, ...], **token_arguments: ArrayLike |
     for name, argument in token_arguments.items():
         is_left_out = argument is None and name in OPTIONAL
         if not is_left_out:
+            # The argument as an array, checked.
             arrays[name] = CONVERTERS[name](name, argument)
     token_shape = layers[0].x.shape[:-1]
     label_shape = _checked_label_shape(loss, token_shape, arrays.get("labels"))
     if not loss.shift:
         arguments.check_left_out("segment_ids", arrays.get("segment_ids"), "shift is 0")
+    # A function from the name of an argument to the argument's array, with an axis of labels at the
+    # end: [..., c] for c labels of a token, or [..., 1]. None if the argument is left out.
     with_label_axis = functools.partial(_with_label_axis, arrays, token_shape, label_shape)
     # The temperature, the label smoothing and the z-loss, None for those that are left out.
     settings = {name: with_label_axis(name) for name in TokenSettings._fields}

@@ -159,6 +159,7 @@ def chunk_logits(layer: LayerArrays, temperature: Any) -> ChunkLogits:
     `temperature` divides the logits, [t, 1]. If None, it is 1.
     """
     split = layer.split
+    # The logits as `factor * unscaled`, and which rows hold which ids.
     rows = row_logits(layer)
     factor = rows.factor
     # The factor of the products of x and the rows. If there is no softcap, it equals `factor`.
@@ -169,9 +170,11 @@ def chunk_logits(layer: LayerArrays, temperature: Any) -> ChunkLogits:
     # The rows of the `pad_id` and beyond the vocabulary get a very low logit.
     outside_logit = _outside_logit(rows.unscaled.dtype, factor)
     unscaled = _replace_outside_logits(layer.split, rows, outside_logit)
+    # The largest number of `unscaled`, and the sum of exponentials, of each token.
     largest, total = _largest_and_total(split, factor, unscaled)
     is_banned = None
     if layer.bias is not None:
+        # A bias of -inf bans the id of a row, so that the id is never predicted.
         is_banned = layer.bias[None] == -jnp.inf
         largest, total = _finite_if_all_banned(split, largest, total)
     # The checkpoint of a chunk keeps these two arrays. So the backward pass, which computes the
