@@ -86,6 +86,7 @@ def _kwargs_of_whole_rows(rule: RowRule) -> dict[str, Any]:
     reach = rule.index_reach()
     _, right = reach
     options: dict[str, Any] = {"is_causal": right == 0}
+    # A causal mask without a window has the reach (None, 0), and no limit at all is (None, None).
     has_window = reach not in (CAUSAL_REACH, UNLIMITED_REACH)
     if has_window:
         # In a causal window, the right side is 0, as cuDNN wants it.
@@ -94,6 +95,7 @@ def _kwargs_of_whole_rows(rule: RowRule) -> dict[str, Any]:
         # In the order "right", the tokens of a row come before the padding. So the number of tokens
         # says which entries are tokens.
         queries, keys = mask.sides
+        # `number_in_rows` counts the True entries of each batch row.
         options["query_seq_lengths"] = rule.number_in_rows(queries.padding_mask)
         # Keys of another sequence are refused with a causal mask or a window. So all queries of a
         # batch row see the same keys as the first one.
@@ -220,7 +222,9 @@ def _without_windows(rule: RowRule, make: Callable[[Array, Array], Any]) -> dict
     """
     # How many row indices before and after its own a query sees: (left, right).
     reach = rule.index_reach()
+    # A causal mask without a window has the reach (None, 0), and no limit at all is (None, None).
     has_window = reach not in (CAUSAL_REACH, UNLIMITED_REACH)
     if has_window:
+        # The kernel has no window, so this raises an error.
         rule.check_absent(window=rule.mask.window)
     return {"causal": reach == CAUSAL_REACH, "segment_ids": rule.kernel_segment_ids(make)}

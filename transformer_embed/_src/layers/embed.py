@@ -46,7 +46,7 @@ def embed(
         raise arguments.value_error("ids", "shape [..., length]", "shape []")
     tokens = token_rows(config, params["token_embedding"], ids)
     # The table rows of the ids times the factor of the config, in float32 or wider. Positions and
-    # token types are added below.
+    # token types are added below, in float32 or wider, too.
     total = tokens.scaled
     # The scheme says how positions are encoded, such as `Learned(512)`.
     if config.scheme is not None:
@@ -126,6 +126,7 @@ def encode_positions(
     """
     if not scheme.is_learned:
         return scheme.encoding(as_positions("positions", positions), width)
+    # A learned scheme has a table with a row for each position.
     table = as_table("learned_positional_encoding/embeddings", leaves["embeddings"])
     indices = arguments.as_int32("positions", positions)
     return conversions.widened(lookup(table, indices, out_of_range=out_of_range))

@@ -25,6 +25,7 @@ def replace_tensors(tensors: Tensors, arrays: Mapping[str, np.ndarray]) -> None:
     is replaced, such a copy is replaced too. At any time, the checkpoint is the whole old one or
     the whole new one.
     """
+    # A tied model may store copies of its table under other names, which get the new values, too.
     all_arrays = {**arrays, **_arrays_of_tied_copies(tensors, arrays)}
     if tensors.path.name.endswith(".json"):
         _replace_shards(tensors, all_arrays)

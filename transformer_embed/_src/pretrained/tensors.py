@@ -272,6 +272,7 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
     # The header of a shard is read once, when its first tensor is asked for.
     header = functools.cache(_header)
     if file.name.endswith(".json"):
+        # The index file says which shard has each tensor.
         return Tensors(path=file, files=_shards(file), metadata={}, header=header)
     entries, metadata = header(file)
     files = dict.fromkeys(entries, file)

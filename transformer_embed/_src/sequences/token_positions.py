@@ -385,6 +385,7 @@ class TokenPositions:
         start = arguments.int32("start", start)
         at_padding = arguments.int32("at_padding", at_padding)
         check_last_position("start", start, rows.shape[1])
+        # The position and the segment id of each token, [1 or batch, length].
         counted = counted_from_ids(rows, pad_id, end_id, start, at_padding)
         tokens = cls(counted.positions, segment_ids=counted.segment_ids)
         return _with_rank(tokens, ids.ndim)
@@ -453,6 +454,7 @@ class TokenPositions:
             [1, 1, 1, 2, 2]
         """
         positions = as_comparable("positions", positions)
+        # The position and the segment id of each token, [1 or batch, length].
         counted = counted_from_positions(as_batch("positions", positions))
         tokens = cls(counted.positions, segment_ids=counted.segment_ids)
         return _with_rank(tokens, positions.ndim)
@@ -543,11 +545,13 @@ class TokenPositions:
             Packing is described by Raffel et al., "T5" (2020), section 3.5.2,
             https://arxiv.org/abs/1910.10683
         """
+        # Segment ids on the host stay there for now, for the check below.
         integers = checked_segment_ids(segment_ids)
         on_device = as_signed("segment_ids", integers)
         rows = as_batch("segment_ids", on_device)
         if isinstance(integers, np.ndarray):
             _check_no_segment_reappears(integers)
+        # The position and the segment id of each token, [1 or batch, length].
         counted = counted_from_segments(rows)
         tokens = cls(counted.positions, segment_ids=counted.segment_ids)
         return _with_rank(tokens, integers.ndim)

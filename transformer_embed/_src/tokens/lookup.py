@@ -169,12 +169,14 @@ def read_table(table: Any, ids: Ids, options: LookupOptions) -> Vectors:
 
 def _read_local_columns(table: Any, ids: Ids, options: LookupOptions) -> Vectors:
     """Computes `read_table` if no mesh axis splits both the ids and the columns of the table."""
+    # A `StandIn` holds only some rows of the table, and finds the rows of the ids among them.
     if isinstance(table, StandIn):
         rows = table.gather_rows(ids, options.order)
     elif options.lookup_style == "gather":
         return _gather(table, ids, options)
     else:
         rows = _multiply_one_hot(table, ids, options)
+    # Padding gets zeros, and an id out of range gets what `options.out_of_range` says.
     return _replace_special_rows(rows, table, ids, options)
 
 
@@ -228,6 +230,7 @@ def _gather(table: TableArray, ids: Ids, options: LookupOptions) -> Vectors:
     else:
         index = rows_of_nearest_ids(ids, num_rows, order)
         rows = jnp.take(table, index, axis=0, mode="clip")
+    # Padding gets zeros, and an id out of range gets what `options.out_of_range` says.
     rows = _replace_special_rows(rows, table, ids, options)
     # Inside a user's shard_map, the type of the rows must say along which mesh axes they differ
     # between devices. If there are no ids, jax loses this, so the type is set here.

@@ -246,6 +246,7 @@ def _result_of_each_token(
     """
     weights = token_data.weights
     token_data, layer_arrays = _split_over_mesh(layers, token_data, is_counted)
+    # The losses, then further values such as the entropy, [..., c] each, times the weights.
     values = map_chunks(loss, token_data, layer_arrays)
     # While logits are computed, tokens are not split over the mesh axes of the table. Now the
     # values are split like the tokens of x again.
