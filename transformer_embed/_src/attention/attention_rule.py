@@ -77,6 +77,7 @@ def rule_fields(mask: Any) -> tuple[Fields, Fields]:
     - `chunk`, if the mask has chunks: the number of the token's chunk, from 0.
     """
     queries, keys = mask.sides
+    # The arrays of the tokens, such as positions, by name, each [1 or b, length].
     query_arrays = batch_arrays(queries)
     key_arrays = batch_arrays(keys)
     # All fields get the widest dtype, because under strict dtype promotion jax compares no int32

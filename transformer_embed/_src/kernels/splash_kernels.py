@@ -127,6 +127,7 @@ def splash_kernels(
         batch_size=batch_size,
         q_offset=q_offset,
     )
+    # What row indices say about the mask goes into `head_masks`, and the rest into segment ids.
     head_masks = index_masks(rule, num_heads)
     segment_ids = splash_segment_ids(rule)
     q_seq_shards = arguments.size("q_seq_shards", q_seq_shards)
@@ -140,6 +141,7 @@ def splash_kernels(
     # Inside `jax.jit` too, the arrays of the kernel must be numbers and not tracers.
     with jax.ensure_compile_time_eval():
         kernel = make(head_masks, head_shards=head_shards, q_seq_shards=q_seq_shards, **options)
+    # For each batch row, the kernel also skips the tiles in which no pair of the row may attend.
     return _kernels_of_rows(rule, kernel, sizes, q_seq_shards), segment_ids
 
 

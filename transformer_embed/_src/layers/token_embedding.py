@@ -173,6 +173,7 @@ def _parameters(
     parameters = parameters_of(config)["token_embedding"]
     table = parameters["embeddings"]
     if matrix is None:
+        # The user's initializer, or the default if it is None.
         init = as_initializer(w_init, table.init)
     else:
         init = functools.partial(_table_of_rows, matrix, config)

@@ -117,7 +117,9 @@ def alibi_bias(
         The bias is from Press et al., "Train Short, Test Long" (2022), section 3,
         https://arxiv.org/abs/2108.12409
     """
+    # Both arrays as int32 or wider, with the same number of axes.
     positions = comparable_arrays(query_positions=query_positions, key_positions=key_positions)
+    # The slope of each head, a tuple of Python floats.
     slopes = _slopes(num_heads, max_bias)
     causal = arguments.flag("causal", causal)
     dtype = arguments.result_dtype(dtype)

@@ -238,6 +238,7 @@ def _rotate(
     # and leading axes. [..., length, 1, axes].
     leading_axes = range(x.ndim - positions.ndim - 1)
     positions = jnp.expand_dims(positions, (*leading_axes, -2))
+    # The position that rotates each pair of channels, [..., length, 1, pairs or 1].
     pair_positions = _positions_of_pairs(positions, pair_axes)
     cosines_and_sines = _cosines_and_sines(
         pair_positions, fixed_point_frequencies, attention_factor

@@ -437,6 +437,7 @@ def scaled_frequencies(scaling: Scaling | None, dim: int, base: float) -> tuple[
         return frequencies, 1.0
     with decimal.localcontext(phase.PRECISION):
         attention_factor = scaling.attention_factor
+        # If the user sets no factor, each scaling has a formula for it.
         if attention_factor is None:
             formula_factor = scaling._formula_attention_factor()
             attention_factor = arguments.positive("attention factor", formula_factor)

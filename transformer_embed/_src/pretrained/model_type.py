@@ -276,6 +276,7 @@ class ModelType(NamedTuple):
             - "rope_local_base_freq", which is about layers with a window, if no model of this type
               has such layers.
         """
+        # An entry inside the object of a rotation is named "rope_scaling: beta".
         object_name, _, name_in_object = entry.rpartition(": ")
         if object_name:
             return name_in_object in UNREAD_IN_ROTATIONS

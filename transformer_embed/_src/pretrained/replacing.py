@@ -130,6 +130,8 @@ def _write(
         arrays: The arrays that replace tensors, by the tensors' names.
         file: The new file.
     """
+    # The tensors of the new file in their order, each with a new array, or with an entry that says
+    # where the bytes are in the old file.
     tensors_to_write = _tensors_to_write(tensors, path, arrays)
     header = _encoded_header(tensors_to_write, tensors.header(path).metadata)
     # The file begins with the size of the header, in 8 bytes.

@@ -375,6 +375,7 @@ def _interpolate(table: Array, layout: GridLayout, method: str) -> Array:
 def _cut_or_extend(table: Array, layout: GridLayout, rng: Array | None) -> Array:
     """Cuts a table of positions on a line at the end, or adds sampled rows there."""
     table = on_every_device(table)
+    # A line is a grid with one axis.
     (new_length,) = layout.new_shape
     new_size = layout.rows_before + new_length
     rows_of_line = table[layout.rows_before :]

@@ -43,8 +43,10 @@ def distinct_rows(indices: Int32[Array, "..."], num_rows: int, max_rows: int) ->
     If there are more than `max_rows` of them, the largest ones are left out. The padding is
     `num_rows` or above. If there is more than one block, padding fills the last block.
     """
+    # The most distinct indices that there can be.
     count = most_distinct(indices.size, num_rows, max_rows)
     length = count
+    # The optimizer updates BLOCK rows at a time, so the length becomes a multiple of BLOCK.
     if count > BLOCK:
         block_count = -(-count // BLOCK)
         length = block_count * BLOCK

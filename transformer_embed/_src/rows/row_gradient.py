@@ -189,6 +189,7 @@ class RowGradient(SomeRows):
             is_unchanged = fits(indices, values, old_fingerprint)
             return or_nan(is_unchanged, values)
 
+        # If the gradient is split, the function runs on each device, for the rows of its shard.
         trusted_on_shards = self._on_shards(trusted)
         return trusted_on_shards(self.row_indices, self.values, self.fingerprint)
 

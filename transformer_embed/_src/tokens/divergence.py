@@ -246,6 +246,7 @@ class Divergence(Loss):
             beta * KL(teacher, mixture) + (1 - beta) * KL(student, mixture)
         """
         beta = self.beta
+        # The mixture `beta * teacher + (1 - beta) * student`, and its ratio to both, as logarithms.
         mixture = _mixture(probs, beta)
         teacher_part = _kullback_leibler(
             split,

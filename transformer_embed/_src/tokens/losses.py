@@ -218,6 +218,7 @@ def _compute(loss: Loss, layers: tuple[Pair, ...], batch: Batch) -> Any:
     # True for each token, in an array that is split over the mesh like the tokens.
     is_token = _true_like_tokens(layers[0].x)
     # `token_data` has the labels, the weights and the settings of the tokens that predict.
+    # `is_counted` is False at labels that count nothing, such as padding.
     token_data, is_counted = predicted_labels(loss, layers, batch, is_token)
     if loss.reduction == "none":
         return _result_of_each_token(loss, layers, token_data, is_counted, is_token)
