@@ -217,7 +217,7 @@ def _without_windows(rule: RowRule, make: Callable[[Array, Array], Any]) -> dict
     """Makes the arguments of a kernel that has no argument for a window.
 
     Args:
-        rule: The rule of the mask.
+        rule: The mask, checked for this kernel, and what it says about row indices.
         make: Makes the kernel's segment ids from the ids of queries and of keys.
     """
     # How many row indices before and after its own a query sees: (left, right).

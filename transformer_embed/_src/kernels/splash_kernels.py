@@ -155,7 +155,7 @@ def _kernels_of_rows(rule: RowRule, kernel: Any, sizes: Any, q_seq_shards: int) 
     set for dq is None.
 
     Args:
-        rule: The rule of the mask.
+        rule: The mask, checked for this kernel, and what it says about row indices.
         kernel: The kernel, which is the same for all batch rows.
         sizes: The block sizes of the kernel.
         q_seq_shards: The number of devices that the queries are split over.
@@ -222,7 +222,7 @@ def _info_that_skips_keys(rule: RowRule, info: Any, tile: tuple[int, int]) -> An
     and column `info.data_next[i, j]`. It computes nothing if `info.block_mask[i, j]` is 0.
 
     Args:
-        rule: The rule of the mask.
+        rule: The mask, checked for this kernel, and what it says about row indices.
         info: The arrays of jax's kernel, which are the same for all batch rows. If None, there is
             nothing to skip.
         tile: The numbers of queries and of keys of a tile.
@@ -243,7 +243,7 @@ def _info_that_skips_queries(rule: RowRule, shards: int, info: Any, tile: tuple[
     queries are split over devices, each device counts the rows from 0.
 
     Args:
-        rule: The rule of the mask.
+        rule: The mask, checked for this kernel, and what it says about row indices.
         shards: The number of devices that the queries are split over.
         info: The arrays of jax's kernel, which are the same for all batch rows. If None, there is
             nothing to skip.
@@ -276,7 +276,7 @@ def _info_for_every_row(rule: RowRule, info: Any, loaded_tile: Array, block_mask
     batch row.
 
     Args:
-        rule: The rule of the mask.
+        rule: The mask, checked for this kernel, and what it says about row indices.
         info: The arrays of jax's kernel.
         loaded_tile: The tile that each step loads, [1 or b, h, i, j].
         block_mask: 0 for each step that does not run, [1 or b, h, i, j].

@@ -259,7 +259,10 @@ def multiply_high(a: Whole, b: Array | np.ndarray | np.uint32) -> Word:
 
 
 def _multiply(integer: Whole, high: Any, low: Any) -> _Phase:
-    """Multiplies an int32 or uint32 by `high * 2**-32 + low * 2**-64` turns, modulo one turn."""
+    """Multiplies an int32 or uint32 by `high * 2**-32 + low * 2**-64` turns, modulo one turn.
+
+    The result is a phase, a fraction of a turn in two words of 32 bits.
+    """
     word = integer.astype(jnp.uint32)
     # `word * high` may wrap, which takes away whole turns.
     high_of_product = word * high + multiply_high(integer, low)
@@ -268,7 +271,11 @@ def _multiply(integer: Whole, high: Any, low: Any) -> _Phase:
 
 @jax.custom_jvp
 def _sine_at_float(positions: Real, frequencies: Words, quarters: Quarters) -> Real:
-    """Computes `sinusoid` at float32 positions."""
+    """Computes `sinusoid` at float32 positions.
+
+    `frequencies` are the words (turns, high, low) of each frequency, and `quarters` are the quarter
+    turns that are added to each angle: 0 gives the sine and 1 the cosine.
+    """
     magnitude = jnp.abs(positions)
     # The phase is computed for the magnitude. A negative position has the angle -angle, and needs
     # the sine of x = quarters - angle. As sin(x) = sin(half a turn - x), this is the sine of
@@ -339,7 +346,7 @@ def _float_phase(magnitude: Real, frequencies: Words) -> _Phase:
 
 
 def _add(phase: _Phase, other: _Phase) -> _Phase:
-    """Adds two phases, modulo one turn."""
+    """Adds two phases, fractions of a turn in two words each, modulo one turn."""
     low_sum = phase.low + other.low
     # A sum that wraps is smaller than each of its terms.
     carry = (low_sum < phase.low).astype(jnp.uint32)
@@ -372,6 +379,8 @@ _EIGHTH_TURN = np.uint32(1 << 29)
 
 def _sine_of_phase(phase: _Phase, quarters: Quarters) -> Real:
     """Computes the sine of a phase plus some quarter turns.
+
+    A phase is a fraction of a turn, `high * 2**-32 + low * 2**-64`, in two words of 32 bits.
 
     If the quarter turn that is nearest to the sum is even, the sine is the polynomial of the sine,
     at the distance from that quarter turn. If it is odd, the polynomial of the cosine is used.

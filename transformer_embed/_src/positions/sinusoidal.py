@@ -355,7 +355,8 @@ def encode_grid(
     encoding = jnp.concatenate(encodings, -1)[..., :d_model]
     is_inside = (points >= 0) & (points < math.prod(lengths))
     is_outside = ~is_inside
-    # With odd="zero", the parts may have fewer channels than d_model. Then zeros are added.
+    # With odd="zero", the axes together may have fewer channels than d_model. For example, 2 axes
+    # of a d_model of 7 have 2 channels each. Then zeros are added.
     missing_channels = d_model - encoding.shape[-1]
     no_padding = [(0, 0)] * (encoding.ndim - 1)
     with_all_channels = jnp.pad(encoding, [*no_padding, (0, missing_channels)])

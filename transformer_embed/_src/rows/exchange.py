@@ -173,7 +173,7 @@ class ExchangedRows(NamedTuple):
     """Holds the rows of a table that each device reads for its own ids.
 
     Args:
-        plan: The plan of the exchange.
+        plan: Which devices ask which others for rows, and for how many at most.
         table: The table, [v, d].
         requests: What the devices ask each other for. The loss is differentiated with respect to
             their rows.

@@ -125,7 +125,10 @@ class GatheredRows(SomeRows, StandIn):
 
 
 def new_marks(width: int, dtype: Any) -> Float[np.ndarray, "m d"]:
-    """Makes the marks of rows, as numpy arrays because `jax_debug_nans` lets those pass."""
+    """Makes the marks: rows of known values, which show whether a function has mixed rows.
+
+    They are numpy arrays, because `jax_debug_nans` raises no error for a NaN in them.
+    """
     # The equal rows are tiny, so that noise of any usual size makes them differ. Their squares and
     # inverses are still normal numbers.
     tiny = 2.0 ** (jnp.finfo(dtype).minexp // 2)

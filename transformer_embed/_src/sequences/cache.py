@@ -201,6 +201,8 @@ def _write_array(
 ) -> Shaped[Array, "b n ..."]:
     """Writes new tokens into one array of a cache of n slots.
 
+    A slot is the place of one token in a batch row of the cache.
+
     Args:
         cache_array: The array of the cache.
         new_array: The same array of the new tokens. If it has one batch row, this row is written to
@@ -291,6 +293,9 @@ class _TargetSlots(NamedTuple):
 
 def _find_target_slots(slot: Int32[Array, "..."], sizes: _Sizes) -> _TargetSlots:
     """Computes the slot of each token, and whether it is written.
+
+    A slot is the place of one token in a batch row of the cache. For example, 3 tokens with the
+    first slot 2, in a cache of 4 slots, get the slots 2 3 4, and the last one is not written.
 
     Args:
         slot: The slot of the first token, [] or [batch], or the slot of each token, [1 or batch,

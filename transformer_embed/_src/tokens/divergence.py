@@ -212,8 +212,8 @@ class Divergence(Loss):
 
         `"forward"` is KL(teacher, student), `"reverse"` is KL(student, teacher), and `"js"` is the
         weighted mean of two divergences from a mixture of both. A divergence has no labels. The
-        temperature, its only setting, is in the logits already. The result has one entry, because
-        other losses also return further values.
+        temperature, its only setting, is in the logits already. The result is a tuple with one
+        entry, because other losses return several values, such as a loss and an entropy.
         """
         student_logits, teacher_logits = logits
         probs = _probabilities(split, student_logits, teacher_logits)
