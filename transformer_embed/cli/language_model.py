@@ -70,6 +70,7 @@ def _normalized(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
 def _attention(positions: str, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
     """Runs causal attention. Rotary positions turn queries and keys, and ALiBi adds a bias."""
     batch, length, _ = x.shape
+    # The positions 0, 1, 2, ... of the tokens.
     tokens = te.TokenPositions.from_offset(0, length)
 
     def project_to_heads(name: str) -> Float[Array, "b t h c"]:

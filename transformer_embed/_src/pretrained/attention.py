@@ -112,6 +112,7 @@ def attention_facts(
     """
     if not model_type.attention:
         return AttentionFacts(attention=None, norm_eps=None)
+    # The entries about attention and norms, from config.json, from settings, or defaults.
     entries = values["attention"]
     norm_eps = entries.get("norm_eps")
     heads = entries.get("num_attention_heads")

@@ -133,8 +133,8 @@ def _shapes_in_config(model_type: ModelType, values: Options) -> dict[str, tuple
     # The entry that has the width of the tables. A linear layer may widen their rows.
     width_entry = "embedding_size" if model_type.widen else "hidden_size"
     vocabulary_entry = _entry_of_vocabulary(values)
-    # For each matrix: the entry that has the number of rows, and the entry that has the number of
-    # columns.
+    # For each matrix, by the path of the parameter: the entry that has the number of rows, and the
+    # entry that has the number of columns.
     entries_of_shapes = {
         TOKENS: (vocabulary_entry, width_entry),
         POSITIONS: ("max_position_embeddings", width_entry),
@@ -227,7 +227,7 @@ def _describe(
             "those of <mask> by 0"
         )
         raise arguments.value_error("token_dropout", f"False, and {instead}", True)
-    # `TOKENS` is the path of the token table. All shapes are (rows, columns).
+    # `TOKENS`, `WIDEN` and so on are the paths of parameters. All shapes are (rows, columns).
     rows, table_width = shapes[TOKENS]
     # If a linear layer widens the vectors of the table, its tensor is [d_model, table_width].
     d_model = table_width

@@ -126,6 +126,7 @@ def _rule_for(model_type: ModelType, values: Options) -> Rule:
     # Some types list the indices of the layers of the second kind in an entry.
     if _listed_indices(model_type, values) is not None:
         return _at_indices
+    # Only DeepSeek V4 has layers of the kind "heavily_compressed_attention".
     is_deepseek_v4 = COMPRESSED in model_type.kinds
     if is_deepseek_v4:
         return _every_other_from_3

@@ -255,6 +255,7 @@ class ModelType(NamedTuple):
                 the object, such as "rope_scaling: beta".
             value: The value of the entry.
         """
+        # The names that files have for each entry that the type reads.
         for names in self.names_of_entries().values():
             if entry in names:
                 return EntryStatus.READ

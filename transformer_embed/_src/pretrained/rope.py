@@ -137,8 +137,10 @@ def rotary_arguments(model_type: ModelType, values: Options, kind: str) -> dict[
 
 def _entries_of_kind(model_type: ModelType, kind: str) -> RotationEntries:
     """Returns the names of the entries that describe the rotation of this kind of layers."""
+    # DeepSeek V4 has one base for its compressed layers, and another for its sliding layers.
     if COMPRESSED_BASE in model_type.entries:
         return UNCOMPRESSED_ROTATION if kind == SLIDING else COMPRESSED_ROTATION
+    # Types such as Gemma 3 have another base for sliding layers ("rope_local_base_freq").
     if kind == SLIDING and LOCAL_BASE in model_type.entries:
         return SLIDING_ROTATION
     return USUAL_ROTATION

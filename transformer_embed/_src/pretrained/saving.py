@@ -103,6 +103,7 @@ def save_embedder(
     pretrained = PretrainedInput(
         config=config, params={}, layers=layers, bias=bias, names=names, no_output=no_output
     )
+    # This raises an error if a field does not fit the function that a caller will pass it to.
     check_described(pretrained)
     # The arguments of T5's bias have "num_buckets", and the arguments of `alibi_bias` do not.
     has_bias_table = bias is not None and "num_buckets" in bias
@@ -117,6 +118,7 @@ def save_embedder(
                 raise arguments.value_error("params", "names without a slash", repr(name))
     # A parameter for which the caller gives no name is stored under its path.
     tensor_names: dict[str, Any] = {leaf_path: leaf_path for leaf_path in leaves}
+    # A user may name a parameter by the end of its path. `full_paths` returns the whole paths.
     tensor_names.update(full_paths(names or {}, leaves))
     arrays = _arrays_by_tensor(leaves, tensor_names)
     pretrained = pretrained._replace(layers=[*layers], names=tensor_names)

@@ -131,6 +131,8 @@ def plan_exchange(
     device_count = devices_along(mesh, all_id_axes)
     # A device asks once for each distinct row of its own part of the ids.
     ids_of_device = id_count // device_count
+    # So `most_asked` is the smallest of the number of these ids, the number of rows, and `max_rows`
+    # (but at least 1).
     most_asked = most_distinct(ids_of_device, num_rows, max_rows)
     shard_rows = num_rows // num_owners
     # The sizes of the buffers: how many rows a device can ask of each owner (`most_sent`), and how

@@ -549,6 +549,7 @@ class TokenPositions:
         integers = checked_segment_ids(segment_ids)
         on_device = as_signed("segment_ids", integers)
         rows = as_batch("segment_ids", on_device)
+        # On the host, two runs of tokens with the same segment id in a row are an error.
         if isinstance(integers, np.ndarray):
             _check_no_segment_reappears(integers)
         # The position and the segment id of each token, [1 or batch, length].

@@ -58,8 +58,11 @@ def predicted_labels(
     """
     output = layers[0].output
     dtype = _dtype_of_sums(layers)
+    # The arrays of the batch are split over explicit mesh axes as `is_token` is.
     batch = jax.tree.map(lambda array: split_like(array, is_token), batch)
     is_counted = is_token[..., None]
+    # The mask, the weights and the settings get the shape of the tokens, so that they can be
+    # shifted.
     batch = _broadcast_to_tokens(batch, is_counted, dtype)
     if loss.shift:
         # False at tokens that predict no label of their document.
