@@ -239,8 +239,8 @@ def _with_arrays_of_cache(new: Any, cached: Any) -> Any:
 
     If the cache has `places` (the numbers by which masks compare tokens) and the new tokens do not,
     the positions of the new tokens are used. A missing array `ends` (of trees) or `block_ids` is
-    filled with its number in `VALUES_IF_ABSENT`. A missing array of segment ids is left out. Any
-    other leaf than token positions stays as it is.
+    filled with its number in `VALUES_IF_ABSENT`. If the segment ids are missing, they stay missing,
+    and `_write` raises an error. Any other leaf than token positions stays as it is.
 
     Args:
         new: A leaf of the new tokens.
@@ -256,7 +256,7 @@ def _with_arrays_of_cache(new: Any, cached: Any) -> Any:
     for name, cached_array in batch_arrays(cached).items():
         if name not in arrays and name in defaults:
             arrays[name] = defaults[name]
-        # `_write` reports arrays that are still missing.
+        # Only segment ids may still be missing.
         if name in arrays:
             arrays[name] = _as_dtype_of_cache(arrays[name], cached_array.dtype)
     return TokenPositions(**arrays)
