@@ -146,7 +146,13 @@ def _arguments(parameters: Iterable[inspect.Parameter]) -> list[str]:
         default = each.default
         if dataclasses.is_dataclass(default):
             default = _Text(f"{type(default).__name__}()")
-        texts.append(_shortened(str(each.replace(default=default))))
+        if type(default) is str:
+            # The dots of a string are not those of a module.
+            declared = _shortened(str(each.replace(default=each.empty)))
+            equals = " = " if ":" in declared else "="
+            texts.append(f'{declared}{equals}"{default}"')
+        else:
+            texts.append(_shortened(str(each.replace(default=default))))
     return texts
 
 

@@ -553,6 +553,23 @@ OBJECTIVES = FOLDER / "objectives.md"
 
 
 @pytest.mark.documentation
+def test_a_loss_of_gathered_tokens_is_that_of_the_chosen_tokens():
+    loss_of_chosen = functions_of(OBJECTIVES, "loss_of_chosen").loss_of_chosen
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(3, 7, 4)).astype(np.float32)
+    table = rng.normal(size=(11, 4)).astype(np.float32)
+    ids = jnp.asarray(rng.integers(0, 11, (3, 7)))
+    is_chosen = jnp.asarray(rng.random((3, 7)) < 0.3)
+    count = int(is_chosen.sum())
+    for most in (count, count + 2, 21):
+        same_losses(
+            lambda arrays, most=most: loss_of_chosen(*arrays, ids, is_chosen, most),
+            lambda arrays: te.linear_cross_entropy(*arrays, ids, mask=is_chosen),
+            (x, table),
+        )
+
+
+@pytest.mark.documentation
 def test_vectors_of_two_towers_do_not_see_padding_and_an_empty_text_is_0():
     page = functions_of(OBJECTIVES, "vectors", "hk")
     vectors = page.hk.without_apply_rng(page.hk.transform(page.vectors))

@@ -16,19 +16,20 @@ layout of the tokens by `order=`:
 
 In all three layouts, positions rise by one from token to token of a sequence. If you make tokens by
 `TokenPositions.from_lengths`, `from_segment_ids` or `from_offset`, they are in one of these
-layouts. `from_ids` and `from_mask` also allow padding inside a sequence, which is in none of them.
-Outside of `jax.jit`, the functions check the layout by `te.check_batch`, which also refuses
-negative segment ids. Inside `jax.jit`, the layout is not checked, and tokens that are not in the
-declared layout give wrong outputs. So call `te.check_batch` in your data pipeline.
+layouts. `from_ids` and `from_mask` also allow padding inside a sequence, and then the tokens are in
+none of these layouts. Outside of `jax.jit`, the functions check the layout by `te.check_batch`,
+which also refuses negative segment ids. Inside `jax.jit`, the layout is not checked, and tokens
+that are not in the declared layout give wrong outputs. So call `te.check_batch` in your data
+pipeline.
 
 Tokens without a batch axis are used for every batch row, because the arguments of a kernel have a
 batch axis.
 
 In a Pallas kernel of your own for TPUs, you can call `relative_position_buckets` and
-`AttentionMask.tile`. The latter makes the mask of the queries and keys that the kernel has loaded.
-You cannot call `alibi_bias`, `apply_rotary` and `sinusoidal_encoding` in such a kernel, because
-they hold constant arrays. Instead, pass `alibi_slopes`, the encodings or the rotated heads to the
-kernel as inputs.
+`AttentionMask.tile`. The method `tile` makes the mask of the queries and keys that the kernel has
+loaded. You cannot call `alibi_bias`, `apply_rotary` and `sinusoidal_encoding` in such a kernel,
+because they hold constant arrays. Instead, pass `alibi_slopes`, the encodings or the rotated heads
+to the kernel as inputs.
 """
 
 from transformer_embed._src.kernels.kernel_arguments import (

@@ -1,6 +1,6 @@
 """Input layers of published checkpoints: load them, save them and resize their tables.
 
-The docstring of `load_embedder` says how exactly the embeddings of a model are reproduced.
+The docstring of `load_embedder` says how closely the embeddings agree with transformers.
 """
 
 from transformer_embed._src.pretrained.layers import Layer

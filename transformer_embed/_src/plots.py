@@ -108,21 +108,23 @@ def plot_mask(
         mask: A bool mask, in which True means that the query may attend to the key. Shape [T, S]
             for T queries and S keys, or with leading axes of length 1, as `AttentionMask.dense`
             returns for a batch of one. If the batch is larger, pass the mask of one batch row, such
-            as `mask[0]`. You can also pass the int8 result of `AttentionMask.tile_kinds`. The
-            picture then has a cell for each tile, a rectangle of the mask. The tone of a cell says
-            whether no pair, some pairs or all pairs of the tile may attend.
+            as `mask[0]`. You can also pass the int8 result of `AttentionMask.tile_kinds`, which
+            divides a mask into rectangles, the tiles. The picture then has a cell for each tile.
+            The tone of the cell says whether no pair, some pairs or all pairs of the tile may
+            attend.
         ax: The matplotlib Axes to draw on. If None, a new pyplot figure is made.
         query_tokens: A name for each of the T queries. If None, the queries are numbered.
         key_tokens: A name for each of the S keys. If None, the keys are numbered.
 
     Returns:
         The Axes, with key (token attended to) across, query (token that attends) down, and a legend
-        of the two tones beside it.
+        of the tones beside it.
 
     Raises:
         TypeError: `mask` is not bool or int8, or is traced.
-        ValueError: `mask` is empty, or is not one matrix. The number of query tokens differs from
-            the number of rows, or the number of key tokens differs from the number of columns.
+        ValueError: `mask` is empty, has fewer than two axes, or has an axis longer than 1 before
+            the last two axes. The number of query tokens differs from the number of rows, or the
+            number of key tokens differs from the number of columns.
 
     Example:
         >>> import transformer_embed as te
@@ -178,14 +180,16 @@ def plot_rotary(
         head_dim: The number of channels of a head, which is even.
         ax: The matplotlib Axes to draw on. If None, a new pyplot figure is made.
         base: The base of the rotation's frequencies, as `apply_rotary` takes it.
-        scaling: The scaling of the frequencies for long texts, as `apply_rotary` takes it. If the
-            scaling has an attention factor, the rotated points are also multiplied by this factor,
-            so the dots in the picture are not on the circles.
+        scaling: The scaling of the frequencies for long texts, as `apply_rotary` takes it. The
+            picture shows rotated points as dots, on a circle for each pair of channels. If the
+            scaling has an attention factor, `apply_rotary` also multiplies the points by this
+            factor, so the dots are not on the circles.
 
     Returns:
-        The Axes of matplotlib, with the first channel of a pair across and the second channel up.
-        The legend lists the pairs, for example 0, 4, 8 and 12 of the 32 pairs of a head of 64
-        channels. The first six dots of the innermost circle are labelled with the positions.
+        The Axes, with the first channel of a pair across and the second channel up. Each drawn pair
+        of channels has a circle, with a dot for each position. The legend lists the pairs, for
+        example 0, 4, 8 and 12 of the 32 pairs of a head of 64 channels. The first six dots of the
+        innermost circle are labelled with their positions.
 
     Raises:
         TypeError: `positions` are traced, or are neither integers nor floats. `head_dim` is not a
@@ -248,8 +252,8 @@ def plot_bias(
         bias: The bias, such as one head of the result of `alibi_bias` or `RelativePositionBias`.
             Shape [T, S] for T queries and S keys, or with leading axes of length 1. If you added
             the result of `mask_to_bias`, the cells of hidden keys are hatched in the picture. A
-            cell counts as hidden if its bias is -16376 or less: after the softmax, the weight of
-            such a key is 0.
+            cell counts as hidden if its bias is -16376 (half of what `mask_to_bias` adds in
+            float16) or less. After the softmax, the weight of such a key is 0.
         ax: The matplotlib Axes to draw on. If None, a new pyplot figure is made.
         query_tokens: A name for each of the T queries. If None, the queries are numbered.
         key_tokens: A name for each of the S keys. If None, the keys are numbered.
@@ -260,8 +264,9 @@ def plot_bias(
 
     Raises:
         TypeError: `bias` is traced.
-        ValueError: `bias` is empty, or is not one matrix. The number of query tokens differs from
-            the number of rows, or the number of key tokens differs from the number of columns.
+        ValueError: `bias` is empty, has fewer than two axes, or has an axis longer than 1 before
+            the last two axes. The number of query tokens differs from the number of rows, or the
+            number of key tokens differs from the number of columns.
 
     Example:
         >>> import jax.numpy as jnp

@@ -40,9 +40,10 @@ from transformer_embed._src.sequences.token_positions import (
 class AttentionMask(Mask):
     """Says who may attend to whom in an attention layer, by a rule of size O(length).
 
-    You make a mask from tokens, and pass `mask.dense()` to your attention layer (not the mask
-    itself). For long rows, an attention kernel can use `tile` and `tile_kinds` in place of the
-    whole array, and `te.kernels` translates a mask into the arguments of fused kernels.
+    You make a mask from tokens, and pass the array `mask.dense()` to your attention layer (not the
+    mask itself). For long rows, an attention kernel of your own can use two methods in place of the
+    whole array: `tile` makes a rectangle of it, and `tile_kinds` says which rectangles are empty or
+    full. `te.kernels` translates a mask into the arguments of fused kernels.
 
     With `window=(left, right)`, a query at position q may attend to a key at position k if
 
@@ -51,26 +52,26 @@ class AttentionMask(Mask):
          or both are in the same block)
         and both have the same segment id, and the key is a token, not padding
 
-    The conditions on `causal`, `window`, `sinks` and `chunk` count only if you set these arguments.
+    Each condition on `causal`, `window`, `sinks` or `chunk` applies only if you set this argument.
     For example, without `window` a query sees keys at any distance. The class is a pytree, so it
     passes through `jit`, `vmap` and `scan`, can be sharded over the batch, and `jax.export` can
     save it.
 
     You can join two masks. `mask & other` allows the pairs that both masks allow, and
     `mask | other` allows the pairs that at least one mask allows. The joined mask has the methods
-    `dense`, `tile` and `tile_kinds`, too. To state a rule of your own, make a `TokenPositions` from
-    your own integers. For example, if you pass the number of each token's paragraph, from 1 on, as
-    `segment_ids`, a token sees only its own paragraph. If you join masks of different tokens by
-    `|`, the second mask may allow pairs that the first mask hides, for example pairs of two
-    documents. To hide these pairs again, write
-    `(mask | other) & AttentionMask(tokens, causal=False)`.
+    `dense`, `tile` and `tile_kinds`, too. The second mask may be a rule of your own, for which you
+    make a `TokenPositions` from your own integers. For example, if you pass the number of each
+    token's paragraph, from 1 on, as `segment_ids`, a token sees only its own paragraph. After
+    `mask | other`, a token may see other documents and padding, which `mask` alone hides. To hide
+    these keys again, write `(mask | other) & AttentionMask(tokens, causal=False)`, because a mask
+    with `causal=False` allows all pairs inside each document.
 
     You can translate a mask into the arguments of a kernel of your own, as `te.kernels` does. The
-    arguments below are attributes of the mask. The mask also has `mask.sides` (the queries and the
-    keys), `mask.lengths` (the numbers of queries and of keys) and `mask.reach`. The reach is a pair
-    (left, right): how far a query sees under `causal` and `window` together. The queries and the
-    keys have the attributes `positions`, `segment_ids`, `block_ids`, `places`, `ends` and
-    `padding_mask`.
+    arguments of `AttentionMask` (see below) are attributes of the mask, such as `mask.window`. The
+    mask also has `mask.sides` (the queries and the keys), `mask.lengths` (the numbers of queries
+    and of keys) and `mask.reach`. The reach is a pair (left, right): how far a query sees under
+    `causal` and `window` together. The queries and the keys have the attributes `positions`,
+    `segment_ids`, `block_ids`, `places`, `ends` and `padding_mask`.
 
     Args:
         queries: The tokens that attend. Queries without segment ids see the keys of every segment.
@@ -88,9 +89,9 @@ class AttentionMask(Mask):
             is on the left, use `TokenPositions.from_ids`, so the first chunk begins at the first
             token, as in transformers.
         sinks: How many of the first positions stay visible to the left of a window, at least 1.
-            With `window=(3, 0)` and `sinks=2`, the query at position 9 sees the positions 0, 1
-            and 6 to 9. Pass `sinks` only with a window that has a left limit. The right limit of a
-            window and a chunk hide sinks like other keys.
+            With `window=(3, 0)` and `sinks=2`, the query at position 9 sees the positions 0, 1 and
+            6 to 9. Pass `sinks` only with a window that has a left limit. A sink is hidden if it is
+            outside the query's chunk, or beyond the right limit of the window.
 
     Raises:
         TypeError: `queries` or `keys` is not a `TokenPositions`, or `causal` is not a Python bool.
@@ -98,8 +99,8 @@ class AttentionMask(Mask):
         ValueError: The queries and the keys have different numbers of batch rows, both above 1.
             Only the queries or only the keys have block ids, or only the queries have segment ids.
             `window`, `chunk` or `sinks` is out of its range, or `sinks` is passed without a left
-            limit of a window. The keys are a tree (`TokenPositions.from_parents`), and the mask is
-            not causal, has a window or has a chunk.
+            limit of a window. The keys are a tree (`TokenPositions.from_parents`), and `causal` is
+            False or you set `window` or `chunk`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -118,8 +119,8 @@ class AttentionMask(Mask):
         section 3.1, https://arxiv.org/abs/2004.05150. Segments are from Raffel et al., "T5" (2020),
         section 3.5.2, https://arxiv.org/abs/1910.10683. Chunks are the blocks in the fixed pattern
         of Child et al., "Generating Long Sequences with Sparse Transformers" (2019), section 4.3,
-        https://arxiv.org/abs/1904.10509. A prefix as a block is from T5, section 3.2.1, and
-        numbered blocks, such as images in a text, are from Gemma 3 in transformers.
+        https://arxiv.org/abs/1904.10509. Blocks are used for a prefix in T5, section 3.2.1.
+        Numbered blocks, such as the images in a text, are from Gemma 3 in transformers.
     """
 
     queries: TokenPositions
@@ -196,9 +197,9 @@ class AttentionMask(Mask):
         Returns:
             A bool array, True = may attend, which broadcasts to attention logits [B, heads, T, S].
             The shape is [B or 1, 1, T or 1, S]: the batch axis is 1 if all batch rows have the same
-            mask, and the query axis is 1 if all queries have the same mask. If the queries and the
-            keys are tokens [length], without a batch axis, the result is bool [1, T or 1, S], for
-            logits [heads, T, S].
+            mask, and the query axis is 1 if all queries have the same mask. If neither the queries
+            nor the keys have a batch axis, the result is bool [1, T or 1, S], for logits [heads, T,
+            S].
 
         Example:
             >>> import transformer_embed as te
@@ -209,8 +210,8 @@ class AttentionMask(Mask):
         Edge cases:
             - A query may see no key at all, for example a query at padding. A softmax over -inf
               alone is NaN. `mask_to_bias` avoids this NaN.
-            - Keep NaN and infinite numbers out of masked keys and values, too. The attention weight
-              of a masked key is 0, but 0 times NaN is NaN.
+            - Keep NaN and infinite numbers out of all keys and values, also out of those that the
+              mask hides. The attention weight of a masked key is 0, but 0 times NaN is NaN.
         """
         return self._with_rank(_dense(self))
 
@@ -237,16 +238,15 @@ class AttentionMask(Mask):
             shape: The number of queries and the number of keys of the tile, at least 1 each.
 
         Returns:
-            bool [B or 1, queries, keys], with the numbers of `shape`. True = may attend. If the
-            tokens have no batch axis, the result has none. The tile is the part of
-            `dense()[..., 0, :, :]` (the 0 drops the axis of the heads) that begins at `query_start`
-            and `key_start`.
+            bool [B or 1, shape[0], shape[1]], True = may attend. If the tokens have no batch axis,
+            the result has none. The tile is the part of `dense()[..., 0, :, :]` (the 0 drops the
+            axis of the heads) that begins at `query_start` and `key_start`.
 
         Raises:
             TypeError: `query_start` or `key_start` is not an integer, or `shape` does not hold two
                 Python ints.
-            ValueError: The tile is larger than the mask. `query_start` or `key_start` is on the
-                host, and a part of the tile would be outside the mask.
+            ValueError: The tile is larger than the mask. `query_start` or `key_start` is a Python
+                or numpy integer, and a part of the tile would be outside the mask.
 
         Example:
             >>> import transformer_embed as te
@@ -255,8 +255,8 @@ class AttentionMask(Mask):
             [[True, True, False], [True, True, True]]
 
         Edge cases:
-            If `query_start` or `key_start` is traced and a part of the tile would be outside the
-            mask, the whole tile is False.
+            If `query_start` or `key_start` is a jax array, traced or not, and a part of the tile
+            would be outside the mask, the whole tile is False.
         """
         shape = arguments.entries("shape", shape, arguments.size, count=2)
         query_length, key_length = self.lengths
@@ -305,11 +305,11 @@ class AttentionMask(Mask):
             [[1, 0, 0, 0], [2, 1, 0, 0], [0, 0, 1, 0], [0, 0, 2, 1]]
 
         Edge cases:
-            Some tiles may get a 1 (some pairs may attend) although no pair or all pairs may attend.
-            A kernel that masks such a tile is still right. There are no such tiles in
-            self-attention of padded or packed rows, if all sequences of a batch row begin at the
-            same position, nor for one sequence with a cache. But a mask with block ids, or with
-            both sinks and a chunk, may have such tiles even then.
+            A tile that is in fact empty or full can get a 1, as if only some of its pairs could
+            attend. A kernel that masks such a tile still gives the right result. Two kinds of masks
+            never have such tiles: self-attention of padded or packed rows in which all sequences of
+            a batch row begin at the same position, and one sequence with a cache. (But they may
+            have some if they use block ids, or sinks together with a chunk.)
         """
         shape = arguments.entries("shape", shape, arguments.size, count=2)
         for side, length, size in zip(("queries", "keys"), self.lengths, shape, strict=True):

@@ -44,8 +44,8 @@ def dot_product_attention_kwargs(
 
     Raises:
         TypeError: `mask` is not an AttentionMask, or `batch_size` is not a Python int.
-        ValueError: The kernel's arguments cannot express a part of the mask, or tokens that are
-            known on the host are not in the layout `order`.
+        ValueError: The kernel's arguments cannot express a part of the mask. The tokens are not in
+            the layout that you pass as `order` (this is not checked inside `jax.jit`).
 
     Example:
         >>> import jax
@@ -151,8 +151,8 @@ def flash_attention_kwargs(
 
     Raises:
         TypeError: `mask` is not an AttentionMask, or `batch_size` is not a Python int.
-        ValueError: The kernel cannot express a part of the mask, or tokens that are known on the
-            host are not in the layout `order`.
+        ValueError: The kernel cannot express a part of the mask. The tokens are not in the layout
+            that you pass as `order` (this is not checked inside `jax.jit`).
 
     Example:
         >>> import transformer_embed as te
@@ -179,8 +179,8 @@ def mha_kwargs(
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
             the three words. Required if the mask is causal.
         batch_size: The number of batch rows, B, because the kernel needs segment ids [B, T]. Pass
-            it if the mask has a single row. If None, B is the number of rows of the mask, which
-            must be at least 2.
+            it if the mask has a single row. If None, the mask must have at least 2 rows, and B is
+            their number.
 
     Returns:
         A dictionary of the keyword arguments `causal` and `segment_ids`. `segment_ids` is an int32
@@ -188,9 +188,9 @@ def mha_kwargs(
 
     Raises:
         TypeError: `mask` is not an AttentionMask, or `batch_size` is not a Python int.
-        ValueError: The kernel cannot express a part of the mask, or tokens that are known on the
-            host are not in the layout `order`. `batch_size` is None although the mask has a single
-            row.
+        ValueError: The kernel cannot express a part of the mask. The tokens are not in the layout
+            that you pass as `order` (this is not checked inside `jax.jit`). `batch_size` is None
+            although the mask has a single row.
 
     Example:
         >>> import transformer_embed as te

@@ -58,11 +58,11 @@ def splash_kernels(
             the three words. Required if the mask is causal or has a window.
         batch_size: The number of batch rows, B. Pass it if one row of the mask is used for every
             batch row. If None, B is the number of rows of the mask.
-        q_offset: The index, among the keys, of the first query, a Python int. Pass it if the tokens
-            of the queries are among the tokens of the keys. For example, pass 1024 if a cache has
-            1024 tokens and the queries are the next tokens of the prompt. The argument is the
-            `offset` of jax's masks for splash attention. Pass None for self-attention without a
-            cache, and for attention to another sequence.
+        q_offset: The number of keys before the first query, a Python int. Pass it if the keys of
+            cached tokens come before the keys of the queries' own tokens. For example, pass 1024 if
+            a cache has 1024 tokens and the queries are the next tokens of the prompt. The argument
+            is the `offset` of jax's masks for splash attention. Pass None for self-attention
+            without a cache, and for attention to another sequence.
         is_mqa: Whether the kernels are made by `make_splash_mqa`, for keys and values of a single
             head. If False, they are made by `make_splash_mha`.
         head_shards: The number of devices that the heads are split over.
@@ -73,8 +73,8 @@ def splash_kernels(
         A pair of the kernels and the segment ids. The kernels are one pytree whose arrays have a
         leading axis for the batch. The segment ids are `SegmentIds` of int32 arrays [B, T] and [B,
         S], or None if there is only one segment. Call the kernels in a `jax.vmap` over both. On a
-        mesh, make the specs of the kernels for `jax.shard_map` in two steps: take the specs of the
-        kernel of one batch row, and put the mesh axis of the batch in front of each:
+        mesh, `jax.shard_map` needs the specs of the kernels. Make specs for one batch row first.
+        Then put the mesh axis of the batch in front of each spec:
 
             row = jax.tree.map(lambda array: array[0], kernels)
             specs = row.manual_sharding_spec(NamedSharding(mesh, PartitionSpec("heads", "length")))
@@ -84,9 +84,9 @@ def splash_kernels(
         TypeError: `mask` is not an AttentionMask, or `is_mqa` is not a Python bool. `num_heads`,
             `batch_size`, `q_offset` or a number of shards is not a Python int.
         ValueError: Splash attention cannot express a part of the mask. A block size does not divide
-            the length, or the kernel needs more scalar memory than a TPU has (see below). Tokens
-            that are known on the host are not in the layout `order`, or the queries are other
-            tokens than the keys at index `q_offset` and after.
+            the length, or the kernel needs more scalar memory than a TPU has (see below). The
+            tokens are not in the layout that you pass as `order`, or the keys from index `q_offset`
+            on are not the tokens of the queries. (The tokens are not checked inside `jax.jit`.)
 
     Example:
         >>> import jax
@@ -102,14 +102,14 @@ def splash_kernels(
         (1, 1, 256, 128)
 
     Edge cases:
-        - The output of a query that sees no key means nothing: it is an average of values, and with
-          S keys, its gradients are S times too large. A query of a segment without keys sees no
-          key, for example if the source of a translation is empty. So drop the outputs of these
-          queries. For empty sources, write
+        - If a query sees no key, the kernel returns an average of values, which means nothing. The
+          gradients of this query are S times too large, where S is the number of keys. This happens
+          if a segment has queries but no keys, for example if the source of a translation is empty.
+          So drop the outputs of these queries. For empty sources, write
           `jnp.where(keys.padding_mask.any(-1)[:, None, None, None], outputs, 0)`.
         - A kernel keeps a few numbers for each tile in the scalar memory of a TPU, which has 1 MB.
-          Larger tiles are fewer, so take larger `block_sizes` for a longer row. For example,
-          524,288 tokens without a window need block sizes of 1024.
+          A row has fewer tiles if the tiles are larger, so take larger `block_sizes` for a longer
+          row. For example, 524,288 tokens without a window need block sizes of 1024.
 
     Source:
         The kernel is

@@ -22,7 +22,7 @@ class OutputConfig:
     """Describes an output layer, for `EmbedderConfig` and `TokenEmbedding`.
 
     Pass an `OutputConfig` as the argument `output` of `EmbedderConfig` or `TokenEmbedding`. The
-    method `output` of the `Embedder` or of the module then returns an `OutputLayer`. Pass the
+    method `output` of the `Embedder` or the Haiku module then returns an `OutputLayer`. Pass the
     `OutputLayer` to a loss or to `linear_logits`. The `OutputLayer` also has the `pad_id` of the
     input layer, so padding is never predicted.
 
@@ -106,10 +106,11 @@ class EmbedderConfig:
             1). Vaswani et al. (2017) use 0.1.
         pad_id: The id of padding. Padding is never predicted, and positions count from the first
             token of each batch row. The token vector of padding is zeros, but the encoding of a
-            position is added to the zeros (see `at_padding` of the scheme). So your attention mask
-            must hide padding. Pass only an id that never occurs inside a text. If your texts are
-            padded with the id that ends a text, leave `pad_id` out, and make positions and masks
-            with `TokenPositions.from_lengths`. If None, no id is padding.
+            position is added to the zeros (the `at_padding` of `Sinusoidal` or `Learned` says which
+            position). So your attention mask must hide padding. Pass only an id that never occurs
+            inside a text. If your texts are padded with the id that ends a text, leave `pad_id`
+            out, and make positions and masks with `TokenPositions.from_lengths`. If None, no id is
+            padding.
         scale: The factor of the token vectors: a number above 0, or "sqrt_d_model" for the square
             root of the width of the table. (The width is `embedding_width` if you set this field,
             and otherwise `d_model`.) 1.0 leaves the table rows as they are.
@@ -132,8 +133,9 @@ class EmbedderConfig:
         output: The description of the output layer. If None, there is no output layer, and the
             method `output` raises an error.
         init_stddev: The standard deviation of the initial values of all tables, a number above 0.
-            BERT, GPT-2 and Llama have 0.02 (`initializer_range`). If None, each table has a
-            standard deviation with which training starts well; "Edge cases" has the formulas.
+            BERT, GPT-2 and Llama have 0.02 (`initializer_range`). If None, each table has the
+            standard deviation that the formulas in "Edge cases" give, with which training starts
+            well.
         row_multiple: A number that divides the number of rows of the token tables. If `vocab_size`
             is not a multiple, rows are added. For example, 129 ids with `row_multiple=128` get a
             table of 256 rows. Set it so that the devices of a mesh divide the rows evenly; 128 fits
@@ -147,9 +149,9 @@ class EmbedderConfig:
             the rows are split over many devices. The frequent ids are usually the lowest ones, so
             without spreading, the first device holds the rows of most tokens. With True, each
             device has about the same number of frequent ids. You keep using the same ids. The order
-            of the rows does not depend on the mesh, so a checkpoint fits all meshes. The ids are
-            spread best if `row_multiple` is a power of two that is at least the number of devices
-            and at most 4096. A tied output layer needs False.
+            of the rows does not depend on the mesh, so a checkpoint fits all meshes. For a good
+            spread, set `row_multiple` to a power of two from the number of devices to 4096. A tied
+            output layer needs False.
 
     Raises:
         ValueError: A field is out of range, the position scheme does not fit the width of the
@@ -171,7 +173,8 @@ class EmbedderConfig:
           Performance has measurements.
         - With a `pad_id`, positions differ between batch rows, so on a CPU, evaluation with
           sinusoids takes 1.2 to 1.8 times as long. If padding is on the right, pass
-          `positions=np.arange(length)`: this is faster, and gives tokens the same positions.
+          `positions=np.arange(length)`. This is faster, and each token gets the same position as
+          without this argument.
     """
 
     vocab_size: int

@@ -76,8 +76,8 @@ class Embedder:
         `functools.partial`, because vmap would map them. For `jax.export`, shapes may be symbolic;
         if positions are learned, the length is then bounded by the table of positions. `apply` is
         traced once for each combination of shapes and `is_training`. Other numbers in `positions`,
-        such as a new offset, cause no new trace. Other integer dtypes cause none either, but for
-        one exception: a uint32 array with positions outside int32.
+        such as a new offset, cause no new trace. Another integer dtype causes no new trace, except
+        a uint32 array with positions outside int32.
 
         Args:
             params: The parameters, as `init` makes them, or the parameters of a whole model that
@@ -102,8 +102,9 @@ class Embedder:
                 a masked array.
             ValueError: `params` do not contain exactly one layer of this config. `rng` is None, but
                 dropout is to be applied. The last axis of `positions` is not the length of the ids,
-                or positions on the host lie outside int32. The config has `num_token_types` but
-                `token_types` is None, or `token_types` are passed but the config has none.
+                or positions in a list or a numpy array are outside int32. The config has
+                `num_token_types` but `token_types` is None, or `token_types` are passed but the
+                config has none.
         """
         # `TREE` says in the error what the tree must be like.
         arguments.instance("params", params, Mapping, TREE)

@@ -42,8 +42,8 @@ class PositionalEncoding(hk.Module):
 
     Raises:
         ValueError: An argument is out of range, or `w_init` is passed for a scheme without
-            parameters. The module is called without positions, and the length of `x` is beyond the
-            table or the grid of the scheme.
+            parameters. The module is called without positions, and `x` is longer than the table of
+            learned positions, or has more tokens than a `SinusoidalGrid` has points.
 
     Example:
         >>> import haiku as hk, jax.numpy as jnp
@@ -98,12 +98,12 @@ class PositionalEncoding(hk.Module):
 
         Args:
             x: The token vectors, of a floating dtype. Shape [..., length, d_model].
-            is_training: A Python bool. If True, dropout is applied. If also `dropout_rate` is above
-                0, the program needs a random key (`apply(params, key, ...)` of `hk.transform`).
+            is_training: A Python bool. If True, dropout is applied. With a `dropout_rate` above 0,
+                the program then needs a random key (`apply(params, key, ...)` of `hk.transform`).
             positions: The positions: integers, or float32 for sinusoids. Shape [length], or any
                 shape [..., length] that broadcasts to the leading axes of `x`. If None, positions
-                count from the `start` of the scheme. If the scheme has a `pad_id` or `at_padding`,
-                you must pass positions, because `x` does not show which tokens are padding.
+                count from `scheme.start` on. If the scheme has a `pad_id` or `at_padding`, you must
+                pass positions, because `x` does not show which tokens are padding.
 
         Returns:
             The sums, of the dtype of `x`. Shape [..., length, d_model].

@@ -159,7 +159,7 @@ class TokenEmbedding(hk.Module):
         return rows.scaled.astype(dtype)
 
     def output(self) -> OutputLayer:
-        """Returns the output layer of the config, for `linear_logits` and the losses."""
+        """Returns the output layer of the module, for `linear_logits` and the losses."""
         return output_layer(self.config, self._module_parameters)
 
 

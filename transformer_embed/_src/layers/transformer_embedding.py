@@ -106,8 +106,8 @@ class TransformerEmbedding(hk.Module):
 
         Args:
             ids: The ids, of any integer dtype. Shape [..., length].
-            is_training: A Python bool. If True, dropout is applied. If also `dropout_rate` is above
-                0, the program needs a random key (`apply(params, key, ...)` of `hk.transform`).
+            is_training: A Python bool. If True, dropout is applied. With a `dropout_rate` above 0,
+                the program then needs a random key (`apply(params, key, ...)` of `hk.transform`).
             positions: The positions of the ids: integers, or float32 for sinusoids. Shape [length],
                 or any shape [..., length] that broadcasts to the shape of the ids. Pass positions
                 if a batch row holds several documents, and for the steps of decoding. If None, the

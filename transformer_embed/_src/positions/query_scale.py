@@ -34,8 +34,8 @@ def query_scale(
 
     Raises:
         TypeError: `positions` are not integers.
-        ValueError: `beta`, `length` or `offset` is out of range, or positions on the host are
-            outside int32.
+        ValueError: `beta`, `length` or `offset` is out of range, or positions in a list or a numpy
+            array are outside int32.
 
     Example:
         >>> import transformer_embed as te
@@ -43,9 +43,9 @@ def query_scale(
         [1.0, 1.0, 1.06931471824646]
 
     Source:
-        The scale is from Nakanishi, "Scalable-Softmax Is Superior for Attention" (2025),
-        https://arxiv.org/abs/2501.19399, in the form that Llama 4 and Ministral 3 have in
-        transformers.
+        Scaling queries by the logarithm of the length is from Nakanishi, "Scalable-Softmax Is
+        Superior for Attention" (2025), https://arxiv.org/abs/2501.19399. The formula is the one
+        that Llama 4 and Ministral 3 have in transformers.
     """
     beta = arguments.not_negative("beta", beta)
     length = arguments.size("length", length)

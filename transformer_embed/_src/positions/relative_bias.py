@@ -26,8 +26,9 @@ def alibi_slopes(num_heads: int, *, max_bias: float = 8.0) -> Float32[Array, "h"
         slopes[i] = 2 ** (-max_bias * (i + 1) / n)
 
     If num_heads is not a power of two, let n be the largest power of two below num_heads. The first
-    n heads get the slopes of n heads. The remaining heads get the first, third, fifth, ... slope of
-    2n heads.
+    n heads get the slopes for n heads. The other heads get every second slope for 2n heads: the
+    first, the third, the fifth, and so on. For example, three heads get both slopes for two heads,
+    then the first slope for four heads.
 
     Args:
         num_heads: The number of heads, at least 1.
@@ -49,8 +50,8 @@ def alibi_slopes(num_heads: int, *, max_bias: float = 8.0) -> Float32[Array, "h"
     Source:
         The slopes are from Press et al., "Train Short, Test Long" (2022), section 3,
         https://arxiv.org/abs/2108.12409. For head counts that are not a power of two, the rule is
-        from the authors' code. The rule of MPT looks different, but gives the same slopes in the
-        same order.
+        from the authors' code. The code of the model MPT has another rule, which gives the same
+        slopes in the same order.
     """
     return jax.device_put(np.array(_slopes(num_heads, max_bias), np.float32))
 
@@ -76,37 +77,38 @@ def alibi_bias(
     padding on either side.
 
     With `causal=True`, keys after the query get a bias above 0, so mask these keys. To save memory,
-    you can compute a causal bias for a single query and use it for all queries, because a softmax
-    ignores a term that is constant over the keys. With `query_positions=[0]` you get
-    `slopes * key`, the bias of Bloom and Falcon (Falcon computes it in bfloat16). With
-    `query_positions=[length - 1]` you get the bias of MPT and Keras. If `causal` is False, compute
-    the bias for every query.
+    you can compute a causal bias for a single query and use it for all queries. For another query,
+    the biases of all keys change by the same number, and a softmax ignores a number that is added
+    to all keys. With `query_positions=[0]` you get `slopes * key`, the bias of Bloom and Falcon
+    (Falcon computes it in bfloat16). With `query_positions=[length - 1]` you get the bias of Keras
+    and of the model MPT. If `causal` is False, compute the bias for every query.
 
     Args:
         query_positions: The positions of the queries. Integers of shape [T] or [B, T].
         key_positions: The positions of the keys. Integers of shape [S] or [B, S].
         num_heads: The number of heads, at least 1.
-        causal: Whether a mask hides the keys after the query. Set True for a decoder. Set False for
-            an encoder (or MPT without a causal mask), so that keys after the query get a negative
-            bias, like keys before the query. There is no default.
+        causal: Whether your attention mask hides the keys after the query. Set True for a decoder.
+            Set False for an encoder, so that keys after the query get a negative bias, like keys
+            before the query. (The model MPT needs False if it runs without a causal mask.) There is
+            no default.
         max_bias: A number above 0 and at most 126, from which `alibi_slopes` computes the slopes.
         dtype: The dtype of the result.
 
     Returns:
         The bias, of `dtype`. Shape [B or 1, num_heads, T, S], or [num_heads, T, S] if the positions
         of queries and keys have no batch axis. Distances are exact integers for any two positions.
-        The product of a distance and the slope of a head is computed in float32 (relative error
-        below 1.8e-7) and rounded once. The magnitude of the bias is limited to a quarter of the
-        largest number of the dtype, so that the sum with `mask_to_bias` stays finite and masked
-        keys stay masked. You can reach this limit only in float16, where it is 16376.
+        A bias is computed in float32 (relative error below 1.8e-7) and rounded once. The magnitude
+        of the bias is at most a quarter of the largest number of the dtype. So you can add the bias
+        of `mask_to_bias`: the sum is finite, and masked keys stay masked. You can reach this limit
+        only in float16, where it is 16376.
 
     Raises:
         TypeError: Positions are not integers, or are a jax array of uint32 or uint64. `causal` is
             not a Python bool, `num_heads` is not a Python int, or `max_bias` is not a Python
             number. `dtype` is not a floating dtype.
-        ValueError: A position on the host is outside int32, or positions have a rank other than 1
-            or 2. The queries and the keys have different numbers of batch rows. `num_heads` is
-            below 1, or `max_bias` is outside (0, 126].
+        ValueError: A position in a list or a numpy array is outside int32, or positions have a rank
+            other than 1 or 2. The queries and the keys have different numbers of batch rows.
+            `num_heads` is below 1, or `max_bias` is outside (0, 126].
 
     Example:
         >>> import transformer_embed as te
@@ -139,9 +141,9 @@ def relative_position_buckets(
     """Computes T5's bucket of the distance between each query and key.
 
     A bucket is the index of a row in a table of biases, which `te.RelativePositionBias` learns. Let
-    m be the number of buckets for each direction (keys before the query, or after it). Each of the
-    first e = m // 2 buckets is for one distance, and each later bucket is for a range of distances.
-    The bucket of distance n is
+    m be the number of buckets for each direction (keys before the query, or after it), and let e =
+    m // 2. The first e buckets are for one distance each. Each later bucket is for a range of
+    distances. The bucket of distance n is
 
         n                                                                     if n < e
         min(m - 1, e + floor(log(n / e) / log(max_distance / e) * (m - e)))   otherwise
@@ -152,28 +154,29 @@ def relative_position_buckets(
     Args:
         query_positions: The positions of the queries. Integers of shape [T] or [B, T].
         key_positions: The positions of the keys. Integers of shape [S] or [B, S].
-        num_buckets: The number of rows of the table. At least 2 if `causal` is True, and at least 4
-            if not. If `causal` is False, pass an even number, because an odd number leaves the last
-            row unused.
-        max_distance: A distance, larger than e, the number of buckets for one distance each. All
-            distances from `max_distance` on are in the last bucket.
-        causal: Whether a mask hides the keys after the query. Set True for T5's decoder. All
-            buckets are then for keys at or before the query (m = num_buckets), and keys after the
-            query get bucket 0. Set False for T5's encoder. The first half of the buckets is then
-            for keys at or before the query, and the other half for keys after the query (m =
-            num_buckets // 2). There is no default.
+        num_buckets: The number of rows of the table of biases. At least 2 if `causal` is True, and
+            at least 4 if not. If `causal` is False, pass an even number, because an odd number
+            leaves the last row unused.
+        max_distance: A distance above e, where e is the number of buckets that are for one distance
+            each. All distances from `max_distance` on are in the last bucket.
+        causal: Whether your attention mask hides the keys after the query. Set True for T5's
+            decoder. All buckets are then for keys at or before the query, and keys after the query
+            get bucket 0. In the formula above, m is `num_buckets`. Set False for T5's encoder. The
+            first half of the buckets is then for keys at or before the query, and the other half
+            for keys after the query. In the formula, m is `num_buckets // 2`. There is no default.
 
     Returns:
-        The buckets, int32, in [0, num_buckets). Shape [B or 1, T, S], or [T, S] if the positions of
-        queries and keys have no batch axis. Buckets are exact for any two int32 positions.
+        The buckets, int32, in [0, num_buckets). A bucket is the index of a row in a table of
+        biases. Shape [B or 1, T, S], or [T, S] if the positions of queries and keys have no batch
+        axis. Buckets are exact for any two int32 positions.
 
     Raises:
         TypeError: Positions are not integers, or are a jax array of uint32 or uint64. `num_buckets`
             or `max_distance` is not a Python int, or `causal` is not a Python bool.
-        ValueError: A position on the host is outside int32, or positions have a rank other than 1
-            or 2. The queries and the keys have different numbers of batch rows. `num_buckets` is
-            too low. `max_distance` is too low (at most e, the number of buckets that are for one
-            distance each) or too high (above int32).
+        ValueError: A position in a list or a numpy array is outside int32, or positions have a rank
+            other than 1 or 2. The queries and the keys have different numbers of batch rows.
+            `num_buckets` is too low. `max_distance` is outside int32, or is not above e, the number
+            of buckets that are for one distance each.
 
     Example:
         >>> import transformer_embed as te

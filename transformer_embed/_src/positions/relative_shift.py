@@ -15,26 +15,27 @@ def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Arra
 
     Use it for attention with relative embeddings (Transformer-XL, XLNet, Music Transformer). In
     these models, you multiply each query by the embedding of each distance, which is one matrix
-    product. This function then moves each product to the key at that distance. If the T queries are
-    the last T of the S keys, the result is
+    product. This function then moves each product to the column of the key that has this distance
+    from the query. The T queries are the last T of the S keys, and the result is
 
         result[..., t, s] = logits[..., t, s + T - 1 - t]
 
-    So column S - 2 of the logits is for the key one token before the query, column S - 1 for the
-    query's own key, and column S for the key one token after the query.
+    In `logits`, column S - 1 is for the query's own key. So column S - 2 is for the key one token
+    before the query, and column S for the key one token after the query.
 
     Args:
         logits: The products of the queries and the embeddings of the distances. Floats of shape
-            [..., T, R], for example [batch, heads, T, R]. R is the number of distances, which go
-            from the largest distance before the query to the largest after it. Pass R = S distances
-            for attention to the past, as in Transformer-XL. Pass up to S + T - 1 distances if
-            queries also attend to later keys, as in XLNet.
-        num_keys: The number of keys, S. Keys are the tokens of a memory, then the tokens of the
-            queries. If None, S is R, the number of distances in `logits`.
+            [..., T, R], for example [batch, heads, T, R]. R is the number of distances. The
+            distances go from the furthest key before the query, in the first column, to the
+            furthest key after it. Pass R = S distances for attention to the past, as in
+            Transformer-XL. Pass up to S + T - 1 distances if queries also attend to later keys, as
+            in XLNet.
+        num_keys: The number of keys, S. The keys are earlier tokens (the memory of Transformer-XL),
+            then the tokens of the queries. If None, S is R, the number of distances in `logits`.
 
     Returns:
-        The logits of the keys, of the dtype of `logits`. Shape [..., T, S]. A key gets -inf if
-        `logits` has no column for the distance of the key. With R = S distances, there are no
+        A logit for each query and key, of the dtype of `logits`. Shape [..., T, S]. A key gets -inf
+        if `logits` has no column for the distance of the key. With R = S distances, there are no
         columns for later keys, so no query attends to a later key. The function is differentiable.
 
     Raises:
@@ -48,8 +49,7 @@ def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Arra
         >>> te.relative_shift(logits).tolist()
         [[-2.0, -1.0, 0.0, -inf], [-3.0, -2.0, -1.0, 0.0]]
 
-        The layer of Transformer-XL, where `u` and `v` are learned [heads, head_dim] and `memory`
-        holds what the layer read for the tokens before:
+        The layer of Transformer-XL, with learned biases `u` and `v` of shape [heads, head_dim]:
 
         >>> def attention_logits(queries, keys, distance_keys, u, v):
         ...     content = jnp.einsum("bthd,bshd->bhts", queries + u, keys)
@@ -61,9 +61,9 @@ def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Arra
         (1, 1, 2, 4)
 
     Source:
-        The shift is from Dai et al., "Transformer-XL" (2019), appendix B,
-        https://arxiv.org/abs/1901.02860. In the authors' code, a later key gets a logit of another
-        query, so their code needs a mask.
+        Computing the logits of distances first, then shifting them, is from Dai et al.,
+        "Transformer-XL" (2019), appendix B, https://arxiv.org/abs/1901.02860. After the shift in
+        the authors' code, keys after the query have wrong logits, so the code must mask these keys.
     """
     logits = arguments.as_floats("logits", logits)
     has_columns = logits.ndim > 1 and logits.shape[-1] > 0

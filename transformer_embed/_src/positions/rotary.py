@@ -84,9 +84,9 @@ def apply_rotary(
         TypeError: `x` does not have a floating dtype of 16 bits or more. `positions` are neither
             integers nor float32.
         ValueError: The shapes of `x`, `positions` and `pair_axes` do not fit. The number of
-            channels that form pairs is odd. An argument is out of its range, or a position on the
-            host is outside int32 and not in a uint32 array. `base` and `scaling` give a frequency
-            of at least 2**32 full turns per position.
+            channels that form pairs is odd. An argument is out of its range, or a position in a
+            list or a numpy array is outside int32. (But an array of uint32 may hold any number.)
+            `base` and `scaling` give a frequency of at least 2**32 full turns per position.
 
     Example:
         >>> import jax.numpy as jnp
@@ -105,8 +105,9 @@ def apply_rotary(
           by this factor, and one float32 rounding is added.
         - The rotation is computed in float32, or in float64 if x is float64, and rounded once to
           the dtype of x.
-        - The rotated channels are NaN if the position is an integer outside int32 in a 64-bit jax
-          array, or a float that is NaN, infinite, or 2**31 or more in magnitude.
+        - The rotated channels are NaN for a float position that is NaN, infinite, or at least 2**31
+          in magnitude. They are also NaN for an integer position outside int32 in a 64-bit jax
+          array.
 
     Source:
         The rotation is from Su et al., "RoFormer: Enhanced Transformer with Rotary Position
@@ -166,14 +167,14 @@ def permute_rotary_weights(
             axis, so transpose weights from PyTorch.
         num_heads: The number of heads, at least 1. If the model has fewer key heads than query
             heads, pass the number of key heads for the weights of the keys.
-        source: The layout that the weights are in, the `layout` argument of `apply_rotary`.
-            `"half"` pairs channel i with i + rotary_dim // 2, and `"interleaved"` pairs 2i with
-            2i + 1.
+        source: The layout of your weights, which is the `layout` that the model passes to
+            `apply_rotary`. `"half"` pairs channel i with i + rotary_dim // 2, and `"interleaved"`
+            pairs 2i with 2i + 1.
         target: The layout to convert them to.
         rotary_dim: The argument `rotary_dim` of your calls of `apply_rotary`: the first
             `rotary_dim` channels of each head form pairs. If None, all channels form pairs. Pass
-            None also for a model with `partial="proportional"`, because all channels of its heads
-            form pairs.
+            None also for a model with `partial="proportional"`. In such a model, all channels form
+            pairs, although only some of the pairs are rotated.
 
     Returns:
         The permuted array, of the shape and dtype of `weights`.
@@ -191,8 +192,8 @@ def permute_rotary_weights(
         [0, 3, 1, 4, 2, 5]
 
     Source:
-        The transformers library reorders the published weights of Llama (interleaved) in the same
-        way, because it rotates in the layout half.
+        The package transformers reorders the published weights of Llama, which are interleaved, in
+        the same way, because it rotates in the layout "half".
     """
     array = conversions.on_device(arguments.as_array("weights", weights))
     num_heads = arguments.size("num_heads", num_heads)

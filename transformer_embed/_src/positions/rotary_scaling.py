@@ -150,16 +150,16 @@ class YarnScaling(_Scaling):
 
     A frequency is high if it makes many full turns over the trained length. For d rotated channels,
     frequency i is base ** (-2i / d), so high frequencies have low indices. The frequency that makes
-    n turns has the index
-    `index(n) = d * ln(original_length / (2 * pi * n)) / (2 * ln(base))`. A ramp over the indices
-    rises from 0 at max(index(beta_fast), 0) to 1 at min(index(beta_slow), d - 1). The scaled
-    frequency is the whole frequency where the ramp is 0, the divided one where the ramp is 1, and a
-    blend of both between:
+    n turns has the index `index(n) = d * ln(original_length / (2 * pi * n)) / (2 * ln(base))`. Let
+    first = max(index(beta_fast), 0) and last = min(index(beta_slow), d - 1). The ramp is 0 up to
+    the index first, 1 from the index last on, and rises evenly between them. A frequency is kept
+    where the ramp is 0, and divided by `factor` where the ramp is 1. Between first and last, it is
+    a blend of both:
 
         frequency[i] = base ** (-2i / d) * (1 - ramp[i] + ramp[i] / factor)
 
-    If both ends of the ramp are equal, the ramp becomes a step, because 0.001 is added to the
-    second end, as in transformers.
+    If first and last are equal, 0.001 is added to last, as in transformers, so the ramp becomes a
+    step.
 
     The attention factor multiplies cosines and sines. By default it is
     m(mscale) / m(mscale_all_dim), where m(s) = 0.1 * s * ln(factor) + 1. If `factor` is at most 1,
@@ -168,14 +168,14 @@ class YarnScaling(_Scaling):
     Args:
         factor: How many times longer the context is than in training, above 0.
         original_length: The trained length, at least 2.
-        beta_fast: A number of full turns over the trained length, at least `beta_slow`. A frequency
-            that makes at least this many turns is kept. Between `beta_slow` and `beta_fast` turns,
-            a frequency is divided in part. If both are equal, as in Kimi K2, this is true of hardly
-            any frequency.
-        beta_slow: A number of full turns over the trained length, above 0. A frequency that makes
-            at most this many turns is divided by `factor`.
-        truncate: Whether the ends of the ramp are rounded to integers, the first end down and the
-            second end up. Pass False for gpt-oss.
+        beta_fast: A frequency is kept if it makes at least this many full turns over the trained
+            length. A frequency that makes fewer turns, but more than `beta_slow`, is replaced by a
+            weighted mean of itself and itself divided by `factor`. `beta_fast` is at least
+            `beta_slow`. If both are equal, as in Kimi K2, hardly any frequency is between them.
+        beta_slow: A frequency is divided by `factor` if it makes at most this many full turns over
+            the trained length. `beta_slow` is above 0.
+        truncate: Whether the two ends of the ramp, first and last, are rounded to integers: first
+            is rounded down and last up. Pass False for gpt-oss.
         mscale: A number in the formula of the attention factor, at least 0. Pass the `mscale` of
             the model's config.json, if there is one, as in DeepSeek's.
         mscale_all_dim: A number in the formula of the attention factor, at least 0. Pass the
@@ -284,12 +284,13 @@ class Llama3Scaling(_Scaling):
     Args:
         factor: The number that divides low frequencies, above 0. Pass 8 for Llama 3.1 and 32 for
             Llama 3.2.
-        low_freq_factor: A number of full turns over the trained length, above 0. A frequency that
-            makes at most this many turns is divided by `factor`.
-        high_freq_factor: A number of full turns over the trained length, at least
-            `low_freq_factor`. A frequency that makes at least this many turns stays as it is.
-            Between both numbers of turns, a frequency is divided in part. If both numbers are
-            equal, as in Llama 4 Scout, there is no such frequency.
+        low_freq_factor: A frequency is divided by `factor` if it makes at most this many full
+            turns over the trained length. `low_freq_factor` is above 0.
+        high_freq_factor: A frequency is kept if it makes at least this many full turns over the
+            trained length. A frequency that makes fewer turns, but more than `low_freq_factor`, is
+            replaced by a weighted mean of itself and itself divided by `factor`. `high_freq_factor`
+            is at least `low_freq_factor`. If both are equal, as in Llama 4 Scout, no frequency is
+            between them.
         original_length: The trained length, at least 2.
 
     Raises:
@@ -343,12 +344,10 @@ class Llama3Scaling(_Scaling):
 class LongRopeScaling(_Scaling):
     """Divides each frequency by a factor of its own, and scales cosines and sines (LongRoPE).
 
-    Use it for Phi-3 and other models whose config.json has the rope type "longrope". Each frequency
-    has a short and a long factor. If length > original_length, the frequency is divided by the long
-    factor, and otherwise by the short factor. Cosines and sines are multiplied by an attention
-    factor. The attention factor is sqrt(1 + ln(factor) / ln(original_length)), where the argument
-    `factor` says how much longer the context is than in training. If `factor` is at most 1, the
-    attention factor is 1.
+    Use it for Phi-3 and other models whose config.json has the rope type "longrope". If length >
+    original_length, frequency i is divided by `long_factor[i]`, and otherwise by `short_factor[i]`.
+    Cosines and sines are multiplied by a number, the attention factor. By default this number is
+    sqrt(1 + ln(factor) / ln(original_length)), or 1 if `factor` is at most 1.
 
     Choose one `length` for a text, before you fill a KV cache. Otherwise keys in the cache may be
     rotated with `short_factor` and later queries with `long_factor`, and the attention scores are

@@ -42,10 +42,10 @@ class PositionScheme:
 
     A scheme says which position vectors are added to the token vectors. `Sinusoidal`,
     `SinusoidalGrid` and `Learned` are schemes. To make a scheme of your own, write a subclass that
-    is a frozen dataclass, with the method `encoding` and the fields that this method needs. If a
-    field of yours has the name of a field of the three schemes, such as `start` or `base`, it is
-    converted and checked in the same way. `save_embedder` writes the name of your class into the
-    file, so define the class before you call `load_embedder`.
+    is a frozen dataclass, with the method `encoding` and the fields that this method needs. If you
+    use a field name of the three schemes, such as `start` or `base`, your field is converted and
+    checked in the same way. `save_embedder` writes the name of your class into the file, so define
+    the class before you call `load_embedder`.
 
     Args:
         start: The position of the first token, if you pass no positions.
@@ -195,25 +195,28 @@ class SinusoidalGrid(PositionScheme, Sinusoids):
     Args:
         shape: The number of points along each axis, a tuple of ints, (height, width) for an image.
             There is at least one axis, and there are at most 2**31 - 1 points.
-        axes: The order in which the parts of the channels encode the axes, a permutation of 0, 1,
-            ... For an image, (0, 1) encodes the height in the first half of the channels and the
-            width in the second half. Pass (1, 0) for MAE, diffusers and big_vision, which encode
-            the width first. If None, the order is 0, 1, ..., as in tensor2tensor and the
-            positional-encodings package.
+        axes: Which axis each part of the channels encodes, a permutation of 0, 1, ... For an image,
+            (0, 1) encodes the height in the first half of the channels and the width in the second
+            half. Pass (1, 0) for the code of MAE, diffusers and big_vision, which encodes the width
+            first. If None, the order is 0, 1, ..., as in tensor2tensor and the package
+            positional-encodings.
         axis_positions: The coordinates of the points along each axis, one sequence of numbers per
             axis. The numbers cannot be traced. Set it to run a model on a grid of a new size. If
             you have n points along an axis and the model was trained with m points, pass
             `np.arange(n) * m / n` for this axis. For diffusers, pass
-            `np.arange(n) * base_size / n / interpolation_scale`, with these two attributes of the
-            model's `PatchEmbed`. If None, the coordinates are 0, 1, 2, ...
+            `np.arange(n) * base_size / n / interpolation_scale`, where `base_size` and
+            `interpolation_scale` are attributes of the model's `PatchEmbed`. If None, the
+            coordinates are 0, 1, 2, ...
         base, layout, shift, frequency_scale: The arguments of `sinusoidal_encoding` with these
-            names. All parts of the channels get the same ones. Pass `layout="sin_cos"` for MAE,
-            diffusers and big_vision, and for big_vision also `shift=1`.
+            names. They are the same for all parts of the channels. Pass `layout="sin_cos"` for the
+            code of MAE, diffusers and big_vision, and for big_vision also `shift=1`.
         odd: How d_model channels are split over n axes. `"truncate"` gives each axis d_model / n
             channels, so d_model must be a multiple of n. `"round_up"` rounds d_model / n up to an
-            even number for each axis, and leaves out the last channels beyond d_model (the
-            positional-encodings package). `"zero"` rounds d_model / n down to an even number for
-            each axis, and leaves zeros in the last channels (tensor2tensor).
+            even number of channels for each axis, joins the axes, and keeps the first d_model
+            channels, as in the package positional-encodings. For example, with d_model = 10 and two
+            axes, each axis has 6 channels, and the last 2 of the 12 channels are left out. `"zero"`
+            rounds d_model / n down to an even number of channels for each axis, and puts zeros into
+            the last channels, as in tensor2tensor.
 
     Raises:
         TypeError: `shape` or `axes` is not a tuple of ints, or `axis_positions` does not hold

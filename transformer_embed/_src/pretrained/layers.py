@@ -47,10 +47,10 @@ MOST_LAYERS = 1024
 class Layer:
     """Describes one layer of a published model, for the attention that you write yourself.
 
-    The result of `load_embedder` has a sequence of these in its field `layers`. Read the fields to
-    build the layers of the model. If you save the input layer of a model of your own with
-    `save_embedder`, make a `Layer` for each layer, so that everybody who loads the file can build
-    the layers too.
+    The result of `load_embedder` has a sequence of `Layer` objects in its field `layers`, one for
+    each layer of the model. Read the fields of a `Layer` to build the layer. If you save the input
+    layer of a model of your own with `save_embedder`, pass a `Layer` for each layer, so that
+    everybody who loads the file can build the layers too.
 
     Args:
         type: The kind of the layer, as the entry `layer_types` of config.json names it:
@@ -62,14 +62,13 @@ class Layer:
             head rotate. Pass only these channels to `apply_rotary`.
         mask: The keyword arguments of `AttentionMask`: `causal`, and `window` or `chunk` if the
             layer has one. In DeepSeek V4, layers with "compressed" in their `type` also see
-            averages of earlier tokens, which the mask leaves out.
+            averages of earlier tokens. The mask does not cover these averages.
         query_scale: The keyword arguments of `te.query_scale`. If None, queries are not scaled by
             their positions.
         image_blocks: Which tokens of the same image a token sees (Gemma 3 and 4). If "anywhere", a
             token sees all tokens of the image. If "in window", a token sees all later tokens of the
-            image, however far away, and earlier tokens of the image as far back as the window of
-            `mask` reaches. If None, images are masked like text. The page "Published models" shows
-            how to make the mask.
+            image. It sees earlier tokens of the image only inside the window of `mask`. If None,
+            images are masked like text. The page "Published models" shows how to make the mask.
         attention: The sizes and factors of the attention, as a dict with `num_heads`,
             `num_kv_heads`, `head_dim`, and the `scale` of the logits. If the logits are capped, the
             dict also has `softcap`. If each head has a learned sink (gpt-oss), the dict has

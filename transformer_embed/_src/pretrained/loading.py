@@ -45,53 +45,61 @@ def load_embedder(
     """Loads the parameters and the configuration of a checkpoint's input layer.
 
     Use it to put the embeddings, the positions and the output layer of a published model into your
-    own model. The `model_type`, in `config.json` or in `settings`, says which tensors these parts
-    have, and only these tensors are read. From a file that `save_embedder` wrote, all tensors are
-    read. The page "Published models" lists the model types that this package knows, and says how
-    exactly the embeddings of each model are reproduced.
+    own model. The `model_type`, in `config.json` or in `settings`, says which tensors belong to
+    these layers, and only these tensors are read. From a file that `save_embedder` wrote, all
+    tensors are read. The page "Supported models" lists the model types that this package knows, and
+    says how closely each type agrees with transformers.
 
     The first token of some models has a position above 0, which is `config.scheme.start`. For
     example, RoBERTa's first token has position 2. If you pass positions to the layer, add
     `config.scheme.start` to positions that count from 0, such as the positions of `TokenPositions`.
-    If the model has token types, pass `token_types`. Pass zeros if you have none, as the original
-    model does.
+    If the model has token types, pass `token_types` to the layer. If you have no token types, pass
+    zeros, as the original model does.
 
     Args:
         path: A safetensors file, an index file (`model.safetensors.index.json`) beside its shards,
             or a folder that holds `model.safetensors` or that index file.
         stack: Which part of an encoder-decoder model is read, `"encoder"` or `"decoder"`. If None,
-            the encoder is read. If the file has a token table for this part and a table that both
-            parts share, the table of this part is read.
+            the encoder is read. If the file has both a shared token table and a token table for the
+            chosen part, the table for the chosen part is read.
         settings: Entries that override the entries of the checkpoint's config.json, such as
-            {"model_type": "bert"}. If the checkpoint has no config.json, you must pass all entries
-            that change the embeddings. If you pass a `rope_scaling`, it overrides single numbers of
-            the `rope_scaling` in config.json, unless you name another `rope_type`: then it replaces
-            the whole `rope_scaling`. If an error names an entry that your model does not use, pass
-            None for it. For a file that `save_embedder` wrote, settings are an error.
+            {"model_type": "bert"}. If the checkpoint has no config.json, pass all entries that
+            change the embeddings. A `rope_scaling` without a `rope_type`, or with the same
+            `rope_type` as in config.json, changes only the numbers that you pass. A `rope_scaling`
+            with another `rope_type` replaces the whole `rope_scaling` of config.json. If an error
+            names an entry that your model does not use, pass None for this entry. If
+            `save_embedder` wrote the file, do not pass settings.
         config: The config of the layer, for a model of a type that this package does not know, such
-            as a model from a tutorial. If you pass `config`, you must pass `names` too.
-        names: The name of the tensor for each parameter of `Embedder(config).init`, as a dict {path
+            as a model from a tutorial. If you pass `config`, you must pass `names` too. If None,
+            the checkpoint says the config.
+        names: The name of the tensor of each parameter of `Embedder(config).init`, as a dict {path
             of a parameter: name of a tensor}. The end of a path, such as
-            "token_embedding/embeddings", is enough if no other path ends with it. If the name of
-            the tensor of a linear layer ends with "kernel" or "w", the tensor is read as [in, out],
-            as Flax and Haiku store weights. Otherwise the tensor is read as [out, in], as PyTorch
-            stores weights. If you add ".T" to a name, the tensor is transposed. If the layer norm
-            or the linear layer (of `embedding_width`) of your model has no bias, pass None as the
-            name for the parameter "layer_norm/offset" or "widen/b", which is then zeros. Leading
-            axes of length 1 are dropped.
-        length: The number of tokens of the longest text that the model will read. Required if the
-            rotation depends on the length: for LongRoPE, as in Phi-3's 128k models, and for dynamic
-            NTK.
-        part: Which part to load, if the model has several parts. Pass the name of the object in
-            config.json that describes the part, such as "decoder" or "thinker_config.text_config".
-            If None, the object `text_config` is read if there is one, and otherwise all of
-            config.json. If the file has a token table for several parts, the table whose name
-            begins with the name of the part ("decoder.", "thinker.") is read.
-        shardings: How parameters are split over a mesh, as a dict from the path of a parameter:
-            {"token_embedding/embeddings": NamedSharding(mesh, P("data"))}. The end of a path is
-            enough if no other path ends with it. The part of each device is read from the file
-            separately, so no device holds the whole table. Parameters that you leave out are copied
-            whole to each device of the mesh. If None, all parameters are on the default device.
+            "token_embedding/embeddings", is enough if no other path ends with it.
+
+            - The tensor of a linear layer is read as [in, out] if its name ends with "kernel" or
+              "w", as Flax and Haiku store weights. Otherwise it is read as [out, in], as PyTorch
+              stores weights.
+            - If you add ".T" to the name of a tensor, the parameter is the transpose of the tensor.
+            - If the layer norm or the linear layer (of `embedding_width`) of your model has no
+              bias, pass None as the name for the parameter "layer_norm/offset" or "widen/b". This
+              parameter is filled with zeros.
+            - Leading axes of length 1 are dropped. For example, a tensor [1, 512, 64] is read as
+              [512, 64].
+        length: The number of tokens of the longest text that the model will read. Required for
+            rotary embeddings that depend on this number: LongRoPE, as in Phi-3's 128k models, and
+            dynamic NTK.
+        part: The name of the part to load, if the model has several parts. Pass the path of the
+            object in config.json that describes the part, such as "decoder" or
+            "thinker_config.text_config". If None, the object `text_config` is read if there is one,
+            and otherwise all of config.json. If several parts have a token table in the file, the
+            table of the chosen part is read. In the examples, the name of this table begins with
+            "decoder." or "thinker.".
+        shardings: How parameters are split over a mesh, as a dict {path of a parameter: sharding},
+            such as {"token_embedding/embeddings": NamedSharding(mesh, P("data"))}. The end of a
+            path is enough if no other path ends with it. The part of each device is read from the
+            file separately, so no device holds the whole table. Parameters that you leave out are
+            copied whole to each device of the mesh. If None, all parameters are on the default
+            device.
         row_multiple: The `row_multiple` of the returned config. Rows of zeros are added to the
             token tables until this number divides the number of rows, so that you can split the
             tables over the devices of a mesh. If you pass a `config`, set `config.row_multiple`
@@ -99,18 +107,28 @@ def load_embedder(
 
     Returns:
         A `PretrainedInput`. Each parameter has the dtype of its tensor, `config.param_dtype` is the
-        dtype of the token table, and `config.dtype` is None. `config.pad_id` is None: with a
-        `pad_id`, the vector of padding would be zeros, but the published model uses the stored row.
-        `config.output` is the output layer of the model. If `config.output` is None, `no_output`
-        says why. In an encoder-decoder model, an untied output layer belongs to the decoder.
+        dtype of the token table, and `config.dtype` is None. If the file is of a published
+        model, `config.pad_id` is None, because the model uses the stored row for padding. A
+        `pad_id` would make the vector of padding zeros. `config.output` is the output layer of the
+        model. If `config.output` is None, `no_output` says why. In an encoder-decoder model, an
+        untied output layer belongs to the decoder.
 
     Raises:
         FileNotFoundError: There is no file at the path.
-        ValueError: The file is damaged, the file is not in the safetensors format, or a tensor has
-            a dtype other than float32, bfloat16 or float16. The shape of a tensor disagrees with
-            the config. The model type is not known. An entry of the settings is missing, has a
-            wrong value, or is not read for this model type. An adapter of peft changes the input or
-            the output layer.
+        ValueError: There are several causes:
+
+            - The file is damaged, or is not in the safetensors format.
+            - A tensor has a dtype other than float32, bfloat16 or float16, or its shape disagrees
+              with the config.
+            - The file has a tensor that may belong to the input layer, but that is not read for
+              this model type.
+            - The model type is not known.
+            - An entry of config.json or of `settings` is missing, or has a wrong value.
+            - config.json has an entry that may change the input or the output layer, but this
+              package does not know the effect of the entry on models of this type.
+            - `settings` has an entry that has no effect on models of this type.
+            - The file has tensors of an adapter (LoRA and other methods of peft) that changes the
+              input or the output layer.
 
     Example:
         >>> import pathlib, tempfile
@@ -127,15 +145,17 @@ def load_embedder(
         (1, 3, 4)
 
     Edge cases:
-        - Embeddings in float32 agree with transformers to 5 units in the last place of the largest
-          value in the embeddings. If a linear layer follows a layer norm, they agree to 8 units.
-        - Each tensor is copied once, to the memory of the returned array. So loading a large table
-          needs at most 1.05 times the memory of the table itself.
+        - In float32, the embeddings agree with the embeddings of transformers to 5 units in the
+          last place of the largest value. For example, if the largest value is 7, they differ by at
+          most 2.4e-6. If `config.embedding_width` is set, a linear layer comes last, and the
+          embeddings agree to 8 units.
+        - Each tensor is copied once, to the memory of the returned array. So if you load a large
+          table, you need at most 1.05 times the memory of the table itself.
         - No code in the file is run.
         - You get a UserWarning if the folder has an adapter of peft, because the adapter is not
-          read. You also get one if config.json has entries that this package does not know. A third
-          case is a text model inside a larger model of an unknown type, such as a model for images
-          and text.
+          read. You also get a UserWarning if config.json has entries that this package does not
+          know, and if a text model is inside a larger model of an unknown type, such as a model for
+          images and text.
     """
     check_mappings(settings=settings, names=names, shardings=shardings)
     if (config is None) != (names is None):
@@ -247,33 +267,38 @@ def load_config(
 
     Use it if you have the parameters in a checkpoint of Orbax, Flax or MaxText: this function gives
     you the config. Put the parameters into a tree with the paths and shapes of
-    `Embedder(config).init`. If the output layer is untied, transpose its kernel
-    [width, vocabulary]. config.json does not say whether an output layer has a bias, so the
-    returned config has an output layer without a bias.
+    `Embedder(config).init`. If the output layer is untied, transpose its kernel [width,
+    vocabulary]. config.json does not say whether an output layer has a bias, so the returned config
+    has an output layer without a bias.
 
     Args:
         source: The path of a config.json, the path of a folder with a config.json, or a dict with
             the entries of a config.json.
         stack: Which part of an encoder-decoder model is described, `"encoder"` or `"decoder"`. If
-            None, the encoder.
+            None, the encoder is described.
         settings: Entries that override the entries of config.json, such as {"vocab_size": 50304}.
-            If an error names an entry that your model does not use, pass None for it.
-        length: The number of tokens of the longest text that the model will read. Required if the
-            rotation depends on the length: for LongRoPE, as in Phi-3's 128k models, and for dynamic
-            NTK.
-        part: Which part to read, if the model has several parts. Pass the name of the object in
-            config.json that describes the part, such as "decoder" or "thinker_config.text_config".
-            If None, the object `text_config` is read if there is one, and otherwise all of
-            config.json.
+            If an error names an entry that your model does not use, pass None for this entry.
+        length: The number of tokens of the longest text that the model will read. Required for
+            rotary embeddings that depend on this number: LongRoPE, as in Phi-3's 128k models, and
+            dynamic NTK.
+        part: The name of the part to read, if the model has several parts. Pass the path of the
+            object in config.json that describes the part, such as "decoder" or
+            "thinker_config.text_config". If None, the object `text_config` is read if there is one,
+            and otherwise all of config.json.
 
     Returns:
         A `PretrainedInput`, as `load_embedder` returns it, but `params` is {} and `names` is None.
 
     Raises:
         FileNotFoundError: There is no file at the path.
-        ValueError: The model type is not known. An entry of the settings is missing, has a wrong
-            value, or is not read for this model type. config.json does not say which tables the
-            model has (DeBERTa, TrOCR).
+        ValueError: There are several causes:
+
+            - The model type is not known.
+            - An entry of config.json or of `settings` is missing, or has a wrong value.
+            - config.json has an entry that may change the input or the output layer, but this
+              package does not know the effect of the entry on models of this type.
+            - `settings` has an entry that has no effect on models of this type.
+            - config.json does not say which tables the model has (DeBERTa, TrOCR).
 
     Example:
         >>> import transformer_embed as te
@@ -283,8 +308,8 @@ def load_config(
         {'base': 10000.0, 'layout': 'half'}
 
     Edge cases:
-        - You get a UserWarning if config.json has entries that this package does not know. You also
-          get one for a text model inside a larger model of an unknown type, such as a model for
+        - You get a UserWarning in two cases: if config.json has entries that this package does not
+          know, or if a text model is inside a larger model of an unknown type, such as a model for
           images and text.
     """
     check_mappings(settings=settings)

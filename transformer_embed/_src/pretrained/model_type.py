@@ -61,87 +61,103 @@ class EntryStatus(enum.Enum):
 class ModelType(NamedTuple):
     """Describes the input layer, the output layer and the kinds of layers of one model type.
 
-    A module is the name of a tensor without ".weight", and without the prefix that the names of the
-    checkpoint share. For example, "embed_tokens" is the module of "model.embed_tokens.weight". A
-    field for one or more modules, such as `tokens`, is one string, with spaces between the modules.
-    "{stack}" in a module stands for "encoder" or "decoder".
+    A module is a part of the model, such as a table or a norm. The name of a module is the name of
+    its tensor without ".weight", and without the prefix that all names of the checkpoint share. For
+    example, "embed_tokens" is the module of the tensor "model.embed_tokens.weight". A field for
+    several possible modules, such as `tokens`, is one string, with spaces between the modules. The
+    first module that is in the file is used. In a module, "{stack}" stands for "encoder" or
+    "decoder".
 
     Args:
         name: The type, as config.json's `model_type` names it.
-        tokens: The module of the token table. If the string has several modules, the first module
-            that is in the file is used.
-        positions: The module of the table of learned positions, or several modules, as in `tokens`.
-            If empty, the model has no table of positions.
-        token_types: The module of the table of token types, or several modules, as in `tokens`. If
-            empty, the model has no token types.
-        norm: The module of the layer norm on the sum of the embeddings, or several modules. If
-            empty, the model has no such norm.
-        widen: The module of the linear layer that widens the embeddings (`embedding_width`), or
-            several modules. If empty, the model has no such linear layer.
-        bias: The module of T5's table of position biases, or several modules. If empty, the model
-            has no such table.
-        per_layer: In Gemma 3n, three modules make an extra input for each layer. This field is the
-            part that the names of the three modules share: "per_layer" for
-            "embed_tokens_per_layer", "per_layer_model_projection" and "per_layer_projection_norm".
+        tokens: The possible modules of the token table. The first module that is in the file is
+            used.
+        positions: The possible modules of the table of learned positions. If empty, the model has
+            no table of positions.
+        token_types: The possible modules of the table of token types. If empty, the model has no
+            token types.
+        norm: The possible modules of the layer norm on the sum of the embeddings. If empty, the
+            model has no such norm.
+        widen: The possible modules of the linear layer that changes the width of the embeddings
+            from `embedding_width` to `d_model`. If empty, the model has no such linear layer.
+        bias: The possible modules of T5's table of position biases. If empty, the model has no such
+            table.
+        per_layer: A text that the names of three modules share. If the text is "per_layer", the
+            modules are "embed_tokens_per_layer", "per_layer_model_projection" and
+            "per_layer_projection_norm". They make an extra input for each layer (Gemma 3n and 4).
             If empty, layers have no extra input.
-        may_lack: Which parameters may have no tensor in a file, as the ends of their paths, such as
-            "layer_norm/offset". If there are several, spaces are between them.
-        start: The position of the first token, as a number. Or the name of the config.json entry
-            that has the id of padding: then the position of the first token is this id + 1. Padding
-            has the position before the first one. If the id of padding is not known, padding is
-            counted like tokens.
-        sinusoids: The scheme of sinusoidal positions. Its fields `start` and `pad_id` are filled in
-            later, because they differ between models: the field `start` above says the first
-            position, and config.json says the id of padding. If None, the model has no sinusoidal
-            positions.
-        scale: The scale of the token vectors: True for the square root of their width, False for 1,
-            a number, or the name of the config.json entry that has the scale.
-        rotary: The layout of rotary embeddings, as `apply_rotary` takes it. Or the name of the
-            config.json entry that says whether pairs of channels are interleaved. If empty, no
-            layer has rotary embeddings.
+        may_lack: The parameters that may have no tensor in a file. Each parameter is named by the
+            end of its path, such as "layer_norm/offset". The field is one string, with spaces
+            between the names.
+        start: The position of the first token, as a number, or the name of the config.json entry
+            that has the id of padding. If `start` is such a name, the position of the first token
+            is the id of padding + 1. For example, the id of padding is 1 in RoBERTa, so the first
+            token has position 2. All padding has the position before the first token. If the id of
+            padding is not known, padding is counted like tokens.
+        sinusoids: The scheme of sinusoidal positions. If None, the model has no sinusoidal
+            positions. The fields `start`, `at_padding` and `pad_id` of the scheme have their
+            defaults here. `load_embedder` sets them, from `ModelType.start` and from the id of
+            padding in config.json.
+        scale: The factor of the token vectors. If True, the factor is the square root of their
+            width. If False, the factor is 1. `scale` may also be a number, or the name of the
+            config.json entry that has one of these values, such as "scale_embedding".
+        rotary: The layout of rotary embeddings, "half" or "interleaved", as `apply_rotary` takes
+            it. `rotary` may also be the name of the config.json entry that chooses the layout: true
+            means "interleaved", and false means "half". If empty, no layer has rotary embeddings.
         kinds: The kinds of the layers: one kind for all layers, or two kinds, such as
             ("sliding_attention", "full_attention"). If config.json lists the kind of each layer,
-            the list is used instead. Otherwise, entries of config.json, with `phase`, say which
-            layers are of the second kind. If empty, the kinds are not known.
-        phase: The index of the first layer of the second kind, if every nth layer is of the second
-            kind. -1 means index n - 1. For example, if n is 3 and `phase` is -1, layers 2, 5, 8 and
-            so on are of the second kind.
-        rotates: Which layers use rotary embeddings. If "sliding_attention", only layers with a
-            sliding window use them. If "sliding or all", it depends on the model: if some layers
-            have a sliding window, only these layers use rotary embeddings, and if no layer has one,
-            all layers do. If empty, all layers use them.
+            the list is used instead. Otherwise, other entries of config.json and the field `phase`
+            say which layers have the second of the two kinds. If empty, the kinds are known only if
+            config.json lists them.
+        phase: The index of the first layer of the second kind in `kinds`, if every nth layer is of
+            this kind. -1 means index n - 1. For example, with n = 3, `phase` = -1 and the kinds
+            ("sliding_attention", "full_attention"), layers 2, 5, 8 and so on have full attention.
+        rotates: Which layers use rotary embeddings. If "sliding_attention", the layers with a
+            sliding window use them. If "sliding or all", the layers with a sliding window use them,
+            or all layers if no layer has a window. If empty, all layers use them, except kinds that
+            never rotate, such as "linear_attention".
         is_causal: Whether a token sees only itself and the tokens before it.
-        image_blocks: Which tokens of the same image a token sees, as pairs of a kind of layers and
-            a value of `Layer.image_blocks`, such as ("sliding_attention", "in window").
-        has_vision_switch: Whether `image_blocks` applies only if the entry
+        image_blocks: Pairs (kind of layers, value of `Layer.image_blocks`), such as
+            (("sliding_attention", "in window"),). The value says which tokens of the same image a
+            token sees in layers of this kind. In layers of all other kinds, images are masked like
+            text.
+        has_vision_switch: Whether `image_blocks` applies only if the config.json entry
             `use_bidirectional_attention` is "vision".
         sections: Which pairs of channels are rotated by time, height and width. If "consecutive",
             the first pairs are rotated by time, the next ones by height, and the last ones by
             width. If "in turns", the first pair is rotated by time, the second by height, the third
-            by width, the fourth by time again, and so on. If empty, tokens have one position.
-        attention: How attention scales logits. If "head_dim", logits are divided by the root of the
-            head size. If "query_pre_attn_scalar", logits are divided by the root of the entry of
-            this name. If "attention_multiplier", logits are multiplied by the entry of this name.
-            If "attention_multiplier or head_dim", logits are multiplied by this entry if
-            config.json has it, and otherwise divided by the root of the head size. If "unscaled",
-            logits stay as they are. If empty, the scale is not known.
+            by width, the fourth by time again, and so on. If empty, each token has a single
+            position, which rotates all pairs.
+        attention: How attention scales logits. If "head_dim", logits are divided by the square root
+            of the head size. If "query_pre_attn_scalar", logits are divided by the square root of
+            the config.json entry of this name. If "attention_multiplier", logits are multiplied by
+            the config.json entry of this name. If "attention_multiplier or head_dim", logits are
+            multiplied by the entry `attention_multiplier` if config.json has it, and otherwise
+            divided by the square root of the head size. If "unscaled", logits stay as they are. If
+            empty, the scale is not known.
         has_sinks: Whether attention has a learned sink for each head.
         has_alpha: Whether a rotary scaling of type "dynamic" may have the entry `alpha`, which
             `NTKScaling` takes.
         has_alibi: Whether the model adds `alibi_bias` to the attention logits.
-        entries: Entries of config.json that this type reads, each with the default of this type,
-            which is used if config.json leaves the entry out. This field lists only some of the
-            entries; the method `names_of_entries` lists all. Two kinds are left out here. The first
-            kind is an entry that comes with a part of the layer and has its usual default. For
-            example, all types with rotary embeddings read `rope_theta`. The second kind is an entry
-            that the field `start`, `scale` or `rotary` names.
-        unread: Entries that come with a part of the layer, but that this type ignores. Their
-            defaults are used. For several entries, spaces are between the names.
+        entries: Entries of config.json that this type reads, as a dict {name: default}. If
+            config.json leaves an entry out, the default is used. The dict has only some of the
+            entries, and the method `names_of_entries` returns all of them. The dict leaves out
+            entries that the field `start`, `scale` or `rotary` names. It also leaves out entries
+            that all types with the same field read, if they have the usual default. For example,
+            all types whose field `rotary` is set read `rope_theta`, so the dict has `rope_theta`
+            only if the default is not 10000.
+        unread: Entries of config.json that this model type does not read, although similar model
+            types do. The default of such an entry is used. If config.json has the entry all the
+            same, the method `status` says whether that is an error. The field is one string, with
+            spaces between the names.
         no_effect: Entries that change nothing in models of this type, although they have an effect
-            in other types. For several entries, spaces are between the names.
-        aliases: One entry of config.json, and the other names that only files of this model type
-            have for it, such as "logit_scale: lm_head_multiplier logits_scaling". If config.json
-            has several names of the entry, the first of these names is used. If empty, there are no
+            in other types. A name may also be a module, whose tensors then change nothing. The
+            field is one string, with spaces between the names.
+        aliases: The name of one entry, a colon, and other names that the entry has only in files of
+            this model type. For example, "logit_scale: lm_head_multiplier logits_scaling" says that
+            the entry `logit_scale` may also be called `lm_head_multiplier` or `logits_scaling`. If
+            config.json has several of the three names, the value of `lm_head_multiplier` is used
+            first, then `logits_scaling`, then `logit_scale`. If `aliases` is empty, there are no
             such names.
         head: The modules that may be the output layer. The first module that is in the file is
             used.
@@ -215,10 +231,11 @@ class ModelType(NamedTuple):
     def names_of_entries(self) -> dict[str, tuple[str, ...]]:
         """Returns the entries that this type reads, each with the names that it may have in a file.
 
-        In this package, an entry of config.json has one name, such as "hidden_size". Some models
-        write the entry under another name, such as "n_embd". If a file has several of the names,
-        the first one is used. The order is: the names in the field `aliases` of this type, the name
-        in this package, and the other names that any model may use.
+        This package has one name for each entry of config.json, such as "hidden_size". Files of
+        some models have another name for the entry, such as "n_embd". The result lists the names in
+        this order: the names in the field `aliases` of the model type, the name in this package,
+        and the other names that any model may use. If a file has several of the names, the first
+        one is used.
         """
         # `start`, `scale` and `rotary` may hold the name of an entry. If they hold a number or a
         # layout, the loop over `ENTRIES` below leaves it out.
@@ -249,6 +266,10 @@ class ModelType(NamedTuple):
 
     def status(self, entry: str, value: Any) -> EntryStatus:
         """Returns whether this type reads an entry. If not, returns what is known of the entry.
+
+        The result is READ, OF_NO_CONCERN (the entry changes neither the input nor the output
+        layer), REFUSED (the entry may change one of them, so `load_embedder` raises an error) or
+        UNKNOWN (the entry is in no list of this package, so `load_embedder` warns).
 
         Args:
             entry: The name of the entry in config.json. An entry inside an object is named after

@@ -45,18 +45,18 @@ class PretrainedInput(NamedTuple):
         config: The config for `Embedder` and `TransformerEmbedding`.
         params: The parameters, for `Embedder(config).apply`. For T5, `params` also has the table of
             position biases, under `relative_position_bias`. In Gemma 3n and small Gemma 4 models,
-            each layer gets an extra vector for each id, from one more table. This table, and the
+            one more table gives each layer an extra vector for each id. This table, and the
             parameters that are needed with it, are under `per_layer_inputs`. Notebook 08 shows how
             to use them. From a file that `save_embedder` wrote, `params` has all parameters that
-            were saved. If you saved a whole model, the parameters outside the layer have the paths
-            that they had in the model.
-        layers: A `Layer` for each layer of the model, which says what your attention layers need:
-            the arguments of `apply_rotary` and of `AttentionMask`, the numbers of heads, and more.
-            `Layer` describes the fields. The sequence is empty if the number of layers is not
-            known, or if the layers differ in a way that this package does not know.
+            were saved. If you saved a whole model, the parameters outside the input layer have the
+            paths that they had in the model.
+        layers: A `Layer` for each layer of the model. It says what your attention layers need: the
+            arguments of `apply_rotary` and of `AttentionMask`, the numbers of heads, and more. The
+            sequence is empty if the number of layers is not known, or if the layers differ in a way
+            that this package does not know.
         bias: The keyword arguments of `RelativePositionBias` (T5) or `alibi_bias` (Bloom). If None,
             the model adds no position bias to the attention logits.
-        names: The name of the tensor of each parameter, as a dict {path of a parameter: name of a
+        names: The name of each parameter's tensor, as a dict {path of a parameter: name of a
             tensor}.
         no_output: Why `config.output` is None, as a sentence. If `no_output` is None, the model has
             an output layer.

@@ -29,10 +29,9 @@ class TensorFacts(NamedTuple):
         is_transposed: Whether the tensor is the transpose of the `w` that `hk.Linear` takes. If
             True, the tensor is the weight of a linear layer, stored as [out, in] (PyTorch). To read
             the `w`, add ".T" to the name of the tensor in `Checkpoint.read`. If False, the weight
-            is stored as [in, out] (Flax, Haiku, and the layers of GPT-2). None has two meanings.
-            The tensor may be no weight of a linear layer, but a table or a bias, for example. Or
-            the tensor may be such a weight in a model of an unknown type, so that this package does
-            not know how the weight is stored.
+            is stored as [in, out] (Flax, Haiku, and the layers of GPT-2). If None, the tensor is
+            not the weight of a linear layer, but a table or a bias, for example. It is also None if
+            this package does not know how the weight is stored, because the model type is unknown.
 
     Example:
         >>> import transformer_embed as te
@@ -238,8 +237,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Opens a checkpoint, so that you can read any of its tensors.
 
     Use it after `load_embedder` to load the other layers of the same model. This function only
-    opens the checkpoint. A tensor is read when you call `read`, and the values go straight to the
-    devices that need them. A shard is opened when you ask for a tensor in it.
+    opens the checkpoint. A tensor is read when you call `Checkpoint.read`, and the values go
+    straight to the devices that need them. If the checkpoint has several files (shards), the file
+    of a shard is opened when you first call `read` or `facts` for a tensor in it.
 
     Args:
         path: A safetensors file, an index file (`model.safetensors.index.json`) beside its shards,

@@ -33,9 +33,9 @@ def resize(
 
     Use it to add tokens to a vocabulary, to train on longer texts or larger images, or to pad a
     table so that the number of devices divides the number of rows. `new_config` may differ from
-    `config` in `vocab_size`, `row_multiple`, `spread`, the `max_len` of `Learned` positions, and in
-    all fields that change no shape of a parameter. Tables whose rows stay the same are returned as
-    they are.
+    `config` in `vocab_size`, `row_multiple`, `spread` and the `max_len` of `Learned` positions. It
+    may also differ in any field that does not change the shape of a parameter, such as
+    `dropout_rate`. Tables whose rows stay the same are returned as they are.
 
     Ids are added or removed at the end of the vocabulary, in the token table and in the parameters
     of an output layer. The rows of new ids are sampled from a normal distribution. In each channel,
@@ -50,14 +50,14 @@ def resize(
 
     Args:
         params: The parameters that fit `config`, as `Embedder.init` makes them, or the parameters
-            of a whole model. A token table that is split over several devices keeps its sharding,
-            but while the table is resized, the host of each process needs memory for the whole
+            of a whole model. A token table that is split over several devices keeps its sharding.
+            While such a table is resized, the host of each process needs memory for the whole
             table.
         config: The config that the parameters fit.
         new_config: The config that the returned parameters will fit, such as
             `dataclasses.replace(config, vocab_size=300)`.
-        rng: A random key. Required if rows are sampled, because there are new ids, or new positions
-            with `keep_positions=True`.
+        rng: A random key, from which new rows are sampled. Required if there are new ids, or if
+            there are new positions and `keep_positions` is True.
         grids: The old and the new shape of the grid, if positions are points of a grid. For
             example, pass ((14, 14), (24, 24)) if images of 14 by 14 patches become images of 24 by
             24 patches. Positions are numbered in row-major order. Positions before the grid, such
@@ -65,9 +65,9 @@ def resize(
             line, as in texts. The line begins at row `config.scheme.start` of the table, and the
             rows before this row do not change.
         keep_positions: Whether learned positions keep their rows, as in transformers. If True, rows
-            are added or removed at the end, and new rows are sampled as the rows of new ids are. If
-            False, the rows are interpolated. Set True if you train the model on longer texts and
-            its outputs for short texts must stay the same.
+            are added or removed at the end, and new rows are sampled in the same way as the rows of
+            new ids. If False, the rows are interpolated. Set True if you train the model on longer
+            texts and its outputs for short texts must stay the same.
 
     Returns:
         A tree like `params`, in which the resized tables are replaced. All other leaves are the
@@ -75,12 +75,18 @@ def resize(
 
     Raises:
         TypeError: `config` or `new_config` is not an `EmbedderConfig`.
-        ValueError: `params` do not fit `config`, or the configs differ in a field that cannot be
-            resized, such as `d_model`. `new_config` has both `spread` and a tied output layer. Rows
-            are to be sampled, but `rng` is None. The number of devices does not divide the new
-            number of rows. `grids` is None, and the position schemes of the two configs have
-            different `start`s. The two grids differ in the number of axes, or in the number of
-            positions that come before the grid. Both `grids` and `keep_positions` are set.
+        ValueError: There are several causes:
+
+            - `params` do not fit `config`.
+            - The configs differ in a field that cannot be resized, such as `d_model`.
+            - `new_config` has both `spread` and a tied output layer.
+            - New rows must be sampled, but `rng` is None.
+            - The number of devices does not divide the new number of rows.
+            - `grids` is None, and the position schemes of the two configs have different `start`s.
+            - The two shapes in `grids` have different numbers of axes.
+            - A table has too few rows for its grid, or the old and the new table have different
+              numbers of rows before the grid.
+            - Both `grids` and `keep_positions` are set.
 
     Example:
         >>> import dataclasses, jax

@@ -61,30 +61,35 @@ def save_embedder(
 
     Args:
         path: The file to write or replace.
-        config: The config of the layer, as for `Embedder`.
-        params: A Haiku parameter tree of float32, bfloat16 or float16 that contains one layer that
-            fits the config, at any path. You may pass the parameters of a whole model. The
-            parameters of the layer are written under the paths that `Embedder(config).init` gives
-            them. If `bias` has the arguments of a `RelativePositionBias`, the table of this module
-            is written under `relative_position_bias`. All other parameters are written under the
-            paths that they have in `params`.
-        layers: A `Layer` for each layer of the model, which `load_embedder` will return again.
-        bias: The keyword arguments of `RelativePositionBias` or `alibi_bias`, which `load_embedder`
-            will return again.
+        config: The config of the layer, as `Embedder` takes it.
+        params: A Haiku parameter tree that contains the parameters of one layer that fits the
+            config, at any path. You may pass the parameters of a whole model. All parameters are
+            float32, bfloat16 or float16. The parameters of the layer are written under the paths
+            that `Embedder(config).init` gives them. If `bias` has the arguments of a
+            `RelativePositionBias`, the tree must also contain one module with the name
+            `relative_position_bias`, at any path. Its table is written under this name. All other
+            parameters are written under the paths that they have in `params`.
+        layers: A `Layer` for each layer of the model, as a sequence. `load_embedder` will return
+            the sequence again.
+        bias: The keyword arguments of `RelativePositionBias` or `alibi_bias`, if the model has a
+            position bias. `load_embedder` will return them again.
         names: The names of the tensors in the file, as a dict {path of a parameter: name of a
-            tensor}. The end of a path is enough if no other path ends with it. If you leave out a
-            parameter, its tensor is named like the path.
-        no_output: Why the config has no output layer, as a sentence, which `load_embedder` will
-            return again.
+            tensor}. The end of a path is enough if no other path ends with it. The tensor of a
+            parameter that you leave out has the path of the parameter as its name.
+        no_output: A sentence that says why the config has no output layer. `load_embedder` will
+            return the sentence again.
 
     Raises:
         OSError: The file cannot be written.
-        ValueError: `params` do not contain exactly one layer that fits the config. (If your model
-            has several input layers, pass the modules of one of them.) Two tensors have the same
-            name, or a name cannot be stored in the file. A parameter has a dtype other than
-            float32, bfloat16 or float16. A `Layer` has arguments that `apply_rotary`,
-            `AttentionMask` or `query_scale` refuses. `RelativePositionBias` or `alibi_bias` refuses
-            the arguments in `bias`. The path is a folder, a pipe or a device.
+        ValueError: There are several causes:
+
+            - `params` do not contain exactly one layer that fits the config. If your model has
+              several input layers, leave out the parameters of all but one.
+            - Two tensors have the same name, or a name cannot be stored in the file.
+            - A parameter has a dtype other than float32, bfloat16 or float16.
+            - A `Layer` has arguments that `apply_rotary`, `AttentionMask` or `query_scale` refuses.
+            - `bias` has arguments that `RelativePositionBias` or `alibi_bias` refuses.
+            - The path is a folder, a pipe or a device.
 
     Example:
         >>> import pathlib, tempfile
@@ -157,16 +162,19 @@ def save_into(
         params: A Haiku parameter tree that contains one layer that fits the config, at any path.
             You may pass the parameters of a whole model. Table rows that `row_multiple` added are
             not written.
-        names: The name of the tensor of each parameter, as `load_embedder` returned them in
-            `found.names`. If you leave out a parameter, its tensor in the checkpoint does not
-            change.
+        names: The names of the tensors, as a dict {path of a parameter: name of a tensor}. Pass
+            `found.names`, which `load_embedder` returned. If you leave out a parameter, its tensor
+            in the checkpoint does not change.
 
     Raises:
         OSError: A file cannot be written.
-        ValueError: `params` do not contain exactly one layer that fits the config. A parameter
-            differs in size from the tensor that it replaces in the checkpoint, so config.json would
-            be wrong. (Save a resized layer with `save_embedder`.) A parameter has a dtype other
-            than float32, bfloat16 or float16, or `config.spread` is True.
+        ValueError: There are several causes:
+
+            - `params` do not contain exactly one layer that fits the config.
+            - A parameter differs in size from the tensor that it replaces in the checkpoint, so
+              config.json would be wrong. Save a resized layer with `save_embedder` instead.
+            - A parameter has a dtype other than float32, bfloat16 or float16.
+            - `config.spread` is True. Use `resize` to make it False.
 
     Example:
         >>> import json, pathlib, tempfile

@@ -41,11 +41,12 @@ def apply_gradients(
     Compile the step with `jax.jit`, and donate `params` and `state`. Then tables and state are
     written in place, so the cost of a step depends on the size of the batch and not of the tables.
 
-    The function first traces the optimizer (only once under `jax.jit`), to prove that each table
-    row is updated from that row alone. The page "Optimizers for row-wise training" lists the
-    optimizers that pass this check. A step may still differ from the dense step of the same
-    optimizer. For example, Adam passes, but a dense step of Adam also moves rows without a
-    gradient. To clip by a global norm, clip the gradients before you call this function.
+    The function first traces the optimizer, to check that the new value of each table row depends
+    on no other row of the table. (Under `jax.jit`, this happens only once.) The page "Optimizers
+    for row-wise training" lists the optimizers that pass this check. A step may still differ from
+    the step that the same optimizer takes with a dense gradient. For example, Adam passes the
+    check, but with a dense gradient Adam also changes rows whose gradient is zero. To clip by a
+    global norm, clip the gradients before you call this function.
 
     Args:
         optimizer: The optax optimizer.
@@ -62,9 +63,10 @@ def apply_gradients(
         TypeError: `optimizer` has no functions `init` and `update`, or a leaf of `params` or
             `state` is not an array. A `RowGradient` was made inside a `jax.jit`, and this call is
             outside of it.
-        ValueError: The optimizer may update a table row from other rows; the message names the
-            transformation and the reason. The optimizer changes the dtype of its state. `grads`,
-            `state` and `params` are not trees of the same parameters.
+        ValueError: The optimizer may compute the new value of a table row from other rows. The
+            message names the optax transformation that does this, and the reason. The optimizer
+            changes the dtype of its state. `grads`, `state` and `params` are not trees of the same
+            parameters.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -84,10 +86,10 @@ def apply_gradients(
         [1.  0.8 1.  0.6 1. ] 1.4
 
     Source:
-        TensorFlow has a lazy Adam that updates the same rows,
-        https://www.tensorflow.org/addons/api_docs/python/tfa/optimizers/LazyAdam, and so has
-        PyTorch, https://docs.pytorch.org/docs/stable/generated/torch.optim.SparseAdam.html. The
-        need for row gradients in JAX is discussed in https://github.com/jax-ml/jax/issues/851
+        The lazy Adam of TensorFlow and the sparse Adam of PyTorch update the same rows:
+        https://www.tensorflow.org/addons/api_docs/python/tfa/optimizers/LazyAdam,
+        https://docs.pytorch.org/docs/stable/generated/torch.optim.SparseAdam.html. The need for row
+        gradients in JAX is discussed in https://github.com/jax-ml/jax/issues/851
     """
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         got = type(optimizer).__name__

@@ -14,24 +14,25 @@ def pmean(grads: Tree, axis_name: Any) -> Tree:
     """Averages gradients over the devices of a mapped axis, even if they read different table rows.
 
     Use this function inside `jax.pmap`, `jax.shard_map` or `jax.vmap` with an `axis_name`. Do not
-    use `jax.lax.pmean` for a `RowGradient`. It would average the first row of all devices, then the
-    second row, and so on. But the first row of one device may belong to another id than the first
-    row of the next device. In `te.rows.pmean`, the devices send each other the indices of the rows,
-    so the gradients of equal rows are averaged.
+    use `jax.lax.pmean` for a `RowGradient`. `jax.lax.pmean` averages the first rows of all devices,
+    then the second rows, and so on. But the first rows of two devices may belong to different ids.
+    In `te.rows.pmean`, the devices send each other the indices of the rows, so the gradients of
+    equal rows are averaged.
 
-    With `check_vma=True` (the default of `jax.shard_map`), `jax.grad` already sums the gradients of
-    parameters that all devices share, and so does `te.rows.value_and_grad`. So in such a
-    `jax.shard_map`, average the loss over the devices, inside the function that is differentiated.
-    Then the gradients are equal on all devices, and you do not need `te.rows.pmean`.
+    With `check_vma=True` (the default of `jax.shard_map`), `jax.grad` and `te.rows.value_and_grad`
+    already sum the gradients of parameters that all devices share. So in such a `jax.shard_map`,
+    average the loss over the devices, inside the function that is differentiated. Then the
+    gradients are equal on all devices, and you do not need `te.rows.pmean`.
 
     Args:
         grads: The gradients that `value_and_grad` returned.
         axis_name: The name of the mapped axis, or a tuple of several names.
 
     Returns:
-        The mean of each leaf, the same on all devices. The mean of a `RowGradient` has every table
-        row that has a gradient on some device, once. After these rows comes padding, such as index
-        9 in the example, whose table has 6 rows.
+        The mean of each leaf, the same on all devices. The mean of a `RowGradient` holds each table
+        row that has a gradient on some device, exactly once. After these rows comes padding, which
+        has an index past the end of the table. In the example, the table has the rows 0 to 5, and
+        padding has the index 9.
 
     Raises:
         TypeError: A `RowGradient` was made with a `capacity`, so `value_and_grad` has already

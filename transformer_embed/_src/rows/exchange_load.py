@@ -26,30 +26,31 @@ def exchange_load(
 ) -> dict[str, Any]:
     """Counts the rows that each device is asked for in a batch, and the requests that do not fit.
 
-    Use it before you train with a `capacity` of `value_and_grad`. The counts show whether one
-    device owns most of the rows that your batches read, and whether the buffers have enough room
-    for the requests. The function runs on the host, and the mesh may be a
-    `jax.sharding.AbstractMesh`, so you can plan for devices that you do not have.
+    Use it before you train with a `capacity` of `value_and_grad`. With a `capacity`, each device
+    requests rows from the devices that own them, through buffers of fixed size. The counts show
+    whether one device owns most of the rows that your batches read, and whether all requests fit
+    into the buffers. The function needs no devices: the mesh may be a `jax.sharding.AbstractMesh`,
+    so you can plan for devices that you do not have.
 
     Args:
         table: The table: an array on a mesh, or a `jax.ShapeDtypeStruct` with a sharding. Shape
             [rows, d].
         ids: The ids of the whole batch, on all devices together. Shape [batch, ...], of any integer
-            dtype, and not traced. An id outside the table counts as a request for the first or the
-            last row.
+            dtype, and not traced. A negative id is counted as id 0, and an id past the end as the
+            last id.
         config: The `EmbedderConfig` of the table. Set it if the config has a `row_multiple` or
             `spread`. If None, row i holds id i.
         batch_axes: The names of the mesh axes that the first dimension of `ids` is split over, as a
             tuple. If None, the dimension is split over all axes of the mesh.
-        capacity: How much room the buffers have, as in `value_and_grad`.
+        capacity: The size of the buffers, as in `value_and_grad`.
         max_rows: A bound on the number of distinct ids of each device, as in `value_and_grad`.
 
     Returns:
         A dict with two entries. `rows` says how many distinct rows each device is asked for. A row
-        that several devices ask for counts once, and rows whose requests do not fit are counted
-        too. `rows` is an int64 array with one axis for each mesh axis in `batch_axes`. `dropped` is
-        the number of requests that do not fit into the buffers. In training, `lookup` returns NaN
-        for the ids of these requests.
+        is counted once, even if several devices ask for it, and even if the requests do not fit
+        into the buffers. `rows` is an int64 array with one axis for each mesh axis in `batch_axes`.
+        `dropped` is the number of requests that do not fit into the buffers. In training, `lookup`
+        returns NaN for the ids of these requests.
 
     Raises:
         TypeError: `ids` are not integers, `ids` are traced, or `max_rows` is not an int.

@@ -61,10 +61,10 @@ class RowGradient(SomeRows):
     `te.rows.value_and_grad` returns a `RowGradient` in the place of each table's gradient, and you
     pass the gradient on to `te.rows.apply_gradients`. (Do not pass a `RowGradient` to
     `optimizer.update` or `optax.apply_updates`.) A `RowGradient` has the `shape` and the `dtype` of
-    the table. It is a pytree with two leaves: the `values`, and the `fingerprint`, a checksum of
-    the rows. So functions like `jax.tree.map` and `optax.global_norm` see the values, which are the
-    nonzero rows of the dense gradient. (They see the fingerprint too, but its numbers are so small
-    that a norm stays the same.)
+    the table. It is a pytree with two leaves: the `values`, which are the nonzero rows of the dense
+    gradient, and the `fingerprint`, a checksum of the rows. Functions like `jax.tree.map` and
+    `optax.global_norm` see both leaves. The numbers in the fingerprint are so small that the norm
+    is the norm of the values.
 
     You may multiply a whole gradient by a number, cast it, or average it over devices whose
     gradients have the same row indices. For everything else, use one of these:
@@ -78,12 +78,13 @@ class RowGradient(SomeRows):
       `RowGradient` from these arrays outside. (A gradient that was made inside a `jax.jit` can be
       used only inside this `jax.jit`.)
 
-    If you change a gradient in any other way, the `fingerprint` no longer fits the values. Then
-    `apply_gradients` writes NaN into the table rows of this gradient, because your function saw
-    only some rows of the table, and its result may be wrong. For example, `jax.lax.pmean` over
-    devices with different batches mixes rows, and `optax.clip_by_block_rms` computes the size of a
-    table from some of the rows. A function that changes each number by itself, such as `jnp.sign`
-    or `optax.clip`, also leads to NaN. Put such a function into the optimizer, by `optax.chain`.
+    A function that changes a gradient in any other way may give a wrong result, because it sees
+    only some rows of the table. After such a change, the `fingerprint` no longer fits the values,
+    so `apply_gradients` writes NaN into the table rows of this gradient. For example,
+    `jax.lax.pmean` over devices with different batches mixes rows, and `optax.clip_by_block_rms`
+    computes the size of a table from some of the rows. A function that changes each number by
+    itself, such as `jnp.sign` or `optax.clip`, also leads to NaN. Put such a function into the
+    optimizer, by `optax.chain`.
 
     Args:
         row_indices: The indices of the table rows that have a gradient. Integers of shape [k],
@@ -113,9 +114,9 @@ class RowGradient(SomeRows):
 
     Edge cases:
         - A scale may be as small as 1e-12. A cast to float16 loses the fingerprint.
-        - The fingerprint, the checksum of the rows, misses a change of the gradient by less than a
-          few percent. It also misses all changes if none of the first 64 rows has a gradient of
-          about 1e-26 or more.
+        - The fingerprint, the checksum of the rows, does not show a change of the values by less
+          than a few percent. If all values in the first 64 rows are below about 1e-26 in magnitude,
+          the fingerprint shows no change of the values at all.
 
     Source:
         TensorFlow's IndexedSlices, https://www.tensorflow.org/api_docs/python/tf/IndexedSlices

@@ -24,24 +24,27 @@ def value_and_grad(
 ) -> Callable:
     """Returns a function like `jax.value_and_grad` of a loss that reads few rows of large tables.
 
-    Use it with `te.rows.apply_gradients`, so that the cost of a training step follows the batch and
-    not the size of the vocabulary. Like `jax.value_and_grad`, it differentiates the loss with
-    respect to the first argument. The gradient of a table holds only the rows that the batch reads.
+    Use it with `te.rows.apply_gradients`. Then the cost of a training step depends on the size of
+    the batch, and not on the size of the vocabulary. Like `jax.value_and_grad`, it differentiates
+    the loss with respect to the first argument. The gradient of a table holds only the rows that
+    the batch reads.
 
-    While the loss runs, only `lookup` can read these tables. So do not pass the tables to a
-    function of all parameters, such as an L2 norm. The section "Training by rows" of the reference
-    page says what such a function would see. To add the gradients of many batches, or to average
-    them over devices, see the page "Training loops".
+    Inside the loss, only `lookup` can read the tables that are named in `ids`. So if the loss
+    computes something from all parameters, such as an L2 norm, leave these tables out. The section
+    "Training by rows" of the reference page says what happens otherwise. To add the gradients of
+    many batches, or to average them over devices, see the page "Training loops".
 
     Args:
-        loss: A function of (params, ...) that returns a scalar, or (scalar, aux). It must read the
-            tables that `ids` names only with `lookup`, as `TokenEmbedding` does.
+        loss: A function of (params, ...) that returns a scalar, or (scalar, aux). For the tables
+            that are named in `ids`, `lookup` must be the only function that reads them, as in
+            `TokenEmbedding`.
         ids: The ids that the loss looks up, as a dict {name of a table: ids}. Add an entry for each
             table that you want to train by rows. A name is the path of the parameter, such as
-            "model/token_embedding/embeddings", or the end of a path that only this parameter has,
-            such as "token_embedding/embeddings". The ids have any shape, and may repeat. Pass all
-            ids that the loss looks up in the table, including padding and ids outside the
-            vocabulary. For an id that you leave out, `lookup` returns NaN.
+            "model/token_embedding/embeddings", or an end of the path, such as
+            "token_embedding/embeddings". No other path may have the same end. The ids have any
+            shape, and may repeat. Pass all ids that the loss looks up in the table, including
+            padding and ids outside the vocabulary. For an id that you leave out, `lookup` returns
+            NaN.
         config: The `EmbedderConfig` of the token table. Pass it if its `row_multiple` adds rows to
             the table, or if its `spread` changes their order. If you leave it out, the lookup in
             such a table raises an error.
@@ -50,9 +53,9 @@ def value_and_grad(
             int for all tables, or a dict {name of a table: int}. A bound below the size of the
             batch makes the step cheaper. For example, a batch of 8192 ids usually has far fewer
             distinct ids, because words repeat. If a batch has more distinct ids than the bound,
-            `lookup` returns NaN for the ids whose rows come last in the table. If you set
+            `lookup` returns NaN for the ids that have the highest row indices. If you set
             `capacity`, the bound is for each device's part of the batch.
-        capacity: How much room the buffers have in which devices exchange table rows. If None,
+        capacity: The size of the buffers through which devices exchange table rows. If None,
             nothing is exchanged, and every device gets the distinct rows of the whole batch. If you
             pass a number above 0, each device asks only for the rows of its own part of the batch.
             The device that holds a row in its shard, the owner of the row, sends the row, and gets
@@ -71,20 +74,20 @@ def value_and_grad(
         Padding has an index past the end of the table, such as 12 in the example, whose table has
         10 rows. k is the smallest of three numbers: the number of ids, the number of table rows,
         and `max_rows`. If k is above 1024, it is rounded up to a multiple of 1024. If you set
-        `capacity`, each device has the gradients of rows of its own shard, and k is the number of
-        rows that the devices can ask the device for.
+        `capacity`, each device has the gradients of rows of its own shard, and k is the largest
+        number of rows that the devices can ask one device for.
 
     Raises:
         TypeError: The ids are not integers, or a table has a dtype that is not floating. The loss
-            uses a table that `ids` names in an operation other than `lookup`.
+            uses a table of `ids` in another operation than `lookup`.
         ValueError: A name in `ids` fits no parameter or several parameters, or two names fit the
             same parameter. A named parameter is not a table [vocab_size, d]. A layer of the loss
             pads or spreads the rows of a table, and `config` is not the config of this layer.
             `max_rows` is below 1, or names a table that is not in `ids`. The shape of the ids is
-            symbolic. If you set `capacity`, there are four more conditions. `capacity` is not above
-            0, or no table in `ids` is split over explicit mesh axes. The columns of a table are
-            split. The ids are not split over the mesh axes of the table rows. The call is inside a
-            `jax.shard_map` over some of the mesh axes.
+            symbolic. With a `capacity`, these are errors, too: `capacity` is not above 0, no table
+            in `ids` is split over explicit mesh axes, the columns of a table are split, the ids are
+            not split over the mesh axes of the table rows, or the call is inside a `jax.shard_map`
+            over some of the mesh axes.
 
     Example:
         >>> import jax.numpy as jnp

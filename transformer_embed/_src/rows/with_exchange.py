@@ -22,19 +22,20 @@ def with_exchange(
     """Returns a function of parameters that reads tables by an exchange of rows between devices.
 
     Use it to evaluate a model on many devices, or with `jax.grad` to train tables densely. If
-    explicit mesh axes split the rows of a table, in an ordinary `lookup` each device receives the
-    rows of all ids, also of the ids of the other devices along these axes. In the returned
-    function, each device asks only for the distinct rows of its own part of the batch, so each
-    device receives less. A row is sent by its owner, which is a device that holds the row.
+    explicit mesh axes split the rows of a table, an ordinary `lookup` sends each device the rows
+    for the ids of all devices along these axes. In the returned function, each device asks only for
+    the distinct rows of its own part of the batch, so each device receives fewer rows. A row is
+    sent by its owner, which is a device that holds the row.
 
     Args:
-        function: A function of (params, ...). The function must read the tables that `ids` names
-            only by `lookup`.
+        function: A function of (params, ...). For the tables that are named in `ids`, `lookup` must
+            be the only function that reads them.
         ids: The ids that the function looks up, as a dict {name of a table: ids}. This and the next
             arguments are as in `value_and_grad`.
         config: The `EmbedderConfig` of the token table, if it pads or spreads the table rows.
-        capacity: How much room the buffers have in which devices exchange rows. 1.0 is enough if
-            all devices are equally likely to be asked for rows.
+        capacity: The size of the buffers through which devices exchange rows. 1.0 is enough if all
+            devices are equally likely to be asked for rows. With 2.0, a buffer has room for at
+            least twice the mean number of requests.
         max_rows: A bound on the number of distinct ids that each device looks up in a table. If
             None, there is no bound.
 
@@ -43,7 +44,7 @@ def with_exchange(
 
     Raises:
         TypeError: The ids are not integers, or a table has a dtype that is not floating. `function`
-            uses a table that `ids` names in an operation other than `lookup`.
+            uses a table of `ids` in another operation than `lookup`.
         ValueError: `value_and_grad` with a `capacity` would raise a ValueError for the same
             arguments, for example because the rows of no table are split.
 

@@ -41,15 +41,15 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
         new: The pytree of the new tokens, with arrays [batch, length, ...]. If an array has a
             single batch row, it is written into every batch row of the cache. Token positions
             without a batch axis are also used for every batch row. If only the cache has
-            `block_ids`, the new tokens are in no block. If only the cache has tokens of
-            `TokenPositions.from_parents`, the new tokens are written as a sequence in the order of
-            their positions.
+            `block_ids`, the new tokens are in no block. If the cache has tokens of a tree
+            (`TokenPositions.from_parents`) and the new tokens are an ordinary sequence, they are
+            written as a sequence in the order of their positions.
         slot: Integers that say into which slots the new tokens are written. You can pass the first
             slot of each batch row, or the slot of each token.
 
             - Pass integers of shape [] or [batch] for the slot of the first token of each batch
               row. The next tokens are written into the next slots. Tokens past the last slot are
-              dropped. A batch row with -1 stays as it is.
+              dropped. If the number for a batch row is -1, nothing is written into this batch row.
             - Pass integers of shape [1 or batch, length] for the slot of each token. A token with
               -1 is not written. If several tokens have the same slot, the last of these tokens is
               written.
@@ -57,9 +57,9 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
             A ring is a cache for attention with a window: new tokens overwrite the oldest tokens.
             For a ring of n slots, pass `jnp.where(tokens.padding_mask, tokens.positions % n, -1)`,
             where `tokens` is the `TokenPositions` of the new tokens, with a batch axis. The prompt
-            may then be longer than the ring. If you write the new tokens first and then attend, a
-            window of w tokens needs `w + length - 1` slots for `length` new tokens. In a smaller
-            ring, the last new tokens overwrite keys that the first new tokens should see.
+            may then be longer than the ring. If you write `length` new tokens first and then
+            attend, the last new tokens must not overwrite keys that the first new tokens should
+            see. So for a window of w tokens, the ring needs at least `w + length - 1` slots.
 
     Returns:
         A pair. The first entry is the new cache. The second entry is a bool array [batch, length],
@@ -69,10 +69,11 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
     Raises:
         TypeError: `slot` does not hold integers.
         ValueError: The pytrees differ in structure, or their arrays differ in dtype or do not fit
-            in shape. `slot` has a shape that is not listed above, or a slot on the host is outside
-            the cache and is not -1. There are more new tokens than slots, which is allowed only if
-            `slot` gives the slot of each token. The new tokens have no batch axis, and there are as
-            many new tokens as batch rows, so `slot` of shape [batch] has two meanings.
+            in shape. `slot` has a shape that is not listed above, or a slot that is not in a jax
+            array is outside the cache and is not -1. There are more new tokens than slots, which is
+            allowed only if `slot` gives the slot of each token. `slot` has shape [n], there are n
+            batch rows, and the n new tokens have no batch axis: then the slots could be for batch
+            rows or for tokens.
 
     Example:
         >>> import jax.numpy as jnp
@@ -95,8 +96,9 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
         [[4, 5, 2, 3]]
 
     Edge cases:
-        - Slots on a device are not checked. A token whose slot is outside the cache is not written.
-          If the first slot of a batch row is negative, the batch row stays as it is.
+        - If `slot` is a jax array, its values are not checked. A token whose slot is outside the
+          cache is not written. If the first slot of a batch row is negative, the batch row stays as
+          it is.
         - If token positions have 64 bits and the cache has 32 bits, a number outside int32 is
           written as the lowest or the highest int32.
     """

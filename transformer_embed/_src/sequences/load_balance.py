@@ -20,13 +20,14 @@ def load_balanced_order(
             With `kind="cyclic"`, a multiple of `devices * stripe`.
         devices: The number of devices that share a row, at least 1.
         kind: How the stripes of the row are given to the devices. (A stripe is some tokens that are
-            next to each other.) `"zigzag"` gives each device two stripes: one from the first half
-            of the row, and the stripe that is equally far from the end. For 2 devices and stripes
-            0, 1, 2, 3, the devices get stripes 0 and 3, and stripes 1 and 2. Use `"zigzag"` if each
-            row is one sequence. `"cyclic"` gives the stripes to the devices in turn: 0 and 2, and 1
-            and 3. Use `"cyclic"` for packed rows or windows.
-        stripe: The number of tokens that a device gets at a time with `kind="cyclic"`. With
-            `kind="zigzag"` it has no effect, because a row then has two stripes for each device.
+            next to each other.) `"zigzag"` cuts the row into two stripes per device. Device i gets
+            stripe i from the start and stripe i from the end. For example, of the stripes 0, 1, 2,
+            3, the first device gets 0 and 3, and the second one gets 1 and 2. Use `"zigzag"` if
+            each row is one sequence. `"cyclic"` gives the stripes to the devices in turn: the first
+            device gets 0 and 2, and the second one gets 1 and 3. Use `"cyclic"` for packed rows or
+            windows.
+        stripe: The number of tokens of a stripe with `kind="cyclic"`. With `kind="zigzag"`, this
+            argument has no effect: the row is always cut into two stripes per device.
 
     Returns:
         int32 [length]. The token at index `order[i]` moves to index i. Pass the array to

@@ -24,13 +24,14 @@ def shift_right(
         ids: The labels, of any integer dtype. Shape [..., length].
         first_id: The id that each sequence begins with. T5 uses the id of padding.
         segment_ids: The number of the sequence that each token belongs to, and 0 at padding.
-            Integers of shape [length] or [..., length]. Set it for packed or padded batch rows, so
-            that each run of neighbouring tokens with the same number begins with `first_id`, and
-            padding keeps the id of padding. If None, each batch row is one sequence.
+            Integers of shape [length] or [..., length]. Set it for packed or padded batch rows.
+            Then each sequence begins with `first_id`, and padding keeps the id of padding. (A
+            sequence is a run of neighbouring tokens with the same number.) If None, each batch row
+            is one sequence.
 
     Returns:
-        int32, of the shape of `ids`. The last label of a sequence is not in the result, because no
-        token of the sequence comes after it.
+        int32, of the shape of `ids`. All labels of a sequence are one token further to the right,
+        so the last label of a sequence is not in the result.
 
     Raises:
         TypeError: `ids` or `segment_ids` does not hold integers, or `first_id` is not a Python int.

@@ -50,9 +50,10 @@ class TokenPositions:
     can save it.
 
     The object has the shape of the arrays that you pass. If you pass arrays of shape [length], the
-    masks that you make from the object have no batch axis. Where a batch is needed, such tokens are
-    used for every batch row. The object holds only arrays, so you may slice, stack or reshape a
-    batch by `jax.tree.map`, pad a batch with zeros, and carry a cache through a `scan`.
+    masks that you make from the object have no batch axis. Where a batch is needed, an object of
+    shape [length] is used for every batch row. The object holds only arrays, so you may slice,
+    stack or reshape a batch by `jax.tree.map`, pad a batch with zeros, and carry a cache through a
+    `scan`.
 
     Args:
         positions: The position of each token in the sequence. Integers of shape [length] or [batch,
@@ -67,18 +68,20 @@ class TokenPositions:
             `with_block_ids`.
         places: Numbers that replace the positions in a causal mask and a window. Integers of shape
             [length] or [batch, length]. You seldom set places yourself: the methods `take` and
-            `from_parents` make them. In a tree, for example, two branches have the same positions
-            but different places. If None, masks compare positions.
-        ends: Numbers that hide a token of a tree from other branches. Integers of shape [length] or
-            [batch, length]. Under a causal mask, if the number of a token in `places` is 3 and in
-            `ends` is 5, only tokens with the places 3 and 4 see the token. You seldom set ends
-            yourself: the method `from_parents` makes them. If None, all later tokens see the token.
+            `from_parents` make them. For example, if two answers follow one prompt, tokens of both
+            answers have the same positions but different places. If None, masks compare positions.
+        ends: Numbers that limit which later tokens see a token. Integers of shape [length] or
+            [batch, length]. Under a causal mask, a token with place p and end e is seen only by
+            tokens with the places p to e - 1. For example, place 3 and end 5 mean that only the
+            places 3 and 4 see the token. So if two answers follow one prompt, each answer is hidden
+            from the other one. You seldom set ends yourself: the method `from_parents` makes them.
+            If None, all later tokens see the token.
 
     Raises:
         TypeError: An array does not hold integers, or an array is a jax array of uint32 or uint64.
-        ValueError: An integer on the host is outside int32, or a segment id on the host is
-            negative. An array has a rank other than 1 or 2, or the shapes of the arrays do not fit
-            each other.
+        ValueError: An integer in a list or a numpy array is outside int32, or is a negative segment
+            id. An array has a rank other than 1 or 2, or the shapes of the arrays do not fit each
+            other.
 
     Example:
         >>> import transformer_embed as te
@@ -93,9 +96,9 @@ class TokenPositions:
     Edge cases:
         - If one array has a batch axis, all arrays of the object get a batch axis. An array
           [length] becomes [1, length].
-        - Segment ids on a device are not checked. If you mark padding by -1, it counts as a
-          sequence of its own and is not hidden. Use `from_segment_ids`, which turns negative
-          segment ids into padding.
+        - Segment ids in a jax array are not checked. If you mark padding by -1 in such an array,
+          the padding counts as a sequence of its own and is not hidden. Use `from_segment_ids`,
+          which turns negative segment ids into padding.
     """
 
     positions: Any
@@ -186,10 +189,10 @@ class TokenPositions:
     def take(self, order: ArrayLike) -> "TokenPositions":
         """Puts the tokens of each batch row in another order, such as `load_balanced_order`.
 
-        Use it to split long rows over devices. The result stores the old order of the tokens as
-        `places`, so an attention mask allows the same pairs of tokens as before. Give ids, labels
-        and weights the same order. Shift the labels first, because in the new order a token and the
-        next token of its sequence are no longer neighbours.
+        Use it to split long rows over devices. The field `places` of the result says where the
+        tokens were in the old order, so an attention mask allows the same pairs of tokens as
+        before. Give ids, labels and weights the same order. Shift the labels first, because in the
+        new order a token and the next token of its sequence are no longer neighbours.
 
         Args:
             order: For each token of the result, its index in the old row. Integers of shape [n],
@@ -201,7 +204,8 @@ class TokenPositions:
 
         Raises:
             TypeError: `order` does not hold integers.
-            ValueError: `order` does not have rank 1, or an index on the host is outside the row.
+            ValueError: `order` does not have rank 1, or an index in a list or a numpy array is
+                outside the row.
 
         Example:
             >>> import transformer_embed as te
@@ -210,12 +214,13 @@ class TokenPositions:
             ([[0, 2, 1, 0]], [[3, 2, 1, 0]])
 
         Edge cases:
-            - `AttentionMask.tile_kinds` stays as exact as for the old order, if each tile has
-              tokens that were neighbours in the old order. Masks with a chunk on packed rows are
-              the exception: more tiles get the kind 1 (some pairs may attend).
-            - An index on a device is not checked. An index outside the row gives padding. But if
-              the tokens have no segment ids, nothing can be padding, so the index gives a token
-              with position 0.
+            - `AttentionMask.tile_kinds` says which tiles of a mask are empty or full, so that a
+              kernel can save work. If the tokens of each tile were neighbours in the old order, it
+              finds as many of these tiles as before. There is one exception: if a row is packed and
+              the mask has a `chunk`, it finds fewer.
+            - If `order` is a jax array, its values are not checked. An index outside the row gives
+              padding. But if the tokens have no segment ids, nothing can be padding, so the index
+              gives a token with position 0.
         """
         # The arrays of the tokens, by name, each with a batch axis.
         arrays = batch_arrays(self)
@@ -232,14 +237,14 @@ class TokenPositions:
             block_ids: The number of the block that each token belongs to. Integers of shape
                 [length] or [batch, length]. Tokens of the same block and segment attend to each
                 other, even if a causal mask, a window or a chunk would hide some of them. A token
-                with a negative number is in no block. For a prefix, pass
-                `jnp.where(is_prefix, 0, -1)`. To decode with a cache, `block_ids` must have a
+                with a negative number is in no block. For a prefix whose tokens all see each other,
+                pass `jnp.where(is_prefix, 0, -1)`. To decode with a cache, `block_ids` must have a
                 number for each slot of the cache. Write -1 for empty slots.
 
         Raises:
             TypeError: `block_ids` does not hold integers, or is a jax array of uint32 or uint64.
-            ValueError: An integer on the host is outside int32, or the shape of `block_ids` does
-                not fit the shape of the positions.
+            ValueError: An integer in a list or a numpy array is outside int32, or the shape of
+                `block_ids` does not fit the shape of the positions.
 
         Example:
             >>> import transformer_embed as te
@@ -253,10 +258,10 @@ class TokenPositions:
         """Empties slots of a cache, in whole batch rows or slot by slot.
 
         Clear a batch row to use the row for a new text. Also clear rejected drafts of speculative
-        decoding. Otherwise later tokens see the drafts that the next write does not overwrite.
-        After you have moved the accepted tokens to the first slots, call
-        `slots.clear(jnp.arange(num_slots) >= lengths[:, None])`. Leave keys and values as they are,
-        because the mask hides the keys of empty slots.
+        decoding. Otherwise later tokens see the drafts that the next write does not overwrite. If
+        the accepted tokens of each batch row are in the first `lengths` slots, call
+        `slots.clear(jnp.arange(num_slots) >= lengths[:, None])` to clear all slots after them.
+        Leave keys and values as they are, because the mask hides the keys of empty slots.
 
         Args:
             where: What to clear. Bools, True = clear. Pass shape [batch] to clear batch rows, and
@@ -350,9 +355,9 @@ class TokenPositions:
                 row is one text.
             start: The position of the first token. Pass 2 for RoBERTa (padding_idx + 1) and for
                 OPT.
-            at_padding: The position of padding. Pass 1 for RoBERTa (padding_idx) and for OPT. (In
-                BERT, padding also counts, so a token's position is its index in the row. A BERT
-                layer uses these positions if you pass none.)
+            at_padding: The position of padding. Pass 1 for RoBERTa (padding_idx) and for OPT. (BERT
+                counts padding like tokens, so a token's position is its index in the row. You get
+                these positions in a BERT layer if you pass none.)
 
         Returns:
             TokenPositions of the shape of `ids`. If you set `end_id`, the texts of a batch row are
@@ -445,8 +450,8 @@ class TokenPositions:
 
         Raises:
             TypeError: `positions` does not hold integers, or is a jax array of uint32 or uint64.
-            ValueError: `positions` has a rank other than 1 or 2, or a position on the host is
-                outside int32.
+            ValueError: `positions` has a rank other than 1 or 2, or a position in a list or a numpy
+                array is outside int32.
 
         Example:
             >>> import transformer_embed as te
@@ -482,9 +487,9 @@ class TokenPositions:
 
         Raises:
             TypeError: `lengths` are not integers, or `length` is not a Python int.
-            ValueError: `lengths` has a rank above 1, or a number in `lengths` on the host is
-                negative or above the padded `length`. `length` is negative. `padding_side` is
-                neither `"right"` nor `"left"`.
+            ValueError: `lengths` has a rank above 1, or a number in it is negative or above the
+                padded `length` (not checked in a jax array). `length` is negative. `padding_side`
+                is neither `"right"` nor `"left"`.
 
         Example:
             >>> import transformer_embed as te
@@ -493,8 +498,8 @@ class TokenPositions:
             [[0, 0, 1, 1], [0, 1, 1, 1]]
 
         Edge cases:
-            Lengths on a device are not checked. A negative number gives a row of padding, and a
-            number above `length` gives a row full of tokens.
+            If `lengths` is a jax array, its values are not checked. A negative number gives a row
+            of padding, and a number above `length` gives a row full of tokens.
         """
         length = arguments.length("length", length)
         is_one_row = arguments.as_array("lengths", lengths).ndim == 0
@@ -517,18 +522,18 @@ class TokenPositions:
         Args:
             segment_ids: The number of the sequence that each token belongs to. Integers of shape
                 [length] or [batch, length]. 0 is padding, and each sequence has a different
-                positive number. Keep the tokens of a sequence together: on the host, a number that
-                returns after a gap, as in [1, 2, 1], is an error, because the cause is usually a
-                mistake of a loader.
+                positive number. Keep the tokens of a sequence together. In a list or a numpy array,
+                a number that returns after a gap, as in [1, 2, 1], is an error, because the cause
+                is usually a mistake of a loader.
 
         Returns:
-            TokenPositions of the shape of `segment_ids`. Each sequence is counted from 0. If your
-            model counts positions from 2, pass `tokens.positions + 2` to the layer.
+            TokenPositions of the shape of `segment_ids`. In each sequence, positions are counted
+            from 0. If your model counts positions from 2, pass `tokens.positions + 2` to the layer.
 
         Raises:
             TypeError: `segment_ids` does not hold integers, or is a jax array of uint32 or uint64.
-            ValueError: `segment_ids` has a rank other than 1 or 2. A segment id on the host is
-                negative, is outside int32, or returns after a gap (1 in [1, 2, 1]).
+            ValueError: `segment_ids` has a rank other than 1 or 2. A segment id in a list or a
+                numpy array is negative, is outside int32, or returns after a gap (1 in [1, 2, 1]).
 
         Example:
             >>> import transformer_embed as te
@@ -536,8 +541,8 @@ class TokenPositions:
             [[0, 1, 2, 0, 1, 0]]
 
         Edge cases:
-            Segment ids on a device are not checked. If a sequence goes on after another one, as in
-            [1, 2, 1], its positions go on, too: 0, 0, 1. So a causal mask still hides all later
+            Segment ids in a jax array are not checked. If a sequence returns after another one, as
+            in [1, 2, 1], its positions continue: 0, 0, 1. So a causal mask still hides all later
             tokens. A negative number becomes padding. To find both mistakes in a data pipeline,
             call `te.check_batch`.
 
@@ -561,9 +566,11 @@ class TokenPositions:
     def from_parents(cls, parents: ArrayLike, *, offset: ArrayLike = 0) -> "TokenPositions":
         """Makes trees of tokens: under a causal mask, a token sees itself and its ancestors.
 
-        Use it for the drafts of speculative decoding, and for answers that share a prompt
-        (`shared_prefix_parents`). In a tree, a token is predicted from its parent, which may be
-        anywhere in the row. So compute a loss like this, without `shift`:
+        Use it if the tokens form a tree, so that one token may have several next tokens. Examples
+        are the drafts of speculative
+        decoding, and answers that share a prompt (`shared_prefix_parents`). In such a tree, a token
+        is predicted from its parent, which may be anywhere in the row. So compute a loss like this,
+        without `shift`:
 
             # For each token, the hidden vector of its parent: [batch, length, d_model].
             parent_x = jnp.take_along_axis(x, parents[..., None], axis=1)
@@ -573,22 +580,22 @@ class TokenPositions:
             parents: For each token, the index of its parent in the row. Integers of shape [length]
                 or [batch, length]. Write -1 for the root of a tree, and -2 for padding and for
                 empty slots of a cache. Tokens may be in any order.
-            offset: The position of the roots. Integers of shape [] or [batch]. If the tree
-                continues a cache, pass the number of tokens in the cache, so the roots see all of
-                them. With `parents` of shape [length] or [1, length] and an offset of shape
-                [batch], every batch row has the same tree.
+            offset: The position of each root, the first token of a tree. Integers of shape [] or
+                [batch]. If the tree continues a cache, pass the number of tokens in the cache, so
+                the roots see all of them. With `parents` of shape [length] or [1, length] and an
+                offset of shape [batch], every batch row has the same tree.
 
         Returns:
-            TokenPositions of shape [batch, length], or [length] if neither array has a batch axis.
-            The position of a token is `offset` plus the number of its ancestors. The `places` count
-            the tokens in depth-first order, beginning at `offset`.
+            TokenPositions of shape [batch, length], or [length] if neither `parents` nor `offset`
+            has a batch axis. The position of a token is `offset` plus the number of its ancestors.
+            The `places` count the tokens in depth-first order, beginning at `offset`.
 
         Raises:
             TypeError: `parents` or `offset` does not hold integers.
             ValueError: `parents` or `offset` has a shape that is not listed above, or the batch
-                sizes do not fit each other. A parent on the host is outside the row, is padding, or
-                is in a cycle. An `offset` on the host is so large that a position would be outside
-                int32.
+                sizes do not fit each other. A parent in a list or a numpy array is outside the row,
+                is padding, or is in a cycle. An `offset` that is not a jax array is so large that a
+                position would be outside int32.
 
         Example:
             >>> import transformer_embed as te
@@ -599,8 +606,8 @@ class TokenPositions:
             [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
 
         Edge cases:
-            Parents on a device are not checked. A token becomes padding if its path to the root
-            meets a cycle, padding, or an index outside the row.
+            If `parents` is a jax array, its values are not checked. A token becomes padding if its
+            path to the root meets a cycle, padding, or an index outside the row.
 
         Source:
             Attention in a tree of drafts is from Miao et al., "SpecInfer" (2024),
@@ -642,8 +649,8 @@ class TokenPositions:
         Raises:
             TypeError: `offset` does not hold integers, or is a jax array of uint32 or uint64.
                 `length` is not a Python int.
-            ValueError: `offset` has a rank above 1, or `length` is negative. An `offset` on the
-                host is so large that a position would be outside int32.
+            ValueError: `offset` has a rank above 1, or `length` is negative. An `offset` that is
+                not a jax array is so large that a position would be outside int32.
 
         Example:
             >>> import transformer_embed as te
@@ -654,8 +661,8 @@ class TokenPositions:
             [[1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0, 0]]
 
         Edge cases:
-            An offset on a device is not checked. Tokens whose position would be above the largest
-            int32 become padding, which no token sees.
+            If `offset` is a jax array, its values are not checked. Tokens whose position would be
+            above the largest int32 become padding, which no token sees.
         """
         length = arguments.length("length", length)
         counted = counted_from_offset(_as_offset(offset, length), length)

@@ -47,15 +47,15 @@ def shared_prefix_parents(
         length: The number of tokens of a row, with padding.
 
     Returns:
-        int32 [batch, length]. For each token, where in the row the previous token of the same text
-        is. For the first token of each answer, this is the index of the last token of the prompt.
-        The first token of the prompt has -1, and padding has -2.
+        int32 [batch, length]. For each token, the index in the row of the previous token of the
+        same text. For the first token of each answer, this is the index of the last token of the
+        prompt. The first token of the prompt has -1, and padding has -2.
 
     Raises:
         TypeError: The lengths are not integers, or `length` is not a Python int.
-        ValueError: The lengths do not have the shapes above. A length on the host is negative.
-            `length` is out of its range, or the prompt and the answers of a row have more than
-            `length` tokens.
+        ValueError: The lengths do not have the shapes above. A length in a list or a numpy array is
+            negative. `length` is out of its range, or the prompt and the answers of a row have more
+            than `length` tokens.
 
     Example:
         >>> import transformer_embed as te
@@ -63,8 +63,8 @@ def shared_prefix_parents(
         [[-1, 0, 1, 2, 1, -2]]
 
     Edge cases:
-        Lengths on a device are not checked. Tokens beyond `length` are cut off, and a row with a
-        negative length becomes all padding.
+        The values of jax arrays are not checked. Tokens beyond `length` are cut off, and a row with
+        a negative length becomes all padding.
     """
     length = arguments.length("length", length)
     # Lengths on the host stay there for now, for the check below.

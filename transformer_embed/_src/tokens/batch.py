@@ -30,16 +30,17 @@ def check_batch(
     nothing checks that tokens lie in the order that you declared to an attention kernel.
 
     Args:
-        ids: The ids of the batch, of any integer dtype. Any shape, but [length] or [batch, length]
-            if you pass `tokens`. The ids must not be traced.
-        tokens: The positions and segments of the ids, a `TokenPositions` that is not traced. Pass
-            it to also check the shape of `ids`, the padding and the order.
+        ids: The ids of the batch, of any integer dtype. The shape is [length] or [batch, length] if
+            you pass `tokens`, and otherwise any shape. The ids must not be traced.
+        tokens: The positions and segments of the ids, a `TokenPositions` that is not traced. If you
+            pass it, the function checks that `ids` has the same shape. With `pad_id`, it also
+            checks where the padding is, and with `order`, the layout of the tokens.
         vocab_size: The number of ids in the vocabulary, at least 1.
         pad_id: The id of padding, which may be outside the vocabulary, such as -100. Pass the
             `pad_id` of your config. If you also pass `tokens`, the ids are compared with the
             padding of `tokens`: all padding must have the `pad_id`, and no other token may have it.
-            (A loss would leave out such a token.) If None, padding may have any id of the
-            vocabulary.
+            (A loss would leave out a token that has the `pad_id` by mistake.) If None, padding may
+            have any id of the vocabulary.
         order: The layout of the tokens that you declare to a function of `te.kernels`. `"full"`
             means that each batch row is one sequence without padding. `"right"` means that each
             batch row has one sequence, then padding. `"packed"` means that each batch row has any
@@ -51,7 +52,7 @@ def check_batch(
         TypeError: `ids` does not hold integers, or `tokens` is not a `TokenPositions`. `ids` or an
             array of `tokens` is traced.
         ValueError: An id is neither in the vocabulary nor the `pad_id`, or a segment id is
-            negative. The `pad_id` is at a place that is not padding, or padding has another id. The
+            negative. A token that is not padding has the `pad_id`, or padding has another id. The
             tokens are not in the layout `order`, or `ids` and `tokens` differ in shape. `order` is
             passed without `tokens`.
 

@@ -119,14 +119,14 @@ def linear_cross_entropy(
             [length], or of a shape that broadcasts to the tokens. If a batch row holds several
             documents and you set `shift`, pass `segment_ids` of your `TokenPositions`. Then the
             last token of a document does not predict the first token of the next document. 0 is
-            padding, and a negative number is a document like any positive number. If None, each
-            batch row is one document.
+            padding, and all other numbers are documents, also negative ones. If None, each batch
+            row is one document.
         label_smoothing: The share of each label that is spread evenly over the V ids, in [0, 1).
             Pass a number, or a floating array that broadcasts to the tokens. An array gets a
             gradient. It may be traced, so you can change the share during training.
-        z_loss: The factor of `log_z**2` in the loss, at least 0, where log_z is
-            `log(sum(exp(logits)))`. Pass a number, or a floating array that broadcasts to the
-            tokens. Set it to keep log_z near 0, for example to 1e-4 as in PaLM.
+        z_loss: The factor of `log_z**2` in the loss, with log_z = `log(sum(exp(logits)))`. At least
+            0. Pass a number, or a floating array that broadcasts to the tokens. Set a small number,
+            such as 1e-4 (PaLM), to keep log_z near 0.
         reduction: How the losses are joined. `"mean"` divides the sum of the losses by the sum of
             the weights of the counted labels. `"sum"` returns the sum, which you can add up over
             batches. `"none"` returns the loss of each label, times the weight of the label.
@@ -139,18 +139,17 @@ def linear_cross_entropy(
     Returns:
         The loss, a scalar in float32, or in float64 if x or the table is float64. With
         `reduction="none"`, an array in the shape of `labels`. Entry t is the loss of
-        `labels[..., t]`, with or without `shift`. With `with_metrics=True`, a pair of the loss and
+        `labels[..., t]`, also if you set `shift`. With `with_metrics=True`, a pair of the loss and
         `LossMetrics`, so you can call `jax.value_and_grad(..., has_aux=True)`.
 
     Raises:
-        TypeError: An argument has a wrong type or dtype. The call is inside the loss of
-            `te.rows.value_and_grad`, and the output layer uses a table that `ids` names. (The loss
-            then has only some of the table's rows, but the logits need all rows.)
+        TypeError: An argument has a wrong type or dtype. The function is called inside the loss of
+            `te.rows.value_and_grad`, and the output layer uses a table that is trained by rows.
+            (Inside that loss, only some rows of the table are known, but the logits need all rows.)
         ValueError: An argument is out of its range, or the shapes of the arguments do not fit.
             `segment_ids` is passed without `shift`. A size of the labels is symbolic (see
             `jax.export`). The columns of the table are split over n devices, and the number of
-            table rows is not a multiple of n, so the devices cannot exchange columns for equal
-            numbers of whole rows. (`row_multiple` adds rows for that.)
+            table rows is not a multiple of n. (A config with `row_multiple=n` adds rows for that.)
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -175,8 +174,9 @@ def linear_cross_entropy(
           `shift`, a token whose own label is -100 still predicts the label after it. So the last
           token of a prompt predicts the first token of the answer, although all labels of the
           prompt are -100.
-        - The x of a token has an effect only if the token predicts a counted label. Otherwise it
-          may even be NaN.
+        - The x of a token has an effect only if the token predicts a counted label. Otherwise this
+          x may even be NaN. But the logits of such a token are computed, too. If few labels count,
+          as in a masked language model, gather the tokens that predict them before the loss.
         - Gradients are summed over the chunks in float32 or wider, then cast once. One case is less
           accurate: `reduction="none"`, with an x of 16 bits and a vocabulary that is split over
           devices. Then each device rounds its part of the gradient of x before the parts are added.
@@ -185,9 +185,10 @@ def linear_cross_entropy(
         - If some weights are negative, use `reduction="sum"`, because `"mean"` divides by the sum
           of the weights, which may be 0 or negative.
         - If you pass `label_smoothing` or `z_loss` as an array, an entry out of range makes the
-          loss of this label NaN. If the weight of the label is 0, the loss stays 0.
+          loss of its label NaN. But if the weight of the label is 0, the loss stays 0.
         - If x and the table are in bfloat16, the gradients of the logits are rounded to bfloat16
-          before they are multiplied, as in a loss on `linear_logits`.
+          before they are multiplied by x and by the table. A loss on `linear_logits` rounds them in
+          the same way.
 
     Source:
         Label smoothing is from Szegedy et al., "Rethinking the Inception Architecture" (2016),

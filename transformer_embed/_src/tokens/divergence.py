@@ -44,8 +44,8 @@ def linear_divergence(
     """Computes the divergence of a student's predictions from a teacher's predictions.
 
     Use it to distil a teacher into a student. Both models must have the same vocabulary. Like
-    `linear_cross_entropy`, the function computes the logits of both layers for one chunk of tokens
-    at a time, so you save memory with a large batch.
+    `linear_cross_entropy`, the function computes logits for one chunk of tokens at a time, here of
+    both models, so you save memory with a large batch.
 
     Let s be the probabilities of the student and t the probabilities of the teacher. The divergence
     of a token is a sum over the ids. You choose the formula by `kind`:
@@ -54,9 +54,9 @@ def linear_divergence(
       distillation: the student learns to give probability to every id that the teacher may predict.
     - `"reverse"`: `sum(s * log(s / t))`, for text that the student sampled. The student learns to
       predict only ids that the teacher finds probable.
-    - `"js"`: the Jensen-Shannon divergence,
-      `beta * sum(t * log(t / m)) + (1 - beta) * sum(s * log(s / m))` with the mixture
-      `m = beta * t + (1 - beta) * s`.
+    - `"js"`: the Jensen-Shannon divergence, for the teacher's t and the student's s. With the
+      mixture `m = beta * t + (1 - beta) * s`, it is
+      `beta * sum(t * log(t / m)) + (1 - beta) * sum(s * log(s / m))`.
 
     Args:
         x: The student's hidden vectors of the last layer, of a floating dtype. Shape [..., d].
@@ -67,30 +67,31 @@ def linear_divergence(
             `teacher_output`. These gradients cost time only if you ask for them.
         teacher_output: The teacher's output layer, with the same `vocab_size` and `pad_id` as
             `output`. If one of the two tables has more rows, because of a larger `row_multiple` in
-            the config, a copy of the smaller table gets as many rows.
+            the config, rows of zeros are added to a copy of the smaller table.
         kind: `"forward"`, `"reverse"` or `"js"`.
-        beta: The share of the teacher in the mixture m, a Python number above 0 and below 1. Set it
-            only for `"js"`. If None, the share is 0.5.
+        beta: The share of the teacher in the mixture `m = beta * t + (1 - beta) * s`, where t are
+            the teacher's probabilities and s the student's. A Python number above 0 and below 1.
+            Set it only for `"js"`. If None, the share is 0.5.
         temperature: The number that divides the logits of both layers, above 0 and at most 1e36.
             Pass a number, or a floating array that broadcasts to the tokens, such as [batch, 1]. An
             array may be traced and gets a gradient. If you want the square of the temperature as a
             factor, as in Hinton et al., multiply the result by it.
         mask: Which tokens are counted. Bools that broadcast to the tokens, True = counted. There
             are no labels here, so only the mask can leave out padding. For example, pass
-            `ids != pad_id`, with or without `shift`. If None, all tokens are counted.
+            `ids != pad_id`, also if you set `shift`. If None, all tokens are counted.
         weights: A factor for each token's divergence between student and teacher. Floats that
             broadcast to the tokens. Set it if some tokens matter more than others. If None, all
             factors are 1.
         shift: How many tokens ahead each token predicts, a Python int. Pass 1 (or True) for a
             language model. Then you can pass the same mask and weights as for
-            `linear_cross_entropy`. Entry t of these arrays is for the prediction of token t, which
-            is made from `x[..., t - 1, :]`. With `reduction="none"`, entry t of the result is the
-            divergence of this prediction.
+            `linear_cross_entropy`. Entry t of these arrays is for the prediction of the id of token
+            t. With `shift=1`, this prediction is made from `x[..., t - 1, :]`. With
+            `reduction="none"`, entry t of the result is the divergence of the same prediction.
         segment_ids: The number of the document that each token belongs to. Integers of shape
             [length], or of a shape that broadcasts to the tokens. If a batch row holds several
-            documents and you set `shift`, pass `segment_ids` of your `TokenPositions`. Then
-            predictions of the first token of each document are not counted. 0 is padding. If None,
-            each batch row is one document.
+            documents and you set `shift`, pass `segment_ids` of your `TokenPositions`. Then a
+            prediction of the first token of a document is not counted. 0 is padding. If None, each
+            batch row is one document.
         reduction: How the divergences are joined. `"mean"` divides the sum of the divergences by
             the sum of the weights of the counted tokens. `"sum"` returns the sum. `"none"` returns
             the divergence of each token, times the weight of the token.
@@ -100,21 +101,20 @@ def linear_divergence(
 
     Returns:
         The divergence, a scalar in float32, or in float64 if one of the arrays x, `teacher_x` and
-        the tables is float64. With `reduction="none"`, an array in the shape of the tokens. If both
-        predictions are nearly equal, the error is at most 1e-9. (With differences of `log_softmax`,
-        the error would be 2e-7.)
+        the tables is float64. With `reduction="none"`, an array in the shape of the tokens. If the
+        student and the teacher predict nearly the same, the rounding error of the divergence is at
+        most 1e-9. (With differences of `log_softmax`, the error would be 2e-7.)
 
     Raises:
-        TypeError: An argument has a wrong type or dtype. The call is inside the loss of
-            `te.rows.value_and_grad`, and an output layer uses a table that `ids` names. (The loss
-            then has only some of the table's rows, but the logits need all rows.)
+        TypeError: An argument has a wrong type or dtype. The function is called inside the loss of
+            `te.rows.value_and_grad`, and an output layer uses a table that is trained by rows.
+            (Inside that loss, only some rows of the table are known, but the logits need all rows.)
         ValueError: The layers differ in `vocab_size` or in `pad_id`, or different mesh axes split
             the rows of the two tables. An argument is out of its range, or the shapes of the
             arguments do not fit. `beta` is passed without `kind="js"`, or `segment_ids` without
             `shift`. A size of `x` is symbolic (see `jax.export`). The columns of a table are split
-            over n devices, and the number of table rows is not a multiple of n, so the devices
-            cannot exchange columns for equal numbers of whole rows. (`row_multiple` adds rows for
-            that.)
+            over n devices, and the number of table rows is not a multiple of n. (A config with
+            `row_multiple=n` adds rows for that.)
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -127,7 +127,7 @@ def linear_divergence(
         0.0 0.07
 
     Edge cases:
-        - If the bias of one layer bans an id that the other layer may predict, some divergences are
+        - A bias of -inf bans an id. If only one of the two layers bans an id, some divergences are
           infinite. For example, `"forward"` is infinite if the student bans an id that the teacher
           may predict. The gradients stay finite.
         - If a layer bans every id, the divergence has no meaning, and may be NaN.

@@ -22,9 +22,10 @@ def dropout(
 
     Use it in place of `hk.dropout`. The result equals the result of a compiled `hk.dropout` bit for
     bit on finite x, for every key, because both use the same random bits. On a CPU, `hk.dropout`
-    spends most of its time on generating these bits, because JAX runs its generator as a loop over
-    memory. This function computes the bits of each element in registers, so you train faster. (It
-    needs JAX's default generator and 32-bit floats for that, and otherwise calls JAX.)
+    spends most of its time on generating these bits, because each step of JAX's generator reads and
+    writes arrays in memory. This function computes the bits of each element in registers, so you
+    train faster. (It needs JAX's default generator and 32-bit floats for that, and otherwise calls
+    JAX.)
 
     Args:
         rng: A random key, from `jax.random.key` or `jax.random.PRNGKey`.
@@ -56,7 +57,7 @@ def dropout(
     Edge cases:
         - A numpy scalar as `rate` counts as a Python float. (`hk.dropout` would use the scalar's
           dtype for the random floats, and may return a wider dtype than x has.)
-        - The gradient needs to know again which elements were zeroed. XLA chooses whether compiled
+        - The backward pass must also know which elements were zeroed. XLA chooses whether compiled
           code generates the random bits a second time, or keeps a byte for each element. Both ways
           are equally fast.
 

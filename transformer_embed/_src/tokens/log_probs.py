@@ -71,7 +71,7 @@ def linear_log_probs(
         temperature: The number that divides the logits, above 0 and at most 1e36. Pass the
             temperature at which the text was sampled, as a number or as a floating array that
             broadcasts to the tokens, such as [batch, 1]. An array may be traced and gets a
-            gradient. Entry t of an array is used to predict `labels[..., t]`, with or without
+            gradient. Entry t of an array is used to predict `labels[..., t]`, also if you set
             `shift`.
         mask: Which labels are counted. Bools that broadcast to the shape of the labels, True =
             counted. Set it to leave out the prompt. For one bool per batch row, pass
@@ -92,21 +92,20 @@ def linear_log_probs(
 
     Returns:
         The log-probabilities, in the shape of the labels, in float32, or in float64 if x or the
-        table is float64. Entry t is the log-probability of `labels[..., t]`, with or without
-        `shift`. With `with_entropy=True`, a pair of the log-probabilities and the entropies in
-        nats. The entropies have the shape of the tokens, and entry t is the entropy of the
+        table is float64. Entry t is the log-probability of `labels[..., t]`. This is also true if
+        you set `shift`. With `with_entropy=True`, a pair of the log-probabilities and the entropies
+        in nats. The entropies have the shape of the tokens, and entry t is the entropy of the
         prediction of `labels[..., t]`.
 
     Raises:
-        TypeError: An argument has a wrong type or dtype. The call is inside the loss of
-            `te.rows.value_and_grad`, and the output layer uses a table that `ids` names. (The loss
-            then has only some of the table's rows, but the logits need all rows.)
+        TypeError: An argument has a wrong type or dtype. The function is called inside the loss of
+            `te.rows.value_and_grad`, and the output layer uses a table that is trained by rows.
+            (Inside that loss, only some rows of the table are known, but the logits need all rows.)
         ValueError: `temperature` is a number outside the range above, or an argument is out of its
             range. The shapes of the arguments do not fit, or `segment_ids` is passed without
             `shift`. A size of the labels is symbolic (see `jax.export`). The columns of the table
-            are split over n devices, and the number of table rows is not a multiple of n, so the
-            devices cannot exchange columns for equal numbers of whole rows. (`row_multiple` adds
-            rows for that.)
+            are split over n devices, and the number of table rows is not a multiple of n. (A config
+            with `row_multiple=n` adds rows for that.)
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -131,8 +130,9 @@ def linear_log_probs(
           vector that predicts the label has no effect. With `shift=1`, the first label of each
           document is not counted, because no token predicts it.
         - If you pass several candidate ids for each token, labels [..., k], a candidate that is not
-          counted gets -inf as its log-probability. (A single label that is not counted gets 0.) So
-          the candidate adds nothing to a sum of probabilities by `jax.nn.logsumexp`.
+          counted gets -inf as its log-probability. So the candidate adds nothing to a sum of
+          probabilities by `jax.nn.logsumexp`. (Without candidates, a label that is not counted gets
+          0.)
         - If a counted label is outside the vocabulary, the log-probability is NaN.
         - If you pass `temperature` as an array, an entry out of range makes the results of its
           counted labels NaN.
@@ -140,9 +140,10 @@ def linear_log_probs(
           the gradient of x before the parts are added.
         - If the bias bans every id, all log-probabilities are -inf, and the entropy is 0.
         - The same compiled program gives equal bits for equal arguments. Two programs may differ by
-          a few units in the last place, because XLA fuses operations differently. A different
-          program is compiled if you take gradients, call the function inside a compiled function,
-          or change `chunk_size`, the batch shape, the mesh or `with_entropy`. So if you compute the
+          a few units in the last place, because XLA fuses operations differently. For example, a
+          call with gradients and a call without gradients are two programs. Calls inside different
+          compiled functions are two programs, too, and so are calls with other shapes, another
+          mesh, another `chunk_size` or another `with_entropy`. So if you compute the
           log-probabilities of one policy by two programs, the ratio of the probabilities may differ
           from 1 by about 1e-6.
     """
@@ -283,7 +284,7 @@ def linear_top_k(
         A pair of arrays [..., k]. The first has the log-probabilities, highest first, in float32,
         or in float64 if x or the table is float64. The second has the ids, in int32. Of two ids
         with equal log-probabilities, the lower id comes first. Ids for which the layer's bias is
-        -inf come last, with -inf.
+        -inf come last, with a log-probability of -inf.
 
         The result has no gradient. If you need a gradient, pass the ids to `linear_log_probs`.
 
@@ -292,8 +293,8 @@ def linear_top_k(
             int.
         ValueError: `k` is out of its range. A size of `x` is symbolic (see `jax.export`), or the
             width of the table differs from the width of x. The columns of the table are split over
-            n devices, and the number of table rows is not a multiple of n, so the devices cannot
-            exchange columns for equal numbers of whole rows. (`row_multiple` adds rows for that.)
+            n devices, and the number of table rows is not a multiple of n. (A config with
+            `row_multiple=n` adds rows for that.)
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -107,7 +107,8 @@ def compute(loss: Loss, layers: tuple[Pair, ...], **token_arguments: ArrayLike |
     token_shape = layers[0].x.shape[:-1]
     label_shape = _checked_label_shape(loss, token_shape, arrays.get("labels"))
     if not loss.shift:
-        arguments.check_left_out("segment_ids", arrays.get("segment_ids"), "shift is 0")
+        why = "shift is 0 (TokenPositions takes them for positions and masks)"
+        arguments.check_left_out("segment_ids", arrays.get("segment_ids"), why)
     # A function from the name of an argument to the argument's array, with an axis of labels at the
     # end: [..., c] for c labels of a token, or [..., 1]. None if the argument is left out.
     with_label_axis = functools.partial(_with_label_axis, arrays, token_shape, label_shape)

@@ -40,9 +40,9 @@ class OutputLayer:
         bias: A number for each id, of a floating dtype. Shape [vocab_size]. It is added before the
             softcap. Write -inf to ban an id: the logit is then -inf, even with a softcap. If None,
             there is no bias.
-        softcap: The limit of the logits: all logits of ids that may be predicted are between
-            -softcap and softcap. A Python number above 0, such as 30 for Gemma 2. If None, there is
-            no limit.
+        softcap: The limit of the logits: the logits of all ids except padding and banned ids are
+            between -softcap and softcap. A Python number above 0, such as 30 for Gemma 2. If None,
+            there is no limit.
         scale: The factor of the logits, a Python number above 0, such as `d**-0.5` for T5.
         pad_id: The id of padding, which is never predicted. The logit of this id is half of the
             lowest finite number of its dtype, about -1.7e38 in float32. So the probability is 0,
@@ -51,9 +51,9 @@ class OutputLayer:
         vocab_size: The number of ids. Set it if the table has more rows than ids, for example
             50,304 rows for 50,257 ids, so that devices get equal parts. The extra rows, at the end,
             are never predicted. If None, every row is an id.
-        vocab_axis: Which axis of the table counts the ids, 0 or 1. Set it to 1 to use the `w` of an
-            `hk.Linear`, [d, vocab_size], as it is. The gradient has the shape of the table, and no
-            transposed copy is made.
+        vocab_axis: Which axis of the table is the axis of ids, 0 or 1. Set it to 1 to use the `w`
+            of an `hk.Linear`, [d, vocab_size], as it is. The gradient has the shape of the table,
+            and no transposed copy is made.
 
     Raises:
         TypeError: `table` or `bias` does not have a floating dtype of 16 bits or more. `softcap` or
@@ -149,8 +149,8 @@ def linear_logits(
             table [vocab_size, d] of a layer that has only a table.
         out_sharding: How explicit mesh axes split the logits, as in `jnp.einsum`. If None, the
             vocabulary is split over all mesh axes that split the table. For example, for a table
-            split as `P("x", "y")`, the vocabulary is split over ("x", "y"). Each dimension of
-            tokens is split as in x, over the mesh axes that do not split the table.
+            split as `P("x", "y")`, the vocabulary is split over ("x", "y"). The dimensions of
+            tokens are split as in x, without the mesh axes that split the table.
 
     Returns:
         The logits, in float32, or in float64 if x or the table is float64. Shape [..., number of
@@ -160,9 +160,8 @@ def linear_logits(
         TypeError: `x` does not have a floating dtype of 16 bits or more, or `out_sharding` is not a
             sharding that `jnp.einsum` takes.
         ValueError: The width of the table differs from the width of x. The columns of the table are
-            split over n devices, and the number of table rows is not a multiple of n, so the
-            devices cannot exchange columns for equal numbers of whole rows. (`row_multiple` adds
-            rows for that.)
+            split over n devices, and the number of table rows is not a multiple of n. (A config
+            with `row_multiple=n` adds rows for that.)
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -199,6 +198,9 @@ def as_output_layer(x: ArrayLike, output: OutputLayer | ArrayLike, prefix: str =
         # The layer is a pytree, so `jax.tree.map` may have replaced its arrays without a check. A
         # new layer of the same fields checks them.
         output = OutputLayer(**vars(output))
+    elif callable(getattr(output, "output", None)):
+        got = type(output).__name__
+        raise arguments.type_error(f"{prefix}output", "the result of its method `output()`", got)
     else:
         output = OutputLayer(as_table(f"{prefix}output", output))
     width = output.table.shape[1 - output.vocab_axis]
