@@ -171,7 +171,11 @@ def _kernels_of_rows(rule: RowRule, kernel: Any, sizes: Any, q_seq_shards: int) 
 
 
 def index_masks(rule: RowRule, num_heads: int) -> Any:
-    """Makes splash attention's mask of row indices, which all heads and all batch rows share."""
+    """Makes splash attention's mask of row indices, which all heads and all batch rows share.
+
+    Splash attention is jax's attention kernel for TPUs. `rule` has the mask, checked for this
+    kernel, and what it says about row indices.
+    """
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # noqa: PLC0415
 
     from transformer_embed._src.kernels.splash_mask import IndexMask  # noqa: PLC0415

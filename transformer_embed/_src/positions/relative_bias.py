@@ -234,6 +234,7 @@ def _bucket_starts(direction_buckets: int, max_distance: int) -> tuple[int, ...]
 
 def _slopes(num_heads: int, max_bias: float) -> tuple[float, ...]:
     """Checks the arguments of `alibi_slopes`, and computes the slopes as Python floats."""
+    # The smallest slope is 2 ** -max_bias, and 2 ** -126 is the smallest normal float32.
     want = "a number above 0, at most 126"
     max_bias = arguments.real(
         "max_bias", max_bias, lowest=math.nextafter(0, 1), highest=126, want=want

@@ -148,7 +148,8 @@ def _count_rows_of_each_owner(plan: ExchangePlan, requests: np.ndarray) -> np.nd
     Returns:
         int64, with one axis for each mesh axis that the batch is split over.
     """
-    # `id_axes` has the mesh axes of each dimension of the ids. Here the ids have one dimension.
+    # `id_axes` has the mesh axes of each dimension of the ids that is split. Here only the first
+    # dimension is split, over the axes of the batch.
     (batch_axes,) = plan.id_axes
     mesh_shape = [plan.mesh.shape[axis] for axis in batch_axes]
     owner_mesh_shape = [plan.mesh.shape[axis] for axis in plan.owner_axes]
