@@ -50,7 +50,8 @@ def counted_from_ids(
     ones = with_whole_rows(is_token).astype(jnp.int32)
     tokens_up_to_here = jnp.cumsum(ones, axis=1, dtype=jnp.int32)
     tokens_before = tokens_up_to_here - ones
-    # The count minus the count at the begin of the text: 0 at the first token of each text.
+    # `restarted_count` subtracts the count at the first token of the text from the count, which
+    # gives 0 at the first token of each text.
     index_in_text = restarted_count(tokens_before, begins_text)
     positions = jnp.where(is_token, index_in_text + start, at_padding)
     text_number = 1 + jnp.cumsum(begins_text, axis=1, dtype=jnp.int32)

@@ -77,6 +77,7 @@ def map_chunks(loss: Loss, token_data: TokenData, layers: Layers) -> tuple[Array
 
     def on_device(token_data, layers):
         """Computes the values of this device's tokens."""
+        # `step` runs for each chunk of the tokens, and the values of all chunks are joined.
         _, values = scan_chunks(
             step=step,
             start=no_carry,
@@ -87,6 +88,7 @@ def map_chunks(loss: Loss, token_data: TokenData, layers: Layers) -> tuple[Array
         return values
 
     mesh = layers[0].split.mesh
+    # How the arrays of each layer are split over the mesh, as a `LayerArrays` of specs.
     specs = layer_specs(layers)
     # The arrays of tokens, and the values, are split like the tokens of x.
     token_spec = specs[0].x
