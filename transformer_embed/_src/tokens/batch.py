@@ -78,6 +78,7 @@ def check_batch(
     vocab_size = arguments.size("vocab_size", vocab_size)
     if pad_id is not None:
         pad_id = arguments.int32("pad_id", pad_id)
+    # The ids on the host, after a check that each is inside the vocabulary or is the `pad_id`.
     host_ids = _checked_ids(ids, vocab_size, pad_id)
     if max_len is not None:
         max_len = arguments.size("max_len", max_len)
@@ -90,6 +91,7 @@ def check_batch(
         return
     check_token_positions("tokens", tokens)
     positions, segment_ids = tokens_on_host(tokens)
+    # The number of batch rows of the tokens, which may be 1.
     row_count = number_of_rows(tokens)
     length = positions.shape[1]
     id_rows = np.atleast_2d(host_ids)
