@@ -186,10 +186,10 @@ def plot_rotary(
             factor, so the dots are not on the circles.
 
     Returns:
-        The Axes, with the first channel of a pair across and the second channel up. Each drawn pair
-        of channels has a circle, with a dot for each position. The legend lists the pairs, for
-        example 0, 4, 8 and 12 of the 32 pairs of a head of 64 channels. The first six dots of the
-        innermost circle are labelled with their positions.
+        The Axes. The x axis is the first channel of each pair, and the y axis is the second
+        channel. Each drawn pair of channels has a circle, with a dot for each position. The legend
+        lists the pairs, for example 0, 4, 8 and 12 of the 32 pairs of a head of 64 channels. The
+        first six dots of the innermost circle are labelled with their positions.
 
     Raises:
         TypeError: `positions` are traced, or are neither integers nor floats. `head_dim` is not a

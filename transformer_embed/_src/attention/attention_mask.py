@@ -42,8 +42,8 @@ class AttentionMask(Mask):
 
     You make a mask from tokens, and pass the array `mask.dense()` to your attention layer (not the
     mask itself). For long rows, an attention kernel of your own can use two methods in place of the
-    whole array: `tile` makes a rectangle of it, and `tile_kinds` says which rectangles are empty or
-    full. `te.kernels` translates a mask into the arguments of fused kernels.
+    whole array: `tile` computes one rectangle of the array, and `tile_kinds` says which rectangles
+    are empty or full. `te.kernels` translates a mask into the arguments of fused kernels.
 
     With `window=(left, right)`, a query at position q may attend to a key at position k if
 
@@ -96,11 +96,12 @@ class AttentionMask(Mask):
     Raises:
         TypeError: `queries` or `keys` is not a `TokenPositions`, or `causal` is not a Python bool.
             `chunk`, `sinks` or a limit of the window is not a Python int.
-        ValueError: The queries and the keys have different numbers of batch rows, both above 1.
-            Only the queries or only the keys have block ids, or only the queries have segment ids.
-            `window`, `chunk` or `sinks` is out of its range, or `sinks` is passed without a left
-            limit of a window. The keys are a tree (`TokenPositions.from_parents`), and `causal` is
-            False or you set `window` or `chunk`.
+        ValueError: The queries and the keys have different numbers of batch rows, both above 1. The
+            queries have block ids and the keys have none, or the keys have block ids and the
+            queries have none. The queries have segment ids and the keys have none. `window`,
+            `chunk` or `sinks` is out of its range, or `sinks` is passed without a left limit of a
+            window. The keys are a tree (`TokenPositions.from_parents`), and you set `causal=False`,
+            `window` or `chunk`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -305,11 +306,15 @@ class AttentionMask(Mask):
             [[1, 0, 0, 0], [2, 1, 0, 0], [0, 0, 1, 0], [0, 0, 2, 1]]
 
         Edge cases:
-            A tile that is in fact empty or full can get a 1, as if only some of its pairs could
-            attend. A kernel that masks such a tile still gives the right result. Two kinds of masks
-            never have such tiles: self-attention of padded or packed rows in which all sequences of
-            a batch row begin at the same position, and one sequence with a cache. (But they may
-            have some if they use block ids, or sinks together with a chunk.)
+            Sometimes an empty or full tile gets a 1, as if only some of the pairs could attend. A
+            kernel that masks such a tile still gives the right result.
+
+            No empty or full tile gets a 1 in these two cases, unless tokens have block ids, or you
+            set both `sinks` and `chunk`:
+
+            - self-attention of padded or packed rows, if all sequences of a batch row begin at the
+              same position;
+            - attention of one sequence to its cache.
         """
         shape = arguments.entries("shape", shape, arguments.size, count=2)
         for side, length, size in zip(("queries", "keys"), self.lengths, shape, strict=True):

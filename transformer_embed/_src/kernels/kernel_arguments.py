@@ -20,13 +20,13 @@ def dot_product_attention_kwargs(
 ) -> dict[str, Any]:
     """Makes arguments of `jax.nn.dot_product_attention` that apply a mask without a bool array.
 
-    Use it for cuDNN's kernel on GPUs (`implementation="cudnn"`), which takes these arguments in
-    place of a bool array [T, S]. cuDNN itself refuses a window that reaches to the right. The mask
-    may be one of these:
+    Use it for cuDNN's kernel on GPUs (`implementation="cudnn"`). The kernel takes the returned
+    arguments in place of a bool array [T, S]. cuDNN itself refuses a window that reaches to the
+    right. The mask may be one of these:
 
     - self-attention;
     - attention to the keys of another sequence, without a causal mask and a window;
-    - decoding, where each batch row has one query, and its cache is filled from the left.
+    - decoding, where each batch row has one query, and the cache is filled from the left.
 
     Args:
         mask: The mask. A mask with block ids or a chunk is refused.
@@ -178,9 +178,9 @@ def mha_kwargs(
         mask: The mask of self-attention. A mask with block ids or a window is refused.
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
             the three words. Required if the mask is causal.
-        batch_size: The number of batch rows, B, because the kernel needs segment ids [B, T]. Pass
-            it if the mask has a single row. If None, the mask must have at least 2 rows, and B is
-            their number.
+        batch_size: The number of batch rows, B, for the segment ids [B, T] that the kernel needs.
+            Pass it if the mask has a single row. If None, the mask must have at least 2 rows, and B
+            is the number of rows of the mask.
 
     Returns:
         A dictionary of the keyword arguments `causal` and `segment_ids`. `segment_ids` is an int32

@@ -85,8 +85,9 @@ def splash_kernels(
             `batch_size`, `q_offset` or a number of shards is not a Python int.
         ValueError: Splash attention cannot express a part of the mask. A block size does not divide
             the length, or the kernel needs more scalar memory than a TPU has (see below). The
-            tokens are not in the layout that you pass as `order`, or the keys from index `q_offset`
-            on are not the tokens of the queries. (The tokens are not checked inside `jax.jit`.)
+            tokens are not in the layout that you pass as `order`, or the queries are not the same
+            tokens as the keys from index `q_offset` on. (The tokens are not checked inside
+            `jax.jit`.)
 
     Example:
         >>> import jax

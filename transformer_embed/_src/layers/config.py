@@ -93,8 +93,8 @@ class EmbedderConfig:
     """Describes an input layer, for `Embedder` and `TransformerEmbedding`.
 
     You make a config once, and pass it to all functions and modules of the layer. A config is
-    frozen and hashable, so equal configs share their compiled functions. To change a field, make a
-    copy by `dataclasses.replace`.
+    frozen and hashable, so equal configs share compiled functions. To change a field, make a copy
+    by `dataclasses.replace`.
 
     Args:
         vocab_size: The number of token ids, at least 1.
@@ -122,7 +122,7 @@ class EmbedderConfig:
             in ALBERT. The sum of tokens, positions and token types then has this width, and a
             linear layer changes the width to `d_model`. If None, the tables have the width
             `d_model`.
-        out_of_range: What you get for an id, a token type or a learned position outside its table:
+        out_of_range: What you get for an id, a token type or a learned position outside the table:
             `"nan"`, `"clip"` or `"zero"`. See `lookup`.
         lookup_style: How rows of ids and token types are read: `"gather"` or `"one_hot"`. See
             `lookup`.
@@ -150,8 +150,8 @@ class EmbedderConfig:
             without spreading, the first device holds the rows of most tokens. With True, each
             device has about the same number of frequent ids. You keep using the same ids. The order
             of the rows does not depend on the mesh, so a checkpoint fits all meshes. For a good
-            spread, set `row_multiple` to a power of two from the number of devices to 4096. A tied
-            output layer needs False.
+            spread, set `row_multiple` to a power of two that is at least the number of devices and
+            at most 4096. A tied output layer needs False.
 
     Raises:
         ValueError: A field is out of range, the position scheme does not fit the width of the

@@ -100,7 +100,7 @@ class Embedder:
         Raises:
             TypeError: `is_training` is not a Python bool, `ids` are not integers, or a parameter is
                 a masked array.
-            ValueError: `params` do not contain exactly one layer of this config. `rng` is None, but
+            ValueError: `params` contain no layer of this config, or several. `rng` is None, but
                 dropout is to be applied. The last axis of `positions` is not the length of the ids,
                 or positions in a list or a numpy array are outside int32. The config has
                 `num_token_types` but `token_types` is None, or `token_types` are passed but the
@@ -133,8 +133,8 @@ class Embedder:
                 holds one such layer.
 
         Raises:
-            ValueError: `config.output` is None, or `params` do not contain exactly one layer of
-                this config.
+            ValueError: `config.output` is None. `params` contain no layer of this config, or
+                several.
         """
         leaves = layer_of("params", self.config, params)["token_embedding"]
         return output_layer(self.config, leaves)

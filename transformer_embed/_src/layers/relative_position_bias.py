@@ -23,8 +23,9 @@ class RelativePositionBias(hk.Module):
 
     Args:
         num_heads: The number of attention heads, at least 1.
-        causal: Whether all keys after the query share one number per head. Set False in an encoder,
-            and True in a decoder. There is no default. See `relative_position_buckets`.
+        causal: Whether all keys after the query get the same bias, one number per head. Set True in
+            a decoder, whose mask hides these keys, and False in an encoder. There is no default.
+            See `relative_position_buckets`.
         num_buckets, max_distance: How distances are put into buckets. See
             `relative_position_buckets`.
         w_init: The initializer of the table. If None, the initial values are uniform with variance

@@ -51,8 +51,8 @@ class TransformerEmbedding(hk.Module):
     Raises:
         TypeError: `config` is not an `EmbedderConfig`, or `initial_params` is not a Haiku parameter
             tree.
-        ValueError: `initial_params` do not contain exactly one layer of this config. The modules
-            and parameters of the layer must have the names that `Embedder.init` gives them, and the
+        ValueError: `initial_params` contain no layer of this config, or several. The modules and
+            parameters of the layer must have the names that `Embedder.init` gives them, and the
             shapes that the config says. The page "Other parameter names" shows how to rename
             parameters.
 

@@ -26,9 +26,9 @@ def alibi_slopes(num_heads: int, *, max_bias: float = 8.0) -> Float32[Array, "h"
         slopes[i] = 2 ** (-max_bias * (i + 1) / n)
 
     If num_heads is not a power of two, let n be the largest power of two below num_heads. The first
-    n heads get the slopes for n heads. The other heads get every second slope for 2n heads: the
-    first, the third, the fifth, and so on. For example, three heads get both slopes for two heads,
-    then the first slope for four heads.
+    n heads get the slopes of a model with n heads. The other heads get every second slope of a
+    model with 2n heads: the first, the third, the fifth, and so on. For example, three heads get
+    both slopes of a model with two heads, then the first slope of a model with four heads.
 
     Args:
         num_heads: The number of heads, at least 1.
@@ -76,12 +76,12 @@ def alibi_bias(
     positions, so it is right for queries at an offset in a cache, for packed sequences and for
     padding on either side.
 
-    With `causal=True`, keys after the query get a bias above 0, so mask these keys. To save memory,
-    you can compute a causal bias for a single query and use it for all queries. For another query,
-    the biases of all keys change by the same number, and a softmax ignores a number that is added
-    to all keys. With `query_positions=[0]` you get `slopes * key`, the bias of Bloom and Falcon
-    (Falcon computes it in bfloat16). With `query_positions=[length - 1]` you get the bias of Keras
-    and of the model MPT. If `causal` is False, compute the bias for every query.
+    With `causal=True`, keys after the query get a bias above 0, so mask these keys. For another
+    query, the causal biases of all keys change by the same number, and a softmax ignores a number
+    that is added to all keys. So to save memory, you can compute the bias for a single query and
+    use it for all queries. With `query_positions=[0]` you get `slopes * key`, the bias of Bloom and
+    Falcon (Falcon computes it in bfloat16). With `query_positions=[length - 1]` you get the bias of
+    Keras and of the model MPT. If `causal` is False, compute the bias for every query.
 
     Args:
         query_positions: The positions of the queries. Integers of shape [T] or [B, T].
@@ -142,7 +142,7 @@ def relative_position_buckets(
 
     A bucket is the index of a row in a table of biases, which `te.RelativePositionBias` learns. Let
     m be the number of buckets for each direction (keys before the query, or after it), and let e =
-    m // 2. The first e buckets are for one distance each. Each later bucket is for a range of
+    m // 2. The first e buckets hold a single distance each. Each later bucket holds a range of
     distances. The bucket of distance n is
 
         n                                                                     if n < e
@@ -157,8 +157,8 @@ def relative_position_buckets(
         num_buckets: The number of rows of the table of biases. At least 2 if `causal` is True, and
             at least 4 if not. If `causal` is False, pass an even number, because an odd number
             leaves the last row unused.
-        max_distance: A distance above e, where e is the number of buckets that are for one distance
-            each. All distances from `max_distance` on are in the last bucket.
+        max_distance: A large distance. All distances from `max_distance` on are in the last bucket.
+            `max_distance` must be above e, the number of buckets that hold a single distance.
         causal: Whether your attention mask hides the keys after the query. Set True for T5's
             decoder. All buckets are then for keys at or before the query, and keys after the query
             get bucket 0. In the formula above, m is `num_buckets`. Set False for T5's encoder. The
@@ -176,7 +176,7 @@ def relative_position_buckets(
         ValueError: A position in a list or a numpy array is outside int32, or positions have a rank
             other than 1 or 2. The queries and the keys have different numbers of batch rows.
             `num_buckets` is too low. `max_distance` is outside int32, or is not above e, the number
-            of buckets that are for one distance each.
+            of buckets that hold a single distance.
 
     Example:
         >>> import transformer_embed as te

@@ -25,18 +25,19 @@ def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Arra
 
     Args:
         logits: The products of the queries and the embeddings of the distances. Floats of shape
-            [..., T, R], for example [batch, heads, T, R]. R is the number of distances. The
-            distances go from the furthest key before the query, in the first column, to the
-            furthest key after it. Pass R = S distances for attention to the past, as in
-            Transformer-XL. Pass up to S + T - 1 distances if queries also attend to later keys, as
-            in XLNet.
+            [..., T, R], for example [batch, heads, T, R]. R is the number of distances. The first
+            column is for the furthest key before the query, and each next column is for the key one
+            token later. With T queries and S keys, pass R = S distances for attention to the past,
+            as in Transformer-XL. Pass up to S + T - 1 distances if queries also attend to later
+            keys, as in XLNet.
         num_keys: The number of keys, S. The keys are earlier tokens (the memory of Transformer-XL),
             then the tokens of the queries. If None, S is R, the number of distances in `logits`.
 
     Returns:
         A logit for each query and key, of the dtype of `logits`. Shape [..., T, S]. A key gets -inf
-        if `logits` has no column for the distance of the key. With R = S distances, there are no
-        columns for later keys, so no query attends to a later key. The function is differentiable.
+        if `logits` has no column for the distance of the key. With as many distances as keys (R =
+        S), there are no columns for later keys, so no query attends to a later key. The function is
+        differentiable.
 
     Raises:
         TypeError: `logits` does not hold floats, or `num_keys` is not a Python int.

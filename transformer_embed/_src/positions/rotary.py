@@ -32,9 +32,9 @@ def apply_rotary(
 ) -> Float[Array, "... t h d"]:
     """Rotates queries or keys by positions (rotary position embeddings, RoPE).
 
-    Call it on the queries and the keys of every attention layer. Their dot products then depend on
-    the difference of the positions only. The page "Conventions of other projects" has the arguments
-    for each published model.
+    Call it on the queries and the keys of every attention layer. The dot products of queries and
+    keys then depend only on the difference of the positions. The page "Conventions of other
+    projects" has the arguments for each published model.
 
     The channels of a head form pairs. Each pair has a frequency, which is the angle per unit of
     position. With the defaults, pair i (from 0 to head_dim // 2 - 1) consists of the channels a = i
@@ -86,7 +86,8 @@ def apply_rotary(
         ValueError: The shapes of `x`, `positions` and `pair_axes` do not fit. The number of
             channels that form pairs is odd. An argument is out of its range, or a position in a
             list or a numpy array is outside int32. (But an array of uint32 may hold any number.)
-            `base` and `scaling` give a frequency of at least 2**32 full turns per position.
+            `base` and `scaling` make an angle grow by 2**32 full turns or more from one position to
+            the next.
 
     Example:
         >>> import jax.numpy as jnp

@@ -68,9 +68,9 @@ class _Scaling:
 class LinearScaling(_Scaling):
     """Divides every frequency by `factor` (position interpolation).
 
-    Use it for models that were trained with position interpolation. Their config.json has the rope
-    type "linear". A text that is `factor` times longer than in training then uses only angles that
-    the model has seen.
+    Use it for models that were trained with position interpolation. The config.json of these models
+    has the rope type "linear". A text that is `factor` times longer than in training then uses only
+    angles that the model has seen.
 
     Args:
         factor: How many times longer the context is than in training, above 0.
@@ -144,9 +144,9 @@ class NTKScaling(_Scaling):
 class YarnScaling(_Scaling):
     """Divides low frequencies by `factor`, keeps high ones, and blends those between (YaRN).
 
-    Use it for models that were published with YaRN, such as gpt-oss and DeepSeek. Their config.json
-    has the rope type "yarn". YaRN also multiplies cosines and sines by an attention factor, so the
-    attention scores are multiplied by the square of this factor.
+    Use it for models that were published with YaRN, such as gpt-oss and DeepSeek. The config.json
+    of these models has the rope type "yarn". YaRN also multiplies cosines and sines by an attention
+    factor, so the attention scores are multiplied by the square of this factor.
 
     A frequency is high if it makes many full turns over the trained length. For d rotated channels,
     frequency i is base ** (-2i / d), so high frequencies have low indices. The frequency that makes
@@ -161,19 +161,20 @@ class YarnScaling(_Scaling):
     If first and last are equal, 0.001 is added to last, as in transformers, so the ramp becomes a
     step.
 
-    The attention factor multiplies cosines and sines. By default it is
-    m(mscale) / m(mscale_all_dim), where m(s) = 0.1 * s * ln(factor) + 1. If `factor` is at most 1,
-    the attention factor is 1.
+    The attention factor multiplies cosines and sines. By default it is computed from `factor`,
+    `mscale` and `mscale_all_dim`, as m(mscale) / m(mscale_all_dim), where m(s) = 0.1 * s *
+    ln(factor) + 1. If `factor` is at most 1, the attention factor is 1.
 
     Args:
         factor: How many times longer the context is than in training, above 0.
         original_length: The trained length, at least 2.
-        beta_fast: A frequency is kept if it makes at least this many full turns over the trained
-            length. A frequency that makes fewer turns, but more than `beta_slow`, is replaced by a
-            weighted mean of itself and itself divided by `factor`. `beta_fast` is at least
-            `beta_slow`. If both are equal, as in Kimi K2, hardly any frequency is between them.
-        beta_slow: A frequency is divided by `factor` if it makes at most this many full turns over
-            the trained length. `beta_slow` is above 0.
+        beta_fast: A number of full turns. Frequencies that make at least so many full turns over
+            the trained length are kept. A frequency that makes fewer turns, but more than
+            `beta_slow`, is replaced by a weighted mean of itself and itself divided by `factor`.
+            `beta_fast` is at least `beta_slow`. If both are equal, as in Kimi K2, hardly any
+            frequency is between them.
+        beta_slow: A number of full turns, above 0. Frequencies that make at most so many full turns
+            over the trained length are divided by `factor`.
         truncate: Whether the two ends of the ramp, first and last, are rounded to integers: first
             is rounded down and last up. Pass False for gpt-oss.
         mscale: A number in the formula of the attention factor, at least 0. Pass the `mscale` of
@@ -284,13 +285,13 @@ class Llama3Scaling(_Scaling):
     Args:
         factor: The number that divides low frequencies, above 0. Pass 8 for Llama 3.1 and 32 for
             Llama 3.2.
-        low_freq_factor: A frequency is divided by `factor` if it makes at most this many full
-            turns over the trained length. `low_freq_factor` is above 0.
-        high_freq_factor: A frequency is kept if it makes at least this many full turns over the
-            trained length. A frequency that makes fewer turns, but more than `low_freq_factor`, is
-            replaced by a weighted mean of itself and itself divided by `factor`. `high_freq_factor`
-            is at least `low_freq_factor`. If both are equal, as in Llama 4 Scout, no frequency is
-            between them.
+        low_freq_factor: A number of full turns, above 0. Frequencies that make at most so many full
+            turns over the trained length are divided by `factor`.
+        high_freq_factor: A number of full turns. Frequencies that make at least so many full turns
+            over the trained length are kept. A frequency that makes fewer turns, but more than
+            `low_freq_factor`, is replaced by a weighted mean of itself and itself divided by
+            `factor`. `high_freq_factor` is at least `low_freq_factor`. If both are equal, as in
+            Llama 4 Scout, no frequency is between them.
         original_length: The trained length, at least 2.
 
     Raises:

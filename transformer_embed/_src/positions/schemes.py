@@ -208,15 +208,15 @@ class SinusoidalGrid(PositionScheme, Sinusoids):
             `interpolation_scale` are attributes of the model's `PatchEmbed`. If None, the
             coordinates are 0, 1, 2, ...
         base, layout, shift, frequency_scale: The arguments of `sinusoidal_encoding` with these
-            names. They are the same for all parts of the channels. Pass `layout="sin_cos"` for the
-            code of MAE, diffusers and big_vision, and for big_vision also `shift=1`.
+            names. The values are the same for all axes. Pass `layout="sin_cos"` for the code of
+            MAE, diffusers and big_vision, and for big_vision also `shift=1`.
         odd: How d_model channels are split over n axes. `"truncate"` gives each axis d_model / n
             channels, so d_model must be a multiple of n. `"round_up"` rounds d_model / n up to an
-            even number of channels for each axis, joins the axes, and keeps the first d_model
-            channels, as in the package positional-encodings. For example, with d_model = 10 and two
-            axes, each axis has 6 channels, and the last 2 of the 12 channels are left out. `"zero"`
-            rounds d_model / n down to an even number of channels for each axis, and puts zeros into
-            the last channels, as in tensor2tensor.
+            even number, encodes each axis in this number of channels, joins the encodings, and
+            keeps the first d_model channels, as in the package positional-encodings. For example,
+            with d_model = 10 and two axes, each axis has 6 channels, and the last 2 of the 12
+            channels are left out. `"zero"` rounds d_model / n down to an even number of channels
+            for each axis, and puts zeros into the last channels, as in tensor2tensor.
 
     Raises:
         TypeError: `shape` or `axes` is not a tuple of ints, or `axis_positions` does not hold

@@ -69,10 +69,10 @@ def sinusoidal_encoding(
         TypeError: `positions` are neither integers nor float32. `d_model` is not a Python int, or
             `dtype` is not a floating dtype.
         ValueError: `layout` or `odd` is not one of the strings above. `base` or `frequency_scale`
-            is not above 0, or gives a frequency of at least 2**32 full turns per position. `shift`
-            is d_model // 2 or more. A list or a numpy array has an integer position outside int32,
-            or a float64 position that is an integer which float32 cannot hold. (But an array of
-            uint32 may hold any number.)
+            is not above 0, or makes an angle grow by 2**32 full turns or more from one position to
+            the next. `shift` is d_model // 2 or more. A list or a numpy array has an integer
+            position outside int32, or an integer in float64 that float32 cannot represent. (But an
+            array of uint32 may hold any number.)
 
     Example:
         >>> import transformer_embed as te
@@ -85,9 +85,9 @@ def sinusoidal_encoding(
         - In float32, the absolute error is at most 6.0e-8 at every int32 and uint32 position. The
           error is as small at float32 positions below 2**24 in magnitude, if `frequency_scale` is
           at most 1000.
-        - Positions in float64 are rounded to float32, which can change integers above 2**24. In a
-          list or a numpy array, a position that is an integer and would be changed by rounding
-          raises a ValueError. In a jax array, the encoding of such a position is NaN.
+        - Positions in float64 are rounded to float32, which can change integers above 2**24. If
+          rounding would change an integer in a list or a numpy array, you get a ValueError. If it
+          would change an integer in a jax array, the encoding of this position is NaN.
         - The encoding is also NaN for a float position that is NaN, infinite, or at least 2**31 in
           magnitude, and for an integer position outside int32 in a 64-bit jax array.
 

@@ -64,10 +64,10 @@ class Layer:
             layer has one. In DeepSeek V4, layers with "compressed" in their `type` also see
             averages of earlier tokens. The mask does not cover these averages.
         query_scale: The keyword arguments of `te.query_scale`. If None, queries are not scaled by
-            their positions.
+            positions.
         image_blocks: Which tokens of the same image a token sees (Gemma 3 and 4). If "anywhere", a
-            token sees all tokens of the image. If "in window", a token sees all later tokens of the
-            image. It sees earlier tokens of the image only inside the window of `mask`. If None,
+            token sees all tokens of the image. If "in window", a token sees earlier tokens of the
+            image only inside the window of `mask`, and sees all later tokens of the image. If None,
             images are masked like text. The page "Published models" shows how to make the mask.
         attention: The sizes and factors of the attention, as a dict with `num_heads`,
             `num_kv_heads`, `head_dim`, and the `scale` of the logits. If the logits are capped, the

@@ -46,9 +46,9 @@ def load_embedder(
 
     Use it to put the embeddings, the positions and the output layer of a published model into your
     own model. The `model_type`, in `config.json` or in `settings`, says which tensors belong to
-    these layers, and only these tensors are read. From a file that `save_embedder` wrote, all
-    tensors are read. The page "Supported models" lists the model types that this package knows, and
-    says how closely each type agrees with transformers.
+    these layers, and only these tensors are read. If `save_embedder` wrote the file, all tensors
+    are read. The page "Supported models" lists the model types that this package knows, and says
+    how closely each type agrees with transformers.
 
     The first token of some models has a position above 0, which is `config.scheme.start`. For
     example, RoBERTa's first token has position 2. If you pass positions to the layer, add
@@ -72,17 +72,17 @@ def load_embedder(
         config: The config of the layer, for a model of a type that this package does not know, such
             as a model from a tutorial. If you pass `config`, you must pass `names` too. If None,
             the checkpoint says the config.
-        names: The name of the tensor of each parameter of `Embedder(config).init`, as a dict {path
-            of a parameter: name of a tensor}. The end of a path, such as
+        names: The names of the tensors, as a dict {path of a parameter: name of a tensor}, with an
+            entry for each parameter of `Embedder(config).init`. The end of a path, such as
             "token_embedding/embeddings", is enough if no other path ends with it.
 
-            - The tensor of a linear layer is read as [in, out] if its name ends with "kernel" or
+            - The tensor of a linear layer is read as [in, out] if the name ends with "kernel" or
               "w", as Flax and Haiku store weights. Otherwise it is read as [out, in], as PyTorch
               stores weights.
             - If you add ".T" to the name of a tensor, the parameter is the transpose of the tensor.
-            - If the layer norm or the linear layer (of `embedding_width`) of your model has no
-              bias, pass None as the name for the parameter "layer_norm/offset" or "widen/b". This
-              parameter is filled with zeros.
+            - If your model has no bias in the layer norm, or in the linear layer that changes the
+              width of the embeddings (`embedding_width`), pass None as the name of the tensor of
+              the parameter "layer_norm/offset" or "widen/b". This parameter is filled with zeros.
             - Leading axes of length 1 are dropped. For example, a tensor [1, 512, 64] is read as
               [512, 64].
         length: The number of tokens of the longest text that the model will read. Required for
@@ -118,8 +118,8 @@ def load_embedder(
         ValueError: There are several causes:
 
             - The file is damaged, or is not in the safetensors format.
-            - A tensor has a dtype other than float32, bfloat16 or float16, or its shape disagrees
-              with the config.
+            - A tensor has a dtype other than float32, bfloat16 or float16, or a shape that
+              disagrees with the config.
             - The file has a tensor that may belong to the input layer, but that is not read for
               this model type.
             - The model type is not known.

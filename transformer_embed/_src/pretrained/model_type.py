@@ -63,27 +63,28 @@ class ModelType(NamedTuple):
 
     A module is a part of the model, such as a table or a norm. The name of a module is the name of
     its tensor without ".weight", and without the prefix that all names of the checkpoint share. For
-    example, "embed_tokens" is the module of the tensor "model.embed_tokens.weight". A field for
-    several possible modules, such as `tokens`, is one string, with spaces between the modules. The
-    first module that is in the file is used. In a module, "{stack}" stands for "encoder" or
+    example, "embed_tokens" is the module of the tensor "model.embed_tokens.weight". A field may
+    list several modules, as one string with spaces between the modules, and the first of these
+    modules that is in the file is used. In the name of a module, "{stack}" stands for "encoder" or
     "decoder".
 
     Args:
         name: The type, as config.json's `model_type` names it.
-        tokens: The possible modules of the token table. The first module that is in the file is
+        tokens: The modules that may be the token table. The first module that is in the file is
             used.
-        positions: The possible modules of the table of learned positions. If empty, the model has
+        positions: The modules that may be the table of learned positions. If empty, the model has
             no table of positions.
-        token_types: The possible modules of the table of token types. If empty, the model has no
+        token_types: The modules that may be the table of token types. If empty, the model has no
             token types.
-        norm: The possible modules of the layer norm on the sum of the embeddings. If empty, the
+        norm: The modules that may be the layer norm on the sum of the embeddings. If empty, the
             model has no such norm.
-        widen: The possible modules of the linear layer that changes the width of the embeddings
-            from `embedding_width` to `d_model`. If empty, the model has no such linear layer.
-        bias: The possible modules of T5's table of position biases. If empty, the model has no such
+        widen: The modules that may be the linear layer of `embedding_width`. This layer changes the
+            width of the embeddings from `embedding_width` to `d_model`. If empty, the model has no
+            such layer.
+        bias: The modules that may be T5's table of position biases. If empty, the model has no such
             table.
-        per_layer: A text that the names of three modules share. If the text is "per_layer", the
-            modules are "embed_tokens_per_layer", "per_layer_model_projection" and
+        per_layer: The word that the names of three modules have in common. If the word is
+            "per_layer", the modules are "embed_tokens_per_layer", "per_layer_model_projection" and
             "per_layer_projection_norm". They make an extra input for each layer (Gemma 3n and 4).
             If empty, layers have no extra input.
         may_lack: The parameters that may have no tensor in a file. Each parameter is named by the
@@ -98,17 +99,17 @@ class ModelType(NamedTuple):
             positions. The fields `start`, `at_padding` and `pad_id` of the scheme have their
             defaults here. `load_embedder` sets them, from `ModelType.start` and from the id of
             padding in config.json.
-        scale: The factor of the token vectors. If True, the factor is the square root of their
-            width. If False, the factor is 1. `scale` may also be a number, or the name of the
-            config.json entry that has one of these values, such as "scale_embedding".
+        scale: The factor of the token vectors. If True, the factor is the square root of the width
+            of the vectors. If False, the factor is 1. `scale` may also be a number, or the name of
+            the config.json entry that has one of these values, such as "scale_embedding".
         rotary: The layout of rotary embeddings, "half" or "interleaved", as `apply_rotary` takes
             it. `rotary` may also be the name of the config.json entry that chooses the layout: true
             means "interleaved", and false means "half". If empty, no layer has rotary embeddings.
         kinds: The kinds of the layers: one kind for all layers, or two kinds, such as
             ("sliding_attention", "full_attention"). If config.json lists the kind of each layer,
-            the list is used instead. Otherwise, other entries of config.json and the field `phase`
-            say which layers have the second of the two kinds. If empty, the kinds are known only if
-            config.json lists them.
+            the list is used instead. Otherwise, other entries of config.json say which layers have
+            the second of the two kinds. If these are every nth layer, the field `phase` says with
+            which layer they begin. If empty, the kinds are known only if config.json lists them.
         phase: The index of the first layer of the second kind in `kinds`, if every nth layer is of
             this kind. -1 means index n - 1. For example, with n = 3, `phase` = -1 and the kinds
             ("sliding_attention", "full_attention"), layers 2, 5, 8 and so on have full attention.
@@ -141,18 +142,18 @@ class ModelType(NamedTuple):
         has_alibi: Whether the model adds `alibi_bias` to the attention logits.
         entries: Entries of config.json that this type reads, as a dict {name: default}. If
             config.json leaves an entry out, the default is used. The dict has only some of the
-            entries, and the method `names_of_entries` returns all of them. The dict leaves out
-            entries that the field `start`, `scale` or `rotary` names. It also leaves out entries
-            that all types with the same field read, if they have the usual default. For example,
-            all types whose field `rotary` is set read `rope_theta`, so the dict has `rope_theta`
-            only if the default is not 10000.
+            entries, and the method `names_of_entries` returns all of them. Entries that are named
+            by the field `start`, `scale` or `rotary` are not in the dict. Some entries are read by
+            every type that sets a certain field. Such an entry is in the dict only if the default
+            is unusual. For example, every type that sets the field `rotary` reads `rope_theta`, so
+            the dict has `rope_theta` only if the default is not 10000.
         unread: Entries of config.json that this model type does not read, although similar model
             types do. The default of such an entry is used. If config.json has the entry all the
             same, the method `status` says whether that is an error. The field is one string, with
             spaces between the names.
-        no_effect: Entries that change nothing in models of this type, although they have an effect
-            in other types. A name may also be a module, whose tensors then change nothing. The
-            field is one string, with spaces between the names.
+        no_effect: Entries of config.json that change nothing in models of this type, although they
+            have an effect in other types. The field may also have the name of a module, whose
+            tensors then have no effect. The field is one string, with spaces between the names.
         aliases: The name of one entry, a colon, and other names that the entry has only in files of
             this model type. For example, "logit_scale: lm_head_multiplier logits_scaling" says that
             the entry `logit_scale` may also be called `lm_head_multiplier` or `logits_scaling`. If

@@ -28,10 +28,11 @@ class TensorFacts(NamedTuple):
         dtype: The dtype of the tensor in the file.
         is_transposed: Whether the tensor is the transpose of the `w` that `hk.Linear` takes. If
             True, the tensor is the weight of a linear layer, stored as [out, in] (PyTorch). To read
-            the `w`, add ".T" to the name of the tensor in `Checkpoint.read`. If False, the weight
-            is stored as [in, out] (Flax, Haiku, and the layers of GPT-2). If None, the tensor is
-            not the weight of a linear layer, but a table or a bias, for example. It is also None if
-            this package does not know how the weight is stored, because the model type is unknown.
+            the `w`, put ".T" at the end of the name that you pass to `Checkpoint.read`. If False,
+            the weight is stored as [in, out] (Flax, Haiku, and the layers of GPT-2). If None, the
+            tensor is not the weight of a linear layer, but a table or a bias, for example. It is
+            also None if this package does not know how the weight is stored, because the model type
+            is unknown.
 
     Example:
         >>> import transformer_embed as te
@@ -103,8 +104,8 @@ class Checkpoint:
             shardings: How tensors are split over a mesh, as a dict {name: sharding}, with names
                 that are in `names`. For each device, only the rows that the device needs are read.
                 A tensor that you leave out is put on the default device.
-            dtype: The dtype of all arrays. If None, each array has the dtype of its tensor. Values
-                are cast in pieces, so no second copy of a tensor is made.
+            dtype: The dtype of all arrays. If None, each array has the dtype that the tensor has in
+                the file. Values are cast in pieces, so no second copy of a tensor is made.
 
         Returns:
             The arrays, as a dict {name: array} with the names in `names`.

@@ -62,12 +62,12 @@ def resize(
             example, pass ((14, 14), (24, 24)) if images of 14 by 14 patches become images of 24 by
             24 patches. Positions are numbered in row-major order. Positions before the grid, such
             as the position of a class token (ViT, CLIP), do not change. If None, positions are on a
-            line, as in texts. The line begins at row `config.scheme.start` of the table, and the
-            rows before this row do not change.
+            line, as in texts. The first token then has row `config.scheme.start` of the table, and
+            the rows before this row do not change.
         keep_positions: Whether learned positions keep their rows, as in transformers. If True, rows
             are added or removed at the end, and new rows are sampled in the same way as the rows of
             new ids. If False, the rows are interpolated. Set True if you train the model on longer
-            texts and its outputs for short texts must stay the same.
+            texts and the outputs for short texts must stay the same.
 
     Returns:
         A tree like `params`, in which the resized tables are replaced. All other leaves are the

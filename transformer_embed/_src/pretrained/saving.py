@@ -74,8 +74,8 @@ def save_embedder(
         bias: The keyword arguments of `RelativePositionBias` or `alibi_bias`, if the model has a
             position bias. `load_embedder` will return them again.
         names: The names of the tensors in the file, as a dict {path of a parameter: name of a
-            tensor}. The end of a path is enough if no other path ends with it. The tensor of a
-            parameter that you leave out has the path of the parameter as its name.
+            tensor}. The end of a path is enough if no other path ends with it. If a parameter is
+            not in the dict, the path of the parameter is used as the name of the tensor.
         no_output: A sentence that says why the config has no output layer. `load_embedder` will
             return the sentence again.
 
@@ -83,8 +83,8 @@ def save_embedder(
         OSError: The file cannot be written.
         ValueError: There are several causes:
 
-            - `params` do not contain exactly one layer that fits the config. If your model has
-              several input layers, leave out the parameters of all but one.
+            - `params` contain no layer that fits the config, or several. If your model has several
+              input layers, leave out the parameters of all but one.
             - Two tensors have the same name, or a name cannot be stored in the file.
             - A parameter has a dtype other than float32, bfloat16 or float16.
             - A `Layer` has arguments that `apply_rotary`, `AttentionMask` or `query_scale` refuses.
@@ -163,14 +163,14 @@ def save_into(
             You may pass the parameters of a whole model. Table rows that `row_multiple` added are
             not written.
         names: The names of the tensors, as a dict {path of a parameter: name of a tensor}. Pass
-            `found.names`, which `load_embedder` returned. If you leave out a parameter, its tensor
-            in the checkpoint does not change.
+            `found.names`, which `load_embedder` returned. If you leave out a parameter, the tensor
+            of the parameter does not change in the checkpoint.
 
     Raises:
         OSError: A file cannot be written.
         ValueError: There are several causes:
 
-            - `params` do not contain exactly one layer that fits the config.
+            - `params` contain no layer that fits the config, or several.
             - A parameter differs in size from the tensor that it replaces in the checkpoint, so
               config.json would be wrong. Save a resized layer with `save_embedder` instead.
             - A parameter has a dtype other than float32, bfloat16 or float16.

@@ -33,10 +33,10 @@ def apply_gradients(
     """Updates parameters by one optimizer step, and in each table only the rows with a gradient.
 
     Use it with the gradients of `te.rows.value_and_grad`. In each table, only rows with a nonzero
-    gradient are updated, together with their optimizer state. All other table rows stay the same
-    bit for bit. Among these are the rows that the batch does not read, and the row of the `pad_id`.
-    Ids outside the vocabulary change no row. Parameters whose gradient is an ordinary array are
-    updated by `optimizer.update` and `optax.apply_updates` as usual.
+    gradient are updated, together with the optimizer state of these rows. All other table rows stay
+    the same bit for bit. Among these are the rows that the batch does not read, and the row of the
+    `pad_id`. Ids outside the vocabulary change no row. Parameters whose gradient is an ordinary
+    array are updated by `optimizer.update` and `optax.apply_updates` as usual.
 
     Compile the step with `jax.jit`, and donate `params` and `state`. Then tables and state are
     written in place, so the cost of a step depends on the size of the batch and not of the tables.
@@ -51,7 +51,8 @@ def apply_gradients(
     Args:
         optimizer: The optax optimizer.
         grads: The gradients that `value_and_grad` returned. You may scale them. If you change a
-            `RowGradient` in any other way, its table rows become NaN (see `RowGradient`).
+            `RowGradient` in any other way, the table rows of this gradient become NaN (see
+            `RowGradient`).
         state: The state of the optimizer, as `optimizer.init(params)` makes it.
         params: The parameters.
         **extra_args: Further arguments for `optimizer.update`.
@@ -86,8 +87,8 @@ def apply_gradients(
         [1.  0.8 1.  0.6 1. ] 1.4
 
     Source:
-        The lazy Adam of TensorFlow and the sparse Adam of PyTorch update the same rows:
-        https://www.tensorflow.org/addons/api_docs/python/tfa/optimizers/LazyAdam,
+        The lazy Adam of TensorFlow and the sparse Adam of PyTorch update the same rows as this
+        function: https://www.tensorflow.org/addons/api_docs/python/tfa/optimizers/LazyAdam,
         https://docs.pytorch.org/docs/stable/generated/torch.optim.SparseAdam.html. The need for row
         gradients in JAX is discussed in https://github.com/jax-ml/jax/issues/851
     """

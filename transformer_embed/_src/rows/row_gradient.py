@@ -63,8 +63,8 @@ class RowGradient(SomeRows):
     `optimizer.update` or `optax.apply_updates`.) A `RowGradient` has the `shape` and the `dtype` of
     the table. It is a pytree with two leaves: the `values`, which are the nonzero rows of the dense
     gradient, and the `fingerprint`, a checksum of the rows. Functions like `jax.tree.map` and
-    `optax.global_norm` see both leaves. The numbers in the fingerprint are so small that the norm
-    is the norm of the values.
+    `optax.global_norm` see both leaves. The numbers in the fingerprint are so small that
+    `optax.global_norm` gives the norm of the values alone.
 
     You may multiply a whole gradient by a number, cast it, or average it over devices whose
     gradients have the same row indices. For everything else, use one of these:
@@ -78,13 +78,13 @@ class RowGradient(SomeRows):
       `RowGradient` from these arrays outside. (A gradient that was made inside a `jax.jit` can be
       used only inside this `jax.jit`.)
 
-    A function that changes a gradient in any other way may give a wrong result, because it sees
-    only some rows of the table. After such a change, the `fingerprint` no longer fits the values,
-    so `apply_gradients` writes NaN into the table rows of this gradient. For example,
+    Any other function of a gradient may give a wrong result, because it sees only some rows of the
+    table. So that you do not train with a wrong gradient, `apply_gradients` writes NaN into the
+    table rows of a gradient whose `fingerprint` no longer fits the values. For example,
     `jax.lax.pmean` over devices with different batches mixes rows, and `optax.clip_by_block_rms`
-    computes the size of a table from some of the rows. A function that changes each number by
-    itself, such as `jnp.sign` or `optax.clip`, also leads to NaN. Put such a function into the
-    optimizer, by `optax.chain`.
+    computes the size of a table from some of the rows. A function that changes each number
+    independently of the others, such as `jnp.sign` or `optax.clip`, also leads to NaN. Put such a
+    function into the optimizer, by `optax.chain`.
 
     Args:
         row_indices: The indices of the table rows that have a gradient. Integers of shape [k],
@@ -114,9 +114,9 @@ class RowGradient(SomeRows):
 
     Edge cases:
         - A scale may be as small as 1e-12. A cast to float16 loses the fingerprint.
-        - The fingerprint, the checksum of the rows, does not show a change of the values by less
-          than a few percent. If all values in the first 64 rows are below about 1e-26 in magnitude,
-          the fingerprint shows no change of the values at all.
+        - If the values change by less than a few percent, the fingerprint, the checksum of the
+          rows, does not show the change. If all values in the first 64 rows are below about 1e-26
+          in magnitude, the fingerprint shows no change of the values at all.
 
     Source:
         TensorFlow's IndexedSlices, https://www.tensorflow.org/api_docs/python/tf/IndexedSlices

@@ -45,9 +45,9 @@ def value_and_grad(
             shape, and may repeat. Pass all ids that the loss looks up in the table, including
             padding and ids outside the vocabulary. For an id that you leave out, `lookup` returns
             NaN.
-        config: The `EmbedderConfig` of the token table. Pass it if its `row_multiple` adds rows to
-            the table, or if its `spread` changes their order. If you leave it out, the lookup in
-            such a table raises an error.
+        config: The `EmbedderConfig` of the token table. Pass it if the field `row_multiple` adds
+            rows to the table, or if the field `spread` changes the order of the rows. If you leave
+            it out, the lookup in such a table raises an error.
         has_aux: Whether the loss returns (scalar, aux).
         max_rows: A bound on the number of distinct ids that a batch looks up in a table. Pass an
             int for all tables, or a dict {name of a table: int}. A bound below the size of the
@@ -58,14 +58,14 @@ def value_and_grad(
         capacity: The size of the buffers through which devices exchange table rows. If None,
             nothing is exchanged, and every device gets the distinct rows of the whole batch. If you
             pass a number above 0, each device asks only for the rows of its own part of the batch.
-            The device that holds a row in its shard, the owner of the row, sends the row, and gets
-            the gradient back. For that, explicit mesh axes must split the rows of the table, and
-            the ids must be split over the same axes. The requests of a device to one owner go into
-            a buffer of fixed size. If all owners are equally likely to be asked (see
-            `EmbedderConfig.spread`), 1.0 is enough. Otherwise pass a larger number. For example,
-            with 2.0 a buffer has room for at least twice the mean number of requests of a batch
-            whose ids are all different. For an id that does not fit, `lookup` returns NaN.
-            `exchange_load` counts the ids that do not fit.
+            The device that holds a row, the owner of the row, sends the row, and gets the gradient
+            back. For that, explicit mesh axes must split the rows of the table, and the ids must be
+            split over the same axes. The requests of a device to one owner go into a buffer of
+            fixed size. If all owners are equally likely to be asked (see `EmbedderConfig.spread`),
+            1.0 is enough. Otherwise pass a larger number. For example, with 2.0 a buffer has room
+            for at least twice the mean number of requests of a batch whose ids are all different.
+            For an id that does not fit, `lookup` returns NaN. `exchange_load` counts the ids that
+            do not fit.
 
     Returns:
         A function that you call like the loss. It returns (value, gradients), or ((value, aux),
@@ -79,7 +79,7 @@ def value_and_grad(
 
     Raises:
         TypeError: The ids are not integers, or a table has a dtype that is not floating. The loss
-            uses a table of `ids` in another operation than `lookup`.
+            reads a table that is named in `ids` by another operation than `lookup`.
         ValueError: A name in `ids` fits no parameter or several parameters, or two names fit the
             same parameter. A named parameter is not a table [vocab_size, d]. A layer of the loss
             pads or spreads the rows of a table, and `config` is not the config of this layer.

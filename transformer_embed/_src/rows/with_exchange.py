@@ -22,10 +22,10 @@ def with_exchange(
     """Returns a function of parameters that reads tables by an exchange of rows between devices.
 
     Use it to evaluate a model on many devices, or with `jax.grad` to train tables densely. If
-    explicit mesh axes split the rows of a table, an ordinary `lookup` sends each device the rows
-    for the ids of all devices along these axes. In the returned function, each device asks only for
-    the distinct rows of its own part of the batch, so each device receives fewer rows. A row is
-    sent by its owner, which is a device that holds the row.
+    explicit mesh axes split the rows of a table, an ordinary `lookup` sends every device along
+    these axes all rows that any of these devices looks up. In the returned function, each device
+    asks only for the distinct rows of its own part of the batch, so each device receives fewer
+    rows. A row is sent by a device that holds it, the owner of the row.
 
     Args:
         function: A function of (params, ...). For the tables that are named in `ids`, `lookup` must
@@ -44,7 +44,7 @@ def with_exchange(
 
     Raises:
         TypeError: The ids are not integers, or a table has a dtype that is not floating. `function`
-            uses a table of `ids` in another operation than `lookup`.
+            reads a table that is named in `ids` by another operation than `lookup`.
         ValueError: `value_and_grad` with a `capacity` would raise a ValueError for the same
             arguments, for example because the rows of no table are split.
 

@@ -42,8 +42,8 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
             single batch row, it is written into every batch row of the cache. Token positions
             without a batch axis are also used for every batch row. If only the cache has
             `block_ids`, the new tokens are in no block. If the cache has tokens of a tree
-            (`TokenPositions.from_parents`) and the new tokens are an ordinary sequence, they are
-            written as a sequence in the order of their positions.
+            (`TokenPositions.from_parents`) and the new tokens are an ordinary sequence, the new
+            tokens are written as a sequence, in the order of their positions.
         slot: Integers that say into which slots the new tokens are written. You can pass the first
             slot of each batch row, or the slot of each token.
 
@@ -64,7 +64,7 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
     Returns:
         A pair. The first entry is the new cache. The second entry is a bool array [batch, length],
         True = the token was written. A token that was not written cannot attend to itself, because
-        its key is not in the cache.
+        the key of the token is not in the cache.
 
     Raises:
         TypeError: `slot` does not hold integers.
@@ -96,7 +96,7 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
         [[4, 5, 2, 3]]
 
     Edge cases:
-        - If `slot` is a jax array, its values are not checked. A token whose slot is outside the
+        - If `slot` is a jax array, the slots are not checked. A token whose slot is outside the
           cache is not written. If the first slot of a batch row is negative, the batch row stays as
           it is.
         - If token positions have 64 bits and the cache has 32 bits, a number outside int32 is

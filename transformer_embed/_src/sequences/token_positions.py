@@ -356,8 +356,8 @@ class TokenPositions:
             start: The position of the first token. Pass 2 for RoBERTa (padding_idx + 1) and for
                 OPT.
             at_padding: The position of padding. Pass 1 for RoBERTa (padding_idx) and for OPT. (BERT
-                counts padding like tokens, so a token's position is its index in the row. You get
-                these positions in a BERT layer if you pass none.)
+                counts padding like tokens, so the position of a token is its index in the row. A
+                BERT layer uses these positions if you pass no positions.)
 
         Returns:
             TokenPositions of the shape of `ids`. If you set `end_id`, the texts of a batch row are
@@ -380,7 +380,7 @@ class TokenPositions:
 
         Source:
             Positions that skip padding are from Liu et al., "RoBERTa" (2019),
-            https://arxiv.org/abs/1907.11692. Their code is the function make_positions of fairseq.
+            https://arxiv.org/abs/1907.11692. The code is the function make_positions of fairseq.
         """
         ids = arguments.as_int32("ids", ids)
         rows = as_batch("ids", ids)
@@ -516,7 +516,7 @@ class TokenPositions:
         """Makes tokens from the segment ids of packed sequences.
 
         Use it if a batch row holds several sequences. The position of a token is the number of
-        tokens of the same sequence to its left. If you have a mask of tokens and padding, use
+        tokens before it in the same sequence. If you have a mask of tokens and padding, use
         `from_mask`.
 
         Args:
@@ -542,9 +542,9 @@ class TokenPositions:
 
         Edge cases:
             Segment ids in a jax array are not checked. If a sequence returns after another one, as
-            in [1, 2, 1], its positions continue: 0, 0, 1. So a causal mask still hides all later
-            tokens. A negative number becomes padding. To find both mistakes in a data pipeline,
-            call `te.check_batch`.
+            in [1, 2, 1], the positions of the sequence continue: 0, 0, 1. So a causal mask still
+            hides all later tokens. A negative number becomes padding. To find sequences that return
+            and negative numbers in a data pipeline, call `te.check_batch`.
 
         Source:
             Packing is described by Raffel et al., "T5" (2020), section 3.5.2,
@@ -567,10 +567,9 @@ class TokenPositions:
         """Makes trees of tokens: under a causal mask, a token sees itself and its ancestors.
 
         Use it if the tokens form a tree, so that one token may have several next tokens. Examples
-        are the drafts of speculative
-        decoding, and answers that share a prompt (`shared_prefix_parents`). In such a tree, a token
-        is predicted from its parent, which may be anywhere in the row. So compute a loss like this,
-        without `shift`:
+        are the drafts of speculative decoding, and answers that share a prompt
+        (`shared_prefix_parents`). In such a tree, a token is predicted from its parent, which may
+        be anywhere in the row. So compute a loss like this, without `shift`:
 
             # For each token, the hidden vector of its parent: [batch, length, d_model].
             parent_x = jnp.take_along_axis(x, parents[..., None], axis=1)
@@ -588,14 +587,15 @@ class TokenPositions:
         Returns:
             TokenPositions of shape [batch, length], or [length] if neither `parents` nor `offset`
             has a batch axis. The position of a token is `offset` plus the number of its ancestors.
-            The `places` count the tokens in depth-first order, beginning at `offset`.
+            The field `places` numbers the tokens in depth-first order, from `offset` on. (In this
+            order, all descendants of a token come directly after it.)
 
         Raises:
             TypeError: `parents` or `offset` does not hold integers.
             ValueError: `parents` or `offset` has a shape that is not listed above, or the batch
                 sizes do not fit each other. A parent in a list or a numpy array is outside the row,
-                is padding, or is in a cycle. An `offset` that is not a jax array is so large that a
-                position would be outside int32.
+                is padding, or is in a cycle. `offset` is so large that a position would be outside
+                int32. (If it is a jax array, its values are not checked.)
 
         Example:
             >>> import transformer_embed as te
@@ -606,8 +606,8 @@ class TokenPositions:
             [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
 
         Edge cases:
-            If `parents` is a jax array, its values are not checked. A token becomes padding if its
-            path to the root meets a cycle, padding, or an index outside the row.
+            If `parents` is a jax array, its values are not checked. A token becomes padding if the
+            path from the token to the root meets a cycle, padding, or an index outside the row.
 
         Source:
             Attention in a tree of drafts is from Miao et al., "SpecInfer" (2024),
@@ -649,8 +649,9 @@ class TokenPositions:
         Raises:
             TypeError: `offset` does not hold integers, or is a jax array of uint32 or uint64.
                 `length` is not a Python int.
-            ValueError: `offset` has a rank above 1, or `length` is negative. An `offset` that is
-                not a jax array is so large that a position would be outside int32.
+            ValueError: `offset` has a rank above 1, or `length` is negative. `offset` is so large
+                that a position would be outside int32. (If it is a jax array, its values are not
+                checked.)
 
         Example:
             >>> import transformer_embed as te

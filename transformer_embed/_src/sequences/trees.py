@@ -37,8 +37,8 @@ def shared_prefix_parents(
     """Computes each token's parent, in rows of one prompt, several answers to it, and padding.
 
     Use it with `TokenPositions.from_parents` if you train on several answers to a prompt. Each
-    answer then sees the prompt and itself, as if each answer were in another batch row with its own
-    copy of the prompt. But the prompt is computed only once.
+    answer then sees the prompt and itself, as if each answer were in another batch row with a copy
+    of the prompt. But the prompt is computed only once.
 
     Args:
         prefix_lengths: The number of tokens of each prompt. Integers of at least 0, shape [batch].
@@ -47,9 +47,9 @@ def shared_prefix_parents(
         length: The number of tokens of a row, with padding.
 
     Returns:
-        int32 [batch, length]. For each token, the index in the row of the previous token of the
-        same text. For the first token of each answer, this is the index of the last token of the
-        prompt. The first token of the prompt has -1, and padding has -2.
+        The parent of each token, as an index into the row, int32 [batch, length]. The parent is the
+        previous token of the same text. The parent of the first token of an answer is the last
+        token of the prompt. The first token of the prompt has -1, and padding has -2.
 
     Raises:
         TypeError: The lengths are not integers, or `length` is not a Python int.

@@ -133,8 +133,8 @@ def linear_cross_entropy(
         with_metrics: Whether `LossMetrics` are returned too. Set True to log them.
         chunk_size: The largest number of tokens in a chunk, the part of the batch whose logits are
             held at once. Set a smaller number to save memory. If None, all tokens are one chunk if
-            their logits take at most 256 MiB. Otherwise a number is chosen, as the section "What
-            the loss costs" of the reference page says.
+            the logits of all tokens take at most 256 MiB. Otherwise a number is chosen, as the
+            section "What the loss costs" of the reference page says.
 
     Returns:
         The loss, a scalar in float32, or in float64 if x or the table is float64. With
@@ -185,7 +185,7 @@ def linear_cross_entropy(
         - If some weights are negative, use `reduction="sum"`, because `"mean"` divides by the sum
           of the weights, which may be 0 or negative.
         - If you pass `label_smoothing` or `z_loss` as an array, an entry out of range makes the
-          loss of its label NaN. But if the weight of the label is 0, the loss stays 0.
+          loss of the label NaN. But if the weight of the label is 0, the loss stays 0.
         - If x and the table are in bfloat16, the gradients of the logits are rounded to bfloat16
           before they are multiplied by x and by the table. A loss on `linear_logits` rounds them in
           the same way.

@@ -50,12 +50,13 @@ def linear_divergence(
     Let s be the probabilities of the student and t the probabilities of the teacher. The divergence
     of a token is a sum over the ids. You choose the formula by `kind`:
 
-    - `"forward"`: `sum(t * log(t / s))`, for the teacher's t and the student's s. This is the usual
-      distillation: the student learns to give probability to every id that the teacher may predict.
+    - `"forward"`: `sum(t * log(t / s))`, for the probabilities t of the teacher and s of the
+      student. This is the usual distillation: the student learns to give probability to every id
+      that the teacher may predict.
     - `"reverse"`: `sum(s * log(s / t))`, for text that the student sampled. The student learns to
       predict only ids that the teacher finds probable.
-    - `"js"`: the Jensen-Shannon divergence, for the teacher's t and the student's s. With the
-      mixture `m = beta * t + (1 - beta) * s`, it is
+    - `"js"`: the Jensen-Shannon divergence, for the probabilities t of the teacher and s of the
+      student. With the mixture `m = beta * t + (1 - beta) * s`, it is
       `beta * sum(t * log(t / m)) + (1 - beta) * sum(s * log(s / m))`.
 
     Args:

@@ -24,8 +24,8 @@ def dropout(
     bit on finite x, for every key, because both use the same random bits. On a CPU, `hk.dropout`
     spends most of its time on generating these bits, because each step of JAX's generator reads and
     writes arrays in memory. This function computes the bits of each element in registers, so you
-    train faster. (It needs JAX's default generator and 32-bit floats for that, and otherwise calls
-    JAX.)
+    train faster. (If JAX uses 64-bit floats or another generator than its default, this function
+    calls `jax.random` as `hk.dropout` does.)
 
     Args:
         rng: A random key, from `jax.random.key` or `jax.random.PRNGKey`.
@@ -55,8 +55,9 @@ def dropout(
         [[0.0, 0.0, 2.0], [0.0, 0.0, 2.0]]
 
     Edge cases:
-        - A numpy scalar as `rate` counts as a Python float. (`hk.dropout` would use the scalar's
-          dtype for the random floats, and may return a wider dtype than x has.)
+        - A numpy scalar as `rate` counts as a Python float. (`hk.dropout` takes the dtype of the
+          random floats from the scalar, so the result of `hk.dropout` may have a wider dtype than
+          x.)
         - The backward pass must also know which elements were zeroed. XLA chooses whether compiled
           code generates the random bits a second time, or keeps a byte for each element. Both ways
           are equally fast.

@@ -126,13 +126,13 @@ def linear_log_probs(
         (1, 3, 2)
 
     Edge cases:
-        - The log-probability and the entropy of a label that is not counted are 0, and the hidden
-          vector that predicts the label has no effect. With `shift=1`, the first label of each
-          document is not counted, because no token predicts it.
-        - If you pass several candidate ids for each token, labels [..., k], a candidate that is not
-          counted gets -inf as its log-probability. So the candidate adds nothing to a sum of
-          probabilities by `jax.nn.logsumexp`. (Without candidates, a label that is not counted gets
-          0.)
+        - If a label is not counted, the log-probability and the entropy are 0, and the hidden
+          vector that predicts the label has no effect on any result or gradient. With `shift=1`,
+          the first label of each document is not counted, because no token predicts it.
+        - If you pass several candidate ids for each token, as labels of shape [..., k], a candidate
+          that is not counted gets -inf as its log-probability. So the candidate adds nothing to a
+          sum of probabilities by `jax.nn.logsumexp`. (Without candidates, a label that is not
+          counted gets 0.)
         - If a counted label is outside the vocabulary, the log-probability is NaN.
         - If you pass `temperature` as an array, an entry out of range makes the results of its
           counted labels NaN.
@@ -274,7 +274,7 @@ def linear_top_k(
         x: The hidden vectors of the last layer, of a floating dtype. Shape [..., d].
         output: The output layer. Pass an `OutputLayer`, for example from `Embedder.output`, or the
             table [vocab_size, d] of a layer that has only a table. The returned ids are below the
-            `vocab_size` of the layer and differ from its `pad_id`.
+            `vocab_size` of the layer and differ from the `pad_id` of the layer.
         k: How many ids to return, a Python int from 1 to the number of ids that may be predicted.
         chunk_size: The largest number of tokens in a chunk, the part of the batch whose logits are
             held at once. Set a smaller number to save memory. If None, a number is chosen as in
