@@ -14,7 +14,7 @@ OWN = {
     "cli": "transformer_embed.cli",
 }
 # No public name gives the values of an array on several devices, or the row of each id.
-PRIVATE = {"gathered", "on_every_device", "nearest_rows"}
+PRIVATE = {"gathered", "on_every_device", "rows_of_nearest_ids"}
 # These have one definition in the package: conversions of arguments, and names in parameter trees.
 PRIVATE |= {"conversions", "DTypeLike", "Params", "ROOT", "leaves_by_path"}
 

@@ -193,7 +193,7 @@ Even if `te.rows.apply_gradients` accepts your optimizer, a row-wise step does n
 
 **Your own transformations.** `te.rows.apply_gradients` checks that an optimizer keeps table rows apart. It does not check what an optimizer does with numbers that all rows share, such as a step count. So two kinds of transformations raise no error, although they are wrong for tables. Do not use them:
 
-- Some transformations sum gradients, and apply the sum only in some steps, for example in every fourth step. If a row has no gradient in the step that applies the sum, its sum is not applied. An example is `apply_every` of optax, which `te.rows.apply_gradients` refuses by its name. (A learning rate that is 0 in some steps is allowed.)
+- Some transformations sum gradients, and apply the sum only in some steps, for example in every fourth step. If a row has no gradient in the step that applies the sum, its sum is not applied. An example is `apply_every` of optax. `te.rows.apply_gradients` knows it, and raises an error. (A learning rate that is 0 in some steps is allowed.)
 - Some transformations compute with the number of rows of the table: they divide by this number, or choose a method by it. In a row-wise step, a transformation gets blocks of at most 1024 rows instead of the whole table, so the number is wrong.
 
 ## You can use these

@@ -37,6 +37,7 @@ def test_the_id_of_padding_may_stand_at_padding():
     te.check_batch(ids, TWO, vocab_size=10, pad_id=0, order="packed")
     # One row of tokens serves all rows of ids.
     te.check_batch(ids, TokenPositions(range(5)), vocab_size=10, pad_id=-100, order="full")
+    te.check_batch(ids, TWO, vocab_size=10, pad_id=0, max_len=5)
 
 
 @pytest.mark.parametrize("pad_id", [-100, 10, 2**31 - 2])
@@ -74,6 +75,10 @@ REFUSED = {
     "check([True], vocab_size=5, pad_id=-1)": "TypeError: ids: ... got bool",
     "check([[1]], vocab_size=10, order='full')": "ValueError: tokens: ... got None",
     "check([[1] * 5] * 2, TWO, vocab_size=10, order='left')": "ValueError: order: wanted one of ",
+    "check([[1] * 5] * 2, TWO, vocab_size=10, max_len=4)": "ValueError: positions: ... inside the learned positions, 0..3, got 4 at index [1, 4]",
+    "check([[1]], TokenPositions([[-1]]), vocab_size=10, max_len=4)": "ValueError: positions: ... 0..3, got -1 at index [0, 0]",
+    "check([[1]], vocab_size=10, max_len=4)": "ValueError: tokens: ... to check their positions, got None",
+    "check([[1] * 5] * 2, TWO, vocab_size=10, max_len=0)": "ValueError: max_len: ... 1, got 0",
 }
 
 

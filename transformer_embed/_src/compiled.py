@@ -119,10 +119,11 @@ def nan_where(is_wrong: Bool[Array, "..."], values: Float[Array, "..."]) -> Floa
     is_wrong = is_wrong.reshape(*is_wrong.shape, *added_axes)
     config: Any = jax.config
     if config.jax_disable_jit:
-        # In this mode, jax_debug_nans looks at each constant, and would raise an error for a
-        # constant NaN even if no value is wrong. So `nan` becomes an array that is NaN only where a
-        # value is wrong, and 0 elsewhere. It is made from the bits of NaN, as integers. A compiled
-        # program does without this, which would take one percent of the time on a TPU.
+        # If users disable jit and set jax_debug_nans, jax looks at each constant, and would raise
+        # an error for a constant NaN even if no value is wrong. So `nan` becomes an array that is
+        # NaN only where a value is wrong, and 0 elsewhere. The array is made from the bits of NaN,
+        # as integers. A compiled program keeps the constant, because the array would cost one
+        # percent of the time on a TPU.
         integer_dtype = f"int{8 * nan.itemsize}"
         nan_bits = nan.view(integer_dtype)
         bits = jnp.where(is_wrong, nan_bits, np.zeros_like(nan_bits))

@@ -211,6 +211,7 @@ def reshard(array: Array, sharding: NamedSharding) -> Array:
     is, because nothing can split it.
     """
     mesh = sharding.mesh
+    # The axes of the mesh that no enclosing shard_map has taken.
     if not free_axes(mesh):
         return array
     if not is_explicit(mesh):

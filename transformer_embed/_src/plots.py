@@ -215,10 +215,9 @@ def plot_rotary(
     # Of 32 pairs, the pairs 0, 4, 8 and 12 are drawn. Of 6 pairs, the pairs 0, 1, 2 and 3 are.
     step = max(1, pair_count // 8)
     pairs = range(0, pair_count, step)[:4]
-    # The vectors are [position, head, channel]. In the layout "half", the first channel of a pair
-    # is channel `pair`, and the second is channel `pair + pair_count`. The loop below sets the
-    # first channels to 1, 2, 3 and 4, and the second channels stay 0. So the first drawn pair of
-    # each vector is the point (1, 0), the second drawn pair is (2, 0), and so on.
+    # The vectors are [position, head, channel]. In the layout "half", a pair has the channels
+    # `pair` and `pair + pair_count`, which are the two coordinates of a point. The first drawn pair
+    # is the point (1, 0) at each position, the second drawn pair is (2, 0), and so on.
     vectors = np.zeros([len(drawn_positions), 1, head_dim], np.float32)
     for radius, pair in enumerate(pairs, 1):
         vectors[..., pair] = radius
@@ -400,7 +399,8 @@ def _label_axis(
         return name
 
     # This raises an error if `names` is a str or no sequence. `entries` also wants a function that
-    # checks each name. Callers pass the names as arguments that end with "tokens".
+    # checks each name, and here any name is right. The error says "tokens", because the public
+    # functions get the names in arguments such as `query_tokens`.
     checked_names = arguments.entries("tokens", names, accept_any)
     arguments.check_same("tokens", f"a name for each {label}", len(checked_names), count)
     # "$x$" is a token, not a formula.

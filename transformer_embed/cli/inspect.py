@@ -74,17 +74,20 @@ def run(args: argparse.Namespace) -> None:
             raise value_error("inspect", "a CHECKPOINT, or --model-type", "neither")
         print_model_type(pretrained.find_model_type(args.model_type))
         return
+    # What `load_embedder` or `load_config` returns for these arguments.
     found = _read(args)
     print(f"layer\n  te.TransformerEmbedding({_code_for(found.config)})")
+    # If there is no output layer, `no_output` is a sentence that says why.
     if found.no_output is not None:
         print(f"no output layer\n  {shown(found.no_output)}")
     _print_parameters(found)
     _print_layers(found)
     if found.bias:
-        call = "alibi_bias(query_positions, key_positions, "
+        options = _code_of_arguments(found.bias)
+        call = f"alibi_bias(query_positions, key_positions, {options})"
         if "num_buckets" in found.bias:
-            call = "RelativePositionBias("
-        print(f"bias\n  {call}{_code_of_arguments(found.bias)})")
+            call = f"RelativePositionBias({options})"
+        print(f"bias\n  {call}")
 
 
 def _read(args: argparse.Namespace) -> pretrained.PretrainedInput:

@@ -70,6 +70,7 @@ def _normalized(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
 def _attention(positions: str, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
     """Runs causal attention. Rotary positions turn queries and keys, and ALiBi adds a bias."""
     batch, length, _ = x.shape
+    # The positions 0, 1, 2, ... of the tokens.
     tokens = te.TokenPositions.from_offset(0, length)
 
     def project_to_heads(name: str) -> Float[Array, "b t h c"]:
@@ -110,8 +111,10 @@ def train(text: bytes, positions: str, *, steps: int, seed: int) -> TrainedModel
     The model is trained and scored on windows: runs of bytes of one length, as `_windows` makes
     them. Equal arguments give equal results on one machine.
     """
+    # All of the text but the end, and the end.
     training_ids, held_out_ids = split(text)
     mesh = Mesh(jax.devices(), ("data",))
+    # Batches are split over all devices.
     over_devices = NamedSharding(mesh, PartitionSpec("data"))
     # The loss is compiled once for each shape of windows, and used for training and for scoring.
     compiled_loss = jax.jit(functools.partial(_bits_per_byte, positions))
@@ -146,6 +149,7 @@ def _train_params(
         steps: The number of training steps.
         seed: The seed of the first parameters and of the batches.
     """
+    # All windows of CONTEXT + 1 bytes, one from each byte of the text on.
     windows = _windows(ids, CONTEXT)
     optimizer = _optimizer(steps)
     step = _make_step(compiled_loss, optimizer)
@@ -213,9 +217,10 @@ def _score(
     Each byte is scored once, except the first one and a remainder shorter than a window.
     `loss_of_windows` takes windows [b, length + 1], and returns the bits per byte of each window.
     """
-    # Windows start at each multiple of the length. They have a byte more than the length, so the
-    # last byte of a window is the first byte of the next one.
-    windows = _windows(text, length)[::length]
+    # All windows of length + 1 bytes, one from each byte of the text on.
+    all_windows = _windows(text, length)
+    # Windows at the multiples of the length. The last byte of each is the first byte of the next.
+    windows = all_windows[::length]
     windows_per_device = EVALUATION_TOKENS // length
     batch_size = windows_per_device * over_devices.num_devices
     batch_count = math.ceil(len(windows) / batch_size)

@@ -80,7 +80,8 @@ def run(args: argparse.Namespace) -> None:
     """
     arguments.size("--steps", args.steps)
     arguments.integer("--seed", args.seed, at_least=0, at_most=2**31 - 1)
-    # Only None means that there is no --out: `_checked_out_path` refuses an empty name.
+    # If there is no --out, it is None. An empty name is not None, and `_checked_out_path` refuses
+    # it.
     out = None if args.out is None else _checked_out_path(args.out)
     source = _read_source(args.files)
     # optax is slow to load, so arguments and files are checked first.

@@ -151,9 +151,11 @@ def as_int32(name: str, value: ArrayLike) -> jax.Array:
     array = _any_integers(name, value)
     is_wider_than_int32 = not np.can_cast(array.dtype, np.int32)
     if is_wider_than_int32:
-        # The bounds must be numbers of the array's dtype, and an unsigned dtype begins at 0.
+        # The bounds of int32 must be numbers of the array's dtype. For an unsigned dtype, the lower
+        # bound is 0, because the dtype has no negative numbers.
         as_number_of_dtype = array.dtype.type
-        lowest = as_number_of_dtype(max(jnp.iinfo(array.dtype).min, -(2**31)))
+        lowest_of_dtype = jnp.iinfo(array.dtype).min
+        lowest = as_number_of_dtype(max(lowest_of_dtype, -(2**31)))
         highest = as_number_of_dtype(2**31 - 1)
         if isinstance(array, jax.Array):
             # `device_put` is called because users may forbid jax to move numbers to a device by

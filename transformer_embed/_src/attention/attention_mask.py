@@ -149,12 +149,13 @@ class AttentionMask(Mask):
             chunk=arguments.size,
             sinks=arguments.size,
         )
+        # How many places before its own a query sees, None for no limit.
         left_limit, _ = self.reach
         if left_limit is None:
             why = "the window has no left side, from which sinks are exempt"
             arguments.check_left_out("sinks", self.sinks, why)
         _, keys = self.sides
-        # Only tokens of a tree have ends.
+        # Only tokens of a tree have `ends`: one past the last place that sees the token.
         keys_are_tree = keys.ends is not None
         if keys_are_tree:
             self._check_options_of_tree()
@@ -269,6 +270,7 @@ class AttentionMask(Mask):
         # The errors name this range: "query_start: wanted integers inside the mask, for ...".
         range_name = f"the mask, for a tile of {shape}"
         last_query_start: Any = query_length - query_count
+        # `as_indices` makes a scalar int32, after a check that a number on the host is in range.
         query_start = arguments.as_indices("query_start", query_start, last_query_start, range_name)
         last_key_start: Any = key_length - key_count
         key_start = arguments.as_indices("key_start", key_start, last_key_start, range_name)
@@ -396,8 +398,9 @@ def _mask_of_pairs(
 @compiled()
 def _dense(mask: AttentionMask) -> Bool[Array, "b 1 t s"]:
     """Computes the mask of all pairs, with a query axis of 1 if all queries have the same mask."""
-    # Explicit mesh axes may split the queries over devices. Each query needs all keys, so only the
-    # keys are made whole on each device.
+    # The fields are arrays with a number for each query or key, by which the rule of the mask
+    # decides. Explicit mesh axes may split the queries over devices. Each query needs all keys, so
+    # only the fields of keys are made whole on each device.
     query_fields, _ = rule_fields(mask)
     _, key_fields = rule_fields_of_whole_rows(mask)
     # One flag says that every query is a token. A flag for each query would give the mask a query
@@ -414,7 +417,8 @@ def _tile(
     mask: AttentionMask, query_start: Array, key_start: Array, shape: tuple[int, int]
 ) -> Bool[Array, "b t s"]:
     """Computes the mask of a rectangle of pairs, all False if a part of it is outside the mask."""
-    # A rectangle may be anywhere in the rows, so each device needs whole rows.
+    # The fields are arrays with a number for each query or key, by which the rule of the mask
+    # decides. A rectangle may be anywhere in the rows, so each device needs whole rows.
     query_fields, key_fields = rule_fields_of_whole_rows(mask)
     query_length, key_length = mask.lengths
     query_count, key_count = shape

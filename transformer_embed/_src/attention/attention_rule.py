@@ -77,6 +77,7 @@ def rule_fields(mask: Any) -> tuple[Fields, Fields]:
     - `chunk`, if the mask has chunks: the number of the token's chunk, from 0.
     """
     queries, keys = mask.sides
+    # The arrays of the tokens, such as positions, by name, each [1 or b, length].
     query_arrays = batch_arrays(queries)
     key_arrays = batch_arrays(keys)
     # All fields get the widest dtype, because under strict dtype promotion jax compares no int32
@@ -160,16 +161,19 @@ def with_conditions(fields: Fields, mask: Any) -> Fields:
 def _limited_sum(places: Array, distance: int) -> Array:
     """Computes `places + distance`, but at most the highest and at least the lowest of the dtype.
 
-    For example, in int8 (-128 to 127) the places 100 and 120 plus 10 give 110 and 127.
+    `places` are the numbers by which masks compare tokens, such as positions. For example, in int8
+    (-128 to 127) the places 100 and 120 plus 10 give 110 and 127.
     """
     lowest = jnp.iinfo(places.dtype).min
     highest = jnp.iinfo(places.dtype).max
     # No two places are further apart than the range of the dtype.
     size = min(abs(distance), highest - lowest)
-    # In int8, a size of 200 becomes the step -56. Adding this step to the place -100 wraps, too,
-    # and gives 100, which is right.
+    # A size beyond the dtype wraps, and a sum with it wraps back. In int8, a size of 200 becomes
+    # the step 200 - 256 = -56. The place -100 plus this step is -156, which wraps to -156 + 256 =
+    # 100. This is the true sum, -100 + 200.
     step = np.array(size).astype(places.dtype)
-    # The places are limited first, so the true sum lies in the dtype.
+    # The places are limited first, so that the true sum is in the range of the dtype. In int8, a
+    # place above 127 - 10 = 117 becomes 117 before 10 is added.
     if distance < 0:
         lowest_place = lowest + size
         return jnp.maximum(places, lowest_place) - step

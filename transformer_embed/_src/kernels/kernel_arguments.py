@@ -86,6 +86,7 @@ def _kwargs_of_whole_rows(rule: RowRule) -> dict[str, Any]:
     reach = rule.index_reach()
     _, right = reach
     options: dict[str, Any] = {"is_causal": right == 0}
+    # A causal mask without a window has the reach (None, 0), and no limit at all is (None, None).
     has_window = reach not in (CAUSAL_REACH, UNLIMITED_REACH)
     if has_window:
         # In a causal window, the right side is 0, as cuDNN wants it.
@@ -94,6 +95,7 @@ def _kwargs_of_whole_rows(rule: RowRule) -> dict[str, Any]:
         # In the order "right", the tokens of a row come before the padding. So the number of tokens
         # says which entries are tokens.
         queries, keys = mask.sides
+        # `number_in_rows` counts the True entries of each batch row.
         options["query_seq_lengths"] = rule.number_in_rows(queries.padding_mask)
         # Keys of another sequence are refused with a causal mask or a window. So all queries of a
         # batch row see the same keys as the first one.
@@ -109,6 +111,7 @@ def _decoding_kwargs(rule: RowRule) -> dict[str, Any]:
     kernel would take the query for the token of the first key.
     """
     mask = rule.mask
+    # How many places before its own a query sees, None for no limit.
     left_limit, _ = mask.reach
     # The kernel takes only a number of keys, counted from the first key. So it cannot hide the
     # first keys, as a window would.
@@ -214,12 +217,14 @@ def _without_windows(rule: RowRule, make: Callable[[Array, Array], Any]) -> dict
     """Makes the arguments of a kernel that has no argument for a window.
 
     Args:
-        rule: The rule of the mask.
+        rule: The mask, checked for this kernel, and what it says about row indices.
         make: Makes the kernel's segment ids from the ids of queries and of keys.
     """
     # How many row indices before and after its own a query sees: (left, right).
     reach = rule.index_reach()
+    # A causal mask without a window has the reach (None, 0), and no limit at all is (None, None).
     has_window = reach not in (CAUSAL_REACH, UNLIMITED_REACH)
     if has_window:
+        # The kernel has no window, so this raises an error.
         rule.check_absent(window=rule.mask.window)
     return {"causal": reach == CAUSAL_REACH, "segment_ids": rule.kernel_segment_ids(make)}

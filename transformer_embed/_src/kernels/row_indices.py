@@ -313,13 +313,18 @@ def _number_pairs(segments: list[Array], chunks: list[Array]) -> list[Int32[Arra
     """Numbers the pairs (segment, chunk) of each batch row from 1 on, and gives padding 0.
 
     Tokens get equal numbers if they have equal pairs, also if one is a query and the other a key.
-    So queries and keys are numbered together. For example, for queries with the segments 7 7 and
-    the chunks 0 1, and keys with the segments 7 9 0 and the chunks 1 1 0, the numbers are 2 3 and
-    3 4 0 (the pair of the padding takes the number 1, which no token has).
+    So queries and keys are numbered together. For example:
+
+        queries: segments 7 7, chunks 0 1
+        keys: segments 7 9 0, chunks 1 1 0 (the last key is padding)
+
+    The sorted pairs are (0, 0), (7, 0), (7, 1) and (9, 1). So the queries get the numbers 2 3, and
+    the keys 3 4 0. The pair of the padding takes the number 1, which no token has.
 
     Args:
         segments: The segment ids of the queries and of the keys.
-        chunks: The chunks of the queries and of the keys.
+        chunks: The chunks of the queries and of the keys. A chunk is a fixed range of positions,
+            whose tokens see only each other (see `AttentionMask`).
     """
     pairs_of_sides = []
     for side_segments, side_chunks in zip(segments, chunks, strict=True):
@@ -336,6 +341,7 @@ def _number_pairs(segments: list[Array], chunks: list[Array]) -> list[Int32[Arra
 
     def number_row(row_pairs: Integer[Array, "n 2"]) -> Integer[Array, "n"]:
         """Returns, for each pair of a batch row, its index in the sorted list of the pairs."""
+        # `jnp.unique` returns the sorted list, and where in the list each pair is (the inverse).
         _, pair_indices = jnp.unique(row_pairs, axis=0, size=len(row_pairs), return_inverse=True)
         return pair_indices
 

@@ -128,6 +128,7 @@ def splash_kernels(
         batch_size=batch_size,
         q_offset=q_offset,
     )
+    # What row indices say about the mask goes into `head_masks`, and the rest into segment ids.
     head_masks = index_masks(rule, num_heads)
     segment_ids = splash_segment_ids(rule)
     q_seq_shards = arguments.size("q_seq_shards", q_seq_shards)
@@ -141,6 +142,7 @@ def splash_kernels(
     # Inside `jax.jit` too, the arrays of the kernel must be numbers and not tracers.
     with jax.ensure_compile_time_eval():
         kernel = make(head_masks, head_shards=head_shards, q_seq_shards=q_seq_shards, **options)
+    # For each batch row, the kernel also skips the tiles in which no pair of the row may attend.
     return _kernels_of_rows(rule, kernel, sizes, q_seq_shards), segment_ids
 
 
@@ -154,7 +156,7 @@ def _kernels_of_rows(rule: RowRule, kernel: Any, sizes: Any, q_seq_shards: int) 
     set for dq is None.
 
     Args:
-        rule: The rule of the mask.
+        rule: The mask, checked for this kernel, and what it says about row indices.
         kernel: The kernel, which is the same for all batch rows.
         sizes: The block sizes of the kernel.
         q_seq_shards: The number of devices that the queries are split over.
@@ -170,14 +172,19 @@ def _kernels_of_rows(rule: RowRule, kernel: Any, sizes: Any, q_seq_shards: int) 
 
 
 def index_masks(rule: RowRule, num_heads: int) -> Any:
-    """Makes splash attention's mask of row indices, which all heads and all batch rows share."""
+    """Makes splash attention's mask of row indices, which all heads and all batch rows share.
+
+    Splash attention is jax's attention kernel for TPUs. `rule` has the mask, checked for this
+    kernel, and what it says about row indices.
+    """
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # noqa: PLC0415
 
     from transformer_embed._src.kernels.splash_mask import IndexMask  # noqa: PLC0415
 
     num_heads = arguments.size("num_heads", num_heads)
     lengths = rule.mask.lengths
-    # How many row indices before and after its own a query sees, (None, None) for no limits.
+    # The numbers of row indices that a query sees before and after its own. (None, None) means that
+    # there is no limit.
     reach = rule.index_reach()
     if reach == UNLIMITED_REACH:
         mask = splash.FullMask(lengths)
@@ -200,7 +207,8 @@ def _check_memory(rule: RowRule, sizes: Any) -> None:
     The estimate is four bytes a tile. jax takes fewer if there are few tiles, which always fit.
     """
     query_count, key_count = rule.mask.lengths
-    # How many row indices before and after its own a query sees, at most the length.
+    # The numbers of row indices that a query sees before and after its own. If there is no limit,
+    # they are the length of the row.
     left, right = rule.bounded_reach()
     # The number of keys that the queries of one tile see.
     seen_keys = min(left + right + sizes.block_q, key_count)
@@ -219,7 +227,7 @@ def _info_that_skips_keys(rule: RowRule, info: Any, tile: tuple[int, int]) -> An
     and column `info.data_next[i, j]`. It computes nothing if `info.block_mask[i, j]` is 0.
 
     Args:
-        rule: The rule of the mask.
+        rule: The mask, checked for this kernel, and what it says about row indices.
         info: The arrays of jax's kernel, which are the same for all batch rows. If None, there is
             nothing to skip.
         tile: The numbers of queries and of keys of a tile.
@@ -240,7 +248,7 @@ def _info_that_skips_queries(rule: RowRule, shards: int, info: Any, tile: tuple[
     queries are split over devices, each device counts the rows from 0.
 
     Args:
-        rule: The rule of the mask.
+        rule: The mask, checked for this kernel, and what it says about row indices.
         shards: The number of devices that the queries are split over.
         info: The arrays of jax's kernel, which are the same for all batch rows. If None, there is
             nothing to skip.
@@ -253,9 +261,11 @@ def _info_that_skips_queries(rule: RowRule, shards: int, info: Any, tile: tuple[
         """Swaps the last two axes: queries and keys of tiles, or i and j of steps."""
         return array.swapaxes(-1, -2)
 
-    # `_steps_of_rows` takes the steps of a row one after the other. Here the steps of a column
-    # belong together, so all arrays are transposed, and the results are transposed back.
+    # `_steps_of_rows` is for kernels that run the steps of a row of tiles one after the other. This
+    # kernel runs the steps of a column one after the other, so all arrays are transposed, and the
+    # results are transposed back.
     must_run = transposed(_tiles_that_must_run(rule, tile))
+    # The tile that each step loads, and 0 for each step that does not run.
     data_next = transposed(info.data_next)
     block_mask = transposed(info.block_mask)
     steps = _steps_of_rows(shards, data_next, block_mask, must_run)
@@ -271,7 +281,7 @@ def _info_for_every_row(rule: RowRule, info: Any, loaded_tile: Array, block_mask
     batch row.
 
     Args:
-        rule: The rule of the mask.
+        rule: The mask, checked for this kernel, and what it says about row indices.
         info: The arrays of jax's kernel.
         loaded_tile: The tile that each step loads, [1 or b, h, i, j].
         block_mask: 0 for each step that does not run, [1 or b, h, i, j].
@@ -333,6 +343,10 @@ def _steps_of_rows(
 ) -> _Steps:
     """Computes what each step loads and whether it runs, for each batch row.
 
+    A tile is a rectangle of queries and keys. A step of a kernel loads one tile, and computes its
+    part of the attention if the step runs. Tile [r, s] is in row r and column s of the tiles. Step
+    [i, j] loads a tile of row i.
+
     Args:
         shards: The number of devices that the tiles along the last axis are split over.
         loaded_tile: The tile that each step of jax's kernel loads, as in `_Steps`: an index of the
@@ -346,12 +360,14 @@ def _steps_of_rows(
     shard_of_step = np.arange(step_count) // steps_per_shard
     first_tile_of_shard = shard_of_step * tiles_per_shard
     # `loaded_tile` counts tiles from the first tile of the shard. `must_run` counts from the first
-    # tile of all shards.
+    # tile of all shards, so the number of tiles in the shards before is added.
     tile = loaded_tile + first_tile_of_shard.astype(np.int32)
-    # For each step, whether its tile must run: [b, 1, r, s] at the tiles [1, h, i, j] of the last
-    # axis gives [b, h, i, j], as there are as many i as r.
+    # Whether the tile of each step must run, [b, h, i, j]. Step [i, j] is for row i of tiles, so
+    # row i of `must_run` [b, 1, r, s] is read at the column `tile[h, i, j]`.
     step_must_run = jnp.take_along_axis(must_run[:, None], tile[None], axis=3)
     block_mask = jnp.where(step_must_run, block_mask, 0)
+    # A step that does not run needs no tile. It loads the tile that the next running step needs, so
+    # no time is lost on a tile that nobody reads.
     next_tile = _tile_of_next_running_step(loaded_tile, block_mask)
     return _Steps(loaded_tile=next_tile, block_mask=block_mask)
 

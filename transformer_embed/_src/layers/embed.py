@@ -46,8 +46,9 @@ def embed(
         raise arguments.value_error("ids", "shape [..., length]", "shape []")
     tokens = token_rows(config, params["token_embedding"], ids)
     # The table rows of the ids times the factor of the config, in float32 or wider. Positions and
-    # token types are added below.
+    # token types are added below, in float32 or wider, too.
     total = tokens.scaled
+    # The scheme says how positions are encoded, such as `Learned(512)`.
     if config.scheme is not None:
         if positions is None:
             positions = config.scheme.positions(ids, config.pad_id)
@@ -67,8 +68,9 @@ def embed(
     x = apply_dropout(total.astype(dtype), config.dropout_rate, is_training, rng)
     if config.embedding_width is None:
         return x
-    widened_x = linear(x.astype(tokens.table_dtype), params["widen"])
-    return widened_x.astype(dtype)
+    # A linear layer gives x more channels, [..., t, e].
+    x_with_all_channels = linear(x.astype(tokens.table_dtype), params["widen"])
+    return x_with_all_channels.astype(dtype)
 
 
 def as_token_types(config: EmbedderConfig, token_types: ArrayLike | None) -> Any:
@@ -93,6 +95,7 @@ class TokenRows(NamedTuple):
 
 def token_rows(config: EmbedderConfig, leaves: Any, ids: Ids) -> TokenRows:
     """Looks up the rows of ids, and multiplies them by the factor of the config."""
+    # The table, checked. Inside a loss of `te.rows`, it may be an object with some of the rows.
     table = as_table("token_embedding/embeddings", leaves["embeddings"])
     options = LookupOptions(
         pad_id=config.pad_id,
@@ -101,6 +104,7 @@ def token_rows(config: EmbedderConfig, leaves: Any, ids: Ids) -> TokenRows:
         order=config.row_order,
     )
     rows = read_table(table, ids, options)
+    # The product is computed in float32 or wider.
     return TokenRows(scaled=conversions.widened(rows) * config.factor, table_dtype=table.dtype)
 
 
@@ -122,6 +126,7 @@ def encode_positions(
     """
     if not scheme.is_learned:
         return scheme.encoding(as_positions("positions", positions), width)
+    # A learned scheme has a table with a row for each position.
     table = as_table("learned_positional_encoding/embeddings", leaves["embeddings"])
     indices = arguments.as_int32("positions", positions)
     return conversions.widened(lookup(table, indices, out_of_range=out_of_range))

@@ -106,7 +106,9 @@ class Embedder:
                 `num_token_types` but `token_types` is None, or `token_types` are passed but the
                 config has none.
         """
+        # `TREE` says in the error what the tree must be like.
         arguments.instance("params", params, Mapping, TREE)
+        # The same tree, with numpy arrays in the byte order of this machine.
         params = arguments.native_leaves("params", params)
         is_training = arguments.flag("is_training", is_training)
         # A key that is not needed is dropped, so that an evaluation has the same compiled program

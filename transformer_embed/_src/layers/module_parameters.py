@@ -39,6 +39,7 @@ def parameters_of(config: EmbedderConfig) -> dict[str, Parameters]:
     # The standard deviation of positions and token types, which are added to token vectors.
     added_stddev = config.stddevs.added
     modules = {"token_embedding": _token_parameters(config)}
+    # `table_parameter` describes a table: its shape, its dtype and a normal initializer.
     if config.scheme is not None and config.scheme.is_learned:
         positions = table_parameter(config.scheme.max_len, width, dtype, added_stddev)
         modules["learned_positional_encoding"] = {"embeddings": positions}
@@ -65,6 +66,7 @@ def _token_parameters(config: EmbedderConfig) -> Parameters:
     """Describes the token table, and the parameters that the output layer adds to it."""
     width = config.table_width
     dtype = config.param_dtype
+    # The standard deviations of the initial tables.
     stddevs = config.stddevs
     output = config.output or OutputConfig()
     parameters = {"embeddings": table_parameter(config.rows, width, dtype, stddevs.tokens)}

@@ -75,10 +75,12 @@ def find_parameters(params: Params, config: EmbedderConfig) -> LayerParameters:
         ['input/~/token_embedding', 'linear']
     """
     arguments.instance("config", config, EmbedderConfig, "an EmbedderConfig")
+    # {name of a module of the layer: path of the module in `params`}.
     module_paths = layer_paths("params", config, params)
     layer_params = {}
     paths = {}
     for module, path in module_paths.items():
+        # `ROOT` is how the paths begin in the parameters of an `Embedder`.
         layer_params[ROOT + module] = params[path]
         paths[ROOT + module] = path
     return LayerParameters(params=layer_params, paths=paths)

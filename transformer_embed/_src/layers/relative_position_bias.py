@@ -91,6 +91,7 @@ class RelativePositionBias(hk.Module):
             key_positions: The positions of the keys, integers. Shape [S] or [B, S].
         """
         options = self.bucket_options
+        # The bucket of each pair of a query and a key, [..., T, S].
         buckets = relative_position_buckets(query_positions, key_positions, **options)
         shape = (options["num_buckets"], self.num_heads)
         parameter: Any = hk.get_parameter("embeddings", shape, self.param_dtype, self.w_init)

@@ -20,7 +20,7 @@ from transformer_embed._src.layers.module_parameters import (
     as_initializer,
     parameters_of,
 )
-from transformer_embed._src.tables.row_order import nearest_rows
+from transformer_embed._src.tables.row_order import rows_of_nearest_ids
 from transformer_embed._src.tokens.lookup import as_table
 from transformer_embed._src.tokens.output_layer import OutputLayer
 
@@ -173,6 +173,7 @@ def _parameters(
     parameters = parameters_of(config)["token_embedding"]
     table = parameters["embeddings"]
     if matrix is None:
+        # The user's initializer, or the default if it is None.
         init = as_initializer(w_init, table.init)
     else:
         init = functools.partial(_table_of_rows, matrix, config)
@@ -232,7 +233,7 @@ def _table_of_rows(
         return rows
     ids = np.arange(config.vocab_size, dtype=np.int32)
     # The index of the table row of each id. (For ids outside the vocabulary, which do not occur
-    # here, `nearest_rows` returns the row of the nearest id.)
-    row_indices = nearest_rows(ids, config.rows, config.row_order)
+    # here, `rows_of_nearest_ids` returns the row of the nearest id.)
+    row_indices = rows_of_nearest_ids(ids, config.rows, config.row_order)
     table = jnp.zeros(shape, dtype)
     return table.at[row_indices].set(rows)

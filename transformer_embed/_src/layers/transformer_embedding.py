@@ -89,6 +89,7 @@ class TransformerEmbedding(hk.Module):
         if initial_params is not None:
             initial_by_module = layer_of("initial_params", config, initial_params)
         self._modules = {}
+        # `parameters_of` describes the parameters of each module of the layer.
         for module_name, parameters in parameters_of(config).items():
             initial = initial_by_module.get(module_name)
             self._modules[module_name] = _ParameterModule(parameters, initial, module_name)

@@ -75,7 +75,8 @@ def as_positions(name: str, value: ArrayLike) -> Array | np.ndarray:
     if jnp.issubdtype(array.dtype, jnp.integer):
         if is_on_host and array.dtype == np.uint32 and array.max(initial=0) >= 2**31:
             return array
-        # `as_integers` keeps the dtype of a jax array if int32 does not hold all of the dtype.
+        # `as_integers` keeps the dtype of a jax array if some numbers of this dtype do not fit
+        # int32.
         return arguments.as_integers(name, array)
     if array.dtype not in (np.float32, np.float64):
         want = "an integer dtype, or float32 (16-bit floats skip integers)"
@@ -258,7 +259,10 @@ def multiply_high(a: Whole, b: Array | np.ndarray | np.uint32) -> Word:
 
 
 def _multiply(integer: Whole, high: Any, low: Any) -> _Phase:
-    """Multiplies an int32 or uint32 by `high * 2**-32 + low * 2**-64` turns, modulo one turn."""
+    """Multiplies an int32 or uint32 by `high * 2**-32 + low * 2**-64` turns, modulo one turn.
+
+    The result is a phase, a fraction of a turn in two words of 32 bits.
+    """
     word = integer.astype(jnp.uint32)
     # `word * high` may wrap, which takes away whole turns.
     high_of_product = word * high + multiply_high(integer, low)
@@ -267,15 +271,22 @@ def _multiply(integer: Whole, high: Any, low: Any) -> _Phase:
 
 @jax.custom_jvp
 def _sine_at_float(positions: Real, frequencies: Words, quarters: Quarters) -> Real:
-    """Computes `sinusoid` at float32 positions."""
+    """Computes `sinusoid` at float32 positions.
+
+    `frequencies` are the words (turns, high, low) of each frequency, and `quarters` are the quarter
+    turns that are added to each angle: 0 gives the sine and 1 the cosine.
+    """
     magnitude = jnp.abs(positions)
-    # sin(-angle + quarters) = sin(angle + half a turn - quarters), and half a turn is 2 quarters.
+    # The phase is computed for the magnitude. A negative position has the angle -angle, and needs
+    # the sine of x = quarters - angle. As sin(x) = sin(half a turn - x), this is the sine of
+    # angle + half a turn - quarters, and half a turn is 2 quarters.
     is_negative = positions < 0
     quarters_at_negative = np.uint32(2) - quarters
     quarters = jnp.where(is_negative, quarters_at_negative, quarters)
     phase = _float_phase(magnitude, frequencies)
     sine = _sine_of_phase(phase, quarters)
-    # The comparison is also false for NaN.
+    # `sinusoid` returns NaN at a magnitude of 2**31 or more, which int32 does not hold either. The
+    # comparison is also false for NaN.
     is_valid = magnitude < 2.0**31
     return nan_where(~is_valid, sine)
 
@@ -335,7 +346,7 @@ def _float_phase(magnitude: Real, frequencies: Words) -> _Phase:
 
 
 def _add(phase: _Phase, other: _Phase) -> _Phase:
-    """Adds two phases, modulo one turn."""
+    """Adds two phases, fractions of a turn in two words each, modulo one turn."""
     low_sum = phase.low + other.low
     # A sum that wraps is smaller than each of its terms.
     carry = (low_sum < phase.low).astype(jnp.uint32)
@@ -369,19 +380,25 @@ _EIGHTH_TURN = np.uint32(1 << 29)
 def _sine_of_phase(phase: _Phase, quarters: Quarters) -> Real:
     """Computes the sine of a phase plus some quarter turns.
 
+    A phase is a fraction of a turn, `high * 2**-32 + low * 2**-64`, in two words of 32 bits.
+
     If the quarter turn that is nearest to the sum is even, the sine is the polynomial of the sine,
     at the distance from that quarter turn. If it is odd, the polynomial of the cosine is used.
     """
-    # A quarter turn is 2**30 units of the high word. The eighth of a turn makes the two top bits
-    # say the nearest quarter turn.
-    shifted = phase.high + ((quarters << 30) + _EIGHTH_TURN)
-    is_even = (shifted & _ODD_BIT) == 0
-    distance_plus_eighth = (shifted & _DISTANCE_BITS).astype(jnp.int32)
-    # From an eighth of a turn before the nearest quarter turn to an eighth after it.
+    # The phase and the quarter turns, plus an eighth of a turn. A quarter turn is 2**30 units of
+    # the high word, and an eighth is 2**29. The two top bits of the sum are the number of the
+    # nearest quarter turn, 0 to 3. The other 30 bits are the distance from this quarter turn, from
+    # -2**29 to 2**29, plus an eighth of a turn.
+    phase_plus_eighth = phase.high + ((quarters << 30) + _EIGHTH_TURN)
+    is_even = (phase_plus_eighth & _ODD_BIT) == 0
+    distance_plus_eighth = (phase_plus_eighth & _DISTANCE_BITS).astype(jnp.int32)
     distance = distance_plus_eighth - (1 << 29)
+    # The distance in radians, and the rounding error of this angle.
     angle, angle_error = _radians(distance, phase.low)
     square = angle * angle
-    # The first two terms of the cosine, 1 - angle**2 / 2, and the rounding error of their sum.
+    # The first two terms of the cosine are 1 - angle**2 / 2. `start_error` is what must be added to
+    # their rounded sum, `cosine_start`. It is 1 - half - cosine_start, in an order of the terms in
+    # which nothing is rounded.
     half = 0.5 * square
     cosine_start = 1.0 - half
     start_error = (1.0 - cosine_start) - half
@@ -391,18 +408,21 @@ def _sine_of_phase(phase: _Phase, quarters: Quarters) -> Real:
         return jnp.where(is_even, of_sine, of_cosine)
 
     leading = choose(angle, cosine_start)
-    # The true angle is angle + angle_error. Its cosine is less by sin(angle) * angle_error, and the
-    # sine of the angle is about the angle.
+    # The true angle is angle + angle_error. The derivative of the cosine is -sin(angle), which is
+    # about -angle, so the error of the angle changes the cosine by about -angle * angle_error.
     cosine_error = start_error - angle * angle_error
     leading_error = choose(angle_error, cosine_error)
-    # The remaining terms: angle**3 * S(angle**2), or angle**4 * C(angle**2).
+    # The remaining terms are angle**3 * S(angle**2), or angle**4 * C(angle**2). S and C are the
+    # polynomials with the coefficients `_SINE` and `_COSINE`, lowest first.
     factor = choose(angle, square) * square
-    c_0, c_1, c_2 = map(choose, _SINE, _COSINE)
+    c_0 = choose(_SINE[0], _COSINE[0])
+    c_1 = choose(_SINE[1], _COSINE[1])
+    c_2 = choose(_SINE[2], _COSINE[2])
     remaining = factor * ((c_2 * square + c_1) * square + c_0)
     value = leading + (remaining + leading_error)
-    # The sign bit of the float is flipped where the sine is negative.
+    # The sign bit of the float is flipped near the quarter turns 2 and 3, whose top bit is 1.
     bits = jax.lax.bitcast_convert_type(value, jnp.uint32)
-    signed_bits = bits ^ (shifted & _SIGN_BIT)
+    signed_bits = bits ^ (phase_plus_eighth & _SIGN_BIT)
     return jax.lax.bitcast_convert_type(signed_bits, jnp.float32)
 
 

@@ -119,7 +119,9 @@ def alibi_bias(
         The bias is from Press et al., "Train Short, Test Long" (2022), section 3,
         https://arxiv.org/abs/2108.12409
     """
+    # Both arrays as int32 or wider, with the same number of axes.
     positions = comparable_arrays(query_positions=query_positions, key_positions=key_positions)
+    # The slope of each head, a tuple of Python floats.
     slopes = _slopes(num_heads, max_bias)
     causal = arguments.flag("causal", causal)
     dtype = arguments.result_dtype(dtype)
@@ -232,6 +234,7 @@ def _bucket_starts(direction_buckets: int, max_distance: int) -> tuple[int, ...]
 
 def _slopes(num_heads: int, max_bias: float) -> tuple[float, ...]:
     """Checks the arguments of `alibi_slopes`, and computes the slopes as Python floats."""
+    # The smallest slope is 2 ** -max_bias, and 2 ** -126 is the smallest normal float32.
     want = "a number above 0, at most 126"
     max_bias = arguments.real(
         "max_bias", max_bias, lowest=math.nextafter(0, 1), highest=126, want=want
@@ -239,9 +242,10 @@ def _slopes(num_heads: int, max_bias: float) -> tuple[float, ...]:
     num_heads = arguments.size("num_heads", num_heads)
     # The largest power of two up to the number of heads.
     power = 2 ** (num_heads.bit_length() - 1)
-    # Slope number n is 2 ** (-max_bias * n / power). With twice as many heads, every second slope
-    # is new, and these slopes have the numbers 0.5, 1.5, 2.5, ... For example, six heads have the
-    # slopes number 1, 2, 3, 4, 0.5 and 1.5.
+    # Slope number n is 2 ** (-max_bias * n / power), for the numbers 1, 2, ..., power. With twice
+    # as many heads, the slopes would be twice as dense: the numbers 0.5, 1, 1.5, 2, ... Further
+    # heads take the new ones of these, 0.5, 1.5, ... For example, six heads have the slopes number
+    # 1, 2, 3, 4, 0.5 and 1.5.
     numbers = [i + 1.0 for i in range(power)]
     numbers += [i + 0.5 for i in range(num_heads - power)]
     return tuple(2.0 ** (-max_bias * number / power) for number in numbers)

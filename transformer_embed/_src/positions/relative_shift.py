@@ -77,8 +77,8 @@ def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Arra
     # Symbolic sizes of jax.export cannot be compared, and are assumed to fit.
     is_symbolic = any(map(export.is_symbolic_dim, (queries, columns, num_keys)))
     if not is_symbolic:
-        # The most columns are num_keys + queries - 1. An array without queries may have as many
-        # columns as there are keys.
+        # The most columns are num_keys + queries - 1. With 0 queries, this would be one less than
+        # num_keys, but num_keys columns are allowed. So at least 0 is added.
         most_columns = num_keys + max(queries - 1, 0)
         if not num_keys <= columns <= most_columns:
             want = f"{num_keys} to {num_keys + queries - 1} columns for {num_keys} keys"

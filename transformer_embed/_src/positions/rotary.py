@@ -129,6 +129,7 @@ def apply_rotary(
         paired_dim = check_even("head_dim", head_dim)
     want = "LinearScaling(...), another scaling of this package, or None"
     arguments.instance("scaling", scaling, Scaling | None, want)
+    # int32 or float32, or a wider dtype that a device array may have.
     positions = phase.as_positions("positions", positions)
     if pair_axes is None:
         axes = ()
@@ -143,6 +144,8 @@ def apply_rotary(
     )
     base = arguments.positive("base", base)
     rotating_pairs = rotary_dim // 2
+    # The frequency of each pair as an integer, in units of 2**-64 turns per position, and the
+    # factor that the scaling multiplies cosines and sines by.
     frequencies = _frequencies(paired_dim, rotating_pairs, base, scaling)
     attention_factor = frequencies.attention_factor
     return _rotate(x, positions, layout, frequencies.fixed_point, attention_factor, axes)
@@ -237,6 +240,7 @@ def _rotate(
     # and leading axes. [..., length, 1, axes].
     leading_axes = range(x.ndim - positions.ndim - 1)
     positions = jnp.expand_dims(positions, (*leading_axes, -2))
+    # The position that rotates each pair of channels, [..., length, 1, pairs or 1].
     pair_positions = _positions_of_pairs(positions, pair_axes)
     cosines_and_sines = _cosines_and_sines(
         pair_positions, fixed_point_frequencies, attention_factor

@@ -242,8 +242,9 @@ class YarnScaling(_Scaling):
             log_ratio = (self.original_length / angle).ln()
             return dim * log_ratio / (2 * log_base)
 
-        # The ramp is the share of the divided frequency. It rises from 0 at the first index, whose
-        # frequency makes `beta_fast` turns, to 1 at the last index, with `beta_slow` turns.
+        # A new frequency is (1 - ramp) * frequency + ramp * frequency / factor. The ramp rises from
+        # 0 at the first index, whose frequency makes `beta_fast` turns in the trained length, to 1
+        # at the last index, whose frequency makes `beta_slow` turns.
         first = index_with_turns(self.beta_fast)
         last = index_with_turns(self.beta_slow)
         if self.truncate:
@@ -330,10 +331,12 @@ class Llama3Scaling(_Scaling):
         turns = self.original_length * frequencies / (2 * phase.PI)
         width = high - low
         if width == 0:
-            # Equal bounds have no width to divide by. With a tiny width, the share of all other
-            # numbers of turns is far outside [0, 1], and is clipped to 0 or 1.
+            # The two bounds are equal, and would divide by 0. With a tiny width, the share below is
+            # far outside [0, 1] for any number of turns other than the bound, and is clipped to 0
+            # or 1.
             width = Decimal("1e-20")
-        # The share falls from 1 at `low` turns to 0 at `high` turns.
+        # A new frequency is (1 - share) * frequency + share * frequency / factor. The share falls
+        # from 1 at `low` turns to 0 at `high` turns.
         divided_share = (high - turns) / width
         return _partly_divided(frequencies, self.factor, divided_share=divided_share)
 
@@ -434,6 +437,7 @@ def scaled_frequencies(scaling: Scaling | None, dim: int, base: float) -> tuple[
         return frequencies, 1.0
     with decimal.localcontext(phase.PRECISION):
         attention_factor = scaling.attention_factor
+        # If the user sets no factor, each scaling has a formula for it.
         if attention_factor is None:
             formula_factor = scaling._formula_attention_factor()
             attention_factor = arguments.positive("attention factor", formula_factor)

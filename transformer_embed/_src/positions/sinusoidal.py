@@ -343,16 +343,20 @@ def encode_grid(
         options: The options of one part.
     """
     # For each axis, the index of each point along this axis.
-    positions_by_axis = list(jnp.unravel_index(points, lengths))
+    indices_by_axis = jnp.unravel_index(points, lengths)
+    # For each axis, the position that is encoded: the index, or the coordinate at this index.
+    positions_by_axis = list(indices_by_axis)
     if coordinates is not None:
         for axis, coordinates_of_axis in enumerate(coordinates):
-            positions_by_axis[axis] = coordinates_of_axis[positions_by_axis[axis]]
+            positions_by_axis[axis] = coordinates_of_axis[indices_by_axis[axis]]
+    # The number of channels that encode one axis.
     width = part_width(d_model, len(lengths), options.odd)
     encodings = [encode(positions_by_axis[axis], width, options, np.float32) for axis in axes]
     encoding = jnp.concatenate(encodings, -1)[..., :d_model]
     is_inside = (points >= 0) & (points < math.prod(lengths))
     is_outside = ~is_inside
-    # With odd="zero", the parts may have fewer channels than d_model. Then zeros are added.
+    # With odd="zero", the axes together may have fewer channels than d_model. For example, 2 axes
+    # of a d_model of 7 have 2 channels each. Then zeros are added.
     missing_channels = d_model - encoding.shape[-1]
     no_padding = [(0, 0)] * (encoding.ndim - 1)
     with_all_channels = jnp.pad(encoding, [*no_padding, (0, missing_channels)])

@@ -112,6 +112,7 @@ def attention_facts(
     """
     if not model_type.attention:
         return AttentionFacts(attention=None, norm_eps=None)
+    # The entries about attention and norms, from config.json, from settings, or defaults.
     entries = values["attention"]
     norm_eps = entries.get("norm_eps")
     heads = entries.get("num_attention_heads")
@@ -137,7 +138,7 @@ def attention_facts(
 
 def _head_dim(entries: Options, values: Options, layer_object: Options, kind: str) -> int | None:
     """Returns the number of a head's channels in a layer."""
-    # Full-attention layers of Gemma 4 have wider heads.
+    # Full-attention layers (`FULL`) of Gemma 4 have wider heads.
     if kind == FULL and values["global_head_dim"]:
         # `layers._values_of_layer` has put the width of these heads here.
         return values["head_dim"]
@@ -151,7 +152,7 @@ def _kv_heads(entries: Options, layer_object: Options, kind: str) -> int | None:
         return layer_object["num_key_value_heads"]
     kv_heads = entries.get("num_key_value_heads")
     if kind == FULL and entries.get("attention_k_eq_v"):
-        # Full-attention layers of Gemma 4 may have another number than the other layers.
+        # Full-attention layers (`FULL`) of Gemma 4 may have another number than the other layers.
         return entries.get("num_global_key_value_heads") or kv_heads
     return kv_heads
 

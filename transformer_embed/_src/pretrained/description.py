@@ -45,8 +45,10 @@ def describe_published(published: Published) -> PretrainedInput:
         UserWarning: config.json has entries that are not known. (`entry_values` warns.)
     """
     tensors = published.tensors
+    # The value of each entry of config.json: from settings, from the file, or a default.
     values = entry_values(published)
     is_tied = values["tie_word_embeddings"]
+    # The prefix of the model's tensor names, and the name of each parameter's tensor.
     layer_tensors = find_layer_tensors(published, is_tied=is_tied)
     # If a model of an unknown type is around the text model, it may compute its logits with these
     # tensors. Otherwise this list is empty.
@@ -66,7 +68,8 @@ def describe_published(published: Published) -> PretrainedInput:
         prefix_of_layers += published.stack
     layer_count = number_of_layers(tensors, prefix_of_layers)
     dtype = tensors.dtype(names[TOKENS])
-    # An error in this call is about an entry of settings or of config.json, so it names both.
+    # This calls `_describe` with the arguments after it. An error in the call is about an entry of
+    # settings or of config.json, so it names both.
     pretrained = call_with_named_errors(
         f"settings and {published.where}", _describe, published, values, shapes, dtype, layer_count
     )
@@ -87,8 +90,10 @@ def describe_config(published: Published) -> PretrainedInput:
     Warns:
         UserWarning: config.json has entries that are not known. (`entry_values` warns.)
     """
+    # The value of each entry of config.json: from settings, from the file, or a default.
     values = entry_values(published)
-    # An error in this call is about an entry of settings or of config.json, so it names both.
+    # This calls `_describe_without_tensors` with the arguments after it. An error in the call is
+    # about an entry of settings or of config.json, so it names both.
     return call_with_named_errors(
         f"settings and {published.where}", _describe_without_tensors, published, values
     )
@@ -128,8 +133,8 @@ def _shapes_in_config(model_type: ModelType, values: Options) -> dict[str, tuple
     # The entry that has the width of the tables. A linear layer may widen their rows.
     width_entry = "embedding_size" if model_type.widen else "hidden_size"
     vocabulary_entry = _entry_of_vocabulary(values)
-    # For each matrix: the entry that has the number of rows, and the entry that has the number of
-    # columns.
+    # For each matrix, by the path of the parameter: the entry that has the number of rows, and the
+    # entry that has the number of columns.
     entries_of_shapes = {
         TOKENS: (vocabulary_entry, width_entry),
         POSITIONS: ("max_position_embeddings", width_entry),
@@ -140,8 +145,11 @@ def _shapes_in_config(model_type: ModelType, values: Options) -> dict[str, tuple
     }
     shapes = {}
     for parameter, (rows_entry, columns_entry) in entries_of_shapes.items():
+        # A number of rows of 0 says that the model has no such table, for example no token types.
         if not _type_has(model_type, parameter) or values[rows_entry] == 0:
             continue
+        # config.json does not say whether a model has learned positions. So this raises an error if
+        # only some models of the type have them. (The same check of the norm is below.)
         if parameter == POSITIONS:
             _check_not_optional(model_type, parameter)
         rows = check_count(rows_entry, values[rows_entry])
@@ -162,7 +170,8 @@ def _shapes_in_config(model_type: ModelType, values: Options) -> dict[str, tuple
 
 def _type_has(model_type: ModelType, parameter: str) -> bool:
     """Returns whether models of a type have a parameter, at least in some files."""
-    # The field of the type that has the modules of the parameter, such as "positions".
+    # `TENSORS` has the field of the type with the modules of the parameter, such as "positions",
+    # and the names of the tensor in these modules.
     field, _ = TENSORS[parameter]
     return getattr(model_type, field) != ""
 
@@ -188,6 +197,7 @@ def _entry_of_vocabulary(values: Options) -> str:
 
     A decoder may have another vocabulary than the encoder (Marian).
     """
+    # `STACKS` is ("encoder", "decoder").
     _, decoder = STACKS
     has_own_vocabulary = values["stack"] == decoder and values["decoder_vocab_size"]
     return "decoder_vocab_size" if has_own_vocabulary else "vocab_size"
@@ -217,6 +227,7 @@ def _describe(
             "those of <mask> by 0"
         )
         raise arguments.value_error("token_dropout", f"False, and {instead}", True)
+    # `TOKENS`, `WIDEN` and so on are the paths of parameters. All shapes are (rows, columns).
     rows, table_width = shapes[TOKENS]
     # If a linear layer widens the vectors of the table, its tensor is [d_model, table_width].
     d_model = table_width
@@ -230,9 +241,12 @@ def _describe(
         "embedding_size": table_width,
         "type_vocab_size": token_types,
     }
+    # "vocab_size", or "decoder_vocab_size" for a decoder with its own vocabulary.
     vocabulary_entry = _entry_of_vocabulary(values)
     sizes[vocabulary_entry] = rows
+    # This raises an error if an entry of config.json says another size than the tensors.
     _check_sizes(values, sizes)
+    # The output layer, or the reason why there is none.
     output = find_output_layer(published, values, shapes)
     config = EmbedderConfig(
         rows,
@@ -310,6 +324,7 @@ def _bias(model_type: ModelType, values: Options, shapes: Shapes) -> Options | N
     if BIAS not in shapes:
         return None
     buckets, heads = shapes[BIAS]
+    # `STACKS` is ("encoder", "decoder").
     _, decoder = STACKS
     # A size in config.json goes before the shape of the tensor, so that `check_tensors` finds a
     # tensor of another shape. T5's decoder is causal, and T5's encoder is bidirectional.

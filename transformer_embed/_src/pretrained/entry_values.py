@@ -68,6 +68,7 @@ def _check_not_missing(published: Published, values: Options, given: Options) ->
     model_type = published.model_type
     config_names_type = published.type_in_config == model_type.name
     missing = []
+    # For each entry that the type reads, the names that it may have in a file.
     for entry, names in model_type.names_of_entries().items():
         if entry in given:
             continue
@@ -99,16 +100,20 @@ def read_entries(model_type: ModelType, entries: Options) -> ReadEntries:
             # The first value that is not null is used. If all are null, the result is None.
             values[entry] = next((value for value in values_of_names if value is not None), None)
     if model_type.rotary:
-        # The checks below are for entries at the top level of config.json. So the objects of
-        # rotations, such as "rope_parameters", are first split into entries at the top level.
+        # The checks below are for entries at the top level of config.json. So each object that
+        # describes a rotation, such as "rope_parameters", is first split into entries at the top
+        # level. An entry inside the object that is not known gets a name such as
+        # "rope_parameters: beta".
         values = rope.flatten_rotations(model_type, values)
+    # The entries that were not known inside an object are not read.
     for entry in [*values]:
         if entry not in names_of_entries:
             unread[entry] = values.pop(entry)
     for entry, value in values.items():
-        # If an entry has no default, null says the same as leaving the entry out, and is not
-        # checked. If the entry has a default, the check refuses null.
-        if value is not None or entry in ENTRY_DEFAULTS:
+        has_default = entry in ENTRY_DEFAULTS
+        # Without a default, null says the same as leaving the entry out, so null is not checked.
+        # With a default, null is checked, and the check refuses it.
+        if value is not None or has_default:
             values[entry] = ENTRIES[entry].check(entry, value)
     return ReadEntries(values=values, unread=unread)
 
@@ -120,7 +125,8 @@ def _given_values(published: Published) -> dict[str, Any]:
     entries that the model type does not read, and warns of others (see `_check_unread`).
     """
     model_type = published.model_type
-    # An error names the source of the wrong entry: config.json, or settings.
+    # `read_entries` is called for the entries of config.json, and then for settings. An error names
+    # the source of the wrong entry: config.json, or settings.
     in_file = call_with_named_errors(published.where, read_entries, model_type, published.entries)
     in_settings = call_with_named_errors("settings", read_entries, model_type, published.settings)
     unread = _unread_after_settings(published, in_file.unread, in_settings.unread)

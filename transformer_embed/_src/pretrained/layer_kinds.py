@@ -98,13 +98,14 @@ def _kinds_from_names(model_type: ModelType, names: Collection[Any]) -> list[str
 def _kinds_from_ratios(ratios: Sequence[int], count: int) -> list[str]:
     """Returns the kind of each of DeepSeek V4's layers, from the layers' ratios.
 
-    The ratios (0, 4, 128) give "sliding_attention", "compressed_sparse_attention" and
-    "heavily_compressed_attention". Files may have more ratios than layers. The last ratios are then
-    about extra layers, which predict the tokens after the next one. These layers are not read.
+    A ratio says how many tokens the layer joins in one average. The ratios (0, 4, 128) give
+    "sliding_attention", "compressed_sparse_attention" and "heavily_compressed_attention". Files may
+    have more ratios than layers. The last ratios are then about extra layers, which predict the
+    tokens after the next one. These layers are not read.
     """
     has_ratio_for_each_layer = len(ratios) >= count
     if not has_ratio_for_each_layer:
-        # This raises the error that a list has another length than the model has layers.
+        # The two lengths differ, so this always raises the error that names both.
         arguments.check_same("compress_ratios", "a value for each layer", len(ratios), count)
     kinds = []
     for ratio in ratios[:count]:
@@ -122,8 +123,10 @@ Rule = Callable[[ModelType, Options, int], Collection[int]]
 
 def _rule_for(model_type: ModelType, values: Options) -> Rule:
     """Returns the rule that says which layers of a model are of the second kind."""
+    # Some types list the indices of the layers of the second kind in an entry.
     if _listed_indices(model_type, values) is not None:
         return _at_indices
+    # Only DeepSeek V4 has layers of the kind "heavily_compressed_attention".
     is_deepseek_v4 = COMPRESSED in model_type.kinds
     if is_deepseek_v4:
         return _every_other_from_3

@@ -107,7 +107,7 @@ def layers_of(model_type: ModelType, values: Options, count: int) -> tuple[Layer
             that number is used instead, because a file may have tensors of one more layer, which
             predicts further tokens, or tensors of one layer that the model uses several times.
     """
-    # In an encoder-decoder model, `num_hidden_layers` may be about the other stack.
+    # In an encoder-decoder model (`has_stacks`), `num_hidden_layers` may be about the other stack.
     if values["num_hidden_layers"] and not model_type.has_stacks:
         count = values["num_hidden_layers"]
     # `layers` says how each layer rotates, so a model with rotations needs at least one layer.
@@ -131,8 +131,10 @@ def _layer(model_type: ModelType, values: Options, index: int, kind: str) -> Lay
     """Returns the layer of this index and kind; `values` are about the whole model."""
     per_layer_config = values["per_layer_config"] or {}
     layer_object = per_layer_config.get(index, {})
+    # The values of all entries for this layer.
     values = _values_of_layer(values, layer_object, index, kind)
     rotates = _rotates(model_type, values, index, kind)
+    # The keyword arguments of `apply_rotary`, and then of `AttentionMask`, for this layer.
     rotary = rope.rotary_arguments(model_type, values, kind) if rotates else None
     mask = _mask(model_type, values, kind)
     # Without a causal mask, all tokens see each other, so the tokens of an image need no mask of
@@ -164,7 +166,8 @@ def _values_of_layer(
         list_of_layers = values[list_name]
         if list_of_layers:
             layer_values[entry] = list_of_layers[index]
-    # Full-attention layers of Gemma 4 have wider heads, unless each layer has an object of its own.
+    # Full-attention layers (`FULL`) of Gemma 4 have wider heads, unless each layer has an object of
+    # its own.
     if values["per_layer_config"] is None and kind == FULL and values["global_head_dim"]:
         layer_values["head_dim"] = values["global_head_dim"]
     known_names = (*OVERRIDING_ENTRIES, *OTHER_ENTRIES)
@@ -275,6 +278,7 @@ def _is_causal(model_type: ModelType, values: Options, kind: str) -> bool:
     if values["use_bidirectional_attention"] in (True, "all"):
         return False
     if model_type.has_stacks:
+        # `STACKS` is ("encoder", "decoder").
         _, decoder = STACKS
         is_decoder = values["stack"] == decoder
     else:
@@ -288,7 +292,8 @@ def _window_width(model_type: ModelType, values: Options, kind: str) -> int | No
     """Returns the width of the window of a layer, or None if the layer has none.
 
     If the layer is causal, this is the number of tokens in the window, with the query's own token.
-    Otherwise it is the number of tokens on each side of the query.
+    Otherwise it is the number of tokens on each side of the query. `kind` is the kind of the layer,
+    such as "sliding_attention".
     """
     # ModernBERT's entry counts the tokens of both sides.
     if values["local_attention"]:
@@ -298,6 +303,8 @@ def _window_width(model_type: ModelType, values: Options, kind: str) -> int | No
         return values["sliding_window_size"] + 1
     width = values["sliding_window"]
     if width is None and "sliding_window" not in model_type.names_of_entries():
+        # config.json lists a layer with a window, but models of this type have no windows. They
+        # have layers of the kind "full_attention" (`FULL`).
         want = f"{FULL}, since a model {model_type.name} has no windows"
         raise arguments.value_error("layer_types", want, kind)
     bidirectional = values["use_bidirectional_attention"]

@@ -161,14 +161,16 @@ def load_embedder(
     if (config is None) != (names is None):
         raise arguments.value_error("config and names", "both or neither", "one of them")
     tensors = open_tensors(path)
+    # `METADATA` is the name under which `save_embedder` stores a description of the layer.
     describes_itself = METADATA in tensors.metadata
     if config is not None or describes_itself:
         _check_left_out(settings, row_multiple, length=length, stack=stack, part=part)
+    # In each case, `described` is the layer without its parameters, and `may_lack` has the paths of
+    # parameters that may have no tensor.
     if config is not None and names is not None:
         named = _describe_named(config, names)
         described = named.described
         may_lack: Collection[str] = named.may_lack
-    # The metadata of a file of `save_embedder` describe the layer.
     elif describes_itself:
         described = describe_own(tensors)
         # `save_embedder` writes all offsets, so a file without one is damaged.

@@ -277,6 +277,7 @@ class ModelType(NamedTuple):
                 the object, such as "rope_scaling: beta".
             value: The value of the entry.
         """
+        # The names that files have for each entry that the type reads.
         for names in self.names_of_entries().values():
             if entry in names:
                 return EntryStatus.READ
@@ -298,6 +299,7 @@ class ModelType(NamedTuple):
             - "rope_local_base_freq", which is about layers with a window, if no model of this type
               has such layers.
         """
+        # An entry inside the object of a rotation is named "rope_scaling: beta".
         object_name, _, name_in_object = entry.rpartition(": ")
         if object_name:
             return name_in_object in UNREAD_IN_ROTATIONS
@@ -314,10 +316,11 @@ class ModelType(NamedTuple):
         """Returns whether an entry that is not read may change the input or the output layer."""
         is_in_object = ": " in entry
         if is_in_object:
-            # The object is about a rotation ("rope_scaling: beta"), which the entry may change.
+            # The entry "rope_scaling: beta" is `beta` in the object `rope_scaling`. All objects
+            # whose entries have such names are about rotations, so the entry may change a rotation.
             return True
         # The epsilon is about norms, which all models have. It concerns the input layer only if
-        # the input layer has a norm.
+        # the input layer has a norm. (`ENTRY_OF_NAME` has the entry of each name that files use.)
         if ENTRY_OF_NAME.get(entry) == "layer_norm_eps":
             return self.norm != ""
         return is_loud(entry)
@@ -338,9 +341,11 @@ class ModelType(NamedTuple):
         names_by_parameter = {}
         # The ends of the paths of parameters that may have no tensor.
         may_lack = (*self.may_lack.split(), OUTPUT_TABLE, OUTPUT_BIAS)
-        # `field` is the field of this type that has the modules, such as "tokens", and `patterns`
-        # are the names that the tensor may have for a module, such as "{}.weight {}.gamma".
+        # For each parameter, `TENSORS` has two texts. `field` is the field of this type that has
+        # the modules, such as "norm". `patterns` are the names that the parameter's tensor may have
+        # in a module {}, such as "{}.weight {}.gamma".
         for parameter, (field, patterns) in TENSORS.items():
+            # The field has module names with spaces between them, such as "{stack}.norm ln_f".
             modules = getattr(self, field).format(stack=stack).split()
             prefixes = outer_prefixes(prefix) if field == "head" else [prefix]
             name = _first_name_in(files, prefixes, modules, patterns.split())

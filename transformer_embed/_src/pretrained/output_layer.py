@@ -37,7 +37,8 @@ def find_output_layer(published: Published, values: Options, shapes: Shapes) -> 
 def _config(published: Published, values: Options, shapes: Shapes) -> OutputConfig:
     """Returns the output layer, as the text model or the model around it computes the logits."""
     output = OutputConfig(tied=_is_tied(values, shapes), bias=OUTPUT_BIAS in shapes)
-    # A model around a text model may leave out what the text model does to its logits.
+    # A model around a text model may leave out what the text model does to its logits. The types of
+    # these outer models are `UNSCALED_WITHIN`.
     if published.outer_type in UNSCALED_WITHIN.split():
         return output
     softcap = values["final_logit_softcapping"]
@@ -70,6 +71,7 @@ def _why_missing(
     if model_type.no_output:
         # This field of the type is a reason, in words.
         return model_type.no_output
+    # `STACKS` is ("encoder", "decoder").
     encoder, decoder = STACKS
     is_encoder = model_type.has_stacks and published.stack == encoder
     # The output layer belongs to the decoder. The encoder has it only if the output layer is tied

@@ -53,7 +53,9 @@ def describe_own(tensors: Tensors) -> PretrainedInput:
 
     Raises a ValueError if the description is damaged.
     """
+    # `METADATA` is the name in the file's header under which the layer is described, as JSON.
     entries = parse(f"{tensors.path}: {METADATA}", tensors.metadata[METADATA], decode_from_json)
+    # `call_with_named_errors` calls a function. If it raises an error, the error names the file.
     pretrained = call_with_named_errors(tensors.path, PretrainedInput, **entries)
     pretrained = pretrained._replace(bias=_with_causal(pretrained.bias))
     call_with_named_errors(tensors.path, check_described, pretrained)
@@ -80,8 +82,10 @@ def check_described(found: PretrainedInput) -> None:
     """
     arguments.instance("config", found.config, EmbedderConfig, "an EmbedderConfig")
     check_mappings(bias=found.bias, names=found.names)
-    # `entries` checks that `layers` is a sequence, and `instance` that each element is a Layer.
+    # `layers` must be a sequence. For each element, `entries` calls `arguments.instance` with the
+    # keywords that follow, which checks that the element is a Layer.
     arguments.entries("layers", found.layers, arguments.instance, kinds=Layer, want="a Layer")
+    # A sentence that says why the model has no output layer, or None.
     arguments.instance("no_output", found.no_output, str | None, "a sentence, or None")
     checked_texts = set()
     for index, layer in enumerate(found.layers):
@@ -104,7 +108,8 @@ def _check_layer(name: str, layer: Layer) -> None:
     for field in ("rotary", "mask", "query_scale", "attention"):
         options = getattr(layer, field)
         arguments.instance(f"{name}.{field}", options, Mapping | None, "a mapping, or None")
-    # Each of these functions uses the options as a caller will do, on the smallest input.
+    # `_check_options` calls the function that it gets, such as `_rotate_head`, with the options, as
+    # a caller will do, but on the smallest input. An error names the field.
     if layer.rotary is not None:
         _check_options(f"{name}.rotary", _rotate_head, dict(layer.rotary))
     _check_options(f"{name}.mask", _make_mask, dict(layer.mask))

@@ -183,6 +183,7 @@ def check_tensors(
         ValueError: a parameter has no tensor, or a tensor of another shape.
     """
     config = pretrained.config
+    # The shape and the dtype that the config says for each parameter, by its path.
     specs = shapes_of(config, pretrained.bias)
     # The name of each parameter's tensor, by the parameter's path.
     names = pretrained.names or {}
@@ -192,6 +193,7 @@ def check_tensors(
         want = f"a tensor for each parameter, also for {', '.join(sorted(missing))}"
         raise arguments.value_error(tensors.path, want, f"only {sorted(names)}")
     for parameter, name in names.items():
+        # The tensor's name in the file, and whether the tensor is stored transposed.
         tensor = find_stored_tensor(parameter, str(name))
         # The dtype and the shape that the file says.
         info = tensors.entry(tensor.name)
@@ -201,6 +203,7 @@ def check_tensors(
             specs[parameter] = jax.ShapeDtypeStruct(parameter_shape, config.param_dtype)
         shape = specs[parameter].shape
         possible_shapes = [shape]
+        # The parameters with a row for each id.
         if parameter in (TOKENS, OUTPUT_TABLE, OUTPUT_BIAS):
             # The file may lack the rows of zeros that `row_multiple` adds.
             possible_shapes.append((config.vocab_size, *shape[1:]))

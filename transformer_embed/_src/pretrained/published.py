@@ -79,11 +79,14 @@ def open_published(
     Warns:
         UserWarning: the model around the text model is of an unknown type.
     """
+    # The two stacks of an encoder-decoder model: "encoder" and "decoder".
     encoder, _ = STACKS
     stack_to_read = encoder if stack is None else arguments.choice("stack", stack, STACKS)
     outer_entries, text_entries = _outer_and_text_entries(path, whole, part)
     type_in_config = text_entries.get("model_type") or outer_entries.get("model_type")
+    # If no model is around the text model, both names are for the same dict.
     is_whole_model = text_entries is outer_entries
+    # The type of the model around the text model, such as "llava", or None.
     outer_type = None if is_whole_model else str(outer_entries.get("model_type"))
     settings = dict(settings or {})
     type_name = settings.pop("model_type", None) or type_in_config
@@ -122,6 +125,7 @@ def _known_model_type(path: pathlib.Path, type_name: Any, tensors: Tensors) -> M
         # `load_config` reads no tensors, so the caller cannot name any.
         got = f"{type_name!r}; make an EmbedderConfig yourself"
         raise arguments.value_error("model_type", want, got)
+    # The advice is to pass a config and the names of the tensors, so the tensors are listed.
     got = f"{type_name!r}; {ADVICE_FOR_UNKNOWN_TYPE} ({tensors.listed()})"
     raise arguments.value_error("model_type", want, got)
 

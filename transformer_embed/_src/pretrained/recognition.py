@@ -71,10 +71,14 @@ def find_layer_tensors(published: Published, *, is_tied: bool) -> LayerTensors:
     """
     tensors = published.tensors
     for name in sorted(tensors.files):
+        # peft adds tensors such as "model.embed_tokens.lora_A.weight" for an adapter. The error
+        # says how to merge the adapter (`ADAPTER`).
         if PEFT_TENSOR.match(name):
             raise arguments.value_error(tensors.path, "a whole model", f"{name}, of {ADAPTER}")
     # For each model of this type in the file: the prefix, and the name of each parameter's tensor.
     matches = _names_by_prefix(published)
+    # In a tied model, the one table may be stored under the name of the output layer, the head.
+    # (`has_stacks` is True for encoder-decoder models.)
     head_may_be_table = is_tied and not published.model_type.has_stacks
     if not matches and head_may_be_table:
         matches = _names_with_head_as_table(published)
@@ -100,7 +104,8 @@ def _names_by_prefix(published: Published) -> dict[str, dict[str, str]]:
     "model.embed_tokens.weight". The result is empty if no prefix has all tensors that this type
     needs.
     """
-    # This is a set, because a file may have a table under several names below one prefix.
+    # The token table may have several names in files of one type. If a file has two of them below
+    # one prefix, the prefix is found twice, so this is a set.
     prefixes = set()
     for table_name in _names_of_table(published):
         for name in published.tensors.files:
@@ -165,6 +170,7 @@ def _not_one_model(published: Published, matches: Mapping[str, Mapping[str, str]
     """
     model_type = published.model_type
     tensors = published.tensors
+    # For an encoder-decoder model: " (its encoder; `stack` says which)".
     which_stack = f" (its {published.stack}; `stack` says which)" if model_type.has_stacks else ""
     want = f"the tensors of one model {model_type.name}{which_stack}, or {ADVICE_FOR_UNKNOWN_TYPE}"
     if matches:
@@ -193,6 +199,7 @@ def _check_all_read(published: Published, prefix: str, names_read: set[str]) -> 
     # stack, such as "encoder.embed_positions.weight", are ignored.
     table_module = model_type.tokens.format(stack=published.stack)
     module_around_table, _, _ = table_module.partition(".")
+    # The two stacks are "encoder" and "decoder".
     if module_around_table in STACKS:
         ignored_modules.update(stack for stack in STACKS if stack != module_around_table)
     unread_names = {*tensors.files} - names_read
@@ -236,12 +243,16 @@ def tensors_beside_text_model(published: Published, model: LayerTensors) -> list
     """
     if published.outer_type is None or is_known_outer_type(published.outer_type):
         return []
-    # The outer model, with the head and the text model, is below this prefix.
+    # The names of the head and of the outer model's other tensors begin with this prefix: "" for
+    # "lm_head.weight".
     outer_prefix = _prefix_of_head(published, model.names)
+    # The head may be in a module that does not hold the text model. The result is then empty, too.
     if not model.prefix.startswith(outer_prefix):
         return []
-    # The module of the text model: "model" for "model.embed_tokens.weight".
-    text_module, _, _ = model.prefix.removeprefix(outer_prefix).partition(".")
+    # The module of the text model, which is the first part of its prefix below the outer prefix:
+    # "model" for the prefix "model.". It is "" if the head and the text model are in one module.
+    prefix_below_outer = model.prefix.removeprefix(outer_prefix)
+    text_module, _, _ = prefix_below_outer.partition(".")
     if not text_module:
         return []
     names_beside = []

@@ -54,8 +54,10 @@ def is_known_outer_type(type_name: str) -> bool:
     If the model around the text model has no type in config.json, `type_name` is "None". The result
     is then True.
     """
+    # A config.json may leave out the outer type, which then is the text "None".
     if type_name == str(None) or type_name in MODEL_TYPES:
         return True
+    # Each of these is a text of type names, with spaces between them.
     for names in (SCALED_WITHIN, UNSCALED_WITHIN, OTHERS_AROUND):
         if type_name in names.split():
             return True

@@ -25,6 +25,7 @@ def replace_tensors(tensors: Tensors, arrays: Mapping[str, np.ndarray]) -> None:
     is replaced, such a copy is replaced too. At any time, the checkpoint is the whole old one or
     the whole new one.
     """
+    # A tied model may store copies of its table under other names, which get the new values, too.
     all_arrays = {**arrays, **_arrays_of_tied_copies(tensors, arrays)}
     if tensors.path.name.endswith(".json"):
         _replace_shards(tensors, all_arrays)
@@ -129,6 +130,8 @@ def _write(
         arrays: The arrays that replace tensors, by the tensors' names.
         file: The new file.
     """
+    # The tensors of the new file in their order, each with a new array, or with an entry that says
+    # where the bytes are in the old file.
     tensors_to_write = _tensors_to_write(tensors, path, arrays)
     header = _encoded_header(tensors_to_write, tensors.header(path).metadata)
     # The file begins with the size of the header, in 8 bytes.

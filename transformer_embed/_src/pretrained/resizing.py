@@ -17,7 +17,7 @@ from transformer_embed._src.layers.parameters import Params, find_parameters
 from transformer_embed._src.partitioning import gathered, on_every_device
 from transformer_embed._src.pretrained.files import call_with_named_errors
 from transformer_embed._src.pretrained.layer_parts import POSITIONS, TOKENS
-from transformer_embed._src.tables.row_order import nearest_rows
+from transformer_embed._src.tables.row_order import rows_of_nearest_ids
 
 
 def resize(
@@ -125,16 +125,20 @@ def resize(
         arguments.check_left_out("grids", grids, "keep_positions adds rows at the end")
     # The path of each module in `params`, by the path that the module has in an `Embedder`.
     paths_in_params = find_parameters(params, config).paths
+    # A tied output layer needs the rows of the table in the order of the ids.
     _check_not_spread_and_tied(new_config)
     resized = {**params}
     rows_change = _fields_about_rows(config) != _fields_about_rows(new_config)
     if rows_change:
+        # The module of the token table.
         path = paths_in_params[_module_of(TOKENS)]
         resized[path] = _resized_token_tables(path, resized[path], config, new_config, rng)
     positions_change = _number_of_positions(config) != _number_of_positions(new_config)
     # Two grids may have equally many points, and differ in shape.
     if positions_change or grids is not None:
+        # The number of rows before the grid, and the old and the new shape of the grid.
         layout = _old_and_new_grid(config, new_config, grids)
+        # The module of the learned positions.
         path = paths_in_params[_module_of(POSITIONS)]
         table = _as_jax_array(f"{path}/embeddings", resized[path]["embeddings"])
         if keep_positions:
@@ -143,7 +147,8 @@ def resize(
             method = "linear" if grids is None else "bicubic"
             new_table = _interpolate(table, layout, method)
         resized[path] = {"embeddings": new_table}
-    # This raises an error if the configs differ in anything else that changes a shape.
+    # `find_parameters` checks the shapes of all parameters. So this raises an error, which names
+    # `new_config`, if the configs differ in anything else that changes a shape.
     call_with_named_errors("new_config", find_parameters, resized, new_config)
     return resized
 
@@ -277,7 +282,8 @@ def _row_of_each_id(path: str, config: EmbedderConfig) -> np.ndarray:
     is_token_table = path.endswith("/embeddings")
     row_order = config.row_order if is_token_table else None
     ids = np.arange(config.vocab_size, dtype=np.int32)
-    return nearest_rows(ids, config.rows, row_order)
+    # All of these ids are in the vocabulary, so each gets its own row.
+    return rows_of_nearest_ids(ids, config.rows, row_order)
 
 
 def _on_mesh(path: str, rows: np.ndarray, sharding: NamedSharding) -> Array:
@@ -325,17 +331,20 @@ def _old_and_new_grid(config: EmbedderConfig, new_config: EmbedderConfig, grids:
     A table for a class token and 14 * 14 patches has 1 row before the grid and the shape (14, 14).
     A line of 512 positions that starts at row 2 has 2 rows before the grid and the shape (512,).
     """
-    # An error names the field if one of the configs has no learned positions.
+    # If a config has no learned positions, the number is None, which `size` refuses: the error
+    # names the field of this config.
     table_rows = arguments.size("config.scheme.max_len", _number_of_positions(config))
     new_table_rows = arguments.size("new_config.scheme.max_len", _number_of_positions(new_config))
     if grids is None:
         start = getattr(config.scheme, "start", 0)
         new_start = getattr(new_config.scheme, "start", 0)
         arguments.check_same("new_config.scheme.start", "as in config", new_start, start)
+        # A line is a grid with one axis: all positions from `start` on.
         line = (table_rows - start,)
         new_line = (new_table_rows - start,)
         return GridLayout(rows_before=start, shape=line, new_shape=new_line)
-    # `grids` has two shapes, and each shape is a sequence of sizes.
+    # `grids` must be a sequence of two shapes, and `check_shape` checks each of them: a shape must
+    # be a sequence, and each of its entries a size.
     check_shape = functools.partial(arguments.entries, convert=arguments.size)
     shape, new_shape = arguments.entries("grids", grids, check_shape, count=2)
     rows_before = table_rows - math.prod(shape)
@@ -372,6 +381,7 @@ def _interpolate(table: Array, layout: GridLayout, method: str) -> Array:
 def _cut_or_extend(table: Array, layout: GridLayout, rng: Array | None) -> Array:
     """Cuts a table of positions on a line at the end, or adds sampled rows there."""
     table = on_every_device(table)
+    # A line is a grid with one axis.
     (new_length,) = layout.new_shape
     new_size = layout.rows_before + new_length
     rows_of_line = table[layout.rows_before :]

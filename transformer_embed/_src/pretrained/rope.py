@@ -110,13 +110,16 @@ def rotary_arguments(model_type: ModelType, values: Options, kind: str) -> dict[
         values: The values of all entries for this layer.
         kind: The kind of the layer, such as "sliding_attention".
     """
-    # For example, `entry_names.base` is "rope_theta" for most layers, and "rope_local_base_freq"
-    # for the sliding layers of Gemma 3.
+    # The names of the entries for this kind. For example, `entry_names.base` is "rope_theta" for
+    # most layers, and "rope_local_base_freq" for the sliding layers of Gemma 3.
     entry_names = _entries_of_kind(model_type, kind)
     scaling_object = values[entry_names.scaling] or {}
+    # The number of channels of a head that rotate, or None if all do. `entry_names.share` is the
+    # entry that has their share, such as 0.5.
     rotary_dim = _rotary_dim(values, entry_names.share)
     rotated_channels = rotary_dim or head_dim(values)
-    # If some channels of a head do not rotate, the type "proportional" of a scaling says which.
+    # If only some channels of a head rotate, `partial` says which. `apply_rotary` chooses them in
+    # its default way, unless the scaling has the type "proportional".
     partial = None
     if rotary_dim and scaling_object.get("rope_type") == PROPORTIONAL:
         partial = PROPORTIONAL
@@ -134,8 +137,10 @@ def rotary_arguments(model_type: ModelType, values: Options, kind: str) -> dict[
 
 def _entries_of_kind(model_type: ModelType, kind: str) -> RotationEntries:
     """Returns the names of the entries that describe the rotation of this kind of layers."""
+    # DeepSeek V4 has one base for its compressed layers, and another for its sliding layers.
     if COMPRESSED_BASE in model_type.entries:
         return UNCOMPRESSED_ROTATION if kind == SLIDING else COMPRESSED_ROTATION
+    # Types such as Gemma 3 have another base for sliding layers ("rope_local_base_freq").
     if kind == SLIDING and LOCAL_BASE in model_type.entries:
         return SLIDING_ROTATION
     return USUAL_ROTATION
@@ -265,7 +270,8 @@ def _original_length(rope_type: str, scaling_object: Options, values: Options) -
 
     Args:
         rope_type: The type of the scaling, such as "yarn".
-        scaling_object: The object of the scaling.
+        scaling_object: The entries that describe the scaling, such as {"rope_type": "yarn",
+            "factor": 4.0}.
         values: The values of the entries at the top level of config.json.
     """
     longest = values["max_position_embeddings"]
@@ -281,7 +287,8 @@ def _original_length(rope_type: str, scaling_object: Options, values: Options) -
     trained_length = arguments.integer(TRAINED_LENGTH, trained_length, at_least=1)
     options: dict[str, Any] = {"original_length": trained_length}
     if rope_type in ("yarn", "longrope") and "factor" not in scaling_object:
-        # If the longest length is not known, the scaling's class refuses this factor of 0.
+        # If the longest length is not known (None), the factor becomes 0. Then `YarnScaling` or
+        # `LongRopeScaling`, which get these options, raise an error.
         options["factor"] = (longest or 0) / trained_length
     return options
 
@@ -330,16 +337,20 @@ def flatten_rotations(model_type: ModelType, entries: Options) -> dict[str, Any]
     objects: dict[str, Any] = {}
     if ROPE_PARAMETERS in entries:
         objects = _objects_in_rope_parameters(model_type, result.pop(ROPE_PARAMETERS))
+    # For each rotation of this type, the names that its entries get at the top level.
     for rotation_name, entry_names in _entries_by_rotation(model_type).items():
         # The entry that has the scaling of this rotation, such as "rope_scaling".
         scaling_entry = entry_names.scaling
         scaling_object = result.pop(scaling_entry, None)
         is_in_rope_parameters = rotation_name in objects
-        # A scaling overrides `rope_parameters`, unless the scaling is null or empty.
-        if scaling_object or (scaling_entry in entries and not is_in_rope_parameters):
+        # A scaling overrides `rope_parameters`. If the scaling is null or empty, it is used only if
+        # `rope_parameters` has no object for this rotation.
+        is_empty_but_alone = scaling_entry in entries and not is_in_rope_parameters
+        if scaling_object or is_empty_but_alone:
             source = scaling_entry
             rope_object = scaling_object
             if rotation_name == COMPRESS:
+                # This is the rotation of DeepSeek V4's compressed layers.
                 rope_object = _for_compressed_layers(source, scaling_object)
         elif is_in_rope_parameters:
             source = ROPE_PARAMETERS
@@ -347,6 +358,7 @@ def flatten_rotations(model_type: ModelType, entries: Options) -> dict[str, Any]
         else:
             # No object describes this rotation.
             continue
+        # What the object holds, as entries at the top level: the base, the scaling, ...
         result |= _flatten_rotation(model_type, entry_names, source, rope_object)
     return result
 
@@ -357,8 +369,10 @@ def _entries_by_rotation(model_type: ModelType) -> dict[str, RotationEntries]:
     The keys are the names that the rotations have in `rope_parameters`. If there is only one
     rotation, it has no name there, and its key is "full_attention".
     """
+    # DeepSeek V4 has one base for its compressed layers, and another for its sliding layers.
     if COMPRESSED_BASE in model_type.entries:
         return {MAIN: UNCOMPRESSED_ROTATION, COMPRESS: COMPRESSED_ROTATION}
+    # Types such as Gemma 3 have another base for sliding layers ("rope_local_base_freq").
     if LOCAL_BASE in model_type.entries:
         return {FULL: USUAL_ROTATION, SLIDING: SLIDING_ROTATION}
     return {FULL: USUAL_ROTATION}
@@ -372,6 +386,7 @@ def _objects_in_rope_parameters(model_type: ModelType, rope_parameters: Any) -> 
     """
     names = [*_entries_by_rotation(model_type)]
     if len(names) == 1:
+        # The key of the only rotation is "full_attention".
         return {FULL: rope_parameters}
     whole_object = _checked_object(ROPE_PARAMETERS, rope_parameters)
     objects = {name: whole_object[name] for name in whole_object if name in names}

@@ -108,10 +108,13 @@ def save_embedder(
     pretrained = PretrainedInput(
         config=config, params={}, layers=layers, bias=bias, names=names, no_output=no_output
     )
+    # This raises an error if a field does not fit the function that a caller will pass it to.
     check_described(pretrained)
     # The arguments of T5's bias have "num_buckets", and the arguments of `alibi_bias` do not.
     has_bias_table = bias is not None and "num_buckets" in bias
-    leaves = leaves_by_path(_with_loaded_paths(config, params, has_bias_table=has_bias_table))
+    # Each parameter, by the path that it has in a tree of `load_embedder`.
+    loaded_tree = _with_loaded_paths(config, params, has_bias_table=has_bias_table)
+    leaves = leaves_by_path(loaded_tree)
     # The last slash of a path such as "module/leaf" separates the module from the leaf. So the name
     # of a leaf must have no slash.
     for module_leaves in params.values():
@@ -120,10 +123,13 @@ def save_embedder(
                 raise arguments.value_error("params", "names without a slash", repr(name))
     # A parameter for which the caller gives no name is stored under its path.
     tensor_names: dict[str, Any] = {leaf_path: leaf_path for leaf_path in leaves}
+    # A user may name a parameter by the end of its path. `full_paths` returns the whole paths.
     tensor_names.update(full_paths(names or {}, leaves))
     arrays = _arrays_by_tensor(leaves, tensor_names)
     pretrained = pretrained._replace(layers=[*layers], names=tensor_names)
-    metadata = {"format": "pt", METADATA: json.dumps(pretrained._asdict(), default=encode_for_json)}
+    # `METADATA` is the name under which the file describes its layer, as JSON.
+    description_as_json = json.dumps(pretrained._asdict(), default=encode_for_json)
+    metadata = {"format": "pt", METADATA: description_as_json}
     file_path = as_path(path).resolve()
 
     def write() -> None:
@@ -187,20 +193,29 @@ def save_into(
     arguments.instance("names", names, Mapping, "a mapping")
     if config.spread:
         raise arguments.value_error("config.spread", "False; te.pretrained.resize changes it", True)
+    # The file, of which only the header is read here.
     tensors = open_tensors(path)
+    # `BIAS` is the path of T5's table of position biases.
     has_bias_table = BIAS in names
-    leaves = leaves_by_path(_with_loaded_paths(config, params, has_bias_table=has_bias_table))
+    # Each parameter, by the path that it has in a tree of `load_embedder`.
+    loaded_tree = _with_loaded_paths(config, params, has_bias_table=has_bias_table)
+    leaves = leaves_by_path(loaded_tree)
+    # The name of each parameter's tensor. A user may name a parameter by the end of its path, and
+    # these are the whole paths.
     tensor_names = full_paths(names, leaves)
     saved_leaves = {}
     for parameter in tensor_names:
         leaf = leaves[parameter]
+        # The parameters with a row for each id.
         if parameter in (TOKENS, OUTPUT_TABLE, OUTPUT_BIAS):
             # The file lacks the rows of zeros that `row_multiple` adds.
             leaf = leaf[: config.vocab_size]
         saved_leaves[parameter] = leaf
     arrays = _arrays_by_tensor(saved_leaves, tensor_names)
     for tensor_name, array in arrays.items():
+        # The array in the shape of the tensor, which may have more or fewer axes of length 1.
         arrays[tensor_name] = _as_in_file(tensors, tensor_name, array)
+    # With several processes, only one of them writes the file.
     _call_in_one_process(params, lambda: replace_tensors(tensors, arrays))
 
 
@@ -283,11 +298,12 @@ def _with_loaded_paths(config: EmbedderConfig, params: Params, *, has_bias_table
     If `has_bias_table`, T5's table of position biases is moved to its path as well. Other modules
     keep their paths.
     """
-    # For each module of the layer: the path in an `Embedder`, and the path in `params`.
+    # For each module of the layer, {path in an `Embedder`: path in `params`}.
     paths_in_params = find_parameters(params, config).paths
+    # The other way round: {path in `params`: path in an `Embedder`}.
     new_paths = {path: loaded_path for loaded_path, path in paths_in_params.items()}
     if has_bias_table:
-        # "relative_position_bias" for "relative_position_bias/embeddings".
+        # `BIAS` is "relative_position_bias/embeddings", so the module is "relative_position_bias".
         bias_module, _, _ = BIAS.rpartition("/")
         path_of_bias = _path_of_bias_table(params, bias_module)
         new_paths[path_of_bias] = bias_module

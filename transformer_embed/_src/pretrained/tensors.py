@@ -159,6 +159,7 @@ class Tensors(NamedTuple):
         The last axis has the columns, and all other axes together have the rows: a tensor
         [2, 3, 5] is read as [6, 5], and a vector [5] as [1, 5].
         """
+        # The entry of the file's header: the dtype, the shape, and where the bytes are.
         entry = self.entry_of_any_dtype(name)
         row_count, width = _as_matrix(entry.shape)
         rows_to_read = range(row_count)[rows]
@@ -186,10 +187,11 @@ class Tensors(NamedTuple):
         row_count, width = _as_matrix(entry.shape)
         first_row, end_row, _ = rows.indices(row_count)
         row_bytes = width * dtype.itemsize
-        # The bytes of the rows that are read, as if these rows were a tensor of their own.
-        entry_of_rows = entry._replace(
-            start=entry.start + first_row * row_bytes, stop=entry.start + end_row * row_bytes
-        )
+        # The entry of a tensor says at which bytes of the file it starts and stops. This is the
+        # entry of the rows that are read, as if these rows were a tensor of their own.
+        start_of_rows = entry.start + first_row * row_bytes
+        stop_of_rows = entry.start + end_row * row_bytes
+        entry_of_rows = entry._replace(start=start_of_rows, stop=stop_of_rows)
         # Each piece has whole rows, and at least one.
         rows_in_piece = max(1, PIECE_BYTES // row_bytes)
         piece_bytes = rows_in_piece * row_bytes
@@ -270,6 +272,7 @@ def open_tensors(path: str | os.PathLike[str]) -> Tensors:
     # The header of a shard is read once, when its first tensor is asked for.
     header = functools.cache(_header)
     if file.name.endswith(".json"):
+        # The index file says which shard has each tensor.
         return Tensors(path=file, files=_shards(file), metadata={}, header=header)
     entries, metadata = header(file)
     files = dict.fromkeys(entries, file)
@@ -285,10 +288,13 @@ def _file_in_folder(folder: pathlib.Path) -> pathlib.Path:
     if not names:
         files_below = itertools.islice(folder.rglob("*"), MOST_FILES)
         other_names = [str(path.relative_to(folder)) for path in files_below]
-        got = advice_for(*other_names) or "neither"
+        # For example, "model.gguf: a GGUF file: convert it with ...". If no name is known, "".
+        advice = advice_for(*other_names)
+        got = advice or "neither"
         raise arguments.value_error(folder, f"a folder with {WHOLE} or {INDEX}", got)
     for adapter in folder.glob("adapter_model.*"):
-        # The warning shows the line that called load_embedder.
+        # `ADAPTER` says how to merge the adapter. The warning shows the line that called
+        # load_embedder.
         warnings.warn(f"{adapter} was not read: {ADAPTER}", stacklevel=4)
     return folder / names[0]
 

@@ -98,9 +98,9 @@ def apply_gradients(
     grads = as_arrays("grads", grads)
     params = as_arrays("params", params)
     state = as_arrays("state", state)
-    # `update_tables` may call the step inside a shard_map, where a function can use sharded arrays
-    # only if they are its arguments. So the arrays among the extra arguments become arguments of
-    # the step. All other extra arguments are fixed in `update` below.
+    # `update_tables` may call the step inside a shard_map. A function inside a shard_map can use a
+    # sharded array only if the array is one of its arguments. So the arrays among the extra
+    # arguments become arguments of the step. All other extra arguments are fixed in `update` below.
     extra_leaves, extra_treedef = jax.tree.flatten(extra_args)
     # The arrays, by their numbers among the leaves of the extra arguments.
     extra_arrays = {}
@@ -111,8 +111,9 @@ def apply_gradients(
     numbered_leaves, treedef = jax.tree.flatten(step_trees, is_leaf=is_gradient)
     check_shapes("params", grads, params)
     leaves = dict(enumerate(numbered_leaves))
-    # The tables are the parameters whose gradient is a `RowGradient`. `init` shows which arrays of
-    # the state belong to them.
+    # The tables are the parameters whose gradient is a `RowGradient`. Each entry of `tables` has
+    # the numbers of the leaves that are the table, its state and its gradient. `init` shows which
+    # arrays of the state belong to a table.
     tables = row_check.find_tables(optimizer.init, treedef, leaves)
 
     def update(grads: Tree, state: Tree, params: Tree, extra_arrays: dict[int, Any]) -> Any:
@@ -124,7 +125,9 @@ def apply_gradients(
         return optimizer.update(grads, state, params, **new_extra_args)
 
     step = functools.partial(_optimizer_step, update, treedef)
+    # This raises an error if the optimizer may update a table row from other rows.
     row_check.check(step, leaves, tables, optimizer.update)
+    # All leaves by number, in the same order as `leaves`.
     new_leaves = update_tables(step, leaves, tables)
     _, new_params, new_state, _ = jax.tree.unflatten(treedef, new_leaves.values())
     return new_params, new_state

@@ -47,13 +47,15 @@ class BatchRows(NamedTuple):
         """
         num_rows = len(self.table)
         # The optimizer will write new rows at these indices into the table, in place if the table
-        # is donated. XLA can do so without a copy only if the rows are read before. So the indices
-        # are made known only after the reading.
+        # is donated. XLA writes without a copy of the table only if all rows are read before. So
+        # `known_after_reading` returns the same indices, but as a result of the read rows.
         row_indices = known_after_reading(self.row_indices, self.rows)
         # If devices with different batches share the table, the gradients of all devices must be
         # summed. For an array that is the same on all devices, `jax.grad` inserts this sum. Here,
-        # each device has read different rows, so the sum must add the rows of equal indices. It is
-        # over the mesh axes along which the gradients differ, but the table is the same.
+        # each device has read different rows, so the sum must add the rows of equal indices. The
+        # devices whose gradients are summed are along the mesh axes on which the gradients vary,
+        # while the table is the same on these devices. (`varying_axes` are the axes of a shard_map
+        # along which an array has a value for each device.)
         batch_axes = varying_axes(sums) - varying_axes(self.table)
         if batch_axes:
             axis_names = tuple(sorted(batch_axes))

@@ -59,6 +59,7 @@ def pmean(grads: Tree, axis_name: Any) -> Tree:
         """Averages the gradient of a whole parameter, or of some table rows, over the devices."""
         if not is_gradient(leaf):
             return jax.lax.pmean(leaf, axis_name)
+        # A gradient is split if devices have exchanged rows, so each device has other rows.
         if leaf.is_split:
             want = "rows that every device has"
             raise arguments.type_error("grads", want, "those that devices exchanged")

@@ -43,8 +43,10 @@ def distinct_rows(indices: Int32[Array, "..."], num_rows: int, max_rows: int) ->
     If there are more than `max_rows` of them, the largest ones are left out. The padding is
     `num_rows` or above. If there is more than one block, padding fills the last block.
     """
+    # The most distinct indices that there can be.
     count = most_distinct(indices.size, num_rows, max_rows)
     length = count
+    # The optimizer updates BLOCK rows at a time, so the length becomes a multiple of BLOCK.
     if count > BLOCK:
         block_count = -(-count // BLOCK)
         length = block_count * BLOCK
@@ -71,13 +73,13 @@ def distinct_ascending(
     true = jnp.ones_like(ordered[:1], bool)
     is_first = jnp.concatenate([true, ordered[1:] != ordered[:-1]])
     is_kept = is_first & (ordered < num_rows)
-    # The place of each kept index in the result. All others get a place past the end, so they are
-    # dropped. In the example: 0 1 4 4.
-    place_of_kept = jnp.cumsum(is_kept, dtype=jnp.int32) - 1
-    places = jnp.where(is_kept, place_of_kept, length)
+    # Where in the result each kept index goes. All others go past the end, so they are dropped. In
+    # the example: 0 1 4 4.
+    number_of_kept = jnp.cumsum(is_kept, dtype=jnp.int32) - 1
+    target = jnp.where(is_kept, number_of_kept, length)
     # In the example: 8 9 10 11.
     padding = jnp.arange(num_rows, num_rows + length, dtype=jnp.int32)
-    return padding.at[places].set(ordered, mode="drop")
+    return padding.at[target].set(ordered, mode="drop")
 
 
 def count_below(
@@ -95,9 +97,9 @@ def count_below(
     # The bits of the counts are found one by one, the highest bit first.
     for bit in reversed(range(size.bit_length())):
         larger_count = count + 2**bit
-        # At least `larger_count` numbers are below the value if the number at the index
-        # `larger_count - 1` is. A count above `size` is impossible. It reads the last number
-        # instead, and is refused.
+        # If the number at the index `larger_count - 1` is below the value, at least `larger_count`
+        # numbers are below the value. A count above `size` is impossible, and is refused below. Its
+        # index would be past the end, so the last number is read in its place.
         last_index = jnp.minimum(larger_count, size) - 1
         is_below = read_each(ascending, last_index) < values
         is_count_reached = (larger_count <= size) & is_below
@@ -137,9 +139,11 @@ def sum_rows(
     """
     # There are at most as many distinct rows as indices, and at most as many as the table has.
     length = min(all_indices.size, num_rows)
+    # The distinct indices, ascending, then padding.
     distinct = distinct_ascending(all_indices, num_rows, length)
-    place_of_row = find_each(distinct, indices)
-    sums = sum_by_index(rows, place_of_row, len(distinct))
+    # For each row, where its index is among the distinct ones.
+    index_of_sum = find_each(distinct, indices)
+    sums = sum_by_index(rows, index_of_sum, len(distinct))
     return SummedRows(row_indices=distinct, sums=sums)
 
 
@@ -158,7 +162,8 @@ def sum_over_devices(
     zeros = jnp.zeros([device_count, indices.size], jnp.int32)
     own_row = zeros.at[jax.lax.axis_index(axis_name)].set(indices)
     all_indices = jax.lax.psum(own_row, axis_name)
-    own_sums = sum_rows(indices, rows, num_rows, all_indices)
+    # The sums of this device's rows, with a sum of zeros for each index that only others have.
+    own_sums = sum_rows(indices, rows, num_rows, all_indices=all_indices)
     sums = jax.lax.psum(own_sums.sums, axis_name)
     return SummedRows(row_indices=own_sums.row_indices, sums=sums)
 

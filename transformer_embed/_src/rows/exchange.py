@@ -116,6 +116,8 @@ def plan_exchange(
     """
     num_rows = table.shape[0]
     mesh = table.sharding.mesh
+    # The mesh axes that split the rows and the columns. The owner of a row is a device whose shard
+    # has the row, so the owners are the devices along the axes of the rows.
     owner_axes, column_axes = spec_axes(table.sharding.spec, 2)
     all_id_axes = joined_axes(id_axes)
     if column_axes or not owner_axes:
@@ -129,9 +131,13 @@ def plan_exchange(
     device_count = devices_along(mesh, all_id_axes)
     # A device asks once for each distinct row of its own part of the ids.
     ids_of_device = id_count // device_count
+    # So `most_asked` is the smallest of the number of these ids, the number of rows, and `max_rows`
+    # (but at least 1).
     most_asked = most_distinct(ids_of_device, num_rows, max_rows)
     shard_rows = num_rows // num_owners
-    sizes = plan_buffers(most_asked, num_owners, shard_rows, device_count, capacity)
+    # The sizes of the buffers: how many rows a device can ask of each owner (`most_sent`), and how
+    # many distinct rows an owner can be asked for by all devices (`most_received`).
+    buffer_sizes = plan_buffers(most_asked, num_owners, shard_rows, device_count, capacity)
     return ExchangePlan(
         mesh=mesh,
         owner_axes=owner_axes,
@@ -139,8 +145,8 @@ def plan_exchange(
         id_axes=tuple(id_axes),
         num_rows=num_rows,
         most_asked=most_asked,
-        most_sent=sizes.most_sent,
-        most_received=sizes.most_received,
+        most_sent=buffer_sizes.most_sent,
+        most_received=buffer_sizes.most_received,
     )
 
 
@@ -169,7 +175,7 @@ class ExchangedRows(NamedTuple):
     """Holds the rows of a table that each device reads for its own ids.
 
     Args:
-        plan: The plan of the exchange.
+        plan: Which devices ask which others for rows, and for how many at most.
         table: The table, [v, d].
         requests: What the devices ask each other for. The loss is differentiated with respect to
             their rows.
@@ -190,6 +196,8 @@ class ExchangedRows(NamedTuple):
         `rows` are the rows that each owner was asked for, in the place of `self.rows`.
         """
         requests = self.requests
+        # Each owner sends the rows that it was asked for. For each request, `answer_index` says
+        # which of `rows` is the answer, and `has_no_answer` says that there is none.
         answers = _answer(self.plan, requests.answer_index, requests.has_no_answer, rows)
         return SeenRows(row_indices=requests.row_indices, values=answers)
 
@@ -199,12 +207,13 @@ class ExchangedRows(NamedTuple):
         Args:
             sums: The gradients of `rows`. Each is the sum over the devices that asked for the row.
         """
+        # The indices of the rows that each device owns and was asked for.
         row_indices = self.requests.owned_indices
         plan = self.plan
         if plan.replica_axes:
-            # Along these mesh axes, several devices have a copy of the same shard. Each copy was
-            # read by other devices, and has only the gradients of these. So the gradients of all
-            # copies are summed.
+            # Devices along these mesh axes have copies of the same shard, and each copy was read by
+            # different devices. So each copy has only the gradients of its own readers, and the
+            # gradients of all copies are summed.
             sum_on_device = functools.partial(
                 sum_over_devices, num_rows=plan.num_rows, axis_name=plan.replica_axes
             )
@@ -259,7 +268,8 @@ def _ask_owners(
 
     def ask(shard: Float[Array, "s d"], indices: Int32[Array, "..."]) -> Requests:
         """Asks the owners for rows, and reads the rows that other devices ask this device for."""
-        # The distinct rows that this device reads, ascending, then padding.
+        # The distinct rows that this device reads, ascending, then padding. `most_asked` is how
+        # many rows a device can ask for in all.
         distinct = distinct_ascending(indices, num_rows, plan.most_asked)
         # The shard of owner i has the rows from shard_starts[i] to shard_starts[i + 1].
         shard_starts = jnp.arange(0, num_rows + 1, len(shard), dtype=jnp.int32)
@@ -274,8 +284,10 @@ def _ask_owners(
         row_indices = jax.lax.cummax(jnp.where(is_used, sent, -1))
         received = plan.all_to_all(sent)
         # The distinct rows that other devices ask this device for, ascending, then padding.
+        # `most_received` is how many rows an owner can be asked for.
         owned_indices = distinct_ascending(received, num_rows, plan.most_received)
-        # Padding is past the end of the shard, and reads zeros.
+        # The index in the table of this shard's first row. Padding is past the end of the shard,
+        # and reads zeros.
         first_row = first_index(plan.owner_axes, len(shard))
         rows = shard.at[owned_indices - first_row].get(
             mode="fill", fill_value=0, unique_indices=True, indices_are_sorted=True
@@ -287,8 +299,8 @@ def _ask_owners(
         is_request = received < num_rows
         has_no_answer = is_not_there & is_request
         # The optimizer will write new rows at these indices into the table, in place if the table
-        # is donated. XLA can do so without a copy only if the rows are read before. So the indices
-        # are made known only after the reading.
+        # is donated. XLA writes without a copy of the table only if all rows are read before. So
+        # `known_after_reading` returns the same indices, but as a result of the read rows.
         owned_indices = known_after_reading(owned_indices, rows)
         return Requests(
             row_indices=row_indices,

@@ -12,7 +12,7 @@ from transformer_embed._src.layers.config import EmbedderConfig
 from transformer_embed._src.partitioning import Axes, devices_along
 from transformer_embed._src.rows.distinct_ids import as_max_rows
 from transformer_embed._src.rows.exchange import ExchangePlan, plan_exchange
-from transformer_embed._src.tables.row_order import nearest_rows
+from transformer_embed._src.tables.row_order import rows_of_nearest_ids
 
 
 def exchange_load(
@@ -91,12 +91,14 @@ def exchange_load(
         want = f"a first dimension that {device_count} devices divide"
         raise arguments.value_error("ids", want, f"shape {list(array.shape)}")
     capacity = arguments.positive("capacity", capacity)
-    # All axes split the first dimension of the ids.
+    # For each dimension of the ids, the mesh axes that split it. All axes split the first one.
     id_axes = [axes]
+    # The plan has the number of rows of the table, and how many rows devices can ask for.
     plan = plan_exchange(table, id_axes, array.size, as_max_rows(max_rows), capacity)
+    # Which row of the table holds which id. If None, row i holds id i.
     order = None if config is None else config.row_order
     ids_of_devices = array.reshape(device_count, -1)
-    indices = nearest_rows(ids_of_devices, plan.num_rows, order)
+    indices = rows_of_nearest_ids(ids_of_devices, plan.num_rows, order)
     return _counted(plan, indices)
 
 
@@ -146,6 +148,8 @@ def _count_rows_of_each_owner(plan: ExchangePlan, requests: np.ndarray) -> np.nd
     Returns:
         int64, with one axis for each mesh axis that the batch is split over.
     """
+    # `id_axes` has the mesh axes of each dimension of the ids that is split. Here only the first
+    # dimension is split, over the axes of the batch.
     (batch_axes,) = plan.id_axes
     mesh_shape = [plan.mesh.shape[axis] for axis in batch_axes]
     owner_mesh_shape = [plan.mesh.shape[axis] for axis in plan.owner_axes]

@@ -21,7 +21,7 @@ from transformer_embed._src.compiled import nan_where
 from transformer_embed._src.partitioning import joined_axes, on_each_device, typed_axes
 from transformer_embed._src.rows.distinct_ids import count_below, read_each
 from transformer_embed._src.rows.row_gradient import SomeRows
-from transformer_embed._src.tables.row_order import RowOrder, nearest_rows
+from transformer_embed._src.tables.row_order import RowOrder, rows_of_nearest_ids
 from transformer_embed._src.tables.stand_in import StandIn
 from transformer_embed._src.tokens.lookup import lookup
 
@@ -119,13 +119,16 @@ class GatheredRows(SomeRows, StandIn):
         are_kept = are_marks_kept(jnp.asarray(self.marks))
         row_indices = jnp.where(are_kept, self.row_indices, -1)
         # The table row of each id, or of the nearest id for an id out of range.
-        wanted_rows = nearest_rows(ids, self.num_rows, order)
+        wanted_rows = rows_of_nearest_ids(ids, self.num_rows, order)
         rows = _read_seen_rows(row_indices, self.values, wanted_rows)
         return rows.astype(self.dtype)
 
 
 def new_marks(width: int, dtype: Any) -> Float[np.ndarray, "m d"]:
-    """Makes the marks of rows, as numpy arrays because `jax_debug_nans` lets those pass."""
+    """Makes the marks: rows of known values, which show whether a function has mixed rows.
+
+    They are numpy arrays, because `jax_debug_nans` raises no error for a NaN in them.
+    """
     # The equal rows are tiny, so that noise of any usual size makes them differ. Their squares and
     # inverses are still normal numbers.
     tiny = 2.0 ** (jnp.finfo(dtype).minexp // 2)
@@ -164,6 +167,7 @@ def _read_seen_rows(
 
     If the rows are split over devices, each device looks up its own wanted rows in its own rows.
     """
+    # The explicit mesh axes that split the rows, () for none.
     row_axes, _ = typed_axes(values)
     if not row_axes:
         return find_rows(row_indices, values, wanted)
@@ -191,13 +195,13 @@ def find_rows(
 
     For example, the row indices 2 5 9 with the values a b c, and the wanted rows 9 4, give c NaN.
     """
-    # If a wanted row is there, the number of row indices below it is its place among them. In the
-    # example: 2 1. (`find_each` also finds places, and says which rows are missing. But XLA would
-    # fuse the search into the lookup and also into the comparison, and so search twice.)
-    last_place = len(row_indices) - 1
-    places = jnp.minimum(count_below(row_indices, wanted), last_place)
-    # `lookup` and not an index is used for the sake of the gradient of `values`: it sums the
+    # Which of the values belongs to each wanted row: if the row is there, the number of row indices
+    # below it. In the example: 2 1. (`find_each` would also say which rows are missing. But XLA
+    # would fuse its search into the lookup and also into the comparison, and so search twice.)
+    last_index = len(row_indices) - 1
+    index_of_value = jnp.minimum(count_below(row_indices, wanted), last_index)
+    # `lookup` is used in place of an index because of the gradient of `values`: it sums the
     # gradients of a row that is read several times before it rounds to 16 bits.
-    rows = lookup(values, places, out_of_range="clip")
-    is_missing = read_each(row_indices, places) != wanted
+    rows = lookup(values, index_of_value, out_of_range="clip")
+    is_missing = read_each(row_indices, index_of_value) != wanted
     return nan_where(is_missing, rows)

@@ -53,6 +53,7 @@ def find_tables(init: Callable, treedef: Any, leaves: Leaves) -> list[TableStep]
         traced = _traced(init, param_shapes, blamed=init)
         return traced.results
 
+    # The numbers of the leaves that are a table, its state and its gradient, for each table.
     tables = tables_of_step(init, shapes_of_state, treedef, leaves)
     # The leaves are numbered in this order. There are as many parameters as gradients.
     grads_treedef, _, state_treedef, _ = treedef.children()
@@ -115,7 +116,9 @@ def check(
     real_row_counts = {table.prime: len(leaves[table.parameter]) for table in tables}
     primes = set(real_row_counts)
     old_shapes = with_primes(leaves, tables)
+    # The program of the step, and the shapes and dtypes of its results.
     traced = _traced(step, old_shapes, blamed=update)
+    # Each equation of the program, and where in the code it was written (`sources`).
     for located in _equations(traced.program):
         reason = why_rows_mix(located.equation, row_counts=primes)
         if reason:
@@ -179,6 +182,8 @@ def _refusal(reason: str, function: Callable, sources: Sequence[Any] = ()) -> Va
     """
     qualified_name = getattr(function, "__qualname__", type(function).__name__)
     own_name = qualified_name.split(".")[0]
+    # The name of the optax transformation in whose code the wrong equation was written, or else the
+    # function's own name.
     innermost_name = next(_transformations(sources), own_name)
     got = f"{innermost_name}: {reason}"
     message = arguments.wanted("optimizer", "each row updated from that row alone", got)

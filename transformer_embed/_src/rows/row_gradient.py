@@ -136,11 +136,12 @@ class RowGradient(SomeRows):
             num_rows=arguments.size,
         )
         self.check()
-        # If each device has the rows of its own shard, the indices ascend on each device, but not
-        # from one device to the next, so they are not checked.
+        # If the gradient is split, each device has the rows of its own shard. The indices ascend on
+        # each device, but not from one device to the next, so they are not checked.
         if not self.is_split:
             _check_ascending(self.row_indices)
-        # If each device has the rows of its own shard, each device makes a fingerprint of its rows.
+        # A fingerprint is a checksum of the rows, by which later code notices if a user's function
+        # has mixed them. If the gradient is split, each device makes a fingerprint of its rows.
         make_fingerprint = self._on_shards(fingerprint)
         new_fingerprint = make_fingerprint(self.row_indices, self.values)
         arguments.set_fields(self, fingerprint=new_fingerprint)
@@ -155,7 +156,8 @@ class RowGradient(SomeRows):
             """Sums the rows of equal indices of both gradients."""
             all_indices = jnp.concatenate(indices)
             all_values = jnp.concatenate(values)
-            return sum_rows(all_indices, all_values, self.num_rows, all_indices)
+            # The last argument says which indices the result has: those of both gradients.
+            return sum_rows(all_indices, all_values, self.num_rows, all_indices=all_indices)
 
         # The sum gets a new fingerprint, which is a checksum of its rows. If something has mixed
         # the rows of a gradient, the new fingerprint would hide this. So the old fingerprints are
@@ -188,6 +190,7 @@ class RowGradient(SomeRows):
             is_unchanged = fits(indices, values, old_fingerprint)
             return or_nan(is_unchanged, values)
 
+        # If the gradient is split, the function runs on each device, for the rows of its shard.
         trusted_on_shards = self._on_shards(trusted)
         return trusted_on_shards(self.row_indices, self.values, self.fingerprint)
 

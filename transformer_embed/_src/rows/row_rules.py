@@ -53,6 +53,7 @@ def why_rows_mix(equation: Any, row_counts: set[int]) -> str | None:
             primes that no other axis has as its size, so an axis of such a size has table rows.
     """
     name = equation.primitive.name
+    # A call of another program computes nothing itself. The equations of that program are checked.
     if name in CALLS:
         return None
     # For a table of 7 rows, a variable [7, 4] has the row counts (7,), and a variable [4] has ().
@@ -62,6 +63,7 @@ def why_rows_mix(equation: Any, row_counts: set[int]) -> str | None:
     counts_of_operands.discard(())
     if not counts_of_operands:
         has_new_rows = any(counts_of_results)
+        # An array whose rows are all equal, such as zeros, does not tell rows apart.
         tells_apart = has_new_rows and not _makes_equal_rows(equation, row_counts)
         return f"{name} tells rows apart by their place in the table" if tells_apart else None
     if name not in KEEP_ROWS_APART:

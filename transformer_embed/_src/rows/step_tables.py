@@ -90,12 +90,15 @@ def tables_of_step(
         treedef: The structure of (gradients, parameters, state, other arguments).
         leaves: The leaves of all of them, by number.
     """
+    # The trees are (gradients, parameters, state, other arguments).
     grads_treedef, *_ = treedef.children()
     parameter_count = grads_treedef.num_leaves
     tables = _tables_without_state(parameter_count, leaves)
     _, params, state, _ = treedef.unflatten(leaves.values())
     expected_state = jax.eval_shape(init, params)
     check_shapes("state", expected_state, state)
+    # The shapes of all leaves, with a prime for each table in the place of its number of rows. An
+    # array of the state whose first axis is this prime has a row for each row of the table.
     shapes = with_primes(leaves, tables)
     _, param_shapes, _, _ = treedef.unflatten(shapes.values())
     state_shapes = jax.tree.leaves(shapes_of_state(param_shapes))

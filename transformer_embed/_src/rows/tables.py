@@ -15,7 +15,7 @@ from transformer_embed._src.rows.distinct_ids import as_max_rows
 from transformer_embed._src.rows.exchange import ExchangedRows, exchange_rows
 from transformer_embed._src.rows.gathered_rows import GatheredRows, as_keys, new_marks
 from transformer_embed._src.rows.trees import Tree, as_arrays
-from transformer_embed._src.tables.row_order import RowOrder, nearest_rows
+from transformer_embed._src.tables.row_order import RowOrder, rows_of_nearest_ids
 from transformer_embed._src.tokens.lookup import as_table
 
 NOTE = (
@@ -79,7 +79,10 @@ class Tables(NamedTuple):
 
     @contextlib.contextmanager
     def note_in_errors(self) -> Iterator[None]:
-        """Adds a note to every error of the user's function, because it sees only some rows."""
+        """Adds a note to every error of the user's function, and raises the error again.
+
+        The note says that the function sees only some rows of the tables, which may be the cause.
+        """
         try:
             yield
         except Exception as error:
@@ -90,9 +93,10 @@ class Tables(NamedTuple):
         """Reads the rows of a table that the batch needs."""
         table = self.parameters[name]
         table_ids = self.ids[name]
+        # The explicit mesh axes that split the rows and the columns of the table, () for none.
         row_axes, column_axes = typed_axes(table)
         check_on_mesh("ids", table_ids.ids, row_axes, column_axes)
-        indices = nearest_rows(table_ids.ids, len(table), table_ids.order)
+        indices = rows_of_nearest_ids(table_ids.ids, len(table), table_ids.order)
         # If the user set a `capacity`, devices exchange the rows of each table that is split over
         # them. Another table in `ids` may be so small that it is whole on each device.
         is_split = row_axes or column_axes
@@ -120,7 +124,8 @@ class Tables(NamedTuple):
         for name, table_rows in rows_of_tables.items():
             table = self.parameters[name]
             num_rows, width = table.shape
-            # The rows that this device sees. If devices exchange rows, they do it here.
+            # The values of the rows that this device sees, and the indices of these rows in the
+            # table. If devices exchange rows, they do it here.
             seen_rows = table_rows.seen(parameters[name])
             seen_parameters[name] = GatheredRows(
                 keys=as_keys(seen_rows.row_indices),
@@ -128,6 +133,7 @@ class Tables(NamedTuple):
                 values=seen_rows.values,
                 name=name,
                 num_rows=num_rows,
+                # Which row holds which id. If None, row i holds id i.
                 order=self.ids[name].order,
             )
         return self.unflatten(seen_parameters)
@@ -166,8 +172,10 @@ def tables_in(
         table_ids[path] = TableIds(
             ids=_as_ids(ids[path]),
             max_rows=as_max_rows(bounds[path]),
+            # Which row of the table holds which id.
             order=_row_order(table, config),
         )
+    # `as_table` made jax arrays of the tables, which replace the arrays that the user passed.
     parameters.update(tables)
     return Tables(parameters=parameters, treedef=treedef, ids=table_ids, capacity=capacity)
 
@@ -207,6 +215,7 @@ def _row_order(table: jax.Array, config: EmbedderConfig | None) -> RowOrder | No
 def _check_any_is_split(tables: Mapping[str, jax.Array]) -> None:
     """Raises an error if no table is split over explicit mesh axes, as an exchange needs."""
     for table in tables.values():
+        # The explicit mesh axes that split the rows and the columns of the table, () for none.
         row_axes, column_axes = typed_axes(table)
         if row_axes or column_axes:
             return

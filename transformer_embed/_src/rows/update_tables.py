@@ -38,31 +38,37 @@ def update_tables(step: Callable, leaves: Leaves, tables: Sequence[TableStep]) -
         leaves: The leaves before the step.
         tables: The tables, as `row_check.find_tables` returns them.
     """
-    # The first call of the step updates everything that is not a table. Zeros replace the arrays of
-    # tables in this call: the table, its state and its gradient become arrays with as many rows as
-    # a block, the rows that are updated at a time. What the step makes of the zeros is not used.
+    # Rows of tables are updated in blocks, so many rows at a time. The first call of the step
+    # updates everything that is not a table. In this call, zeros with as many rows as a block
+    # replace each table, its state and its gradient. What the step makes of the zeros is not used.
     block_shapes = with_block_shapes(leaves, tables)
     leaves_with_zeros = dict(leaves)
     for table in tables:
+        # The numbers of the leaves that are the gradient, the table and its state.
         for number in table.leaves:
             leaves_with_zeros[number] = jnp.zeros_like(block_shapes[number])
     if any(map(conversions.is_traced, jax.tree.leaves(leaves_with_zeros))):
-        # The calls for blocks of rows have the same shapes, so they share the trace of this call.
+        # The step is called here, and below for each block of rows, with arrays of the same shapes.
+        # As a jit function, it is traced only once for all of these calls.
         step = jax.jit(step, inline=True)
     new_leaves = step(leaves_with_zeros)
     for table in tables:
         # The table itself, then its state.
         arrays = [leaves[number] for number in table.arrays]
+        # A `RowGradient`, with some rows of the table's gradient.
         gradient = leaves[table.gradient]
         gradient_arrays = gradient.arrays
-        is_table_split = any(typed_axes(arrays[0]))
-        if is_table_split:
+        # The explicit mesh axes that split the rows and the columns of the table, () for none.
+        row_axes, column_axes = typed_axes(arrays[0])
+        if row_axes or column_axes:
+            # `gradient.spec` is the PartitionSpec of the gradient's rows.
             update_rows = _on_shards(step, table, arrays, gradient.spec)
-            # Each device calls the step with whole arrays. Under automatic axes, shard_map would
-            # gather them itself. XLA drops the all-gather of an array that is not used.
+            # Each device calls the step with whole arrays, so arrays that explicit axes split are
+            # gathered first. (Over automatic axes, shard_map gathers arrays by itself.) XLA drops
+            # the all-gather of an array that is not used.
             leaves_with_zeros = jax.tree.map(on_every_device, leaves_with_zeros)
-            # If the gradient is split, each device has the gradients of its own shard already.
-            # Otherwise each device gets the gradients of all rows.
+            # If devices have exchanged the gradient (`is_split`), each device has the gradients of
+            # its own shard already. Otherwise each device gets the gradients of all rows.
             if not gradient.is_split:
                 gradient_arrays = jax.tree.map(on_every_device, gradient_arrays)
         else:
@@ -92,16 +98,20 @@ def _on_shards(
     """
     table_array = arrays[0]
     mesh = jax.typeof(table_array).sharding.mesh
+    # The explicit mesh axes that split the rows and the columns of the table, () for none.
     row_axes, column_axes = typed_axes(table_array)
+    # The PartitionSpecs of the table and of its state.
     specs = [_checked_spec(table_array, array) for array in arrays]
-    # The numbers of the leaves whose columns are split.
+    # The numbers of the leaves, among the table and its state, whose columns are split.
     split_leaves = []
-    for number, (_, *other_axes) in zip(table.arrays, specs, strict=True):
-        if any(other_axes):
+    for number, spec in zip(table.arrays, specs, strict=True):
+        # The mesh axes of each dimension. The first dimension counts rows.
+        _, *axes_of_columns = spec
+        if any(axes_of_columns):
             split_leaves.append(number)
 
-    # The mesh axes that split the rows and the columns of what `step_on_whole_rows` gathers. A
-    # block of rows is not split by rows.
+    # A block of rows, which `step_on_whole_rows` gets, has all of its rows on this device, so no
+    # axis splits them. The columns are split as the columns of the table.
     block_axes = [(), column_axes]
 
     def step_on_whole_rows(leaves: Leaves) -> Leaves:
@@ -120,8 +130,9 @@ def _on_shards(
         leaves: Leaves, gradient: GradientArrays, arrays: Sequence[Array]
     ) -> list[Array]:
         """Updates the rows of this device's shard."""
-        # Row indices are counted from the first row of the shard. So the indices of rows of other
-        # shards are negative or past the end, and are dropped.
+        # The index, in the whole table, of the shard's first row. `_update_in_blocks` subtracts it
+        # from the row indices. Then the indices of rows of other shards are negative or past the
+        # end of the shard, so these rows are dropped.
         first_row = first_index(row_axes, len(arrays[0]))
         return _update_in_blocks(step_on_whole_rows, table, leaves, gradient, arrays, first_row)
 

@@ -106,6 +106,7 @@ def value_and_grad(
     @functools.wraps(loss)
     def value_and_row_grads(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
         """Computes the loss, and its gradients with a `RowGradient` for each table in `ids`."""
+        # The tables that `ids` names, checked, with the ids of each table.
         tables = tables_in(params, ids, config, max_rows, capacity)
         # For each table, an object with the rows that the batch reads.
         rows_of_tables = tables.read_rows()
@@ -115,7 +116,8 @@ def value_and_grad(
 
         def loss_of_rows(parameters: Mapping) -> Any:
             """Computes the loss from parameters by name, with rows in the place of each table."""
-            # A tree like `params`, in which objects that only `lookup` can read replace the tables.
+            # This tree is like `params`, but has an object in the place of each table. The object
+            # holds the rows, and only `lookup` can read it.
             params_of_loss = tables.tree_for_loss(rows_of_tables, parameters)
             return loss(params_of_loss, *args, **kwargs)
 

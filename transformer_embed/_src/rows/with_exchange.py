@@ -65,12 +65,16 @@ def with_exchange(
     @functools.wraps(function)
     def exchanging(params: Tree, *args: Any, **kwargs: Any) -> Any:
         """Calls the function with parameters in which rows of the batch replace each table."""
+        # The tables that `ids` names, checked, with the ids of each table.
         tables = tables_in(params, ids, config, max_rows, capacity)
         # For each table, an object with the rows that the batch reads.
         rows_of_tables = tables.read_rows()
+        # All parameters by name, in which arrays of these rows replace the tables.
         parameters = tables.parameters_with_rows(rows_of_tables)
+        # An error of the function gets a note, which says that the function sees only some rows.
         with tables.note_in_errors():
-            # A tree like `params`, in which objects that only `lookup` can read replace the tables.
+            # This tree is like `params`, but has an object in the place of each table. The object
+            # holds the rows, and only `lookup` can read it.
             params_with_rows = tables.tree_for_loss(rows_of_tables, parameters)
             return function(params_with_rows, *args, **kwargs)
 

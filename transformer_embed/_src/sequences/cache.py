@@ -107,7 +107,8 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
         leaves = jax.tree.leaves((cache, new))
         are_on_device = all(isinstance(leaf, jax.Array) for leaf in leaves)
         if not are_on_device:
-            # The compiled function would narrow numbers of the host without a check.
+            # `_write` is compiled, and jax.jit would narrow an int64 array of numpy to int32
+            # without a check. `_as_arrays` makes jax arrays, and checks those of token positions.
             cache = _as_arrays("cache", cache)
             new = _as_arrays("new", new)
         return _write(cache, new, slot)
@@ -157,8 +158,9 @@ def _as_arrays(name: str, tree: Any, *, add_batch: bool = False) -> Any:
     def converted(path: Any, leaf: Any) -> Any:
         """Converts one array of the tree, or all arrays of token positions."""
         if _is_tokens(leaf):
-            # `batch_arrays` adds a batch axis where there is none, also without `add_batch`: tokens
-            # without a batch axis are used for every batch row.
+            # `batch_arrays` gives the arrays of token positions a batch axis of 1, if they have
+            # none. This does not depend on `add_batch`: token positions without a batch axis are
+            # allowed beside arrays with one, and are used for every batch row.
             return TokenPositions(**batch_arrays(leaf))
         array = arguments.as_array(name + jax.tree_util.keystr(path), leaf)
         array = conversions.on_device(array)
@@ -182,9 +184,11 @@ def _write(cache: Any, new: Any, slot: Int32[Array, "..."]) -> tuple[Any, Bool[A
         cache = jax.tree.map(_widened_to_int32, cache, is_leaf=_is_tokens)
     cache_arrays = _arrays_by_path("cache", cache)
     new_arrays = _arrays_by_path("new", new)
+    # The numbers of batch rows, of slots and of new tokens.
     sizes = _checked_sizes(cache_arrays, new_arrays, slot)
     if not new_has_batch:
         _check_slot_is_unambiguous(slot, sizes)
+    # The slot of each new token, and whether the token is written.
     target = _find_target_slots(slot, sizes)
     written_arrays = [
         _write_array(cache_array, new_arrays[path], target.slots)
@@ -199,6 +203,8 @@ def _write_array(
 ) -> Shaped[Array, "b n ..."]:
     """Writes new tokens into one array of a cache of n slots.
 
+    A slot is the place of one token in a batch row of the cache.
+
     Args:
         cache_array: The array of the cache.
         new_array: The same array of the new tokens. If it has one batch row, this row is written to
@@ -206,10 +212,11 @@ def _write_array(
         slots: The slot of each new token, int32 [b, t]. A token whose slot is n is not written.
     """
     # Axis 1 counts slots or tokens. Explicit mesh axes may split it over devices, but a scatter
-    # needs all slots of a batch row on one device.
+    # needs all slots of a batch row on one device. So `with_whole_rows` makes axis 1 whole.
     cache_rows = with_whole_rows(cache_array, 1)
     new_rows = jnp.broadcast_to(new_array, (len(slots), *new_array.shape[1:]))
-    # The new tokens and their slots are split over devices as the cache is.
+    # The other axes of the new tokens and of their slots, such as the batch, are split over devices
+    # as the axes of the cache are.
     new_rows = split_like(with_whole_rows(new_rows, 1), cache_rows)
     row_slots = split_like(with_whole_rows(slots, 1), cache_rows)
 
@@ -232,9 +239,10 @@ def _widened_to_int32(leaf: Any) -> Any:
 def _with_arrays_of_cache(new: Any, cached: Any) -> Any:
     """Gives new token positions the same arrays as the cache has, in the same dtypes.
 
-    If the cache has `places` and the new tokens do not, the positions of the new tokens are used. A
-    missing array `ends` or `block_ids` is filled with its number in `VALUES_IF_ABSENT`. Any other
-    leaf than token positions stays as it is.
+    If the cache has `places` (the numbers by which masks compare tokens) and the new tokens do not,
+    the positions of the new tokens are used. A missing array `ends` (of trees) or `block_ids` is
+    filled with its number in `VALUES_IF_ABSENT`. If the segment ids are missing, they stay missing,
+    and `_write` raises an error. Any other leaf than token positions stays as it is.
 
     Args:
         new: A leaf of the new tokens.
@@ -250,6 +258,7 @@ def _with_arrays_of_cache(new: Any, cached: Any) -> Any:
     for name, cached_array in batch_arrays(cached).items():
         if name not in arrays and name in defaults:
             arrays[name] = defaults[name]
+        # Only segment ids may still be missing.
         if name in arrays:
             arrays[name] = _as_dtype_of_cache(arrays[name], cached_array.dtype)
     return TokenPositions(**arrays)
@@ -287,6 +296,9 @@ class _TargetSlots(NamedTuple):
 def _find_target_slots(slot: Int32[Array, "..."], sizes: _Sizes) -> _TargetSlots:
     """Computes the slot of each token, and whether it is written.
 
+    A slot is the place of one token in a batch row of the cache. For example, 3 tokens with the
+    first slot 2, in a cache of 4 slots, get the slots 2 3 4, and the last one is not written.
+
     Args:
         slot: The slot of the first token, [] or [batch], or the slot of each token, [1 or batch,
             length].
@@ -305,7 +317,8 @@ def _find_target_slots(slot: Int32[Array, "..."], sizes: _Sizes) -> _TargetSlots
         slots = first + jnp.arange(sizes.length, dtype=jnp.int32)[None]
         # If the first slot of a batch row is negative, no token of the row is written.
         is_written = (first >= 0) & (slots < sizes.slot_count)
-    # The scatter drops indices past the end, but would write index -1 into the last slot.
+    # A token that is not written gets the slot past the end of the cache, because the scatter drops
+    # indices past the end. It would write index -1 into the last slot.
     slots = jnp.where(is_written, slots, sizes.slot_count)
     return _TargetSlots(slots=slots, is_written=is_written)
 

@@ -43,14 +43,15 @@ def counted_from_ids(
     is_token = ids != pad_id
     if end_id is None:
         return counted_from_mask(is_token, start, at_padding)
-    # A text begins after the end of another one.
+    # A text begins after the end of another one: the array is shifted by one token to the right.
     begins_text = previous_token_values(ids == end_id)
     # Explicit mesh axes may split a row over devices, but the sum needs the whole row. Each token
     # is 1 and padding is 0, as integers: under strict dtype promotion, jax subtracts no bool.
     ones = with_whole_rows(is_token).astype(jnp.int32)
     tokens_up_to_here = jnp.cumsum(ones, axis=1, dtype=jnp.int32)
     tokens_before = tokens_up_to_here - ones
-    # The count minus the count at the begin of the text: 0 at the first token of each text.
+    # `restarted_count` subtracts the count at the first token of the text from the count, which
+    # gives 0 at the first token of each text.
     index_in_text = restarted_count(tokens_before, begins_text)
     positions = jnp.where(is_token, index_in_text + start, at_padding)
     text_number = 1 + jnp.cumsum(begins_text, axis=1, dtype=jnp.int32)
@@ -77,7 +78,8 @@ def counted_from_lengths(lengths: Int32[Array, "*b"], length: int, padding_side:
     distance = jnp.arange(length, dtype=jnp.int32)
     if padding_side == "left":
         distance = distance[::-1]
-    # Under strict rank promotion, jax compares no [length] with [batch, 1].
+    # Users may forbid jax to compare arrays of different rank, such as [length] with [batch, 1].
+    # So the distances get as many axes as the lengths and one more.
     batch_axes = [1] * lengths.ndim
     distance = distance.reshape(*batch_axes, -1)
     is_token = distance < lengths[..., None]

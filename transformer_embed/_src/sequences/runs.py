@@ -25,7 +25,8 @@ def segment_reappears(segment_ids: np.ndarray) -> np.ndarray:
         begins_run = (row != 0) & (np.diff(row, prepend=0) != 0)
         # The index of the first token of each run: 0, 3 and 4 in the row above.
         run_starts = np.flatnonzero(begins_run)
-        # Which of the runs are the first ones of their segments: runs 0 and 1.
+        # The segment ids of the runs are 7 8 7. With `return_index`, `np.unique` also returns the
+        # index at which each id is first: 0 for 7 and 1 for 8.
         _, first_runs = np.unique(row[run_starts], return_index=True)
         later_starts = np.delete(run_starts, first_runs)
         reappears[number, later_starts] = True

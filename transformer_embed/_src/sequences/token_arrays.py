@@ -83,7 +83,8 @@ def comparable_arrays(**values: ArrayLike) -> dict[str, Integer[Array, "*b t"]]:
     """
     arrays = {name: as_comparable(name, value) for name, value in values.items()}
     has_no_batch = all(array.ndim == 1 for array in arrays.values())
-    # Outside of jit, an axis that is added and dropped again takes half a millisecond.
+    # `as_batch` below would add a batch axis, which would have to be dropped again. Outside of jit,
+    # this would take half a millisecond.
     if has_no_batch:
         return arrays
     batches = {name: as_batch(name, array) for name, array in arrays.items()}

@@ -112,6 +112,7 @@ class TokenPositions:
         """Converts and checks the arrays."""
         # Positions go first, even if they are None, which is refused like any other wrong value.
         given = {"positions": self.positions, **_given_arrays(self)}
+        # int32 or wider, all [length], or all [1 or batch, length].
         arrays = comparable_arrays(**given)
         length = arrays["positions"].shape[-1]
         for name, array in arrays.items():
@@ -135,6 +136,7 @@ class TokenPositions:
             output = embedder.output(params)
             loss = te.linear_cross_entropy(x, output, labels, mask=batch.next_token_mask)
         """
+        # Tokens have `places` if they are not in the order of their texts: trees, or `take`.
         if self.places is not None:
             want = "None, for tokens in the order of their row (shift the labels before)"
             raise arguments.value_error("places", want, "an array")
@@ -220,8 +222,10 @@ class TokenPositions:
               padding. But if the tokens have no segment ids, nothing can be padding, so the index
               gives a token with position 0.
         """
+        # The arrays of the tokens, by name, each with a batch axis.
         arrays = batch_arrays(self)
         last = arrays["positions"].shape[1] - 1
+        # An int32 array of one axis, after a check that it has indices inside the row.
         order = arguments.as_indices("order", order, last, "the row", "number")
         taken = TokenPositions(**_taken(arrays, order))
         return _with_rank(taken, self.positions.ndim)
@@ -386,6 +390,7 @@ class TokenPositions:
         start = arguments.int32("start", start)
         at_padding = arguments.int32("at_padding", at_padding)
         check_last_position("start", start, rows.shape[1])
+        # The position and the segment id of each token, [1 or batch, length].
         counted = counted_from_ids(rows, pad_id, end_id, start, at_padding)
         tokens = cls(counted.positions, segment_ids=counted.segment_ids)
         return _with_rank(tokens, ids.ndim)
@@ -454,6 +459,7 @@ class TokenPositions:
             [1, 1, 1, 2, 2]
         """
         positions = as_comparable("positions", positions)
+        # The position and the segment id of each token, [1 or batch, length].
         counted = counted_from_positions(as_batch("positions", positions))
         tokens = cls(counted.positions, segment_ids=counted.segment_ids)
         return _with_rank(tokens, positions.ndim)
@@ -499,6 +505,7 @@ class TokenPositions:
         is_one_row = arguments.as_array("lengths", lengths).ndim == 0
         # The names of the axes that `lengths` must have: none, or one of batch rows.
         axes = () if is_one_row else ("batch",)
+        # An int32 array with these axes, after a check that lengths on the host are 0 to `length`.
         lengths = arguments.as_indices("lengths", lengths, length, "the padded length", *axes)
         padding_side = arguments.choice("padding_side", padding_side, ("right", "left"))
         counted = counted_from_lengths(lengths, length, padding_side)
@@ -543,11 +550,14 @@ class TokenPositions:
             Packing is described by Raffel et al., "T5" (2020), section 3.5.2,
             https://arxiv.org/abs/1910.10683
         """
+        # Segment ids on the host stay there for now, for the check below.
         integers = checked_segment_ids(segment_ids)
         on_device = as_signed("segment_ids", integers)
         rows = as_batch("segment_ids", on_device)
+        # On the host, two runs of tokens with the same segment id in a row are an error.
         if isinstance(integers, np.ndarray):
             _check_no_segment_reappears(integers)
+        # The position and the segment id of each token, [1 or batch, length].
         counted = counted_from_segments(rows)
         tokens = cls(counted.positions, segment_ids=counted.segment_ids)
         return _with_rank(tokens, integers.ndim)
@@ -606,11 +616,13 @@ class TokenPositions:
         parents = arguments.as_array("parents", parents)
         rows = as_batch("parents", parents)
         length = rows.shape[1]
+        # The check allows -2 (padding), -1 (a root) and the indices of the row.
         integers = arguments.as_integers("parents", rows, -2, length - 1, "the row")
         if isinstance(integers, np.ndarray):
             check_parents(integers)
-        # The places are at most offset + length - 1. The ends are one past a place, so one number
-        # more must be inside int32.
+        # A place is the index of a token in depth-first order plus the offset, so places are at
+        # most offset + length - 1. The end of a token is one past the last place of its subtree. So
+        # all numbers up to offset + length must be inside int32.
         offset = _as_offset(offset, length + 1)
         parent_rows = arguments.as_int32("parents", integers)
         tokens = cls(**tree_arrays(parent_rows, offset))

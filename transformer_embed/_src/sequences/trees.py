@@ -70,11 +70,13 @@ def shared_prefix_parents(
     # Lengths on the host stay there for now, for the check below.
     prefix_lengths = arguments.as_integers("prefix_lengths", prefix_lengths)
     answer_lengths = arguments.as_integers("answer_lengths", answer_lengths)
-    # These are on a device.
+    # `as_indices` makes int32 arrays on a device, [batch] and [batch, answers], after a check that
+    # lengths on the host are 0 to `length`. "the row" says in its error what has this length.
     prefixes = arguments.as_indices("prefix_lengths", prefix_lengths, length, "the row", "batch")
     answers = arguments.as_indices(
         "answer_lengths", answer_lengths, length, "the row", "batch", "answers"
     )
+    # The error says that answer_lengths must have as many rows as prefix_lengths.
     want = "rows as prefix_lengths"
     arguments.check_same("answer_lengths", want, answers.shape[0], prefixes.shape[0])
     # Inside jit, arrays on a device are traced, and cannot be checked.
@@ -128,11 +130,13 @@ def _shared_prefix_parents(
     index = jnp.arange(length, dtype=jnp.int32)[None]
     text_lengths = jnp.concatenate([prefixes[:, None], answers], axis=1)
     text_ends = jnp.cumsum(text_lengths, axis=1, dtype=jnp.int32)
-    # [1, 1, t] and [b, a, 1].
+    # An answer starts where the text before it ends. The axes are [batch, answer, token]: each
+    # index [1, 1, t] is compared with each start [b, a, 1].
     index_of_token = index[:, None]
     answer_starts = text_ends[:, :-1, None]
-    # Whether the token is the first token of any answer: [b, a, t] is reduced to [b, t].
-    starts_answer = (index_of_token == answer_starts).any(1)
+    is_start_of_answer = index_of_token == answer_starts
+    # Whether the token is the first token of any answer, [b, t].
+    starts_answer = is_start_of_answer.any(1)
     last_of_prompt = prefixes[:, None] - 1
     previous_token = index - 1
     parents = jnp.where(starts_answer, last_of_prompt, previous_token)
@@ -168,9 +172,9 @@ def tree_arrays(
     # A parent may be anywhere in the row, also in the part of the row that another device has.
     parents = with_whole_rows(parents)
     parents_with_root = _with_added_root(parents)
-    # The ones have the shape of the parents, so explicit mesh axes split both in the same way. A
-    # row of ones that is made inside vmap would be shared by all batch rows, and would not be
-    # split.
+    # `_trees_of_row` sums these ones over paths and subtrees, to count tokens. They are made here,
+    # from the parents, so explicit mesh axes split them as the parents. A row of ones that is made
+    # inside vmap would be shared by all batch rows, and would not be split.
     ones = jnp.ones_like(parents_with_root)
     trees = jax.vmap(_trees_of_row)(parents_with_root, ones)
 
@@ -181,7 +185,8 @@ def tree_arrays(
     positions = plus_offset(trees.depths)
     places = plus_offset(trees.places)
     ends = plus_offset(trees.ends)
-    # Until here, padding counts as a root. Its number in `parents`, -2, says that it is padding.
+    # A token is in a tree if the path of its parents ends at a root (`has_root`), and not in a
+    # cycle. Until here, padding counts as a root, so padding is left out: it has -2 in `parents`.
     is_in_tree = trees.has_root & (parents > PADDING)
     is_token = is_in_tree.astype(jnp.int32)
     is_token = jnp.broadcast_to(is_token, positions.shape)

@@ -34,7 +34,7 @@ class RowOrder(NamedTuple):
     is_spread: bool
 
 
-def nearest_rows(ids: Any, num_rows: int, order: RowOrder | None) -> Any:
+def rows_of_nearest_ids(ids: Any, num_rows: int, order: RowOrder | None) -> Any:
     """Returns the row of each id, or of the nearest id inside the vocabulary.
 
     Args:

@@ -22,6 +22,7 @@ def check_batch(
     vocab_size: int,
     pad_id: int | None = None,
     order: str | None = None,
+    max_len: int | None = None,
 ) -> None:
     """Checks a batch, and raises an error that names the first wrong place.
 
@@ -47,14 +48,17 @@ def check_batch(
             number of sequences, one after the other, with padding on the left, between them or on
             the right. In all three layouts, positions rise by one from token to token of a
             sequence. If None, any layout is accepted.
+        max_len: The number of learned positions, as in `te.Learned`. Pass it if your model has
+            learned positions: a position past the end of the table gives NaN, like an id. All
+            positions of `tokens` must be from 0 to max_len - 1. If None, any position is accepted.
 
     Raises:
         TypeError: `ids` does not hold integers, or `tokens` is not a `TokenPositions`. `ids` or an
             array of `tokens` is traced.
         ValueError: An id is neither in the vocabulary nor the `pad_id`, or a segment id is
             negative. A token that is not padding has the `pad_id`, or padding has another id. The
-            tokens are not in the layout `order`, or `ids` and `tokens` differ in shape. `order` is
-            passed without `tokens`.
+            tokens are not in the layout `order`, or `ids` and `tokens` differ in shape. A position
+            is outside the learned positions. `order` or `max_len` is passed without `tokens`.
 
     Example:
         >>> import transformer_embed as te
@@ -74,13 +78,20 @@ def check_batch(
     vocab_size = arguments.size("vocab_size", vocab_size)
     if pad_id is not None:
         pad_id = arguments.int32("pad_id", pad_id)
+    # The ids on the host, after a check that each is inside the vocabulary or is the `pad_id`.
     host_ids = _checked_ids(ids, vocab_size, pad_id)
+    if max_len is not None:
+        max_len = arguments.size("max_len", max_len)
     if tokens is None:
         if order is not None:
             raise arguments.value_error("tokens", "the tokens of ids, to check their order", None)
+        if max_len is not None:
+            want = "the tokens of ids, to check their positions"
+            raise arguments.value_error("tokens", want, None)
         return
     check_token_positions("tokens", tokens)
     positions, segment_ids = tokens_on_host(tokens)
+    # The number of batch rows of the tokens, which may be 1.
     row_count = number_of_rows(tokens)
     length = positions.shape[1]
     id_rows = np.atleast_2d(host_ids)
@@ -95,6 +106,8 @@ def check_batch(
         _check_padding(id_rows, segment_ids, pad_id)
     if order is not None:
         check_order(tokens, order)
+    if max_len is not None:
+        arguments.as_integers("positions", positions, 0, max_len - 1, "the learned positions")
 
 
 def _check_padding(id_rows: np.ndarray, segment_ids: np.ndarray, pad_id: int) -> None:

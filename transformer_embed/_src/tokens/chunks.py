@@ -49,7 +49,8 @@ def number_of_chunks(chunk_size: int | None, layers: Layers) -> int:
     if chunk_size is not None:
         return _quotient_rounded_up(token_count, chunk_size)
     bytes_of_token = sum(_bytes_of_token_logits(layer) for layer in layers)
-    # A vocabulary of a symbolic size is treated like a large one, with logits beyond the budget.
+    # Inside jax.export, the size of the vocabulary may be symbolic, which cannot be compared. Then
+    # the vocabulary counts as large: no token's logits fit the budget, and a copy of x is cheap.
     is_symbolic = export.is_symbolic_dim(bytes_of_token)
     fitting_tokens = 0 if is_symbolic else LOGITS_BUDGET // max(bytes_of_token, 1)
     chosen_size = _chosen_chunk_size(token_count, fitting_tokens, width)
@@ -62,6 +63,7 @@ def number_of_chunks(chunk_size: int | None, layers: Layers) -> int:
 
 def _bytes_of_token_logits(layer: LayerArrays) -> Any:
     """Returns how many bytes the logits of a token take on a device."""
+    # `wide_rows` are the device's rows of the table, in the dtype of the logits.
     row_count = layer.wide_rows.shape[layer.split.vocab_axis]
     return row_count * layer.wide_rows.dtype.itemsize
 

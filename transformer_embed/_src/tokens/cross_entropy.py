@@ -252,9 +252,13 @@ class CrossEntropy(Loss):
         """
         (chunk,) = logits
         smoothing = settings.label_smoothing
+        # The relative logits are the logits z minus the largest logit m of each token.
         exponentials = jnp.exp(chunk.relative_logits)
+        # The column of each label, [t, 1], which is out of range if another device has the label.
         columns = columns_of_labels(chunk, labels)
+        # The weight of each row in the mean of the logits, which only smoothing needs.
         row_shares = None if smoothing is None else _row_shares(split, chunk)
+        # For each token, the sum of exponentials, the label's relative logit, and the mean.
         sums = token_sums(split, chunk, columns, row_shares)
         log_total = jnp.log(sums.total)
         log_z = log_total + chunk.largest_logit
@@ -310,7 +314,8 @@ def _undivided_gradients(
     if smoothing is None or row_shares is None:
         return change_column(exponentials, columns, lambda old: old - scale, is_last_change=True)
     label_target = 1.0 - smoothing
-    # The subtraction below changes all columns again, so this is not the last change.
+    # `change_column` must know whether this is the last change of the array. It is not: the
+    # subtraction below changes all columns again.
     gradients = change_column(
         exponentials, columns, lambda old: old - label_target * scale, is_last_change=False
     )

@@ -139,6 +139,7 @@ def linear_divergence(
         "On-Policy Distillation of Language Models" (2024), section 2,
         https://arxiv.org/abs/2306.13649
     """
+    # Pairs of x and an `OutputLayer`, checked.
     student = as_output_layer(x, output)
     teacher = as_output_layer(teacher_x, teacher_output, "teacher_")
     _check_pairs(student, teacher)
@@ -212,21 +213,24 @@ class Divergence(Loss):
 
         `"forward"` is KL(teacher, student), `"reverse"` is KL(student, teacher), and `"js"` is the
         weighted mean of two divergences from a mixture of both. A divergence has no labels. The
-        temperature, its only setting, is in the logits already. The result has one entry, because
-        other losses also return further values.
+        temperature, its only setting, is in the logits already. The result is a tuple with one
+        entry, because other losses return several values, such as a loss and an entropy.
         """
         student_logits, teacher_logits = logits
         probs = _probabilities(split, student_logits, teacher_logits)
         if self.kind == "js":
             return (self._jensen_shannon(split, probs),)
         log_ratio = probs.log_student_over_teacher
+        # A divergence KL(p, q) has gradients with respect to the logits of p and of q.
         if self.kind == "forward":
+            # p is the teacher, and q is the student.
             divergence = _kullback_leibler(
                 split, p=probs.teacher, q=probs.student, log_q_over_p=log_ratio
             )
             student_gradients = divergence.gradients_of_q
             teacher_gradients = divergence.gradients_of_p
         else:
+            # p is the student, and q is the teacher.
             divergence = _kullback_leibler(
                 split, p=probs.student, q=probs.teacher, log_q_over_p=-log_ratio
             )
@@ -243,6 +247,7 @@ class Divergence(Loss):
             beta * KL(teacher, mixture) + (1 - beta) * KL(student, mixture)
         """
         beta = self.beta
+        # The mixture `beta * teacher + (1 - beta) * student`, and its ratio to both, as logarithms.
         mixture = _mixture(probs, beta)
         teacher_part = _kullback_leibler(
             split,
@@ -286,8 +291,9 @@ def _probabilities(split: OutputSplit, student: ChunkLogits, teacher: ChunkLogit
     """
     student_exps = jnp.exp(student.relative_logits)
     teacher_exps = jnp.exp(teacher.relative_logits)
-    # The sum of these differences is more accurate than the difference of both totals, if the
-    # totals are nearly equal.
+    # The logarithm of the ratio needs the student's total minus the teacher's. If the totals are
+    # nearly equal, the sum of the differences `exp_differences` is more accurate than the
+    # difference of the two sums.
     exp_differences = student_exps - teacher_exps
     sums = split.sum_over_vocabulary((student_exps, teacher_exps, exp_differences))
     student_total, teacher_total, difference_of_totals = sums

@@ -183,8 +183,10 @@ class LogProbs(Loss):
         if not self.with_entropy:
             return log_probs
         entropies = values[1]
-        # All candidates of a token share one entropy.
-        return log_probs, entropies[..., 0] if self.of_candidates else entropies
+        if self.of_candidates:
+            # All candidates of a token share one entropy, which is on an axis of size 1.
+            entropies = entropies[..., 0]
+        return log_probs, entropies
 
     def values_from_logits(
         self,
@@ -203,8 +205,11 @@ class LogProbs(Loss):
         Here the gradients are stored times the total. The division comes later (see `TokenValues`).
         """
         (chunk,) = logits
+        # The relative logits are z - m.
         exponentials = jnp.exp(chunk.relative_logits)
+        # The column of each label, [t, k], which is out of range if another device has the label.
         columns = columns_of_labels(chunk, labels)
+        # For each token, the sum of exponentials and the relative logit of each label.
         sums = token_sums(split, chunk, columns, row_shares=None)
         total = sums.total
         if self.of_candidates:
@@ -238,13 +243,13 @@ class LogProbs(Loss):
         `mean` is the mean of the relative logits, weighted by the probabilities. The gradient with
         respect to the logits is `exponentials * (mean - relative_logits) / total`.
         """
-        # At a banned id, the exponential is 0 and the relative logit is -inf. The floor makes the
-        # product 0, because 0 times infinity would be NaN.
+        # At a banned id, the exponential is 0 and the relative logit is -inf. Their product would
+        # be NaN. With a relative logit of at least RELATIVE_LOGIT_FLOOR, the product is 0.
         products = exponentials * jnp.maximum(chunk.relative_logits, RELATIVE_LOGIT_FLOOR)
         mean = split.sum_over_vocabulary(products) / total
-        # The formula is `exponentials * (mean - relative_logits)`. The product of each term is
-        # taken alone, because the difference is huge at padding, and would overflow in a second
-        # derivative. The division by the total comes later (see `TokenValues`).
+        # The formula `exponentials * (mean - relative_logits)` is multiplied out. The difference is
+        # huge at padding, and would overflow in a second derivative. The division by the total
+        # comes later (see `TokenValues`).
         gradients = exponentials * mean - products
         return TokenValues(
             values=jnp.log(total) - mean, undivided_gradients=(gradients,), gradient_divisor=total
@@ -308,7 +313,8 @@ def linear_top_k(
     pad_id = pair.output.pad_id
     has_pad_row = pad_id is not None and 0 <= pad_id < vocab_size
     k = arguments.integer("k", k, at_least=1, at_most=vocab_size - has_pad_row)
-    # The k ids of a token are on an axis of their own, like candidate labels.
+    # With `of_candidates`, a token has several results, on an additional last axis. Here this axis
+    # has the k ids.
     loss = TopK(chunk_size=chunk_size, of_candidates=True, k=k)
     return compute(loss, (pair,))
 
@@ -342,8 +348,10 @@ class TopK(Loss):
         ranked_logits = jnp.where(chunk.is_inside, finite_logits, -jnp.inf)
         count_of_device = min(self.k, ranked_logits.shape[1])
         best_logits, columns = jax.lax.top_k(ranked_logits, count_of_device)
+        # The device's rows hold the ids from `first_id` on.
         ids = columns.astype(jnp.int32) + chunk.first_id
         if mesh_axes:
+            # The k best of the best ids of all devices.
             best_logits, ids = _best_of_all_devices(self.k, mesh_axes, best_logits, ids)
         is_banned = best_logits == lowest
         log_probs = jnp.where(is_banned, -jnp.inf, best_logits) - jnp.log(total)

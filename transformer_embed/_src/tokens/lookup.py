@@ -22,7 +22,7 @@ from transformer_embed._src.partitioning import (
     varying,
     varying_axes,
 )
-from transformer_embed._src.tables.row_order import RowOrder, nearest_rows
+from transformer_embed._src.tables.row_order import RowOrder, rows_of_nearest_ids
 from transformer_embed._src.tables.stand_in import StandIn
 from transformer_embed._src.tokens.lookup_gradient import read_or_zero
 
@@ -115,8 +115,8 @@ def lookup(
 def as_table(name: str, table: ArrayLike | StandIn) -> Any:
     """Converts a table to a floating array [vocab_size, d].
 
-    A `StandIn` is returned as it is. It holds some rows of a table inside the loss of
-    `te.rows.value_and_grad`, and has the table's place there.
+    A `StandIn` is returned as it is. Inside the loss of `te.rows.value_and_grad`, it replaces the
+    table, and holds some rows of the table.
     """
     if not isinstance(table, StandIn):
         # A wrapper such as nnx.Param may hold a `StandIn`.
@@ -138,10 +138,12 @@ def read_table(table: Any, ids: Ids, options: LookupOptions) -> Vectors:
     """
     mesh = jax.typeof(ids).sharding.mesh
     if isinstance(table, StandIn):
-        # The last leaf of a `StandIn` holds rows, and has the columns of the table.
+        # A `StandIn` holds some rows of a table in its last array. The columns of this array are
+        # split over the same explicit mesh axes as the columns of the table.
         *_, rows_of_stand_in = jax.tree.leaves(table)
         _, column_axes = typed_axes(rows_of_stand_in)
     else:
+        # The explicit mesh axes that split the rows and the columns of the table, () for none.
         row_axes, column_axes = typed_axes(table)
         check_on_mesh("ids", ids, row_axes)
     # A tuple of mesh axes for each dimension of the ids.
@@ -149,11 +151,13 @@ def read_table(table: Any, ids: Ids, options: LookupOptions) -> Vectors:
     all_id_axes = joined_axes(id_axes)
     if set(all_id_axes).isdisjoint(column_axes):
         return _read_local_columns(table, ids, options)
-    # Some mesh axes split both the ids and the columns, but an axis may split only one dimension of
-    # an array. For example, "x" splits the ids [batch] and the columns of a table [rows, d]. First,
-    # the ids are all-gathered over "x", and each device reads its own columns for all ids, so "x"
-    # splits the columns of the result [batch, d]. Then the result is resharded, so that "x" splits
-    # the batch, and each device has all columns for its own ids.
+    # Some mesh axes split both the ids and the columns. But in the result [batch, d], an axis may
+    # split only one of these dimensions. For example, "x" splits the ids [batch] and the columns of
+    # a table [rows, d]:
+    #
+    # 1. The ids are all-gathered over "x", so each device has all ids.
+    # 2. Each device reads its own columns for all ids, so "x" splits the columns of the result.
+    # 3. The result is resharded, so each device has all columns for its own part of the batch.
     gathered_id_axes = []
     for axes in id_axes:
         gathered_id_axes.append(tuple(axis for axis in axes if axis not in column_axes))
@@ -165,12 +169,14 @@ def read_table(table: Any, ids: Ids, options: LookupOptions) -> Vectors:
 
 def _read_local_columns(table: Any, ids: Ids, options: LookupOptions) -> Vectors:
     """Computes `read_table` if no mesh axis splits both the ids and the columns of the table."""
+    # A `StandIn` holds only some rows of the table, and finds the rows of the ids among them.
     if isinstance(table, StandIn):
         rows = table.gather_rows(ids, options.order)
     elif options.lookup_style == "gather":
         return _gather(table, ids, options)
     else:
         rows = _multiply_one_hot(table, ids, options)
+    # Padding gets zeros, and an id out of range gets what `options.out_of_range` says.
     return _replace_special_rows(rows, table, ids, options)
 
 
@@ -182,7 +188,7 @@ def _multiply_one_hot(table: TableArray, ids: Ids, options: LookupOptions) -> Ve
     num_rows = table.shape[0]
     wide_table = conversions.widened(table)
     # The row of each id. An id outside the vocabulary gets the row of the nearest id.
-    index = nearest_rows(ids, num_rows, options.order)
+    index = rows_of_nearest_ids(ids, num_rows, options.order)
     one_hot = jax.nn.one_hot(index, num_rows, dtype=wide_table.dtype)
     rows = jnp.matmul(one_hot, wide_table, precision=jax.lax.Precision.HIGHEST)
     return rows.astype(table.dtype)
@@ -216,14 +222,15 @@ def _gather(table: TableArray, ids: Ids, options: LookupOptions) -> Vectors:
     order = options.order
     if is_explicit(jax.typeof(ids).sharding.mesh):
         # The devices of the mesh may have different rows. `read_or_zero` reads from all of them.
-        index = nearest_rows(ids, num_rows, order)
+        index = rows_of_nearest_ids(ids, num_rows, order)
         rows = read_or_zero(table, index.astype(jnp.uint32))
     elif order is None:
         # The row is the id. In this mode, XLA clips an id out of range to the nearest row.
         rows = jnp.take(table, ids, axis=0, mode="clip")
     else:
-        index = nearest_rows(ids, num_rows, order)
+        index = rows_of_nearest_ids(ids, num_rows, order)
         rows = jnp.take(table, index, axis=0, mode="clip")
+    # Padding gets zeros, and an id out of range gets what `options.out_of_range` says.
     rows = _replace_special_rows(rows, table, ids, options)
     # Inside a user's shard_map, the type of the rows must say along which mesh axes they differ
     # between devices. If there are no ids, jax loses this, so the type is set here.
@@ -260,9 +267,9 @@ def _gradient_index(table: TableArray, ids: Ids, options: LookupOptions) -> Arra
         # The row is the id. As uint32, a negative id is past the end too.
         index = ids.astype(jnp.uint32)
     else:
-        # The row of each id. For an id outside the vocabulary, the row of the nearest id, which
-        # gets the gradient only if `out_of_range` is "clip".
-        index = nearest_rows(ids, table.shape[0], order).astype(jnp.uint32)
+        # This is the row of each id. An id outside the vocabulary has the row of the nearest id,
+        # which gets the gradient only if `out_of_range` is "clip".
+        index = rows_of_nearest_ids(ids, table.shape[0], order).astype(jnp.uint32)
         if not is_clipped:
             is_inside = ids.astype(jnp.uint32) < options.vocab_size(table)
             index = jnp.where(is_inside, index, past_the_end)

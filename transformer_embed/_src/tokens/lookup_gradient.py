@@ -46,7 +46,7 @@ def read_or_zero(table: TableArray, index: Index) -> Vectors:
     elements, [..., d], by a mask.
     """
     mesh = jax.typeof(index).sharding.mesh
-    # The explicit mesh axes that split each dimension, () for none.
+    # For each dimension, the explicit mesh axes that split it, () for none.
     index_axes = typed_axes(index)
     row_axes, column_axes = typed_axes(table)
     is_split = any((row_axes, column_axes, *index_axes))
@@ -58,9 +58,9 @@ def read_or_zero(table: TableArray, index: Index) -> Vectors:
     wide_table = conversions.widened(table)
     if not _can_sort_index(table, index):
         return _read_with_repeats(wide_table, index).astype(table.dtype)
-    # On a GPU, `_read_each_row_once` gives gradients that are the same from run to run. For that,
-    # it sorts the index. With a checkpoint, only the backward pass sorts. Without it, the forward
-    # pass would sort too, and keep arrays as large as all rows that are read.
+    # On a GPU, `_read_each_row_once` gives gradients that are the same from run to run. To do so,
+    # it sorts the index, for the backward pass alone. Without the checkpoint, the forward pass
+    # would also sort, and would keep arrays as large as all rows that are read.
     read_once = jax.checkpoint(_read_each_row_once)
     rows = jax.lax.platform_dependent(
         wide_table, index, cuda=read_once, rocm=read_once, default=_read_with_repeats
@@ -205,10 +205,10 @@ def _sum_runs(
         """Joins two parts that follow each other: (has a run start, sum since the last start)."""
         left_has_start, left_sum = left
         right_has_start, right_sum = right
-        # The flags are [n, 1], and the sums are [n, d].
-        starts_anew = jax.lax.broadcast_in_dim(right_has_start, right_sum.shape, (0, 1))
         # Functions of jax.lax are called, because each call of a jax.numpy function is traced and
         # transposed separately, which took most of the tracing time of a step.
+        # The flags [n, 1] are repeated along the columns, which makes them [n, d], like the sums.
+        starts_anew = jax.lax.broadcast_in_dim(right_has_start, right_sum.shape, (0, 1))
         joined_sum = jax.lax.select(starts_anew, right_sum, jax.lax.add(left_sum, right_sum))
         return jax.lax.bitwise_or(left_has_start, right_has_start), joined_sum
 

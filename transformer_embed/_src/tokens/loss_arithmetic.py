@@ -147,10 +147,10 @@ def values_and_logits(
     # derivative of a logit z with respect to T is -z / T. By the chain rule, the derivative of a
     # value is the sum of `gradient * z` over the vocabulary, divided by -T.
 
-    # The sum is computed with relative logits in place of z, which are z minus the largest logit m
-    # of the token. This gives the same sum, because in each loss that has a temperature, the
-    # gradients of a token sum to 0, and so do their products with m. At a banned id, 0 replaces
-    # -inf, because the gradient there is 0, and 0 times infinity is NaN.
+    # The sum is computed with relative logits, z - m, in place of z. Here m is the largest logit of
+    # the token. In each loss that has a temperature, the gradients of a token sum to 0. So the sum
+    # of `gradient * m` is 0, and both sums are the same. At a banned id, the relative logit is -inf
+    # and the gradient is 0. Their product would be NaN, so 0 replaces -inf.
     finite_logits = []
     for chunk in logits:
         is_banned = jnp.isneginf(chunk.relative_logits)
@@ -186,10 +186,12 @@ def directional_derivative(
         return total
     for gradients, direction in zip(token_values.undivided_gradients, directions, strict=True):
         products = gradients * direction
+        # The stored gradients are divided by `gradient_divisor` only now, after the sum.
         total += split.sum_over_vocabulary(products) / token_values.gradient_divisor
     if token_values.subtracted_columns is not None:
-        # The stored gradients leave out a -1 in the column of each label (as `LogProbs` does for
-        # candidates). So the direction in these columns is subtracted. Such values have one layer.
+        # Some losses, such as `LogProbs` with candidates, leave out a -1 in the column of each
+        # label when they store the gradients. The -1 times the direction is added here, so the
+        # direction in these columns is subtracted. These losses have one layer.
         (direction,) = directions
         subtracted = values_in_columns(token_values.subtracted_columns, direction)
         total -= jax.lax.psum(subtracted, split.vocabulary_mesh_axes)

@@ -131,6 +131,8 @@ def _sums_and_gradients(loss: Loss, token_data: TokenData, layers: Layers) -> Su
 
     def on_device(token_data, layers):
         """Runs the chunks of a device, then adds the results over devices."""
+        # `_add_chunk` runs for each chunk of this device's tokens. It adds to the gradients of the
+        # tables, and returns the results of the chunk. `scan_chunks` joins the results of chunks.
         table_gradients, chunk_results = scan_chunks(
             step=functools.partial(_add_chunk, loss),
             start=zero_gradients,
@@ -167,6 +169,7 @@ def _sums_and_gradients(loss: Loss, token_data: TokenData, layers: Layers) -> Su
             layer_gradients=tuple(layer_gradients),
         )
 
+    # How the arrays of each layer are split over the mesh, as a `LayerArrays` of specs.
     specs = layer_specs(layers)
     # The arrays of tokens are split like the tokens of x. The sums are the same on all devices.
     token_spec = specs[0].x
@@ -184,6 +187,7 @@ def _sums_and_gradients(loss: Loss, token_data: TokenData, layers: Layers) -> Su
 
 def _zero_gradients(layer: LayerArrays) -> TableGradients:
     """Returns the gradients of a layer's table and bias before the first chunk: zeros."""
+    # `wide_rows` are the device's rows of the table, in the dtype of sums.
     rows = jnp.zeros_like(layer.wide_rows)
     bias = None if layer.bias is None else jnp.zeros_like(layer.bias)
     return TableGradients(rows=rows, bias=bias)

@@ -77,6 +77,7 @@ def map_chunks(loss: Loss, token_data: TokenData, layers: Layers) -> tuple[Array
 
     def on_device(token_data, layers):
         """Computes the values of this device's tokens."""
+        # `step` runs for each chunk of the tokens, and the values of all chunks are joined.
         _, values = scan_chunks(
             step=step,
             start=no_carry,
@@ -87,6 +88,7 @@ def map_chunks(loss: Loss, token_data: TokenData, layers: Layers) -> tuple[Array
         return values
 
     mesh = layers[0].split.mesh
+    # How the arrays of each layer are split over the mesh, as a `LayerArrays` of specs.
     specs = layer_specs(layers)
     # The arrays of tokens, and the values, are split like the tokens of x.
     token_spec = specs[0].x
@@ -106,15 +108,17 @@ def _values_of_chunk(
     compute_values = _values_from_arrays
     if not is_only_chunk:
         compute_values = _checkpoint(_values_from_arrays)
-    # The product with the weights is computed outside of the checkpoint. Its gradient needs the
-    # losses, which are kept here. Inside, the backward pass would have to compute them again.
+    # The losses are multiplied by the weights outside of the checkpoint. The gradient of this
+    # product needs the losses, and here they are kept. If the product were inside the checkpoint,
+    # the backward pass would compute the losses again for it.
     losses, *further_values = compute_values(loss, token_data.labels, token_data.settings, layers)
     vocab_size = layers[0].split.vocab_size
     loss_weights = nan_at_wrong_labels(token_data.weights, token_data.labels, vocab_size)
     weighted_losses = weighted(losses, loss_weights)
     # A further value, such as an entropy, belongs to a token and not to one of its labels, so it
-    # needs one weight for each token. If a token has several candidate labels, their weights are 0
-    # or 1, and the largest of them is 1 if at least one candidate is counted.
+    # needs one weight for each token. This is the largest weight of the token's labels. With one
+    # label, it is the weight of this label. With several candidate labels, the weights are 0 or 1,
+    # so the largest is 1 if at least one candidate is counted.
     token_weights = token_data.weights.max(-1, keepdims=True)
     weighted_values = [weighted(values, token_weights) for values in further_values]
     return weighted_losses, *weighted_values
@@ -141,6 +145,7 @@ def _values_from_arrays_jvp(
     """
     labels, settings, layers = primals
     _, setting_tangents, layer_tangents = tangents
+    # The values with their gradients with respect to logits and settings, and the logits.
     values, logits = values_and_logits(loss, labels, settings, layers)
     logit_tangents = [
         _logit_tangents(chunk, layer, layer_tangent)
@@ -150,7 +155,9 @@ def _values_from_arrays_jvp(
     primals_out = tuple(token_values.values for token_values in values)
     tangents_out = []
     for token_values in values:
+        # How fast the values change with the logits.
         from_logits = directional_derivative(split, token_values, logit_tangents)
+        # For each setting, the product of gradient and tangent is added.
         tangent = add_products(from_logits, token_values.setting_gradients, setting_tangents)
         tangents_out.append(tangent)
     return primals_out, tuple(tangents_out)

@@ -102,12 +102,15 @@ def compute(loss: Loss, layers: tuple[Pair, ...], **token_arguments: ArrayLike |
     for name, argument in token_arguments.items():
         is_left_out = argument is None and name in OPTIONAL
         if not is_left_out:
+            # The argument as an array, checked.
             arrays[name] = CONVERTERS[name](name, argument)
     token_shape = layers[0].x.shape[:-1]
     label_shape = _checked_label_shape(loss, token_shape, arrays.get("labels"))
     if not loss.shift:
         why = "shift is 0 (TokenPositions takes them for positions and masks)"
         arguments.check_left_out("segment_ids", arrays.get("segment_ids"), why)
+    # A function from the name of an argument to the argument's array, with an axis of labels at the
+    # end: [..., c] for c labels of a token, or [..., 1]. None if the argument is left out.
     with_label_axis = functools.partial(_with_label_axis, arrays, token_shape, label_shape)
     # The temperature, the label smoothing and the z-loss, None for those that are left out.
     settings = {name: with_label_axis(name) for name in TokenSettings._fields}
@@ -216,6 +219,7 @@ def _compute(loss: Loss, layers: tuple[Pair, ...], batch: Batch) -> Any:
     # True for each token, in an array that is split over the mesh like the tokens.
     is_token = _true_like_tokens(layers[0].x)
     # `token_data` has the labels, the weights and the settings of the tokens that predict.
+    # `is_counted` is False at labels that count nothing, such as padding.
     token_data, is_counted = predicted_labels(loss, layers, batch, is_token)
     if loss.reduction == "none":
         return _result_of_each_token(loss, layers, token_data, is_counted, is_token)
@@ -244,6 +248,7 @@ def _result_of_each_token(
     """
     weights = token_data.weights
     token_data, layer_arrays = _split_over_mesh(layers, token_data, is_counted)
+    # The losses, then further values such as the entropy, [..., c] each, times the weights.
     values = map_chunks(loss, token_data, layer_arrays)
     # While logits are computed, tokens are not split over the mesh axes of the table. Now the
     # values are split like the tokens of x again.
@@ -289,8 +294,8 @@ def _split_over_mesh(
         arguments.check_same("teacher_output", want, teacher_table_axes, table_axes)
         want = "tokens split as x's"
         arguments.check_same("teacher_x", want, teacher_split.token_axes, first_split.token_axes)
-    # The arrays of tokens are split like x. Its spec names only the mesh axes of the tokens,
-    # because the last axis is whole.
+    # The arrays of tokens are split like x [..., d]. No mesh axis splits the channels d, so the
+    # spec of x has mesh axes only for the dimensions of the tokens, and fits arrays [..., c], too.
     token_sharding = NamedSharding(first_split.mesh, first_split.specs().x)
     token_data = jax.tree.map(lambda array: reshard(array, token_sharding), token_data)
     return token_data, tuple(all_layer_arrays)

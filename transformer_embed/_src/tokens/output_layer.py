@@ -218,6 +218,7 @@ def as_output_layer(x: ArrayLike, output: OutputLayer | ArrayLike, prefix: str =
 @compiled()
 def _logits(x: Float[Array, "... d"], output: OutputLayer) -> Float[Array, "... v"]:
     """Computes `linear_logits` of checked arguments."""
+    # The arrays x, table and bias, split over the mesh, and how they are split.
     layer = split_output(x, output)
     split = layer.split
 

@@ -144,6 +144,7 @@ def split_output(x: Float[Array, "... d"], output: Any) -> LayerArrays:
     """
     table = output.table
     bias = output.bias
+    # For each dimension of x and of the table, the explicit mesh axes that split it, () for none.
     x_axes = typed_axes(x)
     table_axes = typed_axes(table)
     row_axes = table_axes[output.vocab_axis]
@@ -151,14 +152,15 @@ def split_output(x: Float[Array, "... d"], output: Any) -> LayerArrays:
     check_on_mesh("x", x, row_axes, column_axes)
     is_split = any((*x_axes, row_axes, column_axes))
     mesh = jax.typeof(x).sharding.mesh if is_split else AbstractMesh((), ())
-    # Devices that split the columns exchange their parts of all rows for whole rows, so each of
-    # them gets an equal number of rows.
+    # Devices that split the columns have a part of each row. They exchange these parts, so that
+    # each of the devices ends up with whole rows, an equal number each.
     device_count = devices_along(mesh, column_axes)
     if output.row_count % device_count:
         want = f"a multiple of {device_count} rows, as devices split the columns (see row_multiple)"
         raise arguments.value_error("table", want, f"{output.row_count} rows")
-    # The logits are [tokens, rows], and a mesh axis may split only one of their dimensions. All
-    # axes of the table split the rows. So the tokens are split only over the other axes.
+    # The logits are [tokens, rows of the table], and a mesh axis may split only one of these two
+    # dimensions. All axes that split the table split the rows of the logits. So the tokens are
+    # split only over axes that do not split the table.
     axes_of_table = (*row_axes, *column_axes)
     axes_of_tokens = x_axes[: x.ndim - 1]
     token_axes = []
@@ -179,5 +181,6 @@ def split_output(x: Float[Array, "... d"], output: Any) -> LayerArrays:
     if bias is not None:
         bias = reshard(on_every_device(bias), NamedSharding(mesh, specs.bias))
     x = reshard(x, NamedSharding(mesh, specs.x))
-    # `wide_rows` are made later, for the step of a chunk.
+    # `wide_rows`, the rows in the dtype of sums, are made later, when a device takes a chunk of its
+    # tokens.
     return LayerArrays(x=x, table=table, bias=bias, wide_rows=None, split=split)

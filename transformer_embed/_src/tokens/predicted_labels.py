@@ -58,8 +58,11 @@ def predicted_labels(
     """
     output = layers[0].output
     dtype = _dtype_of_sums(layers)
+    # The arrays of the batch are split over explicit mesh axes as `is_token` is.
     batch = jax.tree.map(lambda array: split_like(array, is_token), batch)
     is_counted = is_token[..., None]
+    # The mask, the weights and the settings get the shape of the tokens, so that they can be
+    # shifted.
     batch = _broadcast_to_tokens(batch, is_counted, dtype)
     if loss.shift:
         # False at tokens that predict no label of their document.
@@ -174,7 +177,8 @@ def _valid_setting(
     has_counted_label = is_counted.any(-1, keepdims=True)
     is_in_range = IS_IN_RANGE[name]
     is_valid = has_counted_label & is_in_range(setting)
-    # If a label has a weight other than 0, the label is counted. So the number is out of range.
+    # A label with a weight other than 0 is counted, so `is_used` implies `has_counted_label`. So if
+    # the number is used and not valid, it is out of range.
     becomes_nan = ~is_valid & is_used
     default = getattr(DEFAULT_SETTINGS, name)
     return nan_where(becomes_nan, jnp.where(is_valid, setting, default))

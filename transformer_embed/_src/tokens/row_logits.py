@@ -159,6 +159,7 @@ def chunk_logits(layer: LayerArrays, temperature: Any) -> ChunkLogits:
     `temperature` divides the logits, [t, 1]. If None, it is 1.
     """
     split = layer.split
+    # The logits as `factor * unscaled`, and which rows hold which ids.
     rows = row_logits(layer)
     factor = rows.factor
     # The factor of the products of x and the rows. If there is no softcap, it equals `factor`.
@@ -169,9 +170,11 @@ def chunk_logits(layer: LayerArrays, temperature: Any) -> ChunkLogits:
     # The rows of the `pad_id` and beyond the vocabulary get a very low logit.
     outside_logit = _outside_logit(rows.unscaled.dtype, factor)
     unscaled = _replace_outside_logits(layer.split, rows, outside_logit)
+    # The largest number of `unscaled`, and the sum of exponentials, of each token.
     largest, total = _largest_and_total(split, factor, unscaled)
     is_banned = None
     if layer.bias is not None:
+        # A bias of -inf bans the id of a row, so that the id is never predicted.
         is_banned = layer.bias[None] == -jnp.inf
         largest, total = _finite_if_all_banned(split, largest, total)
     # The checkpoint of a chunk keeps these two arrays. So the backward pass, which computes the
@@ -261,8 +264,9 @@ def _largest_and_total(
 
     def in_two_passes(unscaled):
         """Finds the largest number of each token, then reads all numbers again to sum."""
-        # A loss is the same whichever number is subtracted from the logits here. So the derivatives
-        # of this number would cancel in the end, and are left out.
+        # The largest logit is subtracted only to keep the exponentials small. A loss would be the
+        # same with any other number, so its derivative with respect to `largest` is 0, and
+        # `stop_gradient` leaves it out.
         largest = jax.lax.stop_gradient(unscaled.max(-1, keepdims=True))
         # Inside a user's shard_map, jax refuses a maximum over no axes.
         if split.vocabulary_mesh_axes:
@@ -271,9 +275,9 @@ def _largest_and_total(
         total = jnp.exp(relative_logits).sum(-1, keepdims=True)
         return largest, total
 
-    # `in_one_pass` cannot be used in two cases. Inside a shard_map, jax cannot differentiate its
-    # reduction, which second derivatives need. And with a temperature, the factor is an array, but
-    # `in_one_pass` takes a number.
+    # `in_one_pass` cannot be used in two cases. Inside a shard_map, jax cannot differentiate the
+    # reduction of `in_one_pass`, as second derivatives must. And with a temperature, the factor is
+    # an array, but `in_one_pass` takes a number. (Arrays vary along mesh axes only in a shard_map.)
     is_in_shard_map = split.vocabulary_mesh_axes or varying_axes(unscaled)
     if is_in_shard_map or isinstance(factor, jax.Array):
         return in_two_passes(unscaled)
@@ -320,8 +324,9 @@ def in_one_pass(
         is_left_higher = left_largest > right_largest
         total_of_higher = jnp.where(is_left_higher, left_total, right_total)
         total_of_lower = jnp.where(is_left_higher, right_total, left_total)
-        # `jnp.maximum` would find the same number. But if both numbers are equal, jax takes half of
-        # its derivative from each part, whereas the totals are taken from one part.
+        # `jnp.maximum` would find the same number. But if both numbers are equal, the derivative of
+        # `jnp.maximum` is one half for each part. `where` takes it from one part, from which the
+        # totals are taken, too.
         higher = jnp.where(is_left_higher, left_largest, right_largest)
         lower = jnp.where(is_left_higher, right_largest, left_largest)
         # The exponentials of the other part were relative to `lower`, and become relative to
@@ -434,14 +439,17 @@ def token_sums(
             finite = jnp.where(chunk.is_banned, 0, finite)
         mean_logit = (finite * row_shares).sum(-1, keepdims=True)
         # The mean needs the relative logits anyway, so the label's logit is read from them. If it
-        # were computed from `unscaled`, both arrays would have to be kept.
+        # were computed from `unscaled`, the backward pass would need both arrays, [t, v] each.
         label_logit = read_label_logit()
     elif isinstance(chunk.factor, jax.Array):
-        # With a temperature, each token has its own factor. Then all platforms compute the logit.
+        # There is a temperature, so each token has its own factor, [t, 1]. In this case, the logit
+        # is computed on all platforms.
         label_logit = compute_label_logit()
     else:
-        # A CPU would write all relative logits to memory only to read the few of the labels. A TPU
-        # writes them in less time than it would take to compute their exponentials again.
+        # If the label's logit is read, all relative logits are written to memory. A CPU would write
+        # them only for the few that are read, so it computes the label's logit. The total and the
+        # gradients need the exponentials of the relative logits, and a TPU writes the relative
+        # logits in less time than it would take to compute the exponentials a second time.
         label_logit = jax.lax.platform_dependent(cpu=compute_label_logit, default=read_label_logit)
     on_this_device = TokenSums(total=chunk.total, label_logit=label_logit, mean_logit=mean_logit)
     # A single all-reduce adds the three arrays over devices.
