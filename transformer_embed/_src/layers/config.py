@@ -151,7 +151,7 @@ class EmbedderConfig:
             device has about the same number of frequent ids. You keep using the same ids. The order
             of the rows does not depend on the mesh, so a checkpoint fits all meshes. For a good
             spread, set `row_multiple` to a power of two that is at least the number of devices and
-            at most 4096. A tied output layer needs False.
+            at most 4096. If the output layer is tied, pass False.
 
     Raises:
         ValueError: A field is out of range, the position scheme does not fit the width of the
@@ -163,14 +163,14 @@ class EmbedderConfig:
         'interleaved'
 
     Edge cases:
-        - If `init_stddev` is None, token vectors start with the standard deviation 1/2. Let m be
-          the factor of `scale`, o the factor `output.scale`, and w the width of the tables. Then
-          the token table has the standard deviation s = 1 / (2 * m). If the output layer is tied, s
-          has two upper bounds. The first one is 1 / (o * sqrt(w)). The second one is 2 / sqrt(o * w
-          * m), or 8 / (o * w) if there is a layer norm. With these bounds, a token does not predict
-          itself, and the first loss is about log(vocab_size). Learned positions and token types
-          have m * s / 2. The table of an untied output layer has 1 / (2 * o * sqrt(w)). The page
-          Performance has measurements.
+        - If `init_stddev` is None, token vectors start with the standard deviation 1/2, or less if
+          the output layer is tied. Let m be the factor of `scale`, o the factor `output.scale`, and
+          w the width of the tables. Then the token table has the standard deviation s = 1 / (2 *
+          m). If the output layer is tied, s is at most 1 / (o * sqrt(w)). Without a layer norm, s
+          is also at most 2 / sqrt(o * w * m), and with a layer norm, at most 8 / (o * w). With
+          these bounds, a token does not predict itself, and the first loss is about
+          log(vocab_size). Learned positions and token types have m * s / 2. The table of an untied
+          output layer has 1 / (2 * o * sqrt(w)). The page Performance has measurements.
         - With a `pad_id`, positions differ between batch rows, so on a CPU, evaluation with
           sinusoids takes 1.2 to 1.8 times as long. If padding is on the right, pass
           `positions=np.arange(length)`. This is faster, and each token gets the same position as

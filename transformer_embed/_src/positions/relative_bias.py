@@ -76,12 +76,12 @@ def alibi_bias(
     positions, so it is right for queries at an offset in a cache, for packed sequences and for
     padding on either side.
 
-    With `causal=True`, keys after the query get a bias above 0, so mask these keys. For another
-    query, the causal biases of all keys change by the same number, and a softmax ignores a number
-    that is added to all keys. So to save memory, you can compute the bias for a single query and
-    use it for all queries. With `query_positions=[0]` you get `slopes * key`, the bias of Bloom and
-    Falcon (Falcon computes it in bfloat16). With `query_positions=[length - 1]` you get the bias of
-    Keras and of the model MPT. If `causal` is False, compute the bias for every query.
+    With `causal=True`, keys after the query get a bias above 0, so mask these keys. From one query
+    to another, the causal biases of all keys change by the same number, and a softmax ignores a
+    number that is added to all keys. So to save memory, you can compute the bias for a single query
+    and use it for all queries. With `query_positions=[0]` you get `slopes * key`, the bias of Bloom
+    and Falcon (Falcon computes it in bfloat16). With `query_positions=[length - 1]` you get the
+    bias of Keras and of the model MPT. If `causal` is False, compute the bias for every query.
 
     Args:
         query_positions: The positions of the queries. Integers of shape [T] or [B, T].

@@ -69,11 +69,11 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
     Raises:
         TypeError: `slot` does not hold integers.
         ValueError: The pytrees differ in structure, or their arrays differ in dtype or do not fit
-            in shape. `slot` has a shape that is not listed above, or a slot that is not in a jax
-            array is outside the cache and is not -1. There are more new tokens than slots, which is
-            allowed only if `slot` gives the slot of each token. `slot` has shape [n], there are n
-            batch rows, and the n new tokens have no batch axis: then the slots could be for batch
-            rows or for tokens.
+            in shape. `slot` has a shape that is not listed above, or has a slot that is outside the
+            cache and is not -1. (Slots in a jax array are not checked.) There are more new tokens
+            than slots, which is allowed only if `slot` gives the slot of each token. `slot` has
+            shape [n], there are n batch rows, and the n new tokens have no batch axis: then the
+            slots could be for batch rows or for tokens.
 
     Example:
         >>> import jax.numpy as jnp

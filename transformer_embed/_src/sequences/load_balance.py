@@ -26,7 +26,7 @@ def load_balanced_order(
             each row is one sequence. `"cyclic"` gives the stripes to the devices in turn: the first
             device gets 0 and 2, and the second one gets 1 and 3. Use `"cyclic"` for packed rows or
             windows.
-        stripe: The number of tokens in a stripe, which are next to each other in the row, with
+        stripe: The number of tokens in a stripe, a run of neighbouring tokens, with
             `kind="cyclic"`. With `kind="zigzag"`, this argument has no effect, because the row is
             always cut into two stripes per device.
 

@@ -195,8 +195,8 @@ class TokenPositions:
         new order a token and the next token of its sequence are no longer neighbours.
 
         Args:
-            order: For each token of the result, its index in the old row. Integers of shape [n],
-                where n is the new number of tokens: you may leave out tokens.
+            order: For each token of the result, the index of this token in the old row. Integers of
+                shape [n], where n is the new number of tokens: you may leave out tokens.
 
         Returns:
             TokenPositions of shape [n] or [batch, n], with `places`. Sequences may get new segment
@@ -595,7 +595,7 @@ class TokenPositions:
             ValueError: `parents` or `offset` has a shape that is not listed above, or the batch
                 sizes do not fit each other. A parent in a list or a numpy array is outside the row,
                 is padding, or is in a cycle. `offset` is so large that a position would be outside
-                int32. (If it is a jax array, its values are not checked.)
+                int32. (Values of a jax array are not checked.)
 
         Example:
             >>> import transformer_embed as te
@@ -650,8 +650,7 @@ class TokenPositions:
             TypeError: `offset` does not hold integers, or is a jax array of uint32 or uint64.
                 `length` is not a Python int.
             ValueError: `offset` has a rank above 1, or `length` is negative. `offset` is so large
-                that a position would be outside int32. (If it is a jax array, its values are not
-                checked.)
+                that a position would be outside int32. (Values of a jax array are not checked.)
 
         Example:
             >>> import transformer_embed as te
