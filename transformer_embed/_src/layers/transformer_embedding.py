@@ -40,8 +40,8 @@ class TransformerEmbedding(hk.Module):
 
     Args:
         config: The description of the layer. See `EmbedderConfig`.
-        initial_params: The initial values of the module's parameters: a Haiku parameter tree that
-            contains one layer of this config, at any path. You can pass the result of
+        initial_params: The initial values of the module's parameters, as a Haiku parameter tree.
+            The tree contains one layer of this config, at any path. You can pass the result of
             `Embedder.init`, the parameters of a checkpoint, or the parameters of a whole model. If
             you set it, call `init` outside `jax.jit`, because inside `jax.jit` the values would
             become constants of the compiled program. If None, the initial values are random, with

@@ -160,9 +160,9 @@ def save_into(
         path: The path that you passed to `load_embedder`: a safetensors file, an index file, or a
             folder.
         config: The config of the layer, as `load_embedder` returned it.
-        params: A Haiku parameter tree that contains one layer that fits the config, at any path.
-            You may pass the parameters of a whole model. Table rows that `row_multiple` added are
-            not written.
+        params: A Haiku parameter tree with the parameters of one layer. The layer fits the config,
+            and its parameters may have any path, so you may pass the parameters of a whole model.
+            Table rows that `row_multiple` added are not written.
         names: The names of the tensors, as a dict {path of a parameter: name of a tensor}. Pass
             `found.names`, which `load_embedder` returned. If you leave out a parameter, the tensor
             of the parameter does not change in the checkpoint.
