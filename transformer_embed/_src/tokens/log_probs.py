@@ -63,11 +63,11 @@ def linear_log_probs(
             table [vocab_size, d] of a layer that has only a table. Labels equal to the layer's
             `pad_id` are not counted.
         labels: The ids whose log-probabilities you want, of any integer dtype. Shape [...], like
-            the tokens of x. If you set `shift`, pass the ids of the text. Otherwise
-            `labels[..., t]` is an id that token t may predict. To compare k candidate ids at each
-            token, pass shape [..., k]. The candidates may be the choices of a question, or the ids
-            from a teacher's `linear_top_k`. The logits of a token are computed once for all
-            candidates of the token.
+            the tokens of x. If you set `shift`, pass the ids of the text. Otherwise the
+            log-probability of `labels[..., t]` is computed from `x[..., t, :]`. To compare k
+            candidate ids at each token, pass shape [..., k]. The candidates may be the choices of a
+            question, or the ids from a teacher's `linear_top_k`. The logits of a token are computed
+            once for all candidates of the token.
         temperature: The number that divides the logits, above 0 and at most 1e36. Pass the
             temperature at which the text was sampled, as a number or as a floating array that
             broadcasts to the tokens, such as [batch, 1]. An array may be traced and gets a
